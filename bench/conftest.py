@@ -37,7 +37,10 @@ def _numbers(text: str) -> tuple[int, ...]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("weft's benchmark; lists are separated by commas")
     group.addoption(
-        "--ops", type=_words, default=registry.OPS, help="/".join((*registry.OPS, *registry.SCALED_OPS))
+        "--ops",
+        type=_words,
+        default=registry.OPS,
+        help="/".join((*registry.OPS, registry.LAYER_NORM, *registry.SCALED_OPS)),
     )
     group.addoption("--layers", type=_words, default=(), help="parts of layers' names, as in llama8b,qkv")
     group.addoption("--m-sizes", type=_numbers, default=(), help="rows of the whole left matrix")

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from accuracy import of_products, of_sums
 from parts import Bench, after_producer, divisible, has_torch_symm, random_tensor, sets_of, summed
-from reductions import all_reduce_rms_norm_contenders, matmul_all_reduce_contenders
+from reductions import all_reduce_norm_contenders, matmul_all_reduce_contenders
 from registry import LAST_DIMENSION, SPLITS, Row
 from scaled_contenders import all_gather_scaled_matmul_contenders, scaled_matmul_reduce_scatter_contenders
 from stand_alone import all_gather_contenders, reduce_scatter_contenders
@@ -181,7 +181,8 @@ TABLE: dict[str, Callable[[Row, str, torch.device], Bench]] = {
     "all_gather": all_gather_contenders,
     "reduce_scatter": reduce_scatter_contenders,
     "all_reduce": all_reduce_contenders,
-    "all_reduce_rms_norm": all_reduce_rms_norm_contenders,
+    "all_reduce_rms_norm": all_reduce_norm_contenders,
+    "all_reduce_layer_norm": all_reduce_norm_contenders,
     "matmul_all_reduce": matmul_all_reduce_contenders,
     "all_gather_scaled_matmul": all_gather_scaled_matmul_contenders,
     "scaled_matmul_reduce_scatter": scaled_matmul_reduce_scatter_contenders,

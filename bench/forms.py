@@ -167,6 +167,18 @@ def gemma(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return (normed * (1.0 + weight.float())).to(y.dtype), y
 
 
+def layer_normed(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    y = residual + ar(x @ w)
+    return F.layer_norm(y, y.shape[-1:], weight, weight.sin()), y
+
+
+def cohere(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    y = residual + x
+    wide = y.float()
+    away = wide - wide.mean(-1, keepdim=True)
+    return (weight.float() * (away * torch.rsqrt(away.pow(2).mean(-1, keepdim=True) + 1e-6))).to(y.dtype), y
+
+
 def normed_by(norm: Callable[..., Any]) -> Callable[..., Any]:
     """Behind a product of 16 bits."""
 
@@ -308,6 +320,8 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
                 lambda x, w, v: F.rms_norm(ar(x @ w), (5,), v, 1e-6),
                 ((12, 8), w, (5,)),
             ),
+            Form("residual and LayerNorm behind it", layer_normed, ((12, 8), w, (12, 5), (5,))),
+            Form("Cohere's LayerNorm", normed_by(cohere), ((12, 8), w, (12, 5), (5,))),
             Form("three that feed one sum", three_sums, ((2, 12, 8), l3, l3, l3)),
         ],
     )

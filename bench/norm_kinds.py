@@ -1,13 +1,14 @@
-"""fused_all_reduce_rms_norm of every kind beside the usual one.
+"""fused_all_reduce_rms_norm and fused_all_reduce_layer_norm of every kind beside the usual one.
 
-    torchrun --nproc-per-node 2 bench/norm_kinds.py
+    torchrun --nproc-per-node 2 bench/norm_kinds.py [--rows 1 16] [--hidden 4096] [--kinds usual LayerNorm]
 
 Median of CUDA graphs of 50 calls (between CPU ranks of 5 eager ones), behind a kernel that writes the input, of the
-slowest rank. Prints a markdown table of microseconds, and how many times the usual one's each is.
+slowest rank. Prints a markdown table of microseconds, and how many times the first one's each is.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from functools import partial
 from statistics import median
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from parts import after_producer, random_tensor
 from timer import Schedule, Series, order, over_ranks, same_head_start
-from weft.fused_ops import fused_all_reduce_rms_norm
+from weft.fused_ops import fused_all_reduce_layer_norm, fused_all_reduce_rms_norm
 
 EPS = 1e-6
 ROUNDS = 10
@@ -31,9 +32,15 @@ KINDS: dict[str, tuple[bool, bool, dict[str, Any]]] = {
     "all three": (True, True, {"round_sum": False, "weight_offset": 1.0}),
     "no residual": (False, False, {}),
 }
+# Whether there are a weight and a bias, and whether they are float32.
+LAYER_NORMS: dict[str, tuple[bool, bool]] = {
+    "LayerNorm": (True, False),
+    "float32 LayerNorm": (True, True),
+    "LayerNorm without weight and bias": (False, False),
+}
 
 
-def series_of(rows: int, hidden: int, device: torch.device) -> list[Series]:
+def series_of(rows: int, hidden: int, kinds: Sequence[str], device: torch.device) -> list[Series]:
     x = random_tensor((rows, hidden), torch.bfloat16, device)
     residual, weight = (
         random_tensor((rows, hidden), x.dtype, device),
@@ -42,12 +49,18 @@ def series_of(rows: int, hidden: int, device: torch.device) -> list[Series]:
     given = torch.empty_like(x)
     on_gpu = device.type == "cuda"
     plan = Schedule(50) if on_gpu else Schedule(5, 1)
-    found = []
-    for added, wide, named in KINDS.values():
+    calls: dict[str, Any] = {}
+    for name, (added, wide, named) in KINDS.items():
         of = weight.float() if wide else weight
         args = given, residual if added else None, of, EPS, dist.group.WORLD
-        call: Any = partial(fused_all_reduce_rms_norm, *args, **named)
-        found.append(Series(after_producer(given, x, call), 1, plan, "graph" if on_gpu else "eager", device))
+        calls[name] = partial(fused_all_reduce_rms_norm, *args, **named)
+    for name, (there, wide) in LAYER_NORMS.items():
+        of = weight.float() if wide else weight
+        columns = (of, of.neg()) if there else (None, None)
+        operands: Any = given, residual, *columns, EPS, dist.group.WORLD
+        calls[name] = partial(fused_all_reduce_layer_norm, *operands)
+    mode = "graph" if on_gpu else "eager"
+    found = [Series(after_producer(given, x, calls[name]), 1, plan, mode, device) for name in kinds]
     same_head_start(found, device)
     return found
 
@@ -63,16 +76,27 @@ def microseconds(series: Sequence[Series], device: torch.device) -> list[float]:
 def main() -> None:
     device = machine.join_ranks()
     on_gpus = device.type == "cuda"
-    lines = [f"| rows | hidden | {' | '.join(KINDS)} |", "|---" * (2 + len(KINDS)) + "|"]
-    for hidden in (4096, 8192) if on_gpus else (512,):
-        for rows in (1, 16, 64, 256, 1024, 4096) if on_gpus else (4, 64):
-            usual, *others = microseconds(series_of(rows, hidden, device), device)
-            cells = [f"{usual:.1f}", *(f"{us:.1f} ({us / usual:.2f})" for us in others)]
-            lines.append(f"| {rows} | {hidden} | {' | '.join(cells)} |")
-    if dist.get_rank() == 0:
-        name = torch.cuda.get_device_name() if on_gpus else "CPU"
-        print(f"{dist.get_world_size()} ranks, {name}, bfloat16, us", *lines, sep="\n")
+    parser = argparse.ArgumentParser()
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=(1, 16, 64, 256, 1024, 4096) if on_gpus else (4, 64)
+    )
+    parser.add_argument("--hidden", type=int, nargs="+", default=(4096, 8192) if on_gpus else (512,))
+    parser.add_argument("--kinds", nargs="+", choices=(*KINDS, *LAYER_NORMS), default=(*KINDS, *LAYER_NORMS))
+    given = parser.parse_args()
+    name = torch.cuda.get_device_name() if on_gpus else "CPU"
+    say(f"{dist.get_world_size()} ranks, {name}, bfloat16, us")
+    say(f"| rows | hidden | {' | '.join(given.kinds)} |\n" + "|---" * (2 + len(given.kinds)) + "|")
+    for hidden in given.hidden:
+        for rows in given.rows:
+            first, *others = microseconds(series_of(rows, hidden, given.kinds, device), device)
+            cells = [f"{first:.1f}", *(f"{us:.1f} ({us / first:.2f})" for us in others)]
+            say(f"| {rows} | {hidden} | {' | '.join(cells)} |")
     dist.destroy_process_group()
+
+
+def say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

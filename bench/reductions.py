@@ -1,6 +1,7 @@
 """The contenders of the ops fused around an all-reduce; contenders.py says who is who.
 
-all_reduce_rms_norm: the others all-reduce first, then add and norm by torch.compile (on the CPU by plain torch).
+all_reduce_rms_norm, all_reduce_layer_norm: the others all-reduce first, then add and norm by torch.compile (on the CPU
+by plain torch).
 matmul_all_reduce: the others multiply first. "torch" is torch's one-shot, "torch two-shot" its two-shot all-reduce.
 """
 
@@ -14,29 +15,32 @@ import torch
 import torch.distributed as dist
 from accuracy import Expected, of_products, of_sums
 from parts import Bench, after_producer, divisible, has_torch_symm, random_tensor, sets_of, summed
-from registry import Row
+from registry import LAYER_NORM, Row
 from timer import Call
 from torch import Tensor
-from weft.fused_ops import fused_all_reduce_rms_norm, fused_matmul_all_reduce
+from weft.fused_ops import fused_all_reduce_layer_norm, fused_all_reduce_rms_norm, fused_matmul_all_reduce
 
 EPS = 1e-6
 
 
-def add_and_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def add_and_norm(x: Tensor, residual: Tensor, weight: Tensor, *bias: Tensor) -> tuple[Tensor, Tensor]:
+    """With a bias the LayerNorm."""
     sums = x + residual
-    return torch.nn.functional.rms_norm(sums, (sums.shape[-1],), weight, EPS), sums
+    shape = (sums.shape[-1],)
+    if bias:
+        return torch.nn.functional.layer_norm(sums, shape, weight, bias[0], EPS), sums
+    return torch.nn.functional.rms_norm(sums, shape, weight, EPS), sums
 
 
 @cache
-def _compiled(shape: torch.Size) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _compiled(shape: torch.Size, op: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """One for each shape: no contender pays for dynamic sizes."""
     return torch.compile(add_and_norm, dynamic=False)
 
 
-def expected_norm(
-    total: Tensor, terms: Tensor, residual: Tensor, weight: Tensor, world: int
-) -> list[Expected]:
-    """The normed sums and the sums, of this many ranks and the residual."""
+def expected_norm(total: Tensor, terms: Tensor, given: Sequence[Tensor], world: int) -> list[Expected]:
+    """The normed sums and the sums, of this many ranks; ``given`` are residual and weight."""
+    residual, weight = given
     dtype, sums, terms = residual.dtype, total + residual, terms + residual.double().abs()
     scale = (sums.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
     # Behind the sums: the scale, which their errors move by less, the product with it, that with the weight.
@@ -46,22 +50,42 @@ def expected_norm(
     return [normed, of_sums(sums, terms, world, dtype)]
 
 
-def all_reduce_rms_norm_contenders(row: Row, group: str, device: torch.device) -> Bench:
+def expected_layer_norm(total: Tensor, terms: Tensor, given: Sequence[Tensor], world: int) -> list[Expected]:
+    """The same of a LayerNorm; ``given`` are residual, weight and bias."""
+    residual, weight, bias = given
+    dtype, sums, terms = residual.dtype, total + residual, terms + residual.double().abs()
+    away = sums - sums.mean(-1, keepdim=True)
+    scale = (away.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
+    # As above, and behind it the bias. The mean is off by as much as the sums are.
+    sizes = (terms + terms.mean(-1, keepdim=True)) * scale.abs() + bias.double().abs()
+    normed = of_sums(away * scale + bias, sizes, world + 4, dtype)
+    normed.allowed.add_(sizes, alpha=sums.shape[-1] / 2 * torch.finfo(torch.float32).eps / 2)
+    return [normed, of_sums(sums, terms, world, dtype)]
+
+
+def all_reduce_norm_contenders(row: Row, group: str, device: torch.device) -> Bench:
     world, shape = dist.get_world_size(), (row.M, row.N)
+    layer = row.op == LAYER_NORM
     source = random_tensor(shape, row.dtype, device)
-    residual, weight = random_tensor(shape, row.dtype, device), random_tensor((row.N,), row.dtype, device)
-    dist.broadcast(residual, 0)
-    dist.broadcast(weight, 0)
-    expected = expected_norm(*summed(source), residual, weight, world)
+    given = [random_tensor(s, row.dtype, device) for s in (shape, shape[1:], shape[1:])[: 2 + layer]]
+    for tensor in given:
+        dist.broadcast(tensor, 0)
+    if layer:
+        expected = expected_layer_norm(*summed(source), given, world)
+    else:
+        expected = expected_norm(*summed(source), given, world)
     plain = torch.empty_like(source)
-    norm = _compiled(source.shape) if device.type == "cuda" else add_and_norm
+    norm = _compiled(source.shape, row.op) if device.type == "cuda" else add_and_norm
+    fused: Callable[..., Sequence[Tensor]] = (
+        fused_all_reduce_layer_norm if layer else fused_all_reduce_rms_norm
+    )
 
     def unfused() -> Sequence[Tensor]:
         dist.all_reduce(plain)
-        return norm(plain, residual, weight)
+        return norm(plain, *given)
 
     def weft() -> Sequence[Tensor]:
-        return fused_all_reduce_rms_norm(plain, residual, weight, EPS, group)
+        return fused(plain, *given, EPS, group)
 
     calls = {
         "weft": after_producer(plain, source, weft),
@@ -76,9 +100,7 @@ def all_reduce_rms_norm_contenders(row: Row, group: str, device: torch.device) -
         one, two = torch.ops.symm_mem.one_shot_all_reduce, torch.ops.symm_mem.two_shot_all_reduce_
 
         def normed(reduce: Callable[[Tensor, str, str], Tensor]) -> Call:
-            return after_producer(
-                symmetric, source, lambda: norm(reduce(symmetric, "sum", group), residual, weight)
-            )
+            return after_producer(symmetric, source, lambda: norm(reduce(symmetric, "sum", group), *given))
 
         calls |= {"torch": normed(one), "torch two-shot": normed(two)}
     return Bench(calls, expected, 1, 0.0, 2 * (world - 1) / world * source.nbytes)

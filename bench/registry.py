@@ -17,6 +17,8 @@ OPS = (
 )
 #: Of fp8 operands, on request: a layer's name ends with how they are scaled.
 SCALED_OPS = ("all_gather_scaled_matmul", "scaled_matmul_reduce_scatter")
+#: Also on request: it has the kernel of all_reduce_rms_norm.
+LAYER_NORM = "all_reduce_layer_norm"
 SCALINGS = ("tensor", "rows", "blocks")
 MODES = ("eager", "graph")
 
@@ -120,7 +122,7 @@ def select_rows(
     Raises:
         ValueError: an op, layer or mode is unknown, or the device has no such mode.
     """
-    known, every = MODES if device == "cuda" else ("eager",), (*OPS, *SCALED_OPS)
+    known, every = MODES if device == "cuda" else ("eager",), (*OPS, LAYER_NORM, *SCALED_OPS)
     for what, given, allowed in (("ops", ops, every), ("modes", modes, known)):
         if unknown := sorted(set(given) - set(allowed)):
             raise ValueError(f"{what}: {unknown} is not among {allowed} on {device}")
@@ -141,7 +143,7 @@ def select_rows(
                     for kib in sizes
                     if kib in LAST_KIB_SIZES
                 ]
-        elif op == "all_reduce_rms_norm":
+        elif op in ("all_reduce_rms_norm", LAYER_NORM):
             shapes = [
                 (op, m, None, hidden) for hidden in HIDDEN_SIZES[device] for m in m_sizes or TOKENS[device]
             ]

@@ -16,7 +16,6 @@ from .drop_in.calls_taken import CallsTaken
 from .drop_in.installation import install, install_if_asked, installed, installed_calls, uninstall
 from .functional import (
     fused_all_gather_matmul,
-    fused_all_reduce_rms_norm,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
     one_shot_all_reduce,
@@ -27,6 +26,7 @@ from .layers.float8 import float8_all_gather_matmul, float8_matmul_reduce_scatte
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .library import flops as flops  # torch's counter knows them
 from .library import registration as registration  # torch.ops.weft is implemented
+from .norms import fused_all_reduce_layer_norm, fused_all_reduce_rms_norm
 from .planned_calls import plan
 from .process_groups.creation import process_group
 from .process_groups.group import WeftProcessGroup
@@ -63,6 +63,7 @@ __all__ = [
     "float8_matmul_reduce_scatter",
     "fused_all_gather_matmul",
     "fused_all_gather_scaled_matmul",
+    "fused_all_reduce_layer_norm",
     "fused_all_reduce_rms_norm",
     "fused_matmul_all_reduce",
     "fused_matmul_reduce_scatter",

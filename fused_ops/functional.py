@@ -13,7 +13,7 @@ from ..kernels.all_reduce.host import IN_PLACE
 from ..symm_mem import Group, group_name
 from .dispatch.callers import known_name, of_graph
 from .library import schema, validation
-from .ops import all_gather_matmul, all_reduce, all_reduce_rms_norm, matmul_all_reduce, matmul_reduce_scatter
+from .ops import all_gather_matmul, all_reduce, matmul_all_reduce, matmul_reduce_scatter
 
 ReduceOp: TypeAlias = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
@@ -225,71 +225,6 @@ def one_shot_all_reduce_(x: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor
     name = group_name(group)
     schema.all_reduce_(x, reduce_op, name, **of_graph(name))
     return x
-
-
-def fused_all_reduce_rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    group: Group,
-    *,
-    weight_offset: float = 0.0,
-    round_sum: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """``sums = residual + all_reduce(x)`` and ``normed = sums / sqrt(mean(sums ** 2) + eps) * weight``, row by row.
-
-    >>> import torch
-    >>> from torch.nn.functional import rms_norm
-    >>> from weft.fused_ops import fused_all_reduce_rms_norm, one_shot_all_reduce
-    >>> x, residual, weight = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8)
-    >>> normed, sums = fused_all_reduce_rms_norm(x, residual, weight, 1e-6, None)
-    >>> torch.equal(sums, residual + one_shot_all_reduce(x, "sum", None))
-    True
-    >>> torch.testing.assert_close(normed, rms_norm(sums, (8,), weight, 1e-6))
-
-    One kernel on CUDA: a cluster of thread blocks receives a row, adds the residual and norms the row in float32.
-    ``sums`` is bit for bit ``one_shot_all_reduce(x, "sum", group) + residual``, on each rank of its own residual. So
-    ranks whose residuals and weights are equal get the same bits.
-
-    Differentiable; gradients are taken at the rounded sum. Works under torch.compile and in a CUDA graph. Every rank
-    must call it with the same shapes. The norm is `RMSNorm <https://arxiv.org/abs/1910.07467>`_ (Zhang and Sennrich,
-    2019).
-
-    Args:
-        x: [..., hidden], any strides; float32, bfloat16 or float16.
-        residual: like x; the ranks' may differ. None adds nothing.
-        weight: [hidden], of the dtype of x or float32; the ranks' may differ.
-        eps: 0 or more.
-        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
-        weight_offset: is added to the weight, in float32: 1 for Gemma's norms.
-        round_sum: whether the norm is that of ``sums``, which are rounded to the dtype of x. If not, it is that of the
-            all-reduced x, rounded, and the residual, added in float32, as in vLLM's models.
-
-    Returns:
-        (normed, sums), contiguous, of the dtype of x; sums is the next residual.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
-    """
-    name = known_name(group)
-    if name is not None and type(eps) is float and type(weight_offset) is float and type(round_sum) is bool:
-        norm = all_reduce_rms_norm.named_norm(eps, weight_offset, round_sum)
-        done = all_reduce_rms_norm.fast_all_reduce_rms_norm(x, residual, weight, norm, name)
-        if done is not None:
-            return done
-    for argument, value in (("x", x), ("residual", residual), ("weight", weight)):
-        if argument != "residual" or value is not None:
-            validation.tensor(argument, value)
-    validation.number("eps", eps)
-    validation.number("weight_offset", weight_offset)
-    validation.flags(round_sum=round_sum)
-    name = group_name(group)
-    named = {"weight_offset": weight_offset, "round_sum": round_sum, **of_graph(name)}
-    return schema.all_reduce_rms_norm(x, residual, weight, eps, name, **named)
 
 
 def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor:

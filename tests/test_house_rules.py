@@ -23,7 +23,8 @@ MAX_PARAMETERS = 6  # self and cls not counted
 
 # Public signatures as torch has them. No other function takes more.
 LIKE_TORCH = {
-    "fused_ops/functional.py::fused_all_reduce_rms_norm",
+    "fused_ops/norms.py::fused_all_reduce_layer_norm",
+    "fused_ops/norms.py::fused_all_reduce_rms_norm",
     "fused_ops/functional.py::fused_matmul_reduce_scatter",
     "fused_ops/scaled.py::fused_all_gather_scaled_matmul",
     "fused_ops/scaled.py::fused_scaled_matmul_reduce_scatter",

@@ -125,6 +125,19 @@ def all_reduce_rms_norm() -> Op:
     return Op(((5, 33), (5, 33), (33,)), call, reference)
 
 
+def all_reduce_layer_norm() -> Op:
+    def call(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Outputs:
+        return fused_ops.fused_all_reduce_layer_norm(x, residual, weight, bias, EPS, world())
+
+    def reference(rank: int, x: Sequence[Tensor], *more: Sequence[Tensor]) -> Outputs:
+        residual, weight, bias = (each[rank] for each in more)
+        sums = torch.stack(list(x)).sum(0) + residual
+        away = sums - sums.mean(-1, keepdim=True)
+        return away / (away.square().mean(-1, keepdim=True) + EPS).sqrt() * weight + bias, sums
+
+    return Op(((5, 33), (5, 33), (33,), (33,)), call, reference)
+
+
 def matmul_all_reduce() -> Op:
     def call(A: Tensor, B: Tensor) -> Outputs:
         return (fused_ops.fused_matmul_all_reduce(A, B, "sum", world()),)
@@ -182,6 +195,7 @@ OPS = {
     "reduce_scatter-last_dim": reduce_scatter(2),
     "reduce_scatter_out": reduce_scatter(0, into=True),
     "all_reduce_rms_norm": all_reduce_rms_norm(),
+    "all_reduce_layer_norm": all_reduce_layer_norm(),
     "matmul_all_reduce": matmul_all_reduce(),
 }
 

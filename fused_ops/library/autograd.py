@@ -16,6 +16,7 @@ from ..ops.calls import (
     AllGatherCall,
     AllGatherMatmulCall,
     AllReduceCall,
+    AllReduceLayerNormCall,
     AllReduceRmsNormCall,
     MatmulAllReduceCall,
     MatmulReduceScatterCall,
@@ -226,6 +227,39 @@ class AllReduceRmsNormFunction(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             grad_weight = (grad * unit).sum_to_size(sums.shape[-1:]).to(ctx.weight_dtype)
         return None, grad_x, total if ctx.needs_input_grad[2] else None, grad_weight
+
+
+class AllReduceLayerNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: AllReduceLayerNormCall, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.eps, ctx.group_name, ctx.group_size = call.eps, call.group_name, call.group_size
+        ctx.offset, ctx.dtypes = call.weight_offset, [None if t is None else t.dtype for t in call.affine]
+        normed, sums = implementations.ALL_REDUCE_LAYER_NORM.run_below_autograd(call)
+        ctx.save_for_backward(sums, call.weight if any(ctx.needs_input_grad[1:3]) else None)
+        return normed, sums
+
+    @staticmethod
+    def backward(ctx: Any, grad_normed: Tensor, grad_sums: Tensor) -> Any:
+        sums, weight = ctx.saved_tensors
+        _, of_x, of_residual, of_weight, of_bias = ctx.needs_input_grad
+        wide = sums.float()
+        wide = wide - wide.mean(-1, keepdim=True)
+        scale = (wide.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
+        unit, grad = wide * scale, grad_normed.float()
+        grad_x = total = grad_weight = grad_bias = None
+        if of_x or of_residual:
+            through = grad
+            if weight is not None:
+                through = grad * (weight if ctx.offset == 0 else weight.float() + ctx.offset)
+            inner = through - through.mean(-1, keepdim=True) - unit * (through * unit).mean(-1, keepdim=True)
+            total = (scale * inner + grad_sums).to(sums.dtype)
+            if of_x:
+                grad_x = _ops.one_shot_all_reduce(total, "sum", ctx.group_name, group_size=ctx.group_size)
+        if of_weight:
+            grad_weight = (grad * unit).sum_to_size(sums.shape[-1:]).to(ctx.dtypes[0])
+        if of_bias:
+            grad_bias = grad.sum_to_size(sums.shape[-1:]).to(ctx.dtypes[1])
+        return None, grad_x, total if of_residual else None, grad_weight, grad_bias
 
 
 class MatmulAllReduceFunction(torch.autograd.Function):

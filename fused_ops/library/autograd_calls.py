@@ -29,6 +29,7 @@ from ..ops.calls import (
     AllGatherMatmulCall,
     AllGatherOutCall,
     AllReduceCall,
+    AllReduceLayerNormCall,
     AllReduceRmsNormCall,
     MatmulAllReduceCall,
     MatmulReduceScatterCall,
@@ -42,6 +43,7 @@ from .autograd import (
     AllGatherFunction,
     AllGatherMatmulFunction,
     AllReduceFunction,
+    AllReduceLayerNormFunction,
     AllReduceRmsNormFunction,
     MatmulAllReduceFunction,
     MatmulReduceScatterFunction,
@@ -142,6 +144,13 @@ def differentiable_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> tuple[Tens
         result: tuple[Tensor, Tensor] = implementations.ALL_REDUCE_RMS_NORM.run_slow(call)
         return result
     return AllReduceRmsNormFunction.apply(call, call.x, call.residual, call.weight)
+
+
+def differentiable_all_reduce_layer_norm(call: AllReduceLayerNormCall) -> tuple[Tensor, Tensor]:
+    if not _wants_grad(all_reduce_rms_norm.host.LAYER_NORM, call.tensors):
+        result: tuple[Tensor, Tensor] = implementations.ALL_REDUCE_LAYER_NORM.run_slow(call)
+        return result
+    return AllReduceLayerNormFunction.apply(call, call.x, call.residual, *call.affine)
 
 
 def differentiable_matmul_all_reduce(call: MatmulAllReduceCall) -> Tensor:

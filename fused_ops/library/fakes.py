@@ -15,6 +15,7 @@ from ..ops.calls import (
     AllGatherMatmulCall,
     AllGatherOutCall,
     AllReduceCall,
+    AllReduceLayerNormCall,
     AllReduceRmsNormCall,
     MatmulAllReduceCall,
     MatmulReduceScatterCall,
@@ -91,8 +92,8 @@ def fake_reduce_scatter_out(call: ReduceScatterOutCall) -> None:
     validation.validate_reduce_scatter_out(call)
 
 
-def fake_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor]:
-    validation.validate_all_reduce_rms_norm(call)
+def fake_all_reduce_norm(call: AllReduceRmsNormCall | AllReduceLayerNormCall) -> tuple[Tensor, Tensor]:
+    validation.validate_all_reduce_norm(call)
     return call.x.new_empty(call.x.shape), call.x.new_empty(call.x.shape)
 
 

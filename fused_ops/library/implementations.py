@@ -22,6 +22,7 @@ from ..ops import all_gather as _gather
 from ..ops import all_gather_matmul as _ag
 from ..ops import all_gather_scaled_matmul as _ags
 from ..ops import all_reduce as _ar
+from ..ops import all_reduce_layer_norm as _aln
 from ..ops import all_reduce_rms_norm as _arn
 from ..ops import matmul_all_reduce as _mar
 from ..ops import matmul_reduce_scatter as _rs
@@ -32,6 +33,7 @@ from ..ops.calls import (
     AllGatherMatmulCall,
     AllGatherOutCall,
     AllReduceCall,
+    AllReduceLayerNormCall,
     AllReduceRmsNormCall,
     MatmulAllReduceCall,
     MatmulReduceScatterCall,
@@ -251,12 +253,17 @@ def _fast_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> tuple[Tensor, Tenso
     return _arn.fast_all_reduce_rms_norm(x, residual, weight, norm, group_name)
 
 
+def _fast_all_reduce_layer_norm(call: AllReduceLayerNormCall) -> tuple[Tensor, Tensor] | None:
+    x, *operands, eps, group_name, offset, _ = call
+    return _aln.fast_all_reduce_layer_norm(x, operands, eps, offset, group_name)
+
+
 @_fresh
 @begins_call
-def _slow_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor]:
-    group = validation.validate_all_reduce_rms_norm(call)
-    _begin(_arn.host.OP, call, group)
-    return _arn.run_all_reduce_rms_norm(call.x, call.residual, call.weight, call.kind, group)
+def _slow_all_reduce_norm(call: AllReduceRmsNormCall | AllReduceLayerNormCall) -> tuple[Tensor, Tensor]:
+    group, kind = validation.validate_all_reduce_norm(call), call.kind
+    _begin(_arn.host.op_of(kind), call, group)
+    return _arn.run_all_reduce_norm(call.x, call.residual, call.affine, kind, group)
 
 
 def _fast_matmul_all_reduce(call: MatmulAllReduceCall) -> Tensor | None:
@@ -313,7 +320,10 @@ REDUCE_SCATTER_OUT = Implementation(
     schema.reduce_scatter_out, ReduceScatterOutCall, _fast_reduce_scatter_out, _slow_reduce_scatter_out
 )
 ALL_REDUCE_RMS_NORM = Implementation(
-    schema.all_reduce_rms_norm, AllReduceRmsNormCall, _fast_all_reduce_rms_norm, _slow_all_reduce_rms_norm
+    schema.all_reduce_rms_norm, AllReduceRmsNormCall, _fast_all_reduce_rms_norm, _slow_all_reduce_norm
+)
+ALL_REDUCE_LAYER_NORM = Implementation(
+    schema.all_reduce_layer_norm, AllReduceLayerNormCall, _fast_all_reduce_layer_norm, _slow_all_reduce_norm
 )
 MATMUL_ALL_REDUCE = Implementation(
     schema.matmul_all_reduce, MatmulAllReduceCall, _fast_matmul_all_reduce, _slow_matmul_all_reduce

@@ -103,8 +103,13 @@ for _op, _fake, _autograd in (
     ),
     (
         implementations.ALL_REDUCE_RMS_NORM,
-        fakes.fake_all_reduce_rms_norm,
+        fakes.fake_all_reduce_norm,
         autograd_calls.differentiable_all_reduce_rms_norm,
+    ),
+    (
+        implementations.ALL_REDUCE_LAYER_NORM,
+        fakes.fake_all_reduce_norm,
+        autograd_calls.differentiable_all_reduce_layer_norm,
     ),
     (
         implementations.MATMUL_ALL_REDUCE,

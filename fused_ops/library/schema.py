@@ -44,6 +44,11 @@ lib.define(
     tags=_TAGS,
 )
 lib.define(
+    "fused_all_reduce_layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps,"
+    " str group_name, *, float weight_offset=0.0, int? group_size=None) -> (Tensor, Tensor)",
+    tags=_TAGS,
+)
+lib.define(
     "fused_matmul_all_reduce(Tensor A, Tensor B, str reduce_op, str group_name, *, int? group_size=None)"
     " -> Tensor",
     tags=_TAGS,
@@ -121,6 +126,7 @@ scaled_matmul_reduce_scatter = torch.ops.weft.fused_scaled_matmul_reduce_scatter
 all_reduce = torch.ops.weft.one_shot_all_reduce.default
 all_reduce_ = torch.ops.weft.one_shot_all_reduce_.default
 all_reduce_rms_norm = torch.ops.weft.fused_all_reduce_rms_norm.default
+all_reduce_layer_norm = torch.ops.weft.fused_all_reduce_layer_norm.default
 matmul_all_reduce = torch.ops.weft.fused_matmul_all_reduce.default
 all_gather = torch.ops.weft.one_shot_all_gather.default
 all_gather_out = torch.ops.weft.one_shot_all_gather_out.default

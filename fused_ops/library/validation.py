@@ -18,6 +18,7 @@ from ..ops.calls import (
     AllGatherMatmulCall,
     AllGatherOutCall,
     AllReduceCall,
+    AllReduceLayerNormCall,
     AllReduceRmsNormCall,
     MatmulAllReduceCall,
     MatmulReduceScatterCall,
@@ -348,7 +349,7 @@ def validate_reduce_scatter_out(call: ReduceScatterOutCall) -> tuple[ReduceScatt
     return found, group
 
 
-def validate_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> ProcessGroup:
+def validate_all_reduce_norm(call: AllReduceRmsNormCall | AllReduceLayerNormCall) -> ProcessGroup:
     """The group.
 
     Raises:
@@ -358,22 +359,28 @@ def validate_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> ProcessGroup:
     if x.dim() < 1:
         raise ValueError("x: has no dimension, must have 1 or more")
     float_dtype("x", x)
-    for name, tensor, shape in (("residual", call.residual, x.shape), ("weight", call.weight, x.shape[-1:])):
+    weight, bias = call.affine
+    for name, tensor in (("residual", call.residual), ("weight", weight), ("bias", bias)):
         if tensor is None:
             continue
+        shape = x.shape if name == "residual" else x.shape[-1:]
         if tensor.shape != shape:
             raise ValueError(
                 f"{name}: has shape {tuple(tensor.shape)}, must have {tuple(shape)} to go with x"
             )
-        if name == "residual" or tensor.dtype != torch.float32:
+        if name == "bias" and weight is not None:
+            _dtype_like(name, tensor, weight, "weight")
+        elif name == "residual" or tensor.dtype != torch.float32:
             _dtype_like(
-                name, tensor, x, "x", " or torch.float32" * (name == "weight" and x.dtype.itemsize == 2)
+                name, tensor, x, "x", " or torch.float32" * (name != "residual" and x.dtype.itemsize == 2)
             )
         same_device(name, tensor, x, "x")
     if not call.eps >= 0:
         raise ValueError(f"eps: is {call.eps!r}, must be 0 or more")
     if not abs(call.weight_offset) <= torch.finfo(torch.float32).max:
         raise ValueError(f"weight_offset: is {call.weight_offset!r}, must be finite in float32")
+    if weight is None and call.weight_offset != 0:
+        raise ValueError(f"weight_offset: is {call.weight_offset!r}, must be 0 where there is no weight")
     return group
 
 

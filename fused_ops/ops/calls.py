@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...kernels.all_reduce_rms_norm.reference import NormKind
+from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind
 
 
 class OpArguments(Protocol):
@@ -175,9 +175,38 @@ class AllReduceRmsNormCall(NamedTuple):
         return [t for t in (self.x, self.residual, self.weight) if t is not None]
 
     @property
+    def affine(self) -> Affine:
+        return Affine(self.weight)
+
+    @property
     def kind(self) -> NormKind:
         wide = self.weight.dtype != self.x.dtype
         return NormKind(self.eps, self.weight_offset, self.round_sum, self.residual is not None, wide)
+
+
+class AllReduceLayerNormCall(NamedTuple):
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    group_name: str
+    weight_offset: float = 0.0
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.x, self.residual, *self.affine) if t is not None]
+
+    @property
+    def affine(self) -> Affine:
+        return Affine(self.weight, self.bias)
+
+    @property
+    def kind(self) -> NormKind:
+        there = [t is not None for t in (self.residual, *self.affine)]
+        wide = any(t is not None and t.dtype != self.x.dtype for t in self.affine)
+        return NormKind(self.eps, self.weight_offset, True, there[0], wide, True, *there[1:])
 
 
 class MatmulAllReduceCall(NamedTuple):

@@ -34,7 +34,7 @@ class _Params(ctypes.Structure):
 
     _fields_ = (
         ("slots", ExchangeSlots),
-        *((name, ctypes.c_uint64) for name in ("x", "residual", "weight", "normed", "sums")),
+        *((name, ctypes.c_uint64) for name in ("x", "residual", "weight", "bias", "normed", "sums")),
         *((name, ctypes.c_uint32) for name in ("rows", "vectors")),
         *((name, ctypes.c_float) for name in ("eps", "elements", "offset")),
     )
@@ -42,23 +42,27 @@ class _Params(ctypes.Structure):
 
 _X = _Params.x.offset
 # From x to sums, at once: a store to a ctypes field costs as much.
-_put_addresses = struct.Struct("5Q").pack_into
+_put_addresses = struct.Struct("6Q").pack_into
 
 
 class NormSwitches(NamedTuple):
-    """Those of kernel.cu."""
+    """Those of rows.cuh."""
 
     residual: bool = True
     round_sum: bool = True
     wide_weight: bool = False
     offset: bool = False
+    subtract_mean: bool = False
+    weight: bool = True
+    bias: bool = False
 
     @classmethod
     def of(cls, kind: NormKind, dtype: torch.dtype) -> NormSwitches:
         # In float32, and where nothing is added, the rounded sum is the sum.
         rounded = kind.round_sum or not kind.residual or dtype == torch.float32
         wide = kind.wide_weight and dtype != torch.float32
-        return cls(kind.residual, rounded, wide, kind.weight_offset != 0)
+        of_columns = kind.subtract_mean, kind.weight, kind.bias
+        return cls(kind.residual, rounded, wide, kind.weight_offset != 0, *of_columns)
 
 
 USUAL = NormSwitches()
@@ -98,10 +102,7 @@ def all_reduce_rms_norm_program(
             "DTYPE": DTYPES[dtype],
             "CLUSTER": share[0],
             "VECTORS": share[1],
-            "RESIDUAL": int(switches.residual),
-            "ROUND_SUM": int(switches.round_sum),
-            "WIDE_WEIGHT": int(switches.wide_weight),
-            "OFFSET": int(switches.offset),
+            **{name.upper(): int(on) for name, on in switches._asdict().items()},
             "DEPENDENT": int(dependent),
         },
     )
@@ -143,6 +144,7 @@ class AllReduceRmsNormLauncher:
         wanted = shape(rows, vectors, size, config)
         if not place.layout.holds(needed := all_reduce_rms_norm_layout(rows, vectors, size, config)):
             raise ValueError(f"workspace: is {place.layout}, must hold {needed}")
+        self._given = norm.residual, norm.weight, norm.bias
         self._timeout_ns = 0
         self._lock = threading.Lock()  # a launch takes what stands in its struct
         self.grids: tuple[int, ...] = ()
@@ -163,21 +165,23 @@ class AllReduceRmsNormLauncher:
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
-        """``sums`` = the local residual + all_reduce(x), ``normed`` = rms_norm(sums) * the local weight.
+        """``sums`` = the local residual + all_reduce(x), ``normed`` = their norm by the local weight and bias.
 
         Safe to capture in a CUDA graph. The current device must be that of the tensors.
 
         Args:
             buffer: of no account; there are none.
-            operands: addresses of x, residual, if there is one, and weight; results: of normed and sums. All of
-                contiguous tensors, multiples of 16; sums may be residual or x.
+            operands: addresses of x, and of those of residual, weight and bias that there are; results: of normed and
+                sums. All of contiguous tensors, multiples of 16; sums may be residual or x.
             timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
             stream: a CUstream as an integer.
 
         Raises:
             RuntimeError: the kernel cannot be launched.
         """
-        x, *added, weight = operands
+        x, *rest = operands
+        given = iter(rest)
+        residual, weight, bias = (next(given) if there else 0 for there in self._given)
         normed, sums = results
         with self._lock:
             if timeout_ns != self._timeout_ns:
@@ -185,6 +189,6 @@ class AllReduceRmsNormLauncher:
                     params.slots.watch.timeout_ns = timeout_ns
                 self._timeout_ns = timeout_ns
             for start, ready, params in self._chunks:
-                residual = added[0] + start if added else 0
-                _put_addresses(params, _X, x + start, residual, weight, normed + start, sums + start)
+                added = residual + start if residual else 0
+                _put_addresses(params, _X, x + start, added, weight, bias, normed + start, sums + start)
                 ready(stream)

@@ -11,10 +11,16 @@ import torch
 
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import HostEpoch, Workspace
-from .reference import NormKind, add_residual_and_norm
+from .reference import Affine, NormKind, add_residual_and_norm
 
 OP = "fused_all_reduce_rms_norm"
+LAYER_NORM = "fused_all_reduce_layer_norm"
 CHUNK_BYTES = 4 << 20  #: bytes of x that are sent in one epoch of a buffer
+
+
+def op_of(kind: NormKind) -> str:
+    """The public op that computes it."""
+    return LAYER_NORM if kind.subtract_mean else OP
 
 
 def _rows(rows: int, row_bytes: int, world_size: int) -> tuple[int, int]:
@@ -32,7 +38,7 @@ def host_all_reduce_rms_norm(
     workspace: Workspace,
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    weight: torch.Tensor,
+    affine: Affine,
     kind: NormKind,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(normed, sums) of x and residual, both [rows, hidden] and contiguous."""
@@ -42,14 +48,14 @@ def host_all_reduce_rms_norm(
     with workspace.lock:
         for start in range(0, rows, step):
             chunk = slice(start, start + step)
-            _chunk(workspace, x[chunk], total[chunk])
-    return add_residual_and_norm(total, residual, weight, kind)
+            _chunk(workspace, op_of(kind), x[chunk], total[chunk])
+    return add_residual_and_norm(total, residual, affine, kind)
 
 
-def _chunk(workspace: Workspace, x: torch.Tensor, total: torch.Tensor) -> None:
+def _chunk(workspace: Workspace, op: str, x: torch.Tensor, total: torch.Tensor) -> None:
     size, rank = workspace.world_size, workspace.rank
     peers = [(rank + step) % size for step in range(1, size)]
-    with HostEpoch(workspace, OP) as epoch:
+    with HostEpoch(workspace, op) as epoch:
         most, hidden = -(-x.shape[0] // size), x.shape[1]
 
         def slots(owner: int) -> torch.Tensor:

@@ -11,7 +11,8 @@ class NormKind(NamedTuple):
     """What is computed: by which numbers, of which sum, and from what.
 
     ``round_sum``: the norm is that of the rounded sum, else of the sum in float32. ``residual``: there is one.
-    ``wide_weight``: the weight is float32 beside 16 bits.
+    ``wide_weight``: weight and bias are float32 beside 16 bits. ``subtract_mean``: it is a LayerNorm, which may go
+    without a ``weight`` and have a ``bias``.
     """
 
     eps: float
@@ -19,6 +20,9 @@ class NormKind(NamedTuple):
     round_sum: bool = True
     residual: bool = True
     wide_weight: bool = False
+    subtract_mean: bool = False
+    weight: bool = True
+    bias: bool = False
 
 
 def rms_norm(
@@ -31,12 +35,43 @@ def rms_norm(
     return (wide * scale * factor).to(sums.dtype)
 
 
+def wide_layer_norm(
+    sums: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    weight_offset: float = 0.0,
+) -> torch.Tensor:
+    """The LayerNorm of each row, in float32 or wider. The number is added to the weight."""
+    # Not torch.layer_norm, which takes no weight of 16 bits beside sums in float32.
+    wide = sums.to(torch.promote_types(sums.dtype, torch.float32))
+    wide = wide - wide.mean(-1, keepdim=True)
+    normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    if weight is not None:
+        normed = normed * (weight if weight_offset == 0 else weight.to(wide.dtype) + weight_offset)
+    if bias is not None:
+        normed = normed + bias
+    return normed.to(sums.dtype)
+
+
+class Affine(NamedTuple):
+    """What a normed row is multiplied by and what is added to it, where there is something."""
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None = None
+
+
 def add_residual_and_norm(
-    total: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, kind: NormKind
+    total: torch.Tensor, residual: torch.Tensor | None, affine: Affine, kind: NormKind
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(normed, sums), of the dtype of ``total``, which is what all ranks' x add up to."""
     sums = total if residual is None else total + residual
-    if residual is None or kind.round_sum:
-        return rms_norm(sums, weight, kind.eps, kind.weight_offset), sums
-    wide = total.to(torch.promote_types(total.dtype, torch.float32)) + residual
-    return rms_norm(wide, weight, kind.eps, kind.weight_offset).to(total.dtype), sums
+    of = sums
+    if residual is not None and not kind.round_sum:
+        of = total.to(torch.promote_types(total.dtype, torch.float32)) + residual
+    if kind.subtract_mean:
+        normed = wide_layer_norm(of, *affine, kind.eps, kind.weight_offset)
+    else:
+        assert affine.weight is not None, "an RMSNorm has a weight"
+        normed = rms_norm(of, affine.weight, kind.eps, kind.weight_offset)
+    return normed.to(total.dtype), sums

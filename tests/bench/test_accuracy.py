@@ -53,13 +53,14 @@ def test_honest_sums_and_norms(world: int, dtype: torch.dtype) -> None:
     reduced = ring(sources)
     sums = accuracy.of_sums(total, terms, max(1, world - 1), dtype)
     assert accuracy.problem([reduced], [sums], dtype) == ""
-    residual, weight = torch.randn(64, 4096).to(dtype), torch.randn(4096).to(dtype)
-    outs = reductions.add_and_norm(reduced, residual, weight)
-    expected = reductions.expected_norm(total, terms, residual, weight, world)
-    assert accuracy.problem(outs, expected, dtype) == ""
-    assert "tensors, must be 2" in accuracy.problem(outs[:1], expected, dtype)
-    outs[1][5, 7] += 0.5
-    assert accuracy.problem(outs, expected, dtype).startswith("wrong result: ")
+    given = [torch.randn(shape).to(dtype) for shape in ((64, 4096), (4096,), (4096,))]
+    for operands, expect in ((given[:2], reductions.expected_norm), (given, reductions.expected_layer_norm)):
+        outs = reductions.add_and_norm(reduced, *operands)
+        expected = expect(total, terms, operands, world)
+        assert accuracy.problem(outs, expected, dtype) == ""
+        assert "tensors, must be 2" in accuracy.problem(outs[:1], expected, dtype)
+        outs[1][5, 7] += 0.5
+        assert accuracy.problem(outs, expected, dtype).startswith("wrong result: ")
 
 
 @pytest.mark.parametrize("wrong", [0.06, float("inf"), float("nan")])

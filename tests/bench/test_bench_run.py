@@ -124,6 +124,13 @@ def test_the_scaled_ops_on_request(tmp_path: Path) -> None:
             assert (row["unfused_us"] is None) == row["name"].endswith(".blocks")
 
 
+def test_the_layer_norm_on_request(tmp_path: Path) -> None:
+    process, written = bench_on_forked_ranks(tmp_path, "--ops=all_reduce_layer_norm", "--m-sizes=6")
+    assert process.returncode == 0, process.stdout + process.stderr
+    (row,) = written["all_reduce_layer_norm"]["rows"]
+    assert row["error"] is None and row["weft_us"] > 0 and row["unfused_us"] > 0
+
+
 def test_a_wrong_result_gets_no_time(tmp_path: Path) -> None:
     """Wrong on rank 1 alone, at once or later, or failed on both: weft has no time; what is right has one."""
     process, written = bench_on_forked_ranks(

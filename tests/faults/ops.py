@@ -13,6 +13,7 @@ import torch
 from weft.fused_ops import (
     fused_all_gather_matmul,
     fused_all_gather_scaled_matmul,
+    fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
@@ -175,6 +176,23 @@ def _normed(rank: int, size: int, step: int, unit: int, group: Any, more: int) -
     return Case(lambda: call(0.0), lambda: torch.stack([signs * weight, 8 * signs]), lambda: call(1.0))
 
 
+def _layer_normed(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
+    """Every sum is 24 or 8, each in half of its row, so that mean and root are exact."""
+    rows, hidden = 2 * unit + more, 6 if unit == 1 else 8 * unit
+    xs = [numbers(100 * step + r, rows, hidden) for r in range(size)]
+    signs = 2 * numbers(4000 + 100 * step + rank, rows, hidden // 2).abs() - 1
+    signs = torch.cat([signs, -signs], 1)
+    residual = 16 + 8 * signs - sum(xs)
+    weight, bias = (3 + numbers(seed + rank, hidden) for seed in (5000, 6000))
+
+    def call(eps: float) -> torch.Tensor:
+        return torch.stack(fused_all_reduce_layer_norm(xs[rank], residual, weight, bias, eps, group))
+
+    return Case(
+        lambda: call(0.0), lambda: torch.stack([signs * weight + bias, 16 + 8 * signs]), lambda: call(1.0)
+    )
+
+
 # Rank, ranks, step (which numbers), unit of the sizes, group, and by how much the sizes are larger.
 OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
     "fused_all_gather_matmul": _gathered,
@@ -187,4 +205,5 @@ OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
     "one_shot_all_gather": _gathered_alone,
     "one_shot_reduce_scatter": _scattered_alone,
     "fused_all_reduce_rms_norm": _normed,
+    "fused_all_reduce_layer_norm": _layer_normed,
 }

@@ -23,7 +23,12 @@ LONG = 60.0  # seconds: a deadline that nobody waits for, once a rank has ended 
 
 SIZES = (2, 3, 4)
 CULPRIT = 1
-TWO_PUSHES = ("fused_all_gather_matmul", "fused_matmul_all_reduce", "fused_all_reduce_rms_norm")
+TWO_PUSHES = (
+    "fused_all_gather_matmul",
+    "fused_matmul_all_reduce",
+    "fused_all_reduce_rms_norm",
+    "fused_all_reduce_layer_norm",
+)
 
 SURVIVABLE = [
     Fault("delay", CULPRIT, STRIKES_AT),

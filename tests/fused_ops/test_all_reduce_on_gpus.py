@@ -14,6 +14,7 @@ from opcommon import check, gather, spoil, world
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import (
+    fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
     fused_matmul_all_reduce,
     last_plan,
@@ -21,7 +22,7 @@ from weft.fused_ops import (
     one_shot_all_reduce_,
 )
 from weft.fused_ops.dispatch.plan import forced
-from weft.kernels.all_reduce_rms_norm.reference import rms_norm
+from weft.kernels.all_reduce_rms_norm.reference import rms_norm, wide_layer_norm
 from weft.kernels.device.comm import ll_exchange
 from weft.kernels.matmul_all_reduce.configs import MOST_ROWS
 from weft.symm_mem.heap.registry import get_heap
@@ -173,6 +174,43 @@ def fused(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_all_reduce_rms_norm(world_size: int) -> None:
     run_ranks(fused, world_size, device="cuda")
+
+
+def layer_normed(rank: int, world_size: int) -> None:
+    """Beside RMSNorms, which have the same workspace."""
+    order, delays = random.Random(2), random.Random(rank)
+    for step in range(100):
+        late(delays)
+        hidden = order.choice([64, 1000, 4096, 6144, 8192])
+        rows = order.choice([1, 2, 5, 16, 37, 130, 400, 1500])
+        dtype = order.choice([torch.bfloat16, torch.bfloat16, torch.float16])
+        # The rows lie away from zero.
+        x, residual = (torch.randn(rows, hidden).add(order.choice([0, 3])).to(dtype) for _ in range(2))
+        columns = order.choice([dtype, torch.float32])
+        weight, bias = (torch.randn(hidden).to(columns) if order.random() < 0.8 else None for _ in range(2))
+        added = None if order.random() < 0.2 else residual
+        call = partial(fused_all_reduce_layer_norm, x, added, weight, bias, 1e-5, world())
+        normed, sums = call()
+        assert last_plan().algorithm == "push"
+        total = gather(x)[0].float()
+        for part in gather(x)[1:]:
+            total = total + part.float()
+        assert torch.equal(sums, total.to(dtype) if added is None else total.to(dtype) + added)
+        check("normed", normed, wide_layer_norm(sums.double(), weight, bias, 1e-5), 4e-3)
+        assert all(map(torch.equal, call(), (normed, sums))), "other bits in another run"
+        if step % 20 == 0:
+            fused_all_reduce_rms_norm(x, added, residual[0], 1e-6, world())
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                again = call()
+            for _ in range(3):
+                graph.replay()
+                assert all(map(torch.equal, again, (normed, sums)))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_reduce_layer_norm(world_size: int) -> None:
+    run_ranks(layer_normed, world_size, device="cuda")
 
 
 def chain(x: torch.Tensor, steps: list[str], rank: int, world_size: int) -> torch.Tensor:

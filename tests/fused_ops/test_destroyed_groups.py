@@ -23,6 +23,7 @@ from weft import symm_mem
 from weft.fused_ops import (
     FusionPass,
     fused_all_gather_matmul,
+    fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
@@ -52,6 +53,7 @@ def every_op() -> None:
     fused_matmul_reduce_scatter(x, w, "sum", 0, group)
     fused_matmul_all_reduce(x, w, "sum", group)
     fused_all_reduce_rms_norm(x, x, torch.ones(8), 1e-5, group)
+    fused_all_reduce_layer_norm(x, None, None, torch.ones(8), 1e-5, group)
     assert (one_shot_all_reduce(x, "sum", group) == SIZE).all()
 
 
@@ -157,6 +159,10 @@ CALLS: dict[str, tuple[Any, Callable[[Tensor, Tensor], object]]] = {
     "all_reduce_rms_norm": (
         all_reduce_rms_norm,
         lambda x, w: fused_all_reduce_rms_norm(x, None, w[:, 0].contiguous(), 1e-5, None),
+    ),
+    "all_reduce_layer_norm": (
+        all_reduce_rms_norm,
+        lambda x, w: fused_all_reduce_layer_norm(x, None, None, w[:, 0].contiguous(), 1e-5, None),
     ),
     "all_gather": (all_gather, lambda x, w: one_shot_all_gather(x, 0, None)),
     "all_gather_out": (all_gather, lambda x, w: one_shot_all_gather(x, 0, None, out=w)),

@@ -1,4 +1,4 @@
-"""The fast paths of fused_matmul_all_reduce and fused_all_reduce_rms_norm, without a GPU: when they are taken."""
+"""The fast paths of fused_matmul_all_reduce and of the fused norms, without a GPU: when they are taken."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ import torch.distributed as dist
 from fake_gpu import DEADLINE, NAME, SLOW, STREAM, TAKEN, Stage, Workspace, assert_slow
 from test_fast_path_of_matmuls import OTHERS
 from weft import symm_mem
-from weft.fused_ops import fused_all_reduce_rms_norm, fused_matmul_all_reduce
+from weft.fused_ops import (
+    fused_all_reduce_layer_norm,
+    fused_all_reduce_rms_norm,
+    fused_matmul_all_reduce,
+)
 from weft.fused_ops.dispatch import fast_path, plan
 from weft.fused_ops.dispatch.workspaces import AROUND_MATMULS
 from weft.fused_ops.ops import all_reduce, all_reduce_rms_norm, matmul_all_reduce
+from weft.kernels.all_reduce_rms_norm.reference import NormKind
 from weft.symm_mem import call_cache
 from weft.symm_mem.call_cache import CachedDict
 from weft.symm_mem.failure.call_log import CallLog
@@ -269,3 +274,26 @@ def test_a_norm_that_cannot_be_ordered_is_not_noted(stage: Fused, monkeypatch: p
     with pytest.raises(RuntimeError, match="refuses"):
         fused_all_reduce_rms_norm(*stage.norm, EPS, NAME)
     assert not stage.kernel.launched and stage.workspace.error is None
+
+
+def test_a_layer_norm_is_that_of_the_same_operands(stage: Fused) -> None:
+    """Of rows of one dimension a residual, a weight and a bias are alike."""
+    row = torch.randn(8)
+    given, names = [row.clone() for _ in range(2)], ("residual", "weight", "bias")
+    kind = NormKind(EPS, subtract_mean=True, weight=False)
+    results = [torch.empty_like(row) for _ in range(2)]
+    name = all_reduce_rms_norm.name_of_norm(kind)
+    made = fast_path.LaunchedCall(all_reduce_rms_norm.host.LAYER_NORM, name, given, given, results)
+    fast_path.remember_call(made, stage.workspace, stage.kernel, plan.Plan("push"), profitable=True)
+    for op in (fused_all_reduce_layer_norm, torch.ops.weft.fused_all_reduce_layer_norm):
+        normed, sums = op(*given, None, None, EPS, NAME)
+        operands, results_ = [[t.data_ptr() for t in ts] for ts in (given, (normed, sums))]
+        assert stage.kernel.launched.pop() == (0, operands, results_, DEADLINE, STREAM)
+    for there in ("weight", "bias"):
+        with pytest.raises(SLOW, match=TAKEN):
+            fused_all_reduce_layer_norm(row, *(row if n == there else None for n in names), EPS, NAME)
+    with pytest.raises(SLOW, match=TAKEN):
+        fused_all_reduce_layer_norm(*given, None, None, 1e-6, NAME)
+    with pytest.raises(SLOW, match=TAKEN):
+        fused_all_reduce_rms_norm(row, None, row, EPS, NAME)
+    assert not stage.kernel.launched

@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
 from weft.fused_ops import (
     fused_all_gather_matmul,
+    fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
@@ -70,6 +71,10 @@ def normed(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
     return fused_all_reduce_rms_norm(x, x, W[:, 0], 1e-5, GROUP)[0]
 
 
+def layer_normed(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
+    return fused_all_reduce_layer_norm(x, None, W[:, 0], W[:, 1], 1e-5, GROUP)[0]
+
+
 #: By its name: of a ProcessGroup, and the default one, Dynamo sees that it is another one and makes a graph anew.
 GROUP = "0"
 PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -80,6 +85,7 @@ PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "all_gather": lambda x, W: one_shot_all_gather(x, 1, GROUP),
     "reduce_scatter": lambda x, W: one_shot_reduce_scatter(x, "avg", 0, GROUP),
     "all_reduce_rms_norm": normed,
+    "all_reduce_layer_norm": layer_normed,
     "matmul_all_reduce": lambda x, W: fused_matmul_all_reduce(x, W, "avg", GROUP),
 }
 
@@ -161,6 +167,9 @@ def refused(rank: int, world_size: int) -> None:
             lambda n, A=A, B=B: weft.one_shot_reduce_scatter(B, "avg", 0, name, group_size=n),
             lambda n, A=A, B=B: weft.one_shot_reduce_scatter_out(A[:2], A, "sum", 0, name, group_size=n) or A,
             lambda n, A=A, B=B: weft.fused_all_reduce_rms_norm(B, B, B[0], 1e-5, name, group_size=n)[0],
+            lambda n, A=A, B=B: weft.fused_all_reduce_layer_norm(B, B, None, None, 1e-5, name, group_size=n)[
+                0
+            ],
         )
         for call in calls:
             assert call(world_size).shape == call(None).shape

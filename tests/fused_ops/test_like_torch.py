@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from weft.fused_ops import (
     fused_all_gather_matmul,
+    fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
@@ -38,6 +39,7 @@ def ops() -> list[Op]:
         (lambda a: one_shot_all_gather(a, 1, world()), [x]),
         (lambda a: one_shot_reduce_scatter(a, "sum", 0, world()), [B]),
         (lambda a, r, w: fused_all_reduce_rms_norm(a, r, w, 1e-5, world())[0], [x, x + 1, x[0]]),
+        (lambda a, w, b: fused_all_reduce_layer_norm(a, None, w, b, 1e-5, world())[0], [x, x[0], x[1]]),
     ]
 
 
@@ -124,7 +126,8 @@ def kept(rank: int, world_size: int) -> None:
     saved, weight = [], torch.ones(6, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t):
         fused_all_reduce_rms_norm(A, A, weight, 1e-5, world())
-    assert [t.shape for t in saved] == [A.shape], "the weight is for the gradients of the others"
+        fused_all_reduce_layer_norm(A, A, weight, weight, 1e-5, world())
+    assert [t.shape for t in saved] == [A.shape] * 2, "the weight is for the gradients of the others"
     with torch.inference_mode():
         A = A.clone()  # that autograd may not keep
     bias = torch.zeros(8, requires_grad=True)

@@ -11,6 +11,7 @@ from opcommon import DEVICES, check, gather, world
 from ranks import run_ranks
 from weft.fused_ops import (
     fused_all_gather_matmul,
+    fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
@@ -99,6 +100,12 @@ def reduces(rank: int, world_size: int) -> None:
         scales = [(s.square().mean(-1, keepdim=True) + EPS).rsqrt() for s in sums]
         return [[s * t * xs[2], s] for s, t, xs in zip(sums, scales, given, strict=True)]
 
+    def layer_normed(given: Ranks) -> Ranks:
+        sums = [sum(xs[0] for xs in given) + xs[1] for xs in given]
+        away = [s - s.mean(-1, keepdim=True) for s in sums]
+        scales = [(a.square().mean(-1, keepdim=True) + EPS).rsqrt() for a in away]
+        return [[a * t * xs[2] + xs[3], s] for s, a, t, xs in zip(sums, away, scales, given, strict=True)]
+
     compare(
         "all_reduce",
         lambda x: [one_shot_all_reduce(x, "avg", world())],
@@ -128,6 +135,12 @@ def reduces(rank: int, world_size: int) -> None:
         lambda *xs: list(fused_all_reduce_rms_norm(*xs, EPS, world())),
         normed,
         [(4, 6), (4, 6), (6,)],
+    )
+    compare(
+        "all_reduce_layer_norm",
+        lambda *xs: list(fused_all_reduce_layer_norm(*xs, EPS, world())),
+        layer_normed,
+        [(4, 6), (4, 6), (6,), (6,)],
     )
 
 

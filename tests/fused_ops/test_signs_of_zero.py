@@ -10,6 +10,7 @@ from ranks import run_ranks
 from torch import Tensor
 from weft.fused_ops import (
     fused_all_gather_matmul,
+    fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
@@ -38,9 +39,12 @@ def check(rank: int, size: int, name: str) -> None:
 
     if name == "one_shot_all_reduce":
         got, want = one_shot_all_reduce(a[rank], "sum", None), summed(lambda r: a[r])
-    elif name == "fused_all_reduce_rms_norm":
+    elif name.startswith("fused_all_reduce"):
         x = [zeros(20 + r, m, n) for r in range(size)]
-        _, got = fused_all_reduce_rms_norm(x[rank], residual, torch.ones(n), 1e-5, None)
+        if "rms" in name:
+            _, got = fused_all_reduce_rms_norm(x[rank], residual, torch.ones(n), 1e-5, None)
+        else:
+            _, got = fused_all_reduce_layer_norm(x[rank], residual, None, None, 1e-5, None)
         want = summed(lambda r: x[r]) + residual
         assert torch.equal(bits(one_shot_all_reduce(x[rank], "sum", None) + residual), bits(want))
     elif name == "fused_matmul_all_reduce":
@@ -67,6 +71,7 @@ def bits(x: Tensor) -> Tensor:
     [
         "one_shot_all_reduce",
         "fused_all_reduce_rms_norm",
+        "fused_all_reduce_layer_norm",
         "fused_matmul_all_reduce",
         "fused_matmul_reduce_scatter",
         "fused_all_gather_matmul",

@@ -32,6 +32,9 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "fused_all_reduce_rms_norm": lambda a: torch.ops.weft.fused_all_reduce_rms_norm(
         a, a, torch.ones(6), 1e-5, NAME
     )[0],
+    "fused_all_reduce_layer_norm": lambda a: torch.ops.weft.fused_all_reduce_layer_norm(
+        a, a, torch.ones(6), None, 1e-5, NAME
+    )[0],
     "fused_matmul_all_reduce": lambda a: torch.ops.weft.fused_matmul_all_reduce(a, B, "sum", NAME),
 }
 DTENSOR = r"is given a DTensor, must be given what this rank holds of it: its to_local\(\)"

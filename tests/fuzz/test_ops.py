@@ -38,6 +38,7 @@ NAMES = {
     "one_shot_all_gather": "x|gather_dim|group|out",
     "one_shot_reduce_scatter": "x|reduce_op|scatter_dim|group|out",
     "fused_all_reduce_rms_norm": "x|residual|weight|eps|group|weight_offset|round_sum",
+    "fused_all_reduce_layer_norm": "x|residual|weight|bias|eps|group|weight_offset",
     "fused_matmul_all_reduce": "A|B|reduce_op|group",
 }
 
@@ -166,6 +167,19 @@ def all_reduce_rms_norm(draw: st.DrawFn) -> list[Any]:
 
 
 @st.composite
+def all_reduce_layer_norm(draw: st.DrawFn) -> list[Any]:
+    shape, dtype = tuple(draw(st.lists(v.sizes, min_size=1, max_size=3))), draw(v.dtypes)
+    columns = draw(st.sampled_from((dtype, "float32")))
+    x, *given = (
+        v.Tensor(sizes, of, draw(v.layouts), draw(v.seeds))
+        for sizes, of in ((shape, dtype), (shape, dtype), (shape[-1:], columns), (shape[-1:], columns))
+    )
+    optional = [t if draw(st.integers(0, 3)) else None for t in given]
+    offset = draw(st.sampled_from((0.0, 0.0, 1.0)))
+    return [x, *optional, draw(st.sampled_from((1e-6, 0.1, 1))), draw(v.groups), offset]
+
+
+@st.composite
 def matmul_all_reduce(draw: st.DrawFn) -> list[Any]:
     lead, k, dtype = draw(st.lists(v.sizes, min_size=1, max_size=3)), draw(v.sizes), draw(v.dtypes)
     A = v.Tensor((*lead, k), dtype, draw(v.layouts), draw(v.seeds))
@@ -187,6 +201,7 @@ def calls(draw: st.DrawFn) -> tuple[str, list[Any]]:
             all_gather().map(lambda a: ("one_shot_all_gather", a)),
             reduce_scatter().map(lambda a: ("one_shot_reduce_scatter", a)),
             all_reduce_rms_norm().map(lambda a: ("fused_all_reduce_rms_norm", a)),
+            all_reduce_layer_norm().map(lambda a: ("fused_all_reduce_layer_norm", a)),
             matmul_all_reduce().map(lambda a: ("fused_matmul_all_reduce", a)),
         )
     )
@@ -208,6 +223,9 @@ def invoke(op: str, args: list[Any]) -> Any:
     if op == "fused_all_reduce_rms_norm":
         *args, offset, rounded = args
         return fused_ops.fused_all_reduce_rms_norm(*args, weight_offset=offset, round_sum=rounded)
+    if op == "fused_all_reduce_layer_norm":
+        *args, offset = args
+        return fused_ops.fused_all_reduce_layer_norm(*args, weight_offset=offset)
     if op == "fused_scaled_matmul_reduce_scatter":
         return fused_ops.fused_scaled_matmul_reduce_scatter(*args)
     *args, last = args
@@ -249,7 +267,7 @@ def reference(op: str, every: list[list[Any]], rank: int) -> Any:
         dim = int(every[0][2])
         mine = [x.chunk(len(every), dim)[rank] if x.shape[dim] else x for x in first]
         return sum(mine) / (len(every) if every[0][1] == "avg" else 1), mine
-    if op == "fused_all_reduce_rms_norm":
+    if op in ("fused_all_reduce_rms_norm", "fused_all_reduce_layer_norm"):
         residual = every[rank][1]
         added = [] if residual is None else [residual.detach().double()]
         return sum(added, start=sum(first)), [*first, *added]
@@ -296,6 +314,14 @@ def compare(op: str, got: Any, want: Any, dtype: torch.dtype, parts: list[torch.
         check(op, got.detach(), want, 4 * BOUND.get(dtype, 0.0), parts)
 
 
+def layer_normed(sums: torch.Tensor, weight: Any, bias: Any, eps: Any, offset: Any) -> torch.Tensor:
+    wide = sums.detach().double()
+    wide = wide - wide.mean(-1, keepdim=True)
+    wide = wide / (wide.square().mean(-1, keepdim=True) + float(eps)).sqrt()
+    wide = wide if weight is None else wide * (weight.detach().double() + float(offset))
+    return wide if bias is None else wide + bias.detach().double()
+
+
 def attempt(rank: int, world_size: int, op: str, args: list[Any]) -> tuple[Any, Any]:
     """What the op says to real and to fake tensors. Whatever it says, the next call is right."""
     every = [[v.build(a, r) for a in args] for r in range(world_size)]
@@ -323,6 +349,15 @@ def attempt(rank: int, world_size: int, op: str, args: list[Any]) -> tuple[Any, 
                 op,
                 normed,
                 (unit * (weight.detach().double() + float(offset))).to(dtype).double(),
+                dtype,
+                None,
+            )
+        if op == "fused_all_reduce_layer_norm":
+            normed, got = got
+            compare(
+                op,
+                normed,
+                layer_normed(got, *every[rank][2:5], every[rank][6]).to(dtype).double(),
                 dtype,
                 None,
             )

@@ -44,6 +44,9 @@ NORM_SWITCHES = {
     "gemma": norm_kernel.NormSwitches(wide_weight=True, offset=True),
     "all": norm_kernel.NormSwitches(round_sum=False, wide_weight=True, offset=True),
     "alone": norm_kernel.NormSwitches(residual=False, wide_weight=True),
+    "layer": norm_kernel.NormSwitches(subtract_mean=True, bias=True),
+    "layer-wide": norm_kernel.NormSwitches(wide_weight=True, offset=True, subtract_mean=True, bias=True),
+    "layer-bare": norm_kernel.NormSwitches(residual=False, subtract_mean=True, weight=False),
 }
 ONE_SHOT = (2, 3, 4, 5, 8, 9)
 FEW_ROWS = [

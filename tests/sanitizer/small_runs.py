@@ -24,6 +24,7 @@ from weft import symm_mem
 from weft.fused_ops import (
     fused_all_gather_matmul,
     fused_all_gather_scaled_matmul,
+    fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
@@ -260,6 +261,14 @@ def all_reduce_rms_norm(rank: int, size: int, seed: int) -> None:
             want = sum(x.float() for x in xs) + (residual.float() if given is not None else 0)
             scaled = want * torch.rsqrt(want.square().mean(-1, keepdim=True) + 1e-5)
             torch.testing.assert_close(normed.cpu().float(), scaled, rtol=2e-2, atol=1e-3)
+        for columns in (DTYPES[0], torch.float32):
+            bias = numbers(seed + 2, 0, columns, 1, hidden)[0]
+            normed, sums = fused_all_reduce_layer_norm(
+                put(xs[rank]), put(residual), put(weight.to(columns)), put(bias), 1e-5, dist.group.WORLD
+            )
+            fused()
+            want = torch.nn.functional.layer_norm(sums.cpu().float(), (hidden,), None, bias.float())
+            torch.testing.assert_close(normed.cpu().float(), want, rtol=2e-2, atol=2e-2)
 
 
 def matmul_all_reduce(rank: int, size: int, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""The CUDA all-reduce + RMSNorm and its launcher on the CPU, threads as fibers."""
+"""The CUDA all-reduce + RMSNorm or LayerNorm and its launcher on the CPU, threads as fibers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.kernels.all_reduce_rms_norm.configs import (
     choose_all_reduce_rms_norm,
     shape,
 )
-from weft.kernels.all_reduce_rms_norm.reference import NormKind, rms_norm
+from weft.kernels.all_reduce_rms_norm.reference import NormKind, rms_norm, wide_layer_norm
 from weft.kernels.device.comm.ll_exchange import BLOCKS, ExchangeLayout
 
 EPS = 0.1  # so large that it shows in every dtype
@@ -51,6 +51,14 @@ KINDS = {
     "unrounded, wide, offset": NormKind(EPS, weight_offset=0.5, round_sum=False, wide_weight=True),
     "no residual": NormKind(EPS, residual=False),
     "no residual, wide, offset": NormKind(EPS, weight_offset=1.0, residual=False, wide_weight=True),
+    "LayerNorm": NormKind(EPS, subtract_mean=True, bias=True),
+    "LayerNorm, wide, offset": NormKind(
+        EPS, weight_offset=1.0, wide_weight=True, subtract_mean=True, bias=True
+    ),
+    "LayerNorm, no residual, only a bias": NormKind(
+        EPS, residual=False, subtract_mean=True, weight=False, bias=True
+    ),
+    "LayerNorm, neither": NormKind(EPS, subtract_mean=True, weight=False),
 }
 
 
@@ -73,6 +81,14 @@ def of_a_kind(
     return stored + residual, (
         (stored + residual).double() if kind.round_sum else stored.double() + residual.double()
     )
+
+
+def normed_by(kind: NormKind, wide: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    if kind.subtract_mean:
+        return wide_layer_norm(
+            wide, weight if kind.weight else None, bias if kind.bias else None, EPS, kind.weight_offset
+        )
+    return rms_norm(wide, weight, EPS, kind.weight_offset)
 
 
 # In cluster_reduce.cuh, and what the calls above must then show.
@@ -137,7 +153,8 @@ def calls_of_changing_size(
             xs = [torch.randn(rows * hidden).to(TORCH[dtype]) for _ in xs]
         xs = [x.view(rows, hidden).contiguous() for x in xs]
         residuals = [torch.randn(rows, hidden).to(xs[0].dtype) for _ in xs]
-        weight = torch.randn(hidden).to(torch.float32 if kind.wide_weight else xs[0].dtype)
+        columns = torch.float32 if kind.wide_weight else xs[0].dtype
+        weight, bias = (torch.randn(hidden).to(columns) for _ in range(2))
         outs = []
         for rank, residual in enumerate(residuals):
             sevens = torch.full_like(residual, 7.0)
@@ -152,14 +169,15 @@ def calls_of_changing_size(
             )
             # The sums may take the place of the residual or of x.
             sums = choice.choice((sums, *mine))
-            read = mine if kind.residual else mine[:1]
-            given, to = [[t.data_ptr() for t in ts] for ts in ((*read, weight), (normed, sums))]
+            read = [*mine] if kind.residual else mine[:1]
+            read += [t for t, there in ((weight, kind.weight), (bias, kind.bias)) if there]
+            given, to = [[t.data_ptr() for t in ts] for ts in (read, (normed, sums))]
             kernel.launch(0, given, to, PATIENT, rank)
             outs.append((normed, sums, rooms))
-        calls.append((xs, residuals, weight, outs, config))
+        calls.append((xs, residuals, (weight, bias), outs, config))
     ranks.run(seed)
     assert not ranks.records.any(), f"a wait has expired: {ranks.records.tolist()}"
-    for xs, residuals, weight, outs, config in calls:
+    for xs, residuals, affine, outs, config in calls:
         total = xs[0].float()
         for x in xs[1:]:
             total = total + x.float()
@@ -168,28 +186,32 @@ def calls_of_changing_size(
             want, wide = of_a_kind(kind, total, residual)
             assert same(sums, want), config
             finite = wide.isfinite().all(-1)
-            reference = rms_norm(wide[finite], weight.double(), EPS, kind.weight_offset)
+            reference = normed_by(kind, wide[finite], *(t.double() for t in affine))
             if bool(reference.isfinite().all()):
                 check(str(config), normed[finite], reference, BOUND[residual.dtype])
     assert ranks.slots_are_empty()
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("kind", [USUAL, KINDS["LayerNorm"]], ids=["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_the_forms_give_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, kind: NormKind
 ) -> None:
-    """Of one_shot, where a warp makes one sum at a time, and of two_shot, where it makes those of a group of rows."""
+    """Of one_shot, where a warp makes one sum at a time, and of two_shot, where it makes those of a group of rows. The
+    rows are far from zero: a mean is that exact, and the variance as exact as around it."""
     torch.manual_seed(random.randrange(1 << 30))
     rows, vectors = 7, 70
-    xs = [torch.randn(rows, vectors * 4) for _ in range(world_size)]
-    residual, weight = torch.randn(rows, vectors * 4), torch.randn(vectors * 4)
+    xs = [torch.randn(rows, vectors * 4) + 4096 / world_size for _ in range(world_size)]
+    residual, *columns = torch.randn(rows, vectors * 4), torch.randn(vectors * 4), torch.randn(vectors * 4)
+    switches = cuda_kernel.NormSwitches.of(kind, torch.float32)
     results = []
     for cluster in (1, 2):
         of_one = AllReduceRmsNormConfig("one_shot", cluster, threads=32)
         per_thread = shape(1, vectors, world_size, of_one).per_thread
         defines: dict[str, str | int] = {"WORLD_SIZE": world_size, "DTYPE": "float32"}
         defines |= {"CLUSTER": cluster, "VECTORS": per_thread}
+        defines |= {name.upper(): int(on) for name, on in switches._asdict().items()}
         library = build(tmp_path / str(cluster), cuda_kernel.SOURCE, FORMS, cuda_kernel._Params, defines)
         for form in FORMS:
             ranks = Ranks(library, ExchangeLayout(world_size, 64 * 20 * per_thread))
@@ -198,15 +220,16 @@ def test_the_forms_give_the_same_bits(
             for rank, x in enumerate(xs):
                 config = AllReduceRmsNormConfig(form, cluster, 2 * cluster, threads=32)
                 kernel = cuda_kernel.AllReduceRmsNormLauncher(
-                    ranks.places[rank], rows, vectors * 4, x.dtype, NormKind(EPS), config
+                    ranks.places[rank], rows, vectors * 4, x.dtype, kind, config
                 )
                 normed, sums = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
-                given = [t.data_ptr() for t in (x, residual, weight)]
+                given = [t.data_ptr() for t in (x, residual, *columns[: 1 + kind.bias])]
                 kernel.launch(0, given, [normed.data_ptr(), sums.data_ptr()], PATIENT, rank)
                 outs += [normed, sums]
             ranks.run(random.randrange(1 << 30))
             results.append(outs)
-    assert not results[0][0].isnan().any()
+    want = normed_by(kind, results[0][1].double(), *(t.double() for t in columns))
+    check("normed", results[0][0], want, 1e-3)
     for i, first in enumerate(results[0]):
         assert same(first, results[0][i % 2]), "ranks differ"
         assert all(same(first, outs[i]) for outs in results), "forms differ"

@@ -2,9 +2,9 @@
 
 Several all-reduces whose results are added are one all-reduce of the sum, as in the backward pass of projections that
 share an input; not in float16, in which such a sum may be too large. That becomes, by size, ``one_shot_all_reduce``,
-``fused_matmul_all_reduce`` of a product, or, with the residual and the norm that follow,
-``fused_all_reduce_rms_norm``. So is what reduces something else than products, such as an embedding or the outputs of
-experts, unless something runs while it is on its way.
+``fused_matmul_all_reduce`` of a product, or, with the residual and the norm that follow, ``fused_all_reduce_rms_norm``
+or ``fused_all_reduce_layer_norm``. So is what reduces something else than products, such as an embedding or the outputs
+of experts, unless something runs while it is on its way.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from ..graph.collectives import (
 from ..graph.index_map import Dims, plain
 from ..graph.rewrite import call
 from ..graph.views import unchanged
+from ..norms.behind import NormBehind
 from .candidate import why_copied
 from .epilogue import stays_behind
 from .peak_memory import why_apart
-from .rms_norm import RmsNorm
 from .sum_of_matmuls import SumOfMatmuls, has_product, sum_of, why_no_product
 
 MEMORY = 3e6  #: bytes that a GPU reads or writes in a microsecond
@@ -57,7 +57,7 @@ class AllReducePattern:
     rest: list[fx.Node]
     op: Any = schema.all_reduce
     sum: SumOfMatmuls | None = None  # of products, where the op computes them
-    norm: RmsNorm | None = None
+    norm: NormBehind | None = None
     of_products: bool = True
     stays: str = ""  # what becomes of a norm that is not fused, or another step behind
     dim = None
@@ -67,6 +67,11 @@ class AllReducePattern:
     @property
     def collective(self) -> Collective:
         return self.collectives[0]
+
+    @property
+    def result(self) -> fx.Node:
+        """What they and the rest add up to."""
+        return self.added[-1] if self.added else self.collectives[-1].wait
 
     @property
     def others(self) -> tuple[fx.Node, ...]:
@@ -144,7 +149,7 @@ class AllReducePattern:
             # Neither op pays, but one all-reduce instead of several does.
             result.op = c10d.all_reduce.default
         if result.norm is None and not result.stays:
-            result.stays = stays_behind(result.added[-1] if result.added else c.wait)
+            result.stays = stays_behind(result.result)
         return result
 
     def _choose(self, always: bool) -> None:
@@ -175,19 +180,15 @@ class AllReducePattern:
         except LeftAlone as e:
             raise LeftAlone("; ".join([*reasons, str(e)])) from e
         if norm is not None:
-            self.norm, self.op = norm, schema.all_reduce_rms_norm
+            self.norm, self.op = norm, norm.op
 
-    def _norm(self) -> RmsNorm | None:
+    def _norm(self) -> NormBehind | None:
         """The norm that follows, if the op computes it; else it is noted why not."""
         try:
-            norm = RmsNorm.after(self.collective)
+            return NormBehind.after(self.collectives, self.result, self.rest)
         except LeftAlone as e:
             self.stays = f"the norm behind it stays: {e}"
             return None
-        if norm is not None and len(self.collectives) > 1:
-            self.stays = "the norm behind it stays: it is of several all-reduces"
-            return None
-        return norm
 
     def _candidate(self, op: str) -> FusionCandidate:
         x = val(self.collective.x)
@@ -220,15 +221,14 @@ class AllReducePattern:
         """
         last = self.collectives[-1]
         at, shape = last.node, val(last.wait).shape
-        result = self.added[-1] if self.added else last.wait
         with rewrite.undone_if_left():
             if self.norm is not None:
-                new = self.norm.replaced_by(self.op, last)
+                new = self.norm.replaced(last, self._summed(self.norm.sum.at))
             else:
                 out = self._reduced(at, shape)
                 for term in self.rest:
-                    out = call(result, aten.add.Tensor, term, out)
-                new = {result: out}
+                    out = call(self.result, aten.add.Tensor, term, out)
+                new = {self.result: out}
         for c in self.collectives:
             for user in [u for u in c.node.users if u is not c.wait]:
                 # The sizes of what is pending are those of its input.
@@ -247,15 +247,20 @@ class AllReducePattern:
             out = self.sum.finished(rewrite.fused(at, self.op, last, A, B, last.reduce_op), last, at)
             out = rewrite.rearrange(out, (self.sum.rows, self.sum.columns), plain(shape), shape, at, [A])
             return rewrite.make_contiguous(out, at)
-        x, *others = (c.x for c in self.collectives)
-        for other in others:
-            x = call(at, aten.add.Tensor, x, other)
+        x = self._summed(at)
         if self.op is c10d.all_reduce.default:
             pending = call(at, self.op, x, last.reduce_op, last.group)
             out = call(at, c10d.wait_tensor.default, pending)
         else:
             out = rewrite.fused(at, self.op, last, x, last.reduce_op)
         return rewrite.make_contiguous(out, at)
+
+    def _summed(self, at: fx.Node) -> fx.Node:
+        """What this rank gives to all of the collectives, before ``at``."""
+        x, *others = (c.x for c in self.collectives)
+        for other in others:
+            x = call(at, aten.add.Tensor, x, other)
+        return x
 
 
 def merge_what_is_summed(c: Collective, groups: frozenset[str] | None) -> Collective:

@@ -19,17 +19,18 @@
 
 namespace weft {
 
-template <int BLOCKS, int TERMS, int SUMS = 1>
+// PARTS: terms of a chunk are made of so many numbers, for what is more than a sum (cluster_moments.cuh).
+template <int BLOCKS, int TERMS, int SUMS = 1, int PARTS = 1>
 struct ClusterReduce {
     using Sums = WarpSums<SUMS>;
-    static constexpr int ROUND = SUMS * TERMS;
+    static constexpr int ROUND = PARTS * SUMS * TERMS;
     float* terms;
     u64* barriers;
     u32 bytes;  // of a round
     u32 round = 0;
     bool gathered = BLOCKS == 1;
 
-    __device__ __forceinline__ explicit ClusterReduce(u32 count) : bytes(count * SUMS * sizeof(float)) {
+    __device__ __forceinline__ explicit ClusterReduce(u32 count) : bytes(count * PARTS * SUMS * sizeof(float)) {
         terms = of_block<float[2 * ROUND]>();
         if constexpr (BLOCKS > 1) {
             barriers = of_block<u64[2]>();
@@ -60,17 +61,7 @@ struct ClusterReduce {
 
     // By whole warps.
     __device__ __forceinline__ void publish(int term, const float (&values)[SUMS]) {
-        const float sum = Sums::of(values);
-        if (Sums::which() >= SUMS) return;
-        float* place = terms + round % 2 * ROUND + Sums::which() * TERMS + term;
-        if constexpr (BLOCKS == 1) {
-            if (Sums::lane() == 0) *place = sum;
-        } else {
-#pragma unroll
-            for (int block = Sums::lane(); block < BLOCKS; block += Sums::LANES) {
-                tell(place, barriers + round % 2, block, sum);
-            }
-        }
+        share(0, term, Sums::of(values));
     }
 
     __device__ __forceinline__ void join() {
@@ -86,15 +77,38 @@ struct ClusterReduce {
     // By whole warps, behind `join` of the round in which the terms were published.
     template <typename Map>
     __device__ __forceinline__ void totals(int most, const Map& map, float (&out)[SUMS]) const {
-        const float* published = terms + (round - 1) % 2 * ROUND;
         float of_lane[SUMS] = {};
+        each_published(most, [&](int, const float* term) {
+#pragma unroll
+            for (int sum = 0; sum < SUMS; ++sum) of_lane[sum] += term[sum * TERMS];
+        });
+        Sums::to_all(map(Sums::of(of_lane)), out);
+    }
+
+protected:
+    // By whole warps: a part of each sum's term, where WarpSums leaves it.
+    __device__ __forceinline__ void share(int part, int term, float value) {
+        if (Sums::which() >= SUMS) return;
+        float* place = terms + round % 2 * ROUND + (part * SUMS + Sums::which()) * TERMS + term;
+        if constexpr (BLOCKS == 1) {
+            if (Sums::lane() == 0) *place = value;
+        } else {
+#pragma unroll
+            for (int block = Sums::lane(); block < BLOCKS; block += Sums::LANES) {
+                tell(place, barriers + round % 2, block, value);
+            }
+        }
+    }
+
+    // The terms that are this lane's to add: `what` takes the index, and where the first part of the first sum's lies.
+    template <typename What>
+    __device__ __forceinline__ void each_published(int most, const What& what) const {
+        const float* published = terms + (round - 1) % 2 * ROUND;
 #pragma unroll
         for (int i = threadIdx.x % 32, first = 0; first < TERMS; first += 32, i += 32) {
             if (i >= most) break;
-#pragma unroll
-            for (int sum = 0; sum < SUMS; ++sum) of_lane[sum] += published[sum * TERMS + i];
+            what(i, published + i);
         }
-        Sums::to_all(map(Sums::of(of_lane)), out);
     }
 };
 

@@ -229,6 +229,9 @@ class Ranks:
         if isinstance(target, torch._ops.OpOverload) and target._opname == "fused_all_reduce_rms_norm":
             total = self.reduced(first, "sum")
             return [self.rms_norm(total, a[0], **a[1]) for a in args]
+        if isinstance(target, torch._ops.OpOverload) and target._opname == "fused_all_reduce_layer_norm":
+            total = self.reduced(first, "sum")
+            return [self.layer_norm(total, a[0], **a[1]) for a in args]
         if target is torch.ops.weft.one_shot_all_gather.default:
             return [torch.cat(first, args[0][0][1]) for _ in first]
         if target is torch.ops.weft.one_shot_reduce_scatter.default:
@@ -259,6 +262,14 @@ class Ranks:
         _, residual, weight, eps, _ = given
         x = total.clone() if residual is None else total + residual
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (weight + weight_offset), x
+
+    def layer_norm(self, total: Tensor, given: Any, weight_offset: float = 0.0) -> tuple[Tensor, Tensor]:
+        _, residual, weight, bias, eps, _ = given
+        x = total.clone() if residual is None else total + residual
+        away = x - x.mean(-1, keepdim=True)
+        normed = away * (away.square().mean(-1, keepdim=True) + eps).rsqrt()
+        normed = normed if weight is None else normed * (weight + weight_offset)
+        return normed if bias is None else normed + bias, x
 
     def all_gather_matmul(
         self, shards: list[Tensor], Bs: list[Tensor], dim: int, return_A: bool = True

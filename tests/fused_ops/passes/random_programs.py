@@ -181,15 +181,19 @@ class Machine:
     def unary(self, i: int, name: str) -> Tensor:
         return getattr(torch, name)(self.values[i])
 
-    def rms_norm(self, i: int, weight: int, kind: str = "") -> Tensor:
-        """In float32, as Hugging Face's Llama has it, or as its Gemma."""
+    def norm(self, i: int, weight: int, kind: str = "") -> Tensor:
+        """In float32, as Hugging Face's Llama has it, or as its Gemma; or LayerNorms."""
         x, factor = self.values[i].to(torch.float32), self.values[weight]
+        if kind.startswith("layer"):
+            variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
+            x = (x - mean) * torch.rsqrt(variance + 1e-5) * factor
+            return (x + factor if kind == "layer, bias" else x).to(self.values[i].dtype)
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
         if kind == "Gemma":
             return (x * (1.0 + factor.float())).to(self.values[i].dtype)
         return (factor * x.to(self.values[i].dtype)).to(self.values[i].dtype)
 
-    def rms_norm_of_sum(self, i: int, residual: int, weight: int) -> list[Tensor]:
+    def norm_of_sum(self, i: int, residual: int, weight: int) -> list[Tensor]:
         """Of the sum in float32, as vLLM has it, and the sum."""
         x = self.values[i]
         wide = x.to(torch.float32) + self.values[residual]

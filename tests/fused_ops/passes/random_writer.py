@@ -348,17 +348,18 @@ class Writer:
         weight = self.new(shape[-1], dtype=self.draw(dtype, dtype, torch.float32), shared=True)
         if of_sum:
             residual = self.new(*shape, dtype=self.draw(dtype, dtype, dtype, torch.float32), shared=True)
-            first = self.do("rms_norm_of_sum", y, residual, weight)
+            first = self.do("norm_of_sum", y, residual, weight)
             return [first, first + 1]
-        return [y, self.do("rms_norm", y, weight, self.draw("", "", "Gemma"))]
+        return [y, self.do("norm", y, weight, self.draw("", "", "Gemma", "layer", "layer, bias"))]
 
     def all_reduced(self, lead: list[int], columns: int, group: int, source: int | None) -> int:
         if self.size(0, 5) == 5:  # of what is no product
             y = self.do("unary", self.new(*lead, columns), "relu")
         else:
             y = self.sum_of_products(lead, columns, source)
-        if self.product_of(list(self.shape(y))) == self.product_of([*lead, self.shape(y)[-1]]):
-            y = self.noise(self.do("reshape", y, [*lead, self.shape(y)[-1]]))
+        last = self.shape(y)[-1:]  # none of a number
+        if self.product_of(list(self.shape(y))) == self.product_of([*lead, *last]):
+            y = self.noise(self.do("reshape", y, [*lead, *last]))
         op = self.draw("sum", "sum", "sum", "sum", "avg", "max", "product")
         spelling = self.draw("", "", "", "", "in place", "coalesced")
         return self.do("reduce", y, op, group, spelling)

@@ -191,10 +191,6 @@ def broadcast(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
     return hf_norm(x + residual[:1], weight)
 
 
-def layer_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-    return F.layer_norm(residual + x, x.shape[-1:], weight, weight, 1e-6)
-
-
 def weight_of_the_sum(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
     y = residual + x
     return hf_norm(y, weight * y[0, 0])
@@ -228,7 +224,6 @@ LEFT: dict[Fn, str] = {
     float32_residual: "sin (sin.default) is float32",
     residual_twice: "adds something else than a residual",
     broadcast: "adds what is not like what is reduced",
-    layer_norm: "it takes the mean away",
     weight_of_the_sum: "is computed behind the sum",
     matrix_of_weights: "is no weight of its rows",
     weight_first: "",

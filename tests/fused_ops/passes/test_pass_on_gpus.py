@@ -81,6 +81,12 @@ def normed(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tens
     return F.rms_norm(y, y.shape[-1:], weight, 1e-6), y
 
 
+def layer_normed(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Of two all-reduces, as of attention and MLP side by side."""
+    y = residual + reduced(x @ w) + reduced(x.relu() @ w)
+    return F.layer_norm(y, y.shape[-1:], weight, weight), y
+
+
 def norm_inputs(size: int) -> list[Tensor]:
     rows, dim, hidden = sizes()
     shapes = ((rows // 64 + 3, hidden), (hidden, dim), (rows // 64 + 3, dim), (dim,))
@@ -88,11 +94,13 @@ def norm_inputs(size: int) -> list[Tensor]:
 
 
 AG, RS, NORM = "fused_all_gather_matmul", "fused_matmul_reduce_scatter", "fused_all_reduce_rms_norm"
+LAYER_NORM = "fused_all_reduce_layer_norm"
 PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Tensor]], set[str]]] = {
     "layer": (layer, layer_inputs, {AG, RS}),
     "summed in float32": (summed_wide, wide_inputs, {RS}),
     "bias and residual": (added, added_inputs, {RS}),
     "norm": (normed, norm_inputs, {NORM}),
+    "LayerNorm": (layer_normed, norm_inputs, {LAYER_NORM}),
 }
 
 
@@ -100,7 +108,7 @@ def compiled(fn: Callable[..., Any], steps: Callable[[Any], None]) -> Report:
     """What the pass says of ``fn`` after ``steps`` of it, compiled without caches."""
     torch._dynamo.reset()
     # "always" would take the product in, and leave the norm.
-    fusion = FusionPass(fuse="auto" if fn is normed else "always")
+    fusion = FusionPass(fuse="auto" if fn in (normed, layer_normed) else "always")
     fusion.clear()
     with (
         functorch_config.patch(enable_autograd_cache=False),

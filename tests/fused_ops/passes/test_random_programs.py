@@ -116,7 +116,7 @@ def differences(
     got = [*mine, *Watch(fx.GraphModule(torch.nn.Module(), after)).run(*mine)]
     # What is no whole number, but a third or a root.
     thirds = program.world == 3 and any("avg" in step for step in program.steps)
-    whole = not thirds and not any(step[0].startswith("rms_norm") for step in program.steps)
+    whole = not thirds and not any(step[0].startswith("norm") for step in program.steps)
     texts = []
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         name = f"input {i}" if i < len(inputs) else f"output {i - len(inputs)}"

@@ -1,4 +1,4 @@
-"""Hugging Face's Llama and Gemma under their own tensor-parallel plan: saved, loaded by every rank, and run."""
+"""Hugging Face's Llama, Gemma and Cohere under their own tensor-parallel plan: saved, loaded by every rank, and run."""
 
 from __future__ import annotations
 
@@ -147,3 +147,13 @@ def test_inference_of_gemma(tmp_path: Path, codegen: bool) -> None:
         == found[0].text.count("mul (mul.Tensor) stays behind it")
         == 1
     )
+
+
+@CODEGEN
+def test_inference_of_cohere(tmp_path: Path, codegen: bool) -> None:
+    """LayerNorms, and attention and MLP side by side: two reductions a layer are one, with the norm that follows."""
+    found = outcomes(infer, WORLD, saved(tmp_path, "Cohere", bos_token_id=1, eos_token_id=2), codegen)
+    check(found, FORWARD, [])
+    (line,) = (text for text in found[0].text.splitlines() if "self_attn.o_proj" in text)
+    assert "fused_all_reduce_layer_norm, 2 all-reduces as one, residual added, layer_norm" in line
+    assert line.endswith(f"({LAYERS} times)")

@@ -1,0 +1,141 @@
+"""All-reduces with the norm behind them, as functions; functional.py has the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..symm_mem import Group, group_name
+from .dispatch.callers import known_name, of_graph
+from .library import schema, validation
+from .ops import all_reduce_layer_norm, all_reduce_rms_norm
+
+
+def fused_all_reduce_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    group: Group,
+    *,
+    weight_offset: float = 0.0,
+    round_sum: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """``sums = residual + all_reduce(x)`` and ``normed = sums / sqrt(mean(sums ** 2) + eps) * weight``, row by row.
+
+    >>> import torch
+    >>> from torch.nn.functional import rms_norm
+    >>> from weft.fused_ops import fused_all_reduce_rms_norm, one_shot_all_reduce
+    >>> x, residual, weight = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8)
+    >>> normed, sums = fused_all_reduce_rms_norm(x, residual, weight, 1e-6, None)
+    >>> torch.equal(sums, residual + one_shot_all_reduce(x, "sum", None))
+    True
+    >>> torch.testing.assert_close(normed, rms_norm(sums, (8,), weight, 1e-6))
+
+    One kernel on CUDA: a cluster of thread blocks receives a row, adds the residual and norms the row in float32.
+    ``sums`` is bit for bit ``one_shot_all_reduce(x, "sum", group) + residual``, on each rank of its own residual. So
+    ranks whose residuals and weights are equal get the same bits.
+
+    Differentiable; gradients are taken at the rounded sum. Works under torch.compile and in a CUDA graph. Every rank
+    must call it with the same shapes. The norm is `RMSNorm <https://arxiv.org/abs/1910.07467>`_ (Zhang and Sennrich,
+    2019).
+
+    Args:
+        x: [..., hidden], any strides; float32, bfloat16 or float16.
+        residual: like x; the ranks' may differ. None adds nothing.
+        weight: [hidden], of the dtype of x or float32; the ranks' may differ.
+        eps: 0 or more.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
+        weight_offset: is added to the weight, in float32: 1 for Gemma's norms.
+        round_sum: whether the norm is that of ``sums``, which are rounded to the dtype of x. If not, it is that of the
+            all-reduced x, rounded, and the residual, added in float32, as in vLLM's models.
+
+    Returns:
+        (normed, sums), contiguous, of the dtype of x; sums is the next residual.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it.
+        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
+            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
+        PeerTimeout: a rank did not come.
+    """
+    name = known_name(group)
+    if name is not None and type(eps) is float and type(weight_offset) is float and type(round_sum) is bool:
+        norm = all_reduce_rms_norm.named_norm(eps, weight_offset, round_sum)
+        done = all_reduce_rms_norm.fast_all_reduce_rms_norm(x, residual, weight, norm, name)
+        if done is not None:
+            return done
+    _check(("residual",), x=x, residual=residual, weight=weight)
+    validation.number("eps", eps)
+    validation.number("weight_offset", weight_offset)
+    validation.flags(round_sum=round_sum)
+    name = group_name(group)
+    named = {"weight_offset": weight_offset, "round_sum": round_sum, **of_graph(name)}
+    return schema.all_reduce_rms_norm(x, residual, weight, eps, name, **named)
+
+
+def fused_all_reduce_layer_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    group: Group,
+    *,
+    weight_offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """``sums = residual + all_reduce(x)`` and ``normed = layer_norm(sums, (hidden,), weight, bias, eps)``, row by row.
+
+    >>> import torch
+    >>> from torch.nn.functional import layer_norm
+    >>> from weft.fused_ops import fused_all_reduce_layer_norm, one_shot_all_reduce
+    >>> x, residual, weight, bias = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8), torch.randn(8)
+    >>> normed, sums = fused_all_reduce_layer_norm(x, residual, weight, bias, 1e-5, None)
+    >>> torch.equal(sums, residual + one_shot_all_reduce(x, "sum", None))
+    True
+    >>> torch.testing.assert_close(normed, layer_norm(sums, (8,), weight, bias, 1e-5))
+
+    One kernel on CUDA, that of ``fused_all_reduce_rms_norm``: the mean and the variance around it are taken in float32,
+    of numbers that are there, so no difference of large squares is taken. ``sums`` and the ranks' bits are as there.
+
+    Differentiable. Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes. The
+    norm is `LayerNorm <https://arxiv.org/abs/1607.06450>`_ (Ba, Kiros and Hinton, 2016).
+
+    Args:
+        x: [..., hidden], any strides; float32, bfloat16 or float16.
+        residual: like x; the ranks' may differ. None adds nothing.
+        weight: [hidden], of the dtype of x or float32; the ranks' may differ. None multiplies by nothing.
+        bias: [hidden], of the dtype of the weight, if there is one; the ranks' may differ. None adds nothing.
+        eps: 0 or more.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
+        weight_offset: is added to the weight, in float32: 1 for Nemotron's norms.
+
+    Returns:
+        (normed, sums), contiguous, of the dtype of x; sums is the next residual.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it.
+        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
+            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
+        PeerTimeout: a rank did not come.
+    """
+    name = known_name(group)
+    if name is not None and type(eps) is float and type(weight_offset) is float:
+        operands = residual, weight, bias
+        done = all_reduce_layer_norm.fast_all_reduce_layer_norm(x, operands, eps, weight_offset, name)
+        if done is not None:
+            return done
+    _check(("residual", "weight", "bias"), x=x, residual=residual, weight=weight, bias=bias)
+    validation.number("eps", eps)
+    validation.number("weight_offset", weight_offset)
+    name = group_name(group)
+    named = {"weight_offset": weight_offset, **of_graph(name)}
+    return schema.all_reduce_layer_norm(x, residual, weight, bias, eps, name, **named)
+
+
+def _check(optional: tuple[str, ...], **tensors: Any) -> None:
+    """What would not reach the op's own checks."""
+    for name, value in tensors.items():
+        if value is not None or name not in optional:
+            validation.tensor(name, value)

@@ -1,0 +1,1 @@
+"""Norms behind an all-reduce, as the pass finds them and hands them to the op that computes both."""

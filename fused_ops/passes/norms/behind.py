@@ -1,0 +1,210 @@
+"""What follows a row-parallel layer's all-reduce: perhaps a residual, then a norm.
+
+The norm is of the rounded sum, or with vLLM of the sum in float32. In a graph for training one stays whose backward
+uses what stands between, such as the root.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...library import schema
+from ..graph import rewrite
+from ..graph.collectives import (
+    Collective,
+    LeftAlone,
+    alike,
+    argument,
+    aten,
+    calls,
+    communicates,
+    first_write,
+    group_of,
+    is_contiguous,
+    is_val,
+    only_user,
+    same_shape,
+    some,
+    val,
+    what,
+)
+from ..graph.rewrite import call
+from ..graph.views import CASTS, unchanged
+from .layer_norm import layer_norm_of
+from .rms_norm import rms_norm_of
+from .steps import FoundNorm
+
+
+@dataclass
+class _Sum:
+    """``node``, to which ``residual`` is added, is normed; ``rounded`` are what it is in the dtype of the reduced."""
+
+    node: fx.Node
+    at: fx.Node
+    residual: fx.Node | None
+    rounded: list[fx.Node]
+    nodes: list[fx.Node]
+    read: list[fx.Node]  # casts of what the op reads itself
+
+
+@dataclass
+class NormBehind:
+    """What follows a collective: the norm of its result, with a residual or without."""
+
+    sum: _Sum
+    norm: FoundNorm
+    dtype: torch.dtype
+
+    @property
+    def round_sum(self) -> bool:
+        return val(self.sum.node).dtype == self.dtype
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return [*self.norm.nodes, *self.norm.read, *self.sum.nodes, *self.sum.read]
+
+    @property
+    def form(self) -> str:
+        return f"{' → add' if self.sum.residual is not None else ''} → {self.norm.word}"
+
+    @property
+    def op(self) -> Any:
+        return schema.all_reduce_layer_norm if self.norm.layer else schema.all_reduce_rms_norm
+
+    @property
+    def detail(self) -> str:
+        words = ["residual added"] if self.sum.residual is not None else []
+        words.append(self.norm.word + ("" if self.round_sum else " of the unrounded sum"))
+        if self.norm.offset:
+            words.append(f"{self.norm.offset:g} added to the weight")
+        return ", ".join(words)
+
+    @classmethod
+    def after(cls, collectives: list[Collective], result: fx.Node, rest: list[fx.Node]) -> NormBehind | None:
+        """What follows the sum of collectives, their one result or all they and the ``rest`` add up to; None if no norm
+        does.
+
+        Raises:
+            LeftAlone: one does, and is not what the op computes.
+        """
+        dtype = val(result).dtype
+        total = _Sum(result, result, rest[0], [result], [], []) if rest else _sum_behind(result)
+        found = norm_of(total.node, dtype)
+        if found is None:
+            return None
+        if len(rest) > 1:
+            raise LeftAlone(f"of what it norms, {some(rest)} are more than one residual")
+        behind = cls(total, found, dtype)
+        behind._check(collectives)
+        return behind
+
+    def _check(self, collectives: list[Collective]) -> None:
+        total, norm = self.sum, self.norm
+        begin = min(c.node for c in collectives)
+        group = collectives[0].group
+        if (reduce_op := collectives[0].reduce_op) != "sum":
+            raise LeftAlone(f"the collective reduces by {reduce_op!r}")
+        if not all(c.only_waited_for for c in collectives):
+            raise LeftAlone("what is pending is used, too")
+        if norm.layer and not self.round_sum:
+            raise LeftAlone("it is of the unrounded sum, which no op takes a LayerNorm of")
+        others = [u for u in total.node.users if u not in (*norm.nodes, *total.rounded)]
+        if not self.round_sum and others:
+            raise LeftAlone(f"the unrounded sum is also used by {some(others)}")
+        if not all(is_contiguous(val(n)) for n in (total.node, norm.normed)):
+            raise LeftAlone("it has strides of its own")
+        for read in (total.residual, norm.weight, norm.bias):
+            if read is not None and not read < total.at:
+                raise LeftAlone(f"{what(read)} is computed behind the sum")
+        first = min([begin, *total.read, *norm.read])
+        if (write := first_write(first, norm.normed)) is not None:
+            raise LeftAlone(f"{what(write)} writes to memory before it")
+        own = [c.node for c in collectives]
+        node = begin.next
+        while node is not total.at:
+            if communicates(node) and group_of(node) == group and node not in own:
+                raise LeftAlone(f"{what(node)} would be overtaken")
+            node = node.next
+
+    def replaced(self, c: Collective, x: fx.Node) -> dict[fx.Node, fx.Node]:
+        """The op of ``x``, in place of a collective, and what takes the place of which node."""
+        at, named = self.sum.at, {}
+        if self.norm.offset:
+            named["weight_offset"] = self.norm.offset
+        if not self.round_sum:
+            named["round_sum"] = False
+        columns = (self.norm.weight, self.norm.bias) if self.norm.layer else (self.norm.weight,)
+        both = rewrite.fused(at, self.op, c, x, self.sum.residual, *columns, self.norm.eps, **named)
+        normed, sums = (call(at, operator.getitem, both, i) for i in (0, 1))
+        new = {self.norm.normed: rewrite.make_contiguous(normed, at)}
+        stored = rewrite.make_contiguous(sums, at)
+        for node in self.sum.rounded:
+            # What is other memory in the graph stays other memory.
+            new[node] = stored if len(new) == 1 else call(at, aten.clone.default, stored)
+        return new
+
+
+def _sum_behind(reduced: fx.Node) -> _Sum:
+    """What a norm would be of: the reduced tensor, or what it and a residual add up to."""
+    copies = []
+    while is_val(copy := only_user(reduced)) and unchanged(copy) is not None:
+        copies.append(copy)
+        reduced = copy
+    dtype = val(reduced).dtype
+    alone = _Sum(reduced, reduced, None, [reduced], copies, [])
+    wide, add = reduced, only_user(reduced)
+    if calls(add, *CASTS) and val(add).dtype == torch.float32 != dtype:
+        wide, add = add, only_user(add)
+    if not calls(add, aten.add.Tensor) or not is_val(add):
+        return alone
+    residual: Any = add.args[1] if add.args[0] is wide else add.args[0]
+    read = [wide] if wide is not reduced else []
+    if residual is wide or not is_val(residual) or argument(add, 9, "alpha", 1) != 1:
+        return _unless_normed(alone, add, f"{what(add)} adds something else than a residual")
+    if val(add).dtype == torch.float32 != dtype and val(residual).dtype == torch.float32:
+        if not calls(residual, *CASTS):
+            return _unless_normed(alone, add, f"{what(residual)} is float32, what is reduced {dtype}")
+        read.append(residual)
+        residual = residual.args[0]
+    fits = is_val(residual) and alike(val(residual), val(reduced))
+    if not fits or not same_shape(val(add).shape, val(reduced).shape):
+        return _unless_normed(alone, add, f"{what(add)} adds what is not like what is reduced")
+    if val(add).dtype == dtype:
+        return _Sum(add, add, residual, [add], [add, *copies], read)
+    rounded = [u for u in add.users if calls(u, *CASTS) and val(u).dtype == dtype]
+    # Rounded at once, a sum in float32 is the sum.
+    node = rounded[0] if len(rounded) == len(add.users) == 1 else add
+    return _Sum(node, add, residual, rounded, [add, *copies, *rounded], read)
+
+
+def _unless_normed(alone: _Sum, add: fx.Node, why: str) -> _Sum:
+    """
+    Raises:
+        LeftAlone: the sum that is not what the op adds is normed.
+    """
+    try:
+        normed = norm_of(add, val(alone.node).dtype) is not None
+    except LeftAlone:
+        normed = True
+    if normed:
+        raise LeftAlone(why)
+    return alone
+
+
+def norm_of(x: fx.Node, dtype: torch.dtype) -> FoundNorm | None:
+    """The norm of a node, of the given dtype; None if there is none.
+
+    Raises:
+        LeftAlone: it is none that an op computes.
+    """
+    for user in x.users:
+        wide = user if calls(user, *CASTS) and val(user).dtype == torch.float32 else x
+        found = layer_norm_of(x, wide, dtype) or rms_norm_of(x, wide, dtype)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,245 @@
+"""fused_all_reduce_layer_norm on real CPU processes, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, same_on_all, world
+from ranks import run_ranks, run_row
+from torch import Tensor
+from weft import symm_mem
+from weft.fused_ops import fused_all_reduce_layer_norm, one_shot_all_reduce
+
+EPS = 1e-5
+SHAPES = [(8,), (2, 3, 136), (0, 8), (5, 33), (66, 512)]
+# Whether there are residual, weight and bias, and whether these two are float32.
+KINDS: dict[str, tuple[bool, bool, bool, bool]] = {
+    "usual": (True, True, True, False),
+    "float32 weight": (True, True, True, True),
+    "no residual": (False, True, True, False),
+    "no bias": (True, True, False, False),
+    "only a bias": (True, False, True, True),
+    "neither": (False, False, False, False),
+}
+
+
+def reference(of: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = EPS) -> Tensor:
+    away = of - of.mean(-1, keepdim=True)
+    out = away / (away.square().mean(-1, keepdim=True) + eps).sqrt()
+    out = out if weight is None else out * weight.double()
+    return out if bias is None else out + bias.double()
+
+
+def operands(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor | None]:
+    """x, residual, weight and bias, those that there are."""
+    added, weighed, biased, wide = KINDS[name]
+    columns = torch.float32 if wide else dtype
+    residual = torch.randn(shape).to(dtype) if added else None
+    weight = torch.randn(shape[-1]).to(columns) if weighed else None
+    return [
+        torch.randn(shape).to(dtype),
+        residual,
+        weight,
+        torch.randn(shape[-1]).to(columns) if biased else None,
+    ]
+
+
+def right(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    poison(rank)
+    for name in KINDS:
+        for shape in SHAPES:
+            x, residual, weight, bias = operands(name, shape, dtype)
+            total = one_shot_all_reduce(x, "sum", world())
+            normed, sums = fused_all_reduce_layer_norm(x, residual, weight, bias, EPS, world())
+            what = f"{name} {shape} {dtype}"
+            if x.numel() and world_size > 1:
+                assert_fused()
+            assert normed.is_contiguous() and sums.is_contiguous() and normed.dtype == sums.dtype == dtype
+            assert torch.equal(sums, total if residual is None else total + residual), f"sums {what}"
+            check(what, normed, reference(sums.double(), weight, bias), BOUND[dtype])
+            again = fused_all_reduce_layer_norm(x, residual, weight, bias, EPS, world())
+            assert torch.equal(again[0], normed) and torch.equal(again[1], sums), "other bits in another run"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_values(world_size: int, device: str, dtype: torch.dtype) -> None:
+    run_row(right, world_size, dtype, device=device)
+
+
+def far_from_zero(rank: int, world_size: int) -> None:
+    """Numbers whose mean is 30,000 times their deviation: the difference of the mean square and the squared mean would
+    have nothing left of the variance in float32."""
+    hidden = 264
+    x = torch.full((4, hidden), 1024.0 / world_size)
+    residual = torch.linspace(-0.0625, 0.0625, hidden).expand(4, hidden).contiguous()
+    normed, sums = fused_all_reduce_layer_norm(x, residual, None, None, 0.0, world())
+    check("far from zero", normed, reference(sums.double(), None, None, 0.0), 1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_variance_is_that_around_the_mean(device: str) -> None:
+    run_row(far_from_zero, 2, device=device)
+
+
+def with_an_offset(rank: int, world_size: int) -> None:
+    for dtype in DTYPES:
+        for name in ("usual", "float32 weight", "no bias"):
+            x, residual, weight, bias = operands(name, (5, 136), dtype)
+            normed, sums = fused_all_reduce_layer_norm(
+                x, residual, weight, bias, EPS, world(), weight_offset=1.0
+            )
+            assert weight is not None
+            check(name, normed, reference(sums.double(), weight.double() + 1, bias), BOUND[dtype])
+    x, residual, weight, bias = (torch.randn(s).requires_grad_() for s in ((4, 8), (4, 8), (8,), (8,)))
+    on = torch.randn(4, 8)
+    (
+        fused_all_reduce_layer_norm(x, residual, weight, bias, EPS, world(), weight_offset=0.5)[0] * on
+    ).sum().backward()
+    wide = (sum(gather(x)) + residual.detach().double()).requires_grad_()
+    w = weight.detach().double().requires_grad_()
+    (reference(wide, w + 0.5, bias.detach()) * on).sum().backward()
+    check("residual.grad", residual.grad, wide.grad, 1e-6)
+    check("weight.grad", weight.grad, w.grad, 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_number_is_added_to_the_weight(device: str) -> None:
+    run_row(with_an_offset, 2, device=device)
+
+
+def any_layout(rank: int, world_size: int) -> None:
+    x, residual = torch.randn(9, 11, 16), torch.randn(9, 11, 16)
+    columns = torch.randn(16, 2)
+    for a, r in [(x.transpose(0, 1), residual.transpose(0, 1)), (x[::2, 1:8:3], residual[::2, 1:8:3])]:
+        normed, sums = fused_all_reduce_layer_norm(a, r, *columns.t(), EPS, world())
+        check(f"{a.stride()}", normed, reference(sums.double(), *columns.t()), 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_strides(device: str) -> None:
+    run_row(any_layout, 2, device=device)
+
+
+def gradients(rank: int, world_size: int) -> None:
+    for name in KINDS:
+        for shape in [(6, 5, 8), (8,), (0, 8)]:
+            given = [t if t is None else t.requires_grad_() for t in operands(name, shape, torch.float32)]
+            on_normed, on_sums = torch.randn(shape), torch.randn(shape)
+            normed, sums = fused_all_reduce_layer_norm(*given, EPS, world())
+            ((normed * on_normed).sum() + (sums * on_sums).sum()).backward()
+            x, residual, *columns = given
+            wide = sum(gather(x)) if residual is None else sum(gather(x)) + residual.detach().double()
+            wide = wide.requires_grad_()
+            like = [None if t is None else t.detach().double().requires_grad_() for t in columns]
+            ((reference(wide, *like) * on_normed).sum() + (wide * on_sums).sum()).backward()
+            if residual is not None:
+                check(f"{name} residual.grad", residual.grad, wide.grad, 1e-6)
+            for mine, theirs in zip(columns, like, strict=True):
+                if mine is not None:
+                    check(f"{name} weight.grad or bias.grad", mine.grad, theirs.grad, 1e-6)
+            check(f"{name} x.grad", x.grad, sum(gather(wide.grad)), 1e-6)
+    half, bias = torch.randn(4, 8).bfloat16().requires_grad_(), torch.randn(8).requires_grad_()
+    fused_all_reduce_layer_norm(half, None, None, bias, EPS, world())[0].sum().backward()
+    assert half.grad is not None and half.grad.dtype == torch.bfloat16
+    assert bias.grad is not None and bias.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients(device: str) -> None:
+    run_row(gradients, 3, device=device)
+
+
+def compiled(rank: int, world_size: int) -> None:
+    group, weight, bias = world(), torch.randn(8), torch.randn(8)
+
+    def f(x: Tensor, residual: Tensor) -> Tensor:
+        one, sums = fused_all_reduce_layer_norm(x * 2, residual, weight, bias, EPS, group)
+        two, _ = fused_all_reduce_layer_norm(x, None, None, None, EPS, group)
+        return one + two + sums
+
+    for dynamic, sizes in ((False, (7,)), (True, (4, 7))):
+        torch._dynamo.reset()
+        g = torch.compile(f, dynamic=dynamic, fullgraph=True)
+        for rows in sizes:
+            x, residual = torch.randn(rows, 8), same_on_all(rows, 8, dtype=torch.float32)
+            total = sum(gather(x))
+            sums = total * 2 + residual.double()
+            want = reference(sums, weight, bias) + reference(total, None, None) + sums
+            check("compiled", g(x, residual), want, 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_under_torch_compile(device: str) -> None:
+    run_row(compiled, 2, device=device)
+
+
+def opcheck(rank: int, world_size: int) -> None:
+    for name in ("usual", "neither", "only a bias"):
+        for grad in (False, True):
+            x, residual, *columns = operands(name, (5, 8), torch.float32)
+            given = [t if t is None else t.requires_grad_(grad) for t in (x, *columns)]
+            args: Any = (given[0], residual, *given[1:], EPS, world().group_name)
+            torch.library.opcheck(torch.ops.weft.fused_all_reduce_layer_norm, args)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
+    run_row(opcheck, 2, device=device)
+
+
+def refused(rank: int, world_size: int) -> None:
+    op, x, name = torch.ops.weft.fused_all_reduce_layer_norm, torch.randn(4, 8), world().group_name
+    row, half = x[0], x.bfloat16()
+    for args, kind, words in [
+        ((x.double(), x, row, row, EPS, name), TypeError, "x: is torch.float64, must be float32"),
+        ((x.new_empty(()), None, None, None, EPS, name), ValueError, "x: has no dimension, must have 1 or"),
+        ((x, x[:3], row, row, EPS, name), ValueError, r"residual: has shape \(3, 8\), must have \(4, 8\)"),
+        ((half, x, None, None, EPS, name), TypeError, "residual: is torch.float32, must be torch.bfloat16"),
+        ((x, x, row[:4], row, EPS, name), ValueError, r"weight: has shape \(4,\), must have \(8,\)"),
+        ((x, x, None, x, EPS, name), ValueError, r"bias: has shape \(4, 8\), must have \(8,\)"),
+        ((x, x, row.half(), None, EPS, name), TypeError, "weight: is torch.float16, must be torch.float32"),
+        (
+            (half, half, None, row.half(), EPS, name),
+            TypeError,
+            "bias: is torch.float16, must be torch.bfloat16",
+        ),
+        ((half, None, row, half[0], EPS, name), TypeError, "bias: is torch.bfloat16, must be torch.float32"),
+        ((x, x, row, row, -1.0, name), ValueError, "eps: is -1.0, must be 0 or more"),
+        ((x, x, row, row, EPS, "nobody"), ValueError, "group: no process group is named"),
+    ]:
+        refuses(op, args, kind, words)
+    with pytest.raises(TypeError, match="x: is of type NoneType, must be a tensor"):
+        fused_all_reduce_layer_norm(None, x, row, row, EPS, name)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="bias: is of type int, must be a tensor"):
+        fused_all_reduce_layer_norm(x, x, row, 0, EPS, name)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"weight_offset: is 1\.0, must be 0 where there is no weight"):
+        fused_all_reduce_layer_norm(x, x, None, row, EPS, name, weight_offset=1.0)
+    with pytest.raises(TypeError, match="weight_offset: is of type str, must be a number"):
+        fused_all_reduce_layer_norm(x, x, row, row, EPS, name, weight_offset="1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="eps: is of type str, must be a number"):
+        fused_all_reduce_layer_norm(x, x, row, row, "0", name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
+    run_row(refused, 1, device=device)
+
+
+def late(rank: int, world_size: int) -> str | None:
+    x = torch.ones(5, 8)
+    fused_all_reduce_layer_norm(x, x, x[0], x[0], EPS, world())
+    symm_mem.set_timeout(0.5)
+    if rank == 1:
+        return None
+    with pytest.raises(symm_mem.PeerTimeout) as error:
+        fused_all_reduce_layer_norm(x, x, x[0], x[0], EPS, world())
+    return str(error.value)
+
+
+def test_a_missing_rank_is_an_error_with_a_name() -> None:
+    text = run_ranks(late, 2, fresh=True)[0]
+    assert text.startswith("fused_all_reduce_layer_norm: rank 0") and "waited 0.5 s for rank 1" in text
