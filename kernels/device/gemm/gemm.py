@@ -85,7 +85,7 @@ def gemm_program(path: Path, defines: Defines) -> Program:
 def launches(
     program: Program, name: str, params: Sequence[ctypes.Structure], num_sms: int, shared: int
 ) -> list[Callable[[int], None]]:
-    """A launch for each argument, on a stream: whole clusters on ``num_sms`` SMs, all resident at once.
+    """A launch for each argument, on a stream: whole clusters on ``num_sms`` SMs, as many as find room at once.
 
     Raises:
         ValueError: ``shared`` bytes of shared memory are more than a block may have.
