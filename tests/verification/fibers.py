@@ -77,9 +77,9 @@ def build(
     for stand_in in STAND_INS:
         (folder / stand_in).touch()
     # Beside the stand-ins, so that they include them and not their neighbours.
-    places = {DEVICE / name: folder / name for name in REAL}
+    places = {header: folder / header.name for file, _, _ in sources for header in file.parent.glob("*.cuh")}
+    places |= {DEVICE / name: folder / name for name in REAL}
     places |= {file: folder / f"{i}_{file.name}" for i, (file, _, _) in enumerate(sources)}
-    places |= {beside: folder / beside.name for file, _, _ in sources for beside in file.parent.glob("*.cuh")}
     texts = {place: file.read_text().replace("#pragma once", "") for file, place in places.items()}
     # One program for all ranks: which of them runs is no constant.
     exchange = places[DEVICE / "comm/ll_exchange.cuh"]
