@@ -131,7 +131,7 @@ class AllGatherMatmulPush:
             (with the configuration's ``split_k`` [W * K, N_i]), all with K contiguous or all with N. Every launch gets
             tensors of these sizes, strides and dtype.
         config: the same on every rank.
-        num_sms: blocks to launch. As many must find an SM each.
+        num_sms: blocks to launch. Those that send first must find an SM each.
         return_A: each launch writes the gathered shards, too.
 
     Raises:

@@ -92,7 +92,7 @@ class MatmulReduceScatterPush:
             MOST_PRODUCTS in all, which may have other K. Every launch gets tensors of these sizes, strides and dtype.
         config: of ``configs.choose_scatter_push``, the same on every rank.
         epilogue: what becomes of the sum. Every launch gets the bias and the residual that it names, contiguous.
-        num_sms: blocks to launch at most. As many must find an SM each.
+        num_sms: blocks to launch at most.
 
     Raises:
         ValueError: the workspace is too small.
