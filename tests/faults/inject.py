@@ -120,7 +120,10 @@ def stop(last: Callable[[], None]) -> None:
     child = os.fork()
     if child == 0:
         last()
-        os.kill(me, signal.SIGCONT)
+        while os.getppid() == me:  # which may come to its stop later than this
+            os.kill(me, signal.SIGCONT)
+            time.sleep(0.01)
         os._exit(0)
     os.kill(me, signal.SIGSTOP)
+    os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
