@@ -36,7 +36,7 @@ class Layout:
     LIMITER_CLOCK = (
         32  #: two words: the rate limiter's clock, when all that this rank's kernels send has left
     )
-    NEXT_STEP = 40  #: + buffer: what blocks of the running kernel have drawn; the last one sets it back to 0
+    DRAWN = 40  #: + buffer: what blocks of the running kernel have drawn; the last one sets it back to 0
     _DONE = 64
 
     def done(self, buffer: int) -> int:

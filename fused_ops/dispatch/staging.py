@@ -30,11 +30,9 @@ def in_rows(x: Tensor) -> bool:
     """Whether kernels can describe x: its rows are contiguous, and lie at distances that they take."""
     if x.is_contiguous():
         return True
-    steps = [stride * x.element_size() for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
-    return x.stride(-1) == 1 and all(
-        0 < step < _MOST_STRIDE and step % _ALIGNMENT == 0
-        for step in (steps[:-1] if x.shape[-1] > 1 else steps)
-    )
+    *strides, last = x.stride()
+    steps = [stride * x.element_size() for size, stride in zip(x.shape, strides, strict=False) if size > 1]
+    return last == 1 and all(0 < step < _MOST_STRIDE and step % _ALIGNMENT == 0 for step in steps)
 
 
 def in_rows_or_columns(B: Tensor) -> bool:

@@ -217,7 +217,7 @@ __device__ __forceinline__ void push_shares(const Params& p, const weft::Shared&
     for (u32 pushed = 0;; ++pushed) {
         u32 share = 0;
         if (lane == 0) {
-            share = atomicAdd(p.watch.words + p.buffer.next_step, 1);
+            share = atomicAdd(p.watch.words + p.buffer.drawn, 1);
             weft::wait_count(s.counts + POSTED, pushed);
             weft::set_count(s.counts + SENT, 0);
             weft::set_count(s.counts + SHARE, share + 1);

@@ -236,14 +236,14 @@ __device__ __forceinline__ void load(
             for (int i = 0; i < p.depths[of]; ++i) {
                 // With ALL_REDUCE there are no registers to look in.
                 if (left-- == min(2, p.depth) && !(waits = waits && (ALL_REDUCE || !seem_there(p, order, t)))) {
-                    steps.ask(p.watch.words + p.buffer.next_step);
+                    steps.ask(p.watch.words + p.buffer.drawn);
                 }
                 weft::load_stage(s, state, p.a[of], rows, p.b[of], column, i * weft::BK);
             }
         }
         if (!waits) continue;
         for (int i = 0; i < 2; ++i) weft::wait_count(s.counts + PARTS + i, local);
-        steps.ask(p.watch.words + p.buffer.next_step);
+        steps.ask(p.watch.words + p.buffer.drawn);
     }
     weft::drain(s, state);
 }
@@ -361,7 +361,7 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
     Order& order = *reinterpret_cast<Order*>(s.counts + ORDER);
     const u32 epoch = p.watch.words[p.buffer.epoch] + 1;
     weft::StepSource steps(s, s.counts + SLOTS);
-    steps.ask(p.watch.words + p.buffer.next_step);
+    steps.ask(p.watch.words + p.buffer.drawn);
     weft::begin(s, [&] { order = Order(p); });
     const int warp = weft::warp_of_block(), warpgroup = warp / 4, role = warp % 4;
     if (warpgroup == 2) {

@@ -312,7 +312,7 @@ def wrong(op: Op, ranks: Matmuls) -> str:
         counts = [layout.EPOCH + buffer, *range(layout.done(buffer), layout.done(buffer) + op.size)]
         if (words[:, counts] != words[0, counts[0]]).any():
             return f"ranks count other uses of buffer {buffer}"
-        if words[:, layout.NEXT_STEP + buffer].any():
+        if words[:, layout.DRAWN + buffer].any():
             return f"what blocks draw for buffer {buffer} is not set back"
         if words[:, layout.LEFT + buffer].any():
             return f"blocks have left an epoch of buffer {buffer} that is over"

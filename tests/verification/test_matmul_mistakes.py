@@ -34,7 +34,7 @@ MISTAKES = {
         f"{DRAWN}\n            {LEFT}\n            load(p, s, order);",
     ),
     "gather-shares-by-place": (
-        "share = atomicAdd(p.watch.words + p.buffer.next_step, 1);",
+        "share = atomicAdd(p.watch.words + p.buffer.drawn, 1);",
         "share = blockIdx.x + pushed * gridDim.x;",
     ),
     "gather-shares-not-posted": ("weft::wait_count(s.counts + POSTED, pushed);", ""),
@@ -58,7 +58,7 @@ MISTAKES = {
         "if (draws()) drawn = atomicAdd(counter, 1);",
         "if (draws()) drawn = blockIdx.x / CLUSTER + queue.taken * (gridDim.x / CLUSTER);",
     ),
-    "scatter-steps-not-set-back": ("watch.words[buffer.next_step] = 0;", ""),
+    "scatter-steps-not-set-back": ("watch.words[buffer.drawn] = 0;", ""),
     "scatter-left-before-taking": ("over = weft::read_count(s.counts + TAKEN) != 0 &&", "over = true ||"),
     "sum-other-factor": ("p.b[of], column", "p.b[0], column"),
     "sum-other-rows": ("p.a[of], rows", "p.a[0], rows"),

@@ -16,7 +16,7 @@ struct BufferWords {
     int done, flags, flags_per_rank;  // of the first done word and the first flag
     int world_size;
     int limiter_clock;  // of the first of two words: the clock of rate_limiter.cuh
-    int next_step;  // of the counter of gemm/step_queue.cuh
+    int drawn;  // of DRAWN[buffer]: a counter of steps (gemm/step_queue.cuh) or shares
     u64 span;  // bytes from this rank's copy of an address to the next rank's
 };
 
@@ -46,7 +46,7 @@ __device__ __forceinline__ void leave(const WaitParams& watch, const BufferWords
     if (atomicAdd(watch.words + buffer.left, 1) != gridDim.x - 1) return;
     __threadfence();
     watch.words[buffer.left] = 0;
-    watch.words[buffer.next_step] = 0;
+    watch.words[buffer.drawn] = 0;
     watch.words[buffer.epoch] = epoch;
     // One fence for all: each waits until the stores before it have reached their peers.
     __threadfence_system();

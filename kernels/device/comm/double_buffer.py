@@ -20,7 +20,7 @@ class BufferWords(ctypes.Structure):
         ("flags_per_rank", ctypes.c_int32),
         ("world_size", ctypes.c_int32),
         ("limiter_clock", ctypes.c_int32),
-        ("next_step", ctypes.c_int32),
+        ("drawn", ctypes.c_int32),
         ("span", ctypes.c_uint64),
     )
 
@@ -35,7 +35,7 @@ class BufferWords(ctypes.Structure):
             layout.flags_per_rank,
             workspace.world_size,
             Layout.LIMITER_CLOCK,
-            Layout.NEXT_STEP + buffer,
+            Layout.DRAWN + buffer,
             workspace.span,
         )
 
