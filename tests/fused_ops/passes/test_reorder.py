@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from graphs import copied, fake_ranks
+from cost import in_copies
+from graphs import fake_ranks
 from orders import (
     ROOM,
     ROWS,
@@ -259,14 +259,13 @@ def test_ten_thousand_nodes() -> None:
 
     graph = graph_of(fn)
     assert len(graph.nodes) > 10_000
-    filled = copied(graph)
-    begin = time.process_time()
-    buckets, _ = fill_buckets(filled, 1 << 30, 1000.0, None)
-    assert time.process_time() - begin < 6
+    filling, (buckets, _) = in_copies(lambda g: fill_buckets(g, 1 << 30, 1000.0, None), graph)
+    assert filling < 20, (
+        f"as long as {filling:.1f} copies of the graph"
+    )  # 10; a copy is 0.09 s of a core of 2026
     assert sum(len(b.of) for b in buckets) == 400 and len(buckets) > 10  # each within some hundred nodes
-    begin = time.process_time()
-    change = reorder(graph, TABLE, OrderLimits(memory=0.2))
-    assert time.process_time() - begin < 6
+    moving, change = in_copies(lambda g: reorder(g, TABLE, OrderLimits(memory=0.2)), graph)
+    assert moving < 20, f"as long as {moving:.1f} copies of the graph"  # 8
     assert change.moved == 399
 
 

@@ -1,0 +1,35 @@
+"""What work on a graph costs, as a multiple of copying the graph: seconds differ by three times between machines."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from graphs import copied
+from torch import fx
+
+T = TypeVar("T")
+
+
+def cpu_seconds(run: Callable[[fx.Graph], T], graph: fx.Graph) -> tuple[float, T]:
+    gc.collect()
+    gc.freeze()  # what other tests have left in the process is not looked through
+    begin = time.process_time()  # other processes on the machine do not count
+    try:
+        result = run(graph)
+        return time.process_time() - begin, result
+    finally:
+        gc.unfreeze()
+
+
+def in_copies(run: Callable[[fx.Graph], T], graph: fx.Graph) -> tuple[float, T]:
+    """The cheapest of three runs, each on a copy of `graph`, over the cheapest of three copies; the last result."""
+    spent, copying = [], []
+    for _ in range(3):
+        seconds, copy = cpu_seconds(copied, graph)
+        copying.append(seconds)
+        seconds, result = cpu_seconds(run, copy)
+        spent.append(seconds)
+    return min(spent) / min(copying), result
