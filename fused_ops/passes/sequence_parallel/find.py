@@ -35,6 +35,8 @@ def put_sequences_on_rows(
     choice: bool | str,
     groups: frozenset[str] | None,
     why_not: Callable[[str], str | None] = lambda group: None,
+    *,
+    own_chunks: bool = False,
 ) -> dict[fx.Node, str]:
     """Changes the graph.
 
@@ -42,6 +44,7 @@ def put_sequences_on_rows(
         choice: True, or "auto" for what should be faster by the estimate.
         groups: all-reduces of these only. None for all.
         why_not: why those of a group should stay, whatever follows them.
+        own_chunks: whether ranks compare what the graph has become before they run it, see ``RowLayout``.
 
     Returns:
         what became of an all-reduce: for the reduce-scatters and for those that stay.
@@ -62,7 +65,7 @@ def put_sequences_on_rows(
         found.setdefault(c.group, []).append(c)
     for group, several in found.items():
         same = same_on_all_ranks(graph, group)
-        for region in _best(graph, several, same):
+        for region in _best(graph, several, same, own_chunks):
             try:
                 reason = region.why_not()
                 if reason is None and choice == AUTO:
@@ -75,12 +78,12 @@ def put_sequences_on_rows(
     return notes
 
 
-def _best(graph: fx.Graph, several: list[Collective], same: set[fx.Node]) -> list[Region]:
+def _best(graph: fx.Graph, several: list[Collective], same: set[fx.Node], own_chunks: bool) -> list[Region]:
     """The regions of these all-reduces, with rows cut where the graph cuts them, if it does."""
     layouts: list[RowLayout] = []
     flat = []
     for c in several:
-        layout = _layout(c, (math.prod(val(c.x).shape[:-1]),), 0)
+        layout = _layout(c, (math.prod(val(c.x).shape[:-1]),), 0, own_chunks)
         layout = next((each for each in layouts if known(each.lead[0] == layout.lead[0])), layout)
         layouts.append(layout)
         flat.append((c, layout))
@@ -89,7 +92,7 @@ def _best(graph: fx.Graph, several: list[Collective], same: set[fx.Node]) -> lis
     if all(same_shape(val(c.x).shape[:-1], lead) for c in several):
         for dim in range(1, len(lead)):
             if known(lead[dim] % several[0].world == 0):
-                layout = _layout(several[0], tuple(lead), dim)
+                layout = _layout(several[0], tuple(lead), dim, own_chunks)
                 found = regions(graph, [(c, layout) for c in several], same)
                 if _chunks(found) > _chunks(best):
                     best = found
@@ -100,8 +103,8 @@ def _chunks(found: list[Region]) -> int:
     return sum(len(region.chunks) for region in found)
 
 
-def _layout(c: Collective, lead: tuple[Size, ...], dim: int) -> RowLayout:
-    return RowLayout(lead, dim, c.group, c.world, resolve_group(c.group).rank())
+def _layout(c: Collective, lead: tuple[Size, ...], dim: int, own_chunks: bool) -> RowLayout:
+    return RowLayout(lead, dim, c.group, c.world, resolve_group(c.group).rank(), own_chunks)
 
 
 def _why_no_rows(c: Collective) -> str | None:

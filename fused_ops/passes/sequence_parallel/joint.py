@@ -2,8 +2,9 @@
 rank's own rows, too.
 
 AOTAutograd's partitioner has not run yet. Which collectives take the place of an all-reduce is a function of the graph,
-the group's size and the settings. A rank whose graph differs is found by the vote, as always, but what ranks then run
-has these collectives already, as with ``regather``.
+the group's size and the settings, but not of the rank: a slice is none of "each rank's own rows" here. A rank whose
+graph differs is found by the vote, as always, but what ranks then run has these collectives already, as with
+``regather``.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ def rewritten(
     # What a forward graph has kept for a backward one, the ranks need not have alike.
     if _has_tangents(graph):
         return seen
-    return seen | put_sequences_on_rows(graph, settings.sequence_parallel, settings.groups, why_not)
+    own_chunks = bool(settings.agree)
+    return seen | put_sequences_on_rows(
+        graph, settings.sequence_parallel, settings.groups, why_not, own_chunks=own_chunks
+    )
 
 
 def _has_tangents(graph: fx.Graph) -> bool:

@@ -51,7 +51,10 @@ class Region:
     def why_not(self) -> str | None:
         """Why it should stay as it is, whatever that takes; None if it need not."""
         if not self.norms and not self.chunks:
-            return "no norm of its rows follows it, and no chunk of them"
+            of_them = "and no chunk of them"
+            if not self.layout.own_chunks:
+                of_them = "and whether a chunk of them is each rank's own is not compared"
+            return f"no norm of its rows follows it, {of_them}"
         places = {memory(node): node for node in self.leads if is_val(node)}
         first, *_ = self.leads
         for node in filter(writes, first.graph.nodes):
@@ -174,7 +177,7 @@ class _Joined:
 def _own_chunk(user: fx.Node, node: fx.Node, region: Region) -> fx.Node | None:
     """The rank's own rows of a node, as the graph takes them by this user of it; None if it does not."""
     layout, lead = region.layout, region.leads[node]
-    if not is_val(node) or not calls(user, aten.slice.Tensor, aten.split.Tensor):
+    if not layout.own_chunks or not is_val(node) or not calls(user, aten.slice.Tensor, aten.split.Tensor):
         return None
     shape = val(node).shape
     at_end = calls(user, aten.slice.Tensor)

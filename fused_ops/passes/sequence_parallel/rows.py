@@ -55,13 +55,18 @@ _DETERMINED = (
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Rows that are counted by dimensions of the sizes ``lead``: each rank has an equal part along ``dim`` of these."""
+    """Rows that are counted by dimensions of the sizes ``lead``: each rank has an equal part along ``dim`` of these.
+
+    ``own_chunks``: whether the graph's slice of this rank's part counts as every rank's slice of its own. Another
+    rank's graph may slice the same rows, so the ranks must compare their graphs before they run them.
+    """
 
     lead: tuple[Size, ...]
     dim: int
     group: str
     world: int
     rank: int
+    own_chunks: bool
 
     @property
     def own(self) -> list[Size]:

@@ -16,6 +16,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch.fx.experimental.proxy_tensor import make_fx
 from weft.fused_ops import FusionPass
+from weft.fused_ops.passes.agreement.guard import GraphGuard
 
 GATHER, SCATTER = "weft::one_shot_all_gather", "weft::one_shot_reduce_scatter"
 REDUCE = "weft::one_shot_all_reduce"
@@ -97,6 +98,11 @@ def a_chunk_of_another_rank(x: Tensor, w: Tensor, r: Tensor, n: Tensor, v: Tenso
     return y[dist.get_rank() - 1] @ v
 
 
+def the_first_half(x: Tensor, w: Tensor, r: Tensor, n: Tensor, v: Tensor) -> Tensor:
+    """The same rows on all ranks, which on rank 0 are its own chunk."""
+    return norm(r + ar(x @ w), n).chunk(dist.get_world_size())[0] @ v
+
+
 def three_of_one_sum(x: Tensor, w: Tensor, r: Tensor, n: Tensor, v: Tensor) -> Tensor:
     return norm(ar(x @ w) + ar(x.sin() @ w) + ar(x.cos() @ w), n) @ v
 
@@ -152,10 +158,10 @@ def results(graph: fx.Graph, given: list[Tensor]) -> list[Tensor]:
     return [got] if isinstance(got, Tensor) else list(got)
 
 
-def compared(rank: int, world: int, fn: Callable[..., Any], dtype: torch.dtype) -> Any:
+def compared(rank: int, world: int, fn: Callable[..., Any], dtype: torch.dtype, agree: bool = True) -> Any:
     """What became of the collectives, and the errors with the pass and without."""
     given = inputs(rank, dtype)
-    traced, fusion = graph_of(fn, given), FusionPass(sequence_parallel=True)
+    traced, fusion = graph_of(fn, given), FusionPass(sequence_parallel=True, agree=agree)
     after = copied(traced.graph)
     fusion(after)
     exact_inputs = [t.double() for t in given]
@@ -191,6 +197,29 @@ def test_between_three_ranks_of_16_bits(fn: Callable[..., Any]) -> None:
 
 def test_a_chunk_of_the_second_dimension() -> None:
     check(a_chunk_of_the_sequence, [RS])
+
+
+@pytest.mark.parametrize("fn", [a_chunk, the_first_half])
+def test_a_chunk_that_is_not_compared_is_of_all_rows(fn: Callable[..., Any]) -> None:
+    """Rank 0 cannot tell the two apart."""
+    found = run_ranks(compared, 2, fn, torch.float32, False)
+    assert {tuple(fused) for fused, _, _ in found} == {(RS, GATHER)}, found[0][-1]
+    for _, (with_it, without), _ in found:
+        assert with_it <= 1.5 * without + 1e-7, (with_it, without)
+
+
+def questions_about(rank: int, world: int, fn: Callable[..., Any]) -> list[str]:
+    graph = graph_of(fn, inputs(rank, torch.float32)).graph
+    FusionPass(sequence_parallel=True)(graph)
+    asked = graph.find_nodes(op="call_function", target=torch.ops.weft.agree.default)
+    return [GraphGuard(str(question.args[0])).name for question in asked]
+
+
+def test_ranks_that_take_a_chunk_differently_are_told_apart() -> None:
+    first, second = run_ranks(questions_about, 2, the_first_half)
+    assert first and first != second
+    first, second = run_ranks(questions_about, 2, a_chunk)
+    assert first and first == second
 
 
 def test_a_residual_in_front_of_the_norm_is_added_by_the_op() -> None:

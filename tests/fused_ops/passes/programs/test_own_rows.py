@@ -108,6 +108,37 @@ def test_training(codegen: bool) -> None:
     assert again[1][0] < with_it[1][0] < without[1][0]
 
 
+def train_on_some_rows(rank: int, world: int, codegen: bool) -> Outcome:
+    """The same rows on all ranks, which on rank 0 are its own: in the joint graph a rank cannot tell them apart."""
+    shapes = [(HIDDEN,), (HIDDEN, INNER), (HIDDEN, INNER), (INNER, HIDDEN), (HIDDEN,), (HIDDEN, INNER)]
+    *whole, x = by_hand.drawn(*shapes, (INNER, HIDDEN), (2, 6, HIDDEN))
+    dims = [None, 1, 1, 0, None, 1, 0]
+    own = [w.float() if d is None else by_hand.mine(w, d, rank) for w, d in zip(whole, dims, strict=True)]
+    given = x.float()
+    for t in (*whole, *own, x, given):
+        t.requires_grad_()
+
+    def fn(x: Tensor, p: list[Tensor], copy: by_hand.Collective, reduce: by_hand.Collective) -> Tensor:
+        return F.rms_norm(blocks(x, p, copy, reduce), (HIDDEN,), p[0], 1e-6)[:, :3]
+
+    with program(codegen, sequence_parallel=True) as run:
+        got = run.compile(fn)(given, own, Copied.apply, Reduced.apply)
+        want = fn(x, whole, by_hand.same, by_hand.same)
+        run.compare("y", got, want)
+        got.sin().sum().backward()
+        want.sin().sum().backward()
+        assert given.grad is not None and x.grad is not None
+        run.compare("gradient of x", given.grad, x.grad)
+        return run.outcome()
+
+
+def test_training_on_rows_that_one_rank_has() -> None:
+    found = outcomes(train_on_some_rows, WORLD, False)
+    assert max(error for outcome in found for error in outcome.errors.values()) <= BOUND
+    assert found[0].text.count(BY_ROWS) > 0
+    assert len({(o.fused, len(o.left)) for o in found}) == 1, [o.text for o in found]
+
+
 def infer(rank: int, world: int, folder: Path, codegen: bool) -> Outcome:
     model, exact = hugging_face.load(folder, world)
     with program(codegen, sequence_parallel=True) as p, torch.no_grad():
