@@ -25,9 +25,9 @@ def cpu_seconds(run: Callable[[fx.Graph], T], graph: fx.Graph) -> tuple[float, T
 
 
 def in_copies(run: Callable[[fx.Graph], T], graph: fx.Graph) -> tuple[float, T]:
-    """The cheapest of three runs, each on a copy of `graph`, over the cheapest of three copies; the last result."""
+    """The cheaper of two runs, each on a copy of `graph`, over the cheaper of two copies; the last result."""
     spent, copying = [], []
-    for _ in range(3):
+    for _ in range(2):
         seconds, copy = cpu_seconds(copied, graph)
         copying.append(seconds)
         seconds, result = cpu_seconds(run, copy)
