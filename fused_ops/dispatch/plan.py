@@ -52,7 +52,8 @@ class Plan:
         workspace_bytes: bytes of the heap, on each rank; calls of one stream share them.
         chosen: how the configuration of a kernel that can be tuned was chosen: "tuned" (WEFT_TUNE=1), or "from the
             model", and why if it was to be tuned; "" for all others.
-        predicted_us: microseconds that the kernels' model predicts, without the host's; None of what it does not know.
+        predicted_us: microseconds that the kernels' model predicts, without the host's; None of what it does not know:
+            backends, CPU ranks, copy engines and matmuls of float32.
     """
 
     algorithm: str

@@ -7,17 +7,23 @@ be slower than what it replaces.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
+from ...kernels.all_gather.configs import estimate_all_gather_us
 from ...kernels.all_gather_matmul import configs as gather
+from ...kernels.all_reduce.configs import estimate_all_reduce_us
+from ...kernels.all_reduce_rms_norm import configs as norms
 from ...kernels.device.device_spec import H200, DeviceSpec, device_spec_of
-from ...kernels.device.gemm.gemm_tiles import LINK, MULTIPLY_ADDS
+from ...kernels.device.gemm.gemm_tiles import LINK, MULTIPLY_ADDS, matmul_us, nccl_us, product_us
 from ...kernels.device.gemm.scaling import ScaledProducts, ScaleKind, has_block_product
+from ...kernels.matmul_all_reduce import configs as few_rows
 from ...kernels.matmul_reduce_scatter import configs as scatter
 from ...kernels.matmul_reduce_scatter import to_all
+from ...kernels.reduce_scatter.configs import estimate_reduce_scatter_us
 from .plan import HOPPER_SMS, why_tf32
 
 OPS = (
@@ -32,7 +38,6 @@ OPS = (
 )
 _ALONE = ("all_gather", "reduce_scatter")
 _GATHERING = ("all_gather_matmul", "all_gather_scaled_matmul")
-_MODELLED = (*_GATHERING, "matmul_reduce_scatter", "scaled_matmul_reduce_scatter")
 _ROW = 16  # bytes; the kernels' descriptors need rows of a multiple
 # Of HOPPER_SMS that some are reserved on a machine does not change what is profitable.
 _LEAST_ROWS = 64  # of a rank's result of a float32 matmul_reduce_scatter, for its tiles
@@ -162,6 +167,16 @@ def _too_little(candidate: FusionCandidate) -> str:
 
 def _saved(candidate: FusionCandidate) -> float:
     """Microseconds by the model of the kernels for 16 bits and fp8, with which their calls are planned."""
+    problem = _problem(candidate, _spec())
+    if isinstance(problem, gather.AllGatherMatmulProblem):
+        return gather.gather_saves_us(problem)
+    return scatter.scatter_saves_us(problem)
+
+
+def _problem(
+    candidate: FusionCandidate, spec: DeviceSpec
+) -> gather.AllGatherMatmulProblem | scatter.MatmulReduceScatterProblem:
+    """What those kernels are asked for."""
     c, scaled, size = candidate, candidate.scaled, candidate.world_size
     rows, depth = (c.m, c.k // size) if c.last_dim and c.op in _GATHERING else (c.m // size, c.k)
     if scaled is not None:
@@ -170,16 +185,12 @@ def _saved(candidate: FusionCandidate) -> float:
             device = torch.device("cuda", torch.cuda.current_device())
             scaled = replace(scaled, torch_has_blocks=has_block_product(c.m, scaled.types, device))
     if c.op in _GATHERING:
-        return gather.gather_saves_us(
-            gather.AllGatherMatmulProblem(
-                *(rows, (c.n,), depth, size, HOPPER_SMS, c.last_dim, c.return_A, _spec()), scaled=scaled
-            )
+        return gather.AllGatherMatmulProblem(
+            *(rows, (c.n,), depth, size, HOPPER_SMS, c.last_dim, c.return_A, spec), scaled=scaled
         )
     rows, columns = (c.m, c.n // size) if c.last_dim else (rows, c.n)
-    return scatter.scatter_saves_us(
-        scatter.MatmulReduceScatterProblem(
-            *(rows, columns, depth, size, HOPPER_SMS), split_n=c.last_dim, spec=_spec(), scaled=scaled
-        )
+    return scatter.MatmulReduceScatterProblem(
+        *(rows, columns, depth, size, HOPPER_SMS), split_n=c.last_dim, spec=spec, scaled=scaled
     )
 
 
@@ -190,13 +201,78 @@ def _too_large(verb: str, size: int, most: int) -> str:
 def expected_gain(candidate: FusionCandidate) -> float:
     """Microseconds that fusing should save. A collective alone saves none: 0.
 
-    Of matmuls of 16 bits and fp8 beside gathers and reduce-scatters on CUDA: by how much the plan's prediction is less
-    than that of what is replaced. Of others what is hidden.
+    Of matmuls of 16 bits and fp8 on CUDA: by how much the plan's prediction is less than that of what is replaced. Of
+    others what is hidden.
     """
-    modelled = candidate.dtype.itemsize == 2 or candidate.scaled is not None
-    if candidate.device_type != "cuda" or candidate.op not in _MODELLED or not modelled:
-        return hidden_us(candidate)
-    return max(0.0, _saved(candidate))
+    c = candidate
+    modelled = c.dtype.itemsize == 2 or c.scaled is not None
+    if c.device_type != "cuda" or not modelled or c.op in (*_ALONE, "all_reduce"):
+        return hidden_us(c)
+    if c.op != "matmul_all_reduce":
+        return max(0.0, _saved(c))
+    fused = predicted_us(c)
+    if fused is None:
+        return 0.0
+    moved = 2 * (c.world_size - 1) * c.m * c.n * 2 // c.world_size
+    unfused = product_us(c.m, c.n, c.k, c.world_size, _spec()) + nccl_us(moved)
+    return max(0.0, unfused - fused)
+
+
+def gain_of_joining(candidate: FusionCandidate, depths: Sequence[int]) -> float:
+    """Microseconds that a matmul_all_reduce saves over several products, of so many columns of A each, with an
+    all-reduce of weft's behind their sum."""
+    c = candidate
+    fused, reduced = predicted_us(c), predicted_us(replace(c, op="all_reduce", k=0))
+    if fused is None or reduced is None:
+        return hidden_us(c)
+    return sum(product_us(c.m, c.n, k, c.world_size, _spec()) for k in depths) + reduced - fused
+
+
+def predicted_us(candidate: FusionCandidate, spec: DeviceSpec | None = None) -> float | None:
+    """Microseconds of a call of the op by its kernels' model, as its plan has them; None of CPU ranks, of products of
+    float32, and of what no kernel takes.
+
+    Args:
+        candidate: also of all_reduce_rms_norm, of [m, n].
+        spec: of which device, if not of the current one: for who must predict alike on ranks whose GPUs differ.
+    """
+    c, size = candidate, candidate.world_size
+    if c.device_type != "cuda":
+        return None
+    nbytes = c.m * c.n * c.dtype.itemsize
+    if c.op == "all_reduce":
+        return estimate_all_reduce_us(nbytes, size)
+    if c.op in _ALONE:
+        estimate = estimate_all_gather_us if c.op == "all_gather" else estimate_reduce_scatter_us
+        return estimate(nbytes // size, size)
+    if c.op == "all_reduce_rms_norm":
+        vectors, odd = divmod(c.n * c.dtype.itemsize, norms.VECTOR)
+        if odd or not nbytes or size > norms.MAX_WORLD_SIZE or vectors > norms.most_vectors(size):
+            return None
+        return norms.estimate_all_reduce_rms_norm_us(c.m, vectors, size)
+    if (c.dtype.itemsize != 2 and c.scaled is None) or 0 in (c.m, c.n, c.k):
+        return None
+    spec = spec or _spec()
+    if c.op == "matmul_all_reduce":
+        return _matmul_all_reduce_us(c, spec)
+    if 0 in (c.m // size, c.n // size, c.k // size):
+        return None
+    problem = _problem(c, spec)
+    if isinstance(problem, gather.AllGatherMatmulProblem):
+        return gather.rank_gather_kernels(problem)[0][0]
+    return scatter.rank_scatter_kernels(problem)[0][0]
+
+
+def _matmul_all_reduce_us(candidate: FusionCandidate, spec: DeviceSpec) -> float:
+    """By the one of its three ways that the op takes."""
+    m, n, k, size = candidate.m, candidate.n, candidate.k, candidate.world_size
+    config = few_rows.choose_matmul_all_reduce(m, n, HOPPER_SMS)
+    if config is not None and few_rows.few_rows_kernel_is_profitable(config, n, k):
+        return few_rows.estimate_few_rows_us(m, n, k, size, spec)
+    of_sum = scatter.MatmulReduceScatterProblem(m, n, k, size, HOPPER_SMS, to_all=True, spec=spec)
+    if to_all.choose_sum_to_all_push(of_sum)[1]:
+        return to_all.fastest_sum_to_all(of_sum)[0]
+    return matmul_us(m, n, k, spec) + estimate_all_reduce_us(m * n * 2, size)
 
 
 def hidden_us(candidate: FusionCandidate) -> float:
@@ -219,13 +295,8 @@ def hidden_us(candidate: FusionCandidate) -> float:
     return min(sent / link, m * n * k / rate)
 
 
-def microseconds_to_send(device_type: str, size: float) -> float:
-    """What so many bytes take on the link, by the same constants."""
-    return size / _RATES.get(device_type, _RATES["cpu"])[0]
-
-
 def microseconds_to_multiply(device_type: str, multiply_adds: float) -> float:
-    """What a matrix product takes, likewise."""
+    """What a matrix product takes, by the same constants."""
     return multiply_adds / _RATES.get(device_type, _RATES["cpu"])[1]
 
 

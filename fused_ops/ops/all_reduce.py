@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from ...kernels.all_reduce import host
-from ...kernels.all_reduce.configs import AllReduceConfig, choose_all_reduce
+from ...kernels.all_reduce.configs import AllReduceConfig, choose_all_reduce, estimate_all_reduce_us
 from ...kernels.all_reduce.reference import reference_all_reduce
 from ...kernels.device.jit.empty import Empty, empty_on
 from ...symm_mem import call_cache, flight_recorder
@@ -252,7 +252,8 @@ def prepare_all_reduce(
         key = (*key, config)
     found = workspace.prepared.get(key)
     if found is None:
-        plan = Plan("push", workspace_bytes=workspace.layout.bytes)
+        us = estimate_all_reduce_us(x.nbytes, where.world_size, config)
+        plan = Plan("push", workspace_bytes=workspace.layout.bytes, predicted_us=us)
         planning.stop(plan)
         kernel = AllReduceLauncher(workspace, x.numel(), x.dtype, reduce_op, x.device, config)
         found = PreparedAllReduce(workspace, kernel, plan, default_ns())

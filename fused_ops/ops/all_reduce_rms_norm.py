@@ -111,7 +111,7 @@ def _why_not(x: Tensor, world_size: int) -> str | None:
 def _on_cuda(
     where: Heap, operands: list[Tensor], kind: NormKind
 ) -> tuple[Workspace[Any], AllReduceRmsNormLauncher, Plan, tuple[Tensor, Tensor]]:
-    from ...kernels.all_reduce_rms_norm.configs import all_reduce_rms_norm_layout, choose_all_reduce_rms_norm
+    from ...kernels.all_reduce_rms_norm import configs
     from ...kernels.all_reduce_rms_norm.cuda_kernel import AllReduceRmsNormLauncher
     from ...kernels.device.comm.ll_exchange import VECTOR
     from ...kernels.device.tuning.choice import make_together
@@ -119,15 +119,16 @@ def _on_cuda(
     op, x = host.op_of(kind), operands[0]
     rows, hidden = x.shape
     vectors = hidden * x.element_size() // VECTOR
-    config = choose_all_reduce_rms_norm(rows, vectors, where.world_size, num_sms(x.device))
+    config = configs.choose_all_reduce_rms_norm(rows, vectors, where.world_size, num_sms(x.device))
     with in_stream_order(x.device):
         place = push_workspace(
-            where, ALL_REDUCE, all_reduce_rms_norm_layout(rows, vectors, where.world_size, config)
+            where, ALL_REDUCE, configs.all_reduce_rms_norm_layout(rows, vectors, where.world_size, config)
         )
         place.raise_if_broken()
         key: Any = (op, rows, hidden, x.dtype, kind)
         kernel = place.prepared.get(key)
-        plan = Plan("push", workspace_bytes=place.layout.bytes)
+        us = configs.estimate_all_reduce_rms_norm_us(rows, vectors, where.world_size, config)
+        plan = Plan("push", workspace_bytes=place.layout.bytes, predicted_us=us)
         ran(plan)
         if kernel is None:
 

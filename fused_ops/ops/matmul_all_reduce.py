@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ...kernels.device.device_spec import device_spec_of
+from ...kernels.device.gemm.gemm_tiles import matmul_us
 from ...kernels.device.tuning.choice import make_together
 from ...kernels.matmul_all_reduce import host
 from ...kernels.matmul_all_reduce.reference import reference_matmul_all_reduce
@@ -68,9 +70,20 @@ def fast_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group_name: str
     return None if results is None else results[0]
 
 
-def _in_two(sum_ran: Plan) -> Plan:
+def _in_two(sum_ran: Plan, A: Tensor, B: Tensor) -> Plan:
     """How the product and the all-reduce ran, the latter so."""
-    return replace(sum_ran, algorithm="two_kernels") if sum_ran.algorithm == "push" else sum_ran
+    if sum_ran.algorithm != "push":
+        return sum_ran
+    us = sum_ran.predicted_us
+    if us is not None:
+        of_16_bits = A.element_size() == 2
+        us = us + matmul_us(*_sizes(A, B), device_spec_of(A.device)) if of_16_bits else None
+    return replace(sum_ran, algorithm="two_kernels", predicted_us=us)
+
+
+def _sizes(A: Tensor, B: Tensor) -> tuple[int, int, int]:
+    """M, N, K."""
+    return A.shape[:-1].numel(), B.shape[1], A.shape[-1]
 
 
 def _remember(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup, out: Tensor) -> None:
@@ -79,7 +92,7 @@ def _remember(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup, out: Te
     if found is not None:
         made = fast_path.LaunchedCall(host.OP, reduce_op, (A, B), (A, B), [out])
         caller = _MatmulThenSum(found.workspace, found.kernel)
-        fast_path.remember_call(made, found.workspace, caller, _in_two(found.plan), profitable=True)
+        fast_path.remember_call(made, found.workspace, caller, _in_two(found.plan, A, B), profitable=True)
 
 
 def run_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup) -> Tensor:
@@ -113,8 +126,8 @@ def _on_cuda(where: Heap, A: Tensor, B: Tensor, reduce_op: str, group: ProcessGr
             try:
                 all_reduce.in_place(out, reduce_op, group, host.OP)
             except planning.Planned as e:
-                raise planning.Planned(_in_two(e.plan)) from None
-            plan.this_thread.plan = _in_two(plan.last_plan())
+                raise planning.Planned(_in_two(e.plan, A, B)) from None
+            plan.this_thread.plan = _in_two(plan.last_plan(), A, B)
             _remember(A, B, reduce_op, group, out.view(*A.shape[:-1], B.shape[1]))
     return out
 
@@ -123,7 +136,7 @@ def _of_few_rows(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor | 
     """The result, [M, N], by the kernel for few rows; None if it cannot take the call, or another way is faster."""
     from ...kernels.matmul_all_reduce import configs, cuda_kernel
 
-    m, k, n = A.shape[:-1].numel(), A.shape[-1], B.shape[1]
+    m, n, k = _sizes(A, B)
     config = configs.choose_matmul_all_reduce(m, n, num_sms(A.device))
     if config is None or not should_fuse(configs.few_rows_kernel_is_profitable(config, n, k)):
         return None
@@ -135,7 +148,8 @@ def _of_few_rows(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor | 
         staging.copy()
         workspace = push_workspace(where, ALL_REDUCE, config.layout(m, where.world_size))
         key = (host.OP, a.shape, a.stride(), b.shape, b.stride(), a.dtype, reduce_op, config)
-        fused = Plan("one_shot", staging.reason, workspace.layout.bytes)
+        us = configs.estimate_few_rows_us(m, n, k, where.world_size, device_spec_of(A.device))
+        fused = Plan("one_shot", staging.reason, workspace.layout.bytes, predicted_us=us)
         planning.stop(fused)
         kernel = workspace.prepared.get(key)
         if kernel is None:
@@ -172,7 +186,8 @@ def _in_one_kernel(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor 
         staging.copy()
         workspace = workspace_of_choice(where, choice)
         workspace.raise_if_broken(host.OP)
-        fused = Plan(choice.algorithm, staging.reason, workspace.layout.bytes)
+        us = choice.predicted_us
+        fused = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, predicted_us=us)
         ran(fused)
         timeout_ns = timeout_in_ns(where.group_name)
         out, launcher = to_all.launch_sum_to_all(choice, workspace, call, timeout_ns, host.OP)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ...kernels.all_gather.configs import estimate_all_gather_us
+from ...kernels.reduce_scatter.configs import estimate_reduce_scatter_us
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
@@ -118,6 +120,12 @@ class PreparedAlone:
     plan: Plan
 
 
+def _predicted_us(call: StandAlone, world_size: int) -> float:
+    """Microseconds of such calls, by the model of the kernels."""
+    estimate = estimate_all_gather_us if call.gathers else estimate_reduce_scatter_us
+    return estimate(call.rows * call.row_bytes, world_size)
+
+
 def prepare_alone(
     where: Heap,
     call: StandAlone,
@@ -144,7 +152,9 @@ def prepare_alone(
     # Under one name: one rank may give an `out` and another one not.
     key: Any = (call.name, rows, row, *of_program)
     kernel = place.prepared.get(key)
-    plan = Plan("push", workspace_bytes=place.layout.bytes)
+    plan = Plan(
+        "push", workspace_bytes=place.layout.bytes, predicted_us=_predicted_us(call, where.world_size)
+    )
     ran(plan)
     if kernel is None:
 

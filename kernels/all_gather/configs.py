@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ..device.collective.rounds import RoundsConfig, epoch_of
+from ..device.collective.rounds import EXACT_SLOTS, RoundsConfig, epoch_of
+from ..device.comm.exchange_time import exchange_time_us
 from ..device.comm.ll_exchange import BLOCKS
 
 
@@ -16,3 +17,8 @@ def choose_all_gather(world_size: int, num_sms: int = BLOCKS) -> RoundsConfig:
     of this rank has to compute first.
     """
     return RoundsConfig(epoch_of(world_size), min(BLOCKS, num_sms), exact=True)
+
+
+def estimate_all_gather_us(nbytes: int, world_size: int) -> float:
+    """Microseconds of an all-gather of parts of ``nbytes``."""
+    return exchange_time_us(EXACT_SLOTS * (world_size - 1) * nbytes)

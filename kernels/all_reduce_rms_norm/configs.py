@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ..device.comm.exchange_time import exchange_time_us
 from ..device.comm.ll_exchange import BLOCKS, VECTOR, WARP, ExchangeLayout, up
 
 FORMS = ("one_shot", "two_shot")
@@ -60,6 +61,12 @@ class Shape:
 # Vectors of a row that a block of a cluster sends in one_shot, at least: between 2 H200 more blocks with less to send
 # are no faster (bench/results/h200-x2-norm-clusters.txt).
 _LEAST_SENT = 128
+
+# Microseconds of the sums over a row; x, the residual and both results, which are read or written while nothing is
+# sent, and bytes of them a microsecond: as long as all stay in the L2 cache (fitted to the all_reduce_rms_norm files of
+# bench/results) and else (to h100-x2-norm-kinds.txt, from 16 MiB of x on).
+_NORM, _TENSORS = 0.7, 4
+_CACHED, _MEMORY, _MOST_CACHED = 12e6, 3e6, 50 << 20
 
 
 def most_per_thread(world_size: int) -> int:
@@ -120,3 +127,22 @@ def all_reduce_rms_norm_layout(
     """The workspace for that."""
     wanted = shape(rows, vectors, world_size, config)
     return ExchangeLayout(world_size, wanted.slots, wanted.blocks)
+
+
+def estimate_all_reduce_rms_norm_us(
+    rows: int, vectors: int, world_size: int, config: AllReduceRmsNormConfig | None = None
+) -> float:
+    """Microseconds of a norm with a residual, of either kind; by the chosen configuration if none is given.
+
+    A LayerNorm takes up to 8 % more, of few rows (bench/results/h100-x2-norm-kinds.txt).
+    """
+    config = config or choose_all_reduce_rms_norm(rows, vectors, world_size)
+    nbytes, others = rows * vectors * VECTOR, world_size - 1
+    launches = -(-rows // shape(rows, vectors, world_size, config).rows)
+    if config.form == "one_shot":
+        sent, trips = float(others * nbytes), 1
+    else:
+        sent, trips = 2 * others * nbytes / world_size, 2
+    rate = _CACHED if _TENSORS * nbytes <= _MOST_CACHED else _MEMORY
+    each = exchange_time_us(sent / launches, trips) + _NORM
+    return launches * each + _TENSORS * nbytes / rate

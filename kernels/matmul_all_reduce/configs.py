@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..device.comm.exchange_time import exchange_time_us
 from ..device.comm.ll_exchange import BLOCKS, WARP, ExchangeLayout, up
+from ..device.device_spec import H200, DeviceSpec
+from ..device.gemm.gemm_tiles import matmul_us
 
 MOST_ROWS = 16
 GROUP = 32  #: columns
 _WARPS = 16
 # Bytes of B, by groups of a strip, up to which the kernel beats cuBLAS with an all-reduce behind it, between 2 H200
-# (bench/results/h200-x2-few-rows.txt): one launch less saves 2 us, and cuBLAS reads a large B up to 7 % faster.
+# (bench/results/h200-x2-few-rows.txt): one launch less saves _LAUNCH us, and cuBLAS reads a large B up to 7 % faster.
 _MOST_BYTES = {1: 96 << 20, 2: 32 << 20}
+_LAUNCH = 2.0
 
 
 @dataclass(frozen=True)
@@ -42,3 +46,8 @@ def choose_matmul_all_reduce(m: int, n: int, num_sms: int) -> MatmulAllReduceCon
 def few_rows_kernel_is_profitable(config: MatmulAllReduceConfig, n: int, k: int) -> bool:
     """Whether it is predicted to beat a matmul with an all-reduce behind it, for B [K, N] of 16 bits."""
     return 2 * n * k <= _MOST_BYTES[config.groups]
+
+
+def estimate_few_rows_us(m: int, n: int, k: int, world_size: int, spec: DeviceSpec = H200) -> float:
+    """Microseconds of the kernel for A [M, K] and B [K, N] of 16 bits: a product and an all-reduce, in one launch."""
+    return matmul_us(m, n, k, spec) - _LAUNCH + exchange_time_us((world_size - 1) * m * n * 2)

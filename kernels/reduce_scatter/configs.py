@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ..device.collective.rounds import RoundsConfig, epoch_of
+from ..device.comm.exchange_time import exchange_time_us
 from ..device.comm.ll_exchange import BLOCKS
 
 
@@ -16,3 +17,8 @@ def choose_reduce_scatter(world_size: int, num_sms: int = BLOCKS) -> RoundsConfi
     of this rank has to compute first.
     """
     return RoundsConfig(epoch_of(world_size), min(BLOCKS, num_sms))
+
+
+def estimate_reduce_scatter_us(nbytes: int, world_size: int) -> float:
+    """Microseconds of a reduce-scatter of which each rank has a part of ``nbytes``."""
+    return exchange_time_us((world_size - 1) * nbytes)

@@ -15,8 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft import fused_ops
 from weft.fused_ops import last_plan, plan
 from weft.fused_ops.dispatch.plan import Plan, forced
+from weft.fused_ops.dispatch.profitability import FusionCandidate, predicted_us
 from weft.fused_ops.planned_calls import plan_and_programs
 from weft.kernels.all_gather_matmul import configs
+from weft.kernels.all_reduce_rms_norm.configs import estimate_all_reduce_rms_norm_us
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -138,10 +140,7 @@ def test_gpus_that_are_not_there(of_two: Any) -> None:
         found = plan(getattr(fused_ops, name), *args, **named)
         assert found.algorithm == wanted.get(name, found.algorithm) != "unfused", (name, found)
         assert found.workspace_bytes > 0
-        assert (found.predicted_us is not None) == ("matmul" in name and "all_reduce" not in name), (
-            name,
-            found,
-        )
+        assert found.predicted_us is not None and found.predicted_us > 3, (name, found)
     gather = on_gpu(calls(2, BF16, 2048, 4096, 3072)[0])
     found = plan(fused_ops.fused_all_gather_matmul, *gather[1], **gather[2])
     problem = configs.AllGatherMatmulProblem(2048, (3072,), 4096, 2, 132)
@@ -151,6 +150,39 @@ def test_gpus_that_are_not_there(of_two: Any) -> None:
     assert found.workspace_bytes >= configs.gather_push_layout(2048, 4096, 2, config).bytes
     name, args, named = on_gpu(calls(2, torch.float32, 1, 3, 5)[1])
     assert plan(fused_ops.fused_matmul_reduce_scatter, *args, **named).algorithm == "unfused"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a GPU that is there there is more to say")
+@pytest.mark.parametrize("m", [2, 64, 8192])
+def test_the_pass_predicts_what_the_plan_says(of_two: Any, m: int) -> None:
+    """Of ops whose problem the pass describes by sizes; of a product and an all-reduce each of its three ways."""
+    k, n = 4096, 3072
+    problems = {
+        "fused_all_gather_matmul": ("all_gather_matmul", 2 * m, n, k),
+        "fused_matmul_reduce_scatter": ("matmul_reduce_scatter", 2 * m, n, k),
+        "fused_matmul_all_reduce": ("matmul_all_reduce", m, n, k),
+        "one_shot_all_reduce": ("all_reduce", m, k, 0),
+        "one_shot_all_gather": ("all_gather", m, 2 * k, 0),
+        "one_shot_reduce_scatter": ("reduce_scatter", 2 * m, k, 0),
+    }
+    for call in map(on_gpu, calls(2, BF16, m, k, n)):
+        name, args, named = call
+        if name not in problems and "norm" not in name:
+            continue
+        found = plan(getattr(fused_ops, name), *args, **named)
+        if "norm" in name:
+            assert found.predicted_us == estimate_all_reduce_rms_norm_us(m, k // 8, 2)
+            continue
+        op, *sizes = problems[name]
+        assert predicted_us(FusionCandidate(op, *sizes, 2, BF16, "cuda")) == found.predicted_us, name
+        assert predicted_us(FusionCandidate(op, *sizes, 2, BF16, "cpu")) is None
+        if op == "matmul_all_reduce":
+            assert found.algorithm == {2: "one_shot", 64: "two_kernels", 8192: "push"}[m]
+    with FakeTensorMode():
+        A, B = lying("in rows", m, k, torch.float32), lying("in rows", k, n, torch.float32)
+        found = plan(fused_ops.fused_matmul_all_reduce, A, B, "sum", of_two)
+    assert (found.algorithm, found.predicted_us) == ("two_kernels", None)
+    assert predicted_us(FusionCandidate("matmul_all_reduce", m, n, k, 2, torch.float32, "cuda")) is None
 
 
 def lying(how: str, rows: int, columns: int, dtype: torch.dtype = BF16) -> torch.Tensor:

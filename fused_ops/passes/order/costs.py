@@ -7,7 +7,8 @@ was made with, or as 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -15,11 +16,15 @@ from torch import fx
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
+from ....kernels.device.device_spec import H200
 from ....kernels.device.gemm.gemm_tiles import LINK, MULTIPLY_ADDS
 from ....symm_mem import resolve_group
-from ..graph.collectives import communicates, group_of, is_copied, kind_of, starts
+from ...dispatch.profitability import FusionCandidate, predicted_us
+from ..graph.collectives import LeftAlone, communicates, group_of, hint, is_copied, kind_of, starts
 from ..memory.alias_sets import size_of, tensors_of
 from .transports import COPIED, NETWORK, NVLINK, WEFT
+
+_EXCHANGES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class CostTable:
         multiply_adds: of a product of 16 bits; of float32 a quarter.
         memory: bytes that a kernel reads and writes.
         links: bytes that each transport sends, as (transport, rate).
-        latency: microseconds of a collective of nothing.
+        latency: microseconds of a collective of nothing, but for weft's kernels on CUDA, of which their model knows.
         launch: microseconds of a kernel of nothing.
         contention: how much longer a kernel takes beside a collective.
         measured: by ``measure_costs``.
@@ -93,8 +98,12 @@ def transfer_time(node: fx.Node, transport: str, table: CostTable) -> float:
     """Microseconds from a collective's start to its end, if it is alone."""
     given, made = sum(map(size_of, node.all_input_nodes)), size_of(node)
     kind = kind_of(node)
-    group = group_of(node)
-    world = 2 if group is None else resolve_group(group).size()
+    world = _world(node)
+    if transport == WEFT and _on_cuda(node) and not _is_measured(table, WEFT):
+        op = next((op for op in _EXCHANGES if op in kind), None)
+        if op is not None:
+            whole = given * world if op == "all_gather" else given
+            return predicted_us(FusionCandidate(op, 1, whole, 0, world, torch.uint8, "cuda")) or 0.0
     if is_copied(node):
         made = given * world  # its own value is a token
     sent = made if "all_gather" in kind else 2 * given if "all_reduce" in kind else given
@@ -104,9 +113,13 @@ def transfer_time(node: fx.Node, transport: str, table: CostTable) -> float:
 def kernel_time(node: fx.Node, table: CostTable) -> float:
     """Microseconds of a kernel that stays where the graph has it: a product, attention, an op of weft.
 
-    0 of all else: light kernels Inductor fuses and moves, so they hide nothing for certain.
+    Of the latter on CUDA what its plan predicts on an H200, so that all ranks estimate alike. 0 of all else: light
+    kernels Inductor fuses and moves, so they hide nothing for certain.
     """
     fused = communicates(node) and not starts(node)
+    called = _called(node) if fused else None
+    if called is not None and (us := predicted_us(called, H200)) is not None:
+        return us
     multiplied = counted_flops(node)
     if not (fused or multiplied):
         return 0.0
@@ -115,7 +128,64 @@ def kernel_time(node: fx.Node, table: CostTable) -> float:
     if any(t.dtype == torch.float32 for t in tensors_of(node)):
         rate /= 4
     computed = max(multiplied / 2 / rate, moved / table.memory)
+    if called is not None and called.device_type == "cuda":
+        return max(table.launch + computed, predicted_us(_alone(called)) or 0.0)
     return table.launch + (max(computed, transfer_time(node, WEFT, table)) if fused else computed)
+
+
+def _called(node: fx.Node) -> FusionCandidate | None:
+    """What an op of weft is called with; None of one that moves registered tensors."""
+    kind = kind_of(node).removeprefix("fused_").removeprefix("one_shot_")
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = tree_map(_value, dict(zip(names, node.args, strict=False)) | dict(node.kwargs))
+    x = next((given[name] for name in ("x", "A", "A_shard") if name in given), None)
+    op = next((op for op in _EXCHANGES if op in kind), None)
+    if x is None or op is None:
+        return None
+    world, (*lead, last) = _world(node), [_hinted(size) for size in x.shape] or [1]
+    rows, gathered = prod(lead), world if op == "all_gather" else 1
+    dtype, device = x.dtype, x.device.type
+    if "matmul" not in kind:
+        op = "all_reduce_rms_norm" if "norm" in kind else op
+        return FusionCandidate(op, gathered * rows, last, 0, world, dtype, device)
+    columns = sum(_hinted(B.shape[1]) for B in given.get("Bs") or [given["B"]])
+    depth = last + sum(_hinted(A.shape[-1]) for A in (given.get("more") or ())[::2])
+    if "scaled" in kind:  # two numbers of 8 bits are as one of 16 to the kernels
+        kind, dtype, depth = kind.replace("scaled_", ""), torch.bfloat16, depth // 2
+    at_end = given.get("gather_dim", given.get("scatter_dim", 0)) in (-1, len(lead))
+    if at_end:
+        depth *= gathered
+    else:
+        rows *= gathered
+    returned = bool(given.get("return_A", op == "all_gather"))
+    return FusionCandidate(kind, rows, columns, depth, world, dtype, device, at_end, returned)
+
+
+def _alone(called: FusionCandidate) -> FusionCandidate:
+    """The collective in it."""
+    op = next(op for op in _EXCHANGES if op in called.op)
+    return replace(called, op=op, n=called.k if op == "all_gather" else called.n, k=0)
+
+
+def _world(node: fx.Node) -> int:
+    group = group_of(node)
+    return 2 if group is None else resolve_group(group).size()
+
+
+def _on_cuda(node: fx.Node) -> bool:
+    return any(t.device.type == "cuda" for n in (node, *node.all_input_nodes) for t in tensors_of(n))
+
+
+def _is_measured(table: CostTable, transport: str) -> bool:
+    return table.measured and dict(table.links)[transport] != dict(TABLES["cuda"].links)[transport]
+
+
+def _hinted(size: Any) -> int:
+    """A size as the graph was made with; 1 if it depends on data."""
+    try:
+        return hint(size)
+    except LeftAlone:
+        return 1
 
 
 def counted_flops(node: fx.Node) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...dispatch.profitability import FusionCandidate, expected_gain, hidden_us, why_not_profitable
+from ...dispatch.profitability import FusionCandidate, expected_gain, gain_of_joining, why_not_profitable
 from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import (
@@ -286,7 +286,7 @@ def why_not_joined(total: SumOfMatmuls, candidate: FusionCandidate) -> str | Non
         return None
     weights = [val(p.right) for p in total.products]
     copied = sum(2 * hint(w.numel()) * w.dtype.itemsize for w in weights) / MEMORY
-    gain = hidden_us(candidate)
+    gain = gain_of_joining(candidate, [hint(w.shape[-2]) for w in weights])
     if copied <= gain:
         return None
     return f"to copy its {len(weights)} weights side by side takes {copied:.3g} us, and fusing saves {gain:.3g} us"

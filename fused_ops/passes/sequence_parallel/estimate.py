@@ -1,41 +1,40 @@
 """Whether a region on each rank's own rows should save time.
 
-An all-reduce sends as much as a reduce-scatter and an all-gather. So what is saved is what these hide behind their
-products more than that does, and the other ranks' rows of what lies between; what is lost are the time that an exchange
-takes however little it sends, and gathers beyond one for each all-reduce.
+Compared is what the ops take as the graph is, products and norms beside them, and as it would be: by the models with
+which these ops' calls are planned. Attention and what else stays as it is counts for nothing.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import replace
 
 from torch import fx
 
+from ....kernels.device.device_spec import H200
+from ....kernels.device.gemm.gemm_tiles import product_us, streamed_us
 from ...dispatch.profitability import (
     FusionCandidate,
     hidden_us,
     microseconds_to_multiply,
-    microseconds_to_send,
+    predicted_us,
     why_not_profitable,
 )
 from ..graph.collectives import Collective, LeftAlone, hint, val
 from ..graph.index_map import plain
 from ..graph.views import view_step
-from ..patterns.all_reduce import MATMUL_FROM, MEMORY
+from ..patterns.all_reduce import MATMUL_FROM
 from ..patterns.matmuls import product
 from ..patterns.sum_of_matmuls import SumOfMatmuls, sum_of
 from .region import Region
 
-#: How often a norm and an addition in front of it read or write as much as the tensor.
-_TIMES_OF_NORM = 4
-#: Microseconds that two exchanges and a norm of its own take more than one with the norm in it, whatever is sent.
-#: With it the estimate says of Llama's attention on 2 H100 what the sum of the measured ops does: not with 512 rows,
-#: but with 2048 (bench/results/h100-x2-matmul_all_reduce.json and the others).
-_MORE_LATENCY = 8.0
-#: Of the products' time: what is less is not there. Two layers of Llama 8B's sizes took 2.4 % less on 2 H200 with 1024
-#: rows, 1.1 % less with 4096 and 0.4 % more with 8192 (bench/results/h200-x2-sequence-layers.txt).
-_LEAST_SHARE = 0.02
+#: How often a norm and an addition in front of it read or write as much as the tensor; microseconds of their launch.
+_TIMES_OF_NORM, _LAUNCH = 4, 2.0
+#: Of the products' time: what is less may not be there. Two layers of Llama 8B's sizes on 2 H200 took 24 us less with
+#: 1024 rows and 43 and 167 us less with 4096, where 47 and 105 are estimated, 7 and 3.9 %. With 8192 they took 37 us
+#: more, and 177 less are estimated, 3.3 %: long products run into the limit of power
+#: (bench/results/h200-x2-sequence-layers.txt).
+_LEAST_SHARE = 0.035
 
 
 def why_not_faster(region: Region) -> str | None:
@@ -44,76 +43,121 @@ def why_not_faster(region: Region) -> str | None:
     if val(first.x).device.type != "cuda":
         return None
     try:
-        parts = [_of_reduction(c) for c in region.collectives]
-        parts += [_of_gather(node, region) for node in region.gathered]
-        size = hint(val(first.x).numel()) * val(first.x).dtype.itemsize
+        saved, multiplied = _saved(region)
     except LeftAlone as e:
         return str(e)
-    gain, least = sum(part.saved for part in parts), _LEAST_SHARE * sum(part.takes for part in parts)
-    more = len(region.gathered) - len(region.collectives)
-    gain -= more * microseconds_to_send("cuda", size * (first.world - 1) / first.world)
-    gain += region.norms * _TIMES_OF_NORM * size / MEMORY * (first.world - 1) / first.world
-    gain -= _MORE_LATENCY * len(region.collectives)
+    least = _LEAST_SHARE * multiplied
     return (
         None
-        if gain > least
-        else f"by the estimate it would save {gain:.3g} us, and less than {least:.3g} is none"
+        if saved > least
+        else f"by the estimate it would save {saved:.3g} us, and less than {least:.3g} is none"
     )
 
 
-class _Part(NamedTuple):
-    """Microseconds that a product saves more on own rows, fused, and those that it takes."""
+def _saved(region: Region) -> tuple[float, float]:
+    """Microseconds that own rows save, and those of the region's products.
 
-    saved: float
-    takes: float
+    Raises:
+        LeftAlone: a product should not be fused with what it would get.
+    """
+    first = region.collectives[0]
+    nbytes, norms = hint(val(first.x).numel()) * val(first.x).dtype.itemsize, region.norms
+    saved = multiplied = 0.0
+    for c in region.collectives:
+        sum_only, scattered = _of_reduction(c)
+        alone = sum_only.k == 0
+        reduced = _us(sum_only)
+        if norms and sum_only.op == "all_reduce":  # takes the norm along
+            normed = predicted_us(replace(sum_only, op="all_reduce_rms_norm", k=0), H200)
+            reduced += 0.0 if normed is None else normed - _alone_us(sum_only)
+            norms -= normed is not None
+        saved += reduced - _us(scattered)
+        multiplied += 0.0 if alone else _product_us(sum_only)
+    saved += norms * _norm_us(nbytes) - region.norms * _norm_us(nbytes / first.world)
+    for node in region.gathered:
+        gathered = _of_gather(node, region)
+        multiplying = _product_us(gathered) if gathered.k else 0.0
+        saved += multiplying - _us(gathered)
+        multiplied += multiplying
+    return saved, multiplied
 
 
-def _of_reduction(c: Collective) -> _Part:
-    """Of a product in front of a reduction, with a reduce-scatter instead of the all-reduce.
+def _norm_us(nbytes: float) -> float:
+    return _LAUNCH + streamed_us(int(_TIMES_OF_NORM * nbytes), 1, H200)
+
+
+def _us(candidate: FusionCandidate) -> float:
+    """Microseconds of an op; of an all_reduce of a product also of the product, which stays in front of it."""
+    if candidate.op == "all_reduce" and candidate.k:
+        return _product_us(candidate) + _alone_us(candidate)
+    us = predicted_us(candidate, H200)
+    # Of float32 there is no model but that of what is hidden.
+    return _product_us(candidate) + _alone_us(candidate) - hidden_us(candidate) if us is None else us
+
+
+def _product_us(candidate: FusionCandidate) -> float:
+    c = candidate
+    if c.dtype.itemsize != 2:
+        return microseconds_to_multiply(c.device_type, c.m * c.n * c.k)
+    return product_us(c.m, c.n, c.k, c.world_size, H200)
+
+
+def _alone_us(candidate: FusionCandidate) -> float:
+    """Of the collective without its product."""
+    words = {"all_gather_matmul": "all_gather", "matmul_reduce_scatter": "reduce_scatter"}
+    op = words.get(candidate.op, "all_reduce" if "all_reduce" in candidate.op else candidate.op)
+    columns = candidate.k if candidate.op == "all_gather_matmul" else candidate.n
+    return predicted_us(replace(candidate, op=op, n=columns, k=0), H200) or 0.0
+
+
+def _of_reduction(c: Collective) -> tuple[FusionCandidate, FusionCandidate]:
+    """What a reduction is, with the product in front of it, if there is one: as the graph is, and on own rows.
 
     Raises:
         LeftAlone: it should not be fused with a reduce-scatter.
     """
-    total = _products(c)
+    total, x = _products(c), val(c.x)
+    where = c.world, x.dtype, x.device.type
     if total is None:
-        return _Part(0.0, 0.0)
-    x = val(c.x)
+        n = hint(x.shape[-1])
+        m = hint(x.numel()) // max(n, 1)
+        return FusionCandidate("all_reduce", m, n, 0, *where), FusionCandidate(
+            "reduce_scatter", m, n, 0, *where
+        )
     m, n, k = (hint(size) for size in (total.m, total.n, total.k))
-    where = m, n, k, c.world, x.dtype, x.device.type
-    scattered = FusionCandidate("matmul_reduce_scatter", *where)
+    scattered = FusionCandidate("matmul_reduce_scatter", m, n, k, *where)
     if (why := why_not_profitable(scattered)) is not None:
         raise LeftAlone(why)
-    reduced = FusionCandidate("matmul_all_reduce", *where)
+    reduced = replace(scattered, op="matmul_all_reduce")
     fused = m * n * x.dtype.itemsize >= MATMUL_FROM and why_not_profitable(reduced) is None
-    saved = hidden_us(scattered) - (hidden_us(reduced) if fused else 0.0)
-    return _Part(saved, microseconds_to_multiply(x.device.type, m * n * k))
+    return reduced if fused else replace(reduced, op="all_reduce"), scattered
 
 
-def _of_gather(node: fx.Node, region: Region) -> _Part:
-    """Of products of what is gathered.
+def _of_gather(node: fx.Node, region: Region) -> FusionCandidate:
+    """The products of what is gathered, and its gather; the gather alone if there are none.
 
     Raises:
         LeftAlone: it should not be fused with these.
     """
-    columns, tensor = 0, val(node)
+    columns, tensor, kept = 0, val(node), False
     pending = [node]
     while pending:
         source = pending.pop()
-        for user in source.users:
-            if user in region.leads:
-                continue
+        for user in region.all_rows(source):
             if (taken := product(user)) is not None and taken.left is source:
                 columns += hint(val(taken.right).shape[-1])
             elif (step := view_step(user)) is not None and step.source is source:
                 pending.append(user)
-    if not columns:
-        return _Part(0.0, 0.0)
+            else:
+                kept = True
     m, k = hint(math.prod(tensor.shape[:-1])), hint(tensor.shape[-1])
     where = region.layout.world, tensor.dtype, tensor.device.type
-    candidate = FusionCandidate("all_gather_matmul", m, columns, k, *where)
+    if not columns:
+        return FusionCandidate("all_gather", m, k, 0, *where)
+    candidate = FusionCandidate("all_gather_matmul", m, columns, k, *where, return_A=kept)
     if (why := why_not_profitable(candidate)) is not None:
         raise LeftAlone(why)
-    return _Part(hidden_us(candidate), microseconds_to_multiply(tensor.device.type, m * columns * k))
+    return candidate
 
 
 def _products(c: Collective) -> SumOfMatmuls | None:

@@ -16,6 +16,8 @@ from ..comm.ll_exchange import (
     workers,
 )
 
+EXACT_SLOTS = 1.25  #: slots for each vector where data arrives bit by bit (exact.cuh)
+
 
 @dataclass(frozen=True)
 class RoundsConfig:

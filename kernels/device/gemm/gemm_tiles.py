@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ....symm_mem.backends.cuda_state import HOPPER_SMS
 from ..device_spec import H100, H200, DeviceSpec
 from .scaling import ScaledProducts, unfused_product_us
 
@@ -145,6 +146,15 @@ def matmuls_us(m: int, ns: Sequence[int], k: int, spec: DeviceSpec = H200) -> fl
     return busy + _PRODUCT_LAUNCH + _NEXT_LAUNCH * (len(ns) - 1)
 
 
+def product_us(m: int, n: int, k: int, world_size: int, spec: DeviceSpec = H200) -> float:
+    """Microseconds of the matmul [m, K] @ [K, N] by itself, to compare with what tiles do beside communication: that of
+    cuBLAS, which is taken to be as fast as the best tile would be."""
+    tiles = suited(m, n, k, world_size, stores_only=True, spec=spec)
+    best = min(estimate_us(tile, -(-m // tile.block_m), [n], k, HOPPER_SMS) for tile in tiles)
+    tiled = max(best, 2 * k * n / (_READ * spec.memory)) + _NEXT_LAUNCH
+    return min(matmul_us(m, n, k, spec), tiled)
+
+
 def streamed_us(size: int, times: int, spec: DeviceSpec) -> float:
     """Microseconds in which memory gives a kernel of ours ``size`` bytes, so many ``times`` where the L2 cache cannot
     keep them in between."""
@@ -168,4 +178,9 @@ def unfused_us(
     if scaled is not None:
         product = unfused_product_us(scaled, 2 * m * n * k) or product * scaled.torch_slowdown
         product += _SCALES if scaled.travels else 0
-    return product + 22 + moved / 330e3
+    return product + nccl_us(moved)
+
+
+def nccl_us(moved: float) -> float:
+    """Microseconds of NCCL's collective of which a rank receives so many bytes, likewise."""
+    return 22 + moved / 330e3

@@ -121,7 +121,7 @@ def norm_between(x: Tensor, w: Tensor, r: Tensor, n: Tensor, v: Tensor) -> Tenso
         (4096, 6144, 8192, True),
         (8192, 10240, 512, False),
         (8192, 10240, 2048, True),
-        (4096, 28672, 4096, False),
+        (4096, 28672, 4096, True),
     ],
 )
 def test_auto_takes_what_the_measured_ops_say(
@@ -138,6 +138,43 @@ def test_auto_takes_what_the_measured_ops_say(
     assert (seen.fused == [RS, AG]) == taken, seen.entries
     if not taken:
         assert "not sequence parallel: by the estimate it would save" in str(seen.entries[0])
+
+
+def decoder(x: Tensor, residual: Tensor, *weights: Tensor) -> Tensor:
+    """As bench/sequence_layers.py, with something else that mixes rows in the place of attention."""
+
+    def normed(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        residual = residual + x
+        wide = residual.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return wide.to(x.dtype) * weight, residual
+
+    for i in range(0, len(weights), 6):
+        before, qkv, out, between, up, down = weights[i : i + 6]
+        y, residual = normed(x, residual, before)
+        x = ar((y @ qkv).unflatten(-1, (3, -1)).sum(1).cumsum(0) @ out)
+        y, residual = normed(x, residual, between)
+        gate, other = (y @ up).chunk(2, -1)
+        x = ar((gate.sigmoid() * gate * other) @ down)
+    return normed(x, residual, weights[0])[0] @ weights[1]
+
+
+@pytest.mark.parametrize(("rows", "taken"), [(64, False), (1024, True), (4096, True), (8192, False)])
+def test_auto_takes_the_layers_that_were_faster(
+    rows: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers of Llama 8B's sizes on 2 H200: bench/results/h200-x2-sequence-layers.txt."""
+    monkeypatch.setattr(profitability, "_is_hopper", lambda: True)
+    hidden, width, inner = 4096, 2048, 7168
+    layer = [(hidden,), (hidden, 3 * width), (width, hidden), (hidden,), (hidden, 2 * inner), (inner, hidden)]
+    with fake_ranks(2):
+        with FakeTensorMode():
+            shapes = [(rows, hidden), (rows, hidden), *layer, *layer]
+            given = [torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in shapes]
+            graph = make_fx(decoder)(*given).graph
+        seen = applied(graph, FusionPass(agree=False, sequence_parallel="auto"))
+    assert (seen.fused == [RS, AG] * 4) == taken, seen.entries
+    assert taken or (len(seen.fused) == 4 and AG not in seen.fused)
 
 
 @pytest.mark.parametrize("divisible", [True, False])

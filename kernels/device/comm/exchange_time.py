@@ -1,0 +1,18 @@
+"""How long an LL exchange takes by itself, which the estimates of several ops share. Pure functions, no GPU.
+
+Fitted to the CUDA graphs of all_reduce, all_gather, reduce_scatter and all_reduce_rms_norm in bench/results, between 2
+H100 and between 2 and 4 H200, which differ by less than two runs of one pair do: one set of constants for all.
+"""
+
+from __future__ import annotations
+
+#: Microseconds of a launch and of the way to the peers, however little is sent (h200-x2-all_reduce.json, up to 64 KiB),
+#: and of a second trip that waits for the first one (the all_reduce files, from two_shot on).
+FIRST_TRIP, SECOND_TRIP = 3.2, 1.3
+#: Bytes that a rank sends in a microsecond while it receives as many (the same files, from 1 MiB on).
+RATE = 325e3
+
+
+def exchange_time_us(sent: float, trips: int = 1) -> float:
+    """Microseconds in which each rank sends so many bytes, in one trip or in two, of which the second has results."""
+    return FIRST_TRIP + (trips - 1) * SECOND_TRIP + sent / RATE
