@@ -56,7 +56,7 @@ from ..graph.collectives import argument, calls, collectives, group_of, kind_of,
 from ..report import Entry
 from ..settings import CAPTURE, RUN_AHEAD
 from .fallback.called import CALLERS, KeptGraph
-from .fallback.text import DRAWS, GraphText, attributes, caller_of, graph_copy
+from .fallback.text import DRAWS, STATEFUL, GraphText, attributes, caller_of, draws_seeds, graph_copy
 from .guard import SIZES, GraphGuard, GroupQuestion, pack
 from .signature import Order, Signature
 from .vote import backend_of
@@ -93,8 +93,6 @@ _CONSTANT_BYTES = 1 << 20
 # Operators of higher order that take no graphs, objects or numbers of this process's tables: a user's operator that
 # writes to its arguments.
 _AS_TEXT = ("auto_functionalized_v2",)
-# What an activation checkpoint makes of operators that may draw random numbers, and at which argument the operator is.
-_STATEFUL = {"run_and_save_rng_state": 0, "run_with_rng_state": 1, "graphsafe_run_with_rng_state": 0}
 
 
 def why_not_asked(group: str) -> str | None:
@@ -185,7 +183,9 @@ class FallbackGraph:
         size = 0
         for node in self._graph.nodes:
             name = caller_of(node)
-            if name in _STATEFUL:
+            if draws_seeds(node):
+                continue
+            if name in STATEFUL:
                 if not _draws_nothing(node):
                     return (
                         f"{what(node)} draws random numbers that another graph draws again, as for dropout that is "
@@ -247,7 +247,8 @@ class FallbackGraph:
         code, graphs = (self._text.code(), self._text.called()) if kept else (None, {})
         with unset_fake_temporarily():  # the constants are real
             redraws = _drawn_elsewhere(self._graph) is not None
-            original = KeptGraph(code, graphs, self._constants() if kept else {}, redraws)
+            seeds = self._text.seeds() if kept else None
+            original = KeptGraph(code, graphs, self._constants() if kept else {}, redraws, seeds)
             how = {"captured": agree == CAPTURE, "ahead": agree == RUN_AHEAD}
             packed = pack(asked, signature, original, **how, calls=calls)
         first = next(n for n in graph.nodes if n.op != "placeholder")
@@ -305,7 +306,7 @@ def _drawn_elsewhere(graph: fx.Graph) -> fx.Node | None:
 
 def _draws_nothing(node: fx.Node) -> bool:
     """Whether a checkpoint's operator is attention without dropout."""
-    op, *args = node.args[_STATEFUL[node.target.name()] :]  # type: ignore[union-attr]
+    op, *args = node.args[STATEFUL[node.target.name()] :]  # type: ignore[union-attr]
     for i, a in enumerate(op._schema.arguments):  # type: ignore[union-attr]
         if a.name == "dropout_p":
             return bool((args[i] if i < len(args) else node.kwargs.get(a.name, a.default_value)) == 0)

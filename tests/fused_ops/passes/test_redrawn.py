@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from unittest import mock
 
 import pytest
@@ -11,14 +12,18 @@ from opcommon import BOUND, check
 from ranks import run_ranks
 from test_pass_on_gpus import gather, scatter
 from test_ranks_that_differ import compiler
-from torch import Tensor
+from torch import Tensor, fx
+from torch._inductor import inductor_prims
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from weft.fused_ops.passes import FusionPass, Report
 from weft.fused_ops.passes.agreement.fallback.called import KeptGraph
 from weft.fused_ops.passes.agreement.fallback.run import FallbackRuns
+from weft.fused_ops.passes.agreement.fallback.text import GraphText
 from weft.fused_ops.passes.agreement.guard import GraphGuard
 from weft.symm_mem import WeftError
+
+aten, SIZE = torch.ops.aten, [4, 3]
 
 
 def layer(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,3 +91,40 @@ def test_what_must_be_compiled_and_cannot_be() -> None:
     for _ in range(2):
         with pytest.raises(WeftError, match=r"graph g: .* random numbers"):
             runs.run([], compiles=True)
+
+
+def drawing(graph: fx.Graph, seeds: fx.Node, x: fx.Node) -> fx.Node:
+    seed = graph.call_function(inductor_prims.lookup_seed, (seeds, 0))
+    return graph.call_function(
+        aten.mul.Tensor, (x, graph.call_function(inductor_prims.random, (SIZE, seed, "rand")))
+    )
+
+
+def runs_of(graph: fx.Graph) -> FallbackRuns:
+    text = GraphText(graph, None)
+    assert text.why_not() is None
+    assert "_rng_state(" not in text.code(), "Dynamo would break the graph there"
+    kept = KeptGraph(text.code(), text.called(), {}, redraws=True, seeds=text.seeds())
+    return FallbackRuns("g", kept.packed())
+
+
+def test_seeds_that_a_checkpoint_draws_again() -> None:
+    """As torch writes them from 2.15 on: the forward keeps the generator's state, and the backward starts from it."""
+    torch._dynamo.reset()
+    operators, cpu = torch.ops.higher_order, torch.device("cpu")
+    forward, backward = fx.Graph(), fx.Graph()
+    x = forward.placeholder("x")
+    both = forward.call_function(operators.run_and_save_rng_state, (inductor_prims.seeds, 1), {"device": cpu})
+    state, seeds = (forward.call_function(operator.getitem, (both, i)) for i in range(2))
+    forward.output((drawing(forward, seeds, x), state))
+    state, grad = backward.placeholder("state"), backward.placeholder("grad")
+    seeds = backward.call_function(
+        operators.run_with_rng_state, (state, inductor_prims.seeds, 1), {"device": cpu}
+    )
+    backward.output((drawing(backward, seeds, grad),))
+    y, kept = runs_of(forward).run([torch.ones(SIZE)], compiles=True)
+    other, _ = runs_of(forward).run([torch.ones(SIZE)], compiles=True)
+    (again,) = runs_of(backward).run([kept, torch.ones(SIZE)], compiles=True)
+    assert 0 <= y.min() < y.max() < 1
+    assert torch.equal(again, y)
+    assert not torch.equal(other, y)

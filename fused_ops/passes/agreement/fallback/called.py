@@ -35,12 +35,14 @@ class KeptGraph(NamedTuple):
         called: the graphs that it calls.
         constants: its tensors.
         redraws: whether it draws random numbers that another graph draws, too, from the same seed.
+        seeds: the text of what draws seeds first, which are the last inputs of ``code``; None where nothing is.
     """
 
     code: str | None
     called: Mapping[str, CalledGraph]
     constants: Mapping[str, torch.Tensor]
     redraws: bool = False
+    seeds: str | None = None
 
     def packed(self) -> dict[str, Any]:
         """For json; the constants as ``torch.save`` makes them, in base 64."""

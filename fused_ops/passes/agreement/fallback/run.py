@@ -39,6 +39,7 @@ class FallbackRuns:
         self._called: Mapping[str, CalledGraph] = packed["called"]
         self._constants: str | None = packed["constants"]
         self._redraws: bool = packed["redraws"]
+        self._seeds: str | None = packed["seeds"]
         self._name = name
         self._count = 0
         self._compiles = True  # until it is tried in vain
@@ -67,6 +68,8 @@ class FallbackRuns:
                 "random numbers that another graph draws, too, as for dropout that is recomputed; op by op it would "
                 'draw others. FusionPass(agree="capture") or agree=False fuse it, where all ranks run the same graphs'
             )
+        if self._draw_seeds is not None:
+            args += self._draw_seeds(self._namespace, list(args))
         compiles = compiles and self._compiles and (self._draws or self._count > _OP_BY_OP)
         if self._called:
             return self._run_calling(args, compiles)
@@ -115,6 +118,10 @@ class FallbackRuns:
     @cached_property
     def _function(self) -> Any:
         return function_of(self.code)
+
+    @cached_property
+    def _draw_seeds(self) -> Any:
+        return None if self._seeds is None else function_of(self._seeds)
 
     @cached_property
     def _calling(self) -> CallingGraph:

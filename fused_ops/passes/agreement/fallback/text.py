@@ -18,6 +18,8 @@ from .called import CALLERS, CalledGraph, calls_by_name
 
 #: What draws by a seed that is a tensor, and which argument it is. Op by op they take no notice of it.
 DRAWS = {inductor_prims.random: (1, "seed"), inductor_prims.randint: (3, "seed")}
+#: What an activation checkpoint makes of operators that may draw random numbers, and at which argument the operator is.
+STATEFUL = {"run_and_save_rng_state": 0, "run_with_rng_state": 1, "graphsafe_run_with_rng_state": 0}
 _BUILTIN = fx.graph._custom_builtins  # what a graph's text may use without an import
 _SIGNATURE = re.compile(r"^def forward\(self.*?\)[^\n()]*:\n", re.DOTALL | re.MULTILINE)
 _KEPT = "which cannot be kept for ranks that do not agree"
@@ -26,13 +28,15 @@ _KEPT = "which cannot be kept for ranks that do not agree"
 class GraphText:
     """The text of a graph, and of those that it calls.
 
+    What draws a checkpoint's seeds is a graph of its own, to which Dynamo has no way, and which runs first.
+
     Args:
         owner: the module that has the graph's attributes.
     """
 
     def __init__(self, graph: fx.Graph, owner: Any) -> None:
-        self._inputs = [n.name for n in graph.nodes if n.op == "placeholder"]
         self._graph = graph_copy(graph)
+        self._seeds = _take_seeds(self._graph)
         self._called = {
             str(node.target): (module.graph, GraphText(module.graph, module))
             for node, module in attributes(graph, owner)
@@ -42,38 +46,91 @@ class GraphText:
 
     @cached_property
     def _written(self) -> PythonCode:
-        for node in self._graph.nodes:
-            node.type = None
-        return self._graph.python_code("self")
+        return _python_code(self._graph)
 
     def why_not(self) -> str | None:
         """Why the text would not do in another process; None if it would."""
         for graph, text in self._called.values():
             if (why := _why_not_called(graph)) is not None or (why := text.why_not()) is not None:
                 return why
-        for name, value in self._written.globals.items():
+        of_seeds = {} if self._seeds is None else _python_code(self._seeds).globals
+        for name, value in (self._written.globals | of_seeds).items():
             if name not in _BUILTIN and not _importable(value):
                 named = getattr(value, "__name__", value)  # no address: reasons are the same on every rank
                 return f"the graph uses {named}, {_KEPT}"
         return None
 
     def code(self) -> str:
-        """``def forward(self, args)``, which empties ``args``."""
-        unpack = f"    {', '.join(self._inputs)}, = args; args.clear()\n" if self._inputs else ""
-        text = self._written.src
-        body, replaced = _SIGNATURE.subn(lambda _: f"def forward(self, args):\n{unpack}", text, count=1)
-        assert replaced == 1
-        imports = [
-            f"from {value.__module__} import {value.__name__} as {name}\n"
-            for name, value in self._written.globals.items()
-            if name not in _BUILTIN
-        ]
-        return "".join(imports) + body[body.index("def forward") :]
+        """``def forward(self, args)``, which empties ``args``; the seeds are the last of these."""
+        return _code(self._graph, self._written)
+
+    def seeds(self) -> str | None:
+        """``def forward(self, args)``, which empties ``args`` and returns the seeds; None if there are none."""
+        return None if self._seeds is None else _code(self._seeds, _python_code(self._seeds))
 
     def called(self) -> dict[str, CalledGraph]:
         return {
-            name: (len(text._inputs), text.code(), text.called()) for name, (_, text) in self._called.items()
+            name: (len(_inputs(text._graph)), text.code(), text.called())
+            for name, (_, text) in self._called.items()
         }
+
+
+def _python_code(graph: fx.Graph) -> PythonCode:
+    for node in graph.nodes:
+        node.type = None
+    return graph.python_code("self")
+
+
+def _inputs(graph: fx.Graph) -> list[str]:
+    return [n.name for n in graph.nodes if n.op == "placeholder"]
+
+
+def _code(graph: fx.Graph, written: PythonCode) -> str:
+    inputs = _inputs(graph)
+    unpack = f"    {', '.join(inputs)}, = args; args.clear()\n" if inputs else ""
+    body, replaced = _SIGNATURE.subn(lambda _: f"def forward(self, args):\n{unpack}", written.src, count=1)
+    assert replaced == 1
+    imports = [
+        f"from {value.__module__} import {value.__name__} as {name}\n"
+        for name, value in written.globals.items()
+        if name not in _BUILTIN
+    ]
+    return "".join(imports) + body[body.index("def forward") :]
+
+
+def draws_seeds(node: fx.Node) -> bool:
+    """Whether a checkpoint's operator draws seeds, of nothing but the graph's inputs: the numbers behind them are drawn
+    by seed and place in the tensor, wherever that lies in memory."""
+    if (at := STATEFUL.get(caller_of(node) or "")) is None:
+        return False
+    of_inputs = all(n.op == "placeholder" for n in node.all_input_nodes)
+    return of_inputs and node.args[at] in (inductor_prims.seed, inductor_prims.seeds)
+
+
+def _take_seeds(graph: fx.Graph) -> fx.Graph | None:
+    """Has a graph take the seeds, and the states with them, as its last inputs; gives the one that makes these."""
+    drawing = [n for n in graph.nodes if draws_seeds(n)]
+    if not drawing:
+        return None
+    seeds = fx.Graph()
+    copies = {n: seeds.node_copy(n) for n in graph.nodes if n.op == "placeholder"}
+    begin = next(n for n in graph.nodes if n.op != "placeholder")
+    made = []
+    for node in drawing:
+        copies[node] = seeds.node_copy(node, copies.__getitem__)
+        parts = list(node.users) if caller_of(node) == "run_and_save_rng_state" else [node]
+        for part in parts:
+            made.append(copies.get(part) or seeds.node_copy(part, copies.__getitem__))
+            with graph.inserting_before(begin):
+                given = graph.placeholder(f"drawn_{len(made)}")
+            given.meta = dict(part.meta)
+            part.replace_all_uses_with(given)
+            if part is not node:
+                graph.erase_node(part)
+    seeds.output(tuple(made))
+    for node in drawing:
+        graph.erase_node(node)
+    return seeds
 
 
 def graph_copy(graph: fx.Graph, without: Collection[fx.Node] = ()) -> fx.Graph:
