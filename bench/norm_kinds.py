@@ -1,4 +1,4 @@
-"""fused_all_reduce_rms_norm and fused_all_reduce_layer_norm of every kind beside the usual one.
+"""fused_all_reduce_rms_norm, its norm in fp8 and fused_all_reduce_layer_norm, of every kind beside the usual one.
 
     torchrun --nproc-per-node 2 bench/norm_kinds.py [--rows 1 16] [--hidden 4096] [--kinds usual LayerNorm]
 
@@ -19,7 +19,11 @@ import torch
 import torch.distributed as dist
 from parts import after_producer, random_tensor
 from timer import Schedule, Series, order, over_ranks, same_head_start
-from weft.fused_ops import fused_all_reduce_layer_norm, fused_all_reduce_rms_norm
+from weft.fused_ops import (
+    fused_all_reduce_layer_norm,
+    fused_all_reduce_rms_norm,
+    fused_all_reduce_rms_norm_quant,
+)
 
 EPS = 1e-6
 ROUNDS = 10
@@ -31,6 +35,12 @@ KINDS: dict[str, tuple[bool, bool, dict[str, Any]]] = {
     "float32 weight": (True, True, {}),
     "all three": (True, True, {"round_sum": False, "weight_offset": 1.0}),
     "no residual": (False, False, {}),
+}
+# Whether a scale is given, and the arguments.
+QUANTS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "fp8, given scale": (True, {}),
+    "fp8, scales of rows": (False, {}),
+    "fp8, scales of rows, divided by": (False, {"scale_op": "divide"}),
 }
 # Whether there are a weight and a bias, and whether they are float32.
 LAYER_NORMS: dict[str, tuple[bool, bool]] = {
@@ -54,6 +64,12 @@ def series_of(rows: int, hidden: int, kinds: Sequence[str], device: torch.device
         of = weight.float() if wide else weight
         args = given, residual if added else None, of, EPS, dist.group.WORLD
         calls[name] = partial(fused_all_reduce_rms_norm, *args, **named)
+    scale = torch.full((1,), 0.01, device=device)
+    for name, (is_given, named) in QUANTS.items():
+        quant = {"scale": scale if is_given else None, **named}
+        calls[name] = partial(
+            fused_all_reduce_rms_norm_quant, given, residual, weight, EPS, dist.group.WORLD, **quant
+        )
     for name, (there, wide) in LAYER_NORMS.items():
         of = weight.float() if wide else weight
         columns = (of, of.neg()) if there else (None, None)
@@ -81,7 +97,8 @@ def main() -> None:
         "--rows", type=int, nargs="+", default=(1, 16, 64, 256, 1024, 4096) if on_gpus else (4, 64)
     )
     parser.add_argument("--hidden", type=int, nargs="+", default=(4096, 8192) if on_gpus else (512,))
-    parser.add_argument("--kinds", nargs="+", choices=(*KINDS, *LAYER_NORMS), default=(*KINDS, *LAYER_NORMS))
+    every = (*KINDS, *QUANTS, *LAYER_NORMS)
+    parser.add_argument("--kinds", nargs="+", choices=every, default=every)
     given = parser.parse_args()
     name = torch.cuda.get_device_name() if on_gpus else "CPU"
     say(f"{dist.get_world_size()} ranks, {name}, bfloat16, us")

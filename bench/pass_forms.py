@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm
 import torch.multiprocessing as mp
 from forms import WORLD, Form, forms
+from forms_in_fp8 import forms_in_fp8
 from forms_without_products import ALONE, BY_ROWS, forms_without_products
 from torch import Tensor, fx
 from torch._functorch import config as functorch_config
@@ -221,7 +222,7 @@ def form_table(rank: int, store: str) -> None:
     dist.is_nccl_available = lambda: True
     good = True
     lines = ["| form | weft | torch's pass |", "|---|---|---|"]
-    for title, part in (*forms(), *forms_without_products()):
+    for title, part in (*forms(), *forms_in_fp8(), *forms_without_products()):
         lines.append(f"| **{title}** | | |")
         for form in part:
             graphs = graphs_of(form)

@@ -26,7 +26,11 @@ from .layers.float8 import float8_all_gather_matmul, float8_matmul_reduce_scatte
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .library import flops as flops  # torch's counter knows them
 from .library import registration as registration  # torch.ops.weft is implemented
-from .norms import fused_all_reduce_layer_norm, fused_all_reduce_rms_norm
+from .norms import (
+    fused_all_reduce_layer_norm,
+    fused_all_reduce_rms_norm,
+    fused_all_reduce_rms_norm_quant,
+)
 from .planned_calls import plan
 from .process_groups.creation import process_group
 from .process_groups.group import WeftProcessGroup
@@ -65,6 +69,7 @@ __all__ = [
     "fused_all_gather_scaled_matmul",
     "fused_all_reduce_layer_norm",
     "fused_all_reduce_rms_norm",
+    "fused_all_reduce_rms_norm_quant",
     "fused_matmul_all_reduce",
     "fused_matmul_reduce_scatter",
     "fused_scaled_matmul_reduce_scatter",

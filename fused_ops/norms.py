@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..symm_mem import Group, group_name
 from .dispatch.callers import known_name, of_graph
-from .library import schema, validation
+from .library import scaled_validation, schema, validation
 from .ops import all_reduce_layer_norm, all_reduce_rms_norm
+from .ops.calls import AllReduceRmsNormQuantCall
 
 
 def fused_all_reduce_rms_norm(
@@ -73,6 +75,105 @@ def fused_all_reduce_rms_norm(
     name = group_name(group)
     named = {"weight_offset": weight_offset, "round_sum": round_sum, **of_graph(name)}
     return schema.all_reduce_rms_norm(x, residual, weight, eps, name, **named)
+
+
+def fused_all_reduce_rms_norm_quant(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    group: Group,
+    *,
+    scale: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float8_e4m3fn,
+    scale_op: str = "reciprocal",
+    smallest: float | None = None,
+    weight_offset: float = 0.0,
+    round_sum: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``normed`` and ``sums`` of ``fused_all_reduce_rms_norm``, and ``normed`` in fp8 instead of itself.
+
+    >>> import torch
+    >>> from weft.fused_ops import fused_all_reduce_rms_norm, fused_all_reduce_rms_norm_quant
+    >>> x, residual, weight = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8)
+    >>> quantized, scales, sums = fused_all_reduce_rms_norm_quant(x, residual, weight, 1e-6, None)
+    >>> normed, _ = fused_all_reduce_rms_norm(x, residual, weight, 1e-6, None)
+    >>> torch.equal(scales, (normed.abs().amax(-1, keepdim=True) / 448).clamp(min=1 / (448 * 512)))
+    True
+    >>> steps = (normed * scales.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    >>> torch.equal(quantized.float(), steps.float())
+    True
+
+    One kernel on CUDA. The norm is rounded to the dtype of x before it is quantised in float32: numbers and scales are
+    bit for bit those of the steps behind ``fused_all_reduce_rms_norm``, whose divisions are rounded correctly.
+    ``largest`` is that of out_dtype; what is beyond it becomes it. By ``scale_op``:
+
+    - "reciprocal", as in vLLM: ``normed * (1 / scale)``; the scale of a row is ``max(amax / largest, smallest)``.
+    - "divide", as in torchao's ``quantize_``: ``normed / scale``; the scale of a row is ``max(amax, smallest) /
+      largest``, both in the dtype of x.
+    - "multiply", as in torchao's Float8Linear: ``normed * scale``; the scale of a row is ``largest / max(amax,
+      smallest)``, in float64. What the numbers are multiplied by again is its reciprocal.
+
+    A NaN in a row's norm makes its scale and all of its numbers NaN. So are the numbers of a row of zeros where
+    smallest is 0 (with "divide" 1e-12 is, in float16). Beside what is infinite, which becomes NaN, others become 0.
+
+    Not differentiable. Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes.
+
+    Args:
+        x: [..., hidden], any strides; float32, bfloat16 or float16.
+        residual: like x; the ranks' may differ. None adds nothing.
+        weight: [hidden], of the dtype of x or float32; the ranks' may differ.
+        eps: 0 or more.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
+        scale: float32, one element, of all rows; the ranks' may differ. None makes one for each row of amax, the
+            largest absolute value of its norm.
+        out_dtype: torch.float8_e4m3fn or float8_e5m2.
+        scale_op: "reciprocal", "divide" or "multiply".
+        smallest: 0 or more; only without a scale. None is what the libraries take: ``1 / (512 * largest)`` for
+            "reciprocal", else 1e-12.
+        weight_offset: is added to the weight, in float32: 1 for Gemma's norms.
+        round_sum: as for ``fused_all_reduce_rms_norm``.
+
+    Returns:
+        (quantized, scales, sums): of out_dtype like x; the scale that is given, or float32 [..., 1]; like x. All but a
+        given scale are contiguous.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it.
+        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
+            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
+        PeerTimeout: a rank did not come.
+    """
+    name = known_name(group)
+    quant = scale, out_dtype, scale_op, smallest
+    exact = type(eps) is type(weight_offset) is float and type(round_sum) is bool
+    exact = exact and type(out_dtype) is torch.dtype and type(scale_op) is str
+    if name is not None and exact and type(smallest) in (float, type(None)):
+        args: Any = (x, residual, weight, eps, name, *quant, weight_offset, round_sum)
+        call = AllReduceRmsNormQuantCall(*args)
+        done = all_reduce_rms_norm.fast_all_reduce_rms_norm_quant(call)
+        if done is not None:
+            return _with_scale(done, scale)
+    _check(("residual", "scale"), x=x, residual=residual, weight=weight, scale=scale)
+    validation.number("eps", eps)
+    validation.number("weight_offset", weight_offset)
+    validation.flags(round_sum=round_sum)
+    scaled_validation.quantisation(out_dtype, scale_op, smallest)
+    name = group_name(group)
+    named = {"scale": scale, "out_dtype": out_dtype, "scale_op": scale_op, "smallest": smallest}
+    more = {"weight_offset": weight_offset, "round_sum": round_sum, **of_graph(name)}
+    return _with_scale(
+        schema.all_reduce_rms_norm_quant(x, residual, weight, eps, name, **named, **more), scale
+    )
+
+
+def _with_scale(
+    results: all_reduce_rms_norm.QuantResult, scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    quantized, scales, sums = results
+    found = scale if scales is None else scales
+    assert found is not None, "of the two one is there"
+    return quantized, found, sums
 
 
 def fused_all_reduce_layer_norm(

@@ -125,6 +125,24 @@ def all_reduce_rms_norm() -> Op:
     return Op(((5, 33), (5, 33), (33,)), call, reference)
 
 
+def all_reduce_rms_norm_quant() -> Op:
+    """Of fp8 the scales of rows; the numbers are the norm by them."""
+
+    def call(x: Tensor, residual: Tensor, weight: Tensor) -> Outputs:
+        given = x, residual, weight, EPS, world()
+        numbers, scales, sums = fused_ops.fused_all_reduce_rms_norm_quant(*given, scale_op="divide")
+        steps = fused_ops.fused_all_reduce_rms_norm(*given)[0].float() / scales
+        assert torch.equal(numbers.float(), steps.to(numbers.dtype).float())
+        return scales.to(x.dtype), sums
+
+    def reference(rank: int, x: Sequence[Tensor], r: Sequence[Tensor], weight: Sequence[Tensor]) -> Outputs:
+        sums = torch.stack(list(x)).sum(0) + r[rank]
+        normed = sums / (sums.square().mean(-1, keepdim=True) + EPS).sqrt() * weight[rank]
+        return normed.abs().amax(-1, keepdim=True) / 448, sums
+
+    return Op(((5, 33), (5, 33), (33,)), call, reference, differentiable=False)
+
+
 def all_reduce_layer_norm() -> Op:
     def call(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Outputs:
         return fused_ops.fused_all_reduce_layer_norm(x, residual, weight, bias, EPS, world())
@@ -195,6 +213,7 @@ OPS = {
     "reduce_scatter-last_dim": reduce_scatter(2),
     "reduce_scatter_out": reduce_scatter(0, into=True),
     "all_reduce_rms_norm": all_reduce_rms_norm(),
+    "all_reduce_rms_norm_quant": all_reduce_rms_norm_quant(),
     "all_reduce_layer_norm": all_reduce_layer_norm(),
     "matmul_all_reduce": matmul_all_reduce(),
 }

@@ -35,6 +35,7 @@ _PREPARES = {
     _ALL_REDUCE: ("one_shot_all_reduce_",),
     "fused_all_reduce_rms_norm": (_ALL_REDUCE, "one_shot_all_reduce_"),
     "fused_all_reduce_layer_norm": (_ALL_REDUCE, "one_shot_all_reduce_"),
+    "fused_all_reduce_rms_norm_quant": (_ALL_REDUCE, "one_shot_all_reduce_"),
     "fused_matmul_all_reduce": (_ALL_REDUCE, "one_shot_all_reduce_"),
 }
 

@@ -31,6 +31,7 @@ from ..ops.calls import (
     AllReduceCall,
     AllReduceLayerNormCall,
     AllReduceRmsNormCall,
+    AllReduceRmsNormQuantCall,
     MatmulAllReduceCall,
     MatmulReduceScatterCall,
     OpArguments,
@@ -50,6 +51,11 @@ from .autograd import (
     ReduceScatterFunction,
 )
 from .unsupported import refuse_derivative_in_transform
+
+_PRODUCTS = (
+    "products of given fp8 numbers have none; detach it, or call float8_all_gather_matmul or "
+    "float8_matmul_reduce_scatter, which cast to fp8 themselves"
+)
 
 
 def _wants_grad(op: str, tensors: Sequence[Tensor]) -> bool:
@@ -153,6 +159,16 @@ def differentiable_all_reduce_layer_norm(call: AllReduceLayerNormCall) -> tuple[
     return AllReduceLayerNormFunction.apply(call, call.x, call.residual, *call.affine)
 
 
+def refuse_gradient_or_all_reduce_rms_norm_quant(
+    call: AllReduceRmsNormQuantCall,
+) -> all_reduce_rms_norm.QuantResult:
+    if _wants_grad(all_reduce_rms_norm.host.QUANT, call.tensors):
+        scaled_validation.validate_all_reduce_rms_norm_quant(call)
+        _refuse_gradient(call, "a norm in fp8 has none; detach it, or call fused_all_reduce_rms_norm")
+    result: all_reduce_rms_norm.QuantResult = implementations.ALL_REDUCE_RMS_NORM_QUANT.run_slow(call)
+    return result
+
+
 def differentiable_matmul_all_reduce(call: MatmulAllReduceCall) -> Tensor:
     if not _wants_grad(matmul_all_reduce.host.OP, call.tensors):
         result: Tensor = implementations.MATMUL_ALL_REDUCE.run_slow(call)
@@ -178,7 +194,7 @@ def refuse_gradient_or_scaled_matmul_reduce_scatter(call: ScaledMatmulReduceScat
     return result
 
 
-def _refuse_gradient(call: OpArguments) -> None:
+def _refuse_gradient(call: OpArguments, why: str = _PRODUCTS) -> None:
     """The first argument that requires one; a tangent is torch's to refuse."""
     for field in call._fields:
         given = getattr(call, field)
@@ -186,7 +202,4 @@ def _refuse_gradient(call: OpArguments) -> None:
         for i, tensor in enumerate(given if several else [given]):
             if isinstance(tensor, Tensor) and (tensor.requires_grad or has_tangents()):
                 name = f"{field}[{i}]" if several else field
-                raise ValueError(
-                    f"{name}: requires a gradient, must not: products of given fp8 numbers have none; detach it, or "
-                    "call float8_all_gather_matmul or float8_matmul_reduce_scatter, which cast to fp8 themselves"
-                )
+                raise ValueError(f"{name}: requires a gradient, must not: {why}")

@@ -17,6 +17,7 @@ from ..ops.calls import (
     AllReduceCall,
     AllReduceLayerNormCall,
     AllReduceRmsNormCall,
+    AllReduceRmsNormQuantCall,
     MatmulAllReduceCall,
     MatmulReduceScatterCall,
     ReduceScatterCall,
@@ -95,6 +96,16 @@ def fake_reduce_scatter_out(call: ReduceScatterOutCall) -> None:
 def fake_all_reduce_norm(call: AllReduceRmsNormCall | AllReduceLayerNormCall) -> tuple[Tensor, Tensor]:
     validation.validate_all_reduce_norm(call)
     return call.x.new_empty(call.x.shape), call.x.new_empty(call.x.shape)
+
+
+def fake_all_reduce_rms_norm_quant(
+    call: AllReduceRmsNormQuantCall,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    call, _ = scaled_validation.validate_all_reduce_rms_norm_quant(call)
+    x, scales = call.x, None
+    if call.scale is None:
+        scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=call.out_dtype), scales, x.new_empty(x.shape)
 
 
 def fake_matmul_all_reduce(call: MatmulAllReduceCall) -> Tensor:

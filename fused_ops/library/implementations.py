@@ -35,6 +35,7 @@ from ..ops.calls import (
     AllReduceCall,
     AllReduceLayerNormCall,
     AllReduceRmsNormCall,
+    AllReduceRmsNormQuantCall,
     MatmulAllReduceCall,
     MatmulReduceScatterCall,
     OpArguments,
@@ -266,6 +267,14 @@ def _slow_all_reduce_norm(call: AllReduceRmsNormCall | AllReduceLayerNormCall) -
     return _arn.run_all_reduce_norm(call.x, call.residual, call.affine, kind, group)
 
 
+@_fresh
+@begins_call
+def _slow_all_reduce_rms_norm_quant(call: AllReduceRmsNormQuantCall) -> _arn.QuantResult:
+    found, group = scaled_validation.validate_all_reduce_rms_norm_quant(call)
+    _begin(_arn.host.QUANT, found, group)
+    return _arn.run_all_reduce_rms_norm_quant(found, group, _arn.name_of_quant(call))
+
+
 def _fast_matmul_all_reduce(call: MatmulAllReduceCall) -> Tensor | None:
     return _mar.fast_matmul_all_reduce(call.A, call.B, call.reduce_op, call.group_name)
 
@@ -321,6 +330,12 @@ REDUCE_SCATTER_OUT = Implementation(
 )
 ALL_REDUCE_RMS_NORM = Implementation(
     schema.all_reduce_rms_norm, AllReduceRmsNormCall, _fast_all_reduce_rms_norm, _slow_all_reduce_norm
+)
+ALL_REDUCE_RMS_NORM_QUANT = Implementation(
+    schema.all_reduce_rms_norm_quant,
+    AllReduceRmsNormQuantCall,
+    _arn.fast_all_reduce_rms_norm_quant,
+    _slow_all_reduce_rms_norm_quant,
 )
 ALL_REDUCE_LAYER_NORM = Implementation(
     schema.all_reduce_layer_norm, AllReduceLayerNormCall, _fast_all_reduce_layer_norm, _slow_all_reduce_norm

@@ -107,6 +107,11 @@ for _op, _fake, _autograd in (
         autograd_calls.differentiable_all_reduce_rms_norm,
     ),
     (
+        implementations.ALL_REDUCE_RMS_NORM_QUANT,
+        fakes.fake_all_reduce_rms_norm_quant,
+        autograd_calls.refuse_gradient_or_all_reduce_rms_norm_quant,
+    ),
+    (
         implementations.ALL_REDUCE_LAYER_NORM,
         fakes.fake_all_reduce_norm,
         autograd_calls.differentiable_all_reduce_layer_norm,

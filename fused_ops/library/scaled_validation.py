@@ -1,24 +1,35 @@
 """What the scaled ops refuse, fake and real alike: what ``torch._scaled_mm`` refuses on CUDA, and scales that do not go
-together. Nothing here looks at data."""
+together. And what that of norms in fp8 refuses besides what the norm does. Nothing here looks at data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ...kernels.all_reduce_rms_norm.quant import SCALE_OPS, default_smallest
 from ...kernels.device.gemm.scaling import BLOCK, FP8, ScaleKind, blocks_of
 from ...symm_mem import resolve_group
+from ..ops.calls import AllReduceRmsNormQuantCall
 from ..ops.scaled_calls import (
     AllGatherScaledMatmulCall,
     ScaledMatmulReduceScatterCall,
     ScaledRows,
     output_dtype,
 )
-from .validation import dimension, reduction, same_device
+from .validation import (
+    dimension,
+    number,
+    one_of,
+    reduction,
+    same_device,
+    type_text,
+    validate_all_reduce_norm,
+)
 
 _SIZES = 16  # what torch asks K and N to be multiples of
 
@@ -202,3 +213,44 @@ def validate_scaled_matmul_reduce_scatter(
     _result_scale("result_scale", call.result_scale, A)
     call = call._replace(orig_scatter_dim=dim, output_shape=shape, out_dtype=out_dtype)
     return call, rows, group
+
+
+def quantisation(out_dtype: Any, scale_op: Any, smallest: Any) -> None:
+    """What would not reach the op's own checks."""
+    if not isinstance(out_dtype, torch.dtype):
+        raise TypeError(
+            f"out_dtype: is {type_text(out_dtype)}, must be torch.float8_e4m3fn or torch.float8_e5m2"
+        )
+    if not isinstance(scale_op, str):
+        raise TypeError(f"scale_op: is {type_text(scale_op)}, must be {one_of(SCALE_OPS)}")
+    if smallest is not None:
+        number("smallest", smallest)
+
+
+def validate_all_reduce_rms_norm_quant(
+    call: AllReduceRmsNormQuantCall,
+) -> tuple[AllReduceRmsNormQuantCall, ProcessGroup]:
+    """The call with a dtype, and without a scale also with what bounds the rows' scales; and the group.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it was and what it must be.
+    """
+    group, x, dtype, scale = validate_all_reduce_norm(call.norm), call.x, call.out_dtype, call.scale
+    dtype = torch.float8_e4m3fn if dtype is None else dtype
+    if dtype not in FP8:
+        raise TypeError(f"out_dtype: is {dtype}, must be torch.float8_e4m3fn or torch.float8_e5m2")
+    if call.scale_op not in SCALE_OPS:
+        raise ValueError(f"scale_op: is {call.scale_op!r}, must be {one_of(SCALE_OPS)}")
+    if scale is not None:
+        _scale("scale", scale, x, "x")
+        if scale.numel() != 1:
+            raise ValueError(f"scale: has shape {tuple(scale.shape)}, must have one element")
+        if call.smallest is not None:
+            raise ValueError(f"smallest: is {call.smallest!r}, must be None where a scale is given")
+        return call._replace(out_dtype=dtype), group
+    if x.shape[-1] == 0:
+        raise ValueError("x: has rows of no element, must have some where no scale is given")
+    smallest = default_smallest(call.scale_op, dtype) if call.smallest is None else call.smallest
+    if not 0 <= smallest <= torch.finfo(torch.float32).max:
+        raise ValueError(f"smallest: is {smallest!r}, must be 0 or more, and finite in float32")
+    return call._replace(out_dtype=dtype, smallest=float(smallest)), group

@@ -44,6 +44,12 @@ lib.define(
     tags=_TAGS,
 )
 lib.define(
+    "fused_all_reduce_rms_norm_quant(Tensor x, Tensor? residual, Tensor weight, float eps, str group_name, *,"
+    " Tensor? scale=None, ScalarType? out_dtype=None, str scale_op='reciprocal', float? smallest=None,"
+    " float weight_offset=0.0, bool round_sum=True, int? group_size=None) -> (Tensor, Tensor?, Tensor)",
+    tags=_TAGS,
+)
+lib.define(
     "fused_all_reduce_layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps,"
     " str group_name, *, float weight_offset=0.0, int? group_size=None) -> (Tensor, Tensor)",
     tags=_TAGS,
@@ -126,6 +132,7 @@ scaled_matmul_reduce_scatter = torch.ops.weft.fused_scaled_matmul_reduce_scatter
 all_reduce = torch.ops.weft.one_shot_all_reduce.default
 all_reduce_ = torch.ops.weft.one_shot_all_reduce_.default
 all_reduce_rms_norm = torch.ops.weft.fused_all_reduce_rms_norm.default
+all_reduce_rms_norm_quant = torch.ops.weft.fused_all_reduce_rms_norm_quant.default
 all_reduce_layer_norm = torch.ops.weft.fused_all_reduce_layer_norm.default
 matmul_all_reduce = torch.ops.weft.fused_matmul_all_reduce.default
 all_gather = torch.ops.weft.one_shot_all_gather.default

@@ -31,7 +31,7 @@ REDUCE_OPS = ("sum", "avg")
 ALL_REDUCE_OPS = (*REDUCE_OPS, "max", "min")
 
 
-def _kind(value: Any) -> str:
+def type_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "a tensor"  # fake ones are of other types
     kind = type(value)
@@ -42,7 +42,7 @@ def _kind(value: Any) -> str:
 def tensor(name: str, value: Any, ndim: int = 0) -> None:
     """``value`` is a dense tensor of ``ndim`` or more dimensions. What is none would not reach an op's own checks."""
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name}: is {_kind(value)}, must be a tensor")
+        raise TypeError(f"{name}: is {type_text(value)}, must be a tensor")
     if isinstance(value, DTensor):
         raise TypeError(f"{name}: is a DTensor, must be what this rank holds of it: its to_local()")
     # Dynamo does not let a backward ask for the layout; what it traces is strided.
@@ -60,7 +60,7 @@ def tensor(name: str, value: Any, ndim: int = 0) -> None:
 def tensors(name: str, values: Any) -> list[torch.Tensor]:
     """``values`` as a list of dense tensors."""
     if isinstance(values, torch.Tensor) or not hasattr(values, "__iter__"):
-        raise TypeError(f"{name}: is {_kind(values)}, must be a sequence of tensors")
+        raise TypeError(f"{name}: is {type_text(values)}, must be a sequence of tensors")
     found = list(values)
     for i, value in enumerate(found):
         tensor(f"{name}[{i}]", value)
@@ -69,7 +69,7 @@ def tensors(name: str, values: Any) -> list[torch.Tensor]:
 
 def integer(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name}: is {_kind(value)}, must be an integer")
+        raise TypeError(f"{name}: is {type_text(value)}, must be an integer")
 
 
 def dimension(name: str, value: Any, tensor_name: str, ndim: int) -> None:
@@ -88,7 +88,7 @@ def validate_sizes(**values: Any) -> None:
 def flags(**values: Any) -> None:
     for name, value in values.items():
         if not isinstance(value, bool):
-            raise TypeError(f"{name}: is {_kind(value)}, must be True or False")
+            raise TypeError(f"{name}: is {type_text(value)}, must be True or False")
 
 
 def validate_factory(device: Any, dtype: Any) -> None:
@@ -109,11 +109,11 @@ def reduction(reduce_op: Any, allowed: Sequence[str] = REDUCE_OPS) -> str:
         for name in allowed:
             if reduce_op == getattr(ReduceOp, name.upper()):
                 return name
-        raise ValueError(f"reduce_op: is {_reduce_op_text(reduce_op)}, must be {_one_of(allowed)}")
+        raise ValueError(f"reduce_op: is {_reduce_op_text(reduce_op)}, must be {one_of(allowed)}")
     if not isinstance(reduce_op, str):
-        raise TypeError(f"reduce_op: is {_kind(reduce_op)}, must be {_one_of(allowed)}")
+        raise TypeError(f"reduce_op: is {type_text(reduce_op)}, must be {one_of(allowed)}")
     if reduce_op not in allowed:
-        raise ValueError(f"reduce_op: is {reduce_op!r}, must be {_one_of(allowed)}")
+        raise ValueError(f"reduce_op: is {reduce_op!r}, must be {one_of(allowed)}")
     return reduce_op
 
 
@@ -124,14 +124,14 @@ def _reduce_op_text(reduce_op: Any) -> str:
 
 def number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: is {_kind(value)}, must be a number")
+        raise TypeError(f"{name}: is {type_text(value)}, must be a number")
     try:
         float(value)
     except OverflowError:
         raise ValueError(f"{name}: is too large for a float") from None
 
 
-def _one_of(names: Sequence[str]) -> str:
+def one_of(names: Sequence[str]) -> str:
     some = "one of " if len(names) > 2 else ""
     return some + " or ".join([", ".join(map(repr, names[:-1])), repr(names[-1])])
 

@@ -1,15 +1,17 @@
-"""fused_all_reduce_rms_norm, and what fused_all_reduce_layer_norm is but for its fast path: from the op's tensors to a
-kernel's, and back."""
+"""fused_all_reduce_rms_norm, fused_all_reduce_rms_norm_quant, and what fused_all_reduce_layer_norm is but for its fast
+path: from the op's tensors to a kernel's, and back."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...kernels.all_reduce_rms_norm import host
+from ...kernels.all_reduce_rms_norm.quant import quantize_rows
 from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind, add_residual_and_norm
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
@@ -20,9 +22,13 @@ from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import ALL_REDUCE, matmul_workspace, push_workspace
 from . import all_reduce
+from .calls import AllReduceRmsNormQuantCall
 
 if TYPE_CHECKING:
     from ...kernels.all_reduce_rms_norm.cuda_kernel import AllReduceRmsNormLauncher
+
+# In fp8, the rows' scales if none is given, and the sums.
+QuantResult: TypeAlias = "tuple[Tensor, Tensor | None, Tensor]"
 
 
 def fast_all_reduce_rms_norm(
@@ -42,6 +48,14 @@ def fast_all_reduce_rms_norm(
     return None if results is None else (results[0], results[1])
 
 
+def fast_all_reduce_rms_norm_quant(call: AllReduceRmsNormQuantCall) -> QuantResult | None:
+    """The same of a call whose numbers and names are of exactly the types that the op takes."""
+    results = fast_path.run_fast(
+        host.QUANT, name_of_quant(call), call.tensors, call.group_name, (ALL_REDUCE,)
+    )
+    return None if results is None else _quant_result(results)
+
+
 def named_norm(eps: float, weight_offset: float, round_sum: bool) -> float | tuple[float, float, bool]:
     """By what the fast path knows a norm."""
     return eps if round_sum and weight_offset == 0 else (eps, weight_offset, round_sum)
@@ -59,45 +73,98 @@ def name_of_norm(kind: NormKind) -> float | tuple[float, ...]:
     return named_norm(kind.eps, kind.weight_offset, kind.round_sum)
 
 
+def name_of_quant(call: AllReduceRmsNormQuantCall) -> Hashable:
+    """By what it knows a call whose norm becomes fp8."""
+    norm = named_norm(call.eps, call.weight_offset, call.round_sum)
+    there = call.residual is not None, call.scale is not None
+    return norm, call.out_dtype, call.scale_op, call.smallest, *there
+
+
 def run_all_reduce_norm(
     x: Tensor, residual: Tensor | None, affine: Affine, kind: NormKind, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """As the op that ``kind`` is of; the arguments are checked."""
-    op = host.op_of(kind)
+    normed, sums = _run(_Given(x, residual, affine), kind, name_of_norm(kind), group)
+    return normed, sums
+
+
+def run_all_reduce_rms_norm_quant(
+    call: AllReduceRmsNormQuantCall, group: ProcessGroup, name: Hashable
+) -> QuantResult:
+    """As the op; the arguments are checked. ``name``: that of the call as it was made."""
+    given = _Given(call.x, call.residual, call.affine, call.scale)
+    return _quant_result(_run(given, call.kind, name, group))
+
+
+def _quant_result(written: list[Tensor]) -> QuantResult:
+    quantized, *scales, sums = written
+    return quantized, (scales[0] if scales else None), sums
+
+
+class _Given(NamedTuple):
+    """What an op is given, where it is there; also as the kernels take it, with x of two dimensions."""
+
+    x: Tensor
+    residual: Tensor | None
+    affine: Affine
+    scale: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """In the kernels' order."""
+        return [t for t in (self.x, self.residual, *self.affine, self.scale) if t is not None]
+
+    def contiguous(self, rows: int, hidden: int) -> _Given:
+        x = self.x.reshape(rows, hidden).contiguous()
+        residual = None if self.residual is None else self.residual.reshape(rows, hidden).contiguous()
+        columns = Affine(*(None if t is None else t.contiguous() for t in self.affine))
+        return _Given(x, residual, columns, self.scale)
+
+    def normed(self, total: Tensor, kind: NormKind) -> list[Tensor]:
+        """What is made of what all ranks' x add up to."""
+        normed, sums = add_residual_and_norm(total, self.residual, self.affine, kind)
+        if kind.quant is None:
+            return [normed, sums]
+        quantized, scales = quantize_rows(normed, self.scale, kind.quant)
+        return [quantized, sums] if scales is None else [quantized, scales, sums]
+
+
+def _run(given: _Given, kind: NormKind, name: Hashable, group: ProcessGroup) -> list[Tensor]:
+    """The results as kernels write them; ``name`` is that by which the fast path knows the call."""
+    op, x = host.op_of(kind), given.x
     found = heap_or_reason(op, x, group, empty=x.numel() == 0)
     reason = found if isinstance(found, str) else _why_not(x, found.world_size)
     if isinstance(found, str) or reason is not None:
-        return _unfused(x, residual, affine, kind, group, reason or "")
+        return _unfused(given, kind, group, reason or "")
     hidden = x.shape[-1]
     rows = x.numel() // hidden
-    x2 = x.reshape(rows, hidden).contiguous()
-    residual2 = None if residual is None else residual.reshape(rows, hidden).contiguous()
-    columns = Affine(*(None if t is None else t.contiguous() for t in affine))
+    used = given.contiguous(rows, hidden)
     if x.device.type == "cpu":
         workspace = matmul_workspace(
             found, host.host_norm_layout(rows, hidden * x.element_size(), found.world_size)
         )
         ran(Plan("host", workspace_bytes=workspace.layout.bytes))
-        normed, sums = host.host_all_reduce_rms_norm(workspace, x2, residual2, columns, kind)
-    else:
-        given = [t for t in (x, residual, *affine) if t is not None]
-        used = [aligned(t) for t in (x2, residual2, *columns) if t is not None]
-        place, kernel, plan, (normed, sums) = _on_cuda(found, used, kind)
-        results = [normed.view(x.shape), sums.view(x.shape)]
-        made = fast_path.LaunchedCall(op, name_of_norm(kind), given, used, results)
-        fast_path.remember_call(made, place, kernel, plan, profitable=True, grids=kernel.grids)
-    return normed.view(x.shape), sums.view(x.shape)
+        results = used.normed(host.host_all_reduce_of_rows(workspace, used.x, op), kind)
+        return _of_shape(x, results)
+    operands = [aligned(t) for t in used.tensors]
+    place, kernel, plan, results = _on_cuda(found, operands, kind)
+    results = _of_shape(x, results)
+    made = fast_path.LaunchedCall(op, name, given.tensors, operands, results)
+    fast_path.remember_call(made, place, kernel, plan, profitable=True, grids=kernel.grids)
+    return results
 
 
-def _unfused(
-    x: Tensor, residual: Tensor | None, affine: Affine, kind: NormKind, group: ProcessGroup, reason: str
-) -> tuple[Tensor, Tensor]:
+def _of_shape(x: Tensor, results: list[Tensor]) -> list[Tensor]:
+    """Results of two dimensions, with those of x in front of the last one."""
+    return [r.view(*x.shape[:-1], r.shape[-1]) for r in results]
+
+
+def _unfused(given: _Given, kind: NormKind, group: ProcessGroup, reason: str) -> list[Tensor]:
     """The all-reduce by itself, which may well be fused with nothing and still be ours."""
     planning.stop(Plan("unfused", reason), goes_on=True)  # the all-reduce has a plan of its own
-    total = all_reduce.run_all_reduce(x, "sum", group, op=host.op_of(kind))
+    total = all_reduce.run_all_reduce(given.x, "sum", group, op=host.op_of(kind))
     ran(Plan("unfused", reason))
-    normed, sums = add_residual_and_norm(total, residual, affine, kind)
-    return normed.contiguous(), sums.contiguous()
+    return [t.contiguous() for t in given.normed(total, kind)]
 
 
 def _why_not(x: Tensor, world_size: int) -> str | None:
@@ -110,7 +177,7 @@ def _why_not(x: Tensor, world_size: int) -> str | None:
 
 def _on_cuda(
     where: Heap, operands: list[Tensor], kind: NormKind
-) -> tuple[Workspace[Any], AllReduceRmsNormLauncher, Plan, tuple[Tensor, Tensor]]:
+) -> tuple[Workspace[Any], AllReduceRmsNormLauncher, Plan, list[Tensor]]:
     from ...kernels.all_reduce_rms_norm import configs
     from ...kernels.all_reduce_rms_norm.cuda_kernel import AllReduceRmsNormLauncher
     from ...kernels.device.comm.ll_exchange import VECTOR
@@ -136,10 +203,13 @@ def _on_cuda(
                 return AllReduceRmsNormLauncher(place, rows, hidden, x.dtype, kind, config)
 
             kernel = make_together(place, op, key, key, make)
-        normed, sums = torch.empty_like(x), torch.empty_like(x)
+        quant = kind.quant
+        results = [torch.empty_like(x, dtype=None if quant is None else quant.out_dtype)]
+        if quant is not None and quant.dynamic:
+            results.append(x.new_empty(rows, 1, dtype=torch.float32))
+        results.append(torch.empty_like(x))
         timeout_ns = timeout_in_ns(where.group_name)
         place.raise_if_broken(op, grids=kernel.grids)
-        addresses = [t.data_ptr() for t in operands]
-        results = normed.data_ptr(), sums.data_ptr()
-        kernel.launch(0, addresses, results, timeout_ns, current_stream_of(x))
-    return place, kernel, plan, (normed, sums)
+        addresses, to = ([t.data_ptr() for t in ts] for ts in (operands, results))
+        kernel.launch(0, addresses, to, timeout_ns, current_stream_of(x))
+    return place, kernel, plan, results

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ...kernels.all_reduce_rms_norm.quant import QuantKind
 from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind
 
 
@@ -184,6 +185,46 @@ class AllReduceRmsNormCall(NamedTuple):
         return NormKind(self.eps, self.weight_offset, self.round_sum, self.residual is not None, wide)
 
 
+class AllReduceRmsNormQuantCall(NamedTuple):
+    """``out_dtype`` and ``smallest`` are there behind validation, but for the latter beside a scale."""
+
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    eps: float
+    group_name: str
+    scale: Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    scale_op: str = "reciprocal"
+    smallest: float | None = None
+    weight_offset: float = 0.0
+    round_sum: bool = True
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.x, self.residual, self.weight, self.scale) if t is not None]
+
+    @property
+    def affine(self) -> Affine:
+        return Affine(self.weight)
+
+    @property
+    def norm(self) -> AllReduceRmsNormCall:
+        """The call without what makes fp8 of the norm."""
+        named = self.weight_offset, self.round_sum, self.group_size
+        return AllReduceRmsNormCall(*self[:5], *named)
+
+    @property
+    def quant(self) -> QuantKind:
+        assert self.out_dtype is not None, "validation has entered it"
+        return QuantKind(self.out_dtype, self.scale_op, self.smallest)
+
+    @property
+    def kind(self) -> NormKind:
+        return self.norm.kind._replace(quant=self.quant)
+
+
 class AllReduceLayerNormCall(NamedTuple):
     x: Tensor
     residual: Tensor | None
@@ -204,9 +245,9 @@ class AllReduceLayerNormCall(NamedTuple):
 
     @property
     def kind(self) -> NormKind:
-        there = [t is not None for t in (self.residual, *self.affine)]
+        residual, weight, bias = (t is not None for t in (self.residual, *self.affine))
         wide = any(t is not None and t.dtype != self.x.dtype for t in self.affine)
-        return NormKind(self.eps, self.weight_offset, True, there[0], wide, True, *there[1:])
+        return NormKind(self.eps, self.weight_offset, True, residual, wide, True, weight, bias)
 
 
 class MatmulAllReduceCall(NamedTuple):

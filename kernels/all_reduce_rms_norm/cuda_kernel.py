@@ -23,6 +23,7 @@ from .configs import (
     most_vectors,
     shape,
 )
+from .quant import SCALE_OPS
 from .reference import NormKind
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -34,15 +35,19 @@ class _Params(ctypes.Structure):
 
     _fields_ = (
         ("slots", ExchangeSlots),
-        *((name, ctypes.c_uint64) for name in ("x", "residual", "weight", "bias", "normed", "sums")),
+        *(
+            (name, ctypes.c_uint64)
+            for name in ("x", "residual", "weight", "bias", "normed", "sums", "scales")
+        ),
+        ("smallest", ctypes.c_double),
         *((name, ctypes.c_uint32) for name in ("rows", "vectors")),
         *((name, ctypes.c_float) for name in ("eps", "elements", "offset")),
     )
 
 
 _X = _Params.x.offset
-# From x to sums, at once: a store to a ctypes field costs as much.
-_put_addresses = struct.Struct("6Q").pack_into
+# From x to scales, at once: a store to a ctypes field costs as much.
+_put_addresses = struct.Struct("7Q").pack_into
 
 
 class NormSwitches(NamedTuple):
@@ -55,6 +60,9 @@ class NormSwitches(NamedTuple):
     subtract_mean: bool = False
     weight: bool = True
     bias: bool = False
+    quant: int = 0
+    scale_op: int = 0
+    e5m2: bool = False
 
     @classmethod
     def of(cls, kind: NormKind, dtype: torch.dtype) -> NormSwitches:
@@ -62,10 +70,30 @@ class NormSwitches(NamedTuple):
         rounded = kind.round_sum or not kind.residual or dtype == torch.float32
         wide = kind.wide_weight and dtype != torch.float32
         of_columns = kind.subtract_mean, kind.weight, kind.bias
-        return cls(kind.residual, rounded, wide, kind.weight_offset != 0, *of_columns)
+        quant = kind.quant
+        of_quant = () if quant is None else (1 + quant.dynamic, SCALE_OPS.index(quant.scale_op))
+        e5m2 = quant is not None and quant.out_dtype == torch.float8_e5m2
+        found = cls(kind.residual, rounded, wide, kind.weight_offset != 0, *of_columns, *of_quant)
+        return found._replace(e5m2=e5m2)
 
 
 USUAL = NormSwitches()
+
+
+class _Offsets(NamedTuple):
+    """Of a chunk of rows, in bytes: in tensors like x, in what is normed, and in the rows' scales."""
+
+    like_x: int
+    normed: int
+    scales: int
+
+    @classmethod
+    def of(cls, row: int, hidden: int, dtype: torch.dtype, norm: NormKind) -> _Offsets:
+        elements, quant = row * hidden, norm.quant
+        like_x = elements * dtype.itemsize
+        if quant is None:
+            return cls(like_x, like_x, 0)
+        return cls(like_x, elements * quant.out_dtype.itemsize, row * torch.float32.itemsize * quant.dynamic)
 
 
 def why_no_norm_kernel(hidden: int, dtype: torch.dtype, world_size: int) -> str | None:
@@ -148,7 +176,7 @@ class AllReduceRmsNormLauncher:
         self._timeout_ns = 0
         self._lock = threading.Lock()  # a launch takes what stands in its struct
         self.grids: tuple[int, ...] = ()
-        self._chunks: list[tuple[int, Callable[[int], None], _Params]] = []
+        self._chunks: list[tuple[_Offsets, Callable[[int], None], _Params]] = []
         for start in range(0, rows, wanted.rows):
             count = min(wanted.rows, rows - start)
             now = shape(count, vectors, size, config)
@@ -158,9 +186,11 @@ class AllReduceRmsNormLauncher:
             function = kernels.function(config.form)
             params = _Params(slots_of(place, 0), rows=count, vectors=vectors, eps=norm.eps, elements=hidden)
             params.offset = norm.weight_offset
+            if norm.quant is not None and norm.quant.smallest is not None:
+                params.smallest = norm.quant.smallest
             ready = function.bound(now.blocks, wanted.threads, params, dependent=early)
             self.grids += (now.blocks,)
-            self._chunks.append((start * hidden * dtype.itemsize, ready, params))
+            self._chunks.append((_Offsets.of(start, hidden, dtype, norm), ready, params))
 
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
@@ -171,8 +201,9 @@ class AllReduceRmsNormLauncher:
 
         Args:
             buffer: of no account; there are none.
-            operands: addresses of x, and of those of residual, weight and bias that there are; results: of normed and
-                sums. All of contiguous tensors, multiples of 16; sums may be residual or x.
+            operands: addresses of x, and of those of residual, weight, bias and a given scale that there are; results:
+                of normed, the rows' scales if there are some, and sums. All of contiguous tensors, multiples of 16;
+                sums may be residual or x, unless what is normed becomes fp8.
             timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
             stream: a CUstream as an integer.
 
@@ -182,13 +213,15 @@ class AllReduceRmsNormLauncher:
         x, *rest = operands
         given = iter(rest)
         residual, weight, bias = (next(given) if there else 0 for there in self._given)
-        normed, sums = results
+        normed, *written, sums = results
+        scales = written[0] if written else next(given, 0)
         with self._lock:
             if timeout_ns != self._timeout_ns:
                 for _, _, params in self._chunks:
                     params.slots.watch.timeout_ns = timeout_ns
                 self._timeout_ns = timeout_ns
-            for start, ready, params in self._chunks:
+            for (start, of_normed, of_scales), ready, params in self._chunks:
                 added = residual + start if residual else 0
-                _put_addresses(params, _X, x + start, added, weight, bias, normed + start, sums + start)
+                to = normed + of_normed, sums + start, scales + of_scales
+                _put_addresses(params, _X, x + start, added, weight, bias, *to)
                 ready(stream)

@@ -11,15 +11,18 @@ import torch
 
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import HostEpoch, Workspace
-from .reference import Affine, NormKind, add_residual_and_norm
+from .reference import NormKind
 
 OP = "fused_all_reduce_rms_norm"
 LAYER_NORM = "fused_all_reduce_layer_norm"
+QUANT = "fused_all_reduce_rms_norm_quant"
 CHUNK_BYTES = 4 << 20  #: bytes of x that are sent in one epoch of a buffer
 
 
 def op_of(kind: NormKind) -> str:
     """The public op that computes it."""
+    if kind.quant is not None:
+        return QUANT
     return LAYER_NORM if kind.subtract_mean else OP
 
 
@@ -34,22 +37,16 @@ def host_norm_layout(rows: int, row_bytes: int, world_size: int) -> Layout:
     return Layout(world_size, 2, 2 * world_size * _rows(rows, row_bytes, world_size)[1] * row_bytes)
 
 
-def host_all_reduce_rms_norm(
-    workspace: Workspace,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    affine: Affine,
-    kind: NormKind,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(normed, sums) of x and residual, both [rows, hidden] and contiguous."""
+def host_all_reduce_of_rows(workspace: Workspace, x: torch.Tensor, op: str) -> torch.Tensor:
+    """What all ranks' x, [rows, hidden] and contiguous, add up to, for the op of this name."""
     rows, hidden = x.shape
     total = torch.empty_like(x)
     step, _ = _rows(rows, hidden * x.element_size(), workspace.world_size)
     with workspace.lock:
         for start in range(0, rows, step):
             chunk = slice(start, start + step)
-            _chunk(workspace, op_of(kind), x[chunk], total[chunk])
-    return add_residual_and_norm(total, residual, affine, kind)
+            _chunk(workspace, op, x[chunk], total[chunk])
+    return total
 
 
 def _chunk(workspace: Workspace, op: str, x: torch.Tensor, total: torch.Tensor) -> None:

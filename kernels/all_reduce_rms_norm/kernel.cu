@@ -1,5 +1,5 @@
 // sums = residual + all_reduce(x), normed = sums / rms(sums) * weight, row by row, in one kernel; with SUBTRACT_MEAN
-// normed = (sums - mean(sums)) / std(sums) * weight + bias, the LayerNorm.
+// normed = (sums - mean(sums)) / std(sums) * weight + bias, the LayerNorm; with QUANT the RMSNorm, rounded, becomes fp8.
 //
 // The all-reduce is taken in float32, in rank order, and rounded; every rank adds its own residual, which may differ,
 // and norms the rounded sum, or with ROUND_SUM 0 the sum in float32. rows.cuh has what is compiled in. Two forms that
@@ -62,12 +62,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
         }
         Norm norm[1];
         team.join(p, s, norm);
+        uint4 normed[VECTORS][1];
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            if (s.has(v)) {
-                weft::store_vector(vector(p.normed, p, row, s.at(v)), norm[0].of(sums[v], affine[v], p));
-            }
+            if (!s.has(v)) continue;
+            normed[v][0] = norm[0].of(sums[v], affine[v], p);
+            if (!QUANT) weft::store_vector(normed_vector(p, row, s.at(v)), normed[v][0]);
         }
+        if constexpr (QUANT != 0) team.store_quantized(p, s, normed, row);
     }
     epoch.leave();
 }
@@ -123,8 +125,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
 #if ROUND_SUM
             if (row < p.rows) weft::store_vector(vector(p.sums, p, row, s.at(v)), plus(total, residual).rounded());
 #else
-            // Until this row's norm takes its place: the sum that is stored is not the one that is normed.
-            if (row < p.rows) weft::store_vector(vector(p.normed, p, row, s.at(v)), total);
+            if (row < p.rows) weft::store_vector(vector(totals(p), p, row, s.at(v)), total);
 #endif
         }
     }
@@ -149,7 +150,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
                     const bool summed = ROUND_SUM && q == RANK;
                     residual[q] = summed ? row_or_zeros(p.sums, p, row, s.at(v)) : residual_or_zeros(p, row, s.at(v));
                 }
-                if (!ROUND_SUM) kept[v][RANK] = row_or_zeros(p.normed, p, group * WORLD_SIZE + RANK, s.at(v));
+                if (!ROUND_SUM) kept[v][RANK] = row_or_zeros(totals(p), p, group * WORLD_SIZE + RANK, s.at(v));
                 epoch.take_all(results + base + s.index(v), kept[v]);
 #if ROUND_SUM
 #pragma unroll
@@ -190,9 +191,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
                 const RowSum sum = plus(kept[v][q], residual_of(p, row, s.at(v)));
                 weft::store_vector(vector(p.sums, p, row, s.at(v)), sum.rounded());
 #endif
-                weft::store_vector(vector(p.normed, p, row, s.at(v)), norm[q].of(sum, affine[v], p));
+                const uint4 normed = norm[q].of(sum, affine[v], p);
+                if (QUANT) {
+                    kept[v][q] = normed;
+                } else {
+                    weft::store_vector(normed_vector(p, row, s.at(v)), normed);
+                }
             }
         }
+        if constexpr (QUANT != 0) team.store_quantized(p, s, kept, group * WORLD_SIZE);
     }
     epoch.leave();
 }

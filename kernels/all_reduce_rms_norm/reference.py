@@ -6,13 +6,15 @@ from typing import NamedTuple
 
 import torch
 
+from .quant import QuantKind
+
 
 class NormKind(NamedTuple):
     """What is computed: by which numbers, of which sum, and from what.
 
     ``round_sum``: the norm is that of the rounded sum, else of the sum in float32. ``residual``: there is one.
     ``wide_weight``: weight and bias are float32 beside 16 bits. ``subtract_mean``: it is a LayerNorm, which may go
-    without a ``weight`` and have a ``bias``.
+    without a ``weight`` and have a ``bias``. ``quant``: what becomes of the normed rows, of an RMSNorm.
     """
 
     eps: float
@@ -23,6 +25,7 @@ class NormKind(NamedTuple):
     subtract_mean: bool = False
     weight: bool = True
     bias: bool = False
+    quant: QuantKind | None = None
 
 
 def rms_norm(

@@ -6,11 +6,13 @@
 //   SUBTRACT_MEAN     1: the mean of the row is taken away first, as in LayerNorm; of the rounded sum
 //   WEIGHT, BIAS      whether there is one; of the dtype of x, or float32 with WIDE_WEIGHT
 //   OFFSET            1: a number is added to the weight
+//   QUANT             the normed rows become fp8, see quant.cuh
 
 #pragma once
 
 #include "comm/ll_exchange.cuh"
 #include "math/cluster_moments.cuh"
+#include "quant.cuh"
 
 #ifndef CLUSTER
 #error "CLUSTER, VECTORS: blocks of a team; vectors of a row that a thread holds"
@@ -26,6 +28,9 @@
 #endif
 #if SUBTRACT_MEAN && !ROUND_SUM
 #error "SUBTRACT_MEAN: is of the rounded sum"
+#endif
+#if SUBTRACT_MEAN && QUANT
+#error "QUANT: is of RMSNorms"
 #endif
 #ifndef WEIGHT
 #define WEIGHT 1
@@ -57,8 +62,10 @@ struct Params {
     const uint4* residual;
     const uint4* weight;
     const uint4* bias;
-    uint4* normed;
+    void* normed;  // or with QUANT the same in fp8
     uint4* sums;
+    u32* scales;  // with QUANT 1 the one that is given, with 2 those of the rows, which are written
+    double smallest;  // of the rows' scales, or of what they are made of
     u32 rows;
     u32 vectors;  // of a row
     float eps;
@@ -214,6 +221,18 @@ __device__ __forceinline__ uint4 residual_or_zeros(const Params& p, u32 row, u32
     return row < p.rows ? residual_of(p, row, at) : make_uint4(0, 0, 0, 0);
 }
 
+__device__ __forceinline__ uint4* normed_vector(const Params& p, u32 row, u32 at) {
+    return vector(static_cast<uint4*>(p.normed), p, row, at);
+}
+
+__device__ __forceinline__ u32* quantized_vector(const Params& p, u32 row, u32 at) {
+    return static_cast<u32*>(p.normed) + (static_cast<weft::u64>(row) * p.vectors + at) * QUANT_WORDS;
+}
+
+// Where two_shot keeps the totals of its own rows when the sum that is stored is not the one that is normed: until that
+// of the row takes its place. Of fp8 there is no room.
+__device__ __forceinline__ uint4* totals(const Params& p) { return QUANT ? p.sums : static_cast<uint4*>(p.normed); }
+
 // How a row is normed.
 struct Norm {
     float scale;
@@ -234,6 +253,13 @@ struct Norm {
         return result.rounded();
     }
 };
+
+__device__ __forceinline__ float largest_of(const Numbers& numbers) {
+    u32 largest = 0;
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) largest = max(largest, __float_as_uint(numbers.of[i]) & 0x7fffffffu);
+    return __uint_as_float(largest);
+}
 
 __device__ __forceinline__ float squares(const Numbers& numbers, float from = 0) {
     float total = 0;
@@ -291,6 +317,40 @@ struct Team {
 #if SUBTRACT_MEAN
             norms[row].mean = means[row];
 #endif
+        }
+    }
+
+    // Stores the rows from `first` on that there are in fp8, and their scales. By whole warps, behind `join`.
+    __device__ __forceinline__ void store_quantized(
+        const Params& p, const RowShare& s, const uint4 (&normed)[VECTORS][ROWS], u32 first) {
+        float scales[ROWS];
+#if QUANT == 2
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            float terms[ROWS] = {};
+            if (s.has(v)) {
+#pragma unroll
+                for (int row = 0; row < ROWS; ++row) terms[row] = largest_of(Numbers(normed[v][row]));
+            }
+            __syncwarp();
+            reduce.publish_largest(s.chunk(v), terms);
+        }
+        reduce.join();
+        reduce.largest(s.chunks(), [&](float largest) { return Quant::of(largest, p.smallest); }, scales);
+#else
+        const float given = __uint_as_float(weft::load_relaxed(p.scales));
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) scales[row] = given;
+#endif
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+            if (first + row >= p.rows) continue;
+            if (QUANT == 2 && s.at(0) == 0) weft::store_word(p.scales + first + row, __float_as_uint(scales[row]));
+            const Quant quant(scales[row]);
+#pragma unroll
+            for (int v = 0; v < VECTORS; ++v) {
+                if (s.has(v)) quant.store(quantized_vector(p, first + row, s.at(v)), normed[v][row]);
+            }
         }
     }
 

@@ -15,6 +15,7 @@ from weft.fused_ops import (
     fused_all_gather_scaled_matmul,
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
+    fused_all_reduce_rms_norm_quant,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
     fused_scaled_matmul_reduce_scatter,
@@ -193,6 +194,24 @@ def _layer_normed(rank: int, size: int, step: int, unit: int, group: Any, more: 
     )
 
 
+def _normed_in_fp8(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
+    """As ``_normed``: what is 2 to 4, or its negative, is a number of fp8."""
+    rows, hidden = 2 * unit + more, 5 if unit == 1 else 8 * unit
+    xs = [numbers(100 * step + r, rows, hidden) for r in range(size)]
+    signs = 2 * numbers(7000 + 100 * step + rank, rows, hidden).abs() - 1
+    residual, weight = 8 * signs - sum(xs), 3 + numbers(8000 + rank, hidden)
+    one = torch.ones((), device=residual.device)
+
+    def call(scale_op: str) -> torch.Tensor:
+        given = xs[rank], residual, weight, 0.0, group
+        quantized, _, sums = fused_all_reduce_rms_norm_quant(*given, scale=one, scale_op=scale_op)
+        return torch.stack([quantized.float(), sums])
+
+    return Case(
+        lambda: call("divide"), lambda: torch.stack([signs * weight, 8 * signs]), lambda: call("multiply")
+    )
+
+
 # Rank, ranks, step (which numbers), unit of the sizes, group, and by how much the sizes are larger.
 OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
     "fused_all_gather_matmul": _gathered,
@@ -206,4 +225,5 @@ OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
     "one_shot_reduce_scatter": _scattered_alone,
     "fused_all_reduce_rms_norm": _normed,
     "fused_all_reduce_layer_norm": _layer_normed,
+    "fused_all_reduce_rms_norm_quant": _normed_in_fp8,
 }

@@ -28,6 +28,7 @@ TWO_PUSHES = (
     "fused_matmul_all_reduce",
     "fused_all_reduce_rms_norm",
     "fused_all_reduce_layer_norm",
+    "fused_all_reduce_rms_norm_quant",
 )
 
 SURVIVABLE = [

@@ -6,16 +6,19 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from opcommon import check, gather, spoil, world
+from quantised import E4M3, E5M2, by_steps, same_bits
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import (
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
+    fused_all_reduce_rms_norm_quant,
     fused_matmul_all_reduce,
     last_plan,
     one_shot_all_reduce,
@@ -174,6 +177,47 @@ def fused(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_all_reduce_rms_norm(world_size: int) -> None:
     run_ranks(fused, world_size, device="cuda")
+
+
+def in_fp8(rank: int, world_size: int) -> None:
+    """Beside the norms whose steps these are. Divisions by numbers are rounded correctly on the CPU, not on a GPU."""
+    order, delays = random.Random(3), random.Random(rank)
+    for step in range(100):
+        late(delays)
+        hidden, rows = order.choice([64, 1000, 4096, 6144, 8192]), order.choice([1, 2, 5, 16, 37, 130, 400])
+        dtype = order.choice([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32])
+        x, residual = (torch.randn(rows, hidden).to(dtype) for _ in range(2))
+        weight = torch.randn(hidden).to(order.choice([dtype, torch.float32]))
+        x[0] = residual[0] = 0
+        given = x, None if order.random() < 0.2 else residual, weight, 1e-6, world()
+        norm: dict[str, Any] = {
+            "weight_offset": order.choice([0.0, 1.0]),
+            "round_sum": order.choice([True, False]),
+        }
+        scale_op, out_dtype = order.choice(["reciprocal", "divide", "multiply"]), order.choice([E4M3, E5M2])
+        smallest = 1e-3
+        scale = torch.rand(1) / 50 + 0.001 if order.random() < 0.5 else None
+        quant = {"scale_op": scale_op, "out_dtype": out_dtype, "scale": scale}
+        call = partial(fused_all_reduce_rms_norm_quant, *given, **norm, **quant)
+        call = partial(call, smallest=None if scale is not None else smallest)
+        numbers, scales, sums = call()
+        assert last_plan().algorithm == "push"
+        normed, wanted = fused_all_reduce_rms_norm(*given, **norm)
+        assert torch.equal(sums, wanted)
+        by = None if scale is None else scale.cpu()
+        steps = by_steps(normed.cpu(), by, out_dtype, scale_op, smallest)
+        assert same_bits(numbers.cpu(), steps[0]) and same_bits(scales.cpu(), steps[1]), (dtype, quant)
+        if step % 20 == 0:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                again = call()
+            graph.replay()
+            assert all(map(same_bits, again, (numbers, scales, sums)))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_reduce_rms_norm_quant(world_size: int) -> None:
+    run_ranks(in_fp8, world_size, device="cuda")
 
 
 def layer_normed(rank: int, world_size: int) -> None:

@@ -25,6 +25,7 @@ from weft.fused_ops import (
     fused_all_gather_matmul,
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
+    fused_all_reduce_rms_norm_quant,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
     one_shot_all_gather,
@@ -53,6 +54,7 @@ def every_op() -> None:
     fused_matmul_reduce_scatter(x, w, "sum", 0, group)
     fused_matmul_all_reduce(x, w, "sum", group)
     fused_all_reduce_rms_norm(x, x, torch.ones(8), 1e-5, group)
+    fused_all_reduce_rms_norm_quant(x, x, torch.ones(8), 1e-5, group)
     fused_all_reduce_layer_norm(x, None, None, torch.ones(8), 1e-5, group)
     assert (one_shot_all_reduce(x, "sum", group) == SIZE).all()
 
@@ -159,6 +161,10 @@ CALLS: dict[str, tuple[Any, Callable[[Tensor, Tensor], object]]] = {
     "all_reduce_rms_norm": (
         all_reduce_rms_norm,
         lambda x, w: fused_all_reduce_rms_norm(x, None, w[:, 0].contiguous(), 1e-5, None),
+    ),
+    "all_reduce_rms_norm_quant": (
+        all_reduce_rms_norm,
+        lambda x, w: fused_all_reduce_rms_norm_quant(x, None, w[:, 0].contiguous(), 1e-5, None),
     ),
     "all_reduce_layer_norm": (
         all_reduce_rms_norm,

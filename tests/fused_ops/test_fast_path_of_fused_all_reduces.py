@@ -17,11 +17,13 @@ from weft import symm_mem
 from weft.fused_ops import (
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
+    fused_all_reduce_rms_norm_quant,
     fused_matmul_all_reduce,
 )
 from weft.fused_ops.dispatch import fast_path, plan
 from weft.fused_ops.dispatch.workspaces import AROUND_MATMULS
 from weft.fused_ops.ops import all_reduce, all_reduce_rms_norm, matmul_all_reduce
+from weft.fused_ops.ops.calls import AllReduceRmsNormQuantCall
 from weft.kernels.all_reduce_rms_norm.reference import NormKind
 from weft.symm_mem import call_cache
 from weft.symm_mem.call_cache import CachedDict
@@ -296,4 +298,34 @@ def test_a_layer_norm_is_that_of_the_same_operands(stage: Fused) -> None:
         fused_all_reduce_layer_norm(*given, None, None, 1e-6, NAME)
     with pytest.raises(SLOW, match=TAKEN):
         fused_all_reduce_rms_norm(row, None, row, EPS, NAME)
+    assert not stage.kernel.launched
+
+
+@pytest.mark.parametrize("scale", [None, torch.ones(1)], ids=["rows", "given"])
+def test_a_norm_in_fp8_is_that_of_the_same_arguments(stage: Fused, scale: torch.Tensor | None) -> None:
+    x, residual, weight = stage.norm
+    given = stage.norm if scale is None else (*stage.norm, scale)
+    results = [
+        x.to(torch.float8_e4m3fn),
+        *([x.new_empty(6, 1)] if scale is None else []),
+        torch.empty_like(x),
+    ]
+    named: Any = {"scale": scale, "scale_op": "divide", "out_dtype": torch.float8_e4m3fn}
+    name = all_reduce_rms_norm.name_of_quant(
+        AllReduceRmsNormQuantCall(x, residual, weight, EPS, NAME, **named)
+    )
+    made = fast_path.LaunchedCall(all_reduce_rms_norm.host.QUANT, name, given, given, results)
+    fast_path.remember_call(made, stage.workspace, stage.kernel, plan.Plan("push"), profitable=True)
+    others: list[Any] = [{"scale_op": "multiply"}, {"weight_offset": 1.0}, {"round_sum": False}]
+    others += [{"out_dtype": torch.float8_e5m2}, {"scale": torch.ones(1) if scale is None else None}]
+    others += [{"smallest": 0.5}] if scale is None else []
+    for call in (fused_all_reduce_rms_norm_quant, torch.ops.weft.fused_all_reduce_rms_norm_quant):
+        quantized, scales, sums = call(*stage.norm, EPS, NAME, **named)
+        assert (quantized.shape, quantized.dtype, sums.dtype) == (x.shape, torch.float8_e4m3fn, x.dtype)
+        written = [quantized, sums] if scale is not None else [quantized, scales, sums]
+        operands, addresses = [[t.data_ptr() for t in ts] for ts in (given, written)]
+        assert stage.kernel.launched.pop() == (0, operands, addresses, DEADLINE, STREAM)
+        for other in others:
+            with pytest.raises(SLOW, match=TAKEN):
+                call(*stage.norm, EPS, NAME, **(named | other))
     assert not stage.kernel.launched

@@ -167,6 +167,9 @@ def refused(rank: int, world_size: int) -> None:
             lambda n, A=A, B=B: weft.one_shot_reduce_scatter(B, "avg", 0, name, group_size=n),
             lambda n, A=A, B=B: weft.one_shot_reduce_scatter_out(A[:2], A, "sum", 0, name, group_size=n) or A,
             lambda n, A=A, B=B: weft.fused_all_reduce_rms_norm(B, B, B[0], 1e-5, name, group_size=n)[0],
+            lambda n, A=A, B=B: weft.fused_all_reduce_rms_norm_quant(
+                B.detach(), None, B[0].detach(), 1e-5, name, group_size=n
+            )[0],
             lambda n, A=A, B=B: weft.fused_all_reduce_layer_norm(B, B, None, None, 1e-5, name, group_size=n)[
                 0
             ],

@@ -18,6 +18,7 @@ from weft.fused_ops import (
     fused_all_gather_matmul,
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
+    fused_all_reduce_rms_norm_quant,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
     one_shot_all_gather,
@@ -50,6 +51,8 @@ def products(rank: int, world_size: int) -> None:
     check("reduce_scatter", part, sum(gather(A)).chunk(world_size)[rank], 1e-6)
     _, sums = fused_all_reduce_rms_norm(A, A, A[0], 1e-5, world())
     check("all_reduce_rms_norm", sums, sum(gather(A)) + A.double(), 1e-6)
+    *_, sums = fused_all_reduce_rms_norm_quant(A, A, A[0], 1e-5, world())
+    check("all_reduce_rms_norm_quant", sums, sum(gather(A)) + A.double(), 1e-6)
     _, sums = fused_all_reduce_layer_norm(A, A, A[0], None, 1e-5, world())
     check("all_reduce_layer_norm", sums, sum(gather(A)) + A.double(), 1e-6)
     if grad:
@@ -94,6 +97,7 @@ def calls() -> list[tuple[Callable[..., Any], list[torch.Tensor]]]:
         (lambda a: one_shot_reduce_scatter(a, "sum", 0, world()), [A]),
         (lambda a, b: one_shot_reduce_scatter(a, "min", 0, world(), out=b), [A, A.chunk(world().size())[0]]),
         (lambda a, b, c: fused_all_reduce_rms_norm(a, b, c, 1e-5, world()), [x, x, x[0]]),
+        (lambda a, b, c: fused_all_reduce_rms_norm_quant(a, b, c, 1e-5, world()), [x, x, x[0]]),
         (lambda a, b, c: fused_all_reduce_layer_norm(a, b, c, c, 1e-5, world()), [x, x, x[0]]),
         (lambda a, b: fused_matmul_all_reduce(a, b, "avg", world()), [A, B]),
     ]

@@ -52,6 +52,7 @@ def calls(size: int, dtype: torch.dtype, m: int, k: int, n: int) -> list[Call]:
         ("one_shot_all_gather", (x(m, k), 1, None), {}),
         ("one_shot_reduce_scatter", (x(m * size, k), "sum", 0, None), {}),
         ("fused_all_reduce_rms_norm", (x(m, k), x(m, k), x(k), 1e-5, None), {}),
+        ("fused_all_reduce_rms_norm_quant", (x(m, k), x(m, k), x(k), 1e-5, None), {}),
         ("fused_all_reduce_layer_norm", (x(m, k), x(m, k), x(k), x(k), 1e-5, None), {}),
     ]
 
@@ -133,6 +134,7 @@ def test_gpus_that_are_not_there(of_two: Any) -> None:
         "one_shot_all_gather": "push",
         "one_shot_reduce_scatter": "push",
         "fused_all_reduce_rms_norm": "push",
+        "fused_all_reduce_rms_norm_quant": "push",
         "fused_all_reduce_layer_norm": "push",
     }
     for call in map(on_gpu, calls(2, BF16, 2048, 4096, 3072)):
@@ -234,6 +236,7 @@ def test_each_call_says_which_programs_it_launches(of_two: Any, dtype: torch.dty
     folders = {
         "fused_all_gather_scaled_matmul": "all_gather_matmul",
         "fused_scaled_matmul_reduce_scatter": "matmul_reduce_scatter",
+        "fused_all_reduce_rms_norm_quant": "all_reduce_rms_norm",
         "fused_all_reduce_layer_norm": "all_reduce_rms_norm",
     }
     for op, args, named in [*made, *started]:

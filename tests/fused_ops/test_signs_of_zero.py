@@ -12,6 +12,7 @@ from weft.fused_ops import (
     fused_all_gather_matmul,
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
+    fused_all_reduce_rms_norm_quant,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
     one_shot_all_reduce,
@@ -41,7 +42,9 @@ def check(rank: int, size: int, name: str) -> None:
         got, want = one_shot_all_reduce(a[rank], "sum", None), summed(lambda r: a[r])
     elif name.startswith("fused_all_reduce"):
         x = [zeros(20 + r, m, n) for r in range(size)]
-        if "rms" in name:
+        if "quant" in name:
+            *_, got = fused_all_reduce_rms_norm_quant(x[rank], residual, torch.ones(n), 1e-5, None)
+        elif "rms" in name:
             _, got = fused_all_reduce_rms_norm(x[rank], residual, torch.ones(n), 1e-5, None)
         else:
             _, got = fused_all_reduce_layer_norm(x[rank], residual, None, None, 1e-5, None)
@@ -71,6 +74,7 @@ def bits(x: Tensor) -> Tensor:
     [
         "one_shot_all_reduce",
         "fused_all_reduce_rms_norm",
+        "fused_all_reduce_rms_norm_quant",
         "fused_all_reduce_layer_norm",
         "fused_matmul_all_reduce",
         "fused_matmul_reduce_scatter",

@@ -32,11 +32,16 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "fused_all_reduce_rms_norm": lambda a: torch.ops.weft.fused_all_reduce_rms_norm(
         a, a, torch.ones(6), 1e-5, NAME
     )[0],
+    "fused_all_reduce_rms_norm_quant": lambda a: torch.ops.weft.fused_all_reduce_rms_norm_quant(
+        a, a, torch.ones(6), 1e-5, NAME
+    )[2],
     "fused_all_reduce_layer_norm": lambda a: torch.ops.weft.fused_all_reduce_layer_norm(
         a, a, torch.ones(6), None, 1e-5, NAME
     )[0],
     "fused_matmul_all_reduce": lambda a: torch.ops.weft.fused_matmul_all_reduce(a, B, "sum", NAME),
 }
+# They refuse what requires a gradient.
+WITHOUT_GRADIENT = ("one_shot_all_reduce_", "fused_all_reduce_rms_norm_quant")
 DTENSOR = r"is given a DTensor, must be given what this rank holds of it: its to_local\(\)"
 TRANSFORM = "has no derivative inside of torch.func's transforms; use backward or torch.autograd.grad"
 VMAP = r"has no rule for vmap \(nor for is_grads_batched\); call it once"
@@ -48,7 +53,7 @@ def in_words_of_their_own(rank: int, world_size: int) -> None:
     for name, op in OPS.items():
         for grad in (False, True):
             sharded = DTensor.from_local(A.clone().requires_grad_(grad), mesh, [Shard(0)])
-            if not (grad and name == "one_shot_all_reduce_"):  # that refuses one that requires a gradient
+            if not (grad and name in WITHOUT_GRADIENT):
                 with pytest.raises(TypeError, match=f"^{name}: {DTENSOR}"):
                     op(sharded)
         sharded = sharded.detach()
@@ -62,7 +67,7 @@ def in_words_of_their_own(rank: int, world_size: int) -> None:
             torch.func.grad(lambda a, op=op: op(a).sum())(A)
         with pytest.raises(NotImplementedError, match=f"^{name}: {TRANSFORM}"):
             torch.func.jvp(op, (A,), (A,))
-        if name != "one_shot_all_reduce_":
+        if name not in WITHOUT_GRADIENT:
             given = A.clone().requires_grad_()
             y = op(given)
             with pytest.raises(NotImplementedError, match=VMAP):

@@ -22,6 +22,8 @@ import values as v
 
 RANKS = 2
 ENV = {"WEFT_TIMEOUT": "20"}
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+QUANT = ("weight_offset", "round_sum", "scale", "out_dtype", "scale_op", "smallest")
 NAMES = {
     "fused_all_gather_matmul": r"A_shard|Bs(\[\d+\])?|gather_dim|group|return_A",
     "fused_matmul_reduce_scatter": "A|B|reduce_op|scatter_dim|group|out_dtype|bias|residual",
@@ -38,6 +40,7 @@ NAMES = {
     "one_shot_all_gather": "x|gather_dim|group|out",
     "one_shot_reduce_scatter": "x|reduce_op|scatter_dim|group|out",
     "fused_all_reduce_rms_norm": "x|residual|weight|eps|group|weight_offset|round_sum",
+    "fused_all_reduce_rms_norm_quant": f"x|residual|weight|eps|group|{'|'.join(QUANT)}",
     "fused_all_reduce_layer_norm": "x|residual|weight|bias|eps|group|weight_offset",
     "fused_matmul_all_reduce": "A|B|reduce_op|group",
 }
@@ -167,6 +170,14 @@ def all_reduce_rms_norm(draw: st.DrawFn) -> list[Any]:
 
 
 @st.composite
+def all_reduce_rms_norm_quant(draw: st.DrawFn) -> list[Any]:
+    norm, given = draw(all_reduce_rms_norm()), draw(st.booleans())
+    scale = v.Tensor((1,), "float32", draw(v.layouts), draw(v.seeds)) if given else None
+    quant = (FLOAT8, ("reciprocal", "divide", "multiply"), (None,) if given else (None, 0.0, 1))
+    return [*norm, scale, *(draw(st.sampled_from(each)) for each in quant)]
+
+
+@st.composite
 def all_reduce_layer_norm(draw: st.DrawFn) -> list[Any]:
     shape, dtype = tuple(draw(st.lists(v.sizes, min_size=1, max_size=3))), draw(v.dtypes)
     columns = draw(st.sampled_from((dtype, "float32")))
@@ -201,6 +212,7 @@ def calls(draw: st.DrawFn) -> tuple[str, list[Any]]:
             all_gather().map(lambda a: ("one_shot_all_gather", a)),
             reduce_scatter().map(lambda a: ("one_shot_reduce_scatter", a)),
             all_reduce_rms_norm().map(lambda a: ("fused_all_reduce_rms_norm", a)),
+            all_reduce_rms_norm_quant().map(lambda a: ("fused_all_reduce_rms_norm_quant", a)),
             all_reduce_layer_norm().map(lambda a: ("fused_all_reduce_layer_norm", a)),
             matmul_all_reduce().map(lambda a: ("fused_matmul_all_reduce", a)),
         )
@@ -223,6 +235,9 @@ def invoke(op: str, args: list[Any]) -> Any:
     if op == "fused_all_reduce_rms_norm":
         *args, offset, rounded = args
         return fused_ops.fused_all_reduce_rms_norm(*args, weight_offset=offset, round_sum=rounded)
+    if op == "fused_all_reduce_rms_norm_quant":
+        named = dict(zip(QUANT, args[5:], strict=True))
+        return fused_ops.fused_all_reduce_rms_norm_quant(*args[:5], **named)
     if op == "fused_all_reduce_layer_norm":
         *args, offset = args
         return fused_ops.fused_all_reduce_layer_norm(*args, weight_offset=offset)
@@ -267,7 +282,7 @@ def reference(op: str, every: list[list[Any]], rank: int) -> Any:
         dim = int(every[0][2])
         mine = [x.chunk(len(every), dim)[rank] if x.shape[dim] else x for x in first]
         return sum(mine) / (len(every) if every[0][1] == "avg" else 1), mine
-    if op in ("fused_all_reduce_rms_norm", "fused_all_reduce_layer_norm"):
+    if "norm" in op:
         residual = every[rank][1]
         added = [] if residual is None else [residual.detach().double()]
         return sum(added, start=sum(first)), [*first, *added]
@@ -352,6 +367,8 @@ def attempt(rank: int, world_size: int, op: str, args: list[Any]) -> tuple[Any, 
                 dtype,
                 None,
             )
+        if op == "fused_all_reduce_rms_norm_quant":
+            *_, got = got
         if op == "fused_all_reduce_layer_norm":
             normed, got = got
             compare(

@@ -47,6 +47,15 @@ NORM_SWITCHES = {
     "layer": norm_kernel.NormSwitches(subtract_mean=True, bias=True),
     "layer-wide": norm_kernel.NormSwitches(wide_weight=True, offset=True, subtract_mean=True, bias=True),
     "layer-bare": norm_kernel.NormSwitches(residual=False, subtract_mean=True, weight=False),
+    "static": norm_kernel.NormSwitches(quant=1),
+    "static-all": norm_kernel.NormSwitches(
+        round_sum=False, wide_weight=True, offset=True, quant=1, scale_op=1
+    ),
+    "rows": norm_kernel.NormSwitches(quant=2),
+    "rows-divided": norm_kernel.NormSwitches(residual=False, quant=2, scale_op=1),
+    "rows-all": norm_kernel.NormSwitches(
+        round_sum=False, wide_weight=True, offset=True, quant=2, scale_op=2, e5m2=True
+    ),
 }
 ONE_SHOT = (2, 3, 4, 5, 8, 9)
 FEW_ROWS = [

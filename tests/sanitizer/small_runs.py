@@ -26,6 +26,7 @@ from weft.fused_ops import (
     fused_all_gather_scaled_matmul,
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
+    fused_all_reduce_rms_norm_quant,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
     fused_scaled_matmul_reduce_scatter,
@@ -261,6 +262,17 @@ def all_reduce_rms_norm(rank: int, size: int, seed: int) -> None:
             want = sum(x.float() for x in xs) + (residual.float() if given is not None else 0)
             scaled = want * torch.rsqrt(want.square().mean(-1, keepdim=True) + 1e-5)
             torch.testing.assert_close(normed.cpu().float(), scaled, rtol=2e-2, atol=1e-3)
+        for scale in (None, put(torch.full((1,), 0.01))):
+            quantized, scales, sums = fused_all_reduce_rms_norm_quant(
+                put(xs[rank]), put(residual), put(weight), 1e-5, dist.group.WORLD, scale=scale
+            )
+            fused()
+            want = sums.cpu().float()
+            scaled = want * torch.rsqrt(want.square().mean(-1, keepdim=True) + 1e-5)
+            back = quantized.cpu().float() * scales.cpu()
+            torch.testing.assert_close(
+                back, scaled.clamp(-4.48, 4.48) if scale is not None else scaled, rtol=0.07, atol=2e-2
+            )
         for columns in (DTYPES[0], torch.float32):
             bias = numbers(seed + 2, 0, columns, 1, hidden)[0]
             normed, sums = fused_all_reduce_layer_norm(

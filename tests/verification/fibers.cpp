@@ -1,5 +1,5 @@
 // Runs a .cu file of kernels that push on the CPU (fibers.h). fibers.py compiles it, with this file's stand-ins in place of
-// sync.cuh, barriers.cuh, numbers.cuh, reduce.cuh and mma.cuh. They give up the processor wherever a kernel polls, stores to a peer or
+// sync.cuh, barriers.cuh, numbers.cuh, reduce.cuh, float8.cuh and mma.cuh. They give up the processor wherever a kernel polls, stores to a peer or
 // meets a barrier. What is stored is there at once, but for half of the zeros, with which slots are emptied: they come
 // when the thread has a fence, or another one of its block with a barrier before it, or when the kernel ends.
 
@@ -107,6 +107,16 @@ static float __shfl_sync(unsigned, float x, int from) {
 }
 static float __shfl_xor_sync(unsigned, float x, int mask) { return __shfl_sync(0, x, running->thread % 32 ^ mask); }
 
+static unsigned __reduce_max_sync(unsigned, unsigned word) {
+    float* lanes = warp_lanes();
+    lanes[running->thread % 32] = weft::as_float(word);
+    meet_warp();
+    unsigned largest = 0;
+    for (int i = 0; i < 32; ++i) largest = max(largest, weft::as_bits(lanes[i]));
+    meet_warp();
+    return largest;
+}
+
 static unsigned atomicAdd(unsigned* place, unsigned more) {
     const unsigned before = *place;
     *place += more;
@@ -142,6 +152,10 @@ static void store_vector(uint4* place, uint4 v) {
         *place = v;
     }
 }
+static void store_vector(uint2* place, uint2 v) {
+    if (reinterpret_cast<u64>(place) % sizeof v == 0) *place = v;
+}
+static void store_word(u32* place, u32 value) { *place = value; }
 static u32 load_relaxed(const u32* word) { return *word; }
 static u32 load_payload_word(const u32* word) { return own_zero(word) == nullptr ? *word : 0; }
 static void store_payload_word(u32* word, u32 value) {
@@ -191,6 +205,25 @@ struct float32 {
     static void unpack(u32 word, float* out) { out[0] = as_float(word); }
     static u32 pack(const float* in) { return std::isnan(in[0]) ? 0x7fffffffu : as_bits(in[0]); }
 };
+
+// By steps between numbers, from the smallest ones on.
+template <bool IS_E5M2>
+static u32 float8_bits(float number) {
+    constexpr int MANTISSA = IS_E5M2 ? 2 : 3, LEAST = IS_E5M2 ? -14 : -6;
+    constexpr float LARGEST = IS_E5M2 ? 57344 : 448;
+    const u32 sign = std::signbit(number) ? 128 : 0;
+    if (std::isnan(number)) return 127;
+    const float size = std::min(std::fabs(number), LARGEST);
+    const int exponent = std::max(size > 0 ? std::ilogb(size) : LEAST, LEAST);
+    const int steps = std::nearbyint(std::ldexp(size, MANTISSA - exponent));
+    return sign + ((exponent - LEAST) << MANTISSA) + steps;
+}
+template <bool IS_E5M2>
+static u32 pack_float8(const float (&in)[4]) {
+    u32 word = 0;
+    for (int i = 0; i < 4; ++i) word |= float8_bits<IS_E5M2>(in[i]) << 8 * i;
+    return word;
+}
 
 namespace reduce {
 struct sum {

@@ -21,7 +21,14 @@ from weft.symm_mem import workspace
 from weft.symm_mem.failure import fault
 
 DEVICE = Path(weft.kernels.device.__file__).parent
-STAND_INS = ("ptx/sync.cuh", "ptx/barriers.cuh", "math/numbers.cuh", "math/reduce.cuh", "ptx/mma.cuh")
+STAND_INS = (
+    "ptx/sync.cuh",
+    "ptx/barriers.cuh",
+    "ptx/float8.cuh",
+    "ptx/mma.cuh",
+    "math/numbers.cuh",
+    "math/reduce.cuh",
+)
 REAL = (
     "comm/ll_protocol.cuh",
     "comm/ll_exchange.cuh",

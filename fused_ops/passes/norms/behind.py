@@ -36,6 +36,7 @@ from ..graph.collectives import (
 from ..graph.rewrite import call
 from ..graph.views import CASTS, unchanged
 from .layer_norm import layer_norm_of
+from .quant import QuantBehind
 from .rms_norm import rms_norm_of
 from .steps import FoundNorm
 
@@ -59,6 +60,8 @@ class NormBehind:
     sum: _Sum
     norm: FoundNorm
     dtype: torch.dtype
+    quant: QuantBehind | None = None
+    stays: str = ""  # what becomes of a step behind it that is not fused
 
     @property
     def round_sum(self) -> bool:
@@ -66,14 +69,18 @@ class NormBehind:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        return [*self.norm.nodes, *self.norm.read, *self.sum.nodes, *self.sum.read]
+        of_quant = [] if self.quant is None else self.quant.nodes
+        return [*self.norm.nodes, *self.norm.read, *self.sum.nodes, *self.sum.read, *of_quant]
 
     @property
     def form(self) -> str:
-        return f"{' → add' if self.sum.residual is not None else ''} → {self.norm.word}"
+        quant = "" if self.quant is None else " → quant"
+        return f"{' → add' if self.sum.residual is not None else ''} → {self.norm.word}{quant}"
 
     @property
     def op(self) -> Any:
+        if self.quant is not None:
+            return schema.all_reduce_rms_norm_quant
         return schema.all_reduce_layer_norm if self.norm.layer else schema.all_reduce_rms_norm
 
     @property
@@ -82,6 +89,7 @@ class NormBehind:
         words.append(self.norm.word + ("" if self.round_sum else " of the unrounded sum"))
         if self.norm.offset:
             words.append(f"{self.norm.offset:g} added to the weight")
+        words += [t for t in (self.quant.detail if self.quant is not None else "", self.stays) if t]
         return ", ".join(words)
 
     @classmethod
@@ -101,6 +109,10 @@ class NormBehind:
             raise LeftAlone(f"of what it norms, {some(rest)} are more than one residual")
         behind = cls(total, found, dtype)
         behind._check(collectives)
+        try:
+            behind.quant = QuantBehind.after(found, total.at)
+        except LeftAlone as e:
+            behind.stays = f"what makes fp8 of it stays: {e}"
         return behind
 
     def _check(self, collectives: list[Collective]) -> None:
@@ -139,13 +151,19 @@ class NormBehind:
         if not self.round_sum:
             named["round_sum"] = False
         columns = (self.norm.weight, self.norm.bias) if self.norm.layer else (self.norm.weight,)
-        both = rewrite.fused(at, self.op, c, x, self.sum.residual, *columns, self.norm.eps, **named)
-        normed, sums = (call(at, operator.getitem, both, i) for i in (0, 1))
-        new = {self.norm.normed: rewrite.make_contiguous(normed, at)}
-        stored = rewrite.make_contiguous(sums, at)
-        for node in self.sum.rounded:
+        if self.quant is not None:
+            rewrite.hoist(self.quant.late, at)
+            named |= self.quant.arguments
+        made = rewrite.fused(at, self.op, c, x, self.sum.residual, *columns, self.norm.eps, **named)
+        if self.quant is None:
+            new = {self.norm.normed: rewrite.make_contiguous(call(at, operator.getitem, made, 0), at)}
+        else:
+            count = 1 if self.quant.given else 2
+            new = self.quant.replaced([call(at, operator.getitem, made, i) for i in range(count)], at)
+        stored = rewrite.make_contiguous(call(at, operator.getitem, made, 1 if self.quant is None else 2), at)
+        for i, node in enumerate(self.sum.rounded):
             # What is other memory in the graph stays other memory.
-            new[node] = stored if len(new) == 1 else call(at, aten.clone.default, stored)
+            new[node] = stored if i == 0 else call(at, aten.clone.default, stored)
         return new
 
 

@@ -27,6 +27,7 @@ _WORDS = {
     "weft::one_shot_all_reduce": "all_reduce",
     "weft::fused_all_reduce_rms_norm": "all_reduce",
     "weft::fused_all_reduce_layer_norm": "all_reduce",
+    "weft::fused_all_reduce_rms_norm_quant": "all_reduce",
     "_c10d_functional::all_reduce": "all_reduce",
     "weft::one_shot_all_gather": "all_gather",
     "weft::one_shot_reduce_scatter": "reduce_scatter",

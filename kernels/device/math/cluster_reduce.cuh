@@ -5,6 +5,12 @@
 //   team.join();                             all terms of the round are there
 //   team.totals(most, map, out);             map of each sum of terms 0 to most - 1: the same bits in every thread
 //
+// In a round of its own, the largest of terms that are not negative; one that is a NaN is larger than all others:
+//
+//   team.publish_largest(i, terms);
+//   team.join();
+//   team.largest(most, map, out);
+//
 // In each round every warp of every block publishes as often as the others, `count` times in all, each i once. Terms
 // are added in the order of i, whatever the cluster's size.
 //
@@ -64,6 +70,17 @@ struct ClusterReduce {
         share(0, term, Sums::of(values));
     }
 
+    // By whole warps.
+    __device__ __forceinline__ void publish_largest(int term, const float (&values)[SUMS]) {
+        u32 mine = 0;
+#pragma unroll
+        for (int sum = 0; sum < SUMS; ++sum) {
+            const u32 largest = largest_of_warp(__float_as_uint(values[sum]));
+            if (Sums::which() == sum) mine = largest;
+        }
+        share(0, term, __uint_as_float(mine));
+    }
+
     __device__ __forceinline__ void join() {
         if constexpr (BLOCKS == 1) {
             __syncthreads();
@@ -83,6 +100,18 @@ struct ClusterReduce {
             for (int sum = 0; sum < SUMS; ++sum) of_lane[sum] += term[sum * TERMS];
         });
         Sums::to_all(map(Sums::of(of_lane)), out);
+    }
+
+    // By whole warps, behind `join` of the round in which the largest were published.
+    template <typename Map>
+    __device__ __forceinline__ void largest(int most, const Map& map, float (&out)[SUMS]) const {
+        u32 of_lane[SUMS] = {};
+        each_published(most, [&](int, const float* term) {
+#pragma unroll
+            for (int sum = 0; sum < SUMS; ++sum) of_lane[sum] = max(of_lane[sum], __float_as_uint(term[sum * TERMS]));
+        });
+#pragma unroll
+        for (int sum = 0; sum < SUMS; ++sum) out[sum] = map(__uint_as_float(largest_of_warp(of_lane[sum])));
     }
 
 protected:

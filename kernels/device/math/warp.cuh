@@ -1,4 +1,4 @@
-// Sums over the lanes of a warp, one or several at once. By whole warps.
+// Sums over the lanes of a warp, one or several at once, and the largest. By whole warps.
 
 #pragma once
 
@@ -44,5 +44,8 @@ struct WarpSums {
         for (int i = 0; i < COUNT; ++i) all[i] = COUNT == 1 ? mine : __shfl_sync(~0u, mine, i * LANES);
     }
 };
+
+// The largest word of all lanes. Of floats that are not negative it is the largest, and a NaN beyond all.
+__device__ __forceinline__ unsigned int largest_of_warp(unsigned int word) { return __reduce_max_sync(~0u, word); }
 
 }  // namespace weft

@@ -120,6 +120,10 @@ __device__ __forceinline__ void store_vector(uint4* place, uint4 v) {
                  : "memory");
 }
 
+__device__ __forceinline__ void store_vector(uint2* place, uint2 v) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(place), "r"(v.x), "r"(v.y) : "memory");
+}
+
 __device__ __forceinline__ u32 load_relaxed(const u32* word) {
     u32 value;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");

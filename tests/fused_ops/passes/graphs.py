@@ -229,6 +229,9 @@ class Ranks:
         if isinstance(target, torch._ops.OpOverload) and target._opname == "fused_all_reduce_rms_norm":
             total = self.reduced(first, "sum")
             return [self.rms_norm(total, a[0], **a[1]) for a in args]
+        if isinstance(target, torch._ops.OpOverload) and target._opname == "fused_all_reduce_rms_norm_quant":
+            total = self.reduced(first, "sum")
+            return [self.rms_norm_quant(total, a[0], **a[1]) for a in args]
         if isinstance(target, torch._ops.OpOverload) and target._opname == "fused_all_reduce_layer_norm":
             total = self.reduced(first, "sum")
             return [self.layer_norm(total, a[0], **a[1]) for a in args]
@@ -262,6 +265,21 @@ class Ranks:
         _, residual, weight, eps, _ = given
         x = total.clone() if residual is None else total + residual
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (weight + weight_offset), x
+
+    def rms_norm_quant(self, total: Tensor, given: Any, **named: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+        quant = {n: named.pop(n, None) for n in ("scale", "out_dtype", "scale_op", "smallest")}
+        normed, x = self.rms_norm(total, given, **named)
+        largest, scale = torch.finfo(quant["out_dtype"]).max, quant["scale"]
+        if scale is None:
+            amax, smallest = normed.abs().amax(-1, keepdim=True), quant["smallest"]
+            scale = {
+                "reciprocal": lambda: (amax / largest).clamp(min=smallest),
+                "divide": lambda: amax.clamp(min=smallest) / largest,
+                "multiply": lambda: largest / amax.clamp(min=smallest),
+            }[quant["scale_op"]]()
+        by = scale if quant["scale_op"] == "multiply" else 1 / scale
+        numbers = (normed * by.reshape(() if by.numel() == 1 else by.shape)).clamp(-largest, largest)
+        return numbers, scale if quant["scale"] is None else None, x
 
     def layer_norm(self, total: Tensor, given: Any, weight_offset: float = 0.0) -> tuple[Tensor, Tensor]:
         _, residual, weight, bias, eps, _ = given

@@ -200,6 +200,26 @@ class Machine:
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
         return [(normed.to(x.dtype) * self.values[weight]).to(x.dtype), wide.to(x.dtype)]
 
+    def in_fp8(self, i: int, scale: int | None, kind: str) -> Tensor:
+        """What comes of it again, by a given scale or one of each row: as vLLM, torchao's quantize_ or its Float8Linear
+        has it, or none of them."""
+        x, largest = self.values[i], 448.0
+        wide, amax = x.to(torch.float32), x.abs().amax(-1, keepdim=True)
+        if scale is not None:
+            by = self.values[scale].abs() + 0.5
+        elif kind == "multiply":
+            by = (largest / amax.to(torch.float64).clamp(min=1e-12)).to(torch.float32)
+        elif kind == "divide":
+            by = (amax.clamp(min=1e-5) / largest).to(torch.float32)
+        else:
+            by = (amax.to(torch.float32) / (largest if kind == "reciprocal" else 240.0)).clamp(min=1e-6)
+        if kind == "divide":
+            wide = wide / by
+        else:
+            wide = wide * (by if kind == "multiply" else by.reciprocal())
+        numbers = wide.clamp(-largest, largest).to(torch.float8_e4m3fn).to(torch.float32)
+        return (numbers / by if kind == "multiply" else numbers * by).to(x.dtype)
+
     def write(self, i: int) -> Tensor:
         """A mutation. The value stands in the list a second time."""
         return self.values[i].add_(1)

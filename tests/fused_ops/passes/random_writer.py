@@ -349,8 +349,20 @@ class Writer:
         if of_sum:
             residual = self.new(*shape, dtype=self.draw(dtype, dtype, dtype, torch.float32), shared=True)
             first = self.do("norm_of_sum", y, residual, weight)
-            return [first, first + 1]
-        return [y, self.do("norm", y, weight, self.draw("", "", "Gemma", "layer", "layer, bias"))]
+            return [self.in_fp8(first), first + 1]
+        return [
+            y,
+            self.in_fp8(self.do("norm", y, weight, self.draw("", "", "Gemma", "layer", "layer, bias"))),
+        ]
+
+    def in_fp8(self, normed: int) -> int:
+        """The norm by way of fp8, or as it is."""
+        if self.size(0, 2) or 0 in self.shape(normed):
+            return normed
+        scale = self.new(1, dtype=torch.float32) if self.size(0, 2) == 2 else None
+        return self.do(
+            "in_fp8", normed, scale, self.draw("reciprocal", "divide", "multiply", "another bound")
+        )
 
     def all_reduced(self, lead: list[int], columns: int, group: int, source: int | None) -> int:
         if self.size(0, 5) == 5:  # of what is no product

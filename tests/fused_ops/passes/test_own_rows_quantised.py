@@ -14,7 +14,7 @@ from test_sequence_parallel import ar, graph_of, results
 from torch import Tensor
 from weft.fused_ops import FusionPass
 
-NORM = "weft::fused_all_reduce_rms_norm"
+QUANT = "weft::fused_all_reduce_rms_norm_quant"
 ROWS, INNER, HIDDEN, COLUMNS = 12, 32, 64, 48
 
 
@@ -94,8 +94,8 @@ def test_fp8_is_gathered(fn: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("fn", TAKEN)
-def test_without_it_the_norm_is_fused_and_quantised_behind_that(fn: Callable[..., Any]) -> None:
-    check(fn, False, [NORM] * (2 if fn is layers else 1))
+def test_without_it_the_norm_is_fused_with_what_quantises_it(fn: Callable[..., Any]) -> None:
+    check(fn, False, [QUANT] * (2 if fn is layers else 1))
 
 
 def test_what_is_gathered_has_8_bits() -> None:

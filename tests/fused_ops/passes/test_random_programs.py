@@ -25,8 +25,8 @@ from weft.fused_ops.passes.agreement.guard import GraphGuard
 
 # Up to here every whole number is exact. Inputs are whole numbers, so that a sum is the same in any order.
 EXACT = {torch.float32: 2**24, torch.bfloat16: 2**8, torch.float16: 2**11}
-# Beyond it, relative to the norm: some roundings on the way to each result.
-ROUNDED = {torch.float32: 1e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}
+# Beyond it, relative to the norm: some roundings on the way to each result. Of fp8 a number may be the next one.
+ROUNDED = {torch.float32: 1e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3, torch.float8_e4m3fn: 2**-3}
 # A rank that waits for a peer which does something else must not wait for long.
 ENV = {"WEFT_TIMEOUT": "60"}
 
@@ -57,7 +57,7 @@ class Watch(fx.Interpreter):
         for t in tree_leaves(result):
             if isinstance(t, Tensor) and t.numel():
                 # An average of two halves what is exact, and a fused op may round a sum of several to the dtype of one.
-                self.exact &= bool(t.abs().max() * 16 <= EXACT.get(t.dtype, 0))
+                self.exact &= t.dtype in EXACT and bool(t.abs().max() * 16 <= EXACT[t.dtype])
                 self.rounded = max(self.rounded, ROUNDED.get(t.dtype, 0.0))
         return result
 

@@ -1,0 +1,359 @@
+"""What makes fp8 of a norm: by a scale that is given, or by one of each row, as vLLM and torchao spell it.
+
+Known are the three functions of ``fused_all_reduce_rms_norm_quant``, with maxima by ``amax`` or ``max``, of the rows or
+of any view that keeps them. Nothing else may need the norm: the op does not store it.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ....kernels.device.gemm.scaling import FP8
+from ..graph import rewrite
+from ..graph.collectives import (
+    FLAT,
+    LeftAlone,
+    aten,
+    calls,
+    communicates,
+    first_write,
+    is_contiguous,
+    is_val,
+    known,
+    same_shape,
+    some,
+    val,
+    waits,
+    what,
+    writes,
+)
+from ..graph.views import CASTS, unchanged
+from .steps import FoundNorm
+
+_NEAR = 24  # nodes from the norm to a cast to fp8
+_MAXIMA = (aten.amax.default, aten.max.dim)
+_READ = 8  # nodes behind the sum that a given scale is computed by
+
+
+@dataclass
+class QuantBehind:
+    """``numbers`` are the norm in fp8, by ``scale``, which is ``given`` or made of each row.
+
+    ``nodes`` are the steps; ``late``: what a given scale is computed by, and can be in front of the norm.
+    """
+
+    numbers: fx.Node
+    scale: fx.Node
+    given: bool
+    scale_op: str
+    smallest: float | None
+    nodes: list[fx.Node]
+    late: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def detail(self) -> str:
+        dtype = str(val(self.numbers).dtype).removeprefix("torch.")
+        return f"in {dtype} by {'a given scale' if self.given else 'a scale of each row'}"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The op's, besides those of the norm."""
+        named: dict[str, Any] = {"out_dtype": val(self.numbers).dtype, "scale_op": self.scale_op}
+        return named | ({"scale": self.scale} if self.given else {"smallest": self.smallest})
+
+    def replaced(self, results: list[fx.Node], at: fx.Node) -> dict[fx.Node, fx.Node]:
+        """What takes the place of which node, of the op's numbers, and scales if none is given."""
+        old = (self.numbers,) if self.given else (self.numbers, self.scale)
+        return {n: rewrite.reshape(r, val(n).shape, at) for n, r in zip(old, results, strict=True)}
+
+    @classmethod
+    def after(cls, norm: FoundNorm, at: fx.Node) -> QuantBehind | None:
+        """What makes fp8 of a norm whose op stands in front of ``at``, the sum; None if nothing does.
+
+        Raises:
+            LeftAlone: something does, and it is not what the op computes.
+        """
+        if not (casts := _casts_to_fp8(norm.normed)):
+            return None
+        if norm.layer:
+            raise LeftAlone("no op makes fp8 of a LayerNorm")
+        if len(casts) > 1:
+            raise LeftAlone(f"it is cast to fp8 by {some(casts)}")
+        found = _Steps(norm.normed, _rows_of(norm.normed), casts[0]).found()
+        if found.given:
+            found.late = _late(found.scale, at)
+        found.check(norm.normed, at)
+        return found
+
+    def check(self, normed: fx.Node, at: fx.Node) -> None:
+        """
+        Raises:
+            LeftAlone: more is needed than the op gives, or at another place.
+        """
+        results = (self.numbers, self.scale)
+        for node in (normed, *self.nodes):
+            if node in results:
+                continue
+            if others := [u for u in node.users if u not in self.nodes and u not in results]:
+                raise LeftAlone(f"{what(node)} is also used by {some(others)}")
+        if moved := [n for n in self.nodes if is_val(n) and val(n).device != val(normed).device]:
+            raise LeftAlone(f"{some(moved)} lies on {val(moved[0]).device}")
+        if not all(is_contiguous(val(n)) for n in (results[:1] if self.given else results)):
+            raise LeftAlone("it has strides of its own")
+        if (write := first_write(at, self.numbers)) is not None:
+            raise LeftAlone(f"{what(write)} writes to memory before it")
+
+
+def _casts_to_fp8(normed: fx.Node) -> list[fx.Node]:
+    """Those near the norm, behind nothing but views, maxima and what takes each element alone."""
+    found, casts, pending = {normed}, list[fx.Node](), [normed]
+    while pending and len(found) < _NEAR:
+        for user in pending.pop(0).users:
+            if user in found or user.op != "call_function" or communicates(user) or writes(user):
+                continue
+            if calls(user, *CASTS) and val(user).dtype in FP8:
+                casts.append(user)
+            elif (
+                user.target in FLAT or calls(user, *CASTS, *_MAXIMA, operator.getitem) or _is_pointwise(user)
+            ):
+                pending.append(user)
+            found.add(user)
+    return casts
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _rows_of(normed: fx.Node) -> set[fx.Node]:
+    """The norm, and views of it that have the same rows."""
+    found, pending = {normed}, [normed]
+    while pending:
+        for user in pending.pop().users:
+            same = user.target in FLAT and is_val(user) and user not in found and val(user).dim() > 0
+            if same and known(val(user).shape[-1] == val(normed).shape[-1]):
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+@dataclass
+class _Steps:
+    """The steps from a norm, some of whose views ``rows`` are, to a cast to fp8, from there to here."""
+
+    normed: fx.Node
+    rows: set[fx.Node]
+    cast: fx.Node
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return val(self.normed).dtype
+
+    @property
+    def largest(self) -> float:
+        return torch.finfo(val(self.cast).dtype).max
+
+    def found(self) -> QuantBehind:
+        scaled = self._saturated(self.cast.args[0])
+        wide, factor = self._operands(scaled)
+        scale_op = "divide" if calls(scaled, aten.div.Tensor) else "multiply"
+        scale = self._flat(factor)
+        if scale_op == "multiply" and calls(scale, aten.reciprocal.default):
+            scale_op, scale = "reciprocal", scale.args[0]  # type: ignore[assignment]
+        for node in (wide, factor, scale):
+            if not is_val(node) or val(node).dtype != torch.float32:
+                raise LeftAlone(f"{what(scaled)} is not by a scale in float32")
+        if not same_shape(val(scaled).shape, val(wide).shape):
+            raise LeftAlone(f"{what(scaled)} has another shape than the norm")
+        behind = self._behind_the_norm()
+        if self._flat(scale) not in behind:
+            if not known(val(scale).numel() == 1) or val(scale).device != val(wide).device:
+                raise LeftAlone(f"{what(scale)} is no scale of one element on {val(wide).device}")
+            return QuantBehind(self.cast, scale, True, scale_op, None, self._inner(behind))
+        if not same_shape(val(factor).shape, (*val(wide).shape[:-1], 1)):
+            raise LeftAlone(f"{what(factor)} is no scale of each row")
+        scale = self._flat(scale)
+        smallest = _SCALES[scale_op](self, scale)
+        return QuantBehind(self.cast, scale, False, scale_op, smallest, self._inner(behind, scale))
+
+    def _saturated(self, node: Any) -> fx.Node:
+        """What is brought between the largest numbers."""
+        bounds: dict[Any, Any] = {}
+        given = node
+        while calls(node, *_BOUNDS, aten.clamp.default):
+            both = calls(node, aten.clamp.default)
+            bounds |= dict(zip(_BOUNDS if both else (node.target,), node.args[1:], strict=False))
+            node = node.args[0]
+        if bounds != dict(zip(_BOUNDS, (-self.largest, self.largest), strict=True)):
+            raise LeftAlone(f"{what(given)} does not bring it between {-self.largest:g} and {self.largest:g}")
+        if not calls(node, aten.mul.Tensor, aten.div.Tensor) or not is_val(node):
+            raise LeftAlone(f"{what(node)} does not apply a scale")
+        return node
+
+    def _operands(self, scaled: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """The norm in float32, and what it is multiplied with or divided by."""
+        a, b = scaled.args[:2]
+        if self._is_wide(a):
+            return a, b  # type: ignore[return-value]
+        if calls(scaled, aten.mul.Tensor) and self._is_wide(b):
+            return b, a  # type: ignore[return-value]
+        raise LeftAlone(f"{what(scaled)} is not of the norm in float32")
+
+    def _is_wide(self, node: Any) -> bool:
+        """Whether it is the norm, cast to float32 if it is something else."""
+        if not is_val(node) or val(node).dtype != torch.float32:
+            return False
+        while node not in self.rows and (node.target in FLAT or calls(node, *CASTS)):
+            same = known(val(node).shape[-1] == val(self.normed).shape[-1]) if val(node).dim() else False
+            if not same or not is_val(node.args[0]) or val(node).dtype not in (self.dtype, torch.float32):
+                return False
+            node = node.args[0]
+        return node in self.rows
+
+    def _flat(self, node: Any) -> fx.Node:
+        """What a node is a view of."""
+        while isinstance(node, fx.Node):
+            flat = node.target in FLAT and is_val(node.args[0])
+            source = node.args[0] if flat else unchanged(node)
+            if source is None:
+                break
+            node = source
+        return node  # type: ignore[no-any-return]
+
+    def _behind_the_norm(self) -> set[fx.Node]:
+        """All in front of the cast that depends on the norm."""
+        found = {self.normed}
+        node = self.normed.next
+        while node is not self.cast:
+            if any(n in found for n in node.all_input_nodes):
+                found.add(node)
+            node = node.next
+        return found
+
+    def _inner(self, behind: set[fx.Node], scale: fx.Node | None = None) -> list[fx.Node]:
+        """Those of them that lead to the cast, but not by way of the scale alone, which the op gives."""
+        found, pending = list[fx.Node](), [self.cast, *([] if scale is None else [scale])]
+        within = {*behind, self.cast} - {self.normed}
+        while pending:
+            node = pending.pop()
+            if node in found or node not in within:
+                continue
+            found.append(node)
+            pending += [n for n in node.all_input_nodes if n is not scale]
+        derived = set[fx.Node]()
+        for node in sorted(found):
+            inputs = [n for n in node.all_input_nodes if n in behind]
+            if node is not self.cast and node is not scale and inputs:
+                derived |= {node} if all(n is scale or n in derived for n in inputs) else set()
+        return [n for n in found if n not in derived]
+
+    # What each kind of scale is made of: what bounds it.
+
+    def _reciprocal(self, scale: fx.Node) -> float:
+        bounded, smallest = self._at_least(scale)
+        amax = self._over_largest(bounded)
+        self._check_amax(self._uncast(amax))
+        return smallest
+
+    def _uncast(self, node: fx.Node) -> fx.Node:
+        """What is cast to float32."""
+        return self._flat(node.args[0]) if calls(node, *CASTS) and val(node).dtype == torch.float32 else node
+
+    def _divide(self, scale: fx.Node) -> float:
+        node = scale
+        if self.dtype != torch.float32:
+            if not calls(scale, *CASTS) or val(self._flat(scale.args[0])).dtype != self.dtype:
+                raise LeftAlone(f"{what(scale)} is not of the rows' dtype before it is divided by")
+            node = self._flat(scale.args[0])
+        bounded = self._over_largest(node)
+        # Inductor writes a bound in 16 bits as one in float32 between two casts.
+        rounded = calls(bounded, *CASTS) and val(bounded).dtype == self.dtype
+        amax, smallest = self._at_least(self._flat(bounded.args[0]) if rounded else bounded)
+        self._check_amax(self._uncast(amax))
+        return smallest
+
+    def _multiply(self, scale: fx.Node) -> float:
+        product = self._flat(scale.args[0]) if calls(scale, *CASTS) else None
+        if not calls(product, aten.mul.Tensor) or val(product).dtype != torch.float64:  # type: ignore[arg-type]
+            raise LeftAlone(f"{what(scale)} is not made in float64")
+        assert product is not None
+        inverse, number = product.args[:2]
+        if not calls(inverse, aten.reciprocal.default) or number != self.largest:
+            raise LeftAlone(f"{what(product)} is not {self.largest:g} by a maximum")
+        amax, smallest = self._at_least(self._flat(inverse.args[0]))  # type: ignore[union-attr]
+        if not calls(amax, *CASTS) or val(amax).dtype != torch.float64:
+            raise LeftAlone(f"{what(amax)} is another step than a scale has there")
+        self._check_amax(self._flat(amax.args[0]))
+        return smallest
+
+    def _at_least(self, node: fx.Node) -> tuple[fx.Node, float]:
+        """What is bounded from below, and by what; by 0 if it is not."""
+        if calls(node, aten.clamp.default) and len(node.args) == 2:
+            source, bound = node.args
+        elif calls(node, aten.clamp_min.default):
+            source, bound = node.args
+        else:
+            return node, 0.0
+        if not isinstance(bound, int | float) or not 0 <= bound <= torch.finfo(torch.float32).max:
+            raise LeftAlone(f"{what(node)} bounds a scale by {bound}")
+        return self._flat(source), float(bound)
+
+    def _over_largest(self, node: fx.Node) -> fx.Node:
+        if not calls(node, aten.div.Tensor) or node.args[1] != self.largest or node.kwargs:
+            raise LeftAlone(f"{what(node)} does not divide a maximum by {self.largest:g}")
+        return self._flat(node.args[0])
+
+    def _check_amax(self, node: fx.Node) -> None:
+        """It is the largest absolute value of each row."""
+        reduced: Any = node
+        if calls(node, operator.getitem):
+            reduced = node.args[0]
+            if node.args[1] != 0 or len(reduced.users) != 1:
+                raise LeftAlone(f"{what(reduced)} is needed for more than its maxima")
+        if not calls(reduced, *_MAXIMA):
+            raise LeftAlone(f"{what(reduced)} is no maximum of each row")
+        sizes = self._flat(reduced.args[0])
+        if not calls(sizes, aten.abs.default) or not self._is_of_rows(sizes.args[0]):
+            raise LeftAlone(f"{what(reduced)} is not of the norm's absolute values")
+        if not self._is_along_rows(reduced):
+            raise LeftAlone(f"{what(reduced)} is no maximum of each row")
+
+    def _is_along_rows(self, reduced: fx.Node) -> bool:
+        """Whether a maximum is along whole rows, whether it keeps their dimension or not."""
+        x = val(reduced.args[0])  # type: ignore[arg-type]
+        dims: Any = reduced.args[1] if len(reduced.args) > 1 else None
+        dims = dims if isinstance(dims, list | tuple) else [dims]
+        along = all(isinstance(d, int) for d in dims) and [d % x.dim() for d in dims] == [x.dim() - 1]
+        return along and known(x.shape[-1] == val(self.normed).shape[-1])
+
+    def _is_of_rows(self, node: Any) -> bool:
+        return node in self.rows or self._is_wide(node)
+
+
+_BOUNDS = (aten.clamp_min.default, aten.clamp_max.default)
+# What bounds a scale of each row, if it is made as an op's is.
+_SCALES = {"reciprocal": _Steps._reciprocal, "divide": _Steps._divide, "multiply": _Steps._multiply}
+
+
+def _late(scale: fx.Node, at: fx.Node) -> list[fx.Node]:
+    """What a given scale is computed by behind ``at``, in the graph's order, which can be done before it.
+
+    Raises:
+        LeftAlone: it cannot be.
+    """
+    found, pending = list[fx.Node](), [scale]
+    while pending:
+        node = pending.pop()
+        if node in found or node < at:
+            continue
+        alone = node.op == "call_function" and not (communicates(node) or waits(node) or writes(node))
+        if node is at or len(found) == _READ or not alone:
+            raise LeftAlone(f"{what(scale)}, its scale, is computed behind the sum")
+        found.append(node)
+        pending += node.all_input_nodes
+    return sorted(found)
