@@ -20,6 +20,7 @@ from ...symm_mem.workspace import Workspace
 from ..dispatch import fast_path
 from ..dispatch.fast_path import Launcher
 from ..dispatch.plan import Plan, ran
+from ..dispatch.planning import is_planning
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import ALL_REDUCE, push_workspace
 
@@ -92,7 +93,7 @@ class _IntoLauncher:
 
 def fast_into(op: str, arguments: Any, out: Tensor, x: Tensor, group_name: str) -> bool:
     """Whether such a call was made before on CUDA; then it is made. The tensors may be anything."""
-    if not isinstance(out, Tensor) or not isinstance(x, Tensor):
+    if not isinstance(out, Tensor) or not isinstance(x, Tensor) or is_planning():  # whose tensors have no address
         return False
     try:
         if overlap(out, x) or (out.is_inference() and not torch.is_inference_mode_enabled()):
