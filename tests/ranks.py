@@ -282,6 +282,7 @@ def _rank_main(
     rank: int, world_size: int, place: str, port: int, device: str, gpus: int | None, pipe: Connection
 ) -> None:
     gc.freeze()  # what the server has imported is looked through no more
+    gc.set_threshold(50_000, 20, 20)  # as in conftest.py
     torch.set_num_threads(1)
     leave_out_measurements()
     # torch.empty gives NaN: what an op leaves unwritten shows.
