@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -145,6 +146,13 @@ def captured(
     ):
         torch.compile(fn, backend=backend, dynamic=None if dynamic else False)(*inputs)
     return seen
+
+
+@cache
+def rounds_between_casts() -> bool:
+    """Whether what is cast to 16 bits and back is rounded: Inductor took both casts away before torch 2.13."""
+    (seen,) = captured(lambda x: x.bfloat16().float(), torch.randn(3))
+    return any(n.meta["val"].dtype == torch.bfloat16 for n in seen.before.nodes if n.op == "call_function")
 
 
 def hint(size: Any) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import AR, Seen, applied, captured, check_same, fake_ranks, traced
+from graphs import AR, Seen, applied, captured, check_same, fake_ranks, rounds_between_casts, traced
 from scaled_graphs import E4M3, E5M2, by_scale, saturated, scale_of, times
 from test_norm_forms import NORM, ar, gemma, hf_norm, vllm
 from torch import Tensor
@@ -114,6 +114,8 @@ def named(seen: Seen) -> dict[str, Any]:
 @pytest.mark.parametrize("name", FORMS)
 def test_fused(name: str, norm: str, dtype: torch.dtype) -> None:
     quantise, given, expected = FORMS[name]
+    if given and norm in ("torch", "Gemma") and dtype != torch.float32 and not rounds_between_casts():
+        pytest.skip("this torch quantises the norm in float32, which is another function")
     (seen,) = captured(of_norm(NORMS[norm], quantise, given), *inputs(dtype))
     assert seen.fused == [QUANT], seen.entries
     assert named(seen) == {"out_dtype": E4M3} | expected
@@ -299,6 +301,8 @@ def test_a_layer_norm_keeps_it() -> None:
     def fn(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         return vllm_static(F.layer_norm(residual + ar(x @ w), (HIDDEN,), weight, weight), scale)
 
+    if not rounds_between_casts():
+        pytest.skip("this torch quantises the norm in float32, which is another function")
     (seen,) = captured(fn, *inputs())
     assert seen.fused == ["weft::fused_all_reduce_layer_norm"]
     assert "what makes fp8 of it stays: no op makes fp8 of a LayerNorm" in seen.entries[0].detail
