@@ -67,15 +67,24 @@ def kept_bytes(x: Tensor, p: list[Tensor], fn: Any) -> tuple[Tensor, int]:
     return y, sum(kept.values())
 
 
-def train(rank: int, world: int, setting: Any, regather: bool, codegen: bool) -> tuple[Outcome, int]:
+_DIMS = [None, 1, 1, 0, None, 1, 0]  # along which a layer's weights are sharded
+
+
+def trained_weights(rank: int, layers: int) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
+    """The weights of blocks and their input, whole in float64, and a rank's own: whole, own, x, own x."""
     shapes = [(HIDDEN,), (HIDDEN, INNER), (HIDDEN, INNER), (INNER, HIDDEN), (HIDDEN,), (HIDDEN, INNER)]
     shapes.append((INNER, HIDDEN))
-    dims = [None, 1, 1, 0, None, 1, 0] * LAYERS
-    *whole, x = by_hand.drawn(*shapes * LAYERS, (2, 6, HIDDEN))
+    *whole, x = by_hand.drawn(*shapes * layers, (2, 6, HIDDEN))
+    dims = _DIMS * layers
     own = [w.float() if d is None else by_hand.mine(w, d, rank) for w, d in zip(whole, dims, strict=True)]
     given = x.float()
     for t in (*whole, *own, x, given):
         t.requires_grad_()
+    return whole, own, x, given
+
+
+def train(rank: int, world: int, setting: Any, regather: bool, codegen: bool) -> tuple[Outcome, int]:
+    whole, own, x, given = trained_weights(rank, LAYERS)
     with program(codegen, sequence_parallel=setting, regather=regather) as run:
         compiled = run.compile(blocks)
         got, kept = kept_bytes(given, own, lambda x, p: compiled(x, p, Copied.apply, Reduced.apply))
@@ -85,7 +94,7 @@ def train(rank: int, world: int, setting: Any, regather: bool, codegen: bool) ->
         want.sin().sum().backward()
         assert given.grad is not None and x.grad is not None
         run.compare("gradient of x", given.grad, x.grad)
-        for i, (a, b, d) in enumerate(zip(own, whole, dims, strict=True)):
+        for i, (a, b, d) in enumerate(zip(own, whole, _DIMS * LAYERS, strict=True)):
             assert a.grad is not None and b.grad is not None
             run.compare(f"gradient {i}", a.grad, b.grad if d is None else b.grad.chunk(world, d)[rank])
         return run.outcome(), kept
@@ -110,13 +119,7 @@ def test_training(codegen: bool) -> None:
 
 def train_on_some_rows(rank: int, world: int, codegen: bool) -> Outcome:
     """The same rows on all ranks, which on rank 0 are its own: in the joint graph a rank cannot tell them apart."""
-    shapes = [(HIDDEN,), (HIDDEN, INNER), (HIDDEN, INNER), (INNER, HIDDEN), (HIDDEN,), (HIDDEN, INNER)]
-    *whole, x = by_hand.drawn(*shapes, (INNER, HIDDEN), (2, 6, HIDDEN))
-    dims = [None, 1, 1, 0, None, 1, 0]
-    own = [w.float() if d is None else by_hand.mine(w, d, rank) for w, d in zip(whole, dims, strict=True)]
-    given = x.float()
-    for t in (*whole, *own, x, given):
-        t.requires_grad_()
+    whole, own, x, given = trained_weights(rank, 1)
 
     def fn(x: Tensor, p: list[Tensor], copy: by_hand.Collective, reduce: by_hand.Collective) -> Tensor:
         return F.rms_norm(blocks(x, p, copy, reduce), (HIDDEN,), p[0], 1e-6)[:, :3]
