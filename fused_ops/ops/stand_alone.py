@@ -93,9 +93,9 @@ class _IntoLauncher:
 
 def fast_into(op: str, arguments: Any, out: Tensor, x: Tensor, group_name: str) -> bool:
     """Whether such a call was made before on CUDA; then it is made. The tensors may be anything."""
-    if (
-        not isinstance(out, Tensor) or not isinstance(x, Tensor) or is_planning()
-    ):  # whose tensors have no address
+    if not isinstance(out, Tensor) or not isinstance(x, Tensor):
+        return False
+    if is_planning():  # of tensors without addresses
         return False
     try:
         if overlap(out, x) or (out.is_inference() and not torch.is_inference_mode_enabled()):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..device.comm import ll_exchange
-from ..device.comm.exchange_time import exchange_time_us
+from ..device.comm.exchange_time import all_reduce_time_us
 from ..device.comm.ll_exchange import BLOCKS, THREADS, VECTOR, WARP, ExchangeLayout, at_once, up, workers
 
 FORMS = ("one_shot", "two_shot")
@@ -61,11 +61,7 @@ def choose_all_reduce(nbytes: int, world_size: int, num_sms: int = BLOCKS) -> Al
 
 def estimate_all_reduce_us(nbytes: int, world_size: int, config: AllReduceConfig | None = None) -> float:
     """Microseconds of an all-reduce of ``nbytes``; by the chosen configuration if none is given."""
-    form = (config or choose_all_reduce(nbytes, world_size)).form
-    others = world_size - 1
-    if form == "one_shot":
-        return exchange_time_us(others * nbytes)
-    return exchange_time_us(2 * others * nbytes / world_size, trips=2)
+    return all_reduce_time_us(nbytes, world_size, (config or choose_all_reduce(nbytes, world_size)).form)
 
 
 def _parts(config: AllReduceConfig, world_size: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..device.comm.exchange_time import exchange_time_us
+from ..device.comm.exchange_time import all_reduce_time_us
 from ..device.comm.ll_exchange import BLOCKS, VECTOR, WARP, ExchangeLayout, up
 
 FORMS = ("one_shot", "two_shot")
@@ -137,12 +137,8 @@ def estimate_all_reduce_rms_norm_us(
     A LayerNorm takes up to 8 % more, of few rows (bench/results/h100-x2-norm-kinds.txt).
     """
     config = config or choose_all_reduce_rms_norm(rows, vectors, world_size)
-    nbytes, others = rows * vectors * VECTOR, world_size - 1
+    nbytes = rows * vectors * VECTOR
     launches = -(-rows // shape(rows, vectors, world_size, config).rows)
-    if config.form == "one_shot":
-        sent, trips = float(others * nbytes), 1
-    else:
-        sent, trips = 2 * others * nbytes / world_size, 2
     rate = _CACHED if _TENSORS * nbytes <= _MOST_CACHED else _MEMORY
-    each = exchange_time_us(sent / launches, trips) + _NORM
+    each = all_reduce_time_us(nbytes / launches, world_size, config.form) + _NORM
     return launches * each + _TENSORS * nbytes / rate

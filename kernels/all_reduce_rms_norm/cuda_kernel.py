@@ -70,11 +70,11 @@ class NormSwitches(NamedTuple):
         rounded = kind.round_sum or not kind.residual or dtype == torch.float32
         wide = kind.wide_weight and dtype != torch.float32
         of_columns = kind.subtract_mean, kind.weight, kind.bias
-        quant = kind.quant
-        of_quant = () if quant is None else (1 + quant.dynamic, SCALE_OPS.index(quant.scale_op))
-        e5m2 = quant is not None and quant.out_dtype == torch.float8_e5m2
-        found = cls(kind.residual, rounded, wide, kind.weight_offset != 0, *of_columns, *of_quant)
-        return found._replace(e5m2=e5m2)
+        found = cls(kind.residual, rounded, wide, kind.weight_offset != 0, *of_columns)
+        if (quant := kind.quant) is None:
+            return found
+        scale_op, e5m2 = SCALE_OPS.index(quant.scale_op), quant.out_dtype == torch.float8_e5m2
+        return found._replace(quant=1 + quant.dynamic, scale_op=scale_op, e5m2=e5m2)
 
 
 USUAL = NormSwitches()

@@ -1,7 +1,8 @@
 // Runs a .cu file of kernels that push on the CPU (fibers.h). fibers.py compiles it, with this file's stand-ins in place of
-// sync.cuh, barriers.cuh, numbers.cuh, reduce.cuh, float8.cuh and mma.cuh. They give up the processor wherever a kernel polls, stores to a peer or
-// meets a barrier. What is stored is there at once, but for half of the zeros, with which slots are emptied: they come
-// when the thread has a fence, or another one of its block with a barrier before it, or when the kernel ends.
+// sync.cuh, barriers.cuh, float8.cuh, mma.cuh, numbers.cuh and reduce.cuh. They give up the processor wherever a kernel
+// polls, stores to a peer or meets a barrier. What is stored is there at once, but for half of the zeros, with which slots
+// are emptied: they come when the thread has a fence, or another one of its block with a barrier before it, or when the
+// kernel ends.
 
 #include "fibers.h"
 

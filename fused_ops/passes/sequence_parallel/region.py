@@ -53,7 +53,7 @@ class Region:
         if not self.norms and not self.chunks:
             of_them = "and no chunk of them"
             if not self.layout.own_chunks:
-                of_them = "and whether a chunk of them is each rank's own is not compared"
+                of_them = "and no chunk of them is taken where ranks do not compare their graphs"
             return f"no norm of its rows follows it, {of_them}"
         places = {memory(node): node for node in self.leads if is_val(node)}
         first, *_ = self.leads

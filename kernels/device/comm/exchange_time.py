@@ -16,3 +16,11 @@ RATE = 325e3
 def exchange_time_us(sent: float, trips: int = 1) -> float:
     """Microseconds in which each rank sends so many bytes, in one trip or in two, of which the second has results."""
     return FIRST_TRIP + (trips - 1) * SECOND_TRIP + sent / RATE
+
+
+def all_reduce_time_us(nbytes: float, world_size: int, form: str) -> float:
+    """Microseconds of an all-reduce of so many bytes: "one_shot", all to all, or "two_shot", parts and then results."""
+    others = world_size - 1
+    if form == "one_shot":
+        return exchange_time_us(others * nbytes)
+    return exchange_time_us(2 * others * nbytes / world_size, trips=2)
