@@ -11,7 +11,12 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 def by_steps(
     rows: Tensor, scale: Tensor | None, dtype: torch.dtype, scale_op: str, smallest: float
 ) -> tuple[Tensor, Tensor]:
-    """Numbers and scales: as vLLM ("reciprocal"), torchao's quantize_ ("divide") and its Float8Linear ("multiply")."""
+    """Numbers and scales: as vLLM ("reciprocal"), torchao's quantize_ ("divide") and its Float8Linear ("multiply").
+
+    On the CPU, where division by a number is rounded correctly: CUDA multiplies with its reciprocal.
+    """
+    device, rows = rows.device, rows.cpu()
+    scale = None if scale is None else scale.cpu()
     largest = torch.finfo(dtype).max
     if scale is None:
         amax = torch.amax(torch.abs(rows), dim=-1, keepdim=True)
@@ -25,7 +30,7 @@ def by_steps(
         wide = rows.float() * (1 / scale)
     else:
         wide = rows.float() / scale if scale_op == "divide" else rows.float() * scale
-    return torch.clamp(wide, min=-largest, max=largest).to(dtype), scale
+    return torch.clamp(wide, min=-largest, max=largest).to(dtype).to(device), scale.to(device)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -61,6 +61,9 @@ class Shape:
 # Vectors of a row that a block of a cluster sends in one_shot, at least: between 2 H200 more blocks with less to send
 # are no faster (bench/results/h200-x2-norm-clusters.txt).
 _LEAST_SENT = 128
+# Blocks of a cluster by choice. Eight are no faster, and must find their SMs in one part of the GPU, beside kernels of
+# others.
+_MOST_SPREAD = 4
 
 # Microseconds of the sums over a row; x, the residual and both results, which are read or written while nothing is
 # sent, and bytes of them a microsecond: as long as all stay in the L2 cache (fitted to the all_reduce_rms_norm files of
@@ -101,7 +104,7 @@ def choose_all_reduce_rms_norm(
     fitting = [c for c in CLUSTERS if c <= chunks]
     held = [c for c in fitting if c * THREADS * most_per_thread(world_size) >= vectors]
     sent = vectors * (world_size - 1)  # of a row, in one_shot
-    spread = [c for c in held if c * _units(rows, world_size, form) <= most]
+    spread = [c for c in held if c <= _MOST_SPREAD and c * _units(rows, world_size, form) <= most]
     if form == "one_shot":
         spread = [c for c in spread if c == 1 or c * _LEAST_SENT <= sent]
     return AllReduceRmsNormConfig(form, spread[-1] if spread else held[0], most)

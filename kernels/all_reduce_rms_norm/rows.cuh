@@ -261,11 +261,14 @@ __device__ __forceinline__ float largest_of(const Numbers& numbers) {
     return __uint_as_float(largest);
 }
 
-__device__ __forceinline__ float squares(const Numbers& numbers, float from = 0) {
-    float total = 0;
+// Sums of what numbers are away from `from`, and of the squares of that.
+__device__ __forceinline__ void moments(const Numbers& numbers, float from, float& first, float& second) {
 #pragma unroll
-    for (int i = 0; i < ELEMENTS; ++i) total += (numbers.of[i] - from) * (numbers.of[i] - from);
-    return total;
+    for (int i = 0; i < ELEMENTS; ++i) {
+        const float apart = numbers.of[i] - from;
+        first += apart;
+        second += apart * apart;
+    }
 }
 
 // The blocks that norm ROWS rows at once.
@@ -292,9 +295,10 @@ struct Team {
         __syncwarp();
         reduce.gather();
 #if SUBTRACT_MEAN
-        reduce.publish(s.chunk(v), s.elements(s.chunk(v)), terms, [&](int row, float mean) {
-            return s.has(v) ? squares(of(row), mean) : 0;
-        });
+        reduce.publish(
+            s.chunk(v), s.elements(s.chunk(v)), terms, [&](int row, float from, float& first, float& second) {
+                if (s.has(v)) moments(of(row), from, first, second);
+            });
 #else
         reduce.publish(s.chunk(v), terms);
 #endif
@@ -355,15 +359,11 @@ struct Team {
     }
 
 private:
+    // The sum of a lane's squares, or the mean of its numbers.
     __device__ __forceinline__ static float first_term(const Numbers& numbers) {
-#if SUBTRACT_MEAN
-        float total = 0;
-#pragma unroll
-        for (int i = 0; i < ELEMENTS; ++i) total += numbers.of[i];
-        return total;
-#else
-        return squares(numbers);
-#endif
+        float sum = 0, squares = 0;
+        moments(numbers, 0, sum, squares);
+        return SUBTRACT_MEAN ? sum / ELEMENTS : squares;
     }
 };
 

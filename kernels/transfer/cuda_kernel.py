@@ -281,5 +281,10 @@ class CudaTransfers:
             size % _VECTOR,
             int(count == SENT),
             0,
-            max(1, min(most_blocks, -(-vectors // (_THREADS * _AT_ONCE)))),
+            _blocks(vectors, most_blocks),
         )
+
+
+def _blocks(vectors: int, most: int) -> int:
+    """One as long as its threads hold all vectors at once: several wait for the last. Else as many as have work."""
+    return 1 if vectors <= _THREADS * _AT_ONCE else max(1, min(most, -(-vectors // _THREADS)))

@@ -51,9 +51,10 @@ struct Batch {
 };
 
 __device__ __forceinline__ void post_one(const weft::WaitParams& watch, const Transfer& p) {
+    const bool broken = weft::is_broken(watch);
     const weft::u32 n = *p.count + p.step;
-    *p.count = n;
-    if (!weft::is_broken(watch)) weft::post_flag(p.told, n);
+    if (!broken) weft::post_flag(p.told, n);
+    *p.count = n;  // behind the release, which would wait for it
 }
 
 __device__ __forceinline__ void await_one(const weft::WaitParams& watch, const Transfer& p) {
@@ -90,8 +91,10 @@ __device__ __forceinline__ void move_part(const weft::WaitParams& watch, const T
     __shared__ bool allowed;
     weft::begin_behind_previous();
     const weft::u32 n = *p.count + 1;  // the last block counts, when all have read it
-    if (threadIdx.x == 0)
-        allowed = weft::wait_flag(watch, p.peer, p.awaited, n, weft::WAIT_FREE) && !weft::is_broken(watch);
+    if (threadIdx.x == 0) {
+        const bool broken = weft::is_broken(watch);  // read while the word is awaited
+        allowed = weft::wait_flag(watch, p.peer, p.awaited, n, weft::WAIT_FREE) && !broken;
+    }
     __syncthreads();
     if (allowed) {
         const weft::u64 step = static_cast<weft::u64>(p.blocks) * THREADS;
@@ -112,14 +115,17 @@ __device__ __forceinline__ void move_part(const weft::WaitParams& watch, const T
     }
     __syncthreads();
     if (threadIdx.x != 0) return;
+    const bool broken = weft::is_broken(watch);  // read while the stores are on their way
     if (p.blocks > 1) {
-        __threadfence_system();
+        weft::fence_system();
         if (atomicAdd(p.ticket, 1) != p.blocks - 1) return;
-        __threadfence();  // behind the tickets: what the other blocks have fenced comes before the post
+        weft::fence_system();  // behind the tickets: what the other blocks have fenced comes before the post
+        if (!broken) weft::post_behind_fence(p.told, n);
         *p.ticket = 0;
+    } else if (!broken) {
+        weft::post_flag(p.told, n);
     }
     *p.count = n;
-    if (!weft::is_broken(watch)) weft::post_flag(p.told, n);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) move(const __grid_constant__ Params p) {

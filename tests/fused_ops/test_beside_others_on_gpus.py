@@ -68,7 +68,7 @@ def beside(rank: int, world_size: int, folder: str, sms: int) -> None:
             result, done = call(*operands), torch.cuda.Event()
             done.record()
             done.synchronize()
-            assert not aside.query(), "nothing was beside it"
+            assert not aside.query(), f"nothing was beside {last_plan()}"
         finally:
             over.fill_(1)
         torch.cuda.synchronize()

@@ -257,8 +257,8 @@ def test_a_put_without_a_signal_on_gpus() -> None:
 
 def never(rank: int, world_size: int) -> None:
     """A wait for a put that never comes."""
-    symm_mem.set_timeout(1.0)
     (x,) = symm_mem.register([torch.zeros(10)])
+    symm_mem.set_timeout(1.0)
     if rank == 0:
         x.signal(1)
         x.wait(1)

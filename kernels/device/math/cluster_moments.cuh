@@ -1,13 +1,15 @@
 // Means of rows and sums of the squares around them by a cluster of blocks, in one round of cluster_reduce.cuh.
 //
 //   ClusterMoments<BLOCKS, TERMS, ROWS> team(count);
-//   team.publish(i, elements, sums, squares);   chunk i of each row: so many elements, this lane's sums of them, and
-//                                               squares(row, mean) of what its own are away from a mean
+//   team.publish(i, elements, means, sums);   chunk i of each row: so many elements, the mean of this lane's, and
+//                                             sums(row, from, first, second) of what its own are away from a number,
+//                                             and of the squares of that
 //   team.join();
 //   team.totals(most, elements, of_chunk, map, means, out);   of all chunks; map of each sum of squares
 //
-// The rest is as there. A chunk is one warp's, which sees its numbers twice: it takes the squares around the chunk's own
-// mean. Chunks are joined as Chan, Golub and LeVeque (1979) do, so no difference of large squares is taken anywhere.
+// The rest is as there. Both sums are taken at once, around the mean of lane 0's elements in a chunk, and of chunk 0 in
+// a row. With n of them among N, whatever the numbers are, the squares around it are at most N / n times those around
+// the mean of all: their difference loses five bits of a chunk, and as many of a row of 32.
 
 #pragma once
 
@@ -22,16 +24,18 @@ struct ClusterMoments : ClusterReduce<BLOCKS, TERMS, ROWS, 2> {
     using Base::Base;
 
     // By whole warps.
-    template <typename Squares>
+    template <typename Of>
     __device__ __forceinline__ void publish(
-        int chunk, float elements, const float (&sums)[ROWS], const Squares& squares) {
-        const float sum = Sums::of(sums);
-        Base::share(0, chunk, sum);
-        float means[ROWS], around[ROWS];
-        Sums::to_all(sum / elements, means);
+        int chunk, float elements, const float (&means)[ROWS], const Of& sums) {
+        float first[ROWS] = {}, second[ROWS] = {}, from[ROWS];
 #pragma unroll
-        for (int row = 0; row < ROWS; ++row) around[row] = squares(row, means[row]);
-        Base::share(1, chunk, Sums::of(around));
+        for (int row = 0; row < ROWS; ++row) {
+            from[row] = __shfl_sync(~0u, means[row], 0);
+            sums(row, from[row], first[row], second[row]);
+        }
+        const float apart = Sums::of(first), squares = Sums::of(second);
+        Base::share(0, chunk, apart + elements * mine(from));
+        Base::share(1, chunk, around_mean(apart, squares, elements));
     }
 
     // By whole warps, behind `join` of the round in which the chunks were published.
@@ -39,22 +43,37 @@ struct ClusterMoments : ClusterReduce<BLOCKS, TERMS, ROWS, 2> {
     __device__ __forceinline__ void totals(
         int most, float elements, const Elements& of_chunk, const Map& map, float (&means)[ROWS],
         float (&out)[ROWS]) const {
-        float of_lane[ROWS] = {};
-        Base::each_published(most, [&](int chunk, const float* term) {
+        float first[ROWS] = {}, second[ROWS] = {}, from[ROWS];
+        const float* published = Base::published();
 #pragma unroll
-            for (int row = 0; row < ROWS; ++row) of_lane[row] += term[row * TERMS];
-        });
-        Sums::to_all(Sums::of(of_lane) / elements, means);
-        float around[ROWS] = {};
+        for (int row = 0; row < ROWS; ++row) from[row] = published[row * TERMS] / of_chunk(0);
         Base::each_published(most, [&](int chunk, const float* term) {
             const float count = of_chunk(chunk);
 #pragma unroll
             for (int row = 0; row < ROWS; ++row) {
-                const float apart = term[row * TERMS] / count - means[row];
-                around[row] += term[(ROWS + row) * TERMS] + count * apart * apart;
+                const float apart = term[row * TERMS] / count - from[row];
+                first[row] += count * apart;
+                second[row] += term[(ROWS + row) * TERMS] + count * apart * apart;
             }
         });
-        Sums::to_all(map(Sums::of(around)), out);
+        const float apart = Sums::of(first), squares = Sums::of(second);
+        Sums::to_all(mine(from) + apart / elements, means);
+        Sums::to_all(map(around_mean(apart, squares, elements)), out);
+    }
+
+private:
+    // Of the row whose sums this lane holds. By a mask: of a choice the compiler makes an array in memory.
+    __device__ __forceinline__ static float mine(const float (&rows)[ROWS]) {
+        u32 value = 0;
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) value |= -u32{Sums::which() == row} & __float_as_uint(rows[row]);
+        return __uint_as_float(value);
+    }
+
+    // The sum of the squares around the mean, by both sums around another number.
+    __device__ __forceinline__ static float around_mean(float first, float second, float elements) {
+        const float left = second - first * first / elements;
+        return left < 0 ? 0 : left;  // and a NaN stays one
     }
 };
 

@@ -129,10 +129,13 @@ protected:
         }
     }
 
+    // The first term of the first sum, behind `join`.
+    __device__ __forceinline__ const float* published() const { return terms + (round - 1) % 2 * ROUND; }
+
     // The terms that are this lane's to add: `what` takes the index, and where the first part of the first sum's lies.
     template <typename What>
     __device__ __forceinline__ void each_published(int most, const What& what) const {
-        const float* published = terms + (round - 1) % 2 * ROUND;
+        const float* published = this->published();
 #pragma unroll
         for (int i = threadIdx.x % 32, first = 0; first < TERMS; first += 32, i += 32) {
             if (i >= most) break;

@@ -45,7 +45,10 @@ __device__ __forceinline__ void post_flag(u32* word, u32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-// The same of a thread behind its own __threadfence_system, which serves any number of flags.
+// Acquire and release, system scope. (__threadfence_system orders fences among each other, too.)
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// The same of a thread behind its own fence, which serves any number of flags.
 __device__ __forceinline__ void post_behind_fence(u32* word, u32 value) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
