@@ -1,0 +1,101 @@
+"""One run of compare.py on one rank: microseconds of each row, as JSON. Uses no more of weft than its public ops.
+
+A row is an op, a layer of Llama 8B and M; the time is the median of 15 series of 8 calls in a CUDA graph (between CPU
+ranks 3 of 2 eager calls of a small layer) with operands by turns, of the slowest rank. None: this weft cannot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import machine
+import torch
+import torch.distributed as dist
+from timer import Schedule, Series, over_ranks
+from torch import Tensor
+
+GATHERS = "all_gather_matmul", "all_gather_matmul_A"  # the second one returns the gathered A
+SCATTERS = "matmul_reduce_scatter", "matmul_reduce_scatter_residual"
+OPS = (*GATHERS, *SCATTERS, "matmul_all_reduce", "all_reduce", "all_reduce_rms_norm")
+SETS = 3  # of operands
+# K and N of the whole layer.
+COLUMNS = {"qkv": (4096, 6144), "upgate": (4096, 28672)}
+ROWS = {"o": (4096, 4096), "down": (14336, 4096)}
+HIDDEN = 4096
+
+Run = Callable[[int], Tensor]
+
+
+def runs_of(op: str, m: int, layer: tuple[int, int], device: torch.device) -> Run:
+    """Call i of an op, on set i of operands."""
+    import weft.fused_ops as ops
+
+    world, group, (k, n) = dist.get_world_size(), dist.group.WORLD, layer
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def sets(*shape: int) -> list[Tensor]:
+        return [torch.randn(shape, device=device).to(dtype) for _ in range(SETS)]
+
+    if op in GATHERS:
+        shards, (B,) = sets(m // world, k), sets(k, n // world)[:1]
+        return lambda i: ops.fused_all_gather_matmul(shards[i], [B], 0, group, return_A=op == GATHERS[1])[1][
+            0
+        ]
+    if op in (*SCATTERS, "matmul_all_reduce"):
+        xs, (B,) = sets(m, k // world), sets(k // world, n)[:1]
+        if op == "matmul_all_reduce":
+            return lambda i: ops.fused_matmul_all_reduce(xs[i], B, "sum", group)
+        added: list[dict[str, Any]] = (
+            [{"residual": r} for r in sets(m // world, n)] if op == SCATTERS[1] else [{}] * SETS
+        )
+        return lambda i: ops.fused_matmul_reduce_scatter(xs[i], B, "sum", 0, group, **added[i])
+    xs, residual, weight = sets(m, n), sets(m, n)[0], torch.ones(n, device=device, dtype=dtype)
+    if op == "all_reduce":
+        return lambda i: ops.one_shot_all_reduce(xs[i], "sum", group)
+    return lambda i: ops.fused_all_reduce_rms_norm(xs[i], residual, weight, 1e-6, group)[0]
+
+
+def rows(ops: list[str], m_sizes: list[int], device: torch.device) -> Iterator[tuple[str, Callable[[], Run]]]:
+    small = 16 if device.type == "cpu" else 1
+    for op in ops:
+        layers = COLUMNS if op in GATHERS else ROWS if "matmul" in op else {"": (0, HIDDEN)}
+        for name, (k, n) in layers.items():
+            for m in m_sizes:
+                row = " ".join(filter(None, (op, name, str(m))))
+                yield row, partial(runs_of, op, m, (k // small, n // small), device)
+
+
+def microseconds(run: Run, device: torch.device) -> float:
+    series, plan = (15, Schedule(8)) if device.type == "cuda" else (3, Schedule(2, 1))
+    timed = Series(lambda i: [run(i)], SETS, plan, "graph" if device.type == "cuda" else "eager", device)
+    return median(over_ranks([timed.time() for _ in range(series)], device))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--ops", nargs="+", required=True)
+    parser.add_argument("--m-sizes", nargs="*", type=int)
+    given = parser.parse_args()
+    device = machine.join_ranks()
+    sizes = given.m_sizes or ([1024, 2048, 4096, 8192] if device.type == "cuda" else [32])
+    found: dict[str, float | None] = {}
+    for name, made in rows(given.ops, sizes, device):
+        try:
+            found[name] = microseconds(made(), device)
+        except (AttributeError, TypeError):  # an op or an argument that this weft does not have: on all ranks
+            found[name] = None
+    if dist.get_rank() == 0:
+        given.out.write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
