@@ -119,9 +119,10 @@ def _given(name: str, values: Any, parts: tuple[str, ...]) -> list[Any]:
     if not isinstance(values, (list, tuple)):
         raise TypeError(f"{name}: is of type {type(values).__name__}, must be a list of {said}")
     for i, value in enumerate(values):
-        is_tuple = isinstance(value, (list, tuple)) and len(value) == len(parts)
-        if not is_tuple or not isinstance(value[0], RegisteredTensor):
-            raise TypeError(f"{name}[{i}]: must be {said}")
+        is_tuple = isinstance(value, (list, tuple))
+        if not is_tuple or len(value) != len(parts) or not isinstance(value[0], RegisteredTensor):
+            kinds = [type(part).__name__ for part in value] if is_tuple else type(value).__name__
+            raise TypeError(f"{name}[{i}]: is of type {kinds}, must be {said}")
         if value[0].registry is not values[0][0].registry:
             raise ValueError(f"{name}[{i}]: is of another group or device than {name}[0], must be of one")
     return [tuple(value) for value in values]

@@ -98,7 +98,7 @@ def invoke(case: tuple[Any, ...], rank: int, size: int) -> None:
         x.wait(here)
     elif what == "pairs":
         pairs = args[0]
-        if isinstance(pairs, list) and all(isinstance(pair, tuple) for pair in pairs):
+        if isinstance(pairs, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             among = [right_of(peer, rank, size)[0] for _, peer in pairs]
             pairs = [(x if known else None, peer) for (known, _), peer in zip(pairs, among, strict=True)]
         symm_mem.batch_signal(pairs)
@@ -107,7 +107,7 @@ def invoke(case: tuple[Any, ...], rank: int, size: int) -> None:
         symm_mem.batch_wait(pairs)
     elif what == "batch_put":
         puts = args[0]
-        if isinstance(puts, list) and all(isinstance(put, tuple) for put in puts):
+        if isinstance(puts, list) and all(isinstance(put, tuple) and len(put) == 3 for put in puts):
             among = [right_of(peer, rank, size) for *_, peer in puts]
             puts = [
                 (x if known else None, source, there)
