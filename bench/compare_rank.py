@@ -71,7 +71,7 @@ def rows(ops: list[str], m_sizes: list[int], device: torch.device) -> Iterator[t
                 yield row, partial(runs_of, op, m, (k // small, n // small), device)
 
 
-def microseconds(run: Run, device: torch.device) -> float:
+def time_of(run: Run, device: torch.device) -> float:
     series, plan = (15, Schedule(8)) if device.type == "cuda" else (3, Schedule(2, 1))
     timed = Series(lambda i: [run(i)], SETS, plan, "graph" if device.type == "cuda" else "eager", device)
     return median(over_ranks([timed.time() for _ in range(series)], device))
@@ -88,7 +88,7 @@ def main() -> None:
     found: dict[str, float | None] = {}
     for name, made in rows(given.ops, sizes, device):
         try:
-            found[name] = microseconds(made(), device)
+            found[name] = time_of(made(), device)
         except (AttributeError, TypeError):  # an op or an argument that this weft does not have: on all ranks
             found[name] = None
     if dist.get_rank() == 0:
