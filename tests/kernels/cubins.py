@@ -60,5 +60,7 @@ def usage(program: Program, folder: Path) -> Iterator[tuple[str, dict[str, int]]
 def disassembled(program: Program, folder: Path) -> str:
     file = folder / "program.cubin"
     file.write_bytes(compiled(program).result())
-    done = subprocess.run([TOOLS / "nvdisasm", "-c", file], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [TOOLS / "nvdisasm", "-c", "--no-dataflow", file], check=True, capture_output=True, text=True
+    )
     return done.stdout

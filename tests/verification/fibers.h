@@ -1,20 +1,14 @@
 // Runs kernels on the CPU: every thread of every rank is a fiber, and a seeded scheduler decides who goes on wherever
-// one waits. fibers.cpp and matmuls.cpp include it, each with its own stand-ins for what a kernel includes; what both
+// one waits. pushes.h and matmuls.h include it, each with its own stand-ins for what a kernel includes; what both
 // have in common of sync.cuh and numbers.cuh is here.
 
 #ifndef FIBERS_H  // it lies in several places (fibers.py)
 #define FIBERS_H
 
-// A program of one file defines all of this for itself. One that is linked to simulator.cpp says so with LINKED, and has
-// the scheduler and its state from there.
-#ifndef LINKED
-#define ACROSS static
-#define STATE static
-#elif defined(SIMULATOR)
-#define ACROSS
+// A program is linked to the scheduler and its state, which one source of each kind defines as SIMULATOR.
+#ifdef SIMULATOR
 #define STATE
 #else
-#define ACROSS
 #define STATE extern
 #endif
 
@@ -32,6 +26,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -49,7 +44,10 @@ struct Index {
 
 STATE Index threadIdx, blockIdx, blockDim, gridDim;
 
+struct Rank;
+
 struct Fiber {
+    Rank* rank;
     ucontext_t context;  // where it begins
     jmp_buf place;       // where it goes on
     bool begun = false;
@@ -57,11 +55,11 @@ struct Fiber {
     unsigned thread, block, number;
     std::vector<unsigned> knows;  // matmuls.cpp: how many stores of each fiber of the launch lie before what it does next
     bool done = false;
-    size_t place_in_rank;
+    size_t place_in_rank;  // among those that are ready
 };
 
-// What a fiber waits for: while it is not so, its turns are not worth a switch. Most turns end here, so that is looked at
-// without a look at the fiber.
+// What a fiber that is ready waits for: while it is not so, its turns are not worth a switch. Many turns end here, so
+// that is looked at without a look at the fiber.
 struct Wait {
     bool (*over)(const void*) = nullptr;
     const void* condition;
@@ -76,6 +74,7 @@ struct Launch {
 struct Meeting {
     unsigned waiting = 0, round = 0;
     std::vector<float> values;  // of those who meet
+    std::vector<Fiber*> parked;
 };
 
 struct Rank {
@@ -83,12 +82,14 @@ struct Rank {
     std::vector<Launch*> launches;
     size_t next = 0;
     std::vector<std::unique_ptr<Fiber>> fibers;
-    std::vector<Wait> waits;  // of these fibers
+    size_t unfinished = 0;      // of them
+    std::vector<Fiber*> ready;  // neither parked nor at their end
+    std::vector<Wait> waits;    // of those
     std::vector<Meeting> blocks, warps, barriers;
-    std::vector<char> shared;     // fibers.cpp: memory of the blocks of this launch
-    std::vector<unsigned> begun;  // fibers.cpp: threads of each cluster
+    std::vector<char> shared;     // pushing.cpp: memory of the blocks of this launch
+    std::vector<unsigned> begun;  // pushing.cpp: threads of each cluster
     unsigned slow = 0;  // a warp of each block
-    unsigned late = 0;  // fibers.cpp: a block
+    unsigned late = 0;  // pushing.cpp: a block
     int number = 0;
 };
 
@@ -96,6 +97,7 @@ constexpr long MOST_TURNS = 1'000'000'000;  // of a run: far more than any takes
 STATE jmp_buf scheduler;
 STATE Fiber* running;
 STATE Rank* current;
+STATE std::unordered_map<const void*, std::vector<Fiber*>> parked_at;  // mbarriers
 
 // xorshift64*: a turn takes three numbers and little else.
 struct Dice {
@@ -132,17 +134,49 @@ static void go_on_when(const Condition& condition) {
     current->waits[running->place_in_rank].over = nullptr;
 }
 
+static void is_ready(Fiber* fiber) {
+    fiber->place_in_rank = fiber->rank->ready.size();
+    fiber->rank->ready.push_back(fiber);
+    fiber->rank->waits.emplace_back();
+}
+
+static void is_not_ready(Fiber* fiber) {
+    Rank& rank = *fiber->rank;
+    rank.ready.back()->place_in_rank = fiber->place_in_rank;
+    rank.ready[fiber->place_in_rank] = rank.ready.back();
+    rank.waits[fiber->place_in_rank] = rank.waits.back();
+    rank.ready.pop_back();
+    rank.waits.pop_back();
+}
+
+// Until somebody calls for them, fibers that are parked are not asked: most wait so.
+static void park(std::vector<Fiber*>& parked) {
+    parked.push_back(running);
+    is_not_ready(running);
+    go_on_later();
+}
+
+static void go_on_all(std::vector<Fiber*>& parked) {
+    std::for_each(parked.begin(), parked.end(), is_ready);
+    parked.clear();
+}
+
 static const Launch& launched() { return *current->launches[current->next]; }
+
+static void ends(Meeting& meeting) {
+    meeting.waiting = 0;
+    ++meeting.round;
+    go_on_all(meeting.parked);
+}
 
 // All fibers of a meeting come here before one goes on. The last one does `what` first.
 template <typename What>
 static void meet(Meeting& meeting, unsigned all, const What& what) {
     if (++meeting.waiting == all) {
         what();
-        meeting.waiting = 0;
-        ++meeting.round;
+        ends(meeting);
     } else {
-        go_on_when([&, round = meeting.round] { return meeting.round != round; });
+        park(meeting.parked);
     }
 }
 
@@ -211,6 +245,7 @@ struct Phases {
         if (pending != 0 || bytes != 0) return;
         pending = count;
         parity ^= 1;
+        if (const auto found = parked_at.find(this); found != parked_at.end()) go_on_all(found->second);
     }
 };
 static_assert(sizeof(Phases) == sizeof(u64));
@@ -227,7 +262,7 @@ static void arrive_expecting(u64* barrier, u32 bytes) {
     phases(barrier).settle();
 }
 static void wait(u64* barrier, u32 parity) {
-    go_on_when([&] { return phases(barrier).parity != parity; });
+    while (phases(barrier).parity == parity) park(parked_at[barrier]);
 }
 
 static float as_float(u32 bits) {
@@ -260,123 +295,10 @@ struct bfloat16 {
 }  // namespace weft
 
 // What the file that includes this one adds: the kernels, and what happens to memory.
-ACROSS void call(int rank, int kernel, const void* params);
-ACROSS const weft::WaitParams& watch_of(const void* params);
+void call(int rank, int kernel, const void* params);
+const weft::WaitParams& watch_of(const void* params);
 
-#if !defined(LINKED) || defined(SIMULATOR)
-
-static unsigned turns_a_rank = 2000;  // at most, before another rank's
-
-static void launch_begins(Rank& rank);
-static void launch_ends(Rank& rank);
-static bool rests(const Rank& rank, const Fiber& fiber);  // whether it goes without this turn
-static void between_turns();
-
-static void body() {
-    call(current->number, launched().kernel, current->params);
-    running->done = true;
-    go_on_later();
-}
-
-static void start(Rank& rank) {
-    const Launch& launch = *rank.launches[rank.next];
-    std::memcpy(rank.params, launch.params, sizeof rank.params);
-    rank.blocks.assign(launch.blocks, Meeting());
-    rank.barriers.assign(launch.blocks * 16, Meeting());
-    rank.shared.clear();
-    rank.begun.assign(launch.blocks, 0);
-    rank.warps.assign(launch.blocks * ((launch.threads + 31) / 32), Meeting());
-    launch_begins(rank);
-    for (int i = 0; i < launch.blocks * launch.threads; ++i) {
-        auto fiber = std::make_unique<Fiber>();
-        constexpr size_t STACK = 16 << 10;
-        fiber->stack.reset(new char[STACK]);
-        fiber->number = i;
-        fiber->thread = i % launch.threads;
-        fiber->block = i / launch.threads;
-        getcontext(&fiber->context);
-        fiber->context.uc_stack.ss_sp = fiber->stack.get();
-        fiber->context.uc_stack.ss_size = STACK;
-        fiber->context.uc_link = nullptr;
-        makecontext(&fiber->context, body, 0);
-        fiber->place_in_rank = i;
-        rank.fibers.push_back(std::move(fiber));
-    }
-    rank.waits.assign(rank.fibers.size(), Wait());
-}
-
-// Rank `late` begins when the others have had so many turns, or are at their end. False: not all comes to its end.
-static bool run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long wanted = 0) {
-    dice.seed(seed);
-    std::vector<int> busy;
-    for (int r = 0; r < int(all.size()); ++r) {
-        if (r != late) busy.push_back(r);
-    }
-    bool begun = late < 0;
-    long all_turns = 0;
-    while (!busy.empty() || !begun) {
-        if (!begun && (wanted <= 0 || busy.empty())) {
-            begun = true;
-            busy.push_back(late);
-        }
-        // A rank runs for a while before another one does: they drift apart by whole calls.
-        const size_t pick = dice.below(busy.size());
-        Rank& rank = all[busy[pick]];
-        if (all_turns > MOST_TURNS) return false;
-        for (int turns = dice.below(turns_a_rank); turns >= 0 && rank.next < rank.launches.size(); --turns) {
-            if (rank.fibers.empty()) start(rank);
-            Launch& launch = *rank.launches[rank.next];
-            const size_t i = dice.below(rank.fibers.size());
-            --wanted;
-            ++all_turns;
-            between_turns();
-            const Wait& what = rank.waits[i];
-            if (what.over != nullptr && !what.over(what.condition)) continue;
-            Fiber& fiber = *rank.fibers[i];
-            if (rests(rank, fiber)) continue;
-            current = &rank;
-            running = &fiber;
-            threadIdx.x = fiber.thread;
-            blockIdx.x = fiber.block;
-            blockDim.x = launch.threads;
-            gridDim.x = launch.blocks;
-            go_on(fiber);
-            if (fiber.done) {
-                std::swap(rank.fibers[i], rank.fibers.back());
-                rank.fibers[i]->place_in_rank = i;
-                rank.waits[i] = rank.waits.back();
-                rank.fibers.pop_back();
-                rank.waits.pop_back();
-                if (rank.fibers.empty()) {
-                    launch_ends(rank);
-                    launch.broken = watch_of(rank.params).fault[weft::BROKEN];
-                    ++rank.next;
-                }
-            }
-        }
-        if (rank.next == rank.launches.size()) busy.erase(busy.begin() + pick);
-    }
-    return true;
-}
-
-// Run `count` launches on each of `ranks` ranks; `launches` holds them rank after rank. Those of one rank
-// follow each other, as on a stream.
-EXPORTED int run(Launch* launches, int ranks, int count, unsigned seed, int late, long turns) {
-    std::vector<Rank> all(ranks);
-    for (int r = 0; r < ranks; ++r) {
-        all[r].number = r;
-        for (int i = 0; i < count; ++i) all[r].launches.push_back(launches + r * count + i);
-    }
-    return run_all(all, seed, late, turns);
-}
-
-// Run one launch on one rank, whose waits are all over.
-EXPORTED void run_one(Launch* launch, int rank) {
-    std::vector<Rank> all(1);
-    all[0].number = rank;
-    all[0].launches.push_back(launch);
-    run_all(all, 0);
-}
-
+#ifdef SIMULATOR
+#include "scheduler.h"
 #endif
 #endif

@@ -1,4 +1,4 @@
-"""Kernels and their launchers on the CPU: the Python side of fibers.h, and of fibers.cpp for kernels that push."""
+"""Kernels and their launchers on the CPU: the Python side of fibers.h, and of pushes.cpp for kernels that push."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ REAL = (
     "math/cluster_reduce.cuh",
     "math/warp.cuh",
 )
+FLAGS = ("-std=c++17", "-O1", "-w", "-fPIC", "-fvisibility=hidden")
 PATIENT = 100_000  # polls of one wait: far more than any takes
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -107,13 +108,14 @@ def build(
         argument = f"*static_cast<const {space}::Params*>(params)"
         cases += [f"case {every.index(n)}: {space}::{n}({argument}); break;" for n in names]
     text.append(
-        f"static void call(int, int kernel, const void* params) {{ switch (kernel) {{ {' '.join(cases)} }} }}"
+        f"void call(int, int kernel, const void* params) {{ switch (kernel) {{ {' '.join(cases)} }} }}"
     )
     (folder / "kernels.inc").write_text("\n".join(text) + "\n")
-    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC"]
-    flags += [f"-D{name}={value}" for name, value in defines.items()]
+    flags = [*FLAGS, "-shared", *(f"-D{name}={value}" for name, value in defines.items())]
     what = text, sorted((place.name, content) for place, content in texts.items())
-    return Library(tuple(every), compiled(Path(__file__).with_name("fibers.cpp"), flags, folder, what))
+    here = Path(__file__).parent
+    more = [simulator(here / "pushing.cpp", FLAGS)]
+    return Library(tuple(every), compiled(here / "pushes.cpp", flags, folder, what, more))
 
 
 def compiled(
@@ -142,6 +144,15 @@ def compiled(
         lambda to: subprocess.run(["g++", *flags, *here, program, "-o", to], check=True),
     )
     return ctypes.CDLL(str(shutil.copy(made, folder / f"{program.stem}.so")))
+
+
+def simulator(source: Path, flags: Sequence[str]) -> Path:
+    """An object file of what runs most of the time, the same for all kernels."""
+    flags = [*flags, "-O2"]
+    return made_once(
+        [*toolchain(source.parent), source.name, *flags],
+        lambda to: subprocess.run(["g++", *flags, "-c", source, "-o", to], check=True),
+    )
 
 
 def toolchain(folder: Path) -> list[str]:

@@ -4,8 +4,6 @@
 #ifndef MATMULS_H  // it lies in several places (fibers.py)
 #define MATMULS_H
 
-#define LINKED
-
 #include "boxes.h"
 
 #include <functional>

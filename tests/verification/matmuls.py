@@ -5,16 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-import subprocess
 import tempfile
-import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fibers import DEVICE, Library, Ranks, compiled, toolchain
-from once import made_once
+from fibers import DEVICE, Library, Ranks, compiled, simulator
 from weft.kernels.device.gemm import gemm
 from weft.kernels.device.gemm.gemm_tiles import Tile
 from weft.kernels.device.jit.program import Function, Program
@@ -43,7 +40,6 @@ WIDEST = Tile(128, 320, 2, 0.0)  # of two instructions
 
 
 _libraries = tempfile.TemporaryDirectory(prefix="weft-products-")
-_compiling = threading.Lock()
 _compilers = ThreadPoolExecutor(os.cpu_count())
 _built: dict[tuple[Path, gemm.Defines, tuple[str, str] | None], Future[Library]] = {}
 
@@ -99,24 +95,11 @@ def _build(
         "RANK": "current->number",  # one program for all
     }
     flags = [*FLAGS, "-shared", *(f"-D{key}={value}" for key, value in options.items())]
-    more = [f"-I{folder / 'device'}", f'-DSOURCE="{kernel}"', _simulator()]
+    made = simulator(Path(__file__).with_name("simulator.cpp"), FLAGS)
+    more = [f"-I{folder / 'device'}", f'-DSOURCE="{kernel}"', made]
     what = sorted((file.relative_to(folder).as_posix(), text) for file, text in texts.items())
     program = Path(__file__).with_name("matmuls.cpp")
     return Library((name,), compiled(program, flags, folder, what, more))
-
-
-def _simulator() -> str:
-    """An object file, the same for all kernels."""
-    source = Path(__file__).with_name("simulator.cpp")
-    what = [*toolchain(source.parent), source.name, *FLAGS]
-    with _compiling:
-        place = Path(_libraries.name) / "simulator.o"
-        if not place.exists():
-            made = made_once(
-                what, lambda to: subprocess.run(["g++", *FLAGS, "-c", source, "-o", to], check=True)
-            )
-            place.symlink_to(made)  # whose name does not tell g++ what it is
-    return str(place)
 
 
 class Loaded(cuda_state.CudaState):

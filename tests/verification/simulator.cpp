@@ -52,17 +52,23 @@ static T taken(std::vector<T>& all) {
     return one;
 }
 
-static void between_turns() {
-    State& s = states[dice.below(states.size())];
+// How often in so many turns something happens that happens once in `turns_each`, on average.
+static unsigned times(unsigned passed, unsigned turns_each) { return (passed + dice.below(turns_each)) / turns_each; }
+
+static State& any_rank() { return states[dice.below(states.size())]; }
+
+static void between_turns(unsigned passed) {
     // So late that a block which does not wait for its copies may have ended before them.
-    if (!s.copies.empty() && dice.below(turns_a_store * turns_a_store) == 0) {
+    for (unsigned n = times(passed, turns_a_store * turns_a_store); n != 0; --n) {
+        State& s = any_rank();
+        if (s.copies.empty()) continue;
         const State::Copy copy = taken(s.copies);
         strays += s.threads[copy.block] == 0;
         copy.run();
     }
-    auto& late = s.late;
-    if (late.empty() || dice.below(turns_a_store) != 0) return;
-    arrive_late(taken(late));
+    for (unsigned n = times(passed, turns_a_store); n != 0; --n) {
+        if (auto& late = any_rank().late; !late.empty()) arrive_late(taken(late));
+    }
 }
 
 static void fence(bool at_peers) {

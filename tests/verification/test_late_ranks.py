@@ -1,6 +1,6 @@
 """A rank that comes after the others have given up on it: it computes right numbers, or it is told.
 
-The kernels that push, on the CPU (fibers.cpp). One rank begins late, in the midst of what the others do: their waits
+The kernels that push, on the CPU (pushes.cpp). One rank begins late, in the midst of what the others do: their waits
 for it expire, they go on with what was launched already, as a graph's replays do, and what they work on then is worth
 nothing.
 """

@@ -1,0 +1,123 @@
+// What kernels that push have in place of sync.cuh, barriers.cuh, float8.cuh, mma.cuh, numbers.cuh and reduce.cuh:
+// templates and one-liners. What depends on a kernel's defines is in pushes.cpp, the rest in pushing.cpp, which is
+// compiled once for all of them. They give up the processor wherever a kernel polls, stores to a peer or meets a
+// barrier. What is stored is there at once, but for half of the zeros, with which slots are emptied: they come when the
+// thread has a fence, or another one of its block with a barrier before it, or when the kernel ends.
+
+#ifndef PUSHES_H  // it lies in several places (fibers.py)
+#define PUSHES_H
+
+#include "fibers.h"
+
+struct uint4 {
+    unsigned x, y, z, w;
+};
+
+struct uint2 {
+    unsigned x, y;
+};
+
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+static unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+static float rsqrtf(float x) { return 1 / std::sqrt(x); }
+static unsigned __float_as_uint(float x) { return weft::as_bits(x); }
+static float __uint_as_float(unsigned bits) { return weft::as_float(bits); }
+static unsigned __byte_perm(unsigned low, unsigned high, unsigned selected) {
+    const uint64_t bytes = uint64_t{high} << 32 | low;
+    unsigned chosen = 0;
+    for (int i = 0; i < 4; ++i) chosen |= unsigned(bytes >> (selected >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return chosen;
+}
+
+Meeting& warp();
+void meet_warp();
+// What each lane of the warp holds, by way of memory.
+float* warp_lanes();
+
+void __syncthreads();
+inline void __syncwarp() { meet_warp(); }
+static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
+static void __threadfence() {}
+void __threadfence_system();
+unsigned __ballot_sync(unsigned, bool said);
+float __shfl_sync(unsigned, float x, int from);
+inline float __shfl_xor_sync(unsigned, float x, int mask) { return __shfl_sync(0, x, running->thread % 32 ^ mask); }
+unsigned __reduce_max_sync(unsigned, unsigned word);
+
+static unsigned atomicAdd(unsigned* place, unsigned more) {
+    const unsigned before = *place;
+    *place += more;
+    return before;
+}
+
+namespace weft {
+
+void store_payload(uint4* slot, uint4 v);
+uint4 load_vector(const uint4* place);
+inline uint4 load_payload(const uint4* slot) { return load_vector(slot); }
+inline void reload_payload(bool wanted, const uint4* slot, uint4& v) {
+    if (wanted) v = load_vector(slot);
+}
+void store_vector(uint4* place, uint4 v);
+void store_vector(uint2* place, uint2 v);
+static void store_word(u32* place, u32 value) { *place = value; }
+static u32 load_relaxed(const u32* word) { return *word; }
+u32 load_payload_word(const u32* word);
+void store_payload_word(u32* word, u32 value);
+void reset_payload_word(u32* word);
+
+template <typename T>
+static T load_once(const T* place) {
+    return *place;
+}
+
+static void post_flag(u32* word, u32 value) {
+    __threadfence_system();
+    *word = value;
+}
+static void post_behind_fence(u32* word, u32 value) {
+    *word = value;
+    go_on_later();
+}
+
+void barrier_sync(int id, u32 threads);
+void barrier_arrive(int id, u32 threads);
+
+struct float32 {
+    using Storage = u32;
+    static constexpr int PER_WORD = 1;
+    static void unpack(u32 word, float* out) { out[0] = as_float(word); }
+    static u32 pack(const float* in) { return std::isnan(in[0]) ? 0x7fffffffu : as_bits(in[0]); }
+};
+
+template <bool IS_E5M2>
+u32 float8_bits(float number);
+template <bool IS_E5M2>
+static u32 pack_float8(const float (&in)[4]) {
+    u32 word = 0;
+    for (int i = 0; i < 4; ++i) word |= float8_bits<IS_E5M2>(in[i]) << 8 * i;
+    return word;
+}
+
+namespace reduce {
+struct sum {
+    static float combine(float a, float b) { return a + b; }
+    static float finish(float total, int) { return total; }
+};
+struct avg : sum {
+    static float finish(float total, int ranks) { return total / ranks; }
+};
+struct max {
+    static float combine(float a, float b) { return std::isnan(a) || a > b ? a : b; }
+    static float finish(float total, int) { return total; }
+};
+struct min {
+    static float combine(float a, float b) { return std::isnan(a) || a < b ? a : b; }
+    static float finish(float total, int) { return total; }
+};
+}  // namespace reduce
+
+}  // namespace weft
+
+#endif

@@ -1,0 +1,179 @@
+// The part of pushes.cpp that no kernel changes: who waits for whom, and when zeros come.
+
+#define SIMULATOR
+
+#include "pushes.h"
+
+Meeting& warp() {
+    return current->warps[running->block * (launched().threads / 32) + running->thread / 32];
+}
+
+void meet_warp() { meet(warp(), 32); }
+
+float* warp_lanes() {
+    warp().values.resize(32);
+    return warp().values.data();
+}
+
+struct Zero {
+    void* place;
+    bool came = false;
+    size_t bytes = sizeof(uint4);
+};
+using Zeros = std::vector<std::shared_ptr<Zero>>;
+static std::map<int, std::vector<Zeros>> by_thread, by_block;  // on the way, of each rank; behind a barrier
+
+static Zeros& zeros_of(std::map<int, std::vector<Zeros>>& all, unsigned which) {
+    std::vector<Zeros>& rank = all[current->number];
+    if (which >= rank.size()) rank.resize(which + 1);
+    return rank[which];
+}
+static Zeros& own_zeros() { return zeros_of(by_thread, running->number); }
+static Zeros& zeros_of_block() { return zeros_of(by_block, running->block); }
+
+static void arrive(Zeros& zeros) {
+    for (const auto& zero : zeros) {
+        if (!zero->came) std::memset(zero->place, 0, zero->bytes);
+        zero->came = true;
+    }
+    zeros.clear();
+}
+
+static Zero* own_zero(const void* place) {
+    for (const auto& zero : own_zeros()) {
+        if (zero->place == place && !zero->came) return zero.get();
+    }
+    return nullptr;
+}
+
+static void comes_to_a_barrier() {
+    Zeros& own = own_zeros();
+    own.erase(std::remove_if(own.begin(), own.end(), [](const auto& zero) { return zero->came; }), own.end());
+    zeros_of_block().insert(zeros_of_block().end(), own.begin(), own.end());
+}
+
+void __syncthreads() {
+    comes_to_a_barrier();
+    meet(current->blocks[running->block], launched().threads);
+}
+void __threadfence_system() {
+    arrive(own_zeros());
+    arrive(zeros_of_block());
+}
+
+unsigned __ballot_sync(unsigned, bool said) {
+    float* lanes = warp_lanes();
+    lanes[running->thread % 32] = said;
+    meet_warp();
+    unsigned bits = 0;
+    for (int i = 0; i < 32; ++i) bits |= unsigned(lanes[i] != 0) << i;
+    meet_warp();
+    return bits;
+}
+
+float __shfl_sync(unsigned, float x, int from) {
+    float* lanes = warp_lanes();
+    lanes[running->thread % 32] = x;
+    meet_warp();
+    const float given = lanes[from];
+    meet_warp();
+    return given;
+}
+
+unsigned __reduce_max_sync(unsigned, unsigned word) {
+    float* lanes = warp_lanes();
+    lanes[running->thread % 32] = weft::as_float(word);
+    meet_warp();
+    unsigned largest = 0;
+    for (int i = 0; i < 32; ++i) largest = max(largest, weft::as_bits(lanes[i]));
+    meet_warp();
+    return largest;
+}
+
+namespace weft {
+
+// A vector arrives word by word.
+void store_payload(uint4* slot, uint4 v) {
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
+    for (int i = 0; i < 4; ++i) {
+        reinterpret_cast<u32*>(slot)[(i + v.x) % 4] = words[(i + v.x) % 4];
+        if (v.y % 8 == 0) go_on_later();
+    }
+}
+// What does not lie at a multiple of 16 bytes a GPU refuses: nothing comes from there, and nothing goes there.
+static bool is_aligned(const void* place) { return reinterpret_cast<u64>(place) % sizeof(uint4) == 0; }
+uint4 load_vector(const uint4* place) {
+    if (!is_aligned(place)) return make_uint4(~0u, ~0u, ~0u, ~0u);
+    return own_zero(place) == nullptr ? *place : make_uint4(0, 0, 0, 0);
+}
+void store_vector(uint4* place, uint4 v) {
+    if (!is_aligned(place)) return;
+    if (Zero* before = own_zero(place)) before->came = true;
+    if ((v.x | v.y | v.z | v.w) == 0 && dice() % 2 == 0) {
+        own_zeros().push_back(std::make_shared<Zero>(Zero{place}));
+    } else {
+        *place = v;
+    }
+}
+void store_vector(uint2* place, uint2 v) {
+    if (reinterpret_cast<u64>(place) % sizeof v == 0) *place = v;
+}
+u32 load_payload_word(const u32* word) { return own_zero(word) == nullptr ? *word : 0; }
+void store_payload_word(u32* word, u32 value) {
+    if (value % 2 == 0) go_on_later();
+    *word = value;
+}
+void reset_payload_word(u32* word) {
+    if (dice() % 2 == 0) {
+        own_zeros().push_back(std::make_shared<Zero>(Zero{word, false, sizeof *word}));
+    } else {
+        *word = 0;
+    }
+}
+
+// A block's named barriers: rounds that have ended, and who has come in this one.
+static Meeting& named(int id) { return current->barriers[running->block * 16 + id]; }
+void barrier_sync(int id, u32 threads) {
+    comes_to_a_barrier();
+    meet(named(id), threads);
+}
+void barrier_arrive(int id, u32 threads) {
+    comes_to_a_barrier();
+    if (++named(id).waiting == threads) ends(named(id));
+    go_on_later();
+}
+
+// By steps between numbers, from the smallest ones on.
+template <bool IS_E5M2>
+u32 float8_bits(float number) {
+    constexpr int MANTISSA = IS_E5M2 ? 2 : 3, LEAST = IS_E5M2 ? -14 : -6;
+    constexpr float LARGEST = IS_E5M2 ? 57344 : 448;
+    const u32 sign = std::signbit(number) ? 128 : 0;
+    if (std::isnan(number)) return 127;
+    const float size = std::min(std::fabs(number), LARGEST);
+    const int exponent = std::max(size > 0 ? std::ilogb(size) : LEAST, LEAST);
+    const int steps = std::nearbyint(std::ldexp(size, MANTISSA - exponent));
+    return sign + ((exponent - LEAST) << MANTISSA) + steps;
+}
+template u32 float8_bits<false>(float);
+template u32 float8_bits<true>(float);
+
+}  // namespace weft
+
+const weft::WaitParams& watch_of(const void* params) { return *static_cast<const weft::WaitParams*>(params); }
+
+// One warp of each block gets few turns, or none does; and one block begins late, or none does.
+static void launch_begins(Rank& rank) {
+    rank.slow = dice() % (rank.launches[rank.next]->threads / 32 + 1);
+    rank.late = dice() % (rank.launches[rank.next]->blocks + 1);
+}
+static bool rests(const Rank& rank, const Fiber& fiber) {
+    if (!fiber.begun && fiber.block == rank.late) return dice() % 64 != 0;
+    return fiber.thread / 32 == rank.slow && dice() % 32 != 0;
+}
+static void launch_ends(Rank& rank) {
+    for (auto* all : {&by_thread, &by_block}) {
+        for (Zeros& zeros : (*all)[rank.number]) arrive(zeros);
+    }
+}
+static void between_turns(unsigned) {}

@@ -1,0 +1,121 @@
+// Which fiber goes on. Of fibers.h, in the one source of a program that defines SIMULATOR.
+
+#pragma once
+
+static unsigned turns_a_rank = 2000;  // at most, before another rank's
+
+static void launch_begins(Rank& rank);
+static void launch_ends(Rank& rank);
+static bool rests(const Rank& rank, const Fiber& fiber);  // whether it goes without this turn
+static void between_turns(unsigned passed);
+
+static void body() {
+    call(current->number, launched().kernel, current->params);
+    running->done = true;
+    go_on_later();
+}
+
+static void start(Rank& rank) {
+    const Launch& launch = *rank.launches[rank.next];
+    std::memcpy(rank.params, launch.params, sizeof rank.params);
+    rank.blocks.assign(launch.blocks, Meeting());
+    rank.barriers.assign(launch.blocks * 16, Meeting());
+    rank.shared.clear();
+    rank.begun.assign(launch.blocks, 0);
+    rank.warps.assign(launch.blocks * ((launch.threads + 31) / 32), Meeting());
+    launch_begins(rank);
+    for (int i = 0; i < launch.blocks * launch.threads; ++i) {
+        auto fiber = std::make_unique<Fiber>();
+        fiber->rank = &rank;
+        constexpr size_t STACK = 16 << 10;
+        fiber->stack.reset(new char[STACK]);
+        fiber->number = i;
+        fiber->thread = i % launch.threads;
+        fiber->block = i / launch.threads;
+        getcontext(&fiber->context);
+        fiber->context.uc_stack.ss_sp = fiber->stack.get();
+        fiber->context.uc_stack.ss_size = STACK;
+        fiber->context.uc_link = nullptr;
+        makecontext(&fiber->context, body, 0);
+        is_ready(fiber.get());
+        rank.fibers.push_back(std::move(fiber));
+    }
+    rank.unfinished = rank.fibers.size();
+}
+
+// Rank `late` begins when the others have had so many turns, or are at their end. False: not all comes to its end.
+static bool run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long wanted = 0) {
+    dice.seed(seed);
+    parked_at.clear();
+    std::vector<int> busy;
+    for (int r = 0; r < int(all.size()); ++r) {
+        if (r != late) busy.push_back(r);
+    }
+    bool begun = late < 0;
+    long all_turns = 0;
+    while (!busy.empty() || !begun) {
+        if (!begun && (wanted <= 0 || busy.empty())) {
+            begun = true;
+            busy.push_back(late);
+        }
+        // A rank runs for a while before another one does: they drift apart by whole calls.
+        const size_t pick = dice.below(busy.size());
+        Rank& rank = all[busy[pick]];
+        if (all_turns > MOST_TURNS) return false;
+        for (long turns = dice.below(turns_a_rank); turns >= 0 && rank.next < rank.launches.size();) {
+            if (rank.fibers.empty()) start(rank);
+            Launch& launch = *rank.launches[rank.next];
+            // Turns are dealt to all: so many go, on average, to those that are parked before one does to another.
+            const unsigned ready = std::max<size_t>(rank.ready.size(), 1);
+            const unsigned passed = (rank.unfinished + dice.below(ready)) / ready;
+            turns -= passed;
+            wanted -= passed;
+            all_turns += passed;
+            between_turns(passed);
+            if (rank.ready.empty()) continue;
+            const size_t i = dice.below(rank.ready.size());
+            const Wait& what = rank.waits[i];
+            if (what.over != nullptr && !what.over(what.condition)) continue;
+            Fiber& fiber = *rank.ready[i];
+            if (rests(rank, fiber)) continue;
+            current = &rank;
+            running = &fiber;
+            threadIdx.x = fiber.thread;
+            blockIdx.x = fiber.block;
+            blockDim.x = launch.threads;
+            gridDim.x = launch.blocks;
+            go_on(fiber);
+            if (fiber.done) {
+                is_not_ready(&fiber);
+                fiber.stack.reset();
+                if (--rank.unfinished == 0) {
+                    rank.fibers.clear();
+                    launch_ends(rank);
+                    launch.broken = watch_of(rank.params).fault[weft::BROKEN];
+                    ++rank.next;
+                }
+            }
+        }
+        if (rank.next == rank.launches.size()) busy.erase(busy.begin() + pick);
+    }
+    return true;
+}
+
+// Run `count` launches on each of `ranks` ranks; `launches` holds them rank after rank. Those of one rank
+// follow each other, as on a stream.
+EXPORTED int run(Launch* launches, int ranks, int count, unsigned seed, int late, long turns) {
+    std::vector<Rank> all(ranks);
+    for (int r = 0; r < ranks; ++r) {
+        all[r].number = r;
+        for (int i = 0; i < count; ++i) all[r].launches.push_back(launches + r * count + i);
+    }
+    return run_all(all, seed, late, turns);
+}
+
+// Run one launch on one rank, whose waits are all over.
+EXPORTED void run_one(Launch* launch, int rank) {
+    std::vector<Rank> all(1);
+    all[0].number = rank;
+    all[0].launches.push_back(launch);
+    run_all(all, 0);
+}
