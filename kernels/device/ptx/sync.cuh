@@ -39,14 +39,14 @@ __device__ __forceinline__ u32 load_acquire(const u32* word) {
     return value;
 }
 
+// Acquire and release, system scope. (__threadfence_system orders fences among each other, too.)
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
 // A word that any GPU may read. Release, system scope: covers this thread's earlier writes, and those of the
 // block's others if a __syncthreads lies between.
 __device__ __forceinline__ void post_flag(u32* word, u32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
-
-// Acquire and release, system scope. (__threadfence_system orders fences among each other, too.)
-__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // The same of a thread behind its own fence, which serves any number of flags.
 __device__ __forceinline__ void post_behind_fence(u32* word, u32 value) {
