@@ -93,7 +93,7 @@ struct Rank {
     int number = 0;
 };
 
-constexpr long MOST_TURNS = 1'000'000'000;  // of a run: far more than any takes
+constexpr long MOST_TURNS = 600'000'000;  // of a run: twice what any takes that ends
 STATE jmp_buf scheduler;
 STATE Fiber* running;
 STATE Rank* current;
