@@ -44,9 +44,9 @@ def runs_of(op: str, m: int, layer: tuple[int, int], device: torch.device) -> Ru
 
     if op in GATHERS:
         shards, (B,) = sets(m // world, k), sets(k, n // world)[:1]
-        return lambda i: ops.fused_all_gather_matmul(shards[i], [B], 0, group, return_A=op == GATHERS[1])[1][
-            0
-        ]
+        returned = op == GATHERS[1]
+        gathered = partial(ops.fused_all_gather_matmul, gather_dim=0, group=group, return_A=returned)
+        return lambda i: gathered(shards[i], [B])[1][0]
     if op in (*SCATTERS, "matmul_all_reduce"):
         xs, (B,) = sets(m, k // world), sets(k // world, n)[:1]
         if op == "matmul_all_reduce":
