@@ -17,6 +17,8 @@ from typing import Any
 import machine
 import torch
 import torch.distributed as dist
+from parts import random_tensor
+from registry import CPU_SCALE, LAYERS
 from timer import Schedule, Series, over_ranks
 from torch import Tensor
 
@@ -24,23 +26,22 @@ GATHERS = "all_gather_matmul", "all_gather_matmul_A"  # the second one returns t
 SCATTERS = "matmul_reduce_scatter", "matmul_reduce_scatter_residual"
 OPS = (*GATHERS, *SCATTERS, "matmul_all_reduce", "all_reduce", "all_reduce_rms_norm")
 SETS = 3  # of operands
-# K and N of the whole layer.
-COLUMNS = {"qkv": (4096, 6144), "upgate": (4096, 28672)}
-ROWS = {"o": (4096, 4096), "down": (14336, 4096)}
+GATHERED = ("llama8b.qkv", "llama8b.upgate")  # layers
+REDUCED = ("llama8b.o", "llama8b.down")
 HIDDEN = 4096
 
 Run = Callable[[int], Tensor]
 
 
 def runs_of(op: str, m: int, layer: tuple[int, int], device: torch.device) -> Run:
-    """Call i of an op, on set i of operands."""
+    """Call i of an op, on set i of operands. ``layer``: K and N of the whole one."""
     import weft.fused_ops as ops
 
     world, group, (k, n) = dist.get_world_size(), dist.group.WORLD, layer
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def sets(*shape: int) -> list[Tensor]:
-        return [torch.randn(shape, device=device).to(dtype) for _ in range(SETS)]
+        return [random_tensor(shape, dtype, device) for _ in range(SETS)]
 
     if op in GATHERS:
         shards, (B,) = sets(m // world, k), sets(k, n // world)[:1]
@@ -62,9 +63,12 @@ def runs_of(op: str, m: int, layer: tuple[int, int], device: torch.device) -> Ru
 
 
 def rows(ops: list[str], m_sizes: list[int], device: torch.device) -> Iterator[tuple[str, Callable[[], Run]]]:
-    small = 16 if device.type == "cpu" else 1
+    small = CPU_SCALE if device.type == "cpu" else 1
     for op in ops:
-        layers = COLUMNS if op in GATHERS else ROWS if "matmul" in op else {"": (0, HIDDEN)}
+        layers = {"": (0, HIDDEN)}
+        if "matmul" in op:
+            of, names = (GATHERS[0], GATHERED) if op in GATHERS else (SCATTERS[0], REDUCED)
+            layers = {name: LAYERS[of][name] for name in names}
         for name, (k, n) in layers.items():
             for m in m_sizes:
                 row = " ".join(filter(None, (op, name, str(m))))

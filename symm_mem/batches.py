@@ -121,7 +121,9 @@ def _given(name: str, values: Any, parts: tuple[str, ...]) -> list[Any]:
     for i, value in enumerate(values):
         is_tuple = isinstance(value, (list, tuple))
         if not is_tuple or len(value) != len(parts) or not isinstance(value[0], RegisteredTensor):
-            kinds = [type(part).__name__ for part in value] if is_tuple else type(value).__name__
+            kinds = (
+                f"({', '.join(type(part).__name__ for part in value)})" if is_tuple else type(value).__name__
+            )
             raise TypeError(f"{name}[{i}]: is of type {kinds}, must be {said}")
         if value[0].registry is not values[0][0].registry:
             raise ValueError(f"{name}[{i}]: is of another group or device than {name}[0], must be of one")

@@ -61,8 +61,8 @@ class Shape:
 # Vectors of a row that a block of a cluster sends in one_shot, at least: between 2 H200 more blocks with less to send
 # are no faster (bench/results/h200-x2-norm-clusters.txt).
 _LEAST_SENT = 128
-# Blocks of a cluster by choice. Eight are no faster, and must find their SMs in one part of the GPU, beside kernels of
-# others.
+# Blocks of a cluster by choice. Eight are no faster there either, and a cluster must find its SMs in one part of the
+# GPU, beside kernels of others.
 _MOST_SPREAD = 4
 
 # Microseconds of the sums over a row; x, the residual and both results, which are read or written while nothing is

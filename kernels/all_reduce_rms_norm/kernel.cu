@@ -83,8 +83,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
     const u32 groups = (p.rows + WORLD_SIZE - 1) / WORLD_SIZE;
     const u32 slots = VECTORS * blockDim.x;
     const u32 results = p.slots.capacity / 2;  // the second half of a sender's slots has the results
-    // Else they are read again: there are no registers for more.
-    constexpr bool keeps_residuals = WORLD_SIZE == 2;
+    // With ROUND_SUM 0, else they are read again: there are no registers for more.
+    constexpr bool KEEPS_RESIDUALS = WORLD_SIZE == 2;
+    constexpr int KEPT = KEEPS_RESIDUALS ? VECTORS : 1;
 
     uint4 x[VECTORS][WORLD_SIZE];
     auto load = [&](u32 group) {
@@ -140,10 +141,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
     base = 0;
     for (u32 group = first; group < groups; group += teams, base += slots) {
         // With ROUND_SUM the sums. Else the totals, as sums in float32 have no room.
-        uint4 kept[VECTORS][WORLD_SIZE], residuals[keeps_residuals ? VECTORS : 1][WORLD_SIZE];
+        uint4 kept[VECTORS][WORLD_SIZE], residuals[KEPT][WORLD_SIZE];
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            auto& residual = residuals[keeps_residuals ? v : 0];
+            auto& residual = residuals[v % KEPT];
             if (s.has(v)) {
                 // The residuals are in flight while the totals arrive.
 #pragma unroll
@@ -167,7 +168,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
             team.publish(s, v, [&](int q) { return plus(kept[v][q], residual[q]).numbers(); });
 #endif
         }
-        if constexpr (ROUND_SUM || keeps_residuals) {
+        if constexpr (ROUND_SUM || KEEPS_RESIDUALS) {
 #pragma unroll
             for (int q = 0; q < WORLD_SIZE; ++q) {
                 const u32 row = group * WORLD_SIZE + q;
@@ -175,8 +176,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
 #pragma unroll
                 for (int v = 0; v < VECTORS; ++v) {
                     if (!s.has(v)) continue;
-                    const uint4 sum =
-                        ROUND_SUM ? kept[v][q] : plus(kept[v][q], residuals[keeps_residuals ? v : 0][q]).rounded();
+                    const uint4 sum = ROUND_SUM ? kept[v][q] : plus(kept[v][q], residuals[v % KEPT][q]).rounded();
                     weft::store_vector(vector(p.sums, p, row, s.at(v)), sum);
                 }
             }
@@ -193,10 +193,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
 #if ROUND_SUM
                 const RowSum sum{kept[v][q]};
 #else
-                const uint4 residual =
-                    keeps_residuals ? residuals[keeps_residuals ? v : 0][q] : residual_of(p, row, s.at(v));
+                const uint4 residual = KEEPS_RESIDUALS ? residuals[v % KEPT][q] : residual_of(p, row, s.at(v));
                 const RowSum sum = plus(kept[v][q], residual);
-                if (!keeps_residuals) weft::store_vector(vector(p.sums, p, row, s.at(v)), sum.rounded());
+                if (!KEEPS_RESIDUALS) weft::store_vector(vector(p.sums, p, row, s.at(v)), sum.rounded());
 #endif
                 const uint4 normed = norm[q].of(sum, affine[v], p);
                 if (QUANT) {

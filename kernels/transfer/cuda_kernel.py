@@ -287,4 +287,4 @@ class CudaTransfers:
 
 def _blocks(vectors: int, most: int) -> int:
     """One as long as its threads hold all vectors at once: several wait for the last. Else as many as have work."""
-    return 1 if vectors <= _THREADS * _AT_ONCE else max(1, min(most, -(-vectors // _THREADS)))
+    return 1 if vectors <= _THREADS * _AT_ONCE else min(most, -(-vectors // _THREADS))

@@ -86,10 +86,10 @@ struct Rank {
     std::vector<Fiber*> ready;  // neither parked nor at their end
     std::vector<Wait> waits;    // of those
     std::vector<Meeting> blocks, warps, barriers;
-    std::vector<char> shared;     // pushing.cpp: memory of the blocks of this launch
-    std::vector<unsigned> begun;  // pushing.cpp: threads of each cluster
+    std::vector<char> shared;     // pushes_simulator.cpp: memory of the blocks of this launch
+    std::vector<unsigned> begun;  // pushes_simulator.cpp: threads of each cluster
     unsigned slow = 0;  // a warp of each block
-    unsigned late = 0;  // pushing.cpp: a block
+    unsigned late = 0;  // pushes_simulator.cpp: a block
     int number = 0;
 };
 

@@ -114,7 +114,7 @@ def build(
     flags = [*FLAGS, "-shared", *(f"-D{name}={value}" for name, value in defines.items())]
     what = text, sorted((place.name, content) for place, content in texts.items())
     here = Path(__file__).parent
-    more = [simulator(here / "pushing.cpp", FLAGS)]
+    more = [simulator(here / "pushes_simulator.cpp", FLAGS)]
     return Library(tuple(every), compiled(here / "pushes.cpp", flags, folder, what, more))
 
 

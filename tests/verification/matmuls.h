@@ -1,5 +1,5 @@
 // What the kernels of matmuls.cpp have in place of hopper.cuh, sync.cuh and numbers.cuh: templates and one-liners. The rest
-// is in simulator.cpp, which is compiled once for all of them.
+// is in matmuls_simulator.cpp, which is compiled once for all of them.
 
 #ifndef MATMULS_H  // it lies in several places (fibers.py)
 #define MATMULS_H

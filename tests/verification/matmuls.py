@@ -95,7 +95,7 @@ def _build(
         "RANK": "current->number",  # one program for all
     }
     flags = [*FLAGS, "-shared", *(f"-D{key}={value}" for key, value in options.items())]
-    made = simulator(Path(__file__).with_name("simulator.cpp"), FLAGS)
+    made = simulator(Path(__file__).with_name("matmuls_simulator.cpp"), FLAGS)
     more = [f"-I{folder / 'device'}", f'-DSOURCE="{kernel}"', made]
     what = sorted((file.relative_to(folder).as_posix(), text) for file, text in texts.items())
     program = Path(__file__).with_name("matmuls.cpp")

@@ -1,6 +1,6 @@
 // What kernels that push have in place of sync.cuh, barriers.cuh, float8.cuh, mma.cuh, numbers.cuh and reduce.cuh:
-// templates and one-liners. What depends on a kernel's defines is in pushes.cpp, the rest in pushing.cpp, which is
-// compiled once for all of them. They give up the processor wherever a kernel polls, stores to a peer or meets a
+// templates and one-liners. What depends on a kernel's defines is in pushes.cpp, the rest in pushes_simulator.cpp, which
+// is compiled once for all of them. They give up the processor wherever a kernel polls, stores to a peer or meets a
 // barrier. What is stored is there at once, but for half of the zeros, with which slots are emptied: they come when the
 // thread has a fence, or another one of its block with a barrier before it, or when the kernel ends.
 

@@ -9,7 +9,7 @@
 //
 // The rest is as there. Both sums are taken at once, around the mean of lane 0's elements in a chunk, and of chunk 0 in
 // a row. With n of them among N, whatever the numbers are, the squares around it are at most N / n times those around
-// the mean of all: their difference loses five bits of a chunk, and as many of a row of 32.
+// the mean of all: their difference loses five bits of a chunk, and as many of a row of 32 (docs/protocol.md).
 
 #pragma once
 
