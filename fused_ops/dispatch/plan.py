@@ -45,7 +45,8 @@ class Plan:
             - "two_kernels": CUDA; a matmul of cuBLAS, then weft's all-reduce.
             - "one_shot": CUDA; every rank sends to every rank at once, in front of or behind a matmul of cuBLAS, or, of
               few rows that are all-reduced, in the kernel that multiplies.
-            - "copy_engine": CUDA; a Triton kernel multiplies, the GPU's copy engines send (float32 all-gathers).
+            - "copy_engine": CUDA; the GPU's copy engines send, a Triton kernel multiplies (float32 all-gathers) or
+              torch's scaled product, each rank's rows when they are there.
             - "tma_store": CUDA; a Triton kernel multiplies and stores its tiles at their owners (float32
               reduce-scatters).
         reason: why it is "unfused"; of a kernel, which operands each call copies, and why. Ranks' may differ.
@@ -53,7 +54,7 @@ class Plan:
         chosen: how the configuration of a kernel that can be tuned was chosen: "tuned" (WEFT_TUNE=1), or "from the
             model", and why if it was to be tuned; "" for all others.
         predicted_us: microseconds that the kernels' model predicts, without the host's; None of what it does not know:
-            backends, CPU ranks, copy engines and matmuls of float32.
+            backends, CPU ranks and matmuls of float32.
     """
 
     algorithm: str
@@ -101,7 +102,7 @@ class GraphTurn:
 HOPPER_SMS = cuda_state.HOPPER_SMS
 _unfused_calls = 0
 this_thread = _ThisThread()
-_KERNELS = "push", "one_shot"  # around 16-bit matmuls
+_KERNELS = "push", "one_shot", "copy_engine"  # around matmuls of 16 and of 8 bits
 _forced: str | None = None  # "unfused" or "fused", of the body entered last
 _preferred: str | None = None  # likewise, one of _KERNELS
 _forcing: list[list[str]] = []  # of all bodies that threads are in
@@ -147,13 +148,16 @@ def forced(algorithm: str) -> Iterator[None]:
     """Inside the body every call that can takes ``algorithm``, profitable or not.
 
     It is "unfused", "fused", or, of the fused ones, that of 16-bit all-gathers in front of matmuls and reduce-scatters
-    behind them: "push" or "one_shot". Calls that cannot take this one take another that is fused.
+    behind them: "push" or "one_shot"; in front of scaled ones also "copy_engine". Calls that cannot take this one take
+    another that is fused.
 
     Calls of all threads do: the backward of a forward in the body runs in another one. Of bodies that threads are in at
     the same time the one entered last counts. Every rank must do so. For tests and measurements.
     """
     if algorithm not in ("unfused", "fused", *_KERNELS):
-        raise ValueError(f"algorithm: is {algorithm!r}, must be 'unfused', 'fused', 'push' or 'one_shot'")
+        raise ValueError(
+            f"algorithm: is {algorithm!r}, must be 'unfused', 'fused', 'push', 'one_shot' or 'copy_engine'"
+        )
     entered = [algorithm]
     _force(lambda: _forcing.append(entered))
     try:

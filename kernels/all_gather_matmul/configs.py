@@ -22,10 +22,13 @@ from .estimate import (
     FIT_ROWS,
     RASTER_GROUP,
     AllGatherMatmulProblem,
+    CopiedConfig,
     GatherPushConfig,
     clusters_of,
+    estimate_copied_us,
     estimate_gather_push_us,
     missed_of,
+    slot_bytes,
 )
 
 # A copy engine takes some microseconds for each copy, and as many again for the flag behind it: a second chunk is
@@ -46,6 +49,7 @@ _ORDER = 2.5  # microseconds of a kernel that puts the ranks' scales of blocks s
 # product, which of row-wise scales is a faster one (bench/results/h200-x2-scaled-choices.txt).
 _SCALED_PUSH = {ScaleKind.TENSOR: 1.06, ScaleKind.ROWS: 1.12, ScaleKind.BLOCKS: 1.0}
 _SCALED_ONE_SHOT = {ScaleKind.TENSOR: 0.96, ScaleKind.ROWS: 0.97, ScaleKind.BLOCKS: 1.0}
+_SCALED_COPIED = {ScaleKind.TENSOR: 1.0, ScaleKind.ROWS: 0.97}  # the same of copied_products.py
 # Of estimate_one_shot_gather_us: matmuls that take so many times as long as the sending, and the share that counts.
 _HIDES, _MOST_NOT_HIDDEN = 12, 0.04
 
@@ -60,7 +64,7 @@ class GatherKernelCall:
         num_sms: SMs that it may use.
         split_k: shards lie side by side: ``A = cat(shards, 1)``, and the products add up over them.
         return_A: what is gathered is wanted, too.
-        preferred: the algorithm to take where it can be, "push" or "one_shot"; None for the fastest.
+        preferred: the algorithm to take where it can be, "push", "one_shot" or "copy_engine"; None for the fastest.
         scaled: the operands are fp8, two of them each number here.
     """
 
@@ -122,7 +126,7 @@ def copied_gather_layout(
     return Layout(world_size, gather_flags_per_rank(m, config), world_size * m * k * dtype.itemsize)
 
 
-FusedConfig: TypeAlias = GatherPushConfig | OneShotConfig  # of 16 bits
+FusedConfig: TypeAlias = GatherPushConfig | OneShotConfig | CopiedConfig  # of 16 bits
 AnyConfig: TypeAlias = FusedConfig | AllGatherMatmulConfig
 F = TypeVar("F", bound=FusedConfig)
 
@@ -163,8 +167,16 @@ def estimate_one_shot_gather_us(problem: AllGatherMatmulProblem) -> float:
     return factor * (exchanged + products + min(not_hidden, _MOST_NOT_HIDDEN * products))
 
 
+def choose_copied_gather(problem: AllGatherMatmulProblem) -> CopiedConfig | None:
+    """The configuration; None where no such call is taken. Scales of blocks would have to be put in torch's order."""
+    scaled = problem.scaled
+    if scaled is None or scaled.kind is ScaleKind.BLOCKS or not scaled.torch_has_it:
+        return None
+    return None if problem.split_k or problem.return_A else CopiedConfig()
+
+
 def rank_gather_kernels(problem: AllGatherMatmulProblem) -> list[tuple[float, FusedConfig]]:
-    """All candidates of both kernels with their predicted microseconds, the fastest first.
+    """All candidates with their predicted microseconds, the fastest first.
 
     A pure function: all ranks choose alike.
     """
@@ -172,6 +184,8 @@ def rank_gather_kernels(problem: AllGatherMatmulProblem) -> list[tuple[float, Fu
     gather = choose_one_shot_gather(problem)
     if gather is not None:
         ranked.append((estimate_one_shot_gather_us(problem), gather))
+    if (scaled := problem.scaled) is not None and (copied := choose_copied_gather(problem)) is not None:
+        ranked.append((_SCALED_COPIED[scaled.kind] * estimate_copied_us(problem), copied))
     return sorted(ranked, key=itemgetter(0))
 
 
@@ -186,13 +200,22 @@ def varied(ranked: Iterable[tuple[float, F]]) -> list[tuple[float, F]]:
     return [*likeliest.values(), *others]
 
 
-def gather_layout(m: int, k: int, world_size: int, config: FusedConfig) -> Layout | None:
+def gather_layout(problem: AllGatherMatmulProblem, config: FusedConfig) -> Layout | None:
     """The workspace; None of a OneShotConfig, which has one of its own."""
-    return None if isinstance(config, OneShotConfig) else gather_push_layout(m, k, world_size, config)
+    if isinstance(config, OneShotConfig):
+        return None
+    if isinstance(config, CopiedConfig):
+        return copied_layout(problem)
+    return gather_push_layout(problem.m, problem.k, problem.world_size, config)
+
+
+def copied_layout(problem: AllGatherMatmulProblem) -> Layout:
+    """The workspace: a slot for each rank, and a flag."""
+    return Layout(problem.world_size, 1, problem.world_size * slot_bytes(problem))
 
 
 def gather_is_profitable(problem: AllGatherMatmulProblem) -> bool:
-    """Whether the better of both kernels is predicted to beat an all-gather in front of the matmuls."""
+    """Whether the fastest candidate is predicted to beat an all-gather in front of the matmuls."""
     return gather_saves_us(problem) > 0
 
 

@@ -1,15 +1,20 @@
-"""A call of kernel.cu, its configuration, and its predicted time. Pure functions, no GPU."""
+"""A call, its configurations on Hopper, and their predicted times. Pure functions, no GPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import ClassVar
 
 from ..device.device_spec import H200, DeviceSpec
 from ..device.gemm import gemm_tiles
 from ..device.gemm.scaling import ScaledProducts
 
 RASTER_GROUP = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
+_ALIGNMENT = 16  # bytes, of what torch's product takes and of a rank's slot
+# Microseconds of a call of copied_products.py besides products and copies: the acquire kernel and the end of the epoch;
+# a wait for a peer; and until the first bytes of a copy engine and the flag behind its last are there.
+_CALL, _PEER, _COPY = 5.0, 3.0, 12.0
 _MOST_WAVES = 256  # of one prediction; the waves of longer matmuls are taken several at once
 
 
@@ -189,3 +194,34 @@ def estimate_gather_push_us(config: GatherPushConfig, problem: AllGatherMatmulPr
     times = min(raster_groups, -(-steps // clusters))
     streamed_us = gemm_tiles.streamed_us(2 * parts * k * sum(problem.ns), times, problem.spec)
     return costs.launch + max(now, streamed_us)
+
+
+@dataclass(frozen=True)
+class CopiedConfig:
+    """Copy engines send rows and their scales while torch's product multiplies: there is nothing to choose."""
+
+    algorithm: ClassVar[str] = "copy_engine"
+
+
+def scales_offset(problem: AllGatherMatmulProblem) -> int:
+    """Where a rank's scales lie behind its rows, in bytes."""
+    return -(-2 * problem.m * problem.k // _ALIGNMENT) * _ALIGNMENT
+
+
+def slot_bytes(problem: AllGatherMatmulProblem) -> int:
+    """Of one rank's rows and of their scales, if these travel."""
+    assert problem.scaled is not None
+    end = scales_offset(problem) + problem.scaled.sent_bytes(problem.m, problem.k)
+    return -(-end // _ALIGNMENT) * _ALIGNMENT
+
+
+def estimate_copied_us(problem: AllGatherMatmulProblem) -> float:
+    """Microseconds: one rank's rows are multiplied after the other's, the own first, each when they have come."""
+    scaled = problem.scaled
+    assert scaled is not None
+    each = gemm_tiles.matmuls_us(problem.m, problem.ns, problem.k, problem.spec) * scaled.torch_slowdown
+    arrival, now = _CALL + _COPY, _CALL + each
+    for _ in range(problem.world_size - 1):
+        arrival += slot_bytes(problem) / gemm_tiles.LINK
+        now = max(now, arrival) + _PEER + each
+    return now

@@ -21,7 +21,7 @@ from ..device.jit.launch import ALIGNMENT, is_transposed, why_not
 from ..device.tuning import tuner
 from ..device.tuning.benchmark import Candidate
 from ..device.tuning.choice import KernelChoice, KernelChoices, make_together
-from . import configs, cuda_kernel, host, pipeline
+from . import configs, copied_products, cuda_kernel, host
 from .one_shot_kernel import AllGatherMatmulOneShot
 from .triton_kernel import TritonAllGatherMatmul
 
@@ -67,13 +67,13 @@ def _choose(
         if len({is_transposed(b) for b in bs}) > 1:
             return "Bs: some lie in rows and some in columns"
         us, config = likeliest(configs.rank_gather_kernels(problem), call.preferred)
-        layout = configs.gather_layout(m, k, problem.world_size, config)
+        layout = configs.gather_layout(problem, config)
         profitable = configs.gather_is_profitable(problem)
         return KernelChoice(algorithm_of(config), config, layout, profitable, us)
     if call.split_k:
         return f"the last dimension is gathered, for which no kernel takes {a.dtype} operands"
     world_size = problem.world_size
-    copied = pipeline.configure(call, world_size)
+    copied = copied_products.configure(call, world_size)
     layout = configs.copied_gather_layout(m, k, a.dtype, world_size, copied)
     n, itemsize = sum(problem.ns), a.element_size()
     profitable = configs.copy_engine_is_profitable(m, n, k, world_size, itemsize)
@@ -92,7 +92,7 @@ def tuned_gather(
     Args:
         prepare: makes a launch of such a call with a configuration; None for one of 16 bits.
     """
-    if isinstance(choice.config, configs.AllGatherMatmulConfig):
+    if choice.algorithm == "copy_engine":
         return choice, ""
     if call.preferred or not tuner.is_tuning():
         return choice, tuner.FROM_MODEL
@@ -106,8 +106,9 @@ def tuned_gather(
     if call.scaled is not None:
         kind += f", {call.scaled}"
     candidates: list[Candidate[configs.AnyConfig]] = [
-        Candidate(config, configs.gather_layout(m, k, size, config), algorithm_of(config))
+        Candidate(config, configs.gather_layout(problem, config), algorithm_of(config))
         for _, config in configs.varied(configs.rank_gather_kernels(problem))
+        if not isinstance(config, configs.CopiedConfig)  # the tuner's workspaces are not for copy engines
     ]
     results: list[torch.Tensor] = []
 
@@ -132,6 +133,7 @@ def fused_gather(
     """What launches calls like this one, of 16 bits."""
     if isinstance(config, OneShotConfig):
         return AllGatherMatmulOneShot(workspace, call.a, config)
+    assert isinstance(config, configs.GatherPushConfig)
     return cuda_kernel.AllGatherMatmulPushes(
         workspace, call.a, call.bs, config, num_sms=call.num_sms, return_A=call.return_A
     )
@@ -157,13 +159,13 @@ def launch_all_gather_matmul(
             cuda_kernel.AllGatherMatmulPushes | AllGatherMatmulOneShot | list[TritonAllGatherMatmul]
         ):
             if isinstance(config, configs.AllGatherMatmulConfig):
-                return pipeline.prepare_gather_kernels(workspace, call, config, timeout_ns)
+                return copied_products.prepare_gather_kernels(workspace, call, config, timeout_ns)
             return fused_gather(workspace, call, config)
 
         same = (host.OP, a.shape, *(b.shape for b in bs), a.dtype, config, num_sms, return_A)
         kernels = make_together(workspace, host.OP, key, same, make)
     if isinstance(config, configs.AllGatherMatmulConfig):
-        return pipeline.copy_engine_all_gather_matmul(workspace, kernels, call, config, timeout_ns)
+        return copied_products.copy_engine_all_gather_matmul(workspace, kernels, call, config, timeout_ns)
     results = results_of(call, workspace.world_size)
     stream = current_stream_of(a)
     if isinstance(config, OneShotConfig):

@@ -1,4 +1,4 @@
-"""Launches kernel.cu on fp8 operands with their scales."""
+"""Launches kernel.cu on fp8 operands with their scales, or what does it around torch's product."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from ..device.gemm.scaling import ScaleKind, Scales, aligned_scale, block_produc
 from ..device.gemm.scaling_params import ScalesParams
 from ..device.tuning.choice import KernelChoice, make_together
 from . import configs, on_cuda, one_shot_kernel
-from .configs import MOST_BS, GatherPushConfig
+from .configs import MOST_BS, CopiedConfig, GatherPushConfig
+from .copied_products import AllGatherScaledMatmulCopied
 from .cuda_kernel import AllGatherMatmulPush, EpochStep, _Params
 
 OP = "fused_all_gather_scaled_matmul"
@@ -213,7 +214,9 @@ class AllGatherScaledMatmulOneShot(one_shot_kernel.AllGatherMatmulOneShot):
             torch.ops.aten._scaled_mm.out(gathered, b, *given_scales, *how, out=out)
 
 
-ScaledGatherKernel: TypeAlias = AllGatherScaledMatmulPush | AllGatherScaledMatmulOneShot
+ScaledGatherKernel: TypeAlias = (
+    AllGatherScaledMatmulPush | AllGatherScaledMatmulOneShot | AllGatherScaledMatmulCopied
+)
 
 
 def _made(
@@ -221,6 +224,8 @@ def _made(
 ) -> ScaledGatherKernel:
     if isinstance(config, OneShotConfig):
         return AllGatherScaledMatmulOneShot(workspace, call, scales, config)
+    if isinstance(config, CopiedConfig):
+        return AllGatherScaledMatmulCopied(workspace, call, [bias is not None for bias in scales.biases])
     assert isinstance(config, GatherPushConfig)
     return AllGatherScaledMatmulPush(workspace, call, scales, config)
 
@@ -230,7 +235,7 @@ def _operands(
 ) -> list[torch.Tensor]:
     """The shard, the Bs, and the scales' tensors: for kernel.cu in numbers of 16 bits, for torch's kernel in fp8."""
     a, bs = call.a, list(call.bs)
-    if isinstance(config, OneShotConfig):
+    if not isinstance(config, GatherPushConfig):
         assert call.scaled is not None
         of_a, of_b = call.scaled.types
         a, bs = a.view(of_a), [b.t().view(of_b).t() for b in bs]

@@ -49,17 +49,22 @@ def gathers_on_gpus(
     poison(rank)
     with forced("fused"):
         _, ys = call()
-        assert last_plan().algorithm in ("push", "one_shot"), last_plan()
+        assert last_plan().algorithm in ("push", "one_shot", "copy_engine"), last_plan()
         A, again = call(return_A=True)
         third = call()[1]
+    with forced("copy_engine"):
+        copied, copied_again = call()[1], call()[1]
+        takes = kind == "tensor" or (kind == "rows" and out == BF16)
+        assert (last_plan().algorithm == "copy_engine") is takes, last_plan()
     with forced("unfused"):
         _, torchs = call()
     assert A is not None and torch.equal(A.double(), torch.cat(gather(a.numbers.float())))
     meant = torch.cat(gather(a.meant))
     for i, b in enumerate(bs):
         want = meant @ b.meant + (bias.double() if i else 0)
-        assert torch.equal(ys[i], third[i]), "other bits in another run"
-        for y in (ys[i], again[i]):
+        for y, other in ((ys[i], third[i]), (copied[i], copied_again[i])):
+            assert torch.equal(y, other), "other bits in another run"
+        for y in (ys[i], again[i], copied[i]):
             no_further(f"{kind} {sizes} {types} {i}", y, torchs[i], want)
 
 
@@ -104,7 +109,7 @@ def test_scattered(
     run_row(scatters_on_gpus, 2, kind, fast, sizes, types, device="cuda")
 
 
-def captured(rank: int, size: int, kind: str) -> None:
+def captured(rank: int, size: int, kind: str, algorithm: str) -> None:
     """Graphs replayed with other numbers in the same memory."""
     a, b = left(kind, 512, 1024), right(kind, 1024, 512)
     drawn: Scaled = left(kind, 512, 1024)
@@ -113,8 +118,9 @@ def captured(rank: int, size: int, kind: str) -> None:
         _, (y,) = fused_all_gather_scaled_matmul(a.numbers, [b.numbers], a.scale, [b.scale], 0, world())
         return y
 
-    with forced("fused"):
+    with forced(algorithm):
         call()
+        assert algorithm == "fused" or last_plan().algorithm == algorithm
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = call()
@@ -125,9 +131,12 @@ def captured(rank: int, size: int, kind: str) -> None:
             torch.testing.assert_close(y, call(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_captured(kind: str) -> None:
-    run_row(captured, 2, kind, device="cuda")
+@pytest.mark.parametrize(
+    ("kind", "algorithm"),
+    [*((kind, "fused") for kind in KINDS), ("tensor", "copy_engine"), ("rows", "copy_engine")],
+)
+def test_captured(kind: str, algorithm: str) -> None:
+    run_row(captured, 2, kind, algorithm, device="cuda")
 
 
 def parts_of_scales(rank: int, size: int, m: int) -> None:

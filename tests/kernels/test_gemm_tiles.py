@@ -287,7 +287,7 @@ def test_one_shot_is_one_launch_in_which_no_block_goes_without_a_vector(
         assert (config is not None) is (moved <= 32 << 20)
     if (config := configs[0]) is not None:
         assert configs[1] == config and config.vectors * 8 == m * n
-        assert gather.gather_layout(m, n, world_size, config) is None
+        assert gather.gather_layout(gathered, config) is None
         assert scatter.scatter_layout(config, scattered) is None
         layout = config.layout(world_size)
         for slots in (layout.slots, 2 * layout.slots):  # also of a workspace that was made for more

@@ -171,7 +171,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def call(driver: Driver, engine: Any, buffer: int, x: torch.Tensor, out: torch.Tensor) -> None:
-    """Enqueue out = the sum of all ranks' x, as pipeline.py does a product, and what overwrites x behind it."""
+    """Enqueue out = the sum of all ranks' x, as copied_products.py does a product, and what overwrites x behind it."""
     gpu = driver.gpu
     with engine.pushing(buffer, x, CHUNK_ROWS, 3):
         for peer in gpu.peers:

@@ -1,4 +1,5 @@
-// The acquire kernel in front of copies by copy engines, and the end of an epoch that no other kernel ends.
+// The acquire kernel in front of copies by copy engines, a wait for a peer's, and the end of an epoch that no other
+// kernel ends.
 //
 // acquire. Who waits: lane p of its one warp, until done(buffer)[p] >= EPOCH[buffer]; acquire, system scope. Then it
 // writes EPOCH_TICKET[buffer] = e = EPOCH[buffer] + 1. Behind it on the stream: copies of chunks into the peers'
@@ -9,7 +10,10 @@
 // leave: what came before it on the stream has read all of the buffer. It counts EPOCH[buffer] and writes
 // done(buffer)[rank] at every rank, one lane each; release, system scope. It waits for nobody.
 //
-// Both are graph-safe. docs/protocol.md#copy-engines-and-the-acquire-kernel has the proof.
+// arrive. Who waits: one lane, until flag 0 of rank `peer` is at the epoch that runs; acquire, system scope. Who writes:
+// the peer's copy engine, behind what it has copied. What comes behind it on the stream may read that.
+//
+// All are graph-safe. docs/protocol.md#copy-engines-and-the-acquire-kernel has the proof.
 
 #include "comm/abort_notice.cuh"
 
@@ -20,6 +24,8 @@ struct Params {
     int done;  // index of the buffer's first done word
     int epoch;  // index of the buffer's EPOCH word
     weft::u64 span;  // bytes from this rank's copy of an address to the next rank's
+    int peer;  // of `arrive`: who is waited for
+    int flag;  // of `arrive`: index of its flag
 };
 
 extern "C" __global__ void __launch_bounds__(32) acquire(const __grid_constant__ Params p) {
@@ -51,4 +57,8 @@ extern "C" __global__ void __launch_bounds__(32) leave(const __grid_constant__ P
         char* words = reinterpret_cast<char*>(p.watch.words) + there;
         weft::post_flag(reinterpret_cast<weft::u32*>(words) + p.done + rank, epoch);
     }
+}
+
+extern "C" __global__ void __launch_bounds__(32) arrive(const __grid_constant__ Params p) {
+    if (threadIdx.x == 0) weft::wait_flag(p.watch, p.peer, p.flag, p.watch.words[p.epoch] + 1, weft::WAIT_DATA);
 }

@@ -1,4 +1,5 @@
-"""Launches the acquire kernel in front of copies by copy engines, and the end of an epoch: see acquire.cu."""
+"""Launches the acquire kernel in front of copies by copy engines, waits for a peer's, and the end of an epoch: see
+acquire.cu."""
 
 from __future__ import annotations
 
@@ -23,6 +24,8 @@ class _Params(ctypes.Structure):
         ("done", ctypes.c_int32),
         ("epoch", ctypes.c_int32),
         ("span", ctypes.c_uint64),
+        ("peer", ctypes.c_int32),
+        ("flag", ctypes.c_int32),
     )
 
 
@@ -43,8 +46,8 @@ def end_epoch_launcher(workspace: Workspace, buffer: int) -> Callable[[int], Non
 
 
 def load() -> None:
-    """Compile both kernels and load them into the current context, without a launch."""
-    for name in ("acquire", "leave"):
+    """Compile the kernels and load them into the current context, without a launch."""
+    for name in ("acquire", "leave", "arrive"):
         _program.function(name)
 
 
@@ -76,6 +79,22 @@ class Acquire:
         self._launch(stream)
 
 
+class Arrival:
+    """The wait for what a peer's copy engine has put into one buffer, in front of flag 0; launched often."""
+
+    def __init__(self, workspace: Workspace, buffer: int, peer: int) -> None:
+        layout = workspace.layout
+        self._params = _params(workspace, buffer, 0)
+        self._params.peer = peer
+        self._params.flag = layout.flags(buffer) + peer * layout.flags_per_rank
+        self._launch = _program.function("arrive").bound(1, 32, self._params)
+
+    def launch(self, timeout_ns: int, stream: int) -> None:
+        """Make ``stream`` wait. If that expires, the group is broken, and what comes behind reads what lies there."""
+        self._params.watch.timeout_ns = timeout_ns
+        self._launch(stream)
+
+
 def _params(workspace: Workspace, buffer: int, timeout_ns: int) -> _Params:
     layout = workspace.layout
     return _Params(
@@ -85,4 +104,6 @@ def _params(workspace: Workspace, buffer: int, timeout_ns: int) -> _Params:
         layout.done(buffer),
         Layout.EPOCH + buffer,
         workspace.span,
+        0,
+        0,
     )

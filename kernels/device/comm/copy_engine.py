@@ -16,7 +16,7 @@ write (abort_notice.cuh). docs/protocol.md#copy-engines-and-the-acquire-kernel h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -39,6 +39,14 @@ class CopiedParts(NamedTuple):
     step: int
     size: int
     with_own: bool
+
+
+class CopiedPiece(NamedTuple):
+    """``size`` bytes at ``address`` that every peer gets, ``offset`` bytes into this rank's slot of its buffer."""
+
+    address: int
+    offset: int
+    size: int
 
 
 class CopyEngine:
@@ -79,7 +87,7 @@ class CopyEngine:
         w, stream, copy = self.workspace, self._handle, cuda_state.state.copy
         rank, size = w.rank, parts.size
         self._fork(buffer, timeout_ns)
-        slots, ticket = w.address + w.layout.buffer(buffer), w.address + 4 * (Layout.EPOCH_TICKET + buffer)
+        slots, ticket = w.address + w.layout.buffer(buffer), self._ticket(buffer)
         flag = w.address + 4 * (w.layout.flags(buffer) + rank * w.layout.flags_per_rank)
         for step in range(1, w.world_size):
             peer = (rank - step) % w.world_size
@@ -89,6 +97,19 @@ class CopyEngine:
             copy(flag + there, ticket, 4, stream)
         if parts.with_own:
             copy(slots + rank * size, parts.first + rank * parts.step, size, stream)
+        self._pushed(buffer)
+
+    def start_pieces(self, buffer: int, pieces: Sequence[CopiedPiece], slot: int, timeout_ns: int) -> None:
+        """As ``start``, of the same pieces for every peer; a rank's slot has ``slot`` bytes."""
+        w, stream, copy, rank = self.workspace, self._handle, cuda_state.state.copy, self.workspace.rank
+        self._fork(buffer, timeout_ns)
+        here, ticket = w.address + w.layout.buffer(buffer) + rank * slot, self._ticket(buffer)
+        flag = w.address + 4 * (w.layout.flags(buffer) + rank * w.layout.flags_per_rank)
+        for step in range(1, w.world_size):
+            there = ((rank - step) % w.world_size - rank) * w.span
+            for piece in pieces:
+                copy(here + piece.offset + there, piece.address, piece.size, stream)
+            copy(flag + there, ticket, 4, stream)
         self._pushed(buffer)
 
     def join(self, buffer: int) -> None:
@@ -114,10 +135,13 @@ class CopyEngine:
     def _pushed(self, buffer: int) -> None:
         self._known[buffer][2].record(self._stream)
 
+    def _ticket(self, buffer: int) -> int:
+        return self.workspace.address + 4 * (Layout.EPOCH_TICKET + buffer)
+
     def _push(self, buffer: int, shard: torch.Tensor, chunk_rows: int) -> None:
         w, stream, rows, copy = self.workspace, self._handle, shard.shape[0], cuda_state.state.copy
         row_bytes = shard.shape[1] * shard.element_size()
-        source, ticket = shard.data_ptr(), w.address + 4 * (Layout.EPOCH_TICKET + buffer)
+        source, ticket = shard.data_ptr(), self._ticket(buffer)
         slot = w.address + w.layout.buffer(buffer) + w.rank * rows * row_bytes
         flag = w.address + 4 * (w.layout.flags(buffer) + w.rank * w.layout.flags_per_rank)
         for step in range(1, w.world_size):

@@ -7,7 +7,7 @@ from ctypes import Structure
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -32,6 +32,7 @@ class OneShotConfig:
     """``vectors`` of 16 bytes go from each rank to each, through at most ``blocks`` of ``threads``. The same on all
     ranks."""
 
+    algorithm: ClassVar[str] = "one_shot"
     vectors: int
     blocks: int = BLOCKS
     threads: int = THREADS
@@ -48,8 +49,9 @@ def config(part: int, num_sms: int) -> OneShotConfig:
 
 
 def algorithm_of(config: object) -> str:
-    """What a configuration of 16 bits is one of: "one_shot", or "push", by the kernels that overlap."""
-    return "one_shot" if isinstance(config, OneShotConfig) else "push"
+    """What a configuration of 16 bits is one of: what it says, or "push", by the kernels that overlap."""
+    said: str = getattr(config, "algorithm", "push")
+    return said
 
 
 def likeliest(ranked: Sequence[tuple[float, C]], preferred: str | None) -> tuple[float, C]:
@@ -100,9 +102,10 @@ def launch_prepared(
     results: Sequence[torch.Tensor],
     timeout_ns: int,
 ) -> None:
-    """Launches, on the current stream, what was made for a configuration: a kernel that overlaps, or an exchange."""
+    """Launches, on the current stream, what was made for a configuration: a kernel that overlaps, or a call around
+    torch's products."""
     stream = current_stream_of(given[0])
-    if isinstance(config, OneShotConfig):
+    if algorithm_of(config) != "push":
         kernel.call(given, results, timeout_ns, stream)
         return
     operands, addresses = ([x.data_ptr() for x in tensors] for tensors in (given, results))

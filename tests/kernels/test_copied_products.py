@@ -1,0 +1,172 @@
+"""Scaled products by copy engines and torch's kernel, without a GPU: what goes where, and what is multiplied when.
+
+Copies are made at once, waits and the end of an epoch are only noted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from scaled_operands import ROUNDED, left, right
+from weft.kernels.all_gather_matmul import configs
+from weft.kernels.all_gather_matmul.copied_products import AllGatherScaledMatmulCopied
+from weft.kernels.device.device_spec import H100
+from weft.kernels.device.gemm.scaling import ScaledProducts, ScaleKind, as_pairs
+from weft.kernels.device.jit.program import Program
+from weft.symm_mem.backends import cuda_state
+from weft.symm_mem.layout import Layout
+
+W, M, K, STREAM = 3, 6, 48, 7
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+KINDS = {"tensor": ScaleKind.TENSOR, "rows": ScaleKind.ROWS}
+
+
+class Gpus(cuda_state.CudaState):
+    """In place of CUDA: W ranks in one process. ``said``: what is enqueued besides copies."""
+
+    def __init__(self, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.of_ranks = torch.zeros(W, layout.bytes, dtype=torch.uint8)
+        self.layout, self.said = layout, list[Any]()
+        monkeypatch.setattr(cuda_state, "state", self)
+
+    def own_stream(self, owner: object, device: torch.device) -> int:
+        return STREAM + 1
+
+    def copy(self, to: int, source: int, size: int, stream: int) -> None:
+        assert stream == STREAM + 1
+        ctypes.memmove(to, source, size)
+
+    def current_stream(self, device: int | None) -> int:
+        return STREAM
+
+    def stream(self, handle: int, device: int) -> Any:  # type: ignore[override]
+        return SimpleNamespace(wait_event=lambda event: self.said.append((handle, "waits for", event)))
+
+    def event(self) -> Any:
+        return SimpleNamespace(record=lambda stream: None)
+
+    def function(self, program: Program, name: str, shared: int) -> Any:
+        def bound(grid: int, block: int, params: Any) -> Callable[[int], None]:
+            assert (grid, block) == (1, 32)
+
+            def run(stream: int) -> None:
+                assert stream == STREAM
+                words = ctypes.cast(params.watch.words, ctypes.POINTER(ctypes.c_uint32))
+                if name == "acquire":
+                    words[params.ticket] = words[params.epoch] + 1
+                self.said.append((name, params.peer, words[params.flag]) if name == "arrive" else name)
+
+            return run
+
+        return SimpleNamespace(bound=bound)
+
+    def workspace(self, rank: int) -> Any:
+        def buffer(of: int, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            assert of == rank
+            size = shape[0] * shape[1]
+            return self.of_ranks[rank][self.layout.buffer(number) :][:size].view(dtype).view(shape)
+
+        return SimpleNamespace(
+            rank=rank, world_size=W, layout=self.layout, address=self.of_ranks[rank].data_ptr(),
+            span=self.of_ranks.stride(0), heap=SimpleNamespace(device=torch.device("cuda", 0)), copy_streams={},
+            fault=SimpleNamespace(address=1 << 19, record=0), buffer=buffer, next_buffer=lambda: 0,
+            raise_if_broken=lambda op, inside: self.said.append(op), abandon=self.said.append,
+        )  # fmt: skip
+
+
+def example_of(a: torch.Tensor, bs: list[torch.Tensor], kind: str, *, travels: bool) -> Any:
+    scaled = ScaledProducts((E4M3, E4M3), KINDS[kind], BF16, promote=False, travels=travels)
+    pairs = [as_pairs(b.t(), BF16).t() for b in bs]
+    return configs.GatherKernelCall(as_pairs(a, BF16), pairs, 132, scaled=scaled)
+
+
+@pytest.mark.parametrize(
+    ("kind", "travels"),
+    [("tensor", False), ("rows", True), ("rows", False)],
+    ids=["one scale", "scales of the own rows", "scales of all rows"],
+)
+def test_each_rank_multiplies_all_rows(monkeypatch: pytest.MonkeyPatch, kind: str, travels: bool) -> None:
+    wide = left(kind, W * M, K + 16)
+    shards = [wide.numbers[r * M :][:M, 16:] if r else wide.numbers[:M, 16:].clone() for r in range(W)]
+    bs, bias = [right(kind, K, 32), right(kind, K, 16)], torch.randn(32).to(BF16)
+    calls = [example_of(a, [b.numbers for b in bs], kind, travels=travels) for a in shards]
+    problem = calls[0].problem(W)
+    gpus = Gpus(configs.copied_layout(problem), monkeypatch)
+    kernels: list[Any] = [
+        AllGatherScaledMatmulCopied(gpus.workspace(rank), calls[rank], [True, False]) for rank in range(W)
+    ]
+    meant = wide.meant[:, 16:]
+    for turn in range(2):  # in the first one the rows of those behind have not come
+        for rank, kernel in enumerate(kernels):
+            scale = wide.scale[rank * M :][:M].contiguous() if travels else wide.scale
+            results = [torch.full((W * M, n), float("nan")).to(BF16) for n in (32, 16)]
+            given = [shards[rank], *(b.numbers for b in bs), scale, *(b.scale for b in bs), bias]
+            gpus.said.clear()
+            kernel.call(given, results, 5, STREAM)
+            order = [(rank + step) % W for step in range(1, W)]
+            arrived = [("arrive", src, 1 if turn or src < rank else 0) for src in order]
+            begins = ["fused_all_gather_scaled_matmul", "acquire", (STREAM + 1, "waits for", gpus.said[2][2])]
+            assert gpus.said[:-1] == [*begins, *arrived, "leave"]
+            assert gpus.said[-1][:2] == (STREAM, "waits for")
+            if not turn:
+                continue
+            for b, result, more in zip(bs, results, (bias.double(), 0.0), strict=True):
+                exact = meant @ b.meant + more
+                assert (result.double() - exact).abs().max() <= 2 * ROUNDED[BF16] * exact.abs().max()
+
+
+def test_an_error_on_the_way_breaks_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = left("rows", M, K), right("rows", K, 32)
+    call = example_of(a.numbers, [b.numbers], "rows", travels=True)
+    gpus = Gpus(configs.copied_layout(call.problem(W)), monkeypatch)
+    kernel: Any = AllGatherScaledMatmulCopied(gpus.workspace(0), call, [False])
+    wrong = torch.empty(W * M, 32)  # of another dtype than the products
+    with pytest.raises(ValueError, match="out_dtype"):
+        kernel.call([a.numbers, b.numbers, a.scale, b.scale], [wrong], 5, STREAM)
+    assert isinstance(gpus.said[-1], ValueError)
+
+
+def test_a_workspace_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = example_of(left("rows", M, K).numbers, [right("rows", K, 32).numbers], "rows", travels=True)
+    gpus = Gpus(Layout(W, 1, W * M * K), monkeypatch)
+    with pytest.raises(ValueError, match=r"workspace: .* too small for shards of 6 x 48"):
+        AllGatherScaledMatmulCopied(gpus.workspace(0), call, [False])
+
+
+def problem_of(m: int, n: int, k: int, scaled: ScaledProducts, world_size: int = 2) -> Any:
+    return configs.AllGatherMatmulProblem(m, (n,), k // 2, world_size, 132, spec=H100, scaled=scaled)
+
+
+ROWS = ScaledProducts((E4M3, E4M3), ScaleKind.ROWS, BF16, promote=False, travels=True)
+
+
+@pytest.mark.parametrize("m", [2048, 4096, 8192])
+def test_long_row_wise_products_are_torchs(m: int) -> None:
+    _, chosen = configs.rank_gather_kernels(problem_of(m, 14336, 4096, ROWS))[0]
+    assert isinstance(chosen, configs.CopiedConfig)
+
+
+@pytest.mark.parametrize("m", [64, 256])
+def test_few_rows_are_not_sent_by_copy_engines(m: int) -> None:
+    _, chosen = configs.rank_gather_kernels(problem_of(m, 14336, 4096, ROWS))[0]
+    assert not isinstance(chosen, configs.CopiedConfig)
+
+
+def test_what_copy_engines_do_not_take() -> None:
+    problem = problem_of(4096, 14336, 4096, ROWS)
+    assert configs.choose_copied_gather(problem) is not None
+    others = [
+        replace(problem, scaled=None),
+        replace(problem, split_k=True),
+        replace(problem, return_A=True),
+        replace(problem, scaled=replace(ROWS, kind=ScaleKind.BLOCKS, torch_has_blocks=True)),
+        replace(problem, scaled=replace(ROWS, out_dtype=torch.float16)),  # torch has no kernel
+    ]
+    assert [configs.choose_copied_gather(other) for other in others] == [None] * len(others)
