@@ -26,7 +26,8 @@ from ..device.jit.program import Program, WaitParams
 
 _program = Program(Path(__file__).parent / "kernel.cu")
 _VECTOR = 16
-_THREADS, _AT_ONCE = 512, 4  # as in kernel.cu
+_AT_ONCE, _MOST_THREADS = 4, 1024  # as in kernel.cu
+_THREADS = 512  # of a block that is not alone
 _MOST_BLOCKS = 64
 _MOST_AT_ONCE = 32  # transfers of one launch, as in kernel.cu
 _MOST_BLOCKS_AT_ONCE = 128  # of all of them: fewer than a GPU of 132 SMs holds
@@ -49,6 +50,8 @@ class _Transfer(ctypes.Structure):
         ("step", ctypes.c_uint32),
         ("first", ctypes.c_uint32),
         ("blocks", ctypes.c_uint32),
+        ("ours", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
     )
 
 
@@ -69,14 +72,26 @@ class _Batch(ctypes.Structure):
     )
 
 
+class _Data(NamedTuple):
+    """Contiguous bytes; ``ours`` if the source is this rank's own."""
+
+    source: int = 0
+    target: int = 0
+    size: int = 0
+    ours: bool = False
+
+
+_NO_DATA = _Data()
+
+
 class _Move(NamedTuple):
-    """Data that go through one registered tensor: contiguous bytes, or ``addresses`` are None."""
+    """What goes through one registered tensor; ``data`` is None where a side is not contiguous."""
 
     of: Registration
     peer: int
     source: torch.Tensor
     target: torch.Tensor
-    addresses: tuple[int, int, int] | None
+    data: _Data | None
 
     @staticmethod
     def made(of: Registration, access: Access) -> _Move:
@@ -85,15 +100,13 @@ class _Move(NamedTuple):
         source, target = (local, remote) if access.into else (remote, local)
         size = local.numel() * local.element_size()
         flat = source.is_contiguous() and target.is_contiguous() and not (local.is_conj() or local.is_neg())
-        addresses = (source.data_ptr(), target.data_ptr(), size) if size else (0, 0, 0)
-        return _Move(of, access.peer, source, target, addresses if flat else None)
+        data = _Data(source.data_ptr(), target.data_ptr(), size, access.into) if size else _NO_DATA
+        return _Move(of, access.peer, source, target, data if flat else None)
 
     def by_sms(self, below: int) -> bool:
         """Whether a kernel of weft moves it: less than ``below`` bytes, in whole vectors."""
-        if self.addresses is None:
-            return False
-        source, target, size = self.addresses
-        return source % _VECTOR == target % _VECTOR == 0 and size < below
+        data = self.data
+        return data is not None and data.source % _VECTOR == data.target % _VECTOR == 0 and data.size < below
 
 
 class CudaTransfers:
@@ -101,14 +114,17 @@ class CudaTransfers:
 
     Attributes:
         copy_engine_from: bytes from which a copy engine moves contiguous data.
-        dependent: whether kernels are launched while the one before them still runs (WEFT_PDL=1).
+        most_dependent: blocks of a kernel that is launched while the one before it still runs. By default one, which
+            keeps no SM from others; WEFT_PDL says 0 or all.
     """
 
     def __init__(self, registry: Registry) -> None:
         self._heap, self._semaphores = registry.heap, registry.semaphores
         # On 2 H200 the lines through 16 and 256 MiB meet at 44 to 78 MiB (bench/results/h200-x2-transfers.txt).
         self.copy_engine_from = 48 << 20
-        self.dependent = is_on("WEFT_PDL")
+        self.most_dependent = (
+            _MOST_BLOCKS_AT_ONCE if is_on("WEFT_PDL") else int(is_on("WEFT_PDL", default=True))
+        )
         self._launches: dict[Any, Callable[[int], None]] = {}
         with cuda_state.state.make_current(self._heap.device):
             for name in ("post", "await", "move", "post_all", "await_all", "move_all"):
@@ -165,13 +181,13 @@ class CudaTransfers:
                 self._move(move)
 
     def _move(self, move: _Move) -> None:
-        of, peer, source, target, addresses = move
-        if move.by_sms(self.copy_engine_from):
-            self._run("move", of, peer, (MOVED, ALLOWED), addresses or (0, 0, 0))
+        of, peer, source, target, data = move
+        if data is not None and move.by_sms(self.copy_engine_from):
+            self._run("move", of, peer, (MOVED, ALLOWED), data)
             return
         self._run("await", of, peer, (MOVED, ALLOWED))
-        if addresses is not None:
-            cuda_state.state.copy(addresses[1], addresses[0], addresses[2], self._stream())
+        if data is not None:
+            cuda_state.state.copy(data.target, data.source, data.size, self._stream())
         else:
             with torch.no_grad():
                 target.copy_(source)
@@ -182,7 +198,7 @@ class CudaTransfers:
         if len(moves) == 1:
             self._move(moves[0])
             return
-        of_each = tuple((move.of.number, move.peer, move.addresses) for move in moves)
+        of_each = tuple((move.of.number, move.peer, move.data) for move in moves)
         self._launched(("move_all", of_each), lambda: self._launch_together(moves))
 
     def _begin(self, of: Registration, op: str) -> None:
@@ -205,7 +221,7 @@ class CudaTransfers:
         of: Registration,
         peer: int,
         rows: tuple[int, int],
-        data: tuple[int, int, int] = (0, 0, 0),
+        data: _Data = _NO_DATA,
     ) -> None:
         """``rows``: that of the count, and that of the word which is awaited here or written at the peer."""
         key = name, of.number, peer, rows, data
@@ -222,7 +238,7 @@ class CudaTransfers:
         launch(self._stream())
 
     def _launch(
-        self, name: str, of: Registration, peer: int, rows: tuple[int, int], data: tuple[int, int, int]
+        self, name: str, of: Registration, peer: int, rows: tuple[int, int], data: _Data
     ) -> Callable[[int], None]:
         most = _MOST_BLOCKS if name == "move" else 0
         transfer = self._transfer(of, peer, rows, data, most)
@@ -231,18 +247,27 @@ class CudaTransfers:
         params = _Params(self._watch(of), transfer)
         function = _program.function(name)
         if name != "move":
-            return function.bound(1, 32, params, dependent=self.dependent)
-        return function.bound(transfer.blocks, _THREADS, params, dependent=self.dependent)
+            return function.bound(1, 32, params, dependent=self._is_dependent(1))
+        threads = _THREADS
+        if transfer.blocks == 1:
+            threads = min(_MOST_THREADS, max(32, -(-transfer.vectors // 32) * 32))
+        dependent = self._is_dependent(transfer.blocks)
+        return function.bound(transfer.blocks, threads, params, dependent=dependent)
+
+    def _is_dependent(self, blocks: int) -> bool:
+        return blocks <= self.most_dependent
 
     def _launch_together(self, moves: Sequence[_Move]) -> Callable[[int], None]:
         params, blocks = _Batch(self._watch(moves[0].of), len(moves)), 0
         for i, move in enumerate(moves):
             most = min(_MOST_BLOCKS, _MOST_BLOCKS_AT_ONCE // len(moves))
-            assert move.addresses is not None
-            params.of[i] = self._transfer(move.of, move.peer, (MOVED, ALLOWED), move.addresses, most)
+            assert move.data is not None
+            params.of[i] = self._transfer(move.of, move.peer, (MOVED, ALLOWED), move.data, most)
             params.of[i].first = blocks
             blocks += params.of[i].blocks
-        return _program.function("move_all").bound(blocks, _THREADS, params, dependent=self.dependent)
+        return _program.function("move_all").bound(
+            blocks, _THREADS, params, dependent=self._is_dependent(blocks)
+        )
 
     def _launch_all(
         self, name: str, of_each: list[tuple[Registration, int]], rows: tuple[int, int]
@@ -250,16 +275,16 @@ class CudaTransfers:
         """``post`` or ``await``, a thread each."""
         params = _Batch(self._watch(of_each[0][0]), len(of_each))
         for i, (of, peer) in enumerate(of_each):
-            params.of[i] = self._transfer(of, peer, rows, (0, 0, 0), 0)
+            params.of[i] = self._transfer(of, peer, rows, _NO_DATA, 0)
             if name == "await":
                 params.of[i].told = 0
-        return _program.function(f"{name}_all").bound(1, 32, params, dependent=self.dependent)
+        return _program.function(f"{name}_all").bound(1, 32, params, dependent=self._is_dependent(1))
 
     def _watch(self, of: Registration) -> WaitParams:
         return WaitParams.of(self._semaphores.slab(of.slot), timeout_in_ns(self._heap.group_name))
 
     def _transfer(
-        self, of: Registration, peer: int, rows: tuple[int, int], data: tuple[int, int, int], most_blocks: int
+        self, of: Registration, peer: int, rows: tuple[int, int], data: _Data, most_blocks: int
     ) -> _Transfer:
         """``most_blocks``: 0 for a kernel that moves nothing itself."""
         heap, semaphores, slot = self._heap, self._semaphores, of.slot
@@ -267,24 +292,22 @@ class CudaTransfers:
         # Whose access it is, at the peer; what moves awaits one word and tells another.
         told = DONE if most_blocks else word
         there = (peer - heap.rank) * heap.span
-        source, target, size = data
-        vectors = size // _VECTOR
+        vectors = data.size // _VECTOR
+        # As long as the threads of one block hold all vectors at once: several wait for the last.
+        most_alone = _AT_ONCE * (_MOST_THREADS if most_blocks == _MOST_BLOCKS else _THREADS)
         return _Transfer(
             semaphores.address(slot, count, peer),
             semaphores.address(slot, told, heap.rank) + there,
             semaphores.address(slot, TICKET, peer),
-            source,
-            target,
+            data.source,
+            data.target,
             vectors,
             semaphores.slab(slot).layout.index(slot, word, peer),
             peer,
-            size % _VECTOR,
+            data.size % _VECTOR,
             int(count == SENT),
             0,
-            _blocks(vectors, most_blocks),
+            1 if vectors <= most_alone else min(most_blocks, -(-vectors // _THREADS)),
+            data.ours,
+            0,
         )
-
-
-def _blocks(vectors: int, most: int) -> int:
-    """One as long as its threads hold all vectors at once: several wait for the last. Else as many as have work."""
-    return 1 if vectors <= _THREADS * _AT_ONCE else min(most, -(-vectors // _THREADS))

@@ -10,7 +10,8 @@
 // Behind it on the stream may come copies by copy engines, and a `post` of its count.
 //
 // move. Both, and between them the data: each block waits for the word, copies its vectors, and the last block of all
-// posts n, behind every block's fence. Blocks wait for nothing but the peer.
+// posts n, behind every block's fence. Blocks wait for nothing but the peer. What a put sends is this rank's own, and is
+// loaded before the wait ends.
 //
 // post_all, await_all, move_all. Several of these at once. The former have a thread for each; of move_all each has blocks,
 // words and a ticket of its own. All blocks run at once, so none waits for the place of another.
@@ -34,6 +35,8 @@ struct Transfer {
     weft::u32 step;  // of `post`: 1, or 0 if the access is counted already
     weft::u32 first;  // of `move_all`: its first block
     weft::u32 blocks;  // of `move` and `move_all`
+    weft::u32 ours;  // whether the source is this rank's own, which nobody has to let it read
+    weft::u32 reserved;
 };
 
 struct Params {
@@ -83,30 +86,36 @@ extern "C" __global__ void __launch_bounds__(32) await_all(const __grid_constant
     if (threadIdx.x < p.transfers) await_one(p.watch, p.of[threadIdx.x]);
 }
 
-constexpr int THREADS = 512;
+constexpr int MOST_THREADS = 1024;
 constexpr int AT_ONCE = 4;  // vectors of a thread that are under way together
 
 // Block `block` of the transfer's.
 __device__ __forceinline__ void move_part(const weft::WaitParams& watch, const Transfer& p, weft::u32 block) {
     __shared__ bool allowed;
     weft::begin_behind_previous();
+    const weft::u64 step = static_cast<weft::u64>(p.blocks) * blockDim.x;
+    weft::u64 at = static_cast<weft::u64>(block) * blockDim.x + threadIdx.x;
+    uint4 held[AT_ONCE];
+    const auto load = [&] {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (at + i * step < p.vectors) held[i] = weft::load_vector(p.source + at + i * step);
+    };
     const weft::u32 n = *p.count + 1;  // the last block counts, when all have read it
+    if (p.ours) load();  // they come while the word is awaited
     if (threadIdx.x == 0) {
-        const bool broken = weft::is_broken(watch);  // read while the word is awaited
+        const bool broken = weft::is_broken(watch);  // so does this
         allowed = weft::wait_flag(watch, p.peer, p.awaited, n, weft::WAIT_FREE) && !broken;
     }
     __syncthreads();
     if (allowed) {
-        const weft::u64 step = static_cast<weft::u64>(p.blocks) * THREADS;
-        for (weft::u64 at = static_cast<weft::u64>(block) * THREADS + threadIdx.x; at < p.vectors;
-             at += step * AT_ONCE) {
-            uint4 held[AT_ONCE];
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i)
-                if (at + i * step < p.vectors) held[i] = weft::load_vector(p.source + at + i * step);
+        if (!p.ours) load();
+        while (at < p.vectors) {
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i)
                 if (at + i * step < p.vectors) weft::store_vector(p.target + at + i * step, held[i]);
+            at += step * AT_ONCE;
+            load();
         }
         if (block == 0 && threadIdx.x < p.tail) {
             const char* from = reinterpret_cast<const char*>(p.source + p.vectors);
@@ -128,11 +137,11 @@ __device__ __forceinline__ void move_part(const weft::WaitParams& watch, const T
     *p.count = n;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) move(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(MOST_THREADS) move(const __grid_constant__ Params p) {
     move_part(p.watch, p.of, blockIdx.x);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) move_all(const __grid_constant__ Batch p) {
+extern "C" __global__ void __launch_bounds__(MOST_THREADS) move_all(const __grid_constant__ Batch p) {
     weft::u32 i = 0;
     while (i + 1 < p.transfers && blockIdx.x >= p.of[i + 1].first) ++i;
     move_part(p.watch, p.of[i], blockIdx.x - p.of[i].first);

@@ -88,8 +88,9 @@ class Stage:
         kernel = KERNELS[name]
 
         def bound(grid: int, block: int, params: Any, dependent: bool) -> Callable[[int], None]:
-            assert not dependent and name.startswith("move") is (block > 32)
             last = params.of if not name.endswith("_all") else params.of[params.transfers - 1]
+            assert block % 32 == 0 and (name.startswith("move") or block == 32)
+            assert dependent is (grid == 1)
             assert grid == last.first + last.blocks <= (128 if name == "move_all" else 64)
 
             def run(stream: int) -> None:
