@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+from torch import fx
+
 from ..graph.collectives import Collective, LeftAlone, c10d
+from ..order.costs import counted_flops
 from ..scaled.all_gather import AllGatherScaledMatmulPattern
 from ..scaled.reduce_scatter import ScaledMatmulReduceScatterPattern
 from .all_gather_matmul import AllGatherMatmulPattern
@@ -80,15 +83,37 @@ def match_alone_too(
 
 
 def match_beside(c: Collective, groups: frozenset[str] | None = None, *, always: bool = False) -> Form:
-    """The same; else what copy engines carry beside other products.
+    """The same; else, or where no product gains by it, what copy engines carry beside other products.
 
     Raises:
         LeftAlone: it is none that can be fused exactly, nor is it copy engines'.
     """
-    return _match_or(c, groups, always, lambda why: AsyncPattern.from_collective(c, why), apart=_TRANSPOSES)
+
+    def beside(why: str) -> Form:
+        return AsyncPattern.from_collective(c, why)
+
+    return _match_or(c, groups, always, beside, apart=_why_apart)
 
 
-_TRANSPOSES = "a product would take it as its right operand, and transpose what it reads and writes"
+def _why_apart(form: Form) -> str | None:
+    """Why copy engines are better than a product that takes the collective; None if they are not."""
+    if getattr(form, "transposes", False):
+        return "a product would take it as its right operand, and transpose what it reads and writes"
+    if form.collective.node.target is c10d.reduce_scatter_tensor.default and _ends_late(form.collective.wait):
+        return "nothing in the graph reads the result, and other products hide it"
+    return None
+
+
+def _ends_late(wait: fx.Node) -> bool:
+    """Whether what is waited for is only returned, and a product stands behind it."""
+    if any(user.op != "output" for user in wait.users):
+        return False
+    behind = wait.next
+    while behind.op != "output":
+        if counted_flops(behind):
+            return True
+        behind = behind.next
+    return False
 
 
 def _match_or(
@@ -96,19 +121,19 @@ def _match_or(
     groups: frozenset[str] | None,
     always: bool,
     other: Callable[[str], Form],
-    apart: str = "",
+    apart: Callable[[Form], str | None] = lambda form: None,
 ) -> Form:
     """What the collective can be fused into, if that is profitable; else ``other``, which is told why.
 
     Args:
-        apart: why ``other`` is better than a product that takes what is gathered as its right operand; "": it is not.
+        apart: why ``other`` is better than a form; None if it is not.
     """
     form = None
     try:
         form = match(c, groups, always=always)
         why = None if always else why_not_profitable_of(form)
-        if why is None and not always and getattr(form, "transposes", False):
-            why = apart or None
+        if why is None and not always:
+            why = apart(form)
         if why is None:
             return form
     except LeftAlone as e:

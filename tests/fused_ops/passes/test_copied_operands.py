@@ -35,7 +35,7 @@ def one_of_two(grad: Tensor, x: Tensor, rows: Tensor) -> Tensor:
     return scatter(grad.t() @ x + rows @ x)
 
 
-def became(fn: Callable[..., Tensor], *shapes: tuple[int, ...], **settings: object) -> tuple[str | None, str]:
+def became(fn: Callable[..., object], *shapes: tuple[int, ...], **settings: object) -> tuple[str | None, str]:
     with FakeTensorMode(), torch.no_grad():
         given = [torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in shapes]
         graph = make_fx(fn)(*given).graph
@@ -56,6 +56,22 @@ def test_a_gradient_of_a_weight_is_left() -> None:
 def test_copy_engines_have_it() -> None:
     into, why = became(weight_gradient, (TOKENS, HIDDEN), (TOKENS, DIM), reorder=True)
     assert into == "weft::reduce_scatter_start" and "does not lie in rows" in why
+
+
+def test_copy_engines_have_what_is_only_returned() -> None:
+    """A product behind it hides it; without one it is fused, as is one that the graph goes on with."""
+
+    def returned(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return scatter(x @ w.t()), x @ w.t()
+
+    def used(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return scatter(x @ w.t()) + 1, x @ w.t()
+
+    shapes = (TOKENS, HIDDEN), (DIM, HIDDEN)
+    into, why = became(returned, *shapes, reorder=True)
+    assert into == "weft::reduce_scatter_start" and "nothing in the graph reads the result" in why
+    for fn, settings in ((in_rows, {"reorder": True}), (used, {"reorder": True}), (returned, {})):
+        assert became(fn, *shapes, **settings)[0] == RS  # type: ignore[arg-type]
 
 
 def test_so_is_one_that_is_all_reduced() -> None:
