@@ -18,8 +18,8 @@ Each weight is a shard of a rank; it is gathered for its product, again in the b
 | scheduled | torch's ``enable_overlap_scheduling`` |
 
 Rows: {"order", "ms", "peak_bytes", "compile_s", "exposed_ms"}; ``ms`` is a median over series by turns, of the slowest
-rank; ``exposed_ms`` what a step takes beyond the kernels that are none of NCCL's, from a profile of it. With
-``--measure`` weft's orders are by costs that are measured first.
+rank; ``exposed_ms`` what a step takes beyond the kernels of the first order that are none of NCCL's, from a profile of
+the rank where these take longest. With ``--measure`` weft's orders are by costs that are measured first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from llama_model import LLAMA_8B, SMALL, LlamaBlock, Sizes, rotary_tables
-from llama_profile import busy, intervals, kernels_of
+from llama_profile import busy, intervals, kernels_of, slowest
 from weft.fused_ops import FusionPass
 
 c10d = torch.ops._c10d_functional
@@ -149,9 +149,7 @@ def step_time(step: Callable[[], None], steps: int, device: torch.device) -> flo
     for _ in range(steps):
         step()
     _synchronize(device)
-    slowest = torch.tensor((time.perf_counter() - begin) / steps * 1e3, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.item()
+    return slowest((time.perf_counter() - begin) / steps * 1e3, device)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -205,7 +203,7 @@ def main() -> None:
     computing = None
     if device.type == "cuda" and made:
         kernels = kernels_of(made[next(iter(made))][0])
-        computing = busy(intervals(kernels))
+        computing = slowest(busy(intervals(kernels)), device)
     rows = []
     for order, (_, seconds, peak) in made.items():
         ms = statistics.median(times[order])

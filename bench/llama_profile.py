@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 #: (lane, start, end) in microseconds from the step's first kernel.
@@ -75,3 +76,10 @@ def busy(kernels: Sequence[Interval]) -> float:
         total += max(0.0, end - max(start, until))
         until = max(until, end)
     return total / 1e3
+
+
+def slowest(time: float, device: torch.device) -> float:
+    """The largest of the ranks' times: GPUs of one host differ by some percent, and all keep the slowest one's pace."""
+    largest = torch.tensor(time, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()

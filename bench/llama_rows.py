@@ -6,8 +6,8 @@ of the slowest rank, from CUDA events: a host that is slower than the GPU counts
 are those of this rank's graphs.
 
 ``exposed_comm_ms`` is what a step takes beyond its computation: ``ms`` less the time in which a step of plain
-torch.compile has a kernel on the GPU that is none of NCCL's, from its profile. So it has waits, gaps and everything by
-which a fused kernel is slower than the product alone.
+torch.compile has a kernel on the GPU that is none of NCCL's, from the profile of the rank where these take longest. So
+it has waits, gaps and everything by which a fused kernel is slower than the product alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from llama_profile import Interval, busy, forward_layer, intervals, kernels_of
+from llama_profile import Interval, busy, forward_layer, intervals, kernels_of, slowest
 from llama_steps import CPU_SIZES, GPU_SIZES, Case, Step, make_step
 from torch._inductor import config as inductor_config
 from weft.fused_ops.passes.report import VoteCounts
@@ -65,7 +65,7 @@ def measure_case(
     kernels = {f"{case} {name}": kernels_of(step.run) for name, step in made.items()} if _on(device) else {}
     lanes = {name: intervals(found) for name, found in kernels.items()}
     layers = {name: forward_layer(found) for name, found in kernels.items()} if case.mode == "train" else {}
-    computing = busy(lanes[f"{case} plain"]) if f"{case} plain" in lanes else None
+    computing = slowest(busy(lanes[f"{case} plain"]), device) if f"{case} plain" in lanes else None
     rows = []
     for name in made:
         total, forward, backward = (statistics.median(column) for column in zip(*times[name], strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch.distributed._symmetric_memory as torch_symm
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 from weft.fused_ops import FusionPass
@@ -232,8 +232,7 @@ def _training(
             points.append(_mark(device))
             loss.backward()
         points.append(_mark(device))
-        for here, weight in zip(local, weights, strict=True):
-            here.grad, weight.grad = _gradient_of(weight), None
+        take_gradients(local, weights)
         optimizer.step()
         return Marks([*points, _mark(device)], loss.detach())
 
@@ -289,11 +288,23 @@ def _inference(
     return run
 
 
-def _gradient_of(weight: Any) -> Tensor:
-    grad = weight.grad
-    if isinstance(grad, DTensor):  # that of an eager embedding lies otherwise than its weight
-        grad = grad.redistribute(placements=weight.placements)
-    return _local(grad)  # type: ignore[no-any-return]
+def take_gradients(local: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    """Gives what lies here of each weight its gradient. What ranks have yet to sum goes through one all-reduce."""
+    partial: list[Tensor] = []
+    for here, weight in zip(local, weights, strict=True):
+        grad: Any = weight.grad
+        weight.grad = None
+        if isinstance(grad, DTensor) and grad.placements != weight.placements:  # type: ignore[attr-defined]
+            if grad.placements == (Partial(),) and weight.placements == (Replicate(),):  # type: ignore[attr-defined]
+                partial.append(_local(grad))
+            else:  # that of an eager embedding
+                grad = grad.redistribute(placements=weight.placements)  # type: ignore[attr-defined]
+        here.grad = _local(grad)
+    if partial:
+        together = torch.cat([grad.flatten() for grad in partial])
+        dist.all_reduce(together)
+        for grad, summed in zip(partial, together.split([g.numel() for g in partial]), strict=True):
+            grad.copy_(summed.view_as(grad))
 
 
 def _local(t: Any) -> Any:
