@@ -46,10 +46,11 @@ _SMALLER = {(64, 1024): (32, 512), (32, 512): (16, 256), (16, 256): (16, 256)}
 _COPY, _COPIED = 3.0, 0.36
 _ORDER = 2.5  # microseconds of a kernel that puts the ranks' scales of blocks side by side, on H100
 # Of fp8 operands, which was measured as a multiple of what is predicted: by kernel.cu, and in one shot around torch's
-# product, which of row-wise scales is a faster one (bench/results/h200-x2-scaled-choices.txt).
-_SCALED_PUSH = {ScaleKind.TENSOR: 1.06, ScaleKind.ROWS: 1.12, ScaleKind.BLOCKS: 1.0}
+# product, which of row-wise scales is a faster one (bench/results/h200-x2-scaled-choices.txt). Of row-wise scales
+# kernel.cu takes the more the longer products are (bench/results/h100-x2-scaled-copies.txt).
+_SCALED_PUSH = {ScaleKind.TENSOR: 1.06, ScaleKind.ROWS: 1.07, ScaleKind.BLOCKS: 1.0}
+_LONG_ROWS_PUSH, _SHORT_US, _LONG_US = 1.12, 250.0, 700.0
 _SCALED_ONE_SHOT = {ScaleKind.TENSOR: 0.96, ScaleKind.ROWS: 0.97, ScaleKind.BLOCKS: 1.0}
-_SCALED_COPIED = {ScaleKind.TENSOR: 1.0, ScaleKind.ROWS: 0.97}  # the same of copied_products.py
 # Of estimate_one_shot_gather_us: matmuls that take so many times as long as the sending, and the share that counts.
 _HIDES, _MOST_NOT_HIDDEN = 12, 0.04
 
@@ -184,8 +185,8 @@ def rank_gather_kernels(problem: AllGatherMatmulProblem) -> list[tuple[float, Fu
     gather = choose_one_shot_gather(problem)
     if gather is not None:
         ranked.append((estimate_one_shot_gather_us(problem), gather))
-    if (scaled := problem.scaled) is not None and (copied := choose_copied_gather(problem)) is not None:
-        ranked.append((_SCALED_COPIED[scaled.kind] * estimate_copied_us(problem), copied))
+    if (copied := choose_copied_gather(problem)) is not None:
+        ranked.append((estimate_copied_us(problem), copied))
     return sorted(ranked, key=itemgetter(0))
 
 
@@ -237,11 +238,23 @@ def gather_saves_us(problem: AllGatherMatmulProblem) -> float:
 def rank_gather_pushes(problem: AllGatherMatmulProblem) -> tuple[tuple[float, GatherPushConfig], ...]:
     """All candidates with the microseconds that ``estimate_gather_push_us`` predicts, the fastest first."""
     # To a millionth: ties stay ties whatever the order of the sums, and the first candidate is taken.
-    factor = 1.0 if problem.scaled is None else _SCALED_PUSH[problem.scaled.kind]
+    factor = _push_factor(problem)
     estimated = [
         (round(factor * estimate_gather_push_us(c, problem), 6), c) for c in push_candidates(problem)
     ]
     return tuple(sorted(estimated, key=itemgetter(0)))
+
+
+def _push_factor(problem: AllGatherMatmulProblem) -> float:
+    """How much longer kernel.cu takes than is predicted of 16-bit numbers."""
+    if problem.scaled is None:
+        return 1.0
+    factor = _SCALED_PUSH[problem.scaled.kind]
+    if problem.scaled.kind is ScaleKind.ROWS:
+        products = gemm_tiles.matmuls_us(problem.world_size * problem.m, problem.ns, problem.k, problem.spec)
+        part = (products - _SHORT_US) / (_LONG_US - _SHORT_US)
+        factor += (_LONG_ROWS_PUSH - factor) * min(1.0, max(0.0, part))
+    return factor
 
 
 def push_candidates(problem: AllGatherMatmulProblem) -> list[GatherPushConfig]:

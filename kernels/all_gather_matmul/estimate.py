@@ -14,7 +14,7 @@ RASTER_GROUP = 4  # pairs of rows of tiles: what a wave reads stays in the L2 ca
 _ALIGNMENT = 16  # bytes, of what torch's product takes and of a rank's slot
 # Microseconds of a call of copied_products.py besides products and copies: the acquire kernel and the end of the epoch;
 # a wait for a peer; and until the first bytes of a copy engine and the flag behind its last are there.
-_CALL, _PEER, _COPY = 5.0, 3.0, 12.0
+_CALL, _PEER, _COPY = 10.0, 3.0, 12.0
 _MOST_WAVES = 256  # of one prediction; the waves of longer matmuls are taken several at once
 
 

@@ -54,7 +54,8 @@ def gathers_on_gpus(
         third = call()[1]
     with forced("copy_engine"):
         copied, copied_again = call()[1], call()[1]
-        takes = kind == "tensor" or (kind == "rows" and out == BF16)
+        row_wise = kind == "rows" or k <= 128  # one block along K has a scale for each row
+        takes = kind == "tensor" or (row_wise and out == BF16)
         assert (last_plan().algorithm == "copy_engine") is takes, last_plan()
     with forced("unfused"):
         _, torchs = call()

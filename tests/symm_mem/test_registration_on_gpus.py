@@ -229,8 +229,8 @@ def test_an_address_that_comes_back_on_gpus(allocator: str) -> None:
 
 def not_let(rank: int, world_size: int) -> None:
     """A put that is not let: nothing is written, and the error names what was missing."""
-    symm_mem.set_timeout(1.0)
     (x,) = symm_mem.register([torch.zeros(1000)])
+    symm_mem.set_timeout(1.0)
     if rank == 0:
         x.put(torch.ones(1000), 1)
         torch.cuda.synchronize()
