@@ -116,7 +116,9 @@ def captured(rank: int, size: int, kind: str, algorithm: str) -> None:
     drawn: Scaled = left(kind, 512, 1024)
 
     def call() -> torch.Tensor:
-        _, (y,) = fused_all_gather_scaled_matmul(a.numbers, [b.numbers], a.scale, [b.scale], 0, world())
+        _, (y,) = fused_all_gather_scaled_matmul(
+            *(a.numbers, [b.numbers], a.scale, [b.scale], 0, world()), return_A=algorithm == "fused"
+        )
         return y
 
     with forced(algorithm):
