@@ -161,23 +161,24 @@ class AllGatherScaledMatmulCopied:
             pieces.append(CopiedPiece(own_scale.data_ptr(), self._offset, 4 * m))
         # Three frames: this and two more, on the fast path and on the slow one.
         workspace.raise_if_broken(SCALED_OP, inside=3)
-        buffer = workspace.next_buffer()
         try:
-            self._engine.start_pieces(buffer, pieces, self._slot, timeout_ns)
-            for src in (workspace.rank, *self._sources):
-                rows, scale = own, own_scale
-                if src != workspace.rank:
-                    self._arrivals[buffer][src].launch(timeout_ns, stream)
-                    rows, scale = self._arrived(buffer, src, own_scale)
-                if scaled.kind is ScaleKind.ROWS and not scaled.travels:
-                    scale = own_scale[src * m : (src + 1) * m]
-                for b, b_scale, bias, result in zip(bs, b_scales, biases, results, strict=True):
-                    how = bias, None, scaled.out_dtype, not scaled.promote
-                    out = result.as_strided((m, b.shape[1]), (b.shape[1], 1), src * m * b.shape[1])
-                    scales = aligned_scale(scale), aligned_scale(b_scale)
-                    torch.ops.aten._scaled_mm.out(rows, b, *scales, *how, out=out)
-            self._ends[buffer](stream)
-            self._engine.join(buffer)  # the shard may be overwritten then
+            with workspace.lock:
+                buffer = workspace.next_buffer()
+                self._engine.start_pieces(buffer, pieces, self._slot, timeout_ns)
+                for src in (workspace.rank, *self._sources):
+                    rows, scale = own, own_scale
+                    if src != workspace.rank:
+                        self._arrivals[buffer][src].launch(timeout_ns, stream)
+                        rows, scale = self._arrived(buffer, src, own_scale)
+                    if scaled.kind is ScaleKind.ROWS and not scaled.travels:
+                        scale = own_scale[src * m : (src + 1) * m]
+                    for b, b_scale, bias, result in zip(bs, b_scales, biases, results, strict=True):
+                        how = bias, None, scaled.out_dtype, not scaled.promote
+                        out = result.as_strided((m, b.shape[1]), (b.shape[1], 1), src * m * b.shape[1])
+                        scales = aligned_scale(scale), aligned_scale(b_scale)
+                        torch.ops.aten._scaled_mm.out(rows, b, *scales, *how, out=out)
+                self._ends[buffer](stream)
+                self._engine.join(buffer)  # the shard may be overwritten then
         except BaseException as e:
             workspace.abandon(e)  # the peers may wait for what was not launched
             raise

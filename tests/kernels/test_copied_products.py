@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -76,7 +77,7 @@ class Gpus(cuda_state.CudaState):
         return SimpleNamespace(
             rank=rank, world_size=W, layout=self.layout, address=self.of_ranks[rank].data_ptr(),
             span=self.of_ranks.stride(0), heap=SimpleNamespace(device=torch.device("cuda", 0)), copy_streams={},
-            fault=SimpleNamespace(address=1 << 19, record=0), buffer=buffer, next_buffer=lambda: 0,
+            fault=SimpleNamespace(address=1 << 19, record=0), buffer=buffer, lock=nullcontext(), next_buffer=lambda: 0,
             raise_if_broken=lambda op, inside: self.said.append(op), abandon=self.said.append,
         )  # fmt: skip
 
