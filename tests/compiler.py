@@ -8,18 +8,25 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import torch
+
 _as_it_was: dict[str, Any] = {}
 
 
 def leave_out_measurements() -> None:
     """Of this process; torch._dynamo is imported if it was not. Results are the same."""
     from torch._dynamo import guards, trace_rules
-    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor import codecache, config, cpu_vec_isa
+    from torch._inductor.runtime import triton_compat
 
     # The time that guards take: to tell it, the processor's caches are emptied, 10 to 30 ms at each compilation.
     guards.profile_guard_manager = lambda *args: 0.0
     # Tables of torch's functions. init_process_group drops them, lest they were made amidst of imports.
     trace_rules.clear_lru_cache = lambda: None
+    # All files of torch and of triton are read for the key of a cache: half a second of each process.
+    codecache.torch_key.clear()
+    codecache.torch_key.set(f"{torch.__version__} {torch.version.git_version}".encode())
+    triton_compat.triton_key = lambda: triton_compat.triton.__version__
     # Half of the second that g++ takes for a kernel goes into templates of vectors, and into symbols of libtorch that
     # few kernels need: `whole_inductor`.
     _as_it_was.setdefault("instructions", cpu_vec_isa.valid_vec_isa_list)

@@ -5,8 +5,8 @@
 
 The function must be importable (a top-level function of a test file). The first failure is raised with its traceback.
 Importing torch takes seconds, so ranks stay for the next run; a run that leaves them in another state than it found
-them asks for ``fresh`` ones. On the CPU ranks are forked from a server that has imported torch, with its compiler, and
-has done nothing with it: one server for each environment that tests ask for.
+them asks for ``fresh`` ones. On the CPU ranks are forked from a server that has imported torch and compiled a graph
+(compiled_before.py): one server for each environment of imports that tests ask for.
 
 A table of shapes and dtypes is parametrized, and each of its rows is a run of its own on the same ranks:
 
@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -49,6 +50,11 @@ RESET_TIMEOUT = 30.0  # seconds that ranks have to reset the group after a row t
 _KEPT = 3  # teams that wait for another run
 _KEPT_SERVERS = 2  # of environments of their own
 _IMPORTED = ("torch", "torch.distributed", "torch._inductor.compile_fx", "weft.fused_ops", "pytest")
+# Variables that are read when they are asked for, not by an import: ranks need no server for them.
+_READ_LATE = {
+    *("WEFT_CHECK", "WEFT_TIMEOUT", "WEFT_VERIFY_MEMORY", "TORCHINDUCTOR_CACHE_DIR"),
+    *("HF_HUB_OFFLINE", "TQDM_DISABLE", "TRANSFORMERS_VERBOSITY"),
+}
 
 
 def run_ranks(
@@ -72,7 +78,7 @@ def run_ranks(
             as NCCL takes no two ranks on one. A kernel waits for other processes' turns on its GPU: milliseconds a
             call. Default: each has one of its own; with WEFT_TEST_SHARED_GPUS=1 they share where there are too few.
         timeout: seconds.
-        env: set before torch is imported in the ranks.
+        env: set before torch is imported in the ranks, but for ``_READ_LATE``, which is set before their first run.
         expect_dead: ranks that may die without a result (None).
         fresh: the ranks are started for this run and end with it.
         store: "file", "tcp" (this process keeps it, as torchrun does) or "rank 0" (TCP, kept by that rank).
@@ -147,7 +153,9 @@ class _Team:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         place = f"file://{self._folder.name}/store" if store == "file" else f"tcp://{store}"
         port = 0 if store == "file" else self._store.port if store == "tcp" else _free_port()
-        with _environment(env), _forked_from(env) if device == "cpu" else contextlib.nullcontext():
+        late = {name: value for name, value in env.items() if name in _READ_LATE}
+        early = {name: value for name, value in env.items() if name not in late}
+        with _environment(early), _forked_from(early) if device == "cpu" else contextlib.nullcontext():
             for rank in range(world_size):
                 mine, theirs = context.Pipe()
                 process = context.Process(
@@ -155,6 +163,7 @@ class _Team:
                 )
                 process.start()
                 theirs.close()
+                mine.send(late)
                 self._pipes.append(mine)
                 self._processes.append(process)
 
@@ -231,7 +240,10 @@ def _forked_from(env: dict[str, str]) -> Iterator[None]:
     server = _servers.pop(key, None)
     if server is None:
         server = forkserver.ForkServer()
-        server.set_forkserver_preload(list(_IMPORTED))
+        server.set_forkserver_preload([*_IMPORTED, "compiled_before"])
+        paths = f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        with _environment({"PYTHONPATH": paths}):
+            server.ensure_running()
     _servers[key] = server
     for old in [key for key in _servers if key][:-_KEPT_SERVERS]:
         _servers.pop(old)._stop()
@@ -287,6 +299,7 @@ def _rank_main(
     leave_out_measurements()
     # torch.empty gives NaN: what an op leaves unwritten shows.
     torch.use_deterministic_algorithms(True, warn_only=True)
+    os.environ |= pipe.recv()
     started = False
     while True:
         try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
 
 import pytest
 import torch
 from opcommon import world
-from ranks import run_row
+from ranks import run_ranks, run_row
 from weft import symm_mem
 from weft.fused_ops import one_shot_all_reduce
 
@@ -69,3 +71,13 @@ def test_others_are_started_anew(fails: object, words: str, monkeypatch: pytest.
     with pytest.raises(AssertionError, match=words):
         run_row(fails, 2)  # type: ignore[arg-type]
     assert not set(run_row(healthy, 2)) & set(before)
+
+
+def found(rank: int, world_size: int) -> tuple[bool, str, int, float]:
+    paths = os.environ.get("PYTHONPATH", "")
+    return "compiled_before" in sys.modules, paths, threading.active_count(), symm_mem.get_timeout()
+
+
+def test_ranks_are_forked_from_a_process_that_has_compiled() -> None:
+    paths = os.environ.get("PYTHONPATH", "")
+    assert run_ranks(found, 2, env={"WEFT_TIMEOUT": "7"}, fresh=True) == [(True, paths, 1, 7.0)] * 2

@@ -63,6 +63,7 @@ struct Fiber {
 struct Wait {
     bool (*over)(const void*) = nullptr;
     const void* condition;
+    bool has_deadline = false;
 };
 
 struct Launch {
@@ -93,7 +94,7 @@ struct Rank {
     int number = 0;
 };
 
-constexpr long MOST_TURNS = 600'000'000;  // of a run: twice what any takes that ends
+constexpr long FEW_TURNS = 100'000;  // without a switch: it is asked whether there will be one
 STATE jmp_buf scheduler;
 STATE Fiber* running;
 STATE Rank* current;
@@ -113,6 +114,7 @@ struct Dice {
     unsigned below(uint64_t end) { return (*this)() * end >> 32; }
 };
 STATE Dice dice;
+STATE unsigned long stores;  // to memory in which somebody may poll
 
 // Jumps, not swapcontext: that asks the kernel for the signal mask, which takes longer than all else in a turn.
 static void go_on_later() {
@@ -207,6 +209,7 @@ static bool is_broken(const WaitParams& watch) { return broken_by(watch) != 0; }
 static void report(const WaitParams& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
     if (is_broken(watch)) return;
     watch.fault[BROKEN] = kind == ABORTED ? seen : 1 + peer;
+    ++stores;
     const u64 record[8] = {1, reinterpret_cast<u64>(watch.words), u64(peer), word, expected, seen, u64(kind), 0};
     std::memcpy(watch.record, record, sizeof record);
 }
@@ -214,6 +217,7 @@ static void report(const WaitParams& watch, int peer, u32 word, u32 expected, u3
 // Polls take the place of nanoseconds.
 struct Deadline {
     u64 polls = 0;
+    unsigned long seen;
     bool should_poll() { return true; }
     bool overdue(const WaitParams& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
         if (is_broken(watch)) return true;
@@ -223,8 +227,16 @@ struct Deadline {
     }
     bool has_passed(const WaitParams& watch) {
         if (++polls > watch.timeout_ns) return true;
+        seen = stores;
+        current->waits[running->place_in_rank] = {shows_something, this, true};
         go_on_later();
+        current->waits[running->place_in_rank].over = nullptr;
         return false;
+    }
+    // Until something is stored a turn counts as a poll and is not worth a switch. Some have one all the same.
+    static bool shows_something(const void* deadline) {
+        Deadline& mine = *static_cast<Deadline*>(const_cast<void*>(deadline));
+        return stores != mine.seen || ++mine.polls % 64 == 0;
     }
 };
 

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "sums.h"
+
 #include <cmath>
 
 struct float3 {
@@ -30,17 +32,13 @@ static const Float8Table OF_A(FP8_TYPES[1] == '4'), OF_B(FP8_TYPES[6] == '4');
 
 // 32 numbers of a row or a column, which one instruction multiplies and adds.
 struct ThirtyTwo {
-    using Floats = float __attribute__((vector_size(64)));
     Floats numbers[2];
 
     ThirtyTwo(const Float8Table& table, const u8* bits) {
         for (int k = 0; k < 32; ++k) numbers[k / 16][k % 16] = table[bits[k]];
     }
-    float product(const ThirtyTwo& other) const {
-        const Floats sums = numbers[0] * other.numbers[0] + numbers[1] * other.numbers[1];
-        float sum = 0;
-        for (int k = 0; k < 16; ++k) sum += sums[k];
-        return sum;
+    Floats operator*(const ThirtyTwo& other) const {
+        return numbers[0] * other.numbers[0] + numbers[1] * other.numbers[1];
     }
 };
 
@@ -50,13 +48,12 @@ struct Wgmma {
     static void run(float (&d)[N / 2], u64 a, u64 b, int add) {
         const u8 *as = reinterpret_cast<const u8*>(a << 4), *bs = reinterpret_cast<const u8*>(b << 4);
         const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
-        const ThirtyTwo x[] = {{OF_A, as + 128 * row}, {OF_A, as + 128 * (row + 8)}};
-        for (int i = 0; i < N / 2; i += i % 2 ? 3 : 1) {
-            const ThirtyTwo y(OF_B, bs + 128 * (i / 4 * 8 + lane % 4 * 2 + i % 2));
-            for (int half = 0; half < 2; ++half) {
-                float& sum = d[i + 2 * half];
-                sum = (add ? sum : 0) + x[half].product(y);
-            }
+        const ThirtyTwo x(OF_A, as + 128 * row), below(OF_A, as + 128 * (row + 8));
+        for (int i = 0; i < N / 2; i += 4) {
+            const u8* columns = bs + 128 * (i * 2 + lane % 4 * 2);
+            const ThirtyTwo y(OF_B, columns), next(OF_B, columns + 128);
+            const Floats more = sums(x * y, x * next, below * y, below * next);
+            for (int j = 0; j < 4; ++j) d[i + j] = (add ? d[i + j] : 0) + more[4 * j];
         }
     }
 };

@@ -76,11 +76,13 @@ template <typename T>
 static T atomicAdd(T* place, std::common_type_t<T> more) {
     const T before = *place;
     *place += more;
+    ++stores;
     return before;
 }
 template <typename T>
 static void atomicMax(T* place, T least) {
     *place = std::max(*place, least);
+    ++stores;
 }
 
 struct uint4 {

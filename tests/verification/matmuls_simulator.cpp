@@ -23,7 +23,10 @@ EXPORTED void use(char* first, uint64_t bytes, int ranks, unsigned a_store, unsi
 }
 EXPORTED int reached_for_ended_blocks() { return strays; }
 
-static void arrive_late(const Late& store) { std::memcpy(store.to, store.bytes, store.size); }
+static void arrive_late(const Late& store) {
+    std::memcpy(store.to, store.bytes, store.size);
+    ++stores;
+}
 
 static bool is_own(const char* place) {
     const auto each = (memory_end - memory) / static_cast<std::ptrdiff_t>(states.size());
@@ -34,6 +37,7 @@ void store(void* place, const void* value, int size, bool late_at_home) {
     char* to = static_cast<char*>(place);
     if (to < memory || to >= memory_end || (!late_at_home && is_own(to))) {
         std::memcpy(to, value, size);
+        ++stores;
         return;
     }
     Clock& knows = running->knows;
@@ -65,6 +69,7 @@ static void between_turns(unsigned passed) {
         const State::Copy copy = taken(s.copies);
         strays += s.threads[copy.block] == 0;
         copy.run();
+        ++stores;
     }
     for (unsigned n = times(passed, turns_a_store); n != 0; --n) {
         if (auto& late = any_rank().late; !late.empty()) arrive_late(taken(late));
@@ -100,8 +105,8 @@ static void launch_begins(Rank& rank) {
 static unsigned room;
 EXPORTED void leave_room(unsigned clusters) { room = clusters; }
 
-static bool rests(const Rank& rank, const Fiber& fiber) {
-    if (room == 0) return false;
+static bool has_no_room(const Rank& rank, const Fiber& fiber) {
+    if (room == 0 || fiber.begun) return false;
     const std::vector<int>& threads = states[rank.number].threads;
     unsigned ended = 0;
     for (size_t block = 0; block < threads.size(); block += CLUSTER_BLOCKS) {
@@ -109,6 +114,12 @@ static bool rests(const Rank& rank, const Fiber& fiber) {
     }
     return fiber.block / CLUSTER_BLOCKS >= room + ended;
 }
+static bool rests(const Rank& rank, const Fiber& fiber) { return has_no_room(rank, fiber); }
+static bool comes_later() {
+    const auto comes = [](const State& s) { return !s.copies.empty() || !s.late.empty(); };
+    return std::any_of(states.begin(), states.end(), comes);
+}
+
 static void launch_ends(Rank& rank) {
     strays += states[rank.number].copies.size();
     states[rank.number].copies.clear();

@@ -48,6 +48,7 @@ unsigned __reduce_max_sync(unsigned, unsigned word);
 static unsigned atomicAdd(unsigned* place, unsigned more) {
     const unsigned before = *place;
     *place += more;
+    ++stores;
     return before;
 }
 
@@ -61,7 +62,10 @@ inline void reload_payload(bool wanted, const uint4* slot, uint4& v) {
 }
 void store_vector(uint4* place, uint4 v);
 void store_vector(uint2* place, uint2 v);
-static void store_word(u32* place, u32 value) { *place = value; }
+static void store_word(u32* place, u32 value) {
+    *place = value;
+    ++stores;
+}
 static u32 load_relaxed(const u32* word) { return *word; }
 u32 load_payload_word(const u32* word);
 void store_payload_word(u32* word, u32 value);
@@ -74,10 +78,10 @@ static T load_once(const T* place) {
 
 static void post_flag(u32* word, u32 value) {
     __threadfence_system();
-    *word = value;
+    store_word(word, value);
 }
 static void post_behind_fence(u32* word, u32 value) {
-    *word = value;
+    store_word(word, value);
     go_on_later();
 }
 

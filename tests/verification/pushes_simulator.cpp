@@ -37,6 +37,7 @@ static void arrive(Zeros& zeros) {
         zero->came = true;
     }
     zeros.clear();
+    ++stores;
 }
 
 static Zero* own_zero(const void* place) {
@@ -96,7 +97,7 @@ namespace weft {
 void store_payload(uint4* slot, uint4 v) {
     const u32 words[4] = {v.x, v.y, v.z, v.w};
     for (int i = 0; i < 4; ++i) {
-        reinterpret_cast<u32*>(slot)[(i + v.x) % 4] = words[(i + v.x) % 4];
+        store_word(reinterpret_cast<u32*>(slot) + (i + v.x) % 4, words[(i + v.x) % 4]);
         if (v.y % 8 == 0) go_on_later();
     }
 }
@@ -114,6 +115,7 @@ void store_vector(uint4* place, uint4 v) {
     } else {
         *place = v;
     }
+    ++stores;
 }
 void store_vector(uint2* place, uint2 v) {
     if (reinterpret_cast<u64>(place) % sizeof v == 0) *place = v;
@@ -121,13 +123,13 @@ void store_vector(uint2* place, uint2 v) {
 u32 load_payload_word(const u32* word) { return own_zero(word) == nullptr ? *word : 0; }
 void store_payload_word(u32* word, u32 value) {
     if (value % 2 == 0) go_on_later();
-    *word = value;
+    store_word(word, value);
 }
 void reset_payload_word(u32* word) {
     if (dice() % 2 == 0) {
         own_zeros().push_back(std::make_shared<Zero>(Zero{word, false, sizeof *word}));
     } else {
-        *word = 0;
+        store_word(word, 0);
     }
 }
 
@@ -177,3 +179,5 @@ static void launch_ends(Rank& rank) {
     }
 }
 static void between_turns(unsigned) {}
+static bool comes_later() { return false; }
+static bool has_no_room(const Rank&, const Fiber&) { return false; }

@@ -4,10 +4,15 @@
 
 static unsigned turns_a_rank = 2000;  // at most, before another rank's
 
+static long most_turns = 600'000'000;  // of a run: twice what any takes that ends
+EXPORTED void allow(long turns) { most_turns = turns; }
+
 static void launch_begins(Rank& rank);
 static void launch_ends(Rank& rank);
 static bool rests(const Rank& rank, const Fiber& fiber);  // whether it goes without this turn
 static void between_turns(unsigned passed);
+static bool comes_later();  // whether something is on its way that no fiber does
+static bool has_no_room(const Rank& rank, const Fiber& fiber);  // before others have ended
 
 static void body() {
     call(current->number, launched().kernel, current->params);
@@ -43,6 +48,15 @@ static void start(Rank& rank) {
     rank.unfinished = rank.fibers.size();
 }
 
+static bool waits_in_vain(const Rank& rank) {
+    for (size_t i = 0; i < rank.ready.size(); ++i) {
+        const Wait& what = rank.waits[i];
+        const bool waits = what.over != nullptr && !what.has_deadline && !what.over(what.condition);
+        if (!waits && !has_no_room(rank, *rank.ready[i])) return false;
+    }
+    return !rank.fibers.empty();
+}
+
 // Rank `late` begins when the others have had so many turns, or are at their end. False: not all comes to its end.
 static bool run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long wanted = 0) {
     dice.seed(seed);
@@ -52,7 +66,7 @@ static bool run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long w
         if (r != late) busy.push_back(r);
     }
     bool begun = late < 0;
-    long all_turns = 0;
+    long all_turns = 0, since = 0;  // the last switch
     while (!busy.empty() || !begun) {
         if (!begun && (wanted <= 0 || busy.empty())) {
             begun = true;
@@ -61,7 +75,12 @@ static bool run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long w
         // A rank runs for a while before another one does: they drift apart by whole calls.
         const size_t pick = dice.below(busy.size());
         Rank& rank = all[busy[pick]];
-        if (all_turns > MOST_TURNS) return false;
+        if (all_turns > most_turns) return false;
+        if (begun && all_turns - since > FEW_TURNS) {
+            since = all_turns;
+            const auto in_vain = [&](int r) { return waits_in_vain(all[r]); };
+            if (!comes_later() && std::all_of(busy.begin(), busy.end(), in_vain)) return false;
+        }
         for (long turns = dice.below(turns_a_rank); turns >= 0 && rank.next < rank.launches.size();) {
             if (rank.fibers.empty()) start(rank);
             Launch& launch = *rank.launches[rank.next];
@@ -74,16 +93,17 @@ static bool run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long w
             between_turns(passed);
             if (rank.ready.empty()) continue;
             const size_t i = dice.below(rank.ready.size());
-            const Wait& what = rank.waits[i];
-            if (what.over != nullptr && !what.over(what.condition)) continue;
             Fiber& fiber = *rank.ready[i];
             if (rests(rank, fiber)) continue;
+            const Wait& what = rank.waits[i];
+            if (what.over != nullptr && !what.over(what.condition)) continue;
             current = &rank;
             running = &fiber;
             threadIdx.x = fiber.thread;
             blockIdx.x = fiber.block;
             blockDim.x = launch.threads;
             gridDim.x = launch.blocks;
+            since = all_turns;
             go_on(fiber);
             if (fiber.done) {
                 is_not_ready(&fiber);
