@@ -117,9 +117,9 @@ def test_torchs_product_with_scales_of_blocks(stage: Stage, monkeypatch: pytest.
 
 def test_blocks_that_torch_multiplies_faster(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are gathered by the group's own collective, if in one shot would be too much."""
-    a = left("blocks", 4096, 16384)
-    b = right("blocks", 16384, 4096)
-    given = a.numbers, [b.numbers], a.scale, [b.scale], 0, NAME, [None], [None], [None], [False], False
+    a, b = torch.zeros(4096, 16384, dtype=E4M3), torch.zeros(4096, 16384, dtype=E4M3).t()
+    a_scale, b_scale = torch.ones(128, 4096).t(), torch.ones(128, 32)
+    given = a, [b], a_scale, [b_scale], 0, NAME, [None], [None], [None], [False], False
     monkeypatch.setattr(all_gather_scaled_matmul, "has_block_product", lambda *_: True)
     found = first_gather(stage, AllGatherScaledMatmulCall(*given))
     assert "torch's product with block-wise scales" in found

@@ -65,12 +65,10 @@ CASES: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def in_containers(folder: Path) -> dict[str, list[Any]]:
     """What each case gives on two ranks, each in a container of its own; None of a rank without a result."""
     if subprocess.run([*UNSHARE, "true"], check=False, capture_output=True).returncode:
         pytest.skip("this user may make no PID namespaces")
-    folder = tmp_path_factory.mktemp("containers")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(
@@ -96,16 +94,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 
 @pytest.mark.timeout(240)
-def test_ranks_in_containers_run_fused(found: dict[str, list[Any]]) -> None:
+def test_ranks_in_containers(tmp_path: Path) -> None:
+    """They run fused, and notice that a rank of another container has died. One test, as containers take seconds."""
+    found = in_containers(tmp_path)
     assert found["both"] == [[1, 2, 3]] * 2
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("ends", [0, 1])
-def test_a_rank_of_another_container_that_dies(ends: int, found: dict[str, list[Any]]) -> None:
-    reasons, waited = found[f"rank {ends} ends"][1 - ends]
-    assert reasons == [f"the process of rank {ends} has ended"]
-    assert waited < 5
+    for ends in (0, 1):
+        reasons, waited = found[f"rank {ends} ends"][1 - ends]
+        assert reasons == [f"the process of rank {ends} has ended"]
+        assert waited < 5
 
 
 def run(case: str, rank: int, folder: str) -> None:

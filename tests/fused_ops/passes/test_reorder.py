@@ -248,9 +248,9 @@ def test_a_thousand_random_programs() -> None:
     assert changed > 1000 and filled > 250
 
 
-def test_ten_thousand_nodes() -> None:
+def test_thousands_of_nodes() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
-        for _ in range(400):
+        for _ in range(160):
             shard = w[:32].to(torch.bfloat16)
             full = gathered(shard).float()
             for _ in range(7):
@@ -258,15 +258,15 @@ def test_ten_thousand_nodes() -> None:
         return x
 
     graph = graph_of(fn)
-    assert len(graph.nodes) > 10_000
+    assert len(graph.nodes) > 4000
     filling, (buckets, _) = in_copies(lambda g: fill_buckets(g, 1 << 30, 1000.0, None), graph)
     assert filling < 20, (
         f"as long as {filling:.1f} copies of the graph"
-    )  # 10; a copy is 0.09 s of a core of 2026
-    assert sum(len(b.of) for b in buckets) == 400 and len(buckets) > 10  # each within some hundred nodes
+    )  # 10; a copy is 0.04 s of a core of 2026
+    assert sum(len(b.of) for b in buckets) == 160 and len(buckets) > 4  # each within some hundred nodes
     moving, change = in_copies(lambda g: reorder(g, TABLE, OrderLimits(memory=0.2)), graph)
     assert moving < 20, f"as long as {moving:.1f} copies of the graph"  # 8
-    assert change.moved == 399
+    assert change.moved == 159
 
 
 def test_other_settings_are_refused() -> None:
