@@ -28,9 +28,10 @@ from .stream_order import stream_and_graph, stream_key
 MATMUL = "matmul"  #: the kind of workspace of kernels that set flags behind their data
 LL_PROTOCOL = "ll_protocol"  #: of kernels whose data is its own flag
 ONE_SHOT = "one_shot"  #: of one-shot exchanges beside matmuls, of both ops
+COPIED = "copied"  #: of kernels and products beside copy engines, which write it
 ALL_REDUCE = "all_reduce"  #: of all-reduces, and of norms behind them
 GROUP = "process_group"  #: of a process group's own calls, whatever stream or thread they come from
-AROUND_MATMULS = (MATMUL, LL_PROTOCOL, ONE_SHOT)  #: where calls around matmuls may take the fast path
+AROUND_MATMULS = (MATMUL, LL_PROTOCOL, ONE_SHOT, COPIED)  #: where calls around matmuls may take the fast path
 _GRAIN = 1 << 20  # bytes; sizes that differ by less share a workspace
 
 
@@ -93,7 +94,7 @@ def matmul_workspace(heap: Heap, wanted: Layout, *, copied: bool = False) -> Wor
         layout = replace(wanted, buffer_bytes=buffer, flags_per_rank=row)
         return layout if old is None else old.joined(layout)
 
-    kind = "copied" if copied else LL_PROTOCOL if wanted.ll_protocol else MATMUL
+    kind = COPIED if copied else LL_PROTOCOL if wanted.ll_protocol else MATMUL
     return _fetch(heap, kind, lambda layout: layout.holds(wanted), grown)
 
 

@@ -229,7 +229,7 @@ def _on_cuda(where: Heap, gather: ScaledGather) -> Result | str:
         )
         choice, chosen = scaled.tuned_scaled_gather(choice, where, kernel_call, scales)
         workspace = workspace_of_choice(where, choice)
-        workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
+        workspace.raise_if_broken(host.OP if choice.algorithm == "push" else None)  # others say it themselves
         plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, chosen, choice.predicted_us)
         ran(plan)
         timeout_ns = timeout_in_ns(where.group_name)

@@ -12,6 +12,7 @@ peer after the other. Who waits: `arrive` of acquire.cu.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +20,7 @@ from ...symm_mem.layout import NUM_BUFFERS, Layout
 from ...symm_mem.workspace import Workspace
 from ..device.comm import acquire
 from ..device.comm.copy_engine import CopiedPiece, CopyEngine
-from ..device.gemm.scaling import ScaleKind, aligned_scale
+from ..device.gemm.scaling import ScaledTensors, ScaleKind, scaled_mm_out
 from ..device.jit.launch import compiling
 from .configs import AllGatherMatmulConfig, GatherKernelCall, choose_all_gather_matmul, copied_layout
 from .estimate import scales_offset, slot_bytes
@@ -97,6 +98,15 @@ def copy_engine_all_gather_matmul(
     return gathered, products
 
 
+class _Arriving(NamedTuple):
+    """What comes from a rank: the wait for it, and where its rows and their scales lie then."""
+
+    src: int
+    arrival: acquire.Arrival
+    rows: torch.Tensor
+    scales: torch.Tensor
+
+
 class AllGatherScaledMatmulCopied:
     """This op on one problem and one workspace: prepared once, called often.
 
@@ -120,13 +130,18 @@ class AllGatherScaledMatmulCopied:
         acquire.load()
         self.workspace, self._scaled, self._biased = workspace, scaled, list(biased)
         self._rows, self._columns, self._stride = m, 2 * k, 2 * example.a.stride(0)
-        self._slot, self._offset = slot_bytes(problem), scales_offset(problem)
-        # The peers in the order in which their rows come.
-        self._sources = [(workspace.rank + step) % size for step in range(1, size)]
-        self._arrivals = [
-            {src: acquire.Arrival(workspace, buffer, src) for src in self._sources}
-            for buffer in range(NUM_BUFFERS)
-        ]
+        slot, offset = slot_bytes(problem), scales_offset(problem)
+        # In a peer's buffer: of the own rows, and of their scales.
+        self._places = workspace.rank * slot, workspace.rank * slot + offset
+        self._arriving: list[list[_Arriving]] = []  # of each buffer, in the order in which rows come
+        for buffer in range(NUM_BUFFERS):
+            slots = workspace.buffer(workspace.rank, buffer, (size, slot), torch.uint8)
+            self._arriving.append([])
+            for src in ((workspace.rank + step) % size for step in range(1, size)):
+                rows = slots[src, : 2 * m * k].view(scaled.types[0]).view(m, 2 * k)
+                scales = slots[src, offset : offset + scaled.sent_bytes(m, k)].view(torch.float32).view(-1, 1)
+                arrival = acquire.Arrival(workspace, buffer, src)
+                self._arriving[buffer].append(_Arriving(src, arrival, rows, scales))
         self._ends = [acquire.end_epoch_launcher(workspace, buffer) for buffer in range(NUM_BUFFERS)]
 
     def call(
@@ -147,48 +162,36 @@ class AllGatherScaledMatmulCopied:
         Raises:
             PeerTimeout, CallAbandoned: as ``Workspace.raise_if_broken``.
         """
-        workspace, scaled, count, m = self.workspace, self._scaled, len(self._biased), self._rows
-        (a, *bs), rest = tensors[: count + 1], tensors[count + 1 :]
-        a_scale, b_scales = rest[0], rest[1 : count + 1]
-        given = iter(rest[count + 1 :])
-        biases = [next(given) if biased else None for biased in self._biased]
-        own = a.as_strided((m, self._columns), (self._stride, 1)).contiguous()
-        own_scale = a_scale
-        if scaled.kind is ScaleKind.ROWS:  # its own rows', or those of all
-            own_scale = a_scale.reshape(-1, 1)
-        pieces = [CopiedPiece(own.data_ptr(), 0, own.numel())]
+        workspace, scaled, m = self.workspace, self._scaled, self._rows
+        of = ScaledTensors.of(tensors, self._biased)
+        own = of.a.as_strided((m, self._columns), (self._stride, 1)).contiguous()
+        given = of.a_scale  # of its own rows, or of those of all ranks
+        if scaled.kind is ScaleKind.ROWS:
+            given = given.reshape(-1, 1)
+        pieces = [CopiedPiece(own.data_ptr(), self._places[0], own.numel())]
         if scaled.travels:
-            pieces.append(CopiedPiece(own_scale.data_ptr(), self._offset, 4 * m))
+            pieces.append(CopiedPiece(given.data_ptr(), self._places[1], 4 * m))
+
+        def multiply(src: int, rows: torch.Tensor, arrived: torch.Tensor) -> None:
+            scales = arrived if scaled.travels else given
+            if scaled.kind is ScaleKind.ROWS and not scaled.travels:
+                scales = given[src * m : (src + 1) * m]
+            for b, b_scale, bias, result in zip(of.bs, of.b_scales, of.biases, results, strict=True):
+                out = result.as_strided((m, b.shape[1]), (b.shape[1], 1), src * m * b.shape[1])
+                scaled_mm_out(scaled, rows, b, (scales, b_scale), bias, out)
+
         # Three frames: this and two more, on the fast path and on the slow one.
         workspace.raise_if_broken(SCALED_OP, inside=3)
         try:
             with workspace.lock:
                 buffer = workspace.next_buffer()
-                self._engine.start_pieces(buffer, pieces, self._slot, timeout_ns)
-                for src in (workspace.rank, *self._sources):
-                    rows, scale = own, own_scale
-                    if src != workspace.rank:
-                        self._arrivals[buffer][src].launch(timeout_ns, stream)
-                        rows, scale = self._arrived(buffer, src, own_scale)
-                    if scaled.kind is ScaleKind.ROWS and not scaled.travels:
-                        scale = own_scale[src * m : (src + 1) * m]
-                    for b, b_scale, bias, result in zip(bs, b_scales, biases, results, strict=True):
-                        how = bias, None, scaled.out_dtype, not scaled.promote
-                        out = result.as_strided((m, b.shape[1]), (b.shape[1], 1), src * m * b.shape[1])
-                        scales = aligned_scale(scale), aligned_scale(b_scale)
-                        torch.ops.aten._scaled_mm.out(rows, b, *scales, *how, out=out)
+                self._engine.start_pieces(buffer, pieces, timeout_ns)
+                multiply(workspace.rank, own, given)
+                for src, arrival, rows, scales in self._arriving[buffer]:
+                    arrival.launch(timeout_ns, stream)
+                    multiply(src, rows, scales)
                 self._ends[buffer](stream)
                 self._engine.join(buffer)  # the shard may be overwritten then
         except BaseException as e:
             workspace.abandon(e)  # the peers may wait for what was not launched
             raise
-
-    def _arrived(self, buffer: int, src: int, own_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A peer's rows and their scales, where they lie."""
-        w, (dtype, _) = self.workspace, self._scaled.types
-        slots = w.buffer(w.rank, buffer, (w.world_size, self._slot), torch.uint8)
-        slot = slots[src]
-        rows = slot[: self._rows * self._columns].view(dtype).view(self._rows, self._columns)
-        if not self._scaled.travels:
-            return rows, own_scale
-        return rows, slot[self._offset :][: 4 * self._rows].view(torch.float32).view(-1, 1)

@@ -14,7 +14,7 @@ RASTER_GROUP = 4  # pairs of rows of tiles: what a wave reads stays in the L2 ca
 _ALIGNMENT = 16  # bytes, of what torch's product takes and of a rank's slot
 # Microseconds of a call of copied_products.py besides products and copies: the acquire kernel and the end of the epoch;
 # a wait for a peer; and until the first bytes of a copy engine and the flag behind its last are there.
-_CALL, _PEER, _COPY = 10.0, 3.0, 12.0
+_COPIED_CALL, _COPIED_PEER, _COPY_STARTS = 10.0, 3.0, 12.0
 _MOST_WAVES = 256  # of one prediction; the waves of longer matmuls are taken several at once
 
 
@@ -220,8 +220,8 @@ def estimate_copied_us(problem: AllGatherMatmulProblem) -> float:
     scaled = problem.scaled
     assert scaled is not None
     each = gemm_tiles.matmuls_us(problem.m, problem.ns, problem.k, problem.spec) * scaled.torch_slowdown
-    arrival, now = _CALL + _COPY, _CALL + each
+    arrival, now = _COPIED_CALL + _COPY_STARTS, _COPIED_CALL + each
     for _ in range(problem.world_size - 1):
         arrival += slot_bytes(problem) / gemm_tiles.LINK
-        now = max(now, arrival) + _PEER + each
+        now = max(now, arrival) + _COPIED_PEER + each
     return now

@@ -15,15 +15,20 @@ from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import Workspace
 from ..device.comm.ll_exchange import VECTOR, ExchangeLayout
 from ..device.gemm.one_shot import OneShotConfig, launch_prepared
-from ..device.gemm.scaling import ScaleKind, Scales, aligned_scale, block_product
+from ..device.gemm.scaling import (
+    ScaledTensors,
+    ScaleKind,
+    Scales,
+    block_product,
+    scaled_mm_out,
+)
 from ..device.gemm.scaling_params import ScalesParams
 from ..device.tuning.choice import KernelChoice, make_together
 from . import configs, on_cuda, one_shot_kernel
 from .configs import MOST_BS, CopiedConfig, GatherPushConfig
+from .copied_products import SCALED_OP as OP
 from .copied_products import AllGatherScaledMatmulCopied
 from .cuda_kernel import AllGatherMatmulPush, EpochStep, _Params
-
-OP = "fused_all_gather_scaled_matmul"
 
 
 class _ScaledParams(_Params):
@@ -157,7 +162,7 @@ class AllGatherScaledMatmulOneShot(one_shot_kernel.AllGatherMatmulOneShot):
     ) -> None:
         assert example.scaled is not None
         self._biased = [bias is not None for bias in scales.biases]
-        self._scaled, self._count, self._size = example.scaled, len(example.bs), workspace.world_size
+        self._scaled, self._size = example.scaled, workspace.world_size
         super().__init__(workspace, example.a, config)
         self._params.scale_vectors = self._scaled.sent_bytes(*example.a.shape) // VECTOR
 
@@ -179,10 +184,8 @@ class AllGatherScaledMatmulOneShot(one_shot_kernel.AllGatherMatmulOneShot):
         Raises:
             PeerTimeout, CallAbandoned: as ``Workspace.raise_if_broken``.
         """
-        a, scaled, count = tensors[0], self._scaled, self._count
-        bs, a_scale, b_scales = tensors[1 : count + 1], tensors[count + 1], tensors[count + 2 : 2 * count + 2]
-        given = iter(tensors[2 * count + 2 :])
-        biases = [next(given) if biased else None for biased in self._biased]
+        scaled = self._scaled
+        a, bs, a_scale, b_scales, biases = ScaledTensors.of(tensors, self._biased)
         gathered = self._empty((self._rows, 2 * self._k), (2 * self._k, 1), scaled.types[0])
         scales = a_scale
         if scaled.travels:  # one number to each row, or those of blocks [W, S, m]
@@ -209,9 +212,7 @@ class AllGatherScaledMatmulOneShot(one_shot_kernel.AllGatherMatmulOneShot):
                 of_blocks = Scales(scaled.kind, scales, b_scale[: scales.shape[1]])
                 block_product(gathered, b, of_blocks, bias, out)
                 continue
-            how = bias, None, scaled.out_dtype, not scaled.promote
-            given_scales = aligned_scale(scales), aligned_scale(b_scale)
-            torch.ops.aten._scaled_mm.out(gathered, b, *given_scales, *how, out=out)
+            scaled_mm_out(scaled, gathered, b, (scales, b_scale), bias, out)
 
 
 ScaledGatherKernel: TypeAlias = (

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft import symm_mem
 from weft.fused_ops.dispatch import plan
 from weft.fused_ops.dispatch.workspaces import ALL_REDUCE, AROUND_MATMULS
-from weft.kernels.device.gemm.one_shot import OneShotConfig
+from weft.kernels.device.gemm.one_shot import algorithm_of
 from weft.kernels.device.tuning.choice import KernelChoice
 from weft.symm_mem import call_cache, flight_recorder
 from weft.symm_mem.backends import cuda_state
@@ -111,7 +111,7 @@ class Kernel:
 
 
 class OneShot:
-    """Likewise, of tensors."""
+    """Likewise, of tensors: what calls torch's products."""
 
     def __init__(self, launched: list[tuple[Any, ...]]) -> None:
         self.launched = launched
@@ -135,7 +135,7 @@ class Prepared(CachedDict[Any, Any]):
             return super().get(key, default)
         if self.kernel is not None:
             return self.kernel
-        kind = OneShot if isinstance(choice.config, OneShotConfig) else Kernel
+        kind = Kernel if algorithm_of(choice.config) == "push" else OneShot
         return self.made.setdefault(key, kind(self.launched))
 
 

@@ -63,6 +63,19 @@ def test_a_gather_is_launched_again(kind: str, return_A: bool, stage: Stage) -> 
     assert results == [y.data_ptr() for y in (*again[1], *([again[0]] if return_A else []))]
 
 
+def test_copied_products_are_called_again(stage: Stage) -> None:
+    """They say themselves that they begin, on either path."""
+    call = gather_call("rows")
+    with plan.forced("copy_engine"):
+        _, outs = first_gather(stage, call)
+        assert plan.last_plan().algorithm == "copy_engine"
+        again = implementations.ALL_GATHER_SCALED_MATMUL.fast(call)
+    assert again is not None and [y.shape for y in again[1]] == [y.shape for y in outs]
+    (_, operands, *_), (_, same, results, *_) = stage.launched
+    assert operands == same == [x.data_ptr() for x in call.tensors]
+    assert results == [y.data_ptr() for y in again[1]] and stage.workspace.noted == []
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_scatter_is_launched_again(kind: str, stage: Stage) -> None:
     call = scatter_call(kind, bias=torch.zeros(144, dtype=BF16), use_fast_accum=kind != "rows")

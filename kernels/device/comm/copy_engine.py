@@ -3,6 +3,7 @@
     with engine.pushing(buffer, shard, chunk_rows, timeout_ns):
         ...  # kernels that wait for the peers' chunks, on the current stream
     engine.start(buffer, parts, timeout_ns)  # or a part each, behind which anything may run
+    engine.start_pieces(buffer, pieces, timeout_ns)  # or the same pieces for all
 
 Who writes: rank r's engine copies chunk c of its shard into slot r of every peer's buffer ``[W, m, K]``, then
 EPOCH_TICKET, the epoch, into flag c of rank r there; the stream keeps that order. The copy reads EPOCH_TICKET when it
@@ -16,7 +17,7 @@ write (abort_notice.cuh). docs/protocol.md#copy-engines-and-the-acquire-kernel h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -42,7 +43,7 @@ class CopiedParts(NamedTuple):
 
 
 class CopiedPiece(NamedTuple):
-    """``size`` bytes at ``address`` that every peer gets, ``offset`` bytes into this rank's slot of its buffer."""
+    """``size`` bytes at ``address`` that a peer gets, ``offset`` bytes into its buffer."""
 
     address: int
     offset: int
@@ -84,32 +85,23 @@ class CopyEngine:
         They go into this rank's slot of its buffer, then the epoch into flag 0 of this rank there. Until the current
         stream has passed a ``join`` they must not be overwritten.
         """
-        w, stream, copy = self.workspace, self._handle, cuda_state.state.copy
-        rank, size = w.rank, parts.size
-        self._fork(buffer, timeout_ns)
-        slots, ticket = w.address + w.layout.buffer(buffer), self._ticket(buffer)
-        flag = w.address + 4 * (w.layout.flags(buffer) + rank * w.layout.flags_per_rank)
-        for step in range(1, w.world_size):
-            peer = (rank - step) % w.world_size
-            there = (peer - rank) * w.span
+        rank, size = self.workspace.rank, parts.size
+
+        def of(peer: int) -> Sequence[CopiedPiece]:
             slot = rank if parts.with_own else rank - (rank > peer)
-            copy(slots + slot * size + there, parts.first + peer * parts.step, size, stream)
-            copy(flag + there, ticket, 4, stream)
+            return (CopiedPiece(parts.first + peer * parts.step, slot * size, size),)
+
+        self._fork(buffer, timeout_ns)
+        self._send(buffer, of)
         if parts.with_own:
-            copy(slots + rank * size, parts.first + rank * parts.step, size, stream)
+            slots = self.workspace.address + self.workspace.layout.buffer(buffer)
+            cuda_state.state.copy(slots + rank * size, parts.first + rank * parts.step, size, self._handle)
         self._pushed(buffer)
 
-    def start_pieces(self, buffer: int, pieces: Sequence[CopiedPiece], slot: int, timeout_ns: int) -> None:
-        """As ``start``, of the same pieces for every peer; a rank's slot has ``slot`` bytes."""
-        w, stream, copy, rank = self.workspace, self._handle, cuda_state.state.copy, self.workspace.rank
+    def start_pieces(self, buffer: int, pieces: Sequence[CopiedPiece], timeout_ns: int) -> None:
+        """As ``start``, of the same pieces for every peer."""
         self._fork(buffer, timeout_ns)
-        here, ticket = w.address + w.layout.buffer(buffer) + rank * slot, self._ticket(buffer)
-        flag = w.address + 4 * (w.layout.flags(buffer) + rank * w.layout.flags_per_rank)
-        for step in range(1, w.world_size):
-            there = ((rank - step) % w.world_size - rank) * w.span
-            for piece in pieces:
-                copy(here + piece.offset + there, piece.address, piece.size, stream)
-            copy(flag + there, ticket, 4, stream)
+        self._send(buffer, lambda peer: pieces)
         self._pushed(buffer)
 
     def join(self, buffer: int) -> None:
@@ -134,6 +126,18 @@ class CopyEngine:
 
     def _pushed(self, buffer: int) -> None:
         self._known[buffer][2].record(self._stream)
+
+    def _send(self, buffer: int, of: Callable[[int], Sequence[CopiedPiece]]) -> None:
+        """Each peer's pieces, and behind them the epoch into flag 0 of this rank there."""
+        w, stream, copy, ticket = self.workspace, self._handle, cuda_state.state.copy, self._ticket(buffer)
+        here = w.address + w.layout.buffer(buffer)
+        flag = w.address + 4 * (w.layout.flags(buffer) + w.rank * w.layout.flags_per_rank)
+        for step in range(1, w.world_size):
+            peer = (w.rank - step) % w.world_size
+            there = (peer - w.rank) * w.span
+            for piece in of(peer):
+                copy(here + piece.offset + there, piece.address, piece.size, stream)
+            copy(flag + there, ticket, 4, stream)
 
     def _ticket(self, buffer: int) -> int:
         return self.workspace.address + 4 * (Layout.EPOCH_TICKET + buffer)

@@ -5,9 +5,11 @@ An operand times its scales is what it stands for. Layouts are those of ``torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -45,6 +47,26 @@ class Scales:
     def of_rows(self, rows: slice) -> Scales:
         """Of some rows of A."""
         return self if self.kind is ScaleKind.TENSOR else replace(self, a=self.a[rows])
+
+
+class ScaledTensors(NamedTuple):
+    """Of a call around torch's product: the shard, the Bs, the scales of A and of each B, and their biases or None."""
+
+    a: torch.Tensor
+    bs: Sequence[torch.Tensor]
+    a_scale: torch.Tensor
+    b_scales: Sequence[torch.Tensor]
+    biases: Sequence[torch.Tensor | None]
+
+    @staticmethod
+    def of(tensors: Sequence[torch.Tensor], biased: Sequence[bool]) -> ScaledTensors:
+        """In this order, without the biases that there are not. ``biased``: whether each B has one."""
+        count = len(biased)
+        biases = iter(tensors[2 * count + 2 :])
+        return ScaledTensors(
+            *(tensors[0], tensors[1 : count + 1], tensors[count + 1], tensors[count + 2 : 2 * count + 2]),
+            [next(biases) if has_bias else None for has_bias in biased],
+        )
 
 
 @dataclass(frozen=True)
@@ -211,6 +233,20 @@ def _scaled_mm(
 ) -> torch.Tensor:
     a, of_a, of_b = a.contiguous(), aligned_scale(scales.a), aligned_scale(scales.b)
     return torch._scaled_mm(a, b, of_a, of_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
+
+
+def scaled_mm_out(
+    products: ScaledProducts,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor],
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """``a @ b + bias`` into ``out`` by torch's own kernel, of one scale each or of row-wise ones."""
+    of_a, of_b = map(aligned_scale, scales)
+    how = bias, None, products.out_dtype, not products.promote
+    torch.ops.aten._scaled_mm.out(a, b, of_a, of_b, *how, out=out)
 
 
 def aligned_scale(scale: torch.Tensor) -> torch.Tensor:
