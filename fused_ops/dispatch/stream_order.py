@@ -5,16 +5,20 @@ call of stream 2: neither has room for the call that the other one waits for, no
 on another stream than the thread's last one begins, on the GPU, when that one has ended. Collectives of a ProcessGroup
 do the same, as they share one stream; other work on the streams is not ordered.
 
+Calls inside a graph are ordered as they were captured. Its replays weft does not see, nor on which stream they are. So
+the graph itself waits for the last call of the thread that captures it, or for the last graph with such calls, in front
+of its first one, and what comes next waits for its last one (``GraphEvent``). While there is such a graph, each eager
+call begins with a wait and ends with an event, whatever its stream is.
+
 It follows that ranks must make their calls in one order, also those of several groups. Not ordered are
 
-- calls of different threads, whose order nobody knows;
-- replays of graphs, which weft does not see. Calls inside one graph are ordered, as they were captured;
-- calls of two streams where WEFT_RESERVED_SMS leaves each so few SMs that two fit at once; of three where three fit.
-  With one stream more, all are ordered.
+- calls of different threads, whose order nobody knows. A graph counts as a call of the thread that captured it;
+- calls of two streams where WEFT_RESERVED_SMS leaves each so few SMs that two fit at once, and replays beside them; of
+  three where three fit. With one stream more, all calls are ordered, and no replay.
 
-As long as the calls of a process come from so few streams, one if nothing is reserved, nothing is enqueued for that,
-and a cached call (fast_path.py) says so. A stream from which no call has come for a while, such as that of a warm-up,
-is forgotten.
+As long as the calls of a process come from so few streams, one if nothing is reserved, and no graph was captured,
+nothing is enqueued for that, and a cached call (fast_path.py) says so. A stream from which no call has come for a
+while, such as that of a warm-up, is forgotten; so is a graph that is gone.
 
 torch's own streams live as long as the process. An external one (torch.cuda.ExternalStream) may be destroyed at any
 moment, and its handle then be another stream's. So no external stream is touched behind its call, the event is put
@@ -33,6 +37,8 @@ import torch
 from ...symm_mem import forks
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.call_cache import invalidate_calls
+from ...symm_mem.heap.captured import CapturedGraph
+from .call_lines import FAILED, CallLine, GraphLine, graph_of
 from .plan import num_sms, on
 from .planning import is_planning
 
@@ -42,8 +48,6 @@ StreamStep: TypeAlias = Callable[[int], None] | None
 # SMs on which no call may count: clusters do not fit into all of a GPU at once.
 _SPARE = 4
 _WINDOW = 1000  # calls, behind which a stream without one is forgotten
-_EXTERNAL = -1  # instead of a stream: equal to none
-_FAILED = -1  # instead of a graph: a capture that has failed, and has not ended
 
 
 def stream_and_graph(device: torch.device) -> tuple[int, int]:
@@ -56,8 +60,8 @@ def stream_and_graph(device: torch.device) -> tuple[int, int]:
     stream: int = cuda.current_stream(device.index)
     if not cuda.is_capturing():
         return stream, 0
-    graph = _graph_of(stream)
-    if graph == _FAILED:
+    graph = graph_of(stream)
+    if graph == FAILED:
         raise RuntimeError(
             "the current stream is being captured into a CUDA graph, and that has failed before"
         )
@@ -92,72 +96,11 @@ def stream_key(stream: int, device: int) -> int | tuple[int, int]:
     return stream, cuda_state.state.stream_id(stream)
 
 
-def _graph_of(stream: int) -> int:
-    status, graph = cuda_state.state.capture_of(stream)
-    return graph if status == "ACTIVE" else 0 if status == "NONE" else _FAILED
-
-
-class CallLine:
-    """Calls that run one behind the other: a thread's, the eager ones or those in one graph."""
-
-    def __init__(self) -> None:
-        self._event: torch.cuda.Event | None = None
-        self.begins()
-
-    def begins(self, graph: int = 0, *, several: bool = False) -> None:
-        """No call yet."""
-        self.graph = graph
-        self.several = several  # of a graph: its calls are ordered
-        #: Of calls that were made while there was room for all, with no event behind them.
-        self.streams: set[int] = set()
-        self._last: int | None = None  # stream on which the last call ended, if the event is behind it
-
-    def wait(self, stream: int) -> None:
-        """Nothing more on ``stream`` until the last calls have ended."""
-        if self._last is not None and self._last != stream:
-            self._put_in_front(stream)
-        for other in self.streams - {stream}:
-            # If it is being captured now, nothing of it runs; and a wait for it would capture this stream, too.
-            if _graph_of(other) == self.graph:
-                self._put_behind(other)
-                self._put_in_front(stream)
-
-    def alone(self, stream: int, room: int) -> None:
-        """A call on ``stream`` with nothing put behind. What streams hold that have been forgotten comes before it."""
-        if self._last is not None or (stream not in self.streams and len(self.streams) >= room):
-            self.wait(stream)
-            self._last = None
-            self.streams.clear()
-        self.streams.add(stream)
-
-    def end(self, stream: int, *, external: bool = False) -> None:
-        """The last call is the last work on ``stream`` now."""
-        self._put_behind(stream)
-        if external:
-            self._last = _EXTERNAL
-        self.streams.clear()
-
-    def _put_behind(self, stream: int) -> None:
-        if self._event is None:
-            self._event = cuda_state.state.event()
-        self._event.record(_as_object(stream))
-        self._last = stream
-
-    def _put_in_front(self, stream: int) -> None:
-        assert self._event is not None
-        self._event.wait(_as_object(stream))
-
-
-def _as_object(stream: int) -> torch.cuda.Stream:
-    cuda = cuda_state.state
-    return cuda.stream(stream, cuda.current_device())
-
-
 class _Mine(threading.local):
     """A thread's part."""
 
     def __init__(self) -> None:
-        self.eager, self.captured = CallLine(), CallLine()
+        self.eager, self.captured, self.graphs = CallLine(), CallLine(), GraphLine()
 
 
 class StreamOrder:
@@ -176,12 +119,15 @@ class StreamOrder:
         # be missed.
         self._seen: dict[int, int] = {}
         self._calls = self._looked = 0
+        self._graphs: list[CapturedGraph] = []  # with calls, while nothing is reserved for their replays
         self._mine = _Mine()
 
     def steps(self, stream: int, *, external: bool = False) -> tuple[StreamStep, StreamStep]:
         """In front of and behind the launches of calls on ``stream``, until ``invalidate_calls``."""
+        if self._graphs:
+            return self._begin_beside_graphs, self._end_beside_graphs
         if external:
-            return self._begin_external, self._end_external
+            return self._behind_last, self._end_external
         with self._lock:
             if not self._several:
                 self._streams.add(stream)
@@ -192,11 +138,19 @@ class StreamOrder:
 
     def alone(self, stream: int) -> None:
         """A call for which there is room. Each thread notes its own: cached calls are those of all."""
-        self._mine.eager.alone(stream, self._room)
+        mine = self._mine
+        mine.graphs.leave(stream)
+        mine.eager.alone(stream, self._room)
+
+    def _behind_last(self, stream: int) -> None:
+        """What is launched on ``stream`` from here on comes behind the thread's last call."""
+        mine = self._mine
+        mine.graphs.leave(stream)
+        mine.eager.wait(stream)
 
     def begin(self, stream: int) -> None:
-        """What is launched on ``stream`` from here on comes behind the thread's last call."""
-        self._mine.eager.wait(stream)
+        """The same, and the stream was called now."""
+        self._behind_last(stream)
         self._calls = self._seen[stream] = self._calls + 1
         if self._calls - self._looked >= _WINDOW:
             self._forget()
@@ -214,18 +168,43 @@ class StreamOrder:
         """The call is launched."""
         self._mine.eager.end(stream)
 
-    def _begin_external(self, stream: int) -> None:
-        self._mine.eager.wait(stream)
-
     def _end_external(self, stream: int) -> None:
         self._mine.eager.end(stream, external=True)
 
+    def _begin_beside_graphs(self, stream: int) -> None:
+        mine = self._mine
+        if mine.graphs.wait(stream):
+            mine.eager.wait(stream)
+            mine.eager.begins()
+        self._calls += 1
+        if self._calls - self._looked >= _WINDOW:
+            self._looked = self._calls
+            self._forget_graphs()
+
+    def _end_beside_graphs(self, stream: int) -> None:
+        self._mine.graphs.end(stream)
+
+    def _forget_graphs(self, captured: CapturedGraph | None = None) -> None:
+        """Those that are gone, and take note of another one."""
+        with self._lock:
+            before = bool(self._graphs)
+            self._graphs = [graph for graph in self._graphs if not graph.is_gone()]
+            if captured is not None:
+                self._graphs.append(captured)
+            if bool(self._graphs) != before:
+                invalidate_calls()
+
     @contextmanager
     def captured(self, stream: int, graph: int) -> Iterator[None]:
-        """The body's launches come behind those of the thread's last call in the same graph."""
-        line = self._mine.captured
+        """The body's launches come behind those of the thread's last call in the same graph; if nothing is reserved
+        for replays, in each behind the thread's last call or graph."""
+        mine, ordered = self._mine, self._room == 1
+        line = mine.captured
         if line.graph != graph:
-            line.begins(graph, several=self._room == 1)  # there an event costs nothing
+            if ordered:
+                mine.graphs.enter_graph(stream)
+                self._forget_graphs(CapturedGraph(stream))
+            line.begins(graph, several=ordered)  # there an event costs nothing
         line.several = line.several or len(line.streams | {stream}) > self._room
         if line.several:
             line.wait(stream)
@@ -234,6 +213,8 @@ class StreamOrder:
             line.end(stream)
         else:
             line.streams.add(stream)
+        if ordered:
+            mine.graphs.end_in_graph(stream)
 
 
 def order_of(index: int) -> StreamOrder:

@@ -162,6 +162,12 @@ class CudaState:
     def event(self) -> torch.cuda.Event:
         return torch.cuda.Event()
 
+    def graph_event(self) -> Any:
+        """A ``GraphEvent`` on the current device."""
+        from .graph_event import GraphEvent
+
+        return GraphEvent()
+
     def make_current(self, device: torch.device) -> Any:
         """Inside a ``with`` the device is the current one."""
         if _here.noted is not None:

@@ -44,6 +44,28 @@ class Event:
         stream.work.append(("wait", self.behind[-1] if self.behind else None))
 
 
+class GraphEvent:
+    """``node`` of a graph: what its replays record."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._on = gpu.on
+        self.behind: Any = None
+
+    def record(self, stream: int) -> None:
+        self.behind = self._on[stream][-1]
+
+    def wait(self, stream: int) -> None:
+        self._on.setdefault(stream, []).append(("wait", self.behind))
+
+    def wait_in_graph(self, stream: int) -> None:
+        self._on.setdefault(stream, []).append("replays wait")
+
+    def record_in_graph(self, stream: int, node: list[Any] | None = None) -> list[Any]:
+        node = [] if node is None else node
+        node.append(self._on[stream][-1])
+        return node
+
+
 class Gpu(cuda_state.CudaState):
     """``on``: what was put on its streams. ``now``: the current one. ``graphs``: of the streams being captured."""
 
@@ -93,6 +115,9 @@ class Gpu(cuda_state.CudaState):
 
     def event(self) -> Any:
         return Event()
+
+    def graph_event(self) -> Any:
+        return GraphEvent(self)
 
     def make_current(self, device: torch.device) -> Any:
         return nullcontext()

@@ -129,7 +129,7 @@ def test_threads_that_come_first_at_once_share_a_gpus_order(gpu: Gpu) -> None:
     assert found[0] is found[1] is stream_order.order_of(0)
 
 
-def test_calls_of_one_graph_are_ordered_and_have_nothing_to_do_with_others(gpu: Gpu) -> None:
+def test_calls_of_one_graph_are_ordered(gpu: Gpu) -> None:
     call(gpu, 1, "eager")
     gpu.graphs = dict.fromkeys((5, 6), ("ACTIVE", 77))
     call(gpu, 5, "a")
@@ -141,10 +141,13 @@ def test_calls_of_one_graph_are_ordered_and_have_nothing_to_do_with_others(gpu: 
     gpu.graphs = {}
     call(gpu, 1, "eager, too")
     assert gpu.on == {
-        1: ["eager", "eager, too"],
-        5: ["a", "a product", ("wait", "b"), "c"],
-        6: [("wait", "a"), "b", "in the next graph"],
+        1: ["eager", ("wait", None), "eager, too"],
+        5: ["replays wait", "a", "a product", ("wait", "b"), "c"],
+        6: [("wait", "a"), "b", "replays wait", "in the next graph"],
     }
+    for destroyed in (*gpu.held["ACTIVE", 77], *gpu.held["ACTIVE", 78]):
+        destroyed()
+    stream_order.order_of(0)._forget_graphs()
     assert stream_order.steps_on(0, 1)[1] is None, "capturing is not a second stream"
 
 
@@ -290,3 +293,36 @@ def test_what_is_external_has_its_own_key(gpu: Gpu) -> None:
         assert stream_order.stream_key(gpu.now, 0) == key
     gpu.now, gpu.external = 0, {0: 9}
     assert stream_order.stream_key(0, 0) == 0, "the default stream's address is its number, too"
+
+
+def test_beside_a_graph_each_call_waits_and_is_waited_for_until_it_is_gone(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_order, "_WINDOW", 3)
+    fast(gpu, 1, "before")
+    gpu.graphs = {5: ("ACTIVE", 77)}
+    call(gpu, 5, "a")
+    call(gpu, 5, "b")
+    gpu.graphs = {}
+    assert gpu.on[5] == ["replays wait", "a", "b"]
+    fast(gpu, 1, "c")
+    call(gpu, 1, "d")
+    in_a_thread(lambda: fast(gpu, 2, "of another thread"))
+    assert gpu.on[1] == ["before", ("wait", None), "c", ("wait", "c"), "d"]
+    assert gpu.on[2] == [("wait", None), "of another thread"]
+    for destroyed in gpu.held["ACTIVE", 77]:
+        destroyed()
+    for name in "efghi":
+        fast(gpu, 1, name)
+    assert gpu.on[1][5:] == [
+        ("wait", "d"),
+        "e",
+        ("wait", "e"),
+        "f",
+        ("wait", "f"),
+        "g",
+        ("wait", "g"),
+        "h",
+        "i",
+    ]
+    assert stream_order.steps_on(0, 1)[1] is None

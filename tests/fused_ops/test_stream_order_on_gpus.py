@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,10 +24,18 @@ def buffer_of(world_size: int, number: int) -> dist.ProcessGroup:
     return dist.new_group(list(range(world_size)), group_desc=f"stream {number}")
 
 
-def crowd(rank: int, world_size: int, captured: bool) -> None:
+def graph_of(body: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph of ``body``, and the tensor in which its replays leave what it returns."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = body()
+    return graph, result
+
+
+def crowd(rank: int, world_size: int, how: str) -> None:
     """Products in front of all-reduces, gathers that take the whole GPU: each stream could keep off the other one's."""
     symm_mem.set_timeout(10)
-    streams = [torch.cuda.Stream(), torch.cuda.Stream() if captured else torch.cuda.default_stream()]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream() if how == "captured" else torch.cuda.default_stream()]
     groups = [buffer_of(world_size, number) for number in range(2)]
     for group in groups:
         symm_mem.set_timeout(10, group)
@@ -54,15 +63,24 @@ def crowd(rank: int, world_size: int, captured: bool) -> None:
     order = random.Random(world_size)  # the same on every rank
     wrong = torch.zeros((), dtype=torch.bool)
 
+    graphs = []
+    if how == "replayed":
+        graphs = [graph_of(lambda what=what: call(what, groups[1]) != want[what]) for what in range(4)]
+
     def calls(count: int) -> None:
         for _ in range(count):
             number, what = order.randrange(2), order.randrange(4)
             with torch.cuda.stream(streams[number]):
-                if not captured and random.random() < 0.02:
+                if graphs and order.random() < 0.5:
+                    graph, differ = graphs[what]
+                    graph.replay()
+                    wrong.logical_or_(differ.any())
+                    continue
+                if how != "captured" and random.random() < 0.02:
                     torch.cuda._sleep(random.randrange(CYCLES))
                 wrong.logical_or_((call(what, groups[number]) != want[what]).any())
 
-    if not captured:
+    if how != "captured":
         calls(ROUNDS)
     else:
         graph = torch.cuda.CUDAGraph()
@@ -82,10 +100,10 @@ def crowd(rank: int, world_size: int, captured: bool) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("how", ["eager", "captured", "replayed"])
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.gpu(4))])
-def test_two_streams_do_not_keep_each_other_off_the_gpu(world_size: int, captured: bool) -> None:
-    run_ranks(crowd, world_size, captured, device="cuda")
+def test_two_streams_do_not_keep_each_other_off_the_gpu(world_size: int, how: str) -> None:
+    run_ranks(crowd, world_size, how, device="cuda")
 
 
 def ordered(rank: int, world_size: int, default: int | None) -> tuple[float, float]:

@@ -34,8 +34,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     # With 8 queues a stream may wait behind another one's kernel that waits for a peer.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # Kernels of two streams must find room for all their blocks at once.
-    "WEFT_RESERVED_SMS": "68",
     # The C library gives threads that meet each other ever more arenas, and each keeps what was freed in it.
     "MALLOC_ARENA_MAX": "2",
     # torch's own caches of CPU programs would grow for a long time.
