@@ -79,7 +79,7 @@ class GraphLine:
 
     def __init__(self) -> None:
         self._event: Any = None  # a GraphEvent
-        self._node: Any = None  # that records it, of the graph that is being captured
+        self._node: Any = None  # the RecordNode of the graph that is being captured
         self._used = False  # by eager calls, since the last one that went without it
 
     def wait(self, stream: int) -> bool:
