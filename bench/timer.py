@@ -22,6 +22,7 @@ _CYCLES_PER_US = 1980  # of torch.cuda._sleep, at the H200's highest clock
 _HEAD_START_US = 500.0  # covers the launch of a graph of 100 nodes
 _MAX_HEAD_START_US = 50_000.0
 _LEAST_ROUNDS = 5
+_MOST_ORDERED = 13  # contenders: with one more the search takes ten times as long, here seconds
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,13 @@ def rounds_of(contenders: int) -> int:
 
 @cache
 def _first_order(contenders: int) -> tuple[int, ...]:
-    """An order that ``order`` can turn: the steps from one to the next, the next round's first included, all differ."""
+    """An order that ``order`` can turn: the steps from one to the next, the next round's first included, all differ.
+
+    Raises:
+        ValueError: there is none, or there are more contenders than a search for it ends with.
+    """
+    if contenders > _MOST_ORDERED:
+        raise ValueError(f"contenders: must be at most {_MOST_ORDERED}, got {contenders}")
     turning = contenders - 1
     for found in permutations(range(contenders)):
         behind = (*found[1:], found[0] if found[0] == turning else (found[0] + 1) % turning)

@@ -24,6 +24,10 @@ _TAIL_DEPTH = 1800
 # K and rows of a rank from which on wide raster groups are as fast or up to 1.7 % faster; with 512 rows 5 % slower.
 # (Between 2 ranks. Between 4 it is the rows alone: 2 to 4 % faster, in one row of six 2 % slower.)
 _LONG, _TALL = 14336, 2048
+# Of fp8 operands, two numbers each, without scales of blocks: K from which on wide raster groups are up to 2 % faster;
+# how much longer tiles take that load twice as much, between two; the share of what is predicted that torch's product
+# takes (bench/results/h100-x2-scaled-scatter-choices.txt).
+_LONG_SCALED, _SCALED_FEELS, _SCALED_PRODUCT = 3584, 0.25, 0.96
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,11 @@ class MatmulReduceScatterProblem:
     to_all: bool = False
     spec: DeviceSpec = H200
     scaled: ScaledProducts | None = None
+
+    @property
+    def scaled_as_a_whole(self) -> bool:
+        """Whether operands are fp8 with scales that multiply finished sums, one each or one of each row and column."""
+        return self.scaled is not None and self.scaled.kind is not ScaleKind.BLOCKS
 
     @property
     def rows(self) -> int:
@@ -186,7 +195,7 @@ def push_config(tile: gemm_tiles.Tile, problem: MatmulReduceScatterProblem) -> S
     tall = problem.batches * problem.rows_per_rank >= _TALL
     if tall and problem.world_size > 2:
         raster_group *= 2
-    elif tall and problem.k >= _LONG:
+    elif tall and problem.k >= (_LONG_SCALED if problem.scaled_as_a_whole else _LONG):
         raster_group = 8
     return ScatterPushConfig(
         tile, min(raster_group, 8), staged=True, split_n=problem.split_n, scaled=problem.scaled
@@ -212,7 +221,7 @@ def choose_one_shot_scatter(problem: MatmulReduceScatterProblem) -> OneShotConfi
 def estimate_one_shot_scatter_us(problem: MatmulReduceScatterProblem) -> float:
     """Microseconds: nothing is hidden behind anything."""
     exchanged = one_shot.exchange_us(problem.moved, problem.world_size)
-    slowdown = 1.0 if problem.scaled is None else problem.scaled.torch_slowdown
+    slowdown = 1.0 if problem.scaled is None else _SCALED_PRODUCT * problem.scaled.torch_slowdown
     return exchanged + slowdown * gemm_tiles.matmul_us(problem.rows, problem.n, problem.k, problem.spec)
 
 
@@ -271,7 +280,7 @@ def estimate_scatter_push_us(config: ScatterPushConfig, problem: MatmulReduceSca
     """
     tile, n, k, world_size = config.tile, problem.n, problem.k, problem.world_size
     rows = world_size * _tile_rows(config, problem)
-    feels = 0.1 if world_size == 2 else 0.2
+    feels = 0.2 if world_size > 2 else _SCALED_FEELS if problem.scaled_as_a_whole else 0.1
     product = matmul_beside_us(tile, rows, n, k, problem.num_sms, feels=feels)
     if world_size > 2 and tile.block_m == 64:
         product *= _OF_64_ROWS
