@@ -15,12 +15,20 @@ _as_it_was: dict[str, Any] = {}
 
 def leave_out_measurements() -> None:
     """Of this process; torch._dynamo is imported if it was not. Results are the same."""
+    from torch._dynamo import config as dynamo_config
     from torch._dynamo import guards, trace_rules
+    from torch._functorch._aot_autograd import graph_compile
     from torch._inductor import codecache, config, cpu_vec_isa
     from torch._inductor.runtime import triton_compat
 
     # The time that guards take: to tell it, the processor's caches are emptied, 10 to 30 ms at each compilation.
     guards.profile_guard_manager = lambda *args: 0.0
+    # Expressions that guards have in common are looked for, longer than it takes to evaluate them.
+    guards.PyExprCSEPass = _LeftAsTheyAre
+    # Garbage is looked for, 10 ms behind each compilation, and graphs are printed for a trace that nobody keeps.
+    dynamo_config.run_gc_after_compile = False
+    graph_compile._log_joint_graph = lambda *args: None
+    graph_compile._log_fw_bw_graphs = lambda *args: (None, None)
     # Tables of torch's functions. init_process_group drops them, lest they were made amidst of imports.
     trace_rules.clear_lru_cache = lambda: None
     # All files of torch and of triton are read for the key of a cache: half a second of each process.
@@ -32,6 +40,16 @@ def leave_out_measurements() -> None:
     _as_it_was.setdefault("instructions", cpu_vec_isa.valid_vec_isa_list)
     cpu_vec_isa.valid_vec_isa_list = list
     config.aot_inductor.link_libtorch = False
+
+
+class _LeftAsTheyAre:
+    """In place of torch's PyExprCSEPass."""
+
+    def count(self, expressions: list[str]) -> None:
+        pass
+
+    def replace(self, expression: str) -> tuple[list[str], str]:
+        return [], expression
 
 
 @contextlib.contextmanager

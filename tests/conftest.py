@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -14,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # `from ranks import run_ranks` in every folder below
 import once
 from compiler import leave_out_checks, leave_out_measurements
+from stack import with_room
 
 _MOST_WORKERS = 16
 
@@ -22,6 +24,7 @@ _MOST_WORKERS = 16
 logging.getLogger("torch.__trace").propagate = True
 
 leave_out_checks()
+gc.disable()  # until all tests are there: of what imports make nothing is garbage
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
@@ -49,9 +52,11 @@ def _once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         once.folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "once"
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
     if "torch._dynamo" in sys.modules:  # else no test compiles in this process
         leave_out_measurements()
+    gc.enable()
     gc.collect()
     gc.freeze()  # modules and thousands of tests are looked through no more
     gc.set_threshold(
@@ -62,6 +67,7 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpus, shared = torch.cuda.device_count(), os.environ.get("WEFT_TEST_SHARED_GPUS") == "1"
     for item in items:
+        item.runtest = functools.partial(with_room, item.runtest)  # type: ignore[method-assign]
         if (marker := item.get_closest_marker("gpu")) is not None:
             wanted = marker.args[0] if marker.args else 2
             if shared and not marker.kwargs.get("own"):

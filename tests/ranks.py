@@ -43,13 +43,21 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from compiler import leave_out_measurements
+from stack import with_room
 
 TIMEOUT = 240.0  # seconds until a whole run counts as hung
 AFTER_A_FAILURE = 10.0  # seconds until the other ranks count as hung
 RESET_TIMEOUT = 30.0  # seconds that ranks have to reset the group after a row that failed
 _KEPT = 3  # teams that wait for another run
 _KEPT_SERVERS = 2  # of environments of their own
-_IMPORTED = ("torch", "torch.distributed", "torch._inductor.compile_fx", "weft.fused_ops", "pytest")
+_IMPORTED = (
+    "collector",
+    "torch",
+    "torch.distributed",
+    "torch._inductor.compile_fx",
+    "weft.fused_ops",
+    "pytest",
+)
 # Variables that are read when they are asked for, not by an import: ranks need no server for them.
 _READ_LATE = {
     *("WEFT_CHECK", "WEFT_TIMEOUT", "WEFT_VERIFY_MEMORY", "TORCHINDUCTOR_CACHE_DIR"),
@@ -293,6 +301,7 @@ def _reset_state(rank: int, world_size: int) -> None:
 def _rank_main(
     rank: int, world_size: int, place: str, port: int, device: str, gpus: int | None, pipe: Connection
 ) -> None:
+    gc.enable()
     gc.freeze()  # what the server has imported is looked through no more
     gc.set_threshold(50_000, 20, 20)  # as in conftest.py
     torch.set_num_threads(1)
@@ -324,7 +333,7 @@ def _rank_main(
             sys.path[:] = path
             fn, args = pickle.loads(call)
             torch.manual_seed(rank)
-            result = (True, fn(rank, world_size, *args))
+            result = (True, with_room(fn, rank, world_size, *args))
         except BaseException:
             result = (False, traceback.format_exc())
         pipe.send(result)
