@@ -254,7 +254,7 @@ def test_the_speedups_are_those_of_the_files() -> None:
     assert len(words) == 9
     wanted = {name: speedups(op) for name, op in words.items() if "scaled" not in op}
     wanted["fused_all_gather_scaled_matmul"] = scaled_speedups("gather", "scaled-copies")
-    wanted["fused_scaled_matmul_reduce_scatter"] = scaled_speedups("scatter", "scaled-matmuls")
+    wanted["fused_scaled_matmul_reduce_scatter"] = scaled_speedups("scatter", "scaled-scatter-choices")
     assert {name: said for name, *said in rows} == wanted
 
 
