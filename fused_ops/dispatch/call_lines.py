@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -78,15 +79,17 @@ class GraphLine:
     """The order of a thread's eager calls and of the replays of graphs that it has captured."""
 
     def __init__(self) -> None:
-        self._event: Any = None  # a GraphEvent
         self._node: Any = None  # the RecordNode of the graph that is being captured
-        self._used = False  # by eager calls, since the last one that went without it
+        self._used = False  # by eager calls, since the last one that went without the event
+
+    @cached_property
+    def _event(self) -> Any:
+        """A ``GraphEvent``, made on the device of the first call that needs it."""
+        return cuda_state.state.graph_event()
 
     def wait(self, stream: int) -> bool:
         """Nothing more on ``stream`` until the last call and the last graph have ended. Whether it is the first such
         call, and what went before it without the event is yet to be waited for."""
-        if self._event is None:
-            self._event = cuda_state.state.graph_event()
         self._event.wait(stream)
         first, self._used = not self._used, True
         return first
@@ -103,8 +106,6 @@ class GraphLine:
 
     def enter_graph(self, stream: int) -> None:
         """In front of the first call in a graph."""
-        if self._event is None:
-            self._event = cuda_state.state.graph_event()
         self._event.wait_in_graph(stream)
         self._node = None
 

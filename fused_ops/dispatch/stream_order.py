@@ -100,7 +100,7 @@ class _Mine(threading.local):
     """A thread's part."""
 
     def __init__(self) -> None:
-        self.eager, self.captured, self.graphs = CallLine(), CallLine(), GraphLine()
+        self.eager, self.captured, self.replays = CallLine(), CallLine(), GraphLine()
 
 
 class StreamOrder:
@@ -139,13 +139,13 @@ class StreamOrder:
     def alone(self, stream: int) -> None:
         """A call for which there is room. Each thread notes its own: cached calls are those of all."""
         mine = self._mine
-        mine.graphs.leave(stream)
+        mine.replays.leave(stream)
         mine.eager.alone(stream, self._room)
 
     def _behind_last(self, stream: int) -> None:
         """What is launched on ``stream`` from here on comes behind the thread's last call."""
         mine = self._mine
-        mine.graphs.leave(stream)
+        mine.replays.leave(stream)
         mine.eager.wait(stream)
 
     def begin(self, stream: int) -> None:
@@ -173,7 +173,7 @@ class StreamOrder:
 
     def _begin_beside_graphs(self, stream: int) -> None:
         mine = self._mine
-        if mine.graphs.wait(stream):
+        if mine.replays.wait(stream):
             mine.eager.wait(stream)
             mine.eager.begins()
         self._calls += 1
@@ -182,7 +182,7 @@ class StreamOrder:
             self._forget_graphs()
 
     def _end_beside_graphs(self, stream: int) -> None:
-        self._mine.graphs.end(stream)
+        self._mine.replays.end(stream)
 
     def _forget_graphs(self, captured: CapturedGraph | None = None) -> None:
         """Those that are gone, and take note of another one."""
@@ -202,7 +202,7 @@ class StreamOrder:
         line = mine.captured
         if line.graph != graph:
             if ordered:
-                mine.graphs.enter_graph(stream)
+                mine.replays.enter_graph(stream)
                 self._forget_graphs(CapturedGraph(stream))
             line.begins(graph, several=ordered)  # there an event costs nothing
         line.several = line.several or len(line.streams | {stream}) > self._room
@@ -214,7 +214,7 @@ class StreamOrder:
         else:
             line.streams.add(stream)
         if ordered:
-            mine.graphs.end_in_graph(stream)
+            mine.replays.end_in_graph(stream)
 
 
 def order_of(index: int) -> StreamOrder:

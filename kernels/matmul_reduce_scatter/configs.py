@@ -92,8 +92,8 @@ class MatmulReduceScatterProblem:
     scaled: ScaledProducts | None = None
 
     @property
-    def scaled_as_a_whole(self) -> bool:
-        """Whether operands are fp8 with scales that multiply finished sums, one each or one of each row and column."""
+    def scaled_in_epilogue(self) -> bool:
+        """Whether operands are fp8 with scales that multiply finished sums: tensor-wise or row-wise ones."""
         return self.scaled is not None and self.scaled.kind is not ScaleKind.BLOCKS
 
     @property
@@ -195,7 +195,7 @@ def push_config(tile: gemm_tiles.Tile, problem: MatmulReduceScatterProblem) -> S
     tall = problem.batches * problem.rows_per_rank >= _TALL
     if tall and problem.world_size > 2:
         raster_group *= 2
-    elif tall and problem.k >= (_LONG_SCALED if problem.scaled_as_a_whole else _LONG):
+    elif tall and problem.k >= (_LONG_SCALED if problem.scaled_in_epilogue else _LONG):
         raster_group = 8
     return ScatterPushConfig(
         tile, min(raster_group, 8), staged=True, split_n=problem.split_n, scaled=problem.scaled
@@ -280,7 +280,7 @@ def estimate_scatter_push_us(config: ScatterPushConfig, problem: MatmulReduceSca
     """
     tile, n, k, world_size = config.tile, problem.n, problem.k, problem.world_size
     rows = world_size * _tile_rows(config, problem)
-    feels = 0.2 if world_size > 2 else _SCALED_FEELS if problem.scaled_as_a_whole else 0.1
+    feels = 0.2 if world_size > 2 else _SCALED_FEELS if problem.scaled_in_epilogue else 0.1
     product = matmul_beside_us(tile, rows, n, k, problem.num_sms, feels=feels)
     if world_size > 2 and tile.block_m == 64:
         product *= _OF_64_ROWS

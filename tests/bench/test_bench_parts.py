@@ -96,6 +96,11 @@ def test_each_contender_follows_each_other_one_equally_often(contenders: int) ->
         assert followed == dict.fromkeys(permutations(range(contenders), 2), times)
 
 
+def test_more_contenders_than_can_be_ordered_are_refused() -> None:
+    with pytest.raises(ValueError, match="contenders: must be at most 13, got 14"):
+        timer.order(14, 0)
+
+
 def head_starts(rank: int, world: int) -> list[float]:
     """Of three contenders, of which the second needs the longest one, on rank 1."""
     sys.path.append(BENCH)
