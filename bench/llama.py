@@ -39,7 +39,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     for mode in args.modes:
         if mode == "decode":
             for batch in args.batches:
-                yield Case("decode", "whole", args.context, batch, graphs=True)
+                yield Case("decode", "whole", args.context, batch, graphs=True, weights=args.weights)
             continue
         for seq in args.seqs or (TRAIN_SEQS if mode == "train" else PREFILL_SEQS):
             for how in args.compile if mode == "train" else ("whole",):
@@ -91,6 +91,7 @@ def main() -> int:
     parser.add_argument("--seqs", nargs="+", type=int, help="of training and prefill")
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="of decoding")
     parser.add_argument("--context", type=int, default=1024, help="tokens in the cache while decoding")
+    parser.add_argument("--weights", choices=("dtensor", "local"), default="dtensor", help="of decoding")
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS[:4]), choices=CONTENDERS)
     parser.add_argument("--steps", type=int, default=10, help="timed ones of each")
     parser.add_argument(

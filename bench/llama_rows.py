@@ -1,9 +1,9 @@
 """The rows of bench/llama.py: one case, every contender, in turns.
 
-A row: {"mode", "compile", "seq", "batch", "graphs", "contender", "ms", "forward_ms", "backward_ms", "tokens_per_s",
-"mfu", "exposed_comm_ms", "peak_bytes", "votes"}. Times are medians over steps that follow each other without a pause,
-of the slowest rank, from CUDA events: a host that is slower than the GPU counts. ``ms`` has the optimizer. ``votes``
-are those of this rank's graphs.
+A row: {"mode", "compile", "seq", "batch", "graphs", "weights", "contender", "ms", "forward_ms", "backward_ms",
+"tokens_per_s", "mfu", "exposed_comm_ms", "peak_bytes", "votes"}. Times are medians over steps that follow each other
+without a pause, of the slowest rank, from CUDA events: a host that is slower than the GPU counts. ``ms`` has the
+optimizer. ``votes`` are those of this rank's graphs.
 
 ``exposed_comm_ms`` is what a step takes beyond its computation: ``ms`` less the time in which a step of plain
 torch.compile has a kernel on the GPU that is none of NCCL's, from the profile of the rank where these take longest. So
@@ -75,6 +75,7 @@ def measure_case(
             "seq": case.seq,
             "batch": case.batch,
             "graphs": case.graphs,
+            "weights": case.weights,
             "contender": name,
             "ms": round(total, 4),
             "forward_ms": round(forward, 4) if case.mode == "train" else None,
@@ -148,6 +149,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     number: Callable[[float | None], str] = lambda v: f"{'-' if v is None else format(v, '.3f'):>10}"  # noqa: E731
     for row in rows:
         name = f"{row['mode']} {row['compile']} seq {row['seq']} batch {row['batch']}"
+        name += " local" * (row["weights"] == "local")
         cells = (row[c] for c in ("ms", "forward_ms", "backward_ms", "exposed_comm_ms"))
         faster = f"{plain / row['ms']:8.3f} x" if plain else ""
         memory = f"{(row['peak_bytes'] or 0) / 2**30:8.2f} GiB"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm
+from llama_by_hand import shard_by_hand
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -50,6 +51,7 @@ class Case:
         compile: "whole", or "blocks" by themselves.
         seq: tokens of a sequence; of the context while decoding.
         graphs: Inductor's CUDA graphs.
+        weights: "dtensor", or of decoding "local": cut by hand, which costs the host less.
     """
 
     mode: str
@@ -57,6 +59,7 @@ class Case:
     seq: int
     batch: int
     graphs: bool = False
+    weights: str = "dtensor"
 
     @property
     def tokens(self) -> int:
@@ -65,7 +68,8 @@ class Case:
 
     def __str__(self) -> str:
         size = f"batch {self.batch}" if self.mode == "decode" else f"seq {self.seq}"
-        return f"{self.mode} {self.compile} {size}{' graphs' if self.graphs else ''}"
+        how = f"{' graphs' if self.graphs else ''}{' local' if self.weights == 'local' else ''}"
+        return f"{self.mode} {self.compile} {size}{how}"
 
 
 @dataclass
@@ -163,8 +167,13 @@ def make_step(case: Case, contender: str, device: torch.device) -> Step:
     with device:
         model = Llama(sizes).to(getattr(torch, sizes.dtype))
         tables = [t.float() for t in rotary_tables(sizes, device)]
+    if case.weights == "local":
+        shard_by_hand(model, mesh.get_group())
+    else:
+        inference = case.mode == "decode"
+        shard(model, mesh, sequence=not inference, loss=not inference)
     make = _decoding if case.mode == "decode" else _training if case.mode == "train" else _prefill
-    return Step(make(model, sizes, mesh, tables, case.compile, options), device, fusion)
+    return Step(make(model, sizes, tables, case.compile, options), device, fusion)
 
 
 def _mark(device: torch.device) -> Any:
@@ -202,9 +211,8 @@ def _loss_of(model: nn.Module, tokens: Tensor, labels: Tensor, cos: Tensor, sin:
 
 
 def _training(
-    model: Llama, sizes: Sizes, mesh: Any, tables: list[Tensor], how: str, options: dict[str, Any]
+    model: Llama, sizes: Sizes, tables: list[Tensor], how: str, options: dict[str, Any]
 ) -> Callable[[], Marks]:
-    shard(model, mesh)
     device = tables[0].device
     drawn = torch.randint(sizes.vocabulary, (sizes.batch, sizes.seq + 1), device=device)
     dist.broadcast(drawn, 0)
@@ -240,9 +248,8 @@ def _training(
 
 
 def _prefill(
-    model: Llama, sizes: Sizes, mesh: Any, tables: list[Tensor], how: str, options: dict[str, Any]
+    model: Llama, sizes: Sizes, tables: list[Tensor], how: str, options: dict[str, Any]
 ) -> Callable[[], Marks]:
-    shard(model, mesh)
     device = tables[0].device
     tokens = torch.randint(sizes.vocabulary, (sizes.batch, sizes.seq), device=device)
     dist.broadcast(tokens, 0)
@@ -250,15 +257,14 @@ def _prefill(
 
 
 def _decoding(
-    model: Llama, sizes: Sizes, mesh: Any, tables: list[Tensor], how: str, options: dict[str, Any]
+    model: Llama, sizes: Sizes, tables: list[Tensor], how: str, options: dict[str, Any]
 ) -> Callable[[], Marks]:
-    shard(model, mesh, sequence=False, loss=False)
     device, place = tables[0].device, sizes.seq - 2
     at = torch.tensor([place], device=device)
     for module in [m for m in model.modules() if isinstance(m, Attention)]:
         module.__class__ = CachedAttention
         assert isinstance(module, CachedAttention)
-        module.allocate(sizes.batch, sizes.seq, sizes.kv_heads // mesh.size(), at)
+        module.allocate(sizes.batch, sizes.seq, sizes.kv_heads // dist.get_world_size(), at)
     tokens = torch.randint(sizes.vocabulary, (sizes.batch, 1), device=device)
     dist.broadcast(tokens, 0)
     return _inference(model, tokens, [t[place : place + 1] for t in tables], how, options, device)

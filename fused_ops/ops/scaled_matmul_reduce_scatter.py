@@ -127,8 +127,6 @@ def _on_cuda(where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows)
     )
     assert out_dtype is not None
     split_n, k = dim == len(lead), call.B.shape[0]
-    if out_dtype == torch.float32:
-        return "partial results of torch.float32, which no kernel sends"
     if split_n and rows.kind is ScaleKind.BLOCKS and n // size % BLOCK:
         return f"the last dimension is scattered, of which a rank has no whole blocks of {BLOCK}"
     types = call.A.dtype, call.B.dtype

@@ -28,6 +28,9 @@ _LONG, _TALL = 14336, 2048
 # how much longer tiles take that load twice as much, between two; the share of what is predicted that torch's product
 # takes (bench/results/h100-x2-scaled-scatter-choices.txt).
 _LONG_SCALED, _SCALED_FEELS, _SCALED_PRODUCT = 3584, 0.25, 0.96
+_SENT_WIDE = (
+    192  # columns of a warpgroup whose partial results are sent in float32: with more, registers are spilled
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class ScatterPushConfig:
 @dataclass(frozen=True)
 class MatmulReduceScatterProblem:
     """A [L, W, m, K] and B [K, N], with ``batches`` L; with ``split_n`` A [m, K] and B [K, W * N]; with ``to_all``, of
-    an all-reduce, A [m, K] and B [K, N]. What is estimated is estimated for 16 bits.
+    an all-reduce, A [m, K] and B [K, N]. What is estimated is estimated for products of 16 bits.
 
     ``num_sms``: SMs to use, of a device as in ``spec``. ``scaled``: the operands are fp8, two of them each number here.
     """
@@ -107,9 +110,15 @@ class MatmulReduceScatterProblem:
         return -(-self.m // self.world_size) if self.to_all else self.m
 
     @property
+    def sent_itemsize(self) -> int:
+        """Bytes of a number of a partial result, as it is sent: those of fp8 operands have the result's dtype."""
+        return 2 if self.scaled is None else self.scaled.out_dtype.itemsize
+
+    @property
     def moved(self) -> int:
         """Bytes that a rank sends."""
-        return (self.world_size - 1) * (1 + self.to_all) * self.batches * self.rows_per_rank * self.n * 2
+        numbers = self.batches * self.rows_per_rank * self.n
+        return (self.world_size - 1) * (1 + self.to_all) * numbers * self.sent_itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,7 +218,7 @@ def choose_scatter_push(problem: MatmulReduceScatterProblem) -> ScatterPushConfi
 
 def choose_one_shot_scatter(problem: MatmulReduceScatterProblem) -> OneShotConfig | None:
     """The configuration of a reduce-scatter in one shot; None if that takes no such call."""
-    part = problem.m * problem.n * 2
+    part = problem.m * problem.n * problem.sent_itemsize
     if problem.batches != 1 or problem.world_size * part > one_shot.MOST_BYTES:
         return None
     scaled = problem.scaled
@@ -260,8 +269,12 @@ def scatter_saves_us(problem: MatmulReduceScatterProblem) -> float:
 def rank_scatter_pushes(problem: MatmulReduceScatterProblem) -> tuple[tuple[float, ScatterPushConfig], ...]:
     """All candidates with the microseconds that ``estimate_scatter_push_us`` predicts, the fastest first."""
     n, k, size = problem.n, problem.k, problem.world_size
-    tiles = gemm_tiles.suited(problem.rows, n, k, size, spec=problem.spec)
-    candidates = [push_config(tile, problem) for tile in gemm_tiles.suited_to(tiles, problem.scaled)]
+    tiles = gemm_tiles.suited_to(
+        gemm_tiles.suited(problem.rows, n, k, size, spec=problem.spec), problem.scaled
+    )
+    if problem.sent_itemsize > 2:
+        tiles = [tile for tile in tiles if tile.warpgroup_columns <= _SENT_WIDE]
+    candidates = [push_config(tile, problem) for tile in tiles]
     return tuple(sorted(((estimate_scatter_push_us(c, problem), c) for c in candidates), key=itemgetter(0)))
 
 
@@ -304,8 +317,9 @@ def scatter_push_layout(config: ScatterPushConfig, problem: MatmulReduceScatterP
     staged are a tile's two parts for each block."""
     tile, slots = config.tile, (problem.world_size - 1) * (1 + problem.to_all)
     tiles = _tile_rows(config, problem) * -(-problem.n // tile.block_n)
-    receive_buffer = slots * tiles * 2 * tile.part_bytes
-    staging = problem.num_sms * 2 * tile.part_bytes if config.staged else 0
+    part = tile.part_numbers * problem.sent_itemsize
+    receive_buffer = slots * tiles * 2 * part
+    staging = problem.num_sms * 2 * part if config.staged else 0
     return Layout(problem.world_size, 0, receive_buffer, ll_protocol=True, staging_bytes=staging)
 
 

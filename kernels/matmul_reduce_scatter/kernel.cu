@@ -8,7 +8,7 @@
 // columns of B from N r on: A [1, 1, m, K], B [K, W N]. With ALL_REDUCE the sums go to all ranks, rounded, and out is
 // [M, N] on each: A [1, 1, M, K], of which rank r owns the m rows from r m on, as far as there are.
 //
-// Of fp8 operands (gemm/scales.cuh) a partial result is scaled, and gets a bias, before it is rounded to be sent.
+// Of fp8 operands (gemm/scales.cuh) a partial result is scaled, gets a bias, and is sent in the result's dtype.
 //
 // Who writes: a tile for rank dst leaves as two accumulator fragments, one of each compute warpgroup, into dst's buffer
 // [W - 1][tiles][2][PART_BYTES] (slot: the sender's rank, less one behind dst), by the LL protocol: there are no flags.
@@ -248,15 +248,9 @@ __device__ __forceinline__ void load(
     weft::drain(s, state);
 }
 
-// A compute warpgroup takes nothing from the buffer any more.
-__device__ __forceinline__ void have_taken(const weft::Shared& s, int warpgroup) {
-    weft::sync_warpgroup(warpgroup);
-    if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + TAKEN + warpgroup, 1);
-}
-
-// A compute warpgroup has the parts of one local tile more.
-__device__ __forceinline__ void have_parts(const weft::Shared& s, int warpgroup) {
-    u32* count = s.counts + PARTS + warpgroup;
+// By a compute warpgroup: it has the parts of one local tile more (PARTS), or has taken all that it takes (TAKEN).
+__device__ __forceinline__ void count_up(const weft::Shared& s, int which, int warpgroup) {
+    u32* count = s.counts + which + warpgroup;
     weft::sync_warpgroup(warpgroup);
     if (threadIdx.x % weft::GROUP == 0) weft::set_count(count, weft::read_count(count) + 1);
 }
@@ -297,7 +291,7 @@ __device__ __forceinline__ bool add_parts(
         });
 #pragma unroll
         for (int i = 0; i < count; ++i) {
-            weft::add_up(parts + i * PEERS, p.scale, sums + 8 * (first + i));
+            weft::add_up(parts + i * PEERS, p.scale, sums + weft::PART_ELEMENTS * (first + i));
         }
         at += AHEAD * weft::GROUP;
     }
@@ -318,7 +312,7 @@ __device__ __forceinline__ void finish(
     const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 epoch, u32& sent,
     float (&sums)[weft::SUMS]) {
     const bool there = add_parts(p, s, order, t, warpgroup, sums);
-    have_parts(s, warpgroup);
+    count_up(s, PARTS, warpgroup);
     if constexpr (ALL_REDUCE) {
         if (!weft::all_of_warpgroup(warpgroup, there)) tell(s, warpgroup, sent = weft::NOTHING);
         send(p, s, order, t, warpgroup, epoch, sent, sums);
@@ -379,6 +373,10 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
             float sums[weft::SUMS];
 #ifdef FP8_TYPES
             const Tile t = order.tile(p, step, s.block);
+#if OUT_FLOAT32  // else the compiler keeps what the epilogue leaves in them, and waits for each wgmma
+#pragma unroll
+            for (int e = 0; e < weft::SUMS; ++e) sums[e] = 0;
+#endif
             weft::multiply_scaled(s, state, warpgroup, p.depth, sums, scales_of(p, t));
 #elif OUT_FLOAT32  // there are no registers to keep the tile in
             weft::multiply(s, state, warpgroup, p.depth, sums);
@@ -392,7 +390,7 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
             if (ALL_REDUCE) take_sums(p, s, order, before, warpgroup);
         }
         if (ALL_REDUCE) take_sums(p, s, order, before, warpgroup);
-        have_taken(s, warpgroup);
+        count_up(s, TAKEN, warpgroup);
         if (STAGING) end_sending(s, warpgroup, sent);
     }
 }

@@ -1,8 +1,8 @@
 // reduce_scatter(C) in one shot, behind the cuBLAS matmul that computes C: out = sum over ranks src of C_src[rank].
 //
-// C [W, m, N] is this rank's partial result in 16 bits, out [m, N]. The ranks' parts are summed in float32 in rank
-// order and rounded once to C's dtype, or with OUT_FLOAT32 not at all. Before that BIAS adds a row of N numbers and
-// RESIDUAL a matrix [m, N], both of C's dtype.
+// C [W, m, N] is this rank's partial result, out [m, N]. The ranks' parts are summed in float32 in rank order and
+// rounded once to C's dtype, or with OUT_FLOAT32 not at all. Before that BIAS adds a row of N numbers and RESIDUAL a
+// matrix [m, N], both of C's dtype.
 //
 // Who writes and who waits: LL exchange (ll_exchange.cuh); part q of C goes to rank q, which adds its own. Graph-safe.
 // docs/protocol.md#ll-exchange has the proof.
@@ -37,9 +37,10 @@ __device__ __forceinline__ void add(const uint4& v, Numbers& total) {
 __device__ __forceinline__ void store_result(const Params& p, u32 at, const Numbers& total) {
 #if OUT_FLOAT32
     using weft::float32;
-    uint4* out = p.out + 2 * static_cast<u64>(at);
+    constexpr int VECTORS = weft::ELEMENTS / 4;
+    uint4* out = p.out + VECTORS * static_cast<u64>(at);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < VECTORS; ++i) {
         const float* t = total.of + 4 * i;
         const uint4 v =
             make_uint4(float32::pack(t), float32::pack(t + 1), float32::pack(t + 2), float32::pack(t + 3));

@@ -46,7 +46,7 @@ _put_addresses = struct.Struct("4Q").pack_into
 def one_shot_scatter_defines(dtype: torch.dtype, world_size: int, rank: int, epilogue: Epilogue) -> Defines:
     """What one_shot.cu is compiled with for partial results of ``dtype``."""
     return (
-        ("DTYPE", DTYPES[dtype][0]),
+        ("DTYPE", "float32" if dtype == torch.float32 else DTYPES[dtype][0]),
         ("WORLD_SIZE", world_size),
         ("RANK", rank),
         ("OUT_FLOAT32", int(epilogue.out_dtype == torch.float32)),
@@ -88,11 +88,12 @@ class MatmulReduceScatterOneShot:
         self._timeout_ns = 0
         self._parts = a.shape[1:], a.stride()[1:]
         self._rows = None if split_n else _rows(a)
-        elements = VECTOR // a.element_size()
+        self._dtype = self._sent_as(a, epilogue)
+        elements = VECTOR // self._dtype.itemsize
         p = self._params = _Params(slots_of(workspace, 0))
         p.vectors, p.columns, p.average = config.vectors, n // elements, epilogue.average
         program = one_shot.one_shot_program(
-            SOURCE, one_shot_scatter_defines(a.dtype, size, workspace.rank, epilogue)
+            SOURCE, one_shot_scatter_defines(self._dtype, size, workspace.rank, epilogue)
         )
         layout = workspace.layout
         self._launch, self._grids = one_shot.launch_of(program, "reduce_scatter_one_shot", p, config, layout)
@@ -124,9 +125,12 @@ class MatmulReduceScatterOneShot:
             self.workspace.abandon(e)  # the peers may wait for what was not launched
             raise
 
+    def _sent_as(self, a: torch.Tensor, epilogue: Epilogue) -> torch.dtype:
+        return a.dtype
+
     def _product(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         a, b = tensors[:2]
-        partial = self._empty(self._partial, (self._partial[1], 1), a.dtype)
+        partial = self._empty(self._partial, (self._partial[1], 1), self._dtype)
         if self._rows is None:
             parts = a.as_strided(*self._parts)
             columns = partial.shape[1]
@@ -171,14 +175,17 @@ class ScaledMatmulReduceScatterOneShot(MatmulReduceScatterOneShot):
         super().__init__(workspace, example.a, example.b, config, example.epilogue)
         self._scaled = example.scaled
 
+    def _sent_as(self, a: torch.Tensor, epilogue: Epilogue) -> torch.dtype:
+        return epilogue.out_dtype
+
     def _product(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         a, b, a_scale, b_scale, *bias = tensors
         scaled, (m, n) = self._scaled, self._partial
-        partial = self._empty((m, n), (n, 1), scaled.out_dtype)
+        partial = self._empty((m, n), (n, 1), self._dtype)
         rows = a.reshape(m, a.shape[-1])
         if scaled.kind is ScaleKind.ROWS:
             a_scale = a_scale.reshape(m, 1)
-        how = bias[0] if bias else None, None, scaled.out_dtype, not scaled.promote
+        how = bias[0] if bias else None, None, self._dtype, not scaled.promote
         torch.ops.aten._scaled_mm.out(
             rows, b, aligned_scale(a_scale), aligned_scale(b_scale), *how, out=partial
         )

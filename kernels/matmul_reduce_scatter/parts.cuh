@@ -1,5 +1,5 @@
 // A compute warpgroup's accumulator fragment of a finished tile, sent to another rank: vectors as its threads hold
-// them, [WN / 16][GROUP], by the LL protocol (comm/ll_protocol.cuh). Who has received a vector resets its slot.
+// them, [VECTORS][GROUP], by the LL protocol (comm/ll_protocol.cuh). Who has received a vector resets its slot.
 
 #pragma once
 
@@ -8,15 +8,25 @@
 
 namespace weft {
 
-constexpr int VECTORS = WN / 16;  // of a thread, in a fragment
+// As what partial results are sent.
+#if defined(FP8_TYPES) && OUT_FLOAT32
+using Part = float32;
+#else
+using Part = Number;
+#endif
+
+constexpr int PART_ELEMENTS = 4 * Part::PER_WORD;  // of a vector
+constexpr int VECTORS = SUMS / PART_ELEMENTS;  // of a thread, in a fragment
+constexpr int PART_BYTES = VECTORS * GROUP * 16;  // of a fragment
 
 __device__ __forceinline__ void store_part(uint4* part, const float (&sums)[SUMS]) {
     part += threadIdx.x % GROUP;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-        const float* v = sums + 8 * i;
-        part[i * GROUP] =
-            ll_encode(make_uint4(Number::pack(v), Number::pack(v + 2), Number::pack(v + 4), Number::pack(v + 6)));
+        const float* v = sums + PART_ELEMENTS * i;
+        constexpr int NEXT = Part::PER_WORD;
+        part[i * GROUP] = ll_encode(
+            make_uint4(Part::pack(v), Part::pack(v + NEXT), Part::pack(v + 2 * NEXT), Part::pack(v + 3 * NEXT)));
     }
 }
 
@@ -67,7 +77,7 @@ __device__ __forceinline__ bool take(const ReceiveBuffer& receive_buffer, uint4 
     return there;
 }
 
-// Receives the fragment at `part` and stores it to `out`, where its tile begins in a matrix with rows of `stride`
+// Receives the fragment of 16-bit numbers at `part` and stores it to `out`, where its tile begins in a matrix with rows of `stride`
 // elements, as far as it has `rows` and `columns`.
 __device__ __forceinline__ void store_rows(
     u16* out, u64 stride, int rows, int columns, int warpgroup, const ReceiveBuffer& receive_buffer, uint4* part) {

@@ -3,36 +3,36 @@
 #pragma once
 
 #include "gemm/gemm.cuh"
-#include "comm/ll_protocol.cuh"
+#include "parts.cuh"
 #include "tile_order.cuh"
 
 namespace weft {
 
-// own[8] = the sum of all ranks' in rank order, of which `own` is one, and `parts` are the others, an encoded vector of
-// each.
+// own[PART_ELEMENTS] = the sum of all ranks' in rank order, of which `own` is one, and `parts` are the others, an
+// encoded vector of each.
 __device__ __forceinline__ void add_up(const uint4* parts, float scale, float* own) {
-    float total[8];
+    float total[PART_ELEMENTS];
 #pragma unroll
-    for (int e = 0; e < 8; ++e) total[e] = -0.f;  // x + -0 is x, of -0 too
+    for (int e = 0; e < PART_ELEMENTS; ++e) total[e] = -0.f;  // x + -0 is x, of -0 too
 #pragma unroll
     for (int i = 0; i < WORLD_SIZE; ++i) {
         if (i == RANK) {  // in front of slot RANK
 #pragma unroll
-            for (int e = 0; e < 8; ++e) total[e] += own[e];
+            for (int e = 0; e < PART_ELEMENTS; ++e) total[e] += own[e];
         }
         if (i == WORLD_SIZE - 1) break;
         const uint4 part = ll_decode(parts[i]);
         const u32 words[4] = {part.x, part.y, part.z, part.w};
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
-            float pair[2];
-            Number::unpack(words[w], pair);
-            total[2 * w] += pair[0];
-            total[2 * w + 1] += pair[1];
+            float numbers[Part::PER_WORD];
+            Part::unpack(words[w], numbers);
+#pragma unroll
+            for (int e = 0; e < Part::PER_WORD; ++e) total[w * Part::PER_WORD + e] += numbers[e];
         }
     }
 #pragma unroll
-    for (int e = 0; e < 8; ++e) own[e] = total[e] * scale;
+    for (int e = 0; e < PART_ELEMENTS; ++e) own[e] = total[e] * scale;
 }
 
 // values[0] and [1] += the two numbers of a word.

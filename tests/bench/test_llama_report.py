@@ -20,9 +20,7 @@ import llama_profile  # noqa: E402
 import llama_rows  # noqa: E402
 from llama_steps import Case  # noqa: E402
 
-COLUMNS = (
-    "mode compile seq batch graphs contender ms forward_ms backward_ms tokens_per_s mfu exposed_comm_ms "
-)
+COLUMNS = "mode compile seq batch graphs weights contender ms forward_ms backward_ms tokens_per_s mfu exposed_comm_ms "
 COLUMNS += "peak_bytes votes"
 
 

@@ -19,7 +19,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # Of a shard or a part, K, and columns of B: whole tiles, cut ones, and little enough for one shot.
 SIZES = ((256, 1024, 512), (300, 1040, 400), (2048, 4096, 3072), (5, 64, 16))
 # Operands and result.
-TYPES = ((E4M3, E4M3, BF16), (E5M2, E4M3, F16), (E4M3, E5M2, BF16))
+TYPES = ((E4M3, E4M3, BF16), (E5M2, E4M3, F16), (E4M3, E5M2, BF16), (E4M3, E4M3, F32))
 
 
 def error(y: torch.Tensor, want: torch.Tensor) -> float:
@@ -37,7 +37,7 @@ def gathers_on_gpus(
 ) -> None:
     (m, k, n), (of_a, of_b, out) = sizes, types
     a, bs = left(kind, m, k, dtype=of_a), [right(kind, k, c, dtype=of_b) for c in (n, 48)]
-    bias = torch.randn(48, dtype=out)
+    bias = None if out == F32 else torch.randn(48, dtype=out)
 
     def call(return_A: bool = False) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         return fused_all_gather_scaled_matmul(
@@ -62,7 +62,7 @@ def gathers_on_gpus(
     assert A is not None and torch.equal(A.double(), torch.cat(gather(a.numbers.float())))
     meant = torch.cat(gather(a.meant))
     for i, b in enumerate(bs):
-        want = meant @ b.meant + (bias.double() if i else 0)
+        want = meant @ b.meant + (0 if bias is None or i == 0 else bias.double())
         for y, other in ((ys[i], third[i]), (copied[i], copied_again[i])):
             assert torch.equal(y, other), "other bits in another run"
         for y in (ys[i], again[i], copied[i]):
@@ -82,7 +82,7 @@ def scatters_on_gpus(
 ) -> None:
     (m, k, n), (of_a, of_b, out) = sizes, types
     a, b = left(kind, size * m, k, dtype=of_a), right(kind, k, n, dtype=of_b)
-    bias = torch.randn(n, dtype=out)
+    bias = None if out == F32 else torch.randn(n, dtype=out)
 
     def call() -> torch.Tensor:
         given = a.numbers, b.numbers, a.scale, b.scale, "avg", 0, 0, world(), None, bias
@@ -95,7 +95,7 @@ def scatters_on_gpus(
     with forced("unfused"):
         torchs = call()
     assert torch.equal(y, again), "other bits in another run"
-    partial = (a.meant @ b.meant + bias.double()) / size
+    partial = (a.meant @ b.meant + (0 if bias is None else bias.double())) / size
     want = sum(p.chunk(size)[rank] for p in gather(partial))
     no_further(f"{kind} {sizes} {types}", y, torchs, want)
 

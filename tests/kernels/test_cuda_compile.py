@@ -72,6 +72,7 @@ EPILOGUES = {
     "rounded": (torch.float16, Epilogue(torch.float16)),
     "terms": (torch.bfloat16, Epilogue(torch.bfloat16, average=True, bias=True, residual=True)),
     "float32": (torch.bfloat16, Epilogue(torch.float32, bias=True, residual=True)),
+    "sent-float32": (torch.float32, Epilogue(torch.float32, average=True)),
 }
 
 

@@ -17,6 +17,7 @@ from weft.kernels.device.comm.ll_exchange import THREADS, exchange_grid
 from weft.kernels.device.gemm import gemm
 from weft.kernels.device.gemm.gemm_tiles import MOST_SHARED
 from weft.kernels.device.gemm.one_shot import OneShotConfig
+from weft.kernels.device.gemm.scaling import ScaledProducts, ScaleKind
 from weft.kernels.matmul_reduce_scatter import configs as scatter
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatter_on_cuda
 from weft.kernels.matmul_reduce_scatter import to_all
@@ -58,8 +59,9 @@ def test_matmul_reduce_scatter_fits_and_has_a_slot_for_each_peer(
     assert config.tile.shared <= MOST_SHARED
     layout = scatter.scatter_push_layout(config, replace(problem, num_sms=132))
     assert layout.ll_protocol and layout.flags_per_rank == 0
-    assert layout.staging_bytes == (132 * 2 * config.tile.part_bytes if config.staged else 0)
-    assert layout.buffer_bytes % (2 * config.tile.part_bytes * (world_size - 1)) == 0
+    part = 2 * config.tile.part_numbers
+    assert layout.staging_bytes == (132 * 2 * part if config.staged else 0)
+    assert layout.buffer_bytes % (2 * part * (world_size - 1)) == 0
     assert layout.buffer_bytes >= (world_size - 1) * batches * m * n * 2
 
 
@@ -68,6 +70,23 @@ def test_a_half_takes_no_more_than_the_peers_results(m: int, n: int, k: int) -> 
     problem = scatter.MatmulReduceScatterProblem(m, n, k, 4, 132)
     layout = scatter.scatter_push_layout(scatter.choose_scatter_push(problem), problem)
     assert layout.buffer_bytes == 3 * m * n * 2
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("kind", ScaleKind)
+def test_parts_in_float32_have_twice_the_room(world_size: int, kind: ScaleKind) -> None:
+    types = torch.float8_e4m3fn, torch.float8_e4m3fn
+    of_16, of_32 = (
+        scatter.MatmulReduceScatterProblem(
+            *(1024, 2048, 2048, world_size, 132), scaled=ScaledProducts(types, kind, dtype, promote=True)
+        )
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert of_32.moved == 2 * of_16.moved
+    config = scatter.choose_scatter_push(of_32)
+    wide, narrow = (scatter.scatter_push_layout(config, problem) for problem in (of_32, of_16))
+    assert wide.buffer_bytes == 2 * narrow.buffer_bytes and wide.staging_bytes == 2 * narrow.staging_bytes
+    assert all(c.tile.warpgroup_columns <= 192 for _, c in scatter.rank_scatter_pushes(of_32))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from weft.kernels.matmul_reduce_scatter import cuda_kernel as matmul_reduce_scat
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
 
 TENSOR, ROWS, BLOCKS = ScaleKind
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, E5M2, F32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32
 BY_SIZE = {(tile.block_m, tile.block_n): tile for tile in TILES}
 B = torch.empty(256, 256, dtype=torch.bfloat16, device="meta").t()
 
@@ -76,10 +76,17 @@ PROGRAMS: dict[str, Program] = {
         BY_SIZE[128, 128], products(TENSOR, promote=True, types=(E5M2, E4M3), out=torch.float16), split_k=True
     ),
     "all_gather_matmul-float32": gather_of(
-        BY_SIZE[128, 256], products(ROWS, promote=False, types=(E4M3, E5M2), out=torch.float32), return_A=True
+        BY_SIZE[128, 256], products(ROWS, promote=False, types=(E4M3, E5M2), out=F32), return_A=True
     ),
     "matmul_reduce_scatter-tensor": scatter_of(
         BY_SIZE[128, 256], 8, products(TENSOR, promote=False, types=(E5M2, E4M3), out=torch.float16)
+    ),
+    "matmul_reduce_scatter-float32": scatter_of(BY_SIZE[128, 192], 2, products(ROWS, promote=False, out=F32)),
+    "matmul_reduce_scatter-float32-tensor": scatter_of(
+        BY_SIZE[128, 160], 4, products(TENSOR, promote=False, out=F32)
+    ),
+    "matmul_reduce_scatter-float32-blocks": scatter_of(
+        BY_SIZE[128, 128], 8, products(BLOCKS, promote=True, out=F32), split_n=True
     ),
     "matmul_reduce_scatter-split": scatter_of(BY_SIZE[128, 128], 2, OF_BLOCKS, split_n=True),
 }

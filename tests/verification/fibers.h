@@ -288,6 +288,13 @@ static u32 as_bits(float value) {
     return bits;
 }
 
+struct float32 {
+    using Storage = u32;
+    static constexpr int PER_WORD = 1;
+    static void unpack(u32 word, float* out) { out[0] = as_float(word); }
+    static u32 pack(const float* in) { return std::isnan(in[0]) ? 0x7fffffffu : as_bits(in[0]); }
+};
+
 struct bfloat16 {
     using Storage = u16;
     static constexpr int PER_WORD = 2;

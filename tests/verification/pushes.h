@@ -88,13 +88,6 @@ static void post_behind_fence(u32* word, u32 value) {
 void barrier_sync(int id, u32 threads);
 void barrier_arrive(int id, u32 threads);
 
-struct float32 {
-    using Storage = u32;
-    static constexpr int PER_WORD = 1;
-    static void unpack(u32 word, float* out) { out[0] = as_float(word); }
-    static u32 pack(const float* in) { return std::isnan(in[0]) ? 0x7fffffffu : as_bits(in[0]); }
-};
-
 template <bool IS_E5M2>
 u32 float8_bits(float number);
 template <bool IS_E5M2>

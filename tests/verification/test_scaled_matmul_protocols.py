@@ -197,7 +197,8 @@ class ScaledScatter:
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Matmuls:
         problem = scatter_configs.MatmulReduceScatterProblem(
-            *(self.m, self.n, self.k // 2, self.size, self.blocks, self.batches, self.split_n)
+            *(self.m, self.n, self.k // 2, self.size, self.blocks, self.batches, self.split_n),
+            scaled=self.products,
         )
         layout = scatter_configs.scatter_push_layout(self.config, problem)
         self.ranks = Matmuls(monkeypatch, library, layout, pace)
@@ -212,7 +213,8 @@ class ScaledScatter:
         return self.ranks
 
     def launch(self, buffer: int, polls: int) -> None:
-        every = [(*self.operands(), self.scales(rank == 0)) for rank in range(self.size)]
+        biased = self.products.out_dtype != torch.float32
+        every = [(*self.operands(), self.scales(biased and rank == 0)) for rank in range(self.size)]
         partials = []
         for a, b, scales in every:
             of_a, of_b, *bias = scales
@@ -241,8 +243,9 @@ def products(
     promote: bool,
     travels: bool = False,
     types: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3),
+    out: torch.dtype = torch.bfloat16,
 ) -> ScaledProducts:
-    return ScaledProducts(types, kind, torch.bfloat16, promote, travels)
+    return ScaledProducts(types, kind, out, promote, travels)
 
 
 OPS = {
@@ -270,6 +273,15 @@ OPS = {
         2, 33, 80, 144, products(ROWS, promote=True), batches=3, staged=True
     ),
     "scatter-rows-columns": ScaledScatter(3, 147, 80, 144, products(ROWS, promote=True), split_n=True),
+    "scatter-float32": ScaledScatter(
+        *(2, 147, 80, 400, products(ROWS, promote=False, out=torch.float32)), average=True, staged=True
+    ),
+    "scatter-float32-4": ScaledScatter(
+        *(4, 67, 80, 272, products(TENSOR, promote=True, out=torch.float32), WIDE), blocks=2
+    ),
+    "scatter-float32-columns": ScaledScatter(
+        *(3, 67, 128, 272, products(BLOCKS, promote=True, out=torch.float32)), split_n=True
+    ),
     "scatter-blocks": ScaledScatter(2, 147, 208, 400, products(BLOCKS, promote=True), BROAD, staged=True),
     "scatter-blocks-batches": ScaledScatter(
         4, 33, 208, 272, products(BLOCKS, promote=True), batches=2, blocks=2
@@ -314,6 +326,7 @@ def test_epochs_of_both_buffers_scaled(
             ("first = SPLIT_N ? p.n * t.dst : 0", "first = 0"),
         ),
         ("scatter-rows-batches", ("t.batch * WORLD_SIZE + t.dst, parts", "t.dst, parts")),
+        ("scatter-float32", ("sums + weft::PART_ELEMENTS * (first + i)", "sums + 8 * (first + i)")),
     ],
 )
 def test_mistakes_are_found(name: str, instead: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

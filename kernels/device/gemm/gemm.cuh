@@ -38,7 +38,6 @@ constexpr int B_BOXES = (BN + 63) / 64;  // if N is contiguous, of 64 columns ea
 constexpr int B_BYTES = (B_ROWS ? B_BOXES * 64 : BN) * BK * 2;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int CLUSTER = 2;  // blocks
-constexpr int PART_BYTES = 64 * WN * 2;  // a warpgroup's accumulator fragment of a finished tile, in 16 bits
 
 static_assert(128 * SERVE_REGISTERS + 256 * MULTIPLY_REGISTERS <= 168 * THREADS, "registers of the block");
 static_assert(BM == 64 || BM == 128);

@@ -41,9 +41,9 @@ class Tile:
     stage_us: float
 
     @property
-    def part_bytes(self) -> int:
-        """Of a compute warpgroup's accumulator fragment of a finished tile: half of its numbers, in 16 bits."""
-        return self.block_m * self.block_n
+    def part_numbers(self) -> int:
+        """Of a compute warpgroup's accumulator fragment of a finished tile: half of its numbers."""
+        return self.block_m * self.block_n // 2
 
     @property
     def warpgroup_columns(self) -> int:
