@@ -45,7 +45,8 @@ class _Gathered(nn.Module):
         self.weight, self.group = _part(linear.weight, 0, group), group
 
     def forward(self, x: Tensor) -> Tensor:
-        return funcol.all_gather_tensor(F.linear(x, self.weight), -1, self.group)
+        y = F.linear(x, self.weight)
+        return funcol.all_gather_tensor(y, y.dim() - 1, self.group)
 
 
 class _Embedding(nn.Module):

@@ -13,6 +13,7 @@ COLOURS = {
     "weft agree=False": "#90b8e0",
     "weft agree=ahead": "#5a9bd4",
     "weft regather=True": "#4c2b9c",
+    "plain without communication": "#d8d2c4",
 }
 LANES = {"matmul": "#4c956c", "fused": "#2b6cb0", "communication": "#c8553d", "other": "#a7adb5"}
 WIDTH = 900

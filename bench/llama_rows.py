@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from llama_profile import Interval, busy, forward_layer, intervals, kernels_of, slowest
-from llama_steps import CPU_SIZES, GPU_SIZES, Case, Step, make_step
+from llama_steps import BOUND, CPU_SIZES, GPU_SIZES, Case, Step, make_step
 from torch._inductor import config as inductor_config
 from weft.fused_ops.passes.report import VoteCounts
 
-CONTENDERS = ("plain", "torch", "weft", "weft agree=False", "weft agree=ahead", "weft regather=True")
+CONTENDERS = ("plain", "torch", "weft", "weft agree=False", "weft agree=ahead", "weft regather=True", BOUND)
 PEAK_FLOPS = 989e12  # of an H100 or H200, dense bfloat16
 
 
@@ -135,7 +135,7 @@ def losses(contenders: Sequence[str], device: torch.device, updates: int) -> dic
     curves = {}
     for name in contenders:
         torch.compiler.reset()
-        if name == "torch" and not _on(device):
+        if name == BOUND or (name == "torch" and not _on(device)):
             continue
         step = make_step(Case("train", "whole", seq, 1), name, device)
         curves[name] = [step.run().loss() for _ in range(updates)]
@@ -154,5 +154,5 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         faster = f"{plain / row['ms']:8.3f} x" if plain else ""
         memory = f"{(row['peak_bytes'] or 0) / 2**30:8.2f} GiB"
         voted = f"  {row['votes']}" if row["votes"] else ""
-        lines.append(f"{name:<40}{row['contender']:<18}{''.join(map(number, cells))}{faster}{memory}{voted}")
+        lines.append(f"{name:<40}{row['contender']:<28}{''.join(map(number, cells))}{faster}{memory}{voted}")
     return lines
