@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -18,6 +19,27 @@ from compiler import leave_out_checks, leave_out_measurements
 from stack import with_room
 
 _MOST_WORKERS = 16
+# The second run of `make test` reads only files that say one of these; DEVICES of opcommon.py has the mark of GPUs.
+_SECOND_RUN = "(alone or gpu) and not slow"
+_SAYS = re.compile(r"\bmark\.(alone|gpu)\b|\bDEVICES\b")
+# With a test of ten seconds and more. These come first: one that begins late is waited for by all other workers.
+_LONG = {
+    "test_containers.py",
+    "test_table.py",
+    "test_fresh_processes.py",
+    "test_readme.py",
+    "test_order.py",
+    "test_forks.py",
+    "test_compare.py",
+    "test_bench_run.py",
+    "test_installed.py",
+    "test_transfers_bench.py",
+    "test_llama_block.py",
+    "test_ranks_compiled.py",
+    "test_soak.py",
+    "test_dtensor_llama.py",
+    "test_backend.py",
+}
 
 # pytest listens to every logger that does not propagate, and torch writes its trace, a tenth of a compilation, for
 # whoever listens.
@@ -64,7 +86,22 @@ def pytest_runtestloop() -> None:
     )  # of a compilation's objects few are garbage: a twentieth of the tests' time
 
 
+def _is_read_twice(file: Path) -> bool:
+    return _SAYS.search(file.read_text()) is not None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    of_tests = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if config.option.markexpr == _SECOND_RUN and of_tests and not _is_read_twice(collection_path):
+        return True
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = {item.path for item in items if any(item.iter_markers("alone")) or any(item.iter_markers("gpu"))}
+    if missed := [str(file) for file in marked if not _is_read_twice(file)]:
+        raise pytest.UsageError(f"the second run of `make test` would not find what these mark: {missed}")
+    items.sort(key=lambda item: item.path.name not in _LONG)
     gpus, shared = torch.cuda.device_count(), os.environ.get("WEFT_TEST_SHARED_GPUS") == "1"
     for item in items:
         item.runtest = functools.partial(with_room, item.runtest)  # type: ignore[method-assign]

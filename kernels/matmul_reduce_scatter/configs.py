@@ -21,9 +21,9 @@ SCALED_OP = "fused_scaled_matmul_reduce_scatter"  #: of fp8 operands
 MOST_PRODUCTS = 4  # that kernel.cu adds
 # Behind its last tile a block waits for the peers' and adds them up: as long as a main loop of this depth.
 _TAIL_DEPTH = 1800
-# K and rows of a rank from which on wide raster groups are as fast or up to 1.7 % faster; with 512 rows 5 % slower.
-# (Between 2 ranks. Between 4 it is the rows alone: 2 to 4 % faster, in one row of six 2 % slower.)
-_LONG, _TALL = 14336, 2048
+# Rows of a rank from which on wide raster groups are as fast or up to 4 % faster; with 1024 rows 8 % slower. (Between 2
+# ranks, bench/results/h100-x2-in-a-row.txt. Between 4 2 to 4 % faster, in one row of six 2 % slower.)
+_TALL = 2048
 # Of fp8 operands, two numbers each, without scales of blocks: K from which on wide raster groups are up to 2 % faster;
 # how much longer tiles take that load twice as much, between two; the share of what is predicted that torch's product
 # takes (bench/results/h100-x2-scaled-scatter-choices.txt).
@@ -197,14 +197,14 @@ def tiled_scatter_layout(
 
 
 def push_config(tile: gemm_tiles.Tile, problem: MatmulReduceScatterProblem) -> ScatterPushConfig:
-    """That of a tile. A band is a wave of tiles, so what an own tile waits for was computed a
-    wave before; of long products, which hide what is sent, it is wide: all of B is read once a band. Parts are staged:
-    only of very long products with few rows it was faster to send them from registers."""
+    """That of a tile. A band is a wave of tiles, so what an own tile waits for was computed a wave before; of many rows
+    it is wide: all of B is read once a band. Parts are staged: only of very long products with few rows it was faster
+    to send them from registers."""
     raster_group = max(round(problem.num_sms / 2 / -(-problem.n // tile.block_n)), 2)
     tall = problem.batches * problem.rows_per_rank >= _TALL
     if tall and problem.world_size > 2:
         raster_group *= 2
-    elif tall and problem.k >= (_LONG_SCALED if problem.scaled_in_epilogue else _LONG):
+    elif tall and (problem.scaled is None or (problem.scaled_in_epilogue and problem.k >= _LONG_SCALED)):
         raster_group = 8
     return ScatterPushConfig(
         tile, min(raster_group, 8), staged=True, split_n=problem.split_n, scaled=problem.scaled

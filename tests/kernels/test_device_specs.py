@@ -64,6 +64,29 @@ def test_few_rows_of_a_wide_matrix_are_gathered_in_one_shot_between_h100s(m: int
     )
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "columns"),
+    [(2048, 14336, 4096, 320), (4096, 14336, 4096, 320), (4096, 28672, 8192, 320), (4096, 7168, 4096, 256)],
+)
+@pytest.mark.parametrize("return_A", [False, True])
+def test_wide_gathers_have_the_widest_tile_on_an_h100(
+    m: int, n: int, k: int, columns: int, return_A: bool
+) -> None:
+    """2 to 3 % faster between two, where its last wave is as full (bench/results/h100-x2-in-a-row.txt)."""
+    problem = gather.AllGatherMatmulProblem(m, (n,), k, 2, 132, return_A=return_A, spec=H100)
+    assert gather.choose_gather_push(problem).tile.block_n == columns
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "raster_group"),
+    [(1024, 4096, 7168, 4), (2048, 4096, 2048, 8), (4096, 4096, 7168, 8), (2048, 8192, 4096, 8)],
+)
+def test_scatters_of_many_rows_have_wide_raster_groups(m: int, n: int, k: int, raster_group: int) -> None:
+    """Up to 4 % faster between two (bench/results/h100-x2-in-a-row.txt)."""
+    problem = scatter.MatmulReduceScatterProblem(m, n, k, 2, 132, spec=H100)
+    assert scatter.choose_scatter_push(problem).raster_group == raster_group
+
+
 @pytest.mark.parametrize("of", [H100, H200])
 def test_few_rows_that_are_all_reduced_leave_reading_a_large_matrix_to_cublas(of: DeviceSpec) -> None:
     """gpt3.fc2 between 2: 222 us in one kernel on H100, 209 in cuBLAS and an all-reduce; as long on H200."""

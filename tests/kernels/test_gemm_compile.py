@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cubins import ARGUMENTS, compile_ahead, disassembled, usage
+from cubins import ARGUMENTS, compile_ahead, disassembled, instructions_of, usage
 from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_gather_matmul import cuda_kernel as all_gather_matmul
 from weft.kernels.device.gemm import gemm
@@ -100,6 +100,11 @@ def compiled_ahead(request: pytest.FixtureRequest) -> None:
     compile_ahead(request, PROGRAMS)
 
 
+@pytest.fixture(scope="module")
+def instructions(request: pytest.FixtureRequest) -> dict[str, str]:
+    return instructions_of(request, PROGRAMS)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_registers_spills_and_the_size_of_the_argument(
     name: str, tmp_path: Path, record_property: Callable[[str, object], None]
@@ -119,10 +124,11 @@ def test_registers_spills_and_the_size_of_the_argument(
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_matmuls_of_a_stage_run_one_behind_the_other(name: str, tmp_path: Path) -> None:
+def test_matmuls_of_a_stage_run_one_behind_the_other(name: str, instructions: dict[str, str]) -> None:
     """Where the compiler loses track of the sums it waits for each product before the next: a fifth of the speed."""
-    code = disassembled(PROGRAMS[name], tmp_path)
-    waits, products = (len(re.findall(what, code)) for what in (r"WARPGROUP\.DEPBAR", r"HGMMA\."))
+    waits, products = (
+        len(re.findall(what, instructions[name])) for what in (r"WARPGROUP\.DEPBAR", r"HGMMA\.")
+    )
     of_a_stage = 8 if name.endswith(f"x{WIDEST.block_n}") else 4  # no instruction has more than 256 columns
     assert products == of_a_stage * waits, f"{waits} waits for {products} products"
 

@@ -94,7 +94,7 @@ def test_parts_in_float32_have_twice_the_room(world_size: int, kind: ScaleKind) 
     [
         (2, 1024, 3072, 4096, (128, 192), 0),
         (2, 2048, 3072, 4096, (128, 256), 0),
-        (2, 4096, 5120, 8192, (128, 256), 8),
+        (2, 4096, 5120, 8192, (128, 320), 8),
         (4, 2048, 7168, 4096, (128, 256), 12),
         (4, 1024, 12288, 12288, (128, 256), 12),
     ],
@@ -102,7 +102,7 @@ def test_parts_in_float32_have_twice_the_room(world_size: int, kind: ScaleKind) 
 def test_all_gather_matmul_takes_what_was_fast(
     world_size: int, m: int, n: int, k: int, block: tuple[int, int], comm_sms: int
 ) -> None:
-    """The fastest on 2 or 4 H200, or within 2 % of it."""
+    """The fastest on 2 or 4 H200 (the third: on 2 H100), or within 2 % of it."""
     config = gather.choose_gather_push(gather.AllGatherMatmulProblem(m, (n,), k, world_size, 132))
     assert ((config.tile.block_m, config.tile.block_n), config.comm_sms) == (block, comm_sms)
 

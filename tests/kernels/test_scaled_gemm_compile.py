@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cubins import ARGUMENTS, compile_ahead, disassembled, usage
+from cubins import ARGUMENTS, compile_ahead, disassembled, instructions_of, usage
 from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_gather_matmul import cuda_kernel as all_gather_matmul
 from weft.kernels.all_gather_matmul import one_shot_kernel, scaled
@@ -97,8 +97,13 @@ def compiled_ahead(request: pytest.FixtureRequest) -> None:
     compile_ahead(request, PROGRAMS)
 
 
+@pytest.fixture(scope="module")
+def instructions(request: pytest.FixtureRequest) -> dict[str, str]:
+    return instructions_of(request, PROGRAMS)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_registers_spills_and_products(name: str, tmp_path: Path) -> None:
+def test_registers_spills_and_products(name: str, tmp_path: Path, instructions: dict[str, str]) -> None:
     op = name.split("-")[0]
     params = scaled._ScaledParams if op == "all_gather_matmul" else matmul_reduce_scatter._ScaledParams
     ((kernel, numbers),) = usage(PROGRAMS[name], tmp_path)
@@ -107,7 +112,7 @@ def test_registers_spills_and_products(name: str, tmp_path: Path) -> None:
     assert numbers["REG"] <= 65536 // 384
     # Tensor maps in the argument begin at a multiple of 64.
     assert numbers["CONSTANT[0]"] == -(-ARGUMENTS // 64) * 64 + ctypes.sizeof(params)
-    code = disassembled(PROGRAMS[name], tmp_path)
+    code = instructions[name]
     waits, found = (len(re.findall(what, code)) for what in (r"WARPGROUP\.DEPBAR", r"QGMMA\."))
     assert found == 4 * waits, f"{waits} waits for {found} products: the compiler has lost track of the sums"
     assert not re.search(r"HGMMA\.|MULTIMEM", code.upper())

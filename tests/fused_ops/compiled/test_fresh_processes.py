@@ -25,7 +25,7 @@ CASES = {
 @functools.cache
 def run(first: str) -> dict[str, Any]:
     """What a process makes of each of its cases."""
-    paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_VEC_ISA_OK": "1"}
     command = [sys.executable, str(HERE / "fresh.py"), first, *CASES[first]]
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=240)

@@ -215,10 +215,12 @@ def test_who_is_dropped_is_named() -> None:
 
 
 PROGRAM = """
-import os, sys
+import collector, os, sys
 import torch, torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from compiler import leave_out_measurements
+leave_out_measurements()
 rank, report = 0, sys.argv[1]
 if os.fork() == 0:
     rank = 1
@@ -236,7 +238,8 @@ assert "weft" in torch._dynamo.list_backends()
 
 def test_the_entry_point_and_the_file(tmp_path: Path) -> None:
     """A program that never names weft but as a backend; its report is rank 0's, or each rank's own."""
-    path = os.pathsep.join([str(write_metadata(tmp_path)), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = write_metadata(tmp_path), Path(__file__).parents[2], *filter(None, [os.environ.get("PYTHONPATH")])
+    path = os.pathsep.join(map(str, paths))
     written = tmp_path / "report"
     every = {"PYTHONPATH": path, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", VARIABLE: str(written)}
     command = [sys.executable, "-c", PROGRAM, str(written)]

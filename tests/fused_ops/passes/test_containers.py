@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stack import with_room
 
 UNSHARE = ("unshare", "--pid", "--fork", "--mount-proc", "--uts")
 RUNS = 3
@@ -114,20 +115,19 @@ def run(case: str, rank: int, folder: str) -> None:
 
 
 def main(rank: int, folder: str) -> None:
-    import torch
-    import weft.fused_ops.passes  # noqa: F401
-    from compiler import leave_out_measurements
-
     socket.sethostname(f"container{rank}")
     assert os.getpid() == 1
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{rank}"
+    import collector  # noqa: F401
+    import compiled_before  # noqa: F401
+    import torch
+
     torch.set_num_threads(1)
-    leave_out_measurements()
     for case in CASES:
         # Processes of different containers have the same number.
         if os.fork() == 0:
             try:
-                run(case, rank, folder)
+                with_room(run, case, rank, folder)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)

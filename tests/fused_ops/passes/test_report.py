@@ -248,6 +248,7 @@ def test_the_first_that_is_left_alone_is_logged(caplog: pytest.LogCaptureFixture
 
 
 LOGGED = """
+import collector
 import torch
 from graphs import c10d, fake_ranks, traced
 from weft.fused_ops.passes import FusionPass
