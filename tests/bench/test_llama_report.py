@@ -7,10 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from opcommon import world
+from ranks import run_ranks
+from torch._inductor import config as inductor_config
 
 BENCH = Path(__file__).parent.parent.parent / "bench"
 sys.path.insert(0, str(BENCH))
@@ -18,7 +23,9 @@ sys.path.insert(0, str(BENCH))
 import llama_page  # noqa: E402
 import llama_profile  # noqa: E402
 import llama_rows  # noqa: E402
-from llama_steps import Case  # noqa: E402
+from llama_by_hand import shard_by_hand  # noqa: E402
+from llama_steps import CPU_SIZES, Case, Llama, rotary_tables  # noqa: E402
+from without_communication import WithoutCommunication  # noqa: E402
 
 COLUMNS = "mode compile seq batch graphs weights contender ms forward_ms backward_ms tokens_per_s mfu exposed_comm_ms "
 COLUMNS += "peak_bytes votes"
@@ -64,6 +71,57 @@ def test_a_layer_lies_between_two_attentions() -> None:
 )
 def test_kernels_have_their_lanes(kernel: str, lane: str) -> None:
     assert llama_profile.lane_of(kernel) == lane
+
+
+def weights_cut_by_hand(rank: int, size: int) -> None:
+    """The logits of whole weights, from parts of them."""
+    torch.manual_seed(3)
+    model = Llama(CPU_SIZES)
+    tokens = torch.randint(CPU_SIZES.vocabulary, (2, 8))
+    tables = rotary_tables(replace(CPU_SIZES, seq=8), torch.device("cpu"))
+    cos, sin = (t.float() for t in tables)
+    with torch.no_grad():
+        want = model(tokens, cos, sin)
+        shard_by_hand(model, world())
+        got = model(tokens, cos, sin)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert model.layers[0].feed_forward.w1.weight.shape[0] == CPU_SIZES.hidden // size
+
+
+def test_weights_cut_by_hand_give_the_same_logits() -> None:
+    run_ranks(weights_cut_by_hand, 2)
+
+
+def without_collectives(rank: int, size: int) -> None:
+    """A graph in which each collective does what the class says, and none is left."""
+    group = world().group_name
+    c10d, wait = torch.ops._c10d_functional, torch.ops._c10d_functional.wait_tensor
+
+    def exchanges(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gathered = wait(c10d.all_gather_into_tensor(x + 1, size, group))
+        scattered = wait(c10d.reduce_scatter_tensor(gathered * 2, "sum", size, group))
+        return gathered, scattered, wait(c10d.all_reduce(scattered, "sum", group))
+
+    seen: list[str] = []
+
+    class Seen(WithoutCommunication):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            super().__call__(graph)
+            seen.extend(str(node.target) for node in graph.nodes)
+
+    x = torch.randn(4, 6)
+    compiled = torch.compile(exchanges, options={"post_grad_custom_pre_pass": Seen()})
+    with inductor_config.patch(fx_graph_cache=False):
+        gathered, scattered, reduced = compiled(x)
+    assert not any("_c10d_functional" in target for target in seen) and len(seen) > 3
+    want = torch.cat([x + 1] * size)
+    torch.testing.assert_close(gathered, want)
+    torch.testing.assert_close(scattered, want.chunk(size)[rank] * 2)
+    torch.testing.assert_close(reduced, scattered)
+
+
+def test_a_graph_without_communication() -> None:
+    run_ranks(without_collectives, 2)
 
 
 def test_a_step_of_training_is_three_forwards() -> None:
