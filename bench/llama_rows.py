@@ -57,11 +57,13 @@ def measure_case(
         if (step := _made(case, name, device)) is not None:
             made[name] = step
             say(f"    {case}, {name}: compiled in {time.perf_counter() - begin:.0f} s")
-    begun = {name: step.voted() for name, step in made.items()}
     times: dict[str, list[list[float]]] = {name: [] for name in made}
+    votes: dict[str, list[tuple[VoteCounts, VoteCounts]]] = {name: [] for name in made}
     for name in list(made) * 3:  # by turns
+        begun = made[name].voted()
         times[name] += _series(made[name], steps, device)
-    votes = {name: _votes(begun[name], step.voted()) for name, step in made.items()}
+        if begun is not None and (ended := made[name].voted()) is not None:
+            votes[name].append((begun, ended))
     kernels = {f"{case} {name}": kernels_of(step.run) for name, step in made.items()} if _on(device) else {}
     lanes = {name: intervals(found) for name, found in kernels.items()}
     layers = {name: forward_layer(found) for name, found in kernels.items()} if case.mode == "train" else {}
@@ -86,19 +88,26 @@ def measure_case(
             else None,
             "exposed_comm_ms": None if computing is None else round(total - computing, 4),
             "peak_bytes": made[name].peak_bytes(),
-            "votes": votes[name],
+            "votes": _votes(votes[name]),
         }
         rows.append(row)
     return Measured(rows, lanes, layers)
 
 
-def _votes(begun: VoteCounts | None, ended: VoteCounts | None) -> dict[str, float] | None:
-    """Of the timed steps: graphs that voted, those of them that did not wait, and microseconds of the host for each."""
-    if begun is None or ended is None or ended.count == begun.count:
+def _votes(series: Sequence[tuple[VoteCounts, VoteCounts]]) -> dict[str, float] | None:
+    """Of the timed steps: graphs that voted, those of them that did not wait, and microseconds of the host for each.
+
+    Args:
+        series: what had been counted in front of a contender's series of steps and behind it; counts are of a process.
+    """
+    if not (count := sum(ended.count - begun.count for begun, ended in series)):
         return None
-    count = ended.count - begun.count
-    us = (ended.seconds - begun.seconds) / count * 1e6
-    return {"count": count, "ahead": ended.ahead - begun.ahead, "us": round(us, 1)}
+    us = sum(ended.seconds - begun.seconds for begun, ended in series) / count * 1e6
+    return {
+        "count": count,
+        "ahead": sum(ended.ahead - begun.ahead for begun, ended in series),
+        "us": round(us, 1),
+    }
 
 
 def _on(device: torch.device) -> bool:

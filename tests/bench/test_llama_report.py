@@ -25,6 +25,7 @@ import llama_profile  # noqa: E402
 import llama_rows  # noqa: E402
 from llama_by_hand import shard_by_hand  # noqa: E402
 from llama_steps import CPU_SIZES, Case, Llama, rotary_tables  # noqa: E402
+from weft.fused_ops.passes.report import VoteCounts  # noqa: E402
 from without_communication import WithoutCommunication  # noqa: E402
 
 COLUMNS = "mode compile seq batch graphs weights contender ms forward_ms backward_ms tokens_per_s mfu exposed_comm_ms "
@@ -131,6 +132,16 @@ def test_a_step_of_training_is_three_forwards() -> None:
     weights = 8 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256
     one = llama_rows.flops(Case("decode", "whole", 0, 1))
     assert one == 2 * weights
+
+
+def test_votes_are_those_of_a_contenders_own_steps() -> None:
+    series = [
+        (VoteCounts(10, 10, 1.0, 3), VoteCounts(14, 14, 1.0002, 4)),
+        (VoteCounts(30, 30, 5.0, 4), VoteCounts(34, 34, 5.0006, 4)),
+    ]
+    assert llama_rows._votes(series) == {"count": 8, "ahead": 1, "us": 100.0}
+    assert llama_rows._votes([(VoteCounts(30, 30, 5.0, 4), VoteCounts(30, 30, 5.0, 4))]) is None
+    assert llama_rows._votes([]) is None
 
 
 def test_the_table_compares_with_plain() -> None:

@@ -130,7 +130,7 @@ def test_matmuls_of_a_stage_run_one_behind_the_other(name: str, instructions: di
         len(re.findall(what, instructions[name])) for what in (r"WARPGROUP\.DEPBAR", r"HGMMA\.")
     )
     of_a_stage = 8 if name.endswith(f"x{WIDEST.block_n}") else 4  # no instruction has more than 256 columns
-    assert products == of_a_stage * waits, f"{waits} waits for {products} products"
+    assert 0 < products == of_a_stage * waits, f"{waits} waits for {products} products"
 
 
 @pytest.mark.parametrize("name", ["all_gather_matmul-rows", "matmul_reduce_scatter-rows-4"])

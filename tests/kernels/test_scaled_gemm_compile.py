@@ -114,7 +114,9 @@ def test_registers_spills_and_products(name: str, tmp_path: Path, instructions: 
     assert numbers["CONSTANT[0]"] == -(-ARGUMENTS // 64) * 64 + ctypes.sizeof(params)
     code = instructions[name]
     waits, found = (len(re.findall(what, code)) for what in (r"WARPGROUP\.DEPBAR", r"QGMMA\."))
-    assert found == 4 * waits, f"{waits} waits for {found} products: the compiler has lost track of the sums"
+    assert 0 < found == 4 * waits, (
+        f"{waits} waits for {found} products: the compiler has lost track of the sums"
+    )
     assert not re.search(r"HGMMA\.|MULTIMEM", code.upper())
 
 
