@@ -1,4 +1,5 @@
-"""The server that ranks are forked from imports this first: of what its imports make nothing is garbage."""
+"""Imported first, by the server that ranks are forked from and by small programs: of what imports make nothing is
+garbage."""
 
 import gc
 

@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # `from ranks import run_ranks` in every folder below
 import once
-from compiler import leave_out_checks, leave_out_measurements
+from compiler import collect_seldom, leave_out_checks, leave_out_measurements
 from stack import with_room
 
 _MOST_WORKERS = 16
@@ -78,12 +78,8 @@ def _once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def pytest_runtestloop() -> None:
     if "torch._dynamo" in sys.modules:  # else no test compiles in this process
         leave_out_measurements()
-    gc.enable()
     gc.collect()
-    gc.freeze()  # modules and thousands of tests are looked through no more
-    gc.set_threshold(
-        50_000, 20, 20
-    )  # of a compilation's objects few are garbage: a twentieth of the tests' time
+    collect_seldom()
 
 
 def _is_read_twice(file: Path) -> bool:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import os
 import pickle
 import socket
@@ -42,7 +41,7 @@ import staged
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from compiler import leave_out_measurements
+from compiler import collect_seldom, leave_out_measurements
 from stack import with_room
 
 TIMEOUT = 240.0  # seconds until a whole run counts as hung
@@ -301,9 +300,7 @@ def _reset_state(rank: int, world_size: int) -> None:
 def _rank_main(
     rank: int, world_size: int, place: str, port: int, device: str, gpus: int | None, pipe: Connection
 ) -> None:
-    gc.enable()
-    gc.freeze()  # what the server has imported is looked through no more
-    gc.set_threshold(50_000, 20, 20)  # as in conftest.py
+    collect_seldom()
     torch.set_num_threads(1)
     leave_out_measurements()
     # torch.empty gives NaN: what an op leaves unwritten shows.
