@@ -149,8 +149,8 @@ def matmuls_us(m: int, ns: Sequence[int], k: int, spec: DeviceSpec = H200) -> fl
 
 def product_us(m: int, n: int, k: int, world_size: int, spec: DeviceSpec = H200) -> float:
     """Microseconds of the matmul [m, K] @ [K, N] by itself, to compare with what tiles do beside communication: that of
-    cuBLAS, which is taken to be as fast as the best tile would be."""
-    tiles = suited(m, n, k, world_size, stores_only=True, spec=spec)
+    cuBLAS, which is taken to be as fast as the best tile would be that it has, too."""
+    tiles = suited(m, n, k, world_size, spec=spec)
     best = min(estimate_us(tile, -(-m // tile.block_m), [n], k, HOPPER_SMS) for tile in tiles)
     tiled = max(best, 2 * k * n / (_READ * spec.memory)) + _NEXT_LAUNCH
     return min(matmul_us(m, n, k, spec), tiled)

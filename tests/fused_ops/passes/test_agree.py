@@ -186,7 +186,7 @@ def test_inductor_is_told_of_every_op_that_communicates() -> None:
     from weft.fused_ops.library.compiled import COMMUNICATING
 
     ops = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("weft::")}
-    of_the_pass = {"weft::agree", "weft::keep_order", "weft::verify_memory"}
+    of_the_pass = {"weft::agree", "weft::keep_order", "weft::verify_memory", "weft::watch_memory"}
     assert {op.name() for op in COMMUNICATING} == ops - of_the_pass
     assert all(lowerings[op].__module__ == inductor.__name__ for op in COMMUNICATING)
 
