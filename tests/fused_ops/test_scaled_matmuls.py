@@ -126,7 +126,8 @@ def test_scaled_matmul_reduce_scatter(
 def like_torch(rank: int, size: int) -> None:
     """No further from float64 than ``torch._scaled_mm`` of the same operands; NaN and infinite numbers where it has
     them."""
-    for kind in ("tensor", "rows"):
+    # Row-wise scales torch's own product takes on CPU since 2.13.
+    for kind in ("tensor", "rows") if torch.__version__ >= (2, 13) else ("tensor",):
         a, b = left(kind, 7, 160, dtype=E5M2), right(kind, 160, 32)
         for dtype in OUTS:
             _, (y,) = fused_all_gather_scaled_matmul(
