@@ -39,6 +39,8 @@ def call(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         raise LeftAlone(f"whether {target} takes its sizes depends on data") from e
     except (RuntimeError, TypeError, ValueError) as e:
         raise LeftAlone(f"{target} does not take what it would get: {e}") from e
+    # As tracers write them: Inductor of torch 2.11 takes no tuple of tensors to concatenate.
+    args = tuple(list(arg) if isinstance(arg, tuple) else arg for arg in args)
     with before.graph.inserting_before(before):
         node = before.graph.call_function(target, args, kwargs)
     node.meta["val"] = result

@@ -176,3 +176,11 @@ def test_what_an_op_does_not_take() -> None:
     with pytest.raises(LeftAlone, match="A @ B has size 7 there, must be a multiple of 2 ranks"):
         rewrite.call(before, schema.matmul_reduce_scatter, A, B, "sum", 0, GROUP[0])
     assert [n.name for n in graph.nodes] == names
+
+
+def test_tensors_to_concatenate_are_a_list() -> None:
+    """As tracers have them: Inductor of torch 2.11 takes no tuple."""
+    graph = traced(lambda a, b: a + b, X2, X2)
+    (a, b), out = graph.find_nodes(op="placeholder"), graph.output_node()
+    whole = rewrite.call(out, torch.ops.aten.cat.default, (a, b), 1)
+    assert isinstance(whole.args[0], list) and whole.meta["val"].shape == (X2.shape[0], 2 * X2.shape[1])
