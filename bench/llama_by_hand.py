@@ -1,4 +1,4 @@
-"""Llama's weights cut by hand, as inference engines cut them: plain tensors, with functional collectives between."""
+"""Llama sharded by hand, as inference engines do: plain tensors, with functional collectives between the products."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 def shard_by_hand(model: Any, group: dist.ProcessGroup) -> None:
-    """Cut a Llama's weights over the ranks, as ``shard(..., sequence=False, loss=False)`` does with DTensors."""
+    """Cut a Llama's weights over the ranks, as llama_model.py's ``shard(..., sequence=False, loss=False)`` does."""
     for layer in model.layers:
         attention, ffn = layer.attention, layer.feed_forward
         for linear in (attention.wq, attention.wk, attention.wv, ffn.w1, ffn.w3):

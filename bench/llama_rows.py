@@ -62,8 +62,7 @@ def measure_case(
     for name in list(made) * 3:  # by turns
         begun = made[name].voted()
         times[name] += _series(made[name], steps, device)
-        if begun is not None and (ended := made[name].voted()) is not None:
-            votes[name].append((begun, ended))
+        votes[name].append((begun, made[name].voted()))
     kernels = {f"{case} {name}": kernels_of(step.run) for name, step in made.items()} if _on(device) else {}
     lanes = {name: intervals(found) for name, found in kernels.items()}
     layers = {name: forward_layer(found) for name, found in kernels.items()} if case.mode == "train" else {}

@@ -41,7 +41,7 @@ GPU_SIZES = Sizes(
 )
 CPU_SIZES = replace(SMALL, batch=1)
 SEED = 17
-#: Not a contender that could win: what it takes is what a step would take if all communication were hidden.
+#: No contender to win against: a step takes as long if all communication is hidden.
 BOUND = "plain without communication"
 
 
@@ -54,7 +54,7 @@ class Case:
         compile: "whole", or "blocks" by themselves.
         seq: tokens of a sequence; of the context while decoding.
         graphs: Inductor's CUDA graphs.
-        weights: "dtensor", or of decoding "local": cut by hand, which costs the host less.
+        weights: "dtensor", or of decoding "local": sharded by hand, which costs the host less.
     """
 
     mode: str
@@ -101,9 +101,9 @@ class Step:
     device: torch.device
     fusion: FusionPass | None  # weft's
 
-    def voted(self) -> VoteCounts | None:
-        """Of all graphs of this process since the pass was made; None without it."""
-        return self.fusion.report().questions if self.fusion is not None else None
+    def voted(self) -> VoteCounts:
+        """Of all graphs of this process since the pass was made; none without it."""
+        return self.fusion.report().questions if self.fusion is not None else VoteCounts()
 
     def peak_bytes(self) -> int | None:
         """Of one step, of torch's allocator, on this rank."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from weft.fused_ops.passes.graph.rewrite import call
 
 _C10D = torch.ops._c10d_functional
 
@@ -25,38 +26,30 @@ class WithoutCommunication(CustomGraphPass):
             instead = _INSTEAD.get(node.target)
             if instead is None:
                 continue
-            with graph.inserting_before(node):
-                new = instead(graph, node)
-            node.replace_all_uses_with(new)
+            node.replace_all_uses_with(instead(node))
             graph.erase_node(node)
 
     def uuid(self) -> Any:
         return None  # such graphs are not kept
 
 
-def _called(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
-    node = graph.call_function(target, args)
-    node.meta["val"] = target(*fx.node.map_arg(args, lambda n: n.meta["val"]))
-    return node
-
-
-def _gathered(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _gathered(node: fx.Node) -> fx.Node:
     x, size, _ = node.args
-    return _called(graph, torch.ops.aten.cat.default, [x] * size)  # type: ignore[operator]
+    return call(node, torch.ops.aten.cat.default, [x] * size)  # type: ignore[operator]
 
 
-def _scattered(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _scattered(node: fx.Node) -> fx.Node:
     x, _, size, _ = node.args
     rows = x.meta["val"].shape[0] // size  # type: ignore[union-attr]
     rank = dist.get_rank()
-    return _called(graph, torch.ops.aten.slice.Tensor, x, 0, rank * rows, (rank + 1) * rows)
+    return call(node, torch.ops.aten.slice.Tensor, x, 0, rank * rows, (rank + 1) * rows)
 
 
-def _given(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _given(node: fx.Node) -> fx.Node:
     return node.args[0]  # type: ignore[return-value]
 
 
-_INSTEAD: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node]] = {
+_INSTEAD: dict[Any, Callable[[fx.Node], fx.Node]] = {
     _C10D.all_gather_into_tensor.default: _gathered,
     _C10D.reduce_scatter_tensor.default: _scattered,
     _C10D.all_reduce.default: _given,

@@ -23,7 +23,7 @@ _MOST_WORKERS = 16
 _SECOND_RUN = "(alone or gpu) and not slow"
 _SAYS = re.compile(r"\bmark\.(alone|gpu)\b|\bDEVICES\b")
 # With a test of ten seconds and more. These come first: one that begins late is waited for by all other workers.
-_LONG = {
+_FIRST = {
     "test_containers.py",
     "test_table.py",
     "test_fresh_processes.py",
@@ -82,22 +82,22 @@ def pytest_runtestloop() -> None:
     collect_seldom()
 
 
-def _is_read_twice(file: Path) -> bool:
+def _marks_tests(file: Path) -> bool:
     return _SAYS.search(file.read_text()) is not None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     of_tests = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    if config.option.markexpr == _SECOND_RUN and of_tests and not _is_read_twice(collection_path):
+    if config.option.markexpr == _SECOND_RUN and of_tests and not _marks_tests(collection_path):
         return True
     return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = {item.path for item in items if any(item.iter_markers("alone")) or any(item.iter_markers("gpu"))}
-    if missed := [str(file) for file in marked if not _is_read_twice(file)]:
+    if missed := [str(file) for file in marked if not _marks_tests(file)]:
         raise pytest.UsageError(f"the second run of `make test` would not find what these mark: {missed}")
-    items.sort(key=lambda item: item.path.name not in _LONG)
+    items.sort(key=lambda item: item.path.name not in _FIRST)
     gpus, shared = torch.cuda.device_count(), os.environ.get("WEFT_TEST_SHARED_GPUS") == "1"
     for item in items:
         item.runtest = functools.partial(with_room, item.runtest)  # type: ignore[method-assign]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,3 +115,12 @@ class Gpu:
 """
     )
     assert seen == {"stage": 6, "__init__": 1}
+
+
+def test_what_conftest_names_is_there() -> None:
+    """The files that come first, and how the second run of `make test` is told from others."""
+    conftest = (TESTS / "conftest.py").read_text()
+    names = re.findall(r'"(test_\w+\.py)"', conftest)
+    assert len(names) > 10 and not [n for n in names if not list(TESTS.rglob(n))]
+    (second,) = re.findall(r'^_SECOND_RUN = "(.*)"$', conftest, re.MULTILINE)
+    assert f'-m "{second}"' in (TESTS.parent / "Makefile").read_text()

@@ -13,12 +13,11 @@ import torch
 
 from ...symm_mem.backends import cuda_state
 from ..device.comm import ll_exchange
-from ..device.comm.ll_exchange import VECTOR, ExchangeSlots, ExchangeWorkspace, slots_of
+from ..device.comm.ll_exchange import DTYPES, VECTOR, ExchangeSlots, ExchangeWorkspace, slots_of
 from ..device.jit.program import Function, Program
 from . import configs
 from .configs import AllReduceConfig, choose_all_reduce
 
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 REDUCE_OPS = ("sum", "avg", "max", "min")
 SOURCE = Path(__file__).with_name("kernel.cu")
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ..device.comm import ll_exchange
-from ..device.comm.ll_exchange import VECTOR, ExchangeSlots, ExchangeWorkspace, slots_of
+from ..device.comm.ll_exchange import DTYPES, VECTOR, ExchangeSlots, ExchangeWorkspace, slots_of
 from ..device.jit.program import Program
 from .configs import (
     MAX_WORLD_SIZE,
@@ -26,7 +26,6 @@ from .configs import (
 from .quant import SCALE_OPS
 from .reference import NormKind
 
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 SOURCE = Path(__file__).with_name("kernel.cu")
 
 

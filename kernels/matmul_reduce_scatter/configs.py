@@ -21,16 +21,15 @@ SCALED_OP = "fused_scaled_matmul_reduce_scatter"  #: of fp8 operands
 MOST_PRODUCTS = 4  # that kernel.cu adds
 # Behind its last tile a block waits for the peers' and adds them up: as long as a main loop of this depth.
 _TAIL_DEPTH = 1800
-# Rows of a rank from which on wide raster groups are as fast or up to 4 % faster; with 1024 rows 8 % slower. (Between 2
-# ranks, bench/results/h100-x2-in-a-row.txt. Between 4 2 to 4 % faster, in one row of six 2 % slower.)
+# Rows of a rank from which on wide raster groups are as fast or up to 4 % faster; with 1024 rows 8 to 30 % slower.
+# (Between 2 ranks, bench/results/h100-x2-sustained.txt. Between 4 2 to 4 % faster, in one row of six 2 % slower.)
 _TALL = 2048
 # Of fp8 operands, two numbers each, without scales of blocks: K from which on wide raster groups are up to 2 % faster;
 # how much longer tiles take that load twice as much, between two; the share of what is predicted that torch's product
 # takes (bench/results/h100-x2-scaled-scatter-choices.txt).
 _LONG_SCALED, _SCALED_FEELS, _SCALED_PRODUCT = 3584, 0.25, 0.96
-_SENT_WIDE = (
-    192  # columns of a warpgroup whose partial results are sent in float32: with more, registers are spilled
-)
+# Columns of a warpgroup whose partial results are sent in float32: with more, registers are spilled.
+_SENT_WIDE = 192
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from ...symm_mem.workspace import Workspace
-from ..device.comm.ll_exchange import VECTOR, ExchangeLayout, ExchangeSlots, slots_of
+from ..device.comm.ll_exchange import DTYPES, VECTOR, ExchangeLayout, ExchangeSlots, slots_of
 from ..device.gemm import one_shot
-from ..device.gemm.gemm import DTYPES, Defines
+from ..device.gemm.gemm import Defines
 from ..device.gemm.one_shot import OneShotConfig
 from ..device.gemm.scaling import ScaleKind, aligned_scale
 from ..device.jit.empty import empty_on
@@ -46,7 +46,7 @@ _put_addresses = struct.Struct("4Q").pack_into
 def one_shot_scatter_defines(dtype: torch.dtype, world_size: int, rank: int, epilogue: Epilogue) -> Defines:
     """What one_shot.cu is compiled with for partial results of ``dtype``."""
     return (
-        ("DTYPE", "float32" if dtype == torch.float32 else DTYPES[dtype][0]),
+        ("DTYPE", DTYPES[dtype]),
         ("WORLD_SIZE", world_size),
         ("RANK", rank),
         ("OUT_FLOAT32", int(epilogue.out_dtype == torch.float32)),

@@ -8,14 +8,14 @@
 
 namespace weft {
 
-// As what partial results are sent.
+// What partial results are sent as.
 #if defined(FP8_TYPES) && OUT_FLOAT32
-using Part = float32;
+using PartNumber = float32;
 #else
-using Part = Number;
+using PartNumber = Number;
 #endif
 
-constexpr int PART_ELEMENTS = 4 * Part::PER_WORD;  // of a vector
+constexpr int PART_ELEMENTS = 4 * PartNumber::PER_WORD;  // of a vector
 constexpr int VECTORS = SUMS / PART_ELEMENTS;  // of a thread, in a fragment
 constexpr int PART_BYTES = VECTORS * GROUP * 16;  // of a fragment
 
@@ -24,9 +24,10 @@ __device__ __forceinline__ void store_part(uint4* part, const float (&sums)[SUMS
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const float* v = sums + PART_ELEMENTS * i;
-        constexpr int NEXT = Part::PER_WORD;
-        part[i * GROUP] = ll_encode(
-            make_uint4(Part::pack(v), Part::pack(v + NEXT), Part::pack(v + 2 * NEXT), Part::pack(v + 3 * NEXT)));
+        constexpr int NEXT = PartNumber::PER_WORD;
+        part[i * GROUP] = ll_encode(make_uint4(
+            PartNumber::pack(v), PartNumber::pack(v + NEXT), PartNumber::pack(v + 2 * NEXT),
+            PartNumber::pack(v + 3 * NEXT)));
     }
 }
 
@@ -77,8 +78,8 @@ __device__ __forceinline__ bool take(const ReceiveBuffer& receive_buffer, uint4 
     return there;
 }
 
-// Receives the fragment of 16-bit numbers at `part` and stores it to `out`, where its tile begins in a matrix with rows of `stride`
-// elements, as far as it has `rows` and `columns`.
+// Receives the fragment at `part`, of 16-bit numbers, and stores it to `out`, where its tile begins in a matrix with
+// rows of `stride` elements, as far as it has `rows` and `columns`.
 __device__ __forceinline__ void store_rows(
     u16* out, u64 stride, int rows, int columns, int warpgroup, const ReceiveBuffer& receive_buffer, uint4* part) {
     constexpr int AHEAD = VECTORS < 8 ? VECTORS : 8;  // of a thread, in flight at once

@@ -25,10 +25,10 @@ __device__ __forceinline__ void add_up(const uint4* parts, float scale, float* o
         const u32 words[4] = {part.x, part.y, part.z, part.w};
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
-            float numbers[Part::PER_WORD];
-            Part::unpack(words[w], numbers);
+            float numbers[PartNumber::PER_WORD];
+            PartNumber::unpack(words[w], numbers);
 #pragma unroll
-            for (int e = 0; e < Part::PER_WORD; ++e) total[w * Part::PER_WORD + e] += numbers[e];
+            for (int e = 0; e < PartNumber::PER_WORD; ++e) total[w * PartNumber::PER_WORD + e] += numbers[e];
         }
     }
 #pragma unroll

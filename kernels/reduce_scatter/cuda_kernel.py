@@ -12,7 +12,6 @@ from ..device.collective.launch import rounds_defines
 from ..device.comm import ll_exchange
 from ..device.jit.program import Function, Program
 
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 SOURCE = Path(__file__).with_name("kernel.cu")
 
 
@@ -27,7 +26,9 @@ def reduce_scatter_program(
 ) -> Program:
     """kernel.cu for one rank, dtype and operation. ``dependent``: to be launched so (ll_exchange.py)."""
     of_rank = {"RANK": rank, "DEPENDENT": int(dependent)}
-    return Program(SOURCE, defines=reduce_scatter_defines(world_size, DTYPES[dtype], reduce_op) | of_rank)
+    return Program(
+        SOURCE, defines=reduce_scatter_defines(world_size, ll_exchange.DTYPES[dtype], reduce_op) | of_rank
+    )
 
 
 def reduce_scatter_function(

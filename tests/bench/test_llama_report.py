@@ -74,7 +74,7 @@ def test_kernels_have_their_lanes(kernel: str, lane: str) -> None:
     assert llama_profile.lane_of(kernel) == lane
 
 
-def weights_cut_by_hand(rank: int, size: int) -> None:
+def weights_sharded_by_hand(rank: int, size: int) -> None:
     """The logits of whole weights, from parts of them."""
     torch.manual_seed(3)
     model = Llama(CPU_SIZES)
@@ -89,8 +89,8 @@ def weights_cut_by_hand(rank: int, size: int) -> None:
     assert model.layers[0].feed_forward.w1.weight.shape[0] == CPU_SIZES.hidden // size
 
 
-def test_weights_cut_by_hand_give_the_same_logits() -> None:
-    run_ranks(weights_cut_by_hand, 2)
+def test_weights_sharded_by_hand_give_the_same_logits() -> None:
+    run_ranks(weights_sharded_by_hand, 2)
 
 
 def without_collectives(rank: int, size: int) -> None:

@@ -72,7 +72,7 @@ def test_few_rows_of_a_wide_matrix_are_gathered_in_one_shot_between_h100s(m: int
 def test_wide_gathers_have_the_widest_tile_on_an_h100(
     m: int, n: int, k: int, columns: int, return_A: bool
 ) -> None:
-    """2 to 3 % faster between two, where its last wave is as full (bench/results/h100-x2-in-a-row.txt)."""
+    """2 to 3 % faster between two, where its last wave is as full (bench/results/h100-x2-sustained.txt)."""
     problem = gather.AllGatherMatmulProblem(m, (n,), k, 2, 132, return_A=return_A, spec=H100)
     assert gather.choose_gather_push(problem).tile.block_n == columns
 
@@ -82,7 +82,7 @@ def test_wide_gathers_have_the_widest_tile_on_an_h100(
     [(1024, 4096, 7168, 4), (2048, 4096, 2048, 8), (4096, 4096, 7168, 8), (2048, 8192, 4096, 8)],
 )
 def test_scatters_of_many_rows_have_wide_raster_groups(m: int, n: int, k: int, raster_group: int) -> None:
-    """Up to 4 % faster between two (bench/results/h100-x2-in-a-row.txt)."""
+    """Up to 4 % faster between two (bench/results/h100-x2-sustained.txt)."""
     problem = scatter.MatmulReduceScatterProblem(m, n, k, 2, 132, spec=H100)
     assert scatter.choose_scatter_push(problem).raster_group == raster_group
 

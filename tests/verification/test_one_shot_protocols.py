@@ -17,7 +17,7 @@ import pytest
 import torch
 from fibers import PATIENT, Library, Ranks, build, inputs, same
 from weft.kernels.all_gather_matmul import one_shot_kernel as gather
-from weft.kernels.device.comm.ll_exchange import ExchangeLayout
+from weft.kernels.device.comm.ll_exchange import VECTOR, ExchangeLayout
 from weft.kernels.device.gemm import one_shot
 from weft.kernels.device.gemm.one_shot import OneShotConfig
 from weft.kernels.matmul_reduce_scatter import one_shot_kernel as scatter
@@ -33,21 +33,25 @@ KERNELS = ("all_gather_one_shot", "reduce_scatter_one_shot")
 
 
 def compiled(
-    folder: Path, size: int, epilogue: Epilogue = ROUNDED, instead: tuple[str, str] | None = None
+    folder: Path,
+    size: int,
+    epilogue: Epilogue = ROUNDED,
+    instead: tuple[str, str] | None = None,
+    dtype: torch.dtype = BF16,
 ) -> Library:
-    defines = dict(scatter.one_shot_scatter_defines(BF16, size, 0, epilogue))
-    assert set(gather.one_shot_gather_defines(size, 0)) <= set(defines.items())
+    defines = dict(scatter.one_shot_scatter_defines(dtype, size, 0, epilogue))
+    assert dtype != BF16 or set(gather.one_shot_gather_defines(size, 0)) <= set(defines.items())
     del defines["RANK"]  # one after the other
     first = gather.SOURCE, KERNELS[:1], gather._Params
     return build(folder, *first, defines, [(scatter.SOURCE, KERNELS[1:], scatter._Params)], instead)
 
 
-def bits(size: int, *shape: int) -> list[torch.Tensor]:
+def bits(size: int, *shape: int, dtype: torch.dtype = BF16) -> list[torch.Tensor]:
     """For each rank numbers of any bits, where a kernel may take whole vectors of them."""
     count = 1
     for n in shape:
         count *= n
-    return [x.reshape(shape).clone() for x in inputs(count, BF16, size)]
+    return [x.reshape(shape).clone() for x in inputs(count, dtype, size)]
 
 
 @dataclass
@@ -58,6 +62,7 @@ class Calls:
     library: Library
     layout: ExchangeLayout
     epilogue: Epilogue = ROUNDED
+    dtype: torch.dtype = BF16  # of what is scattered
     done: list[list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=list)
     kept: list[torch.Tensor] = field(default_factory=list)
 
@@ -70,7 +75,8 @@ class Calls:
     def launch(
         self, op: str, m: int, columns: int, grid: tuple[int, int], polls: int = PATIENT, apart: int = 0
     ) -> None:
-        config = OneShotConfig(m * columns // 8, *grid)
+        itemsize = (BF16 if op == "gather" else self.dtype).itemsize
+        config = OneShotConfig(m * columns * itemsize // VECTOR, *grid)
         self.done.append(
             self._gather(m, columns, config, polls, apart)
             if op == "gather"
@@ -99,9 +105,9 @@ class Calls:
     def _scatter(
         self, m: int, n: int, config: OneShotConfig, polls: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        a, b = torch.empty(1, self.size, m, 8, dtype=BF16), torch.empty(8, n, dtype=BF16)
-        partial, epilogue = bits(self.size, self.size, m, n), self.epilogue
-        biases, residuals = bits(self.size, n), bits(self.size, m, n)
+        a, b = (torch.empty(shape, dtype=self.dtype) for shape in ((1, self.size, m, 8), (8, n)))
+        partial, epilogue = bits(self.size, self.size, m, n, dtype=self.dtype), self.epilogue
+        biases, residuals = (bits(self.size, *shape, dtype=self.dtype) for shape in ((n,), (m, n)))
         self.kept += [*partial, *biases, *residuals]
         done = []
         for rank, place in enumerate(self.ranks.places):
@@ -140,12 +146,9 @@ def right(got: torch.Tensor, want: torch.Tensor) -> bool:
     return torch.equal(got, want) if got.dtype == torch.int32 else same(got, want)
 
 
-def random_calls(
-    monkeypatch: pytest.MonkeyPatch, library: Library, size: int, epilogue: Epilogue, seed: int, count: int
-) -> Calls:
+def random_calls(calls: Calls, seed: int, count: int) -> Calls:
     torch.manual_seed(seed)
     choice = random.Random(seed)
-    calls = Calls(monkeypatch, library, ExchangeLayout(size, 256), epilogue)
     for call in range(count):
         op = OPS[call % 2] if call < 2 else choice.choice(OPS)
         blocks, threads = choice.choice([1, 2, 3]), choice.choice([32, 64])
@@ -171,9 +174,22 @@ def test_calls_of_both_ops_of_changing_size(
 ) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    calls = random_calls(monkeypatch, compiled(tmp_path, size, epilogue), size, epilogue, seed, 80 // size)
+    library = compiled(tmp_path, size, epilogue)
+    calls = Calls(monkeypatch, library, ExchangeLayout(size, 256), epilogue)
+    random_calls(calls, seed, 80 // size)
     assert not calls.wrong()
     assert {n.kernel for place in calls.ranks.places for n in place.launches} == {0, 1}
+
+
+@pytest.mark.parametrize(("size", "average"), [(2, True), (3, False)])
+def test_parts_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, average: bool) -> None:
+    """Of fp8 products with such results: sent and stored as they are."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    epilogue = Epilogue(torch.float32, average=average)
+    library = compiled(tmp_path, size, epilogue, dtype=torch.float32)
+    calls = Calls(monkeypatch, library, ExchangeLayout(size, 256), epilogue, torch.float32)
+    assert not random_calls(calls, seed, 20).wrong()
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -251,7 +267,8 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
     library = compiled(tmp_path, 3, instead=MISTAKES[mistake])
-    assert any(random_calls(monkeypatch, library, 3, ROUNDED, seed, 20).wrong() for seed in range(10))
+    every = (Calls(monkeypatch, library, ExchangeLayout(3, 256)) for _ in range(10))
+    assert any(random_calls(calls, seed, 20).wrong() for seed, calls in enumerate(every))
 
 
 def test_a_workspace_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

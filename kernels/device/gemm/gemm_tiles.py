@@ -90,7 +90,7 @@ WIDEST = Tile(128, 320, 4, 0.92)
 
 # ``stage_us`` between two ranks, measured with the current kernels, which take warp numbers from shuffles. That above
 # is older, and what choices between more ranks are fitted to. The widest takes 3 % less beside 128 x 256, on H100
-# (bench/results/h100-x2-in-a-row.txt) as with one H200 of two (h200-x1-tiles.txt).
+# (bench/results/h100-x2-sustained.txt) as with one H200 of two (h200-x1-tiles.txt).
 _STAGES_OF_TWO = {(64, 256): 0.382, (128, 320): 0.89}
 
 
@@ -149,7 +149,7 @@ def matmuls_us(m: int, ns: Sequence[int], k: int, spec: DeviceSpec = H200) -> fl
 
 def product_us(m: int, n: int, k: int, world_size: int, spec: DeviceSpec = H200) -> float:
     """Microseconds of the matmul [m, K] @ [K, N] by itself, to compare with what tiles do beside communication: that of
-    cuBLAS, which is taken to be as fast as the best tile would be that it has, too."""
+    cuBLAS, which is taken to be as fast as the best of TILES would be."""
     tiles = suited(m, n, k, world_size, spec=spec)
     best = min(estimate_us(tile, -(-m // tile.block_m), [n], k, HOPPER_SMS) for tile in tiles)
     tiled = max(best, 2 * k * n / (_READ * spec.memory)) + _NEXT_LAUNCH
