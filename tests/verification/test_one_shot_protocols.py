@@ -188,7 +188,7 @@ def test_parts_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size:
     print(f"seed {seed}")
     epilogue = Epilogue(torch.float32, average=average)
     library = compiled(tmp_path, size, epilogue, dtype=torch.float32)
-    calls = Calls(monkeypatch, library, ExchangeLayout(size, 256), epilogue, torch.float32)
+    calls = Calls(monkeypatch, library, ExchangeLayout(size, 512), epilogue, torch.float32)
     assert not random_calls(calls, seed, 20).wrong()
 
 
