@@ -196,7 +196,10 @@ __device__ __forceinline__ void post(
         const u32 there = lane < mine ? weft::read_count(sent + lane) : 0;
         if (there == weft::NOTHING) index = order.chunks;
         const bool more = index < order.chunks && there > posted;
-        if (!__any_sync(~0u, more)) continue;
+        if (!__any_sync(~0u, more)) {
+            __nanosleep(40);
+            continue;
+        }
         __threadfence_system();
         if (!more) continue;
         for (; posted < there; ++posted, index += pushers) {

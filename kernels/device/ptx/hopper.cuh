@@ -47,9 +47,10 @@ __device__ __forceinline__ u32 read_count(const u32* count) {
     return seen;
 }
 
-// Waits until it is at least `needed`; returns what it is then.
+// Waits until it is at least `needed`; returns what it is then. With pauses: a warp that only polls takes power, which
+// limits products.
 __device__ __forceinline__ u32 wait_count(const u32* count, u32 needed) {
-    for (;;) {
+    for (;; __nanosleep(40)) {
         const u32 seen = read_count(count);
         if (seen >= needed) return seen;
     }
