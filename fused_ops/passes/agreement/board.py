@@ -87,10 +87,12 @@ class VoteBoard(BoardStore, VoteRows):
         super().__init__(group)
         self.connected = False  # the group's backend can be captured
         self._file = BoardFile(self.rank, self.size)
+        self._own = self._row(self.rank)
         # Ranks that were waited for in vain, and how often they had voted by then.
         self._absent: dict[int, int] = {}
         self._shut = False  # the lock was waited for in vain, and has not been had since
         self._foresight = Foresight()
+        self._foresees = False  # a graph has asked that may run ahead
         self._begun = 0  # before the last graph that ran fused
         self._leaves = 0  # of which this rank has heard
         self._thread_lock = threading.Lock()
@@ -107,7 +109,8 @@ class VoteBoard(BoardStore, VoteRows):
     @property
     def turns(self) -> int:
         """As in ``Vote``."""
-        return 0 if self._words is None else self._words[self._row(self.rank) + _RUN]
+        words = self._file.words
+        return 0 if words is None else words[self._own + _RUN]
 
     def _make(self) -> None:
         """On rank 0; once more where an exception has ended it: others may have found the board."""
@@ -170,21 +173,25 @@ class VoteBoard(BoardStore, VoteRows):
         Raises:
             WeftError: the lock cannot be had to take the post back, so others may count on it; or there is no store.
         """
-        answer = self._asked_for(post, timeout)
+        patience = _Patience(self, post, timeout)
+        if self._file.words is None and (answer := self._attach_or_give_up(post, patience)) is not None:
+            return answer
+        with self._thread_lock:
+            try:
+                answer = self._ask(post, patience)
+            except BaseException:  # Ctrl-C, say: nobody shall count on this rank
+                with suppress(WeftError), self._lock(timeout) as words:
+                    self._take_back(words, LATE, self.rank)
+                raise
+        return answer if answer.fused else self._noted(answer)
+
+    def _noted(self, answer: Answer) -> Answer:
         if answer.why in (LATE, ABSENT, NO_BOARD) and answer.peer != self.rank:
             self._absent.setdefault(answer.peer, self._votes(answer.peer))
         return answer
 
-    def _asked_for(self, post: Vote, timeout: Callable[[], float]) -> Answer:
-        begin, longest = 0.0, -1.0
-
-        def over() -> bool:
-            nonlocal begin, longest
-            if longest < 0:  # asked for only now: most often the others are there at once
-                begin, longest = time.monotonic(), timeout() if post.can_fuse else 0.0
-            limit = longest if self.absent() is None else min(longest, ABSENCE)
-            return time.monotonic() >= begin + limit
-
+    def _attach_or_give_up(self, post: Vote, patience: _Patience) -> Answer | None:
+        """None once the board is there."""
         noted = post.can_fuse
         while not self.attached():
             if not noted and not self._is_blind:
@@ -193,51 +200,53 @@ class VoteBoard(BoardStore, VoteRows):
                 continue
             if post.can_fuse and (ended := self._ended()) is not None:
                 return Answer(False, ENDED, ended)
-            if over() or self._is_blind:
-                return Answer(False, NO_BOARD, 0) if post.can_fuse else Answer(False, CANNOT_FUSE, self.rank)
+            if patience.over() or self._is_blind:
+                return self._noted(
+                    Answer(False, NO_BOARD, 0) if post.can_fuse else Answer(False, CANNOT_FUSE, self.rank)
+                )
             time.sleep(0.01)
-        with self._thread_lock:
-            try:
-                return self._ask(post, over, timeout)
-            except BaseException:  # Ctrl-C, say: nobody shall count on this rank
-                with suppress(WeftError), self._lock(timeout) as words:
-                    self._take_back(words, LATE, self.rank)
-                raise
+        return None
 
-    def _ask(self, post: Vote, over: Callable[[], bool], timeout: Callable[[], float]) -> Answer:
-        step = (post.signature, post.count, post.begun - self._begun)
-        pause, unfused = self._foresight.came(), unfused_calls()
-        foreseen = post.can_fuse and post.ahead and self._foresight.expects(step, unfused)
-        answer = self._answer_to(post, foreseen, over, timeout)
+    def _ask(self, post: Vote, patience: _Patience) -> Answer:
+        step, foreseen = None, False
+        if post.ahead or self._foresees:  # most programs never ask for that
+            self._foresees = True
+            step = (post.signature, post.count, post.begun - self._begun)
+            pause, unfused = self._foresight.came(), unfused_calls()
+            foreseen = post.can_fuse and post.ahead and self._foresight.expects(step, unfused)
+        answer = self._answer_to(post, foreseen, patience)
         if answer.why == LEFT:
             self._leaves = self._words[_LEAVES]  # type: ignore[index]
-        if answer.fused:
+        if answer.fused and step is not None:
             self._begun = post.begun
             self._foresight.ran(step, unfused, pause, ahead=answer.why == AHEAD)
         return answer
 
-    def _answer_to(
-        self, post: Vote, foreseen: bool, over: Callable[[], bool], timeout: Callable[[], float]
-    ) -> Answer:
+    def _answer_to(self, post: Vote, foreseen: bool, patience: _Patience) -> Answer:
         try:
-            with self._lock(timeout) as words:
+            with self._lock(patience.timeout) as words:
                 if words[_LEAVES] != self._leaves:
                     return Answer(False, LEFT, words[_LEAVER])
-                if post.turns < self.turns:  # another thread has run a graph meanwhile
-                    post = post._replace(turns=self.turns)
+                turns = words[self._own + _RUN]
+                if post.turns < turns:  # another thread has run a graph meanwhile
+                    post = post._replace(turns=turns)
                 self._post(words, self.rank, post, foreseen)
         except WeftError:
             if self._words is not None and self._words[_MOST] > post.turns:
                 raise  # others count on this rank
             # No rank has seen this post.
             return Answer(False, LOCKED if post.can_fuse else CANNOT_FUSE, self.rank)
+        answer = self._answer()
+        return self._awaited(post, patience) if answer is None else answer
+
+    def _awaited(self, post: Vote, patience: _Patience) -> Answer:
         waits = backoff()
         while (answer := self._answer()) is None:
             look = next(waits)
             in_vain = look and not self._all_see()
             ended = self._ended() if look else None
-            if over() or in_vain or ended is not None:
-                with self._lock(timeout) as words:
+            if patience.over() or in_vain or ended is not None:
+                with self._lock(patience.timeout) as words:
                     absent = self.absent()
                     late = (LATE, self._missing(words, post)) if absent is None else (ABSENT, absent)
                     late = late if ended is None else (ENDED, ended)
@@ -298,12 +307,26 @@ class VoteBoard(BoardStore, VoteRows):
         return self._words
 
     def _answer(self) -> Answer | None:
-        assert self._words is not None
-        row = self._row(self.rank)
-        answer = self._words[row + _ANSWER]
+        words, row = self._file.words, self._own
+        assert words is not None
+        answer = words[row + _ANSWER]
         if answer == UNDECIDED:
             return None
-        return Answer(answer == FUSED, self._words[row + _WHY], self._words[row + _PEER])
+        return Answer(answer == FUSED, words[row + _WHY], words[row + _PEER])
+
+
+class _Patience:
+    """How long a rank waits; its clock begins when it is first asked: most often the others are there at once."""
+
+    def __init__(self, board: VoteBoard, post: Vote, timeout: Callable[[], float]) -> None:
+        self._board, self._can_fuse, self.timeout = board, post.can_fuse, timeout
+        self._begin = self._longest = -1.0
+
+    def over(self) -> bool:
+        if self._longest < 0:
+            self._begin, self._longest = time.monotonic(), self.timeout() if self._can_fuse else 0.0
+        limit = self._longest if self._board.absent() is None else min(self._longest, ABSENCE)
+        return time.monotonic() >= self._begin + limit
 
 
 class _BoardLock:

@@ -22,7 +22,7 @@ import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 
 from ....symm_mem import get_timeout, resolve_group
 from ....symm_mem.groups import native_backends
+from ....symm_mem.heap.registry import has_name
 from ...dispatch.plan import GraphTurn
 from ..kernels_ahead.graph_kernels import KernelsOnTheirWay
 from . import outcomes
@@ -53,6 +54,11 @@ _IN_CAPTURE = (
     "a CUDA graph is being captured, whose replays cannot ask the other ranks; where you know that all ranks capture "
     'and replay alike, FusionPass(agree="capture") fuses there, too'
 )
+
+
+class Voters(NamedTuple):
+    group: ProcessGroup
+    board: VoteBoard
 
 
 @dataclass(frozen=True)
@@ -142,12 +148,12 @@ class GraphGuard:
         WeftError: this rank or another one has not come to the graph that others have run ahead of it; all ranks of
             the group raise it.
         """
-        self._look_up_groups()
+        voters = self._look_up_groups()
         if self._kernels is not None:
             self._kernels.wait(_vote_deadline(self._groups[0].name) / 2)
             self._kernels = None
         begin = time.perf_counter()
-        agreed, ahead = self._agreed(self.signature(sizes))
+        agreed, ahead = self._agreed(self.signature(sizes), voters)
         outcomes.count_vote(agreed, time.perf_counter() - begin, ahead=ahead)
         return agreed
 
@@ -168,16 +174,20 @@ class GraphGuard:
             signed = self._signed = sizes, digest(f"{self._signature} {filled}")
         return signed[1]
 
-    def _look_up_groups(self) -> None:
-        """Groups are known by name, and after destroy_process_group another may have it: of its ranks nothing is known.
+    def _look_up_groups(self) -> dict[str, Voters]:
+        """Of each group by its name.
+
+        Groups are known by name, and after destroy_process_group another may have it: of its ranks nothing is known.
 
         Where something was fused, both ways are for as many ranks as there were. A group in which all was left alone
         goes on as without the pass.
         """
+        found = {}
         for asked in self._groups:
-            group = resolve_group(asked.name)
             known = self._known.get(asked.name)
-            if known is None or known() is not group:
+            group = None if known is None else known()
+            if group is None or not has_name(group, asked.name):
+                group = resolve_group(asked.name)
                 if asked.fused and group.size() != asked.size:
                     raise ValueError(
                         f"graph {self.name}: was made for {asked.size} ranks, group {asked.name!r} has "
@@ -188,36 +198,38 @@ class GraphGuard:
                 self._told = {told for told in self._told if told[0] != asked.name}
                 self._late.pop(asked.name, None)
                 self._why_not_fuse = None
+            found[asked.name] = Voters(group, self._boards[asked.name]() or vote_board(group))
+        return found
 
-    def _agreed(self, signature: int) -> tuple[bool, bool]:
+    def _agreed(self, signature: int, voters: Mapping[str, Voters]) -> tuple[bool, bool]:
         """Whether the graph may run fused, and whether this rank did not wait for that."""
-        ahead = False
+        ahead, capturing = False, _capturing()
         for asked in self._groups:
             if not asked.fused:
-                self._ask(asked, signature, can_fuse=False)
-        if self._original is not None and not _capturing():
+                self._ask(asked, voters[asked.name], signature, can_fuse=False)
+        if self._original is not None and not capturing:
             self._original.prepare()
-        can_fuse = self._captured or not _capturing()
+        can_fuse = self._captured or not capturing
         if not can_fuse and self._rounds:
             first = self._rounds[0].name
             outcomes.note(self.name, first, vote_board(resolve_group(first)).rank, _IN_CAPTURE)
         for i, asked in enumerate(self._rounds):
             turn = (signature + i) % (1 << 63)
-            answer = self._ask(asked, turn, can_fuse and self._may_wait(asked.name))
+            answer = self._ask(asked, voters[asked.name], turn, can_fuse and self._may_wait(asked.name))
             if can_fuse and not answer.fused:
                 self._explain(asked.name, answer)
             can_fuse = can_fuse and answer.fused
             ahead = answer.why == AHEAD
         agreed = can_fuse and bool(self._rounds)
-        if agreed and not _capturing():
+        if agreed and not capturing:
             for asked in self._groups:
-                if asked.fused:
-                    self._connect(asked.name)
+                if asked.fused and not (board := voters[asked.name].board).connected:
+                    _make_connections(voters[asked.name].group)
+                    board.connected = True
         return agreed, ahead
 
-    def _ask(self, asked: GroupQuestion, signature: int, can_fuse: bool) -> Answer:
-        group = resolve_group(asked.name)
-        where = self._boards[asked.name]() or vote_board(group)
+    def _ask(self, asked: GroupQuestion, voters: Voters, signature: int, can_fuse: bool) -> Answer:
+        group, where = voters
         if (asked.name, signature) not in self._told and len(self._told) < _TOLD:
             where.tell(signature, json.dumps(self._what))
             self._told.add((asked.name, signature))
@@ -231,12 +243,6 @@ class GraphGuard:
         if can_fuse and answer.why in (LATE, ABSENT, NO_BOARD):
             self._late[asked.name] = (answer.peer, post)
         return answer
-
-    def _connect(self, name: str) -> None:
-        where = self._boards[name]()
-        if where is not None and not where.connected:
-            _make_connections(resolve_group(name))
-            where.connected = True
 
     def _may_wait(self, name: str) -> bool:
         """Whether no rank has been waited for in vain, or only one that was late."""
