@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ import torch.distributed._functional_collectives  # it tells torch.fx that waiti
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.autograd.graph import increment_version
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
@@ -138,6 +139,8 @@ def _functionalized(op: OpOverload) -> Callable[..., Any]:
         result = mode.__torch_dispatch__(op, [*{type(t) for t in tensors}], args, named)
         if result is NotImplemented:
             return result
+        if op not in OF_REGISTERED:  # of those a graph keeps copies (inductor.py)
+            increment_version(_written(op, args))
         kept = next((t for t in tree_leaves(result) if isinstance(t, Tensor)), None)
         kept = tensors[0] if op._schema.is_mutable else kept  # written in place
         if kept is None:
@@ -148,6 +151,12 @@ def _functionalized(op: OpOverload) -> Callable[..., Any]:
         return tree_map_only(Tensor, lambda t: waited if t is kept else t, result)
 
     return call
+
+
+def _written(op: OpOverload, args: Sequence[Any]) -> list[Tensor]:
+    """To which autograd must know that the op writes, as in eager mode: what it saved of them before is refused."""
+    names = zip(op._schema.arguments, args, strict=False)
+    return [x for argument, x in names if argument.is_write and isinstance(x, Tensor)]
 
 
 def _mark(op: OpOverload) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor import config, ir
+from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import add_needs_realized_inputs, lowerings, register_lowering
 from torch._inductor.virtualized import NullHandler, V
 from torch._ops import OpOverload
@@ -196,6 +197,28 @@ def _lower_wait() -> None:
         return tensor if isinstance(node, fx.Node) and KEEPS in node.meta else as_before(tensor)
 
 
+def _is_of_input(x: Any) -> bool:
+    below = x.data.unwrap_view() if isinstance(x.data, ir.BaseView) else x.data
+    return isinstance(below.data if isinstance(below, ir.StorageBox) else below, ir.InputBuffer)
+
+
+def _lower_as_strided() -> None:
+    """An offset counts from the beginning of a storage, but code is given an input's address: from torch 2.13 on, which
+    keeps offsets of inputs, it is subtracted. Else an op would be called with what lies behind a registered tensor."""
+    if hasattr(GraphLowering, "symbolic_sizes_strides_storage_offset"):
+        return
+    as_before = lowerings[_as_strided]
+
+    @register_lowering(_as_strided, type_promotion_kind=None)
+    def lower(x: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+        node = V.graph.current_node
+        if storage_offset is not None and node.target is _as_strided and _is_of_input(x):
+            given = _views_of(node)[-1]
+            if given.op == "placeholder":
+                storage_offset = storage_offset - _plain(given.meta["val"].storage_offset())
+        return as_before(x, size, stride, storage_offset)
+
+
 def keep_in_order() -> None:
     """Has Inductor know all ops of COMMUNICATING, and those no more that are not in it any longer."""
     if _known.keys() == set(COMMUNICATING):
@@ -215,3 +238,4 @@ def keep_in_order() -> None:
 _known: dict[OpOverload, Any] = {}  # and how each was lowered before
 keep_in_order()
 _lower_wait()
+_lower_as_strided()
