@@ -34,8 +34,7 @@ ALL_REDUCE_OPS = (*REDUCE_OPS, "max", "min")
 def type_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "a tensor"  # fake ones are of other types
-    kind = type(value)
-    # A numpy.bool is called bool, too.
+    kind = type(value)  # a numpy.bool is called bool, too
     return f"of type {'numpy.' if kind.__module__ == 'numpy' else ''}{kind.__name__}"
 
 
@@ -105,6 +104,8 @@ def validate_factory(device: Any, dtype: Any) -> None:
 
 def reduction(reduce_op: Any, allowed: Sequence[str] = REDUCE_OPS) -> str:
     """The operation's name, also of a ``torch.distributed.ReduceOp``."""
+    if isinstance(reduce_op, ReduceOp.RedOpType) and reduce_op.name.lower() in allowed:
+        return str(reduce_op.name.lower())  # Dynamo of torch 2.11 knows the names, and does not compare
     if isinstance(reduce_op, (ReduceOp, ReduceOp.RedOpType)):
         for name in allowed:
             if reduce_op == getattr(ReduceOp, name.upper()):

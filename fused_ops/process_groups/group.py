@@ -42,7 +42,7 @@ from .work import DoneWork
 _log = logging.getLogger("weft.process_group")
 _SUM: Any = dist.ReduceOp.SUM
 _TYPES = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
-# From 2.13 on torch has other names for these.
+# From 2.13 on torch has other names for these, and only then has the class below methods of these names.
 _GATHER, _GATHERS, _SCATTER, _SCATTERS = (
     new if hasattr(ProcessGroup, new) else old
     for new, old in (
@@ -208,10 +208,11 @@ class WeftProcessGroup(ProcessGroup):
             return work
         return self._inside(_SCATTERS, outputTensors, inputTensors, opts)
 
-    all_gather_single = _allgather_base  # type: ignore[assignment]
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    if _GATHER == "all_gather_single":
+        all_gather_single = _allgather_base  # type: ignore[assignment]
+        all_gather_single_coalesced = allgather_into_tensor_coalesced
+        reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
+        reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def _again(self, name: str, x: Any, out: Any, opts: Any) -> bool:
         """Whether it is a call on CUDA like one before, which is then launched with as little ado as there can be."""
