@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torch_versions import needs_row_wise_products
 from torchrun import run_program
 
 HERE = Path(__file__).parent
@@ -109,6 +110,7 @@ def test_run_writes_every_op(tmp_path: Path) -> None:
     assert process.stdout.count("\nllama8b.qkv ") == 1, "ranks other than 0 print nothing"
 
 
+@needs_row_wise_products
 def test_the_scaled_ops_on_request(tmp_path: Path) -> None:
     ops = "all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"
     chosen = f"--ops={','.join(ops)}", "--layers=llama8b.qkv,llama8b.o", "--m-sizes=6"

@@ -10,6 +10,7 @@ from opcommon import assert_fused, check, gather, poison, refuses, world
 from ranks import run_ranks, run_row
 from scaled_operands import E4M3, E5M2, KINDS, ROUNDED, left, right
 from torch.utils.flop_counter import FlopCounterMode
+from torch_versions import ROW_WISE_PRODUCTS
 from weft.fused_ops import (
     fused_all_gather_scaled_matmul,
     fused_scaled_matmul_reduce_scatter,
@@ -126,8 +127,7 @@ def test_scaled_matmul_reduce_scatter(
 def like_torch(rank: int, size: int) -> None:
     """No further from float64 than ``torch._scaled_mm`` of the same operands; NaN and infinite numbers where it has
     them."""
-    # Row-wise scales torch's own product takes on CPU since 2.13.
-    for kind in ("tensor", "rows") if torch.__version__ >= (2, 13) else ("tensor",):
+    for kind in ("tensor", "rows") if ROW_WISE_PRODUCTS else ("tensor",):
         a, b = left(kind, 7, 160, dtype=E5M2), right(kind, 160, 32)
         for dtype in OUTS:
             _, (y,) = fused_all_gather_scaled_matmul(

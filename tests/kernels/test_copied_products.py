@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from scaled_operands import ROUNDED, left, right
+from torch_versions import needs_row_wise_products
 from weft.kernels.all_gather_matmul import configs
 from weft.kernels.all_gather_matmul.copied_products import AllGatherScaledMatmulCopied
 from weft.kernels.device.device_spec import H100
@@ -88,24 +89,15 @@ def example_of(a: torch.Tensor, bs: list[torch.Tensor], kind: str, *, travels: b
     return configs.GatherKernelCall(as_pairs(a, BF16), pairs, 132, scaled=scaled)
 
 
-def multiplies_rows() -> bool:
-    """Whether torch has row-wise products on the CPU, as from 2.13 on."""
-    a, b = left("rows", 16, 16), right("rows", 16, 16)
-    try:
-        torch._scaled_mm(a.numbers, b.numbers, a.scale, b.scale, out_dtype=BF16)
-    except RuntimeError:
-        return False
-    return True
-
-
 @pytest.mark.parametrize(
     ("kind", "travels"),
-    [("tensor", False), ("rows", True), ("rows", False)],
-    ids=["one scale", "scales of the own rows", "scales of all rows"],
+    [
+        pytest.param("tensor", False, id="one scale"),
+        pytest.param("rows", True, marks=needs_row_wise_products, id="scales of the own rows"),
+        pytest.param("rows", False, marks=needs_row_wise_products, id="scales of all rows"),
+    ],
 )
 def test_each_rank_multiplies_all_rows(monkeypatch: pytest.MonkeyPatch, kind: str, travels: bool) -> None:
-    if kind == "rows" and not multiplies_rows():
-        pytest.skip("torch has no row-wise product on the CPU")
     wide = left(kind, W * M, K + 16)
     shards = [wide.numbers[r * M :][:M, 16:] if r else wide.numbers[:M, 16:].clone() for r in range(W)]
     bs, bias = [right(kind, K, 32), right(kind, K, 16)], torch.randn(32).to(BF16)

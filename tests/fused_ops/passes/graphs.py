@@ -25,6 +25,7 @@ from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshap
 from torch._inductor.virtualized import V
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch_versions import runs_uncompiled
 from weft.fused_ops.passes import Entry, FusionPass
 
 c10d = torch.ops._c10d_functional
@@ -130,7 +131,7 @@ def captured(
         with V.set_fake_mode(torch._guards.detect_fake_mode(example_inputs)):
             view_to_reshape(gm)
             post_grad_passes(gm, bool(kwargs.get("is_inference")))
-        if runs:
+        if runs and runs_uncompiled(gm.graph):
             return gm.forward
         (results,) = gm.graph.output_node().args
         made_up = [torch.empty(r.meta["val"].shape, dtype=r.meta["val"].dtype) for r in results]

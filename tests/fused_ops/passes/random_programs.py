@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_versions import as_collectives_take
 
 Step = tuple[Any, ...]  # the name of a method of Machine, and its arguments
 
@@ -53,7 +54,7 @@ class Machine:
         return self.inputs[i]
 
     def gather(self, i: int, group: int, spelling: str = "") -> Tensor | list[Tensor]:
-        x = self.values[i]
+        x = as_collectives_take(self.values[i])
         shape = [self.world * x.shape[0], *x.shape[1:]]
         if self.groups is None:
             return [x.new_empty(shape)] * (2 if spelling == "coalesced" else 1)
@@ -65,7 +66,7 @@ class Machine:
         return c10d.wait_tensor(c10d.all_gather_into_tensor(x, *where))
 
     def scatter(self, i: int, op: str, group: int, spelling: str = "") -> Tensor | list[Tensor]:
-        x = self.values[i]
+        x = as_collectives_take(self.values[i])
         if self.groups is None:
             out = x.new_empty([x.shape[0] // self.world, *x.shape[1:]])
             return [out] * (2 if spelling == "coalesced" else 1)

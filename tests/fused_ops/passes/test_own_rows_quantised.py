@@ -12,6 +12,7 @@ from ranks import run_ranks
 from scaled_graphs import AGS, BF16, by_rows, saturated, times
 from test_sequence_parallel import ar, graph_of, results
 from torch import Tensor
+from torch_versions import needs_row_wise_products
 from weft.fused_ops import FusionPass
 
 QUANT = "weft::fused_all_reduce_rms_norm_quant"
@@ -86,14 +87,15 @@ def check(fn: Callable[..., Any], setting: bool, want: list[str]) -> None:
 
 # Of each layer; row-wise scales travel with the rows.
 TAKEN = {static: [RS, AGS], row_wise: [RS, AGS, AGS], layers: [RS, AGS] * 2}
+FORMS = [pytest.param(fn, marks=needs_row_wise_products) if fn is row_wise else fn for fn in TAKEN]
 
 
-@pytest.mark.parametrize("fn", TAKEN)
+@pytest.mark.parametrize("fn", FORMS)
 def test_fp8_is_gathered(fn: Callable[..., Any]) -> None:
     check(fn, True, TAKEN[fn])
 
 
-@pytest.mark.parametrize("fn", TAKEN)
+@pytest.mark.parametrize("fn", FORMS)
 def test_without_it_the_norm_is_fused_with_what_quantises_it(fn: Callable[..., Any]) -> None:
     check(fn, False, [QUANT] * (2 if fn is layers else 1))
 

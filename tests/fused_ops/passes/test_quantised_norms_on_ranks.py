@@ -16,6 +16,7 @@ from test_norm_forms import vllm
 from test_quantised_norms import QUANT, torchao_rows, vllm_rows, vllm_static
 from torch import Tensor
 from torch._inductor import config as inductor_config
+from torch_versions import needs_row_wise_products
 from weft.fused_ops import FusionPass, fused_all_reduce_rms_norm
 
 ROWS, HIDDEN = 7, 48
@@ -100,5 +101,6 @@ def with_product(rank: int, world_size: int) -> None:
     assert (got.double() - want.double()).norm() / want.double().norm() < 2e-2
 
 
+@needs_row_wise_products
 def test_a_scaled_product_behind_it() -> None:
     run_ranks(with_product, 2, timeout=200)

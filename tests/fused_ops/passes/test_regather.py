@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 from weft.fused_ops import FusionPass
+from weft.fused_ops.passes.pass_sequence import passes_of
 from weft.fused_ops.passes.regather import JOINT_SLOT, joint_options
 
 Fn = Callable[..., Any]
@@ -132,7 +133,7 @@ def test_options() -> None:
         assert options[JOINT_SLOT]["regather"] is True
     assert fusion.uuid() != FusionPass().uuid() and fusion.options[JOINT_SLOT].uuid() != fusion.uuid()
     other: Any = lambda graph: None  # noqa: E731
-    assert joint_options(fusion, other)[JOINT_SLOT][0] is other
+    assert passes_of(joint_options(fusion, other)[JOINT_SLOT])[0] is other
     for wrong in (1, "auto", None):
         with pytest.raises(TypeError, match=r"regather: is .*, must be True or False"):
             FusionPass(regather=wrong)  # type: ignore[arg-type]

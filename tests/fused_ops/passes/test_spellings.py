@@ -10,6 +10,7 @@ import pytest
 import torch
 from graphs import AG, AR, RS, Seen, applied, c10d, captured, check_same, copied, fake_ranks, traced
 from torch import Tensor
+from torch_versions import needs_compiled_out_collectives
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +144,7 @@ def test_coalesced_of_which_one_is_taken_twice() -> None:
     assert str(seen.after) == str(seen.before)
 
 
+@needs_compiled_out_collectives
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("returned", [False, True])
 def test_into_new_memory_under_torch_compile(scattered: bool, returned: bool) -> None:

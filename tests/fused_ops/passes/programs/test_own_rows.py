@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from compiled import BOUND, CODEGEN, Outcome, check, outcomes, program
 from torch import Tensor
 from torch.distributed import _functional_collectives as funcol
+from torch_versions import GATHERS_ALONG_ANY, as_collectives_take
 
 WORLD, HIDDEN, INNER, LAYERS = 2, 8, 12, 2
 BY_ROWS = "of an all-reduce, sequence parallel"
@@ -175,7 +176,7 @@ def heads(x: Tensor, qkv: Tensor, norms: list[Tensor], head: Tensor, parts: int,
         if parts == 1:
             return t
         # As vLLM gathers along the last dimension.
-        y = funcol.all_gather_tensor(t, 0, by_hand.group()).unflatten(0, (parts, -1))
+        y = funcol.all_gather_tensor(as_collectives_take(t), 0, by_hand.group()).unflatten(0, (parts, -1))
         return y.movedim(0, -2).flatten(-2)
 
     q, k, v = (x @ qkv).chunk(3, -1)
@@ -185,7 +186,9 @@ def heads(x: Tensor, qkv: Tensor, norms: list[Tensor], head: Tensor, parts: int,
     )
     z = whole((q.sin() * k.cos() * v).sigmoid())
     logits = z @ head
-    return logits if parts == 1 else funcol.all_gather_tensor(logits, -1, by_hand.group())
+    if parts == 1 or not GATHERS_ALONG_ANY:
+        return whole(logits)
+    return funcol.all_gather_tensor(logits, -1, by_hand.group())
 
 
 def gather(rank: int, world: int, codegen: bool) -> Outcome:

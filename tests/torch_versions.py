@@ -1,0 +1,67 @@
+"""What torch before 2.13 cannot do, without weft either: conditions, and marks for the tests that want it.
+
+Where that costs nothing torch itself is asked, else its version. All hold for what constraints.txt pins, and later.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch._library.utils
+import torch.distributed._functional_collectives  # it registers what is asked for below
+from torch import Tensor, fx
+from torch.distributed.flight_recorder.components import types as analyzer_types
+
+_NEW = torch.__version__ >= (2, 13)
+
+
+def _multiplies_rows() -> bool:
+    numbers, scales = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(numbers, numbers.t(), scales, scales.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
+# torch._scaled_mm with row-wise scales on the CPU.
+ROW_WISE_PRODUCTS = _multiplies_rows()
+# Gathers and reduce-scatters of what is not contiguous.
+STRIDED_COLLECTIVES = _NEW
+# Dynamo traces all_gather_tensor along other dimensions than 0.
+GATHERS_ALONG_ANY = _NEW
+# Differentiable collectives inside of branches, loops and regions that are compiled once.
+DIFFERENTIABLE_INSIDE = torch._C._dispatch_has_kernel_for_dispatch_key(
+    "_c10d_functional_autograd::all_gather_into_tensor", "Meta"
+)
+# What DTensor looks up in a sharded embedding is reduced before it is scaled, not after.
+REDUCED_IN_FRONT_OF_SCALE = _NEW
+# Activation checkpoints communicate again; before, what was gathered is kept.
+RECOMPUTED_COLLECTIVES = _NEW
+# Inductor's gradients of regions that are compiled once are right.
+GRADIENTS_OF_REGIONS = _NEW
+# torch.compile of operators that write to an ``out`` and return it, such as all_gather_into_tensor_out.
+COMPILED_OUT_COLLECTIVES = hasattr(torch._library.utils, "is_out")
+# The flight recorder's analyzer reads calls of gloo.
+ANALYZED_GLOO = '"gloo"' in inspect.getsource(analyzer_types.Op)
+
+needs_row_wise_products = pytest.mark.skipif(
+    not ROW_WISE_PRODUCTS, reason="this torch multiplies no fp8 with row-wise scales on the CPU"
+)
+needs_compiled_out_collectives = pytest.mark.skipif(
+    not COMPILED_OUT_COLLECTIVES, reason="this torch compiles no collective that writes to its out"
+)
+
+
+def as_collectives_take(x: Tensor) -> Tensor:
+    return x if STRIDED_COLLECTIVES else x.contiguous()
+
+
+def runs_uncompiled(graph: fx.Graph) -> bool:
+    """Whether torch has kernels on the CPU for all that a graph calls, whatever the strides."""
+    called = {str(node.target) for node in graph.nodes if node.op == "call_function"}
+    collectives = any(c.startswith("_c10d_functional") for c in called)
+    products = any(c.startswith("aten._scaled_mm") for c in called)
+    return (STRIDED_COLLECTIVES or not collectives) and (ROW_WISE_PRODUCTS or not products)
