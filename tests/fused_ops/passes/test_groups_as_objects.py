@@ -15,11 +15,8 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
 from torch._inductor.virtualized import V
+from torch_versions import needs_groups_as_objects
 from weft.fused_ops import FusionPass
-
-TAKES_OBJECTS = str(c10d.all_reduce.default._schema).startswith(
-    "_c10d_functional::all_reduce(Tensor input, str reduce_op, Any"
-)
 
 
 def passed_through(fn: Callable[..., Any], fusion: FusionPass, *inputs: Tensor) -> fx.Graph:
@@ -46,7 +43,7 @@ def passed_through(fn: Callable[..., Any], fusion: FusionPass, *inputs: Tensor) 
     return graph
 
 
-@pytest.mark.skipif(not TAKES_OBJECTS, reason="this torch takes names only")
+@needs_groups_as_objects
 @pytest.mark.parametrize("as_input", [False, True])
 def test_are_fused_by_their_names(as_input: bool) -> None:
     with fake_ranks(2) as name:
@@ -65,7 +62,7 @@ def test_are_fused_by_their_names(as_input: bool) -> None:
         assert not graph.find_nodes(op="get_attr")
 
 
-@pytest.mark.skipif(not TAKES_OBJECTS, reason="this torch takes names only")
+@needs_groups_as_objects
 def test_of_other_groups_stay() -> None:
     with fake_ranks(2):
         group = dist.new_group([0, 1])
