@@ -6,12 +6,14 @@ Where that costs nothing torch itself is asked, else its version. All hold for w
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
 import torch._library.utils
 import torch.distributed._functional_collectives  # it registers what is asked for below
 from torch import Tensor, fx
+from torch._prims_common import is_contiguous_or_false
 from torch.distributed.flight_recorder.components import types as analyzer_types
 
 _NEW = torch.__version__ >= (2, 13)
@@ -65,8 +67,20 @@ def as_collectives_take(x: Tensor) -> Tensor:
 
 
 def runs_uncompiled(graph: fx.Graph) -> bool:
-    """Whether torch has kernels on the CPU for all that a graph calls, whatever the strides."""
-    called = {str(node.target) for node in graph.nodes if node.op == "call_function"}
-    collectives = any(c.startswith("_c10d_functional") for c in called)
-    products = any(c.startswith("aten._scaled_mm") for c in called)
-    return (STRIDED_COLLECTIVES or not collectives) and (ROW_WISE_PRODUCTS or not products)
+    """Whether torch has kernels on the CPU for all that a graph calls."""
+    return not any(
+        (not STRIDED_COLLECTIVES and _of_strided(node)) or (not ROW_WISE_PRODUCTS and _by_rows(node))
+        for node in graph.nodes
+    )
+
+
+def _of_strided(node: fx.Node) -> bool:
+    moves = str(node.target).startswith(("_c10d_functional.all_gather", "_c10d_functional.reduce_scatter"))
+    return moves and not all(is_contiguous_or_false(given.meta["val"]) for given in node.all_input_nodes)
+
+
+def _by_rows(node: fx.Node) -> bool:
+    scales: Any = node.args[2] if str(node.target) == "aten._scaled_mm.default" else None
+    return "aten._scaled_mm_v2" in str(node.target) or (
+        scales is not None and scales.meta["val"].numel() != 1
+    )

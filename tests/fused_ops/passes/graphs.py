@@ -134,8 +134,7 @@ def captured(
         if runs and runs_uncompiled(gm.graph):
             return gm.forward
         (results,) = gm.graph.output_node().args
-        made_up = [torch.empty(r.meta["val"].shape, dtype=r.meta["val"].dtype) for r in results]
-        return lambda *args: made_up
+        return lambda *args: [made_up(r) if isinstance(r, fx.Node) else r for r in results]
 
     def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
         return compile_fx(gm, example_inputs, inner_compile=inner_compile)
@@ -168,6 +167,12 @@ def like(value: Any) -> Any:
     return torch.empty_strided(shape, strides, dtype=torch.float64).copy_(
         torch.randn(shape, dtype=torch.float64)
     )
+
+
+def made_up(result: fx.Node) -> Any:
+    """Something random for the result of a graph that is not run."""
+    val = result.meta["val"]
+    return like(val).to(val.dtype) if isinstance(val, Tensor) else like(val)
 
 
 class Ranks:
