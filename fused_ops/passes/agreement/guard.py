@@ -57,6 +57,8 @@ _IN_CAPTURE = (
 
 
 class Voters(NamedTuple):
+    """The ranks of a group, and where they vote."""
+
     group: ProcessGroup
     board: VoteBoard
 
