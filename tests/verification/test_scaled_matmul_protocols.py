@@ -308,8 +308,8 @@ def test_epochs_of_both_buffers_scaled(
         (
             "gather-rows",
             (
-                "if (!__any_sync(~0u, more)) continue;\n        __threadfence_system();",
-                "if (!__any_sync(~0u, more)) continue;",
+                "        __threadfence_system();\n        if (!more) continue;",
+                "        if (!more) continue;",
             ),
         ),
         ("gather-blocks", ("p.blocks + block) * p.m + row", "p.blocks) * p.m + row")),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from weft.fused_ops.dispatch import profitability
 from weft.fused_ops.dispatch.plan import Plan
 from weft.fused_ops.passes import FusionPass, backend
 from weft.fused_ops.passes.agreement import fallback_graph
-from weft.fused_ops.passes.agreement.guard import GraphGuard
+from weft.fused_ops.passes.agreement.guard import GraphGuard, Voters
 from weft.fused_ops.passes.agreement.vote import GroupBackend
 from weft.fused_ops.passes.kernels_ahead.call_text import is_planned, text_of_call
 from weft.fused_ops.passes.kernels_ahead.graph_kernels import (
@@ -215,9 +215,10 @@ class Alone(GraphGuard):
 
     there = ProgramCounts()
 
-    def _look_up_groups(self) -> None: ...
+    def _look_up_groups(self) -> dict[str, Voters]:
+        return {}
 
-    def _agreed(self, signature: int) -> tuple[bool, bool]:
+    def _agreed(self, signature: int, voters: Mapping[str, Voters]) -> tuple[bool, bool]:
         self.there = program_counts()
         return True, False
 
