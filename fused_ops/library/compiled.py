@@ -11,7 +11,7 @@ for it; an op of weft is kept as torch keeps its own collectives:
 - The settings under which it does not are refused by name (``why_unordered``).
 
 Not so in activation checkpoints, where torch decides what is called again, and when: it does so alike on all compiled
-ranks. All that depends on torch's version stands here and in ``inductor.py``; 2.11 to 2.15 need the same.
+ranks. All that depends on torch's version stands here and in ``inductor.py``; from 2.13 to 2.15 it is the same.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _functionalized(op: OpOverload) -> Callable[..., Any]:
 
 
 def _written(op: OpOverload, args: Sequence[Any]) -> list[Tensor]:
-    """To which autograd must know that the op writes, as in eager mode: what it saved of them before is refused."""
+    """What the op writes to. Autograd is told, as in eager mode: a backward that needs what was there before raises."""
     names = zip(op._schema.arguments, args, strict=False)
     return [x for argument, x in names if argument.is_write and isinstance(x, Tensor)]
 

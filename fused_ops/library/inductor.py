@@ -203,8 +203,8 @@ def _is_of_input(x: Any) -> bool:
 
 
 def _lower_as_strided() -> None:
-    """An offset counts from the beginning of a storage, but code is given an input's address: from torch 2.13 on, which
-    keeps offsets of inputs, it is subtracted. Else an op would be called with what lies behind a registered tensor."""
+    """An offset counts from the beginning of a storage, but generated code has an input's address. From 2.13 on torch
+    subtracts an input's offset; before, an op would be called with memory behind the tensor that it is given."""
     if hasattr(GraphLowering, "symbolic_sizes_strides_storage_offset"):
         return
     as_before = lowerings[_as_strided]

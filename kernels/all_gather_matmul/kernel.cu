@@ -197,7 +197,7 @@ __device__ __forceinline__ void post(
         if (there == weft::NOTHING) index = order.chunks;
         const bool more = index < order.chunks && there > posted;
         if (!__any_sync(~0u, more)) {
-            __nanosleep(40);
+            __nanosleep(40);  // as in wait_count
             continue;
         }
         __threadfence_system();

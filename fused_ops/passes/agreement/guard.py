@@ -177,7 +177,7 @@ class GraphGuard:
         return signed[1]
 
     def _look_up_groups(self) -> dict[str, Voters]:
-        """Of each group by its name.
+        """Of each group, by its name.
 
         Groups are known by name, and after destroy_process_group another may have it: of its ranks nothing is known.
 
@@ -214,7 +214,7 @@ class GraphGuard:
         can_fuse = self._captured or not capturing
         if not can_fuse and self._rounds:
             first = self._rounds[0].name
-            outcomes.note(self.name, first, vote_board(resolve_group(first)).rank, _IN_CAPTURE)
+            outcomes.note(self.name, first, voters[first].board.rank, _IN_CAPTURE)
         for i, asked in enumerate(self._rounds):
             turn = (signature + i) % (1 << 63)
             answer = self._ask(asked, voters[asked.name], turn, can_fuse and self._may_wait(asked.name))

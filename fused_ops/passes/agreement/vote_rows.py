@@ -56,56 +56,43 @@ class VoteRows:
         posts = words[row + _POSTS]
         words[row + _HISTORY + posts % _KEPT] = post.digest
         words[row + _POSTS] = posts + 1
-        if post.can_fuse and words[_MOST] <= post.turns and (there := self._alike(words, post)) is not None:
-            if there == self.size:
-                words[_AGREED] += 1
-                self._run_all(words, post)
-            elif foreseen and self._may_go_ahead(words, rank, post):
-                self._run(words, rank, post, AHEAD)
-            return
         if not post.can_fuse:
             self._decide(words, rank, PLAIN, CANNOT_FUSE, rank)
         if words[_MOST] > post.turns:
             self._follow(words, rank, post)
             return
-        for peer in range(self.size):
-            if peer != rank:
-                self._meet(words, rank, post, peer)
-        self._spread(words)
-        if foreseen and words[row + _ANSWER] == UNDECIDED and self._may_go_ahead(words, rank, post):
+        waiting = self._waiting(words, post)
+        if waiting is None:
+            for peer in range(self.size):
+                if peer != rank:
+                    self._meet(words, rank, post, peer)
+            self._spread(words)
+        if waiting == self.size:
+            words[_AGREED] += 1
+            for each in range(self.size):
+                self._run(words, each, post, NOTHING)
+        elif foreseen and words[row + _ANSWER] == UNDECIDED and self._may_go_ahead(words, rank, post):
             self._run(words, rank, post, AHEAD)
 
-    def _alike(self, words: memoryview, post: Vote) -> int | None:
-        """How many ranks wait with this post, where all others run a graph fused, or have run it; else None. In most
-        votes this is all there is to know."""
+    def _waiting(self, words: memoryview, post: Vote) -> int | None:
+        """How many ranks wait with this post, if all others run a graph fused or have run it, as in most votes; else
+        None."""
         count, mine = 0, post[:4]
         for row in range(_HEADER, _HEADER + self.size * _ROW, _ROW):
             answer = words[row + _ANSWER]
-            if answer == UNDECIDED and tuple(words[row : row + _CAN_FUSE]) == mine:
+            if answer == UNDECIDED and self._post_of(words, row) == mine:
                 count += 1
             elif answer != FUSED:
                 return None
         return count
 
-    def _run_all(self, words: memoryview, post: Vote) -> None:
-        self._note_turn(words, post)
-        for rank in range(self.size):
-            row = self._row(rank)
-            words[row + _RUN] = post.turns + 1
-            words[row + _WHY], words[row + _PEER] = NOTHING, rank
-            words[row + _ANSWER] = FUSED
-
     def _run(self, words: memoryview, rank: int, post: Vote, why: int) -> None:
         """The rank runs its graph fused, in this turn."""
-        self._note_turn(words, post)
-        words[self._row(rank) + _RUN] = post.turns + 1
-        self._decide(words, rank, FUSED, why, rank)
-
-    @staticmethod
-    def _note_turn(words: memoryview, post: Vote) -> None:
         at = _RING + 3 * (post.turns % _TURNS_KEPT)
         words[at], words[at + 1], words[at + 2] = post.graph
         words[_MOST] = max(words[_MOST], post.turns + 1)
+        words[self._row(rank) + _RUN] = post.turns + 1
+        self._decide(words, rank, FUSED, why, rank)
 
     def _may_go_ahead(self, words: memoryview, rank: int, post: Vote) -> bool:
         if words[_AGREED] < (words[_NEEDED] or foresight.LIMITS.trusted):

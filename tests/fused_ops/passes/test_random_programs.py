@@ -43,21 +43,25 @@ def groups() -> list[str]:
 
 class Watch(fx.Interpreter):
     """Runs a graph, and notes whether everything in it was exact, how much the coarsest of its dtypes rounds, and how
-    many times as large a norm makes that in a row that is small beside another one."""
+    many times as large a norm in front of a node makes that in a row that is small beside another one."""
 
     exact = True
     rounded = 0.0
-    magnified = 1.0
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.magnified: dict[fx.Node, float] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
+        self.magnified[n] = max((self.magnified[given] for given in n.all_input_nodes), default=1.0)
+        if n.target is torch.ops.aten.rsqrt.default and result.numel():
+            self.magnified[n] = max(self.magnified[n], float(result.max() / result.min()))
         if (
             getattr(n.target, "namespace", "") == "_c10d_functional"
             and n.target is not c10d.wait_tensor.default
         ):
             return result  # nothing is there yet
-        if n.target is torch.ops.aten.rsqrt.default and result.numel():
-            self.magnified = max(self.magnified, float(result.max() / result.min()))
         for t in tree_leaves(result):
             if isinstance(t, Tensor) and t.numel():
                 # An average of two halves what is exact, and a fused op may round a sum of several to the dtype of one.
@@ -126,8 +130,7 @@ def differences(
     # What is no whole number, but a third or a root.
     thirds = program.world == 3 and any("avg" in step for step in program.steps)
     whole = not thirds and not any(step[0].startswith("norm") for step in program.steps)
-    # Thirds are rounded where they are summed: what is 0 in one order is not in another.
-    most = plain.rounded * (plain.magnified if thirds else 1.0)
+    outputs = [None] * len(inputs) + tree_leaves(traced.graph.output_node().args)
     texts = []
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         name = f"input {i}" if i < len(inputs) else f"output {i - len(inputs)}"
@@ -140,7 +143,9 @@ def differences(
                 texts.append(f"{name} is\n{a}\nnot\n{b}")
         elif b.isfinite().all():
             error = ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1)).item()
-            if not error <= most:
+            # Thirds are rounded where they are summed: what is 0 in one order is not in another.
+            magnified = plain.magnified.get(outputs[i], 1.0) if thirds else 1.0
+            if not error <= plain.rounded * magnified:
                 texts.append(f"{name} differs by {error}")
     if aliases(got) != aliases(want):
         texts.append(f"tensors share memory as in {aliases(got)}, not {aliases(want)}")
