@@ -35,14 +35,12 @@ from torch.distributed import ProcessGroup
 from ....symm_mem import WeftError, forks, get_timeout
 from ....symm_mem.bootstrap.processes import has_ended
 from ....symm_mem.heap.registry import has_name
-from ...dispatch.plan import unfused_calls
 from .board_file import BoardFile
 from .board_store import WHAT, BoardStore
 from .file_lock import backoff, lock, unlock
-from .foresight import Foresight
+from .lead import Lead
 from .vote import (
     ABSENT,
-    AHEAD,
     CANNOT_FUSE,
     ENDED,
     FUSED,
@@ -60,14 +58,14 @@ from .vote_rows import (
     _BEGUN,
     _CAME,
     _EXPECTED,
+    _GO_ON,
     _HISTORY,
     _KEPT,
     _LEAVER,
     _LEAVES,
-    _MOST,
     _PEER,
     _POSTS,
-    _ROW,
+    _RING,
     _RUN,
     _SESSION,
     _SIGNATURE,
@@ -91,16 +89,15 @@ class VoteBoard(BoardStore, VoteRows):
         # Ranks that were waited for in vain, and how often they had voted by then.
         self._absent: dict[int, int] = {}
         self._shut = False  # the lock was waited for in vain, and has not been had since
-        self._foresight = Foresight()
-        self._foresees = False  # a graph has asked that may run ahead
-        self._begun = 0  # before the last graph that ran fused
         self._leaves = 0  # of which this rank has heard
         self._thread_lock = threading.Lock()
+        self.lead = Lead(self.rank, self.size, self._file, self._thread_lock)
         forks.tell(self)
 
     def forked(self) -> None:
         """This process is a child of the rank's, whose lock must not outlive it in a file that the child holds."""
         self._file.close()
+        self.lead.stop()
 
     @property
     def _words(self) -> memoryview | None:
@@ -208,18 +205,22 @@ class VoteBoard(BoardStore, VoteRows):
         return None
 
     def _ask(self, post: Vote, patience: _Patience) -> Answer:
-        step, foreseen = None, False
-        if post.ahead or self._foresees:  # most programs never ask for that
-            self._foresees = True
-            step = (post.signature, post.count, post.begun - self._begun)
-            pause, unfused = self._foresight.came(), unfused_calls()
-            foreseen = post.can_fuse and post.ahead and self._foresight.expects(step, unfused)
+        coming, foreseen, lead = None, False, self.lead
+        if post.ahead or lead.used:
+            lead.used = True
+            coming = lead.came(post)
+            foreseen = lead.foresees(post, coming)
+        lead.stop()
         answer = self._answer_to(post, foreseen, patience)
+        words = self._words
         if answer.why == LEFT:
-            self._leaves = self._words[_LEAVES]  # type: ignore[index]
-        if answer.fused and step is not None:
-            self._begun = post.begun
-            self._foresight.ran(step, unfused, pause, ahead=answer.why == AHEAD)
+            assert words is not None
+            self._leaves, words[self._own + _RUN] = words[_LEAVES], words[_GO_ON]
+        if coming is not None:
+            if answer.fused:
+                lead.ran(post, coming, answer.why)
+            if words is not None:
+                lead.go_on(words)
         return answer
 
     def _answer_to(self, post: Vote, foreseen: bool, patience: _Patience) -> Answer:
@@ -232,7 +233,7 @@ class VoteBoard(BoardStore, VoteRows):
                     post = post._replace(turns=turns)
                 self._post(words, self.rank, post, foreseen)
         except WeftError:
-            if self._words is not None and self._words[_MOST] > post.turns:
+            if self._words is not None and self._most(self._words) > post.turns:
                 raise  # others count on this rank
             # No rank has seen this post.
             return Answer(False, LOCKED if post.can_fuse else CANNOT_FUSE, self.rank)
@@ -245,13 +246,17 @@ class VoteBoard(BoardStore, VoteRows):
             look = next(waits)
             in_vain = look and not self._all_see()
             ended = self._ended() if look else None
-            if patience.over() or in_vain or ended is not None:
+            overtaken = self._most(self._words) > post.turns  # type: ignore[arg-type]
+            if overtaken or patience.over() or in_vain or ended is not None:
                 with self._lock(patience.timeout) as words:
                     absent = self.absent()
                     late = (LATE, self._missing(words, post)) if absent is None else (ABSENT, absent)
                     late = late if ended is None else (ENDED, ended)
                     why = late if self._blind is None or not in_vain else (NO_BOARD, self._blind[0])
-                    self._take_back(words, *why)
+                    if words[self._own + _ANSWER] != UNDECIDED or self._follow(words, self.rank, post):
+                        continue  # one that runs ahead has come meanwhile
+                    if patience.over() or in_vain or ended is not None:
+                        self._take_back(words, *why)
         return answer
 
     def left(self) -> tuple[int, str | None, str | None]:
@@ -279,7 +284,7 @@ class VoteBoard(BoardStore, VoteRows):
         if words is None:
             return None
         row = self._row(peer)
-        if post.digest in words[row + _HISTORY : row + _ROW].tolist():
+        if post.digest in words[row + _HISTORY : row + _RING].tolist():
             return True
         past = words[row + _POSTS] and (words[row + _TURNS], words[row + _BEGUN]) > (post.turns, post.begun)
         return False if past else None

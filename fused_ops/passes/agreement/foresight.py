@@ -37,15 +37,19 @@ LIMITS = AheadLimits()
 
 
 class Foresight:
-    """The fused runs of one group."""
+    """The fused runs of one group.
+
+    Attributes:
+        last: when the last one began, by ``time.perf_counter``; 0.0 before the first.
+    """
 
     def __init__(self) -> None:
-        self._steps: list[Step] = []
-        self._pauses: list[float] = []  # of the host in front of each, smoothed over the repetitions
-        self._unfused: list[int] = []  # calls that had run unfused by then
+        # Of each run its step, the calls that had run unfused by then, and the pause of the host in front of it,
+        # smoothed over the repetitions.
+        self._runs: list[tuple[Step, int, float]] = []
         self._period = self._held = 0
         self._met = 0  # runs since all ranks were there at once
-        self._last = 0.0
+        self.last = 0.0
 
     def expects(self, step: Step, unfused: int) -> bool:
         """Whether this is what follows, over the heap alone, and no place where the ranks should meet.
@@ -57,41 +61,35 @@ class Foresight:
             unfused: calls of ops that have run unfused in this process. What goes over the backend meets whatever
                 another rank has there.
         """
-        at = len(self._steps) - self._period
-        if self._held < LIMITS.likely or self._steps[at] != step:
+        if self._held < LIMITS.likely:
             return False
-        behind = self._unfused[at + 1] if self._period > 1 else unfused
-        return behind == self._unfused[at] and not self._meets(at)
+        runs, period = self._runs, self._period
+        expected, before, pause = runs[-period]
+        if expected != step or (runs[1 - period][1] if period > 1 else unfused) != before:
+            return False
+        return self._met + 1 < LIMITS.meeting or pause < max(run[2] for run in runs[-period:])
 
-    def _meets(self, at: int) -> bool:
-        return self._met + 1 >= LIMITS.meeting and self._pauses[at] >= max(self._pauses[-self._period :])
-
-    def came(self) -> float:
-        """Seconds since the last run; to be asked before this rank waits for others."""
-        return time.monotonic() - self._last if self._last else 0.0
-
-    def ran(self, step: Step, unfused: int, pause: float, *, ahead: bool) -> None:
-        """A fused run, ``ahead`` of other ranks or together with them."""
+    def ran(self, step: Step, unfused: int, now: float, *, ahead: bool) -> None:
+        """A fused run, ``ahead`` of other ranks or together with them, to which this rank came at the time ``now``."""
         self._met = self._met + 1 if ahead else 0
-        at = len(self._steps) - self._period
-        held = self._period > 0 and self._steps[at] == step
+        runs, period = self._runs, self._period
+        pause = now - self.last if self.last else 0.0
+        held = period > 0 and runs[-period][0] == step
         if held:
-            pause = (pause + self._pauses[at]) / 2
-        self._steps.append(step)
-        self._pauses.append(pause)
-        self._unfused.append(unfused)
+            pause = (pause + runs[-period][2]) / 2
+        runs.append((step, unfused, pause))
         if held:
             self._held = min(self._held + 1, _KEPT)
         else:
             self._find()
-        if len(self._steps) >= 2 * _KEPT:
-            for past in (self._steps, self._pauses, self._unfused):
-                del past[:_KEPT]
-        self._last = time.monotonic()
+        if len(runs) >= 2 * _KEPT:
+            del runs[:_KEPT]
+        self.last = time.perf_counter()
 
     def _find(self) -> None:
         """The earlier place whose past is longest the same as now."""
-        steps, now = self._steps, len(self._steps) - 1
+        steps = [run[0] for run in self._runs]
+        now = len(steps) - 1
         self._period = self._held = tried = 0
         for at in range(now - 1, max(-1, now - _KEPT), -1):
             if steps[at] != steps[now]:

@@ -37,6 +37,7 @@ from . import outcomes
 from .board import VoteBoard, vote_board
 from .fallback.called import KeptGraph
 from .fallback.run import FallbackRuns
+from .lead import Lead
 from .reasons import broken_by_leaving, reason_of
 from .signature import Signature, digest
 from .vote import ABSENT, AHEAD, LATE, LEFT, NO_BOARD, Answer, Vote, begun
@@ -125,10 +126,13 @@ class GraphGuard:
         self._rounds = [*fused, *fused[-2::-1]]
         # Not where the answer of one group's ranks depends on another's.
         self._ahead: bool = data["ahead"] and len(self._rounds) < 2
+        self._alone = self._ahead and len(self._groups) == 1  # no other group's ranks are told anything
         self._known: dict[str, weakref.ref[ProcessGroup]] = {}
         self._boards: dict[str, weakref.ref[VoteBoard]] = {}  # of the known groups
         self._told: set[tuple[str, int]] = set()
         self._late: dict[str, tuple[int, Vote]] = {}
+        # Set while the graph has run fused the last time: then it may run so without asking.
+        self._led: tuple[weakref.ref[ProcessGroup], weakref.ref[Lead]] | None = None
         self._why_not_fuse: str | None = None
         self._kernels: KernelsOnTheirWay | None = KernelsOnTheirWay(data["calls"])
 
@@ -150,6 +154,23 @@ class GraphGuard:
         WeftError: this rank or another one has not come to the graph that others have run ahead of it; all ranks of
             the group raise it.
         """
+        return self._leads(sizes) or self._asks(sizes)
+
+    def turn(self, sizes: tuple[int, ...] = ()) -> GraphTurn | None:
+        """What the graph holds while it runs fused; None where it must not, as ``fused`` says."""
+        return GraphTurn() if self._leads(sizes) or self._asks(sizes) else None
+
+    def _leads(self, sizes: tuple[int, ...]) -> bool:
+        """Whether this rank runs the graph fused without asking, as it may where the ranks have agreed for long."""
+        if self._led is None:
+            return False
+        (asked,), group, lead = self._groups, self._led[0](), self._led[1]()
+        if group is None or lead is None or not has_name(group, asked.name) or _capturing():
+            return False
+        return lead.run(self.signature(sizes), asked.count, begun(group)) is not None
+
+    def _asks(self, sizes: tuple[int, ...]) -> bool:
+        self._led = None
         voters = self._look_up_groups()
         if self._kernels is not None:
             self._kernels.wait(_vote_deadline(self._groups[0].name) / 2)
@@ -157,11 +178,10 @@ class GraphGuard:
         begin = time.perf_counter()
         agreed, ahead = self._agreed(self.signature(sizes), voters)
         outcomes.count_vote(agreed, time.perf_counter() - begin, ahead=ahead)
+        if agreed and self._alone:
+            group, board = voters[self._groups[0].name]
+            self._led = weakref.ref(group), weakref.ref(board.lead)
         return agreed
-
-    def turn(self, sizes: tuple[int, ...] = ()) -> GraphTurn | None:
-        """What the graph holds while it runs fused; None where it must not, as ``fused`` says."""
-        return GraphTurn() if self.fused(sizes) else None
 
     def runs_unfused(self) -> None:
         """Tells the other ranks that this one runs the graph as it is, with sizes that nobody compares then."""
@@ -184,24 +204,24 @@ class GraphGuard:
         Where something was fused, both ways are for as many ranks as there were. A group in which all was left alone
         goes on as without the pass.
         """
-        found = {}
-        for asked in self._groups:
-            known = self._known.get(asked.name)
-            group = None if known is None else known()
-            if group is None or not has_name(group, asked.name):
-                group = resolve_group(asked.name)
-                if asked.fused and group.size() != asked.size:
-                    raise ValueError(
-                        f"graph {self.name}: was made for {asked.size} ranks, group {asked.name!r} has "
-                        f"{group.size()}: after torch._dynamo.reset() it is made anew"
-                    )
-                self._boards[asked.name] = weakref.ref(vote_board(group))
-                self._known[asked.name] = weakref.ref(group)
-                self._told = {told for told in self._told if told[0] != asked.name}
-                self._late.pop(asked.name, None)
-                self._why_not_fuse = None
-            found[asked.name] = Voters(group, self._boards[asked.name]() or vote_board(group))
-        return found
+        return {asked.name: self._look_up(asked) for asked in self._groups}
+
+    def _look_up(self, asked: GroupQuestion) -> Voters:
+        known = self._known.get(asked.name)
+        group = None if known is None else known()
+        if group is None or not has_name(group, asked.name):
+            group = resolve_group(asked.name)
+            if asked.fused and group.size() != asked.size:
+                raise ValueError(
+                    f"graph {self.name}: was made for {asked.size} ranks, group {asked.name!r} has "
+                    f"{group.size()}: after torch._dynamo.reset() it is made anew"
+                )
+            self._boards[asked.name] = weakref.ref(vote_board(group))
+            self._known[asked.name] = weakref.ref(group)
+            self._told = {told for told in self._told if told[0] != asked.name}
+            self._late.pop(asked.name, None)
+            self._why_not_fuse = None
+        return Voters(group, self._boards[asked.name]() or vote_board(group))
 
     def _agreed(self, signature: int, voters: Mapping[str, Voters]) -> tuple[bool, bool]:
         """Whether the graph may run fused, and whether this rank did not wait for that."""

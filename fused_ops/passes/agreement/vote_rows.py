@@ -1,11 +1,14 @@
 """The rows of a vote board: what each rank posted last, and the answer that follows from it.
 
 Ranks that have agreed often enough need not meet before each graph. One may run the graph that it foresees ahead of the
-others; then that graph stands on the board, by the number of the run (its turn), and the others compare theirs with it
-when they come there. Whoever comes with another one has left: nobody can take back what runs already.
+others; then that graph stands in its row, by the number of the run (its turn), and the others compare theirs with it
+when they come there. Whoever comes with another one has left: nobody can take back what runs already. A rank that runs
+ahead without the lock writes its own row alone (``lead``).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from . import foresight
 from .vote import AHEAD, ANOTHER_GRAPH, CANNOT_FUSE, FUSED, LEFT, NOTHING, PASSED_BY, PLAIN, UNDECIDED, Vote
@@ -16,18 +19,38 @@ _PRESENT = 9  # 1 once the rank has shown its presence
 _RUN = 10  # graphs that it has run fused: here, so that one who is interrupted while it asks has it, too
 _AHEAD = 11  # 1: as in its last ``Vote``
 _HISTORY, _KEPT = 16, 112
-_ROW = _HISTORY + _KEPT
+_RING, _TURNS_KEPT = _HISTORY + _KEPT, 128  # the graphs of its last turns
+_ROW = _RING + 3 * _TURNS_KEPT
 
 _SECRET = 4  # words in front of all
-# Graphs that any rank has run fused. Those before which all ranks met and agreed, since one last differed; how many it
-# takes until they run ahead; the turn, plus 1, in which one differed last.
-_MOST, _AGREED, _NEEDED, _DIFFERED = range(_SECRET, _SECRET + 4)
-# How often a rank has left; the last one, what it came with, what had run there, and which heap's session that was.
-_LEAVES, _LEAVER, _CAME, _EXPECTED, _SESSION = range(_DIFFERED + 1, _DIFFERED + 6)
-_RING, _TURNS_KEPT = 16, 128  # the graphs of the last turns
-_HEADER = _RING + 3 * _TURNS_KEPT
+# Graphs before which all ranks met and agreed, since one last differed; how many it takes until they run ahead; the
+# turn, plus 1, in which one differed last.
+_AGREED, _NEEDED, _DIFFERED = range(_SECRET, _SECRET + 3)
+# How often a rank has left; the last one, what it came with, what had run there, which heap's session that was, and the
+# turn with which all go on.
+_LEAVES, _LEAVER, _CAME, _EXPECTED, _SESSION, _GO_ON = range(_DIFFERED + 1, _DIFFERED + 7)
+_HEADER = 16
 
 _NEVER = 1 << 40
+
+
+def row_of(rank: int) -> int:
+    """Where a rank's words begin."""
+    return _HEADER + rank * _ROW
+
+
+def ring_of(turn: int) -> int:
+    """Where in a row the graph of a turn stands: collectives that the backend had begun, their count, signature."""
+    return _RING + 3 * (turn % _TURNS_KEPT)
+
+
+def too_far(words: memoryview, others: Iterable[int]) -> int:
+    """The first turn in which a rank would be too far ahead of those with the rows ``others``; 0 where ranks meet
+    before each graph."""
+    limits = foresight.LIMITS
+    if words[_AGREED] < (words[_NEEDED] or limits.trusted) or not all(words[row + _AHEAD] for row in others):
+        return 0
+    return min(words[row + _RUN] for row in others) + limits.farthest
 
 
 class VoteRows:
@@ -36,16 +59,21 @@ class VoteRows:
     rank: int
     size: int
 
-    def _row(self, rank: int) -> int:
-        return _HEADER + rank * _ROW
+    _row = staticmethod(row_of)
+
+    def _most(self, words: memoryview) -> int:
+        """Graphs that any rank has run fused."""
+        return max(words[self._row(rank) + _RUN] for rank in range(self.size))
 
     def _decide(self, words: memoryview, rank: int, answer: int, why: int, peer: int) -> None:
         row = self._row(rank)
         words[row + _WHY], words[row + _PEER] = why, peer
-        words[row + _ANSWER] = answer
         if answer == PLAIN and words[row + _CAN_FUSE] and words[_DIFFERED] != words[row + _TURNS] + 1:
             words[_DIFFERED] = words[row + _TURNS] + 1
             words[_AGREED], words[_NEEDED] = 0, min(2 * (words[_NEEDED] or foresight.LIMITS.trusted), _NEVER)
+        words[row + _ANSWER] = (
+            answer  # behind that: who runs without the lock sees that ranks wait, or have differed
+        )
 
     def _post(self, words: memoryview, rank: int, post: Vote, foreseen: bool = False) -> None:
         """``foreseen``: this rank need not wait for the others if they all allow that."""
@@ -58,8 +86,7 @@ class VoteRows:
         words[row + _POSTS] = posts + 1
         if not post.can_fuse:
             self._decide(words, rank, PLAIN, CANNOT_FUSE, rank)
-        if words[_MOST] > post.turns:
-            self._follow(words, rank, post)
+        if self._follow(words, rank, post):
             return
         waiting = self._waiting(words, post)
         if waiting is None:
@@ -88,34 +115,33 @@ class VoteRows:
 
     def _run(self, words: memoryview, rank: int, post: Vote, why: int) -> None:
         """The rank runs its graph fused, in this turn."""
-        at = _RING + 3 * (post.turns % _TURNS_KEPT)
+        at = self._row(rank) + ring_of(post.turns)
         words[at], words[at + 1], words[at + 2] = post.graph
-        words[_MOST] = max(words[_MOST], post.turns + 1)
         words[self._row(rank) + _RUN] = post.turns + 1
         self._decide(words, rank, FUSED, why, rank)
 
     def _may_go_ahead(self, words: memoryview, rank: int, post: Vote) -> bool:
-        if words[_AGREED] < (words[_NEEDED] or foresight.LIMITS.trusted):
-            return False
-        rows = [self._row(r) for r in range(self.size) if r != rank]
+        others = [self._row(r) for r in range(self.size) if r != rank]
         # One that waits has not foreseen what this rank has: let them meet.
-        farthest = foresight.LIMITS.farthest
-        return all(
-            words[r + _AHEAD] and words[r + _ANSWER] != UNDECIDED and post.turns - words[r + _RUN] < farthest
-            for r in rows
+        return post.turns < too_far(words, others) and all(
+            words[row + _ANSWER] != UNDECIDED for row in others
         )
 
-    def _follow(self, words: memoryview, rank: int, post: Vote) -> None:
-        """Others run this turn's graph fused, or have run it: it is this one, or comes later, or this rank has left."""
-        at = _RING + 3 * (post.turns % _TURNS_KEPT)
-        there = tuple(words[at : at + 3])
+    def _follow(self, words: memoryview, rank: int, post: Vote) -> bool:
+        """Whether others run this turn's graph fused, or have run it. Then it is this one, or comes later, or this rank
+        has left."""
         runs = [r for r in range(self.size) if words[self._row(r) + _RUN] > post.turns]
+        if not runs:
+            return False
+        at = self._row(runs[0]) + ring_of(post.turns)
+        there = tuple(words[at : at + 3])
         if post.can_fuse and post.graph == there:
             self._run(words, rank, post, NOTHING)
         elif post.begun + post.count > there[0]:
             self._leave(words, rank, post, there[2])
         elif post.can_fuse:
             self._decide(words, rank, PLAIN, PASSED_BY, runs[0])
+        return True
 
     def _leave(self, words: memoryview, rank: int, post: Vote, expected: int) -> None:
         """Others wait in vain inside of their graphs. All ranks hear of it, and go on as if none had run more."""
@@ -123,10 +149,9 @@ class VoteRows:
         words[_SESSION] = 0
         words[_LEAVES] += 1
         words[_AGREED], words[_NEEDED] = 0, _NEVER
+        words[_GO_ON] = self._most(words)
         for each in range(self.size):
-            row = self._row(each)
-            words[row + _RUN] = words[_MOST]
-            if each == rank or words[row + _ANSWER] == UNDECIDED:
+            if each == rank or words[self._row(each) + _ANSWER] == UNDECIDED:
                 self._decide(words, each, PLAIN, LEFT, rank)
 
     @staticmethod

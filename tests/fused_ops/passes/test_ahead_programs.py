@@ -54,7 +54,8 @@ def rank_main(group: Group, stream: Stream, program: list[Part], seed: int) -> t
         runs_fused = False
         if how != "eager":
             asked = Vote(where.turns, begun, count, 100 + count, how == "graph", True)
-            answer = where.ask(asked, lambda: 0.3)
+            answer = where.lead.run(100 + count, count, begun) if how == "graph" else None
+            answer = answer or where.ask(asked, lambda: 0.3)
             if answer.why == LEFT:
                 raise Named
             runs_fused = answer.fused
