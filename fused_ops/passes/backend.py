@@ -18,7 +18,7 @@ from .fusion import FusionPass
 from .pass_sequence import SLOT, in_sequence, passes_of
 from .regather import JOINT_SLOT, joint_options
 from .report import PassRuns, Report
-from .settings import AUTO, CAPTURE, REWRITES, RUN_AHEAD, PassSettings
+from .settings import AGREE_WORDS, AUTO, REWRITES, PassSettings
 
 #: What names a setting of the pass among the options of a compilation.
 PREFIX = "weft."
@@ -33,7 +33,7 @@ _FROM_ENVIRONMENT = {
     "buckets": "WEFT_BUCKETS",
 }
 _FLAGS: dict[str, bool] = {"0": False, "1": True}
-_WORDS = {"agree": (RUN_AHEAD, CAPTURE), "collectives": (AUTO,), "sequence_parallel": (AUTO,)}
+_WORDS = {"agree": AGREE_WORDS, "collectives": (AUTO,), "sequence_parallel": (AUTO,)}
 _SETTINGS = ("groups", "strict", "fuse", "agree", *REWRITES)
 _OF_TORCH_COMPILE = ("fullgraph", "dynamic", "disable", "name", "recompile_limit", "isolate_recompiles")
 

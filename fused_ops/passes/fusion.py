@@ -60,7 +60,7 @@ from .regather import joint_options
 from .report import Entry, FusionError, PassRuns, Report
 from .report_file import put_into_file, write_reports
 from .sequence_parallel.joint import rewritten
-from .settings import AUTO, RUN_AHEAD, PassSettings, Rewrites
+from .settings import AUTO, CAPTURE, PassSettings, Rewrites
 
 
 class FusionPass(PassSettings, CustomGraphPass):
@@ -108,8 +108,9 @@ class FusionPass(PassSettings, CustomGraphPass):
             whose result it reduces, if that can be.
         agree: whether graphs ask. False is for programs of which you know that all ranks run the same graphs in the
             same order: where they do not, a fused op waits for a rank that does not come, until its deadline.
-            With "ahead" ranks that have agreed often enough need not wait for each other at each graph; whoever then
-            comes with another one is named in an error. "capture" is for those of which you know that for what is
+            Ranks that have agreed often enough do not wait for each other at backward graphs, with "ahead" at most
+            graphs; whoever then comes with another one is named in an error. With "each" they wait at each graph.
+            "capture" is for those of which you know that for what is
             captured in CUDA graphs: a captured graph keeps the answer that it got at its capture. Else it is captured
             unfused, as its replays cannot ask; Inductor's own CUDA graphs (``triton.cudagraphs``) ask before each run,
             if it makes partitions.
@@ -137,9 +138,9 @@ class FusionPass(PassSettings, CustomGraphPass):
         TypeError: ``groups`` is one name or no list, ``strict``, ``agree``, ``regather``, ``collectives``,
             ``sequence_parallel``, ``reorder``, ``gathers`` or ``buckets`` is no bool (or string, or number), or there
             is no such setting.
-        ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "ahead" and "capture",
-            ``collectives`` or ``sequence_parallel`` one other than "auto", ``reorder`` or ``buckets`` less than 0,
-            ``gathers`` less than 1.
+        ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "each", "ahead" and
+            "capture", ``collectives`` or ``sequence_parallel`` one other than "auto", ``reorder`` or ``buckets`` less
+            than 0, ``gathers`` less than 1.
     """
 
     def __init__(
@@ -260,7 +261,7 @@ class FusionPass(PassSettings, CustomGraphPass):
         why_not = None
         if original is not None:
             why_not = why_not_generated() or why_bucketed() or original.why_not_kept()
-        if self.agree in (True, RUN_AHEAD):
+        if self.agree and self.agree != CAPTURE:
             why_not = why_captured_without_vote() or why_not
         notes = rewritten(graph, self, lambda group: self._why_not_changed(group, None, why_not))
         left = canonicalize(graph, self._find, lambda match: self._why_not(match, why_not))

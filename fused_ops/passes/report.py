@@ -40,7 +40,7 @@ class VoteCounts:
     """What asking has cost this process.
 
     Attributes:
-        count: runs of graphs that asked.
+        count: runs of graphs that ask, also of those that had to ask nobody.
         fused: those that then ran fused.
         seconds: of the host, with the wait for ranks that came later.
         ahead: those that then ran fused without a wait, before all ranks had come.

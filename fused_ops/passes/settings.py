@@ -12,7 +12,8 @@ from ...symm_mem import Group, group_name
 
 AUTO = "auto"
 FUSE = (AUTO, "always")
-CAPTURE, RUN_AHEAD = "capture", "ahead"
+CAPTURE, EACH, RUN_AHEAD = AGREE_WORDS = "capture", "each", "ahead"
+_AGREE = "True, False, " + ", ".join(map(repr, AGREE_WORDS[:-1])) + f" or {AGREE_WORDS[-1]!r}"
 REWRITES: dict[str, Any] = {
     "regather": False,
     "collectives": AUTO,
@@ -66,9 +67,9 @@ class PassSettings(dict[str, Any]):
         for name in ("collectives", "sequence_parallel"):
             _check_or_auto(name, chosen[name])
         if not isinstance(agree, bool | str):
-            raise TypeError(f"agree: is {agree!r}, must be True, False, {RUN_AHEAD!r} or {CAPTURE!r}")
-        if isinstance(agree, str) and agree not in (RUN_AHEAD, CAPTURE):
-            raise ValueError(f"agree: is {agree!r}, must be True, False, {RUN_AHEAD!r} or {CAPTURE!r}")
+            raise TypeError(f"agree: is {agree!r}, must be {_AGREE}")
+        if isinstance(agree, str) and agree not in AGREE_WORDS:
+            raise ValueError(f"agree: is {agree!r}, must be {_AGREE}")
         if not isinstance(chosen["regather"], bool):
             raise TypeError(f"regather: is {chosen['regather']!r}, must be True or False")
         _check_reorder(chosen["reorder"])

@@ -206,7 +206,7 @@ class VoteBoard(BoardStore, VoteRows):
 
     def _ask(self, post: Vote, patience: _Patience) -> Answer:
         coming, foreseen, lead = None, False, self.lead
-        if post.ahead or lead.used:
+        if post.leads or lead.used:
             lead.used = True
             coming = lead.came(post)
             foreseen = lead.foresees(post, coming)

@@ -20,7 +20,8 @@ it meets.
 A host that waits at each graph cannot stay ahead of its GPU. So, with ``agree="ahead"``, a rank that comes to the graph
 that it foresees runs it at once, where ranks have agreed for long, and leaves it on the board for the others to compare
 with (``vote_rows``). That is a promise for them, which none of them can keep for sure: no rank knows what its own
-program does next. Who breaks it after another rank has begun gets an error with its name, on all ranks.
+program does next. Who breaks it after another rank has begun gets an error with its name, on all ranks. A backward
+graph runs so by default: what it will be was settled when the ranks agreed on its forward graph.
 
 A wait for a rank that does not come ends after half a minute, once for a graph; its collectives are then plain. Other
 graphs wait a second for that rank, until it votes again: it may have gone on in eager mode.
@@ -54,12 +55,12 @@ from ....symm_mem import WeftError, resolve_group
 from ....symm_mem.groups import native_backends
 from ..graph.collectives import argument, calls, collectives, group_of, kind_of, point_to_point, what
 from ..report import Entry
-from ..settings import CAPTURE, RUN_AHEAD
+from ..settings import CAPTURE, EACH, RUN_AHEAD
 from .fallback.called import CALLERS, KeptGraph
 from .fallback.text import DRAWS, STATEFUL, GraphText, attributes, caller_of, draws_seeds, graph_copy
 from .guard import SIZES, GraphGuard, GroupQuestion, pack
 from .signature import Order, Signature
-from .vote import backend_of
+from .vote import ALL_AHEAD, BACKWARDS_AHEAD, NONE_AHEAD, backend_of
 
 
 def _ask_eagerly(packed: str, fused: bool) -> None:
@@ -249,8 +250,8 @@ class FallbackGraph:
             redraws = _drawn_elsewhere(self._graph) is not None
             seeds = self._text.seeds() if kept else None
             original = KeptGraph(code, graphs, self._constants() if kept else {}, redraws, seeds)
-            how = {"captured": agree == CAPTURE, "ahead": agree == RUN_AHEAD}
-            packed = pack(asked, signature, original, **how, calls=calls)
+            ahead = ALL_AHEAD if agree == RUN_AHEAD else NONE_AHEAD if agree == EACH else BACKWARDS_AHEAD
+            packed = pack(asked, signature, original, captured=agree == CAPTURE, ahead=ahead, calls=calls)
         first = next(n for n in graph.nodes if n.op != "placeholder")
         with graph.inserting_before(first):
             question = graph.call_function(_agree, (packed, kept))

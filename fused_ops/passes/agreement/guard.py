@@ -40,7 +40,19 @@ from .fallback.run import FallbackRuns
 from .lead import Lead
 from .reasons import broken_by_leaving, reason_of
 from .signature import Signature, digest
-from .vote import ABSENT, AHEAD, LATE, LEFT, NO_BOARD, Answer, Vote, begun
+from .vote import (
+    ABSENT,
+    AHEAD,
+    ALL_AHEAD,
+    BACKWARDS_AHEAD,
+    LATE,
+    LEFT,
+    NO_BOARD,
+    NONE_AHEAD,
+    Answer,
+    Vote,
+    begun,
+)
 
 _log = logging.getLogger("weft.passes")
 #: Seconds until a rank that does not come is taken to run something else; less if the group's deadline is less.
@@ -81,7 +93,7 @@ def pack(
     original: KeptGraph,
     *,
     captured: bool = False,
-    ahead: bool = False,
+    ahead: int = NONE_AHEAD,
     calls: Sequence[str] = (),
 ) -> str:
     """The argument of ``GraphGuard``.
@@ -91,7 +103,7 @@ def pack(
         signature: of the graph that may run fused.
         original: the graph as it was. Its ``def forward(self, args)`` empties ``args``.
         captured: whether the graph may run fused while a CUDA graph is captured, whose replays will not ask.
-        ahead: whether it may run fused before all ranks have come to it, once they have often agreed.
+        ahead: which graphs of the group may run fused before all ranks have come to them, as in ``Vote``.
         calls: those whose kernels are compiled when the graph is loaded, as ``text_of_call`` gives them.
     """
     data = {
@@ -110,7 +122,7 @@ def pack(
 class GraphGuard:
     """Asks for one compiled graph. Made once by the generated module; used by whatever thread runs the graph."""
 
-    def __init__(self, packed: str) -> None:
+    def __init__(self, packed: str, *, backward: bool = False) -> None:
         data = json.loads(zlib.decompress(base64.b64decode(packed)))
         self._groups = [GroupQuestion(*g) for g in data["groups"]]
         self._signature: int = data["signature"]
@@ -125,8 +137,9 @@ class GraphGuard:
         # same.
         self._rounds = [*fused, *fused[-2::-1]]
         # Not where the answer of one group's ranks depends on another's.
-        self._ahead: bool = data["ahead"] and len(self._rounds) < 2
-        self._alone = self._ahead and len(self._groups) == 1  # no other group's ranks are told anything
+        self._ahead: int = data["ahead"] if len(self._rounds) < 2 else NONE_AHEAD
+        self._backward = backward
+        self._needs = BACKWARDS_AHEAD if backward else ALL_AHEAD
         self._known: dict[str, weakref.ref[ProcessGroup]] = {}
         self._boards: dict[str, weakref.ref[VoteBoard]] = {}  # of the known groups
         self._told: set[tuple[str, int]] = set()
@@ -167,7 +180,7 @@ class GraphGuard:
         (asked,), group, lead = self._groups, self._led[0](), self._led[1]()
         if group is None or lead is None or not has_name(group, asked.name) or _capturing():
             return False
-        return lead.run(self.signature(sizes), asked.count, begun(group)) is not None
+        return lead.run(self.signature(sizes), asked.count, begun(group), self._needs) is not None
 
     def _asks(self, sizes: tuple[int, ...]) -> bool:
         self._led = None
@@ -178,7 +191,8 @@ class GraphGuard:
         begin = time.perf_counter()
         agreed, ahead = self._agreed(self.signature(sizes), voters)
         outcomes.count_vote(agreed, time.perf_counter() - begin, ahead=ahead)
-        if agreed and self._alone:
+        # Alone: no other group's ranks are told anything.
+        if agreed and self._ahead >= self._needs and len(self._groups) == 1:
             group, board = voters[self._groups[0].name]
             self._led = weakref.ref(group), weakref.ref(board.lead)
         return agreed
@@ -256,7 +270,9 @@ class GraphGuard:
             where.tell(signature, json.dumps(self._what))
             self._told.add((asked.name, signature))
         while True:
-            post = Vote(where.turns, begun(group), asked.count, signature, can_fuse, self._ahead)
+            post = Vote(
+                where.turns, begun(group), asked.count, signature, can_fuse, self._ahead, self._backward
+            )
             answer = where.ask(post, lambda: _vote_deadline(asked.name))
             if answer.why != LEFT:
                 break

@@ -19,7 +19,7 @@ from . import outcomes
 from .board_file import BoardFile
 from .foresight import Foresight, Step
 from .vote import AHEAD, FUSED, NOTHING, Answer, Vote
-from .vote_rows import _AGREED, _AHEAD, _ANSWER, _RUN, ring_of, row_of, too_far
+from .vote_rows import _AHEAD, _ANSWER, _RUN, ring_of, row_of, too_far
 
 _fence = (
     threading.Lock()
@@ -57,7 +57,6 @@ class Lead:
         self._others = [row_of(r) for r in range(size) if r != rank]
         self._begun = 0  # before the last graph that ran fused
         self._until = 0  # the turn before which this rank may run without the lock
-        self._agreed = 0  # what the board had counted by then; it counts anew once ranks differ
         self._tally = outcomes.Tally()
         self._answers = Answer(True, NOTHING, rank), Answer(True, AHEAD, rank)
 
@@ -68,7 +67,7 @@ class Lead:
 
     def foresees(self, post: Vote, coming: Coming) -> bool:
         """Whether this graph comes next, and may run before all ranks have come to it."""
-        return post.can_fuse and post.ahead and self.foresight.expects(coming.step, coming.unfused)
+        return post.leads and self.foresight.expects(coming.step, coming.unfused)
 
     def ran(self, post: Vote, coming: Coming, why: int) -> None:
         """A fused run that the board has allowed."""
@@ -77,14 +76,13 @@ class Lead:
 
     def go_on(self, words: memoryview) -> None:
         """From now on this rank may run without the lock, as far as ranks may run ahead by now."""
-        self._agreed = words[_AGREED]
         self._until = too_far(words, self._others)
 
     def stop(self) -> None:
         """Until ``go_on`` this rank may not."""
         self._until = 0
 
-    def run(self, signature: int, count: int, begun: int) -> Answer | None:
+    def run(self, signature: int, count: int, begun: int, needs: int) -> Answer | None:
         """FUSED, if this rank runs the graph of such a ``Vote`` without the board's lock; None: it must ask.
 
         Python's caches are cold in front of a graph: the less code, the better.
@@ -98,14 +96,17 @@ class Lead:
                 return None
             step, unfused = (signature, count, begun - self._begun), unfused_calls()
             ring, graph = ring_of(turn), (begun, count, signature)
-            if not self.foresight.expects(step, unfused) or self._finds(words, turn, ring, graph) is None:
+            if (
+                not self.foresight.expects(step, unfused)
+                or self._finds(words, turn, ring, graph, needs) is None
+            ):
                 return None
             at = self._own + ring
             words[at], words[at + 1], words[at + 2] = graph
             words[self._own + _ANSWER] = FUSED
             words[self._own + _RUN] = turn + 1
             with _fence:
-                ahead = self._finds(words, turn, ring, graph)
+                ahead = self._finds(words, turn, ring, graph, needs)
             if ahead is None:
                 words[self._own + _RUN] = turn
                 return None
@@ -114,14 +115,14 @@ class Lead:
             self._tally.add(self.foresight.last - now, ahead)
             return self._answers[ahead]
 
-    def _finds(self, words: memoryview, turn: int, ring: int, graph: tuple[int, int, int]) -> bool | None:
-        """Whether another rank has yet to come to this turn. None if one waits or wants to, was told to run unfused,
-        has run another graph in this turn or has differed since this rank may go on."""
-        if words[_AGREED] != self._agreed:
-            return None
+    def _finds(
+        self, words: memoryview, turn: int, ring: int, graph: tuple[int, int, int], needs: int
+    ) -> bool | None:
+        """Whether another rank has yet to come to this turn. None if one waits or wants to, was told to run unfused
+        or has run another graph in this turn."""
         ahead = False
         for row in self._others:
-            if words[row + _ANSWER] != FUSED or not words[row + _AHEAD]:
+            if words[row + _ANSWER] != FUSED or words[row + _AHEAD] < needs:
                 return None
             if words[row + _RUN] <= turn:
                 ahead = True

@@ -65,7 +65,7 @@ def broken_by_leaving(where: VoteBoard, group: ProcessGroup) -> WeftError | None
     error = WeftError(
         f"agree on a graph in group {group.group_name!r}: rank {rank} came to another graph than all ranks had run "
         f"there each time before, which others have begun to run fused: {how}; symm_mem.reset() by all ranks makes the "
-        "group usable again, and with FusionPass(agree=True) the ranks wait for each other at each graph"
+        'group usable again, and with FusionPass(agree="each") the ranks wait for each other at each graph'
     )
     error.culprit = rank  # type: ignore[attr-defined]
     for heap in heaps:

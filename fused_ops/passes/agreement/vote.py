@@ -13,6 +13,10 @@ NOTHING, CANNOT_FUSE, ANOTHER_GRAPH, PASSED_BY, LATE, NO_BOARD, LOCKED, ABSENT, 
 AHEAD, LEFT = 9, 10
 
 
+#: Which graphs a rank may run before all ranks have come to them.
+NONE_AHEAD, BACKWARDS_AHEAD, ALL_AHEAD = range(3)
+
+
 class Vote(NamedTuple):
     """A graph that a rank is about to run.
 
@@ -22,7 +26,8 @@ class Vote(NamedTuple):
         count: collectives of the group in the graph as it was written.
         signature: 64 bits; equal for graphs that communicate alike when fused.
         can_fuse: whether the rank could run it fused.
-        ahead: whether ranks may run such graphs fused before all have come.
+        ahead: which graphs ranks may run fused before all have come, one of ``NONE_AHEAD`` and its like.
+        backward: whether this is a backward graph.
     """
 
     turns: int
@@ -30,7 +35,18 @@ class Vote(NamedTuple):
     count: int  # type: ignore[assignment]
     signature: int
     can_fuse: bool
-    ahead: bool = False
+    ahead: int = NONE_AHEAD
+    backward: bool = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether the rank may run this graph fused before all have come."""
+        return self.can_fuse and self.ahead >= self.needs
+
+    @property
+    def needs(self) -> int:
+        """What all ranks must allow for that."""
+        return BACKWARDS_AHEAD if self.backward else ALL_AHEAD
 
     @property
     def graph(self) -> tuple[int, int, int]:

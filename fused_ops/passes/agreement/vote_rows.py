@@ -17,7 +17,7 @@ from .vote import AHEAD, ANOTHER_GRAPH, CANNOT_FUSE, FUSED, LEFT, NOTHING, PASSE
 _TURNS, _BEGUN, _COUNT, _SIGNATURE, _CAN_FUSE, _ANSWER, _WHY, _PEER, _POSTS = range(9)
 _PRESENT = 9  # 1 once the rank has shown its presence
 _RUN = 10  # graphs that it has run fused: here, so that one who is interrupted while it asks has it, too
-_AHEAD = 11  # 1: as in its last ``Vote``
+_AHEAD = 11  # as in its last ``Vote``
 _HISTORY, _KEPT = 16, 112
 _RING, _TURNS_KEPT = _HISTORY + _KEPT, 128  # the graphs of its last turns
 _ROW = _RING + 3 * _TURNS_KEPT
@@ -48,7 +48,7 @@ def too_far(words: memoryview, others: Iterable[int]) -> int:
     """The first turn in which a rank would be too far ahead of those with the rows ``others``; 0 where ranks meet
     before each graph."""
     limits = foresight.LIMITS
-    if words[_AGREED] < (words[_NEEDED] or limits.trusted) or not all(words[row + _AHEAD] for row in others):
+    if words[_AGREED] < (words[_NEEDED] or limits.trusted):
         return 0
     return min(words[row + _RUN] for row in others) + limits.farthest
 
@@ -68,19 +68,17 @@ class VoteRows:
     def _decide(self, words: memoryview, rank: int, answer: int, why: int, peer: int) -> None:
         row = self._row(rank)
         words[row + _WHY], words[row + _PEER] = why, peer
+        words[row + _ANSWER] = answer
         if answer == PLAIN and words[row + _CAN_FUSE] and words[_DIFFERED] != words[row + _TURNS] + 1:
             words[_DIFFERED] = words[row + _TURNS] + 1
             words[_AGREED], words[_NEEDED] = 0, min(2 * (words[_NEEDED] or foresight.LIMITS.trusted), _NEVER)
-        words[row + _ANSWER] = (
-            answer  # behind that: who runs without the lock sees that ranks wait, or have differed
-        )
 
     def _post(self, words: memoryview, rank: int, post: Vote, foreseen: bool = False) -> None:
         """``foreseen``: this rank need not wait for the others if they all allow that."""
         row = self._row(rank)
         words[row + _ANSWER] = UNDECIDED
         words[row + _TURNS], words[row + _BEGUN], words[row + _COUNT], words[row + _SIGNATURE] = post[:4]
-        words[row + _CAN_FUSE], words[row + _AHEAD] = int(post.can_fuse), int(post.ahead)
+        words[row + _CAN_FUSE], words[row + _AHEAD] = int(post.can_fuse), post.ahead
         posts = words[row + _POSTS]
         words[row + _HISTORY + posts % _KEPT] = post.digest
         words[row + _POSTS] = posts + 1
@@ -124,7 +122,7 @@ class VoteRows:
         others = [self._row(r) for r in range(self.size) if r != rank]
         # One that waits has not foreseen what this rank has: let them meet.
         return post.turns < too_far(words, others) and all(
-            words[row + _ANSWER] != UNDECIDED for row in others
+            words[row + _AHEAD] >= post.needs and words[row + _ANSWER] != UNDECIDED for row in others
         )
 
     def _follow(self, words: memoryview, rank: int, post: Vote) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 from test_board import at_once, make, stores
@@ -12,15 +15,19 @@ from weft.fused_ops.passes.agreement.board import VoteBoard
 from weft.fused_ops.passes.agreement.foresight import Foresight
 from weft.fused_ops.passes.agreement.vote import (
     AHEAD,
+    ALL_AHEAD,
     ANOTHER_GRAPH,
+    BACKWARDS_AHEAD,
     CANNOT_FUSE,
     LATE,
     LEFT,
+    NONE_AHEAD,
     NOTHING,
     PASSED_BY,
     Answer,
     Vote,
 )
+from weft.fused_ops.passes.agreement.vote_rows import _RUN, ring_of, row_of
 
 __all__ = ["stores"]  # the fixture
 
@@ -36,17 +43,18 @@ def post(
     signature: int = 7,
     *,
     can_fuse: bool = True,
-    ahead: bool = True,
+    ahead: int = ALL_AHEAD,
+    backward: bool = False,
     begun: int = 0,
     count: int = 2,
 ) -> Vote:
-    return Vote(where.turns, begun, count, signature, can_fuse, ahead)
+    return Vote(where.turns, begun, count, signature, can_fuse, ahead, backward)
 
 
 def ask(where: VoteBoard, signature: int = 7, *, timeout: float = 10.0, **named: int) -> Answer:
     """As a graph does: without the lock if that is allowed."""
     vote = post(where, signature, **named)  # type: ignore[arg-type]
-    if vote.can_fuse and vote.ahead and (answer := where.lead.run(signature, vote.count, vote.begun)):
+    if vote.leads and (answer := where.lead.run(signature, vote.count, vote.begun, vote.needs)):
         return answer
     return where.ask(vote, lambda: timeout)
 
@@ -182,8 +190,96 @@ def test_a_graph_that_others_have_passed_by_runs_plain() -> None:
 
 def test_nobody_runs_ahead_of_a_rank_that_wants_to_wait() -> None:
     where = met(2)
-    assert all(a.fused for a in at_once(lambda: ask(where[0]), lambda: ask(where[1], ahead=False)))
+    assert all(a.fused for a in at_once(lambda: ask(where[0]), lambda: ask(where[1], ahead=NONE_AHEAD)))
     assert ask(where[0], timeout=0.05).why == LATE
+
+
+def test_ranks_run_ahead_at_backward_graphs_alone() -> None:
+    where = make(2)
+    forward, backward = (partial(ask, ahead=BACKWARDS_AHEAD, backward=b) for b in (False, True))
+    for _ in range(8):
+        for graph in (forward, partial(backward, signature=8)):
+            assert all(a.fused for a in at_once(*(partial(graph, b) for b in where)))
+    answers = at_once(lambda: forward(where[0]), lambda: (time.sleep(0.05), forward(where[1]))[1])
+    assert answers == [Answer(True, NOTHING, 0), Answer(True, NOTHING, 1)]
+    assert backward(where[0], 8).why == AHEAD
+    assert backward(where[1], 8) == Answer(True, NOTHING, 1)
+    # A rank that waits at each graph is waited for at each.
+    at_once(lambda: forward(where[0]), lambda: ask(where[1], ahead=NONE_AHEAD))
+    assert backward(where[0], 8, timeout=0.05).why == LATE
+
+
+class Meanwhile:
+    """The board's words, with something that happens as soon as a rank has written its turn."""
+
+    def __init__(self, where: VoteBoard, happens: Callable[[], None]) -> None:
+        assert where._words is not None
+        self._words, self._turn, self._happens = where._words, row_of(where.rank) + _RUN, [happens]
+        where._file.words = self  # type: ignore[assignment]
+
+    def __getitem__(self, at: int | slice) -> Any:
+        return self._words[at]
+
+    def __setitem__(self, at: int, value: int) -> None:
+        self._words[at] = value
+        if at == self._turn and self._happens:
+            self._happens.pop()()
+
+
+@pytest.mark.parametrize("signature", [7, 8])
+def test_who_comes_while_another_one_looks_whether_it_may_run(signature: int) -> None:
+    """With the same graph both run it, with another one neither does."""
+    where = met(2)
+    second: list[Answer] = []
+    thread = threading.Thread(
+        target=lambda: second.append(where[1].ask(post(where[1], signature), lambda: 10.0))
+    )
+
+    def comes() -> None:
+        thread.start()
+        time.sleep(0.05)
+
+    Meanwhile(where[0], comes)
+    first = ask(where[0])
+    thread.join(10)
+    assert [first.fused, second[0].fused] == [signature == 7] * 2
+    assert where[0].turns == where[1].turns
+
+
+def test_two_that_foresee_different_graphs_do_not_both_run() -> None:
+    where = met(2)
+    where[1].lead.foresight = other = Foresight()
+    for _ in range(4):
+        other.ran((8, 2, 0), 0, 0.0, ahead=False)
+    found: list[Answer | None] = []
+    Meanwhile(where[0], lambda: found.append(where[1].lead.run(8, 2, 0, ALL_AHEAD)))
+    assert ask(where[0]) == Answer(True, AHEAD, 0)
+    assert found == [None]
+    assert ask(where[1], 8) == ask(where[0]) == Answer(False, LEFT, 1)
+
+
+def test_who_waits_follows_one_that_runs_ahead() -> None:
+    """It has waited for a rank that needs not ask."""
+    where = met(2)
+    waiting = threading.Thread(target=lambda: answers.append(where[0].ask(post(where[0]), lambda: 10.0)))
+    answers: list[Answer] = []
+    where[0].lead.foresight = Foresight()
+    where[1].attached()
+    words = where[1]._words
+    assert words is not None
+    waiting.start()
+    time.sleep(0.05)
+    assert not answers
+    turn = where[1].turns
+    at = row_of(1) + ring_of(turn)
+    words[at], words[at + 1], words[at + 2], words[row_of(1) + _RUN] = (
+        0,
+        2,
+        7,
+        turn + 1,
+    )  # as ``Lead.run`` does
+    waiting.join(10)
+    assert answers == [Answer(True, NOTHING, 0)]
 
 
 def test_who_waits_is_waited_with() -> None:

@@ -88,8 +88,16 @@ def test_hosts_that_pause_at_random(size: int) -> None:
 
 
 def test_ranks_that_wait_at_each_graph() -> None:
-    for report in run_ranks(trained, 2, True, fresh=True):
+    for report in run_ranks(trained, 2, "each", fresh=True):
         assert (report.questions.ahead, report.questions.fused) == (0, 2 * BLOCKS * STEPS)
+
+
+def test_ranks_wait_in_the_forward_alone() -> None:
+    reports = run_ranks(trained, 2, True, fresh=True)
+    assert all(r.questions.fused == 2 * BLOCKS * STEPS for r in reports)
+    assert all(not r.disagreements for r in reports)
+    assert sum(r.questions.ahead for r in reports) > BLOCKS * STEPS / 2
+    assert max(r.questions.ahead for r in reports) <= BLOCKS * STEPS
 
 
 def leaves(rank: int, size: int, how: str) -> tuple[list[str], float]:
@@ -135,7 +143,7 @@ def test_a_rank_that_comes_with_another_graph_is_named_on_all_ranks_at_once() ->
     assert text.startswith(
         "agree on a graph in group '0': rank 1 came to another graph than all ranks had run there"
     )
-    assert "FusionPass(agree=True)" in text
+    assert 'FusionPass(agree="each")' in text
     (text,) = first
     assert "waited" in text and "for rank 1: " in text and "and it has given up" in text, text
     assert seconds < 30

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from test_board import Group, at_once, stores
 from weft.fused_ops.passes.agreement import foresight
 from weft.fused_ops.passes.agreement.board import VoteBoard
-from weft.fused_ops.passes.agreement.vote import AHEAD, LEFT, Vote
+from weft.fused_ops.passes.agreement.vote import AHEAD, ALL_AHEAD, LEFT, Vote
 
 __all__ = ["stores"]  # the fixture
 
@@ -44,17 +45,39 @@ class Stream:
         self.queued.append((place, fused, length))
 
 
+class Slow:
+    """The board's words, between whose reads and writes other ranks come to theirs."""
+
+    def __init__(self, words: memoryview, noise: random.Random) -> None:
+        self._words, self._noise = words, noise
+
+    def _pause(self) -> None:
+        if self._noise.random() < 0.02:
+            time.sleep(self._noise.choice([0, 1e-5, 1e-4]))
+
+    def __getitem__(self, at: int | slice) -> Any:
+        self._pause()
+        return self._words[at]
+
+    def __setitem__(self, at: int, value: int) -> None:
+        self._pause()
+        self._words[at] = value
+
+
 def rank_main(group: Group, stream: Stream, program: list[Part], seed: int) -> tuple[int, int]:
     """Graphs that ran fused, and those of them that ran ahead."""
     noise = random.Random(seed)
     where = VoteBoard(group)  # type: ignore[arg-type]
+    assert group.number or where.attached()
     place = begun = fused = ahead = 0
     for count, how in program:
         time.sleep(noise.choice([0, 0, 0, 1e-4, 1e-3, 5e-3]))
         runs_fused = False
+        if isinstance(words := where._file.words, memoryview):
+            where._file.words = Slow(words, noise)  # type: ignore[assignment]
         if how != "eager":
-            asked = Vote(where.turns, begun, count, 100 + count, how == "graph", True)
-            answer = where.lead.run(100 + count, count, begun) if how == "graph" else None
+            asked = Vote(where.turns, begun, count, 100 + count, how == "graph", ALL_AHEAD)
+            answer = where.lead.run(100 + count, count, begun, ALL_AHEAD) if how == "graph" else None
             answer = answer or where.ask(asked, lambda: 0.3)
             if answer.why == LEFT:
                 raise Named
@@ -69,7 +92,7 @@ def rank_main(group: Group, stream: Stream, program: list[Part], seed: int) -> t
                 stream.run(place + i, False, 1)
         place += count
     # As the first graph of what comes next would find it.
-    if where.ask(Vote(where.turns, begun, 1, 5, False, True), lambda: 10.0).why == LEFT:
+    if where.ask(Vote(where.turns, begun, 1, 5, False, ALL_AHEAD), lambda: 10.0).why == LEFT:
         raise Named
     return fused, ahead
 
