@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -55,6 +55,7 @@ class Plan:
             model", and why if it was to be tuned; "" for all others.
         predicted_us: microseconds that the kernels' model predicts, without the host's; None of what it does not know:
             backends, CPU ranks and matmuls of float32.
+        workspace: of a call that was planned and not made, the kind of its workspace: calls of one kind share.
     """
 
     algorithm: str
@@ -62,6 +63,7 @@ class Plan:
     workspace_bytes: int = 0
     chosen: str = ""
     predicted_us: float | None = None
+    workspace: str = field(default="", repr=False, compare=False)
 
 
 _log = logging.getLogger("weft.ops")

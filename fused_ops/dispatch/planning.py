@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +32,7 @@ class _Here(threading.local):
     plans = False
     makes = False
     plan: Any = None  # of the call that is planned, once it is known
+    workspace = ""  # the kind that it has asked for
 
 
 _here = _Here()
@@ -45,7 +46,7 @@ def is_planning() -> bool:
 @contextmanager
 def planning(*, makes: bool = False) -> Iterator[None]:
     """A call inside the body is planned. With ``makes`` it ends only when its launcher is made, too."""
-    _here.plans, _here.makes, _here.plan = True, makes, None
+    _here.plans, _here.makes, _here.plan, _here.workspace = True, makes, None, ""
     try:
         yield
     finally:
@@ -64,7 +65,7 @@ def stop(plan: Any, *, goes_on: bool = False) -> None:
     if not _here.plans:
         return
     if _here.plan is None:
-        _here.plan = plan
+        _here.plan = replace(plan, workspace=_here.workspace)
     if not _here.makes or (plan.algorithm in _NOT_LAUNCHED and not goes_on):
         raise Planned(_here.plan)
 
@@ -111,7 +112,8 @@ class PlannedWorkspace:
     address = 0
     span = 1 << 40
 
-    def __init__(self, heap: PlannedHeap, layout: Any) -> None:
+    def __init__(self, heap: PlannedHeap, kind: str, layout: Any) -> None:
+        _here.workspace = kind
         self.heap, self.layout = heap, layout
         self.rank, self.world_size = heap.rank, heap.world_size
         self.prepared: dict[Any, Any] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ...kernels.device.jit.ahead import NO_PROGRAMS, ProgramCounts
 from ..dispatch.plan import Plan
@@ -201,6 +202,24 @@ def text_of(entries: list[Entry]) -> str:
     return f"{several}: {first.collective}{where}: {first._outcome()} ({len(entries)} times)"
 
 
+class HeapUse(NamedTuple):
+    """Memory of the heap on each rank, for graphs that run one after the other in a stream.
+
+    Attributes:
+        calls: of which the plans are known.
+        bytes: that they need. Calls around matmuls share one workspace, all-reduces another.
+        apart: bytes that they would need if each had its own.
+    """
+
+    calls: int = 0
+    bytes: int = 0
+    apart: int = 0
+
+    def __str__(self) -> str:
+        shared, apart = (f"{size / 2**20:.3g} MiB" for size in (self.bytes, self.apart))
+        return f"heap: {shared} that {self.calls} calls share; {apart} if each had its own"
+
+
 @dataclass(frozen=True)
 class Report:
     """The entries in the order of graphs and of collectives in a graph.
@@ -258,6 +277,15 @@ class Report:
         return len(self.entries) - self.fused
 
     @property
+    def heap(self) -> HeapUse:
+        """What the calls need of the heap, as far as their plans are known."""
+        plans = [e.plan for e in self.entries if e.plan is not None and e.plan.workspace_bytes]
+        most: dict[str, int] = {}
+        for plan in plans:
+            most[plan.workspace] = max(most.get(plan.workspace, 0), plan.workspace_bytes)
+        return HeapUse(len(plans), sum(most.values()), sum(plan.workspace_bytes for plan in plans))
+
+    @property
     def gain(self) -> float:
         """Microseconds that one run of every graph should save, as far as that is known."""
         return sum(e.gain or 0.0 for e in self.entries)
@@ -272,6 +300,7 @@ class Report:
             groups.setdefault(entry.alike(), []).append(entry)
         lines = [text_of(group) for group in groups.values()]
         lines.append(f"{self.fused} of {len(self.entries)} collectives fused")
+        lines += [str(self.heap)] if self.heap.calls else []
         return "\n".join([*lines, *ran, *self._reasons(), *map(str, self.orders)])
 
     def _reasons(self) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import weft
 from graphs import AG, RS, copied, fake_ranks, gather, scatter
 from torch import Tensor, fx
@@ -285,6 +286,23 @@ def test_the_report_of_all_models_counts_them(machine: Machine, monkeypatch: pyt
     passed(traced_on_gpu(two_layers, *SHAPES))
     counted = settled(fusion)
     assert counted.ahead >= 3 and weft.fusion_report().programs == counted
+
+
+def test_the_report_says_what_calls_share_of_the_heap(machine: Machine) -> None:
+    """Calls of one kind have one workspace, of what the largest needs, however many graphs there are."""
+    fusion = FusionPass(agree=False)
+    assert fusion.report().heap.calls == 0
+    for rows in (ROWS, 4 * ROWS):
+        fusion(copied(traced_on_gpu(two_layers, (rows // WORLD, DIM), *SHAPES[1:])))
+    fusion(copied(traced_on_gpu(lambda x: funcol.all_reduce(x, "sum", dist.group.WORLD) + 1, (ROWS, DIM))))
+    report, most = fusion.report(), {}
+    plans = [e.plan for e in report.entries if e.plan is not None]
+    for plan in plans:
+        most[plan.workspace] = max(plan.workspace_bytes, most.get(plan.workspace, 0))
+    assert most.keys() >= {"matmul", "all_reduce"}
+    apart = sum(plan.workspace_bytes for plan in plans)
+    assert report.heap == (len(plans), sum(most.values()), apart) and apart > 3 * report.heap.bytes
+    assert f"that {len(plans)} calls share" in str(report)
 
 
 def test_nothing_is_compiled_for_what_stays_unfused(machine: Machine) -> None:
