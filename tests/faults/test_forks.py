@@ -20,7 +20,7 @@ from faults.ops import OPS
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import FusionPass, one_shot_all_reduce
-from weft.fused_ops.passes.agreement.board import VoteBoard
+from weft.fused_ops.passes.agreement.votes.board import VoteBoard
 from weft.symm_mem import ForkedProcess
 from weft.symm_mem.heap.registry import get_heap
 

@@ -60,7 +60,7 @@ from .fallback.called import CALLERS, KeptGraph
 from .fallback.text import DRAWS, STATEFUL, GraphText, attributes, caller_of, draws_seeds, graph_copy
 from .guard import SIZES, GraphGuard, GroupQuestion, pack
 from .signature import Order, Signature
-from .vote import ALL_AHEAD, BACKWARDS_AHEAD, NONE_AHEAD, backend_of
+from .votes.vote import ALL_AHEAD, BACKWARDS_AHEAD, NONE_AHEAD, backend_of
 
 
 def _ask_eagerly(packed: str, fused: bool) -> None:

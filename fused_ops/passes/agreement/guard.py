@@ -34,13 +34,13 @@ from ....symm_mem.heap.registry import has_name
 from ...dispatch.plan import GraphTurn
 from ..kernels_ahead.graph_kernels import KernelsOnTheirWay
 from . import outcomes
-from .board import VoteBoard, vote_board
 from .fallback.called import KeptGraph
 from .fallback.run import FallbackRuns
-from .lead import Lead
 from .reasons import broken_by_leaving, reason_of
 from .signature import Signature, digest
-from .vote import (
+from .votes.board import VoteBoard, vote_board
+from .votes.lead import Lead
+from .votes.vote import (
     ABSENT,
     AHEAD,
     ALL_AHEAD,
@@ -171,7 +171,7 @@ class GraphGuard:
 
     def turn(self, sizes: tuple[int, ...] = ()) -> GraphTurn | None:
         """What the graph holds while it runs fused; None where it must not, as ``fused`` says."""
-        return GraphTurn() if self._leads(sizes) or self._asks(sizes) else None
+        return GraphTurn() if self.fused(sizes) else None
 
     def _leads(self, sizes: tuple[int, ...]) -> bool:
         """Whether this rank runs the graph fused without asking, as it may where the ranks have agreed for long."""

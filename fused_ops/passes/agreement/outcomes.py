@@ -12,6 +12,7 @@ from typing import Any
 
 from ....kernels.device.jit.ahead import ProgramCounts, program_counts
 from ..report import Disagreement, VoteCounts
+from .votes.tally import tallies
 
 _log = logging.getLogger("weft.passes")
 _lock = threading.Lock()
@@ -50,29 +51,12 @@ class RunOutcomes:
         return self._seen[key] == 1
 
 
-class Tally:
-    """Graphs that run fused without a vote. It is counted by one thread at a time, for which nobody waits."""
-
-    __slots__ = ("ahead", "count", "seconds")
-
-    def __init__(self) -> None:
-        self.count, self.seconds, self.ahead = 0, 0.0, 0
-        with _lock:
-            _tallies.append(self)
-
-    def add(self, seconds: float, ahead: bool) -> None:
-        self.count += 1
-        self.seconds += seconds
-        self.ahead += ahead
-
-
 def _votes_so_far() -> tuple[Any, ...]:
-    counts = [(t.count, t.count, t.seconds, t.ahead) for t in _tallies]
+    counts = [(t.count, t.count, t.seconds, t.ahead) for t in tallies()]
     return tuple(map(sum, zip(_votes, *counts, strict=True)))
 
 
 _votes: list[Any] = [0, 0, 0.0, 0]  # of this process, as in ``VoteCounts``
-_tallies: list[Tally] = []  # kept for good: each is one of a group
 _all: weakref.WeakSet[RunOutcomes] = weakref.WeakSet()
 _of_process = RunOutcomes()
 

@@ -8,9 +8,9 @@ from torch.distributed import ProcessGroup
 
 from ....symm_mem import WeftError
 from ....symm_mem.heap.registry import heaps_of
-from .board import VoteBoard
 from .signature import digest
-from .vote import ABSENT, ANOTHER_GRAPH, CANNOT_FUSE, ENDED, LATE, LOCKED, NO_BOARD, PASSED_BY, Answer
+from .votes.board import VoteBoard
+from .votes.vote import ABSENT, ANOTHER_GRAPH, CANNOT_FUSE, ENDED, LATE, LOCKED, NO_BOARD, PASSED_BY, Answer
 
 
 def reason_of(answer: Answer, where: VoteBoard, what: list[str], own: str | None, deadline: float) -> str:

@@ -15,9 +15,10 @@ from test_board import Group, ask_all, make, post, stores
 from test_ranks_that_differ import compiler, gather, world
 from torch import Tensor
 from weft.fused_ops.passes import Report
-from weft.fused_ops.passes.agreement import board_file, guard
-from weft.fused_ops.passes.agreement.board import ABSENCE, VoteBoard
-from weft.fused_ops.passes.agreement.vote import ABSENT, ENDED, LATE, NO_BOARD, Answer
+from weft.fused_ops.passes.agreement import guard
+from weft.fused_ops.passes.agreement.votes import board_file
+from weft.fused_ops.passes.agreement.votes.board import ABSENCE, VoteBoard
+from weft.fused_ops.passes.agreement.votes.vote import ABSENT, ENDED, LATE, NO_BOARD, Answer
 from weft.symm_mem.backends.host import host_identity
 from weft.symm_mem.bootstrap import processes
 

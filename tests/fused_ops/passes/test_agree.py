@@ -17,7 +17,7 @@ from weft.fused_ops.passes import Entry, FusionPass
 from weft.fused_ops.passes.agreement import fallback_graph
 from weft.fused_ops.passes.agreement.fallback.run import compiling_fallback
 from weft.fused_ops.passes.agreement.guard import SIZES, GraphGuard
-from weft.fused_ops.passes.agreement.vote import GroupBackend, backend_of
+from weft.fused_ops.passes.agreement.votes.vote import GroupBackend, backend_of
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from test_board import at_once, make, stores
-from weft.fused_ops.passes.agreement import foresight, lead
-from weft.fused_ops.passes.agreement.board import VoteBoard
-from weft.fused_ops.passes.agreement.foresight import Foresight
-from weft.fused_ops.passes.agreement.vote import (
+from weft.fused_ops.passes.agreement.votes import foresight, lead
+from weft.fused_ops.passes.agreement.votes.board import VoteBoard
+from weft.fused_ops.passes.agreement.votes.foresight import Foresight
+from weft.fused_ops.passes.agreement.votes.vote import (
     AHEAD,
     ALL_AHEAD,
     ANOTHER_GRAPH,
@@ -27,7 +27,7 @@ from weft.fused_ops.passes.agreement.vote import (
     Answer,
     Vote,
 )
-from weft.fused_ops.passes.agreement.vote_rows import _RUN, ring_of, row_of
+from weft.fused_ops.passes.agreement.votes.vote_rows import _RUN, ring_of, row_of
 
 __all__ = ["stores"]  # the fixture
 

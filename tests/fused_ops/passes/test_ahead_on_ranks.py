@@ -15,7 +15,7 @@ from ranks import run_ranks
 from test_ranks_that_differ import compiler, gather, results, scatter, world
 from torch import Tensor
 from weft import symm_mem
-from weft.fused_ops.passes.agreement import foresight
+from weft.fused_ops.passes.agreement.votes import foresight
 from weft.fused_ops.passes.report import Report
 
 BLOCKS, STEPS = 4, 16

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_board import Group, at_once, stores
-from weft.fused_ops.passes.agreement import foresight
-from weft.fused_ops.passes.agreement.board import VoteBoard
-from weft.fused_ops.passes.agreement.vote import AHEAD, ALL_AHEAD, LEFT, Vote
+from weft.fused_ops.passes.agreement.votes import foresight
+from weft.fused_ops.passes.agreement.votes.board import VoteBoard
+from weft.fused_ops.passes.agreement.votes.vote import AHEAD, ALL_AHEAD, LEFT, Vote
 
 __all__ = ["stores"]  # the fixture
 

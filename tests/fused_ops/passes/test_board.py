@@ -16,10 +16,10 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 from weft import symm_mem
-from weft.fused_ops.passes.agreement import board as boards
-from weft.fused_ops.passes.agreement import board_file
-from weft.fused_ops.passes.agreement.board import VoteBoard
-from weft.fused_ops.passes.agreement.vote import (
+from weft.fused_ops.passes.agreement.votes import board as boards
+from weft.fused_ops.passes.agreement.votes import board_file
+from weft.fused_ops.passes.agreement.votes.board import VoteBoard
+from weft.fused_ops.passes.agreement.votes.vote import (
     ANOTHER_GRAPH,
     CANNOT_FUSE,
     LATE,

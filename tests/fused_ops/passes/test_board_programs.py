@@ -11,8 +11,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_board import Group, at_once, stores
-from weft.fused_ops.passes.agreement.board import VoteBoard
-from weft.fused_ops.passes.agreement.vote import Vote
+from weft.fused_ops.passes.agreement.votes.board import VoteBoard
+from weft.fused_ops.passes.agreement.votes.vote import Vote
 
 __all__ = ["stores"]  # the fixture
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from weft.fused_ops.passes import FusionPass
 from weft.fused_ops.passes.agreement import fallback_graph
-from weft.fused_ops.passes.agreement.vote import GroupBackend
+from weft.fused_ops.passes.agreement.votes.vote import GroupBackend
 from weft.fused_ops.passes.report import Report
 
 WORLD = 2

@@ -29,7 +29,7 @@ from weft.fused_ops.dispatch.plan import Plan
 from weft.fused_ops.passes import FusionPass, backend
 from weft.fused_ops.passes.agreement import fallback_graph
 from weft.fused_ops.passes.agreement.guard import GraphGuard, Voters
-from weft.fused_ops.passes.agreement.vote import GroupBackend
+from weft.fused_ops.passes.agreement.votes.vote import GroupBackend
 from weft.fused_ops.passes.kernels_ahead.call_text import is_planned, text_of_call
 from weft.fused_ops.passes.kernels_ahead.graph_kernels import (
     GraphKernels,

@@ -14,9 +14,9 @@ import weakref
 from io import FileIO
 from typing import Any
 
-from ....symm_mem import WeftError
-from ....symm_mem.backends.host import host_identity, refuse_hosts
-from ....symm_mem.bootstrap.fd_exchange import Offer, take
+from .....symm_mem import WeftError
+from .....symm_mem.backends.host import host_identity, refuse_hosts
+from .....symm_mem.bootstrap.fd_exchange import Offer, take
 from .file_lock import is_present, show_presence
 from .vote_rows import _HEADER, _PRESENT, _ROW
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup, Store
 
-from ....symm_mem import forks, get_timeout
-from ....symm_mem.bootstrap.processes import identity
-from ....symm_mem.bootstrap.store import GroupStore, StoreQuestions, peek
+from .....symm_mem import forks, get_timeout
+from .....symm_mem.bootstrap.processes import identity
+from .....symm_mem.bootstrap.store import GroupStore, StoreQuestions, peek
 from .vote import Vote
 
 WHAT = "agree on a graph"  # in errors

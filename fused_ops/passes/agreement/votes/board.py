@@ -16,7 +16,7 @@ FUSED is written for all ranks at once by the last one to post, and only over po
 for a rank by itself or by whoever sees the conflict. So ranks at one place never get different answers, however late
 one is.
 
-Where ranks have agreed for long, a rank does not wait in front of the graph that it has foreseen (``foresight``): it
+Where ranks have agreed for long, a rank does not wait in front of the graph that it has foreseen (``lead``): it
 gets FUSED alone, and promises that for the others. Who comes there with something else hears that it has left, and so
 do the others: an error, as nobody can take back what runs (``vote_rows``). Before anybody has run it, they vote.
 """
@@ -32,9 +32,9 @@ from contextlib import suppress
 
 from torch.distributed import ProcessGroup
 
-from ....symm_mem import WeftError, forks, get_timeout
-from ....symm_mem.bootstrap.processes import has_ended
-from ....symm_mem.heap.registry import has_name
+from .....symm_mem import WeftError, forks, get_timeout
+from .....symm_mem.bootstrap.processes import has_ended
+from .....symm_mem.heap.registry import has_name
 from .board_file import BoardFile
 from .board_store import WHAT, BoardStore
 from .file_lock import backoff, lock, unlock

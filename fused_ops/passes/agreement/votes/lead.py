@@ -14,10 +14,10 @@ import threading
 import time
 from typing import NamedTuple
 
-from ...dispatch.plan import unfused_calls
-from . import outcomes
+from ....dispatch.plan import unfused_calls
 from .board_file import BoardFile
 from .foresight import Foresight, Step
+from .tally import Tally
 from .vote import AHEAD, FUSED, NOTHING, Answer, Vote
 from .vote_rows import _AHEAD, _ANSWER, _RUN, ring_of, row_of, too_far
 
@@ -57,7 +57,7 @@ class Lead:
         self._others = [row_of(r) for r in range(size) if r != rank]
         self._begun = 0  # before the last graph that ran fused
         self._until = 0  # the turn before which this rank may run without the lock
-        self._tally = outcomes.Tally()
+        self._tally = Tally()
         self._answers = Answer(True, NOTHING, rank), Answer(True, AHEAD, rank)
 
     def came(self, post: Vote) -> Coming:
