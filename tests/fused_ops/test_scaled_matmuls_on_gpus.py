@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from opcommon import gather, poison, world
@@ -108,6 +110,17 @@ def test_scattered(
     kind: str, fast: bool, sizes: tuple[int, int, int], types: tuple[torch.dtype, ...]
 ) -> None:
     run_row(scatters_on_gpus, 2, kind, fast, sizes, types, device="cuda")
+
+
+@pytest.mark.parametrize("out", [BF16, F32])
+@pytest.mark.parametrize("sizes", [(300, 1040, 400), (1024, 4096, 3072)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("check", [gathers_on_gpus, scatters_on_gpus])
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (3, 4)])
+def test_more_ranks(
+    world_size: int, check: Callable[..., None], kind: str, sizes: tuple[int, int, int], out: torch.dtype
+) -> None:
+    run_row(check, world_size, kind, False, sizes, (E4M3, E4M3, out), device="cuda")
 
 
 def captured(rank: int, size: int, kind: str, algorithm: str) -> None:
