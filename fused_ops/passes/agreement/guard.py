@@ -218,24 +218,24 @@ class GraphGuard:
         Where something was fused, both ways are for as many ranks as there were. A group in which all was left alone
         goes on as without the pass.
         """
-        return {asked.name: self._look_up(asked) for asked in self._groups}
-
-    def _look_up(self, asked: GroupQuestion) -> Voters:
-        known = self._known.get(asked.name)
-        group = None if known is None else known()
-        if group is None or not has_name(group, asked.name):
-            group = resolve_group(asked.name)
-            if asked.fused and group.size() != asked.size:
-                raise ValueError(
-                    f"graph {self.name}: was made for {asked.size} ranks, group {asked.name!r} has "
-                    f"{group.size()}: after torch._dynamo.reset() it is made anew"
-                )
-            self._boards[asked.name] = weakref.ref(vote_board(group))
-            self._known[asked.name] = weakref.ref(group)
-            self._told = {told for told in self._told if told[0] != asked.name}
-            self._late.pop(asked.name, None)
-            self._why_not_fuse = None
-        return Voters(group, self._boards[asked.name]() or vote_board(group))
+        found = {}
+        for asked in self._groups:
+            known = self._known.get(asked.name)
+            group = None if known is None else known()
+            if group is None or not has_name(group, asked.name):
+                group = resolve_group(asked.name)
+                if asked.fused and group.size() != asked.size:
+                    raise ValueError(
+                        f"graph {self.name}: was made for {asked.size} ranks, group {asked.name!r} has "
+                        f"{group.size()}: after torch._dynamo.reset() it is made anew"
+                    )
+                self._boards[asked.name] = weakref.ref(vote_board(group))
+                self._known[asked.name] = weakref.ref(group)
+                self._told = {told for told in self._told if told[0] != asked.name}
+                self._late.pop(asked.name, None)
+                self._why_not_fuse = None
+            found[asked.name] = Voters(group, self._boards[asked.name]() or vote_board(group))
+        return found
 
     def _agreed(self, signature: int, voters: Mapping[str, Voters]) -> tuple[bool, bool]:
         """Whether the graph may run fused, and whether this rank did not wait for that."""

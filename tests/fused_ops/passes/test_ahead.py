@@ -81,6 +81,11 @@ def test_who_is_early_does_not_wait_and_the_others_find_what_it_ran(count: int) 
     assert ask(where[1]) == Answer(True, AHEAD, 1)
 
 
+def test_one_rank_by_itself() -> None:
+    (alone,) = met(1)
+    assert [ask(alone) for _ in range(3)] == [Answer(True, NOTHING, 0)] * 3
+
+
 def test_nobody_runs_ahead_before_the_ranks_have_agreed_often_enough() -> None:
     where = met(2, turns=4)
     assert ask(where[0], timeout=0.05) == Answer(False, LATE, 1)

@@ -21,9 +21,7 @@ from .tally import Tally
 from .vote import AHEAD, FUSED, NOTHING, Answer, Vote
 from .vote_rows import _AHEAD, _ANSWER, _RUN, ring_of, row_of, too_far
 
-_fence = (
-    threading.Lock()
-)  # to take it is a locked instruction: what was written is seen before anything is read
+_fence = threading.Lock()  # taking it is a full fence: what was written is seen before what follows is read
 
 
 class Coming(NamedTuple):
@@ -45,7 +43,7 @@ class Lead:
 
     Attributes:
         foresight: of the graphs that have run fused.
-        used: a graph has asked that may run ahead. Most programs never do, and are not looked at.
+        used: a graph has asked that may run ahead. Where none does, nothing is learned.
     """
 
     def __init__(self, rank: int, size: int, file: BoardFile, lock: threading.Lock) -> None:
@@ -95,11 +93,10 @@ class Lead:
             if turn >= self._until:
                 return None
             step, unfused = (signature, count, begun - self._begun), unfused_calls()
+            if not self.foresight.expects(step, unfused):
+                return None
             ring, graph = ring_of(turn), (begun, count, signature)
-            if (
-                not self.foresight.expects(step, unfused)
-                or self._finds(words, turn, ring, graph, needs) is None
-            ):
+            if self._finds(words, turn, ring, graph, needs) is None:
                 return None
             at = self._own + ring
             words[at], words[at + 1], words[at + 2] = graph

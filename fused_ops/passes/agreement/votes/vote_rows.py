@@ -50,7 +50,7 @@ def too_far(words: memoryview, others: Iterable[int]) -> int:
     limits = foresight.LIMITS
     if words[_AGREED] < (words[_NEEDED] or limits.trusted):
         return 0
-    return min(words[row + _RUN] for row in others) + limits.farthest
+    return min((words[row + _RUN] for row in others), default=_NEVER) + limits.farthest
 
 
 class VoteRows:
