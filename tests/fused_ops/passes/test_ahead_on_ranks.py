@@ -149,6 +149,47 @@ def test_a_rank_that_comes_with_another_graph_is_named_on_all_ranks_at_once() ->
     assert seconds < 30
 
 
+def differs_in_the_backward(rank: int, size: int) -> tuple[list[str], float, int]:
+    """By default: rank 1's forward graph communicates as the others' does, its backward graph does not."""
+    from weft.fused_ops.passes import FusionPass
+
+    def partly(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return x + scatter(gather(x.detach(), world()) @ a.sin() @ b, world())
+
+    symm_mem.set_timeout(60)
+    texts = []
+    with compiler(), trust():
+        fusion = FusionPass(fuse="always")
+        mine, other = (torch.compile(fn, options=fusion.options) for fn in (block, partly))
+        given, grad = tensors()
+        results(other, given, grad)
+        for _ in range(3 * SOON):
+            results(mine, given, grad)
+        assert not fusion.report().disagreements
+        begin = time.monotonic()
+        y = (other if rank == 1 else mine)(*given)
+        time.sleep(0.5 * rank)
+        try:
+            y.backward(grad)
+        except symm_mem.WeftError as e:
+            texts.append(str(e))
+        seconds = time.monotonic() - begin
+        symm_mem.reset()
+        ahead = fusion.report().questions.ahead
+        got, want = results(mine, given, grad), results(block, given, grad)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        return texts, seconds, fusion.report().questions.ahead - ahead
+
+
+def test_a_backward_graph_that_differs_is_named_on_all_ranks_at_once() -> None:
+    (first, seconds, ahead), (left, _, ahead_too) = run_ranks(differs_in_the_backward, 2, fresh=True)
+    (text,) = left
+    assert "rank 1 came to another graph than all ranks had run there" in text
+    (text,) = first
+    assert "waited" in text and "for rank 1: " in text and "and it has given up" in text, text
+    assert seconds < 30 and ahead == ahead_too == 0
+
+
 def test_a_rank_in_eager_mode_is_waited_for_until_the_deadline_and_named() -> None:
     (first, seconds), (left, _) = run_ranks(leaves, 2, "eager", fresh=True)
     (text,) = first
