@@ -113,10 +113,11 @@ class VoteRows:
 
     def _run(self, words: memoryview, rank: int, post: Vote, why: int) -> None:
         """The rank runs its graph fused, in this turn."""
-        at = self._row(rank) + ring_of(post.turns)
+        row = row_of(rank)
+        at = row + ring_of(post.turns)
         words[at], words[at + 1], words[at + 2] = post.graph
-        words[self._row(rank) + _RUN] = post.turns + 1
-        self._decide(words, rank, FUSED, why, rank)
+        words[row + _RUN] = post.turns + 1
+        words[row + _WHY], words[row + _PEER], words[row + _ANSWER] = why, rank, FUSED
 
     def _may_go_ahead(self, words: memoryview, rank: int, post: Vote) -> bool:
         others = [self._row(r) for r in range(self.size) if r != rank]
@@ -128,17 +129,19 @@ class VoteRows:
     def _follow(self, words: memoryview, rank: int, post: Vote) -> bool:
         """Whether others run this turn's graph fused, or have run it. Then it is this one, or comes later, or this rank
         has left."""
-        runs = [r for r in range(self.size) if words[self._row(r) + _RUN] > post.turns]
-        if not runs:
+        for first in range(self.size):
+            if words[row_of(first) + _RUN] > post.turns:
+                break
+        else:
             return False
-        at = self._row(runs[0]) + ring_of(post.turns)
+        at = row_of(first) + ring_of(post.turns)
         there = tuple(words[at : at + 3])
         if post.can_fuse and post.graph == there:
             self._run(words, rank, post, NOTHING)
         elif post.begun + post.count > there[0]:
             self._leave(words, rank, post, there[2])
         elif post.can_fuse:
-            self._decide(words, rank, PLAIN, PASSED_BY, runs[0])
+            self._decide(words, rank, PLAIN, PASSED_BY, first)
         return True
 
     def _leave(self, words: memoryview, rank: int, post: Vote, expected: int) -> None:
