@@ -353,6 +353,33 @@ def test_sequences_are_foreseen_and_ranks_meet_at_the_longest_pause(monkeypatch:
         assert sum(not f for f in sequence(seen, steps, 6, {"3": 0.1})) <= len(steps) + 6 + 9
 
 
+def test_what_never_repeats_itself_costs_little() -> None:
+    """As graphs of sizes that are new in each step, which are learned by default."""
+    compared = 0
+
+    class Counted(tuple[int, int, int]):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return super().__eq__(other)
+
+        __ne__ = object.__ne__
+        __hash__ = tuple.__hash__
+
+    seen = Foresight()
+    for i in range(5000):
+        seen.ran(Counted((i, 1, 0)), 0, 0.0, ahead=False)
+    assert compared < 5000
+    assert sequence(seen, "abc", 20, {})[30:] == [True] * 30
+
+
+@pytest.mark.parametrize("length", [1500, 2047, 2048, 2049, 3000])
+def test_long_sequences(length: int) -> None:
+    seen = Foresight()
+    foreseen = sequence(seen, "".join(map(chr, range(1000, 1000 + length))), 5, {})
+    assert (foreseen[-length:].count(False) <= 3) is (length < 2048)  # they meet in between
+
+
 def test_one_graph_again_and_again_meets_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foresight, "LIMITS", foresight.LIMITS._replace(meeting=16))
     seen = Foresight()

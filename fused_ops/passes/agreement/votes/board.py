@@ -1,10 +1,11 @@
 """Where the ranks of a group see which graph each is about to run.
 
-One page of memory that rank 0 makes and the others find through the group's store when it is there (``board_file``):
-nobody waits for its making. Every change is made under a lock of the file, so it is seen whole or not at all. A rank's
-place in the program is told by two counts that are the same on all ranks wherever these are at the same point, because
-neither needs weft on the other side: how many collectives its backend has begun in the group, and how many graphs it
-has run fused there. A rank posts a ``Vote`` and learns one of two answers:
+Memory that rank 0 makes and the others find through the group's store when it is there (``board_file``): nobody waits
+for its making. Every change is made under a lock of the file, so it is seen whole or not at all; but for what a rank
+that runs ahead writes into its own row (``lead``). A rank's place in the program is told by two counts that are the
+same on all ranks wherever these are at the same point, because neither needs weft on the other side: how many
+collectives its backend has begun in the group, and how many graphs it has run fused there. A rank posts a ``Vote`` and
+learns one of two answers:
 
 ======  ====================================================================================================
 FUSED   every rank of the group stands at the same place before a graph with the same signature, and is willing

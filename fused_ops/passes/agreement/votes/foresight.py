@@ -7,6 +7,7 @@ board, and the others compare it with theirs.
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import NamedTuple, TypeAlias
 
 # Signature, collectives in the graph, and those that the backend has begun since the fused run before.
@@ -47,6 +48,8 @@ class Foresight:
         # Of each run its step, the calls that had run unfused by then, and the pause of the host in front of it,
         # smoothed over the repetitions.
         self._runs: list[tuple[Step, int, float]] = []
+        self._places: dict[Step, deque[int]] = {}  # of each step, of the first ``_indexed`` runs
+        self._indexed = 0
         self._period = self._held = 0
         self._met = 0  # runs since all ranks were there at once
         self.last = 0.0
@@ -84,21 +87,27 @@ class Foresight:
             self._find()
         if len(runs) >= 2 * _KEPT:
             del runs[:_KEPT]
+            self._places, self._indexed = {}, 0
         self.last = time.perf_counter()
 
     def _find(self) -> None:
         """The earlier place whose past is longest the same as now."""
-        steps = [run[0] for run in self._runs]
-        now = len(steps) - 1
-        self._period = self._held = tried = 0
-        for at in range(now - 1, max(-1, now - _KEPT), -1):
-            if steps[at] != steps[now]:
-                continue
+        runs, now = self._runs, len(self._runs) - 1
+        self._period = self._held = 0
+        for at in reversed(self._earlier_places(now)):
+            if now - at >= _KEPT:  # so many are there at any time
+                return
             length = 1
-            while length < _COMPARED and length <= at and steps[at - length] == steps[now - length]:
+            while length < _COMPARED and length <= at and runs[at - length][0] == runs[now - length][0]:
                 length += 1
             if length > self._held:
                 self._period, self._held = now - at, length
-            tried += 1
-            if tried == _TRIED or length == _COMPARED:
+            if length == _COMPARED:
                 return
+
+    def _earlier_places(self, now: int) -> list[int]:
+        """Where the step was that stands ``now``, the last ``_TRIED`` times."""
+        for at in range(self._indexed, now):
+            self._places.setdefault(self._runs[at][0], deque(maxlen=_TRIED)).append(at)
+        self._indexed = now
+        return list(self._places.get(self._runs[now][0], ()))
