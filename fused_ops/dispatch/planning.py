@@ -112,7 +112,7 @@ class PlannedWorkspace:
     address = 0
     span = 1 << 40
 
-    def __init__(self, heap: PlannedHeap, kind: str, layout: Any) -> None:
+    def __init__(self, heap: PlannedHeap, layout: Any, kind: str = "") -> None:
         _here.workspace = kind
         self.heap, self.layout = heap, layout
         self.rank, self.world_size = heap.rank, heap.world_size

@@ -37,7 +37,7 @@ _GRAIN = 1 << 20  # bytes; sizes that differ by less share a workspace
 
 def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[Any], Any]) -> Workspace[Any]:
     if isinstance(heap, PlannedHeap):
-        return PlannedWorkspace(heap, kind, grown(None))  # type: ignore[return-value]
+        return PlannedWorkspace(heap, grown(None), kind)  # type: ignore[return-value]
     if kind != GROUP:  # which has one order, whoever calls
         kind += this_thread.workspaces
     key: tuple[str, int | tuple[int, int], int] = (kind, 0, 0)
