@@ -149,6 +149,36 @@ def test_a_rank_that_comes_with_another_graph_is_named_on_all_ranks_at_once() ->
     assert seconds < 30
 
 
+def breaks_its_graph_now_and_then(rank: int, size: int) -> tuple[Report, int]:
+    """By default: in every 24th step rank 0 prints in one block, where its graph ends."""
+    from weft.fused_ops.passes import FusionPass
+
+    def printing(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        rows = gather(x, world())
+        torch._dynamo.graph_break()
+        return x + scatter(rows @ a.sin() @ b, world())
+
+    noise = random.Random(rank)
+    with compiler(), trust():
+        fusion = FusionPass(fuse="always", collectives=False)
+        mine, other = (torch.compile(fn, options=fusion.options) for fn in (block, printing))
+        ahead = 0
+        for n in range(60):
+            blocks = iter([mine] * BLOCKS)
+            if n % 24 == 23:
+                ahead = fusion.report().questions.ahead  # by then
+                blocks = iter([mine, other if rank == 0 else mine, *[mine] * (BLOCKS - 2)])
+            step(lambda *args, blocks=blocks: next(blocks)(*args), noise)
+        return fusion.report(), ahead
+
+
+def test_a_rank_that_breaks_its_graph_now_and_then_has_the_others_run_unfused() -> None:
+    reports = run_ranks(breaks_its_graph_now_and_then, 2, fresh=True)
+    for report, _ in reports:
+        assert report.disagreements and all("rank" in str(d) for d in report.disagreements)
+    assert sum(ahead for _, ahead in reports) > 0, "none had run ahead when rank 0 came with another graph"
+
+
 def differs_in_the_backward(rank: int, size: int) -> tuple[list[str], float, int]:
     """By default: rank 1's forward graph communicates as the others' does, its backward graph does not."""
     from weft.fused_ops.passes import FusionPass
