@@ -12,6 +12,7 @@ COLOURS = {
     "weft": "#2b6cb0",
     "weft agree=False": "#90b8e0",
     "weft agree=ahead": "#5a9bd4",
+    "weft agree=each": "#35618f",
     "weft regather=True": "#4c2b9c",
     "plain without communication": "#d8d2c4",
 }

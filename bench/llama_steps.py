@@ -41,6 +41,11 @@ GPU_SIZES = Sizes(
 )
 CPU_SIZES = replace(SMALL, batch=1)
 SEED = 17
+AGREE: dict[str, bool | str] = {
+    "False": False,
+    "ahead": "ahead",
+    "each": "each",
+}  # behind "agree=" of a contender
 #: No contender to win against: a step takes as long if all communication is hidden.
 BOUND = "plain without communication"
 
@@ -163,7 +168,7 @@ def make_step(case: Case, contender: str, device: torch.device) -> Step:
     sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
     sizes = replace(sizes, batch=case.batch, seq=min(case.seq, sizes.seq))
     settings: dict[str, Any] = {
-        "agree": "ahead" if "agree=ahead" in contender else "agree=False" not in contender,
+        "agree": AGREE.get(contender.partition("agree=")[2], True),
         "regather": "regather=True" in contender,
     }
     fusion = FusionPass(**settings) if contender.startswith("weft") else None

@@ -104,13 +104,11 @@ def validate_factory(device: Any, dtype: Any) -> None:
 
 def reduction(reduce_op: Any, allowed: Sequence[str] = REDUCE_OPS) -> str:
     """The operation's name, also of a ``torch.distributed.ReduceOp``."""
-    if isinstance(reduce_op, ReduceOp.RedOpType) and reduce_op.name.lower() in allowed:
-        return str(reduce_op.name.lower())  # Dynamo of torch 2.11 knows the names, and does not compare
     if isinstance(reduce_op, (ReduceOp, ReduceOp.RedOpType)):
-        for name in allowed:
-            if reduce_op == getattr(ReduceOp, name.upper()):
-                return name
-        raise ValueError(f"reduce_op: is {_reduce_op_text(reduce_op)}, must be {one_of(allowed)}")
+        name = _reduce_op_name(reduce_op)
+        if name.lower() in allowed:
+            return name.lower()
+        raise ValueError(f"reduce_op: is ReduceOp.{name}, must be {one_of(allowed)}")
     if not isinstance(reduce_op, str):
         raise TypeError(f"reduce_op: is {type_text(reduce_op)}, must be {one_of(allowed)}")
     if reduce_op not in allowed:
@@ -118,9 +116,10 @@ def reduction(reduce_op: Any, allowed: Sequence[str] = REDUCE_OPS) -> str:
     return reduce_op
 
 
-def _reduce_op_text(reduce_op: Any) -> str:
-    kind = next((k for k, v in ReduceOp.RedOpType.__members__.items() if reduce_op == v), "another one")
-    return f"ReduceOp.{kind}"
+def _reduce_op_name(reduce_op: Any) -> str:
+    if isinstance(reduce_op, ReduceOp.RedOpType):
+        return str(reduce_op.name)  # Dynamo of torch 2.11 knows the names, and does not compare
+    return next((k for k, v in ReduceOp.RedOpType.__members__.items() if reduce_op == v), "another one")
 
 
 def number(name: str, value: Any) -> None:

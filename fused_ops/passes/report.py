@@ -207,16 +207,16 @@ class HeapUse(NamedTuple):
 
     Attributes:
         calls: of which the plans are known.
-        bytes: that they need. Calls around matmuls share one workspace, all-reduces another.
+        shared: bytes that they need. Calls around matmuls share one workspace, all-reduces another.
         apart: bytes that they would need if each had its own.
     """
 
     calls: int = 0
-    bytes: int = 0
+    shared: int = 0
     apart: int = 0
 
     def __str__(self) -> str:
-        shared, apart = (f"{size / 2**20:.3g} MiB" for size in (self.bytes, self.apart))
+        shared, apart = (f"{size / 2**20:.3g} MiB" for size in (self.shared, self.apart))
         return f"heap: {shared} that {self.calls} calls share; {apart} if each had its own"
 
 

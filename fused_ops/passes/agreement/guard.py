@@ -138,13 +138,12 @@ class GraphGuard:
         self._rounds = [*fused, *fused[-2::-1]]
         # Not where the answer of one group's ranks depends on another's.
         self._ahead: int = data["ahead"] if len(self._rounds) < 2 else NONE_AHEAD
-        self._backward = backward
         self._needs = BACKWARDS_AHEAD if backward else ALL_AHEAD
         self._known: dict[str, weakref.ref[ProcessGroup]] = {}
         self._boards: dict[str, weakref.ref[VoteBoard]] = {}  # of the known groups
         self._told: set[tuple[str, int]] = set()
         self._late: dict[str, tuple[int, Vote]] = {}
-        # Set while the graph has run fused the last time: then it may run so without asking.
+        # Whom it asked when it last ran, if it ran fused: it may do so again without asking.
         self._led: tuple[weakref.ref[ProcessGroup], weakref.ref[Lead]] | None = None
         self._why_not_fuse: str | None = None
         self._kernels: KernelsOnTheirWay | None = KernelsOnTheirWay(data["calls"])
@@ -164,8 +163,8 @@ class GraphGuard:
 
         Raises:
             ValueError: a group in which something was fused has another number of ranks than the graph was made for.
-        WeftError: this rank or another one has not come to the graph that others have run ahead of it; all ranks of
-            the group raise it.
+            WeftError: this rank or another one has not come to the graph that others have run ahead of it; all ranks of
+                the group raise it.
         """
         return self._leads(sizes) or self._asks(sizes)
 
@@ -270,9 +269,7 @@ class GraphGuard:
             where.tell(signature, json.dumps(self._what))
             self._told.add((asked.name, signature))
         while True:
-            post = Vote(
-                where.turns, begun(group), asked.count, signature, can_fuse, self._ahead, self._backward
-            )
+            post = Vote(where.turns, begun(group), asked.count, signature, can_fuse, self._ahead, self._needs)
             answer = where.ask(post, lambda: _vote_deadline(asked.name))
             if answer.why != LEFT:
                 break

@@ -44,11 +44,11 @@ def post(
     *,
     can_fuse: bool = True,
     ahead: int = ALL_AHEAD,
-    backward: bool = False,
+    needs: int = ALL_AHEAD,
     begun: int = 0,
     count: int = 2,
 ) -> Vote:
-    return Vote(where.turns, begun, count, signature, can_fuse, ahead, backward)
+    return Vote(where.turns, begun, count, signature, can_fuse, ahead, needs)
 
 
 def ask(where: VoteBoard, signature: int = 7, *, timeout: float = 10.0, **named: int) -> Answer:
@@ -201,7 +201,7 @@ def test_nobody_runs_ahead_of_a_rank_that_wants_to_wait() -> None:
 
 def test_ranks_run_ahead_at_backward_graphs_alone() -> None:
     where = make(2)
-    forward, backward = (partial(ask, ahead=BACKWARDS_AHEAD, backward=b) for b in (False, True))
+    forward, backward = (partial(ask, ahead=BACKWARDS_AHEAD, needs=n) for n in (ALL_AHEAD, BACKWARDS_AHEAD))
     for _ in range(8):
         for graph in (forward, partial(backward, signature=8)):
             assert all(a.fused for a in at_once(*(partial(graph, b) for b in where)))
@@ -277,12 +277,8 @@ def test_who_waits_follows_one_that_runs_ahead() -> None:
     assert not answers
     turn = where[1].turns
     at = row_of(1) + ring_of(turn)
-    words[at], words[at + 1], words[at + 2], words[row_of(1) + _RUN] = (
-        0,
-        2,
-        7,
-        turn + 1,
-    )  # as ``Lead.run`` does
+    words[at], words[at + 1], words[at + 2] = 0, 2, 7  # as ``Lead.run`` does
+    words[row_of(1) + _RUN] = turn + 1
     waiting.join(10)
     assert answers == [Answer(True, NOTHING, 0)]
 

@@ -301,7 +301,7 @@ def test_the_report_says_what_calls_share_of_the_heap(machine: Machine) -> None:
         most[plan.workspace] = max(plan.workspace_bytes, most.get(plan.workspace, 0))
     assert most.keys() >= {"matmul", "all_reduce"}
     apart = sum(plan.workspace_bytes for plan in plans)
-    assert report.heap == (len(plans), sum(most.values()), apart) and apart > 3 * report.heap.bytes
+    assert report.heap == (len(plans), sum(most.values()), apart) and apart > 3 * report.heap.shared
     assert f"that {len(plans)} calls share" in str(report)
 
 

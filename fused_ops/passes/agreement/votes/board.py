@@ -73,6 +73,7 @@ from .vote_rows import (
     _TURNS,
     _WHY,
     VoteRows,
+    row_of,
 )
 
 __all__ = ["_KEPT", "VoteBoard", "vote_board"]
@@ -86,7 +87,7 @@ class VoteBoard(BoardStore, VoteRows):
         super().__init__(group)
         self.connected = False  # the group's backend can be captured
         self._file = BoardFile(self.rank, self.size)
-        self._own = self._row(self.rank)
+        self._own = row_of(self.rank)
         # Ranks that were waited for in vain, and how often they had voted by then.
         self._absent: dict[int, int] = {}
         self._shut = False  # the lock was waited for in vain, and has not been had since
@@ -119,7 +120,7 @@ class VoteBoard(BoardStore, VoteRows):
             if (note := self._note(peer)) is None:
                 continue
             with suppress(WeftError), self._lock(lambda: get_timeout(self._name)) as words:
-                if not words[self._row(peer) + _POSTS]:
+                if not words[row_of(peer) + _POSTS]:
                     self._post(words, peer, note)
 
     def attached(self) -> bool:
@@ -149,10 +150,10 @@ class VoteBoard(BoardStore, VoteRows):
         """What stands behind the signature that ``rank`` posted last."""
         if self._words is None:
             return None
-        return self.said(self._words[self._row(rank) + _SIGNATURE])
+        return self.said(self._words[row_of(rank) + _SIGNATURE])
 
     def _votes(self, rank: int) -> int:
-        return 0 if self._words is None else self._words[self._row(rank) + _POSTS]
+        return 0 if self._words is None else self._words[row_of(rank) + _POSTS]
 
     def absent(self) -> int | None:
         """A rank that has not voted since it was waited for in vain: it runs its program in eager mode, say."""
@@ -206,22 +207,14 @@ class VoteBoard(BoardStore, VoteRows):
         return None
 
     def _ask(self, post: Vote, patience: _Patience) -> Answer:
-        coming, foreseen, lead = None, False, self.lead
-        if post.leads or lead.used:
-            lead.used = True
-            coming = lead.came(post)
-            foreseen = lead.foresees(post, coming)
-        lead.stop()
-        answer = self._answer_to(post, foreseen, patience)
-        words = self._words
+        coming = self.lead.came(post)
+        answer = self._answer_to(post, coming is not None and coming.foreseen, patience)
         if answer.why == LEFT:
+            words = self._words
             assert words is not None
             self._leaves, words[self._own + _RUN] = words[_LEAVES], words[_GO_ON]
         if coming is not None:
-            if answer.fused:
-                lead.ran(post, coming, answer.why)
-            if words is not None:
-                lead.go_on(words)
+            self.lead.answered(coming, answer)
         return answer
 
     def _answer_to(self, post: Vote, foreseen: bool, patience: _Patience) -> Answer:
@@ -247,17 +240,18 @@ class VoteBoard(BoardStore, VoteRows):
             look = next(waits)
             in_vain = look and not self._all_see()
             ended = self._ended() if look else None
-            overtaken = self._most(self._words) > post.turns  # type: ignore[arg-type]
-            if overtaken or patience.over() or in_vain or ended is not None:
+            gives_up = patience.over() or in_vain or ended is not None
+            if gives_up or self._most(self._words) > post.turns:  # type: ignore[arg-type]
                 with self._lock(patience.timeout) as words:
+                    if words[self._own + _ANSWER] != UNDECIDED or self._follow(words, self.rank, post):
+                        continue  # one that runs ahead has come meanwhile
+                    if not gives_up:
+                        continue
                     absent = self.absent()
                     late = (LATE, self._missing(words, post)) if absent is None else (ABSENT, absent)
                     late = late if ended is None else (ENDED, ended)
                     why = late if self._blind is None or not in_vain else (NO_BOARD, self._blind[0])
-                    if words[self._own + _ANSWER] != UNDECIDED or self._follow(words, self.rank, post):
-                        continue  # one that runs ahead has come meanwhile
-                    if patience.over() or in_vain or ended is not None:
-                        self._take_back(words, *why)
+                    self._take_back(words, *why)
         return answer
 
     def left(self) -> tuple[int, str | None, str | None]:
@@ -275,7 +269,7 @@ class VoteBoard(BoardStore, VoteRows):
 
     def _take_back(self, words: memoryview, why: int, peer: int) -> None:
         """This rank's post, unless there is an answer to it."""
-        if words[self._row(self.rank) + _ANSWER] == UNDECIDED:
+        if words[self._own + _ANSWER] == UNDECIDED:
             self._decide(words, self.rank, PLAIN, why, peer)
             self._spread(words)
 
@@ -284,7 +278,7 @@ class VoteBoard(BoardStore, VoteRows):
         words = self._words
         if words is None:
             return None
-        row = self._row(peer)
+        row = row_of(peer)
         if post.digest in words[row + _HISTORY : row + _RING].tolist():
             return True
         past = words[row + _POSTS] and (words[row + _TURNS], words[row + _BEGUN]) > (post.turns, post.begun)

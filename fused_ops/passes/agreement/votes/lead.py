@@ -28,14 +28,18 @@ class Coming(NamedTuple):
     """The graph that a rank has come to.
 
     Attributes:
+        post: what it asks.
         step: what ``Foresight`` knows it by.
         unfused: as in ``Foresight``.
         now: when it came.
+        foreseen: it comes next, and may run before all ranks have come to it.
     """
 
+    post: Vote
     step: Step
     unfused: int
     now: float
+    foreseen: bool
 
 
 class Lead:
@@ -43,41 +47,43 @@ class Lead:
 
     Attributes:
         foresight: of the graphs that have run fused.
-        used: a graph has asked that may run ahead. Where none does, nothing is learned.
     """
 
     def __init__(self, rank: int, size: int, file: BoardFile, lock: threading.Lock) -> None:
         """``file``: has the board's words. ``lock``: for the threads of this rank."""
         self.foresight = Foresight()
-        self.used = False
         self._file, self._lock = file, lock
         self._own = row_of(rank)
         self._others = [row_of(r) for r in range(size) if r != rank]
+        self._learns = False  # a graph has asked that may run ahead
         self._begun = 0  # before the last graph that ran fused
         self._until = 0  # the turn before which this rank may run without the lock
         self._tally = Tally()
         self._answers = Answer(True, NOTHING, rank), Answer(True, AHEAD, rank)
 
-    def came(self, post: Vote) -> Coming:
-        """To be asked before this rank waits for others."""
-        step = post.signature, post.count, post.begun - self._begun
-        return Coming(step, unfused_calls(), time.perf_counter())
+    def came(self, post: Vote) -> Coming | None:
+        """To be asked before this rank waits for others; until ``answered`` it runs nothing without the lock.
 
-    def foresees(self, post: Vote, coming: Coming) -> bool:
-        """Whether this graph comes next, and may run before all ranks have come to it."""
-        return post.leads and self.foresight.expects(coming.step, coming.unfused)
+        None where no graph has asked yet that may run ahead: then nothing is learned.
+        """
+        self.stop()
+        self._learns = self._learns or post.leads
+        if not self._learns:
+            return None
+        step, unfused = (post.signature, post.count, post.begun - self._begun), unfused_calls()
+        foreseen = post.leads and self.foresight.expects(step, unfused)
+        return Coming(post, step, unfused, time.perf_counter(), foreseen)
 
-    def ran(self, post: Vote, coming: Coming, why: int) -> None:
-        """A fused run that the board has allowed."""
-        self._begun = post.begun
-        self.foresight.ran(*coming, ahead=why == AHEAD)
-
-    def go_on(self, words: memoryview) -> None:
+    def answered(self, coming: Coming, answer: Answer) -> None:
         """From now on this rank may run without the lock, as far as ranks may run ahead by now."""
-        self._until = too_far(words, self._others)
+        if answer.fused:
+            self._begun = coming.post.begun
+            self.foresight.ran(coming.step, coming.unfused, coming.now, ahead=answer.why == AHEAD)
+        if (words := self._file.words) is not None:
+            self._until = too_far(words, self._others)
 
     def stop(self) -> None:
-        """Until ``go_on`` this rank may not."""
+        """This rank runs nothing without the lock any more."""
         self._until = 0
 
     def run(self, signature: int, count: int, begun: int, needs: int) -> Answer | None:

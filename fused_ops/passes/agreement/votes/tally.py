@@ -6,7 +6,7 @@ import threading
 
 
 class Tally:
-    """Of one group. Counted by one thread at a time, which waits for nobody."""
+    """Of one group, by one thread at a time, so that counting takes no lock."""
 
     __slots__ = ("ahead", "count", "seconds")
 

@@ -11,8 +11,6 @@ UNDECIDED, FUSED, PLAIN = range(3)
 NOTHING, CANNOT_FUSE, ANOTHER_GRAPH, PASSED_BY, LATE, NO_BOARD, LOCKED, ABSENT, ENDED = range(9)
 #: Why FUSED: ahead of other ranks. Why there is no answer any more: ``peer`` has left what others had run ahead of it.
 AHEAD, LEFT = 9, 10
-
-
 #: Which graphs a rank may run before all ranks have come to them.
 NONE_AHEAD, BACKWARDS_AHEAD, ALL_AHEAD = range(3)
 
@@ -27,7 +25,7 @@ class Vote(NamedTuple):
         signature: 64 bits; equal for graphs that communicate alike when fused.
         can_fuse: whether the rank could run it fused.
         ahead: which graphs ranks may run fused before all have come, one of ``NONE_AHEAD`` and its like.
-        backward: whether this is a backward graph.
+        needs: what all ranks must allow before this graph may.
     """
 
     turns: int
@@ -36,17 +34,12 @@ class Vote(NamedTuple):
     signature: int
     can_fuse: bool
     ahead: int = NONE_AHEAD
-    backward: bool = False
+    needs: int = ALL_AHEAD
 
     @property
     def leads(self) -> bool:
         """Whether the rank may run this graph fused before all have come."""
         return self.can_fuse and self.ahead >= self.needs
-
-    @property
-    def needs(self) -> int:
-        """What all ranks must allow for that."""
-        return BACKWARDS_AHEAD if self.backward else ALL_AHEAD
 
     @property
     def graph(self) -> tuple[int, int, int]:

@@ -59,14 +59,12 @@ class VoteRows:
     rank: int
     size: int
 
-    _row = staticmethod(row_of)
-
     def _most(self, words: memoryview) -> int:
         """Graphs that any rank has run fused."""
-        return max(words[self._row(rank) + _RUN] for rank in range(self.size))
+        return max(words[row_of(rank) + _RUN] for rank in range(self.size))
 
     def _decide(self, words: memoryview, rank: int, answer: int, why: int, peer: int) -> None:
-        row = self._row(rank)
+        row = row_of(rank)
         words[row + _WHY], words[row + _PEER] = why, peer
         words[row + _ANSWER] = answer
         if answer == PLAIN and words[row + _CAN_FUSE] and words[_DIFFERED] != words[row + _TURNS] + 1:
@@ -75,7 +73,7 @@ class VoteRows:
 
     def _post(self, words: memoryview, rank: int, post: Vote, foreseen: bool = False) -> None:
         """``foreseen``: this rank need not wait for the others if they all allow that."""
-        row = self._row(rank)
+        row = row_of(rank)
         words[row + _ANSWER] = UNDECIDED
         words[row + _TURNS], words[row + _BEGUN], words[row + _COUNT], words[row + _SIGNATURE] = post[:4]
         words[row + _CAN_FUSE], words[row + _AHEAD] = int(post.can_fuse), post.ahead
@@ -120,7 +118,7 @@ class VoteRows:
         words[row + _WHY], words[row + _PEER], words[row + _ANSWER] = why, rank, FUSED
 
     def _may_go_ahead(self, words: memoryview, rank: int, post: Vote) -> bool:
-        others = [self._row(r) for r in range(self.size) if r != rank]
+        others = [row_of(r) for r in range(self.size) if r != rank]
         # One that waits has not foreseen what this rank has: let them meet.
         return post.turns < too_far(words, others) and all(
             words[row + _AHEAD] >= post.needs and words[row + _ANSWER] != UNDECIDED for row in others
@@ -152,7 +150,7 @@ class VoteRows:
         words[_AGREED], words[_NEEDED] = 0, _NEVER
         words[_GO_ON] = self._most(words)
         for each in range(self.size):
-            if each == rank or words[self._row(each) + _ANSWER] == UNDECIDED:
+            if each == rank or words[row_of(each) + _ANSWER] == UNDECIDED:
                 self._decide(words, each, PLAIN, LEFT, rank)
 
     @staticmethod
@@ -161,7 +159,7 @@ class VoteRows:
 
     def _meet(self, words: memoryview, rank: int, post: Vote, peer: int) -> None:
         """What the peer's last post says about this one, and the other way round."""
-        row, own = self._row(peer), self._row(rank)
+        row, own = row_of(peer), row_of(rank)
         if not words[row + _POSTS] or words[row + _ANSWER] == FUSED:
             return  # it has not come yet
         turns, begun, count, signature = self._post_of(words, row)
@@ -186,7 +184,7 @@ class VoteRows:
 
     def _spread(self, words: memoryview) -> None:
         """Equal posts have the same answer."""
-        rows = [self._row(r) for r in range(self.size) if words[self._row(r) + _POSTS]]
+        rows = [row_of(r) for r in range(self.size) if words[row_of(r) + _POSTS]]
         plain = {self._post_of(words, r): r for r in rows if words[r + _ANSWER] == PLAIN}
         for row in rows if plain else ():
             source = plain.get(self._post_of(words, row))
@@ -197,7 +195,7 @@ class VoteRows:
     def _missing(self, words: memoryview, post: Vote) -> int:
         mine = post[:4]
         for rank in range(self.size):
-            row = self._row(rank)
+            row = row_of(rank)
             # Not here, or left again.
             if self._post_of(words, row) != mine or words[row + _ANSWER] != UNDECIDED:
                 return rank
