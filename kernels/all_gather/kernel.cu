@@ -9,8 +9,8 @@
 #include "collective/exact.cuh"
 #include "collective/slices.cuh"
 
-#if !defined(WORKERS) || !defined(AT_ONCE) || !defined(SENT_AT_ONCE)
-#error "WORKERS, AT_ONCE, SENT_AT_ONCE: threads of a block of rounds that send, vectors that each takes and loads at once"
+#if !defined(WORKERS) || !defined(AT_ONCE)
+#error "WORKERS, AT_ONCE: threads of a block of rounds that send, and vectors that each takes at once"
 #endif
 
 namespace {
@@ -27,17 +27,14 @@ struct Params {
     u32 room;  // slots of a sender that data takes in one epoch
 };
 
-template <bool WHOLE, int SENT>
+template <bool WHOLE>
 struct Steps {
+    static constexpr u32 TRIPS = 1;
     const Params& p;
-    uint4 next[SENT];  // of x, loaded ahead
+    uint4 next;  // of x, loaded ahead
 
-    __device__ __forceinline__ void load(const ThreadShare& s, u32 end, u32 threads) {
-#pragma unroll
-        for (u32 k = 0; k < SENT; ++k) {
-            const u32 at = s.at + k * gridDim.x * threads;
-            if (at < end) next[k] = weft::SliceVector<WHOLE>(p.x, at).load(0);
-        }
+    __device__ __forceinline__ void load(const ThreadShare& s, u32 end, u32) {
+        if (s.at < end) next = weft::SliceVector<WHOLE>(p.x, s.at).load(0);
     }
 
     __device__ __forceinline__ void store(int src, u32 at, const uint4& v) const {
@@ -47,20 +44,12 @@ struct Steps {
     __device__ __forceinline__ void send(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) {
         const weft::ExactEpoch exact{epoch, p.room};
         while (s.at < end) {
-#pragma unroll
-            for (u32 k = 0; k < SENT; ++k) {
-                const u32 at = s.at + k * gridDim.x * threads;
-                if (at >= end) break;
-                exact.send_to_all(s.index + k * threads, next[k]);
-                store(RANK, at, next[k]);
-            }
-            s.skip(threads, SENT);
+            exact.send_to_all(s.index, next);
+            store(RANK, s.at, next);
+            s.skip(threads);
             load(s, end, threads);
         }
     }
-
-    template <int COUNT>
-    __device__ __forceinline__ void answer(const Epoch&, const ThreadShare&, u32, u32) const {}
 
     template <int COUNT>
     __device__ __forceinline__ void receive(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) const {
@@ -92,14 +81,14 @@ struct Steps {
 template <bool WHOLE>
 __device__ __forceinline__ void gather(const Params& p) {
     weft::begin();
-    Steps<WHOLE, 1> steps{p};
+    Steps<WHOLE> steps{p};
     weft::in_one_epoch(p.slots, p.vectors, steps);
 }
 
 template <bool WHOLE>
 __device__ __forceinline__ void gather_in_rounds(const Params& p) {
     weft::begin();
-    Steps<WHOLE, SENT_AT_ONCE> steps{p};
+    Steps<WHOLE> steps{p};
     weft::in_rounds<AT_ONCE>(p.slots, p.vectors, p.room, steps);
 }
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ..device.collective.rounds import epochs_of, goes_by_rounds, rounds_threads
 from ..device.comm import ll_exchange
 from ..device.comm.exchange_time import all_reduce_time_us
-from ..device.comm.ll_exchange import BLOCKS, THREADS, VECTOR, WARP, ExchangeLayout, at_once, up, workers
+from ..device.comm.ll_exchange import BLOCKS, THREADS, VECTOR, WARP, ExchangeLayout, up
 
 FORMS = ("one_shot", "two_shot")
 MAX_BYTES = 16 << 20  #: of the input in one epoch of the slots; two_shot takes more in several epochs
@@ -77,7 +78,7 @@ def all_reduce_layout(nbytes: int, world_size: int, config: AllReduceConfig) -> 
     """A workspace that takes an input of ``nbytes`` in one epoch if it is not above MAX_BYTES; else in several."""
     vectors = -(-min(nbytes, MAX_BYTES) // (VECTOR * _parts(config, world_size)))
     slots = ll_exchange.slots_for(vectors, config.blocks, config.threads)
-    return ExchangeLayout(world_size, up(slots * _epochs(config), 2 * WARP), config.blocks)
+    return ExchangeLayout(world_size, up(slots * _epochs(config), 2 * WARP * _epochs(config)), config.blocks)
 
 
 def vectors(layout: ExchangeLayout, config: AllReduceConfig) -> int:
@@ -112,11 +113,11 @@ def launch(count: int, layout: ExchangeLayout, config: AllReduceConfig) -> AllRe
         raise ValueError(f"workspace: is for {layout.blocks} blocks, must be for {config.blocks}")
     world_size, most = layout.world_size, vectors(layout, config)
     blocks, threads = all_reduce_grid(count, layout, config)
-    if config.form == "two_shot" and count > min(most, at_once(world_size) * blocks * threads):
-        threads = min(threads, workers(world_size))
-        one_epoch = layout.slots // _epochs(config) // threads * threads * blocks
-        with_credit_warp = threads + WARP
-        return AllReduceLaunch("two_shot_rounds", blocks, with_credit_warp, -(-count // one_epoch))
+    if config.form == "two_shot" and (count > most or goes_by_rounds(count, world_size, blocks, threads)):
+        room = layout.slots // _epochs(config)
+        threads = rounds_threads(world_size, threads, room)
+        epochs = epochs_of(count, world_size, blocks, threads, room)
+        return AllReduceLaunch("two_shot_rounds", blocks, threads + WARP, epochs)
     if count > most:
         raise ValueError(f"numel: is {count} vectors, must be at most {most} in one_shot")
     return AllReduceLaunch(config.form, blocks, threads)

@@ -201,6 +201,7 @@ __device__ __forceinline__ void two_shot_of(const Params& p) {
 // What rounds.cuh asks for.
 template <bool WHOLE>
 struct Steps : TwoShot<WHOLE> {
+    static constexpr u32 TRIPS = 2;
     using TwoShot<WHOLE>::TwoShot;
 
     __device__ __forceinline__ void load(const ThreadShare& s, u32 end, u32) {

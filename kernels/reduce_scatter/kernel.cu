@@ -14,8 +14,8 @@
 #ifndef REDUCE
 #error "REDUCE: sum, avg, max or min"
 #endif
-#if !defined(WORKERS) || !defined(AT_ONCE) || !defined(SENT_AT_ONCE)
-#error "WORKERS, AT_ONCE, SENT_AT_ONCE: threads of a block of rounds that send, vectors that each takes and loads at once"
+#if !defined(WORKERS) || !defined(AT_ONCE)
+#error "WORKERS, AT_ONCE: threads of a block of rounds that send, and vectors that each takes at once"
 #endif
 
 namespace {
@@ -33,10 +33,11 @@ struct Params {
     u32 room;  // slots of a sender in one epoch
 };
 
-template <bool WHOLE, int SENT>
+template <bool WHOLE>
 struct Steps {
+    static constexpr u32 TRIPS = 1;
     const Params& p;
-    weft::Parts parts[SENT];  // loaded ahead
+    weft::Parts next;  // loaded ahead
 
     __device__ __forceinline__ explicit Steps(const Params& params) : p(params) {}
 
@@ -44,24 +45,14 @@ struct Steps {
         return weft::SliceVector<WHOLE>(p.x, at).load(part);
     }
 
-    __device__ __forceinline__ void load(const ThreadShare& s, u32 end, u32 threads) {
-#pragma unroll
-        for (u32 k = 0; k < SENT; ++k) {
-            const u32 at = s.at + k * gridDim.x * threads;
-            if (at < end) parts[k].load_all([&](int part, u32 i) { return load_part(part, i); }, at);
-        }
+    __device__ __forceinline__ void load(const ThreadShare& s, u32 end, u32) {
+        if (s.at < end) next.load_all([&](int part, u32 at) { return load_part(part, at); }, s.at);
     }
 
     __device__ __forceinline__ void send(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) {
         while (s.at < end) {
-#pragma unroll
-            for (u32 k = 0; k < SENT; ++k) {
-                ThreadShare at = s;
-                at.skip(threads, k);
-                if (at.at >= end) break;
-                parts[k].send_all([&](int part, u32 i) { return load_part(part, i); }, epoch, at);
-            }
-            s.skip(threads, SENT);
+            next.send_all([&](int part, u32 at) { return load_part(part, at); }, epoch, s);
+            s.skip(threads);
             load(s, end, threads);
         }
     }
@@ -69,9 +60,6 @@ struct Steps {
     __device__ __forceinline__ void store(u32 at, const weft::Numbers& total) const {
         weft::SliceVector<WHOLE>(p.out, at).store(0, total.rounded());
     }
-
-    template <int COUNT>
-    __device__ __forceinline__ void answer(const Epoch&, const ThreadShare&, u32, u32) const {}
 
     template <int COUNT>
     __device__ __forceinline__ void receive(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) const {
@@ -103,14 +91,14 @@ struct Steps {
 template <bool WHOLE>
 __device__ __forceinline__ void scatter(const Params& p) {
     weft::begin();
-    Steps<WHOLE, 1> steps(p);
+    Steps<WHOLE> steps(p);
     weft::in_one_epoch(p.slots, p.vectors, steps);
 }
 
 template <bool WHOLE>
 __device__ __forceinline__ void scatter_in_rounds(const Params& p) {
     weft::begin();
-    Steps<WHOLE, SENT_AT_ONCE> steps(p);
+    Steps<WHOLE> steps(p);
     weft::in_rounds<AT_ONCE>(p.slots, p.vectors, p.room, steps);
 }
 

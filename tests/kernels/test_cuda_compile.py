@@ -114,13 +114,6 @@ PROGRAMS: dict[str, Program] = {
         f"alone_gather-{size}-bytes": all_gather_kernel.all_gather_program(size, size - 1)
         for size in ONE_SHOT
     },
-    **{
-        f"alone_gather-{size}-sent_at_once": Program(
-            all_gather_kernel.SOURCE,
-            defines=all_gather_kernel.all_gather_defines(size) | {"RANK": 1, "SENT_AT_ONCE": 8 // size},
-        )
-        for size in (2, 4)
-    },
     "alone_gather-4-early": all_gather_kernel.all_gather_program(4, 3, dependent=True),
     **{
         f"alone_scatter-{size}-{dtype}-{reduce_op}": reduce_scatter_kernel.reduce_scatter_program(

@@ -225,6 +225,14 @@ class Ranks:
     def run(self, seed: int) -> None:
         self.run_late(seed, -1, 0)
 
+    def ends(self, seed: int) -> bool:
+        """Whether all launches do; else threads of a block wait for each other."""
+        try:
+            self.run(seed)
+        except AssertionError:
+            return False
+        return True
+
     def run_late(self, seed: int, late: int, turns: int) -> list[list[bool]]:
         """Rank ``late`` begins when the others have had so many turns of a fiber, or are at their end.
 

@@ -18,7 +18,7 @@ from weft.kernels.all_gather import cuda_kernel as all_gather_kernel
 from weft.kernels.all_gather.configs import choose_all_gather
 from weft.kernels.device.collective.launch import CollectiveLauncher, CollectiveParams, SlicesProblem
 from weft.kernels.device.collective.rounds import RoundsConfig, epoch_of, rounds_launch, rounds_layout
-from weft.kernels.device.comm.ll_exchange import BLOCKS, VECTOR, ExchangeLayout, at_once
+from weft.kernels.device.comm.ll_exchange import BLOCKS, VECTOR, ExchangeLayout, at_once, workers
 from weft.kernels.reduce_scatter import cuda_kernel as reduce_scatter_kernel
 from weft.kernels.reduce_scatter.configs import choose_reduce_scatter
 from weft.symm_mem.failure.fault import Fault
@@ -42,8 +42,6 @@ def compiled(
     else:
         source = reduce_scatter_kernel.SOURCE
         defines = reduce_scatter_kernel.reduce_scatter_defines(world_size, dtype, reduce_op)
-    if world_size % 2 == 0:
-        defines["SENT_AT_ONCE"] = at_once(world_size)
     return build(folder, source, KERNELS, CollectiveParams, defines, instead=instead)
 
 
@@ -185,7 +183,8 @@ def test_reduce_scatters_of_changing_size(
 
 
 MISTAKES = {
-    "buffer": ("epoch.begin(++number)", "epoch.begin(number += 2)"),
+    "buffer": ("++epoch;\n", "epoch += 2;\n"),
+    "slots-not-from-the-first": ("share.index -= all.of_epoch * all.slots;", ""),
     "beginning-unsaid": ("say(epoch - 1);\n        for", "for"),
     "not-heard": ("hear(epoch - 1);\n            barrier_arrive", "barrier_arrive"),
     "said-early": (
@@ -218,8 +217,8 @@ def test_many_epochs_in_a_launch(tmp_path: Path, mistake: str | None) -> None:
             for rank in range(2):
                 Case(ranks, 1, n, torch.uint8, config, 2000).launch(rank, xs[rank], outs[rank], True)
             calls.append((xs, outs))
-        ranks.run(seed)
-        right = all(torch.equal(out, torch.cat(xs)) for xs, outs in calls for out in outs)
+        ended = ranks.ends(seed)
+        right = ended and all(torch.equal(out, torch.cat(xs)) for xs, outs in calls for out in outs)
         wrong += not right or bool(ranks.records.any()) or not ranks.slots_are_empty()
         if wrong and mistake is not None:
             break
@@ -229,10 +228,10 @@ def test_many_epochs_in_a_launch(tmp_path: Path, mistake: str | None) -> None:
 @pytest.mark.parametrize("gathers", [True, False])
 def test_nothing_is_sent_to_slots_that_are_not_known_to_be_empty(tmp_path: Path, gathers: bool) -> None:
     """Three epochs in a launch of rank 0: all that it takes comes, but rank 1 does not say that it has emptied any."""
-    layout = ExchangeLayout(2, 64)
+    layout = ExchangeLayout(2, 128)
     ranks = Ranks(compiled(tmp_path, 2, gathers, dtype="float32"), layout)
-    config = RoundsConfig(32, 1, 32, gathers)
-    part = 4 * 32  # elements, in an epoch
+    config = RoundsConfig(64, 1, 32, gathers)
+    part = 4 * 64  # elements, in an epoch
     x = torch.cat([torch.full((part,), float(epoch)) for epoch in (10, 20, 30)])
     case = Case(ranks, 1, 3 * part, torch.float32, config, 50)
     given, out = (x if gathers else x.repeat(2)), x.new_empty(6 * part)
@@ -251,7 +250,7 @@ def test_nothing_is_sent_to_slots_that_are_not_known_to_be_empty(tmp_path: Path,
 @pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("gathers", [True, False])
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path, gathers: bool, rounds: bool) -> None:
-    ranks = Ranks(compiled(tmp_path, 3, gathers, dtype="float32"), ExchangeLayout(3, 64))
+    ranks = Ranks(compiled(tmp_path, 3, gathers, dtype="float32"), ExchangeLayout(3, 128))
     n = 900 if rounds else 64
     xs = [torch.randn(n if gathers else 3 * n) for _ in range(3)]
     outs = [torch.empty(3 * n if gathers else n) for _ in range(3)]
@@ -296,10 +295,13 @@ def test_the_layout_takes_what_it_was_made_for(choose: object, num_sms: int) -> 
             launch = rounds_launch(count, layout, config)
             assert launch.blocks <= num_sms and (launch.blocks - 1) * 32 < count
             assert launch.room + (launch.room // 4 if config.exact else 0) <= layout.slots
-            assert (launch.kernel == "one_shot") == (launch.epochs == 1)
-            assert (launch.epochs == 1) == (count <= epoch_of(world_size)), (
-                "an epoch takes what it is made for"
-            )
+            chunk = at_once(world_size) * config.blocks * workers(world_size)
+            assert (launch.kernel == "rounds") == (count > min(2 * chunk, epoch_of(world_size)))
+            if config.blocks == BLOCKS:
+                assert launch.epochs <= -(-count // epoch_of(world_size)), (
+                    "an epoch takes what it is made for"
+                )
+            assert launch.kernel == "rounds" or launch.epochs == 1
             # A workspace that others have made larger is used alike.
             larger = ExchangeLayout(world_size, 4 * layout.slots, BLOCKS)
             assert rounds_launch(count, larger, config) == launch

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..comm import ll_exchange
 from ..comm.ll_exchange import VECTOR, ExchangeSlots, ExchangeWorkspace, at_once, slots_of, workers
 from ..jit.program import Function
-from .rounds import RoundsConfig, rounds_launch, sent_at_once
+from .rounds import RoundsConfig, rounds_launch
 
 MOST_BYTES = 1 << 30  #: of a part: kernels count them in 32 bits, rounded up to a pass of all blocks
 _UNITS = (VECTOR, 4, 2, 1)
@@ -79,8 +79,7 @@ class SlicesProblem:
 
 def rounds_defines(world_size: int) -> dict[str, str | int]:
     """What rounds.cuh must know."""
-    size = {"WORLD_SIZE": world_size, "WORKERS": workers(world_size)}
-    return {**size, "AT_ONCE": at_once(world_size), "SENT_AT_ONCE": sent_at_once(world_size)}
+    return {"WORLD_SIZE": world_size, "WORKERS": workers(world_size), "AT_ONCE": at_once(world_size)}
 
 
 class CollectiveLauncher:

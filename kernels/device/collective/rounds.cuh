@@ -1,17 +1,54 @@
-// Exchanges in one epoch of the slots, or by rounds: several epochs in one launch. While a thread receives what belongs
-// to one, the next one is in flight. docs/protocol.md#credits has the proof.
+// Exchanges in one epoch of the slots, or by rounds: chunk by chunk, in as many epochs of one launch as it takes. While a
+// thread receives one chunk, the next one is in flight, so what is left behind the last send is one chunk of each trip.
+// Two or more chunks of an epoch: credits for the next one come while the last are under way. docs/protocol.md#credits
+// has the proof.
 //
 // `steps` has, each for the vectors of a thread from a share on that come before `end`, `threads` of a block apart:
 //   load(share, end, threads)              what is sent first, ahead
 //   send(epoch, share, end, threads)       to the peers
-//   answer<COUNT>(epoch, share, end, threads)    what has to be received and sent again before the next epoch is sent
-//   receive<COUNT>(epoch, share, end, threads)   all else; then the slots are reset
-// COUNT: vectors of each peer that a thread receives at once. One after the other, it would wait for memory and not keep
-// the links busy; small exchanges are faster with fewer registers and less code.
+//   answer<COUNT>(epoch, share, end, threads)    with TRIPS = 2: what is received to be sent again, one chunk behind
+//   receive<COUNT>(epoch, share, end, threads)   all else, TRIPS chunks behind; then the slots are reset
+// COUNT: vectors of each peer that a thread receives at once, and of a chunk. One after the other, it would wait for
+// memory and not keep the links busy; small exchanges are faster with fewer registers and less code.
 
 #include "comm/credits.cuh"
 
 namespace weft {
+
+// How vectors are cut; the host's twin is `epochs_of` in rounds.py.
+struct Chunks {
+    u32 vectors;  // of all blocks
+    u32 slots;  // of a sender, of a block, that a chunk takes
+    u32 of_epoch;  // all of them, if one epoch has room for all
+
+    // `passes`: vectors of each of `workers` threads that fit into an epoch, 2 or more.
+    __device__ __forceinline__ Chunks(u32 vectors, u32 workers, u32 passes, u32 most)
+        : vectors(vectors), slots(min(most, passes / 2) * workers) {
+        of_epoch = vectors <= passes * workers * gridDim.x ? count() : passes * workers / slots;
+    }
+
+    __device__ __forceinline__ u32 count() const { return (vectors + slots * gridDim.x - 1) / (slots * gridDim.x); }
+
+    __device__ __forceinline__ u32 epochs() const { return (count() + of_epoch - 1) / of_epoch; }
+
+    // Behind the last vector of chunk i.
+    __device__ __forceinline__ u32 end(u32 i) const { return min((i + 1) * slots * gridDim.x, vectors); }
+};
+
+// A thread's vectors of one chunk.
+struct Chunk {
+    u32 epoch;
+    ThreadShare share;
+
+    __device__ __forceinline__ bool begins_epoch(const Chunks& all) const { return share.index < all.slots; }
+
+    __device__ __forceinline__ void next(const Chunks& all) {
+        share.skip(all.slots);
+        if (share.index < all.of_epoch * all.slots) return;
+        share.index -= all.of_epoch * all.slots;
+        ++epoch;
+    }
+};
 
 template <typename Steps>
 __device__ __forceinline__ void in_one_epoch(const ExchangeSlots& slots, u32 vectors, Steps& steps) {
@@ -23,40 +60,41 @@ __device__ __forceinline__ void in_one_epoch(const ExchangeSlots& slots, u32 vec
     epoch.leave();
 }
 
-// `room`: slots of a sender that a block uses in one epoch.
+// `room`: slots of a sender that a block uses in one epoch, 2 or more for each worker.
 template <int COUNT, typename Steps>
 __device__ __forceinline__ void in_rounds(const ExchangeSlots& slots, u32 vectors, u32 room, Steps& steps) {
     const u32 workers = blockDim.x - 32;
     const CreditWarp credit_warp{slots};
-    const u32 passes = room / workers, round = passes * workers * gridDim.x;
-    const u32 epochs = (vectors + round - 1) / round;
+    const Chunks chunks(vectors, workers, room / workers, COUNT);
+    const u32 count = chunks.count(), epochs = chunks.epochs();
     Epoch epoch(slots);
 
     if (threadIdx.x >= workers) {
         if (epochs > 1) credit_warp.serve(epoch.number, epochs);
     } else {
-        ThreadShare now;
-        u32 number = epoch.number, end = min(round, vectors);
-        steps.load(now, end, workers);
-        steps.send(epoch, now, end, workers);
-        for (;;) {
-            steps.template answer<COUNT>(epoch, now, end, workers);
-            const bool more = end < vectors;
-            const ThreadShare ahead(now.at + round, now.index);
-            const u32 its_end = min(end + round, vectors);
-            if (more) {
-                epoch.lost |= !credit_warp.may_send();
-                epoch.begin(number + 1);
-                steps.load(ahead, its_end, workers);
-                steps.send(epoch, ahead, its_end, workers);
-                epoch.begin(number);
+        Chunk sent{epoch.number}, answered = sent, received = sent;
+        steps.load(sent.share, chunks.end(0), workers);
+        for (u32 i = 0; i < count + Steps::TRIPS; ++i) {
+            if (i < count) {
+                if (i > 0 && sent.begins_epoch(chunks)) epoch.lost |= !credit_warp.may_send();
+                epoch.begin(sent.epoch);
+                steps.send(epoch, sent.share, chunks.end(i), workers);
+                sent.next(chunks);
+                steps.load(sent.share, chunks.end(i + 1), workers);
             }
-            steps.template receive<COUNT>(epoch, now, end, workers);
-            if (!more) break;
-            credit_warp.emptied();
-            epoch.begin(++number);
-            now = ahead;
-            end = its_end;
+            if constexpr (Steps::TRIPS == 2) {
+                if (i > 0 && i <= count) {
+                    epoch.begin(answered.epoch);
+                    steps.template answer<COUNT>(epoch, answered.share, chunks.end(i - 1), workers);
+                    answered.next(chunks);
+                }
+            }
+            if (i >= Steps::TRIPS) {
+                epoch.begin(received.epoch);
+                steps.template receive<COUNT>(epoch, received.share, chunks.end(i - Steps::TRIPS), workers);
+                received.next(chunks);
+                if (received.begins_epoch(chunks) && i + 1 < count + Steps::TRIPS) credit_warp.emptied();
+            }
         }
     }
     epoch.leave();

@@ -24,7 +24,7 @@ class RoundsConfig:
     """How a stand-alone collective is run. The same on every rank.
 
     Attributes:
-        epoch: vectors that a rank sends to each peer in one epoch, at most; what is larger goes by rounds.
+        epoch: vectors that a rank sends to each peer in one epoch, at most.
         blocks, threads: what the grid of a kernel may have at most.
         exact: data arrives bit by bit, for which it takes a fourth more slots (exact.cuh).
     """
@@ -44,14 +44,33 @@ class RoundsConfig:
 
 
 def epoch_of(world_size: int) -> int:
-    """What ``RoundsConfig.epoch`` is best: each thread has as many vectors of a peer as it receives at once. More take
-    more of L2 than they gain (bench/results/h200-x2-all-reduce-large.txt)."""
-    return BLOCKS * workers(world_size) * at_once(world_size)
+    """What ``RoundsConfig.epoch`` is best: 16 MiB from all ranks. More take more of L2 than they gain
+    (bench/results/h200-x2-all-reduce-large.txt), fewer wait for credits (h100-x2-chunks.txt)."""
+    return max((1 << 20) // world_size, 2 * _chunk(world_size, BLOCKS, workers(world_size)))
 
 
-def sent_at_once(world_size: int) -> int:
-    """Vectors to each peer that a thread loads at once where it sends by rounds."""
-    return 1
+def _chunk(world_size: int, blocks: int, threads: int) -> int:
+    return at_once(world_size) * blocks * threads
+
+
+def goes_by_rounds(count: int, world_size: int, blocks: int, threads: int) -> bool:
+    """Whether so many vectors are more than two chunks: by rounds, fewer gain nothing."""
+    return count > 2 * _chunk(world_size, blocks, min(threads, workers(world_size)))
+
+
+def rounds_threads(world_size: int, threads: int, room: int) -> int:
+    """Threads of a block that send by rounds, of ``threads`` at most: in an epoch each has two vectors or more."""
+    return min(threads, workers(world_size), room // 2 // WARP * WARP)
+
+
+def epochs_of(count: int, world_size: int, blocks: int, threads: int, room: int) -> int:
+    """Epochs of a launch by rounds: the twin of ``weft::Chunks`` in rounds.cuh."""
+    passes = room // threads
+    if count <= passes * threads * blocks:
+        return 1
+    slots = min(at_once(world_size), passes // 2) * threads
+    chunks = -(-count // (slots * blocks))
+    return -(-chunks // (passes * threads // slots))
 
 
 def rounds_layout(count: int, world_size: int, config: RoundsConfig) -> ExchangeLayout:
@@ -63,7 +82,7 @@ def rounds_layout(count: int, world_size: int, config: RoundsConfig) -> Exchange
 
 
 def _wanted_room(count: int, config: RoundsConfig) -> int:
-    return slots_for(min(count, config.epoch), config.blocks, config.threads)
+    return max(2 * WARP, slots_for(min(count, config.epoch), config.blocks, config.threads))
 
 
 @dataclass(frozen=True)
@@ -89,8 +108,9 @@ def rounds_launch(count: int, layout: ExchangeLayout, config: RoundsConfig) -> R
     room = layout.slots * 4 // 5 // WARP * WARP if config.exact else layout.slots
     room = min(room, _wanted_room(count, config))
     blocks, threads = exchange_grid(count, room, config.blocks, config.threads)
-    if count <= blocks * (room // threads) * threads:
+    world_size, one_epoch = layout.world_size, blocks * (room // threads) * threads
+    if count <= one_epoch and not goes_by_rounds(count, world_size, blocks, threads):
         return RoundsLaunch("one_shot", blocks, threads, room)
-    threads = min(threads, workers(layout.world_size))
-    an_epoch = blocks * (room // threads) * threads
-    return RoundsLaunch("rounds", blocks, threads + WARP, room, -(-count // an_epoch))
+    threads = rounds_threads(world_size, threads, room)
+    epochs = epochs_of(count, world_size, blocks, threads, room)
+    return RoundsLaunch("rounds", blocks, threads + WARP, room, epochs)

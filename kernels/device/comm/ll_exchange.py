@@ -154,5 +154,5 @@ def workers(world_size: int) -> int:
 
 
 def at_once(world_size: int) -> int:
-    """Vectors of each peer that such a thread takes at once: what its registers hold."""
-    return 8 // world_size if world_size <= 4 else 1
+    """Vectors of each peer that such a thread takes at once (bench/results/h100-x2-chunks.txt)."""
+    return max(1, 4 // world_size)

@@ -1,14 +1,16 @@
-/* two_shot_rounds of kernels/all_reduce/kernel.cu: several uses of the slots in one launch, kernels/device/comm/credits.cuh.
+/* two_shot_rounds of kernels/all_reduce/kernel.cu: several uses of the slots in one launch, each in several chunks,
+   kernels/device/collective/rounds.cuh and comm/credits.cuh.
 
-   Every rank launches the same CALLS kernels of one block, one after the other; how many uses each makes, from LEAST to
-   MOST, is chosen at the start in all ways. The block has WORKERS threads that send, and a steward. all_reduce.pml has
-   what holds for several blocks, and for vectors of several words.
+   Every rank launches the same CALLS kernels of one block, one after the other; how many chunks each moves, from LEAST
+   to MOST, is chosen at the start in all ways. A use takes PARTS of them. The block has WORKERS threads that send, and a
+   steward. A worker sends a chunk, answers the one before and receives the results of the one before that.
+   all_reduce.pml has what holds for several blocks, and for vectors of several words.
 
    Every word travels by itself and for any time: no store is ordered behind another. The zeros that empty a slot are in
    the rank's own memory when its kernel has ended or behind the steward's fence, and not surely before. What a rank says
    to another one it says in order.
 
-   A word is the number of its use and trip, 0 is empty. Reading another use's word, or an empty one, is an error; who
+   A word is the number of its chunk and trip, 0 is empty. Reading another chunk's word, or an empty one, is an error; who
    waits for ever is an invalid end state.
 
    W ranks. The zeros of the first PROMPT workers are in memory at once. What must fail:
@@ -16,21 +18,31 @@
    BREAK_EMPTIED it says so when one worker has emptied its own
    BREAK_HEAR    workers send for the next use without having heard that slots are empty
    BREAK_FIRST   the steward does not say at its begin that all before is empty
-   BREAK_LAST    it ends without having heard that all but the last use is emptied */
+   BREAK_LAST    it ends without having heard that all but the last use is emptied
+   BREAK_PARTS   a use takes one chunk */
 
 #if W != 2 && W != 3
 #error "W: must be 2 or 3"
 #endif
 
-#define TRIPS 2
-#define SLOTS (W * 2 * TRIPS * WORKERS * W)
-#define AT(owner, buffer, trip, worker, writer) (((((owner) * 2 + (buffer)) * TRIPS + (trip)) * WORKERS + (worker)) * W + (writer))
-#define WRITER(i) ((i) % W)
-#define OWNER(i) ((i) / (W * WORKERS * TRIPS * 2))
-#define BUFFER(i) ((i) / (W * WORKERS * TRIPS) % 2)
-#define WORD(use, trip) ((use) * TRIPS + (trip) + 1)
+#ifdef BREAK_PARTS
+#define PARTS 1
+#else
+#define PARTS 2
+#endif
 
-byte uses[CALLS];
+#define TRIPS 2
+#define SLOTS (W * 2 * PARTS * TRIPS * WORKERS * W)
+#define USE(c) (epoch[me] + 1 + (c) / PARTS)
+#define PLACE(c, trip) (((USE(c) & 1) * PARTS + (c) % PARTS) * TRIPS + (trip))
+#define AT(owner, place, worker, writer) ((((owner) * 2 * PARTS * TRIPS + (place)) * WORKERS + (worker)) * W + (writer))
+#define WRITER(i) ((i) % W)
+#define OWNER(i) ((i) / (W * WORKERS * TRIPS * PARTS * 2))
+#define BUFFER(i) ((i) / (W * WORKERS * TRIPS * PARTS) % 2)
+#define WORD(c, trip) ((USE(c) * PARTS + (c) % PARTS) * TRIPS + (trip) + 1)
+#define USES(k) ((chunks[k] + PARTS - 1) / PARTS)
+
+byte chunks[CALLS];
 
 byte slot[SLOTS];
 byte sent[SLOTS];            /* words under way; 0 is none */
@@ -62,30 +74,30 @@ end:
     od
 }
 
-inline send_all(use, trip) {
+inline send_all(c, trip) {
     for (peer : 0 .. (W - 1)) {
         if
-        :: peer != me -> sent[AT(peer, (use) & 1, trip, t, me)] = WORD(use, trip)
+        :: peer != me -> sent[AT(peer, PLACE(c, trip), t, me)] = WORD(c, trip)
         :: else
         fi
     }
     peer = 0
 }
 
-#define FULL(src, use, trip) (src == me || slot[AT(me, (use) & 1, trip, t, src)])
+#define FULL(src, c, trip) (src == me || slot[AT(me, PLACE(c, trip), t, src)])
+#define ALL_FULL(c, trip) (FULL(0, c, trip) && FULL(1, c, trip) && FULL(W - 1, c, trip))
 
-inline receive_all(use, trip) {
-    (FULL(0, use, trip) && FULL(1, use, trip) && FULL(W - 1, use, trip));
+inline take_all(c, trip) {
     for (peer : 0 .. (W - 1)) {
         if
         :: peer != me ->
-            assert(slot[AT(me, (use) & 1, trip, t, peer)] == WORD(use, trip));
-            assert(!zeroing[AT(me, (use) & 1, trip, t, peer)]);
+            assert(slot[AT(me, PLACE(c, trip), t, peer)] == WORD(c, trip));
+            assert(!zeroing[AT(me, PLACE(c, trip), t, peer)]);
             if
-            :: t < PROMPT -> slot[AT(me, (use) & 1, trip, t, peer)] = 0
+            :: t < PROMPT -> slot[AT(me, PLACE(c, trip), t, peer)] = 0
             :: else ->
-                zeroing[AT(me, (use) & 1, trip, t, peer)] = true;
-                zeros[me * 2 + ((use) & 1)]++
+                zeroing[AT(me, PLACE(c, trip), t, peer)] = true;
+                zeros[me * 2 + (USE(c) & 1)]++
             fi
         :: else
         fi
@@ -94,29 +106,48 @@ inline receive_all(use, trip) {
 }
 
 #ifdef BREAK_HEAR
-#define ALLOWED true
+#define ALLOWED(use) true
 #else
-#define ALLOWED (allowed[me] > round)
+#define ALLOWED(use) (allowed[me] >= (use))
 #endif
 
+/* What a worker does with chunk i, and with those before it. */
+#define SENDS (i < chunks[k])
+#define IS_NEXT_USE(c) ((c) > 0 && (c) % PARTS == 0 && (c) < chunks[k])
+#define MAY_SEND (!IS_NEXT_USE(i) || (asking[me] >= i / PARTS * WORKERS && ALLOWED(i / PARTS)))
+#define ANSWERS (i > 0 && i <= chunks[k])
+#define RECEIVES (i >= TRIPS)
+#define ENDS_USE ((i - TRIPS) % PARTS == PARTS - 1 && i + 1 < chunks[k] + TRIPS)
+
 proctype Worker(byte me; byte t) {
-    byte k, use, round, peer;
+    byte k, i, peer;
     started;
     do
     :: k == CALLS -> break
     :: k < CALLS ->
-        atomic { running[me] == k -> use = epoch[me] + 1; send_all(use, 0) }
+        atomic { running[me] == k -> send_all(0, 0); i = 1; asking[me] = asking[me] + IS_NEXT_USE(1) }
         do
-        :: atomic { receive_all(use, 0); send_all(use, 1) }
+        :: i == chunks[k] + TRIPS -> break
+        :: i < chunks[k] + TRIPS ->
             if
-            :: round + 1 < uses[k] ->
-                asking[me]++;
-                atomic { (asking[me] >= (round + 1) * WORKERS && ALLOWED); send_all(use + 1, 0) }
-                atomic { receive_all(use, 1); emptied[me]++; use++; round++ }
-            :: else ->
-                atomic { receive_all(use, 1); left[me]++; k++; use = 0; round = 0; break }
-            fi
-        od
+            :: SENDS -> atomic { MAY_SEND -> send_all(i, 0) }
+            :: else
+            fi;
+            if
+            :: ANSWERS -> atomic { ALL_FULL((i - 1), 0) -> take_all((i - 1), 0); send_all((i - 1), 1) }
+            :: else
+            fi;
+            if
+            :: RECEIVES ->
+                atomic {
+                    ALL_FULL((i - TRIPS), 1) -> take_all((i - TRIPS), 1);
+                    emptied[me] = emptied[me] + ENDS_USE
+                }
+            :: else
+            fi;
+            atomic { i++; asking[me] = asking[me] + IS_NEXT_USE(i) }
+        od;
+        atomic { i = 0; k++; left[me]++ }
     od
 }
 
@@ -154,12 +185,12 @@ proctype Steward(byte me) {
     :: k < CALLS ->
         atomic { running[me] == k -> use = epoch[me] + 1 }
         if
-        :: uses[k] > 1 ->
+        :: USES(k) > 1 ->
 #ifndef BREAK_FIRST
             atomic { say(use - 1) }
 #endif
             do
-            :: round + 1 < uses[k] ->
+            :: round + 1 < USES(k) ->
                 atomic { HEARD_ALL(use - 1) -> allowed[me]++ }
                 atomic { emptied[me] >= round * WORKERS + ENOUGH -> say(use); use++; round++ }
             :: else -> break
@@ -177,7 +208,7 @@ proctype Stream(byte me) {
     do
     :: running[me] == CALLS -> break
     :: atomic { running[me] < CALLS && left[me] == WORKERS + 1 && zeros[me * 2] + zeros[me * 2 + 1] == 0 ->
-        epoch[me] = epoch[me] + uses[running[me]];
+        epoch[me] = epoch[me] + USES(running[me]);
         asking[me] = 0; allowed[me] = 0; emptied[me] = 0; left[me] = 0; running[me]++ }
     od
 }
@@ -187,7 +218,7 @@ init {
     atomic {
         for (i : 0 .. (CALLS - 1)) {
             select(t : LEAST .. MOST);
-            uses[i] = t
+            chunks[i] = t
         }
         for (i : 0 .. (SLOTS - 1)) {
             if
