@@ -26,10 +26,14 @@ from weft.kernels.reduce_scatter.configs import estimate_reduce_scatter_us
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 FILES = [
     "h100-x2-all_reduce",
+    "h100-x3-all_reduce",
+    "h100-x4-all_reduce",
     "h200-x2-all_reduce",
     "h200-x4-all_reduce",
     "h100-x2-all_gather",
     "h100-x2-reduce_scatter",
+    "h100-x4-all_gather",
+    "h100-x4-reduce_scatter",
     "h100-x2-all_reduce_rms_norm",
     "h200-x2-all_reduce_rms_norm",
     "h200-x4-all_reduce_rms_norm",

@@ -1,7 +1,7 @@
 """How long an LL exchange takes by itself, which the estimates of several ops share. Pure functions, no GPU.
 
 Fitted to the CUDA graphs of all_reduce, all_gather, reduce_scatter and all_reduce_rms_norm in bench/results, between 2
-H100 and between 2 and 4 H200, which differ by less than two runs of one pair do: one set of constants for all.
+and 4 H100 and H200, which differ by less than two runs of one pair do: one set of constants for all.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ from __future__ import annotations
 #: Microseconds of a launch and of the way to the peers, however little is sent (h200-x2-all_reduce.json, up to 64 KiB),
 #: and of a second trip that waits for the first one (the all_reduce files, from two_shot on).
 FIRST_TRIP, SECOND_TRIP = 3.2, 1.3
-#: Bytes that a rank sends in a microsecond while it receives as many (the same files, from 1 MiB on).
-RATE = 325e3
+#: Bytes that a rank sends in a microsecond while it receives as many (the same files, from 1 MiB on): of the first FILL
+#: and of the others, at the links' rate.
+FIRST_RATE, RATE = 320e3, 355e3
+FILL = 24e6
 
 
 def exchange_time_us(sent: float, trips: int = 1) -> float:
     """Microseconds in which each rank sends so many bytes, in one trip or in two, of which the second has results."""
-    return FIRST_TRIP + (trips - 1) * SECOND_TRIP + sent / RATE
+    return (
+        FIRST_TRIP + (trips - 1) * SECOND_TRIP + min(sent, FILL) / FIRST_RATE + max(0.0, sent - FILL) / RATE
+    )
 
 
 def all_reduce_time_us(nbytes: float, world_size: int, form: str) -> float:
