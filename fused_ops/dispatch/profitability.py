@@ -41,11 +41,13 @@ _GATHERING = ("all_gather_matmul", "all_gather_scaled_matmul")
 _ROW = 16  # bytes; the kernels' descriptors need rows of a multiple
 # Of HOPPER_SMS that some are reserved on a machine does not change what is profitable.
 _LEAST_ROWS = 64  # of a rank's result of a float32 matmul_reduce_scatter, for its tiles
-_MOST_REDUCED = 64 << 20  # bytes; larger all-reduces on three ranks and more were not measured
-# Bytes of the whole tensor up to which a collective alone was measured: between 2 ranks faster than NCCL at each size.
-# On more ranks only what latency decides is taken, as of the all-reduce, which has the same protocol.
-_MOST_ALONE = 64 << 20
-_MOST_ALONE_OF_MORE = 1 << 20
+# Bytes of the whole tensor up to which a collective is taken: all that was measured was faster than NCCL
+# (bench/results/h100-x*.json), all-reduces up to 256 MiB on 3 and 4 ranks, by 1 % at the largest, the others up to
+# 128 MiB on 2 and 4. On more ranks nothing was: all-reduces up to what H200s gave on 4, of the others what latency
+# decides.
+_MOST_REDUCED, _MOST_REDUCED_BY_MORE = 128 << 20, 64 << 20
+_MOST_ALONE, _MOST_ALONE_OF_MORE = 128 << 20, 1 << 20
+_MEASURED_RANKS = 4
 _LEAST_ASYNC = 512 << 10  # bytes of a part that copy engines send: below, launches take longer than the way
 # bytes and multiply-adds per microsecond; between CPU ranks of the order of one core each.
 _RATES = {"cuda": (LINK, MULTIPLY_ADDS), "cpu": (5e3, 30e3)}
@@ -93,11 +95,13 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
         return "the kernels are for GPUs of compute capability 9.0"
     buffers = dtype.itemsize == 2
     if op in _ALONE:
-        size, most = m * n * dtype.itemsize, _MOST_ALONE if world_size == 2 else _MOST_ALONE_OF_MORE
+        size = m * n * dtype.itemsize
+        most = _MOST_ALONE if world_size <= _MEASURED_RANKS else _MOST_ALONE_OF_MORE
         return None if size <= most else _too_large(f"sent between {world_size} ranks", size, most)
     if op in ("all_reduce", "matmul_all_reduce"):
         size = m * n * dtype.itemsize
-        if size <= _MOST_REDUCED or world_size == 2:
+        most = _MOST_REDUCED if world_size <= _MEASURED_RANKS else _MOST_REDUCED_BY_MORE
+        if size <= most or world_size == 2:
             return None
         if op == "matmul_all_reduce" and buffers:
             of_sum = scatter.MatmulReduceScatterProblem(
@@ -105,7 +109,7 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
             )
             if to_all.choose_sum_to_all_push(of_sum)[1]:
                 return None
-        return _too_large("reduced", size, _MOST_REDUCED)
+        return _too_large("reduced", size, most)
     if candidate.scaled is not None:
         return _why_not_scaled(candidate, candidate.scaled)
     if (reason := why_tf32(dtype)) is not None:

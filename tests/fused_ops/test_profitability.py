@@ -181,14 +181,19 @@ def test_no_kernel_is_profitable_for_empty_matrices(m: int, n: int, k: int, asid
 
 @pytest.mark.usefixtures("hopper")
 def test_large_all_reduces_are_left_to_the_backend() -> None:
-    assert why_not_profitable(FusionCandidate("all_reduce", 8192, 4096, 0, 4, BF16, "cuda")) is None
-    assert "64 MiB" in str(why_not_profitable(FusionCandidate("all_reduce", 8193, 4096, 0, 4, BF16, "cuda")))
-    assert why_not_profitable(FusionCandidate("all_reduce", 8193, 4096, 0, 2, BF16, "cuda")) is None
+    for world_size, most in [(3, 128), (4, 128), (5, 64), (8, 64)]:
+        rows = most * 128  # of 8 KiB
+
+        def why(rows: int, world_size: int = world_size) -> str | None:
+            return why_not_profitable(FusionCandidate("all_reduce", rows, 4096, 0, world_size, BF16, "cuda"))
+
+        assert why(rows) is None and f"{most} MiB" in str(why(rows + 1))
+        assert why(rows + 1, 2) is None
     # In one kernel with its matmul it may be profitable, of 16 bits.
     assert (
         why_not_profitable(FusionCandidate("matmul_all_reduce", 16384, 4096, 4096, 4, BF16, "cuda")) is None
     )
-    assert "64 MiB" in str(
+    assert "128 MiB" in str(
         why_not_profitable(FusionCandidate("matmul_all_reduce", 16384, 4096, 4096, 4, torch.float32, "cuda"))
     )
 
@@ -219,7 +224,7 @@ def test_every_op_that_the_pass_puts_in_has_a_word() -> None:
 @pytest.mark.usefixtures("hopper")
 def test_collectives_alone_up_to_what_was_measured() -> None:
     for op in ("all_gather", "reduce_scatter"):
-        for world, most in ((2, 64), (4, 1), (8, 1)):
+        for world, most in ((2, 128), (4, 128), (5, 1), (8, 1)):
             whole = FusionCandidate(op, 1, most << 19, 0, world, BF16, "cuda")
             assert why_not_profitable(whole) is None
             larger = FusionCandidate(op, 2, most << 19, 0, world, BF16, "cuda", last_dim=True)
