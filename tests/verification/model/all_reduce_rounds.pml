@@ -13,25 +13,18 @@
    A word is the number of its chunk and trip, 0 is empty. Reading another chunk's word, or an empty one, is an error; who
    waits for ever is an invalid end state.
 
-   W ranks. The zeros of the first PROMPT workers are in memory at once. What must fail:
+   W ranks; TRIPS is 2, or 1, as in an all-gather and a reduce-scatter. The zeros of the first PROMPT workers are in memory at once. What must fail:
    BREAK_FENCE   the steward says that slots are empty while zeros are under way
    BREAK_EMPTIED it says so when one worker has emptied its own
    BREAK_HEAR    workers send for the next use without having heard that slots are empty
    BREAK_FIRST   the steward does not say at its begin that all before is empty
    BREAK_LAST    it ends without having heard that all but the last use is emptied
-   BREAK_PARTS   a use takes one chunk */
+   PARTS 1       with two trips */
 
-#if W != 2 && W != 3
-#error "W: must be 2 or 3"
+#if (W != 2 && W != 3) || (TRIPS != 1 && TRIPS != 2)
+#error "W: must be 2 or 3; TRIPS: 1 or 2"
 #endif
 
-#ifdef BREAK_PARTS
-#define PARTS 1
-#else
-#define PARTS 2
-#endif
-
-#define TRIPS 2
 #define SLOTS (W * 2 * PARTS * TRIPS * WORKERS * W)
 #define USE(c) (epoch[me] + 1 + (c) / PARTS)
 #define PLACE(c, trip) (((USE(c) & 1) * PARTS + (c) % PARTS) * TRIPS + (trip))
@@ -111,43 +104,53 @@ inline take_all(c, trip) {
 #define ALLOWED(use) (allowed[me] >= (use))
 #endif
 
-/* What a worker does with chunk i, and with those before it. */
-#define SENDS (i < chunks[k])
+/* What a worker does in step i of a call. */
 #define IS_NEXT_USE(c) ((c) > 0 && (c) % PARTS == 0 && (c) < chunks[k])
 #define MAY_SEND (!IS_NEXT_USE(i) || (asking[me] >= i / PARTS * WORKERS && ALLOWED(i / PARTS)))
-#define ANSWERS (i > 0 && i <= chunks[k])
-#define RECEIVES (i >= TRIPS)
+#define ANSWERS (TRIPS == 2 && i > 0 && i <= chunks[k])
 #define ENDS_USE ((i - TRIPS) % PARTS == PARTS - 1 && i + 1 < chunks[k] + TRIPS)
 
+#define SEND 0
+#define ANSWER 1
+#define RECEIVE 2
+
+/* To what comes next, of this step or the next one. */
+inline next() {
+    if
+    :: does == SEND && ANSWERS -> does = ANSWER
+    :: does != RECEIVE && !(does == SEND && ANSWERS) && i >= TRIPS -> does = RECEIVE
+    :: else ->
+        i++;
+        asking[me] = asking[me] + IS_NEXT_USE(i);
+        if
+        :: i < chunks[k] -> does = SEND
+        :: i >= chunks[k] && ANSWERS -> does = ANSWER
+        :: else -> does = RECEIVE
+        fi
+    fi
+}
+
 proctype Worker(byte me; byte t) {
-    byte k, i, peer;
+    byte k, i, does, peer;
     started;
     do
     :: k == CALLS -> break
-    :: k < CALLS ->
-        atomic { running[me] == k -> send_all(0, 0); i = 1; asking[me] = asking[me] + IS_NEXT_USE(1) }
-        do
-        :: i == chunks[k] + TRIPS -> break
-        :: i < chunks[k] + TRIPS ->
+    :: atomic { k < CALLS && i == 0 && running[me] == k -> send_all(0, 0); next() }
+    :: atomic { i > 0 && i < chunks[k] + TRIPS && does == SEND && MAY_SEND -> send_all(i, 0); next() }
+    :: atomic {
+        i > 0 && i < chunks[k] + TRIPS && does == ANSWER && ALL_FULL((i - 1), 0) ->
+            take_all((i - 1), 0); send_all((i - 1), 1); next()
+    }
+    :: atomic {
+        i > 0 && i < chunks[k] + TRIPS && does == RECEIVE && ALL_FULL((i - TRIPS), TRIPS - 1) ->
+            take_all((i - TRIPS), TRIPS - 1);
+            emptied[me] = emptied[me] + ENDS_USE;
+            next();
             if
-            :: SENDS -> atomic { MAY_SEND -> send_all(i, 0) }
+            :: i == chunks[k] + TRIPS -> i = 0; does = SEND; k++; left[me]++
             :: else
-            fi;
-            if
-            :: ANSWERS -> atomic { ALL_FULL((i - 1), 0) -> take_all((i - 1), 0); send_all((i - 1), 1) }
-            :: else
-            fi;
-            if
-            :: RECEIVES ->
-                atomic {
-                    ALL_FULL((i - TRIPS), 1) -> take_all((i - TRIPS), 1);
-                    emptied[me] = emptied[me] + ENDS_USE
-                }
-            :: else
-            fi;
-            atomic { i++; asking[me] = asking[me] + IS_NEXT_USE(i) }
-        od;
-        atomic { i = 0; k++; left[me]++ }
+            fi
+    }
     od
 }
 

@@ -61,9 +61,10 @@ _GROWN = "W=2 CALLS=4 CHUNKS=1 GROWTHS=2"
 _AGAIN = "W=3 CALLS=5 CHUNKS=1 GROWTHS=2 BUFFERS=1 ALWAYS_GROW=1 PROMPT=1"
 _LL_PROTOCOL = "W=2 CALLS=4 CHUNKS=2 GROWTHS=0 LL_PROTOCOL=1"
 _REDUCED = "W=2 CALLS=3 BLOCKS=2 WORDS=1 FORMS=1 LEAST=1 RESIDENT=1"
-_ROUNDS = "W=2 WORKERS=1 CALLS=2 LEAST=1 MOST=2 PROMPT=0"
+# Uses of one chunk suffice with one trip, and for what is wrong with either.
+_ROUNDS = "W=2 WORKERS=1 CALLS=2 LEAST=1 MOST=3 PARTS=1 TRIPS=1 PROMPT=0"
 _TRANSFERS = "W=2 TURNS=3 AGAIN=2"
-_TWO_WORKERS = "W=2 WORKERS=2 CALLS=1 LEAST=3 MOST=3 PROMPT=1"
+_TWO_WORKERS = "W=2 WORKERS=2 CALLS=1 LEAST=3 MOST=3 PARTS=1 TRIPS=1 PROMPT=1"
 
 #: Seconds together: part of `make test` where SPIN is there.
 SMALL = [
@@ -78,7 +79,9 @@ SMALL = [
     Case("all_reduce", _REDUCED, WRONG, "BUFFERS"),
     Case("all_reduce", _REDUCED, STUCK, "ORDER"),
     Case("all_reduce_rounds", _ROUNDS),
-    Case("all_reduce_rounds", _ROUNDS, STUCK, "FENCE"),
+    Case("all_reduce_rounds", _ROUNDS, WRONG, "FENCE"),
+    Case("all_reduce_rounds", "W=2 WORKERS=1 CALLS=2 LEAST=1 MOST=3 PARTS=2 TRIPS=2 PROMPT=1"),
+    Case("all_reduce_rounds", "W=2 WORKERS=1 CALLS=1 LEAST=3 MOST=3 PARTS=1 TRIPS=2 PROMPT=1", STUCK),
     Case("transfers", _TRANSFERS),
     Case("transfers", _TRANSFERS, WRONG, "ALLOWED"),
     Case("transfers", _TRANSFERS, WRONG, "DATA"),
@@ -111,11 +114,15 @@ LARGE = [
     Case("all_reduce", _REDUCED, WRONG, "EMPTY"),
     Case("all_reduce", _REDUCED, STUCK, "ZEROS"),
     Case("all_reduce", _REDUCED, STUCK, "VECTOR"),
-    Case("all_reduce_rounds", "W=2 WORKERS=1 CALLS=2 LEAST=1 MOST=3 PROMPT=0"),
+    Case("all_reduce_rounds", "W=2 WORKERS=1 CALLS=2 LEAST=1 MOST=3 PARTS=2 TRIPS=2 PROMPT=0"),
+    Case("all_reduce_rounds", "W=2 WORKERS=1 CALLS=2 LEAST=1 MOST=5 PARTS=2 TRIPS=2 PROMPT=1"),
+    Case("all_reduce_rounds", "W=2 WORKERS=1 CALLS=2 LEAST=1 MOST=5 PARTS=2 TRIPS=1 PROMPT=0"),
+    Case("all_reduce_rounds", "W=3 WORKERS=1 CALLS=1 LEAST=3 MOST=3 PARTS=1 TRIPS=1 PROMPT=1"),
     Case("all_reduce_rounds", _TWO_WORKERS),
-    Case("all_reduce_rounds", "W=2 WORKERS=1 CALLS=2 LEAST=1 MOST=3 PROMPT=0", WRONG, "HEAR"),
+    Case("all_reduce_rounds", "W=2 WORKERS=2 CALLS=1 LEAST=5 MOST=5 PARTS=2 TRIPS=1 PROMPT=1"),
+    Case("all_reduce_rounds", _ROUNDS, WRONG, "HEAR"),
     Case("all_reduce_rounds", _ROUNDS, STUCK, "FIRST"),
-    Case("all_reduce_rounds", _ROUNDS, STUCK, "LAST"),
+    Case("all_reduce_rounds", _ROUNDS, WRONG, "LAST"),
     Case("all_reduce_rounds", _TWO_WORKERS, WRONG, "EMPTIED"),
     Case("transfers", "W=2 TURNS=6 AGAIN=3"),
     Case("transfers", "W=3 TURNS=3 AGAIN=1"),
