@@ -107,7 +107,8 @@ def launch(count: int, layout: ExchangeLayout, config: AllReduceConfig) -> AllRe
     """The launch that moves ``count`` vectors: of the input in one_shot, of each rank's part in two_shot.
 
     Raises:
-        ValueError: they do not fit into one epoch, which is all that one_shot has; or the layout is for fewer blocks.
+        ValueError: they do not fit into one epoch, which is all that one_shot has; or the layout is for fewer blocks,
+            or has too few slots.
     """
     if config.blocks > layout.blocks:
         raise ValueError(f"workspace: is for {layout.blocks} blocks, must be for {config.blocks}")

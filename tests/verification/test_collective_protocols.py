@@ -305,3 +305,10 @@ def test_the_layout_takes_what_it_was_made_for(choose: object, num_sms: int) -> 
             # A workspace that others have made larger is used alike.
             larger = ExchangeLayout(world_size, 4 * layout.slots, BLOCKS)
             assert rounds_launch(count, larger, config) == launch
+
+
+def test_too_few_slots_are_refused() -> None:
+    """A layout that no call asks for."""
+    config = RoundsConfig(32, 1, 32, exact=True)
+    with pytest.raises(ValueError, match="room: is 32 slots, must be 64 or more to go by rounds"):
+        rounds_launch(100, ExchangeLayout(2, 64, 1), config)

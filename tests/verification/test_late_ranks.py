@@ -56,7 +56,7 @@ def test_a_chain_of_all_reduces(
     outcomes = []
     for seed in range(12):
         choice = random.Random(seed)
-        ranks = Ranks(library, ExchangeLayout(3, 64))
+        ranks = Ranks(library, ExchangeLayout(3, 128))
         numel, calls = choice.choice(sizes), 5
         xs = [torch.randint(1, 9, (numel,)).float() for _ in range(3)]
         want = [reference(xs, "sum") * 3**call for call in range(calls)]
@@ -86,8 +86,8 @@ def chain_of_two_workspaces(
 ) -> list[bool]:
     """All-reduces, each of what the one before has given, by turns in two workspaces: those of two ops, say."""
     choice = random.Random(seed)
-    first = Ranks(library, ExchangeLayout(3, 64))
-    spaces = [first, Ranks(library, ExchangeLayout(3, 64), beside=first if one_group else None)]
+    first = Ranks(library, ExchangeLayout(3, 128))
+    spaces = [first, Ranks(library, ExchangeLayout(3, 128), beside=first if one_group else None)]
     calls, xs = 6, [torch.randint(1, 9, (100,)).float() for _ in range(3)]
     want = [reference(xs, "sum") * 3**call for call in range(calls)]
     chains = [[x, *(torch.full_like(x, float("nan")) for _ in range(calls))] for x in xs]
@@ -151,7 +151,7 @@ def test_a_chain_of_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form:
 
 def test_nobody_is_told_where_all_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = compiled(tmp_path, 3, "float32", "sum")
-    ranks = Ranks(library, ExchangeLayout(3, 64))
+    ranks = Ranks(library, ExchangeLayout(3, 128))
     xs = [torch.ones(100) for _ in range(3)]
     outs = [torch.empty(100) for _ in range(3)]
     for rank in range(3):

@@ -59,7 +59,13 @@ def goes_by_rounds(count: int, world_size: int, blocks: int, threads: int) -> bo
 
 
 def rounds_threads(world_size: int, threads: int, room: int) -> int:
-    """Threads of a block that send by rounds, of ``threads`` at most: in an epoch each has two vectors or more."""
+    """Threads of a block that send by rounds, of ``threads`` at most: in an epoch each has two vectors or more.
+
+    Raises:
+        ValueError: ``room``, the slots of a sender, is too little.
+    """
+    if room < 2 * WARP:
+        raise ValueError(f"room: is {room} slots, must be {2 * WARP} or more to go by rounds")
     return min(threads, workers(world_size), room // 2 // WARP * WARP)
 
 
@@ -101,7 +107,7 @@ def rounds_launch(count: int, layout: ExchangeLayout, config: RoundsConfig) -> R
     """The launch that moves ``count`` vectors to each peer.
 
     Raises:
-        ValueError: the layout is for fewer blocks.
+        ValueError: the layout is for fewer blocks, or has too few slots.
     """
     if config.blocks > layout.blocks:
         raise ValueError(f"workspace: is for {layout.blocks} blocks, must be for {config.blocks}")
