@@ -110,7 +110,8 @@ class Entry:
         form: what was found around the collective, in words; also of one that was found but is not profitable.
         m, n, k: the product that this rank computes, [m, k] @ [k, n], with k = 0 what is reduced without its product;
         None when left alone, or not known before the run.
-        gain: microseconds that fusing should save by ``profitability.expected_gain``; None like m, n, k.
+        gain: microseconds that fusing should save by ``profitability.expected_gain``, less those of operands that it
+        copies; None like m, n, k.
         plan: of a fused one on GPUs, how the op's call runs; None where that is not known before the run.
         module: the innermost module that runs it, as ``layers.3.mlp.down_proj (Linear)``; of a collective of a backward
         graph that of the forward's; "" where torch kept none.
@@ -180,11 +181,11 @@ class Entry:
             return []
         if plan.algorithm == "unfused":
             return [f"runs unfused: {plan.reason}"]
-        if (us := plan.predicted_us) is None:
-            return [f"by {plan.algorithm}"]
-        return [
-            f"by {plan.algorithm} in {us:.0f} us" if us >= 1000 else f"by {plan.algorithm} in {us:.3g} us"
-        ]
+        us = plan.predicted_us
+        text = f"by {plan.algorithm}"
+        if us is not None:
+            text += f" in {us:.0f} us" if us >= 1000 else f" in {us:.3g} us"
+        return [text, plan.reason] if plan.reason else [text]
 
     def alike(self) -> tuple[str, ...]:
         """The same for entries that differ in the numbers of graphs, nodes and modules only."""

@@ -80,7 +80,12 @@ def problem_of(match: AnyForm) -> tuple[int, int, int] | None:
 
 
 def gain_of(match: AnyForm, problem: tuple[int, int, int]) -> float:
-    """Microseconds that it should save."""
+    """Microseconds that it should save, less those of left operands that it copies."""
+    products = getattr(match, "sum", None)
+    return gain_without_copies(match, problem) - (0.0 if products is None else copies_us(products.products))
+
+
+def gain_without_copies(match: AnyForm, problem: tuple[int, int, int]) -> float:
     return profitability.expected_gain(_candidate(match, problem))
 
 
@@ -106,24 +111,27 @@ def _candidate(match: AnyForm, problem: tuple[int, int, int]) -> profitability.F
     )
 
 
-def why_copied(products: Iterable[Product], gain: Callable[[], float]) -> str | None:
-    """Why an op should not take products, of whose left operands it copies those that do not lie in rows.
-
-    Args:
-        gain: microseconds that fusing saves without the copies.
-    """
+def copies_us(products: Iterable[Product]) -> float:
+    """Microseconds that an op takes to copy those left operands that do not lie in rows."""
     lefts = {p.left: val(p.left) for p in products}
     copied = sum(
         hint(x.numel()) * x.dtype.itemsize
         for x in lefts.values()
         if x.device.type == "cuda" and not known(x.stride(-1) == 1)
     )
-    if not copied or copied / _COPIED <= (saved := gain()):
+    return copied / _COPIED
+
+
+def why_copied(products: Iterable[Product], gain: Callable[[], float]) -> str | None:
+    """Why an op should not take products, of whose left operands it copies those that do not lie in rows.
+
+    Args:
+        gain: microseconds that fusing saves without the copies.
+    """
+    us = copies_us(products)
+    if not us or us <= (saved := gain()):
         return None
-    return (
-        f"an operand on the left does not lie in rows: to copy it takes {copied / _COPIED:.0f} us, and fusing "
-        f"saves {saved:.0f} us"
-    )
+    return f"an operand on the left does not lie in rows: to copy it takes {us:.0f} us, and fusing saves {saved:.0f} us"
 
 
 def where_of(match: AnyForm) -> tuple[int, torch.dtype, str]:

@@ -21,7 +21,7 @@ from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import Collective, LeftAlone, Size, check_no_write, known, some, val
 from ..graph.index_map import Dims, around_rank, gathered_dims, numel, plain
-from .candidate import gain_of, problem_of, why_copied
+from .candidate import gain_without_copies, problem_of, why_copied
 from .epilogue import Terms, stays_behind
 from .peak_memory import why_apart
 from .sum_of_matmuls import SumOfMatmuls, sum_of
@@ -69,7 +69,9 @@ class MatmulReduceScatterPattern:
         if (why := why_apart(self.sum.products)) is not None:
             return why
         problem = problem_of(self)
-        return None if problem is None else why_copied(self.sum.products, lambda: gain_of(self, problem))
+        if problem is None:
+            return None
+        return why_copied(self.sum.products, lambda: gain_without_copies(self, problem))
 
     @property
     def dtype(self) -> torch.dtype:
