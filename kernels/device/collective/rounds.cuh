@@ -72,7 +72,8 @@ __device__ __forceinline__ void in_rounds(const ExchangeSlots& slots, u32 vector
     if (threadIdx.x >= workers) {
         if (epochs > 1) credit_warp.serve(epoch.number, epochs);
     } else {
-        Chunk sent{epoch.number}, answered = sent, received = sent;
+        Chunk sent{epoch.number}, received = sent;
+        [[maybe_unused]] Chunk answered = sent;
         steps.load(sent.share, chunks.end(0), workers);
         for (u32 i = 0; i < count + Steps::TRIPS; ++i) {
             if (i < count) {
