@@ -225,6 +225,10 @@ class Ranks:
     def run(self, seed: int) -> None:
         self.run_late(seed, -1, 0)
 
+    def epochs_of_the_first_block(self) -> list[int]:
+        """By rank, of kernels that exchange: each launch has that block."""
+        return [int(words[ExchangeLayout.EPOCHS]) for words in self.memory.view(torch.int32)]
+
     def ends(self, seed: int) -> bool:
         """Whether all launches do; else threads of a block wait for each other."""
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from fibers import PATIENT, TORCH, Library, Ranks, build, inputs, same
-from weft.kernels.all_reduce import cuda_kernel
+from weft.kernels.all_reduce import configs, cuda_kernel
 from weft.kernels.all_reduce.configs import (
     MAX_BYTES,
     AllReduceConfig,
@@ -151,7 +151,7 @@ def test_many_uses_in_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     layout = ExchangeLayout(2, 128)
     wrong = 0
     for seed in range(30):
-        choice, ranks, calls = random.Random(seed), Ranks(library, layout), []
+        choice, ranks, calls, epochs = random.Random(seed), Ranks(library, layout), [], 0
         for _ in range(5):
             config = AllReduceConfig(choice.choice(FORMS), choice.choice([1, 2]), choice.choice([32, 64]))
             most = vectors(layout, config)
@@ -165,8 +165,10 @@ def test_many_uses_in_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
             for rank in range(2):
                 launch(monkeypatch, ranks, rank, xs[rank], outs[rank], "sum", config, 2000)
             calls.append((xs, outs))
+            epochs += configs.launch(count, layout, config).epochs
         ended = ranks.ends(seed)
         right = ended and all(torch.equal(out, reference(xs, "sum")) for xs, outs in calls for out in outs)
+        right &= ranks.epochs_of_the_first_block() == [epochs] * 2
         wrong += not right or bool(ranks.records.any())
         if wrong and mistake is not None:
             break

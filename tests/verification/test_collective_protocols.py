@@ -206,7 +206,7 @@ def test_many_epochs_in_a_launch(tmp_path: Path, mistake: str | None) -> None:
     wrong = 0
     for seed in range(30):
         torch.manual_seed(seed)
-        choice, ranks, calls = random.Random(seed), Ranks(library, ExchangeLayout(2, 128)), []
+        choice, ranks, calls, epochs = random.Random(seed), Ranks(library, ExchangeLayout(2, 128)), [], 0
         for _ in range(5):
             config = RoundsConfig(
                 choice.choice([32, 64, 90]), choice.choice([1, 2]), choice.choice([32, 64]), True
@@ -217,8 +217,10 @@ def test_many_epochs_in_a_launch(tmp_path: Path, mistake: str | None) -> None:
             for rank in range(2):
                 Case(ranks, 1, n, torch.uint8, config, 2000).launch(rank, xs[rank], outs[rank], True)
             calls.append((xs, outs))
+            epochs += rounds_launch(n // VECTOR, ranks.layout, config).epochs
         ended = ranks.ends(seed)
         right = ended and all(torch.equal(out, torch.cat(xs)) for xs, outs in calls for out in outs)
+        right &= ranks.epochs_of_the_first_block() == [epochs] * 2
         wrong += not right or bool(ranks.records.any()) or not ranks.slots_are_empty()
         if wrong and mistake is not None:
             break

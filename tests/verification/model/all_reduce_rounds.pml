@@ -13,7 +13,8 @@
    A word is the number of its chunk and trip, 0 is empty. Reading another chunk's word, or an empty one, is an error; who
    waits for ever is an invalid end state.
 
-   W ranks; TRIPS is 2, or 1, as in an all-gather and a reduce-scatter. The zeros of the first PROMPT workers are in memory at once. What must fail:
+   W ranks; TRIPS is 2, or 1, as in an all-gather and a reduce-scatter. The zeros of the first PROMPT workers are in
+   memory at once. What must fail:
    BREAK_FENCE   the steward says that slots are empty while zeros are under way
    BREAK_EMPTIED it says so when one worker has emptied its own
    BREAK_HEAR    workers send for the next use without having heard that slots are empty
