@@ -25,15 +25,13 @@ from torch._inductor import config as inductor_config
 from weft.fused_ops.passes.report import VoteCounts
 
 CONTENDERS = (
-    *(
-        "plain",
-        "torch",
-        "weft",
-        "weft agree=False",
-        "weft agree=ahead",
-        "weft agree=each",
-        "weft regather=True",
-    ),
+    "plain",
+    "torch",
+    "weft",
+    "weft agree=False",
+    "weft agree=ahead",
+    "weft agree=each",
+    "weft regather=True",
     BOUND,
 )
 PEAK_FLOPS = 989e12  # of an H100 or H200, dense bfloat16

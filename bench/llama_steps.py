@@ -41,11 +41,8 @@ GPU_SIZES = Sizes(
 )
 CPU_SIZES = replace(SMALL, batch=1)
 SEED = 17
-AGREE: dict[str, bool | str] = {
-    "False": False,
-    "ahead": "ahead",
-    "each": "each",
-}  # behind "agree=" of a contender
+#: What stands behind "agree=" in a contender's name.
+AGREE: dict[str, bool | str] = {"False": False, "ahead": "ahead", "each": "each"}
 #: No contender to win against: a step takes as long if all communication is hidden.
 BOUND = "plain without communication"
 

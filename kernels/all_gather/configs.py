@@ -8,8 +8,8 @@ from ..device.collective.rounds import RoundsConfig, epoch_of
 from ..device.comm.exchange_time import exchange_time_us
 from ..device.comm.ll_exchange import BLOCKS
 
-#: Of the time that an all-reduce's bytes take: more is stored (bench/results/h100-x2-all_gather.json).
-_STORED = 1.1
+#: To that of an all-reduce that sends as many bytes: more is stored (bench/results/h100-x2-all_gather.json).
+_TIME_RATIO = 1.1
 
 
 @lru_cache(maxsize=4096)
@@ -24,4 +24,4 @@ def choose_all_gather(world_size: int, num_sms: int = BLOCKS) -> RoundsConfig:
 
 def estimate_all_gather_us(nbytes: int, world_size: int) -> float:
     """Microseconds of an all-gather of parts of ``nbytes``."""
-    return exchange_time_us(_STORED * (world_size - 1) * nbytes)
+    return exchange_time_us(_TIME_RATIO * (world_size - 1) * nbytes)

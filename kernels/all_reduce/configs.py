@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..device.collective.rounds import epochs_of, goes_by_rounds, rounds_threads
+from ..device.collective.rounds import EPOCH_BYTES, by_rounds
 from ..device.comm import ll_exchange
 from ..device.comm.exchange_time import all_reduce_time_us
 from ..device.comm.ll_exchange import BLOCKS, THREADS, VECTOR, WARP, ExchangeLayout, up
 
 FORMS = ("one_shot", "two_shot")
-MAX_BYTES = 16 << 20  #: of the input in one epoch of the slots; two_shot takes more in several epochs
+MAX_BYTES = EPOCH_BYTES  #: of the input in one epoch of the slots; two_shot takes more in several epochs
 
 # From how many bytes of input on two_shot is faster. Two ranks send as much in either form; there it is less that is
 # received and kept. Measured on 2 and 4 H200; else from (W - 1) * bytes / 300 GB/s against 2 / W of that and one trip.
@@ -69,7 +69,7 @@ def _parts(config: AllReduceConfig, world_size: int) -> int:
     return world_size if config.form == "two_shot" else 1
 
 
-def _epochs(config: AllReduceConfig) -> int:
+def _slots_per_vector(config: AllReduceConfig) -> int:
     """Slots of each sender that one vector takes: two_shot has results, too."""
     return 2 if config.form == "two_shot" else 1
 
@@ -78,19 +78,21 @@ def all_reduce_layout(nbytes: int, world_size: int, config: AllReduceConfig) -> 
     """A workspace that takes an input of ``nbytes`` in one epoch if it is not above MAX_BYTES; else in several."""
     vectors = -(-min(nbytes, MAX_BYTES) // (VECTOR * _parts(config, world_size)))
     slots = ll_exchange.slots_for(vectors, config.blocks, config.threads)
-    return ExchangeLayout(world_size, up(slots * _epochs(config), 2 * WARP * _epochs(config)), config.blocks)
+    return ExchangeLayout(world_size, up(slots, 2 * WARP) * _slots_per_vector(config), config.blocks)
 
 
 def vectors(layout: ExchangeLayout, config: AllReduceConfig) -> int:
     """Vectors that one epoch can move: of the input in one_shot, of each rank's part in two_shot."""
-    room = layout.slots // _epochs(config)
+    room = layout.slots // _slots_per_vector(config)
     step = min(config.threads, room)
     return config.blocks * (room // step) * step
 
 
 def all_reduce_grid(count: int, layout: ExchangeLayout, config: AllReduceConfig) -> tuple[int, int]:
     """Blocks and threads for that many. No block goes without a vector."""
-    return ll_exchange.exchange_grid(count, layout.slots // _epochs(config), config.blocks, config.threads)
+    return ll_exchange.exchange_grid(
+        count, layout.slots // _slots_per_vector(config), config.blocks, config.threads
+    )
 
 
 @dataclass(frozen=True)
@@ -112,13 +114,13 @@ def launch(count: int, layout: ExchangeLayout, config: AllReduceConfig) -> AllRe
     """
     if config.blocks > layout.blocks:
         raise ValueError(f"workspace: is for {layout.blocks} blocks, must be for {config.blocks}")
-    world_size, most = layout.world_size, vectors(layout, config)
     blocks, threads = all_reduce_grid(count, layout, config)
-    if config.form == "two_shot" and (count > most or goes_by_rounds(count, world_size, blocks, threads)):
-        room = layout.slots // _epochs(config)
-        threads = rounds_threads(world_size, threads, room)
-        epochs = epochs_of(count, world_size, blocks, threads, room)
-        return AllReduceLaunch("two_shot_rounds", blocks, threads + WARP, epochs)
-    if count > most:
+    if config.form == "two_shot":
+        room = layout.slots // _slots_per_vector(config)
+        rounds = by_rounds(count, layout.world_size, blocks, threads, room)
+        if rounds is not None:
+            threads, epochs = rounds
+            return AllReduceLaunch("two_shot_rounds", blocks, threads + WARP, epochs)
+    elif count > (most := vectors(layout, config)):
         raise ValueError(f"numel: is {count} vectors, must be at most {most} in one_shot")
     return AllReduceLaunch(config.form, blocks, threads)

@@ -8,8 +8,8 @@ from ..device.collective.rounds import RoundsConfig, epoch_of
 from ..device.comm.exchange_time import exchange_time_us
 from ..device.comm.ll_exchange import BLOCKS
 
-#: Of the time that an all-reduce's bytes take (bench/results/h100-x2-reduce_scatter.json).
-_LOADED = 1.05
+#: To that of an all-reduce that sends as many bytes (bench/results/h100-x2-reduce_scatter.json).
+_TIME_RATIO = 1.05
 
 
 @lru_cache(maxsize=4096)
@@ -24,4 +24,4 @@ def choose_reduce_scatter(world_size: int, num_sms: int = BLOCKS) -> RoundsConfi
 
 def estimate_reduce_scatter_us(nbytes: int, world_size: int) -> float:
     """Microseconds of a reduce-scatter of which each rank has a part of ``nbytes``."""
-    return exchange_time_us(_LOADED * (world_size - 1) * nbytes)
+    return exchange_time_us(_TIME_RATIO * (world_size - 1) * nbytes)

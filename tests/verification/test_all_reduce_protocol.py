@@ -145,8 +145,10 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", [None, *MISTAKES])
-def test_many_uses_in_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str | None) -> None:
-    """Launches of one and of many uses, one behind the other, by blocks of changing sizes."""
+def test_many_epochs_in_a_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str | None
+) -> None:
+    """Launches of one and of many epochs, one behind the other, by blocks of changing sizes."""
     library = compiled(tmp_path, 2, "float32", "sum", MISTAKES.get(mistake or ""))
     layout = ExchangeLayout(2, 128)
     wrong = 0
@@ -178,12 +180,12 @@ def test_many_uses_in_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_nothing_is_sent_to_slots_that_are_not_known_to_be_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three uses in a launch of rank 0: all that it takes comes, but rank 1 does not say that it has emptied any."""
+    """Three epochs in a launch of rank 0: all that it takes comes, but rank 1 does not say that it has emptied any."""
     layout = ExchangeLayout(2, 128)
     ranks = Ranks(compiled(tmp_path, 2, "float32", "sum"), layout)
     config = AllReduceConfig("two_shot", 1, 32)
     part = 4 * vectors(layout, config)  # elements, in an epoch
-    x = torch.cat([torch.full((part,), float(use)) for use in (10, 20, 30)] * 2)
+    x = torch.cat([torch.full((part,), float(epoch)) for epoch in (10, 20, 30)] * 2)
     out = torch.empty_like(x)
     launch(monkeypatch, ranks, 0, x, out, "sum", config, polls=50)
     words = ranks.memory.view(torch.int32)
@@ -192,7 +194,9 @@ def test_nothing_is_sent_to_slots_that_are_not_known_to_be_empty(
     ranks.library.library.run_one(ctypes.byref(ranks.places[0].launches[0]), 0)
     assert ranks.faults[0, Fault.BROKEN] == 1 + 1
     sent = (~slots[1]).view(torch.float32)
-    assert [bool((sent == x).any()) for x in (10, 10 + 1, 20, 20 + 1)] == [True] * 4, "of the first two uses"
+    assert [bool((sent == x).any()) for x in (10, 10 + 1, 20, 20 + 1)] == [True] * 4, (
+        "of the first two epochs"
+    )
     assert not (sent >= 30).any(), "of the third one"
     assert words[1, layout.emptied] == 1, "what it says to be empty behind the expired wait"
 

@@ -184,7 +184,7 @@ def test_reduce_scatters_of_changing_size(
 
 MISTAKES = {
     "buffer": ("++epoch;\n", "epoch += 2;\n"),
-    "slots-not-from-the-first": ("share.index -= all.of_epoch * all.slots;", ""),
+    "slots-not-from-the-first": ("share.index -= chunks.of_epoch * chunks.slots;", ""),
     "beginning-unsaid": ("say(epoch - 1);\n        for", "for"),
     "not-heard": ("hear(epoch - 1);\n            barrier_arrive", "barrier_arrive"),
     "said-early": (
@@ -298,7 +298,7 @@ def test_the_layout_takes_what_it_was_made_for(choose: object, num_sms: int) -> 
             assert launch.blocks <= num_sms and (launch.blocks - 1) * 32 < count
             assert launch.room + (launch.room // 4 if config.exact else 0) <= layout.slots
             chunk = at_once(world_size) * config.blocks * workers(world_size)
-            assert (launch.kernel == "rounds") == (count > min(2 * chunk, epoch_of(world_size)))
+            assert (launch.kernel == "rounds") == (count > 2 * chunk)
             if config.blocks == BLOCKS:
                 assert launch.epochs <= -(-count // epoch_of(world_size)), (
                     "an epoch takes what it is made for"

@@ -1,6 +1,6 @@
 // Exchanges in one epoch of the slots, or by rounds: chunk by chunk, in as many epochs of one launch as it takes. While a
-// thread receives one chunk, the next one is in flight, so what is left behind the last send is one chunk of each trip.
-// Two or more chunks of an epoch: credits for the next one come while the last are under way. docs/protocol.md#credits
+// thread receives one chunk, the next one is in flight, so what is left behind the last send is one chunk of each trip. An
+// epoch has two chunks or more: credits for the next one come while the last ones are under way. docs/protocol.md#credits
 // has the proof.
 //
 // `steps` has, each for the vectors of a thread from a share on that come before `end`, `threads` of a block apart:
@@ -15,7 +15,7 @@
 
 namespace weft {
 
-// How vectors are cut; the host's twin is `epochs_of` in rounds.py.
+// How vectors are cut; the host's twin is `_epochs` in rounds.py.
 struct Chunks {
     u32 vectors;  // of all blocks
     u32 slots;  // of a sender, of a block, that a chunk takes
@@ -40,12 +40,12 @@ struct Chunk {
     u32 epoch;
     ThreadShare share;
 
-    __device__ __forceinline__ bool begins_epoch(const Chunks& all) const { return share.index < all.slots; }
+    __device__ __forceinline__ bool begins_epoch(const Chunks& chunks) const { return share.index < chunks.slots; }
 
-    __device__ __forceinline__ void next(const Chunks& all) {
-        share.skip(all.slots);
-        if (share.index < all.of_epoch * all.slots) return;
-        share.index -= all.of_epoch * all.slots;
+    __device__ __forceinline__ void next(const Chunks& chunks) {
+        share.skip(chunks.slots);
+        if (share.index < chunks.of_epoch * chunks.slots) return;
+        share.index -= chunks.of_epoch * chunks.slots;
         ++epoch;
     }
 };

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..comm.ll_exchange import (
     BLOCKS,
     THREADS,
+    VECTOR,
     WARP,
     ExchangeLayout,
     at_once,
@@ -16,7 +17,9 @@ from ..comm.ll_exchange import (
     workers,
 )
 
-EXACT_SLOTS = 1.25  #: slots for each vector where data arrives bit by bit (exact.cuh)
+#: Of all ranks' vectors that a rank receives in one epoch. More take more of L2 than they gain
+#: (bench/results/h200-x2-all-reduce-large.txt), fewer wait for credits (h100-x2-chunks.txt).
+EPOCH_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -44,39 +47,43 @@ class RoundsConfig:
 
 
 def epoch_of(world_size: int) -> int:
-    """What ``RoundsConfig.epoch`` is best: 16 MiB from all ranks. More take more of L2 than they gain
-    (bench/results/h200-x2-all-reduce-large.txt), fewer wait for credits (h100-x2-chunks.txt)."""
-    return max((1 << 20) // world_size, 2 * _chunk(world_size, BLOCKS, workers(world_size)))
+    """What ``RoundsConfig.epoch`` is best: EPOCH_BYTES from all ranks, or two chunks."""
+    return max(EPOCH_BYTES // VECTOR // world_size, 2 * _chunk(world_size, BLOCKS, workers(world_size)))
 
 
 def _chunk(world_size: int, blocks: int, threads: int) -> int:
+    """Vectors of the largest chunk: what all threads of a grid take at once."""
     return at_once(world_size) * blocks * threads
 
 
-def goes_by_rounds(count: int, world_size: int, blocks: int, threads: int) -> bool:
-    """Whether so many vectors are more than two chunks: by rounds, fewer gain nothing."""
-    return count > 2 * _chunk(world_size, blocks, min(threads, workers(world_size)))
+def by_rounds(count: int, world_size: int, blocks: int, threads: int, room: int) -> tuple[int, int] | None:
+    """Threads of a block that send, and epochs of a launch that moves ``count`` vectors to each peer by rounds; None
+    where one epoch takes them, in two chunks at most: by rounds, these gain nothing.
 
-
-def rounds_threads(world_size: int, threads: int, room: int) -> int:
-    """Threads of a block that send by rounds, of ``threads`` at most: in an epoch each has two vectors or more.
+    Args:
+        threads: of a block, at most.
+        room: slots of a sender that data takes in one epoch.
 
     Raises:
-        ValueError: ``room``, the slots of a sender, is too little.
+        ValueError: ``room`` is too little.
     """
+    one_epoch = blocks * (room // threads) * threads
+    threads = min(threads, workers(world_size))
+    if count <= min(one_epoch, 2 * _chunk(world_size, blocks, threads)):
+        return None
     if room < 2 * WARP:
         raise ValueError(f"room: is {room} slots, must be {2 * WARP} or more to go by rounds")
-    return min(threads, workers(world_size), room // 2 // WARP * WARP)
+    threads = min(threads, room // 2 // WARP * WARP)
+    return threads, _epochs(count, world_size, blocks, threads, room // threads)
 
 
-def epochs_of(count: int, world_size: int, blocks: int, threads: int, room: int) -> int:
-    """Epochs of a launch by rounds: the twin of ``weft::Chunks`` in rounds.cuh."""
-    passes = room // threads
+def _epochs(count: int, world_size: int, blocks: int, threads: int, passes: int) -> int:
+    """The twin of ``weft::Chunks`` in rounds.cuh."""
     if count <= passes * threads * blocks:
         return 1
-    slots = min(at_once(world_size), passes // 2) * threads
-    chunks = -(-count // (slots * blocks))
-    return -(-chunks // (passes * threads // slots))
+    of_chunk = min(at_once(world_size), passes // 2)
+    chunks = -(-count // (of_chunk * threads * blocks))
+    return -(-chunks // (passes // of_chunk))
 
 
 def rounds_layout(count: int, world_size: int, config: RoundsConfig) -> ExchangeLayout:
@@ -114,9 +121,8 @@ def rounds_launch(count: int, layout: ExchangeLayout, config: RoundsConfig) -> R
     room = layout.slots * 4 // 5 // WARP * WARP if config.exact else layout.slots
     room = min(room, _wanted_room(count, config))
     blocks, threads = exchange_grid(count, room, config.blocks, config.threads)
-    world_size, one_epoch = layout.world_size, blocks * (room // threads) * threads
-    if count <= one_epoch and not goes_by_rounds(count, world_size, blocks, threads):
+    rounds = by_rounds(count, layout.world_size, blocks, threads, room)
+    if rounds is None:
         return RoundsLaunch("one_shot", blocks, threads, room)
-    threads = rounds_threads(world_size, threads, room)
-    epochs = epochs_of(count, world_size, blocks, threads, room)
+    threads, epochs = rounds
     return RoundsLaunch("rounds", blocks, threads + WARP, room, epochs)

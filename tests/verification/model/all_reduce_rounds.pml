@@ -1,25 +1,25 @@
-/* two_shot_rounds of kernels/all_reduce/kernel.cu: several uses of the slots in one launch, each in several chunks,
+/* two_shot_rounds of kernels/all_reduce/kernel.cu: several epochs of the slots in one launch, each in several chunks,
    kernels/device/collective/rounds.cuh and comm/credits.cuh.
 
-   Every rank launches the same CALLS kernels of one block, one after the other; how many chunks each moves, from LEAST
-   to MOST, is chosen at the start in all ways. A use takes PARTS of them. The block has WORKERS threads that send, and a
-   steward. A worker sends a chunk, answers the one before and receives the results of the one before that.
-   all_reduce.pml has what holds for several blocks, and for vectors of several words.
+   Every rank launches the same CALLS kernels of one block, one after the other; how many chunks each moves, from
+   LEAST to MOST, is chosen at the start in all ways. An epoch takes PARTS of them. The block has WORKERS threads
+   that send, and a credit warp. A worker sends a chunk, answers the one before and receives the results of the one
+   before that. all_reduce.pml has what holds for several blocks, and for vectors of several words.
 
-   Every word travels by itself and for any time: no store is ordered behind another. The zeros that empty a slot are in
-   the rank's own memory when its kernel has ended or behind the steward's fence, and not surely before. What a rank says
-   to another one it says in order.
+   Every word travels by itself and for any time: no store is ordered behind another. The zeros that empty a slot are
+   in the rank's own memory when its kernel has ended or behind the credit warp's fence, and not surely before. What
+   a rank says to another one it says in order.
 
-   A word is the number of its chunk and trip, 0 is empty. Reading another chunk's word, or an empty one, is an error; who
-   waits for ever is an invalid end state.
+   A word is the number of its chunk and trip, 0 is empty. Reading another chunk's word, or an empty one, is an
+   error; who waits for ever is an invalid end state.
 
    W ranks; TRIPS is 2, or 1, as in an all-gather and a reduce-scatter. The zeros of the first PROMPT workers are in
    memory at once. What must fail:
-   BREAK_FENCE   the steward says that slots are empty while zeros are under way
+   BREAK_FENCE   the credit warp says that slots are empty while zeros are under way
    BREAK_EMPTIED it says so when one worker has emptied its own
-   BREAK_HEAR    workers send for the next use without having heard that slots are empty
-   BREAK_FIRST   the steward does not say at its begin that all before is empty
-   BREAK_LAST    it ends without having heard that all but the last use is emptied
+   BREAK_HEAR    workers send for the next epoch without having heard that slots are empty
+   BREAK_FIRST   the credit warp does not say at its begin that all before is empty
+   BREAK_LAST    it ends without having heard that all but the last epoch is emptied
    PARTS 1       with two trips */
 
 #if (W != 2 && W != 3) || (TRIPS != 1 && TRIPS != 2)
@@ -27,14 +27,14 @@
 #endif
 
 #define SLOTS (W * 2 * PARTS * TRIPS * WORKERS * W)
-#define USE(c) (epoch[me] + 1 + (c) / PARTS)
-#define PLACE(c, trip) (((USE(c) & 1) * PARTS + (c) % PARTS) * TRIPS + (trip))
+#define EPOCH(c) (ended[me] + 1 + (c) / PARTS)
+#define PLACE(c, trip) (((EPOCH(c) & 1) * PARTS + (c) % PARTS) * TRIPS + (trip))
 #define AT(owner, place, worker, writer) ((((owner) * 2 * PARTS * TRIPS + (place)) * WORKERS + (worker)) * W + (writer))
 #define WRITER(i) ((i) % W)
 #define OWNER(i) ((i) / (W * WORKERS * TRIPS * PARTS * 2))
 #define BUFFER(i) ((i) / (W * WORKERS * TRIPS * PARTS) % 2)
-#define WORD(c, trip) ((USE(c) * PARTS + (c) % PARTS) * TRIPS + (trip) + 1)
-#define USES(k) ((chunks[k] + PARTS - 1) / PARTS)
+#define WORD(c, trip) ((EPOCH(c) * PARTS + (c) % PARTS) * TRIPS + (trip) + 1)
+#define EPOCHS(k) ((chunks[k] + PARTS - 1) / PARTS)
 
 byte chunks[CALLS];
 
@@ -42,14 +42,14 @@ byte slot[SLOTS];
 byte sent[SLOTS];            /* words under way; 0 is none */
 bool zeroing[SLOTS];         /* zeros that are not yet in memory */
 byte zeros[W * 2];           /* how many, by rank and buffer */
-byte said[W * W];            /* by listener and speaker: the last use that is empty, as it was said */
+byte said[W * W];            /* by listener and speaker: the last epoch that is empty, as it was said */
 byte heard[W * W];           /* and as it has arrived */
 
 byte running[W];             /* the call whose kernel runs */
-byte epoch[W];               /* uses before it */
-byte asking[W];              /* workers that want to send for the next use, since the kernel's begin */
-byte allowed[W];             /* times that the steward has let them */
-byte emptied[W];             /* workers that have emptied their slots of a use, since the kernel's begin */
+byte ended[W];               /* epochs before it */
+byte asking[W];              /* workers that want to send for the next epoch, since the kernel's begin */
+byte allowed[W];             /* times that the credit warp has let them */
+byte emptied[W];             /* workers that have emptied their slots of an epoch, since the kernel's begin */
 byte left[W];                /* threads at the kernel's end */
 bool started;
 
@@ -91,7 +91,7 @@ inline take_all(c, trip) {
             :: t < PROMPT -> slot[AT(me, PLACE(c, trip), t, peer)] = 0
             :: else ->
                 zeroing[AT(me, PLACE(c, trip), t, peer)] = true;
-                zeros[me * 2 + (USE(c) & 1)]++
+                zeros[me * 2 + (EPOCH(c) & 1)]++
             fi
         :: else
         fi
@@ -100,16 +100,16 @@ inline take_all(c, trip) {
 }
 
 #ifdef BREAK_HEAR
-#define ALLOWED(use) true
+#define ALLOWED(epoch) true
 #else
-#define ALLOWED(use) (allowed[me] >= (use))
+#define ALLOWED(epoch) (allowed[me] >= (epoch))
 #endif
 
 /* What a worker does in step i of a call. */
-#define IS_NEXT_USE(c) ((c) > 0 && (c) % PARTS == 0 && (c) < chunks[k])
-#define MAY_SEND (!IS_NEXT_USE(i) || (asking[me] >= i / PARTS * WORKERS && ALLOWED(i / PARTS)))
+#define IS_NEXT_EPOCH(c) ((c) > 0 && (c) % PARTS == 0 && (c) < chunks[k])
+#define MAY_SEND (!IS_NEXT_EPOCH(i) || (asking[me] >= i / PARTS * WORKERS && ALLOWED(i / PARTS)))
 #define ANSWERS (TRIPS == 2 && i > 0 && i <= chunks[k])
-#define ENDS_USE ((i - TRIPS) % PARTS == PARTS - 1 && i + 1 < chunks[k] + TRIPS)
+#define ENDS_EPOCH ((i - TRIPS) % PARTS == PARTS - 1 && i + 1 < chunks[k] + TRIPS)
 
 #define SEND 0
 #define ANSWER 1
@@ -122,7 +122,7 @@ inline next() {
     :: does != RECEIVE && !(does == SEND && ANSWERS) && i >= TRIPS -> does = RECEIVE
     :: else ->
         i++;
-        asking[me] = asking[me] + IS_NEXT_USE(i);
+        asking[me] = asking[me] + IS_NEXT_EPOCH(i);
         if
         :: i < chunks[k] -> does = SEND
         :: i >= chunks[k] && ANSWERS -> does = ANSWER
@@ -145,7 +145,7 @@ proctype Worker(byte me; byte t) {
     :: atomic {
         i > 0 && i < chunks[k] + TRIPS && does == RECEIVE && ALL_FULL((i - TRIPS), TRIPS - 1) ->
             take_all((i - TRIPS), TRIPS - 1);
-            emptied[me] = emptied[me] + ENDS_USE;
+            emptied[me] = emptied[me] + ENDS_EPOCH;
             next();
             if
             :: i == chunks[k] + TRIPS -> i = 0; does = SEND; k++; left[me]++
@@ -155,21 +155,21 @@ proctype Worker(byte me; byte t) {
     od
 }
 
-inline say(use) {
+inline say(epoch) {
 #ifndef BREAK_FENCE
-    (zeros[me * 2 + ((use) & 1)] == 0);
+    (zeros[me * 2 + ((epoch) & 1)] == 0);
 #endif
     for (peer : 0 .. (W - 1)) {
         if
-        :: peer != me -> said[peer * W + me] = use
+        :: peer != me -> said[peer * W + me] = epoch
         :: else
         fi
     }
     peer = 0
 }
 
-#define HEARD(src, use) (src == me || heard[me * W + src] >= use)
-#define HEARD_ALL(use) (HEARD(0, use) && HEARD(1, use) && HEARD(W - 1, use))
+#define HEARD(src, epoch) (src == me || heard[me * W + src] >= epoch)
+#define HEARD_ALL(epoch) (HEARD(0, epoch) && HEARD(1, epoch) && HEARD(W - 1, epoch))
 #ifdef BREAK_EMPTIED
 #define ENOUGH 1
 #else
@@ -178,31 +178,31 @@ inline say(use) {
 #ifdef BREAK_LAST
 #define MAY_END true
 #else
-#define MAY_END HEARD_ALL(use - 1)
+#define MAY_END HEARD_ALL(epoch - 1)
 #endif
 
-proctype Steward(byte me) {
-    byte k, use, round, peer;
+proctype CreditWarp(byte me) {
+    byte k, epoch, round, peer;
     started;
     do
     :: k == CALLS -> break
     :: k < CALLS ->
-        atomic { running[me] == k -> use = epoch[me] + 1 }
+        atomic { running[me] == k -> epoch = ended[me] + 1 }
         if
-        :: USES(k) > 1 ->
+        :: EPOCHS(k) > 1 ->
 #ifndef BREAK_FIRST
-            atomic { say(use - 1) }
+            atomic { say(epoch - 1) }
 #endif
             do
-            :: round + 1 < USES(k) ->
-                atomic { HEARD_ALL(use - 1) -> allowed[me]++ }
-                atomic { emptied[me] >= round * WORKERS + ENOUGH -> say(use); use++; round++ }
+            :: round + 1 < EPOCHS(k) ->
+                atomic { HEARD_ALL(epoch - 1) -> allowed[me]++ }
+                atomic { emptied[me] >= round * WORKERS + ENOUGH -> say(epoch); epoch++; round++ }
             :: else -> break
             od
             (MAY_END)
         :: else
         fi
-        atomic { left[me]++; k++; use = 0; round = 0 }
+        atomic { left[me]++; k++; epoch = 0; round = 0 }
     od
 }
 
@@ -212,7 +212,7 @@ proctype Stream(byte me) {
     do
     :: running[me] == CALLS -> break
     :: atomic { running[me] < CALLS && left[me] == WORKERS + 1 && zeros[me * 2] + zeros[me * 2 + 1] == 0 ->
-        epoch[me] = epoch[me] + USES(running[me]);
+        ended[me] = ended[me] + EPOCHS(running[me]);
         asking[me] = 0; allowed[me] = 0; emptied[me] = 0; left[me] = 0; running[me]++ }
     od
 }
@@ -238,7 +238,7 @@ init {
         }
         for (i : 0 .. (W - 1)) {
             run Stream(i);
-            run Steward(i);
+            run CreditWarp(i);
             for (t : 0 .. (WORKERS - 1)) { run Worker(i, t) }
         }
         i = 0; t = 0; started = true
