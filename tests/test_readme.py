@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -222,54 +221,26 @@ def test_every_variable_stands_in_the_table() -> None:
     assert table == in_use, table ^ in_use
 
 
-def speedups(op: str) -> list[str]:
-    """Over NCCL and over torch's variants: geometric means of all captured rows between 2 H100."""
-    rows = json.loads((ROOT / "bench" / "results" / f"h100-x2-{op}.json").read_text())["rows"]
-    rows = [row for row in rows if row["mode"] == "graph"]
-    assert rows
-    means = []
-    for peer in ("unfused_us", "torch_us"):
-        if all(row[peer] is None for row in rows):  # torch has none
-            means.append("-")
-            continue
-        logs = torch.tensor([row[peer] / row["weft_us"] for row in rows], dtype=torch.float64).log()
-        means.append(f"{logs.mean().exp().item():.2f}")
-    return means
+def run_python(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, timeout=60, capture_output=True, text=True, check=False
+    )
 
 
-def scaled_speedups(op: str, file: str) -> list[str]:
-    """The same of an op of fp8, with tensor-wise and row-wise scales."""
-    lines = text(f"bench/results/h100-x2-{file}.txt")
-    cells = r" ([\d.]+) \|"
-    row = rf"^\| {op} \| \S+ \| \d+ \| (?:tensor|rows) \| [\d.]+ \|{cells}{cells}{cells}"
-    found = torch.tensor([list(map(float, us)) for us in re.findall(row, lines, re.MULTILINE)])
-    assert found.shape == (36, 3)
-    means = (found[:, :2].double() / found[:, 2:]).log().mean(dim=0).exp()
-    return [f"{mean:.2f}" for mean in means.tolist()]
+def test_the_tables_of_figures_are_those_of_the_files() -> None:
+    said = run_python("bench/pages.py", "--check")
+    assert said.returncode == 0, said.stdout + said.stderr
 
 
-def test_the_speedups_are_those_of_the_files() -> None:
-    rows = re.findall(r"^\| `(\w+)`.*\| ([\d.]+) \| ([\d.]+|-) \|$", text("README.md"), re.MULTILINE)
-    words = {name: name.removeprefix("fused_").removeprefix("one_shot_") for name, *_ in rows}
-    assert len(words) == 9
-    wanted = {name: speedups(op) for name, op in words.items() if "scaled" not in op}
-    wanted["fused_all_gather_scaled_matmul"] = scaled_speedups("gather", "scaled-copies")
-    wanted["fused_scaled_matmul_reduce_scatter"] = scaled_speedups("scatter", "scaled-scatter-choices")
-    assert {name: said for name, *said in rows} == wanted
-
-
-def test_the_chart_is_that_of_the_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("program", "shown"),
+    [("bench/chart.py", "docs/layers-h100-x2.svg"), ("bench/layer_picture.py", "docs/layer-h100-x2.svg")],
+)
+def test_the_pictures_are_those_of_the_files(tmp_path: Path, program: str, shown: str) -> None:
     picture = tmp_path / "picture.svg"
-    command = [sys.executable, "bench/chart.py", "--output", str(picture)]
-    subprocess.run(command, cwd=ROOT, timeout=60, capture_output=True, check=True)
-    assert picture.read_text() == text("docs/layers-h100-x2.svg")
-
-
-def test_the_kernels_of_a_layer_are_those_of_the_file(tmp_path: Path) -> None:
-    picture = tmp_path / "picture.svg"
-    command = [sys.executable, "bench/layer_picture.py", "--output", str(picture)]
-    subprocess.run(command, cwd=ROOT, timeout=60, capture_output=True, check=True)
-    assert picture.read_text() == text("docs/layer-h100-x2.svg")
+    said = run_python(program, "--output", str(picture))
+    assert said.returncode == 0, said.stderr
+    assert picture.read_text() == text(shown)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,0 +1,243 @@
+"""The tables of figures in README.md and docs/benchmarks.md, written from files in bench/results/.
+
+python bench/pages.py          # rewrites them
+python bench/pages.py --check  # says which differ, and changes nothing
+
+A table stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``; NAME is a function of this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from report import best_peer, geometric_mean, ratio
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results"
+PAGES = ("README.md", "docs/benchmarks.md")
+_WORDS = {
+    "all_gather_matmul": "all-gather + matmul",
+    "matmul_reduce_scatter": "matmul + reduce-scatter",
+    "matmul_all_reduce": "matmul + all-reduce",
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_reduce_rms_norm": "all-reduce + RMSNorm",
+    "all_reduce_layer_norm": "all-reduce + LayerNorm",
+}
+_MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+Row = dict[str, Any]
+
+
+def captured(machine: str, op: str) -> tuple[str, list[Row]]:
+    """The date of a results file, and its rows that ran in CUDA graphs."""
+    content = json.loads((RESULTS / f"{machine}-{op}.json").read_text())
+    return content["meta"]["date"][:10], [row for row in content["rows"] if row["mode"] == "graph"]
+
+
+def _cell(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _mean(rows: Sequence[Row], above: str, below: str) -> str:
+    return _cell(geometric_mean(ratio(row[above], row[below]) for row in rows))
+
+
+def _lowest(rows: Sequence[Row]) -> str:
+    return _cell(min(r for row in rows if (r := ratio(best_peer(row), row["weft_us"])) is not None))
+
+
+def _against(rows: Sequence[Row]) -> list[str]:
+    peers = geometric_mean(ratio(best_peer(row), row["weft_us"]) for row in rows)
+    nccl, torch_ops = (_mean(rows, peer, "weft_us") for peer in ("unfused_us", "torch_us"))
+    return [nccl, torch_ops, f"{_cell(peers)} ({_lowest(rows)})"]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(cells) + " |" for cells in lines]
+
+
+def layers() -> list[str]:
+    """Single layers on 2 H100."""
+    found = []
+    for op in _MATMULS[:2]:
+        date, rows = captured("h100-x2", op)
+        for row in rows:
+            if row["M"] == 8192 and not row["name"].startswith("gpt3"):
+                times = [_cell(row[c], 0) for c in ("weft_us", "unfused_us", "torch_us", "limit_us")]
+                found.append([f"{row['name']}, {_WORDS[op]}", *times])
+    return _table(
+        [f"2 H100, {date}, M = 8192, microseconds", "weft", "NCCL + cuBLAS", "torch", "limit"], found
+    )
+
+
+def matmuls() -> list[str]:
+    """All layers, by machine and op."""
+    found = []
+    for machine, words in (("h100-x2", "2 H100"), ("h200-x2", "2 H200"), ("h200-x4", "4 H200")):
+        for op in _MATMULS:
+            date, rows = captured(machine, op)
+            long = [row for row in rows if row["M"] >= 4096]
+            limits = [_mean(of, "weft_us", "limit_us") for of in (rows, long)]
+            found.append([f"{_WORDS[op]}, {words}, {date}", str(len(rows)), *limits, *_against(rows)])
+    return _table(
+        [
+            "",
+            "rows",
+            "weft / limit",
+            "from M = 4096",
+            "NCCL + cuBLAS / weft",
+            "torch / weft",
+            "best peer / weft (lowest)",
+        ],
+        found,
+    )
+
+
+def collectives() -> list[str]:
+    """Collectives alone and with a norm, by machine."""
+    found = []
+    for machine, words, ops in (
+        ("h100-x2", "2 H100", ("all_reduce", "all_gather", "reduce_scatter")),
+        ("h100-x2", "2 H100", ("all_reduce_rms_norm", "all_reduce_layer_norm")),
+        ("h100-x3", "3 H100", ("all_reduce",)),
+        ("h100-x4", "4 H100", ("all_reduce", "all_gather", "reduce_scatter")),
+        ("h200-x4", "4 H200", ("all_reduce_rms_norm",)),
+    ):
+        for op in ops:
+            date, rows = captured(machine, op)
+            sizes = sorted(row["M"] * row["N"] * 2 for row in rows)
+            least, most = (f"{n >> 20} MiB" if n >> 20 else f"{n >> 10} KiB" for n in (sizes[0], sizes[-1]))
+            found.append(
+                [f"{_WORDS[op]}, {words}, {date}", f"{len(rows)}, {least} to {most}", *_against(rows)]
+            )
+    return _table(["", "rows", "NCCL / weft", "torch / weft", "best peer / weft (lowest)"], found)
+
+
+def process_group() -> list[str]:
+    """``dist.all_reduce`` by the process group, from the first run of its file."""
+    text = (RESULTS / "h100-x2-process-group.txt").read_text()
+    date = re.search(r"^(\d{4}-\d\d-\d\d) ", text, re.MULTILINE)
+    run = text.split("torchrun", 2)[1]
+    times: dict[int, dict[str, list[str]]] = {}
+    for size, name, *us in re.findall(
+        r"^ *(\d+) (nccl|weft) +([\d.]+) +([\d.]+) +([\d.]+)", run, re.MULTILINE
+    ):
+        times.setdefault(int(size), {})[name] = us
+    found = [
+        [f"{n >> 20} MiB" if n >> 20 else f"{n >> 10} KiB"]
+        + [f"{weft} ({nccl})" for nccl, weft in zip(of["nccl"], of["weft"], strict=True)]
+        for n, of in times.items()
+    ]
+    assert date and found
+    return _table(
+        [
+            f"2 H100, {date[1]}, microseconds, NCCL's in brackets",
+            "host, eager",
+            "GPU, eager",
+            "in a CUDA graph",
+        ],
+        found,
+    )
+
+
+def ops() -> list[str]:
+    """README's table: what each op replaces, and how much faster it is."""
+    from_text = {
+        "fused_all_gather_scaled_matmul": "gather",
+        "fused_scaled_matmul_reduce_scatter": "scatter",
+    }
+    found = []
+    for names, replaced in OPS.items():
+        public = names.split(",")[0].strip(" `")
+        word = public.removeprefix("fused_").removeprefix("one_shot_")
+        if public in from_text:
+            gains = _scaled(from_text[public])
+        elif (RESULTS / f"h100-x2-{word}.json").is_file():
+            gains = _against(captured("h100-x2", word)[1])[:2]
+        else:
+            gains = ["-", "-"]
+        found.append([names, replaced, *gains])
+    return _table(["op", "replaces", "speed-up over NCCL + cuBLAS", "over `torch.ops.symm_mem`"], found)
+
+
+OPS = {
+    "`fused_all_gather_matmul`": "`all_gather(x) @ w` for one or more `w`",
+    "`fused_matmul_reduce_scatter`": "`reduce_scatter(x @ w)`, with bias and residual",
+    "`fused_all_gather_scaled_matmul`": "the same of fp8: `all_gather(x)` with its scales, `torch._scaled_mm`",
+    "`fused_scaled_matmul_reduce_scatter`": "`reduce_scatter(torch._scaled_mm(x, w))`",
+    "`fused_matmul_all_reduce`": "`all_reduce(x @ w)`",
+    "`one_shot_all_reduce`, `one_shot_all_reduce_` (in place)": "`all_reduce(x)`",
+    "`one_shot_all_gather`": "`all_gather(x)`",
+    "`one_shot_reduce_scatter`": "`reduce_scatter(x)`",
+    "`fused_all_reduce_rms_norm`": "`rms_norm(residual + all_reduce(x))`",
+    "`fused_all_reduce_rms_norm_quant`": "the same in fp8, by a given scale or one of each row",
+    "`fused_all_reduce_layer_norm`": "`layer_norm(residual + all_reduce(x))`",
+}
+
+
+def _scaled(op: str) -> list[str]:
+    """Of fp8 operands with tensor-wise and row-wise scales: over NCCL and torch's product, over torch's fused op."""
+    text = (RESULTS / "h100-x2-scaled.txt").read_text()
+    row = rf"^\| {op} \| \S+ \| \d+ \| (?:tensor|rows) \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|"
+    times = [tuple(map(float, us)) for us in re.findall(row, text, re.MULTILINE)]
+    assert len(times) == 36, f"{op}: {len(times)} rows"
+    return [_cell(geometric_mean(us[peer] / us[2] for us in times)) for peer in (0, 1)]
+
+
+def llama() -> list[str]:
+    """Llama-3 8B, 8 layers, compiled without the pass and with it."""
+    found = []
+    for file, words in (
+        ("whole-4096", "training, whole graph, sequence 4096"),
+        ("blocks-1024", "training, block by block, sequence 1024"),
+        ("blocks-4096", "training, block by block, sequence 4096"),
+        ("decode", "decoding, batch 1, Inductor's CUDA graphs"),
+    ):
+        rows = json.loads((RESULTS / f"h100-x2-llama-{file}.json").read_text())["rows"]
+        plain, weft = (next(r["ms"] for r in rows if r["contender"] == name) for name in ("plain", "weft"))
+        digits = 3 if plain < 10 else 1
+        found.append([words, _cell(plain, digits), _cell(weft, digits), _cell(plain / weft)])
+    text = (RESULTS / "h100-x2-llama-decode-local.txt").read_text()
+    for batch, plain, weft in re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \|", text, re.MULTILINE):
+        gain = _cell(float(plain) / float(weft))
+        found.append([f"decoding, weights sharded by hand, batch {batch}", plain, weft, gain])
+    return _table(["", "plain, ms", "with the pass, ms", ""], found)
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    f.__name__: f for f in (ops, layers, matmuls, collectives, process_group, llama)
+}
+_PLACE = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def rewritten(page: str) -> str:
+    """A page with its tables as the files have them."""
+    return _PLACE.sub(lambda m: m[1] + "\n".join(TABLES[m[2]]()) + "\n" + m[3], page)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    given = parser.parse_args()
+    stale = 0
+    for name in PAGES:
+        old = (ROOT / name).read_text()
+        new = rewritten(old)
+        stale += new != old
+        if new != old:
+            print(f"{name}: differs from the files")
+            if not given.check:
+                (ROOT / name).write_text(new)
+    return int(given.check and stale > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
