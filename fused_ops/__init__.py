@@ -24,7 +24,6 @@ from .functional import (
 from .layers.checkpoint import local_state_dict, sharded_state_dict
 from .layers.float8 import float8_all_gather_matmul, float8_matmul_reduce_scatter
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
-from .library import flops as flops  # torch's counter knows them
 from .library import registration as registration  # torch.ops.weft is implemented
 from .norms import (
     fused_all_reduce_layer_norm,

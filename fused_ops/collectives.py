@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from ..symm_mem import Group, group_name
+from . import validation
 from .dispatch.callers import known_name, of_graph
 from .functional import ReduceOp
-from .library import schema, validation
+from .library import schema
 from .ops import all_gather, reduce_scatter
 
 

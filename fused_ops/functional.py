@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..kernels.all_reduce.host import IN_PLACE
 from ..symm_mem import Group, group_name
+from . import validation
 from .dispatch.callers import known_name, of_graph
-from .library import schema, validation
+from .library import schema
 from .ops import all_gather_matmul, all_reduce, matmul_all_reduce, matmul_reduce_scatter
 
 ReduceOp: TypeAlias = str | dist.ReduceOp | dist.ReduceOp.RedOpType

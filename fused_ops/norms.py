@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ..symm_mem import Group, group_name
+from . import validation
 from .dispatch.callers import known_name, of_graph
-from .library import scaled_validation, schema, validation
-from .ops import all_reduce_layer_norm, all_reduce_rms_norm
-from .ops.calls import AllReduceRmsNormQuantCall
+from .library import schema
+from .ops import all_reduce_layer_norm, all_reduce_rms_norm, all_reduce_rms_norm_quant
+from .ops.all_reduce_rms_norm_quant import AllReduceRmsNormQuantCall, validate_quantization
 
 
 def fused_all_reduce_rms_norm(
@@ -151,14 +152,14 @@ def fused_all_reduce_rms_norm_quant(
     if name is not None and exact and type(smallest) in (float, type(None)):
         args: Any = (x, residual, weight, eps, name, *quant, weight_offset, round_sum)
         call = AllReduceRmsNormQuantCall(*args)
-        done = all_reduce_rms_norm.fast_all_reduce_rms_norm_quant(call)
+        done = all_reduce_rms_norm_quant.fast_all_reduce_rms_norm_quant(call)
         if done is not None:
             return _with_scale(done, scale)
     _check(("residual", "scale"), x=x, residual=residual, weight=weight, scale=scale)
     validation.number("eps", eps)
     validation.number("weight_offset", weight_offset)
     validation.flags(round_sum=round_sum)
-    scaled_validation.quantisation(out_dtype, scale_op, smallest)
+    validate_quantization(out_dtype, scale_op, smallest)
     name = group_name(group)
     named = {"scale": scale, "out_dtype": out_dtype, "scale_op": scale_op, "smallest": smallest}
     more = {"weight_offset": weight_offset, "round_sum": round_sum, **of_graph(name)}
@@ -168,7 +169,7 @@ def fused_all_reduce_rms_norm_quant(
 
 
 def _with_scale(
-    results: all_reduce_rms_norm.QuantResult, scale: Tensor | None
+    results: all_reduce_rms_norm_quant.QuantResult, scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     quantized, scales, sums = results
     found = scale if scales is None else scales

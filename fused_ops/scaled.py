@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from ..symm_mem import Group, group_name
+from . import validation
 from .dispatch.callers import known_name, of_graph
 from .functional import ReduceOp
-from .library import schema, validation
+from .library import schema
 from .ops import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
-from .ops.scaled_calls import AllGatherScaledMatmulCall, ScaledMatmulReduceScatterCall, output_dtype
+from .ops.all_gather_scaled_matmul import AllGatherScaledMatmulCall
+from .ops.scaled_calls import output_dtype
+from .ops.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatterCall
 
 _LISTS = (list, tuple)
 _DEFAULTS = (None, None, None, False)  # of biases, result_scales, out_dtypes and use_fast_accum

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor, fx
 from torch.distributed import ProcessGroup
 
+from .. import validation
 from ..dispatch.call_check import begin_call
 from ..dispatch.planning import is_planning
-from ..library import compiled, group_checks, schema, validation
-from ..library.implementations import begins_call
+from ..library import compiled, group_checks, schema
 from ..library.unsupported import refuse_unsupported
-from ..ops.calls import AllGatherCall, ReduceScatterCall
+from ..ops import ALL_GATHER, REDUCE_SCATTER
+from ..ops.all_gather import AllGatherCall
+from ..ops.op import with_poison
+from ..ops.reduce_scatter import ReduceScatterCall
 from .call import AsyncCall
 from .run import run_fast_start, run_release, run_start, run_wait
 
@@ -29,10 +32,10 @@ def _checked(call: AsyncCall) -> ProcessGroup:
     if call.group_size is not None:
         group_checks.group_size(call.group_size, call.group_name)
     if call.gathers:
-        return validation.validate_all_gather(AllGatherCall(call.x, 0, call.group_name))[1]
+        return ALL_GATHER.validate(AllGatherCall(call.x, 0, call.group_name))[1]
     validation.reduction(call.reduce_op)
     scatters = ReduceScatterCall(call.x, call.reduce_op, 0, call.group_name)
-    return validation.validate_reduce_scatter(scatters)[1]
+    return REDUCE_SCATTER.validate(scatters)[1]
 
 
 def _fake_start(call: AsyncCall) -> Tensor:
@@ -48,7 +51,7 @@ def _start(call: AsyncCall) -> Tensor:
     return _slow_start(call)
 
 
-@begins_call
+@with_poison
 def _slow_start(call: AsyncCall) -> Tensor:
     group = _checked(call)
     given = {"x": call.x} | ({"placed": call.placed} if call.gathers else {"reduce_op": call.reduce_op})

@@ -24,13 +24,19 @@ from torch import Tensor
 
 from ...symm_mem import HeapUnavailable, forks, resolve_group
 from ...symm_mem.call_site import calling
+from .. import validation
 from ..dispatch.plan import heap_or_why, last_plan, why_tf32
-from ..library import implementations, scaled_validation, validation
-from ..library.implementations import Implementation
-from ..ops.all_gather_matmul import Result, fast_all_gather_matmul
-from ..ops.calls import AllGatherMatmulCall, MatmulReduceScatterCall
-from ..ops.matmul_reduce_scatter import fast_matmul_reduce_scatter
-from ..ops.scaled_calls import AllGatherScaledMatmulCall, ScaledMatmulReduceScatterCall
+from ..ops import (
+    ALL_GATHER_MATMUL,
+    ALL_GATHER_SCALED_MATMUL,
+    MATMUL_REDUCE_SCATTER,
+    SCALED_MATMUL_REDUCE_SCATTER,
+    Op,
+)
+from ..ops.all_gather_matmul import AllGatherMatmulCall, Result, fast_all_gather_matmul
+from ..ops.all_gather_scaled_matmul import AllGatherScaledMatmulCall
+from ..ops.matmul_reduce_scatter import MatmulReduceScatterCall, fast_matmul_reduce_scatter
+from ..ops.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatterCall
 from .calls_taken import counts
 
 GATHER, SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
@@ -90,7 +96,7 @@ def kernel_of(name: str, before: TorchImplementation) -> Callable[..., Any]:
 
 
 def _all_gather_matmul(before: TorchImplementation) -> Callable[..., Result]:
-    add, op = counts.add, implementations.ALL_GATHER_MATMUL
+    add, op = counts.add, ALL_GATHER_MATMUL
 
     def all_gather_matmul(
         A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, return_A: bool = True
@@ -102,7 +108,7 @@ def _all_gather_matmul(before: TorchImplementation) -> Callable[..., Result]:
                 return done
         refused = A.dim() < 2 or not 0 <= gather_dim < A.dim() or any(B.dim() != 2 for B in Bs)
         call = AllGatherMatmulCall(A, Bs, gather_dim, group_name, return_A)
-        if (why := _why_not(op, call, refused, validation.validate_all_gather_matmul)) is None:
+        if (why := _why_not(op, call, refused)) is None:
             return _taken(GATHER, op, call)
         add(GATHER, "torch", why)
         return before.call(A.device, refused, A, Bs, gather_dim, group_name, return_A=return_A)  # type: ignore[no-any-return]
@@ -111,7 +117,7 @@ def _all_gather_matmul(before: TorchImplementation) -> Callable[..., Result]:
 
 
 def _matmul_reduce_scatter(before: TorchImplementation) -> Callable[..., Tensor]:
-    add, op = counts.add, implementations.MATMUL_REDUCE_SCATTER
+    add, op = counts.add, MATMUL_REDUCE_SCATTER
 
     def matmul_reduce_scatter(
         A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
@@ -124,7 +130,7 @@ def _matmul_reduce_scatter(before: TorchImplementation) -> Callable[..., Tensor]
         known = reduce_op in validation.REDUCE_OPS
         refused = A.dim() < 2 or not 0 <= scatter_dim < A.dim() or B.dim() != 2 or not known
         call = MatmulReduceScatterCall(A, B, reduce_op, scatter_dim, group_name)
-        if (why := _why_not(op, call, refused, validation.validate_matmul_reduce_scatter)) is None:
+        if (why := _why_not(op, call, refused)) is None:
             return _taken(SCATTER, op, call)
         add(SCATTER, "torch", why)
         return before.call(A.device, refused, A, B, reduce_op, scatter_dim, group_name)  # type: ignore[no-any-return]
@@ -133,7 +139,7 @@ def _matmul_reduce_scatter(before: TorchImplementation) -> Callable[..., Tensor]
 
 
 def _all_gather_scaled_matmul(before: TorchImplementation) -> Callable[..., Any]:
-    op = implementations.ALL_GATHER_SCALED_MATMUL
+    op = ALL_GATHER_SCALED_MATMUL
 
     def all_gather_scaled_matmul(*args: Any) -> Any:
         call = AllGatherScaledMatmulCall(*args)
@@ -150,7 +156,7 @@ def _all_gather_scaled_matmul(before: TorchImplementation) -> Callable[..., Any]
 
 
 def _scaled_matmul_reduce_scatter(before: TorchImplementation) -> Callable[..., Any]:
-    op = implementations.SCALED_MATMUL_REDUCE_SCATTER
+    op = SCALED_MATMUL_REDUCE_SCATTER
 
     def scaled_matmul_reduce_scatter(*args: Any) -> Any:
         call = ScaledMatmulReduceScatterCall(*args)
@@ -167,34 +173,26 @@ def _scaled_matmul_reduce_scatter(before: TorchImplementation) -> Callable[..., 
 
 
 def _scaled(
-    name: str, op: Implementation, call: Any, refused: bool, before: TorchImplementation, args: Sequence[Any]
+    name: str, op: Op, call: Any, refused: bool, before: TorchImplementation, args: Sequence[Any]
 ) -> Any:
     """A call of fp8 operands whose results are none of fp8."""
     if not refused and Switch.on and not torch_symm._is_test_mode and (done := op.fast(call)) is not None:
         counts.add(name, "weft")
         return done
-    gathers = name == SCALED_GATHER
-    validate: Callable[[Any], Any] = (
-        scaled_validation.validate_all_gather_scaled_matmul
-        if gathers
-        else scaled_validation.validate_scaled_matmul_reduce_scatter
-    )
-    if (why := _why_not(op, call, refused, validate)) is None:
+    if (why := _why_not(op, call, refused)) is None:
         return _taken(name, op, call)
     counts.add(name, "torch", why)
     return before.call(call[0].device, refused, *args)
 
 
-def _taken(name: str, op: Implementation, call: Any) -> Any:
+def _taken(name: str, op: Op, call: Any) -> Any:
     result = op.slow(call)
     plan = last_plan()
     counts.add(name, "weft", plan.reason if plan.algorithm == "unfused" else "")
     return result
 
 
-def _why_not(
-    op: Implementation, call: Any, refused: bool, validate: Callable[[Any], tuple[Any, ...]]
-) -> str | None:
+def _why_not(op: Op, call: Any, refused: bool) -> str | None:
     """Why weft leaves a call to torch; None if it takes it.
 
     Raises:
@@ -207,7 +205,7 @@ def _why_not(
     if refused:
         return "torch refuses it"
     try:
-        validate(call)
+        op.validate(call)
     except (TypeError, ValueError) as e:
         return str(e)
     first: Tensor = call[0]
@@ -216,7 +214,7 @@ def _why_not(
     group = resolve_group(call.group_name)
     if (reason := why_tf32(first.dtype)) is not None or group.size() == 1:
         return reason
-    calling.op = op.op._schema.name.removeprefix("weft::")  # for errors of the group's first call
+    calling.op = op.name  # for errors of the group's first call
     forks.refuse_child(group, calling.op)
     try:
         found = heap_or_why(first.device, group)

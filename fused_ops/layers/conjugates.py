@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..functional import fused_matmul_all_reduce, one_shot_all_reduce
-from ..library.autograd import all_gather
+from ..ops.op import all_gather
 
 
 class SumGradient(torch.autograd.Function):

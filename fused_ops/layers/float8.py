@@ -18,9 +18,9 @@ from torch.distributed import distributed_c10d
 
 from ...kernels.device.gemm.scaling import ScaleKind, Scales, torch_product
 from ...symm_mem import Group, group_name, resolve_group
+from .. import validation
 from ..collectives import one_shot_all_gather
 from ..functional import one_shot_all_reduce
-from ..library import validation
 from ..scaled import fused_all_gather_scaled_matmul, fused_scaled_matmul_reduce_scatter
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

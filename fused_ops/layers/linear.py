@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ...symm_mem import Group
+from .. import validation
 from ..functional import fused_all_gather_matmul, fused_matmul_reduce_scatter
-from ..library import validation
 from .conjugates import GatherColumns, MatmulOfWhole, SplitColumns, SumGradient, SumOfMatmulsOverRanks
 from .parallel_linear import ParallelLinear, ParallelLinearOptions, linear_dtype
 

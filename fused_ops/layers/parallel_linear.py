@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from typing_extensions import Self
 
 from ...symm_mem import Group, group_name, resolve_group
-from ..library import group_checks, validation
+from .. import validation
+from ..library import group_checks
 
 
 def _is_autocast(x: Tensor) -> bool:

@@ -1,28 +1,29 @@
-"""What torch.library is told of the ops, besides their schemas: implementations of their calls as records."""
+"""What torch.library is told of each op of ``ops/``: all of it follows from the ``Op``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 
 from ..dispatch.planning import is_planning
-from . import autograd_calls, compiled, fakes, group_checks, implementations, schema
-from .autograd import AUTOCAST
-from .implementations import Implementation
-from .unsupported import refuse_unsupported
+from ..dispatch.tensor_guards import has_tangents
+from ..ops import OPS, Op
+from ..ops.op import AUTOCAST
+from . import compiled, group_checks, schema
+from .unsupported import refuse_derivative_in_transform, refuse_unsupported
 
 
 def _on_records(
-    op: Implementation, run: Callable[[Any], Any], fast: Callable[[Any], Any] | None = None
+    op: Op, run: Callable[[Any], Any], fast: Callable[[Any], Any] | None = None
 ) -> Callable[..., Any]:
     """``run`` as torch calls it. With ``fast``: of a call that took no fast path."""
-    record, group_size = op.record, group_checks.group_size
-    returns_nothing = not op.op._schema.returns
+    record, group_size, returns_nothing = op.record, group_checks.group_size, op.functional is not None
 
-    @wraps(run)
     def implement(*args: Any, **named: Any) -> Any:
         call = record(*args, **named)
         if call.group_size is not None:
@@ -35,106 +36,55 @@ def _on_records(
     return implement
 
 
-def _or_plan(op: Implementation, fake: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``fake``, or where the call is planned what is done with a real one, up to its plan."""
-
-    @wraps(fake)
-    def run(call: Any) -> Any:
-        return op.slow(call) if is_planning() else fake(call)
-
-    return run
+def _fake(op: Op) -> Callable[[Any], Any]:
+    """Where the call is planned what is done with a real one, up to its plan."""
+    return lambda call: op.slow(call) if is_planning() else op.fake(*op.validate(call))
 
 
-def _below_autocast(op: Callable[..., Any]) -> Callable[..., Any]:
+def _below_autocast(overload: Callable[..., Any]) -> Callable[..., Any]:
     """The op without autocast: it would cast the products of what runs unfused or between CPU ranks, and no others."""
 
     def call(*args: Any, **named: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
-            return op(*args, **named)
+            return overload(*args, **named)
 
     return call
 
 
-for _op, _fake, _autograd in (
-    (
-        implementations.ALL_GATHER_MATMUL,
-        fakes.fake_all_gather_matmul,
-        autograd_calls.differentiable_all_gather_matmul,
-    ),
-    (
-        implementations.MATMUL_REDUCE_SCATTER,
-        fakes.fake_matmul_reduce_scatter,
-        autograd_calls.differentiable_matmul_reduce_scatter,
-    ),
-    (
-        implementations.ALL_GATHER_SCALED_MATMUL,
-        fakes.fake_all_gather_scaled_matmul,
-        autograd_calls.refuse_gradient_or_all_gather_scaled_matmul,
-    ),
-    (
-        implementations.SCALED_MATMUL_REDUCE_SCATTER,
-        fakes.fake_scaled_matmul_reduce_scatter,
-        autograd_calls.refuse_gradient_or_scaled_matmul_reduce_scatter,
-    ),
-    (
-        implementations.ALL_REDUCE,
-        fakes.fake_all_reduce,
-        autograd_calls.differentiable_all_reduce,
-    ),
-    (
-        implementations.ALL_GATHER,
-        fakes.fake_all_gather,
-        autograd_calls.differentiable_all_gather,
-    ),
-    (
-        implementations.ALL_GATHER_OUT,
-        fakes.fake_all_gather_out,
-        autograd_calls.refuse_gradient_or_all_gather_out,
-    ),
-    (
-        implementations.REDUCE_SCATTER,
-        fakes.fake_reduce_scatter,
-        autograd_calls.differentiable_reduce_scatter,
-    ),
-    (
-        implementations.REDUCE_SCATTER_OUT,
-        fakes.fake_reduce_scatter_out,
-        autograd_calls.refuse_gradient_or_reduce_scatter_out,
-    ),
-    (
-        implementations.ALL_REDUCE_RMS_NORM,
-        fakes.fake_all_reduce_norm,
-        autograd_calls.differentiable_all_reduce_rms_norm,
-    ),
-    (
-        implementations.ALL_REDUCE_RMS_NORM_QUANT,
-        fakes.fake_all_reduce_rms_norm_quant,
-        autograd_calls.refuse_gradient_or_all_reduce_rms_norm_quant,
-    ),
-    (
-        implementations.ALL_REDUCE_LAYER_NORM,
-        fakes.fake_all_reduce_norm,
-        autograd_calls.differentiable_all_reduce_layer_norm,
-    ),
-    (
-        implementations.MATMUL_ALL_REDUCE,
-        fakes.fake_matmul_all_reduce,
-        autograd_calls.differentiable_matmul_all_reduce,
-    ),
-    (
-        implementations.ALL_REDUCE_IN_PLACE,
-        fakes.fake_all_reduce_in_place,
-        autograd_calls.refuse_gradient_or_all_reduce_in_place,
-    ),
-):
-    _overload = _op.op
-    _name = str(_overload._schema.name).removeprefix("weft::")
-    _known_fake = compiled.known_to_inductor(_on_records(_op, _or_plan(_op, _fake)))
-    torch.library.register_fake(f"weft::{_name}", _known_fake, lib=schema.lib)
-    compiled.declare_communicating(_overload)
+def _wants_grad(op: str, tensors: Sequence[Tensor]) -> bool:
+    wants = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if has_tangents() and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        wants = True  # there is no forward mode: torch refuses it for an autograd.Function that has none
+    if wants:
+        refuse_derivative_in_transform(op)
+    return wants
+
+
+def _autograd(op: Op) -> Callable[[Any], Any]:
+    """What the Autograd key does with a call that took no fast path. The graph pass inserts the ops below it."""
+
+    def call_with_autograd(call: Any) -> Any:
+        if _wants_grad(op.name, call.tensors):
+            return op.with_gradient(call)
+        if op.functional is not None and any(t.is_neg() for t in call.tensors):
+            # What resolves that below has no way with ops that return nothing.
+            functional, as_functional = op.functional
+            call[0].copy_(functional.dispatch(as_functional(call)))
+            return None
+        return op.run_slow(call)
+
+    return call_with_autograd
+
+
+for _op in OPS:
+    _known_fake = compiled.known_to_inductor(_on_records(_op, _fake(_op)))
+    torch.library.register_fake(f"weft::{_op.name}", _known_fake, lib=schema.lib)
+    compiled.declare_communicating(_op.overload)
     for _key in ("CPU", "CUDA"):
-        schema.lib.impl(_name, _on_records(_op, _op.slow, _op.fast_on_device or _op.fast), _key)
-    schema.lib.impl(_name, _on_records(_op, _autograd, _op.fast), "Autograd")
-    refuse_unsupported(schema.lib, _name)
+        schema.lib.impl(_op.name, _on_records(_op, _op.slow, _op.fast_on_device or _op.fast), _key)
+    schema.lib.impl(_op.name, _on_records(_op, _autograd(_op), _op.fast), "Autograd")
+    refuse_unsupported(schema.lib, _op.name)
     for _key in ("AutocastCPU", "AutocastCUDA"):
-        schema.lib.impl(_name, _below_autocast(_overload), _key)
+        schema.lib.impl(_op.name, _below_autocast(_op.overload), _key)
+    if _op.flops is not None:
+        register_flop_formula(_op.overload.overloadpacket)(_op.flops)

@@ -1,1 +1,31 @@
-"""One file an op: from the op's tensors to a kernel's, and back."""
+"""One file an op: its call, what it refuses, its fake, how it runs, its gradient."""
+
+from .all_gather import ALL_GATHER, ALL_GATHER_OUT
+from .all_gather_matmul import ALL_GATHER_MATMUL
+from .all_gather_scaled_matmul import ALL_GATHER_SCALED_MATMUL
+from .all_reduce import ALL_REDUCE, ALL_REDUCE_IN_PLACE
+from .all_reduce_layer_norm import ALL_REDUCE_LAYER_NORM
+from .all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
+from .all_reduce_rms_norm_quant import ALL_REDUCE_RMS_NORM_QUANT
+from .matmul_all_reduce import MATMUL_ALL_REDUCE
+from .matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
+from .op import Op
+from .reduce_scatter import REDUCE_SCATTER, REDUCE_SCATTER_OUT
+from .scaled_matmul_reduce_scatter import SCALED_MATMUL_REDUCE_SCATTER
+
+OPS: tuple[Op, ...] = (
+    ALL_GATHER_MATMUL,
+    MATMUL_REDUCE_SCATTER,
+    ALL_GATHER_SCALED_MATMUL,
+    SCALED_MATMUL_REDUCE_SCATTER,
+    ALL_REDUCE,
+    ALL_REDUCE_IN_PLACE,
+    ALL_GATHER,
+    ALL_GATHER_OUT,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_OUT,
+    ALL_REDUCE_RMS_NORM,
+    ALL_REDUCE_RMS_NORM_QUANT,
+    ALL_REDUCE_LAYER_NORM,
+    MATMUL_ALL_REDUCE,
+)

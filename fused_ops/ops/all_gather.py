@@ -3,19 +3,79 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from ...kernels.all_gather import host
 from ...kernels.all_gather.configs import choose_all_gather
 from ...kernels.all_gather.reference import as_bytes, reference_all_gather
+from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
+from .. import validation
 from ..dispatch import fast_path
 from ..dispatch.plan import Plan, heap_or_reason, num_sms, ran
+from ..dispatch.stand_alone import KINDS, StandAlone, fast_into, run_alone
 from ..dispatch.workspaces import matmul_workspace
-from .calls import AllGatherCall
-from .stand_alone import KINDS, StandAlone, fast_into, run_alone
+from . import op
+from .op import Op
+
+_ops = torch.ops.weft
+
+
+class AllGatherCall(NamedTuple):
+    x: Tensor
+    gather_dim: int
+    group_name: str
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.x]
+
+    def whole_shape(self, world_size: int) -> list[int]:
+        """That of the result; ``gather_dim`` is not negative."""
+        shape = list(self.x.shape)
+        shape[self.gather_dim] = shape[self.gather_dim] * world_size
+        return shape
+
+
+class AllGatherOutCall(NamedTuple):
+    out: Tensor
+    x: Tensor
+    gather_dim: int
+    group_name: str
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.out, self.x]
+
+    @property
+    def without_out(self) -> AllGatherCall:
+        return AllGatherCall(*self[1:])
+
+
+def validate(call: AllGatherCall) -> tuple[AllGatherCall, ProcessGroup]:
+    """The call with a dimension that is not negative, and the group."""
+    group, x = resolve_group(call.group_name), call.x
+    if x.dim() < 1:
+        raise ValueError("x: has no dimension, must have 1 or more")
+    if x.is_complex():
+        raise TypeError(f"x: is {x.dtype}, must be of real numbers: torch.view_as_real(x)")
+    return call._replace(
+        gather_dim=validation.checked_dim("gather_dim", call.gather_dim, "x", x.dim())
+    ), group
+
+
+def validate_out(call: AllGatherOutCall) -> tuple[AllGatherCall, Tensor, ProcessGroup]:
+    """The same, for an ``out`` that the result is written to."""
+    found, group = validate(call.without_out)
+    validation.result_tensor(call.out, found.whole_shape(group.size()), call.x)
+    return found, call.out, group
 
 
 def fast_all_gather(x: Tensor, dim: int, group_name: str) -> Tensor | None:
@@ -70,3 +130,48 @@ def _on_cuda(where: Heap, call: AllGatherCall, out: Tensor | None) -> Tensor | s
     alone = StandAlone(host.OP, op, dim, given, call.whole_shape(size), dim, gathers=True)
     function = partial(all_gather_function, size, where.rank, x.device)
     return run_alone(where, alone, choose_all_gather(size, num_sms(x.device)), ((), function))
+
+
+class AllGatherFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: AllGatherCall, x: Tensor) -> Tensor:
+        ctx.gather_dim, ctx.group_name, ctx.group_size = call.gather_dim, call.group_name, call.group_size
+        done: Tensor = ALL_GATHER.run_below_autograd(call)
+        return done
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if grad.dtype not in validation.DTYPES:
+            return None, op.reduce_scatter(grad, ctx.gather_dim, ctx.group_name)
+        args = (grad, "sum", ctx.gather_dim, ctx.group_name)
+        return None, _ops.one_shot_reduce_scatter(*args, group_size=ctx.group_size)
+
+
+def _fake(call: AllGatherCall, group: ProcessGroup) -> Tensor:
+    return call.x.new_empty(call.whole_shape(group.size()))
+
+
+def _run_out(call: AllGatherCall, out: Tensor, group: ProcessGroup) -> None:
+    run_all_gather(call, group, out)
+    increment_version(out)  # as on the fast path
+
+
+ALL_GATHER = Op(
+    "one_shot_all_gather(Tensor x, int gather_dim, str group_name, *, int? group_size=None) -> Tensor",
+    AllGatherCall,
+    validate,
+    _fake,
+    run_all_gather,
+    lambda call: fast_all_gather(call.x, call.gather_dim, call.group_name),
+    lambda call: AllGatherFunction.apply(call, call.x),
+)
+ALL_GATHER_OUT = Op(
+    "one_shot_all_gather_out(Tensor(a!) out, Tensor x, int gather_dim, str group_name, *, int? group_size=None) -> ()",
+    AllGatherOutCall,
+    validate_out,
+    lambda *_: None,
+    _run_out,
+    lambda call: fast_all_gather_out(call.out, call.x, call.gather_dim, call.group_name),
+    lambda call: op.refuse_gradient(call, op.INTO),
+    functional=(ALL_GATHER, lambda call: call.without_out),
+)

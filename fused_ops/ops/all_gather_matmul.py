@@ -4,23 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...kernels.all_gather_matmul import host
 from ...kernels.all_gather_matmul.reference import reference_all_gather_matmul
+from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
+from .. import validation
 from ..dispatch import fast_path
 from ..dispatch.plan import Plan, heap_or_reason, num_sms, preferred_kernel, ran, should_fuse, why_tf32
 from ..dispatch.staging import Staging, in_rows, in_rows_or_columns, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
-from .calls import AllGatherMatmulCall
+from . import op
+from .op import Op
 
 Result: TypeAlias = tuple[Tensor | None, list[Tensor]]
+_ops = torch.ops.weft
+
+
+class AllGatherMatmulCall(NamedTuple):
+    A_shard: Tensor
+    Bs: list[Tensor]
+    gather_dim: int
+    group_name: str
+    return_A: bool = True
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.A_shard, *self.Bs]
+
+
+def validate(call: AllGatherMatmulCall) -> tuple[AllGatherMatmulCall, ProcessGroup]:
+    """The call with a dimension that is not negative, and the group."""
+    group, A_shard = resolve_group(call.group_name), call.A_shard
+    if A_shard.dim() < 2:
+        raise ValueError(f"A_shard: has {A_shard.dim()} dimensions, must have 2 or more")
+    validation.float_dtype("A_shard", A_shard)
+    dim = validation.checked_dim("gather_dim", call.gather_dim, "A_shard", A_shard.dim())
+    if not call.Bs:
+        raise ValueError("Bs: is empty, must hold at least one matrix")
+    k = A_shard.shape[-1] * (group.size() if dim == A_shard.dim() - 1 else 1)
+    for i, B in enumerate(call.Bs):
+        validation.validate_matrix(f"Bs[{i}]", B, k, A_shard, "the gathered A")
+    return call._replace(gather_dim=dim), group
 
 
 def fast_all_gather_matmul(
@@ -123,3 +157,81 @@ def _shaped(gathered: Tensor | None, products: list[Tensor], front: Tensor, dim:
         return flat.view(size * front.shape[0], *front.shape[1:-1], flat.shape[-1]).movedim(0, dim)
 
     return (None if gathered is None else shaped(gathered)), [shaped(p) for p in products]
+
+
+def _fake(call: AllGatherMatmulCall, group: ProcessGroup) -> Result:
+    A_shard, dim = call.A_shard, call.gather_dim
+    shape = list(A_shard.shape)
+    shape[dim] = shape[dim] * group.size()
+    front = 0 if dim == A_shard.dim() - 1 else dim
+
+    def out(columns: Any) -> Tensor:
+        moved = [shape[front], *shape[:front], *shape[front + 1 : -1], columns]
+        return A_shard.new_empty(moved).movedim(0, front)
+
+    return (out(shape[-1]) if call.return_A else None), [out(B.shape[1]) for B in call.Bs]
+
+
+class AllGatherMatmulFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: AllGatherMatmulCall, A_shard: Tensor, *Bs: Tensor) -> Any:
+        _, of_A, *of_Bs = ctx.needs_input_grad
+        needs_A = any(of_Bs)
+        if needs_A and not call.return_A:
+            call = call._replace(return_A=True)
+        A, outs = ALL_GATHER_MATMUL.run_below_autograd(call)
+        ctx.set_materialize_grads(False)
+        ctx.gather_dim, ctx.group_name, ctx.group_size = call.gather_dim, call.group_name, call.group_size
+        # Each operand for the gradients of the others alone: else nobody keeps it, and it may be changed, as in torch.
+        ctx.save_for_backward(A if needs_A else None, *(Bs if of_A else [None] * len(Bs)))
+        ctx.transposed = [op.is_transposed_matrix(B) for B in Bs]
+        constants = [out for out, of_B in zip(outs, of_Bs, strict=True) if not (of_A or of_B)]
+        ctx.mark_non_differentiable(*([] if of_A or A is None else [A]), *constants)
+        # Also where the caller does not want it: to a second backward what is saved and is no result is a constant.
+        return A, *outs
+
+    @staticmethod
+    def backward(ctx: Any, grad_A: Tensor | None, *grads: Tensor | None) -> Any:
+        A, *Bs = ctx.saved_tensors
+        _, of_A, *of_Bs = ctx.needs_input_grad
+        pairs = [(g, B) for g, B in zip(grads, Bs, strict=True) if g is not None]
+        grad_shard: Tensor | None = None
+        if of_A:
+            if pairs:
+                # One op for all of them, which sums the products.
+                g, B, *more = [x for g, B in pairs for x in (g, B.t())]
+                args = (g, B, "sum", ctx.gather_dim, ctx.group_name)
+                named = {"more": more} if more else {}
+                grad_shard = _ops.fused_matmul_reduce_scatter(*args, **named, group_size=ctx.group_size)
+            if grad_A is not None:
+                rest = op.reduce_scatter(grad_A, ctx.gather_dim, ctx.group_name)
+                grad_shard = rest if grad_shard is None else grad_shard + rest
+        grad_Bs = [
+            op.gradient_of_matrix(A, g, transposed) if needed and g is not None else None
+            for needed, g, transposed in zip(of_Bs, grads, ctx.transposed, strict=True)
+        ]
+        return None, grad_shard, *grad_Bs
+
+
+def _with_gradient(call: AllGatherMatmulCall) -> Result:
+    A, *outs = AllGatherMatmulFunction.apply(call, *call.tensors)
+    return (A if call.return_A else None), outs
+
+
+def flops(
+    A_shard: Sequence[int], Bs: Sequence[Sequence[int]], gather_dim: int, group_name: str, **_: Any
+) -> int:
+    return 2 * resolve_group(group_name).size() * prod(A_shard) * sum(B[1] for B in Bs)
+
+
+ALL_GATHER_MATMUL = Op(
+    "fused_all_gather_matmul(Tensor A_shard, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A=True,"
+    " int? group_size=None) -> (Tensor?, Tensor[])",
+    AllGatherMatmulCall,
+    validate,
+    _fake,
+    run_all_gather_matmul,
+    lambda call: fast_all_gather_matmul(*call[:5]),
+    _with_gradient,
+    flops=flops,
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ...kernels.all_gather_matmul.configs import MOST_BS
 from ...kernels.all_gather_scaled_matmul import host
 from ...kernels.all_gather_scaled_matmul.reference import reference_gathered_rows
 from ...kernels.device.gemm.scaling import (
+    BLOCK,
     ScaledProducts,
     ScaleKind,
     as_pairs,
@@ -21,23 +22,87 @@ from ...kernels.device.gemm.scaling import (
     has_block_product,
     torch_product,
 )
+from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
+from .. import validation
 from ..dispatch import fast_path
 from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, preferred_kernel, ran, should_fuse
 from ..dispatch.staging import Staging, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
+from . import all_gather_matmul, op
+from .op import Op
 from .scaled_calls import (
-    AllGatherScaledMatmulCall,
+    NO_GRADIENT,
     ScaledRows,
     dtype_of,
+    output_dtype,
     scale_of_B,
+    scaled_rows,
     scales_of,
+    validate_bias,
+    validate_operand,
+    validate_result_scale,
+    validate_scale,
+    validate_scale_of_B,
+    validate_scaled_matrix,
     why_unfused,
 )
 
 Result: TypeAlias = tuple[Tensor | None, list[Tensor]]
+
+
+class AllGatherScaledMatmulCall(NamedTuple):
+    A_shard: Tensor
+    Bs: Sequence[Tensor]
+    A_scale: Tensor
+    B_scales: Sequence[Tensor]
+    gather_dim: int
+    group_name: str
+    biases: Sequence[Tensor | None]
+    result_scales: Sequence[Tensor | None]
+    out_dtypes: Sequence[torch.dtype | None]
+    use_fast_accum: Sequence[bool]
+    return_A: bool = True
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        more = [t for t in (*self.biases, *self.result_scales) if t is not None]
+        return [self.A_shard, *self.Bs, self.A_scale, *self.B_scales, *more]
+
+
+def validate(
+    call: AllGatherScaledMatmulCall,
+) -> tuple[AllGatherScaledMatmulCall, ScaledRows, ProcessGroup]:
+    """The call with a dimension that is not negative and the dtypes of its results; how A is scaled; the group."""
+    group, A = resolve_group(call.group_name), call.A_shard
+    validate_operand("A_shard", A)
+    validation.dimension("gather_dim", call.gather_dim, "A_shard", A.dim())
+    dim, (*lead, k) = call.gather_dim % A.dim(), A.shape
+    if not call.Bs:
+        raise ValueError("Bs: is empty, must hold at least one matrix")
+    for name in ("B_scales", "biases", "result_scales", "out_dtypes", "use_fast_accum"):
+        if len(given := getattr(call, name)) != len(call.Bs):
+            raise ValueError(f"{name}: has {len(given)} elements, must have {len(call.Bs)}, as many as Bs")
+    last = dim == A.dim() - 1
+    for i, B in enumerate(call.Bs):
+        validate_scaled_matrix(f"Bs[{i}]", B, k * group.size() if last else k, A, "A_shard")
+    validate_scale("A_scale", call.A_scale, A, "A_shard")
+    whole = [size * group.size() if i == dim else size for i, size in enumerate(lead)]
+    rows = scaled_rows("A_scale", call.A_scale, lead, k, whole)
+    if last and rows.kind is ScaleKind.BLOCKS and k % BLOCK:
+        raise ValueError(
+            f"gather_dim: is the last dimension, of {k}, which must be a multiple of {BLOCK} for block-wise scales"
+        )
+    out_dtypes = [output_dtype(f"out_dtypes[{i}]", value) for i, value in enumerate(call.out_dtypes)]
+    for i, (B, scale) in enumerate(zip(call.Bs, call.B_scales, strict=True)):
+        validate_scale(f"B_scales[{i}]", scale, A, "A_shard")
+        validate_scale_of_B(f"B_scales[{i}]", scale, rows, call.A_scale, B)
+        validate_bias(f"biases[{i}]", call.biases[i], B.shape[1], out_dtypes[i], A)
+        validate_result_scale(f"result_scales[{i}]", call.result_scales[i], A)
+    return call._replace(gather_dim=dim, out_dtypes=out_dtypes), rows, group
 
 
 class ScaledGather:
@@ -123,7 +188,7 @@ def fast_all_gather_scaled_matmul(call: AllGatherScaledMatmulCall) -> Result | N
 
 
 def _arguments(call: AllGatherScaledMatmulCall) -> tuple[Hashable, ...]:
-    """What such calls are remembered by; a dtype may be a number here (scaled_validation.py)."""
+    """What such calls are remembered by; a dtype may be a number here (scaled_calls.py)."""
     dtypes = (*map(dtype_of, call.out_dtypes),)
     biased = tuple([bias is not None for bias in call.biases])
     counts = len(call.Bs), len(call.B_scales)
@@ -290,3 +355,35 @@ def _unfused(gather: ScaledGather, group: ProcessGroup) -> Result:
         )
         outs.append(out)
     return (gather.shaped_A(gathered) if call.return_A else None), [gather.shaped(out) for out in outs]
+
+
+def _fake(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup) -> Result:
+    A_shard, dim = call.A_shard, call.gather_dim
+    shape = list(A_shard.shape)
+    shape[dim] = shape[dim] * group.size()
+    front = 0 if dim == A_shard.dim() - 1 else dim
+
+    def out(columns: Any, dtype: torch.dtype | None) -> Tensor:
+        moved = [shape[front], *shape[:front], *shape[front + 1 : -1], columns]
+        return A_shard.new_empty(moved, dtype=dtype).movedim(0, front)
+
+    outs = [out(B.shape[1], dtype) for B, dtype in zip(call.Bs, call.out_dtypes, strict=True)]
+    return (out(shape[-1], A_shard.dtype) if call.return_A else None), outs
+
+
+def _flops(A_shard: Sequence[int], Bs: Sequence[Sequence[int]], *given: Any, **_: Any) -> int:
+    return all_gather_matmul.flops(A_shard, Bs, *given[2:4])
+
+
+ALL_GATHER_SCALED_MATMUL = Op(
+    "fused_all_gather_scaled_matmul(Tensor A_shard, Tensor[] Bs, Tensor A_scale, Tensor[] B_scales, int gather_dim,"
+    " str group_name, Tensor?[] biases, Tensor?[] result_scales, ScalarType?[] out_dtypes, bool[] use_fast_accum, *,"
+    " bool return_A=True, int? group_size=None) -> (Tensor?, Tensor[])",
+    AllGatherScaledMatmulCall,
+    validate,
+    _fake,
+    run_all_gather_scaled_matmul,
+    fast_all_gather_scaled_matmul,
+    lambda call: op.refuse_gradient(call, NO_GRADIENT),
+    flops=_flops,
+)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,22 +20,50 @@ from ...kernels.all_reduce import host
 from ...kernels.all_reduce.configs import AllReduceConfig, choose_all_reduce, estimate_all_reduce_us
 from ...kernels.all_reduce.reference import reference_all_reduce
 from ...kernels.device.jit.empty import Empty, empty_on
-from ...symm_mem import call_cache, flight_recorder
+from ...symm_mem import call_cache, flight_recorder, resolve_group
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.failure.call_log import Grids, running
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.heap.registry import GroupRef, has_name
 from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
+from .. import validation
 from ..dispatch import plan, planning
 from ..dispatch.fast_path import default_ns, may_take_fast_path, stream_workspace, timeout
 from ..dispatch.plan import Plan, heap_or_reason, num_sms, ran
 from ..dispatch.stream_order import StreamStep, in_stream_order, steps_on, stream_on
 from ..dispatch.tensor_guards import TensorGuard, guards_of, likely_call, note_likely
-from ..dispatch.workspaces import ALL_REDUCE, all_reduce_workspace, matmul_workspace
+from ..dispatch.workspaces import ALL_REDUCE as ALL_REDUCE_WORKSPACE
+from ..dispatch.workspaces import all_reduce_workspace, matmul_workspace
+from .op import Op, refuse_gradient, refuse_gradient_of
 
 if TYPE_CHECKING:
     from ...kernels.all_reduce.cuda_kernel import AllReduceLauncher
+
+
+class AllReduceCall(NamedTuple):
+    """Also of an all-reduce in place."""
+
+    x: Tensor
+    reduce_op: str
+    group_name: str
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.x]
+
+
+def validate(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]:
+    group = resolve_group(call.group_name)
+    validation.float_dtype("x", call.x)
+    validation.reduction(call.reduce_op, validation.ALL_REDUCE_OPS)
+    return call, group
+
+
+def validate_in_place(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]:
+    validation.overwritten("x", call.x)
+    return validate(call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +205,7 @@ def made_before(x: Tensor, reduce_op: str, group_name: str) -> PreparedAllReduce
 def _made_on(
     x: Tensor, reduce_op: str, group_name: str, stream: int
 ) -> tuple[GroupRef, PreparedAllReduce] | None:
-    here = stream_workspace(ALL_REDUCE, group_name, cuda_state.state.index_of(x), stream)
+    here = stream_workspace(ALL_REDUCE_WORKSPACE, group_name, cuda_state.state.index_of(x), stream)
     found = None if here is None else here.workspace.prepared.get((x.numel(), x.dtype, reduce_op))
     return None if here is None or found is None else (here.group, found)
 
@@ -241,7 +269,7 @@ def _on_cuda(
 
 
 def prepare_all_reduce(
-    where: Heap, x: Tensor, reduce_op: str, config: AllReduceConfig, kind: str = ALL_REDUCE
+    where: Heap, x: Tensor, reduce_op: str, config: AllReduceConfig, kind: str = ALL_REDUCE_WORKSPACE
 ) -> PreparedAllReduce:
     """What the workspace of this kind keeps for such calls; made by all ranks together."""
     from ...kernels.all_reduce.cuda_kernel import AllReduceLauncher
@@ -274,3 +302,64 @@ def nccl_from() -> float:
     if not text.isdigit():
         raise ValueError(f"WEFT_NCCL_ALL_REDUCE_FROM: is {text!r}, must be a number of bytes")
     return int(text)
+
+
+class AllReduceFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: AllReduceCall, x: Tensor) -> Tensor:
+        ctx.reduce_op, ctx.group_name, ctx.group_size = call.reduce_op, call.group_name, call.group_size
+        done: Tensor = ALL_REDUCE.run_below_autograd(call)
+        return done
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        total = torch.ops.weft.one_shot_all_reduce(
+            grad, ctx.reduce_op, ctx.group_name, group_size=ctx.group_size
+        )
+        return None, total
+
+
+def _with_gradient(call: AllReduceCall) -> Any:
+    refuse_gradient_of(call.reduce_op)
+    return AllReduceFunction.apply(call, call.x)
+
+
+def _fake(call: AllReduceCall, group: ProcessGroup) -> Tensor:
+    return torch.empty_like(call.x, memory_format=torch.contiguous_format)
+
+
+def _fast_in_place(call: AllReduceCall, *, anything: bool = False) -> Tensor | None:
+    x, reduce_op, group_name, _ = call
+    return fast_all_reduce(x, reduce_op, group_name, x, host.IN_PLACE, anything=anything)
+
+
+def _run_in_place(call: AllReduceCall, group: ProcessGroup) -> None:
+    x = call.x
+    if x.is_contiguous():
+        run_all_reduce(x, call.reduce_op, group, x, op=host.IN_PLACE)
+    else:
+        x.copy_(run_all_reduce(x, call.reduce_op, group, op=host.IN_PLACE))
+    increment_version(x)  # as on the fast path
+
+
+ALL_REDUCE = Op(
+    "one_shot_all_reduce(Tensor x, str reduce_op, str group_name, *, int? group_size=None) -> Tensor",
+    AllReduceCall,
+    validate,
+    _fake,
+    lambda call, group: run_all_reduce(call.x, call.reduce_op, group),
+    lambda call: fast_all_reduce(call.x, call.reduce_op, call.group_name, anything=True),
+    _with_gradient,
+    lambda call: fast_all_reduce(call.x, call.reduce_op, call.group_name),
+)
+ALL_REDUCE_IN_PLACE = Op(
+    "one_shot_all_reduce_(Tensor(a!) x, str reduce_op, str group_name, *, int? group_size=None) -> ()",
+    AllReduceCall,
+    validate_in_place,
+    lambda *_: None,
+    _run_in_place,
+    lambda call: _fast_in_place(call, anything=True),
+    lambda call: refuse_gradient(call, " where it is overwritten; use one_shot_all_reduce"),
+    _fast_in_place,
+    functional=(ALL_REDUCE, lambda call: call),
+)

@@ -1,15 +1,49 @@
-"""fused_all_reduce_layer_norm: its fast path. The rest is that of fused_all_reduce_rms_norm."""
+"""fused_all_reduce_layer_norm: its call, fast path and gradient. It runs as fused_all_reduce_rms_norm does."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...kernels.all_reduce_rms_norm import host
+from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind
 from ..dispatch import fast_path
 from ..dispatch.workspaces import ALL_REDUCE
-from .all_reduce_rms_norm import named_layer_norm
+from .all_reduce_rms_norm import (
+    fake_norm,
+    named_layer_norm,
+    run_norm_call,
+    validate_all_reduce_norm,
+)
+from .op import Op
+
+
+class AllReduceLayerNormCall(NamedTuple):
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    group_name: str
+    weight_offset: float = 0.0
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.x, self.residual, *self.affine) if t is not None]
+
+    @property
+    def affine(self) -> Affine:
+        return Affine(self.weight, self.bias)
+
+    @property
+    def kind(self) -> NormKind:
+        residual, weight, bias = (t is not None for t in (self.residual, *self.affine))
+        wide = any(t is not None and t.dtype != self.x.dtype for t in self.affine)
+        return NormKind(self.eps, self.weight_offset, True, residual, wide, True, weight, bias)
 
 
 def fast_all_reduce_layer_norm(
@@ -24,3 +58,55 @@ def fast_all_reduce_layer_norm(
     tensors = [x, *(t for t in operands if t is not None)]
     results = fast_path.run_fast(host.LAYER_NORM, name, tensors, group_name, (ALL_REDUCE,))
     return None if results is None else (results[0], results[1])
+
+
+class AllReduceLayerNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: AllReduceLayerNormCall, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.eps, ctx.group_name, ctx.group_size = call.eps, call.group_name, call.group_size
+        ctx.offset, ctx.dtypes = call.weight_offset, [None if t is None else t.dtype for t in call.affine]
+        normed, sums = ALL_REDUCE_LAYER_NORM.run_below_autograd(call)
+        ctx.save_for_backward(sums, call.weight if any(ctx.needs_input_grad[1:3]) else None)
+        return normed, sums
+
+    @staticmethod
+    def backward(ctx: Any, grad_normed: Tensor, grad_sums: Tensor) -> Any:
+        sums, weight = ctx.saved_tensors
+        _, of_x, of_residual, of_weight, of_bias = ctx.needs_input_grad
+        wide = sums.float()
+        wide = wide - wide.mean(-1, keepdim=True)
+        scale = (wide.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
+        unit, grad = wide * scale, grad_normed.float()
+        grad_x = total = grad_weight = grad_bias = None
+        if of_x or of_residual:
+            through = grad
+            if weight is not None:
+                through = grad * (weight if ctx.offset == 0 else weight.float() + ctx.offset)
+            inner = through - through.mean(-1, keepdim=True) - unit * (through * unit).mean(-1, keepdim=True)
+            total = (scale * inner + grad_sums).to(sums.dtype)
+            if of_x:
+                grad_x = torch.ops.weft.one_shot_all_reduce(
+                    total, "sum", ctx.group_name, group_size=ctx.group_size
+                )
+        if of_weight:
+            grad_weight = (grad * unit).sum_to_size(sums.shape[-1:]).to(ctx.dtypes[0])
+        if of_bias:
+            grad_bias = grad.sum_to_size(sums.shape[-1:]).to(ctx.dtypes[1])
+        return None, grad_x, total if of_residual else None, grad_weight, grad_bias
+
+
+def _fast(call: AllReduceLayerNormCall) -> tuple[Tensor, Tensor] | None:
+    x, *operands, eps, group_name, offset, _ = call
+    return fast_all_reduce_layer_norm(x, operands, eps, offset, group_name)
+
+
+ALL_REDUCE_LAYER_NORM = Op(
+    "fused_all_reduce_layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps,"
+    " str group_name, *, float weight_offset=0.0, int? group_size=None) -> (Tensor, Tensor)",
+    AllReduceLayerNormCall,
+    lambda call: (call, validate_all_reduce_norm(call)),
+    fake_norm,
+    run_norm_call,
+    _fast,
+    lambda call: AllReduceLayerNormFunction.apply(call, call.x, call.residual, *call.affine),
+)

@@ -1,10 +1,9 @@
-"""fused_all_reduce_rms_norm, fused_all_reduce_rms_norm_quant, and what fused_all_reduce_layer_norm is but for its fast
-path: from the op's tensors to a kernel's, and back."""
+"""fused_all_reduce_rms_norm, and how all norms after an all-reduce run: from tensors to a kernel, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,22 +12,95 @@ from torch.distributed import ProcessGroup
 from ...kernels.all_reduce_rms_norm import host
 from ...kernels.all_reduce_rms_norm.quant import quantize_rows
 from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind, add_residual_and_norm
+from ...symm_mem import resolve_group
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
+from .. import validation
 from ..dispatch import fast_path, planning
 from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import ALL_REDUCE, matmul_workspace, push_workspace
 from . import all_reduce
-from .calls import AllReduceRmsNormQuantCall
+from .op import Op
 
 if TYPE_CHECKING:
     from ...kernels.all_reduce_rms_norm.cuda_kernel import AllReduceRmsNormLauncher
 
-# In fp8, the rows' scales if none is given, and the sums.
-QuantResult: TypeAlias = "tuple[Tensor, Tensor | None, Tensor]"
+
+class AllReduceRmsNormCall(NamedTuple):
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    eps: float
+    group_name: str
+    weight_offset: float = 0.0
+    round_sum: bool = True
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.x, self.residual, self.weight) if t is not None]
+
+    @property
+    def affine(self) -> Affine:
+        return Affine(self.weight)
+
+    @property
+    def kind(self) -> NormKind:
+        wide = self.weight.dtype != self.x.dtype
+        return NormKind(self.eps, self.weight_offset, self.round_sum, self.residual is not None, wide)
+
+
+class NormCall(Protocol):
+    """A call of one of the norms."""
+
+    @property
+    def x(self) -> Tensor: ...
+    @property
+    def residual(self) -> Tensor | None: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def weight_offset(self) -> float: ...
+    @property
+    def group_name(self) -> str: ...
+    @property
+    def affine(self) -> Affine: ...
+    @property
+    def kind(self) -> NormKind: ...
+
+
+def validate_all_reduce_norm(call: NormCall) -> ProcessGroup:
+    """The group."""
+    group, x = resolve_group(call.group_name), call.x
+    if x.dim() < 1:
+        raise ValueError("x: has no dimension, must have 1 or more")
+    validation.float_dtype("x", x)
+    weight, bias = call.affine
+    for name, tensor in (("residual", call.residual), ("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        shape = x.shape if name == "residual" else x.shape[-1:]
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{name}: has shape {tuple(tensor.shape)}, must have {tuple(shape)} to go with x"
+            )
+        if name == "bias" and weight is not None:
+            validation.dtype_like(name, tensor, weight, "weight")
+        elif name == "residual" or tensor.dtype != torch.float32:
+            validation.dtype_like(
+                name, tensor, x, "x", " or torch.float32" * (name != "residual" and x.dtype.itemsize == 2)
+            )
+        validation.same_device(name, tensor, x, "x")
+    if not call.eps >= 0:
+        raise ValueError(f"eps: is {call.eps!r}, must be 0 or more")
+    if not abs(call.weight_offset) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"weight_offset: is {call.weight_offset!r}, must be finite in float32")
+    if weight is None and call.weight_offset != 0:
+        raise ValueError(f"weight_offset: is {call.weight_offset!r}, must be 0 where there is no weight")
+    return group
 
 
 def fast_all_reduce_rms_norm(
@@ -48,14 +120,6 @@ def fast_all_reduce_rms_norm(
     return None if results is None else (results[0], results[1])
 
 
-def fast_all_reduce_rms_norm_quant(call: AllReduceRmsNormQuantCall) -> QuantResult | None:
-    """The same of a call whose numbers and names are of exactly the types that the op takes."""
-    results = fast_path.run_fast(
-        host.QUANT, name_of_quant(call), call.tensors, call.group_name, (ALL_REDUCE,)
-    )
-    return None if results is None else _quant_result(results)
-
-
 def named_norm(eps: float, weight_offset: float, round_sum: bool) -> float | tuple[float, float, bool]:
     """By what the fast path knows a norm."""
     return eps if round_sum and weight_offset == 0 else (eps, weight_offset, round_sum)
@@ -73,35 +137,15 @@ def name_of_norm(kind: NormKind) -> float | tuple[float, ...]:
     return named_norm(kind.eps, kind.weight_offset, kind.round_sum)
 
 
-def name_of_quant(call: AllReduceRmsNormQuantCall) -> Hashable:
-    """By what it knows a call whose norm becomes fp8."""
-    norm = named_norm(call.eps, call.weight_offset, call.round_sum)
-    there = call.residual is not None, call.scale is not None
-    return norm, call.out_dtype, call.scale_op, call.smallest, *there
-
-
 def run_all_reduce_norm(
     x: Tensor, residual: Tensor | None, affine: Affine, kind: NormKind, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """As the op that ``kind`` is of; the arguments are checked."""
-    normed, sums = _run(_Given(x, residual, affine), kind, name_of_norm(kind), group)
+    normed, sums = run_norm(NormOperands(x, residual, affine), kind, name_of_norm(kind), group)
     return normed, sums
 
 
-def run_all_reduce_rms_norm_quant(
-    call: AllReduceRmsNormQuantCall, group: ProcessGroup, name: Hashable
-) -> QuantResult:
-    """As the op; the arguments are checked. ``name``: that of the call as it was made."""
-    given = _Given(call.x, call.residual, call.affine, call.scale)
-    return _quant_result(_run(given, call.kind, name, group))
-
-
-def _quant_result(written: list[Tensor]) -> QuantResult:
-    quantized, *scales, sums = written
-    return quantized, (scales[0] if scales else None), sums
-
-
-class _Given(NamedTuple):
+class NormOperands(NamedTuple):
     """What an op is given, where it is there; also as the kernels take it, with x of two dimensions."""
 
     x: Tensor
@@ -114,11 +158,11 @@ class _Given(NamedTuple):
         """In the kernels' order."""
         return [t for t in (self.x, self.residual, *self.affine, self.scale) if t is not None]
 
-    def contiguous(self, rows: int, hidden: int) -> _Given:
+    def contiguous(self, rows: int, hidden: int) -> NormOperands:
         x = self.x.reshape(rows, hidden).contiguous()
         residual = None if self.residual is None else self.residual.reshape(rows, hidden).contiguous()
         columns = Affine(*(None if t is None else t.contiguous() for t in self.affine))
-        return _Given(x, residual, columns, self.scale)
+        return NormOperands(x, residual, columns, self.scale)
 
     def normed(self, total: Tensor, kind: NormKind) -> list[Tensor]:
         """What is made of what all ranks' x add up to."""
@@ -129,7 +173,7 @@ class _Given(NamedTuple):
         return [quantized, sums] if scales is None else [quantized, scales, sums]
 
 
-def _run(given: _Given, kind: NormKind, name: Hashable, group: ProcessGroup) -> list[Tensor]:
+def run_norm(given: NormOperands, kind: NormKind, name: Hashable, group: ProcessGroup) -> list[Tensor]:
     """The results as kernels write them; ``name`` is that by which the fast path knows the call."""
     op, x = host.op_of(kind), given.x
     found = heap_or_reason(op, x, group, empty=x.numel() == 0)
@@ -159,7 +203,7 @@ def _of_shape(x: Tensor, results: list[Tensor]) -> list[Tensor]:
     return [r.view(*x.shape[:-1], r.shape[-1]) for r in results]
 
 
-def _unfused(given: _Given, kind: NormKind, group: ProcessGroup, reason: str) -> list[Tensor]:
+def _unfused(given: NormOperands, kind: NormKind, group: ProcessGroup, reason: str) -> list[Tensor]:
     """The all-reduce by itself, which may well be fused with nothing and still be ours."""
     planning.stop(Plan("unfused", reason), goes_on=True)  # the all-reduce has a plan of its own
     total = all_reduce.run_all_reduce(given.x, "sum", group, op=host.op_of(kind))
@@ -213,3 +257,59 @@ def _on_cuda(
         addresses, to = ([t.data_ptr() for t in ts] for ts in (operands, results))
         kernel.launch(0, addresses, to, timeout_ns, current_stream_of(x))
     return place, kernel, plan, results
+
+
+def fake_norm(call: NormCall, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    return call.x.new_empty(call.x.shape), call.x.new_empty(call.x.shape)
+
+
+class AllReduceRmsNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: AllReduceRmsNormCall, x: Tensor, residual: Tensor | None, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.eps, ctx.group_name, ctx.group_size = call.eps, call.group_name, call.group_size
+        ctx.offset, ctx.weight_dtype = call.weight_offset, weight.dtype
+        normed, sums = ALL_REDUCE_RMS_NORM.run_below_autograd(call)
+        ctx.save_for_backward(sums, weight if any(ctx.needs_input_grad[1:3]) else None)
+        return normed, sums
+
+    @staticmethod
+    def backward(ctx: Any, grad_normed: Tensor, grad_sums: Tensor) -> Any:
+        sums, weight = ctx.saved_tensors
+        wide = sums.float()
+        scale = (wide.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
+        unit, grad = wide * scale, grad_normed.float()
+        grad_x = total = grad_weight = None
+        if weight is not None:
+            through = grad * (weight if ctx.offset == 0 else weight.float() + ctx.offset)
+            inner = scale * (through - unit * (through * unit).mean(-1, keepdim=True))
+            total = (inner + grad_sums).to(sums.dtype)
+            if ctx.needs_input_grad[1]:
+                grad_x = torch.ops.weft.one_shot_all_reduce(
+                    total, "sum", ctx.group_name, group_size=ctx.group_size
+                )
+        if ctx.needs_input_grad[3]:
+            grad_weight = (grad * unit).sum_to_size(sums.shape[-1:]).to(ctx.weight_dtype)
+        return None, grad_x, total if ctx.needs_input_grad[2] else None, grad_weight
+
+
+def _fast(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor] | None:
+    x, residual, weight, eps, group_name, offset, round_sum, _ = call
+    return fast_all_reduce_rms_norm(x, residual, weight, named_norm(eps, offset, round_sum), group_name)
+
+
+def run_norm_call(call: NormCall, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    return run_all_reduce_norm(call.x, call.residual, call.affine, call.kind, group)
+
+
+ALL_REDUCE_RMS_NORM = Op(
+    "fused_all_reduce_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, str group_name, *,"
+    " float weight_offset=0.0, bool round_sum=True, int? group_size=None) -> (Tensor, Tensor)",
+    AllReduceRmsNormCall,
+    lambda call: (call, validate_all_reduce_norm(call)),
+    fake_norm,
+    run_norm_call,
+    _fast,
+    lambda call: AllReduceRmsNormFunction.apply(call, call.x, call.residual, call.weight),
+)

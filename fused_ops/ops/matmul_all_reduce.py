@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,12 @@ from ...kernels.device.gemm.gemm_tiles import matmul_us
 from ...kernels.device.tuning.choice import make_together
 from ...kernels.matmul_all_reduce import host
 from ...kernels.matmul_all_reduce.reference import reference_matmul_all_reduce
+from ...symm_mem import resolve_group
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
+from .. import validation
 from ..dispatch import fast_path, plan, planning
 from ..dispatch.plan import Plan, heap_or_reason, num_sms, on, ran, should_fuse
 from ..dispatch.staging import Staging, in_rows_or_columns, rows_of
@@ -30,9 +32,33 @@ from ..dispatch.workspaces import (
     push_workspace,
     workspace_of_choice,
 )
-from . import all_reduce
+from . import all_reduce, op
+from .matmul_reduce_scatter import flops
+from .op import Op
 
 _ALL = (*AROUND_MATMULS, ALL_REDUCE)
+
+
+class MatmulAllReduceCall(NamedTuple):
+    A: Tensor
+    B: Tensor
+    reduce_op: str
+    group_name: str
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.A, self.B]
+
+
+def validate(call: MatmulAllReduceCall) -> tuple[MatmulAllReduceCall, ProcessGroup]:
+    group, A = resolve_group(call.group_name), call.A
+    if A.dim() < 2:
+        raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
+    validation.float_dtype("A", A)
+    validation.validate_matrix("B", call.B, A.shape[-1], A, "A")
+    validation.reduction(call.reduce_op)
+    return call, group
 
 
 @dataclass(frozen=True)
@@ -195,3 +221,40 @@ def _in_one_kernel(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor 
     made = fast_path.LaunchedCall(host.OP, reduce_op, (A, B), (a, b), [shaped])
     fast_path.remember_call(made, workspace, launcher, fused, profitable=choice.profitable)
     return out
+
+
+def _fake(call: MatmulAllReduceCall, group: ProcessGroup) -> Tensor:
+    return call.A.new_empty((*call.A.shape[:-1], call.B.shape[1]))
+
+
+class MatmulAllReduceFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: MatmulAllReduceCall, A: Tensor, B: Tensor) -> Tensor:
+        _, of_A, of_B = ctx.needs_input_grad
+        ctx.save_for_backward(A if of_B else None, B if of_A else None)
+        ctx.reduce_op, ctx.group_name, ctx.group_size = call.reduce_op, call.group_name, call.group_size
+        done: Tensor = MATMUL_ALL_REDUCE.run_below_autograd(call)
+        ctx.transposed = op.is_transposed_matrix(B)
+        return done
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        A, B = ctx.saved_tensors
+        total = torch.ops.weft.one_shot_all_reduce(
+            grad, ctx.reduce_op, ctx.group_name, group_size=ctx.group_size
+        )
+        grad_A = op.product(total, B.t()) if ctx.needs_input_grad[1] else None
+        grad_B = op.gradient_of_matrix(A, total, ctx.transposed) if ctx.needs_input_grad[2] else None
+        return None, grad_A, grad_B
+
+
+MATMUL_ALL_REDUCE = Op(
+    "fused_matmul_all_reduce(Tensor A, Tensor B, str reduce_op, str group_name, *, int? group_size=None) -> Tensor",
+    MatmulAllReduceCall,
+    validate,
+    _fake,
+    lambda call, group: run_matmul_all_reduce(call.A, call.B, call.reduce_op, group),
+    lambda call: fast_matmul_all_reduce(*call[:4]),
+    lambda call: MatmulAllReduceFunction.apply(call, *call.tensors),
+    flops=flops,
+)

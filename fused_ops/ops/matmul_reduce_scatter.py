@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...kernels.matmul_reduce_scatter import host
 from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from ...kernels.matmul_reduce_scatter.reference import reference_matmul_reduce_scatter
+from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
+from .. import validation
 from ..dispatch import fast_path
 from ..dispatch.plan import (
     Plan,
@@ -27,9 +32,103 @@ from ..dispatch.plan import (
 from ..dispatch.staging import Staging, in_rows_or_columns
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
-from .calls import MatmulReduceScatterCall
+from . import op
+from .op import Op
 
 _WHOLE_TILES = 128  # rows: every tile's height divides it, so that no tile is cut off
+_ops = torch.ops.weft
+
+
+class MatmulReduceScatterCall(NamedTuple):
+    A: Tensor
+    B: Tensor
+    reduce_op: str
+    scatter_dim: int
+    group_name: str
+    out_dtype: torch.dtype | None = None
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    more: Sequence[Tensor] | None = None
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.A, self.B, *self.terms, *(self.more or ())]
+
+    @property
+    def factors(self) -> list[Tensor]:
+        """A and B, and those of the further products that are added."""
+        return [self.A, self.B, *(self.more or ())]
+
+    @property
+    def stacked(self) -> MatmulReduceScatterCall:
+        """The same of one product, of the factors side by side."""
+        if not self.more:
+            return self
+        As, Bs = self.factors[::2], self.factors[1::2]
+        return self._replace(A=torch.cat(As, -1), B=torch.cat(Bs), more=None)
+
+    @property
+    def terms(self) -> list[Tensor]:
+        """What is added to the local part of the sum."""
+        return [term for term in (self.bias, self.residual) if term is not None]
+
+    def local_shape(self, world_size: int) -> list[int]:
+        """That of the local part; ``scatter_dim`` is not negative."""
+        shape = [*self.A.shape[:-1], self.B.shape[1]]
+        shape[self.scatter_dim] = shape[self.scatter_dim] // world_size
+        return shape
+
+
+def validate(
+    call: MatmulReduceScatterCall,
+) -> tuple[MatmulReduceScatterCall, ProcessGroup]:
+    """The call with a dimension that is not negative and the dtype of its result, and the group."""
+    group, A, B = resolve_group(call.group_name), call.A, call.B
+    if A.dim() < 2:
+        raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
+    validation.float_dtype("A", A)
+    validation.validate_matrix("B", B, A.shape[-1], A, "A")
+    _further_factors(call.more or (), A, B)
+    validation.reduction(call.reduce_op)
+    if call.out_dtype not in (None, A.dtype, torch.float32):
+        raise TypeError(f"out_dtype: is {call.out_dtype}, must be {A.dtype} like A, or float32")
+    dim = validation.checked_dim("scatter_dim", call.scatter_dim, "A", A.dim())
+    size = B.shape[1] if dim == A.dim() - 1 else A.shape[dim]
+    if size % group.size():
+        raise ValueError(
+            f"scatter_dim: A @ B has size {size} there, must be a multiple of {group.size()} ranks"
+        )
+    call = call._replace(scatter_dim=dim, out_dtype=call.out_dtype or A.dtype)
+    shape = call.local_shape(group.size())
+    if call.bias is not None:
+        _added("bias", call.bias, shape[-1:], A)
+    if call.residual is not None:
+        _added("residual", call.residual, shape, A)
+    return call, group
+
+
+def _further_factors(more: Sequence[Tensor], A: Tensor, B: Tensor) -> None:
+    if len(more) % 2:
+        raise ValueError(f"more: has {len(more)} tensors, must have an A and a B of each further product")
+    for i in range(0, len(more), 2):
+        a, b = more[i], more[i + 1]
+        if a.shape[:-1] != A.shape[:-1]:
+            raise ValueError(
+                f"more[{i}]: has shape {tuple(a.shape)}, must have that of A, {tuple(A.shape)}, but for its last size"
+            )
+        validation.like_tensor(f"more[{i}]", a, A, "A")
+        validation.validate_matrix(f"more[{i + 1}]", b, a.shape[-1], A, f"more[{i}]")
+        if b.shape[1] != B.shape[1]:
+            raise ValueError(f"more[{i + 1}]: has {b.shape[1]} columns, must have {B.shape[1]} like B")
+
+
+def _added(name: str, tensor: Tensor, shape: Sequence[int], A: Tensor) -> None:
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(
+            f"{name}: has shape {tuple(tensor.shape)}, must have {tuple(shape)} to go with the result"
+        )
+    validation.like_tensor(name, tensor, A, "A")
 
 
 def fast_matmul_reduce_scatter(
@@ -74,6 +173,15 @@ def _arguments(
     if bias is None and residual is None and not more:
         return dim, reduce_op
     return dim, reduce_op, bias is not None, residual is not None, *(more,) * (more > 0)
+
+
+def _fast(call: MatmulReduceScatterCall) -> Tensor | None:
+    A, B, reduce_op, dim, group_name, out_dtype, bias, residual, more, _ = call
+    if out_dtype is not None:
+        return None
+    if more:
+        return fast_sum_of_matmuls_reduce_scatter(call)
+    return fast_matmul_reduce_scatter(A, B, reduce_op, dim, group_name, (bias, residual))
 
 
 def run_matmul_reduce_scatter(call: MatmulReduceScatterCall, group: ProcessGroup) -> Tensor:
@@ -179,3 +287,76 @@ def _on_cuda(where: Heap, call: MatmulReduceScatterCall) -> Tensor | str:
         made = fast_path.LaunchedCall(host.OP, arguments, given, used, [out])
         fast_path.remember_call(made, workspace, launcher, plan, profitable=choice.profitable)
     return out
+
+
+def _fake(call: MatmulReduceScatterCall, group: ProcessGroup) -> Tensor:
+    return call.A.new_empty(call.local_shape(group.size()), dtype=call.out_dtype)
+
+
+class MatmulReduceScatterFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: MatmulReduceScatterCall,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        *factors: Tensor,
+    ) -> Tensor:
+        ctx.reduce_op, ctx.scatter_dim, ctx.dtype = call.reduce_op, call.scatter_dim, call.A.dtype
+        ctx.group_name, ctx.group_size = call.group_name, call.group_size
+        done: Tensor = MATMUL_REDUCE_SCATTER.run_below_autograd(call)
+        _, _, _, *of_factors = ctx.needs_input_grad
+        # Each for the gradient of the other one of its product.
+        ctx.save_for_backward(*(x if of_factors[i ^ 1] else None for i, x in enumerate(factors)))
+        ctx.transposed = [op.is_transposed_matrix(B) for B in factors[1::2]]
+        return done
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        saved = ctx.saved_tensors  # a checkpoint unpacks them once
+        As, Bs = saved[::2], saved[1::2]
+        _, needs_bias, needs_residual, *needed = ctx.needs_input_grad
+        of_As, of_Bs = needed[::2], needed[1::2]
+        # Each rank has added its own: what its part of the result hands back is all that they get here.
+        grad_bias = op.rows(grad).sum(0, dtype=torch.float32).to(ctx.dtype) if needs_bias else None
+        grad_residual = grad.to(ctx.dtype) if needs_residual else None
+        grads: list[Tensor | None] = [None] * len(needed)
+        if any(needed):
+            if ctx.reduce_op == "avg":
+                grad = grad / resolve_group(ctx.group_name).size()
+            grad = grad.to(ctx.dtype)
+            if any(of_As):
+                named = {"return_A": any(of_Bs), "group_size": ctx.group_size}
+                others = [B.t() for B, of_A in zip(Bs, of_As, strict=True) if of_A]
+                args = (grad, others, ctx.scatter_dim, ctx.group_name)
+                gathered, outs = _ops.fused_all_gather_matmul(*args, **named)
+                made = iter(outs)
+                grads[::2] = [next(made) if of_A else None for of_A in of_As]
+            else:
+                size = resolve_group(ctx.group_name).size()
+                gathered = op.all_gather(grad, ctx.scatter_dim, size, ctx.group_name)
+            grads[1::2] = [
+                op.gradient_of_matrix(A, gathered, transposed) if of_B else None
+                for A, transposed, of_B in zip(As, ctx.transposed, of_Bs, strict=True)
+            ]
+        return None, grad_bias, grad_residual, *grads
+
+
+def flops(
+    A: Sequence[int], B: Sequence[int], *_: Any, more: Sequence[Sequence[int]] | None = None, **__: Any
+) -> int:
+    return 2 * B[1] * (prod(A) + sum(prod(a) for a in (more or ())[::2]))
+
+
+MATMUL_REDUCE_SCATTER = Op(
+    "fused_matmul_reduce_scatter(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name, *,"
+    " ScalarType? out_dtype=None, Tensor? bias=None, Tensor? residual=None, Tensor[]? more=None,"
+    " int? group_size=None) -> Tensor",
+    MatmulReduceScatterCall,
+    validate,
+    _fake,
+    run_matmul_reduce_scatter,
+    _fast,
+    lambda call: MatmulReduceScatterFunction.apply(call, call.bias, call.residual, *call.factors),
+    flops=flops,
+)

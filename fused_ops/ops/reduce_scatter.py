@@ -3,19 +3,84 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from ...kernels.reduce_scatter import host
 from ...kernels.reduce_scatter.configs import choose_reduce_scatter
 from ...kernels.reduce_scatter.reference import reference_reduce_scatter
+from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
+from .. import validation
 from ..dispatch import fast_path
 from ..dispatch.plan import Plan, heap_or_reason, num_sms, ran
+from ..dispatch.stand_alone import KINDS, StandAlone, fast_into, run_alone
 from ..dispatch.workspaces import matmul_workspace
-from .calls import ReduceScatterCall
-from .stand_alone import KINDS, StandAlone, fast_into, run_alone
+from . import op
+from .op import Op
+
+_ops = torch.ops.weft
+
+
+class ReduceScatterCall(NamedTuple):
+    x: Tensor
+    reduce_op: str
+    scatter_dim: int
+    group_name: str
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.x]
+
+    def part_shape(self, world_size: int) -> list[int]:
+        """That of the result; ``scatter_dim`` is not negative."""
+        shape = list(self.x.shape)
+        shape[self.scatter_dim] = shape[self.scatter_dim] // world_size
+        return shape
+
+
+class ReduceScatterOutCall(NamedTuple):
+    out: Tensor
+    x: Tensor
+    reduce_op: str
+    scatter_dim: int
+    group_name: str
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.out, self.x]
+
+    @property
+    def without_out(self) -> ReduceScatterCall:
+        return ReduceScatterCall(*self[1:])
+
+
+def validate(call: ReduceScatterCall) -> tuple[ReduceScatterCall, ProcessGroup]:
+    """The call with a dimension that is not negative, and the group."""
+    group, x = resolve_group(call.group_name), call.x
+    if x.dim() < 1:
+        raise ValueError("x: has no dimension, must have 1 or more")
+    validation.float_dtype("x", x)
+    validation.reduction(call.reduce_op, validation.ALL_REDUCE_OPS)
+    dim = validation.checked_dim("scatter_dim", call.scatter_dim, "x", x.dim())
+    if x.shape[dim] % group.size():
+        raise ValueError(
+            f"scatter_dim: x has size {x.shape[dim]} there, must be a multiple of {group.size()} ranks"
+        )
+    return call._replace(scatter_dim=dim), group
+
+
+def validate_out(call: ReduceScatterOutCall) -> tuple[ReduceScatterCall, Tensor, ProcessGroup]:
+    """The same, for an ``out`` that the result is written to."""
+    found, group = validate(call.without_out)
+    validation.result_tensor(call.out, found.part_shape(group.size()), call.x)
+    return found, call.out, group
 
 
 def fast_reduce_scatter(x: Tensor, reduce_op: str, dim: int, group_name: str) -> Tensor | None:
@@ -74,3 +139,56 @@ def _on_cuda(where: Heap, call: ReduceScatterCall, out: Tensor | None) -> Tensor
     return run_alone(
         where, alone, choose_reduce_scatter(size, num_sms(x.device)), ((x.dtype, reduce_op), function)
     )
+
+
+class ReduceScatterFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: ReduceScatterCall, x: Tensor) -> Tensor:
+        ctx.reduce_op, ctx.scatter_dim = call.reduce_op, call.scatter_dim
+        ctx.group_name, ctx.group_size = call.group_name, call.group_size
+        done: Tensor = REDUCE_SCATTER.run_below_autograd(call)
+        return done
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.reduce_op == "avg":
+            grad = grad / resolve_group(ctx.group_name).size()
+        args = (grad, ctx.scatter_dim, ctx.group_name)
+        return None, _ops.one_shot_all_gather(*args, group_size=ctx.group_size)
+
+
+def _fake(call: ReduceScatterCall, group: ProcessGroup) -> Tensor:
+    return call.x.new_empty(call.part_shape(group.size()))
+
+
+def _run_out(call: ReduceScatterCall, out: Tensor, group: ProcessGroup) -> None:
+    run_reduce_scatter(call, group, out)
+    increment_version(out)  # as on the fast path
+
+
+def _with_gradient(call: ReduceScatterCall) -> Any:
+    op.refuse_gradient_of(call.reduce_op)
+    return ReduceScatterFunction.apply(call, call.x)
+
+
+REDUCE_SCATTER = Op(
+    "one_shot_reduce_scatter(Tensor x, str reduce_op, int scatter_dim, str group_name, *, int? group_size=None)"
+    " -> Tensor",
+    ReduceScatterCall,
+    validate,
+    _fake,
+    run_reduce_scatter,
+    lambda call: fast_reduce_scatter(call.x, call.reduce_op, call.scatter_dim, call.group_name),
+    _with_gradient,
+)
+REDUCE_SCATTER_OUT = Op(
+    "one_shot_reduce_scatter_out(Tensor(a!) out, Tensor x, str reduce_op, int scatter_dim, str group_name, *,"
+    " int? group_size=None) -> ()",
+    ReduceScatterOutCall,
+    validate_out,
+    lambda *_: None,
+    _run_out,
+    lambda call: fast_reduce_scatter_out(*call[:5]),
+    lambda call: op.refuse_gradient(call, op.INTO),
+    functional=(REDUCE_SCATTER, lambda call: call.without_out),
+)

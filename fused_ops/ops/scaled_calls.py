@@ -1,4 +1,5 @@
-"""Calls of the scaled ops as records, in the order of their schemas; and what validation finds of their scales."""
+"""What the scaled ops have in common: how operands are scaled, and what ``torch._scaled_mm`` refuses on CUDA. Nothing
+here looks at data."""
 
 from __future__ import annotations
 
@@ -8,9 +9,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.device.gemm.scaling import BLOCK, OUT_DTYPES, ScaledProducts, ScaleKind, Scales, blocks_of
+from ...kernels.device.gemm.scaling import (
+    BLOCK,
+    FP8,
+    OUT_DTYPES,
+    ScaledProducts,
+    ScaleKind,
+    Scales,
+    blocks_of,
+)
+from .. import validation
 from ..dispatch.plan import aligned
 
+_SIZES = 16  # what torch asks K and N to be multiples of
 # torch hands an op the dtypes of a list as the numbers by which C++ knows them.
 _NUMBERED = {5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
 
@@ -34,61 +45,6 @@ def output_dtype(name: str, value: Any) -> torch.dtype:
         shown = f"of type {type(dtype).__name__}" if isinstance(dtype, list | tuple | dict) else shown
         raise TypeError(f"{name}: is {shown}, must be torch.bfloat16, torch.float16 or torch.float32")
     return dtype
-
-
-class AllGatherScaledMatmulCall(NamedTuple):
-    A_shard: Tensor
-    Bs: Sequence[Tensor]
-    A_scale: Tensor
-    B_scales: Sequence[Tensor]
-    gather_dim: int
-    group_name: str
-    biases: Sequence[Tensor | None]
-    result_scales: Sequence[Tensor | None]
-    out_dtypes: Sequence[torch.dtype | None]
-    use_fast_accum: Sequence[bool]
-    return_A: bool = True
-    group_size: int | None = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        more = [t for t in (*self.biases, *self.result_scales) if t is not None]
-        return [self.A_shard, *self.Bs, self.A_scale, *self.B_scales, *more]
-
-
-class ScaledMatmulReduceScatterCall(NamedTuple):
-    A: Tensor
-    B: Tensor
-    A_scale: Tensor
-    B_scale: Tensor
-    reduce_op: str
-    orig_scatter_dim: int
-    scatter_dim_after_maybe_reshape: int
-    group_name: str
-    output_shape: Sequence[int] | None
-    bias: Tensor | None = None
-    result_scale: Tensor | None = None
-    out_dtype: torch.dtype | None = None
-    use_fast_accum: bool = False
-    group_size: int | None = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        more = [t for t in (self.bias, self.result_scale) if t is not None]
-        return [self.A, self.B, self.A_scale, self.B_scale, *more]
-
-    @property
-    def whole_shape(self) -> list[int]:
-        """That of the product."""
-        if self.output_shape is not None:
-            return list(self.output_shape)
-        return [*self.A.shape[:-1], self.B.shape[1]]
-
-    def local_shape(self, world_size: int) -> list[int]:
-        """That of the local part; ``orig_scatter_dim`` is not negative."""
-        shape = self.whole_shape
-        shape[self.orig_scatter_dim] = shape[self.orig_scatter_dim] // world_size
-        return shape
 
 
 class ScaledRows(NamedTuple):
@@ -131,3 +87,118 @@ def why_unfused(products: ScaledProducts, what: str) -> str:
     if products.torch_has_blocks and products.kind is ScaleKind.BLOCKS:
         return f"torch's product with block-wise scales beside the collective should be faster for what is {what}"
     return f"too little is {what}"
+
+
+def _fp8(name: str, x: Tensor) -> None:
+    if x.dtype not in FP8:
+        raise TypeError(f"{name}: is {x.dtype}, must be torch.float8_e4m3fn or torch.float8_e5m2")
+
+
+def _multiple(name: str, what: str, size: int) -> None:
+    if size % _SIZES:
+        raise ValueError(f"{name}: {what} is {size}, must be a multiple of {_SIZES}")
+
+
+def validate_operand(name: str, A: Tensor) -> None:
+    if A.dim() < 2:
+        raise ValueError(f"{name}: has {A.dim()} dimensions, must have 2 or more")
+    _fp8(name, A)
+    _multiple(name, "its last size, K,", A.shape[-1])
+
+
+def validate_scaled_matrix(name: str, B: Tensor, k: int, A: Tensor, A_name: str) -> None:
+    if B.dim() != 2:
+        raise ValueError(f"{name}: has {B.dim()} dimensions, must be a matrix [K, N]")
+    _fp8(name, B)
+    if A.dtype == B.dtype == torch.float8_e5m2:
+        raise TypeError(f"{name}: is {B.dtype} like {A_name}, must be torch.float8_e4m3fn: one of both must")
+    if B.shape[0] != k:
+        raise ValueError(f"{name}: has {B.shape[0]} rows, must have {k}, as many as {A_name} has columns")
+    _multiple(name, "its number of columns, N,", B.shape[1])
+    if B.stride(0) != 1 or (B.shape[1] > 1 and B.stride(1) < k):
+        raise ValueError(
+            f"{name}: has strides {tuple(B.stride())}, must be column-major: the .t() of a matrix [N, K] whose rows "
+            "are contiguous"
+        )
+    validation.same_device(name, B, A, A_name)
+
+
+def validate_scale(name: str, scale: Tensor, A: Tensor, A_name: str) -> None:
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{name}: is {scale.dtype}, must be torch.float32")
+    validation.same_device(name, scale, A, A_name)
+
+
+def scaled_rows(
+    name: str, scale: Tensor, lead: Sequence[int], k: int, whole: Sequence[int] = ()
+) -> ScaledRows:
+    """How A is scaled.
+
+    Args:
+        lead: the sizes of A, or of its shard, but for the last one, which is ``k``.
+        whole: those of the gathered A.
+    """
+    shape, lead, blocks = tuple(scale.shape), tuple(lead), blocks_of(k)
+    # As torch has it: where a shard has one row, a scale of its shape is that row's.
+    if shape == (*lead, 1):
+        return ScaledRows(ScaleKind.ROWS)
+    if scale.numel() == 1:
+        return ScaledRows(ScaleKind.TENSOR)
+    if blocks > 1 and shape == (*lead, blocks):
+        return ScaledRows(ScaleKind.BLOCKS)
+    if whole and shape == (*whole, 1):
+        return ScaledRows(ScaleKind.ROWS, replicated=True)
+    kinds = [f"{(*lead, 1)} with a scale for each row", f"{(*lead, blocks)} with one for each {BLOCK} of K"]
+    if whole:
+        kinds.append(f"{(*whole, 1)} with those of all ranks' rows")
+    raise ValueError(f"{name}: has shape {shape}, must have one element, or {', or '.join(kinds)}")
+
+
+def validate_scale_of_B(name: str, scale: Tensor, rows: ScaledRows, A_scale: Tensor, B: Tensor) -> None:
+    (k, n), shape = B.shape, tuple(scale.shape)
+    blocks = blocks_of(k), blocks_of(n)
+    padded = -(-blocks[0] // 4) * 4  # as torch's kernels want them
+    of_blocks = shape in (blocks, (padded, blocks[1]))
+    if rows.kind is ScaleKind.TENSOR:
+        fits, must = scale.numel() == 1, "one element"
+    elif rows.kind is ScaleKind.BLOCKS:
+        fits, must = of_blocks, f"{blocks}, one for each {BLOCK} x {BLOCK}"
+    else:
+        alone = scale.numel() == 1 and A_scale.numel() == 1
+        fits, must = (
+            shape == (1, n) or alone or (blocks[0] == 1 and of_blocks),
+            f"{(1, n)}, one for each column",
+        )
+    if not fits:
+        raise ValueError(
+            f"{name}: has shape {shape}, must have {must}, as A_scale, {tuple(A_scale.shape)}, is {rows.kind.value}"
+        )
+
+
+def validate_bias(name: str, bias: Tensor | None, n: int, out_dtype: torch.dtype, A: Tensor) -> None:
+    if bias is None:
+        return
+    if out_dtype == torch.float32:
+        raise ValueError(f"{name}: is given, must be None where the result is torch.float32")
+    if tuple(bias.shape) != (n,):
+        raise ValueError(f"{name}: has shape {tuple(bias.shape)}, must have {(n,)}, one for each column")
+    if bias.dtype != out_dtype:
+        raise TypeError(f"{name}: is {bias.dtype}, must be {out_dtype} like the result")
+    validation.same_device(name, bias, A, "A")
+
+
+def validate_result_scale(name: str, scale: Tensor | None, A: Tensor) -> None:
+    if scale is None:
+        return
+    if scale.dtype != torch.float32 or scale.numel() != 1:
+        raise ValueError(
+            f"{name}: is {scale.dtype} of shape {tuple(scale.shape)}, must be torch.float32 of one element"
+        )
+    validation.same_device(name, scale, A, "A")
+
+
+#: Why the products have no gradient.
+NO_GRADIENT = (
+    ": products of given fp8 numbers have none; detach it, or call float8_all_gather_matmul or "
+    "float8_matmul_reduce_scatter, which cast to fp8 themselves"
+)

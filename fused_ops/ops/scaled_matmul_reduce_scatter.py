@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,21 +22,104 @@ from ...kernels.device.gemm.scaling import (
 )
 from ...kernels.scaled_matmul_reduce_scatter import host
 from ...kernels.scaled_matmul_reduce_scatter.reference import reference_scattered_sum
+from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
+from .. import validation
 from ..dispatch import fast_path
 from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, preferred_kernel, ran, should_fuse
 from ..dispatch.staging import Staging
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
+from . import op
+from .matmul_reduce_scatter import flops
+from .op import Op
 from .scaled_calls import (
-    ScaledMatmulReduceScatterCall,
+    NO_GRADIENT,
     ScaledRows,
     dtype_of,
+    output_dtype,
     scale_of_B,
+    scaled_rows,
     scales_of,
+    validate_bias,
+    validate_operand,
+    validate_result_scale,
+    validate_scale,
+    validate_scale_of_B,
+    validate_scaled_matrix,
     why_unfused,
 )
+
+
+class ScaledMatmulReduceScatterCall(NamedTuple):
+    A: Tensor
+    B: Tensor
+    A_scale: Tensor
+    B_scale: Tensor
+    reduce_op: str
+    orig_scatter_dim: int
+    scatter_dim_after_maybe_reshape: int
+    group_name: str
+    output_shape: Sequence[int] | None
+    bias: Tensor | None = None
+    result_scale: Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    use_fast_accum: bool = False
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        more = [t for t in (self.bias, self.result_scale) if t is not None]
+        return [self.A, self.B, self.A_scale, self.B_scale, *more]
+
+    @property
+    def whole_shape(self) -> list[int]:
+        """That of the product."""
+        if self.output_shape is not None:
+            return list(self.output_shape)
+        return [*self.A.shape[:-1], self.B.shape[1]]
+
+    def local_shape(self, world_size: int) -> list[int]:
+        """That of the local part; ``orig_scatter_dim`` is not negative."""
+        shape = self.whole_shape
+        shape[self.orig_scatter_dim] = shape[self.orig_scatter_dim] // world_size
+        return shape
+
+
+def validate(
+    call: ScaledMatmulReduceScatterCall,
+) -> tuple[ScaledMatmulReduceScatterCall, ScaledRows, ProcessGroup]:
+    """The call with a dimension that is not negative, the shape of the product and the dtype of the result; how A is
+    scaled; the group."""
+    group, A, B = resolve_group(call.group_name), call.A, call.B
+    validate_operand("A", A)
+    *lead, k = A.shape
+    validate_scaled_matrix("B", B, k, A, "A")
+    validate_scale("A_scale", call.A_scale, A, "A")
+    rows = scaled_rows("A_scale", call.A_scale, lead, k)
+    validate_scale("B_scale", call.B_scale, A, "A")
+    validate_scale_of_B("B_scale", call.B_scale, rows, call.A_scale, B)
+    validation.reduction(call.reduce_op)
+    shape = call.whole_shape
+    if shape[-1:] != [B.shape[1]] or prod(shape[:-1]) != prod(lead):
+        raise ValueError(
+            f"output_shape: is {shape}, must be of {prod(lead)} rows, as A has, and {B.shape[1]} columns, as B has"
+        )
+    validation.dimension("orig_scatter_dim", call.orig_scatter_dim, "product", len(shape))
+    validation.dimension(
+        "scatter_dim_after_maybe_reshape", call.scatter_dim_after_maybe_reshape, "A", A.dim()
+    )
+    dim = call.orig_scatter_dim % len(shape)
+    if shape[dim] % group.size():
+        raise ValueError(
+            f"orig_scatter_dim: A @ B has size {shape[dim]} there, must be a multiple of {group.size()} ranks"
+        )
+    out_dtype = output_dtype("out_dtype", call.out_dtype)
+    validate_bias("bias", call.bias, B.shape[1], out_dtype, A)
+    validate_result_scale("result_scale", call.result_scale, A)
+    call = call._replace(orig_scatter_dim=dim, output_shape=shape, out_dtype=out_dtype)
+    return call, rows, group
 
 
 def fast_scaled_matmul_reduce_scatter(call: ScaledMatmulReduceScatterCall) -> Tensor | None:
@@ -186,3 +270,22 @@ def _unfused(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: Proce
     product = torch_product(a, call.B, scales, call.bias, out_dtype, fast=call.use_fast_accum)
     whole = product.view(call.whole_shape)
     return reference_scattered_sum(whole, call.reduce_op, call.orig_scatter_dim, group)
+
+
+def _fake(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup) -> Tensor:
+    return call.A.new_empty(call.local_shape(group.size()), dtype=call.out_dtype)
+
+
+SCALED_MATMUL_REDUCE_SCATTER = Op(
+    "fused_scaled_matmul_reduce_scatter(Tensor A, Tensor B, Tensor A_scale, Tensor B_scale, str reduce_op,"
+    " int orig_scatter_dim, int scatter_dim_after_maybe_reshape, str group_name, SymInt[]? output_shape,"
+    " Tensor? bias=None, Tensor? result_scale=None, ScalarType? out_dtype=None, bool use_fast_accum=False, *,"
+    " int? group_size=None) -> Tensor",
+    ScaledMatmulReduceScatterCall,
+    validate,
+    _fake,
+    run_scaled_matmul_reduce_scatter,
+    fast_scaled_matmul_reduce_scatter,
+    lambda call: op.refuse_gradient(call, NO_GRADIENT),
+    flops=flops,
+)

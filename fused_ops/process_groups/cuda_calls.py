@@ -30,6 +30,7 @@ from ..dispatch import plan
 from ..dispatch.call_check import begin_call
 from ..dispatch.fast_path import default_ns, timeout
 from ..dispatch.plan import Plan, heap_or_reason, num_sms, ran
+from ..dispatch.stand_alone import StandAlone, overlap, prepare_alone
 from ..dispatch.stream_order import (
     CallLine,
     StreamStep,
@@ -41,7 +42,6 @@ from ..dispatch.stream_order import (
 )
 from ..dispatch.workspaces import GROUP
 from ..ops.all_reduce import nccl_from, prepare_all_reduce
-from ..ops.stand_alone import StandAlone, overlap, prepare_alone
 from .calls import ALL_GATHER, ALL_REDUCE, GroupCall, flat, index_of
 from .work import DoneWork, StreamWork
 

@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from weft.fused_ops.library import implementations
 from weft.fused_ops.library.compiled import OF_REGISTERED
-from weft.fused_ops.library.implementations import Implementation
-
-OPS = [op for op in vars(implementations).values() if isinstance(op, Implementation)]
+from weft.fused_ops.ops import OPS, Op
 
 
 def test_every_op_is_here() -> None:
@@ -23,22 +20,22 @@ def test_every_op_is_here() -> None:
     of_handles = {
         op._schema.name.removeprefix("weft::") for op in OF_REGISTERED
     }  # calls of what register gives
-    assert {op.op._schema.name.removeprefix("weft::") for op in OPS} == known - of_the_pass - of_handles
+    assert {op.name for op in OPS} == known - of_the_pass - of_handles
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.op._schema.name)
-def test_fields_are_the_schemas_arguments(op: Implementation) -> None:
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_fields_are_the_schemas_arguments(op: Op) -> None:
     record: Any = op.record
-    arguments = op.op._schema.arguments
+    arguments = op.overload._schema.arguments
     assert record._fields == tuple(a.name for a in arguments)
     assert record._field_defaults == {a.name: a.default_value for a in arguments if a.has_default_value()}
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.op._schema.name)
-def test_tensors_are_all_of_the_schemas(op: Implementation) -> None:
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_tensors_are_all_of_the_schemas(op: Op) -> None:
     """Of the optional ones those that are given."""
     given: dict[str, Any] = {}
-    for a in op.op._schema.arguments:
+    for a in op.overload._schema.arguments:
         if "Tensor" in str(a.type):
             given[a.name] = [torch.empty(1), torch.empty(2)] if "List" in str(a.type) else torch.empty(1)
         else:

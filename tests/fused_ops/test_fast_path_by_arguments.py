@@ -8,7 +8,7 @@ import torch
 from fake_gpu import NAME, SLOW, TAKEN, Stage
 from weft.fused_ops import fused_matmul_reduce_scatter
 from weft.fused_ops.ops import matmul_reduce_scatter
-from weft.fused_ops.ops.calls import MatmulReduceScatterCall
+from weft.fused_ops.ops.matmul_reduce_scatter import MatmulReduceScatterCall
 
 stage, op = matmuls.stage, matmuls.op
 

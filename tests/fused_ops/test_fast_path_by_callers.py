@@ -13,7 +13,7 @@ from test_matmuls_seen import FunctionMode, Seen
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_reduce_scatter
 from weft.fused_ops.ops import matmul_reduce_scatter
-from weft.fused_ops.ops.calls import MatmulReduceScatterCall
+from weft.fused_ops.ops.matmul_reduce_scatter import MatmulReduceScatterCall
 from weft.symm_mem.failure.call_log import CallLog
 from weft.symm_mem.workspace import Workspace
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from weft import symm_mem
 from weft.fused_ops import one_shot_all_gather, one_shot_reduce_scatter
 from weft.fused_ops.dispatch import fast_path, plan
+from weft.fused_ops.dispatch.stand_alone import _IntoLauncher
 from weft.fused_ops.ops import all_gather, reduce_scatter
-from weft.fused_ops.ops.stand_alone import _IntoLauncher
 from weft.symm_mem import flight_recorder
 
 gpu_stage = fake_gpu.stage

@@ -10,11 +10,11 @@ import pytest
 import torch
 from fake_gpu import NAME, SLOW, WORLD_SIZE, Stage
 from torch import Tensor
-from weft.fused_ops import float8_all_gather_matmul, float8_matmul_reduce_scatter
+from weft.fused_ops import float8_all_gather_matmul, float8_matmul_reduce_scatter, ops
 from weft.fused_ops.dispatch import plan
-from weft.fused_ops.library import scaled_validation
 from weft.fused_ops.ops import all_gather_scaled_matmul, all_reduce, scaled_matmul_reduce_scatter
-from weft.fused_ops.ops.scaled_calls import AllGatherScaledMatmulCall, ScaledMatmulReduceScatterCall
+from weft.fused_ops.ops.all_gather_scaled_matmul import AllGatherScaledMatmulCall
+from weft.fused_ops.ops.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatterCall
 
 stage = fake_gpu.stage
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -43,7 +43,7 @@ def operands(rows: int, sizes: tuple[int, int], dtype: torch.dtype) -> tuple[Ten
 def gathered_before(stage: Stage, sizes: tuple[int, int], dtype: torch.dtype, fast: bool) -> None:
     (a, b), one = operands(M, sizes, dtype), torch.ones(())
     given: Any = (a, [b], one, [one.clone()], 0, NAME, [None], [None], [BF16], [fast], True)
-    call, rows, _ = scaled_validation.validate_all_gather_scaled_matmul(AllGatherScaledMatmulCall(*given))
+    call, rows, _ = ops.ALL_GATHER_SCALED_MATMUL.validate(AllGatherScaledMatmulCall(*given))
     rows_of_all = all_gather_scaled_matmul.ScaledGather(call, rows, WORLD_SIZE)
     all_gather_scaled_matmul._on_cuda(stage.where, rows_of_all)
 
@@ -51,9 +51,7 @@ def gathered_before(stage: Stage, sizes: tuple[int, int], dtype: torch.dtype, fa
 def scattered_before(stage: Stage, sizes: tuple[int, int], dtype: torch.dtype, fast: bool) -> None:
     (a, b), one = operands(WORLD_SIZE * M, sizes, dtype), torch.ones(())
     given: Any = (a, b, one, one.clone(), "sum", 0, 0, NAME, None, None, None, BF16, fast)
-    call, rows, _ = scaled_validation.validate_scaled_matmul_reduce_scatter(
-        ScaledMatmulReduceScatterCall(*given)
-    )
+    call, rows, _ = ops.SCALED_MATMUL_REDUCE_SCATTER.validate(ScaledMatmulReduceScatterCall(*given))
     scaled_matmul_reduce_scatter._on_cuda(stage.where, call, rows)
 
 

@@ -22,8 +22,13 @@ from weft.fused_ops import (
 )
 from weft.fused_ops.dispatch import fast_path, plan
 from weft.fused_ops.dispatch.workspaces import AROUND_MATMULS
-from weft.fused_ops.ops import all_reduce, all_reduce_rms_norm, matmul_all_reduce
-from weft.fused_ops.ops.calls import AllReduceRmsNormQuantCall
+from weft.fused_ops.ops import (
+    all_reduce,
+    all_reduce_rms_norm,
+    all_reduce_rms_norm_quant,
+    matmul_all_reduce,
+)
+from weft.fused_ops.ops.all_reduce_rms_norm_quant import AllReduceRmsNormQuantCall
 from weft.kernels.all_reduce_rms_norm.reference import NormKind
 from weft.symm_mem import call_cache
 from weft.symm_mem.call_cache import CachedDict
@@ -311,7 +316,7 @@ def test_a_norm_in_fp8_is_that_of_the_same_arguments(stage: Fused, scale: torch.
         torch.empty_like(x),
     ]
     named: Any = {"scale": scale, "scale_op": "divide", "out_dtype": torch.float8_e4m3fn}
-    name = all_reduce_rms_norm.name_of_quant(
+    name = all_reduce_rms_norm_quant.name_of_quant(
         AllReduceRmsNormQuantCall(x, residual, weight, EPS, NAME, **named)
     )
     made = fast_path.LaunchedCall(all_reduce_rms_norm.host.QUANT, name, given, given, results)

@@ -17,7 +17,8 @@ from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter
 from weft.fused_ops.dispatch import plan
 from weft.fused_ops.ops import all_gather_matmul, matmul_reduce_scatter
-from weft.fused_ops.ops.calls import AllGatherMatmulCall, MatmulReduceScatterCall
+from weft.fused_ops.ops.all_gather_matmul import AllGatherMatmulCall
+from weft.fused_ops.ops.matmul_reduce_scatter import MatmulReduceScatterCall
 from weft.symm_mem import HeapUnavailable
 from weft.symm_mem.heap.registry import register_heap
 

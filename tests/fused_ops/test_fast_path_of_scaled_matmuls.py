@@ -9,10 +9,11 @@ import pytest
 import torch
 from fake_gpu import NAME, WORLD_SIZE, Stage
 from scaled_operands import E4M3, KINDS, left, right
+from weft.fused_ops import ops
 from weft.fused_ops.dispatch import plan
-from weft.fused_ops.library import implementations, scaled_validation
 from weft.fused_ops.ops import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
-from weft.fused_ops.ops.scaled_calls import AllGatherScaledMatmulCall, ScaledMatmulReduceScatterCall
+from weft.fused_ops.ops.all_gather_scaled_matmul import AllGatherScaledMatmulCall
+from weft.fused_ops.ops.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatterCall
 
 stage = fake_gpu.stage
 BF16 = torch.bfloat16
@@ -34,14 +35,14 @@ def scatter_call(kind: str, **named: Any) -> ScaledMatmulReduceScatterCall:
 
 
 def first_gather(stage: Stage, call: AllGatherScaledMatmulCall) -> Any:
-    call, rows, _ = scaled_validation.validate_all_gather_scaled_matmul(call)
+    call, rows, _ = ops.ALL_GATHER_SCALED_MATMUL.validate(call)
     return all_gather_scaled_matmul._on_cuda(
         stage.where, all_gather_scaled_matmul.ScaledGather(call, rows, WORLD_SIZE)
     )
 
 
 def first_scatter(stage: Stage, call: ScaledMatmulReduceScatterCall) -> Any:
-    call, rows, _ = scaled_validation.validate_scaled_matmul_reduce_scatter(call)
+    call, rows, _ = ops.SCALED_MATMUL_REDUCE_SCATTER.validate(call)
     return scaled_matmul_reduce_scatter._on_cuda(stage.where, call, rows)
 
 
@@ -51,7 +52,7 @@ def test_a_gather_is_launched_again(kind: str, return_A: bool, stage: Stage) -> 
     call = gather_call(kind, return_A=return_A)
     with plan.forced("fused"):
         A, outs = first_gather(stage, call)
-        again = implementations.ALL_GATHER_SCALED_MATMUL.fast(call)
+        again = ops.ALL_GATHER_SCALED_MATMUL.fast(call)
     assert again is not None and [y.dtype for y in again[1]] == [BF16, BF16]
     assert (A is None) == (again[0] is None) == (not return_A)
     if return_A:
@@ -69,7 +70,7 @@ def test_copied_products_are_called_again(stage: Stage) -> None:
     with plan.forced("copy_engine"):
         _, outs = first_gather(stage, call)
         assert plan.last_plan().algorithm == "copy_engine"
-        again = implementations.ALL_GATHER_SCALED_MATMUL.fast(call)
+        again = ops.ALL_GATHER_SCALED_MATMUL.fast(call)
     assert again is not None and [y.shape for y in again[1]] == [y.shape for y in outs]
     (_, operands, *_), (_, same, results, *_) = stage.launched
     assert operands == same == [x.data_ptr() for x in call.tensors]
@@ -81,7 +82,7 @@ def test_a_scatter_is_launched_again(kind: str, stage: Stage) -> None:
     call = scatter_call(kind, bias=torch.zeros(144, dtype=BF16), use_fast_accum=kind != "rows")
     with plan.forced("fused"):
         out = first_scatter(stage, call)
-        again = implementations.SCALED_MATMUL_REDUCE_SCATTER.fast(call)
+        again = ops.SCALED_MATMUL_REDUCE_SCATTER.fast(call)
     assert again is not None and (again.shape, again.dtype) == (out.shape, out.dtype) == ((512, 144), BF16)
     (_, operands, *_), (_, same, results, *_) = stage.launched
     assert operands == same == [x.data_ptr() for x in call.tensors]
@@ -103,7 +104,7 @@ def test_what_differs_is_not_launched(stage: Stage) -> None:
             gather._replace(A_scale=torch.ones(1024, 1)),
             gather._replace(A_shard=gather.A_shard[1:]),
         ):
-            assert implementations.ALL_GATHER_SCALED_MATMUL.fast(other) is None
+            assert ops.ALL_GATHER_SCALED_MATMUL.fast(other) is None
         for others in (
             scatter._replace(reduce_op="avg"),
             scatter._replace(out_dtype=torch.float16),
@@ -112,8 +113,8 @@ def test_what_differs_is_not_launched(stage: Stage) -> None:
             scatter._replace(result_scale=one),
             scatter._replace(bias=torch.zeros(144, dtype=BF16)),
         ):
-            assert implementations.SCALED_MATMUL_REDUCE_SCATTER.fast(others) is None
-        assert implementations.ALL_GATHER_SCALED_MATMUL.fast(gather._replace(out_dtypes=[15, 15])) is not None
+            assert ops.SCALED_MATMUL_REDUCE_SCATTER.fast(others) is None
+        assert ops.ALL_GATHER_SCALED_MATMUL.fast(gather._replace(out_dtypes=[15, 15])) is not None
     assert len(stage.launched) == 3
 
 
@@ -125,7 +126,7 @@ def test_torchs_product_with_scales_of_blocks(stage: Stage, monkeypatch: pytest.
     monkeypatch.setattr(all_gather_scaled_matmul, "has_block_product", lambda rows, *_: rows == 1024)
     first_gather(stage, call)
     assert plan.last_plan().algorithm == "one_shot"
-    assert implementations.ALL_GATHER_SCALED_MATMUL.fast(call) is not None
+    assert ops.ALL_GATHER_SCALED_MATMUL.fast(call) is not None
 
 
 def test_blocks_that_torch_multiplies_faster(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from algorithms import ALGORITHMS
 from fake_gpu import NAME, WORLD_SIZE, Stage
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.ops import all_gather_matmul
-from weft.fused_ops.ops.calls import AllGatherMatmulCall
+from weft.fused_ops.ops.all_gather_matmul import AllGatherMatmulCall
 from weft.kernels.all_gather_matmul import host, on_cuda
 from weft.kernels.all_gather_matmul.configs import GatherKernelCall
 from weft.kernels.device.gemm.one_shot import OneShotConfig

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.fused_ops.dispatch import plan
 from weft.fused_ops.dispatch.staging import Staging, in_rows, in_rows_or_columns, rows_of
 from weft.fused_ops.ops import all_gather_matmul, all_reduce, matmul_all_reduce, matmul_reduce_scatter
-from weft.fused_ops.ops.calls import AllGatherMatmulCall, MatmulReduceScatterCall
+from weft.fused_ops.ops.all_gather_matmul import AllGatherMatmulCall
+from weft.fused_ops.ops.matmul_reduce_scatter import MatmulReduceScatterCall
 
 stage = fake_gpu.stage
 SIZE = 2

@@ -15,7 +15,7 @@ from weft.fused_ops import fused_all_gather_matmul
 from weft.fused_ops.dispatch.fast_path import key_of
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.ops import matmul_reduce_scatter
-from weft.fused_ops.ops.calls import MatmulReduceScatterCall
+from weft.fused_ops.ops.matmul_reduce_scatter import MatmulReduceScatterCall
 from weft.kernels.matmul_reduce_scatter import host, on_cuda
 from weft.kernels.matmul_reduce_scatter.configs import ScatterKernelCall, ScatterPushConfig
 from weft.symm_mem.call_cache import CachedDict

@@ -12,7 +12,8 @@ import torch
 from weft.fused_ops.dispatch import plan, profitability
 from weft.fused_ops.dispatch.profitability import FusionCandidate, why_not_profitable
 from weft.fused_ops.ops import all_gather_matmul, matmul_reduce_scatter
-from weft.fused_ops.ops.calls import AllGatherMatmulCall, MatmulReduceScatterCall
+from weft.fused_ops.ops.all_gather_matmul import AllGatherMatmulCall
+from weft.fused_ops.ops.matmul_reduce_scatter import MatmulReduceScatterCall
 from weft.kernels.all_gather_matmul import configs as gather
 from weft.kernels.all_gather_matmul import on_cuda as gather_on_cuda
 from weft.kernels.device.tuning.choice import KernelChoice

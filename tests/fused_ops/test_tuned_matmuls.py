@@ -18,7 +18,8 @@ from ranks import run_ranks
 from weft.fused_ops import last_plan
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.ops import all_gather_matmul, matmul_reduce_scatter
-from weft.fused_ops.ops.calls import AllGatherMatmulCall, MatmulReduceScatterCall
+from weft.fused_ops.ops.all_gather_matmul import AllGatherMatmulCall
+from weft.fused_ops.ops.matmul_reduce_scatter import MatmulReduceScatterCall
 from weft.kernels.all_gather_matmul import on_cuda as gather
 from weft.kernels.all_gather_matmul.configs import GatherKernelCall
 from weft.kernels.device.comm.ll_exchange import ExchangeLayout

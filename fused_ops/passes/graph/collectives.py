@@ -17,7 +17,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ....kernels.device.gemm.scaling import FP8
 from ....symm_mem import resolve_group
-from ...library import schema, validation
+from ... import validation
+from ...library import schema
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

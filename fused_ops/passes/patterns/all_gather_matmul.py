@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ...library import schema, validation
+from ... import validation
+from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import (
     COMPILE_BOTH,

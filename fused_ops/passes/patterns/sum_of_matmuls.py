@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...library import schema, validation
+from ... import validation
+from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import (
     COMPILE_BOTH,

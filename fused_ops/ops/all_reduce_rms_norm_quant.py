@@ -1,0 +1,162 @@
+"""fused_all_reduce_rms_norm_quant: the norm of fused_all_reduce_rms_norm in fp8."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...kernels.all_reduce_rms_norm import host
+from ...kernels.all_reduce_rms_norm.quant import SCALE_OPS, QuantKind, default_smallest
+from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind
+from ...kernels.device.gemm.scaling import FP8
+from .. import validation
+from ..dispatch import fast_path
+from ..dispatch.workspaces import ALL_REDUCE
+from .all_reduce_rms_norm import (
+    AllReduceRmsNormCall,
+    NormOperands,
+    named_norm,
+    run_norm,
+    validate_all_reduce_norm,
+)
+from .op import Op, refuse_gradient
+from .scaled_calls import validate_scale
+
+# In fp8, the rows' scales if none is given, and the sums.
+QuantResult: TypeAlias = "tuple[Tensor, Tensor | None, Tensor]"
+
+
+class AllReduceRmsNormQuantCall(NamedTuple):
+    """``out_dtype`` and ``smallest`` are there behind validation, but for the latter beside a scale."""
+
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    eps: float
+    group_name: str
+    scale: Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    scale_op: str = "reciprocal"
+    smallest: float | None = None
+    weight_offset: float = 0.0
+    round_sum: bool = True
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.x, self.residual, self.weight, self.scale) if t is not None]
+
+    @property
+    def affine(self) -> Affine:
+        return Affine(self.weight)
+
+    @property
+    def norm(self) -> AllReduceRmsNormCall:
+        """The call without what makes fp8 of the norm."""
+        named = self.weight_offset, self.round_sum, self.group_size
+        return AllReduceRmsNormCall(*self[:5], *named)
+
+    @property
+    def quant(self) -> QuantKind:
+        assert self.out_dtype is not None, "validation has entered it"
+        return QuantKind(self.out_dtype, self.scale_op, self.smallest)
+
+    @property
+    def kind(self) -> NormKind:
+        return self.norm.kind._replace(quant=self.quant)
+
+
+def validate_quantization(out_dtype: Any, scale_op: Any, smallest: Any) -> None:
+    """What would not reach the op's own checks."""
+    if not isinstance(out_dtype, torch.dtype):
+        raise TypeError(
+            f"out_dtype: is {validation.type_text(out_dtype)}, must be torch.float8_e4m3fn or torch.float8_e5m2"
+        )
+    if not isinstance(scale_op, str):
+        raise TypeError(
+            f"scale_op: is {validation.type_text(scale_op)}, must be {validation.one_of(SCALE_OPS)}"
+        )
+    if smallest is not None:
+        validation.number("smallest", smallest)
+
+
+def validate(
+    call: AllReduceRmsNormQuantCall,
+) -> tuple[AllReduceRmsNormQuantCall, AllReduceRmsNormQuantCall, ProcessGroup]:
+    """The call with a dtype, and without a scale also with what bounds the rows' scales; the call as
+    it was made, by which the fast path knows it; the group."""
+    group, x, dtype, scale = validate_all_reduce_norm(call.norm), call.x, call.out_dtype, call.scale
+    dtype = torch.float8_e4m3fn if dtype is None else dtype
+    if dtype not in FP8:
+        raise TypeError(f"out_dtype: is {dtype}, must be torch.float8_e4m3fn or torch.float8_e5m2")
+    if call.scale_op not in SCALE_OPS:
+        raise ValueError(f"scale_op: is {call.scale_op!r}, must be {validation.one_of(SCALE_OPS)}")
+    if scale is not None:
+        validate_scale("scale", scale, x, "x")
+        if scale.numel() != 1:
+            raise ValueError(f"scale: has shape {tuple(scale.shape)}, must have one element")
+        if call.smallest is not None:
+            raise ValueError(f"smallest: is {call.smallest!r}, must be None where a scale is given")
+        return call._replace(out_dtype=dtype), call, group
+    if x.shape[-1] == 0:
+        raise ValueError("x: has rows of no element, must have some where no scale is given")
+    smallest = default_smallest(call.scale_op, dtype) if call.smallest is None else call.smallest
+    if not 0 <= smallest <= torch.finfo(torch.float32).max:
+        raise ValueError(f"smallest: is {smallest!r}, must be 0 or more, and finite in float32")
+    return call._replace(out_dtype=dtype, smallest=float(smallest)), call, group
+
+
+def fast_all_reduce_rms_norm_quant(call: AllReduceRmsNormQuantCall) -> QuantResult | None:
+    """The same of a call whose numbers and names are of exactly the types that the op takes."""
+    results = fast_path.run_fast(
+        host.QUANT, name_of_quant(call), call.tensors, call.group_name, (ALL_REDUCE,)
+    )
+    return None if results is None else _quant_result(results)
+
+
+def name_of_quant(call: AllReduceRmsNormQuantCall) -> Hashable:
+    """By what it knows a call whose norm becomes fp8."""
+    norm = named_norm(call.eps, call.weight_offset, call.round_sum)
+    there = call.residual is not None, call.scale is not None
+    return norm, call.out_dtype, call.scale_op, call.smallest, *there
+
+
+def run_all_reduce_rms_norm_quant(
+    call: AllReduceRmsNormQuantCall, given: AllReduceRmsNormQuantCall, group: ProcessGroup
+) -> QuantResult:
+    """As the op, of what ``validate`` returns."""
+    operands = NormOperands(call.x, call.residual, call.affine, call.scale)
+    return _quant_result(run_norm(operands, call.kind, name_of_quant(given), group))
+
+
+def _quant_result(written: list[Tensor]) -> QuantResult:
+    quantized, *scales, sums = written
+    return quantized, (scales[0] if scales else None), sums
+
+
+def _fake(
+    call: AllReduceRmsNormQuantCall, given: AllReduceRmsNormQuantCall, group: ProcessGroup
+) -> QuantResult:
+    x, scales = call.x, None
+    if call.scale is None:
+        scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=call.out_dtype), scales, x.new_empty(x.shape)
+
+
+ALL_REDUCE_RMS_NORM_QUANT = Op(
+    "fused_all_reduce_rms_norm_quant(Tensor x, Tensor? residual, Tensor weight, float eps, str group_name, *,"
+    " Tensor? scale=None, ScalarType? out_dtype=None, str scale_op='reciprocal', float? smallest=None,"
+    " float weight_offset=0.0, bool round_sum=True, int? group_size=None) -> (Tensor, Tensor?, Tensor)",
+    AllReduceRmsNormQuantCall,
+    validate,
+    _fake,
+    run_all_reduce_rms_norm_quant,
+    fast_all_reduce_rms_norm_quant,
+    lambda call: refuse_gradient(
+        call, ": a norm in fp8 has none; detach it, or call fused_all_reduce_rms_norm"
+    ),
+)

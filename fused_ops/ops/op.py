@@ -1,0 +1,196 @@
+"""An op as one object: its call, what it refuses, its fake, how it runs, its gradient.
+
+``library/registration.py`` derives from it what torch.library is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch._ops import OpOverload
+
+from ...symm_mem import flight_recorder, resolve_group
+from ...symm_mem.failure.call_log import poison_on_error
+from ..dispatch.call_check import begin_call, take_begun
+from ..dispatch.fast_path import needs_no_dispatch
+from ..dispatch.tensor_guards import has_tangents
+
+AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+_VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
+#: Why an op that writes its result to a given tensor has no gradient.
+INTO = " where the result is written to a given tensor"
+_collectives = torch.ops._c10d_functional
+
+
+class OpArguments(Protocol):
+    """A call as a record: its arguments in the schema's order. A tuple takes a fourth of a dataclass's time."""
+
+    @property
+    def _fields(self) -> tuple[str, ...]: ...
+    @property
+    def group_name(self) -> str: ...
+    @property
+    def group_size(self) -> int | None: ...
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that are given."""
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """All that is particular to an op.
+
+    Attributes:
+        schema: as torch.library has it; the record's fields are its arguments.
+        record: makes a call.
+        validate: the call with what follows from it, what else follows from it, and the group. A ValueError or
+            TypeError names the argument, what it was and what it must be. Real and fake calls ask it, so both refuse
+            the same. Sizes may be symbolic: it looks at no data.
+        fake: the results without data, of what ``validate`` returns.
+        run: the results, of the same.
+        fast: the results, if such a call was made before on CUDA; else None, and nothing happened. Its tensors may be
+            anything.
+        with_gradient: the results of a call of which a gradient is wanted; or it raises (``refuse_gradient``).
+        fast_on_device: as ``fast``, where the dispatcher has seen to what else tensors may be, if that is less work.
+        functional: of an op that writes to its first argument: the op that returns the same, and its call.
+        flops: of shapes in place of tensors, if the op multiplies.
+    """
+
+    schema: str
+    record: Callable[..., Any]
+    validate: Callable[[Any], tuple[Any, ...]]
+    fake: Callable[..., Any]
+    run: Callable[..., Any]
+    fast: Callable[[Any], Any]
+    with_gradient: Callable[[Any], Any]
+    fast_on_device: Callable[[Any], Any] | None = None
+    functional: tuple[Op, Callable[[Any], Any]] | None = None
+    flops: Callable[..., int] | None = None
+
+    @cached_property
+    def name(self) -> str:
+        return self.schema.partition("(")[0]
+
+    @cached_property
+    def overload(self) -> OpOverload:
+        found: OpOverload = getattr(torch.ops.weft, self.name).default
+        return found
+
+    def run_below_autograd(self, call: OpArguments) -> Any:
+        done = self.fast(call)
+        return self.run_slow(call) if done is None else done
+
+    def run_slow(self, call: OpArguments) -> Any:
+        """By way of the dispatcher where something else must see the call."""
+        if needs_no_dispatch(*call.tensors):
+            return self.slow(call)
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.dispatch(call)
+
+    def dispatch(self, call: OpArguments) -> Any:
+        arguments = {name: getattr(call, name) for name in call._fields}
+        given = [arguments.pop(a.name) for a in self.overload._schema.arguments if not a.kwarg_only]
+        return self.overload(*given, **arguments)
+
+    def slow(self, call: OpArguments) -> Any:
+        """Checks the arguments and makes the call.
+
+        Results are new tensors, like those of torch's own ops. They are views of what kernels write, and as such
+        autograd would let nobody change them in place.
+        """
+        if self.functional is not None:
+            return _checked_run(self, call)
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+            return _checked_run(self, call)
+
+
+def with_poison(run: Callable[..., Any]) -> Callable[..., Any]:
+    """If an exception ends it in the midst of what peers wait for, the group is broken. The call that it has begun is
+    dropped then: the thread's next call may come late, and operands are large."""
+    guarded = poison_on_error(run)
+
+    @wraps(run)
+    def call(*args: Any) -> Any:
+        try:
+            done = guarded(*args)
+        except BaseException:
+            take_begun()
+            raise
+        flight_recorder.end(flight_recorder.take_recorded())
+        return done
+
+    return call
+
+
+@with_poison
+def _checked_run(op: Op, call: OpArguments) -> Any:
+    found = op.validate(call)
+    checked, group = found[0], found[-1]
+    compared = {
+        name: getattr(checked, name) for name in checked._fields if name not in ("group_name", "group_size")
+    }
+    begin_call(op.name, group, call.tensors[0].device, **compared)
+    return op.run(*found)
+
+
+def refuse_gradient(call: OpArguments, why: str) -> NoReturn:
+    """Name the first argument that requires a gradient; a tangent is torch's to refuse."""
+    for field in call._fields:
+        given = getattr(call, field)
+        several = isinstance(given, list | tuple)
+        for i, tensor in enumerate(given if several else [given]):
+            if isinstance(tensor, Tensor) and (tensor.requires_grad or has_tangents()):
+                name = f"{field}[{i}]" if several else field
+                raise ValueError(f"{name}: requires a gradient, must not{why}")
+    raise AssertionError("no argument requires a gradient")
+
+
+def refuse_gradient_of(reduce_op: str) -> None:
+    """Refuse a reduction that has no gradient."""
+    if reduce_op in ("max", "min"):
+        raise ValueError(
+            f"reduce_op: is {reduce_op!r}, must be 'sum' or 'avg' for an x that requires a gradient"
+        )
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """As the ops, which cast nothing where autocast is on."""
+    with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+        return x @ y
+
+
+def rows(t: Tensor) -> Tensor:
+    return t.flatten(0, -2)
+
+
+def is_transposed_matrix(B: Tensor) -> bool:
+    """Of what an op has taken for a matrix: it refuses other shapes."""
+    return B.stride(0) == 1 and B.stride(1) == B.shape[0]
+
+
+def gradient_of_matrix(A: Tensor, grad: Tensor, transposed: bool) -> Tensor:
+    """That of B in ``A @ B``. It lies as B does, a weight's as the weight: else torch copies it to where it counts.
+
+    A, grad: [..., K] and [..., N], of all rows.
+    """
+    x, g = rows(A), rows(grad)
+    return product(g.t(), x).t() if transposed else product(x.t(), g)
+
+
+def reduce_scatter(grad: Tensor, dim: int, group_name: str) -> Tensor:
+    """Functional, so that it can be traced."""
+    moved, size = grad.movedim(dim, 0).contiguous(), resolve_group(group_name).size()
+    part = _collectives.reduce_scatter_tensor(moved, "sum", size, group_name)
+    return _collectives.wait_tensor(part).movedim(0, dim)
+
+
+def all_gather(x: Tensor, dim: int, size: int, group_name: str) -> Tensor:
+    """The same, of ``size`` ranks."""
+    whole = _collectives.all_gather_into_tensor(x.movedim(dim, 0).contiguous(), size, group_name)
+    return _collectives.wait_tensor(whole).movedim(0, dim)
