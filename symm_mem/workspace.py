@@ -23,7 +23,6 @@ An epoch that does not end, because a wait in it expired or an exception left it
 from __future__ import annotations
 
 import ctypes
-import threading
 from contextlib import nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -40,7 +39,7 @@ from .failure.call_log import CallLog, Grids, running
 from .failure.fault import Fault, fault_of
 from .failure.spin_wait import Expired, PeerLiveness, spin
 from .layout import NUM_BUFFERS, WORD, AnyLayout, Layout
-from .timeouts import get_timeout
+from .timeouts import ThreadLock, get_timeout
 
 if TYPE_CHECKING:
     from .heap.captured import CapturedGraph
@@ -91,7 +90,9 @@ class Workspace(Generic[L]):
         self.address = heap.address(self.rank) + self.block.offset
         self.words = self.words_of(self.rank)
         #: CPU ranks hold it through a call: threads take turns. Reentrant: Ctrl-C may keep one from releasing it.
-        self.lock = threading.RLock()
+        self.lock = ThreadLock(
+            f"a workspace of group {heap.group_name!r}", lambda: get_timeout(heap.group_name)
+        )
         self.prepared: CachedDict[Any, Any] = CachedDict()
         self.copy_streams: dict[Any, Any] = {}
         #: Of a CPU rank that waits: op, rank, word, and what is expected there.
@@ -239,6 +240,7 @@ class HostEpoch:
             record_function(f"weft:waits for rank {peer}") if profiler._is_profiler_enabled else nullcontext()
         )
         ws.waiting = self.op, peer, index, expected
+        ws.lock.goes_on()
         try:
             # Of the two threads of a call one may have failed, or a call in another workspace: nothing is worth a wait.
             with shown:
