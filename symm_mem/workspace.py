@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -134,9 +135,13 @@ class Workspace(Generic[L]):
 
     def expired(self, op: str, peer: int, word: int, expected: int, outcome: WaitOutcome) -> PeerTimeout:
         """The error of a CPU rank's wait."""
+        causes = self.fault.causes(outcome.seconds)
+        return PeerTimeout(replace(self.about(op, peer, word, expected), causes=causes), outcome)
+
+    def about(self, op: str, peer: int, word: int, expected: int) -> PeerWait:
+        """A CPU rank's wait."""
         flag, site = self.layout.describe(word), self._calls.site
-        wait = PeerWait(op, self.heap.group_name, self.rank, peer, flag, expected, site)
-        return PeerTimeout(wait, outcome)
+        return PeerWait(op, self.heap.group_name, self.rank, peer, flag, expected, site)
 
     def still_waiting(self, seconds: float) -> PeerTimeout | None:
         """The error of a thread that did not want to wait longer than ``seconds`` for the call that another one makes
@@ -234,7 +239,11 @@ class HostEpoch:
 
     def _wait(self, peer: int, index: int, expected: int, *, exactly: bool = False) -> None:
         ws, address = self.ws, self.ws.address + WORD * index
-        liveness = PeerLiveness(ws.heap.rendezvous.processes[peer], ws.fault.abort_notice(peer))
+        liveness = PeerLiveness(
+            ws.heap.rendezvous.processes[peer],
+            ws.fault.abort_notice(peer),
+            lambda: ws.about(self.op, peer, index, expected),
+        )
         # For pictures of a call (weft.timeline).
         shown = (
             record_function(f"weft:waits for rank {peer}") if profiler._is_profiler_enabled else nullcontext()
