@@ -48,7 +48,11 @@ def call_site(skip: int = 1) -> Site | None:
 
     ``skip``: how many frames from this one up are certainly weft's. They are not looked at: each look costs.
     """
-    frame: FrameType | None = sys._getframe(skip)
+    return site_from(sys._getframe(skip)) or calling.site
+
+
+def site_from(frame: FrameType | None) -> Site | None:
+    """That of the call in which a frame is."""
     known = _known
     while frame is not None:
         code = frame.f_code
@@ -58,7 +62,7 @@ def call_site(skip: int = 1) -> Site | None:
         if not inside:
             return code, frame.f_lasti
         frame = frame.f_back
-    return calling.site
+    return None
 
 
 def text(site: Site | None) -> str | None:

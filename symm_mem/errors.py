@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass
 from typing import Any, cast
 
 from .call_site import call_site, text
+
+SILENT = 30.0  #: seconds that a rank is waited for without a word in the log
+
+_log = logging.getLogger("weft.symm_mem")
+_warned: dict[tuple[str, int], float] = {}  # of group and rank, when
 
 
 class WeftError(RuntimeError):
@@ -40,7 +47,7 @@ class WeftError(RuntimeError):
 @dataclass(frozen=True)
 class PeerWait:
     """A wait of ``rank`` for ``peer``: of which call (``op``, ``site``), until which word or message (``flag``) is what
-    is ``expected``."""
+    is ``expected``. ``causes``: why it may not have come, for one who does not know more."""
 
     op: str
     group: str
@@ -49,6 +56,7 @@ class PeerWait:
     flag: str
     expected: object
     site: str | None = None
+    causes: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,9 +112,10 @@ class PeerTimeout(WeftError):
             more = f", and it has given up{'' if o.blames == w.peer else f' on rank {o.blames}'}"
         else:
             more = ""
+        causes = f"; {w.causes}" if w.causes and not more else ""
         super().__init__(
             f"{w.op}: rank {w.rank} of group {w.group!r} waited {round(o.seconds, 3):g} s for rank {w.peer}: "
-            f"{w.flag} is {o.seen}, expected {w.expected}{more}{_called_at(w.site)}"
+            f"{w.flag} is {o.seen}, expected {w.expected}{more}{_called_at(w.site)}{causes}"
         )
         self._wait, self._outcome = w, o
         self.op, self.group, self.rank, self.peer, self.site = w.op, w.group, w.rank, w.peer, w.site
@@ -246,6 +255,19 @@ class HeapUnavailable(WeftError):
 
     Ranks on several hosts, GPUs without peer access, two ranks on one GPU, a group without processes.
     """
+
+
+def warn_of_late_rank(wait: PeerWait, seconds: float) -> None:
+    """A rank has not come for so many ``seconds``. Of several waits for it the first one says so."""
+    now, whom = time.time(), (wait.group, wait.peer)
+    if now - _warned.get(whom, 0.0) < SILENT:
+        return
+    _warned[whom] = now
+    since = time.strftime("%H:%M:%S", time.localtime(now - seconds))
+    _log.warning(
+        f"{wait.op}: rank {wait.rank} of group {wait.group!r} has waited {seconds:.0f} s for rank {wait.peer}, "
+        f"since {since}{_called_at(wait.site)}"
+    )
 
 
 def describe(error: BaseException) -> str:

@@ -120,10 +120,11 @@ class Pad:
 
         if self._watch is not None:
             broken = self._fault.address + WORD * Fault.BROKEN, 1 + peer
-            self._watch.wait(address, count, timeout, expired, broken)
+            self._watch.wait(address, count, timeout, (expired, wait), broken)
             return
         try:
-            liveness = PeerLiveness(heap.rendezvous.processes[peer], self._fault.abort_notice(peer))
+            process, notice = heap.rendezvous.processes[peer], self._fault.abort_notice(peer)
+            liveness = PeerLiveness(process, notice, lambda: wait)
             spin(address, count, timeout, liveness, self._fault.raise_if_broken)
         except Expired as e:
             raise expired(e.outcome).again() from None

@@ -1,11 +1,17 @@
-"""The deadlines of waits on other ranks."""
+"""The deadlines of waits on other ranks, and on other threads of this one.
+
+Whoever has a ``ThreadLock`` waits for other ranks meanwhile, each wait with its deadline. So a thread that waits for
+the lock waits for as long as its holder goes on, and gives up on one that does not: its error names both threads.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Real
 from typing import NamedTuple
@@ -13,10 +19,14 @@ from typing import NamedTuple
 from torch.distributed import ProcessGroup
 
 from .call_cache import CachedDict
+from .call_site import calling, site_from, text
+from .errors import WeftError
 from .groups import Group, group_name, group_of_name
 
 LONGEST = 1e9  # seconds; kernels count nanoseconds in 64 bits
 _PREPARING = 1800.0
+GRACE = 30.0  #: seconds behind the deadline of a thread's wait in which another one of the rank waits for that thread
+_LOOK = 1.0  # seconds between two looks whether the holder goes on
 
 
 class _Chosen(NamedTuple):
@@ -137,3 +147,72 @@ def set_timeout(seconds: float, group: Group = None) -> None:
     name = group_name(group)
     now = group_of_name(name)
     _per_group[name] = _Chosen(float(seconds), None if now is None else weakref.ref(now))
+
+
+class ThreadLock:
+    """A reentrant lock whose holder is known.
+
+    Args:
+        what: it is of, for errors.
+        longest: seconds that one wait of the holder may take.
+
+    Attributes:
+        since: when the holder has got it, or has last begun a wait for another rank.
+    """
+
+    def __init__(self, what: str, longest: Callable[[], float]) -> None:
+        self._what, self._longest = what, longest
+        self._lock = threading.RLock()
+        self._holder: tuple[int, str | None] = (0, None)  # its thread, and the op that it calls
+        self.since = 0.0
+
+    def __enter__(self) -> ThreadLock:
+        if not self._lock.acquire(blocking=False):
+            self._wait()
+        self._got()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def acquire(self, timeout: float) -> bool:
+        """Whether it was got within so many seconds."""
+        got = self._lock.acquire(timeout=timeout)
+        if got:
+            self._got()
+        return got
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def goes_on(self) -> None:
+        """The holder begins a wait for another rank."""
+        self.since = time.monotonic()
+
+    def _got(self) -> None:
+        self._holder, self.since = (threading.get_ident(), calling.op), time.monotonic()
+
+    def _wait(self) -> None:
+        limit = self._longest() + GRACE
+        while not self._lock.acquire(timeout=min(_LOOK, limit)):
+            waited = time.monotonic() - self.since
+            if waited > limit:
+                thread, op = self._holder
+                called = f"is in {op}" if op else "has it"
+                raise WeftError(
+                    f"{calling.op or 'a call'}: {thread_name(threading.get_ident())} waited for {self._what}: "
+                    f"{thread_name(thread)} of this rank {called}{_now_at(thread)} and has not gone on for "
+                    f"{waited:.0f} s"
+                )
+
+
+def thread_name(number: int | None) -> str:
+    """A thread as errors name it; it may have ended."""
+    names = (thread.name for thread in threading.enumerate() if thread.ident == number)
+    return f"thread {next(names, number)!r}"
+
+
+def _now_at(thread: int) -> str:
+    frame = sys._current_frames().get(thread)
+    site = text(site_from(frame)) if frame is not None else None
+    return f" (at {site})" if site else ""

@@ -23,8 +23,8 @@ An epoch that does not end, because a wait in it expired or an exception left it
 from __future__ import annotations
 
 import ctypes
-import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -40,7 +40,7 @@ from .failure.call_log import CallLog, Grids, running
 from .failure.fault import Fault, fault_of
 from .failure.spin_wait import Expired, PeerLiveness, spin
 from .layout import NUM_BUFFERS, WORD, AnyLayout, Layout
-from .timeouts import get_timeout
+from .timeouts import ThreadLock, get_timeout
 
 if TYPE_CHECKING:
     from .heap.captured import CapturedGraph
@@ -91,7 +91,9 @@ class Workspace(Generic[L]):
         self.address = heap.address(self.rank) + self.block.offset
         self.words = self.words_of(self.rank)
         #: CPU ranks hold it through a call: threads take turns. Reentrant: Ctrl-C may keep one from releasing it.
-        self.lock = threading.RLock()
+        self.lock = ThreadLock(
+            f"a workspace of group {heap.group_name!r}", lambda: get_timeout(heap.group_name)
+        )
         self.prepared: CachedDict[Any, Any] = CachedDict()
         self.copy_streams: dict[Any, Any] = {}
         #: Of a CPU rank that waits: op, rank, word, and what is expected there.
@@ -133,9 +135,13 @@ class Workspace(Generic[L]):
 
     def expired(self, op: str, peer: int, word: int, expected: int, outcome: WaitOutcome) -> PeerTimeout:
         """The error of a CPU rank's wait."""
+        causes = self.fault.causes(outcome.seconds)
+        return PeerTimeout(replace(self.about(op, peer, word, expected), causes=causes), outcome)
+
+    def about(self, op: str, peer: int, word: int, expected: int) -> PeerWait:
+        """A CPU rank's wait."""
         flag, site = self.layout.describe(word), self._calls.site
-        wait = PeerWait(op, self.heap.group_name, self.rank, peer, flag, expected, site)
-        return PeerTimeout(wait, outcome)
+        return PeerWait(op, self.heap.group_name, self.rank, peer, flag, expected, site)
 
     def still_waiting(self, seconds: float) -> PeerTimeout | None:
         """The error of a thread that did not want to wait longer than ``seconds`` for the call that another one makes
@@ -233,12 +239,17 @@ class HostEpoch:
 
     def _wait(self, peer: int, index: int, expected: int, *, exactly: bool = False) -> None:
         ws, address = self.ws, self.ws.address + WORD * index
-        liveness = PeerLiveness(ws.heap.rendezvous.processes[peer], ws.fault.abort_notice(peer))
+        liveness = PeerLiveness(
+            ws.heap.rendezvous.processes[peer],
+            ws.fault.abort_notice(peer),
+            lambda: ws.about(self.op, peer, index, expected),
+        )
         # For pictures of a call (weft.timeline).
         shown = (
             record_function(f"weft:waits for rank {peer}") if profiler._is_profiler_enabled else nullcontext()
         )
         ws.waiting = self.op, peer, index, expected
+        ws.lock.goes_on()
         try:
             # Of the two threads of a call one may have failed, or a call in another workspace: nothing is worth a wait.
             with shown:

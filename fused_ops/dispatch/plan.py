@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -204,6 +205,9 @@ def heap_or_reason(op: str, x: Tensor, group: ProcessGroup, empty: bool) -> Heap
     if isinstance(found, str):
         return _logged(op, group, found)
     refuse_if_broken(found)
+    if found.device.type == "cpu":
+        thread = threading.current_thread()
+        found.callers[threading.get_ident()] = thread.name, time.monotonic()
     compare_first_call(found, call)
     return found
 

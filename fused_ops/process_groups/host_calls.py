@@ -2,13 +2,14 @@
 
 All that ranks do together before they exchange (the heap, the comparison of first calls, a workspace that grows) is
 done where the call is made, as connections are elsewhere. The exchange itself may follow on another thread, one call
-behind the other, on a workspace that only this group's calls use: so an asynchronous call waits for nobody.
+after the other, on a workspace that only this group's calls use: so an asynchronous call waits for nobody.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -20,11 +21,11 @@ from torch.distributed import ProcessGroup
 from ...kernels.all_gather.host import host_all_gather, host_all_gather_layout
 from ...kernels.all_reduce.host import host_all_reduce, host_all_reduce_layout
 from ...kernels.reduce_scatter.host import host_reduce_scatter, host_reduce_scatter_layout
-from ...symm_mem import flight_recorder
-from ...symm_mem.call_site import Site, call_site, calling
+from ...symm_mem import WeftError, flight_recorder
+from ...symm_mem.call_site import Site, call_site, calling, text
 from ...symm_mem.failure.call_log import poison_on_error
 from ...symm_mem.layout import Layout
-from ...symm_mem.timeouts import call_timeout
+from ...symm_mem.timeouts import GRACE, call_timeout, get_timeout, thread_name
 from ...symm_mem.workspace import Workspace
 from ..dispatch.call_check import begin_call
 from ..dispatch.plan import Plan, heap_or_reason, ran
@@ -118,57 +119,150 @@ def _write(out: Tensor, elements: Tensor) -> None:
 
 _Task: TypeAlias = tuple[Sequence[HostExchange], HostWork]
 
+_LINGERS = 10.0  # seconds for which a thread without a call waits for the next one
+_CALLED = 0  # no thread's number
+
 
 class HostLine:
-    """The calls of one group in their order: one at a time, those without a wait on a thread of its own."""
+    """The calls of one group in their order, one at a time, whichever threads make them.
+
+    A thread of the line's own carries out those without a wait. Before it tells of a call's end it hands the line to
+    another thread: callbacks may make calls, too, and wait for them.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._last: HostWork | None = None
-        self._lock = threading.Lock()
+        self._tasks: deque[_Task] = deque()
+        self._turn = threading.Condition()
+        self._by: int | None = None  # the thread that carries out calls; _CALLED: one that is about to
+        self._running: HostExchange | None = None
+        self._since = 0.0  # that one has begun, or a thread was called
+        self._idle = 0
+        self._ended = False
 
     def run(self, exchanges: Sequence[HostExchange], *, asynchronous: bool) -> DoneWork:
         written = [exchange.call.out for exchange in exchanges]
         if asynchronous:
             return self._submit(exchanges, written)
-        last = self._last
-        if last is not None and not last.is_completed():
+        if self._by == threading.get_ident():
+            raise self._waits_for_itself(exchanges[0].call.name)
+        begun = False
+        try:
+            begun = self._takes_turn()
+            for exchange in exchanges if begun else ():
+                self._carry_out(exchange)
+        finally:
+            self._hand_on()
+        if not begun:
             self._submit(exchanges, written).wait()
-        else:
-            for exchange in exchanges:
-                exchange.run()
         return DoneWork(written)
-
-    def _submit(self, exchanges: Sequence[HostExchange], written: list[Tensor]) -> HostWork:
-        work = HostWork(written, exchanges[-1].workspace)
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=_work_off, args=(self._tasks,), name=f"weft group {self._name}", daemon=True
-                )
-                self._thread.start()
-            self._last = work
-            self._tasks.put((exchanges, work))
-        return work
 
     def end(self) -> None:
         """No call follows. What was begun comes to its end."""
-        with self._lock:
-            if self._thread is not None:
-                self._tasks.put(None)
-                self._thread = None
+        with self._turn:
+            self._ended = True
+            self._turn.notify_all()
 
+    def why_stuck(self, name: str) -> WeftError | None:
+        """What a thread is told that waits for a call of this ``name``, if the line does not get to it: each wait for
+        another rank has a deadline, so whoever carries out a call comes to the next wait, or to an end."""
+        running, by, since = self._running, self._by, self._since
+        if by == threading.get_ident():
+            return self._waits_for_itself(name)
+        seconds = None
+        if running is not None:
+            since, seconds = max(since, running.workspace.lock.since), running.seconds
+        waited = time.monotonic() - since
+        if waited < (get_timeout(self._name) if seconds is None else seconds) + GRACE:
+            return None
+        said = "is to carry it out and has not begun"
+        if running is not None:
+            said = f"carries out {running.call.name} (called at {text(running.site)}) and does not go on"
+        return WeftError(
+            f"{name} in group {self._name!r}: waited {waited:.0f} s for {thread_name(by)} of this rank, which {said}"
+        )
 
-def _work_off(tasks: queue.SimpleQueue[_Task | None]) -> None:
-    while (task := tasks.get()) is not None:
-        exchanges, work = task
+    def _waits_for_itself(self, name: str) -> WeftError:
+        running = self._running
+        said = (
+            f" {running.call.name} (called at {text(running.site)})"
+            if running is not None
+            else " another call"
+        )
+        return WeftError(
+            f"{name} in group {self._name!r}: {thread_name(threading.get_ident())} of this rank would wait for itself: "
+            f"it is carrying out{said}, and only then comes to this one"
+        )
+
+    def _takes_turn(self) -> bool:
+        """Whether no call comes first: this thread then carries out its own, until it hands on."""
+        with self._turn:
+            if self._by is not None:
+                return False
+            self._by = threading.get_ident()
+            return True
+
+    def _hand_on(self) -> None:
+        """If it is this thread's turn, it is that of the next call."""
+        with self._turn:
+            if self._by == threading.get_ident():
+                self._by = None
+                self._call_thread()
+
+    def _carry_out(self, exchange: HostExchange) -> None:
+        self._running, self._since = exchange, time.monotonic()
         try:
-            for exchange in exchanges:
-                exchange.run()
-        except BaseException as e:
-            work.finish(e)
-        else:
-            work.finish()
-        del task, exchanges, work  # the tensors are not kept until the next call
+            exchange.run()
+        finally:
+            self._running = None
+
+    def _submit(self, exchanges: Sequence[HostExchange], written: list[Tensor]) -> HostWork:
+        last = exchanges[-1]
+        name = last.call.name
+        work = HostWork(written, last.workspace, lambda: self.why_stuck(name))
+        with self._turn:
+            self._tasks.append((exchanges, work))
+            try:
+                self._call_thread()
+            except BaseException:  # there can be no more threads
+                self._by = None
+                self._tasks.pop()
+                raise
+        return work
+
+    def _call_thread(self) -> None:
+        """There is one for what is to be done."""
+        if self._by is None and self._tasks:
+            self._by, self._since = _CALLED, time.monotonic()
+            if self._idle:
+                self._turn.notify()
+            else:
+                threading.Thread(target=self._work_off, name=f"weft group {self._name}", daemon=True).start()
+
+    def _next(self) -> _Task | None:
+        me = threading.get_ident()
+        with self._turn:
+            if self._by == me and not self._tasks:
+                self._by = None
+            while self._by not in (me, _CALLED):
+                if self._ended:
+                    return None
+                self._idle += 1
+                called = self._turn.wait(_LINGERS)
+                self._idle -= 1
+                if not called and self._by != _CALLED:
+                    return None
+            self._by = me
+            return self._tasks.popleft()
+
+    def _work_off(self) -> None:
+        while (task := self._next()) is not None:
+            exchanges, work = task
+            error = None
+            try:
+                for exchange in exchanges:
+                    self._carry_out(exchange)
+            except BaseException as e:
+                error = e
+            work.finish(error, self._hand_on)
+            del task, exchanges, work, error  # the tensors are not kept until the next call

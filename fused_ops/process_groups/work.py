@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,7 @@ from ...symm_mem.workspace import Workspace
 from .options import seconds_of
 
 _NAP = 0.0005  # seconds between two looks at a GPU's call
+_LOOK = 1.0  # seconds between two looks whether a call between CPU ranks can still end
 
 
 def not_ended(seconds: float) -> str:
@@ -69,38 +71,57 @@ class HostWork(DoneWork):
     """Of a call between CPU ranks that another thread makes. ``finish`` ends it.
 
     Args:
-        workspace: where it is made, or the call in front of it.
+        workspace: where it is made, or the call before it.
+        why_stuck: what to raise instead of a wait, if that other thread does not get to the call.
     """
 
-    def __init__(self, tensors: list[Tensor], workspace: Workspace[Any]) -> None:
+    def __init__(
+        self, tensors: list[Tensor], workspace: Workspace[Any], why_stuck: Callable[[], WeftError | None]
+    ) -> None:
         super().__init__(tensors)
-        self._workspace = workspace
+        self._workspace, self._why_stuck = workspace, why_stuck
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
         self._lock = threading.Lock()
 
-    def finish(self, error: BaseException | None = None) -> None:
+    def finish(
+        self, error: BaseException | None = None, before_callbacks: Callable[[], object] = lambda: None
+    ) -> None:
+        """``before_callbacks``: called where there may be some. They may take long, and make calls of their own."""
         with self._lock:
             self._error = error
             self._ended.set()
             future = self._future
         if future is not None:
+            before_callbacks()
             self._tell(future)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """
         Raises:
-            WeftError: the call has failed.
+            WeftError: the call has failed, or this thread would wait for itself, or for one that does not go on.
             PeerTimeout: it has not ended within ``timeout``, and waits for this rank. It goes on: one may wait again.
+            ForkedProcess: it is a call of the process that this one was forked from.
         """
         seconds = seconds_of(timeout)
-        if not self._ended.wait(seconds):
-            assert seconds is not None
-            raise self._workspace.still_waiting(seconds) or WeftError(not_ended(seconds))
+        if not self._ended.is_set():
+            self._workspace.heap.owner.refuse_child("wait")
+            self._wait_until_it_ends(seconds)
         if self._error is not None:
             raise self._error
         return True
+
+    def _wait_until_it_ends(self, seconds: float | None) -> None:
+        end = float("inf") if seconds is None else time.monotonic() + seconds
+        left = 0.0
+        while not self._ended.wait(left):
+            if (why := self._why_stuck()) is not None:
+                raise why
+            left = min(_LOOK, end - time.monotonic())
+            if left <= 0:
+                assert seconds is not None
+                raise self._workspace.still_waiting(seconds) or WeftError(not_ended(seconds))
 
     def is_completed(self) -> bool:
         return self._ended.is_set()

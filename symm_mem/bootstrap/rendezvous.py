@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup
 
-from .. import flight_recorder
+from .. import errors, flight_recorder
 from ..call_site import call_site, calling, text
 from ..errors import (
     CallAbandoned,
@@ -39,10 +38,7 @@ from .store import GroupStore, StoreQuestions, peek
 
 _SHORTEST, _LONGEST = 0.0002, 0.01  # seconds between two looks into the store
 _LOOK = 0.05  # seconds between two looks whether the awaited rank's process is still there
-_SILENT = 10.0  # seconds that ranks wait for each other without a word in the log
 _UNREADABLE = 300.0  # seconds in which a rank that cannot read its own deadline joins the others
-
-_log = logging.getLogger("weft.symm_mem")
 
 T = TypeVar("T")
 
@@ -108,7 +104,7 @@ class Rendezvous:
         begin, pause = time.monotonic(), _SHORTEST
         views = [""] * self.world_size
         came: set[int] = set()
-        log_at = begin + _SILENT
+        warned = False
         while True:
             here = store.ask(lambda s: [peek(s, key) for key in keys])
             if here[self.rank] != token:  # a silent store has done only now what an earlier try asked for
@@ -134,12 +130,10 @@ class Rendezvous:
                 call = "its call", "made", text(call_site())
                 wait = PeerWait(what, self.group_name, self.rank, peer, *call)
                 raise PeerTimeout(wait, WaitOutcome("not made", waited, bool(gone)))
-            if time.monotonic() > log_at:
-                log_at = float("inf")
-                _log.warning(
-                    *("%s: rank %d of group %r has waited %.0f s for rank %d", what, self.rank),
-                    *(self.group_name, waited, missing),
-                )
+            if not warned and waited > errors.SILENT:
+                warned = True
+                call = "its call", "made", text(call_site())
+                errors.warn_of_late_rank(PeerWait(what, self.group_name, self.rank, missing, *call), waited)
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST)
 
@@ -285,13 +279,17 @@ class Rendezvous:
     ) -> Any:
         key, abort_notice = self._key(step, rank), self._abort_notice(rank)
         pause, look = _SHORTEST, begin + _LOOK
-        ended, blames = False, None
+        ended, blames, warned = False, None, False
         # Not the store's own wait: it lets no other thread's question through.
         while not (post := store.ask(lambda s: peek(s, key))):
             now = time.monotonic()
+            missing = f"step {step} in the store", "a post"
+            if not warned and now - begin > errors.SILENT:
+                warned = True
+                wait = PeerWait(what, self.group_name, self.rank, rank, *missing, text(call_site()))
+                errors.warn_of_late_rank(wait, now - begin)
             if ended or blames is not None or now - begin > seconds:
-                missing = f"step {step} in the store", "a post", text(call_site())
-                wait = PeerWait(what, self.group_name, self.rank, rank, *missing)
+                wait = PeerWait(what, self.group_name, self.rank, rank, *missing, text(call_site()))
                 raise PeerTimeout(wait, WaitOutcome("nothing", min(now - begin, seconds), ended, blames))
             if now > look:  # it may have posted just before: look for that once more
                 ended = processes.has_ended(self.processes[rank])

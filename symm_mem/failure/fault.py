@@ -21,12 +21,14 @@ from .. import flight_recorder, forks
 from ..bootstrap.processes import has_ended
 from ..errors import PeerTimeout, PeerWait, WaitOutcome, WeftError
 from ..layout import WORD
+from ..switches import is_on
 
 if TYPE_CHECKING:
     from ..heap.heap import Heap
     from ..layout import AnyLayout
     from .call_log import CallLog
 
+_RECENT = 60.0  # seconds before a wait in which calls of other threads count as beside it
 _WAIT_FREE, _ABORTED = 2, 3  # kinds of a record, see kernels/device/ptx/sync.cuh
 
 
@@ -118,7 +120,8 @@ class Fault:
         if record.kind == _ABORTED:  # nothing was waited for; what it says is 1 + the rank that it blames
             flag, expected, seconds, blames = f"abort notice of rank {peer}", 0, 0.0, seen - 1
         ended = blames is None and has_ended(heap.rendezvous.processes[peer])
-        wait = PeerWait(name, heap.group_name, heap.rank, peer, flag, expected, site)
+        causes = self.causes(seconds)
+        wait = PeerWait(name, heap.group_name, heap.rank, peer, flag, expected, site, causes)
         return PeerTimeout(wait, WaitOutcome(seen, seconds, ended, blames))
 
     def breaks(self, error: WeftError) -> WeftError:
@@ -135,6 +138,19 @@ class Fault:
                     )
             flight_recorder.failed(error)
         return self.error
+
+    def causes(self, seconds: float) -> str:
+        """Why a rank may not have come to a call for so long, as far as this one can say."""
+        said = "" if is_on("WEFT_CHECK") else ": WEFT_CHECK=1 names the first one that differs"
+        text = f"it is late, or has made other calls, or in another order{said}"
+        since = time.monotonic() - seconds - _RECENT
+        threads = sorted(repr(name) for name, at in list(self._heap.callers.values()) if at > since)
+        if len(threads) > 1:
+            text += (
+                f"; threads {', '.join(threads)} of this rank call in the group: all ranks need one order of "
+            )
+            text += "the calls of all threads"
+        return text
 
     def abort_notice(self, peer: int) -> int | None:
         """Address of the local word for the abort notice of ``peer``; None if it has none."""

@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..bootstrap.fd_exchange import close_fds, exchange
@@ -67,12 +68,15 @@ class RankPages:
         timeout = get_timeout(self._group)
         for rank, page in enumerate(self._pages):
             if rank != self._rank:
-                peer = PeerLiveness(self._rendezvous.processes[rank], self._abort_notices[rank])
+                wait = PeerWait(op, self._group, self._rank, rank, flag, count, site)
+                peer = PeerLiveness(
+                    self._rendezvous.processes[rank], self._abort_notices[rank], lambda wait=wait: wait
+                )
                 address = ctypes.addressof(self._counts[rank])
                 try:
                     spin(address, count, timeout, peer, self._fault.raise_if_broken)
                 except Expired as e:
-                    wait = PeerWait(op, self._group, self._rank, rank, flag, count, site)
+                    wait = replace(wait, causes=self._fault.causes(e.outcome.seconds))
                     raise self._fault.breaks(PeerTimeout(wait, e.outcome)).again() from None
             yield page
 

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .. import errors
 from ..bootstrap import processes
-from ..errors import WaitOutcome
+from ..errors import PeerWait, WaitOutcome
 
 _SPINS = 200  # tries before a waiting CPU rank offers its core to the others
 _YIELDING = 0.01  # seconds in which a wait only offers its core: after that something holds the other rank up
@@ -33,15 +34,17 @@ class Expired(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PeerLiveness:
-    """How a wait learns that the rank that it waits for will not come.
+    """How a wait learns that the rank that it waits for will not come, and what it says until then.
 
     Attributes:
         process: that rank's; once it has ended nobody waits for it.
         abort_notice: address of the word in which that rank says that it takes no further part: 1 + whom it blames.
+        about: the wait, for a warning of a rank that is late.
     """
 
     process: dict[str, Any] | None
     abort_notice: int | None
+    about: Callable[[], PeerWait] | None = None
 
 
 def spin(
@@ -67,7 +70,7 @@ def spin(
     word = ctypes.c_uint32.from_address(address)
     begin = look = 0.0
     notice = None if peer.abort_notice is None else ctypes.c_uint32.from_address(peer.abort_notice)
-    ended, blames = False, 0
+    ended, blames, warned = False, 0, peer.about is None
     there = int.__eq__ if exactly else reached
     while True:
         for _ in range(_SPINS):
@@ -88,6 +91,10 @@ def spin(
         elif now > look:
             ended = processes.has_ended(peer.process)
             look = now + _LOOK
+        if not warned and now - begin > errors.SILENT:
+            assert peer.about is not None
+            errors.warn_of_late_rank(peer.about(), now - begin)
+            warned = True
         if now - begin < _YIELDING:
             os.sched_yield()
         else:

@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from ..errors import WaitOutcome
+from .. import errors
+from ..errors import PeerWait, WaitOutcome
 from .spin_wait import reached
 
 if TYPE_CHECKING:
     from ..heap.heap import Heap
 
-# What is told of an expired wait: the word's value, and the seconds waited.
-Expiry: TypeAlias = Callable[[WaitOutcome], object]
+# What is told of an expired wait, the word's value and the seconds waited; and the wait, of which a warning is logged
+# before.
+Expiry: TypeAlias = tuple[Callable[[WaitOutcome], object], PeerWait]
 # Address, and what is written there.
 Word: TypeAlias = tuple[int, int]
 
@@ -39,7 +41,8 @@ class _Wait:
     timeout: float
     expiry: Expiry
     broken: Word
-    deadline: float | None = None  # not before it begins
+    begun: float | None = None  # when the stream has come to it
+    warned: bool = False
 
 
 def stream_watchdog_of(heap: Heap) -> StreamWatchdog | None:
@@ -142,11 +145,15 @@ class StreamWatchdog:
                 time.sleep(_PERIOD)
 
     def _is_late(self, wait: _Wait) -> bool:
-        if wait.deadline is None:
+        now = time.monotonic()
+        if wait.begun is None:
             if wait.begins.query():
-                wait.deadline = time.monotonic() + wait.timeout
+                wait.begun = now
             return False
-        return time.monotonic() > wait.deadline
+        if not wait.warned and now - wait.begun > errors.SILENT:
+            errors.warn_of_late_rank(wait.expiry[1], now - wait.begun)
+            wait.warned = True
+        return now - wait.begun > wait.timeout
 
     def _release(self, late: _Wait) -> None:
         seen = ctypes.c_uint32()
@@ -154,7 +161,7 @@ class StreamWatchdog:
         self._call(self._driver.cuMemcpyDtoHAsync(ctypes.addressof(seen), late.awaited[0], 4, stream))
         self._call(self._driver.cuStreamSynchronize(stream))
         if not reached(seen.value, late.awaited[1]):
-            late.expiry(WaitOutcome(seen.value, late.timeout))
+            late.expiry[0](WaitOutcome(seen.value, late.timeout))
             for address, value in (late.broken, late.awaited):
                 self._call(self._driver.cuMemsetD32Async(address, value, 1, stream))
         if late.ends is not None:

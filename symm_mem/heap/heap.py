@@ -10,7 +10,6 @@ used again once every rank has dropped it. docs/protocol.md#allocation has the p
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from ..bootstrap.handshake import open_together
 from ..bootstrap.rendezvous import Rendezvous
 from ..call_cache import CachedDict
 from ..errors import HeapUnavailable, PeerTimeout, WeftError, describe
-from ..timeouts import get_timeout, preparing_timeout
+from ..timeouts import ThreadLock, get_timeout, preparing_timeout
 from .captured import release_gone_graphs
 from .free_list import FreeList
 from .placement import Placement
@@ -60,7 +59,8 @@ class Heap:
         self.group_name = group.group_name
         self.rank, self.world_size = group.rank(), group.size()
         self.owner = forks.Owner(group)
-        self.lock = threading.RLock()
+        self.lock = ThreadLock(f"a heap of {self.group_name!r}", lambda: preparing_timeout(self.group_name))
+        self.callers: dict[int, tuple[str, float]] = {}  #: CPU threads with calls of ops, and when
         self.rendezvous = Rendezvous(group, f"heap-{device.type}", lambda: get_timeout(self.group_name))
         with self.rendezvous.poison_on_error("make a heap"):
             self.rendezvous.join("make a heap")

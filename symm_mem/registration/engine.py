@@ -132,7 +132,8 @@ class HostEngine:
 
     def _wait(self, of: Registration, op: str, peer: int, row: int, expected: int) -> None:
         heap, address = self._heap, self._semaphores.address(of.slot, row, peer)
-        liveness = PeerLiveness(heap.rendezvous.processes[peer], self._fault.abort_notice(peer))
+        process, notice = heap.rendezvous.processes[peer], self._fault.abort_notice(peer)
+        liveness = PeerLiveness(process, notice, lambda: self._about(of, op, peer, expected))
         try:
             spin(address, expected, get_timeout(heap.group_name), liveness, self._fault.raise_if_broken)
         except Expired as e:

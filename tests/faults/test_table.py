@@ -58,6 +58,7 @@ def expect_timeout(op: str, seen: Seen, deadline: float) -> None:
         rf"{op}: rank \d of group '\w+' waited [\d.]+ s for rank \d: "
         r"(flag \d+|'done') of rank \d \(buffer [01]\) is \d+, expected \d+"
         r"(, and its process has ended|, and it has given up( on rank \d)?)? \(called at .*faults/ops\.py:\d+\)"
+        r"(; it is late, or has made other calls, or in another order: WEFT_CHECK=1 names the first one that differs)?"
     )
     assert re.fullmatch(words, error["text"]), error
     assert error["culprit"] == CULPRIT, error

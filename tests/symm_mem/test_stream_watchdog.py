@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from cuda.bindings import driver
+from weft.symm_mem import errors
 from weft.symm_mem.backends import vmm
+from weft.symm_mem.errors import PeerWait
 from weft.symm_mem.failure import stream_watchdog
 
 
@@ -35,7 +37,7 @@ def test_a_deadline_counts_from_when_the_stream_has_come_to_the_wait(monkeypatch
         ends.done.set()
 
     looks._device, looks._lock, looks._running, looks._release = None, threading.Lock(), True, release
-    arguments: Any = (begins, ends, (0, 1), 0.2, None, (0, 1))
+    arguments: Any = (begins, ends, (0, 1), 0.2, (None, None), (0, 1))
     looks._waiting = [stream_watchdog._Wait(*arguments)]
     thread = threading.Thread(target=looks._run)
     thread.start()
@@ -55,6 +57,7 @@ class Stage:
         self.fails: set[str] = set()
         self.watched: list[int] = []  # waits that are watched while each one is put on the stream
         self.told: list[int] = []
+        self.about = PeerWait("wait", "0", 0, 1, "channel 0", 5, "model.py:7")
         stage = self
 
         class Noted(Event):
@@ -100,7 +103,9 @@ class Stage:
         return (driver.CUresult.CUDA_SUCCESS,)
 
     def wait(self, timeout: float) -> None:
-        self.watch.wait(100, 5, timeout, lambda outcome: self.told.append(outcome.seen), (200, 1))
+        self.watch.wait(
+            100, 5, timeout, (lambda outcome: self.told.append(outcome.seen), self.about), (200, 1)
+        )
 
     def at_rest(self) -> bool:
         end = time.monotonic() + 10
@@ -153,3 +158,19 @@ def test_a_reset_ends_the_watch_over_what_is_half_made(monkeypatch: pytest.Monke
         stage.wait(60)
     stage.watch.reset_state()
     assert stage.at_rest() and not stage.told
+
+
+def test_a_late_rank_is_named_before_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = Stage(monkeypatch)
+    stage.fails.add("ends")
+    monkeypatch.setattr(errors, "SILENT", 0.1)
+    with pytest.raises(KeyboardInterrupt):
+        stage.wait(0.6)
+    assert stage.at_rest() and stage.told == [0]
+    (line,) = caplog.messages
+    assert (
+        line.startswith("wait: rank 0 of group '0' has waited 0 s for rank 1, since ")
+        and "model.py:7" in line
+    )
