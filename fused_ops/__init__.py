@@ -31,7 +31,7 @@ from .norms import (
     fused_all_reduce_rms_norm_quant,
 )
 from .planned_calls import plan
-from .process_groups.creation import process_group
+from .process_groups.creation import is_weft_group, process_group
 from .process_groups.group import WeftProcessGroup
 from .scaled import fused_all_gather_scaled_matmul, fused_scaled_matmul_reduce_scatter
 from .transfers import transfer_ops as transfer_ops  # of registered tensors, likewise
@@ -76,6 +76,7 @@ __all__ = [
     "install",
     "installed",
     "installed_calls",
+    "is_weft_group",
     "last_plan",
     "local_state_dict",
     "measure_costs",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from functools import cache
 from types import FrameType
@@ -16,37 +16,57 @@ from torch.distributed import PrefixStore, ProcessGroup, distributed_c10d
 
 from ...symm_mem import Group, resolve_group
 from ...symm_mem.switches import is_on
-from .group import WeftProcessGroup
+from .group import NAME, WeftProcessGroup, known_group, see_methods
 from .options import set_group_timeout
-from .out_ops import see_out_ops
+from .torch_ops import take_calls
 
-NAME = "weft"
 _HELPER = "_new_process_group_helper"
 _TYPES = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
 
 
+@torch._disable_dynamo
 def process_group(group: Group = None) -> WeftProcessGroup:
-    """The group, as what weft adds to it: who took its calls, and why (``calls``).
+    """What weft adds to the group: who took its calls, and why (``calls``).
 
     >>> import torch.distributed as dist
     >>> import weft
-    >>> group = weft.process_group(dist.new_group(backend="weft"))
-    >>> group.inner.name()  # between CPU ranks
-    'gloo'
+    >>> group = dist.new_group(backend="weft")
+    >>> weft.process_group(group).calls()
+    ()
 
-    Its heap is that of all of weft's ops: ``symm_mem.empty(..., group=group)`` and ``symm_mem.stats(group)``.
+    The group itself is torch's own. Its heap is that of all of weft's ops: ``symm_mem.empty(..., group=group)`` and
+    ``symm_mem.stats(group)``.
 
     Args:
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
 
     Raises:
-        TypeError: it is of another backend, or no group.
+        TypeError: it is of other backends (``is_weft_group`` tells), or no group.
         ValueError: there is no such group.
     """
-    found = resolve_group(group)
-    if not isinstance(found, WeftProcessGroup):
-        raise TypeError(f"group: its backend is {found.name()!r}, must be 'weft'")
+    pg = resolve_group(group)
+    found = known_group(pg)
+    if found is None:
+        raise TypeError(f"group: its backend is {pg.name()!r}, must be 'weft'")
     return found
+
+
+@torch._disable_dynamo
+def is_weft_group(group: Group = None) -> bool:
+    """Whether weft takes calls of the group: its backend is "weft", or that of one type of device.
+
+    >>> import torch.distributed as dist
+    >>> import weft
+    >>> weft.is_weft_group(dist.new_group(backend="weft")), weft.is_weft_group(dist.new_group(backend="gloo"))
+    (True, False)
+
+    Args:
+        group: as for ``process_group``.
+
+    Raises:
+        TypeError, ValueError: it is no group, or there is none such.
+    """
+    return known_group(resolve_group(group)) is not None
 
 
 class _Asked:
@@ -74,16 +94,25 @@ class _Asked:
             self.made = {kind.type: before._get_backend(kind) for kind in before._device_types}
 
 
-def create_process_group(options: Any, backend_options: Any) -> WeftProcessGroup:
-    """What torch calls for each group (``Backend.register_backend("weft", ..., extended_api=True)``).
+@cache
+def _take_part() -> None:
+    see_methods()
+    take_calls()
+
+
+def create_process_group(options: Any, backend_options: Any) -> ProcessGroup:
+    """What torch calls for each group (``Backend.register_backend("weft", ..., extended_api=True)``): one of torch's own
+    type, which torch takes as it is.
 
     Raises:
         ValueError: the group is to have a backend beside weft that is neither gloo nor NCCL.
+        TypeError: ``backend_options`` are not those of the group's backends.
         RuntimeError: there is no device for it.
     """
     asked = _Asked(sys._getframe(1))
-    see_out_ops()
     names = _inner_names(asked.backends)
+    _check_options(backend_options, names.values())
+    _take_part()
     store = PrefixStore("weft/", options.store)
     inner = ProcessGroup(store, options.group_rank, options.group_size)
     if asked.device is not None:
@@ -92,7 +121,7 @@ def create_process_group(options: Any, backend_options: Any) -> WeftProcessGroup
         backend = asked.made.get(kind)
         if backend is None:
             where = PrefixStore(f"{kind}/", store)
-            made = _nccl(where, options, backend_options) if name == "nccl" else _gloo(where, options)
+            made = _nccl(where, options, backend_options) if name == "nccl" else _gloo(where, options, backend_options)
             made._set_sequence_number_for_group()
             backend = _watched(made, where, options)
         inner._register_backend(torch.device(kind), _TYPES[name], backend)
@@ -100,7 +129,20 @@ def create_process_group(options: Any, backend_options: Any) -> WeftProcessGroup
     inner._set_group_name(options.group_id)
     if "WEFT_TIMEOUT" not in os.environ:
         set_group_timeout(options.timeout, options.group_id)
-    return WeftProcessGroup._around(inner, tuple(kind for kind in names if asked.backends[kind] == NAME))
+    return inner
+
+
+def _check_options(given: Any, names: Collection[str]) -> None:
+    """``pg_options`` are NCCL's, where the group has it, else gloo's."""
+    if given is None:
+        return
+    if "nccl" in names:
+        if not isinstance(given, dist.ProcessGroupNCCL.Options):
+            raise TypeError(
+                f"pg_options: is {type(given).__name__}, must be ProcessGroupNCCL.Options for NCCL"
+            )
+    elif not isinstance(given, distributed_c10d.ProcessGroupGloo.Options):
+        raise TypeError(f"pg_options: is {type(given).__name__}, must be ProcessGroupGloo.Options between CPU ranks")
 
 
 def _inner_names(backends: Mapping[str, str]) -> dict[str, str]:
@@ -141,10 +183,14 @@ def _told_of_timeouts(kind: type) -> Any:
     return ToldOfTimeouts
 
 
-def _gloo(store: Any, options: Any) -> Any:
-    made = _told_of_timeouts(distributed_c10d.ProcessGroupGloo)(
-        store, options.group_rank, options.group_size, timeout=options.timeout
-    )
+def _gloo(store: Any, options: Any, backend_options: Any) -> Any:
+    kind = distributed_c10d.ProcessGroupGloo
+    make, place = _told_of_timeouts(kind), (store, options.group_rank, options.group_size)
+    if isinstance(backend_options, kind.Options):
+        backend_options._timeout = options.timeout
+        made = make(*place, backend_options)
+    else:
+        made = make(*place, timeout=options.timeout)
     made.group_name = options.group_id
     made.options.global_ranks_in_group = options.global_ranks_in_group
     made.options.group_name = options.group_id
@@ -153,14 +199,9 @@ def _gloo(store: Any, options: Any) -> Any:
 
 def _nccl(store: Any, options: Any, backend_options: Any) -> Any:
     """As torch makes it: of the same options, and split from the default group's where that is bound to a device."""
-    kind = dist.ProcessGroupNCCL.Options
     if backend_options is None:
-        backend_options = kind()
+        backend_options = dist.ProcessGroupNCCL.Options()
         backend_options.is_high_priority_stream = False
-    elif not isinstance(backend_options, kind):
-        raise TypeError(
-            f"pg_options: is {type(backend_options).__name__}, must be ProcessGroupNCCL.Options for NCCL"
-        )
     backend_options._timeout = options.timeout
     if dist.is_initialized() and dist.group.WORLD is not None and dist.group.WORLD.bound_device_id:
         split_from = distributed_c10d._get_split_source(dist.group.WORLD)

@@ -14,6 +14,8 @@ import hashlib
 import os
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from ..call_cache import invalidate_calls
 from ..call_site import call_site, text
 from ..errors import CallAbandoned, RankMismatch, WeftError, describe
@@ -32,7 +34,8 @@ _first_calls: bool | None = None
 
 
 def is_checked() -> bool:
-    """Whether calls are compared across ranks: what ``set_checked`` said, else WEFT_CHECK=1.
+    """Whether calls are compared across ranks: what ``set_checked`` said, else WEFT_CHECK, else whether
+    TORCH_DISTRIBUTED_DEBUG is DETAIL, with which torch compares them, too.
 
     >>> from weft import symm_mem
     >>> symm_mem.set_checked(False)
@@ -41,7 +44,7 @@ def is_checked() -> bool:
     """
     global _on
     if _on is None:
-        _on = is_on("WEFT_CHECK")
+        _on = is_on("WEFT_CHECK", default=dist.get_debug_level() == dist.DebugLevel.DETAIL)
     return _on
 
 
@@ -74,7 +77,8 @@ def set_checked(on: bool) -> None:
     group is usable afterwards.
 
     The first call of each op on a group's heap, and the first one behind a reset, is compared outside of the checked
-    mode, too. WEFT_CHECK=0 turns that off, WEFT_CHECK=1 is the checked mode; all ranks must have the same.
+    mode, too. WEFT_CHECK=0 turns that off, WEFT_CHECK=1 is the checked mode, and so is
+    TORCH_DISTRIBUTED_DEBUG=DETAIL where WEFT_CHECK is not set; all ranks must have the same.
 
     Args:
         on: whether to compare.

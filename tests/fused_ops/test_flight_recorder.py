@@ -26,7 +26,7 @@ ENV = {"TORCH_FR_BUFFER_SIZE": str(KEPT)}
 
 
 def weft_group(seconds: float = 60) -> Any:
-    group = weft.process_group(dist.new_group(backend="weft", group_desc="of the test"))
+    group = dist.new_group(backend="weft", group_desc="of the test")
     symm_mem.set_timeout(seconds, group)
     return group
 

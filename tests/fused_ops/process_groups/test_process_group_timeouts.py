@@ -23,7 +23,7 @@ GROUPS = 60  # seconds: what the group says
 
 
 def group_of(seconds: float = GROUPS) -> Any:
-    group = weft.process_group(dist.new_group(backend="weft", timeout=timedelta(seconds=seconds)))
+    group: Any = dist.new_group(backend="weft", timeout=timedelta(seconds=seconds))
     calls = (
         lambda: dist.all_reduce(torch.ones(4), group=group),
         lambda: dist.all_gather_into_tensor(torch.empty(8), torch.ones(4), group=group),
@@ -88,7 +88,7 @@ def one_is_late(rank: int, world_size: int) -> None:
         dist.barrier()
         symm_mem.reset(group)
         dist.all_reduce(torch.ones(4), group=group)
-    assert {taken.by for taken in group.calls()} == {"weft"}
+    assert {taken.by for taken in weft.process_group(group).calls()} == {"weft"}
     assert symm_mem.get_timeout(group) == GROUPS, "a call's deadline is that call's"
 
 
@@ -173,7 +173,7 @@ def where_told(rank: int, world_size: int) -> None:
     """The forms that write into a given tensor, which Inductor puts in for buckets."""
     group, x = group_of(), torch.arange(4.0) + rank
     ops, name = torch.ops._c10d_functional, group.group_name
-    group.calls(clear=True)
+    weft.process_group(group).calls(clear=True)
     want = torch.cat([torch.arange(4.0) + r for r in range(world_size)])
     out = torch.full((8,), torch.nan)
     assert ops.wait_tensor(ops.all_gather_into_tensor_out(x, world_size, name, out=out)).equal(want)
@@ -192,7 +192,7 @@ def where_told(rank: int, world_size: int) -> None:
         out = torch.full((2,), torch.nan)
         done = ops.wait_tensor(ops.reduce_scatter_tensor_out(x, "avg", world_size, name, out=out))
         assert done.equal(torch.arange(4.0).view(2, 2)[rank] + 0.5)
-    assert {t.op: t.count for t in group.calls(clear=True) if t.by == "weft"} == counts
+    assert {t.op: t.count for t in weft.process_group(group).calls(clear=True) if t.by == "weft"} == counts
     other = dist.new_group(backend="gloo")
     out = torch.full((8,), torch.nan)
     assert ops.wait_tensor(ops.all_gather_into_tensor_out(x, world_size, other.group_name, out=out)).equal(
