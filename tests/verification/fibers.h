@@ -69,7 +69,7 @@ struct Wait {
 struct Launch {
     int kernel, blocks, threads;
     unsigned broken;  // whether a wait of this rank had expired when it ended
-    char params[1408];
+    char params[2624];
 };
 
 struct Meeting {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import shutil
 import subprocess
 import threading
@@ -24,6 +25,7 @@ DEVICE = Path(weft.kernels.device.__file__).parent
 STAND_INS = (
     "ptx/sync.cuh",
     "ptx/barriers.cuh",
+    "ptx/dependent.cuh",
     "ptx/float8.cuh",
     "ptx/mma.cuh",
     "math/numbers.cuh",
@@ -42,6 +44,7 @@ REAL = (
     "math/warp.cuh",
 )
 FLAGS = ("-std=c++17", "-O1", "-w", "-fPIC", "-fvisibility=hidden")
+Params = type | Mapping[str, type]  # of all kernels of a source, or of each
 PATIENT = 100_000  # polls of one wait: far more than any takes
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -52,7 +55,7 @@ class Launch(ctypes.Structure):
         ("blocks", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("broken", ctypes.c_uint32),
-        ("params", ctypes.c_char * 1408),
+        ("params", ctypes.c_char * 2624),
     )
 
 
@@ -68,15 +71,15 @@ def build(
     folder: Path,
     source: Path,
     kernels: Sequence[str],
-    params: type,
+    params: Params,
     defines: Mapping[str, str | int],
-    beside: Sequence[tuple[Path, Sequence[str], type]] = (),
+    beside: Sequence[tuple[Path, Sequence[str], Params]] = (),
     instead: tuple[str, str] | None = None,
 ) -> Library:
-    """Compile ``source`` for every rank of ``defines["WORLD_SIZE"]``; its Params must be as large as ``params``.
+    """Compile ``source`` for every rank of ``defines["WORLD_SIZE"]``; what a kernel takes must be as large as its ``params``.
 
     Args:
-        beside: more sources, the kernels of each and its Params, with which calls on one workspace take turns.
+        beside: more sources, the kernels of each and what they take, with which calls on one workspace take turns.
         instead: a text in a source or in one of REAL, and what shall stand there.
     """
     for room in ("collective", "comm", "math", "ptx"):
@@ -89,6 +92,10 @@ def build(
     places |= {DEVICE / name: folder / name for name in REAL}
     places |= {file: folder / f"{i}_{file.name}" for i, (file, _, _) in enumerate(sources)}
     texts = {place: file.read_text().replace("#pragma once", "") for file, place in places.items()}
+    for place in texts:
+        # Kernels of two sources may have one name, and each block has memory of its own.
+        text = texts[place].replace('extern "C" ', "")
+        texts[place] = re.sub(r"__shared__ bool (\w+);", r"bool& \1 = weft::of_block<bool>();", text)
     # One program for all ranks: which of them runs is no constant.
     exchange = places[DEVICE / "comm/ll_exchange.cuh"]
     texts[exchange] = texts[exchange].replace("constexpr int peer_of", "int peer_of")
@@ -99,20 +106,21 @@ def build(
     for place, content in texts.items():
         place.write_text(content)
     every = [name for _, names, _ in sources for name in names]
-    text, cases = ["#define RANK current->number"], []
+    lines, cases = ["#define RANK current->number"], []
     for i, (file, names, its_params) in enumerate(sources):
         space = f"source_{i}"  # each includes for itself
-        text += [f"namespace {space} {{", "namespace weft { using namespace ::weft; }"]
-        text += [f'#include "{places[file].name}"']
-        text += [f"static_assert(sizeof(Params) == {ctypes.sizeof(its_params)});", "}"]
-        argument = f"*static_cast<const {space}::Params*>(params)"
-        cases += [f"case {every.index(n)}: {space}::{n}({argument}); break;" for n in names]
-    text.append(
+        lines += [f"namespace {space} {{", "namespace weft { using namespace ::weft; }"]
+        lines += [f'#include "{places[file].name}"']
+        lines += ["}"]
+        for name in names:
+            size = ctypes.sizeof(its_params[name] if isinstance(its_params, Mapping) else its_params)
+            cases += [f"case {every.index(name)}: call_with<{size}>({space}::{name}, params); break;"]
+    lines.append(
         f"void call(int, int kernel, const void* params) {{ switch (kernel) {{ {' '.join(cases)} }} }}"
     )
-    (folder / "kernels.inc").write_text("\n".join(text) + "\n")
+    (folder / "kernels.inc").write_text("\n".join(lines) + "\n")
     flags = [*FLAGS, "-shared", *(f"-D{name}={value}" for name, value in defines.items())]
-    what = text, sorted((place.name, content) for place, content in texts.items())
+    what = lines, sorted((place.name, content) for place, content in texts.items())
     here = Path(__file__).parent
     more = [simulator(here / "pushes_simulator.cpp", FLAGS)]
     return Library(tuple(every), compiled(here / "pushes.cpp", flags, folder, what, more))
@@ -263,8 +271,6 @@ class Noted(Function):
     def bound(
         self, grid: int, block: int, args: ctypes.Structure, shared: int = 0, *, dependent: bool = False
     ) -> Callable[[int], None]:
-        assert not dependent
-
         def note(rank: int) -> None:
             launch = Launch(self.kernel, grid, block)
             assert ctypes.sizeof(args) <= Launch.params.size

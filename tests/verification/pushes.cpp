@@ -68,5 +68,11 @@ static void tell(float* place, u64* barrier, int block, float value) {
 
 }  // namespace weft
 
+template <size_t BYTES, typename Params>
+static void call_with(void (*kernel)(Params), const void* params) {
+    static_assert(sizeof(Params) == BYTES);
+    kernel(*static_cast<const Params*>(params));
+}
+
 // The kernels, and call(rank, kernel, params).
 #include "kernels.inc"

@@ -1,8 +1,10 @@
-// What kernels that push have in place of sync.cuh, barriers.cuh, float8.cuh, mma.cuh, numbers.cuh and reduce.cuh:
-// templates and one-liners. What depends on a kernel's defines is in pushes.cpp, the rest in pushes_simulator.cpp, which
-// is compiled once for all of them. They give up the processor wherever a kernel polls, stores to a peer or meets a
-// barrier. What is stored is there at once, but for half of the zeros, with which slots are emptied: they come when the
-// thread has a fence, or another one of its block with a barrier before it, or when the kernel ends.
+// What kernels that push have in place of sync.cuh, barriers.cuh, dependent.cuh, float8.cuh, mma.cuh, numbers.cuh and
+// reduce.cuh: templates and one-liners. What depends on a kernel's defines is in pushes.cpp, the rest in
+// pushes_simulator.cpp, which is compiled once for all of them. They give up the processor wherever a kernel polls, stores
+// to a peer or meets a barrier. What is stored is there at once, but for half of the zeros, with which slots are emptied,
+// and after `vectors_come_late` half of all vectors: they come when the thread has a fence, or another one of its block with
+// a barrier before it, or when the kernel ends. A fence_system merely orders: they come when a thread that knows of them
+// posts a flag after it. A thread knows of its own, of its block's, and of those that were ordered before a count it adds to.
 
 #ifndef PUSHES_H  // it lies in several places (fibers.py)
 #define PUSHES_H
@@ -36,6 +38,7 @@ void meet_warp();
 float* warp_lanes();
 
 void __syncthreads();
+bool __syncthreads_and(bool said);
 inline void __syncwarp() { meet_warp(); }
 static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 static void __threadfence() {}
@@ -45,12 +48,7 @@ float __shfl_sync(unsigned, float x, int from);
 inline float __shfl_xor_sync(unsigned, float x, int mask) { return __shfl_sync(0, x, running->thread % 32 ^ mask); }
 unsigned __reduce_max_sync(unsigned, unsigned word);
 
-static unsigned atomicAdd(unsigned* place, unsigned more) {
-    const unsigned before = *place;
-    *place += more;
-    ++stores;
-    return before;
-}
+unsigned atomicAdd(unsigned* place, unsigned more);
 
 namespace weft {
 
@@ -80,13 +78,14 @@ static void post_flag(u32* word, u32 value) {
     __threadfence_system();
     store_word(word, value);
 }
-static void post_behind_fence(u32* word, u32 value) {
-    store_word(word, value);
-    go_on_later();
-}
+void post_behind_fence(u32* word, u32 value);
+void fence_system();
+static void begin_behind_previous() {}
 
 void barrier_sync(int id, u32 threads);
 void barrier_arrive(int id, u32 threads);
+
+struct float16 : bfloat16 {};  // compiled, and not run
 
 template <bool IS_E5M2>
 u32 float8_bits(float number);

@@ -1,4 +1,4 @@
-// The part of pushes.cpp that no kernel changes: who waits for whom, and when zeros come.
+// The part of pushes.cpp that no kernel changes: who waits for whom, and when what is stored comes.
 
 #define SIMULATOR
 
@@ -15,51 +15,80 @@ float* warp_lanes() {
     return warp().values.data();
 }
 
-struct Zero {
+struct Late {
     void* place;
+    uint4 value;
+    size_t bytes;
     bool came = false;
-    size_t bytes = sizeof(uint4);
 };
-using Zeros = std::vector<std::shared_ptr<Zero>>;
-static std::map<int, std::vector<Zeros>> by_thread, by_block;  // on the way, of each rank; behind a barrier
+using Stores = std::vector<std::shared_ptr<Late>>;
+// On the way, of each rank: a thread's own, a block's before a barrier, and those that a thread's next flag comes behind.
+static std::map<int, std::vector<Stores>> by_thread, by_block, ordered;
+static std::map<int, std::map<const unsigned*, Stores>> counted;  // ordered before somebody added to a count
+static bool all_late = false;
 
-static Zeros& zeros_of(std::map<int, std::vector<Zeros>>& all, unsigned which) {
-    std::vector<Zeros>& rank = all[current->number];
+// For the runs that follow: not only zeros.
+EXPORTED void vectors_come_late() { all_late = true; }
+
+static Stores& stores_of(std::map<int, std::vector<Stores>>& all, unsigned which) {
+    std::vector<Stores>& rank = all[current->number];
     if (which >= rank.size()) rank.resize(which + 1);
     return rank[which];
 }
-static Zeros& own_zeros() { return zeros_of(by_thread, running->number); }
-static Zeros& zeros_of_block() { return zeros_of(by_block, running->block); }
+static Stores& own_stores() { return stores_of(by_thread, running->number); }
+static Stores& stores_of_block() { return stores_of(by_block, running->block); }
+static Stores& ordered_stores() { return stores_of(ordered, running->number); }
 
-static void arrive(Zeros& zeros) {
-    for (const auto& zero : zeros) {
-        if (!zero->came) std::memset(zero->place, 0, zero->bytes);
-        zero->came = true;
+static void arrive(Stores& late) {
+    for (const auto& store : late) {
+        if (!store->came) std::memcpy(store->place, &store->value, store->bytes);
+        store->came = true;
     }
-    zeros.clear();
+    late.clear();
     ++stores;
 }
 
-static Zero* own_zero(const void* place) {
-    for (const auto& zero : own_zeros()) {
-        if (zero->place == place && !zero->came) return zero.get();
+// To `to`, of those on the way.
+static void add(Stores& to, Stores& late) {
+    late.erase(std::remove_if(late.begin(), late.end(), [](const auto& store) { return store->came; }), late.end());
+    to.insert(to.end(), late.begin(), late.end());
+}
+
+static Late* own_store(const void* place) {
+    for (const auto& store : own_stores()) {
+        if (store->place == place && !store->came) return store.get();
     }
     return nullptr;
 }
 
-static void comes_to_a_barrier() {
-    Zeros& own = own_zeros();
-    own.erase(std::remove_if(own.begin(), own.end(), [](const auto& zero) { return zero->came; }), own.end());
-    zeros_of_block().insert(zeros_of_block().end(), own.begin(), own.end());
-}
+static void comes_to_a_barrier() { add(stores_of_block(), own_stores()); }
 
 void __syncthreads() {
     comes_to_a_barrier();
     meet(current->blocks[running->block], launched().threads);
 }
+bool __syncthreads_and(bool said) {
+    Meeting& block = current->blocks[running->block];
+    comes_to_a_barrier();
+    block.values.resize(2);
+    float& against = block.values[block.round % 2];  // some may not have read that of the round before
+    if (block.waiting == 0) against = 0;
+    against += !said;
+    meet(block, launched().threads);
+    return against == 0;
+}
 void __threadfence_system() {
-    arrive(own_zeros());
-    arrive(zeros_of_block());
+    arrive(own_stores());
+    arrive(stores_of_block());
+}
+unsigned atomicAdd(unsigned* place, unsigned more) {
+    Stores& before = counted[current->number][place];
+    add(before, ordered_stores());
+    add(own_stores(), before);
+    const unsigned value = *place;
+    *place += more;
+    ++stores;
+    return value;
 }
 
 unsigned __ballot_sync(unsigned, bool said) {
@@ -105,13 +134,14 @@ void store_payload(uint4* slot, uint4 v) {
 static bool is_aligned(const void* place) { return reinterpret_cast<u64>(place) % sizeof(uint4) == 0; }
 uint4 load_vector(const uint4* place) {
     if (!is_aligned(place)) return make_uint4(~0u, ~0u, ~0u, ~0u);
-    return own_zero(place) == nullptr ? *place : make_uint4(0, 0, 0, 0);
+    const Late* before = own_store(place);
+    return before == nullptr ? *place : before->value;
 }
 void store_vector(uint4* place, uint4 v) {
     if (!is_aligned(place)) return;
-    if (Zero* before = own_zero(place)) before->came = true;
-    if ((v.x | v.y | v.z | v.w) == 0 && dice() % 2 == 0) {
-        own_zeros().push_back(std::make_shared<Zero>(Zero{place}));
+    if (Late* before = own_store(place)) before->came = true;
+    if ((all_late || (v.x | v.y | v.z | v.w) == 0) && dice() % 2 == 0) {
+        own_stores().push_back(std::make_shared<Late>(Late{place, v, sizeof v}));
     } else {
         *place = v;
     }
@@ -120,14 +150,23 @@ void store_vector(uint4* place, uint4 v) {
 void store_vector(uint2* place, uint2 v) {
     if (reinterpret_cast<u64>(place) % sizeof v == 0) *place = v;
 }
-u32 load_payload_word(const u32* word) { return own_zero(word) == nullptr ? *word : 0; }
+u32 load_payload_word(const u32* word) { return own_store(word) == nullptr ? *word : 0; }
+void fence_system() {
+    add(ordered_stores(), own_stores());
+    add(ordered_stores(), stores_of_block());
+}
+void post_behind_fence(u32* word, u32 value) {
+    arrive(ordered_stores());
+    store_word(word, value);
+    go_on_later();
+}
 void store_payload_word(u32* word, u32 value) {
     if (value % 2 == 0) go_on_later();
     store_word(word, value);
 }
 void reset_payload_word(u32* word) {
     if (dice() % 2 == 0) {
-        own_zeros().push_back(std::make_shared<Zero>(Zero{word, false, sizeof *word}));
+        own_stores().push_back(std::make_shared<Late>(Late{word, {}, sizeof *word}));
     } else {
         store_word(word, 0);
     }
@@ -174,9 +213,10 @@ static bool rests(const Rank& rank, const Fiber& fiber) {
     return fiber.thread / 32 == rank.slow && dice() % 32 != 0;
 }
 static void launch_ends(Rank& rank) {
-    for (auto* all : {&by_thread, &by_block}) {
-        for (Zeros& zeros : (*all)[rank.number]) arrive(zeros);
+    for (auto* all : {&by_thread, &by_block, &ordered}) {
+        for (Stores& late : (*all)[rank.number]) arrive(late);
     }
+    counted[rank.number].clear();
 }
 static void between_turns(unsigned) {}
 static bool comes_later() { return false; }

@@ -122,12 +122,14 @@ static bool run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long w
 }
 
 // Run `count` launches on each of `ranks` ranks; `launches` holds them rank after rank. Those of one rank
-// follow each other, as on a stream.
+// follow each other, as on a stream; one of kernel -1 is none.
 EXPORTED int run(Launch* launches, int ranks, int count, unsigned seed, int late, long turns) {
     std::vector<Rank> all(ranks);
     for (int r = 0; r < ranks; ++r) {
         all[r].number = r;
-        for (int i = 0; i < count; ++i) all[r].launches.push_back(launches + r * count + i);
+        for (int i = 0; i < count; ++i) {
+            if (launches[r * count + i].kernel >= 0) all[r].launches.push_back(launches + r * count + i);
+        }
     }
     return run_all(all, seed, late, turns);
 }
