@@ -144,12 +144,14 @@ def fusion_report() -> Report:
     """
     reports = [fusion.report() for fusion in _made.values()] or [Report()]
     entries = [entry for report in reports for entry in report.entries]
-    graphs, keys = (sum(getattr(r.runs, count) for r in reports) for count in ("graphs", "keys"))
+    graphs, keys, loaded = (
+        sum(getattr(r.runs, count) for r in reports) for count in ("graphs", "keys", "loaded")
+    )
     ops = tuple(dict.fromkeys(op for r in reports for op in r.runs.custom_ops))
     # Of the process, so those of any one pass; that made first has seen the most.
     orders = [order for report in reports for order in report.orders]
     first = reports[0]
-    runs = PassRuns(graphs, keys, ops)
+    runs = PassRuns(graphs, keys, ops, loaded=loaded)
     return Report(entries, first.disagreements, first.questions, runs, orders, first.programs)
 
 

@@ -43,7 +43,6 @@ from .kernels_ahead.graph_kernels import GraphKernels, note_collective
 from .log import log_line
 from .memory.at_run_time import verifies, verify_memory
 from .order.at_once import start_when_needed
-from .order.change import OrderChange
 from .order.in_pass import changed_order, keep_what_is_ordered
 from .origin import module_of, source_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
@@ -56,14 +55,16 @@ from .patterns.candidate import (
     why_not_profitable_of,
 )
 from .patterns.rivals import yielding
+from .records.node import take_record
+from .records.seen import SeenGraphs
 from .regather import joint_options
 from .report import Entry, FusionError, PassRuns, Report
 from .report_file import put_into_file, write_reports
 from .sequence_parallel.joint import rewritten
-from .settings import AUTO, CAPTURE, PassSettings, Rewrites
+from .settings import AUTO, CAPTURE, OnePass, Rewrites
 
 
-class FusionPass(PassSettings, CustomGraphPass):
+class FusionPass(OnePass, CustomGraphPass):
     """Puts weft's fused ops into graphs that torch.compile makes.
 
     >>> import torch, torch.distributed as dist
@@ -90,12 +91,12 @@ class FusionPass(PassSettings, CustomGraphPass):
     them run theirs unfused, and the report says what differs (``fallback_graph.py`` has the reasons).
 
     Inductor keeps compiled graphs in a cache. A graph that it takes from there is as this pass made it (``uuid``
-    covers weft's sources, the pass's configuration, the sizes of the groups, and the environment that weft reads),
-    but the pass does not run then, and **the report has no entries**. To see them:
-    ``TORCHINDUCTOR_FORCE_DISABLE_CACHES=1``.
+    covers weft's sources, the pass's configuration, the sizes of the groups, and the environment that weft reads), and
+    has its entries of the report with it.
 
     A pass is a dict of its settings, for json alone. Its copies are the pass itself, so that they fill the same
-    report; what is pickled are the settings, with groups by name.
+    report, and so is what is unpickled in a process that has it; in another one that is a pass of the same settings,
+    with groups by name.
     The logger ``weft.passes`` writes a line for each graph (INFO, by rank 0 of each group; the other ranks at DEBUG;
     ``TORCH_LOGS=weft`` shows the former) and for each new disagreement (WARNING).
 
@@ -152,9 +153,8 @@ class FusionPass(PassSettings, CustomGraphPass):
         **rewrites: Unpack[Rewrites],
     ) -> None:
         super().__init__(groups, strict, fuse, agree, **rewrites)
-        self._entries: list[Entry] = []
-        self._orders: list[OrderChange] = []
-        self._graphs = 0
+        self._joint = joint_options(self)
+        self._seen = SeenGraphs()
         self._keys = 0
         self._custom_ops: dict[str, None] = {}
         self._called = Called()
@@ -168,7 +168,7 @@ class FusionPass(PassSettings, CustomGraphPass):
         Warns if torch._inductor.config.post_grad_custom_post_pass is set to other passes, which do not run then.
         """
         self._warn_of_dropped(())
-        return {SLOT: self, **joint_options(self)}
+        return {SLOT: self, **self._joint}
 
     def options_with(self, *others: Callable[[fx.Graph], None]) -> dict[str, Any]:
         """``options`` for a model that has graph passes of its own, too: Inductor has one place for all of them.
@@ -189,7 +189,7 @@ class FusionPass(PassSettings, CustomGraphPass):
             TypeError: one of them cannot be called.
         """
         self._warn_of_dropped(others)
-        return {SLOT: in_sequence([*others, self]), **joint_options(self)}
+        return {SLOT: in_sequence([*others, self]), **self._joint}
 
     def _warn_of_dropped(self, others: Sequence[Any]) -> None:
         there = passes_of(getattr(inductor_config, SLOT))
@@ -213,10 +213,11 @@ class FusionPass(PassSettings, CustomGraphPass):
         no pass.
         """
         others = [each for each in passes_of(getattr(inductor_config, SLOT)) if each is not self]
-        runs = PassRuns(self._graphs, self._keys, tuple(self._custom_ops), names_of(others))
+        graphs = self._seen
+        runs = PassRuns(graphs.ran, self._keys, tuple(self._custom_ops), names_of(others), graphs.loaded)
         seen = self._outcomes
-        outcomes = seen.disagreements(), seen.questions(), runs, self._orders, seen.programs()
-        return Report(self._entries, *outcomes)
+        outcomes = seen.disagreements(), seen.questions(), runs, graphs.orders, seen.programs()
+        return Report(graphs.entries, *outcomes)
 
     def clear(self) -> None:
         """Empties the report of this pass; its graphs are counted from 0 again.
@@ -224,10 +225,9 @@ class FusionPass(PassSettings, CustomGraphPass):
         >>> from weft.fused_ops import FusionPass
         >>> FusionPass().clear()
         """
-        self._entries.clear()
-        self._orders.clear()
+        self._seen.clear()
         self._custom_ops.clear()
-        self._graphs = self._keys = 0
+        self._keys = 0
         self._outcomes.reset()
 
     def uuid(self) -> Any:
@@ -248,12 +248,18 @@ class FusionPass(PassSettings, CustomGraphPass):
         if self.reorder is not None and self.collectives == AUTO:
             start_when_needed(graph)
         nodes = list(collectives(graph))
-        self._graphs += 1
-        for number in self._called.put_back(graph):
-            self._leave(number)
+        number = self._seen.begin()
+        numbers = [number]
+        for inner, called in self._called.put_back(graph):
+            take_record(inner)
+            numbers += called.numbers
+            if called.before is not None:
+                self._leave(called.numbers[0])
         if not nodes:
             self._custom_ops |= dict.fromkeys(custom_ops(graph))
             GraphKernels(graph).compile()
+            if len(numbers) > 1:
+                self._keep(graph, numbers, None)
             return
         written: list[Written | MovedPadding] = [*write_out(graph), *move_padding(graph)]
         original = FallbackGraph(graph, nodes) if self.agree else None
@@ -265,7 +271,7 @@ class FusionPass(PassSettings, CustomGraphPass):
         notes = rewritten(graph, self, lambda group: self._why_not_changed(group, None, why_not))
         left = canonicalize(graph, self._find, lambda match: self._why_not(match, why_not))
         nodes = list(collectives(graph))
-        fields = {n: self._fields(n) for n in nodes}
+        fields = {n: _fields(n, number) for n in nodes}
         entries = {n: Entry(**fields[n], reason=reason) for n, reason in left.items()}
         # Reductions first, but for those that leave their product to the gather in front of it.
         orders, late = [], yielding([n for n in nodes if n not in entries], self._find_product)
@@ -286,44 +292,36 @@ class FusionPass(PassSettings, CustomGraphPass):
         report = Report(entries[n] for n in nodes)
         groups = {e.group for e in report.entries if e.group is not None and why_not is None}
         voted = {g for g in groups if has_ranks(g) and why_not_asked(g) is None} if self.agree else None
-        if (change := changed_order(graph, self, self._graphs - 1, voted)) is not None:
-            self._orders.append(change)
+        change = changed_order(graph, self, number, voted)
         kernels = GraphKernels(graph)
         report = Report(e.planned(kernels.plans.get(e.node)) for e in report.entries)
         if original is not None:
             passed = change.crossed if change else frozenset()
             original.ask_first(graph, report.entries, orders, passed, agree=self.agree, calls=kernels.calls)
-            self._called.remember(graph, original.graph, self._graphs - 1)
         keep_what_is_ordered(graph, change)
         if verifies():
             verify_memory(graph)
         graph.lint()
-        self._entries += report.entries
-        log_line(self._graphs - 1, report)
+        self._seen.enter(report.entries, change)
+        log_line(number, report)
         write_reports()
         if self.strict and report.left:
             raise FusionError(report)
+        self._keep(graph, numbers, None if original is None else original.graph)
         kernels.compile()
+
+    def _keep(self, graph: fx.Graph, numbers: Sequence[int], before: fx.Graph | None) -> None:
+        """Has the graph's code tell of it and of those that it calls, unless another graph calls it."""
+        self._seen.put_record(graph, numbers)
+        self._called.remember(graph, numbers, before)
 
     def _leave(self, number: int) -> None:
         """Enters that a graph was put back as it was."""
-        self._entries = [
-            e.left_alone(WHY) if e.graph == number and e.fused_into is not None else e for e in self._entries
-        ]
-        report = Report(e for e in self._entries if e.graph == number)
+        self._seen.put_back(number, WHY)
+        report = self._seen.of(number)
         log_line(number, report)
         if self.strict and report.left:
             raise FusionError(report)
-
-    def _fields(self, node: fx.Node) -> dict[str, Any]:
-        return {
-            "graph": self._graphs - 1,
-            "node": node.name,
-            "collective": kind_of(node),
-            "group": group_of(node),
-            "source": source_of(node),
-            "module": module_of(node),
-        }
 
     def _find(self, node: fx.Node) -> registry.Form:
         by_itself = self.collectives == AUTO
@@ -394,3 +392,15 @@ class FusionPass(PassSettings, CustomGraphPass):
         why_not = why_not_asked(group) if self.agree else None
         why_not = why_not or (why_not_called_from_cpp(op) if op is not None else None)
         return why_not or (why_not_kept if self.agree and has_ranks(group) else None)
+
+
+def _fields(node: fx.Node, number: int) -> dict[str, Any]:
+    """What is known of a collective of the ``number``-th graph."""
+    return {
+        "graph": number,
+        "node": node.name,
+        "collective": kind_of(node),
+        "group": group_of(node),
+        "source": source_of(node),
+        "module": module_of(node),
+    }

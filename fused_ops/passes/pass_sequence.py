@@ -30,6 +30,13 @@ class PassSequence(CustomGraphPass):
         keys = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.passes]
         return keys if all(keys) else None
 
+    def __eq__(self, other: object) -> bool:
+        # As lists of them: for options that differ torch compiles anew.
+        return isinstance(other, PassSequence) and self.passes == other.passes
+
+    def __hash__(self) -> int:
+        return hash(self.passes)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PassSequence:
         # Like FusionPass, so that its report stays the one that the user holds.
         return self

@@ -65,12 +65,14 @@ class PassRuns:
         keys: how often it was asked for its key, as Inductor does before it looks into its cache.
         custom_ops: operators, neither torch's nor weft's, of the graphs without functional collectives.
         others: passes that torch._inductor.config has in its place, by name.
+        loaded: graphs with functional collectives that Inductor took from its cache, as the pass makes them.
     """
 
     graphs: int = 0
     keys: int = 0
     custom_ops: tuple[str, ...] = ()
     others: str = ""
+    loaded: int = 0
 
     def why_no_entries(self) -> str:
         if self.graphs:
@@ -80,8 +82,8 @@ class PassRuns:
             return text + (f" (custom ops: {', '.join(self.custom_ops)})" if self.custom_ops else "")
         if self.keys:
             return (
-                "Inductor asked for the pass's key but did not run it: the graphs came from its cache, as this pass "
-                "makes them; TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 has all graphs made anew"
+                "Inductor asked for the pass's key but did not run it: the graphs came from its cache, and have no "
+                "functional collective"
             )
         instead = f"; torch._inductor.config has {self.others} in its place" if self.others else ""
         return (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, TypedDict, TypeVar
+from uuid import uuid4
 
 from typing_extensions import Unpack
 
@@ -41,7 +43,8 @@ class PassSettings(dict[str, Any]):
     """Settings by name, as ``FusionPass`` takes them, with groups as sorted names.
 
     A dict for json alone: transformers writes the options of a compilation wherever it prints a GenerationConfig, and
-    json takes no other object. Two passes of the same settings are two passes: they compare by identity.
+    json takes no other object. Those of one class with the same settings are equal: for options that differ torch
+    compiles anew.
     """
 
     def __init__(
@@ -129,9 +132,14 @@ class PassSettings(dict[str, Any]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"
 
-    __eq__ = object.__eq__
-    __ne__ = object.__ne__
-    __hash__ = object.__hash__  # type: ignore[assignment]
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and dict.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(self))
 
     def __copy__(self: _Self) -> _Self:
         return self
@@ -141,8 +149,37 @@ class PassSettings(dict[str, Any]):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Settings alone: what a pass has seen is this process's.
         return partial(type(self), **self), ()
+
+
+class OnePass(PassSettings):
+    """Settings of a pass that is one of its own, with what it has seen: equal to itself alone, also after pickling."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._enter(uuid4().hex)
+
+    def _enter(self, name: str) -> None:
+        self._name = name
+        _there[name] = self
+
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (type(self), self._name, {**self})
+
+
+_there: weakref.WeakValueDictionary[str, OnePass] = weakref.WeakValueDictionary()
+
+
+def _unpickled(kind: type[OnePass], name: str, settings: dict[str, Any]) -> OnePass:
+    """The pass itself; in a process that does not have it another one of the same settings."""
+    if (there := _there.get(name)) is None:
+        there = kind(**settings)
+        there._enter(name)
+    return there
 
 
 def _check_or_auto(name: str, value: Any) -> None:

@@ -8,32 +8,41 @@ by all ranks. So the caller puts it back as it was.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torch import fx
 
 WHY = "it is inside of a graph that another one calls, which cannot ask the other ranks and run unfused"
 
 
+class MayBeCalled(NamedTuple):
+    """A graph that may turn out to be called by another one.
+
+    Attributes:
+        numbers: its own first, then those of graphs that it calls, as the pass counts them.
+        before: what it was; None where it may stay as it is.
+    """
+
+    numbers: Sequence[int]
+    before: fx.Graph | None
+
+
 class Called:
-    """What the graphs were that may turn out to be called by another one."""
-
     def __init__(self) -> None:
-        self._before: weakref.WeakKeyDictionary[fx.GraphModule, tuple[fx.Graph, int]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._there: weakref.WeakKeyDictionary[fx.GraphModule, MayBeCalled] = weakref.WeakKeyDictionary()
 
-    def remember(self, graph: fx.Graph, before: fx.Graph, number: int) -> None:
-        """``before`` is what the graph was, which is the ``number``-th that the pass has seen."""
+    def remember(self, graph: fx.Graph, numbers: Sequence[int], before: fx.Graph | None) -> None:
         if isinstance(graph.owning_module, fx.GraphModule):
-            self._before[graph.owning_module] = before, number
+            self._there[graph.owning_module] = MayBeCalled(numbers, before)
 
-    def put_back(self, caller: fx.Graph) -> Iterator[int]:
-        """Makes the graphs that ``caller`` calls what they were; the numbers of those that the pass had changed."""
+    def put_back(self, caller: fx.Graph) -> Iterator[tuple[fx.Graph, MayBeCalled]]:
+        """The graphs that ``caller`` calls, made what they were where they may not stay as they are."""
         for node in caller.find_nodes(op="get_attr"):
             module = getattr(caller.owning_module, str(node.target), None)
-            if not isinstance(module, fx.GraphModule) or module not in self._before:
+            if not isinstance(module, fx.GraphModule) or module not in self._there:
                 continue
-            before, number = self._before.pop(module)
-            module.graph = before
-            yield number
+            found = self._there.pop(module)
+            if found.before is not None:
+                module.graph = found.before
+            yield module.graph, found

@@ -1,0 +1,57 @@
+"""The node of a graph that holds what the pass did with it. Inductor writes it into the head of the generated file, which
+is what its caches keep, and which each compilation loads:
+
+    weft_graph_loaded("...")
+
+So a compilation that takes the graph from a cache, and does not run the pass, fills the report all the same.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import zlib
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._inductor.virtualized import V
+
+_lib = torch.library.Library("weft", "FRAGMENT")
+_lib.define("record(str packed) -> ()")
+# Where a graph is run and not generated no cache has it.
+_lib.impl("record", lambda packed: None, "CompositeExplicitAutograd")
+torch.library.register_fake("weft::record", lambda packed: None, lib=_lib)
+_record = torch.ops.weft.record.default
+fx.node.has_side_effect(_record)
+
+
+def is_kept() -> bool:
+    """Whether Inductor keeps the code of the graph that it is about to generate."""
+    if inductor_config.force_disable_caches or inductor_config.fx_wrapper or V.aot_compilation:
+        return False
+    caches = inductor_config.fx_graph_cache, inductor_config.fx_graph_remote_cache
+    return bool(any(caches) or functorch_config.bundled_autograd_cache)
+
+
+def put_record(graph: fx.Graph, packed: str) -> None:
+    from . import lowering  # noqa: F401  (tells Inductor what the node is)
+
+    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+        graph.call_function(_record, (packed,)).meta["val"] = None
+
+
+def take_record(graph: fx.Graph) -> None:
+    """Out of a graph that another one calls, whose record has it."""
+    for node in graph.find_nodes(op="call_function", target=_record):
+        graph.erase_node(node)
+
+
+def packed(value: Any) -> str:
+    return base64.b64encode(zlib.compress(pickle.dumps(value), 6)).decode()
+
+
+def unpacked(text: str) -> Any:
+    return pickle.loads(zlib.decompress(base64.b64decode(text)))
