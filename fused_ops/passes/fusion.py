@@ -45,6 +45,7 @@ from .memory.at_run_time import verifies, verify_memory
 from .order.at_once import start_when_needed
 from .order.change import OrderChange
 from .order.in_pass import changed_order, keep_what_is_ordered
+from .norms.eps_as_number import eps_options
 from .origin import module_of, source_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns import registry
@@ -168,7 +169,7 @@ class FusionPass(PassSettings, CustomGraphPass):
         Warns if torch._inductor.config.post_grad_custom_post_pass is set to other passes, which do not run then.
         """
         self._warn_of_dropped(())
-        return {SLOT: self, **joint_options(self)}
+        return {SLOT: self, **eps_options(), **joint_options(self)}
 
     def options_with(self, *others: Callable[[fx.Graph], None]) -> dict[str, Any]:
         """``options`` for a model that has graph passes of its own, too: Inductor has one place for all of them.
@@ -189,7 +190,7 @@ class FusionPass(PassSettings, CustomGraphPass):
             TypeError: one of them cannot be called.
         """
         self._warn_of_dropped(others)
-        return {SLOT: in_sequence([*others, self]), **joint_options(self)}
+        return {SLOT: in_sequence([*others, self]), **eps_options(), **joint_options(self)}
 
     def _warn_of_dropped(self, others: Sequence[Any]) -> None:
         there = passes_of(getattr(inductor_config, SLOT))
