@@ -1,9 +1,9 @@
 """A norm's eps as a number of the graph, where Dynamo has made it an input.
 
 With ``dynamic=True`` an attribute such as ``self.eps`` is a tensor of one element, which no op takes: a rank would
-learn its value at run time, and the others could not compare it. torch has a way to make such an input a number again:
-Dynamo traces once more, with a guard on the value. That takes place here, before AOTAutograd and its caches see the
-graph, so that their keys have the number.
+learn its value at run time, and the others could not compare it. Here it becomes a number, with Dynamo's guard on the
+value, as without ``dynamic``. That takes place before AOTAutograd and its caches see the graph, so that their keys have
+the number.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-from torch._dynamo.symbolic_convert import TensorifyState
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from ..agreement.fallback.run import is_fallback_graph
 from ..pass_sequence import in_sequence, passes_of
 
 #: The option of Inductor for passes on Dynamo's graph.
 EARLY_SLOT = "pre_grad_custom_pass"
+#: That for when these run; from torch 2.13, whose default is behind the look into a cache.
+_TIMING = "pre_grad_pass_timing"
 _ADDS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _ROOTS = {torch.rsqrt, torch.rsqrt_, "rsqrt", "rsqrt_"}
 
 
 class EpsAsNumber(CustomGraphPass):
-    """Has Dynamo trace again, once, if a number that is added under a root is an input. There is one, ``EPS``."""
+    """Takes the value of what is added under a root, if that is an input. There is one of this class, ``EPS``."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        names = {name for node in graph.nodes if (name := _input_of(node)) and _is_eps(node)}
-        new = [name for name in sorted(names) if not TensorifyState.should_specialize(name)]
-        if not new or is_fallback_graph():
-            return
-        for name in new:
-            TensorifyState.specialize(name)
-        raise TensorifyScalarRestartAnalysis
+        for node in [n for n in graph.nodes if _is_input(n) and _is_eps(n)]:
+            value = node.meta["example_value"]
+            if value.node.shape_env.frozen:  # takes no more guards
+                continue
+            node.replace_all_uses_with(guard_scalar(value))
+            if node.op != "placeholder":
+                graph.erase_node(node)
 
     def uuid(self) -> Any:
         return "weft eps"
@@ -54,18 +54,19 @@ EPS = EpsAsNumber()
 
 
 def eps_options(options: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Inductor's option for it, behind the passes that ``options``, or Inductor's configuration, have in its place."""
+    """Inductor's options for it, behind the passes that ``options``, or Inductor's configuration, have in its place."""
     others = passes_of(options.get(EARLY_SLOT, getattr(inductor_config, EARLY_SLOT)))
-    return {EARLY_SLOT: in_sequence([*(each for each in others if each is not EPS), EPS])}
+    timing = {_TIMING: "early"} if hasattr(inductor_config, _TIMING) else {}
+    return {EARLY_SLOT: in_sequence([*(each for each in others if each is not EPS), EPS]), **timing}
 
 
-def _input_of(node: fx.Node) -> str | None:
-    """The symbol that stands for the value of a node, where that is a float of the program's."""
+def _is_input(node: fx.Node) -> bool:
+    """Whether a node is a float of the program's, and not computed."""
     value = node.meta.get("example_value")
     if not isinstance(value, torch.SymFloat):
-        return None
+        return False
     expr = value.node._expr
-    return expr.name if expr.is_Symbol and symbol_is_type(expr, SymT.FLOAT) else None
+    return bool(expr.is_Symbol) and symbol_is_type(expr, SymT.FLOAT)
 
 
 def _is_eps(node: fx.Node) -> bool:
