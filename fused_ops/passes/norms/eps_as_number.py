@@ -30,8 +30,11 @@ _ADDS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _ROOTS = {torch.rsqrt, torch.rsqrt_, "rsqrt", "rsqrt_"}
 
 
-class EpsAsNumber(CustomGraphPass):
-    """Takes the value of what is added under a root, if that is an input. There is one of this class, ``EPS``."""
+class EpsAsNumber(dict[str, Any], CustomGraphPass):
+    """Takes the value of what is added under a root, if that is an input. There is one of this class, ``EPS``.
+
+    A dict, of nothing, for json alone, as ``PassSettings`` is.
+    """
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in [n for n in graph.nodes if _is_input(n) and _is_eps(n)]:
@@ -44,6 +47,10 @@ class EpsAsNumber(CustomGraphPass):
 
     def uuid(self) -> Any:
         return "weft eps"
+
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __reduce__(self) -> str:
         # torch.compile compares options: a copy is the same object.
