@@ -46,6 +46,8 @@ RECOMPUTED_COLLECTIVES = _NEW
 GRADIENTS_OF_REGIONS = _NEW
 # torch.compile of operators that write to an ``out`` and return it, such as all_gather_into_tensor_out.
 COMPILED_OUT_COLLECTIVES = hasattr(torch._library.utils, "is_out")
+# A cast to e4m3 bounds what is too large; before, it became NaN.
+SATURATING_CASTS = _NEW
 # The flight recorder's analyzer reads calls of gloo.
 ANALYZED_GLOO = '"gloo"' in inspect.getsource(analyzer_types.Op)
 

@@ -15,6 +15,7 @@ from torch import fx
 from torch._inductor import config as inductor_config
 
 from .fusion import FusionPass
+from .norms.eps_as_number import eps_options
 from .pass_sequence import SLOT, in_sequence, passes_of
 from .regather import JOINT_SLOT, joint_options
 from .report import PassRuns, Report
@@ -209,4 +210,4 @@ def _with_pass(
     if has_one:
         return {**of_mode, **options, SLOT: in_sequence(there)}
     joint = joint_options(fusion, options.get(JOINT_SLOT, getattr(inductor_config, JOINT_SLOT)))
-    return {**of_mode, **options, SLOT: in_sequence([*there, fusion]), **joint}
+    return {**of_mode, **options, SLOT: in_sequence([*there, fusion]), **eps_options(options), **joint}

@@ -42,6 +42,7 @@ from .graph.uneven_shards import MovedPadding, move_padding
 from .kernels_ahead.graph_kernels import GraphKernels, note_collective
 from .log import log_line
 from .memory.at_run_time import verifies, verify_memory
+from .norms.eps_as_number import eps_options
 from .order.at_once import start_when_needed
 from .order.in_pass import changed_order, keep_what_is_ordered
 from .origin import module_of, source_of
@@ -168,7 +169,7 @@ class FusionPass(OnePass, CustomGraphPass):
         Warns if torch._inductor.config.post_grad_custom_post_pass is set to other passes, which do not run then.
         """
         self._warn_of_dropped(())
-        return {SLOT: self, **self._joint}
+        return {SLOT: self, **eps_options(), **self._joint}
 
     def options_with(self, *others: Callable[[fx.Graph], None]) -> dict[str, Any]:
         """``options`` for a model that has graph passes of its own, too: Inductor has one place for all of them.
@@ -189,7 +190,7 @@ class FusionPass(OnePass, CustomGraphPass):
             TypeError: one of them cannot be called.
         """
         self._warn_of_dropped(others)
-        return {SLOT: in_sequence([*others, self]), **self._joint}
+        return {SLOT: in_sequence([*others, self]), **eps_options(), **self._joint}
 
     def _warn_of_dropped(self, others: Sequence[Any]) -> None:
         there = passes_of(getattr(inductor_config, SLOT))

@@ -57,7 +57,16 @@ from ..graph.collectives import argument, calls, collectives, group_of, kind_of,
 from ..report import Entry
 from ..settings import CAPTURE, EACH, RUN_AHEAD
 from .fallback.called import CALLERS, KeptGraph
-from .fallback.text import DRAWS, STATEFUL, GraphText, attributes, caller_of, draws_seeds, graph_copy
+from .fallback.text import (
+    DRAWS,
+    STATEFUL,
+    GraphText,
+    attributes,
+    caller_of,
+    draws_nothing,
+    draws_seeds,
+    graph_copy,
+)
 from .guard import SIZES, GraphGuard, GroupQuestion, pack
 from .signature import Order, Signature
 from .votes.vote import ALL_AHEAD, BACKWARDS_AHEAD, NONE_AHEAD, backend_of
@@ -187,15 +196,10 @@ class FallbackGraph:
             if draws_seeds(node):
                 continue
             if name in STATEFUL:
-                if not _draws_nothing(node):
+                if not draws_nothing(node):
                     return (
                         f"{what(node)} draws random numbers that another graph draws again, as for dropout that is "
                         "recomputed: in their order in memory, which fusing may change in one of the two graphs"
-                    )
-                if any(n.target in DRAWS for n in self._graph.nodes):
-                    return (
-                        f"kept for ranks that do not agree, {what(node)} has the graph run op by op, and so draw other "
-                        "random numbers, as for dropout"
                     )
             elif name is not None and name not in (*_AS_TEXT, *CALLERS):
                 return f"the graph calls {name}, which cannot be kept for ranks that do not agree"
@@ -303,12 +307,3 @@ def _drawn_elsewhere(graph: fx.Graph) -> fx.Node | None:
         ):
             return node
     return None
-
-
-def _draws_nothing(node: fx.Node) -> bool:
-    """Whether a checkpoint's operator is attention without dropout."""
-    op, *args = node.args[STATEFUL[node.target.name()] :]  # type: ignore[union-attr]
-    for i, a in enumerate(op._schema.arguments):  # type: ignore[union-attr]
-        if a.name == "dropout_p":
-            return bool((args[i] if i < len(args) else node.kwargs.get(a.name, a.default_value)) == 0)
-    return False

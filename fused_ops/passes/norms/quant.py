@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ....kernels.device.gemm.scaling import FP8
 from ..graph import rewrite
@@ -109,6 +111,14 @@ class QuantBehind:
             raise LeftAlone(f"{what(write)} writes to memory before it")
 
 
+@cache
+def _saturates(dtype: torch.dtype) -> bool:
+    """Whether a cast bounds what is too large, as to e4m3 from torch 2.13 on, where only NaN stays NaN."""
+    with unset_fake_temporarily():
+        cast = torch.tensor([torch.inf, -torch.inf]).to(dtype).to(torch.float32)
+    return cast.tolist() == [torch.finfo(dtype).max, torch.finfo(dtype).min]
+
+
 def _casts_to_fp8(normed: fx.Node) -> list[fx.Node]:
     """Those near the norm, behind nothing but views, maxima and what takes each element alone."""
     found, casts, pending = {normed}, list[fx.Node](), [normed]
@@ -189,10 +199,12 @@ class _Steps:
             both = calls(node, aten.clamp.default)
             bounds |= dict(zip(_BOUNDS if both else (node.target,), node.args[1:], strict=False))
             node = node.args[0]
-        if bounds != dict(zip(_BOUNDS, (-self.largest, self.largest), strict=True)):
-            raise LeftAlone(f"{what(given)} does not bring it between {-self.largest:g} and {self.largest:g}")
         if not calls(node, aten.mul.Tensor, aten.div.Tensor) or not is_val(node):
             raise LeftAlone(f"{what(node)} does not apply a scale")
+        expected = dict(zip(_BOUNDS, (-self.largest, self.largest), strict=True))
+        complete = bounds == expected or (_saturates(val(self.cast).dtype) and bounds.items() <= expected.items())
+        if not complete:
+            raise LeftAlone(f"{what(given)} does not bring it between {-self.largest:g} and {self.largest:g}")
         return node
 
     def _operands(self, scaled: fx.Node) -> tuple[fx.Node, fx.Node]:

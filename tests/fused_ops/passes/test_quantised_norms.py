@@ -12,6 +12,8 @@ from graphs import AR, Seen, applied, captured, check_same, fake_ranks, rounds_b
 from scaled_graphs import E4M3, E5M2, by_scale, saturated, scale_of, times
 from test_norm_forms import NORM, ar, gemma, hf_norm, vllm
 from torch import Tensor
+from torch_versions import SATURATING_CASTS
+from weft.kernels.all_reduce_rms_norm.quant import QuantKind, quantize_rows
 
 QUANT = "weft::fused_all_reduce_rms_norm_quant"
 BF16 = torch.bfloat16
@@ -195,12 +197,16 @@ def another_bound(x: Tensor, scale: Tensor) -> Any:
     return (x.float() * by.reciprocal()).clamp(-240.0, 240.0).to(E4M3), by
 
 
-def bounded_on_one_side(x: Tensor, scale: Tensor) -> Any:
-    return (x.float() * scale.reciprocal()).clamp(max=448.0).to(E4M3)
+def bounded_on_one_side(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> Any:
+    return (x.float() * scale.reciprocal()).clamp(max=torch.finfo(dtype).max).to(dtype)
 
 
-def not_bounded(x: Tensor, scale: Tensor) -> Any:
-    return (x.float() * scale.reciprocal()).to(E4M3)
+def not_bounded(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> Any:
+    return (x.float() * scale.reciprocal()).to(dtype)
+
+
+def another_bound_on_one_side(x: Tensor, scale: Tensor) -> Any:
+    return (x.float() * scale.reciprocal()).clamp(max=240.0).to(E4M3)
 
 
 def another_largest(x: Tensor, scale: Tensor) -> Any:
@@ -271,14 +277,13 @@ LEFT: dict[Fn, str] = {
     along_columns: "is no scale of each row",
     power_of_two: "is not made in float64",
     another_bound: "does not bring it between -448 and 448",
-    bounded_on_one_side: "does not bring it between -448 and 448",
-    not_bounded: "does not bring it between -448 and 448",
+    another_bound_on_one_side: "does not bring it between -448 and 448",
     another_largest: "does not divide a maximum by 448",
     divided_in_float32: "is not of the rows' dtype",
     multiplied_in_float32: "is not made in float64",
     without_absolute_values: "is not of the norm's absolute values",
     maxima_of_something_else: "is not of the norm's absolute values",
-    in_16_bits: "does not bring it between -448 and 448",
+    in_16_bits: "does not apply a scale",
     of_half_rows: "is no maximum of each row",
     of_blocks: "is not of the norm in float32",
     by_columns: "is no scale of one element",
@@ -295,6 +300,23 @@ def test_near_misses_keep_what_makes_fp8(quantise: Fn) -> None:
     detail = seen.entries[0].detail
     assert "what makes fp8 of it stays: " in detail and LEFT[quantise] in detail, detail
     check_same(seen, 2)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("quantise", [bounded_on_one_side, not_bounded], ids=lambda f: f.__name__)
+def test_a_cast_that_saturates_is_a_bound(quantise: Fn, dtype: torch.dtype) -> None:
+    (seen,) = captured(of_norm(vllm, lambda x, scale: quantise(x, scale, dtype), True), *inputs())
+    saturates = dtype == E4M3 and SATURATING_CASTS
+    assert seen.fused == [QUANT if saturates else NORM], seen.entries
+    assert ("does not bring it between" in seen.entries[0].detail) is not saturates
+    if quantise is not_bounded:
+        check_same(seen, 2)
+    if saturates:
+        largest, x = [448.0, -448.0], torch.tensor([torch.nan, torch.inf, -torch.inf, 449, 464, 1e6, -3e38, 3])
+        scale = torch.ones(())
+        bounded = quantize_rows(x, scale, QuantKind(dtype, "reciprocal"))[0]
+        assert bounded.float()[1:3].tolist() == largest
+        assert torch.equal(quantise(x, scale).view(torch.uint8), bounded.view(torch.uint8))
 
 
 def test_a_layer_norm_keeps_it() -> None:

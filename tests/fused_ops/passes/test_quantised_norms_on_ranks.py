@@ -13,10 +13,10 @@ from quantised import E4M3, by_steps, same_bits
 from ranks import run_ranks
 from scaled_graphs import BF16, by_scale, scale_of, times
 from test_norm_forms import vllm
-from test_quantised_norms import QUANT, torchao_rows, vllm_rows, vllm_static
+from test_quantised_norms import QUANT, not_bounded, torchao_rows, vllm_rows, vllm_static
 from torch import Tensor
 from torch._inductor import config as inductor_config
-from torch_versions import needs_row_wise_products
+from torch_versions import SATURATING_CASTS, needs_row_wise_products
 from weft.fused_ops import FusionPass, fused_all_reduce_rms_norm
 
 ROWS, HIDDEN = 7, 48
@@ -32,12 +32,13 @@ SPELLINGS: dict[str, tuple[Callable[..., Any], str, float | None]] = {
     "vLLM": (vllm_rows, "reciprocal", 1 / (448 * 512)),
     "vLLM, static": (vllm_static, "reciprocal", None),
     "torchao": (torchao_rows, "divide", 0.0),
+    **({"a cast that saturates": (not_bounded, "reciprocal", None)} if SATURATING_CASTS else {}),
     "Float8Linear": (multiplied, "multiply", 1e-12),
 }
 
 
 def compiled(rank: int, world_size: int) -> None:
-    scale = torch.tensor([0.01 * (rank + 1)])  # each rank's own
+    scale = torch.tensor([0.005 * (rank + 1)])  # each rank's own
     for name, (quantise, scale_op, smallest) in SPELLINGS.items():
         given = () if smallest is not None else (scale,)
 

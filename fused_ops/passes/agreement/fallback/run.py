@@ -73,7 +73,7 @@ class FallbackRuns:
         compiles = compiles and self._compiles and (self._draws or self._count > _OP_BY_OP)
         if self._called:
             return self._run_calling(args, compiles)
-        if not compiles or self._compiled is None:
+        if not compiles:
             return self._function(self._namespace, args)  # type: ignore[no-any-return]
         inputs = list(args)  # they are needed again if this cannot be compiled
         try:
@@ -112,8 +112,7 @@ class FallbackRuns:
 
     @cached_property
     def _compiled(self) -> Any:
-        """None where Dynamo would break the graph, and compile the rest of it when collectives have run already."""
-        return None if "_rng_state(" in self.code else torch.compile(self._function)
+        return torch.compile(self._function)
 
     @cached_property
     def _function(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import sys
 from collections.abc import Collection, Iterator
@@ -13,7 +14,7 @@ from torch import fx
 from torch._inductor import inductor_prims
 from torch.fx.graph import PythonCode
 
-from ...graph.collectives import collectives, what
+from ...graph.collectives import collectives, is_val, val, what
 from .called import CALLERS, CalledGraph, calls_by_name
 
 #: What draws by a seed that is a tensor, and which argument it is. Op by op they take no notice of it.
@@ -28,7 +29,8 @@ _KEPT = "which cannot be kept for ranks that do not agree"
 class GraphText:
     """The text of a graph, and of those that it calls.
 
-    What draws a checkpoint's seeds is a graph of its own, to which Dynamo has no way, and which runs first.
+    What draws a checkpoint's seeds, or saves the generator's state, is a graph of its own, to which Dynamo has no way,
+    and which runs first.
 
     Args:
         owner: the module that has the graph's attributes.
@@ -36,7 +38,7 @@ class GraphText:
 
     def __init__(self, graph: fx.Graph, owner: Any) -> None:
         self._graph = graph_copy(graph)
-        self._seeds = _take_seeds(self._graph)
+        self._seeds = _take_states(self._graph)
         self._called = {
             str(node.target): (module.graph, GraphText(module.graph, module))
             for node, module in attributes(graph, owner)
@@ -107,30 +109,68 @@ def draws_seeds(node: fx.Node) -> bool:
     return of_inputs and node.args[at] in (inductor_prims.seed, inductor_prims.seeds)
 
 
-def _take_seeds(graph: fx.Graph) -> fx.Graph | None:
-    """Has a graph take the seeds, and the states with them, as its last inputs; gives the one that makes these."""
+def draws_nothing(node: fx.Node) -> bool:
+    """Whether a checkpoint's operator is attention without dropout."""
+    op, *args = node.args[STATEFUL[node.target.name()] :]  # type: ignore[union-attr]
+    for i, a in enumerate(op._schema.arguments):  # type: ignore[union-attr]
+        if a.name == "dropout_p":
+            return bool((args[i] if i < len(args) else node.kwargs.get(a.name, a.default_value)) == 0)
+    return False
+
+
+def _take_states(graph: fx.Graph) -> fx.Graph | None:
+    """Has a graph take the seeds, and the generator's states, as its last inputs, and call what draws nothing as it is;
+    gives the graph that makes the former."""
     drawing = [n for n in graph.nodes if draws_seeds(n)]
-    if not drawing:
-        return None
+    saving = [n for n in graph.nodes if caller_of(n) in STATEFUL and n not in drawing and draws_nothing(n)]
     seeds = fx.Graph()
     copies = {n: seeds.node_copy(n) for n in graph.nodes if n.op == "placeholder"}
     begin = next(n for n in graph.nodes if n.op != "placeholder")
-    made = []
+    made: list[fx.Node] = []
+
+    def take(part: fx.Node, copy: fx.Node) -> None:
+        made.append(copy)
+        with graph.inserting_before(begin):
+            given = graph.placeholder(f"drawn_{len(made)}")
+        given.meta = dict(part.meta)
+        part.replace_all_uses_with(given)
+
     for node in drawing:
         copies[node] = seeds.node_copy(node, copies.__getitem__)
         parts = list(node.users) if caller_of(node) == "run_and_save_rng_state" else [node]
         for part in parts:
-            made.append(copies.get(part) or seeds.node_copy(part, copies.__getitem__))
-            with graph.inserting_before(begin):
-                given = graph.placeholder(f"drawn_{len(made)}")
-            given.meta = dict(part.meta)
-            part.replace_all_uses_with(given)
+            take(part, copies.get(part) or seeds.node_copy(part, copies.__getitem__))
             if part is not node:
                 graph.erase_node(part)
-    seeds.output(tuple(made))
     for node in drawing:
         graph.erase_node(node)
-    return seeds
+    for node in saving:
+        for part in _called_as_it_is(node):
+            # As it is before the graph: what starts from it draws nothing either.
+            where = {"device": next(val(n).device for n in node.all_input_nodes if is_val(n))}
+            saved = seeds.call_function(node.target, (torch.ops.aten.empty.memory_format, [0]), where)
+            take(part, seeds.call_function(operator.getitem, (saved, 0)))
+            graph.erase_node(part)
+        graph.erase_node(node)
+    seeds.output(tuple(made))
+    return seeds if made else None
+
+
+def _called_as_it_is(node: fx.Node) -> list[fx.Node]:
+    """Has the graph call what a checkpoint's operator calls; the states that this one has saved are left."""
+    op, *args = node.args[STATEFUL[caller_of(node) or ""] :]
+    kwargs = {name: value for name, value in node.kwargs.items() if name != "rng_state"}
+    with node.graph.inserting_before(node):
+        plain = node.graph.call_function(op, tuple(args), kwargs)  # type: ignore[arg-type]
+    saves = caller_of(node) == "run_and_save_rng_state"
+    plain.meta = {**node.meta, "val": node.meta["val"][1] if saves and "val" in node.meta else node.meta.get("val")}
+    if not saves:
+        node.replace_all_uses_with(plain)
+        return []
+    for part in [part for part in node.users if part.args[1] == 1]:
+        part.replace_all_uses_with(plain)
+        node.graph.erase_node(part)
+    return list(node.users)
 
 
 def graph_copy(graph: fx.Graph, without: Collection[fx.Node] = ()) -> fx.Graph:
