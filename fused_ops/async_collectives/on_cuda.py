@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -51,35 +52,22 @@ class CallsOnStream:
         except BaseException as e:
             workspace.abandon(e)
             raise
-        finish = _Finish(self, call, sent, buffer, timeout_ns)
-        started = Started(call, finish.wait, finish.release if call.placed else None)
+        release = partial(self._release, buffer) if call.placed else None
+        started = Started(call, partial(self._wait, call, sent, buffer, timeout_ns), release)
         started.holds(workspace, buffer)
         return started
 
-
-class _Finish:
-    """The second half of a call."""
-
-    def __init__(
-        self, on: CallsOnStream, call: AsyncCall, sent: Tensor, buffer: int, timeout_ns: int
-    ) -> None:
-        self._on, self._call, self._sent, self._buffer = on, call, sent, buffer
-        self._timeout_ns = timeout_ns
-
-    def wait(self) -> Tensor:
-        on, call, x = self._on, self._call, self._sent
+    def _wait(self, call: AsyncCall, x: Tensor, buffer: int, timeout_ns: int) -> Tensor:
         with in_stream_order(x.device):
-            on.workspace.raise_if_broken(call.wait, 3)
-            out = on.placed[self._buffer] if call.placed else x.new_empty(on.shape)
+            self.workspace.raise_if_broken(call.wait, 3)
+            out = self.placed[buffer] if call.placed else x.new_empty(self.shape)
             stream = cuda_state.current_stream_of(x)
-            own = x.data_ptr() + on.own
-            on.collective.receive(self._buffer, own, out.data_ptr(), self._timeout_ns, stream)
-        return out.view(on.shape) if call.placed else out
+            self.collective.receive(buffer, x.data_ptr() + self.own, out.data_ptr(), timeout_ns, stream)
+        return out.view(self.shape) if call.placed else out
 
-    def release(self) -> None:
-        on, x = self._on, self._sent
-        with in_stream_order(x.device):
-            on.collective.release(self._buffer, cuda_state.current_stream_of(x))
+    def _release(self, buffer: int, gathered: Tensor) -> None:
+        with in_stream_order(gathered.device):
+            self.collective.release(buffer, cuda_state.current_stream_of(gathered))
 
 
 def start_on_cuda(where: Heap, call: AsyncCall) -> Started | str:

@@ -64,7 +64,7 @@ def _fake_wait(token: Tensor, call: AsyncCall) -> Tensor:
 
 
 def _release(started: Tensor, gathered: Tensor, group_name: str, *, group_size: int | None = None) -> None:
-    run_release(started)
+    run_release(started, gathered)
 
 
 def _fake_release(

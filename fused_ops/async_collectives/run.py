@@ -53,9 +53,9 @@ def run_wait(token: Tensor, call: AsyncCall) -> Tensor:
     return _started(token, call.start).wait(call)
 
 
-def run_release(token: Tensor) -> None:
+def run_release(token: Tensor, gathered: Tensor) -> None:
     """What ``all_gather_wait`` has returned is not read any more."""
-    _started(token, "all_gather_start").release()
+    _started(token, "all_gather_start").release(gathered)
 
 
 def _token(x: Tensor, started: Started) -> Tensor:
@@ -105,6 +105,6 @@ def _on_cpu(where: Heap, call: AsyncCall) -> Started:
         typed = [part.view(dtype) for part in host.received(workspace, epoch, parts[rank])]
         return (torch.cat(typed) if call.gathers else host.reduced(typed, call.reduce_op)).view(shape)
 
-    started = Started(call, finish, epoch.leave if call.placed else None)
+    started = Started(call, finish, (lambda gathered: epoch.leave()) if call.placed else None)
     started.holds(workspace, buffer)
     return started

@@ -20,13 +20,17 @@ class Started:
     """A collective that is on its way; its token holds it.
 
     Attributes:
-        of: the call. Its operand is not to be overwritten until it is waited for.
+        of: the call, until it is waited for. Until then its operand is held, and not to be overwritten.
+        kind: its kind.
     """
 
     def __init__(
-        self, of: AsyncCall, finish: Callable[[], Tensor], release: Callable[[], None] | None = None
+        self, of: AsyncCall, finish: Callable[[], Tensor], release: Callable[[Tensor], None] | None = None
     ) -> None:
-        self.of, self._finish, self._release = of, finish, release
+        self.of: AsyncCall | None = of
+        self.kind = of.kind
+        self._finish: Callable[[], Tensor] | None = finish
+        self._release = release
         self._workspace: Workspace[Layout] | None = None
         self._among: Any = None
         self._buffer = 0
@@ -49,25 +53,28 @@ class Started:
         Raises:
             ValueError: ``call`` is of another kind or operand; or it was waited for, or its group reset.
         """
-        x, of = call.x, self.of.x
-        if call.kind != self.of.kind or x.data_ptr() != of.data_ptr() or x.shape != of.shape:
-            raise ValueError(f"x: is another tensor than that with which {self.of.kind}_start was called")
+        of, finish = self.of, self._finish
+        if of is None or finish is None:
+            raise ValueError("started: was waited for already, must be waited for once")
+        x = of.x
+        if call.kind != self.kind or call.x.data_ptr() != x.data_ptr() or call.x.shape != x.shape:
+            raise ValueError(f"x: is another tensor than that with which {self.kind}_start was called")
         if self._was_reset:
             raise ValueError("started: its group was reset since, it must be started again")
-        finish, self._finish = self._finish, _waited
+        self.of = self._finish = None
         result = finish()
         flight_recorder.end(self._recorded)
         if self._release is None:
             self._ends()
         return result
 
-    def release(self) -> None:
-        """What was placed is not read any more."""
+    def release(self, gathered: Tensor) -> None:
+        """What was placed, ``gathered``, is not read any more."""
         if self._was_reset:
             raise ValueError("started: its group was reset since, it must be started again")
         if (release := self._release) is not None:
             self._release = None
-            release()
+            release(gathered)
             self._ends()
 
     def _ends(self) -> None:
@@ -78,11 +85,7 @@ class Started:
     def __del__(self) -> None:
         # Nobody will end the epoch that peers wait for.
         if self._workspace is not None and not self._was_reset:
-            self._workspace.abandon(RuntimeError(f"{self.of.kind}_start was not waited for"))
-
-
-def _waited() -> Tensor:
-    raise ValueError("started: was waited for already, must be waited for once")
+            self._workspace.abandon(RuntimeError(f"{self.kind}_start was not waited for"))
 
 
 def started_in(workspace: Workspace[Layout]) -> Any:

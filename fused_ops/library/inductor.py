@@ -5,6 +5,7 @@ Imported when a graph with an op of weft comes to Inductor (``compiled.py``), or
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import add_needs_realized_inputs, lowerings, register_lowering
 from torch._inductor.virtualized import NullHandler, V
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from . import schema
 from .compiled import COMMUNICATING, KEEPS, OF_REGISTERED, why_unordered
 
 _wait = torch.ops._c10d_functional.wait_tensor.default
+_STARTS = (schema.all_gather_start, schema.reduce_scatter_start)
+_WAITS = (schema.all_gather_wait, schema.reduce_scatter_wait)
 _clone, _as_strided = torch.ops.aten.clone.default, torch.ops.aten.as_strided.default
 
 
@@ -54,12 +57,34 @@ def lower_as_collective(op: OpOverload) -> None:
             if _of_originals(V.graph.current_node):
                 return ()
             _save_copies(V.graph.current_node)
+        if op in _WAITS:
+            args = (args[0], _operand_of(*args[:2]), *args[2:])
+        _read_before(op, args)
         # One tensor is made like torch's own collectives make it: Inductor takes it for the result of one where a graph
         # waits for it, and where it reduces it in place.
         created = (_Collective.create_out_of_place if one else _Collective.create)(op, *args, **kwargs)
         if kwargs.get("placed") and op is schema.all_gather_wait:  # a buffer of the heap
             V.graph.never_reuse_buffers.add(created.get_name())  # type: ignore[union-attr]
         return tree_map(lambda x: ir.TensorBox.create(x) if isinstance(x, ir.IRNode) else x, created)
+
+
+def _read_before(op: OpOverload, args: Sequence[Any]) -> None:
+    """What reads the memory that the op writes to gets its code before it. Inductor's fallback asks for that only once
+    the op has its place: what is not realised by then would read after it."""
+    for argument, given in zip(op._schema.arguments, args, strict=False):
+        for tensor in tree_leaves(given) if argument.is_write else ():
+            tensor.realize()
+            V.graph.mark_buffer_mutated(tensor.get_name())
+
+
+def _operand_of(started: Any, x: Any) -> Any:
+    """What a start was lowered with. It is read until the wait, so both must have one buffer, also where ``x`` is no
+    view of one and each use makes a copy."""
+    start = V.graph.name_to_buffer.get(started.get_name())
+    if not isinstance(start, _Collective) or start.op_overload not in _STARTS:
+        return x
+    (sent,) = start.inputs
+    return ir.TensorBox(sent) if isinstance(sent, ir.BaseView) else ir.TensorBox.create(sent)
 
 
 def _refuse_unordered(op: str) -> None:

@@ -15,6 +15,9 @@ from ..ops import OPS
 
 lib = torch.library.Library("weft", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+# A start copies an operand that is not contiguous. Were strides asked for, Inductor would copy an expression once for
+# each op that takes it, and not know that the start's copy is read until the wait.
+_ANY_STRIDES = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 if TYPE_CHECKING:
 
@@ -47,24 +50,24 @@ lib.define(
 
 lib.define(
     "all_gather_start(Tensor x, str group_name, *, bool placed=False, int? group_size=None) -> Tensor",
-    tags=_TAGS,
+    tags=_ANY_STRIDES,
 )
 lib.define(
     "all_gather_wait(Tensor started, Tensor x, str group_name, *, bool placed=False, int? group_size=None) -> Tensor",
-    tags=_TAGS,
+    tags=_ANY_STRIDES,
 )
 lib.define(
     # It writes to what was gathered, for what orders memory: nothing may read that behind it.
     "all_gather_release(Tensor started, Tensor(a!) gathered, str group_name, *, int? group_size=None) -> ()",
-    tags=_TAGS,
+    tags=_ANY_STRIDES,
 )
 lib.define(
     "reduce_scatter_start(Tensor x, str reduce_op, str group_name, *, int? group_size=None) -> Tensor",
-    tags=_TAGS,
+    tags=_ANY_STRIDES,
 )
 lib.define(
     "reduce_scatter_wait(Tensor started, Tensor x, str group_name, *, int? group_size=None) -> Tensor",
-    tags=_TAGS,
+    tags=_ANY_STRIDES,
 )
 
 all_gather_start = torch.ops.weft.all_gather_start.default
