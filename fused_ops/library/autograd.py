@@ -66,6 +66,33 @@ def all_gather(x: Tensor, dim: int, size: int, group_name: str) -> Tensor:
     return _collectives.wait_tensor(whole).movedim(0, dim)
 
 
+class SumGradient(torch.autograd.Function):
+    """Before what every rank uses for a part of the result: each rank's gradient is a part of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: str, size: int | None) -> Tensor:
+        ctx.group = group_name, size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return SumOverRanks.apply(grad, *ctx.group), None, None
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Sums what the ranks hold. All of them use the sum alike: its gradient is already whole on each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: str, size: int | None) -> Tensor:
+        ctx.group = group_name, size
+        total: Tensor = _ops.one_shot_all_reduce(x, "sum", group_name, group_size=size)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return SumGradient.apply(grad, *ctx.group), None, None
+
+
 class AllGatherMatmulFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: AllGatherMatmulCall, A_shard: Tensor, *Bs: Tensor) -> Any:
@@ -118,6 +145,7 @@ class MatmulReduceScatterFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.reduce_op, ctx.scatter_dim, ctx.dtype = call.reduce_op, call.scatter_dim, call.A.dtype
         ctx.group_name, ctx.group_size = call.group_name, call.group_size
+        ctx.has_own_bias = call.scatter_dim % call.A.dim() == call.A.dim() - 1
         done: Tensor = implementations.MATMUL_REDUCE_SCATTER.run_below_autograd(call)
         _, _, _, *of_factors = ctx.needs_input_grad
         # Each for the gradient of the other one of its product.
@@ -131,13 +159,19 @@ class MatmulReduceScatterFunction(torch.autograd.Function):
         As, Bs = saved[::2], saved[1::2]
         _, needs_bias, needs_residual, *needed = ctx.needs_input_grad
         of_As, of_Bs = needed[::2], needed[1::2]
-        # Each rank has added its own: what its part of the result hands back is all that they get here.
-        grad_bias = _rows(grad).sum(0, dtype=torch.float32).to(ctx.dtype) if needs_bias else None
+        size = resolve_group(ctx.group_name).size()
+        grad_bias = None
+        if needs_bias:
+            grad_bias = _rows(grad).sum(0, dtype=torch.float32)
+            # Each rank has added it to its part of the rows only; of the last dimension to its columns, all rows.
+            if not ctx.has_own_bias:
+                grad_bias = SumOverRanks.apply(grad_bias, ctx.group_name, ctx.group_size)
+            grad_bias = grad_bias.to(ctx.dtype)
         grad_residual = grad.to(ctx.dtype) if needs_residual else None
         grads: list[Tensor | None] = [None] * len(needed)
         if any(needed):
             if ctx.reduce_op == "avg":
-                grad = grad / resolve_group(ctx.group_name).size()
+                grad = grad / size
             grad = grad.to(ctx.dtype)
             if any(of_As):
                 named = {"return_A": any(of_Bs), "group_size": ctx.group_size}
@@ -147,7 +181,6 @@ class MatmulReduceScatterFunction(torch.autograd.Function):
                 made = iter(outs)
                 grads[::2] = [next(made) if of_A else None for of_A in of_As]
             else:
-                size = resolve_group(ctx.group_name).size()
                 gathered = all_gather(grad, ctx.scatter_dim, size, ctx.group_name)
             grads[1::2] = [
                 _gradient(A, gathered, transposed) if of_B else None
