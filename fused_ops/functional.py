@@ -167,8 +167,8 @@ def one_shot_all_reduce(x: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor:
 
     Args:
         x: any shape, strides and alignment; float32, bfloat16 or float16. It need not lie on the heap.
-        reduce_op: "sum", "avg" for the sum divided by the number of ranks, "max" or "min" (NaN if one of them is; what
-            the group's backend makes of NaN where it runs unfused); also as a torch.distributed.ReduceOp.
+        reduce_op: "sum", "avg" for the sum divided by the number of ranks, "max" or "min" (NaN if one of them is);
+            also as a torch.distributed.ReduceOp.
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
 
     Returns:
