@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Report,
         RowParallelLinear,
         WeftProcessGroup,
+        all_reduce_gradients,
         compile,  # noqa: A004
         float8_all_gather_matmul,
         float8_matmul_reduce_scatter,
@@ -74,6 +75,7 @@ __all__ = [
     "RowParallelLinear",
     "WeftProcessGroup",
     "__version__",
+    "all_reduce_gradients",
     "compile",
     "float8_all_gather_matmul",
     "float8_matmul_reduce_scatter",

@@ -23,6 +23,7 @@ from .functional import (
 )
 from .layers.checkpoint import local_state_dict, sharded_state_dict
 from .layers.float8 import float8_all_gather_matmul, float8_matmul_reduce_scatter
+from .layers.gradients import all_reduce_gradients
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .library import registration as registration  # torch.ops.weft is implemented
 from .norms import (
@@ -61,6 +62,7 @@ __all__ = [
     "Report",
     "RowParallelLinear",
     "WeftProcessGroup",
+    "all_reduce_gradients",
     "compile",
     "float8_all_gather_matmul",
     "float8_matmul_reduce_scatter",

@@ -114,9 +114,8 @@ def fused_matmul_reduce_scatter(
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
         out_dtype: of the result: that of A, or float32. Partial products travel in A's dtype in any case.
         bias: what every row of the local part gets, as long as a row: [N], or of a scattered last dimension [N / W],
-            the part of this rank's columns; of A's dtype. A bias that is the same on all ranks is part of the whole
-            once; its gradient here is that of the local part, the sum of the result's over all rows, taken in float32.
-            All ranks pass one or none does.
+            the part of this rank's columns; of A's dtype. One of [N] is taken to be the same on all ranks: its gradient
+            is that of the whole result, summed over the ranks, in float32. All ranks pass one or none does.
         residual: what the local part gets; of its shape, of A's dtype. All ranks pass one or none does.
 
     Returns:
@@ -169,8 +168,8 @@ def one_shot_all_reduce(x: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor:
 
     Args:
         x: any shape, strides and alignment; float32, bfloat16 or float16. It need not lie on the heap.
-        reduce_op: "sum", "avg" for the sum divided by the number of ranks, "max" or "min" (NaN if one of them is; what
-            the group's backend makes of NaN where it runs unfused); also as a torch.distributed.ReduceOp.
+        reduce_op: "sum", "avg" for the sum divided by the number of ranks, "max" or "min" (NaN if one of them is);
+            also as a torch.distributed.ReduceOp.
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
 
     Returns:

@@ -61,9 +61,18 @@ def matmul_reduce_scatter(dim: int) -> Op:
         terms = {"bias": bias, "residual": residual}
         return (fused_ops.fused_matmul_reduce_scatter(A, B, "sum", dim, world(), **terms),)
 
-    def reference(rank: int, A: Sequence[Tensor], B: Sequence[Tensor], *terms: Sequence[Tensor]) -> Outputs:
-        total = sum_of_products(A, B).chunk(WORLD_SIZE, dim)[rank]
-        return (total + sum(term[rank] for term in terms),)
+    def reference(
+        rank: int,
+        A: Sequence[Tensor],
+        B: Sequence[Tensor],
+        bias: Sequence[Tensor],
+        residual: Sequence[Tensor],
+    ) -> Outputs:
+        total = sum_of_products(A, B).chunk(WORLD_SIZE, dim)[rank] + residual[rank]
+        if dim == 1:
+            return (total + bias[rank],)
+        # One bias, of which each rank has a copy, and each copy's gradient is the whole one.
+        return (total + bias[rank].detach() + sum(copy - copy.detach() for copy in bias),)
 
     part = (13, 22) if dim == 0 else (26, 11)
     return Op(((26, 17), (17, 22), part[1:], part), call, reference)
@@ -298,8 +307,8 @@ def test_the_pass() -> None:
 
 
 def layers(rank: int, world_size: int) -> None:
-    up = fused_ops.ColumnParallelLinear(9, 14, group=world())
-    down = fused_ops.RowParallelLinear(14, 5, group=world())
+    up = fused_ops.ColumnParallelLinear(9, 14, group=world(), sequence_parallel=True)
+    down = fused_ops.RowParallelLinear(14, 5, group=world(), sequence_parallel=True)
     torch.nn.init.normal_(down.bias)
     dist.broadcast(down.bias.data, 0)
     x = torch.randn(13, 9, requires_grad=True)

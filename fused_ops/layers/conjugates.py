@@ -1,9 +1,10 @@
-"""Between a part on each rank and what all ranks hold alike: three pairs of functions, each the backward of the other.
+"""Between a part on each rank and what all ranks hold alike: pairs of functions, each the backward of the other.
 
 A backward calls its conjugate, not the conjugate's collective. The gradient can then be differentiated again: by the
-backward of a collective what is whole on each rank already would be summed over the ranks, or not at all.
+backward of a collective what is whole on each rank already would be summed over the ranks, or not at all. A further
+pair, SumGradient and SumOverRanks, is in library/autograd.py.
 
-Rank and size are given to Gather and Split: Dynamo does not look for a group by its name in an autograd.Function.
+Rank and size are given: Dynamo does not look for a group by its name in an autograd.Function.
 """
 
 from __future__ import annotations
@@ -14,34 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..functional import fused_matmul_all_reduce, one_shot_all_reduce
-from ..ops.op import all_gather
-
-
-class SumGradient(torch.autograd.Function):
-    """Before what every rank uses for a part of the result: each rank's gradient is a part of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return SumOverRanks.apply(grad, ctx.group), None
-
-
-class SumOverRanks(torch.autograd.Function):
-    """Sums what the ranks hold. All of them use the sum alike: its gradient is already whole on each rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return one_shot_all_reduce(x, "sum", group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return SumGradient.apply(grad, ctx.group), None
+from ..functional import fused_matmul_all_reduce
+from ..ops.op import SumGradient, all_gather
 
 
 class GatherColumns(torch.autograd.Function):
@@ -71,40 +46,40 @@ class SplitColumns(torch.autograd.Function):
 
 
 class SumOfMatmulsOverRanks(torch.autograd.Function):
-    """``Sum`` of ``x @ weight^T``, in one op."""
+    """``SumOverRanks`` of ``x @ weight^T``, in one op."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: str) -> Tensor:
-        of_x, of_weight, _ = ctx.needs_input_grad
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: str, size: int) -> Tensor:
+        of_x, of_weight, *_ = ctx.needs_input_grad
+        ctx.group = group, size
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
         return fused_matmul_all_reduce(x, weight.t(), "sum", group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        grad_x = None if weight is None else MatmulOfWhole.apply(grad, weight.t(), None, ctx.group)
-        grad_weight = None if x is None else _gradient(SumGradient.apply(grad, ctx.group), x)
-        return grad_x, grad_weight, None
+        grad_x = None if weight is None else MatmulOfWhole.apply(grad, weight.t(), None, *ctx.group)
+        grad_weight = None if x is None else _gradient(SumGradient.apply(grad, *ctx.group), x)
+        return grad_x, grad_weight, None, None
 
 
 class MatmulOfWhole(torch.autograd.Function):
     """``x @ weight^T + bias`` behind ``SumGradient``, whose sum is that of products."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, size: int) -> Tensor:
         of_x, of_weight, *_ = ctx.needs_input_grad
-        ctx.group = group
+        ctx.group = group, size
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        grad_x = None if weight is None else SumOfMatmulsOverRanks.apply(grad, weight.t(), ctx.group)
-        grad_weight = None if x is None else _gradient(grad, SumGradient.apply(x, ctx.group))
+        grad_x = None if weight is None else SumOfMatmulsOverRanks.apply(grad, weight.t(), *ctx.group)
+        grad_weight = None if x is None else _gradient(grad, SumGradient.apply(x, *ctx.group))
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 def _gradient(grad: Tensor, x: Tensor) -> Tensor:

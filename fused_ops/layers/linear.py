@@ -1,8 +1,8 @@
 """Linear layers for models sharded by hand, Megatron style: a column-parallel layer feeds a row-parallel one.
 
-With ``sequence_parallel`` the activations outside the pair are cut along the sequence, and communication
-hides behind the products: all_gather_matmul on the way in, matmul_reduce_scatter on the way out. Without it
-they are whole on every rank, and the way out is a matmul_all_reduce; so is that of the gradient.
+By default the activations outside of the pair are whole on every rank, and the way out is a matmul_all_reduce; so is
+that of the gradient. With ``sequence_parallel`` they are cut along the sequence, and communication hides behind the
+products: all_gather_matmul on the way in, matmul_reduce_scatter on the way out.
 
 A layer's state_dict has this rank's parts. torch.distributed.checkpoint must be told so: ``sharded_state_dict``.
 
@@ -17,28 +17,36 @@ from torch import Tensor
 from ...symm_mem import Group
 from .. import validation
 from ..functional import fused_all_gather_matmul, fused_matmul_reduce_scatter
-from .conjugates import GatherColumns, MatmulOfWhole, SplitColumns, SumGradient, SumOfMatmulsOverRanks
+from .conjugates import GatherColumns, MatmulOfWhole, SplitColumns, SumOfMatmulsOverRanks
 from .parallel_linear import ParallelLinear, ParallelLinearOptions, linear_dtype
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """``y = all_gather(x) @ weight^T + bias`` with the rows of ``weight``, the columns of y, cut into one part a rank.
+    """``y = x @ weight^T + bias`` with the rows of ``weight``, the columns of y, cut into one part a rank.
 
     >>> import torch, torch.distributed as dist
     >>> from weft.fused_ops import ColumnParallelLinear, RowParallelLinear
     >>> W = dist.get_world_size()
     >>> up = ColumnParallelLinear(8, 12 * W, group=None)
     >>> down = RowParallelLinear(12 * W, 8, group=None)
-    >>> x = torch.randn(4, 8)  # this rank's part of the sequence
-    >>> hidden = up(x)
+    >>> hidden = up(torch.ones(4, 8))  # the same x on every rank; this rank's columns of the result
+    >>> hidden.shape
+    torch.Size([4, 12])
+    >>> down(hidden.relu()).shape
+    torch.Size([4, 8])
+    >>> up = ColumnParallelLinear(8, 12 * W, group=None, sequence_parallel=True)
+    >>> down = RowParallelLinear(12 * W, 8, group=None, sequence_parallel=True)
+    >>> hidden = up(torch.randn(4, 8))  # this rank's part of the sequence
     >>> hidden.shape == (4 * W, 12)
     True
     >>> down(hidden.relu()).shape
     torch.Size([4, 8])
 
-    The forward is ``fused_all_gather_matmul``, the gradient of x a ``fused_matmul_reduce_scatter``. Without
-    ``sequence_parallel`` the forward is a plain matmul, and the gradient of x a ``fused_matmul_all_reduce``. Layers
-    that share an input gather it once through one ``fused_all_gather_matmul`` with all their weights.
+    The forward is a plain matmul, the gradient of x a ``fused_matmul_all_reduce``. With ``sequence_parallel`` the
+    forward is ``fused_all_gather_matmul``, and the gradient of x a ``fused_matmul_reduce_scatter``: an x that is whole
+    on each rank must not be given then, as it would be taken for a part, and gradients would be W times too large.
+    Layers that share an input gather it once through one ``fused_all_gather_matmul`` with all their weights.
+    Parameters between the layers then need ``all_reduce_gradients``.
 
     Computes as nn.Linear does, also under autocast. The scheme is `Megatron-LM's <https://arxiv.org/abs/1909.08053>`_
     (Shoeybi et al., 2019), with `sequence parallelism <https://arxiv.org/abs/2205.05198>`_ (Korthikanti et al., 2022).
@@ -48,7 +56,8 @@ class ColumnParallelLinear(ParallelLinear):
         out_features: of the whole layer; a multiple of the number of ranks, W.
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
         bias: whether there is one.
-        sequence_parallel: whether x is cut along the sequence; otherwise it is whole on every rank.
+        sequence_parallel: whether x is cut along the sequence; otherwise it is whole and the same on every rank. Off
+            unless asked for, as Megatron-LM's.
         sequence_dim: the dimension that is cut; may be negative, not the last one.
         gather_output: whether y is wanted with all columns on every rank.
         device: of the parameters. The whole layer is drawn and the local part kept: ranks that are seeded alike get
@@ -72,7 +81,7 @@ class ColumnParallelLinear(ParallelLinear):
         *,
         group: Group,
         bias: bool = True,
-        sequence_parallel: bool = True,
+        sequence_parallel: bool = False,
         sequence_dim: int = 0,
         gather_output: bool = False,
         device: torch.device | str | None = None,
@@ -86,16 +95,16 @@ class ColumnParallelLinear(ParallelLinear):
         self.gather_output = gather_output
 
     def forward(self, x: Tensor) -> Tensor:
-        """``all_gather(x) @ weight^T + bias``, this rank's columns of it.
+        """``x @ weight^T + bias``, this rank's columns of it.
 
         >>> import torch
         >>> from weft.fused_ops import ColumnParallelLinear
-        >>> layer = ColumnParallelLinear(8, 12, group=None, gather_output=True, sequence_parallel=False)
+        >>> layer = ColumnParallelLinear(8, 12, group=None, gather_output=True)
         >>> layer(torch.ones(2, 4, 8)).shape
         torch.Size([2, 4, 12])
 
         Args:
-            x: [..., S / W, ..., in_features]; [..., in_features] without ``sequence_parallel``.
+            x: [..., in_features]; with ``sequence_parallel`` [..., S / W, ..., in_features], all-gathered.
 
         Returns:
             [..., S, ..., out_features / W]; all columns with ``gather_output``.
@@ -114,23 +123,23 @@ class ColumnParallelLinear(ParallelLinear):
             _, (y,) = fused_all_gather_matmul(x, [weight.t()], along, self.group, return_A=False)
             y = y if bias is None else y + bias
         else:
-            y = MatmulOfWhole.apply(torch.atleast_2d(x), weight, bias, self.group)
+            y = MatmulOfWhole.apply(torch.atleast_2d(x), weight, bias, self.group, self.world_size)
             y = y if x.dim() > 1 else y[0]
         return GatherColumns.apply(y, self.group, self.rank, self.world_size) if self.gather_output else y
 
 
 class RowParallelLinear(ParallelLinear):
-    """``y = reduce_scatter(x @ weight^T) + bias`` with the columns of ``weight`` and x cut into one part a rank.
+    """``y = all_reduce(x @ weight^T) + bias`` with the columns of ``weight`` and x cut into one part a rank.
 
     >>> import torch, torch.distributed as dist
     >>> from weft.fused_ops import RowParallelLinear
     >>> W = dist.get_world_size()
-    >>> down = RowParallelLinear(12 * W, 8, group=None, sequence_parallel=False)
+    >>> down = RowParallelLinear(12 * W, 8, group=None)
     >>> down(torch.randn(4, 12)).shape  # this rank's columns of x; the sum is the same on all ranks
     torch.Size([4, 8])
 
-    The forward is ``fused_matmul_reduce_scatter``, the gradient of x a ``fused_all_gather_matmul``. Without
-    ``sequence_parallel`` the forward is a ``fused_matmul_all_reduce``, and the gradient of x a plain matmul.
+    The forward is a ``fused_matmul_all_reduce``, the gradient of x a plain matmul. With ``sequence_parallel`` the
+    forward is ``fused_matmul_reduce_scatter``, and the gradient of x a ``fused_all_gather_matmul``.
 
     The bias is whole on every rank and added once, after the sum over ranks. Its gradient is whole, too. It is zero at
     first, not drawn: the same on all ranks without a broadcast, also where they are seeded differently.
@@ -141,7 +150,7 @@ class RowParallelLinear(ParallelLinear):
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
         bias: whether there is one.
         sequence_parallel: whether y is wanted cut along the sequence, which needs S to be a multiple of W;
-            otherwise it is whole on every rank.
+            otherwise it is whole on every rank. Off unless asked for, as Megatron-LM's.
         sequence_dim: the dimension that is cut; may be negative, not the last one.
         input_is_parallel: whether x has this rank's columns only, as a ColumnParallelLinear gives them; otherwise
             it is whole and the same on every rank.
@@ -165,7 +174,7 @@ class RowParallelLinear(ParallelLinear):
         *,
         group: Group,
         bias: bool = True,
-        sequence_parallel: bool = True,
+        sequence_parallel: bool = False,
         sequence_dim: int = 0,
         input_is_parallel: bool = True,
         device: torch.device | str | None = None,
@@ -179,11 +188,11 @@ class RowParallelLinear(ParallelLinear):
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """``reduce_scatter(x @ weight^T) + bias``.
+        """``all_reduce(x @ weight^T) + bias``, or with ``sequence_parallel`` this rank's part of it.
 
         >>> import torch
         >>> from weft.fused_ops import RowParallelLinear
-        >>> layer = RowParallelLinear(24, 8, group=None, input_is_parallel=False, sequence_parallel=False)
+        >>> layer = RowParallelLinear(24, 8, group=None, input_is_parallel=False)
         >>> layer(torch.ones(2, 4, 24)).shape
         torch.Size([2, 4, 8])
 
@@ -191,7 +200,7 @@ class RowParallelLinear(ParallelLinear):
             x: [..., S, ..., in_features / W]; all columns without ``input_is_parallel``.
 
         Returns:
-            [..., S / W, ..., out_features]; [..., out_features] without ``sequence_parallel``.
+            [..., out_features]; with ``sequence_parallel`` [..., S / W, ..., out_features].
 
         Raises:
             ValueError, TypeError: x does not fit, or the layer was made by another rank or for another number of them.
@@ -205,7 +214,7 @@ class RowParallelLinear(ParallelLinear):
         dtype = linear_dtype(x)
         x, weight = x.to(dtype), weight.to(dtype)
         if not self.sequence_parallel:
-            y = SumOfMatmulsOverRanks.apply(torch.atleast_2d(x), weight, self.group)
+            y = SumOfMatmulsOverRanks.apply(torch.atleast_2d(x), weight, self.group, self.world_size)
             y = y if x.dim() > 1 else y[0]
             return y if bias is None else y + bias.to(dtype)
         along = self._along_sequence(x)
@@ -214,6 +223,5 @@ class RowParallelLinear(ParallelLinear):
                 f"x: has size {x.shape[along]} in dimension {along}, the sequence, "
                 f"must have a multiple of {self.world_size} ranks there"
             )
-        # Each rank adds it to its part of the sequence only, so the parts of its gradient are summed.
-        bias = None if bias is None else SumGradient.apply(bias, self.group).to(dtype)
+        bias = None if bias is None else bias.to(dtype)
         return fused_matmul_reduce_scatter(x, weight.t(), "sum", along, self.group, bias=bias)

@@ -304,6 +304,7 @@ class MatmulReduceScatterFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.reduce_op, ctx.scatter_dim, ctx.dtype = call.reduce_op, call.scatter_dim, call.A.dtype
         ctx.group_name, ctx.group_size = call.group_name, call.group_size
+        ctx.has_own_bias = call.scatter_dim % call.A.dim() == call.A.dim() - 1
         done: Tensor = MATMUL_REDUCE_SCATTER.run_below_autograd(call)
         _, _, _, *of_factors = ctx.needs_input_grad
         # Each for the gradient of the other one of its product.
@@ -317,13 +318,19 @@ class MatmulReduceScatterFunction(torch.autograd.Function):
         As, Bs = saved[::2], saved[1::2]
         _, needs_bias, needs_residual, *needed = ctx.needs_input_grad
         of_As, of_Bs = needed[::2], needed[1::2]
-        # Each rank has added its own: what its part of the result hands back is all that they get here.
-        grad_bias = op.rows(grad).sum(0, dtype=torch.float32).to(ctx.dtype) if needs_bias else None
+        size = resolve_group(ctx.group_name).size()
+        grad_bias = None
+        if needs_bias:
+            grad_bias = op.rows(grad).sum(0, dtype=torch.float32)
+            # Each rank has added it to its part of the rows only; of the last dimension to its columns, all rows.
+            if not ctx.has_own_bias:
+                grad_bias = op.SumOverRanks.apply(grad_bias, ctx.group_name, ctx.group_size)
+            grad_bias = grad_bias.to(ctx.dtype)
         grad_residual = grad.to(ctx.dtype) if needs_residual else None
         grads: list[Tensor | None] = [None] * len(needed)
         if any(needed):
             if ctx.reduce_op == "avg":
-                grad = grad / resolve_group(ctx.group_name).size()
+                grad = grad / size
             grad = grad.to(ctx.dtype)
             if any(of_As):
                 named = {"return_A": any(of_Bs), "group_size": ctx.group_size}
@@ -333,7 +340,6 @@ class MatmulReduceScatterFunction(torch.autograd.Function):
                 made = iter(outs)
                 grads[::2] = [next(made) if of_A else None for of_A in of_As]
             else:
-                size = resolve_group(ctx.group_name).size()
                 gathered = op.all_gather(grad, ctx.scatter_dim, size, ctx.group_name)
             grads[1::2] = [
                 op.gradient_of_matrix(A, gathered, transposed) if of_B else None

@@ -194,3 +194,30 @@ def all_gather(x: Tensor, dim: int, size: int, group_name: str) -> Tensor:
     """The same, of ``size`` ranks."""
     whole = _collectives.all_gather_into_tensor(x.movedim(dim, 0).contiguous(), size, group_name)
     return _collectives.wait_tensor(whole).movedim(0, dim)
+
+
+class SumGradient(torch.autograd.Function):
+    """Before what every rank uses for a part of the result: each rank's gradient is a part of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: str, size: int | None) -> Tensor:
+        ctx.group = group_name, size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return SumOverRanks.apply(grad, *ctx.group), None, None
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Sums what the ranks hold. All of them use the sum alike: its gradient is already whole on each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: str, size: int | None) -> Tensor:
+        ctx.group = group_name, size
+        total: Tensor = torch.ops.weft.one_shot_all_reduce(x, "sum", group_name, group_size=size)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return SumGradient.apply(grad, *ctx.group), None, None

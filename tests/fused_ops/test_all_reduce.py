@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import time
+from itertools import product
 
 import pytest
 import torch
 from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, world
 from ranks import run_ranks, run_row
 from weft import symm_mem
-from weft.fused_ops import last_plan, one_shot_all_reduce, one_shot_all_reduce_
+from weft.fused_ops import (
+    float8_all_gather_matmul,
+    float8_matmul_reduce_scatter,
+    last_plan,
+    one_shot_all_reduce,
+    one_shot_all_reduce_,
+)
 from weft.kernels.all_reduce import host
+from weft.kernels.all_reduce.reference import reference_all_reduce
 
 SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 129), (0, 4), (1000, 33)]
 
@@ -66,6 +75,35 @@ def any_layout(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_any_strides_alignment_and_memory(device: str) -> None:
     run_row(any_layout, 3, device=device)
+
+
+def nans(rank: int, world_size: int) -> None:
+    """A NaN of one rank, in any position, is one on all ranks: fused, unfused, and in the scales of fp8 layers."""
+    for dtype, n in product(DTYPES, (1, 2, 9)):
+        for owner, place in product(range(world_size), range(n)):
+            x = torch.randn(n, dtype=dtype)
+            if rank == owner:
+                x[place] = math.nan
+            every = torch.stack(gather(x))
+            for reduce_op, want in (("max", every.amax(0)), ("min", every.amin(0))):
+                for got in (
+                    one_shot_all_reduce(x, reduce_op, world()),
+                    reference_all_reduce(x, reduce_op, world()),
+                ):
+                    assert torch.equal(got.isnan(), want.isnan()) and got[place].isnan()
+                    assert torch.equal(got.nan_to_num().double(), want.nan_to_num())
+    for owner in range(world_size):
+        A, B = torch.randn(16, 32), torch.randn(32, 16)
+        if rank == owner:
+            A[3, 5] = math.nan
+        assert float8_all_gather_matmul(A, B, 0, world()).isnan().all()
+        assert float8_matmul_reduce_scatter(A.repeat(world_size, 1), B, 0, world()).isnan().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_nan_of_one_rank_is_one_on_all(world_size: int, device: str) -> None:
+    run_row(nans, world_size, device=device)
 
 
 def chunks(rank: int, world_size: int) -> None:

@@ -23,8 +23,8 @@ def one_of_four(rank: int, world_size: int) -> None:
         words = symm_mem.unavailable(group, "cpu")
         assert words is not None and "its backend 'fake' has no processes" in words
         size = symm_mem.resolve_group(group).size()
-        up = ColumnParallelLinear(8, 12, group=group)
-        down = RowParallelLinear(12, 8, group=group)
+        up = ColumnParallelLinear(8, 12, group=group, sequence_parallel=True)
+        down = RowParallelLinear(12, 8, group=group, sequence_parallel=True)
         x = torch.randn(3, 8, requires_grad=True)
         y = up(x)
         assert last_plan().algorithm == "unfused" and y.shape == (3 * size, 12 // size)

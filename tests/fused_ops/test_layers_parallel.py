@@ -243,14 +243,15 @@ def frozen(rank: int, world_size: int, seed: int) -> None:
     seeded(seed)
     linear = nn.Linear(IN * world_size, OUT)
     linear.weight.requires_grad_(False)
-    layer = RowParallelLinear.from_linear(linear.eval(), None)
+    layer = RowParallelLinear.from_linear(linear.eval(), None, sequence_parallel=True)
     assert not layer.training
     layer(torch.randn(SEQUENCE * world_size, IN)).sum().backward()
     assert layer.weight.grad is None
     rows = torch.full((OUT,), float(SEQUENCE * world_size), dtype=torch.float64)
     compare("bias.grad", layer.bias.grad, rows)
     with torch.no_grad():
-        whole = ColumnParallelLinear(IN, OUT * world_size, group=None, gather_output=True)
+        options: dict[str, Any] = {"gather_output": True, "sequence_parallel": True}
+        whole = ColumnParallelLinear(IN, OUT * world_size, group=None, **options)
         assert whole(torch.randn(SEQUENCE, IN)).shape == (SEQUENCE * world_size, OUT * world_size)
 
 
@@ -267,16 +268,17 @@ def refused(rank: int, world_size: int) -> None:
     for option in ({"bias": False}, {"dtype": torch.float16}, {"device": "cpu"}):  # as linear has it
         with pytest.raises(TypeError, match=f"multiple values for keyword argument '{next(iter(option))}'"):
             ColumnParallelLinear.from_linear(nn.Linear(4, 4), None, **option)
+    cut: dict[str, Any] = {"sequence_parallel": True}
     with pytest.raises(ValueError, match=r"sequence_dim: is 1, must be .* before the last of the 2-D"):
-        ColumnParallelLinear(4, 4, group=None, sequence_dim=1)(torch.ones(3, 4))
+        ColumnParallelLinear(4, 4, group=None, sequence_dim=1, **cut)(torch.ones(3, 4))
     with pytest.raises(ValueError, match="sequence_dim: is -1"):
-        RowParallelLinear(4, 4, group=None, sequence_dim=-1)(torch.ones(2, 2, 2))
+        RowParallelLinear(4, 4, group=None, sequence_dim=-1, **cut)(torch.ones(2, 2, 2))
     with pytest.raises(
         ValueError, match=r"^x: has size 3 in dimension 0, the sequence, .* multiple of 2 ranks"
     ):
-        RowParallelLinear(4, 4, group=None)(torch.ones(3, 2))
+        RowParallelLinear(4, 4, group=None, **cut)(torch.ones(3, 2))
     with pytest.raises(ValueError, match=r"^x: has size 5 in dimension 1, the sequence"):
-        RowParallelLinear(4, 4, group=None, sequence_dim=-2, bias=False)(torch.ones(2, 5, 2))
+        RowParallelLinear(4, 4, group=None, sequence_dim=-2, bias=False, **cut)(torch.ones(2, 5, 2))
     with pytest.raises(ValueError, match="x: has 2 columns, must have 4"):
         RowParallelLinear(4, 4, group=None, input_is_parallel=False)(torch.ones(4, 2))
     layer = ColumnParallelLinear(4, 6, group=None, bias=False, device="meta")

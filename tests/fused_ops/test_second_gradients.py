@@ -72,14 +72,15 @@ def gathers(rank: int, world_size: int) -> None:
 
 
 def scatters(rank: int, world_size: int) -> None:
+    # A bias of columns that are cut. One that all ranks hold alike is that of a row-parallel layer.
     def call(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> Any:
-        return [fused_matmul_reduce_scatter(A, B, "avg", 0, world(), bias=bias, residual=residual)]
+        return [fused_matmul_reduce_scatter(A, B, "avg", 1, world(), bias=bias, residual=residual)]
 
     def whole(given: Ranks) -> Ranks:
-        parts = (sum(xs[0] @ xs[1] for xs in given) / world_size).chunk(world_size)
+        parts = (sum(xs[0] @ xs[1] for xs in given) / world_size).chunk(world_size, 1)
         return [[part + xs[2] + xs[3]] for part, xs in zip(parts, given, strict=True)]
 
-    compare("matmul_reduce_scatter", call, whole, [(2 * world_size, 3), (3, 5), (5,), (2, 5)])
+    compare("matmul_reduce_scatter", call, whole, [(4, 3), (3, 5 * world_size), (5,), (4, 5)])
     A = torch.randn(4, 3 * world_size, 3)  # a constant
     everybody = gather(A)
     compare(

@@ -146,8 +146,8 @@ def layers(rank: int, world: int) -> list[float]:
     name = group_name()
     torch._dynamo.reset()
     torch.manual_seed(0)
-    up = ColumnParallelLinear(16, 32, group=name)
-    down = RowParallelLinear(32, 16, group=name)
+    up = ColumnParallelLinear(16, 32, group=name, sequence_parallel=True)
+    down = RowParallelLinear(32, 16, group=name, sequence_parallel=True)
     model = torch.nn.Sequential(up, torch.nn.GELU(), down)
     x = torch.randn(4, 16) * (1 + rank)
     outcomes = []

@@ -1,0 +1,138 @@
+"""Gradients of two blocks of norms and parallel layers are those of one process in float64."""
+
+from __future__ import annotations
+
+import secrets
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from opcommon import check, same_on_all, world
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from weft.fused_ops import ColumnParallelLinear, RowParallelLinear, all_reduce_gradients
+
+BATCH, ROWS, WIDTH, HIDDEN = 2, 3, 6, 5  # rows and hidden features: so many a rank
+CUT = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
+
+
+class Block(nn.Module):
+    def __init__(self, norm: nn.Module, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = norm, up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).sin())
+
+
+def plain(hidden: int) -> nn.Sequential:
+    blocks = [
+        Block(norm(WIDTH), nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH))
+        for norm in (nn.RMSNorm, nn.LayerNorm)
+    ]
+    for parameter in (model := nn.Sequential(*blocks, nn.LayerNorm(WIDTH))).parameters():
+        nn.init.normal_(parameter)
+    return model
+
+
+def cut_along(model: nn.Sequential, **options: Any) -> nn.Sequential:
+    blocks = [
+        Block(
+            deepcopy(block.norm),
+            ColumnParallelLinear.from_linear(block.up, None, **options),
+            RowParallelLinear.from_linear(block.down, None, **options),
+        )
+        for block in model
+        if isinstance(block, Block)
+    ]
+    return nn.Sequential(*blocks, deepcopy(model[-1]))
+
+
+def norms(model: nn.Module) -> list[nn.Parameter]:
+    kinds = nn.RMSNorm, nn.LayerNorm
+    return [p for m in model.modules() if isinstance(m, kinds) for p in m.parameters()]
+
+
+def blocks(rank: int, size: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    whole = plain(HIDDEN * size)
+    reference = deepcopy(whole).double()
+    steps = [torch.randn(BATCH, ROWS * size, WIDTH) for _ in range(2)]
+    for x in steps:
+        (reference(x.double()).square() * x.double()).sum().backward()
+    for options in ({}, {"sequence_parallel": True, "sequence_dim": 1}):
+        model = cut_along(whole, **options)
+        for x in steps:
+            mine = x.chunk(size, 1)[rank] if options else x
+            (model(mine).square() * mine).sum().backward()
+        if options:
+            all_reduce_gradients(norms(model), None)
+        for name, parameter in model.named_parameters():
+            wanted = reference.get_parameter(name).grad
+            assert wanted is not None and parameter.grad is not None
+            dim = CUT.get(name.partition(".")[2])
+            wanted = wanted if dim is None else wanted.chunk(size, dim)[rank]
+            check(f"{options}: {name}", parameter.grad, wanted, 2e-5)  # float32 through two blocks
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_two_blocks_on_whole_input_and_on_parts_of_the_sequence(size: int) -> None:
+    run_ranks(blocks, size, secrets.randbits(32))
+
+
+def sums(rank: int, size: int) -> None:
+    shapes = [((3, 5), torch.float32), ((7,), torch.bfloat16), ((), torch.float32), ((2, 0), torch.float32)]
+    parameters = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape, dtype in shapes]
+    frozen, unused, transposed = (nn.Parameter(torch.ones(4, 3)) for _ in range(3))
+    frozen.requires_grad_(False)
+    transposed.grad = torch.full((3, 4), float(rank + 1)).t()
+    if rank:
+        unused.grad = torch.full((4, 3), float(rank))
+    for p in parameters:
+        p.grad = torch.full_like(p, rank + 1)
+    kept = transposed.grad
+    all_reduce_gradients([*parameters, frozen, unused, transposed], world())
+    for p in (*parameters, transposed):
+        assert p.grad is not None and p.grad.dtype == p.dtype and (p.grad == size * (size + 1) / 2).all()
+    assert transposed.grad is kept and kept.stride() == (1, 4)
+    assert unused.grad is not None and (unused.grad == size * (size - 1) / 2).all()
+    assert frozen.grad is None
+    all_reduce_gradients([], None)
+    wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"^parameters\[1\].grad: is torch.float64, must be float32"):
+        all_reduce_gradients([parameters[0], wide], None)
+    mesh = DeviceMesh.from_group(world(), "cpu")
+    sharded = nn.Parameter(distribute_tensor(same_on_all(2, dtype=torch.float32), mesh, [Replicate()]))
+    assert isinstance(sharded, DTensor)
+    with pytest.raises(TypeError, match=r"^parameters\[0\]: is a DTensor"):
+        all_reduce_gradients([sharded], None)
+    with pytest.raises(TypeError, match=r"^parameters: is a tensor, must be a sequence"):
+        all_reduce_gradients(wide, None)
+
+
+def test_sums() -> None:
+    run_ranks(sums, 3)
+
+
+def on_whole_input_by_default(rank: int, size: int, seed: int) -> None:
+    """[batch, sequence, width] that is the same on every rank, and nothing said: no factor in any gradient."""
+    torch.manual_seed(seed)
+    up, down = nn.Linear(WIDTH, HIDDEN * size), nn.Linear(HIDDEN * size, WIDTH)
+    layers = ColumnParallelLinear.from_linear(up, None), RowParallelLinear.from_linear(down, None)
+    x = torch.randn(BATCH * size, ROWS, WIDTH)
+    y = layers[1](layers[0](x).tanh())
+    assert y.shape == x.shape
+    y.square().sum().backward()
+    plain = nn.Sequential(up, nn.Tanh(), down).double()
+    plain(x.double()).square().sum().backward()
+    for layer, linear in zip(layers, (up, down), strict=True):
+        assert linear.weight.grad is not None
+        wanted = linear.weight.grad.chunk(size, layer.shard_dim)[rank]
+        check(f"{layer}", layer.weight.grad, wanted, 3e-6)
+
+
+def test_the_defaults_take_whole_input() -> None:
+    run_ranks(on_whole_input_by_default, 2, secrets.randbits(32))
