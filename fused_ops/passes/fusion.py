@@ -216,7 +216,7 @@ class FusionPass(PassSettings, CustomGraphPass):
         runs = PassRuns(self._graphs, self._keys, tuple(self._custom_ops), names_of(others))
         seen = self._outcomes
         outcomes = seen.disagreements(), seen.questions(), runs, self._orders, seen.programs()
-        return Report(self._entries, *outcomes)
+        return Report(seen.applied(self._entries), *outcomes)
 
     def clear(self) -> None:
         """Empties the report of this pass; its graphs are counted from 0 again.
@@ -292,7 +292,10 @@ class FusionPass(PassSettings, CustomGraphPass):
         report = Report(e.planned(kernels.plans.get(e.node)) for e in report.entries)
         if original is not None:
             passed = change.crossed if change else frozenset()
-            original.ask_first(graph, report.entries, orders, passed, agree=self.agree, calls=kernels.calls)
+            name = original.ask_first(
+                graph, report.entries, orders, passed, agree=self.agree, calls=kernels.calls
+            )
+            report = Report(replace(e, signature=name) for e in report.entries)
             self._called.remember(graph, original.graph, self._graphs - 1)
         keep_what_is_ordered(graph, change)
         if verifies():
