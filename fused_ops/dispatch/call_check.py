@@ -2,7 +2,7 @@
 
 Twice a call: its arguments, and the plan that was made of them, before anything is launched. Strides are compared by
 what they lead to: ranks may lay out their own operands as they like, unless one of them then runs another algorithm
-than the others.
+than the others. Sizes that no rank sends are compared where they choose the kernel alone (``own_dims``).
 
 A first call is the first of its op on a heap, or behind a reset. Ranks that make the same calls come to it together,
 and it never takes the fast path: a call like it was not made before. A rank that makes another call instead is waited
@@ -38,6 +38,35 @@ _PREPARES = {
     "fused_all_reduce_rms_norm_quant": (_ALL_REDUCE, "one_shot_all_reduce_"),
     "fused_matmul_all_reduce": (_ALL_REDUCE, "one_shot_all_reduce_"),
 }
+# Columns of products of what is gathered, and what products are summed over before they are reduced: of each argument
+# the dimension, for elements of a list alternately. What travels has other sizes.
+_OWN = {
+    "fused_all_gather_matmul": {"Bs": (1,)},
+    "fused_all_gather_scaled_matmul": {
+        "Bs": (1,),
+        "B_scales": (-1,),
+        "biases": (-1,),
+        "result_scales": (-1,),
+    },
+    "fused_matmul_reduce_scatter": {"A": (-1,), "B": (0,), "more": (-1, 0)},
+    "fused_scaled_matmul_reduce_scatter": {"A": (-1,), "B": (0,), "A_scale": (-1,), "B_scale": (0,)},
+    "fused_matmul_all_reduce": {"A": (-1,), "B": (0,)},
+}
+_SAME_ON_CUDA = " (on CUDA all sizes must be the same on all ranks: they choose the kernel)"
+_SAME = " (sizes other than * must be the same on all ranks)"
+
+
+def own_dims(op: str, argument: str, device_type: str) -> tuple[int, ...]:
+    """The dimension of an op's argument in which each rank may have a size of its own; several are for a list.
+
+    Empty on CUDA, where kernels are chosen by all sizes, and ranks with different kernels would wait for each other.
+    """
+    return _OWN.get(op, {}).get(argument, ()) if device_type == "cpu" else ()
+
+
+def dims_of_element(own: tuple[int, ...], i: int) -> tuple[int, ...]:
+    """Of element ``i`` of a list, whose ``own_dims`` these are."""
+    return own[i % len(own) :][:1] if own else ()
 
 
 class OpCall(NamedTuple):
@@ -45,10 +74,21 @@ class OpCall(NamedTuple):
 
     op: str
     arguments: dict[str, object]
+    device_type: str
 
     def __str__(self) -> str:
-        said = ", ".join(f"{name}={_text(value)}" for name, value in self.arguments.items())
-        return f"{self.op}({said})"
+        said = [
+            f"{name}={_text(value, own_dims(self.op, name, self.device_type))}"
+            for name, value in self.arguments.items()
+        ]
+        return f"{self.op}({', '.join(said)})"
+
+    @property
+    def remark(self) -> str:
+        """What the text does not say of sizes."""
+        if self.op not in _OWN:
+            return ""
+        return _SAME if self.device_type == "cpu" else _SAME_ON_CUDA
 
 
 class _Current(threading.local):
@@ -78,7 +118,7 @@ def begin_call(op: str, group: ProcessGroup, device: torch.device, **arguments: 
     if flight_recorder.calls is not None and group.size() > 1:
         flight_recorder.begin(op, group, _shape(op, device, arguments), call_site())
     calling.op, _current.call = op, None
-    _current.begun = call = OpCall(op, arguments)
+    _current.begun = call = OpCall(op, arguments, device.type)
     if not is_checked() or group.size() == 1:
         return
     _current.begun = None
@@ -113,7 +153,7 @@ def compare_first_call(where: Heap, call: OpCall | None) -> None:
 
 
 def _compare(checks: CallCheck, call: OpCall, what: str | None) -> None:
-    checks.compare(call.op, str(call), begins=what is None, what=what)
+    checks.compare(call.op, str(call), call.remark, begins=what is None, what=what)
     _current.call = checks, call.op, what
 
 
@@ -152,9 +192,16 @@ def _shape(op: str, device: torch.device, arguments: dict[str, object]) -> fligh
     return flight_recorder.shape_of(op, tensors)
 
 
-def _text(value: object) -> str:
+def _text(value: object, own: tuple[int, ...] = ()) -> str:
+    """
+    Args:
+        own: dimensions whose sizes are not shown, as ``own_dims`` has them.
+    """
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        sizes = list(map(str, value.shape))
+        for dim in own if sizes else ():
+            sizes[dim] = "*"
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"[{', '.join(map(_text, value))}]"
+        return f"[{', '.join(_text(each, dims_of_element(own, i)) for i, each in enumerate(value))}]"
     return repr(value)

@@ -19,7 +19,8 @@ from ...kernels.all_reduce.configs import estimate_all_reduce_us
 from ...kernels.all_reduce_rms_norm import configs as norms
 from ...kernels.device.device_spec import H200, DeviceSpec, device_spec_of
 from ...kernels.device.gemm.gemm_tiles import LINK, MULTIPLY_ADDS, matmul_us, nccl_us, product_us
-from ...kernels.device.gemm.scaling import ScaledProducts, ScaleKind, has_block_product
+from ...kernels.device.gemm.scaling import ScaledProducts, has_block_product
+from ...kernels.device.gemm.supported import why_last_dim_not_gathered, why_last_dim_not_scattered
 from ...kernels.matmul_all_reduce import configs as few_rows
 from ...kernels.matmul_reduce_scatter import configs as scatter
 from ...kernels.matmul_reduce_scatter import to_all
@@ -114,9 +115,8 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
         return _why_not_scaled(candidate, candidate.scaled)
     if (reason := why_tf32(dtype)) is not None:
         return reason
-    if last_dim and not buffers:
-        verb = "gather" if op == "all_gather_matmul" else "scatter"
-        return f"the kernels do not {verb} the last dimension of {dtype}"
+    if last_dim and (reason := _why_not_last_dim(candidate)) is not None:
+        return reason
     gathers = op == "all_gather_matmul"
     # Of a rank's shard, or of its result.
     rows = m if last_dim else m // world_size
@@ -155,12 +155,16 @@ def _why_not_scaled(candidate: FusionCandidate, scaled: ScaledProducts) -> str |
     m, n, k = candidate.m, candidate.n, candidate.k
     if 0 in (m, n, k):
         return f"of [{m}, {k}] and [{k}, {n}] one is empty"
-    if candidate.op == "all_gather_scaled_matmul":
-        if candidate.last_dim and scaled.kind is not ScaleKind.TENSOR:
-            return f"the kernels do not gather the last dimension with {scaled.kind.value} scales"
-    elif scaled.out_dtype == torch.float32:
-        return "the kernels send no partial results of torch.float32"
+    if candidate.last_dim and (reason := _why_not_last_dim(candidate)) is not None:
+        return reason
     return None if _saved(candidate) > 0 else _too_little(candidate)
+
+
+def _why_not_last_dim(candidate: FusionCandidate) -> str | None:
+    c = candidate
+    if c.op in _GATHERING:
+        return why_last_dim_not_gathered(c.dtype, c.scaled)
+    return why_last_dim_not_scattered(c.dtype, c.scaled, c.n // c.world_size)
 
 
 def _too_little(candidate: FusionCandidate) -> str:

@@ -2,7 +2,7 @@
 
 A backward calls its conjugate, not the conjugate's collective. The gradient can then be differentiated again: by the
 backward of a collective what is whole on each rank already would be summed over the ranks, or not at all. A further
-pair, SumGradient and SumOverRanks, is in library/autograd.py.
+pair, SumGradient and SumOverRanks, is in ops/op.py.
 
 Rank and size are given: Dynamo does not look for a group by its name in an autograd.Function.
 """

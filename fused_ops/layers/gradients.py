@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...symm_mem import Group
+from .. import validation
 from ..functional import one_shot_all_reduce_
-from ..library import validation
 
 
 def all_reduce_gradients(parameters: Iterable[Tensor], group: Group) -> None:

@@ -22,6 +22,7 @@ from ...kernels.device.gemm.scaling import (
     has_block_product,
     torch_product,
 )
+from ...kernels.device.gemm.supported import why_last_dim_not_gathered
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
@@ -245,14 +246,12 @@ def _scaled_products(gather: ScaledGather) -> ScaledProducts | str:
     call, kind = gather.call, gather.rows.kind
     dtype = call.out_dtypes[0]
     assert dtype is not None
-    if gather.last and kind is not ScaleKind.TENSOR:
-        return f"the last dimension is gathered, for which no kernel takes {kind.value} scales"
     if len({*call.out_dtypes}) > 1 or len({B.dtype for B in call.Bs}) > 1:
         return "Bs or results of several dtypes, of which a kernel takes one"
     if len(call.Bs) > MOST_BS:
         return f"{len(call.Bs)} Bs, of which a kernel takes {MOST_BS}"
     types = gather.a.dtype, call.Bs[0].dtype
-    return ScaledProducts(
+    products = ScaledProducts(
         types=types,
         kind=kind,
         out_dtype=dtype,
@@ -260,6 +259,8 @@ def _scaled_products(gather: ScaledGather) -> ScaledProducts | str:
         travels=gather.sent is not None,
         torch_has_blocks=has_block_product(gather.size * gather.m, types, gather.a.device),
     )
+    reason = why_last_dim_not_gathered(gather.a.dtype, products) if gather.last else None
+    return products if reason is None else reason
 
 
 def _on_cuda(where: Heap, gather: ScaledGather) -> Result | str:

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...kernels.device.gemm.scaling import (
-    BLOCK,
     ScaledProducts,
     ScaleKind,
     as_pairs,
@@ -20,6 +19,7 @@ from ...kernels.device.gemm.scaling import (
     has_block_product,
     torch_product,
 )
+from ...kernels.device.gemm.supported import why_last_dim_not_scattered
 from ...kernels.scaled_matmul_reduce_scatter import host
 from ...kernels.scaled_matmul_reduce_scatter.reference import reference_scattered_sum
 from ...symm_mem import resolve_group
@@ -211,8 +211,6 @@ def _on_cuda(where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows)
     )
     assert out_dtype is not None
     split_n, k = dim == len(lead), call.B.shape[0]
-    if split_n and rows.kind is ScaleKind.BLOCKS and n // size % BLOCK:
-        return f"the last dimension is scattered, of which a rank has no whole blocks of {BLOCK}"
     types = call.A.dtype, call.B.dtype
     products = ScaledProducts(
         types=types,
@@ -221,6 +219,8 @@ def _on_cuda(where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows)
         promote=rows.kind is ScaleKind.BLOCKS or not call.use_fast_accum,
         torch_has_blocks=has_block_product(prod(lead), types, call.A.device),
     )
+    if split_n and (reason := why_last_dim_not_scattered(types[0], products, n // size)) is not None:
+        return reason
     before = prod(lead[:dim])
     parts = (1, 1, prod(lead)) if split_n else (before, size, prod(lead) // (before * size))
     staging = Staging()

@@ -218,7 +218,7 @@ class FusionPass(OnePass, CustomGraphPass):
         runs = PassRuns(graphs.ran, self._keys, tuple(self._custom_ops), names_of(others), graphs.loaded)
         seen = self._outcomes
         outcomes = seen.disagreements(), seen.questions(), runs, graphs.orders, seen.programs()
-        return Report(graphs.entries, *outcomes)
+        return Report(seen.applied(graphs.entries), *outcomes)
 
     def clear(self) -> None:
         """Empties the report of this pass; its graphs are counted from 0 again.
@@ -298,7 +298,10 @@ class FusionPass(OnePass, CustomGraphPass):
         report = Report(e.planned(kernels.plans.get(e.node)) for e in report.entries)
         if original is not None:
             passed = change.crossed if change else frozenset()
-            original.ask_first(graph, report.entries, orders, passed, agree=self.agree, calls=kernels.calls)
+            name = original.ask_first(
+                graph, report.entries, orders, passed, agree=self.agree, calls=kernels.calls
+            )
+            report = Report(replace(e, signature=name) for e in report.entries)
         keep_what_is_ordered(graph, change)
         if verifies():
             verify_memory(graph)

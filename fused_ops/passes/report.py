@@ -115,6 +115,8 @@ class Entry:
         gain: microseconds that fusing should save by ``profitability.expected_gain``, less those of operands that it
         copies; None like m, n, k.
         plan: of a fused one on GPUs, how the op's call runs; None where that is not known before the run.
+        signature: of its graph, as disagreements name it; "" where ranks are not asked.
+        unfused: whether the graph has run, and unfused each time, as ``disagreements`` say.
         module: the innermost module that runs it, as ``layers.3.mlp.down_proj (Linear)``; of a collective of a backward
         graph that of the forward's; "" where torch kept none.
     """
@@ -135,6 +137,13 @@ class Entry:
     gain: float | None = None
     module: str = ""
     plan: Plan | None = None
+    signature: str = ""
+    unfused: bool = False
+
+    @property
+    def fused(self) -> bool:
+        """Whether it runs fused, as far as the graph has run."""
+        return self.fused_into is not None and not self.unfused
 
     def left_alone(self, reason: str) -> Entry:
         """The same collective, found but left alone."""
@@ -171,6 +180,7 @@ class Entry:
                 sizes = f"{self.m} x {self.k} @ {self.k} x {self.n}" if self.k else f"{self.m} x {self.n}"
                 parts.append(sizes + (f" should save {self.gain:.3g} us" if self.gain else ""))
             parts += self._as_planned()
+            parts += ["but its graph ran unfused each time"] if self.unfused else []
             body = ", ".join(parts)
         else:
             body = f"left alone: {self.reason}"
@@ -271,12 +281,12 @@ class Report:
 
     @property
     def fused(self) -> int:
-        """How many collectives were fused."""
-        return sum(e.fused_into is not None for e in self.entries)
+        """How many collectives were fused, but for those of graphs that have run unfused each time."""
+        return sum(e.fused for e in self.entries)
 
     @property
     def left(self) -> int:
-        """How many collectives were left alone."""
+        """How many collectives run unfused: left alone, or in graphs that have run unfused each time."""
         return len(self.entries) - self.fused
 
     @property
@@ -291,7 +301,7 @@ class Report:
     @property
     def gain(self) -> float:
         """Microseconds that one run of every graph should save, as far as that is known."""
-        return sum(e.gain or 0.0 for e in self.entries)
+        return sum(e.gain or 0.0 for e in self.entries if not e.unfused)
 
     def __str__(self) -> str:
         ran = [str(d) for d in self.disagreements]
@@ -302,7 +312,9 @@ class Report:
         for entry in self.entries:
             groups.setdefault(entry.alike(), []).append(entry)
         lines = [text_of(group) for group in groups.values()]
-        lines.append(f"{self.fused} of {len(self.entries)} collectives fused")
+        unfused = sum(e.unfused for e in self.entries)
+        more = f"; {unfused} more are in graphs that ran unfused each time" if unfused else ""
+        lines.append(f"{self.fused} of {len(self.entries)} collectives fused{more}")
         lines += [str(self.heap)] if self.heap.calls else []
         return "\n".join([*lines, *ran, *self._reasons(), *map(str, self.orders)])
 

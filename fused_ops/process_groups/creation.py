@@ -121,7 +121,11 @@ def create_process_group(options: Any, backend_options: Any) -> ProcessGroup:
         backend = asked.made.get(kind)
         if backend is None:
             where = PrefixStore(f"{kind}/", store)
-            made = _nccl(where, options, backend_options) if name == "nccl" else _gloo(where, options, backend_options)
+            made = (
+                _nccl(where, options, backend_options)
+                if name == "nccl"
+                else _gloo(where, options, backend_options)
+            )
             made._set_sequence_number_for_group()
             backend = _watched(made, where, options)
         inner._register_backend(torch.device(kind), _TYPES[name], backend)
@@ -142,7 +146,9 @@ def _check_options(given: Any, names: Collection[str]) -> None:
                 f"pg_options: is {type(given).__name__}, must be ProcessGroupNCCL.Options for NCCL"
             )
     elif not isinstance(given, distributed_c10d.ProcessGroupGloo.Options):
-        raise TypeError(f"pg_options: is {type(given).__name__}, must be ProcessGroupGloo.Options between CPU ranks")
+        raise TypeError(
+            f"pg_options: is {type(given).__name__}, must be ProcessGroupGloo.Options between CPU ranks"
+        )
 
 
 def _inner_names(backends: Mapping[str, str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
 from ..device.gemm import gemm
 from ..device.gemm.one_shot import OneShotConfig, algorithm_of, likeliest
+from ..device.gemm.supported import why_last_dim_not_gathered
 from ..device.jit.launch import ALIGNMENT, is_transposed, why_not
 from ..device.tuning import tuner
 from ..device.tuning.benchmark import Candidate
@@ -70,8 +71,8 @@ def _choose(
         layout = configs.gather_layout(problem, config)
         profitable = configs.gather_is_profitable(problem)
         return KernelChoice(algorithm_of(config), config, layout, profitable, us)
-    if call.split_k:
-        return f"the last dimension is gathered, for which no kernel takes {a.dtype} operands"
+    if call.split_k and (reason := why_last_dim_not_gathered(a.dtype, call.scaled)) is not None:
+        return reason
     world_size = problem.world_size
     copied = copied_products.configure(call, world_size)
     layout = configs.copied_gather_layout(m, k, a.dtype, world_size, copied)

@@ -17,6 +17,7 @@ from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
 from ..device.gemm import gemm
 from ..device.gemm.one_shot import OneShotConfig, algorithm_of, launch_prepared, likeliest
+from ..device.gemm.supported import why_last_dim_not_scattered
 from ..device.jit.launch import ALIGNMENT, compiling, is_transposed, why_not
 from ..device.tuning import tuner
 from ..device.tuning.benchmark import Candidate
@@ -54,8 +55,8 @@ def _choose(
         layout = configs.scatter_layout(config, problem)
         profitable = configs.scatter_is_profitable(problem)
         return KernelChoice(algorithm_of(config), config, layout, profitable, us)
-    if problem.split_n:
-        return f"the last dimension is scattered, of {a.dtype}"
+    if problem.split_n and (why := why_last_dim_not_scattered(a.dtype, call.scaled, problem.n)) is not None:
+        return why
     stored = configs.choose_matmul_reduce_scatter(problem, a.dtype)
     stored_in = configs.tiled_scatter_layout(stored, problem, a.dtype)
     return KernelChoice("tma_store", stored, stored_in, problem.batches * problem.m >= 64)

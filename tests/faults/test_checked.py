@@ -31,14 +31,14 @@ Call = Callable[[], object]
 
 
 def gather(
-    m: int = 4, dim: int = 0, n: tuple[int, ...] = (5,), dtype: torch.dtype | None = None, **named: bool
+    m: int = 4, k: int = 6, n: tuple[int, ...] = (5,), dtype: torch.dtype | None = None, **named: bool
 ) -> Call:
-    a = torch.ones(m, 6, dtype=dtype)
-    return lambda: fused_all_gather_matmul(a, [torch.ones(6, c, dtype=dtype) for c in n], dim, None, **named)
+    a = torch.ones(m, k, dtype=dtype)
+    return lambda: fused_all_gather_matmul(a, [torch.ones(k, c, dtype=dtype) for c in n], 0, None, **named)
 
 
-def scatter(k: int = 6, dim: int = 0, op: str = "sum") -> Call:
-    return lambda: fused_matmul_reduce_scatter(torch.ones(9, k), torch.ones(k, 3), op, dim, None)
+def scatter(n: int = 3, dim: int = 0, op: str = "sum", k: int = 6) -> Call:
+    return lambda: fused_matmul_reduce_scatter(torch.ones(9, k), torch.ones(k, n), op, dim, None)
 
 
 def reduce(n: int = 5, op: str = "sum") -> Call:
@@ -48,11 +48,12 @@ def reduce(n: int = 5, op: str = "sum") -> Call:
 # What the others call, what the odd one calls, and what the error shows of each.
 PAIRS: list[tuple[Call, Call, str, str]] = [
     (gather(), gather(5), "A_shard=float32[4, 6]", "A_shard=float32[5, 6]"),
+    (gather(k=6), gather(k=7), "A_shard=float32[4, 6]", "A_shard=float32[4, 7]"),
     (gather(), gather(dtype=torch.bfloat16), "float32[4, 6]", "bfloat16[4, 6]"),
-    (gather(), gather(n=(5, 2)), "Bs=[float32[6, 5]]", "Bs=[float32[6, 5], float32[6, 2]]"),
+    (gather(), gather(n=(5, 2)), "Bs=[float32[6, *]]", "Bs=[float32[6, *], float32[6, *]]"),
     (gather(), gather(return_A=False), "return_A=True", "return_A=False"),
     (scatter(), scatter(dim=1), "scatter_dim=0", "scatter_dim=1"),
-    (scatter(), scatter(7), "A=float32[9, 6]", "A=float32[9, 7]"),
+    (scatter(), scatter(6), "A=float32[9, *], B=float32[*, 3]", "B=float32[*, 6]"),
     (scatter(), scatter(op="avg"), "reduce_op='sum'", "reduce_op='avg'"),
     (reduce(), reduce(6), "x=float32[5]", "x=float32[6]"),
     (gather(), scatter(), "fused_all_gather_matmul(", "fused_matmul_reduce_scatter("),

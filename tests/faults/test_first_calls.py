@@ -33,14 +33,14 @@ def norm(rows: int = 3, eps: float = 1e-5) -> Call:
     return lambda: fused_all_reduce_rms_norm(x, x, torch.ones(4), eps, None)
 
 
-def product(k: int = 6, op: str = "sum") -> Call:
-    return lambda: fused_matmul_all_reduce(torch.ones(2, k), torch.ones(k, 3), op, None)
+def product(n: int = 3, op: str = "sum") -> Call:
+    return lambda: fused_matmul_all_reduce(torch.ones(2, 6), torch.ones(6, n), op, None)
 
 
 MORE = [
     (norm(), norm(4), "x=float32[3, 4]", "x=float32[4, 4]"),
     (norm(), norm(eps=1e-6), "eps=1e-05", "eps=1e-06"),
-    (product(), product(7), "A=float32[2, 6]", "A=float32[2, 7]"),
+    (product(), product(7), "A=float32[2, *], B=float32[*, 3]", "B=float32[*, 7]"),
     (product(), product(op="avg"), "reduce_op='sum'", "reduce_op='avg'"),
 ]
 

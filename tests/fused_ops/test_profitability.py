@@ -74,15 +74,19 @@ def test_scaled_matmuls_ask_the_kernels_rule(m: int, kind: ScaleKind) -> None:
 
 @pytest.mark.usefixtures("hopper")
 def test_what_the_kernels_of_fp8_do_not_take() -> None:
-    def why(op: str, how: ScaledProducts, *, last: bool = False, m: int = 8192) -> str:
-        given = FusionCandidate(op, m, 4096, 4096, 2, E4M3, "cuda", last_dim=last, scaled=how)
+    def why(op: str, how: ScaledProducts, *, last: bool = False, m: int = 8192, n: int = 4096) -> str:
+        given = FusionCandidate(op, m, n, 4096, 2, E4M3, "cuda", last_dim=last, scaled=how)
         return why_not_profitable(given) or ""
 
     assert "the last dimension with row-wise" in why(
         "all_gather_scaled_matmul", scaled(ScaleKind.ROWS), last=True
     )
     assert not why("all_gather_scaled_matmul", scaled(ScaleKind.TENSOR), last=True)
-    assert "torch.float32" in why("scaled_matmul_reduce_scatter", scaled(ScaleKind.TENSOR, torch.float32))
+    # Partial results of float32 are sent as they are, by the op and so in what the pass takes.
+    assert not why("scaled_matmul_reduce_scatter", scaled(ScaleKind.TENSOR, torch.float32))
+    blocks = scaled(ScaleKind.BLOCKS)
+    assert "no whole blocks" in why("scaled_matmul_reduce_scatter", blocks, last=True, n=2 * 64)
+    assert not why("scaled_matmul_reduce_scatter", blocks, last=True)
     assert not why("scaled_matmul_reduce_scatter", scaled(ScaleKind.TENSOR))
     for op in ("all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"):
         assert "one is empty" in why(op, scaled(ScaleKind.TENSOR), m=0)

@@ -116,4 +116,4 @@ def test_float32_of_the_last_dimension_is_left(where: SimpleNamespace) -> None:
     shard, b = torch.randn(6, 24), torch.randn(48, 16)
     with forced("fused"):
         said = all_gather_matmul._on_cuda(where, AllGatherMatmulCall(shard, [b], 1, NAME, False))
-    assert said == "the last dimension is gathered, for which no kernel takes torch.float32 operands"
+    assert said == "the kernels do not gather the last dimension of torch.float32"

@@ -80,7 +80,9 @@ class Group:
         for rank in range(SIZE):
             self.streams.rank = rank
             under_way: Any = None
-            for i, (((reduce_op, dtype, placed), size), (xs, wants)) in enumerate(zip(drawn, inputs, strict=True)):
+            for i, (((reduce_op, dtype, placed), size), (xs, wants)) in enumerate(
+                zip(drawn, inputs, strict=True)
+            ):
                 problem = AsyncProblem(size, reduce_op, dtype, placed)
                 call = AsyncCollective(self.places[rank], problem), i % NUM_BUFFERS, xs[rank].clone()
                 call[0].send(call[1], call[2].data_ptr(), polls)
@@ -158,7 +160,10 @@ MISTAKES = {
         "    __shared__ bool last;",
     ),
     "the first block ends the epoch": ("== gridDim.x - 1", "== 0"),
-    "every block ends the epoch": ("if (!last || threadIdx.x >= 32) return;", "if (threadIdx.x >= 32) return;"),
+    "every block ends the epoch": (
+        "if (!last || threadIdx.x >= 32) return;",
+        "if (threadIdx.x >= 32) return;",
+    ),
     "the count of blocks stays": ("if (peer == 0) p.watch.words[p.left] = 0;", ""),
     "epochs are not counted": ("if (peer == 0) p.watch.words[p.epoch] = epoch;", ""),
     "nobody is told of the end": (
@@ -168,7 +173,10 @@ MISTAKES = {
     "an end of the next epoch": ("p.done + p.watch.rank, epoch);", "p.done + p.watch.rank, epoch + 1);"),
     "the slot of another rank": ("(rank - (rank > p.watch.rank))", "(rank - (rank >= p.watch.rank))"),
     "the place of another rank": ("uint4* target = p.out + rank *", "uint4* target = p.out + i *"),
-    "a part is left out of the sum": ("int rank = 1; rank < WORLD_SIZE", "int rank = 1; rank < WORLD_SIZE - 1"),
+    "a part is left out of the sum": (
+        "int rank = 1; rank < WORLD_SIZE",
+        "int rank = 1; rank < WORLD_SIZE - 1",
+    ),
 }
 
 
@@ -187,7 +195,12 @@ def test_a_mistake_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mist
     raise AssertionError(f"nothing goes wrong with: {mistake}")
 
 
-LATE_MISTAKES = {"nobody listens to notices": ("weft::check_abort_notice(p.watch, peer, p.done, epoch);\n        const u64 there = static_cast<u64>(static_cast<long long>(peer - p.watch", "const u64 there = static_cast<u64>(static_cast<long long>(peer - p.watch")}
+LATE_MISTAKES = {
+    "nobody listens to notices": (
+        "weft::check_abort_notice(p.watch, peer, p.done, epoch);\n        const u64 there = static_cast<u64>(static_cast<long long>(peer - p.watch",
+        "const u64 there = static_cast<u64>(static_cast<long long>(peer - p.watch",
+    )
+}
 
 
 @pytest.mark.parametrize("mistake", [None, *LATE_MISTAKES])

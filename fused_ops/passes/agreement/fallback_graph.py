@@ -225,7 +225,7 @@ class FallbackGraph:
         *,
         agree: bool | str = True,
         calls: Sequence[str] = (),
-    ) -> None:
+    ) -> str:
         """Puts the question in front of ``graph``, which is this one after the pass.
 
         Collectives that were taken apart but not fused count as fused: they are not what other ranks run.
@@ -235,11 +235,14 @@ class FallbackGraph:
             passed: groups whose collectives have changed their order against those of others.
             agree: as the pass has it.
             calls: whose kernels are compiled when the graph is loaded.
+
+        Returns:
+            the name by which ``disagreements`` have the graph; "" if there is nobody to ask.
         """
         entries = tuple(entries)
         order = [g for g in self._counts if has_ranks(g)]
         if not order:
-            return
+            return ""
         from . import lowering  # noqa: F401  (tells Inductor what the node is)
 
         index = {g: i for i, g in enumerate(self._counts)}
@@ -260,6 +263,7 @@ class FallbackGraph:
         with graph.inserting_before(first):
             question = graph.call_function(_agree, (packed, kept))
         question.meta["val"], question.meta[SIZES] = None, signature.symbolic
+        return signature.name
 
     def _constants(self) -> dict[str, torch.Tensor]:
         return {

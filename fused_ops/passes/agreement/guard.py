@@ -37,7 +37,7 @@ from . import outcomes
 from .fallback.called import KeptGraph
 from .fallback.run import FallbackRuns
 from .reasons import broken_by_leaving, reason_of
-from .signature import Signature, digest
+from .signature import Signature, digest, name_of
 from .votes.board import VoteBoard, vote_board
 from .votes.lead import Lead
 from .votes.vote import (
@@ -150,7 +150,7 @@ class GraphGuard:
 
     @property
     def name(self) -> str:
-        return f"{self._signature:016x}"
+        return name_of(self._signature)
 
     def fused(self, sizes: tuple[int, ...] = ()) -> bool:
         """Whether every rank is about to run this graph, and so may run it fused. Every rank gets the same answer.
@@ -189,7 +189,7 @@ class GraphGuard:
             self._kernels = None
         begin = time.perf_counter()
         agreed, ahead = self._agreed(self.signature(sizes), voters)
-        outcomes.count_vote(agreed, time.perf_counter() - begin, ahead=ahead)
+        outcomes.count_vote(self.name, agreed, time.perf_counter() - begin, ahead=ahead)
         # Alone: no other group's ranks are told anything.
         if agreed and self._ahead >= self._needs and len(self._groups) == 1:
             group, board = voters[self._groups[0].name]

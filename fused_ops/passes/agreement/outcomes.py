@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from ....kernels.device.jit.ahead import ProgramCounts, program_counts
-from ..report import Disagreement, VoteCounts
+from ..report import Disagreement, Entry, VoteCounts
 from .votes.tally import tallies
 
 _log = logging.getLogger("weft.passes")
@@ -23,6 +25,7 @@ class RunOutcomes:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str, int, str], int] = {}
+        self._fused: set[str] = set()  # graphs that have run fused
         with _lock:
             self._before, self._programs = _votes_so_far(), program_counts()
             _all.add(self)
@@ -31,6 +34,15 @@ class RunOutcomes:
         """In the order in which they first came up."""
         with _lock:
             return tuple(Disagreement(*key, runs=runs) for key, runs in self._seen.items())
+
+    def applied(self, entries: Iterable[Entry]) -> list[Entry]:
+        """The entries as their graphs have run."""
+        with _lock:
+            unfused = {graph for graph, *_ in self._seen} - self._fused
+        return [
+            replace(e, unfused=True) if e.fused_into is not None and e.signature in unfused else e
+            for e in entries
+        ]
 
     def questions(self) -> VoteCounts:
         with _lock:
@@ -44,6 +56,7 @@ class RunOutcomes:
     def reset(self) -> None:
         with _lock:
             self._seen, self._before, self._programs = {}, _votes_so_far(), program_counts()
+            self._fused = set()
 
     def _note(self, key: tuple[str, str, int, str]) -> bool:
         """Whether it is new."""
@@ -72,8 +85,14 @@ def reset_outcomes() -> None:
         each.reset()
 
 
-def count_vote(fused: bool, seconds: float, *, ahead: bool = False) -> None:
+def count_vote(graph: str, fused: bool, seconds: float, *, ahead: bool = False) -> None:
+    """
+    Args:
+        graph: the name of what was voted on.
+    """
     with _lock:
+        for each in _all if fused else ():
+            each._fused.add(graph)
         _votes[0] += 1
         _votes[1] += fused
         _votes[2] += seconds

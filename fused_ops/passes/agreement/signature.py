@@ -23,6 +23,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ...dispatch.call_check import dims_of_element, own_dims
 from ..graph.collectives import Size, collectives, group_of, kind_of, point_to_point
 from ..graph.index_map import Dims, strides
 from ..report import Entry
@@ -71,8 +72,9 @@ class Signature:
                 lines.append(f"{kind_of(node)} {self._word(group_of(node), False)} {point_to_point(node)}")
             elif node in plain or getattr(node.target, "namespace", "") == "weft":
                 shapes = node not in plain  # of an all_to_all the ranks' may differ
-                words = [self._word(a, shapes) for a in node.args]
-                words += [f"{name}={self._word(a, shapes)}" for name, a in node.kwargs.items()]
+                named = zip(_names(node), node.args, strict=False)
+                words = [self._word(a, shapes, _own_dims(node, name)) for name, a in named]
+                words += [f"{n}={self._word(a, shapes, _own_dims(node, n))}" for n, a in node.kwargs.items()]
                 lines.append(f"{kind_of(node)} {' '.join(words)}")
         lines += [_computed(node) for node in graph.nodes if node not in before and _computes(node)]
         lines += [_computed(node) for node in graph.nodes if COMPARED in node.meta]
@@ -84,6 +86,10 @@ class Signature:
         """63 bits, of everything but the sizes."""
         return digest(self._text)
 
+    @property
+    def name(self) -> str:
+        return name_of(self.digest)
+
     def _became(self, entry: Entry) -> str:
         where = f"{entry.collective} over group {self._index.get(entry.group or '', '?')}"
         return (
@@ -92,9 +98,15 @@ class Signature:
             else f"{where} left alone"
         )
 
-    def _word(self, value: Any, shapes: bool) -> str:
+    def _word(self, value: Any, shapes: bool, own: tuple[int, ...] = ()) -> str:
+        """
+        Args:
+            own: dimensions in which each rank may have a size of its own, as ``own_dims`` has them.
+        """
         if isinstance(value, (list, tuple)):
-            words = [self._word(v, shapes) for v in value] if shapes else [str(len(value))]
+            if not shapes:
+                return f"[{len(value)}]"
+            words = [self._word(v, True, dims_of_element(own, i)) for i, v in enumerate(value)]
             return f"[{' '.join(words)}]"
         if isinstance(value, str):
             return f"group {self._index[value]}" if value in self._index else value
@@ -102,7 +114,10 @@ class Signature:
             tensor = value.meta.get("val")
             if not isinstance(tensor, torch.Tensor):
                 return "-"
-            return f"{tensor.dtype} {self._put(tensor.shape) if shapes else ''}"
+            if not shapes:
+                return f"{tensor.dtype} "
+            left_out = {dim % tensor.dim() for dim in own if tensor.dim()}
+            return f"{tensor.dtype} {self._put(s for i, s in enumerate(tensor.shape) if i not in left_out)}"
         return str(value) if isinstance(value, (bool, int, float)) else "-"
 
     def _order(self, dims: Dims, shape: tuple[Size, ...]) -> str:
@@ -124,6 +139,18 @@ class Signature:
         return f"{len(self.sizes) - count}d"
 
 
+def _names(node: fx.Node) -> list[str]:
+    return [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+
+
+def _own_dims(node: fx.Node, argument: str) -> tuple[int, ...]:
+    """Those in which ranks may have other sizes of what an op of weft takes."""
+    op, first = node.target, next((n.meta.get("val") for n in node.all_input_nodes), None)
+    if getattr(op, "namespace", "") != "weft" or not isinstance(first, torch.Tensor):
+        return ()
+    return own_dims(op._opname, argument, first.device.type)  # type: ignore[union-attr]
+
+
 def _computes(node: fx.Node) -> bool:
     op = node.target
     if not isinstance(op, torch._ops.OpOverload) or op._opname == "clone":
@@ -134,6 +161,11 @@ def _computes(node: fx.Node) -> bool:
 def _computed(node: fx.Node) -> str:
     """The operator and its numbers."""
     return f"{node.target} {fx.map_arg((node.args, node.kwargs), lambda n: None)}"
+
+
+def name_of(signature: int) -> str:
+    """By which the report has a graph."""
+    return f"{signature:016x}"
 
 
 def digest(text: str) -> int:

@@ -136,12 +136,12 @@ def test_a_pass_reports_what_its_own_time_has_seen() -> None:
     """A graph that comes from a cache belongs to no pass: each pass counts from when it was made or cleared."""
     first = FusionPass()
     outcomes.note("g", "0", 1, "it is late")
-    outcomes.count_vote(False, 0.5)
+    outcomes.count_vote("g", False, 0.5)
     second = FusionPass()
     assert second.report().disagreements == () and second.report().questions.count == 0
     outcomes.note("h", "0", 1, "it is late")
     outcomes.note("g", "0", 1, "it is late")
-    outcomes.count_vote(True, 0.25)
+    outcomes.count_vote("g", True, 0.25)
     second.clear()
     assert second.report().disagreements == () and second.report().questions.count == 0
     assert [(d.graph, d.runs) for d in first.report().disagreements] == [("g", 2), ("h", 1)]
@@ -153,7 +153,7 @@ def test_threads_that_run_graphs_are_all_counted() -> None:
 
     def run() -> None:
         for i in range(runs):
-            outcomes.count_vote(i % 2 == 0, 0.5)
+            outcomes.count_vote("g", i % 2 == 0, 0.5)
             outcomes.note("g", "0", 1, f"reason {i % 3}")
             if i % 50 == 0:
                 FusionPass().clear()  # as another thread compiles
