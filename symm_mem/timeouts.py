@@ -175,7 +175,7 @@ class ThreadLock:
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
-    def acquire(self, timeout: float) -> bool:
+    def acquire(self, timeout: float = -1) -> bool:
         """Whether it was got within so many seconds."""
         got = self._lock.acquire(timeout=timeout)
         if got:

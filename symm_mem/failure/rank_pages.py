@@ -8,6 +8,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..bootstrap.fd_exchange import close_fds, exchange
@@ -68,15 +69,13 @@ class RankPages:
         timeout = get_timeout(self._group)
         for rank, page in enumerate(self._pages):
             if rank != self._rank:
-                wait = PeerWait(op, self._group, self._rank, rank, flag, count, site)
-                peer = PeerLiveness(
-                    self._rendezvous.processes[rank], self._abort_notices[rank], lambda wait=wait: wait
-                )
+                about = partial(PeerWait, op, self._group, self._rank, rank, flag, count, site)
+                peer = PeerLiveness(self._rendezvous.processes[rank], self._abort_notices[rank], about)
                 address = ctypes.addressof(self._counts[rank])
                 try:
                     spin(address, count, timeout, peer, self._fault.raise_if_broken)
                 except Expired as e:
-                    wait = replace(wait, causes=self._fault.causes(e.outcome.seconds))
+                    wait = replace(about(), causes=self._fault.causes(e.outcome.seconds))
                     raise self._fault.breaks(PeerTimeout(wait, e.outcome)).again() from None
             yield page
 

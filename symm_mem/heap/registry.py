@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Any, TypeAlias
 
@@ -15,14 +14,14 @@ from ..bootstrap.rendezvous import Rendezvous
 from ..call_cache import CachedDict
 from ..errors import HeapUnavailable, WeftError
 from ..groups import WITHOUT_PROCESSES, Group, native_backends, resolve_group, without_processes
-from ..timeouts import get_timeout
+from ..timeouts import ThreadLock, get_timeout, preparing_timeout
 from .heap import Heap
 
 # A ProcessGroup keeps its store, and that listens: nothing here may keep one beyond destroy_process_group.
 GroupRef: TypeAlias = weakref.ref[ProcessGroup]
 _heaps: CachedDict[tuple[str, str, int], tuple[GroupRef, Heap | HeapUnavailable]] = CachedDict()
 # By heap and process: threads may make those of different groups in any order, and in a forked child they are gone.
-_making: dict[Any, threading.RLock] = {}
+_making: dict[Any, ThreadLock] = {}
 
 
 def get_heap(group: Group = None, device: torch.device | str | None = None) -> Heap:
@@ -44,7 +43,7 @@ def get_heap(group: Group = None, device: torch.device | str | None = None) -> H
     if known is None or known[0]() is not pg:  # a name may be used again after destroy_process_group
         _refuse_missing(where)
         _forget_destroyed()
-        with _making.setdefault((*key, forks.pid), threading.RLock()):
+        with _making.setdefault((*key, forks.pid), _lock_of(pg)):
             known = _heaps.get(key)
             if known is None or known[0]() is not pg:
                 _refuse_destroyed(pg)
@@ -53,6 +52,11 @@ def get_heap(group: Group = None, device: torch.device | str | None = None) -> H
     if isinstance(found, HeapUnavailable):
         raise HeapUnavailable(str(found))
     return found
+
+
+def _lock_of(pg: ProcessGroup) -> ThreadLock:
+    name = pg.group_name
+    return ThreadLock(f"the making of what group {name!r} shares", lambda: preparing_timeout(name))
 
 
 def register_heap(
@@ -256,7 +260,7 @@ def reset(group: Group = None) -> None:
     forks.refuse_child(pg, "reset")
     _forget_destroyed()
     _refuse_destroyed(pg)
-    lock = _making.setdefault((pg.group_name, "reset", forks.pid), threading.RLock())
+    lock = _making.setdefault((pg.group_name, "reset", forks.pid), _lock_of(pg))
     with lock:  # one thread at a time resets it
         _reset(pg)
 

@@ -71,18 +71,51 @@ def _ddp(group: Any, rank: int) -> tuple[Losses, list[torch.Tensor]]:
     return _train(model, model.parameters(), rank), [p.detach() for p in model.parameters()]
 
 
-def _ddp_hook(group: Any, rank: int) -> tuple[Losses, list[torch.Tensor]]:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
+def _ddp_hook(
+    group: Any, rank: int, hook: Callable[[Any, Any], Any], state: Any
+) -> tuple[Losses, list[torch.Tensor]]:
     model = DistributedDataParallel(_model(), process_group=group)
-    model.register_comm_hook(group, fp16_compress_hook)
+    model.register_comm_hook(state, hook)
     losses = _train(model, model.parameters(), rank)
     return losses, [p.detach() for p in model.parameters()]
 
 
+def _fp16(group: Any, rank: int) -> tuple[Losses, list[torch.Tensor]]:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    return _ddp_hook(group, rank, fp16_compress_hook, group)
+
+
+def _power_sgd(group: Any, rank: int) -> tuple[Losses, list[torch.Tensor]]:
+    """Its callbacks start collectives and wait for them."""
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    state = PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1)
+    return _ddp_hook(group, rank, powerSGD_hook, state)
+
+
+def _chained(group: Any, rank: int) -> tuple[Losses, list[torch.Tensor]]:
+    """Gradients go as shares of the largest one of all ranks, which the ranks find first."""
+
+    def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        x = bucket.buffer()
+        most = dist.all_reduce(x.abs().amax().view(1), dist.ReduceOp.MAX, group=group, async_op=True)
+
+        def scaled(future: Any) -> torch.Tensor:
+            largest = future.value()[0]
+            share = x / largest
+            dist.all_reduce(share, group=group, async_op=True).get_future().wait()
+            return share * (largest / group.size())
+
+        return most.get_future().then(scaled)  # type: ignore[no-any-return]
+
+    hook.__annotations__.clear()  # DDP takes no strings for types
+    return _ddp_hook(group, rank, hook, None)
+
+
 def check_ddp(rank: int, world_size: int) -> None:
-    _on_both(_ddp, rank, "all_reduce")
-    _on_both(_ddp_hook, rank, "all_reduce")
+    for program in (_ddp, _fp16, _chained, _power_sgd):
+        _on_both(program, rank, "all_reduce")
 
 
 def _fsdp(group: Any, rank: int) -> tuple[Losses, list[torch.Tensor]]:
