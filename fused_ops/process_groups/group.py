@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from contextlib import nullcontext
 from functools import wraps
@@ -19,7 +20,7 @@ from torch.distributed.distributed_c10d import _world
 from ...symm_mem import CallAbandoned, flight_recorder, forks
 from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.heap.registry import has_name, heaps_of
-from ...symm_mem.timeouts import call_timeout
+from ...symm_mem.timeouts import call_timeout, chosen_timeout
 from ..drop_in.calls_taken import CallCounts, CallsTaken
 from .calls import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, GroupCall, index_of, why_left
 from .cuda_calls import DeviceLines
@@ -209,6 +210,9 @@ def _look_at(group: ProcessGroup) -> WeftProcessGroup | None:
     kinds = [pair.partition(":")[0] for pair in config.split(",") if pair.endswith(f":{NAME}")]
     there = {kind.type for kind in group._device_types}
     made = WeftProcessGroup(group, tuple(kind for kind in kinds if kind in there)) if kinds else None
+    if made is not None and "WEFT_TIMEOUT" not in os.environ and chosen_timeout(group.group_name) is None:
+        for kind in made.taken_on:  # of a group that was split from another
+            set_group_timeout(group._get_backend(torch.device(kind)).options._timeout, group.group_name)
     forks.finalize(group, _forget, id(group))
     return _known.setdefault(id(group), made)
 
