@@ -17,7 +17,9 @@ ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather_into_tensor",
 MOST_BYTES = 64 << 20
 
 _KIND: Any = dist.ReduceOp.RedOpType
-_REDUCE_OPS = {int(k): n for k, n in ((_KIND.SUM, "sum"), (_KIND.AVG, "avg"), (_KIND.MAX, "max"), (_KIND.MIN, "min"))}
+_REDUCE_OPS = {
+    int(k): n for k, n in ((_KIND.SUM, "sum"), (_KIND.AVG, "avg"), (_KIND.MAX, "max"), (_KIND.MIN, "min"))
+}
 _REDUCED = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, torch.nn.Parameter)
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, distributed_c10d
 
-from ...symm_mem import Group, resolve_group
+from ...symm_mem import Group, forks, resolve_group
 from ...symm_mem.switches import is_on
 from .group import NAME, WeftProcessGroup, known_group, see_methods
 from .options import set_group_timeout
@@ -117,14 +117,22 @@ def create_process_group(options: Any, backend_options: Any) -> ProcessGroup:
     inner = ProcessGroup(store, options.group_rank, options.group_size)
     if asked.device is not None:
         inner.bound_device_id = asked.device
+    kept = []
     for kind, name in names.items():
         backend = asked.made.get(kind)
         if backend is None:
             where = PrefixStore(f"{kind}/", store)
-            made = _nccl(where, options, backend_options) if name == "nccl" else _gloo(where, options, backend_options)
+            made = (
+                _nccl(where, options, backend_options)
+                if name == "nccl"
+                else _gloo(where, options, backend_options)
+            )
             made._set_sequence_number_for_group()
             backend = _watched(made, where, options)
         inner._register_backend(torch.device(kind), _TYPES[name], backend)
+        kept.append(backend)
+    # torch would make other objects of them, without what they tell weft of timeouts.
+    forks.finalize(inner, list.clear, kept)
     inner._set_default_backend(_TYPES["nccl" if "nccl" in names.values() else "gloo"])
     inner._set_group_name(options.group_id)
     if "WEFT_TIMEOUT" not in os.environ:
@@ -142,7 +150,9 @@ def _check_options(given: Any, names: Collection[str]) -> None:
                 f"pg_options: is {type(given).__name__}, must be ProcessGroupNCCL.Options for NCCL"
             )
     elif not isinstance(given, distributed_c10d.ProcessGroupGloo.Options):
-        raise TypeError(f"pg_options: is {type(given).__name__}, must be ProcessGroupGloo.Options between CPU ranks")
+        raise TypeError(
+            f"pg_options: is {type(given).__name__}, must be ProcessGroupGloo.Options between CPU ranks"
+        )
 
 
 def _inner_names(backends: Mapping[str, str]) -> dict[str, str]:

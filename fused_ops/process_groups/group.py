@@ -105,9 +105,7 @@ class WeftProcessGroup:
         self._launched[name] += 1
         return _ENDED
 
-    def take(
-        self, name: str, calls: list[GroupCall] | str, asynchronous: bool, seconds: float | None
-    ) -> Any:
+    def take(self, name: str, calls: list[GroupCall] | str, asynchronous: bool, seconds: float | None) -> Any:
         """The calls' work for the dispatcher, if weft takes them."""
         if self.coalesces:
             return None

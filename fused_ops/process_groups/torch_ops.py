@@ -130,7 +130,9 @@ def _all_reduce(op: Any) -> Callable[..., Any]:
         if len(tensors) == 1 and not async_op and timeout <= 0:
             work = group.again(ALL_REDUCE, tensors[0], tensors[0], reduction)
         if work is None:
-            found = _UNKNOWN if reduction is None or sparse_indices is not None else _of_each(tensors, reduction)
+            found = (
+                _UNKNOWN if reduction is None or sparse_indices is not None else _of_each(tensors, reduction)
+            )
             work = group.take(ALL_REDUCE, found, async_op, seconds_of_milliseconds(timeout))
         return _leave(op, group, args) if work is None else (tensors, work)
 

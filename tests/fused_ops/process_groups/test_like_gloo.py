@@ -262,7 +262,9 @@ def test_models_and_questions() -> None:
 
 def with_options(rank: int, world_size: int) -> None:
     for wrong in (object(), {"timeout": 3}):
-        with pytest.raises(TypeError, match=r"pg_options: is (object|dict), must be ProcessGroupGloo\.Options"):
+        with pytest.raises(
+            TypeError, match=r"pg_options: is (object|dict), must be ProcessGroupGloo\.Options"
+        ):
             dist.new_group(backend="weft", pg_options=wrong)
     options = dist.ProcessGroupGloo.Options()
     options.threads = 3
