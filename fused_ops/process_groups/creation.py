@@ -101,8 +101,9 @@ def _take_part() -> None:
 
 
 def create_process_group(options: Any, backend_options: Any) -> ProcessGroup:
-    """What torch calls for each group (``Backend.register_backend("weft", ..., extended_api=True)``): one of torch's own
-    type, which torch takes as it is.
+XX
+    """What torch calls for each group (``Backend.register_backend("weft", ..., extended_api=True)``): a group of its own
+    type, which it takes as it is.
 
     Raises:
         ValueError: the group is to have a backend beside weft that is neither gloo nor NCCL.
@@ -149,9 +150,9 @@ def _check_options(given: Any, names: Collection[str]) -> None:
             raise TypeError(
                 f"pg_options: is {type(given).__name__}, must be ProcessGroupNCCL.Options for NCCL"
             )
-    elif not isinstance(given, distributed_c10d.ProcessGroupGloo.Options):
+    elif not isinstance(given, distributed_c10d.ProcessGroupGloo._Options):
         raise TypeError(
-            f"pg_options: is {type(given).__name__}, must be ProcessGroupGloo.Options between CPU ranks"
+            f"pg_options: is {type(given).__name__}, must be ProcessGroupGloo._Options between CPU ranks"
         )
 
 
@@ -196,7 +197,7 @@ def _told_of_timeouts(kind: type) -> Any:
 def _gloo(store: Any, options: Any, backend_options: Any) -> Any:
     kind = distributed_c10d.ProcessGroupGloo
     make, place = _told_of_timeouts(kind), (store, options.group_rank, options.group_size)
-    if isinstance(backend_options, kind.Options):
+    if isinstance(backend_options, kind._Options):
         backend_options._timeout = options.timeout
         made = make(*place, backend_options)
     else:

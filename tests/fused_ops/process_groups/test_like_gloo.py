@@ -263,10 +263,10 @@ def test_models_and_questions() -> None:
 def with_options(rank: int, world_size: int) -> None:
     for wrong in (object(), {"timeout": 3}):
         with pytest.raises(
-            TypeError, match=r"pg_options: is (object|dict), must be ProcessGroupGloo\.Options"
+            TypeError, match=r"pg_options: is (object|dict), must be ProcessGroupGloo\._Options"
         ):
             dist.new_group(backend="weft", pg_options=wrong)
-    options = dist.ProcessGroupGloo.Options()
+    options = dist.ProcessGroupGloo._Options()
     options.threads = 3
     options.devices = [dist.ProcessGroupGloo.create_default_device()]
     group = dist.new_group(backend="weft", pg_options=options, timeout=timedelta(seconds=66))
