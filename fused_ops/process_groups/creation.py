@@ -101,7 +101,7 @@ def _take_part() -> None:
 
 
 def create_process_group(options: Any, backend_options: Any) -> ProcessGroup:
-    """What torch calls for each group (``Backend.register_backend("weft", ..., extended_api=True)``): a group of its own
+    """What torch calls for each group (``Backend.register_backend("weft", ..., extended_api=True)``): one of its own
     type, which it takes as it is.
 
     Raises:

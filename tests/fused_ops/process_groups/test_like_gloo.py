@@ -267,11 +267,11 @@ def with_options(rank: int, world_size: int) -> None:
         ):
             dist.new_group(backend="weft", pg_options=wrong)
     options = dist.ProcessGroupGloo._Options()
-    options.threads = 3
-    options.devices = [dist.ProcessGroupGloo.create_default_device()]
+    options._threads = 3
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
     group = dist.new_group(backend="weft", pg_options=options, timeout=timedelta(seconds=66))
     backend = group._get_backend(torch.device("cpu"))
-    assert (backend.options.threads, backend.options._timeout) == (3, timedelta(seconds=66))
+    assert (backend.options._threads, backend.options._timeout) == (3, timedelta(seconds=66))
     x = torch.ones(3, dtype=torch.int64)
     dist.all_reduce(x, group=group)
     assert x.tolist() == [2] * 3
