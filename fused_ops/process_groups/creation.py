@@ -149,7 +149,7 @@ def _check_options(given: Any, names: Collection[str]) -> None:
             raise TypeError(
                 f"pg_options: is {type(given).__name__}, must be ProcessGroupNCCL.Options for NCCL"
             )
-    elif not isinstance(given, distributed_c10d.ProcessGroupGloo._Options):
+    elif not isinstance(given, distributed_c10d.ProcessGroupGloo._Options):  # type: ignore[attr-defined]
         raise TypeError(
             f"pg_options: is {type(given).__name__}, must be ProcessGroupGloo._Options between CPU ranks"
         )
@@ -194,7 +194,7 @@ def _told_of_timeouts(kind: type) -> Any:
 
 
 def _gloo(store: Any, options: Any, backend_options: Any) -> Any:
-    kind = distributed_c10d.ProcessGroupGloo
+    kind: Any = distributed_c10d.ProcessGroupGloo
     make, place = _told_of_timeouts(kind), (store, options.group_rank, options.group_size)
     if isinstance(backend_options, kind._Options):
         backend_options._timeout = options.timeout

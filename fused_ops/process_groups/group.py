@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup, Work
@@ -25,7 +25,7 @@ from ..drop_in.calls_taken import CallCounts, CallsTaken
 from .calls import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, GroupCall, index_of, why_left
 from .cuda_calls import DeviceLines
 from .host_calls import HostLine, prepare_on_host
-from .kept_work import keep
+from .kept_work import kept_work
 from .options import set_group_timeout
 from .work import DoneWork
 
@@ -125,7 +125,7 @@ class WeftProcessGroup:
                 done = self._run(calls, asynchronous, seconds)
             if not isinstance(done, str):
                 self._counts.add(name, NAME)
-                return keep(done).boxed() if asynchronous else _ENDED
+                return kept_work(done).boxed() if asynchronous else _ENDED
             why = done
             flight_recorder.runs_unfused()
         self.note(name, why, kind)
