@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, distributed_c10d
 
-from ...symm_mem import Group, resolve_group
+from ...symm_mem import Group, forks, resolve_group
 from ...symm_mem.switches import is_on
 from .group import NAME, WeftProcessGroup, known_group, see_methods
 from .options import set_group_timeout
@@ -101,8 +101,8 @@ def _take_part() -> None:
 
 
 def create_process_group(options: Any, backend_options: Any) -> ProcessGroup:
-    """What torch calls for each group (``Backend.register_backend("weft", ..., extended_api=True)``): one of torch's own
-    type, which torch takes as it is.
+    """What torch calls for each group (``Backend.register_backend("weft", ..., extended_api=True)``): one of its own
+    type, which it takes as it is.
 
     Raises:
         ValueError: the group is to have a backend beside weft that is neither gloo nor NCCL.
@@ -117,6 +117,7 @@ def create_process_group(options: Any, backend_options: Any) -> ProcessGroup:
     inner = ProcessGroup(store, options.group_rank, options.group_size)
     if asked.device is not None:
         inner.bound_device_id = asked.device
+    kept = []
     for kind, name in names.items():
         backend = asked.made.get(kind)
         if backend is None:
@@ -129,6 +130,9 @@ def create_process_group(options: Any, backend_options: Any) -> ProcessGroup:
             made._set_sequence_number_for_group()
             backend = _watched(made, where, options)
         inner._register_backend(torch.device(kind), _TYPES[name], backend)
+        kept.append(backend)
+    # torch would make other objects of them, without what they tell weft of timeouts.
+    forks.finalize(inner, list.clear, kept)
     inner._set_default_backend(_TYPES["nccl" if "nccl" in names.values() else "gloo"])
     inner._set_group_name(options.group_id)
     if "WEFT_TIMEOUT" not in os.environ:
@@ -145,9 +149,9 @@ def _check_options(given: Any, names: Collection[str]) -> None:
             raise TypeError(
                 f"pg_options: is {type(given).__name__}, must be ProcessGroupNCCL.Options for NCCL"
             )
-    elif not isinstance(given, distributed_c10d.ProcessGroupGloo.Options):
+    elif not isinstance(given, distributed_c10d.ProcessGroupGloo._Options):  # type: ignore[attr-defined]
         raise TypeError(
-            f"pg_options: is {type(given).__name__}, must be ProcessGroupGloo.Options between CPU ranks"
+            f"pg_options: is {type(given).__name__}, must be ProcessGroupGloo._Options between CPU ranks"
         )
 
 
@@ -190,9 +194,9 @@ def _told_of_timeouts(kind: type) -> Any:
 
 
 def _gloo(store: Any, options: Any, backend_options: Any) -> Any:
-    kind = distributed_c10d.ProcessGroupGloo
+    kind: Any = distributed_c10d.ProcessGroupGloo
     make, place = _told_of_timeouts(kind), (store, options.group_rank, options.group_size)
-    if isinstance(backend_options, kind.Options):
+    if isinstance(backend_options, kind._Options):
         backend_options._timeout = options.timeout
         made = make(*place, backend_options)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from contextlib import nullcontext
 from functools import wraps
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup, Work
@@ -19,12 +20,12 @@ from torch.distributed.distributed_c10d import _world
 from ...symm_mem import CallAbandoned, flight_recorder, forks
 from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.heap.registry import has_name, heaps_of
-from ...symm_mem.timeouts import call_timeout
+from ...symm_mem.timeouts import call_timeout, chosen_timeout
 from ..drop_in.calls_taken import CallCounts, CallsTaken
 from .calls import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, GroupCall, index_of, why_left
 from .cuda_calls import DeviceLines
 from .host_calls import HostLine, prepare_on_host
-from .kept_work import keep
+from .kept_work import kept_work
 from .options import set_group_timeout
 from .work import DoneWork
 
@@ -124,7 +125,7 @@ class WeftProcessGroup:
                 done = self._run(calls, asynchronous, seconds)
             if not isinstance(done, str):
                 self._counts.add(name, NAME)
-                return keep(done).boxed() if asynchronous else _ENDED
+                return kept_work(done).boxed() if asynchronous else _ENDED
             why = done
             flight_recorder.runs_unfused()
         self.note(name, why, kind)
@@ -207,6 +208,9 @@ def _look_at(group: ProcessGroup) -> WeftProcessGroup | None:
     kinds = [pair.partition(":")[0] for pair in config.split(",") if pair.endswith(f":{NAME}")]
     there = {kind.type for kind in group._device_types}
     made = WeftProcessGroup(group, tuple(kind for kind in kinds if kind in there)) if kinds else None
+    if made is not None and "WEFT_TIMEOUT" not in os.environ and chosen_timeout(group.group_name) is None:
+        for kind in made.taken_on:  # of a group that was split from another
+            set_group_timeout(group._get_backend(torch.device(kind)).options._timeout, group.group_name)
     forks.finalize(group, _forget, id(group))
     return _known.setdefault(id(group), made)
 

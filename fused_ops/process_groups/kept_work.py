@@ -65,7 +65,7 @@ class KeptWork(Work):
             self._inner = DoneWork([])
 
 
-def keep(inner: DoneWork) -> KeptWork:
+def kept_work(inner: DoneWork) -> KeptWork:
     work = KeptWork(inner)
     for _ in range(min(2, len(_kept))):  # the oldest ones, each call two: so none is kept for long in vain
         try:

@@ -1,8 +1,8 @@
 """The collectives of process groups in torch's dispatcher: calls of groups with weft go to weft, others go on.
 
-Whoever calls a group, ``torch.distributed``, a compiled graph, DDP's C++ code, comes by the ops ``c10d::allreduce_`` and
-its like. Their kernels here have the key BackendSelect, which every call passes before that of its device: so torch's own
-kernels stay where they are, and a call that weft leaves goes on to them with all that it was given.
+Whoever calls a group, ``torch.distributed``, a compiled graph, DDP's C++ code, comes by the ops ``c10d::allreduce_``
+and its like. Their kernels here have the key BackendSelect, which every call passes before that of its device: so
+torch's own kernels stay where they are, and a call that weft leaves goes on to them with all that it was given.
 """
 
 from __future__ import annotations

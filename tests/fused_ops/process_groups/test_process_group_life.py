@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -173,14 +174,36 @@ def test_how_it_ends() -> None:
 
 
 def in_detail(rank: int, world_size: int) -> None:
-    group = dist.new_group(backend="weft")
+    group = dist.new_group(backend="weft", timeout=timedelta(seconds=10))
+    assert symm_mem.is_checked()
     total(group, rank)
+    dist.all_gather_into_tensor(torch.empty(6), torch.ones(3), group)
+    calls: list[Callable[[], Any]] = [
+        lambda: dist.all_reduce(torch.ones(3 + rank), group=group),
+        lambda: dist.all_reduce(torch.ones(3, dtype=(torch.float32, torch.bfloat16)[rank]), group=group),
+        lambda: dist.all_reduce(torch.ones(3), (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[rank], group),
+        lambda: (
+            dist.all_gather_into_tensor(torch.empty(6), torch.ones(3), group)
+            if rank
+            else dist.all_reduce(torch.ones(3), group=group)
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(symm_mem.RankMismatch, match="rank 1 asked for"):
+            call()
+        total(group, rank)
     with pytest.raises(RuntimeError, match="Detected mismatch between collectives"):
         dist.all_reduce(torch.ones(3 + rank, dtype=torch.int32), group=group)
 
 
+def in_detail_but_unchecked(rank: int, world_size: int) -> None:
+    assert not symm_mem.is_checked()
+
+
 def test_in_torchs_debug_mode() -> None:
-    run_ranks(in_detail, 2, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, fresh=True)
+    detail = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    run_ranks(in_detail, 2, env=detail, fresh=True)
+    run_ranks(in_detail_but_unchecked, 1, env={**detail, "WEFT_CHECK": "0"}, fresh=True)
 
 
 PROGRAM = """

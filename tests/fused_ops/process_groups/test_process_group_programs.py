@@ -175,12 +175,12 @@ def check_mesh(rank: int, world_size: int) -> None:
     assert _by_weft(mesh.get_group("tensor")) == {"all_reduce": 1}
 
 
-def default_group(folder: Path, rank: int, world_size: int) -> weft.WeftProcessGroup:
+def default_group(folder: Path, rank: int, world_size: int) -> Any:
     """The default group is weft's from now on."""
     dist.destroy_process_group()
     place = f"file://{folder}/store"
     dist.init_process_group("weft", init_method=place, rank=rank, world_size=world_size)
-    return weft.process_group()
+    return dist.group.WORLD
 
 
 def check_transformers(rank: int, world_size: int, folder: Path) -> None:
@@ -199,7 +199,7 @@ def check_transformers(rank: int, world_size: int, folder: Path) -> None:
     whole = LlamaForCausalLM.from_pretrained(folder).double().eval()
     plan = DistributedConfig(tp_plan="auto", tp_size=world_size)
     model = LlamaForCausalLM.from_pretrained(folder, distributed_config=plan).eval()
-    group.calls(clear=True)
+    _by_weft(group)
     ids = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(os.getppid()))
     with torch.no_grad():
         check("logits", model(ids).logits, whole(ids).logits, 1e-5)
