@@ -66,7 +66,8 @@ def test_a_store_that_falls_silent_is_waited_for_up_to_the_deadline(store: Store
     where = ranks(0.6)
     meet(where)
     store.answers.clear()
-    words = r"^ask in group 'g': rank 0 waited (?:0\.[6-9]|[1-9])\S* s for the group's store .*, which does not answer \(called"
+    waited = r"waited (?:0\.[6-9]|[1-9])\S* s"
+    words = rf"^ask in group 'g': rank 0 {waited} for the group's store .*, which does not answer \(called"
     with pytest.raises(symm_mem.WeftError, match=words) as error:
         where[0].gather("ask", None)
     begin = time.monotonic()

@@ -76,9 +76,10 @@ def build(
     beside: Sequence[tuple[Path, Sequence[str], Params]] = (),
     instead: tuple[str, str] | None = None,
 ) -> Library:
-    """Compile ``source`` for every rank of ``defines["WORLD_SIZE"]``; what a kernel takes must be as large as its ``params``.
+    """Compile ``source`` for every rank of ``defines["WORLD_SIZE"]``.
 
     Args:
+        params: what kernels take, which must be as large.
         beside: more sources, the kernels of each and what they take, with which calls on one workspace take turns.
         instead: a text in a source or in one of REAL, and what shall stand there.
     """
@@ -101,8 +102,8 @@ def build(
         texts = {place: text.replace(*instead) for place, text in texts.items()}
     for place, content in texts.items():
         # Kernels of two sources may have one name, and each block has memory of its own.
-        content = re.sub(r"__shared__ bool (\w+);", r"bool& \1 = weft::of_block<bool>();", content)
-        place.write_text(content.replace('extern "C" ', ""))
+        named = content.replace('extern "C" ', "")
+        place.write_text(re.sub(r"__shared__ bool (\w+);", r"bool& \1 = weft::of_block<bool>();", named))
     every = [name for _, names, _ in sources for name in names]
     lines, cases = ["#define RANK current->number"], []
     for i, (file, names, its_params) in enumerate(sources):

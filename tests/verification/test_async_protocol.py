@@ -74,13 +74,18 @@ class Group:
     def calls(self, seed: int, count: int, polls: int = PATIENT) -> None:
         torch.manual_seed(seed)
         choice = random.Random(seed)
-        drawn = [(choice.choice(PROBLEMS), 16 * choice.choice([1, 7, 40, 2100])) for _ in range(count)]
-        apart = [choice.random() < 0.5 for _ in range(count)]  # whether the next call starts before it ends
+        sizes = choice.choice([[1, 7, 40, 2100], [2100]])
+        drawn = [(choice.choice(PROBLEMS), 16 * choice.choice(sizes)) for _ in range(count)]
+        apart = [
+            choice.random() < choice.choice([0.5, 1]) for _ in range(count)
+        ]  # another call starts before the end
         inputs = [self.inputs(*each) for each in drawn]
         for rank in range(SIZE):
             self.streams.rank = rank
             under_way: Any = None
-            for i, (((reduce_op, dtype, placed), size), (xs, wants)) in enumerate(zip(drawn, inputs, strict=True)):
+            for i, (((reduce_op, dtype, placed), size), (xs, wants)) in enumerate(
+                zip(drawn, inputs, strict=True)
+            ):
                 problem = AsyncProblem(size, reduce_op, dtype, placed)
                 call = AsyncCollective(self.places[rank], problem), i % NUM_BUFFERS, xs[rank].clone()
                 call[0].send(call[1], call[2].data_ptr(), polls)
@@ -158,7 +163,10 @@ MISTAKES = {
         "    __shared__ bool last;",
     ),
     "the first block ends the epoch": ("== gridDim.x - 1", "== 0"),
-    "every block ends the epoch": ("if (!last || threadIdx.x >= 32) return;", "if (threadIdx.x >= 32) return;"),
+    "every block ends the epoch": (
+        "if (!last || threadIdx.x >= 32) return;",
+        "if (threadIdx.x >= 32) return;",
+    ),
     "the count of blocks stays": ("if (peer == 0) p.watch.words[p.left] = 0;", ""),
     "epochs are not counted": ("if (peer == 0) p.watch.words[p.epoch] = epoch;", ""),
     "nobody is told of the end": (
@@ -168,7 +176,10 @@ MISTAKES = {
     "an end of the next epoch": ("p.done + p.watch.rank, epoch);", "p.done + p.watch.rank, epoch + 1);"),
     "the slot of another rank": ("(rank - (rank > p.watch.rank))", "(rank - (rank < p.watch.rank))"),
     "the place of another rank": ("uint4* target = p.out + rank *", "uint4* target = p.out + i *"),
-    "a part is left out of the sum": ("int rank = 1; rank < WORLD_SIZE", "int rank = 1; rank < WORLD_SIZE - 1"),
+    "a part is left out of the sum": (
+        "int rank = 1; rank < WORLD_SIZE",
+        "int rank = 1; rank < WORLD_SIZE - 1",
+    ),
 }
 
 

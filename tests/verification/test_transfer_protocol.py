@@ -1,4 +1,4 @@
-"""The kernels of signal, wait, put and get and their launcher on the CPU: threads as fibers, copy engines beside them."""
+"""The kernels of signal, wait, put and get and their launcher on the CPU, as fibers beside copy engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.kernels.transfer import cuda_kernel
 from weft.symm_mem.backends import cuda_state
 from weft.symm_mem.failure.fault import Fault
 from weft.symm_mem.registration.engine import Access
-from weft.symm_mem.registration.semaphores import ALLOWED, DONE, MOVED, ROWS, SENT, TICKET, SlabLayout
+from weft.symm_mem.registration.semaphores import ALLOWED, DONE, MOVED, SENT, TICKET, SlabLayout
 from weft.symm_mem.timeouts import call_timeout
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -179,7 +179,10 @@ def test_transfers_of_changing_kind(library: Library, monkeypatch: pytest.Monkey
 
 
 MISTAKES = {
-    "a wait that does not wait": ("*p.count = n;\n    weft::wait_flag", "*p.count = n; if (false) weft::wait_flag"),
+    "a wait that does not wait": (
+        "*p.count = n;\n    weft::wait_flag",
+        "*p.count = n; if (false) weft::wait_flag",
+    ),
     "a move that does not wait": (
         "weft::wait_flag(watch, p.peer, p.awaited, n, weft::WAIT_FREE) && !broken",
         "!broken",
@@ -247,7 +250,9 @@ def test_a_late_rank_is_right_or_told(
     """Puts by kernels: copies of a copy engine behind a wait that expires cannot be called off, and what an owner does
     behind such a wait may be what a get that it has allowed finds."""
     library = compiled(tmp_path, LATE_MISTAKES.get(mistake or ""))
-    library.library.allow(ctypes.c_long(1 << 40))  # a poll of one thread passes a turn of all that wait for it in their block
+    library.library.allow(
+        ctypes.c_long(1 << 40)
+    )  # a poll of one thread passes a turn of all that wait for it in their block
     right, told, untold = 0, 0, []
     for seed in range(8):
         choice = random.Random(seed)
@@ -274,7 +279,9 @@ def test_a_broken_group_moves_and_posts_nothing(
     """The words that are awaited are there, and nothing but a count changes."""
     group = Group(monkeypatch, library)
     engine, of = group.engines[0], group.ranks[0].tensors
-    access = [Access("put", 1, group.ranks[0].tensor(i, 1), torch.ones(SIZES[i], dtype=torch.uint8)) for i in (0, 3)]
+    access = [
+        Access("put", 1, group.ranks[0].tensor(i, 1), torch.ones(SIZES[i], dtype=torch.uint8)) for i in (0, 3)
+    ]
     for slot in range(len(SIZES)):
         group.ranks[0].words(ALLOWED, slot).fill_(5)
         group.ranks[0].words(DONE, slot).fill_(5)
