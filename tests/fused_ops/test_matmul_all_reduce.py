@@ -51,7 +51,7 @@ def test_fused_matmul_all_reduce(
 
 
 def order(rank: int, world_size: int) -> None:
-    """The part of one's own rows is not rounded before it is summed: 257 is no bfloat16, and the others leave 1 of it."""
+    """The own part is not rounded before it is summed: 257 is no bfloat16, and the others leave 1 of it."""
     for dtype, large in ((torch.bfloat16, 256.0), (torch.float16, 2048.0)):
         A = torch.tensor([[-large / 2, 0.0]] * 3, dtype=dtype)
         A[rank] = torch.tensor([large, 1.0])  # of three rows each rank sums one
