@@ -1,7 +1,7 @@
 """Mistakes on purpose, each of which a test has to see: `make mutants`.
 
-A mutant is a text of a file, what stands there instead, and the tests of which one must fail. They run in a copy of this
-tree in a temporary folder, one after the other: some ten seconds each. First the tests run on the copy as it is.
+A mutant is a text of a file, what stands there instead, and the tests of which one must fail. They run in a copy of
+this tree in a temporary folder, one after the other: some ten seconds each. First the tests run on the copy as it is.
 """
 
 from __future__ import annotations
@@ -287,12 +287,12 @@ MUTANTS = [
         "fused_ops/library/autograd.py",
         "- unit * (through * unit).mean(-1, keepdim=True)\n            total = (scale",
         "\n            total = (scale",
-        "tests/fused_ops/test_all_reduce_layer_norm.py tests/fused_ops/test_all_reduce_rms_norm.py -k 'gradients or eps'",
+        f"tests/fused_ops/test_all_reduce_layer_norm.py {_NORMS} -k 'gradients or eps'",
     ),
     Mutant(
         "fused_ops/library/autograd.py",
-        '        if ctx.reduce_op == "avg":\n            grad = grad / resolve_group(ctx.group_name).size()\n        args',
-        "        args",
+        "            grad = grad / resolve_group(ctx.group_name).size()\n        args",
+        "            pass\n        args",
         "tests/fused_ops/test_reduce_scatter.py -k gradient",
     ),
     Mutant(
