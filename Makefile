@@ -24,11 +24,11 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet --constraint con
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test tiny programs frameworks bench forms model soak fuzz fuzz-pass sanitize lint format format-check typecheck docs clean
+.PHONY: help setup demo test tiny programs frameworks bench forms model mutants soak fuzz fuzz-pass sanitize lint format format-check typecheck docs clean
 
 help:
 	@echo "make demo | tiny | test | bench | lint | format | format-check | typecheck | docs | clean"
-	@echo "long: make programs | frameworks | forms | model | soak | fuzz | fuzz-pass | sanitize"
+	@echo "long: make programs | frameworks | forms | model | mutants | soak | fuzz | fuzz-pass | sanitize"
 
 setup: $(STAMP)
 
@@ -86,6 +86,10 @@ bench: $(STAMP)
 # Needs SPIN (apt install spin) and a C compiler: some minutes.
 model: $(STAMP)
 	$(PY) tests/verification/model/check.py
+
+# Sixty mistakes on purpose, in a copy of the tree, each of which a test has to see: a quarter of an hour.
+mutants: $(STAMP)
+	$(PY) tests/mutants.py
 
 # 100,000 calls, on GPUs where there are enough: SOAK_ARGS="--ranks 4".
 soak: $(STAMP)

@@ -7,7 +7,12 @@ import torch
 from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, same_on_all, world
 from ranks import run_ranks, run_row
 from weft import symm_mem
-from weft.fused_ops import fused_all_reduce_rms_norm, one_shot_all_reduce
+from weft.fused_ops import (
+    fused_all_reduce_layer_norm,
+    fused_all_reduce_rms_norm,
+    fused_all_reduce_rms_norm_quant,
+    one_shot_all_reduce,
+)
 from weft.kernels.all_reduce_rms_norm import host
 from weft.kernels.all_reduce_rms_norm.reference import rms_norm
 
@@ -69,6 +74,39 @@ def any_layout(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_any_strides_and_alignment(device: str) -> None:
     run_row(any_layout, 3, device=device)
+
+
+def eps_shows(rank: int, world_size: int) -> None:
+    """Rows whose mean square is as small as eps, and eps of 0, which is no default; forward and backward."""
+    for eps, dtype in ((0.0, torch.float32), (1e-2, torch.float32), (1e-2, torch.bfloat16)):
+        x, residual = (0.1 * torch.randn(5, 40)).to(dtype), (0.05 * torch.randn(5, 40)).to(dtype)
+        weight, on_normed = torch.randn(40).to(dtype), torch.randn(5, 40)
+        given = x.requires_grad_(), residual, weight
+        for subtract_mean in (False, True):
+            if subtract_mean:
+                normed, sums = fused_all_reduce_layer_norm(*given, None, eps, world())
+            else:
+                normed, sums = fused_all_reduce_rms_norm(*given, eps, world())
+            x.grad = None
+            (normed * on_normed).sum().backward()
+            wide = sums.detach().double().requires_grad_()
+            of = wide - wide.mean(-1, keepdim=True) if subtract_mean else wide
+            want = of / (of.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+            (want * on_normed).sum().backward()
+            check(f"normed, eps {eps}, {dtype}, {subtract_mean}", normed, want, BOUND[dtype])
+            check(f"x.grad, eps {eps}", x.grad, sum(gather(wide.grad)), 2 * BOUND[dtype])
+        scale = torch.tensor([[0.125]])
+        quantized, _, _ = fused_all_reduce_rms_norm_quant(
+            *(t.detach() for t in given), eps, world(), scale=scale
+        )
+        of = sums.detach().double()
+        want = of * (of.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+        check(f"quantized, eps {eps}", quantized.float() * scale, want, 0.05)  # 3 bits
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_eps_shows(device: str) -> None:
+    run_row(eps_shows, 2, device=device)
 
 
 def chunks(rank: int, world_size: int) -> None:

@@ -50,6 +50,19 @@ def test_fused_matmul_all_reduce(
     run_row(right, world_size, shape, n, dtype, device=device)
 
 
+def order(rank: int, world_size: int) -> None:
+    """The own part is not rounded before it is summed: 257 is no bfloat16, and the others leave 1 of it."""
+    for dtype, large in ((torch.bfloat16, 256.0), (torch.float16, 2048.0)):
+        A = torch.tensor([[-large / 2, 0.0]] * 3, dtype=dtype)
+        A[rank] = torch.tensor([large, 1.0])  # of three rows each rank sums one
+        out = fused_matmul_all_reduce(A, torch.ones(2, 4, dtype=dtype), "sum", world())
+        assert out.flatten().tolist() == [1.0] * 12
+
+
+def test_own_parts_are_not_rounded() -> None:
+    run_row(order, 3)
+
+
 def any_layout(rank: int, world_size: int) -> None:
     base, weight = torch.randn(6, 5, 9), torch.randn(12, 9)
     for A in (base.transpose(0, 1), base[::2, 1:], base[0]):

@@ -70,6 +70,12 @@ def order(rank: int, world_size: int) -> None:
     A = torch.full((3, 1), {0: 256.0, 1: 1.0, 2: 1.0}[rank], dtype=torch.bfloat16)
     out = fused_matmul_reduce_scatter(A, torch.ones(1, 2, dtype=torch.bfloat16), "sum", 0, world())
     assert out.flatten().tolist() == [258.0, 258.0]
+    # The own part is not rounded: 257 is no bfloat16, and the others' parts leave 1 of it.
+    for dtype, large in ((torch.bfloat16, 256.0), (torch.float16, 2048.0)):
+        A = torch.tensor([[-large / 2, 0.0]] * 3, dtype=dtype)
+        A[rank] = torch.tensor([large, 1.0])
+        out = fused_matmul_reduce_scatter(A, torch.ones(2, 4, dtype=dtype), "sum", 0, world())
+        assert out.flatten().tolist() == [1.0] * 4
 
 
 def test_sums_in_float32_in_rank_order() -> None:

@@ -168,6 +168,14 @@ def order(rank: int, size: int) -> None:
     a, b = a.to(E4M3), b.to(E4M3).t()
     z = fused_scaled_matmul_reduce_scatter(a, b, scale, one, "sum", 0, 0, world(), out_dtype=torch.float32)
     assert z.unique().tolist() == [0.0]
+    # The own part is not rounded: 257 is no bfloat16, and the others' parts leave 1 of it.
+    part = torch.zeros(3, 16)
+    part[:, 0], part[rank, 0], part[rank, 1] = -128.0, 256.0, 1.0
+    ones = torch.ones(16, 16).to(E4M3).t()
+    z = fused_scaled_matmul_reduce_scatter(
+        part.to(E4M3), ones, one, one, "sum", 0, 0, world(), out_dtype=torch.bfloat16
+    )
+    assert z.unique().tolist() == [1.0]
     wide = torch.tensor([[1.0], [2.0], [4.0]]) * 10**rank  # of this rank's part along K
     _, (y,) = fused_all_gather_scaled_matmul(
         *(a, [torch.cat([b] * size).t().contiguous().t()], wide, [torch.ones(1, 16)], 1, world())

@@ -58,14 +58,16 @@ def test_puts_are_counted() -> None:
 
 
 def skewed(rank: int, world_size: int) -> None:
-    peers = symm_mem.rendezvous(symm_mem.empty(1))
-    for turn in range(3 * world_size):
+    arrived = symm_mem.empty(1, dtype=torch.int64).zero_()
+    peers = symm_mem.rendezvous(arrived)
+    peers.barrier(3)
+    for turn in range(1, 3 * world_size):
         if turn % world_size == rank:
             time.sleep(0.05)
-        before = time.monotonic()
+        arrived.fill_(turn)
         peers.barrier(1)
-        if turn % world_size != rank:
-            assert time.monotonic() - before > 0.01, "left the barrier before the late rank came"
+        there = [int(x) for x in peers.tensors]
+        assert min(there) >= turn, f"left the barrier of turn {turn} when the ranks were at {there}"
         peers.barrier(2)
 
 
@@ -154,6 +156,33 @@ def uses(rank: int, world_size: int) -> None:
 
 def test_halves_are_never_overwritten_before_they_are_read() -> None:
     run_ranks(uses, 3)
+
+
+def one_way(rank: int, world_size: int) -> None:
+    """Where each rank sends to all, what comes from a peer says that it has left the use before last. Not here."""
+    symm_mem.set_timeout(20)
+    ws = Workspace(get_heap(), Layout(world_size, 1, 400), "one way")
+    symm_mem.rendezvous(symm_mem.empty(1)).barrier()
+    for turn in range(8):
+        with HostEpoch(ws, "test") as use:
+            if rank == 0:
+                for peer in range(1, world_size):
+                    use.wait_free(peer)
+                    ws.buffer(peer, use.buffer, (100,), torch.int32).fill_(turn)
+                    use.post(peer, 0)
+                continue
+            if turn in (rank - 1, 4):
+                time.sleep(0.1)
+            use.wait(0, 0)
+            got = ws.buffer(rank, use.buffer, (100,), torch.int32)
+            assert (got == turn).all()
+            if turn == 2:
+                time.sleep(0.1)
+                assert (got == turn).all(), "overwritten before this rank has left"
+
+
+def test_a_rank_that_only_receives_may_be_late() -> None:
+    run_ranks(one_way, 3, fresh=True)
 
 
 def breaks(rank: int, world_size: int) -> str | None:

@@ -76,9 +76,10 @@ def build(
     beside: Sequence[tuple[Path, Sequence[str], Params]] = (),
     instead: tuple[str, str] | None = None,
 ) -> Library:
-    """Compile ``source`` for every rank of ``defines["WORLD_SIZE"]``; what a kernel takes must be as large as its ``params``.
+    """Compile ``source`` for every rank of ``defines["WORLD_SIZE"]``.
 
     Args:
+        params: what kernels take, which must be as large.
         beside: more sources, the kernels of each and what they take, with which calls on one workspace take turns.
         instead: a text in a source or in one of REAL, and what shall stand there.
     """
@@ -92,10 +93,6 @@ def build(
     places |= {DEVICE / name: folder / name for name in REAL}
     places |= {file: folder / f"{i}_{file.name}" for i, (file, _, _) in enumerate(sources)}
     texts = {place: file.read_text().replace("#pragma once", "") for file, place in places.items()}
-    for place in texts:
-        # Kernels of two sources may have one name, and each block has memory of its own.
-        text = texts[place].replace('extern "C" ', "")
-        texts[place] = re.sub(r"__shared__ bool (\w+);", r"bool& \1 = weft::of_block<bool>();", text)
     # One program for all ranks: which of them runs is no constant.
     exchange = places[DEVICE / "comm/ll_exchange.cuh"]
     texts[exchange] = texts[exchange].replace("constexpr int peer_of", "int peer_of")
@@ -104,7 +101,9 @@ def build(
         assert found == 1, f"{found} times, not once, in {source} and what it includes: {instead[0]}"
         texts = {place: text.replace(*instead) for place, text in texts.items()}
     for place, content in texts.items():
-        place.write_text(content)
+        # Kernels of two sources may have one name, and each block has memory of its own.
+        named = content.replace('extern "C" ', "")
+        place.write_text(re.sub(r"__shared__ bool (\w+);", r"bool& \1 = weft::of_block<bool>();", named))
     every = [name for _, names, _ in sources for name in names]
     lines, cases = ["#define RANK current->number"], []
     for i, (file, names, its_params) in enumerate(sources):

@@ -1,4 +1,4 @@
-"""The kernels of signal, wait, put and get and their launcher on the CPU: threads as fibers, copy engines beside them."""
+"""The kernels of signal, wait, put and get and their launcher on the CPU, as fibers beside copy engines."""
 
 from __future__ import annotations
 

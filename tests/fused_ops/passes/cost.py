@@ -24,11 +24,14 @@ def cpu_seconds(run: Callable[[fx.Graph], T], graph: fx.Graph) -> tuple[float, T
 
 
 def in_copies(run: Callable[[fx.Graph], T], graph: fx.Graph) -> tuple[float, T]:
-    """The cheaper of two runs, each on a copy of `graph`, over the cheaper of two copies; the last result."""
-    spent, copying = [], []
+    """The cheaper of two runs on a copy of `graph`, each over the copies before and after it; the last result.
+
+    A core that is shared is slower: so a run is held against copies of the same moment.
+    """
+    ratios = []
     for _ in range(2):
-        seconds, copy = cpu_seconds(copied, graph)
-        copying.append(seconds)
+        before, copy = cpu_seconds(copied, graph)
         seconds, result = cpu_seconds(run, copy)
-        spent.append(seconds)
-    return min(spent) / min(copying), result
+        after, _ = cpu_seconds(copied, graph)
+        ratios.append(seconds / ((before + after) / 2))
+    return min(ratios), result
