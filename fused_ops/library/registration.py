@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
 from ..dispatch.planning import is_planning
 from . import autograd_calls, compiled, fakes, group_checks, implementations, schema
 from .autograd import AUTOCAST
 from .implementations import Implementation
 from .unsupported import refuse_unsupported
+
+_log = logging.getLogger("weft.ops")
+_said: set[str] = set()  # ops that have met autocast with what it would cast
 
 
 def _on_records(
@@ -45,10 +51,24 @@ def _or_plan(op: Implementation, fake: Callable[[Any], Any]) -> Callable[[Any], 
     return run
 
 
-def _below_autocast(op: Callable[..., Any]) -> Callable[..., Any]:
+def _say_what_is_not_cast(op: OpOverload, args: Sequence[Any]) -> None:
+    """Once for an op: that autocast would cast what it multiplies or reduces, if it were torch's."""
+    name = op._schema.name
+    operands = tree_leaves(args[: 2 if "matmul" in name else 1])
+    if name not in _said and any(isinstance(x, torch.Tensor) and x.dtype == torch.float32 for x in operands):
+        _said.add(name)
+        _log.warning(
+            "%s: autocast casts nothing for weft's ops: cast operands of float32, or use the layers, which cast as "
+            "nn.Linear does",
+            name,
+        )
+
+
+def _below_autocast(op: OpOverload) -> Callable[..., Any]:
     """The op without autocast: it would cast the products of what runs unfused or between CPU ranks, and no others."""
 
     def call(*args: Any, **named: Any) -> Any:
+        _say_what_is_not_cast(op, args)
         with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
             return op(*args, **named)
 

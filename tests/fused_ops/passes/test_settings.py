@@ -5,18 +5,22 @@ from __future__ import annotations
 import gc
 import json
 import pickle
+from collections.abc import Callable
 from copy import copy, deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import weft
 from graphs import AG, captured, fake_ranks, gather
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from weft.fused_ops.passes import FusionPass, pass_sequence
-from weft.fused_ops.passes.backend import _with_pass
+from weft.fused_ops.passes.backend import _with_pass, weft_backend
 from weft.fused_ops.passes.pass_sequence import passes_of
 from weft.fused_ops.passes.regather import JOINT_SLOT
 
@@ -166,3 +170,14 @@ def test_the_key_of_two_passes_is_that_of_both() -> None:
 def test_what_is_no_pass_is_refused() -> None:
     with pytest.raises(TypeError, match=r"others: has 'other', must be passes"):
         FusionPass().options_with("other")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "compile_with", [torch.compile, partial(torch.compile, backend=weft_backend), weft.compile]
+)
+def test_a_pass_in_place_of_its_options_is_refused(compile_with: Callable[..., Any]) -> None:
+    said = r"options: is FusionPass\(groups=None, .*, must be its options: torch.compile\(model, options=fusion.options"
+    torch._dynamo.reset()
+    with pytest.raises((TypeError, BackendCompilerFailed), match=said):
+        compile_with(torch.sin, options=FusionPass())(torch.randn(3))
+    assert dict(FusionPass().items())["fuse"] == "auto"
