@@ -15,6 +15,7 @@ from .heap.registry import check, reset, unavailable
 from .heap.stats import HeapStats, stats
 from .registration.handle import RegisteredTensor
 from .registration.registered import register, unregister
+from .switches import warn_of_unknown_variables
 from .tensors import Peers, empty, rendezvous
 from .timeouts import get_timeout, set_timeout
 
@@ -48,3 +49,5 @@ __all__ = [
     "unavailable",
     "unregister",
 ]
+
+warn_of_unknown_variables()

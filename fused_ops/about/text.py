@@ -14,6 +14,7 @@ import weft
 
 from ...kernels.device.jit.program import cache_folder
 from ...symm_mem.backends.host import HostBackend
+from ...symm_mem.switches import unknown_variables
 from ...symm_mem.timeouts import default_timeout
 from ..dispatch.plan import tf32_is_allowed
 from ..drop_in.installation import installed
@@ -44,8 +45,17 @@ def about_text(*, measured: bool = True) -> str:
         "Environment": _environment(),
     }
     return "\n\n".join(
-        "\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items()
+        "\n".join([title, *(f"  {line}" for line in _up_to_error(lines))])
+        for title, lines in sections.items()
     )
+
+
+def _up_to_error(lines: Iterator[str]) -> Iterator[str]:
+    """A variable of the environment that is wrong is named in place of the rest of its section."""
+    try:
+        yield from lines
+    except ValueError as e:
+        yield str(e)
 
 
 def _version(package: str) -> str:
@@ -140,6 +150,8 @@ def _plugged_in() -> Iterator[str]:
 
 def _environment() -> Iterator[str]:
     found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
-    yield from (f"{name}={value}" for name, value in found.items())
+    unknown = dict(unknown_variables())
+    for name, value in found.items():
+        yield f"{name}={value}" + (f" ({unknown[name]})" if name in unknown else "")
     if not found:
         yield "nothing that weft or NCCL reads is set"

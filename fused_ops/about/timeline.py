@@ -63,11 +63,13 @@ def timeline(
         the SVG, the same on all ranks.
 
     Raises:
-        ValueError: ``warm_up`` is below 0.
+        ValueError: ``warm_up`` is below 0, or ``file`` is named as what is no SVG.
         OSError: the file cannot be written.
     """
     if warm_up < 0:
         raise ValueError(f"warm_up: is {warm_up}, must be 0 or more")
+    if file is not None and Path(file).suffix.lower() not in ("", ".svg"):
+        raise ValueError(f"file: is {os.fspath(file)!r}, must end in .svg: the picture is an SVG")
     from ..passes.order.picture import lanes_svg
 
     pg = resolve_group(group)

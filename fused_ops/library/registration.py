@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import register_flop_formula
 
 from ..dispatch.planning import is_planning
@@ -16,6 +19,9 @@ from ..ops import OPS, Op
 from ..ops.op import AUTOCAST
 from . import compiled, group_checks, schema
 from .unsupported import refuse_derivative_in_transform, refuse_unsupported
+
+_log = logging.getLogger("weft.ops")
+_said: set[str] = set()  # ops that have met autocast with what it would cast
 
 
 def _on_records(
@@ -41,12 +47,26 @@ def _fake(op: Op) -> Callable[[Any], Any]:
     return lambda call: op.slow(call) if is_planning() else op.fake(*op.validate(call))
 
 
-def _below_autocast(overload: Callable[..., Any]) -> Callable[..., Any]:
+def _say_what_is_not_cast(op: OpOverload, args: Sequence[Any]) -> None:
+    """Once for an op: that autocast would cast what it multiplies or reduces, if it were torch's."""
+    name = op._schema.name
+    operands = tree_leaves(args[: 2 if "matmul" in name else 1])
+    if name not in _said and any(isinstance(x, Tensor) and x.dtype == torch.float32 for x in operands):
+        _said.add(name)
+        _log.warning(
+            "%s: autocast casts nothing for weft's ops: cast operands of float32, or use the layers, which cast as "
+            "nn.Linear does",
+            name,
+        )
+
+
+def _below_autocast(op: OpOverload) -> Callable[..., Any]:
     """The op without autocast: it would cast the products of what runs unfused or between CPU ranks, and no others."""
 
     def call(*args: Any, **named: Any) -> Any:
+        _say_what_is_not_cast(op, args)
         with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
-            return overload(*args, **named)
+            return op(*args, **named)
 
     return call
 

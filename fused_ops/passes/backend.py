@@ -19,7 +19,7 @@ from .norms.eps_as_number import eps_options
 from .pass_sequence import SLOT, in_sequence, passes_of
 from .regather import JOINT_SLOT, joint_options
 from .report import PassRuns, Report
-from .settings import AGREE_WORDS, AUTO, REWRITES, PassSettings
+from .settings import AGREE_WORDS, AUTO, REWRITES, PassSettings, refused_as_options
 
 #: What names a setting of the pass among the options of a compilation.
 PREFIX = "weft."
@@ -160,6 +160,8 @@ def _settings_of(
     settings: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """FusionPass's settings, and the options for Inductor alone."""
+    if isinstance(options, PassSettings):
+        raise TypeError(refused_as_options(options))
     chosen = {**_environment(), **settings}
     given = {}
     for name, value in options.items():

@@ -33,7 +33,6 @@ from .graph.collectives import (
     LeftAlone,
     collectives,
     custom_ops,
-    group_of,
     kind_of,
 )
 from .graph.rewrite import created_nodes
@@ -45,7 +44,7 @@ from .memory.at_run_time import verifies, verify_memory
 from .norms.eps_as_number import eps_options
 from .order.at_once import start_when_needed
 from .order.in_pass import changed_order, keep_what_is_ordered
-from .origin import module_of, source_of
+from .origin import fields_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns import registry
 from .patterns.candidate import (
@@ -272,7 +271,7 @@ class FusionPass(OnePass, CustomGraphPass):
         notes = rewritten(graph, self, lambda group: self._why_not_changed(group, None, why_not))
         left = canonicalize(graph, self._find, lambda match: self._why_not(match, why_not))
         nodes = list(collectives(graph))
-        fields = {n: _fields(n, number) for n in nodes}
+        fields = {n: fields_of(n, number) for n in nodes}
         entries = {n: Entry(**fields[n], reason=reason) for n, reason in left.items()}
         # Reductions first, but for those that leave their product to the gather in front of it.
         orders, late = [], yielding([n for n in nodes if n not in entries], self._find_product)
@@ -396,15 +395,3 @@ class FusionPass(OnePass, CustomGraphPass):
         why_not = why_not_asked(group) if self.agree else None
         why_not = why_not or (why_not_called_from_cpp(op) if op is not None else None)
         return why_not or (why_not_kept if self.agree and has_ranks(group) else None)
-
-
-def _fields(node: fx.Node, number: int) -> dict[str, Any]:
-    """What is known of a collective of the ``number``-th graph."""
-    return {
-        "graph": number,
-        "node": node.name,
-        "collective": kind_of(node),
-        "group": group_of(node),
-        "source": source_of(node),
-        "module": module_of(node),
-    }

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
+
+from .graph.collectives import group_of, kind_of
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
 _TORCH = str(Path(torch.__file__).parent)
@@ -45,3 +48,15 @@ def module_of(node: fx.Node) -> str:
 def copy_origin(node: fx.Node, new: fx.Node) -> None:
     """``new``, which stands in place of ``node``, comes from where that came from."""
     new.meta |= {key: node.meta[key] for key in ("stack_trace", *_STACKS) if key in node.meta}
+
+
+def fields_of(node: fx.Node, number: int) -> dict[str, Any]:
+    """What is known of a collective of the ``number``-th graph."""
+    return {
+        "graph": number,
+        "node": node.name,
+        "collective": kind_of(node),
+        "group": group_of(node),
+        "source": source_of(node),
+        "module": module_of(node),
+    }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import ItemsView, Iterable
 from functools import partial
 from typing import Any, TypedDict, TypeVar
 from uuid import uuid4
@@ -169,6 +170,16 @@ class OnePass(PassSettings):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (type(self), self._name, {**self})
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        # torch.compile reads options so, and would say that Inductor has no option "groups".
+        if sys._getframe(1).f_globals.get("__name__") == "torch":
+            raise TypeError(refused_as_options(self))
+        return super().items()
+
+
+def refused_as_options(given: PassSettings) -> str:
+    return f"options: is {given!r}, must be its options: torch.compile(model, options=fusion.options)"
 
 
 _there: weakref.WeakValueDictionary[str, OnePass] = weakref.WeakValueDictionary()

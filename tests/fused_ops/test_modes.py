@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import test_fast_path_of_matmuls as matmuls
 import torch
+import torch.distributed as dist
 from fake_gpu import SLOW, TAKEN, Stage
 from opcommon import DEVICES, check, gather, world
 from ranks import run_ranks
 from torch.autograd import forward_ad
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft import symm_mem
 from weft.fused_ops import (
     fused_all_gather_matmul,
@@ -27,6 +29,7 @@ from weft.fused_ops import (
     one_shot_reduce_scatter,
 )
 from weft.fused_ops.dispatch import plan
+from weft.fused_ops.library import registration
 
 stage, op = matmuls.stage, matmuls.op
 
@@ -161,3 +164,20 @@ def test_the_fast_path_drops_no_tangent(stage: Stage, op: matmuls.Op) -> None:
     assert not stage.launched
     op.call(*op.given)
     assert len(stage.launched) == 1
+
+
+def test_autocast_that_casts_nothing_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registration, "_said", set())
+    x, w = torch.randn(4, 8), torch.randn(8, 6)
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    with torch.autocast("cpu"):
+        for _ in range(2):
+            assert fused_all_gather_matmul(x, [w], 0, None)[1][0].dtype == torch.float32
+        one_shot_all_reduce(x.bfloat16(), "sum", None)
+        with pytest.raises(TypeError, match=r"Bs\[0\]: is torch.float32, must be torch.bfloat16"):
+            fused_all_gather_matmul(x.bfloat16(), [w], 0, None)
+    dist.destroy_process_group()
+    told = [m for m in caplog.messages if "autocast" in m]
+    assert len(told) == 1 and told[0].startswith("weft::fused_all_gather_matmul: autocast casts nothing")

@@ -1,5 +1,6 @@
-"""The node of a graph that holds what the pass did with it. Inductor writes it into the head of the generated file, which
-is what its caches keep, and which each compilation loads:
+"""The node of a graph that holds what the pass did with it.
+
+Inductor writes it into the head of the generated file, which is what its caches keep and each compilation loads:
 
     weft_graph_loaded("...")
 

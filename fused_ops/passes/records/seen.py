@@ -58,8 +58,9 @@ class SeenGraphs:
         """Has the code of a graph tell of it, and of those that it calls, where that is kept and loaded again."""
         if not is_kept():
             return
-        places = {number: place for place, number in enumerate(sorted(numbers))}
-        entries = [replace(e, graph=places[e.graph]) for e in self.entries if e.graph in places]
+        found = [e for e in self.entries if e.graph in numbers]
+        places = {number: place for place, number in enumerate(sorted({e.graph for e in found}))}
+        entries = [replace(e, graph=places[e.graph]) for e in found]
         orders = [replace(o, graph=places[o.graph]) for o in self.orders if o.graph in places]
         text = packed((len(places), entries, orders))
         self._generated[text] += 1

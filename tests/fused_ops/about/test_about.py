@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 import weft
 from weft.fused_ops.about import command, text
 from weft.fused_ops.about.gpus import Gpu, why_not_on
+from weft.symm_mem import switches
 
 H100 = Gpu(0, "NVIDIA H100 80GB HBM3", (9, 0), 132, 80 << 30, True, (1, 2))
 THREE = [replace(H100, index=i, reaches=tuple({0, 1, 2} - {i})) for i in range(3)]
@@ -107,3 +109,33 @@ def test_copies_are_timed() -> None:
 
     speed = copy_speed(0, 1)
     assert isinstance(speed, float) and speed > 1
+
+
+def test_what_is_wrong_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_TIMEOUT", "abc")
+    monkeypatch.setenv("WEFT_TIMOUT", "3")
+    monkeypatch.setenv("WEFT_ZZZ", "")
+    said = lines("no GPU", monkeypatch)
+    assert any(line.startswith("WEFT_TIMEOUT: is 'abc', must be a number of seconds") for line in said)
+    assert "WEFT_TIMOUT=3 (weft reads no such variable, but WEFT_TIMEOUT)" in said
+    assert "WEFT_ZZZ= (weft reads no such variable)" in said
+    assert "Environment" in said and "WEFT_TIMEOUT=abc" in said
+
+
+def test_a_misspelt_variable_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WEFT_REPROT", "report.txt")
+    switches.warn_of_unknown_variables()
+    assert caplog.messages == ["WEFT_REPROT: weft reads no such variable, but WEFT_REPORT"]
+
+
+def test_all_variables_are_known() -> None:
+    root = Path(weft.__file__).resolve().parent
+    files = [f for top in ("symm_mem", "kernels", "fused_ops") for f in (root / top).rglob("*.py")]
+    read = {name for f in files for name in re.findall(r'"(WEFT_[A-Z_]*[A-Z])"', f.read_text())}
+    told = set(
+        re.findall(r"^\| `(WEFT_[A-Z_]*[A-Z])", (root / "docs" / "operations.md").read_text(), re.MULTILINE)
+    )
+    assert set(switches.VARIABLES) == read and told <= read
+    assert read - told <= {"WEFT_TEST_SHARED_GPUS"}

@@ -25,6 +25,8 @@ def drawn(rank: int, world_size: int, file: Path) -> str:
 
     with pytest.raises(ValueError, match="warm_up: is -1, must be 0 or more"):
         weft.timeline(call, warm_up=-1)
+    with pytest.raises(ValueError, match=r"file: is '.*call.png', must end in \.svg"):
+        weft.timeline(call, file.with_suffix(".png"))
     return weft.timeline(call, file)
 
 

@@ -282,11 +282,12 @@ def test_torch_logs_knows_weft() -> None:
 def test_what_was_left_alone_before_its_graph_was_put_back_keeps_its_reason() -> None:
     fusion = FusionPass()
     told = ("all_gather_into_tensor", "all_gather_into_tensor", "0")
-    fusion._entries = [
+    entries = [
         Entry(0, *told, dim=0, fused_into=AG),
         Entry(0, *told, reason="nobody waits for it"),
         Entry(1, *told, dim=0, fused_into=AG),
     ]
+    fusion._seen.enter(entries, None)
     fusion._leave(0)
     assert [e.reason for e in fusion.report().entries] == [WHY, "nobody waits for it", ""]
     assert [e.fused_into for e in fusion.report().entries] == [None, None, AG]

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import pickle
+from collections.abc import Callable
 from copy import copy, deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import weft
 from graphs import AG, captured, fake_ranks, gather
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from weft.fused_ops.passes import FusionPass, pass_sequence
+from weft.fused_ops.passes.backend import _with_pass, weft_backend
+from weft.fused_ops.passes.pass_sequence import passes_of
+from weft.fused_ops.passes.regather import JOINT_SLOT
 
 
 def test_the_text_of_a_pass_is_its_settings() -> None:
@@ -39,15 +47,42 @@ def test_a_copy_is_the_pass_itself() -> None:
     assert copy(fusion) is fusion and deepcopy(fusion) is fusion
 
 
-def test_a_pickled_pass_has_the_settings_and_a_report_of_its_own() -> None:
+def test_a_pickled_pass_is_the_pass_itself_and_elsewhere_one_of_its_settings() -> None:
     with fake_ranks(2) as name:
         fusion = FusionPass(groups=[torch.distributed.group.WORLD], strict=True, agree=False)
         captured(lambda x, w: gather(x) @ w, torch.randn(4, 8), torch.randn(8, 6), fusion=fusion)
-        loaded = pickle.loads(pickle.dumps(fusion))
+        pickled, key = pickle.dumps(fusion), fusion.uuid()
+        assert pickle.loads(pickled) is fusion
+        del fusion  # as in another process
+        gc.collect()
+        loaded, again = pickle.loads(pickled), pickle.loads(pickled)
         assert (loaded.groups, loaded.strict, loaded.fuse, loaded.agree) == ({name}, True, "auto", False)
-        assert loaded.uuid() == fusion.uuid()
-        assert (len(fusion.report().entries), loaded.report().entries) == (1, ())
-        assert loaded != fusion and len({loaded, fusion}) == 2
+        assert loaded.uuid() == key and not loaded.report().entries
+        assert again is loaded
+
+
+JOINT = {"sequence_parallel": True, "regather": True}
+
+
+@pytest.mark.parametrize("settings", [{}, {"sequence_parallel": "auto"}, {"regather": True}, JOINT])
+@pytest.mark.parametrize("takes_a_list", [True, False])
+def test_options_are_the_same_each_time(
+    monkeypatch: pytest.MonkeyPatch, takes_a_list: bool, settings: dict[str, Any]
+) -> None:
+    """For other options torch compiles each of a model's layers anew, and stops after some."""
+    monkeypatch.setattr(pass_sequence, "_TAKES_A_LIST", takes_a_list)
+    fusion, other = FusionPass(reorder=True, **settings), Other()
+    first = fusion.options
+    assert len(first) == 1 + bool(settings)
+    assert all(fusion.options[name] is first[name] for name in first)
+    assert pickle.loads(pickle.dumps(first)) == first
+    assert fusion.options_with(other) == fusion.options_with(other) != first
+    assert _with_pass(None, {}, fusion) == _with_pass(None, {}, fusion)
+    assert FusionPass(reorder=True, **settings).options != first
+    for each in passes_of(first.get(JOINT_SLOT)):
+        copied = pickle.loads(pickle.dumps(each))
+        assert copied == each and hash(copied) == hash(each)
+        assert each != FusionPass(**each) and each != {**each}
 
 
 def test_a_compiled_model_is_saved_with_its_pass(tmp_path: Path) -> None:
@@ -135,3 +170,14 @@ def test_the_key_of_two_passes_is_that_of_both() -> None:
 def test_what_is_no_pass_is_refused() -> None:
     with pytest.raises(TypeError, match=r"others: has 'other', must be passes"):
         FusionPass().options_with("other")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "compile_with", [torch.compile, partial(torch.compile, backend=weft_backend), weft.compile]
+)
+def test_a_pass_in_place_of_its_options_is_refused(compile_with: Callable[..., Any]) -> None:
+    said = r"options: is FusionPass\(groups=None, .*, must be its options: torch.compile\(model, options=fusion.options"
+    torch._dynamo.reset()
+    with pytest.raises((TypeError, BackendCompilerFailed), match=said):
+        compile_with(torch.sin, options=FusionPass())(torch.randn(3))
+    assert dict(FusionPass().items())["fuse"] == "auto"
