@@ -57,7 +57,16 @@ from ..graph.collectives import argument, calls, collectives, group_of, kind_of,
 from ..report import Entry
 from ..settings import CAPTURE, EACH, RUN_AHEAD
 from .fallback.called import CALLERS, KeptGraph
-from .fallback.text import DRAWS, STATEFUL, GraphText, attributes, caller_of, draws_nothing, draws_seeds, graph_copy
+from .fallback.text import (
+    DRAWS,
+    STATEFUL,
+    GraphText,
+    attributes,
+    caller_of,
+    draws_nothing,
+    draws_seeds,
+    graph_copy,
+)
 from .guard import SIZES, GraphGuard, GroupQuestion, pack
 from .signature import Order, Signature
 from .votes.vote import ALL_AHEAD, BACKWARDS_AHEAD, NONE_AHEAD, backend_of

@@ -57,7 +57,11 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for norm in self.norms:
-            x = checkpoint(self.layer, x, norm, use_reentrant=False) if self.checkpointed else self.layer(x, norm)
+            x = (
+                checkpoint(self.layer, x, norm, use_reentrant=False)
+                if self.checkpointed
+                else self.layer(x, norm)
+            )
         return x * self.factor
 
 
@@ -93,7 +97,9 @@ def test_training_has_it_like_a_literal() -> None:
         torch._dynamo.reset()
         fusion = FusionPass()
         with inductor_config.patch(force_disable_caches=True):
-            torch.compile(Layers(True), options=fusion.options, dynamic=dynamic)(torch.randn(4, 8)).sum().backward()
+            torch.compile(Layers(True), options=fusion.options, dynamic=dynamic)(
+                torch.randn(4, 8)
+            ).sum().backward()
         found.append(sorted(str(e.fused_into) for e in fusion.report().entries))
     assert found[0] == found[1] and NORM in found[0]
 

@@ -312,7 +312,10 @@ def test_a_cast_that_saturates_is_a_bound(quantise: Fn, dtype: torch.dtype) -> N
     if quantise is not_bounded:
         check_same(seen, 2)
     if saturates:
-        largest, x = [448.0, -448.0], torch.tensor([torch.nan, torch.inf, -torch.inf, 449, 464, 1e6, -3e38, 3])
+        largest, x = (
+            [448.0, -448.0],
+            torch.tensor([torch.nan, torch.inf, -torch.inf, 449, 464, 1e6, -3e38, 3]),
+        )
         scale = torch.ones(())
         bounded = quantize_rows(x, scale, QuantKind(dtype, "reciprocal"))[0]
         assert bounded.float()[1:3].tolist() == largest

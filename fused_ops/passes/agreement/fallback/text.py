@@ -163,7 +163,10 @@ def _called_as_it_is(node: fx.Node) -> list[fx.Node]:
     with node.graph.inserting_before(node):
         plain = node.graph.call_function(op, tuple(args), kwargs)  # type: ignore[arg-type]
     saves = caller_of(node) == "run_and_save_rng_state"
-    plain.meta = {**node.meta, "val": node.meta["val"][1] if saves and "val" in node.meta else node.meta.get("val")}
+    plain.meta = {
+        **node.meta,
+        "val": node.meta["val"][1] if saves and "val" in node.meta else node.meta.get("val"),
+    }
     if not saves:
         node.replace_all_uses_with(plain)
         return []
