@@ -35,6 +35,28 @@ _TIMES_OF_NORM, _LAUNCH = 4, 2.0
 #: more, and 177 less are estimated, 3.3 %: long products run into the limit of power
 #: (bench/results/h200-x2-sequence-layers.txt).
 _LEAST_SHARE = 0.035
+#: Times the bytes of the all-reduces up to which a region sends no more: gradients of norms' weights are summed besides.
+MOST_BYTES = 1.05
+
+
+def times_the_bytes(region: Region) -> float:
+    """How many times the bytes of its all-reduces a region sends on own rows, per rank.
+
+    An all-reduce sends as much as a reduce-scatter and an all-gather of the same tensor. More is sent where rows are
+    gathered that the graph had on all ranks, as for a backward that is not computed by rows.
+    """
+    try:
+        reduced = sum(_bytes(c.x) for c in region.collectives)
+        more = sum(map(_bytes, region.gathered)) + 2 * sum(map(_bytes, region.sums))
+    except LeftAlone:
+        return 1.0  # sizes that only the run knows
+    return (reduced + more) / (2 * reduced) if reduced else 1.0
+
+
+def why_more_bytes(region: Region) -> str | None:
+    """Why a region should stay for what it would send; None if it need not."""
+    times = times_the_bytes(region)
+    return None if times <= MOST_BYTES else f"it would send {times:.3g} times the bytes"
 
 
 def why_not_faster(region: Region) -> str | None:
@@ -80,6 +102,10 @@ def _saved(region: Region) -> tuple[float, float]:
         saved += multiplying - _us(gathered)
         multiplied += multiplying
     return saved, multiplied
+
+
+def _bytes(node: fx.Node) -> int:
+    return hint(val(node).numel()) * val(node).dtype.itemsize
 
 
 def _norm_us(nbytes: float) -> float:

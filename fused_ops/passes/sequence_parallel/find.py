@@ -20,7 +20,7 @@ from ....symm_mem import resolve_group
 from ..graph.collectives import Collective, LeftAlone, Size, c10d, calls, known, same_shape, val
 from ..patterns.all_reduce import merge_what_is_summed
 from ..settings import AUTO
-from .estimate import why_not_faster
+from .estimate import MOST_BYTES, times_the_bytes, why_more_bytes, why_not_faster
 from .region import Region, regions
 from .replace import put_on_rows
 from .rows import RowLayout, same_on_all_ranks
@@ -69,10 +69,12 @@ def put_sequences_on_rows(
             try:
                 reason = region.why_not()
                 if reason is None and choice == AUTO:
-                    reason = why_not_faster(region)
+                    reason = why_more_bytes(region) or why_not_faster(region)
                 if reason is not None:
                     raise LeftAlone(reason)
-                notes |= dict.fromkeys(put_on_rows(region).values(), BY_ROWS)
+                times = times_the_bytes(region)
+                more = f", sends {times:.3g} times the bytes" if times > MOST_BYTES else ""
+                notes |= dict.fromkeys(put_on_rows(region).values(), BY_ROWS + more)
             except LeftAlone as e:
                 notes |= dict.fromkeys((c.node for c in region.collectives), f"not sequence parallel: {e}")
     return notes

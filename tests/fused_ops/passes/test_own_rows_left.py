@@ -140,6 +140,34 @@ def test_auto_takes_what_the_measured_ops_say(
         assert "not sequence parallel: by the estimate it would save" in str(seen.entries[0])
 
 
+def gathered_for_more(x: Tensor, residual: Tensor, n: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Something needs all rows of the sum, too, as a backward does that is not computed by rows."""
+    y = residual + ar(x)
+    return norm(y, n) @ v, y.cumsum(0)
+
+
+@pytest.mark.parametrize("setting", ["auto", True])
+def test_what_sends_more_is_left_or_said(setting: Any) -> None:
+    with fake_ranks(2), FakeTensorMode():
+        given = [torch.empty(s) for s in ((64, HIDDEN), (64, HIDDEN), (HIDDEN,), (HIDDEN, 6))]
+        more, as_much = (make_fx(fn)(*given).graph for fn in (gathered_for_more, norm_of_sum))
+        seen, other = (
+            applied(g, FusionPass(agree=False, sequence_parallel=setting)) for g in (more, as_much)
+        )
+    assert "times the bytes" not in str(other.entries) and len(other.entries) == 2
+    first = str(seen.entries[0])
+    # A reduce-scatter and two gathers, in place of an all-reduce, which sends as much as one of each.
+    if setting == "auto":
+        assert "not sequence parallel: it would send 1.5 times the bytes" in first
+        assert [e.collective for e in seen.entries] == ["all_reduce"]
+    else:
+        assert "sequence parallel, sends 1.5 times the bytes" in first
+
+
+def norm_of_sum(x: Tensor, residual: Tensor, n: Tensor, v: Tensor) -> Tensor:
+    return norm(residual + ar(x), n) @ v
+
+
 def decoder(x: Tensor, residual: Tensor, *weights: Tensor) -> Tensor:
     """As bench/sequence_layers.py, with something else that mixes rows in the place of attention."""
 
