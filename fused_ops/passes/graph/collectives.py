@@ -155,6 +155,11 @@ class Collective:
         return kind_of(self.node)
 
     @property
+    def sums(self) -> bool:
+        """Whether it adds or averages: not of an all-gather, nor of an all-reduce by max or min."""
+        return self.reduce_op in validation.REDUCE_OPS
+
+    @property
     def only_waited_for(self) -> bool:
         """Whether nothing else uses what is pending, but for its sizes."""
         return all(u is self.wait or calls(u, aten.sym_size.int) for u in self.node.users)
@@ -207,8 +212,10 @@ class Collective:
         if val(x).dtype not in validation.DTYPES and not (gathers and val(x).dtype in FP8):
             raise LeftAlone(f"its input is {val(x).dtype}, not float32, bfloat16 or float16")
         reduce_op = "" if gathers else str(node.args[1])
-        if reduce_op and reduce_op not in validation.REDUCE_OPS:
-            raise LeftAlone(f"it reduces by {reduce_op!r}, not 'sum' or 'avg'")
+        scatters = node.target is c10d.reduce_scatter_tensor.default
+        taken = validation.REDUCE_OPS if scatters else validation.ALL_REDUCE_OPS
+        if reduce_op and reduce_op not in taken:
+            raise LeftAlone(f"it reduces by {reduce_op!r}, not {' or '.join(map(repr, taken))}")
         waits = sorted(u for u in node.users if calls(u, c10d.wait_tensor.default))
         # What is pending may be returned, too: whoever waits for what is there does not wait.
         others = [

@@ -2,7 +2,8 @@
 
 Padding moves to the other side of the product, so that this stands beside its collective: rows that were cut off the
 gathered tensor are cut off the product, and zeros behind the product's rows are put behind its operand's. They are the
-last rows, fewer than there are ranks. Where no op takes the product, the graph gets back what it had.
+last rows, of each sequence of a batch where that is not sharded, fewer than there are ranks. Where no op takes the
+product, the graph gets back what it had.
 
 A row of zeros times a matrix is zero, or NaN in columns of the matrix that are not finite. There each other row of the
 product is infinite or NaN, too.
@@ -17,7 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from .collectives import FLAT, LeftAlone, argument, aten, c10d, calls, is_val, val
+from .collectives import FLAT, LeftAlone, argument, aten, c10d, calls, first_write, is_val, val
 from .rewrite import call, erase_unused, reshape, undone_if_left
 from .split_cat import SPLITS
 
@@ -29,6 +30,9 @@ _PADDING = (
     *SPLITS[:2],
     operator.getitem,
 )
+# How shards are joined along another dimension than the first.
+_JOINING = (aten.permute.default, aten.cat.default, *SPLITS, operator.getitem)
+_FAR = 16  # nodes between a collective and its padding
 _GATHER, _SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 
 
@@ -84,32 +88,33 @@ def move_padding(graph: fx.Graph) -> list[MovedPadding]:
 
 
 def _cut_behind(node: fx.Node) -> MovedPadding | None:
-    """``gathered[:n] @ w`` is ``(gathered @ w)[:n]``."""
+    """``gathered[..., :n, :] @ w`` is ``(gathered @ w)[..., :n, :]``."""
     args: Any = node.args
     *addend, left, right = args
-    chain = list(_flat(left))
-    cut: Any = chain[-1]
+    *copied, cut = _flat(left, copies=True)
     if not calls(cut, aten.slice.Tensor) or any(is_val(a) and val(a).dim() != 1 for a in addend):
         return None
-    source = cut.args[0]
-    *_, wait = _flat(source)
-    gather: Any = wait.args[0] if calls(wait, c10d.wait_tensor.default) else None
-    if not calls(gather, _GATHER):
+    if any(calls(n, aten.clone.default) and first_write(n, node) is not None for n in copied):
         return None
+    source: Any = cut.args[0]
+    gather = _gather_of(source)
     kept, there = _rows(left), _rows(source)
-    if kept is None or there is None or not _first_rows(cut) or not 0 < there - kept < gather.args[1]:
-        return None
-    if val(left).shape[1] != val(source).shape[-1]:
+    if gather is None or kept is None or there is None or not _first_rows(cut):
         return None
     width, shape, dim = val(left).shape[1], list(val(source).shape), argument(cut, 1, "dim", 0)
+    few = val(cut).shape[dim]
+    if not 0 < shape[dim] - few < gather.args[1] or width != shape[-1]:  # type: ignore[operator]
+        return None
     product = call(node, node.target, *addend, reshape(source, [there, width], node), right, **node.kwargs)
-    result = call(node, aten.slice.Tensor, product, 0, 0, kept)
+    columns = val(product).shape[1]
+    whole = reshape(product, [*shape[:-1], columns], node)
+    result = reshape(call(node, aten.slice.Tensor, whole, dim, 0, few), [kept, columns], node)
 
     def original() -> fx.Node:
         *addend, whole, right = product.args
         rows: Any = next((n for n in (left, cut) if not n._erased and n < result), None)
         if rows is None:
-            rows = call(result, aten.slice.Tensor, reshape(whole, shape, result), dim, 0, kept)  # type: ignore[arg-type]
+            rows = call(result, aten.slice.Tensor, reshape(whole, shape, result), dim, 0, few)  # type: ignore[arg-type]
         rows = reshape(rows, [kept, width], result)
         return call(result, product.target, *addend, rows, right, **product.kwargs)
 
@@ -119,9 +124,12 @@ def _cut_behind(node: fx.Node) -> MovedPadding | None:
 def _padded_in_front(node: fx.Node) -> MovedPadding | None:
     """``pad(a @ w)`` is ``pad(a) @ w``, where it is cut into parts, the last of which are padded, and joined again."""
     parts: Any = node.args[0]
-    if not isinstance(parts, list | tuple) or len(parts) < 2 or not calls(parts[0], operator.getitem):
+    if not isinstance(parts, list | tuple) or len(parts) < 2:
         return None
-    split: Any = parts[0].args[0]
+    first = _part_of(parts[0])
+    if not calls(first, operator.getitem):
+        return None
+    split: Any = first.args[0]
     dim = argument(node, 1, "dim", 0)
     if not calls(split, *SPLITS[:2]) or argument(split, 2, "dim", 0) != dim or not _is_scattered(node):
         return None
@@ -133,37 +141,43 @@ def _padded_in_front(node: fx.Node) -> MovedPadding | None:
             if not _pads_last(part, dim):
                 return None
             inner = part.args[0]
+        elif _part_of(part) is not part:
+            inner = _part_of(part)
         if val(part).shape[dim] != size:
             return None
         if calls(inner, operator.getitem) and inner.args == (split, i):
             cut_parts += [inner, part]
-        elif i < number or inner is part or val(inner).shape[dim] != 0:
+        elif i < number or not calls(part, aten.constant_pad_nd.default) or val(inner).shape[dim] != 0:
             return None
     source: Any = split.args[0]
     chain = list(_flat(source))
     product, have, want = chain[-1], _rows(source), _rows(node)
-    if not calls(product, aten.mm.default) or have is None or want is None or _leading(source, dim) != 1:
+    shape, wanted = list(val(source).shape), list(val(node).shape)
+    if not calls(product, aten.mm.default) or have is None or want is None or not 0 <= dim < len(shape) - 1:
         return None
-    if not 0 < want - have < len(parts) or have != val(product).shape[0]:
+    missing = wanted[dim] - shape[dim]
+    if not 0 < missing < len(parts) or have != val(product).shape[0] or shape[-1] != val(product).shape[1]:
         return None
     if len(split.users) != number or any(len(n.users) != 1 for n in (*chain, *cut_parts)):
         return None  # it would be computed twice
     a, w = product.args
-    padded = call(node, aten.constant_pad_nd.default, a, [0, 0, 0, want - have], 0.0)
-    new = call(node, aten.mm.default, padded, w)
-    result = reshape(new, list(val(node).shape), node)
-    shape, pads = list(val(source).shape), [0, 0] * (val(node).dim() - 1 - dim)
+    depth, behind = val(a).shape[1], [0, 0] * (len(shape) - 1 - dim)
+    rows = reshape(a, [*shape[:-1], depth], node)
+    padded = call(node, aten.constant_pad_nd.default, rows, [*behind, 0, missing], 0.0)
+    new = call(node, aten.mm.default, reshape(padded, [want, depth], node), w)
+    result = reshape(new, wanted, node)
 
     def original() -> fx.Node:
-        padded, w = new.args
-        rows = call(result, aten.mm.default, padded.args[0], w)  # type: ignore[union-attr]
+        *_, padded = _flat(new.args[0])
+        *_, a = (n for n in _flat(padded.args[0]) if list(val(n).shape) == [have, depth])
+        rows = call(result, aten.mm.default, a, new.args[1])
         cut = call(result, aten.split.Tensor, reshape(rows, shape, result), size, dim)
         parts = [call(result, operator.getitem, cut, i) for i in range(number)]
-        if empty := want // size - number:
+        if empty := wanted[dim] // size - number:
             parts += [call(result, aten.slice.Tensor, parts[0], dim, 0, 0)] * empty
         for i, part in enumerate(parts):
             if short := size - int(val(part).shape[dim]):
-                parts[i] = call(result, aten.constant_pad_nd.default, part, [*pads, 0, short], 0.0)
+                parts[i] = call(result, aten.constant_pad_nd.default, part, [*behind, 0, short], 0.0)
         return call(result, aten.cat.default, parts, dim)
 
     return MovedPadding.of(node, new, result, original)
@@ -187,12 +201,28 @@ def _made_of(node: fx.Node) -> Iterator[fx.Node]:
                 pending.append(other)
 
 
-def _flat(node: Any) -> Iterator[fx.Node]:
-    """The node, and what it only reshapes."""
+def _flat(node: Any, *, copies: bool = False) -> Iterator[fx.Node]:
+    """The node, and what it only reshapes; with ``copies`` also what it copies."""
     yield node
-    while calls(node, *FLAT) and node.target is not aten.clone.default and is_val(node.args[0]):
+    while calls(node, *FLAT) and (copies or node.target is not aten.clone.default) and is_val(node.args[0]):
         node = node.args[0]
         yield node
+
+
+def _part_of(node: Any) -> Any:
+    """What the node is, or is a copy of."""
+    return node.args[0] if calls(node, aten.clone.default) else node
+
+
+def _gather_of(node: Any) -> fx.Node | None:
+    """The gather whose result has these elements, along whichever dimension the shards are joined."""
+    for _ in range(_FAR):
+        if calls(node, c10d.wait_tensor.default):
+            gather: Any = node.args[0]
+            return gather if calls(gather, _GATHER) else None
+        source = node.args[0] if calls(node, *FLAT, *_JOINING) else None
+        node = source[0] if isinstance(source, list | tuple) and source else source
+    return None
 
 
 def _rows(node: fx.Node) -> int | None:
@@ -203,19 +233,11 @@ def _rows(node: fx.Node) -> int | None:
     return int(val(node).numel() // shape[-1])
 
 
-def _leading(node: fx.Node, dim: int) -> Any:
-    """How many elements the dimensions in front of one have."""
-    count: Any = 1
-    for size in val(node).shape[:dim]:
-        count = count * size
-    return count
-
-
 def _first_rows(cut: fx.Node) -> bool:
-    """Whether a slice takes the first rows of a tensor whose other dimensions in front are 1."""
+    """Whether a slice takes the first of what lies along another dimension than the last."""
     dim = argument(cut, 1, "dim", 0)
     begins = argument(cut, 2, "start") in (None, 0) and argument(cut, 4, "step", 1) == 1
-    return begins and dim >= 0 and val(cut).dim() == dim + 2 and _leading(cut, dim) == 1
+    return begins and 0 <= dim < val(cut).dim() - 1
 
 
 def _pads_last(node: fx.Node, dim: int) -> bool:
@@ -230,12 +252,12 @@ def _is_scattered(node: fx.Node) -> bool:
     """Whether a reduce-scatter takes it, maybe cut into parts along this dimension and joined along the first."""
     pending: list[Any] = [node]
     seen = 0
-    while pending and seen < 16:
+    while pending and seen < _FAR:
         each = pending.pop()
         seen += 1
         for user in each.users:
             if calls(user, _SCATTER):
                 return True
-            if calls(user, *FLAT, *SPLITS, operator.getitem, aten.cat.default):
+            if calls(user, *FLAT, *_JOINING):
                 pending.append(user)
     return False

@@ -4,7 +4,7 @@ Several all-reduces whose results are added are one all-reduce of the sum, as in
 share an input; not in float16, in which such a sum may be too large. That becomes, by size, ``one_shot_all_reduce``,
 ``fused_matmul_all_reduce`` of a product, or, with the residual and the norm that follow, ``fused_all_reduce_rms_norm``
 or ``fused_all_reduce_layer_norm``. So is what reduces something else than products, such as an embedding or the outputs
-of experts, unless something runs while it is on its way.
+of experts, unless something runs while it is on its way; and what is reduced by max or min, whatever it is of.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class AllReducePattern:
         count = len(self.collectives)
         what_ = self.sum.form if self.sum is not None else "product"
         of_one = f"{what_} → all_reduce" if self.of_products else "all_reduce"
+        of_one += f" by {self.collective.reduce_op}" * (not self.collective.sums)
         text = of_one if count == 1 else f"{count} all_reduces of products → add"
         return text + (self.norm.form if self.norm is not None else "")
 
@@ -112,7 +113,7 @@ class AllReducePattern:
 
     @property
     def n(self) -> Size:
-        return val(self.collective.x).shape[-1] if self.sum is None else self.sum.n
+        return next(reversed(val(self.collective.x).shape), 1) if self.sum is None else self.sum.n
 
     @property
     def k(self) -> Size:
@@ -130,14 +131,15 @@ class AllReducePattern:
             LeftAlone: no op of weft is faster, or the result is waited for later.
         """
         x = val(c.x)
-        if x.dim() == 0:
+        if x.dim() == 0 and c.sums:
             raise LeftAlone("its input is a number")
-        if has_product(c.x):
+        if c.sums and has_product(c.x):
             result = cls(*_feeding_one_sum(c, groups))
         else:
             if (between := c.beside) is not None:
+                of = why_no_product(c.x) if c.sums else f"it reduces by {c.reduce_op!r}"
                 raise LeftAlone(
-                    f"{why_no_product(c.x)}; and it is waited for behind {what(between)}, which the group's own "
+                    f"{of}; and it is waited for behind {what(between)}, which the group's own "
                     "backend runs beside it"
                 )
             result = cls([c], [], [], of_products=False)
@@ -148,7 +150,7 @@ class AllReducePattern:
                 raise
             # Neither op pays, but one all-reduce instead of several does.
             result.op = c10d.all_reduce.default
-        if result.norm is None and not result.stays:
+        if c.sums and result.norm is None and not result.stays:
             result.stays = stays_behind(result.result)
         return result
 
@@ -184,6 +186,8 @@ class AllReducePattern:
 
     def _norm(self) -> NormBehind | None:
         """The norm that follows, if the op computes it; else it is noted why not."""
+        if not self.collective.sums:
+            return None
         try:
             return NormBehind.after(self.collectives, self.result, self.rest)
         except LeftAlone as e:
@@ -265,7 +269,7 @@ class AllReducePattern:
 
 def merge_what_is_summed(c: Collective, groups: frozenset[str] | None) -> Collective:
     """The collective, or the one that it becomes with others whose results are added to its own; changes the graph."""
-    if not has_product(c.x):
+    if not c.sums or not has_product(c.x):
         return c
     together = AllReducePattern(*_feeding_one_sum(c, groups), op=c10d.all_reduce.default)
     if len(together.collectives) == 1:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import (
     Collective,
@@ -290,6 +291,10 @@ def _rank_dependent(number: fx.Node, group: str) -> fx.Node | None:
             reduced: Any = node.args[0]
             taken = calls(reduced, c10d.all_reduce.default) and group_of(reduced) == group
             if not taken or reduced.args[1] not in ("max", "min"):
+                return node
+            continue
+        if calls(node, schema.all_reduce):
+            if group_of(node) != group or node.args[1] not in ("max", "min"):
                 return node
             continue
         if _is_part(node):

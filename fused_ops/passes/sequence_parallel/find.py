@@ -111,6 +111,8 @@ def _layout(c: Collective, lead: tuple[Size, ...], dim: int, own_chunks: bool) -
 
 def _why_no_rows(c: Collective) -> str | None:
     x = val(c.x)
+    if not c.sums:
+        return f"it reduces by {c.reduce_op!r}"
     if x.dim() < 2:
         return "it has no rows"
     rows = math.prod(x.shape[:-1])

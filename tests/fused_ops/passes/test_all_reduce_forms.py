@@ -196,12 +196,41 @@ def test_average() -> None:
     check_same(seen, 2)
 
 
-@pytest.mark.parametrize("op", ["max", "min", "product"])
-def test_other_reductions(op: str) -> None:
-    seen = only(lambda x, w: ar(x @ w, op), X, W)
-    assert seen.fused == [None]
-    assert f"reduces by '{op}'" in seen.reasons
-    assert str(seen.after) == str(seen.before)
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("what", ["product", "norm", "sum", "number", "vector"])
+def test_the_largest_and_the_smallest(what: str, op: str) -> None:
+    """In one shot, whatever it is of: a product stays in front of it, a norm and another reduction behind it."""
+    programs: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "product": lambda x, w: ar(x @ w, op),
+        "norm": lambda x, w: torch.nn.functional.rms_norm(ar(x @ w, op), (w.shape[1],)),
+        "sum": lambda x, w: ar(x @ w, op) + ar(x.sin() @ w, op),
+        "number": lambda x, w: x / ar(x.abs().amax(), op) + w.sum(),
+        "vector": lambda x, w: x / ar(x.abs().amax(1), op)[:, None] + w.sum(),
+    }
+    seen = only(programs[what], X, W)
+    assert seen.fused == [AR] * (1 + (what == "sum"))
+    assert all(e.form == f"all_reduce by {op}" for e in seen.entries)
+    calls = [n.args[1] for n in seen.after.nodes if str(n.target) == "weft.one_shot_all_reduce.default"]
+    assert calls == [op] * len(seen.fused)
+    check_same(seen, 2)
+
+
+def test_what_stays_of_the_largest_and_the_smallest() -> None:
+    def beside(x: Tensor, w: Tensor) -> Tensor:
+        pending = c10d.all_reduce(x.abs().amax(1), "max", "0")
+        y = x @ w
+        return y * c10d.wait_tensor(pending)[:, None]
+
+    for fn, reason, given in (
+        (lambda x, w: ar(x @ w, "product"), "reduces by 'product'", X),
+        (lambda x, w: ar(x.argmax(1), "max"), "its input is torch.int64", X),
+        (lambda x, w: ar(x.amax(1), "max"), "its input is torch.float64", X.double()),
+        (beside, "it reduces by 'max'; and it is waited for behind", X),
+    ):
+        seen = only(fn, given, W.to(given.dtype))
+        assert seen.fused == [None]
+        assert reason in seen.reasons
+        assert str(seen.after) == str(seen.before)
 
 
 def twice(x: Tensor, w: Tensor, u: Tensor) -> Tensor:

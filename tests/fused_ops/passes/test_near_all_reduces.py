@@ -85,7 +85,7 @@ def test_near_layers_are_only_reduced(fn: Callable[..., Any]) -> None:
 def test_no_collective_of_the_group_is_overtaken_for_a_norm() -> None:
     def fn(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         pending = c10d.all_reduce(x @ w, "sum", "0")
-        other = ar(x.sin(), "max")
+        other = ar(x.sin(), "product")
         y = residual + c10d.wait_tensor(pending)
         return hf_norm(y, weight), y, other
 

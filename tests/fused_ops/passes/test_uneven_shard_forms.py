@@ -96,6 +96,73 @@ def the_last_row_cut_off_and_written(x: Tensor, w: Tensor) -> Tensor:
     return y @ w
 
 
+def sequences(y: Tensor, *pads: int) -> Tensor:
+    """Two sequences of 5 rows, each cut into parts of 3 rows, which are padded by so many; as they are scattered."""
+    parts = y.view(2, 5, 6).split(3, 1)
+    padded = [
+        aten.constant_pad_nd(p, [0, 0, 0, n]) if n else p.clone() for p, n in zip(parts, pads, strict=True)
+    ]
+    return torch.cat(torch.cat(padded, 1).split(3, 1))
+
+
+@case([RS], (10, 8), W)
+def parts_of_sequences_of_which_the_last_is_padded(x: Tensor, w: Tensor) -> Tensor:
+    return rs(sequences(x @ w, 0, 1))
+
+
+@case([RS], (10, 8), W)
+def parts_of_sequences_with_others_between(x: Tensor, w: Tensor) -> Tensor:
+    """[S, B, D], along the first of which all is padded."""
+    a, b = (x @ w).view(5, 2, 6).split(3)
+    return rs(torch.cat([a, aten.constant_pad_nd(b, [0, 0, 0, 0, 0, 1])]))
+
+
+@case([None], (10, 8), W)
+def parts_of_sequences_one_of_which_is_written(x: Tensor, w: Tensor) -> Tensor:
+    a, b = (x @ w).view(2, 5, 6).split(3, 1)
+    first = a.clone()
+    first[0].mul_(2)
+    return rs(torch.cat(torch.cat([first, aten.constant_pad_nd(b, [0, 0, 0, 1])], 1).split(3, 1)))
+
+
+@case([None], (10, 8), W)
+def parts_padded_along_another_dimension(x: Tensor, w: Tensor) -> Tensor:
+    a, b = (x @ w).view(5, 2, 6).split(3)
+    return rs(torch.cat([a, aten.constant_pad_nd(b, [0, 0, 0, 1])[:, :2].repeat(2, 1, 1)[:3]]))
+
+
+def gathered_sequences(x: Tensor) -> Tensor:
+    return torch.cat(ag(x).split(2), 1)
+
+
+@case([AG], (2, 3, 8), W)
+def the_last_row_of_each_sequence_cut_off(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y = gathered_sequences(x)[:, :5].clone(memory_format=torch.contiguous_format).view(10, 8)
+    return y @ w, y.sin()
+
+
+@case([AG], (3, 2, 8), W)
+def the_last_row_cut_off_with_others_between(x: Tensor, w: Tensor) -> Tensor:
+    return ag(x)[:5].view(10, 8) @ w
+
+
+@case([None], (2, 3, 8), W)
+def the_last_row_of_each_sequence_cut_off_and_the_copy_written(x: Tensor, w: Tensor) -> Tensor:
+    y = gathered_sequences(x)[:, :5].clone(memory_format=torch.contiguous_format).view(10, 8)
+    y[3].mul_(2)
+    return y @ w
+
+
+@case([None], (2, 3, 8), W)
+def the_first_row_of_each_sequence_cut_off(x: Tensor, w: Tensor) -> Tensor:
+    return gathered_sequences(x)[:, 1:].reshape(10, 8) @ w
+
+
+@case([None], (2, 3, 8), W)
+def as_many_of_each_sequence_cut_off_as_there_are_ranks(x: Tensor, w: Tensor) -> Tensor:
+    return gathered_sequences(x)[:, :4].reshape(8, 8) @ w
+
+
 def several_of_a_cut_one(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     y = ag(x)[:11]
     return y @ w, (y @ w.sin()).relu(), ag(x.cos())[:11] @ w
@@ -118,10 +185,11 @@ def test_what_no_op_takes_is_put_back(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 def computed(graph: fx.Graph) -> list[str]:
-    """What nodes call, but for views."""
+    """What nodes call, but for views, and what an op of another dimension takes along."""
     targets = [str(n.target) for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
     views = ("slice.Tensor", "view.default", "reshape.default", "select.int", "permute.default")
-    return sorted(t for t in targets if "aten" in t and not t.endswith(views))
+    taken = ("cat.default", "split.Tensor", "clone.default")
+    return sorted(t for t in targets if "aten" in t and not t.endswith((*views, *taken)))
 
 
 def calls(graph: fx.Graph) -> list[tuple[Any, list[Any]]]:

@@ -62,8 +62,8 @@ def train(rank: int, world: int, shape: tuple[int, ...], codegen: bool) -> Outco
 # see that it is 0.
 @pytest.mark.parametrize(
     ("world", "shape", "alone"),
-    [(2, (7,), 0), (2, (1, 7), 0), (4, (5,), 2)],
-    ids=["2 ranks", "of a batch", "empty shard"],
+    [(2, (7,), 0), (2, (1, 7), 0), (2, (2, 7), 0), (4, (5,), 2), (4, (3, 5), 2)],
+    ids=["2 ranks", "of a batch", "of two", "empty shard", "of three"],
 )
 @CODEGEN
 def test_feed_forward(world: int, shape: tuple[int, ...], alone: int, codegen: bool) -> None:
