@@ -77,9 +77,10 @@ class CodeWatch:
         if (other := self._in_heap.come(name, tensor, token)) is not None:
             self.problems.append(f"{name} has come to where {other} was on the heap")
 
-    def released(self, name: str) -> None:
-        """What a name stands for is read no more."""
+    def released(self, name: str) -> str:
+        """What a name stands for is read no more. The name stands for no tensor from here on, so a reader raises."""
         self._in_heap.leave(name)
+        return f"{name}, which was released"
 
     def alone(self, name: str, tensor: Tensor) -> Tensor:
         """Another tensor of memory that is about to be used again. Whatever holds the one given then shows."""

@@ -159,7 +159,8 @@ class _Lines:
     def _of_extern(self, node: Any) -> Iterator[Any]:
         name, layout, op = node.get_name(), node.get_output_spec(), getattr(node, "op_overload", None)
         if op is schema.all_gather_release:
-            yield f"weft_watch.released({node.inputs[1].get_name()!r})"
+            gathered = node.inputs[1].get_name()
+            yield f"{gathered} = weft_watch.released({gathered!r})"
             return
         if op is schema.all_gather_start:
             yield f"weft_watch.started({name!r})"
