@@ -84,6 +84,7 @@ def _operand_of(started: Any, x: Any) -> Any:
     if not isinstance(start, _Collective) or start.op_overload not in _STARTS:
         return x
     (sent,) = start.inputs
+    assert isinstance(sent, ir.IRNode)
     return ir.TensorBox(sent) if isinstance(sent, ir.BaseView) else ir.TensorBox.create(sent)
 
 

@@ -160,6 +160,7 @@ def _padded_in_front(node: fx.Node) -> MovedPadding | None:
         return None
     if len(split.users) != number or any(len(n.users) != 1 for n in (*chain, *cut_parts)):
         return None  # it would be computed twice
+    a: Any
     a, w = product.args
     depth, behind = val(a).shape[1], [0, 0] * (len(shape) - 1 - dim)
     rows = reshape(a, [*shape[:-1], depth], node)
