@@ -1,4 +1,4 @@
-"""Collectives that copy engines carry, without a GPU: which calls they take, buffers, and the way that is remembered."""
+"""Collectives that copy engines carry, without a GPU: which calls they take, their buffers, the fast path."""
 
 from __future__ import annotations
 

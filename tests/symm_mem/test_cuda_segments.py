@@ -45,13 +45,13 @@ class Driver:
                 monkeypatch.setattr(driver, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
 
-    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, ...]:  # noqa: N802
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, ...]:
         return _OK, mode
 
     def _allocation(self, address: int) -> tuple[int, int, int] | None:
         return next((a for a in self.allocations if a[0] <= address < a[0] + a[1]), None)
 
-    def cuPointerGetAttribute(self, which: Any, address: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuPointerGetAttribute(self, which: Any, address: int) -> tuple[Any, ...]:
         found = self._allocation(address)
         if which == _ASKS.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
             return _OK, found is not None
@@ -60,39 +60,39 @@ class Driver:
         assert which == _ASKS.CU_POINTER_ATTRIBUTE_BUFFER_ID and found is not None
         return _OK, found[2]
 
-    def cuMemGetAddressRange(self, address: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuMemGetAddressRange(self, address: int) -> tuple[Any, ...]:
         found = self._allocation(address)
         assert found is not None
         return _OK, *found[:2]
 
-    def cuIpcGetMemHandle(self, base: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuIpcGetMemHandle(self, base: int) -> tuple[Any, ...]:
         handle = driver.CUipcMemHandle()
         ctypes.memmove(handle.getPtr(), f"{base:064x}".encode(), 64)
         return _OK, handle
 
-    def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[Any, ...]:
         assert flags == int(driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
         base = FIRST + len(self.opened) * STEP
         self.opened[base] = ctypes.string_at(handle.getPtr(), 64)
         self.allocations.append((base, STEP, 900 + len(self.opened)))
         return _OK, base
 
-    def cuIpcCloseMemHandle(self, base: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuIpcCloseMemHandle(self, base: int) -> tuple[Any, ...]:
         self.closed.append(base)
         return (_OK,)
 
-    def cuMemRetainAllocationHandle(self, address: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuMemRetainAllocationHandle(self, address: int) -> tuple[Any, ...]:
         handle = self.chunks.get(address // STEP * STEP)
         if handle is None:
             return _NOT_FOUND, None
         self.held[handle] = self.held.get(handle, 0) + 1
         return _OK, handle
 
-    def cuMemRelease(self, handle: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuMemRelease(self, handle: int) -> tuple[Any, ...]:
         self.held[handle] -= 1
         return (_OK,)
 
-    def cuMemExportToShareableHandle(self, handle: int, kind: Any, flags: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuMemExportToShareableHandle(self, handle: int, kind: Any, flags: int) -> tuple[Any, ...]:
         if not self.exportable and handle % 2 == 0:
             return driver.CUresult.CUDA_ERROR_NOT_PERMITTED, None
         return _OK, os.open("/dev/null", os.O_RDONLY)

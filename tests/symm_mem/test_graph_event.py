@@ -26,14 +26,14 @@ class Driver:
             if name.startswith("cu"):
                 monkeypatch.setattr(driver, name, getattr(self, name))
 
-    def cuGetErrorString(self, error: Any) -> tuple[Any, ...]:  # noqa: N802
+    def cuGetErrorString(self, error: Any) -> tuple[Any, ...]:
         return _OK, b"said"
 
-    def cuEventCreate(self, flags: Any) -> tuple[Any, ...]:  # noqa: N802
+    def cuEventCreate(self, flags: Any) -> tuple[Any, ...]:
         assert flags == driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
         return _OK, EVENT
 
-    def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
         assert stream == STREAM
         return _OK, "active", 3, "graph", list(self.last), None, len(self.last)
 
@@ -43,25 +43,25 @@ class Driver:
         self.edges[node] = list(behind)
         return _OK, node
 
-    def cuGraphAddEventWaitNode(self, *args: Any) -> tuple[Any, ...]:  # noqa: N802
+    def cuGraphAddEventWaitNode(self, *args: Any) -> tuple[Any, ...]:
         return self._add("wait", *args)
 
-    def cuGraphAddEventRecordNode(self, *args: Any) -> tuple[Any, ...]:  # noqa: N802
+    def cuGraphAddEventRecordNode(self, *args: Any) -> tuple[Any, ...]:
         return self._add("record", *args)
 
-    def cuStreamUpdateCaptureDependencies(self, stream: int, nodes: Any, _: Any, count: int, how: int) -> Any:  # noqa: N802
+    def cuStreamUpdateCaptureDependencies(self, stream: int, nodes: Any, _: Any, count: int, how: int) -> Any:
         only = driver.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
         assert stream == STREAM and how == only and count == len(nodes)
         self.last = list(nodes)
         return (_OK,)
 
-    def cuGraphRemoveDependencies(self, graph: str, froms: Any, tos: Any, _: Any, count: int) -> Any:  # noqa: N802
+    def cuGraphRemoveDependencies(self, graph: str, froms: Any, tos: Any, _: Any, count: int) -> Any:
         assert count == len(froms) == len(tos)
         for behind, node in zip(froms, tos, strict=True):
             self.edges[node].remove(behind)
         return (_OK,)
 
-    def cuGraphAddDependencies(self, graph: str, froms: Any, tos: Any, _: Any, count: int) -> Any:  # noqa: N802
+    def cuGraphAddDependencies(self, graph: str, froms: Any, tos: Any, _: Any, count: int) -> Any:
         assert count == len(froms) == len(tos)
         for behind, node in zip(froms, tos, strict=True):
             self.edges[node].append(behind)
