@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from ...symm_mem.backends import cuda_state
 from .work import DoneWork
 
 _kept: OrderedDict[int, KeptWork] = OrderedDict()
@@ -30,6 +31,8 @@ class KeptWork(Work):
     def __init__(self, inner: DoneWork) -> None:
         super().__init__()
         self._inner = inner
+        #: Its event belongs to a graph then, and cannot be queried.
+        self.is_captured = torch.cuda.is_initialized() and cuda_state.state.is_capturing()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         done = self._inner.wait(timeout)
@@ -67,12 +70,13 @@ class KeptWork(Work):
 
 def kept_work(inner: DoneWork) -> KeptWork:
     work = KeptWork(inner)
-    for _ in range(min(2, len(_kept))):  # the oldest ones, each call two: so none is kept for long in vain
+    # Nothing may be queried while a stream is captured.
+    for _ in range(0 if work.is_captured else min(2, len(_kept))):  # the oldest ones, each call two: so none is kept for long in vain
         try:
             key, oldest = _kept.popitem(last=False)
         except KeyError:  # another thread has waited for the last one
             break
-        if sys.getrefcount(oldest) == _ALONE and oldest.is_completed():
+        if sys.getrefcount(oldest) == _ALONE and (oldest.is_captured or oldest.is_completed()):
             oldest._let_go()
             if len(_kept) >= _MOST_ENDED:
                 continue
