@@ -68,4 +68,4 @@ def compiled(rank: int, world_size: int) -> None:
 
 
 def test_weights_and_gradients() -> None:
-    run_ranks(compiled, 2)
+    run_ranks(compiled, 2, env={"WEFT_VERIFY_MEMORY": "1"})
