@@ -36,9 +36,16 @@ Row = dict[str, Any]
 
 
 def captured(machine: str, op: str) -> tuple[str, list[Row]]:
-    """The date of a results file, and its rows that ran in CUDA graphs."""
+    """The date of a results file, and its rows that ran in CUDA graphs.
+
+    Raises:
+        ValueError: there is none, or a row has no time because its result was wrong.
+    """
     content = json.loads((RESULTS / f"{machine}-{op}.json").read_text())
-    return content["meta"]["date"][:10], [row for row in content["rows"] if row["mode"] == "graph"]
+    rows = [row for row in content["rows"] if row["mode"] == "graph"]
+    if not rows or any(not row["weft_us"] for row in rows):
+        raise ValueError(f"{machine}-{op}.json: must have captured rows, all with a time")
+    return content["meta"]["date"][:10], rows
 
 
 def _cell(value: float | None, digits: int = 2) -> str:
@@ -160,10 +167,10 @@ def ops() -> list[str]:
         word = public.removeprefix("fused_").removeprefix("one_shot_")
         if public in from_text:
             gains = _scaled(from_text[public])
-        elif (RESULTS / f"h100-x2-{word}.json").is_file():
-            gains = _against(captured("h100-x2", word)[1])[:2]
-        else:
+        elif word == "all_reduce_rms_norm_quant":  # the benchmark has no row of it
             gains = ["-", "-"]
+        else:
+            gains = _against(captured("h100-x2", word)[1])[:2]
         found.append([names, replaced, *gains])
     return _table(["op", "replaces", "speed-up over NCCL + cuBLAS", "over `torch.ops.symm_mem`"], found)
 
@@ -194,22 +201,32 @@ def _scaled(op: str) -> list[str]:
 
 def llama() -> list[str]:
     """Llama-3 8B, 8 layers, compiled without the pass and with it."""
-    found = []
-    for file, words in (
-        ("whole-4096", "training, whole graph, sequence 4096"),
-        ("blocks-1024", "training, block by block, sequence 1024"),
-        ("blocks-4096", "training, block by block, sequence 4096"),
-        ("decode", "decoding, batch 1, Inductor's CUDA graphs"),
-    ):
-        rows = json.loads((RESULTS / f"h100-x2-llama-{file}.json").read_text())["rows"]
-        plain, weft = (next(r["ms"] for r in rows if r["contender"] == name) for name in ("plain", "weft"))
-        digits = 3 if plain < 10 else 1
-        found.append([words, _cell(plain, digits), _cell(weft, digits), _cell(plain / weft)])
+    # The newest run is the last one of its file.
+    run = (RESULTS / "h100-x2-llama-whole-8192.txt").read_text().split("python bench/llama.py")[-1]
+    lines = re.findall(r"^train whole seq (\d+) batch 1 +(\w+) +([\d.]+)", run, re.MULTILINE)
+    whole = {(int(seq), name): float(ms) for seq, name, ms in lines}
+    found = [_llama_row(f"training, whole graph, sequence {n}", whole, n) for n in (4096, 8192)]
+    for file, lengths in (("blocks-1024", (1024,)), ("blocks-4096-8192", (4096, 8192))):
+        times = _llama_times(file, "seq")
+        found += [_llama_row(f"training, block by block, sequence {n}", times, n) for n in lengths]
+    found.append(_llama_row("decoding, batch 1, Inductor's CUDA graphs", _llama_times("decode", "batch"), 1))
     text = (RESULTS / "h100-x2-llama-decode-local.txt").read_text()
     for batch, plain, weft in re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \|", text, re.MULTILINE):
-        gain = _cell(float(plain) / float(weft))
-        found.append([f"decoding, weights sharded by hand, batch {batch}", plain, weft, gain])
-    return _table(["", "plain, ms", "with the pass, ms", ""], found)
+        times = {(int(batch), "plain"): float(plain), (int(batch), "weft"): float(weft)}
+        found.append(_llama_row(f"decoding, weights sharded by hand, batch {batch}", times, int(batch)))
+    return _table(["", "plain, ms", "with the pass, ms", "speed-up"], found)
+
+
+def _llama_times(file: str, size: str) -> dict[tuple[int, str], float]:
+    """Milliseconds by size and contender."""
+    rows = json.loads((RESULTS / f"h100-x2-llama-{file}.json").read_text())["rows"]
+    return {(row[size], row["contender"]): row["ms"] for row in rows}
+
+
+def _llama_row(words: str, times: dict[tuple[int, str], float], size: int) -> list[str]:
+    plain, weft = times[size, "plain"], times[size, "weft"]
+    digits = 3 if plain < 10 else 1
+    return [words, _cell(plain, digits), _cell(weft, digits), _cell(plain / weft)]
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
@@ -219,7 +236,7 @@ _PLACE = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def rewritten(page: str) -> str:
-    """A page with its tables as the files have them."""
+    """The text of a page with its tables as the files have them."""
     return _PLACE.sub(lambda m: m[1] + "\n".join(TABLES[m[2]]()) + "\n" + m[3], page)
 
 
@@ -228,6 +245,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
     stale = 0
+    placed = [name for page in PAGES for _, name, _ in _PLACE.findall((ROOT / page).read_text())]
+    if sorted(placed) != sorted(TABLES):
+        print(f"the pages have the tables {placed}, must have each of {list(TABLES)} once")
+        return 1
     for name in PAGES:
         old = (ROOT / name).read_text()
         new = rewritten(old)
