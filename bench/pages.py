@@ -3,7 +3,7 @@
 python bench/pages.py          # rewrites them
 python bench/pages.py --check  # says which differ, and changes nothing
 
-A table stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``; NAME is a function of this file.
+A table stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``; ``NAME_table`` below writes it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
-def layers() -> list[str]:
+def layers_table() -> list[str]:
     """Single layers on 2 H100."""
     found = []
     for op in _MATMULS[:2]:
@@ -85,7 +85,7 @@ def layers() -> list[str]:
     )
 
 
-def matmuls() -> list[str]:
+def matmuls_table() -> list[str]:
     """All layers, by machine and op."""
     found = []
     for machine, words in (("h100-x2", "2 H100"), ("h200-x2", "2 H200"), ("h200-x4", "4 H200")):
@@ -108,7 +108,7 @@ def matmuls() -> list[str]:
     )
 
 
-def collectives() -> list[str]:
+def collectives_table() -> list[str]:
     """Collectives alone and with a norm, by machine."""
     found = []
     for machine, words, ops in (
@@ -128,7 +128,7 @@ def collectives() -> list[str]:
     return _table(["", "rows", "NCCL / weft", "torch / weft", "best peer / weft (lowest)"], found)
 
 
-def process_group() -> list[str]:
+def process_group_table() -> list[str]:
     """``dist.all_reduce`` by the process group, from the first run of its file."""
     text = (RESULTS / "h100-x2-process-group.txt").read_text()
     date = re.search(r"^(\d{4}-\d\d-\d\d) ", text, re.MULTILINE)
@@ -155,7 +155,7 @@ def process_group() -> list[str]:
     )
 
 
-def ops() -> list[str]:
+def ops_table() -> list[str]:
     """README's table: what each op replaces, and how much faster it is."""
     from_text = {
         "fused_all_gather_scaled_matmul": "gather",
@@ -199,7 +199,7 @@ def _scaled(op: str) -> list[str]:
     return [_cell(geometric_mean(us[peer] / us[2] for us in times)) for peer in (0, 1)]
 
 
-def llama() -> list[str]:
+def llama_table() -> list[str]:
     """Llama-3 8B, 8 layers, compiled without the pass and with it."""
     # The newest run is the last one of its file.
     run = (RESULTS / "h100-x2-llama-whole-8192.txt").read_text().split("python bench/llama.py")[-1]
@@ -230,12 +230,13 @@ def _llama_row(words: str, times: dict[tuple[int, str], float], size: int) -> li
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    f.__name__: f for f in (ops, layers, matmuls, collectives, process_group, llama)
+    f.__name__.removesuffix("_table"): f
+    for f in (ops_table, layers_table, matmuls_table, collectives_table, process_group_table, llama_table)
 }
 _PLACE = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def rewritten(page: str) -> str:
+def with_tables(page: str) -> str:
     """The text of a page with its tables as the files have them."""
     return _PLACE.sub(lambda m: m[1] + "\n".join(TABLES[m[2]]()) + "\n" + m[3], page)
 
@@ -251,7 +252,7 @@ def main() -> int:
         return 1
     for name in PAGES:
         old = (ROOT / name).read_text()
-        new = rewritten(old)
+        new = with_tables(old)
         stale += new != old
         if new != old:
             print(f"{name}: differs from the files")
