@@ -3,7 +3,7 @@
 python bench/pages.py          # rewrites them
 python bench/pages.py --check  # says which differ, and changes nothing
 
-A table stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``; NAME is a function of this file.
+A table stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``; ``NAME_table`` below writes it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,16 @@ Row = dict[str, Any]
 
 
 def captured(machine: str, op: str) -> tuple[str, list[Row]]:
-    """The date of a results file, and its rows that ran in CUDA graphs."""
+    """The date of a results file, and its rows that ran in CUDA graphs.
+
+    Raises:
+        ValueError: there is none, or a row has no time because its result was wrong.
+    """
     content = json.loads((RESULTS / f"{machine}-{op}.json").read_text())
-    return content["meta"]["date"][:10], [row for row in content["rows"] if row["mode"] == "graph"]
+    rows = [row for row in content["rows"] if row["mode"] == "graph"]
+    if not rows or any(not row["weft_us"] for row in rows):
+        raise ValueError(f"{machine}-{op}.json: must have captured rows, all with a time")
+    return content["meta"]["date"][:10], rows
 
 
 def _cell(value: float | None, digits: int = 2) -> str:
@@ -64,7 +71,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
-def layers() -> list[str]:
+def layers_table() -> list[str]:
     """Single layers on 2 H100."""
     found = []
     for op in _MATMULS[:2]:
@@ -78,7 +85,7 @@ def layers() -> list[str]:
     )
 
 
-def matmuls() -> list[str]:
+def matmuls_table() -> list[str]:
     """All layers, by machine and op."""
     found = []
     for machine, words in (("h100-x2", "2 H100"), ("h200-x2", "2 H200"), ("h200-x4", "4 H200")):
@@ -101,7 +108,7 @@ def matmuls() -> list[str]:
     )
 
 
-def collectives() -> list[str]:
+def collectives_table() -> list[str]:
     """Collectives alone and with a norm, by machine."""
     found = []
     for machine, words, ops in (
@@ -121,7 +128,7 @@ def collectives() -> list[str]:
     return _table(["", "rows", "NCCL / weft", "torch / weft", "best peer / weft (lowest)"], found)
 
 
-def process_group() -> list[str]:
+def process_group_table() -> list[str]:
     """``dist.all_reduce`` by the process group, from the first run of its file."""
     text = (RESULTS / "h100-x2-process-group.txt").read_text()
     date = re.search(r"^(\d{4}-\d\d-\d\d) ", text, re.MULTILINE)
@@ -148,7 +155,7 @@ def process_group() -> list[str]:
     )
 
 
-def ops() -> list[str]:
+def ops_table() -> list[str]:
     """README's table: what each op replaces, and how much faster it is."""
     from_text = {
         "fused_all_gather_scaled_matmul": "gather",
@@ -160,10 +167,10 @@ def ops() -> list[str]:
         word = public.removeprefix("fused_").removeprefix("one_shot_")
         if public in from_text:
             gains = _scaled(from_text[public])
-        elif (RESULTS / f"h100-x2-{word}.json").is_file():
-            gains = _against(captured("h100-x2", word)[1])[:2]
-        else:
+        elif word == "all_reduce_rms_norm_quant":  # the benchmark has no row of it
             gains = ["-", "-"]
+        else:
+            gains = _against(captured("h100-x2", word)[1])[:2]
         found.append([names, replaced, *gains])
     return _table(["op", "replaces", "speed-up over NCCL + cuBLAS", "over `torch.ops.symm_mem`"], found)
 
@@ -192,34 +199,45 @@ def _scaled(op: str) -> list[str]:
     return [_cell(geometric_mean(us[peer] / us[2] for us in times)) for peer in (0, 1)]
 
 
-def llama() -> list[str]:
+def llama_table() -> list[str]:
     """Llama-3 8B, 8 layers, compiled without the pass and with it."""
-    found = []
-    for file, words in (
-        ("whole-4096", "training, whole graph, sequence 4096"),
-        ("blocks-1024", "training, block by block, sequence 1024"),
-        ("blocks-4096", "training, block by block, sequence 4096"),
-        ("decode", "decoding, batch 1, Inductor's CUDA graphs"),
-    ):
-        rows = json.loads((RESULTS / f"h100-x2-llama-{file}.json").read_text())["rows"]
-        plain, weft = (next(r["ms"] for r in rows if r["contender"] == name) for name in ("plain", "weft"))
-        digits = 3 if plain < 10 else 1
-        found.append([words, _cell(plain, digits), _cell(weft, digits), _cell(plain / weft)])
+    # The newest run is the last one of its file.
+    run = (RESULTS / "h100-x2-llama-whole-8192.txt").read_text().split("python bench/llama.py")[-1]
+    lines = re.findall(r"^train whole seq (\d+) batch 1 +(\w+) +([\d.]+)", run, re.MULTILINE)
+    whole = {(int(seq), name): float(ms) for seq, name, ms in lines}
+    found = [_llama_row(f"training, whole graph, sequence {n}", whole, n) for n in (4096, 8192)]
+    for file, lengths in (("blocks-1024", (1024,)), ("blocks-4096-8192", (4096, 8192))):
+        times = _llama_times(file, "seq")
+        found += [_llama_row(f"training, block by block, sequence {n}", times, n) for n in lengths]
+    found.append(_llama_row("decoding, batch 1, Inductor's CUDA graphs", _llama_times("decode", "batch"), 1))
     text = (RESULTS / "h100-x2-llama-decode-local.txt").read_text()
     for batch, plain, weft in re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \|", text, re.MULTILINE):
-        gain = _cell(float(plain) / float(weft))
-        found.append([f"decoding, weights sharded by hand, batch {batch}", plain, weft, gain])
-    return _table(["", "plain, ms", "with the pass, ms", ""], found)
+        times = {(int(batch), "plain"): float(plain), (int(batch), "weft"): float(weft)}
+        found.append(_llama_row(f"decoding, weights sharded by hand, batch {batch}", times, int(batch)))
+    return _table(["", "plain, ms", "with the pass, ms", "speed-up"], found)
+
+
+def _llama_times(file: str, size: str) -> dict[tuple[int, str], float]:
+    """Milliseconds by size and contender."""
+    rows = json.loads((RESULTS / f"h100-x2-llama-{file}.json").read_text())["rows"]
+    return {(row[size], row["contender"]): row["ms"] for row in rows}
+
+
+def _llama_row(words: str, times: dict[tuple[int, str], float], size: int) -> list[str]:
+    plain, weft = times[size, "plain"], times[size, "weft"]
+    digits = 3 if plain < 10 else 1
+    return [words, _cell(plain, digits), _cell(weft, digits), _cell(plain / weft)]
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    f.__name__: f for f in (ops, layers, matmuls, collectives, process_group, llama)
+    f.__name__.removesuffix("_table"): f
+    for f in (ops_table, layers_table, matmuls_table, collectives_table, process_group_table, llama_table)
 }
 _PLACE = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def rewritten(page: str) -> str:
-    """A page with its tables as the files have them."""
+def with_tables(page: str) -> str:
+    """The text of a page with its tables as the files have them."""
     return _PLACE.sub(lambda m: m[1] + "\n".join(TABLES[m[2]]()) + "\n" + m[3], page)
 
 
@@ -228,9 +246,13 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
     stale = 0
+    placed = [name for page in PAGES for _, name, _ in _PLACE.findall((ROOT / page).read_text())]
+    if sorted(placed) != sorted(TABLES):
+        print(f"the pages have the tables {placed}, must have each of {list(TABLES)} once")
+        return 1
     for name in PAGES:
         old = (ROOT / name).read_text()
-        new = rewritten(old)
+        new = with_tables(old)
         stale += new != old
         if new != old:
             print(f"{name}: differs from the files")

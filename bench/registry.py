@@ -71,7 +71,7 @@ TOKENS = {"cuda": (1, 4, 16, 64, 128, 256, 512), "cpu": (1, 16)}
 HIDDEN_SIZES = {"cuda": (4096, 6144, 8192), "cpu": (512,)}
 # Every power of two; between them 3 / 4 of it, as rows of 6144 elements have.
 KIB_SIZES = {
-    "cuda": tuple(sorted({*(2**i for i in range(1, 20)), *(3 * 2**i for i in range(2, 12))})),
+    "cuda": tuple(sorted({*(2**i for i in range(1, 17)), *(3 * 2**i for i in range(2, 12))})),
     "cpu": (2, 32, 256, 1024),
 }
 # Sizes are those of the whole tensor; some are measured again with the last dimension of so many rows cut.
