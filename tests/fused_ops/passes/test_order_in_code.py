@@ -81,7 +81,7 @@ def compiled(rank: int, world: int) -> dict[str, list[str]]:
 
 
 def test_what_stands_in_generated_code() -> None:
-    for found in run_ranks(compiled, 2, env={"WEFT_VERIFY_MEMORY": "1"}):
+    for found in run_ranks(compiled, 2):
         order = found["casts_beside_others"]
         starts = [i for i, name in enumerate(order) if name == "all_gather_into_tensor"][:2]
         # The casts stand in front of the gathers, and write nothing else.
