@@ -40,7 +40,7 @@ _PREPARES = {
 }
 # Columns of products of what is gathered, and what products are summed over before they are reduced: of each argument
 # the dimension, for elements of a list alternately. What travels has other sizes.
-_OWN = {
+_OWN: dict[str, dict[str, tuple[int, ...]]] = {
     "fused_all_gather_matmul": {"Bs": (1,)},
     "fused_all_gather_scaled_matmul": {
         "Bs": (1,),
