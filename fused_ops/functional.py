@@ -39,7 +39,8 @@ def fused_all_gather_matmul(
     over the group's own backend: ``last_plan`` says which. Along the last dimension the ranks' parts of a product are
     summed in float32, in rank order, and rounded once: the same bits in every run, and on ranks with equal Bs.
 
-    Differentiable. Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes. The
+    Differentiable. Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes, but for
+    N_i between CPU ranks (on CUDA all sizes choose the kernel). The
     signature is that of ``torch.ops.symm_mem.fused_all_gather_matmul``.
 
     Args:
@@ -102,7 +103,8 @@ def fused_matmul_reduce_scatter(
     added to that sum, for "avg" behind the division, before it is rounded: once, by every kernel as it writes the
     result, those of float32 on CUDA too. (Where the call runs unfused, the backend has rounded its sum before.)
 
-    Differentiable. Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes. The
+    Differentiable. Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes, but for
+    K between CPU ranks (on CUDA all sizes choose the kernel). The
     first five arguments are those of ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
 
     Args:
@@ -243,7 +245,8 @@ def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: ReduceOp, group: Gr
     and rounded once: the same bits on every rank and in every run. To be sent they are rounded to the dtype; the local
     part of a large product is not.
 
-    Differentiable. Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes.
+    Differentiable. Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes, but for
+    K between CPU ranks (on CUDA all sizes choose the kernel).
 
     Args:
         A: [..., K], 2 or more dimensions; float32, bfloat16 or float16; any strides.

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, world
+from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, gathered, poison, refuses, world
 from ranks import run_ranks, run_row
 from weft import symm_mem
 from weft.fused_ops import (
@@ -53,6 +53,27 @@ def test_one_shot_all_reduce(
     world_size: int, device: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     run_row(right, world_size, shape, dtype, device=device)
+
+
+def not_a_number(rank: int, world_size: int) -> None:
+    """Whichever rank has it, and at whichever position: gloo's MAX loses it in half of them."""
+    for dtype in DTYPES:
+        for reduce_op in ("max", "min"):
+            for owner in range(world_size):
+                x = torch.full((1000,), float(rank)).to(dtype)
+                if rank == owner:
+                    x[::3] = torch.nan
+                out = one_shot_all_reduce(x, reduce_op, world())
+                assert out[::3].isnan().all(), (dtype, reduce_op, owner)
+                best = world_size - 1 if reduce_op == "max" else 0
+                assert (out[1::3] == best).all() and (out[2::3] == best).all()
+                bits = gathered(out.view(torch.int16 if dtype.itemsize == 2 else torch.int32))
+                assert (bits == bits[0]).all(), "ranks got other bits"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_largest_and_the_smallest_keep_a_nan(device: str) -> None:
+    run_row(not_a_number, 3 if device == "cpu" else 2, device=device)
 
 
 def any_layout(rank: int, world_size: int) -> None:

@@ -160,8 +160,8 @@ def _padded_in_front(node: fx.Node) -> MovedPadding | None:
         return None
     if len(split.users) != number or any(len(n.users) != 1 for n in (*chain, *cut_parts)):
         return None  # it would be computed twice
-    a: Any
-    a, w = product.args
+    a: Any = product.args[0]
+    w = product.args[1]
     depth, behind = val(a).shape[1], [0, 0] * (len(shape) - 1 - dim)
     rows = reshape(a, [*shape[:-1], depth], node)
     padded = call(node, aten.constant_pad_nd.default, rows, [*behind, 0, missing], 0.0)

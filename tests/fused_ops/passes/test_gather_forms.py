@@ -319,7 +319,7 @@ def test_contracted_between_other_dimensions_is_left() -> None:
 def test_an_operand_that_needs_a_later_collective_stays() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         y = ag(x)
-        return y @ c10d.wait_tensor(c10d.all_reduce(w.sin(), "max", "0"))
+        return y @ c10d.wait_tensor(c10d.all_reduce(w.sin(), "product", "0"))
 
     seen = only(fn, (6, 8), (8, 5))
     assert "which comes later" in seen.reasons
@@ -350,7 +350,7 @@ def test_an_operand_that_is_not_moved(operand: Fn, reason: str) -> None:
 def test_the_order_of_collectives_stays() -> None:
     def fn(x: Tensor, z: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         first = c10d.all_gather_into_tensor(x, 2, "0")
-        second = c10d.all_reduce(z, "max", "0")
+        second = c10d.all_reduce(z, "product", "0")
         return c10d.wait_tensor(second), c10d.wait_tensor(first) @ w.sin()
 
     seen = only(fn, (6, 8), (3, 3), (8, 5))

@@ -149,12 +149,12 @@ def test_no_collective_is_overtaken() -> None:
 
     def fn(x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         y = rs(x @ w)
-        z = wait(c10d.all_reduce(r, "max", group()))
+        z = wait(c10d.all_reduce(r, "product", group()))
         return y + r.sin(), z
 
     def there_before(x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         y = rs(x @ w)
-        z = wait(c10d.all_reduce(r, "max", group()))
+        z = wait(c10d.all_reduce(r, "product", group()))
         return y + r, z
 
     for program, terms in ((fn, set()), (there_before, RESIDUAL)):
