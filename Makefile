@@ -87,7 +87,7 @@ bench: $(STAMP)
 model: $(STAMP)
 	$(PY) tests/verification/model/check.py
 
-# Sixty mistakes on purpose, in a copy of the tree, each of which a test has to see: a quarter of an hour.
+# Sixty mistakes on purpose, in a copy of the tree, each of which a test has to see.
 mutants: $(STAMP)
 	$(PY) tests/mutants.py
 

@@ -1,7 +1,7 @@
 """Mistakes on purpose, each of which a test has to see: `make mutants`.
 
 A mutant is a text of a file, what stands there instead, and the tests of which one must fail. They run in a copy of
-this tree in a temporary folder, one after the other: some ten seconds each. First the tests run on the copy as it is.
+this tree in a temporary folder, one after the other. First the tests run on the copy as it is.
 """
 
 from __future__ import annotations
