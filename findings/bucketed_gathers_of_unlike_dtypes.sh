@@ -5,7 +5,8 @@
 # dtype are joined.
 #
 # Seen on 2026-11-28 with torch 2.13.0, Python 3.11, on the CPU:
-#   x
+#   None: 3 gathers: torch.bfloat16 x 16384, torch.float32 x 16384, torch.bfloat16 x 4096
+#   custom_ops_multidtype: 1 gathers: torch.bfloat16 x 53248
 #
 # Exits with 0 as long as that is so. FINDINGS_VENV names an environment that has the packages; else one is made.
 set -euo pipefail
@@ -44,7 +45,8 @@ for mode in (None, "custom_ops_multidtype"):
     print(f"{mode}: {len(gathers)} gathers: {', '.join(sizes)}")
 PROGRAM
 cat > "$folder/expected" <<'EXPECTED'
-x
+None: 3 gathers: torch.bfloat16 x 16384, torch.float32 x 16384, torch.bfloat16 x 4096
+custom_ops_multidtype: 1 gathers: torch.bfloat16 x 53248
 EXPECTED
 cd "$folder"
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0 OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo PYTHONWARNINGS=ignore

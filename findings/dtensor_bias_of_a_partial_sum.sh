@@ -4,7 +4,8 @@
 # bias and reduction, and adds the bias once, gets other (exact) numbers.
 #
 # Seen on 2026-11-28 with torch 2.13.0, Python 3.11, on the CPU:
-#   x
+#   torch.bfloat16: (Partial(sum),), 107 of 128 outputs are the bias
+#   torch.float32: (Partial(sum),), 128 of 128 outputs are the bias
 #
 # Exits with 0 as long as that is so. FINDINGS_VENV names an environment that has the packages; else one is made.
 set -euo pipefail
@@ -27,7 +28,7 @@ import torch.multiprocessing as mp
 def run(rank, world_size, store):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    seen = program(rank, world_size)
+    seen = list(program(rank, world_size))
     if rank == 0:
         for line in seen:
             print(line, flush=True)
@@ -54,7 +55,8 @@ if __name__ == "__main__":
         mp.start_processes(run, args=(3, folder + "/store"), nprocs=3, start_method="fork")
 PROGRAM
 cat > "$folder/expected" <<'EXPECTED'
-x
+torch.bfloat16: (Partial(sum),), 107 of 128 outputs are the bias
+torch.float32: (Partial(sum),), 128 of 128 outputs are the bias
 EXPECTED
 cd "$folder"
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0 OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo PYTHONWARNINGS=ignore

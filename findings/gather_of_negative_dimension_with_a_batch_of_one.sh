@@ -4,7 +4,10 @@
 # torch/_utils.py, _maybe_view_chunk_cat: the shortcut by views slices the shape by the negative number.
 #
 # Seen on 2026-11-28 with torch 2.13.0, Python 3.11, on the CPU:
-#   x
+#   (3, 8, 4) along 2: right
+#   (3, 8, 4) along -1: right
+#   (1, 8, 4) along 2: right
+#   (1, 8, 4) along -1: RuntimeError, shape '[1, 8, 8, 2, 8, 4]' is invalid for input of size 64
 #
 # Exits with 0 as long as that is so. FINDINGS_VENV names an environment that has the packages; else one is made.
 set -euo pipefail
@@ -27,7 +30,7 @@ import torch.multiprocessing as mp
 def run(rank, world_size, store):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    seen = program(rank, world_size)
+    seen = list(program(rank, world_size))
     if rank == 0:
         for line in seen:
             print(line, flush=True)
@@ -54,7 +57,10 @@ if __name__ == "__main__":
         mp.start_processes(run, args=(2, folder + "/store"), nprocs=2, start_method="fork")
 PROGRAM
 cat > "$folder/expected" <<'EXPECTED'
-x
+(3, 8, 4) along 2: right
+(3, 8, 4) along -1: right
+(1, 8, 4) along 2: right
+(1, 8, 4) along -1: RuntimeError, shape '[1, 8, 8, 2, 8, 4]' is invalid for input of size 64
 EXPECTED
 cd "$folder"
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0 OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo PYTHONWARNINGS=ignore

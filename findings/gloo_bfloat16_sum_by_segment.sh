@@ -29,7 +29,7 @@ import torch.multiprocessing as mp
 def run(rank, world_size, store):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    seen = program(rank, world_size)
+    seen = list(program(rank, world_size))
     if rank == 0:
         for line in seen:
             print(line, flush=True)

@@ -3,7 +3,14 @@
 # refuse float8_e4m3fn. (Views as uint8 travel.) So fp8 gathers cannot be tried between CPU ranks as they are written.
 #
 # Seen on 2026-11-28 with torch 2.13.0, Python 3.11, on the CPU:
-#   x
+#   broadcast: RuntimeError, Invalid scalar type
+#   all_gather: RuntimeError, Invalid scalar type
+#   all_gather_into_tensor: RuntimeError, Invalid scalar type
+#   all_to_all_single: RuntimeError, Invalid scalar type
+#   scatter: RuntimeError, Invalid scalar type
+#   functional all_gather: RuntimeError, Invalid scalar type
+#   send and recv: taken
+#   broadcast of uint8: taken
 #
 # Exits with 0 as long as that is so. FINDINGS_VENV names an environment that has the packages; else one is made.
 set -euo pipefail
@@ -26,7 +33,7 @@ import torch.multiprocessing as mp
 def run(rank, world_size, store):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    seen = program(rank, world_size)
+    seen = list(program(rank, world_size))
     if rank == 0:
         for line in seen:
             print(line, flush=True)
@@ -66,7 +73,14 @@ if __name__ == "__main__":
         mp.start_processes(run, args=(2, folder + "/store"), nprocs=2, start_method="fork")
 PROGRAM
 cat > "$folder/expected" <<'EXPECTED'
-x
+broadcast: RuntimeError, Invalid scalar type
+all_gather: RuntimeError, Invalid scalar type
+all_gather_into_tensor: RuntimeError, Invalid scalar type
+all_to_all_single: RuntimeError, Invalid scalar type
+scatter: RuntimeError, Invalid scalar type
+functional all_gather: RuntimeError, Invalid scalar type
+send and recv: taken
+broadcast of uint8: taken
 EXPECTED
 cd "$folder"
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0 OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo PYTHONWARNINGS=ignore

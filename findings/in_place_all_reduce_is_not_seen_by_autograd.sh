@@ -29,7 +29,7 @@ import torch.multiprocessing as mp
 def run(rank, world_size, store):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    seen = program(rank, world_size)
+    seen = list(program(rank, world_size))
     if rank == 0:
         for line in seen:
             print(line, flush=True)
@@ -47,7 +47,8 @@ def program(rank, world_size):
         y = x * 1
         z = y.sin()
         before = y._version
-        change(y.detach())
+        with torch.no_grad():
+            change(y)
         z.sum().backward()
         yield f"{name}: versions {y._version - before}, gradient {x.grad.item():.4f}"
 

@@ -3,7 +3,9 @@
 # and its numbers are 0 / 0: NaN, which dequantize() gives, too. tensor_to_scale of the same package clamps instead.
 #
 # Seen on 2026-11-28 with torch 2.13.0, torchao 0.18.0, Python 3.11, on the CPU:
-#   x
+#   scales: ['0', '0.03348']
+#   NaN by row: [16, 0]
+#   tensor_to_scale of the zeros: 4.48e+14
 #
 # Exits with 0 as long as that is so. FINDINGS_VENV names an environment that has the packages; else one is made.
 set -euo pipefail
@@ -36,7 +38,9 @@ scale = tensor_to_scale(
 print("tensor_to_scale of the zeros:", f"{scale.flatten()[0].item():.4g}")
 PROGRAM
 cat > "$folder/expected" <<'EXPECTED'
-x
+scales: ['0', '0.03348']
+NaN by row: [16, 0]
+tensor_to_scale of the zeros: 4.48e+14
 EXPECTED
 cd "$folder"
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0 OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo PYTHONWARNINGS=ignore
