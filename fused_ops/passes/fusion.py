@@ -42,10 +42,10 @@ from .graph.uneven_shards import MovedPadding, move_padding
 from .kernels_ahead.graph_kernels import GraphKernels, note_collective
 from .log import log_line
 from .memory.at_run_time import verifies, verify_memory
+from .norms.eps_as_number import eps_options
 from .order.at_once import start_when_needed
 from .order.change import OrderChange
 from .order.in_pass import changed_order, keep_what_is_ordered
-from .norms.eps_as_number import eps_options
 from .origin import module_of, source_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns import registry

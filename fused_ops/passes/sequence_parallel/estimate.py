@@ -35,7 +35,7 @@ _TIMES_OF_NORM, _LAUNCH = 4, 2.0
 #: more, and 177 less are estimated, 3.3 %: long products run into the limit of power
 #: (bench/results/h200-x2-sequence-layers.txt).
 _LEAST_SHARE = 0.035
-#: Times the bytes of the all-reduces up to which a region sends no more: gradients of norms' weights are summed besides.
+#: Times the bytes of the all-reduces that are no more: gradients of norms' weights are summed besides.
 MOST_BYTES = 1.05
 
 

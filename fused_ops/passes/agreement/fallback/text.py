@@ -147,7 +147,7 @@ def _take_states(graph: fx.Graph) -> fx.Graph | None:
     for node in saving:
         for part in _called_as_it_is(node):
             # As it is before the graph: what starts from it draws nothing either.
-            where = {"device": next(val(n).device for n in node.all_input_nodes if is_val(n))}
+            where: dict[str, Any] = {"device": next(val(n).device for n in node.all_input_nodes if is_val(n))}
             saved = seeds.call_function(node.target, (torch.ops.aten.empty.memory_format, [0]), where)
             take(part, seeds.call_function(operator.getitem, (saved, 0)))
             graph.erase_node(part)
