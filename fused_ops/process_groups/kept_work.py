@@ -70,8 +70,8 @@ class KeptWork(Work):
 
 def kept_work(inner: DoneWork) -> KeptWork:
     work = KeptWork(inner)
-    # Nothing may be queried while a stream is captured.
-    for _ in range(0 if work.is_captured else min(2, len(_kept))):  # the oldest ones, each call two: so none is kept for long in vain
+    # The oldest ones, each call two, so none is kept for long in vain. A captured stream refuses queries.
+    for _ in range(0 if work.is_captured else min(2, len(_kept))):
         try:
             key, oldest = _kept.popitem(last=False)
         except KeyError:  # another thread has waited for the last one
