@@ -43,7 +43,12 @@ class GroupCall:
 
 def reduction_of(op: Any) -> str | None:
     """What weft's ops call a ReduceOp of the dispatcher; None if they have none."""
-    return _REDUCE_OPS.get(op.op())
+    return reduction_of_code(op.op())
+
+
+def reduction_of_code(code: Any) -> str | None:
+    """Likewise, of its RedOpType or that one's number."""
+    return _REDUCE_OPS.get(code)
 
 
 def why_left(group_size: int, call: GroupCall) -> str | None:

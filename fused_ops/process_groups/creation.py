@@ -16,7 +16,8 @@ from torch.distributed import PrefixStore, ProcessGroup, distributed_c10d
 
 from ...symm_mem import Group, forks, resolve_group
 from ...symm_mem.switches import is_on
-from .group import NAME, WeftProcessGroup, known_group, see_methods
+from .group import NAME, WeftProcessGroup, known_group
+from .methods import take_methods
 from .options import set_group_timeout
 from .torch_ops import take_calls
 
@@ -96,7 +97,7 @@ class _Asked:
 
 @cache
 def _take_part() -> None:
-    see_methods()
+    take_methods()
     take_calls()
 
 

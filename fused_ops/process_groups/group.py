@@ -6,7 +6,6 @@ import logging
 import os
 import weakref
 from contextlib import nullcontext
-from functools import wraps
 from typing import Any
 
 import torch
@@ -93,17 +92,17 @@ class WeftProcessGroup:
             self._counts.clear()
         return taken
 
-    def again(self, name: str, x: Any, out: Any, reduction: str | None) -> Any:
-        """The work of a call on CUDA like one before, which is launched with as little ado as there can be; else
-        None. It waits, as its caller says, on the current stream, and has no deadline of its own."""
+    def again(self, name: str, x: Any, out: Any, reduction: str | None) -> bool:
+        """Whether such a call was made before on CUDA: then it is launched, with as little ado as there can be. It
+        waits, as its caller says, on the current stream, and has no deadline of its own."""
         if type(x) is not Tensor or type(out) is not Tensor or index_of(x) < 0 or reduction is None:
-            return None
+            return False
         if self.coalesces or x.layout is not torch.strided or out.layout is not torch.strided:
-            return None
+            return False
         if profiler._is_profiler_enabled or not self._device.launch_again(name, x, out, reduction):
-            return None
+            return False
         self._launched[name] += 1
-        return _ENDED
+        return True
 
     def take(self, name: str, calls: list[GroupCall] | str, asynchronous: bool, seconds: float | None) -> Any:
         """The calls' work for the dispatcher, if weft takes them."""
@@ -125,7 +124,7 @@ class WeftProcessGroup:
                 done = self._run(calls, asynchronous, seconds)
             if not isinstance(done, str):
                 self._counts.add(name, NAME)
-                return kept_work(done).boxed() if asynchronous else _ENDED
+                return kept_work(done).boxed() if asynchronous else ENDED
             why = done
             flight_recorder.runs_unfused()
         self.note(name, why, kind)
@@ -188,7 +187,7 @@ def _ended() -> Any:
 
 
 #: Of each call that has ended when it returns, or on CUDA in the order of the current stream.
-_ENDED = _ended()
+ENDED = _ended()
 # By id, as a lookup by weak reference would cost each call more.
 _known: dict[int, WeftProcessGroup | None] = {}
 
@@ -218,30 +217,3 @@ def _look_at(group: ProcessGroup) -> WeftProcessGroup | None:
 def _forget(key: int) -> None:
     if (known := _known.pop(key, None)) is not None:
         known.ends()
-
-
-def see_methods() -> None:
-    """torch's methods of a group that are no calls of an op tell weft, if the group has it."""
-    tells = {
-        "abort": (lambda known, *_: known.aborts(), True),
-        "shutdown": (lambda known, *_: known.ends(), True),
-        "set_timeout": (lambda known, timeout: set_group_timeout(timeout, known.group_name), False),
-        "_start_coalescing": (lambda known, *_: setattr(known, "coalesces", True), False),
-        "_end_coalescing": (lambda known, *_: setattr(known, "coalesces", False), True),
-    }
-    for name, (tell, before) in tells.items():
-        setattr(ProcessGroup, name, _telling(getattr(ProcessGroup, name), tell, before=before))
-
-
-def _telling(method: Any, tell: Any, *, before: bool) -> Any:
-    @wraps(method)
-    def call(self: ProcessGroup, *args: Any, **named: Any) -> Any:
-        known = known_group(self)
-        if known is not None and before:
-            tell(known, *args, *named.values())
-        result = method(self, *args, **named)
-        if known is not None and not before:
-            tell(known, *args, *named.values())
-        return result
-
-    return call
