@@ -53,7 +53,7 @@ def _all_reduce(method: Any) -> Any:
             tensors, opts = args
             if type(opts) is AllreduceOptions and type(tensors) is list and len(tensors) == 1:
                 x = tensors[0]
-                if opts.sparseIndices is None and _launched(known, ALL_REDUCE, x, x, opts, opts.reduceOp):
+                if _launched(known, ALL_REDUCE, x, x, opts, opts.reduceOp):
                     return DoneWork(tensors)
         result: Work = method(self, *args, **named)
         return result
