@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ...symm_mem.backends import cuda_state
 
@@ -17,9 +18,7 @@ ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather_into_tensor",
 MOST_BYTES = 64 << 20
 
 _KIND: Any = dist.ReduceOp.RedOpType
-_REDUCE_OPS = {
-    int(k): n for k, n in ((_KIND.SUM, "sum"), (_KIND.AVG, "avg"), (_KIND.MAX, "max"), (_KIND.MIN, "min"))
-}
+_REDUCE_OPS = {_KIND.SUM: "sum", _KIND.AVG: "avg", _KIND.MAX: "max", _KIND.MIN: "min"}
 _REDUCED = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, torch.nn.Parameter)
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -42,13 +41,13 @@ class GroupCall:
 
 
 def reduction_of(op: Any) -> str | None:
-    """What weft's ops call a ReduceOp of the dispatcher; None if they have none."""
-    return reduction_of_code(op.op())
+    """What weft's ops call a torch.distributed.ReduceOp; None if they have none."""
+    return _REDUCE_OPS.get(op.op)
 
 
-def reduction_of_code(code: Any) -> str | None:
-    """Likewise, of its RedOpType or that one's number."""
-    return _REDUCE_OPS.get(code)
+def waited_for(x: Tensor) -> Tensor:
+    """The result of a functional collective, once it is there: eager code may pass one on as it is."""
+    return x.trigger_wait() if type(x) is AsyncCollectiveTensor else x
 
 
 def why_left(group_size: int, call: GroupCall) -> str | None:

@@ -14,19 +14,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, distributed_c10d
 
-from ...symm_mem import Group, forks, resolve_group
+from ...symm_mem import Group, resolve_group
 from ...symm_mem.switches import is_on
-from .group import NAME, WeftProcessGroup, known_group
-from .methods import take_methods
+from .group import GroupCalls, WeftProcessGroup
 from .options import set_group_timeout
-from .torch_ops import take_calls
+from .out_ops import see_out_ops
 
+NAME = "weft"
 _HELPER = "_new_process_group_helper"
 _TYPES = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
 
 
 @torch._disable_dynamo
-def process_group(group: Group = None) -> WeftProcessGroup:
+def process_group(group: Group = None) -> GroupCalls:
     """What weft adds to the group: who took its calls, and why (``calls``).
 
     >>> import torch.distributed as dist
@@ -35,8 +35,7 @@ def process_group(group: Group = None) -> WeftProcessGroup:
     >>> weft.process_group(group).calls()
     ()
 
-    The group itself is torch's own. Its heap is that of all of weft's ops: ``symm_mem.empty(..., group=group)`` and
-    ``symm_mem.stats(group)``.
+    Its heap is that of all of weft's ops: ``symm_mem.empty(..., group=group)`` and ``symm_mem.stats(group)``.
 
     Args:
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
@@ -45,11 +44,10 @@ def process_group(group: Group = None) -> WeftProcessGroup:
         TypeError: it is of other backends (``is_weft_group`` tells), or no group.
         ValueError: there is no such group.
     """
-    pg = resolve_group(group)
-    found = known_group(pg)
-    if found is None:
-        raise TypeError(f"group: its backend is {pg.name()!r}, must be 'weft'")
-    return found
+    found = resolve_group(group)
+    if not isinstance(found, WeftProcessGroup):
+        raise TypeError(f"group: its backend is {found.name()!r}, must be 'weft'")
+    return found.record
 
 
 @torch._disable_dynamo
@@ -67,7 +65,7 @@ def is_weft_group(group: Group = None) -> bool:
     Raises:
         TypeError, ValueError: it is no group, or there is none such.
     """
-    return known_group(resolve_group(group)) is not None
+    return isinstance(resolve_group(group), WeftProcessGroup)
 
 
 class _Asked:
@@ -95,15 +93,8 @@ class _Asked:
             self.made = {kind.type: before._get_backend(kind) for kind in before._device_types}
 
 
-@cache
-def _take_part() -> None:
-    take_methods()
-    take_calls()
-
-
-def create_process_group(options: Any, backend_options: Any) -> ProcessGroup:
-    """What torch calls for each group (``Backend.register_backend("weft", ..., extended_api=True)``): one of its own
-    type, which it takes as it is.
+def create_process_group(options: Any, backend_options: Any) -> WeftProcessGroup:
+    """What torch calls for each group (``Backend.register_backend("weft", ..., extended_api=True)``).
 
     Raises:
         ValueError: the group is to have a backend beside weft that is neither gloo nor NCCL.
@@ -111,34 +102,27 @@ def create_process_group(options: Any, backend_options: Any) -> ProcessGroup:
         RuntimeError: there is no device for it.
     """
     asked = _Asked(sys._getframe(1))
+    see_out_ops()
     names = _inner_names(asked.backends)
     _check_options(backend_options, names.values())
-    _take_part()
     store = PrefixStore("weft/", options.store)
     inner = ProcessGroup(store, options.group_rank, options.group_size)
     if asked.device is not None:
         inner.bound_device_id = asked.device
-    kept = []
     for kind, name in names.items():
         backend = asked.made.get(kind)
         if backend is None:
             where = PrefixStore(f"{kind}/", store)
-            made = (
-                _nccl(where, options, backend_options)
-                if name == "nccl"
-                else _gloo(where, options, backend_options)
-            )
+            make = _nccl if name == "nccl" else _gloo
+            made = make(where, options, backend_options)
             made._set_sequence_number_for_group()
             backend = _watched(made, where, options)
         inner._register_backend(torch.device(kind), _TYPES[name], backend)
-        kept.append(backend)
-    # torch would make other objects of them, without what they tell weft of timeouts.
-    forks.finalize(inner, list.clear, kept)
     inner._set_default_backend(_TYPES["nccl" if "nccl" in names.values() else "gloo"])
     inner._set_group_name(options.group_id)
     if "WEFT_TIMEOUT" not in os.environ:
         set_group_timeout(options.timeout, options.group_id)
-    return inner
+    return WeftProcessGroup._around(inner, tuple(kind for kind in names if asked.backends[kind] == NAME))
 
 
 def _check_options(given: Any, names: Collection[str]) -> None:

@@ -1,67 +1,90 @@
-"""What weft adds to a process group: which calls it takes, and who took them."""
+"""The process group ``"weft"``, as torch calls it."""
 
 from __future__ import annotations
 
 import logging
-import os
-import weakref
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import _allow_inflight_collective_as_graph_input
 from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup, Work
-from torch.distributed.distributed_c10d import _world
 
-from ...symm_mem import CallAbandoned, flight_recorder, forks
+from ...symm_mem import CallAbandoned, flight_recorder
 from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.heap.registry import has_name, heaps_of
-from ...symm_mem.timeouts import call_timeout, chosen_timeout
+from ...symm_mem.timeouts import call_timeout
 from ..drop_in.calls_taken import CallCounts, CallsTaken
-from .calls import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, GroupCall, index_of, why_left
+from .batches import Batch, operations_of_batch
+from .calls import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, GroupCall, index_of, reduction_of, why_left
 from .cuda_calls import DeviceLines
 from .host_calls import HostLine, prepare_on_host
-from .kept_work import kept_work
-from .options import set_group_timeout
+from .options import (
+    UNSET,
+    all_gather_options,
+    all_gathers,
+    all_reduce_options,
+    all_reduces,
+    reduce_scatter_options,
+    reduce_scatters,
+    seconds_of,
+    set_group_timeout,
+)
 from .work import DoneWork
 
-NAME = "weft"
 _log = logging.getLogger("weft.process_group")
+_SUM: Any = dist.ReduceOp.SUM
+_TYPES = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
+# From 2.13 on torch has other names for these, and only then has the class below methods of these names.
+_GATHER, _GATHERS, _SCATTER, _SCATTERS = (
+    new if hasattr(ProcessGroup, new) else old
+    for new, old in (
+        ("all_gather_single", "_allgather_base"),
+        ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+        ("reduce_scatter_single", "_reduce_scatter_base"),
+        ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+    )
+)
+#: Methods of torch's process groups of which weft takes nothing, and what a program calls for them.
+_OTHERS = {
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all_single": "all_to_all_single",
+    "alltoall_base": "all_to_all_single",
+    "alltoall": "all_to_all",
+    "recv_anysource": "recv",
+    "barrier": "barrier",
+    "monitored_barrier": "monitored_barrier",
+}
 
 
-class WeftProcessGroup:
-    """What weft adds to one of torch's process groups.
-
-    >>> import torch, torch.distributed as dist
-    >>> import weft
-    >>> group = dist.new_group(backend="weft")  # or init_process_group("weft")
-    >>> x = torch.ones(3)
-    >>> dist.all_reduce(x, group=group)
-    >>> bool((x == dist.get_world_size()).all())
-    True
-    >>> weft.process_group(group).taken_on
-    ('cpu',...)
+class GroupCalls:
+    """Who took the calls of a process group: what ``weft.process_group`` returns.
 
     Attributes:
-        group_name: torch's name of the group.
         taken_on: the types of devices whose calls weft takes.
     """
 
-    def __init__(self, group: ProcessGroup, taken_on: tuple[str, ...]) -> None:
-        self._group = weakref.ref(group)
-        self.group_name, self.taken_on = group.group_name, taken_on
-        self._size = group.size()
-        self._names = {kind.type: group._get_backend(kind).name() for kind in group._device_types}
+    def __init__(self, group_name: str, taken_on: tuple[str, ...], backends: Mapping[str, str]) -> None:
+        self._group_name, self.taken_on = group_name, taken_on
+        self._backends = backends  # their names, by type of device
         self._counts = CallCounts()
         self._told: set[tuple[str, str]] = set()
-        self._launched = dict.fromkeys((ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER), 0)  # as ones before
-        self._host = HostLine(self.group_name)
-        self._device = DeviceLines(group, self.group_name)
-        self._left: Work | None = None
-        self.coalesces = False  #: whether the group's own backend gathers calls
+        self._taken = 0  # by weft, but for those that were
+        self.launched = dict.fromkeys((ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER), 0)  # as ones before
 
     @torch._disable_dynamo
     def calls(self, *, clear: bool = False) -> tuple[CallsTaken, ...]:
@@ -83,137 +106,310 @@ class WeftProcessGroup:
         Returns:
             one entry for each collective, taker and reason. A captured graph that is replayed counts once.
         """
-        for name, count in list(self._launched.items()):
-            self._launched[name] -= count
+        for name, count in list(self.launched.items()):
+            self.launched[name] -= count
+            self._taken += count
             if count:
-                self._counts.add(name, NAME, count=count)
+                self._counts.add(name, "weft", count=count)
         taken = self._counts.taken()
         if clear:
             self._counts.clear()
         return taken
 
-    def again(self, name: str, x: Any, out: Any, reduction: str | None) -> bool:
-        """Whether such a call was made before on CUDA: then it is launched, with as little ado as there can be. It
-        waits, as its caller says, on the current stream, and has no deadline of its own."""
-        if type(x) is not Tensor or type(out) is not Tensor or index_of(x) < 0 or reduction is None:
+    def take(self, name: str) -> None:
+        self._counts.add(name, "weft")
+        self._taken += 1
+
+    def leave(self, name: str, why: str, kind: str) -> None:
+        """A call that weft leaves to the group's own backend."""
+        by = self._backends.get(kind) or next(iter(self._backends.values()))
+        self._counts.add(name, by, why)
+        if why and (name, why) not in self._told:
+            self._told.add((name, why))
+            _log.info("%s of group %r is left to %s: %s", name, self._group_name, by, why)
+
+    def taken(self) -> int:
+        """How many calls weft has taken."""
+        return self._taken + sum(self.launched.values())
+
+
+class WeftProcessGroup(ProcessGroup):
+    """A process group that gives to weft what weft does faster, and all else to gloo and NCCL.
+
+    >>> import torch, torch.distributed as dist
+    >>> group = dist.new_group(backend="weft")  # or init_process_group("weft")
+    >>> x = torch.ones(3)
+    >>> dist.all_reduce(x, group=group)
+    >>> bool((x == dist.get_world_size()).all())
+    True
+
+    Attributes:
+        inner: the same ranks without weft. What weft does not take is called there, and its backends are this group's,
+            too: torch's own code finds them as it does in any other group.
+        record: who took its calls; ``weft.process_group`` returns it.
+    """
+
+    def __init__(self, inner: ProcessGroup, taken_on: tuple[str, ...]) -> None:
+        # The one constructor of torch's that leaves room for overrides. It knows of no store.
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg, arg-type]
+        self.inner = inner
+        self._size = inner.size()
+        # They are kept: torch would make other objects of them, without what they tell weft of timeouts.
+        self._backends = {kind.type: inner._get_backend(kind) for kind in inner._device_types}
+        names = {kind: backend.name() for kind, backend in self._backends.items()}
+        self.record = GroupCalls(inner.group_name, taken_on, names)
+        self._coalescing = False
+        self._host = HostLine(inner.group_name)
+        self._device = DeviceLines(self, inner.group_name)
+        self._batch: Batch | None = None
+
+    @staticmethod
+    def _around(inner: ProcessGroup, taken_on: tuple[str, ...]) -> WeftProcessGroup:
+        """A group of the same ranks, backends and name."""
+        group = WeftProcessGroup(inner, taken_on)
+        if inner.bound_device_id is not None:
+            group.bound_device_id = inner.bound_device_id
+        for kind in inner._device_types:
+            backend = inner._get_backend(kind)
+            group._register_backend(kind, _TYPES[backend.name()], backend)
+        group._set_default_backend(_TYPES[inner.name()])
+        ProcessGroup._set_group_name(group, inner.group_name)
+        ProcessGroup._set_group_desc(group, inner.group_desc)
+        return group
+
+    # What weft may take. torch's C++ code (functional collectives, DDP) calls these by name, too.
+
+    def allreduce(self, tensors: Any, *args: Any, **named: Any) -> Work | None:  # type: ignore[override]
+        if len(args) == 1 and type(args[0]) is dist.AllreduceOptions and len(tensors) == 1:
+            x = tensors[0]
+            if self._again(ALL_REDUCE, x, x, args[0]):
+                return None  # as NCCL's of a call that is not asynchronous
+        opts = all_reduce_options(args, named)
+        work = self._take(ALL_REDUCE, all_reduces(tensors, opts), opts)
+        if work is not None:
+            return work
+        return self._inside("allreduce", tensors, *args, **named)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
+        work = self._take(ALL_REDUCE, all_reduces(tensors, opts), opts)
+        return self._inside("allreduce_coalesced", tensors, opts) if work is None else work
+
+    def _allgather_base(  # type: ignore[override]
+        self,
+        output: Tensor,
+        input: Tensor,  # noqa: A002
+        opts: Any = None,
+    ) -> Work | None:
+        opts = all_gather_options(opts)
+        if self._again(ALL_GATHER, input, output, opts):
+            return None
+        work = self._take(ALL_GATHER, all_gathers([output], [input]), opts)
+        return self._inside(_GATHER, output, input, opts) if work is None else work
+
+    def allgather_into_tensor_coalesced(
+        self, output_lists: list[Tensor], input_list: list[Tensor], opts: Any = None
+    ) -> Work:
+        opts = all_gather_options(opts)
+        work = self._take(ALL_GATHER, all_gathers(output_lists, input_list), opts)
+        if work is not None:
+            return work
+        return self._inside(_GATHERS, output_lists, input_list, opts)
+
+    def _reduce_scatter_base(  # type: ignore[override]
+        self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None
+    ) -> Work | None:
+        opts = reduce_scatter_options(opts)
+        if self._again(REDUCE_SCATTER, inputTensor, outputTensor, opts):
+            return None
+        work = self._take(REDUCE_SCATTER, reduce_scatters([outputTensor], [inputTensor], opts), opts)
+        if work is not None:
+            return work
+        return self._inside(_SCATTER, outputTensor, inputTensor, opts)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputTensors: list[Tensor], inputTensors: list[Tensor], opts: Any = None
+    ) -> Work:
+        opts = reduce_scatter_options(opts)
+        work = self._take(REDUCE_SCATTER, reduce_scatters(outputTensors, inputTensors, opts), opts)
+        if work is not None:
+            return work
+        return self._inside(_SCATTERS, outputTensors, inputTensors, opts)
+
+    if _GATHER == "all_gather_single":
+        all_gather_single = _allgather_base  # type: ignore[assignment]
+        all_gather_single_coalesced = allgather_into_tensor_coalesced
+        reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
+        reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def _again(self, name: str, x: Any, out: Any, opts: Any) -> bool:
+        """Whether it is a call on CUDA like one before, which is then launched with as little ado as there can be."""
+        if type(x) is not Tensor or type(out) is not Tensor or index_of(x) < 0 or opts.asyncOp:
             return False
-        if self.coalesces or x.layout is not torch.strided or out.layout is not torch.strided:
+        if self._coalescing or x.layout is not torch.strided or out.layout is not torch.strided:
             return False
-        if profiler._is_profiler_enabled or not self._device.launch_again(name, x, out, reduction):
+        if profiler._is_profiler_enabled or opts.timeout != UNSET:
             return False
-        self._launched[name] += 1
+        op: str | None = ""
+        if name != ALL_GATHER:
+            op = "sum" if opts.reduceOp == _SUM else reduction_of(opts.reduceOp)
+        if op is None or not self._device.launch_again(name, x, out, op):
+            return False
+        self.record.launched[name] += 1
         return True
 
-    def take(self, name: str, calls: list[GroupCall] | str, asynchronous: bool, seconds: float | None) -> Any:
-        """The calls' work for the dispatcher, if weft takes them."""
-        if self.coalesces:
+    def _take(self, name: str, calls: list[GroupCall] | str, opts: Any) -> Work | None:
+        """The call's work, if weft takes it."""
+        if self._coalescing:
             return None
         why: str | None
         if isinstance(calls, str):
             why, kind = calls, ""
-        elif not calls or (kind := calls[0].x.device.type) not in self.taken_on:
+        elif not calls or (kind := calls[0].x.device.type) not in self.record.taken_on:
             why, kind = "", ""
         else:
             why = next((why for call in calls if (why := why_left(self._size, call)) is not None), None)
         if why is None:
             assert isinstance(calls, list)
+            seconds = seconds_of(opts.timeout)
             with (
                 record_function(f"weft:{name}") if profiler._is_profiler_enabled else nullcontext(),
                 nullcontext() if seconds is None else call_timeout(seconds),
             ):
-                done = self._run(calls, asynchronous, seconds)
+                done = self._run(calls, opts.asyncOp, seconds)
             if not isinstance(done, str):
-                self._counts.add(name, NAME)
-                return kept_work(done).boxed() if asynchronous else ENDED
+                self.record.take(name)
+                return done
             why = done
             flight_recorder.runs_unfused()
-        self.note(name, why, kind)
+        self.record.leave(name, why, kind)
         return None
 
     def _run(self, calls: list[GroupCall], asynchronous: bool, seconds: float | None) -> DoneWork | str:
-        group = self._group()
-        if group is None or not has_name(group, self.group_name):
-            return "torch does not know the group by its name"  # destroyed
+        if not has_name(self, self.group_name):
+            return "torch does not know the group by its name"  # destroyed, or never registered
         if calls[0].x.is_cuda:
             done = self._device.run(calls, asynchronous=asynchronous, seconds=seconds)
-            self._left = None
-            return done
-        exchanges = []
-        for call in calls:
-            exchange = prepare_on_host(group, call, seconds)
-            if isinstance(exchange, str):
-                return exchange
-            exchanges.append(exchange)
-        return self._host.run(exchanges, asynchronous=asynchronous)
+        else:
+            exchanges = []
+            for call in calls:
+                exchange = prepare_on_host(self, call, seconds)
+                if isinstance(exchange, str):
+                    return exchange
+                exchanges.append(exchange)
+            done = self._host.run(exchanges, asynchronous=asynchronous)
+        if asynchronous and _allow_inflight_collective_as_graph_input() and not isinstance(done, str):
+            done.wait()  # a compiled graph would look for torch's own work
+        return done
 
-    def note(self, name: str, why: str, kind: str) -> None:
-        """A call that weft leaves to the group's own backend."""
-        by = self._names.get(kind) or next(iter(self._names.values()))
-        self._counts.add(name, by, why)
-        if why and (name, why) not in self._told:
-            self._told.add((name, why))
-            _log.info("%s of group %r is left to %s: %s", name, self.group_name, by, why)
-
-    def before_others(self, device: torch.device) -> None:
-        """What the group's own backend runs now comes after the group's calls."""
+    def _inside(self, method: str, *args: Any, **named: Any) -> Work:
+        device = _device_of(args)
+        if device is None or device.type != "cuda" or self._coalescing:
+            return getattr(self.inner, method)(*args, **named)  # type: ignore[no-any-return]
         self._device.behind(device)
-
-    def after_others(self, work: Work) -> None:
-        """weft's next call comes after what the group's own backend runs."""
-        self._left = work
+        work: Work = getattr(self.inner, method)(*args, **named)
         self._device.follows(work)
+        return work
 
-    # What programs ask of a group beside its calls.
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
+        return self._point_to_point("send", tensors, dst, tag)
 
-    def aborts(self) -> None:
-        # No call follows on this rank. CPU ranks that wait for it in weft are told.
-        if (group := self._group()) is None:
-            return
-        why = CallAbandoned("abort", self.group_name, group.rank(), "the process group was aborted", None)
-        for heap in heaps_of(group):
-            if heap.fault is not None:
-                heap.fault.breaks(why)
-        self.ends()
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
+        return self._point_to_point("recv", tensors, src, tag)
 
-    def ends(self) -> None:
+    def _point_to_point(self, method: str, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        device = tensors[0].device
+        self.record.leave(method, "", device.type)
+        operations = None if device.type == "cpu" else operations_of_batch(sys._getframe(2))
+        if operations is None or not self.inner._get_backend(device).supports_coalescing:
+            return self._inside(method, tensors, peer, tag)
+        batch = self._batch
+        if batch is None or batch.is_sent or batch.operations is not operations:
+            self._device.behind(device)
+            self._batch = batch = Batch(self.inner, operations, device)
+        return batch.add(lambda: getattr(self.inner, method)(tensors, peer, tag), tensors)
+
+    # What is the inner group's.
+
+    def get_group_store(self) -> Any:
+        return self.inner.get_group_store()
+
+    def _set_group_name(self, name: Any) -> None:
+        super()._set_group_name(name)
+        self.inner._set_group_name(name)
+
+    def _set_group_desc(self, desc: str) -> None:
+        super()._set_group_desc(desc)
+        self.inner._set_group_desc(desc)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.inner._start_coalescing(device)
+        self._coalescing = True
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        self._coalescing = False
+        return self.inner._end_coalescing(device)
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Collectives that were begun in the group, by whomever."""
+        inside = int(self.inner._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        return inside + self.record.taken()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.inner.set_timeout(timeout)
+        set_group_timeout(timeout, self.group_name)
+
+    def shutdown(self) -> None:
         invalidate_calls()
         self._host.end()
+        self.inner.shutdown()
+
+    def abort(self) -> None:
+        # No call follows on this rank. CPU ranks that wait for it in weft are told.
+        why = CallAbandoned("abort", self.group_name, self.rank(), "the process group was aborted", None)
+        for heap in heaps_of(self):
+            if heap.fault is not None:
+                heap.fault.breaks(why)
+        self._host.end()
+        self.inner.abort()
+
+    def split_group(self, new_ranks: list[int], *args: Any, **named: Any) -> WeftProcessGroup | None:
+        made = self.inner.split_group(new_ranks, *args, **named)
+        if made is None:
+            return None
+        for kind in self.record.taken_on:
+            set_group_timeout(made._get_backend(torch.device(kind)).options._timeout, made.group_name)
+        return WeftProcessGroup._around(made, self.record.taken_on)
+
+    def merge_remote_group(self, *args: Any, **named: Any) -> WeftProcessGroup:
+        return WeftProcessGroup._around(self.inner.merge_remote_group(*args, **named), self.record.taken_on)
 
 
-def _ended() -> Any:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result([])
-    return _create_work_from_future(future).boxed()
+def _left_alone(method: str, collective: str) -> Callable[..., Any]:
+    def call(self: WeftProcessGroup, *args: Any, **named: Any) -> Any:
+        device = _device_of(args)
+        self.record.leave(collective, "", device.type if device is not None else "")
+        return self._inside(method, *args, **named)
+
+    call.__name__ = method
+    return call
 
 
-#: Of each call that has ended when it returns, or on CUDA in the order of the current stream.
-ENDED = _ended()
-# By id, as a lookup by weak reference would cost each call more.
-_known: dict[int, WeftProcessGroup | None] = {}
+def _device_of(args: Any) -> torch.device | None:
+    """Of the first tensor."""
+    for given in args:
+        if isinstance(given, Tensor):
+            return given.device
+        if isinstance(given, (list, tuple)) and (found := _device_of(given)) is not None:
+            return found
+    return None
 
 
-def known_group(group: ProcessGroup) -> WeftProcessGroup | None:
-    """What weft adds to the group; None if it is of other backends alone."""
-    try:
-        return _known[id(group)]
-    except KeyError:
-        return _look_at(group)
+for _method, _collective in _OTHERS.items():
+    if hasattr(ProcessGroup, _method):
+        setattr(WeftProcessGroup, _method, _left_alone(_method, _collective))
 
-
-def _look_at(group: ProcessGroup) -> WeftProcessGroup | None:
-    config = _world.pg_backend_config.get(group)
-    if config is None:
-        return None  # torch does not know it, or not yet
-    kinds = [pair.partition(":")[0] for pair in config.split(",") if pair.endswith(f":{NAME}")]
-    there = {kind.type for kind in group._device_types}
-    made = WeftProcessGroup(group, tuple(kind for kind in kinds if kind in there)) if kinds else None
-    if made is not None and "WEFT_TIMEOUT" not in os.environ and chosen_timeout(group.group_name) is None:
-        for kind in made.taken_on:  # of a group that was split from another
-            set_group_timeout(group._get_backend(torch.device(kind)).options._timeout, group.group_name)
-    forks.finalize(group, _forget, id(group))
-    return _known.setdefault(id(group), made)
-
-
-def _forget(key: int) -> None:
-    if (known := _known.pop(key, None)) is not None:
-        known.ends()
+# Behind a break of a graph Dynamo would compile these methods, and knows no member of a group but torch's.
+for _name, _method in list(vars(WeftProcessGroup).items()):
+    if isinstance(_method, FunctionType):
+        setattr(WeftProcessGroup, _name, torch._disable_dynamo(_method))

@@ -1,10 +1,19 @@
-"""Deadlines as process groups have them."""
+"""The overloads of a process group's methods, as one form each."""
 
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from ...symm_mem.timeouts import LONGEST, set_timeout
+from .calls import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, GroupCall, reduction_of, waited_for
+
+UNSET = AllgatherOptions().timeout  #: of options that have none: the group's counts
 
 
 def seconds_of(timeout: timedelta | None) -> float | None:
@@ -14,12 +23,74 @@ def seconds_of(timeout: timedelta | None) -> float | None:
     return min(timeout.total_seconds(), LONGEST)
 
 
-def seconds_of_milliseconds(timeout: int) -> float | None:
-    """Likewise, of a call in the dispatcher."""
-    return min(timeout / 1000, LONGEST) if timeout > 0 else None
-
-
 def set_group_timeout(timeout: timedelta, group_name: str) -> None:
     """What a group's waits have as their deadline from now on."""
     if (seconds := seconds_of(timeout)) is not None:
         set_timeout(seconds, group_name)
+
+
+def all_reduce_options(given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Of ``allreduce(tensors, opts)`` or ``allreduce(tensors, op, timeout)``; None of what torch refuses."""
+    if len(given) == 1 and not named and isinstance(given[0], dist.AllreduceOptions):
+        return given[0]
+    names = dict(zip(("op", "timeout"), given, strict=False))
+    if len(given) > 2 or set(names) & set(named):
+        return None
+    names.update(named)
+    opts = names.pop("opts", None)
+    if opts is not None:
+        return opts if isinstance(opts, dist.AllreduceOptions) and not names else None
+    opts, timeout = dist.AllreduceOptions(), names.pop("timeout", None)
+    op = names.pop("op", ReduceOp.SUM)
+    if names or not isinstance(op, (ReduceOp, ReduceOp.RedOpType)):
+        return None
+    opts.reduceOp = op  # type: ignore[assignment]
+    if isinstance(timeout, timedelta):
+        opts.timeout = timeout
+    return opts
+
+
+def all_reduces(tensors: Any, opts: Any) -> list[GroupCall] | str:
+    """A call for each tensor, or why weft has none for them."""
+    op = None if opts is None else reduction_of(opts.reduceOp)
+    if op is None or getattr(opts, "sparseIndices", None) is not None:
+        return "a reduction that weft does not have"
+    found = [waited_for(x) for x in (tensors if isinstance(tensors, (list, tuple)) else [tensors])]
+    return [GroupCall(ALL_REDUCE, x, x, op) for x in found]
+
+
+def all_gathers(outputs: Any, inputs: Any) -> list[GroupCall] | str:
+    """Likewise."""
+    if not _paired(outputs, inputs):
+        return "arguments that do not fit each other"
+    return [GroupCall(ALL_GATHER, out, waited_for(x)) for out, x in zip(outputs, inputs, strict=True)]
+
+
+def reduce_scatters(outputs: Any, inputs: Any, opts: Any) -> list[GroupCall] | str:
+    """Likewise."""
+    op = reduction_of(opts.reduceOp)
+    if op is None:
+        return "a reduction that weft does not have"
+    if not _paired(outputs, inputs):
+        return "arguments that do not fit each other"
+    return [GroupCall(REDUCE_SCATTER, out, waited_for(x), op) for out, x in zip(outputs, inputs, strict=True)]
+
+
+def all_gather_options(opts: Any) -> Any:
+    return AllgatherOptions() if opts is None else opts
+
+
+def reduce_scatter_options(opts: Any) -> Any:
+    return ReduceScatterOptions() if opts is None else opts
+
+
+def functional_reduction(reduce_op: str) -> Any:
+    """The ReduceOp that functional collectives call by this name."""
+    op = ReduceOp.RedOpType.__members__.get(reduce_op.upper())
+    if op is None:
+        raise ValueError(f"reduce_op: is {reduce_op!r}, must be the name of a ReduceOp")
+    return op
+
+
+def _paired(outputs: Any, inputs: Any) -> bool:
+    return len(outputs) == len(inputs) and all(isinstance(t, Tensor) for t in (*outputs, *inputs))

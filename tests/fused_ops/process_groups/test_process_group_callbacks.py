@@ -24,7 +24,7 @@ Returns = Callable[[Any], Any]
 
 
 def weft_group(seconds: float) -> Any:
-    group = weft.process_group(dist.new_group(backend="weft", timeout=timedelta(seconds=seconds)))
+    group = dist.new_group(backend="weft", timeout=timedelta(seconds=seconds))
     dist.all_reduce(torch.ones(3), group=group)
     return group
 
@@ -60,7 +60,7 @@ def nested(rank: int, world_size: int) -> None:
                 torch.testing.assert_close(x.double(), total, rtol=1e-6, atol=1e-6)
             assert time.monotonic() - begin < 4, case
             dist.barrier()
-    assert {call.by for call in group.calls()} == {"weft"}
+    assert {call.by for call in weft.process_group(group).calls()} == {"weft"}
     group._host.end()
     time.sleep(0.1)
     assert not [t for t in threading.enumerate() if t.name.startswith("weft group")], (

@@ -36,7 +36,7 @@ def is_default(rank: int, world_size: int, folder: Path) -> None:
         place = {"init_method": f"file://{folder}/store{i}", "rank": rank, "world_size": world_size}
         dist.init_process_group(name, **place, timeout=timedelta(seconds=77))
         group, mine = dist.group.WORLD, weft.process_group()
-        assert type(group) is dist.ProcessGroup and dist.get_backend() == name and weft.is_weft_group()
+        assert type(group) is weft.WeftProcessGroup and dist.get_backend() == name and weft.is_weft_group()
         assert (group.rank(), group.size(), group.name()) == (rank, world_size, "gloo")
         assert mine.taken_on == ((kinds,) if kinds else ())
         assert isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
@@ -159,6 +159,13 @@ def ends(rank: int, world_size: int) -> None:
         weft.process_group(name)
     del group, work
     gc.collect()
+    half = dist.new_group(backend="weft").split_group([0, 1], group_name="half")
+    assert isinstance(half, weft.WeftProcessGroup) and half.group_name == "half" and half.size() == 2
+    x = torch.ones(3)
+    half.allreduce([x]).wait()
+    assert x.tolist() == [2] * 3
+    why = "torch does not know the group by its name"  # dist.split_group would tell it
+    assert [str(call) for call in half.record.calls()] == [f"all_reduce: 1 call by gloo ({why})"]
     aborted = dist.new_group(backend="weft")
     total(aborted, rank)
     if rank == 0:
@@ -231,7 +238,7 @@ def test_weft_is_imported_by_the_first_group(first: str, then: str) -> None:
     if first:  # without the installed distribution torch does not look at weft by itself
         program = program.replace('assert "weft.fused_ops" not in sys.modules\n', "")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "True ProcessGroup", done.stderr
+    assert done.stdout.strip() == "True WeftProcessGroup", done.stderr
 
 
 def test_no_import_of_weft_is_needed_where_it_is_installed(tmp_path: Path) -> None:
@@ -244,4 +251,4 @@ def test_no_import_of_weft_is_needed_where_it_is_installed(tmp_path: Path) -> No
         check=False,
         env={**os.environ, "PYTHONPATH": path},
     )
-    assert done.stdout.strip() == "True ProcessGroup", done.stderr
+    assert done.stdout.strip() == "True WeftProcessGroup", done.stderr

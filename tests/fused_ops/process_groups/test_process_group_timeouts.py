@@ -59,7 +59,9 @@ FORMS: dict[str, Callable[[Any], Any]] = {
     "all_gather_into_tensor": lambda g: g._allgather_base(
         torch.empty(8), torch.ones(4), given(AllgatherOptions())
     ),
-    # Not allgather_into_tensor_coalesced: torch's op for it has no deadline.
+    "all_gather coalesced": lambda g: g.allgather_into_tensor_coalesced(
+        [torch.empty(8)], [torch.ones(4)], given(AllgatherOptions())
+    ),
     "reduce_scatter_tensor": lambda g: g._reduce_scatter_base(
         torch.empty(2), torch.ones(4), given(ReduceScatterOptions())
     ),
