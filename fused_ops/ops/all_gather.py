@@ -59,7 +59,7 @@ class AllGatherOutCall(NamedTuple):
         return AllGatherCall(*self[1:])
 
 
-def validate(call: AllGatherCall) -> tuple[AllGatherCall, ProcessGroup]:
+def _validate(call: AllGatherCall) -> tuple[AllGatherCall, ProcessGroup]:
     """The call with a dimension that is not negative, and the group."""
     group, x = resolve_group(call.group_name), call.x
     if x.dim() < 1:
@@ -71,9 +71,9 @@ def validate(call: AllGatherCall) -> tuple[AllGatherCall, ProcessGroup]:
     ), group
 
 
-def validate_out(call: AllGatherOutCall) -> tuple[AllGatherCall, Tensor, ProcessGroup]:
+def _validate_out(call: AllGatherOutCall) -> tuple[AllGatherCall, Tensor, ProcessGroup]:
     """The same, for an ``out`` that the result is written to."""
-    found, group = validate(call.without_out)
+    found, group = _validate(call.without_out)
     validation.result_tensor(call.out, found.whole_shape(group.size()), call.x)
     return found, call.out, group
 
@@ -159,7 +159,7 @@ def _run_out(call: AllGatherCall, out: Tensor, group: ProcessGroup) -> None:
 ALL_GATHER = Op(
     "one_shot_all_gather(Tensor x, int gather_dim, str group_name, *, int? group_size=None) -> Tensor",
     AllGatherCall,
-    validate,
+    _validate,
     _fake,
     run_all_gather,
     lambda call: fast_all_gather(call.x, call.gather_dim, call.group_name),
@@ -168,10 +168,10 @@ ALL_GATHER = Op(
 ALL_GATHER_OUT = Op(
     "one_shot_all_gather_out(Tensor(a!) out, Tensor x, int gather_dim, str group_name, *, int? group_size=None) -> ()",
     AllGatherOutCall,
-    validate_out,
+    _validate_out,
     lambda *_: None,
     _run_out,
     lambda call: fast_all_gather_out(call.out, call.x, call.gather_dim, call.group_name),
-    lambda call: op.refuse_gradient(call, op.INTO),
+    lambda call: op.refuse_gradient(_validate_out, call, op.INTO),
     functional=(ALL_GATHER, lambda call: call.without_out),
 )

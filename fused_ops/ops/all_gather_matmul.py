@@ -42,7 +42,7 @@ class AllGatherMatmulCall(NamedTuple):
         return [self.A_shard, *self.Bs]
 
 
-def validate(call: AllGatherMatmulCall) -> tuple[AllGatherMatmulCall, ProcessGroup]:
+def _validate(call: AllGatherMatmulCall) -> tuple[AllGatherMatmulCall, ProcessGroup]:
     """The call with a dimension that is not negative, and the group."""
     group, A_shard = resolve_group(call.group_name), call.A_shard
     if A_shard.dim() < 2:
@@ -218,7 +218,7 @@ def _with_gradient(call: AllGatherMatmulCall) -> Result:
     return (A if call.return_A else None), outs
 
 
-def flops(
+def gathered_matmul_flops(
     A_shard: Sequence[int], Bs: Sequence[Sequence[int]], gather_dim: int, group_name: str, **_: Any
 ) -> int:
     return 2 * resolve_group(group_name).size() * prod(A_shard) * sum(B[1] for B in Bs)
@@ -228,10 +228,10 @@ ALL_GATHER_MATMUL = Op(
     "fused_all_gather_matmul(Tensor A_shard, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A=True,"
     " int? group_size=None) -> (Tensor?, Tensor[])",
     AllGatherMatmulCall,
-    validate,
+    _validate,
     _fake,
     run_all_gather_matmul,
     lambda call: fast_all_gather_matmul(*call[:5]),
     _with_gradient,
-    flops=flops,
+    flops=gathered_matmul_flops,
 )

@@ -74,7 +74,7 @@ class AllGatherScaledMatmulCall(NamedTuple):
         return [self.A_shard, *self.Bs, self.A_scale, *self.B_scales, *more]
 
 
-def validate(
+def _validate(
     call: AllGatherScaledMatmulCall,
 ) -> tuple[AllGatherScaledMatmulCall, ScaledRows, ProcessGroup]:
     """The call with a dimension that is not negative and the dtypes of its results; how A is scaled; the group."""
@@ -373,7 +373,7 @@ def _fake(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup
 
 
 def _flops(A_shard: Sequence[int], Bs: Sequence[Sequence[int]], *given: Any, **_: Any) -> int:
-    return all_gather_matmul.flops(A_shard, Bs, *given[2:4])
+    return all_gather_matmul.gathered_matmul_flops(A_shard, Bs, *given[2:4])
 
 
 ALL_GATHER_SCALED_MATMUL = Op(
@@ -381,10 +381,10 @@ ALL_GATHER_SCALED_MATMUL = Op(
     " str group_name, Tensor?[] biases, Tensor?[] result_scales, ScalarType?[] out_dtypes, bool[] use_fast_accum, *,"
     " bool return_A=True, int? group_size=None) -> (Tensor?, Tensor[])",
     AllGatherScaledMatmulCall,
-    validate,
+    _validate,
     _fake,
     run_all_gather_scaled_matmul,
     fast_all_gather_scaled_matmul,
-    lambda call: op.refuse_gradient(call, NO_GRADIENT),
+    lambda call: op.refuse_gradient(_validate, call, NO_GRADIENT),
     flops=_flops,
 )

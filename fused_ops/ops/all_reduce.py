@@ -35,7 +35,7 @@ from ..dispatch.stream_order import StreamStep, in_stream_order, steps_on, strea
 from ..dispatch.tensor_guards import TensorGuard, guards_of, likely_call, note_likely
 from ..dispatch.workspaces import ALL_REDUCE as ALL_REDUCE_WORKSPACE
 from ..dispatch.workspaces import all_reduce_workspace, matmul_workspace
-from .op import Op, refuse_gradient, refuse_gradient_of
+from .op import Op, refuse_gradient, refuse_gradient_of_reduction
 
 if TYPE_CHECKING:
     from ...kernels.all_reduce.cuda_kernel import AllReduceLauncher
@@ -54,7 +54,7 @@ class AllReduceCall(NamedTuple):
         return [self.x]
 
 
-def validate(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]:
+def _validate(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]:
     group = resolve_group(call.group_name)
     validation.float_dtype("x", call.x)
     validation.reduction(call.reduce_op, validation.ALL_REDUCE_OPS)
@@ -63,7 +63,7 @@ def validate(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]:
 
 def validate_in_place(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]:
     validation.overwritten("x", call.x)
-    return validate(call)
+    return _validate(call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +320,7 @@ class AllReduceFunction(torch.autograd.Function):
 
 
 def _with_gradient(call: AllReduceCall) -> Any:
-    refuse_gradient_of(call.reduce_op)
+    refuse_gradient_of_reduction(call.reduce_op)
     return AllReduceFunction.apply(call, call.x)
 
 
@@ -345,7 +345,7 @@ def _run_in_place(call: AllReduceCall, group: ProcessGroup) -> None:
 ALL_REDUCE = Op(
     "one_shot_all_reduce(Tensor x, str reduce_op, str group_name, *, int? group_size=None) -> Tensor",
     AllReduceCall,
-    validate,
+    _validate,
     _fake,
     lambda call, group: run_all_reduce(call.x, call.reduce_op, group),
     lambda call: fast_all_reduce(call.x, call.reduce_op, call.group_name, anything=True),
@@ -359,7 +359,9 @@ ALL_REDUCE_IN_PLACE = Op(
     lambda *_: None,
     _run_in_place,
     lambda call: _fast_in_place(call, anything=True),
-    lambda call: refuse_gradient(call, " where it is overwritten; use one_shot_all_reduce"),
+    lambda call: refuse_gradient(
+        validate_in_place, call, " where it is overwritten; use one_shot_all_reduce"
+    ),
     _fast_in_place,
     functional=(ALL_REDUCE, lambda call: call),
 )

@@ -84,7 +84,7 @@ def validate_quantization(out_dtype: Any, scale_op: Any, smallest: Any) -> None:
         validation.number("smallest", smallest)
 
 
-def validate(
+def _validate(
     call: AllReduceRmsNormQuantCall,
 ) -> tuple[AllReduceRmsNormQuantCall, AllReduceRmsNormQuantCall, ProcessGroup]:
     """The call with a dtype, and without a scale also with what bounds the rows' scales; the call as
@@ -128,7 +128,7 @@ def name_of_quant(call: AllReduceRmsNormQuantCall) -> Hashable:
 def run_all_reduce_rms_norm_quant(
     call: AllReduceRmsNormQuantCall, given: AllReduceRmsNormQuantCall, group: ProcessGroup
 ) -> QuantResult:
-    """As the op, of what ``validate`` returns."""
+    """As the op, of what ``_validate`` returns."""
     operands = NormOperands(call.x, call.residual, call.affine, call.scale)
     return _quant_result(run_norm(operands, call.kind, name_of_quant(given), group))
 
@@ -152,11 +152,11 @@ ALL_REDUCE_RMS_NORM_QUANT = Op(
     " Tensor? scale=None, ScalarType? out_dtype=None, str scale_op='reciprocal', float? smallest=None,"
     " float weight_offset=0.0, bool round_sum=True, int? group_size=None) -> (Tensor, Tensor?, Tensor)",
     AllReduceRmsNormQuantCall,
-    validate,
+    _validate,
     _fake,
     run_all_reduce_rms_norm_quant,
     fast_all_reduce_rms_norm_quant,
     lambda call: refuse_gradient(
-        call, ": a norm in fp8 has none; detach it, or call fused_all_reduce_rms_norm"
+        _validate, call, ": a norm in fp8 has none; detach it, or call fused_all_reduce_rms_norm"
     ),
 )

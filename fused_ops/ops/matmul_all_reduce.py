@@ -33,7 +33,7 @@ from ..dispatch.workspaces import (
     workspace_of_choice,
 )
 from . import all_reduce, op
-from .matmul_reduce_scatter import flops
+from .matmul_reduce_scatter import matmul_flops
 from .op import Op
 
 _ALL = (*AROUND_MATMULS, ALL_REDUCE)
@@ -51,7 +51,7 @@ class MatmulAllReduceCall(NamedTuple):
         return [self.A, self.B]
 
 
-def validate(call: MatmulAllReduceCall) -> tuple[MatmulAllReduceCall, ProcessGroup]:
+def _validate(call: MatmulAllReduceCall) -> tuple[MatmulAllReduceCall, ProcessGroup]:
     group, A = resolve_group(call.group_name), call.A
     if A.dim() < 2:
         raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
@@ -243,7 +243,7 @@ class MatmulAllReduceFunction(torch.autograd.Function):
         total = torch.ops.weft.one_shot_all_reduce(
             grad, ctx.reduce_op, ctx.group_name, group_size=ctx.group_size
         )
-        grad_A = op.product(total, B.t()) if ctx.needs_input_grad[1] else None
+        grad_A = op.matmul_without_autocast(total, B.t()) if ctx.needs_input_grad[1] else None
         grad_B = op.gradient_of_matrix(A, total, ctx.transposed) if ctx.needs_input_grad[2] else None
         return None, grad_A, grad_B
 
@@ -251,10 +251,10 @@ class MatmulAllReduceFunction(torch.autograd.Function):
 MATMUL_ALL_REDUCE = Op(
     "fused_matmul_all_reduce(Tensor A, Tensor B, str reduce_op, str group_name, *, int? group_size=None) -> Tensor",
     MatmulAllReduceCall,
-    validate,
+    _validate,
     _fake,
     lambda call, group: run_matmul_all_reduce(call.A, call.B, call.reduce_op, group),
     lambda call: fast_matmul_all_reduce(*call[:4]),
     lambda call: MatmulAllReduceFunction.apply(call, *call.tensors),
-    flops=flops,
+    flops=matmul_flops,
 )

@@ -80,7 +80,7 @@ class MatmulReduceScatterCall(NamedTuple):
         return shape
 
 
-def validate(
+def _validate(
     call: MatmulReduceScatterCall,
 ) -> tuple[MatmulReduceScatterCall, ProcessGroup]:
     """The call with a dimension that is not negative and the dtype of its result, and the group."""
@@ -321,7 +321,7 @@ class MatmulReduceScatterFunction(torch.autograd.Function):
         size = resolve_group(ctx.group_name).size()
         grad_bias = None
         if needs_bias:
-            grad_bias = op.rows(grad).sum(0, dtype=torch.float32)
+            grad_bias = op.flat_rows(grad).sum(0, dtype=torch.float32)
             # Each rank has added it to its part of the rows only; of the last dimension to its columns, all rows.
             if not ctx.has_own_bias:
                 grad_bias = op.SumOverRanks.apply(grad_bias, ctx.group_name, ctx.group_size)
@@ -348,7 +348,7 @@ class MatmulReduceScatterFunction(torch.autograd.Function):
         return None, grad_bias, grad_residual, *grads
 
 
-def flops(
+def matmul_flops(
     A: Sequence[int], B: Sequence[int], *_: Any, more: Sequence[Sequence[int]] | None = None, **__: Any
 ) -> int:
     return 2 * B[1] * (prod(A) + sum(prod(a) for a in (more or ())[::2]))
@@ -359,10 +359,10 @@ MATMUL_REDUCE_SCATTER = Op(
     " ScalarType? out_dtype=None, Tensor? bias=None, Tensor? residual=None, Tensor[]? more=None,"
     " int? group_size=None) -> Tensor",
     MatmulReduceScatterCall,
-    validate,
+    _validate,
     _fake,
     run_matmul_reduce_scatter,
     _fast,
     lambda call: MatmulReduceScatterFunction.apply(call, call.bias, call.residual, *call.factors),
-    flops=flops,
+    flops=matmul_flops,
 )

@@ -139,8 +139,10 @@ def _checked_run(op: Op, call: OpArguments) -> Any:
     return op.run(*found)
 
 
-def refuse_gradient(call: OpArguments, why: str) -> NoReturn:
-    """Name the first argument that requires a gradient; a tangent is torch's to refuse."""
+def refuse_gradient(validate: Callable[[Any], object], call: OpArguments, why: str) -> NoReturn:
+    """Name what else is wrong with the call, else the first argument that requires a gradient; a tangent is torch's to
+    refuse."""
+    validate(call)
     for field in call._fields:
         given = getattr(call, field)
         several = isinstance(given, list | tuple)
@@ -151,7 +153,7 @@ def refuse_gradient(call: OpArguments, why: str) -> NoReturn:
     raise AssertionError("no argument requires a gradient")
 
 
-def refuse_gradient_of(reduce_op: str) -> None:
+def refuse_gradient_of_reduction(reduce_op: str) -> None:
     """Refuse a reduction that has no gradient."""
     if reduce_op in ("max", "min"):
         raise ValueError(
@@ -159,13 +161,13 @@ def refuse_gradient_of(reduce_op: str) -> None:
         )
 
 
-def product(x: Tensor, y: Tensor) -> Tensor:
+def matmul_without_autocast(x: Tensor, y: Tensor) -> Tensor:
     """As the ops, which cast nothing where autocast is on."""
     with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
         return x @ y
 
 
-def rows(t: Tensor) -> Tensor:
+def flat_rows(t: Tensor) -> Tensor:
     return t.flatten(0, -2)
 
 
@@ -179,8 +181,8 @@ def gradient_of_matrix(A: Tensor, grad: Tensor, transposed: bool) -> Tensor:
 
     A, grad: [..., K] and [..., N], of all rows.
     """
-    x, g = rows(A), rows(grad)
-    return product(g.t(), x).t() if transposed else product(x.t(), g)
+    x, g = flat_rows(A), flat_rows(grad)
+    return matmul_without_autocast(g.t(), x).t() if transposed else matmul_without_autocast(x.t(), g)
 
 
 def reduce_scatter(grad: Tensor, dim: int, group_name: str) -> Tensor:

@@ -61,7 +61,7 @@ class ReduceScatterOutCall(NamedTuple):
         return ReduceScatterCall(*self[1:])
 
 
-def validate(call: ReduceScatterCall) -> tuple[ReduceScatterCall, ProcessGroup]:
+def _validate(call: ReduceScatterCall) -> tuple[ReduceScatterCall, ProcessGroup]:
     """The call with a dimension that is not negative, and the group."""
     group, x = resolve_group(call.group_name), call.x
     if x.dim() < 1:
@@ -76,9 +76,9 @@ def validate(call: ReduceScatterCall) -> tuple[ReduceScatterCall, ProcessGroup]:
     return call._replace(scatter_dim=dim), group
 
 
-def validate_out(call: ReduceScatterOutCall) -> tuple[ReduceScatterCall, Tensor, ProcessGroup]:
+def _validate_out(call: ReduceScatterOutCall) -> tuple[ReduceScatterCall, Tensor, ProcessGroup]:
     """The same, for an ``out`` that the result is written to."""
-    found, group = validate(call.without_out)
+    found, group = _validate(call.without_out)
     validation.result_tensor(call.out, found.part_shape(group.size()), call.x)
     return found, call.out, group
 
@@ -167,7 +167,7 @@ def _run_out(call: ReduceScatterCall, out: Tensor, group: ProcessGroup) -> None:
 
 
 def _with_gradient(call: ReduceScatterCall) -> Any:
-    op.refuse_gradient_of(call.reduce_op)
+    op.refuse_gradient_of_reduction(call.reduce_op)
     return ReduceScatterFunction.apply(call, call.x)
 
 
@@ -175,7 +175,7 @@ REDUCE_SCATTER = Op(
     "one_shot_reduce_scatter(Tensor x, str reduce_op, int scatter_dim, str group_name, *, int? group_size=None)"
     " -> Tensor",
     ReduceScatterCall,
-    validate,
+    _validate,
     _fake,
     run_reduce_scatter,
     lambda call: fast_reduce_scatter(call.x, call.reduce_op, call.scatter_dim, call.group_name),
@@ -185,10 +185,10 @@ REDUCE_SCATTER_OUT = Op(
     "one_shot_reduce_scatter_out(Tensor(a!) out, Tensor x, str reduce_op, int scatter_dim, str group_name, *,"
     " int? group_size=None) -> ()",
     ReduceScatterOutCall,
-    validate_out,
+    _validate_out,
     lambda *_: None,
     _run_out,
     lambda call: fast_reduce_scatter_out(*call[:5]),
-    lambda call: op.refuse_gradient(call, op.INTO),
+    lambda call: op.refuse_gradient(_validate_out, call, op.INTO),
     functional=(REDUCE_SCATTER, lambda call: call.without_out),
 )

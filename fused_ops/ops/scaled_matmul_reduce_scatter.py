@@ -32,7 +32,7 @@ from ..dispatch.staging import Staging
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
 from . import op
-from .matmul_reduce_scatter import flops
+from .matmul_reduce_scatter import matmul_flops
 from .op import Op
 from .scaled_calls import (
     NO_GRADIENT,
@@ -87,7 +87,7 @@ class ScaledMatmulReduceScatterCall(NamedTuple):
         return shape
 
 
-def validate(
+def _validate(
     call: ScaledMatmulReduceScatterCall,
 ) -> tuple[ScaledMatmulReduceScatterCall, ScaledRows, ProcessGroup]:
     """The call with a dimension that is not negative, the shape of the product and the dtype of the result; how A is
@@ -282,10 +282,10 @@ SCALED_MATMUL_REDUCE_SCATTER = Op(
     " Tensor? bias=None, Tensor? result_scale=None, ScalarType? out_dtype=None, bool use_fast_accum=False, *,"
     " int? group_size=None) -> Tensor",
     ScaledMatmulReduceScatterCall,
-    validate,
+    _validate,
     _fake,
     run_scaled_matmul_reduce_scatter,
     fast_scaled_matmul_reduce_scatter,
-    lambda call: op.refuse_gradient(call, NO_GRADIENT),
-    flops=flops,
+    lambda call: op.refuse_gradient(_validate, call, NO_GRADIENT),
+    flops=matmul_flops,
 )

@@ -84,7 +84,7 @@ class GroupCalls:
         self._counts = CallCounts()
         self._told: set[tuple[str, str]] = set()
         self._taken = 0  # by weft, but for those that were
-        self.launched = dict.fromkeys((ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER), 0)  # as ones before
+        self._launched = dict.fromkeys((ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER), 0)  # as ones before
 
     @torch._disable_dynamo
     def calls(self, *, clear: bool = False) -> tuple[CallsTaken, ...]:
@@ -106,8 +106,8 @@ class GroupCalls:
         Returns:
             one entry for each collective, taker and reason. A captured graph that is replayed counts once.
         """
-        for name, count in list(self.launched.items()):
-            self.launched[name] -= count
+        for name, count in list(self._launched.items()):
+            self._launched[name] -= count
             self._taken += count
             if count:
                 self._counts.add(name, "weft", count=count)
@@ -116,11 +116,11 @@ class GroupCalls:
             self._counts.clear()
         return taken
 
-    def take(self, name: str) -> None:
+    def _take(self, name: str) -> None:
         self._counts.add(name, "weft")
         self._taken += 1
 
-    def leave(self, name: str, why: str, kind: str) -> None:
+    def _leave(self, name: str, why: str, kind: str) -> None:
         """A call that weft leaves to the group's own backend."""
         by = self._backends.get(kind) or next(iter(self._backends.values()))
         self._counts.add(name, by, why)
@@ -128,9 +128,9 @@ class GroupCalls:
             self._told.add((name, why))
             _log.info("%s of group %r is left to %s: %s", name, self._group_name, by, why)
 
-    def taken(self) -> int:
+    def _taken_by_weft(self) -> int:
         """How many calls weft has taken."""
-        return self._taken + sum(self.launched.values())
+        return self._taken + sum(self._launched.values())
 
 
 class WeftProcessGroup(ProcessGroup):
@@ -255,7 +255,7 @@ class WeftProcessGroup(ProcessGroup):
             op = "sum" if opts.reduceOp == _SUM else reduction_of(opts.reduceOp)
         if op is None or not self._device.launch_again(name, x, out, op):
             return False
-        self.record.launched[name] += 1
+        self.record._launched[name] += 1
         return True
 
     def _take(self, name: str, calls: list[GroupCall] | str, opts: Any) -> Work | None:
@@ -278,11 +278,11 @@ class WeftProcessGroup(ProcessGroup):
             ):
                 done = self._run(calls, opts.asyncOp, seconds)
             if not isinstance(done, str):
-                self.record.take(name)
+                self.record._take(name)
                 return done
             why = done
             flight_recorder.runs_unfused()
-        self.record.leave(name, why, kind)
+        self.record._leave(name, why, kind)
         return None
 
     def _run(self, calls: list[GroupCall], asynchronous: bool, seconds: float | None) -> DoneWork | str:
@@ -319,7 +319,7 @@ class WeftProcessGroup(ProcessGroup):
 
     def _point_to_point(self, method: str, tensors: list[Tensor], peer: int, tag: int) -> Work:
         device = tensors[0].device
-        self.record.leave(method, "", device.type)
+        self.record._leave(method, "", device.type)
         operations = None if device.type == "cpu" else operations_of_batch(sys._getframe(2))
         if operations is None or not self.inner._get_backend(device).supports_coalescing:
             return self._inside(method, tensors, peer, tag)
@@ -353,7 +353,7 @@ class WeftProcessGroup(ProcessGroup):
     def _get_sequence_number_for_group(self) -> int:
         """Collectives that were begun in the group, by whomever."""
         inside = int(self.inner._get_sequence_number_for_group())  # type: ignore[attr-defined]
-        return inside + self.record.taken()
+        return inside + self.record._taken_by_weft()
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.inner.set_timeout(timeout)
@@ -388,7 +388,7 @@ class WeftProcessGroup(ProcessGroup):
 def _left_alone(method: str, collective: str) -> Callable[..., Any]:
     def call(self: WeftProcessGroup, *args: Any, **named: Any) -> Any:
         device = _device_of(args)
-        self.record.leave(collective, "", device.type if device is not None else "")
+        self.record._leave(collective, "", device.type if device is not None else "")
         return self._inside(method, *args, **named)
 
     call.__name__ = method
@@ -411,5 +411,9 @@ for _method, _collective in _OTHERS.items():
 
 # Behind a break of a graph Dynamo would compile these methods, and knows no member of a group but torch's.
 for _name, _method in list(vars(WeftProcessGroup).items()):
-    if isinstance(_method, FunctionType):
+    if (
+        isinstance(_method, FunctionType)
+        and callable(getattr(ProcessGroup, _name, None))
+        and _name != "__init__"
+    ):
         setattr(WeftProcessGroup, _name, torch._disable_dynamo(_method))

@@ -21,11 +21,11 @@ from torch.distributed import ProcessGroup
 from ...kernels.all_gather.host import host_all_gather, host_all_gather_layout
 from ...kernels.all_reduce.host import host_all_reduce, host_all_reduce_layout
 from ...kernels.reduce_scatter.host import host_reduce_scatter, host_reduce_scatter_layout
-from ...symm_mem import WeftError, flight_recorder
+from ...symm_mem import WeftError, flight_recorder, timeouts
 from ...symm_mem.call_site import Site, call_site, calling, text
 from ...symm_mem.failure.call_log import poison_on_error
 from ...symm_mem.layout import Layout
-from ...symm_mem.timeouts import GRACE, call_timeout, get_timeout, thread_name
+from ...symm_mem.timeouts import call_timeout, get_timeout, thread_name
 from ...symm_mem.workspace import Workspace
 from ..dispatch.call_check import begin_call
 from ..dispatch.plan import Plan, heap_or_reason, ran
@@ -173,7 +173,7 @@ class HostLine:
         if running is not None:
             since, seconds = max(since, running.workspace.lock.since), running.seconds
         waited = time.monotonic() - since
-        if waited < (get_timeout(self._name) if seconds is None else seconds) + GRACE:
+        if waited < (get_timeout(self._name) if seconds is None else seconds) + timeouts.GRACE:
             return None
         said = "is to carry it out and has not begun"
         if running is not None:

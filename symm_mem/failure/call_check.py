@@ -34,13 +34,15 @@ _first_calls: bool | None = None
 
 
 def is_checked() -> bool:
-    """Whether calls are compared across ranks: what ``set_checked`` said, else WEFT_CHECK, else whether
-    TORCH_DISTRIBUTED_DEBUG is DETAIL, with which torch compares them, too.
+    """Whether calls are compared across ranks.
 
     >>> from weft import symm_mem
     >>> symm_mem.set_checked(False)
     >>> symm_mem.is_checked()
     False
+
+    What ``set_checked`` said counts, else WEFT_CHECK, else whether TORCH_DISTRIBUTED_DEBUG is DETAIL, with which torch
+    compares calls, too.
     """
     global _on
     if _on is None:

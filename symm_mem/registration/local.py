@@ -11,7 +11,7 @@ import torch
 from ..bootstrap.fd_exchange import close_fds
 from ..heap.heap import heap_of
 from .mapping import Mapping
-from .segments import Place, Segment, extent, name_of
+from .segments import Place, Segment, extent, name_of_dtype
 from .table import SegmentTable
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class RegisteredBatch:
             self.segments.append(described)
         at = keys.index(described.segment.key)
         offset = tensor.data_ptr() - described.segment.base if tensor.numel() else 0
-        place = at, offset, tuple(tensor.shape), tensor.stride(), name_of(tensor.dtype)
+        place = at, offset, tuple(tensor.shape), tensor.stride(), name_of_dtype(tensor.dtype)
         self.places.append(Place(*place))
 
     def close(self) -> None:

@@ -140,17 +140,17 @@ def test_what_is_placed_keeps_its_buffer_until_it_is_released(
     with pytest.raises(RuntimeError, match="all_gather_start: 2 are on their way already"):
         start(calls, call)
     assert [each[:2] for each in calls.launched()] == [("send", 0), ("send", 1)]
-    assert first.wait(call).eq(7).all() and [each[:2] for each in calls.launched()] == [("receive", 0)]
+    gathered = first.wait(call)
+    assert gathered.eq(7).all() and [each[:2] for each in calls.launched()] == [("receive", 0)]
     with pytest.raises(RuntimeError, match="2 are on their way already"):
         start(calls, call)
-    first.release()
-    first.release()
+    first.release(gathered)
+    first.release(gathered)
     assert calls.launched() == [("release", 0, STREAM)]
     third = start(calls, call)
     assert calls.launched() == [("send", 0, x.data_ptr(), DEADLINE)]
     for each in (second, third):
-        each.wait(call)
-        each.release()
+        each.release(each.wait(call))
 
 
 def test_an_operand_that_is_not_contiguous_is_copied_and_kept(calls: Asynchronous, x: Tensor) -> None:

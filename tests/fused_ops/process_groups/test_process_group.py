@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from opcommon import check as close
 from ranks import run_ranks, run_row
 from weft import symm_mem
 from weft.fused_ops.process_groups import calls as group_calls
+from weft.fused_ops.process_groups.batches import operations_of_batch
 
 OPS = {"SUM": torch.sum, "AVG": torch.mean, "MAX": torch.amax, "MIN": torch.amin}
 LAYOUTS = ("contiguous", "strided", "transposed", "unaligned", "of a gradient")
@@ -229,6 +232,30 @@ def one_call_of_each(rank: int, world_size: int) -> None:
 
 def test_the_others_are_gloos() -> None:
     run_ranks(one_call_of_each, 2)
+
+
+def in_batches(rank: int, world_size: int) -> None:
+    """A send sees the batch that it is of: NCCL must get a batch as one."""
+    group, seen, other = weft_group(), [], 1 - rank
+    x, y = torch.full((3,), float(rank)), torch.empty(3)
+
+    def leave(*_: object) -> None:  # called by the method that send and recv call
+        seen.append(operations_of_batch(sys._getframe(2)))
+
+    batch = [dist.P2POp(dist.isend, x, other, group), dist.P2POp(dist.irecv, y, other, group)]
+    with mock.patch.object(group.record, "_leave", leave):
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+        single = [dist.isend(x, other, group=group), dist.irecv(y, other, group=group)]
+        for work in single:
+            assert work is not None
+            work.wait()
+    assert [of is batch for of in seen] == [True, True, False, False] and seen[2:] == [None, None]
+    assert y.tolist() == [float(other)] * 3
+
+
+def test_batches_of_sends() -> None:
+    run_ranks(in_batches, 2)
 
 
 def weft_ops_in_it(rank: int, world_size: int) -> None:

@@ -18,6 +18,7 @@ from ranks import run_ranks
 from torch import Tensor
 from weft import symm_mem
 from weft.fused_ops.process_groups import host_calls
+from weft.symm_mem import timeouts
 from weft.symm_mem.heap.registry import get_heap
 
 Returns = Callable[[Any], Any]
@@ -175,63 +176,14 @@ def own_threads(rank: int, world_size: int) -> None:
     """Each wait for a thread of the rank's own ends, and says who waits for whom."""
     group = weft_group(0.4)
     (workspace,) = (w for w in get_heap(group).workspaces.values())
-    line, x = group._host, torch.ones(3)
-    run = host_calls.HostExchange.run
-    stays = threading.Event()
-
-    def stuck(exchange: Any) -> None:
-        stays.wait(20)
-        run(exchange)
-
-    with mock.patch.object(weft.symm_mem.timeouts, "GRACE", 0.2), mock.patch.object(host_calls, "GRACE", 0.2):
-        with mock.patch.object(host_calls.HostExchange, "run", stuck):
-            works = [started(group, x), started(group, x)]
-            for work in works:
-                said = (
-                    r"all_reduce in group .*: waited \d s for thread 'weft group .*' of this rank, which .* "
-                )
-                with pytest.raises(
-                    symm_mem.WeftError, match=said + r"all_reduce \(called at .*callbacks\.py:\d+\)"
-                ):
-                    work.wait()
-            stays.set()
-            for work in works:
-                assert work._ended.wait(20) and work.wait()
-        assert x.tolist() == [4.0] * 3, "it went on"
-
-        # A call inside of a call of the same thread, as from a signal's handler.
-        def inside(exchange: Any) -> None:
-            for call in (lambda: dist.all_reduce(x, group=group), lambda: started(group, x).wait()):
-                with pytest.raises(
-                    symm_mem.WeftError, match=r"thread 'MainThread' of this rank would wait for itself"
-                ):
-                    call()
-            line._tasks.clear()  # what was started in there
-
-        with mock.patch.object(host_calls.HostExchange, "run", inside):
-            dist.all_reduce(x, group=group)
-
-        held, free = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            with workspace.lock:
-                held.set()
-                free.wait(20)
-
-        holder = threading.Thread(target=hold, name="holder")
-        holder.start()
-        held.wait(20)
-        said = (
-            r"waited for a workspace of group .*: thread 'holder' of this rank has it .* not gone on for \d s"
-        )
-        with pytest.raises(symm_mem.WeftError, match=said):
-            dist.all_reduce(x, group=group)
-        free.set()
-        holder.join()
+    with mock.patch.object(timeouts, "GRACE", 0.2):
+        a_thread_does_not_go_on(group)
+        a_call_inside_of_a_call(group)
+        a_thread_has_the_workspace(group, workspace)
     dist.barrier()
     symm_mem.reset(group)
     if (child := os.fork()) == 0:
-        work = host_calls.HostWork([x], workspace, lambda: None)
+        work = host_calls.HostWork([torch.ones(3)], workspace, lambda: None)
         try:
             work.wait()
         except symm_mem.ForkedProcess:
@@ -239,6 +191,61 @@ def own_threads(rank: int, world_size: int) -> None:
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def a_thread_does_not_go_on(group: Any) -> None:
+    run, stays, x = host_calls.HostExchange.run, threading.Event(), torch.ones(3)
+
+    def stuck(exchange: Any) -> None:
+        stays.wait(20)
+        run(exchange)
+
+    said = r"all_reduce in group .*: waited \d s for thread 'weft group .*' of this rank, which .* "
+    with mock.patch.object(host_calls.HostExchange, "run", stuck):
+        works = [started(group, x), started(group, x)]
+        for work in works:
+            with pytest.raises(
+                symm_mem.WeftError, match=said + r"all_reduce \(called at .*callbacks\.py:\d+\)"
+            ):
+                work.wait()
+        stays.set()
+        for work in works:
+            assert work._ended.wait(20) and work.wait()
+    assert x.tolist() == [4.0] * 3, "it went on"
+
+
+def a_call_inside_of_a_call(group: Any) -> None:
+    """Of the same thread, as from a signal's handler."""
+    x = torch.ones(3)
+
+    def inside(exchange: Any) -> None:
+        for call in (lambda: dist.all_reduce(x, group=group), lambda: started(group, x).wait()):
+            with pytest.raises(
+                symm_mem.WeftError, match=r"thread 'MainThread' of this rank would wait for itself"
+            ):
+                call()
+        group._host._tasks.clear()  # what was started in there
+
+    with mock.patch.object(host_calls.HostExchange, "run", inside):
+        dist.all_reduce(x, group=group)
+
+
+def a_thread_has_the_workspace(group: Any, workspace: Any) -> None:
+    held, free = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with workspace.lock:
+            held.set()
+            free.wait(20)
+
+    holder = threading.Thread(target=hold, name="holder")
+    holder.start()
+    held.wait(20)
+    said = r"waited for a workspace of group .*: thread 'holder' of this rank has it .* not gone on for \d s"
+    with pytest.raises(symm_mem.WeftError, match=said):
+        dist.all_reduce(torch.ones(3), group=group)
+    free.set()
+    holder.join()
 
 
 def test_waits_for_own_threads_end() -> None:

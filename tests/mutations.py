@@ -1,0 +1,350 @@
+"""The mistakes of `make mutants` (mutants.py): each is seen by a test."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    file: str
+    text: str
+    instead: str
+    tests: str  # arguments of pytest
+
+
+_SIGNALS = "tests/symm_mem/test_signals.py"
+_SEGMENTS = "tests/symm_mem/test_registration.py"
+_TRANSFER = "tests/verification/test_transfer_protocol.py"
+_MOVES = f"{_TRANSFER}::test_transfers_of_changing_kind"
+_ASYNC = "tests/verification/test_async_protocol.py"
+_CALLS = f"{_ASYNC}::test_calls_of_changing_kind"
+_ACQUIRE = "tests/verification/test_acquire.py"
+_LATE = "tests/verification/test_late_copies.py"
+_ROUNDS = "tests/verification/test_collective_protocols.py"
+_NORMS = "tests/fused_ops/test_all_reduce_rms_norm.py"
+_FIBER_NORMS = "tests/verification/test_all_reduce_rms_norm_protocol.py"
+_SCATTER = "tests/fused_ops/test_matmul_reduce_scatter.py"
+_OWN_PART = "torch.mm(a.float(), b.float()) if dtype != torch.float32 else torch.mm(a, b)"
+
+MUTANTS = [
+    # symm_mem
+    Mutant(
+        "symm_mem/workspace.py",
+        "self._wait(peer, self.ws.layout.done(self.buffer) + peer, (self.epoch - 1) & 0xFFFFFFFF)",
+        "return",
+        f"{_SIGNALS}::test_a_rank_that_only_receives_may_be_late",
+    ),
+    Mutant(
+        "symm_mem/workspace.py",
+        "ws.layout.done(self.buffer) + ws.rank).value = self.epoch",
+        "ws.layout.done(self.buffer) + ws.rank).value = self.epoch + 2",
+        f"{_SIGNALS}::test_a_rank_that_only_receives_may_be_late",
+    ),
+    Mutant(
+        "symm_mem/workspace.py",
+        "self._wait(peer, self._flag(peer, i), self.epoch, exactly=True)",
+        "self._wait(peer, self._flag(peer, i), self.epoch - 2)",
+        f"{_SIGNALS}::test_a_rank_that_only_receives_may_be_late",
+    ),
+    Mutant(
+        "symm_mem/workspace.py",
+        "self.epoch, exactly=True)",
+        "self.epoch)",
+        f"{_SIGNALS}::test_halves_are_never_overwritten_before_they_are_read",
+    ),
+    Mutant(
+        "symm_mem/layout.py",
+        "return self._DONE + buffer * self.world_size",
+        "return self._DONE",
+        f"{_SIGNALS}::test_the_parts_of_a_workspace_do_not_overlap",
+    ),
+    Mutant(
+        "symm_mem/layout.py",
+        "return first + buffer * self.world_size * self.flags_per_rank",
+        "return first + buffer * self.flags_per_rank",
+        f"{_SIGNALS}::test_the_parts_of_a_workspace_do_not_overlap",
+    ),
+    Mutant(
+        "symm_mem/layout.py",
+        "max(self.flags_per_rank, other.flags_per_rank),",
+        "self.flags_per_rank,",
+        f"{_SIGNALS}::test_a_workspace_for_both_has_room_for_both",
+    ),
+    Mutant(
+        "symm_mem/failure/spin_wait.py",
+        "return (seen - expected) & 0xFFFFFFFF < 0x80000000",
+        "return seen >= expected",
+        f"{_SIGNALS}::test_counters_wrap_around",
+    ),
+    Mutant(
+        "symm_mem/failure/spin_wait.py",
+        "time.sleep(_NAP)",
+        "pass",
+        f"{_SIGNALS}::test_a_long_wait_leaves_the_core_to_others",
+    ),
+    Mutant(
+        "symm_mem/registration/engine.py",
+        "self._wait(of, access.op, access.peer, ALLOWED, expected)",
+        "",
+        _SEGMENTS,
+    ),
+    Mutant(
+        "symm_mem/registration/engine.py",
+        'self._wait(of, "wait", peer, DONE, expected)',
+        "",
+        _SEGMENTS,
+    ),
+    Mutant(
+        "symm_mem/heap/free_list.py", "if hole >= size:", "if hole > size:", "tests/symm_mem/test_heap.py"
+    ),
+    # kernels between CPU ranks
+    Mutant(
+        "kernels/matmul_reduce_scatter/host.py",
+        _OWN_PART,
+        "torch.mm(a, b)",
+        f"{_SCATTER}::test_sums_in_float32_in_rank_order",
+    ),
+    Mutant(
+        "kernels/matmul_reduce_scatter/host.py",
+        "for src in range(size):",
+        "for src in reversed(range(size)):",
+        f"{_SCATTER}::test_sums_in_float32_in_rank_order",
+    ),
+    Mutant(
+        "kernels/matmul_all_reduce/host.py",
+        "torch.mm(mine.float(), b.float()) if dtype != torch.float32 else torch.mm(mine, b)",
+        "torch.mm(mine, b)",
+        "tests/fused_ops/test_matmul_all_reduce.py::test_own_parts_are_not_rounded",
+    ),
+    Mutant(
+        "kernels/scaled_matmul_reduce_scatter/host.py",
+        "own = products[rank]()",
+        "own = products[rank]().to(out_dtype)",
+        "tests/fused_ops/test_scaled_matmuls.py::test_sums_in_float32_in_rank_order",
+    ),
+    Mutant(
+        "kernels/all_reduce_rms_norm/reference.py",
+        "scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()",
+        "scale = wide.square().mean(-1, keepdim=True).rsqrt()",
+        f"{_NORMS}::test_eps_shows",
+    ),
+    Mutant(
+        "kernels/all_reduce_rms_norm/reference.py",
+        "scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()",
+        "scale = (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()",
+        f"{_NORMS}::test_eps_shows",
+    ),
+    Mutant(
+        "kernels/all_reduce_rms_norm/reference.py",
+        "normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()",
+        "normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()",
+        f"{_NORMS}::test_eps_shows",
+    ),
+    Mutant(
+        "kernels/all_reduce_rms_norm/host.py",
+        "wide = parts[0].to(torch.float32, copy=True)",
+        "wide = parts[0].clone()",
+        _NORMS,
+    ),
+    Mutant(
+        "kernels/all_gather_matmul/host.py",
+        "torch.mm(gathered[src].float(), b[src * k : (src + 1) * k].float())",
+        "torch.mm(gathered[src], b[src * k : (src + 1) * k]).float()",
+        "tests/fused_ops/test_all_gather_matmul.py",
+    ),
+    Mutant(
+        "kernels/all_reduce/host.py",
+        "out.copy_(total / size if",
+        "out.copy_(total if",
+        "tests/fused_ops/test_all_reduce.py",
+    ),
+    Mutant(
+        "kernels/reduce_scatter/host.py",
+        "slots[0].to(torch.float32, copy=True)",
+        "slots[0].clone()",
+        "tests/fused_ops/test_reduce_scatter.py",
+    ),
+    # kernels of GPUs, as fibers
+    Mutant(
+        "kernels/transfer/kernel.cu",
+        "    weft::wait_flag(watch, p.peer, p.awaited, n, weft::WAIT_FREE);\n",
+        "",
+        _MOVES,
+    ),
+    Mutant(
+        "kernels/transfer/kernel.cu",
+        "weft::wait_flag(watch, p.peer, p.awaited, n, weft::WAIT_FREE) && !broken",
+        "!broken",
+        _MOVES,
+    ),
+    Mutant(
+        "kernels/transfer/kernel.cu", "weft::fence_system();\n        if (atomicAdd", "if (atomicAdd", _MOVES
+    ),
+    Mutant("kernels/transfer/kernel.cu", "weft::fence_system();  // behind", "// behind", _MOVES),
+    Mutant("kernels/transfer/kernel.cu", "*p.ticket = 0;", "", _MOVES),
+    Mutant(
+        "kernels/transfer/kernel.cu",
+        "if (!broken) weft::post_flag(p.told, n);\n    *p.count",
+        "weft::post_flag(p.told, n);\n    *p.count",
+        f"{_TRANSFER}::test_a_broken_group_moves_and_posts_nothing",
+    ),
+    Mutant(
+        "kernels/transfer/kernel.cu",
+        "weft::WAIT_FREE) && !broken;",
+        "weft::WAIT_FREE);",
+        f"{_TRANSFER}::test_a_broken_group_moves_and_posts_nothing",
+    ),
+    Mutant("kernels/transfer/cuda_kernel.py", "            data.ours,\n", "            1,\n", _MOVES),
+    Mutant(
+        "kernels/transfer/cuda_kernel.py", "params.of[i].first = blocks", "params.of[i].first = 0", _MOVES
+    ),
+    Mutant("kernels/transfer/cuda_kernel.py", "int(count == SENT),", "1,", _MOVES),
+    Mutant(
+        "kernels/async_collectives/kernel.cu",
+        "there = weft::wait_flag(p.watch, peer, p.flags + peer * p.flags_per_rank, epoch, weft::WAIT_DATA);",
+        "there = true;",
+        _CALLS,
+    ),
+    Mutant(
+        "kernels/async_collectives/kernel.cu",
+        "__syncthreads_and(there && !weft::is_broken(p.watch))",
+        "__syncthreads_and(there)",
+        f"{_ASYNC}::test_a_broken_group_uses_nothing",
+    ),
+    Mutant("kernels/async_collectives/kernel.cu", "== gridDim.x - 1", "== 0", f"{_ASYNC} -k changing"),
+    Mutant("kernels/async_collectives/kernel.cu", "if (peer == 0) p.watch.words[p.left] = 0;", "", _CALLS),
+    Mutant(
+        "kernels/async_collectives/kernel.cu", "if (peer == 0) p.watch.words[p.epoch] = epoch;", "", _CALLS
+    ),
+    Mutant(
+        "kernels/async_collectives/cuda_kernel.py",
+        "self._engine.join(buffer)  # also",
+        "pass  # also",
+        _CALLS,
+    ),
+    Mutant(
+        "kernels/device/comm/acquire.cu",
+        "p.done + peer, last, weft::WAIT_FREE",
+        "p.done + peer, last - 1, weft::WAIT_FREE",
+        f"{_ACQUIRE}::test_the_gate_stays_shut_for_one_that_has_not",
+    ),
+    Mutant(
+        "kernels/device/comm/acquire.cu", "bool free = !serves || blamed == 0;", "bool free = true;", _ACQUIRE
+    ),
+    Mutant(
+        "kernels/device/comm/abort_notice.cuh",
+        "post_flag(fault + ABORT_NOTICE + watch.rank, 1 + blamed);",
+        "",
+        f"{_ACQUIRE} {_LATE}",
+    ),
+    Mutant(
+        "kernels/device/comm/copy_engine.py", "self._stream.wait_event(begin)", "pass", f"{_CALLS} {_LATE}"
+    ),
+    Mutant(
+        "kernels/device/comm/credits.cuh",
+        "            hear(epoch - 1);\n",
+        "",
+        f"{_ROUNDS}::test_many_epochs_in_a_launch -k None",
+    ),
+    Mutant(
+        "kernels/device/collective/exact.cuh",
+        "reset_payload_word(word);",
+        "",
+        f"{_ROUNDS}::test_many_epochs_in_a_launch -k None",
+    ),
+    Mutant(
+        "kernels/all_reduce_rms_norm/rows.cuh",
+        "rsqrtf(squares / p.elements + p.eps)",
+        "rsqrtf(squares / p.elements)",
+        _FIBER_NORMS,
+    ),
+    # fused_ops/library and ops
+    Mutant(
+        "fused_ops/library/autograd.py",
+        "        scale = (wide.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()\n        unit, grad = wide * scale, "
+        "grad_normed.float()\n        grad_x = total = grad_weight = None\n",
+        "        scale = wide.square().mean(-1, keepdim=True).rsqrt()\n        unit, grad = wide * scale, "
+        "grad_normed.float()\n        grad_x = total = grad_weight = None\n",
+        f"{_NORMS}::test_eps_shows",
+    ),
+    Mutant(
+        "fused_ops/library/autograd.py",
+        "- unit * (through * unit).mean(-1, keepdim=True)\n            total = (scale",
+        "\n            total = (scale",
+        f"tests/fused_ops/test_all_reduce_layer_norm.py {_NORMS} -k 'gradients or eps'",
+    ),
+    Mutant(
+        "fused_ops/library/autograd.py",
+        "            grad = grad / resolve_group(ctx.group_name).size()\n        args",
+        "            pass\n        args",
+        "tests/fused_ops/test_reduce_scatter.py -k gradient",
+    ),
+    Mutant(
+        "fused_ops/library/autograd.py",
+        "grad_residual = grad.to(ctx.dtype) if needs_residual else None",
+        "grad_residual = 2 * grad.to(ctx.dtype) if needs_residual else None",
+        "tests/fused_ops/test_reduce_scatter_terms.py",
+    ),
+    Mutant(
+        "fused_ops/library/autograd.py",
+        "grad_shard = rest if grad_shard is None else grad_shard + rest",
+        "grad_shard = rest",
+        "tests/fused_ops/test_all_gather_matmul.py -k gradient",
+    ),
+    # passes
+    Mutant(
+        "fused_ops/passes/memory/hazards.py",
+        "before.update(read.pop(number, ()))",
+        "read.pop(number, ())",
+        "tests/fused_ops/passes/test_memory.py tests/fused_ops/passes/test_reorder.py",
+    ),
+    Mutant(
+        "fused_ops/passes/memory/hazards.py",
+        "segment += 2",
+        "segment += 0",
+        "tests/fused_ops/passes/test_memory.py tests/fused_ops/passes/test_reorder.py",
+    ),
+    Mutant(
+        "fused_ops/passes/norms/steps.py",
+        "return node.args == (x, 2)",
+        "return node.args[0] is x",
+        "tests/fused_ops/passes/test_norms_left_alone.py tests/fused_ops/passes/test_norm_forms.py",
+    ),
+    Mutant(
+        "fused_ops/passes/norms/steps.py",
+        'return along and argument(node, 2, "keepdim", False) is True',
+        "return True",
+        "tests/fused_ops/passes/test_norms_left_alone.py tests/fused_ops/passes/test_layer_norms_left_alone.py",
+    ),
+    Mutant(
+        "fused_ops/passes/norms/rms_norm.py",
+        "return FoundNorm(nodes[-1], weight, eps, nodes, read, offset)",
+        "return FoundNorm(nodes[-1], weight, 1e-5, nodes, read, offset)",
+        "tests/fused_ops/passes/test_norm_forms.py",
+    ),
+    Mutant(
+        "fused_ops/passes/ranges.py",
+        "number == parts[-1][-1] + 1",
+        "number == parts[-1][-1] + 2",
+        "tests/fused_ops/passes/test_numbers_that_differ.py tests/fused_ops/passes/test_report.py",
+    ),
+    Mutant(
+        "fused_ops/passes/patterns/rivals.py",
+        "if lost > own_gain:",
+        "if lost < own_gain:",
+        "tests/fused_ops/passes/test_rivals.py",
+    ),
+    Mutant(
+        "fused_ops/passes/order/exposure.py",
+        "now += late",
+        "now += 0",
+        "tests/fused_ops/passes/test_costs.py tests/fused_ops/passes/test_order_picture.py "
+        "tests/fused_ops/passes/test_reorder.py",
+    ),
+    Mutant(
+        "fused_ops/passes/agreement/signature.py",
+        "lines += [_computed(node) for node in graph.nodes if COMPARED in node.meta]",
+        "",
+        "tests/fused_ops/passes/test_agree.py tests/fused_ops/passes/test_ranks_that_differ.py",
+    ),
+]
