@@ -33,7 +33,8 @@ from .norms import (
 )
 from .planned_calls import plan
 from .process_groups.creation import is_weft_group, process_group
-from .process_groups.group import GroupCalls, WeftProcessGroup
+from .process_groups.group import WeftProcessGroup
+from .process_groups.taken import GroupCalls
 from .scaled import fused_all_gather_scaled_matmul, fused_scaled_matmul_reduce_scatter
 from .transfers import transfer_ops as transfer_ops  # of registered tensors, likewise
 

@@ -16,9 +16,10 @@ from torch.distributed import PrefixStore, ProcessGroup, distributed_c10d
 
 from ...symm_mem import Group, resolve_group
 from ...symm_mem.switches import is_on
-from .group import GroupCalls, WeftProcessGroup
+from .group import WeftProcessGroup
 from .options import set_group_timeout
 from .out_ops import see_out_ops
+from .taken import GroupCalls
 
 NAME = "weft"
 _HELPER = "_new_process_group_helper"

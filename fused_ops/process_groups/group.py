@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from types import FunctionType
@@ -22,7 +21,6 @@ from ...symm_mem import CallAbandoned, flight_recorder
 from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.heap.registry import has_name, heaps_of
 from ...symm_mem.timeouts import call_timeout
-from ..drop_in.calls_taken import CallCounts, CallsTaken
 from .batches import Batch, operations_of_batch
 from .calls import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, GroupCall, index_of, reduction_of, why_left
 from .cuda_calls import DeviceLines
@@ -38,9 +36,9 @@ from .options import (
     seconds_of,
     set_group_timeout,
 )
+from .taken import GroupCalls
 from .work import DoneWork
 
-_log = logging.getLogger("weft.process_group")
 _SUM: Any = dist.ReduceOp.SUM
 _TYPES = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
 # From 2.13 on torch has other names for these, and only then has the class below methods of these names.
@@ -69,68 +67,6 @@ _OTHERS = {
     "barrier": "barrier",
     "monitored_barrier": "monitored_barrier",
 }
-
-
-class GroupCalls:
-    """Who took the calls of a process group: what ``weft.process_group`` returns.
-
-    Attributes:
-        taken_on: the types of devices whose calls weft takes.
-    """
-
-    def __init__(self, group_name: str, taken_on: tuple[str, ...], backends: Mapping[str, str]) -> None:
-        self._group_name, self.taken_on = group_name, taken_on
-        self._backends = backends  # their names, by type of device
-        self._counts = CallCounts()
-        self._told: set[tuple[str, str]] = set()
-        self._taken = 0  # by weft, but for those that were
-        self._launched = dict.fromkeys((ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER), 0)  # as ones before
-
-    @torch._disable_dynamo
-    def calls(self, *, clear: bool = False) -> tuple[CallsTaken, ...]:
-        """Who took this rank's calls: "weft", "gloo" or "nccl", and why not weft.
-
-        >>> import torch, torch.distributed as dist
-        >>> import weft
-        >>> group = dist.new_group(backend="weft")
-        >>> dist.all_reduce(torch.ones(4), group=group)
-        >>> dist.all_reduce(torch.ones(4, dtype=torch.int64), group=group)
-        >>> for taken in weft.process_group(group).calls():
-        ...     print(taken)
-        all_reduce: 1 call by weft
-        all_reduce: 1 call by gloo (int64)
-
-        Args:
-            clear: counts from 0 again.
-
-        Returns:
-            one entry for each collective, taker and reason. A captured graph that is replayed counts once.
-        """
-        for name, count in list(self._launched.items()):
-            self._launched[name] -= count
-            self._taken += count
-            if count:
-                self._counts.add(name, "weft", count=count)
-        taken = self._counts.taken()
-        if clear:
-            self._counts.clear()
-        return taken
-
-    def _take(self, name: str) -> None:
-        self._counts.add(name, "weft")
-        self._taken += 1
-
-    def _leave(self, name: str, why: str, kind: str) -> None:
-        """A call that weft leaves to the group's own backend."""
-        by = self._backends.get(kind) or next(iter(self._backends.values()))
-        self._counts.add(name, by, why)
-        if why and (name, why) not in self._told:
-            self._told.add((name, why))
-            _log.info("%s of group %r is left to %s: %s", name, self._group_name, by, why)
-
-    def _taken_by_weft(self) -> int:
-        """How many calls weft has taken."""
-        return self._taken + sum(self._launched.values())
 
 
 class WeftProcessGroup(ProcessGroup):
