@@ -21,7 +21,6 @@ from .work import DoneWork
 
 _BATCH = inspect.unwrap(dist.batch_isend_irecv).__code__
 _LIST = "p2p_op_list"  #: its argument
-_FRAMES = 8  #: at most, between the batch and the group's method, those of ``torch._disable_dynamo`` included
 
 
 class Batch:
@@ -77,7 +76,7 @@ class BatchWork(DoneWork):
 
 def operations_of_batch(frame: FrameType | None) -> Any:
     """The list that is being worked off, if the call in this frame comes from ``batch_isend_irecv``."""
-    for _ in range(_FRAMES):
+    for _ in range(3):
         if frame is None:
             return None
         if frame.f_code is _BATCH:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -344,12 +343,3 @@ def _device_of(args: Any) -> torch.device | None:
 for _method, _collective in _OTHERS.items():
     if hasattr(ProcessGroup, _method):
         setattr(WeftProcessGroup, _method, _left_alone(_method, _collective))
-
-# Behind a break of a graph Dynamo would compile these methods, and knows no member of a group but torch's.
-for _name, _method in list(vars(WeftProcessGroup).items()):
-    if (
-        isinstance(_method, FunctionType)
-        and callable(getattr(ProcessGroup, _name, None))
-        and _name != "__init__"
-    ):
-        setattr(WeftProcessGroup, _name, torch._disable_dynamo(_method))
