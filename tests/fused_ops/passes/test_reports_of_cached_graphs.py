@@ -18,7 +18,7 @@ from test_called_graphs import layer_inside
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
-from torch._inductor.utils import fresh_cache
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from weft.fused_ops.passes import FusionPass, Report, backend
 from weft.fused_ops.passes.report_file import VARIABLE
 
@@ -26,11 +26,11 @@ from weft.fused_ops.passes.report_file import VARIABLE
 def both(x: Tensor, w: Tensor) -> Tensor:
     """Forward and backward, and what is left alone beside what is fused."""
     y = gather(x) @ w
-    return scatter(y.sin()).sum(0) + c10d.wait_tensor(c10d.all_reduce(y.detach().sum(0), "max", "0"))
+    return scatter(y.sin()).sum(0) + c10d.wait_tensor(c10d.all_reduce(y.detach().sum(0), "product", "0"))
 
 
 def left_alone(x: Tensor, w: Tensor) -> Tensor:
-    return c10d.wait_tensor(c10d.all_reduce(x.detach(), "max", "0")) @ w
+    return c10d.wait_tensor(c10d.all_reduce(x.detach(), "product", "0")) @ w
 
 
 region = torch.compiler.nested_compile_region(layer_inside)
@@ -77,6 +77,22 @@ def test_a_second_compilation_reports_what_the_first_did(
         assert graphs[count:] == [g + fusion.report().runs.loaded // 2 for g in graphs[:count]]
         fusion.clear()
         assert not fusion.report().entries and not fusion.report().runs.loaded
+
+
+CPP = pytest.param({"cpp_wrapper": True}, id="C++ wrapper", marks=pytest.mark.slow)
+LITE = pytest.param({"fallback_by_default": True, "reorder_for_peak_memory": False}, id="lite mode")
+
+
+@pytest.mark.parametrize("config", [CPP, LITE])
+def test_code_that_is_left_alone_tells_of_it_when_it_is_loaded(config: dict[str, Any]) -> None:
+    """And does nothing for it when it runs."""
+    with fake_ranks(2), fresh_cache(), inductor_config.patch(config):
+        first, codes = run_and_get_code(reported, left_alone)
+        second = reported(left_alone).report()
+        assert same(second, first.report()) and second.left == 1
+        assert second.runs.loaded == 1 and not second.runs.graphs
+    assert sum(code.count("weft_graph_loaded(") for code in codes) == 1
+    assert not any("weft.record" in code for code in codes)
 
 
 def test_without_a_cache_graphs_hold_no_record() -> None:
