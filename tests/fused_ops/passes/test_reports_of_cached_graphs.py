@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import weft
+from compiler import whole_inductor
 from graphs import c10d, fake_ranks, gather, scatter
 from ranks import run_ranks
 from test_called_graphs import layer_inside
@@ -86,7 +87,7 @@ LITE = pytest.param({"fallback_by_default": True, "reorder_for_peak_memory": Fal
 @pytest.mark.parametrize("config", [CPP, LITE])
 def test_code_that_is_left_alone_tells_of_it_when_it_is_loaded(config: dict[str, Any]) -> None:
     """And does nothing for it when it runs."""
-    with fake_ranks(2), fresh_cache(), inductor_config.patch(config):
+    with fake_ranks(2), fresh_cache(), whole_inductor(), inductor_config.patch(config):
         first, codes = run_and_get_code(reported, left_alone)
         second = reported(left_alone).report()
         assert same(second, first.report()) and second.left == 1
