@@ -80,11 +80,10 @@ def test_a_second_compilation_reports_what_the_first_did(
         assert not fusion.report().entries and not fusion.report().runs.loaded
 
 
-CPP = pytest.param({"cpp_wrapper": True}, id="C++ wrapper", marks=pytest.mark.slow)
-LITE = pytest.param({"fallback_by_default": True, "reorder_for_peak_memory": False}, id="lite mode")
+LITE = {"fallback_by_default": True, "reorder_for_peak_memory": False}
 
 
-@pytest.mark.parametrize("config", [CPP, LITE])
+@pytest.mark.parametrize("config", [{"cpp_wrapper": True}, LITE], ids=["C++ wrapper", "lite mode"])
 def test_code_that_is_left_alone_tells_of_it_when_it_is_loaded(config: dict[str, Any]) -> None:
     """And does nothing for it when it runs."""
     with fake_ranks(2), fresh_cache(), whole_inductor(), inductor_config.patch(config):
