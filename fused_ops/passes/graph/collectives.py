@@ -267,6 +267,8 @@ def is_custom(node: fx.Node) -> bool:
 
 
 _OF_TORCH = {"aten", "prims", "prim", "inductor", "rngprims", "quantized", "_c10d_functional", "weft"}
+# Ops of the pass that stand for no code: one ties what is called, the other holds the report.
+_NOTES = ("keep_order", "record")
 
 
 def communicates(node: fx.Node) -> bool:
@@ -274,7 +276,7 @@ def communicates(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     if node.target.namespace == "weft":
-        return node.target not in (*_COPIED_WAITS, schema.all_gather_release)
+        return node.target not in (*_COPIED_WAITS, schema.all_gather_release) and kind_of(node) not in _NOTES
     namespaced = node.target.namespace in ("_c10d_functional", "_c10d_functional_autograd")
     return namespaced and node.target._opname not in (*_WAITS, "_wrap_tensor_autograd")
 

@@ -40,8 +40,10 @@ def is_kept() -> bool:
 def put_record(graph: fx.Graph, packed: str) -> None:
     from . import lowering  # noqa: F401  (tells Inductor what the node is)
 
-    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
-        graph.call_function(_record, (packed,)).meta["val"] = None
+    with graph.inserting_before(graph.output_node()):  # the question is the first of all
+        node = graph.call_function(_record, (packed,))
+    # Lite mode, too, then writes it by its lowering: it would call the op in each run, and a cached graph have none.
+    node.meta.update(val=None, custom={"compile_with_inductor": True})
 
 
 def take_record(graph: fx.Graph) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def biased(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def left_alone(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return funcol.all_reduce(x, "max", GROUP)
+    return funcol.all_reduce(x, "product", GROUP)
 
 
 SHAPES = (6, 8), (8, 6), (6, 4)
@@ -98,9 +99,11 @@ def restarted(rank: int, size: int, folder: str) -> None:
                 compiled(*inputs).sum().backward()
                 assert fusion.report().fused == 2 * (1 + (fn is sequence)), fusion.report()
                 runs.append((words, compiled, inputs, compiled(*inputs)))
-        alone = torch.compile(left_alone, options=FusionPass().options, fullgraph=True)
+        fusion = FusionPass()
+        alone = torch.compile(left_alone, options=fusion.options, fullgraph=True)
         x = torch.full(SHAPES[0], 1.0 + rank)
-        assert torch.equal(alone(x, x, x), torch.full_like(x, size))
+        assert torch.equal(alone(x, x, x), torch.full_like(x, math.factorial(size)))
+        assert (fusion.report().fused, fusion.report().left) == (0, 1)
     dist.destroy_process_group()
     if rank >= FEWER:
         return
@@ -111,7 +114,7 @@ def restarted(rank: int, size: int, folder: str) -> None:
         with pytest.raises(ValueError, match=words):
             y.backward(torch.ones_like(y))
     # What the pass has left alone is c10d's, as without it.
-    assert torch.equal(alone(x, x, x), torch.full_like(x, FEWER))
+    assert torch.equal(alone(x, x, x), torch.full_like(x, math.factorial(FEWER)))
     torch._dynamo.reset()
     inputs = [torch.randn(s) for s in SHAPES]
     torch.compile(sequence, options=FusionPass().options, fullgraph=True)(*inputs)

@@ -310,8 +310,9 @@ def test_what_is_fused_is_waited_for_and_reduced_again() -> None:
         assert len(into) == 7, text
 
 
-def cached(rank: int, world: int, configurations: list[list[str] | None]) -> list[tuple[int, int, bool]]:
-    """Of a pass for each of these groups: how many it fused and left, and whether the result is right."""
+def cached(rank: int, world: int, configurations: list[list[str] | None]) -> list[tuple[int, int, int, bool]]:
+    """Of a pass for each of these groups: on how many graphs it ran, how many collectives are fused and left, and
+    whether the result is right."""
     from weft.fused_ops.passes import FusionPass
 
     def fn(x: Tensor, w: Tensor) -> Tensor:
@@ -324,14 +325,15 @@ def cached(rank: int, world: int, configurations: list[list[str] | None]) -> lis
         torch._dynamo.reset()
         fusion = FusionPass(groups=groups)
         y = torch.compile(fn, options=fusion.options)(x, w)
-        found.append((fusion.report().fused, fusion.report().left, torch.equal(y, want)))
+        report = fusion.report()
+        found.append((report.runs.graphs, report.fused, report.left, torch.equal(y, want)))
     return found
 
 
 def test_the_cache_serves_only_graphs_of_the_same_configuration(tmp_path: Path) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     # One rank may find what the other has just stored.
-    assert max(run_ranks(cached, WORLD, [None], env=env, fresh=True)) == [(1, 0, True)]
+    assert max(run_ranks(cached, WORLD, [None], env=env, fresh=True)) == [(1, 1, 0, True)]
     same, other = zip(*run_ranks(cached, WORLD, [None, []], env=env, fresh=True), strict=True)
-    assert same == ((0, 0, True),) * WORLD
-    assert max(other) == (0, 1, True)
+    assert same == ((0, 1, 0, True),) * WORLD
+    assert max(other) == (1, 0, 1, True)

@@ -173,7 +173,8 @@ def two_dimensions(rank: int, world: int, settings: list[float | bool]) -> tuple
         y = torch.compile(fn, options=fusion.options)(x, shards)
     torch.testing.assert_close(y, fn(x, shards), rtol=1e-4, atol=1e-4)
     report = fusion.report()
-    assert report.fused == 6
+    assert sum(e.fused_into is not None for e in report.entries) == 6
+    assert report.fused == 6 * report.questions.fused
     assert all(o.crossed == {*names} for o in report.orders)  # so both vote
     return report, graphs[0]
 
@@ -182,7 +183,7 @@ def test_gathers_of_weights_pass_fused_ops_where_all_ranks_vote() -> None:
     ranks = run_ranks(two_dimensions, 4, [1.0] * 4)
     assert all((r.questions.count, r.questions.fused) == (1, 1) for r, _ in ranks)
     assert all(graph == ranks[0][1] for _, graph in ranks)
-    order = [name for name in ranks[0][1] if name not in ("agree", "keep_order")]
+    order = [name for name in ranks[0][1] if name != "agree"]
     ops = ["fused_all_gather_matmul", "fused_matmul_reduce_scatter"] * 3
     expected = ["all_gather_into_tensor", "wait_tensor"]
     for op in ops[:-1]:  # beside each op that of the next weight is on its way

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 import weft
+from compiler import whole_inductor
 from graphs import c10d, fake_ranks, gather, scatter
 from ranks import run_ranks
 from test_called_graphs import layer_inside
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
-from torch._inductor.utils import fresh_cache
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from weft.fused_ops.passes import FusionPass, Report, backend
 from weft.fused_ops.passes.report_file import VARIABLE
 
@@ -26,11 +27,11 @@ from weft.fused_ops.passes.report_file import VARIABLE
 def both(x: Tensor, w: Tensor) -> Tensor:
     """Forward and backward, and what is left alone beside what is fused."""
     y = gather(x) @ w
-    return scatter(y.sin()).sum(0) + c10d.wait_tensor(c10d.all_reduce(y.detach().sum(0), "max", "0"))
+    return scatter(y.sin()).sum(0) + c10d.wait_tensor(c10d.all_reduce(y.detach().sum(0), "product", "0"))
 
 
 def left_alone(x: Tensor, w: Tensor) -> Tensor:
-    return c10d.wait_tensor(c10d.all_reduce(x.detach(), "max", "0")) @ w
+    return c10d.wait_tensor(c10d.all_reduce(x.detach(), "product", "0")) @ w
 
 
 region = torch.compiler.nested_compile_region(layer_inside)
@@ -77,6 +78,21 @@ def test_a_second_compilation_reports_what_the_first_did(
         assert graphs[count:] == [g + fusion.report().runs.loaded // 2 for g in graphs[:count]]
         fusion.clear()
         assert not fusion.report().entries and not fusion.report().runs.loaded
+
+
+LITE = {"fallback_by_default": True, "reorder_for_peak_memory": False}
+
+
+@pytest.mark.parametrize("config", [{"cpp_wrapper": True}, LITE], ids=["C++ wrapper", "lite mode"])
+def test_code_that_is_left_alone_tells_of_it_when_it_is_loaded(config: dict[str, Any]) -> None:
+    """And does nothing for it when it runs."""
+    with fake_ranks(2), fresh_cache(), whole_inductor(), inductor_config.patch(config):
+        first, codes = run_and_get_code(reported, left_alone)
+        second = reported(left_alone).report()
+        assert same(second, first.report()) and second.left == 1
+        assert second.runs.loaded == 1 and not second.runs.graphs
+    assert sum(code.count("weft_graph_loaded(") for code in codes) == 1
+    assert not any("weft.record" in code for code in codes)
 
 
 def test_without_a_cache_graphs_hold_no_record() -> None:
