@@ -17,8 +17,8 @@ from .group import WeftProcessGroup
 @cache
 def see_group_class() -> None:
     """From now on."""
-    # After a break Dynamo would compile these methods, and knows no member of a group but torch's. A code object that it
-    # skips, with all that is called there, costs a call nothing; ``torch._disable_dynamo`` would cost up to 4 us.
+    # After a break Dynamo would compile these methods, and knows no member of a group but torch's. A code object that
+    # it skips, with all that is called there, costs a call nothing; ``torch._disable_dynamo`` costs up to 4 us.
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     for name, method in vars(WeftProcessGroup).items():
         if isinstance(method, FunctionType) and callable(getattr(ProcessGroup, name, None)):
