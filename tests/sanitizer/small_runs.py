@@ -322,6 +322,22 @@ def transfers(rank: int, size: int, seed: int) -> None:
     symm_mem.unregister(registered)
 
 
+def started(rank: int, size: int, seed: int) -> None:
+    """Gathers and scatters that are started and waited for, two on their way: by copy engines and small kernels."""
+    ops, name = torch.ops.weft, dist.group.WORLD.group_name
+    for n in (40, 20000):
+        parts = [numbers(seed, r, torch.float32, size * n) for r in range(size)]
+        mine, total = put(parts[rank]), sum(parts).view(size, n)[rank]
+        for placed in (False, True):
+            gather = ops.all_gather_start(mine, name, placed=placed)
+            scatter = ops.reduce_scatter_start(mine, "sum", name)
+            gathered = ops.all_gather_wait(gather, mine, name, placed=placed)
+            same("all_gather_wait", gathered, torch.cat(parts))
+            if placed:
+                ops.all_gather_release(gather, gathered, name)
+            same("reduce_scatter_wait", ops.reduce_scatter_wait(scatter, mine, name), total)
+
+
 @triton.jit
 def past_the_end(x, n):
     tl.store(x + n, 1.0)
@@ -346,6 +362,7 @@ def main() -> None:
                 all_reduce_rms_norm,
                 matmul_all_reduce,
                 transfers,
+                started,
             ):
                 products = run in (all_gather_matmul, matmul_reduce_scatter) and not CPU
                 for algorithm in ALGORITHMS if products else ALGORITHMS[:1]:

@@ -35,9 +35,15 @@ OPS = (
     "reduce_scatter",
     "all_gather_scaled_matmul",
     "scaled_matmul_reduce_scatter",
+    "all_gather_started",
+    "reduce_scatter_started",
 )
 SCALED = ("all_gather_scaled_matmul", "scaled_matmul_reduce_scatter")  # operands of fp8, results of 16 bits
-ALONE = ("all_gather", "reduce_scatter")  # of a part [*lead, n]
+STARTED = (
+    "all_gather_started",
+    "reduce_scatter_started",
+)  # as reordered graphs call them: a start and its wait
+ALONE = ("all_gather", "reduce_scatter", *STARTED)  # of a part [*lead, n]
 POOL = 1 << 22  #: elements
 
 
@@ -96,7 +102,7 @@ class Call:
 
     @property
     def unscaled(self) -> str:
-        return self.op.replace("scaled_", "")
+        return self.op.replace("scaled_", "").removesuffix("_started")
 
     def reduce_op(self, world_size: int) -> str:
         return "avg" if self.average and world_size & (world_size - 1) == 0 else "sum"
@@ -140,15 +146,14 @@ def draw(rng: random.Random, device: str, op: str, big: bool = False) -> Call:
             # The largest is reduced in two trips by four ranks.
             else rng.choice((1, 7, 1000, 4096, 200_000 if cuda else 16384, rng.randint(1, 3000)))
         )
+    whole = not cuda or op in ALONE or (op in LAST_DIMENSION and dtype != torch.float32)
     return Call(
         op,
         dtype,
         lead,
         k,
         n,
-        rng.randrange(
-            len(lead) + (not cuda or op in ALONE or (op in LAST_DIMENSION and dtype != torch.float32))
-        ),
+        0 if op in STARTED else rng.randrange(len(lead) + whole),
         rng.random() < 0.3,
         rng.choice((1, 1, 1, 2)),
         rng.random() < 0.3,
@@ -166,7 +171,7 @@ def operands(call: Call, pool: Pool, world_size: int) -> tuple[Tensor, list[Tens
     lead, k, n = list(call.lead), call.k, call.n
     if call.op in ALONE:
         shape = [*lead, n]
-        if call.op == "reduce_scatter":
+        if call.unscaled == "reduce_scatter":
             shape[call.dim] *= w
         return pool.window(*where, w, *shape, grain=call.grain), []
     if call.unscaled == "matmul_reduce_scatter":
@@ -218,12 +223,30 @@ def _run_scaled(call: Call, a: Tensor, bs: list[Tensor], rank: int, group: dist.
     return outs if gathered is None else [gathered.to(call.dtype), *outs]
 
 
+def _run_started(call: Call, x: Tensor, size: int, name: str) -> Tensor:
+    """Its operand is made by the program, and its memory may be another one's from the wait on."""
+    mine, ops = x + 0, torch.ops.weft
+    if call.op == "reduce_scatter_started":
+        token = ops.reduce_scatter_start(mine, call.reduce_op(size), name)
+        return ops.reduce_scatter_wait(token, mine, name)  # type: ignore[no-any-return]
+    token = ops.all_gather_start(mine, name, placed=call.return_A)
+    gathered = ops.all_gather_wait(token, mine, name, placed=call.return_A)
+    del mine
+    if not call.return_A:
+        return gathered  # type: ignore[no-any-return]
+    result = gathered.clone()
+    ops.all_gather_release(token, gathered, name)
+    return result  # type: ignore[no-any-return]
+
+
 def run(call: Call, a: Tensor, bs: list[Tensor], rank: int, group: dist.ProcessGroup) -> list[Tensor]:
     """This rank's results."""
     if call.op in SCALED:
         return _run_scaled(call, a, bs, rank, group)
     if call.op == "all_reduce":
         return [one_shot_all_reduce(a[rank], call.reduce_op(a.shape[0]), group)]
+    if call.op in STARTED:
+        return [_run_started(call, a[rank], a.shape[0], group.group_name)]
     if call.op in ALONE:
         # Every other one into a given tensor.
         into = None if call.return_A else a.new_empty(_alone_shape(call, a.shape[0]))
@@ -248,9 +271,9 @@ def expected(call: Call, a: Tensor, bs: list[Tensor], rank: int) -> list[Tensor]
     scale = w if call.reduce_op(w) == "avg" else 1
     if call.op == "all_reduce":
         return [(a.float().sum(0) / scale).to(call.dtype)]
-    if call.op == "all_gather":
+    if call.unscaled == "all_gather":
         return [torch.cat(list(a), call.dim)]
-    if call.op == "reduce_scatter":
+    if call.unscaled == "reduce_scatter":
         return [(a.float().sum(0).chunk(w, call.dim)[rank] / scale).to(call.dtype)]
     if call.op in SCALED:
         return _expected_scaled(call, a, bs, rank)
