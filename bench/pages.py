@@ -130,23 +130,23 @@ def collectives_table() -> list[str]:
 
 def process_group_table() -> list[str]:
     """``dist.all_reduce`` by the process group, from the first run of its file."""
-    text = (RESULTS / "h100-x2-process-group.txt").read_text()
+    text = (RESULTS / "h200-x2-process-group.txt").read_text()
     date = re.search(r"^(\d{4}-\d\d-\d\d) ", text, re.MULTILINE)
     run = text.split("torchrun", 2)[1]
     times: dict[int, dict[str, list[str]]] = {}
     for size, name, *us in re.findall(
-        r"^ *(\d+) (nccl|weft) +([\d.]+) +([\d.]+) +([\d.]+)", run, re.MULTILINE
+        r"^ *(\d+) (nccl beside|weft) +([\d.]+) +([\d.]+) +([\d.]+)", run, re.MULTILINE
     ):
         times.setdefault(int(size), {})[name] = us
     found = [
         [f"{n >> 20} MiB" if n >> 20 else f"{n >> 10} KiB"]
-        + [f"{weft} ({nccl})" for nccl, weft in zip(of["nccl"], of["weft"], strict=True)]
+        + [f"{weft} ({nccl})" for nccl, weft in zip(of["nccl beside"], of["weft"], strict=True)]
         for n, of in times.items()
     ]
     assert date and found
     return _table(
         [
-            f"2 H100, {date[1]}, microseconds, NCCL's in brackets",
+            f"2 H200, {date[1]}, microseconds, NCCL's in brackets",
             "host, eager",
             "GPU, eager",
             "in a CUDA graph",

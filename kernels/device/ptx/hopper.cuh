@@ -29,12 +29,16 @@ __device__ __forceinline__ bool elected() {
 // ---- counts in shared memory, which one warp sets and another one of the block waits for: they only grow. (A count
 // that is only zero or not may have several writers.) Release and acquire, block scope.
 
-#ifdef RACECHECK  // which takes a release and an acquire for a race, but not atomic operations
+#ifdef RACECHECK  // which takes a release and an acquire, or relaxed accesses, for a race, but not atomic operations
 #define SET_COUNT "red.release.cta.shared.max.u32 [%0], %1;"
 #define READ_COUNT "atom.acquire.cta.shared.max.u32 %0, [%1], 0;"
+#define STORE_SLOT ".reg .b32 old;\n atom.relaxed.cluster.shared::cluster.exch.b32 old, [there], %2;"
+#define READ_SLOT "atom.relaxed.cluster.shared::cta.or.b32 %0, [%1], 0;"
 #else
 #define SET_COUNT "st.release.cta.shared.u32 [%0], %1;"
 #define READ_COUNT "ld.acquire.cta.shared.u32 %0, [%1];"
+#define STORE_SLOT "st.relaxed.cluster.shared::cluster.u32 [there], %2;"
+#define READ_SLOT "ld.relaxed.cluster.shared::cta.u32 %0, [%1];"
 #endif
 
 __device__ __forceinline__ void set_count(u32* count, u32 value) {
@@ -59,9 +63,8 @@ __device__ __forceinline__ u32 wait_count(const u32* count, u32 needed) {
 // A word at the same place of block `block` of the cluster. It orders nothing.
 __device__ __forceinline__ void store_slot(u32* slot, u32 block, u32 value) {
     asm volatile(
-        "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
-        " st.relaxed.cluster.shared::cluster.u32 [there], %2;\n}" ::"r"(shared_address(slot)),
-        "r"(block), "r"(value)
+        "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n " STORE_SLOT "\n}"
+        ::"r"(shared_address(slot)), "r"(block), "r"(value)
         : "memory");
 }
 
@@ -69,7 +72,7 @@ __device__ __forceinline__ void store_slot(u32* slot, u32 block, u32 value) {
 __device__ __forceinline__ u32 wait_slot(const u32* slot, u32 parity) {
     for (;;) {
         u32 seen;
-        asm volatile("ld.relaxed.cluster.shared::cta.u32 %0, [%1];" : "=r"(seen) : "r"(shared_address(slot)) : "memory");
+        asm volatile(READ_SLOT : "=r"(seen) : "r"(shared_address(slot)) : "memory");
         if ((seen & 1) != parity) return seen;
     }
 }
