@@ -140,11 +140,12 @@ class _Lines:
             name, size = line.node.get_name(), _size_of(line.node)
             yield self._made(name, size, (), self._new([size]))
         elif kind == "ReinterpretLine":
-            yield self._within(line.reused_as.get_name(), line.node.get_name())
+            name = line.reused_as.get_name()
+            yield DeferredLine(name, self._within(name, line.node.get_name()))  # as the line itself
         elif kind == "ReuseLine":
             old, new = line.node.get_name(), line.reused_as.get_name()
             self.held[new] = self.held.pop(old, set())
-            yield DeferredLine(new, f"weft_watch.reused({old!r}, {new!r}, {new})")
+            yield f"weft_watch.reused({old!r}, {new!r}, {new})"
         elif kind in ("FreeIfNotReusedLine", "FreeLine"):
             name = line.node.get_name()
             if not getattr(line, "is_reused", False):
@@ -166,7 +167,7 @@ class _Lines:
             yield f"weft_watch.started({name!r})"
         if op is schema.all_gather_wait and name in V.graph.never_reuse_buffers:  # on the heap
             self.held[name] = set()
-            yield DeferredLine(name, f"weft_watch.placed({name!r}, {name}, {node.inputs[0].get_name()!r})")
+            yield f"weft_watch.placed({name!r}, {name}, {node.inputs[0].get_name()!r})"
             return
         if isinstance(layout, ir.NoneLayout) or name in V.graph.removed_buffers:
             return
@@ -184,7 +185,7 @@ class _Lines:
             self._parts |= {part: {number} for part, number in zip(parts, numbers, strict=True)}
             yield self._made(name, None, (), {*numbers})
 
-    def _within(self, name: str, other: str, held: set[int] | None = None) -> Any:
+    def _within(self, name: str, other: str, held: set[int] | None = None) -> str:
         """A name for memory, or a part of it, that another name is there for."""
         return self._made(name, None, (other,), self.held.get(other, set()) if held is None else held)
 
@@ -195,12 +196,13 @@ class _Lines:
         self.sizes += [size or 0 for size in sizes]
         return numbers
 
-    def _made(self, name: str, size: int | None, within: Collection[str] | None, held: Iterable[int]) -> Any:
+    def _made(self, name: str, size: int | None, within: Collection[str] | None, held: Iterable[int]) -> str:
+        # No DeferredLine: what a kernel computes in place of another buffer within it is "removed", and yet allocated.
         self.held[name] = set(held)
         if self.peak is not None:
             there: set[int] = set().union(*self.held.values())
             self.peak = max(self.peak, sum(self.sizes[n] for n in there))
-        return DeferredLine(name, f"weft_watch.made({name!r}, {name}, {size}, {within!r})")
+        return f"weft_watch.made({name!r}, {name}, {size}, {within!r})"
 
 
 def _size_of(node: Any) -> int | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import c10d, fake_ranks
 from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
@@ -99,6 +100,20 @@ def test_memory_is_as_planned(program: Callable[..., Any]) -> None:
     code = run(program)
     assert "weft_watch.end(" in code
     assert ("None" in re.findall(r"weft_watch.end\((\w+)\)", code)) == (program is several)
+
+
+def test_a_buffer_that_a_kernel_computes_in_the_place_of_another_within_it() -> None:
+    """Inductor removes the first from the kernel, and yet allocates it for the second."""
+    with fake_ranks(2) as group:
+
+        def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            a = x * 2
+            return c10d.wait_tensor(c10d.all_reduce(a, "sum", group)) @ y, a * 0.5
+
+        code = run(fn)
+    for old in re.findall(r"weft_watch.reused\('(\w+)'", code):
+        assert f"weft_watch.made('{old}'" in code
+    assert "weft_watch.reused(" in code
 
 
 def test_what_is_used_again_is_watched() -> None:
