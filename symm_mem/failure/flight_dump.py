@@ -62,8 +62,10 @@ def flight_record(file: str | os.PathLike[str] | None = None) -> dict[str, Any]:
 
 
 def _write(record: dict[str, Any], file: Path) -> None:
-    with file.open("wb") as opened:
-        pickle.dump(record, opened)
+    # Whoever finds the file finds all of it, also where this process ends meanwhile.
+    begun = file.with_name(f".{file.name}.{os.getpid()}")
+    begun.write_bytes(pickle.dumps(record))
+    begun.replace(file)
 
 
 def _record(leave_out: RecordedCall | None = None, *, stacks: bool) -> dict[str, Any]:

@@ -107,6 +107,14 @@ def more_than_are_kept(rank: int, world_size: int, folder: Path) -> None:
         assert pickle.load(file)["pg_config"][group.group_name]["ranks"] == "[0, 1]"
 
 
+def test_a_record_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    symm_mem.flight_record(file := tmp_path / "rank_0")
+    before = file.read_bytes()
+    monkeypatch.setattr(Path, "replace", lambda *_: None)  # the process ends before
+    symm_mem.flight_record(file)
+    assert file.read_bytes() == before and pickle.loads(before)["version"]
+
+
 def test_the_last_calls_are_kept(tmp_path: Path) -> None:
     run_ranks(more_than_are_kept, 2, tmp_path, env=ENV, fresh=True)
     said = analyzed(tmp_path)
