@@ -23,9 +23,8 @@ def see_group_class() -> None:
     for name, method in vars(WeftProcessGroup).items():
         if isinstance(method, FunctionType) and callable(getattr(ProcessGroup, name, None)):
             eval_frame.set_code_exec_strategy(method.__code__, skip)
-    if (
-        torch.torch_version.TorchVersion(torch.__version__) < "2.13"
-    ):  # it knows groups of exactly torch's type there
+    # Before 2.13 it knows groups of exactly torch's type.
+    if torch.torch_version.TorchVersion(torch.__version__) < "2.13":
         variable: Any = importlib.import_module("torch._dynamo.variables.distributed").ProcessGroupVariable
         is_process_group = variable.is_process_group
         variable.is_process_group = staticmethod(

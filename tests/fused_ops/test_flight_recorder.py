@@ -108,11 +108,13 @@ def more_than_are_kept(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_a_record_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    symm_mem.flight_record(file := tmp_path / "rank_0")
-    before = file.read_bytes()
-    monkeypatch.setattr(Path, "replace", lambda *_: None)  # the process ends before
+    (file := tmp_path / "rank_0").write_bytes(b"of before")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", lambda *_: None)  # the process ends before
+        symm_mem.flight_record(file)
+    assert file.read_bytes() == b"of before"
     symm_mem.flight_record(file)
-    assert file.read_bytes() == before and pickle.loads(before)["version"]
+    assert pickle.loads(file.read_bytes())["version"]
 
 
 def test_the_last_calls_are_kept(tmp_path: Path) -> None:

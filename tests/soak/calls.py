@@ -146,14 +146,14 @@ def draw(rng: random.Random, device: str, op: str, big: bool = False) -> Call:
             # The largest is reduced in two trips by four ranks.
             else rng.choice((1, 7, 1000, 4096, 200_000 if cuda else 16384, rng.randint(1, 3000)))
         )
-    whole = not cuda or op in ALONE or (op in LAST_DIMENSION and dtype != torch.float32)
+    last_too = not cuda or op in ALONE or (op in LAST_DIMENSION and dtype != torch.float32)
     return Call(
         op,
         dtype,
         lead,
         k,
         n,
-        0 if op in STARTED else rng.randrange(len(lead) + whole),
+        0 if op in STARTED else rng.randrange(len(lead) + last_too),
         rng.random() < 0.3,
         rng.choice((1, 1, 1, 2)),
         rng.random() < 0.3,
