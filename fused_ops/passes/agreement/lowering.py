@@ -11,33 +11,22 @@ import torch
 from torch._inductor import config, ir
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
-from torch.utils._ordered_set import OrderedSet
 
+from ..graph.code_node import CodeNode, outermost
 from .guard import SIZES
 
 _AGREE = torch.ops.weft.agree.default
 
 
-class _Agree(ir.ExternKernel):
+class _Agree(CodeNode):
     """Writes the question: where the graph's inputs are unpacked, wherever the scheduler puts this node."""
 
     def __init__(self, packed: str, fused: bool, sizes: list[Any]) -> None:
-        super().__init__(None, ir.NoneLayout(device=torch.device("cpu")), [])
+        super().__init__()
         self.packed, self.fused, self.sizes = packed, fused, sizes
 
-    def get_reads(self) -> OrderedSet[Any]:
-        return OrderedSet()
-
-    def should_allocate(self) -> bool:
-        return False
-
-    def has_side_effects(self) -> bool:
-        return True
-
     def codegen(self, wrapper: Any) -> None:
-        if getattr(wrapper, "partition_signatures", None) is not None:
-            wrapper = wrapper.get_root_graph()
-            wrapper = getattr(wrapper, "wrapper_code", wrapper)
+        wrapper = outermost(wrapper)
         assert V.graph.name is None, "a graph that another one calls was not put back"
         wrapper.add_import_once("from weft.fused_ops.passes.agreement.guard import GraphGuard")
         indent = 2 if config.graph_partition else 1
@@ -87,6 +76,4 @@ def _lower_agree(packed: str, fused: bool) -> None:
         _Told.create(_AGREE, packed, fused)  # the op, which tells them that this one runs unfused
         return
     sizes = V.graph.current_node.meta[SIZES]
-    node = _Agree(packed, fused, [size.node.expr for size in sizes])
-    node.name = V.graph.register_buffer(node)
-    V.graph.register_operation(node)
+    _Agree(packed, fused, [size.node.expr for size in sizes]).register()

@@ -23,10 +23,10 @@ from torch._inductor.codegen import wrapper as wrapper_module
 from torch._inductor.codegen.common import DeferredLine
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
-from torch.utils._ordered_set import OrderedSet
 from torch.utils._pytree import tree_leaves
 
 from ...library import schema
+from ..graph.code_node import CodeNode
 
 _log = logging.getLogger("weft.passes")
 _lib = torch.library.Library("weft", "FRAGMENT")
@@ -46,20 +46,8 @@ def watch_code(graph: fx.Graph) -> None:
         graph.call_function(_watch).meta["val"] = None
 
 
-class _Watch(ir.ExternKernel):
+class _Watch(CodeNode):
     """Finds the wrapper."""
-
-    def __init__(self) -> None:
-        super().__init__(None, ir.NoneLayout(device=torch.device("cpu")), [])
-
-    def get_reads(self) -> OrderedSet[Any]:
-        return OrderedSet()
-
-    def should_allocate(self) -> bool:
-        return False
-
-    def has_side_effects(self) -> bool:
-        return True
 
     def codegen(self, wrapper: Any) -> None:
         if (why := _why_not(wrapper)) is not None:
@@ -214,6 +202,4 @@ def _size_of(node: Any) -> int | None:
 
 @register_lowering(_watch, type_promotion_kind=None)
 def _lower_watch() -> None:
-    node = _Watch()
-    node.name = V.graph.register_buffer(node)
-    V.graph.register_operation(node)
+    _Watch().register()

@@ -8,35 +8,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
-from torch.utils._ordered_set import OrderedSet
+
+from ..graph.code_node import CodeNode, outermost
 
 _RECORD = torch.ops.weft.record.default
 _IMPORT = "from weft.fused_ops.passes.records.seen import graph_loaded as weft_graph_loaded"
 
 
-class _Record(ir.ExternKernel):
+class _Record(CodeNode):
     """Writes the record into the file's head, wherever the scheduler puts this node."""
 
-    def __init__(self, packed: str, device: torch.device) -> None:
-        super().__init__(None, ir.NoneLayout(device=device), [])
+    def __init__(self, packed: str, device: torch.device | None) -> None:
+        super().__init__(device)
         self.packed = packed
 
-    def get_reads(self) -> OrderedSet[Any]:
-        return OrderedSet()
-
-    def should_allocate(self) -> bool:
-        return False
-
-    def has_side_effects(self) -> bool:
-        return True
-
     def codegen(self, wrapper: Any) -> None:
-        if getattr(wrapper, "partition_signatures", None) is not None:
-            wrapper = wrapper.get_root_graph()
-            wrapper = getattr(wrapper, "wrapper_code", wrapper)
+        wrapper = outermost(wrapper)
         # In front of all else: with the C++ wrapper what follows is text of C++.
         wrapper.header._lines[:0] = [_IMPORT, f"weft_graph_loaded({self.packed!r})"]
 
@@ -45,6 +34,4 @@ class _Record(ir.ExternKernel):
 def _lower_record(packed: str) -> None:
     # A node of the CPU would keep a graph of a GPU from being captured.
     there = (d for d in V.graph.device_node_mapping if d.type not in ("cpu", "meta"))
-    node = _Record(packed, next(there, torch.device("cpu")))
-    node.name = V.graph.register_buffer(node)
-    V.graph.register_operation(node)
+    _Record(packed, next(there, None)).register()
