@@ -76,7 +76,8 @@ def _record(leave_out: RecordedCall | None = None, *, stacks: bool) -> dict[str,
     calls = [call if isinstance(call, RecordedCall) else RecordedCall(*call) for call in kept]
     entries = [_entry(call, known[call.group], call is leave_out) for call in calls if call.group in known]
     count, begins = sum(flight_recorder.counts.values()), 0
-    if len(kept) < count:  # older ones are gone, and with them those of the others at that time
+    # Older ones are gone, and with them those of the others at that time. A call is counted before it is kept.
+    if calls and len(kept) < count:
         begins = calls[0].created
     for name in ("_dump_nccl_trace", "_dump_fr_trace"):
         if (dump := getattr(_distributed_c10d, name, None)) is not None:

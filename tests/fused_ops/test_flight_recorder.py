@@ -117,6 +117,12 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
     assert pickle.loads(file.read_bytes())["version"]
 
 
+def test_a_record_while_the_first_call_is_counted_and_not_yet_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_recorder, "counts", {"0": 1})
+    monkeypatch.setattr(flight_recorder, "calls", None)
+    assert symm_mem.flight_record()["entries"] == []
+
+
 def test_the_last_calls_are_kept(tmp_path: Path) -> None:
     run_ranks(more_than_are_kept, 2, tmp_path, env=ENV, fresh=True)
     said = analyzed(tmp_path)
