@@ -118,8 +118,8 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
 
 
 def test_a_record_while_the_first_call_is_counted_and_not_yet_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert flight_recorder.calls is None
     monkeypatch.setattr(flight_recorder, "counts", {"0": 1})
-    monkeypatch.setattr(flight_recorder, "calls", None)
     assert symm_mem.flight_record()["entries"] == []
 
 
