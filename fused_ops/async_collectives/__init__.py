@@ -1,3 +1,3 @@
-"""Collectives that run beside what follows them, by copy engines: what the pass puts where no product takes one."""
+"""Collectives on copy engines, concurrent with what follows them; the pass inserts them where no matmul fuses one."""
 
 from . import registration as registration

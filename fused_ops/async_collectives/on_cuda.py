@@ -1,4 +1,4 @@
-"""Collectives that run beside what follows them, on CUDA: kernels/async_collectives by copy engines."""
+"""Collectives that run concurrently with what follows them, on CUDA: kernels/async_collectives by copy engines."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class _Known:
         self, group: GroupRef, on: CallsOnStream, timeout_ns: int, steps: tuple[StreamStep, StreamStep]
     ) -> None:
         self.group, self.on, self.timeout_ns = group, on, timeout_ns
-        self.before, self.behind = steps
+        self.before, self.after = steps
 
 
 def fast_start(call: AsyncCall) -> Started | None:
@@ -136,8 +136,8 @@ def fast_start(call: AsyncCall) -> Started | None:
     if flight_recorder.calls is not None:
         shape = flight_recorder.shape_of(call.start, (x,))
         known.on.workspace.record_launch(call.start, shape)
-    if known.behind is not None:
-        known.behind(stream)
+    if known.after is not None:
+        known.after(stream)
     return started
 
 

@@ -1,4 +1,4 @@
-"""all_gather_start, reduce_scatter_start and their waits: collectives along dimension 0 beside what lies between.
+"""all_gather_start, reduce_scatter_start and their waits: asynchronous collectives along dimension 0.
 
 The pass puts them into graphs. Copy engines send, so a product that takes all SMs keeps none of them from running: a
 kernel of NCCL, which becomes ready together with such a product, begins at its end.

@@ -64,7 +64,7 @@ class SumOfMatmulsOverRanks(torch.autograd.Function):
 
 
 class MatmulOfWhole(torch.autograd.Function):
-    """``x @ weight^T + bias`` behind ``SumGradient``, whose sum is that of products."""
+    """``x @ weight^T + bias`` after ``SumGradient``, whose sum is that of products."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, size: int) -> Tensor:

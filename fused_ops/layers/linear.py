@@ -1,7 +1,7 @@
 """Linear layers for models sharded by hand, Megatron style: a column-parallel layer feeds a row-parallel one.
 
 By default the activations outside of the pair are whole on every rank, and the way out is a matmul_all_reduce; so is
-that of the gradient. With ``sequence_parallel`` they are cut along the sequence, and communication hides behind the
+that of the gradient. With ``sequence_parallel`` they are cut along the sequence, and communication is hidden by the
 products: all_gather_matmul on the way in, matmul_reduce_scatter on the way out.
 
 A layer's state_dict has this rank's parts. torch.distributed.checkpoint must be told so: ``sharded_state_dict``.

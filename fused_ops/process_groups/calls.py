@@ -14,7 +14,7 @@ from ...symm_mem.backends import cuda_state
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"
 #: Bytes of the whole tensor, up to which weft takes a call: faster than NCCL at all sizes. Larger ones were not
-#: measured beside a program's other kernels, and between CPU ranks a call's workspace grows with them.
+#: measured next to a program's other kernels, and between CPU ranks a call's workspace grows with them.
 MOST_BYTES = 64 << 20
 
 _KIND: Any = dist.ReduceOp.RedOpType
@@ -85,7 +85,7 @@ def _as_nccl_takes_it(x: Tensor) -> bool:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether its elements lie one behind the other, in whatever order."""
+    """Whether its elements are dense, in any order."""
     if x.is_contiguous():
         return True
     expected = 1

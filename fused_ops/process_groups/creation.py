@@ -99,7 +99,7 @@ def create_process_group(options: Any, backend_options: Any) -> WeftProcessGroup
     """What torch calls for each group (``Backend.register_backend("weft", ..., extended_api=True)``).
 
     Raises:
-        ValueError: the group is to have a backend beside weft that is neither gloo nor NCCL.
+        ValueError: the group would have another backend than weft that is neither gloo nor NCCL.
         TypeError: ``backend_options`` are not those of the group's backends.
         RuntimeError: there is no device for it.
     """
@@ -125,7 +125,7 @@ def create_process_group(options: Any, backend_options: Any) -> WeftProcessGroup
     inner._set_group_name(options.group_id)
     if "WEFT_TIMEOUT" not in os.environ:
         set_group_timeout(options.timeout, options.group_id)
-    return WeftProcessGroup._around(inner, tuple(kind for kind in names if asked.backends[kind] == NAME))
+    return WeftProcessGroup.wrap(inner, tuple(kind for kind in names if asked.backends[kind] == NAME))
 
 
 def _check_options(given: Any, names: Collection[str]) -> None:
@@ -157,7 +157,7 @@ def _inner_names(backends: Mapping[str, str]) -> dict[str, str]:
         elif name in _TYPES:
             names[kind] = name
         else:
-            raise ValueError(f"backend: is {kind}:{name} beside weft, must be gloo or nccl, on cpu or cuda")
+            raise ValueError(f"backend: is {kind}:{name} with weft, must be gloo or nccl, on cpu or cuda")
     if not names:
         raise RuntimeError("backend: is weft for CUDA alone, and this process has no GPU, or torch no NCCL")
     return names

@@ -1,8 +1,8 @@
 """Calls of a process group on CUDA, by weft's kernels.
 
-A call runs on the caller's current stream. One with ``async_op=True`` runs on a stream of the group's own, behind what
-the current stream has to do by then, and beside what it does afterwards: as NCCL's. All use one workspace, from
-whatever stream they come: ranks need not call on the same ones. So they run one behind the other, as NCCL's do.
+A call runs on the caller's current stream. One with ``async_op=True`` runs on a stream of the group's own, after the
+work that the current stream has by then, as NCCL's. Ranks need not call on the same streams, so all calls use one
+workspace and run one after the other, as NCCL's do.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Found:
     timeout_ns: int
     shape: flight_recorder.CallShape
     before: StreamStep
-    behind: StreamStep
+    after: StreamStep
 
 
 class DeviceLines:
@@ -125,14 +125,14 @@ class DeviceLines:
                 return why
         return None
 
-    def behind(self, device: torch.device) -> None:
-        """What the current stream does from here on comes behind the group's calls."""
+    def order_after(self, device: torch.device) -> None:
+        """The current stream waits for the group's calls."""
         line = self._lines.get(device.index)
         if line is not None and not cuda_state.state.is_capturing():
             line.wait(cuda_state.state.current_stream(device.index))
 
-    def follows(self, work: Work | None) -> None:
-        """What the group's own backend runs. weft's next call comes behind it, if somebody keeps the work so long."""
+    def order_before(self, work: Work | None) -> None:
+        """weft's next call waits for this work of the group's own backend, if it is still referenced then."""
         if work is not None and not cuda_state.state.is_capturing():
             self._others = weakref.ref(work)
 
@@ -181,8 +181,8 @@ class DeviceLines:
                 raise
             if flight_recorder.calls is not None:
                 ready.workspace.record_launch(name, found.shape)
-            if found.behind is not None:
-                found.behind(stream)
+            if found.after is not None:
+                found.after(stream)
         return True
 
     @poison_on_error

@@ -50,7 +50,7 @@ _GATHER, _GATHERS, _SCATTER, _SCATTERS = (
         ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
     )
 )
-#: Methods of torch's process groups of which weft takes nothing, and what a program calls for them.
+#: Methods of torch's process groups that weft never takes, and the public functions that call them.
 _OTHERS = {
     "broadcast": "broadcast",
     "reduce": "reduce",
@@ -69,7 +69,7 @@ _OTHERS = {
 
 
 class WeftProcessGroup(ProcessGroup):
-    """A process group that gives to weft what weft does faster, and all else to gloo and NCCL.
+    """A process group whose calls weft takes where it is faster; gloo and NCCL take all others.
 
     >>> import torch, torch.distributed as dist
     >>> group = dist.new_group(backend="weft")  # or init_process_group("weft")
@@ -79,8 +79,8 @@ class WeftProcessGroup(ProcessGroup):
     True
 
     Attributes:
-        inner: the same ranks without weft. What weft does not take is called there, and its backends are this group's,
-            too: torch's own code finds them as it does in any other group.
+        inner: the group of the same ranks without weft, which takes all other calls. Its backends are this group's,
+            too, where torch's own code finds them.
         record: who took its calls; ``weft.process_group`` returns it.
     """
 
@@ -99,8 +99,8 @@ class WeftProcessGroup(ProcessGroup):
         self._batch: Batch | None = None
 
     @staticmethod
-    def _around(inner: ProcessGroup, taken_on: tuple[str, ...]) -> WeftProcessGroup:
-        """A group of the same ranks, backends and name."""
+    def wrap(inner: ProcessGroup, taken_on: tuple[str, ...]) -> WeftProcessGroup:
+        """Returns a group with the ranks, backends and name of ``inner``."""
         group = WeftProcessGroup(inner, taken_on)
         if inner.bound_device_id is not None:
             group.bound_device_id = inner.bound_device_id
@@ -117,18 +117,18 @@ class WeftProcessGroup(ProcessGroup):
     def allreduce(self, tensors: Any, *args: Any, **named: Any) -> Work | None:  # type: ignore[override]
         if len(args) == 1 and type(args[0]) is dist.AllreduceOptions and len(tensors) == 1:
             x = tensors[0]
-            if self._again(ALL_REDUCE, x, x, args[0]):
+            if self._launch_cached(ALL_REDUCE, x, x, args[0]):
                 return None  # as NCCL's of a call that is not asynchronous
         opts = all_reduce_options(args, named)
         work = self._take(ALL_REDUCE, all_reduces(tensors, opts), opts)
         if work is not None:
             return work
-        return self._inside("allreduce", tensors, *args, **named)
+        return self._delegate("allreduce", tensors, *args, **named)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
         work = self._take(ALL_REDUCE, all_reduces(tensors, opts), opts)
-        return self._inside("allreduce_coalesced", tensors, opts) if work is None else work
+        return self._delegate("allreduce_coalesced", tensors, opts) if work is None else work
 
     def _allgather_base(  # type: ignore[override]
         self,
@@ -137,10 +137,10 @@ class WeftProcessGroup(ProcessGroup):
         opts: Any = None,
     ) -> Work | None:
         opts = all_gather_options(opts)
-        if self._again(ALL_GATHER, input, output, opts):
+        if self._launch_cached(ALL_GATHER, input, output, opts):
             return None
         work = self._take(ALL_GATHER, all_gathers([output], [input]), opts)
-        return self._inside(_GATHER, output, input, opts) if work is None else work
+        return self._delegate(_GATHER, output, input, opts) if work is None else work
 
     def allgather_into_tensor_coalesced(
         self, output_lists: list[Tensor], input_list: list[Tensor], opts: Any = None
@@ -149,18 +149,18 @@ class WeftProcessGroup(ProcessGroup):
         work = self._take(ALL_GATHER, all_gathers(output_lists, input_list), opts)
         if work is not None:
             return work
-        return self._inside(_GATHERS, output_lists, input_list, opts)
+        return self._delegate(_GATHERS, output_lists, input_list, opts)
 
     def _reduce_scatter_base(  # type: ignore[override]
         self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None
     ) -> Work | None:
         opts = reduce_scatter_options(opts)
-        if self._again(REDUCE_SCATTER, inputTensor, outputTensor, opts):
+        if self._launch_cached(REDUCE_SCATTER, inputTensor, outputTensor, opts):
             return None
         work = self._take(REDUCE_SCATTER, reduce_scatters([outputTensor], [inputTensor], opts), opts)
         if work is not None:
             return work
-        return self._inside(_SCATTER, outputTensor, inputTensor, opts)
+        return self._delegate(_SCATTER, outputTensor, inputTensor, opts)
 
     def reduce_scatter_tensor_coalesced(
         self, outputTensors: list[Tensor], inputTensors: list[Tensor], opts: Any = None
@@ -169,7 +169,7 @@ class WeftProcessGroup(ProcessGroup):
         work = self._take(REDUCE_SCATTER, reduce_scatters(outputTensors, inputTensors, opts), opts)
         if work is not None:
             return work
-        return self._inside(_SCATTERS, outputTensors, inputTensors, opts)
+        return self._delegate(_SCATTERS, outputTensors, inputTensors, opts)
 
     if _GATHER == "all_gather_single":
         all_gather_single = _allgather_base  # type: ignore[assignment]
@@ -177,8 +177,8 @@ class WeftProcessGroup(ProcessGroup):
         reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
         reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    def _again(self, name: str, x: Any, out: Any, opts: Any) -> bool:
-        """Whether it is a call on CUDA like one before, which is then launched with as little ado as there can be."""
+    def _launch_cached(self, name: str, x: Any, out: Any, opts: Any) -> bool:
+        """Launches a call on CUDA that is in the cache, with minimal overhead. Returns whether it was."""
         if type(x) is not Tensor or type(out) is not Tensor or index_of(x) < 0 or opts.asyncOp:
             return False
         if self._coalescing or x.layout is not torch.strided or out.layout is not torch.strided:
@@ -190,7 +190,7 @@ class WeftProcessGroup(ProcessGroup):
             op = "sum" if opts.reduceOp == _SUM else reduction_of(opts.reduceOp)
         if op is None or not self._device.launch_again(name, x, out, op):
             return False
-        self.record._launched[name] += 1
+        self.record.cached[name] += 1
         return True
 
     def _take(self, name: str, calls: list[GroupCall] | str, opts: Any) -> Work | None:
@@ -213,11 +213,11 @@ class WeftProcessGroup(ProcessGroup):
             ):
                 done = self._run(calls, opts.asyncOp, seconds)
             if not isinstance(done, str):
-                self.record._take(name)
+                self.record.count_taken(name)
                 return done
             why = done
             flight_recorder.runs_unfused()
-        self.record._leave(name, why, kind)
+        self.record.count_left(name, why, kind)
         return None
 
     def _run(self, calls: list[GroupCall], asynchronous: bool, seconds: float | None) -> DoneWork | str:
@@ -237,13 +237,13 @@ class WeftProcessGroup(ProcessGroup):
             done.wait()  # a compiled graph would look for torch's own work
         return done
 
-    def _inside(self, method: str, *args: Any, **named: Any) -> Work:
+    def _delegate(self, method: str, *args: Any, **named: Any) -> Work:
         device = _device_of(args)
         if device is None or device.type != "cuda" or self._coalescing:
             return getattr(self.inner, method)(*args, **named)  # type: ignore[no-any-return]
-        self._device.behind(device)
+        self._device.order_after(device)
         work: Work = getattr(self.inner, method)(*args, **named)
-        self._device.follows(work)
+        self._device.order_before(work)
         return work
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
@@ -254,17 +254,17 @@ class WeftProcessGroup(ProcessGroup):
 
     def _point_to_point(self, method: str, tensors: list[Tensor], peer: int, tag: int) -> Work:
         device = tensors[0].device
-        self.record._leave(method, "", device.type)
+        self.record.count_left(method, "", device.type)
         operations = None if device.type == "cpu" else operations_of_batch(sys._getframe(2))
         if operations is None or not self.inner._get_backend(device).supports_coalescing:
-            return self._inside(method, tensors, peer, tag)
+            return self._delegate(method, tensors, peer, tag)
         batch = self._batch
         if batch is None or batch.is_sent or batch.operations is not operations:
-            self._device.behind(device)
+            self._device.order_after(device)
             self._batch = batch = Batch(self.inner, operations, device)
         return batch.add(lambda: getattr(self.inner, method)(tensors, peer, tag), tensors)
 
-    # What is the inner group's.
+    # Delegated to the inner group.
 
     def get_group_store(self) -> Any:
         return self.inner.get_group_store()
@@ -286,9 +286,9 @@ class WeftProcessGroup(ProcessGroup):
         return self.inner._end_coalescing(device)
 
     def _get_sequence_number_for_group(self) -> int:
-        """Collectives that were begun in the group, by whomever."""
+        """The number of collectives that the group has begun, weft's and the others'."""
         inside = int(self.inner._get_sequence_number_for_group())  # type: ignore[attr-defined]
-        return inside + self.record._taken_by_weft()
+        return inside + self.record.total_taken()
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.inner.set_timeout(timeout)
@@ -314,17 +314,17 @@ class WeftProcessGroup(ProcessGroup):
             return None
         for kind in self.record.taken_on:
             set_group_timeout(made._get_backend(torch.device(kind)).options._timeout, made.group_name)
-        return WeftProcessGroup._around(made, self.record.taken_on)
+        return WeftProcessGroup.wrap(made, self.record.taken_on)
 
     def merge_remote_group(self, *args: Any, **named: Any) -> WeftProcessGroup:
-        return WeftProcessGroup._around(self.inner.merge_remote_group(*args, **named), self.record.taken_on)
+        return WeftProcessGroup.wrap(self.inner.merge_remote_group(*args, **named), self.record.taken_on)
 
 
 def _left_alone(method: str, collective: str) -> Callable[..., Any]:
     def call(self: WeftProcessGroup, *args: Any, **named: Any) -> Any:
         device = _device_of(args)
-        self.record._leave(collective, "", device.type if device is not None else "")
-        return self._inside(method, *args, **named)
+        self.record.count_left(collective, "", device.type if device is not None else "")
+        return self._delegate(method, *args, **named)
 
     call.__name__ = method
     return call

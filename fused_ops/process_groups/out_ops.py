@@ -1,7 +1,7 @@
 """Functional collectives that write where they are told, which Inductor puts in for buckets.
 
 torch's C++ code calls the method of a group for them. Before torch 2.15 it does not look for one in Python there, and
-such a call went to gloo or NCCL behind the group's back.
+such a call bypassed the group and went to gloo or NCCL.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ class GroupCalls:
 
     Attributes:
         taken_on: the types of devices whose calls weft takes.
+        cached: cached launches since the last ``calls()``, by collective.
     """
 
     def __init__(self, group_name: str, taken_on: tuple[str, ...], backends: Mapping[str, str]) -> None:
@@ -30,8 +31,10 @@ class GroupCalls:
         self._backends = backends  # their names, by type of device
         self._counts = CallCounts()
         self._told: set[tuple[str, str]] = set()
-        self._taken = 0  # by weft, but for those that were
-        self._launched = dict.fromkeys((ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER), 0)  # as ones before
+        self._taken = 0  # by weft, without the cached ones that are not yet counted
+        self.cached = dict.fromkeys(
+            (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER), 0
+        )  # cached launches since calls()
 
     @torch._disable_dynamo
     def calls(self, *, clear: bool = False) -> tuple[CallsTaken, ...]:
@@ -53,8 +56,8 @@ class GroupCalls:
         Returns:
             one entry for each collective, taker and reason. A captured graph that is replayed counts once.
         """
-        for name, count in list(self._launched.items()):
-            self._launched[name] -= count
+        for name, count in list(self.cached.items()):
+            self.cached[name] -= count
             self._taken += count
             if count:
                 self._counts.add(name, "weft", count=count)
@@ -63,18 +66,19 @@ class GroupCalls:
             self._counts.clear()
         return taken
 
-    def _take(self, name: str) -> None:
+    def count_taken(self, name: str) -> None:
+        """Counts a call that weft takes."""
         self._counts.add(name, "weft")
         self._taken += 1
 
-    def _leave(self, name: str, why: str, kind: str) -> None:
-        """A call that weft leaves to the group's own backend."""
+    def count_left(self, name: str, why: str, kind: str) -> None:
+        """Counts a call that the group's own backend on devices of this ``kind`` takes."""
         by = self._backends.get(kind) or next(iter(self._backends.values()))
         self._counts.add(name, by, why)
         if why and (name, why) not in self._told:
             self._told.add((name, why))
             _log.info("%s of group %r is left to %s: %s", name, self._group_name, by, why)
 
-    def _taken_by_weft(self) -> int:
-        """How many calls weft has taken."""
-        return self._taken + sum(self._launched.values())
+    def total_taken(self) -> int:
+        """The number of calls that weft has taken."""
+        return self._taken + sum(self.cached.values())

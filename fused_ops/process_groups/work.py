@@ -156,8 +156,8 @@ class StreamWork(DoneWork):
     """Of a call on CUDA that runs on a stream of the group's.
 
     Args:
-        read: tensors that must stay until a stream waits for the call, besides those that are written.
-        ended: the event behind it.
+        read: tensors that must stay until a stream waits for the call, in addition to those that are written.
+        ended: the event after it.
         side: its stream.
     """
 

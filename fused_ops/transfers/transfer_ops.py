@@ -1,4 +1,4 @@
-"""What torch.library is told of the ops of registered tensors, besides their schemas.
+"""The registration of the ops of registered tensors in torch.library; their schemas are elsewhere.
 
 They are calls of the handles that ``symm_mem.register`` gives, which are found by ``x``, this rank's tensor. So what a
 graph makes for itself, and a copy that a compiler makes of ``x``, is refused: nobody knows it for a peer.

@@ -132,7 +132,7 @@ def test_one_call_runs_behind_the_other_on_whatever_stream(stage: GroupStage) ->
     assert stage.gpu.on[OTHER].index(("wait", "kernel")) < stage.gpu.on[OTHER].index("kernel")
     assert stage.gpu.on[STREAM] == ["kernel"]
     stage.gpu.now = 9
-    stage.lines.behind(torch.device("cuda", 0))  # what the group's own backend does from here
+    stage.lines.order_after(torch.device("cuda", 0))  # what the group's own backend does from here
     assert ("wait", "kernel") in stage.gpu.on[9]
 
 
@@ -193,10 +193,10 @@ def test_work_of_the_own_backend_is_waited_for(stage: GroupStage) -> None:
             waited.append(len(stage.launches))
 
     kept: Any = Work()
-    stage.lines.follows(kept)
+    stage.lines.order_before(kept)
     run(stage, all_reduce(torch.randn(4)))
     run(stage, all_reduce(torch.randn(4)))
-    stage.lines.follows(Work())  # type: ignore[arg-type]
+    stage.lines.order_before(Work())  # type: ignore[arg-type]
     run(stage, all_reduce(torch.randn(4)))
     assert waited == [0]
 

@@ -243,7 +243,7 @@ def in_batches(rank: int, world_size: int) -> None:
         seen.append(operations_of_batch(sys._getframe(2)))
 
     batch = [dist.P2POp(dist.isend, x, other, group), dist.P2POp(dist.irecv, y, other, group)]
-    with mock.patch.object(group.record, "_leave", leave):
+    with mock.patch.object(group.record, "count_left", leave):
         for work in dist.batch_isend_irecv(batch):
             work.wait()
         single = [dist.isend(x, other, group=group), dist.irecv(y, other, group=group)]

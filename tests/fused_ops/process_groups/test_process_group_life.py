@@ -61,7 +61,7 @@ def others(rank: int, world_size: int) -> None:
         weft.process_group()
     with pytest.raises(TypeError, match="group: must be a name"):
         weft.process_group(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="backend: is xpu:ucc beside weft, must be gloo or nccl"):
+    with pytest.raises(ValueError, match="backend: is xpu:ucc with weft, must be gloo or nccl"):
         dist.new_group(backend="cpu:weft,xpu:ucc")
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="this process has no GPU"):
