@@ -9,6 +9,8 @@ On CPU ranks a wait spins. On CUDA put and wait are stream memory operations: th
 (fault.py): no more calls until a reset, and kernels behind it in the stream send nothing. So does any other exception
 inside a call (Ctrl-C): counts that have advanced on one side alone would match puts with the wrong waits. A put behind
 an expired wait in a stream is made all the same. docs/protocol.md#signals
+
+After these words come as many for users' own kernels. weft zeroes them, also at a reset, and does not use them.
 """
 
 from __future__ import annotations
@@ -51,7 +53,11 @@ class Pad:
 
     @staticmethod
     def bytes(world_size: int) -> int:
-        return -(-CHANNELS * world_size * 4 // 256) * 256
+        return -(-2 * CHANNELS * world_size * 4 // 256) * 256
+
+    def of_kernels(self, owner: int) -> int:
+        """The address of a rank's words for users' own kernels, ``[CHANNELS][world_size]``."""
+        return self._word(owner, CHANNELS, 0)
 
     def _word(self, owner: int, channel: int, writer: int) -> int:
         heap = self._heap

@@ -106,6 +106,7 @@ class Peers:
         ]
         self._pad = _pads.get(block) or _pads.setdefault(block, Pad(block))
         self._table: torch.Tensor | None = None
+        self._signal_table: torch.Tensor | None = None
 
     @property
     def table(self) -> torch.Tensor:
@@ -115,6 +116,27 @@ class Peers:
                 self.pointers, dtype=torch.int64, device=self.tensors[self.rank].device
             )
         return self._table
+
+    @property
+    def signal_table(self) -> torch.Tensor:
+        """Addresses of each rank's 32-bit signal words for your own kernels, an int64 tensor of shape [world_size].
+
+        >>> from weft import symm_mem
+        >>> symm_mem.rendezvous(symm_mem.empty(4)).signal_table.dtype
+        torch.int64
+
+        Each rank has 16 * world_size words, which are 0 at first and after a reset. weft does not use them: ``put``,
+        ``wait`` and ``barrier`` count in other words. A kernel writes a peer's word with release semantics at system
+        scope, and polls its own with acquire semantics, a bounded number of times. Tensors that share memory have the
+        same words.
+        """
+        if self._signal_table is None:
+            self._signal_table = torch.tensor(
+                [self._pad.of_kernels(rank) for rank in range(self.world_size)],
+                dtype=torch.int64,
+                device=self.tensors[self.rank].device,
+            )
+        return self._signal_table
 
     def put(self, peer: int, channel: int = 0) -> None:
         """Tell ``peer`` that everything this rank stored so far, in stream order, may be read.
