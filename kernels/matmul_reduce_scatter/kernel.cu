@@ -393,4 +393,7 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         count_up(s, TAKEN, warpgroup);
         if (STAGING) end_sending(s, warpgroup, sent);
     }
+#ifdef RACECHECK  // which knows barriers alone: the other block's loader stores no slot into a block that has ended
+    weft::sync_cluster();
+#endif
 }

@@ -57,6 +57,11 @@ def scatter(
     return gemm.gemm_program(matmul_reduce_scatter.SOURCE, defines)
 
 
+def with_barriers(program: Program) -> Program:
+    """As `make sanitize` compiles it."""
+    return Program(program.path, defines={**program.defines, "RACECHECK": 1})
+
+
 LARGEST, *OTHERS = TILES
 PROGRAMS: dict[str, Program] = {
     **{f"all_gather_matmul-{order}": gather(LARGEST, order) for order in ORDERS},
@@ -81,6 +86,7 @@ PROGRAMS: dict[str, Program] = {
     "matmul_reduce_scatter-float32": scatter(LARGEST, "rows", 4, Epilogue(torch.float32)),
     "matmul_reduce_scatter-bias": scatter(LARGEST, "rows", 4, replace(ROUNDED, bias=True)),
     "matmul_reduce_scatter-residual": scatter(LARGEST, "columns", 8, replace(ROUNDED, residual=True)),
+    "matmul_reduce_scatter-racecheck": with_barriers(scatter(LARGEST, "rows", 4)),
     "matmul_reduce_scatter-split-2": scatter(LARGEST, "rows", 2, split_n=True),
     "matmul_reduce_scatter-split-4": scatter(LARGEST, "columns", 4, split_n=True),
     "matmul_reduce_scatter-to-all-2": scatter(LARGEST, "rows", 2, replace(ROUNDED, to_all=True)),
@@ -144,3 +150,10 @@ def test_machine_code(name: str, tmp_path: Path) -> None:
     # The loader issues one copy for A and one for B, without a loop over lanes around either.
     loads = code[code.index("UTMALDG.4D") : code.index("UTMALDG.3D")]
     assert "BRA" not in loads
+
+
+def test_racecheck_finds_a_barrier_at_the_end_of_a_cluster(tmp_path: Path) -> None:
+    def barriers(name: str) -> int:
+        return disassembled(PROGRAMS[f"matmul_reduce_scatter-{name}"], tmp_path).count("UCGABAR_ARV")
+
+    assert barriers("racecheck") == barriers("rows-4") + 1
