@@ -11,7 +11,6 @@ import tokenize
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
 import weft
 
 ROOT = Path(__file__).parent.parent
@@ -62,7 +61,7 @@ def test_inline_assembly_stands_in_kernels_device() -> None:
     found = [
         str(f.relative_to(ROOT))
         for f in files(PACKAGE, ".py", ".cu", ".cuh")
-        if device not in f.parents and pattern.search(code(f))
+        if device not in f.parents and pattern.search(f.read_text()) and pattern.search(code(f))
     ]
     assert not found, f"inline assembly outside kernels/device: {found}"
 
@@ -74,7 +73,8 @@ def test_no_multicast() -> None:
         f"{f.relative_to(ROOT)}: {match.group()}"
         for f in files(("symm_mem", "kernels", "fused_ops", "examples", "bench"), ".py", ".cu", ".cuh")
         # Copies to two blocks of one GPU's cluster are called so, too.
-        if (match := pattern.search(code(f).replace("multicast::cluster", "")))
+        if pattern.search(f.read_text())
+        and (match := pattern.search(code(f).replace("multicast::cluster", "")))
     ]
     # Assembly is written in strings.
     found += [
@@ -85,12 +85,10 @@ def test_no_multicast() -> None:
     assert not found, found
 
 
-@pytest.mark.parametrize(
-    "file", files(EVERYTHING, ".py", ".cu", ".cuh", ".cpp", ".h"), ids=lambda f: str(f.relative_to(ROOT))
-)
-def test_no_file_is_too_long(file: Path) -> None:
-    lines = file.read_text().count("\n")
-    assert lines <= MAX_LINES, f"{lines} lines: split it"
+def test_no_file_is_too_long() -> None:
+    lengths = {f: f.read_text().count("\n") for f in files(EVERYTHING, ".py", ".cu", ".cuh", ".cpp", ".h")}
+    found = {str(f.relative_to(ROOT)): lines for f, lines in lengths.items() if lines > MAX_LINES}
+    assert not found, f"more than {MAX_LINES} lines, split them: {found}"
 
 
 def aliases(source: str) -> list[str]:
@@ -216,30 +214,61 @@ def of_a_new_process(program: str) -> str:
     return result.stdout
 
 
-def test_the_root_package_imports_nothing_heavy() -> None:
-    """Neither torch nor a part of weft: also not for its version and the list of its names."""
-    program = "import sys, weft; weft.__version__, dir(weft); print(*sys.modules)"
-    loaded = of_a_new_process(program).split()
-    heavy = ("torch", "triton", "numpy", "cuda")
-    assert not [m for m in loaded if m.split(".")[0] in heavy or m.startswith("weft.")]
+def test_what_imports_load_and_find() -> None:
+    """The root package, the ops and the pass, in this order in one process; last, the checkout by another name.
 
+    - The root package loads neither torch nor a part of weft, also not for its version and the list of its names.
+    - The ops do not load the compiler, which takes longer than all of weft.
+    - pytest imports the root ``__init__.py`` also as the checkout's folder is called: it has no parts of its own.
+    """
+    program = f"""
+import importlib.util, sys
 
-def test_the_root_package_finds_its_names_when_they_are_used() -> None:
-    program = """
-import sys, weft
+def refused(module):
+    try:
+        module.fused_everything
+    except AttributeError as error:
+        return str(error)
+
+import weft
+weft.__version__, dir(weft)
+heavy = ("torch", "triton", "numpy", "cuda")
+loaded = [m for m in sys.modules if m.split(".")[0] in heavy or m.startswith("weft.")]
+assert not loaded, loaded
 assert weft.symm_mem is sys.modules["weft.symm_mem"]
 assert "weft.fused_ops" not in sys.modules
-assert weft.FusionPass is weft.fused_ops.FusionPass
+
+import weft.fused_ops
+from weft import fused_ops
+assert not {{"torch._dynamo", "torch._inductor"}} & {{*sys.modules}}
+assert "weft.fused_ops.passes" not in sys.modules
+assert set(fused_ops.__all__) <= set(dir(fused_ops))
+assert fused_ops.Report is fused_ops.passes.report.Report
+assert fused_ops.compile is fused_ops.passes.backend.compile
+print(refused(fused_ops))
+from weft.fused_ops import *
+assert FusionPass is fused_ops.passes.fusion.FusionPass
+
+assert weft.FusionPass is FusionPass
 assert all(getattr(weft, name) is not None for name in weft.__all__)
 assert set(weft.__all__) <= set(dir(weft))
+del fused_all_gather_matmul
 from weft import *
-assert fused_all_gather_matmul is weft.fused_ops.fused_all_gather_matmul
-try:
-    weft.fused_everything
-except AttributeError as error:
-    print(error)
+assert fused_all_gather_matmul is fused_ops.fused_all_gather_matmul
+print(refused(weft))
+
+spec = importlib.util.spec_from_file_location("checkout", {str(ROOT / "__init__.py")!r})
+checkout = importlib.util.module_from_spec(spec)
+sys.modules["checkout"] = checkout
+spec.loader.exec_module(checkout)
+assert checkout.symm_mem is weft.symm_mem
+copies = [m for m in sys.modules if m.startswith("checkout.")]
+assert not copies, copies
 """
-    assert of_a_new_process(program).strip() == "module 'weft' has no attribute 'fused_everything'"
+    assert of_a_new_process(program).splitlines() == [
+        "module 'weft.fused_ops' has no attribute 'fused_everything'",
+        "module 'weft' has no attribute 'fused_everything'",
+    ]
 
 
 def for_type_checkers(file: Path) -> set[str]:
@@ -247,48 +276,7 @@ def for_type_checkers(file: Path) -> set[str]:
     return {a.asname or a.name for node in block.body if isinstance(node, ast.ImportFrom) for a in node.names}
 
 
-def test_type_checkers_see_what_the_root_package_finds() -> None:
+def test_type_checkers_see_what_packages_find() -> None:
     assert for_type_checkers(ROOT / "__init__.py") == {*weft.__all__} - {"__version__"}
-
-
-def test_the_ops_do_not_import_the_compiler() -> None:
-    """It takes longer than all of weft, and a program that compiles nothing does not need it."""
-    program = "import sys, weft.fused_ops; print(*sys.modules)"
-    loaded = of_a_new_process(program).split()
-    assert not {"torch._dynamo", "torch._inductor"} & {*loaded}
-
-
-def test_the_pass_is_found_when_its_names_are_used() -> None:
-    program = """
-import sys
-from weft import fused_ops
-assert set(fused_ops.__all__) <= set(dir(fused_ops))
-assert "weft.fused_ops.passes" not in sys.modules
-assert fused_ops.Report is fused_ops.passes.report.Report
-assert fused_ops.compile is fused_ops.passes.backend.compile
-from weft.fused_ops import *
-assert FusionPass is fused_ops.passes.fusion.FusionPass
-try:
-    fused_ops.fused_everything
-except AttributeError as error:
-    print(error)
-"""
-    expected = "module 'weft.fused_ops' has no attribute 'fused_everything'"
-    assert of_a_new_process(program).strip() == expected
     names = {"FusionError", "FusionPass", "Report", "compile", "fusion_report", "measure_costs"}
     assert for_type_checkers(ROOT / "fused_ops" / "__init__.py") == names
-
-
-def test_the_checkout_under_another_name_has_no_parts_of_its_own() -> None:
-    """pytest imports the root ``__init__.py`` also as the checkout's folder is called."""
-    program = f"""
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("checkout", {str(ROOT / "__init__.py")!r})
-checkout = importlib.util.module_from_spec(spec)
-sys.modules["checkout"] = checkout
-spec.loader.exec_module(checkout)
-import weft
-assert checkout.symm_mem is weft.symm_mem
-print(*(m for m in sys.modules if m.startswith("checkout.")))
-"""
-    assert of_a_new_process(program).strip() == ""
