@@ -11,6 +11,10 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+# "weft" and not relative: pytest imports this file also under the name of the checkout's folder, and a second copy of
+# the submodules would have heaps and caches of its own.
+from weft import hooks
+
 if TYPE_CHECKING:
     from . import fused_ops, symm_mem
     from .fused_ops import (
@@ -56,8 +60,6 @@ if TYPE_CHECKING:
 else:
     # Type checkers must not see it: to them any name would be there.
     def __getattr__(name: str) -> Any:
-        # "weft" and not __name__: pytest imports this file also under the name of the checkout's folder, and a second
-        # copy of the submodules would have heaps and caches of its own.
         if name in _SUBMODULES:
             return importlib.import_module(f"weft.{name}")
         if name in __all__:
@@ -117,18 +119,16 @@ def _make_process_group(options: Any, backend_options: Any) -> Any:
     return create(options, backend_options)
 
 
-def _transfer_engine(registry: Any) -> Any:
-    """What moves registered tensors on CUDA. symm_mem asks for it here, as it imports no kernels."""
+def _cuda_transfers(registry: Any) -> Any:
     return importlib.import_module("weft.kernels.transfer.cuda_kernel").CudaTransfers(registry)
 
 
 def _define_ops() -> None:
-    """torch.ops.weft, of which registered tensors are calls in graphs."""
     importlib.import_module("weft.fused_ops")
 
 
 def _register_backend() -> None:
-    """Tells torch.distributed of the backend "weft", if it is imported: ``import torch`` does so."""
+    """``import torch`` imports torch.distributed."""
     distributed = sys.modules.get("torch.distributed.distributed_c10d")
     if distributed is not None and "WEFT" not in distributed.Backend._plugins:
         distributed.Backend.register_backend(
@@ -136,6 +136,8 @@ def _register_backend() -> None:
         )
 
 
+hooks.cuda_transfers, hooks.define_ops = _cuda_transfers, _define_ops
+hooks.register_backend = _register_backend
 _register_backend()
 
 

@@ -3,11 +3,9 @@
 The pass is imported when one of its names is first used: it needs Inductor, which takes seconds.
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
-import weft
-
+from .. import hooks
 from . import async_collectives as async_collectives  # torch.ops.weft has them
 from .about.timeline import timeline
 from .collectives import one_shot_all_gather, one_shot_reduce_scatter
@@ -39,19 +37,22 @@ from .scaled import fused_all_gather_scaled_matmul, fused_scaled_matmul_reduce_s
 from .transfers import transfer_ops as transfer_ops  # of registered tensors, likewise
 
 if TYPE_CHECKING:
-    from .passes import FusionError, FusionPass, Report
-    from .passes.backend import compile, fusion_report  # noqa: A004
-    from .passes.order.measured import measure_costs
+    from .passes import (
+        FusionError,
+        FusionPass,
+        Report,
+        compile,  # noqa: A004
+        fusion_report,
+        measure_costs,
+    )
 else:
     # Type checkers must not see it: to them any name would be there.
     def __getattr__(name: str) -> Any:
-        if name == "passes":
-            return importlib.import_module(".passes", __name__)
-        if name not in _OF_THE_PASS:
+        if name != "passes" and name not in _OF_THE_PASS:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(_OF_THE_PASS[name], __name__), name)
-        globals()[name] = value
-        return value
+        import weft.fused_ops.passes as passes  # a relative import would ask here for it
+
+        return passes if name == "passes" else getattr(passes, name)
 
 
 __all__ = [
@@ -94,16 +95,12 @@ __all__ = [
     "timeline",
     "uninstall",
 ]
-_OF_THE_PASS = {
-    **dict.fromkeys(("FusionError", "FusionPass", "Report"), ".passes"),
-    **dict.fromkeys(("compile", "fusion_report"), ".passes.backend"),
-    "measure_costs": ".passes.order.measured",
-}
+_OF_THE_PASS = ("FusionError", "FusionPass", "Report", "compile", "fusion_report", "measure_costs")
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, "passes"})
 
 
-weft._register_backend()
+hooks.register_backend()
 install_if_asked()

@@ -12,6 +12,7 @@ MAY_IMPORT = {
     "kernels": {"symm_mem"},
     "fused_ops": {"kernels", "symm_mem"},
 }
+FOR_ALL = {"hooks", "__version__", "__file__"}  # of the root package
 USERS = ("bench", "examples", "tests")
 MOST_FILES = 13  # of a room, its __init__.py not counted
 
@@ -23,7 +24,9 @@ def imports(source: str, parts: tuple[str, ...]) -> Iterator[tuple[int, tuple[st
     """
     is_package = parts[-1].removesuffix(".py") == "__init__"
     package = ("weft", *parts[:-1])
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    yield from attributes_of_the_root(tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, tuple(alias.name.split("."))
@@ -37,6 +40,33 @@ def imports(source: str, parts: tuple[str, ...]) -> Iterator[tuple[int, tuple[st
                 base = package[: len(package) + 1 - node.level]
             for alias in node.names:
                 yield node.lineno, (*base, alias.name)
+        elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__"):
+            name = node.args[0] if node.args else None
+            if not isinstance(name, ast.Constant) or not isinstance(name.value, str):
+                yield node.lineno, ("beyond the package",)
+                continue
+            level = len(name.value) - len(name.value.lstrip("."))
+            base = package[: len(package) + 1 - level] if level else ()
+            yield node.lineno, (*base, *name.value.lstrip(".").split("."))
+
+
+def called(node: ast.Call) -> str:
+    """The last name of the function that is called."""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+def attributes_of_the_root(tree: ast.Module) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """(line, ("weft", name)) of what is used of the root package, which finds any floor by its name."""
+    roots = {
+        alias.asname or "weft"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name == "weft" or (alias.name.startswith("weft.") and not alias.asname)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in roots:
+            yield node.lineno, ("weft", node.attr)
 
 
 def violations(source: str, parts: tuple[str, ...]) -> list[str]:
@@ -46,9 +76,7 @@ def violations(source: str, parts: tuple[str, ...]) -> list[str]:
         where = f"{'/'.join(parts)}:{line} imports {'.'.join(target)}"
         if target[0] in (*MAY_IMPORT, *USERS, "beyond the package"):
             found.append(where)
-        elif (
-            target[0] == "weft" and len(target) > 1 and target[1] != top and target[1] not in MAY_IMPORT[top]
-        ):
+        elif target[0] == "weft" and len(target) > 1 and target[1] not in {top, *MAY_IMPORT[top], *FOR_ALL}:
             found.append(where)
         elif (
             target[:2] == ("weft", "kernels")
@@ -154,6 +182,17 @@ def test_a_violation_is_found() -> None:
         ("fused_ops/functional.py", "from bench import timer", False),
         ("fused_ops/functional.py", "from ...outside import x", False),
         ("symm_mem/heap/heap.py", "def f():\n    import weft.fused_ops", False),
+        ("symm_mem/heap/heap.py", "from ... import hooks", True),
+        ("symm_mem/heap/heap.py", "import weft\nweft.__version__", True),
+        ("symm_mem/heap/heap.py", "import weft\nweft.plan", False),
+        ("symm_mem/heap/heap.py", "import weft as root\nroot.kernels", False),
+        ("symm_mem/heap/heap.py", "import weft.symm_mem\nweft.fused_ops.plan", False),
+        ("symm_mem/heap/heap.py", "from weft import plan", False),
+        ("symm_mem/heap/heap.py", "importlib.import_module('weft.kernels.transfer')", False),
+        ("symm_mem/heap/heap.py", "import_module('...fused_ops', __package__)", False),
+        ("symm_mem/heap/heap.py", "__import__('weft.fused_ops')", False),
+        ("symm_mem/heap/heap.py", "importlib.import_module(name)", False),
+        ("symm_mem/heap/heap.py", "importlib.import_module('torch._inductor')", True),
     ]
     wrong = [
         (path, line)
@@ -161,6 +200,13 @@ def test_a_violation_is_found() -> None:
         if (not violations(line, tuple(path.split("/")))) != allowed
     ]
     assert not wrong
+
+
+def test_a_circle_by_name_is_found() -> None:
+    here = ("fused_ops", "library", "compiled.py")
+    assert (1, ("weft", "fused_ops", "library", "inductor")) in [
+        *imports("importlib.import_module('.inductor', __package__)", here)
+    ]
 
 
 def test_users_import_the_installed_package() -> None:

@@ -8,16 +8,16 @@ for it; an op of weft is kept as torch keeps its own collectives:
   moves no collective to what waits for it. Nothing waits: no code comes of it (``inductor.py``).
 - It neither merges equal calls, nor calls once more in the backward what is not in an activation checkpoint.
 - Inductor takes the ops for collectives, which it leaves in the order of the graph (``inductor.py``).
-- The settings under which it does not are refused by name (``why_unordered``).
+- The settings under which it does not are refused by name (``communicating.py``).
 
 Not so in activation checkpoints, where torch decides what is called again, and when: it does so alike on all compiled
-ranks. All that depends on torch's version stands here and in ``inductor.py``; from 2.13 to 2.15 it is the same.
+ranks. All that depends on torch's version stands here, in ``communicating.py`` and in ``inductor.py``; from 2.13 to
+2.15 it is the same.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
@@ -35,22 +35,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
-#: The ops that communicate: weft's, and those of others that it implements.
-COMMUNICATING: list[OpOverload] = []
-#: Those of registered tensors: their first argument is one, or several, that a graph is given and does not make.
-OF_REGISTERED: list[OpOverload] = []
-#: What a wait has in its ``meta`` if it only keeps an op of weft.
-KEEPS = "weft_keeps"
+from .communicating import COMMUNICATING, KEEPS, OF_REGISTERED
 
 _apart = set[OpOverload]()  # those of COMMUNICATING that were in a graph
 _wait = torch.ops._c10d_functional.wait_tensor.default
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-# Passes of ``reorder_for_compute_comm_overlap_passes``, and the settings of ``config_comms`` by which they may change
-# the order of collectives.
-_REORDERING = {
-    "sink_waits_iterative": "sink_waits_iterative_unsafe_collectives_reorder",
-    "reorder_communication_preserving_peak_memory": "reorder_iterative_unsafe_collectives_reorder",
-}
 
 
 def declare_communicating(op: OpOverload) -> None:
@@ -107,28 +96,6 @@ def known_to_inductor(fake: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def why_unordered() -> str | None:
-    """The setting by which Inductor need not keep the order of the program; None if there is none."""
-    from torch._inductor import config  # it brings Dynamo, which takes seconds
-
-    if config.aten_distributed_optimizations.enable_overlap_scheduling:
-        return "torch._inductor.config.aten_distributed_optimizations.enable_overlap_scheduling is True"
-    if config.fallback_by_default and config.reorder_for_peak_memory:
-        # In lite mode ops are called as they are, so Inductor does not know them for collectives.
-        return "torch._inductor.config.fallback_by_default and reorder_for_peak_memory are True"
-    if config.deterministic or not config.reorder_for_compute_comm_overlap:
-        return None
-    comms = importlib.import_module("torch._inductor.config_comms")
-    for each in config.reorder_for_compute_comm_overlap_passes:
-        name = each if isinstance(each, str) else getattr(each, "__name__", "")
-        if getattr(comms, _REORDERING.get(name, ""), False):
-            return (
-                f"torch._inductor.config.reorder_for_compute_comm_overlap is True, its passes have {name!r}, and "
-                f"torch._inductor.config_comms.{_REORDERING[name]} is True"
-            )
-    return None
-
-
 def _functionalized(op: OpOverload) -> Callable[..., Any]:
     """How AOTAutograd writes the op into a graph: as always, and a wait behind it."""
 
@@ -181,7 +148,8 @@ def _back_to(op: OpOverload, graph: fx.Graph) -> Iterator[fx.Node]:
 def _tell_inductor() -> Any:
     """``inductor.py``, if Inductor is there."""
     if "torch._inductor.lowering" in sys.modules:
-        inductor = importlib.import_module(".inductor", __package__)
+        from . import inductor
+
         inductor.keep_in_order()
         return inductor
     return None

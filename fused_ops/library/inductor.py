@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
 from . import schema
-from .compiled import COMMUNICATING, KEEPS, OF_REGISTERED, why_unordered
+from .communicating import COMMUNICATING, KEEPS, OF_REGISTERED, why_unordered
 
 _wait = torch.ops._c10d_functional.wait_tensor.default
 _STARTS = (schema.all_gather_start, schema.reduce_scatter_start)

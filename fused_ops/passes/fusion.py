@@ -13,7 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from typing_extensions import Unpack
 
 from ...symm_mem import Group
-from ..library.compiled import why_unordered
+from ..library.communicating import why_unordered
 from .agreement.fallback.run import is_fallback_graph
 from .agreement.fallback_graph import (
     FallbackGraph,

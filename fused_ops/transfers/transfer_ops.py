@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 from ...symm_mem import RegisteredTensor, batch_put, batch_signal, batch_wait
 from ...symm_mem.registration.registered import registered_as
 from ..library import compiled, group_checks, schema
+from ..library.communicating import OF_REGISTERED
 from ..library.unsupported import refuse_derivative_in_transform, refuse_unsupported
 from . import refusals
 
@@ -118,7 +119,7 @@ for _op, _refuse, _run, _written in (
         f"weft::{_name}", compiled.known_to_inductor(_checked(_refuse, None)), lib=schema.lib
     )
     compiled.declare_communicating(_op)
-    compiled.OF_REGISTERED.append(_op)
+    OF_REGISTERED.append(_op)
     for _key in ("CPU", "CUDA"):
         schema.lib.impl(_name, _checked(_refuse, _run), _key)
     schema.lib.impl(_name, _below_autograd(_op, _name, _written), "Autograd")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-import weft
 
+from ... import hooks
 from ..call_site import call_site, text
 from ..errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
 from ..failure.fault import fault_of
@@ -67,10 +67,10 @@ class TransferEngine(Protocol):
 
 
 def make_engine(registry: Registry) -> TransferEngine:
-    """On CUDA it is of kernels, which symm_mem does not import: the root package knows where."""
+    """On CUDA it launches kernels, which symm_mem does not import."""
     if registry.heap.device.type == "cpu":
         return HostEngine(registry)
-    engine: TransferEngine = weft._transfer_engine(registry)
+    engine: TransferEngine = hooks.cuda_transfers(registry)
     return engine
 
 

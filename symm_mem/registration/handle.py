@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import weft
 
+from ... import hooks
 from .. import forks
 from ..errors import WeftError
 from .cross_process import ProcessTensor
@@ -222,7 +222,7 @@ def refuse_overlap(name: str, local: torch.Tensor) -> None:
 
 def define_ops() -> None:
     """torch.ops.weft, for graphs: symm_mem does not import what defines them."""
-    weft._define_ops()
+    hooks.define_ops()
 
 
 define_ops._dynamo_marked_constant = True  # type: ignore[attr-defined]

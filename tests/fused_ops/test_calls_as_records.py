@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from weft.fused_ops.library.compiled import OF_REGISTERED
+from weft.fused_ops.library.communicating import OF_REGISTERED
 from weft.fused_ops.ops import OPS, Op
 
 

@@ -22,7 +22,7 @@ from weft.fused_ops.dispatch.profitability import (
     predicted_us,
     why_not_profitable,
 )
-from weft.fused_ops.library.compiled import COMMUNICATING
+from weft.fused_ops.library.communicating import COMMUNICATING
 from weft.fused_ops.passes.graph.collectives import c10d
 from weft.fused_ops.passes.patterns.candidate import word_of
 from weft.kernels.all_gather_matmul import configs as gather

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor import config_comms
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from weft.fused_ops.library.compiled import why_unordered
+from weft.fused_ops.library.communicating import why_unordered
 
 SHAPES = ((4, 16), (16, 16))
 MANY = pytest.param(range(2, 40), marks=[pytest.mark.slow, pytest.mark.timeout(1800)], id="more")

@@ -183,7 +183,7 @@ def test_inductor_is_told_of_every_op_that_communicates() -> None:
     """Else it does not keep them in the order of the graph."""
     from torch._inductor.lowering import lowerings
     from weft.fused_ops.library import inductor
-    from weft.fused_ops.library.compiled import COMMUNICATING
+    from weft.fused_ops.library.communicating import COMMUNICATING
 
     ops = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("weft::")}
     of_the_pass = {"agree", "keep_order", "record", "verify_memory", "watch_memory"}
