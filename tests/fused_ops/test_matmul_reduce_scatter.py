@@ -61,11 +61,11 @@ def test_fused_matmul_reduce_scatter(
 
 
 def order(rank: int, world_size: int) -> None:
-    """The sum is in float32 and in rank order: 1e8 + 1 - 1e8 is 0 in that order, and 1 in others."""
-    value = {0: 1e8, 1: 1.0, 2: -1e8}[rank]
+    """The sum is in float32 and in rank order: 1e8 - 1e8 + 1 is 1 in that order, and 0 from the last rank on."""
+    value = {0: 1e8, 1: -1e8, 2: 1.0}[rank]
     A = torch.full((3, 1), value)
     out = fused_matmul_reduce_scatter(A, torch.ones(1, 2), "sum", 0, world())
-    assert out.flatten().tolist() == [0.0, 0.0]
+    assert out.flatten().tolist() == [1.0, 1.0]
     # bfloat16 parts are summed in float32: 256 + 1 is no bfloat16, 256 + 1 + 1 is one.
     A = torch.full((3, 1), {0: 256.0, 1: 1.0, 2: 1.0}[rank], dtype=torch.bfloat16)
     out = fused_matmul_reduce_scatter(A, torch.ones(1, 2, dtype=torch.bfloat16), "sum", 0, world())

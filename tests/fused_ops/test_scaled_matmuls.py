@@ -161,13 +161,13 @@ def test_no_further_from_float64_than_torch() -> None:
 
 
 def order(rank: int, size: int) -> None:
-    """Scales that a sum in another order, or in 16 bits, would show: 1e8 + 1 - 1e8 is 0 in rank order."""
-    scale = torch.tensor({0: 1e8, 1: 1.0, 2: -1e8}[rank])
+    """Scales that a sum in another order, or in 16 bits, would show: 1e8 - 1e8 + 1 is 1 in rank order."""
+    scale = torch.tensor({0: 1e8, 1: -1e8, 2: 1.0}[rank])
     a, b, one = torch.zeros(3, 16), torch.zeros(16, 16), torch.ones(())
     a[:, 0] = b[:, 0] = 1
     a, b = a.to(E4M3), b.to(E4M3).t()
     z = fused_scaled_matmul_reduce_scatter(a, b, scale, one, "sum", 0, 0, world(), out_dtype=torch.float32)
-    assert z.unique().tolist() == [0.0]
+    assert z.unique().tolist() == [1.0]
     # The own part is not rounded: 257 is no bfloat16, and the others' parts leave 1 of it.
     part = torch.zeros(3, 16)
     part[:, 0], part[rank, 0], part[rank, 1] = -128.0, 256.0, 1.0

@@ -167,6 +167,22 @@ def test_reads_and_writes_keep_their_order() -> None:
     assert "stands in front of wait_tensor" in str(hazards.why_invalid(order))
 
 
+def test_nothing_moves_across_an_effect() -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        a = x.sin()
+        aten._assert_async.msg(a.sum() < 100, "too large")
+        return a + y.cos()
+
+    graph = graph_of(fn)
+    order = body(graph)
+    hazards = Hazards(AliasSets(graph), order)
+    assert hazards.why_invalid(order) is None
+    cos = next(n for n in order if n.target is aten.cos.default)
+    order.remove(cos)
+    order.insert(0, cos)
+    assert "has left its place among effects" in str(hazards.why_invalid(order))
+
+
 def test_heap_bytes_of_an_op() -> None:
     graph = graph_of(weft_ops)
     sizes = [heap_bytes(n) for n in graph.nodes if getattr(n.target, "namespace", "") == "weft"]

@@ -48,3 +48,14 @@ def test_means(mean: Callable[[Tensor], Tensor], fused: bool) -> None:
     found = seen(fn, X2, W8, torch.randn(6, 5), torch.randn(5))
     assert found.fused == ["weft::fused_all_reduce_rms_norm" if fused else AR]
     check_same(found, 2)
+
+
+@pytest.mark.parametrize(("exponent", "fused"), [(2, True), (4, False)])
+def test_powers(exponent: int, fused: bool) -> None:
+    def fn(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        y = residual + c10d.wait_tensor(c10d.all_reduce(x @ w, "sum", GROUP[0]))
+        return y * torch.rsqrt(usual(y.pow(exponent))) * weight
+
+    found = seen(fn, X2, W8, torch.randn(6, 5), torch.randn(5))
+    assert found.fused == ["weft::fused_all_reduce_rms_norm" if fused else AR]
+    check_same(found, 2)
