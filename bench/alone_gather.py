@@ -186,6 +186,6 @@ class GatherProblem(RankProblem[GatherPushConfig]):
 
     def text(self, config: GatherPushConfig) -> str:
         c = config
-        lead = f" lead {c.lead}" if c.lead else ""
+        wave = f" first_wave {c.first_wave}" if c.first_wave else ""
         chunks = f"chunks {c.chunk_rows} units {c.k_chunk_columns}"
-        return f"{c.tile.block_m}x{c.tile.block_n} comm_sms {c.comm_sms} group {c.group} {chunks}{lead}"
+        return f"{c.tile.block_m}x{c.tile.block_n} comm_sms {c.comm_sms} group {c.group} {chunks}{wave}"

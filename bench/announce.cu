@@ -30,7 +30,7 @@ extern "C" __global__ void announce(const __grid_constant__ Params p) {
         while (weft::nanoseconds() < seen) {}
         // No fence: what they stand for has been there since before the launch.
         for (int rank = 1; rank < p.world; ++rank) {
-            weft::post_behind_fence(p.flags + rank * p.flags_per_rank + flag, use);
+            weft::post_after_fence(p.flags + rank * p.flags_per_rank + flag, use);
         }
     }
 }

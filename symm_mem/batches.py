@@ -27,7 +27,7 @@ def batch_put(puts: Sequence[Put]) -> None:
     6.0
 
     Each waits for its own ``signal`` and tells its own ``wait``. They are in no order among each other: none may depend
-    on what the owner does behind another one.
+    on what the owner does after another one.
 
     Args:
         puts: for each what ``put`` takes, as (registered tensor, source, peer): all of one group, and one for each

@@ -16,7 +16,7 @@ import typing_extensions
 Site: TypeAlias = tuple[CodeType, int]
 
 _WEFT = Path(__file__).parent.parent
-# tests, bench and examples may stand beside them and are callers.
+# tests, bench and examples may stand next to them and are callers.
 _LIBRARIES = (
     *(f"{_WEFT / part}{os.sep}" for part in ("symm_mem", "kernels", "fused_ops")),
     f"{Path(torch.__file__).parent}{os.sep}",

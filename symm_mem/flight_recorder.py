@@ -103,7 +103,7 @@ def collective_of(op: str) -> str:
 
 
 def shape_of(op: str, tensors: Sequence[Tensor]) -> CallShape:
-    """Of a call of one of weft's ops, whose first tensor is x, or A in front of B."""
+    """Of a call of one of weft's ops, whose first tensor is x, or A before B."""
     x, kind = tensors[0], collective_of(op)
     sizes = tuple(x.shape)
     if "matmul" in op and kind != GATHER:

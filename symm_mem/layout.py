@@ -20,7 +20,7 @@ class Layout:
 
     Attributes:
         ll_protocol: data is its own flag (docs/protocol.md#ll-protocol).
-        staging_bytes: local memory behind the buffers; its contents do not outlive a kernel.
+        staging_bytes: local memory after the buffers; its contents do not outlive a kernel.
     """
 
     world_size: int

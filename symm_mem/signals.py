@@ -6,8 +6,8 @@ my pad has reached my next count: the n-th wait matches the n-th put, and puts m
 
 On CPU ranks a wait spins. On CUDA put and wait are stream memory operations: the host does not wait, the stream does
 (stream_watchdog.py bounds that). A wait that expires breaks the group on this rank, as one in a workspace does
-(fault.py): no more calls until a reset, and kernels behind it in the stream send nothing. So does any other exception
-inside a call (Ctrl-C): counts that have advanced on one side alone would match puts with the wrong waits. A put behind
+(fault.py): no more calls until a reset, and kernels after it in the stream send nothing. So does any other exception
+inside a call (Ctrl-C): counts that have advanced on one side alone would match puts with the wrong waits. A put after
 an expired wait in a stream is made all the same. docs/protocol.md#signals
 
 After these words come as many for users' own kernels. weft zeroes them, also at a reset, and does not use them.

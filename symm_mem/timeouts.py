@@ -25,7 +25,7 @@ from .groups import Group, group_name, group_of_name
 
 LONGEST = 1e9  # seconds; kernels count nanoseconds in 64 bits
 _PREPARING = 1800.0
-GRACE = 30.0  #: seconds behind the deadline of a thread's wait in which another one of the rank waits for that thread
+GRACE = 30.0  #: seconds after the deadline of a thread's wait in which another one of the rank waits for that thread
 _LOOK = 1.0  # seconds between two looks whether the holder goes on
 
 

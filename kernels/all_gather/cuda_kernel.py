@@ -16,7 +16,7 @@ SOURCE = Path(__file__).with_name("kernel.cu")
 
 
 def all_gather_defines(world_size: int) -> dict[str, str | int]:
-    """What kernel.cu must know, besides the rank."""
+    """What kernel.cu must know, in addition to the rank."""
     return {"DTYPE": "bfloat16", **rounds_defines(world_size)}
 
 

@@ -17,7 +17,7 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def reference_all_gather(x: torch.Tensor, gather_dim: int, group: ProcessGroup) -> torch.Tensor:
-    """All ranks' x, one behind the other along ``gather_dim``, which is not negative; contiguous."""
+    """All ranks' x, one after the other along ``gather_dim``, which is not negative; contiguous."""
     world_size = group.size()
     shape = list(x.shape)
     shape[gather_dim] *= world_size

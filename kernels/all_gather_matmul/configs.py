@@ -27,11 +27,11 @@ from .estimate import (
     clusters_of,
     estimate_copied_us,
     estimate_gather_push_us,
-    missed_of,
+    skipped_steps_of,
     slot_bytes,
 )
 
-# A copy engine takes some microseconds for each copy, and as many again for the flag behind it: a second chunk is
+# A copy engine takes some microseconds for each copy, and as many again for the flag after it: a second chunk is
 # profitable only for shards from this size on that take longer to arrive than the matmuls before them.
 _SPLIT_BYTES = 16 << 20
 MOST_BS = 4  # of one launch
@@ -110,7 +110,7 @@ def choose_all_gather_matmul(
 
 
 def copy_engine_is_profitable(m: int, n: int, k: int, world_size: int, itemsize: int) -> bool:
-    """Whether copy engines beat an all-gather in front of the matmul; ``n``: the columns of all Bs."""
+    """Whether copy engines beat an all-gather before the matmul; ``n``: the columns of all Bs."""
     gathered, multiplying = world_size * m * k * itemsize, world_size * m * n * k / gemm_tiles.MULTIPLY_ADDS
     return gathered >= 32 << 20 or (gathered >= 4 << 20 and multiplying >= 80)
 
@@ -216,7 +216,7 @@ def copied_layout(problem: AllGatherMatmulProblem) -> Layout:
 
 
 def gather_is_profitable(problem: AllGatherMatmulProblem) -> bool:
-    """Whether the fastest candidate is predicted to beat an all-gather in front of the matmuls."""
+    """Whether the fastest candidate is predicted to beat an all-gather before the matmuls."""
     return gather_saves_us(problem) > 0
 
 
@@ -272,7 +272,7 @@ def push_candidates(problem: AllGatherMatmulProblem) -> list[GatherPushConfig]:
         rows, columns = problem.tiles(tile)
         one_wave = gemm_tiles.waves(tile, rows * world_size, ns, num_sms) == 1
         for comm_sms in several:
-            missed = missed_of(tile, comm_sms, problem) if comm_sms else 0
+            skipped_steps = skipped_steps_of(tile, comm_sms, problem) if comm_sms else 0
             fill = (num_sms - comm_sms) // (listed * columns)
             for group in sorted({1, 2, min(fill, rows)} & set(range(1, rows + 1)), reverse=comm_sms > 0):
                 chunk_rows, k_chunk_columns = _chunks(comm_sms, one_wave, world_size, split_k)
@@ -284,7 +284,7 @@ def push_candidates(problem: AllGatherMatmulProblem) -> list[GatherPushConfig]:
                         raster_group=raster_group,
                         remote_raster_group=max(raster_group, -(-group * listed // 2)),
                         split_k=split_k,
-                        missed=missed,
+                        skipped_steps=skipped_steps,
                         scaled=problem.scaled,
                     )
                     led = _led(config, problem)
@@ -302,8 +302,8 @@ def _raster_groups(problem: AllGatherMatmulProblem) -> tuple[int, ...]:
 
 def _chunks(comm_sms: int, one_wave: bool, world_size: int, split_k: bool) -> tuple[int, int]:
     """``chunk_rows`` and ``k_chunk_columns``. A warp sends a chunk to all peers at its share of the links' rate.
-    Its flags come behind it: 64 rows take 3 us between two ranks, 7 to 13 between four. All tiles of a single wave wait
-    for the first chunks; behind other tiles more flags may cost more than that."""
+    Its flags come after it: 64 rows take 3 us between two ranks, 7 to 13 between four. All tiles of a single wave wait
+    for the first chunks; after other tiles more flags may cost more than that."""
     if split_k:
         return FIT_ROWS, 1024
     found = (_CHUNKS_OF_TWO if world_size == 2 else _CHUNKS)[comm_sms > 0][0 if one_wave else 1]
@@ -321,15 +321,15 @@ def _comm_sms(moved: int, world_size: int, split_k: bool) -> tuple[int, ...]:
 
 
 def _led(config: GatherPushConfig, problem: AllGatherMatmulProblem) -> GatherPushConfig | None:
-    """The same with what is left over of full waves in front of them; None if nothing is, or too much."""
+    """The same with the steps that fill no wave as the first wave; None if nothing is, or too much."""
     rows, columns = problem.tiles(config.tile)
     own, steps = rows // 2 * columns, (rows * problem.world_size + 1) // 2 * columns
     others, clusters = clusters_of(config, problem.num_sms)
-    behind = steps - config.missed * others
-    lead = behind % clusters if behind > 0 else steps % others
-    if config.split_k or len(problem.ns) > MOST_BS or not 0 < lead <= min(own, others):
+    rest = steps - config.skipped_steps * others
+    first_wave = rest % clusters if rest > 0 else steps % others
+    if config.split_k or len(problem.ns) > MOST_BS or not 0 < first_wave <= min(own, others):
         return None
-    return replace(config, lead=lead)
+    return replace(config, first_wave=first_wave)
 
 
 def push_flags_per_rank(m: int, k: int, config: GatherPushConfig) -> int:
@@ -343,7 +343,7 @@ def push_flags_per_rank(m: int, k: int, config: GatherPushConfig) -> int:
 
 
 def gather_push_layout(m: int, k: int, world_size: int, config: GatherPushConfig) -> Layout:
-    """The workspace of shards [m, K] of 16 bits: a buffer holds ``[W, m, K]``, and behind that the scales that
+    """The workspace of shards [m, K] of 16 bits: a buffer holds ``[W, m, K]``, and after that the scales that
     travel."""
     scales = 0 if config.scaled is None else config.scaled.sent_bytes(m, k)
     return Layout(world_size, push_flags_per_rank(m, k, config), world_size * (m * k * 2 + scales))

@@ -1,7 +1,7 @@
 """Copy engines push the shards while products are computed of what has arrived: float32, and fp8 around torch's kernel.
 
 float32. On the current stream: acquire kernel, the persistent Triton GEMM for each B, the copy of A if it is returned,
-and the end of the epoch. On the copy stream behind the acquire kernel: the pushes (device/comm/copy_engine.py). Who
+and the end of the epoch. On the copy stream after the acquire kernel: the pushes (device/comm/copy_engine.py). Who
 writes and who waits: triton_kernel.py.
 
 fp8. On the current stream: acquire kernel, the products of the own rows, for each peer a wait for its slot and the

@@ -50,8 +50,8 @@ class _Params(ctypes.Structure):
         ("remote_raster_group", ctypes.c_int32),
         ("group", ctypes.c_int32),
         ("comm_sms", ctypes.c_int32),
-        ("missed", ctypes.c_int32),
-        ("lead", ctypes.c_int32),
+        ("skipped_steps", ctypes.c_int32),
+        ("first_wave", ctypes.c_int32),
         ("push", ctypes.c_int32),
         ("final", ctypes.c_int32),
         # Tensor maps are aligned to 64 bytes, so there its size is a multiple of that.
@@ -86,7 +86,7 @@ def _result(scaled: ScaledProducts) -> dict[str, int]:
 
 def can_take(a: torch.Tensor) -> bool:
     """Whether a shard [m, K], at an address that is a multiple of 16, need not be copied: its rows are contiguous and
-    lie at one distance, a multiple of 16 bytes, one behind the other."""
+    lie at one distance, a multiple of 16 bytes, one after the other."""
     if a.is_contiguous():
         return True
     (distance, step), k = a.stride(), a.shape[1]
@@ -156,7 +156,7 @@ class AllGatherMatmulPush:
         if layout.flags_per_rank < flags or layout.buffer_bytes < size * m * k * dtype.itemsize:
             raise ValueError(f"workspace: {layout} is too small for shards of {m} x {k} {dtype}")
         self.workspace = workspace
-        sends = (config.comm_sms, config.missed, config.lead, not config.comm_sms)
+        sends = (config.comm_sms, config.skipped_steps, config.first_wave, not config.comm_sms)
         self._sends = sends, (0, 0, 0, False)
         self._timeouts_ns = [0, 0]
         rows = (1, 1, m, k)
@@ -251,7 +251,7 @@ class AllGatherMatmulPushes:
 
         Args:
             operands: addresses of the local shard and of the Bs.
-            results: addresses of the products, each [W, m, N_i], and behind them with ``return_A`` of the gathered
+            results: addresses of the products, each [W, m, N_i], and after them with ``return_A`` of the gathered
                 shards [W, m, K]; with ``split_k`` [m, N_i] and [m, W * K].
             stream: a CUstream as an integer.
         """

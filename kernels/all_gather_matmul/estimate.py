@@ -12,8 +12,8 @@ from ..device.gemm.scaling import ScaledProducts
 
 RASTER_GROUP = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
 _ALIGNMENT = 16  # bytes, of what torch's product takes and of a rank's slot
-# Microseconds of a call of copied_products.py besides products and copies: the acquire kernel and the end of the epoch;
-# a wait for a peer; and until the first bytes of a copy engine and the flag behind its last are there.
+# Microseconds of a call of copied_products.py without products and copies: the acquire kernel and the epoch's end;
+# a wait for a peer; and until the first bytes of a copy engine and the flag after its last are there.
 _COPIED_CALL, _COPIED_PEER, _COPY_STARTS = 10.0, 3.0, 12.0
 _MOST_WAVES = 256  # of one prediction; the waves of longer matmuls are taken several at once
 
@@ -59,8 +59,8 @@ class GatherPushConfig:
         k_chunk_columns: of a k-chunk, which is waited for as a whole.
         raster_group, remote_raster_group: pairs of local rows of tiles, and of the peers', in a raster group.
         split_k: shards lie side by side along K; then no row is all local.
-        missed: tiles that the others compute while the communication SMs send.
-        lead: steps of the first wave, all of local rows; 0: a full wave.
+        skipped_steps: tiles that the others compute while the communication SMs send.
+        first_wave: steps of the first wave, all of local rows; 0: a full wave.
         scaled: the operands are fp8.
     """
 
@@ -73,8 +73,8 @@ class GatherPushConfig:
     raster_group: int = RASTER_GROUP
     remote_raster_group: int = RASTER_GROUP
     split_k: bool = False
-    missed: int = 0
-    lead: int = 0
+    skipped_steps: int = 0
+    first_wave: int = 0
     scaled: ScaledProducts | None = None
 
 
@@ -120,7 +120,7 @@ def clusters_of(config: GatherPushConfig, num_sms: int) -> tuple[int, int]:
     return max(1, (num_sms - config.comm_sms) // 2), max(1, num_sms // 2)
 
 
-def missed_of(tile: gemm_tiles.Tile, comm_sms: int, problem: AllGatherMatmulProblem) -> int:
+def skipped_steps_of(tile: gemm_tiles.Tile, comm_sms: int, problem: AllGatherMatmulProblem) -> int:
     """Tiles that a block computes while ``comm_sms`` SMs send. Measured with these costs between two, too."""
     tile_us = -(-problem.k // gemm_tiles.BLOCK_K) * tile.stage_us + _SOME.tile_ends
     return ceil((_SOME.launch + problem.moved / _SOME.rates[comm_sms]) / tile_us)
@@ -154,7 +154,7 @@ def estimate_gather_push_us(config: GatherPushConfig, problem: AllGatherMatmulPr
         seen -= _EARLIER * (fit_us - _chunk_us(config, world_size, num_sms))
     end = moved / gemm_tiles.LINK
     others, clusters = clusters_of(config, num_sms)
-    # Pairs of rows of tiles: those of the local shard alone, and those behind them, which wait for the peers' rows.
+    # Pairs of rows of tiles: those of the local shard alone, and those after them, which wait for the peers' rows.
     own_pairs, listed, parts = (0, 1, world_size) if config.split_k else (rows // 2, peers, 1)
     pairs = (rows * (1 if config.split_k else world_size) + 1) // 2 - own_pairs
     own = own_pairs * columns
@@ -163,10 +163,10 @@ def estimate_gather_push_us(config: GatherPushConfig, problem: AllGatherMatmulPr
     stage_us = tile.stage_us * tile.felt(costs.feels)
     whole_us = parts * k / gemm_tiles.BLOCK_K * stage_us
     before_last_us = (k_chunks - 1) * config.k_chunk_columns / gemm_tiles.BLOCK_K * stage_us
-    now = -(-k // gemm_tiles.BLOCK_K) * stage_us + costs.tile_ends if config.lead else 0.0
-    first, wave = config.lead, 0
+    now = -(-k // gemm_tiles.BLOCK_K) * stage_us + costs.tile_ends if config.first_wave else 0.0
+    first, wave = config.first_wave, 0
     while first < steps:
-        taken = (others if wave < config.missed else clusters) * at_once
+        taken = (others if wave < config.skipped_steps else clusters) * at_once
         last, sent, height = min(steps, first + taken) - 1, 0, 0
         if last >= own:
             raster_group, inside = divmod(last - own, config.remote_raster_group * columns)
@@ -204,7 +204,7 @@ class CopiedConfig:
 
 
 def scales_offset(problem: AllGatherMatmulProblem) -> int:
-    """Where a rank's scales lie behind its rows, in bytes."""
+    """Where a rank's scales lie after its rows, in bytes."""
     return -(-2 * problem.m * problem.k // _ALIGNMENT) * _ALIGNMENT
 
 

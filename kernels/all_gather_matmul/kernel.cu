@@ -8,11 +8,11 @@
 // of the rows of A that it has loaded for that.
 //
 // Of fp8 operands (gemm/scales.cuh) the local rows' scales, if each rank has its own, travel with the first chunk of
-// their rows, under its flag, to [W, S, m] behind the buffer's rows; S: a scale for each row, or one for each block of K.
+// their rows, under its flag, to [W, S, m] after the buffer's rows; S: a scale for each row, or one a block of K.
 // Products are scaled and get a bias.
 //
 // Who writes: pushing warps, chunks of CHUNK_ROWS x CHUNK_COLUMNS of the local rows into slot `rank` of every peer's
-// buffer [W, m, K]; behind a system fence the block's posting warp sets flags(buffer)[rank][chunk] = e there. Every
+// buffer [W, m, K]; after a system fence the block's posting warp sets flags(buffer)[rank][chunk] = e there. Every
 // block has one pushing warp, or (`comm_sms`) the first blocks send everything with all their warps before they
 // compute.
 // Who waits: pushing warps, for done(buffer)[p] >= e - 1 of every peer; warp 2 of every block, for the flags of each
@@ -72,8 +72,8 @@ struct Params {
     int remote_raster_group;  // and of the peers'
     int group;  // rows of tiles of a rank that are sent together
     int comm_sms;  // blocks that send first
-    int missed;  // steps that each of the others takes meanwhile, behind the first wave
-    int lead;  // steps of the first wave
+    int skipped_steps;  // steps that each of the others takes meanwhile, after the first wave
+    int first_wave;  // steps of the first wave
     int push;  // every block sends while it computes
     int final;  // this launch ends the epoch
 #ifdef FP8_TYPES
@@ -93,12 +93,12 @@ using Tile = weft::GatherTile;
 using Steps = weft::GatherSteps;
 static_assert(sizeof(Order) <= (SHARE - ORDER) * sizeof(u32));
 #ifdef FP8_TYPES
-constexpr int TAKEN = weft::COUNTS - 2;  // whether a warpgroup reads no scale any more
+constexpr int DRAINED = weft::COUNTS - 2;  // whether a warpgroup reads no scale any more
 #endif
 
 __device__ __forceinline__ Steps steps_of(const Params& p, const Order& order) {
-    const int lead = min(p.lead, order.own_pairs * order.columns);
-    return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), p.comm_sms, p.missed, lead};
+    const int first_wave = min(p.first_wave, order.own_pairs * order.columns);
+    return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), p.comm_sms, p.skipped_steps, first_wave};
 }
 
 #ifdef FP8_TYPES
@@ -134,12 +134,12 @@ using Out = weft::u16;
 #endif
 
 // Pushing warp `pusher` of the launch's `pushers`: its chunks, from the local rows to all peers. Ordinary stores: where
-// bulk copies wait for a link, the same SM's loads wait behind them.
+// bulk copies wait for a link, the same SM's loads queue after them.
 __device__ __forceinline__ void push(
     const Params& p, const Order& order, u32 epoch, int pusher, int pushers, u32* sent) {
     const int lane = threadIdx.x % 32, world_size = p.buffer.world_size, rank = p.watch.rank;
     if (!weft::may_send(p.watch, p.buffer, epoch)) {
-        if (lane == 0) weft::set_count(sent, weft::NOTHING);
+        if (lane == 0) weft::set_count(sent, weft::CLOSED);
         return;
     }
     constexpr int LANES = CHUNK_COLUMNS / 8;  // of a row of a chunk
@@ -183,8 +183,8 @@ __device__ __forceinline__ void push(
     }
 }
 
-// The posting warp of a block, for its `mine` pushing warps from number `first` on, a lane each: as many flags behind
-// one fence as there are, as it takes microseconds. (With a release behind every chunk, links were idle half of the
+// The posting warp of a block, for its `mine` pushing warps from number `first` on, a lane each: as many flags after
+// one fence as there are, as it takes microseconds. (With a release after every chunk, links were idle half of the
 // time.)
 __device__ __forceinline__ void post(
     const Params& p, const Order& order, u32 epoch, int first, int mine, int pushers, const u32* sent) {
@@ -194,7 +194,7 @@ __device__ __forceinline__ void post(
     int index = lane < mine ? first + lane : order.chunks;
     while (__any_sync(~0u, index < order.chunks)) {
         const u32 there = lane < mine ? weft::read_count(sent + lane) : 0;
-        if (there == weft::NOTHING) index = order.chunks;
+        if (there == weft::CLOSED) index = order.chunks;
         const bool more = index < order.chunks && there > posted;
         if (!__any_sync(~0u, more)) {
             __nanosleep(40);  // as in wait_count
@@ -207,7 +207,7 @@ __device__ __forceinline__ void post(
             if (!chunk.inside) continue;
             for (int peer = 0; peer < p.buffer.world_size; ++peer) {
                 if (peer == rank) continue;
-                weft::post_behind_fence(weft::on_rank(flags, p.watch, p.buffer, peer) + chunk.flag, epoch);
+                weft::post_after_fence(weft::on_rank(flags, p.watch, p.buffer, peer) + chunk.flag, epoch);
             }
         }
     }
@@ -279,8 +279,8 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
     }
     weft::drain(s, state);
 #ifdef FP8_TYPES
-    // Scales that have arrived are read behind the last stage.
-    for (int i = 0; i < 2; ++i) weft::wait_count(s.counts + TAKEN + i, 1);
+    // Scales that have arrived are read after the last stage.
+    for (int i = 0; i < 2; ++i) weft::wait_count(s.counts + DRAINED + i, 1);
 #endif
 }
 
@@ -342,10 +342,10 @@ struct Returning {
 };
 
 #if RETURN_A
-using Beside = Returning;
+using MainloopHook = Returning;
 #else
-struct Beside : weft::NothingBeside {
-    __device__ __forceinline__ Beside(const Params&, const Tile&, int) {}
+struct MainloopHook : weft::NoMainloopHook {
+    __device__ __forceinline__ MainloopHook(const Params&, const Tile&, int) {}
 };
 #endif
 
@@ -380,11 +380,11 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         const int depth = (p.k + weft::BK - 1) / weft::BK * (SPLIT_K ? p.buffer.world_size : 1);
         for (Steps steps = steps_of(p, order); steps.step < order.steps(); steps.next()) {
             const Tile t = order.tile(p, steps.step, s.block);
-            float sums[weft::SUMS];
+            float sums[weft::ACC_REGS];
 #ifdef FP8_TYPES
-            weft::multiply_scaled(s, state, warpgroup, depth, sums, scales_of(p, t), Beside(p, t, warp));
+            weft::multiply_scaled(s, state, warpgroup, depth, sums, scales_of(p, t), MainloopHook(p, t, warp));
 #else
-            weft::multiply(s, state, warpgroup, depth, sums, Beside(p, t, warp));
+            weft::multiply(s, state, warpgroup, depth, sums, MainloopHook(p, t, warp));
 #endif
             const int row = t.row * BM, column = t.column * BN, n = p.n[t.b];
             Out* c = reinterpret_cast<Out*>(p.c[t.b]) + (static_cast<u64>(t.src) * p.m + row) * n + column;
@@ -392,7 +392,7 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         }
 #ifdef FP8_TYPES
         weft::sync_warpgroup(warpgroup);
-        if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + TAKEN + warpgroup, 1);
+        if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + DRAINED + warpgroup, 1);
 #endif
     }
 }

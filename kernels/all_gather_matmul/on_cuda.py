@@ -1,7 +1,7 @@
 """Which kernel computes all_gather(A) @ B on CUDA, and its call.
 
 16-bit operands go to kernel.cu; or, where little is gathered and A is not returned, to a one-shot all-gather with
-cuBLAS behind it. Others (float32), and Bs of both memory orders in one call, go to the Triton kernel with copy engines.
+cuBLAS after it. Others (float32), and Bs of both memory orders in one call, go to the Triton kernel with copy engines.
 That takes whole rows only: with the last dimension gathered such calls run unfused.
 """
 
@@ -178,7 +178,7 @@ def launch_all_gather_matmul(
 
 
 def results_of(call: configs.GatherKernelCall, world_size: int) -> list[torch.Tensor]:
-    """Memory for the products and, behind them, for the gathered shards if they are wanted."""
+    """Memory for the products and, after them, for the gathered shards if they are wanted."""
     a, bs = call.a, call.bs
     rows = a.shape[:1] if call.split_k else (world_size, a.shape[0])
     dtype = a.dtype if call.scaled is None else call.scaled.out_dtype

@@ -1,11 +1,11 @@
-// all_gather(A) in one shot, for a cuBLAS matmul behind it: gathered[src] = A[src] [m, K] of every rank src.
+// all_gather(A) in one shot, for a cuBLAS matmul after it: gathered[src] = A[src] [m, K] of every rank src.
 //
 // Who writes and who waits: LL exchange (ll_exchange.cuh). Every rank sends its vectors to all peers, and stores its
 // own and those that arrive into `gathered`: the matmul may read that while peers already send for the next call.
 // Graph-safe.
 // docs/protocol.md#ll-exchange has the proof.
 //
-// With SCALED the scales of the rows, of fp8, go with them: `scale_vectors` behind those of A, to gathered_scales.
+// With SCALED the scales of the rows, of fp8, go with them: `scale_vectors` after those of A, to gathered_scales.
 //
 // For matmuls only: of two adjacent 16-bit numbers with all bits set, two NaNs, another pair of NaNs arrives.
 // (Of four fp8 numbers that are NaNs one may become a number: the row has others.)

@@ -1,4 +1,4 @@
-"""Launches one_shot.cu, and cuBLAS's matmuls behind it."""
+"""Launches one_shot.cu, and cuBLAS's matmuls after it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from .cuda_kernel import AllGatherMatmulPush, EpochStep, _Params
 class _ScaledParams(_Params):
     """The twin of ``Params`` in kernel.cu for fp8 operands."""
 
-    _fields_ = (  # type: ignore[assignment]  # behind those of its base
+    _fields_ = (  # type: ignore[assignment]  # after those of its base
         ("own_scales", ctypes.c_uint64),
         ("scales", ctypes.c_uint64),
         ("arriving", ctypes.c_uint64),
@@ -131,7 +131,7 @@ class AllGatherScaledMatmulPush:
 class _OneShotParams(one_shot_kernel._Params):
     """The twin of ``Params`` in one_shot.cu with SCALED."""
 
-    _fields_ = (  # type: ignore[assignment]  # behind those of its base
+    _fields_ = (  # type: ignore[assignment]  # after those of its base
         ("scales", ctypes.c_uint64),
         ("gathered_scales", ctypes.c_uint64),
     )
@@ -142,7 +142,7 @@ _put_pair = struct.Struct("2Q").pack_into
 
 
 class AllGatherScaledMatmulOneShot(one_shot_kernel.AllGatherMatmulOneShot):
-    """This op as one exchange of rows and scales, and torch's scaled product behind it.
+    """This op as one exchange of rows and scales, and torch's scaled product after it.
 
     Args:
         workspace: with room for ``config.layout``, the same call site on every rank.

@@ -65,27 +65,27 @@ struct GatherTileScheduler {
     }
 };
 
-// The steps of a cluster, one after the other. The first wave has `lead` steps only. The first `comm_sms` of all
-// `blocks` send before they compute: their clusters join when the others have taken `missed` steps behind that wave.
+// The steps of a cluster, one after the other. The first wave has `first_wave` steps only. The first `comm_sms` of all
+// `blocks` send before they compute: their clusters join when the others have taken `skipped_steps` after it.
 // Where fewer clusters run at once than the first wave has steps, it is as long as the others.
 struct GatherSteps {
-    int step, all, others, index, lead, joined;
+    int step, all, others, index, first_wave, joined;
 
-    __device__ GatherSteps(int block, int blocks, int comm_sms, int missed, int wanted_lead) {
+    __device__ GatherSteps(int block, int blocks, int comm_sms, int skipped_steps, int wanted_first_wave) {
         const int cluster = block / 2, sending = comm_sms / 2;
         all = blocks / 2;
         others = all - sending;
-        lead = wanted_lead <= others ? wanted_lead : 0;
-        joined = lead + missed * others;
+        first_wave = wanted_first_wave <= others ? wanted_first_wave : 0;
+        joined = first_wave + skipped_steps * others;
         index = cluster < sending ? others + cluster : cluster - sending;
-        step = cluster < sending ? joined + index : index < lead ? index : lead + index;
+        step = cluster < sending ? joined + index : index < first_wave ? index : first_wave + index;
     }
 
     __device__ void next() {
         if (step >= joined) {
             step += all;
         } else {
-            step += step < lead ? lead : others;
+            step += step < first_wave ? first_wave : others;
             if (step >= joined) step = joined + index;
         }
     }

@@ -3,8 +3,8 @@
 Computes ``C[src] = A[src] @ B`` for every rank ``src``: A[src] [m, K] are the rows of rank src, B [K, N] is this
 rank's, C [W, m, N]. Accumulators are float32.
 
-Who writes: copy engines, on a stream of their own behind the acquire kernel (device/comm/copy_engine.py): chunks of
-``chunk_rows`` rows into slot ``src`` of every peer's buffer [W, m, K], and behind each ``flags(buffer)[src][chunk] =
+Who writes: copy engines, on a stream of their own after the acquire kernel (device/comm/copy_engine.py): chunks of
+``chunk_rows`` rows into slot ``src`` of every peer's buffer [W, m, K], and after each ``flags(buffer)[src][chunk] =
 e``. Who waits: a tile of a peer's rows, for the flag of the chunk that its last row lies in; acquire, system scope. No
 tile spans two chunks. Several Bs are several launches on one buffer; the last one is FINAL and ends the epoch
 (``sync.leave_block``). Graph-safe.

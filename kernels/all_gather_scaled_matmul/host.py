@@ -1,6 +1,6 @@
 """CPU ranks: a copy thread pushes the local shard and its scales to the peers, chunk by chunk, while matmuls run.
 
-A row is sent as bytes, its numbers and behind them its scales: one flag is for both. Who writes: rank r's copy thread
+A row is sent as bytes, its numbers and after them its scales: one flag is for both. Who writes: rank r's copy thread
 writes chunk c of its rows into slot r of every peer's buffer, then flag c of rank r. Who waits: a peer waits for that
 flag before it multiplies the chunk. Peers are served in the order rank-1, rank-2, ..., so each rank receives from
 rank+1 first, then rank+2, and multiplies in that order, its own shard before all.
@@ -65,7 +65,7 @@ def exchange_rows(
 
         def take(src: int, rows: slice, arrived: torch.Tensor) -> None:
             scales: torch.Tensor | None = None
-            if row > k:  # in memory of their own: they are wanted behind the epoch, too
+            if row > k:  # in memory of their own: they are wanted after the epoch, too
                 scales = torch.empty(arrived.shape[0], (row - k) // 4)
                 scales.view(torch.uint8).copy_(arrived[:, k:])
             consume(src, rows, arrived[:, :k].contiguous().view(dtype), scales)

@@ -1,4 +1,4 @@
-"""The collective in front of the unfused products, in plain torch."""
+"""The collective before the unfused products, in plain torch."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _put_addresses = struct.Struct("2Q").pack_into
 
 
 def all_reduce_defines(world_size: int, dtype: str, reduce_op: str) -> dict[str, str | int]:
-    """What kernel.cu must know, besides the rank."""
+    """What kernel.cu must know, in addition to the rank."""
     rounds = {"WORKERS": ll_exchange.workers(world_size), "AT_ONCE": ll_exchange.at_once(world_size)}
     return {"WORLD_SIZE": world_size, "DTYPE": dtype, "REDUCE": reduce_op, **rounds}
 

@@ -132,7 +132,7 @@ struct TwoShot {
         }
     }
 
-    // Of `s` and the COUNT - 1 behind it.
+    // Of `s` and the COUNT - 1 after it.
     template <int COUNT>
     __device__ __forceinline__ void reduce(const Epoch& epoch, const ThreadShare& s) const {
         const u64 own = static_cast<u64>(RANK) * p.vectors + s.at;

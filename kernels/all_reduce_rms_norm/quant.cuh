@@ -1,4 +1,4 @@
-// How normed rows become fp8, as quant.py has it. For rows.cuh, behind ll_exchange.cuh.
+// How normed rows become fp8, as quant.py has it. For rows.cuh, after ll_exchange.cuh.
 //
 //   QUANT     1: by the scale that is given, 2: by one of each row, which is made of its largest number
 //   SCALE_OP  what is done with a scale: 0 its reciprocal is multiplied with, 1 it is divided by, 2 it is multiplied with

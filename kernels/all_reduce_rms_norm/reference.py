@@ -1,4 +1,4 @@
-"""The sum with the residual and its norm, in plain torch, behind an all-reduce. With float64 inputs the reference."""
+"""The sum with the residual and its norm, in plain torch, after an all-reduce. With float64 inputs the reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class NormKind(NamedTuple):
     """What is computed: by which numbers, of which sum, and from what.
 
     ``round_sum``: the norm is that of the rounded sum, else of the sum in float32. ``residual``: there is one.
-    ``wide_weight``: weight and bias are float32 beside 16 bits. ``subtract_mean``: it is a LayerNorm, which may go
+    ``wide_weight``: weight and bias are float32 where x has 16 bits. ``subtract_mean``: it is a LayerNorm, which may go
     without a ``weight`` and have a ``bias``. ``quant``: what becomes of the normed rows, of an RMSNorm.
     """
 
@@ -46,7 +46,7 @@ def wide_layer_norm(
     weight_offset: float = 0.0,
 ) -> torch.Tensor:
     """The LayerNorm of each row, in float32 or wider. The number is added to the weight."""
-    # Not torch.layer_norm, which takes no weight of 16 bits beside sums in float32.
+    # Not torch.layer_norm, which takes no weight of 16 bits with sums in float32.
     wide = sums.to(torch.promote_types(sums.dtype, torch.float32))
     wide = wide - wide.mean(-1, keepdim=True)
     normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()

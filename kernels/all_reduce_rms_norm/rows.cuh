@@ -324,7 +324,7 @@ struct Team {
         }
     }
 
-    // Stores the rows from `first` on that there are in fp8, and their scales. By whole warps, behind `join`.
+    // Stores the rows from `first` on that there are in fp8, and their scales. By whole warps, after `join`.
     __device__ __forceinline__ void store_quantized(
         const Params& p, const RowShare& s, const uint4 (&normed)[VECTORS][ROWS], u32 first) {
         float scales[ROWS];

@@ -1,1 +1,1 @@
-"""All-gathers and reduce-scatters that run beside what follows them: copy engines send, no SM takes part."""
+"""All-gathers and reduce-scatters that run concurrently with what follows them: copy engines send, no SM takes part."""

@@ -2,7 +2,7 @@
 
 Who writes: rank r, its part for rank q into slot r - (r > q) of the buffer of q, then flag 0 of rank r there. Who
 waits: each rank, for the flag of every peer. ``send`` begins an epoch of a buffer, ``received`` ends it; what runs
-beside the collective lies between.
+concurrently lies between.
 """
 
 from __future__ import annotations

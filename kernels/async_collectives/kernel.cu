@@ -6,7 +6,7 @@
 //
 // Who writes: the peers' copy engines (comm/copy_engine.py), a part each and then the epoch into flag 0 of theirs. Who
 // waits: a thread of each block for each peer's flag; acquire, system scope. The last block to be done counts the epoch
-// and writes done(buffer)[rank] at every rank, behind all blocks' reads; release, system scope. Blocks wait for nothing
+// and writes done(buffer)[rank] at every rank, after all blocks' reads; release, system scope. Blocks wait for nothing
 // but the peers, so they may run one after the other.
 //
 // arrive: waits only. The parts are used where they lie, and `leave` of comm/acquire.cu ends the epoch.

@@ -1,4 +1,4 @@
-"""What predictions need to know of a GPU besides its SMs: its memory, in which Hopper's GPUs differ."""
+"""What predictions need to know of a GPU in addition to its SMs: its memory, in which Hopper's GPUs differ."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from ..device.gemm.gemm_tiles import matmul_us
 MOST_ROWS = 16
 GROUP = 32  #: columns
 _WARPS = 16
-# Bytes of B, by groups of a strip, up to which the kernel beats cuBLAS with an all-reduce behind it, between 2 H200
+# Bytes of B, by groups of a strip, up to which the kernel beats cuBLAS with an all-reduce after it, between 2 H200
 # (bench/results/h200-x2-few-rows.txt): one launch less saves _LAUNCH us, and cuBLAS reads a large B up to 7 % faster.
 _MOST_BYTES = {1: 96 << 20, 2: 32 << 20}
 _LAUNCH = 2.0
@@ -44,7 +44,7 @@ def choose_matmul_all_reduce(m: int, n: int, num_sms: int) -> MatmulAllReduceCon
 
 
 def few_rows_kernel_is_profitable(config: MatmulAllReduceConfig, n: int, k: int) -> bool:
-    """Whether it is predicted to beat a matmul with an all-reduce behind it, for B [K, N] of 16 bits."""
+    """Whether it is predicted to beat a matmul with an all-reduce after it, for B [K, N] of 16 bits."""
     return 2 * n * k <= _MOST_BYTES[config.groups]
 
 

@@ -47,7 +47,7 @@ _put_addresses = struct.Struct("3Q").pack_into
 def matmul_all_reduce_defines(
     dtype: torch.dtype, world_size: int, reduce_op: str, config: MatmulAllReduceConfig, *, b_rows: bool
 ) -> dict[str, str | int]:
-    """What kernel.cu must know, besides the rank. ``b_rows``: N is contiguous in B, not K."""
+    """What kernel.cu must know, in addition to the rank. ``b_rows``: N is contiguous in B, not K."""
     name, product = DTYPES[dtype]
     return {
         "DTYPE": name,

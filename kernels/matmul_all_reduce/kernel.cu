@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) matmul_all_reduce(co
 #pragma unroll 1
     for (int step = 1; step <= steps; ++step) {
         sums.add(operands);
-        operands.load(p, start, step);  // behind the last one nothing: it is past K
+        operands.load(p, start, step);  // after the last one nothing: it is past K
     }
     if (SUMS < WARPS) {
         if (warp >= SUMS) sums.store(p.m, partials.of[warp - SUMS]);

@@ -19,7 +19,7 @@ from ..device.triton.tile_table import TritonTile, count_tiles, pick
 
 SCALED_OP = "fused_scaled_matmul_reduce_scatter"  #: of fp8 operands
 MOST_PRODUCTS = 4  # that kernel.cu adds
-# Behind its last tile a block waits for the peers' and adds them up: as long as a main loop of this depth.
+# After its last tile a block waits for the peers' and adds them up: as long as a main loop of this depth.
 _TAIL_DEPTH = 1800
 # Rows of a rank from which on wide raster groups are as fast or up to 4 % faster; with 1024 rows 8 to 30 % slower.
 # (Between 2 ranks, bench/results/h100-x2-sustained.txt. Between 4 2 to 4 % faster, in one row of six 2 % slower.)
@@ -251,7 +251,7 @@ def scatter_layout(config: FusedConfig, problem: MatmulReduceScatterProblem) -> 
 
 
 def scatter_is_profitable(problem: MatmulReduceScatterProblem) -> bool:
-    """Whether the better of both kernels is predicted to beat a matmul and a reduce-scatter behind it."""
+    """Whether the better of both kernels is predicted to beat a matmul and a reduce-scatter after it."""
     return scatter_saves_us(problem) > 0
 
 
@@ -277,7 +277,7 @@ def rank_scatter_pushes(problem: MatmulReduceScatterProblem) -> tuple[tuple[floa
     return tuple(sorted(((estimate_scatter_push_us(c, problem), c) for c in candidates), key=itemgetter(0)))
 
 
-# How much longer tiles of 64 x 256 take beside the sending than gemm_tiles.py says, whose figure is older: measured
+# How much longer tiles of 64 x 256 take during the sending than gemm_tiles.py says, whose figure is older: measured
 # with one rank of 4 alone. (Between two that file has one of its own.)
 _OF_64_ROWS = 1.02
 
@@ -285,7 +285,7 @@ _OF_64_ROWS = 1.02
 def estimate_scatter_push_us(config: ScatterPushConfig, problem: MatmulReduceScatterProblem) -> float:
     """Microseconds; the constants are fitted to measurements on 2 and on 4 H200.
 
-    Sending begins behind the first tile's main loop, and it and the matmul slow each other down. A launch between more
+    Sending begins after the first tile's main loop, and it and the matmul slow each other down. A launch between more
     than two has not been measured with the LL protocol: it is what one rank of 4 alone takes,
     8 us (bench/results/h200-x1-scatter.txt), and 7 for what shows only between ranks. That is a guess: with flags it
     was 11 to 18; between two, where it was 10 to 14 with flags, it is 3.5.
@@ -306,7 +306,7 @@ def estimate_scatter_push_us(config: ScatterPushConfig, problem: MatmulReduceSca
 def matmul_beside_us(
     tile: gemm_tiles.Tile, rows: int, n: int, k: int, num_sms: int, *, feels: float
 ) -> float:
-    """Microseconds of the matmul alone, as long as it takes beside communication, which slows tiles down that
+    """Microseconds of the matmul alone, as long as it takes during communication, which slows tiles down that
     load more: so much for twice the loads. ``rows``: of tiles, in all."""
     return gemm_tiles.estimate_us(tile, rows, [n], k, num_sms) * tile.felt(feels)
 

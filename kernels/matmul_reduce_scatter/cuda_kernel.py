@@ -166,7 +166,7 @@ class MatmulReduceScatterPush:
 class _ScaledParams(_Params):
     """The twin of ``Params`` in kernel.cu for fp8 operands."""
 
-    _fields_ = (  # type: ignore[assignment]  # behind those of its base
+    _fields_ = (  # type: ignore[assignment]  # after those of its base
         ("scales", ctypes.c_uint64),
         ("of_b", ScalesParams),
         ("_size_is_still_a_multiple_of_64", ctypes.c_int32 * 8),

@@ -11,9 +11,9 @@
 // Of fp8 operands (gemm/scales.cuh) a partial result is scaled, gets a bias, and is sent in the result's dtype.
 //
 // Who writes: a tile for rank dst leaves as two accumulator fragments, one of each compute warpgroup, into dst's buffer
-// [W - 1][tiles][2][PART_BYTES] (slot: the sender's rank, less one behind dst), by the LL protocol: there are no flags.
+// [W - 1][tiles][2][PART_BYTES] (slot: the sender's rank, less one above dst), by the LL protocol: there are no flags.
 // The warpgroup stores it from its registers, or with STAGING into local memory, from where warp 1 or 2 copies it while
-// the next tile is computed. With ALL_REDUCE sums travel in the same way, into as many slots behind those.
+// the next tile is computed. With ALL_REDUCE sums travel in the same way, into as many slots after those.
 // Who waits: senders, for done(buffer)[p] >= e - 1 of every peer; each thread of a compute warpgroup, for the same
 // thread's vectors of a local tile of every peer, with ALL_REDUCE a step later for the peers' sums. It resets the slots
 // it has read. Warp 3 of the last block ends the epoch (weft::leave). Graph-safe.
@@ -45,8 +45,8 @@ constexpr u32 PART = weft::PART_BYTES / 16;  // vectors
 constexpr u64 RATE = 356;  // bytes per nanosecond that leave: what the links carry at most
 // Which of s.counts: fragments that a compute warpgroup has staged, and those of them that have been sent.
 constexpr int STAGED = 0, SENT = 2;
-constexpr int TAKEN = 4;  // whether a warpgroup takes nothing from the buffer any more
-constexpr int MISSED = 6;  // 1 + the place of a vector whose wait has expired
+constexpr int DRAINED = 4;  // whether a warpgroup takes nothing from the buffer any more
+constexpr int EXPIRED = 6;  // 1 + the place of a vector whose wait has expired
 constexpr int STEP = 7;  // of what a compute warpgroup has staged
 constexpr int PARTS = 9;  // local tiles whose parts a warpgroup has
 constexpr int SLOTS = 11;  // of the cluster's steps
@@ -95,7 +95,7 @@ __device__ __forceinline__ int rows_from(const Params& p, int rank, int row) {
     return (ALL_REDUCE ? min(p.m, p.total - rank * p.m) : p.m) - row;
 }
 
-// The place of a fragment that `src` sends to rank `at`, in vectors from a buffer's begin. Sums stand behind all
+// The place of a fragment that `src` sends to rank `at`, in vectors from a buffer's begin. Sums come after all
 // others.
 __device__ __forceinline__ u32 place_of(const Order& order, const Tile& t, int part, int src, int at) {
     const int slot = src - (src > at) + (t.dst == src ? WORLD_SIZE - 1 : 0);
@@ -114,7 +114,7 @@ __device__ __forceinline__ uint4* at_peer(const Params& p, const Order& order, c
 }
 
 __device__ __forceinline__ weft::ReceiveBuffer receive_buffer(const Params& p, const weft::Shared& s) {
-    return {p.watch, p.receive_buffer, s.counts + MISSED};
+    return {p.watch, p.receive_buffer, s.counts + EXPIRED};
 }
 
 // The receivers of tile t: the peer that it is for, or of a sum all peers.
@@ -138,7 +138,7 @@ __device__ __forceinline__ void push(
     const int lane = threadIdx.x % 32;
     u32* sent = s.counts + SENT + warpgroup;
     if (!weft::may_send(p.watch, p.buffer, epoch)) {
-        if (lane == 0) weft::set_count(sent, weft::NOTHING);
+        if (lane == 0) weft::set_count(sent, weft::CLOSED);
         return;
     }
     constexpr int AHEAD = 8;  // vectors of a lane, in flight at once
@@ -147,8 +147,8 @@ __device__ __forceinline__ void push(
     weft::SharedTokenBucket limiter(p.watch, p.buffer, AHEAD * 32 * 16, RATE);
     for (;;) {
         // How many have been sent stands in `sent` alone, for want of registers.
-        if (weft::wait_count(s.counts + STAGED + warpgroup, weft::read_count(sent) + 1) == weft::NOTHING) {
-            if (lane == 0) weft::set_count(sent, weft::NOTHING);
+        if (weft::wait_count(s.counts + STAGED + warpgroup, weft::read_count(sent) + 1) == weft::CLOSED) {
+            if (lane == 0) weft::set_count(sent, weft::CLOSED);
             return;
         }
         const Tile t = order.tile(p, weft::read_count(s.counts + STEP + warpgroup), s.block);
@@ -167,13 +167,13 @@ __device__ __forceinline__ void push(
                 for (int i = 0; i < AHEAD; ++i) to[32 * i] = v[i];
             });
         }
-        // The limiter's __syncwarp came behind all lanes' last loads.
+        // The limiter's __syncwarp came after all lanes' last loads.
         if (lane == 0) weft::set_count(sent, weft::read_count(sent) + 1);
         __syncwarp();
     }
 }
 
-// To the warp that sends for this warpgroup: `count` fragments are staged, the last one at `step`; NOTHING: no more
+// To the warp that sends for this warpgroup: `count` fragments are staged, the last one at `step`; CLOSED: no more
 // will be.
 __device__ __forceinline__ void tell(const weft::Shared& s, int warpgroup, u32 count, int step = 0) {
     weft::sync_warpgroup(warpgroup);
@@ -182,32 +182,32 @@ __device__ __forceinline__ void tell(const weft::Shared& s, int warpgroup, u32 c
     weft::set_count(s.counts + STAGED + warpgroup, count);
 }
 
-// Behind the last tile: the warp that sends for this warpgroup may end when all has been sent.
+// After the last tile: the warp that sends for this warpgroup may end when all has been sent.
 __device__ __forceinline__ void end_sending(const weft::Shared& s, int warpgroup, u32 sent) {
-    if (sent == weft::NOTHING) return;
+    if (sent == weft::CLOSED) return;
     weft::wait_count(s.counts + SENT + warpgroup, sent);
-    tell(s, warpgroup, weft::NOTHING);
+    tell(s, warpgroup, weft::CLOSED);
 }
 
 // Sends or stages a compute warpgroup's fragment of a tile.
 __device__ __forceinline__ void send(
     const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 epoch, u32& sent,
-    const float (&sums)[weft::SUMS]) {
-    if (sent == weft::NOTHING) return;
+    const float (&sums)[weft::ACC_REGS]) {
+    if (sent == weft::CLOSED) return;
     if constexpr (STAGING) {
         weft::wait_count(s.counts + SENT + warpgroup, sent);  // the staging memory has been read
         weft::store_part(staged(p, warpgroup), sums);
         tell(s, warpgroup, ++sent, t.step);
     } else {
         // Warps may differ around a deadline: each sends everything, or nothing.
-        if (sent == 0) sent = weft::may_send(p.watch, p.buffer, epoch) ? 1 : weft::NOTHING;
-        if (sent == weft::NOTHING) return;
+        if (sent == 0) sent = weft::may_send(p.watch, p.buffer, epoch) ? 1 : weft::CLOSED;
+        if (sent == weft::CLOSED) return;
         weft::store_part(at_peer(p, order, t, warpgroup, t.dst), sums);
     }
 }
 
 // Whether the last vectors of a local tile's parts have arrived, by all lanes of a warp: a guess that all have.
-__device__ __forceinline__ bool seem_there(const Params& p, const Order& order, const Tile& t) {
+__device__ __forceinline__ bool likely_arrived(const Params& p, const Order& order, const Tile& t) {
     const u32 lane = threadIdx.x % 32, slot = 2 * order.each() * PART;
     const uint4* last = p.receive_buffer + (2 * t.index + 1) * PART + PART - 1 + lane * u64{slot};
     return __all_sync(~0u, lane >= WORLD_SIZE - 1 || weft::load_payload_word(reinterpret_cast<const u32*>(last)) != 0);
@@ -235,7 +235,7 @@ __device__ __forceinline__ void load(
         for (int of = 0; of < p.products; ++of) {
             for (int i = 0; i < p.depths[of]; ++i) {
                 // With ALL_REDUCE there are no registers to look in.
-                if (left-- == min(2, p.depth) && !(waits = waits && (ALL_REDUCE || !seem_there(p, order, t)))) {
+                if (left-- == min(2, p.depth) && !(waits = waits && (ALL_REDUCE || !likely_arrived(p, order, t)))) {
                     steps.ask(p.watch.words + p.buffer.drawn);
                 }
                 weft::load_stage(s, state, p.a[of], rows, p.b[of], column, i * weft::BK);
@@ -248,7 +248,7 @@ __device__ __forceinline__ void load(
     weft::drain(s, state);
 }
 
-// By a compute warpgroup: it has the parts of one local tile more (PARTS), or has taken all that it takes (TAKEN).
+// By a compute warpgroup: it has the parts of one local tile more (PARTS), or has taken all that it takes (DRAINED).
 __device__ __forceinline__ void count_up(const weft::Shared& s, int which, int warpgroup) {
     u32* count = s.counts + which + warpgroup;
     weft::sync_warpgroup(warpgroup);
@@ -260,12 +260,12 @@ __device__ __forceinline__ void report_and_leave(
     const Params& p, const weft::Shared& s, const Order& order, u32 epoch) {
     if (threadIdx.x % 32 != 0) return;
     for (bool told = false, over = false; !over; __nanosleep(100)) {
-        over = weft::read_count(s.counts + TAKEN) != 0 && weft::read_count(s.counts + TAKEN + 1) != 0;
-        const u32 missed = weft::read_count(s.counts + MISSED);
-        if (told || missed == 0) continue;
+        over = weft::read_count(s.counts + DRAINED) != 0 && weft::read_count(s.counts + DRAINED + 1) != 0;
+        const u32 expired = weft::read_count(s.counts + EXPIRED);
+        if (told || expired == 0) continue;
         told = true;
-        const u32 word = static_cast<u32>(reinterpret_cast<u32*>(p.receive_buffer + missed - 1) - p.watch.words);
-        const int sender = sender_of(order, missed - 1, p.watch.rank);
+        const u32 word = static_cast<u32>(reinterpret_cast<u32*>(p.receive_buffer + expired - 1) - p.watch.words);
+        const int sender = sender_of(order, expired - 1, p.watch.rank);
         weft::report(p.watch, sender, word, epoch, epoch - 1, weft::WAIT_DATA);
     }
     weft::leave(p.watch, p.buffer, epoch);
@@ -275,7 +275,7 @@ __device__ __forceinline__ void report_and_leave(
 // there are registers for: each trip keeps the tensor cores waiting for half a microsecond and more.
 __device__ __forceinline__ bool add_parts(
     const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup,
-    float (&sums)[weft::SUMS]) {
+    float (&sums)[weft::ACC_REGS]) {
     constexpr int ALL = weft::VECTORS, PEERS = WORLD_SIZE - 1;
     constexpr int ROOM = ALL_REDUCE ? 8 : PEERS == 1 ? 16 : BIAS ? 9 : 12;
     constexpr int AHEAD = PEERS > ROOM ? 1 : ROOM / PEERS < ALL ? ROOM / PEERS : ALL;
@@ -310,11 +310,11 @@ __device__ __forceinline__ weft::TileScales scales_of(const Params& p, const Til
 // sends it.
 __device__ __forceinline__ void finish(
     const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 epoch, u32& sent,
-    float (&sums)[weft::SUMS]) {
+    float (&sums)[weft::ACC_REGS]) {
     const bool there = add_parts(p, s, order, t, warpgroup, sums);
     count_up(s, PARTS, warpgroup);
     if constexpr (ALL_REDUCE) {
-        if (!weft::all_of_warpgroup(warpgroup, there)) tell(s, warpgroup, sent = weft::NOTHING);
+        if (!weft::all_of_warpgroup(warpgroup, there)) tell(s, warpgroup, sent = weft::CLOSED);
         send(p, s, order, t, warpgroup, epoch, sent, sums);
     }
     const int row = t.row * BM, column = t.column * BN, part = ALL_REDUCE ? p.watch.rank : t.batch;
@@ -370,12 +370,12 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         u32 sent = 0;
         int before = -1;
         for (int step; (step = queue.next()) < order.steps(); before = step) {
-            float sums[weft::SUMS];
+            float sums[weft::ACC_REGS];
 #ifdef FP8_TYPES
             const Tile t = order.tile(p, step, s.block);
 #if OUT_FLOAT32  // else the compiler keeps what the epilogue leaves in them, and waits for each wgmma
 #pragma unroll
-            for (int e = 0; e < weft::SUMS; ++e) sums[e] = 0;
+            for (int e = 0; e < weft::ACC_REGS; ++e) sums[e] = 0;
 #endif
             weft::multiply_scaled(s, state, warpgroup, p.depth, sums, scales_of(p, t));
 #elif OUT_FLOAT32  // there are no registers to keep the tile in
@@ -390,7 +390,7 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
             if (ALL_REDUCE) take_sums(p, s, order, before, warpgroup);
         }
         if (ALL_REDUCE) take_sums(p, s, order, before, warpgroup);
-        count_up(s, TAKEN, warpgroup);
+        count_up(s, DRAINED, warpgroup);
         if (STAGING) end_sending(s, warpgroup, sent);
     }
 #ifdef RACECHECK  // which knows barriers alone: the other block's loader stores no slot into a block that has ended

@@ -1,6 +1,6 @@
 """Which kernel computes reduce_scatter(A @ B) on CUDA, and its call.
 
-16-bit operands go to kernel.cu; or, where little is scattered, to cuBLAS with a one-shot reduce-scatter behind it.
+16-bit operands go to kernel.cu; or, where little is scattered, to cuBLAS with a one-shot reduce-scatter after it.
 float32 goes to the Triton kernel.
 """
 

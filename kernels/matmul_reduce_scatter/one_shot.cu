@@ -1,4 +1,4 @@
-// reduce_scatter(C) in one shot, behind the cuBLAS matmul that computes C: out = sum over ranks src of C_src[rank].
+// reduce_scatter(C) in one shot, after the cuBLAS matmul that computes C: out = sum over ranks src of C_src[rank].
 //
 // C [W, m, N] is this rank's partial result, out [m, N]. The ranks' parts are summed in float32 in rank order and
 // rounded once to C's dtype, or with OUT_FLOAT32 not at all. Before that BIAS adds a row of N numbers and RESIDUAL a

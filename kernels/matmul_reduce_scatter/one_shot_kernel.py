@@ -1,4 +1,4 @@
-"""Launches one_shot.cu behind cuBLAS's matmul."""
+"""Launches one_shot.cu after cuBLAS's matmul."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class MatmulReduceScatterOneShot:
 
 
 class ScaledMatmulReduceScatterOneShot(MatmulReduceScatterOneShot):
-    """The same of fp8 operands, behind ``torch._scaled_mm``.
+    """The same of fp8 operands, after ``torch._scaled_mm``.
 
     ``call`` then takes A, in any number of dimensions; B; their scales, of torch's shapes; and the bias, if there is
     one.

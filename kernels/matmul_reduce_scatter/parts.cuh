@@ -16,10 +16,10 @@ using PartNumber = Number;
 #endif
 
 constexpr int PART_ELEMENTS = 4 * PartNumber::PER_WORD;  // of a vector
-constexpr int VECTORS = SUMS / PART_ELEMENTS;  // of a thread, in a fragment
+constexpr int VECTORS = ACC_REGS / PART_ELEMENTS;  // of a thread, in a fragment
 constexpr int PART_BYTES = VECTORS * GROUP * 16;  // of a fragment
 
-__device__ __forceinline__ void store_part(uint4* part, const float (&sums)[SUMS]) {
+__device__ __forceinline__ void store_part(uint4* part, const float (&sums)[ACC_REGS]) {
     part += threadIdx.x % GROUP;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
@@ -31,12 +31,12 @@ __device__ __forceinline__ void store_part(uint4* part, const float (&sums)[SUMS
     }
 }
 
-// Where vectors arrive. If a wait expires, `missed`, a count of the block, becomes 1 + the place of the missing vector.
+// Where vectors arrive. If a wait expires, `expired`, a count of the block, becomes 1 + the missing vector's place.
 // (A warp that has registers to spare reports it.)
 struct ReceiveBuffer {
     const WaitParams& watch;
     uint4* vectors;
-    u32* missed;
+    u32* expired;
 };
 
 // Receives the first `count` of v, this thread's vectors at `at(i)`, still encoded, and resets their slots. False: a
@@ -60,7 +60,7 @@ __device__ __forceinline__ bool take(const ReceiveBuffer& receive_buffer, uint4 
 #pragma unroll
                 for (int i = 0; i < MOST; ++i) {
                     if (i < count && has_sentinel(v[i])) {
-                        set_count(receive_buffer.missed, 1 + static_cast<u32>(at(i) - receive_buffer.vectors));
+                        set_count(receive_buffer.expired, 1 + static_cast<u32>(at(i) - receive_buffer.vectors));
                     }
                 }
                 there = false;

@@ -16,7 +16,7 @@ __device__ __forceinline__ void add_up(const uint4* parts, float scale, float* o
     for (int e = 0; e < PART_ELEMENTS; ++e) total[e] = -0.f;  // x + -0 is x, of -0 too
 #pragma unroll
     for (int i = 0; i < WORLD_SIZE; ++i) {
-        if (i == RANK) {  // in front of slot RANK
+        if (i == RANK) {  // before slot RANK
 #pragma unroll
             for (int e = 0; e < PART_ELEMENTS; ++e) total[e] += own[e];
         }

@@ -15,7 +15,7 @@ struct ScatterTile {
 };
 
 // Rows of tiles stand in a list, in chunks of `raster_group` rows of each rank: the first chunk for the peers, to each
-// in turn; then by turns the next one for the peers and the local rows of the chunk before it; at last the local rows
+// in turn; then alternately the next one for the peers and the local rows of the chunk before; at last the local rows
 // of the last one. So data is in flight all the time, and what a local tile waits for left a raster group of steps
 // before or earlier. A step is a pair of neighbours of the list. A peer's tile (row, column) for this rank comes no
 // later in its order than the local one here: no circular wait, docs/protocol.md#matmul--reduce-scatter.
@@ -48,10 +48,10 @@ struct ScatterTileScheduler {
         int pair;
         grouped(step, pairs(), columns, p.raster_group, pair, t.column);
         const int place = (2 * pair + block) / ENTRY_ROWS, peers = WORLD_SIZE - 1;
-        // Which chunk for the peers is current, or was the last one, and the entry behind its begin.
-        const int behind = place - chunk * peers;
-        const int c = behind < 0 ? 0 : min(1 + behind / (chunk * WORLD_SIZE), last);
-        const int inside = behind < 0 ? place : behind - (c - 1) * chunk * WORLD_SIZE;
+        // Which chunk for the peers is current, or was the last one, and the entry after its begin.
+        const int after = place - chunk * peers;
+        const int c = after < 0 ? 0 : min(1 + after / (chunk * WORLD_SIZE), last);
+        const int inside = after < 0 ? place : after - (c - 1) * chunk * WORLD_SIZE;
         const int of_peers = min(chunk, own - c * chunk) * peers;
         const bool mine = inside >= of_peers;
         const int entry = mine ? (c - 1) * chunk + inside - of_peers : c * chunk + inside / peers;

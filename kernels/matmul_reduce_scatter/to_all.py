@@ -1,7 +1,7 @@
 """all_reduce(A @ B) by kernel.cu with ALL_REDUCE: each rank sends the sums of its rows to all ranks.
 
 Part of fused_matmul_all_reduce, for large matmuls: few rows have a kernel of their own (../matmul_all_reduce), and in
-between cuBLAS with an all-reduce behind it is faster.
+between cuBLAS with an all-reduce after it is faster.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .configs import (
 )
 from .cuda_kernel import MatmulReduceScatterPush
 
-# Of the all-reduce behind a matmul, measured on 2 and 4 H200: microseconds, and bytes a microsecond.
+# Of the all-reduce after a matmul, measured on 2 and 4 H200: microseconds, and bytes a microsecond.
 _ALL_REDUCE_LAUNCH = 2.5
 _ALL_REDUCE_LINK = 310e3
 _MOST_WORKSPACE = 1 << 30  # bytes
@@ -37,7 +37,7 @@ _choices: KernelChoices[ScatterPushConfig] = KernelChoices()
 
 
 def choose_sum_to_all(call: ScatterKernelCall, world_size: int) -> KernelChoice[ScatterPushConfig] | str:
-    """How to run a call, or why the kernel cannot. It is profitable if predicted to beat an all-reduce behind a matmul.
+    """How to run a call, or why the kernel cannot. It is profitable if predicted to beat an all-reduce after a matmul.
 
     The same on all ranks whose tensors have the same sizes, strides and dtypes.
     """
@@ -85,14 +85,14 @@ def launch_sum_to_all(
 
 def choose_sum_to_all_push(problem: MatmulReduceScatterProblem) -> tuple[ScatterPushConfig, bool]:
     """The configuration for A [m, K] and B [K, N] of 16 bits, and whether it is predicted to beat a matmul with an
-    all-reduce behind it. A pure function: all ranks choose alike.
+    all-reduce after it. A pure function: all ranks choose alike.
 
     Args:
         problem: with ``to_all``.
     """
     fastest, config = fastest_sum_to_all(problem)
     size = scatter_push_layout(config, problem).bytes
-    return config, fastest < behind_us(problem) and size <= _MOST_WORKSPACE
+    return config, fastest < sequential_us(problem) and size <= _MOST_WORKSPACE
 
 
 @lru_cache(maxsize=4096)
@@ -107,7 +107,7 @@ def fastest_sum_to_all(problem: MatmulReduceScatterProblem) -> tuple[float, Scat
 @dataclass(frozen=True)
 class _Costs:
     """Of estimate_sum_to_all_us, in microseconds: a launch; a wave; the sum of a tile of 128 x 256 that is sent when
-    nothing is left to compute; how much longer matmuls take for each microsecond beside the sending. ``feels``: how
+    nothing is left to compute; how much longer matmuls take for each microsecond of the sending. ``feels``: how
     much longer tiles take that load twice as much for what they multiply. ``rate``: bytes per microsecond."""
 
     launch: float
@@ -140,8 +140,8 @@ def estimate_sum_to_all_us(config: ScatterPushConfig, problem: MatmulReduceScatt
     return costs.launch + max(took, gemm_tiles.streamed_us(2 * k * n, 1, problem.spec))
 
 
-def behind_us(problem: MatmulReduceScatterProblem) -> float:
-    """Microseconds of cuBLAS's product and an all-reduce behind it."""
+def sequential_us(problem: MatmulReduceScatterProblem) -> float:
+    """Microseconds of cuBLAS's product and an all-reduce after it."""
     m, n, world_size = problem.m, problem.n, problem.world_size
     moved = 2 * (world_size - 1) / world_size * m * n * 2
     return gemm_tiles.matmul_us(m, n, problem.k, problem.spec) + _ALL_REDUCE_LAUNCH + moved / _ALL_REDUCE_LINK

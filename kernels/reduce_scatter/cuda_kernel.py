@@ -16,7 +16,7 @@ SOURCE = Path(__file__).with_name("kernel.cu")
 
 
 def reduce_scatter_defines(world_size: int, dtype: str, reduce_op: str) -> dict[str, str | int]:
-    """What kernel.cu must know, besides the rank."""
+    """What kernel.cu must know, in addition to the rank."""
     return {"DTYPE": dtype, "REDUCE": reduce_op, **rounds_defines(world_size)}
 
 

@@ -1,4 +1,4 @@
-"""The collective behind the unfused product, in plain torch."""
+"""The collective after the unfused product, in plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a device needs to hold a heap. One file beside this one for each device."""
+"""What a device needs to hold a heap. One file next to this one for each device."""
 
 from __future__ import annotations
 

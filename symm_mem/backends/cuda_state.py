@@ -146,7 +146,7 @@ class CudaState:
         return own_stream(owner, device, first=True)
 
     def copy(self, to: int, source: int, size: int, stream: int) -> None:
-        """Let a copy engine copy ``size`` bytes, behind what is on the stream."""
+        """Let a copy engine copy ``size`` bytes, after what is on the stream."""
         driver, check = _driver()
         check(driver.cuMemcpyDtoDAsync(to, source, size, stream))
 

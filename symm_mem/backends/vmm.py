@@ -1,6 +1,6 @@
 """CUDA ranks on one host: the driver's virtual memory management, shared as POSIX file descriptors.
 
-Peers' chunks are mapped behind each rank's own, so a kernel reaches every rank by address arithmetic. NVLink
+Peers' chunks are mapped after each rank's own, so a kernel reaches every rank by address arithmetic. NVLink
 multicast is not used anywhere.
 """
 
@@ -19,7 +19,7 @@ from ..switches import is_on
 from .host import host_identity, refuse_hosts
 
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-_FORBIDDEN_BY_CAPTURE = range(900, 910)  # CUresult: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and those behind it
+_FORBIDDEN_BY_CAPTURE = range(900, 910)  # CUresult: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and those after it
 _POOL = 32  # streams of each priority that torch hands out in turn
 # What must be equal among a group's GPUs, and its name in messages.
 _ALIKE = {"sms": "SMs", "memory": "MB/s of memory", "l2": "bytes of L2 cache"}
@@ -37,7 +37,7 @@ def check_driver(result: tuple[Any, ...]) -> Any:
 def own_stream(owner: object, device: torch.device, *, first: bool = False) -> int:
     """A stream (a CUstream as an integer) that lives as long as ``owner``, and is nobody else's.
 
-    Streams of torch's pool are handed out more than once: one may be captured, or wait for the work beside it.
+    Streams of torch's pool are handed out more than once: one may be captured, or wait for concurrent work.
 
     Args:
         first: it has the highest priority.

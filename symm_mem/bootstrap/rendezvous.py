@@ -48,7 +48,7 @@ class Rendezvous:
 
     Attributes:
         processes: of each rank, once known: ``processes.identity()``.
-        session: its name, the same on all ranks and new behind each reset; "" before the first one.
+        session: its name, the same on all ranks and new after each reset; "" before the first one.
     """
 
     def __init__(self, group: ProcessGroup, topic: str, timeout: Callable[[], float]) -> None:

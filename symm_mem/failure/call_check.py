@@ -78,7 +78,7 @@ def set_checked(on: bool) -> None:
     the ranks wait for each other at every call. A captured graph is checked at its capture, its replays are not. The
     group is usable afterwards.
 
-    The first call of each op on a group's heap, and the first one behind a reset, is compared outside of the checked
+    The first call of each op on a group's heap, and the first one after a reset, is compared outside of the checked
     mode, too. WEFT_CHECK=0 turns that off, WEFT_CHECK=1 is the checked mode, and so is
     TORCH_DISTRIBUTED_DEBUG=DETAIL where WEFT_CHECK is not set; all ranks must have the same.
 

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from ..layout import AnyLayout
     from .call_log import CallLog
 
-_RECENT = 60.0  # seconds before a wait in which calls of other threads count as beside it
+_RECENT = 60.0  # seconds before a wait in which calls of other threads count as concurrent with it
 _WAIT_FREE, _ABORTED = 2, 3  # kinds of a record, see kernels/device/ptx/sync.cuh
 
 
 @dataclass(frozen=True)
 class WaitRecord:
-    """What a kernel writes of the first wait that expires, behind a word that says that it did (sync.cuh)."""
+    """What a kernel writes of the first wait that expires, after a word that says that it did (sync.cuh)."""
 
     workspace: int  # its address
     peer: int
@@ -59,7 +59,7 @@ class Fault:
 
     # Local word: only this rank reads and writes it.
     BROKEN = 0  #: not 0 once a wait has expired: 1 + the rank that was waited for in vain
-    # Rank p writes + p: 1 + the rank it blames, once it takes no more calls. On CUDA only in front of copies that are
+    # Rank p writes + p: 1 + the rank it blames, once it takes no more calls. On CUDA only before copies that are
     # enqueued already.
     ABORT_NOTICE = 32
     MAX_ABORT_NOTICES = 32

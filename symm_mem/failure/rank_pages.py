@@ -1,5 +1,5 @@
-"""A page of host memory of each rank, with a count in front, that all ranks of a group can read, also beside a heap on
-CUDA. Who has written to its page counts up; the others read it once that count is as far as they are."""
+"""A page of host memory of each rank, which begins with a count. All ranks of a group can read it, also with a heap
+on CUDA. Who has written to its page counts up; the others read it once that count is as far as they are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .spin_wait import Expired, PeerLiveness, spin
 if TYPE_CHECKING:
     from ..heap.heap import Heap
 
-FIRST = 64  #: bytes: where content begins, behind the count
+FIRST = 64  #: bytes: where content begins, after the count
 
 
 class RankPages:

@@ -35,7 +35,7 @@ _PERIOD = 0.02  # seconds between two looks
 
 @dataclass(eq=False)
 class _Wait:
-    begins: torch.cuda.Event  # behind all that the stream does before
+    begins: torch.cuda.Event  # after all that the stream does before
     ends: torch.cuda.Event | None  # None: it is being put on the stream, or an exception came meanwhile
     awaited: Word
     timeout: float

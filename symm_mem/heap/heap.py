@@ -1,7 +1,7 @@
 """One heap for each (group, device): memory that every rank of the group can address.
 
 Each rank reserves one address range for all ranks: rank r's memory lies at ``base + r * span``. An allocation is an
-offset, the same on every rank. The heap grows by mapping further chunks behind the old ones, on all ranks together:
+offset, the same on every rank. The heap grows by mapping further chunks after the old ones, on all ranks together:
 addresses never move, and what was captured or compiled with them stays valid.
 
 Allocating is collective. Freeing is not: each rank reports at the next allocation what it has dropped, and memory is
@@ -79,7 +79,9 @@ class Heap:
         self.peak = 0  #: the most bytes that were in blocks at a time
         #: what the ops above keep for as long as the heap lives
         self.workspaces: CachedDict[Any, Any] = CachedDict()
-        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  #: what has state beside words on the heap
+        self.users: weakref.WeakSet[Any] = (
+            weakref.WeakSet()
+        )  #: what has state in addition to words on the heap
         self.fault: Any = None  #: of all that is on it: fault.py
         self.watch: Any = None  #: of stream waits, on CUDA
         self.call_check: Any = None  #: of the checked mode
@@ -205,7 +207,7 @@ class Heap:
             self._ready.add(key)
 
     def _grow(self, need: int) -> None:
-        """Map another chunk behind the last one, on all ranks or on none."""
+        """Map another chunk after the last one, on all ranks or on none."""
         unit = self.backend.granularity
         size = max(-(-need // unit) * unit, self.backend.chunk)
         start = self.capacity

@@ -30,7 +30,7 @@ def get_heap(group: Group = None, device: torch.device | str | None = None) -> H
     Raises:
         HeapUnavailable: the ranks cannot address each other's memory: several hosts, no peer access, a
             process group without processes; or two of them share a GPU and WEFT_SHARE_GPUS is not 1. Every rank gets
-            the same answer, at once from then on; behind a reset ranks try again.
+            the same answer, at once from then on; after a reset ranks try again.
         ForkedProcess: this process was forked from the one that joined the group.
         ValueError, TypeError: there is no such group, or no longer, ``device`` is neither a CUDA device that is there
             nor the CPU, or WEFT_SHARE_GPUS is neither 0 nor 1.

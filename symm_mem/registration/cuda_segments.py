@@ -153,7 +153,7 @@ def _by_handles(address: int, size: int) -> Described:
         elif at >= end:
             break
         elif handle is None:
-            raise RuntimeError(f"its memory has a hole {at - address} bytes behind its begin")
+            raise RuntimeError(f"its memory has a hole {at - address} bytes after its start")
         else:
             chunks.append((handle, _STEP))
         at += _STEP

@@ -42,7 +42,7 @@ class TransferEngine(Protocol):
     """See semaphores.py for the protocol. ``peer`` may be this rank."""
 
     def signal(self, of: Registration, peer: int) -> None:
-        """Let ``peer`` access this rank's tensor once more, behind all that this rank has done."""
+        """Let ``peer`` access this rank's tensor once more, after all that this rank has done."""
         ...
 
     def wait(self, of: Registration, peer: int) -> None:

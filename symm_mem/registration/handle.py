@@ -130,7 +130,7 @@ class RegisteredTensor:
         >>> x.tensor.sum().item()
         6.0
 
-        In stream order: behind it ``source`` may be changed.
+        In stream order: after it ``source`` may be changed.
 
         Args:
             source: of the shape and dtype of the peer's tensor, on this rank's device, any strides. It need not be

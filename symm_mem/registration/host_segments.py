@@ -35,7 +35,7 @@ class HostSegments(OwnSegments):
                 f"rank {rank} has posted a segment of kind {segment.kind!r}, which no CPU rank has"
             )
         (fd,) = fds
-        # What lies behind the end of a file cannot be mapped without a fault at the first look.
+        # What lies after the end of a file cannot be mapped without a fault at the first look.
         if (there := os.fstat(fd).st_size) < segment.size:
             raise ValueError(f"rank {rank} has posted {segment.size} bytes of shared memory that has {there}")
         address = map_file(fd, segment.size)

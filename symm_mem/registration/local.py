@@ -56,7 +56,7 @@ class RegisteredBatch:
 
 
 class OwnSegments:
-    """What the tensors of one rank lie in; a file beside this one for each device.
+    """What the tensors of one rank lie in; a file next to this one for each device.
 
     Attributes:
         outlives_peers: memory must be there until the peers have unmapped it.

@@ -224,7 +224,7 @@ class Registry:
             said["had"] = [self._number, len(self.semaphores.slabs), sorted(self.entries)]
         rendezvous = self.heap.rendezvous
         posts = rendezvous.gather(what, said)
-        self._leaving.clear()  # all have come here behind the step in which they have unmapped it
+        self._leaving.clear()  # all have come here after the step in which they have unmapped it
         if self._after_reset:
             self._keep_what_all_have([post["had"] for post in posts])
         rendezvous.refuse(what, [post["problem"] for post in posts])
@@ -245,7 +245,7 @@ class Registry:
         self.table.give_back(entry.keys)
 
     def _keep_what_all_have(self, found: list[Any]) -> None:
-        """Behind a reset: an error may have left some ranks with what others lack, which nobody was given."""
+        """After a reset: an error may have left some ranks with what others lack, which nobody was given."""
         self._number = max(number for number, _, _ in found)
         del self.semaphores.slabs[min(slabs for _, slabs, _ in found) :]
         common = set.intersection(*(set(numbers) for _, _, numbers in found))

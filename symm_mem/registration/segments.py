@@ -42,7 +42,7 @@ class Segment(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: which of the rank's segments, how many bytes behind its begin, strides in elements."""
+    """Where a tensor lies: which of the rank's segments, how many bytes after its start, strides in elements."""
 
     segment: int
     offset: int
@@ -114,7 +114,7 @@ def read_place(rank: int, post: Any, segments: list[Segment]) -> Place:
         size = segments[found.segment].size
         if found.bytes + found.offset > size:
             raise ValueError(
-                f"ends {found.bytes + found.offset} bytes behind the begin of a segment of {size}"
+                f"ends {found.bytes + found.offset} bytes after the start of a segment of {size}"
             )
     except (TypeError, ValueError, IndexError) as e:
         raise WeftError(f"rank {rank} has posted {post!r}, which is no tensor of its segments: {e}") from e

@@ -10,7 +10,7 @@ row        on rank r, word [p]                         written by
 SENT       signals that r, as owner, has sent to p     r
 ALLOWED    signals of owner p that have come to r      p, when its stream comes to ``signal``
 MOVED      accesses of r to p's tensor that have begun r
-DONE       accesses of p to r's tensor that are over   p, behind the last byte
+DONE       accesses of p to r's tensor that are over   p, after the last byte
 WAITED     of those, waited for                        r
 =========  ==========================================  =====================================================
 

@@ -1,6 +1,6 @@
 """The segments that a group's registrations use, the same table on every rank.
 
-Each rank decides from it, and from what all have posted, which segments are new. So it changes only behind a step that
+Each rank decides from it, and from what all have posted, which segments are new. So it changes only after a step that
 all ranks have completed, in one order: segments are taken, given back, and dropped by the same calls everywhere.
 """
 
@@ -82,7 +82,7 @@ class SegmentTable:
             del self._known[key]
 
     def keep_only(self, used: dict[SegmentKey, int]) -> None:
-        """Behind a reset: those that so many registrations of all ranks use."""
+        """After a reset: those that so many registrations of all ranks use."""
         self._known = {key: known for key, known in self._known.items() if key in used}
         for key, users in used.items():
             self._known[key].users = users

@@ -208,7 +208,7 @@ def test_memory_that_cannot_be_a_peers_is_refused(gpu: Driver) -> None:
     with pytest.raises(RuntimeError, match="memory of cudaMallocAsync cannot be a peer's"):
         own.outside_the_heap(at(FIRST), 8)
     gpu.pools, gpu.chunks = [], {FIRST + STEP: 3, FIRST + 3 * STEP: 5}
-    with pytest.raises(RuntimeError, match=f"its memory has a hole {STEP} bytes behind its begin"):
+    with pytest.raises(RuntimeError, match=f"its memory has a hole {STEP} bytes after its start"):
         own.outside_the_heap(at(FIRST + STEP), 3 * STEP)
     gpu.chunks, gpu.exportable = {FIRST: 3, FIRST + STEP: 4}, False
     before = len(os.listdir("/proc/self/fd"))

@@ -183,8 +183,8 @@ def push(
     group: int,
     k_chunk_columns: int = 128,
     split_k: bool = False,
-    missed: int = 0,
-    lead: int = 0,
+    skipped_steps: int = 0,
+    first_wave: int = 0,
     chunk_rows: int = 64,
 ) -> gather_configs.GatherPushConfig:
     return gather_configs.GatherPushConfig(
@@ -194,8 +194,8 @@ def push(
         raster_group=2,
         remote_raster_group=2,
         split_k=split_k,
-        missed=missed,
-        lead=lead,
+        skipped_steps=skipped_steps,
+        first_wave=first_wave,
     )
 
 
@@ -203,26 +203,28 @@ GATHERS = {
     "beside": Gather(2, 147, (72, 40), 200, push(SMALL, 0, 1)),
     "beside-4": Gather(4, 65, (8,), 264, push(WIDE, 0, 1), blocks=2),
     "comm_sms": Gather(3, 147, (72,), 200, push(SMALL, 2, 2)),
-    "comm_sms-miss-one": Gather(3, 147, (72,), 200, push(SMALL, 2, 1, missed=1)),
-    "comm_sms-miss-all": Gather(2, 147, (72,), 136, push(SMALL, 2, 1, missed=1 << 16)),
+    "comm_sms-miss-one": Gather(3, 147, (72,), 200, push(SMALL, 2, 1, skipped_steps=1)),
+    "comm_sms-miss-all": Gather(2, 147, (72,), 136, push(SMALL, 2, 1, skipped_steps=1 << 16)),
     "comm_sms-small": Gather(3, 147, (72,), 200, push(SMALL, 2, 2, 256, chunk_rows=16)),
     "beside-small": Gather(2, 147, (72,), 264, push(SMALL, 0, 1, chunk_rows=32)),
     "comm_sms-wide": Gather(2, 200, (40,), 72, push(WIDE, 2, 1, 64)),
-    "lead": Gather(2, 147, (72, 40), 72, push(SMALL, 0, 1, lead=2), blocks=6),
-    "lead-comm_sms": Gather(3, 147, (72,), 200, push(SMALL, 2, 1, missed=1, lead=1), blocks=8),
+    "first_wave": Gather(2, 147, (72, 40), 72, push(SMALL, 0, 1, first_wave=2), blocks=6),
+    "first_wave-comm_sms": Gather(
+        3, 147, (72,), 200, push(SMALL, 2, 1, skipped_steps=1, first_wave=1), blocks=8
+    ),
     "rows": Gather(2, 147, (64,), 200, push(BROAD, 0, 1), rows=True, apart=24),
     "half-a-group": Gather(2, 130, (200,), 72, push(TWO_AND_A_HALF, 0, 1), rows=True),
     "two-instructions": Gather(2, 130, (328, 72), 72, push(WIDEST, 0, 1), blocks=2),
     "two-instructions-rows": Gather(2, 130, (320,), 72, push(WIDEST, 0, 1), blocks=2, rows=True),
-    "returned": Gather(3, 147, (72, 40), 200, push(SMALL, 2, 1, missed=1), apart=8, return_A=True),
+    "returned": Gather(3, 147, (72, 40), 200, push(SMALL, 2, 1, skipped_steps=1), apart=8, return_A=True),
     "returned-odd-rows": Gather(2, 205, (64,), 136, push(BROAD, 0, 1), rows=True, return_A=True),
-    "returned-wide": Gather(4, 130, (40, 8), 72, push(WIDE, 0, 1, lead=1), blocks=2, return_A=True),
+    "returned-wide": Gather(4, 130, (40, 8), 72, push(WIDE, 0, 1, first_wave=1), blocks=2, return_A=True),
     "returned-split": Gather(3, 147, (72, 40), 200, push(SMALL, 0, 1, split_k=True), return_A=True),
     "returned-split-odd-rows": Gather(
         2, 205, (64,), 72, push(BROAD, 2, 1, 64, split_k=True), rows=True, return_A=True
     ),
     "split": Gather(2, 147, (72, 40), 200, push(SMALL, 0, 1, split_k=True)),
-    "split-comm_sms": Gather(3, 200, (40,), 72, push(WIDE, 2, 1, 64, split_k=True, missed=1), apart=8),
+    "split-comm_sms": Gather(3, 200, (40,), 72, push(WIDE, 2, 1, 64, split_k=True, skipped_steps=1), apart=8),
     "split-rows": Gather(4, 65, (64, 128), 72, push(BROAD, 0, 1, split_k=True), rows=True),
     "split-odd-rows": Gather(3, 300, (72,), 136, push(BROAD, 2, 2, 64, split_k=True), rows=True),
 }
@@ -267,7 +269,7 @@ SCATTERS = {
 Op = Gather | Scatter
 #: A host's eight ranks. So many threads take long: little work, and few blocks.
 OF_EIGHT: dict[str, Op] = {
-    "comm_sms": Gather(8, 67, (8,), 72, push(SMALL, 2, 2, missed=1, lead=1)),
+    "comm_sms": Gather(8, 67, (8,), 72, push(SMALL, 2, 2, skipped_steps=1, first_wave=1)),
     "split": Gather(8, 5, (8,), 72, push(SMALL, 0, 1, split_k=True), blocks=2),
     "parts": Scatter(8, 67, 72, 72, blocks=2, staged=True),
     "to-all": Scatter(8, 463, 72, 72, blocks=2, staged=True, epilogue=replace(ROUNDED, to_all=True)),

@@ -122,11 +122,11 @@ static void reload_payload(bool wanted, const uint4* slot, uint4& v) {
 }
 static uint4 load_vector(const uint4* place) { return *place; }
 static void store_vector(uint4* place, uint4 v) { store(place, &v, sizeof v, true); }
-static void post_behind_fence(u32* word, u32 value) { store(word, &value, sizeof value); }
+static void post_after_fence(u32* word, u32 value) { store(word, &value, sizeof value); }
 static void store_word(u32* place, u32 value) { store(place, &value, sizeof value); }
 static void post_flag(u32* word, u32 value) {
     __threadfence_system();
-    post_behind_fence(word, value);
+    post_after_fence(word, value);
 }
 
 // Sleep is all that takes time.

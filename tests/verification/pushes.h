@@ -78,9 +78,9 @@ static void post_flag(u32* word, u32 value) {
     __threadfence_system();
     store_word(word, value);
 }
-void post_behind_fence(u32* word, u32 value);
+void post_after_fence(u32* word, u32 value);
 void fence_system();
-static void begin_behind_previous() {}
+static void begin_after_previous() {}
 
 void barrier_sync(int id, u32 threads);
 void barrier_arrive(int id, u32 threads);

@@ -155,7 +155,7 @@ void fence_system() {
     add(ordered_stores(), own_stores());
     add(ordered_stores(), stores_of_block());
 }
-void post_behind_fence(u32* word, u32 value) {
+void post_after_fence(u32* word, u32 value) {
     arrive(ordered_stores());
     store_word(word, value);
     go_on_later();

@@ -60,7 +60,7 @@ MISTAKES = {
         "if (draws()) drawn = blockIdx.x / CLUSTER + queue.taken * (gridDim.x / CLUSTER);",
     ),
     "scatter-steps-not-set-back": ("watch.words[buffer.drawn] = 0;", ""),
-    "scatter-left-before-taking": ("over = weft::read_count(s.counts + TAKEN) != 0 &&", "over = true ||"),
+    "scatter-left-before-taking": ("over = weft::read_count(s.counts + DRAINED) != 0 &&", "over = true ||"),
     "sum-other-factor": ("p.b[of], column", "p.b[0], column"),
     "sum-other-rows": ("p.a[of], rows", "p.a[0], rows"),
     "columns-of-another-rank": ("(SPLIT_N ? t.dst * p.n : 0)", "(SPLIT_N ? p.watch.rank * p.n : 0)"),

@@ -198,7 +198,7 @@ MISTAKES = {
         "    if (threadIdx.x != 0) return;",
     ),
     "no fence before the ticket": ("weft::fence_system();\n        if (atomicAdd", "if (atomicAdd"),
-    "no fence after the tickets": ("weft::fence_system();  // behind", "// behind"),
+    "no fence after the tickets": ("weft::fence_system();  // after", "// after"),
     "the first block tells": ("!= p.blocks - 1", "!= 0"),
     "the ticket stays": ("*p.ticket = 0;", ""),
     "moves are not counted": ("    }\n    *p.count = n;", "    }"),
@@ -208,12 +208,12 @@ MISTAKES = {
     ),
     "one block's stores are not released": (
         "weft::post_flag(p.told, n);\n    }",
-        "weft::post_behind_fence(p.told, n);\n    }",
+        "weft::post_after_fence(p.told, n);\n    }",
     ),
     "nobody is told by one block": ("weft::post_flag(p.told, n);\n    }", "}"),
-    "nobody is told by several blocks": ("weft::post_behind_fence(p.told, n);", ";"),
+    "nobody is told by several blocks": ("weft::post_after_fence(p.told, n);", ";"),
     "what is counted is counted again": ("*p.count + p.step;", "*p.count + 1;"),
-    "signals are not counted": ("*p.count = n;  // behind", "// behind"),
+    "signals are not counted": ("*p.count = n;  // after", "// after"),
     "nobody is told by a post": ("if (!broken) weft::post_flag(p.told, n);\n", ""),
     "one of several waits": ("p.transfers) await_one", "1) await_one"),
     "one of several signals": ("p.transfers) post_one", "1) post_one"),
@@ -237,8 +237,8 @@ def test_a_mistake_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mist
 LATE_MISTAKES = {
     "one block tells of what it has not moved": ("} else if (!broken) {", "} else {"),
     "several blocks tell of what they have not moved": (
-        "if (!broken) weft::post_behind_fence",
-        "weft::post_behind_fence",
+        "if (!broken) weft::post_after_fence",
+        "weft::post_after_fence",
     ),
 }
 

@@ -78,22 +78,22 @@ static void gather(const Params& p) {
 }
 
 // `blocks` in pairs, the first `comm_sms` of which send first.
-static void walk(int steps, int blocks, int comm_sms, int missed, int wanted_lead) {
+static void walk(int steps, int blocks, int comm_sms, int skipped_steps, int wanted_first_wave) {
     using namespace weft;
     std::vector<int> taken(steps);
-    const int others = (blocks - comm_sms) / 2, lead = wanted_lead <= others ? wanted_lead : 0;
+    const int others = (blocks - comm_sms) / 2, first_wave = wanted_first_wave <= others ? wanted_first_wave : 0;
     for (int block = 0; block < blocks; ++block) {
         int before = -1, count = 0;
-        for (GatherSteps w(block, blocks, comm_sms, missed, wanted_lead); w.step < steps; w.next()) {
+        for (GatherSteps w(block, blocks, comm_sms, skipped_steps, wanted_first_wave); w.step < steps; w.next()) {
             expect(w.step > before, "a step that is not behind the last one", {});
-            expect(w.step >= lead || before < 0, "a second step of the first wave", {});
+            expect(w.step >= first_wave || before < 0, "a second step of the first wave", {});
             before = w.step;
             if (w.step < 0 || w.step >= steps) return;
             ++taken[w.step];
-            const bool all_have_missed = w.step >= lead + missed * others;
+            const bool all_have_missed = w.step >= first_wave + skipped_steps * others;
             expect(block >= comm_sms || all_have_missed, "a sender multiplies before it is due", {});
-            if (w.step < lead) continue;
-            expect(block < comm_sms || all_have_missed == (count >= missed), "a round that is not one", {});
+            if (w.step < first_wave) continue;
+            expect(block < comm_sms || all_have_missed == (count >= skipped_steps), "a round that is not one", {});
             ++count;
         }
     }

@@ -1,5 +1,5 @@
 // LL data bit by bit (ll_protocol.cuh changes one word into another). Of the two words that arrive as the same one, both
-// 16-bit NaNs or small negative integers, a correction says which it was: one more word in the sender's slots, behind
+// 16-bit NaNs or small negative integers, a correction says which it was: one more word in the sender's slots, after
 // the data of an epoch. It is sent and waited for only where such a word is.
 //
 // Who writes: the thread that sends a vector, the word `room * 4 + index` of the same slots. Who waits, and resets it:
@@ -13,7 +13,7 @@ constexpr u32 DOUBTFUL = 0xfffffffeu;  // arrives for this word and for 0xffffff
 
 struct ExactEpoch {
     const Epoch& epoch;
-    u32 room;  // slots of a sender that data takes; a fourth as many behind them are for corrections
+    u32 room;  // slots of a sender that data takes; a fourth as many after them are for corrections
 
     __device__ __forceinline__ void send_to_all(u32 index, const uint4& v) const {
         epoch.send_to_all(index, ll_encode(v));

@@ -1,13 +1,13 @@
 // Exchanges in one epoch of the slots, or by rounds: chunk by chunk, in as many epochs of one launch as it takes. While a
-// thread receives one chunk, the next one is in flight, so what is left behind the last send is one chunk of each trip. An
+// thread receives one chunk, the next one is in flight, so one chunk of each trip is left after the last send. An
 // epoch has two chunks or more: credits for the next one come while the last ones are under way. docs/protocol.md#credits
 // has the proof.
 //
 // `steps` has, each for the vectors of a thread from a share on that come before `end`, `threads` of a block apart:
 //   load(share, end, threads)              what is sent first, ahead
 //   send(epoch, share, end, threads)       to the peers
-//   answer<COUNT>(epoch, share, end, threads)    with TRIPS = 2: what is received to be sent again, one chunk behind
-//   receive<COUNT>(epoch, share, end, threads)   all else, TRIPS chunks behind; then the slots are reset
+//   answer<COUNT>(epoch, share, end, threads)    with TRIPS = 2: what is received to be sent again, one chunk after
+//   receive<COUNT>(epoch, share, end, threads)   all else, TRIPS chunks after; then the slots are reset
 // COUNT: vectors of each peer that a thread receives at once, and of a chunk. One after the other, it would wait for
 // memory and not keep the links busy; small exchanges are faster with fewer registers and less code.
 
@@ -31,7 +31,7 @@ struct Chunks {
 
     __device__ __forceinline__ u32 epochs() const { return (count() + of_epoch - 1) / of_epoch; }
 
-    // Behind the last vector of chunk i.
+    // After the last vector of chunk i.
     __device__ __forceinline__ u32 end(u32 i) const { return min((i + 1) * slots * gridDim.x, vectors); }
 };
 

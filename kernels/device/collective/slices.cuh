@@ -1,5 +1,5 @@
-// Contiguous tensors [rows, parts, row] in bytes, of which each rank has a part [rows, row]: the dimension in front of
-// `row` is gathered or scattered. A part is seen as vectors of 16 bytes, one row behind the other, as it travels.
+// Contiguous tensors [rows, parts, row] in bytes, of which each rank has a part [rows, row]: the dimension before
+// `row` is gathered or scattered. A part is seen as vectors of 16 bytes, one row after the other, as it travels.
 
 #pragma once
 
@@ -16,7 +16,7 @@ struct Slices {
     u32 unit;  // bytes at once where a vector is not whole, 1, 2 or 4: it divides `row` and the address
 };
 
-// The vector `at` of each part, less what is behind the part's end. WHOLE: `first` and `row` are multiples of 16.
+// The vector `at` of each part, less what is after the part's end. WHOLE: `first` and `row` are multiples of 16.
 template <bool WHOLE>
 struct SliceVector {
     const Slices& s;

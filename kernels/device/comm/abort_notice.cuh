@@ -2,7 +2,7 @@
 // that are enqueued on a stream already).
 //
 // Who writes: rank p, fault[ABORT_NOTICE + p] = 1 + the rank it blames, at every peer; release, system scope, before
-// its copies. Only a reset clears it. Who reads: whoever ends an epoch of a buffer that copy engines write, behind the
+// its copies. Only a reset clears it. Who reads: whoever ends an epoch of a buffer that copy engines write, after the
 // last read of it; acquire, system scope. Nobody waits. Graph-safe. docs/protocol.md#abort-notices has the proof.
 
 #pragma once
@@ -20,7 +20,7 @@ __device__ __forceinline__ void post_abort_notice(const WaitParams& watch, u64 s
     post_flag(fault + ABORT_NOTICE + watch.rank, 1 + blamed);
 }
 
-// By one thread, behind all reads of the buffer by any thread in epoch `epoch`. `done`: the buffer's first done word.
+// By one thread, after all reads of the buffer by any thread in epoch `epoch`. `done`: the buffer's first done word.
 __device__ __forceinline__ void check_abort_notice(const WaitParams& watch, int peer, u32 done, u32 epoch) {
     if (peer == watch.rank) return;
     const u32 said = load_acquire(watch.fault + ABORT_NOTICE + peer);

@@ -1,8 +1,8 @@
-// The acquire kernel in front of copies by copy engines, a wait for a peer's, and the end of an epoch that no other
+// The acquire kernel before copies by copy engines, a wait for a peer's, and the end of an epoch that no other
 // kernel ends.
 //
 // acquire. Who waits: lane p of its one warp, until done(buffer)[p] >= EPOCH[buffer]; acquire, system scope. Then it
-// writes EPOCH_TICKET[buffer] = e = EPOCH[buffer] + 1. Behind it on the stream: copies of chunks into the peers'
+// writes EPOCH_TICKET[buffer] = e = EPOCH[buffer] + 1. After it on the stream: copies of chunks into the peers'
 // buffers, each followed by a 4-byte copy of EPOCH_TICKET[buffer] into the peer's flag word; the stream keeps data
 // before flag. If a wait has expired, here or earlier, EPOCH_TICKET stays, and every peer gets an abort notice before
 // the copies (abort_notice.cuh).
@@ -11,7 +11,7 @@
 // done(buffer)[rank] at every rank, one lane each; release, system scope. It waits for nobody.
 //
 // arrive. Who waits: one lane, until flag 0 of rank `peer` is at the epoch that runs; acquire, system scope. Who writes:
-// the peer's copy engine, behind what it has copied. What comes behind it on the stream may read that.
+// the peer's copy engine, after what it has copied. What comes after it on the stream may read that.
 //
 // All are graph-safe. docs/protocol.md#copy-engines-and-the-acquire-kernel has the proof.
 

@@ -1,4 +1,4 @@
-"""Launches the acquire kernel in front of copies by copy engines, waits for a peer's, and the end of an epoch: see
+"""Launches the acquire kernel before copies by copy engines, waits for a peer's, and the end of an epoch: see
 acquire.cu."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Params(ctypes.Structure):
 
 
 def end_epoch(workspace: Workspace, buffer: int, stream: int) -> None:
-    """End this rank's epoch of ``buffer``: work in front of it on the stream has read everything there.
+    """End this rank's epoch of ``buffer``: work before it on the stream has read everything there.
 
     Safe to capture in a CUDA graph.
 
@@ -65,7 +65,7 @@ class Acquire:
     def launch(self, timeout_ns: int, stream: int) -> None:
         """Make ``stream`` wait until every peer's buffer is free for the next epoch, then write that to EPOCH_TICKET.
 
-        Work behind it on the stream may overwrite the buffer on every peer; the current device must be the
+        Work after it on the stream may overwrite the buffer on every peer; the current device must be the
         workspace's. Safe to capture in a CUDA graph.
 
         Args:
@@ -80,7 +80,7 @@ class Acquire:
 
 
 class Arrival:
-    """The wait for what a peer's copy engine has put into one buffer, in front of flag 0; launched often."""
+    """The wait for what a peer's copy engine has put into one buffer, before flag 0; launched often."""
 
     def __init__(self, workspace: Workspace, buffer: int, peer: int) -> None:
         layout = workspace.layout
@@ -90,7 +90,7 @@ class Arrival:
         self._launch = _program.function("arrive").bound(1, 32, self._params)
 
     def launch(self, timeout_ns: int, stream: int) -> None:
-        """Make ``stream`` wait. If that expires, the group is broken, and what comes behind reads what lies there."""
+        """Make ``stream`` wait. If that expires, the group is broken, and what comes after reads what lies there."""
         self._params.watch.timeout_ns = timeout_ns
         self._launch(stream)
 

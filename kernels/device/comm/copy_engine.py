@@ -2,14 +2,14 @@
 
     with engine.pushing(buffer, shard, chunk_rows, timeout_ns):
         ...  # kernels that wait for the peers' chunks, on the current stream
-    engine.start(buffer, parts, timeout_ns)  # or a part each, behind which anything may run
+    engine.start(buffer, parts, timeout_ns)  # or a part each, after which anything may run
     engine.start_pieces(buffer, pieces, timeout_ns)  # or the same pieces for all
 
 Who writes: rank r's engine copies chunk c of its shard into slot r of every peer's buffer ``[W, m, K]``, then
 EPOCH_TICKET, the epoch, into flag c of rank r there; the stream keeps that order. The copy reads EPOCH_TICKET when it
 runs: graph-safe.
 Peers are served in the order rank-1, rank-2, ...: no link carries two shards at a time. Who waits: the acquire kernel
-(acquire.cu), on the current stream in front of the kernels: beside them it might find no SM free.
+(acquire.cu), on the current stream before the kernels: next to them it might find no SM free.
 
 Copies that are enqueued cannot be called off, so nothing but copies goes into a workspace whose buffers copy engines
 write (abort_notice.cuh). docs/protocol.md#copy-engines-and-the-acquire-kernel has the proof.
@@ -57,7 +57,7 @@ class CopyEngine:
         self.workspace = workspace
         self._device = workspace.heap.device.index
         self._handle = cuda_state.state.own_stream(self, workspace.heap.device)
-        # Of each buffer: its acquire kernel, and the events behind that and behind the pushes.
+        # Of each buffer: its acquire kernel, and the events after that and after the pushes.
         self._known: dict[int, tuple[Acquire, torch.cuda.Event, torch.cuda.Event]] = {}
 
     @cached_property
@@ -69,7 +69,7 @@ class CopyEngine:
         """Send ``shard`` [m, K], contiguous, to every peer while the kernels run that the body launches on the current
         stream.
 
-        Behind the body the current stream waits for the copies: the shard may be overwritten then.
+        After the body the current stream waits for the copies: the shard may be overwritten then.
         """
         self._fork(buffer, timeout_ns)
         self._push(buffer, shard, chunk_rows)
@@ -105,7 +105,7 @@ class CopyEngine:
         self._pushed(buffer)
 
     def join(self, buffer: int) -> None:
-        """What follows on the current stream comes behind the pushes."""
+        """What follows on the current stream comes after the pushes."""
         self._current().wait_event(self._known[buffer][2])
 
     def _current(self) -> torch.cuda.Stream:
@@ -114,7 +114,7 @@ class CopyEngine:
         return stream
 
     def _fork(self, buffer: int, timeout_ns: int) -> None:
-        """Pushes come behind the acquire kernel on the current stream."""
+        """Pushes come after the acquire kernel on the current stream."""
         state = cuda_state.state
         if buffer not in self._known:
             self._known[buffer] = Acquire(self.workspace, buffer), state.event(), state.event()
@@ -128,7 +128,7 @@ class CopyEngine:
         self._known[buffer][2].record(self._stream)
 
     def _send(self, buffer: int, of: Callable[[int], Sequence[CopiedPiece]]) -> None:
-        """Each peer's pieces, and behind them the epoch into flag 0 of this rank there."""
+        """Each peer's pieces, and after them the epoch into flag 0 of this rank there."""
         w, stream, copy, ticket = self.workspace, self._handle, cuda_state.state.copy, self._ticket(buffer)
         here = w.address + w.layout.buffer(buffer)
         flag = w.address + 4 * (w.layout.flags(buffer) + w.rank * w.layout.flags_per_rank)

@@ -13,7 +13,7 @@ from ....symm_mem.workspace import Workspace
 def copying(
     workspace: Workspace, push: Callable[[], None], end: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Run ``push`` in a thread beside the body. The end of the body joins it, and raises what the first of the two
+    """Run ``push`` in a thread during the body. The end of the body joins it, and raises what the first of the two
     raised.
 
     When one of them fails, so does the group on this rank: then the other one waits for no peer any more.

@@ -46,7 +46,7 @@ private:
         for (int peer = threadIdx.x % 32; peer < WORLD_SIZE; peer += 32) {
             if (peer == RANK) continue;
             char* words = reinterpret_cast<char*>(s.watch.words) + static_cast<long long>(s.span) * (peer - RANK);
-            post_behind_fence(reinterpret_cast<u32*>(words) + word(RANK), epoch);
+            post_after_fence(reinterpret_cast<u32*>(words) + word(RANK), epoch);
         }
     }
 

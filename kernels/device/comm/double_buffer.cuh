@@ -1,6 +1,6 @@
 // One epoch of a workspace's buffer, by a whole kernel.
 //
-// Who writes: every launch that ends epoch e, done(buffer)[rank] = e at every rank, behind its last read; release,
+// Who writes: every launch that ends epoch e, done(buffer)[rank] = e at every rank, after its last read; release,
 // system scope. Who waits: may_send, for e - 1 of every peer before the first store; acquire, system scope. Graph-safe:
 // the epoch is read from device memory. docs/protocol.md#workspace-protocol has the proof.
 
@@ -51,7 +51,7 @@ __device__ __forceinline__ void leave(const WaitParams& watch, const BufferWords
     // One fence for all: each waits until the stores before it have reached their peers.
     __threadfence_system();
     for (int rank = 0; rank < buffer.world_size; ++rank) {
-        post_behind_fence(on_rank(watch.words, watch, buffer, rank) + buffer.done + watch.rank, epoch);
+        post_after_fence(on_rank(watch.words, watch, buffer, rank) + buffer.done + watch.rank, epoch);
     }
 }
 

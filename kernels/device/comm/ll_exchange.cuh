@@ -1,5 +1,5 @@
 // Exchanges of vectors between all ranks by the LL protocol (ll_protocol.cuh): no flag, no barrier. The all-reduces and
-// the one-shot kernels beside cuBLAS matmuls are built on it.
+// the one-shot kernels for cuBLAS matmuls are built on it.
 //
 // Who writes: thread t of block b on rank r, slot (buffer, r, i) of block b on a peer. Who waits: thread t of block b
 // on that peer, until no word of the slot is the sentinel; it then resets the slot. Relaxed, system scope. Epoch e of
@@ -90,7 +90,7 @@ struct Epoch {
         for (int i = 1; i < WORLD_SIZE; ++i) send(peer_of(i), index, wire);
     }
 
-    // Behind a failed poll for slot `index` of `sender`. True: go on without it.
+    // After a failed poll for slot `index` of `sender`. True: go on without it.
     __device__ __forceinline__ bool expired(Deadline& deadline, int sender, u32 index) const {
         const u32 slot = s.first + (mine + sender * s.capacity + index) * WORDS;
         if (!deadline.overdue(s.watch, sender, slot, number, number - 1, WAIT_DATA)) return false;

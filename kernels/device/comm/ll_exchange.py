@@ -16,7 +16,7 @@ from ..jit.program import WaitParams
 VECTOR = 16  #: bytes of a slot
 #: What ll_exchange.cuh calls the dtypes whose numbers it reads.
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# The largest grid. An H100 or H200 has 132 SMs: while a kernel waits on so many, a matmul in front of what its peer
+# The largest grid. An H100 or H200 has 132 SMs: while a kernel waits on so many, a matmul before what its peer
 # waits for may find room on the others. 132 blocks are no faster (bench/NOTES.md).
 BLOCKS = 128
 THREADS = 512  #: the largest block, of those that send

@@ -2,7 +2,7 @@
 // nothing has arrived.
 //
 // The sender inverts each word, so the sentinel would be 0xffffffff, a NaN in every dtype here. Of a store only this is
-// assumed: a 32-bit word arrives whole. The receiver looks at each word; there is no flag and no fence behind the data.
+// assumed: a 32-bit word arrives whole. The receiver looks at each word; there is no flag and no fence after the data.
 // It resets the slot; that no later data comes before these zeros is for its kernel to show.
 // docs/protocol.md#ll-protocol
 

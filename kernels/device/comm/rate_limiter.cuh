@@ -1,5 +1,5 @@
 // Rate limiters: keep what a rank's warps store to peers at the rate of the links. What is sent faster fills the egress
-// queues of the SMs, where loads wait behind it, and collides at the receivers.
+// queues of the SMs, where loads queue after it, and collides at the receivers.
 //
 // RateLimiter: for warps that send all the time; each keeps its own share. SharedTokenBucket: for warps that send at
 // times; each draws the start of a burst from one clock of the rank, so few senders get the whole link rate. Nobody

@@ -32,7 +32,7 @@ constexpr int THREADS = 384;
 constexpr int GROUP = 128;  // threads of a warpgroup
 constexpr int WARPGROUPS_M = BM / 64;
 constexpr int WN = BN / (2 / WARPGROUPS_M);  // columns of a warpgroup
-constexpr int SUMS = WN / 2;  // registers of a thread
+constexpr int ACC_REGS = WN / 2;  // registers of a thread
 constexpr int A_BYTES = BM * BK * 2;
 constexpr int B_BOXES = (BN + 63) / 64;  // if N is contiguous, of 64 columns each
 constexpr int B_BYTES = (B_ROWS ? B_BOXES * 64 : BN) * BK * 2;
@@ -45,7 +45,7 @@ static_assert(!B_ROWS || !B_WHOLE || BN % 64 == 0, "a box begins at a whole grou
 static_assert(WN % 32 == 0 && (!B_ROWS || WARPGROUPS_M == 2 || WN % 64 == 0));
 
 constexpr int COUNTS = 36;
-constexpr u32 NOTHING = ~0u;  // a count of what is sent, if nothing will be
+constexpr u32 CLOSED = ~0u;  // a count of what is sent, if nothing will be
 
 struct Shared {
     u8* stages;
@@ -69,7 +69,7 @@ __device__ __forceinline__ Shared shared_memory(u8* base) {
 // depends on it in uniform registers, where wgmma wants the descriptors of its operands.
 __device__ __forceinline__ int warp_of_block() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0); }
 
-// By all threads. One of them calls `rest` for all, behind the counts' zeros.
+// By all threads. One of them calls `rest` for all, after the counts' zeros.
 template <typename Rest>
 __device__ __forceinline__ void begin(const Shared& s, const Rest& rest) {
     if (threadIdx.x == 0) {
@@ -143,7 +143,7 @@ __device__ __forceinline__ void load_stage(
     }
 }
 
-// By the loader, behind its last stage: until both blocks have read all that it loaded. Then nothing reaches for this
+// By the loader, after its last stage: until both blocks have read all that it loaded. Then nothing reaches for this
 // block's shared memory any more, and it may end.
 __device__ __forceinline__ void drain(const Shared& s, PipelineState<STAGES>& state) {
     for (int i = 0; i < STAGES; ++i) {
@@ -171,20 +171,20 @@ __device__ __forceinline__ void product(float (&sums)[N / 2], u64 a, u64 b, int 
     }
 }
 
-// What the main loop does besides with its rows of A of a stage, by all threads of the warpgroup: nothing.
-struct NothingBeside {
+// What else the main loop does with its rows of A of a stage, by all threads of the warpgroup: nothing.
+struct NoMainloopHook {
     __device__ __forceinline__ void begin(int, const u8*) const {}
     __device__ __forceinline__ void end() const {}
 };
 
 // The main loop of a tile, by a compute warpgroup. It waits for its wgmma of a stage before it takes the next: the
 // other warpgroup's keep the tensor cores busy meanwhile, and the stage is released a stage's time earlier, on which
-// the loads depend: one takes as long as two stages of wgmma. `beside` gets the number of the stage and the warpgroup's
+// the loads depend: one takes as long as two stages of wgmma. `hook` gets the number of the stage and the warpgroup's
 // rows of A, 64 of 128 bytes, and has done with them at its end.
-template <typename Beside = NothingBeside>
+template <typename MainloopHook = NoMainloopHook>
 __device__ __forceinline__ void multiply(
-    const Shared& s, PipelineState<STAGES>& state, int warpgroup, int depth, float (&sums)[SUMS],
-    const Beside& beside = {}) {
+    const Shared& s, PipelineState<STAGES>& state, int warpgroup, int depth, float (&sums)[ACC_REGS],
+    const MainloopHook& hook = {}) {
     const int m = warpgroup % WARPGROUPS_M, n = warpgroup / WARPGROUPS_M;
     const bool first_lane = threadIdx.x % 32 == 0;
     constexpr u32 LEADING = B_ROWS ? 4096 : 0;
@@ -194,7 +194,7 @@ __device__ __forceinline__ void multiply(
         const u64 a = smem_descriptor(stage + m * 64 * 128, 0, 1024);
         const u64 b = smem_descriptor(stage + A_BYTES + n * B_COLUMNS, LEADING, 1024);
         wait(s.full + state.at, state.parity);
-        beside.begin(i, stage + m * 64 * 128);
+        hook.begin(i, stage + m * 64 * 128);
         warpgroup_arrive();
 #pragma unroll
         for (int k = 0; k < BK / 16; ++k) {
@@ -203,7 +203,7 @@ __device__ __forceinline__ void multiply(
         }
         warpgroup_commit_batch();
         warpgroup_wait<0>();
-        beside.end();
+        hook.end();
         if (first_lane) release(s.empty + state.at);
         state.next();
     }
@@ -238,7 +238,7 @@ __device__ __forceinline__ Place place_of_sums(int warpgroup) {
 // i] and on.
 template <typename Finish>
 __device__ __forceinline__ void store_rows(
-    u16* out, u64 stride, int rows, int columns, int warpgroup, const float (&sums)[SUMS], Finish&& finish) {
+    u16* out, u64 stride, int rows, int columns, int warpgroup, const float (&sums)[ACC_REGS], Finish&& finish) {
     const int row = place_of_sums(warpgroup).row;
     const int column = warpgroup / WARPGROUPS_M * WN + threadIdx.x % 4 * 8;
 #pragma unroll
@@ -261,7 +261,7 @@ __device__ __forceinline__ void store_rows(
 // The same in float32, each number where its thread holds it: four lanes fill 32 bytes of a row.
 template <typename Finish>
 __device__ __forceinline__ void store_rows(
-    float* out, u64 stride, int rows, int columns, int warpgroup, const float (&sums)[SUMS], Finish&& finish) {
+    float* out, u64 stride, int rows, int columns, int warpgroup, const float (&sums)[ACC_REGS], Finish&& finish) {
     const Place first = place_of_sums(warpgroup);
     const int row = first.row;
 #pragma unroll

@@ -57,7 +57,7 @@ class Tile:
         return (self.block_m + self.block_n / 2) / (self.block_m * self.block_n) * 128
 
     def felt(self, feels: float) -> float:
-        """How much longer it takes beside communication, which costs ``feels`` for twice the loads."""
+        """How much longer it takes during communication, which costs ``feels`` for twice the loads."""
         return 1 + feels * (self.loads - 1)
 
     @property
@@ -89,7 +89,7 @@ TILES = (
 WIDEST = Tile(128, 320, 4, 0.92)
 
 # ``stage_us`` between two ranks, measured with the current kernels, which take warp numbers from shuffles. That above
-# is older, and what choices between more ranks are fitted to. The widest takes 3 % less beside 128 x 256, on H100
+# is older, and what choices between more ranks are fitted to. The widest takes 3 % less than 128 x 256, on H100
 # (bench/results/h100-x2-sustained.txt) as with one H200 of two (h200-x1-tiles.txt).
 _STAGES_OF_TWO = {(64, 256): 0.382, (128, 320): 0.89}
 
@@ -141,14 +141,14 @@ def matmul_us(m: int, n: int, k: int, spec: DeviceSpec = H200) -> float:
 
 
 def matmuls_us(m: int, ns: Sequence[int], k: int, spec: DeviceSpec = H200) -> float:
-    """The same of a matmul with each of several B, one behind the other."""
+    """The same of a matmul with each of several B, one after the other."""
     rate = _READ * spec.memory
     busy = sum(max(2 * m * n * k / 720e6, 2 * k * n / rate, k * _LEAST_A_ROW) for n in ns)
     return busy + _PRODUCT_LAUNCH + _NEXT_LAUNCH * (len(ns) - 1)
 
 
 def product_us(m: int, n: int, k: int, world_size: int, spec: DeviceSpec = H200) -> float:
-    """Microseconds of the matmul [m, K] @ [K, N] by itself, to compare with what tiles do beside communication: that of
+    """Microseconds of the matmul [m, K] @ [K, N] by itself, to compare with what tiles do during communication: that of
     cuBLAS, which is taken to be as fast as the best of TILES would be."""
     tiles = suited(m, n, k, world_size, spec=spec)
     best = min(estimate_us(tile, -(-m // tile.block_m), [n], k, HOPPER_SMS) for tile in tiles)
@@ -167,7 +167,7 @@ def streamed_us(size: int, times: int, spec: DeviceSpec) -> float:
 def unfused_us(
     m: int, n: int, k: int, moved: int, spec: DeviceSpec = H200, scaled: ScaledProducts | None = None
 ) -> float:
-    """Microseconds of cuBLAS's matmul [m, K] @ [K, N] in 16 bits and NCCL's collective behind or in front of it.
+    """Microseconds of cuBLAS's matmul [m, K] @ [K, N] in 16 bits and NCCL's collective after or before it.
 
     A plain model of what was measured on H200s; it decides only whether fusing is profitable.
 

@@ -1,4 +1,4 @@
-"""One-shot exchanges of chunks between all ranks, beside cuBLAS's matmuls: what the launchers of both ops share."""
+"""One-shot exchanges of chunks between all ranks, for cuBLAS's matmuls: what the launchers of both ops share."""
 
 from __future__ import annotations
 

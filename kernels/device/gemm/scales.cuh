@@ -56,27 +56,27 @@ struct BlockScales {
         return make_float3(__ldcg(upper + i * a_block), __ldcg(lower + i * a_block), __ldg(b + i * b_block));
     }
 
-    // Of two stages; behind the last one, of that.
+    // Of two stages; after the last one, of that.
     __device__ __forceinline__ void load(float3 (&factors)[2], int i, int depth) const {
         factors[0] = at(min(i, depth - 1));
         factors[1] = at(min(i + 1, depth - 1));
     }
 };
 
-// `multiply` of gemm.cuh with sums that are promoted behind each stage. Block-wise scales are loaded for two stages at
-// once, two or three ahead, by turns into two sets of registers: where they moved from one to the other, tensor
+// `multiply` of gemm.cuh with sums that are promoted after each stage. Block-wise scales are loaded for two stages at
+// once, two or three ahead, alternately into two sets of registers: where they moved from one to the other, tensor
 // instructions would wait for the loads.
-template <typename Beside>
+template <typename MainloopHook>
 __device__ __forceinline__ void multiply_promoting(
-    const Shared& s, PipelineState<STAGES>& state, int warpgroup, int depth, float (&sums)[SUMS], const TileScales& t,
-    const Beside& beside) {
+    const Shared& s, PipelineState<STAGES>& state, int warpgroup, int depth, float (&sums)[ACC_REGS],
+    const TileScales& t, const MainloopHook& hook) {
     constexpr int UNROLLED = SCALES == BLOCK_WISE ? 4 : 1;
     const int m = warpgroup % WARPGROUPS_M, n = warpgroup / WARPGROUPS_M;
     const bool first_lane = threadIdx.x % 32 == 0;
     const BlockScales scales(t, warpgroup);
     float3 factors[2][2];
 #pragma unroll
-    for (int e = 0; e < SUMS; ++e) sums[e] = 0;
+    for (int e = 0; e < ACC_REGS; ++e) sums[e] = 0;
 #pragma unroll 1
     for (int first = 0; first < depth; first += UNROLLED) {
 #pragma unroll
@@ -86,9 +86,9 @@ __device__ __forceinline__ void multiply_promoting(
             u8* stage = s.stages + state.at * STAGE_BYTES;
             const u64 a = smem_descriptor(stage + m * 64 * 128, 0, 1024);
             const u64 b = smem_descriptor(stage + A_BYTES + n * WN * 128, 0, 1024);
-            float parts[SUMS];
+            float parts[ACC_REGS];
             wait(s.full + state.at, state.parity);
-            beside.begin(i, stage + m * 64 * 128);
+            hook.begin(i, stage + m * 64 * 128);
             warpgroup_arrive();
 #pragma unroll
             for (int k = 0; k < BK / 16; ++k) product<WN>(parts, a + k * 2, b + k * 2, k);
@@ -99,24 +99,24 @@ __device__ __forceinline__ void multiply_promoting(
                 if (turn % 2 == 0) scales.load(factors[1 - set], i + 2, depth);
             }
             warpgroup_wait<0>();
-            beside.end();
+            hook.end();
             if (first_lane) release(s.empty + state.at);
             state.next();
             if constexpr (SCALES == BLOCK_WISE) {
                 const float3 of_stage = factors[set][turn % 2];
                 const float upper = of_stage.x * of_stage.z, lower = of_stage.y * of_stage.z;
 #pragma unroll
-                for (int e = 0; e < SUMS; ++e) sums[e] = fmaf(parts[e], e & 2 ? lower : upper, sums[e]);
+                for (int e = 0; e < ACC_REGS; ++e) sums[e] = fmaf(parts[e], e & 2 ? lower : upper, sums[e]);
             } else {
 #pragma unroll
-                for (int e = 0; e < SUMS; ++e) sums[e] += parts[e];
+                for (int e = 0; e < ACC_REGS; ++e) sums[e] += parts[e];
             }
         }
     }
 }
 
 // The scales of a tile that is not scaled by blocks. A thread loads them when the tile's first stage is there, and needs
-// them behind its last one. Each lane holds two columns of every 64 of its warpgroup, for the whole warp.
+// them after its last one. Each lane holds two columns of every 64 of its warpgroup, for the whole warp.
 struct SumScales {
     static constexpr int GROUPS = SCALES == ROW_WISE ? (WN + 63) / 64 : 1;
     float upper, lower;
@@ -139,7 +139,7 @@ struct SumScales {
         }
     }
 
-    __device__ __forceinline__ void scale(float (&sums)[SUMS]) const {
+    __device__ __forceinline__ void scale(float (&sums)[ACC_REGS]) const {
         if constexpr (SCALES == ROW_WISE) {
 #pragma unroll
             for (int j = 0; j < WN / 8; ++j) {
@@ -155,13 +155,13 @@ struct SumScales {
         } else {
             const float both = upper * lower;
 #pragma unroll
-            for (int e = 0; e < SUMS; ++e) sums[e] *= both;
+            for (int e = 0; e < ACC_REGS; ++e) sums[e] *= both;
         }
     }
 };
 
 // Adds the bias. Several loads are in flight at once; columns past the end have that of the last.
-__device__ __forceinline__ void add_bias(const TileScales& t, int warpgroup, float (&sums)[SUMS]) {
+__device__ __forceinline__ void add_bias(const TileScales& t, int warpgroup, float (&sums)[ACC_REGS]) {
     constexpr int ALL = WN / 8, AT_ONCE = ALL < 8 ? ALL : 8;
     const int column = t.column + place_of_sums(warpgroup).column, last = t.columns - 2;
     if (t.of.bias == nullptr) return;
@@ -189,19 +189,19 @@ __device__ __forceinline__ void add_bias(const TileScales& t, int warpgroup, flo
 }
 
 // A tile's product, scaled and with its bias.
-template <typename Beside = NothingBeside>
+template <typename MainloopHook = NoMainloopHook>
 __device__ __forceinline__ void multiply_scaled(
-    const Shared& s, PipelineState<STAGES>& state, int warpgroup, int depth, float (&sums)[SUMS], const TileScales& t,
-    const Beside& beside = {}) {
+    const Shared& s, PipelineState<STAGES>& state, int warpgroup, int depth, float (&sums)[ACC_REGS],
+    const TileScales& t, const MainloopHook& hook = {}) {
     if constexpr (SCALES == BLOCK_WISE) {
-        multiply_promoting(s, state, warpgroup, depth, sums, t, beside);
+        multiply_promoting(s, state, warpgroup, depth, sums, t, hook);
     } else {
         wait(s.full + state.at, state.parity);  // those of a peer's rows are there, too
         const SumScales scales(t, warpgroup);
         if constexpr (PROMOTE) {
-            multiply_promoting(s, state, warpgroup, depth, sums, t, beside);
+            multiply_promoting(s, state, warpgroup, depth, sums, t, hook);
         } else {
-            multiply(s, state, warpgroup, depth, sums, beside);
+            multiply(s, state, warpgroup, depth, sums, hook);
         }
         scales.scale(sums);
     }

@@ -75,7 +75,7 @@ class ScaledProducts:
 
     Attributes:
         types: of A and B.
-        promote: sums are added up in float32 behind every 128 of K, not in the tensor cores.
+        promote: sums are added up in float32 after every 128 of K, not in the tensor cores.
         travels: scales of A go with it.
         torch_has_blocks: torch has a kernel for block-wise scales of so many rows (``has_block_product``).
     """
@@ -122,7 +122,7 @@ class ScaledProducts:
 
     @property
     def defines(self) -> dict[str, str | int]:
-        """What gemm.cuh is compiled with besides."""
+        """What else gemm.cuh is compiled with."""
         a, b = (str(dtype).removeprefix("torch.float8_")[:4] for dtype in self.types)
         kind = list(ScaleKind).index(self.kind) + 1
         return {"FP8_TYPES": f'"{a}.{b}"', "SCALES": kind, "PROMOTE": int(self.promote)}

@@ -94,7 +94,7 @@ class Maps(dict[int, bytes]):
 
 
 def put_maps(count: int) -> Callable[..., None]:
-    """``put(structure, offset, *maps)`` writes so many, one behind the other. It costs less than ctypes' fields do."""
+    """``put(structure, offset, *maps)`` writes so many, one after the other. It costs less than ctypes' fields do."""
     return struct.Struct(f"{ctypes.sizeof(TensorMap)}s" * count).pack_into
 
 

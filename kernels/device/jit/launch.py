@@ -79,7 +79,7 @@ def _why_not_rows(x: torch.Tensor) -> str | None:
     fake = isinstance(x, torch._subclasses.FakeTensor) or x.device.type == "meta"
     start = x.storage_offset() * x.dtype.itemsize if fake else x.data_ptr()
     if start % ALIGNMENT:
-        return f"starts {start % ALIGNMENT} bytes behind a multiple of {ALIGNMENT}"
+        return f"starts {start % ALIGNMENT} bytes after a multiple of {ALIGNMENT}"
     return None
 
 

@@ -4,7 +4,7 @@
     program.function("one_shot").launch(blocks, threads, params, stream)
 
 Compiling needs neither a GPU nor a driver. A kernel takes one argument, a struct by value, whose twin here is
-a ``ctypes.Structure``: packing it is all that a launch costs besides the driver's call.
+a ``ctypes.Structure``: packing it is all that a launch costs on top of the driver's call.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def write_whole(place: Path, content: bytes) -> None:
 def compile_cubin(path: Path, arch: str = ARCH, defines: Mapping[str, str | int] | None = None) -> bytes:
     """Compile a .cu file with NVRTC, without any cache.
 
-    Includes are looked for beside the file and in kernels/device.
+    Includes are looked for next to the file and in kernels/device.
 
     Raises:
         CompileError: with NVRTC's log.

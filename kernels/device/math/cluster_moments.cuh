@@ -38,7 +38,7 @@ struct ClusterMoments : ClusterReduce<BLOCKS, TERMS, ROWS, 2> {
         Base::share(1, chunk, around_mean(apart, squares, elements));
     }
 
-    // By whole warps, behind `join` of the round in which the chunks were published.
+    // By whole warps, after `join` of the round in which the chunks were published.
     template <typename Elements, typename Map>
     __device__ __forceinline__ void totals(
         int most, float elements, const Elements& of_chunk, const Map& map, float (&means)[ROWS],

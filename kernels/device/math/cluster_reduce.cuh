@@ -91,7 +91,7 @@ struct ClusterReduce {
         ++round;
     }
 
-    // By whole warps, behind `join` of the round in which the terms were published.
+    // By whole warps, after `join` of the round in which the terms were published.
     template <typename Map>
     __device__ __forceinline__ void totals(int most, const Map& map, float (&out)[SUMS]) const {
         float of_lane[SUMS] = {};
@@ -102,7 +102,7 @@ struct ClusterReduce {
         Sums::to_all(map(Sums::of(of_lane)), out);
     }
 
-    // By whole warps, behind `join` of the round in which the largest were published.
+    // By whole warps, after `join` of the round in which the largest were published.
     template <typename Map>
     __device__ __forceinline__ void largest(int most, const Map& map, float (&out)[SUMS]) const {
         u32 of_lane[SUMS] = {};
@@ -129,7 +129,7 @@ protected:
         }
     }
 
-    // The first term of the first sum, behind `join`.
+    // The first term of the first sum, after `join`.
     __device__ __forceinline__ const float* published() const { return terms + (round - 1) % 2 * ROUND; }
 
     // The terms that are this lane's to add: `what` takes the index, and where the first part of the first sum's lies.

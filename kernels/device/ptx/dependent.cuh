@@ -5,8 +5,8 @@
 namespace weft {
 
 // The first thing of a kernel that is launched so: the next one in the stream may start, and this one touches no memory
-// before the one in front of it has ended and its stores are there. Without such a launch it does nothing.
-__device__ __forceinline__ void begin_behind_previous() {
+// before the previous one has ended and its stores are there. Without such a launch it does nothing.
+__device__ __forceinline__ void begin_after_previous() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }

@@ -201,7 +201,7 @@ struct Wgmma;
 #define WEFT_MAJOR(rows_at) ", 0, " rows_at
 #endif
 
-// `list` names the N / 2 registers of D; a_at and so on, the operands behind them. N_CONTIGUOUS: B lies as [K, N].
+// `list` names the N / 2 registers of D; a_at and so on, the operands after them. N_CONTIGUOUS: B lies as [K, N].
 #define WEFT_PRODUCT(n, list, a_at, b_at, add_at, rows_at, ...) \
     template <> \
     struct Wgmma<n> { \

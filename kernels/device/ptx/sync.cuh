@@ -48,12 +48,12 @@ __device__ __forceinline__ void post_flag(u32* word, u32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-// The same of a thread behind its own fence, which serves any number of flags.
-__device__ __forceinline__ void post_behind_fence(u32* word, u32 value) {
+// The same of a thread after its own fence, which serves any number of flags.
+__device__ __forceinline__ void post_after_fence(u32* word, u32 value) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-// A word of data at a peer, which a fence or a release orders behind it.
+// A word of data at a peer, which a fence or a release orders after it.
 __device__ __forceinline__ void store_word(u32* place, u32 value) { *place = value; }
 
 // The block's barrier `id`, from 1 on, of `threads` threads, whole warps: arrive and wait, or only arrive.
@@ -108,7 +108,7 @@ __device__ __forceinline__ void reset_payload_word(u32* word) {
 }
 
 // Memory that no other GPU writes to at the same time. They stay in the order in which they are written here:
-// a load is under way before what stands behind it.
+// a load is under way before what follows it.
 __device__ __forceinline__ uint4 load_vector(const uint4* place) {
     uint4 v;
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -211,7 +211,7 @@ __device__ __forceinline__ bool reached(u32 seen, u32 expected, int kind) {
 }
 
 // Waits until words[word] has reached `expected`. Acquire, system scope, for the calling thread.
-// Who writes: `peer`, by a release (or a copy engine, behind its data). False: the wait has expired.
+// Who writes: `peer`, by a release (or a copy engine, after its data). False: the wait has expired.
 __device__ __forceinline__ bool wait_flag(const WaitParams& watch, int peer, u32 word, u32 expected, int kind) {
     Deadline deadline;
     for (;;) {

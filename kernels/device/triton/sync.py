@@ -2,7 +2,7 @@
 
 Words are those of a ``Workspace`` (symm_mem/workspace.py), compared ``>=`` modulo 2^32. Epochs are read from device
 memory and the host resets nothing: graph-safe. Every thread of a block computes a scalar expression of Triton, so each
-thread acquires for itself: no barrier is needed between a wait and the loads behind it.
+thread acquires for itself: no barrier is needed between a wait and the loads after it.
 
 A wait that expires writes one record of eight 64-bit words to pinned host memory, ``[1, workspace, peer, word,
 expected, seen, kind, when]``, the leading 1 last, and sets ``fault[BROKEN]``, which all workspaces of the group share
@@ -81,7 +81,7 @@ def post_flag(flag, value):
 def wait_flag(words, fault, index, expected, peer, kind, record, timeout_ns):
     """Wait until ``words[index] >= expected``; acquire, system scope, by every thread.
 
-    Who writes: ``peer``, by a release (or a copy engine, behind its data). Returns nothing: after an expiry
+    Who writes: ``peer``, by a release (or a copy engine, after its data). Returns nothing: after an expiry
     the block goes on without what it waited for, see above. TMA loads of the data need a
     ``fence_proxy_async`` in between.
     """

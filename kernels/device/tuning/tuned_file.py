@@ -1,6 +1,6 @@
 """Tuned configurations on disk: the fastest for each kind of call.
 
-A file for each GPU, number of ranks, and version of CUDA and of all kernels, beside the cubins. It also says what it is
+A file for each GPU, number of ranks, and version of CUDA and of all kernels, in the cubins' folder. It says what it is
 for: a file that cannot be read, or is for something else, counts as missing. Writers replace it as a whole. Of two that
 do so at once one may lose what it added: that is measured again.
 """
@@ -47,7 +47,7 @@ class TunedFile:
         return {kind: config for kind, config in kinds.items() if isinstance(config, str)}
 
     def add(self, kinds: dict[str, str]) -> None:
-        """Enter these, beside what others have entered."""
+        """Add these to what others have entered."""
         content = {"for": self._is_for, "kinds": dict(sorted((self.read() | kinds).items()))}
         with contextlib.suppress(OSError):  # what cannot be kept is measured again
             write_whole(self.place, json.dumps(content, indent=1).encode())
