@@ -251,7 +251,7 @@ class HostEpoch:
         ws.waiting = self.op, peer, index, expected
         ws.lock.goes_on()
         try:
-            # Of the two threads of a call one may have failed, or a call in another workspace: nothing is worth a wait.
+            # It ends early if the call's other thread, or a call in another workspace, has failed.
             with shown:
                 spin(address, expected, self._timeout, liveness, ws.raise_if_broken, exactly=exactly)
         except Expired as e:

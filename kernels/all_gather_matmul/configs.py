@@ -191,7 +191,7 @@ def rank_gather_kernels(problem: AllGatherMatmulProblem) -> list[tuple[float, Fu
 
 
 def varied(ranked: Iterable[tuple[float, F]]) -> list[tuple[float, F]]:
-    """The same, but first the likeliest of each tile with which all blocks send, or some: for who measures a few."""
+    """First the likeliest of each tile with which all blocks send, or some: for callers that measure a few."""
     likeliest: dict[object, tuple[float, F]] = {}
     others = []
     for us, config in ranked:

@@ -93,7 +93,7 @@ using Tile = weft::GatherTile;
 using Steps = weft::GatherSteps;
 static_assert(sizeof(Order) <= (SHARE - ORDER) * sizeof(u32));
 #ifdef FP8_TYPES
-constexpr int DRAINED = weft::COUNTS - 2;  // whether a warpgroup reads no scale any more
+constexpr int DRAINED = weft::COUNTS - 2;  // whether a warpgroup has read its last scale
 #endif
 
 __device__ __forceinline__ Steps steps_of(const Params& p, const Order& order) {

@@ -29,7 +29,7 @@ from .triton_kernel import TritonAllGatherMatmul
 _choices: KernelChoices[configs.AnyConfig] = KernelChoices()
 
 
-# From a workspace, a configuration, tensors for the results, and nanoseconds of patience: a launch.
+# From a workspace, a configuration, tensors for the results, and the timeout in nanoseconds: a launch.
 Prepare: TypeAlias = Callable[
     [Workspace[Any], configs.FusedConfig, Sequence[torch.Tensor], int], Callable[[], None]
 ]

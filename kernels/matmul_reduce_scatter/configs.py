@@ -293,7 +293,7 @@ def estimate_scatter_push_us(config: ScatterPushConfig, problem: MatmulReduceSca
     tile, n, k, world_size = config.tile, problem.n, problem.k, problem.world_size
     rows = world_size * _tile_rows(config, problem)
     feels = 0.2 if world_size > 2 else _SCALED_FEELS if problem.scaled_in_epilogue else 0.1
-    product = matmul_beside_us(tile, rows, n, k, problem.num_sms, feels=feels)
+    product = matmul_while_sending_us(tile, rows, n, k, problem.num_sms, feels=feels)
     if world_size > 2 and tile.block_m == 64:
         product *= _OF_64_ROWS
     first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
@@ -303,7 +303,7 @@ def estimate_scatter_push_us(config: ScatterPushConfig, problem: MatmulReduceSca
     return launch + max(took, gemm_tiles.streamed_us(2 * k * n, 1, problem.spec))
 
 
-def matmul_beside_us(
+def matmul_while_sending_us(
     tile: gemm_tiles.Tile, rows: int, n: int, k: int, num_sms: int, *, feels: float
 ) -> float:
     """Microseconds of the matmul alone, as long as it takes during communication, which slows tiles down that

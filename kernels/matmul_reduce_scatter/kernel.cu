@@ -45,7 +45,7 @@ constexpr u32 PART = weft::PART_BYTES / 16;  // vectors
 constexpr u64 RATE = 356;  // bytes per nanosecond that leave: what the links carry at most
 // Which of s.counts: fragments that a compute warpgroup has staged, and those of them that have been sent.
 constexpr int STAGED = 0, SENT = 2;
-constexpr int DRAINED = 4;  // whether a warpgroup takes nothing from the buffer any more
+constexpr int DRAINED = 4;  // whether a warpgroup has taken all that it takes from the buffer
 constexpr int EXPIRED = 6;  // 1 + the place of a vector whose wait has expired
 constexpr int STEP = 7;  // of what a compute warpgroup has staged
 constexpr int PARTS = 9;  // local tiles whose parts a warpgroup has
@@ -248,7 +248,7 @@ __device__ __forceinline__ void load(
     weft::drain(s, state);
 }
 
-// By a compute warpgroup: it has the parts of one local tile more (PARTS), or has taken all that it takes (DRAINED).
+// By a compute warpgroup: it has the parts of one local tile more (PARTS), or has drained the buffer (DRAINED).
 __device__ __forceinline__ void count_up(const weft::Shared& s, int which, int warpgroup) {
     u32* count = s.counts + which + warpgroup;
     weft::sync_warpgroup(warpgroup);

@@ -22,7 +22,7 @@ from .configs import (
     MatmulReduceScatterProblem,
     ScatterKernelCall,
     ScatterPushConfig,
-    matmul_beside_us,
+    matmul_while_sending_us,
     push_config,
     scatter_push_layout,
 )
@@ -131,7 +131,7 @@ def estimate_sum_to_all_us(config: ScatterPushConfig, problem: MatmulReduceScatt
     tile, n, k, num_sms = config.tile, problem.n, problem.k, problem.num_sms
     costs = _OF_TWO if problem.world_size == 2 else _OF_MORE
     rows = problem.world_size * -(-problem.rows_per_rank // tile.block_m)
-    product = matmul_beside_us(tile, rows, n, k, num_sms, feels=costs.feels)
+    product = matmul_while_sending_us(tile, rows, n, k, num_sms, feels=costs.feels)
     first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
     sending = problem.moved / costs.rate
     waiting = costs.each * gemm_tiles.waves(tile, rows, [n], num_sms)

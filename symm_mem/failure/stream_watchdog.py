@@ -24,8 +24,8 @@ from .spin_wait import reached
 if TYPE_CHECKING:
     from ..heap.heap import Heap
 
-# What is told of an expired wait, the word's value and the seconds waited; and the wait, of which a warning is logged
-# before.
+# Called with an expired wait's outcome, the word's value and the seconds waited; and the wait, which a warning names
+# before it expires.
 Expiry: TypeAlias = tuple[Callable[[WaitOutcome], object], PeerWait]
 # Address, and what is written there.
 Word: TypeAlias = tuple[int, int]

@@ -45,7 +45,7 @@ static_assert(!B_ROWS || !B_WHOLE || BN % 64 == 0, "a box begins at a whole grou
 static_assert(WN % 32 == 0 && (!B_ROWS || WARPGROUPS_M == 2 || WN % 64 == 0));
 
 constexpr int COUNTS = 36;
-constexpr u32 CLOSED = ~0u;  // a count of what is sent, if nothing will be
+constexpr u32 CLOSED = ~0u;  // a count of what is sent: no more will be
 
 struct Shared {
     u8* stages;
