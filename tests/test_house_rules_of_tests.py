@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from mutations import MUTANTS
+
 TESTS = Path(__file__).parent
 
 # What patches more, and how much. It may become less: a seam that is real beats a patch, as fake_gpu.py has one.
@@ -124,3 +126,11 @@ def test_what_conftest_names_is_there() -> None:
     assert len(names) > 10 and not [n for n in names if not list(TESTS.rglob(n))]
     (second,) = re.findall(r'^_SECOND_RUN = "(.*)"$', conftest, re.MULTILINE)
     assert f'-m "{second}"' in (TESTS.parent / "Makefile").read_text()
+
+
+def test_mutants_are_of_todays_files() -> None:
+    """Each text stands once in its file, and the tests that must see the mutant are there."""
+    for mutant in MUTANTS:
+        assert (TESTS.parent / mutant.file).read_text().count(mutant.text) == 1, mutant
+        for path, _, name in (each.partition("::") for each in re.findall(r"tests/\S+", mutant.tests)):
+            assert f"def {name}" in (TESTS.parent / path).read_text(), mutant
