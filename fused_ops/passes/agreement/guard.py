@@ -126,8 +126,8 @@ class GraphGuard:
         self._rounds = [*fused, *fused[-2::-1]]
         # Not where the answer of one group's ranks depends on another's.
         self._unasked: bool = data["unasked"] and len(self._rounds) < 2
-        self._known: dict[str, weakref.ref[ProcessGroup]] = {}
-        self._boards: dict[str, weakref.ref[VoteBoard]] = {}  # of the known groups
+        self._resolved: dict[str, weakref.ref[ProcessGroup]] = {}
+        self._boards: dict[str, weakref.ref[VoteBoard]] = {}  # of these groups
         self._told: set[tuple[str, int]] = set()
         self._late: dict[str, tuple[int, Vote]] = {}
         # Of each group, the fused one last: there it may run without asking. Empty where it must ask.
@@ -219,7 +219,7 @@ class GraphGuard:
         """
         found = {}
         for asked in self._groups:
-            known = self._known.get(asked.name)
+            known = self._resolved.get(asked.name)
             group = None if known is None else known()
             if group is None or not has_name(group, asked.name):
                 group = resolve_group(asked.name)
@@ -229,7 +229,7 @@ class GraphGuard:
                         f"{group.size()}: after torch._dynamo.reset() it is made anew"
                     )
                 self._boards[asked.name] = weakref.ref(vote_board(group))
-                self._known[asked.name] = weakref.ref(group)
+                self._resolved[asked.name] = weakref.ref(group)
                 self._told = {told for told in self._told if told[0] != asked.name}
                 self._late.pop(asked.name, None)
                 self._why_not_fuse = None
