@@ -34,7 +34,11 @@ _FROM_ENVIRONMENT = {
     "buckets": "WEFT_BUCKETS",
 }
 _FLAGS: dict[str, bool] = {"0": False, "1": True}
-_WORDS = {"agree": (CAPTURE,), "collectives": (AUTO,), "sequence_parallel": (AUTO,)}
+_WORDS: dict[str, tuple[str, ...]] = {
+    "agree": (CAPTURE,),
+    "collectives": (AUTO,),
+    "sequence_parallel": (AUTO,),
+}
 _SETTINGS = ("groups", "strict", "fuse", "agree", *REWRITES)
 _OF_TORCH_COMPILE = ("fullgraph", "dynamic", "disable", "name", "recompile_limit", "isolate_recompiles")
 
