@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from test_ranks_that_differ import compiler, gather, results, scatter, world
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from weft import symm_mem
 from weft.fused_ops.passes.agreement.votes import vote_rows
 from weft.fused_ops.passes.report import Report
@@ -86,7 +87,7 @@ def backwards(rank: int, size: int) -> int:
     """Of graphs that all know: a backward that runs twice, one that never runs, and those of two forwards crossed."""
     from weft.fused_ops.passes import FusionPass
 
-    with compiler(), trust():
+    with compiler(), trust(), functorch_config.patch(donated_buffer=False):
         fusion = FusionPass(fuse="always")
         mine = torch.compile(block, options=fusion.options)
         given, grad = tensors()
