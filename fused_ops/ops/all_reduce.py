@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,12 @@ from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from ...kernels.all_reduce import host
-from ...kernels.all_reduce.configs import AllReduceConfig, choose_all_reduce, estimate_all_reduce_us
+from ...kernels.all_reduce.configs import (
+    AllReduceConfig,
+    all_reduce_layout,
+    choose_all_reduce,
+    estimate_all_reduce_us,
+)
 from ...kernels.all_reduce.reference import reference_all_reduce
 from ...kernels.device.jit.empty import Empty, empty_on
 from ...symm_mem import call_cache, flight_recorder, resolve_group
@@ -28,17 +33,20 @@ from ...symm_mem.heap.registry import GroupRef, has_name
 from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from .. import validation
-from ..dispatch import plan, planning
+from ..dispatch import plan
+from ..dispatch.choice import Choice, on_host, unfused
 from ..dispatch.fast_path import default_ns, may_take_fast_path, stream_workspace, timeout
 from ..dispatch.plan import Plan, heap_or_reason, num_sms, ran
 from ..dispatch.stream_order import StreamStep, in_stream_order, steps_on, stream_on
 from ..dispatch.tensor_guards import TensorGuard, guards_of, likely_call, note_likely
 from ..dispatch.workspaces import ALL_REDUCE as ALL_REDUCE_WORKSPACE
-from ..dispatch.workspaces import all_reduce_workspace, matmul_workspace
 from .op import Op, refuse_gradient, refuse_gradient_of_reduction
 
 if TYPE_CHECKING:
     from ...kernels.all_reduce.cuda_kernel import AllReduceLauncher
+    from ...kernels.device.jit.program import Program
+
+BOTH = (host.OP, host.IN_PLACE)  #: the ops that are prepared with each other
 
 
 class AllReduceCall(NamedTuple):
@@ -64,6 +72,24 @@ def _validate(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]:
 def validate_in_place(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]:
     validation.overwritten("x", call.x)
     return _validate(call)
+
+
+class TensorLike(Protocol):
+    """What a choice asks of a tensor, which need not be there yet."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class _How(NamedTuple):
+    """``given``: the configuration is not that of the model."""
+
+    config: AllReduceConfig
+    given: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +238,44 @@ def _made_on(
 
 def in_place(x: Tensor, reduce_op: str, group: ProcessGroup, op: str) -> Tensor:
     """x, contiguous, overwritten. ``op``: whose call it is, for errors."""
-    if not planning.is_planning() and fast_all_reduce(x, reduce_op, group.group_name, x, op) is not None:
+    if fast_all_reduce(x, reduce_op, group.group_name, x, op) is not None:
         return x
     return run_all_reduce(x, reduce_op, group, x, op=op)
+
+
+def choose_sum(x: TensorLike, reduce_op: str, group: ProcessGroup) -> Choice:
+    """The choice for a tensor like x, where the ranks can address each other's memory."""
+    if x.device.type == "cpu":
+        return on_host(host.host_all_reduce_layout(x.nbytes, group.size()))
+    if x.nbytes >= nccl_from():
+        return unfused(f"WEFT_NCCL_ALL_REDUCE_FROM is {nccl_from()} bytes")
+    return choose_on_cuda(x, reduce_op, group)
+
+
+def choose_on_cuda(
+    x: TensorLike,
+    reduce_op: str,
+    group: ProcessGroup,
+    config: AllReduceConfig | None = None,
+    kind: str = ALL_REDUCE_WORKSPACE,
+) -> Choice:
+    """The same on CUDA, whatever the size, in workspaces of a kind; by a given configuration if there is one."""
+    size, rank, nbytes = group.size(), group.rank(), x.nbytes
+    used = config or choose_all_reduce(nbytes, size, num_sms(x.device))
+
+    def programs() -> list[Program]:
+        from ...kernels.all_reduce.cuda_kernel import launched_program
+
+        return [launched_program(size, rank, x.dtype, reduce_op)]
+
+    return Choice(
+        "push",
+        kind=kind,
+        layout=all_reduce_layout(nbytes, size, used),
+        predicted_us=estimate_all_reduce_us(nbytes, size, used),
+        programs=programs,
+        how=_How(used, given=config is not None),
+    )
 
 
 def run_all_reduce(
@@ -231,37 +292,50 @@ def run_all_reduce(
         out: contiguous, like x, and may be x.
         op: whose call it is, for errors.
     """
-    found = heap_or_reason(op, x, group, empty=x.numel() == 0)
-    if not isinstance(found, str) and x.is_cuda and x.nbytes >= nccl_from():
-        found = f"WEFT_NCCL_ALL_REDUCE_FROM is {nccl_from()} bytes"
-    if isinstance(found, str):
-        ran(Plan("unfused", found))
+    where = heap_or_reason(op, "all_reduce", x.device, group, empty=x.numel() == 0)
+    if isinstance(where, str):
+        return run_sum(unfused(where), None, x, reduce_op, group, out, op)
+    choice = choose_sum(x, reduce_op, group)
+    if config is not None and choice.algorithm == "push":
+        choice = choose_on_cuda(x, reduce_op, group, config)
+    return run_sum(choice, where, x, reduce_op, group, out, op)
+
+
+def _run(choice: Choice, where: Heap | None, call: AllReduceCall, group: ProcessGroup) -> Tensor:
+    return run_sum(choice, where, call.x, call.reduce_op, group)
+
+
+def run_sum(
+    choice: Choice,
+    where: Heap | None,
+    x: Tensor,
+    reduce_op: str,
+    group: ProcessGroup,
+    out: Tensor | None = None,
+    op: str = host.OP,
+) -> Tensor:
+    """The same by a choice."""
+    if where is None or choice.is_unfused:
+        ran(choice.plan_in(None))
         result = reference_all_reduce(x, reduce_op, group)
         return result if out is None else out.copy_(result)
     source = x.contiguous()
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if x.device.type == "cpu":
-        workspace = matmul_workspace(found, host.host_all_reduce_layout(x.nbytes, found.world_size))
-        ran(Plan("host", workspace_bytes=workspace.layout.bytes))
+    if choice.algorithm == "host":
+        workspace = choice.workspace_on(where)
+        ran(choice.plan_in(workspace))
         host.host_all_reduce(workspace, source.view(-1), out.view(-1), reduce_op, op)
         return out
-    _on_cuda(found, (source, out), reduce_op, config, op)
+    _on_cuda(choice, where, (source, out), reduce_op, op)
     return out
 
 
-def _on_cuda(
-    where: Heap, tensors: tuple[Tensor, Tensor], reduce_op: str, config: AllReduceConfig | None, op: str
-) -> None:
+def _on_cuda(choice: Choice, where: Heap, tensors: tuple[Tensor, Tensor], reduce_op: str, op: str) -> None:
     """Reduces the first of ``tensors`` into the second one, which it may be; both are contiguous."""
     x, out = tensors
     with in_stream_order(x.device):
-        config = config or choose_all_reduce(x.nbytes, where.world_size, num_sms(x.device))
-        # The ranks compile together: what a wait counts is not what a peer still compiles. Under one name: one may call
-        # in place and another one not.
-        key = (host.OP, config.form, x.dtype, reduce_op)
-        where.prepare(host.OP, key, lambda: prepare_all_reduce(where, x, reduce_op, config))
-        prepared = prepare_all_reduce(where, x, reduce_op, config)
+        prepared = prepare_all_reduce(choice, where, x, reduce_op)
         ran(prepared.plan)  # ranks may differ here: then nothing is launched, and nothing may be noted
         prepared.workspace.raise_if_broken(op, grids=prepared.kernel.grids)
         timeout_ns = timeout_in_ns(where.group_name)
@@ -269,22 +343,26 @@ def _on_cuda(
 
 
 def prepare_all_reduce(
-    where: Heap, x: Tensor, reduce_op: str, config: AllReduceConfig, kind: str = ALL_REDUCE_WORKSPACE
+    choice: Choice, where: Heap, x: Tensor, reduce_op: str, name: str = host.OP
 ) -> PreparedAllReduce:
-    """What the workspace of this kind keeps for such calls; made by all ranks together."""
+    """What the workspace keeps for such calls. The ranks compile together, by a name: what a wait counts is not what a
+    peer still compiles."""
+    found: list[PreparedAllReduce] = []
+    # Under one name: one may call in place and another one not.
+    key = (name, choice.how.config.form, x.dtype, reduce_op)
+    where.prepare(name, key, lambda: found.append(_prepared(choice, where, x, reduce_op)))
+    return found[0] if found else _prepared(choice, where, x, reduce_op)
+
+
+def _prepared(choice: Choice, where: Heap, x: Tensor, reduce_op: str) -> PreparedAllReduce:
     from ...kernels.all_reduce.cuda_kernel import AllReduceLauncher
 
-    workspace = all_reduce_workspace(where, x.nbytes, config, kind)
-    key: Any = (x.numel(), x.dtype, reduce_op)
-    if config != choose_all_reduce(x.nbytes, where.world_size, num_sms(x.device)):
-        key = (*key, config)
+    workspace, how = choice.workspace_on(where), choice.how
+    key: Any = (x.numel(), x.dtype, reduce_op, *((how.config,) if how.given else ()))
     found = workspace.prepared.get(key)
     if found is None:
-        us = estimate_all_reduce_us(x.nbytes, where.world_size, config)
-        plan = Plan("push", workspace_bytes=workspace.layout.bytes, predicted_us=us)
-        planning.stop(plan)
-        kernel = AllReduceLauncher(workspace, x.numel(), x.dtype, reduce_op, x.device, config)
-        found = PreparedAllReduce(workspace, kernel, plan, default_ns())
+        kernel = AllReduceLauncher(workspace, x.numel(), x.dtype, reduce_op, x.device, how.config)
+        found = PreparedAllReduce(workspace, kernel, choice.plan_in(workspace), default_ns())
         workspace.keep(key, found)
     return found
 
@@ -333,30 +411,39 @@ def _fast_in_place(call: AllReduceCall, *, anything: bool = False) -> Tensor | N
     return fast_all_reduce(x, reduce_op, group_name, x, host.IN_PLACE, anything=anything)
 
 
-def _run_in_place(call: AllReduceCall, group: ProcessGroup) -> None:
+def _run_in_place(choice: Choice, where: Heap | None, call: AllReduceCall, group: ProcessGroup) -> None:
     x = call.x
-    if x.is_contiguous():
-        run_all_reduce(x, call.reduce_op, group, x, op=host.IN_PLACE)
-    else:
-        x.copy_(run_all_reduce(x, call.reduce_op, group, op=host.IN_PLACE))
+    into = x if x.is_contiguous() else None
+    result = run_sum(choice, where, x, call.reduce_op, group, into, host.IN_PLACE)
+    if into is None:
+        x.copy_(result)
     increment_version(x)  # as on the fast path
 
 
+# The kernel, whether nothing is sent, and the choice.
+_SUM = (
+    "all_reduce",
+    lambda call, group: call.x.numel() == 0,
+    lambda call, group: choose_sum(call.x, call.reduce_op, group),
+)
 ALL_REDUCE = Op(
     "one_shot_all_reduce(Tensor x, str reduce_op, str group_name, *, int? group_size=None) -> Tensor",
     AllReduceCall,
     _validate,
     _fake,
-    lambda call, group: run_all_reduce(call.x, call.reduce_op, group),
+    *_SUM,
+    _run,
     lambda call: fast_all_reduce(call.x, call.reduce_op, call.group_name, anything=True),
     _with_gradient,
     lambda call: fast_all_reduce(call.x, call.reduce_op, call.group_name),
+    prepares=BOTH,
 )
 ALL_REDUCE_IN_PLACE = Op(
     "one_shot_all_reduce_(Tensor(a!) x, str reduce_op, str group_name, *, int? group_size=None) -> ()",
     AllReduceCall,
     validate_in_place,
     lambda *_: None,
+    *_SUM,
     _run_in_place,
     lambda call: _fast_in_place(call, anything=True),
     lambda call: refuse_gradient(
@@ -364,4 +451,5 @@ ALL_REDUCE_IN_PLACE = Op(
     ),
     _fast_in_place,
     functional=(ALL_REDUCE, lambda call: call),
+    prepares=BOTH,
 )

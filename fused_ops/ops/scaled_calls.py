@@ -19,7 +19,7 @@ from ...kernels.device.gemm.scaling import (
     blocks_of,
 )
 from .. import validation
-from ..dispatch.plan import aligned
+from ..dispatch.staging import aligned
 
 _SIZES = 16  # what torch asks K and N to be multiples of
 # torch hands an op the dtypes of a list as the numbers by which C++ knows them.
