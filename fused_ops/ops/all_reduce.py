@@ -5,11 +5,9 @@ A call of a size that was seen before costs the host no more than three look-ups
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +15,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from ...kernels.all_reduce import host
-from ...kernels.all_reduce.configs import (
-    AllReduceConfig,
-    all_reduce_layout,
-    choose_all_reduce,
-    estimate_all_reduce_us,
-)
+from ...kernels.all_reduce.configs import AllReduceConfig
 from ...kernels.all_reduce.reference import reference_all_reduce
 from ...kernels.device.jit.empty import Empty, empty_on
 from ...symm_mem import call_cache, flight_recorder, resolve_group
@@ -34,17 +27,14 @@ from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from .. import validation
 from ..dispatch import plan
-from ..dispatch.choice import Choice, on_host, unfused
-from ..dispatch.fast_path import default_ns, may_take_fast_path, stream_workspace, timeout
-from ..dispatch.plan import Plan, heap_or_reason, num_sms, ran
+from ..dispatch.all_reduces import PreparedAllReduce, choose_on_cuda, choose_sum, prepare_all_reduce
+from ..dispatch.choice import Choice, unfused
+from ..dispatch.fast_path import may_take_fast_path, stream_workspace, timeout
+from ..dispatch.plan import Plan, heap_or_reason, ran
 from ..dispatch.stream_order import StreamStep, in_stream_order, steps_on, stream_on
 from ..dispatch.tensor_guards import TensorGuard, guards_of, likely_call, note_likely
 from ..dispatch.workspaces import ALL_REDUCE as ALL_REDUCE_WORKSPACE
 from .op import Op, refuse_gradient, refuse_gradient_of_reduction
-
-if TYPE_CHECKING:
-    from ...kernels.all_reduce.cuda_kernel import AllReduceLauncher
-    from ...kernels.device.jit.program import Program
 
 BOTH = (host.OP, host.IN_PLACE)  #: the ops that are prepared with each other
 
@@ -72,34 +62,6 @@ def _validate(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]:
 def validate_in_place(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]:
     validation.overwritten("x", call.x)
     return _validate(call)
-
-
-class TensorLike(Protocol):
-    """What a choice asks of a tensor, which need not be there yet."""
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def nbytes(self) -> int: ...
-
-
-class _How(NamedTuple):
-    """``given``: the configuration is not that of the model."""
-
-    config: AllReduceConfig
-    given: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedAllReduce:
-    """What a workspace keeps for one number of elements, dtype and operation."""
-
-    workspace: Workspace[Any]
-    kernel: AllReduceLauncher
-    plan: Plan
-    timeout_ns: int  # where nobody has set another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,41 +205,6 @@ def in_place(x: Tensor, reduce_op: str, group: ProcessGroup, op: str) -> Tensor:
     return run_all_reduce(x, reduce_op, group, x, op=op)
 
 
-def choose_sum(x: TensorLike, reduce_op: str, group: ProcessGroup) -> Choice:
-    """The choice for a tensor like x, where the ranks can address each other's memory."""
-    if x.device.type == "cpu":
-        return on_host(host.host_all_reduce_layout(x.nbytes, group.size()))
-    if x.nbytes >= nccl_from():
-        return unfused(f"WEFT_NCCL_ALL_REDUCE_FROM is {nccl_from()} bytes")
-    return choose_on_cuda(x, reduce_op, group)
-
-
-def choose_on_cuda(
-    x: TensorLike,
-    reduce_op: str,
-    group: ProcessGroup,
-    config: AllReduceConfig | None = None,
-    kind: str = ALL_REDUCE_WORKSPACE,
-) -> Choice:
-    """The same on CUDA, whatever the size, in workspaces of a kind; by a given configuration if there is one."""
-    size, rank, nbytes = group.size(), group.rank(), x.nbytes
-    used = config or choose_all_reduce(nbytes, size, num_sms(x.device))
-
-    def programs() -> list[Program]:
-        from ...kernels.all_reduce.cuda_kernel import launched_program
-
-        return [launched_program(size, rank, x.dtype, reduce_op)]
-
-    return Choice(
-        "push",
-        kind=kind,
-        layout=all_reduce_layout(nbytes, size, used),
-        predicted_us=estimate_all_reduce_us(nbytes, size, used),
-        programs=programs,
-        how=_How(used, given=config is not None),
-    )
-
-
 def run_all_reduce(
     x: Tensor,
     reduce_op: str,
@@ -292,29 +219,26 @@ def run_all_reduce(
         out: contiguous, like x, and may be x.
         op: whose call it is, for errors.
     """
+    call = AllReduceCall(x, reduce_op, group.group_name)
     where = heap_or_reason(op, "all_reduce", x.device, group, empty=x.numel() == 0)
     if isinstance(where, str):
-        return run_sum(unfused(where), None, x, reduce_op, group, out, op)
+        return _run(unfused(where), None, call, group, out, op)
     choice = choose_sum(x, reduce_op, group)
     if config is not None and choice.algorithm == "push":
         choice = choose_on_cuda(x, reduce_op, group, config)
-    return run_sum(choice, where, x, reduce_op, group, out, op)
+    return _run(choice, where, call, group, out, op)
 
 
-def _run(choice: Choice, where: Heap | None, call: AllReduceCall, group: ProcessGroup) -> Tensor:
-    return run_sum(choice, where, call.x, call.reduce_op, group)
-
-
-def run_sum(
+def _run(
     choice: Choice,
     where: Heap | None,
-    x: Tensor,
-    reduce_op: str,
+    call: AllReduceCall,
     group: ProcessGroup,
     out: Tensor | None = None,
     op: str = host.OP,
 ) -> Tensor:
     """The same by a choice."""
+    x, reduce_op = call.x, call.reduce_op
     if where is None or choice.is_unfused:
         ran(choice.plan_in(None))
         result = reference_all_reduce(x, reduce_op, group)
@@ -340,46 +264,6 @@ def _on_cuda(choice: Choice, where: Heap, tensors: tuple[Tensor, Tensor], reduce
         prepared.workspace.raise_if_broken(op, grids=prepared.kernel.grids)
         timeout_ns = timeout_in_ns(where.group_name)
         prepared.kernel.launch(x.data_ptr(), out.data_ptr(), timeout_ns, cuda_state.current_stream_of(x))
-
-
-def prepare_all_reduce(
-    choice: Choice, where: Heap, x: Tensor, reduce_op: str, name: str = host.OP
-) -> PreparedAllReduce:
-    """What the workspace keeps for such calls. The ranks compile together, by a name: what a wait counts is not what a
-    peer still compiles."""
-    found: list[PreparedAllReduce] = []
-    # Under one name: one may call in place and another one not.
-    key = (name, choice.how.config.form, x.dtype, reduce_op)
-    where.prepare(name, key, lambda: found.append(_prepared(choice, where, x, reduce_op)))
-    return found[0] if found else _prepared(choice, where, x, reduce_op)
-
-
-def _prepared(choice: Choice, where: Heap, x: Tensor, reduce_op: str) -> PreparedAllReduce:
-    from ...kernels.all_reduce.cuda_kernel import AllReduceLauncher
-
-    workspace, how = choice.workspace_on(where), choice.how
-    key: Any = (x.numel(), x.dtype, reduce_op, *((how.config,) if how.given else ()))
-    found = workspace.prepared.get(key)
-    if found is None:
-        kernel = AllReduceLauncher(workspace, x.numel(), x.dtype, reduce_op, x.device, how.config)
-        found = PreparedAllReduce(workspace, kernel, choice.plan_in(workspace), default_ns())
-        workspace.keep(key, found)
-    return found
-
-
-@cache
-def nccl_from() -> float:
-    """Bytes from which on the group's own collective is asked for.
-
-    Raises:
-        ValueError: WEFT_NCCL_ALL_REDUCE_FROM is not a number of bytes.
-    """
-    text = os.environ.get("WEFT_NCCL_ALL_REDUCE_FROM")
-    if text is None:
-        return float("inf")
-    if not text.isdigit():
-        raise ValueError(f"WEFT_NCCL_ALL_REDUCE_FROM: is {text!r}, must be a number of bytes")
-    return int(text)
 
 
 class AllReduceFunction(torch.autograd.Function):
@@ -414,7 +298,7 @@ def _fast_in_place(call: AllReduceCall, *, anything: bool = False) -> Tensor | N
 def _run_in_place(choice: Choice, where: Heap | None, call: AllReduceCall, group: ProcessGroup) -> None:
     x = call.x
     into = x if x.is_contiguous() else None
-    result = run_sum(choice, where, x, call.reduce_op, group, into, host.IN_PLACE)
+    result = _run(choice, where, call, group, into, host.IN_PLACE)
     if into is None:
         x.copy_(result)
     increment_version(x)  # as on the fast path

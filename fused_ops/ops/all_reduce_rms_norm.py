@@ -21,6 +21,7 @@ from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from .. import validation
 from ..dispatch import fast_path
+from ..dispatch.all_reduces import choose_sum
 from ..dispatch.choice import Choice, on_host, unfused
 from ..dispatch.plan import Plan, num_sms, ran
 from ..dispatch.staging import aligned
@@ -179,7 +180,7 @@ def choose_norm(x: Tensor, kind: NormKind, group: ProcessGroup) -> Choice:
 
     if (reason := cuda_kernel.why_no_norm_kernel(hidden, x.dtype, size)) is not None:
         # The all-reduce by itself may well be ours.
-        return replace(unfused(reason), programs=all_reduce.choose_sum(x, "sum", group).programs)
+        return replace(unfused(reason), programs=choose_sum(x, "sum", group).programs)
     ranks, vectors = (size, group.rank()), hidden * x.element_size() // VECTOR
     config = configs.choose_all_reduce_rms_norm(rows, vectors, size, num_sms(x.device))
     return Choice(

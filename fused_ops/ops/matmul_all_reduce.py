@@ -24,6 +24,7 @@ from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from .. import validation
 from ..dispatch import fast_path, plan
+from ..dispatch.all_reduces import choose_sum
 from ..dispatch.choice import Choice, by_kernel, on_host
 from ..dispatch.plan import Plan, num_sms, on, ran, should_fuse
 from ..dispatch.staging import Staging, in_rows_or_columns, rows_of
@@ -155,9 +156,7 @@ def _choose_on_cuda(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice:
         return chosen
     A, B = call.A, call.B
     m, n, k = _sizes(A, B)
-    of_sum = all_reduce.choose_sum(
-        _Product(A.device, A.dtype, m * n * A.element_size()), call.reduce_op, group
-    )
+    of_sum = choose_sum(_Product(A.device, A.dtype, m * n * A.element_size()), call.reduce_op, group)
     if of_sum.is_unfused:
         return of_sum
     us = of_sum.predicted_us

@@ -23,6 +23,7 @@ from ...symm_mem.failure.call_log import Grids, TimedName, poison_on_error
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
 from ..dispatch import plan
+from ..dispatch.all_reduces import choose_on_cuda, nccl_from, prepare_all_reduce
 from ..dispatch.call_check import begin_call
 from ..dispatch.fast_path import default_ns, timeout
 from ..dispatch.plan import Plan, heap_or_reason, ran
@@ -38,7 +39,6 @@ from ..dispatch.stream_order import (
 )
 from ..dispatch.workspaces import GROUP
 from ..ops.all_gather import choose_gather_on_cuda
-from ..ops.all_reduce import choose_on_cuda, nccl_from, prepare_all_reduce
 from ..ops.reduce_scatter import choose_scatter_on_cuda
 from .calls import ALL_GATHER, ALL_REDUCE, GroupCall, flat, index_of
 from .work import DoneWork, StreamWork

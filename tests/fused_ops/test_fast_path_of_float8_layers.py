@@ -11,8 +11,8 @@ import torch
 from fake_gpu import NAME, SLOW, WORLD_SIZE, Stage, run_on_cuda
 from torch import Tensor
 from weft.fused_ops import float8_all_gather_matmul, float8_matmul_reduce_scatter, ops
-from weft.fused_ops.dispatch import plan
-from weft.fused_ops.ops import all_gather_scaled_matmul, all_reduce, scaled_matmul_reduce_scatter
+from weft.fused_ops.dispatch import all_reduces, plan
+from weft.fused_ops.ops import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
 from weft.fused_ops.ops.all_gather_scaled_matmul import AllGatherScaledMatmulCall
 from weft.fused_ops.ops.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatterCall
 
@@ -31,7 +31,7 @@ class Reduction:
 
 
 def reduced_before(stage: Stage, count: int) -> None:
-    made = all_reduce.PreparedAllReduce(stage.workspace, Reduction(), plan.Plan("push"), 1)  # type: ignore[arg-type]
+    made = all_reduces.PreparedAllReduce(stage.workspace, Reduction(), plan.Plan("push"), 1)  # type: ignore[arg-type]
     stage.workspace.prepared[count, torch.float32, "max"] = made
 
 

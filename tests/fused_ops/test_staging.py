@@ -15,9 +15,9 @@ import torch
 from fake_gpu import NAME, Stage, run_on_cuda
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from weft.fused_ops.dispatch import plan
+from weft.fused_ops.dispatch import all_reduces, plan
 from weft.fused_ops.dispatch.staging import Staging, in_rows, in_rows_or_columns, rows_of
-from weft.fused_ops.ops import all_gather_matmul, all_reduce, matmul_all_reduce, matmul_reduce_scatter
+from weft.fused_ops.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from weft.fused_ops.ops.all_gather_matmul import AllGatherMatmulCall
 from weft.fused_ops.ops.matmul_all_reduce import MatmulAllReduceCall
 from weft.fused_ops.ops.matmul_reduce_scatter import MatmulReduceScatterCall
@@ -85,7 +85,7 @@ def test_a_matmul_with_a_sum_behind_it_copies_no_weight(stage: Stage) -> None:
     """cuBLAS takes it as it lies."""
     A, B = misaligned(4, 8), misaligned(8, 16)
     kernel: Any = SimpleNamespace(launch=lambda *_: None, grids=())
-    made = all_reduce.PreparedAllReduce(stage.workspace, kernel, plan.Plan("push"), 1)  # type: ignore[arg-type]
+    made = all_reduces.PreparedAllReduce(stage.workspace, kernel, plan.Plan("push"), 1)  # type: ignore[arg-type]
     stage.workspace.prepared[64, A.dtype, "sum"] = made
     with no_copies():
         out = run_on_cuda(
