@@ -9,6 +9,7 @@ from .. import hooks
 from . import async_collectives as async_collectives  # torch.ops.weft has them
 from .about.timeline import timeline
 from .collectives import one_shot_all_gather, one_shot_reduce_scatter
+from .dispatch.choice import plan
 from .dispatch.plan import Plan, last_plan
 from .drop_in.calls_taken import CallsTaken
 from .drop_in.installation import install, install_if_asked, installed, installed_calls, uninstall
@@ -29,7 +30,6 @@ from .norms import (
     fused_all_reduce_rms_norm,
     fused_all_reduce_rms_norm_quant,
 )
-from .planned_calls import plan
 from .process_groups.creation import is_weft_group, process_group
 from .process_groups.group import WeftProcessGroup
 from .process_groups.taken import GroupCalls

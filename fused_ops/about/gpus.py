@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-HOPPER = (9, 0)
+from ...kernels.device.capability import RUNS_ON, text_of
+
 COPIED = 64 << 20  # bytes
 _COPIES = 4  # of which the first does not count
 
@@ -93,10 +94,10 @@ def driver_version() -> str | None:
 def why_not_on(gpus: list[Gpu]) -> str | None:
     """Why ranks on all of these cannot run weft's kernels; None if they can."""
     for gpu in gpus:
-        if gpu.capability != HOPPER:
-            return (
-                f"GPU {gpu.index} has compute capability {gpu.capability[0]}.{gpu.capability[1]}, must be 9.0"
-            )
+        if any(gpu.capability not in capabilities for capabilities in RUNS_ON.values()):
+            major, minor = gpu.capability
+            wanted = text_of(next(c for c in RUNS_ON.values() if gpu.capability not in c))
+            return f"GPU {gpu.index} has compute capability {major}.{minor}, must be {wanted}"
         if not gpu.shares:
             return f"GPU {gpu.index} cannot share memory as file descriptors"
         if missing := [other.index for other in gpus if other != gpu and other.index not in gpu.reaches]:

@@ -16,10 +16,11 @@ from ...symm_mem.layout import NUM_BUFFERS, Layout
 from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from ..dispatch import plan
+from ..dispatch.choice import Choice, unfused
 from ..dispatch.fast_path import stream_workspace
-from ..dispatch.plan import Plan, aligned, ran
+from ..dispatch.plan import Plan, ran
+from ..dispatch.staging import aligned
 from ..dispatch.stream_order import StreamStep, in_stream_order, steps_on, stream_on
-from ..dispatch.workspaces import async_workspace
 from .call import AsyncCall
 from .started import Started, free_buffer, started_in
 
@@ -70,19 +71,31 @@ class CallsOnStream:
             self.collective.release(buffer, cuda_state.current_stream_of(gathered))
 
 
-def start_on_cuda(where: Heap, call: AsyncCall) -> Started | str:
-    """The call, or why copy engines do not take it."""
-    from ...kernels.async_collectives.cuda_kernel import VECTOR, AsyncCollective, AsyncProblem
+def choose_on_cuda(call: AsyncCall, world_size: int) -> Choice:
+    """By copy engines, or why these do not take the call."""
+    from ...kernels.async_collectives.cuda_kernel import VECTOR, async_program
+    from ...kernels.device.comm import acquire
+
+    part = call.part_bytes(world_size)
+    if part % VECTOR:
+        return unfused(f"a part has {part} bytes, no multiple of {VECTOR}")
+    return Choice(
+        "copy_engine",
+        kind=call.workspace,
+        layout=async_layout(part, world_size, call.placed),
+        programs=lambda: [acquire.PROGRAM, async_program(world_size)],
+    )
+
+
+def start_on_cuda(choice: Choice, where: Heap, call: AsyncCall) -> Started:
+    from ...kernels.async_collectives.cuda_kernel import AsyncCollective, AsyncProblem
     from ...kernels.device.tuning.choice import make_together
 
-    part, placed = call.part_bytes(where.world_size), call.placed
-    if part % VECTOR:
-        return f"a part has {part} bytes, no multiple of {VECTOR}"
-    problem = AsyncProblem(part, call.reduce_op, call.x.dtype, placed)
+    problem = AsyncProblem(call.part_bytes(where.world_size), call.reduce_op, call.x.dtype, call.placed)
     with in_stream_order(call.x.device):
-        workspace = async_workspace(where, async_layout(part, where.world_size, placed), call.workspace)
+        workspace = choice.workspace_on(where)
         workspace.raise_if_broken()
-        ran(Plan("copy_engine", workspace_bytes=workspace.layout.bytes))
+        ran(choice.plan_in(workspace))
         key = problem, tuple(call.result_shape(where.world_size))
         on: CallsOnStream | None = workspace.prepared.get(key)
         if on is None:

@@ -13,8 +13,8 @@ from torch import Tensor, fx
 from torch.distributed import ProcessGroup
 
 from .. import validation
-from ..dispatch.call_check import begin_call
-from ..dispatch.planning import is_planning
+from ..dispatch.call_check import OpCall, begin_call
+from ..dispatch.choice import CHOOSERS, Choice
 from ..library import compiled, group_checks, schema
 from ..library.unsupported import refuse_unsupported
 from ..ops import ALL_GATHER, REDUCE_SCATTER
@@ -22,7 +22,7 @@ from ..ops.all_gather import AllGatherCall
 from ..ops.op import with_poison
 from ..ops.reduce_scatter import ReduceScatterCall
 from .call import AsyncCall
-from .run import run_fast_start, run_release, run_start, run_wait
+from .run import choice_of_start, run_fast_start, run_release, run_start, run_wait
 
 GATHER, SCATTER = "all_gather", "reduce_scatter"
 
@@ -39,10 +39,12 @@ def _checked(call: AsyncCall) -> ProcessGroup:
 
 
 def _fake_start(call: AsyncCall) -> Tensor:
-    if is_planning():
-        return _slow_start(call)
     _checked(call)
     return call.x.new_empty(0)
+
+
+def _choice(call: AsyncCall) -> tuple[Choice, torch.device]:
+    return choice_of_start(call, _checked(call))
 
 
 def _start(call: AsyncCall) -> Tensor:
@@ -54,8 +56,10 @@ def _start(call: AsyncCall) -> Tensor:
 @with_poison
 def _slow_start(call: AsyncCall) -> Tensor:
     group = _checked(call)
-    given = {"x": call.x} | ({"placed": call.placed} if call.gathers else {"reduce_op": call.reduce_op})
-    begin_call(call.start, group, call.x.device, **given)
+    given: dict[str, object] = {"x": call.x} | (
+        {"placed": call.placed} if call.gathers else {"reduce_op": call.reduce_op}
+    )
+    begin_call(OpCall(call.start, given, call.x.device.type), group, call.x.device)
     return run_start(call, group)
 
 
@@ -111,3 +115,5 @@ for _op, _run, _fake in (
     for _key in ("CPU", "CUDA"):
         schema.lib.impl(_name, _run, _key)
     refuse_unsupported(schema.lib, _name)
+CHOOSERS[schema.all_gather_start] = _all_gather(_choice)[0]
+CHOOSERS[schema.reduce_scatter_start] = _reduce_scatter(_choice)[0]

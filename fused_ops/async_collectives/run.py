@@ -17,12 +17,13 @@ from torch.distributed import ProcessGroup
 from ...kernels.all_gather.reference import as_bytes
 from ...kernels.async_collectives import host
 from ...symm_mem.heap.heap import Heap
-from ..dispatch.plan import Plan, heap_or_reason, ran
-from ..dispatch.workspaces import async_workspace
+from ..dispatch.choice import Choice, unfused
+from ..dispatch.plan import heap_or_reason, ran, why_unfused
 from .call import AsyncCall
-from .on_cuda import fast_start, start_on_cuda
+from .on_cuda import choose_on_cuda, fast_start, start_on_cuda
 from .started import Started, free_buffer, started_in
 
+KERNEL = "async_collectives"
 _c10d = torch.ops._c10d_functional
 
 
@@ -34,18 +35,29 @@ def run_fast_start(call: AsyncCall) -> Tensor | None:
 
 def run_start(call: AsyncCall, group: ProcessGroup) -> Tensor:
     """The token of a call."""
-    x, op = call.x, call.start
-    found = heap_or_reason(op, x, group, empty=x.numel() == 0)
-    if isinstance(found, str):
-        started: Started | str = found
-    elif x.device.type == "cpu":
-        started = _on_cpu(found, call)
-    else:
-        started = start_on_cuda(found, call)
-    if isinstance(started, str):
-        ran(Plan("unfused", started))
+    x = call.x
+    where = heap_or_reason(call.start, KERNEL, x.device, group, empty=x.numel() == 0)
+    choice = unfused(where) if isinstance(where, str) else _choose(call, group)
+    if isinstance(where, str) or choice.is_unfused:
+        ran(choice.plan_in(None))
         started = _unfused(call, group)
+    else:
+        started = (_on_cpu if choice.algorithm == "host" else start_on_cuda)(choice, where, call)
     return _token(x, started)
+
+
+def choice_of_start(call: AsyncCall, group: ProcessGroup) -> tuple[Choice, torch.device]:
+    """As ``Op.choice_of``."""
+    device = call.x.device
+    reason = why_unfused(KERNEL, device, group, empty=call.x.numel() == 0)
+    return (_choose(call, group) if reason is None else unfused(reason)), device
+
+
+def _choose(call: AsyncCall, group: ProcessGroup) -> Choice:
+    if call.x.device.type != "cpu":
+        return choose_on_cuda(call, group.size())
+    layout = host.async_layout(call.part_bytes(group.size()), group.size(), call.placed)
+    return Choice("host", kind=call.workspace, layout=layout)
 
 
 def run_wait(token: Tensor, call: AsyncCall) -> Tensor:
@@ -86,12 +98,11 @@ def _unfused(call: AsyncCall, group: ProcessGroup) -> Started:
     return Started(call, finish)
 
 
-def _on_cpu(where: Heap, call: AsyncCall) -> Started:
+def _on_cpu(choice: Choice, where: Heap, call: AsyncCall) -> Started:
     size, rank = where.world_size, where.rank
-    layout = host.async_layout(call.part_bytes(size), size, call.placed)
-    workspace = async_workspace(where, layout, call.workspace)
+    workspace = choice.workspace_on(where)
     buffer = free_buffer(started_in(workspace), call.start)
-    ran(Plan("host", workspace_bytes=workspace.layout.bytes))
+    ran(choice.plan_in(workspace))
     x = call.x.contiguous()
     parts = [as_bytes(x)] * size if call.gathers else list(as_bytes(x).chunk(size))
     epoch = host.send(workspace, buffer, parts, call.start, with_own=call.placed)

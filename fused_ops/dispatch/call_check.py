@@ -2,7 +2,7 @@
 
 Twice a call: its arguments, and the plan that was made of them, before anything is launched. Strides are compared by
 what they lead to: ranks may lay out their own operands as they like, unless one of them then runs another algorithm
-than the others. Sizes that no rank sends are compared where they choose the kernel alone (``own_dims``).
+than the others. Sizes that no rank sends are compared where they choose the kernel alone (``Op.own_dims``).
 
 A first call is the first of its op on a heap, or behind a reset. Ranks that make the same calls come to it together,
 and it never takes the fast path: a call like it was not made before. A rank that makes another call instead is waited
@@ -13,7 +13,8 @@ for up to the group's deadline. What ranks compile comes behind the comparison, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,43 +26,9 @@ from ...symm_mem.failure.call_check import CallCheck, call_check_of, compares_fi
 from ...symm_mem.failure.fault import refuse_if_broken
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.heap.registry import get_heap
-from .planning import is_planning
 
-_ALL_REDUCE = "one_shot_all_reduce"
-# What a first call of an op prepares for others, whose calls may take the fast path then on a part of the ranks, as
-# their tensors lie: they have no first call any more.
-_PREPARES = {
-    "one_shot_all_reduce_": (_ALL_REDUCE,),
-    _ALL_REDUCE: ("one_shot_all_reduce_",),
-    "fused_all_reduce_rms_norm": (_ALL_REDUCE, "one_shot_all_reduce_"),
-    "fused_all_reduce_layer_norm": (_ALL_REDUCE, "one_shot_all_reduce_"),
-    "fused_all_reduce_rms_norm_quant": (_ALL_REDUCE, "one_shot_all_reduce_"),
-    "fused_matmul_all_reduce": (_ALL_REDUCE, "one_shot_all_reduce_"),
-}
-# Columns of products of what is gathered, and what products are summed over before they are reduced: of each argument
-# the dimension, for elements of a list alternately. What travels has other sizes.
-_OWN: dict[str, dict[str, tuple[int, ...]]] = {
-    "fused_all_gather_matmul": {"Bs": (1,)},
-    "fused_all_gather_scaled_matmul": {
-        "Bs": (1,),
-        "B_scales": (-1,),
-        "biases": (-1,),
-        "result_scales": (-1,),
-    },
-    "fused_matmul_reduce_scatter": {"A": (-1,), "B": (0,), "more": (-1, 0)},
-    "fused_scaled_matmul_reduce_scatter": {"A": (-1,), "B": (0,), "A_scale": (-1,), "B_scale": (0,)},
-    "fused_matmul_all_reduce": {"A": (-1,), "B": (0,)},
-}
 _SAME_ON_CUDA = " (on CUDA all sizes must be the same on all ranks: they choose the kernel)"
 _SAME = " (sizes other than * must be the same on all ranks)"
-
-
-def own_dims(op: str, argument: str, device_type: str) -> tuple[int, ...]:
-    """The dimension of an op's argument in which each rank may have a size of its own; several are for a list.
-
-    Empty on CUDA, where kernels are chosen by all sizes, and ranks with different kernels would wait for each other.
-    """
-    return _OWN.get(op, {}).get(argument, ()) if device_type == "cpu" else ()
 
 
 def dims_of_element(own: tuple[int, ...], i: int) -> tuple[int, ...]:
@@ -70,38 +37,40 @@ def dims_of_element(own: tuple[int, ...], i: int) -> tuple[int, ...]:
 
 
 class OpCall(NamedTuple):
-    """A call that is about to be made."""
+    """A call that is about to be made.
+
+    Attributes:
+        own_dims, prepares: as ``Op`` has them.
+    """
 
     op: str
     arguments: dict[str, object]
     device_type: str
+    own_dims: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    prepares: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        said = [
-            f"{name}={_text(value, own_dims(self.op, name, self.device_type))}"
-            for name, value in self.arguments.items()
-        ]
+        own = self.own_dims if self.device_type == "cpu" else {}
+        said = [f"{name}={_text(value, own.get(name, ()))}" for name, value in self.arguments.items()]
         return f"{self.op}({', '.join(said)})"
 
     @property
     def remark(self) -> str:
         """What the text does not say of sizes."""
-        if self.op not in _OWN:
+        if not self.own_dims:
             return ""
         return _SAME if self.device_type == "cpu" else _SAME_ON_CUDA
 
 
 class _Current(threading.local):
     begun: OpCall | None = None  #: that has not come to its heap yet
-    call: tuple[CallCheck, str, str | None] | None = (
-        None  #: whose plan is still to come: checks, op, which call
-    )
+    call: tuple[CallCheck, OpCall, str | None] | None = None  #: whose plan is still to come, and which it is
 
 
 _current = _Current()
 
 
-def begin_call(op: str, group: ProcessGroup, device: torch.device, **arguments: object) -> None:
+def begin_call(call: OpCall, group: ProcessGroup, device: torch.device) -> None:
     """A call is about to be made. In the checked mode every rank must be about to make the same one.
 
     Groups without a heap are not checked: their calls are collectives of the group's own backend.
@@ -112,17 +81,15 @@ def begin_call(op: str, group: ProcessGroup, device: torch.device, **arguments: 
         ForkedProcess: this process was forked from the one that joined the group.
         WeftError: the group is broken on this rank.
     """
-    if is_planning():
-        return
     flight_recorder.take_recorded()
     if flight_recorder.calls is not None and group.size() > 1:
-        flight_recorder.begin(op, group, _shape(op, device, arguments), call_site())
-    calling.op, _current.call = op, None
-    _current.begun = call = OpCall(op, arguments, device.type)
+        flight_recorder.begin(call.op, group, _shape(call), call_site())
+    calling.op, _current.call = call.op, None
+    _current.begun = call
     if not is_checked() or group.size() == 1:
         return
     _current.begun = None
-    forks.refuse_child(group, op)
+    forks.refuse_child(group, call.op)
     try:
         where = get_heap(group, device)
     except HeapUnavailable:
@@ -154,7 +121,7 @@ def compare_first_call(where: Heap, call: OpCall | None) -> None:
 
 def _compare(checks: CallCheck, call: OpCall, what: str | None) -> None:
     checks.compare(call.op, str(call), call.remark, begins=what is None, what=what)
-    _current.call = checks, call.op, what
+    _current.call = checks, call, what
 
 
 def compare_plan(plan: str, reason: str) -> None:
@@ -168,10 +135,10 @@ def compare_plan(plan: str, reason: str) -> None:
         PeerTimeout: a rank does not come so far.
     """
     if _current.call is not None:
-        (checks, op, what), _current.call = _current.call, None
+        (checks, call, what), _current.call = _current.call, None
         because = f" because {reason}" if reason else ""
-        checks.compare(op, f"{op} by {plan}", because, begins=False, what=what)
-        checks.compared.update((op, *_PREPARES.get(op, ())))
+        checks.compare(call.op, f"{call.op} by {plan}", because, begins=False, what=what)
+        checks.compared.update((call.op, *call.prepares))
 
 
 def plan_is_compared() -> bool:
@@ -179,23 +146,25 @@ def plan_is_compared() -> bool:
     return _current.call is not None
 
 
-def _shape(op: str, device: torch.device, arguments: dict[str, object]) -> flight_recorder.CallShape:
-    if "elements" in arguments:  # of a process group's call
-        sizes: Any = (arguments["elements"],)
-        dtype: Any = arguments["dtype"]
-        return flight_recorder.CallShape(flight_recorder.collective_of(op), sizes, dtype, device.type)
+def _shape(call: OpCall) -> flight_recorder.CallShape:
+    if "elements" in call.arguments:  # of a process group's call
+        sizes: Any = (call.arguments["elements"],)
+        dtype: Any = call.arguments["dtype"]
+        return flight_recorder.CallShape(
+            flight_recorder.collective_of(call.op), sizes, dtype, call.device_type
+        )
     tensors: list[torch.Tensor] = []
-    for value in arguments.values():
+    for value in call.arguments.values():
         tensors += [
             t for t in (value if isinstance(value, Sequence) else (value,)) if isinstance(t, torch.Tensor)
         ]
-    return flight_recorder.shape_of(op, tensors)
+    return flight_recorder.shape_of(call.op, tensors)
 
 
 def _text(value: object, own: tuple[int, ...] = ()) -> str:
     """
     Args:
-        own: dimensions whose sizes are not shown, as ``own_dims`` has them.
+        own: dimensions whose sizes are not shown, as ``Op.own_dims`` has them.
     """
     if isinstance(value, torch.Tensor):
         sizes = list(map(str, value.shape))

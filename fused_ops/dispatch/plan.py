@@ -16,16 +16,15 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ...kernels.device.capability import why_no_kernel_on
 from ...symm_mem import HeapUnavailable, flight_recorder, forks
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.failure.fault import refuse_if_broken
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.heap.registry import get_heap, why_no_heap
-from . import planning
 from .call_check import compare_first_call, compare_plan, plan_is_compared, take_begun
 
 
@@ -56,7 +55,7 @@ class Plan:
             model", and why if it was to be tuned; "" for all others.
         predicted_us: microseconds that the kernels' model predicts, without the host's; None of what it does not know:
             backends, CPU ranks and matmuls of float32.
-        workspace: of a call that was planned and not made, the kind of its workspace: calls of one kind share.
+        workspace: of a fused call the kind of its workspace: calls of one kind share.
     """
 
     algorithm: str
@@ -137,7 +136,6 @@ def last_plan() -> Plan:
 def ran(plan: Plan) -> None:
     """Note the plan that a call is about to run. Of a call that is compared all ranks must have the same one."""
     global _unfused_calls
-    planning.stop(plan)
     this_thread.plan = plan
     if plan.algorithm == "unfused":
         _unfused_calls += 1
@@ -179,52 +177,56 @@ def _force(change: Callable[[], object]) -> None:
     invalidate_calls()
 
 
-def heap_or_reason(op: str, x: Tensor, group: ProcessGroup, empty: bool) -> Heap | str:
-    """The heap that a call of ``op`` on ``x`` uses, or why it runs unfused.
+def why_unfused(kernel: str, device: torch.device, group: ProcessGroup, *, empty: bool) -> str | None:
+    """Why a call runs unfused, whatever its op would choose, as far as it is known without another rank.
+
+    Args:
+        kernel: of ``capability.RUNS_ON``.
+        empty: the ranks have nothing to send.
+    """
+    reason = _why_not_sent(group, empty) or why_no_kernel_on(kernel, device)
+    return reason or why_no_heap(group, device)
+
+
+def _why_not_sent(group: ProcessGroup, empty: bool) -> str | None:
+    if group.size() == 1:
+        return "the group has one rank"
+    if empty:
+        return "there is nothing to send"
+    return "the caller asked for it" if _forced == "unfused" else None
+
+
+def heap_or_reason(
+    op: str, kernel: str, device: torch.device, group: ProcessGroup, *, empty: bool
+) -> Heap | str:
+    """The heap that a call of ``op`` on ``device`` uses, or why it runs unfused.
+
+    Args:
+        kernel, empty: as for ``why_unfused``.
 
     Raises:
         RankMismatch: it is the first call of its op, and the ranks call differently.
         PeerTimeout: likewise, and a rank does not come.
         ForkedProcess: this process was forked from the one that joined the group.
-        WeftError: the group is broken on this rank. What x holds may then be invalid, also for NCCL or gloo.
+        WeftError: the group is broken on this rank. What is sent may then be invalid, also for NCCL or gloo.
     """
     call = take_begun()
-    if group.size() == 1:
-        return "the group has one rank"
-    forks.refuse_child(group, op)
-    if empty:
-        return "there is nothing to send"
-    if _forced == "unfused":
-        return "the caller asked for it"
+    if group.size() > 1:
+        forks.refuse_child(group, op)
+    if (reason := _why_not_sent(group, empty)) is not None:
+        return reason
+    if (reason := why_no_kernel_on(kernel, device)) is not None:
+        return _logged(op, group, reason)
     try:
-        found = heap_or_why(x.device, group)
+        found = get_heap(group, device)
     except HeapUnavailable as e:
-        found = str(e)
-    if planning.is_planning():
-        return found
-    if isinstance(found, str):
-        return _logged(op, group, found)
+        return _logged(op, group, str(e))
     refuse_if_broken(found)
     if found.device.type == "cpu":
         thread = threading.current_thread()
         found.callers[threading.get_ident()] = thread.name, time.monotonic()
     compare_first_call(found, call)
     return found
-
-
-def heap_or_why(device: torch.device, group: ProcessGroup) -> Heap | str:
-    """The group's heap, or why its kernels cannot run on ``device``.
-
-    Of a call that is planned what stands for the heap, unless an earlier call has found that there is none.
-
-    Raises:
-        HeapUnavailable: the ranks cannot address each other's memory.
-    """
-    if device.type == "cuda" and not _is_hopper(device):
-        return "the kernels are for GPUs of compute capability 9.0"
-    if planning.is_planning():
-        return why_no_heap(group, device) or planning.PlannedHeap(group, device)  # type: ignore[return-value]
-    return get_heap(group, device)
 
 
 def _logged(op: str, group: ProcessGroup, reason: str) -> str:
@@ -264,16 +266,8 @@ def preferred_kernel() -> str | None:
 
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Makes a CUDA device the current one, if it is not."""
-    if planning.is_planning():
-        return nullcontext()
     cuda = cuda_state.state
     return nullcontext() if cuda.current_device() == device.index else cuda.make_current(device)
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    """Also of one that is not there, which may be planned for."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @cache
@@ -283,14 +277,8 @@ def num_sms(device: torch.device) -> int:
     Raises:
         ValueError: WEFT_RESERVED_SMS is not a number from 0 to what the GPU has, less the two of a cluster.
     """
-    not_there = planning.is_planning() and not torch.cuda.is_available()
-    there = HOPPER_SMS if not_there else cuda_state.state.num_sms(device)
+    there = cuda_state.state.num_sms(device)
     text = os.environ.get("WEFT_RESERVED_SMS", "0")
     if not text.isdigit() or int(text) > there - 2:
         raise ValueError(f"WEFT_RESERVED_SMS: is {text!r}, must be a number from 0 to {there - 2}")
     return there - int(text)
-
-
-def aligned(x: Tensor) -> Tensor:
-    """x at an address that kernels can take. A copy, never another algorithm: the peers' x may lie better."""
-    return x if planning.address_of(x) % 16 == 0 else x.clone()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 
@@ -17,7 +16,8 @@ from ...kernels.all_gather.configs import estimate_all_gather_us
 from ...kernels.all_gather_matmul import configs as gather
 from ...kernels.all_reduce.configs import estimate_all_reduce_us
 from ...kernels.all_reduce_rms_norm import configs as norms
-from ...kernels.device.device_spec import H200, DeviceSpec, device_spec_of
+from ...kernels.device.capability import why_no_kernel_on
+from ...kernels.device.device_spec import DeviceSpec, device_spec_of
 from ...kernels.device.gemm.gemm_tiles import LINK, MULTIPLY_ADDS, matmul_us, nccl_us, product_us
 from ...kernels.device.gemm.scaling import ScaledProducts, has_block_product
 from ...kernels.device.gemm.supported import why_last_dim_not_gathered, why_last_dim_not_scattered
@@ -92,8 +92,8 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
         raise ValueError(f"op: is {op!r}, must be one of {', '.join(OPS)}")
     if candidate.device_type != "cuda":
         return None
-    if not _is_hopper():
-        return "the kernels are for GPUs of compute capability 9.0"
+    if (reason := why_no_kernel_on(op, _current_gpu())) is not None:
+        return reason
     buffers = dtype.itemsize == 2
     if op in _ALONE:
         size = m * n * dtype.itemsize
@@ -142,8 +142,11 @@ def why_not_async(part_bytes: int, device_type: str) -> str | None:
     Args:
         part_bytes: what each rank sends to each.
     """
-    if device_type == "cuda" and not _is_hopper():
-        return "the kernels are for GPUs of compute capability 9.0"
+    if (
+        device_type == "cuda"
+        and (reason := why_no_kernel_on("async_collectives", _current_gpu())) is not None
+    ):
+        return reason
     if part_bytes % _ROW:
         return f"parts of {part_bytes} bytes are no multiple of {_ROW}"
     if part_bytes < _LEAST_ASYNC:
@@ -189,9 +192,7 @@ def _problem(
     rows, depth = (c.m, c.k // size) if c.last_dim and c.op in _GATHERING else (c.m // size, c.k)
     if scaled is not None:
         depth //= 2  # in pairs of numbers
-        if torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())
-            scaled = replace(scaled, torch_has_blocks=has_block_product(c.m, scaled.types, device))
+        scaled = replace(scaled, torch_has_blocks=has_block_product(c.m, scaled.types, _current_gpu()))
     if c.op in _GATHERING:
         return gather.AllGatherMatmulProblem(
             *(rows, (c.n,), depth, size, HOPPER_SMS, c.last_dim, c.return_A, spec), scaled=scaled
@@ -308,15 +309,11 @@ def microseconds_to_multiply(device_type: str, multiply_adds: float) -> float:
     return multiply_adds / _RATES.get(device_type, _RATES["cpu"])[1]
 
 
+def _current_gpu() -> torch.device:
+    """The first one where there is none."""
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+
+
 def _spec() -> DeviceSpec:
     """Of the current device."""
-    return (
-        device_spec_of(torch.device("cuda", torch.cuda.current_device()))
-        if torch.cuda.is_available()
-        else H200
-    )
-
-
-@cache
-def _is_hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return device_spec_of(_current_gpu())

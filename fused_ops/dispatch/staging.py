@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor, empty_like
-
-from .planning import address_of, is_planning
+from torch._subclasses import FakeTensor
 
 _ALIGNMENT = 16  # bytes: what descriptors ask of addresses and of all strides but the last
 _MOST_STRIDE = 1 << 40  # bytes
@@ -38,6 +37,16 @@ def in_rows(x: Tensor) -> bool:
 def in_rows_or_columns(B: Tensor) -> bool:
     """Whether kernels can describe a right operand: likewise, or its columns do."""
     return in_rows(B) or in_rows(B.t())
+
+
+def _address_of(x: Tensor) -> int:
+    """Where x begins; that of a fake tensor is counted from its storage, which is aligned."""
+    return int(x.storage_offset()) * x.element_size() if isinstance(x, FakeTensor) else x.data_ptr()
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x at an address that kernels can take. A copy, never another algorithm: the peers' x may lie better."""
+    return x if _address_of(x) % _ALIGNMENT == 0 else x.clone()
 
 
 class Staging:
@@ -70,7 +79,7 @@ class Staging:
         if not viewed:
             memory = x.new_empty(x.shape)
             self._why.append(f"{name} does not lie in rows")
-        elif (behind := address_of(seen) % _ALIGNMENT) != 0:
+        elif (behind := _address_of(seen) % _ALIGNMENT) != 0:
             memory = empty_like(x)
             self._why.append(f"{name} begins {behind} bytes behind a multiple of {_ALIGNMENT}")
         else:
@@ -79,9 +88,7 @@ class Staging:
         return shaped(memory)
 
     def copy(self) -> None:
-        """Fill what was taken. To be called once: on the stream of the kernel, in front of it. A plan fills nothing."""
-        if is_planning():
-            return
+        """Fill what was taken. To be called once: on the stream of the kernel, in front of it."""
         for memory, x in self._copies:
             memory.copy_(x)
 

@@ -12,22 +12,23 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ...kernels.all_gather.configs import estimate_all_gather_us
+from ...kernels.device.collective.rounds import RoundsConfig, rounds_layout
 from ...kernels.reduce_scatter.configs import estimate_reduce_scatter_us
+from ...symm_mem.backends import cuda_state
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from ..dispatch import fast_path
+from ..dispatch.choice import Choice, unfused
 from ..dispatch.fast_path import Launcher
 from ..dispatch.plan import Plan, ran
-from ..dispatch.planning import is_planning
 from ..dispatch.stream_order import in_stream_order
-from ..dispatch.workspaces import ALL_REDUCE, push_workspace
+from ..dispatch.workspaces import ALL_REDUCE
 
 if TYPE_CHECKING:
-    from ...kernels.device.collective.launch import CollectiveLauncher
-    from ...kernels.device.collective.rounds import RoundsConfig
-    from ...kernels.device.jit.program import Function
+    from ...kernels.device.collective.launch import CollectiveLauncher, SlicesProblem
+    from ...kernels.device.jit.program import Function, Program
 
 KINDS = (ALL_REDUCE,)  #: of workspaces: that of all exchanges without products
 
@@ -95,8 +96,6 @@ def fast_into(op: str, arguments: Any, out: Tensor, x: Tensor, group_name: str) 
     """Whether such a call was made before on CUDA; then it is made. The tensors may be anything."""
     if not isinstance(out, Tensor) or not isinstance(x, Tensor):
         return False
-    if is_planning():  # of tensors without addresses
-        return False
     try:
         if overlap(out, x) or (out.is_inference() and not torch.is_inference_mode_enabled()):
             return False
@@ -123,60 +122,80 @@ class PreparedAlone:
     plan: Plan
 
 
-def _predicted_us(call: StandAlone, world_size: int) -> float:
-    """Microseconds of such calls, by the model of the kernels."""
-    estimate = estimate_all_gather_us if call.gathers else estimate_reduce_scatter_us
-    return estimate(call.rows * call.row_bytes, world_size)
+@dataclass(frozen=True)
+class _How:
+    """``of_program``: what that is made for besides the sizes."""
+
+    problem: SlicesProblem
+    config: RoundsConfig
+    program: Callable[[], Program]
+    of_program: tuple[Any, ...]
 
 
-def prepare_alone(
-    where: Heap,
+def choose_alone(
     call: StandAlone,
+    world_size: int,
     config: RoundsConfig,
-    functions: tuple[Any, Callable[[str], Function]],
+    program: Callable[[], Program],
+    of_program: tuple[Any, ...] = (),
     kind: str = ALL_REDUCE,
-) -> PreparedAlone | str:
-    """The kernel of such calls in the workspace of this kind, made by all ranks together; or why there is none.
+) -> Choice:
+    """The choice for such calls on CUDA, in workspaces of a kind.
 
     Args:
-        functions: what its program is made for besides the sizes, and the kernel of a name.
+        program: returns that which has the kernels.
+        of_program: what it is made for besides the sizes.
     """
     from ...kernels.device.collective import launch
-    from ...kernels.device.collective.rounds import rounds_layout
-    from ...kernels.device.tuning.choice import make_together
 
     rows, row = call.rows, call.row_bytes
     if rows * row > launch.MOST_BYTES:
-        return f"a part has {rows * row} bytes, more than the {launch.MOST_BYTES} that the kernels take"
+        return unfused(
+            f"a part has {rows * row} bytes, more than the {launch.MOST_BYTES} that the kernels take"
+        )
     problem = launch.SlicesProblem(rows, row, call.gathers)
-    of_program, function = functions
-    place = push_workspace(where, kind, rounds_layout(problem.vectors, where.world_size, config))
+    estimate = estimate_all_gather_us if call.gathers else estimate_reduce_scatter_us
+    return Choice(
+        "push",
+        kind=kind,
+        layout=rounds_layout(problem.vectors, world_size, config),
+        predicted_us=estimate(rows * row, world_size),
+        programs=lambda: [program()],
+        how=_How(problem, config, program, of_program),
+    )
+
+
+def prepare_alone(choice: Choice, where: Heap, call: StandAlone) -> PreparedAlone:
+    """The kernel of such calls in the choice's workspace, made by all ranks together."""
+    from ...kernels.device.collective import launch
+    from ...kernels.device.tuning.choice import make_together
+
+    how: _How = choice.how
+    place = choice.workspace_on(where)
     place.raise_if_broken()
     # Under one name: one rank may give an `out` and another one not.
-    key: Any = (call.name, rows, row, *of_program)
+    key: Any = (call.name, how.problem.rows, how.problem.row, *how.of_program)
     kernel = place.prepared.get(key)
-    plan = Plan(
-        "push", workspace_bytes=place.layout.bytes, predicted_us=_predicted_us(call, where.world_size)
-    )
+    plan = choice.plan_in(place)
     ran(plan)
     if kernel is None:
 
+        def function(name: str) -> Function:
+            with cuda_state.state.make_current(call.x.device):
+                return how.program().function(name)
+
         def make() -> CollectiveLauncher:
-            return launch.CollectiveLauncher(place, problem, function, config)
+            return launch.CollectiveLauncher(place, how.problem, function, how.config)
 
         kernel = make_together(place, call.name, key, key, make)
     return PreparedAlone(place, kernel, plan)
 
 
-def run_alone(
-    where: Heap, call: StandAlone, config: RoundsConfig, functions: tuple[Any, Callable[[str], Function]]
-) -> Tensor | str:
-    """The result, contiguous, or why no kernel takes it. ``functions``: as ``prepare_alone``."""
+def run_alone(choice: Choice, where: Heap, call: StandAlone) -> Tensor:
+    """The result, contiguous."""
     x, into = call.x, call.out
     with in_stream_order(x.device):
-        ready = prepare_alone(where, call, config, functions)
-        if isinstance(ready, str):
-            return ready
+        ready = prepare_alone(choice, where, call)
         place, kernel = ready.workspace, ready.kernel
         source = x.contiguous()
         if into is not None and into.is_contiguous():

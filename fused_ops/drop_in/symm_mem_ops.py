@@ -22,10 +22,12 @@ import torch
 import torch.distributed._symmetric_memory as torch_symm
 from torch import Tensor
 
+from ...kernels.device.capability import why_no_kernel_on
 from ...symm_mem import HeapUnavailable, forks, resolve_group
 from ...symm_mem.call_site import calling
+from ...symm_mem.heap.registry import get_heap
 from .. import validation
-from ..dispatch.plan import heap_or_why, last_plan, why_tf32
+from ..dispatch.plan import last_plan, why_tf32
 from ..ops import (
     ALL_GATHER_MATMUL,
     ALL_GATHER_SCALED_MATMUL,
@@ -217,7 +219,8 @@ def _why_not(op: Op, call: Any, refused: bool) -> str | None:
     calling.op = op.name  # for errors of the group's first call
     forks.refuse_child(group, calling.op)
     try:
-        found = heap_or_why(first.device, group)
+        if (reason := why_no_kernel_on(op.kernel, first.device)) is None:
+            get_heap(group, first.device)
     except HeapUnavailable as e:
         return str(e)
-    return found if isinstance(found, str) else None
+    return reason

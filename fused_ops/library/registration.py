@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import register_flop_formula
 
-from ..dispatch.planning import is_planning
+from ..dispatch.choice import CHOOSERS
 from ..dispatch.tensor_guards import has_tangents
 from ..ops import OPS, Op
 from ..ops.op import AUTOCAST
@@ -43,8 +43,7 @@ def _on_records(
 
 
 def _fake(op: Op) -> Callable[[Any], Any]:
-    """Where the call is planned what is done with a real one, up to its plan."""
-    return lambda call: op.slow(call) if is_planning() else op.fake(*op.validate(call))
+    return lambda call: op.fake(*op.validate(call))
 
 
 def _say_what_is_not_cast(op: OpOverload, args: Sequence[Any]) -> None:
@@ -99,6 +98,7 @@ def _autograd(op: Op) -> Callable[[Any], Any]:
 for _op in OPS:
     _known_fake = compiled.known_to_inductor(_on_records(_op, _fake(_op)))
     torch.library.register_fake(f"weft::{_op.name}", _known_fake, lib=schema.lib)
+    CHOOSERS[_op.overload] = _on_records(_op, _op.choice_of)
     compiled.declare_communicating(_op.overload)
     for _key in ("CPU", "CUDA"):
         schema.lib.impl(_op.name, _on_records(_op, _op.slow, _op.fast_on_device or _op.fast), _key)

@@ -29,3 +29,4 @@ OPS: tuple[Op, ...] = (
     ALL_REDUCE_LAYER_NORM,
     MATMUL_ALL_REDUCE,
 )
+OP_OF = {op.name: op for op in OPS}

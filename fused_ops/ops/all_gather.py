@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
-from ...kernels.all_gather import host
-from ...kernels.all_gather.configs import choose_all_gather
+from ...kernels.all_gather import configs, host
 from ...kernels.all_gather.reference import as_bytes, reference_all_gather
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
 from ..dispatch import fast_path
-from ..dispatch.plan import Plan, heap_or_reason, num_sms, ran
-from ..dispatch.stand_alone import KINDS, StandAlone, fast_into, run_alone
-from ..dispatch.workspaces import matmul_workspace
+from ..dispatch.choice import Choice, on_host
+from ..dispatch.plan import num_sms, ran
+from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, fast_into, run_alone
+from ..dispatch.workspaces import ALL_REDUCE
 from . import op
 from .op import Op
+
+if TYPE_CHECKING:
+    from ...kernels.device.jit.program import Program
 
 _ops = torch.ops.weft
 
@@ -93,43 +95,57 @@ def fast_all_gather_out(out: Tensor, x: Tensor, dim: int, group_name: str) -> Te
     return out if fast_into(host.INTO, dim, out, x, group_name) else None
 
 
-def run_all_gather(call: AllGatherCall, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
+def choose_all_gather(call: AllGatherCall, group: ProcessGroup) -> Choice:
+    """The call is what validation returns."""
+    if call.x.device.type == "cpu":
+        return on_host(host.host_all_gather_layout(call.x.nbytes, group.size()))
+    return choose_gather_on_cuda(_alone(call, None, group.size()), group)
+
+
+def choose_gather_on_cuda(alone: StandAlone, group: ProcessGroup, kind: str = ALL_REDUCE) -> Choice:
+    """In workspaces of a kind."""
+    size, rank = group.size(), group.rank()
+
+    def program() -> Program:
+        from ...kernels.all_gather.cuda_kernel import launched_program
+
+        return launched_program(size, rank)
+
+    config = configs.choose_all_gather(size, num_sms(alone.x.device))
+    return choose_alone(alone, size, config, program, kind=kind)
+
+
+def _alone(call: AllGatherCall, out: Tensor | None, size: int) -> StandAlone:
+    given, op = ([call.x], host.OP) if out is None else ([out, call.x], host.INTO)
+    dim = call.gather_dim
+    return StandAlone(host.OP, op, dim, given, call.whole_shape(size), dim, gathers=True)
+
+
+def run_all_gather(
+    choice: Choice, where: Heap, call: AllGatherCall, group: ProcessGroup, out: Tensor | None = None
+) -> Tensor:
     """As the op; the call is what validation returns.
 
     Args:
         out: what the result is written to, and then returned; of its shape, with any strides.
     """
-    x, op = call.x, host.OP if out is None else host.INTO
-    found = heap_or_reason(op, x, group, empty=x.numel() == 0)
-    if isinstance(found, str):
-        done: Tensor | str = found
-    elif x.device.type == "cpu":
-        done = _on_cpu(found, call, op)
+    if choice.is_unfused:
+        ran(choice.plan_in(None))
+        done = reference_all_gather(call.x, call.gather_dim, group)
+    elif choice.algorithm == "host":
+        done = _on_cpu(choice, where, call, host.OP if out is None else host.INTO)
     else:
-        done = _on_cuda(found, call, out)
-    if isinstance(done, str):
-        ran(Plan("unfused", done))
-        done = reference_all_gather(x, call.gather_dim, group)
+        done = run_alone(choice, where, _alone(call, out, where.world_size))
     return done if out is None or out is done else out.copy_(done)
 
 
-def _on_cpu(where: Heap, call: AllGatherCall, op: str) -> Tensor:
+def _on_cpu(choice: Choice, where: Heap, call: AllGatherCall, op: str) -> Tensor:
     x, shape = call.x, call.whole_shape(where.world_size)
-    workspace = matmul_workspace(where, host.host_all_gather_layout(x.nbytes, where.world_size))
-    ran(Plan("host", workspace_bytes=workspace.layout.bytes))
+    workspace = choice.workspace_on(where)
+    ran(choice.plan_in(workspace))
     stacked = host.host_all_gather(workspace, as_bytes(x.contiguous()), op)
     parts = stacked.view(-1).view(x.dtype).view(where.world_size, *x.shape)
     return parts.movedim(0, call.gather_dim).reshape(-1).view(shape)
-
-
-def _on_cuda(where: Heap, call: AllGatherCall, out: Tensor | None) -> Tensor | str:
-    from ...kernels.all_gather.cuda_kernel import all_gather_function
-
-    x, dim, size = call.x, call.gather_dim, where.world_size
-    given, op = ([x], host.OP) if out is None else ([out, x], host.INTO)
-    alone = StandAlone(host.OP, op, dim, given, call.whole_shape(size), dim, gathers=True)
-    function = partial(all_gather_function, size, where.rank, x.device)
-    return run_alone(where, alone, choose_all_gather(size, num_sms(x.device)), ((), function))
 
 
 class AllGatherFunction(torch.autograd.Function):
@@ -151,8 +167,8 @@ def _fake(call: AllGatherCall, group: ProcessGroup) -> Tensor:
     return call.x.new_empty(call.whole_shape(group.size()))
 
 
-def _run_out(call: AllGatherCall, out: Tensor, group: ProcessGroup) -> None:
-    run_all_gather(call, group, out)
+def _run_out(choice: Choice, where: Heap, call: AllGatherCall, out: Tensor, group: ProcessGroup) -> None:
+    run_all_gather(choice, where, call, group, out)
     increment_version(out)  # as on the fast path
 
 
@@ -161,6 +177,9 @@ ALL_GATHER = Op(
     AllGatherCall,
     _validate,
     _fake,
+    "all_gather",
+    lambda call, group: call.x.numel() == 0,
+    choose_all_gather,
     run_all_gather,
     lambda call: fast_all_gather(call.x, call.gather_dim, call.group_name),
     lambda call: AllGatherFunction.apply(call, call.x),
@@ -170,6 +189,9 @@ ALL_GATHER_OUT = Op(
     AllGatherOutCall,
     _validate_out,
     lambda *_: None,
+    "all_gather",
+    lambda call, out, group: call.x.numel() == 0,
+    lambda call, out, group: choose_all_gather(call, group),
     _run_out,
     lambda call: fast_all_gather_out(call.out, call.x, call.gather_dim, call.group_name),
     lambda call: op.refuse_gradient(_validate_out, call, op.INTO),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,16 +13,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...kernels.all_gather_matmul import host
+from ...kernels.all_gather_matmul.configs import GatherKernelCall
 from ...kernels.all_gather_matmul.reference import reference_all_gather_matmul
+from ...kernels.device.tuning.choice import KernelChoice
+from ...kernels.device.tuning.tuner import FROM_MODEL
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
 from ..dispatch import fast_path
-from ..dispatch.plan import Plan, heap_or_reason, num_sms, preferred_kernel, ran, should_fuse, why_tf32
+from ..dispatch.choice import Choice, by_kernel, on_host, unfused
+from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse, why_tf32
 from ..dispatch.staging import Staging, in_rows, in_rows_or_columns, rows_of
 from ..dispatch.stream_order import in_stream_order
-from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
 from . import op
 from .op import Op
 
@@ -72,79 +76,106 @@ def fast_all_gather_matmul(
     return (results.pop() if return_A else None), results
 
 
-def run_all_gather_matmul(call: AllGatherMatmulCall, group: ProcessGroup) -> Result:
-    """As the op; the call is what validation returns."""
-    A_shard = call.A_shard
-    found = heap_or_reason(host.OP, A_shard, group, empty=A_shard.numel() == 0)
-    if isinstance(found, str):
-        done: Result | str = found
-    elif A_shard.device.type == "cpu":
-        done = _on_cpu(found, call)
-    else:
-        done = _on_cuda(found, call)
-    if isinstance(done, str):
-        ran(Plan("unfused", done))
-        A, outs = reference_all_gather_matmul(A_shard, call.Bs, call.gather_dim, group)
-        return (A if call.return_A else None), outs
-    return done
+@dataclass(frozen=True)
+class _How:
+    """The kernel of a call, and its operands as that takes them; ``front``: the shard with the gathered dimension in
+    front, unless it is the last."""
+
+    kernel: KernelChoice[Any]
+    call: GatherKernelCall
+    staging: Staging
+    front: Tensor
 
 
-def _on_cpu(where: Heap, call: AllGatherMatmulCall) -> Result:
-    A_shard, Bs, dim, return_A = call.A_shard, call.Bs, call.gather_dim, call.return_A
-    split_k, size = dim == A_shard.dim() - 1, where.world_size
-    front = A_shard if split_k else A_shard.movedim(dim, 0)
-    a = front.flatten(0, -2).contiguous()
-    workspace = matmul_workspace(
-        where, host.host_gather_layout(a.shape[0], a.shape[1], a.element_size(), size)
+def _front(call: AllGatherMatmulCall) -> Tensor:
+    A_shard, dim = call.A_shard, call.gather_dim
+    return A_shard if dim == A_shard.dim() - 1 else A_shard.movedim(dim, 0)
+
+
+def choose_all_gather_matmul(call: AllGatherMatmulCall, group: ProcessGroup) -> Choice:
+    """The call is what validation returns."""
+    if call.A_shard.device.type == "cpu":
+        *rows, k = _front(call).shape
+        return on_host(host.host_gather_layout(prod(rows), k, call.A_shard.element_size(), group.size()))
+    return _choose_on_cuda(call, group)
+
+
+def _choose_on_cuda(call: AllGatherMatmulCall, group: ProcessGroup) -> Choice:
+    from ...kernels.all_gather_matmul import on_cuda
+    from ...kernels.device.jit.launch import is_transposed
+
+    Bs, size, front = call.Bs, group.size(), _front(call)
+    if (reason := why_tf32(front.dtype)) is not None:
+        return unfused(reason)
+    staging, split_k = Staging(), call.gather_dim == front.dim() - 1
+    a = staging.take("A_shard", front, rows_of, on_cuda.takes_rows)
+    # The kernel for 16 bits reads them all: of some in rows and some in columns, those in columns are copied.
+    alike = front.dtype.itemsize > 2 or len({is_transposed(B) for B in Bs}) == 1
+    fits = in_rows_or_columns if alike else in_rows
+    bs = [staging.take(f"Bs[{i}]", B, fits=fits) for i, B in enumerate(Bs)]
+    used = GatherKernelCall(a, bs, num_sms(a.device), split_k, call.return_A, preferred_kernel())
+    kernel = on_cuda.choose_gather_kernel(used, size)
+    if isinstance(kernel, str):
+        return unfused(kernel)
+    if not should_fuse(kernel.profitable):
+        return unfused("too little is gathered and multiplied")
+    return by_kernel(
+        kernel,
+        size,
+        reason=staging.reason,
+        chosen="" if kernel.algorithm == "copy_engine" else FROM_MODEL,
+        programs=partial(on_cuda.gather_programs, kernel.config, used, size, group.rank()),
+        how=_How(kernel, used, staging, front),
     )
-    ran(Plan("host", workspace_bytes=workspace.layout.bytes))
-    gathered, products = host.host_all_gather_matmul(workspace, a, Bs, split_k=split_k)
+
+
+def run_all_gather_matmul(
+    choice: Choice, where: Heap, call: AllGatherMatmulCall, group: ProcessGroup
+) -> Result:
+    """As the op; the call is what validation returns."""
+    if choice.is_unfused:
+        ran(choice.plan_in(None))
+        A, outs = reference_all_gather_matmul(call.A_shard, call.Bs, call.gather_dim, group)
+        return (A if call.return_A else None), outs
+    return (_on_cpu if choice.algorithm == "host" else _on_cuda)(choice, where, call)
+
+
+def _on_cpu(choice: Choice, where: Heap, call: AllGatherMatmulCall) -> Result:
+    dim, return_A, front, size = call.gather_dim, call.return_A, _front(call), where.world_size
+    split_k = dim == front.dim() - 1
+    a = front.flatten(0, -2).contiguous()
+    workspace = choice.workspace_on(where)
+    ran(choice.plan_in(workspace))
+    gathered, products = host.host_all_gather_matmul(workspace, a, call.Bs, split_k=split_k)
     if split_k and return_A:
         # By way of one dimension: where K is 1, a view with other strides would do.
         gathered = gathered.movedim(0, 1).reshape(-1).view(a.shape[0], size * a.shape[1])
     return _shaped(gathered if return_A else None, products, front, dim, size)
 
 
-def _on_cuda(where: Heap, call: AllGatherMatmulCall) -> Result | str:
-    """The result, or why it is better computed unfused."""
+def _on_cuda(choice: Choice, where: Heap, call: AllGatherMatmulCall) -> Result:
     from ...kernels.all_gather_matmul import on_cuda
-    from ...kernels.all_gather_matmul.configs import GatherKernelCall
-    from ...kernels.device.jit.launch import is_transposed
 
-    A_shard, Bs, dim, return_A = call.A_shard, call.Bs, call.gather_dim, call.return_A
-    split_k = dim == A_shard.dim() - 1
-    front = A_shard if split_k else A_shard.movedim(dim, 0)
-    if (reason := why_tf32(front.dtype)) is not None:
-        return reason
-    staging, size = Staging(), where.world_size
-    a = staging.take("A_shard", front, rows_of, on_cuda.takes_rows)
-    # The kernel for 16 bits reads them all: of some in rows and some in columns, those in columns are copied.
-    alike = front.dtype.itemsize > 2 or len({is_transposed(B) for B in Bs}) == 1
-    fits = in_rows_or_columns if alike else in_rows
-    bs = [staging.take(f"Bs[{i}]", B, fits=fits) for i, B in enumerate(Bs)]
-    used = (a, *bs)
-    kernel_call = GatherKernelCall(a, bs, num_sms(a.device), split_k, return_A, preferred_kernel())
-    choice = on_cuda.choose_gather_kernel(kernel_call, size)
-    if isinstance(choice, str):
-        return choice
-    if not should_fuse(choice.profitable):
-        return "too little is gathered and multiplied"
-    with in_stream_order(a.device):
-        staging.copy()
-        choice, chosen = on_cuda.tuned_gather(choice, where, kernel_call)
-        if choice.algorithm == "copy_engine":
-            kernel_call = replace(kernel_call, a=a.contiguous())
-        workspace = workspace_of_choice(where, choice)
-        workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
-        plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, chosen, choice.predicted_us)
+    how: _How = choice.how
+    used, dim, return_A = how.call, call.gather_dim, call.return_A
+    with in_stream_order(used.a.device):
+        how.staging.copy()
+        kernel, chosen = on_cuda.tuned_gather(how.kernel, where, used)
+        choice = choice.by(kernel, chosen)
+        if kernel.algorithm == "copy_engine":
+            used = replace(used, a=used.a.contiguous())
+        workspace = choice.workspace_on(where)
+        workspace.raise_if_broken(None if kernel.algorithm == "one_shot" else host.OP)  # that says it itself
+        plan = choice.plan_in(workspace)
         ran(plan)
         timeout_ns = timeout_in_ns(where.group_name)
-        gathered, products = on_cuda.launch_all_gather_matmul(choice, workspace, kernel_call, timeout_ns)
-    A, outs = _shaped(gathered, products, front, dim, size)
-    if (launcher := on_cuda.gather_launcher(choice, workspace, return_A)) is not None:
+        gathered, products = on_cuda.launch_all_gather_matmul(kernel, workspace, used, timeout_ns)
+    A, outs = _shaped(gathered, products, how.front, dim, where.world_size)
+    if (launcher := on_cuda.gather_launcher(kernel, workspace, return_A)) is not None:
         results = outs if A is None else [*outs, A]
-        made = fast_path.LaunchedCall(host.OP, (dim, return_A), call.tensors, used, results)
-        fast_path.remember_call(made, workspace, launcher, plan, profitable=choice.profitable)
+        operands = how.call.a, *how.call.bs
+        made = fast_path.LaunchedCall(host.OP, (dim, return_A), call.tensors, operands, results)
+        fast_path.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
     return A, outs
 
 
@@ -230,8 +261,12 @@ ALL_GATHER_MATMUL = Op(
     AllGatherMatmulCall,
     _validate,
     _fake,
+    "all_gather_matmul",
+    lambda call, group: call.A_shard.numel() == 0,
+    choose_all_gather_matmul,
     run_all_gather_matmul,
     lambda call: fast_all_gather_matmul(*call[:5]),
     _with_gradient,
     flops=gathered_matmul_flops,
+    own_dims={"Bs": (1,)},
 )

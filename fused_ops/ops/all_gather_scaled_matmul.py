@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.all_gather_matmul.configs import MOST_BS
+from ...kernels.all_gather_matmul.configs import MOST_BS, GatherKernelCall
 from ...kernels.all_gather_scaled_matmul import host
 from ...kernels.all_gather_scaled_matmul.reference import reference_gathered_rows
 from ...kernels.device.gemm.scaling import (
@@ -17,25 +19,27 @@ from ...kernels.device.gemm.scaling import (
     ScaledProducts,
     ScaleKind,
     as_pairs,
-    blocks_of,
-    exact_product,
     has_block_product,
     torch_product,
 )
 from ...kernels.device.gemm.supported import why_last_dim_not_gathered
+from ...kernels.device.tuning.choice import KernelChoice
+from ...kernels.device.tuning.tuner import FROM_MODEL
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
 from ..dispatch import fast_path
-from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, preferred_kernel, ran, should_fuse
-from ..dispatch.staging import Staging, rows_of
+from ..dispatch.choice import Choice, by_kernel, on_host, unfused
+from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse
+from ..dispatch.staging import Staging, aligned, rows_of
 from ..dispatch.stream_order import in_stream_order
-from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
 from . import all_gather_matmul, op
 from .op import Op
 from .scaled_calls import (
     NO_GRADIENT,
+    AllGatherScaledMatmulCall,
+    ScaledGather,
     ScaledRows,
     dtype_of,
     output_dtype,
@@ -52,26 +56,6 @@ from .scaled_calls import (
 )
 
 Result: TypeAlias = tuple[Tensor | None, list[Tensor]]
-
-
-class AllGatherScaledMatmulCall(NamedTuple):
-    A_shard: Tensor
-    Bs: Sequence[Tensor]
-    A_scale: Tensor
-    B_scales: Sequence[Tensor]
-    gather_dim: int
-    group_name: str
-    biases: Sequence[Tensor | None]
-    result_scales: Sequence[Tensor | None]
-    out_dtypes: Sequence[torch.dtype | None]
-    use_fast_accum: Sequence[bool]
-    return_A: bool = True
-    group_size: int | None = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        more = [t for t in (*self.biases, *self.result_scales) if t is not None]
-        return [self.A_shard, *self.Bs, self.A_scale, *self.B_scales, *more]
 
 
 def _validate(
@@ -106,72 +90,6 @@ def _validate(
     return call._replace(gather_dim=dim, out_dtypes=out_dtypes), rows, group
 
 
-class ScaledGather:
-    """A call with its shard as rows.
-
-    Attributes:
-        front: the shard with the gathered dimension in front, unless it is the last.
-        a: its rows, [m, K].
-        sent: their scales [m, S], if each rank has those of its own rows.
-        last: whether shards lie side by side along K.
-    """
-
-    def __init__(self, call: AllGatherScaledMatmulCall, rows: ScaledRows, size: int) -> None:
-        dim, self.call, self.rows, self.size = call.gather_dim, call, rows, size
-        self.last = dim == call.A_shard.dim() - 1
-
-        def flat(x: Tensor) -> Tensor:
-            return (x if self.last else x.movedim(dim, 0)).flatten(0, -2)
-
-        self.front = call.A_shard if self.last else call.A_shard.movedim(dim, 0)
-        self.a = flat(call.A_shard)
-        travels = rows.kind is not ScaleKind.TENSOR and not rows.replicated
-        self.sent = flat(call.A_scale) if travels else None
-        self.given = call.A_scale.reshape(1, 1) if rows.kind is ScaleKind.TENSOR else flat(call.A_scale)
-        (self.m, self.k) = self.a.shape
-
-    def scales_at(self, src: int, rows: slice, arrived: Tensor | None) -> Tensor:
-        """Of some rows of a rank, given those that have arrived with them, if any did."""
-        if arrived is not None:
-            return arrived
-        return (
-            self.given if self.rows.kind is ScaleKind.TENSOR else self.given[src * self.m :][: self.m][rows]
-        )
-
-    def part_of_B(self, i: int, src: int) -> tuple[Tensor, Tensor]:
-        """Of B number i, and of its scales, the rows that a rank's shard is multiplied with."""
-        B, scale, k = self.call.Bs[i], self.call.B_scales[i], self.k
-        if not self.last:
-            return B, scale
-        if self.rows.kind is ScaleKind.BLOCKS:
-            scale = scale[src * blocks_of(k) :][: blocks_of(k)]
-        return B[src * k : (src + 1) * k], scale
-
-    def exact(self, i: int, src: int, a: Tensor, a_scale: Tensor) -> Tensor:
-        """In float32, the product of some rows of a rank with B number i."""
-        b, b_scale = self.part_of_B(i, src)
-        return exact_product(a, b, scales_of(self.rows.kind, a_scale, b_scale, self.k, b.shape[1]))
-
-    def finished(self, i: int, product: Tensor) -> Tensor:
-        """The same with its bias, in the dtype of the result."""
-        bias = self.call.biases[i]
-        return (product if bias is None else product + bias).to(self.call.out_dtypes[i])
-
-    def shaped(self, flat: Tensor) -> Tensor:
-        """Rows of all ranks as the op returns them."""
-        dim, front = self.call.gather_dim, self.front
-        if self.last:
-            return flat.reshape(-1).view(*front.shape[:-1], flat.shape[-1])
-        return flat.view(self.size * front.shape[0], *front.shape[1:-1], flat.shape[-1]).movedim(0, dim)
-
-    def shaped_A(self, gathered: Tensor) -> Tensor:
-        """The gathered A of shards [W, m, K]."""
-        if not self.last:
-            return self.shaped(gathered.flatten(0, 1))
-        # By way of one dimension: where K is 1, a view with other strides would do.
-        return self.shaped(gathered.movedim(0, 1).reshape(-1).view(self.m, self.size * self.k))
-
-
 def fast_all_gather_scaled_matmul(call: AllGatherScaledMatmulCall) -> Result | None:
     """As the op, if such a call was made before on CUDA; else None, and nothing happened. Tensors may be anything."""
     if call.gather_dim < 0:
@@ -196,29 +114,44 @@ def _arguments(call: AllGatherScaledMatmulCall) -> tuple[Hashable, ...]:
     return call.gather_dim, call.return_A, counts, dtypes, (*call.use_fast_accum,), biased
 
 
-def run_all_gather_scaled_matmul(
+@dataclass(frozen=True)
+class _How:
+    """The kernel of a call, and its operands as that takes them."""
+
+    kernel: KernelChoice[Any]
+    used: GatherKernelCall
+    staging: Staging
+    gather: ScaledGather
+
+
+def choose_all_gather_scaled_matmul(
     call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup
+) -> Choice:
+    """Call and rows are what validation returns."""
+    if call.A_shard.device.type != "cpu":
+        return _choose_on_cuda(call, rows, group)
+    gather = ScaledGather(call, rows, group.size())
+    row = host.row_bytes(gather.a, gather.sent)
+    return on_host(host.host_scaled_gather_layout(gather.m, row, gather.size))
+
+
+def run_all_gather_scaled_matmul(
+    choice: Choice, where: Heap, call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup
 ) -> Result:
     """As the op; call and rows are what validation returns."""
-    found = heap_or_reason(host.OP, call.A_shard, group, empty=call.A_shard.numel() == 0)
-    gather = ScaledGather(call, rows, group.size())
-    if isinstance(found, str):
-        done: Result | str = found
-    elif call.A_shard.device.type == "cpu":
-        done = _on_cpu(found, gather)
-    else:
-        done = _on_cuda(found, gather)
-    if isinstance(done, str):
-        ran(Plan("unfused", done))
-        return _unfused(gather, group)
-    return done
+    if choice.is_unfused:
+        ran(choice.plan_in(None))
+        return _unfused(ScaledGather(call, rows, group.size()), group)
+    if choice.algorithm == "host":
+        return _on_cpu(choice, where, ScaledGather(call, rows, group.size()))
+    return _on_cuda(choice, where)
 
 
-def _on_cpu(where: Heap, gather: ScaledGather) -> Result:
+def _on_cpu(choice: Choice, where: Heap, gather: ScaledGather) -> Result:
     call, size, m, k = gather.call, gather.size, gather.m, gather.k
     mine = host.as_rows(gather.a, gather.sent)
-    workspace = matmul_workspace(where, host.host_scaled_gather_layout(m, mine.shape[1], size))
-    ran(Plan("host", workspace_bytes=workspace.layout.bytes))
+    workspace = choice.workspace_on(where)
+    ran(choice.plan_in(workspace))
     gathered = gather.a.new_empty(size, m, k)
     outs = [
         torch.empty(size, m, B.shape[1], dtype=dtype)
@@ -263,28 +196,44 @@ def _scaled_products(gather: ScaledGather) -> ScaledProducts | str:
     return products if reason is None else reason
 
 
-def _on_cuda(where: Heap, gather: ScaledGather) -> Result | str:
-    """The result, or why it is better computed unfused."""
+def _choose_on_cuda(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup) -> Choice:
     from ...kernels.all_gather_matmul import on_cuda, scaled
 
+    size = group.size()
+    gather = ScaledGather(call, rows, size)
     products = _scaled_products(gather)
     if isinstance(products, str):
-        return products
-    call, size = gather.call, where.world_size
+        return unfused(products)
     staging = Staging()
     pairs = as_pairs(gather.front, products.pairs)
     a = staging.take("A_shard", pairs, rows_of, on_cuda.takes_rows)
     bs = [staging.take(f"Bs[{i}]", as_pairs(B.t(), products.pairs)).t() for i, B in enumerate(call.Bs)]
-    kernel_call = on_cuda.configs.GatherKernelCall(
+    used = GatherKernelCall(
         *(a, bs, num_sms(a.device), gather.last, call.return_A, preferred_kernel()), scaled=products
     )
-    choice = on_cuda.choose_gather_kernel(kernel_call, size)
-    if isinstance(choice, str):
-        return choice
-    if not should_fuse(choice.profitable):
-        return why_unfused(products, "gathered and multiplied")
-    with in_stream_order(a.device):
-        staging.copy()
+    kernel = on_cuda.choose_gather_kernel(used, size)
+    if isinstance(kernel, str):
+        return unfused(kernel)
+    if not should_fuse(kernel.profitable):
+        return unfused(why_unfused(products, "gathered and multiplied"))
+    return by_kernel(
+        kernel,
+        size,
+        reason=staging.reason,
+        chosen="" if kernel.algorithm == "copy_engine" else FROM_MODEL,
+        programs=partial(scaled.scaled_gather_programs, kernel.config, used, size, group.rank()),
+        how=_How(kernel, used, staging, gather),
+    )
+
+
+def _on_cuda(choice: Choice, where: Heap) -> Result:
+    from ...kernels.all_gather_matmul import scaled
+
+    how: _How = choice.how
+    used, gather = how.used, how.gather
+    call = gather.call
+    with in_stream_order(used.a.device):
+        how.staging.copy()
         scales = scaled.GatherScales(
             a=aligned(gather.given.t().contiguous()),
             bs=[
@@ -293,25 +242,26 @@ def _on_cuda(where: Heap, gather: ScaledGather) -> Result | str:
             ],
             biases=[None if bias is None else aligned(bias.contiguous()) for bias in call.biases],
         )
-        choice, chosen = scaled.tuned_scaled_gather(choice, where, kernel_call, scales)
-        workspace = workspace_of_choice(where, choice)
-        workspace.raise_if_broken(host.OP if choice.algorithm == "push" else None)  # others say it themselves
-        plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, chosen, choice.predicted_us)
+        kernel, chosen = scaled.tuned_scaled_gather(how.kernel, where, used, scales)
+        choice = choice.by(kernel, chosen)
+        workspace = choice.workspace_on(where)
+        workspace.raise_if_broken(host.OP if kernel.algorithm == "push" else None)  # others say it themselves
+        plan = choice.plan_in(workspace)
         ran(plan)
         timeout_ns = timeout_in_ns(where.group_name)
-        gathered, products_of_Bs = scaled.launch_all_gather_scaled_matmul(
-            *(choice, workspace, kernel_call, scales), timeout_ns
+        gathered, products = scaled.launch_all_gather_scaled_matmul(
+            *(kernel, workspace, used, scales), timeout_ns
         )
     A = None if gathered is None else gathered.view(gather.a.dtype)
     if A is not None:
         A = gather.shaped(A if gather.last else A.flatten(0, 1))
-    outs = [gather.shaped(out if gather.last else out.flatten(0, 1)) for out in products_of_Bs]
-    launcher = scaled.scaled_gather_launcher(choice, workspace, kernel_call, scales)
+    outs = [gather.shaped(out if gather.last else out.flatten(0, 1)) for out in products]
+    launcher = scaled.scaled_gather_launcher(kernel, workspace, used, scales)
     if launcher is not None and all(scale is None for scale in call.result_scales):
         results = outs if A is None else [*outs, A]
-        used = [a, *bs, *scales.tensors]
-        made = fast_path.LaunchedCall(host.OP, _arguments(call), call.tensors, used, results)
-        fast_path.remember_call(made, workspace, launcher, plan, profitable=choice.profitable)
+        operands = [used.a, *used.bs, *scales.tensors]
+        made = fast_path.LaunchedCall(host.OP, _arguments(call), call.tensors, operands, results)
+        fast_path.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
     return A, outs
 
 
@@ -383,8 +333,12 @@ ALL_GATHER_SCALED_MATMUL = Op(
     AllGatherScaledMatmulCall,
     _validate,
     _fake,
+    "all_gather_scaled_matmul",
+    lambda call, rows, group: call.A_shard.numel() == 0,
+    choose_all_gather_scaled_matmul,
     run_all_gather_scaled_matmul,
     fast_all_gather_scaled_matmul,
     lambda call: op.refuse_gradient(_validate, call, NO_GRADIENT),
     flops=_flops,
+    own_dims={"Bs": (1,), "B_scales": (-1,), "biases": (-1,), "result_scales": (-1,)},
 )

@@ -5,11 +5,9 @@ A call of a size that was seen before costs the host no more than three look-ups
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from ...kernels.all_reduce import host
-from ...kernels.all_reduce.configs import AllReduceConfig, choose_all_reduce, estimate_all_reduce_us
+from ...kernels.all_reduce.configs import AllReduceConfig
 from ...kernels.all_reduce.reference import reference_all_reduce
 from ...kernels.device.jit.empty import Empty, empty_on
 from ...symm_mem import call_cache, flight_recorder, resolve_group
@@ -28,17 +26,17 @@ from ...symm_mem.heap.registry import GroupRef, has_name
 from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from .. import validation
-from ..dispatch import plan, planning
-from ..dispatch.fast_path import default_ns, may_take_fast_path, stream_workspace, timeout
-from ..dispatch.plan import Plan, heap_or_reason, num_sms, ran
+from ..dispatch import plan
+from ..dispatch.all_reduces import PreparedAllReduce, choose_on_cuda, choose_sum, prepare_all_reduce
+from ..dispatch.choice import Choice, unfused
+from ..dispatch.fast_path import may_take_fast_path, stream_workspace, timeout
+from ..dispatch.plan import Plan, heap_or_reason, ran
 from ..dispatch.stream_order import StreamStep, in_stream_order, steps_on, stream_on
 from ..dispatch.tensor_guards import TensorGuard, guards_of, likely_call, note_likely
 from ..dispatch.workspaces import ALL_REDUCE as ALL_REDUCE_WORKSPACE
-from ..dispatch.workspaces import all_reduce_workspace, matmul_workspace
 from .op import Op, refuse_gradient, refuse_gradient_of_reduction
 
-if TYPE_CHECKING:
-    from ...kernels.all_reduce.cuda_kernel import AllReduceLauncher
+BOTH = (host.OP, host.IN_PLACE)  #: the ops that are prepared with each other
 
 
 class AllReduceCall(NamedTuple):
@@ -64,16 +62,6 @@ def _validate(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]:
 def validate_in_place(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]:
     validation.overwritten("x", call.x)
     return _validate(call)
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedAllReduce:
-    """What a workspace keeps for one number of elements, dtype and operation."""
-
-    workspace: Workspace[Any]
-    kernel: AllReduceLauncher
-    plan: Plan
-    timeout_ns: int  # where nobody has set another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +200,7 @@ def _made_on(
 
 def in_place(x: Tensor, reduce_op: str, group: ProcessGroup, op: str) -> Tensor:
     """x, contiguous, overwritten. ``op``: whose call it is, for errors."""
-    if not planning.is_planning() and fast_all_reduce(x, reduce_op, group.group_name, x, op) is not None:
+    if fast_all_reduce(x, reduce_op, group.group_name, x, op) is not None:
         return x
     return run_all_reduce(x, reduce_op, group, x, op=op)
 
@@ -231,77 +219,51 @@ def run_all_reduce(
         out: contiguous, like x, and may be x.
         op: whose call it is, for errors.
     """
-    found = heap_or_reason(op, x, group, empty=x.numel() == 0)
-    if not isinstance(found, str) and x.is_cuda and x.nbytes >= nccl_from():
-        found = f"WEFT_NCCL_ALL_REDUCE_FROM is {nccl_from()} bytes"
-    if isinstance(found, str):
-        ran(Plan("unfused", found))
+    call = AllReduceCall(x, reduce_op, group.group_name)
+    where = heap_or_reason(op, "all_reduce", x.device, group, empty=x.numel() == 0)
+    if isinstance(where, str):
+        return _run(unfused(where), None, call, group, out, op)
+    choice = choose_sum(x, reduce_op, group)
+    if config is not None and choice.algorithm == "push":
+        choice = choose_on_cuda(x, reduce_op, group, config)
+    return _run(choice, where, call, group, out, op)
+
+
+def _run(
+    choice: Choice,
+    where: Heap | None,
+    call: AllReduceCall,
+    group: ProcessGroup,
+    out: Tensor | None = None,
+    op: str = host.OP,
+) -> Tensor:
+    """The same by a choice."""
+    x, reduce_op = call.x, call.reduce_op
+    if where is None or choice.is_unfused:
+        ran(choice.plan_in(None))
         result = reference_all_reduce(x, reduce_op, group)
         return result if out is None else out.copy_(result)
     source = x.contiguous()
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if x.device.type == "cpu":
-        workspace = matmul_workspace(found, host.host_all_reduce_layout(x.nbytes, found.world_size))
-        ran(Plan("host", workspace_bytes=workspace.layout.bytes))
+    if choice.algorithm == "host":
+        workspace = choice.workspace_on(where)
+        ran(choice.plan_in(workspace))
         host.host_all_reduce(workspace, source.view(-1), out.view(-1), reduce_op, op)
         return out
-    _on_cuda(found, (source, out), reduce_op, config, op)
+    _on_cuda(choice, where, (source, out), reduce_op, op)
     return out
 
 
-def _on_cuda(
-    where: Heap, tensors: tuple[Tensor, Tensor], reduce_op: str, config: AllReduceConfig | None, op: str
-) -> None:
+def _on_cuda(choice: Choice, where: Heap, tensors: tuple[Tensor, Tensor], reduce_op: str, op: str) -> None:
     """Reduces the first of ``tensors`` into the second one, which it may be; both are contiguous."""
     x, out = tensors
     with in_stream_order(x.device):
-        config = config or choose_all_reduce(x.nbytes, where.world_size, num_sms(x.device))
-        # The ranks compile together: what a wait counts is not what a peer still compiles. Under one name: one may call
-        # in place and another one not.
-        key = (host.OP, config.form, x.dtype, reduce_op)
-        where.prepare(host.OP, key, lambda: prepare_all_reduce(where, x, reduce_op, config))
-        prepared = prepare_all_reduce(where, x, reduce_op, config)
+        prepared = prepare_all_reduce(choice, where, x, reduce_op)
         ran(prepared.plan)  # ranks may differ here: then nothing is launched, and nothing may be noted
         prepared.workspace.raise_if_broken(op, grids=prepared.kernel.grids)
         timeout_ns = timeout_in_ns(where.group_name)
         prepared.kernel.launch(x.data_ptr(), out.data_ptr(), timeout_ns, cuda_state.current_stream_of(x))
-
-
-def prepare_all_reduce(
-    where: Heap, x: Tensor, reduce_op: str, config: AllReduceConfig, kind: str = ALL_REDUCE_WORKSPACE
-) -> PreparedAllReduce:
-    """What the workspace of this kind keeps for such calls; made by all ranks together."""
-    from ...kernels.all_reduce.cuda_kernel import AllReduceLauncher
-
-    workspace = all_reduce_workspace(where, x.nbytes, config, kind)
-    key: Any = (x.numel(), x.dtype, reduce_op)
-    if config != choose_all_reduce(x.nbytes, where.world_size, num_sms(x.device)):
-        key = (*key, config)
-    found = workspace.prepared.get(key)
-    if found is None:
-        us = estimate_all_reduce_us(x.nbytes, where.world_size, config)
-        plan = Plan("push", workspace_bytes=workspace.layout.bytes, predicted_us=us)
-        planning.stop(plan)
-        kernel = AllReduceLauncher(workspace, x.numel(), x.dtype, reduce_op, x.device, config)
-        found = PreparedAllReduce(workspace, kernel, plan, default_ns())
-        workspace.keep(key, found)
-    return found
-
-
-@cache
-def nccl_from() -> float:
-    """Bytes from which on the group's own collective is asked for.
-
-    Raises:
-        ValueError: WEFT_NCCL_ALL_REDUCE_FROM is not a number of bytes.
-    """
-    text = os.environ.get("WEFT_NCCL_ALL_REDUCE_FROM")
-    if text is None:
-        return float("inf")
-    if not text.isdigit():
-        raise ValueError(f"WEFT_NCCL_ALL_REDUCE_FROM: is {text!r}, must be a number of bytes")
-    return int(text)
 
 
 class AllReduceFunction(torch.autograd.Function):
@@ -333,30 +295,39 @@ def _fast_in_place(call: AllReduceCall, *, anything: bool = False) -> Tensor | N
     return fast_all_reduce(x, reduce_op, group_name, x, host.IN_PLACE, anything=anything)
 
 
-def _run_in_place(call: AllReduceCall, group: ProcessGroup) -> None:
+def _run_in_place(choice: Choice, where: Heap | None, call: AllReduceCall, group: ProcessGroup) -> None:
     x = call.x
-    if x.is_contiguous():
-        run_all_reduce(x, call.reduce_op, group, x, op=host.IN_PLACE)
-    else:
-        x.copy_(run_all_reduce(x, call.reduce_op, group, op=host.IN_PLACE))
+    into = x if x.is_contiguous() else None
+    result = _run(choice, where, call, group, into, host.IN_PLACE)
+    if into is None:
+        x.copy_(result)
     increment_version(x)  # as on the fast path
 
 
+# The kernel, whether nothing is sent, and the choice.
+_SUM = (
+    "all_reduce",
+    lambda call, group: call.x.numel() == 0,
+    lambda call, group: choose_sum(call.x, call.reduce_op, group),
+)
 ALL_REDUCE = Op(
     "one_shot_all_reduce(Tensor x, str reduce_op, str group_name, *, int? group_size=None) -> Tensor",
     AllReduceCall,
     _validate,
     _fake,
-    lambda call, group: run_all_reduce(call.x, call.reduce_op, group),
+    *_SUM,
+    _run,
     lambda call: fast_all_reduce(call.x, call.reduce_op, call.group_name, anything=True),
     _with_gradient,
     lambda call: fast_all_reduce(call.x, call.reduce_op, call.group_name),
+    prepares=BOTH,
 )
 ALL_REDUCE_IN_PLACE = Op(
     "one_shot_all_reduce_(Tensor(a!) x, str reduce_op, str group_name, *, int? group_size=None) -> ()",
     AllReduceCall,
     validate_in_place,
     lambda *_: None,
+    *_SUM,
     _run_in_place,
     lambda call: _fast_in_place(call, anything=True),
     lambda call: refuse_gradient(
@@ -364,4 +335,5 @@ ALL_REDUCE_IN_PLACE = Op(
     ),
     _fast_in_place,
     functional=(ALL_REDUCE, lambda call: call),
+    prepares=BOTH,
 )

@@ -12,10 +12,11 @@ from ...kernels.all_reduce_rms_norm import host
 from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind
 from ..dispatch import fast_path
 from ..dispatch.workspaces import ALL_REDUCE
+from . import all_reduce
 from .all_reduce_rms_norm import (
+    OF_NORMS,
     fake_norm,
     named_layer_norm,
-    run_norm_call,
     validate_all_reduce_norm,
 )
 from .op import Op
@@ -106,7 +107,8 @@ ALL_REDUCE_LAYER_NORM = Op(
     AllReduceLayerNormCall,
     lambda call: (call, validate_all_reduce_norm(call)),
     fake_norm,
-    run_norm_call,
+    *OF_NORMS,
     _fast,
     lambda call: AllReduceLayerNormFunction.apply(call, call.x, call.residual, *call.affine),
+    prepares=all_reduce.BOTH,
 )

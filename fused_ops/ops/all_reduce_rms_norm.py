@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -12,16 +13,20 @@ from torch.distributed import ProcessGroup
 from ...kernels.all_reduce_rms_norm import host
 from ...kernels.all_reduce_rms_norm.quant import quantize_rows
 from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind, add_residual_and_norm
+from ...kernels.device.comm.ll_exchange import VECTOR
 from ...symm_mem import resolve_group
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from .. import validation
-from ..dispatch import fast_path, planning
-from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran
+from ..dispatch import fast_path
+from ..dispatch.all_reduces import choose_sum
+from ..dispatch.choice import Choice, on_host, unfused
+from ..dispatch.plan import Plan, num_sms, ran
+from ..dispatch.staging import aligned
 from ..dispatch.stream_order import in_stream_order
-from ..dispatch.workspaces import ALL_REDUCE, matmul_workspace, push_workspace
+from ..dispatch.workspaces import ALL_REDUCE
 from . import all_reduce
 from .op import Op
 
@@ -137,14 +142,6 @@ def name_of_norm(kind: NormKind) -> float | tuple[float, ...]:
     return named_norm(kind.eps, kind.weight_offset, kind.round_sum)
 
 
-def run_all_reduce_norm(
-    x: Tensor, residual: Tensor | None, affine: Affine, kind: NormKind, group: ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """As the op that ``kind`` is of; the arguments are checked."""
-    normed, sums = run_norm(NormOperands(x, residual, affine), kind, name_of_norm(kind), group)
-    return normed, sums
-
-
 class NormOperands(NamedTuple):
     """What an op is given, where it is there; also as the kernels take it, with x of two dimensions."""
 
@@ -173,25 +170,52 @@ class NormOperands(NamedTuple):
         return [quantized, sums] if scales is None else [quantized, scales, sums]
 
 
-def run_norm(given: NormOperands, kind: NormKind, name: Hashable, group: ProcessGroup) -> list[Tensor]:
+def choose_norm(x: Tensor, kind: NormKind, group: ProcessGroup) -> Choice:
+    """The choice for a norm of such x."""
+    size, hidden = group.size(), x.shape[-1]
+    rows = x.numel() // hidden
+    if x.device.type == "cpu":
+        return on_host(host.host_norm_layout(rows, hidden * x.element_size(), size))
+    from ...kernels.all_reduce_rms_norm import configs, cuda_kernel
+
+    if (reason := cuda_kernel.why_no_norm_kernel(hidden, x.dtype, size)) is not None:
+        # The all-reduce by itself may well be ours.
+        return replace(unfused(reason), programs=choose_sum(x, "sum", group).programs)
+    ranks, vectors = (size, group.rank()), hidden * x.element_size() // VECTOR
+    config = configs.choose_all_reduce_rms_norm(rows, vectors, size, num_sms(x.device))
+    return Choice(
+        "push",
+        kind=ALL_REDUCE,
+        layout=configs.all_reduce_rms_norm_layout(rows, vectors, size, config),
+        predicted_us=configs.estimate_all_reduce_rms_norm_us(rows, vectors, size, config),
+        programs=lambda: [cuda_kernel.launched_program(vectors, x.dtype, kind, config, ranks)],
+        how=config,
+    )
+
+
+def run_norm(
+    choice: Choice,
+    where: Heap | None,
+    given: NormOperands,
+    kind: NormKind,
+    name: Hashable,
+    group: ProcessGroup,
+) -> list[Tensor]:
     """The results as kernels write them; ``name`` is that by which the fast path knows the call."""
     op, x = host.op_of(kind), given.x
-    found = heap_or_reason(op, x, group, empty=x.numel() == 0)
-    reason = found if isinstance(found, str) else _why_not(x, found.world_size)
-    if isinstance(found, str) or reason is not None:
-        return _unfused(given, kind, group, reason or "")
+    if where is None or choice.is_unfused:
+        total = all_reduce.run_all_reduce(x, "sum", group, op=op)
+        ran(choice.plan_in(None))
+        return [t.contiguous() for t in given.normed(total, kind)]
     hidden = x.shape[-1]
-    rows = x.numel() // hidden
-    used = given.contiguous(rows, hidden)
-    if x.device.type == "cpu":
-        workspace = matmul_workspace(
-            found, host.host_norm_layout(rows, hidden * x.element_size(), found.world_size)
-        )
-        ran(Plan("host", workspace_bytes=workspace.layout.bytes))
+    used = given.contiguous(x.numel() // hidden, hidden)
+    if choice.algorithm == "host":
+        workspace = choice.workspace_on(where)
+        ran(choice.plan_in(workspace))
         results = used.normed(host.host_all_reduce_of_rows(workspace, used.x, op), kind)
         return _of_shape(x, results)
     operands = [aligned(t) for t in used.tensors]
-    place, kernel, plan, results = _on_cuda(found, operands, kind)
+    place, kernel, plan, results = _on_cuda(choice, where, operands, kind)
     results = _of_shape(x, results)
     made = fast_path.LaunchedCall(op, name, given.tensors, operands, results)
     fast_path.remember_call(made, place, kernel, plan, profitable=True, grids=kernel.grids)
@@ -203,43 +227,20 @@ def _of_shape(x: Tensor, results: list[Tensor]) -> list[Tensor]:
     return [r.view(*x.shape[:-1], r.shape[-1]) for r in results]
 
 
-def _unfused(given: NormOperands, kind: NormKind, group: ProcessGroup, reason: str) -> list[Tensor]:
-    """The all-reduce by itself, which may well be fused with nothing and still be ours."""
-    planning.stop(Plan("unfused", reason), goes_on=True)  # the all-reduce has a plan of its own
-    total = all_reduce.run_all_reduce(given.x, "sum", group, op=host.op_of(kind))
-    ran(Plan("unfused", reason))
-    return [t.contiguous() for t in given.normed(total, kind)]
-
-
-def _why_not(x: Tensor, world_size: int) -> str | None:
-    if x.device.type == "cpu":
-        return None
-    from ...kernels.all_reduce_rms_norm.cuda_kernel import why_no_norm_kernel
-
-    return why_no_norm_kernel(x.shape[-1], x.dtype, world_size)
-
-
 def _on_cuda(
-    where: Heap, operands: list[Tensor], kind: NormKind
+    choice: Choice, where: Heap, operands: list[Tensor], kind: NormKind
 ) -> tuple[Workspace[Any], AllReduceRmsNormLauncher, Plan, list[Tensor]]:
-    from ...kernels.all_reduce_rms_norm import configs
     from ...kernels.all_reduce_rms_norm.cuda_kernel import AllReduceRmsNormLauncher
-    from ...kernels.device.comm.ll_exchange import VECTOR
     from ...kernels.device.tuning.choice import make_together
 
-    op, x = host.op_of(kind), operands[0]
+    op, x, config = host.op_of(kind), operands[0], choice.how
     rows, hidden = x.shape
-    vectors = hidden * x.element_size() // VECTOR
-    config = configs.choose_all_reduce_rms_norm(rows, vectors, where.world_size, num_sms(x.device))
     with in_stream_order(x.device):
-        place = push_workspace(
-            where, ALL_REDUCE, configs.all_reduce_rms_norm_layout(rows, vectors, where.world_size, config)
-        )
+        place = choice.workspace_on(where)
         place.raise_if_broken()
         key: Any = (op, rows, hidden, x.dtype, kind)
         kernel = place.prepared.get(key)
-        us = configs.estimate_all_reduce_rms_norm_us(rows, vectors, where.world_size, config)
-        plan = Plan("push", workspace_bytes=place.layout.bytes, predicted_us=us)
+        plan = choice.plan_in(place)
         ran(plan)
         if kernel is None:
 
@@ -299,8 +300,25 @@ def _fast(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor] | None:
     return fast_all_reduce_rms_norm(x, residual, weight, named_norm(eps, offset, round_sum), group_name)
 
 
-def run_norm_call(call: NormCall, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    return run_all_reduce_norm(call.x, call.residual, call.affine, call.kind, group)
+def choose_norm_call(call: NormCall, group: ProcessGroup) -> Choice:
+    return choose_norm(call.x, call.kind, group)
+
+
+def run_norm_call(
+    choice: Choice, where: Heap | None, call: NormCall, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    operands, kind = NormOperands(call.x, call.residual, call.affine), call.kind
+    normed, sums = run_norm(choice, where, operands, kind, name_of_norm(kind), group)
+    return normed, sums
+
+
+# The kernel, whether nothing is sent, the choice and the run.
+OF_NORMS = (
+    "all_reduce_rms_norm",
+    lambda call, group: call.x.numel() == 0,
+    choose_norm_call,
+    run_norm_call,
+)
 
 
 ALL_REDUCE_RMS_NORM = Op(
@@ -309,7 +327,8 @@ ALL_REDUCE_RMS_NORM = Op(
     AllReduceRmsNormCall,
     lambda call: (call, validate_all_reduce_norm(call)),
     fake_norm,
-    run_norm_call,
+    *OF_NORMS,
     _fast,
     lambda call: AllReduceRmsNormFunction.apply(call, call.x, call.residual, call.weight),
+    prepares=all_reduce.BOTH,
 )

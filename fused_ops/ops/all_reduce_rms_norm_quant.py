@@ -13,12 +13,16 @@ from ...kernels.all_reduce_rms_norm import host
 from ...kernels.all_reduce_rms_norm.quant import SCALE_OPS, QuantKind, default_smallest
 from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind
 from ...kernels.device.gemm.scaling import FP8
+from ...symm_mem.heap.heap import Heap
 from .. import validation
 from ..dispatch import fast_path
+from ..dispatch.choice import Choice
 from ..dispatch.workspaces import ALL_REDUCE
+from . import all_reduce
 from .all_reduce_rms_norm import (
     AllReduceRmsNormCall,
     NormOperands,
+    choose_norm,
     named_norm,
     run_norm,
     validate_all_reduce_norm,
@@ -126,11 +130,15 @@ def name_of_quant(call: AllReduceRmsNormQuantCall) -> Hashable:
 
 
 def run_all_reduce_rms_norm_quant(
-    call: AllReduceRmsNormQuantCall, given: AllReduceRmsNormQuantCall, group: ProcessGroup
+    choice: Choice,
+    where: Heap | None,
+    call: AllReduceRmsNormQuantCall,
+    given: AllReduceRmsNormQuantCall,
+    group: ProcessGroup,
 ) -> QuantResult:
     """As the op, of what ``_validate`` returns."""
     operands = NormOperands(call.x, call.residual, call.affine, call.scale)
-    return _quant_result(run_norm(operands, call.kind, name_of_quant(given), group))
+    return _quant_result(run_norm(choice, where, operands, call.kind, name_of_quant(given), group))
 
 
 def _quant_result(written: list[Tensor]) -> QuantResult:
@@ -154,9 +162,13 @@ ALL_REDUCE_RMS_NORM_QUANT = Op(
     AllReduceRmsNormQuantCall,
     _validate,
     _fake,
+    "all_reduce_rms_norm",
+    lambda call, given, group: call.x.numel() == 0,
+    lambda call, given, group: choose_norm(call.x, call.kind, group),
     run_all_reduce_rms_norm_quant,
     fast_all_reduce_rms_norm_quant,
     lambda call: refuse_gradient(
         _validate, call, ": a norm in fp8 has none; detach it, or call fused_all_reduce_rms_norm"
     ),
+    prepares=all_reduce.BOTH,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,26 +13,23 @@ from torch.distributed import ProcessGroup
 
 from ...kernels.device.device_spec import device_spec_of
 from ...kernels.device.gemm.gemm_tiles import matmul_us
-from ...kernels.device.tuning.choice import make_together
-from ...kernels.matmul_all_reduce import host
+from ...kernels.device.tuning.choice import KernelChoice, make_together
+from ...kernels.matmul_all_reduce import configs, host
 from ...kernels.matmul_all_reduce.reference import reference_matmul_all_reduce
+from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from ...symm_mem import resolve_group
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from .. import validation
-from ..dispatch import fast_path, plan, planning
-from ..dispatch.plan import Plan, heap_or_reason, num_sms, on, ran, should_fuse
+from ..dispatch import fast_path, plan
+from ..dispatch.all_reduces import choose_sum
+from ..dispatch.choice import Choice, by_kernel, on_host
+from ..dispatch.plan import Plan, num_sms, on, ran, should_fuse
 from ..dispatch.staging import Staging, in_rows_or_columns, rows_of
 from ..dispatch.stream_order import in_stream_order
-from ..dispatch.workspaces import (
-    ALL_REDUCE,
-    AROUND_MATMULS,
-    matmul_workspace,
-    push_workspace,
-    workspace_of_choice,
-)
+from ..dispatch.workspaces import ALL_REDUCE, AROUND_MATMULS
 from . import all_reduce, op
 from .matmul_reduce_scatter import matmul_flops
 from .op import Op
@@ -96,15 +94,9 @@ def fast_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group_name: str
     return None if results is None else results[0]
 
 
-def _in_two(sum_ran: Plan, A: Tensor, B: Tensor) -> Plan:
+def _in_two(of_sum: Plan, choice: Choice) -> Plan:
     """How the product and the all-reduce ran, the latter so."""
-    if sum_ran.algorithm != "push":
-        return sum_ran
-    us = sum_ran.predicted_us
-    if us is not None:
-        of_16_bits = A.element_size() == 2
-        us = us + matmul_us(*_sizes(A, B), device_spec_of(A.device)) if of_16_bits else None
-    return replace(sum_ran, algorithm="two_kernels", predicted_us=us)
+    return replace(of_sum, algorithm=choice.algorithm, predicted_us=choice.predicted_us)
 
 
 def _sizes(A: Tensor, B: Tensor) -> tuple[int, int, int]:
@@ -112,71 +104,158 @@ def _sizes(A: Tensor, B: Tensor) -> tuple[int, int, int]:
     return A.shape[:-1].numel(), B.shape[1], A.shape[-1]
 
 
-def _remember(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup, out: Tensor) -> None:
+def _remember(choice: Choice, call: MatmulAllReduceCall, out: Tensor) -> None:
     """Such a call was a product and an all-reduce."""
-    found = all_reduce.made_before(out, reduce_op, group.group_name)
+    A, B, reduce_op = call.A, call.B, call.reduce_op
+    found = all_reduce.made_before(out, reduce_op, call.group_name)
     if found is not None:
         made = fast_path.LaunchedCall(host.OP, reduce_op, (A, B), (A, B), [out])
         caller = _MatmulThenSum(found.workspace, found.kernel)
-        fast_path.remember_call(made, found.workspace, caller, _in_two(found.plan, A, B), profitable=True)
+        fast_path.remember_call(made, found.workspace, caller, _in_two(found.plan, choice), profitable=True)
 
 
-def run_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup) -> Tensor:
-    """As the op; the arguments are checked."""
-    shape = (*A.shape[:-1], B.shape[1])
-    found = heap_or_reason(host.OP, A, group, empty=0 in shape)
-    if isinstance(found, str):
-        ran(Plan("unfused", found))
-        return reference_matmul_all_reduce(A, B, reduce_op, group)
+class _Product(NamedTuple):
+    """The product of a call, as far as an all-reduce of it is chosen by that."""
+
+    device: torch.device
+    dtype: torch.dtype
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _FewRows:
+    """The kernel for few rows, and the operands [M, K] and [K, N] as it takes them."""
+
+    config: configs.MatmulAllReduceConfig
+    a: Tensor
+    b: Tensor
+    staging: Staging
+    profitable: bool
+
+
+@dataclass(frozen=True)
+class _OneKernel:
+    """The kernel for large products, likewise."""
+
+    kernel: KernelChoice[Any]
+    call: ScatterKernelCall
+    staging: Staging
+
+
+def choose_matmul_all_reduce(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice:
+    """The call is what validation returns."""
+    A, (m, n, _) = call.A, _sizes(call.A, call.B)
     if A.device.type == "cpu":
-        a = A.flatten(0, -2)
-        layout = host.host_matmul_all_reduce_layout(
-            a.shape[0], B.shape[1], A.element_size(), found.world_size
-        )
-        workspace = matmul_workspace(found, layout)
-        ran(Plan("host", workspace_bytes=workspace.layout.bytes))
-        return host.host_matmul_all_reduce(workspace, a, B, reduce_op).view(shape)
-    return _on_cuda(found, A, B, reduce_op, group).view(shape)
+        return on_host(host.host_matmul_all_reduce_layout(m, n, A.element_size(), group.size()))
+    return _choose_on_cuda(call, group)
 
 
-def _on_cuda(where: Heap, A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup) -> Tensor:
-    """The result, [M, N]."""
-    with on(A.device):
-        out = _of_few_rows(where, A, B, reduce_op)
-        if out is None:
-            out = _in_one_kernel(where, A, B, reduce_op)
-        if out is None:
-            a = A.flatten(0, -2)
-            out = a.new_empty(a.shape[0], B.shape[1])
-            torch.mm(a, B, out=out)
-            try:
-                all_reduce.in_place(out, reduce_op, group, host.OP)
-            except planning.Planned as e:
-                raise planning.Planned(_in_two(e.plan, A, B)) from None
-            plan.this_thread.plan = _in_two(plan.last_plan(), A, B)
-            _remember(A, B, reduce_op, group, out.view(*A.shape[:-1], B.shape[1]))
-    return out
+def _choose_on_cuda(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice:
+    chosen = _few_rows(call, group) or _one_kernel(call, group)
+    if chosen is not None:
+        return chosen
+    A, B = call.A, call.B
+    m, n, k = _sizes(A, B)
+    of_sum = choose_sum(_Product(A.device, A.dtype, m * n * A.element_size()), call.reduce_op, group)
+    if of_sum.is_unfused:
+        return of_sum
+    us = of_sum.predicted_us
+    if us is not None:
+        us = us + matmul_us(m, n, k, device_spec_of(A.device)) if A.element_size() == 2 else None
+    return replace(of_sum, algorithm="two_kernels", predicted_us=us)
 
 
-def _of_few_rows(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor | None:
-    """The result, [M, N], by the kernel for few rows; None if it cannot take the call, or another way is faster."""
-    from ...kernels.matmul_all_reduce import configs, cuda_kernel
-
+def _few_rows(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice | None:
+    """By the kernel for few rows; None if it cannot take the call, or another way is faster."""
+    A, B, size = call.A, call.B, group.size()
     m, n, k = _sizes(A, B)
     config = configs.choose_matmul_all_reduce(m, n, num_sms(A.device))
-    if config is None or not should_fuse(configs.few_rows_kernel_is_profitable(config, n, k)):
+    if config is None:
         return None
+    profitable = configs.few_rows_kernel_is_profitable(config, n, k)
+    if not should_fuse(profitable):
+        return None
+    from ...kernels.matmul_all_reduce import cuda_kernel
+
     staging = Staging()
     a, b = staging.take("A", A, rows_of), staging.take("B", B, fits=in_rows_or_columns)
     if cuda_kernel.why_no_few_rows_kernel(a, b) is not None:
         return None
+    ranks = size, group.rank()
+    return Choice(
+        "one_shot",
+        staging.reason,
+        ALL_REDUCE,
+        config.layout(m, size),
+        predicted_us=configs.estimate_few_rows_us(m, n, k, size, device_spec_of(A.device)),
+        programs=lambda: [cuda_kernel.launched_program(a, b, call.reduce_op, config, ranks)],
+        how=_FewRows(config, a, b, staging, profitable),
+    )
+
+
+def _one_kernel(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice | None:
+    """By the kernel for large products; None if it cannot take the call, or a product and an all-reduce are faster."""
+    from ...kernels.matmul_reduce_scatter import on_cuda, to_all
+
+    staging = Staging()
+    a = staging.take("A", call.A, rows_of)
+    b = staging.take("B", call.B, fits=in_rows_or_columns)
+    epilogue = Epilogue(a.dtype, call.reduce_op == "avg", to_all=True)
+    used = ScatterKernelCall(a, b, num_sms(a.device), epilogue)
+    kernel = to_all.choose_sum_to_all(used, group.size())
+    if isinstance(kernel, str) or not should_fuse(kernel.profitable):
+        return None
+    return by_kernel(
+        kernel,
+        group.size(),
+        reason=staging.reason,
+        programs=partial(on_cuda.scatter_programs, kernel.config, used, group.size(), group.rank()),
+        how=_OneKernel(kernel, used, staging),
+    )
+
+
+def run_matmul_all_reduce(
+    choice: Choice, where: Heap, call: MatmulAllReduceCall, group: ProcessGroup
+) -> Tensor:
+    """As the op; the call is what validation returns."""
+    A, B, reduce_op = call.A, call.B, call.reduce_op
+    if choice.is_unfused:
+        ran(choice.plan_in(None))
+        return reference_matmul_all_reduce(A, B, reduce_op, group)
+    if choice.algorithm != "host":
+        return _on_cuda(choice, where, call, group)
+    workspace = choice.workspace_on(where)
+    ran(choice.plan_in(workspace))
+    out = host.host_matmul_all_reduce(workspace, A.flatten(0, -2), B, reduce_op)
+    return out.view(*A.shape[:-1], B.shape[1])
+
+
+def _on_cuda(choice: Choice, where: Heap, call: MatmulAllReduceCall, group: ProcessGroup) -> Tensor:
+    with on(call.A.device):
+        if isinstance(choice.how, _FewRows):
+            return _run_few_rows(choice, where, call)
+        if isinstance(choice.how, _OneKernel):
+            return _run_one_kernel(choice, where, call)
+        A, B = call.A, call.B
+        a = A.flatten(0, -2)
+        out = a.new_empty(a.shape[0], B.shape[1])
+        torch.mm(a, B, out=out)
+        all_reduce.in_place(out, call.reduce_op, group, host.OP)
+        shaped = out.view(*A.shape[:-1], B.shape[1])
+        plan.this_thread.plan = _in_two(plan.last_plan(), choice)
+        _remember(choice, call, shaped)
+    return shaped
+
+
+def _run_few_rows(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> Tensor:
+    from ...kernels.matmul_all_reduce import cuda_kernel
+
+    how: _FewRows = choice.how
+    A, B, reduce_op, config, a, b = call.A, call.B, call.reduce_op, how.config, how.a, how.b
     with in_stream_order(A.device):
-        staging.copy()
-        workspace = push_workspace(where, ALL_REDUCE, config.layout(m, where.world_size))
+        how.staging.copy()
+        workspace = choice.workspace_on(where)
         key = (host.OP, a.shape, a.stride(), b.shape, b.stride(), a.dtype, reduce_op, config)
-        us = configs.estimate_few_rows_us(m, n, k, where.world_size, device_spec_of(A.device))
-        fused = Plan("one_shot", staging.reason, workspace.layout.bytes, predicted_us=us)
-        planning.stop(fused)
         kernel = workspace.prepared.get(key)
         if kernel is None:
             same = (host.OP, a.shape, b.shape, a.dtype, reduce_op, config)
@@ -184,43 +263,36 @@ def _of_few_rows(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor | 
                 *(workspace, host.OP, key, same),
                 lambda: cuda_kernel.MatmulAllReduceLauncher(workspace, a, b, reduce_op, config),
             )
+        fused = choice.plan_in(workspace)
         ran(fused)
         workspace.raise_if_broken(host.OP, grids=kernel.grids)
-        out = a.new_empty(m, n)
+        out = a.new_empty(a.shape[0], b.shape[1])
         timeout_ns = timeout_in_ns(where.group_name)
         operands = a.data_ptr(), b.data_ptr()
         kernel.launch(0, operands, (out.data_ptr(),), timeout_ns, current_stream_of(a))
-    shaped = out.view(*A.shape[:-1], n)
+    shaped = out.view(*A.shape[:-1], b.shape[1])
     made = fast_path.LaunchedCall(host.OP, reduce_op, (A, B), (a, b), [shaped])
-    profitable = configs.few_rows_kernel_is_profitable(config, n, k)
-    fast_path.remember_call(made, workspace, kernel, fused, profitable=profitable, grids=kernel.grids)
-    return out
+    fast_path.remember_call(made, workspace, kernel, fused, profitable=how.profitable, grids=kernel.grids)
+    return shaped
 
 
-def _in_one_kernel(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor | None:
-    """The result, [M, N]; None if the kernel cannot take the call, or a product and an all-reduce are faster."""
+def _run_one_kernel(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> Tensor:
     from ...kernels.matmul_reduce_scatter import to_all
-    from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 
-    staging = Staging()
-    a, b = staging.take("A", A, rows_of), staging.take("B", B, fits=in_rows_or_columns)
-    call = ScatterKernelCall(a, b, num_sms(A.device), Epilogue(a.dtype, reduce_op == "avg", to_all=True))
-    choice = to_all.choose_sum_to_all(call, where.world_size)
-    if isinstance(choice, str) or not should_fuse(choice.profitable):
-        return None
+    how: _OneKernel = choice.how
+    kernel, A, B, used = how.kernel, call.A, call.B, how.call
     with in_stream_order(A.device):
-        staging.copy()
-        workspace = workspace_of_choice(where, choice)
+        how.staging.copy()
+        workspace = choice.workspace_on(where)
         workspace.raise_if_broken(host.OP)
-        us = choice.predicted_us
-        fused = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, predicted_us=us)
+        fused = choice.plan_in(workspace)
         ran(fused)
         timeout_ns = timeout_in_ns(where.group_name)
-        out, launcher = to_all.launch_sum_to_all(choice, workspace, call, timeout_ns, host.OP)
+        out, launcher = to_all.launch_sum_to_all(kernel, workspace, used, timeout_ns, host.OP)
     shaped = out.view(*A.shape[:-1], B.shape[1])
-    made = fast_path.LaunchedCall(host.OP, reduce_op, (A, B), (a, b), [shaped])
-    fast_path.remember_call(made, workspace, launcher, fused, profitable=choice.profitable)
-    return out
+    made = fast_path.LaunchedCall(host.OP, call.reduce_op, (A, B), (used.a, used.b), [shaped])
+    fast_path.remember_call(made, workspace, launcher, fused, profitable=kernel.profitable)
+    return shaped
 
 
 def _fake(call: MatmulAllReduceCall, group: ProcessGroup) -> Tensor:
@@ -253,8 +325,13 @@ MATMUL_ALL_REDUCE = Op(
     MatmulAllReduceCall,
     _validate,
     _fake,
-    lambda call, group: run_matmul_all_reduce(call.A, call.B, call.reduce_op, group),
+    "matmul_all_reduce",
+    lambda call, group: 0 in (*call.A.shape[:-1], call.B.shape[1]),
+    choose_matmul_all_reduce,
+    run_matmul_all_reduce,
     lambda call: fast_matmul_all_reduce(*call[:4]),
     lambda call: MatmulAllReduceFunction.apply(call, *call.tensors),
     flops=matmul_flops,
+    own_dims={"A": (-1,), "B": (0,)},
+    prepares=all_reduce.BOTH,
 )

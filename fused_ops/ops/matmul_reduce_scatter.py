@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ...kernels.device.tuning.choice import KernelChoice
+from ...kernels.device.tuning.tuner import FROM_MODEL
 from ...kernels.matmul_reduce_scatter import host
 from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from ...kernels.matmul_reduce_scatter.reference import reference_matmul_reduce_scatter
@@ -19,19 +22,10 @@ from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
 from ..dispatch import fast_path
-from ..dispatch.plan import (
-    Plan,
-    aligned,
-    heap_or_reason,
-    num_sms,
-    preferred_kernel,
-    ran,
-    should_fuse,
-    why_tf32,
-)
-from ..dispatch.staging import Staging, in_rows_or_columns
+from ..dispatch.choice import Choice, by_kernel, on_host, unfused
+from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse, why_tf32
+from ..dispatch.staging import Staging, aligned, in_rows_or_columns
 from ..dispatch.stream_order import in_stream_order
-from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
 from . import op
 from .op import Op
 
@@ -184,24 +178,35 @@ def _fast(call: MatmulReduceScatterCall) -> Tensor | None:
     return fast_matmul_reduce_scatter(A, B, reduce_op, dim, group_name, (bias, residual))
 
 
-def run_matmul_reduce_scatter(call: MatmulReduceScatterCall, group: ProcessGroup) -> Tensor:
+@dataclass(frozen=True)
+class _How:
+    """The kernel of a call, and its operands as that takes them. ``call``: with the factors that it multiplies."""
+
+    kernel: KernelChoice[Any]
+    used: ScatterKernelCall
+    staging: Staging
+    call: MatmulReduceScatterCall
+
+
+def choose_matmul_reduce_scatter(call: MatmulReduceScatterCall, group: ProcessGroup) -> Choice:
+    """The call is what validation returns."""
+    if call.A.device.type == "cpu":
+        *rows, n = call.local_shape(group.size())
+        return on_host(host.host_scatter_layout(prod(rows), n, call.A.element_size(), group.size()))
+    return _choose_on_cuda(call, group)
+
+
+def run_matmul_reduce_scatter(
+    choice: Choice, where: Heap, call: MatmulReduceScatterCall, group: ProcessGroup
+) -> Tensor:
     """As the op; the call is what validation returns."""
-    A, shape = call.A, call.local_shape(group.size())
-    found = heap_or_reason(host.OP, A, group, empty=0 in shape)
-    if isinstance(found, str):
-        done: Tensor | str = found
-    elif A.device.type == "cpu":
-        call = call.stacked
-        done = _on_cpu(found, call).view(shape)
-    else:
-        done = _on_cuda(found, call)
-    if isinstance(done, str):
-        ran(Plan("unfused", done))
+    if choice.is_unfused:
+        ran(choice.plan_in(None))
         call = call.stacked
         return reference_matmul_reduce_scatter(
             call.A, call.B, call.scatter_dim, group, _epilogue(call), call.terms
         )
-    return done
+    return (_on_cpu if choice.algorithm == "host" else _on_cuda)(choice, where, call)
 
 
 def _epilogue(call: MatmulReduceScatterCall) -> Epilogue:
@@ -209,19 +214,19 @@ def _epilogue(call: MatmulReduceScatterCall) -> Epilogue:
     return Epilogue(call.out_dtype or call.A.dtype, average, bias, residual)
 
 
-def _on_cpu(where: Heap, call: MatmulReduceScatterCall) -> Tensor:
-    A, B, size = call.A, call.B, where.world_size
+def _on_cpu(choice: Choice, where: Heap, call: MatmulReduceScatterCall) -> Tensor:
+    call, size = call.stacked, where.world_size
+    A, B, shape = call.A, call.B, call.local_shape(size)
     if call.scatter_dim == A.dim() - 1:
         rows = A.flatten(0, -2)
         parts = [(rows, b) for b in B.chunk(size, 1)]
     else:
         parts = [(a.flatten(0, -2), B) for a in A.chunk(size, call.scatter_dim)]
-    m, n = parts[0][0].shape[0], parts[0][1].shape[1]
-    workspace = matmul_workspace(where, host.host_scatter_layout(m, n, A.element_size(), size))
-    ran(Plan("host", workspace_bytes=workspace.layout.bytes))
-    residual = None if call.residual is None else call.residual.reshape(m, n)
+    workspace = choice.workspace_on(where)
+    ran(choice.plan_in(workspace))
+    residual = None if call.residual is None else call.residual.reshape(-1, shape[-1])
     how = call.reduce_op, call.out_dtype or A.dtype
-    return host.host_matmul_reduce_scatter(workspace, parts, *how, call.bias, residual)
+    return host.host_matmul_reduce_scatter(workspace, parts, *how, call.bias, residual).view(shape)
 
 
 def _parts(A: Tensor, dim: int, size: int) -> Tensor:
@@ -239,14 +244,13 @@ def _parts(A: Tensor, dim: int, size: int) -> Tensor:
     return A.view(lead, size, A.shape[:-1].numel() // (lead * size), k)
 
 
-def _on_cuda(where: Heap, call: MatmulReduceScatterCall) -> Tensor | str:
-    """The result, or why it is better computed unfused."""
+def _choose_on_cuda(call: MatmulReduceScatterCall, group: ProcessGroup) -> Choice:
     from ...kernels.matmul_reduce_scatter import on_cuda
 
-    A, B, dim, size = call.A, call.B, call.scatter_dim, where.world_size
+    A, B, dim, size = call.A, call.B, call.scatter_dim, group.size()
     split_n = dim == A.dim() - 1
     if (reason := why_tf32(A.dtype)) is not None:
-        return reason
+        return unfused(reason)
     staging = Staging()
 
     def taken(name: str, factor: Tensor, is_B: int) -> Tensor:
@@ -258,34 +262,51 @@ def _on_cuda(where: Heap, call: MatmulReduceScatterCall) -> Tensor | str:
 
     parts, b = taken("A", A, 0), taken("B", B, 1)
     more = [taken(f"more[{i}]", factor, i % 2) for i, factor in enumerate(call.more or ())]
-    epilogue = _epilogue(call)
-    kernel_call = ScatterKernelCall(
-        parts, b, num_sms(B.device), epilogue, call.terms, split_n, more, preferred_kernel()
+    used = ScatterKernelCall(
+        parts, b, num_sms(B.device), _epilogue(call), call.terms, split_n, more, preferred_kernel()
     )
-    if not on_cuda.adds_products(kernel_call, size):
-        return _on_cuda(where, call.stacked)
-    choice = on_cuda.choose_scatter_kernel(kernel_call, size)
-    if isinstance(choice, str):
-        return choice
-    if not should_fuse(choice.profitable):
-        return "too little is multiplied and scattered"
-    with in_stream_order(b.device):
-        staging.copy()
-        kernel_call = replace(kernel_call, terms=[aligned(term.contiguous()) for term in call.terms])
-        choice, chosen = on_cuda.tuned_scatter(choice, where, kernel_call)
-        workspace = workspace_of_choice(where, choice)
-        workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
-        plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, chosen, choice.predicted_us)
+    if not on_cuda.adds_products(used, size):
+        return _choose_on_cuda(call.stacked, group)
+    kernel = on_cuda.choose_scatter_kernel(used, size)
+    if isinstance(kernel, str):
+        return unfused(kernel)
+    if not should_fuse(kernel.profitable):
+        return unfused("too little is multiplied and scattered")
+    return by_kernel(
+        kernel,
+        size,
+        reason=staging.reason,
+        chosen="" if kernel.algorithm == "tma_store" else FROM_MODEL,
+        programs=partial(on_cuda.scatter_programs, kernel.config, used, size, group.rank()),
+        how=_How(kernel, used, staging, call),
+    )
+
+
+def _on_cuda(choice: Choice, where: Heap, given: MatmulReduceScatterCall) -> Tensor:
+    from ...kernels.matmul_reduce_scatter import on_cuda
+
+    how: _How = choice.how
+    call, used = how.call, how.used
+    with in_stream_order(used.b.device):
+        how.staging.copy()
+        used = replace(used, terms=[aligned(term.contiguous()) for term in call.terms])
+        kernel, chosen = on_cuda.tuned_scatter(how.kernel, where, used)
+        choice = choice.by(kernel, chosen)
+        workspace = choice.workspace_on(where)
+        workspace.raise_if_broken(None if kernel.algorithm == "one_shot" else host.OP)  # that says it itself
+        plan = choice.plan_in(workspace)
         ran(plan)
         timeout_ns = timeout_in_ns(where.group_name)
-        out = on_cuda.launch_matmul_reduce_scatter(choice, workspace, kernel_call, timeout_ns)
-        out = out.view(call.local_shape(size))
-    launcher = on_cuda.scatter_launcher(choice, workspace, kernel_call)
-    if launcher is not None and epilogue.out_dtype == A.dtype:
-        arguments = _arguments(dim, call.reduce_op, call.bias, call.residual, len(more))
-        given, used = (*call.factors, *call.terms), (*kernel_call.factors, *kernel_call.terms)
-        made = fast_path.LaunchedCall(host.OP, arguments, given, used, [out])
-        fast_path.remember_call(made, workspace, launcher, plan, profitable=choice.profitable)
+        out = on_cuda.launch_matmul_reduce_scatter(kernel, workspace, used, timeout_ns)
+        out = out.view(call.local_shape(where.world_size))
+    launcher = on_cuda.scatter_launcher(kernel, workspace, used)
+    if launcher is not None and used.epilogue.out_dtype == call.A.dtype:
+        arguments = _arguments(
+            call.scatter_dim, call.reduce_op, call.bias, call.residual, len(call.more or ())
+        )
+        operands = (*used.factors, *used.terms)
+        made = fast_path.LaunchedCall(host.OP, arguments, (*call.factors, *call.terms), operands, [out])
+        fast_path.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
     return out
 
 
@@ -361,8 +382,12 @@ MATMUL_REDUCE_SCATTER = Op(
     MatmulReduceScatterCall,
     _validate,
     _fake,
+    "matmul_reduce_scatter",
+    lambda call, group: 0 in call.local_shape(group.size()),
+    choose_matmul_reduce_scatter,
     run_matmul_reduce_scatter,
     _fast,
     lambda call: MatmulReduceScatterFunction.apply(call, call.bias, call.residual, *call.factors),
     flops=matmul_flops,
+    own_dims={"A": (-1,), "B": (0,), "more": (-1, 0)},
 )

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from typing import Any, NoReturn, Protocol
 
@@ -17,8 +17,10 @@ from torch._ops import OpOverload
 
 from ...symm_mem import flight_recorder, resolve_group
 from ...symm_mem.failure.call_log import poison_on_error
-from ..dispatch.call_check import begin_call, take_begun
+from ..dispatch.call_check import OpCall, begin_call, take_begun
+from ..dispatch.choice import Choice, unfused
 from ..dispatch.fast_path import needs_no_dispatch
+from ..dispatch.plan import heap_or_reason, why_unfused
 from ..dispatch.tensor_guards import has_tangents
 
 AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
@@ -53,25 +55,38 @@ class Op:
             TypeError names the argument, what it was and what it must be. Real and fake calls ask it, so both refuse
             the same. Sizes may be symbolic: it looks at no data.
         fake: the results without data, of what ``validate`` returns.
-        run: the results, of the same.
+        kernel: of ``capability.RUNS_ON``.
+        sends_nothing: whether, by the same, the ranks have nothing to send each other.
+        choose: the ``Choice`` of the same, where the ranks can address each other's memory.
+        run: the results, of a choice, the heap (None if that is unfused), and the same.
         fast: the results, if such a call was made before on CUDA; else None, and nothing happened. Its tensors may be
             anything.
         with_gradient: the results of a call of which a gradient is wanted; or it raises (``refuse_gradient``).
         fast_on_device: as ``fast``, where the dispatcher has seen to what else tensors may be, if that is less work.
         functional: of an op that writes to its first argument: the op that returns the same, and its call.
         flops: of shapes in place of tensors, if the op multiplies.
+        own_dims: of arguments, the dimensions in which CPU ranks may have sizes of their own, since no rank sends them;
+            for elements of a list alternately. On CUDA all sizes choose the kernel: ranks with different ones would
+            wait for each other.
+        prepares: ops of which the first call of this one makes all that they need on some ranks, by how tensors lie.
+            These take the fast path then and have no first call that could be compared.
     """
 
     schema: str
     record: Callable[..., Any]
     validate: Callable[[Any], tuple[Any, ...]]
     fake: Callable[..., Any]
+    kernel: str
+    sends_nothing: Callable[..., bool]
+    choose: Callable[..., Choice]
     run: Callable[..., Any]
     fast: Callable[[Any], Any]
     with_gradient: Callable[[Any], Any]
     fast_on_device: Callable[[Any], Any] | None = None
     functional: tuple[Op, Callable[[Any], Any]] | None = None
     flops: Callable[..., int] | None = None
+    own_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    prepares: tuple[str, ...] = ()
 
     @cached_property
     def name(self) -> str:
@@ -81,6 +96,16 @@ class Op:
     def overload(self) -> OpOverload:
         found: OpOverload = getattr(torch.ops.weft, self.name).default
         return found
+
+    def choice_of(self, call: OpArguments) -> tuple[Choice, torch.device]:
+        """How a call would run, as far as it is known without another rank; and where.
+
+        Raises:
+            ValueError, TypeError: as ``validate``.
+        """
+        found, device = self.validate(call), call.tensors[0].device
+        reason = why_unfused(self.kernel, device, found[-1], empty=self.sends_nothing(*found))
+        return self.choose(*found) if reason is None else unfused(reason), device
 
     def run_below_autograd(self, call: OpArguments) -> Any:
         done = self.fast(call)
@@ -135,20 +160,24 @@ def _checked_run(op: Op, call: OpArguments) -> Any:
     compared = {
         name: getattr(checked, name) for name in checked._fields if name not in ("group_name", "group_size")
     }
-    begin_call(op.name, group, call.tensors[0].device, **compared)
-    return op.run(*found)
+    device = call.tensors[0].device
+    begin_call(OpCall(op.name, compared, device.type, op.own_dims, op.prepares), group, device)
+    where = heap_or_reason(op.name, op.kernel, device, group, empty=op.sends_nothing(*found))
+    if isinstance(where, str):
+        return op.run(unfused(where), None, *found)
+    return op.run(op.choose(*found), where, *found)
 
 
 def refuse_gradient(validate: Callable[[Any], object], call: OpArguments, why: str) -> NoReturn:
     """Name what else is wrong with the call, else the first argument that requires a gradient; a tangent is torch's to
     refuse."""
     validate(call)
-    for field in call._fields:
-        given = getattr(call, field)
+    for argument in call._fields:
+        given = getattr(call, argument)
         several = isinstance(given, list | tuple)
         for i, tensor in enumerate(given if several else [given]):
             if isinstance(tensor, Tensor) and (tensor.requires_grad or has_tangents()):
-                name = f"{field}[{i}]" if several else field
+                name = f"{argument}[{i}]" if several else argument
                 raise ValueError(f"{name}: requires a gradient, must not{why}")
     raise AssertionError("no argument requires a gradient")
 

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
-from ...kernels.reduce_scatter import host
-from ...kernels.reduce_scatter.configs import choose_reduce_scatter
+from ...kernels.reduce_scatter import configs, host
 from ...kernels.reduce_scatter.reference import reference_reduce_scatter
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
 from ..dispatch import fast_path
-from ..dispatch.plan import Plan, heap_or_reason, num_sms, ran
-from ..dispatch.stand_alone import KINDS, StandAlone, fast_into, run_alone
-from ..dispatch.workspaces import matmul_workspace
+from ..dispatch.choice import Choice, on_host
+from ..dispatch.plan import num_sms, ran
+from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, fast_into, run_alone
+from ..dispatch.workspaces import ALL_REDUCE
 from . import op
 from .op import Op
+
+if TYPE_CHECKING:
+    from ...kernels.device.jit.program import Program
 
 _ops = torch.ops.weft
 
@@ -100,45 +102,60 @@ def fast_reduce_scatter_out(
     return out if fast_into(host.INTO, (dim, reduce_op), out, x, group_name) else None
 
 
-def run_reduce_scatter(call: ReduceScatterCall, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
+def choose_reduce_scatter(call: ReduceScatterCall, group: ProcessGroup) -> Choice:
+    """The call is what validation returns."""
+    size = group.size()
+    if call.x.device.type == "cpu":
+        return on_host(host.host_reduce_scatter_layout(call.x.nbytes // size, size))
+    return choose_scatter_on_cuda(_alone(call, None, size), call.reduce_op, group)
+
+
+def choose_scatter_on_cuda(
+    alone: StandAlone, reduce_op: str, group: ProcessGroup, kind: str = ALL_REDUCE
+) -> Choice:
+    """In workspaces of a kind."""
+    size, rank, dtype = group.size(), group.rank(), alone.x.dtype
+
+    def program() -> Program:
+        from ...kernels.reduce_scatter.cuda_kernel import launched_program
+
+        return launched_program(size, rank, dtype, reduce_op)
+
+    config = configs.choose_reduce_scatter(size, num_sms(alone.x.device))
+    return choose_alone(alone, size, config, program, (dtype, reduce_op), kind)
+
+
+def _alone(call: ReduceScatterCall, out: Tensor | None, size: int) -> StandAlone:
+    given, op = ([call.x], host.OP) if out is None else ([out, call.x], host.INTO)
+    dim = call.scatter_dim
+    return StandAlone(host.OP, op, (dim, call.reduce_op), given, call.part_shape(size), dim, gathers=False)
+
+
+def run_reduce_scatter(
+    choice: Choice, where: Heap, call: ReduceScatterCall, group: ProcessGroup, out: Tensor | None = None
+) -> Tensor:
     """As the op; the call is what validation returns.
 
     Args:
         out: what the result is written to, and then returned; of its shape, with any strides.
     """
-    x, op = call.x, host.OP if out is None else host.INTO
-    found = heap_or_reason(op, x, group, empty=x.numel() == 0)
-    if isinstance(found, str):
-        done: Tensor | str = found
-    elif x.device.type == "cpu":
-        done = _on_cpu(found, call, op)
+    if choice.is_unfused:
+        ran(choice.plan_in(None))
+        done = reference_reduce_scatter(call.x, call.reduce_op, call.scatter_dim, group)
+    elif choice.algorithm == "host":
+        done = _on_cpu(choice, where, call, host.OP if out is None else host.INTO)
     else:
-        done = _on_cuda(found, call, out)
-    if isinstance(done, str):
-        ran(Plan("unfused", done))
-        done = reference_reduce_scatter(x, call.reduce_op, call.scatter_dim, group)
+        done = run_alone(choice, where, _alone(call, out, where.world_size))
     return done if out is None or out is done else out.copy_(done)
 
 
-def _on_cpu(where: Heap, call: ReduceScatterCall, op: str) -> Tensor:
+def _on_cpu(choice: Choice, where: Heap, call: ReduceScatterCall, op: str) -> Tensor:
     x, dim, size = call.x, call.scatter_dim, where.world_size
     shape = call.part_shape(size)
-    workspace = matmul_workspace(where, host.host_reduce_scatter_layout(x.nbytes // size, size))
-    ran(Plan("host", workspace_bytes=workspace.layout.bytes))
+    workspace = choice.workspace_on(where)
+    ran(choice.plan_in(workspace))
     parts = x.unflatten(dim, (size, shape[dim])).movedim(dim, 0).reshape(size, -1)
     return host.host_reduce_scatter(workspace, parts, call.reduce_op, op).view(shape)
-
-
-def _on_cuda(where: Heap, call: ReduceScatterCall, out: Tensor | None) -> Tensor | str:
-    from ...kernels.reduce_scatter.cuda_kernel import reduce_scatter_function
-
-    x, reduce_op, dim, size = call.x, call.reduce_op, call.scatter_dim, where.world_size
-    given, op = ([x], host.OP) if out is None else ([out, x], host.INTO)
-    alone = StandAlone(host.OP, op, (dim, reduce_op), given, call.part_shape(size), dim, gathers=False)
-    function = partial(reduce_scatter_function, (size, where.rank, x.dtype, reduce_op), x.device)
-    return run_alone(
-        where, alone, choose_reduce_scatter(size, num_sms(x.device)), ((x.dtype, reduce_op), function)
-    )
 
 
 class ReduceScatterFunction(torch.autograd.Function):
@@ -161,8 +178,8 @@ def _fake(call: ReduceScatterCall, group: ProcessGroup) -> Tensor:
     return call.x.new_empty(call.part_shape(group.size()))
 
 
-def _run_out(call: ReduceScatterCall, out: Tensor, group: ProcessGroup) -> None:
-    run_reduce_scatter(call, group, out)
+def _run_out(choice: Choice, where: Heap, call: ReduceScatterCall, out: Tensor, group: ProcessGroup) -> None:
+    run_reduce_scatter(choice, where, call, group, out)
     increment_version(out)  # as on the fast path
 
 
@@ -177,6 +194,9 @@ REDUCE_SCATTER = Op(
     ReduceScatterCall,
     _validate,
     _fake,
+    "reduce_scatter",
+    lambda call, group: call.x.numel() == 0,
+    choose_reduce_scatter,
     run_reduce_scatter,
     lambda call: fast_reduce_scatter(call.x, call.reduce_op, call.scatter_dim, call.group_name),
     _with_gradient,
@@ -187,6 +207,9 @@ REDUCE_SCATTER_OUT = Op(
     ReduceScatterOutCall,
     _validate_out,
     lambda *_: None,
+    "reduce_scatter",
+    lambda call, out, group: call.x.numel() == 0,
+    lambda call, out, group: choose_reduce_scatter(call, group),
     _run_out,
     lambda call: fast_reduce_scatter_out(*call[:5]),
     lambda call: op.refuse_gradient(_validate_out, call, op.INTO),

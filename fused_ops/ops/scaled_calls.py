@@ -17,9 +17,10 @@ from ...kernels.device.gemm.scaling import (
     ScaleKind,
     Scales,
     blocks_of,
+    exact_product,
 )
 from .. import validation
-from ..dispatch.plan import aligned
+from ..dispatch.staging import aligned
 
 _SIZES = 16  # what torch asks K and N to be multiples of
 # torch hands an op the dtypes of a list as the numbers by which C++ knows them.
@@ -202,3 +203,89 @@ NO_GRADIENT = (
     ": products of given fp8 numbers have none; detach it, or call float8_all_gather_matmul or "
     "float8_matmul_reduce_scatter, which cast to fp8 themselves"
 )
+
+
+class AllGatherScaledMatmulCall(NamedTuple):
+    A_shard: Tensor
+    Bs: Sequence[Tensor]
+    A_scale: Tensor
+    B_scales: Sequence[Tensor]
+    gather_dim: int
+    group_name: str
+    biases: Sequence[Tensor | None]
+    result_scales: Sequence[Tensor | None]
+    out_dtypes: Sequence[torch.dtype | None]
+    use_fast_accum: Sequence[bool]
+    return_A: bool = True
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        more = [t for t in (*self.biases, *self.result_scales) if t is not None]
+        return [self.A_shard, *self.Bs, self.A_scale, *self.B_scales, *more]
+
+
+class ScaledGather:
+    """A call with its shard as rows.
+
+    Attributes:
+        front: the shard with the gathered dimension in front, unless it is the last.
+        a: its rows, [m, K].
+        sent: their scales [m, S], if each rank has those of its own rows.
+        last: whether shards lie side by side along K.
+    """
+
+    def __init__(self, call: AllGatherScaledMatmulCall, rows: ScaledRows, size: int) -> None:
+        dim, self.call, self.rows, self.size = call.gather_dim, call, rows, size
+        self.last = dim == call.A_shard.dim() - 1
+
+        def flat(x: Tensor) -> Tensor:
+            return (x if self.last else x.movedim(dim, 0)).flatten(0, -2)
+
+        self.front = call.A_shard if self.last else call.A_shard.movedim(dim, 0)
+        self.a = flat(call.A_shard)
+        travels = rows.kind is not ScaleKind.TENSOR and not rows.replicated
+        self.sent = flat(call.A_scale) if travels else None
+        self.given = call.A_scale.reshape(1, 1) if rows.kind is ScaleKind.TENSOR else flat(call.A_scale)
+        (self.m, self.k) = self.a.shape
+
+    def scales_at(self, src: int, rows: slice, arrived: Tensor | None) -> Tensor:
+        """Of some rows of a rank, given those that have arrived with them, if any did."""
+        if arrived is not None:
+            return arrived
+        return (
+            self.given if self.rows.kind is ScaleKind.TENSOR else self.given[src * self.m :][: self.m][rows]
+        )
+
+    def part_of_B(self, i: int, src: int) -> tuple[Tensor, Tensor]:
+        """Of B number i, and of its scales, the rows that a rank's shard is multiplied with."""
+        B, scale, k = self.call.Bs[i], self.call.B_scales[i], self.k
+        if not self.last:
+            return B, scale
+        if self.rows.kind is ScaleKind.BLOCKS:
+            scale = scale[src * blocks_of(k) :][: blocks_of(k)]
+        return B[src * k : (src + 1) * k], scale
+
+    def exact(self, i: int, src: int, a: Tensor, a_scale: Tensor) -> Tensor:
+        """In float32, the product of some rows of a rank with B number i."""
+        b, b_scale = self.part_of_B(i, src)
+        return exact_product(a, b, scales_of(self.rows.kind, a_scale, b_scale, self.k, b.shape[1]))
+
+    def finished(self, i: int, product: Tensor) -> Tensor:
+        """The same with its bias, in the dtype of the result."""
+        bias = self.call.biases[i]
+        return (product if bias is None else product + bias).to(self.call.out_dtypes[i])
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """Rows of all ranks as the op returns them."""
+        dim, front = self.call.gather_dim, self.front
+        if self.last:
+            return flat.reshape(-1).view(*front.shape[:-1], flat.shape[-1])
+        return flat.view(self.size * front.shape[0], *front.shape[1:-1], flat.shape[-1]).movedim(0, dim)
+
+    def shaped_A(self, gathered: Tensor) -> Tensor:
+        """The gathered A of shards [W, m, K]."""
+        if not self.last:
+            return self.shaped(gathered.flatten(0, 1))
+        # By way of one dimension: where K is 1, a view with other strides would do.
+        return self.shaped(gathered.movedim(0, 1).reshape(-1).view(self.m, self.size * self.k))

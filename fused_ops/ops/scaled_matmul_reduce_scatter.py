@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from ...kernels.device.gemm.scaling import (
     torch_product,
 )
 from ...kernels.device.gemm.supported import why_last_dim_not_scattered
+from ...kernels.device.tuning.choice import KernelChoice
+from ...kernels.device.tuning.tuner import FROM_MODEL
+from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from ...kernels.scaled_matmul_reduce_scatter import host
 from ...kernels.scaled_matmul_reduce_scatter.reference import reference_scattered_sum
 from ...symm_mem import resolve_group
@@ -27,10 +31,10 @@ from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
 from ..dispatch import fast_path
-from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, preferred_kernel, ran, should_fuse
-from ..dispatch.staging import Staging
+from ..dispatch.choice import Choice, by_kernel, on_host, unfused
+from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse
+from ..dispatch.staging import Staging, aligned
 from ..dispatch.stream_order import in_stream_order
-from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
 from . import op
 from .matmul_reduce_scatter import matmul_flops
 from .op import Op
@@ -144,37 +148,48 @@ def _arguments(call: ScaledMatmulReduceScatterCall) -> tuple[Hashable, ...]:
     return (*how, None if usual else tuple(call.output_shape or ()), call.bias is not None)
 
 
-def run_scaled_matmul_reduce_scatter(
+@dataclass(frozen=True)
+class _How:
+    """The kernel of a call, and its operands as that takes them."""
+
+    kernel: KernelChoice[Any]
+    used: ScatterKernelCall
+    staging: Staging
+
+
+def choose_scaled_matmul_reduce_scatter(
     call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup
+) -> Choice:
+    """Call and rows are what validation returns."""
+    if call.A.device.type != "cpu":
+        return _choose_on_cuda(call, rows, group)
+    size = group.size()
+    assert call.out_dtype is not None
+    numbers, width = prod(call.local_shape(size)), call.out_dtype.itemsize
+    return on_host(host.host_scaled_scatter_layout(numbers, width, size))
+
+
+def run_scaled_matmul_reduce_scatter(
+    choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup
 ) -> Tensor:
     """As the op; call and rows are what validation returns."""
-    shape = call.local_shape(group.size())
-    found = heap_or_reason(host.OP, call.A, group, empty=0 in shape)
-    if isinstance(found, str):
-        done: Tensor | str = found
-    elif call.A.device.type == "cpu":
-        done = _on_cpu(found, call, rows)
-    else:
-        done = _on_cuda(found, call, rows)
-    if isinstance(done, str):
-        ran(Plan("unfused", done))
+    if choice.is_unfused:
+        ran(choice.plan_in(None))
         return _unfused(call, rows, group)
-    return done.view(shape)
+    done = (_on_cpu if choice.algorithm == "host" else _on_cuda)(choice, where, call, rows)
+    return done.view(call.local_shape(group.size()))
 
 
 def _a_scale(call: ScaledMatmulReduceScatterCall, rows: ScaledRows) -> Tensor:
     return call.A_scale if rows.kind is ScaleKind.TENSOR else call.A_scale.flatten(0, -2)
 
 
-def _on_cpu(where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows) -> Tensor:
+def _on_cpu(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows) -> Tensor:
     size, dim, kind, B = where.world_size, call.orig_scatter_dim, rows.kind, call.B
     k, n, (*lead, _) = B.shape[0], B.shape[1], call.whole_shape
     assert call.out_dtype is not None
-    shape = call.local_shape(size)
-    workspace = matmul_workspace(
-        where, host.host_scaled_scatter_layout(prod(shape), call.out_dtype.itemsize, size)
-    )
-    ran(Plan("host", workspace_bytes=workspace.layout.bytes))
+    workspace = choice.workspace_on(where)
+    ran(choice.plan_in(workspace))
 
     def finished(a: Tensor, a_scale: Tensor) -> Tensor:
         product = exact_product(a, B, scales_of(kind, a_scale, call.B_scale, k, n))
@@ -198,20 +213,12 @@ def _on_cpu(where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows) 
     return host.host_scaled_matmul_reduce_scatter(workspace, products, call.reduce_op, call.out_dtype)
 
 
-def _on_cuda(where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows) -> Tensor | str:
-    """The result, or why it is better computed unfused."""
+def _choose_on_cuda(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup) -> Choice:
     from ...kernels.matmul_reduce_scatter import on_cuda
-    from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 
-    size, dim, (*lead, n), out_dtype = (
-        where.world_size,
-        call.orig_scatter_dim,
-        call.whole_shape,
-        call.out_dtype,
-    )
+    size, dim, (*lead, n), out_dtype = group.size(), call.orig_scatter_dim, call.whole_shape, call.out_dtype
     assert out_dtype is not None
-    split_n, k = dim == len(lead), call.B.shape[0]
-    types = call.A.dtype, call.B.dtype
+    split_n, types = dim == len(lead), (call.A.dtype, call.B.dtype)
     products = ScaledProducts(
         types=types,
         kind=rows.kind,
@@ -220,45 +227,61 @@ def _on_cuda(where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows)
         torch_has_blocks=has_block_product(prod(lead), types, call.A.device),
     )
     if split_n and (reason := why_last_dim_not_scattered(types[0], products, n // size)) is not None:
-        return reason
+        return unfused(reason)
     before = prod(lead[:dim])
     parts = (1, 1, prod(lead)) if split_n else (before, size, prod(lead) // (before * size))
     staging = Staging()
     a = staging.take("A", as_pairs(call.A, products.pairs), lambda x: x.view(*parts, x.shape[-1]))
     b = staging.take("B", as_pairs(call.B.t(), products.pairs)).t()
     epilogue = Epilogue(out_dtype, call.reduce_op == "avg")
-    kernel_call = ScatterKernelCall(
+    used = ScatterKernelCall(
         *(a, b, num_sms(b.device), epilogue),
         split_n=split_n,
         preferred=preferred_kernel(),
         scaled=products,
     )
-    choice = on_cuda.choose_scatter_kernel(kernel_call, size)
-    if isinstance(choice, str):
-        return choice
-    if not should_fuse(choice.profitable):
-        return why_unfused(products, "multiplied and scattered")
-    with in_stream_order(b.device):
-        staging.copy()
-        rows_of_A = 1 if rows.kind is ScaleKind.TENSOR else prod(lead)
+    kernel = on_cuda.choose_scatter_kernel(used, size)
+    if isinstance(kernel, str):
+        return unfused(kernel)
+    if not should_fuse(kernel.profitable):
+        return unfused(why_unfused(products, "multiplied and scattered"))
+    return by_kernel(
+        kernel,
+        size,
+        reason=staging.reason,
+        chosen=FROM_MODEL,
+        programs=partial(on_cuda.scatter_programs, kernel.config, used, size, group.rank()),
+        how=_How(kernel, used, staging),
+    )
+
+
+def _on_cuda(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows) -> Tensor:
+    from ...kernels.matmul_reduce_scatter import on_cuda
+
+    how: _How = choice.how
+    used, (k, n) = how.used, call.B.shape
+    with in_stream_order(used.b.device):
+        how.staging.copy()
+        rows_of_A = 1 if rows.kind is ScaleKind.TENSOR else prod(call.whole_shape[:-1])
         scales = [
             call.A_scale.reshape(rows_of_A, -1).t().contiguous(),
             scale_of_B(rows.kind, call.B_scale, k, n),
         ]
         bias = [] if call.bias is None else [aligned(call.bias.contiguous())]
-        choice, chosen = on_cuda.tuned_scatter(choice, where, kernel_call, [*scales, *bias])
-        used = on_cuda.scaled_operands(choice.config, kernel_call, [*scales, *bias])
-        workspace = workspace_of_choice(where, choice)
-        workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
-        plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, chosen, choice.predicted_us)
+        kernel, chosen = on_cuda.tuned_scatter(how.kernel, where, used, [*scales, *bias])
+        choice = choice.by(kernel, chosen)
+        operands = on_cuda.scaled_operands(kernel.config, used, [*scales, *bias])
+        workspace = choice.workspace_on(where)
+        workspace.raise_if_broken(None if kernel.algorithm == "one_shot" else host.OP)  # that says it itself
+        plan = choice.plan_in(workspace)
         ran(plan)
         timeout_ns = timeout_in_ns(where.group_name)
-        out = on_cuda.launch_scaled_matmul_reduce_scatter(choice, workspace, kernel_call, used, timeout_ns)
-        out = out.view(call.local_shape(size))
-    launcher = on_cuda.scaled_scatter_launcher(choice, workspace, kernel_call, used)
+        out = on_cuda.launch_scaled_matmul_reduce_scatter(kernel, workspace, used, operands, timeout_ns)
+        out = out.view(call.local_shape(where.world_size))
+    launcher = on_cuda.scaled_scatter_launcher(kernel, workspace, used, operands)
     if launcher is not None and call.result_scale is None:
-        made = fast_path.LaunchedCall(host.OP, _arguments(call), call.tensors, used, [out])
-        fast_path.remember_call(made, workspace, launcher, plan, profitable=choice.profitable)
+        made = fast_path.LaunchedCall(host.OP, _arguments(call), call.tensors, operands, [out])
+        fast_path.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
     return out
 
 
@@ -284,8 +307,12 @@ SCALED_MATMUL_REDUCE_SCATTER = Op(
     ScaledMatmulReduceScatterCall,
     _validate,
     _fake,
+    "scaled_matmul_reduce_scatter",
+    lambda call, rows, group: 0 in call.local_shape(group.size()),
+    choose_scaled_matmul_reduce_scatter,
     run_scaled_matmul_reduce_scatter,
     fast_scaled_matmul_reduce_scatter,
     lambda call: op.refuse_gradient(_validate, call, NO_GRADIENT),
     flops=matmul_flops,
+    own_dims={"A": (-1,), "B": (0,), "A_scale": (-1,), "B_scale": (0,)},
 )

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ...symm_mem.backends import cuda_state
+from ..dispatch.call_check import OpCall
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"
 #: Bytes of the whole tensor, up to which weft takes a call: faster than NCCL at all sizes. Larger ones were not
@@ -38,6 +39,18 @@ class GroupCall:
     out: Tensor
     x: Tensor
     reduce_op: str = ""
+
+    @property
+    def kernel(self) -> str:
+        """Of ``capability.RUNS_ON``."""
+        return {ALL_REDUCE: "all_reduce", ALL_GATHER: "all_gather"}.get(self.name, "reduce_scatter")
+
+    @property
+    def compared(self) -> OpCall:
+        """What ranks compare of it."""
+        x = self.x
+        given = {"dtype": x.dtype, "elements": x.numel(), "reduce_op": self.reduce_op}
+        return OpCall(self.name, given, x.device.type)
 
 
 def reduction_of(op: Any) -> str | None:

@@ -11,25 +11,22 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from ...kernels.all_gather.configs import choose_all_gather
-from ...kernels.all_reduce.configs import choose_all_reduce
-from ...kernels.reduce_scatter.configs import choose_reduce_scatter
 from ...symm_mem import call_cache, flight_recorder, is_checked
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.failure.call_log import Grids, TimedName, poison_on_error
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
 from ..dispatch import plan
+from ..dispatch.all_reduces import choose_on_cuda, nccl_from, prepare_all_reduce
 from ..dispatch.call_check import begin_call
 from ..dispatch.fast_path import default_ns, timeout
-from ..dispatch.plan import Plan, heap_or_reason, num_sms, ran
+from ..dispatch.plan import Plan, heap_or_reason, ran
 from ..dispatch.stand_alone import StandAlone, overlap, prepare_alone
 from ..dispatch.stream_order import (
     CallLine,
@@ -41,7 +38,8 @@ from ..dispatch.stream_order import (
     stream_on,
 )
 from ..dispatch.workspaces import GROUP
-from ..ops.all_reduce import nccl_from, prepare_all_reduce
+from ..ops.all_gather import choose_gather_on_cuda
+from ..ops.reduce_scatter import choose_scatter_on_cuda
 from .calls import ALL_GATHER, ALL_REDUCE, GroupCall, flat, index_of
 from .work import DoneWork, StreamWork
 
@@ -191,8 +189,8 @@ class DeviceLines:
         assert group is not None  # it is the caller
         x, out = flat(call.x), flat(call.out)
         assert x is not None and out is not None  # what is not dense NCCL refuses
-        begin_call(call.name, group, x.device, dtype=x.dtype, elements=x.numel(), reduce_op=call.reduce_op)
-        heap = heap_or_reason(call.name, x, group, empty=False)
+        begin_call(call.compared, group, x.device)
+        heap = heap_or_reason(call.name, call.kernel, x.device, group, empty=False)
         if not isinstance(heap, str) and call.name == ALL_REDUCE and x.nbytes >= nccl_from():
             heap = f"WEFT_NCCL_ALL_REDUCE_FROM is {nccl_from()} bytes"
         if isinstance(heap, str):
@@ -202,7 +200,7 @@ class DeviceLines:
         with in_stream_order(x.device):
             stream, graph = stream_and_graph(x.device)
             external = is_external(stream, index)
-            ready = _prepared(heap, call, x, out)
+            ready = _prepared(heap, call, x, out, group)
             if isinstance(ready, str):
                 return ready
             line = self._line_of(index, graph)
@@ -236,32 +234,22 @@ def _is_own_part(name: str, x: Tensor, out: Tensor, rank: int) -> bool:
     return part.data_ptr() == whole.data_ptr() + rank * part.nbytes
 
 
-def _prepared(heap: Heap, call: GroupCall, x: Tensor, out: Tensor) -> _Ready | str:
+def _prepared(heap: Heap, call: GroupCall, x: Tensor, out: Tensor, group: ProcessGroup) -> _Ready | str:
     """The kernel of such calls, made by all ranks together; or why there is none."""
-    size, sms = heap.world_size, num_sms(x.device)
     if call.name == ALL_REDUCE:
-        config = choose_all_reduce(x.nbytes, size, sms)
-        make = partial(prepare_all_reduce, heap, x, call.reduce_op, config, GROUP)
-        heap.prepare(ALL_REDUCE, (ALL_REDUCE, config.form, x.dtype, call.reduce_op), make)
-        made = make()
+        choice = choose_on_cuda(x, call.reduce_op, group, kind=GROUP)
+        made = prepare_all_reduce(choice, heap, x, call.reduce_op, ALL_REDUCE)
         ran(made.plan)
         return _Ready(made.workspace, made.kernel.launch, made.kernel.grids, made.plan, made.timeout_ns)
     gathers = call.name == ALL_GATHER
     alone = StandAlone(call.name, call.name, 0, [out, x], list(out.shape), 0, gathers)
-    functions: tuple[Any, Any]
     if gathers:
-        from ...kernels.all_gather.cuda_kernel import all_gather_function
-
-        functions = (), partial(all_gather_function, size, heap.rank, x.device)
-        found = prepare_alone(heap, alone, choose_all_gather(size, sms), functions, GROUP)
+        choice = choose_gather_on_cuda(alone, group, GROUP)
     else:
-        from ...kernels.reduce_scatter.cuda_kernel import reduce_scatter_function
-
-        what = x.dtype, call.reduce_op
-        functions = what, partial(reduce_scatter_function, (size, heap.rank, *what), x.device)
-        found = prepare_alone(heap, alone, choose_reduce_scatter(size, sms), functions, GROUP)
-    if isinstance(found, str):
-        return found
+        choice = choose_scatter_on_cuda(alone, call.reduce_op, group, GROUP)
+    if choice.is_unfused:
+        return choice.reason
+    found = prepare_alone(choice, heap, alone)
     kernel = found.kernel
 
     def launch(from_address: int, to: int, timeout_ns: int, stream: int) -> None:

@@ -29,7 +29,7 @@ from ...symm_mem.timeouts import call_timeout, get_timeout, thread_name
 from ...symm_mem.workspace import Workspace
 from ..dispatch.call_check import begin_call
 from ..dispatch.plan import Plan, heap_or_reason, ran
-from ..dispatch.workspaces import group_workspace
+from ..dispatch.workspaces import GROUP, workspace_of
 from .calls import ALL_GATHER, ALL_REDUCE, GroupCall, flat
 from .work import DoneWork, HostWork
 
@@ -67,14 +67,14 @@ class HostExchange:
 def prepare_on_host(group: ProcessGroup, call: GroupCall, seconds: float | None = None) -> HostExchange | str:
     """The exchange, or why the ranks cannot make it; the same on all of them. ``seconds``: its deadline."""
     x = call.x.detach()
-    begin_call(call.name, group, x.device, dtype=x.dtype, elements=x.numel(), reduce_op=call.reduce_op)
-    heap = heap_or_reason(call.name, x, group, empty=False)
+    begin_call(call.compared, group, x.device)
+    heap = heap_or_reason(call.name, call.kernel, x.device, group, empty=False)
     if isinstance(heap, str):
         return heap
     size = heap.world_size
     layout = {ALL_REDUCE: host_all_reduce_layout, ALL_GATHER: host_all_gather_layout}.get(call.name)
     wanted = layout(x.nbytes, size) if layout else host_reduce_scatter_layout(x.nbytes // size, size)
-    workspace = group_workspace(heap, wanted)
+    workspace = workspace_of(heap, GROUP, wanted)
     ran(Plan("host", workspace_bytes=workspace.layout.bytes))
     return HostExchange(workspace, call, seconds, call_site(), flight_recorder.take_recorded())
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-import torch
-
-from ...symm_mem.backends import cuda_state
 from ..device.collective.launch import rounds_defines
 from ..device.comm import ll_exchange
-from ..device.jit.program import Function, Program
+from ..device.jit.program import Program
 
 SOURCE = Path(__file__).with_name("kernel.cu")
 
@@ -27,7 +24,6 @@ def all_gather_program(world_size: int, rank: int, *, dependent: bool = False) -
     return Program(SOURCE, defines=all_gather_defines(world_size) | of_rank)
 
 
-def all_gather_function(world_size: int, rank: int, device: torch.device, name: str) -> Function:
-    """A kernel of it, on a device."""
-    with cuda_state.state.make_current(device):
-        return all_gather_program(world_size, rank, dependent=ll_exchange.dependent()).function(name)
+def launched_program(world_size: int, rank: int) -> Program:
+    """The one that this process launches."""
+    return all_gather_program(world_size, rank, dependent=ll_exchange.dependent())

@@ -21,10 +21,11 @@ from ...symm_mem.workspace import Workspace
 from ..device.comm import acquire
 from ..device.comm.copy_engine import CopiedPiece, CopyEngine
 from ..device.gemm.scaling import ScaledTensors, ScaleKind, scaled_mm_out
+from ..device.jit.ahead import CompilableProgram
 from ..device.jit.launch import compiling
 from .configs import AllGatherMatmulConfig, GatherKernelCall, choose_all_gather_matmul, copied_layout
 from .estimate import scales_offset, slot_bytes
-from .triton_kernel import TritonAllGatherMatmul
+from .triton_kernel import TritonAllGatherMatmul, triton_gather_program
 
 SCALED_OP = "fused_all_gather_scaled_matmul"
 _ENGINE = "copy engine"
@@ -67,6 +68,20 @@ def prepare_gather_kernels(
             kernel.launch(0, a, b, c, final=final, timeout_ns=timeout_ns)
             kernels.append(kernel)
     return kernels
+
+
+def gather_programs(
+    call: GatherKernelCall, config: AllGatherMatmulConfig, world_size: int
+) -> list[CompilableProgram]:
+    """What ``prepare_gather_kernels`` compiles."""
+    last = len(call.bs) - 1
+    return [
+        acquire.PROGRAM,
+        *(
+            triton_gather_program(call.a, b, config, world_size, final=i == last and not call.return_A)
+            for i, b in enumerate(call.bs)
+        ),
+    ]
 
 
 def copy_engine_all_gather_matmul(

@@ -20,7 +20,7 @@ from ..device.gemm.gemm_tiles import BLOCK_K
 from ..device.gemm.scaling import ScaledProducts
 from ..device.gemm.tensor_map import Boxes, Maps, TensorMap, contiguous_strides, put_map, put_maps
 from ..device.jit.launch import ALIGNMENT
-from ..device.jit.program import WaitParams
+from ..device.jit.program import Program, WaitParams
 from .configs import MOST_BS, GatherPushConfig, push_flags_per_rank
 
 SOURCE = Path(__file__).parent / "kernel.cu"
@@ -82,6 +82,18 @@ def gather_defines(
 
 def _result(scaled: ScaledProducts) -> dict[str, int]:
     return {"OUT_FLOAT32": int(scaled.out_dtype == torch.float32)}
+
+
+def gather_programs(
+    bs: Sequence[torch.Tensor], config: GatherPushConfig, *, return_A: bool = False
+) -> list[Program]:
+    """Those of the launches for any number of Bs."""
+    return [
+        gemm.gemm_program(
+            SOURCE, gather_defines(bs[first : first + MOST_BS], config, return_A=return_A and not first)
+        )
+        for first in range(0, len(bs), MOST_BS)
+    ]
 
 
 def can_take(a: torch.Tensor) -> bool:
@@ -167,7 +179,7 @@ class AllGatherMatmulPush:
         self._returned = Maps(boxes_returned(a, size, split_k=config.split_k)) if return_A else None
         self._params = [self._fixed(buffer, a, bs, config) for buffer in (0, 1)]
         self._put_bs, self._put_cs = put_maps(len(bs)), struct.Struct(f"{len(bs)}Q").pack_into
-        program = gemm.gemm_program(SOURCE, gather_defines(bs, config, return_A=return_A))
+        (program,) = gather_programs(bs, config, return_A=return_A)
         self._launches = gemm.launches(program, "all_gather_matmul", self._params, num_sms, tile.shared)
 
     def _fixed(

@@ -18,6 +18,7 @@ from ...symm_mem.workspace import Workspace
 from ..device.gemm import gemm
 from ..device.gemm.one_shot import OneShotConfig, algorithm_of, likeliest
 from ..device.gemm.supported import why_last_dim_not_gathered
+from ..device.jit.ahead import CompilableProgram
 from ..device.jit.launch import ALIGNMENT, is_transposed, why_not
 from ..device.tuning import tuner
 from ..device.tuning.benchmark import Candidate
@@ -138,6 +139,18 @@ def fused_gather(
     return cuda_kernel.AllGatherMatmulPushes(
         workspace, call.a, call.bs, config, num_sms=call.num_sms, return_A=call.return_A
     )
+
+
+def gather_programs(
+    config: configs.AnyConfig, call: configs.GatherKernelCall, world_size: int, rank: int
+) -> Sequence[CompilableProgram]:
+    """What such calls launch, of 16 bits or float32."""
+    if isinstance(config, configs.AllGatherMatmulConfig):
+        return copied_products.gather_programs(call, config, world_size)
+    if isinstance(config, OneShotConfig):
+        return [AllGatherMatmulOneShot.program(world_size, rank)]
+    assert isinstance(config, configs.GatherPushConfig)
+    return cuda_kernel.gather_programs(call.bs, config, return_A=call.return_A)
 
 
 def launch_all_gather_matmul(

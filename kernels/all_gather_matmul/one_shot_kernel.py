@@ -15,6 +15,7 @@ from ..device.gemm import one_shot
 from ..device.gemm.gemm import Defines
 from ..device.gemm.one_shot import OneShotConfig
 from ..device.jit.empty import empty_on
+from ..device.jit.program import Program
 from . import host
 from .cuda_kernel import row_stride
 
@@ -68,10 +69,14 @@ class AllGatherMatmulOneShot:
         elements = VECTOR // a.element_size()
         p = self._params = self.params(slots_of(workspace, 0))
         p.vectors, p.columns, p.stride = config.vectors, k // elements, row_stride(a) // elements
-        defines = (*one_shot_gather_defines(size, workspace.rank), *self.more_defines)
-        program = one_shot.one_shot_program(SOURCE, defines)
-        layout = workspace.layout
+        program, layout = self.program(size, workspace.rank), workspace.layout
         self._launch, self._grids = one_shot.launch_of(program, "all_gather_one_shot", p, config, layout)
+
+    @classmethod
+    def program(cls, world_size: int, rank: int) -> Program:
+        """That which is launched."""
+        defines = (*one_shot_gather_defines(world_size, rank), *cls.more_defines)
+        return one_shot.one_shot_program(SOURCE, defines)
 
     def call(
         self,

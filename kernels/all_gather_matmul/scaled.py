@@ -13,6 +13,7 @@ import torch
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import Workspace
+from ..device.comm import acquire
 from ..device.comm.ll_exchange import VECTOR, ExchangeLayout
 from ..device.gemm.one_shot import OneShotConfig, launch_prepared
 from ..device.gemm.scaling import (
@@ -23,12 +24,13 @@ from ..device.gemm.scaling import (
     scaled_mm_out,
 )
 from ..device.gemm.scaling_params import ScalesParams
+from ..device.jit.ahead import CompilableProgram
 from ..device.tuning.choice import KernelChoice, make_together
 from . import configs, on_cuda, one_shot_kernel
 from .configs import MOST_BS, CopiedConfig, GatherPushConfig
 from .copied_products import SCALED_OP as OP
 from .copied_products import AllGatherScaledMatmulCopied
-from .cuda_kernel import AllGatherMatmulPush, EpochStep, _Params
+from .cuda_kernel import AllGatherMatmulPush, EpochStep, _Params, gather_programs
 
 
 class _ScaledParams(_Params):
@@ -229,6 +231,18 @@ def _made(
         return AllGatherScaledMatmulCopied(workspace, call, [bias is not None for bias in scales.biases])
     assert isinstance(config, GatherPushConfig)
     return AllGatherScaledMatmulPush(workspace, call, scales, config)
+
+
+def scaled_gather_programs(
+    config: configs.AnyConfig, call: configs.GatherKernelCall, world_size: int, rank: int
+) -> Sequence[CompilableProgram]:
+    """What such calls launch."""
+    if isinstance(config, OneShotConfig):
+        return [AllGatherScaledMatmulOneShot.program(world_size, rank)]
+    if isinstance(config, CopiedConfig):
+        return [acquire.PROGRAM]
+    assert isinstance(config, GatherPushConfig)
+    return gather_programs(call.bs, config, return_A=call.return_A)
 
 
 def _operands(

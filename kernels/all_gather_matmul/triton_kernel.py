@@ -23,7 +23,15 @@ import triton.language as tl
 
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import Workspace
-from ..device.jit.launch import Launch, Operand, is_transposed, precision, why_not
+from ..device.jit.launch import (
+    LIKE_A_WORKSPACE,
+    Launch,
+    Operand,
+    TritonProgram,
+    is_transposed,
+    precision,
+    why_not,
+)
 from ..device.triton import sync
 from ..device.triton.tile_table import count_tiles
 from ..device.triton.tiles import cut, grouped, load_b
@@ -108,6 +116,43 @@ def why_no_triton_gather(a: torch.Tensor, b: torch.Tensor) -> str | None:
     return why_not(a, b)
 
 
+def _launch(
+    a: torch.Tensor, b: torch.Tensor, config: AllGatherMatmulConfig, world_size: int, *, final: bool
+) -> Launch:
+    (m, k), n, tile, transposed = a.shape, b.shape[1], config.tile, is_transposed(b)
+    rows = (1, tile.block_m, tile.block_k)
+    b_tile = (tile.block_n, tile.block_k) if transposed else (tile.block_k, tile.block_n)
+    b_rows = b.t() if transposed else b
+    operands = (
+        Operand.of((1, m, k), (m * k, *a.stride()), rows),
+        Operand.contiguous((world_size, m, k), rows),
+        Operand.of(b_rows.shape, b_rows.stride(), b_tile),
+        Operand.contiguous((world_size, m, n), (1, tile.block_m, tile.block_n // tile.chunks)),
+    )
+    constants = {
+        "WORLD_SIZE": world_size,
+        "BM": tile.block_m,
+        "BN": tile.block_n,
+        "BK": tile.block_k,
+        "GROUP_M": config.group_m,
+        "CHUNKS": tile.chunks,
+        "B_TRANSPOSED": transposed,
+        "PRECISION": precision(a.dtype),
+        "FINAL": final,
+    }
+    return Launch(all_gather_matmul_kernel, operands, constants, tile.warps, tile.stages)
+
+
+def triton_gather_program(
+    a: torch.Tensor, b: torch.Tensor, config: AllGatherMatmulConfig, world_size: int, *, final: bool
+) -> TritonProgram:
+    """What a launch compiles, whatever the rank is, and where the workspace lies."""
+    (m, k), n = a.shape, b.shape[1]
+    launch = _launch(a, b, config, world_size, final=final)
+    numbers = m, n, k, config.chunk_rows, 0, *LIKE_A_WORKSPACE
+    return TritonProgram(launch, ((a.dtype,) * 4, (torch.int32,) * 2), numbers, a.device)
+
+
 class TritonAllGatherMatmul:
     """This op on one problem and one workspace: prepared once, launched often.
 
@@ -144,36 +189,7 @@ class TritonAllGatherMatmul:
         self._buffers: dict[int, torch.Tensor] = {}
         self._tensors: Sequence[torch.Tensor] = (workspace.words, workspace.fault.words)
         self._numbers = (m, n, k, config.chunk_rows, workspace.rank)
-        transposed = is_transposed(b)
-        rows = (1, tile.block_m, tile.block_k)
-        b_tile = (tile.block_n, tile.block_k) if transposed else (tile.block_k, tile.block_n)
-        b_rows = b.t() if transposed else b
-        operands = (
-            Operand.of((1, m, k), (m * k, *a.stride()), rows),
-            Operand.contiguous(self._gathered, rows),
-            Operand.of(b_rows.shape, b_rows.stride(), b_tile),
-            Operand.contiguous((self.world_size, m, n), (1, tile.block_m, tile.block_n // tile.chunks)),
-        )
-        self._launches = tuple(
-            Launch(
-                all_gather_matmul_kernel,
-                operands,
-                {
-                    "WORLD_SIZE": self.world_size,
-                    "BM": tile.block_m,
-                    "BN": tile.block_n,
-                    "BK": tile.block_k,
-                    "GROUP_M": config.group_m,
-                    "CHUNKS": tile.chunks,
-                    "B_TRANSPOSED": transposed,
-                    "PRECISION": precision(a.dtype),
-                    "FINAL": final,
-                },
-                tile.warps,
-                tile.stages,
-            )
-            for final in (False, True)
-        )
+        self._launches = tuple(_launch(a, b, config, self.world_size, final=final) for final in (False, True))
 
     def gathered(self, buffer: int) -> torch.Tensor:
         """The buffer as [W, m, K]; the local slot is not written by this op."""

@@ -28,10 +28,15 @@ def host_scaled_gather_layout(m: int, row_bytes: int, world_size: int) -> Layout
     return Layout(world_size, CHUNKS, world_size * m * row_bytes)
 
 
+def row_bytes(a: torch.Tensor, scales: torch.Tensor | None) -> int:
+    """Of what ``as_rows`` returns."""
+    return a.shape[1] + (0 if scales is None else 4 * scales.shape[1])
+
+
 def as_rows(a: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     """Rows of fp8 [m, K] and of their scales [m, S], if they travel too, as bytes [m, K + 4 S]."""
     k, count = a.shape[1], 0 if scales is None else scales.shape[1]
-    rows = torch.empty(a.shape[0], k + 4 * count, dtype=torch.uint8)
+    rows = torch.empty(a.shape[0], row_bytes(a, scales), dtype=torch.uint8)
     rows[:, :k].view(a.dtype).copy_(a)
     if scales is not None:
         # Of a dimension of size 1 the stride may be any, with which no bytes can be viewed.

@@ -138,6 +138,16 @@ def all_reduce_rms_norm_program(
 _program = cache(all_reduce_rms_norm_program)
 
 
+def launched_program(
+    vectors: int, dtype: torch.dtype, norm: NormKind, config: AllReduceRmsNormConfig, ranks: tuple[int, int]
+) -> Program:
+    """The one that this process launches for rows of so many vectors. ``ranks``: how many, and which this is."""
+    size, rank = ranks
+    share = config.cluster, shape(1, vectors, size, config).per_thread
+    switches = NormSwitches.of(norm, dtype)
+    return _program(size, rank, dtype, share, switches, dependent=ll_exchange.dependent())
+
+
 class AllReduceRmsNormLauncher:
     """This op on one workspace, number of rows, row and dtype: prepared once, launched often.
 
@@ -180,9 +190,8 @@ class AllReduceRmsNormLauncher:
             count = min(wanted.rows, rows - start)
             now = shape(count, vectors, size, config)
             early = ll_exchange.dependent()
-            share = config.cluster, now.per_thread
-            kernels = _program(size, place.rank, dtype, share, NormSwitches.of(norm, dtype), dependent=early)
-            function = kernels.function(config.form)
+            program = launched_program(vectors, dtype, norm, config, (size, place.rank))
+            function = program.function(config.form)
             params = _Params(slots_of(place, 0), rows=count, vectors=vectors, eps=norm.eps, elements=hidden)
             params.offset = norm.weight_offset
             if norm.quant is not None and norm.quant.smallest is not None:

@@ -70,6 +70,15 @@ def matmul_all_reduce_program(items: dict[str, str | int], rank: int, *, depende
     return _program((*items.items(), ("RANK", rank), ("DEPENDENT", int(dependent))))
 
 
+def launched_program(
+    a: torch.Tensor, b: torch.Tensor, reduce_op: str, config: MatmulAllReduceConfig, ranks: tuple[int, int]
+) -> Program:
+    """The one that this process launches. ``ranks``: how many, and which this is."""
+    b_rows = not is_transposed(b)
+    items = matmul_all_reduce_defines(a.dtype, ranks[0], reduce_op, config, b_rows=b_rows)
+    return matmul_all_reduce_program(items, ranks[1], dependent=ll_exchange.dependent())
+
+
 def why_no_few_rows_kernel(a: torch.Tensor, b: torch.Tensor) -> str | None:
     """Why the kernel cannot take A [M, K] and B [K, N]; None if it can."""
     if a.dtype not in DTYPES:
@@ -117,10 +126,9 @@ class MatmulAllReduceLauncher:
         p.m, p.n, p.k = m, n, k
         self._timeout_ns, self.grids = 0, (config.blocks,)
         self._lock = threading.Lock()  # a launch takes what stands in its struct
-        items = matmul_all_reduce_defines(a.dtype, layout.world_size, reduce_op, config, b_rows=b_rows)
-        early = ll_exchange.dependent()
-        function = matmul_all_reduce_program(items, place.rank, dependent=early).function("matmul_all_reduce")
-        self._launch = function.bound(config.blocks, config.warps * WARP, p, dependent=early)
+        program = launched_program(a, b, reduce_op, config, (layout.world_size, place.rank))
+        function, threads = program.function("matmul_all_reduce"), config.warps * WARP
+        self._launch = function.bound(config.blocks, threads, p, dependent=ll_exchange.dependent())
 
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int

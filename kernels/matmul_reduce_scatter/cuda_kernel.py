@@ -19,7 +19,7 @@ from ..device.gemm.gemm_tiles import BLOCK_K
 from ..device.gemm.scaling import ScaleKind
 from ..device.gemm.scaling_params import ScalesParams
 from ..device.gemm.tensor_map import Maps, TensorMap, put_maps
-from ..device.jit.program import WaitParams
+from ..device.jit.program import Program, WaitParams
 from .configs import (
     MOST_PRODUCTS,
     Epilogue,
@@ -82,6 +82,14 @@ def scatter_defines(
     )
 
 
+def scatter_program(
+    b: torch.Tensor, config: ScatterPushConfig, epilogue: Epilogue, ranks: tuple[int, int]
+) -> Program:
+    """That which is launched for the whole B. ``ranks``: how many, and which this is."""
+    of_one = b[:, : b.shape[1] // ranks[0]] if config.split_n else b
+    return gemm.gemm_program(SOURCE, scatter_defines(of_one, config, *ranks, epilogue))
+
+
 class MatmulReduceScatterPush:
     """This op on one problem and one workspace: prepared once, launched often.
 
@@ -140,7 +148,7 @@ class MatmulReduceScatterPush:
         self._terms = _BIAS if epilogue.bias else _RESIDUAL
         terms = epilogue.bias + epilogue.residual
         self._put_terms = struct.Struct(f"{terms}Q").pack_into if terms else None
-        program = gemm.gemm_program(SOURCE, scatter_defines(of_one, config, size, workspace.rank, epilogue))
+        program = scatter_program(b, config, epilogue, (size, workspace.rank))
         self._launches = gemm.launches(program, "matmul_reduce_scatter", self._params, num_sms, tile.shared)
 
     def launch(

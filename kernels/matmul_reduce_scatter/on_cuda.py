@@ -18,14 +18,15 @@ from ...symm_mem.workspace import Workspace
 from ..device.gemm import gemm
 from ..device.gemm.one_shot import OneShotConfig, algorithm_of, launch_prepared, likeliest
 from ..device.gemm.supported import why_last_dim_not_scattered
+from ..device.jit.ahead import CompilableProgram
 from ..device.jit.launch import ALIGNMENT, compiling, is_transposed, why_not
 from ..device.tuning import tuner
 from ..device.tuning.benchmark import Candidate
 from ..device.tuning.choice import KernelChoice, KernelChoices, make_together
 from . import configs, host
-from .cuda_kernel import MatmulReduceScatterPush, ScaledMatmulReduceScatterPush
+from .cuda_kernel import MatmulReduceScatterPush, ScaledMatmulReduceScatterPush, scatter_program
 from .one_shot_kernel import MatmulReduceScatterOneShot, ScaledMatmulReduceScatterOneShot
-from .triton_kernel import TritonMatmulReduceScatter
+from .triton_kernel import TritonMatmulReduceScatter, triton_scatter_program
 
 _choices: KernelChoices[configs.AnyConfig] = KernelChoices()
 
@@ -145,6 +146,19 @@ def fused_scatter(
             workspace, call.a, call.b, config, call.epilogue, split_n=call.split_n
         )
     return MatmulReduceScatterPush(workspace, call.factors, config, call.epilogue, num_sms=call.num_sms)
+
+
+def scatter_programs(
+    config: configs.AnyConfig, call: configs.ScatterKernelCall, world_size: int, rank: int
+) -> Sequence[CompilableProgram]:
+    """What such calls launch."""
+    epilogue, ranks = call.epilogue, (world_size, rank)
+    if isinstance(config, configs.MatmulReduceScatterConfig):
+        return [triton_scatter_program(call.a, call.b, config, epilogue, rank)]
+    if isinstance(config, OneShotConfig):
+        sent = call.a.dtype if call.scaled is None else epilogue.out_dtype
+        return [MatmulReduceScatterOneShot.program(sent, epilogue, ranks)]
+    return [scatter_program(call.b, config, epilogue, ranks)]
 
 
 def launch_matmul_reduce_scatter(

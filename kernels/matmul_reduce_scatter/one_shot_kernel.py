@@ -16,6 +16,7 @@ from ..device.gemm.gemm import Defines
 from ..device.gemm.one_shot import OneShotConfig
 from ..device.gemm.scaling import ScaleKind, aligned_scale
 from ..device.jit.empty import empty_on
+from ..device.jit.program import Program
 from . import host
 from .configs import SCALED_OP, Epilogue, ScatterKernelCall
 
@@ -92,11 +93,13 @@ class MatmulReduceScatterOneShot:
         elements = VECTOR // self._dtype.itemsize
         p = self._params = _Params(slots_of(workspace, 0))
         p.vectors, p.columns, p.average = config.vectors, n // elements, epilogue.average
-        program = one_shot.one_shot_program(
-            SOURCE, one_shot_scatter_defines(self._dtype, size, workspace.rank, epilogue)
-        )
-        layout = workspace.layout
+        program, layout = self.program(self._dtype, epilogue, (size, workspace.rank)), workspace.layout
         self._launch, self._grids = one_shot.launch_of(program, "reduce_scatter_one_shot", p, config, layout)
+
+    @staticmethod
+    def program(dtype: torch.dtype, epilogue: Epilogue, ranks: tuple[int, int]) -> Program:
+        """That which is launched for partial results of ``dtype``. ``ranks``: how many, and which this is."""
+        return one_shot.one_shot_program(SOURCE, one_shot_scatter_defines(dtype, *ranks, epilogue))
 
     def call(
         self,

@@ -23,7 +23,16 @@ import triton.language as tl
 
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import Workspace
-from ..device.jit.launch import Launch, Operand, is_transposed, precision, why_not
+from ..device.jit.launch import (
+    ANY_SPAN,
+    LIKE_A_WORKSPACE,
+    Launch,
+    Operand,
+    TritonProgram,
+    is_transposed,
+    precision,
+    why_not,
+)
 from ..device.triton import sync
 from ..device.triton.tile_table import count_tiles
 from ..device.triton.tiles import cut, grouped, load_b
@@ -247,6 +256,55 @@ def why_no_triton_scatter(a: torch.Tensor, b: torch.Tensor) -> str | None:
     return why_not(a, b)
 
 
+def _launch(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    config: MatmulReduceScatterConfig,
+    epilogue: Epilogue,
+    *,
+    rank: int,
+    span: int,
+) -> Launch:
+    """``span``: bytes from one rank's copy of the heap to the next."""
+    (batches, world_size, m, _), n, tile, transposed = a.shape, b.shape[1], config.tile, is_transposed(b)
+    part = (batches, m, n)
+    b_rows = b.t() if transposed else b
+    b_tile = (tile.block_n, tile.block_k) if transposed else (tile.block_k, tile.block_n)
+    chunk = (tile.block_m, tile.block_n // tile.chunks)
+    operands = (
+        Operand.of(a.shape, a.stride(), (1, 1, tile.block_m, tile.block_k)),
+        Operand.of(b_rows.shape, b_rows.stride(), b_tile),
+        Operand.of((world_size, *part), (span // a.dtype.itemsize, m * n, n, 1), (1, 1, *chunk)),
+        Operand.contiguous(part, (1, *chunk)),
+    )
+    constants = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "AVERAGE": epilogue.average,
+        "BIAS": epilogue.bias,
+        "RESIDUAL": epilogue.residual,
+        "BM": tile.block_m,
+        "BN": tile.block_n,
+        "BK": tile.block_k,
+        "GROUP_M": config.group_m,
+        "CHUNKS": tile.chunks,
+        "B_TRANSPOSED": transposed,
+        "PRECISION": precision(a.dtype),
+    }
+    return Launch(matmul_reduce_scatter_kernel, operands, constants, tile.warps, tile.stages)
+
+
+def triton_scatter_program(
+    a: torch.Tensor, b: torch.Tensor, config: MatmulReduceScatterConfig, epilogue: Epilogue, rank: int
+) -> TritonProgram:
+    """What a launch compiles, wherever the workspace lies."""
+    (batches, _, m, k), n = a.shape, b.shape[1]
+    launch = _launch(a, b, config, epilogue, rank=rank, span=ANY_SPAN)
+    # The buffer, words, the fault's words, bias and residual.
+    tensors = a.dtype, torch.int32, torch.int32, a.dtype, a.dtype
+    return TritonProgram(launch, ((a.dtype,) * 4, tensors), (batches, m, n, k, *LIKE_A_WORKSPACE), a.device)
+
+
 class TritonMatmulReduceScatter:
     """This op on one problem and one workspace: prepared once, launched often.
 
@@ -290,39 +348,7 @@ class TritonMatmulReduceScatter:
         self._programs = min(num_sms, count_tiles(tile, batches * world_size, m, n))
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._numbers = (batches, m, n, k)
-        transposed = is_transposed(b)
-        b_rows = b.t() if transposed else b
-        b_tile = (tile.block_n, tile.block_k) if transposed else (tile.block_k, tile.block_n)
-        chunk = (tile.block_m, tile.block_n // tile.chunks)
-        self._launch = Launch(
-            matmul_reduce_scatter_kernel,
-            (
-                Operand.of(a.shape, a.stride(), (1, 1, tile.block_m, tile.block_k)),
-                Operand.of(b_rows.shape, b_rows.stride(), b_tile),
-                Operand.of(
-                    (world_size, *self._part),
-                    (workspace.span // a.dtype.itemsize, m * n, n, 1),
-                    (1, 1, *chunk),
-                ),
-                Operand.contiguous(self._part, (1, *chunk)),
-            ),
-            {
-                "RANK": workspace.rank,
-                "WORLD_SIZE": world_size,
-                "AVERAGE": epilogue.average,
-                "BIAS": epilogue.bias,
-                "RESIDUAL": epilogue.residual,
-                "BM": tile.block_m,
-                "BN": tile.block_n,
-                "BK": tile.block_k,
-                "GROUP_M": config.group_m,
-                "CHUNKS": tile.chunks,
-                "B_TRANSPOSED": transposed,
-                "PRECISION": precision(a.dtype),
-            },
-            tile.warps,
-            tile.stages,
-        )
+        self._launch = _launch(a, b, config, epilogue, rank=workspace.rank, span=workspace.span)
 
     def _buffer(self, buffer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's slot on rank 0, from where the descriptor counts the ranks, and the local buffer."""

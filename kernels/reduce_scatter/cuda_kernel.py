@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 
-from ...symm_mem.backends import cuda_state
 from ..device.collective.launch import rounds_defines
 from ..device.comm import ll_exchange
-from ..device.jit.program import Function, Program
+from ..device.jit.program import Program
 
 SOURCE = Path(__file__).with_name("kernel.cu")
 
@@ -31,9 +30,6 @@ def reduce_scatter_program(
     )
 
 
-def reduce_scatter_function(
-    program: tuple[int, int, torch.dtype, str], device: torch.device, name: str
-) -> Function:
-    """A kernel of ``reduce_scatter_program(*program)``, on a device."""
-    with cuda_state.state.make_current(device):
-        return reduce_scatter_program(*program, dependent=ll_exchange.dependent()).function(name)
+def launched_program(world_size: int, rank: int, dtype: torch.dtype, reduce_op: str) -> Program:
+    """The one that this process launches."""
+    return reduce_scatter_program(world_size, rank, dtype, reduce_op, dependent=ll_exchange.dependent())

@@ -1,15 +1,11 @@
 """What CUDA says of a call: its device, its stream, and whether that is being captured; and what it loads and encodes.
 
 All of it is asked of ``state``, by its name in this module: another object in its place runs calls without a GPU.
-Inside ``noting_programs`` launchers are made without one, too: nothing is loaded or encoded.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from functools import cache, lru_cache
 from typing import Any
 
@@ -38,41 +34,6 @@ def _driver() -> tuple[Any, Any]:
 
 
 HOPPER_SMS = 132  #: of a GPU that is not there
-
-
-class NotedFunction:
-    """What stands for a kernel of a program that is noted: it can be prepared and is not launched."""
-
-    def most_clusters(self, *_: Any) -> int:
-        return 1
-
-    def bound(self, *_: Any, **__: Any) -> Any:
-        return None
-
-
-class _Here(threading.local):
-    noted: list[Any] | None = None  # programs, instead of loading them
-
-
-_here = _Here()
-
-
-def noted_programs() -> list[Any] | None:
-    """The programs noted so far; None where this thread loads what it needs."""
-    return _here.noted
-
-
-@contextmanager
-def noting_programs() -> Iterator[list[Any]]:
-    """Inside the body launchers that this thread makes load no program. It is noted in the list instead.
-
-    They cannot be launched. Needs neither a GPU nor a driver.
-    """
-    before, _here.noted = _here.noted, []
-    try:
-        yield _here.noted
-    finally:
-        _here.noted = before
 
 
 class CudaState:
@@ -111,7 +72,8 @@ class CudaState:
         return status.name.removeprefix("CU_STREAM_CAPTURE_STATUS_"), int(graph)
 
     def num_sms(self, device: torch.device) -> int:
-        if _here.noted is not None and not torch.cuda.is_available():
+        """Those of an H200 of a GPU that is not there, as plans may ask about."""
+        if not torch.cuda.is_available():
             return HOPPER_SMS
         return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -124,23 +86,16 @@ class CudaState:
 
     def function(self, program: Any, name: str, shared: int) -> Any:
         """The kernel ``name`` of a program, loaded: see ``Program.function``."""
-        if _here.noted is not None:
-            _here.noted.append(program)
-            return NotedFunction()
         return program.load(name, shared)
 
     def tensor_map(self, *tiled: Any) -> bytes:
         """The driver's tensor map, 128 bytes; the arguments are those of cuTensorMapEncodeTiled."""
-        if _here.noted is not None:
-            return bytes(128)
         driver, check = _driver()
         made = check(driver.cuTensorMapEncodeTiled(*tiled))
         return ctypes.string_at(made.getPtr(), 128)
 
     def own_stream(self, owner: object, device: torch.device) -> int:
         """A stream of the highest priority that lives as long as ``owner``."""
-        if _here.noted is not None:
-            return 0
         from .vmm import own_stream
 
         return own_stream(owner, device, first=True)
@@ -170,8 +125,6 @@ class CudaState:
 
     def make_current(self, device: torch.device) -> Any:
         """Inside a ``with`` the device is the current one."""
-        if _here.noted is not None:
-            return nullcontext()
         return torch.cuda.device(device)
 
 

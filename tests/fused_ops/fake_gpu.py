@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft import symm_mem
 from weft.fused_ops.dispatch import plan
 from weft.fused_ops.dispatch.workspaces import ALL_REDUCE, AROUND_MATMULS
+from weft.fused_ops.ops import OP_OF
 from weft.kernels.device.gemm.one_shot import algorithm_of
 from weft.kernels.device.tuning.choice import KernelChoice
 from weft.symm_mem import call_cache, flight_recorder
@@ -223,6 +224,14 @@ class Stage:
     @property
     def launched(self) -> list[tuple[Any, ...]]:
         return self.workspace.prepared.launched
+
+
+def run_on_cuda(op: ModuleType, where: Any, *call: Any, group: Any = None) -> Any:
+    """A call on the slow path, of what validation returns; or why no kernel takes it. ``op``: its module."""
+    rank = getattr(where, "rank", 0)
+    group = group or SimpleNamespace(size=lambda: where.world_size, rank=lambda: rank)
+    choice = op._choose_on_cuda(*call, group)
+    return choice.reason if choice.is_unfused else OP_OF[op.host.OP].run(choice, where, *call, group)
 
 
 def assert_slow(call: Callable[[], Any]) -> None:

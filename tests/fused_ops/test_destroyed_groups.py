@@ -33,15 +33,7 @@ from weft.fused_ops import (
     one_shot_all_reduce_,
     one_shot_reduce_scatter,
 )
-from weft.fused_ops.ops import (
-    all_gather,
-    all_gather_matmul,
-    all_reduce,
-    all_reduce_rms_norm,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-    reduce_scatter,
-)
+from weft.fused_ops.ops import op as op_module
 
 SIZE = 2
 _kept: list[Any] = []  # what a program keeps beyond its groups' end
@@ -148,45 +140,36 @@ def test_a_group_is_made_anew_at_the_same_port(tmp_path: Path) -> None:
     run_ranks(again_and_again, SIZE, port, USES, tmp_path, fresh=True, timeout=100)
 
 
-# Where each op asks for its heap, and a call of two operands. Those of one have the second for `out`, or not at all.
-CALLS: dict[str, tuple[Any, Callable[[Tensor, Tensor], object]]] = {
-    "all_gather_matmul": (all_gather_matmul, lambda x, w: fused_all_gather_matmul(x, [w], 0, None)),
-    "matmul_reduce_scatter": (
-        matmul_reduce_scatter,
-        lambda x, w: fused_matmul_reduce_scatter(x, w, "sum", 0, None),
+# Of each op a call of two operands. Those of one have the second for `out`, or not at all.
+CALLS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "all_gather_matmul": lambda x, w: fused_all_gather_matmul(x, [w], 0, None),
+    "matmul_reduce_scatter": lambda x, w: fused_matmul_reduce_scatter(x, w, "sum", 0, None),
+    "matmul_all_reduce": lambda x, w: fused_matmul_all_reduce(x, w, "sum", None),
+    "all_reduce": lambda x, w: one_shot_all_reduce(x, "sum", None),
+    "all_reduce_": lambda x, w: one_shot_all_reduce_(x, "sum", None),
+    "all_reduce_rms_norm": lambda x, w: fused_all_reduce_rms_norm(x, None, w[:, 0].contiguous(), 1e-5, None),
+    "all_reduce_rms_norm_quant": lambda x, w: fused_all_reduce_rms_norm_quant(
+        x, None, w[:, 0].contiguous(), 1e-5, None
     ),
-    "matmul_all_reduce": (matmul_all_reduce, lambda x, w: fused_matmul_all_reduce(x, w, "sum", None)),
-    "all_reduce": (all_reduce, lambda x, w: one_shot_all_reduce(x, "sum", None)),
-    "all_reduce_": (all_reduce, lambda x, w: one_shot_all_reduce_(x, "sum", None)),
-    "all_reduce_rms_norm": (
-        all_reduce_rms_norm,
-        lambda x, w: fused_all_reduce_rms_norm(x, None, w[:, 0].contiguous(), 1e-5, None),
+    "all_reduce_layer_norm": lambda x, w: fused_all_reduce_layer_norm(
+        x, None, None, w[:, 0].contiguous(), 1e-5, None
     ),
-    "all_reduce_rms_norm_quant": (
-        all_reduce_rms_norm,
-        lambda x, w: fused_all_reduce_rms_norm_quant(x, None, w[:, 0].contiguous(), 1e-5, None),
-    ),
-    "all_reduce_layer_norm": (
-        all_reduce_rms_norm,
-        lambda x, w: fused_all_reduce_layer_norm(x, None, None, w[:, 0].contiguous(), 1e-5, None),
-    ),
-    "all_gather": (all_gather, lambda x, w: one_shot_all_gather(x, 0, None)),
-    "all_gather_out": (all_gather, lambda x, w: one_shot_all_gather(x, 0, None, out=w)),
-    "reduce_scatter": (reduce_scatter, lambda x, w: one_shot_reduce_scatter(x, "sum", 0, None)),
-    "reduce_scatter_out": (reduce_scatter, lambda x, w: one_shot_reduce_scatter(w, "sum", 0, None, out=x)),
+    "all_gather": lambda x, w: one_shot_all_gather(x, 0, None),
+    "all_gather_out": lambda x, w: one_shot_all_gather(x, 0, None, out=w),
+    "reduce_scatter": lambda x, w: one_shot_reduce_scatter(x, "sum", 0, None),
+    "reduce_scatter_out": lambda x, w: one_shot_reduce_scatter(w, "sum", 0, None, out=x),
 }
 
 
 def failing(rank: int, world_size: int, op: str) -> None:
     """A call that fails before it has come to its heap keeps no operand."""
-    module, call = CALLS[op]
     x, w = torch.randn(4, 8), torch.randn(8, 8)
     operands = [weakref.ref(t) for t in (x, w)]
     with (
-        mock.patch.object(module, "heap_or_reason", side_effect=MemoryError),
+        mock.patch.object(op_module, "heap_or_reason", side_effect=MemoryError),
         pytest.raises(MemoryError),
     ):
-        call(x, w)
+        CALLS[op](x, w)
     del x, w
     gc.collect(1)  # of these objects; older ones are many
     assert [ref() for ref in operands] == [None, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import test_fast_path_of_matmuls as matmuls
 import torch
-from fake_gpu import NAME, SLOW, TAKEN, Stage
+from fake_gpu import NAME, SLOW, TAKEN, Stage, run_on_cuda
 from weft.fused_ops import fused_matmul_reduce_scatter
 from weft.fused_ops.ops import matmul_reduce_scatter
 from weft.fused_ops.ops.matmul_reduce_scatter import MatmulReduceScatterCall
@@ -16,7 +16,7 @@ stage, op = matmuls.stage, matmuls.op
 @pytest.mark.parametrize("gradient", [False, True])
 def test_a_result_of_another_dtype_takes_the_slow_path(stage: Stage, gradient: bool) -> None:
     A, B = matmuls.numbers(6, 4, 8), matmuls.numbers(8, 16)
-    matmul_reduce_scatter._on_cuda(stage.where, MatmulReduceScatterCall(A, B, "sum", 0, NAME, A.dtype))
+    run_on_cuda(matmul_reduce_scatter, stage.where, MatmulReduceScatterCall(A, B, "sum", 0, NAME, A.dtype))
     A.requires_grad_(gradient)
     for call in (fused_matmul_reduce_scatter, torch.ops.weft.fused_matmul_reduce_scatter):
         call(A, B, "sum", 0, NAME)

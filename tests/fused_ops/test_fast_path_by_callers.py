@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import test_fast_path_of_matmuls as matmuls
 import torch
-from fake_gpu import DEADLINE, NAME, SLOW, STREAM, TAKEN, OneShot, Stage
+from fake_gpu import DEADLINE, NAME, SLOW, STREAM, TAKEN, OneShot, Stage, run_on_cuda
 from test_matmuls_seen import FunctionMode, Seen
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_reduce_scatter
@@ -98,7 +98,9 @@ def test_a_scattered_last_dimension_is_another_call(stage: Stage) -> None:
         for way in (dim, dim - 3):
             with pytest.raises(SLOW, match=TAKEN):
                 fused_matmul_reduce_scatter(A, B, "sum", way, NAME)
-        matmul_reduce_scatter._on_cuda(stage.where, MatmulReduceScatterCall(A, B, "sum", dim, NAME, A.dtype))
+        run_on_cuda(
+            matmul_reduce_scatter, stage.where, MatmulReduceScatterCall(A, B, "sum", dim, NAME, A.dtype)
+        )
         stage.launched.clear()
         for way in (dim, dim - 3):
             got = fused_matmul_reduce_scatter(A, B, "sum", way, NAME)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fake_gpu import NAME, SLOW, STREAM, Stage, Workspace
 from weft import symm_mem
 from weft.fused_ops import one_shot_all_reduce, one_shot_all_reduce_
-from weft.fused_ops.dispatch import plan
+from weft.fused_ops.dispatch import all_reduces, plan
 from weft.fused_ops.ops import all_reduce
 from weft.symm_mem import call_cache, flight_recorder
 from weft.symm_mem.call_cache import CachedDict
@@ -46,7 +46,7 @@ class AllReduces(Stage):
 def stage(gpu_stage: AllReduces) -> AllReduces:
     stage, x, kernel = gpu_stage, torch.randn(5, 3), Kernel()
     stage.x, stage.kernel = x, kernel
-    made = all_reduce.PreparedAllReduce(stage.workspace, kernel, plan.Plan("push"), DEFAULT)  # type: ignore[arg-type]
+    made = all_reduces.PreparedAllReduce(stage.workspace, kernel, plan.Plan("push"), DEFAULT)  # type: ignore[arg-type]
     stage.workspace.prepared[15, x.dtype, "sum"] = made
     return stage
 
@@ -192,7 +192,8 @@ def test_a_call_that_ranks_would_run_differently_is_not_noted(
     x = stage.x
     for out, op in ((torch.empty_like(x), "one_shot_all_reduce"), (x, "one_shot_all_reduce_")):
         with nullcontext() if agree else pytest.raises(symm_mem.RankMismatch):
-            all_reduce._on_cuda(stage.where, (x, out), "sum", None, op)
+            choice = all_reduces.choose_on_cuda(x, "sum", stage.group)
+            all_reduce._on_cuda(choice, stage.where, (x, out), "sum", op)
     assert len(stage.workspace.noted) == len(stage.kernel.launched) == (2 if agree else 0)
     # The ranks prepare it under one name: one may make it in place and another one not.
     assert stage.together == ["one_shot_all_reduce"] * 2
@@ -245,7 +246,7 @@ def test_what_is_lazily_negated_is_negated_first(stage: AllReduces, before: bool
 
 
 def test_nccl_is_taken_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = all_reduce.nccl_from.__wrapped__
+    asked = all_reduces.nccl_from.__wrapped__
     monkeypatch.delenv("WEFT_NCCL_ALL_REDUCE_FROM", raising=False)
     assert asked() == float("inf")
     monkeypatch.setenv("WEFT_NCCL_ALL_REDUCE_FROM", "4096")

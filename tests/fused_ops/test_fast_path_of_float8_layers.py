@@ -8,11 +8,11 @@ from typing import Any
 import fake_gpu
 import pytest
 import torch
-from fake_gpu import NAME, SLOW, WORLD_SIZE, Stage
+from fake_gpu import NAME, SLOW, WORLD_SIZE, Stage, run_on_cuda
 from torch import Tensor
 from weft.fused_ops import float8_all_gather_matmul, float8_matmul_reduce_scatter, ops
-from weft.fused_ops.dispatch import plan
-from weft.fused_ops.ops import all_gather_scaled_matmul, all_reduce, scaled_matmul_reduce_scatter
+from weft.fused_ops.dispatch import all_reduces, plan
+from weft.fused_ops.ops import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
 from weft.fused_ops.ops.all_gather_scaled_matmul import AllGatherScaledMatmulCall
 from weft.fused_ops.ops.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatterCall
 
@@ -31,7 +31,7 @@ class Reduction:
 
 
 def reduced_before(stage: Stage, count: int) -> None:
-    made = all_reduce.PreparedAllReduce(stage.workspace, Reduction(), plan.Plan("push"), 1)  # type: ignore[arg-type]
+    made = all_reduces.PreparedAllReduce(stage.workspace, Reduction(), plan.Plan("push"), 1)  # type: ignore[arg-type]
     stage.workspace.prepared[count, torch.float32, "max"] = made
 
 
@@ -44,15 +44,14 @@ def gathered_before(stage: Stage, sizes: tuple[int, int], dtype: torch.dtype, fa
     (a, b), one = operands(M, sizes, dtype), torch.ones(())
     given: Any = (a, [b], one, [one.clone()], 0, NAME, [None], [None], [BF16], [fast], True)
     call, rows, _ = ops.ALL_GATHER_SCALED_MATMUL.validate(AllGatherScaledMatmulCall(*given))
-    rows_of_all = all_gather_scaled_matmul.ScaledGather(call, rows, WORLD_SIZE)
-    all_gather_scaled_matmul._on_cuda(stage.where, rows_of_all)
+    run_on_cuda(all_gather_scaled_matmul, stage.where, call, rows)
 
 
 def scattered_before(stage: Stage, sizes: tuple[int, int], dtype: torch.dtype, fast: bool) -> None:
     (a, b), one = operands(WORLD_SIZE * M, sizes, dtype), torch.ones(())
     given: Any = (a, b, one, one.clone(), "sum", 0, 0, NAME, None, None, None, BF16, fast)
     call, rows, _ = ops.SCALED_MATMUL_REDUCE_SCATTER.validate(ScaledMatmulReduceScatterCall(*given))
-    scaled_matmul_reduce_scatter._on_cuda(stage.where, call, rows)
+    run_on_cuda(scaled_matmul_reduce_scatter, stage.where, call, rows)
 
 
 def launches(stage: Stage, fn: Any, rows: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from weft.fused_ops import (
     fused_all_reduce_rms_norm_quant,
     fused_matmul_all_reduce,
 )
-from weft.fused_ops.dispatch import fast_path, plan
+from weft.fused_ops.dispatch import all_reduces, fast_path, plan
 from weft.fused_ops.dispatch.workspaces import AROUND_MATMULS
 from weft.fused_ops.ops import (
     all_reduce,
@@ -67,7 +67,7 @@ def stage(gpu_stage: Fused) -> Fused:
         del stage.workspaces[kind, STREAM, 0]
     kernel = stage.kernel = Kernel()
     dtype = torch.float32
-    made: Any = all_reduce.PreparedAllReduce(workspace, kernel, plan.Plan("push"), 123)  # type: ignore[arg-type]
+    made: Any = all_reduces.PreparedAllReduce(workspace, kernel, plan.Plan("push"), 123)  # type: ignore[arg-type]
     workspace.prepared[6 * 5, dtype, "sum"] = made
     A, B = torch.randn(3, 2, 4), torch.randn(4, 5)
     x, residual, weight = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8)

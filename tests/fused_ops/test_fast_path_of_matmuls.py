@@ -12,7 +12,7 @@ import fake_gpu
 import pytest
 import torch
 import torch.distributed as dist
-from fake_gpu import DEADLINE, NAME, SLOW, STREAM, TAKEN, Stage, Workspace, assert_slow
+from fake_gpu import DEADLINE, NAME, SLOW, STREAM, TAKEN, Stage, Workspace, assert_slow, run_on_cuda
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter
 from weft.fused_ops.dispatch import plan
@@ -55,7 +55,9 @@ def op(request: pytest.FixtureRequest, stage: Stage) -> Op:
         given = [numbers(3, 4, 8), numbers(8, 16), numbers(8, 24)]
         made = Op(
             given,
-            lambda A, *Bs: all_gather_matmul._on_cuda(stage.where, AllGatherMatmulCall(A, list(Bs), 0, NAME)),
+            lambda A, *Bs: run_on_cuda(
+                all_gather_matmul, stage.where, AllGatherMatmulCall(A, list(Bs), 0, NAME)
+            ),
             lambda A, *Bs, **named: fused_all_gather_matmul(
                 A, Bs, **{"gather_dim": 0, "group": NAME} | named
             ),
@@ -67,8 +69,8 @@ def op(request: pytest.FixtureRequest, stage: Stage) -> Op:
         call, how = torch.ops.weft.fused_matmul_reduce_scatter, ("sum", 0, NAME, BF16)
         made = Op(
             given,
-            lambda A, B, *more: matmul_reduce_scatter._on_cuda(
-                stage.where, MatmulReduceScatterCall(A, B, *how, *more)
+            lambda A, B, *more: run_on_cuda(
+                matmul_reduce_scatter, stage.where, MatmulReduceScatterCall(A, B, *how, *more)
             ),
             lambda A, B, *more, **named: fused_matmul_reduce_scatter(
                 A, B, **{"reduce_op": "sum", "scatter_dim": 0, "group": NAME} | terms(more) | named
@@ -112,7 +114,7 @@ def test_it_launches_what_the_slow_path_would(stage: Stage, op: Op) -> None:
 
 def test_dimensions_count_from_either_end(stage: Stage) -> None:
     A, B = numbers(1, 4, 8), numbers(8, 16)
-    _, (first,) = all_gather_matmul._on_cuda(stage.where, AllGatherMatmulCall(A, [B], 1, NAME, False))
+    _, (first,) = run_on_cuda(all_gather_matmul, stage.where, AllGatherMatmulCall(A, [B], 1, NAME, False))
     for dim in (1, -2):
         none, (got,) = fused_all_gather_matmul(A, [B], dim, NAME, return_A=False)
         assert none is None and (got.shape, got.stride()) == (first.shape, first.stride())
@@ -224,7 +226,7 @@ def test_what_is_not_profitable_is_fused_only_where_it_is_asked_for(stage: Stage
     A, B = numbers(1, 8192), numbers(8192, 8)
 
     def slow_path() -> Any:
-        return all_gather_matmul._on_cuda(stage.where, AllGatherMatmulCall(A, [B], 0, NAME))
+        return run_on_cuda(all_gather_matmul, stage.where, AllGatherMatmulCall(A, [B], 0, NAME))
 
     assert slow_path() == "too little is gathered and multiplied"
     with plan.forced("fused"):
@@ -244,7 +246,7 @@ def test_the_kernel_that_was_asked_for_is_launched_while_it_is_asked_for(stage: 
         with plan.forced(algorithm):
             with pytest.raises(SLOW, match=TAKEN):  # what another kernel left behind is not taken
                 fused_all_gather_matmul(A, [B], 0, NAME, return_A=False)
-            all_gather_matmul._on_cuda(stage.where, call)
+            run_on_cuda(all_gather_matmul, stage.where, call)
             chosen, count = plan.last_plan().algorithm, len(stage.launched)
             assert chosen == asked or algorithm == "fused"
             fused_all_gather_matmul(A, [B], 0, NAME, return_A=False)

@@ -7,7 +7,7 @@ from typing import Any
 import fake_gpu
 import pytest
 import torch
-from fake_gpu import NAME, WORLD_SIZE, Stage
+from fake_gpu import NAME, WORLD_SIZE, Stage, run_on_cuda
 from scaled_operands import E4M3, KINDS, left, right
 from weft.fused_ops import ops
 from weft.fused_ops.dispatch import plan
@@ -36,14 +36,12 @@ def scatter_call(kind: str, **named: Any) -> ScaledMatmulReduceScatterCall:
 
 def first_gather(stage: Stage, call: AllGatherScaledMatmulCall) -> Any:
     call, rows, _ = ops.ALL_GATHER_SCALED_MATMUL.validate(call)
-    return all_gather_scaled_matmul._on_cuda(
-        stage.where, all_gather_scaled_matmul.ScaledGather(call, rows, WORLD_SIZE)
-    )
+    return run_on_cuda(all_gather_scaled_matmul, stage.where, call, rows)
 
 
 def first_scatter(stage: Stage, call: ScaledMatmulReduceScatterCall) -> Any:
     call, rows, _ = ops.SCALED_MATMUL_REDUCE_SCATTER.validate(call)
-    return scaled_matmul_reduce_scatter._on_cuda(stage.where, call, rows)
+    return run_on_cuda(scaled_matmul_reduce_scatter, stage.where, call, rows)
 
 
 @pytest.mark.parametrize("return_A", [False, True])

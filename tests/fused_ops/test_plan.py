@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from weft.fused_ops.dispatch import plan
+from weft.fused_ops.dispatch import plan, staging
 
 
 def test_aligned_copies_only_what_lies_badly() -> None:
     base = torch.randn(65)
     well = base[:64].view(8, 8).t()
-    assert plan.aligned(well) is well
+    assert staging.aligned(well) is well
     badly = base[1:].view(8, 8).t()
-    copy = plan.aligned(badly)
+    copy = staging.aligned(badly)
     assert copy.data_ptr() % 16 == 0 and copy.stride() == badly.stride()
     assert torch.equal(copy, badly)
 

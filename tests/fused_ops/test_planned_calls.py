@@ -14,9 +14,9 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft import fused_ops
 from weft.fused_ops import last_plan, plan
+from weft.fused_ops.dispatch.choice import choice_of_call
 from weft.fused_ops.dispatch.plan import Plan, forced
 from weft.fused_ops.dispatch.profitability import FusionCandidate, predicted_us
-from weft.fused_ops.planned_calls import plan_and_programs
 from weft.kernels.all_gather_matmul import configs
 from weft.kernels.all_reduce_rms_norm.configs import estimate_all_reduce_rms_norm_us
 
@@ -240,7 +240,8 @@ def test_each_call_says_which_programs_it_launches(of_two: Any, dtype: torch.dty
         "fused_all_reduce_layer_norm": "all_reduce_rms_norm",
     }
     for op, args, named in [*made, *started]:
-        planned, programs = plan_and_programs(op, args, named)
+        planned, choice = choice_of_call(op, args, named)
+        programs = [*choice.programs()]
         assert planned == plan(op, *args, **named)
         assert bool(programs) == (planned.algorithm != "unfused"), (op, planned, programs)
         name = str(getattr(op, "__name__", op))

@@ -27,6 +27,7 @@ from weft.fused_ops.passes.graph.collectives import c10d
 from weft.fused_ops.passes.patterns.candidate import word_of
 from weft.kernels.all_gather_matmul import configs as gather
 from weft.kernels.all_reduce.configs import estimate_all_reduce_us
+from weft.kernels.device import capability
 from weft.kernels.device.device_spec import H100, H200, DeviceSpec
 from weft.kernels.device.gemm import gemm_tiles
 from weft.kernels.device.gemm.scaling import ScaledProducts, ScaleKind
@@ -34,11 +35,6 @@ from weft.kernels.matmul_reduce_scatter import configs as scatter
 
 SIZES = st.integers(1, 1 << 15)
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profitability, "_is_hopper", lambda: True)
 
 
 @given(st.sampled_from(OPS), SIZES, SIZES, SIZES, st.integers(2, 8), st.booleans())
@@ -52,7 +48,6 @@ def scaled(kind: ScaleKind, out_dtype: torch.dtype = BF16, *, travels: bool = Fa
     return ScaledProducts((E4M3, E4M3), kind, out_dtype, kind is ScaleKind.BLOCKS, travels)
 
 
-@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("kind", ScaleKind)
 @pytest.mark.parametrize("m", [64, 1024, 8192])
 def test_scaled_matmuls_ask_the_kernels_rule(m: int, kind: ScaleKind) -> None:
@@ -72,7 +67,6 @@ def test_scaled_matmuls_ask_the_kernels_rule(m: int, kind: ScaleKind) -> None:
     assert (reason is None) is scatter.scatter_is_profitable(parts)
 
 
-@pytest.mark.usefixtures("hopper")
 def test_what_the_kernels_of_fp8_do_not_take() -> None:
     def why(op: str, how: ScaledProducts, *, last: bool = False, m: int = 8192, n: int = 4096) -> str:
         given = FusionCandidate(op, m, n, 4096, 2, E4M3, "cuda", last_dim=last, scaled=how)
@@ -92,7 +86,6 @@ def test_what_the_kernels_of_fp8_do_not_take() -> None:
         assert "one is empty" in why(op, scaled(ScaleKind.TENSOR), m=0)
 
 
-@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("m", [64, 1024, 8192])
 @pytest.mark.parametrize("n", [1024, 28672])
@@ -120,7 +113,6 @@ def test_all_gather_matmul_asks_the_kernels_rule(world: int, m: int, n: int) -> 
     assert (exact is None) is gather.copy_engine_is_profitable(m // world, n, 4096, world, 4)
 
 
-@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("m", [64, 1024, 8192])
 def test_matmul_reduce_scatter_asks_the_kernels_rule(world: int, m: int) -> None:
@@ -130,7 +122,6 @@ def test_matmul_reduce_scatter_asks_the_kernels_rule(world: int, m: int) -> None
     )
 
 
-@pytest.mark.usefixtures("hopper")
 def test_what_the_kernels_do_not_take() -> None:
     big = (8192, 28672, 4096, 4, BF16, "cuda")
     assert why_not_profitable(FusionCandidate("all_gather_matmul", *big)) is None
@@ -162,7 +153,6 @@ def test_what_the_kernels_do_not_take() -> None:
     assert why_not_profitable(FusionCandidate("matmul_reduce_scatter", 4 * 64, *few[1:])) is None
 
 
-@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
@@ -183,7 +173,6 @@ def test_no_kernel_is_profitable_for_empty_matrices(m: int, n: int, k: int, asid
     )
 
 
-@pytest.mark.usefixtures("hopper")
 def test_large_all_reduces_are_left_to_the_backend() -> None:
     for world_size, most in [(3, 128), (4, 128), (5, 64), (8, 64)]:
         rows = most * 128  # of 8 KiB
@@ -203,7 +192,7 @@ def test_large_all_reduces_are_left_to_the_backend() -> None:
 
 
 def test_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profitability, "_is_hopper", lambda: False)
+    monkeypatch.setattr(capability, "capability_of", lambda device: (8, 0))
     for op in OPS:
         assert "compute capability 9.0" in str(
             why_not_profitable(FusionCandidate(op, 8192, 8192, 4096, 4, BF16, "cuda"))
@@ -225,7 +214,6 @@ def test_every_op_that_the_pass_puts_in_has_a_word() -> None:
         word_of(torch.ops.aten.mm.default)
 
 
-@pytest.mark.usefixtures("hopper")
 def test_collectives_alone_up_to_what_was_measured() -> None:
     for op in ("all_gather", "reduce_scatter"):
         for world, most in ((2, 128), (4, 128), (5, 1), (8, 1)):
@@ -319,7 +307,7 @@ def test_joined_products_are_launched_once() -> None:
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
 @pytest.mark.parametrize(("m", "n", "k"), [(64, 1024, 1024), (8192, 3072, 4096), (8192, 4096, 2048)])
-def test_the_gain_is_what_the_plan_predicts(op: str, m: int, n: int, k: int, hopper: None) -> None:
+def test_the_gain_is_what_the_plan_predicts(op: str, m: int, n: int, k: int) -> None:
     candidate = FusionCandidate(op, m, n, k, 2, BF16, "cuda")
     gain = expected_gain(candidate)
     assert (gain > 0) == (why_not_profitable(candidate) is None)

@@ -9,7 +9,7 @@ import fake_gpu
 import pytest
 import torch
 from algorithms import ALGORITHMS
-from fake_gpu import NAME, WORLD_SIZE, Stage
+from fake_gpu import NAME, WORLD_SIZE, Stage, run_on_cuda
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.ops import all_gather_matmul
 from weft.fused_ops.ops.all_gather_matmul import AllGatherMatmulCall
@@ -92,7 +92,7 @@ def test_rows_at_one_distance_are_not_copied(
     last = dim == shard.dim() - 1
     bs = [numbers(WORLD_SIZE * 24 if last else 24, n) for n in (16, 40)]
     with forced(algorithm):
-        done = all_gather_matmul._on_cuda(where, AllGatherMatmulCall(shard, bs, dim, NAME, return_A))
+        done = run_on_cuda(all_gather_matmul, where, AllGatherMatmulCall(shard, bs, dim, NAME, return_A))
     assert not isinstance(done, str)
     A, outs = done
     assert isinstance(kernels(where), OneShot) is (algorithm == "one_shot" and not last and not return_A)
@@ -115,5 +115,5 @@ def test_rows_at_one_distance_are_not_copied(
 def test_float32_of_the_last_dimension_is_left(where: SimpleNamespace) -> None:
     shard, b = torch.randn(6, 24), torch.randn(48, 16)
     with forced("fused"):
-        said = all_gather_matmul._on_cuda(where, AllGatherMatmulCall(shard, [b], 1, NAME, False))
+        said = run_on_cuda(all_gather_matmul, where, AllGatherMatmulCall(shard, [b], 1, NAME, False))
     assert said == "the kernels do not gather the last dimension of torch.float32"

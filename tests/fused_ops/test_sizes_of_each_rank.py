@@ -20,7 +20,8 @@ from weft.fused_ops import (
     fused_scaled_matmul_reduce_scatter,
     one_shot_all_reduce,
 )
-from weft.fused_ops.dispatch.call_check import OpCall, own_dims
+from weft.fused_ops.dispatch.call_check import OpCall
+from weft.fused_ops.ops import ALL_GATHER_MATMUL
 
 FP8 = torch.float8_e4m3fn
 SIZES = [(9, 8), (5, 5, 2), (1, 0), (3, 0, 7)]  # of each rank
@@ -148,8 +149,12 @@ def test_columns_of_what_is_summed_are_refused() -> None:
 
 
 def test_on_cuda_all_sizes_choose_the_kernel() -> None:
-    assert own_dims("fused_all_gather_matmul", "Bs", "cpu") == (1,)
-    assert own_dims("fused_all_gather_matmul", "Bs", "cuda") == ()
-    call = OpCall("fused_all_gather_matmul", {"Bs": [torch.empty(6, 9)], "gather_dim": 0}, "cuda")
-    assert str(call) == "fused_all_gather_matmul(Bs=[float32[6, 9]], gather_dim=0)"
+    given = {"Bs": [torch.empty(6, 9)], "gather_dim": 0}
+    op = ALL_GATHER_MATMUL
+    called = [OpCall(op.name, given, device, op.own_dims) for device in ("cpu", "cuda")]
+    assert [str(call) for call in called] == [
+        "fused_all_gather_matmul(Bs=[float32[6, *]], gather_dim=0)",
+        "fused_all_gather_matmul(Bs=[float32[6, 9]], gather_dim=0)",
+    ]
+    call = called[-1]
     assert "on CUDA all sizes must be the same" in call.remark

@@ -12,17 +12,19 @@ from typing import Any
 import fake_gpu
 import pytest
 import torch
-from fake_gpu import NAME, Stage
+from fake_gpu import NAME, Stage, run_on_cuda
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from weft.fused_ops.dispatch import plan
+from weft.fused_ops.dispatch import all_reduces, plan
 from weft.fused_ops.dispatch.staging import Staging, in_rows, in_rows_or_columns, rows_of
-from weft.fused_ops.ops import all_gather_matmul, all_reduce, matmul_all_reduce, matmul_reduce_scatter
+from weft.fused_ops.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from weft.fused_ops.ops.all_gather_matmul import AllGatherMatmulCall
+from weft.fused_ops.ops.matmul_all_reduce import MatmulAllReduceCall
 from weft.fused_ops.ops.matmul_reduce_scatter import MatmulReduceScatterCall
 
 stage = fake_gpu.stage
 SIZE = 2
+GROUP: Any = SimpleNamespace(size=lambda: SIZE, rank=lambda: 0)
 WHERE: Any = SimpleNamespace(world_size=SIZE, group_name="a group", workspaces={})
 
 
@@ -51,14 +53,18 @@ def no_copies() -> Iterator[None]:
 
 SHARD = torch.randn(4, 6, 8).transpose(0, 1)  # its rows lie at no one distance
 CALLS: dict[str, Callable[[int], object]] = {
-    "all_gather_matmul": lambda n: all_gather_matmul._on_cuda(
-        WHERE, AllGatherMatmulCall(SHARD, [misaligned(8, n), misaligned(8, 4)], 0, "a group", False)
+    "all_gather_matmul": lambda n: run_on_cuda(
+        all_gather_matmul,
+        WHERE,
+        AllGatherMatmulCall(SHARD, [misaligned(8, n), misaligned(8, 4)], 0, "a group", False),
     ),
-    "matmul_reduce_scatter": lambda n: matmul_reduce_scatter._on_cuda(
-        WHERE, MatmulReduceScatterCall(SHARD, misaligned(8, n), "sum", 0, "a group", torch.float32)
+    "matmul_reduce_scatter": lambda n: run_on_cuda(
+        matmul_reduce_scatter,
+        WHERE,
+        MatmulReduceScatterCall(SHARD, misaligned(8, n), "sum", 0, "a group", torch.float32),
     ),
-    "matmul_all_reduce": lambda n: matmul_all_reduce._in_one_kernel(
-        WHERE, misaligned(4, 8), misaligned(8, n), "sum"
+    "matmul_all_reduce": lambda n: matmul_all_reduce._one_kernel(
+        MatmulAllReduceCall(misaligned(4, 8), misaligned(8, n), "sum", "a group"), GROUP
     ),
 }
 
@@ -79,10 +85,12 @@ def test_a_matmul_with_a_sum_behind_it_copies_no_weight(stage: Stage) -> None:
     """cuBLAS takes it as it lies."""
     A, B = misaligned(4, 8), misaligned(8, 16)
     kernel: Any = SimpleNamespace(launch=lambda *_: None, grids=())
-    made = all_reduce.PreparedAllReduce(stage.workspace, kernel, plan.Plan("push"), 1)  # type: ignore[arg-type]
+    made = all_reduces.PreparedAllReduce(stage.workspace, kernel, plan.Plan("push"), 1)  # type: ignore[arg-type]
     stage.workspace.prepared[64, A.dtype, "sum"] = made
     with no_copies():
-        out = matmul_all_reduce._on_cuda(stage.where, A, B, "sum", stage.group)
+        out = run_on_cuda(
+            matmul_all_reduce, stage.where, MatmulAllReduceCall(A, B, "sum", NAME), group=stage.group
+        )
     assert plan.last_plan().algorithm == "two_kernels" and torch.equal(out, A @ B)
 
 
@@ -128,7 +136,7 @@ def test_why_is_in_the_plan(stage: Stage) -> None:
             seen.append(ctypes.string_at(operands[1], B.nbytes))
 
     stage.workspace.prepared.kernel = Kernel()
-    all_gather_matmul._on_cuda(stage.where, AllGatherMatmulCall(A, [B], 0, NAME, True))
+    run_on_cuda(all_gather_matmul, stage.where, AllGatherMatmulCall(A, [B], 0, NAME, True))
     why = "each call copies operands: Bs[0] begins 2 bytes behind a multiple of 16"
     assert replace(plan.last_plan(), predicted_us=None) == plan.Plan("push", why, 0, "from the model")
     assert torch.equal(torch.frombuffer(bytearray(seen[0]), dtype=B.dtype).view(8, 16), B), (

@@ -8,7 +8,7 @@ from typing import Any
 import fake_gpu
 import pytest
 import torch
-from fake_gpu import NAME, Stage
+from fake_gpu import NAME, Stage, run_on_cuda
 from opcommon import BOUND, DEVICES, DTYPES, check, gather, matrix, poison, refuses, whole, world
 from ranks import run_ranks, run_row
 from weft.fused_ops import fused_all_gather_matmul
@@ -252,7 +252,7 @@ def test_factors_are_stacked_only_where_they_must_be(
     bias = torch.empty(N // (2 if dim else 1), dtype=torch.bfloat16)
     call = MatmulReduceScatterCall(*factors[:2], "sum", dim, NAME, torch.bfloat16, bias, more=factors[2:])
     with forced("fused"):
-        out = matmul_reduce_scatter._on_cuda(where, call)
+        out = run_on_cuda(matmul_reduce_scatter, where, call)
     assert isinstance(out, torch.Tensor) and list(out.shape) == call.local_shape(2)
     (kernel,) = (x for x in where.prepared.values() if isinstance(x, Kernel))
     addresses = [x.data_ptr() for x in (*factors, bias)]
@@ -271,6 +271,6 @@ def test_sums_of_the_same_size_have_kernels_of_their_own(where: SimpleNamespace)
         factors = [x.bfloat16() for x in factors]
         call = MatmulReduceScatterCall(*factors[:2], "sum", 0, NAME, torch.bfloat16, more=factors[2:])
         with forced("fused"):
-            matmul_reduce_scatter._on_cuda(where, call)
+            run_on_cuda(matmul_reduce_scatter, where, call)
     kernels = [x for x in where.prepared.values() if isinstance(x, Kernel)]
     assert len(kernels) == 3

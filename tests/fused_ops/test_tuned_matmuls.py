@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fake_gpu import Gpu
+from fake_gpu import Gpu, run_on_cuda
 from ranks import run_ranks
 from weft.fused_ops import last_plan
 from weft.fused_ops.dispatch.plan import forced
@@ -143,19 +143,21 @@ def calls(where: Heap, rank: int, out_dtype: torch.dtype) -> list[tuple[str, Any
     a, bs, wide = operands(rank)
     for op in ("all_gather_matmul", "last dimension", "matmul_reduce_scatter", "scattered last dimension"):
         if op == "all_gather_matmul":
-            _, outs = all_gather_matmul._on_cuda(where, AllGatherMatmulCall(a, bs, 0, "a group", False))
+            _, outs = run_on_cuda(all_gather_matmul, where, AllGatherMatmulCall(a, bs, 0, "a group", False))
             assert [out.shape for out in outs] == [(512, 256), (512, 512)]
             given = [x.data_ptr() for x in (a, *bs)]
         elif op == "last dimension":
             deep = torch.cat([bs[0].t()] * 2, 1).t() if rank else torch.cat([bs[0]] * 2)
-            _, outs = all_gather_matmul._on_cuda(where, AllGatherMatmulCall(a, [deep], 1, "a group", False))
+            _, outs = run_on_cuda(
+                all_gather_matmul, where, AllGatherMatmulCall(a, [deep], 1, "a group", False)
+            )
             assert [out.shape for out in outs] == [(256, 256)]
             given = [x.data_ptr() for x in (a, deep)]
         else:
             dim = int(op == "scattered last dimension")
             A, B = (a, bs[1]) if dim else (wide, bs[0])
             call = MatmulReduceScatterCall(A, B, "sum", dim, "a group", out_dtype)
-            out = matmul_reduce_scatter._on_cuda(where, call)
+            out = run_on_cuda(matmul_reduce_scatter, where, call)
             assert isinstance(out, torch.Tensor) and out.dtype == out_dtype
             given = [A.data_ptr(), B.data_ptr()]
         config, addresses, _ = Kernel.launched[-1]
@@ -185,7 +187,7 @@ def tuned(rank: int, world_size: int, folder: str, fastest: Any) -> None:
         launched, bias = len(Kernel.launched), torch.randn(256).bfloat16()
         _, (B, _), wide = operands(rank)
         call = MatmulReduceScatterCall(wide, B, "sum", 0, "a group", buffers, bias)
-        matmul_reduce_scatter._on_cuda(where, call)
+        run_on_cuda(matmul_reduce_scatter, where, call)
         assert len(Kernel.launched) > launched + 2, "with a bias it is another kind"
         assert Kernel.launched[-1][1] == [x.data_ptr() for x in (wide, B, bias)]
         kinds = {kind: ws.prepared for (kind, *_), ws in where.workspaces.items()}

@@ -143,7 +143,7 @@ def test_calls_that_run_unfused_are_in_the_log_once(
         with caplog.at_level(logging.WARNING, "weft.ops"):
             for group in (*groups, *groups):
                 for op in ("an_op", "another_op"):
-                    reason = plan.heap_or_reason(op, torch.ones(3), group, empty=False)
+                    reason = plan.heap_or_reason(op, "all_reduce", torch.device("cpu"), group, empty=False)
                     assert reason == why[group.group_name]
     finally:
         dist.destroy_process_group()

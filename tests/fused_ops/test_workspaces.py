@@ -40,20 +40,20 @@ def capture(made: Stage, graph: int) -> None:
 
 
 def test_it_grows_and_never_shrinks(made: Stage) -> None:
-    first = workspaces.matmul_workspace(made.where, SMALL)
-    assert workspaces.matmul_workspace(made.where, SMALL) is first
-    second = workspaces.matmul_workspace(made.where, MANY)
+    first = workspaces.workspace_of(made.where, workspaces.MATMUL, SMALL)
+    assert workspaces.workspace_of(made.where, workspaces.MATMUL, SMALL) is first
+    second = workspaces.workspace_of(made.where, workspaces.MATMUL, MANY)
     assert second is not first and second.layout == BOTH
     for wanted in (SMALL, MANY, BOTH):
-        assert workspaces.matmul_workspace(made.where, wanted) is second
+        assert workspaces.workspace_of(made.where, workspaces.MATMUL, wanted) is second
 
 
 @pytest.mark.parametrize("graph", [0, 5])
 def test_a_captured_graph_keeps_what_it_has_outgrown(made: Stage, graph: int) -> None:
     """Its earlier nodes write to it whenever it is replayed."""
     capture(made, graph)
-    first: Any = workspaces.matmul_workspace(made.where, SMALL)
-    second: Any = workspaces.matmul_workspace(made.where, MANY)
+    first: Any = workspaces.workspace_of(made.where, workspaces.MATMUL, SMALL)
+    second: Any = workspaces.workspace_of(made.where, workspaces.MATMUL, MANY)
     assert (first.graph is not None) is (second.graph is not None) is bool(graph)
     assert (first in second.prepared.values()) is bool(graph)
     for workspace in (first, second) if graph else ():
@@ -65,27 +65,29 @@ def test_a_captured_graph_keeps_what_it_has_outgrown(made: Stage, graph: int) ->
 
 
 def test_streams_and_graphs_and_kinds_have_their_own(made: Stage) -> None:
-    found = [workspaces.matmul_workspace(made.where, SMALL, copied=copied) for copied in (False, True)]
+    kinds = workspaces.MATMUL, workspaces.COPIED
+    found = [workspaces.workspace_of(made.where, kind, SMALL) for kind in kinds]
     capture(made, 5)
-    found.append(workspaces.matmul_workspace(made.where, SMALL))
+    found.append(workspaces.workspace_of(made.where, workspaces.MATMUL, SMALL))
     capture(made, 0)
-    found.append(workspaces.matmul_workspace(made.where, Layout(2, 0, 1 << 20, ll_protocol=True)))
+    of_ll_protocol = Layout(2, 0, 1 << 20, ll_protocol=True)
+    found.append(workspaces.workspace_of(made.where, workspaces.LL_PROTOCOL, of_ll_protocol))
     assert len(set(map(id, found))) == 4
-    assert workspaces.matmul_workspace(made.where, SMALL) is found[0]
+    assert workspaces.workspace_of(made.where, workspaces.MATMUL, SMALL) is found[0]
 
 
 def test_an_external_stream_never_has_that_of_another_one_with_its_handle(made: Stage) -> None:
     """On another rank the new stream has another handle, and makes a workspace."""
     made.gpu.external = {7: 100, 8: 101}
-    first: Any = workspaces.matmul_workspace(made.where, SMALL)
-    assert workspaces.matmul_workspace(made.where, SMALL) is first
+    first: Any = workspaces.workspace_of(made.where, workspaces.MATMUL, SMALL)
+    assert workspaces.workspace_of(made.where, workspaces.MATMUL, SMALL) is first
     capture(made, 5)
-    captured: Any = workspaces.matmul_workspace(made.where, SMALL)
+    captured: Any = workspaces.workspace_of(made.where, workspaces.MATMUL, SMALL)
     capture(made, 0)
     made.gpu.now = 8
-    other: Any = workspaces.matmul_workspace(made.where, SMALL)
+    other: Any = workspaces.workspace_of(made.where, workspaces.MATMUL, SMALL)
     made.gpu.now, made.gpu.external = 7, {7: 102, 8: 101}
-    second: Any = workspaces.matmul_workspace(made.where, SMALL)
+    second: Any = workspaces.workspace_of(made.where, workspaces.MATMUL, SMALL)
     assert len({id(w) for w in (first, captured, other, second)}) == 4
     assert set(map(id, made.workspaces.values())) == {id(w) for w in (captured, other, second)}
     assert [w.released for w in (first, captured, other, second)] == [True, False, False, False]
@@ -96,10 +98,10 @@ def test_those_of_pushes_are_for_all_blocks_that_a_call_may_have(made: Stage, sm
     """Only a cluster may have more than there are SMs to be had. Slots are what it grows by."""
     made.gpu.sms = sms
     most, kind = min(BLOCKS, sms), workspaces.ALL_REDUCE
-    first: Any = workspaces.push_workspace(made.where, kind, ExchangeLayout(2, 128, 3))
+    first: Any = workspaces.workspace_of(made.where, kind, ExchangeLayout(2, 128, 3))
     assert first.layout == ExchangeLayout(2, 128, most)
-    assert workspaces.push_workspace(made.where, kind, ExchangeLayout(2, 64, most)) is first
-    second: Any = workspaces.push_workspace(made.where, kind, ExchangeLayout(2, 512, most))
-    third: Any = workspaces.push_workspace(made.where, kind, ExchangeLayout(2, 64, BLOCKS))
+    assert workspaces.workspace_of(made.where, kind, ExchangeLayout(2, 64, most)) is first
+    second: Any = workspaces.workspace_of(made.where, kind, ExchangeLayout(2, 512, most))
+    third: Any = workspaces.workspace_of(made.where, kind, ExchangeLayout(2, 64, BLOCKS))
     assert (second.layout, third.layout) == (ExchangeLayout(2, 512, most), ExchangeLayout(2, 512, BLOCKS))
     assert (third is second) is (most == BLOCKS)

@@ -16,15 +16,19 @@ import torch
 from torch._subclasses import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from weft.fused_ops.dispatch.planning import PlannedHeap, PlannedWorkspace
 from weft.kernels.all_gather_matmul import configs as gather
-from weft.kernels.all_gather_matmul.triton_kernel import TritonAllGatherMatmul, all_gather_matmul_kernel
+from weft.kernels.all_gather_matmul.triton_kernel import (
+    TritonAllGatherMatmul,
+    all_gather_matmul_kernel,
+    triton_gather_program,
+)
 from weft.kernels.device.jit.ahead import ProgramCounts, program_counts
-from weft.kernels.device.jit.launch import Launch, TritonProgram, compiling
+from weft.kernels.device.jit.launch import Launch, TritonProgram
 from weft.kernels.matmul_reduce_scatter import configs as scatter
 from weft.kernels.matmul_reduce_scatter.triton_kernel import (
     TritonMatmulReduceScatter,
     matmul_reduce_scatter_kernel,
+    triton_scatter_program,
 )
 from weft.symm_mem.backends import cuda_state
 from weft.symm_mem.layout import Layout
@@ -86,6 +90,18 @@ def launched(op: str, workspace: Any, rank: int) -> None:
     made.launch(0, parts, b, torch.empty(1, M, N), torch.empty(1, M, N), timeout_ns=3)
 
 
+def program_of(op: str, rank: int) -> TritonProgram:
+    """What ``launched`` compiles, known without a workspace."""
+    a, b = torch.empty(M, K), torch.empty(K, N)
+    if op == "all_gather_matmul":
+        config = gather.choose_all_gather_matmul(M, N, K, SIZE, torch.float32, 132)
+        return triton_gather_program(a, b, config, SIZE, final=True)
+    problem = scatter.MatmulReduceScatterProblem(M, N, K, SIZE, 132)
+    of_scatter = scatter.choose_matmul_reduce_scatter(problem, torch.float32)
+    epilogue = scatter.Epilogue(torch.float32, residual=True)
+    return triton_scatter_program(torch.empty(1, SIZE, M, K), b, of_scatter, epilogue, rank)
+
+
 def on_heap(rank: int, layout: Layout) -> Any:
     """As on a GPU of 80 GiB, which has made larger calls."""
     words = torch.zeros(64, dtype=torch.int32)
@@ -105,20 +121,14 @@ def on_heap(rank: int, layout: Layout) -> Any:
 def test_the_first_launch_finds_what_was_compiled(
     op: str, rank: int, hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group: Any = SimpleNamespace(size=lambda: SIZE, rank=lambda: rank, group_name="0")
-    least = Layout(SIZE, 64, 1 << 20)
-    planned = PlannedWorkspace(PlannedHeap(group, torch.device("cpu")), least)
-    with cuda_state.noting_programs() as programs, compiling():
-        launched(op, planned, rank)
-    (program,) = programs
-    assert isinstance(program, TritonProgram)
+    program = program_of(op, rank)
     before = program_counts()
     program.compile()
     assert program_counts() - before == ProgramCounts(at_calls=1)  # here it is no thread in the background
     program.compile()
     taken: list[tuple[Any, ...]] = []
     monkeypatch.setattr(Launch, "__call__", lambda *given: taken.append(given))
-    launched(op, on_heap(rank, least), rank)
+    launched(op, on_heap(rank, Layout(SIZE, 64, 1 << 20)), rank)
     ((launch, _, *arguments),) = taken
     assert launch._compiled(*arguments) is not None
     assert program_counts() - before == ProgramCounts(at_calls=1)
@@ -128,10 +138,7 @@ def test_the_first_launch_finds_what_was_compiled(
     assert program_counts() - before == ProgramCounts(at_calls=2)
 
 
-def test_types_are_enough(hopper: None) -> None:
-    """Fake tensors have no memory, which a launch that is planned does not ask for."""
-    group: Any = SimpleNamespace(size=lambda: SIZE, rank=lambda: 0, group_name="0")
-    with FakeTensorMode(), cuda_state.noting_programs() as programs, compiling():
-        layout = Layout(SIZE, 64, 1 << 20)
-        launched("all_gather_matmul", PlannedWorkspace(PlannedHeap(group, torch.device("cpu")), layout), 0)
-    assert [str(p).partition(" with ")[0] for p in programs] == ["all_gather_matmul_kernel"]
+def test_types_are_enough() -> None:
+    """Fake tensors have no memory."""
+    with FakeTensorMode():
+        assert str(program_of("all_gather_matmul", 0)).partition(" with ")[0] == "all_gather_matmul_kernel"

@@ -39,7 +39,7 @@ class Ranks:
         self.done = self.words[:, LAYOUT.done(BUFFER) : LAYOUT.done(BUFFER) + SIZE]
         self.words[RANK, LAYOUT.EPOCH + BUFFER] = self.words[RANK, LAYOUT.EPOCH_TICKET + BUFFER] = EPOCHS
         self.done[RANK] = EPOCHS
-        monkeypatch.setattr(acquire, "_program", SimpleNamespace(function=self._function))
+        monkeypatch.setattr(acquire, "PROGRAM", SimpleNamespace(function=self._function))
 
     def _function(self, name: str) -> SimpleNamespace:
         def launch(blocks: int, threads: int, params: ctypes.Structure, _: int) -> None:

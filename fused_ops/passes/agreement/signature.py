@@ -23,7 +23,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ...dispatch.call_check import dims_of_element, own_dims
+from ...dispatch.call_check import dims_of_element
+from ...ops import OP_OF
 from ..graph.collectives import Size, collectives, group_of, kind_of, point_to_point
 from ..graph.index_map import Dims, strides
 from ..report import Entry
@@ -101,7 +102,7 @@ class Signature:
     def _word(self, value: Any, shapes: bool, own: tuple[int, ...] = ()) -> str:
         """
         Args:
-            own: dimensions in which each rank may have a size of its own, as ``own_dims`` has them.
+            own: dimensions in which each rank may have a size of its own, as ``Op.own_dims`` has them.
         """
         if isinstance(value, (list, tuple)):
             if not shapes:
@@ -148,7 +149,8 @@ def _own_dims(node: fx.Node, argument: str) -> tuple[int, ...]:
     op, first = node.target, next((n.meta.get("val") for n in node.all_input_nodes), None)
     if getattr(op, "namespace", "") != "weft" or not isinstance(first, torch.Tensor):
         return ()
-    return own_dims(op._opname, argument, first.device.type)  # type: ignore[union-attr]
+    known = OP_OF.get(op._opname)  # type: ignore[union-attr]
+    return () if known is None or first.device.type != "cpu" else known.own_dims.get(argument, ())
 
 
 def _computes(node: fx.Node) -> bool:

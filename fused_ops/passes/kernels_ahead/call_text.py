@@ -16,8 +16,8 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ....kernels.device.jit.ahead import CompilableProgram
+from ...dispatch.choice import CHOOSERS, choice_of_call
 from ...dispatch.plan import Plan
-from ...planned_calls import plan_and_programs
 from ..graph.collectives import hint
 
 _TENSOR, _DTYPE = "tensor", "dtype"
@@ -27,8 +27,7 @@ def is_planned(node: fx.Node) -> bool:
     """Whether a node calls an op of weft that sends, and so has a plan."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    space, name = node.target._schema.name.split("::")
-    return space == "weft" and (name.startswith(("fused_", "one_shot_")) or name.endswith("_start"))
+    return node.target in CHOOSERS
 
 
 def text_of_call(node: fx.Node) -> str:
@@ -76,7 +75,8 @@ def planned_text(text: str) -> tuple[Plan, list[CompilableProgram]]:
     with unset_fake_temporarily():
         with FakeTensorMode():
             given, named = _from_json(args), _from_json(kwargs)
-        return plan_and_programs(op, given, named)
+        plan, choice = choice_of_call(op, given, named)
+    return plan, [*choice.programs()]
 
 
 def programs_of(texts: Iterable[str]) -> list[CompilableProgram]:

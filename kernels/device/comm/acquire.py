@@ -11,7 +11,7 @@ from ....symm_mem.workspace import Workspace
 from ..jit.program import DEVICE_FOLDER, Program, WaitParams
 
 _SOURCE = DEVICE_FOLDER / "comm" / "acquire.cu"
-_program = Program(_SOURCE)
+PROGRAM = Program(_SOURCE)  #: of all that is launched here
 
 
 class _Params(ctypes.Structure):
@@ -37,18 +37,18 @@ def end_epoch(workspace: Workspace, buffer: int, stream: int) -> None:
     Raises:
         RuntimeError: the kernel cannot be compiled or launched.
     """
-    _program.function("leave").launch(1, 32, _params(workspace, buffer, 0), stream)
+    PROGRAM.function("leave").launch(1, 32, _params(workspace, buffer, 0), stream)
 
 
 def end_epoch_launcher(workspace: Workspace, buffer: int) -> Callable[[int], None]:
     """``end_epoch`` with only the stream left open, to be made once and called often."""
-    return _program.function("leave").bound(1, 32, _params(workspace, buffer, 0))
+    return PROGRAM.function("leave").bound(1, 32, _params(workspace, buffer, 0))
 
 
 def load() -> None:
     """Compile the kernels and load them into the current context, without a launch."""
     for name in ("acquire", "leave", "arrive"):
-        _program.function(name)
+        PROGRAM.function(name)
 
 
 class Acquire:
@@ -60,7 +60,7 @@ class Acquire:
 
     def __init__(self, workspace: Workspace, buffer: int) -> None:
         self._params = _params(workspace, buffer, 0)
-        self._launch = _program.function("acquire").bound(1, 32, self._params)
+        self._launch = PROGRAM.function("acquire").bound(1, 32, self._params)
 
     def launch(self, timeout_ns: int, stream: int) -> None:
         """Make ``stream`` wait until every peer's buffer is free for the next epoch, then write that to EPOCH_TICKET.
@@ -87,7 +87,7 @@ class Arrival:
         self._params = _params(workspace, buffer, 0)
         self._params.peer = peer
         self._params.flag = layout.flags(buffer) + peer * layout.flags_per_rank
-        self._launch = _program.function("arrive").bound(1, 32, self._params)
+        self._launch = PROGRAM.function("arrive").bound(1, 32, self._params)
 
     def launch(self, timeout_ns: int, stream: int) -> None:
         """Make ``stream`` wait. If that expires, the group is broken, and what comes after reads what lies there."""

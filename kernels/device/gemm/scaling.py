@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..capability import BLOCK_PRODUCTS, capability_of
+
 BLOCK = 128  #: of K that has a scale of its own, and of N
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -157,8 +159,7 @@ def offers_block_products(device: torch.device) -> bool:
     if not hasattr(torch.ops.aten, "_scaled_mm_v2") or torch.version.cuda is None:
         return False
     version = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
-    is_hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability(device) == (9, 0)
-    return version >= (12, 9) and is_hopper
+    return version >= (12, 9) and capability_of(device) in BLOCK_PRODUCTS
 
 
 def as_pairs(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ....symm_mem.backends import cuda_state
-from ....symm_mem.backends.cuda_state import noted_programs
 from .ahead import count_program
 
 # Later versions hand the launcher its arguments in another form: there every launch takes the slow path.
@@ -126,7 +125,7 @@ def compiling() -> Iterator[None]:
     """
     from ....symm_mem.backends.vmm import relaxed_capture
 
-    with relaxed_capture() if noted_programs() is None else nullcontext():
+    with relaxed_capture():
         _mode.compiles_only = True
         try:
             yield
@@ -173,10 +172,6 @@ class Launch:
     ) -> None:
         """Launch ``programs`` blocks on the current stream of the current device; inside ``compiling``, none."""
         if _mode.compiles_only:
-            if (noted := noted_programs()) is not None:
-                types = tuple(x.dtype for x in described), tuple(x.dtype for x in tensors)
-                noted.append(TritonProgram(self, types, tuple(numbers), described[0].device))
-                return
             compiled = self._compiled(described, tensors, numbers)
             if compiled is not None:
                 _ = compiled.run  # loads it
@@ -229,6 +224,12 @@ class Launch:
             known.clear()
         encoded = make_tensordesc_arg(self.operands[i].describe(tensor), self._descriptions[i])
         return known.setdefault(tensor.data_ptr(), encoded)
+
+
+ANY_SPAN = 1 << 40  #: bytes between two ranks' copies of a heap, where it is not known
+#: The numbers that a kernel takes of a workspace, as far as it is compiled for them: the buffer, where its flags are,
+#: flags of each rank, where the end of its epoch is, words between two ranks' copies, the record, and nanoseconds.
+LIKE_A_WORKSPACE = (0, 64, 64, 64, ANY_SPAN // 4, ANY_SPAN, ANY_SPAN)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from weft.fused_ops.dispatch import profitability
 from weft.fused_ops.passes.graph.collectives import LeftAlone
 from weft.fused_ops.passes.kernels_ahead.call_text import text_of_call
 from weft.fused_ops.passes.kernels_ahead.graph_kernels import GraphKernels, note_collective
@@ -20,8 +19,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="no GPU is tak
 
 
 @pytest.fixture(autouse=True)
-def two_hoppers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(profitability, "_is_hopper", lambda: True)
+def two_hoppers() -> Iterator[None]:
     with fake_ranks(2):
         yield
 

@@ -10,7 +10,6 @@ from graphs import RS, c10d, fake_ranks, scatter
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from weft.fused_ops.dispatch import profitability
 from weft.fused_ops.passes import FusionPass
 from weft.fused_ops.passes.kernels_ahead.graph_kernels import GraphKernels
 from weft.fused_ops.passes.report import Entry
@@ -19,8 +18,7 @@ TOKENS, DIM, HIDDEN = 4096, 4096, 14336
 
 
 @pytest.fixture(autouse=True)
-def two_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(profitability, "_is_hopper", lambda: True)
+def two_on_hopper() -> Iterator[None]:
     with fake_ranks(2):
         yield
 

@@ -17,19 +17,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import weft
+from first_runs import loaded_at_first_run
 from graphs import AG, RS, copied, fake_ranks, gather, scatter
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft import fused_ops
-from weft.fused_ops import planned_calls
-from weft.fused_ops.dispatch import profitability
 from weft.fused_ops.dispatch.plan import Plan
 from weft.fused_ops.passes import FusionPass, backend
 from weft.fused_ops.passes.agreement import fallback_graph
 from weft.fused_ops.passes.agreement.guard import GraphGuard, Voters
 from weft.fused_ops.passes.agreement.votes.vote import GroupBackend
+from weft.fused_ops.passes.kernels_ahead import call_text
 from weft.fused_ops.passes.kernels_ahead.call_text import is_planned, text_of_call
 from weft.fused_ops.passes.kernels_ahead.graph_kernels import (
     GraphKernels,
@@ -40,8 +40,6 @@ from weft.kernels.all_reduce.cuda_kernel import all_reduce_program
 from weft.kernels.device.gemm import gemm, one_shot
 from weft.kernels.device.jit import program
 from weft.kernels.device.jit.ahead import Compilation, ProgramCounts, program_counts
-from weft.kernels.device.jit.program import Program
-from weft.symm_mem.backends import cuda_state
 
 WORLD, ROWS, DIM, HIDDEN = 2, 2048, 1024, 1536
 BF16 = torch.bfloat16
@@ -100,13 +98,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fallback_graph, "backend_of", lambda group: GroupBackend("nccl", counts=True))
 
 
-@pytest.fixture(autouse=True)
-def on_hopper() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profitability, "_is_hopper", lambda: True)
-        yield
-
-
 def layer(x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
     """And its backward, by hand: there is no autograd for a GPU that is not there."""
     rows = gather(x)
@@ -144,28 +135,12 @@ def passed(graph: fx.Graph, **settings: Any) -> tuple[fx.Graph, FusionPass]:
     return after, fusion
 
 
-class Driver(cuda_state.CudaState):
-    """Loads what is compiled."""
-
-    def function(self, program: Program, name: str, shared: int) -> Any:
-        program.cubin()
-        return cuda_state.NotedFunction()
-
-    def tensor_map(self, *tiled: Any) -> bytes:
-        return bytes(128)
-
-    def make_current(self, device: torch.device) -> Any:
-        return torch.no_grad()
-
-
 def run_first(graph: fx.Graph) -> int:
     """Makes the launchers of all calls of a graph, as its first run does; how many calls there were."""
     calls = [n for n in graph.nodes if is_planned(n)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_state, "state", Driver())
-        for node in calls:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            planned_calls._planned(node.target, args, kwargs, makes=True)
+    for node in calls:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        assert loaded_at_first_run(node.target, args, kwargs, compiles=True)
     return len(calls)
 
 
@@ -357,7 +332,7 @@ def test_a_call_that_cannot_be_planned_leaves_the_graph_as_it_is(
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("no plan")
 
-    monkeypatch.setattr(planned_calls, "_planned", refuse)
+    monkeypatch.setattr(call_text, "choice_of_call", refuse)
     _, fusion = passed(traced_on_gpu(two_layers, *SHAPES))
     assert fusion.report().left == 0 and all(e.plan is None for e in fusion.report().entries)
     assert KernelsOnTheirWay(['["weft::fused_all_gather_matmul", [], {}]']).wait(1) is None

@@ -15,8 +15,8 @@ from ranks import run_ranks
 from test_ranks_that_differ import compiler, gather, results, scatter, world
 from torch import Tensor
 from weft import symm_mem
-from weft.fused_ops.dispatch.plan import heap_or_why
 from weft.symm_mem.heap.heap import Heap
+from weft.symm_mem.heap.registry import get_heap
 
 
 def gathered(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def said() -> int:
 
 def places() -> dict[str, int]:
     """Offsets on the heap, by kind of workspace."""
-    heap = heap_or_why(torch.device("cpu"), dist.distributed_c10d._get_default_group())
+    heap = get_heap(dist.distributed_c10d._get_default_group(), "cpu")
     assert isinstance(heap, Heap)
     return {key[0]: workspace.block.offset for key, workspace in heap.workspaces.items()}
 

@@ -17,7 +17,6 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from weft.fused_ops import FusionPass
-from weft.fused_ops.dispatch import profitability
 from weft.fused_ops.passes.agreement.guard import GraphGuard
 
 
@@ -124,11 +123,8 @@ def norm_between(x: Tensor, w: Tensor, r: Tensor, n: Tensor, v: Tensor) -> Tenso
         (4096, 28672, 4096, True),
     ],
 )
-def test_auto_takes_what_the_measured_ops_say(
-    hidden: int, columns: int, rows: int, taken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_takes_what_the_measured_ops_say(hidden: int, columns: int, rows: int, taken: bool) -> None:
     """An output projection, and that of queries, keys and values behind it: the sum of what each took on 2 H100."""
-    monkeypatch.setattr(profitability, "_is_hopper", lambda: True)
     shapes = (rows, hidden // 2), (hidden // 2, hidden), (rows, hidden), (hidden,), (hidden, columns // 2)
     with fake_ranks(2):
         with FakeTensorMode():
@@ -188,12 +184,9 @@ def decoder(x: Tensor, residual: Tensor, *weights: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("rows", "taken"), [(64, False), (1024, True), (4096, True)])
-def test_auto_takes_the_layers_that_were_faster(
-    rows: int, taken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_takes_the_layers_that_were_faster(rows: int, taken: bool) -> None:
     """Two layers of Llama 8B's sizes on 2 H200: bench/results/h200-x2-sequence-layers.txt. (8192 rows were 0.4 % slower
     on own rows, with gathers that have become 2 % faster since.)"""
-    monkeypatch.setattr(profitability, "_is_hopper", lambda: True)
     hidden, width, inner = 4096, 2048, 7168
     layer = [(hidden,), (hidden, 3 * width), (width, hidden), (hidden,), (hidden, 2 * inner), (inner, hidden)]
     with fake_ranks(2):

@@ -1,0 +1,195 @@
+"""A choice: how a call runs, as far as its shapes, strides and dtypes, the group and the device say it.
+
+``Op.choose`` makes it, a pure function: nothing is launched, sent or loaded, no other rank is asked, and all ranks
+choose alike. The run of a call, ``plan()``, the graph pass and what compiles kernels ahead ask the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ...kernels.device.gemm.one_shot import OneShotConfig
+from ...kernels.device.jit.ahead import CompilableProgram
+from ...kernels.device.tuning.choice import KernelChoice
+from ...symm_mem import resolve_group
+from ...symm_mem.heap.heap import Heap
+from ...symm_mem.heap.registry import default_device
+from ...symm_mem.workspace import Workspace
+from .plan import Plan
+from .workspaces import COPIED, LL_PROTOCOL, MATMUL, ONE_SHOT, least_layout, workspace_of
+
+
+def _none() -> Sequence[CompilableProgram]:
+    return ()
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """How a call runs.
+
+    Attributes:
+        algorithm, reason, chosen, predicted_us: as ``Plan`` has them.
+        kind: of its workspace; "" if it has none.
+        layout: what that must hold.
+        programs: returns those that the call launches, and those of the all-reduce that an unfused norm makes.
+        how: what the op's ``run`` takes from here: its configuration, and its operands as kernels take them.
+    """
+
+    algorithm: str
+    reason: str = ""
+    kind: str = ""
+    layout: Any = None
+    chosen: str = ""
+    predicted_us: float | None = None
+    programs: Callable[[], Sequence[CompilableProgram]] = _none
+    how: Any = None
+
+    @property
+    def is_unfused(self) -> bool:
+        return self.algorithm == "unfused"
+
+    def workspace_on(self, heap: Heap) -> Workspace[Any]:
+        """The workspace of such calls on the current stream.
+
+        Raises:
+            RankMismatch, PeerTimeout: the ranks do not grow it together.
+        """
+        return workspace_of(heap, self.kind, self.layout)
+
+    def plan_in(self, workspace: Workspace[Any] | None) -> Plan:
+        """That of a call in this workspace, which may have room for more."""
+        return self._plan(0 if workspace is None else workspace.layout.bytes)
+
+    def plan_on(self, device: torch.device) -> Plan:
+        """That of a call that is not made."""
+        return self._plan(0 if self.layout is None else least_layout(self.kind, self.layout, device).bytes)
+
+    def _plan(self, nbytes: int) -> Plan:
+        return Plan(self.algorithm, self.reason, nbytes, self.chosen, self.predicted_us, self.kind)
+
+    def by(self, kernel: KernelChoice[Any], chosen: str) -> Choice:
+        """The same by another configuration, such as the tuner's, and where that comes from."""
+        return replace(self, **_of_kernel(kernel, self.layout.world_size), chosen=chosen)
+
+
+def unfused(reason: str) -> Choice:
+    return Choice("unfused", reason)
+
+
+def on_host(layout: Any) -> Choice:
+    """Of CPU ranks, whose calls share a workspace."""
+    return Choice("host", kind=MATMUL, layout=layout)
+
+
+def by_kernel(kernel: KernelChoice[Any], world_size: int, **more: Any) -> Choice:
+    """Of the ops around a matmul."""
+    return Choice(**_of_kernel(kernel, world_size), **more)
+
+
+def _of_kernel(kernel: KernelChoice[Any], world_size: int) -> dict[str, Any]:
+    layout: Any = kernel.layout
+    if isinstance(kernel.config, OneShotConfig):
+        kind, layout = ONE_SHOT, kernel.config.layout(world_size)
+    else:
+        assert layout is not None
+        kind = COPIED if kernel.algorithm == "copy_engine" else LL_PROTOCOL if layout.ll_protocol else MATMUL
+    return {
+        "algorithm": kernel.algorithm,
+        "kind": kind,
+        "layout": layout,
+        "predicted_us": kernel.predicted_us,
+    }
+
+
+#: The choice of a call of an op of ``torch.ops.weft`` that communicates, and its device.
+CHOOSERS: dict[OpOverload, Callable[..., tuple[Choice, torch.device]]] = {}
+
+
+class _FirstCall(TorchDispatchMode):
+    """Notes the first call of an op that communicates."""
+
+    found: tuple[OpOverload, Any, Any] | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.found is None and func in CHOOSERS:
+            self.found = func, args, kwargs or {}
+        return func(*args, **(kwargs or {}))
+
+
+def plan(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
+    """The plan of ``op(*args, **kwargs)``, which is not called: nothing is computed, launched, sent or allocated.
+
+    >>> import torch
+    >>> from weft.fused_ops import fused_all_gather_matmul, plan
+    >>> x, w = torch.empty(128, 64, device="meta"), torch.empty(64, 96, device="meta")
+    >>> found = plan(fused_all_gather_matmul, x, [w], 0, None, return_A=False)
+    >>> found.algorithm, found.workspace_bytes > 0
+    ('host', True)
+
+    What ``last_plan()`` is after the call, but for what only a call finds out: whether the ranks can address each
+    other's memory, if no call of the group has found it yet; that an operand begins at an address for which it is
+    copied; and what the tuner has measured. Each rank may ask by itself. Where there is no GPU, one that is asked about
+    is taken to be an H200. A group of torch's "fake" backend stands for one of as many ranks.
+
+    Args:
+        op: a function of ``weft.fused_ops`` that communicates, or an op of ``torch.ops.weft``.
+        *args: its arguments. Tensors may be fake, real, or on the meta device: these are taken to be where others are,
+            or where the default group's ranks have theirs: on CUDA with NCCL.
+        **kwargs: likewise, those that have names.
+
+    Returns:
+        the algorithm, bytes of the workspace, microseconds that the kernels' model predicts; or why it runs unfused.
+
+    Raises:
+        ValueError, TypeError: what the call would raise; or ``op`` is no such function.
+    """
+    return choice_of_call(op, args, kwargs)[0]
+
+
+def choice_of_call(
+    op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Plan, Choice]:
+    """As ``plan``, and the choice."""
+    if not callable(op):
+        raise TypeError(f"op: is of type {type(op).__name__}, must be a function of weft.fused_ops")
+    fakes = (x for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor))
+    mode = next((x.fake_mode for x in fakes), None) or FakeTensorMode()
+    device = _device_of_meta(args, kwargs)
+
+    def fake(x: Tensor) -> Tensor:
+        if isinstance(x, FakeTensor):
+            return x
+        if x.device.type != "meta":
+            return mode.from_tensor(x)
+        with mode:
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+
+    with torch.no_grad(), mode:
+        given, named = tree_map_only(Tensor, fake, (args, kwargs))
+        with _FirstCall() as first:
+            op(*given, **named)
+        if first.found is None:
+            raise TypeError(
+                f"op: {getattr(op, '__name__', op)} has no plan, must be an op of weft that communicates"
+            )
+        called, given, named = first.found
+        choice, where = CHOOSERS[called](*given, **named)
+        return choice.plan_on(where), choice
+
+
+def _device_of_meta(args: Any, kwargs: Any) -> torch.device:
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    there = next((x.device for x in tensors if x.device.type != "meta"), None)
+    if there is not None:
+        return there
+    found = default_device(resolve_group(None))
+    return torch.device("cuda", 0) if found.type == "cuda" and found.index is None else found
