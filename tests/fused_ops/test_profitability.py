@@ -24,7 +24,7 @@ from weft.fused_ops.dispatch.profitability import (
 )
 from weft.fused_ops.library.communicating import COMMUNICATING
 from weft.fused_ops.passes.graph.collectives import c10d
-from weft.fused_ops.passes.patterns.candidate import word_of
+from weft.fused_ops.passes.patterns.pattern import word_of
 from weft.kernels.all_gather_matmul import configs as gather
 from weft.kernels.all_reduce.configs import estimate_all_reduce_us
 from weft.kernels.device.device_spec import H100, H200, DeviceSpec

@@ -115,11 +115,6 @@ def only_user(node: Any) -> Any:
     return users[0] if len(users) == 1 else None
 
 
-def is_flat(node: Any) -> bool:
-    """Whether the node has its input's elements in its input's row-major order."""
-    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in FLAT
-
-
 def what(node: fx.Node) -> str:
     """The node in words, for a reason."""
     if node.op == "output":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,13 +26,46 @@ from .collectives import (
     waits,
     what,
 )
-from .index_map import Dims, flat_dims, gathered_dims, same_size
+from .index_map import RANK, Digit, Digits, Dims, flat_dims, gathered_dims, part_of_rank, same_size
 from .rewrite import call, erase_unused
 from .scaling import Change
 from .views import View, views
 
 # Nodes that are computed before a gather instead of behind it, for one operand: a weight that is cast and transposed.
 _MOST_MOVED = 64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shard that an op gathers along ``dim``: which dimensions it has, and how it is cast and multiplied."""
+
+    shard: Dims
+    dim: int
+    changes: tuple[Change, ...] = ()
+
+    @classmethod
+    def of(cls, rows: Digits, columns: Digits, world: int, changes: tuple[Change, ...] = ()) -> Layout:
+        """
+        Raises:
+            LeftAlone: the op has none for that.
+        """
+        if (part := part_of_rank(rows, columns, world)) is None:
+            raise LeftAlone("it contracts the ranks, but not outermost")
+        return cls(*part, changes)
+
+    @property
+    def contracted(self) -> bool:
+        return self.dim == len(self.shard) - 1
+
+    def same(self, other: Layout) -> bool:
+        alike = (self.dim, len(self.shard), self.changes) == (other.dim, len(other.shard), other.changes)
+        return alike and all(same_size(a, b) for a, b in zip(self.shard, other.shard, strict=True))
+
+    def joined(self, world: int) -> Dims:
+        """The dimensions of the gathered tensor as the op gives it."""
+        dims = list(self.shard)
+        dims[self.dim] = (Digit(RANK, world), *dims[self.dim])
+        return tuple(dims)
 
 
 @dataclass
@@ -74,12 +107,12 @@ class Gathered:
         return sorted(found)
 
     def first_user(self) -> fx.Node:
-        """Where the fused op can stand: before the first user and the next collective of the group.
+        """Where the fused op can stand for all that use the tensor."""
+        return self.before_others(self.outside()[0])
 
-        So the order of the group's collectives stays.
-        """
+    def before_others(self, first: fx.Node) -> fx.Node:
+        """Where the fused op can stand: before ``first`` and the next collective of the group, whose order so stays."""
         c, own = self.collectives[0], self._gathers()
-        first = self.outside()[0]
         node = c.node.next
         while node is not first and (node in own or not communicates(node) or group_of(node) != c.group):
             node = node.next
@@ -212,9 +245,9 @@ class Gathered:
                 user.replace_all_uses_with(size)
                 user.graph.erase_node(user)
 
-    def reset_state(self, after: fx.Node) -> None:
-        """Erases what is not used any more; what stays is moved behind the node that it is made of now."""
-        for node in erase_unused([*self._gathers(), *self.views, *self.cut]):
+    def reset_state(self, after: fx.Node, uses: Iterable[fx.Node] = ()) -> None:
+        """Erases what is not used any more, with the ``uses``; what stays is moved behind what it is made of now."""
+        for node in erase_unused([*self._gathers(), *self.views, *self.cut, *uses]):
             if node < after:
                 after.append(node)
                 after = node

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from ..graph.collectives import LeftAlone, argument, aten, calls, is_val, known, only_user, some, val, what
+from ..graph.row_wise import reduced_dims
 from ..graph.views import CASTS
 
 
@@ -53,8 +54,7 @@ def is_square(node: fx.Node, x: fx.Node) -> bool:
 
 def of_rows(node: fx.Node, x: fx.Node) -> bool:
     """Whether a reduction is along the last dimension of ``x``, which it keeps."""
-    dims = argument(node, 1, "dim")
-    along = isinstance(dims, (list, tuple)) and [d % val(x).dim() for d in dims] == [val(x).dim() - 1]
+    along = reduced_dims(node) == [val(x).dim() - 1]
     return along and argument(node, 2, "keepdim", False) is True
 
 

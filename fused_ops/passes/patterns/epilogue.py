@@ -27,7 +27,6 @@ from ..graph.collectives import (
     communicates,
     first_write,
     is_contiguous,
-    is_flat,
     is_val,
     known,
     only_user,
@@ -133,7 +132,7 @@ class Terms:
 
 def stays_behind(node: fx.Node) -> str:
     """What follows a collective's result and is no part of the op; "" where it is not arithmetic with a term."""
-    while is_flat(user := only_user(node)):
+    while calls(user := only_user(node), *FLAT):
         node = user
     return f"{what(user)} stays behind it" if calls(user, *_ARITHMETIC) else ""
 

@@ -23,8 +23,7 @@ from ..graph.collectives import (
     what,
     writes,
 )
-from .row_wise import REDUCTIONS, lead_of_step, sums_rows
-from .rows import RowLayout
+from ..graph.row_wise import REDUCTIONS, RowLayout, lead_of_step, sums_rows
 
 
 @dataclass

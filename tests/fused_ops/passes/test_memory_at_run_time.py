@@ -17,7 +17,7 @@ from torch.distributed._functional_collectives import all_gather_tensor, reduce_
 from weft.fused_ops import FusionPass
 from weft.fused_ops.passes.memory import at_run_time
 from weft.fused_ops.passes.order import in_pass
-from weft.fused_ops.passes.order.placed import place_gathers
+from weft.fused_ops.passes.order.copy_engines import place_gathers
 
 ENV = {"WEFT_VERIFY_MEMORY": "1"}
 
