@@ -72,6 +72,16 @@ def hint(size: Size) -> int:
     return int(size.node.hint)
 
 
+def hint_or_one(size: Size) -> int:
+    """The same; 1 for a size that depends on data."""
+    return hint(size) if isinstance(size, int) or size.node.has_hint() else 1
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements, as ``hint``."""
+    return hint(tensor.numel()) * tensor.dtype.itemsize
+
+
 def same_shape(a: Iterable[Size], b: Iterable[Size]) -> bool:
     a, b = list(a), list(b)
     return len(a) == len(b) and all(known(x == y) for x, y in zip(a, b, strict=True))

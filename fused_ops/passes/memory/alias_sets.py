@@ -17,10 +17,9 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from ..graph.collectives import communicates, fills_what_it_waits_for, is_placed, waits
+from ..graph.collectives import communicates, fills_what_it_waits_for, hint_or_one, is_placed, waits
 
 HEAP = "heap"  #: the pool of what copy engines have gathered, read where it came
-UNKNOWN = 1  # bytes of a size that depends on data
 
 
 @dataclass
@@ -200,10 +199,7 @@ def size_of(node: fx.Node) -> int:
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    size = tensor.untyped_storage().nbytes()
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else UNKNOWN
+    return hint_or_one(tensor.untyped_storage().nbytes())
 
 
 def _unique(sets: Iterable[AliasSet]) -> list[AliasSet]:

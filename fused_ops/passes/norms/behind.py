@@ -35,10 +35,8 @@ from ..graph.collectives import (
 )
 from ..graph.rewrite import call
 from ..graph.views import CASTS, unchanged
-from .layer_norm import layer_norm_of
+from .norm import FoundNorm, layer_norm_of, rms_norm_of
 from .quant import QuantBehind
-from .rms_norm import rms_norm_of
-from .steps import FoundNorm
 
 
 @dataclass

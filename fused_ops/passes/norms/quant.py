@@ -36,7 +36,7 @@ from ..graph.collectives import (
 )
 from ..graph.row_wise import is_pointwise, reduced_dims
 from ..graph.views import CASTS, unchanged
-from .steps import FoundNorm
+from .norm import FoundNorm
 
 _NEAR = 24  # nodes from the norm to a cast to fp8
 _MAXIMA = (aten.amax.default, aten.max.dim)

@@ -32,6 +32,7 @@ from ..graph.collectives import (
     first_write,
     hint,
     is_val,
+    nbytes,
     val,
     what,
 )
@@ -136,7 +137,7 @@ class _Replacement:
         x = val(self.collectives[0].x)
         reasons = []
         norm = self._norm()
-        if self.of_products and (always or hint(x.numel()) * x.dtype.itemsize >= MATMUL_FROM):
+        if self.of_products and (always or nbytes(x) >= MATMUL_FROM):
             try:
                 self.sum = self._products()
                 if not always:
@@ -260,7 +261,7 @@ def why_not_joined(total: SumOfMatmuls, candidate: FusionCandidate) -> str | Non
     if candidate.device_type != "cuda" or len(total.products) == 1:
         return None
     weights = [val(p.right) for p in total.products]
-    copied = sum(2 * hint(w.numel()) * w.dtype.itemsize for w in weights) / MEMORY
+    copied = 2 * sum(map(nbytes, weights)) / MEMORY
     gain = gain_of_joining(candidate, [hint(w.shape[-2]) for w in weights])
     if copied <= gain:
         return None

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import fx
 
 from ...dispatch.profitability import FusionCandidate, expected_gain
-from ..graph.collectives import Size, hint, is_val, known, memory, val
+from ..graph.collectives import hint, hint_or_one, is_val, known, memory, nbytes, val
 from .matmuls import Product
 
 # Bytes per microsecond of a copy that transposes, measured on 2 H100: [7168, 4096] of 16 bits in 219 us.
@@ -58,9 +58,7 @@ def copies_us(products: Iterable[Product]) -> float:
     """Microseconds that an op takes to copy those left operands that do not lie in rows."""
     lefts = {p.left: val(p.left) for p in products}
     copied = sum(
-        hint(x.numel()) * x.dtype.itemsize
-        for x in lefts.values()
-        if x.device.type == "cuda" and not known(x.stride(-1) == 1)
+        nbytes(x) for x in lefts.values() if x.device.type == "cuda" and not known(x.stride(-1) == 1)
     )
     return copied / _COPIED
 
@@ -118,8 +116,4 @@ def _bytes(node: fx.Node) -> int:
     size = tensor.untyped_storage().nbytes()
     if isinstance(size, int) or size.node.has_hint():
         return hint(size)
-    return math.prod(map(_now, tensor.shape)) * tensor.dtype.itemsize
-
-
-def _now(size: Size) -> int:
-    return hint(size) if isinstance(size, int) or size.node.has_hint() else 1
+    return math.prod(map(hint_or_one, tensor.shape)) * tensor.dtype.itemsize

@@ -10,11 +10,10 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import torch
 from torch import fx
 
 from ...dispatch.profitability import FusionCandidate, expected_gain
-from ..graph.collectives import LeftAlone, Size, aten, c10d, calls, is_val, kind_of, val
+from ..graph.collectives import LeftAlone, Size, aten, c10d, calls, hint_or_one, is_val, kind_of, val
 from ..graph.split_cat import SPLITS
 from ..graph.views import view_step
 from .matmuls import product
@@ -77,13 +76,9 @@ def _loss(match: Pattern, taken: set[fx.Node]) -> float:
 
 
 def _gain(op: str, match: Pattern, *sizes: Size) -> float:
-    m, n, k = (size if isinstance(size, int) else _hint(size) for size in sizes)
+    m, n, k = map(hint_or_one, sizes)
     c = match.collective
     return expected_gain(FusionCandidate(op, m, n, k, c.world, match.dtype, val(c.x).device.type))
-
-
-def _hint(size: torch.SymInt) -> int:
-    return int(size.node.hint) if size.node.has_hint() else 1
 
 
 def _gathers_in_front(node: fx.Node) -> set[fx.Node]:

@@ -14,10 +14,10 @@ from ..graph.collectives import (
     argument,
     aten,
     calls,
-    hint,
     is_val,
     known,
     memory,
+    nbytes,
     same_shape,
     val,
     what,
@@ -210,6 +210,6 @@ def _is_chunk_of(user: fx.Node, node: fx.Node, region: Region) -> bool:
 
 def _bytes(node: fx.Node) -> int:
     try:
-        return hint(val(node).numel()) * val(node).dtype.itemsize
+        return nbytes(val(node))
     except LeftAlone:
         return 0
