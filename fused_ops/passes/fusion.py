@@ -39,7 +39,6 @@ from .graph.rewrite import created_nodes
 from .graph.subgraphs import WHY, Called
 from .graph.uneven_shards import MovedPadding, move_padding
 from .kernels_ahead.graph_kernels import GraphKernels, note_collective
-from .log import log_line
 from .memory.at_run_time import verifies, verify_memory
 from .norms.eps_as_number import eps_options
 from .order.copy_engines import start_when_needed
@@ -53,7 +52,7 @@ from .records.node import take_record
 from .records.seen import SeenGraphs
 from .regather import joint_options
 from .report import Entry, FusionError, PassRuns, Report
-from .report_file import put_into_file, write_reports
+from .report_file import log_line, put_into_file, write_reports
 from .sequence_parallel.joint import rewritten
 from .settings import AUTO, CAPTURE, OnePass, Rewrites
 

@@ -156,10 +156,6 @@ class Collective:
     reduce_op: str
 
     @property
-    def kind(self) -> str:
-        return kind_of(self.node)
-
-    @property
     def sums(self) -> bool:
         """Whether it adds or averages: not of an all-gather, nor of an all-reduce by max or min."""
         return self.reduce_op in validation.REDUCE_OPS

@@ -50,7 +50,7 @@ class Layout:
             LeftAlone: the op has none for that.
         """
         if (part := part_of_rank(rows, columns, world)) is None:
-            raise LeftAlone("it contracts the ranks, but not outermost")
+            raise LeftAlone("the gathered dimension is contracted, but is not the outermost one")
         return cls(*part, changes)
 
     @property

@@ -100,6 +100,19 @@ def view_step(node: fx.Node) -> ViewStep | None:
     return None
 
 
+def steps_back(node: fx.Node) -> Iterator[ViewStep]:
+    """The steps to a node from what it is made of, the last one first, as far as there are any."""
+    while True:
+        try:
+            step = view_step(node)
+        except LeftAlone:
+            return
+        if step is None:
+            return
+        yield step
+        node = step.source
+
+
 def unchanged(node: fx.Node) -> fx.Node | None:
     """The tensor to which the node adds the number 0, or which it multiplies by 1, and which it therefore equals.
 

@@ -109,17 +109,6 @@ class AliasSets:
             self._parent[b] = a
 
 
-def heap_bytes(node: fx.Node) -> int:
-    """Bytes of the heap that an op of weft uses: two buffers of what is sent by or to this rank, at most.
-
-    They are workspaces, which stay for the next call: the order of a graph does not change their sum.
-    """
-    if not communicates(node) or node.target.namespace != "weft":  # type: ignore[union-attr]
-        return 0
-    operands = [t for a in node.all_input_nodes for t in tensors_of(a)]
-    return 2 * max((bytes_of(t) for t in [*operands, *tensors_of(node)]), default=0)
-
-
 def started_by(wait: fx.Node) -> Iterator[fx.Node]:
     """The collectives that a wait waits for."""
     # One of weft's waits takes what the collective reads, too: that may be another one's result.

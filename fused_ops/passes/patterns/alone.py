@@ -17,7 +17,7 @@ from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import Collective, LeftAlone, aten, c10d, calls, is_contiguous, val, what
 from ..graph.index_map import RANK, Digit, Dims, gathered_dims, plain, same_size
-from ..graph.views import View, ViewStep, view_step, views
+from ..graph.views import View, ViewStep, steps_back, views
 from .pattern import Pattern
 
 
@@ -107,10 +107,7 @@ def _gathered(c: Collective) -> _Replacement:
 
 def _scattered(c: Collective) -> _Replacement:
     part = val(c.wait).shape
-    try:
-        step = view_step(c.x) if calls(c.x, aten.cat.default) else None
-    except LeftAlone:
-        step = None
+    step = next(steps_back(c.x), None) if calls(c.x, aten.cat.default) else None
     if step is not None and c.only_waited_for:
         dims = step.backward(gathered_dims(part, c.world))
         for dim in range(1, len(part)):

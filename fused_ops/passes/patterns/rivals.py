@@ -13,9 +13,9 @@ from typing import NamedTuple
 from torch import fx
 
 from ...dispatch.profitability import FusionCandidate, expected_gain
-from ..graph.collectives import LeftAlone, Size, aten, c10d, calls, hint_or_one, is_val, kind_of, val
+from ..graph.collectives import LeftAlone, Size, aten, c10d, calls, hint_or_one, kind_of, val
 from ..graph.split_cat import SPLITS
-from ..graph.views import view_step
+from ..graph.views import steps_back
 from .matmuls import product
 from .pattern import Pattern
 
@@ -109,10 +109,6 @@ def _back(start: object, more: Callable[[fx.Node], tuple[object, ...]]) -> list[
         pending += more(node)
         if calls(node, operator.getitem, *SPLITS):
             pending.append(node.args[0])
-            continue
-        try:
-            if is_val(node) and (step := view_step(node)) is not None:
-                pending.append(step.source)
-        except LeftAlone:
-            continue
+        elif (step := next(steps_back(node), None)) is not None:
+            pending.append(step.source)
     return list(seen)

@@ -202,7 +202,7 @@ def _layout(taken: ScaledMm, rows: RowByRow, c: Collective) -> Layout:
     if any(rows.dims(n) is not None for n in taken.given):
         raise LeftAlone("its other operand depends on the gathered tensor, too")
     if _gathers(taken.left, rows) != [c]:
-        raise LeftAlone("it gathers no numbers of its left operand, or not all of them")
+        raise LeftAlone("its left operand is not what this collective alone gathers")
     rows_, columns = dims
     layout = Layout.of(rows_, columns, c.world)
     of_scales = rows.dims(taken.left_scale)

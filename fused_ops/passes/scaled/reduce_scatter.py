@@ -18,7 +18,7 @@ from ..graph.collectives import Collective, LeftAlone, check_no_write, some, val
 from ..graph.index_map import Dims, numel, plain
 from ..graph.rewrite import call
 from ..graph.scaling import Scaling
-from ..graph.views import ViewStep, view_step
+from ..graph.views import ViewStep, steps_back
 from ..patterns.matmul_reduce_scatter import parts_of_input, scattered_part
 from ..patterns.pattern import Pattern
 from .scaled_mm import ScaledMm, scaled_mm
@@ -103,17 +103,8 @@ class _Replacement:
 
 def _behind(node: fx.Node) -> tuple[list[ViewStep], ScaledMm | None]:
     """The steps back from what is reduced to the scaled product that it is made of, if it is made of one."""
-    steps: list[ViewStep] = []
-    while (product := scaled_mm(node)) is None:
-        try:
-            step = view_step(node)
-        except LeftAlone:
-            step = None
-        if step is None:
-            return steps, None
-        steps.append(step)
-        node = step.source
-    return steps, product
+    steps = list(steps_back(node))
+    return steps, scaled_mm(steps[-1].source if steps else node)
 
 
 def _check_dtypes(product: ScaledMm, steps: list[ViewStep], want: torch.dtype) -> None:

@@ -35,7 +35,7 @@ from ..graph.index_map import RANK, Dims, gathered_dims, numel, same_size
 from ..graph.rewrite import call
 from ..graph.row_wise import is_pointwise, reduced_dims
 from ..graph.split_cat import SPLITS
-from ..graph.views import unchanged, view_step
+from ..graph.views import steps_back, unchanged, view_step
 from .scaled_mm import SCALED_MMS, ScaledMm, scaled_mm
 
 _FAR = 128  # nodes between a gather and its products
@@ -231,10 +231,7 @@ def of_shard(dims: Dims) -> Dims:
 
 
 def _step_source(node: fx.Node) -> fx.Node | None:
-    try:
-        step = view_step(node)
-    except LeftAlone:
-        return None
+    step = next(steps_back(node), None)
     return None if step is None else step.source
 
 

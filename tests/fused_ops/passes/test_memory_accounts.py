@@ -14,7 +14,7 @@ from cost import in_copies
 from graphs import fake_ranks, traced
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from weft.fused_ops.passes.memory.alias_sets import AliasSets, heap_bytes
+from weft.fused_ops.passes.memory.alias_sets import AliasSets
 from weft.fused_ops.passes.memory.hazards import Hazards
 from weft.fused_ops.passes.memory.live_bytes import LiveBytes, body
 from weft.fused_ops.passes.memory.verifier import MemoryVerifier, Verified
@@ -92,14 +92,6 @@ def in_place(x: Tensor, y: Tensor) -> Tensor:
     return a * 2 + part.sum()
 
 
-def weft_ops(x: Tensor, y: Tensor) -> Tensor:
-    name = world().group_name
-    a, (b,) = torch.ops.weft.fused_all_gather_matmul(x, [y.t()], 0, name, group_size=2)
-    z = a.sin()
-    torch.ops.weft.one_shot_all_reduce_(z, "sum", name, group_size=2)
-    return z.sum() + b.sum()
-
-
 ON_TORCH = [
     *(views, writes_to_views, copies_into_slices, writes_to_inputs, several_results, unused, joins),
     *(collectives, in_place),
@@ -165,13 +157,6 @@ def test_reads_and_writes_keep_their_order() -> None:
     order.remove(wait)
     order.append(wait)
     assert "stands in front of wait_tensor" in str(hazards.why_invalid(order))
-
-
-def test_heap_bytes_of_an_op() -> None:
-    graph = graph_of(weft_ops)
-    sizes = [heap_bytes(n) for n in graph.nodes if getattr(n.target, "namespace", "") == "weft"]
-    assert sizes == [4 * ROW, 4 * ROW]
-    assert not any(heap_bytes(n) for n in graph_of(collectives).nodes)
 
 
 _kept: list[Tensor] = []
