@@ -11,19 +11,8 @@ from torch import fx
 from torch.distributed import ProcessGroup
 
 from ...symm_mem.heap.registry import has_name
-from .graph.collectives import (
-    LeftAlone,
-    alike,
-    aten,
-    c10d,
-    calls,
-    collectives,
-    is_contiguous,
-    is_val,
-    val,
-    waits,
-    what,
-)
+from .graph.collectives import collectives, waits
+from .graph.nodes import LeftAlone, alike, aten, c10d, calls, is_contiguous, is_val, val, what
 from .graph.rewrite import call
 from .origin import copy_origin
 from .patterns.pattern import Pattern

@@ -28,13 +28,8 @@ from .agreement.signature import Order
 from .cache_key import pass_key
 from .canonicalize import canonicalize, to_one_spelling
 from .decompositions import Written, write_out
-from .graph.collectives import (
-    Collective,
-    LeftAlone,
-    collectives,
-    custom_ops,
-    kind_of,
-)
+from .graph.collectives import Collective, collectives, kind_of
+from .graph.nodes import LeftAlone, custom_ops
 from .graph.rewrite import created_nodes
 from .graph.subgraphs import WHY, Called
 from .graph.uneven_shards import MovedPadding, move_padding

@@ -24,8 +24,9 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...dispatch.call_check import dims_of_element, own_dims
-from ..graph.collectives import Size, collectives, group_of, kind_of, point_to_point
+from ..graph.collectives import collectives, group_of, kind_of, point_to_point
 from ..graph.index_map import Dims, strides
+from ..graph.nodes import Size
 from ..graph.row_wise import is_pointwise
 from ..report import Entry
 

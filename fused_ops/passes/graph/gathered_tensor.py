@@ -9,24 +9,21 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from .collectives import (
-    Collective,
+from .collectives import Collective, communicates, group_of, waits
+from .index_map import RANK, Digit, Digits, Dims, flat_dims, gathered_dims, part_of_rank, same_size
+from .nodes import (
     LeftAlone,
     aten,
     c10d,
     calls,
-    communicates,
     first_write,
-    group_of,
     is_contiguous,
     is_random,
     known,
     memory,
     val,
-    waits,
     what,
 )
-from .index_map import RANK, Digit, Digits, Dims, flat_dims, gathered_dims, part_of_rank, same_size
 from .rewrite import call, erase_unused
 from .scaling import Change
 from .views import View, views

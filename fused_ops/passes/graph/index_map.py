@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .collectives import LeftAlone, Size, known
+from .nodes import LeftAlone, Size, known
 
 RANK = -1  #: the axis that counts the ranks; others are the dimensions of a shard
 

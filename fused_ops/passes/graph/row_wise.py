@@ -12,21 +12,8 @@ import torch
 from torch import fx
 
 from . import rewrite
-from .collectives import (
-    FLAT,
-    Size,
-    argument,
-    aten,
-    c10d,
-    calls,
-    group_of,
-    is_random,
-    is_val,
-    known,
-    same_shape,
-    val,
-    writes,
-)
+from .collectives import group_of
+from .nodes import FLAT, Size, argument, aten, c10d, calls, is_random, is_val, known, same_shape, val, writes
 from .rewrite import call
 from .split_cat import SLICES, SPLITS
 from .views import CASTS

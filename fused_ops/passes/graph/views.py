@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from .collectives import FLAT, LeftAlone, argument, aten, calls, is_val, same_shape, val
 from .index_map import Dims, moved_dims, permuted, reshaped
+from .nodes import FLAT, LeftAlone, argument, aten, calls, is_val, same_shape, val
 from .scaling import Change, scaling
 from .split_cat import SLICES, SPLITS, Parts
 

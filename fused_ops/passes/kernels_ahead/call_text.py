@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from ....kernels.device.jit.ahead import CompilableProgram
 from ...dispatch.plan import Plan
 from ...planned_calls import plan_and_programs
-from ..graph.collectives import hint
+from ..graph.nodes import hint
 
 _TENSOR, _DTYPE = "tensor", "dtype"
 

@@ -17,7 +17,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from ..graph.collectives import communicates, fills_what_it_waits_for, hint_or_one, is_placed, waits
+from ..graph.collectives import communicates, fills_what_it_waits_for, is_placed, waits
+from ..graph.nodes import hint_or_one
 
 HEAP = "heap"  #: the pool of what copy engines have gathered, read where it came
 

@@ -15,16 +15,14 @@ from torch import fx
 
 from ...library import schema
 from ..graph import rewrite
-from ..graph.collectives import (
-    Collective,
+from ..graph.collectives import Collective, communicates, group_of
+from ..graph.nodes import (
     LeftAlone,
     alike,
     argument,
     aten,
     calls,
-    communicates,
     first_write,
-    group_of,
     is_contiguous,
     is_val,
     only_user,

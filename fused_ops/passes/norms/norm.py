@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from ..graph.collectives import LeftAlone, argument, aten, calls, is_val, known, only_user, some, val, what
+from ..graph.nodes import LeftAlone, argument, aten, calls, is_val, known, only_user, some, val, what
 from ..graph.row_wise import reduced_dims
 from ..graph.views import CASTS
 

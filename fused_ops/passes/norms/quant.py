@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ....kernels.device.gemm.scaling import FP8
 from ..graph import rewrite
-from ..graph.collectives import (
+from ..graph.collectives import communicates, waits
+from ..graph.nodes import (
     FLAT,
     LeftAlone,
     aten,
     calls,
-    communicates,
     first_write,
     is_contiguous,
     is_val,
@@ -30,7 +30,6 @@ from ..graph.collectives import (
     same_shape,
     some,
     val,
-    waits,
     what,
     writes,
 )

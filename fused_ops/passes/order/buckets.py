@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import fx
 
 from ....symm_mem import resolve_group
-from ..graph.collectives import c10d, communicates, group_of, is_val, kind_of, val
+from ..graph.collectives import communicates, group_of, kind_of
+from ..graph.nodes import c10d, is_val, val
 from ..graph.rewrite import call
 from ..memory.alias_sets import AliasSets, tensors_of
 from ..memory.hazards import Hazards

@@ -19,7 +19,7 @@ from torch import fx
 from ....symm_mem.layout import NUM_BUFFERS
 from ...dispatch import profitability
 from ...library import schema
-from ..graph.collectives import c10d, is_custom, val
+from ..graph.nodes import c10d, is_custom, val
 from ..memory.alias_sets import AliasSets
 from ..memory.hazards import Hazards
 from ..memory.live_bytes import body, put_in_order

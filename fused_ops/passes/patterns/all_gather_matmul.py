@@ -20,21 +20,10 @@ from torch import fx
 from ... import validation
 from ...library import schema
 from ..graph import rewrite
-from ..graph.collectives import (
-    COMPILE_BOTH,
-    Collective,
-    LeftAlone,
-    aten,
-    calls,
-    first_write,
-    is_contiguous,
-    memory,
-    some,
-    val,
-    what,
-)
+from ..graph.collectives import COMPILE_BOTH, Collective
 from ..graph.gathered_tensor import Gathered, Layout
 from ..graph.index_map import numel, plain
+from ..graph.nodes import LeftAlone, aten, calls, first_write, is_contiguous, memory, some, val, what
 from ..graph.rewrite import call
 from ..graph.scaling import Scaling, changed, is_factor, scaled
 from ..graph.views import View

@@ -19,8 +19,9 @@ from torch import fx
 from ...dispatch.profitability import FusionCandidate, gain_of_joining, why_not_profitable
 from ...library import schema
 from ..graph import rewrite
-from ..graph.collectives import (
-    Collective,
+from ..graph.collectives import Collective
+from ..graph.index_map import plain
+from ..graph.nodes import (
     LeftAlone,
     Size,
     alike,
@@ -36,7 +37,6 @@ from ..graph.collectives import (
     val,
     what,
 )
-from ..graph.index_map import plain
 from ..graph.rewrite import call
 from ..graph.views import unchanged
 from ..norms.behind import NormBehind

@@ -15,8 +15,9 @@ from torch import fx
 
 from ...library import schema
 from ..graph import rewrite
-from ..graph.collectives import Collective, LeftAlone, aten, c10d, calls, is_contiguous, val, what
+from ..graph.collectives import Collective
 from ..graph.index_map import RANK, Digit, Dims, gathered_dims, plain, same_size
+from ..graph.nodes import LeftAlone, aten, c10d, calls, is_contiguous, val, what
 from ..graph.views import View, ViewStep, steps_back, views
 from .pattern import Pattern
 

@@ -12,8 +12,9 @@ from ....symm_mem.layout import NUM_BUFFERS
 from ...dispatch import profitability
 from ...library import schema
 from ..graph import rewrite
-from ..graph.collectives import Collective, LeftAlone, c10d, val
+from ..graph.collectives import Collective
 from ..graph.index_map import plain
+from ..graph.nodes import LeftAlone, c10d, val
 from ..order.transports import NETWORK, transport_of_group
 from .pattern import Pattern
 

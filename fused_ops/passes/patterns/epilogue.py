@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from ..graph import rewrite
-from ..graph.collectives import (
+from ..graph.collectives import Collective, communicates
+from ..graph.index_map import Dims, flat_dims, numel, plain, reshaped, same_size
+from ..graph.nodes import (
     FLAT,
-    Collective,
     LeftAlone,
     alike,
     argument,
     aten,
     calls,
-    communicates,
     first_write,
     is_contiguous,
     is_val,
@@ -34,7 +34,6 @@ from ..graph.collectives import (
     val,
     what,
 )
-from ..graph.index_map import Dims, flat_dims, numel, plain, reshaped, same_size
 from ..graph.views import unchanged
 
 

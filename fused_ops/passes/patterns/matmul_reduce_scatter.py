@@ -17,8 +17,9 @@ from typing import Any
 from ....kernels.matmul_reduce_scatter.configs import MOST_PRODUCTS
 from ...library import schema
 from ..graph import rewrite
-from ..graph.collectives import Collective, LeftAlone, check_no_write, known, some, val
+from ..graph.collectives import Collective
 from ..graph.index_map import Digits, Dims, gathered_dims, numel, part_of_rank, plain
+from ..graph.nodes import LeftAlone, check_no_write, known, some, val
 from .epilogue import Terms, stays_behind
 from .pattern import Pattern
 from .sum_of_matmuls import SumOfMatmuls, sum_of

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import fx
 
 from ...dispatch.profitability import FusionCandidate, expected_gain
-from ..graph.collectives import hint, hint_or_one, is_val, known, memory, nbytes, val
+from ..graph.nodes import hint, hint_or_one, is_val, known, memory, nbytes, val
 from .matmuls import Product
 
 # Bytes per microsecond of a copy that transposes, measured on 2 H100: [7168, 4096] of 16 bits in 219 us.

@@ -15,7 +15,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from ....kernels.device.gemm.scaling import ScaledProducts
 from ...dispatch import profitability
 from ..agreement.signature import Order
-from ..graph.collectives import Collective, Size, val
+from ..graph.collectives import Collective
+from ..graph.nodes import Size, val
 from .matmuls import Use
 from .one_product import copies_us, why_not_one_product
 from .sum_of_matmuls import SumOfMatmuls

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import fx
 from torch._inductor import config as inductor_config
 
-from ..graph.collectives import Collective, LeftAlone, c10d
+from ..graph.collectives import Collective
+from ..graph.nodes import LeftAlone, c10d
 from ..order.costs import counted_flops
 from ..scaled import all_gather as all_gather_scaled_matmul
 from ..scaled import reduce_scatter as scaled_matmul_reduce_scatter

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from torch import fx
 
 from ...dispatch.profitability import FusionCandidate, expected_gain
-from ..graph.collectives import LeftAlone, Size, aten, c10d, calls, hint_or_one, kind_of, val
+from ..graph.collectives import kind_of
+from ..graph.nodes import LeftAlone, Size, aten, c10d, calls, hint_or_one, val
 from ..graph.split_cat import SPLITS
 from ..graph.views import steps_back
 from .matmuls import product

@@ -12,9 +12,9 @@ from torch import fx
 from ... import validation
 from ...library import schema
 from ..graph import rewrite
-from ..graph.collectives import (
-    COMPILE_BOTH,
-    Collective,
+from ..graph.collectives import COMPILE_BOTH, Collective
+from ..graph.index_map import Digits, Dims, numel, same_size
+from ..graph.nodes import (
     LeftAlone,
     Size,
     argument,
@@ -28,7 +28,6 @@ from ..graph.collectives import (
     val,
     what,
 )
-from ..graph.index_map import Digits, Dims, numel, same_size
 from ..graph.rewrite import call
 from ..graph.scaling import Scaling, check_factor, is_factor, scaled
 from ..graph.views import steps_back, view_step

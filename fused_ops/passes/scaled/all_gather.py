@@ -21,17 +21,10 @@ from ....kernels.all_gather_matmul.configs import MOST_BS
 from ....kernels.device.gemm.scaling import FP8, ScaleKind
 from ...library import schema
 from ..graph import rewrite
-from ..graph.collectives import (
-    Collective,
-    LeftAlone,
-    aten,
-    first_write,
-    some,
-    val,
-    what,
-)
+from ..graph.collectives import Collective
 from ..graph.gathered_tensor import Gathered, Layout
 from ..graph.index_map import RANK, Digits, numel, same_size
+from ..graph.nodes import LeftAlone, aten, first_write, some, val, what
 from ..graph.rewrite import call
 from ..graph.views import View, view_step
 from ..patterns.pattern import Pattern

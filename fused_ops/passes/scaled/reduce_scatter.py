@@ -14,8 +14,9 @@ from torch import fx
 from ....kernels.device.gemm.scaling import OUT_DTYPES, ScaleKind
 from ...library import schema
 from ..graph import rewrite
-from ..graph.collectives import Collective, LeftAlone, check_no_write, some, val, what
+from ..graph.collectives import Collective
 from ..graph.index_map import Dims, numel, plain
+from ..graph.nodes import LeftAlone, check_no_write, some, val, what
 from ..graph.rewrite import call
 from ..graph.scaling import Scaling
 from ..graph.views import ViewStep, steps_back

@@ -15,23 +15,9 @@ from torch import fx
 
 from ...library import schema
 from ..graph import rewrite
-from ..graph.collectives import (
-    Collective,
-    LeftAlone,
-    argument,
-    aten,
-    c10d,
-    calls,
-    communicates,
-    group_of,
-    is_val,
-    known,
-    same_shape,
-    val,
-    waits,
-    what,
-)
+from ..graph.collectives import Collective, communicates, group_of, waits
 from ..graph.index_map import RANK, Dims, gathered_dims, numel, same_size
+from ..graph.nodes import LeftAlone, argument, aten, c10d, calls, is_val, known, same_shape, val, what
 from ..graph.rewrite import call
 from ..graph.row_wise import is_pointwise, reduced_dims
 from ..graph.split_cat import SPLITS

@@ -20,8 +20,9 @@ from ...dispatch.profitability import (
     predicted_us,
     why_not_profitable,
 )
-from ..graph.collectives import Collective, LeftAlone, hint, nbytes, val
+from ..graph.collectives import Collective
 from ..graph.index_map import plain
+from ..graph.nodes import LeftAlone, hint, nbytes, val
 from ..graph.views import view_step
 from ..patterns.all_reduce import MATMUL_FROM
 from ..patterns.matmuls import product

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from torch import fx
 
 from ....symm_mem import resolve_group
-from ..graph.collectives import Collective, LeftAlone, Size, c10d, calls, known, same_shape, val
+from ..graph.collectives import Collective
+from ..graph.nodes import LeftAlone, Size, c10d, calls, known, same_shape, val
 from ..graph.row_wise import RowLayout, same_on_all_ranks
 from ..patterns.all_reduce import merge_what_is_summed
 from ..settings import AUTO

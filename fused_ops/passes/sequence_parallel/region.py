@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from ..graph.collectives import (
-    Collective,
+from ..graph.collectives import Collective
+from ..graph.nodes import (
     LeftAlone,
     argument,
     aten,

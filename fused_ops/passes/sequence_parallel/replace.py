@@ -10,18 +10,8 @@ from torch import fx
 
 from ..agreement.signature import COMPARED
 from ..graph import rewrite
-from ..graph.collectives import (
-    FLAT,
-    Collective,
-    Size,
-    aten,
-    c10d,
-    calls,
-    communicates,
-    memory,
-    same_shape,
-    val,
-)
+from ..graph.collectives import Collective, communicates
+from ..graph.nodes import FLAT, Size, aten, c10d, calls, memory, same_shape, val
 from ..graph.rewrite import call
 from ..graph.row_wise import step_by_rows, sum_of_own_rows
 from ..origin import copy_origin
