@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from ...symm_mem import Group
 from ..library.communicating import why_unordered
+from . import registry
 from .agreement.fallback.run import is_fallback_graph
 from .agreement.fallback_graph import (
     FallbackGraph,
@@ -40,7 +41,6 @@ from .order.copy_engines import start_when_needed
 from .order.in_pass import changed_order, keep_what_is_ordered
 from .origin import fields_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
-from .patterns import registry
 from .patterns.pattern import Pattern, why_not_called_from_cpp
 from .patterns.rivals import yielding
 from .records.node import take_record

@@ -33,7 +33,7 @@ _MOST_MOVED = 64
 
 
 @dataclass(frozen=True)
-class Layout:
+class GatherLayout:
     """The shard that an op gathers along ``dim``: which dimensions it has, and how it is cast and multiplied."""
 
     shard: Dims
@@ -41,7 +41,7 @@ class Layout:
     changes: tuple[Change, ...] = ()
 
     @classmethod
-    def of(cls, rows: Digits, columns: Digits, world: int, changes: tuple[Change, ...] = ()) -> Layout:
+    def of(cls, rows: Digits, columns: Digits, world: int, changes: tuple[Change, ...] = ()) -> GatherLayout:
         """
         Raises:
             LeftAlone: the op has none for that.
@@ -54,7 +54,7 @@ class Layout:
     def contracted(self) -> bool:
         return self.dim == len(self.shard) - 1
 
-    def same(self, other: Layout) -> bool:
+    def same(self, other: GatherLayout) -> bool:
         alike = (self.dim, len(self.shard), self.changes) == (other.dim, len(other.shard), other.changes)
         return alike and all(same_size(a, b) for a, b in zip(self.shard, other.shard, strict=True))
 

@@ -21,7 +21,7 @@ from ... import validation
 from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import COMPILE_BOTH, Collective
-from ..graph.gathered_tensor import Gathered, Layout
+from ..graph.gathered_tensor import Gathered, GatherLayout
 from ..graph.index_map import numel, plain
 from ..graph.nodes import LeftAlone, aten, calls, first_write, is_contiguous, memory, some, val, what
 from ..graph.rewrite import call
@@ -36,7 +36,7 @@ from .sum_of_matmuls import has_product
 REGATHERED = "weft_regathered"
 
 
-def match(c: Collective, groups: frozenset[str] | None = None) -> Pattern:
+def match_all_gather_matmul(c: Collective, groups: frozenset[str] | None = None) -> Pattern:
     """
     Raises:
         LeftAlone: no product of the gathered tensor is exactly what the op computes.
@@ -47,7 +47,7 @@ def match(c: Collective, groups: frozenset[str] | None = None) -> Pattern:
         other = _fused_behind(tensor) or dict.fromkeys(tensor.reasons)
         raise LeftAlone("; ".join([*reasons.values(), *other]) or _why_none(tensor))
     # Rows before contracted ranks: there the op can overlap. Of several layouts the one met first that will do.
-    layouts: list[Layout] = []
+    layouts: list[GatherLayout] = []
     for _, layout in sorted(candidates, key=lambda candidate: candidate[1].contracted):
         if not any(layout.same(other) for other in layouts):
             layouts.append(layout)
@@ -66,7 +66,7 @@ class _Replacement:
     """``uses`` are the products that one op computes, in the order of the graph."""
 
     tensor: Gathered
-    layout: Layout
+    layout: GatherLayout
     uses: list[Use]
     at: fx.Node  # where the op will stand
     hoisted: set[fx.Node]  # computed before it, for the other operands
@@ -78,7 +78,7 @@ class _Replacement:
 
     @classmethod
     def of(
-        cls, tensor: Gathered, layout: Layout, uses: list[Use], reasons: dict[fx.Node, str]
+        cls, tensor: Gathered, layout: GatherLayout, uses: list[Use], reasons: dict[fx.Node, str]
     ) -> _Replacement:
         """
         Args:
@@ -180,9 +180,9 @@ class _Replacement:
         return new if fits else call(at, aten.clone.default, new, memory_format=torch.contiguous_format)
 
 
-def _candidates(tensor: Gathered) -> tuple[list[tuple[Use, Layout]], dict[fx.Node, str]]:
+def _candidates(tensor: Gathered) -> tuple[list[tuple[Use, GatherLayout]], dict[fx.Node, str]]:
     """The products that the op can compute, in the order of the graph, and why others are none."""
-    found: dict[fx.Node, tuple[Use, Layout]] = {}
+    found: dict[fx.Node, tuple[Use, GatherLayout]] = {}
     reasons: dict[fx.Node, str] = {}
     for view in tensor.views.values():
         for node in view.node.users:
@@ -197,7 +197,7 @@ def _candidates(tensor: Gathered) -> tuple[list[tuple[Use, Layout]], dict[fx.Nod
     return [found[node] for node in sorted(found)], reasons
 
 
-def _candidate(tensor: Gathered, taken: Product, view: View) -> tuple[Use, Layout]:
+def _candidate(tensor: Gathered, taken: Product, view: View) -> tuple[Use, GatherLayout]:
     used = use(taken, view.dims, transposed=view.node is not taken.left)
     x, dtype = val(tensor.collectives[0].x), val(view.node).dtype
     if taken.left in tensor.views and taken.right in tensor.views:
@@ -210,7 +210,7 @@ def _candidate(tensor: Gathered, taken: Product, view: View) -> tuple[Use, Layou
         raise LeftAlone("it has another dtype or layout")
     if dtype.itemsize > x.dtype.itemsize:
         raise LeftAlone(f"cast to {dtype} before it is gathered, twice as many bytes would be sent")
-    return used, Layout.of(used.rows, used.columns, tensor.collectives[0].world, view.changes)
+    return used, GatherLayout.of(used.rows, used.columns, tensor.collectives[0].world, view.changes)
 
 
 def contracting(tensor: Gathered, products: list[fx.Node]) -> list[Use]:

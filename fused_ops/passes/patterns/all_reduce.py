@@ -49,7 +49,7 @@ MEMORY = 3e6  #: bytes that a GPU reads or writes in a microsecond
 MATMUL_FROM = 1 << 20  #: bytes: what takes longer to send than to start is worth hiding behind the product
 
 
-def match(c: Collective, groups: frozenset[str] | None = None, *, always: bool = False) -> Pattern:
+def match_all_reduce(c: Collective, groups: frozenset[str] | None = None, *, always: bool = False) -> Pattern:
     """
     Args:
         always: into the product where that is right, else in one shot, whether it pays or not.

@@ -22,7 +22,7 @@ from ..graph.views import View, ViewStep, steps_back, views
 from .pattern import Pattern
 
 
-def match(c: Collective, why: str = "", *, decided: bool = False) -> Pattern:
+def match_alone(c: Collective, why: str = "", *, decided: bool = False) -> Pattern:
     """
     Args:
         why: no product takes it.

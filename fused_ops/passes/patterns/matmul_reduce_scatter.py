@@ -25,7 +25,7 @@ from .pattern import Pattern
 from .sum_of_matmuls import SumOfMatmuls, sum_of
 
 
-def match(c: Collective) -> Pattern:
+def match_matmul_reduce_scatter(c: Collective) -> Pattern:
     """
     Raises:
         LeftAlone: what is reduced is not exactly a product that the op computes.

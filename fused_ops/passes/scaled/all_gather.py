@@ -22,7 +22,7 @@ from ....kernels.device.gemm.scaling import FP8, ScaleKind
 from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import Collective
-from ..graph.gathered_tensor import Gathered, Layout
+from ..graph.gathered_tensor import Gathered, GatherLayout
 from ..graph.index_map import RANK, Digits, numel, same_size
 from ..graph.nodes import LeftAlone, aten, first_write, some, val, what
 from ..graph.rewrite import call
@@ -32,7 +32,9 @@ from .row_by_row import RowByRow
 from .scaled_mm import SCALED_MMS, ScaledMm
 
 
-def match(c: Collective, groups: frozenset[str] | None, *, again: bool = False) -> Pattern | None:
+def match_all_gather_scaled_matmul(
+    c: Collective, groups: frozenset[str] | None, *, again: bool = False
+) -> Pattern | None:
     """None where no scaled product depends on what is gathered. For a gather of scales that of what they scale.
 
     Raises:
@@ -43,7 +45,7 @@ def match(c: Collective, groups: frozenset[str] | None, *, again: bool = False) 
         return None
     if val(c.x).dim() == 0 or not (rows := RowByRow(c, groups)).products:
         return None
-    found: list[tuple[ScaledMm, Layout]] = []
+    found: list[tuple[ScaledMm, GatherLayout]] = []
     reasons: dict[fx.Node, str] = {}
     for taken in rows.products:
         try:
@@ -53,7 +55,7 @@ def match(c: Collective, groups: frozenset[str] | None, *, again: bool = False) 
     if not found:
         numbers = [each for taken in rows.products for each in _gathers(taken.left, rows) if each is not c]
         if numbers and not again:
-            whole = match(numbers[0], groups, again=True)
+            whole = match_all_gather_scaled_matmul(numbers[0], groups, again=True)
             if whole is not None and c.node in whole.others:
                 return whole
         raise LeftAlone("; ".join(dict.fromkeys(reasons.values())))
@@ -71,7 +73,7 @@ class _Replacement:
     collective: Collective
     rows: RowByRow
     tensor: Gathered  # all that is computed of what is gathered, up to the products
-    layout: Layout
+    layout: GatherLayout
     uses: list[ScaledMm]
     whole: fx.Node | None  # the view of the quantised tensor of which all is made that others use
     scales_of: Collective | None  # which gathers the scales
@@ -79,7 +81,7 @@ class _Replacement:
     hoisted: set[fx.Node]  # computed before it, for the other operands
 
     @classmethod
-    def of(cls, c: Collective, rows: RowByRow, layout: Layout, uses: list[ScaledMm]) -> _Replacement:
+    def of(cls, c: Collective, rows: RowByRow, layout: GatherLayout, uses: list[ScaledMm]) -> _Replacement:
         """
         Raises:
             LeftAlone: something else needs what the op does not return, or comes between.
@@ -187,7 +189,7 @@ class _Replacement:
         return call(self.at, aten.clone.default, new, memory_format=torch.contiguous_format)
 
 
-def _layout(taken: ScaledMm, rows: RowByRow, c: Collective) -> Layout:
+def _layout(taken: ScaledMm, rows: RowByRow, c: Collective) -> GatherLayout:
     taken.check()
     dims = rows.dims(taken.left)
     if dims is None:
@@ -197,7 +199,7 @@ def _layout(taken: ScaledMm, rows: RowByRow, c: Collective) -> Layout:
     if _gathers(taken.left, rows) != [c]:
         raise LeftAlone("its left operand is not what this collective alone gathers")
     rows_, columns = dims
-    layout = Layout.of(rows_, columns, c.world)
+    layout = GatherLayout.of(rows_, columns, c.world)
     of_scales = rows.dims(taken.left_scale)
     if of_scales is None:
         if taken.kind is not ScaleKind.TENSOR and (taken.kind is ScaleKind.BLOCKS or layout.contracted):

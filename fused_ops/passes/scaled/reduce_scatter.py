@@ -25,7 +25,7 @@ from ..patterns.pattern import Pattern
 from .scaled_mm import ScaledMm, scaled_mm
 
 
-def match(c: Collective) -> Pattern | None:
+def match_scaled_matmul_reduce_scatter(c: Collective) -> Pattern | None:
     """None where what is reduced is no scaled product.
 
     Raises:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from torch import fx
 from torch._inductor import config as inductor_config
 
-from ..graph.collectives import Collective
-from ..graph.nodes import LeftAlone, c10d
-from ..order.costs import counted_flops
-from ..scaled import all_gather as all_gather_scaled_matmul
-from ..scaled import reduce_scatter as scaled_matmul_reduce_scatter
-from ..settings import AUTO, PassSettings
-from . import all_gather_matmul, all_reduce, alone, asynchronous, matmul_reduce_scatter
-from .pattern import Pattern
+from .graph.collectives import Collective
+from .graph.nodes import LeftAlone, c10d
+from .order.costs import counted_flops
+from .patterns.all_gather_matmul import match_all_gather_matmul
+from .patterns.all_reduce import match_all_reduce
+from .patterns.alone import match_alone
+from .patterns.asynchronous import match_copied
+from .patterns.matmul_reduce_scatter import match_matmul_reduce_scatter
+from .patterns.pattern import Pattern
+from .scaled.all_gather import match_all_gather_scaled_matmul
+from .scaled.reduce_scatter import match_scaled_matmul_reduce_scatter
+from .settings import AUTO, PassSettings
 
 
 def find(c: Collective, settings: PassSettings) -> Pattern:
@@ -39,8 +43,8 @@ def find(c: Collective, settings: PassSettings) -> Pattern:
         why = str(e)
     try:
         if copies:
-            return asynchronous.match(c, why)
-        other = alone.match(c, why, decided=always or not by_itself)
+            return match_copied(c, why)
+        other = match_alone(c, why, decided=always or not by_itself)
         if (small := other.why_not_profitable()) is not None:
             raise LeftAlone(small)
         return other
@@ -58,17 +62,17 @@ def with_product(c: Collective, settings: PassSettings) -> Pattern:
     """
     if c.node.target is c10d.all_reduce.default:
         # Where several ops could take it, the one that takes most, whether that is profitable or not.
-        return all_reduce.match(c, settings.groups, always=settings.fuse == "always")
+        return match_all_reduce(c, settings.groups, always=settings.fuse == "always")
     if c.node.target is c10d.reduce_scatter_tensor.default:
-        return scaled_matmul_reduce_scatter.match(c) or matmul_reduce_scatter.match(c)
+        return match_scaled_matmul_reduce_scatter(c) or match_matmul_reduce_scatter(c)
     why: LeftAlone | None = None
     try:
-        if (scaled := all_gather_scaled_matmul.match(c, settings.groups)) is not None:
+        if (scaled := match_all_gather_scaled_matmul(c, settings.groups)) is not None:
             return scaled
     except LeftAlone as e:
         why = e
     try:
-        return all_gather_matmul.match(c, settings.groups)
+        return match_all_gather_matmul(c, settings.groups)
     except LeftAlone as e:
         raise (why or e) from e
 
