@@ -26,7 +26,7 @@ from .nodes import (
 )
 from .rewrite import call, erase_unused
 from .scaling import Change
-from .views import View, views
+from .views import View, steps_back, views
 
 # Nodes that are computed before a gather instead of behind it, for one operand: a weight that is cast and transposed.
 _MOST_MOVED = 64
@@ -117,13 +117,9 @@ class Gathered:
 
     def made_of(self, node: fx.Node) -> set[fx.Node]:
         """A view and all that it is made of, down to the gathered tensor; nothing for another node."""
-        found: set[fx.Node] = set()
-        view = self.views.get(node)
-        while view is not None:
-            found.add(view.node)
-            found.update(view.step.between if view.step is not None else ())
-            view = self.views[view.step.source] if view.step is not None else None
-        return found
+        if node not in self.views:
+            return set()
+        return {node}.union(*((step.source, *step.between) for step in steps_back(node)))
 
     def _gathers(self) -> set[fx.Node]:
         return {c.node for c in self.collectives}

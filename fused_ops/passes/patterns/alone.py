@@ -18,7 +18,7 @@ from ..graph import rewrite
 from ..graph.collectives import Collective
 from ..graph.index_map import RANK, Digit, Dims, gathered_dims, plain, same_size
 from ..graph.nodes import LeftAlone, aten, c10d, calls, is_contiguous, val, what
-from ..graph.views import View, ViewStep, steps_back, views
+from ..graph.views import ViewStep, steps_back, views
 from .pattern import Pattern
 
 
@@ -95,7 +95,7 @@ def _gathered(c: Collective) -> _Replacement:
     if c.only_waited_for:
         found, _ = views(c.wait, gathered_dims(shape, c.world))
         for node, view in found.items():
-            steps = _steps_to(view, found)
+            steps = list(steps_back(node))
             if not steps or view.changes or not is_contiguous(val(node)):
                 continue
             if not _nothing_else_uses(c.wait, steps):
@@ -115,15 +115,6 @@ def _scattered(c: Collective) -> _Replacement:
             if _same(dims, _along(part, dim, c.world)):
                 return _Replacement(c, schema.reduce_scatter, dim, step.source, c.wait, (step,))
     return _Replacement(c, schema.reduce_scatter, 0, c.x, c.wait)
-
-
-def _steps_to(view: View, found: dict[fx.Node, View]) -> list[ViewStep]:
-    """From the gathered tensor to one of its views, the last one first."""
-    steps: list[ViewStep] = []
-    while view.step is not None:
-        steps.append(view.step)
-        view = found[view.step.source]
-    return steps
 
 
 def _nothing_else_uses(wait: fx.Node, steps: list[ViewStep]) -> bool:

@@ -65,11 +65,11 @@ class Region:
     def all_rows(self, node: fx.Node) -> list[fx.Node]:
         """The users of a node that need all rows."""
         inside = (self.leads, self.sums, self.sizes)
-        chunked = {self.chunks[c] for c in self.chunks}
         return [
             u
             for u in node.users
-            if not any(u in each for each in inside) and not (node in chunked and _is_chunk_of(u, node, self))
+            if not any(u in each for each in inside)
+            and not (node in self.leads and _own_chunk(u, node, self) in self.chunks)
         ]
 
     def settle(self) -> None:
@@ -202,10 +202,6 @@ def _own_chunk(user: fx.Node, node: fx.Node, region: Region) -> fx.Node | None:
         return None
     mine = start == layout.rank * part and min(end, size) == (layout.rank + 1) * part
     return user if mine else None
-
-
-def _is_chunk_of(user: fx.Node, node: fx.Node, region: Region) -> bool:
-    return (own := _own_chunk(user, node, region)) is not None and own in region.chunks
 
 
 def _bytes(node: fx.Node) -> int:
