@@ -19,15 +19,13 @@ _NOT_IN_THE_GRAPH = {"WEFT_TIMEOUT", "WEFT_REPORT"}
 
 
 def pass_key(settings: PassSettings) -> str:
-    names = "all" if settings.groups is None else sorted(settings.groups)
+    groups = _groups()
+    sizes = [(name, pg.size(), dist.get_backend(pg)) for name, pg in groups]
+    # A graph that takes this rank's rows of a tensor is this rank's own.
+    ranks = [(name, pg.rank()) for name, pg in groups] if settings.sequence_parallel else None
     return (
-        f"weft {weft.__version__} {_sources()} groups={names} "
-        f"strict={settings.strict} fuse={settings.fuse} agree={settings.agree} regather={settings.regather} "
-        f"collectives={settings.collectives} sequence_parallel={settings.sequence_parallel} "
-        f"reorder={settings.reorder} gathers={settings.gathers} buckets={settings.buckets} "
-        f"costs={tables_key()} "
-        f"ranks={_own_ranks() if settings.sequence_parallel else None} "
-        f"sizes={_group_sizes()} environment={_environment()}"
+        f"weft {weft.__version__} {_sources()} {settings!r} costs={tables_key()} "
+        f"ranks={ranks} sizes={sizes} environment={_environment()}"
     )
 
 
@@ -42,24 +40,13 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def _group_sizes() -> list[tuple[str, int, str]]:
+def _groups() -> list[tuple[str, dist.ProcessGroup]]:
     """A graph of an all-reduce does not say for how many ranks it is, but what it is fused into depends on it."""
     if not dist.is_initialized():
         return []
     known = dist.distributed_c10d._world.pg_names
-    return sorted(
-        (name, pg.size(), dist.get_backend(pg))
-        for pg, name in known.items()
-        if isinstance(pg, dist.ProcessGroup)
-    )
-
-
-def _own_ranks() -> list[tuple[str, int]]:
-    """A graph that takes this rank's rows of a tensor is this rank's own."""
-    if not dist.is_initialized():
-        return []
-    known = dist.distributed_c10d._world.pg_names
-    return sorted((name, pg.rank()) for pg, name in known.items() if isinstance(pg, dist.ProcessGroup))
+    found = [(name, pg) for pg, name in known.items() if isinstance(pg, dist.ProcessGroup)]
+    return sorted(found, key=lambda group: group[0])
 
 
 def _environment() -> dict[str, str]:

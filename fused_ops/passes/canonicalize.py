@@ -11,22 +11,11 @@ from torch import fx
 from torch.distributed import ProcessGroup
 
 from ...symm_mem.heap.registry import has_name
-from .graph.collectives import (
-    LeftAlone,
-    alike,
-    aten,
-    c10d,
-    calls,
-    collectives,
-    is_contiguous,
-    is_val,
-    val,
-    waits,
-    what,
-)
+from .graph.collectives import collectives, waits
+from .graph.nodes import LeftAlone, alike, aten, c10d, calls, is_contiguous, is_val, val, what
 from .graph.rewrite import call
 from .origin import copy_origin
-from .patterns import registry
+from .patterns.pattern import Pattern
 
 _COALESCED = {
     c10d.all_gather_into_tensor_coalesced.default: c10d.all_gather_into_tensor.default,
@@ -39,6 +28,15 @@ _OUT = {
 }
 _FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 _EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_strided.default)
+
+
+def to_one_spelling(graph: fx.Graph) -> None:
+    """What needs no knowledge of patterns."""
+    by_position(graph)
+    make_functional(graph)
+    name_groups(graph)
+    wait_for_each(graph)
+    wait_once(graph)
 
 
 def by_position(graph: fx.Graph) -> None:
@@ -133,13 +131,13 @@ def wait_once(graph: fx.Graph) -> None:
 
 
 def canonicalize(
-    graph: fx.Graph, find: Callable[[fx.Node], registry.Form], why_not: Callable[[registry.Form], str | None]
+    graph: fx.Graph, find: Callable[[fx.Node], Pattern], why_not: Callable[[Pattern], str | None]
 ) -> dict[fx.Node, str]:
     """Takes coalesced collectives apart, and gives those with an ``out`` new memory, where all of them will be fused.
 
     Args:
-        find: the form of a collective.
-        why_not: why a form that was found will not be used; None if it will.
+        find: the pattern of a collective.
+        why_not: why a pattern that was found will not be used; None if it will.
 
     Returns:
         why others stay as they are.
@@ -161,8 +159,8 @@ def canonicalize(
 
 def _replace_if_fused(
     parts: dict[fx.Node, tuple[Any, ...]],
-    find: Callable[[fx.Node], registry.Form],
-    why_not: Callable[[registry.Form], str | None],
+    find: Callable[[fx.Node], Pattern],
+    why_not: Callable[[Pattern], str | None],
 ) -> None:
     """Puts collectives, as (target, arguments), in place of nodes.
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
-from .graph.collectives import LeftAlone, aten
+from .graph.nodes import LeftAlone, aten
 from .graph.rewrite import call
 
 _Arguments: TypeAlias = "Callable[[list[fx.Node]], tuple[tuple[Any, ...], dict[str, Any]]]"

@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from ...symm_mem import Group
 from ..library.communicating import why_unordered
+from . import registry
 from .agreement.fallback.run import is_fallback_graph
 from .agreement.fallback_graph import (
     FallbackGraph,
@@ -26,39 +27,26 @@ from .agreement.fallback_graph import (
 from .agreement.outcomes import RunOutcomes
 from .agreement.signature import Order
 from .cache_key import pass_key
-from .canonicalize import by_position, canonicalize, make_functional, name_groups, wait_for_each, wait_once
+from .canonicalize import canonicalize, to_one_spelling
 from .decompositions import Written, write_out
-from .graph.collectives import (
-    Collective,
-    LeftAlone,
-    collectives,
-    custom_ops,
-    kind_of,
-)
+from .graph.collectives import Collective, collectives, kind_of
+from .graph.nodes import LeftAlone, custom_ops
 from .graph.rewrite import created_nodes
 from .graph.subgraphs import WHY, Called
 from .graph.uneven_shards import MovedPadding, move_padding
 from .kernels_ahead.graph_kernels import GraphKernels, note_collective
-from .log import log_line
 from .norms.eps_as_number import eps_options
-from .order.at_once import start_when_needed
+from .order.copy_engines import start_when_needed
 from .order.in_pass import changed_order, keep_what_is_ordered
 from .origin import fields_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
-from .patterns import registry
-from .patterns.candidate import (
-    gain_of,
-    problem_of,
-    why_not_called_from_cpp,
-    why_not_compared,
-    why_not_profitable_of,
-)
+from .patterns.pattern import Pattern, why_not_called_from_cpp
 from .patterns.rivals import yielding
 from .records.node import take_record
 from .records.seen import SeenGraphs
 from .regather import joint_options
 from .report import Entry, FusionError, PassRuns, Report
-from .report_file import put_into_file, write_reports
+from .report_file import log_line, put_into_file, write_reports
 from .sequence_parallel.joint import rewritten
 from .settings import AUTO, CAPTURE, OnePass, Rewrites
 
@@ -237,34 +225,59 @@ class FusionPass(OnePass, CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         if is_fallback_graph():
             return
-        by_position(graph)
-        make_functional(graph)
-        name_groups(graph)
-        wait_for_each(graph)
-        wait_once(graph)
+        to_one_spelling(graph)
         if self.reorder is not None and self.collectives == AUTO:
             start_when_needed(graph)
-        nodes = list(collectives(graph))
-        number = self._seen.begin()
-        numbers = [number]
-        for inner, called in self._called.put_back(graph):
-            take_record(inner)
-            numbers += called.numbers
-            if called.before is not None:
-                self._leave(called.numbers[0])
-        if not nodes:
+        numbers = self._begin(graph)
+        if not any(collectives(graph)):
             self._custom_ops |= dict.fromkeys(custom_ops(graph))
             GraphKernels(graph).compile()
             if len(numbers) > 1:
                 self._keep(graph, numbers, None)
             return
-        written: list[Written | MovedPadding] = [*write_out(graph), *move_padding(graph)]
-        original = FallbackGraph(graph, nodes) if self.agree else None
-        why_not = None
+        rewrites: list[Written | MovedPadding] = [*write_out(graph), *move_padding(graph)]
+        original = FallbackGraph(graph, list(collectives(graph))) if self.agree else None
+        why_not = None if original is None else self._why_not_kept(original)
+        entries, orders = self._fused(graph, numbers[0], why_not)
+        for each in rewrites:
+            each.put_back()
+        change = changed_order(graph, self, numbers[0], self._voted(entries, why_not))
+        kernels = GraphKernels(graph)
+        entries = [e.planned(kernels.plans.get(e.node)) for e in entries]
         if original is not None:
-            why_not = why_not_generated() or why_bucketed() or original.why_not_kept()
-        if self.agree and self.agree != CAPTURE:
-            why_not = why_captured_without_vote() or why_not
+            passed = change.crossed if change else frozenset()
+            name = original.ask_first(graph, entries, orders, passed, agree=self.agree, calls=kernels.calls)
+            entries = [replace(e, signature=name) for e in entries]
+        keep_what_is_ordered(graph, change)
+        graph.lint()
+        self._seen.enter(entries, change)
+        self._tell(numbers[0])
+        self._keep(graph, numbers, None if original is None else original.graph)
+        kernels.compile()
+
+    def _begin(self, graph: fx.Graph) -> list[int]:
+        """The numbers of the graph and of those that it calls, which are put back where they must not be fused."""
+        numbers = [self._seen.begin()]
+        for inner, called in self._called.put_back(graph):
+            take_record(inner)
+            numbers += called.numbers
+            if called.before is not None:
+                self._seen.put_back(called.numbers[0], WHY)
+                self._tell(called.numbers[0])
+        return numbers
+
+    def _why_not_kept(self, original: FallbackGraph) -> str | None:
+        """Why nothing can be fused that ranks must be asked about; None if it can."""
+        if self.agree != CAPTURE and (why := why_captured_without_vote()) is not None:
+            return why
+        return why_not_generated() or why_bucketed() or original.why_not_kept()
+
+    def _fused(self, graph: fx.Graph, number: int, why_not: str | None) -> tuple[list[Entry], list[Order]]:
+        """Fuses what can be and should be.
+
+        Returns:
+            what became of each collective, and what travels, and in which order.
+        """
         notes = rewritten(graph, self, lambda group: self._why_not_changed(group, None, why_not))
         left = canonicalize(graph, self._find, lambda match: self._why_not(match, why_not))
         nodes = list(collectives(graph))
@@ -284,56 +297,36 @@ class FusionPass(OnePass, CustomGraphPass):
                 entries[node] = replace(entries[node], detail=f"with no product: {why}")
         for node in notes.keys() & entries.keys():
             entries[node] = entries[node].noted(notes[node])
-        for each in written:
-            each.put_back()
-        report = Report(entries[n] for n in nodes)
-        groups = {e.group for e in report.entries if e.group is not None and why_not is None}
-        voted = {g for g in groups if has_ranks(g) and why_not_asked(g) is None} if self.agree else None
-        change = changed_order(graph, self, number, voted)
-        kernels = GraphKernels(graph)
-        report = Report(e.planned(kernels.plans.get(e.node)) for e in report.entries)
-        if original is not None:
-            passed = change.crossed if change else frozenset()
-            name = original.ask_first(
-                graph, report.entries, orders, passed, agree=self.agree, calls=kernels.calls
-            )
-            report = Report(replace(e, signature=name) for e in report.entries)
-        keep_what_is_ordered(graph, change)
-        graph.lint()
-        self._seen.enter(report.entries, change)
+        return [entries[n] for n in nodes], orders
+
+    def _voted(self, entries: Iterable[Entry], why_not: str | None) -> set[str] | None:
+        """The groups whose ranks can compare the order of a graph before each run; None for all."""
+        if not self.agree:
+            return None
+        groups = {e.group for e in entries if e.group is not None and why_not is None}
+        return {g for g in groups if has_ranks(g) and why_not_asked(g) is None}
+
+    def _tell(self, number: int) -> None:
+        """
+        Raises:
+            FusionError: the pass is strict, and a collective of the graph was left alone.
+        """
+        report = self._seen.of(number)
         log_line(number, report)
         write_reports()
         if self.strict and report.left:
             raise FusionError(report)
-        self._keep(graph, numbers, None if original is None else original.graph)
-        kernels.compile()
 
     def _keep(self, graph: fx.Graph, numbers: Sequence[int], before: fx.Graph | None) -> None:
         """Has the graph's code tell of it and of those that it calls, unless another graph calls it."""
         self._seen.put_record(graph, numbers)
         self._called.remember(graph, numbers, before)
 
-    def _leave(self, number: int) -> None:
-        """Enters that a graph was put back as it was."""
-        self._seen.put_back(number, WHY)
-        report = self._seen.of(number)
-        log_line(number, report)
-        if self.strict and report.left:
-            raise FusionError(report)
+    def _find(self, node: fx.Node) -> Pattern:
+        return registry.find(Collective.from_node(node, self.groups), self)
 
-    def _find(self, node: fx.Node) -> registry.Form:
-        by_itself = self.collectives == AUTO
-        # By itself it leaves them to what runs them beside products.
-        if not self.collectives or (by_itself and inductor_config.reorder_for_compute_comm_overlap):
-            return self._find_product(node)
-        collective, always = Collective.from_node(node, self.groups), self.fuse == "always"
-        if by_itself and self.reorder is not None:
-            return registry.match_beside(collective, self.groups, always=always)
-        return registry.match_alone_too(collective, self.groups, always=always, any_size=not by_itself)
-
-    def _find_product(self, node: fx.Node) -> registry.Form:
-        collective = Collective.from_node(node, self.groups)
-        return registry.match(collective, self.groups, always=self.fuse == "always")
+    def _find_product(self, node: fx.Node) -> Pattern:
+        return registry.with_product(Collective.from_node(node, self.groups), self)
 
     def _fuse(
         self,
@@ -351,7 +344,7 @@ class FusionPass(OnePass, CustomGraphPass):
         try:
             match = self._find(node)
             found = {"form": match.form}
-            problem = problem_of(match)
+            problem = match.problem
             reason = self._why_not(match, why_not_kept)
             if reason is not None:
                 raise LeftAlone(reason)
@@ -367,21 +360,21 @@ class FusionPass(OnePass, CustomGraphPass):
         into: dict[str, Any] = {"dim": match.dim, "fused_into": str(match.op._schema.name), **found}
         gain: dict[str, Any] = {}
         if problem is not None:
-            gain = dict(zip("mnk", problem, strict=True)) | {"gain": gain_of(match, problem)}
+            gain = dict(zip("mnk", problem, strict=True)) | {"gain": match.gain}
         entries[node] = Entry(**fields[node], **into, **gain, detail=match.detail)
         for other in match.others:
             entries[other] = Entry(**fields[other], **into, detail=f"merged with {fields[node]['node']}")
         return order
 
-    def _why_not(self, match: registry.Form, why_not_kept: str | None) -> str | None:
+    def _why_not(self, match: Pattern, why_not_kept: str | None) -> str | None:
         """Why what could be fused should not be."""
-        if self.fuse == "auto" and (reason := why_not_profitable_of(match)) is not None:
+        if self.fuse == "auto" and (reason := match.why_not_profitable()) is not None:
             return reason
         group = match.collective.group
         reason = self._why_not_changed(group, match.op, why_not_kept)
         if reason is not None or not self.agree or not has_ranks(group):
             return reason
-        return why_not_compared(match)
+        return match.why_not_compared()
 
     def _why_not_changed(self, group: str, op: Any, why_not_kept: str | None) -> str | None:
         """Why no op of this group should take the place of what is in the graph."""

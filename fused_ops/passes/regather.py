@@ -20,9 +20,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ..dispatch import profitability
 from .agreement.fallback.run import is_fallback_graph
 from .cache_key import pass_key
-from .graph.collectives import Collective, LeftAlone, c10d, hint, val
+from .graph.collectives import Collective
 from .graph.gathered_tensor import Gathered
 from .graph.index_map import numel
+from .graph.nodes import LeftAlone, c10d, hint, val
 from .pass_sequence import in_sequence, passes_of
 from .patterns.all_gather_matmul import REGATHERED, contracting
 from .sequence_parallel.joint import JointRows

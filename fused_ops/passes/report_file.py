@@ -1,4 +1,4 @@
-"""WEFT_REPORT: a file with what became of the collectives, without a changed line of the program."""
+"""Reports without a changed line of the program: a line of the log for each graph, and the file of WEFT_REPORT."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ...symm_mem import resolve_group
 from .report import Report
 
 VARIABLE = "WEFT_REPORT"
@@ -18,6 +19,27 @@ _log = logging.getLogger("weft.passes")
 _reports: list[Callable[[], Report]] = []
 _failed: set[str] = set()
 _rank: int | None = None  # as long as there was a group
+
+
+def log_line(number: int, report: Report) -> None:
+    """For ``weft.passes``: at INFO by the first rank of each group; the others, with the same to say, at DEBUG."""
+    level = logging.INFO if any(_is_first(e.group) for e in report.entries) else logging.DEBUG
+    _log.log(level, "%s", _line(number, report))
+
+
+def _is_first(group: str | None) -> bool:
+    try:
+        return group is None or resolve_group(group).rank() == 0
+    except ValueError:
+        return True
+
+
+def _line(number: int, report: Report) -> str:
+    text = f"graph {number}: {report.fused} of {len(report.entries)} collectives fused"
+    if report.gain:
+        text += f", should save {report.gain:.3g} us"
+    left = [e for e in report.entries if e.fused_into is None]
+    return f"{text}; {left[0].node} left alone: {left[0].reason}" if left else text
 
 
 def put_into_file(report: Callable[[], Report]) -> None:

@@ -23,8 +23,8 @@ from weft.fused_ops.dispatch.profitability import (
     why_not_profitable,
 )
 from weft.fused_ops.library.communicating import COMMUNICATING
-from weft.fused_ops.passes.graph.collectives import c10d
-from weft.fused_ops.passes.patterns.candidate import word_of
+from weft.fused_ops.passes.graph.nodes import c10d
+from weft.fused_ops.passes.patterns.pattern import word_of
 from weft.kernels.all_gather_matmul import configs as gather
 from weft.kernels.all_reduce.configs import estimate_all_reduce_us
 from weft.kernels.device import capability

@@ -50,7 +50,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ....symm_mem import WeftError, resolve_group
 from ....symm_mem.groups import native_backends
-from ..graph.collectives import argument, calls, collectives, group_of, kind_of, point_to_point, what
+from ..graph.collectives import collectives, group_of, kind_of, point_to_point
+from ..graph.nodes import argument, calls, what
 from ..report import Entry
 from ..settings import CAPTURE
 from .fallback.called import CALLERS, KeptGraph

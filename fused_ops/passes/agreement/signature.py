@@ -25,8 +25,10 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...dispatch.call_check import dims_of_element
 from ...ops import OP_OF
-from ..graph.collectives import Size, collectives, group_of, kind_of, point_to_point
+from ..graph.collectives import collectives, group_of, kind_of, point_to_point
 from ..graph.index_map import Dims, strides
+from ..graph.nodes import Size
+from ..graph.row_wise import is_pointwise
 from ..report import Entry
 
 #: What a node has in its ``meta`` if ranks must compute it alike.
@@ -154,10 +156,8 @@ def _own_dims(node: fx.Node, argument: str) -> tuple[int, ...]:
 
 
 def _computes(node: fx.Node) -> bool:
-    op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or op._opname == "clone":
-        return False
-    return torch.Tag.pointwise in op.tags or op._opname in _REDUCTIONS
+    name = getattr(node.target, "_opname", "clone")
+    return name != "clone" and (is_pointwise(node) or name in _REDUCTIONS)
 
 
 def _computed(node: fx.Node) -> str:

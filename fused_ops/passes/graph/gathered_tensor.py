@@ -3,36 +3,66 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from .collectives import (
-    Collective,
+from .collectives import Collective, communicates, group_of, waits
+from .index_map import RANK, Digit, Digits, Dims, flat_dims, gathered_dims, part_of_rank, same_size
+from .nodes import (
     LeftAlone,
     aten,
     c10d,
     calls,
-    communicates,
     first_write,
-    group_of,
     is_contiguous,
     is_random,
     known,
     memory,
     val,
-    waits,
     what,
 )
-from .index_map import Dims, flat_dims, gathered_dims, same_size
 from .rewrite import call, erase_unused
 from .scaling import Change
-from .views import View, views
+from .views import View, steps_back, views
 
 # Nodes that are computed before a gather instead of behind it, for one operand: a weight that is cast and transposed.
 _MOST_MOVED = 64
+
+
+@dataclass(frozen=True)
+class GatherLayout:
+    """The shard that an op gathers along ``dim``: which dimensions it has, and how it is cast and multiplied."""
+
+    shard: Dims
+    dim: int
+    changes: tuple[Change, ...] = ()
+
+    @classmethod
+    def of(cls, rows: Digits, columns: Digits, world: int, changes: tuple[Change, ...] = ()) -> GatherLayout:
+        """
+        Raises:
+            LeftAlone: the op has none for that.
+        """
+        if (part := part_of_rank(rows, columns, world)) is None:
+            raise LeftAlone("the gathered dimension is contracted, but is not the outermost one")
+        return cls(*part, changes)
+
+    @property
+    def contracted(self) -> bool:
+        return self.dim == len(self.shard) - 1
+
+    def same(self, other: GatherLayout) -> bool:
+        alike = (self.dim, len(self.shard), self.changes) == (other.dim, len(other.shard), other.changes)
+        return alike and all(same_size(a, b) for a, b in zip(self.shard, other.shard, strict=True))
+
+    def joined(self, world: int) -> Dims:
+        """The dimensions of the gathered tensor as the op gives it."""
+        dims = list(self.shard)
+        dims[self.dim] = (Digit(RANK, world), *dims[self.dim])
+        return tuple(dims)
 
 
 @dataclass
@@ -74,12 +104,12 @@ class Gathered:
         return sorted(found)
 
     def first_user(self) -> fx.Node:
-        """Where the fused op can stand: before the first user and the next collective of the group.
+        """Where the fused op can stand for all that use the tensor."""
+        return self.before_others(self.outside()[0])
 
-        So the order of the group's collectives stays.
-        """
+    def before_others(self, first: fx.Node) -> fx.Node:
+        """Where the fused op can stand: before ``first`` and the next collective of the group, whose order so stays."""
         c, own = self.collectives[0], self._gathers()
-        first = self.outside()[0]
         node = c.node.next
         while node is not first and (node in own or not communicates(node) or group_of(node) != c.group):
             node = node.next
@@ -87,13 +117,9 @@ class Gathered:
 
     def made_of(self, node: fx.Node) -> set[fx.Node]:
         """A view and all that it is made of, down to the gathered tensor; nothing for another node."""
-        found: set[fx.Node] = set()
-        view = self.views.get(node)
-        while view is not None:
-            found.add(view.node)
-            found.update(view.step.between if view.step is not None else ())
-            view = self.views[view.step.source] if view.step is not None else None
-        return found
+        if node not in self.views:
+            return set()
+        return {node}.union(*((step.source, *step.between) for step in steps_back(node)))
 
     def _gathers(self) -> set[fx.Node]:
         return {c.node for c in self.collectives}
@@ -212,9 +238,9 @@ class Gathered:
                 user.replace_all_uses_with(size)
                 user.graph.erase_node(user)
 
-    def reset_state(self, after: fx.Node) -> None:
-        """Erases what is not used any more; what stays is moved behind the node that it is made of now."""
-        for node in erase_unused([*self._gathers(), *self.views, *self.cut]):
+    def reset_state(self, after: fx.Node, uses: Iterable[fx.Node] = ()) -> None:
+        """Erases what is not used any more, with the ``uses``; what stays is moved behind what it is made of now."""
+        for node in erase_unused([*self._gathers(), *self.views, *self.cut, *uses]):
             if node < after:
                 after.append(node)
                 after = node

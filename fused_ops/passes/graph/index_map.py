@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .collectives import LeftAlone, Size, known
+from .nodes import LeftAlone, Size, known
 
 RANK = -1  #: the axis that counts the ranks; others are the dimensions of a shard
 
@@ -168,6 +168,21 @@ def around_rank(digits: Digits, world: int) -> tuple[Digits, Digits] | None:
     if len(at) > 1 or not known(digits[at[0]].size == world):
         raise LeftAlone("the ranks are no single dimension there")
     return digits[: at[0]], digits[at[0] + 1 :]
+
+
+def part_of_rank(rows: Digits, columns: Digits, world: int) -> tuple[Dims, int] | None:
+    """The dimensions of a rank's part of a matrix, and along which of these the ranks' parts stand side by side.
+
+    None where they are columns of the matrix that do not stand side by side.
+
+    Raises:
+        LeftAlone: the ranks are there in part only.
+    """
+    if (around := around_rank(rows, world)) is not None:
+        before, after = around
+        return ((before, after, columns), 1) if before else ((after, columns), 0)
+    before, after = around_rank(columns, world) or ((), ())
+    return None if before else ((rows, after), 1)
 
 
 def refined(have: Digits, want: Digits) -> tuple[Digits, Digits]:

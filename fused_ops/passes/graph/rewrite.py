@@ -16,8 +16,9 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from .collectives import Collective, LeftAlone, Size, aten, is_contiguous, is_val, known, same_shape, val
+from .collectives import Collective
 from .index_map import Digits, flat_dims, refined
+from .nodes import LeftAlone, Size, aten, is_contiguous, is_val, known, same_shape, val
 
 
 def call(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

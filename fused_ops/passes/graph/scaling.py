@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from .collectives import LeftAlone, aten, calls, is_val, val
+from .nodes import LeftAlone, aten, calls, is_val, val
 from .rewrite import call, cast
 
 _FACTORS = (aten.mul.Tensor, aten.mul.Scalar)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from .collectives import LeftAlone, Size, argument, aten, calls, is_val, known, val, what
+from .nodes import LeftAlone, Size, argument, aten, calls, is_val, known, val, what
 
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 SLICES = (aten.slice.Tensor, aten.select.int)

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from .collectives import FLAT, LeftAlone, argument, aten, c10d, calls, first_write, is_val, val
+from .nodes import FLAT, LeftAlone, argument, aten, c10d, calls, first_write, is_val, val
 from .rewrite import call, erase_unused, reshape, undone_if_left
 from .split_cat import SPLITS
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from .collectives import FLAT, LeftAlone, argument, aten, calls, is_val, same_shape, val
 from .index_map import Dims, moved_dims, permuted, reshaped
+from .nodes import FLAT, LeftAlone, argument, aten, calls, is_val, same_shape, val
 from .scaling import Change, scaling
 from .split_cat import SLICES, SPLITS, Parts
 
@@ -98,6 +98,19 @@ def view_step(node: fx.Node) -> ViewStep | None:
             change=None if dtype == val(source).dtype else dtype,
         )
     return None
+
+
+def steps_back(node: fx.Node) -> Iterator[ViewStep]:
+    """The steps to a node from what it is made of, the last one first, as far as there are any."""
+    while True:
+        try:
+            step = view_step(node)
+        except LeftAlone:
+            return
+        if step is None:
+            return
+        yield step
+        node = step.source
 
 
 def unchanged(node: fx.Node) -> fx.Node | None:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from ....kernels.device.jit.ahead import CompilableProgram
 from ...dispatch.choice import CHOOSERS, choice_of_call
 from ...dispatch.plan import Plan
-from ..graph.collectives import hint
+from ..graph.nodes import hint
 
 _TENSOR, _DTYPE = "tensor", "dtype"
 

@@ -18,9 +18,9 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from ..graph.collectives import communicates, fills_what_it_waits_for, is_placed, waits
+from ..graph.nodes import hint_or_one
 
 HEAP = "heap"  #: the pool of what copy engines have gathered, read where it came
-UNKNOWN = 1  # bytes of a size that depends on data
 
 
 @dataclass
@@ -110,17 +110,6 @@ class AliasSets:
             self._parent[b] = a
 
 
-def heap_bytes(node: fx.Node) -> int:
-    """Bytes of the heap that an op of weft uses: two buffers of what is sent by or to this rank, at most.
-
-    They are workspaces, which stay for the next call: the order of a graph does not change their sum.
-    """
-    if not communicates(node) or node.target.namespace != "weft":  # type: ignore[union-attr]
-        return 0
-    operands = [t for a in node.all_input_nodes for t in tensors_of(a)]
-    return 2 * max((bytes_of(t) for t in [*operands, *tensors_of(node)]), default=0)
-
-
 def started_by(wait: fx.Node) -> Iterator[fx.Node]:
     """The collectives that a wait waits for."""
     # One of weft's waits takes what the collective reads, too: that may be another one's result.
@@ -200,10 +189,7 @@ def size_of(node: fx.Node) -> int:
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    size = tensor.untyped_storage().nbytes()
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else UNKNOWN
+    return hint_or_one(tensor.untyped_storage().nbytes())
 
 
 def _unique(sets: Iterable[AliasSet]) -> list[AliasSet]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..graph.collectives import communicates, is_custom, is_random, waits
+from ..graph.collectives import communicates, waits
+from ..graph.nodes import is_custom, is_random
 from .alias_sets import AliasSets
 
 # Operators of higher order that only compute: a user's operator that writes to its arguments, made functional.

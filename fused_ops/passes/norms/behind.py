@@ -15,16 +15,14 @@ from torch import fx
 
 from ...library import schema
 from ..graph import rewrite
-from ..graph.collectives import (
-    Collective,
+from ..graph.collectives import Collective, communicates, group_of
+from ..graph.nodes import (
     LeftAlone,
     alike,
     argument,
     aten,
     calls,
-    communicates,
     first_write,
-    group_of,
     is_contiguous,
     is_val,
     only_user,
@@ -35,10 +33,8 @@ from ..graph.collectives import (
 )
 from ..graph.rewrite import call
 from ..graph.views import CASTS, unchanged
-from .layer_norm import layer_norm_of
+from .norm import FoundNorm, layer_norm_of, rms_norm_of
 from .quant import QuantBehind
-from .rms_norm import rms_norm_of
-from .steps import FoundNorm
 
 
 @dataclass

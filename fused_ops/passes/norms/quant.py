@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ....kernels.device.gemm.scaling import FP8
 from ..graph import rewrite
-from ..graph.collectives import (
+from ..graph.collectives import communicates, waits
+from ..graph.nodes import (
     FLAT,
     LeftAlone,
     aten,
     calls,
-    communicates,
     first_write,
     is_contiguous,
     is_val,
@@ -30,12 +30,12 @@ from ..graph.collectives import (
     same_shape,
     some,
     val,
-    waits,
     what,
     writes,
 )
+from ..graph.row_wise import is_pointwise, reduced_dims
 from ..graph.views import CASTS, unchanged
-from .steps import FoundNorm
+from .norm import FoundNorm
 
 _NEAR = 24  # nodes from the norm to a cast to fp8
 _MAXIMA = (aten.amax.default, aten.max.dim)
@@ -128,16 +128,10 @@ def _casts_to_fp8(normed: fx.Node) -> list[fx.Node]:
                 continue
             if calls(user, *CASTS) and val(user).dtype in FP8:
                 casts.append(user)
-            elif (
-                user.target in FLAT or calls(user, *CASTS, *_MAXIMA, operator.getitem) or _is_pointwise(user)
-            ):
+            elif calls(user, *FLAT, *CASTS, *_MAXIMA, operator.getitem) or is_pointwise(user):
                 pending.append(user)
             found.add(user)
     return casts
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def _rows_of(normed: fx.Node) -> set[fx.Node]:
@@ -340,9 +334,7 @@ class _Steps:
     def _is_along_rows(self, reduced: fx.Node) -> bool:
         """Whether a maximum is along whole rows, whether it keeps their dimension or not."""
         x = val(reduced.args[0])  # type: ignore[arg-type]
-        dims: Any = reduced.args[1] if len(reduced.args) > 1 else None
-        dims = dims if isinstance(dims, list | tuple) else [dims]
-        along = all(isinstance(d, int) for d in dims) and [d % x.dim() for d in dims] == [x.dim() - 1]
+        along = reduced_dims(reduced) == [x.dim() - 1]
         return along and known(x.shape[-1] == val(self.normed).shape[-1])
 
     def _is_of_rows(self, node: Any) -> bool:

@@ -19,13 +19,14 @@ import torch.distributed as dist
 from torch import fx
 
 from ....symm_mem import resolve_group
-from ..graph.collectives import c10d, communicates, group_of, is_val, kind_of, val, waits
+from ..graph.collectives import communicates, group_of, kind_of
+from ..graph.nodes import c10d, is_val, val
 from ..graph.rewrite import call
 from ..memory.alias_sets import AliasSets, tensors_of
 from ..memory.hazards import Hazards
-from ..memory.live_bytes import LiveBytes, body
+from ..memory.live_bytes import LiveBytes, body, put_in_order
 from .change import Bucket
-from .costs import counted_flops
+from .least_memory import is_light
 from .transports import Transfer, transfers
 
 _COALESCED = {
@@ -151,7 +152,7 @@ class _Packing:
         for node in window:
             if node in found or not meets(node, found):
                 continue
-            if (not self._light(node) and node not in also) or len(found) >= _TAKEN_ALONG:
+            if (not is_light(node, self.hazards) and node not in also) or len(found) >= _TAKEN_ALONG:
                 return None
             found.append(node)
         return found
@@ -161,11 +162,6 @@ class _Packing:
 
     def _is_needed(self, node: fx.Node, nodes: list[fx.Node]) -> bool:
         return not self.hazards.before[node].isdisjoint(nodes)
-
-    def _light(self, node: fx.Node) -> bool:
-        return not (
-            communicates(node) or waits(node) or counted_flops(node) or self.hazards.segment[node] % 2
-        )
 
     def _take(self, proposed: tuple[int, list[fx.Node]] | None) -> bool:
         """Takes an order of a part, if it is right and needs no more memory than is allowed."""
@@ -217,9 +213,7 @@ def fill_buckets(
     full = [b for b in packing.buckets if len(b.members) > 1]
     if not full or packing.why_invalid() is not None:
         return (), frozenset()
-    output = graph.output_node()
-    for node in packing.live.order:
-        output.prepend(node)
+    put_in_order(graph, packing.live.order)
     groups = {b.kind[1] for b in full} | packing.crossed
     return tuple(_merge(bucket) for bucket in full), frozenset(groups)
 

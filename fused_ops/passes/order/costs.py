@@ -20,7 +20,8 @@ from ....kernels.device.device_spec import H200
 from ....kernels.device.gemm.gemm_tiles import LINK, MULTIPLY_ADDS
 from ....symm_mem import resolve_group
 from ...dispatch.profitability import FusionCandidate, predicted_us
-from ..graph.collectives import LeftAlone, communicates, group_of, hint, is_copied, kind_of, starts
+from ..graph.collectives import communicates, group_of, is_copied, kind_of, starts
+from ..graph.nodes import hint_or_one
 from ..memory.alias_sets import size_of, tensors_of
 from .transports import COPIED, NETWORK, NVLINK, WEFT
 
@@ -142,14 +143,14 @@ def _called(node: fx.Node) -> FusionCandidate | None:
     op = next((op for op in _EXCHANGES if op in kind), None)
     if x is None or op is None:
         return None
-    world, (*lead, last) = _world(node), [_hinted(size) for size in x.shape] or [1]
+    world, (*lead, last) = _world(node), [hint_or_one(size) for size in x.shape] or [1]
     rows, gathered = prod(lead), world if op == "all_gather" else 1
     dtype, device = x.dtype, x.device.type
     if "matmul" not in kind:
         op = "all_reduce_rms_norm" if "norm" in kind else op
         return FusionCandidate(op, gathered * rows, last, 0, world, dtype, device)
-    columns = sum(_hinted(B.shape[1]) for B in given.get("Bs") or [given["B"]])
-    depth = last + sum(_hinted(A.shape[-1]) for A in (given.get("more") or ())[::2])
+    columns = sum(hint_or_one(B.shape[1]) for B in given.get("Bs") or [given["B"]])
+    depth = last + sum(hint_or_one(A.shape[-1]) for A in (given.get("more") or ())[::2])
     if "scaled" in kind:  # two numbers of 8 bits are as one of 16 to the kernels
         kind, dtype, depth = kind.replace("scaled_", ""), torch.bfloat16, depth // 2
     at_end = given.get("gather_dim", given.get("scatter_dim", 0)) in (-1, len(lead))
@@ -178,14 +179,6 @@ def _on_cuda(node: fx.Node) -> bool:
 
 def _is_measured(table: CostTable, transport: str) -> bool:
     return table.measured and dict(table.links)[transport] != dict(TABLES["cuda"].links)[transport]
-
-
-def _hinted(size: Any) -> int:
-    """A size as the graph was made with; 1 if it depends on data."""
-    try:
-        return hint(size)
-    except LeftAlone:
-        return 1
 
 
 def counted_flops(node: fx.Node) -> int:

@@ -106,14 +106,13 @@ def _times(pg: ProcessGroup, device: torch.device) -> dict[str, float]:
     for _ in range(_ROUNDS):
         dist.barrier(pg)
         work = dist.all_gather_into_tensor(whole, shard, group=pg, async_op=True)
-        (each,) = _elapsed([launches["product"]] * count, device)
+        beside.append(_elapsed([launches["product"]] * count, device))
         work.wait()
-        beside.append(each)
     ratio = statistics.median(beside) / (count * times["product"])
     return {name: max(us, 1e-3) for name, us in times.items()} | {"contention": max(ratio, 1e-3)}
 
 
-def _elapsed(launches: list[Callable[[], Any]], device: torch.device) -> tuple[float]:
+def _elapsed(launches: list[Callable[[], Any]], device: torch.device) -> float:
     """Microseconds of all of them, one after the other."""
     if device.type == "cuda":
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -122,15 +121,15 @@ def _elapsed(launches: list[Callable[[], Any]], device: torch.device) -> tuple[f
             launch()
         marks[1].record()
         marks[1].synchronize()
-        return (marks[0].elapsed_time(marks[1]) * 1000,)
+        return marks[0].elapsed_time(marks[1]) * 1000
     begin = time.perf_counter()
     for launch in launches:
         launch()
-    return ((time.perf_counter() - begin) * 1e6,)
+    return (time.perf_counter() - begin) * 1e6
 
 
 def _wall_us(launches: list[Callable[[], Any]], device: torch.device) -> list[float]:
-    rounds = [[_elapsed([launch], device)[0] for launch in launches] for _ in range(_ROUNDS + 1)]
+    rounds = [[_elapsed([launch], device) for launch in launches] for _ in range(_ROUNDS + 1)]
     return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
 
 

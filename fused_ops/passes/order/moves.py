@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from ....symm_mem.layout import NUM_BUFFERS
-from ..graph.collectives import communicates, group_of, waits, what
+from ..graph.collectives import communicates, group_of, waits
+from ..graph.nodes import what
 from ..memory.alias_sets import AliasSets
 from ..memory.hazards import Hazards
 from ..memory.live_bytes import LiveBytes, body, put_in_order

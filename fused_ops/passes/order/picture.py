@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .exposure import COMPUTE, Timeline
@@ -52,14 +52,9 @@ def order_svg(title: str, orders: Sequence[tuple[str, DrawnOrder]]) -> str:
         parts.append(_text(10, y + 8, words, ' font-weight="bold"'))
         y += 16
         for lane in lanes:
+            spans = [span for span in drawn.spans if span[0] == lane]
             parts += [_text(10, y + 13, lane), _box(_LEFT, y, longest * scale, _LANE - 4, _PALE)]
-            for of, name, begin, end in drawn.spans:
-                if of == lane:
-                    said = f"<title>{html.escape(name)}: {end - begin:.3g} us</title>"
-                    width = max(0.6, (end - begin) * scale)
-                    parts.append(
-                        _box(_LEFT + begin * scale, y, width, _LANE - 4, _COLOURS.get(lane, _OTHER), said)
-                    )
+            parts += _spans(spans, _LEFT, y, scale, _COLOURS)
             y += _LANE
         parts += [_text(10, y + 13, "memory"), _text(10, y + 28, f"{highest / 1e6:.4g} MB")]
         parts.append(_steps(drawn, y + _MEMORY, scale, (_MEMORY - 6) / highest))
@@ -85,12 +80,22 @@ def lanes_svg(
     y = 56
     for lane in sorted(lanes):
         parts += [_text(10, y + 13, lane), _box(_WIDE_LEFT, y, longest * scale, _LANE - 4, _PALE)]
-        for kind, name, begin, end in lanes[lane]:
-            said = f"<title>{html.escape(name)}: {end - begin:.3g} us</title>"
-            width = max(0.6, (end - begin) * scale)
-            parts.append(_box(_WIDE_LEFT + begin * scale, y, width, _LANE - 4, colours[kind], said))
+        parts += _spans(lanes[lane], _WIDE_LEFT, y, scale, colours)
         y += _LANE
     return _framed(title, y + 10, parts)
+
+
+def _spans(
+    spans: Sequence[tuple[str, str, float, float]],
+    x: float,
+    y: float,
+    scale: float,
+    colours: Mapping[str, str],
+) -> Iterator[str]:
+    for kind, name, begin, end in spans:
+        said = f"<title>{html.escape(name)}: {end - begin:.3g} us</title>"
+        width, colour = max(0.6, (end - begin) * scale), colours.get(kind, _OTHER)
+        yield _box(x + begin * scale, y, width, _LANE - 4, colour, said)
 
 
 def _framed(title: str, height: float, parts: Sequence[str]) -> str:

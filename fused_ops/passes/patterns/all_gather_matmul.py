@@ -20,174 +20,66 @@ from torch import fx
 from ... import validation
 from ...library import schema
 from ..graph import rewrite
-from ..graph.collectives import (
-    COMPILE_BOTH,
-    Collective,
-    LeftAlone,
-    Size,
-    aten,
-    calls,
-    first_write,
-    is_contiguous,
-    memory,
-    some,
-    val,
-    what,
-)
-from ..graph.gathered_tensor import Gathered
-from ..graph.index_map import RANK, Digit, Dims, around_rank, numel, plain, same_size
+from ..graph.collectives import COMPILE_BOTH, Collective
+from ..graph.gathered_tensor import Gathered, GatherLayout
+from ..graph.index_map import numel, plain
+from ..graph.nodes import LeftAlone, aten, calls, first_write, is_contiguous, memory, some, val, what
 from ..graph.rewrite import call
-from ..graph.scaling import Change, Scaling, changed, is_factor, scaled
+from ..graph.scaling import Scaling, changed, is_factor, scaled
 from ..graph.views import View
 from .matmuls import Product, Use, matrix, one_matrix, product, use
-from .peak_memory import together
+from .one_product import together
+from .pattern import Pattern
 from .sum_of_matmuls import has_product
 
 #: What an all-gather has in its ``meta`` if the backward repeats it (``regather.py``).
 REGATHERED = "weft_regathered"
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """The shard that the op gets, with which dimensions, joined along ``dim``, and how it is cast and multiplied."""
-
-    shard: Dims
-    dim: int
-    changes: tuple[Change, ...]
-
-    @classmethod
-    def of(cls, use: Use, changes: tuple[Change, ...], world: int) -> _Layout:
-        """
-        Raises:
-            LeftAlone: the op has none for that.
-        """
-        if (around := around_rank(use.rows, world)) is not None:
-            before, after = around
-            return cls(
-                (before, after, use.columns) if before else (after, use.columns), 1 if before else 0, changes
-            )
-        before, after = around_rank(use.columns, world) or ((), ())
-        if before:
-            raise LeftAlone("it contracts the ranks, but not outermost")
-        return cls((use.rows, after), 1, changes)
-
-    @property
-    def contracted(self) -> bool:
-        return self.dim == len(self.shard) - 1
-
-    def same(self, other: _Layout) -> bool:
-        return (
-            (self.dim, len(self.shard), self.changes) == (other.dim, len(other.shard), other.changes)
-        ) and all(same_size(a, b) for a, b in zip(self.shard, other.shard, strict=True))
-
-    def joined(self, world: int) -> Dims:
-        """The dimensions of the gathered tensor as the op gives it."""
-        dims = list(self.shard)
-        dims[self.dim] = (Digit(RANK, world), *dims[self.dim])
-        return tuple(dims)
+def match_all_gather_matmul(c: Collective, groups: frozenset[str] | None = None) -> Pattern:
+    """
+    Raises:
+        LeftAlone: no product of the gathered tensor is exactly what the op computes.
+    """
+    tensor = Gathered.by(c, groups)
+    candidates, reasons = _candidates(tensor)
+    if not candidates:
+        other = _fused_behind(tensor) or dict.fromkeys(tensor.reasons)
+        raise LeftAlone("; ".join([*reasons.values(), *other]) or _why_none(tensor))
+    # Rows before contracted ranks: there the op can overlap. Of several layouts the one met first that will do.
+    layouts: list[GatherLayout] = []
+    for _, layout in sorted(candidates, key=lambda candidate: candidate[1].contracted):
+        if not any(layout.same(other) for other in layouts):
+            layouts.append(layout)
+    problems = []
+    for layout in layouts:
+        try:
+            uses = [u for u, x in candidates if x.same(layout)]
+            return _Replacement.of(tensor, layout, uses, dict(reasons)).pattern()
+        except LeftAlone as e:
+            problems.append(e)
+    raise problems[0]
 
 
 @dataclass
-class AllGatherMatmulPattern:
+class _Replacement:
     """``uses`` are the products that one op computes, in the order of the graph."""
 
-    collective: Collective
     tensor: Gathered
-    layout: _Layout
+    layout: GatherLayout
     uses: list[Use]
     at: fx.Node  # where the op will stand
     hoisted: set[fx.Node]  # computed before it, for the other operands
     kept: dict[fx.Node, View]  # what others use of the gathered tensor, to be made from what the op returns
 
-    op = schema.all_gather_matmul
-    adds = ()
-
     @property
-    def others(self) -> tuple[fx.Node, ...]:
-        return tuple(c.node for c in self.tensor.collectives[1:])
-
-    @property
-    def dim(self) -> int:
-        return self.layout.dim
-
-    @property
-    def last_dim(self) -> bool:
-        return self.layout.contracted
-
-    @property
-    def order(self) -> tuple[Dims, tuple[Size, ...]]:
-        return self.layout.joined(self.collective.world), tuple(val(self.collective.x).shape)
-
-    @property
-    def transposes(self) -> bool:
-        """Whether what is gathered is the right operand: the op computes the transposed product."""
-        return all(u.transposed for u in self.uses)
-
-    @property
-    def form(self) -> str:
-        count = len(self.uses)
-        how = "all_gather of what is contracted" if self.layout.contracted else "all_gather"
-        cast = "".join(
-            f" → {word}"
-            for word, kind in (("cast", torch.dtype), ("factor", Scaling))
-            if any(isinstance(change, kind) for change in self.layout.changes)
-        )
-        right = " as right operand" if self.transposes else ""
-        return f"{how}{cast} → {f'{count} products' if count > 1 else 'product'}{right}"
-
-    @property
-    def detail(self) -> str:
-        count = len(self.uses)
-        again = self.layout.contracted and REGATHERED in self.collective.node.meta
-        more = f"{', gathered again' if again else ''}{', A returned' if self.kept else ''}"
-        return f"{count} product{'s' if count > 1 else ''}{more}"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtypes = [change for change in self.layout.changes if isinstance(change, torch.dtype)]
-        return dtypes[-1] if dtypes else val(self.collective.x).dtype
-
-    @property
-    def m(self) -> Size:
-        return numel(self.uses[0].rows)
-
-    @property
-    def n(self) -> Size:
-        return sum(use.width for use in self.uses)
-
-    @property
-    def k(self) -> Size:
-        return numel(self.uses[0].columns)
+    def collective(self) -> Collective:
+        return self.tensor.collectives[0]
 
     @classmethod
-    def from_collective(cls, c: Collective, groups: frozenset[str] | None = None) -> AllGatherMatmulPattern:
-        """
-        Raises:
-            LeftAlone: no product of the gathered tensor is exactly what the op computes.
-        """
-        tensor = Gathered.by(c, groups)
-        candidates, reasons = _candidates(tensor)
-        if not candidates:
-            other = _fused_behind(tensor) or dict.fromkeys(tensor.reasons)
-            raise LeftAlone("; ".join([*reasons.values(), *other]) or _why_none(tensor))
-        # Rows before contracted ranks: there the op can overlap. Of several layouts the one met first that will do.
-        layouts: list[_Layout] = []
-        for _, layout in sorted(candidates, key=lambda candidate: candidate[1].contracted):
-            if not any(layout.same(other) for other in layouts):
-                layouts.append(layout)
-        problems = []
-        for layout in layouts:
-            try:
-                uses = [u for u, x in candidates if x.same(layout)]
-                return cls._of_uses(c, tensor, layout, uses, dict(reasons))
-            except LeftAlone as e:
-                problems.append(e)
-        raise problems[0]
-
-    @classmethod
-    def _of_uses(
-        cls, c: Collective, tensor: Gathered, layout: _Layout, uses: list[Use], reasons: dict[fx.Node, str]
-    ) -> AllGatherMatmulPattern:
+    def of(
+        cls, tensor: Gathered, layout: GatherLayout, uses: list[Use], reasons: dict[fx.Node, str]
+    ) -> _Replacement:
         """
         Args:
             uses: those of this layout.
@@ -196,7 +88,7 @@ class AllGatherMatmulPattern:
         Raises:
             LeftAlone: none of them can be moved to the op, or something else needs what the op does not return.
         """
-        at = tensor.first_user()
+        c, at = tensor.collectives[0], tensor.first_user()
         chosen, needed = [], []
         written = first_write(c.node, uses[-1].product.node)
         for u in uses:
@@ -215,13 +107,35 @@ class AllGatherMatmulPattern:
         kept = tensor.kept(
             {u.product.node: u.product.addend for u in chosen}, layout.changes, layout.joined(c.world)
         )
-        return cls(c, tensor, layout, chosen, at, hoisted, kept)
+        return cls(tensor, layout, chosen, at, hoisted, kept)
+
+    def pattern(self) -> Pattern:
+        c, layout, uses, count = self.collective, self.layout, self.uses, len(self.uses)
+        dtypes = [change for change in layout.changes if isinstance(change, torch.dtype)]
+        scales = any(isinstance(change, Scaling) for change in layout.changes)
+        changes = " → cast" * bool(dtypes) + " → factor" * scales
+        transposes = all(u.transposed for u in uses)
+        of_what, right = " of what is contracted" * layout.contracted, " as right operand" * transposes
+        again = ", gathered again" * (layout.contracted and REGATHERED in c.node.meta)
+        returned = ", A returned" * bool(self.kept)
+        return Pattern(
+            collective=c,
+            op=schema.all_gather_matmul,
+            form=f"all_gather{of_what}{changes} → {f'{count} products' if count > 1 else 'product'}{right}",
+            detail=f"{count} product{'s' * (count > 1)}{again}{returned}",
+            sizes=(numel(uses[0].rows), sum(use.width for use in uses), numel(uses[0].columns)),
+            dtype=dtypes[-1] if dtypes else val(c.x).dtype,
+            order=(layout.joined(c.world), tuple(val(c.x).shape)),
+            replace=self.replace,
+            others=tuple(each.node for each in self.tensor.collectives[1:]),
+            dim=layout.dim,
+            last_dim=layout.contracted,
+            returns_A=bool(self.kept),
+            transposes=transposes,
+            uses=uses,
+        )
 
     def replace(self) -> None:
-        """
-        Raises:
-            LeftAlone: a size is not there where it is needed. The graph is as it was.
-        """
         c, layout, at = self.collective, self.layout, self.at
         with rewrite.undone_if_left():
             rewrite.hoist(self.hoisted, at)
@@ -229,7 +143,9 @@ class AllGatherMatmulPattern:
             shape = [numel(digits) for digits in layout.shard]
             shard = rewrite.rearrange(shard, plain(val(c.x).shape), layout.shard, shape, at)
             Bs = [_other(u, at) for u in self.uses]
-            fused = rewrite.fused(at, self.op, c, shard, Bs, layout.dim, return_A=bool(self.kept))
+            fused = rewrite.fused(
+                at, schema.all_gather_matmul, c, shard, Bs, layout.dim, return_A=bool(self.kept)
+            )
             outs = call(at, operator.getitem, fused, 1)
             new = {}
             if self.kept:
@@ -264,9 +180,9 @@ class AllGatherMatmulPattern:
         return new if fits else call(at, aten.clone.default, new, memory_format=torch.contiguous_format)
 
 
-def _candidates(tensor: Gathered) -> tuple[list[tuple[Use, _Layout]], dict[fx.Node, str]]:
+def _candidates(tensor: Gathered) -> tuple[list[tuple[Use, GatherLayout]], dict[fx.Node, str]]:
     """The products that the op can compute, in the order of the graph, and why others are none."""
-    found: dict[fx.Node, tuple[Use, _Layout]] = {}
+    found: dict[fx.Node, tuple[Use, GatherLayout]] = {}
     reasons: dict[fx.Node, str] = {}
     for view in tensor.views.values():
         for node in view.node.users:
@@ -281,7 +197,7 @@ def _candidates(tensor: Gathered) -> tuple[list[tuple[Use, _Layout]], dict[fx.No
     return [found[node] for node in sorted(found)], reasons
 
 
-def _candidate(tensor: Gathered, taken: Product, view: View) -> tuple[Use, _Layout]:
+def _candidate(tensor: Gathered, taken: Product, view: View) -> tuple[Use, GatherLayout]:
     used = use(taken, view.dims, transposed=view.node is not taken.left)
     x, dtype = val(tensor.collectives[0].x), val(view.node).dtype
     if taken.left in tensor.views and taken.right in tensor.views:
@@ -294,7 +210,7 @@ def _candidate(tensor: Gathered, taken: Product, view: View) -> tuple[Use, _Layo
         raise LeftAlone("it has another dtype or layout")
     if dtype.itemsize > x.dtype.itemsize:
         raise LeftAlone(f"cast to {dtype} before it is gathered, twice as many bytes would be sent")
-    return used, _Layout.of(used, view.changes, tensor.collectives[0].world)
+    return used, GatherLayout.of(used.rows, used.columns, tensor.collectives[0].world, view.changes)
 
 
 def contracting(tensor: Gathered, products: list[fx.Node]) -> list[Use]:

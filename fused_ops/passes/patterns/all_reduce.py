@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...dispatch.profitability import FusionCandidate, expected_gain, gain_of_joining, why_not_profitable
+from ...dispatch.profitability import FusionCandidate, gain_of_joining, why_not_profitable
 from ...library import schema
 from ..graph import rewrite
-from ..graph.collectives import (
-    Collective,
+from ..graph.collectives import Collective
+from ..graph.index_map import plain
+from ..graph.nodes import (
     LeftAlone,
     Size,
     alike,
@@ -32,24 +33,57 @@ from ..graph.collectives import (
     first_write,
     hint,
     is_val,
+    nbytes,
     val,
     what,
 )
-from ..graph.index_map import Dims, plain
 from ..graph.rewrite import call
 from ..graph.views import unchanged
 from ..norms.behind import NormBehind
-from .candidate import why_copied
 from .epilogue import stays_behind
-from .peak_memory import why_apart
+from .one_product import why_not_one_product
+from .pattern import Pattern
 from .sum_of_matmuls import SumOfMatmuls, has_product, sum_of, why_no_product
 
 MEMORY = 3e6  #: bytes that a GPU reads or writes in a microsecond
 MATMUL_FROM = 1 << 20  #: bytes: what takes longer to send than to start is worth hiding behind the product
 
 
+def match_all_reduce(c: Collective, groups: frozenset[str] | None = None, *, always: bool = False) -> Pattern:
+    """
+    Args:
+        always: into the product where that is right, else in one shot, whether it pays or not.
+
+    Raises:
+        LeftAlone: no op of weft is faster, or the result is waited for later.
+    """
+    x = val(c.x)
+    if x.dim() == 0 and c.sums:
+        raise LeftAlone("its input is a number")
+    if c.sums and has_product(c.x):
+        found = _Replacement(*_feeding_one_sum(c, groups))
+    else:
+        if (between := c.beside) is not None:
+            of = why_no_product(c.x) if c.sums else f"it reduces by {c.reduce_op!r}"
+            raise LeftAlone(
+                f"{of}; and it is waited for behind {what(between)}, which the group's own "
+                "backend runs beside it"
+            )
+        found = _Replacement([c], [], [], of_products=False)
+    try:
+        found.choose(always)
+    except LeftAlone:
+        if len(found.collectives) == 1:
+            raise
+        # Neither op pays, but one all-reduce instead of several does.
+        found.op = c10d.all_reduce.default
+    if c.sums and found.norm is None and not found.stays:
+        found.stays = stays_behind(found.result)
+    return found.pattern()
+
+
 @dataclass
-class AllReducePattern:
+class _Replacement:
     """The results of ``collectives``, and the ``rest``, are summed by the nodes ``added``."""
 
     collectives: list[Collective]
@@ -60,114 +94,57 @@ class AllReducePattern:
     norm: NormBehind | None = None
     of_products: bool = True
     stays: str = ""  # what becomes of a norm that is not fused, or another step behind
-    dim = None
-    last_dim = False
-    decided = True  # whether it pays: the choice of the op is that
-
-    @property
-    def collective(self) -> Collective:
-        return self.collectives[0]
 
     @property
     def result(self) -> fx.Node:
         """What they and the rest add up to."""
         return self.added[-1] if self.added else self.collectives[-1].wait
 
-    @property
-    def others(self) -> tuple[fx.Node, ...]:
-        return tuple(c.node for c in self.collectives[1:])
-
-    @property
-    def adds(self) -> tuple[str, ...]:
-        return () if self.sum is None else ("one_shot_all_reduce",) * len(self.sum.vectors)
-
-    @property
-    def order(self) -> tuple[Dims, tuple[Size, ...]]:
-        shape = tuple(val(self.collective.x).shape)
-        return plain(shape) if self.sum is None else (self.sum.rows, self.sum.columns), shape
-
-    @property
-    def form(self) -> str:
-        count = len(self.collectives)
-        what_ = self.sum.form if self.sum is not None else "product"
-        of_one = f"{what_} → all_reduce" if self.of_products else "all_reduce"
-        of_one += f" by {self.collective.reduce_op}" * (not self.collective.sums)
-        text = of_one if count == 1 else f"{count} all_reduces of products → add"
-        return text + (self.norm.form if self.norm is not None else "")
-
-    @property
-    def detail(self) -> str:
-        count = len(self.collectives)
-        text = "" if self.sum is None else self.sum.detail
-        merged = f"{count} all-reduces as one" if count > 1 else ""
-        norm = self.norm.detail if self.norm is not None else self.stays
-        return ", ".join(t for t in (text, merged, norm) if t)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return val(self.collective.x).dtype
-
-    @property
-    def m(self) -> Size:
-        return math.prod(val(self.collective.x).shape[:-1]) if self.sum is None else self.sum.m
-
-    @property
-    def n(self) -> Size:
-        return next(reversed(val(self.collective.x).shape), 1) if self.sum is None else self.sum.n
-
-    @property
-    def k(self) -> Size:
-        return 0 if self.sum is None else self.sum.k
-
-    @classmethod
-    def from_collective(
-        cls, c: Collective, groups: frozenset[str] | None = None, *, always: bool = False
-    ) -> AllReducePattern:
-        """
-        Args:
-            always: into the product where that is right, else in one shot, whether it pays or not.
-
-        Raises:
-            LeftAlone: no op of weft is faster, or the result is waited for later.
-        """
+    def pattern(self) -> Pattern:
+        c, total, count = self.collectives[0], self.sum, len(self.collectives)
         x = val(c.x)
-        if x.dim() == 0 and c.sums:
-            raise LeftAlone("its input is a number")
-        if c.sums and has_product(c.x):
-            result = cls(*_feeding_one_sum(c, groups))
-        else:
-            if (between := c.beside) is not None:
-                of = why_no_product(c.x) if c.sums else f"it reduces by {c.reduce_op!r}"
-                raise LeftAlone(
-                    f"{of}; and it is waited for behind {what(between)}, which the group's own "
-                    "backend runs beside it"
-                )
-            result = cls([c], [], [], of_products=False)
-        try:
-            result._choose(always)
-        except LeftAlone:
-            if len(result.collectives) == 1:
-                raise
-            # Neither op pays, but one all-reduce instead of several does.
-            result.op = c10d.all_reduce.default
-        if c.sums and result.norm is None and not result.stays:
-            result.stays = stays_behind(result.result)
-        return result
+        product = f"{'product' if total is None else total.form} → " * self.of_products
+        form = f"{product}all_reduce" + f" by {c.reduce_op}" * (not c.sums)
+        form = form if count == 1 else f"{count} all_reduces of products → add"
+        merged = f"{count} all-reduces as one" * (count > 1)
+        norm = self.stays if self.norm is None else self.norm.detail
+        return Pattern(
+            collective=c,
+            op=self.op,
+            form=form + (self.norm.form if self.norm is not None else ""),
+            detail=", ".join(t for t in ("" if total is None else total.detail, merged, norm) if t),
+            sizes=self._sizes,
+            dtype=x.dtype,
+            order=(plain(x.shape) if total is None else (total.rows, total.columns), tuple(x.shape)),
+            replace=self.replace,
+            others=tuple(each.node for each in self.collectives[1:]),
+            decided=True,
+            sum=total,
+        )
 
-    def _choose(self, always: bool) -> None:
-        c = self.collective
-        size = hint(val(c.x).numel()) * val(c.x).dtype.itemsize
+    @property
+    def _sizes(self) -> tuple[Size, Size, Size]:
+        if self.sum is not None:
+            return self.sum.m, self.sum.n, self.sum.k
+        shape = val(self.collectives[0].x).shape
+        return math.prod(shape[:-1]), next(reversed(shape), 1), 0
+
+    def choose(self, always: bool) -> None:
+        """
+        Raises:
+            LeftAlone: no op pays.
+        """
+        x = val(self.collectives[0].x)
         reasons = []
         norm = self._norm()
-        if self.of_products and (always or size >= MATMUL_FROM):
+        if self.of_products and (always or nbytes(x) >= MATMUL_FROM):
             try:
                 self.sum = self._products()
                 if not always:
-                    self._check_profitable("matmul_all_reduce")
-                    if (apart := why_apart(self.sum.products)) is not None:
-                        raise LeftAlone(apart)
-                    candidate = self._candidate("matmul_all_reduce")
-                    if (why := why_copied(self.sum.products, lambda: expected_gain(candidate))) is not None:
+                    candidate = self._check_profitable("matmul_all_reduce")
+                    if (why := why_not_joined(self.sum, candidate)) is not None:
+                        raise LeftAlone(why)
+                    if (why := why_not_one_product(self.sum.products, candidate)) is not None:
                         raise LeftAlone(why)
                 self.op = schema.matmul_all_reduce
                 if norm is not None:
@@ -186,7 +163,7 @@ class AllReducePattern:
 
     def _norm(self) -> NormBehind | None:
         """The norm that follows, if the op computes it; else it is noted why not."""
-        if not self.collective.sums:
+        if not self.collectives[0].sums:
             return None
         try:
             return NormBehind.after(self.collectives, self.result, self.rest)
@@ -194,18 +171,17 @@ class AllReducePattern:
             self.stays = f"the norm behind it stays: {e}"
             return None
 
-    def _candidate(self, op: str) -> FusionCandidate:
-        x = val(self.collective.x)
-        m, n, k = (hint(size) for size in (self.m, self.n, self.k))
-        return FusionCandidate(op, m, n, k, self.collective.world, x.dtype, x.device.type)
-
-    def _check_profitable(self, op: str) -> None:
-        candidate = self._candidate(op)
-        reason = why_not_profitable(candidate)
-        if reason is None and self.sum is not None:
-            reason = why_not_joined(self.sum, candidate)
-        if reason is not None:
+    def _check_profitable(self, op: str) -> FusionCandidate:
+        """
+        Raises:
+            LeftAlone: it is not.
+        """
+        c, x = self.collectives[0], val(self.collectives[0].x)
+        m, n, k = map(hint, self._sizes)
+        candidate = FusionCandidate(op, m, n, k, c.world, x.dtype, x.device.type)
+        if (reason := why_not_profitable(candidate)) is not None:
             raise LeftAlone(reason)
+        return candidate
 
     def _products(self) -> SumOfMatmuls:
         """What all of the collectives sum up, as one product."""
@@ -213,16 +189,12 @@ class AllReducePattern:
         total = sums[0]
         for other in sums[1:]:
             total.join(other)
-        if total.dtype != val(self.collective.x).dtype:
+        if total.dtype != val(self.collectives[0].x).dtype:
             raise LeftAlone(f"the product is cast before it is reduced, and the op returns {total.dtype}")
         check_no_write(total.first(), self.collectives[-1].node)
         return total
 
     def replace(self) -> None:
-        """
-        Raises:
-            LeftAlone: a size is not there where it is needed. The graph is as it was.
-        """
         last = self.collectives[-1]
         at, shape = last.node, val(last.wait).shape
         with rewrite.undone_if_left():
@@ -271,7 +243,7 @@ def merge_what_is_summed(c: Collective, groups: frozenset[str] | None) -> Collec
     """The collective, or the one that it becomes with others whose results are added to its own; changes the graph."""
     if not c.sums or not has_product(c.x):
         return c
-    together = AllReducePattern(*_feeding_one_sum(c, groups), op=c10d.all_reduce.default)
+    together = _Replacement(*_feeding_one_sum(c, groups), op=c10d.all_reduce.default)
     if len(together.collectives) == 1:
         return c
     graph = c.node.graph
@@ -289,7 +261,7 @@ def why_not_joined(total: SumOfMatmuls, candidate: FusionCandidate) -> str | Non
     if candidate.device_type != "cuda" or len(total.products) == 1:
         return None
     weights = [val(p.right) for p in total.products]
-    copied = sum(2 * hint(w.numel()) * w.dtype.itemsize for w in weights) / MEMORY
+    copied = 2 * sum(map(nbytes, weights)) / MEMORY
     gain = gain_of_joining(candidate, [hint(w.shape[-2]) for w in weights])
     if copied <= gain:
         return None

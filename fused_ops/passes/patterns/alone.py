@@ -15,17 +15,50 @@ from torch import fx
 
 from ...library import schema
 from ..graph import rewrite
-from ..graph.collectives import Collective, LeftAlone, Size, aten, c10d, calls, is_contiguous, val, what
+from ..graph.collectives import Collective
 from ..graph.index_map import RANK, Digit, Dims, gathered_dims, plain, same_size
-from ..graph.views import View, ViewStep, view_step, views
+from ..graph.nodes import LeftAlone, aten, c10d, calls, is_contiguous, val, what
+from ..graph.views import ViewStep, steps_back, views
+from .pattern import Pattern
+
+
+def match_alone(c: Collective, why: str = "", *, decided: bool = False) -> Pattern:
+    """
+    Args:
+        why: no product takes it.
+        decided: whether its size is not weighed.
+
+    Raises:
+        LeftAlone: it is a number, or waited for later: then the group's own backend runs it beside the rest.
+    """
+    if val(c.x).dim() == 0:
+        raise LeftAlone("its input is a number")
+    if (between := c.beside) is not None:
+        raise LeftAlone(
+            f"it is waited for behind {what(between)}, which the group's own backend runs beside it"
+        )
+    gathers = c.node.target is c10d.all_gather_into_tensor.default
+    found = (_gathered if gathers else _scattered)(c)
+    dim, x = found.dim, val(found.x)
+    whole = val(found.result).shape if gathers else x.shape
+    return Pattern(
+        collective=c,
+        op=found.op,
+        form=f"{'all_gather' if gathers else 'reduce_scatter'} alone" + f" of dimension {dim}" * bool(dim),
+        detail=f"with no product: {why}" if why else "",
+        sizes=(math.prod(whole[:-1]), whole[-1], 0),
+        dtype=x.dtype,
+        order=(plain(x.shape), tuple(x.shape)),
+        replace=found.replace,
+        dim=dim,
+        last_dim=dim == x.dim() - 1,
+        decided=decided,
+    )
 
 
 @dataclass
-class AlonePattern:
-    """The op along dimension ``dim`` from ``x`` to ``result``; ``steps`` lie between these and the collective.
-
-    ``why`` says why no product takes it; ``decided`` that its size is not weighed.
-    """
+class _Replacement:
+    """The op along dimension ``dim`` from ``x`` to ``result``; ``steps`` lie between these and the collective."""
 
     collective: Collective
     op: Any
@@ -33,70 +66,8 @@ class AlonePattern:
     x: fx.Node
     result: fx.Node
     steps: tuple[ViewStep, ...] = ()
-    why: str = ""
-    decided: bool = False
-
-    others = ()
-    adds = ()
-
-    @property
-    def detail(self) -> str:
-        return f"with no product: {self.why}" if self.why else ""
-
-    @property
-    def last_dim(self) -> bool:
-        return self.dim == val(self.x).dim() - 1
-
-    @property
-    def _whole(self) -> torch.Size:
-        return val(self.result).shape if self.op is schema.all_gather else val(self.x).shape
-
-    @property
-    def order(self) -> tuple[Dims, tuple[Size, ...]]:
-        shape = tuple(val(self.x).shape)
-        return plain(shape), shape
-
-    @property
-    def form(self) -> str:
-        name = "all_gather" if self.op is schema.all_gather else "reduce_scatter"
-        return f"{name} alone" + f" of dimension {self.dim}" * bool(self.dim)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return val(self.x).dtype
-
-    @property
-    def m(self) -> Size:
-        return math.prod(self._whole[:-1])
-
-    @property
-    def n(self) -> Size:
-        return self._whole[-1]
-
-    @property
-    def k(self) -> Size:
-        return 0
-
-    @classmethod
-    def from_collective(cls, c: Collective) -> AlonePattern:
-        """
-        Raises:
-            LeftAlone: it is a number, or waited for later: then the group's own backend runs it beside the rest.
-        """
-        if val(c.x).dim() == 0:
-            raise LeftAlone("its input is a number")
-        if (between := c.beside) is not None:
-            raise LeftAlone(
-                f"it is waited for behind {what(between)}, which the group's own backend runs beside it"
-            )
-        gathers = c.node.target is c10d.all_gather_into_tensor.default
-        return (_gathered if gathers else _scattered)(c)
 
     def replace(self) -> None:
-        """
-        Raises:
-            LeftAlone: the op cannot be called with a size that depends on data. The graph is as it was.
-        """
         c, at = self.collective, self.collective.node
         reduce_op = [c.reduce_op] if c.reduce_op else []
         with rewrite.undone_if_left():
@@ -119,43 +90,31 @@ def _same(a: Dims, b: Dims) -> bool:
     return len(a) == len(b) and all(same_size(x, y) for x, y in zip(a, b, strict=True))
 
 
-def _gathered(c: Collective) -> AlonePattern:
+def _gathered(c: Collective) -> _Replacement:
     shape = val(c.x).shape
     if c.only_waited_for:
         found, _ = views(c.wait, gathered_dims(shape, c.world))
         for node, view in found.items():
-            steps = _steps_to(view, found)
+            steps = list(steps_back(node))
             if not steps or view.changes or not is_contiguous(val(node)):
                 continue
             if not _nothing_else_uses(c.wait, steps):
                 continue
             for dim in range(1, len(shape)):
                 if _same(view.dims, _along(shape, dim, c.world)):
-                    return AlonePattern(c, schema.all_gather, dim, c.x, node, tuple(steps))
-    return AlonePattern(c, schema.all_gather, 0, c.x, c.wait)
+                    return _Replacement(c, schema.all_gather, dim, c.x, node, tuple(steps))
+    return _Replacement(c, schema.all_gather, 0, c.x, c.wait)
 
 
-def _scattered(c: Collective) -> AlonePattern:
+def _scattered(c: Collective) -> _Replacement:
     part = val(c.wait).shape
-    try:
-        step = view_step(c.x) if calls(c.x, aten.cat.default) else None
-    except LeftAlone:
-        step = None
+    step = next(steps_back(c.x), None) if calls(c.x, aten.cat.default) else None
     if step is not None and c.only_waited_for:
         dims = step.backward(gathered_dims(part, c.world))
         for dim in range(1, len(part)):
             if _same(dims, _along(part, dim, c.world)):
-                return AlonePattern(c, schema.reduce_scatter, dim, step.source, c.wait, (step,))
-    return AlonePattern(c, schema.reduce_scatter, 0, c.x, c.wait)
-
-
-def _steps_to(view: View, found: dict[fx.Node, View]) -> list[ViewStep]:
-    """From the gathered tensor to one of its views, the last one first."""
-    steps: list[ViewStep] = []
-    while view.step is not None:
-        steps.append(view.step)
-        view = found[view.step.source]
-    return steps
+                return _Replacement(c, schema.reduce_scatter, dim, step.source, c.wait, (step,))
+    return _Replacement(c, schema.reduce_scatter, 0, c.x, c.wait)
 
 
 def _nothing_else_uses(wait: fx.Node, steps: list[ViewStep]) -> bool:

@@ -16,18 +16,17 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from ..graph import rewrite
-from ..graph.collectives import (
+from ..graph.collectives import Collective, communicates
+from ..graph.index_map import Dims, flat_dims, numel, plain, reshaped, same_size
+from ..graph.nodes import (
     FLAT,
-    Collective,
     LeftAlone,
     alike,
     argument,
     aten,
     calls,
-    communicates,
     first_write,
     is_contiguous,
-    is_flat,
     is_val,
     known,
     only_user,
@@ -35,7 +34,6 @@ from ..graph.collectives import (
     val,
     what,
 )
-from ..graph.index_map import Dims, flat_dims, numel, plain, reshaped, same_size
 from ..graph.views import unchanged
 
 
@@ -133,7 +131,7 @@ class Terms:
 
 def stays_behind(node: fx.Node) -> str:
     """What follows a collective's result and is no part of the op; "" where it is not arithmetic with a term."""
-    while is_flat(user := only_user(node)):
+    while calls(user := only_user(node), *FLAT):
         node = user
     return f"{what(user)} stays behind it" if calls(user, *_ARITHMETIC) else ""
 

@@ -14,21 +14,73 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ....kernels.matmul_reduce_scatter.configs import MOST_PRODUCTS
 from ...library import schema
 from ..graph import rewrite
-from ..graph.collectives import Collective, LeftAlone, Size, check_no_write, known, some, val
-from ..graph.index_map import Dims, around_rank, gathered_dims, numel, plain
-from .candidate import gain_without_copies, problem_of, why_copied
+from ..graph.collectives import Collective
+from ..graph.index_map import Digits, Dims, gathered_dims, numel, part_of_rank, plain
+from ..graph.nodes import LeftAlone, check_no_write, known, some, val
 from .epilogue import Terms, stays_behind
-from .peak_memory import why_apart
+from .pattern import Pattern
 from .sum_of_matmuls import SumOfMatmuls, sum_of
 
 
+def match_matmul_reduce_scatter(c: Collective) -> Pattern:
+    """
+    Raises:
+        LeftAlone: what is reduced is not exactly a product that the op computes.
+    """
+    total = sum_of(c.x, parts_of_input(c), c.node)
+    part, dim = scattered_part(c, total.rows, total.columns)
+    of_columns = dim == len(part) - 1
+    if of_columns and total.vectors:
+        raise LeftAlone(f"{some(total.vectors)} is added, and each rank gets other columns of it")
+    check_no_write(total.first(), c.node)
+    plain_sum = not total.vectors and total.factor == 1 and total.dtype == val(c.wait).dtype
+    terms = Terms.after(c, part) if plain_sum else Terms(c.node)
+    stays = stays_behind(terms.path[-1] if terms.path else c.wait)
+    cast = " → cast" if total.dtype != val(c.x).dtype else ""
+    added = " → add" * len(terms.added)
+    return Pattern(
+        collective=c,
+        op=schema.matmul_reduce_scatter,
+        form=f"{total.form}{cast} → reduce_scatter{' of columns' * of_columns}{added}",
+        detail=", ".join(t for t in (total.detail, terms.detail, stays) if t),
+        sizes=(total.m, total.n, total.k),
+        dtype=total.dtype,
+        order=((total.rows, total.columns), tuple(val(c.wait).shape)),
+        replace=_Replacement(c, total, dim, part, terms).replace,
+        dim=dim,
+        last_dim=of_columns,
+        sum=total,
+    )
+
+
+def parts_of_input(c: Collective) -> Dims:
+    """The dimensions of what a reduce-scatter sums up, as digits of those of its result and the rank.
+
+    Raises:
+        LeftAlone: the ranks' parts are not equal.
+    """
+    rows = val(c.x).shape[0]
+    if known(rows != c.world * val(c.wait).shape[0]):
+        raise LeftAlone(f"its input has {rows} rows, no multiple of {c.world} ranks")
+    return gathered_dims(val(c.wait).shape, c.world)
+
+
+def scattered_part(c: Collective, rows: Digits, columns: Digits) -> tuple[Dims, int]:
+    """The dimensions of a rank's part of a product, and along which the op scatters it.
+
+    Raises:
+        LeftAlone: the op has none for that.
+    """
+    if (found := part_of_rank(rows, columns, c.world)) is None:
+        raise LeftAlone("each rank gets columns of the product that do not stand side by side")
+    return found
+
+
 @dataclass
-class MatmulReduceScatterPattern:
+class _Replacement:
     """``part`` are the dimensions of what the op gives, this rank's part of ``sum``, to which it adds ``terms``."""
 
     collective: Collective
@@ -36,95 +88,13 @@ class MatmulReduceScatterPattern:
     dim: int  # of A @ B, where the op scatters it
     part: Dims
     terms: Terms
-    stays: str  # what follows and is no part of the op
-
-    op = schema.matmul_reduce_scatter
-    others = ()
-
-    @property
-    def last_dim(self) -> bool:
-        return self.dim == len(self.part) - 1
-
-    @property
-    def order(self) -> tuple[Dims, tuple[Size, ...]]:
-        return (self.sum.rows, self.sum.columns), tuple(val(self.collective.wait).shape)
-
-    @property
-    def form(self) -> str:
-        cast = " → cast" if self.sum.dtype != val(self.collective.x).dtype else ""
-        where = " of columns" if self.last_dim else ""
-        return f"{self.sum.form}{cast} → reduce_scatter{where}" + " → add" * len(self.terms.added)
-
-    @property
-    def detail(self) -> str:
-        return ", ".join(t for t in (self.sum.detail, self.terms.detail, self.stays) if t)
-
-    @property
-    def adds(self) -> tuple[str, ...]:
-        return ("one_shot_all_reduce",) * len(self.sum.vectors)
-
-    @property
-    def apart(self) -> str | None:
-        """Why its products should not be computed as one, or not by an op."""
-        if (why := why_apart(self.sum.products)) is not None:
-            return why
-        problem = problem_of(self)
-        if problem is None:
-            return None
-        return why_copied(self.sum.products, lambda: gain_without_copies(self, problem))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.sum.dtype
-
-    @property
-    def m(self) -> Size:
-        return self.sum.m
-
-    @property
-    def n(self) -> Size:
-        return self.sum.n
-
-    @property
-    def k(self) -> Size:
-        return self.sum.k
-
-    @classmethod
-    def from_collective(cls, c: Collective) -> MatmulReduceScatterPattern:
-        """
-        Raises:
-            LeftAlone: what is reduced is not exactly a product that the op computes.
-        """
-        rows = val(c.x).shape[0]
-        if known(rows != c.world * val(c.wait).shape[0]):
-            raise LeftAlone(f"its input has {rows} rows, no multiple of {c.world} ranks")
-        total = sum_of(c.x, gathered_dims(val(c.wait).shape, c.world), c.node)
-        if (around := around_rank(total.rows, c.world)) is not None:
-            before, after = around
-            part = (before, after, total.columns) if before else (after, total.columns)
-            dim = int(bool(before))
-        else:
-            before, after = around_rank(total.columns, c.world) or ((), ())
-            if before:
-                raise LeftAlone("each rank gets columns of the product that do not stand side by side")
-            if total.vectors:
-                raise LeftAlone(f"{some(total.vectors)} is added, and each rank gets other columns of it")
-            part, dim = (total.rows, after), 1
-        check_no_write(total.first(), c.node)
-        plain_sum = not total.vectors and total.factor == 1 and total.dtype == val(c.wait).dtype
-        terms = Terms.after(c, part) if plain_sum else Terms(c.node)
-        return cls(c, total, dim, part, terms, stays_behind(terms.path[-1] if terms.path else c.wait))
 
     @property
     def _adds_products(self) -> bool:
         """Whether the op is given each product's factors: its kernel of 16 bits needs no copy of them side by side."""
-        return self.dtype.itemsize == 2 and len(self.sum.products) <= MOST_PRODUCTS
+        return self.sum.dtype.itemsize == 2 and len(self.sum.products) <= MOST_PRODUCTS
 
     def replace(self) -> None:
-        """
-        Raises:
-            LeftAlone: a size is not there where it is needed. The graph is as it was.
-        """
         c, at = self.collective, self.terms.at
         with rewrite.undone_if_left():
             pairs = self.sum.pairs(at) if self._adds_products else [self.sum.operands(at)]
@@ -138,7 +108,7 @@ class MatmulReduceScatterPattern:
             if others:
                 named["more"] = [factor for pair in others for factor in pair]
             named |= self.terms.arguments(self.part, [A, B])
-            out = rewrite.fused(at, self.op, c, A, B, c.reduce_op, self.dim, **named)
+            out = rewrite.fused(at, schema.matmul_reduce_scatter, c, A, B, c.reduce_op, self.dim, **named)
             out = self.sum.finished(out, c, at)
             out = rewrite.rearrange(out, self.part, plain(val(c.wait).shape), val(c.wait).shape, at, near)
             out = rewrite.make_contiguous(out, at)

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from ..graph.collectives import Size, argument, aten, calls, is_val, known, memory, val
 from ..graph.index_map import Digits, Dims
+from ..graph.nodes import Size, argument, aten, calls, is_val, known, memory, val
 from ..graph.rewrite import call
 
 # And how many operands each has.

@@ -10,17 +10,15 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import torch
 from torch import fx
 
 from ...dispatch.profitability import FusionCandidate, expected_gain
-from ..graph.collectives import LeftAlone, Size, aten, c10d, calls, is_val, kind_of
+from ..graph.collectives import kind_of
+from ..graph.nodes import LeftAlone, Size, aten, c10d, calls, hint_or_one, val
 from ..graph.split_cat import SPLITS
-from ..graph.views import view_step
-from . import registry
-from .all_gather_matmul import AllGatherMatmulPattern
-from .candidate import where_of
+from ..graph.views import steps_back
 from .matmuls import product
+from .pattern import Pattern
 
 _FAR = 64  # steps from a reduction to its products, and from these to what is gathered
 
@@ -32,32 +30,31 @@ class Yielding(NamedTuple):
     why: str
 
 
-def yielding(nodes: Iterable[fx.Node], find: Callable[[fx.Node], registry.Form]) -> dict[fx.Node, Yielding]:
+def yielding(nodes: Iterable[fx.Node], find: Callable[[fx.Node], Pattern]) -> dict[fx.Node, Yielding]:
     """The reductions whose products the gathers in front of them should have.
 
     Args:
         nodes: the collectives of a graph.
-        find: the form of a collective.
+        find: the pattern of a collective.
     """
     found: dict[fx.Node, Yielding] = {}
-    matches: dict[fx.Node, AllGatherMatmulPattern] = {}
+    matches: dict[fx.Node, Pattern] = {}
     for node in nodes:
         gathers = _gathers_in_front(node) if "gather" not in kind_of(node) else set()
         if not gathers:
             continue
         try:
             match = find(node)
-            if (total := getattr(match, "sum", None)) is None:
+            if match.sum is None:
                 continue
             for gather in gathers - matches.keys():
-                form = find(gather)
-                if not isinstance(form, AllGatherMatmulPattern):
-                    raise LeftAlone("it goes with a scaled product")
-                matches[gather] = form
+                matches[gather] = find(gather)
         except LeftAlone:
             continue
-        own = {p.node for p in total.products}
-        own_gain = _gain("matmul_reduce_scatter", match, match.m, match.n, match.k)
+        if not all(matches[gather].uses for gather in gathers):
+            continue  # scaled products
+        own = {p.node for p in match.sum.products}
+        own_gain = _gain("matmul_reduce_scatter", match, *match.sizes)
         lost = sum(_loss(matches[gather], own) for gather in gathers)
         if lost > own_gain:
             found[node] = Yielding(
@@ -68,23 +65,21 @@ def yielding(nodes: Iterable[fx.Node], find: Callable[[fx.Node], registry.Form])
     return found
 
 
-def _loss(match: AllGatherMatmulPattern, taken: set[fx.Node]) -> float:
+def _loss(match: Pattern, taken: set[fx.Node]) -> float:
     """Microseconds that a gather saves less without these products."""
     left = [u for u in match.uses if u.product.node not in taken]
     if len(left) == len(match.uses) or any(u.transposed for u in match.uses):
         return 0.0
-    whole = _gain("all_gather_matmul", match, match.m, match.n, match.k)
+    m, n, k = match.sizes
     rest = sum(u.width for u in left)
-    return whole - (_gain("all_gather_matmul", match, match.m, rest, match.k) if left else 0.0)
+    whole = _gain("all_gather_matmul", match, m, n, k)
+    return whole - (_gain("all_gather_matmul", match, m, rest, k) if left else 0.0)
 
 
-def _gain(op: str, match: registry.Form, *sizes: Size) -> float:
-    m, n, k = (size if isinstance(size, int) else _hint(size) for size in sizes)
-    return expected_gain(FusionCandidate(op, m, n, k, *where_of(match)))
-
-
-def _hint(size: torch.SymInt) -> int:
-    return int(size.node.hint) if size.node.has_hint() else 1
+def _gain(op: str, match: Pattern, *sizes: Size) -> float:
+    m, n, k = map(hint_or_one, sizes)
+    c = match.collective
+    return expected_gain(FusionCandidate(op, m, n, k, c.world, match.dtype, val(c.x).device.type))
 
 
 def _gathers_in_front(node: fx.Node) -> set[fx.Node]:
@@ -115,10 +110,6 @@ def _back(start: object, more: Callable[[fx.Node], tuple[object, ...]]) -> list[
         pending += more(node)
         if calls(node, operator.getitem, *SPLITS):
             pending.append(node.args[0])
-            continue
-        try:
-            if is_val(node) and (step := view_step(node)) is not None:
-                pending.append(step.source)
-        except LeftAlone:
-            continue
+        elif (step := next(steps_back(node), None)) is not None:
+            pending.append(step.source)
     return list(seen)

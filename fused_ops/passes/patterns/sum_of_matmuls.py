@@ -12,9 +12,9 @@ from torch import fx
 from ... import validation
 from ...library import schema
 from ..graph import rewrite
-from ..graph.collectives import (
-    COMPILE_BOTH,
-    Collective,
+from ..graph.collectives import COMPILE_BOTH, Collective
+from ..graph.index_map import Digits, Dims, numel, same_size
+from ..graph.nodes import (
     LeftAlone,
     Size,
     argument,
@@ -28,10 +28,9 @@ from ..graph.collectives import (
     val,
     what,
 )
-from ..graph.index_map import Digits, Dims, numel, same_size
 from ..graph.rewrite import call
 from ..graph.scaling import Scaling, check_factor, is_factor, scaled
-from ..graph.views import view_step
+from ..graph.views import steps_back, view_step
 from .matmuls import Product, matrix, one_matrix, product
 
 
@@ -273,13 +272,9 @@ def _known_less(a: Size, b: Size) -> bool:
 def why_no_product(node: fx.Node) -> str:
     """That what is reduced is no product, and whether one may stand in another graph."""
     text = f"its input is {what(node)}, not a matrix product"
-    source: fx.Node | None = node
-    while source is not None and source.op != "placeholder":
-        try:
-            source = step.source if (step := view_step(source)) is not None else None
-        except LeftAlone:
-            source = None
-    if source is None:
+    for step in steps_back(node):
+        node = step.source
+    if node.op != "placeholder":
         return text
     return f"the graph begins in front of the collective: {text}; if one in another graph makes it, {COMPILE_BOTH}"
 
@@ -291,11 +286,8 @@ def has_product(node: fx.Node) -> bool:
         node = pending.pop()
         if product(node) is not None:
             return True
-        try:
-            taken = view_step(node)
-        except LeftAlone:
-            continue
-        sources = node.args[:2] if calls(node, *_SUMS) else () if taken is None else (taken.source,)
+        step = next(steps_back(node), None)
+        sources = node.args[:2] if calls(node, *_SUMS) else () if step is None else (step.source,)
         for source in sources:
             if is_val(source) and source not in seen:
                 seen.add(source)

@@ -9,11 +9,10 @@ from dataclasses import replace
 from torch import fx
 from torch._inductor import config as inductor_config
 
-from ..log import log_line
 from ..order.change import OrderChange
 from ..pass_sequence import SLOT, passes_of
 from ..report import Entry, Report
-from ..report_file import write_reports
+from ..report_file import log_line, write_reports
 from .node import is_kept, packed, put_record, unpacked
 
 

@@ -18,193 +18,74 @@ import torch
 from torch import fx
 
 from ....kernels.all_gather_matmul.configs import MOST_BS
-from ....kernels.device.gemm.scaling import FP8, ScaledProducts, ScaleKind
+from ....kernels.device.gemm.scaling import FP8, ScaleKind
 from ...library import schema
 from ..graph import rewrite
-from ..graph.collectives import (
-    Collective,
-    LeftAlone,
-    Size,
-    aten,
-    communicates,
-    first_write,
-    group_of,
-    some,
-    val,
-    what,
-)
-from ..graph.gathered_tensor import Gathered
-from ..graph.index_map import RANK, Digit, Digits, Dims, around_rank, numel, same_size
+from ..graph.collectives import Collective
+from ..graph.gathered_tensor import Gathered, GatherLayout
+from ..graph.index_map import RANK, Digits, numel, same_size
+from ..graph.nodes import LeftAlone, aten, first_write, some, val, what
 from ..graph.rewrite import call
 from ..graph.views import View, view_step
+from ..patterns.pattern import Pattern
 from .row_by_row import RowByRow
 from .scaled_mm import SCALED_MMS, ScaledMm
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Which dimensions the op's shard has, and along which of them it is gathered."""
+def match_all_gather_scaled_matmul(
+    c: Collective, groups: frozenset[str] | None, *, again: bool = False
+) -> Pattern | None:
+    """None where no scaled product depends on what is gathered. For a gather of scales that of what they scale.
 
-    shard: Dims
-    dim: int
-
-    @classmethod
-    def of(cls, dims: Dims, world: int) -> _Place:
-        """
-        Raises:
-            LeftAlone: the op has none for that.
-        """
-        rows, columns = dims
-        if (around := around_rank(rows, world)) is not None:
-            before, after = around
-            return cls((before, after, columns) if before else (after, columns), 1 if before else 0)
-        before, after = around_rank(columns, world) or ((), ())
-        if before:
-            raise LeftAlone("it contracts the ranks, but not outermost")
-        return cls((rows, after), 1)
-
-    @property
-    def contracted(self) -> bool:
-        return self.dim == len(self.shard) - 1
-
-    def lead(self, world: int) -> list[Size]:
-        """The sizes of the gathered tensor's rows."""
-        sizes = [numel(digits) for digits in self.shard[:-1]]
-        if not self.contracted:
-            sizes[self.dim] = world * sizes[self.dim]
-        return sizes
-
-    def joined(self, world: int) -> Dims:
-        """The dimensions of the gathered tensor as the op gives it."""
-        dims = list(self.shard)
-        dims[self.dim] = (Digit(RANK, world), *dims[self.dim])
-        return tuple(dims)
+    Raises:
+        LeftAlone: those that do are not exactly what the op computes.
+    """
+    graph = c.node.graph
+    if not any(graph.find_nodes(op="call_function", target=target) for target in SCALED_MMS):
+        return None
+    if val(c.x).dim() == 0 or not (rows := RowByRow(c, groups)).products:
+        return None
+    found: list[tuple[ScaledMm, GatherLayout]] = []
+    reasons: dict[fx.Node, str] = {}
+    for taken in rows.products:
+        try:
+            found.append((taken, _layout(taken, rows, c)))
+        except LeftAlone as e:
+            reasons[taken.node] = f"{what(taken.node)}: {e}"
+    if not found:
+        numbers = [each for taken in rows.products for each in _gathers(taken.left, rows) if each is not c]
+        if numbers and not again:
+            whole = match_all_gather_scaled_matmul(numbers[0], groups, again=True)
+            if whole is not None and c.node in whole.others:
+                return whole
+        raise LeftAlone("; ".join(dict.fromkeys(reasons.values())))
+    first, layout = found[0]
+    uses = [t for t, _ in found if t.left is first.left and t.left_scale is first.left_scale]
+    if len(uses) > MOST_BS:
+        raise LeftAlone(f"{len(uses)} scaled products take it, of which the op computes {MOST_BS} at once")
+    return _Replacement.of(c, rows, layout, uses).pattern()
 
 
 @dataclass
-class AllGatherScaledMatmulPattern:
+class _Replacement:
     """``uses`` are the products of one quantised tensor that one op computes, in the order of the graph."""
 
     collective: Collective
     rows: RowByRow
     tensor: Gathered  # all that is computed of what is gathered, up to the products
-    place: _Place
+    layout: GatherLayout
     uses: list[ScaledMm]
     whole: fx.Node | None  # the view of the quantised tensor of which all is made that others use
     scales_of: Collective | None  # which gathers the scales
     at: fx.Node  # where the op will stand
     hoisted: set[fx.Node]  # computed before it, for the other operands
 
-    op = schema.all_gather_scaled_matmul
-    adds = ()
-
-    @property
-    def others(self) -> tuple[fx.Node, ...]:
-        return () if self.scales_of is None else (self.scales_of.node,)
-
-    @property
-    def dim(self) -> int:
-        return self.place.dim
-
-    @property
-    def last_dim(self) -> bool:
-        return self.place.contracted
-
-    @property
-    def kept(self) -> tuple[fx.Node, ...]:
-        return () if self.whole is None else (self.whole,)
-
-    @property
-    def order(self) -> tuple[Dims, tuple[Size, ...]]:
-        return self.place.joined(self.collective.world), tuple(val(self.collective.x).shape)
-
-    @property
-    def _quantises(self) -> bool:
-        return val(self.collective.x).dtype not in FP8
-
-    @property
-    def decided(self) -> bool:
-        """Whether it need not be weighed: run unfused, too, the op sends fewer bytes."""
-        return self._quantises
-
-    @property
-    def form(self) -> str:
-        count = len(self.uses)
-        what_of = " of what is contracted" if self.last_dim else ""
-        quantised = " → quantise" if self._quantises else ""
-        return f"all_gather{what_of}{quantised} → {f'{count} scaled products' if count > 1 else 'scaled product'}"
-
-    @property
-    def detail(self) -> str:
-        count = len(self.uses)
-        parts = [f"{count} product{'s' if count > 1 else ''}", f"{self.uses[0].kind.value} scales"]
-        parts += ["quantised before it is sent"] if self._quantises else []
-        return ", ".join([*parts, "A returned"] if self.kept else parts)
-
-    @property
-    def scaled(self) -> ScaledProducts:
-        """What ``profitability`` is told of the products."""
-        first = self.uses[0]
-        return first.products(first.out_dtype, travels=self.rows.dims(first.left_scale) is not None)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return val(self.uses[0].left).dtype
-
-    @property
-    def m(self) -> Size:
-        return val(self.uses[0].left).shape[0]
-
-    @property
-    def n(self) -> Size:
-        return sum(use.width for use in self.uses)
-
-    @property
-    def k(self) -> Size:
-        return val(self.uses[0].left).shape[1]
-
     @classmethod
-    def from_collective(
-        cls, c: Collective, groups: frozenset[str] | None, *, again: bool = False
-    ) -> AllGatherScaledMatmulPattern | None:
-        """None where no scaled product depends on what is gathered. For a gather of scales that of what they scale.
-
-        Raises:
-            LeftAlone: those that do are not exactly what the op computes.
+    def of(cls, c: Collective, rows: RowByRow, layout: GatherLayout, uses: list[ScaledMm]) -> _Replacement:
         """
-        graph = c.node.graph
-        if not any(graph.find_nodes(op="call_function", target=target) for target in SCALED_MMS):
-            return None
-        if val(c.x).dim() == 0 or not (rows := RowByRow(c, groups)).products:
-            return None
-        found: list[tuple[ScaledMm, _Place]] = []
-        reasons: dict[fx.Node, str] = {}
-        for taken in rows.products:
-            try:
-                found.append((taken, _place(taken, rows, c)))
-            except LeftAlone as e:
-                reasons[taken.node] = f"{what(taken.node)}: {e}"
-        if not found:
-            numbers = [
-                each for taken in rows.products for each in _gathers(taken.left, rows) if each is not c
-            ]
-            if numbers and not again:
-                whole = cls.from_collective(numbers[0], groups, again=True)
-                if whole is not None and c.node in whole.others:
-                    return whole
-            raise LeftAlone("; ".join(dict.fromkeys(reasons.values())))
-        first, place = found[0]
-        uses = [t for t, _ in found if t.left is first.left and t.left_scale is first.left_scale]
-        if len(uses) > MOST_BS:
-            raise LeftAlone(
-                f"{len(uses)} scaled products take it, of which the op computes {MOST_BS} at once"
-            )
-        return cls._of_uses(c, rows, place, uses)
-
-    @classmethod
-    def _of_uses(
-        cls, c: Collective, rows: RowByRow, place: _Place, uses: list[ScaledMm]
-    ) -> AllGatherScaledMatmulPattern:
+        Raises:
+            LeftAlone: something else needs what the op does not return, or comes between.
+        """
         first = uses[0]
         inside = rows.nodes([first.left, first.left_scale])
         views = _quantised(first.left, c.wait)
@@ -217,7 +98,7 @@ class AllGatherScaledMatmulPattern:
         begins, last = collectives[0].node, uses[-1].node
         if (written := first_write(begins, last)) is not None:
             raise LeftAlone(f"{what(written)} writes to memory before {what(last)}")
-        at = _before_others(collectives, min([first.node, *(u for users in kept.values() for u in users)]))
+        at = tensor.before_others(min([first.node, *(u for users in kept.values() for u in users)]))
         needed = [*(n for use in uses for n in use.given), *rows.given([first.left, first.left_scale])]
         needed += [each.x for each in collectives]
         needed += [first.left_scale] if rows.dims(first.left_scale) is None else []
@@ -225,19 +106,39 @@ class AllGatherScaledMatmulPattern:
         scales_of = others[0] if others else None
         # Of several views the one of which the others are made.
         whole = max(kept, key=views.index, default=None)
-        return cls(c, rows, tensor, place, uses, whole, scales_of, at, hoisted)
+        return cls(c, rows, tensor, layout, uses, whole, scales_of, at, hoisted)
+
+    def pattern(self) -> Pattern:
+        c, first, layout, count = self.collective, self.uses[0], self.layout, len(self.uses)
+        quantises, returned = val(c.x).dtype not in FP8, self.whole is not None
+        of_what, quantised = " of what is contracted" * layout.contracted, " → quantise" * quantises
+        products = f"{count} scaled products" if count > 1 else "scaled product"
+        words = [f"{count} product{'s' * (count > 1)}", f"{first.kind.value} scales"]
+        words += ["quantised before it is sent"] * quantises + ["A returned"] * returned
+        left = val(first.left)
+        return Pattern(
+            collective=c,
+            op=schema.all_gather_scaled_matmul,
+            form=f"all_gather{of_what}{quantised} → {products}",
+            detail=", ".join(words),
+            sizes=(left.shape[0], sum(use.width for use in self.uses), left.shape[1]),
+            dtype=left.dtype,
+            order=(layout.joined(c.world), tuple(val(c.x).shape)),
+            replace=self.replace,
+            others=() if self.scales_of is None else (self.scales_of.node,),
+            dim=layout.dim,
+            last_dim=layout.contracted,
+            decided=quantises,  # run unfused, too, the op sends fewer bytes
+            returns_A=returned,
+            scaled=first.products(first.out_dtype, travels=self.rows.dims(first.left_scale) is not None),
+        )
 
     def replace(self) -> None:
-        """
-        Raises:
-            LeftAlone: a size is not there where it is needed, or the op takes no such operand. The graph is as it was.
-        """
-        c, at, place, first = self.collective, self.at, self.place, self.uses[0]
-        inside = self.tensor.views
+        c, at, layout, first = self.collective, self.at, self.layout, self.uses[0]
         with rewrite.undone_if_left():
             rewrite.hoist(self.hoisted, at)
             shard = self.rows.shard(first.left, at)
-            shard = rewrite.reshape(shard, [numel(digits) for digits in place.shard], at, [c.x])
+            shard = rewrite.reshape(shard, [numel(digits) for digits in layout.shard], at, [c.x])
             of_each = {
                 "biases": [use.bias for use in self.uses],
                 "result_scales": [None] * len(self.uses),
@@ -247,8 +148,8 @@ class AllGatherScaledMatmulPattern:
             Bs, scales = [use.right for use in self.uses], [use.right_scale for use in self.uses]
             fused = call(
                 at,
-                self.op,
-                *(shard, Bs, self._scale(), scales, place.dim, c.group, *of_each.values()),
+                schema.all_gather_scaled_matmul,
+                *(shard, Bs, self._scale(), scales, layout.dim, c.group, *of_each.values()),
                 return_A=self.whole is not None,
                 group_size=c.world,
             )
@@ -265,36 +166,30 @@ class AllGatherScaledMatmulPattern:
         self.tensor.read_sizes_from_shard()
         for old, node in new.items():
             old.replace_all_uses_with(node)
-        collectives = [each.node for each in (c, self.scales_of) if each is not None]
-        # What stays is moved behind the node that it is made of now.
-        for node in rewrite.erase_unused([*(use.node for use in self.uses), *inside, *collectives]):
-            if node < after:
-                after.append(node)
-                after = node
+        self.tensor.reset_state(after, uses=[use.node for use in self.uses])
 
     def _scale(self) -> fx.Node:
         """A_scale, as the op takes it."""
-        at, first, lead = self.at, self.uses[0], [numel(digits) for digits in self.place.shard[:-1]]
+        c, at, first, layout = self.collective, self.at, self.uses[0], self.layout
         scale = self.rows.shard(first.left_scale, at)
-        if self.rows.dims(first.left_scale) is not None:
-            return rewrite.reshape(scale, [*lead, val(scale).shape[-1]], at, [self.collective.x])
-        if first.kind is ScaleKind.TENSOR:  # of no dimension: none could be taken for a row's
+        travels = self.rows.dims(first.left_scale) is not None
+        if first.kind is ScaleKind.TENSOR and not travels:  # of no dimension: none could be taken for a row's
             return rewrite.reshape(scale, [], at)
-        lead = self.place.lead(self.collective.world)
-        return rewrite.reshape(scale, [*lead, 1], at, [self.collective.x])
+        lead = [numel(digits) for digits in (layout.shard if travels else layout.joined(c.world))[:-1]]
+        return rewrite.reshape(scale, [*lead, val(scale).shape[-1] if travels else 1], at, [c.x])
 
     def _made_of(self, A: fx.Node, view: fx.Node) -> fx.Node:
         """A view of the quantised tensor, made of what the op returns."""
         c, dims = self.collective, self.rows.dims(view)
         assert dims is not None
         shape = val(view).shape
-        new = rewrite.rearrange(A, self.place.joined(c.world), dims, shape, self.at, [c.x])
+        new = rewrite.rearrange(A, self.layout.joined(c.world), dims, shape, self.at, [c.x])
         if val(new).stride() == val(view).stride():
             return new
         return call(self.at, aten.clone.default, new, memory_format=torch.contiguous_format)
 
 
-def _place(taken: ScaledMm, rows: RowByRow, c: Collective) -> _Place:
+def _layout(taken: ScaledMm, rows: RowByRow, c: Collective) -> GatherLayout:
     taken.check()
     dims = rows.dims(taken.left)
     if dims is None:
@@ -302,20 +197,21 @@ def _place(taken: ScaledMm, rows: RowByRow, c: Collective) -> _Place:
     if any(rows.dims(n) is not None for n in taken.given):
         raise LeftAlone("its other operand depends on the gathered tensor, too")
     if _gathers(taken.left, rows) != [c]:
-        raise LeftAlone("it gathers no numbers of its left operand, or not all of them")
-    place = _Place.of(dims, c.world)
+        raise LeftAlone("its left operand is not what this collective alone gathers")
+    rows_, columns = dims
+    layout = GatherLayout.of(rows_, columns, c.world)
     of_scales = rows.dims(taken.left_scale)
     if of_scales is None:
-        if taken.kind is not ScaleKind.TENSOR and (taken.kind is ScaleKind.BLOCKS or place.contracted):
+        if taken.kind is not ScaleKind.TENSOR and (taken.kind is ScaleKind.BLOCKS or layout.contracted):
             raise LeftAlone(f"its {taken.kind.value} scales are not gathered with it")
     elif (
         len(of_scales) != 2
-        or place.contracted
+        or layout.contracted
         or not same_size(of_scales[0], dims[0])
         or _has_rank(of_scales[1])
     ):
         raise LeftAlone(f"{what(taken.left_scale)}, its scales, are those of other rows")
-    return place
+    return layout
 
 
 def _gathers(node: fx.Node, rows: RowByRow) -> list[Collective]:
@@ -361,12 +257,3 @@ def _other_users(
         if pending := [u for u in c.node.users if u is not c.wait]:
             raise LeftAlone(f"what {what(c.node)} has pending is also used by {some(pending)}")
     return found
-
-
-def _before_others(collectives: list[Collective], first: fx.Node) -> fx.Node:
-    """Where the op can stand: before ``first`` and the next collective of the group, whose order so stays."""
-    own, group = {c.node for c in collectives}, collectives[0].group
-    node = collectives[0].node.next
-    while node is not first and (node in own or not communicates(node) or group_of(node) != group):
-        node = node.next
-    return node

@@ -11,19 +11,67 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ....kernels.device.gemm.scaling import OUT_DTYPES, ScaledProducts, ScaleKind
+from ....kernels.device.gemm.scaling import OUT_DTYPES, ScaleKind
 from ...library import schema
 from ..graph import rewrite
-from ..graph.collectives import Collective, LeftAlone, Size, check_no_write, known, some, val, what
-from ..graph.index_map import Dims, around_rank, gathered_dims, numel, plain
+from ..graph.collectives import Collective
+from ..graph.index_map import Dims, numel, plain
+from ..graph.nodes import LeftAlone, check_no_write, some, val, what
 from ..graph.rewrite import call
 from ..graph.scaling import Scaling
-from ..graph.views import ViewStep, view_step
+from ..graph.views import ViewStep, steps_back
+from ..patterns.matmul_reduce_scatter import parts_of_input, scattered_part
+from ..patterns.pattern import Pattern
 from .scaled_mm import ScaledMm, scaled_mm
 
 
+def match_scaled_matmul_reduce_scatter(c: Collective) -> Pattern | None:
+    """None where what is reduced is no scaled product.
+
+    Raises:
+        LeftAlone: it is one, but not exactly what the op computes.
+    """
+    steps, product = _behind(c.x)
+    if product is None:
+        return None
+    dims = parts_of_input(c)
+    try:
+        product.check()
+    except LeftAlone as e:
+        raise LeftAlone(f"{what(product.node)}: {e}") from e
+    nodes: list[fx.Node] = []
+    for step in steps:
+        if isinstance(step.change, Scaling):
+            raise LeftAlone(f"{what(step.node)} multiplies the scaled product by {step.change.factor:g}")
+        dims = step.backward(dims)
+        nodes += step.nodes
+    inside = {*nodes, c.node}
+    if others := [u for n in (*nodes, product.node) for u in n.users if u not in inside]:
+        raise LeftAlone(f"the scaled product is also used by {some(others)}")
+    out_dtype = val(c.x).dtype
+    _check_dtypes(product, steps, out_dtype)
+    check_no_write(product.node, c.node)
+    part, dim = scattered_part(c, *dims)
+    of_columns = dim == len(part) - 1
+    cast = " → cast" if product.out_dtype != out_dtype else ""
+    m, k = val(product.left).shape
+    return Pattern(
+        collective=c,
+        op=schema.scaled_matmul_reduce_scatter,
+        form=f"scaled product{cast} → reduce_scatter{' of columns' * of_columns}",
+        detail=f"1 product, {product.kind.value} scales",
+        sizes=(m, product.width, k),
+        dtype=out_dtype,
+        order=(part, tuple(val(c.wait).shape)),
+        replace=_Replacement(c, product, dim, part, nodes).replace,
+        dim=dim,
+        last_dim=of_columns,
+        scaled=product.products(out_dtype, travels=False),
+    )
+
+
 @dataclass
-class ScaledMatmulReduceScatterPattern:
+class _Replacement:
     """``part`` are the dimensions of what the op gives, this rank's part of ``product``."""
 
     collective: Collective
@@ -32,110 +80,21 @@ class ScaledMatmulReduceScatterPattern:
     part: Dims
     nodes: list[fx.Node]  # between the product and the collective
 
-    op = schema.scaled_matmul_reduce_scatter
-    others = ()
-    adds = ()
-
-    @property
-    def last_dim(self) -> bool:
-        return self.dim == len(self.part) - 1
-
-    @property
-    def order(self) -> tuple[Dims, tuple[Size, ...]]:
-        return self.part, tuple(val(self.collective.wait).shape)
-
-    @property
-    def out_dtype(self) -> torch.dtype:
-        return val(self.collective.x).dtype
-
-    @property
-    def form(self) -> str:
-        cast = " → cast" if self.product.out_dtype != self.out_dtype else ""
-        return f"scaled product{cast} → reduce_scatter{' of columns' if self.last_dim else ''}"
-
-    @property
-    def detail(self) -> str:
-        return f"1 product, {self.product.kind.value} scales"
-
-    @property
-    def scaled(self) -> ScaledProducts:
-        """What ``profitability`` is told of the product."""
-        return self.product.products(self.out_dtype, travels=False)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.out_dtype
-
-    @property
-    def m(self) -> Size:
-        return val(self.product.left).shape[0]
-
-    @property
-    def n(self) -> Size:
-        return self.product.width
-
-    @property
-    def k(self) -> Size:
-        return val(self.product.left).shape[1]
-
-    @classmethod
-    def from_collective(cls, c: Collective) -> ScaledMatmulReduceScatterPattern | None:
-        """None where what is reduced is no scaled product.
-
-        Raises:
-            LeftAlone: it is one, but not exactly what the op computes.
-        """
-        steps, product = _behind(c.x)
-        if product is None:
-            return None
-        rows = val(c.x).shape[0]
-        if known(rows != c.world * val(c.wait).shape[0]):
-            raise LeftAlone(f"its input has {rows} rows, no multiple of {c.world} ranks")
-        try:
-            product.check()
-        except LeftAlone as e:
-            raise LeftAlone(f"{what(product.node)}: {e}") from e
-        dims = gathered_dims(val(c.wait).shape, c.world)
-        nodes: list[fx.Node] = []
-        for step in steps:
-            if isinstance(step.change, Scaling):
-                raise LeftAlone(f"{what(step.node)} multiplies the scaled product by {step.change.factor:g}")
-            dims = step.backward(dims)
-            nodes += step.nodes
-        inside = {*nodes, c.node}
-        if others := [u for n in (*nodes, product.node) for u in n.users if u not in inside]:
-            raise LeftAlone(f"the scaled product is also used by {some(others)}")
-        _check_dtypes(product, steps, val(c.x).dtype)
-        check_no_write(product.node, c.node)
-        rows_, columns = dims
-        if (around := around_rank(rows_, c.world)) is not None:
-            before, after = around
-            part = (before, after, columns) if before else (after, columns)
-            return cls(c, product, int(bool(before)), part, nodes)
-        before, after = around_rank(columns, c.world) or ((), ())
-        if before:
-            raise LeftAlone("each rank gets columns of the product that do not stand side by side")
-        return cls(c, product, 1, (rows_, after), nodes)
-
     def replace(self) -> None:
-        """
-        Raises:
-            LeftAlone: a size is not there where it is needed, or the op takes no such operand. The graph is as it was.
-        """
         c, at, taken = self.collective, self.collective.node, self.product
         with rewrite.undone_if_left():
             left, scale = taken.left, taken.left_scale
             if len(self.part) > 2:
                 lead = [numel(self.part[0]), c.world * numel(self.part[1])]
-                left = rewrite.reshape(left, [*lead, self.k], at)
+                left = rewrite.reshape(left, [*lead, val(left).shape[1]], at)
                 if taken.kind is not ScaleKind.TENSOR:
                     scale = rewrite.reshape(scale, [*lead, val(scale).shape[1]], at, [left])
             if taken.kind is ScaleKind.TENSOR:  # of no dimension: none could be taken for a row's
                 scale = rewrite.reshape(scale, [], at)
             operands = left, taken.right, scale, taken.right_scale
-            more = None, taken.bias, None, self.out_dtype, taken.fast
+            more = None, taken.bias, None, val(c.x).dtype, taken.fast
             where = c.reduce_op, self.dim, self.dim, c.group
-            out = call(at, self.op, *operands, *where, *more, group_size=c.world)
+            out = call(at, schema.scaled_matmul_reduce_scatter, *operands, *where, *more, group_size=c.world)
             want = val(c.wait).shape
             out = rewrite.rearrange(out, self.part, plain(want), want, at, [taken.left])
             out = rewrite.make_contiguous(out, at)
@@ -145,17 +104,8 @@ class ScaledMatmulReduceScatterPattern:
 
 def _behind(node: fx.Node) -> tuple[list[ViewStep], ScaledMm | None]:
     """The steps back from what is reduced to the scaled product that it is made of, if it is made of one."""
-    steps: list[ViewStep] = []
-    while (product := scaled_mm(node)) is None:
-        try:
-            step = view_step(node)
-        except LeftAlone:
-            step = None
-        if step is None:
-            return steps, None
-        steps.append(step)
-        node = step.source
-    return steps, product
+    steps = list(steps_back(node))
+    return steps, scaled_mm(steps[-1].source if steps else node)
 
 
 def _check_dtypes(product: ScaledMm, steps: list[ViewStep], want: torch.dtype) -> None:

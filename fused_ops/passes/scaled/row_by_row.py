@@ -11,30 +11,17 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import fx
 
 from ...library import schema
 from ..graph import rewrite
-from ..graph.collectives import (
-    Collective,
-    LeftAlone,
-    aten,
-    c10d,
-    calls,
-    communicates,
-    group_of,
-    is_val,
-    known,
-    same_shape,
-    val,
-    waits,
-    what,
-)
+from ..graph.collectives import Collective, communicates, group_of, waits
 from ..graph.index_map import RANK, Dims, gathered_dims, numel, same_size
+from ..graph.nodes import LeftAlone, argument, aten, c10d, calls, is_val, known, same_shape, val, what
 from ..graph.rewrite import call
+from ..graph.row_wise import is_pointwise, reduced_dims
 from ..graph.split_cat import SPLITS
-from ..graph.views import unchanged, view_step
+from ..graph.views import steps_back, unchanged, view_step
 from .scaled_mm import SCALED_MMS, ScaledMm, scaled_mm
 
 _FAR = 128  # nodes between a gather and its products
@@ -84,7 +71,7 @@ class RowByRow:
             return step.forward(self._needed(step.source))
         if calls(node, *_MAXIMA):
             return self._maximum(node)
-        if _is_pointwise(node):
+        if is_pointwise(node):
             return self._pointwise(node)
         raise LeftAlone(f"{what(node)} is not computed row by row")
 
@@ -97,7 +84,7 @@ class RowByRow:
         """Whether the node is made of what another gather of the group has gathered, which is then part of this."""
         source, steps = node, 0
         while steps < _NEAR and source.op == "call_function" and not calls(source, c10d.wait_tensor.default):
-            if communicates(source) or not (_is_pointwise(source) or _of_one(source)):
+            if communicates(source) or not (is_pointwise(source) or _step_source(source)):
                 return False
             inputs = [n for n in source.all_input_nodes if n.op == "call_function"]
             step = _step_source(source)
@@ -122,12 +109,9 @@ class RowByRow:
         return True
 
     def _maximum(self, node: fx.Node) -> Dims:
-        source, *given = node.args
-        dims = self._needed(source)  # type: ignore[arg-type]
-        ndim = len(dims)
-        listed: Any = given[0] if given else ()
-        over = {int(d) % ndim for d in listed or range(ndim)}
-        keep = bool(given[1]) if len(given) > 1 else bool(node.kwargs.get("keepdim", False))
+        dims = self._needed(node.args[0])  # type: ignore[arg-type]
+        over = {*(reduced_dims(node) or range(len(dims)))}
+        keep = bool(argument(node, 2, "keepdim", False))
         if any(digit.axis == RANK for d in over for digit in dims[d]):
             raise LeftAlone(
                 f"{what(node)} is the maximum over the rows of all ranks, of which each rank has its own before they "
@@ -232,26 +216,8 @@ def of_shard(dims: Dims) -> Dims:
     return tuple(tuple(digit for digit in digits if digit.axis != RANK) for digits in dims)
 
 
-def _is_pointwise(node: fx.Node) -> bool:
-    target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and torch.Tag.pointwise in target.tags
-        and torch.Tag.nondeterministic_seeded not in target.tags
-        and not target._schema.is_mutable
-        and is_val(node)
-    )
-
-
-def _of_one(node: fx.Node) -> bool:
-    return _step_source(node) is not None
-
-
 def _step_source(node: fx.Node) -> fx.Node | None:
-    try:
-        step = view_step(node)
-    except LeftAlone:
-        return None
+    step = next(steps_back(node), None)
     return None if step is None else step.source
 
 

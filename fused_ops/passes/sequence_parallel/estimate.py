@@ -20,8 +20,9 @@ from ...dispatch.profitability import (
     predicted_us,
     why_not_profitable,
 )
-from ..graph.collectives import Collective, LeftAlone, hint, val
+from ..graph.collectives import Collective
 from ..graph.index_map import plain
+from ..graph.nodes import LeftAlone, hint, nbytes, val
 from ..graph.views import view_step
 from ..patterns.all_reduce import MATMUL_FROM
 from ..patterns.matmuls import product
@@ -46,8 +47,8 @@ def times_the_bytes(region: Region) -> float:
     gathered that the graph had on all ranks, as for a backward that is not computed by rows.
     """
     try:
-        reduced = sum(_bytes(c.x) for c in region.collectives)
-        more = sum(map(_bytes, region.gathered)) + 2 * sum(map(_bytes, region.sums))
+        reduced = sum(nbytes(val(c.x)) for c in region.collectives)
+        more = sum(nbytes(val(n)) for n in region.gathered) + 2 * sum(nbytes(val(n)) for n in region.sums)
     except LeftAlone:
         return 1.0  # sizes that only the run knows
     return (reduced + more) / (2 * reduced) if reduced else 1.0
@@ -83,7 +84,7 @@ def _saved(region: Region) -> tuple[float, float]:
         LeftAlone: a product should not be fused with what it would get.
     """
     first = region.collectives[0]
-    nbytes, norms = hint(val(first.x).numel()) * val(first.x).dtype.itemsize, region.norms
+    size, norms = nbytes(val(first.x)), region.norms
     saved = multiplied = 0.0
     for c in region.collectives:
         sum_only, scattered = _of_reduction(c)
@@ -95,7 +96,7 @@ def _saved(region: Region) -> tuple[float, float]:
             norms -= normed is not None
         saved += reduced - _us(scattered)
         multiplied += 0.0 if alone else _product_us(sum_only)
-    saved += norms * _norm_us(nbytes) - region.norms * _norm_us(nbytes / first.world)
+    saved += norms * _norm_us(size) - region.norms * _norm_us(size / first.world)
     for node in region.gathered:
         gathered = _of_gather(node, region)
         multiplying = _product_us(gathered) if gathered.k else 0.0
@@ -104,12 +105,8 @@ def _saved(region: Region) -> tuple[float, float]:
     return saved, multiplied
 
 
-def _bytes(node: fx.Node) -> int:
-    return hint(val(node).numel()) * val(node).dtype.itemsize
-
-
-def _norm_us(nbytes: float) -> float:
-    return _LAUNCH + streamed_us(int(_TIMES_OF_NORM * nbytes), 1, H200)
+def _norm_us(size: float) -> float:
+    return _LAUNCH + streamed_us(int(_TIMES_OF_NORM * size), 1, H200)
 
 
 def _us(candidate: FusionCandidate) -> float:

@@ -17,13 +17,14 @@ from collections.abc import Callable
 from torch import fx
 
 from ....symm_mem import resolve_group
-from ..graph.collectives import Collective, LeftAlone, Size, c10d, calls, known, same_shape, val
+from ..graph.collectives import Collective
+from ..graph.nodes import LeftAlone, Size, c10d, calls, known, same_shape, val
+from ..graph.row_wise import RowLayout, same_on_all_ranks
 from ..patterns.all_reduce import merge_what_is_summed
 from ..settings import AUTO
 from .estimate import MOST_BYTES, times_the_bytes, why_more_bytes, why_not_faster
 from .region import Region, regions
 from .replace import put_on_rows
-from .rows import RowLayout, same_on_all_ranks
 
 #: What a node has in its ``meta`` if a pass on the joint graph has looked at it.
 SEEN = "weft_sequence_parallel"

@@ -18,7 +18,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from ..agreement.fallback.run import is_fallback_graph
 from ..cache_key import pass_key
 from ..canonicalize import by_position, name_groups
-from ..graph.collectives import c10d, collectives
+from ..graph.collectives import collectives
+from ..graph.nodes import c10d
 from ..settings import PassSettings
 from .find import SEEN, put_sequences_on_rows
 

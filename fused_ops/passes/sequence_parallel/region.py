@@ -8,23 +8,22 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from ..graph.collectives import (
-    Collective,
+from ..graph.collectives import Collective
+from ..graph.nodes import (
     LeftAlone,
     argument,
     aten,
     calls,
-    hint,
     is_val,
     known,
     memory,
+    nbytes,
     same_shape,
     val,
     what,
     writes,
 )
-from .row_wise import REDUCTIONS, lead_of_step, sums_rows
-from .rows import RowLayout
+from ..graph.row_wise import REDUCTIONS, RowLayout, lead_of_step, sums_rows
 
 
 @dataclass
@@ -66,11 +65,11 @@ class Region:
     def all_rows(self, node: fx.Node) -> list[fx.Node]:
         """The users of a node that need all rows."""
         inside = (self.leads, self.sums, self.sizes)
-        chunked = {self.chunks[c] for c in self.chunks}
         return [
             u
             for u in node.users
-            if not any(u in each for each in inside) and not (node in chunked and _is_chunk_of(u, node, self))
+            if not any(u in each for each in inside)
+            and not (node in self.leads and _own_chunk(u, node, self) in self.chunks)
         ]
 
     def settle(self) -> None:
@@ -205,12 +204,8 @@ def _own_chunk(user: fx.Node, node: fx.Node, region: Region) -> fx.Node | None:
     return user if mine else None
 
 
-def _is_chunk_of(user: fx.Node, node: fx.Node, region: Region) -> bool:
-    return (own := _own_chunk(user, node, region)) is not None and own in region.chunks
-
-
 def _bytes(node: fx.Node) -> int:
     try:
-        return hint(val(node).numel()) * val(node).dtype.itemsize
+        return nbytes(val(node))
     except LeftAlone:
         return 0

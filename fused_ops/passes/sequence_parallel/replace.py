@@ -10,11 +10,12 @@ from torch import fx
 
 from ..agreement.signature import COMPARED
 from ..graph import rewrite
-from ..graph.collectives import Collective, Size, aten, c10d, communicates, is_flat, memory, same_shape, val
+from ..graph.collectives import Collective, communicates
+from ..graph.nodes import FLAT, Size, aten, c10d, calls, memory, same_shape, val
 from ..graph.rewrite import call
+from ..graph.row_wise import step_by_rows, sum_of_own_rows
 from ..origin import copy_origin
 from .region import Region
-from .row_wise import step_by_rows, sum_of_own_rows
 
 #: What AOTAutograd's partitioner has noted of a node, and what that node stands for.
 _PARTITIONED = ("partitioner_tag", "recompute", "ac_graph_id", "seq_nr", "autograd_backward")
@@ -66,7 +67,7 @@ def put_on_rows(region: Region) -> dict[fx.Node, fx.Node]:
     gone += [n for split in splits for n in (split, *split.users)]
     for c in region.collectives:
         x = c.x
-        while is_flat(x):
+        while calls(x, *FLAT):
             gone.append(x)
             x = x.args[0]  # type: ignore[assignment]
     rewrite.erase_unused(gone)
@@ -101,7 +102,7 @@ def _in_shape(x: fx.Node, shape: list[Size], at: fx.Node) -> fx.Node:
     """The node with this shape; of what it was reshaped from, which says more of a product with symbolic sizes, if
     that has it."""
     node = x
-    while not same_shape(val(node).shape, shape) and is_flat(node) and memory(node.args[0]) == memory(x):  # type: ignore[arg-type]
+    while not same_shape(val(node).shape, shape) and calls(node, *FLAT) and memory(node.args[0]) == memory(x):  # type: ignore[arg-type]
         node = node.args[0]  # type: ignore[assignment]
     return node if same_shape(val(node).shape, shape) else rewrite.reshape(x, shape, at)
 

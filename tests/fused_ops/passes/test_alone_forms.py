@@ -27,7 +27,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from weft.fused_ops import FusionPass
-from weft.fused_ops.passes.patterns import candidate
+from weft.fused_ops.passes.patterns import pattern
 
 GATHER, SCATTER = "weft::one_shot_all_gather", "weft::one_shot_reduce_scatter"
 WORLD = 3
@@ -84,9 +84,9 @@ def test_a_product_takes_what_it_can_first() -> None:
 
 
 def test_what_is_not_profitable_with_its_product_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    why = candidate.profitability.why_not_profitable
+    why = pattern.profitability.why_not_profitable
     monkeypatch.setattr(
-        candidate.profitability, "why_not_profitable", lambda c: "too little" if "matmul" in c.op else why(c)
+        pattern.profitability, "why_not_profitable", lambda c: "too little" if "matmul" in c.op else why(c)
     )
     w = torch.randn(12, 5)
     (seen,) = seen_of(lambda x, w: gather(x) @ w, X[:, 0], w)
@@ -109,7 +109,7 @@ def test_they_are_taken_unless_that_is_ruled_out() -> None:
 def test_only_what_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     large = "it is too large"
     monkeypatch.setattr(
-        candidate.profitability, "why_not_profitable", lambda c: large if c.m * c.n > WORLD * 60 else None
+        pattern.profitability, "why_not_profitable", lambda c: large if c.m * c.n > WORLD * 60 else None
     )
     for rows, op in ((6, GATHER), (7, None)):
         x = torch.randn(rows, 10)

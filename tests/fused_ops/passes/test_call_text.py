@@ -11,7 +11,7 @@ from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from weft.fused_ops.passes.graph.collectives import LeftAlone
+from weft.fused_ops.passes.graph.nodes import LeftAlone
 from weft.fused_ops.passes.kernels_ahead.call_text import text_of_call
 from weft.fused_ops.passes.kernels_ahead.graph_kernels import GraphKernels, note_collective
 

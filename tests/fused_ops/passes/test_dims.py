@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from weft.fused_ops.passes.graph.collectives import LeftAlone
 from weft.fused_ops.passes.graph.index_map import (
     RANK,
     Digit,
@@ -24,6 +23,7 @@ from weft.fused_ops.passes.graph.index_map import (
     reshaped,
     same_size,
 )
+from weft.fused_ops.passes.graph.nodes import LeftAlone
 
 WORLD = 2
 SETTINGS = settings(max_examples=100, deadline=None)

@@ -18,7 +18,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 from weft.fused_ops import FusionPass
 from weft.fused_ops.passes.order import in_pass
-from weft.fused_ops.passes.order.placed import place_gathers
+from weft.fused_ops.passes.order.copy_engines import place_gathers
 
 
 def program(x: Tensor, w: Tensor) -> Tensor:

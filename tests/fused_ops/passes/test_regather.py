@@ -99,7 +99,7 @@ def multiplied(x: Tensor, w: Tensor) -> Tensor:
 
 
 def along_the_sequence(x: Tensor, w: Tensor) -> Tensor:
-    """Of several batches: the gradient contracts the ranks, but not outermost."""
+    """Of several batches: the gathered dimension is contracted, but is not the outermost one."""
     return (gather(x, 1) @ w).sin()
 
 

@@ -288,7 +288,7 @@ def test_what_was_left_alone_before_its_graph_was_put_back_keeps_its_reason() ->
         Entry(1, *told, dim=0, fused_into=AG),
     ]
     fusion._seen.enter(entries, None)
-    fusion._leave(0)
+    fusion._seen.put_back(0, WHY)
     assert [e.reason for e in fusion.report().entries] == [WHY, "nobody waits for it", ""]
     assert [e.fused_into for e in fusion.report().entries] == [None, None, AG]
 

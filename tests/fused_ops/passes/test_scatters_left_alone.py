@@ -9,7 +9,7 @@ from left import GROUP, W8, X2, X3, ag, check_left, rs, two_ranks
 from torch import Tensor
 from weft.fused_ops.library import schema
 from weft.fused_ops.passes.graph import rewrite
-from weft.fused_ops.passes.graph.collectives import LeftAlone
+from weft.fused_ops.passes.graph.nodes import LeftAlone
 
 __all__ = ["two_ranks"]
 

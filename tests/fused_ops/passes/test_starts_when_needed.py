@@ -8,7 +8,7 @@ import pytest
 from graphs import copied, fake_ranks
 from orders import WORLD, check_alike, graph_of, order_of, program, words
 from weft.fused_ops.dispatch import profitability
-from weft.fused_ops.passes.order.at_once import start_when_needed
+from weft.fused_ops.passes.order.copy_engines import start_when_needed
 
 
 @pytest.fixture(autouse=True)

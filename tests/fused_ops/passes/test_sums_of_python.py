@@ -15,7 +15,7 @@ from graphs import AG, RS, captured, check_same, fake_ranks, gather, scatter, tr
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from weft.fused_ops import FusionPass
-from weft.fused_ops.passes.graph.collectives import calls
+from weft.fused_ops.passes.graph.nodes import calls
 from weft.fused_ops.passes.graph.views import unchanged
 
 __all__ = ["two"]

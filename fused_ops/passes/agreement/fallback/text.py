@@ -14,7 +14,8 @@ from torch import fx
 from torch._inductor import inductor_prims
 from torch.fx.graph import PythonCode
 
-from ...graph.collectives import collectives, is_val, val, what
+from ...graph.collectives import collectives
+from ...graph.nodes import is_val, val, what
 from .called import CALLERS, CalledGraph, calls_by_name
 
 #: What draws by a seed that is a tensor, and which argument it is. Op by op they take no notice of it.

@@ -2,16 +2,128 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
-from ..graph import rewrite
-from ..graph.collectives import FLAT, aten, calls, is_val, known, same_shape, val
-from ..graph.rewrite import call
-from .rows import REDUCTIONS, RowLayout, is_pointwise
+from . import rewrite
+from .collectives import group_of
+from .nodes import FLAT, Size, argument, aten, c10d, calls, is_random, is_val, known, same_shape, val, writes
+from .rewrite import call
+from .split_cat import SLICES, SPLITS
+from .views import CASTS
+
+REDUCTIONS = (
+    aten.mean.dim,
+    aten.sum.dim_IntList,
+    aten.amax.default,
+    aten.amin.default,
+    aten.var_mean.correction,
+    aten.var.correction,
+)
+_DETERMINED = (
+    *REDUCTIONS,
+    *SLICES,
+    *SPLITS,
+    *CASTS,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.expand.default,
+    aten.cat.default,
+    aten.embedding.default,
+    aten.full.default,
+    aten.full_like.default,
+    aten.scalar_tensor.default,
+    aten.arange.start_step,
+    torch.ops.prims.iota.default,
+)
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Rows that are counted by dimensions of the sizes ``lead``: each rank has an equal part along ``dim`` of these.
+
+    ``own_chunks``: whether the graph's slice of this rank's part counts as every rank's slice of its own. Another
+    rank's graph may slice the same rows, so the ranks must compare their graphs before they run them.
+    """
+
+    lead: tuple[Size, ...]
+    dim: int
+    group: str
+    world: int
+    rank: int
+    own_chunks: bool
+
+    @property
+    def own(self) -> list[Size]:
+        """The sizes of a rank's part."""
+        return [size // self.world if i == self.dim else size for i, size in enumerate(self.lead)]
+
+    def lead_of(self, shape: Sequence[Size]) -> int | None:
+        """How many of the first dimensions count all rows; None if it is not known that some do."""
+        count = math.prod(self.lead)
+        for lead in range(1, len(shape) + 1):
+            if known(math.prod(shape[:lead]) == count):
+                return lead
+        return None
+
+    def own_part(self, node: fx.Node, lead: int, before: fx.Node) -> fx.Node:
+        """A rank's part of a tensor that all have."""
+        sizes = [*self.lead, *val(node).shape[lead:]]
+        sizes[self.dim : self.dim + 1] = [self.world, self.own[self.dim]]
+        return call(before, aten.select.int, rewrite.reshape(node, sizes, before), self.dim, self.rank)
+
+
+def same_on_all_ranks(graph: fx.Graph, group: str) -> set[fx.Node]:
+    """What all ranks of a group have alike, if they have the graph's inputs alike.
+
+    Matrix products are not: of which a rank has a part, by its own weights.
+    """
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            found.add(node)
+        elif calls(node, c10d.all_reduce.default, c10d.all_gather_into_tensor.default):
+            if group_of(node) == group:
+                found.add(node)
+        elif node.op == "call_function" and _is_determined(node) and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether each element is made of the operands' elements there, and nothing else is done.
+
+    So it is with a cast, but not to another device; not with what draws random numbers, whose elements depend on how
+    many there are, nor with what writes to memory that others may read.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not is_val(node) or writes(node) or is_random(node):
+        return False
+    if target in CASTS:
+        return is_val(node.args[0]) and val(node.args[0]).device == val(node).device
+    return torch.Tag.pointwise in target.tags
+
+
+def reduced_dims(node: fx.Node) -> list[int]:
+    """Along which dimensions of its operand a reduction is; none where it names none, and is along all."""
+    dims = argument(node, 1, "dim")
+    dims = [dims] if isinstance(dims, int) else dims or []
+    return [int(dim) % val(node.args[0]).dim() for dim in dims]  # type: ignore[arg-type]
+
+
+def _is_determined(node: fx.Node) -> bool:
+    if calls(node, operator.getitem, c10d.wait_tensor.default, *FLAT, *_DETERMINED) or is_pointwise(node):
+        return True
+    # Of sizes.
+    return isinstance(node.meta.get("val"), int | torch.SymInt)
+
 
 #: Of each node that is computed by rows, how many of its first dimensions count them.
 Leads = Mapping[fx.Node, int]
@@ -33,7 +145,7 @@ def lead_of_step(node: fx.Node, leads: Leads, layout: RowLayout, same: Collectio
         return layout.lead_of(val(node).shape) if is_val(node) else None
     if calls(node, *REDUCTIONS):
         lead = leads[source]  # type: ignore[index]
-        dims = _dims(node)
+        dims = reduced_dims(node)
         return lead if dims and all(dim >= lead for dim in dims) and not _casts(node) else None
     if calls(node, aten.expand.default):
         lead = leads[source]  # type: ignore[index]
@@ -47,7 +159,7 @@ def sums_rows(node: fx.Node, leads: Leads) -> bool:
     """Whether the node sums up all rows of a node that is computed by rows, as the gradient of a weight does."""
     if not calls(node, aten.sum.dim_IntList) or node.args[0] not in leads or _casts(node):
         return False
-    return sorted(_dims(node)) == list(range(leads[node.args[0]]))  # type: ignore[index]
+    return sorted(reduced_dims(node)) == list(range(leads[node.args[0]]))  # type: ignore[index]
 
 
 def step_by_rows(node: fx.Node, own: Mapping[fx.Node, fx.Node], leads: Leads, layout: RowLayout) -> fx.Node:
@@ -67,7 +179,7 @@ def step_by_rows(node: fx.Node, own: Mapping[fx.Node, fx.Node], leads: Leads, la
     if calls(node, *FLAT):
         return rewrite.reshape(own[given[0]], [*layout.own, *val(node).shape[lead:]], node)
     if calls(node, *REDUCTIONS):
-        dims = [dim - lead + count for dim in _dims(node)]
+        dims = [dim - lead + count for dim in reduced_dims(node)]
         return call(node, node.target, own[given[0]], dims, *given[2:], **node.kwargs)
     if calls(node, aten.expand.default):
         return call(node, aten.expand.default, own[given[0]], [*[-1] * count, *given[1][lead:]])
@@ -116,13 +228,6 @@ def _is_row(node: fx.Node, rest: int) -> bool:
     """Whether it is the same for all rows: its dimensions but for the last ones are of size 1."""
     shape = val(node).shape
     return all(known(size == 1) for size in shape[: len(shape) - rest])
-
-
-def _dims(node: fx.Node) -> list[int]:
-    source, dims = node.args[0], node.args[1] if len(node.args) > 1 else None
-    if not isinstance(dims, list | tuple):
-        return []
-    return [int(dim) % val(source).dim() for dim in dims]  # type: ignore[arg-type]
 
 
 def _casts(node: fx.Node) -> bool:

@@ -1,0 +1,98 @@
+"""What copy engines carry: no more collectives at once than they have buffers, and gathers that stay in theirs.
+
+Copy engines have ``NUM_BUFFERS`` for each kind of collective. torch starts the gathers of all weights of an inference
+graph before anything else; the memory of all weights at once is what a program gathers them one by one for.
+
+A gather whose result the graph reads for a while only is left in its buffer: that is the gather's from its start to the
+last reader, where a release is put in. The gathers of a graph take the buffers in its order, and one that finds none is
+copied out of its own.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from ....symm_mem.layout import NUM_BUFFERS
+from ...dispatch import profitability
+from ...library import schema
+from ..graph.nodes import c10d, is_custom, val
+from ..memory.alias_sets import AliasSets
+from ..memory.hazards import Hazards
+from ..memory.live_bytes import body, put_in_order
+from .least_memory import order_of_least_memory
+from .transports import NETWORK, Transfer, transfers
+
+_KINDS = (c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default)
+
+
+def start_when_needed(graph: fx.Graph) -> bool:
+    """Puts each start just before its wait, where copy engines could otherwise not carry all that is large enough.
+
+    Returns:
+        whether the order has changed. Collectives keep theirs.
+    """
+    order = body(graph)
+    found = transfers(order)
+    if not any(_too_many(order, [t for t in found if t.start.target is kind]) for kind in _KINDS):
+        return False
+    put_in_order(graph, order_of_least_memory(order, Hazards(AliasSets(graph), order), found))
+    return True
+
+
+def _too_many(order: Sequence[fx.Node], found: Sequence[Transfer]) -> bool:
+    at = {node: i for i, node in enumerate(order)}
+    lives = [(at[t.start], at[t.waits[0]]) for t in found if len(t.waits) == 1 and _is_large(t)]
+    return any(sum(begin <= start < end for begin, end in lives) > NUM_BUFFERS for start, _ in lives)
+
+
+def _is_large(transfer: Transfer) -> bool:
+    """Whether copy engines would carry it."""
+    (given,) = transfer.start.all_input_nodes
+    x = val(given)
+    if transfer.transport == NETWORK or not isinstance(x.numel(), int):
+        return False
+    part = min(transfer.given, transfer.made)
+    return profitability.why_not_async(part, x.device.type) is None
+
+
+def place_gathers(graph: fx.Graph) -> int:
+    """The order of the graph is final.
+
+    Returns:
+        how many are placed.
+    """
+    sets = AliasSets(graph)
+    at = {node: i for i, node in enumerate(graph.nodes)}
+    ends: list[int] = []  # the last readers of those that are placed
+    count = 0
+    for start in list(graph.nodes):
+        if start.target is not schema.all_gather_start:
+            continue
+        (wait,) = start.users
+        (made,) = sets.made[wait]
+        ends = [end for end in ends if end > at[start]]
+        last = max(made.nodes, key=at.__getitem__)
+        read_only = all(_only_reads(n, wait, sets) for n in made.nodes)
+        if len(ends) == NUM_BUFFERS or made.escapes or not read_only:
+            continue
+        for node in (start, wait):
+            node.kwargs = {**node.kwargs, "placed": True}
+        with graph.inserting_after(last):
+            given, named = (start, wait, start.args[1]), {"group_size": start.kwargs["group_size"]}
+            graph.call_function(schema.all_gather_release, given, named).meta["val"] = None
+        ends.append(at[last])
+        count += 1
+    return count
+
+
+def _only_reads(node: fx.Node, wait: fx.Node, sets: AliasSets) -> bool:
+    """Whether the node is done with the memory of what ``wait`` returns when it has run."""
+    if node is wait or node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload) or is_custom(node):
+        return False
+    return not set(map(id, sets.made[wait])) & set(map(id, sets.written[node]))

@@ -1,0 +1,99 @@
+"""Which pattern a collective and its neighbourhood have: what the pass asks for each collective of a graph."""
+
+from __future__ import annotations
+
+from torch import fx
+from torch._inductor import config as inductor_config
+
+from .graph.collectives import Collective
+from .graph.nodes import LeftAlone, c10d
+from .order.costs import counted_flops
+from .patterns.all_gather_matmul import match_all_gather_matmul
+from .patterns.all_reduce import match_all_reduce
+from .patterns.alone import match_alone
+from .patterns.asynchronous import match_copied
+from .patterns.matmul_reduce_scatter import match_matmul_reduce_scatter
+from .patterns.pattern import Pattern
+from .scaled.all_gather import match_all_gather_scaled_matmul
+from .scaled.reduce_scatter import match_scaled_matmul_reduce_scatter
+from .settings import AUTO, PassSettings
+
+
+def find(c: Collective, settings: PassSettings) -> Pattern:
+    """What takes the place of a collective: a product with it, or, as far as the settings say so, the collective alone
+    or by copy engines, where no product can take it or gains by it. The graph is not changed.
+
+    Raises:
+        LeftAlone: nothing can exactly.
+    """
+    always, by_itself = settings.fuse == "always", settings.collectives == AUTO
+    # By itself it leaves them to what runs them beside products.
+    if not settings.collectives or (by_itself and inductor_config.reorder_for_compute_comm_overlap):
+        return with_product(c, settings)
+    copies = by_itself and settings.reorder is not None
+    found = None
+    try:
+        found = with_product(c, settings)
+        why = None if always else found.why_not_profitable() or (_why_copied(found) if copies else None)
+        if why is None:
+            return found
+    except LeftAlone as e:
+        if c.node.target is c10d.all_reduce.default:
+            raise
+        why = str(e)
+    try:
+        if copies:
+            return match_copied(c, why)
+        other = match_alone(c, why, decided=always or not by_itself)
+        if (small := other.why_not_profitable()) is not None:
+            raise LeftAlone(small)
+        return other
+    except LeftAlone as e:
+        if found is not None:
+            return found
+        raise LeftAlone(f"{why}; alone: {e}") from e
+
+
+def with_product(c: Collective, settings: PassSettings) -> Pattern:
+    """What the collective can be fused into, also where that is not profitable.
+
+    Raises:
+        LeftAlone: it is none that can be fused exactly.
+    """
+    if c.node.target is c10d.all_reduce.default:
+        # Where several ops could take it, the one that takes most, whether that is profitable or not.
+        return match_all_reduce(c, settings.groups, always=settings.fuse == "always")
+    if c.node.target is c10d.reduce_scatter_tensor.default:
+        return match_scaled_matmul_reduce_scatter(c) or match_matmul_reduce_scatter(c)
+    why: LeftAlone | None = None
+    try:
+        if (scaled := match_all_gather_scaled_matmul(c, settings.groups)) is not None:
+            return scaled
+    except LeftAlone as e:
+        why = e
+    try:
+        return match_all_gather_matmul(c, settings.groups)
+    except LeftAlone as e:
+        raise (why or e) from e
+
+
+def _why_copied(found: Pattern) -> str | None:
+    """Why copy engines are better than a product that takes the collective; None if they are not."""
+    if found.transposes:
+        return "a product would take it as its right operand, and transpose what it reads and writes"
+    c = found.collective
+    if c.node.target is c10d.reduce_scatter_tensor.default and _ends_late(c.wait):
+        return "nothing in the graph reads the result, and other products hide it"
+    return None
+
+
+def _ends_late(wait: fx.Node) -> bool:
+    """Whether what is waited for is only returned, and a product stands behind it."""
+    if any(user.op != "output" for user in wait.users):
+        return False
+    behind = wait.next
+    while behind.op != "output":
+        if counted_flops(behind):
+            return True
+        behind = behind.next
+    return False
