@@ -135,7 +135,7 @@ def fusion_report() -> Report:
     """What became of the collectives of all models that were compiled by ``backend="weft"`` or ``weft.compile``.
 
     >>> import weft
-    >>> weft.fusion_report().left
+    >>> weft.passes.fusion_report().left
     0
 
     Settings that differ make passes of their own, which count their graphs from 0 each.

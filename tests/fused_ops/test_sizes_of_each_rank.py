@@ -103,7 +103,7 @@ def installed(rank: int, mine: int) -> None:
         assert_fused()
         check("product", y, torch.cat(gather(x)) @ w.double(), 1e-6)
     finally:
-        weft.uninstall()
+        weft.drop_in.uninstall()
 
 
 def all_calls(rank: int, world_size: int, sizes: tuple[int, ...], checked: bool) -> None:

@@ -65,7 +65,7 @@ def run(compiled: Callable[..., Any], rows: int = 4) -> None:
 
 def test_by_one_word() -> None:
     run(torch.compile(model, backend=backend.weft_backend))
-    report = weft.fusion_report()
+    report = weft.passes.fusion_report()
     assert [e.fused_into for e in report.entries] == [AG]
     assert report.runs.graphs == 1
 
@@ -80,7 +80,7 @@ def test_by_weft_compile_in_each_form() -> None:
     run(decorated)
     linear = torch.nn.Linear(8, 6)
     assert weft.compile(linear)(torch.randn(3, 8)).shape == (3, 6)
-    assert [e.fused_into for e in weft.fusion_report().entries] == [AG, AG]
+    assert [e.fused_into for e in weft.passes.fusion_report().entries] == [AG, AG]
 
 
 def test_module_compile() -> None:
@@ -92,7 +92,7 @@ def test_module_compile() -> None:
     module.compile(backend=backend.weft_backend, dynamic=True)
     run(module, 4)
     run(module, 10)
-    assert [e.fused_into for e in weft.fusion_report().entries] == [AG]
+    assert [e.fused_into for e in weft.passes.fusion_report().entries] == [AG]
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -114,7 +114,7 @@ def test_a_mode_beside_options(by_name: bool) -> None:
     else:
         run(weft.compile(model, mode=mode, options=given))
         assert seen["max_autotune"] and not seen["coordinate_descent_tuning"]
-    assert [e.fused_into for e in weft.fusion_report().entries] == [AG]
+    assert [e.fused_into for e in weft.passes.fusion_report().entries] == [AG]
 
 
 def test_settings_by_arguments_options_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,15 +136,15 @@ def test_an_order_by_environment_and_option(monkeypatch: pytest.MonkeyPatch) -> 
     run(torch.compile(model, backend=backend.weft_backend, options={"weft.reorder": 1.0}))
     run(weft.compile(model, reorder=False))
     assert [p.reorder for p in backend._made.values()] == [0.0, 1.0, None]
-    orders = weft.fusion_report().orders
+    orders = weft.passes.fusion_report().orders
     assert [o.kept for o in orders] == ["no collective runs beside anything"] * 2  # it is fused
-    assert "order kept: no collective runs beside anything" in str(weft.fusion_report())
+    assert "order kept: no collective runs beside anything" in str(weft.passes.fusion_report())
 
 
 def test_equal_settings_compile_once() -> None:
     run(weft.compile(model))
     run(weft.compile(model))
-    assert weft.fusion_report().runs.graphs == 1
+    assert weft.passes.fusion_report().runs.graphs == 1
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_pass_and_settings_of_another() -> None:
         weft.compile(model, fusion=fusion, strict=True)
     run(weft.compile(model, fusion=fusion))
     assert [e.fused_into for e in fusion.report().entries] == [AG]
-    assert not weft.fusion_report().entries
+    assert not weft.passes.fusion_report().entries
 
 
 @pytest.mark.parametrize("where", ["options", "config"])
@@ -185,7 +185,7 @@ def test_the_pass_that_was_there_runs_first(where: str) -> None:
         with inductor_config.patch({SLOT: mine}), warnings.catch_warnings():
             warnings.filterwarnings("error", "Counting")
             run(torch.compile(model, backend=backend.weft_backend))
-    assert [e.fused_into for e in weft.fusion_report().entries] == [AG]
+    assert [e.fused_into for e in weft.passes.fusion_report().entries] == [AG]
     assert mine.seen and not any("weft" in target for target in mine.seen)
 
 
@@ -193,7 +193,7 @@ def test_a_fusion_pass_that_was_there_is_the_one() -> None:
     fusion = FusionPass(agree=False)
     run(weft.compile(model, options={SLOT: fusion}))
     assert [e.fused_into for e in fusion.report().entries] == [AG]
-    assert not weft.fusion_report().entries
+    assert not weft.passes.fusion_report().entries
 
 
 def test_who_is_dropped_is_named() -> None:
@@ -273,7 +273,7 @@ def on_ranks(rank: int, world: int) -> int:
             assert w.grad is not None
             want = torch.cat(gather_all(x)).sum(0)[:, None].expand(17, 11)
             check("gradient of w", w.grad, want, BOUND[torch.float32])
-    return weft.fusion_report().fused
+    return weft.passes.fusion_report().fused
 
 
 def test_between_ranks() -> None:
