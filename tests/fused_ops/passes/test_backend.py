@@ -52,7 +52,7 @@ def model(x: Tensor, w: Tensor) -> Tensor:
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No pass of another test, nothing from the environment or a cache, and two ranks that do not communicate."""
     monkeypatch.setattr(backend, "_made", {})
-    for name in ("WEFT_FUSE", "WEFT_AGREE", "WEFT_STRICT", "WEFT_REORDER", VARIABLE):
+    for name in ("WEFT_PASS", *backend._OLD_VARIABLES.values(), VARIABLE):
         monkeypatch.delenv(name, raising=False)
     torch._dynamo.reset()
     with fake_ranks(2), inductor_config.patch(force_disable_caches=True):
@@ -118,20 +118,70 @@ def test_a_mode_beside_options(by_name: bool) -> None:
 
 
 def test_settings_by_arguments_options_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_AGREE", "0")
-    monkeypatch.setenv("WEFT_FUSE", "always")
+    monkeypatch.setenv("WEFT_PASS", "agree=0, fuse=always")
     run(weft.compile(model, agree="capture"))
     run(torch.compile(model, backend=backend.weft_backend, options={"weft.strict": True}))
     made = [(p.strict, p.fuse, p.agree) for p in backend._made.values()]
     assert made == [(False, "always", "capture"), (True, "always", False)]
+    monkeypatch.setenv("WEFT_PASS", "agree=no")
+    with pytest.raises(ValueError, match="WEFT_PASS: agree is 'no', must be 0, 1, capture, each or ahead"):
+        weft.compile(model)
+
+
+def test_variables_of_one_setting_are_read_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_AGREE", "0")
+    monkeypatch.setenv("WEFT_FUSE", "always")
+    monkeypatch.setenv("WEFT_PASS", "agree=capture")
+    with pytest.warns(FutureWarning) as said:
+        assert backend._environment() == {"agree": "capture", "fuse": "always"}
+    assert [str(w.message) for w in said] == [
+        'WEFT_FUSE is deprecated, use WEFT_PASS="fuse=always"',
+        'WEFT_AGREE is deprecated, use WEFT_PASS="agree=0"',
+    ]
     monkeypatch.setenv("WEFT_AGREE", "no")
-    with pytest.raises(ValueError, match="WEFT_AGREE: is 'no', must be 0, 1, capture, each or ahead"):
+    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="WEFT_AGREE: is 'no', must be 0, 1, "):
+        weft.compile(model)
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("", {}),
+        ("strict=1,regather=0,", {"strict": True, "regather": False}),
+        ("collectives=auto,sequence_parallel=1", {"collectives": "auto", "sequence_parallel": True}),
+        ("reorder=1, gathers=1 ,buckets=1", {"reorder": True, "gathers": 1, "buckets": True}),
+        ("reorder=1.0,gathers=3,buckets=4096", {"reorder": 1.0, "gathers": 3, "buckets": 4096}),
+    ],
+)
+def test_values_of_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, read: dict[str, Any]) -> None:
+    monkeypatch.setenv("WEFT_PASS", text)
+    found = backend._environment()
+    assert found == read and [*map(type, found.values())] == [*map(type, read.values())]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fuze=always", "WEFT_PASS: has 'fuze=always', must have setting=value of strict, fuse, agree, "),
+        ("groups=tp", "WEFT_PASS: has 'groups=tp', must have "),
+        ("strict", "WEFT_PASS: has 'strict', must have "),
+        ("strict=", "WEFT_PASS: has 'strict=', must have "),
+        ("strict=yes", "WEFT_PASS: strict is 'yes', must be 0 or 1$"),
+        ("fuse=1", "WEFT_PASS: fuse is '1', must be auto or always$"),
+        ("reorder=nan", "WEFT_PASS: reorder is 'nan', must be 0, 1 or a number of 0 or more$"),
+        ("gathers=0", "WEFT_PASS: gathers is '0', must be a whole number"),
+        ("buckets=-1", "WEFT_PASS: buckets is '-1', must be 0, 1 or a number of bytes$"),
+    ],
+)
+def test_what_the_environment_may_not_have(monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:
+    monkeypatch.setenv("WEFT_PASS", text)
+    with pytest.raises(ValueError, match=message):
         weft.compile(model)
 
 
 def test_an_order_by_environment_and_option(monkeypatch: pytest.MonkeyPatch) -> None:
     """True is no byte more, 1.0 twice the memory: two passes."""
-    monkeypatch.setenv("WEFT_REORDER", "1")
+    monkeypatch.setenv("WEFT_PASS", "reorder=1")
     run(weft.compile(model))
     run(torch.compile(model, backend=backend.weft_backend, options={"weft.reorder": 1.0}))
     run(weft.compile(model, reorder=False))
