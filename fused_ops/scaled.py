@@ -28,7 +28,7 @@ def fused_all_gather_scaled_matmul(
     A_scale: Tensor,
     B_scales: Sequence[Tensor],
     gather_dim: int,
-    group: Group,
+    group: Group = None,
     biases: Sequence[Tensor | None] | None = None,
     result_scales: Sequence[Tensor | None] | None = None,
     out_dtypes: Sequence[torch.dtype | None] | None = None,
@@ -44,7 +44,7 @@ def fused_all_gather_scaled_matmul(
     ...     scale = x.abs().amax(1, keepdim=True) / 448
     ...     return (x / scale).to(torch.float8_e4m3fn), scale
     >>> (x, x_scale), (w, w_scale) = quantised(torch.randn(5, 32)), quantised(torch.randn(48, 32))  # w: [N, K]
-    >>> A, (y,) = fused_all_gather_scaled_matmul(x, [w.t()], x_scale, [w_scale.t()], 0, None)
+    >>> A, (y,) = fused_all_gather_scaled_matmul(x, [w.t()], x_scale, [w_scale.t()], 0)
     >>> y.shape == (5 * dist.get_world_size(), 48), y.dtype, A.dtype
     (True, torch.bfloat16, torch.float8_e4m3fn)
 
@@ -123,7 +123,7 @@ def fused_scaled_matmul_reduce_scatter(
     reduce_op: ReduceOp,
     orig_scatter_dim: int,
     scatter_dim_after_maybe_reshape: int,
-    group: Group,
+    group: Group = None,
     output_shape: Sequence[int] | None = None,
     bias: Tensor | None = None,
     result_scale: Tensor | None = None,

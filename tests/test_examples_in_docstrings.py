@@ -143,3 +143,12 @@ def test_each_name_is_found_in_the_root_package_or_one_submodule() -> None:
 
 def is_error(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, symm_mem.WeftError)
+
+
+def test_a_group_that_is_not_given_is_the_default_one() -> None:
+    """The examples call the ops so."""
+    takes = {name: inspect.signature(getattr(fused_ops, name)).parameters for name in fused_ops.__all__}
+    groups = {name: parameters["group"] for name, parameters in takes.items() if "group" in parameters}
+    ops = {name for name in fused_ops.__all__ if name.startswith(("fused_", "one_shot_", "float8_"))}
+    assert groups.keys() >= {*ops, "ColumnParallelLinear", "RowParallelLinear", "all_reduce_gradients"}
+    assert not [name for name, group in groups.items() if group.default is not None]

@@ -34,13 +34,13 @@ class _Quantised(NamedTuple):
     scale: Tensor  # by which they are multiplied to be what they stand for
 
 
-def float8_all_gather_matmul(A_shard: Tensor, B: Tensor, gather_dim: int, group: Group) -> Tensor:
+def float8_all_gather_matmul(A_shard: Tensor, B: Tensor, gather_dim: int, group: Group = None) -> Tensor:
     """``all_gather(A_shard, gather_dim) @ B`` in fp8: a column-parallel layer, with its gradients.
 
     >>> import torch, torch.distributed as dist
     >>> from weft.fused_ops import float8_all_gather_matmul
     >>> x, weight = torch.randn(16, 32, requires_grad=True), torch.randn(48, 32, requires_grad=True)
-    >>> y = float8_all_gather_matmul(x, weight.t(), 0, None)
+    >>> y = float8_all_gather_matmul(x, weight.t(), 0)
     >>> y.sum().backward()
     >>> y.shape == (16 * dist.get_world_size(), 48), x.grad.shape, weight.grad.shape
     (True, torch.Size([16, 32]), torch.Size([48, 32]))
@@ -70,14 +70,14 @@ def float8_all_gather_matmul(A_shard: Tensor, B: Tensor, gather_dim: int, group:
     return result
 
 
-def float8_matmul_reduce_scatter(A: Tensor, B: Tensor, scatter_dim: int, group: Group) -> Tensor:
+def float8_matmul_reduce_scatter(A: Tensor, B: Tensor, scatter_dim: int, group: Group = None) -> Tensor:
     """``reduce_scatter(A @ B, "sum", scatter_dim)`` in fp8: a row-parallel layer, with its gradients.
 
     >>> import torch, torch.distributed as dist
     >>> from weft.fused_ops import float8_matmul_reduce_scatter
     >>> W = dist.get_world_size()
     >>> x, weight = torch.randn(16 * W, 32, requires_grad=True), torch.randn(48, 32, requires_grad=True)
-    >>> y = float8_matmul_reduce_scatter(x, weight.t(), 0, None)
+    >>> y = float8_matmul_reduce_scatter(x, weight.t(), 0)
     >>> y.sum().backward()
     >>> y.shape, x.grad.shape == x.shape, weight.grad.shape
     (torch.Size([16, 48]), True, torch.Size([48, 32]))
