@@ -130,7 +130,7 @@ class _AllGatherFloat8(torch.autograd.Function):
         (g,) = _cast_together((grad,), _E5M2, ctx.group)
         grad_A = grad_B = None
         if weight is not None:
-            args = g.numbers, _column_major(weight), g.scale, b_scale, "sum", ctx.dim, ctx.dim, ctx.group
+            args = g.numbers, _column_major(weight), g.scale, b_scale, "sum", ctx.dim, ctx.group
             grad_A = fused_scaled_matmul_reduce_scatter(*args, out_dtype=grad.dtype)
         if A is not None:
             grad_B = _gradient_of_weight(g, _Quantised(A, a_scale), grad.dtype)
@@ -144,7 +144,7 @@ class _Float8ReduceScatter(torch.autograd.Function):
         a, b = _cast_together((A, B.t()), _E4M3, group)
         ctx.save_for_backward(a.numbers if of_B else None, a.scale, b.numbers if of_A else None, b.scale)
         ctx.dim, ctx.group = dim, group
-        args = a.numbers, b.numbers.t(), a.scale, b.scale, "sum", dim, dim, group
+        args = a.numbers, b.numbers.t(), a.scale, b.scale, "sum", dim, group
         return fused_scaled_matmul_reduce_scatter(*args, out_dtype=A.dtype, use_fast_accum=True)
 
     @staticmethod
