@@ -9,6 +9,7 @@ not import torch.
 
 import importlib
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 # "weft" and not relative: pytest imports this file also under the name of the checkout's folder, and a second copy of
@@ -16,17 +17,13 @@ from typing import TYPE_CHECKING, Any
 from weft import hooks
 
 if TYPE_CHECKING:
-    from . import fused_ops, symm_mem
+    from . import checkpoint, drop_in, fused_ops, passes, symm_mem
     from .fused_ops import (
-        CallsTaken,
         ColumnParallelLinear,
         FusionError,
         FusionPass,
-        GroupCalls,
         Plan,
-        Report,
         RowParallelLinear,
-        WeftProcessGroup,
         all_reduce_gradients,
         compile,  # noqa: A004
         float8_all_gather_matmul,
@@ -39,23 +36,22 @@ if TYPE_CHECKING:
         fused_matmul_all_reduce,
         fused_matmul_reduce_scatter,
         fused_scaled_matmul_reduce_scatter,
-        fusion_report,
         install,
-        installed,
-        installed_calls,
-        is_weft_group,
         last_plan,
-        local_state_dict,
-        measure_costs,
         one_shot_all_gather,
         one_shot_all_reduce,
         one_shot_all_reduce_,
         one_shot_reduce_scatter,
         plan,
         process_group,
-        sharded_state_dict,
-        timeline,
-        uninstall,
+    )
+    from .symm_mem import (
+        CallAbandoned,
+        ForkedProcess,
+        HeapUnavailable,
+        PeerTimeout,
+        RankMismatch,
+        WeftError,
     )
 else:
     # Type checkers must not see it: to them any name would be there.
@@ -63,24 +59,36 @@ else:
         if name in _SUBMODULES:
             return importlib.import_module(f"weft.{name}")
         if name in __all__:
-            return getattr(importlib.import_module("weft.fused_ops"), name)
+            return getattr(
+                importlib.import_module("weft.symm_mem" if name in _ERRORS else "weft.fused_ops"), name
+            )
+        if name in _MOVED:
+            module = _MOVED[name]
+            warnings.warn(
+                f"weft.{name} is deprecated, use weft.{module}.{name}", DeprecationWarning, stacklevel=2
+            )
+            return getattr(importlib.import_module(f"weft.{module}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __version__ = "0.1.0"
 __all__ = [
-    "CallsTaken",
+    "CallAbandoned",
     "ColumnParallelLinear",
+    "ForkedProcess",
     "FusionError",
     "FusionPass",
-    "GroupCalls",
+    "HeapUnavailable",
+    "PeerTimeout",
     "Plan",
-    "Report",
+    "RankMismatch",
     "RowParallelLinear",
-    "WeftProcessGroup",
+    "WeftError",
     "__version__",
     "all_reduce_gradients",
+    "checkpoint",
     "compile",
+    "drop_in",
     "float8_all_gather_matmul",
     "float8_matmul_reduce_scatter",
     "fused_all_gather_matmul",
@@ -92,26 +100,33 @@ __all__ = [
     "fused_matmul_reduce_scatter",
     "fused_ops",
     "fused_scaled_matmul_reduce_scatter",
-    "fusion_report",
     "install",
-    "installed",
-    "installed_calls",
-    "is_weft_group",
     "last_plan",
-    "local_state_dict",
-    "measure_costs",
     "one_shot_all_gather",
     "one_shot_all_reduce",
     "one_shot_all_reduce_",
     "one_shot_reduce_scatter",
+    "passes",
     "plan",
     "process_group",
-    "sharded_state_dict",
     "symm_mem",
-    "timeline",
-    "uninstall",
 ]
-_SUBMODULES = ("fused_ops", "symm_mem")
+_SUBMODULES = ("checkpoint", "drop_in", "fused_ops", "passes", "symm_mem")
+_ERRORS = (
+    "CallAbandoned",
+    "ForkedProcess",
+    "HeapUnavailable",
+    "PeerTimeout",
+    "RankMismatch",
+    "WeftError",
+)
+#: Names that stood here before, and the submodule that has them: for one release.
+_MOVED = {
+    **dict.fromkeys(("CallsTaken", "installed", "installed_calls", "uninstall"), "drop_in"),
+    **dict.fromkeys(("GroupCalls", "WeftProcessGroup", "is_weft_group"), "fused_ops"),
+    **dict.fromkeys(("Report", "fusion_report", "measure_costs", "timeline"), "passes"),
+    **dict.fromkeys(("local_state_dict", "sharded_state_dict"), "checkpoint"),
+}
 
 
 def _make_process_group(options: Any, backend_options: Any) -> Any:
@@ -152,8 +167,6 @@ def _at_import_of_torch() -> None:
     try:
         importlib.import_module("weft.fused_ops")  # which installs
     except Exception as e:
-        import warnings
-
         # torch would refuse to be imported.
         warnings.warn(
             f"WEFT_INSTALL=1: weft cannot be imported, torch's ops stay torch's: {e!r}", stacklevel=2

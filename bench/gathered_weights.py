@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--orders", default=",".join(ORDERS))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out")
-    parser.add_argument("--measure", action="store_true", help="weft.measure_costs() first")
+    parser.add_argument("--measure", action="store_true", help="weft.passes.measure_costs() first")
     parser.add_argument("--picture", help="an SVG of the last order of weft's, of its largest graph")
     given = parser.parse_args()
     device = machine.join_ranks()
@@ -171,7 +171,7 @@ def main() -> None:
         functools.partial(print, flush=True) if dist.get_rank() == 0 else lambda *args: None
     )
     if given.measure:
-        say(weft.measure_costs())
+        say(weft.passes.measure_costs())
     sizes = Sizes(**{**vars(LLAMA_8B if device.type == "cuda" else SMALL), "layers": given.layers})
     dtype = getattr(torch, sizes.dtype)
     torch.manual_seed(0)

@@ -114,7 +114,7 @@ def main() -> int:
         for name, layer in contenders.items():
             if name == "torch" and not on_gpus:
                 continue
-            (weft.uninstall if name == "torch" else weft.install)()
+            (weft.drop_in.uninstall if name == "torch" else weft.install)()
             with torch.no_grad():
                 error = _error(layer, x, up, down)
                 wrong += not error < WRONG
@@ -122,7 +122,7 @@ def main() -> int:
             if rank == 0:
                 print(f"{rows:6} {name:<18} {host:9.1f} {gpu:10.1f}{'' if error < WRONG else '  WRONG'}")
     if rank == 0:
-        print(*weft.installed_calls(), sep="\n")
+        print(*weft.drop_in.installed_calls(), sep="\n")
     dist.destroy_process_group()
     return int(wrong > 0)
 

@@ -12,7 +12,7 @@ With fast accumulation but for block-wise scales and where said.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -137,7 +137,7 @@ def scatter_contenders(x: Operands, scaling: str, group: str) -> tuple[Contender
     """And what all of them shall give, in float64."""
     size, rank = dist.get_world_size(), dist.get_rank()
     shape = [x.a.shape[0], x.b.shape[1]]
-    args = x.a, x.b, x.a_scale, x.b_scale, "sum", 0, 0, group
+    args = x.a, x.b, x.a_scale, x.b_scale, "sum", 0
 
     def collective() -> Tensor:
         partial = _product(x, x.a, x.a_scale, scaling)
@@ -146,11 +146,12 @@ def scatter_contenders(x: Operands, scaling: str, group: str) -> tuple[Contender
         return out
 
     def weft(fast: bool) -> Callable[[], Tensor]:
-        return lambda: fused_ops.fused_scaled_matmul_reduce_scatter(*args, None, None, None, BF16, fast)
+        named: Any = {"out_dtype": BF16, "use_fast_accum": fast}
+        return lambda: fused_ops.fused_scaled_matmul_reduce_scatter(*args, group, **named)
 
     def by_torch() -> Tensor:
         op = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter
-        return op(*args, [*shape], None, None, BF16, True)  # type: ignore[no-any-return]
+        return op(*args, 0, group, [*shape], None, None, BF16, True)  # type: ignore[no-any-return]
 
     a16, b16 = x.meant_a.to(BF16), x.meant_b.to(BF16)
     found: Contenders = {

@@ -14,13 +14,15 @@ from .library import schema
 from .ops import all_gather, reduce_scatter
 
 
-def one_shot_all_gather(x: Tensor, gather_dim: int, group: Group, *, out: Tensor | None = None) -> Tensor:
+def one_shot_all_gather(
+    x: Tensor, gather_dim: int, group: Group = None, *, out: Tensor | None = None
+) -> Tensor:
     """``all_gather(x, gather_dim)``: all ranks' x, one behind the other along a dimension.
 
     >>> import torch, torch.distributed as dist
     >>> from weft.fused_ops import one_shot_all_gather
     >>> x = torch.full((2, 3), float(dist.get_rank()))
-    >>> y = one_shot_all_gather(x, -1, None)
+    >>> y = one_shot_all_gather(x, -1)
     >>> y.shape == (2, 3 * dist.get_world_size())
     True
     >>> y[0, ::3].tolist() == list(range(dist.get_world_size()))
@@ -69,7 +71,7 @@ def one_shot_all_gather(x: Tensor, gather_dim: int, group: Group, *, out: Tensor
 
 
 def one_shot_reduce_scatter(
-    x: Tensor, reduce_op: ReduceOp, scatter_dim: int, group: Group, *, out: Tensor | None = None
+    x: Tensor, reduce_op: ReduceOp, scatter_dim: int, group: Group = None, *, out: Tensor | None = None
 ) -> Tensor:
     """``reduce_scatter(x, reduce_op, scatter_dim)``: this rank's part of what all ranks' x make together.
 
@@ -77,7 +79,7 @@ def one_shot_reduce_scatter(
     >>> from weft.fused_ops import one_shot_reduce_scatter
     >>> rank, W = dist.get_rank(), dist.get_world_size()
     >>> x = torch.randn(3, 2 * W)
-    >>> y = one_shot_reduce_scatter(x, "sum", 1, None)
+    >>> y = one_shot_reduce_scatter(x, "sum", 1)
     >>> total = x.clone()
     >>> dist.all_reduce(total)
     >>> torch.testing.assert_close(y, total.chunk(W, 1)[rank])

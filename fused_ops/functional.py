@@ -22,14 +22,14 @@ _LISTS = (list, tuple)
 
 
 def fused_all_gather_matmul(
-    A_shard: Tensor, Bs: Sequence[Tensor], gather_dim: int, group: Group, *, return_A: bool = True
+    A_shard: Tensor, Bs: Sequence[Tensor], gather_dim: int, group: Group = None, *, return_A: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
     """``A = all_gather(A_shard, gather_dim)`` and ``A @ B`` for each B, multiplied as the shards arrive.
 
     >>> import torch, torch.distributed as dist
     >>> from weft.fused_ops import fused_all_gather_matmul
     >>> x, w = torch.randn(4, 8), torch.randn(8, 6)  # this rank's rows [M / W, K], and its columns of the weight
-    >>> A, (y,) = fused_all_gather_matmul(x, [w], 0, None)
+    >>> A, (y,) = fused_all_gather_matmul(x, [w], 0)
     >>> y.shape == (4 * dist.get_world_size(), 6)
     True
     >>> torch.testing.assert_close(y, A @ w)
@@ -80,7 +80,7 @@ def fused_matmul_reduce_scatter(
     B: Tensor,
     reduce_op: ReduceOp,
     scatter_dim: int,
-    group: Group,
+    group: Group = None,
     *,
     out_dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
@@ -92,7 +92,7 @@ def fused_matmul_reduce_scatter(
     >>> from weft.fused_ops import fused_matmul_reduce_scatter
     >>> rank, W = dist.get_rank(), dist.get_world_size()
     >>> x, w = torch.randn(4 * W, 8), torch.randn(8, 6)  # this rank's columns [M, K / W], and rows of the weight
-    >>> y = fused_matmul_reduce_scatter(x, w, "sum", 0, None)
+    >>> y = fused_matmul_reduce_scatter(x, w, "sum", 0)
     >>> total = x @ w
     >>> dist.all_reduce(total)
     >>> torch.testing.assert_close(y, total.chunk(W)[rank])
@@ -151,13 +151,13 @@ def fused_matmul_reduce_scatter(
     return schema.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, name, **named)
 
 
-def one_shot_all_reduce(x: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor:
+def one_shot_all_reduce(x: Tensor, reduce_op: ReduceOp, group: Group = None) -> Tensor:
     """``all_reduce(x, reduce_op)``, the same bits on every rank.
 
     >>> import torch, torch.distributed as dist
     >>> from weft.fused_ops import one_shot_all_reduce
     >>> x = torch.full((3,), float(dist.get_rank()))
-    >>> bool((one_shot_all_reduce(x, "max", None) == dist.get_world_size() - 1).all())
+    >>> bool((one_shot_all_reduce(x, "max") == dist.get_world_size() - 1).all())
     True
 
     Every rank pushes its x to every rank, by the LL protocol (data as flag), which needs no barrier; larger inputs go
@@ -194,13 +194,13 @@ def one_shot_all_reduce(x: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor:
     return schema.all_reduce(x, reduce_op, name, **of_graph(name))
 
 
-def one_shot_all_reduce_(x: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor:
+def one_shot_all_reduce_(x: Tensor, reduce_op: ReduceOp, group: Group = None) -> Tensor:
     """``x = all_reduce(x, reduce_op)``: ``one_shot_all_reduce`` in place.
 
     >>> import torch, torch.distributed as dist
     >>> from weft.fused_ops import one_shot_all_reduce_
     >>> x = torch.ones(3)
-    >>> one_shot_all_reduce_(x, "sum", None) is x
+    >>> one_shot_all_reduce_(x, "sum") is x
     True
     >>> bool((x == dist.get_world_size()).all())
     True
@@ -229,13 +229,13 @@ def one_shot_all_reduce_(x: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor
     return x
 
 
-def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor:
+def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: ReduceOp, group: Group = None) -> Tensor:
     """``all_reduce(A @ B, reduce_op)``: overlapped where one kernel takes it, else one behind the other.
 
     >>> import torch, torch.distributed as dist
     >>> from weft.fused_ops import fused_matmul_all_reduce
     >>> x, w = torch.randn(4, 8), torch.randn(8, 6)  # this rank's columns [M, K / W], and rows of the weight
-    >>> y = fused_matmul_all_reduce(x, w, "sum", None)
+    >>> y = fused_matmul_all_reduce(x, w, "sum")
     >>> total = x @ w
     >>> dist.all_reduce(total)
     >>> torch.testing.assert_close(y, total)

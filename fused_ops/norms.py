@@ -20,7 +20,7 @@ def fused_all_reduce_rms_norm(
     residual: Tensor | None,
     weight: Tensor,
     eps: float,
-    group: Group,
+    group: Group = None,
     *,
     weight_offset: float = 0.0,
     round_sum: bool = True,
@@ -31,8 +31,8 @@ def fused_all_reduce_rms_norm(
     >>> from torch.nn.functional import rms_norm
     >>> from weft.fused_ops import fused_all_reduce_rms_norm, one_shot_all_reduce
     >>> x, residual, weight = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8)
-    >>> normed, sums = fused_all_reduce_rms_norm(x, residual, weight, 1e-6, None)
-    >>> torch.equal(sums, residual + one_shot_all_reduce(x, "sum", None))
+    >>> normed, sums = fused_all_reduce_rms_norm(x, residual, weight, 1e-6)
+    >>> torch.equal(sums, residual + one_shot_all_reduce(x, "sum"))
     True
     >>> torch.testing.assert_close(normed, rms_norm(sums, (8,), weight, 1e-6))
 
@@ -83,7 +83,7 @@ def fused_all_reduce_rms_norm_quant(
     residual: Tensor | None,
     weight: Tensor,
     eps: float,
-    group: Group,
+    group: Group = None,
     *,
     scale: Tensor | None = None,
     out_dtype: torch.dtype = torch.float8_e4m3fn,
@@ -97,8 +97,8 @@ def fused_all_reduce_rms_norm_quant(
     >>> import torch
     >>> from weft.fused_ops import fused_all_reduce_rms_norm, fused_all_reduce_rms_norm_quant
     >>> x, residual, weight = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8)
-    >>> quantized, scales, sums = fused_all_reduce_rms_norm_quant(x, residual, weight, 1e-6, None)
-    >>> normed, _ = fused_all_reduce_rms_norm(x, residual, weight, 1e-6, None)
+    >>> quantized, scales, sums = fused_all_reduce_rms_norm_quant(x, residual, weight, 1e-6)
+    >>> normed, _ = fused_all_reduce_rms_norm(x, residual, weight, 1e-6)
     >>> torch.equal(scales, (normed.abs().amax(-1, keepdim=True) / 448).clamp(min=1 / (448 * 512)))
     True
     >>> steps = (normed * scales.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -183,7 +183,7 @@ def fused_all_reduce_layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    group: Group,
+    group: Group = None,
     *,
     weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
@@ -193,8 +193,8 @@ def fused_all_reduce_layer_norm(
     >>> from torch.nn.functional import layer_norm
     >>> from weft.fused_ops import fused_all_reduce_layer_norm, one_shot_all_reduce
     >>> x, residual, weight, bias = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8), torch.randn(8)
-    >>> normed, sums = fused_all_reduce_layer_norm(x, residual, weight, bias, 1e-5, None)
-    >>> torch.equal(sums, residual + one_shot_all_reduce(x, "sum", None))
+    >>> normed, sums = fused_all_reduce_layer_norm(x, residual, weight, bias, 1e-5)
+    >>> torch.equal(sums, residual + one_shot_all_reduce(x, "sum"))
     True
     >>> torch.testing.assert_close(normed, layer_norm(sums, (8,), weight, bias, 1e-5))
 

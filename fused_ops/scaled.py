@@ -28,7 +28,7 @@ def fused_all_gather_scaled_matmul(
     A_scale: Tensor,
     B_scales: Sequence[Tensor],
     gather_dim: int,
-    group: Group,
+    group: Group = None,
     biases: Sequence[Tensor | None] | None = None,
     result_scales: Sequence[Tensor | None] | None = None,
     out_dtypes: Sequence[torch.dtype | None] | None = None,
@@ -44,7 +44,7 @@ def fused_all_gather_scaled_matmul(
     ...     scale = x.abs().amax(1, keepdim=True) / 448
     ...     return (x / scale).to(torch.float8_e4m3fn), scale
     >>> (x, x_scale), (w, w_scale) = quantised(torch.randn(5, 32)), quantised(torch.randn(48, 32))  # w: [N, K]
-    >>> A, (y,) = fused_all_gather_scaled_matmul(x, [w.t()], x_scale, [w_scale.t()], 0, None)
+    >>> A, (y,) = fused_all_gather_scaled_matmul(x, [w.t()], x_scale, [w_scale.t()], 0)
     >>> y.shape == (5 * dist.get_world_size(), 48), y.dtype, A.dtype
     (True, torch.bfloat16, torch.float8_e4m3fn)
 
@@ -121,12 +121,10 @@ def fused_scaled_matmul_reduce_scatter(
     A_scale: Tensor,
     B_scale: Tensor,
     reduce_op: ReduceOp,
-    orig_scatter_dim: int,
-    scatter_dim_after_maybe_reshape: int,
-    group: Group,
-    output_shape: Sequence[int] | None = None,
+    scatter_dim: int,
+    group: Group = None,
+    *,
     bias: Tensor | None = None,
-    result_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
@@ -136,7 +134,7 @@ def fused_scaled_matmul_reduce_scatter(
     >>> from weft.fused_ops import fused_scaled_matmul_reduce_scatter
     >>> W, one = dist.get_world_size(), torch.ones(())
     >>> x, w = torch.randn(3 * W, 32).to(torch.float8_e4m3fn), torch.randn(16, 32).to(torch.float8_e4m3fn)  # w: [N, K]
-    >>> y = fused_scaled_matmul_reduce_scatter(x, w.t(), one, one, "sum", 0, 0, None)
+    >>> y = fused_scaled_matmul_reduce_scatter(x, w.t(), one, one, "sum", 0)
     >>> total = x.float() @ w.float().t()
     >>> dist.all_reduce(total)
     >>> torch.testing.assert_close(y, total.chunk(W)[dist.get_rank()].bfloat16(), rtol=0.02, atol=0.1)
@@ -144,7 +142,7 @@ def fused_scaled_matmul_reduce_scatter(
     A part travels while the next is computed. Partial products are accumulated, scaled and given their bias in float32;
     rounded to the result's dtype to be sent; summed in float32, in rank order, and rounded once: the same bits in every
     run. (Where the call runs unfused, the backend sums.) Not differentiable. Works under torch.compile. Every rank must
-    call it with the same shapes. Names and order of the arguments are those of
+    call it with the same shapes. ``torch.ops.weft.fused_scaled_matmul_reduce_scatter`` has the arguments of
     ``torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter``.
 
     Args:
@@ -154,14 +152,10 @@ def fused_scaled_matmul_reduce_scatter(
             128)``, rounded up.
         B_scale: float32, to go with A_scale: one element; [1, N]; [K / 128, N / 128], both rounded up.
         reduce_op: "sum", or "avg" for the sum divided by the number of ranks; also as a torch.distributed.ReduceOp.
-        orig_scatter_dim: the dimension of ``output_shape`` that is cut into one part a rank; may be negative. Its size
-            must be a multiple of the number of ranks.
-        scatter_dim_after_maybe_reshape: where that dimension is in A. torch's kernel asks for it; here
-            ``orig_scatter_dim`` and ``output_shape`` say all.
+        scatter_dim: the dimension of ``A @ B`` that is cut into one part a rank; may be negative. Its size must be a
+            multiple of the number of ranks.
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
-        output_shape: sizes of the whole product, where they are not those of A but for N: A's rows in other dimensions.
         bias: [N] of the result's dtype, which is then no float32; each rank's partial product gets its own.
-        result_scale: one float32. As in torch it is for fp8 results: it makes no difference here.
         out_dtype: torch.bfloat16, which None stands for, float16 or float32; partial products travel in it.
         use_fast_accum: whether products may be accumulated in the tensor cores' own precision.
 
@@ -174,11 +168,10 @@ def fused_scaled_matmul_reduce_scatter(
             (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
         PeerTimeout: a rank did not come.
     """
-    known, dims = known_name(group), (orig_scatter_dim, scatter_dim_after_maybe_reshape)
-    exact = type(reduce_op) is str and type(dims[0]) is type(dims[1]) is int and type(use_fast_accum) is bool
-    if known is not None and exact and (output_shape is None or type(output_shape) in _LISTS):
-        more = bias, result_scale, out_dtype, use_fast_accum
-        args: Any = (A, B, A_scale, B_scale, reduce_op, *dims, known, output_shape, *more)
+    known, exact = known_name(group), type(reduce_op) is str and type(scatter_dim) is int
+    if known is not None and exact and type(use_fast_accum) is bool:
+        more = None, bias, None, out_dtype, use_fast_accum
+        args: Any = (A, B, A_scale, B_scale, reduce_op, scatter_dim, scatter_dim, known, *more)
         made = ScaledMatmulReduceScatterCall(*args)
         if (sent := scaled_matmul_reduce_scatter.fast_scaled_matmul_reduce_scatter(made)) is not None:
             return sent
@@ -186,20 +179,15 @@ def fused_scaled_matmul_reduce_scatter(
     for name, value in (("B", B), ("A_scale", A_scale), ("B_scale", B_scale)):
         validation.tensor(name, value)
     reduce_op = validation.reduction(reduce_op)
-    if output_shape is not None:
-        output_shape = _sizes(output_shape)
-    ndim = A.dim() if output_shape is None else len(output_shape)
-    validation.dimension("orig_scatter_dim", orig_scatter_dim, "product", ndim)
-    validation.dimension("scatter_dim_after_maybe_reshape", scatter_dim_after_maybe_reshape, "A", A.dim())
-    for name, term in (("bias", bias), ("result_scale", result_scale)):
-        if term is not None:
-            validation.tensor(name, term)
+    validation.dimension("scatter_dim", scatter_dim, "A", A.dim())
+    if bias is not None:
+        validation.tensor("bias", bias)
     out_dtype = output_dtype("out_dtype", out_dtype)
     validation.flags(use_fast_accum=use_fast_accum)
     name = group_name(group)
     return schema.scaled_matmul_reduce_scatter(
-        *(A, B, A_scale, B_scale, reduce_op, *dims, name, output_shape),
-        *(bias, result_scale, out_dtype, use_fast_accum),
+        *(A, B, A_scale, B_scale, reduce_op, scatter_dim, scatter_dim, name, None),
+        *(bias, None, out_dtype, use_fast_accum),
         **of_graph(name),
     )
 
@@ -212,14 +200,4 @@ def _for_each(name: str, values: Any, count: int) -> list[Any]:
         raise TypeError(
             f"{name}: is of type {type(values).__name__}, must be a list with an element for each B"
         )
-    return list(values)
-
-
-def _sizes(values: Any) -> list[int]:
-    if not isinstance(values, list | tuple):
-        raise TypeError(f"output_shape: is of type {type(values).__name__}, must be a sequence of integers")
-    for value in values:
-        validation.integer("output_shape", value)
-        if isinstance(value, int) and not 0 <= value < 1 << 63:
-            raise ValueError(f"output_shape: has {value}, must have sizes from 0 to below 2**63")
     return list(values)

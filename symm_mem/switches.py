@@ -23,6 +23,7 @@ VARIABLES = (
         "WEFT_INSTALL",
         "WEFT_NCCL_ALL_REDUCE_FROM",
         "WEFT_NVRTC_OPTIONS",
+        "WEFT_PASS",
         "WEFT_PDL",
         "WEFT_REGATHER",
         "WEFT_REORDER",

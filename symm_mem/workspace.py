@@ -244,7 +244,7 @@ class HostEpoch:
             ws.fault.abort_notice(peer),
             lambda: ws.about(self.op, peer, index, expected),
         )
-        # For pictures of a call (weft.timeline).
+        # For pictures of a call (weft.passes.timeline).
         shown = (
             record_function(f"weft:waits for rank {peer}") if profiler._is_profiler_enabled else nullcontext()
         )

@@ -130,5 +130,25 @@ def test_methods_are_found() -> None:
     assert "fused_ops.FusionPass.uuid" not in names, "torch's"
 
 
-def test_the_root_package_has_the_names_of_the_ops() -> None:
-    assert set(weft.__all__) == {*fused_ops.__all__, *MODULES, "__version__"}
+def test_each_name_is_found_in_the_root_package_or_one_submodule() -> None:
+    submodules = {"checkpoint", "drop_in", "passes", *MODULES}
+    apart = {*weft.checkpoint.__all__, *weft.drop_in.__all__, *weft.passes.__all__}
+    of_groups = {"GroupCalls", "WeftProcessGroup", "is_weft_group"}
+    errors = {name for name in symm_mem.__all__ if is_error(getattr(symm_mem, name))}
+    root = set(weft.__all__) - submodules - errors - {"__version__"}
+    assert root | apart | of_groups >= {*fused_ops.__all__}
+    assert root <= {*fused_ops.__all__} and errors <= {*weft.__all__}
+    assert root & apart == {"FusionError", "FusionPass", "compile", "install"}
+
+
+def is_error(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, symm_mem.WeftError)
+
+
+def test_a_group_that_is_not_given_is_the_default_one() -> None:
+    """The examples call the ops so."""
+    takes = {name: inspect.signature(getattr(fused_ops, name)).parameters for name in fused_ops.__all__}
+    groups = {name: parameters["group"] for name, parameters in takes.items() if "group" in parameters}
+    ops = {name for name in fused_ops.__all__ if name.startswith(("fused_", "one_shot_", "float8_"))}
+    assert groups.keys() >= {*ops, "ColumnParallelLinear", "RowParallelLinear", "all_reduce_gradients"}
+    assert not [name for name, group in groups.items() if group.default is not None]

@@ -271,6 +271,23 @@ assert not copies, copies
     ]
 
 
+def test_names_that_have_moved_are_found_with_a_warning() -> None:
+    program = """
+import warnings, weft
+for name, module in weft._MOVED.items():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert getattr(weft, name) is getattr(getattr(weft, module), name)
+    (said,) = (w for w in caught if w.filename == "<string>")
+    assert said.category is DeprecationWarning
+    print(said.message)
+"""
+    said = of_a_new_process(program).splitlines()
+    assert "weft.uninstall is deprecated, use weft.drop_in.uninstall" in said
+    assert "weft.local_state_dict is deprecated, use weft.checkpoint.local_state_dict" in said
+    assert len(said) == 13
+
+
 def for_type_checkers(file: Path) -> set[str]:
     (block,) = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.If)]
     return {a.asname or a.name for node in block.body if isinstance(node, ast.ImportFrom) for a in node.names}

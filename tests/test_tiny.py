@@ -196,7 +196,7 @@ def all_gather_scaled_matmul() -> Op:
 
 def scaled_matmul_reduce_scatter() -> Op:
     def call(A: Tensor, scale: Tensor, B: Tensor) -> Outputs:
-        given = fp8(A), fp8(B).t(), scale.float(), scale.new_ones(1, 16).float(), "sum", 0, 0, world()
+        given = fp8(A), fp8(B).t(), scale.float(), scale.new_ones(1, 16).float(), "sum", 0, world()
         return (fused_ops.fused_scaled_matmul_reduce_scatter(*given, out_dtype=A.dtype),)
 
     def reference(rank: int, As: Sequence[Tensor], scales: Sequence[Tensor], Bs: Sequence[Tensor]) -> Outputs:

@@ -43,7 +43,7 @@ def timeline(
     >>> import torch
     >>> import weft
     >>> x, w = torch.randn(64, 32), torch.randn(32, 16)
-    >>> svg = weft.timeline(lambda: weft.fused_all_gather_matmul(x, [w], 0, None))
+    >>> svg = weft.passes.timeline(lambda: weft.fused_all_gather_matmul(x, [w], 0, None))
     >>> svg.startswith("<svg")
     True
 

@@ -37,7 +37,7 @@ def install() -> None:
     >>> x, w = torch.randn(4, 8), torch.randn(8, 6)
     >>> A, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, dist.group.WORLD.group_name)
     >>> torch.testing.assert_close(y, A @ w)
-    >>> weft.uninstall()
+    >>> weft.drop_in.uninstall()
 
     They are ``fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter``, and those of fp8 operands,
     ``fused_all_gather_scaled_matmul`` and ``fused_scaled_matmul_reduce_scatter``, where a dtype of the result is given.
@@ -75,8 +75,8 @@ def uninstall() -> None:
     """The ops are torch's again, also for graphs that are compiled already.
 
     >>> import weft
-    >>> weft.uninstall()
-    >>> weft.installed()
+    >>> weft.drop_in.uninstall()
+    >>> weft.drop_in.installed()
     False
     """
     global _library
@@ -94,7 +94,7 @@ def installed() -> bool:
     """Whether ``install()`` holds.
 
     >>> import weft
-    >>> weft.installed()
+    >>> weft.drop_in.installed()
     False
     """
     return _library is not None
@@ -104,7 +104,7 @@ def installed_calls(*, clear: bool = False) -> tuple[CallsTaken, ...]:
     """Who took the calls of torch's ops in this process since ``install()``, and why.
 
     >>> import weft
-    >>> for taken in weft.installed_calls(clear=True):
+    >>> for taken in weft.drop_in.installed_calls(clear=True):
     ...     print(taken)
     fused_all_gather_matmul: ... by weft...
 

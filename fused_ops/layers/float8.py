@@ -34,13 +34,13 @@ class _Quantised(NamedTuple):
     scale: Tensor  # by which they are multiplied to be what they stand for
 
 
-def float8_all_gather_matmul(A_shard: Tensor, B: Tensor, gather_dim: int, group: Group) -> Tensor:
+def float8_all_gather_matmul(A_shard: Tensor, B: Tensor, gather_dim: int, group: Group = None) -> Tensor:
     """``all_gather(A_shard, gather_dim) @ B`` in fp8: a column-parallel layer, with its gradients.
 
     >>> import torch, torch.distributed as dist
     >>> from weft.fused_ops import float8_all_gather_matmul
     >>> x, weight = torch.randn(16, 32, requires_grad=True), torch.randn(48, 32, requires_grad=True)
-    >>> y = float8_all_gather_matmul(x, weight.t(), 0, None)
+    >>> y = float8_all_gather_matmul(x, weight.t(), 0)
     >>> y.sum().backward()
     >>> y.shape == (16 * dist.get_world_size(), 48), x.grad.shape, weight.grad.shape
     (True, torch.Size([16, 32]), torch.Size([48, 32]))
@@ -70,14 +70,14 @@ def float8_all_gather_matmul(A_shard: Tensor, B: Tensor, gather_dim: int, group:
     return result
 
 
-def float8_matmul_reduce_scatter(A: Tensor, B: Tensor, scatter_dim: int, group: Group) -> Tensor:
+def float8_matmul_reduce_scatter(A: Tensor, B: Tensor, scatter_dim: int, group: Group = None) -> Tensor:
     """``reduce_scatter(A @ B, "sum", scatter_dim)`` in fp8: a row-parallel layer, with its gradients.
 
     >>> import torch, torch.distributed as dist
     >>> from weft.fused_ops import float8_matmul_reduce_scatter
     >>> W = dist.get_world_size()
     >>> x, weight = torch.randn(16 * W, 32, requires_grad=True), torch.randn(48, 32, requires_grad=True)
-    >>> y = float8_matmul_reduce_scatter(x, weight.t(), 0, None)
+    >>> y = float8_matmul_reduce_scatter(x, weight.t(), 0)
     >>> y.sum().backward()
     >>> y.shape, x.grad.shape == x.shape, weight.grad.shape
     (torch.Size([16, 48]), True, torch.Size([48, 32]))
@@ -130,7 +130,7 @@ class _AllGatherFloat8(torch.autograd.Function):
         (g,) = _cast_together((grad,), _E5M2, ctx.group)
         grad_A = grad_B = None
         if weight is not None:
-            args = g.numbers, _column_major(weight), g.scale, b_scale, "sum", ctx.dim, ctx.dim, ctx.group
+            args = g.numbers, _column_major(weight), g.scale, b_scale, "sum", ctx.dim, ctx.group
             grad_A = fused_scaled_matmul_reduce_scatter(*args, out_dtype=grad.dtype)
         if A is not None:
             grad_B = _gradient_of_weight(g, _Quantised(A, a_scale), grad.dtype)
@@ -144,7 +144,7 @@ class _Float8ReduceScatter(torch.autograd.Function):
         a, b = _cast_together((A, B.t()), _E4M3, group)
         ctx.save_for_backward(a.numbers if of_B else None, a.scale, b.numbers if of_A else None, b.scale)
         ctx.dim, ctx.group = dim, group
-        args = a.numbers, b.numbers.t(), a.scale, b.scale, "sum", dim, dim, group
+        args = a.numbers, b.numbers.t(), a.scale, b.scale, "sum", dim, group
         return fused_scaled_matmul_reduce_scatter(*args, out_dtype=A.dtype, use_fast_accum=True)
 
     @staticmethod

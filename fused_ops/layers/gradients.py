@@ -12,7 +12,7 @@ from .. import validation
 from ..functional import one_shot_all_reduce_
 
 
-def all_reduce_gradients(parameters: Iterable[Tensor], group: Group) -> None:
+def all_reduce_gradients(parameters: Iterable[Tensor], group: Group = None) -> None:
     """Sum over the ranks the gradients of parameters which each rank has used for its own part of the sequence.
 
     >>> import torch, torch.distributed as dist

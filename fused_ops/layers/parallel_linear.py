@@ -129,7 +129,7 @@ class ParallelLinear(nn.Module):
         return parts
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, group: Group, **options: Any) -> Self:
+    def from_linear(cls, linear: nn.Linear, group: Group = None, **options: Any) -> Self:
         """This rank's part of ``linear``, copied: it computes the same function.
 
         >>> import torch

@@ -116,8 +116,11 @@ def _validate(
     )
     dim = call.orig_scatter_dim % len(shape)
     if shape[dim] % group.size():
+        named = (
+            "scatter_dim" if call.output_shape is None else "orig_scatter_dim"
+        )  # the function has no shape
         raise ValueError(
-            f"orig_scatter_dim: A @ B has size {shape[dim]} there, must be a multiple of {group.size()} ranks"
+            f"{named}: A @ B has size {shape[dim]} there, must be a multiple of {group.size()} ranks"
         )
     out_dtype = output_dtype("out_dtype", call.out_dtype)
     validate_bias("bias", call.bias, B.shape[1], out_dtype, A)

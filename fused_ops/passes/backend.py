@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,11 +21,13 @@ from .norms.eps_as_number import eps_options
 from .pass_sequence import SLOT, in_sequence, passes_of
 from .regather import JOINT_SLOT, joint_options
 from .report import PassRuns, Report
-from .settings import AUTO, CAPTURE, REWRITES, PassSettings, refused_as_options
+from .settings import AUTO, CAPTURE, FUSE, REWRITES, PassSettings, refused_as_options
 
 #: What names a setting of the pass among the options of a compilation.
 PREFIX = "weft."
-_FROM_ENVIRONMENT = {
+_VARIABLE = "WEFT_PASS"
+#: By setting: variables of one setting each, which are read for one release.
+_OLD_VARIABLES = {
     "fuse": "WEFT_FUSE",
     "agree": "WEFT_AGREE",
     "strict": "WEFT_STRICT",
@@ -34,12 +38,14 @@ _FROM_ENVIRONMENT = {
     "buckets": "WEFT_BUCKETS",
 }
 _FLAGS: dict[str, bool] = {"0": False, "1": True}
-_WORDS: dict[str, tuple[str, ...]] = {
-    "agree": (CAPTURE,),
-    "collectives": (AUTO,),
-    "sequence_parallel": (AUTO,),
+_WORDS = {"fuse": FUSE, "agree": (CAPTURE,), "collectives": (AUTO,), "sequence_parallel": (AUTO,)}
+_NUMBERS = {
+    "reorder": "a number of 0 or more",
+    "gathers": "a whole number from 1",
+    "buckets": "a number of bytes",
 }
-_SETTINGS = ("groups", "strict", "fuse", "agree", *REWRITES)
+_IN_ENVIRONMENT = ("strict", "fuse", "agree", *REWRITES)
+_SETTINGS = ("groups", *_IN_ENVIRONMENT)
 _OF_TORCH_COMPILE = ("fullgraph", "dynamic", "disable", "name", "recompile_limit", "isolate_recompiles")
 
 _made: dict[Any, FusionPass] = {}
@@ -73,9 +79,9 @@ def compile(  # noqa: A001
         options: Inductor's, by name.
         fusion: the pass, to read its report. None takes that of the settings, whose report is in ``fusion_report()``.
         settings: of ``FusionPass`` (groups, strict, fuse, agree, regather, collectives, sequence_parallel, reorder,
-            gathers, buckets; those not given by WEFT_STRICT, WEFT_FUSE, WEFT_AGREE, WEFT_REGATHER, WEFT_COLLECTIVES,
-            WEFT_SEQUENCE_PARALLEL, WEFT_REORDER and WEFT_BUCKETS), or of ``torch.compile`` (fullgraph, dynamic,
-            disable, name, recompile_limit, isolate_recompiles; as far as the installed torch has them).
+            gathers, buckets; those not given by the environment: ``WEFT_PASS="fuse=always,agree=0"``), or of
+            ``torch.compile`` (fullgraph, dynamic, disable, name, recompile_limit, isolate_recompiles; as far as the
+            installed torch has them).
 
     Returns:
         what torch.compile returns.
@@ -139,7 +145,7 @@ def fusion_report() -> Report:
     """What became of the collectives of all models that were compiled by ``backend="weft"`` or ``weft.compile``.
 
     >>> import weft
-    >>> weft.fusion_report().left
+    >>> weft.passes.fusion_report().left
     0
 
     Settings that differ make passes of their own, which count their graphs from 0 each.
@@ -180,16 +186,38 @@ def _settings_of(
 
 
 def _environment() -> dict[str, Any]:
+    """Settings of ``WEFT_PASS="fuse=always,agree=0"``."""
     found: dict[str, Any] = {}
-    for setting, variable in _FROM_ENVIRONMENT.items():
-        if not (text := os.environ.get(variable)):
-            continue
-        words = _WORDS.get(setting, ())
-        if setting != "fuse" and text not in (*_FLAGS, *words):
-            *known, last = (*_FLAGS, *words)
-            raise ValueError(f"{variable}: is {text!r}, must be {', '.join(known)} or {last}")
-        found[setting] = text if setting == "fuse" else _FLAGS.get(text, text)
+    for setting, variable in _OLD_VARIABLES.items():
+        if text := os.environ.get(variable):
+            new = f'{_VARIABLE}="{setting}={text}"'
+            warnings.warn(f"{variable} is deprecated, use {new}", FutureWarning, stacklevel=4)
+            found[setting] = _value(f"{variable}: is", setting, text)
+    for part in filter(None, map(str.strip, os.environ.get(_VARIABLE, "").split(","))):
+        setting, _, text = map(str.strip, part.partition("="))
+        if setting not in _IN_ENVIRONMENT or not text:
+            known = ", ".join(_IN_ENVIRONMENT)
+            raise ValueError(f"{_VARIABLE}: has {part!r}, must have setting=value of {known}")
+        found[setting] = _value(f"{_VARIABLE}: {setting} is", setting, text)
     return found
+
+
+def _value(what: str, setting: str, text: str) -> Any:
+    """
+    Raises:
+        ValueError: ``text`` is no value of the setting. ``what`` names the variable.
+    """
+    flags = {} if setting in ("fuse", "gathers") else _FLAGS
+    words = _WORDS.get(setting, ())
+    if text in flags or text in words:
+        return flags.get(text, text)
+    with suppress(ValueError):
+        if setting == "reorder" and 0 <= float(text) < float("inf"):
+            return float(text)
+    if setting in ("gathers", "buckets") and text.isdecimal() and (setting == "buckets" or int(text) > 0):
+        return int(text)
+    *known, last = (*flags, *words, *(number for name, number in _NUMBERS.items() if name == setting))
+    raise ValueError(f"{what} {text!r}, must be {', '.join(known)}{' or ' if known else ''}{last}")
 
 
 def _pass_of(settings: Mapping[str, Any]) -> FusionPass:

@@ -58,7 +58,8 @@ def is_weft_group(group: Group = None) -> bool:
 
     >>> import torch.distributed as dist
     >>> import weft
-    >>> weft.is_weft_group(dist.new_group(backend="weft")), weft.is_weft_group(dist.new_group(backend="gloo"))
+    >>> is_weft_group = weft.fused_ops.is_weft_group
+    >>> is_weft_group(dist.new_group(backend="weft")), is_weft_group(dist.new_group(backend="gloo"))
     (True, False)
 
     Args:

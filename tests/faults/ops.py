@@ -104,7 +104,7 @@ def _scattered_fp8(rank: int, size: int, step: int, unit: int, group: Any, more:
     mine, weight = a[rank].to(dtype), b[rank].to(dtype).t()
 
     def call(reduce_op: str) -> torch.Tensor:
-        given = mine, weight, one, one, reduce_op, 0, 0, group
+        given = mine, weight, one, one, reduce_op, 0, group
         return fused_scaled_matmul_reduce_scatter(*given, out_dtype=a[rank].dtype)
 
     def want() -> torch.Tensor:

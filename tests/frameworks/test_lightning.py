@@ -49,7 +49,7 @@ def fabric_trains(rank: int, size: int, folder: Path, by_pass: bool) -> int:
     gradient = torch.cat(gather(x)).sum(0)[:, None].expand(IN, OUT)
     check("weight", model.weight.detach(), start.double() - 0.5 * gradient, BOUND)
     torch._dynamo.reset()
-    return (fusion.report() if by_pass else weft.fusion_report()).fused
+    return (fusion.report() if by_pass else weft.passes.fusion_report()).fused
 
 
 @pytest.mark.slow

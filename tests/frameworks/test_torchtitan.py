@@ -62,7 +62,7 @@ def trains(rank: int, size: int) -> list[str]:
     for name, dim in (("w1", 0), ("w3", 0), ("w2", 1)):
         wanted = getattr(whole, name).weight.grad.chunk(size, dim)[rank]
         check(f"gradient of {name}", getattr(mine, name).weight.grad, wanted, BOUND)
-    return [str(taken) for taken in weft.installed_calls()]
+    return [str(taken) for taken in weft.drop_in.installed_calls()]
 
 
 def test_a_feed_forward_trains() -> None:
@@ -85,7 +85,7 @@ def infers(rank: int, size: int) -> list[str]:
     mine.compile(backend=weft_backend, fullgraph=True)
     with set_current_spmd_mesh(init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))), torch.no_grad():
         check("y", mine(x), whole(every).chunk(size, 1)[rank], BOUND)
-    return [str(taken) for taken in weft.installed_calls()]
+    return [str(taken) for taken in weft.drop_in.installed_calls()]
 
 
 @pytest.mark.slow

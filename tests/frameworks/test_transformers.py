@@ -80,7 +80,7 @@ def generates(rank: int, size: int, folder: Path) -> int:
     for i, (a, b) in enumerate(zip(got.logits, want.logits, strict=True)):
         check(f"logits {i}", a, b, 1e-5)
     assert torch.equal(got.sequences, want.sequences)
-    return weft.fusion_report().fused
+    return weft.passes.fusion_report().fused
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def trainer_trains(rank: int, size: int, folder: Path, by_config: bool) -> int:
     want = losses(whole)
     assert want[0] > want[1]
     assert got == pytest.approx(want, rel=1e-4)  # two updates in float32
-    return (fusion.report() if by_config else weft.fusion_report()).fused
+    return (fusion.report() if by_config else weft.passes.fusion_report()).fused
 
 
 @pytest.mark.slow

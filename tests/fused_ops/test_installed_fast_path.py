@@ -27,9 +27,9 @@ def by_name(op: Op) -> Iterator[Called]:
     gathers = len(op.given) == 3
     name = "fused_all_gather_matmul" if gathers else "fused_matmul_reduce_scatter"
     weft.install()
-    weft.installed_calls(clear=True)
+    weft.drop_in.installed_calls(clear=True)
     yield name, (A, rest, 0, NAME) if gathers else (A, rest[0], "sum", 0, NAME)
-    weft.uninstall()
+    weft.drop_in.uninstall()
 
 
 def test_it_is_launched_at_once(stage: Stage, by_name: Called) -> None:
@@ -37,7 +37,7 @@ def test_it_is_launched_at_once(stage: Stage, by_name: Called) -> None:
     for way in (getattr(torch.ops.symm_mem, name), getattr(torch.ops.symm_mem, name).default):
         way(*arguments)
     assert len(stage.launched) == 2
-    assert [str(taken) for taken in weft.installed_calls()] == [f"{name}: 2 calls by weft"]
+    assert [str(taken) for taken in weft.drop_in.installed_calls()] == [f"{name}: 2 calls by weft"]
 
 
 def test_what_is_torchs_is_not(stage: Stage, by_name: Called) -> None:
@@ -50,4 +50,4 @@ def test_what_is_torchs_is_not(stage: Stage, by_name: Called) -> None:
     with torch_symm._test_mode():
         op(*arguments)
     assert not stage.launched
-    assert {taken.by for taken in weft.installed_calls()} == {"torch"}
+    assert {taken.by for taken in weft.drop_in.installed_calls()} == {"torch"}

@@ -43,7 +43,7 @@ def calls(size: int, dtype: torch.dtype, m: int, k: int, n: int) -> list[Call]:
         ),
         (
             "fused_scaled_matmul_reduce_scatter",
-            (x(m * size, k, dtype=FP8), of_columns, one, one, "sum", 0, 0, None),
+            (x(m * size, k, dtype=FP8), of_columns, one, one, "sum", 0, None),
             {"out_dtype": dtype},
         ),
         ("fused_matmul_all_reduce", (x(m, k), x(k, n), "sum", None), {}),

@@ -98,11 +98,14 @@ def scatters(
             poison(rank)
             a, b = left(kind, *shape, dtype=dtypes[0]), right(kind, shape[-1], n, dtype=dtypes[1])
             bias = torch.randn(n).to(out_dtype) if out_dtype != torch.float32 else None
-            dims = dim, 0 if output_shape else dim
-            args = a.numbers, b.numbers, a.scale, b.scale, reduce_op, *dims, world(), output_shape, bias
+            args: Any = (a.numbers, b.numbers, a.scale, b.scale, reduce_op, dim, world())
+            call = fused_scaled_matmul_reduce_scatter
+            if output_shape:  # the op has it, as torch's has
+                args = *args[:6], 0, world().group_name, output_shape
+                call = torch.ops.weft.fused_scaled_matmul_reduce_scatter
             with forced(algorithm):
-                y = fused_scaled_matmul_reduce_scatter(*args, out_dtype=out_dtype)
-                again = fused_scaled_matmul_reduce_scatter(*args, out_dtype=out_dtype)
+                y = call(*args, bias=bias, out_dtype=out_dtype)
+                again = call(*args, bias=bias, out_dtype=out_dtype)
             scale = size if reduce_op == "avg" else 1
             partial = (a.meant @ b.meant + (0 if bias is None else bias.double())) / scale
             parts = [p.chunk(size, dim)[rank] for p in gather(partial.view(output_shape or partial.shape))]
@@ -150,9 +153,7 @@ def like_torch(rank: int, size: int) -> None:
     torchs = torch._scaled_mm(a, b, one, one, out_dtype=torch.float16)
     torch.testing.assert_close(y.chunk(size)[rank], torchs, rtol=1e-3, atol=1e-2, equal_nan=True)
     assert y[0].isnan().all() and not y[4:7].isnan().any()
-    z = fused_scaled_matmul_reduce_scatter(
-        *(a[:6], b, one, one, "sum", 0, 0, world()), out_dtype=torch.float16
-    )
+    z = fused_scaled_matmul_reduce_scatter(*(a[:6], b, one, one, "sum", 0, world()), out_dtype=torch.float16)
     assert z.isnan()[0].all() == (rank == 0)
 
 
@@ -166,14 +167,14 @@ def order(rank: int, size: int) -> None:
     a, b, one = torch.zeros(3, 16), torch.zeros(16, 16), torch.ones(())
     a[:, 0] = b[:, 0] = 1
     a, b = a.to(E4M3), b.to(E4M3).t()
-    z = fused_scaled_matmul_reduce_scatter(a, b, scale, one, "sum", 0, 0, world(), out_dtype=torch.float32)
+    z = fused_scaled_matmul_reduce_scatter(a, b, scale, one, "sum", 0, world(), out_dtype=torch.float32)
     assert z.unique().tolist() == [1.0]
     # The own part is not rounded: 257 is no bfloat16, and the others' parts leave 1 of it.
     part = torch.zeros(3, 16)
     part[:, 0], part[rank, 0], part[rank, 1] = -128.0, 256.0, 1.0
     ones = torch.ones(16, 16).to(E4M3).t()
     z = fused_scaled_matmul_reduce_scatter(
-        part.to(E4M3), ones, one, one, "sum", 0, 0, world(), out_dtype=torch.bfloat16
+        part.to(E4M3), ones, one, one, "sum", 0, world(), out_dtype=torch.bfloat16
     )
     assert z.unique().tolist() == [1.0]
     wide = torch.tensor([[1.0], [2.0], [4.0]]) * 10**rank  # of this rank's part along K
@@ -204,11 +205,11 @@ def scales_of_all_rows(rank: int, size: int) -> None:
         check("one row", y, torch.cat(gather(a.meant)) @ b.meant, ROUNDED[torch.bfloat16])
     a, b = left("blocks", 2 * size, 272), right("blocks", 272, 144)
     padded = torch.cat([b.scale, torch.full((1, 2), torch.nan)])
-    args = (a.numbers, b.numbers, a.scale), ("sum", 0, 0, world())
+    args = (a.numbers, b.numbers, a.scale), ("sum", 0, world())
     want = fused_scaled_matmul_reduce_scatter(*args[0], b.scale, *args[1])
     assert torch.equal(fused_scaled_matmul_reduce_scatter(*args[0], padded, *args[1]), want)
     a, b = left("rows", 2 * size, 64), right("blocks", 64, 144)  # one block of K
-    y = fused_scaled_matmul_reduce_scatter(a.numbers, b.numbers, a.scale, b.scale, "sum", 0, 0, world())
+    y = fused_scaled_matmul_reduce_scatter(a.numbers, b.numbers, a.scale, b.scale, "sum", 0, world())
     parts = [p.chunk(size)[rank] for p in gather(a.meant @ b.meant)]
     check("one block", y, sum(parts), ROUNDED[torch.bfloat16], parts)
 
@@ -291,9 +292,13 @@ def wrong(rank: int, size: int) -> None:
         op(*good, group_size=7)
     odd = left("rows", 3, 32)
     refuses(op, (odd.numbers, b.numbers, odd.scale, *good[3:]), ValueError, "must be a multiple of 2 ranks")
+    scatter = fused_scaled_matmul_reduce_scatter
+    given = (odd.numbers, b.numbers, odd.scale, b.scale, "sum")
+    refuses(scatter, (*given, 0), ValueError, "^scatter_dim: A @ B has size 3 there, must be a multiple of 2")
+    refuses(scatter, (*given, 2), ValueError, "^scatter_dim: is 2, must be from -2 to 1")
     for call in (
         lambda x: fused_all_gather_scaled_matmul(a.numbers, [b.numbers], x, [b.scale], 0, world()),
-        lambda x: fused_scaled_matmul_reduce_scatter(a.numbers, b.numbers, x, b.scale, "sum", 0, 0, world()),
+        lambda x: fused_scaled_matmul_reduce_scatter(a.numbers, b.numbers, x, b.scale, "sum", 0, world()),
     ):
         with pytest.raises(ValueError, match=r"^A_scale: requires a gradient, must not"):
             call(a.scale.clone().requires_grad_())
@@ -338,7 +343,7 @@ def traced(rank: int, size: int) -> None:
             _, (y,) = fused_all_gather_scaled_matmul(
                 x, [b.numbers], s, [b.scale], 0, world(), use_fast_accum=[True]
             )
-            z = fused_scaled_matmul_reduce_scatter(x, b.numbers, s, b.scale, "sum", 0, 0, world())
+            z = fused_scaled_matmul_reduce_scatter(x, b.numbers, s, b.scale, "sum", 0, world())
             return y.float().sum(0) + z.float().sum()
 
         torch._dynamo.reset()
@@ -360,7 +365,7 @@ def absent(rank: int, size: int) -> None:
         fused_all_gather_scaled_matmul(a.numbers, [b.numbers], a.scale, [b.scale], 0, world())
 
     def scatters() -> None:
-        fused_scaled_matmul_reduce_scatter(a.numbers, b.numbers, a.scale, b.scale, "sum", 0, 0, world())
+        fused_scaled_matmul_reduce_scatter(a.numbers, b.numbers, a.scale, b.scale, "sum", 0, world())
 
     for call, op in (
         (gathers, "fused_all_gather_scaled_matmul"),

@@ -87,8 +87,8 @@ def scatters_on_gpus(
     bias = None if out == F32 else torch.randn(n, dtype=out)
 
     def call() -> torch.Tensor:
-        given = a.numbers, b.numbers, a.scale, b.scale, "avg", 0, 0, world(), None, bias
-        return fused_scaled_matmul_reduce_scatter(*given, None, out, fast)
+        given = a.numbers, b.numbers, a.scale, b.scale, "avg", 0, world()
+        return fused_scaled_matmul_reduce_scatter(*given, bias=bias, out_dtype=out, use_fast_accum=fast)
 
     poison(rank)
     with forced("fused"):
@@ -163,7 +163,7 @@ def parts_of_scales(rank: int, size: int, m: int) -> None:
     meant_a, meant_b = a.double() * 0.5, b.double() * 0.25
     with forced("fused"):
         _, (y,) = fused_all_gather_scaled_matmul(a, [b], a_scale, [b_scale], 0, world(), return_A=False)
-        z = fused_scaled_matmul_reduce_scatter(a, b, a_scale, b_scale, "sum", 0, 0, world())
+        z = fused_scaled_matmul_reduce_scatter(a, b, a_scale, b_scale, "sum", 0, world())
     want = sum(p.chunk(size)[rank] for p in gather(meant_a @ meant_b))
     for got, exact in ((y, torch.cat(gather(meant_a)) @ meant_b), (z, want)):
         assert error(got, exact) < 2.0**-8

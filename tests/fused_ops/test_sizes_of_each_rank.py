@@ -87,9 +87,7 @@ def scaled(rank: int, mine: int) -> None:
     check("scaled product", y, whole @ (w.double() * of_w), BOUND[torch.bfloat16])
     a, b = torch.randn(2 * size, n).to(FP8), torch.randn(16, n).to(FP8).t()
     of_a, of_b = torch.rand(2 * size, 1) + 0.5, torch.rand(1, 16) + 0.5
-    z = fused_scaled_matmul_reduce_scatter(
-        a, b, of_a, of_b, "sum", 0, 0, None, None, out_dtype=torch.bfloat16
-    )
+    z = fused_scaled_matmul_reduce_scatter(a, b, of_a, of_b, "sum", 0, None, out_dtype=torch.bfloat16)
     assert_fused()
     parts = [p.chunk(size)[rank] for p in gather((a.double() * of_a) @ (b.double() * of_b))]
     check("scaled part", z, sum(parts), 2 * BOUND[torch.bfloat16], parts)
@@ -104,7 +102,7 @@ def installed(rank: int, mine: int) -> None:
         assert_fused()
         check("product", y, torch.cat(gather(x)) @ w.double(), 1e-6)
     finally:
-        weft.uninstall()
+        weft.drop_in.uninstall()
 
 
 def all_calls(rank: int, world_size: int, sizes: tuple[int, ...], checked: bool) -> None:

@@ -101,7 +101,7 @@ def scaled_products(
             shard, [B], of_rows, [of_columns], 0, world(), return_A=False
         )
         how = [last_plan().chosen]
-        down = fused_scaled_matmul_reduce_scatter(wide, B, one, one, "sum", 0, 0, world())
+        down = fused_scaled_matmul_reduce_scatter(wide, B, one, one, "sum", 0, world())
         return [up, down], [*how, last_plan().chosen]
 
 

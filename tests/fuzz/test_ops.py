@@ -32,8 +32,7 @@ NAMES = {
         r"|(Bs|B_scales|biases|result_scales|out_dtypes|use_fast_accum)(\[\d+\])?"
     ),
     "fused_scaled_matmul_reduce_scatter": (
-        "A|B|A_scale|B_scale|reduce_op|orig_scatter_dim|scatter_dim_after_maybe_reshape|group|output_shape|bias"
-        "|result_scale|out_dtype|use_fast_accum"
+        "A|B|A_scale|B_scale|reduce_op|scatter_dim|group|bias|out_dtype|use_fast_accum"
     ),
     "one_shot_all_reduce": "x|reduce_op|group",
     "one_shot_all_reduce_": "x|reduce_op|group",
@@ -119,8 +118,8 @@ def scaled_matmul_reduce_scatter(draw: st.DrawFn) -> list[Any]:
     A = v.Tensor((*lead, k), FP8, draw(_layouts_of_fp8), draw(v.seeds))
     B = v.Tensor((k, n), FP8, "transposed", draw(v.seeds))
     of_a, (of_b,) = _scales(draw, A.shape, [n])
-    how = draw(st.sampled_from(("sum", "avg"))), dim, dim, draw(v.groups)
-    return [A, B, of_a, of_b, *how, None, None, None, draw(_outs_of_fp8), draw(st.booleans())]
+    how = draw(st.sampled_from(("sum", "avg"))), dim, draw(v.groups)
+    return [A, B, of_a, of_b, *how, None, draw(_outs_of_fp8), draw(st.booleans())]
 
 
 @st.composite
@@ -242,7 +241,8 @@ def invoke(op: str, args: list[Any]) -> Any:
         *args, offset = args
         return fused_ops.fused_all_reduce_layer_norm(*args, weight_offset=offset)
     if op == "fused_scaled_matmul_reduce_scatter":
-        return fused_ops.fused_scaled_matmul_reduce_scatter(*args)
+        named = dict(zip(("bias", "out_dtype", "use_fast_accum"), args[7:], strict=True))
+        return fused_ops.fused_scaled_matmul_reduce_scatter(*args[:7], **named)
     *args, last = args
     if op == "fused_all_gather_scaled_matmul":
         return fused_ops.fused_all_gather_scaled_matmul(*args, return_A=last)

@@ -189,7 +189,7 @@ def scaled_matmuls(rank: int, size: int, seed: int) -> None:
             same(f"scaled all-gather + matmul, {kind}", out, torch.cat([a[:m] for a in wide]) @ wide_b.t())
             if A is not None:
                 same("gathered fp8", A.float(), torch.cat([a[:m] for a in As]))
-        given = put(As[rank].to(fp8)), matrix, put(scales[rank]), put(of_b), "sum", 0, 0, group
+        given = put(As[rank].to(fp8)), matrix, put(scales[rank]), put(of_b), "sum", 0, group
         part = fused_scaled_matmul_reduce_scatter(*given, out_dtype=torch.float16, use_fast_accum=fast)
         fused()
         total = sum(a @ wide_b.t() for a in wide).chunk(size)[rank]

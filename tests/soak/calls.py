@@ -213,7 +213,7 @@ def _run_scaled(call: Call, a: Tensor, bs: list[Tensor], rank: int, group: dist.
     mine, matrices = a[rank].to(fp8), [b[rank].to(fp8) for b in bs]
     pairs = [_scales(call, mine, b, rank) for b in matrices]
     if call.unscaled == "matmul_reduce_scatter":
-        given = mine, matrices[0], *pairs[0], call.reduce_op(size), call.dim, call.dim, group
+        given = mine, matrices[0], *pairs[0], call.reduce_op(size), call.dim, group
         return [fused_scaled_matmul_reduce_scatter(*given, out_dtype=call.dtype)]
     gathered, outs = fused_all_gather_scaled_matmul(
         *(mine, matrices, pairs[0][0], [of_b for _, of_b in pairs], call.dim, group),

@@ -24,10 +24,10 @@ def drawn(rank: int, world_size: int, file: Path) -> str:
         weft.fused_all_gather_matmul(x, [w], 0, None)
 
     with pytest.raises(ValueError, match="warm_up: is -1, must be 0 or more"):
-        weft.timeline(call, warm_up=-1)
+        weft.passes.timeline(call, warm_up=-1)
     with pytest.raises(ValueError, match=r"file: is '.*call.png', must end in \.svg"):
-        weft.timeline(call, file.with_suffix(".png"))
-    return weft.timeline(call, file)
+        weft.passes.timeline(call, file.with_suffix(".png"))
+    return weft.passes.timeline(call, file)
 
 
 def test_each_rank_waits_copies_and_computes(tmp_path: Path) -> None:

@@ -30,15 +30,15 @@ SHAPES = [((6, 9), 0), ((6, 9), 1), ((4, 6, 5), 0), ((4, 6, 5), 1), ((4, 6, 5), 
 def in_place() -> Iterator[str]:
     """weft is installed; gives the group's name."""
     weft.install()
-    weft.installed_calls(clear=True)
+    weft.drop_in.installed_calls(clear=True)
     try:
         yield world().group_name
     finally:
-        weft.uninstall()
+        weft.drop_in.uninstall()
 
 
 def taken(op: str) -> dict[tuple[str, str], int]:
-    return {(t.by, t.why): t.count for t in weft.installed_calls() if t.op == op}
+    return {(t.by, t.why): t.count for t in weft.drop_in.installed_calls() if t.op == op}
 
 
 def gathers(rank: int, size: int, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
@@ -135,7 +135,7 @@ def left_to_torch(rank: int, size: int) -> None:
         with torch_symm._test_mode():
             all_gather_matmul(x.float(), [B.float()], 0, group)
         assert taken(AG)["torch", "torch's test mode"] == 1
-        assert "3 calls by torch" not in "\n".join(map(str, weft.installed_calls()))
+        assert "3 calls by torch" not in "\n".join(map(str, weft.drop_in.installed_calls()))
 
 
 def test_what_weft_cannot_take() -> None:
@@ -150,14 +150,14 @@ def comes_and_goes(rank: int, size: int) -> None:
             all_gather_matmul(x, [B], 0, group)
         weft.install()
         weft.install()
-        assert weft.installed()
+        assert weft.drop_in.installed()
         assert torch.compiler.config.cache_key_tag != tag
         held = torch.ops.symm_mem.fused_all_gather_matmul.default
         assert held is all_gather_matmul.default
         check("y", held(x, [B], 0, group)[1][0], torch.cat(gather(x)) @ B.double(), BOUND[torch.float32])
-        weft.uninstall()
-        weft.uninstall()
-        assert not weft.installed()
+        weft.drop_in.uninstall()
+        weft.drop_in.uninstall()
+        assert not weft.drop_in.installed()
         assert torch.compiler.config.cache_key_tag == tag
 
 
@@ -237,7 +237,7 @@ def micro_pipelined(rank: int, size: int) -> int:
         with torch_symm._test_mode():  # while it is compiled: the group counts as one of symmetric memory
             run(x, up, down)
         by_torch = sum(taken(AG).values()) + sum(taken(RS).values())
-        weft.installed_calls(clear=True)
+        weft.drop_in.installed_calls(clear=True)
         check("y", run(x, up, down), *_want(exact(rank, size, x, up, down)))
         assert taken(AG) == taken(RS) == {("weft", ""): 1}
         from weft.fused_ops.library.inductor import _known as in_order
@@ -275,7 +275,7 @@ def in_autograd_functions(rank: int, size: int) -> None:
         parts = [p.chunk(size)[rank] for p in gather(grad @ w.detach().t())]
         check("gradient of x", x.grad, torch.stack(parts).sum(0), BOUND[torch.float32], parts)
         check("gradient of w", w.grad, torch.cat(gather(x)).t() @ grad.double(), BOUND[torch.float32])
-        assert not any(t.by == "torch" for t in weft.installed_calls())
+        assert not any(t.by == "torch" for t in weft.drop_in.installed_calls())
 
 
 def test_in_autograd_functions() -> None:

@@ -16,7 +16,7 @@ ops = torch.ops.symm_mem
 
 
 def counted() -> dict[tuple[str, str], int]:
-    return {(t.op, t.by): t.count for t in weft.installed_calls(clear=True)}
+    return {(t.op, t.by): t.count for t in weft.drop_in.installed_calls(clear=True)}
 
 
 def beside_torch(rank: int, size: int, dtype: torch.dtype, rows: int) -> None:
@@ -26,7 +26,7 @@ def beside_torch(rank: int, size: int, dtype: torch.dtype, rows: int) -> None:
         x, w = torch.randn(shape).to(dtype), torch.randn(512, 256).to(dtype)
         results = []
         for on_weft in (False, True):
-            (weft.install if on_weft else weft.uninstall)()
+            (weft.install if on_weft else weft.drop_in.uninstall)()
             A, (y,) = ops.fused_all_gather_matmul(x, [w], dim, group)
             results.append((A, y, ops.fused_matmul_reduce_scatter(y, w.t(), "avg", dim, group)))
         want = torch.cat(gather(x), dim)
@@ -38,7 +38,7 @@ def beside_torch(rank: int, size: int, dtype: torch.dtype, rows: int) -> None:
         check("z", results[1][2], torch.stack(parts).sum(0), BOUND[dtype], parts)
     taken = counted()
     assert all(by == "weft" for _, by in taken), taken
-    weft.uninstall()
+    weft.drop_in.uninstall()
 
 
 @pytest.mark.parametrize("rows", [32, 2048])
@@ -61,7 +61,7 @@ def left_to_torch_on_cuda(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match="Invalid gather_dim"):
         ops.fused_all_gather_matmul(x, [w], -1, group)
     assert all(by == "torch" for _, by in counted())
-    weft.uninstall()
+    weft.drop_in.uninstall()
 
 
 def test_left_to_torch() -> None:
@@ -84,7 +84,7 @@ def captured(rank: int, size: int) -> None:
         x.copy_(torch.randn(512, 1024))
         graph.replay()
         check("y", y, torch.cat(gather(x)) @ w.double(), BOUND[torch.bfloat16])
-    weft.uninstall()
+    weft.drop_in.uninstall()
 
 
 def test_in_a_cuda_graph() -> None:

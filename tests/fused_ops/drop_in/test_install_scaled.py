@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 
 
 def taken() -> dict[tuple[str, str, str], int]:
-    return {(t.op, t.by, t.why): t.count for t in weft.installed_calls(clear=True)}
+    return {(t.op, t.by, t.why): t.count for t in weft.drop_in.installed_calls(clear=True)}
 
 
 def on_meta(op: Any, args: tuple[Any, ...]) -> Any:
@@ -31,7 +31,7 @@ def on_meta(op: Any, args: tuple[Any, ...]) -> Any:
 def installed(rank: int, size: int) -> None:
     weft.install()
     try:
-        weft.installed_calls(clear=True)
+        weft.drop_in.installed_calls(clear=True)
         name = world().group_name
         for kind in ("tensor", "rows"):
             for dim in (0, 1):
@@ -81,7 +81,7 @@ def installed(rank: int, size: int) -> None:
         torch.testing.assert_close(torch.compile(compiled)(a.numbers), compiled(a.numbers))
         assert taken() == {(AG, "weft", ""): 2}
     finally:
-        weft.uninstall()
+        weft.drop_in.uninstall()
 
 
 def test_torchs_scaled_ops_on_weft() -> None:

@@ -52,7 +52,7 @@ def model(x: Tensor, w: Tensor) -> Tensor:
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No pass of another test, nothing from the environment or a cache, and two ranks that do not communicate."""
     monkeypatch.setattr(backend, "_made", {})
-    for name in ("WEFT_FUSE", "WEFT_AGREE", "WEFT_STRICT", "WEFT_REORDER", VARIABLE):
+    for name in ("WEFT_PASS", *backend._OLD_VARIABLES.values(), VARIABLE):
         monkeypatch.delenv(name, raising=False)
     torch._dynamo.reset()
     with fake_ranks(2), inductor_config.patch(force_disable_caches=True):
@@ -65,7 +65,7 @@ def run(compiled: Callable[..., Any], rows: int = 4) -> None:
 
 def test_by_one_word() -> None:
     run(torch.compile(model, backend=backend.weft_backend))
-    report = weft.fusion_report()
+    report = weft.passes.fusion_report()
     assert [e.fused_into for e in report.entries] == [AG]
     assert report.runs.graphs == 1
 
@@ -80,7 +80,7 @@ def test_by_weft_compile_in_each_form() -> None:
     run(decorated)
     linear = torch.nn.Linear(8, 6)
     assert weft.compile(linear)(torch.randn(3, 8)).shape == (3, 6)
-    assert [e.fused_into for e in weft.fusion_report().entries] == [AG, AG]
+    assert [e.fused_into for e in weft.passes.fusion_report().entries] == [AG, AG]
 
 
 def test_module_compile() -> None:
@@ -92,7 +92,7 @@ def test_module_compile() -> None:
     module.compile(backend=backend.weft_backend, dynamic=True)
     run(module, 4)
     run(module, 10)
-    assert [e.fused_into for e in weft.fusion_report().entries] == [AG]
+    assert [e.fused_into for e in weft.passes.fusion_report().entries] == [AG]
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -114,37 +114,87 @@ def test_a_mode_beside_options(by_name: bool) -> None:
     else:
         run(weft.compile(model, mode=mode, options=given))
         assert seen["max_autotune"] and not seen["coordinate_descent_tuning"]
-    assert [e.fused_into for e in weft.fusion_report().entries] == [AG]
+    assert [e.fused_into for e in weft.passes.fusion_report().entries] == [AG]
 
 
 def test_settings_by_arguments_options_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_AGREE", "0")
-    monkeypatch.setenv("WEFT_FUSE", "always")
+    monkeypatch.setenv("WEFT_PASS", "agree=0, fuse=always")
     run(weft.compile(model, agree="capture"))
     run(torch.compile(model, backend=backend.weft_backend, options={"weft.strict": True}))
     made = [(p.strict, p.fuse, p.agree) for p in backend._made.values()]
     assert made == [(False, "always", "capture"), (True, "always", False)]
+    monkeypatch.setenv("WEFT_PASS", "agree=no")
+    with pytest.raises(ValueError, match="WEFT_PASS: agree is 'no', must be 0, 1, capture, each or ahead"):
+        weft.compile(model)
+
+
+def test_variables_of_one_setting_are_read_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_AGREE", "0")
+    monkeypatch.setenv("WEFT_FUSE", "always")
+    monkeypatch.setenv("WEFT_PASS", "agree=capture")
+    with pytest.warns(FutureWarning) as said:
+        assert backend._environment() == {"agree": "capture", "fuse": "always"}
+    assert [str(w.message) for w in said] == [
+        'WEFT_FUSE is deprecated, use WEFT_PASS="fuse=always"',
+        'WEFT_AGREE is deprecated, use WEFT_PASS="agree=0"',
+    ]
     monkeypatch.setenv("WEFT_AGREE", "no")
-    with pytest.raises(ValueError, match="WEFT_AGREE: is 'no', must be 0, 1, capture, each or ahead"):
+    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="WEFT_AGREE: is 'no', must be 0, 1, "):
+        weft.compile(model)
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("", {}),
+        ("strict=1,regather=0,", {"strict": True, "regather": False}),
+        ("collectives=auto,sequence_parallel=1", {"collectives": "auto", "sequence_parallel": True}),
+        ("reorder=1, gathers=1 ,buckets=1", {"reorder": True, "gathers": 1, "buckets": True}),
+        ("reorder=1.0,gathers=3,buckets=4096", {"reorder": 1.0, "gathers": 3, "buckets": 4096}),
+    ],
+)
+def test_values_of_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, read: dict[str, Any]) -> None:
+    monkeypatch.setenv("WEFT_PASS", text)
+    found = backend._environment()
+    assert found == read and [*map(type, found.values())] == [*map(type, read.values())]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fuze=always", "WEFT_PASS: has 'fuze=always', must have setting=value of strict, fuse, agree, "),
+        ("groups=tp", "WEFT_PASS: has 'groups=tp', must have "),
+        ("strict", "WEFT_PASS: has 'strict', must have "),
+        ("strict=", "WEFT_PASS: has 'strict=', must have "),
+        ("strict=yes", "WEFT_PASS: strict is 'yes', must be 0 or 1$"),
+        ("fuse=1", "WEFT_PASS: fuse is '1', must be auto or always$"),
+        ("reorder=nan", "WEFT_PASS: reorder is 'nan', must be 0, 1 or a number of 0 or more$"),
+        ("gathers=0", "WEFT_PASS: gathers is '0', must be a whole number"),
+        ("buckets=-1", "WEFT_PASS: buckets is '-1', must be 0, 1 or a number of bytes$"),
+    ],
+)
+def test_what_the_environment_may_not_have(monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:
+    monkeypatch.setenv("WEFT_PASS", text)
+    with pytest.raises(ValueError, match=message):
         weft.compile(model)
 
 
 def test_an_order_by_environment_and_option(monkeypatch: pytest.MonkeyPatch) -> None:
     """True is no byte more, 1.0 twice the memory: two passes."""
-    monkeypatch.setenv("WEFT_REORDER", "1")
+    monkeypatch.setenv("WEFT_PASS", "reorder=1")
     run(weft.compile(model))
     run(torch.compile(model, backend=backend.weft_backend, options={"weft.reorder": 1.0}))
     run(weft.compile(model, reorder=False))
     assert [p.reorder for p in backend._made.values()] == [0.0, 1.0, None]
-    orders = weft.fusion_report().orders
+    orders = weft.passes.fusion_report().orders
     assert [o.kept for o in orders] == ["no collective runs beside anything"] * 2  # it is fused
-    assert "order kept: no collective runs beside anything" in str(weft.fusion_report())
+    assert "order kept: no collective runs beside anything" in str(weft.passes.fusion_report())
 
 
 def test_equal_settings_compile_once() -> None:
     run(weft.compile(model))
     run(weft.compile(model))
-    assert weft.fusion_report().runs.graphs == 1
+    assert weft.passes.fusion_report().runs.graphs == 1
 
 
 @pytest.mark.parametrize(
@@ -173,7 +223,7 @@ def test_a_pass_and_settings_of_another() -> None:
         weft.compile(model, fusion=fusion, strict=True)
     run(weft.compile(model, fusion=fusion))
     assert [e.fused_into for e in fusion.report().entries] == [AG]
-    assert not weft.fusion_report().entries
+    assert not weft.passes.fusion_report().entries
 
 
 @pytest.mark.parametrize("where", ["options", "config"])
@@ -185,7 +235,7 @@ def test_the_pass_that_was_there_runs_first(where: str) -> None:
         with inductor_config.patch({SLOT: mine}), warnings.catch_warnings():
             warnings.filterwarnings("error", "Counting")
             run(torch.compile(model, backend=backend.weft_backend))
-    assert [e.fused_into for e in weft.fusion_report().entries] == [AG]
+    assert [e.fused_into for e in weft.passes.fusion_report().entries] == [AG]
     assert mine.seen and not any("weft" in target for target in mine.seen)
 
 
@@ -193,7 +243,7 @@ def test_a_fusion_pass_that_was_there_is_the_one() -> None:
     fusion = FusionPass(agree=False)
     run(weft.compile(model, options={SLOT: fusion}))
     assert [e.fused_into for e in fusion.report().entries] == [AG]
-    assert not weft.fusion_report().entries
+    assert not weft.passes.fusion_report().entries
 
 
 def test_who_is_dropped_is_named() -> None:
@@ -273,7 +323,7 @@ def on_ranks(rank: int, world: int) -> int:
             assert w.grad is not None
             want = torch.cat(gather_all(x)).sum(0)[:, None].expand(17, 11)
             check("gradient of w", w.grad, want, BOUND[torch.float32])
-    return weft.fusion_report().fused
+    return weft.passes.fusion_report().fused
 
 
 def test_between_ranks() -> None:

@@ -260,7 +260,7 @@ def test_the_report_of_all_models_counts_them(machine: Machine, monkeypatch: pyt
     monkeypatch.setattr(backend, "_made", {"": fusion})
     passed(traced_on_gpu(two_layers, *SHAPES))
     counted = settled(fusion)
-    assert counted.ahead >= 3 and weft.fusion_report().programs == counted
+    assert counted.ahead >= 3 and weft.passes.fusion_report().programs == counted
 
 
 def test_the_report_says_what_calls_share_of_the_heap(machine: Machine) -> None:

@@ -113,7 +113,7 @@ def test_a_cached_graph_is_in_the_log_the_file_and_the_report_of_all(
         torch._dynamo.reset()
         with caplog.at_level(logging.INFO, "weft.passes"):
             weft.compile(both, fullgraph=True)(*inputs()).sum().backward()
-        report = weft.fusion_report()
+        report = weft.passes.fusion_report()
         assert same(report, first.report()) and report.runs.loaded
         assert [r.message.split(",")[0] for r in caplog.records if r.name == "weft.passes"] == [
             "graph 0: 2 of 3 collectives fused",

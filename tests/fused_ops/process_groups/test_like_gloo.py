@@ -245,7 +245,7 @@ def in_models(rank: int, world_size: int) -> None:
     def asks(x: Tensor) -> tuple[Tensor, Any]:
         dist.all_reduce(x, group=group)
         calls = weft.process_group(group).calls(clear=True)
-        return x * 2, (calls, weft.is_weft_group(group))
+        return x * 2, (calls, weft.fused_ops.is_weft_group(group))
 
     y, (calls, is_weft) = asks(torch.ones(3))
     assert y.tolist() == [4.0] * 3 and is_weft
@@ -276,7 +276,9 @@ def with_options(rank: int, world_size: int) -> None:
     x = torch.ones(3, dtype=torch.int64)
     dist.all_reduce(x, group=group)
     assert x.tolist() == [2] * 3
-    assert weft.is_weft_group(group) and not weft.is_weft_group(dist.new_group(backend="gloo"))
+    assert weft.fused_ops.is_weft_group(group) and not weft.fused_ops.is_weft_group(
+        dist.new_group(backend="gloo")
+    )
 
 
 def test_options() -> None:

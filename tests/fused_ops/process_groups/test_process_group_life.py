@@ -36,7 +36,11 @@ def is_default(rank: int, world_size: int, folder: Path) -> None:
         place = {"init_method": f"file://{folder}/store{i}", "rank": rank, "world_size": world_size}
         dist.init_process_group(name, **place, timeout=timedelta(seconds=77))
         group, mine = dist.group.WORLD, weft.process_group()
-        assert type(group) is weft.WeftProcessGroup and dist.get_backend() == name and weft.is_weft_group()
+        assert (
+            type(group) is weft.fused_ops.WeftProcessGroup
+            and dist.get_backend() == name
+            and weft.fused_ops.is_weft_group()
+        )
         assert (group.rank(), group.size(), group.name()) == (rank, world_size, "gloo")
         assert mine.taken_on == ((kinds,) if kinds else ())
         assert isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
@@ -44,7 +48,7 @@ def is_default(rank: int, world_size: int, folder: Path) -> None:
         total(None, rank)
         assert {call.by for call in mine.calls()} == {"weft" if kinds else "gloo"}
         inherits = dist.new_group([1, 0])
-        assert weft.is_weft_group(inherits)
+        assert weft.fused_ops.is_weft_group(inherits)
         total(inherits, inherits.rank())
         store = group.get_group_store()
         store.set(f"{rank}", "here")
@@ -56,7 +60,7 @@ def test_as_the_default_group(tmp_path: Path) -> None:
 
 
 def others(rank: int, world_size: int) -> None:
-    assert not weft.is_weft_group()
+    assert not weft.fused_ops.is_weft_group()
     with pytest.raises(TypeError, match="group: its backend is 'gloo', must be 'weft'"):
         weft.process_group()
     with pytest.raises(TypeError, match="group: must be a name"):
@@ -160,7 +164,9 @@ def ends(rank: int, world_size: int) -> None:
     del group, work
     gc.collect()
     half = dist.new_group(backend="weft").split_group([0, 1], group_name="half")
-    assert isinstance(half, weft.WeftProcessGroup) and half.group_name == "half" and half.size() == 2
+    assert (
+        isinstance(half, weft.fused_ops.WeftProcessGroup) and half.group_name == "half" and half.size() == 2
+    )
     x = torch.ones(3)
     half.allreduce([x]).wait()
     assert x.tolist() == [2] * 3
@@ -225,7 +231,7 @@ dist.init_process_group("weft", store=dist.HashStore(), rank=0, world_size=1)
 x = torch.ones(3)
 dist.all_reduce(x)
 import weft
-print(weft.is_weft_group(), type(dist.group.WORLD).__name__)
+print(weft.fused_ops.is_weft_group(), type(dist.group.WORLD).__name__)
 """
 
 
