@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.device.capability import RUNS_ON, text_of
+from ...kernels.device.capability import RUNS_ON, capabilities_text
 
 COPIED = 64 << 20  # bytes
 _COPIES = 4  # of which the first does not count
@@ -96,7 +96,7 @@ def why_not_on(gpus: list[Gpu]) -> str | None:
     for gpu in gpus:
         if any(gpu.capability not in capabilities for capabilities in RUNS_ON.values()):
             major, minor = gpu.capability
-            wanted = text_of(next(c for c in RUNS_ON.values() if gpu.capability not in c))
+            wanted = capabilities_text(next(c for c in RUNS_ON.values() if gpu.capability not in c))
             return f"GPU {gpu.index} has compute capability {major}.{minor}, must be {wanted}"
         if not gpu.shares:
             return f"GPU {gpu.index} cannot share memory as file descriptors"

@@ -71,7 +71,7 @@ class CallsOnStream:
             self.collective.release(buffer, cuda_state.current_stream_of(gathered))
 
 
-def choose_on_cuda(call: AsyncCall, world_size: int) -> Choice:
+def choose_async(call: AsyncCall, world_size: int) -> Choice:
     """By copy engines, or why these do not take the call."""
     from ...kernels.async_collectives.cuda_kernel import VECTOR, async_program
     from ...kernels.device.comm import acquire

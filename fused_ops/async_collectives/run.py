@@ -18,9 +18,9 @@ from ...kernels.all_gather.reference import as_bytes
 from ...kernels.async_collectives import host
 from ...symm_mem.heap.heap import Heap
 from ..dispatch.choice import Choice, unfused
-from ..dispatch.plan import heap_or_reason, ran, why_unfused
+from ..dispatch.plan import heap_or_reason, ran, why_runs_unfused
 from .call import AsyncCall
-from .on_cuda import choose_on_cuda, fast_start, start_on_cuda
+from .on_cuda import choose_async, fast_start, start_on_cuda
 from .started import Started, free_buffer, started_in
 
 KERNEL = "async_collectives"
@@ -49,13 +49,13 @@ def run_start(call: AsyncCall, group: ProcessGroup) -> Tensor:
 def choice_of_start(call: AsyncCall, group: ProcessGroup) -> tuple[Choice, torch.device]:
     """As ``Op.choice_of``."""
     device = call.x.device
-    reason = why_unfused(KERNEL, device, group, empty=call.x.numel() == 0)
+    reason = why_runs_unfused(KERNEL, device, group, empty=call.x.numel() == 0)
     return (_choose(call, group) if reason is None else unfused(reason)), device
 
 
 def _choose(call: AsyncCall, group: ProcessGroup) -> Choice:
     if call.x.device.type != "cpu":
-        return choose_on_cuda(call, group.size())
+        return choose_async(call, group.size())
     layout = host.async_layout(call.part_bytes(group.size()), group.size(), call.placed)
     return Choice("host", kind=call.workspace, layout=layout)
 

@@ -65,10 +65,10 @@ def choose_sum(x: TensorLike, reduce_op: str, group: ProcessGroup) -> Choice:
         return on_host(host.host_all_reduce_layout(x.nbytes, group.size()))
     if x.nbytes >= nccl_from():
         return unfused(f"WEFT_NCCL_ALL_REDUCE_FROM is {nccl_from()} bytes")
-    return choose_on_cuda(x, reduce_op, group)
+    return choose_sum_on_cuda(x, reduce_op, group)
 
 
-def choose_on_cuda(
+def choose_sum_on_cuda(
     x: TensorLike,
     reduce_op: str,
     group: ProcessGroup,
@@ -80,9 +80,9 @@ def choose_on_cuda(
     used = config or choose_all_reduce(nbytes, size, num_sms(x.device))
 
     def programs() -> list[Program]:
-        from ...kernels.all_reduce.cuda_kernel import launched_program
+        from ...kernels.all_reduce.cuda_kernel import launched_all_reduce
 
-        return [launched_program(size, rank, x.dtype, reduce_op)]
+        return [launched_all_reduce(size, rank, x.dtype, reduce_op)]
 
     return Choice(
         "push",

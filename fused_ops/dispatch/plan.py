@@ -177,7 +177,7 @@ def _force(change: Callable[[], object]) -> None:
     invalidate_calls()
 
 
-def why_unfused(kernel: str, device: torch.device, group: ProcessGroup, *, empty: bool) -> str | None:
+def why_runs_unfused(kernel: str, device: torch.device, group: ProcessGroup, *, empty: bool) -> str | None:
     """Why a call runs unfused, whatever its op would choose, as far as it is known without another rank.
 
     Args:
@@ -202,7 +202,7 @@ def heap_or_reason(
     """The heap that a call of ``op`` on ``device`` uses, or why it runs unfused.
 
     Args:
-        kernel, empty: as for ``why_unfused``.
+        kernel, empty: as for ``why_runs_unfused``.
 
     Raises:
         RankMismatch: it is the first call of its op, and the ranks call differently.

@@ -95,7 +95,7 @@ def fast_all_gather_out(out: Tensor, x: Tensor, dim: int, group_name: str) -> Te
     return out if fast_into(host.INTO, dim, out, x, group_name) else None
 
 
-def choose_all_gather(call: AllGatherCall, group: ProcessGroup) -> Choice:
+def _choose(call: AllGatherCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     if call.x.device.type == "cpu":
         return on_host(host.host_all_gather_layout(call.x.nbytes, group.size()))
@@ -107,9 +107,9 @@ def choose_gather_on_cuda(alone: StandAlone, group: ProcessGroup, kind: str = AL
     size, rank = group.size(), group.rank()
 
     def program() -> Program:
-        from ...kernels.all_gather.cuda_kernel import launched_program
+        from ...kernels.all_gather.cuda_kernel import launched_all_gather
 
-        return launched_program(size, rank)
+        return launched_all_gather(size, rank)
 
     config = configs.choose_all_gather(size, num_sms(alone.x.device))
     return choose_alone(alone, size, config, program, kind=kind)
@@ -179,7 +179,7 @@ ALL_GATHER = Op(
     _fake,
     "all_gather",
     lambda call, group: call.x.numel() == 0,
-    choose_all_gather,
+    _choose,
     run_all_gather,
     lambda call: fast_all_gather(call.x, call.gather_dim, call.group_name),
     lambda call: AllGatherFunction.apply(call, call.x),
@@ -191,7 +191,7 @@ ALL_GATHER_OUT = Op(
     lambda *_: None,
     "all_gather",
     lambda call, out, group: call.x.numel() == 0,
-    lambda call, out, group: choose_all_gather(call, group),
+    lambda call, out, group: _choose(call, group),
     _run_out,
     lambda call: fast_all_gather_out(call.out, call.x, call.gather_dim, call.group_name),
     lambda call: op.refuse_gradient(_validate_out, call, op.INTO),

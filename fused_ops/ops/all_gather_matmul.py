@@ -92,7 +92,7 @@ def _front(call: AllGatherMatmulCall) -> Tensor:
     return A_shard if dim == A_shard.dim() - 1 else A_shard.movedim(dim, 0)
 
 
-def choose_all_gather_matmul(call: AllGatherMatmulCall, group: ProcessGroup) -> Choice:
+def _choose(call: AllGatherMatmulCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     if call.A_shard.device.type == "cpu":
         *rows, k = _front(call).shape
@@ -263,7 +263,7 @@ ALL_GATHER_MATMUL = Op(
     _fake,
     "all_gather_matmul",
     lambda call, group: call.A_shard.numel() == 0,
-    choose_all_gather_matmul,
+    _choose,
     run_all_gather_matmul,
     lambda call: fast_all_gather_matmul(*call[:5]),
     _with_gradient,

@@ -124,9 +124,7 @@ class _How:
     gather: ScaledGather
 
 
-def choose_all_gather_scaled_matmul(
-    call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup
-) -> Choice:
+def _choose(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup) -> Choice:
     """Call and rows are what validation returns."""
     if call.A_shard.device.type != "cpu":
         return _choose_on_cuda(call, rows, group)
@@ -335,7 +333,7 @@ ALL_GATHER_SCALED_MATMUL = Op(
     _fake,
     "all_gather_scaled_matmul",
     lambda call, rows, group: call.A_shard.numel() == 0,
-    choose_all_gather_scaled_matmul,
+    _choose,
     run_all_gather_scaled_matmul,
     fast_all_gather_scaled_matmul,
     lambda call: op.refuse_gradient(_validate, call, NO_GRADIENT),

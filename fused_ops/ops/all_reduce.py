@@ -27,7 +27,7 @@ from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from .. import validation
 from ..dispatch import plan
-from ..dispatch.all_reduces import PreparedAllReduce, choose_on_cuda, choose_sum, prepare_all_reduce
+from ..dispatch.all_reduces import PreparedAllReduce, choose_sum, choose_sum_on_cuda, prepare_all_reduce
 from ..dispatch.choice import Choice, unfused
 from ..dispatch.fast_path import may_take_fast_path, stream_workspace, timeout
 from ..dispatch.plan import Plan, heap_or_reason, ran
@@ -225,7 +225,7 @@ def run_all_reduce(
         return _run(unfused(where), None, call, group, out, op)
     choice = choose_sum(x, reduce_op, group)
     if config is not None and choice.algorithm == "push":
-        choice = choose_on_cuda(x, reduce_op, group, config)
+        choice = choose_sum_on_cuda(x, reduce_op, group, config)
     return _run(choice, where, call, group, out, op)
 
 

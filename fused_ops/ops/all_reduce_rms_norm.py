@@ -188,7 +188,7 @@ def choose_norm(x: Tensor, kind: NormKind, group: ProcessGroup) -> Choice:
         kind=ALL_REDUCE,
         layout=configs.all_reduce_rms_norm_layout(rows, vectors, size, config),
         predicted_us=configs.estimate_all_reduce_rms_norm_us(rows, vectors, size, config),
-        programs=lambda: [cuda_kernel.launched_program(vectors, x.dtype, kind, config, ranks)],
+        programs=lambda: [cuda_kernel.launched_norm(vectors, x.dtype, kind, config, ranks)],
         how=config,
     )
 

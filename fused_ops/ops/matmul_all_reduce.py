@@ -142,7 +142,7 @@ class _OneKernel:
     staging: Staging
 
 
-def choose_matmul_all_reduce(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice:
+def _choose(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     A, (m, n, _) = call.A, _sizes(call.A, call.B)
     if A.device.type == "cpu":
@@ -188,7 +188,7 @@ def _few_rows(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice | None:
         ALL_REDUCE,
         config.layout(m, size),
         predicted_us=configs.estimate_few_rows_us(m, n, k, size, device_spec_of(A.device)),
-        programs=lambda: [cuda_kernel.launched_program(a, b, call.reduce_op, config, ranks)],
+        programs=lambda: [cuda_kernel.launched_few_rows(a, b, call.reduce_op, config, ranks)],
         how=_FewRows(config, a, b, staging, profitable),
     )
 
@@ -327,7 +327,7 @@ MATMUL_ALL_REDUCE = Op(
     _fake,
     "matmul_all_reduce",
     lambda call, group: 0 in (*call.A.shape[:-1], call.B.shape[1]),
-    choose_matmul_all_reduce,
+    _choose,
     run_matmul_all_reduce,
     lambda call: fast_matmul_all_reduce(*call[:4]),
     lambda call: MatmulAllReduceFunction.apply(call, *call.tensors),

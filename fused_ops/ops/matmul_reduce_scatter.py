@@ -188,7 +188,7 @@ class _How:
     call: MatmulReduceScatterCall
 
 
-def choose_matmul_reduce_scatter(call: MatmulReduceScatterCall, group: ProcessGroup) -> Choice:
+def _choose(call: MatmulReduceScatterCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     if call.A.device.type == "cpu":
         *rows, n = call.local_shape(group.size())
@@ -384,7 +384,7 @@ MATMUL_REDUCE_SCATTER = Op(
     _fake,
     "matmul_reduce_scatter",
     lambda call, group: 0 in call.local_shape(group.size()),
-    choose_matmul_reduce_scatter,
+    _choose,
     run_matmul_reduce_scatter,
     _fast,
     lambda call: MatmulReduceScatterFunction.apply(call, call.bias, call.residual, *call.factors),

@@ -20,7 +20,7 @@ from ...symm_mem.failure.call_log import poison_on_error
 from ..dispatch.call_check import OpCall, begin_call, take_begun
 from ..dispatch.choice import Choice, unfused
 from ..dispatch.fast_path import needs_no_dispatch
-from ..dispatch.plan import heap_or_reason, why_unfused
+from ..dispatch.plan import heap_or_reason, why_runs_unfused
 from ..dispatch.tensor_guards import has_tangents
 
 AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
@@ -104,7 +104,7 @@ class Op:
             ValueError, TypeError: as ``validate``.
         """
         found, device = self.validate(call), call.tensors[0].device
-        reason = why_unfused(self.kernel, device, found[-1], empty=self.sends_nothing(*found))
+        reason = why_runs_unfused(self.kernel, device, found[-1], empty=self.sends_nothing(*found))
         return self.choose(*found) if reason is None else unfused(reason), device
 
     def run_below_autograd(self, call: OpArguments) -> Any:

@@ -102,7 +102,7 @@ def fast_reduce_scatter_out(
     return out if fast_into(host.INTO, (dim, reduce_op), out, x, group_name) else None
 
 
-def choose_reduce_scatter(call: ReduceScatterCall, group: ProcessGroup) -> Choice:
+def _choose(call: ReduceScatterCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     size = group.size()
     if call.x.device.type == "cpu":
@@ -117,9 +117,9 @@ def choose_scatter_on_cuda(
     size, rank, dtype = group.size(), group.rank(), alone.x.dtype
 
     def program() -> Program:
-        from ...kernels.reduce_scatter.cuda_kernel import launched_program
+        from ...kernels.reduce_scatter.cuda_kernel import launched_reduce_scatter
 
-        return launched_program(size, rank, dtype, reduce_op)
+        return launched_reduce_scatter(size, rank, dtype, reduce_op)
 
     config = configs.choose_reduce_scatter(size, num_sms(alone.x.device))
     return choose_alone(alone, size, config, program, (dtype, reduce_op), kind)
@@ -196,7 +196,7 @@ REDUCE_SCATTER = Op(
     _fake,
     "reduce_scatter",
     lambda call, group: call.x.numel() == 0,
-    choose_reduce_scatter,
+    _choose,
     run_reduce_scatter,
     lambda call: fast_reduce_scatter(call.x, call.reduce_op, call.scatter_dim, call.group_name),
     _with_gradient,
@@ -209,7 +209,7 @@ REDUCE_SCATTER_OUT = Op(
     lambda *_: None,
     "reduce_scatter",
     lambda call, out, group: call.x.numel() == 0,
-    lambda call, out, group: choose_reduce_scatter(call, group),
+    lambda call, out, group: _choose(call, group),
     _run_out,
     lambda call: fast_reduce_scatter_out(*call[:5]),
     lambda call: op.refuse_gradient(_validate_out, call, op.INTO),

@@ -160,9 +160,7 @@ class _How:
     staging: Staging
 
 
-def choose_scaled_matmul_reduce_scatter(
-    call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup
-) -> Choice:
+def _choose(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup) -> Choice:
     """Call and rows are what validation returns."""
     if call.A.device.type != "cpu":
         return _choose_on_cuda(call, rows, group)
@@ -312,7 +310,7 @@ SCALED_MATMUL_REDUCE_SCATTER = Op(
     _fake,
     "scaled_matmul_reduce_scatter",
     lambda call, rows, group: 0 in call.local_shape(group.size()),
-    choose_scaled_matmul_reduce_scatter,
+    _choose,
     run_scaled_matmul_reduce_scatter,
     fast_scaled_matmul_reduce_scatter,
     lambda call: op.refuse_gradient(_validate, call, NO_GRADIENT),

@@ -23,7 +23,7 @@ from ...symm_mem.failure.call_log import Grids, TimedName, poison_on_error
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
 from ..dispatch import plan
-from ..dispatch.all_reduces import choose_on_cuda, nccl_from, prepare_all_reduce
+from ..dispatch.all_reduces import choose_sum_on_cuda, nccl_from, prepare_all_reduce
 from ..dispatch.call_check import begin_call
 from ..dispatch.fast_path import default_ns, timeout
 from ..dispatch.plan import Plan, heap_or_reason, ran
@@ -237,7 +237,7 @@ def _is_own_part(name: str, x: Tensor, out: Tensor, rank: int) -> bool:
 def _prepared(heap: Heap, call: GroupCall, x: Tensor, out: Tensor, group: ProcessGroup) -> _Ready | str:
     """The kernel of such calls, made by all ranks together; or why there is none."""
     if call.name == ALL_REDUCE:
-        choice = choose_on_cuda(x, call.reduce_op, group, kind=GROUP)
+        choice = choose_sum_on_cuda(x, call.reduce_op, group, kind=GROUP)
         made = prepare_all_reduce(choice, heap, x, call.reduce_op, ALL_REDUCE)
         ran(made.plan)
         return _Ready(made.workspace, made.kernel.launch, made.kernel.grids, made.plan, made.timeout_ns)

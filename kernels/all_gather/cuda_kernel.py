@@ -24,6 +24,6 @@ def all_gather_program(world_size: int, rank: int, *, dependent: bool = False) -
     return Program(SOURCE, defines=all_gather_defines(world_size) | of_rank)
 
 
-def launched_program(world_size: int, rank: int) -> Program:
+def launched_all_gather(world_size: int, rank: int) -> Program:
     """The one that this process launches."""
     return all_gather_program(world_size, rank, dependent=ll_exchange.dependent())

@@ -70,7 +70,7 @@ def prepare_gather_kernels(
     return kernels
 
 
-def gather_programs(
+def copied_programs(
     call: GatherKernelCall, config: AllGatherMatmulConfig, world_size: int
 ) -> list[CompilableProgram]:
     """What ``prepare_gather_kernels`` compiles."""

@@ -84,7 +84,7 @@ def _result(scaled: ScaledProducts) -> dict[str, int]:
     return {"OUT_FLOAT32": int(scaled.out_dtype == torch.float32)}
 
 
-def gather_programs(
+def push_programs(
     bs: Sequence[torch.Tensor], config: GatherPushConfig, *, return_A: bool = False
 ) -> list[Program]:
     """Those of the launches for any number of Bs."""
@@ -179,7 +179,7 @@ class AllGatherMatmulPush:
         self._returned = Maps(boxes_returned(a, size, split_k=config.split_k)) if return_A else None
         self._params = [self._fixed(buffer, a, bs, config) for buffer in (0, 1)]
         self._put_bs, self._put_cs = put_maps(len(bs)), struct.Struct(f"{len(bs)}Q").pack_into
-        (program,) = gather_programs(bs, config, return_A=return_A)
+        (program,) = push_programs(bs, config, return_A=return_A)
         self._launches = gemm.launches(program, "all_gather_matmul", self._params, num_sms, tile.shared)
 
     def _fixed(

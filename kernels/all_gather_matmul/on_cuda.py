@@ -146,11 +146,11 @@ def gather_programs(
 ) -> Sequence[CompilableProgram]:
     """What such calls launch, of 16 bits or float32."""
     if isinstance(config, configs.AllGatherMatmulConfig):
-        return copied_products.gather_programs(call, config, world_size)
+        return copied_products.copied_programs(call, config, world_size)
     if isinstance(config, OneShotConfig):
         return [AllGatherMatmulOneShot.program(world_size, rank)]
     assert isinstance(config, configs.GatherPushConfig)
-    return cuda_kernel.gather_programs(call.bs, config, return_A=call.return_A)
+    return cuda_kernel.push_programs(call.bs, config, return_A=call.return_A)
 
 
 def launch_all_gather_matmul(

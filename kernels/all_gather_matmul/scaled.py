@@ -30,7 +30,7 @@ from . import configs, on_cuda, one_shot_kernel
 from .configs import MOST_BS, CopiedConfig, GatherPushConfig
 from .copied_products import SCALED_OP as OP
 from .copied_products import AllGatherScaledMatmulCopied
-from .cuda_kernel import AllGatherMatmulPush, EpochStep, _Params, gather_programs
+from .cuda_kernel import AllGatherMatmulPush, EpochStep, _Params, push_programs
 
 
 class _ScaledParams(_Params):
@@ -242,7 +242,7 @@ def scaled_gather_programs(
     if isinstance(config, CopiedConfig):
         return [acquire.PROGRAM]
     assert isinstance(config, GatherPushConfig)
-    return gather_programs(call.bs, config, return_A=call.return_A)
+    return push_programs(call.bs, config, return_A=call.return_A)
 
 
 def _operands(

@@ -55,7 +55,7 @@ def all_reduce_program(
     return Program(SOURCE, defines=all_reduce_defines(world_size, DTYPES[dtype], reduce_op) | of_rank)
 
 
-def launched_program(world_size: int, rank: int, dtype: torch.dtype, reduce_op: str) -> Program:
+def launched_all_reduce(world_size: int, rank: int, dtype: torch.dtype, reduce_op: str) -> Program:
     """The one that this process launches."""
     return all_reduce_program(world_size, rank, dtype, reduce_op, dependent=ll_exchange.dependent())
 
@@ -64,7 +64,7 @@ def _function(
     world_size: int, rank: int, dtype: torch.dtype, reduce_op: str, name: str, device: torch.device
 ) -> Function:
     with cuda_state.state.make_current(device):
-        return launched_program(world_size, rank, dtype, reduce_op).function(name)
+        return launched_all_reduce(world_size, rank, dtype, reduce_op).function(name)
 
 
 class AllReduceLauncher:

@@ -138,7 +138,7 @@ def all_reduce_rms_norm_program(
 _program = cache(all_reduce_rms_norm_program)
 
 
-def launched_program(
+def launched_norm(
     vectors: int, dtype: torch.dtype, norm: NormKind, config: AllReduceRmsNormConfig, ranks: tuple[int, int]
 ) -> Program:
     """The one that this process launches for rows of so many vectors. ``ranks``: how many, and which this is."""
@@ -190,7 +190,7 @@ class AllReduceRmsNormLauncher:
             count = min(wanted.rows, rows - start)
             now = shape(count, vectors, size, config)
             early = ll_exchange.dependent()
-            program = launched_program(vectors, dtype, norm, config, (size, place.rank))
+            program = launched_norm(vectors, dtype, norm, config, (size, place.rank))
             function = program.function(config.form)
             params = _Params(slots_of(place, 0), rows=count, vectors=vectors, eps=norm.eps, elements=hidden)
             params.offset = norm.weight_offset

@@ -37,8 +37,8 @@ def why_no_kernel_on(kernel: str, device: torch.device) -> str | None:
     """Why a kernel does not run on a device; None if it does, or if that is the CPU."""
     if device.type != "cuda" or capability_of(device) in RUNS_ON[kernel]:
         return None
-    return f"the kernels are for GPUs of compute capability {text_of(RUNS_ON[kernel])}"
+    return f"the kernels are for GPUs of compute capability {capabilities_text(RUNS_ON[kernel])}"
 
 
-def text_of(capabilities: tuple[Capability, ...]) -> str:
+def capabilities_text(capabilities: tuple[Capability, ...]) -> str:
     return " or ".join(f"{major}.{minor}" for major, minor in capabilities)

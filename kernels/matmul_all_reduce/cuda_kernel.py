@@ -70,7 +70,7 @@ def matmul_all_reduce_program(items: dict[str, str | int], rank: int, *, depende
     return _program((*items.items(), ("RANK", rank), ("DEPENDENT", int(dependent))))
 
 
-def launched_program(
+def launched_few_rows(
     a: torch.Tensor, b: torch.Tensor, reduce_op: str, config: MatmulAllReduceConfig, ranks: tuple[int, int]
 ) -> Program:
     """The one that this process launches. ``ranks``: how many, and which this is."""
@@ -126,7 +126,7 @@ class MatmulAllReduceLauncher:
         p.m, p.n, p.k = m, n, k
         self._timeout_ns, self.grids = 0, (config.blocks,)
         self._lock = threading.Lock()  # a launch takes what stands in its struct
-        program = launched_program(a, b, reduce_op, config, (layout.world_size, place.rank))
+        program = launched_few_rows(a, b, reduce_op, config, (layout.world_size, place.rank))
         function, threads = program.function("matmul_all_reduce"), config.warps * WARP
         self._launch = function.bound(config.blocks, threads, p, dependent=ll_exchange.dependent())
 

@@ -30,6 +30,6 @@ def reduce_scatter_program(
     )
 
 
-def launched_program(world_size: int, rank: int, dtype: torch.dtype, reduce_op: str) -> Program:
+def launched_reduce_scatter(world_size: int, rank: int, dtype: torch.dtype, reduce_op: str) -> Program:
     """The one that this process launches."""
     return reduce_scatter_program(world_size, rank, dtype, reduce_op, dependent=ll_exchange.dependent())

@@ -14,7 +14,7 @@ from fake_gpu import DEADLINE, NAME, STREAM, WORLD_SIZE, Stage
 from torch import Tensor
 from weft import symm_mem
 from weft.fused_ops.async_collectives.call import AsyncCall
-from weft.fused_ops.async_collectives.on_cuda import CallsOnStream, choose_on_cuda, fast_start, start_on_cuda
+from weft.fused_ops.async_collectives.on_cuda import CallsOnStream, choose_async, fast_start, start_on_cuda
 from weft.fused_ops.async_collectives.started import Started
 from weft.fused_ops.dispatch import plan
 from weft.kernels.async_collectives.cuda_kernel import AsyncProblem
@@ -79,7 +79,7 @@ def calls(gpu_stage: Stage, x: Tensor) -> Asynchronous:
 
 
 def slow(calls: Asynchronous, call: AsyncCall) -> Started:
-    started = start_on_cuda(choose_on_cuda(call, WORLD_SIZE), calls.stage.where, call)
+    started = start_on_cuda(choose_async(call, WORLD_SIZE), calls.stage.where, call)
     assert isinstance(started, Started), started
     return started
 
@@ -166,7 +166,7 @@ def test_an_operand_that_is_not_contiguous_is_copied_and_kept(calls: Asynchronou
 
 def test_parts_that_are_no_whole_vectors_are_left_to_the_groups_backend(calls: Asynchronous) -> None:
     for call in (call_of(torch.zeros(3)), call_of(torch.zeros(6), "reduce_scatter")):
-        assert choose_on_cuda(call, WORLD_SIZE).reason == "a part has 12 bytes, no multiple of 16"
+        assert choose_async(call, WORLD_SIZE).reason == "a part has 12 bytes, no multiple of 16"
     assert not calls.launched()
 
 

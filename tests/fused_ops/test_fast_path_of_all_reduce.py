@@ -192,7 +192,7 @@ def test_a_call_that_ranks_would_run_differently_is_not_noted(
     x = stage.x
     for out, op in ((torch.empty_like(x), "one_shot_all_reduce"), (x, "one_shot_all_reduce_")):
         with nullcontext() if agree else pytest.raises(symm_mem.RankMismatch):
-            choice = all_reduces.choose_on_cuda(x, "sum", stage.group)
+            choice = all_reduces.choose_sum_on_cuda(x, "sum", stage.group)
             all_reduce._on_cuda(choice, stage.where, (x, out), "sum", op)
     assert len(stage.workspace.noted) == len(stage.kernel.launched) == (2 if agree else 0)
     # The ranks prepare it under one name: one may make it in place and another one not.

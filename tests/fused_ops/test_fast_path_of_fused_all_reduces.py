@@ -21,6 +21,7 @@ from weft.fused_ops import (
     fused_matmul_all_reduce,
 )
 from weft.fused_ops.dispatch import all_reduces, fast_path, plan
+from weft.fused_ops.dispatch.choice import Choice
 from weft.fused_ops.dispatch.workspaces import AROUND_MATMULS
 from weft.fused_ops.ops import (
     all_reduce,
@@ -29,6 +30,7 @@ from weft.fused_ops.ops import (
     matmul_all_reduce,
 )
 from weft.fused_ops.ops.all_reduce_rms_norm_quant import AllReduceRmsNormQuantCall
+from weft.fused_ops.ops.matmul_all_reduce import MatmulAllReduceCall
 from weft.kernels.all_reduce_rms_norm.reference import NormKind
 from weft.symm_mem import call_cache
 from weft.symm_mem.call_cache import CachedDict
@@ -38,6 +40,7 @@ from weft.symm_mem.workspace import Workspace as HeapWorkspace
 
 gpu_stage = fake_gpu.stage
 EPS = 1e-5
+TWO_KERNELS = Choice("two_kernels")
 
 
 class Kernel:
@@ -76,7 +79,7 @@ def stage(gpu_stage: Fused) -> Fused:
     call = fast_path.LaunchedCall(all_reduce_rms_norm.host.OP, EPS, stage.norm, stage.norm, results)
     fast_path.remember_call(call, workspace, kernel, plan.Plan("push"), profitable=True)  # type: ignore[arg-type]
     for a in (A, A.flatten(0, 1)):
-        matmul_all_reduce._remember(a, B, "sum", stage.group, a @ B)
+        matmul_all_reduce._remember(TWO_KERNELS, MatmulAllReduceCall(a, B, "sum", NAME), a @ B)
     return stage
 
 
@@ -256,7 +259,7 @@ def test_nothing_is_found_in_the_checked_mode(stage: Fused) -> None:
     for checked in (True, False):
         symm_mem.set_checked(checked)
         try:
-            matmul_all_reduce._remember(*stage.product, "sum", stage.group, out)
+            matmul_all_reduce._remember(TWO_KERNELS, MatmulAllReduceCall(*stage.product, "sum", NAME), out)
             assert (matmul_all_reduce.fast_matmul_all_reduce(*stage.product, "sum", NAME) is None) == checked
         finally:
             symm_mem.set_checked(False)
