@@ -117,8 +117,8 @@ def nans(rank: int, world_size: int) -> None:
         A, B = torch.randn(16, 32), torch.randn(32, 16)
         if rank == owner:
             A[3, 5] = math.nan
-        assert float8_all_gather_matmul(A, B, 0, world()).isnan().all()
-        assert float8_matmul_reduce_scatter(A.repeat(world_size, 1), B, 0, world()).isnan().all()
+        assert float8_all_gather_matmul(A, [B], 0, world())[1][0].isnan().all()
+        assert float8_matmul_reduce_scatter(A.repeat(world_size, 1), B, "sum", 0, world()).isnan().all()
 
 
 @pytest.mark.parametrize("device", DEVICES)

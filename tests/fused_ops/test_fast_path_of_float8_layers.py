@@ -54,24 +54,33 @@ def scattered_before(stage: Stage, sizes: tuple[int, int], dtype: torch.dtype, f
     run_on_cuda(scaled_matmul_reduce_scatter, stage.where, call, rows)
 
 
+def gathers(x: Tensor, B: Tensor) -> Tensor:
+    _, (y,) = float8_all_gather_matmul(x, [B], 0, NAME, return_A=False)
+    return y
+
+
+def scatters(A: Tensor, B: Tensor) -> Tensor:
+    return float8_matmul_reduce_scatter(A, B, "sum", 0, NAME)
+
+
 def launches(stage: Stage, fn: Any, rows: int) -> tuple[int, int]:
     """How many all-reduces and products are launched, forward and backward."""
     x, w = (torch.randn(*shape, dtype=BF16).requires_grad_() for shape in ((rows, K), (N, K)))
     stage.workspace.noted.clear(), stage.launched.clear()
-    y = fn(x, w.t(), 0, NAME)
+    y = fn(x, w.t())
     y.backward(torch.zeros_like(y))
     assert x.grad is not None and w.grad is not None
     return stage.workspace.noted.count("one_shot_all_reduce"), len(stage.launched)
 
 
-ROWS = {float8_all_gather_matmul: M, float8_matmul_reduce_scatter: WORLD_SIZE * M}
+ROWS = {gathers: M, scatters: WORLD_SIZE * M}
 
 
 @pytest.mark.parametrize("fn", ROWS)
 def test_what_was_called_before(fn: Any, stage: Stage) -> None:
     """As long as one of its calls was not made, it ends on the slow path."""
     forward, backward = gathered_before, scattered_before
-    if fn is float8_matmul_reduce_scatter:
+    if fn is scatters:
         forward, backward = backward, forward
     with plan.forced("fused"):
         for prepare in (

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from opcommon import assert_fused, gather, refuses, world
 from ranks import run_ranks, run_row
 from torch import Tensor
@@ -47,6 +48,15 @@ def near(got: Tensor, exact: tuple[Tensor, Tensor], casts: tuple[torch.dtype, to
     assert ((got.double() - A @ B).abs() <= bound).all()
 
 
+def gathers(x: Tensor, B: Any, dim: Any, group: Any) -> Tensor:
+    _, (y,) = float8_all_gather_matmul(x, [B], dim, group, return_A=False)
+    return y
+
+
+def scatters(A: Tensor, B: Any, dim: Any, group: Any) -> Tensor:
+    return float8_matmul_reduce_scatter(A, B, "sum", dim, group)
+
+
 def operands(rank: int, *shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     """Ranks' maxima differ."""
     return [(torch.randn(*shape) * (1 + rank)).to(dtype) for shape in shapes]
@@ -63,7 +73,7 @@ def column_wise(rank: int, size: int, lead: tuple[int, ...], dim: int, dtype: to
     whole[dim] *= size
     g = (torch.randn(*whole, n) * (2 - rank)).to(dtype)
     x.requires_grad_(), w.requires_grad_()
-    y = float8_all_gather_matmul(x, w.t(), dim, world())
+    y = gathers(x, w.t(), dim, world())
     assert_fused()
     assert (y.shape, y.dtype) == ((*whole, n), dtype)
     y.backward(g)
@@ -88,7 +98,7 @@ def row_wise(rank: int, size: int, lead: tuple[int, ...], dim: int, dtype: torch
     whole[dim] *= size
     x, w, g = operands(rank, (*whole, k), (n, k), (*lead, n), dtype=dtype)
     x.requires_grad_(), w.requires_grad_()
-    y = float8_matmul_reduce_scatter(x, w.t(), dim, world())
+    y = scatters(x, w.t(), dim, world())
     assert_fused()
     assert (y.shape, y.dtype) == ((*lead, n), dtype) and y.is_contiguous()
     y.backward(g)
@@ -114,7 +124,7 @@ def test_a_layer(fn: Callable[..., None], lead: tuple[int, ...], dim: int, dtype
 
 def one_gradient(rank: int, size: int) -> None:
     """Of the operand that wants one; and results without."""
-    for fn, rows in ((float8_all_gather_matmul, 8), (float8_matmul_reduce_scatter, 16)):
+    for fn, rows in ((gathers, 8), (scatters, 16)):
         grads: dict[int, list[Any]] = {}
         x, w = torch.randn(rows, 32), torch.randn(48, 32)
         for which in (0, 1, 2):
@@ -139,17 +149,67 @@ def test_one_gradient() -> None:
 def zeros_and_compiled(rank: int, size: int) -> None:
     """Nothing but zeros has the scale of the smallest maximum; and torch.compile computes the same."""
     w = torch.randn(48, 32, dtype=BF16)
-    assert not float8_all_gather_matmul(torch.zeros(8, 32, dtype=BF16), w.t(), 0, world()).any()
-    results = []
-    for fn in (float8_matmul_reduce_scatter, torch.compile(float8_matmul_reduce_scatter, fullgraph=True)):
+    assert not gathers(torch.zeros(8, 32, dtype=BF16), w.t(), 0, world()).any()
+    name, results = world().group_name, []
+
+    def both(x: Tensor, v: Tensor) -> Tensor:
+        A, (y, z) = float8_all_gather_matmul(x, [v.t(), v[:16].t()], 0, name)
+        assert A is not None
+        return scatters(x, v.t(), 0, name).sum() + y.sum() + z.square().sum() + A.square().sum()
+
+    for fn in (both, torch.compile(both, fullgraph=True)):
         torch.manual_seed(rank)
         x, v = torch.randn(16, 32).requires_grad_(), torch.randn(48, 32).requires_grad_()
-        y = fn(x, v.t(), 0, world().group_name)
-        y.sum().backward()
+        y = fn(x, v)
+        y.backward()
         results.append((y.detach(), x.grad, v.grad))
     for a, b in zip(*results, strict=True):
         assert a is not None and b is not None
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def several(rank: int, size: int) -> None:
+    """Matrices, and A: each product is that of its own call, and A's gradient is added to theirs."""
+    x, v, w, of_A = operands(rank, (8, 32), (48, 32), (16, 32), (8 * size, 32), dtype=BF16)
+    of_y, of_z = operands(rank, (8 * size, 48), (8 * size, 16), dtype=BF16)
+    x.requires_grad_(), w.requires_grad_()
+    A, (y, z) = float8_all_gather_matmul(x, [v.t(), w.t()], 0, world())
+    assert A is not None and A.dtype == BF16
+    exact = cast(joined(x, 0), E4M3)
+    rounding = 1.01 * 2.0**-8  # to bfloat16, relative, and to float32 before it
+    assert ((A.double() - exact).abs() <= rounding * exact.abs()).all()
+    torch.autograd.backward([A, y, z], [of_A, of_y, of_z])
+    x1, w1 = x.detach().requires_grad_(), w.detach().requires_grad_()
+    y1, z1 = gathers(x1, v.t(), 0, world()), gathers(x1, w1.t(), 0, world())
+    assert torch.equal(y, y1) and torch.equal(z, z1)
+    (by_y,), (by_z, grad_w) = torch.autograd.grad(y1, x1, of_y), torch.autograd.grad(z1, (x1, w1), of_z)
+    assert x.grad is not None and w.grad is not None and torch.equal(w.grad, grad_w)
+    terms = [sum(gather(of_A.double())).chunk(size)[rank], by_y.double(), by_z.double()]
+    bound = 3 * rounding * sum(term.abs() for term in terms)  # one reduction and two additions
+    assert ((x.grad.double() - sum(terms)).abs() <= bound).all()
+    A, (y,) = float8_all_gather_matmul(x.detach(), [w.t()], 0, world())
+    assert A is not None and not A.requires_grad and y.requires_grad
+
+
+def test_several_matrices_and_what_is_gathered() -> None:
+    run_ranks(several, 2)
+
+
+def averages(rank: int, size: int) -> None:
+    """Of two ranks: half of the sum, to the bit, and so are its gradients."""
+    found = []
+    x, w, g = operands(rank, (16, 32), (48, 32), (8, 48), dtype=torch.float32)
+    for reduce_op in ("sum", dist.ReduceOp.AVG):
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+        y = float8_matmul_reduce_scatter(a, b.t(), reduce_op, 0, world())
+        y.backward(g)
+        found.append((y.detach(), a.grad, b.grad))
+    for total, mean in zip(*found, strict=True):
+        assert total is not None and mean is not None and torch.equal(mean, total / 2)
+
+
+def test_an_average() -> None:
+    run_ranks(averages, 2)
 
 
 def test_zeros_and_compiled() -> None:
@@ -159,26 +219,44 @@ def test_zeros_and_compiled() -> None:
 def refused(rank: int, size: int) -> None:
     x, w = torch.randn(16, 32), torch.randn(48, 32)
     of_x = "A_shard", "gather_dim"
-    for fn, (name, dim) in (
-        (float8_all_gather_matmul, of_x),
-        (float8_matmul_reduce_scatter, ("A", "scatter_dim")),
+    for fn, (name, dim), of_B in (
+        (gathers, of_x, r"Bs\[0\]"),
+        (scatters, ("A", "scatter_dim"), "B"),
     ):
         for args, kind, words in (
             ((x[0], w.t(), 0, None), ValueError, name),
             ((x.to(E4M3), w.t(), 0, None), TypeError, f"{name}: is torch.float8_e4m3fn, must be"),
-            ((x, w.t().double(), 0, None), TypeError, "B: is torch.float64, must be torch.float32"),
-            ((x, w, 0, None), ValueError, "B: has 48 rows, must have 32"),
-            ((x, torch.randn(32, 9), 0, None), ValueError, "B: has 9 columns, must have a multiple of 16"),
+            ((x, w.t().double(), 0, None), TypeError, f"{of_B}: is torch.float64, must be torch.float32"),
+            ((x, w, 0, None), ValueError, f"{of_B}: has 48 rows, must have 32"),
+            (
+                (x, torch.randn(32, 9), 0, None),
+                ValueError,
+                f"{of_B}: has 9 columns, must have a multiple of 16",
+            ),
             ((x, w.t(), 1, None), ValueError, f"{dim}: is 1, the last dimension"),
             ((x, w.t(), 5, None), ValueError, dim),
             (([1.0], w.t(), 0, None), TypeError, name),
         ):
             refuses(fn, args, kind, words)
-        with pytest.raises(ValueError, match=f"{name}: makes .* must make a multiple of 16 where B requires"):
+        with pytest.raises(
+            ValueError, match=f"{name}: makes .* must make a multiple of 16 where {of_B} requires"
+        ):
             fn(x[:6], w.t().requires_grad_(), 0, None)
-    refuses(
-        float8_matmul_reduce_scatter, (x[:5], w.t(), 0, None), ValueError, "must be a multiple of 2 ranks"
-    )
+    refuses(scatters, (x[:5], w.t(), 0, None), ValueError, "must be a multiple of 2 ranks")
+    for fn, args, kind, words in (
+        (float8_all_gather_matmul, (x, [], 0), ValueError, "Bs: is empty, must have one matrix or more"),
+        (
+            float8_all_gather_matmul,
+            (x, w.t(), 0),
+            TypeError,
+            "Bs: is a tensor, must be a sequence of tensors",
+        ),
+        (float8_matmul_reduce_scatter, (x, w.t(), "max", 0), ValueError, "reduce_op: is 'max', must be"),
+        (float8_matmul_reduce_scatter, (x, w.t(), 0, 0), TypeError, "reduce_op: is of type int, must be"),
+    ):
+        refuses(fn, args, kind, words)
+    with pytest.raises(TypeError, match="return_A: is of type int, must be True or False"):
+        float8_all_gather_matmul(x, [w.t()], 0, return_A=1)
 
 
 def test_what_is_refused() -> None:

@@ -21,7 +21,10 @@ import values as v
 RANKS = 2
 ENV = {"WEFT_TIMEOUT": "20"}
 GATHERS, SCATTERS = "float8_all_gather_matmul", "float8_matmul_reduce_scatter"
-NAMES = {GATHERS: "A_shard|B|gather_dim|group", SCATTERS: "A|B|scatter_dim|group"}
+NAMES = {
+    GATHERS: r"A_shard|Bs(\[0\])?|gather_dim|group|return_A",
+    SCATTERS: "A|B|reduce_op|scatter_dim|group",
+}
 _layouts = st.sampled_from(("contiguous", "transposed", "strided", "offset", "grad"))
 _sixteens = st.integers(1, 3).map(lambda i: 16 * i)
 
@@ -35,10 +38,11 @@ def cases(draw: st.DrawFn) -> tuple[str, list[Any]]:
     lead[dim] *= RANKS * draw(st.sampled_from((1, 16)))
     A = v.Tensor((*lead, k), dtype, draw(_layouts), draw(v.seeds))
     B = v.Tensor((k, n), dtype, draw(_layouts), draw(v.seeds))
-    args = [A, B, dim - draw(st.sampled_from((0, len(lead) + 1))), draw(v.groups)]
+    last = st.booleans() if name == GATHERS else st.sampled_from(("sum", "avg"))
+    args = [A, B, dim - draw(st.sampled_from((0, len(lead) + 1))), draw(v.groups), draw(last)]
     for _ in range(draw(st.integers(0, 2))):
-        which = draw(st.integers(0, 3))
-        bad = {0: v.bad_tensors, 1: v.bad_tensors, 2: v.numbers, 3: v.bad_groups}[which]
+        which = draw(st.integers(0, 4))
+        bad = {0: v.bad_tensors, 1: v.bad_tensors, 2: v.numbers, 3: v.bad_groups, 4: v.numbers}[which]
         args[which] = draw(st.one_of(bad, v.junk))
     return name, args
 
@@ -49,8 +53,13 @@ def off(got: Tensor, want: Tensor, casts: float) -> bool:
 
 
 def invoke(name: str, args: list[Any], rank: int, size: int) -> None:
-    A, B, dim, _ = args
-    y = {GATHERS: float8_all_gather_matmul, SCATTERS: float8_matmul_reduce_scatter}[name](*args)
+    A, B, dim, group, last = args
+    if name == GATHERS:
+        whole, (y,) = float8_all_gather_matmul(A, [B], dim, group, return_A=last)
+        assert (whole is not None) == last
+    else:
+        y = float8_matmul_reduce_scatter(A, B, last, dim, group)
+    share = size if last == "avg" else 1
     if A.device.type == "meta":
         return
     if name == GATHERS:
@@ -58,13 +67,13 @@ def invoke(name: str, args: list[Any], rank: int, size: int) -> None:
     else:
         total = A.detach().double() @ B.detach().double()
         dist.all_reduce(total)
-        want = total.chunk(size, dim)[rank]
+        want = total.chunk(size, dim)[rank] / share
     assert y.shape == want.shape and y.dtype == A.dtype
     assert not off(y.detach(), want, 0.15), "wrong result"
     if not y.requires_grad:
         return
     y.backward(torch.ones_like(y))
-    ones = torch.ones_like(want)
+    ones = torch.ones_like(want) / share
     if B.grad is not None:
         rows = torch.cat(gather(A), dim) if name == GATHERS else A.detach().double()
         every = ones if name == GATHERS else torch.cat([ones] * size, dim)
