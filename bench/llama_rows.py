@@ -29,8 +29,6 @@ CONTENDERS = (
     "torch",
     "weft",
     "weft agree=False",
-    "weft agree=ahead",
-    "weft agree=each",
     "weft regather=True",
     BOUND,
 )

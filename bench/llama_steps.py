@@ -41,8 +41,6 @@ GPU_SIZES = Sizes(
 )
 CPU_SIZES = replace(SMALL, batch=1)
 SEED = 17
-#: What stands behind "agree=" in a contender's name.
-AGREE: dict[str, bool | str] = {"False": False, "ahead": "ahead", "each": "each"}
 #: No contender to win against: a step takes as long if all communication is hidden.
 BOUND = "plain without communication"
 
@@ -165,7 +163,7 @@ def make_step(case: Case, contender: str, device: torch.device) -> Step:
     sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
     sizes = replace(sizes, batch=case.batch, seq=min(case.seq, sizes.seq))
     settings: dict[str, Any] = {
-        "agree": AGREE.get(contender.partition("agree=")[2], True),
+        "agree": "agree=False" not in contender,
         "regather": "regather=True" in contender,
     }
     fusion = FusionPass(**settings) if contender.startswith("weft") else None

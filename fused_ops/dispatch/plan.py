@@ -88,8 +88,8 @@ OF_GRAPHS = " of graphs"
 class GraphTurn:
     """While it is there, calls of its thread are a compiled graph's, with workspaces of their own.
 
-    Ranks that run ahead of another one count on its coming to the same graph. If it makes other calls instead, these
-    must not meet the graph's: each side waits until its deadline.
+    A rank that runs a graph without asking counts on the others' coming to the same one. If one makes other calls
+    instead, these must not meet the graph's: each side waits until its deadline.
     """
 
     __slots__ = ("_before",)

@@ -19,7 +19,7 @@ from .norms.eps_as_number import eps_options
 from .pass_sequence import SLOT, in_sequence, passes_of
 from .regather import JOINT_SLOT, joint_options
 from .report import PassRuns, Report
-from .settings import AGREE_WORDS, AUTO, REWRITES, PassSettings, refused_as_options
+from .settings import AUTO, CAPTURE, REWRITES, PassSettings, refused_as_options
 
 #: What names a setting of the pass among the options of a compilation.
 PREFIX = "weft."
@@ -34,7 +34,11 @@ _FROM_ENVIRONMENT = {
     "buckets": "WEFT_BUCKETS",
 }
 _FLAGS: dict[str, bool] = {"0": False, "1": True}
-_WORDS = {"agree": AGREE_WORDS, "collectives": (AUTO,), "sequence_parallel": (AUTO,)}
+_WORDS: dict[str, tuple[str, ...]] = {
+    "agree": (CAPTURE,),
+    "collectives": (AUTO,),
+    "sequence_parallel": (AUTO,),
+}
 _SETTINGS = ("groups", "strict", "fuse", "agree", *REWRITES)
 _OF_TORCH_COMPILE = ("fullgraph", "dynamic", "disable", "name", "recompile_limit", "isolate_recompiles")
 

@@ -109,11 +109,11 @@ class FusionPass(OnePass, CustomGraphPass):
             whose result it reduces, if that can be.
         agree: whether graphs ask. False is for programs of which you know that all ranks run the same graphs in the
             same order: where they do not, a fused op waits for a rank that does not come, until its deadline.
-            Ranks that have agreed often enough do not wait for each other at backward graphs, and with "ahead" not at
-            forward graphs either; whoever then comes with another graph is named in an error. With "each" they wait at
-            each graph. "capture" is for programs of which you know the same of what is captured in CUDA graphs: a
-            captured graph keeps the answer that it got at its capture. Else it is captured unfused, as its replays
-            cannot ask; Inductor's own CUDA graphs (``triton.cudagraphs``) ask before each run, if it makes partitions.
+            Ranks that have agreed often enough do not wait for each other before graphs that they all know; whoever
+            then comes with another graph is named in an error. "capture" is for programs of which you know that what
+            is captured in CUDA graphs is the same on all ranks: a captured graph keeps the answer that it got at its
+            capture. Else it is captured unfused, as its replays cannot ask; Inductor's own CUDA graphs
+            (``triton.cudagraphs``) ask before each run, if it makes partitions.
         regather: where a gathered activation would be kept for the gradient of a weight alone, keep the shard and
             gather again in the backward, inside of the product. It needs less memory, and more time.
         collectives: all-gathers and reduce-scatters that are fused with no matmul become ``one_shot_all_gather`` and
@@ -138,8 +138,8 @@ class FusionPass(OnePass, CustomGraphPass):
         TypeError: ``groups`` is one name or no list, ``strict``, ``agree``, ``regather``, ``collectives``,
             ``sequence_parallel``, ``reorder``, ``gathers`` or ``buckets`` is no bool (or string, or number), or there
             is no such setting.
-        ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "each", "ahead" and
-            "capture", ``collectives`` or ``sequence_parallel`` one other than "auto", ``reorder`` or ``buckets`` less
+        ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "capture",
+            ``collectives`` or ``sequence_parallel`` one other than "auto", ``reorder`` or ``buckets`` less
             than 0, ``gathers`` less than 1.
     """
 

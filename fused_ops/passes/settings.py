@@ -15,8 +15,7 @@ from ...symm_mem import Group, group_name
 
 AUTO = "auto"
 FUSE = (AUTO, "always")
-CAPTURE, EACH, RUN_AHEAD = AGREE_WORDS = "capture", "each", "ahead"
-_AGREE = "True, False, " + ", ".join(map(repr, AGREE_WORDS[:-1])) + f" or {AGREE_WORDS[-1]!r}"
+CAPTURE = "capture"
 REWRITES: dict[str, Any] = {
     "regather": False,
     "collectives": AUTO,
@@ -69,11 +68,8 @@ class PassSettings(dict[str, Any]):
         if not isinstance(strict, bool):
             raise TypeError(f"strict: is {strict!r}, must be True or False")
         for name in ("collectives", "sequence_parallel"):
-            _check_or_auto(name, chosen[name])
-        if not isinstance(agree, bool | str):
-            raise TypeError(f"agree: is {agree!r}, must be {_AGREE}")
-        if isinstance(agree, str) and agree not in AGREE_WORDS:
-            raise ValueError(f"agree: is {agree!r}, must be {_AGREE}")
+            _check_or_word(name, chosen[name], AUTO)
+        _check_or_word("agree", agree, CAPTURE)
         if not isinstance(chosen["regather"], bool):
             raise TypeError(f"regather: is {chosen['regather']!r}, must be True or False")
         _check_reorder(chosen["reorder"])
@@ -193,11 +189,11 @@ def _unpickled(kind: type[OnePass], name: str, settings: dict[str, Any]) -> OneP
     return there
 
 
-def _check_or_auto(name: str, value: Any) -> None:
+def _check_or_word(name: str, value: Any, word: str) -> None:
     if not isinstance(value, bool | str):
-        raise TypeError(f"{name}: is {value!r}, must be True, False or {AUTO!r}")
-    if isinstance(value, str) and value != AUTO:
-        raise ValueError(f"{name}: is {value!r}, must be True, False or {AUTO!r}")
+        raise TypeError(f"{name}: is {value!r}, must be True, False or {word!r}")
+    if isinstance(value, str) and value != word:
+        raise ValueError(f"{name}: is {value!r}, must be True, False or {word!r}")
 
 
 def _check_reorder(value: Any) -> None:

@@ -10,18 +10,15 @@ first one has not got. *To choose by what all ranks share* is none either: a ran
 graphs end. And *to agree once, at a graph's first run*, does not cover the rank that takes another path in the tenth
 step.
 
-So the ranks agree whenever a graph runs, before it does anything: one look at memory that they share (``board``). It
-takes a rank's host some 10 microseconds, and it waits there for the slowest one's; on CUDA for the host alone, not for
-what it has queued. ``FusionPass.report().questions`` counts and times it. Where they do not stand before the
-same graph, each runs its own as it was before the pass (``choice``). Nothing needs to be undone, no form of fusion
-has to keep to the plain collectives' order or layout, and what a rank runs in eager mode, over the backend, is what
-it meets.
+So the ranks compare whenever a graph runs, before it does anything: one look at memory that they share (``board``). A
+graph that is new to any of them is voted on: each waits for the slowest host, on CUDA not for what that has queued.
+``FusionPass.report().questions`` counts and times it. Where they do not stand before the same graph, each runs its own
+as it was before the pass. Nothing needs to be undone, no form of fusion has to keep to the plain collectives' order or
+layout, and what a rank runs in eager mode, over the backend, is what it meets.
 
-A host that waits at each graph cannot stay ahead of its GPU. So, with ``agree="ahead"``, a rank that comes to the graph
-that it foresees runs it at once, where ranks have agreed for long, and leaves it on the board for the others to compare
-with (``vote_rows``). That is a promise for them, which none of them can keep for sure: no rank knows what its own
-program does next. Who breaks it after another rank has begun gets an error with its name, on all ranks. A backward
-graph runs so by default: what it will be was settled when the ranks agreed on its forward graph.
+A host that waits at each graph cannot stay ahead of its GPU. So, once ranks have agreed for long, a rank runs a graph
+that they all know at once, and leaves it on the board for the others to compare with (``known``). Whoever comes with
+another one after that gets an error with its name, on all ranks. What is guaranteed stands in ``docs/protocol.md``.
 
 A wait for a rank that does not come ends after half a minute, once for a graph; its collectives are then plain. Other
 graphs wait a second for that rank, until it votes again: it may have gone on in eager mode.
@@ -55,7 +52,7 @@ from ....symm_mem import WeftError, resolve_group
 from ....symm_mem.groups import native_backends
 from ..graph.collectives import argument, calls, collectives, group_of, kind_of, point_to_point, what
 from ..report import Entry
-from ..settings import CAPTURE, EACH, RUN_AHEAD
+from ..settings import CAPTURE
 from .fallback.called import CALLERS, KeptGraph
 from .fallback.text import (
     DRAWS,
@@ -69,7 +66,7 @@ from .fallback.text import (
 )
 from .guard import SIZES, GraphGuard, GroupQuestion, pack
 from .signature import Order, Signature
-from .votes.vote import ALL_AHEAD, BACKWARDS_AHEAD, NONE_AHEAD, backend_of
+from .votes.vote import backend_of
 
 
 def _ask_eagerly(packed: str, fused: bool) -> None:
@@ -246,9 +243,12 @@ class FallbackGraph:
         from . import lowering  # noqa: F401  (tells Inductor what the node is)
 
         index = {g: i for i, g in enumerate(self._counts)}
-        fused = {e.group for e in entries if e.fused_into is not None} | {*passed}
+        changed = {*passed}
         if [kind_of(n) for n in collectives(self._graph)] != [e.collective for e in entries]:
-            fused |= self._counts.keys()
+            changed |= self._counts.keys()
+        fused = {e.group for e in entries if e.fused_into is not None} | changed
+        # What others have, who run it as it was, must not meet other collectives of the backend.
+        unasked = not any(group_of(n) in changed for n in collectives(graph))
         asked = [GroupQuestion(g, self._counts[g], g in fused, resolve_group(g).size()) for g in order]
         kept = any(a.fused for a in asked)
         signature = Signature(graph, index, fused, entries, orders, before=self._before)
@@ -257,8 +257,7 @@ class FallbackGraph:
             redraws = _drawn_elsewhere(self._graph) is not None
             seeds = self._text.seeds() if kept else None
             original = KeptGraph(code, graphs, self._constants() if kept else {}, redraws, seeds)
-            ahead = ALL_AHEAD if agree == RUN_AHEAD else NONE_AHEAD if agree == EACH else BACKWARDS_AHEAD
-            packed = pack(asked, signature, original, captured=agree == CAPTURE, ahead=ahead, calls=calls)
+            packed = pack(asked, signature, original, captured=agree == CAPTURE, unasked=unasked, calls=calls)
         first = next(n for n in graph.nodes if n.op != "placeholder")
         with graph.inserting_before(first):
             question = graph.call_function(_agree, (packed, kept))

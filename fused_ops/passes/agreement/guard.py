@@ -39,20 +39,8 @@ from .fallback.run import FallbackRuns
 from .reasons import broken_by_leaving, reason_of
 from .signature import Signature, digest, name_of
 from .votes.board import VoteBoard, vote_board
-from .votes.lead import Lead
-from .votes.vote import (
-    ABSENT,
-    AHEAD,
-    ALL_AHEAD,
-    BACKWARDS_AHEAD,
-    LATE,
-    LEFT,
-    NO_BOARD,
-    NONE_AHEAD,
-    Answer,
-    Vote,
-    begun,
-)
+from .votes.known import KnownGraphs
+from .votes.vote import ABSENT, LATE, LEFT, NO_BOARD, Answer, Vote, begun
 
 _log = logging.getLogger("weft.passes")
 #: Seconds until a rank that does not come is taken to run something else; less if the group's deadline is less.
@@ -93,7 +81,7 @@ def pack(
     original: KeptGraph,
     *,
     captured: bool = False,
-    ahead: int = NONE_AHEAD,
+    unasked: bool = True,
     calls: Sequence[str] = (),
 ) -> str:
     """The argument of ``GraphGuard``.
@@ -103,7 +91,7 @@ def pack(
         signature: of the graph that may run fused.
         original: the graph as it was. Its ``def forward(self, args)`` empties ``args``.
         captured: whether the graph may run fused while a CUDA graph is captured, whose replays will not ask.
-        ahead: which graphs of the group may run fused before all ranks have come to them, as in ``Vote``.
+        unasked: whether the graph may run without asking once all ranks know it.
         calls: those whose kernels are compiled when the graph is loaded, as ``text_of_call`` gives them.
     """
     data = {
@@ -113,7 +101,7 @@ def pack(
         "what": signature.what,
         "original": original.packed(),
         "captured": captured,
-        "ahead": ahead,
+        "unasked": unasked,
         "calls": [*calls],
     }
     return base64.b64encode(zlib.compress(json.dumps(data).encode(), 6)).decode()
@@ -122,7 +110,7 @@ def pack(
 class GraphGuard:
     """Asks for one compiled graph. Made once by the generated module; used by whatever thread runs the graph."""
 
-    def __init__(self, packed: str, *, backward: bool = False) -> None:
+    def __init__(self, packed: str) -> None:
         data = json.loads(zlib.decompress(base64.b64decode(packed)))
         self._groups = [GroupQuestion(*g) for g in data["groups"]]
         self._signature: int = data["signature"]
@@ -137,14 +125,13 @@ class GraphGuard:
         # same.
         self._rounds = [*fused, *fused[-2::-1]]
         # Not where the answer of one group's ranks depends on another's.
-        self._ahead: int = data["ahead"] if len(self._rounds) < 2 else NONE_AHEAD
-        self._needs = BACKWARDS_AHEAD if backward else ALL_AHEAD
-        self._known: dict[str, weakref.ref[ProcessGroup]] = {}
-        self._boards: dict[str, weakref.ref[VoteBoard]] = {}  # of the known groups
+        self._unasked: bool = data["unasked"] and len(self._rounds) < 2
+        self._resolved: dict[str, weakref.ref[ProcessGroup]] = {}
+        self._boards: dict[str, weakref.ref[VoteBoard]] = {}  # of these groups
         self._told: set[tuple[str, int]] = set()
         self._late: dict[str, tuple[int, Vote]] = {}
-        # Whom it asked when it last ran, if it ran fused: it may do so again without asking.
-        self._led: tuple[weakref.ref[ProcessGroup], weakref.ref[Lead]] | None = None
+        # Of each group, the fused one last: there it may run without asking. Empty where it must ask.
+        self._known_by: list[tuple[GroupQuestion, weakref.ref[ProcessGroup], weakref.ref[KnownGraphs]]] = []
         self._why_not_fuse: str | None = None
         self._kernels: KernelsOnTheirWay | None = KernelsOnTheirWay(data["calls"])
 
@@ -155,6 +142,8 @@ class GraphGuard:
     def fused(self, sizes: tuple[int, ...] = ()) -> bool:
         """Whether every rank is about to run this graph, and so may run it fused. Every rank gets the same answer.
 
+        Ranks that have agreed for long do not ask before a graph that they all know.
+
         ``sizes`` are those that the graph was compiled without. The ranks must have the same.
 
         A rank that does not come is waited for once: ``VOTE_DEADLINE`` seconds, or the group's deadline if that is
@@ -163,37 +152,48 @@ class GraphGuard:
 
         Raises:
             ValueError: a group in which something was fused has another number of ranks than the graph was made for.
-            WeftError: this rank or another one has not come to the graph that others have run ahead of it; all ranks of
-                the group raise it.
+            WeftError: this rank or another one has not come to the graph that others have begun to run fused; all ranks
+                of the group raise it.
         """
-        return self._leads(sizes) or self._asks(sizes)
+        answer = self._runs_known(sizes)
+        return self._asks(sizes) if answer is None else answer
 
     def turn(self, sizes: tuple[int, ...] = ()) -> GraphTurn | None:
         """What the graph holds while it runs fused; None where it must not, as ``fused`` says."""
         return GraphTurn() if self.fused(sizes) else None
 
-    def _leads(self, sizes: tuple[int, ...]) -> bool:
-        """Whether this rank runs the graph fused without asking, as it may where the ranks have agreed for long."""
-        if self._led is None:
-            return False
-        (asked,), group, lead = self._groups, self._led[0](), self._led[1]()
-        if group is None or lead is None or not has_name(group, asked.name) or _capturing():
-            return False
-        return lead.run(self.signature(sizes), asked.count, begun(group), self._needs) is not None
+    def _runs_known(self, sizes: tuple[int, ...]) -> bool | None:
+        """The answer where all ranks know the graph; None where this rank must ask."""
+        known_by = self._known_by
+        if not known_by or _capturing():
+            return None
+        signature = self.signature(sizes)
+        for asked, its_group, its_known in known_by:
+            group, known = its_group(), its_known()
+            if group is None or known is None or not has_name(group, asked.name):
+                return None
+            if not known.run(signature, asked.count, begun(group), asked.fused):
+                return None
+        if asked.fused:
+            outcomes.count_known_run()
+        return asked.fused
 
     def _asks(self, sizes: tuple[int, ...]) -> bool:
-        self._led = None
         voters = self._look_up_groups()
         if self._kernels is not None:
             self._kernels.wait(_vote_deadline(self._groups[0].name) / 2)
             self._kernels = None
         begin = time.perf_counter()
-        agreed, ahead = self._agreed(self.signature(sizes), voters)
-        outcomes.count_vote(self.name, agreed, time.perf_counter() - begin, ahead=ahead)
-        # Alone: no other group's ranks are told anything.
-        if agreed and self._ahead >= self._needs and len(self._groups) == 1:
-            group, board = voters[self._groups[0].name]
-            self._led = weakref.ref(group), weakref.ref(board.lead)
+        signature = self.signature(sizes)
+        agreed = self._agreed(signature, voters)
+        outcomes.count_vote(self.name, agreed, time.perf_counter() - begin)
+        known_by = []
+        if self._unasked and agreed == bool(self._rounds):
+            for asked in sorted(self._groups, key=lambda g: g.fused):
+                group, board = voters[asked.name]
+                board.known.learn(signature, asked.fused)
+                known_by.append((asked, weakref.ref(group), weakref.ref(board.known)))
+        self._known_by = known_by
         return agreed
 
     def runs_unfused(self) -> None:
@@ -219,7 +219,7 @@ class GraphGuard:
         """
         found = {}
         for asked in self._groups:
-            known = self._known.get(asked.name)
+            known = self._resolved.get(asked.name)
             group = None if known is None else known()
             if group is None or not has_name(group, asked.name):
                 group = resolve_group(asked.name)
@@ -229,16 +229,16 @@ class GraphGuard:
                         f"{group.size()}: after torch._dynamo.reset() it is made anew"
                     )
                 self._boards[asked.name] = weakref.ref(vote_board(group))
-                self._known[asked.name] = weakref.ref(group)
+                self._resolved[asked.name] = weakref.ref(group)
                 self._told = {told for told in self._told if told[0] != asked.name}
                 self._late.pop(asked.name, None)
                 self._why_not_fuse = None
             found[asked.name] = Voters(group, self._boards[asked.name]() or vote_board(group))
         return found
 
-    def _agreed(self, signature: int, voters: Mapping[str, Voters]) -> tuple[bool, bool]:
-        """Whether the graph may run fused, and whether this rank did not wait for that."""
-        ahead, capturing = False, _capturing()
+    def _agreed(self, signature: int, voters: Mapping[str, Voters]) -> bool:
+        """Whether all ranks say that the graph may run fused."""
+        capturing = _capturing()
         for asked in self._groups:
             if not asked.fused:
                 self._ask(asked, voters[asked.name], signature, can_fuse=False)
@@ -254,14 +254,13 @@ class GraphGuard:
             if can_fuse and not answer.fused:
                 self._explain(asked.name, answer)
             can_fuse = can_fuse and answer.fused
-            ahead = answer.why == AHEAD
         agreed = can_fuse and bool(self._rounds)
         if agreed and not capturing:
             for asked in self._groups:
                 if asked.fused and not (board := voters[asked.name].board).connected:
                     _make_connections(voters[asked.name].group)
                     board.connected = True
-        return agreed, ahead
+        return agreed
 
     def _ask(self, asked: GroupQuestion, voters: Voters, signature: int, can_fuse: bool) -> Answer:
         group, where = voters
@@ -269,7 +268,7 @@ class GraphGuard:
             where.tell(signature, json.dumps(self._what))
             self._told.add((asked.name, signature))
         while True:
-            post = Vote(where.turns, begun(group), asked.count, signature, can_fuse, self._ahead, self._needs)
+            post = Vote(where.turns, begun(group), asked.count, signature, can_fuse)
             answer = where.ask(post, lambda: _vote_deadline(asked.name))
             if answer.why != LEFT:
                 break

@@ -30,8 +30,7 @@ class _Agree(CodeNode):
         assert V.graph.name is None, "a graph that another one calls was not put back"
         wrapper.add_import_once("from weft.fused_ops.passes.agreement.guard import GraphGuard")
         indent = 2 if config.graph_partition else 1
-        backward = ", backward=True" if V.graph.is_backward else ""
-        wrapper.header.writeline(f"weft_guard = GraphGuard({self.packed!r}{backward})")
+        wrapper.header.writeline(f"weft_guard = GraphGuard({self.packed!r})")
         names = wrapper.get_graph_input_names()
         strides = ", ".join(_stride(wrapper, out) for out in V.graph.graph_outputs)
         sizes = wrapper.codegen_python_shape_tuple(self.sizes) if self.sizes else ""

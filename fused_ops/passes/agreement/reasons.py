@@ -1,4 +1,4 @@
-"""In words: why a graph runs unfused, and what went wrong where a rank left what others ran ahead of it."""
+"""In words: why a graph runs unfused, and what went wrong where a rank left what others had begun to run."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def broken_by_leaving(where: VoteBoard, group: ProcessGroup) -> WeftError | None
     else:
         how = differing_collective(json.loads(expected), came, rank)
     error = WeftError(
-        f"agree on a graph in group {group.group_name!r}: rank {rank} came to another graph than all ranks had run "
-        f"there each time before, which others have begun to run fused: {how}; symm_mem.reset() by all ranks makes the "
-        'group usable again, and with FusionPass(agree="each") the ranks wait for each other at each graph'
+        f"agree on a graph in group {group.group_name!r}: rank {rank} came to another graph than others, which have "
+        f"begun to run one fused that all ranks know: {how}; symm_mem.reset() by all ranks makes the group usable "
+        "again, and from then on its ranks ask each other before each graph"
     )
     error.culprit = rank  # type: ignore[attr-defined]
     for heap in heaps:

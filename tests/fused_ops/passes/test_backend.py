@@ -125,7 +125,7 @@ def test_settings_by_arguments_options_and_environment(monkeypatch: pytest.Monke
     made = [(p.strict, p.fuse, p.agree) for p in backend._made.values()]
     assert made == [(False, "always", "capture"), (True, "always", False)]
     monkeypatch.setenv("WEFT_AGREE", "no")
-    with pytest.raises(ValueError, match="WEFT_AGREE: is 'no', must be 0, 1, capture, each or ahead"):
+    with pytest.raises(ValueError, match="WEFT_AGREE: is 'no', must be 0, 1 or capture"):
         weft.compile(model)
 
 

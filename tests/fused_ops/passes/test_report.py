@@ -205,9 +205,9 @@ def test_groups_must_be_a_list() -> None:
 def test_switches_are_true_or_false() -> None:
     with pytest.raises(TypeError, match="strict: is 'no', must be True or False"):
         FusionPass(strict="no")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="agree: is 'no', must be True, False, 'capture', 'each' or 'ahead'"):
+    with pytest.raises(ValueError, match="agree: is 'no', must be True, False or 'capture'"):
         FusionPass(agree="no")
-    with pytest.raises(TypeError, match="agree: is 1, must be True, False, 'capture', 'each' or 'ahead'"):
+    with pytest.raises(TypeError, match="agree: is 1, must be True, False or 'capture'"):
         FusionPass(agree=1)  # type: ignore[arg-type]
 
 

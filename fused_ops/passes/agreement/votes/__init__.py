@@ -1,1 +1,1 @@
-"""The board of a group, where its ranks vote, and what they run ahead of each other."""
+"""The board of a group, where its ranks vote, and the graphs that they know."""

@@ -2,7 +2,7 @@
 
 Memory that rank 0 makes and the others find through the group's store when it is there (``board_file``): nobody waits
 for its making. Every change is made under a lock of the file, so it is seen whole or not at all; but for what a rank
-that runs ahead writes into its own row (``lead``). A rank's place in the program is told by two counts that are the
+that does not ask writes into its own row (``known``). A rank's place in the program is told by two counts that are the
 same on all ranks wherever these are at the same point, because neither needs weft on the other side: how many
 collectives its backend has begun in the group, and how many graphs it has run fused there. A rank posts a ``Vote`` and
 learns one of two answers:
@@ -17,9 +17,9 @@ FUSED is written for all ranks at once by the last one to post, and only over po
 for a rank by itself or by whoever sees the conflict. So ranks at one place never get different answers, however late
 one is.
 
-Where ranks have agreed for long, a rank does not wait in front of the graph that it has foreseen (``lead``): it
-gets FUSED alone, and promises that for the others. Who comes there with something else hears that it has left, and so
-do the others: an error, as nobody can take back what runs (``vote_rows``). Before anybody has run it, they vote.
+Once ranks have agreed for long, a rank does not ask before a graph that they know (``known``). Whoever comes there
+with something else hears that it has left, and so do the others: an error, as nobody can take back what runs
+(``vote_rows``). Before anybody has run it, they vote.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .....symm_mem.heap.registry import has_name
 from .board_file import BoardFile
 from .board_store import WHAT, BoardStore
 from .file_lock import backoff, lock, unlock
-from .lead import Lead
+from .known import KnownGraphs
 from .vote import (
     ABSENT,
     CANNOT_FUSE,
@@ -58,6 +58,7 @@ from .vote_rows import (
     _ANSWER,
     _BEGUN,
     _CAME,
+    _DIFFERED,
     _EXPECTED,
     _GO_ON,
     _HISTORY,
@@ -93,13 +94,13 @@ class VoteBoard(BoardStore, VoteRows):
         self._shut = False  # the lock was waited for in vain, and has not been had since
         self._leaves = 0  # of which this rank has heard
         self._thread_lock = threading.Lock()
-        self.lead = Lead(self.rank, self.size, self._file, self._thread_lock)
+        self.known = KnownGraphs(self.rank, self.size, self._file, self._thread_lock)
         forks.tell(self)
 
     def forked(self) -> None:
         """This process is a child of the rank's, whose lock must not outlive it in a file that the child holds."""
         self._file.close()
-        self.lead.stop()
+        self.known.forget()
 
     @property
     def _words(self) -> memoryview | None:
@@ -207,17 +208,14 @@ class VoteBoard(BoardStore, VoteRows):
         return None
 
     def _ask(self, post: Vote, patience: _Patience) -> Answer:
-        coming = self.lead.came(post)
-        answer = self._answer_to(post, coming is not None and coming.foreseen, patience)
+        answer = self._answer_to(post, patience)
         if answer.why == LEFT:
             words = self._words
             assert words is not None
             self._leaves, words[self._own + _RUN] = words[_LEAVES], words[_GO_ON]
-        if coming is not None:
-            self.lead.answered(coming, answer)
         return answer
 
-    def _answer_to(self, post: Vote, foreseen: bool, patience: _Patience) -> Answer:
+    def _answer_to(self, post: Vote, patience: _Patience) -> Answer:
         try:
             with self._lock(patience.timeout) as words:
                 if words[_LEAVES] != self._leaves:
@@ -225,7 +223,7 @@ class VoteBoard(BoardStore, VoteRows):
                 turns = words[self._own + _RUN]
                 if post.turns < turns:  # another thread has run a graph meanwhile
                     post = post._replace(turns=turns)
-                self._post(words, self.rank, post, foreseen)
+                self._post(words, self.rank, post)
         except WeftError:
             if self._words is not None and self._most(self._words) > post.turns:
                 raise  # others count on this rank
@@ -244,7 +242,7 @@ class VoteBoard(BoardStore, VoteRows):
             if gives_up or self._most(self._words) > post.turns:  # type: ignore[arg-type]
                 with self._lock(patience.timeout) as words:
                     if words[self._own + _ANSWER] != UNDECIDED or self._follow(words, self.rank, post):
-                        continue  # one that runs ahead has come meanwhile
+                        continue  # one that does not ask has come meanwhile
                     if not gives_up:
                         continue
                     absent = self.absent()
@@ -281,8 +279,10 @@ class VoteBoard(BoardStore, VoteRows):
         row = row_of(peer)
         if post.digest in words[row + _HISTORY : row + _RING].tolist():
             return True
-        past = words[row + _POSTS] and (words[row + _TURNS], words[row + _BEGUN]) > (post.turns, post.begun)
-        return False if past else None
+        if not words[row + _POSTS] or (words[row + _TURNS], words[row + _BEGUN]) <= (post.turns, post.begun):
+            return None
+        words[_DIFFERED] = 1
+        return False
 
     def _lock(self, timeout: Callable[[], float]) -> _BoardLock:
         """A context with the words, for this rank alone. The kernel gives the lock back once no process has the

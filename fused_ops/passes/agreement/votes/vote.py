@@ -9,10 +9,8 @@ from torch.distributed import ProcessGroup, get_backend
 UNDECIDED, FUSED, PLAIN = range(3)
 #: Why PLAIN; ``peer`` is the rank that it is about.
 NOTHING, CANNOT_FUSE, ANOTHER_GRAPH, PASSED_BY, LATE, NO_BOARD, LOCKED, ABSENT, ENDED = range(9)
-#: Why FUSED: ahead of other ranks. Why there is no answer any more: ``peer`` has left what others had run ahead of it.
-AHEAD, LEFT = 9, 10
-#: Which graphs a rank may run before all ranks have come to them.
-NONE_AHEAD, BACKWARDS_AHEAD, ALL_AHEAD = range(3)
+#: Why there is no answer any more: ``peer`` has left what others had run.
+LEFT = 9
 
 
 class Vote(NamedTuple):
@@ -24,8 +22,6 @@ class Vote(NamedTuple):
         count: collectives of the group in the graph as it was written.
         signature: 64 bits; equal for graphs that communicate alike when fused.
         can_fuse: whether the rank could run it fused.
-        ahead: which graphs ranks may run fused before all have come, one of ``NONE_AHEAD`` and its like.
-        needs: what all ranks must allow before this graph may.
     """
 
     turns: int
@@ -33,13 +29,6 @@ class Vote(NamedTuple):
     count: int  # type: ignore[assignment]
     signature: int
     can_fuse: bool
-    ahead: int = NONE_AHEAD
-    needs: int = ALL_AHEAD
-
-    @property
-    def leads(self) -> bool:
-        """Whether the rank may run this graph fused before all have come."""
-        return self.can_fuse and self.ahead >= self.needs
 
     @property
     def graph(self) -> tuple[int, int, int]:

@@ -1,37 +1,32 @@
 """The rows of a vote board: what each rank posted last, and the answer that follows from it.
 
-Ranks that have agreed often enough need not meet before each graph. One may run the graph that it foresees ahead of the
-others; then that graph stands in its row, by the number of the run (its turn), and the others compare theirs with it
-when they come there. Whoever comes with another one has left: nobody can take back what runs already. A rank that runs
-ahead without the lock writes its own row alone (``lead``).
+Ranks that have agreed often enough need not meet before a graph that they know (``known``). The one that comes first
+runs it; then that graph stands in its row, by the number of the run (its turn), and the others compare theirs with it
+when they come there. Whoever comes with another one has left: nobody can take back what runs already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from . import foresight
-from .vote import AHEAD, ANOTHER_GRAPH, CANNOT_FUSE, FUSED, LEFT, NOTHING, PASSED_BY, PLAIN, UNDECIDED, Vote
+from .vote import ANOTHER_GRAPH, CANNOT_FUSE, FUSED, LEFT, NOTHING, PASSED_BY, PLAIN, UNDECIDED, Vote
 
 # A rank's words: its post (from which a count of 1 on there is one), the answer, and digests of its last posts.
 _TURNS, _BEGUN, _COUNT, _SIGNATURE, _CAN_FUSE, _ANSWER, _WHY, _PEER, _POSTS = range(9)
 _PRESENT = 9  # 1 once the rank has shown its presence
 _RUN = 10  # graphs that it has run fused: here, so that one who is interrupted while it asks has it, too
-_AHEAD = 11  # as in its last ``Vote``
 _HISTORY, _KEPT = 16, 112
 _RING, _TURNS_KEPT = _HISTORY + _KEPT, 128  # the graphs of its last turns
 _ROW = _RING + 3 * _TURNS_KEPT
 
 _SECRET = 4  # words in front of all
-# Graphs before which all ranks met and agreed, since one last differed; how many it takes until they run ahead; the
-# turn, plus 1, in which one differed last.
-_AGREED, _NEEDED, _DIFFERED = range(_SECRET, _SECRET + 3)
+# Graphs before which all ranks met and agreed, since one last ran unfused; whether they have run different graphs.
+_AGREED, _DIFFERED = range(_SECRET, _SECRET + 2)
 # How often a rank has left; the last one, what it came with, what had run there, which heap's session that was, and the
 # turn with which all go on.
 _LEAVES, _LEAVER, _CAME, _EXPECTED, _SESSION, _GO_ON = range(_DIFFERED + 1, _DIFFERED + 7)
 _HEADER = 16
 
-_NEVER = 1 << 40
+TRUSTED = 32  # graphs in a row on which ranks must have agreed before they run what they know without asking
+FARTHEST = 96  # turns that a rank may be ahead of another one
 
 
 def row_of(rank: int) -> int:
@@ -44,13 +39,9 @@ def ring_of(turn: int) -> int:
     return _RING + 3 * (turn % _TURNS_KEPT)
 
 
-def too_far(words: memoryview, others: Iterable[int]) -> int:
-    """The first turn in which a rank would be too far ahead of those with the rows ``others``; 0 where ranks meet
-    before each graph."""
-    limits = foresight.LIMITS
-    if words[_AGREED] < (words[_NEEDED] or limits.trusted):
-        return 0
-    return min((words[row + _RUN] for row in others), default=_NEVER) + limits.farthest
+def trusted(words: memoryview) -> bool:
+    """Whether ranks run the graphs that they know without asking."""
+    return words[_AGREED] >= TRUSTED and not words[_DIFFERED]
 
 
 class VoteRows:
@@ -67,16 +58,16 @@ class VoteRows:
         row = row_of(rank)
         words[row + _WHY], words[row + _PEER] = why, peer
         words[row + _ANSWER] = answer
-        if answer == PLAIN and words[row + _CAN_FUSE] and words[_DIFFERED] != words[row + _TURNS] + 1:
-            words[_DIFFERED] = words[row + _TURNS] + 1
-            words[_AGREED], words[_NEEDED] = 0, min(2 * (words[_NEEDED] or foresight.LIMITS.trusted), _NEVER)
+        if answer == PLAIN and words[row + _CAN_FUSE]:
+            words[_AGREED] = 0
+            if why in (ANOTHER_GRAPH, PASSED_BY, LEFT):
+                words[_DIFFERED] = 1
 
-    def _post(self, words: memoryview, rank: int, post: Vote, foreseen: bool = False) -> None:
-        """``foreseen``: this rank need not wait for the others if they all allow that."""
+    def _post(self, words: memoryview, rank: int, post: Vote) -> None:
         row = row_of(rank)
         words[row + _ANSWER] = UNDECIDED
         words[row + _TURNS], words[row + _BEGUN], words[row + _COUNT], words[row + _SIGNATURE] = post[:4]
-        words[row + _CAN_FUSE], words[row + _AHEAD] = int(post.can_fuse), post.ahead
+        words[row + _CAN_FUSE] = int(post.can_fuse)
         posts = words[row + _POSTS]
         words[row + _HISTORY + posts % _KEPT] = post.digest
         words[row + _POSTS] = posts + 1
@@ -93,9 +84,7 @@ class VoteRows:
         if waiting == self.size:
             words[_AGREED] += 1
             for each in range(self.size):
-                self._run(words, each, post, NOTHING)
-        elif foreseen and words[row + _ANSWER] == UNDECIDED and self._may_go_ahead(words, rank, post):
-            self._run(words, rank, post, AHEAD)
+                self._run(words, each, post)
 
     def _waiting(self, words: memoryview, post: Vote) -> int | None:
         """How many ranks wait with this post, if all others run a graph fused or have run it, as in most votes; else
@@ -109,20 +98,13 @@ class VoteRows:
                 return None
         return count
 
-    def _run(self, words: memoryview, rank: int, post: Vote, why: int) -> None:
+    def _run(self, words: memoryview, rank: int, post: Vote) -> None:
         """The rank runs its graph fused, in this turn."""
         row = row_of(rank)
         at = row + ring_of(post.turns)
         words[at], words[at + 1], words[at + 2] = post.graph
         words[row + _RUN] = post.turns + 1
-        words[row + _WHY], words[row + _PEER], words[row + _ANSWER] = why, rank, FUSED
-
-    def _may_go_ahead(self, words: memoryview, rank: int, post: Vote) -> bool:
-        others = [row_of(r) for r in range(self.size) if r != rank]
-        # One that waits has not foreseen what this rank has: let them meet.
-        return post.turns < too_far(words, others) and all(
-            words[row + _AHEAD] >= post.needs and words[row + _ANSWER] != UNDECIDED for row in others
-        )
+        words[row + _WHY], words[row + _PEER], words[row + _ANSWER] = NOTHING, rank, FUSED
 
     def _follow(self, words: memoryview, rank: int, post: Vote) -> bool:
         """Whether others run this turn's graph fused, or have run it. Then it is this one, or comes later, or this rank
@@ -135,7 +117,7 @@ class VoteRows:
         at = row_of(first) + ring_of(post.turns)
         there = tuple(words[at : at + 3])
         if post.can_fuse and post.graph == there:
-            self._run(words, rank, post, NOTHING)
+            self._run(words, rank, post)
         elif post.begun + post.count > there[0]:
             self._leave(words, rank, post, there[2])
         elif post.can_fuse:
@@ -147,7 +129,7 @@ class VoteRows:
         words[_LEAVER], words[_CAME], words[_EXPECTED] = rank, post.signature, expected
         words[_SESSION] = 0
         words[_LEAVES] += 1
-        words[_AGREED], words[_NEEDED] = 0, _NEVER
+        words[_DIFFERED] = 1
         words[_GO_ON] = self._most(words)
         for each in range(self.size):
             if each == rank or words[row_of(each) + _ANSWER] == UNDECIDED:

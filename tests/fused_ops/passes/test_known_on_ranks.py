@@ -1,11 +1,11 @@
-"""Compiled graphs of ranks that run ahead of each other: on CPU ranks, whose hosts pause at random."""
+"""Compiled graphs that all ranks know run without asking: on CPU ranks, whose hosts pause at random."""
 
 from __future__ import annotations
 
 import random
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from unittest import mock
 
 import pytest
@@ -14,12 +14,13 @@ import torch.distributed as dist
 from ranks import run_ranks
 from test_ranks_that_differ import compiler, gather, results, scatter, world
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from weft import symm_mem
-from weft.fused_ops.passes.agreement.votes import foresight
+from weft.fused_ops.passes.agreement.votes import vote_rows
 from weft.fused_ops.passes.report import Report
 
 BLOCKS, STEPS = 4, 16
-SOON = 16  # graphs in which the ranks agree until one of them runs ahead
+SOON = 16  # graphs on which the ranks agree until they run those that they know without asking
 
 
 def block(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -40,12 +41,9 @@ def tensors() -> tuple[list[Tensor], Tensor]:
     return [torch.randn(s, requires_grad=True) for s in ((3, 8), (8, 6), (6, 8))], torch.randn(3, 8)
 
 
-def trust() -> ExitStack:
-    """Inside, ranks trust each other soon, and need not meet once they do."""
-    stack = ExitStack()
-    limits = foresight.AheadLimits(trusted=SOON, meeting=1 << 20)
-    stack.enter_context(mock.patch.object(foresight, "LIMITS", limits))
-    return stack
+def trust() -> AbstractContextManager[object]:
+    """Inside, ranks trust each other soon."""
+    return mock.patch.object(vote_rows, "TRUSTED", SOON)
 
 
 def step(mine: Callable[..., Tensor], noise: random.Random) -> None:
@@ -61,12 +59,12 @@ def step(mine: Callable[..., Tensor], noise: random.Random) -> None:
         assert ((a.double() - b).norm() / b.norm()).item() < 3e-6
 
 
-def trained(rank: int, size: int, agree: bool | str) -> Report:
+def trained(rank: int, size: int) -> Report:
     from weft.fused_ops.passes import FusionPass
 
     noise = random.Random(rank)
     with compiler(), trust():
-        fusion = FusionPass(fuse="always", agree=agree)
+        fusion = FusionPass(fuse="always")
         mine = torch.compile(block, options=fusion.options)
         for _ in range(STEPS // 2):
             step(mine, noise)
@@ -77,27 +75,41 @@ def trained(rank: int, size: int, agree: bool | str) -> Report:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_hosts_that_pause_at_random(size: int) -> None:
-    reports = run_ranks(trained, size, "ahead", fresh=True)
-    for report in reports:
+def test_hosts_that_pause_at_random_do_not_ask_before_what_all_know(size: int) -> None:
+    for report in run_ranks(trained, size, fresh=True):
         assert not report.disagreements
         questions = report.questions
-        assert questions.count == questions.fused == 2 * BLOCKS * STEPS
-    # On CPU ranks an op waits for the others, so each graph has one that comes first.
-    assert sum(r.questions.ahead for r in reports) > BLOCKS * STEPS, [r.questions for r in reports]
+        assert questions.count == questions.fused == questions.ahead == 2 * BLOCKS * STEPS
+        assert questions.seconds == 0
 
 
-def test_ranks_that_wait_at_each_graph() -> None:
-    for report in run_ranks(trained, 2, "each", fresh=True):
-        assert (report.questions.ahead, report.questions.fused) == (0, 2 * BLOCKS * STEPS)
+def backwards(rank: int, size: int) -> int:
+    """Of graphs that all know: a backward that runs twice, one that never runs, and those of two forwards crossed."""
+    from weft.fused_ops.passes import FusionPass
+
+    with compiler(), trust(), functorch_config.patch(donated_buffer=False):
+        fusion = FusionPass(fuse="always")
+        mine = torch.compile(block, options=fusion.options)
+        given, grad = tensors()
+        for _ in range(SOON):
+            results(mine, given, grad)
+        for _ in range(2):
+            got, want = (backward_again(fn, given, grad) for fn in (mine, block))
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        return fusion.report().questions.ahead
 
 
-def test_ranks_wait_in_the_forward_alone() -> None:
-    reports = run_ranks(trained, 2, True, fresh=True)
-    assert all(r.questions.fused == 2 * BLOCKS * STEPS for r in reports)
-    assert all(not r.disagreements for r in reports)
-    assert sum(r.questions.ahead for r in reports) > BLOCKS * STEPS / 2
-    assert max(r.questions.ahead for r in reports) <= BLOCKS * STEPS
+def backward_again(fn: Callable[..., Tensor], given: list[Tensor], grad: Tensor) -> list[Tensor | None]:
+    own = [t.detach().clone().requires_grad_() for t in given]
+    first, second, _ = fn(*own), fn(*own), fn(*own)
+    first.backward(grad, retain_graph=True)
+    second.backward(2 * grad)
+    first.backward(3 * grad)
+    return [t.grad for t in own]
+
+
+def test_backward_graphs_that_run_twice_or_never_or_in_another_order() -> None:
+    assert all(ahead >= 12 for ahead in run_ranks(backwards, 2, fresh=True))
 
 
 def leaves(rank: int, size: int, how: str) -> tuple[list[str], float]:
@@ -110,7 +122,7 @@ def leaves(rank: int, size: int, how: str) -> tuple[list[str], float]:
     symm_mem.set_timeout(60)
     texts, begin = [], 0.0
     with compiler(), trust(), torch.no_grad():
-        fusion = FusionPass(fuse="always", agree="ahead")
+        fusion = FusionPass(fuse="always")
         mine = torch.compile(block, options=fusion.options)
         given = [t.detach() for t in tensors()[0]]
         other = torch.compile(doubled, options=fusion.options) if how == "graph" else block
@@ -141,16 +153,16 @@ def test_a_rank_that_comes_with_another_graph_is_named_on_all_ranks_at_once() ->
     (first, seconds), (left, _) = run_ranks(leaves, 2, "graph", fresh=True)
     (text,) = left
     assert text.startswith(
-        "agree on a graph in group '0': rank 1 came to another graph than all ranks had run there"
+        "agree on a graph in group '0': rank 1 came to another graph than others, which have begun to run one fused"
     )
-    assert 'FusionPass(agree="each")' in text
+    assert "from then on its ranks ask each other before each graph" in text
     (text,) = first
     assert "waited" in text and "for rank 1: " in text and "and it has given up" in text, text
     assert seconds < 30
 
 
-def breaks_its_graph_now_and_then(rank: int, size: int) -> tuple[Report, int]:
-    """By default: in every 24th step rank 0 prints in one block, where its graph ends."""
+def breaks_its_graph_now_and_then(rank: int, size: int) -> Report:
+    """From the first step on, in every 24th one, rank 0 prints in one block, where its graph ends."""
     from weft.fused_ops.passes import FusionPass
 
     def printing(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -162,25 +174,23 @@ def breaks_its_graph_now_and_then(rank: int, size: int) -> tuple[Report, int]:
     with compiler(), trust():
         fusion = FusionPass(fuse="always", collectives=False)
         mine, other = (torch.compile(fn, options=fusion.options) for fn in (block, printing))
-        ahead = 0
         for n in range(60):
             blocks = iter([mine] * BLOCKS)
-            if n % 24 == 23:
-                ahead = fusion.report().questions.ahead  # by then
+            if n % 24 == 0:
                 blocks = iter([mine, other if rank == 0 else mine, *[mine] * (BLOCKS - 2)])
             step(lambda *args, blocks=blocks: next(blocks)(*args), noise)
-        return fusion.report(), ahead
+        return fusion.report()
 
 
 def test_a_rank_that_breaks_its_graph_now_and_then_has_the_others_run_unfused() -> None:
     reports = run_ranks(breaks_its_graph_now_and_then, 2, fresh=True)
-    for report, _ in reports:
+    for report in reports:
         assert report.disagreements and all("rank" in str(d) for d in report.disagreements)
-    assert sum(ahead for _, ahead in reports) > 0, "none had run ahead when rank 0 came with another graph"
+        assert report.questions.fused > 0 == report.questions.ahead
 
 
 def differs_in_the_backward(rank: int, size: int) -> tuple[list[str], float, int]:
-    """By default: rank 1's forward graph communicates as the others' does, its backward graph does not."""
+    """Rank 1's forward graph communicates as the others' does, its backward graph does not."""
     from weft.fused_ops.passes import FusionPass
 
     def partly(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -214,7 +224,7 @@ def differs_in_the_backward(rank: int, size: int) -> tuple[list[str], float, int
 def test_a_backward_graph_that_differs_is_named_on_all_ranks_at_once() -> None:
     (first, seconds, ahead), (left, _, ahead_too) = run_ranks(differs_in_the_backward, 2, fresh=True)
     (text,) = left
-    assert "rank 1 came to another graph than all ranks had run there" in text
+    assert "rank 1 came to another graph than others, which have begun to run one fused" in text
     (text,) = first
     assert "waited" in text and "for rank 1: " in text and "and it has given up" in text, text
     assert seconds < 30 and ahead == ahead_too == 0
@@ -236,7 +246,7 @@ def calls_directly(rank: int, size: int) -> list[str]:
 
     texts = []
     with compiler(), trust(), torch.no_grad():
-        mine = torch.compile(block, options=FusionPass(fuse="always", agree="ahead").options)
+        mine = torch.compile(block, options=FusionPass(fuse="always").options)
         x, a, b = (t.detach() for t in tensors()[0])
         fused_all_gather_matmul(x, [a.sin()], 0, world(), return_A=False)  # calls of this kind are known
         for _ in range(3 * SOON):

@@ -1,4 +1,4 @@
-"""Random programs of ranks that run ahead: what runs fused on one rank runs fused on all, or a rank is named on all."""
+"""Random programs of ranks that know graphs: what runs fused on one rank runs fused on all, or a rank is named."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_board import Group, at_once, stores
-from weft.fused_ops.passes.agreement.votes import foresight
+from weft.fused_ops.passes.agreement.votes import known, vote_rows
 from weft.fused_ops.passes.agreement.votes.board import VoteBoard
-from weft.fused_ops.passes.agreement.votes.vote import AHEAD, ALL_AHEAD, LEFT, Vote
+from weft.fused_ops.passes.agreement.votes.vote import LEFT, Vote
 
 __all__ = ["stores"]  # the fixture
 
@@ -24,9 +24,8 @@ Part = tuple[int, str]  # as in test_board_programs.py
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        foresight, "LIMITS", foresight.AheadLimits(trusted=3, farthest=6, likely=1, meeting=7)
-    )
+    monkeypatch.setattr(vote_rows, "TRUSTED", 3)
+    monkeypatch.setattr(known, "FARTHEST", 6)
 
 
 class Named(Exception):
@@ -65,24 +64,29 @@ class Slow:
 
 
 def rank_main(group: Group, stream: Stream, program: list[Part], seed: int) -> tuple[int, int]:
-    """Graphs that ran fused, and those of them that ran ahead."""
+    """Graphs that ran fused, and those of them that did not ask."""
     noise = random.Random(seed)
     where = VoteBoard(group)  # type: ignore[arg-type]
     assert group.number or where.attached()
-    place = begun = fused = ahead = 0
+    place = begun = fused = unasked = 0
     for count, how in program:
         time.sleep(noise.choice([0, 0, 0, 1e-4, 1e-3, 5e-3]))
         runs_fused = False
         if isinstance(words := where._file.words, memoryview):
             where._file.words = Slow(words, noise)  # type: ignore[assignment]
         if how != "eager":
-            asked = Vote(where.turns, begun, count, 100 + count, how == "graph", ALL_AHEAD)
-            answer = where.lead.run(100 + count, count, begun, ALL_AHEAD) if how == "graph" else None
-            answer = answer or where.ask(asked, lambda: 0.3)
-            if answer.why == LEFT:
-                raise Named
-            runs_fused = answer.fused
-            ahead += answer.why == AHEAD
+            fuses = how == "graph"
+            signature = (100 if fuses else 200) + count
+            if where.known.run(signature, count, begun, fuses):
+                runs_fused = fuses
+                unasked += fuses
+            else:
+                answer = where.ask(Vote(where.turns, begun, count, signature, fuses), lambda: 0.3)
+                if answer.why == LEFT:
+                    raise Named
+                runs_fused = answer.fused
+                if runs_fused == fuses:
+                    where.known.learn(signature, fuses)
         if runs_fused:
             stream.run(place, True, count)
             fused += 1
@@ -92,9 +96,9 @@ def rank_main(group: Group, stream: Stream, program: list[Part], seed: int) -> t
                 stream.run(place + i, False, 1)
         place += count
     # As the first graph of what comes next would find it.
-    if where.ask(Vote(where.turns, begun, 1, 5, False, ALL_AHEAD), lambda: 10.0).why == LEFT:
+    if where.ask(Vote(where.turns, begun, 1, 5, False), lambda: 10.0).why == LEFT:
         raise Named
-    return fused, ahead
+    return fused, unasked
 
 
 @st.composite

@@ -1,0 +1,118 @@
+"""Graphs that a rank runs without asking the others, as all ranks know them.
+
+The ranks know a graph, with the sizes that it then had, once they have agreed on it. Once they have agreed often enough
+and have never run different graphs, a rank that comes to one that they know writes it and its turn into its own row,
+without the board's lock, and looks at the others' rows. If none of them waits, and none has run something else or been
+told to run unfused there, it goes on. Otherwise it takes the turn back and asks under the lock (``board``).
+
+A rank that waits under the lock looks at the others' turns for as long as it waits. So of a rank that runs and one that
+posts at the same moment at least one sees the other: each writes first and reads then, with a full fence between.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from ....dispatch.plan import unfused_calls
+from .board_file import BoardFile
+from .vote import FUSED, PLAIN, UNDECIDED
+from .vote_rows import _ANSWER, _BEGUN, _COUNT, _RUN, _TURNS, FARTHEST, ring_of, row_of, trusted
+
+_fence = threading.Lock()  # taking it is a full fence: what was written is seen before what follows is read
+_KEPT = 1 << 16
+
+
+class KnownGraphs:
+    """One rank's, of one group."""
+
+    def __init__(self, rank: int, size: int, file: BoardFile, lock: threading.Lock) -> None:
+        """``file``: has the board's words. ``lock``: for the threads of this rank."""
+        self._file, self._lock = file, lock
+        self._own = row_of(rank)
+        self._others = [row_of(r) for r in range(size) if r != rank]
+        self._known: set[int] = set()
+        self._ran: tuple[int, int] | None = (
+            None  # signature of a run, and the calls that had run unfused before it
+        )
+
+    def learn(self, signature: int, fused: bool) -> None:
+        """This rank is about to run a graph on which all agreed, or in which nothing of the group is fused."""
+        with self._lock:
+            self._end_run()
+            if len(self._known) >= _KEPT:
+                self._known.clear()
+            if fused:
+                self._ran = signature, unfused_calls()
+            else:
+                self._known.add(signature)
+
+    def forget(self) -> None:
+        self._known, self._ran = set(), None
+
+    def _end_run(self) -> None:
+        """The graph that ran last is known if all its calls went over the heap. What goes over the backend meets
+        whatever another rank has there, so the ranks are asked each time."""
+        if self._ran is not None:
+            signature, unfused = self._ran
+            if unfused == unfused_calls():
+                self._known.add(signature)
+            self._ran = None
+
+    def run(self, signature: int, count: int, begun: int, fused: bool) -> bool:
+        """Whether this rank runs the graph of such a ``Vote`` without asking.
+
+        Python's caches are cold before a graph: the less code, the better.
+        """
+        words = self._file.words
+        if words is None:
+            return False
+        with self._lock:
+            if self._ran is not None:
+                self._end_run()
+            if signature not in self._known:
+                return False
+            turn = words[self._own + _RUN]
+            ring, graph = ring_of(turn), (begun, count, signature)
+            if not fused:
+                return self._ends_before(words, turn, ring, begun + count)
+            if not self._is_free(words, turn, ring, graph):
+                return False
+            at = self._own + ring
+            words[at], words[at + 1], words[at + 2] = graph
+            words[self._own + _ANSWER] = FUSED
+            words[self._own + _RUN] = turn + 1
+            with _fence:
+                free = self._is_free(words, turn, ring, graph)
+            if not free:
+                words[self._own + _RUN] = turn
+            return free
+
+    def _is_free(self, words: memoryview, turn: int, ring: int, graph: tuple[int, int, int]) -> bool:
+        """Whether no rank waits, is too far behind, or has run, or is to run, something else in this turn."""
+        if not trusted(words):
+            return False
+        for row in self._others:
+            answer, run = words[row + _ANSWER], words[row + _RUN]
+            if answer == UNDECIDED or run + FARTHEST <= turn:
+                return False
+            if run > turn:
+                if tuple(words[row + ring : row + ring + 3]) != graph:
+                    return False
+            elif answer == PLAIN and words[row + _TURNS] == turn and self._end(words, row) > graph[0]:
+                return False
+        return True
+
+    @staticmethod
+    def _end(words: memoryview, row: int) -> int:
+        return words[row + _BEGUN] + words[row + _COUNT]
+
+    def _ends_before(self, words: memoryview, turn: int, ring: int, end: int) -> bool:
+        """Whether no rank waits, or runs collectives before ``end`` fused, which this rank does plainly."""
+        if not trusted(words):
+            return False
+        for row in self._others:
+            if words[row + _ANSWER] == UNDECIDED:
+                return False
+            if words[row + _RUN] > turn and words[row + ring] < end:
+                return False
+        return True
