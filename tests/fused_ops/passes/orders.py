@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -151,12 +151,14 @@ def most_on_their_way(graph: fx.Graph) -> int:
     return most
 
 
-def check_alike(before: fx.Graph, after: fx.Graph) -> None:
-    """Both compute the same bits, however late collectives read and write."""
+def check_alike(before: fx.Graph, *changed: fx.Graph) -> None:
+    """All compute the same bits, however late collectives read and write."""
     inputs = Ranks(WORLD).inputs(before)
-    for mine, theirs in zip(LateRanks().run(after, inputs), LateRanks().run(before, inputs), strict=True):
-        for a, b in zip(mine, theirs, strict=True):
-            assert torch.equal(a, b) and a.isfinite().all()
+    wanted = LateRanks().run(before, inputs)
+    for after in changed:
+        for mine, theirs in zip(LateRanks().run(after, inputs), wanted, strict=True):
+            for a, b in zip(mine, theirs, strict=True):
+                assert torch.equal(a, b) and a.isfinite().all()
 
 
 def measured_peak(graph: fx.Graph, predicted: int) -> int:
@@ -168,9 +170,21 @@ def measured_peak(graph: fx.Graph, predicted: int) -> int:
     return max(seen.measured)
 
 
-def check_reordered(seed: int, memory: float) -> bool:
-    """Whether a random program got another order, which computes the same within the limits."""
+def check_random(
+    seed: int, reordered: Sequence[float] = (0.0, 0.2), filled: Sequence[float] = (0.0, 0.5)
+) -> tuple[int, int]:
+    """How often a random program got another order, and how often buckets, within such limits of memory: it computes
+    the same."""
     before = graph_of(program(seed))
+    orders = [after for memory in reordered if (after := _reordered(before, memory)) is not None]
+    buckets = [after for memory in filled if (after := _filled(before, memory)) is not None]
+    if orders or buckets:
+        check_alike(before, *orders, *buckets)
+    return len(orders), len(buckets)
+
+
+def _reordered(before: fx.Graph, memory: float) -> fx.Graph | None:
+    """The graph in another order; None where its own is kept."""
     after = copied(before)
     change = reorder(after, TABLE, OrderLimits(memory=memory))
     after.lint()
@@ -182,15 +196,13 @@ def check_reordered(seed: int, memory: float) -> bool:
     assert most_on_their_way(after) <= max(2, most_on_their_way(before))
     if change.kept:
         assert words(after) == words(before)
-        return False
-    check_alike(before, after)
+        return None
     assert measured_peak(after, change.peak_after) <= change.peak_after
-    return True
+    return after
 
 
-def check_filled(seed: int, memory: float) -> bool:
-    """Whether a random program got buckets, which compute the same within the limits, and then another order."""
-    before = graph_of(program(seed))
+def _filled(before: fx.Graph, memory: float) -> fx.Graph | None:
+    """The graph with buckets, and then in another order; None where nothing fills one."""
     after = copied(before)
     peak = int(OrderEstimate.of(before, TABLE).peak * (1 + memory))
     buckets, _ = fill_buckets(after, 1 << 30, memory, None)
@@ -198,9 +210,8 @@ def check_filled(seed: int, memory: float) -> bool:
     assert OrderEstimate.of(after, TABLE).peak <= peak
     if not buckets:
         assert words(after) == words(before)
-        return False
+        return None
     change = reorder(after, TABLE, OrderLimits(memory=memory, most=peak))
     after.lint()
-    check_alike(before, after)
     assert measured_peak(after, change.peak_after) <= change.peak_after <= peak
-    return True
+    return after
