@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))
 OTHERS = ["CONTRIBUTING.md", "tests/faults/README.md", "kernels/README.md", "CHANGELOG.md"]
 PAGES = ["README.md", *DOCS, *OTHERS]
-PAGES += ["bench/NOTES.md", "bench/TRIED.md", "bench/HISTORY.md", "bench/H100.md", "bench/FORMS.md"]
+PAGES += ["bench/NOTES.md", "bench/TRIED.md", "bench/H100.md", "bench/FORMS.md"]
 QUICKSTART = ROOT / "examples" / "quickstart.py"
 BF16 = BOUND[torch.bfloat16]
 
