@@ -147,16 +147,19 @@ def test_faults_that_a_group_survives(survived: list[dict[str, list[Seen]]], op:
     assert all(s.threads == 0 for rank in by_rank for s in rank), "threads that outlive their calls"
 
 
+# Each op at each point, and at each number of ranks every third of these: each row starts ranks of its own.
 INSIDE = [
-    pytest.param(op, point, id=f"{op}-{point}")
+    (op, point)
     for op in OPS
     for point in ("after a push", "after a second push", "before the end")
     if happens(Fault("kill", CULPRIT, STRIKES_AT, point=point), op)
 ]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("op", "point"), INSIDE)
+@pytest.mark.parametrize(
+    ("op", "point", "size"),
+    [(op, point, SIZES[i % len(SIZES)]) for i, (op, point) in enumerate(INSIDE)],
+)
 def test_a_rank_that_is_killed_inside_a_call_is_named_at_once(op: str, point: str, size: int) -> None:
     fault = Fault("kill", CULPRIT, STRIKES_AT, point=point)
     seen = run_ranks(strike, size, op, fault, LONG, False, expect_dead=(CULPRIT,))
