@@ -59,7 +59,7 @@ _IMPORTED = (
 )
 # Variables that are read when they are asked for, not by an import: ranks need no server for them.
 _READ_LATE = {
-    *("WEFT_CHECK", "WEFT_TIMEOUT", "WEFT_VERIFY_MEMORY", "TORCHINDUCTOR_CACHE_DIR"),
+    *("WEFT_CHECK", "WEFT_TIMEOUT", "TORCHINDUCTOR_CACHE_DIR"),
     *("HF_HUB_OFFLINE", "TQDM_DISABLE", "TRANSFORMERS_VERBOSITY"),
 }
 

@@ -40,7 +40,6 @@ from .graph.subgraphs import WHY, Called
 from .graph.uneven_shards import MovedPadding, move_padding
 from .kernels_ahead.graph_kernels import GraphKernels, note_collective
 from .log import log_line
-from .memory.at_run_time import verifies, verify_memory
 from .norms.eps_as_number import eps_options
 from .order.at_once import start_when_needed
 from .order.in_pass import changed_order, keep_what_is_ordered
@@ -233,8 +232,6 @@ class FusionPass(OnePass, CustomGraphPass):
     def uuid(self) -> Any:
         if not is_fallback_graph():
             self._keys += 1
-            if verifies():
-                return None  # what is verified is in this process
         return f"{pass_key(self)}{' fallback' * is_fallback_graph()}"
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -302,8 +299,6 @@ class FusionPass(OnePass, CustomGraphPass):
             )
             report = Report(replace(e, signature=name) for e in report.entries)
         keep_what_is_ordered(graph, change)
-        if verifies():
-            verify_memory(graph)
         graph.lint()
         self._seen.enter(report.entries, change)
         log_line(number, report)

@@ -45,14 +45,6 @@ class LiveBytes:
             return None
         return min(places), len(self.order) - 1 if each.escapes else max(places)
 
-    def dying(self) -> dict[fx.Node, list[AliasSet]]:
-        """For each node the sets that nothing needs behind it."""
-        found: dict[fx.Node, list[AliasSet]] = {}
-        for each in self.sets.sets:
-            if each.counted and not each.escapes and (lives := self.interval(each)) is not None:
-                found.setdefault(self.order[lives[1]], []).append(each)
-        return found
-
     def rearranged(self, first: int, nodes: Sequence[fx.Node]) -> list[int]:
         """Bytes at each step from ``first`` on if these nodes, which are there now, were there in this order."""
         behind = first + len(nodes)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from graphs import Ranks, copied, traced
+from memory_check.verifier import MemoryVerifier
 from torch import Tensor, fx
 from weft.fused_ops.passes.graph.collectives import communicates, waits
-from weft.fused_ops.passes.memory.verifier import MemoryVerifier
 from weft.fused_ops.passes.order.buckets import fill_buckets
 from weft.fused_ops.passes.order.costs import CostTable
 from weft.fused_ops.passes.order.moves import OrderEstimate, OrderLimits, reorder

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 import torch
+from memory_check.verified import verified
 from opcommon import gathered as by_torch
 from ranks import run_ranks
 from sharded_weights import GatheredShard
@@ -68,4 +69,4 @@ def compiled(rank: int, world_size: int) -> None:
 
 
 def test_weights_and_gradients() -> None:
-    run_ranks(compiled, 2, env={"WEFT_VERIFY_MEMORY": "1"})
+    run_ranks(verified, 2, compiled)

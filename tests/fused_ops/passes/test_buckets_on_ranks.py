@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from memory_check.verified import verified
 from ranks import run_ranks
 from sharded_weights import model
 from torch import Tensor
@@ -43,7 +44,7 @@ def results_of(ranks: list[tuple[list[Tensor], Report, list[str]]]) -> list[Tens
 def test_gradients_are_the_same_bits() -> None:
     plain = run_ranks(trained, 2, [{}, {}])
     settings = {"buckets": True, "reorder": 1.0}
-    ranks = run_ranks(trained, 2, [settings, settings])
+    ranks = run_ranks(verified, 2, trained, [settings, settings])
     for mine, theirs in zip(results_of(ranks), results_of(plain), strict=True):
         assert torch.equal(mine, theirs)
     for _, report, (forward, backward) in ranks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from derived import PROGRAMS, WIDTH, check_code, gathered, right, scattered
+from memory_check.verified import verified
 from ranks import run_ranks
 from torch import Tensor
 from torch._inductor import config as inductor_config
@@ -20,7 +21,7 @@ def each(rank: int, world: int) -> None:
 
 
 def test_operands_are_kept_until_they_are_waited_for() -> None:
-    run_ranks(each, 2, device="cuda", env={"WEFT_VERIFY_MEMORY": "1"})
+    run_ranks(verified, 2, each, device="cuda")
 
 
 def gathers(a: Tensor, x: Tensor, m: Tensor) -> Tensor:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 from derived import PROGRAMS, check_code, right, scaled
+from memory_check.verified import verified
 from ranks import run_ranks
 from torch import Tensor
 from torch._inductor import config as inductor_config
-
-ENV = {"WEFT_VERIFY_MEMORY": "1"}
 
 
 def each(rank: int, world: int) -> dict[str, str]:
@@ -16,7 +15,7 @@ def each(rank: int, world: int) -> dict[str, str]:
 
 
 def test_operands_are_kept_until_they_are_waited_for() -> None:
-    for codes in run_ranks(each, 2, env=ENV):
+    for codes in run_ranks(verified, 2, each):
         for code in codes.values():
             check_code(code)
             assert "weft_watch.end(" in code
@@ -41,7 +40,7 @@ def nested(rank: int, world: int) -> list[str]:
 
 
 def test_nested_graphs_and_partitions() -> None:
-    for codes in run_ranks(nested, 2):
+    for codes in run_ranks(verified, 2, nested):
         for code in codes:
             if "weft.all_gather_start" in code:
                 check_code(code)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import weft
 from graphs import fake_ranks, gather, scatter
+from memory_check.verified import verifying
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
@@ -35,7 +36,7 @@ def other(graph: torch.fx.Graph) -> None:
 
 @pytest.fixture(autouse=True)
 def two_ranks() -> Iterator[None]:
-    with fake_ranks(2), inductor_config.patch(force_disable_caches=True):
+    with fake_ranks(2), inductor_config.patch(force_disable_caches=True), verifying():
         yield
     torch._dynamo.reset()
     counters.clear()

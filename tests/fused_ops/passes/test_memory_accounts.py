@@ -12,12 +12,12 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from cost import in_copies
 from graphs import fake_ranks, traced
+from memory_check.verifier import MemoryVerifier, Verified
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from weft.fused_ops.passes.memory.alias_sets import AliasSets, heap_bytes
 from weft.fused_ops.passes.memory.hazards import Hazards
 from weft.fused_ops.passes.memory.live_bytes import LiveBytes, body
-from weft.fused_ops.passes.memory.verifier import MemoryVerifier, Verified
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 ROW = 4 * 5 * 7  # bytes of one input

@@ -1,4 +1,4 @@
-"""WEFT_VERIFY_MEMORY=1 on ranks that communicate: fused graphs are as predicted, an op that keeps memory is named."""
+"""Memory is verified on ranks that communicate: fused graphs are as predicted, an op that keeps memory is named."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from memory_check.verified import verified
+from memory_check.verifier import MemoryVerifier
 from ranks import run_ranks
 from torch import Tensor, fx
 from torch._inductor.utils import run_and_get_code
 from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 from weft.fused_ops import FusionPass
-from weft.fused_ops.passes.memory import at_run_time
 from weft.fused_ops.passes.order import in_pass
 from weft.fused_ops.passes.order.placed import place_gathers
-
-ENV = {"WEFT_VERIFY_MEMORY": "1"}
 
 
 def program(x: Tensor, w: Tensor) -> Tensor:
@@ -30,7 +29,7 @@ def program(x: Tensor, w: Tensor) -> Tensor:
 
 def clean(rank: int, world: int) -> list[tuple[list[str], int, int]]:
     seen: list[tuple[list[str], int, int]] = []
-    as_always = at_run_time.MemoryVerifier.verify
+    as_always = MemoryVerifier.verify
 
     def verify(self: Any, inputs: Any) -> Any:
         found = as_always(self, inputs)
@@ -47,7 +46,7 @@ def clean(rank: int, world: int) -> list[tuple[list[str], int, int]]:
     fusion = FusionPass()
     compiled = torch.compile(program, options=fusion.options)
     results = []
-    with patch.object(at_run_time.MemoryVerifier, "verify", verify):
+    with patch.object(MemoryVerifier, "verify", verify):
         for _ in range(2):
             torch.manual_seed(rank)
             results.append(compiled(x, w))
@@ -74,7 +73,7 @@ def kept(rank: int, world: int) -> str:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         return all_gather_tensor(keeps(x.sin()), 0, dist.group.WORLD) @ w
 
-    with pytest.raises(Exception, match="WEFT_VERIFY_MEMORY: a compiled graph's memory is not") as error:
+    with pytest.raises(Exception, match="a compiled graph's memory is not") as error:
         torch.compile(fn, options=FusionPass().options)(torch.randn(4, 8), torch.randn(8, 8))
     dist.barrier()
     return str(error.value)
@@ -101,7 +100,7 @@ def gathered_in_place(rank: int, world: int, too_early: bool) -> str:
     compiled = torch.compile(layers, options=fusion.options)
     with torch.no_grad(), patch.object(in_pass, "place_gathers", placed):
         if too_early:
-            with pytest.raises(Exception, match="WEFT_VERIFY_MEMORY: a compiled graph's memory is") as error:
+            with pytest.raises(Exception, match="a compiled graph's memory is") as error:
                 compiled(x, *shards)
             dist.barrier()
             return str(error.value)
@@ -115,17 +114,17 @@ def gathered_in_place(rank: int, world: int, too_early: bool) -> str:
 
 
 def test_what_is_gathered_in_place_is_as_predicted() -> None:
-    for code in run_ranks(gathered_in_place, 2, False, env=ENV):
+    for code in run_ranks(verified, 2, gathered_in_place, False):
         assert [code.count(f"weft_watch.{word}(") for word in ("started", "placed", "released")] == [4] * 3
 
 
 def test_a_release_in_front_of_a_reader_is_seen() -> None:
-    for said in run_ranks(gathered_in_place, 2, True, env=ENV, fresh=True):
+    for said in run_ranks(verified, 2, gathered_in_place, True, fresh=True):
         assert re.search(r"all_gather_wait_default_1 has come to where all_gather_wait_default was", said)
 
 
 def test_fused_graphs_are_as_predicted() -> None:
-    for seen in run_ranks(clean, 2, env=ENV):
+    for seen in run_ranks(verified, 2, clean):
         assert len(seen) == 2  # forward and backward, once each
         for problems, predicted, measured in seen:
             assert not problems
@@ -133,15 +132,5 @@ def test_fused_graphs_are_as_predicted() -> None:
 
 
 def test_an_op_that_keeps_its_input_is_named() -> None:
-    for said in run_ranks(kept, 2, env=ENV, fresh=True):
+    for said in run_ranks(verified, 2, kept, fresh=True):
         assert "behind keeps the 128 bytes that sin made are still held" in said
-
-
-def test_other_words_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_VERIFY_MEMORY", "yes")
-    with pytest.raises(ValueError, match="WEFT_VERIFY_MEMORY: is 'yes', must be 0 or 1"):
-        FusionPass().uuid()
-    monkeypatch.setenv("WEFT_VERIFY_MEMORY", "1")
-    assert FusionPass().uuid() is None
-    monkeypatch.setenv("WEFT_VERIFY_MEMORY", "0")
-    assert "'WEFT_VERIFY_MEMORY': '0'" in FusionPass().uuid()

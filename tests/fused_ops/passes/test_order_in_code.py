@@ -6,6 +6,7 @@ import re
 
 import torch
 import torch.distributed as dist
+from memory_check.verified import verified
 from ranks import run_ranks
 from torch import Tensor
 from torch._inductor import config as inductor_config
@@ -81,7 +82,7 @@ def compiled(rank: int, world: int) -> dict[str, list[str]]:
 
 
 def test_what_stands_in_generated_code() -> None:
-    for found in run_ranks(compiled, 2):
+    for found in run_ranks(verified, 2, compiled):
         order = found["casts_beside_others"]
         starts = [i for i, name in enumerate(order) if name == "all_gather_into_tensor"][:2]
         # The casts stand in front of the gathers, and write nothing else.

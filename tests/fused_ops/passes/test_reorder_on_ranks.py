@@ -6,6 +6,7 @@ import re
 from unittest.mock import patch
 
 import torch
+from memory_check.verified import verified
 from ranks import run_ranks
 from sharded_weights import group, model
 from torch import Tensor, fx
@@ -74,7 +75,7 @@ def both(rank: int, world: int) -> tuple[Report, list[tuple[list[str], list[str]
 
 
 def test_training_with_gathered_weights() -> None:
-    ranks = run_ranks(both, 2)
+    ranks = run_ranks(verified, 2, both)
     for report, orders in ranks:
         for graph, code in orders:
             assert graph == code  # Inductor keeps it, though it orders kernels for peak memory
@@ -123,7 +124,7 @@ def inferred(rank: int, world: int) -> list[tuple[list[str], list[str]]]:
 
 
 def test_inductor_keeps_the_order_where_it_would_have_another() -> None:
-    for orders in run_ranks(inferred, 2):
+    for orders in run_ranks(verified, 2, inferred):
         ((graph, code),) = orders
         assert graph == code
         assert "all_gather_into_tensor mm wait_tensor" in " ".join(graph)
@@ -142,7 +143,7 @@ def differing(rank: int, world: int) -> tuple[int, int]:
 
 
 def test_a_rank_that_moves_nothing_beside_one_that_does() -> None:
-    assert run_ranks(differing, 2) == [(0, 0), (1, 0)]
+    assert run_ranks(verified, 2, differing) == [(0, 0), (1, 0)]
 
 
 def two_dimensions(rank: int, world: int, settings: list[float | bool]) -> tuple[Report, list[str]]:
@@ -180,10 +181,10 @@ def two_dimensions(rank: int, world: int, settings: list[float | bool]) -> tuple
 
 
 def test_gathers_of_weights_pass_fused_ops_where_all_ranks_vote() -> None:
-    ranks = run_ranks(two_dimensions, 4, [1.0] * 4)
+    ranks = run_ranks(verified, 4, two_dimensions, [1.0] * 4)
     assert all((r.questions.count, r.questions.fused) == (1, 1) for r, _ in ranks)
     assert all(graph == ranks[0][1] for _, graph in ranks)
-    order = [name for name in ranks[0][1] if name != "agree"]
+    order = [name for name in ranks[0][1] if name not in ("agree", "verify_memory", "watch_memory")]
     ops = ["fused_all_gather_matmul", "fused_matmul_reduce_scatter"] * 3
     expected = ["all_gather_into_tensor", "wait_tensor"]
     for op in ops[:-1]:  # beside each op that of the next weight is on its way

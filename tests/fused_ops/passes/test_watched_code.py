@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 from graphs import c10d, fake_ranks
+from memory_check.code_watch import CodeWatch
 from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
-from weft.fused_ops.passes.memory.code_watch import CodeWatch
 
 
 class _Watched(CustomGraphPass):
     """The verifier alone, without what interprets the graph first."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        from weft.fused_ops.passes.memory.watched_code import watch_code
+        from memory_check.watched_code import watch_code
 
         watch_code(graph)
 

@@ -24,16 +24,15 @@ from torch._inductor.codegen.common import DeferredLine
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_leaves
-
-from ...library import schema
-from ..graph.code_node import CodeNode
+from weft.fused_ops.library import schema
+from weft.fused_ops.passes.graph.code_node import CodeNode
 
 _log = logging.getLogger("weft.passes")
-_lib = torch.library.Library("weft", "FRAGMENT")
+_lib = torch.library.Library("weft_memory", "FRAGMENT")
 _lib.define("watch_memory() -> ()")
 _lib.impl("watch_memory", lambda: None, "CompositeExplicitAutograd")
-torch.library.register_fake("weft::watch_memory", lambda: None, lib=_lib)
-_watch = torch.ops.weft.watch_memory.default
+torch.library.register_fake("weft_memory::watch_memory", lambda: None, lib=_lib)
+_watch = torch.ops.weft_memory.watch_memory.default
 fx.node.has_side_effect(_watch)
 
 _PLANNED = ("AllocateLine", "FreeIfNotReusedLine", "ReuseLine", "ReinterpretLine", "NullLine")
@@ -51,10 +50,10 @@ class _Watch(CodeNode):
 
     def codegen(self, wrapper: Any) -> None:
         if (why := _why_not(wrapper)) is not None:
-            _log.warning("WEFT_VERIFY_MEMORY: the memory of generated code is not verified: %s", why)
+            _log.warning("the memory of generated code is not verified: %s", why)
             return
         plans = wrapper.run_wrapper_ir_passes
-        wrapper.add_import_once("from weft.fused_ops.passes.memory.code_watch import CodeWatch")
+        wrapper.add_import_once("from memory_check.code_watch import CodeWatch")
 
         def planned_and_watched(is_inference: bool) -> None:
             plans(is_inference)
@@ -62,9 +61,7 @@ class _Watch(CodeNode):
             planning = {c.__name__ for c in _subclasses(wrapper_module.MemoryPlanningLine)}
             unknown = sorted(kinds & planning - {*_PLANNED} | {k for k in kinds if "Subgraph" in k})
             if unknown:
-                _log.warning(
-                    "WEFT_VERIFY_MEMORY: the memory of generated code is not verified: it has %s", unknown
-                )
+                _log.warning("the memory of generated code is not verified: it has %s", unknown)
                 return
             wrapper.lines = [*_Lines(wrapper).watched()]
 

@@ -8,14 +8,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from memory_check.heap_ranges import HeapRanges
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
-
-from ..graph.collectives import is_copied
-from .alias_sets import HEAP, AliasSet, AliasSets, bytes_of, held_until, tensors_of
-from .heap_ranges import HeapRanges
-from .live_bytes import LiveBytes, body
+from weft.fused_ops.passes.graph.collectives import is_copied
+from weft.fused_ops.passes.memory.alias_sets import (
+    HEAP,
+    AliasSet,
+    AliasSets,
+    bytes_of,
+    held_until,
+    tensors_of,
+)
+from weft.fused_ops.passes.memory.live_bytes import LiveBytes, body
 
 _A_MOMENT = 1.0  # seconds
 
@@ -44,7 +50,7 @@ class MemoryVerifier(fx.Interpreter):
         super().__init__(module, garbage_collect_values=False)
         self._sets = AliasSets(module.graph)
         self._lives = LiveBytes(self._sets, body(module.graph))
-        self._dying = self._lives.dying()
+        self._dying = _dying(self._lives)
         self._in_heap = HeapRanges()
         self._there: dict[int, StorageWeakRef] = {}  # by number of the alias set
         self._sizes: dict[int, int] = {}
@@ -131,6 +137,15 @@ class MemoryVerifier(fx.Interpreter):
                 found.problems.append(
                     f"{node.name} lies in {storage.nbytes()} bytes, {own.size} were predicted"
                 )
+
+
+def _dying(lives: LiveBytes) -> dict[fx.Node, list[AliasSet]]:
+    """For each node the sets that nothing needs behind it."""
+    found: dict[fx.Node, list[AliasSet]] = {}
+    for each in lives.sets.sets:
+        if each.counted and not each.escapes and (interval := lives.interval(each)) is not None:
+            found.setdefault(lives.order[interval[1]], []).append(each)
+    return found
 
 
 def _is_held(storage: StorageWeakRef) -> bool:

@@ -1,48 +1,63 @@
-"""``WEFT_VERIFY_MEMORY=1``: a graph's memory is compared with the prediction, and its code's with what was planned.
+"""Runs whose compiled graphs verify their memory: the graph against the prediction, its code against Inductor's plan.
+
+    run_ranks(verified, 2, fn, *args)  # as run_ranks(fn, 2, *args), on ranks that do
+    with verifying(): ...              # in this process
 
 At its first run a graph is interpreted first. Everything in it then runs once more, collectives too, so all ranks must
-set it and compile the same graphs. Its inputs are copied, and random numbers are drawn as without it. A graph with
+verify and compile the same graphs. Its inputs are copied, and random numbers are drawn as without it. A graph with
 symbolic sizes is not interpreted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 import torch
+from memory_check.verifier import MemoryVerifier
 from torch import Tensor, fx
-
-from ....symm_mem import WeftError
-from .verifier import MemoryVerifier
+from weft.fused_ops.passes.agreement.fallback.run import is_fallback_graph
+from weft.fused_ops.passes.fusion import FusionPass
+from weft.fused_ops.passes.graph.collectives import communicates
 
 _log = logging.getLogger("weft.passes")
 _SHOWN = 5  # problems in an error
-_FLAGS = {"": False, "0": False, "1": True}
 
 _graphs: dict[str, MemoryVerifier | None] = {}  # None: verified
 _numbers = itertools.count()
 
 
-def verifies() -> bool:
-    """Whether graphs are verified.
-
-    Raises:
-        ValueError: WEFT_VERIFY_MEMORY is neither 0 nor 1.
-    """
-    text = os.environ.get("WEFT_VERIFY_MEMORY", "")
-    if text not in _FLAGS:
-        raise ValueError(f"WEFT_VERIFY_MEMORY: is {text!r}, must be 0 or 1")
-    return _FLAGS[text]
+def verified(rank: int, world: int, fn: Callable[..., Any], *args: Any) -> Any:
+    """``fn(rank, world, *args)``, with all that is compiled in it verified."""
+    with verifying():
+        return fn(rank, world, *args)
 
 
-def verify_memory(graph: fx.Graph) -> None:
-    """Has the graph verify itself in front of everything else that it does, and its code while it runs."""
-    from .watched_code import watch_code  # Inductor's part of it
+@contextlib.contextmanager
+def verifying() -> Iterator[None]:
+    """What is compiled verifies itself, in front of everything else that it does and while its code runs."""
+    change, key = FusionPass.__call__, FusionPass.uuid
 
-    watch_code(graph)
-    _verify_first(graph)
+    def change_and_verify(self: FusionPass, graph: fx.Graph) -> None:
+        change(self, graph)
+        if not is_fallback_graph() and any(map(communicates, graph.nodes)):
+            from memory_check.watched_code import watch_code  # Inductor's part of it
+
+            watch_code(graph)
+            _verify_first(graph)
+
+    def no_key(self: FusionPass) -> Any:
+        """What is verified is in this process."""
+        known = key(self)
+        return known if is_fallback_graph() else None
+
+    with mock.patch.multiple(FusionPass, __call__=change_and_verify, uuid=no_key):
+        yield
 
 
 def _verify_first(graph: fx.Graph) -> None:
@@ -52,13 +67,14 @@ def _verify_first(graph: fx.Graph) -> None:
         return
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
-    for vote in copy.find_nodes(op="call_function", target=torch.ops.weft.agree.default):
-        copy.erase_node(vote)  # it has taken place
+    for done in (torch.ops.weft.agree.default, torch.ops.weft.record.default):  # they have taken place
+        for node in copy.find_nodes(op="call_function", target=done):
+            copy.erase_node(node)
     owner = graph.owning_module
     module = fx.GraphModule(torch.nn.Module() if owner is None else owner, copy)
     key = f"{os.getpid()} {next(_numbers)}"
     _graphs[key] = MemoryVerifier(module)
-    from ...library.inductor import lower_as_collective  # it takes seconds outside of Inductor
+    from weft.fused_ops.library.inductor import lower_as_collective  # it takes seconds outside of Inductor
 
     lower_as_collective(_verify)  # so that it stays in front of the graph's collectives
     with graph.inserting_before(next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))):
@@ -68,7 +84,7 @@ def _verify_first(graph: fx.Graph) -> None:
 def _verify_now(inputs: list[Tensor], key: str) -> None:
     """
     Raises:
-        WeftError: the graph's memory is not as predicted.
+        AssertionError: the graph's memory is not as predicted.
     """
     verifier = _graphs.get(key)
     if verifier is None:
@@ -81,7 +97,7 @@ def _verify_now(inputs: list[Tensor], key: str) -> None:
     if found.problems:
         more = len(found.problems) - _SHOWN
         said = "; ".join(found.problems[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
-        raise WeftError(f"WEFT_VERIFY_MEMORY: a compiled graph's memory is not as predicted: {said}")
+        raise AssertionError(f"a compiled graph's memory is not as predicted: {said}")
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -91,9 +107,9 @@ def _copied(tensor: Tensor) -> Tensor:
     return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
 
 
-_lib = torch.library.Library("weft", "FRAGMENT")
+_lib = torch.library.Library("weft_memory", "FRAGMENT")
 _lib.define("verify_memory(Tensor[] inputs, str key) -> ()")
 _lib.impl("verify_memory", _verify_now, "CompositeExplicitAutograd")
-torch.library.register_fake("weft::verify_memory", lambda inputs, key: None, lib=_lib)
-_verify = torch.ops.weft.verify_memory.default
+torch.library.register_fake("weft_memory::verify_memory", lambda inputs, key: None, lib=_lib)
+_verify = torch.ops.weft_memory.verify_memory.default
 fx.node.has_side_effect(_verify)

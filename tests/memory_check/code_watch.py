@@ -14,12 +14,10 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from memory_check.heap_ranges import HeapRanges
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
-
-from ....symm_mem import WeftError
-from .heap_ranges import HeapRanges
 
 _log = logging.getLogger("weft.passes")
 _SHOWN = 5  # problems in an error
@@ -120,7 +118,7 @@ class CodeWatch:
             planned: bytes of the peak; None where sizes are not known.
 
         Raises:
-            WeftError: something was not as planned.
+            AssertionError: something was not as planned.
         """
         self.settle()
         _log.info("memory of generated code verified: peak %d bytes, %s planned", self.peak, planned)
@@ -129,7 +127,7 @@ class CodeWatch:
         if self.problems:
             more = len(self.problems) - _SHOWN
             said = "; ".join(self.problems[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
-            raise WeftError(f"WEFT_VERIFY_MEMORY: generated code's memory is not as planned: {said}")
+            raise AssertionError(f"generated code's memory is not as planned: {said}")
 
     def _holders(self, ref: StorageWeakRef) -> list[str]:
         return [name for name, refs in self._names.items() if any(r.cdata == ref.cdata for r in refs)]
