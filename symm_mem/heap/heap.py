@@ -79,9 +79,7 @@ class Heap:
         self.peak = 0  #: the most bytes that were in blocks at a time
         #: what the ops above keep for as long as the heap lives
         self.workspaces: CachedDict[Any, Any] = CachedDict()
-        self.users: weakref.WeakSet[Any] = (
-            weakref.WeakSet()
-        )  #: what has state in addition to words on the heap
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  #: what has state outside of the heap
         self.fault: Any = None  #: of all that is on it: fault.py
         self.watch: Any = None  #: of stream waits, on CUDA
         self.call_check: Any = None  #: of the checked mode
