@@ -343,6 +343,6 @@ MUTANTS = [
         "fused_ops/passes/agreement/signature.py",
         "lines += [_computed(node) for node in graph.nodes if COMPARED in node.meta]",
         "",
-        "tests/fused_ops/passes/test_agree.py tests/fused_ops/passes/test_ranks_that_differ.py",
+        "tests/fused_ops/passes/test_own_rows_left.py::test_what_meets_own_rows_is_compared",
     ),
 ]

@@ -19,6 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from weft.fused_ops import FusionPass
 from weft.fused_ops.dispatch import profitability
 from weft.fused_ops.passes.agreement.guard import GraphGuard
+from weft.fused_ops.passes.agreement.signature import Signature
+from weft.fused_ops.passes.sequence_parallel.find import put_sequences_on_rows
 
 
 def dropped_out(x: Tensor, w: Tensor, r: Tensor, n: Tensor) -> Tensor:
@@ -297,3 +299,16 @@ def names(rank: int, world: int, numbers: tuple[float, float]) -> str:
 def test_numbers_of_what_is_taken_for_the_same_are_compared() -> None:
     assert len({*run_ranks(names, 2, (2.0, 2.0))}) == 1
     assert len({*run_ranks(names, 2, (2.0, 3.0))}) == 2
+
+
+def test_what_meets_own_rows_is_compared() -> None:
+    """Ranks that scale a residual by other numbers do not have it alike: their graphs must differ for the vote."""
+    digests = []
+    with fake_ranks(2) as name, FakeTensorMode():
+        given = [torch.empty(s) for s in ((64, HIDDEN), (64, HIDDEN), (HIDDEN,), (HIDDEN, 6))]
+        for number in (2.0, 2.0, 3.0):
+            graph = make_fx(lambda x, r, n, v, c=number: norm_of_sum(x, r * c, n, v))(*given).graph
+            assert put_sequences_on_rows(graph, True, None)
+            of_all = Signature(graph, {name: 0}, {name}, [], [], before={*graph.nodes})
+            digests.append(of_all.digest)
+    assert digests[0] == digests[1] != digests[2]
