@@ -303,19 +303,19 @@ MUTANTS = [
         "tests/fused_ops/passes/test_memory_accounts.py",
     ),
     Mutant(
-        "fused_ops/passes/norms/steps.py",
+        "fused_ops/passes/norms/norm.py",
         "return node.args == (x, 2)",
         "return node.args[0] is x",
         "tests/fused_ops/passes/test_norms_left_alone.py tests/fused_ops/passes/test_norm_forms.py",
     ),
     Mutant(
-        "fused_ops/passes/norms/steps.py",
+        "fused_ops/passes/norms/norm.py",
         'return along and argument(node, 2, "keepdim", False) is True',
         "return True",
         "tests/fused_ops/passes/test_norms_left_alone.py tests/fused_ops/passes/test_layer_norms_left_alone.py",
     ),
     Mutant(
-        "fused_ops/passes/norms/rms_norm.py",
+        "fused_ops/passes/norms/norm.py",
         "return FoundNorm(nodes[-1], weight, eps, nodes, read, offset)",
         "return FoundNorm(nodes[-1], weight, 1e-5, nodes, read, offset)",
         "tests/fused_ops/passes/test_norm_forms.py",

@@ -361,11 +361,9 @@ def test_lite_mode() -> None:
         why = "torch._inductor.config.fallback_by_default and reorder_for_peak_memory are True, with which ranks"
         check_left(traced(program, X, W), why, alone=why)
     with inductor_config.patch(fallback_by_default=True, reorder_for_peak_memory=False):
-        check_left(
-            traced(program, X, W), "with fallback_by_default (lite mode) Inductor runs each op as it is"
-        )
-        (question,) = questions(passed(traced(program, X, W))[1])
-        assert question.args[1] is False
+        said = "with fallback_by_default (lite mode) Inductor runs each op as it is"
+        check_left(traced(program, X, W), said)
+        assert [q.args[1] for q in questions(passed(traced(program, X, W))[1])] == [False]
 
 
 def test_a_backend_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,8 +393,7 @@ def test_what_the_op_adds_is_part_of_the_question() -> None:
 
         reasons, after = passed(traced(fn, X, W, torch.randn(shape)))
         assert reasons == [""]
-        (question,) = questions(after)
-        return GraphGuard(question.args[0])  # type: ignore[arg-type]
+        return GraphGuard(questions(after)[0].args[0])  # type: ignore[arg-type]
 
     names = [adding(shape).signature(()) for shape in ((3, 5), (5,), (3, 1), (3, 5))]
     assert len({*names}) == 3

@@ -139,7 +139,10 @@ def test_variables_of_one_setting_are_read_with_a_warning(monkeypatch: pytest.Mo
         'WEFT_AGREE is deprecated, use WEFT_PASS="agree=0"',
     ]
     monkeypatch.setenv("WEFT_AGREE", "no")
-    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="WEFT_AGREE: is 'no', must be 0, 1 or capture"):
+    with (
+        pytest.warns(FutureWarning),
+        pytest.raises(ValueError, match="WEFT_AGREE: is 'no', must be 0, 1 or capture"),
+    ):
         weft.compile(model)
 
 

@@ -25,6 +25,10 @@ Part = tuple[int, str]  # as in test_board_programs.py
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vote_rows, "TRUSTED", 3)
+
+
+@pytest.fixture(autouse=True)
+def near(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "FARTHEST", 6)
 
 
