@@ -176,16 +176,6 @@ def test_what_was_taken_apart_counts_as_fused() -> None:
     assert question.args[1] is True and guard._groups[0].fused and not guard._unasked
 
 
-@pytest.mark.parametrize("crossed", [[], ["0"]])
-def test_a_graph_whose_collectives_are_left_in_another_order_asks_each_time(crossed: list[str]) -> None:
-    after = traced(lambda x: gathered(x).sin(), X)
-    nodes = [n for n in after.nodes if n.target is c10d.all_gather_into_tensor.default]
-    original = fallback_graph.FallbackGraph(after, nodes)
-    original.ask_first(after, [Entry(0, nodes[0].name, "all_gather_into_tensor", "0")], [], crossed)
-    (question,) = questions(after)
-    assert GraphGuard(str(question.args[0]))._unasked is not bool(crossed)
-
-
 def gathered(x: Tensor) -> Tensor:
     return c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0"))
 

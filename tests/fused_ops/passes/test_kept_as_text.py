@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphs import AG, captured, gather, traced
-from test_agree import W, X, group, passed, program, questions
+from graphs import AG, c10d, captured, gather, traced
+from test_agree import W, X, gathered, group, passed, program, questions
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
-from weft.fused_ops.passes import FusionPass
+from weft.fused_ops.passes import Entry, FusionPass
+from weft.fused_ops.passes.agreement.fallback_graph import FallbackGraph
 from weft.fused_ops.passes.agreement.guard import GraphGuard
 
 __all__ = ["group"]  # the fixture
@@ -57,3 +58,14 @@ def test_attention_in_a_checkpoint(dropout: str | None) -> None:
     else:
         assert [s.fused for s in seen] == [[None], [None]]
         assert all("random numbers that another graph draws again" in s.reasons for s in seen)
+
+
+@pytest.mark.parametrize("crossed", [[], ["0"]])
+def test_a_graph_whose_collectives_are_left_in_another_order_asks_each_time(crossed: list[str]) -> None:
+    """Another rank has them as the text does."""
+    after = traced(lambda x: gathered(x).sin(), X)
+    (node,) = (n for n in after.nodes if n.target is c10d.all_gather_into_tensor.default)
+    entry = Entry(0, node.name, "all_gather_into_tensor", "0")
+    FallbackGraph(after, [node]).ask_first(after, [entry], [], crossed)
+    (question,) = questions(after)
+    assert GraphGuard(str(question.args[0]))._unasked is not bool(crossed)
