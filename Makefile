@@ -69,7 +69,7 @@ tiny: $(STAMP)
 # Whole programs with the code that Inductor writes, which takes minutes to compile, and what the pass adds to that.
 programs: $(STAMP)
 	$(PY) -m pytest -m "slow or not slow" tests/fused_ops/passes/programs tests/fused_ops/passes/test_cost.py \
-		tests/fused_ops/passes/test_ranks_that_differ.py tests/examples/test_llama_block.py $(PYTEST_ARGS)
+		tests/fused_ops/passes/agreement/test_ranks_that_differ.py tests/examples/test_llama_block.py $(PYTEST_ARGS)
 
 # Those of the frameworks that are installed: minutes.
 frameworks: $(STAMP)
@@ -78,7 +78,7 @@ frameworks: $(STAMP)
 # 3,000 random programs, each with and without the pass, and 1,000 in other orders and in buckets.
 fuzz-pass: $(STAMP)
 	$(PY) -m pytest -m slow -s tests/fused_ops/passes/test_random_programs.py \
-		tests/fused_ops/passes/test_reorder.py $(PYTEST_ARGS)
+		tests/fused_ops/passes/order/test_reorder.py $(PYTEST_ARGS)
 
 bench: $(STAMP)
 	$(PY) bench/run.py $(BENCH_ARGS)

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # `from ranks import run_ranks` in every folder below
+# Tests of one room use helpers and programs of another.
+sys.path.extend(sorted({str(file.parent) for file in Path(__file__).with_name("fused_ops").rglob("*.py")}))
 import once
 from compiler import collect_seldom, leave_out_checks, leave_out_measurements
 from stack import with_room

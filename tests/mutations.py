@@ -21,9 +21,9 @@ _CALLS = f"{_ASYNC}::test_calls_of_changing_kind"
 _ACQUIRE = "tests/verification/test_acquire.py"
 _LATE = "tests/verification/test_late_copies.py"
 _ROUNDS = "tests/verification/test_collective_protocols.py"
-_NORMS = "tests/fused_ops/test_all_reduce_rms_norm.py"
+_NORMS = "tests/fused_ops/ops/test_all_reduce_rms_norm.py"
 _FIBER_NORMS = "tests/verification/test_all_reduce_rms_norm_protocol.py"
-_SCATTER = "tests/fused_ops/test_matmul_reduce_scatter.py"
+_SCATTER = "tests/fused_ops/ops/test_matmul_reduce_scatter.py"
 _OWN_PART = "torch.mm(a.float(), b.float()) if dtype != torch.float32 else torch.mm(a, b)"
 
 MUTANTS = [
@@ -114,13 +114,13 @@ MUTANTS = [
         "kernels/matmul_all_reduce/host.py",
         "torch.mm(mine.float(), b.float()) if dtype != torch.float32 else torch.mm(mine, b)",
         "torch.mm(mine, b)",
-        "tests/fused_ops/test_matmul_all_reduce.py::test_own_parts_are_not_rounded",
+        "tests/fused_ops/ops/test_matmul_all_reduce.py::test_own_parts_are_not_rounded",
     ),
     Mutant(
         "kernels/scaled_matmul_reduce_scatter/host.py",
         "own = products[rank]()",
         "own = products[rank]().to(out_dtype)",
-        "tests/fused_ops/test_scaled_matmuls.py::test_sums_in_float32_in_rank_order",
+        "tests/fused_ops/ops/test_scaled_matmuls.py::test_sums_in_float32_in_rank_order",
     ),
     Mutant(
         "kernels/all_reduce_rms_norm/reference.py",
@@ -150,19 +150,19 @@ MUTANTS = [
         "kernels/all_gather_matmul/host.py",
         "torch.mm(gathered[src].float(), b[src * k : (src + 1) * k].float())",
         "torch.mm(gathered[src], b[src * k : (src + 1) * k]).float()",
-        "tests/fused_ops/test_all_gather_matmul.py",
+        "tests/fused_ops/ops/test_all_gather_matmul.py",
     ),
     Mutant(
         "kernels/all_reduce/host.py",
         "out.copy_(total / size if",
         "out.copy_(total if",
-        "tests/fused_ops/test_all_reduce.py",
+        "tests/fused_ops/ops/test_all_reduce.py",
     ),
     Mutant(
         "kernels/reduce_scatter/host.py",
         "slots[0].to(torch.float32, copy=True)",
         "slots[0].clone()",
-        "tests/fused_ops/test_reduce_scatter.py",
+        "tests/fused_ops/ops/test_reduce_scatter.py",
     ),
     # kernels of GPUs, as fibers
     Mutant(
@@ -269,80 +269,81 @@ MUTANTS = [
         "fused_ops/ops/all_reduce_layer_norm.py",
         "- unit * (through * unit).mean(-1, keepdim=True)\n",
         "\n",
-        f"tests/fused_ops/test_all_reduce_layer_norm.py {_NORMS} -k 'gradients or eps'",
+        f"tests/fused_ops/ops/test_all_reduce_layer_norm.py {_NORMS} -k 'gradients or eps'",
     ),
     Mutant(
         "fused_ops/ops/reduce_scatter.py",
         "            grad = grad / resolve_group(ctx.group_name).size()",
         "            pass",
-        "tests/fused_ops/test_reduce_scatter.py -k gradient",
+        "tests/fused_ops/ops/test_reduce_scatter.py -k gradient",
     ),
     Mutant(
         "fused_ops/ops/matmul_reduce_scatter.py",
         "grad_residual = grad.to(ctx.dtype) if needs_residual else None",
         "grad_residual = 2 * grad.to(ctx.dtype) if needs_residual else None",
-        "tests/fused_ops/test_reduce_scatter_terms.py",
+        "tests/fused_ops/ops/test_reduce_scatter_terms.py",
     ),
     Mutant(
         "fused_ops/ops/all_gather_matmul.py",
         "grad_shard = rest if grad_shard is None else grad_shard + rest",
         "grad_shard = rest",
-        "tests/fused_ops/test_all_gather_matmul.py -k gradient",
+        "tests/fused_ops/ops/test_all_gather_matmul.py -k gradient",
     ),
     # passes
     Mutant(
         "fused_ops/passes/memory/hazards.py",
         "before.update(read.pop(number, ()))",
         "read.pop(number, ())",
-        "tests/fused_ops/passes/test_memory.py tests/fused_ops/passes/test_reorder.py",
+        "tests/fused_ops/passes/memory/test_memory.py tests/fused_ops/passes/order/test_reorder.py",
     ),
     Mutant(
         "fused_ops/passes/memory/hazards.py",
         "segment += 2",
         "segment += 0",
-        "tests/fused_ops/passes/test_memory_accounts.py",
+        "tests/fused_ops/passes/memory/test_memory_accounts.py",
     ),
     Mutant(
         "fused_ops/passes/norms/norm.py",
         "return node.args == (x, 2)",
         "return node.args[0] is x",
-        "tests/fused_ops/passes/test_norms_left_alone.py tests/fused_ops/passes/test_norm_forms.py",
+        "tests/fused_ops/passes/norms/test_norms_left_alone.py tests/fused_ops/passes/norms/test_norm_forms.py",
     ),
     Mutant(
         "fused_ops/passes/norms/norm.py",
         'return along and argument(node, 2, "keepdim", False) is True',
         "return True",
-        "tests/fused_ops/passes/test_norms_left_alone.py tests/fused_ops/passes/test_layer_norms_left_alone.py",
+        "tests/fused_ops/passes/norms/test_norms_left_alone.py "
+        "tests/fused_ops/passes/norms/test_layer_norms_left_alone.py",
     ),
     Mutant(
         "fused_ops/passes/norms/norm.py",
         "return FoundNorm(nodes[-1], weight, eps, nodes, read, offset)",
         "return FoundNorm(nodes[-1], weight, 1e-5, nodes, read, offset)",
-        "tests/fused_ops/passes/test_norm_forms.py",
+        "tests/fused_ops/passes/norms/test_norm_forms.py",
     ),
     Mutant(
         "fused_ops/passes/ranges.py",
         "number == parts[-1][-1] + 1",
         "number == parts[-1][-1] + 2",
-        "tests/fused_ops/passes/test_report_groups.py",
+        "tests/fused_ops/passes/records/test_report_groups.py",
     ),
     Mutant(
         "fused_ops/passes/patterns/rivals.py",
         "if lost > own_gain:",
         "if lost < own_gain:",
-        "tests/fused_ops/passes/test_rivals.py",
+        "tests/fused_ops/passes/patterns/test_rivals.py",
     ),
     Mutant(
         "fused_ops/passes/order/exposure.py",
         "now += late",
         "now += 0",
-        "tests/fused_ops/passes/test_costs.py tests/fused_ops/passes/test_order_picture.py "
-        "tests/fused_ops/passes/test_reorder.py",
+        "tests/fused_ops/passes/order/test_costs.py tests/fused_ops/passes/order/test_order_picture.py "
+        "tests/fused_ops/passes/order/test_reorder.py",
     ),
     Mutant(
         "fused_ops/passes/agreement/signature.py",
         "lines += [_computed(node) for node in graph.nodes if COMPARED in node.meta]",
         "",
-        "tests/fused_ops/passes/test_own_rows_left.py::test_what_meets_own_rows_is_compared",
+        "tests/fused_ops/passes/sequence_parallel/test_own_rows_left.py::test_what_meets_own_rows_is_compared",
     ),
 ]

@@ -99,7 +99,7 @@ class WeftProcessGroup(ProcessGroup):
         self._batch: Batch | None = None
 
     @staticmethod
-    def wrap(inner: ProcessGroup, taken_on: tuple[str, ...]) -> WeftProcessGroup:
+    def _wrap(inner: ProcessGroup, taken_on: tuple[str, ...]) -> WeftProcessGroup:
         """Returns a group with the ranks, backends and name of ``inner``."""
         group = WeftProcessGroup(inner, taken_on)
         if inner.bound_device_id is not None:
@@ -314,10 +314,10 @@ class WeftProcessGroup(ProcessGroup):
             return None
         for kind in self.record.taken_on:
             set_group_timeout(made._get_backend(torch.device(kind)).options._timeout, made.group_name)
-        return WeftProcessGroup.wrap(made, self.record.taken_on)
+        return WeftProcessGroup._wrap(made, self.record.taken_on)
 
     def merge_remote_group(self, *args: Any, **named: Any) -> WeftProcessGroup:
-        return WeftProcessGroup.wrap(self.inner.merge_remote_group(*args, **named), self.record.taken_on)
+        return WeftProcessGroup._wrap(self.inner.merge_remote_group(*args, **named), self.record.taken_on)
 
 
 def _left_alone(method: str, collective: str) -> Callable[..., Any]:

@@ -67,12 +67,26 @@ class GroupCalls:
         return taken
 
     def count_taken(self, name: str) -> None:
-        """Counts a call that weft takes."""
+        """Counts a call that weft takes.
+
+        >>> from weft.fused_ops import GroupCalls
+        >>> calls = GroupCalls("0", ("cpu",), {"cpu": "gloo"})
+        >>> calls.count_taken("all_reduce")
+        >>> print(*calls.calls())
+        all_reduce: 1 call by weft
+        """
         self._counts.add(name, "weft")
         self._taken += 1
 
     def count_left(self, name: str, why: str, kind: str) -> None:
-        """Counts a call that the group's own backend on devices of this ``kind`` takes."""
+        """Counts a call that the group's own backend on devices of this ``kind`` takes.
+
+        >>> from weft.fused_ops import GroupCalls
+        >>> calls = GroupCalls("0", ("cpu",), {"cpu": "gloo"})
+        >>> calls.count_left("broadcast", "", "cpu")
+        >>> print(*calls.calls())
+        broadcast: 1 call by gloo
+        """
         by = self._backends.get(kind) or next(iter(self._backends.values()))
         self._counts.add(name, by, why)
         if why and (name, why) not in self._told:
@@ -80,5 +94,10 @@ class GroupCalls:
             _log.info("%s of group %r is left to %s: %s", name, self._group_name, by, why)
 
     def total_taken(self) -> int:
-        """The number of calls that weft has taken."""
+        """The number of calls that weft has taken.
+
+        >>> from weft.fused_ops import GroupCalls
+        >>> GroupCalls("0", ("cpu",), {"cpu": "gloo"}).total_taken()
+        0
+        """
         return self._taken + sum(self.cached.values())

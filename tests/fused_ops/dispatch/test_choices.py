@@ -22,7 +22,7 @@ from weft.fused_ops.dispatch.profitability import FusionCandidate, predicted_us,
 from weft.kernels.device.gemm.scaling import ScaledProducts, ScaleKind
 from weft.symm_mem.backends import cuda_state
 
-sys.path.append(str(Path(__file__).parents[2] / "bench"))
+sys.path.append(str(Path(__file__).parents[3] / "bench"))
 from registry import (
     ALONE,
     LAST_DIMENSION,

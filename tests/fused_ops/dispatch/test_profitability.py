@@ -271,7 +271,7 @@ def test_the_gain_is_nearer_to_what_was_measured() -> None:
 
 def measured_sums(file: str) -> list[dict[str, Any]]:
     """Rows of matmul_all_reduce in CUDA graphs."""
-    path = Path(__file__).parents[2] / "bench" / "results" / f"{file}-matmul_all_reduce.json"
+    path = Path(__file__).parents[3] / "bench" / "results" / f"{file}-matmul_all_reduce.json"
     return [row for row in json.loads(path.read_text())["rows"] if row["mode"] == "graph"]
 
 
