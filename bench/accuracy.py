@@ -2,7 +2,7 @@
 
 A right result differs from float64 by roundings, each by at most half an ulp of what is rounded: the terms before they
 are sent, a ring's sum at each hop, the result. None of these is larger than the sum of the terms' absolute values, so
-``roundings`` one behind the other bound an element's error, in whatever order the terms are summed.
+``roundings`` one after the other bound an element's error, in whatever order the terms are summed.
 
 Inside a product that says nothing: the absolute values of its K terms sum up to sqrt(K) times the result. Its errors
 are many and of random sign, also where K is cut in parts that are rounded, as torch lets cuBLAS do. So they are bounded

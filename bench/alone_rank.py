@@ -54,7 +54,7 @@ class Alone:
         self._launch(self._buffer, i)
 
     def finish(self) -> None:
-        """Behind the call."""
+        """After the call."""
 
     def check(self) -> None:
         """Raises if a call went wrong, whatever its results."""

@@ -3,7 +3,7 @@
     python bench/compare.py 2ef0fa7
     python bench/compare.py ../before --ops matmul_reduce_scatter all_reduce --m-sizes 1024 4096 --runs 3
 
-The two run by turns, ``--runs`` times each, in processes of their own, on the same GPUs (else on two CPU ranks). Prints
+The two run alternately, ``--runs`` times each, in their own processes, on the same GPUs (else on two CPU ranks). Prints
 a markdown table: microseconds of a call, the lowest and highest of the runs of each, and the ratio of the lowest. What
 a row is: compare_rank.py. "-": that checkout cannot.
 """

@@ -1,7 +1,7 @@
 """One run of compare.py on one rank: microseconds of each row, as JSON. Uses no more of weft than its public ops.
 
 A row is an op, a layer of Llama 8B and M; the time is the median of 15 series of 8 calls in a CUDA graph (between CPU
-ranks 3 of 2 eager calls of a small layer) with operands by turns, of the slowest rank. None: this weft cannot.
+ranks 3 of 2 eager calls of a small layer) with operands alternately, of the slowest rank. None: this weft cannot.
 """
 
 from __future__ import annotations

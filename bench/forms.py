@@ -180,7 +180,7 @@ def cohere(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]
 
 
 def normed_by(norm: Callable[..., Any]) -> Callable[..., Any]:
-    """Behind a product of 16 bits."""
+    """After a product of 16 bits."""
 
     def run(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         x, w, residual, weight = (t.bfloat16() for t in (x, w, residual, weight))

@@ -1,4 +1,4 @@
-"""The forms of forms.py's table whose norm becomes fp8 behind an all-reduce, as vLLM and torchao write it."""
+"""The forms of forms.py's table whose norm becomes fp8 after an all-reduce, as vLLM and torchao write it."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ torchrun --nproc-per-node 2 bench/gathered_a.py
 torchrun --nproc-per-node 2 bench/gathered_a.py --m-sizes 1024,8192 --mode eager
 
 Products of Llama 8B blocks, those of the forward and those of the backward. Microseconds of a call, medians of rounds
-in turn, the slowest rank's. A must be bit for bit what was gathered. Behind them sums of products + reduce-scatter, as
+in turn, the slowest rank's. A must be bit for bit what was gathered. After them sums of products + reduce-scatter, as
 in the backward: of factors where they lie, and of factors that are put side by side for it; and matmul +
 reduce-scatter with a bias and a residual, or with the residual added by torch.
 """

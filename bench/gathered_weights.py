@@ -17,7 +17,7 @@ Each weight is a shard of a rank; it is gathered for its product, again in the b
 | iterative | torch's ``reorder_communication_preserving_peak_memory``, ``sink_waits_iterative`` |
 | scheduled | torch's ``enable_overlap_scheduling`` |
 
-Rows: {"order", "ms", "peak_bytes", "compile_s", "exposed_ms"}; ``ms`` is a median over series by turns, of the slowest
+Rows: {"order", "ms", "peak_bytes", "compile_s", "exposed_ms"}; ``ms`` is a median over alternate series, of the slowest
 rank; ``exposed_ms`` what a step takes beyond the kernels of the first order that are none of NCCL's, from a profile of
 the rank where these take longest. With ``--measure`` weft's orders are by costs that are measured first.
 """
@@ -198,7 +198,7 @@ def main() -> None:
             largest = max(fusion.report().orders, key=lambda change: len(change.placed))
             Path(given.picture).write_text(largest.svg())
     times: dict[str, list[float]] = {order: [] for order in made}
-    for order in list(made) * 3:  # by turns
+    for order in list(made) * 3:  # alternately
         times[order].append(step_time(made[order][0], given.steps, device))
     computing = None
     if device.type == "cuda" and made:

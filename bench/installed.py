@@ -4,7 +4,7 @@ torchrun --nproc-per-node 2 bench/installed.py
 torchrun --nproc-per-node 2 bench/installed.py --m-sizes 128,8192 --hidden 4096 --intermediate 14336
 
 A layer is an all-gather + matmul, a ReLU and a matmul + reduce-scatter, as SGLang and torchtitan call them. Each line
-has microseconds of a layer: of the host, which launches a round without waiting, and of the device, behind a sleep that
+has microseconds of a layer: of the host, which launches a round without waiting, and of the device, after a sleep that
 lets the host run ahead; the median of the rounds, the slowest rank's. Results are compared with float64 once. Between
 CPU ranks, where torch has no ops, one clock measures both.
 """

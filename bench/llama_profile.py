@@ -58,7 +58,7 @@ def intervals(kernels: Sequence[Kernel]) -> list[Interval]:
 
 
 def forward_layer(kernels: Sequence[Kernel]) -> list[Interval]:
-    """A layer of the forward, from behind one attention to the next, in the middle; empty without two of them."""
+    """A layer of the forward, from after one attention to the next, in the middle; empty without two of them."""
     ends = [k.end for k in kernels if any(word in k.name for word in _ATTENTION)]
     if len(ends) < 2:
         return []

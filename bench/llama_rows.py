@@ -66,7 +66,7 @@ def measure_case(
             say(f"    {case}, {name}: compiled in {time.perf_counter() - begin:.0f} s")
     times: dict[str, list[list[float]]] = {name: [] for name in made}
     votes: dict[str, list[tuple[VoteCounts, VoteCounts]]] = {name: [] for name in made}
-    for name in list(made) * 3:  # by turns
+    for name in list(made) * 3:  # alternately
         begun = made[name].voted()
         times[name] += _series(made[name], steps, device)
         votes[name].append((begun, made[name].voted()))
@@ -104,7 +104,7 @@ def _votes(series: Sequence[tuple[VoteCounts, VoteCounts]]) -> dict[str, float] 
     """Of the timed steps: graphs that voted, those of them that did not wait, and microseconds of the host for each.
 
     Args:
-        series: what had been counted in front of a contender's series of steps and behind it; counts are of a process.
+        series: what had been counted before a contender's series of steps and after it; counts are of a process.
     """
     if not (count := sum(ended.count - begun.count for begun, ended in series)):
         return None

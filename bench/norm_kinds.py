@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 bench/norm_kinds.py [--rows 1 16] [--hidden 4096] [--kinds usual LayerNorm]
 
-Median of CUDA graphs of 50 calls (between CPU ranks of 5 eager ones), behind a kernel that writes the input, of the
+Median of CUDA graphs of 50 calls (between CPU ranks of 5 eager ones), after a kernel that writes the input, of the
 slowest rank. Prints a markdown table of microseconds, and how many times the first one's each is.
 """
 

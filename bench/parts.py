@@ -63,7 +63,7 @@ def summed(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def after_producer(x: Tensor, source: Tensor, call: Callable[[], Sequence[Tensor]]) -> Call:
-    """``call`` behind a kernel that writes its input ``x``: as in a model, and as ops in place need it."""
+    """``call`` after a kernel that writes its input ``x``: as in a model, and as ops in place need it."""
 
     def produce_and_call(i: int) -> Sequence[Tensor]:
         x.copy_(source)

@@ -76,7 +76,7 @@ def graphs_of(form: Form) -> list[fx.Graph]:
 
 def count_collectives(graph: fx.Graph) -> int:
     """How many unfused collectives the graph has."""
-    # An op that writes to its arguments stands behind an operator of higher order.
+    # An op that writes to its arguments stands after an operator of higher order.
     ops = [
         n.args[0] if isinstance(n.target, torch._ops.HigherOrderOperator) else n.target for n in graph.nodes
     ]

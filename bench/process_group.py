@@ -4,7 +4,7 @@ torchrun --nproc-per-node 2 bench/process_group.py
 torchrun --nproc-per-node 2 bench/process_group.py --sizes 2048,1048576 --width 256
 
 Each line has microseconds of dist.all_reduce in place: of the host, which launches a round without waiting; of the
-device, eager, behind a sleep that lets the host run ahead; and in a CUDA graph. The last lines have those of a training
+device, eager, after a sleep that lets the host run ahead; and in a CUDA graph. The last lines have those of a training
 step of a small model in DDP. The median of the rounds, the slowest rank's; every sum is compared with what it must be.
 Between CPU ranks one clock measures all. NCCL (gloo) comes first, as without weft, and again beside weft's group.
 """

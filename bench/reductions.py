@@ -43,9 +43,9 @@ def expected_norm(total: Tensor, terms: Tensor, given: Sequence[Tensor], world: 
     residual, weight = given
     dtype, sums, terms = residual.dtype, total + residual, terms + residual.double().abs()
     scale = (sums.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
-    # Behind the sums: the scale, which their errors move by less, the product with it, that with the weight.
+    # After the sums: the scale, which their errors move by less, the product with it, that with the weight.
     normed = of_sums(sums * scale, terms * scale.abs(), world + 3, dtype)
-    # The mean's sum is made in float32, in any order: a rounding for each of its terms, half of it behind the root.
+    # The mean's sum is made in float32, in any order: a rounding for each of its terms, half of it after the root.
     normed.allowed.add_(normed.reference.abs(), alpha=sums.shape[-1] / 2 * torch.finfo(torch.float32).eps / 2)
     return [normed, of_sums(sums, terms, world, dtype)]
 
@@ -56,7 +56,7 @@ def expected_layer_norm(total: Tensor, terms: Tensor, given: Sequence[Tensor], w
     dtype, sums, terms = residual.dtype, total + residual, terms + residual.double().abs()
     away = sums - sums.mean(-1, keepdim=True)
     scale = (away.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
-    # As above, and behind it the bias. The mean is off by as much as the sums are.
+    # As above, and after it the bias. The mean is off by as much as the sums are.
     sizes = (terms + terms.mean(-1, keepdim=True)) * scale.abs() + bias.double().abs()
     normed = of_sums(away * scale + bias, sizes, world + 4, dtype)
     normed.allowed.add_(sizes, alpha=sums.shape[-1] / 2 * torch.finfo(torch.float32).eps / 2)

@@ -56,7 +56,7 @@ def result_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def keep_under_its_date(path: Path) -> None:
-    """A results file of this name gets its date behind the name."""
+    """A results file of this name gets its date after the name."""
     if path.exists():
         # No parser: what was measured just now is not to be lost over a file that was cut off.
         date = re.search(r'"date": "([\d-]+)[ T](\d+):(\d+)', path.read_text())
@@ -64,7 +64,7 @@ def keep_under_its_date(path: Path) -> None:
 
 
 def write(rows: list[dict[str, Any]], meta: dict[str, Any], folder: Path) -> list[Path]:
-    """One file for each op that was measured; what stood there is kept, with its date behind its name."""
+    """One file for each op that was measured; what stood there is kept, with its date after its name."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for op in sorted({row["op"] for row in rows}):

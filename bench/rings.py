@@ -8,7 +8,7 @@ clock measures all. Each contender's result is compared.
 - Batches: as many tensors of so many bytes go to the right rank, each with its signal and wait: by ``put`` one after
   the other, by ``batch_signal``, ``batch_put`` and ``batch_wait``, and by NCCL's (gloo's) ``batch_isend_irecv``.
 - Products: all_gather(x) @ w with x [M / W, K] and w [K, N]: the ring of ``examples/registered.py``, whose blocks
-  travel while others are multiplied; ``fused_all_gather_matmul``; the group's all-gather in front of ``mm``.
+  travel while others are multiplied; ``fused_all_gather_matmul``; the group's all-gather before ``mm``.
 """
 
 from __future__ import annotations

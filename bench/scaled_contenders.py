@@ -2,7 +2,7 @@
 
 - mm: ``torch._scaled_mm`` of all rows alone; of blocks torch's product with such scales, where it has one (Hopper, CUDA
   12.9), else ``torch._scaled_mm`` with tensor-wise ones: no sum of its kind.
-- collective: the group's own in front of it or behind it; scales of rows and of blocks are gathered by one more.
+- collective: the group's own before it or after it; scales of rows and of blocks are gathered by one more.
 - torch: ``torch.ops.symm_mem``'s op, on GPUs; it has no block-wise scales.
 - weft, and exact: without fast accumulation; bf16: weft's op of what the operands stand for, in bfloat16.
 

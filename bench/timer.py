@@ -76,7 +76,7 @@ def order(contenders: int, number: int) -> list[int]:
     """The contenders' indices in the order in which round ``number`` times them.
 
     What follows a long product is slower, by up to 6 %, as the power is what limits it. So in ``contenders - 1`` rounds
-    one behind the other each contender follows each other one once; the first of a round follows the last of the round
+    one after the other each contender follows each other one once; the first of a round follows the last of the round
     before. The last contender keeps its place, all others turn by one a round.
     """
     if contenders < 2:

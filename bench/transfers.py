@@ -4,7 +4,7 @@ torchrun --nproc-per-node 2 bench/transfers.py
 torchrun --nproc-per-node 2 bench/transfers.py --sizes 4096,1048576 --plain
 
 Each line has microseconds of a transfer, the median of the rounds and the slower rank's, in a CUDA graph of many (with
---plain in eager calls behind a sleep that lets the host run ahead): one way from rank 0 to rank 1, or both ways at
+--plain in eager calls after a sleep that lets the host run ahead): one way from rank 0 to rank 1, or both ways at
 once. All contenders may be repeated without a barrier: the receiver knows when the data are there, the sender when they
 may be overwritten. "put x2" writes to two tensors in turn; "copy" is the copy engine alone, which tells nobody. Every
 contender's data are compared. Between CPU ranks one clock measures all, and gloo stands for NCCL.
@@ -180,7 +180,7 @@ def _contenders(device: torch.device) -> dict[str, Callable[[Pair], Run]]:
 
 
 def timed_calls(run: Run, calls: int, device: torch.device, ahead: int) -> float:
-    """Microseconds of one of the ``calls`` that ``run`` makes, behind a sleep of ``ahead`` cycles."""
+    """Microseconds of one of the ``calls`` that ``run`` makes, after a sleep of ``ahead`` cycles."""
     times = []
     for _ in range(ROUNDS + 2):
         dist.barrier()

@@ -84,7 +84,7 @@ def ring_all_gather_matmul(x: Tensor, w: Tensor, ring: Ring) -> Tensor:
 
 
 class Stage:
-    """A rank's part of a pipeline: it gets activations from the rank before and gradients from the one behind."""
+    """A rank's part of a pipeline: it gets activations from the rank before and gradients from the one after."""
 
     def __init__(self, layer: torch.nn.Module, like: Tensor, group: dist.ProcessGroup) -> None:
         self.layer, self.rank, self.last = layer, group.rank(), group.size() - 1

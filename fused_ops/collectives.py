@@ -17,7 +17,7 @@ from .ops import all_gather, reduce_scatter
 def one_shot_all_gather(
     x: Tensor, gather_dim: int, group: Group = None, *, out: Tensor | None = None
 ) -> Tensor:
-    """``all_gather(x, gather_dim)``: all ranks' x, one behind the other along a dimension.
+    """``all_gather(x, gather_dim)``: all ranks' x, one after the other along a dimension.
 
     >>> import torch, torch.distributed as dist
     >>> from weft.fused_ops import one_shot_all_gather

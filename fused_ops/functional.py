@@ -35,7 +35,7 @@ def fused_all_gather_matmul(
     >>> torch.testing.assert_close(y, A @ w)
 
     On CUDA a few SMs push the local shard to the peers while the rest compute; tiles of remote rows start as their data
-    arrives. Small inputs are exchanged in one shot in front of cuBLAS, and what cannot or should not be fused runs
+    arrives. Small inputs are exchanged in one shot before cuBLAS, and what cannot or should not be fused runs
     over the group's own backend: ``last_plan`` says which. Along the last dimension the ranks' parts of a product are
     summed in float32, in rank order, and rounded once: the same bits in every run, and on ranks with equal Bs.
 
@@ -98,9 +98,9 @@ def fused_matmul_reduce_scatter(
     >>> torch.testing.assert_close(y, total.chunk(W)[rank])
 
     On CUDA finished tiles are stored in the memory of the rank that owns them; each rank computes its local tiles a
-    wave later and adds what has arrived, bias and residual. Small outputs are exchanged in one shot behind cuBLAS.
+    wave later and adds what has arrived, bias and residual. Small outputs are exchanged in one shot after cuBLAS.
     Partial products are summed in float32, in rank order: the same bits in every run. ``bias`` and ``residual`` are
-    added to that sum, for "avg" behind the division, before it is rounded: once, by every kernel as it writes the
+    added to that sum, for "avg" after the division, before it is rounded: once, by every kernel as it writes the
     result, those of float32 on CUDA too. (Where the call runs unfused, the backend has rounded its sum before.)
 
     Differentiable. Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes, but for
@@ -230,7 +230,7 @@ def one_shot_all_reduce_(x: Tensor, reduce_op: ReduceOp, group: Group = None) ->
 
 
 def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: ReduceOp, group: Group = None) -> Tensor:
-    """``all_reduce(A @ B, reduce_op)``: overlapped where one kernel takes it, else one behind the other.
+    """``all_reduce(A @ B, reduce_op)``: overlapped where one kernel takes it, else one after the other.
 
     >>> import torch, torch.distributed as dist
     >>> from weft.fused_ops import fused_matmul_all_reduce

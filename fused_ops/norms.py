@@ -1,4 +1,4 @@
-"""All-reduces with the norm behind them, as functions; functional.py has the others."""
+"""All-reduces with the norm after them, as functions; functional.py has the others."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def fused_all_reduce_rms_norm_quant(
     True
 
     One kernel on CUDA. The norm is rounded to the dtype of x before it is quantised in float32: numbers and scales are
-    bit for bit those of the steps behind ``fused_all_reduce_rms_norm``, whose divisions are rounded correctly.
+    bit for bit those of the steps after ``fused_all_reduce_rms_norm``, whose divisions are rounded correctly.
     ``largest`` is that of out_dtype; what is beyond it becomes it. By ``scale_op``:
 
     - "reciprocal", as in vLLM: ``normed * (1 / scale)``; the scale of a row is ``max(amax / largest, smallest)``.

@@ -34,7 +34,7 @@ def leave_out_measurements() -> None:
     guards.profile_guard_manager = lambda *args: 0.0
     # Expressions that guards have in common are looked for, longer than it takes to evaluate them.
     guards.PyExprCSEPass = _LeftAsTheyAre
-    # Garbage is looked for, 10 ms behind each compilation, and graphs are printed for a trace that nobody keeps.
+    # Garbage is looked for, 10 ms after each compilation, and graphs are printed for a trace that nobody keeps.
     dynamo_config.run_gc_after_compile = False
     graph_compile._log_joint_graph = lambda *args: None
     graph_compile._log_fw_bw_graphs = lambda *args: (None, None)

@@ -21,7 +21,7 @@ from weft import fused_ops, symm_mem
 
 ROOT = Path(__file__).parent.parent
 MODULES = {"fused_ops": fused_ops, "symm_mem": symm_mem}
-# The group broken by one example must not fail all that come behind it only after minutes.
+# The group broken by one example must not fail all that come after it only after minutes.
 DEADLINE = 30.0  # seconds
 
 
@@ -84,7 +84,7 @@ def test_the_example_runs(name: str) -> None:
 
 @pytest.mark.parametrize("name", public())
 def test_there_is_an_example(name: str) -> None:
-    """Behind the first paragraph, which says what it is; what else there is to say comes after."""
+    """After the first paragraph, which says what it is; what else there is to say comes after."""
     doc = inspect.cleandoc(public()[name].__doc__ or "")
     assert doc, "has no docstring"
     paragraphs = doc.split("\n\n")

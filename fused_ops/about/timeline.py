@@ -102,7 +102,7 @@ def _synchronize() -> None:
 
 
 def _spans(profiled: profile, rank: int) -> list[tuple[str, str, str, int, int]]:
-    """In the order in which they are drawn: what is inside of another one behind it."""
+    """In the order in which they are drawn: what is inside of another one after it."""
     results = profiled.profiler
     assert results is not None and results.kineto_results is not None
     start = results.kineto_results.trace_start_ns()

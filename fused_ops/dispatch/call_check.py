@@ -4,9 +4,9 @@ Twice a call: its arguments, and the plan that was made of them, before anything
 what they lead to: ranks may lay out their own operands as they like, unless one of them then runs another algorithm
 than the others. Sizes that no rank sends are compared where they choose the kernel alone (``Op.own_dims``).
 
-A first call is the first of its op on a heap, or behind a reset. Ranks that make the same calls come to it together,
+A first call is the first of its op on a heap, or after a reset. Ranks that make the same calls come to it together,
 and it never takes the fast path: a call like it was not made before. A rank that makes another call instead is waited
-for up to the group's deadline. What ranks compile comes behind the comparison, with a deadline of its own
+for up to the group's deadline. What ranks compile comes after the comparison, with a deadline of its own
 (``Heap.prepare``).
 """
 

@@ -20,7 +20,7 @@ def graph_of(stream: int) -> int:
 
 
 class CallLine:
-    """Calls that run one behind the other: a thread's, the eager ones or those in one graph."""
+    """Calls that run one after the other: a thread's, the eager ones or those in one graph."""
 
     def __init__(self) -> None:
         self._event: torch.cuda.Event | None = None
@@ -30,9 +30,9 @@ class CallLine:
         """No call yet."""
         self.graph = graph
         self.several = several  # of a graph: its calls are ordered
-        #: Of calls that were made while there was room for all, with no event behind them.
+        #: Of calls that were made while there was room for all, with no event after them.
         self.streams: set[int] = set()
-        self._last: int | None = None  # stream on which the last call ended, if the event is behind it
+        self._last: int | None = None  # stream on which the last call ended, if the event is after it
 
     def wait(self, stream: int) -> None:
         """Nothing more on ``stream`` until the last calls have ended."""
@@ -45,7 +45,7 @@ class CallLine:
                 self._put_in_front(stream)
 
     def alone(self, stream: int, room: int) -> None:
-        """A call on ``stream`` with nothing put behind. What streams hold that have been forgotten comes before it."""
+        """A call on ``stream`` with nothing put after. What streams hold that have been forgotten comes before it."""
         if self._last is not None or (stream not in self.streams and len(self.streams) >= room):
             self.wait(stream)
             self._last = None
@@ -99,16 +99,16 @@ class GraphLine:
         self._event.record(stream)
 
     def leave(self, stream: int) -> None:
-        """No graph is left: a call on ``stream`` comes behind those that used the event."""
+        """No graph is left: a call on ``stream`` comes after those that used the event."""
         if self._used:
             self._used = False
             self._event.wait(stream)
 
     def enter_graph(self, stream: int) -> None:
-        """In front of the first call in a graph."""
+        """Before the first call in a graph."""
         self._event.wait_in_graph(stream)
         self._node = None
 
     def end_in_graph(self, stream: int) -> None:
-        """Behind each call in it."""
+        """After each call in it."""
         self._node = self._event.record_in_graph(stream, self._node)

@@ -32,7 +32,7 @@ def known_name(group: Group) -> str | None:
         return group.group_name
     try:
         return group_name(group)
-    except (TypeError, ValueError):  # in its turn, after the arguments in front of it
+    except (TypeError, ValueError):  # in its turn, after the arguments before it
         return None
 
 

@@ -93,7 +93,7 @@ def may_take_fast_path(x: Any) -> bool:
 
 
 class Launcher(Protocol):
-    """What a kernel leaves behind for more calls of one kind."""
+    """What a kernel keeps for more calls of one kind."""
 
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
@@ -231,7 +231,7 @@ def run_fast(
         plan.this_thread.plan = ready.plan
         ready.launcher.call(tensors, results, found.timeout_ns, stream)
     else:
-        # Noted only now that nothing is left in front of the launch: errors identify calls by the number of launches.
+        # Noted only now that nothing is left before the launch: errors identify calls by the number of launches.
         workspace.raise_if_broken(op, 2, ready.grids)  # inside this and the op's own function
         plan.this_thread.plan = ready.plan
         try:

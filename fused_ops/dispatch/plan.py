@@ -39,11 +39,11 @@ class Plan:
     Attributes:
         algorithm: "none" before the first call, then one of
 
-            - "unfused": the group's own collective, behind or in front of the matmul.
+            - "unfused": the group's own collective, after or before the matmul.
             - "host": CPU ranks; a thread copies, or every rank writes to every rank.
             - "push": CUDA; the thread blocks of weft's kernel send.
             - "two_kernels": CUDA; a matmul of cuBLAS, then weft's all-reduce.
-            - "one_shot": CUDA; every rank sends to every rank at once, in front of or behind a matmul of cuBLAS, or, of
+            - "one_shot": CUDA; every rank sends to every rank at once, before or after a matmul of cuBLAS, or, of
               few rows that are all-reduced, in the kernel that multiplies.
             - "copy_engine": CUDA; the GPU's copy engines send, a Triton kernel multiplies (float32 all-gathers) or
               torch's scaled product, each rank's rows when they are there.
@@ -148,8 +148,8 @@ def ran(plan: Plan) -> None:
 def forced(algorithm: str) -> Iterator[None]:
     """Inside the body every call that can takes ``algorithm``, profitable or not.
 
-    It is "unfused", "fused", or, of the fused ones, that of 16-bit all-gathers in front of matmuls and reduce-scatters
-    behind them: "push" or "one_shot"; in front of scaled ones also "copy_engine". Calls that cannot take this one take
+    It is "unfused", "fused", or, of the fused ones, that of 16-bit all-gathers before matmuls and reduce-scatters
+    after them: "push" or "one_shot"; before scaled ones also "copy_engine". Calls that cannot take this one take
     another that is fused.
 
     Calls of all threads do: the backward of a forward in the body runs in another one. Of bodies that threads are in at

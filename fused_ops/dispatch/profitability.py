@@ -229,7 +229,7 @@ def expected_gain(candidate: FusionCandidate) -> float:
 
 def gain_of_joining(candidate: FusionCandidate, depths: Sequence[int]) -> float:
     """Microseconds that a matmul_all_reduce saves over several products, of so many columns of A each, with an
-    all-reduce of weft's behind their sum."""
+    all-reduce of weft's after their sum."""
     c = candidate
     fused, reduced = predicted_us(c), predicted_us(replace(c, op="all_reduce", k=0))
     if fused is None or reduced is None:
@@ -285,7 +285,7 @@ def _matmul_all_reduce_us(candidate: FusionCandidate, spec: DeviceSpec) -> float
 
 
 def hidden_us(candidate: FusionCandidate) -> float:
-    """Microseconds of the shorter of sending and multiplying, which is hidden behind the other.
+    """Microseconds of the shorter of sending and multiplying, which is hidden by the other.
 
     Sending takes bytes / link, multiplying m * n * k / rate; the link and the rate are constants of the device type.
     Launches and how well either runs are left out.

@@ -81,14 +81,14 @@ class Staging:
             self._why.append(f"{name} does not lie in rows")
         elif (behind := _address_of(seen) % _ALIGNMENT) != 0:
             memory = empty_like(x)
-            self._why.append(f"{name} begins {behind} bytes behind a multiple of {_ALIGNMENT}")
+            self._why.append(f"{name} begins {behind} bytes after a multiple of {_ALIGNMENT}")
         else:
             return seen
         self._copies.append((memory, x))
         return shaped(memory)
 
     def copy(self) -> None:
-        """Fill what was taken. To be called once: on the stream of the kernel, in front of it."""
+        """Fill what was taken. To be called once: on the stream of the kernel, before it."""
         for memory, x in self._copies:
             memory.copy_(x)
 

@@ -1,7 +1,7 @@
 """Stream order: calls that one thread makes on several streams of a GPU run one after the other, in call order.
 
 A kernel of weft keeps its SMs while it waits for a peer. Say rank 0 runs a call of stream 1 on all of them and rank 1 a
-call of stream 2: neither has room for the call that the other one waits for, nor for a matmul in front of it. So a call
+call of stream 2: neither has room for the call that the other one waits for, nor for a matmul before it. So a call
 on another stream than the thread's last one begins, on the GPU, when that one has ended. Collectives of a ProcessGroup
 do the same, as they share one stream; other work on the streams is not ordered.
 
@@ -21,7 +21,7 @@ nothing is enqueued for that, and a cached call (fast_path.py) says so. A stream
 while, such as that of a warm-up, is forgotten; so is a graph that is gone.
 
 torch's own streams live as long as the process. An external one (torch.cuda.ExternalStream) may be destroyed at any
-moment, and its handle then be another stream's. So no external stream is touched behind its call, the event is put
+moment, and its handle then be another stream's. So no external stream is touched after its call, the event is put
 there at once; no handle of one is compared; and what is kept for one is kept by its id, which is no other stream's.
 """
 
@@ -41,12 +41,12 @@ from ...symm_mem.heap.captured import CapturedGraph
 from .call_lines import FAILED, CallLine, GraphLine, graph_of
 from .plan import num_sms, on
 
-#: What a call does on its stream in front of its launches, or behind them; None: nothing.
+#: What a call does on its stream before its launches, or after them; None: nothing.
 StreamStep: TypeAlias = Callable[[int], None] | None
 
 # SMs on which no call may count: clusters do not fit into all of a GPU at once.
 _SPARE = 4
-_WINDOW = 1000  # calls, behind which a stream without one is forgotten
+_WINDOW = 1000  # calls, after which a stream without one is forgotten
 
 
 def stream_and_graph(device: torch.device) -> tuple[int, int]:
@@ -122,7 +122,7 @@ class StreamOrder:
         self._mine = _Mine()
 
     def steps(self, stream: int, *, external: bool = False) -> tuple[StreamStep, StreamStep]:
-        """In front of and behind the launches of calls on ``stream``, until ``invalidate_calls``."""
+        """Before and after the launches of calls on ``stream``, until ``invalidate_calls``."""
         if self._graphs:
             return self._begin_beside_graphs, self._end_beside_graphs
         if external:
@@ -142,7 +142,7 @@ class StreamOrder:
         mine.eager.alone(stream, self._room)
 
     def _behind_last(self, stream: int) -> None:
-        """What is launched on ``stream`` from here on comes behind the thread's last call."""
+        """What is launched on ``stream`` from here on comes after the thread's last call."""
         mine = self._mine
         mine.replays.leave(stream)
         mine.eager.wait(stream)
@@ -195,8 +195,8 @@ class StreamOrder:
 
     @contextmanager
     def captured(self, stream: int, graph: int) -> Iterator[None]:
-        """The body's launches come behind those of the thread's last call in the same graph; if nothing is reserved
-        for replays, in each behind the thread's last call or graph."""
+        """The body's launches come after those of the thread's last call in the same graph; if nothing is reserved
+        for replays, in each after the thread's last call or graph."""
         mine, ordered = self._mine, self._room == 1
         line = mine.captured
         if line.graph != graph:
@@ -227,7 +227,7 @@ def order_of(index: int) -> StreamOrder:
 
 
 def steps_on(index: int, stream: int) -> tuple[StreamStep, StreamStep]:
-    """In front of and behind the launches of calls on the current stream of a CUDA device."""
+    """Before and after the launches of calls on the current stream of a CUDA device."""
     return order_of(index).steps(stream, external=is_external(stream, index))
 
 

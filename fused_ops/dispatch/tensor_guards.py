@@ -2,7 +2,7 @@
 
 Types, sizes, strides, dtypes and devices are compared, and the dispatch keys that tensors and the thread have together:
 these differ in transforms and traces, and for negated, sparse or functional tensors. One by one (fast_path.py), these
-checks take as long as all else in front of a launch. Tangents, streams and what guards overlook of a thread's state are
+checks take as long as all else before a launch. Tangents, streams and what guards overlook of a thread's state are
 checked besides (``likely_call``); addresses are left to the caller.
 """
 

@@ -30,7 +30,7 @@ ONE_SHOT = "one_shot"  #: of one-shot exchanges beside matmuls, of both ops
 #: Of kernels and products beside copy engines, which write it: at the end of each epoch in it ranks check for abort
 #: notices (kernels/device/comm/abort_notice.cuh), which other kernels need not do.
 COPIED = "copied"
-ALL_REDUCE = "all_reduce"  #: of all-reduces, and of norms behind them
+ALL_REDUCE = "all_reduce"  #: of all-reduces, and of norms after them
 GROUP = "process_group"  #: of a process group's own calls, whatever stream or thread they come from
 AROUND_MATMULS = (MATMUL, LL_PROTOCOL, ONE_SHOT, COPIED)  #: where calls around matmuls may take the fast path
 _GRAIN = 1 << 20  # bytes; sizes that differ by less share a workspace

@@ -69,7 +69,7 @@ class TorchImplementation(NamedTuple):
 
 
 class Switch:
-    """Whether the kernels are installed. Behind ``uninstall`` one may still be called: in a TorchDispatchMode torch
+    """Whether the kernels are installed. After ``uninstall`` one may still be called: in a TorchDispatchMode torch
     keeps the kernel that was registered last."""
 
     on = False

@@ -4,7 +4,7 @@ A compiler may drop, merge and move what computes only. One rank's graph is no o
 mode what another one has compiled, so each of these would make ranks meet in different calls. torch has no single word
 for it; an op of weft is kept as torch keeps its own collectives:
 
-- AOTAutograd writes a ``wait_tensor`` behind the op (``_functionalized``). torch drops none whose result is unused, and
+- AOTAutograd writes a ``wait_tensor`` after the op (``_functionalized``). torch drops none whose result is unused, and
   moves no collective to what waits for it. Nothing waits: no code comes of it (``inductor.py``).
 - It neither merges equal calls, nor calls once more in the backward what is not in an activation checkpoint.
 - Inductor takes the ops for collectives, which it leaves in the order of the graph (``inductor.py``).
@@ -97,7 +97,7 @@ def known_to_inductor(fake: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _functionalized(op: OpOverload) -> Callable[..., Any]:
-    """How AOTAutograd writes the op into a graph: as always, and a wait behind it."""
+    """How AOTAutograd writes the op into a graph: as always, and a wait after it."""
 
     def call(mode: FunctionalTensorMode, *args: Any, **named: Any) -> Any:
         _tell_inductor()
@@ -127,7 +127,7 @@ def _written(op: OpOverload, args: Sequence[Any]) -> list[Tensor]:
 
 
 def _mark(op: OpOverload) -> None:
-    """The nodes that were written last, of an op and the wait behind it."""
+    """The nodes that were written last, of an op and the wait after it."""
     mode = get_proxy_mode()
     if mode is None:
         return

@@ -94,9 +94,9 @@ def _refuse_unordered(op: str) -> None:
 
 
 def _of_originals(call: fx.Node) -> bool:
-    """Whether a call was of copies of registered tensors, and is written anew behind itself, of the tensors.
+    """Whether a call was of copies of registered tensors, and is written anew after itself, of the tensors.
 
-    What a tensor held before the call may be needed behind it. torch then copies the tensor and calls the op with the
+    What a tensor held before the call may be needed after it. torch then copies the tensor and calls the op with the
     copy. Peers write to the tensor itself, so here the copy becomes what is kept of it.
     """
     given: Any = call.args[0] if isinstance(call.args[0], list | tuple) else [call.args[0]]
@@ -130,7 +130,7 @@ def _keeps_old(copy: fx.Node) -> bool:
 
 
 def _exchange(copy: fx.Node, call: fx.Node) -> None:
-    """From ``call`` on, which is written anew behind itself, ``copy`` and what it is a copy of change places."""
+    """From ``call`` on, which is written anew after itself, ``copy`` and what it is a copy of change places."""
     (old,) = copy.all_input_nodes
     graph, given, place = call.graph, _views_of(old)[-1], call
     behind, node = {call}, call
@@ -230,7 +230,7 @@ def _is_of_input(x: Any) -> bool:
 
 def _lower_as_strided() -> None:
     """An offset counts from the beginning of a storage, but generated code has an input's address. From 2.13 on torch
-    subtracts an input's offset; before, an op would be called with memory behind the tensor that it is given."""
+    subtracts an input's offset; before, an op would be called with memory after the tensor that it is given."""
     if hasattr(GraphLowering, "symbolic_sizes_strides_storage_offset"):
         return
     as_before = lowerings[_as_strided]

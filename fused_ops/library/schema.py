@@ -57,7 +57,7 @@ lib.define(
     tags=_ANY_STRIDES,
 )
 lib.define(
-    # It writes to what was gathered, for what orders memory: nothing may read that behind it.
+    # It writes to what was gathered, for what orders memory: nothing may read that after it.
     "all_gather_release(Tensor started, Tensor(a!) gathered, str group_name, *, int? group_size=None) -> ()",
     tags=_ANY_STRIDES,
 )

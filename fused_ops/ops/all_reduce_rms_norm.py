@@ -223,7 +223,7 @@ def run_norm(
 
 
 def _of_shape(x: Tensor, results: list[Tensor]) -> list[Tensor]:
-    """Results of two dimensions, with those of x in front of the last one."""
+    """Results of two dimensions, with those of x before the last one."""
     return [r.view(*x.shape[:-1], r.shape[-1]) for r in results]
 
 

@@ -35,7 +35,7 @@ QuantResult: TypeAlias = "tuple[Tensor, Tensor | None, Tensor]"
 
 
 class AllReduceRmsNormQuantCall(NamedTuple):
-    """``out_dtype`` and ``smallest`` are there behind validation, but for the latter beside a scale."""
+    """``out_dtype`` and ``smallest`` are there after validation, but for the latter beside a scale."""
 
     x: Tensor
     residual: Tensor | None

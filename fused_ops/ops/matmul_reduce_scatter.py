@@ -230,9 +230,9 @@ def _on_cpu(choice: Choice, where: Heap, call: MatmulReduceScatterCall) -> Tenso
 
 
 def _parts(A: Tensor, dim: int, size: int) -> Tensor:
-    """A as [L, W, m, K]: rows of part w, for each index in front of the scattered dimension.
+    """A as [L, W, m, K]: rows of part w, for each index before the scattered dimension.
 
-    Where nothing is in front of it, L may be what is behind it, but for the last rows: they are then all that must lie
+    Where nothing is before it, L may be what is after it, but for the last rows: they are then all that must lie
     evenly. Asked of the shape, never of the strides: L and m must be the same on all ranks.
 
     Raises:

@@ -86,7 +86,7 @@ def scale_of_B(kind: ScaleKind, b: Tensor, k: int, n: int) -> Tensor:
 def why_unfused(products: ScaledProducts, what: str) -> str:
     """Why a call whose kernel is not profitable runs unfused."""
     if products.torch_has_blocks and products.kind is ScaleKind.BLOCKS:
-        return f"torch's product with block-wise scales beside the collective should be faster for what is {what}"
+        return f"torch's product with block-wise scales next to the collective should be faster for what is {what}"
     return f"too little is {what}"
 
 

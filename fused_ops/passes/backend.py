@@ -70,7 +70,7 @@ def compile(  # noqa: A001
     >>> y = weft.compile(model, mode="max-autotune-no-cudagraphs", dynamic=False)(x, w)
     >>> torch.testing.assert_close(y, model(x, w))
 
-    Without a model it decorates: ``@weft.compile(fullgraph=True)``. The pass runs behind those that Inductor would run
+    Without a model it decorates: ``@weft.compile(fullgraph=True)``. The pass runs after those that Inductor would run
     in its place: of ``options``, else of ``torch._inductor.config.post_grad_custom_post_pass``.
 
     Args:
@@ -98,7 +98,7 @@ def compile(  # noqa: A001
     if fusion is not None and not isinstance(fusion, FusionPass):
         raise TypeError(f"fusion: is {fusion!r}, must be a FusionPass")
     if fusion is not None and for_pass:
-        raise TypeError(f"{next(iter(for_pass))}: is given beside fusion, which has settings of its own")
+        raise TypeError(f"{next(iter(for_pass))}: is given with fusion, which has settings of its own")
     chosen, given = _settings_of(for_pass, options or {})
     resolved = _with_pass(mode, given, fusion or _pass_of(chosen), dynamic=settings.get("dynamic"))
     return torch.compile(model, options=resolved, **for_torch)
@@ -121,7 +121,7 @@ def weft_backend(
         graph: Dynamo's.
         inputs: its inputs.
         mode: as torch.compile takes it, which takes none beside options.
-        options: Inductor's, and those of FusionPass behind "weft.": ``{"weft.fuse": "always"}``.
+        options: Inductor's, and those of FusionPass after "weft.": ``{"weft.fuse": "always"}``.
 
     Raises:
         ValueError, TypeError: as ``weft.compile``. torch.compile wraps them in a BackendCompilerFailed.
@@ -232,7 +232,7 @@ def _pass_of(settings: Mapping[str, Any]) -> FusionPass:
 def _with_pass(
     mode: str | None, options: Mapping[str, Any], fusion: FusionPass, *, dynamic: bool | None = None
 ) -> dict[str, Any]:
-    """Inductor's options, with the pass behind what they, or Inductor's configuration, have in its place."""
+    """Inductor's options, with the pass after what they, or Inductor's configuration, have in its place."""
     import torch._inductor
 
     known = set(torch._inductor.list_options()) | {"guard_filter_fn", "use_aoti"}

@@ -69,7 +69,7 @@ class FusionPass(OnePass, CustomGraphPass):
 
     What is not exactly the function that a fused op computes is left alone, and the report says why. Exactly, but for
     rounding: a sum of products may be summed in another order, and in float32 where it was rounded between; a norm is
-    taken in float32 and rounded once; a bias and a residual behind a reduce-scatter are added before it is rounded. A
+    taken in float32 and rounded once; a bias and a residual after a reduce-scatter are added before it is rounded. A
     number 0 that is added or taken away (Python's ``sum`` begins with one) and a factor or divisor of 1 are left out.
     So the sign of a zero may differ. A scale of fp8 that is an input of one number is taken to be the same on all
     ranks.
@@ -105,7 +105,7 @@ class FusionPass(OnePass, CustomGraphPass):
             gather again in the backward, inside of the product. It needs less memory, and more time.
         collectives: all-gathers and reduce-scatters that are fused with no matmul become ``one_shot_all_gather`` and
             ``one_shot_reduce_scatter``: True whatever their size is, "auto" where that was measured to be faster, and
-            neither ``reorder`` nor Inductor's ``reorder_for_compute_comm_overlap`` is to hide them. One behind which
+            neither ``reorder`` nor Inductor's ``reorder_for_compute_comm_overlap`` is to hide them. One after which
             something is computed before it is waited for, and several that are coalesced, are left alone: their
             group's own backend runs them beside that and each other.
         sequence_parallel: an all-reduce and what follows it row by row, such as a residual and a norm, become a
@@ -283,7 +283,7 @@ class FusionPass(OnePass, CustomGraphPass):
         nodes = list(collectives(graph))
         fields = {n: fields_of(n, number) for n in nodes}
         entries = {n: Entry(**fields[n], reason=reason) for n, reason in left.items()}
-        # Reductions first, but for those that leave their product to the gather in front of it.
+        # Reductions first, but for those that leave their product to the gather before it.
         orders, late = [], yielding([n for n in nodes if n not in entries], self._find_product)
         for node in sorted(nodes, key=lambda n: 2 if n in late else "gather" in kind_of(n)):
             if node not in entries and (order := self._fuse(node, fields, entries, why_not)) is not None:

@@ -89,7 +89,7 @@ class Regather(PassSettings, CustomGraphPass):
 
 
 def joint_options(settings: PassSettings, others: Any = None) -> dict[str, Any]:
-    """Inductor's option for what ``regather`` and ``sequence_parallel`` ask for, behind ``others``, to which it is set;
+    """Inductor's option for what ``regather`` and ``sequence_parallel`` ask for, after ``others``, to which it is set;
     empty without these."""
     passes: list[Any] = [JointRows(**settings)] if settings.sequence_parallel else []
     passes += [Regather(**settings)] if settings.regather else []

@@ -88,7 +88,7 @@ def _why_copied(found: Pattern) -> str | None:
 
 
 def _ends_late(wait: fx.Node) -> bool:
-    """Whether what is waited for is only returned, and a product stands behind it."""
+    """Whether what is waited for is only returned, and a product stands after it."""
     if any(user.op != "output" for user in wait.users):
         return False
     behind = wait.next

@@ -53,7 +53,7 @@ def put_into_file(report: Callable[[], Report]) -> None:
 
 
 def write_reports() -> None:
-    """Writes the file anew. A pass does so behind each graph, too: a server's ranks end without a last word."""
+    """Writes the file anew. A pass does so after each graph, too: a server's ranks end without a last word."""
     path = os.environ.get(VARIABLE)
     if not path or not _reports:
         return

@@ -153,7 +153,7 @@ def choose_one_shot_gather(problem: AllGatherMatmulProblem) -> OneShotConfig | N
 
 
 def estimate_one_shot_gather_us(problem: AllGatherMatmulProblem) -> float:
-    """Microseconds: nothing is hidden behind anything. Against products that take much longer than the sending, which a
+    """Microseconds: nothing hides anything. Against products that take much longer than the sending, which a
     kernel that does both hides best, it was measured to lose 2 to 4 % of them more than the sum says (8b.upgate up to
     M = 2048, bench/results/h200-x2-choices.txt); longer ones are taken to lose no larger share."""
     sent, size = problem.moved, problem.world_size

@@ -227,7 +227,7 @@ def choose_one_shot_scatter(problem: MatmulReduceScatterProblem) -> OneShotConfi
 
 
 def estimate_one_shot_scatter_us(problem: MatmulReduceScatterProblem) -> float:
-    """Microseconds: nothing is hidden behind anything."""
+    """Microseconds: nothing hides anything."""
     exchanged = one_shot.exchange_us(problem.moved, problem.world_size)
     slowdown = 1.0 if problem.scaled is None else _SCALED_PRODUCT * problem.scaled.torch_slowdown
     return exchanged + slowdown * gemm_tiles.matmul_us(problem.rows, problem.n, problem.k, problem.spec)

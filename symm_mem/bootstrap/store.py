@@ -2,8 +2,8 @@
 
 A question ends when the process that keeps the store answers, whatever timeout the store has: that bounds ``get``
 alone. A process that is stopped never answers, and meanwhile who asks hears no Ctrl-C. So a thread asks, and whoever
-waits for it leaves it behind at the deadline. What it still asks for is answered, or fails, when the store is heard of
-again; until then others of this process that use the same store stand in line behind it, each up to its own deadline.
+waits for it gives up at the deadline. What it still asks for is answered, or fails, when the store is heard of
+again; until then others of this process that use the same store stand in line after it, each up to its own deadline.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What has broken a group on this rank: one word, one record and one error, which all its workspaces share.
 
-What an expired wait leaves behind is invalid, and so is all that is computed from it, in whatever workspace. So a wait
+What an expired wait leaves is invalid, and so is all that is computed from it, in whatever workspace. So a wait
 that expires in any of them sets one word. Kernels of the group that begin on this rank afterwards send nothing and give
 up their waits at once; the peers miss the data and report this rank. Only the first wait writes the record, and every
 call and ``check`` repeats it until all ranks reset the group. Other groups have words of their own, and go on.

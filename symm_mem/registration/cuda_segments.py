@@ -134,7 +134,7 @@ def _by_ipc(address: int) -> Described:
 
 
 def _by_handles(address: int, size: int) -> Described:
-    """The physical allocations behind these bytes."""
+    """The physical allocations that hold these bytes."""
     keep = _Handles()
     begin = address // _STEP * _STEP
     first = _retained(begin, keep)

@@ -31,7 +31,7 @@ class Seen:
 
     ``error``: class, text and attributes of what its call raised, ``seconds`` after it began, in ``step``; ``again``:
     what the next call said; ``wrong``: steps with a wrong result. ``beside`` and ``after``: the same of the program in
-    another group, and of the one behind a reset. ``child``: what the calls of a forked child have raised.
+    another group, and of the one after a reset. ``child``: what the calls of a forked child have raised.
     ``events``: what it did, by the machine's clock.
     """
 

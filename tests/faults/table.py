@@ -48,7 +48,7 @@ def faults(device: str, deadline: float) -> Iterator[tuple[str, Fault]]:
 
 
 def sees(error: dict[str, Any]) -> str:
-    """What stands behind the names of ranks, flags and lines."""
+    """What stands after the names of ranks, flags and lines."""
     if error["kind"] == "RankMismatch":
         return "RankMismatch on every rank, with both calls"
     if error["kind"] != "PeerTimeout":

@@ -48,7 +48,7 @@ MORE = [
 def differ(rank: int, world_size: int) -> float:
     assert not symm_mem.is_checked()
     for usual, odd, others, mine in [*PAIRS, *MORE]:
-        symm_mem.reset()  # what comes behind it is a first call again
+        symm_mem.reset()  # what comes after it is a first call again
         begin = time.monotonic()
         with pytest.raises(symm_mem.RankMismatch) as error:
             (odd if rank == ODD else usual)()

@@ -87,7 +87,7 @@ def test_an_overlapping_group_goes_on_beside_a_broken_one() -> None:
 
 
 def made_in_part(rank: int, world_size: int) -> None:
-    """A rank comes when the others no longer wait for what is made together: behind a reset all make it once more."""
+    """A rank comes when the others no longer wait for what is made together: after a reset all make it once more."""
     space: Workspace[Layout] = Workspace(get_heap(), Layout(world_size, 4, 1024), "site")
     of_graph = Workspace(get_heap(), Layout(world_size, 4, 1024), "graph", graph=KEPT)
     of_graph.prepared["kernel"] = "captured"
@@ -111,7 +111,7 @@ def made_in_part(rank: int, world_size: int) -> None:
     for _ in range(2):
         come()
     assert made == [rank, "called", "called"]
-    if rank == 0:  # made on a part of the ranks alone, which an error may leave behind, too
+    if rank == 0:  # made on a part of the ranks alone, which an error may leave, too
         symm_mem.set_timeout(0.3)
         space.prepared["late"] = "kernel"
         with pytest.raises(symm_mem.PeerTimeout):

@@ -145,7 +145,7 @@ STEPS = {
 
 
 def interrupted(rank: int, world_size: int, step: str) -> None:
-    """Ctrl-C on one rank in each step: the others hear of it, and behind a reset all have the same registrations."""
+    """Ctrl-C on one rank in each step: the others hear of it, and after a reset all have the same registrations."""
     symm_mem.set_timeout(20)
     (x, gone) = symm_mem.register([torch.zeros(2), torch.zeros(5)])
     before = len(os.listdir("/proc/self/fd"))

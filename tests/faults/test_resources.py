@@ -134,7 +134,7 @@ def test_a_range_that_cannot_be_reserved() -> None:
 
 
 def no_files_at_first(rank: int, world_size: int) -> str:
-    """A rank cannot even say who it is when the heap is made: none until a reset, behind which they try again."""
+    """A rank cannot even say who it is when the heap is made: none until a reset, after which they try again."""
     with ExitStack() as stack:
         if rank == SHORT:
             problem = OSError(errno.EMFILE, os.strerror(errno.EMFILE))

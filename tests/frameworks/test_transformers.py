@@ -86,7 +86,7 @@ def generates(rank: int, size: int, folder: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_generation_by_a_compile_config(folder: Path) -> None:
-    """The prompt runs in eager mode, each token behind it in the compiled graph."""
+    """The prompt runs in eager mode, each token after it in the compiled graph."""
     assert run_ranks(generates, 2, folder, fresh=True, timeout=800) == [FORWARD, FORWARD]
 
 

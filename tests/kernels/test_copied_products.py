@@ -108,7 +108,7 @@ def test_each_rank_multiplies_all_rows(monkeypatch: pytest.MonkeyPatch, kind: st
         AllGatherScaledMatmulCopied(gpus.workspace(rank), calls[rank], [True, False]) for rank in range(W)
     ]
     meant = wide.meant[:, 16:]
-    for turn in range(2):  # in the first one the rows of those behind have not come
+    for turn in range(2):  # in the first one the rows of those after have not come
         for rank, kernel in enumerate(kernels):
             scale = wide.scale[rank * M :][:M].contiguous() if travels else wide.scale
             results = [torch.full((W * M, n), float("nan")).to(BF16) for n in (32, 16)]

@@ -86,7 +86,7 @@ def test_waits_and_posts_are_what_the_protocol_asks_for(op: str, dtype: torch.dt
     assert "globaltimer" in ptx
     assert "multimem" not in ptx
     if op == "matmul_reduce_scatter":
-        # A flag is released behind stores that have arrived, not merely been read.
+        # A flag is released after stores that have arrived, not merely been read.
         order = (
             r"cp\.async\.bulk\.wait_group 0;",
             r"fence\.proxy\.async;",

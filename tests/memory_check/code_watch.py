@@ -106,7 +106,7 @@ class CodeWatch:
                 self._dying.append((name, ref, self._sizes.pop(ref.cdata, 0)))
 
     def settle(self) -> None:
-        """In front of what allocates: what was freed must be gone."""
+        """Before what allocates: what was freed must be gone."""
         for name, ref, size in self._dying:
             if not _comes(ref.expired):
                 self.problems.append(f"the {size} bytes of {name} are still held behind its end")

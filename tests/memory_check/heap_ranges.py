@@ -36,7 +36,7 @@ class HeapRanges:
         """What a gather has brought is there.
 
         Returns:
-            the name of what was in a part of the same place behind its start; None where nothing was.
+            the name of what was in a part of the same place after its start; None where nothing was.
         """
         begin, end, since = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, self._started[token]
         met = [

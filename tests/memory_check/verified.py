@@ -40,7 +40,7 @@ def verified(rank: int, world: int, fn: Callable[..., Any], *args: Any) -> Any:
 
 @contextlib.contextmanager
 def verifying() -> Iterator[None]:
-    """What is compiled verifies itself, in front of everything else that it does and while its code runs."""
+    """What is compiled verifies itself, before everything else that it does and while its code runs."""
     change, key = FusionPass.__call__, FusionPass.uuid
 
     def change_and_verify(self: FusionPass, graph: fx.Graph) -> None:
@@ -76,7 +76,7 @@ def _verify_first(graph: fx.Graph) -> None:
     _graphs[key] = MemoryVerifier(module)
     from weft.fused_ops.library.inductor import lower_as_collective  # it takes seconds outside of Inductor
 
-    lower_as_collective(_verify)  # so that it stays in front of the graph's collectives
+    lower_as_collective(_verify)  # so that it stays before the graph's collectives
     with graph.inserting_before(next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))):
         graph.call_function(_verify, (given, key)).meta["val"] = None
 

@@ -81,11 +81,11 @@ class MemoryVerifier(fx.Interpreter):
         return found
 
     def _leaving(self, node: fx.Node) -> list[AliasSet]:
-        """What lies on the heap, and nothing reads behind this node."""
+        """What lies on the heap, and nothing reads after this node."""
         return [s for s in self._sets.touched(node) if s.pool == HEAP and s.nodes[-1] is node]
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
-        """For each node those whose value nothing uses behind it."""
+        """For each node those whose value nothing uses after it."""
         last: dict[fx.Node, fx.Node] = {}
         for node in self.module.graph.nodes:  # type: ignore[union-attr]
             if node.op not in ("placeholder", "get_attr"):
@@ -140,7 +140,7 @@ class MemoryVerifier(fx.Interpreter):
 
 
 def _dying(lives: LiveBytes) -> dict[fx.Node, list[AliasSet]]:
-    """For each node the sets that nothing needs behind it."""
+    """For each node the sets that nothing needs after it."""
     found: dict[fx.Node, list[AliasSet]] = {}
     for each in lives.sets.sets:
         if each.counted and not each.escapes and (interval := lives.interval(each)) is not None:

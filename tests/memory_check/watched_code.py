@@ -1,6 +1,6 @@
 """Has Inductor's generated code verify its memory: buffers that are used again, or in place, among it.
 
-Behind the graph stands an op that makes no code of its own. When its turn comes, the wrapper that writes the code is
+After the graph stands an op that makes no code of its own. When its turn comes, the wrapper that writes the code is
 known; once that has planned which memory is used again, calls of ``CodeWatch`` are put between its lines.
 
 Which lines a wrapper has differs between torch 2.11 and 2.15, and is known here alone. Code with lines that are not

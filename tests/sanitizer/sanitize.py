@@ -2,7 +2,7 @@
 
 memcheck looks at every access to global and shared memory, TMA copies included; racecheck at shared memory and at the
 fences between the generic proxy and TMA; synccheck at barriers. torch's allocator is told not to keep memory, so that
-each tensor is an allocation of its own, and what lies behind it is out of bounds. The heap is one mapping: inside it
+each tensor is an allocation of its own, and what lies after it is out of bounds. The heap is one mapping: inside it
 an overrun shows in the results, which are compared.
 
 It ends with 0 when no tool has found anything and every result is right. `--broken` stores past the end of a tensor on

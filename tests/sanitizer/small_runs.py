@@ -289,7 +289,7 @@ def matmul_all_reduce(rank: int, size: int, seed: int) -> None:
         Bs = [numbers(seed + 1, r, DTYPES[0], 64, columns) for r in range(size)]
         total = sum(a.float() @ b.float() for a, b in zip(As, Bs, strict=True))
         B = put(Bs[rank].t().contiguous()).t() if by_columns else put(Bs[rank])
-        # By itself a small one of many rows is cuBLAS's, with an all-reduce behind it.
+        # By itself a small one of many rows is cuBLAS's, with an all-reduce after it.
         for algorithm in (nullcontext(), forced("fused")):
             with algorithm:
                 out = fused_matmul_all_reduce(put(As[rank]), B, "sum", dist.group.WORLD)

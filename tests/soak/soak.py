@@ -32,7 +32,7 @@ GRACE = 5.0  # seconds that the other ranks have, once one has failed, to say wh
 ENVIRONMENT = {
     "WEFT_TIMEOUT": "60",
     "OMP_NUM_THREADS": "1",
-    # With 8 queues a stream may wait behind another one's kernel that waits for a peer.
+    # With 8 queues a stream may wait after another one's kernel that waits for a peer.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     # The C library gives threads that meet each other ever more arenas, and each keeps what was freed in it.
     "MALLOC_ARENA_MAX": "2",

@@ -38,7 +38,7 @@ def test_a_change_drops_all_cached_calls(change: str) -> None:
     CHANGES[change](noted)
     assert call_cache.cached_calls is not before and not call_cache.cached_calls
     assert dict(noted) != {1: 2}
-    keep(before, "this", "late")  # it was looked up in front of the change
+    keep(before, "this", "late")  # it was looked up before the change
     assert not call_cache.cached_calls
 
 

@@ -1,4 +1,4 @@
-"""An event of streams and graphs, of a driver that is made up: which nodes a graph gets, and what they come behind."""
+"""An event of streams and graphs, of a driver that is made up: which nodes a graph gets, and what they come after."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STREAM, EVENT = 7, 70
 
 
 class Driver:
-    """``edges``: of each node of the graph that is captured, what it comes behind. ``last``: what the next one does."""
+    """``edges``: of each node of the graph that is captured, what it comes after. ``last``: what the next one does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.edges: dict[str, list[str]] = {}

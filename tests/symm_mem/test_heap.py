@@ -372,7 +372,7 @@ def test_free_list() -> None:
 
 
 def regrouped(rank: int, world_size: int) -> None:
-    """Groups that come and go leave no memory, addresses, descriptors, threads or locks behind."""
+    """Groups that come and go leave no memory, addresses, descriptors, threads or locks."""
     from weft.fused_ops import one_shot_all_reduce
     from weft.symm_mem.heap.registry import _making
 

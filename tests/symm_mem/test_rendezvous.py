@@ -128,7 +128,7 @@ def test_a_try_that_gives_up_leaves_the_token_of_the_next_one_alone(store: Store
     looks = []
 
     def get(key: str) -> bytes:
-        """The next try posts its token behind a look at the key."""
+        """The next try posts its token after a look at the key."""
         found: bytes = store.kept.get(key)
         if aborted.is_set() and key == own:
             looks.append(key)

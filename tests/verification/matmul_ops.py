@@ -32,7 +32,7 @@ def numbers(*shape: int) -> torch.Tensor:
 
 
 def result(want: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a kernel writes to, behind it more rows than a tile has, and what shall stand there."""
+    """What a kernel writes to, after it more rows than a tile has, and what shall stand there."""
     kept = want.new_full((BEHIND, want.shape[-1]), 1.5)
     flat = want.reshape(-1, want.shape[-1])
     return torch.cat([torch.full_like(flat, float("nan")), kept]), torch.cat([flat, kept])
@@ -304,7 +304,7 @@ def uses(
 
 
 def wrong(op: Op, ranks: Matmuls) -> str:
-    """What is wrong behind `uses`; empty if nothing is."""
+    """What is wrong after `uses`; empty if nothing is."""
     if ranks.records.any():
         return f"a wait has expired: {ranks.records.tolist()}"
     if ranks.layout.ll_protocol and ranks.memory[:, ranks.layout.buffer(0) : ranks.layout.staging].any():

@@ -26,7 +26,7 @@ WAIT_FREE = 2  # kind of a record
 
 
 class Ranks:
-    """Control words of each rank, and behind them those of a fault; the one of RANK has a record."""
+    """Control words of each rank, and after them those of a fault; the one of RANK has a record."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
         self.library = library

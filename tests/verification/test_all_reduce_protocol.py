@@ -148,7 +148,7 @@ MISTAKES = {
 def test_many_epochs_in_a_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str | None
 ) -> None:
-    """Launches of one and of many epochs, one behind the other, by blocks of changing sizes."""
+    """Launches of one and of many epochs, one after the other, by blocks of changing sizes."""
     library = compiled(tmp_path, 2, "float32", "sum", MISTAKES.get(mistake or ""))
     layout = ExchangeLayout(2, 128)
     wrong = 0

@@ -158,7 +158,7 @@ def calls_of_changing_size(
         outs = []
         for rank, residual in enumerate(residuals):
             sevens = torch.full_like(residual, 7.0)
-            # Behind each lie rows that must stay.
+            # After each lie rows that must stay.
             rooms = [
                 torch.cat([t, sevens[:1].expand(world_size, -1)])
                 for t in (sevens, sevens, xs[rank], residual)

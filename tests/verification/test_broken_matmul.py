@@ -1,4 +1,4 @@
-"""What an expired wait leaves of a product is not sent by the all-reduce behind it, which has a workspace of its own.
+"""What an expired wait leaves of a product is not sent by the all-reduce after it, which has a workspace of its own.
 
 Both kernels on the CPU, threads as fibers: first the product alone (matmuls.cpp), then the all-reduce (pushes.cpp).
 """

@@ -64,7 +64,7 @@ class Case:
 
 
 def shifted(x: torch.Tensor, shift: int) -> torch.Tensor:
-    """A copy that begins so many elements behind an aligned address, and guards behind it."""
+    """A copy that begins so many elements after an aligned address, and guards after it."""
     memory = torch.full((x.numel() + shift + 1,), 77, dtype=x.dtype)
     memory[shift:-1] = x.reshape(-1)
     return memory[shift:-1]
@@ -201,7 +201,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", [None, *MISTAKES])
 def test_many_epochs_in_a_launch(tmp_path: Path, mistake: str | None) -> None:
-    """Launches of one and of several epochs, one behind the other, by blocks of changing sizes."""
+    """Launches of one and of several epochs, one after the other, by blocks of changing sizes."""
     library = compiled(tmp_path, 2, True, MISTAKES.get(mistake or ""))
     wrong = 0
     for seed in range(30):

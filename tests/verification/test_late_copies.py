@@ -3,7 +3,7 @@
 An all-gather on the CPU: the acquire kernel, copies of the own shard on a stream of their own, a reader on
 the current stream, the end of the epoch. Streams are worked off in any order that they allow. An impatient rank does
 not wait: what stands at the head of a stream runs at any time, and its waits expire. Copies are made whatever became of
-the acquire kernel in front of them, as copy engines do.
+the acquire kernel before them, as copy engines do.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def call(driver: Driver, engine: Any, buffer: int, x: torch.Tensor, out: torch.Tensor) -> None:
-    """Enqueue out = the sum of all ranks' x, as copied_products.py does a product, and what overwrites x behind it."""
+    """Enqueue out = the sum of all ranks' x, as copied_products.py does a product, and what overwrites x after it."""
     gpu = driver.gpu
     with engine.pushing(buffer, x, CHUNK_ROWS, 3):
         for peer in gpu.peers:

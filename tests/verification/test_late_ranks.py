@@ -84,7 +84,7 @@ def chains_of_two_workspaces(
 def chain_of_two_workspaces(
     monkeypatch: pytest.MonkeyPatch, library: Library, seed: int, *, one_group: bool
 ) -> list[bool]:
-    """All-reduces, each of what the one before has given, by turns in two workspaces: those of two ops, say."""
+    """All-reduces, each of what the one before has given, alternately in two workspaces: those of two ops, say."""
     choice = random.Random(seed)
     first = Ranks(library, ExchangeLayout(3, 128))
     spaces = [first, Ranks(library, ExchangeLayout(3, 128), beside=first if one_group else None)]

@@ -1,4 +1,4 @@
-"""The CUDA all-reduce + RMSNorm that writes fp8, on the CPU, threads as fibers: the bits of steps behind the norm."""
+"""The CUDA all-reduce + RMSNorm that writes fp8, on the CPU, threads as fibers: the bits of steps after the norm."""
 
 from __future__ import annotations
 

@@ -304,7 +304,7 @@ def test_epochs_of_both_buffers_scaled(
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
-        # Nothing orders what is sent in front of its flags.
+        # Nothing orders what is sent before its flags.
         (
             "gather-rows",
             (

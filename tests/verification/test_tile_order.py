@@ -66,7 +66,7 @@ def test_orders_of_the_last_dimension(block_m: int, world_size: int, tmp_path: P
 
 @pytest.mark.parametrize("split", [False, True])
 def test_an_order_with_circular_waits_is_found(split: bool, tmp_path: Path) -> None:
-    """Own tiles first: each rank would wait for what the others compute behind their waits."""
+    """Own tiles first: each rank would wait for what the others compute after their waits."""
     text = SCATTER.read_text()
     own_last = "const int place = (2 * pair + block) / ENTRY_ROWS,"
     assert own_last in text

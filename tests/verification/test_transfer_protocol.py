@@ -34,7 +34,7 @@ KERNELS = {
     "await_all": BATCH,
     "move_all": BATCH,
 }
-# Bytes of a tensor: one block, with bytes behind the vectors; two blocks of a batch; more than 4096 vectors, which are
+# Bytes of a tensor: one block, with bytes after the vectors; two blocks of a batch; more than 4096 vectors, which are
 # several blocks alone; by a copy engine.
 SIZES = (16 * 37 + 5, 16 * 700, 16 * 2100 + 3, 16 * 4200, 16 * 4300)
 COPY_ENGINE = 16 * 4250
@@ -113,7 +113,7 @@ class Group:
         self.streams.copy(to.data_ptr(), source.data_ptr(), source.numel(), self.streams.rank)
 
     def reads(self, x: torch.Tensor, expected: torch.Tensor) -> None:
-        """On the current rank, and behind that nothing is left in ``x``."""
+        """On the current rank, and after that nothing is left in ``x``."""
         rank, got = self.streams.rank, torch.zeros_like(expected)
         self.copied(got, x)
         self.results.append((rank, self.streams.enqueued(rank) - 1, got, expected))
@@ -247,8 +247,8 @@ LATE_MISTAKES = {
 def test_a_late_rank_is_right_or_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str | None
 ) -> None:
-    """Puts by kernels: copies of a copy engine behind a wait that expires cannot be called off, and what an owner does
-    behind such a wait may be what a get that it has allowed finds."""
+    """Puts by kernels: copies of a copy engine after a wait that expires cannot be called off, and what an owner does
+    after such a wait may be what a get that it has allowed finds."""
     library = compiled(tmp_path, LATE_MISTAKES.get(mistake or ""))
     library.library.allow(
         ctypes.c_long(1 << 40)

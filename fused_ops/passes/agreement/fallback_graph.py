@@ -224,7 +224,7 @@ class FallbackGraph:
         agree: bool | str = True,
         calls: Sequence[str] = (),
     ) -> str:
-        """Puts the question in front of ``graph``, which is this one after the pass.
+        """Puts the question before ``graph``, which is this one after the pass.
 
         Collectives that were taken apart but not fused count as fused: they are not what other ranks run.
 

@@ -1,6 +1,6 @@
 """What a compiled graph asks each time before it runs: may it run fused, or do the ranks stand before different graphs?
 
-Inductor writes the question in front of everything else in the function that it generates, and with it the way out:
+Inductor writes the question before everything else in the function that it generates, and with it the way out:
 
     weft_turn = weft_guard.turn()
     if weft_turn is None:
@@ -47,7 +47,7 @@ _log = logging.getLogger("weft.passes")
 VOTE_DEADLINE = 30.0
 #: What the question's node has in its ``meta``: the sizes that are known when the graph runs.
 SIZES = "weft_sizes"
-_TOLD = 64  # sizes of which a graph tells the others what stands behind its signature: each is an entry in the store
+_TOLD = 64  # sizes of which a graph tells the others what stands after its signature: each is an entry in the store
 # Backends that make a group's communicator at its first collective, which they cannot while a CUDA graph is captured;
 # and where their tensors lie.
 _CONNECT_AT_FIRST = {"nccl": "cuda"}

@@ -70,7 +70,7 @@ def _stride(wrapper: Any, out: Any) -> str:
 @register_lowering(_AGREE, type_promotion_kind=None)
 def _lower_agree(packed: str, fused: bool) -> None:
     if V.graph.cpp_wrapper or V.graph.fx_wrapper:
-        # Who set it behind the pass's back gets an error, not a graph that runs fused unasked.
+        # Who set it without the pass's knowledge gets an error, not a graph that runs fused unasked.
         assert not fused, "weft::agree: only generated Python code can ask the other ranks"
         _Told.create(_AGREE, packed, fused)  # the op, which tells them that this one runs unfused
         return

@@ -48,7 +48,7 @@ class Collective:
 
     @property
     def beside(self) -> fx.Node | None:
-        """What takes its time behind it before somebody waits for it: it makes as many elements, or sends."""
+        """What takes its time after it before somebody waits for it: it makes as many elements, or sends."""
         node = self.node.next
         while node is not self.wait:
             if communicates(node):

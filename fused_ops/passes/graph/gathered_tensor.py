@@ -28,7 +28,7 @@ from .rewrite import call, erase_unused
 from .scaling import Change
 from .views import View, steps_back, views
 
-# Nodes that are computed before a gather instead of behind it, for one operand: a weight that is cast and transposed.
+# Nodes that are computed before a gather instead of after it, for one operand: a weight that is cast and transposed.
 _MOST_MOVED = 64
 
 
@@ -239,7 +239,7 @@ class Gathered:
                 user.graph.erase_node(user)
 
     def reset_state(self, after: fx.Node, uses: Iterable[fx.Node] = ()) -> None:
-        """Erases what is not used any more, with the ``uses``; what stays is moved behind what it is made of now."""
+        """Erases what is not used any more, with the ``uses``; what stays is moved after what it is made of now."""
         for node in erase_unused([*self._gathers(), *self.views, *self.cut, *uses]):
             if node < after:
                 after.append(node)

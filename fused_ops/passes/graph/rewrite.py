@@ -129,7 +129,7 @@ def fused(before: fx.Node, op: Any, c: Collective, *args: Any, **kwargs: Any) ->
     """A call of one of weft's ops in place of a collective, for as many ranks.
 
     Args:
-        args: those in front of the group.
+        args: those before the group.
 
     Raises:
         LeftAlone: as ``call``.

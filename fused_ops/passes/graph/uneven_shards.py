@@ -1,7 +1,7 @@
 """Shards of different sizes, as DTensor gathers and scatters them: padded with rows of zeros to one size.
 
 Padding moves to the other side of the product, so that this stands beside its collective: rows that were cut off the
-gathered tensor are cut off the product, and zeros behind the product's rows are put behind its operand's. They are the
+gathered tensor are cut off the product, and zeros after the product's rows are put after its operand's. They are the
 last rows, of each sequence of a batch where that is not sharded, fewer than there are ranks. Where no op takes the
 product, the graph gets back what it had.
 
@@ -43,7 +43,7 @@ class MovedPadding:
     Attributes:
         product: with the rows of all shards.
         result: with those that there were.
-        original: writes what there was in front of ``result``, from what the product is now of.
+        original: writes what there was before ``result``, from what the product is now of.
     """
 
     product: fx.Node
@@ -242,7 +242,7 @@ def _first_rows(cut: fx.Node) -> bool:
 
 
 def _pads_last(node: fx.Node, dim: int) -> bool:
-    """Whether it puts zeros behind a dimension, and nowhere else."""
+    """Whether it puts zeros after a dimension, and nowhere else."""
     pads: Any = node.args[1]
     value = argument(node, 2, "value", 0)
     at = 2 * (val(node).dim() - 1 - dim) + 1  # pairs, from the last dimension

@@ -14,11 +14,11 @@ _FUNCTIONAL = ("auto_functionalized", "auto_functionalized_v2")
 
 
 class Hazards:
-    """What each node must stay behind.
+    """What each node must stay after.
 
     Attributes:
         before: for each node those that must come before it: operands, and in memory that is written to, the last write
-            in front of a read, and all reads since the last write in front of a write.
+            before a read, and all reads since the last write before a write.
         segment: nodes of different numbers keep their order: between them is one whose effects are not known.
     """
 
@@ -68,7 +68,7 @@ class Hazards:
             segment = self.segment[node]
             for other in self.before[node]:
                 if other not in seen:
-                    return f"{node.name} stands in front of {other.name}"
+                    return f"{node.name} stands before {other.name}"
             seen.add(node)
         return None if len(seen) == len(self.before) == len(order) else "nodes are missing"
 

@@ -76,7 +76,7 @@ def body(graph: fx.Graph) -> list[fx.Node]:
 
 
 def put_in_order(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
-    """Puts the nodes of ``body`` in this order, in front of the output. Attributes are read before all of them."""
+    """Puts the nodes of ``body`` in this order, before the output. Attributes are read before all of them."""
     output = graph.output_node()
     for node in order:
         output.prepend(node)

@@ -1,1 +1,1 @@
-"""Norms behind an all-reduce, as the pass finds them and hands them to the op that computes both."""
+"""Norms after an all-reduce, as the pass finds them and hands them to the op that computes both."""

@@ -57,7 +57,7 @@ class NormBehind:
     norm: FoundNorm
     dtype: torch.dtype
     quant: QuantBehind | None = None
-    stays: str = ""  # what becomes of a step behind it that is not fused
+    stays: str = ""  # what becomes of a step after it that is not fused
 
     @property
     def round_sum(self) -> bool:
@@ -128,7 +128,7 @@ class NormBehind:
             raise LeftAlone("it has strides of its own")
         for read in (total.residual, norm.weight, norm.bias):
             if read is not None and not read < total.at:
-                raise LeftAlone(f"{what(read)} is computed behind the sum")
+                raise LeftAlone(f"{what(read)} is computed after the sum")
         first = min([begin, *total.read, *norm.read])
         if (write := first_write(first, norm.normed)) is not None:
             raise LeftAlone(f"{what(write)} writes to memory before it")

@@ -24,7 +24,7 @@ from ..pass_sequence import in_sequence, passes_of
 
 #: The option of Inductor for passes on Dynamo's graph.
 EARLY_SLOT = "pre_grad_custom_pass"
-#: That for when these run; from torch 2.13, whose default is behind the look into a cache.
+#: That for when these run; from torch 2.13, whose default is after the look into a cache.
 _TIMING = "pre_grad_pass_timing"
 _ADDS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _ROOTS = {torch.rsqrt, torch.rsqrt_, "rsqrt", "rsqrt_"}
@@ -61,7 +61,7 @@ EPS = EpsAsNumber()
 
 
 def eps_options(options: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Inductor's options for it, behind the passes that ``options``, or Inductor's configuration, have in its place."""
+    """Inductor's options for it, after the passes that ``options``, or Inductor's configuration, have in its place."""
     others = passes_of(options.get(EARLY_SLOT, getattr(inductor_config, EARLY_SLOT)))
     timing = {_TIMING: "early"} if hasattr(inductor_config, _TIMING) else {}
     return {EARLY_SLOT: in_sequence([*(each for each in others if each is not EPS), EPS]), **timing}

@@ -25,7 +25,7 @@ from ..graph.views import CASTS
 class FoundNorm:
     """``normed`` of a sum, by which weight, bias and numbers; ``layer``: of a LayerNorm, else of an RMSNorm.
 
-    ``nodes`` are its steps, ``read`` those in front of its weight and bias that the op makes needless.
+    ``nodes`` are its steps, ``read`` those before its weight and bias that the op makes needless.
     """
 
     normed: fx.Node
@@ -160,7 +160,7 @@ def _from_moments(x: fx.Node, wide: fx.Node, moments: _Moments, dtype: torch.dty
 
 @dataclass
 class _Column:
-    """A weight or bias, the number that is added to it, and the nodes in front of it that the op makes needless."""
+    """A weight or bias, the number that is added to it, and the nodes before it that the op makes needless."""
 
     node: fx.Node | None
     offset: float = 0.0
@@ -289,7 +289,7 @@ def _uncast_weight(node: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, float, l
 
 
 def _of_dtype(node: fx.Node, dtype: torch.dtype) -> list[fx.Node]:
-    """The node in that dtype: itself, or the one cast that uses it, behind it."""
+    """The node in that dtype: itself, or the one cast that uses it, after it."""
     if val(node).dtype == dtype:
         return [node]
     cast = _next_of(node)

@@ -39,14 +39,14 @@ from .norm import FoundNorm
 
 _NEAR = 24  # nodes from the norm to a cast to fp8
 _MAXIMA = (aten.amax.default, aten.max.dim)
-_READ = 8  # nodes behind the sum that a given scale is computed by
+_READ = 8  # nodes after the sum that a given scale is computed by
 
 
 @dataclass
 class QuantBehind:
     """``numbers`` are the norm in fp8, by ``scale``, which is ``given`` or made of each row.
 
-    ``nodes`` are the steps; ``late``: what a given scale is computed by, and can be in front of the norm.
+    ``nodes`` are the steps; ``late``: what a given scale is computed by, and can be before the norm.
     """
 
     numbers: fx.Node
@@ -75,7 +75,7 @@ class QuantBehind:
 
     @classmethod
     def after(cls, norm: FoundNorm, at: fx.Node) -> QuantBehind | None:
-        """What makes fp8 of a norm whose op stands in front of ``at``, the sum; None if nothing does.
+        """What makes fp8 of a norm whose op stands before ``at``, the sum; None if nothing does.
 
         Raises:
             LeftAlone: something does, and it is not what the op computes.
@@ -120,7 +120,7 @@ def _saturates(dtype: torch.dtype) -> bool:
 
 
 def _casts_to_fp8(normed: fx.Node) -> list[fx.Node]:
-    """Those near the norm, behind nothing but views, maxima and what takes each element alone."""
+    """Those near the norm, after nothing but views, maxima and what takes each element alone."""
     found, casts, pending = {normed}, list[fx.Node](), [normed]
     while pending and len(found) < _NEAR:
         for user in pending.pop(0).users:
@@ -234,7 +234,7 @@ class _Steps:
         return node  # type: ignore[no-any-return]
 
     def _behind_the_norm(self) -> set[fx.Node]:
-        """All in front of the cast that depends on the norm."""
+        """All before the cast that depends on the norm."""
         found = {self.normed}
         node = self.normed.next
         while node is not self.cast:
@@ -347,7 +347,7 @@ _SCALES = {"reciprocal": _Steps._reciprocal, "divide": _Steps._divide, "multiply
 
 
 def _late(scale: fx.Node, at: fx.Node) -> list[fx.Node]:
-    """What a given scale is computed by behind ``at``, in the graph's order, which can be done before it.
+    """What a given scale is computed by after ``at``, in the graph's order, which can be done before it.
 
     Raises:
         LeftAlone: it cannot be.
@@ -359,7 +359,7 @@ def _late(scale: fx.Node, at: fx.Node) -> list[fx.Node]:
             continue
         alone = node.op == "call_function" and not (communicates(node) or waits(node) or writes(node))
         if node is at or len(found) == _READ or not alone:
-            raise LeftAlone(f"{what(scale)}, its scale, is computed behind the sum")
+            raise LeftAlone(f"{what(scale)}, its scale, is computed after the sum")
         found.append(node)
         pending += node.all_input_nodes
     return sorted(found)

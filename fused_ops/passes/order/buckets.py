@@ -92,7 +92,7 @@ class _Packing:
             if max(map(self.live.at.__getitem__, bucket.starts)) > min(
                 map(self.live.at.__getitem__, bucket.waits)
             ):
-                return f"{bucket.starts[-1].name} is started behind a wait of its bucket"
+                return f"{bucket.starts[-1].name} is started after a wait of its bucket"
         peak = LiveBytes(self.live.sets, self.live.order).peak
         return None if peak <= self.bound else f"the peak would be {peak} bytes, {self.bound} are allowed"
 
@@ -102,7 +102,7 @@ class _Packing:
         return self._take(self._raised(bucket, new)) or self._take(self._sunk(bucket, new))
 
     def _raised(self, bucket: _Open, new: Transfer) -> tuple[int, list[fx.Node]] | None:
-        """The order with ``new`` started right behind the bucket, and waited for where that is."""
+        """The order with ``new`` started right after the bucket, and waited for where that is."""
         at, order = self.live.at, self.live.order
         pending = [*bucket.waits, new.waits[0]]
         first = at[bucket.starts[-1]] + 1
@@ -122,7 +122,7 @@ class _Packing:
         return first, [*(n for n in window if n in own), *rest]
 
     def _sunk(self, bucket: _Open, new: Transfer) -> tuple[int, list[fx.Node]] | None:
-        """The order with the bucket started right in front of ``new``, and waited for where that is."""
+        """The order with the bucket started right before ``new``, and waited for where that is."""
         at, order = self.live.at, self.live.order
         pending = [*bucket.waits, new.waits[0]]
         first = at[bucket.starts[0]]

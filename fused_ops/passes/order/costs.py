@@ -40,7 +40,7 @@ class CostTable:
         launch: microseconds of a kernel of nothing.
         contention: how much longer a kernel takes beside a collective.
         measured: by ``measure_costs``.
-        late: transports whose collectives begin when the kernel behind their start ends. cuBLAS's products occupy each
+        late: transports whose collectives begin when the kernel after their start ends. cuBLAS's products occupy each
             SM of Hopper until they end, and NCCL's kernel is ready only once such a product has begun.
     """
 

@@ -41,7 +41,7 @@ def timeline_of(
 ) -> Timeline:
     """What runs when: kernels follow each other on one stream, collectives of a transport on another.
 
-    A kernel beside a collective takes longer. One of a late transport begins when the kernel behind its start ends.
+    A kernel beside a collective takes longer. One of a late transport begins when the kernel after its start ends.
 
     Args:
         times: microseconds of the kernels.

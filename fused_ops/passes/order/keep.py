@@ -1,9 +1,9 @@
 """Has Inductor keep the order of collectives, waits and large kernels that the graph has.
 
 Inductor's scheduler keeps the order of collectives among each other only: it may move products across them, to need
-less memory. Behind the graph stands an op that makes no code. Where it is lowered, all that was called as a kernel of
+less memory. After the graph stands an op that makes no code. Where it is lowered, all that was called as a kernel of
 its own, in the order of the graph, is tied to what was called before it. What Inductor generates itself, and fuses, is
-free, but for what only a collective reads: it stays in front of that one. Where it reads inputs of the graph alone, as
+free, but for what only a collective reads: it stays before that one. Where it reads inputs of the graph alone, as
 the casts of sharded weights do, nothing is fused into it either: the collective would wait for that, too.
 
 Imported inside of Inductor: it takes seconds.
@@ -30,7 +30,7 @@ _KERNELS = (ir.TemplateBuffer, ir.ExternKernelOut, ir.ExternKernelAlloc)  # a fa
 
 
 def keep_order(graph: fx.Graph) -> None:
-    """Puts the op behind everything else."""
+    """Puts the op after everything else."""
     with graph.inserting_before(graph.output_node()):
         graph.call_function(_keep).meta["val"] = None
 

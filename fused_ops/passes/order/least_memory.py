@@ -1,8 +1,8 @@
 """The order that needs the least memory: a collective whose results are larger than its operands is started just before
 it is waited for, with what only it needs, and one whose results are smaller is waited for at once.
 
-torch may have moved both: for inference it puts the gathers of all weights in front of everything else, and the waits
-for scattered gradients behind everything.
+torch may have moved both: for inference it puts the gathers of all weights before everything else, and the waits
+for scattered gradients after everything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def order_of_least_memory(
     for node in order:
         for other in hazards.before[node]:
             behind[other].append(node)
-    place = dict(at)  # in front of which position a node is put
+    place = dict(at)  # before which position a node is put
     of_start = {t.start: t for t in found}
     groups: dict[int, list[list[fx.Node]]] = {}
     for transfer in found:
@@ -77,7 +77,7 @@ def _private(
     place: dict[fx.Node, int],
     at: dict[fx.Node, int],
 ) -> set[fx.Node]:
-    """The start and the light nodes in front of it that nothing else needs."""
+    """The start and the light nodes before it that nothing else needs."""
     own, pending = {start}, [start]
     while pending:
         for other in hazards.before[pending.pop()]:

@@ -1,6 +1,6 @@
 """Raises the start of each collective and sinks its wait, so that what is computed between hides it.
 
-One collective after the other, in their order: its start moves up, with the light kernels that it needs in front of it,
+One collective after the other, in their order: its start moves up, with the light kernels that it needs before it,
 and its waits down, with the light ones that use them, one node at a time, until what is passed takes as long as the
 collective. It stops at what it needs, at a collective that it may not pass, where too many would be on their way, and
 where a byte more would be needed than is allowed. All of it is a function of the graph and of the table of costs.
@@ -28,7 +28,7 @@ from .transports import COPIED, Transfer, transfers
 
 _TAKEN_ALONG = 32  # nodes, at most, that move with a start or a wait
 _FOR_LESS_MEMORY = 0.02  # of the graph's time that may be exposed more, where less memory is needed
-_COVERED = "what runs beside it takes as long"
+_COVERED = "what overlaps with it takes as long"
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class _Walk:
         return allowed if self.limits.most is None else max(self.live.peak, min(allowed, self.limits.most))
 
     def kernels_before(self) -> dict[fx.Node, int]:
-        """How many kernels that may hide something stand in front of each node."""
+        """How many kernels that may hide something stand before each node."""
         found, count = {}, 0
         for node in self.live.order:
             found[node] = count
@@ -114,7 +114,7 @@ class _Walk:
         return [self.times[n] for n in between if self.times[n]]
 
     def _late(self, transfer: Transfer) -> bool:
-        """Whether it hides nothing behind the first kernel."""
+        """Whether it hides nothing after the first kernel."""
         return transfer.transport in self.table.late
 
     def in_flight(self, place: int, transport: str) -> list[Transfer]:
@@ -186,7 +186,7 @@ class _Walk:
             live.rearrange(first, window, after)
             events.append((other, True))
             if time := self.times[other]:
-                if self._late(transfer):  # behind the first kernel of all that are passed nothing is hidden
+                if self._late(transfer):  # after the first kernel of all that are passed nothing is hidden
                     kernels = [time, *next_one] if up else [*next_one, time]
                     next_one, time = kernels[:1], sum(kernels[1:])
                 needed -= time * self.table.contention
@@ -233,7 +233,7 @@ class _Walk:
         if blocking and not (self.limits.beside or transfer.transport == COPIED):
             return f"{other.name} runs with nothing on its way"
         if communicates(other) and up and not self._may_pass(transfer, other):
-            return f"collectives keep their order behind {other.name}"
+            return f"collectives keep their order after {other.name}"
         # Up past a wait, or down past a start: one more is on its way.
         met = self.of_wait.get(other) if up else self.of_start.get(other)
         if met is None or met is transfer or met.transport != transfer.transport:
@@ -257,7 +257,7 @@ class _Walk:
         return voted is None or (transfer.group in voted and group_of(other) in voted)
 
     def crossings(self) -> list[tuple[fx.Node, fx.Node]]:
-        """Collectives that now stand in front of others, behind which they were given."""
+        """Collectives that now stand before others, after which they were given."""
         at, given = self.live.at, [n for n in self.given if communicates(n)]
         return [(late, early) for i, late in enumerate(given) for early in given[:i] if at[late] < at[early]]
 
@@ -342,7 +342,7 @@ def reorder(
 def _why_kept(walk: _Walk, peak: int, before: float, after: float) -> str:
     """Why the order given is as good; "" where it is not."""
     if not walk.transfers:
-        return "no collective runs beside anything"
+        return "no collective overlaps with anything"
     if walk.live.order == walk.given:
         return "nothing can be moved"
     if (why := walk.why_invalid()) is not None:

@@ -229,7 +229,7 @@ def contracting(tensor: Gathered, products: list[fx.Node]) -> list[Use]:
 
 
 def _fused_behind(tensor: Gathered) -> list[str]:
-    """That a product of the gathered tensor was fused with the reduction behind it: reductions come first."""
+    """That a product of the gathered tensor was fused with the reduction after it: reductions come first."""
     found: dict[fx.Node, None] = {}
     pending: list[fx.Node] = [*tensor.views, *tensor.cut]
     seen = {*pending}
@@ -239,10 +239,10 @@ def _fused_behind(tensor: Gathered) -> list[str]:
             if calls(user, schema.matmul_reduce_scatter, schema.matmul_all_reduce) and node in user.args[:2]:
                 found[user] = None
             elif calls(user, aten.cat.default, aten.reshape.default, aten.select.int) and user not in seen:
-                # The pass itself puts them in front of the op for a sum of products.
+                # The pass itself puts them before the op for a sum of products.
                 seen.add(user)
                 pending.append(user)
-    return [f"its product is fused with the reduction behind it, into {some(found)}"] if found else []
+    return [f"its product is fused with the reduction after it, into {some(found)}"] if found else []
 
 
 def _why_none(tensor: Gathered) -> str:
@@ -252,7 +252,7 @@ def _why_none(tensor: Gathered) -> str:
         return f"it gathers a matrix product, with which no op gathers, and {taken}, no other product"
     if users and all(u.op == "output" for u in users):
         return (
-            "the graph ends behind the collective: no matrix product takes the gathered tensor, but the graph's "
+            "the graph ends after the collective: no matrix product takes the gathered tensor, but the graph's "
             f"output; if one in another graph does, {COMPILE_BOTH}"
         )
     return f"no matrix product takes the gathered tensor, but {some(users) if users else 'nothing'}"

@@ -46,7 +46,7 @@ from .pattern import Pattern
 from .sum_of_matmuls import SumOfMatmuls, has_product, sum_of, why_no_product
 
 MEMORY = 3e6  #: bytes that a GPU reads or writes in a microsecond
-MATMUL_FROM = 1 << 20  #: bytes: what takes longer to send than to start is worth hiding behind the product
+MATMUL_FROM = 1 << 20  #: bytes: what takes longer to send than to start is worth hiding by the product
 
 
 def match_all_reduce(c: Collective, groups: frozenset[str] | None = None, *, always: bool = False) -> Pattern:
@@ -66,8 +66,8 @@ def match_all_reduce(c: Collective, groups: frozenset[str] | None = None, *, alw
         if (between := c.beside) is not None:
             of = why_no_product(c.x) if c.sums else f"it reduces by {c.reduce_op!r}"
             raise LeftAlone(
-                f"{of}; and it is waited for behind {what(between)}, which the group's own "
-                "backend runs beside it"
+                f"{of}; and it is waited for after {what(between)}, which the group's own "
+                "backend overlaps with it"
             )
         found = _Replacement([c], [], [], of_products=False)
     try:
@@ -93,7 +93,7 @@ class _Replacement:
     sum: SumOfMatmuls | None = None  # of products, where the op computes them
     norm: NormBehind | None = None
     of_products: bool = True
-    stays: str = ""  # what becomes of a norm that is not fused, or another step behind
+    stays: str = ""  # what becomes of a norm that is not fused, or another step after
 
     @property
     def result(self) -> fx.Node:
@@ -148,7 +148,7 @@ class _Replacement:
                         raise LeftAlone(why)
                 self.op = schema.matmul_all_reduce
                 if norm is not None:
-                    self.stays = "the norm behind it stays: the all-reduce is fused with its product instead"
+                    self.stays = "the norm after it stays: the all-reduce is fused with its product instead"
                 return
             except LeftAlone as e:
                 self.sum = None
@@ -168,7 +168,7 @@ class _Replacement:
         try:
             return NormBehind.after(self.collectives, self.result, self.rest)
         except LeftAlone as e:
-            self.stays = f"the norm behind it stays: {e}"
+            self.stays = f"the norm after it stays: {e}"
             return None
 
     def _check_profitable(self, op: str) -> FusionCandidate:

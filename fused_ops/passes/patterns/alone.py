@@ -35,7 +35,7 @@ def match_alone(c: Collective, why: str = "", *, decided: bool = False) -> Patte
         raise LeftAlone("its input is a number")
     if (between := c.beside) is not None:
         raise LeftAlone(
-            f"it is waited for behind {what(between)}, which the group's own backend runs beside it"
+            f"it is waited for after {what(between)}, which the group's own backend overlaps with it"
         )
     gathers = c.node.target is c10d.all_gather_into_tensor.default
     found = (_gathered if gathers else _scattered)(c)

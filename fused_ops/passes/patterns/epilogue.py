@@ -133,7 +133,7 @@ def stays_behind(node: fx.Node) -> str:
     """What follows a collective's result and is no part of the op; "" where it is not arithmetic with a term."""
     while calls(user := only_user(node), *FLAT):
         node = user
-    return f"{what(user)} stays behind it" if calls(user, *_ARITHMETIC) else ""
+    return f"{what(user)} stays after it" if calls(user, *_ARITHMETIC) else ""
 
 
 _ARITHMETIC = (

@@ -31,7 +31,7 @@ class Yielding(NamedTuple):
 
 
 def yielding(nodes: Iterable[fx.Node], find: Callable[[fx.Node], Pattern]) -> dict[fx.Node, Yielding]:
-    """The reductions whose products the gathers in front of them should have.
+    """The reductions whose products the gathers before them should have.
 
     Args:
         nodes: the collectives of a graph.
@@ -59,7 +59,7 @@ def yielding(nodes: Iterable[fx.Node], find: Callable[[fx.Node], Pattern]) -> di
         if lost > own_gain:
             found[node] = Yielding(
                 frozenset(gathers),
-                f"its product is fused with the gather in front of it, which saves {lost:.3g} us by the estimate, "
+                f"its product is fused with the gather before it, which saves {lost:.3g} us by the estimate, "
                 f"this one {own_gain:.3g} us",
             )
     return found

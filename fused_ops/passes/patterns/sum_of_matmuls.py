@@ -276,7 +276,7 @@ def why_no_product(node: fx.Node) -> str:
         node = step.source
     if node.op != "placeholder":
         return text
-    return f"the graph begins in front of the collective: {text}; if one in another graph makes it, {COMPILE_BOTH}"
+    return f"the graph begins before the collective: {text}; if one in another graph makes it, {COMPILE_BOTH}"
 
 
 def has_product(node: fx.Node) -> bool:

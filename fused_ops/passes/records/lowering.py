@@ -26,7 +26,7 @@ class _Record(CodeNode):
 
     def codegen(self, wrapper: Any) -> None:
         wrapper = outermost(wrapper)
-        # In front of all else: with the C++ wrapper what follows is text of C++.
+        # Before all else: with the C++ wrapper what follows is text of C++.
         wrapper.header._lines[:0] = [_IMPORT, f"weft_graph_loaded({self.packed!r})"]
 
 

@@ -1,6 +1,6 @@
 """all_gather, then scaled products of the gathered tensor: ``fused_all_gather_scaled_matmul``.
 
-What is gathered is fp8 already, or it is quantised behind the gather. Where that is done row by row
+What is gathered is fp8 already, or it is quantised after the gather. Where that is done row by row
 (``row_by_row.py``), the same of the shard, gathered, is the same, and a byte a number is sent: quantise, gather,
 product. Scales of the rows travel with them, whether they are computed of the gathered tensor or gathered by an
 all-gather of their own. A scale of the whole is each rank's own, as in the graph.

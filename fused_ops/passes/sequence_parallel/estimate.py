@@ -29,7 +29,7 @@ from ..patterns.matmuls import product
 from ..patterns.sum_of_matmuls import SumOfMatmuls, sum_of
 from .region import Region
 
-#: How often a norm and an addition in front of it read or write as much as the tensor; microseconds of their launch.
+#: How often a norm and an addition before it read or write as much as the tensor; microseconds of their launch.
 _TIMES_OF_NORM, _LAUNCH = 4, 2.0
 #: Of the products' time: what is less may not be there. Two layers of Llama 8B's sizes on 2 H200 took 24 us less with
 #: 1024 rows and 43 and 167 us less with 4096, where 47 and 105 are estimated, 7 and 3.9 %. With 8192 they took 37 us
@@ -110,7 +110,7 @@ def _norm_us(size: float) -> float:
 
 
 def _us(candidate: FusionCandidate) -> float:
-    """Microseconds of an op; of an all_reduce of a product also of the product, which stays in front of it."""
+    """Microseconds of an op; of an all_reduce of a product also of the product, which stays before it."""
     if candidate.op == "all_reduce" and candidate.k:
         return _product_us(candidate) + _alone_us(candidate)
     us = predicted_us(candidate, H200)
@@ -134,7 +134,7 @@ def _alone_us(candidate: FusionCandidate) -> float:
 
 
 def _of_reduction(c: Collective) -> tuple[FusionCandidate, FusionCandidate]:
-    """What a reduction is, with the product in front of it, if there is one: as the graph is, and on own rows.
+    """What a reduction is, with the product before it, if there is one: as the graph is, and on own rows.
 
     Raises:
         LeftAlone: it should not be fused with a reduce-scatter.

@@ -1,7 +1,7 @@
 """Sequence parallelism as a rewrite: an all-reduce, what follows it row by row, and what needs all rows again.
 
 The all-reduce becomes a reduce-scatter, what follows is computed of a rank's own rows, and these are gathered where all
-of them are needed: in front of a product mostly, which the pass then fuses, as it does the one in front. Residuals stay
+of them are needed: before a product mostly, which the pass then fuses, as it does the one in front. Residuals stay
 on a rank's own rows from layer to layer.
 
 A sum is rounded where it was, to the dtype that it had, and so is what is computed of it. Only a sum of all rows, as in

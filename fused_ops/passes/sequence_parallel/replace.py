@@ -125,7 +125,7 @@ def _parts(x: fx.Node, size: int, dim: int, region: Region, at: fx.Node) -> list
 
 @contextlib.contextmanager
 def _of(node: fx.Node) -> Iterator[None]:
-    """What is put in front of the node meanwhile comes from where that came from."""
+    """What is put before the node meanwhile comes from where that came from."""
     before = node.prev
     yield
     new = before.next

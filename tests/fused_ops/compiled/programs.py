@@ -32,8 +32,8 @@ class Program:
 
     Attributes:
         steps: (op, which value it gets, rows, whether its result is used).
-        heavy: for each step, how often the rank repeats the rows that it works on in front of it: its own choice.
-        checkpointed: the steps of an activation checkpoint, as (first, behind the last).
+        heavy: for each step, how often the rank repeats the rows that it works on before it: its own choice.
+        checkpointed: the steps of an activation checkpoint, as (first, after the last).
     """
 
     group: str

@@ -54,7 +54,7 @@ def logged(rank: int, world: int) -> list[list[float]]:
 
 
 def moved(rank: int, world: int) -> list[float]:
-    """Large work behind a call, whose operand Inductor would rather have later."""
+    """Large work after a call, whose operand Inductor would rather have later."""
     ops, name = torch.ops.weft, group_name()
 
     def fn(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ CALLS: dict[str, Callable[[Tensor], object]] = {
 
 
 def into_a_part(rank: int, world_size: int, name: str) -> None:
-    """Its value is needed before and behind each call, and what lies beside it stays."""
+    """Its value is needed before and after each call, and what lies beside it stays."""
     write = CALLS[name]
 
     def step(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:

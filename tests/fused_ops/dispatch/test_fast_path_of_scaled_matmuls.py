@@ -117,7 +117,7 @@ def test_what_differs_is_not_launched(stage: Stage) -> None:
 
 
 def test_torchs_product_with_scales_of_blocks(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch has one, few rows go in one shot in front of it."""
+    """Where torch has one, few rows go in one shot before it."""
     a, b = left("blocks", 512, 4096), right("blocks", 4096, 3072)
     given = a.numbers, [b.numbers], a.scale, [b.scale], 0, NAME, [None], [None], [None], [False], False
     call = AllGatherScaledMatmulCall(*given)

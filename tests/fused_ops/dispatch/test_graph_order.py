@@ -1,4 +1,4 @@
-"""Replays of graphs beside eager calls, without a GPU: what is launched when is known, and what comes behind what."""
+"""Replays of graphs beside eager calls, without a GPU: what is launched when is known, and what comes after what."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Event:
 
 class Timeline(Gpu):
     """``tails``: by stream, what has ended when its next work begins. ``early``: calls that began before the last one
-    that was launched in front of them had ended."""
+    that was launched before them had ended."""
 
     def __init__(self) -> None:
         super().__init__()

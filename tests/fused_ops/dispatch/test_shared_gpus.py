@@ -264,7 +264,7 @@ def called(case: Case, own: list[Tensor]) -> list[Tensor]:
 
 
 def right(rank: int, size: int, large: bool) -> None:
-    """Rounds of every case in some order, queued one behind the other; on CUDA then captured and replayed."""
+    """Rounds of every case in some order, queued one after the other; on CUDA then captured and replayed."""
     order, mine = random.Random(size), random.Random(rank)
     given, cases = Given(), make_cases(size, large)
     cuda = torch.get_default_device().type == "cuda"

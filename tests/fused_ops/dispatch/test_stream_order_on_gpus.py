@@ -33,7 +33,7 @@ def graph_of(body: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, to
 
 
 def crowd(rank: int, world_size: int, how: str) -> None:
-    """Products in front of all-reduces, gathers that take the whole GPU: each stream could keep off the other one's."""
+    """Products before all-reduces, gathers that take the whole GPU: each stream could keep off the other one's."""
     symm_mem.set_timeout(10)
     streams = [torch.cuda.Stream(), torch.cuda.Stream() if how == "captured" else torch.cuda.default_stream()]
     groups = [buffer_of(world_size, number) for number in range(2)]
@@ -107,7 +107,7 @@ def test_two_streams_do_not_keep_each_other_off_the_gpu(world_size: int, how: st
 
 
 def ordered(rank: int, world_size: int, default: int | None) -> tuple[float, float]:
-    """When calls on two streams ended, in milliseconds: one behind 10 sleeps, in front of 40 more, and the next."""
+    """When calls on two streams ended, in milliseconds: one after 10 sleeps, before 40 more, and the next."""
     both = [torch.cuda.default_stream() if default == i else torch.cuda.Stream() for i in range(2)]
     first, second = both
     x = torch.randn(1024)
@@ -132,7 +132,7 @@ def ordered(rank: int, world_size: int, default: int | None) -> tuple[float, flo
     return begin.elapsed_time(a), begin.elapsed_time(b)
 
 
-@pytest.mark.gpu(own=True)  # what lies behind a call runs beside the next one
+@pytest.mark.gpu(own=True)  # what lies after a call runs beside the next one
 @pytest.mark.parametrize("default", [None, 0, 1], ids=["none", "first", "second"])
 def test_a_call_waits_for_the_last_call_and_not_for_what_lies_behind_it(default: int | None) -> None:
     """Whether one of the streams is the default one, or none."""

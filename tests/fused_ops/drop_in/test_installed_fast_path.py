@@ -41,7 +41,7 @@ def test_it_is_launched_at_once(stage: Stage, by_name: Called) -> None:
 
 
 def test_what_is_torchs_is_not(stage: Stage, by_name: Called) -> None:
-    """A dimension from behind, which torch refuses, and torch's test mode."""
+    """A dimension counted from the end, which torch refuses, and torch's test mode."""
     name, arguments = by_name
     op = getattr(torch.ops.symm_mem, name)
     behind = [-3 if type(argument) is int else argument for argument in arguments]

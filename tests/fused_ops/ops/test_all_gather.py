@@ -83,7 +83,7 @@ def test_one_shot_all_gather(world_size: int, device: str, dtype: torch.dtype) -
 
 def any_layout(rank: int, world_size: int) -> None:
     base = torch.randn(9, 11, 6)
-    odd = base.bfloat16().view(-1)[1:]  # begins 2 bytes behind an aligned address
+    odd = base.bfloat16().view(-1)[1:]  # begins 2 bytes after an aligned address
     for x in (base.transpose(0, 2), base[::2, 1:8:3], base[3, 4], odd, torch.full((1, 3), rank).expand(4, 3)):
         for dim in range(x.dim()):
             assert torch.equal(one_shot_all_gather(x, dim, world()), wanted(x, dim)), x.stride()

@@ -78,7 +78,7 @@ def test_the_largest_and_the_smallest_keep_a_nan(device: str) -> None:
 
 def any_layout(rank: int, world_size: int) -> None:
     base = torch.randn(9, 11, 6)
-    odd = base.bfloat16().view(-1)[1:]  # begins 2 bytes behind an aligned address
+    odd = base.bfloat16().view(-1)[1:]  # begins 2 bytes after an aligned address
     for x in (base.transpose(0, 2), base[::2, 1:8:3], base[3, 4], odd):
         parts = gather(x)
         check(str(x.stride()), one_shot_all_reduce(x, "sum", world()), sum(parts), BOUND[x.dtype], parts)

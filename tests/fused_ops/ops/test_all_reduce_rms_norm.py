@@ -58,7 +58,7 @@ def any_layout(rank: int, world_size: int) -> None:
     base = torch.randn(9, 11, 16)
     residual = same_on_all(9, 11, 16, dtype=torch.float32)
     weight = same_on_all(2, 16, dtype=torch.float32)
-    odd = base.bfloat16().view(-1)[1:17]  # begins 2 bytes behind an aligned address
+    odd = base.bfloat16().view(-1)[1:17]  # begins 2 bytes after an aligned address
     cases = [
         (base.transpose(0, 1), residual.transpose(0, 1), weight[1]),
         (base[::2, 1:8:3], residual[::2, 1:8:3], weight.t().contiguous().t()[0]),

@@ -1,4 +1,4 @@
-"""fused_all_reduce_rms_norm_quant on real CPU processes: the bits of the norm and the steps behind it."""
+"""fused_all_reduce_rms_norm_quant on real CPU processes: the bits of the norm and the steps after it."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_zeros_and_what_is_no_number(device: str) -> None:
 def layouts(rank: int, world_size: int) -> None:
     base, scales = torch.randn(9, 11, 16), torch.tensor([3.0, 0.25, 7.0])
     residual = same_on_all(9, 11, 16, dtype=torch.float32)
-    odd = base.bfloat16().view(-1)[1:17]  # begins 2 bytes behind an aligned address
+    odd = base.bfloat16().view(-1)[1:17]  # begins 2 bytes after an aligned address
     for x, r in [
         (base.transpose(0, 1), residual.transpose(0, 1)),
         (base[::2, 1:8:3], residual[::2, 1:8:3]),

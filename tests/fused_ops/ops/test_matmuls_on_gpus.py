@@ -160,7 +160,7 @@ def every_scatter(rank: int, world_size: int) -> None:
                 scatters(problem)
 
 
-@pytest.mark.timeout(960)  # 4 ranks by turns on one GPU had not come to the end in 240 s
+@pytest.mark.timeout(960)  # 4 ranks alternately on one GPU had not come to the end in 240 s
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("every", [every_gather, every_scatter])
 def test_every_tile(every: Callable[[int, int], None], world_size: int) -> None:
@@ -189,14 +189,14 @@ def mixed(rank: int, world_size: int, calls: int) -> None:
             scatters(problem, algorithm)
 
 
-@pytest.mark.gpu(own=True)  # by turns on one GPU it takes minutes
+@pytest.mark.gpu(own=True)  # alternately on one GPU it takes minutes
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_thousand_calls_of_random_shapes_with_late_ranks(world_size: int) -> None:
     run_ranks(mixed, world_size, 500, device="cuda")
 
 
 def leading(rank: int, world_size: int) -> None:
-    """Dimensions in front of the scattered one, and an average."""
+    """Dimensions before the scattered one, and an average."""
     for lead, m, k, n in [(3, 65, 200, 136), (2, 128, 256, 512)]:
         A, B = whole(lead, world_size * m, k, dtype=torch.bfloat16), whole(k, n, dtype=torch.bfloat16)
         with forced("fused"):

@@ -112,7 +112,7 @@ def test_graph_replays_between_eager_calls(world_size: int) -> None:
 
 
 def fails(rank: int, world_size: int, op: str) -> None:
-    """A product that fails on one rank: behind a gather its peers have all that they wait for, before a scatter nothing
+    """A product that fails on one rank: after a gather its peers have all that they wait for, before a scatter nothing
     has begun. The group goes on."""
     problem = Problem(64, 136, [72], torch.bfloat16)
     problem.judge("before", problem.run("one_shot"))

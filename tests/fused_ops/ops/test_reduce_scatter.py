@@ -61,7 +61,7 @@ def test_one_shot_reduce_scatter(world_size: int, device: str, dtype: torch.dtyp
 
 def any_layout(rank: int, world_size: int) -> None:
     base = torch.randn(9, 12, 6)
-    odd = base.bfloat16().view(-1)[3:]  # begins 6 bytes behind an aligned address
+    odd = base.bfloat16().view(-1)[3:]  # begins 6 bytes after an aligned address
     for x in (base.transpose(0, 2), base[::3, 1:10:3], base[3, 6:], odd, torch.ones(1, 3).expand(6, 3)):
         parts = gather(x)
         for dim in range(x.dim()):

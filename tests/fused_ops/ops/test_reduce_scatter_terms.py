@@ -77,7 +77,7 @@ def test_bias_and_residual(world_size: int, device: str) -> None:
 
 
 def once(rank: int, world_size: int) -> None:
-    """256 + 1 is no bfloat16 and rounds to 256; 256 + 1 + 1 is one. For the mean, behind the division."""
+    """256 + 1 is no bfloat16 and rounds to 256; 256 + 1 + 1 is one. For the mean, after the division."""
     ones = torch.ones(1, 16).bfloat16()
     for reduce_op, value in (("sum", 128.0), ("avg", 256.0)):
         A = torch.full((128, 1), value).bfloat16()

@@ -1,4 +1,4 @@
-"""Columns behind a gather, and what is contracted in front of a reduction: each CPU rank may have its own number."""
+"""Columns after a gather, and what is contracted before a reduction: each CPU rank may have its own number."""
 
 from __future__ import annotations
 

@@ -107,9 +107,9 @@ def test_what_lies_well_is_taken_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("x", "why"),
     [
-        (misaligned(6, 8), "B begins 4 bytes behind a multiple of 16"),
-        (misaligned(6, 8).t(), "B begins 4 bytes behind a multiple of 16"),
-        (torch.randn(6, 20)[:, 1:9], "B begins 4 bytes behind a multiple of 16"),
+        (misaligned(6, 8), "B begins 4 bytes after a multiple of 16"),
+        (misaligned(6, 8).t(), "B begins 4 bytes after a multiple of 16"),
+        (torch.randn(6, 20)[:, 1:9], "B begins 4 bytes after a multiple of 16"),
         (SHARD, "B does not lie in rows"),
         (torch.randn(6, 9)[:, :8], "B does not lie in rows"),
         (torch.randn(6, 16)[:, ::2], "B does not lie in rows"),
@@ -137,7 +137,7 @@ def test_why_is_in_the_plan(stage: Stage) -> None:
 
     stage.workspace.prepared.kernel = Kernel()
     run_on_cuda(all_gather_matmul, stage.where, AllGatherMatmulCall(A, [B], 0, NAME, True))
-    why = "each call copies operands: Bs[0] begins 2 bytes behind a multiple of 16"
+    why = "each call copies operands: Bs[0] begins 2 bytes after a multiple of 16"
     assert replace(plan.last_plan(), predicted_us=None) == plan.Plan("push", why, 0, "from the model")
     assert torch.equal(torch.frombuffer(bytearray(seen[0]), dtype=B.dtype).view(8, 16), B), (
         "filled at the launch"

@@ -1,4 +1,4 @@
-"""What the tests of what is added behind a reduce-scatter share."""
+"""What the tests of what is added after a reduce-scatter share."""
 
 from __future__ import annotations
 

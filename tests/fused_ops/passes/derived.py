@@ -34,7 +34,7 @@ def scaled(x: Tensor, m: Tensor, v: Tensor, a: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, m: Tensor, v: Tensor, a: Tensor) -> Tensor:
-    """Of a transposed shard, used again behind the gather."""
+    """Of a transposed shard, used again after the gather."""
     z = (x @ m) @ v
     b = a.t().bfloat16().contiguous()
     full = gathered(b).float()
@@ -84,7 +84,7 @@ def right(rank: int, fn: Callable[..., Tensor], settings: dict[str, Any]) -> str
 
 
 def check_code(code: str) -> None:
-    """One buffer for a start and its wait; what is gathered in place is not read behind its release."""
+    """One buffer for a start and its wait; what is gathered in place is not read after its release."""
     starts = re.findall(r"(\w+) = torch\.ops\.weft\.\w+_start\.default\((.+?), '", code)
     waits = re.findall(r"torch\.ops\.weft\.\w+_wait\.default\((\w+), (.+?), '", code)
     assert starts and sorted(starts) == sorted(waits), code

@@ -87,7 +87,7 @@ def program(seed: int, most: int = 2, at_once: float = 0.5) -> Callable[..., Any
 
     Args:
         most: of them are on their way at once.
-        at_once: how often one is waited for behind what follows it.
+        at_once: how often one is waited for after what follows it.
     """
 
     def fn(x: Tensor, w: Tensor) -> list[Tensor]:
@@ -138,7 +138,7 @@ def order_of(graph: fx.Graph) -> list[str]:
 
 
 def together(graph: fx.Graph) -> list[str]:
-    """The gathers that stand right behind the cast of what they gather."""
+    """The gathers that stand right after the cast of what they gather."""
     nodes = [n for n in graph.nodes if n.target is c10d.all_gather_into_tensor.default]
     return [n.name for n in nodes if n.prev is n.args[0] and n.prev.target is aten._to_copy.default]
 

@@ -266,7 +266,7 @@ class Writer:
         return [self.with_terms(self.scattered(y, min(dim, max(0, len(self.shape(y)) - 1))))]
 
     def with_terms(self, y: int) -> int:
-        """What is added behind a reduction: a bias, a residual, or nearly that; there before, or computed now."""
+        """What is added after a reduction: a bias, a residual, or nearly that; there before, or computed now."""
         for _ in range(self.draw(0, 0, 1, 1, 2)):
             shape, dtype = self.shape(y), self.dtype_of(y)
             if not shape:
@@ -319,7 +319,7 @@ class Writer:
         return out if back is None else self.do("permute", out, back)
 
     def matmul_all_reduce(self, source: int | None) -> list[int]:
-        """One or several that are summed, perhaps with a residual and a norm behind them."""
+        """One or several that are summed, perhaps with a residual and a norm after them."""
         lead, _ = self.lead(source)
         columns, group = self.size(1, 5), self.draw(0, 0, 0, 1)
         y = self.all_reduced(lead, columns, group, source)

@@ -190,8 +190,8 @@ def test_an_order_by_environment_and_option(monkeypatch: pytest.MonkeyPatch) -> 
     run(weft.compile(model, reorder=False))
     assert [p.reorder for p in backend._made.values()] == [0.0, 1.0, None]
     orders = weft.passes.fusion_report().orders
-    assert [o.kept for o in orders] == ["no collective runs beside anything"] * 2  # it is fused
-    assert "order kept: no collective runs beside anything" in str(weft.passes.fusion_report())
+    assert [o.kept for o in orders] == ["no collective overlaps with anything"] * 2  # it is fused
+    assert "order kept: no collective overlaps with anything" in str(weft.passes.fusion_report())
 
 
 def test_equal_settings_compile_once() -> None:
@@ -222,7 +222,7 @@ def test_what_is_refused(arguments: dict[str, Any], error: type[Exception], mess
 
 def test_a_pass_and_settings_of_another() -> None:
     fusion = FusionPass()
-    with pytest.raises(TypeError, match="strict: is given beside fusion"):
+    with pytest.raises(TypeError, match="strict: is given with fusion"):
         weft.compile(model, fusion=fusion, strict=True)
     run(weft.compile(model, fusion=fusion))
     assert [e.fused_into for e in fusion.report().entries] == [AG]

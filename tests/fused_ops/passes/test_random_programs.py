@@ -43,7 +43,7 @@ def groups() -> list[str]:
 
 class Watch(fx.Interpreter):
     """Runs a graph, and notes whether everything in it was exact, how much the coarsest of its dtypes rounds, and how
-    many times as large a norm in front of a node makes that in a row that is small beside another one."""
+    many times as large a norm before a node makes that in a row that is small beside another one."""
 
     exact = True
     rounded = 0.0

@@ -115,8 +115,8 @@ def among_synchronous(group: Any, xs: list[Tensor], attach: Any, threads: set[st
     def again(_: Any) -> None:
         here(threads)
         work = started(group, xs[1])
-        dist.all_reduce(xs[2], group=group)  # behind one without a wait
-        started(group, xs[3]).wait()  # and in front of one
+        dist.all_reduce(xs[2], group=group)  # after one without a wait
+        started(group, xs[3]).wait()  # and before one
         work.wait()
 
     attach(lambda future: future.then(again)).wait()

@@ -1,4 +1,4 @@
-"""Calls of the process group "weft" on CUDA without a GPU: what is launched, on which stream, behind what."""
+"""Calls of the process group "weft" on CUDA without a GPU: what is launched, on which stream, after what."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def _code(graph: fx.Graph, written: PythonCode) -> str:
 
 
 def draws_seeds(node: fx.Node) -> bool:
-    """Whether a checkpoint's operator draws seeds, of nothing but the graph's inputs: the numbers behind them are drawn
+    """Whether a checkpoint's operator draws seeds, of nothing but the graph's inputs: the numbers after them are drawn
     by seed and place in the tensor, wherever that lies in memory."""
     if (at := STATEFUL.get(caller_of(node) or "")) is None:
         return False

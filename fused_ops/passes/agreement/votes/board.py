@@ -116,7 +116,7 @@ class VoteBoard(BoardStore, VoteRows):
         """On rank 0; once more where an exception has ended it: others may have found the board."""
         self._set("where", json.dumps(self._file.make()))
         self._file.show()
-        # Behind that: whoever leaves a note looks for the board once more, and posts if it is there by then.
+        # After that: whoever leaves a note looks for the board once more, and posts if it is there by then.
         for peer in range(1, self.size):
             if (note := self._note(peer)) is None:
                 continue
@@ -148,7 +148,7 @@ class VoteBoard(BoardStore, VoteRows):
         return has_ended(self._processes.get(rank)) or self._file.has_ended(rank)
 
     def told(self, rank: int) -> str | None:
-        """What stands behind the signature that ``rank`` posted last."""
+        """What stands after the signature that ``rank`` posted last."""
         if self._words is None:
             return None
         return self.said(self._words[row_of(rank) + _SIGNATURE])
@@ -330,7 +330,7 @@ class _Patience:
 
 
 class _BoardLock:
-    """Not a generator: it stands in front of each graph."""
+    """Not a generator: it stands before each graph."""
 
     __slots__ = ("_board", "_timeout")
 
@@ -341,7 +341,7 @@ class _BoardLock:
         try:
             return self._board._begin(self._timeout)
         except BaseException:
-            # Ctrl-C may have come just behind the lock. Who does not have it gives nothing back.
+            # Ctrl-C may have come just after the lock. Who does not have it gives nothing back.
             unlock(self._board._file.fd)
             raise
 

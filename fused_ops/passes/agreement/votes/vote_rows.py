@@ -17,7 +17,7 @@ _HISTORY, _KEPT = 16, 112
 _RING, _TURNS_KEPT = _HISTORY + _KEPT, 128  # the graphs of its last turns
 _ROW = _RING + 3 * _TURNS_KEPT
 
-_SECRET = 4  # words in front of all
+_SECRET = 4  # words before all
 # Graphs before which all ranks met and agreed, since one last ran unfused; whether they have run different graphs.
 _AGREED, _DIFFERED = range(_SECRET, _SECRET + 2)
 # How often a rank has left; the last one, what it came with, what had run there, which heap's session that was, and the

@@ -20,7 +20,7 @@ from weft.fused_ops import FusionPass
 
 
 def passed_through(fn: Callable[..., Any], fusion: FusionPass, *inputs: Tensor) -> fx.Graph:
-    """The graph in its own module, behind the pass."""
+    """The graph in its own module, after the pass."""
     found: list[fx.Graph] = []
 
     def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

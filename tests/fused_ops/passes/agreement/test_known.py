@@ -194,7 +194,7 @@ def test_who_waits_for_a_rank_that_leaves_hears_of_it_at_once() -> None:
 
 
 def test_graphs_that_nobody_fuses_are_no_obstacle() -> None:
-    """Behind a graph that runs fused, each rank has one whose collectives are left alone."""
+    """After a graph that runs fused, each rank has one whose collectives are left alone."""
     where = make(2)
     begun = [0, 0]
 
@@ -231,7 +231,7 @@ def test_a_graph_that_nobody_fuses_is_no_way_past_one_that_others_run_fused(wait
 
 def test_a_graph_that_others_have_passed_by_runs_plain() -> None:
     where = make(2)
-    for begun in range(0, 24, 2):  # each graph comes behind two plain collectives
+    for begun in range(0, 24, 2):  # each graph comes after two plain collectives
         at_once(*(lambda b=b, n=begun: ask(b, begun=n) for b in where))  # type: ignore[misc]
     assert ask(where[0], begun=24) == UNASKED
     assert ask(where[1], 8, begun=22) == Answer(False, PASSED_BY, 0)

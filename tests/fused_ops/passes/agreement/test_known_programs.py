@@ -38,7 +38,7 @@ class Named(Exception):
 
 @dataclass
 class Stream:
-    """What a rank has queued, as on a GPU: it runs behind the host, and an op waits for those of the other ranks.
+    """What a rank has queued, as on a GPU: it runs after the host, and an op waits for those of the other ranks.
 
     Without a host that waits for it: whatever meets something else than on another rank is found in the end."""
 

@@ -1,4 +1,4 @@
-"""Behind a graph's first run nothing is allocated on the heap or said between ranks through the store any more, and
+"""After a graph's first run nothing is allocated on the heap or said between ranks through the store any more, and
 what its calls use lies where it lay, at one offset on all ranks."""
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def runs_again(
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("trains", [False, True])
 def test_the_largest_run_comes_first(trains: bool, dynamic: bool) -> None:
-    """Only what stands behind a vote is said once for each size."""
+    """Only what stands after a vote is said once for each size."""
     ranks = run_ranks(runs_again, 2, [m.__name__ for m in MODELS], trains, dynamic, fresh=True)
     for found in ranks:
         for (name, (heap, _), later), (_, (of_first, _), _) in zip(found, ranks[0], strict=True):

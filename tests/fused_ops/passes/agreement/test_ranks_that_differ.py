@@ -118,7 +118,7 @@ def test_a_graph_that_is_broken_on_one_rank(device: str) -> None:
 
 
 def one_adds_more(rank: int, size: int) -> tuple[str, str, str]:
-    """Behind the same reduction: here the residual is added by the op, there it cannot be."""
+    """After the same reduction: here the residual is added by the op, there it cannot be."""
     from weft.fused_ops.passes import FusionPass
 
     def fn(x: Tensor, w: Tensor, r: Tensor, watched: bool) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ X = (4, 6)
 
 
 def called(target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-    """A call with the node of a tensor in front of the arguments."""
+    """A call with the node of a tensor before the arguments."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     node = graph.call_function(target, (x, *args), kwargs)

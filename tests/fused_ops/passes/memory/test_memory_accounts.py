@@ -156,7 +156,7 @@ def test_reads_and_writes_keep_their_order() -> None:
     assert start in hazards.before[wait]
     order.remove(wait)
     order.append(wait)
-    assert "stands in front of wait_tensor" in str(hazards.why_invalid(order))
+    assert "stands before wait_tensor" in str(hazards.why_invalid(order))
 
 
 def test_nothing_moves_across_an_effect() -> None:
@@ -209,7 +209,7 @@ def test_an_op_that_does_otherwise_is_caught(op: Callable[..., Tensor], said: st
 
 
 def test_what_a_thread_lets_go_of_a_moment_later_is_no_problem() -> None:
-    """As a backend's does of a collective's tensors, behind the wait."""
+    """As a backend's does of a collective's tensors, after the wait."""
     _kept.clear()
     found = verified(graph_of(lambda x, y: ops.lets_go_soon(x.sin()).sum() + y.sum()))
     assert not found.problems

@@ -86,7 +86,7 @@ def layers(x: Tensor, *shards: Tensor) -> Tensor:
 
 
 def gathered_in_place(rank: int, world: int, too_early: bool) -> str:
-    """What is gathered lies on the heap. The code, or what is said of releases that stand right behind the waits."""
+    """What is gathered lies on the heap. The code, or what is said of releases that stand right after the waits."""
 
     def placed(graph: fx.Graph) -> int:
         count = place_gathers(graph)

@@ -1,4 +1,4 @@
-"""LayerNorms behind an all-reduce, as real models spell them."""
+"""LayerNorms after an all-reduce, as real models spell them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def then_gated(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Ten
 
 
 def nemotron(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """NemotronLayerNorm1P; the 1 is added behind the sum."""
+    """NemotronLayerNorm1P; the 1 is added after the sum."""
     y = residual + x
     return torch_norm(y, weight + 1, bias), y
 

@@ -1,4 +1,4 @@
-"""Near misses of LayerNorms behind an all-reduce, and what the report says of those."""
+"""Near misses of LayerNorms after an all-reduce, and what the report says of those."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ LEFT: dict[Fn, str] = {
     used_in_float32: "also used by sin (sin.default)",
     mean_used: "sin (sin.default) is another step than a norm has there",
     wide_result: "its result is not torch.bfloat16",
-    weight_of_the_sum: "is computed behind the sum",
-    bias_of_the_sum: "is computed behind the sum",
+    weight_of_the_sum: "is computed after the sum",
+    bias_of_the_sum: "is computed after the sum",
     of_two_dtypes: "sin (sin.default) is torch.float32, its weight torch.bfloat16",
     residual_twice: "adds something else than a residual",
     scaled_twice: "is used by",
@@ -164,7 +164,7 @@ def test_near_misses_are_only_reduced(norm: Fn) -> None:
     (seen,) = captured(of_product(norm), *inputs(torch.bfloat16))
     assert seen.fused == [AR], seen.entries
     assert LEFT[norm] in seen.entries[0].detail, seen.entries[0].detail
-    assert ("the norm behind it stays" in seen.entries[0].detail) == bool(LEFT[norm])
+    assert ("the norm after it stays" in seen.entries[0].detail) == bool(LEFT[norm])
     check_same(seen, 2)
 
 
@@ -188,7 +188,7 @@ def test_an_average_is_only_reduced() -> None:
     (seen,) = captured(lambda x, w, *more: usual(ar(x @ w, "avg"), *more), *inputs(torch.bfloat16))
     assert (seen.fused, seen.entries[0].detail) == (
         [AR],
-        "the norm behind it stays: the collective reduces by 'avg'",
+        "the norm after it stays: the collective reduces by 'avg'",
     )
 
 
@@ -202,7 +202,7 @@ def test_a_mean_of_what_is_not_decomposed() -> None:
 
 
 def a_bias_that_is_written(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Between its cast, in front of the collective, and the norm."""
+    """Between its cast, before the collective, and the norm."""
     wide = bias.to(torch.float32, copy=True)
     bias.mul_(2)
     y = (residual + ar(x @ w)).float()

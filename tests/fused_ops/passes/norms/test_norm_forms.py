@@ -1,4 +1,4 @@
-"""RMSNorms behind an all-reduce, as real models spell them; near misses, and what the report says of those."""
+"""RMSNorms after an all-reduce, as real models spell them; near misses, and what the report says of those."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ LEFT: dict[Fn, str] = {
     float32_residual: "sin (sin.default) is float32",
     residual_twice: "adds something else than a residual",
     broadcast: "adds what is not like what is reduced",
-    weight_of_the_sum: "is computed behind the sum",
+    weight_of_the_sum: "is computed after the sum",
     matrix_of_weights: "is no weight of its rows",
     weight_first: "",
     part_of_the_row: "",
@@ -239,7 +239,7 @@ def test_near_misses_are_only_reduced(norm: Fn) -> None:
     (seen,) = captured(of_product(norm), *inputs(torch.bfloat16))
     assert seen.fused == [AR], seen.entries
     assert LEFT[norm] in seen.entries[0].detail, seen.entries[0].detail
-    assert ("the norm behind it stays" in seen.entries[0].detail) == bool(LEFT[norm])
+    assert ("the norm after it stays" in seen.entries[0].detail) == bool(LEFT[norm])
     check_same(seen, 2)
 
 
@@ -252,7 +252,7 @@ def test_what_follows_the_norm_is_no_part_of_it() -> None:
 def test_in_training_the_report_says_why_the_norm_stays() -> None:
     forward, _ = captured(of_product(gemma), *inputs(torch.bfloat16, grad=True))
     assert forward.fused == [AR]
-    assert "the norm behind it stays: " in forward.entries[0].detail
+    assert "the norm after it stays: " in forward.entries[0].detail
     check_same(forward, 2)
 
 
@@ -282,12 +282,12 @@ def test_an_average_is_only_reduced() -> None:
     seen = only(lambda x, w, residual, weight: gemma(ar(x @ w, "avg"), residual, weight))
     assert (seen.fused, seen.entries[0].detail) == (
         [AR],
-        "the norm behind it stays: the collective reduces by 'avg'",
+        "the norm after it stays: the collective reduces by 'avg'",
     )
 
 
 def a_weight_that_is_written(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-    """Between its cast, in front of the collective, and the norm."""
+    """Between its cast, before the collective, and the norm."""
     wide = weight.to(torch.float32, copy=True)
     weight.mul_(2)
     y = residual + ar(x @ w)

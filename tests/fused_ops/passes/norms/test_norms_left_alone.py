@@ -1,4 +1,4 @@
-"""Norms behind an all-reduce that are near to rms_norm, in spellings that torch.compile does not make."""
+"""Norms after an all-reduce that are near to rms_norm, in spellings that torch.compile does not make."""
 
 from __future__ import annotations
 

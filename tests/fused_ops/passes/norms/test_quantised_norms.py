@@ -1,4 +1,4 @@
-"""Norms behind an all-reduce that become fp8, as vLLM and torchao spell it; near misses, and what the report says."""
+"""Norms after an all-reduce that become fp8, as vLLM and torchao spell it; near misses, and what the report says."""
 
 from __future__ import annotations
 
@@ -341,7 +341,7 @@ def test_a_scale_of_the_sum_itself_comes_too_late() -> None:
 
     (seen,) = captured(fn, *inputs())
     assert seen.fused == [NORM]
-    assert "its scale, is computed behind the sum" in seen.entries[0].detail
+    assert "its scale, is computed after the sum" in seen.entries[0].detail
     check_same(seen, 2)
 
 

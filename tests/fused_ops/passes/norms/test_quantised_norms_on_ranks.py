@@ -1,4 +1,4 @@
-"""Norms that become fp8 behind an all-reduce, through torch.compile with Inductor's code on CPU ranks."""
+"""Norms that become fp8 after an all-reduce, through torch.compile with Inductor's code on CPU ranks."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_compiled_layers() -> None:
 
 
 def with_product(rank: int, world_size: int) -> None:
-    """What the scaled product behind it gives is that of the program as it is written."""
+    """What the scaled product after it gives is that of the program as it is written."""
 
     def layer(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, up: Tensor, up_scale: Tensor) -> Tensor:
         normed, _ = vllm(funcol.all_reduce(x @ w, "sum", dist.group.WORLD), residual, weight)

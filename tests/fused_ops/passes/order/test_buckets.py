@@ -133,7 +133,7 @@ def test_what_needs_the_other_stays_behind_it() -> None:
 
 
 def test_what_a_product_separates_stays_apart() -> None:
-    """A gather of what is computed, behind a product of the one before."""
+    """A gather of what is computed, after a product of the one before."""
 
     def fn(x: Tensor, w: Tensor) -> Tensor:
         a = gathered(w)[:64]

@@ -85,7 +85,7 @@ def test_what_stands_in_generated_code() -> None:
     for found in run_ranks(verified, 2, compiled):
         order = found["casts_beside_others"]
         starts = [i for i, name in enumerate(order) if name == "all_gather_into_tensor"][:2]
-        # The casts stand in front of the gathers, and write nothing else.
+        # The casts stand before the gathers, and write nothing else.
         assert [order[i - 1] for i in starts] == ["1 in 1 loops"] * 2
         assert order.index("mm") > starts[1]  # and the second gather is on its way beside the first product
         order = found["writes_in_place"]

@@ -89,7 +89,7 @@ def test_a_wait_sinks_to_its_user_with_what_scales_it() -> None:
 
 
 def test_not_a_byte_more() -> None:
-    """Behind the product the operand is not needed any more, so a wait behind it would hold it longer."""
+    """After the product the operand is not needed any more, so a wait after it would hold it longer."""
 
     def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         big = x.repeat(1, 4)

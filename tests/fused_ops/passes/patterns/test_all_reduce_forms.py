@@ -1,4 +1,4 @@
-"""all_reduce of matrix products: alone, several that feed one sum, with the norm behind it; and what is left alone."""
+"""all_reduce of matrix products: alone, several that feed one sum, with the norm after it; and what is left alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def group() -> Iterator[str]:
 
 @pytest.fixture
 def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No product is too small for its all-reduce to be hidden behind it."""
+    """No product is too small for its all-reduce to be hidden by it."""
     monkeypatch.setattr(form, "MATMUL_FROM", 0)
 
 
@@ -35,7 +35,7 @@ def reduced(x: Tensor, op: str = "sum") -> Tensor:
 
 
 class Reduced(torch.autograd.Function):
-    """What stands behind a row-parallel layer."""
+    """What stands after a row-parallel layer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ def test_average() -> None:
 @pytest.mark.parametrize("op", ["max", "min"])
 @pytest.mark.parametrize("what", ["product", "norm", "sum", "number", "vector"])
 def test_the_largest_and_the_smallest(what: str, op: str) -> None:
-    """In one shot, whatever it is of: a product stays in front of it, a norm and another reduction behind it."""
+    """In one shot, whatever it is of: a product stays before it, a norm and another reduction after it."""
     programs: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "product": lambda x, w: ar(x @ w, op),
         "norm": lambda x, w: torch.nn.functional.rms_norm(ar(x @ w, op), (w.shape[1],)),

@@ -184,9 +184,7 @@ def test_what_its_backend_runs_beside_something_is_left_alone() -> None:
 
     seen = applied(traced(fn, X), fusion())
     assert seen.fused == [None]
-    assert (
-        "it is waited for behind sin (aten::sin)" in seen.reasons or "waited for behind sin" in seen.reasons
-    )
+    assert "it is waited for after sin (aten::sin)" in seen.reasons or "waited for after sin" in seen.reasons
 
 
 def test_sizes_of_what_is_pending() -> None:

@@ -83,7 +83,7 @@ def test_copy_engines_have_it() -> None:
 
 
 def test_copy_engines_have_what_is_only_returned() -> None:
-    """A product behind it hides it; without one it is fused, as is one that the graph goes on with."""
+    """A product after it hides it; without one it is fused, as is one that the graph goes on with."""
 
     def returned(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return scatter(x @ w.t()), x @ w.t()

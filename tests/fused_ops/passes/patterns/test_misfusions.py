@@ -1,7 +1,7 @@
 """The programs that torch's own pass fuses into wrong or failing ones, by the numbers of that list.
 
 Here each is left as it was, and the report says why. Three are forms that can be fused rightly after all (four chunks
-in order, a product in another shape, an addend behind the gather): those may be fused and must compute the same.
+in order, a product in another shape, an addend after the gather): those may be fused and must compute the same.
 """
 
 from __future__ import annotations

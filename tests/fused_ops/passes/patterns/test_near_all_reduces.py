@@ -1,4 +1,4 @@
-"""Near misses of all-reduces that are merged, or fused with their product or the norm behind them."""
+"""Near misses of all-reduces that are merged, or fused with their product or the norm after them."""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ def test_a_matrix_that_is_added_is_only_reduced() -> None:
 def test_the_report_tells_what_stays_behind() -> None:
     bias = torch.randn(5)
     for fn, what in (
-        (lambda x, w, b: ar(x @ w) + b, "add (add.Tensor) stays behind it"),
-        (lambda x, w, b: 0.5 * ar(x @ w)[None], "mul (mul.Tensor) stays behind it"),
+        (lambda x, w, b: ar(x @ w) + b, "add (add.Tensor) stays after it"),
+        (lambda x, w, b: 0.5 * ar(x @ w)[None], "mul (mul.Tensor) stays after it"),
         (lambda x, w, b: ar(x @ w).sin(), ""),
     ):
         assert only(fn, X, W, bias).entries[0].detail == what

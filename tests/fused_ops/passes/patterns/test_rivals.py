@@ -42,10 +42,10 @@ def result(fn: object, *shapes: tuple[int, ...]) -> tuple[list[str | None], str]
 def test_the_one_that_sends_more_has_it() -> None:
     fused, reasons = result(between, (32, 512), (512, 64))
     assert fused == [AG, None]
-    assert "its product is fused with the gather in front of it, which saves" in reasons
+    assert "its product is fused with the gather before it, which saves" in reasons
     fused, reasons = result(between, (32, 64), (64, 512))
     assert fused == [None, RS]
-    assert "its product is fused with the reduction behind it" in reasons
+    assert "its product is fused with the reduction after it" in reasons
 
 
 def test_a_gather_that_loses_nothing_leaves_it() -> None:

@@ -145,7 +145,7 @@ def test_a_write_before_or_behind_both_does_no_harm() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_no_collective_is_overtaken() -> None:
-    """The op could wait for the residual only behind another collective: it stays where the reduction was."""
+    """The op could wait for the residual only after another collective: it stays where the reduction was."""
 
     def fn(x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         y = rs(x @ w)

@@ -1,4 +1,4 @@
-"""Near misses of what fused_matmul_reduce_scatter adds: the reduction is fused, the addition stays behind it."""
+"""Near misses of what fused_matmul_reduce_scatter adds: the reduction is fused, the addition stays after it."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def the_sum_is_written(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
 
 @left(X, W, B, R)
 def each_rank_adds_a_vector_before(x: Tensor, w: Tensor, b: Tensor, r: Tensor) -> Tensor:
-    """Its sum is added behind the op, and what follows in the same kernel."""
+    """Its sum is added after the op, and what follows in the same kernel."""
     return rs(x @ w + b) + r
 
 

@@ -96,7 +96,7 @@ ZEROS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.usefixtures("two")
 @pytest.mark.parametrize("name", ZEROS)
 def test_before_a_reduce_scatter_and_behind_it(name: str) -> None:
-    """Behind it the op adds the residual, and nothing is left to add a 0."""
+    """After it the op adds the residual, and nothing is left to add a 0."""
     seen = only(lambda x, w, r: ZEROS[name](rs(ZEROS[name](x @ w))).view(1, 6, 6) + r, X, W, (1, 6, 6))
     assert (seen.fused, taken(seen), additions(seen.after)) == ([RS], [RESIDUAL], 0), seen.reasons
     assert seen.entries[0].form == "product → reduce_scatter → add"

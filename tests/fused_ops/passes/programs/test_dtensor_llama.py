@@ -98,7 +98,7 @@ def expected(case: Case) -> int:
     """How many collectives the graphs have. All of them can be fused."""
     # One graph serves all blocks that are compiled by themselves.
     layers = 1 if case.blocks else LAYERS
-    # In front of attention and feed-forward and behind them, forward and backward; without sequence parallelism behind
+    # Before attention and feed-forward and after them, forward and backward; without sequence parallelism after
     # them only, and backward each column-wise layer has its own.
     fused = (8 if case.sequence else 2 + 5) * layers
     if case.checkpoint:

@@ -106,7 +106,7 @@ def generate(rank: int, world: int, folder: Path, codegen: bool) -> Outcome:
         return p.outcome()
 
 
-# Forward: what the plan's row-wise layers reduce, and the embedding, a norm behind each; and the gather of the logits'
+# Forward: what the plan's row-wise layers reduce, and the embedding, a norm after each; and the gather of the logits'
 # vocabulary, alone.
 NORMS = 2 * LAYERS + 1
 FORWARD = NORMS + 1
@@ -118,7 +118,7 @@ BACKWARD = 5 * LAYERS + 1
 def test_inference(folder: Path, codegen: bool) -> None:
     found = outcomes(infer, WORLD, folder, codegen)
     check(found, FORWARD, [])
-    # The norm behind it belongs to each of them, and but for the embedding the residual.
+    # The norm after it belongs to each of them, and but for the embedding the residual.
     lines = [
         line for line in found[0].text.splitlines() if "fused into weft::fused_all_reduce_rms_norm" in line
     ]
@@ -139,13 +139,13 @@ def test_generation_with_a_static_cache(folder: Path, codegen: bool) -> None:
 
 @CODEGEN
 def test_inference_of_gemma(tmp_path: Path, codegen: bool) -> None:
-    """Its norms add 1 to their weights, and the reduced embedding is scaled in front of the first of them, which keeps
+    """Its norms add 1 to their weights, and the reduced embedding is scaled before the first of them, which keeps
     that apart from its all-reduce."""
     found = outcomes(infer, WORLD, saved(tmp_path, "Gemma", head_dim=8), codegen)
     check(found, FORWARD, [])
     assert "residual added, rms_norm, 1 added to the weight" in found[0].text
     apart = found[0].text.count("one_shot_all_reduce")
-    assert apart == found[0].text.count("mul (mul.Tensor) stays behind it") == int(REDUCED_IN_FRONT_OF_SCALE)
+    assert apart == found[0].text.count("mul (mul.Tensor) stays after it") == int(REDUCED_IN_FRONT_OF_SCALE)
 
 
 @CODEGEN

@@ -84,7 +84,7 @@ def decode(rank: int, world: int, codegen: bool, **options: Any) -> Outcome:
 @CODEGEN
 def test_a_decoder_of_vllm(codegen: bool) -> None:
     found = outcomes(decode, WORLD, codegen)
-    # The embedding's reduction, and two of each layer; a norm behind each.
+    # The embedding's reduction, and two of each layer; a norm after each.
     check(found, 1 + 2 * LAYERS, [])
     assert "one_shot_all_reduce" not in found[0].text, found[0].text
 

@@ -22,7 +22,7 @@ def world() -> dist.ProcessGroup:
 
 
 class Copy(torch.autograd.Function):
-    """The same forward, an all-reduce backward: in front of column-parallel layers."""
+    """The same forward, an all-reduce backward: before column-parallel layers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class Copy(torch.autograd.Function):
 
 
 class Reduce(torch.autograd.Function):
-    """An all-reduce forward, the same backward: behind row-parallel layers."""
+    """An all-reduce forward, the same backward: after row-parallel layers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

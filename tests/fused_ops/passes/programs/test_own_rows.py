@@ -170,7 +170,7 @@ def test_a_decoder_of_vllm(codegen: bool) -> None:
 
 
 def heads(x: Tensor, qkv: Tensor, norms: list[Tensor], head: Tensor, parts: int, rank: int) -> Tensor:
-    """Queries and keys that are normed over all heads, of a packed product, and logits: gathers behind products."""
+    """Queries and keys that are normed over all heads, of a packed product, and logits: gathers after products."""
 
     def whole(t: Tensor) -> Tensor:
         if parts == 1:
@@ -207,7 +207,7 @@ def gather(rank: int, world: int, codegen: bool) -> Outcome:
 def test_gathers_behind_products(codegen: bool) -> None:
     found = outcomes(gather, WORLD, codegen)
     check(found, 4, [])
-    # But for the one in front of the head. Queries and keys are alike.
+    # But for the one before the head. Queries and keys are alike.
     lines = found[0].text.splitlines()
     assert sum("one_shot_all_gather, dim 1" in line for line in lines) == 2, lines
     assert sum("(2 times)" in line for line in lines) == 1, lines

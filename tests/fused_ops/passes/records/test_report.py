@@ -87,7 +87,7 @@ def test_entries_and_text() -> None:
 
 @pytest.mark.parametrize("summed", [False, True])
 def test_between_two_collectives(summed: bool) -> None:
-    """The reason names the op that has the gather's product, nothing that the pass put in front of it."""
+    """The reason names the op that has the gather's product, nothing that the pass put before it."""
 
     def model(x: Tensor, w: Tensor) -> Tensor:
         group = dist.distributed_c10d._get_default_group()
@@ -96,11 +96,11 @@ def test_between_two_collectives(summed: bool) -> None:
 
     (seen,) = captured(model, torch.randn(4, 8), torch.randn(8, 6))
     assert seen.fused == [None, RS]
-    assert "product is fused with the reduction behind it, into fused_matmul_reduce_scatter" in seen.reasons
+    assert "product is fused with the reduction after it, into fused_matmul_reduce_scatter" in seen.reasons
 
 
 def test_between_two_collectives_on_the_right() -> None:
-    """The pass takes the one matrix out of a stack in front of the op."""
+    """The pass takes the one matrix out of a stack before the op."""
 
     def model(x: Tensor, w: Tensor) -> Tensor:
         group = dist.distributed_c10d._get_default_group()

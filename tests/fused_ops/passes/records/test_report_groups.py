@@ -214,7 +214,7 @@ def test_a_fallback_graphs_compilation_does_not_count() -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_graph_that_ends_behind_its_gather(dim: int) -> None:
     (seen,) = captured(lambda x: gather(x, dim), torch.randn(4, 8))
-    assert seen.reasons.startswith("the graph ends behind the collective: no matrix product takes")
+    assert seen.reasons.startswith("the graph ends after the collective: no matrix product takes")
     assert "compile the module that holds both" in seen.reasons
 
 
@@ -226,7 +226,7 @@ def test_a_graph_that_ends_elsewhere() -> None:
 @pytest.mark.parametrize("fn", [scatter, lambda x: scatter(x, 1), lambda x: late(x.t().reshape(-1, 2))])
 def test_a_graph_that_begins_in_front_of_its_reduction(fn: object) -> None:
     (seen,) = captured(fn, torch.randn(4, 8))  # type: ignore[arg-type]
-    assert seen.reasons.startswith("the graph begins in front of the collective: its input is ")
+    assert seen.reasons.startswith("the graph begins before the collective: its input is ")
     assert "compile the module that holds both" in seen.reasons
     (seen,) = captured(lambda x: fn(x.sin()), torch.randn(4, 8))  # type: ignore[operator]
     assert "the graph begins" not in seen.reasons
@@ -271,8 +271,8 @@ def test_a_sequential_that_is_compiled_itself() -> None:
     entries = fusion.report().entries
     if entries and entries[0].graph != entries[-1].graph:  # as long as torch cuts it
         assert [e.reason.split(":")[0] for e in entries] == [
-            "the graph ends behind the collective",
-            "the graph begins in front of the collective",
+            "the graph ends after the collective",
+            "the graph begins before the collective",
         ]
         assert all(e.source for e in entries)
 

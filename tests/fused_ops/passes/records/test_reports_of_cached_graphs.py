@@ -69,7 +69,7 @@ def test_a_second_compilation_reports_what_the_first_did(
         assert same(fusion.report(), first)
         assert not fusion.report().runs.graphs
         assert fusion.report().runs.loaded == len({e.graph for e in first.entries})
-        # Behind others it counts on, and once for each time it is loaded.
+        # After others it counts on, and once for each time it is loaded.
         torch._dynamo.reset()
         torch.compile(fn, options=fusion.options, fullgraph=True)(*inputs()).sum().backward()
         count = len(first.entries)

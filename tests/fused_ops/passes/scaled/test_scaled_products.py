@@ -1,4 +1,4 @@
-"""Scaled products of fp8 behind gathers and in front of reduce-scatters: what is fused computes the same."""
+"""Scaled products of fp8 after gathers and before reduce-scatters: what is fused computes the same."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_near_misses_stay(fn: Callable[..., Any]) -> None:
 
 
 def test_a_weight_that_a_product_made_is_not_taken_for_the_same() -> None:
-    """The norm in front of it is of a rank's own rows, the weight is multiplied where all rows are."""
+    """The norm before it is of a rank's own rows, the weight is multiplied where all rows are."""
     with fake_ranks(2):
         given = inputs(0, torch.float32)[:4]
         graph = make_fx(a_weight_of_its_own, tracing_mode="fake")(*given).graph
@@ -126,7 +126,7 @@ def norm_between(x: Tensor, w: Tensor, r: Tensor, n: Tensor, v: Tensor) -> Tenso
     ],
 )
 def test_auto_takes_what_the_measured_ops_say(hidden: int, columns: int, rows: int, taken: bool) -> None:
-    """An output projection, and that of queries, keys and values behind it: the sum of what each took on 2 H100."""
+    """An output projection, and that of queries, keys and values after it: the sum of what each took on 2 H100."""
     shapes = (rows, hidden // 2), (hidden // 2, hidden), (rows, hidden), (hidden,), (hidden, columns // 2)
     with fake_ranks(2):
         with FakeTensorMode():
