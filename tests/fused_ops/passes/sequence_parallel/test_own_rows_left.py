@@ -296,11 +296,15 @@ def test_numbers_of_what_is_taken_for_the_same_are_compared() -> None:
 
 def test_what_meets_own_rows_is_compared() -> None:
     """Ranks that scale a residual by other numbers do not have it alike: their graphs must differ for the vote."""
+
+    def scaled(number: float) -> Callable[..., Tensor]:
+        return lambda x, r, n, v: norm_of_sum(x, r * number, n, v)
+
     digests = []
     with fake_ranks(2) as name, FakeTensorMode():
         given = [torch.empty(s) for s in ((64, HIDDEN), (64, HIDDEN), (HIDDEN,), (HIDDEN, 6))]
         for number in (2.0, 2.0, 3.0):
-            graph = make_fx(lambda x, r, n, v, c=number: norm_of_sum(x, r * c, n, v))(*given).graph
+            graph = make_fx(scaled(number))(*given).graph
             assert put_sequences_on_rows(graph, True, None)
             of_all = Signature(graph, {name: 0}, {name}, [], [], before={*graph.nodes})
             digests.append(of_all.digest)
