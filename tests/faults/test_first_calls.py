@@ -75,7 +75,7 @@ def plans(rank: int, world_size: int) -> None:
     """Another algorithm for the same arguments."""
     first = plan.Plan("unfused", "of its own") if rank == ODD else plan.Plan("host")
     with (
-        mock.patch("weft.fused_ops.ops.all_reduce.Plan", return_value=first),
+        mock.patch("weft.fused_ops.dispatch.choice.Plan", return_value=first),
         pytest.raises(
             symm_mem.RankMismatch, match=r"rank 1 asked for one_shot_all_reduce by Plan\(.*of its own"
         ),

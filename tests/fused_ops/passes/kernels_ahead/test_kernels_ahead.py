@@ -194,9 +194,9 @@ class Alone(GraphGuard):
     def _look_up_groups(self) -> dict[str, Voters]:
         return {}
 
-    def _agreed(self, signature: int, voters: Mapping[str, Voters]) -> tuple[bool, bool]:
-        self.there = program_counts()
-        return True, False
+    def _agreed(self, signature: int, voters: Mapping[str, Voters]) -> bool:
+        self.there, self._unasked = program_counts(), False
+        return True
 
 
 def reloaded(graph: fx.Graph) -> Alone:
