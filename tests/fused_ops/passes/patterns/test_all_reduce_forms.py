@@ -225,7 +225,7 @@ def test_what_stays_of_the_largest_and_the_smallest() -> None:
         (lambda x, w: ar(x @ w, "product"), "reduces by 'product'", X),
         (lambda x, w: ar(x.argmax(1), "max"), "its input is torch.int64", X),
         (lambda x, w: ar(x.amax(1), "max"), "its input is torch.float64", X.double()),
-        (beside, "it reduces by 'max'; and it is waited for behind", X),
+        (beside, "it reduces by 'max'; and it is waited for after", X),
     ):
         seen = only(fn, given, W.to(given.dtype))
         assert seen.fused == [None]

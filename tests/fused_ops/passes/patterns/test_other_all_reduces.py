@@ -62,7 +62,7 @@ def test_what_runs_beside_it_may_be_too_little() -> None:
 
 @pytest.mark.parametrize(
     ("fn", "reason"),
-    [(a_loss, "its input is a number"), (waited_for_later, "waited for behind sin (sin.default)")],
+    [(a_loss, "its input is a number"), (waited_for_later, "waited for after sin (sin.default)")],
     ids=["a loss", "waited for later"],
 )
 def test_what_is_no_product_and_is_left_alone(fn: Callable[..., Any], reason: str) -> None:
