@@ -1,39 +1,8 @@
 """The graph pass, what its reports are made of, and what measures for it."""
 
+import weft.fused_ops.passes as _passes
 from weft.fused_ops import timeline
-from weft.fused_ops.passes import (
-    Bucket,
-    CostTable,
-    Disagreement,
-    Entry,
-    FusionError,
-    FusionPass,
-    OrderChange,
-    PassRuns,
-    Placed,
-    ProgramCounts,
-    Report,
-    VoteCounts,
-    compile,  # noqa: A004
-    fusion_report,
-    measure_costs,
-)
+from weft.fused_ops.passes import *  # noqa: F403
 
-__all__ = [
-    "Bucket",
-    "CostTable",
-    "Disagreement",
-    "Entry",
-    "FusionError",
-    "FusionPass",
-    "OrderChange",
-    "PassRuns",
-    "Placed",
-    "ProgramCounts",
-    "Report",
-    "VoteCounts",
-    "compile",
-    "fusion_report",
-    "measure_costs",
-    "timeline",
-]
+__all__ = ["timeline"]
+__all__ += _passes.__all__

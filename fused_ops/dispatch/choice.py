@@ -25,11 +25,8 @@ from ...symm_mem.heap.heap import Heap
 from ...symm_mem.heap.registry import default_device
 from ...symm_mem.workspace import Workspace
 from .plan import Plan
+from .staging import Staging
 from .workspaces import COPIED, LL_PROTOCOL, MATMUL, ONE_SHOT, least_layout, workspace_of
-
-
-def _none() -> Sequence[CompilableProgram]:
-    return ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +47,7 @@ class Choice:
     layout: Any = None
     chosen: str = ""
     predicted_us: float | None = None
-    programs: Callable[[], Sequence[CompilableProgram]] = _none
+    programs: Callable[[], Sequence[CompilableProgram]] = tuple
     how: Any = None
 
     @property
@@ -90,9 +87,31 @@ def on_host(layout: Any) -> Choice:
     return Choice("host", kind=MATMUL, layout=layout)
 
 
-def by_kernel(kernel: KernelChoice[Any], world_size: int, **more: Any) -> Choice:
+@dataclass(frozen=True)
+class KernelUse:
+    """The kernel of an op around a matmul, and its operands as that takes them.
+
+    Attributes:
+        call: a GatherKernelCall or ScatterKernelCall.
+        staging: the copies among the operands, which the run fills.
+    """
+
+    kernel: KernelChoice[Any]
+    call: Any
+    staging: Staging
+
+
+def by_kernel(
+    use: KernelUse, world_size: int, programs: Callable[[], Sequence[CompilableProgram]], chosen: str = ""
+) -> Choice:
     """Of the ops around a matmul."""
-    return Choice(**_of_kernel(kernel, world_size), **more)
+    return Choice(
+        **_of_kernel(use.kernel, world_size),
+        reason=use.staging.reason,
+        chosen=chosen,
+        programs=programs,
+        how=use,
+    )
 
 
 def _of_kernel(kernel: KernelChoice[Any], world_size: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -15,14 +15,13 @@ from torch.distributed import ProcessGroup
 from ...kernels.all_gather_matmul import host
 from ...kernels.all_gather_matmul.configs import GatherKernelCall
 from ...kernels.all_gather_matmul.reference import reference_all_gather_matmul
-from ...kernels.device.tuning.choice import KernelChoice
 from ...kernels.device.tuning.tuner import FROM_MODEL
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
 from ..dispatch import fast_path
-from ..dispatch.choice import Choice, by_kernel, on_host, unfused
+from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host, unfused
 from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse, why_tf32
 from ..dispatch.staging import Staging, in_rows, in_rows_or_columns, rows_of
 from ..dispatch.stream_order import in_stream_order
@@ -76,17 +75,6 @@ def fast_all_gather_matmul(
     return (results.pop() if return_A else None), results
 
 
-@dataclass(frozen=True)
-class _How:
-    """The kernel of a call, and its operands as that takes them; ``front``: the shard with the gathered dimension in
-    front, unless it is the last."""
-
-    kernel: KernelChoice[Any]
-    call: GatherKernelCall
-    staging: Staging
-    front: Tensor
-
-
 def _front(call: AllGatherMatmulCall) -> Tensor:
     A_shard, dim = call.A_shard, call.gather_dim
     return A_shard if dim == A_shard.dim() - 1 else A_shard.movedim(dim, 0)
@@ -120,12 +108,10 @@ def _choose_on_cuda(call: AllGatherMatmulCall, group: ProcessGroup) -> Choice:
     if not should_fuse(kernel.profitable):
         return unfused("too little is gathered and multiplied")
     return by_kernel(
-        kernel,
+        KernelUse(kernel, used, staging),
         size,
-        reason=staging.reason,
+        partial(on_cuda.gather_programs, kernel.config, used, size, group.rank()),
         chosen="" if kernel.algorithm == "copy_engine" else FROM_MODEL,
-        programs=partial(on_cuda.gather_programs, kernel.config, used, size, group.rank()),
-        how=_How(kernel, used, staging, front),
     )
 
 
@@ -156,7 +142,7 @@ def _on_cpu(choice: Choice, where: Heap, call: AllGatherMatmulCall) -> Result:
 def _on_cuda(choice: Choice, where: Heap, call: AllGatherMatmulCall) -> Result:
     from ...kernels.all_gather_matmul import on_cuda
 
-    how: _How = choice.how
+    how: KernelUse = choice.how
     used, dim, return_A = how.call, call.gather_dim, call.return_A
     with in_stream_order(used.a.device):
         how.staging.copy()
@@ -170,7 +156,7 @@ def _on_cuda(choice: Choice, where: Heap, call: AllGatherMatmulCall) -> Result:
         ran(plan)
         timeout_ns = timeout_in_ns(where.group_name)
         gathered, products = on_cuda.launch_all_gather_matmul(kernel, workspace, used, timeout_ns)
-    A, outs = _shaped(gathered, products, how.front, dim, where.world_size)
+    A, outs = _shaped(gathered, products, _front(call), dim, where.world_size)
     if (launcher := on_cuda.gather_launcher(kernel, workspace, return_A)) is not None:
         results = outs if A is None else [*outs, A]
         operands = how.call.a, *how.call.bs
@@ -258,15 +244,15 @@ def gathered_matmul_flops(
 ALL_GATHER_MATMUL = Op(
     "fused_all_gather_matmul(Tensor A_shard, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A=True,"
     " int? group_size=None) -> (Tensor?, Tensor[])",
-    AllGatherMatmulCall,
-    _validate,
-    _fake,
-    "all_gather_matmul",
-    lambda call, group: call.A_shard.numel() == 0,
-    _choose,
-    run_all_gather_matmul,
-    lambda call: fast_all_gather_matmul(*call[:5]),
-    _with_gradient,
+    record=AllGatherMatmulCall,
+    validate=_validate,
+    fake=_fake,
+    kernel="all_gather_matmul",
+    sends_nothing=lambda call, group: call.A_shard.numel() == 0,
+    choose=_choose,
+    run=run_all_gather_matmul,
+    fast=lambda call: fast_all_gather_matmul(*call[:5]),
+    with_gradient=_with_gradient,
     flops=gathered_matmul_flops,
     own_dims={"Bs": (1,)},
 )

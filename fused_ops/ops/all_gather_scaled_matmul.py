@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -23,14 +22,13 @@ from ...kernels.device.gemm.scaling import (
     torch_product,
 )
 from ...kernels.device.gemm.supported import why_last_dim_not_gathered
-from ...kernels.device.tuning.choice import KernelChoice
 from ...kernels.device.tuning.tuner import FROM_MODEL
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
 from ..dispatch import fast_path
-from ..dispatch.choice import Choice, by_kernel, on_host, unfused
+from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host, unfused
 from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse
 from ..dispatch.staging import Staging, aligned, rows_of
 from ..dispatch.stream_order import in_stream_order
@@ -114,16 +112,6 @@ def _arguments(call: AllGatherScaledMatmulCall) -> tuple[Hashable, ...]:
     return call.gather_dim, call.return_A, counts, dtypes, (*call.use_fast_accum,), biased
 
 
-@dataclass(frozen=True)
-class _How:
-    """The kernel of a call, and its operands as that takes them."""
-
-    kernel: KernelChoice[Any]
-    used: GatherKernelCall
-    staging: Staging
-    gather: ScaledGather
-
-
 def _choose(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup) -> Choice:
     """Call and rows are what validation returns."""
     if call.A_shard.device.type != "cpu":
@@ -137,12 +125,11 @@ def run_all_gather_scaled_matmul(
     choice: Choice, where: Heap, call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup
 ) -> Result:
     """As the op; call and rows are what validation returns."""
+    gather = ScaledGather(call, rows, group.size())
     if choice.is_unfused:
         ran(choice.plan_in(None))
-        return _unfused(ScaledGather(call, rows, group.size()), group)
-    if choice.algorithm == "host":
-        return _on_cpu(choice, where, ScaledGather(call, rows, group.size()))
-    return _on_cuda(choice, where)
+        return _unfused(gather, group)
+    return (_on_cpu if choice.algorithm == "host" else _on_cuda)(choice, where, gather)
 
 
 def _on_cpu(choice: Choice, where: Heap, gather: ScaledGather) -> Result:
@@ -215,21 +202,18 @@ def _choose_on_cuda(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: Pr
     if not should_fuse(kernel.profitable):
         return unfused(why_unfused(products, "gathered and multiplied"))
     return by_kernel(
-        kernel,
+        KernelUse(kernel, used, staging),
         size,
-        reason=staging.reason,
+        partial(scaled.scaled_gather_programs, kernel.config, used, size, group.rank()),
         chosen="" if kernel.algorithm == "copy_engine" else FROM_MODEL,
-        programs=partial(scaled.scaled_gather_programs, kernel.config, used, size, group.rank()),
-        how=_How(kernel, used, staging, gather),
     )
 
 
-def _on_cuda(choice: Choice, where: Heap) -> Result:
+def _on_cuda(choice: Choice, where: Heap, gather: ScaledGather) -> Result:
     from ...kernels.all_gather_matmul import scaled
 
-    how: _How = choice.how
-    used, gather = how.used, how.gather
-    call = gather.call
+    how: KernelUse = choice.how
+    used, call = how.call, gather.call
     with in_stream_order(used.a.device):
         how.staging.copy()
         scales = scaled.GatherScales(
@@ -328,15 +312,15 @@ ALL_GATHER_SCALED_MATMUL = Op(
     "fused_all_gather_scaled_matmul(Tensor A_shard, Tensor[] Bs, Tensor A_scale, Tensor[] B_scales, int gather_dim,"
     " str group_name, Tensor?[] biases, Tensor?[] result_scales, ScalarType?[] out_dtypes, bool[] use_fast_accum, *,"
     " bool return_A=True, int? group_size=None) -> (Tensor?, Tensor[])",
-    AllGatherScaledMatmulCall,
-    _validate,
-    _fake,
-    "all_gather_scaled_matmul",
-    lambda call, rows, group: call.A_shard.numel() == 0,
-    _choose,
-    run_all_gather_scaled_matmul,
-    fast_all_gather_scaled_matmul,
-    lambda call: op.refuse_gradient(_validate, call, NO_GRADIENT),
+    record=AllGatherScaledMatmulCall,
+    validate=_validate,
+    fake=_fake,
+    kernel="all_gather_scaled_matmul",
+    sends_nothing=lambda call, rows, group: call.A_shard.numel() == 0,
+    choose=_choose,
+    run=run_all_gather_scaled_matmul,
+    fast=fast_all_gather_scaled_matmul,
+    with_gradient=lambda call: op.refuse_gradient(_validate, call, NO_GRADIENT),
     flops=_flops,
     own_dims={"Bs": (1,), "B_scales": (-1,), "biases": (-1,), "result_scales": (-1,)},
 )

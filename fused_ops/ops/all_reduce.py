@@ -304,36 +304,42 @@ def _run_in_place(choice: Choice, where: Heap | None, call: AllReduceCall, group
     increment_version(x)  # as on the fast path
 
 
-# The kernel, whether nothing is sent, and the choice.
-_SUM = (
-    "all_reduce",
-    lambda call, group: call.x.numel() == 0,
-    lambda call, group: choose_sum(call.x, call.reduce_op, group),
-)
+def _sends_nothing(call: AllReduceCall, group: ProcessGroup) -> bool:
+    return call.x.numel() == 0
+
+
+def _choose(call: AllReduceCall, group: ProcessGroup) -> Choice:
+    return choose_sum(call.x, call.reduce_op, group)
+
+
 ALL_REDUCE = Op(
     "one_shot_all_reduce(Tensor x, str reduce_op, str group_name, *, int? group_size=None) -> Tensor",
-    AllReduceCall,
-    _validate,
-    _fake,
-    *_SUM,
-    _run,
-    lambda call: fast_all_reduce(call.x, call.reduce_op, call.group_name, anything=True),
-    _with_gradient,
-    lambda call: fast_all_reduce(call.x, call.reduce_op, call.group_name),
+    record=AllReduceCall,
+    validate=_validate,
+    fake=_fake,
+    kernel="all_reduce",
+    sends_nothing=_sends_nothing,
+    choose=_choose,
+    run=_run,
+    fast=lambda call: fast_all_reduce(call.x, call.reduce_op, call.group_name, anything=True),
+    with_gradient=_with_gradient,
+    fast_on_device=lambda call: fast_all_reduce(call.x, call.reduce_op, call.group_name),
     prepares=BOTH,
 )
 ALL_REDUCE_IN_PLACE = Op(
     "one_shot_all_reduce_(Tensor(a!) x, str reduce_op, str group_name, *, int? group_size=None) -> ()",
-    AllReduceCall,
-    validate_in_place,
-    lambda *_: None,
-    *_SUM,
-    _run_in_place,
-    lambda call: _fast_in_place(call, anything=True),
-    lambda call: refuse_gradient(
+    record=AllReduceCall,
+    validate=validate_in_place,
+    fake=lambda *_: None,
+    kernel="all_reduce",
+    sends_nothing=_sends_nothing,
+    choose=_choose,
+    run=_run_in_place,
+    fast=lambda call: _fast_in_place(call, anything=True),
+    with_gradient=lambda call: refuse_gradient(
         validate_in_place, call, " where it is overwritten; use one_shot_all_reduce"
     ),
-    _fast_in_place,
+    fast_on_device=_fast_in_place,
     functional=(ALL_REDUCE, lambda call: call),
     prepares=BOTH,
 )

@@ -14,9 +14,11 @@ from ..dispatch import fast_path
 from ..dispatch.workspaces import ALL_REDUCE
 from . import all_reduce
 from .all_reduce_rms_norm import (
-    OF_NORMS,
+    choose_norm_call,
     fake_norm,
     named_layer_norm,
+    norm_sends_nothing,
+    run_norm_call,
     validate_all_reduce_norm,
 )
 from .op import Op
@@ -104,11 +106,14 @@ def _fast(call: AllReduceLayerNormCall) -> tuple[Tensor, Tensor] | None:
 ALL_REDUCE_LAYER_NORM = Op(
     "fused_all_reduce_layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps,"
     " str group_name, *, float weight_offset=0.0, int? group_size=None) -> (Tensor, Tensor)",
-    AllReduceLayerNormCall,
-    lambda call: (call, validate_all_reduce_norm(call)),
-    fake_norm,
-    *OF_NORMS,
-    _fast,
-    lambda call: AllReduceLayerNormFunction.apply(call, call.x, call.residual, *call.affine),
+    record=AllReduceLayerNormCall,
+    validate=lambda call: (call, validate_all_reduce_norm(call)),
+    fake=fake_norm,
+    kernel="all_reduce_rms_norm",
+    sends_nothing=norm_sends_nothing,
+    choose=choose_norm_call,
+    run=run_norm_call,
+    fast=_fast,
+    with_gradient=lambda call: AllReduceLayerNormFunction.apply(call, call.x, call.residual, *call.affine),
     prepares=all_reduce.BOTH,
 )

@@ -312,23 +312,21 @@ def run_norm_call(
     return normed, sums
 
 
-# The kernel, whether nothing is sent, the choice and the run.
-OF_NORMS = (
-    "all_reduce_rms_norm",
-    lambda call, group: call.x.numel() == 0,
-    choose_norm_call,
-    run_norm_call,
-)
+def norm_sends_nothing(call: NormCall, group: ProcessGroup) -> bool:
+    return call.x.numel() == 0
 
 
 ALL_REDUCE_RMS_NORM = Op(
     "fused_all_reduce_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, str group_name, *,"
     " float weight_offset=0.0, bool round_sum=True, int? group_size=None) -> (Tensor, Tensor)",
-    AllReduceRmsNormCall,
-    lambda call: (call, validate_all_reduce_norm(call)),
-    fake_norm,
-    *OF_NORMS,
-    _fast,
-    lambda call: AllReduceRmsNormFunction.apply(call, call.x, call.residual, call.weight),
+    record=AllReduceRmsNormCall,
+    validate=lambda call: (call, validate_all_reduce_norm(call)),
+    fake=fake_norm,
+    kernel="all_reduce_rms_norm",
+    sends_nothing=norm_sends_nothing,
+    choose=choose_norm_call,
+    run=run_norm_call,
+    fast=_fast,
+    with_gradient=lambda call: AllReduceRmsNormFunction.apply(call, call.x, call.residual, call.weight),
     prepares=all_reduce.BOTH,
 )

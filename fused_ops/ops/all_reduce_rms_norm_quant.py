@@ -159,15 +159,15 @@ ALL_REDUCE_RMS_NORM_QUANT = Op(
     "fused_all_reduce_rms_norm_quant(Tensor x, Tensor? residual, Tensor weight, float eps, str group_name, *,"
     " Tensor? scale=None, ScalarType? out_dtype=None, str scale_op='reciprocal', float? smallest=None,"
     " float weight_offset=0.0, bool round_sum=True, int? group_size=None) -> (Tensor, Tensor?, Tensor)",
-    AllReduceRmsNormQuantCall,
-    _validate,
-    _fake,
-    "all_reduce_rms_norm",
-    lambda call, given, group: call.x.numel() == 0,
-    lambda call, given, group: choose_norm(call.x, call.kind, group),
-    run_all_reduce_rms_norm_quant,
-    fast_all_reduce_rms_norm_quant,
-    lambda call: refuse_gradient(
+    record=AllReduceRmsNormQuantCall,
+    validate=_validate,
+    fake=_fake,
+    kernel="all_reduce_rms_norm",
+    sends_nothing=lambda call, given, group: call.x.numel() == 0,
+    choose=lambda call, given, group: choose_norm(call.x, call.kind, group),
+    run=run_all_reduce_rms_norm_quant,
+    fast=fast_all_reduce_rms_norm_quant,
+    with_gradient=lambda call: refuse_gradient(
         _validate, call, ": a norm in fp8 has none; detach it, or call fused_all_reduce_rms_norm"
     ),
     prepares=all_reduce.BOTH,

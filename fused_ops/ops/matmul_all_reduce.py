@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from ...kernels.device.device_spec import device_spec_of
 from ...kernels.device.gemm.gemm_tiles import matmul_us
-from ...kernels.device.tuning.choice import KernelChoice, make_together
+from ...kernels.device.tuning.choice import make_together
 from ...kernels.matmul_all_reduce import configs, host
 from ...kernels.matmul_all_reduce.reference import reference_matmul_all_reduce
 from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
@@ -25,7 +25,7 @@ from ...symm_mem.workspace import Workspace
 from .. import validation
 from ..dispatch import fast_path, plan
 from ..dispatch.all_reduces import choose_sum
-from ..dispatch.choice import Choice, by_kernel, on_host
+from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host
 from ..dispatch.plan import Plan, num_sms, on, ran, should_fuse
 from ..dispatch.staging import Staging, in_rows_or_columns, rows_of
 from ..dispatch.stream_order import in_stream_order
@@ -133,15 +133,6 @@ class _FewRows:
     profitable: bool
 
 
-@dataclass(frozen=True)
-class _OneKernel:
-    """The kernel for large products, likewise."""
-
-    kernel: KernelChoice[Any]
-    call: ScatterKernelCall
-    staging: Staging
-
-
 def _choose(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     A, (m, n, _) = call.A, _sizes(call.A, call.B)
@@ -206,11 +197,9 @@ def _one_kernel(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice | None
     if isinstance(kernel, str) or not should_fuse(kernel.profitable):
         return None
     return by_kernel(
-        kernel,
+        KernelUse(kernel, used, staging),
         group.size(),
-        reason=staging.reason,
-        programs=partial(on_cuda.scatter_programs, kernel.config, used, group.size(), group.rank()),
-        how=_OneKernel(kernel, used, staging),
+        partial(on_cuda.scatter_programs, kernel.config, used, group.size(), group.rank()),
     )
 
 
@@ -234,7 +223,7 @@ def _on_cuda(choice: Choice, where: Heap, call: MatmulAllReduceCall, group: Proc
     with on(call.A.device):
         if isinstance(choice.how, _FewRows):
             return _run_few_rows(choice, where, call)
-        if isinstance(choice.how, _OneKernel):
+        if isinstance(choice.how, KernelUse):
             return _run_one_kernel(choice, where, call)
         A, B = call.A, call.B
         a = A.flatten(0, -2)
@@ -279,7 +268,7 @@ def _run_few_rows(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> Ten
 def _run_one_kernel(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> Tensor:
     from ...kernels.matmul_reduce_scatter import to_all
 
-    how: _OneKernel = choice.how
+    how: KernelUse = choice.how
     kernel, A, B, used = how.kernel, call.A, call.B, how.call
     with in_stream_order(A.device):
         how.staging.copy()
@@ -322,15 +311,15 @@ class MatmulAllReduceFunction(torch.autograd.Function):
 
 MATMUL_ALL_REDUCE = Op(
     "fused_matmul_all_reduce(Tensor A, Tensor B, str reduce_op, str group_name, *, int? group_size=None) -> Tensor",
-    MatmulAllReduceCall,
-    _validate,
-    _fake,
-    "matmul_all_reduce",
-    lambda call, group: 0 in (*call.A.shape[:-1], call.B.shape[1]),
-    _choose,
-    run_matmul_all_reduce,
-    lambda call: fast_matmul_all_reduce(*call[:4]),
-    lambda call: MatmulAllReduceFunction.apply(call, *call.tensors),
+    record=MatmulAllReduceCall,
+    validate=_validate,
+    fake=_fake,
+    kernel="matmul_all_reduce",
+    sends_nothing=lambda call, group: 0 in (*call.A.shape[:-1], call.B.shape[1]),
+    choose=_choose,
+    run=run_matmul_all_reduce,
+    fast=lambda call: fast_matmul_all_reduce(*call[:4]),
+    with_gradient=lambda call: MatmulAllReduceFunction.apply(call, *call.tensors),
     flops=matmul_flops,
     own_dims={"A": (-1,), "B": (0,)},
     prepares=all_reduce.BOTH,

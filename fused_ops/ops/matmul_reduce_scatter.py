@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.device.tuning.choice import KernelChoice
 from ...kernels.device.tuning.tuner import FROM_MODEL
 from ...kernels.matmul_reduce_scatter import host
 from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
@@ -22,7 +21,7 @@ from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
 from ..dispatch import fast_path
-from ..dispatch.choice import Choice, by_kernel, on_host, unfused
+from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host, unfused
 from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse, why_tf32
 from ..dispatch.staging import Staging, aligned, in_rows_or_columns
 from ..dispatch.stream_order import in_stream_order
@@ -179,13 +178,10 @@ def _fast(call: MatmulReduceScatterCall) -> Tensor | None:
 
 
 @dataclass(frozen=True)
-class _How:
-    """The kernel of a call, and its operands as that takes them. ``call``: with the factors that it multiplies."""
+class _Use(KernelUse):
+    """``given``: the call, whose products are one where the kernel does not add them."""
 
-    kernel: KernelChoice[Any]
-    used: ScatterKernelCall
-    staging: Staging
-    call: MatmulReduceScatterCall
+    given: MatmulReduceScatterCall
 
 
 def _choose(call: MatmulReduceScatterCall, group: ProcessGroup) -> Choice:
@@ -273,20 +269,18 @@ def _choose_on_cuda(call: MatmulReduceScatterCall, group: ProcessGroup) -> Choic
     if not should_fuse(kernel.profitable):
         return unfused("too little is multiplied and scattered")
     return by_kernel(
-        kernel,
+        _Use(kernel, used, staging, call),
         size,
-        reason=staging.reason,
+        partial(on_cuda.scatter_programs, kernel.config, used, size, group.rank()),
         chosen="" if kernel.algorithm == "tma_store" else FROM_MODEL,
-        programs=partial(on_cuda.scatter_programs, kernel.config, used, size, group.rank()),
-        how=_How(kernel, used, staging, call),
     )
 
 
-def _on_cuda(choice: Choice, where: Heap, given: MatmulReduceScatterCall) -> Tensor:
+def _on_cuda(choice: Choice, where: Heap, _: MatmulReduceScatterCall) -> Tensor:
     from ...kernels.matmul_reduce_scatter import on_cuda
 
-    how: _How = choice.how
-    call, used = how.call, how.used
+    how: _Use = choice.how
+    call, used = how.given, how.call
     with in_stream_order(used.b.device):
         how.staging.copy()
         used = replace(used, terms=[aligned(term.contiguous()) for term in call.terms])
@@ -379,15 +373,17 @@ MATMUL_REDUCE_SCATTER = Op(
     "fused_matmul_reduce_scatter(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name, *,"
     " ScalarType? out_dtype=None, Tensor? bias=None, Tensor? residual=None, Tensor[]? more=None,"
     " int? group_size=None) -> Tensor",
-    MatmulReduceScatterCall,
-    _validate,
-    _fake,
-    "matmul_reduce_scatter",
-    lambda call, group: 0 in call.local_shape(group.size()),
-    _choose,
-    run_matmul_reduce_scatter,
-    _fast,
-    lambda call: MatmulReduceScatterFunction.apply(call, call.bias, call.residual, *call.factors),
+    record=MatmulReduceScatterCall,
+    validate=_validate,
+    fake=_fake,
+    kernel="matmul_reduce_scatter",
+    sends_nothing=lambda call, group: 0 in call.local_shape(group.size()),
+    choose=_choose,
+    run=run_matmul_reduce_scatter,
+    fast=_fast,
+    with_gradient=lambda call: MatmulReduceScatterFunction.apply(
+        call, call.bias, call.residual, *call.factors
+    ),
     flops=matmul_flops,
     own_dims={"A": (-1,), "B": (0,), "more": (-1, 0)},
 )

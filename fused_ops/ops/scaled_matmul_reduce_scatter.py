@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from ...kernels.device.gemm.scaling import (
     torch_product,
 )
 from ...kernels.device.gemm.supported import why_last_dim_not_scattered
-from ...kernels.device.tuning.choice import KernelChoice
 from ...kernels.device.tuning.tuner import FROM_MODEL
 from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from ...kernels.scaled_matmul_reduce_scatter import host
@@ -31,7 +29,7 @@ from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
 from ..dispatch import fast_path
-from ..dispatch.choice import Choice, by_kernel, on_host, unfused
+from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host, unfused
 from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse
 from ..dispatch.staging import Staging, aligned
 from ..dispatch.stream_order import in_stream_order
@@ -116,9 +114,8 @@ def _validate(
     )
     dim = call.orig_scatter_dim % len(shape)
     if shape[dim] % group.size():
-        named = (
-            "scatter_dim" if call.output_shape is None else "orig_scatter_dim"
-        )  # the function has no shape
+        # weft's function gives no shape, torch's does.
+        named = "scatter_dim" if call.output_shape is None else "orig_scatter_dim"
         raise ValueError(
             f"{named}: A @ B has size {shape[dim]} there, must be a multiple of {group.size()} ranks"
         )
@@ -149,15 +146,6 @@ def _arguments(call: ScaledMatmulReduceScatterCall) -> tuple[Hashable, ...]:
     how = call.reduce_op, *dims, dtype_of(call.out_dtype), call.use_fast_accum
     usual = call.output_shape is None or [*call.output_shape] == call._replace(output_shape=None).whole_shape
     return (*how, None if usual else tuple(call.output_shape or ()), call.bias is not None)
-
-
-@dataclass(frozen=True)
-class _How:
-    """The kernel of a call, and its operands as that takes them."""
-
-    kernel: KernelChoice[Any]
-    used: ScatterKernelCall
-    staging: Staging
 
 
 def _choose(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup) -> Choice:
@@ -247,20 +235,18 @@ def _choose_on_cuda(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group
     if not should_fuse(kernel.profitable):
         return unfused(why_unfused(products, "multiplied and scattered"))
     return by_kernel(
-        kernel,
+        KernelUse(kernel, used, staging),
         size,
-        reason=staging.reason,
+        partial(on_cuda.scatter_programs, kernel.config, used, size, group.rank()),
         chosen=FROM_MODEL,
-        programs=partial(on_cuda.scatter_programs, kernel.config, used, size, group.rank()),
-        how=_How(kernel, used, staging),
     )
 
 
 def _on_cuda(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows) -> Tensor:
     from ...kernels.matmul_reduce_scatter import on_cuda
 
-    how: _How = choice.how
-    used, (k, n) = how.used, call.B.shape
+    how: KernelUse = choice.how
+    used, (k, n) = how.call, call.B.shape
     with in_stream_order(used.b.device):
         how.staging.copy()
         rows_of_A = 1 if rows.kind is ScaleKind.TENSOR else prod(call.whole_shape[:-1])
@@ -305,15 +291,15 @@ SCALED_MATMUL_REDUCE_SCATTER = Op(
     " int orig_scatter_dim, int scatter_dim_after_maybe_reshape, str group_name, SymInt[]? output_shape,"
     " Tensor? bias=None, Tensor? result_scale=None, ScalarType? out_dtype=None, bool use_fast_accum=False, *,"
     " int? group_size=None) -> Tensor",
-    ScaledMatmulReduceScatterCall,
-    _validate,
-    _fake,
-    "scaled_matmul_reduce_scatter",
-    lambda call, rows, group: 0 in call.local_shape(group.size()),
-    _choose,
-    run_scaled_matmul_reduce_scatter,
-    fast_scaled_matmul_reduce_scatter,
-    lambda call: op.refuse_gradient(_validate, call, NO_GRADIENT),
+    record=ScaledMatmulReduceScatterCall,
+    validate=_validate,
+    fake=_fake,
+    kernel="scaled_matmul_reduce_scatter",
+    sends_nothing=lambda call, rows, group: 0 in call.local_shape(group.size()),
+    choose=_choose,
+    run=run_scaled_matmul_reduce_scatter,
+    fast=fast_scaled_matmul_reduce_scatter,
+    with_gradient=lambda call: op.refuse_gradient(_validate, call, NO_GRADIENT),
     flops=matmul_flops,
     own_dims={"A": (-1,), "B": (0,), "A_scale": (-1,), "B_scale": (0,)},
 )

@@ -31,10 +31,8 @@ class GroupCalls:
         self._backends = backends  # their names, by type of device
         self._counts = CallCounts()
         self._told: set[tuple[str, str]] = set()
-        self._taken = 0  # by weft, without the cached ones that are not yet counted
-        self.cached = dict.fromkeys(
-            (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER), 0
-        )  # cached launches since calls()
+        self._taken = 0  # by weft, without those of ``cached``
+        self.cached = dict.fromkeys((ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER), 0)
 
     @torch._disable_dynamo
     def calls(self, *, clear: bool = False) -> tuple[CallsTaken, ...]:
