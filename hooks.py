@@ -1,4 +1,4 @@
-"""What a lower floor of weft has done by a higher one, which it does not import.
+"""What a lower package of weft has a higher one do, which it does not import.
 
 The root package sets each of them, before any other part of weft can be imported. This module imports no part of weft.
 """

@@ -1,7 +1,7 @@
 """Matmul + reduce-scatter of one rank alone (alone.py).
 
-What rank 0 sends stays: a part for the peer so many ranks ahead comes to lie in rank 0's own buffer, where that of the
-peer as many ranks after would, which such a peer stores in the same step. The sum is then that of all rank 0's own
+What rank 0 sends stays: a part for the peer d ranks above comes to lie in rank 0's own buffer, where that of the peer d
+ranks below would, which such a peer stores in the same step. The sum is then that of all rank 0's own
 products. Parts are sent at the rate of links, but come at once, where links take 1 us.
 """
 

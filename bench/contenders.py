@@ -95,7 +95,7 @@ def all_gather_matmul_contenders(row: Row, group: str, device: torch.device) -> 
     calls: dict[str, Call] = {"weft": weft, "unfused": unfused, "product": product}
     if has_torch_symm(group, device):
         calls["torch"] = torch_
-        # The condition of torch's own gate, and of the kernel after it.
+        # The condition of torch's own check, and of the kernel that it guards.
         if (
             not last
             and 2048 < row.M <= 4096

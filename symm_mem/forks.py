@@ -48,7 +48,7 @@ class Owner:
             raise self.refusal(op)
 
     def refusal(self, op: str) -> ForkedProcess:
-        """The error message for the child."""
+        """The error that the child gets."""
         return ForkedProcess(op, self._group, self._rank, self._pid, pid, text(call_site()))
 
 

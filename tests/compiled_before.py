@@ -19,7 +19,7 @@ from torch._inductor import config as inductor_config
 
 
 def _forget_the_way_here() -> None:
-    """This folder stands before PYTHONPATH for the import of this file alone."""
+    """This folder comes first in PYTHONPATH for the import of this file alone."""
     _, _, rest = os.environ.pop("PYTHONPATH").partition(os.pathsep)
     if rest:
         os.environ["PYTHONPATH"] = rest

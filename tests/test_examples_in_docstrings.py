@@ -84,7 +84,7 @@ def test_the_example_runs(name: str) -> None:
 
 @pytest.mark.parametrize("name", public())
 def test_there_is_an_example(name: str) -> None:
-    """After the first paragraph, which says what it is; what else there is to say comes after."""
+    """It follows the first paragraph, which says what it is; all else comes after the example."""
     doc = inspect.cleandoc(public()[name].__doc__ or "")
     assert doc, "has no docstring"
     paragraphs = doc.split("\n\n")

@@ -113,7 +113,7 @@ def test_makefile_names_the_triton_for_cpu() -> None:
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
-    """``kind`` is "sdist" or "wheel"; building leaves folders after in ``source``."""
+    """``kind`` is "sdist" or "wheel"; building leaves folders in ``source``."""
     program = f"from setuptools import build_meta as b; b.build_{kind}({str(out)!r})"
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=240, check=False)

@@ -66,7 +66,7 @@ class Op:
         functional: of an op that writes to its first argument: the op that returns the same, and its call.
         flops: of shapes in place of tensors, if the op multiplies.
         own_dims: of arguments, the dimensions in which CPU ranks may have sizes of their own, since no rank sends them;
-            for elements of a list alternately. On CUDA all sizes choose the kernel: ranks with different ones would
+            for the elements of a list in turn. On CUDA all sizes choose the kernel: ranks with different ones would
             wait for each other.
         prepares: ops of which the first call of this one makes all that they need on some ranks, by how tensors lie.
             These take the fast path then and have no first call that could be compared.

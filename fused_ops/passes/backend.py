@@ -121,7 +121,7 @@ def weft_backend(
         graph: Dynamo's.
         inputs: its inputs.
         mode: as torch.compile takes it, which takes none beside options.
-        options: Inductor's, and those of FusionPass after "weft.": ``{"weft.fuse": "always"}``.
+        options: Inductor's, and those of FusionPass with the prefix "weft.": ``{"weft.fuse": "always"}``.
 
     Raises:
         ValueError, TypeError: as ``weft.compile``. torch.compile wraps them in a BackendCompilerFailed.

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from ...symm_mem import Group
 from ..library.communicating import why_unordered
-from . import registry
+from . import matching
 from .agreement.fallback.run import is_fallback_graph
 from .agreement.fallback_graph import (
     FallbackGraph,
@@ -323,10 +323,10 @@ class FusionPass(OnePass, CustomGraphPass):
         self._called.remember(graph, numbers, before)
 
     def _find(self, node: fx.Node) -> Pattern:
-        return registry.find(Collective.from_node(node, self.groups), self)
+        return matching.find(Collective.from_node(node, self.groups), self)
 
     def _find_product(self, node: fx.Node) -> Pattern:
-        return registry.with_product(Collective.from_node(node, self.groups), self)
+        return matching.with_product(Collective.from_node(node, self.groups), self)
 
     def _fuse(
         self,
@@ -348,7 +348,6 @@ class FusionPass(OnePass, CustomGraphPass):
             reason = self._why_not(match, why_not_kept)
             if reason is not None:
                 raise LeftAlone(reason)
-            order = match.order
             with created_nodes() as created:
                 match.replace()
         except LeftAlone as e:
@@ -364,7 +363,7 @@ class FusionPass(OnePass, CustomGraphPass):
         entries[node] = Entry(**fields[node], **into, **gain, detail=match.detail)
         for other in match.others:
             entries[other] = Entry(**fields[other], **into, detail=f"merged with {fields[node]['node']}")
-        return order
+        return match.order
 
     def _why_not(self, match: Pattern, why_not_kept: str | None) -> str | None:
         """Why what could be fused should not be."""

@@ -41,7 +41,7 @@ class VoteCounts:
     """What asking has cost this process.
 
     Attributes:
-        count: runs of graphs that ask, also of those that had to ask nobody; not of unfused graphs that all know.
+        count: runs of graphs that ask, also of those that had to ask nobody, and of those that all know.
         fused: those that then ran fused.
         seconds: of the host while it asked, with the wait for ranks that came later.
         ahead: those that ran fused without asking, as all ranks know the graph.

@@ -287,8 +287,8 @@ def push_candidates(problem: AllGatherMatmulProblem) -> list[GatherPushConfig]:
                         skipped_steps=skipped_steps,
                         scaled=problem.scaled,
                     )
-                    led = _led(config, problem)
-                    configs += [config] if led is None else [led, config]
+                    shortened = _with_first_wave(config, problem)
+                    configs += [config] if shortened is None else [shortened, config]
     return configs
 
 
@@ -320,8 +320,8 @@ def _comm_sms(moved: int, world_size: int, split_k: bool) -> tuple[int, ...]:
     return (12, 8, 16, 0) if moved < 10 << 20 else (8, 16, 12, 0)
 
 
-def _led(config: GatherPushConfig, problem: AllGatherMatmulProblem) -> GatherPushConfig | None:
-    """The same with the steps that fill no wave as the first wave; None if nothing is, or too much."""
+def _with_first_wave(config: GatherPushConfig, problem: AllGatherMatmulProblem) -> GatherPushConfig | None:
+    """The same, with the steps that full waves leave over as its first wave; None if there are none, or too many."""
     rows, columns = problem.tiles(config.tile)
     own, steps = rows // 2 * columns, (rows * problem.world_size + 1) // 2 * columns
     others, clusters = clusters_of(config, problem.num_sms)

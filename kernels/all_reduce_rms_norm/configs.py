@@ -62,7 +62,7 @@ class Shape:
 # are no faster (bench/results/h200-x2-norm-clusters.txt).
 _LEAST_SENT = 128
 # Blocks of a cluster by choice. Eight are no faster there either, and a cluster must find its SMs in one part of the
-# GPU, next to kernels of others.
+# GPU, while other kernels run.
 _MOST_SPREAD = 4
 
 # Microseconds of the sums over a row; x, the residual and both results, which are read or written while nothing is

@@ -1,4 +1,4 @@
-"""Which GPUs each kernel runs on: one table, by the folder of the kernel."""
+"""Which GPUs each op's kernel runs on: one table, by the folder of the kernel."""
 
 from __future__ import annotations
 

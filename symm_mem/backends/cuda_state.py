@@ -72,7 +72,7 @@ class CudaState:
         return status.name.removeprefix("CU_STREAM_CAPTURE_STATUS_"), int(graph)
 
     def num_sms(self, device: torch.device) -> int:
-        """Those of an H200 of a GPU that is not there, as plans may ask about."""
+        """Where there is no GPU, as plans may ask, those of an H200."""
         if not torch.cuda.is_available():
             return HOPPER_SMS
         return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,6 +1,6 @@
 """Unmaps heaps that are gone: on CUDA not when Python's collector finds them, but at the next allocation.
 
-What lies after the addresses may be written to until all work is done, and a wait for that is forbidden while any
+The memory at these addresses may be written to until all work is done, and a wait for that is forbidden while any
 thread captures a CUDA graph: it would end the capture. A finalizer cannot know. Nor may it wait: it runs between any
 two launches of any thread, and peers may wait for the second one.
 """

@@ -23,7 +23,7 @@ from weft.symm_mem.workspace import HostEpoch
 #: calls with another argument than the others, has an exception inside the call, or forks a child that makes calls.
 KINDS = ("delay", "stop", "kill", "skip", "corrupt", "raise", "fork")
 
-#: Where in a call of a CPU rank: the method of a use that it is after or before, and whose flag that sets. Only
+#: Where in a call of a CPU rank: the method of an epoch after or before which it comes, and whose flag that sets. Only
 #: ops with two flags for each rank push a second time: another part, or what they have made of the peers' first ones.
 POINTS: dict[str, tuple[str, int | None] | None] = {
     "before the call": None,

@@ -7,22 +7,19 @@ tensor that it was, nor another view of it.
 
 from __future__ import annotations
 
-import itertools
 import logging
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
+from memory_check import report
 from memory_check.heap_ranges import HeapRanges
+from memory_check.report import comes
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 _log = logging.getLogger("weft.passes")
-_SHOWN = 5  # problems in an error
-_SECONDS = 0.5  # that a backend's thread may take to let go of what has been waited for
-_numbers = itertools.count()
 
 
 class CodeWatch:
@@ -95,7 +92,7 @@ class CodeWatch:
         before = self._before.pop(old)
         if any(name != new for ref in storages for name in self._holders(ref)):
             return  # planned so: another name is there for it
-        if not _comes(lambda: before.expired() and _held(tensor) == 1):
+        if not comes(lambda: before.expired() and _held(tensor) == 1):
             self.problems.append(f"{old} is used again as {new} while something still holds it")
 
     def freed(self, name: str) -> None:
@@ -108,8 +105,8 @@ class CodeWatch:
     def settle(self) -> None:
         """Before what allocates: what was freed must be gone."""
         for name, ref, size in self._dying:
-            if not _comes(ref.expired):
-                self.problems.append(f"the {size} bytes of {name} are still held behind its end")
+            if not comes(ref.expired):
+                self.problems.append(f"the {size} bytes of {name} are still held after its end")
         self._dying.clear()
 
     def end(self, planned: int | None) -> None:
@@ -125,9 +122,7 @@ class CodeWatch:
         if planned is not None and self.peak != planned:
             self.problems.append(f"the peak was {self.peak} bytes, {planned} were planned")
         if self.problems:
-            more = len(self.problems) - _SHOWN
-            said = "; ".join(self.problems[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
-            raise AssertionError(f"generated code's memory is not as planned: {said}")
+            raise AssertionError(f"generated code's memory is not as planned: {report.shown(self.problems)}")
 
     def _holders(self, ref: StorageWeakRef) -> list[str]:
         return [name for name, refs in self._names.items() if any(r.cdata == ref.cdata for r in refs)]
@@ -142,13 +137,3 @@ def _held(tensor: Tensor) -> int:
     own = torch.empty(1)
     beside = torch._C._storage_Use_Count(own.untyped_storage()._cdata) - 1  # what asks
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - int(beside)
-
-
-def _comes(is_so: Callable[[], bool]) -> bool:
-    """Whether it is so, or soon will be."""
-    until = time.monotonic() + _SECONDS
-    while not is_so():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.001)
-    return True

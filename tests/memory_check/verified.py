@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from memory_check import report
 from memory_check.verifier import MemoryVerifier
 from torch import Tensor, fx
 from weft.fused_ops.passes.agreement.fallback.run import is_fallback_graph
@@ -26,8 +27,6 @@ from weft.fused_ops.passes.fusion import FusionPass
 from weft.fused_ops.passes.graph.collectives import communicates
 
 _log = logging.getLogger("weft.passes")
-_SHOWN = 5  # problems in an error
-
 _graphs: dict[str, MemoryVerifier | None] = {}  # None: verified
 _numbers = itertools.count()
 
@@ -38,9 +37,19 @@ def verified(rank: int, world: int, fn: Callable[..., Any], *args: Any) -> Any:
         return fn(rank, world, *args)
 
 
+def verified_in_part(rank: int, world: int, fn: Callable[..., Any], *args: Any) -> Any:
+    """The same, where some of it cannot be."""
+    with verifying(may_skip=True):
+        return fn(rank, world, *args)
+
+
 @contextlib.contextmanager
-def verifying() -> Iterator[None]:
-    """What is compiled verifies itself, before everything else that it does and while its code runs."""
+def verifying(*, may_skip: bool = False) -> Iterator[None]:
+    """What is compiled verifies itself, before everything else that it does and while its code runs.
+
+    Args:
+        may_skip: what cannot be verified runs all the same; else it is an error.
+    """
     change, key = FusionPass.__call__, FusionPass.uuid
 
     def change_and_verify(self: FusionPass, graph: fx.Graph) -> None:
@@ -53,17 +62,19 @@ def verifying() -> Iterator[None]:
 
     def no_key(self: FusionPass) -> Any:
         """What is verified is in this process."""
-        known = key(self)
-        return known if is_fallback_graph() else None
+        return key(self) if is_fallback_graph() else None
 
-    with mock.patch.multiple(FusionPass, __call__=change_and_verify, uuid=no_key):
+    with (
+        mock.patch.multiple(FusionPass, __call__=change_and_verify, uuid=no_key),
+        mock.patch.object(report, "may_skip", may_skip),
+    ):
         yield
 
 
 def _verify_first(graph: fx.Graph) -> None:
     given = [n for n in graph.nodes if n.op == "placeholder"]
     if not given or not all(isinstance(n.meta.get("val"), Tensor) for n in given):
-        _log.info("memory is not verified of a graph with symbolic sizes, or without inputs")
+        report.not_verified("a graph", "it has symbolic sizes, or no inputs")
         return
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
@@ -95,9 +106,7 @@ def _verify_now(inputs: list[Tensor], key: str) -> None:
         found = verifier.verify([_copied(t) for t in inputs])
     _log.info("memory verified: peak %d bytes, %d predicted", max(found.measured), max(found.predicted))
     if found.problems:
-        more = len(found.problems) - _SHOWN
-        said = "; ".join(found.problems[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
-        raise AssertionError(f"a compiled graph's memory is not as predicted: {said}")
+        raise AssertionError(f"a compiled graph's memory is not as predicted: {report.shown(found.problems)}")
 
 
 def _copied(tensor: Tensor) -> Tensor:

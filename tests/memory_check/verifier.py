@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from memory_check.heap_ranges import HeapRanges
+from memory_check.report import comes
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
@@ -22,8 +22,6 @@ from weft.fused_ops.passes.memory.alias_sets import (
     tensors_of,
 )
 from weft.fused_ops.passes.memory.live_bytes import LiveBytes, body
-
-_A_MOMENT = 1.0  # seconds
 
 
 @dataclass
@@ -73,7 +71,7 @@ class MemoryVerifier(fx.Interpreter):
             for gone in self._leaving(node):
                 self._in_heap.leave(gone.nodes[0].name)
             for dead in self._dying.get(node, ()):
-                if dead.number in self._there and _is_held(self._there[dead.number]):
+                if dead.number in self._there and not comes(self._there[dead.number].expired):
                     maker = dead.nodes[0].name
                     found.problems.append(
                         f"behind {node.name} the {dead.size} bytes that {maker} made are still held"
@@ -146,13 +144,3 @@ def _dying(lives: LiveBytes) -> dict[fx.Node, list[AliasSet]]:
         if each.counted and not each.escapes and (interval := lives.interval(each)) is not None:
             found.setdefault(lives.order[interval[1]], []).append(each)
     return found
-
-
-def _is_held(storage: StorageWeakRef) -> bool:
-    """Whether something holds on to it. A backend's thread may let go of a collective a moment after its wait."""
-    deadline = time.monotonic() + _A_MOMENT
-    while not storage.expired():
-        if time.monotonic() > deadline:
-            return True
-        time.sleep(1e-3)
-    return False

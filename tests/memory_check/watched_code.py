@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from memory_check import report
 from torch import fx
 from torch._inductor import ir
 from torch._inductor.codegen import wrapper as wrapper_module
@@ -50,7 +51,7 @@ class _Watch(CodeNode):
 
     def codegen(self, wrapper: Any) -> None:
         if (why := _why_not(wrapper)) is not None:
-            _log.warning("the memory of generated code is not verified: %s", why)
+            report.not_verified("generated code", why)
             return
         plans = wrapper.run_wrapper_ir_passes
         wrapper.add_import_once("from memory_check.code_watch import CodeWatch")
@@ -61,7 +62,7 @@ class _Watch(CodeNode):
             planning = {c.__name__ for c in _subclasses(wrapper_module.MemoryPlanningLine)}
             unknown = sorted(kinds & planning - {*_PLANNED} | {k for k in kinds if "Subgraph" in k})
             if unknown:
-                _log.warning("the memory of generated code is not verified: it has %s", unknown)
+                report.not_verified("generated code", f"it has {unknown}")
                 return
             wrapper.lines = [*_Lines(wrapper).watched()]
 
@@ -117,10 +118,10 @@ class _Lines:
                     continue
                 yield f"{old} = weft_watch.alone({old!r}, {old})"
             yield line
-            yield from self._behind(line, kind)
+            yield from self._after(line, kind)
         yield f"weft_watch.end({self.peak})"
 
-    def _behind(self, line: Any, kind: str) -> Iterator[Any]:
+    def _after(self, line: Any, kind: str) -> Iterator[Any]:
         if kind == "AllocateLine":
             name, size = line.node.get_name(), _size_of(line.node)
             yield self._made(name, size, (), self._new([size]))

@@ -90,10 +90,10 @@ static void walk(int steps, int blocks, int comm_sms, int skipped_steps, int wan
             before = w.step;
             if (w.step < 0 || w.step >= steps) return;
             ++taken[w.step];
-            const bool all_have_missed = w.step >= first_wave + skipped_steps * others;
-            expect(block >= comm_sms || all_have_missed, "a sender multiplies before it is due", {});
+            const bool all_have_skipped = w.step >= first_wave + skipped_steps * others;
+            expect(block >= comm_sms || all_have_skipped, "a sender multiplies before it is due", {});
             if (w.step < first_wave) continue;
-            expect(block < comm_sms || all_have_missed == (count >= skipped_steps), "a round that is not one", {});
+            expect(block < comm_sms || all_have_skipped == (count >= skipped_steps), "a round that is not one", {});
             ++count;
         }
     }

@@ -39,7 +39,6 @@ from .fallback.run import FallbackRuns
 from .reasons import broken_by_leaving, reason_of
 from .signature import Signature, digest, name_of
 from .votes.board import VoteBoard, vote_board
-from .votes.known import KnownGraphs
 from .votes.vote import ABSENT, LATE, LEFT, NO_BOARD, Answer, Vote, begun
 
 _log = logging.getLogger("weft.passes")
@@ -47,7 +46,9 @@ _log = logging.getLogger("weft.passes")
 VOTE_DEADLINE = 30.0
 #: What the question's node has in its ``meta``: the sizes that are known when the graph runs.
 SIZES = "weft_sizes"
-_TOLD = 64  # sizes of which a graph tells the others what stands after its signature: each is an entry in the store
+_TOLD = (
+    64  # sizes of which a graph tells the others what its signature stands for: each is an entry in the store
+)
 # Backends that make a group's communicator at its first collective, which they cannot while a CUDA graph is captured;
 # and where their tensors lie.
 _CONNECT_AT_FIRST = {"nccl": "cuda"}
@@ -131,7 +132,7 @@ class GraphGuard:
         self._told: set[tuple[str, int]] = set()
         self._late: dict[str, tuple[int, Vote]] = {}
         # Of each group, the fused one last: there it may run without asking. Empty where it must ask.
-        self._known_by: list[tuple[GroupQuestion, weakref.ref[ProcessGroup], weakref.ref[KnownGraphs]]] = []
+        self._known_by: list[tuple[GroupQuestion, weakref.ref[ProcessGroup], weakref.ref[VoteBoard]]] = []
         self._why_not_fuse: str | None = None
         self._kernels: KernelsOnTheirWay | None = KernelsOnTheirWay(data["calls"])
 
@@ -168,15 +169,16 @@ class GraphGuard:
         if not known_by or _capturing():
             return None
         signature = self.signature(sizes)
-        for asked, its_group, its_known in known_by:
-            group, known = its_group(), its_known()
-            if group is None or known is None or not has_name(group, asked.name):
+        for asked, its_group, its_board in known_by:
+            group, board = its_group(), its_board()
+            if group is None or board is None or not has_name(group, asked.name):
                 return None
-            if not known.run(signature, asked.count, begun(group), asked.fused):
+            if not asked.fused:
+                self._ask(asked, Voters(group, board), signature, can_fuse=False)
+            elif not board.known.run(signature, asked.count, begun(group)):
                 return None
-        if asked.fused:
-            outcomes.count_known_run()
-        return asked.fused
+        outcomes.count_known_run()
+        return True
 
     def _asks(self, sizes: tuple[int, ...]) -> bool:
         voters = self._look_up_groups()
@@ -188,11 +190,13 @@ class GraphGuard:
         agreed = self._agreed(signature, voters)
         outcomes.count_vote(self.name, agreed, time.perf_counter() - begin)
         known_by = []
-        if self._unasked and agreed == bool(self._rounds):
+        if self._unasked and agreed:
+            # Ranks of groups in which nothing is fused are told before anything waits.
             for asked in sorted(self._groups, key=lambda g: g.fused):
                 group, board = voters[asked.name]
-                board.known.learn(signature, asked.fused)
-                known_by.append((asked, weakref.ref(group), weakref.ref(board.known)))
+                if asked.fused:
+                    board.known.learn(signature)
+                known_by.append((asked, weakref.ref(group), weakref.ref(board)))
         self._known_by = known_by
         return agreed
 
@@ -219,8 +223,8 @@ class GraphGuard:
         """
         found = {}
         for asked in self._groups:
-            known = self._resolved.get(asked.name)
-            group = None if known is None else known()
+            resolved = self._resolved.get(asked.name)
+            group = None if resolved is None else resolved()
             if group is None or not has_name(group, asked.name):
                 group = resolve_group(asked.name)
                 if asked.fused and group.size() != asked.size:

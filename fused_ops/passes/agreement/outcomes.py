@@ -26,7 +26,7 @@ class RunOutcomes:
         self._seen: dict[tuple[str, str, int, str], int] = {}
         self._fused: set[str] = set()  # graphs that have run fused
         with _lock:
-            self._before, self._programs = _votes_so_far(), program_counts()
+            self._before, self._programs = tuple(_votes), program_counts()
             _all.add(self)
 
     def disagreements(self) -> tuple[Disagreement, ...]:
@@ -46,7 +46,7 @@ class RunOutcomes:
     def questions(self) -> VoteCounts:
         with _lock:
             return VoteCounts(
-                *(now - before for now, before in zip(_votes_so_far(), self._before, strict=True))
+                *(now - before for now, before in zip(tuple(_votes), self._before, strict=True))
             )
 
     def programs(self) -> ProgramCounts:
@@ -54,17 +54,13 @@ class RunOutcomes:
 
     def reset(self) -> None:
         with _lock:
-            self._seen, self._before, self._programs = {}, _votes_so_far(), program_counts()
+            self._seen, self._before, self._programs = {}, tuple(_votes), program_counts()
             self._fused = set()
 
     def _note(self, key: tuple[str, str, int, str]) -> bool:
         """Whether it is new."""
         self._seen[key] = self._seen.get(key, 0) + 1
         return self._seen[key] == 1
-
-
-def _votes_so_far() -> tuple[Any, ...]:
-    return tuple(_votes)
 
 
 _votes: list[Any] = [0, 0, 0.0, 0]  # of this process, as in ``VoteCounts``
@@ -97,7 +93,7 @@ def count_vote(graph: str, fused: bool, seconds: float) -> None:
 
 
 def count_known_run() -> None:
-    """Of a graph that ran fused without asking. It has run so after a vote, too."""
+    """Of a graph that ran fused without asking."""
     with _lock:
         _votes[0] += 1
         _votes[1] += 1

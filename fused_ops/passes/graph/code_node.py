@@ -35,7 +35,7 @@ class CodeNode(ir.ExternKernel):
 
 
 def outermost(wrapper: Any) -> Any:
-    """The wrapper of the whole file, of which a graph in partitions has one each."""
+    """The wrapper of the whole file; each partition of a graph has one of its own."""
     if getattr(wrapper, "partition_signatures", None) is None:
         return wrapper
     root = wrapper.get_root_graph()

@@ -25,9 +25,7 @@ _TENSOR, _DTYPE = "tensor", "dtype"
 
 def is_planned(node: fx.Node) -> bool:
     """Whether a node calls an op of weft that sends, and so has a plan."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return node.target in CHOOSERS
+    return node.op == "call_function" and node.target in CHOOSERS
 
 
 def text_of_call(node: fx.Node) -> str:
@@ -76,7 +74,7 @@ def planned_text(text: str) -> tuple[Plan, list[CompilableProgram]]:
         with FakeTensorMode():
             given, named = _from_json(args), _from_json(kwargs)
         plan, choice = choice_of_call(op, given, named)
-    return plan, [*choice.programs()]
+        return plan, [*choice.programs()]
 
 
 def programs_of(texts: Iterable[str]) -> list[CompilableProgram]:

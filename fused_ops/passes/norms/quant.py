@@ -120,7 +120,7 @@ def _saturates(dtype: torch.dtype) -> bool:
 
 
 def _casts_to_fp8(normed: fx.Node) -> list[fx.Node]:
-    """Those near the norm, after nothing but views, maxima and what takes each element alone."""
+    """Those near the norm, with only views, maxima and elementwise ops between."""
     found, casts, pending = {normed}, list[fx.Node](), [normed]
     while pending and len(found) < _NEAR:
         for user in pending.pop(0).users:

@@ -33,10 +33,11 @@ def changed_order(
     if settings.reorder is None and not settings.buckets:
         return None
     table, memory = table_for(graph), settings.reorder or 0.0
-    before = OrderEstimate.of(graph, table)
+    given: OrderEstimate | None = None
     buckets: tuple[Bucket, ...] = ()
     crossed: frozenset[str] = frozenset()
     if settings.buckets and not inductor_config.cpp_wrapper:  # whose code calls no op that returns a list
+        given = OrderEstimate.of(graph, table)
         buckets, crossed = fill_buckets(graph, settings.buckets, memory, voted)
     if settings.reorder is None:
         change = OrderChange(number, (), 0.0, 0.0, 0, 0, "no collectives go into one bucket")
@@ -45,25 +46,30 @@ def changed_order(
             in_flight=settings.gathers + 1,
             gathers=settings.gathers,
             memory=memory,
-            most=int(before.peak * (1 + memory)),
+            most=None if given is None else int(given.peak * (1 + memory)),
             beside=runs_beside(graph),
             voted=voted,
         )
         change = reorder(graph, table, limits, number)
-    place_gathers(graph)  # on the heap, not in torch's memory
-    now = OrderEstimate.of(graph, table)
-    return replace(
-        change,
-        before=before.exposed,
-        after=now.exposed,
-        peak_before=before.peak,
-        peak_after=now.peak,
-        kept="" if buckets else change.kept,
-        crossed=change.crossed | crossed,
-        buckets=buckets,
-        measured=table.measured,
-        drawn=(before.drawn, now.drawn),
-    )
+    change = replace(change, measured=table.measured)
+    if buckets or settings.reorder is None:
+        now = OrderEstimate.of(graph, table)
+        before = given or now
+        change = replace(
+            change,
+            before=before.exposed,
+            after=now.exposed,
+            peak_before=before.peak,
+            peak_after=now.peak,
+            kept="" if buckets else change.kept,
+            crossed=change.crossed | crossed,
+            buckets=buckets,
+            drawn=(before.drawn, now.drawn),
+        )
+    if place_gathers(graph):  # on the heap, not in torch's memory
+        now = OrderEstimate.of(graph, table)
+        change = replace(change, peak_after=now.peak, drawn=(change.drawn[0], now.drawn))
+    return change
 
 
 def keep_what_is_ordered(graph: fx.Graph, change: OrderChange | None) -> None:

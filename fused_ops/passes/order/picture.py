@@ -54,7 +54,7 @@ def order_svg(title: str, orders: Sequence[tuple[str, DrawnOrder]]) -> str:
         for lane in lanes:
             spans = [span for span in drawn.spans if span[0] == lane]
             parts += [_text(10, y + 13, lane), _box(_LEFT, y, longest * scale, _LANE - 4, _PALE)]
-            parts += _spans(spans, _LEFT, y, scale, _COLOURS)
+            parts += _spans(spans, _LEFT, y, scale, {lane: _COLOURS.get(lane, _OTHER)})
             y += _LANE
         parts += [_text(10, y + 13, "memory"), _text(10, y + 28, f"{highest / 1e6:.4g} MB")]
         parts.append(_steps(drawn, y + _MEMORY, scale, (_MEMORY - 6) / highest))
@@ -94,7 +94,7 @@ def _spans(
 ) -> Iterator[str]:
     for kind, name, begin, end in spans:
         said = f"<title>{html.escape(name)}: {end - begin:.3g} us</title>"
-        width, colour = max(0.6, (end - begin) * scale), colours.get(kind, _OTHER)
+        width, colour = max(0.6, (end - begin) * scale), colours[kind]
         yield _box(x + begin * scale, y, width, _LANE - 4, colour, said)
 
 

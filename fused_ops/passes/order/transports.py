@@ -1,6 +1,6 @@
 """What carries a collective, and which nodes start and end it.
 
-Collectives of one transport queue after one another and keep their order. Those of two may be on their way at once.
+Collectives of one transport run one at a time, in their order. Those of two may be on their way at once.
 """
 
 from __future__ import annotations

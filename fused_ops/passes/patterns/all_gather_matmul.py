@@ -131,7 +131,6 @@ class _Replacement:
             dim=layout.dim,
             last_dim=layout.contracted,
             returns_A=bool(self.kept),
-            transposes=transposes,
             uses=uses,
         )
 

@@ -46,7 +46,7 @@ from .pattern import Pattern
 from .sum_of_matmuls import SumOfMatmuls, has_product, sum_of, why_no_product
 
 MEMORY = 3e6  #: bytes that a GPU reads or writes in a microsecond
-MATMUL_FROM = 1 << 20  #: bytes: what takes longer to send than to start is worth hiding by the product
+MATMUL_FROM = 1 << 20  #: bytes: what takes longer to send than to start is worth overlapping with the product
 
 
 def match_all_reduce(c: Collective, groups: frozenset[str] | None = None, *, always: bool = False) -> Pattern:
@@ -93,7 +93,7 @@ class _Replacement:
     sum: SumOfMatmuls | None = None  # of products, where the op computes them
     norm: NormBehind | None = None
     of_products: bool = True
-    stays: str = ""  # what becomes of a norm that is not fused, or another step after
+    stays: str = ""  # what becomes of a norm that is not fused, or of another step after it
 
     @property
     def result(self) -> fx.Node:

@@ -16,7 +16,7 @@ from ....kernels.device.gemm.scaling import ScaledProducts
 from ...dispatch import profitability
 from ..agreement.signature import Order
 from ..graph.collectives import Collective
-from ..graph.nodes import Size, val
+from ..graph.nodes import LeftAlone, Size, hint, val
 from .matmuls import Use
 from .one_product import copies_us, why_not_one_product
 from .sum_of_matmuls import SumOfMatmuls
@@ -59,7 +59,6 @@ class Pattern:
         last_dim: whether that is the last one.
         decided: whether it is not weighed: it is profitable in any case, or that was settled when it was found.
         returns_A: whether the op returns what is gathered.
-        transposes: whether what is gathered is the right operand: the op computes the transposed product.
         uses: the products of what is gathered.
         sum: the products that are reduced.
         scaled: how the operands of scaled products are scaled.
@@ -78,19 +77,22 @@ class Pattern:
     last_dim: bool = False
     decided: bool = False
     returns_A: bool = False
-    transposes: bool = False
     uses: Sequence[Use] = ()
     sum: SumOfMatmuls | None = None
     scaled: ScaledProducts | None = None
 
     @property
+    def transposes(self) -> bool:
+        """Whether what is gathered is the right operand: the op computes the transposed product."""
+        return bool(self.uses) and all(use.transposed for use in self.uses)
+
+    @property
     def problem(self) -> tuple[int, int, int] | None:
         """The sizes of the product, symbolic ones as they are now; None if one is not known before the run."""
-        if any(isinstance(size, torch.SymInt) and not size.node.has_hint() for size in self.sizes):
+        try:
+            m, n, k = map(hint, self.sizes)
+        except LeftAlone:
             return None
-        m, n, k = (
-            int(size.node.hint or 0) if isinstance(size, torch.SymInt) else size for size in self.sizes
-        )
         return m, n, k
 
     @property
@@ -129,7 +131,9 @@ class Pattern:
         return profitability.FusionCandidate(
             word_of(self.op),
             *problem,
-            *(self.collective.world, self.dtype, val(self.collective.x).device.type),
+            self.collective.world,
+            self.dtype,
+            val(self.collective.x).device.type,
             last_dim=self.last_dim,
             return_A=self.returns_A,
             scaled=self.scaled,

@@ -84,10 +84,10 @@ class RowByRow:
         """Whether the node is made of what another gather of the group has gathered, which is then part of this."""
         source, steps = node, 0
         while steps < _NEAR and source.op == "call_function" and not calls(source, c10d.wait_tensor.default):
-            if communicates(source) or not (is_pointwise(source) or _step_source(source)):
+            step = _step_source(source)
+            if communicates(source) or not (step or is_pointwise(source)):
                 return False
             inputs = [n for n in source.all_input_nodes if n.op == "call_function"]
-            step = _step_source(source)
             if step is None and len(inputs) != 1:
                 return False
             source, steps = step or inputs[0], steps + 1

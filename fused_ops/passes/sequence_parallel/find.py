@@ -1,8 +1,8 @@
 """Sequence parallelism as a rewrite: an all-reduce, what follows it row by row, and what needs all rows again.
 
 The all-reduce becomes a reduce-scatter, what follows is computed of a rank's own rows, and these are gathered where all
-of them are needed: before a product mostly, which the pass then fuses, as it does the one in front. Residuals stay
-on a rank's own rows from layer to layer.
+of them are needed: before a product mostly, which the pass then fuses, as it does the product before the all-reduce.
+Residuals stay on a rank's own rows from layer to layer.
 
 A sum is rounded where it was, to the dtype that it had, and so is what is computed of it. Only a sum of all rows, as in
 the gradient of a norm's weight, is taken in another order. What meets a reduced tensor is taken to be the same on all

@@ -6,8 +6,8 @@
 // `steps` has, each for the vectors of a thread from a share on that come before `end`, `threads` of a block apart:
 //   load(share, end, threads)              what is sent first, ahead
 //   send(epoch, share, end, threads)       to the peers
-//   answer<COUNT>(epoch, share, end, threads)    with TRIPS = 2: what is received to be sent again, one chunk after
-//   receive<COUNT>(epoch, share, end, threads)   all else, TRIPS chunks after; then the slots are reset
+//   answer<COUNT>(epoch, share, end, threads)    with TRIPS = 2: what is received to be sent again, one chunk later
+//   receive<COUNT>(epoch, share, end, threads)   all else, TRIPS chunks later; then the slots are reset
 // COUNT: vectors of each peer that a thread receives at once, and of a chunk. One after the other, it would wait for
 // memory and not keep the links busy; small exchanges are faster with fewer registers and less code.
 

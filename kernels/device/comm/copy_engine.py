@@ -9,7 +9,7 @@ Who writes: rank r's engine copies chunk c of its shard into slot r of every pee
 EPOCH_TICKET, the epoch, into flag c of rank r there; the stream keeps that order. The copy reads EPOCH_TICKET when it
 runs: graph-safe.
 Peers are served in the order rank-1, rank-2, ...: no link carries two shards at a time. Who waits: the acquire kernel
-(acquire.cu), on the current stream before the kernels: next to them it might find no SM free.
+(acquire.cu), on the current stream before the kernels: while they run it might find no SM free.
 
 Copies that are enqueued cannot be called off, so nothing but copies goes into a workspace whose buffers copy engines
 write (abort_notice.cuh). docs/protocol.md#copy-engines-and-the-acquire-kernel has the proof.

@@ -89,7 +89,7 @@ TILES = (
 WIDEST = Tile(128, 320, 4, 0.92)
 
 # ``stage_us`` between two ranks, measured with the current kernels, which take warp numbers from shuffles. That above
-# is older, and what choices between more ranks are fitted to. The widest takes 3 % less than 128 x 256, on H100
+# is older, and what choices between more ranks are fitted to. The widest takes 3 % less than above, on H100
 # (bench/results/h100-x2-sustained.txt) as with one H200 of two (h200-x1-tiles.txt).
 _STAGES_OF_TWO = {(64, 256): 0.382, (128, 320): 0.89}
 

@@ -1,5 +1,5 @@
 // The steps of a cluster, each a pair of rows by a column of tiles: drawn from a counter of the rank, in order, by
-// whichever cluster is there. So no step waits for a cluster that has found no room on the GPU next to other kernels.
+// whichever cluster is there. So no step waits for a cluster that has found no room on the GPU while other kernels run.
 //
 // Who writes: lane 0 of the loader of the cluster's first block, into a ring of slots in both blocks.
 // Who waits: the loader and the compute warpgroups of both blocks, for their own next slot. Nothing here waits for
@@ -11,7 +11,7 @@
 
 namespace weft {
 
-// A slot has twice the step, and the parity of the lap after it: 1 in the first one, over slots that are 0 at first.
+// A slot holds 2 * step and a bit that flips with each lap: 1 in the first one, over slots that are 0 at first.
 struct StepQueue {
     // The loader is at most STAGES stages ahead of the slowest warpgroup, each of another tile, and draws one more.
     static constexpr u32 SLOTS = 16;

@@ -138,7 +138,7 @@ def fails(rank: int, world_size: int, folder: Path, what: str) -> None:
     symm_mem.set_timeout(0.5, group)
     if rank == late and what != "skips a call":
         end = time.monotonic() + 30
-        while not file.exists() and time.monotonic() < end:  # it is written after this rank's back
+        while not file.exists() and time.monotonic() < end:  # another thread writes it
             time.sleep(0.01)
         if what == "never comes":
             return

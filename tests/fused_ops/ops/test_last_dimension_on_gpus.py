@@ -68,7 +68,9 @@ def every_tile(rank: int, world_size: int) -> None:
 
             def only(problem: AllGatherMatmulProblem, tile: Tile = tile, comm_sms: int = comm_sms) -> Any:
                 group = min(2, -(-problem.m // tile.block_m))
-                return [(1.0, GatherPushConfig(tile, comm_sms, group, split_k=True, missed=comm_sms // 8))]
+                return [
+                    (1.0, GatherPushConfig(tile, comm_sms, group, split_k=True, skipped_steps=comm_sms // 8))
+                ]
 
             choose_anew()
             symm_mem.reset()  # forgets the kernels that were made for these shapes before

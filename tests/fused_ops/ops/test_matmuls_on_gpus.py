@@ -115,9 +115,11 @@ def problems(rank: int, how: object) -> Iterator[Problem]:
 
 
 def gather_config(tile: Tile, sent: tuple[int, int, int, int], m: int) -> GatherPushConfig:
-    comm_sms, lead, chunk_rows, k_chunk_columns = sent
+    comm_sms, first_wave, chunk_rows, k_chunk_columns = sent
     how = (tile, comm_sms, min(2, -(-m // tile.block_m)), chunk_rows)
-    return GatherPushConfig(*how, k_chunk_columns=k_chunk_columns, missed=comm_sms // 8, lead=lead)
+    return GatherPushConfig(
+        *how, k_chunk_columns=k_chunk_columns, skipped_steps=comm_sms // 8, first_wave=first_wave
+    )
 
 
 def epilogues_of(m: int, dtype: torch.dtype) -> list[Epilogue]:
@@ -160,7 +162,7 @@ def every_scatter(rank: int, world_size: int) -> None:
                 scatters(problem)
 
 
-@pytest.mark.timeout(960)  # 4 ranks alternately on one GPU had not come to the end in 240 s
+@pytest.mark.timeout(960)  # 4 ranks taking turns on one GPU had not come to the end in 240 s
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("every", [every_gather, every_scatter])
 def test_every_tile(every: Callable[[int, int], None], world_size: int) -> None:
@@ -189,7 +191,7 @@ def mixed(rank: int, world_size: int, calls: int) -> None:
             scatters(problem, algorithm)
 
 
-@pytest.mark.gpu(own=True)  # alternately on one GPU it takes minutes
+@pytest.mark.gpu(own=True)  # with turns on one GPU it takes minutes
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_thousand_calls_of_random_shapes_with_late_ranks(world_size: int) -> None:
     run_ranks(mixed, world_size, 500, device="cuda")

@@ -2,10 +2,10 @@
 
 Memory that rank 0 makes and the others find through the group's store when it is there (``board_file``): nobody waits
 for its making. Every change is made under a lock of the file, so it is seen whole or not at all; but for what a rank
-that does not ask writes into its own row (``known``). A rank's place in the program is told by two counts that are the
-same on all ranks wherever these are at the same point, because neither needs weft on the other side: how many
-collectives its backend has begun in the group, and how many graphs it has run fused there. A rank posts a ``Vote`` and
-learns one of two answers:
+that does not ask writes into its own row (``known``), and for the word that ranks have differed, which is only ever
+set. A rank's place in the program is told by two counts that are the same on all ranks wherever these are at the same
+point, because neither needs weft on the other side: how many collectives its backend has begun in the group, and how
+many graphs it has run fused there. A rank posts a ``Vote`` and learns one of two answers:
 
 ======  ====================================================================================================
 FUSED   every rank of the group stands at the same place before a graph with the same signature, and is willing
@@ -148,7 +148,7 @@ class VoteBoard(BoardStore, VoteRows):
         return has_ended(self._processes.get(rank)) or self._file.has_ended(rank)
 
     def told(self, rank: int) -> str | None:
-        """What stands after the signature that ``rank`` posted last."""
+        """What the signature that ``rank`` posted last stands for."""
         if self._words is None:
             return None
         return self.said(self._words[row_of(rank) + _SIGNATURE])
@@ -272,7 +272,9 @@ class VoteBoard(BoardStore, VoteRows):
             self._spread(words)
 
     def came_after_all(self, peer: int, post: Vote) -> bool | None:
-        """Whether ``peer``, for which this rank once waited in vain, has posted the same since; None: not known yet."""
+        """Whether ``peer``, for which this rank once waited in vain, has posted the same since; None: not known yet.
+
+        If it has not, the ranks have run different graphs, which the board then says: a word that is only ever set."""
         words = self._words
         if words is None:
             return None

@@ -73,11 +73,11 @@ class BoardStore:
         return Vote(**json.loads(found)) if found else None
 
     def tell(self, signature: int, text: str) -> None:
-        """Let the others know what stands after a signature of this rank."""
+        """Lets the others know what a signature of this rank stands for."""
         self._set(f"graph/{signature}", text)
 
     def said(self, signature: int) -> str | None:
-        """What stands after a signature."""
+        """What a signature stands for."""
         return self._peek(f"graph/{signature}") or None
 
     @property

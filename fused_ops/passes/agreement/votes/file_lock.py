@@ -35,7 +35,7 @@ def backoff() -> Iterator[bool]:
     """Each step lets others run for a moment; now and then it yields True: time to look further.
 
     At first the core is offered: the others usually come within microseconds, and the shortest sleep takes more than
-    50. Then each sleep is short beside what has been waited.
+    50. Then each sleep is short compared with what has been waited.
     """
     begin = time.monotonic()
     while (waited := time.monotonic() - begin) < _YIELDING:

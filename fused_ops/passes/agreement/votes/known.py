@@ -19,7 +19,7 @@ from .vote import FUSED, PLAIN, UNDECIDED
 from .vote_rows import _ANSWER, _BEGUN, _COUNT, _RUN, _TURNS, FARTHEST, ring_of, row_of, trusted
 
 _fence = threading.Lock()  # taking it is a full fence: what was written is seen before what follows is read
-_KEPT = 1 << 16
+_MOST_KNOWN = 1 << 16
 
 
 class KnownGraphs:
@@ -31,20 +31,16 @@ class KnownGraphs:
         self._own = row_of(rank)
         self._others = [row_of(r) for r in range(size) if r != rank]
         self._known: set[int] = set()
-        self._ran: tuple[int, int] | None = (
-            None  # signature of a run, and the calls that had run unfused before it
-        )
+        # Signature of the last run, and the calls that had run unfused before it.
+        self._ran: tuple[int, int] | None = None
 
-    def learn(self, signature: int, fused: bool) -> None:
-        """This rank is about to run a graph on which all agreed, or in which nothing of the group is fused."""
+    def learn(self, signature: int) -> None:
+        """This rank is about to run a graph on which all agreed."""
         with self._lock:
             self._end_run()
-            if len(self._known) >= _KEPT:
+            if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            if fused:
-                self._ran = signature, unfused_calls()
-            else:
-                self._known.add(signature)
+            self._ran = signature, unfused_calls()
 
     def forget(self) -> None:
         self._known, self._ran = set(), None
@@ -54,11 +50,10 @@ class KnownGraphs:
         whatever another rank has there, so the ranks are asked each time."""
         if self._ran is not None:
             signature, unfused = self._ran
-            if unfused == unfused_calls():
-                self._known.add(signature)
+            (self._known.add if unfused == unfused_calls() else self._known.discard)(signature)
             self._ran = None
 
-    def run(self, signature: int, count: int, begun: int, fused: bool) -> bool:
+    def run(self, signature: int, count: int, begun: int) -> bool:
         """Whether this rank runs the graph of such a ``Vote`` without asking.
 
         Python's caches are cold before a graph: the less code, the better.
@@ -73,18 +68,18 @@ class KnownGraphs:
                 return False
             turn = words[self._own + _RUN]
             ring, graph = ring_of(turn), (begun, count, signature)
-            if not fused:
-                return self._ends_before(words, turn, ring, begun + count)
             if not self._is_free(words, turn, ring, graph):
                 return False
-            at = self._own + ring
+            at, before = self._own + ring, words[self._own + _ANSWER]
             words[at], words[at + 1], words[at + 2] = graph
             words[self._own + _ANSWER] = FUSED
             words[self._own + _RUN] = turn + 1
             with _fence:
                 free = self._is_free(words, turn, ring, graph)
-            if not free:
-                words[self._own + _RUN] = turn
+            if free:
+                self._ran = signature, unfused_calls()
+            else:
+                words[self._own + _RUN], words[self._own + _ANSWER] = turn, before
             return free
 
     def _is_free(self, words: memoryview, turn: int, ring: int, graph: tuple[int, int, int]) -> bool:
@@ -98,21 +93,11 @@ class KnownGraphs:
             if run > turn:
                 if tuple(words[row + ring : row + ring + 3]) != graph:
                     return False
-            elif answer == PLAIN and words[row + _TURNS] == turn and self._end(words, row) > graph[0]:
+            elif answer == PLAIN and words[row + _TURNS] == turn and _end(words, row) > graph[0]:
                 return False
         return True
 
-    @staticmethod
-    def _end(words: memoryview, row: int) -> int:
-        return words[row + _BEGUN] + words[row + _COUNT]
 
-    def _ends_before(self, words: memoryview, turn: int, ring: int, end: int) -> bool:
-        """Whether no rank waits, or runs collectives before ``end`` fused, which this rank does plainly."""
-        if not trusted(words):
-            return False
-        for row in self._others:
-            if words[row + _ANSWER] == UNDECIDED:
-                return False
-            if words[row + _RUN] > turn and words[row + ring] < end:
-                return False
-        return True
+def _end(words: memoryview, row: int) -> int:
+    """The collectives that the backend has begun once those of the last post are done."""
+    return words[row + _BEGUN] + words[row + _COUNT]

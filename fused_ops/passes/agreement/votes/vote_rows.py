@@ -18,7 +18,8 @@ _RING, _TURNS_KEPT = _HISTORY + _KEPT, 128  # the graphs of its last turns
 _ROW = _RING + 3 * _TURNS_KEPT
 
 _SECRET = 4  # words before all
-# Graphs before which all ranks met and agreed, since one last ran unfused; whether they have run different graphs.
+# Graphs in a row before which all ranks met and agreed, since one that could fuse was last told to run unfused; whether
+# ranks have run different graphs.
 _AGREED, _DIFFERED = range(_SECRET, _SECRET + 2)
 # How often a rank has left; the last one, what it came with, what had run there, which heap's session that was, and the
 # turn with which all go on.
@@ -60,7 +61,7 @@ class VoteRows:
         words[row + _ANSWER] = answer
         if answer == PLAIN and words[row + _CAN_FUSE]:
             words[_AGREED] = 0
-            if why in (ANOTHER_GRAPH, PASSED_BY, LEFT):
+            if why in (ANOTHER_GRAPH, PASSED_BY):
                 words[_DIFFERED] = 1
 
     def _post(self, words: memoryview, rank: int, post: Vote) -> None:

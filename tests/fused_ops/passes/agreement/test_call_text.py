@@ -12,14 +12,14 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from weft.fused_ops.passes.graph.nodes import LeftAlone
-from weft.fused_ops.passes.kernels_ahead.call_text import text_of_call
+from weft.fused_ops.passes.kernels_ahead.call_text import planned_text, text_of_call
 from weft.fused_ops.passes.kernels_ahead.graph_kernels import GraphKernels, note_collective
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="no GPU is taken for another one")
 
 
 @pytest.fixture(autouse=True)
-def two_hoppers() -> Iterator[None]:
+def two_ranks() -> Iterator[None]:
     with fake_ranks(2):
         yield
 
@@ -51,3 +51,24 @@ def test_symbolic_sizes_are_as_they_are_now() -> None:
         text_of_call(device)
     note_collective(calls, "sum")
     assert [plan.algorithm for plan in GraphKernels(graph).plans.values()] == ["push"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["push", "Triton"])
+def test_programs_are_named_while_a_compiler_has_a_fake_mode_of_its_own(dtype: torch.dtype) -> None:
+    graph = fx.Graph()
+    with FakeTensorMode():
+        values = (
+            torch.empty(4096, 2048, dtype=dtype, device="cuda"),
+            torch.empty(8192, 2048, dtype=dtype, device="cuda").t(),
+        )
+    nodes = [graph.placeholder(name) for name in "ab"]
+    for node, value in zip(nodes, values, strict=True):
+        node.meta["val"] = value
+    last = int(dtype == torch.bfloat16)  # its columns, of which the program has those of one rank
+    call = graph.call_function(torch.ops.weft.fused_matmul_reduce_scatter.default, (*nodes, "sum", last, "0"))
+    text = text_of_call(call)
+    plan, programs = planned_text(text)
+    assert plan.algorithm in ("push", "tma_store") and programs
+    with FakeTensorMode():
+        found, again = planned_text(text)
+    assert found == plan and len(again) == len(programs)

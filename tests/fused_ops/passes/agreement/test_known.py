@@ -51,11 +51,11 @@ def ask(
     ``fused``: whether anything in the graph is.
     """
     vote = post(begun, count, signature, can_fuse and fused, where.turns)
-    if (can_fuse or not fused) and where.known.run(signature, count, begun, fused):
-        return UNASKED if fused else UNASKED._replace(fused=False)
+    if vote.can_fuse and where.known.run(signature, count, begun):
+        return UNASKED
     answer = where.ask(vote, lambda: timeout)
-    if answer.fused or not fused:
-        where.known.learn(signature, fused)
+    if answer.fused:
+        where.known.learn(signature)
     return answer
 
 
@@ -209,8 +209,9 @@ def test_graphs_that_nobody_fuses_are_no_obstacle() -> None:
     votes = [b._votes(r) for r, b in enumerate(where)]
     for rank in (0, 1):
         for _ in range(5):
-            assert step(rank) == [UNASKED, UNASKED._replace(fused=False)]
-    assert [b._votes(r) for r, b in enumerate(where)] == votes
+            assert step(rank) == [UNASKED, Answer(False, CANNOT_FUSE, rank)]
+    # Those of the graphs that nobody fuses, which wait for nobody.
+    assert [b._votes(r) for r, b in enumerate(where)] == [n + 5 for n in votes]
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -227,6 +228,24 @@ def test_a_graph_that_nobody_fuses_is_no_way_past_one_that_others_run_fused(wait
     else:
         assert ask(where[0], begun=2) == UNASKED
         assert ask(where[1], 5, begun=2, fused=False) == Answer(False, LEFT, 1)
+
+
+def test_a_graph_that_nobody_fuses_is_seen_by_who_comes_with_one_that_all_know() -> None:
+    """Else its ops would wait for a rank that is in the backend's collectives."""
+    where = met(2)
+    for b in where:
+        ask(b, 5, begun=0, count=2, fused=False)
+    assert ask(where[0], 5, begun=2, fused=False).why == CANNOT_FUSE
+    assert ask(where[1], begun=2) == Answer(False, ANOTHER_GRAPH, 0)
+
+
+def test_a_graph_whose_ops_run_unfused_later_is_voted_on_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    unfused = 0
+    monkeypatch.setattr(known, "unfused_calls", lambda: unfused)
+    where = met(2)
+    assert ask(where[0]) == ask(where[0]) == UNASKED
+    unfused = 1  # during the last run
+    assert ask(where[0], timeout=0.05) == Answer(False, LATE, 1)
 
 
 def test_a_graph_that_others_have_passed_by_runs_plain() -> None:
@@ -279,7 +298,7 @@ def test_who_comes_while_another_one_looks_whether_it_may_run(signature: int) ->
 def test_two_that_know_different_graphs_do_not_both_run() -> None:
     where = met(2)
     found: list[bool] = []
-    Meanwhile(where[0], lambda: found.append(where[1].known.run(9, 2, 0, True)))
+    Meanwhile(where[0], lambda: found.append(where[1].known.run(9, 2, 0)))
     assert ask(where[0]) == UNASKED
     assert found == [False]
     assert ask(where[1], 9) == ask(where[0]) == Answer(False, LEFT, 1)

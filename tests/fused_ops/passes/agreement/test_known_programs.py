@@ -81,16 +81,16 @@ def rank_main(group: Group, stream: Stream, program: list[Part], seed: int) -> t
         if how != "eager":
             fuses = how == "graph"
             signature = (100 if fuses else 200) + count
-            if where.known.run(signature, count, begun, fuses):
-                runs_fused = fuses
-                unasked += fuses
+            if fuses and where.known.run(signature, count, begun):
+                runs_fused = True
+                unasked += 1
             else:
                 answer = where.ask(Vote(where.turns, begun, count, signature, fuses), lambda: 0.3)
                 if answer.why == LEFT:
                     raise Named
                 runs_fused = answer.fused
-                if runs_fused == fuses:
-                    where.known.learn(signature, fuses)
+                if runs_fused:
+                    where.known.learn(signature)
         if runs_fused:
             stream.run(place, True, count)
             fused += 1

@@ -146,7 +146,7 @@ def test_what_is_held_behind_its_end() -> None:
     def fn(x: Tensor, y: Tensor) -> Tensor:
         return ops.keeper((x @ y).sum(0, keepdim=True)) @ y[:, :5]
 
-    with pytest.raises(Exception, match=r"bytes of buf\d are still held behind its end"):
+    with pytest.raises(Exception, match=r"bytes of buf\d are still held after its end"):
         run(fn)
 
 

@@ -18,7 +18,7 @@ TOKENS, DIM, HIDDEN = 4096, 4096, 14336
 
 
 @pytest.fixture(autouse=True)
-def two_on_hopper() -> Iterator[None]:
+def two_ranks() -> Iterator[None]:
     with fake_ranks(2):
         yield
 

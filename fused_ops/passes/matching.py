@@ -11,7 +11,7 @@ from .order.costs import counted_flops
 from .patterns.all_gather_matmul import match_all_gather_matmul
 from .patterns.all_reduce import match_all_reduce
 from .patterns.alone import match_alone
-from .patterns.asynchronous import match_copied
+from .patterns.copy_engines import match_by_copy_engines
 from .patterns.matmul_reduce_scatter import match_matmul_reduce_scatter
 from .patterns.pattern import Pattern
 from .scaled.all_gather import match_all_gather_scaled_matmul
@@ -34,7 +34,11 @@ def find(c: Collective, settings: PassSettings) -> Pattern:
     found = None
     try:
         found = with_product(c, settings)
-        why = None if always else found.why_not_profitable() or (_why_copied(found) if copies else None)
+        why = (
+            None
+            if always
+            else found.why_not_profitable() or (_why_by_copy_engines(found) if copies else None)
+        )
         if why is None:
             return found
     except LeftAlone as e:
@@ -43,7 +47,7 @@ def find(c: Collective, settings: PassSettings) -> Pattern:
         why = str(e)
     try:
         if copies:
-            return match_copied(c, why)
+            return match_by_copy_engines(c, why)
         other = match_alone(c, why, decided=always or not by_itself)
         if (small := other.why_not_profitable()) is not None:
             raise LeftAlone(small)
@@ -77,7 +81,7 @@ def with_product(c: Collective, settings: PassSettings) -> Pattern:
         raise (why or e) from e
 
 
-def _why_copied(found: Pattern) -> str | None:
+def _why_by_copy_engines(found: Pattern) -> str | None:
     """Why copy engines are better than a product that takes the collective; None if they are not."""
     if found.transposes:
         return "a product would take it as its right operand, and transpose what it reads and writes"

@@ -19,7 +19,7 @@ from ..order.transports import NETWORK, transport_of_group
 from .pattern import Pattern
 
 
-def match_copied(c: Collective, why: str = "") -> Pattern:
+def match_by_copy_engines(c: Collective, why: str = "") -> Pattern:
     """``all_gather_start`` or ``reduce_scatter_start`` where it stands, and its wait where that stands.
 
     Args:

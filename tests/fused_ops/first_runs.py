@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fake_gpu import Gpu
 from torch.utils._pytree import tree_map_only
 from weft.fused_ops.ops import OP_OF
 from weft.symm_mem.backends import cuda_state
@@ -27,7 +27,7 @@ class Function:
         return None
 
 
-class Driver(cuda_state.CudaState):
+class Driver(Gpu):
     """``loaded``: the programs that launchers have asked for."""
 
     def __init__(self, *, compiles: bool = False) -> None:
@@ -35,26 +35,8 @@ class Driver(cuda_state.CudaState):
         self.loaded: list[Any] = []
         self._compiles = compiles
 
-    def index_of(self, x: torch.Tensor) -> int:  # type: ignore[override]
+    def index_of(self, x: torch.Tensor) -> int:
         return 0 if x.is_cuda else -1
-
-    def current_device(self) -> int:  # type: ignore[override]
-        return 0
-
-    def current_stream(self, device: int) -> int:  # type: ignore[override]
-        return 7
-
-    def is_capturing(self) -> bool:  # type: ignore[override]
-        return False
-
-    def stream_number(self, device: int) -> int:
-        return 35
-
-    def num_sms(self, device: torch.device) -> int:
-        return 132
-
-    def make_current(self, device: torch.device) -> Any:
-        return nullcontext()
 
     def function(self, program: Any, name: str, shared: int) -> Any:
         self.loaded.append(program)
