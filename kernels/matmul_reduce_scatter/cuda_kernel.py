@@ -86,8 +86,12 @@ def scatter_program(
     b: torch.Tensor, config: ScatterPushConfig, epilogue: Epilogue, ranks: tuple[int, int]
 ) -> Program:
     """That which is launched for the whole B. ``ranks``: how many, and which this is."""
-    of_one = b[:, : b.shape[1] // ranks[0]] if config.split_n else b
-    return gemm.gemm_program(SOURCE, scatter_defines(of_one, config, *ranks, epilogue))
+    return gemm.gemm_program(SOURCE, scatter_defines(_of_one(b, config, ranks[0]), config, *ranks, epilogue))
+
+
+def _of_one(b: torch.Tensor, config: ScatterPushConfig, world_size: int) -> torch.Tensor:
+    """The columns of B that one rank's results have."""
+    return b.narrow(1, 0, b.shape[1] // world_size) if config.split_n else b
 
 
 class MatmulReduceScatterPush:
@@ -121,7 +125,7 @@ class MatmulReduceScatterPush:
         ks = [x.shape[-1] for x in factors[::2]]
         (batches, _, rows, _), dtype, tile = a.shape, a.dtype, config.tile
         size, layout = workspace.world_size, workspace.layout
-        of_one = b[:, : b.shape[1] // size] if config.split_n else b
+        of_one = _of_one(b, config, size)
         n, whole = of_one.shape[1], is_whole([of_one], tile)
         problem = MatmulReduceScatterProblem(
             *(rows, n, sum(ks), size, num_sms, batches), split_n=config.split_n, to_all=epilogue.to_all

@@ -70,10 +70,9 @@ def planned_text(text: str) -> tuple[Plan, list[CompilableProgram]]:
     """
     name, args, kwargs = json.loads(text)
     op = getattr(torch.ops.weft, name.removeprefix("weft::")).default
-    with unset_fake_temporarily():
-        with FakeTensorMode():
-            given, named = _from_json(args), _from_json(kwargs)
-        plan, choice = choice_of_call(op, given, named)
+    # A compiler may have a mode of its own, and what makes programs looks at parts of operands.
+    with unset_fake_temporarily(), FakeTensorMode():
+        plan, choice = choice_of_call(op, _from_json(args), _from_json(kwargs))
         return plan, [*choice.programs()]
 
 
