@@ -83,8 +83,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
     parser.add_argument("--m-sizes", nargs="+", type=int, default=())
+    parser.add_argument("--host", action="store_true", help="the host's time of eager calls")
     given = parser.parse_args()
-    options = ["--ops", *given.ops, "--m-sizes", *map(str, given.m_sizes)]
+    options = [*["--host"] * given.host, "--ops", *given.ops, "--m-sizes", *map(str, given.m_sizes)]
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         roots = checkout(given.other, folder / "other"), HERE.parent

@@ -18,7 +18,7 @@ from torch import Tensor
 Call = Callable[[int], Sequence[Tensor]]
 """``call(i)`` runs an op on input set i and returns its results."""
 
-_CYCLES_PER_US = 1980  # of torch.cuda._sleep, at the H200's highest clock
+CYCLES_PER_US = 1980  # of torch.cuda._sleep, at the H200's highest clock
 _HEAD_START_US = 500.0  # covers the launch of a graph of 100 nodes
 _MAX_HEAD_START_US = 50_000.0
 _LEAST_ROUNDS = 5
@@ -149,7 +149,7 @@ class Series:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         dist.all_reduce(torch.zeros(1, device=self._device))
         # While the device sleeps the host runs ahead: what it takes to launch does not show as idle time.
-        torch.cuda._sleep(int(self.head_start_us * _CYCLES_PER_US))
+        torch.cuda._sleep(int(self.head_start_us * CYCLES_PER_US))
         start.record()
         self.run()
         end.record()

@@ -123,7 +123,7 @@ def graph_survives(rank: int, world_size: int) -> str | None:
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.gpu(4))])
 def test_a_captured_graph_works_again_after_a_reset(world_size: int) -> None:
     text = run_ranks(graph_survives, world_size, device="cuda")[0]
-    assert re.search(r" \(called at .*tests/faults/test_faults_on_gpus\.py:\d+\)$", text), text
+    assert re.search(r" \(called at .*tests/faults/test_faults_on_gpus\.py:\d+\); it is late", text), text
     assert text.startswith("fused_all_gather_matmul: rank 0 of group '0' waited"), text
 
 

@@ -125,7 +125,7 @@ def close(rank: int, world_size: int) -> None:
                 _, (out,) = fused_all_gather_matmul(shard, [B], -1, world(), return_A=False)
                 assert torch.equal(out, first), "other bits in another run"
             for bs, algorithm, why in (
-                ([B.float()], "unfused", "torch.float32 operands"),
+                ([B.float()], "unfused", "the last dimension of torch.float32"),
                 ([B, B.t().contiguous().t()], "push", "Bs[1] does not lie in rows"),
             ):
                 _, outs = fused_all_gather_matmul(shard.to(bs[0].dtype), bs, -1, world())

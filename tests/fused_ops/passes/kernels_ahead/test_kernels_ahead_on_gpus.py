@@ -56,7 +56,7 @@ def test_the_first_run_compiles_nothing(rows: int, dtype: torch.dtype, tmp_path:
         assert graphs == 2 and fused >= 4
         assert ahead > 0 and (at_calls, failed) == (0, 0)
     for cubins in (True, False):  # graphs that Inductor has kept, with the cubins, and without
-        if not cubins:
+        if not cubins and dtype == torch.bfloat16:  # all that a layer of float32 compiles are Triton's
             shutil.rmtree(tmp_path / "WEFT_CACHE_DIR")
         for graphs, _fused, ahead, at_calls, kept, failed in ran():
             assert (graphs, at_calls, failed) == (0, 0, 0)
