@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,20 @@ from weft.symm_mem.workspace import Workspace
 BOUND = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 DTYPES = list(BOUND)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def cells(
+    sizes: Sequence[int], rows: Sequence[tuple[Any, ...]], dtypes: Sequence[torch.dtype] = DTYPES
+) -> list[Any]:
+    """``(world_size, device, *row, dtype)`` of a table: all cells on GPUs, which have a kernel for each. CPU ranks have
+    one way, of which dtypes change the rounding alone: there any two values of two columns meet.
+    """
+    found, most = [], min(len(sizes), len(rows), len(dtypes))
+    for (w, size), (r, row), (d, dtype) in product(*map(enumerate, (sizes, rows, dtypes))):
+        if (w + r + d) % most == 0:
+            found.append((size, "cpu", *row, dtype))
+        found.append(pytest.param(size, "cuda", *row, dtype, marks=pytest.mark.gpu))
+    return found
 
 
 def world() -> dist.ProcessGroup:
@@ -74,6 +89,24 @@ def check(
         bound *= 1 + len(parts or []) ** 0.5
     error = ((got.double() - want).norm() / norm.clamp_min(1e-30)).item()
     assert error <= bound, f"{name}: relative error {error:.3g} above {bound:.3g}"
+
+
+def compiled_like_eager(
+    f: Callable[..., torch.Tensor], operands: Callable[[int], list[torch.Tensor]], sizes: tuple[int, ...]
+) -> None:
+    """``f`` under torch.compile, of the last size, and of each where sizes may change: its results and gradients."""
+    for dynamic, of in ((False, sizes[-1:]), (True, sizes)):
+        torch._dynamo.reset()
+        g = torch.compile(f, dynamic=dynamic, fullgraph=True)
+        for args in map(operands, of):
+            inputs, expect = ([a.clone().requires_grad_() for a in args] for _ in range(2))
+            out, want = g(*inputs), f(*expect)
+            check("compiled", out.detach(), want.detach().double(), 1e-6)
+            out.sum().backward()
+            want.sum().backward()
+            for a, b in zip(inputs, expect, strict=True):
+                assert a.grad is not None and b.grad is not None
+                check("compiled grad", a.grad, b.grad.double(), 1e-6)
 
 
 def assert_fused() -> None:

@@ -77,7 +77,8 @@ def right(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_one_shot_all_gather(world_size: int, device: str, dtype: torch.dtype) -> None:
-    for shape in SHAPES:
+    # CPU ranks copy bytes: each shape of each dtype between 1, 2, 3 or 4 of them.
+    for shape in SHAPES if device == "cuda" else SHAPES[(world_size + DTYPES.index(dtype)) % 4 :: 4]:
         run_row(right, world_size, shape, dtype, device=device)
 
 

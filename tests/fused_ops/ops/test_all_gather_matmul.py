@@ -5,7 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, same_on_all, world
+from opcommon import (
+    BOUND,
+    DEVICES,
+    assert_fused,
+    cells,
+    check,
+    compiled_like_eager,
+    gather,
+    poison,
+    refuses,
+    same_on_all,
+    world,
+)
 from ranks import run_row
 from weft.fused_ops import fused_all_gather_matmul
 from weft.fused_ops.dispatch.plan import forced
@@ -51,10 +63,9 @@ def right(
         assert all(torch.equal(a, b) for a, b in zip(outs, again, strict=True)), "other bits in another run"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "dim", "columns"), SHAPES)
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "device", "shape", "dim", "columns", "dtype"), cells([1, 2, 3, 4], SHAPES)
+)
 def test_fused_all_gather_matmul(
     world_size: int, device: str, shape: tuple[int, ...], dim: int, columns: list[int], dtype: torch.dtype
 ) -> None:
@@ -131,19 +142,7 @@ def compiled(rank: int, world_size: int) -> None:
         _, (x, y) = fused_all_gather_matmul(shard.sin(), [B, C], 1, group, return_A=False)
         return torch.relu(x) * y
 
-    for dynamic, sizes in ((False, (9,)), (True, (4, 6, 9))):
-        torch._dynamo.reset()
-        g = torch.compile(f, dynamic=dynamic, fullgraph=True)
-        for s in sizes:
-            args = [torch.randn(2, s, 8), torch.randn(8, 5), torch.randn(8, 5)]
-            inputs = [a.clone().requires_grad_() for a in args]
-            expect = [a.clone().requires_grad_() for a in args]
-            out, want = g(*inputs), f(*expect)
-            check("compiled", out.detach(), want.detach().double(), 1e-6)
-            out.sum().backward()
-            want.sum().backward()
-            for a, b in zip(inputs, expect, strict=True):
-                check("compiled grad", a.grad, b.grad.double(), 1e-6)
+    compiled_like_eager(f, lambda s: [torch.randn(2, s, 8), torch.randn(8, 5), torch.randn(8, 5)], (4, 6, 9))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -153,11 +152,10 @@ def test_under_torch_compile(device: str) -> None:
 
 def opcheck(rank: int, world_size: int) -> None:
     name = world().group_name
-    for grad in (False, True):
-        for dim in (0, 1, 2):
-            shard = torch.randn(3, 4, 6, requires_grad=grad)
-            Bs = [torch.randn(6 * (world_size if dim == 2 else 1), n, requires_grad=grad) for n in (5, 2)]
-            torch.library.opcheck(torch.ops.weft.fused_all_gather_matmul, (shard, Bs, dim, name))
+    for grad, dim in ((False, 1), (True, 0), (True, 2)):
+        shard = torch.randn(3, 4, 6, requires_grad=grad)
+        Bs = [torch.randn(6 * (world_size if dim == 2 else 1), n, requires_grad=grad) for n in (5, 2)]
+        torch.library.opcheck(torch.ops.weft.fused_all_gather_matmul, (shard, Bs, dim, name))
 
 
 @pytest.mark.parametrize("device", DEVICES)

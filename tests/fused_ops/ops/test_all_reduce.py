@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, world
+from opcommon import BOUND, DEVICES, DTYPES, assert_fused, cells, check, gather, poison, refuses, world
 from ranks import run_ranks, run_row
 from weft import symm_mem
 from weft.fused_ops import (
@@ -45,10 +45,9 @@ def right(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype
         assert torch.equal(out, x), "other bits in place"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "device", "shape", "dtype"), cells([1, 2, 3, 4], [(shape,) for shape in SHAPES])
+)
 def test_one_shot_all_reduce(
     world_size: int, device: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:

@@ -7,10 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, same_on_all, world
+from opcommon import (
+    BOUND,
+    DEVICES,
+    DTYPES,
+    assert_fused,
+    cells,
+    check,
+    gather,
+    poison,
+    refuses,
+    same_on_all,
+    world,
+)
 from quantised import E4M3, E5M2, by_steps, same_bits
-from ranks import run_ranks, run_row
-from weft import symm_mem
+from ranks import run_row
 from weft.fused_ops import fused_all_reduce_rms_norm, fused_all_reduce_rms_norm_quant
 from weft.kernels.all_reduce_rms_norm.reference import rms_norm
 
@@ -68,10 +79,9 @@ def gathered_sum(x: torch.Tensor) -> torch.Tensor:
     return total.to(x.dtype).double()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "device", "shape", "dtype"), cells([1, 2, 3, 4], [(shape,) for shape in SHAPES])
+)
 def test_the_bits_of_the_steps(
     world_size: int, device: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
@@ -248,19 +258,3 @@ def refused(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
     run_row(refused, 1, device=device)
-
-
-def late(rank: int, world_size: int) -> str | None:
-    x = torch.ones(5, 8)
-    fused_all_reduce_rms_norm_quant(x, x, x[0], EPS, world())
-    symm_mem.set_timeout(0.5)
-    if rank == 1:
-        return None
-    with pytest.raises(symm_mem.PeerTimeout) as error:
-        fused_all_reduce_rms_norm_quant(x, x, x[0], EPS, world())
-    return str(error.value)
-
-
-def test_a_missing_rank_is_an_error_with_a_name() -> None:
-    text = run_ranks(late, 2, fresh=True)[0]
-    assert text.startswith("fused_all_reduce_rms_norm_quant: rank 0") and "waited 0.5 s for rank 1" in text

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, world
-from ranks import run_ranks, run_row
-from weft import symm_mem
+from opcommon import BOUND, DEVICES, assert_fused, cells, check, gather, poison, refuses, world
+from ranks import run_row
 from weft.fused_ops import fused_matmul_all_reduce
 from weft.kernels.matmul_reduce_scatter.configs import MatmulReduceScatterProblem, ScatterPushConfig
 from weft.kernels.matmul_reduce_scatter.to_all import choose_sum_to_all_push
@@ -40,10 +39,7 @@ def right(rank: int, world_size: int, shape: tuple[int, ...], n: int, dtype: tor
         assert torch.equal(out, again), "other bits in another run"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "n"), SHAPES)
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("world_size", "device", "shape", "n", "dtype"), cells([1, 2, 3, 4], SHAPES))
 def test_fused_matmul_all_reduce(
     world_size: int, device: str, shape: tuple[int, ...], n: int, dtype: torch.dtype
 ) -> None:
@@ -142,22 +138,6 @@ def refused(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
     run_row(refused, 1, device=device)
-
-
-def late(rank: int, world_size: int) -> str | None:
-    A, B = torch.ones(5, 4), torch.ones(4, 3)
-    fused_matmul_all_reduce(A, B, "sum", world())
-    symm_mem.set_timeout(0.5)
-    if rank == 1:
-        return None
-    with pytest.raises(symm_mem.PeerTimeout) as error:
-        fused_matmul_all_reduce(A, B, "sum", world())
-    return str(error.value)
-
-
-def test_a_missing_rank_is_an_error_with_a_name() -> None:
-    text = run_ranks(late, 2, fresh=True)[0]
-    assert text.startswith("fused_matmul_all_reduce: rank 0") and "waited 0.5 s for rank 1" in text
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])

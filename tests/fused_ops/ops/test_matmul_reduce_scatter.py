@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, same_on_all, world
+from opcommon import (
+    BOUND,
+    DEVICES,
+    assert_fused,
+    cells,
+    check,
+    compiled_like_eager,
+    gather,
+    poison,
+    refuses,
+    same_on_all,
+    world,
+)
 from ranks import run_ranks, run_row
 from weft.fused_ops import fused_matmul_reduce_scatter
 from weft.fused_ops.dispatch.plan import forced
@@ -29,8 +41,7 @@ def shapes(w: int) -> list[tuple[tuple[int, ...], int, int]]:
     ]
 
 
-def rows(*world_sizes: int) -> list[tuple[int, tuple[int, ...], int, int]]:
-    return [(w, *row) for w in world_sizes for row in shapes(w)]
+ROWS = [(row,) for row in range(len(shapes(1)))]
 
 
 def right(rank: int, world_size: int, shape: tuple[int, ...], n: int, dim: int, dtype: torch.dtype) -> None:
@@ -51,13 +62,9 @@ def right(rank: int, world_size: int, shape: tuple[int, ...], n: int, dim: int, 
         assert torch.equal(out, again), "other bits in another run"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("world_size", "shape", "n", "dim"), rows(1, 2, 3, 4))
-def test_fused_matmul_reduce_scatter(
-    world_size: int, device: str, shape: tuple[int, ...], n: int, dim: int, dtype: torch.dtype
-) -> None:
-    run_row(right, world_size, shape, n, dim, dtype, device=device)
+@pytest.mark.parametrize(("world_size", "device", "row", "dtype"), cells([1, 2, 3, 4], ROWS))
+def test_fused_matmul_reduce_scatter(world_size: int, device: str, row: int, dtype: torch.dtype) -> None:
+    run_row(right, world_size, *shapes(world_size)[row], dtype, device=device)
 
 
 def order(rank: int, world_size: int) -> None:
@@ -111,13 +118,11 @@ def wide_gradients(rank: int, world_size: int) -> None:
     check("B.grad", B16.grad, A16.detach().double().t() @ grad, BOUND[torch.bfloat16])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("world_size", "shape", "n", "dim"), rows(1, 2, 3))
-def test_a_wider_result(
-    world_size: int, device: str, shape: tuple[int, ...], n: int, dim: int, dtype: torch.dtype
-) -> None:
-    run_row(wide, world_size, shape, n, dim, dtype, device=device)
+@pytest.mark.parametrize(
+    ("world_size", "device", "row", "dtype"), cells([1, 2, 3], ROWS, [torch.bfloat16, torch.float16])
+)
+def test_a_wider_result(world_size: int, device: str, row: int, dtype: torch.dtype) -> None:
+    run_row(wide, world_size, *shapes(world_size)[row], dtype, device=device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -180,19 +185,7 @@ def compiled(rank: int, world_size: int) -> None:
     def f(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         return fused_matmul_reduce_scatter(A.cos(), B, "sum", 1, group) * 2
 
-    for dynamic, sizes in ((False, (10,)), (True, (4, 6, 10))):
-        torch._dynamo.reset()
-        g = torch.compile(f, dynamic=dynamic, fullgraph=True)
-        for s in sizes:
-            args = [torch.randn(3, s, 8), torch.randn(8, 5)]
-            inputs = [a.clone().requires_grad_() for a in args]
-            expect = [a.clone().requires_grad_() for a in args]
-            out, want = g(*inputs), f(*expect)
-            check("compiled", out.detach(), want.detach().double(), 1e-6)
-            out.sum().backward()
-            want.sum().backward()
-            for a, b in zip(inputs, expect, strict=True):
-                check("compiled grad", a.grad, b.grad.double(), 1e-6)
+    compiled_like_eager(f, lambda s: [torch.randn(3, s, 8), torch.randn(8, 5)], (4, 6, 10))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -202,14 +195,13 @@ def test_under_torch_compile(device: str) -> None:
 
 def opcheck(rank: int, world_size: int) -> None:
     name = world().group_name
-    for grad in (False, True):
-        for dim in (0, 1, 2):
-            A = torch.randn(4, 6, 5, requires_grad=grad)
-            B = torch.randn(5, 8, requires_grad=grad)
-            torch.library.opcheck(torch.ops.weft.fused_matmul_reduce_scatter, (A, B, "avg", dim, name))
-        A, B = (t.detach().bfloat16().requires_grad_(grad) for t in (A, B))
-        kwargs = {"out_dtype": torch.float32}
-        torch.library.opcheck(torch.ops.weft.fused_matmul_reduce_scatter, (A, B, "sum", 0, name), kwargs)
+    for grad, dim in ((False, 1), (True, 0), (True, 2)):
+        A = torch.randn(4, 6, 5, requires_grad=grad)
+        B = torch.randn(5, 8, requires_grad=grad)
+        torch.library.opcheck(torch.ops.weft.fused_matmul_reduce_scatter, (A, B, "avg", dim, name))
+    A, B = (t.detach().bfloat16().requires_grad_() for t in (A, B))
+    kwargs = {"out_dtype": torch.float32}
+    torch.library.opcheck(torch.ops.weft.fused_matmul_reduce_scatter, (A, B, "sum", 0, name), kwargs)
 
 
 @pytest.mark.parametrize("device", DEVICES)

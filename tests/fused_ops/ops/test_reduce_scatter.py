@@ -9,7 +9,6 @@ import torch
 from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, world
 from ranks import run_ranks, run_row
 from torch import Tensor
-from weft import symm_mem
 from weft.fused_ops import last_plan, one_shot_all_reduce, one_shot_reduce_scatter
 from weft.kernels.reduce_scatter import host
 
@@ -55,7 +54,8 @@ def right(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_one_shot_reduce_scatter(world_size: int, device: str, dtype: torch.dtype) -> None:
-    for shape in SHAPES:
+    # Each shape between so many CPU ranks with one dtype.
+    for shape in SHAPES if device == "cuda" else SHAPES[(world_size + DTYPES.index(dtype)) % 3 :: 3]:
         run_row(right, world_size, shape, dtype, device=device)
 
 
@@ -181,11 +181,10 @@ def test_under_torch_compile(device: str) -> None:
 
 def opcheck(rank: int, world_size: int) -> None:
     ops, name = torch.ops.weft, world().group_name
-    for grad in (False, True):
-        x = torch.randn(4, 6, requires_grad=grad)
-        torch.library.opcheck(ops.one_shot_reduce_scatter, (x, "sum", 0, name))
-        torch.library.opcheck(ops.one_shot_reduce_scatter, (x.t(), "avg", -1, name))
-    torch.library.opcheck(ops.one_shot_reduce_scatter_out, (torch.zeros(2, 6), x.detach(), "min", 0, name))
+    x = torch.randn(4, 6)
+    torch.library.opcheck(ops.one_shot_reduce_scatter, (x, "sum", 0, name))
+    torch.library.opcheck(ops.one_shot_reduce_scatter, (x.clone().requires_grad_().t(), "avg", -1, name))
+    torch.library.opcheck(ops.one_shot_reduce_scatter_out, (torch.zeros(2, 6), x, "min", 0, name))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -233,22 +232,3 @@ def refused(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
     run_row(refused, 2, device=device)
-
-
-def late(rank: int, world_size: int) -> str | None:
-    x = torch.ones(6)
-    one_shot_reduce_scatter(x, "sum", 0, world())
-    symm_mem.check()
-    symm_mem.set_timeout(0.5)
-    if rank == 1:
-        return None
-    with pytest.raises(symm_mem.PeerTimeout) as error:
-        one_shot_reduce_scatter(x, "sum", 0, world())
-    with pytest.raises(symm_mem.PeerTimeout, match="one_shot_reduce_scatter"):
-        symm_mem.check()
-    return str(error.value)
-
-
-def test_a_missing_rank_is_an_error_with_a_name() -> None:
-    text = run_ranks(late, 2, fresh=True)[0]
-    assert text.startswith("one_shot_reduce_scatter: rank 0") and "waited 0.5 s for rank 1" in text
