@@ -17,6 +17,9 @@ PATCH_MORE = {
 }
 
 
+PATCHES = ("setattr", "setitem", "delattr", "patch", "object")
+
+
 def weft_names(module: ast.Module) -> set[str]:
     """What a module calls weft, or has imported of it."""
     names = set()
@@ -33,7 +36,9 @@ def weft_names(module: ast.Module) -> set[str]:
 def patched(function: ast.AST) -> Iterator[ast.expr]:
     """The targets of monkeypatch.setattr, .setitem and .delattr, mock.patch and mock.patch.object in it."""
     for node in ast.walk(function):
-        if isinstance(node, ast.Call) and node.args:
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        if getattr(node.func, "attr", getattr(node.func, "id", "")) in PATCHES:
             called = ast.unparse(node.func)
             by_pytest = "monkeypatch" in called and called.endswith((".setattr", ".setitem", ".delattr"))
             if by_pytest or called in ("mock.patch", "mock.patch.object", "patch", "patch.object"):
@@ -52,6 +57,8 @@ def is_of_weft(target: ast.expr, names: set[str]) -> bool:
 
 def patches(source: str) -> dict[str, int]:
     """How many of weft's internals each function, those inside of it included, patches: each place counts once."""
+    if "patch" not in source:
+        return {}
     module = ast.parse(source)
     names, found = weft_names(module), {}
     functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]

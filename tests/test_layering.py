@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -24,9 +25,9 @@ def imports(source: str, parts: tuple[str, ...]) -> Iterator[tuple[int, tuple[st
     """
     is_package = parts[-1].removesuffix(".py") == "__init__"
     package = ("weft", *parts[:-1])
-    tree = ast.parse(source)
-    yield from attributes_of_the_root(tree)
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(source)))
+    yield from attributes_of_the_root(nodes)
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, tuple(alias.name.split("."))
@@ -55,16 +56,16 @@ def called(node: ast.Call) -> str:
     return getattr(node.func, "attr", getattr(node.func, "id", ""))
 
 
-def attributes_of_the_root(tree: ast.Module) -> Iterator[tuple[int, tuple[str, ...]]]:
+def attributes_of_the_root(nodes: list[ast.AST]) -> Iterator[tuple[int, tuple[str, ...]]]:
     """(line, ("weft", name)) of what is used of the root package, which finds any floor by its name."""
     roots = {
         alias.asname or "weft"
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Import)
         for alias in node.names
         if alias.name == "weft" or (alias.name.startswith("weft.") and not alias.asname)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in roots:
             yield node.lineno, ("weft", node.attr)
 
@@ -88,6 +89,7 @@ def violations(source: str, parts: tuple[str, ...]) -> list[str]:
     return found
 
 
+@cache
 def file_graph() -> dict[str, set[str]]:
     """Which file of the package imports which, also for types alone; without ``__init__`` files, which re-export."""
     files = {

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import os
 import pickle
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -86,14 +87,21 @@ def test_calls_are_among_those_of_gloo() -> None:
     run_ranks(in_order, 2, env=ENV, fresh=True)
 
 
-def analyzed(folder: Path, *args: str) -> str:
+def analyzed(folder: Path) -> str:
     """What torch's analyzer says of the dumps there."""
     if not ANALYZED_GLOO:
         pytest.skip("the analyzer of this torch reads calls of NCCL only")
-    program = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder), *args]
-    done = subprocess.run(program, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
+    from torch.distributed.flight_recorder import fr_trace
+
+    said, logger = io.StringIO(), logging.getLogger("Flight Recorder")
+    handler = logging.StreamHandler(said)
+    logger.addHandler(handler)
+    try:
+        with contextlib.redirect_stdout(said):
+            fr_trace.main([str(folder)])
+    finally:
+        logger.removeHandler(handler)
+    return said.getvalue()
 
 
 def more_than_are_kept(rank: int, world_size: int, folder: Path) -> None:
