@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from compiled import run_as_it_is
 from graphs import fake_ranks
-from test_ranks_compiled import run_as_it_is
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled import program
 from graphs import (
     AG,
     RS,
@@ -221,13 +222,11 @@ def model(x: Tensor) -> Tensor:
 
 
 def compiled(rank: int, world_size: int) -> None:
-    passed = FusionPass(collectives=True)
-    torch._dynamo.reset()
     x = torch.randn(4, 6, requires_grad=True)
-    with torch._inductor.config.patch(fx_graph_cache=False):
-        y = torch.compile(model, options=passed.options, fullgraph=True)(x)
+    with program(collectives=True) as under_pass:
+        y = under_pass.compile(model, fullgraph=True)(x)
         (found,) = torch.autograd.grad(y.sin().sum(), x)
-    report = passed.report()
+    report = under_pass.fusion.report()
     assert [e.fused_into for e in report.entries] == [GATHER, SCATTER, GATHER, SCATTER], report
     every = [part.requires_grad_() for part in every_rank(x)]
     parts = (F.rms_norm(torch.cat(every, 1).sin(), (12,)) * world_size).chunk(2)

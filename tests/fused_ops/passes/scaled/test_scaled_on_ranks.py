@@ -1,6 +1,7 @@
 """fp8 layers under tensor parallelism, as torchao's float8 training and an inference engine write them, on CPU ranks.
 
-Through torch.compile with Inductor's code: against float64 of the dequantised operands, and the program as it is.
+Through torch.compile, two of them with Inductor's code: against float64 of the dequantised operands, and the program
+as it is.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from compiled import program
 from graphs import gather, scatter
 from ranks import run_ranks
 from scaled_graphs import AGS, BF16, E5M2, SRS, all_reduce, by_rows, by_scale, scale_of, times, whole_amax
 from torch import Tensor
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
 from torch_versions import needs_row_wise_products
 
 WORLD = 2
@@ -127,18 +127,12 @@ def off(got: Tensor, want: Tensor) -> float:
 
 def run_program(rank: int, world: int, name: str) -> list[tuple[str, str | None, str]]:
     from weft.fused_ops import last_plan
-    from weft.fused_ops.passes import FusionPass
 
-    torch._dynamo.reset()
     torch.manual_seed(rank + 10)
     fn, _ = PROGRAMS[name]
-    given, fusion = operands(rank, name), FusionPass()
-    with (
-        torch.no_grad(),
-        functorch_config.patch(enable_autograd_cache=False),
-        inductor_config.patch(fx_graph_cache=False),
-    ):
-        got = torch.compile(lambda *args: fn(times, *args), options=fusion.options)(*given)
+    given = operands(rank, name)
+    with torch.no_grad(), program(codegen=name in ("column_wise", "static")) as compiled:
+        got = compiled.compile(lambda *args: fn(times, *args))(*given)
         plan = last_plan()
         plain = fn(times, *given)
         exact = fn(meant, *given)
@@ -151,7 +145,7 @@ def run_program(rank: int, world: int, name: str) -> list[tuple[str, str | None,
         assert off(mine, want) <= bound, (name, i, off(mine, want))
         assert off(mine, theirs) <= bound, (name, i, off(mine, theirs))
     dist.barrier()
-    return [(e.collective, e.fused_into, e.reason) for e in fusion.report().entries]
+    return [(e.collective, e.fused_into, e.reason) for e in compiled.fusion.report().entries]
 
 
 @pytest.mark.parametrize(
