@@ -72,6 +72,19 @@ def test_fused_all_gather_matmul(
     run_row(right, world_size, shape, dim, columns, dtype, device=device)
 
 
+def sums(rank: int, world_size: int) -> None:
+    """Of products along the last dimension, in float32: 257 is no bfloat16, and the other rank leaves 1 of it."""
+    for dtype, large in ((torch.bfloat16, 256.0), (torch.float16, 2048.0)):
+        shard = torch.tensor([[-large, 0.0] if rank else [large, 1.0]], dtype=dtype)
+        _, (out,) = fused_all_gather_matmul(shard, [torch.ones(4, 3, dtype=dtype)], 1, world())
+        assert_fused()
+        assert out.flatten().tolist() == [1.0] * 3
+
+
+def test_sums_in_float32() -> None:
+    run_row(sums, 2)
+
+
 def strides(rank: int, world_size: int, shape: tuple[int, ...], dim: int, columns: list[int]) -> None:
     name = world().group_name
     base = torch.randn(*[2 * s for s in shape])
