@@ -23,7 +23,6 @@ An epoch that does not end, because a wait in it expired or an exception left it
 from __future__ import annotations
 
 import ctypes
-from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -38,7 +37,7 @@ from .call_site import call_site
 from .errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
 from .failure.call_log import CallLog, Grids, running
 from .failure.fault import Fault, fault_of
-from .failure.spin_wait import Expired, PeerLiveness, spin
+from .failure.spin_wait import Expired, PeerLiveness, reached, spin
 from .layout import NUM_BUFFERS, WORD, AnyLayout, Layout
 from .timeouts import ThreadLock, get_timeout
 
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
 
 OUTGROWN = "outgrown"  #: in ``prepared``, of a captured graph: a smaller one that its earlier nodes write to
 _MOST_PREPARED = 4096  # of a few KiB each: a program with ever new sizes makes one for each
+_MOST_VIEWS = 256  # of a buffer: likewise
 
 
 L = TypeVar("L", bound=AnyLayout)
@@ -69,6 +69,8 @@ class Workspace(Generic[L]):
         prepared: what launchers have made for calls of this workspace, until a reset: ranks make them together, and an
             error may have reached some ranks before they had made theirs.
         copy_streams: the streams that launchers keep for as long as it lives.
+        last_buffer: that of the last call.
+        host_words: of a CPU rank's epochs, by buffer.
     """
 
     def __init__(
@@ -98,7 +100,8 @@ class Workspace(Generic[L]):
         self.copy_streams: dict[Any, Any] = {}
         #: Of a CPU rank that waits: op, rank, word, and what is expected there.
         self.waiting: tuple[str, int, int, int] | None = None
-        self._last_buffer = 0
+        self.last_buffer = 0
+        self.host_words: dict[int, _BufferWords] = {}
         self._is_double_buffered = isinstance(layout, Layout)
         self._calls = CallLog(NUM_BUFFERS, lambda: get_timeout(heap.group_name), graph is not None)
         self.fault.knows(self.address, layout, self._calls)
@@ -165,7 +168,7 @@ class Workspace(Generic[L]):
 
     def reset_state(self) -> None:
         """Back to the initial state: the heap is being reset, and the words are zero on every rank."""
-        self._last_buffer = 0
+        self.last_buffer = 0
         self._calls.reset_state()
         if self.graph is None:  # a captured graph runs what was made for it
             self.prepared.clear()
@@ -188,11 +191,11 @@ class Workspace(Generic[L]):
 
     def next_buffer(self) -> int:
         """The buffer that the next call uses; they alternate."""
-        return self.take_buffer(self._last_buffer ^ 1)
+        return self.take_buffer(self.last_buffer ^ 1)
 
     def take_buffer(self, buffer: int) -> int:
         """The next call uses this buffer, as on all ranks."""
-        self._last_buffer = buffer
+        self.last_buffer = buffer
         self._calls.takes(buffer)
         if running.inside:  # from here on that call must come to its end, or the group is broken
             running.workspace = self
@@ -209,6 +212,25 @@ class Workspace(Generic[L]):
         return self.heap.tensor(rank, self.block.offset + self.layout.buffer(buffer), shape, dtype, None)
 
 
+class _BufferWords:
+    """A buffer's words as a CPU rank's epochs use them, and views of its data: made once, not at each call.
+
+    Attributes:
+        epoch: this rank's count; done: indices of the words in which peers say that they are done, by rank.
+        left: the word in which this rank says so, in each rank's copy.
+        flags: index of the first flag of each rank.
+        slots: views of the data, by rank, shape and dtype.
+    """
+
+    def __init__(self, ws: Workspace[Layout], buffer: int) -> None:
+        layout, ranks = ws.layout, range(ws.world_size)
+        self.epoch = ws.word(ws.rank, Layout.EPOCH + buffer)
+        self.done = [layout.done(buffer) + rank for rank in ranks]
+        self.left = [ws.word(rank, layout.done(buffer) + ws.rank) for rank in ranks]
+        self.flags = [layout.flags(buffer) + rank * layout.flags_per_rank for rank in ranks]
+        self.slots: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
+
+
 class HostEpoch:
     """One epoch of a buffer on a CPU rank: the protocol above in plain stores, whose order x86-64 keeps.
 
@@ -222,8 +244,12 @@ class HostEpoch:
     def __init__(self, workspace: Workspace[Layout], op: str, buffer: int | None = None) -> None:
         workspace.raise_if_broken(op)
         self.ws, self.op = workspace, op
-        self.buffer = workspace.next_buffer() if buffer is None else workspace.take_buffer(buffer)
-        self.epoch = (self.ws.word(workspace.rank, Layout.EPOCH + self.buffer).value + 1) & 0xFFFFFFFF
+        self.buffer = workspace.take_buffer(workspace.last_buffer ^ 1 if buffer is None else buffer)
+        words = workspace.host_words.get(self.buffer)
+        if words is None:
+            words = workspace.host_words[self.buffer] = _BufferWords(workspace, self.buffer)
+        self._words = words
+        self.epoch = (words.epoch.value + 1) & 0xFFFFFFFF
         self._timeout = get_timeout(workspace.heap.group_name)
 
     def __enter__(self) -> HostEpoch:
@@ -237,46 +263,57 @@ class HostEpoch:
         else:
             self.ws.abandon(error)
 
+    def slots(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous view of the start of rank's buffer."""
+        views, key = self._words.slots, (rank, shape, dtype)
+        found = views.get(key)
+        if found is None:
+            if len(views) >= _MOST_VIEWS:
+                views.clear()
+            found = views[key] = self.ws.buffer(rank, self.buffer, shape, dtype)
+        return found
+
     def _wait(self, peer: int, index: int, expected: int, *, exactly: bool = False) -> None:
+        if profiler._is_profiler_enabled:  # for pictures of a call (weft.passes.timeline)
+            with record_function(f"weft:waits for rank {peer}"):
+                self._spin(peer, index, expected, exactly)
+            return
+        seen = ctypes.c_uint32.from_address(self.ws.address + WORD * index).value
+        if not (seen == expected if exactly else reached(seen, expected)):
+            self._spin(peer, index, expected, exactly)
+
+    def _spin(self, peer: int, index: int, expected: int, exactly: bool) -> None:
         ws, address = self.ws, self.ws.address + WORD * index
         liveness = PeerLiveness(
             ws.heap.rendezvous.processes[peer],
             ws.fault.abort_notice(peer),
             lambda: ws.about(self.op, peer, index, expected),
         )
-        # For pictures of a call (weft.passes.timeline).
-        shown = (
-            record_function(f"weft:waits for rank {peer}") if profiler._is_profiler_enabled else nullcontext()
-        )
         ws.waiting = self.op, peer, index, expected
         ws.lock.goes_on()
         try:
             # It ends early if the call's other thread, or a call in another workspace, has failed.
-            with shown:
-                spin(address, expected, self._timeout, liveness, ws.raise_if_broken, exactly=exactly)
+            spin(address, expected, self._timeout, liveness, ws.raise_if_broken, exactly=exactly)
         except Expired as e:
             raise ws.fault.breaks(ws.expired(self.op, peer, index, expected, e.outcome)).again() from None
         finally:
             ws.waiting = None
 
-    def _flag(self, writer: int, i: int) -> int:
-        return self.ws.layout.flags(self.buffer) + writer * self.ws.layout.flags_per_rank + i
-
     def wait_free(self, peer: int) -> None:
         """Until peer's buffer may be overwritten."""
-        self._wait(peer, self.ws.layout.done(self.buffer) + peer, (self.epoch - 1) & 0xFFFFFFFF)
+        self._wait(peer, self._words.done[peer], (self.epoch - 1) & 0xFFFFFFFF)
 
     def post(self, peer: int, i: int) -> None:
         """Set flag ``i`` at peer: its data lies in peer's buffer."""
-        self.ws.word(peer, self._flag(self.ws.rank, i)).value = self.epoch
+        ws = self.ws
+        ws.word(peer, self._words.flags[ws.rank] + i).value = self.epoch
 
     def wait(self, peer: int, i: int) -> None:
         """Until the data of peer's flag ``i`` lies in the local buffer."""
-        self._wait(peer, self._flag(peer, i), self.epoch, exactly=True)
+        self._wait(peer, self._words.flags[peer] + i, self.epoch, exactly=True)
 
     def leave(self) -> None:
         """End the epoch: nothing of the local buffer is read any more."""
-        ws = self.ws
-        self.ws.word(ws.rank, Layout.EPOCH + self.buffer).value = self.epoch
-        for rank in range(ws.world_size):
-            self.ws.word(rank, ws.layout.done(self.buffer) + ws.rank).value = self.epoch
+        self._words.epoch.value = self.epoch
+        for word in self._words.left:
+            word.value = self.epoch

@@ -30,20 +30,20 @@ MUTANTS = [
     # symm_mem
     Mutant(
         "symm_mem/workspace.py",
-        "self._wait(peer, self.ws.layout.done(self.buffer) + peer, (self.epoch - 1) & 0xFFFFFFFF)",
+        "self._wait(peer, self._words.done[peer], (self.epoch - 1) & 0xFFFFFFFF)",
         "return",
         f"{_SIGNALS}::test_a_rank_that_only_receives_may_be_late",
     ),
     Mutant(
         "symm_mem/workspace.py",
-        "ws.layout.done(self.buffer) + ws.rank).value = self.epoch",
-        "ws.layout.done(self.buffer) + ws.rank).value = self.epoch + 2",
+        "word.value = self.epoch",
+        "word.value = self.epoch + 2",
         f"{_SIGNALS}::test_a_rank_that_only_receives_may_be_late",
     ),
     Mutant(
         "symm_mem/workspace.py",
-        "self._wait(peer, self._flag(peer, i), self.epoch, exactly=True)",
-        "self._wait(peer, self._flag(peer, i), self.epoch - 2)",
+        "self._wait(peer, self._words.flags[peer] + i, self.epoch, exactly=True)",
+        "self._wait(peer, self._words.flags[peer] + i, self.epoch - 2)",
         f"{_SIGNALS}::test_a_rank_that_only_receives_may_be_late",
     ),
     Mutant(

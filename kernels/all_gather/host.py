@@ -39,10 +39,10 @@ def _chunk(workspace: Workspace, x: torch.Tensor, out: torch.Tensor, op: str) ->
         for step in range(1, size):
             peer = (rank + step) % size
             epoch.wait_free(peer)
-            workspace.buffer(peer, epoch.buffer, (size, x.numel()), x.dtype)[rank] = x
+            epoch.slots(peer, (size, x.numel()), x.dtype)[rank] = x
             epoch.post(peer, 0)
         out[rank] = x
-        slots = workspace.buffer(rank, epoch.buffer, (size, x.numel()), x.dtype)
+        slots = epoch.slots(rank, (size, x.numel()), x.dtype)
         for step in range(1, size):
             peer = (rank + step) % size
             epoch.wait(peer, 0)

@@ -38,7 +38,7 @@ def host_all_gather_matmul(
     m, k = a.shape
     size, rank = workspace.world_size, workspace.rank
     with workspace.lock, HostEpoch(workspace, OP) as epoch:
-        slots = [workspace.buffer(peer, epoch.buffer, (size, m, k), a.dtype) for peer in range(size)]
+        slots = [epoch.slots(peer, (size, m, k), a.dtype) for peer in range(size)]
         rows = [slice(c * m // CHUNKS, (c + 1) * m // CHUNKS) for c in range(CHUNKS)]
 
         def push() -> None:

@@ -57,7 +57,7 @@ def exchange_rows(
     """
     (m, row), size, rank = mine.shape, workspace.world_size, workspace.rank
     with workspace.lock, HostEpoch(workspace, OP) as epoch:
-        slots = [workspace.buffer(peer, epoch.buffer, (size, m, row), torch.uint8) for peer in range(size)]
+        slots = [epoch.slots(peer, (size, m, row), torch.uint8) for peer in range(size)]
         chunks = [slice(c * m // CHUNKS, (c + 1) * m // CHUNKS) for c in range(CHUNKS)]
 
         def push() -> None:

@@ -38,9 +38,9 @@ def _chunk(workspace: Workspace, x: torch.Tensor, out: torch.Tensor, reduce_op: 
         for step in range(1, size):
             peer = (rank + step) % size
             epoch.wait_free(peer)
-            workspace.buffer(peer, epoch.buffer, (size, x.numel()), x.dtype)[rank] = x
+            epoch.slots(peer, (size, x.numel()), x.dtype)[rank] = x
             epoch.post(peer, 0)
-        slots = workspace.buffer(rank, epoch.buffer, (size, x.numel()), x.dtype)
+        slots = epoch.slots(rank, (size, x.numel()), x.dtype)
         for peer in range(size):
             if peer != rank:
                 epoch.wait(peer, 0)

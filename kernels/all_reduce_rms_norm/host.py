@@ -57,7 +57,7 @@ def _chunk(workspace: Workspace, op: str, x: torch.Tensor, total: torch.Tensor) 
 
         def slots(owner: int) -> torch.Tensor:
             """What came in, and the results: [2, W, rows, hidden]."""
-            return workspace.buffer(owner, epoch.buffer, (2, size, most, hidden), x.dtype)
+            return epoch.slots(owner, (2, size, most, hidden), x.dtype)
 
         for peer in peers:
             epoch.wait_free(peer)

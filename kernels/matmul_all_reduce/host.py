@@ -35,7 +35,7 @@ def host_matmul_all_reduce(
     peers = [(rank + step) % size for step in range(1, size)]
     out = torch.empty(m, n, dtype=dtype)
     with workspace.lock, HostEpoch(workspace, OP) as epoch:
-        buffers = [workspace.buffer(peer, epoch.buffer, (2, size, part, n), dtype) for peer in range(size)]
+        buffers = [epoch.slots(peer, (2, size, part, n), dtype) for peer in range(size)]
         finished: queue.SimpleQueue[tuple[int, torch.Tensor] | None] = queue.SimpleQueue()
 
         def push() -> None:

@@ -43,7 +43,7 @@ def host_matmul_reduce_scatter(
     rows, n, dtype = parts[0][0].shape[0], parts[0][1].shape[1], parts[0][0].dtype
     size, rank = workspace.world_size, workspace.rank
     with workspace.lock, HostEpoch(workspace, OP) as epoch:
-        slots = [workspace.buffer(peer, epoch.buffer, (size, rows, n), dtype) for peer in range(size)]
+        slots = [epoch.slots(peer, (size, rows, n), dtype) for peer in range(size)]
         finished: queue.SimpleQueue[tuple[int, torch.Tensor] | None] = queue.SimpleQueue()
 
         def push() -> None:

@@ -42,9 +42,9 @@ def _chunk(workspace: Workspace, parts: torch.Tensor, out: torch.Tensor, reduce_
         for step in range(1, size):
             peer = (rank + step) % size
             epoch.wait_free(peer)
-            workspace.buffer(peer, epoch.buffer, shape, parts.dtype)[rank] = parts[peer]
+            epoch.slots(peer, shape, parts.dtype)[rank] = parts[peer]
             epoch.post(peer, 0)
-        slots = workspace.buffer(rank, epoch.buffer, shape, parts.dtype)
+        slots = epoch.slots(rank, shape, parts.dtype)
         for peer in range(size):
             if peer != rank:
                 epoch.wait(peer, 0)

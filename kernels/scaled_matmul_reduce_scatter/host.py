@@ -43,7 +43,7 @@ def host_scaled_matmul_reduce_scatter(
         finished: queue.SimpleQueue[tuple[int, torch.Tensor] | None] = queue.SimpleQueue()
 
         def slots(at: int, like: torch.Tensor) -> torch.Tensor:
-            return workspace.buffer(at, epoch.buffer, (size, *like.shape), out_dtype)
+            return epoch.slots(at, (size, *like.shape), out_dtype)
 
         def push() -> None:
             while (item := finished.get()) is not None:
