@@ -44,7 +44,7 @@ class LinearCrossEntropyCall(NamedTuple):
         vocab_start: the first of this rank's columns; None: after those of the ranks before.
         summed: the losses' sum is wanted, else each row's statistics.
         partial_x: gradients of x are to be this rank's part of their sum.
-        wanted: unit gradients of x, weight and bias with the sum.
+        of_x, of_weight, of_bias: whose unit gradients are wanted with the sum.
     """
 
     x: Tensor
@@ -61,12 +61,18 @@ class LinearCrossEntropyCall(NamedTuple):
     softcap: float | None = None
     temperature: float = 1.0
     partial_x: bool = False
-    wanted: tuple[bool, ...] = (False, False, False)
+    of_x: bool = False
+    of_weight: bool = False
+    of_bias: bool = False
     group_size: int | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
         return [t for t in (self.x, self.weight, self.bias, self.targets) if t is not None]
+
+    @property
+    def wanted(self) -> tuple[bool, bool, bool]:
+        return self.of_x, self.of_weight, self.of_bias
 
     @property
     def loss(self) -> Loss:
@@ -218,7 +224,9 @@ class SummedLossFunction(torch.autograd.Function):
         ctx: Any, call: LinearCrossEntropyCall, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         ctx.wanted, ctx.multiplied = tuple(ctx.needs_input_grad[1:]), False
-        total, start, gradients = LINEAR_CROSS_ENTROPY.run_below_autograd(call._replace(wanted=ctx.wanted))
+        of_x, of_weight, of_bias = ctx.wanted
+        call = call._replace(of_x=of_x, of_weight=of_weight, of_bias=of_bias)
+        total, start, gradients = LINEAR_CROSS_ENTROPY.run_below_autograd(call)
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(start)
         return total, start
@@ -271,17 +279,22 @@ def _with_gradient(call: LinearCrossEntropyCall) -> tuple[Tensor, Tensor, list[T
 
 
 def _flops(
-    x: Sequence[int], weight: Sequence[int] | None, *_: Any, wanted: Sequence[bool] = (), **__: Any
+    x: Sequence[int],
+    weight: Sequence[int] | None,
+    *_: Any,
+    of_x: bool = False,
+    of_weight: bool = False,
+    **__: Any,
 ) -> int:
-    products = 1 + sum(wanted[:2])
+    products = 1 + of_x + of_weight
     return 0 if weight is None else 2 * products * math.prod(x) * weight[0]
 
 
 LINEAR_CROSS_ENTROPY = Op(
     f"{OP}(Tensor x, Tensor? weight, Tensor? bias, Tensor targets, str group_name, *, int? vocab_start=None,"
     " bool summed=False, str extra='', int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0,"
-    " float? softcap=None, float temperature=1.0, bool partial_x=False, bool[] wanted=[False, False, False],"
-    " int? group_size=None) -> (Tensor, Tensor, Tensor[])",
+    " float? softcap=None, float temperature=1.0, bool partial_x=False, bool of_x=False, bool of_weight=False,"
+    " bool of_bias=False, int? group_size=None) -> (Tensor, Tensor, Tensor[])",
     record=LinearCrossEntropyCall,
     validate=_validate,
     fake=_fake,
