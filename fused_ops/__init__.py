@@ -35,6 +35,7 @@ from .process_groups.group import WeftProcessGroup
 from .process_groups.taken import GroupCalls
 from .scaled import fused_all_gather_scaled_matmul, fused_scaled_matmul_reduce_scatter
 from .transfers import transfer_ops as transfer_ops  # of registered tensors, likewise
+from .vocabulary import cross_entropy_of_sharded_logits, fused_linear_cross_entropy, fused_linear_log_probs
 
 if TYPE_CHECKING:
     from .passes import (
@@ -67,6 +68,7 @@ __all__ = [
     "WeftProcessGroup",
     "all_reduce_gradients",
     "compile",
+    "cross_entropy_of_sharded_logits",
     "float8_all_gather_matmul",
     "float8_matmul_reduce_scatter",
     "fused_all_gather_matmul",
@@ -74,6 +76,8 @@ __all__ = [
     "fused_all_reduce_layer_norm",
     "fused_all_reduce_rms_norm",
     "fused_all_reduce_rms_norm_quant",
+    "fused_linear_cross_entropy",
+    "fused_linear_log_probs",
     "fused_matmul_all_reduce",
     "fused_matmul_reduce_scatter",
     "fused_scaled_matmul_reduce_scatter",

@@ -12,6 +12,7 @@ from .matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from .op import Op
 from .reduce_scatter import REDUCE_SCATTER, REDUCE_SCATTER_OUT
 from .scaled_matmul_reduce_scatter import SCALED_MATMUL_REDUCE_SCATTER
+from .vocabulary.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 
 OPS: tuple[Op, ...] = (
     ALL_GATHER_MATMUL,
@@ -28,5 +29,6 @@ OPS: tuple[Op, ...] = (
     ALL_REDUCE_RMS_NORM_QUANT,
     ALL_REDUCE_LAYER_NORM,
     MATMUL_ALL_REDUCE,
+    LINEAR_CROSS_ENTROPY,
 )
 OP_OF = {op.name: op for op in OPS}

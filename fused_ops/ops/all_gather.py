@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,8 +16,8 @@ from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
 from ..dispatch import fast_path
-from ..dispatch.choice import Choice, on_host
-from ..dispatch.plan import num_sms, ran
+from ..dispatch.choice import Choice, on_host, unfused
+from ..dispatch.plan import heap_or_reason, num_sms, ran
 from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, fast_into, run_alone
 from ..dispatch.workspaces import ALL_REDUCE
 from . import op
@@ -95,7 +96,25 @@ def fast_all_gather_out(out: Tensor, x: Tensor, dim: int, group_name: str) -> Te
     return out if fast_into(host.INTO, dim, out, x, group_name) else None
 
 
-def _choose(call: AllGatherCall, group: ProcessGroup) -> Choice:
+def gather_within(x: Tensor, group: ProcessGroup, op: str) -> Tensor:
+    """All ranks' x along its first dimension, as a part of a call of another op, which errors name."""
+    done = fast_path.run_fast(op, 0, (x,), group.group_name, KINDS)
+    if done is not None:
+        return done[0]
+    call = AllGatherCall(x, 0, group.group_name)
+    where = heap_or_reason(op, "all_gather", x.device, group, empty=x.numel() == 0)
+    if isinstance(where, str):
+        ran(unfused(where).plan_in(None))
+        return reference_all_gather(x, 0, group)
+    choice = choose_gather(call, group)
+    if choice.algorithm == "push":
+        return run_alone(choice, where, replace(_alone(call, None, where.world_size), op=op))
+    return (
+        run_all_gather(choice, where, call, group) if choice.is_unfused else _on_cpu(choice, where, call, op)
+    )
+
+
+def choose_gather(call: AllGatherCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     if call.x.device.type == "cpu":
         return on_host(host.host_all_gather_layout(call.x.nbytes, group.size()))
@@ -179,7 +198,7 @@ ALL_GATHER = Op(
     fake=_fake,
     kernel="all_gather",
     sends_nothing=lambda call, group: call.x.numel() == 0,
-    choose=_choose,
+    choose=choose_gather,
     run=run_all_gather,
     fast=lambda call: fast_all_gather(call.x, call.gather_dim, call.group_name),
     with_gradient=lambda call: AllGatherFunction.apply(call, call.x),
@@ -191,7 +210,7 @@ ALL_GATHER_OUT = Op(
     fake=lambda *_: None,
     kernel="all_gather",
     sends_nothing=lambda call, out, group: call.x.numel() == 0,
-    choose=lambda call, out, group: _choose(call, group),
+    choose=lambda call, out, group: choose_gather(call, group),
     run=_run_out,
     fast=lambda call: fast_all_gather_out(call.out, call.x, call.gather_dim, call.group_name),
     with_gradient=lambda call: op.refuse_gradient(_validate_out, call, op.INTO),

@@ -67,7 +67,8 @@ class Op:
         flops: of shapes in place of tensors, if the op multiplies.
         own_dims: of arguments, the dimensions in which CPU ranks may have sizes of their own, since no rank sends them;
             for the elements of a list in turn. On CUDA all sizes choose the kernel: ranks with different ones would
-            wait for each other.
+            wait for each other, unless ``own_on_cuda``.
+        own_values: arguments of which ranks may have values of their own, but for None.
         prepares: ops of which the first call of this one makes all that they need on some ranks, by how tensors lie.
             These take the fast path then and have no first call that could be compared.
     """
@@ -86,6 +87,8 @@ class Op:
     functional: tuple[Op, Callable[[Any], Any]] | None = None
     flops: Callable[..., int] | None = None
     own_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    own_on_cuda: bool = False
+    own_values: tuple[str, ...] = ()
     prepares: tuple[str, ...] = ()
 
     @cached_property
@@ -160,8 +163,11 @@ def _checked_run(op: Op, call: OpArguments) -> Any:
     compared = {
         name: getattr(checked, name) for name in checked._fields if name not in ("group_name", "group_size")
     }
+    for name in op.own_values:
+        compared[name] = compared[name] is not None
     device = call.tensors[0].device
-    begin_call(OpCall(op.name, compared, device.type, op.own_dims, op.prepares), group, device)
+    own_dims_on = "cpu" if op.own_on_cuda else device.type
+    begin_call(OpCall(op.name, compared, own_dims_on, op.own_dims, op.prepares), group, device)
     where = heap_or_reason(op.name, op.kernel, device, group, empty=op.sends_nothing(*found))
     if isinstance(where, str):
         return op.run(unfused(where), None, *found)

@@ -1,0 +1,1 @@
+"""Cross entropy and log-probabilities of logits whose columns the ranks share."""

@@ -1,0 +1,311 @@
+"""fused_linear_cross_entropy: statistics of rows of ``x @ weight.t()`` whose columns the ranks share, and gradients.
+
+Statistics are two to four float32 numbers of each row and rank, which are all-gathered: once a call, or where the
+rows' losses are summed, once a chunk. A chunk's logits then still exist when all is known that their gradient needs but
+one factor. It is made at once, and the backward multiplies what was made by that factor: three products instead of
+four. Without a sum each row has a factor of its own, so the backward makes the logits again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ....kernels.linear_cross_entropy.reference import (
+    EXTRAS,
+    Columns,
+    Loss,
+    Scores,
+    combine,
+    count_statistics,
+    gradient_terms,
+)
+from ....symm_mem import is_checked, resolve_group
+from ....symm_mem.heap.heap import Heap
+from ... import validation
+from ...dispatch.choice import Choice
+from ...dispatch.fast_path import needs_no_dispatch
+from .. import all_gather
+from ..op import Op, SumGradient
+from . import chunks
+
+OP = "fused_linear_cross_entropy"
+
+
+class LinearCrossEntropyCall(NamedTuple):
+    """
+    Attributes:
+        x: [..., H], or without a weight the logits [..., V of this rank].
+        vocab_start: the first of this rank's columns; None: after those of the ranks before.
+        summed: the losses' sum is wanted, else each row's statistics.
+        partial_x: gradients of x are to be this rank's part of their sum.
+        of_x, of_weight, of_bias: whose unit gradients are wanted with the sum.
+    """
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    targets: Tensor
+    group_name: str
+    vocab_start: int | None = None
+    summed: bool = False
+    extra: str = ""
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    temperature: float = 1.0
+    partial_x: bool = False
+    of_x: bool = False
+    of_weight: bool = False
+    of_bias: bool = False
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.x, self.weight, self.bias, self.targets) if t is not None]
+
+    @property
+    def wanted(self) -> tuple[bool, bool, bool]:
+        return self.of_x, self.of_weight, self.of_bias
+
+    @property
+    def loss(self) -> Loss:
+        return Loss(self.ignore_index, self.label_smoothing, self.z_loss)
+
+    @property
+    def columns_here(self) -> int:
+        return self.x.shape[-1] if self.weight is None else self.weight.shape[0]
+
+
+def _validate(call: LinearCrossEntropyCall) -> tuple[LinearCrossEntropyCall, ProcessGroup]:
+    group = resolve_group(call.group_name)
+    x, weight, bias, targets = call.x, call.weight, call.bias, call.targets
+    name = "logits_shard" if weight is None else "x"
+    if x.dim() < 2:
+        raise ValueError(f"{name}: has {x.dim()} dimensions, must have 2 or more")
+    validation.float_dtype(name, x)
+    if weight is not None:
+        if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+            raise ValueError(
+                f"weight_shard: has shape {tuple(weight.shape)}, must be [V, {x.shape[-1]}]: this rank's rows of "
+                "nn.Linear's weight, as long as a row of x"
+            )
+        validation.like_tensor("weight_shard", weight, x, name)
+    if bias is not None:
+        if bias.dim() != 1 or bias.shape[0] != call.columns_here:
+            raise ValueError(f"bias: has shape {tuple(bias.shape)}, must be [{call.columns_here}]")
+        validation.like_tensor("bias", bias, x, name)
+    if targets.dtype != torch.int64:
+        raise TypeError(f"targets: is {targets.dtype}, must be int64")
+    if targets.shape != x.shape[:-1]:
+        raise ValueError(
+            f"targets: has shape {tuple(targets.shape)}, must have {tuple(x.shape[:-1])}, as {name} has rows"
+        )
+    validation.same_device("targets", targets, x, name)
+    _validate_numbers(call)
+    return call, group
+
+
+def _validate_numbers(call: LinearCrossEntropyCall) -> None:
+    if call.extra not in EXTRAS:
+        raise ValueError(f"extra: is {call.extra!r}, must be {validation.one_of(EXTRAS)}")
+    if call.summed and (call.weight is None or (call.extra == "mean") != (call.label_smoothing > 0)):
+        raise ValueError(
+            "summed: is True, must be False without a weight, or with another extra than the loss has"
+        )
+    if call.vocab_start is not None and call.vocab_start < 0:
+        raise ValueError(f"vocab_start: is {call.vocab_start}, must be 0 or more")
+    if not 0 <= call.label_smoothing <= 1:
+        raise ValueError(f"label_smoothing: is {call.label_smoothing}, must be from 0 to 1")
+    if not 0 <= call.z_loss < math.inf:
+        raise ValueError(f"z_loss: is {call.z_loss}, must be finite, and 0 or more")
+    for name, value in (("softcap", call.softcap), ("temperature", call.temperature)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name}: is {value}, must be finite and above 0")
+
+
+def _choose(call: LinearCrossEntropyCall, group: ProcessGroup) -> Choice:
+    """That of the first exchange of statistics."""
+    rows = call.targets.numel()
+    first = chunks.chunks_of(rows)[0].stop if call.summed else rows
+    sent = call.x.new_empty(count_statistics(call.extra), first, dtype=torch.float32)
+    return all_gather.choose_gather(all_gather.AllGatherCall(sent, 0, call.group_name), group)
+
+
+def _run(
+    choice: Choice, where: Heap | None, call: LinearCrossEntropyCall, group: ProcessGroup
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The sum, or statistics [K, M] of all ranks' columns; this rank's first column; unit gradients."""
+    with chunks.on_device(call.x):
+        start, scores = _first_column(call, group), Scores(call.softcap, call.temperature)
+        columns = Columns(call.targets.reshape(-1), start, scores, call.extra)
+        if call.summed:
+            total, gradients = _sum_with_gradients(call, columns, group)
+            return total, start, gradients
+        x = call.x.flatten(0, -2)
+        if call.weight is None:
+            sent = chunks.statistics(chunks.with_rows(x), columns)
+        else:
+            parts = chunks.logits_by_chunks(x, call.weight, call.bias)
+            sent = torch.cat([chunks.statistics(logits, columns.rows(rows)) for rows, logits in parts], 1)
+        return _combined(call, columns, sent, group), start, []
+
+
+def _sum_with_gradients(
+    call: LinearCrossEntropyCall, columns: Columns, group: ProcessGroup
+) -> tuple[Tensor, list[Tensor]]:
+    x, weight = call.x, call.weight
+    assert weight is not None
+    found = chunks.Gradients(x, weight, call.bias, call.wanted)
+    losses = []
+    for rows, logits in chunks.logits_by_chunks(x.flatten(0, -2), weight, call.bias):
+        part = columns.rows(rows)
+        values = _combined(call, part, chunks.statistics(logits, part), group)
+        losses.append(call.loss.rows(values, part.targets))
+        if any(call.wanted):
+            terms = gradient_terms(values, call.loss.gradients(values, part.targets), call.extra)
+            chunks.gradient(logits, part, terms, logits)
+            found.add(rows, logits)
+    return torch.cat(losses).sum(), found.found()
+
+
+def _first_column(call: LinearCrossEntropyCall, group: ProcessGroup) -> Tensor:
+    """[1]. Without a number the ranks tell each other how many they have, at every call: a rank cannot know whether
+    another one has as many as before."""
+    here = call.columns_here if call.vocab_start is None else call.vocab_start
+    number = torch.full((1,), here, dtype=torch.int64, device=call.x.device)
+    if call.vocab_start is not None:
+        return number
+    return all_gather.gather_within(number, group, OP)[: group.rank()].sum(0, keepdim=True)
+
+
+def _combined(call: LinearCrossEntropyCall, columns: Columns, sent: Tensor, group: ProcessGroup) -> Tensor:
+    gathered = all_gather.gather_within(sent, group, OP)
+    values = combine(gathered.view(group.size(), *sent.shape), call.extra)
+    if is_checked():
+        missing = (values[1] == -math.inf) & (columns.targets != call.ignore_index)
+        if missing.any():
+            wrong = columns.targets[missing][0].item()
+            raise ValueError(
+                f"targets: holds {wrong}, must be a column of one rank's shard, or ignore_index ({call.ignore_index})"
+            )
+    return values
+
+
+def _fake(call: LinearCrossEntropyCall, group: ProcessGroup) -> tuple[Tensor, Tensor, list[Tensor]]:
+    shape = [] if call.summed else [count_statistics(call.extra), call.targets.numel()]
+    values = call.x.new_empty(shape, dtype=torch.float32)
+    gradients = chunks.fake_gradients(call.x, call.weight, call.bias, call.wanted)
+    return values, call.targets.new_empty(1), gradients
+
+
+def _refuse_second_gradient() -> None:
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{OP}: has no second gradient, must have its first one without create_graph=True"
+        )
+
+
+def _spread(gradients: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+    """As autograd takes them, None where none is wanted."""
+    left = iter(gradients)
+    return [next(left) if each else None for each in wanted]
+
+
+class SummedLossFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: LinearCrossEntropyCall, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.wanted, ctx.multiplied = tuple(ctx.needs_input_grad[1:]), False
+        of_x, of_weight, of_bias = ctx.wanted
+        call = call._replace(of_x=of_x, of_weight=of_weight, of_bias=of_bias)
+        total, start, gradients = LINEAR_CROSS_ENTROPY.run_below_autograd(call)
+        ctx.save_for_backward(*gradients)
+        ctx.mark_non_differentiable(start)
+        return total, start
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+        _refuse_second_gradient()
+        if ctx.multiplied:
+            raise RuntimeError(
+                f"{OP}: its backward has run, which overwrites what the forward has made for it; where it must run "
+                "again, ask for reduction='none'"
+            )
+        gradients = ctx.saved_tensors
+        if needs_no_dispatch(grad, *gradients):
+            ctx.multiplied = True  # in place: the weight's gradient is the largest tensor of all
+            gradients = [g.mul_(grad) for g in gradients]
+        else:
+            gradients = [g * grad for g in gradients]
+        return None, *_spread(gradients, ctx.wanted)
+
+
+class RowStatisticsFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: LinearCrossEntropyCall, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        values, start, _ = LINEAR_CROSS_ENTROPY.run_below_autograd(call)
+        ctx.save_for_backward(x, weight, bias, call.targets, start, values)
+        ctx.scored = call.extra, call.softcap, call.temperature
+        ctx.mark_non_differentiable(start)
+        return values, start
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+        _refuse_second_gradient()
+        *given, values = ctx.saved_tensors
+        wanted = tuple(ctx.needs_input_grad[1:])
+        terms = gradient_terms(values, grad, ctx.scored[0])
+        gradients = torch.ops.weft.linear_cross_entropy_gradients(*given, terms, *ctx.scored, wanted)
+        return None, *_spread(gradients, wanted)
+
+
+def _with_gradient(call: LinearCrossEntropyCall) -> tuple[Tensor, Tensor, list[Tensor]]:
+    x = call.x
+    if call.weight is not None and not call.partial_x:
+        x = SumGradient.apply(x, call.group_name, call.group_size)
+    function = SummedLossFunction if call.summed else RowStatisticsFunction
+    values, start = function.apply(call, x, call.weight, call.bias)
+    return values, start, []
+
+
+def _flops(
+    x: Sequence[int],
+    weight: Sequence[int] | None,
+    *_: Any,
+    of_x: bool = False,
+    of_weight: bool = False,
+    **__: Any,
+) -> int:
+    products = 1 + of_x + of_weight
+    return 0 if weight is None else 2 * products * math.prod(x) * weight[0]
+
+
+LINEAR_CROSS_ENTROPY = Op(
+    f"{OP}(Tensor x, Tensor? weight, Tensor? bias, Tensor targets, str group_name, *, int? vocab_start=None,"
+    " bool summed=False, str extra='', int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0,"
+    " float? softcap=None, float temperature=1.0, bool partial_x=False, bool of_x=False, bool of_weight=False,"
+    " bool of_bias=False, int? group_size=None) -> (Tensor, Tensor, Tensor[])",
+    record=LinearCrossEntropyCall,
+    validate=_validate,
+    fake=_fake,
+    kernel="all_gather",
+    sends_nothing=lambda call, group: call.targets.numel() == 0,
+    choose=_choose,
+    run=_run,
+    fast=lambda call: None,
+    with_gradient=_with_gradient,
+    flops=_flops,
+    own_dims={"x": (-1,), "weight": (0,), "bias": (0,)},
+    own_on_cuda=True,
+    own_values=("vocab_start",),
+)

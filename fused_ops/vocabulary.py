@@ -1,0 +1,243 @@
+"""Losses and log-probabilities of logits whose columns the ranks share, as functions; functional.py has the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..kernels.linear_cross_entropy.reference import Loss
+from ..symm_mem import Group, group_name
+from . import validation
+from .dispatch.callers import of_graph
+from .library import schema
+
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+def fused_linear_cross_entropy(
+    x: Tensor,
+    weight_shard: Tensor,
+    targets: Tensor,
+    group: Group = None,
+    *,
+    vocab_start: int | None = None,
+    sequence_dim: int | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """``cross_entropy(x @ weight.t() + bias, targets)`` whose logits no rank ever has: each makes its own columns, 2048
+    rows at a time.
+
+    >>> import torch, torch.distributed as dist
+    >>> from weft.fused_ops import fused_linear_cross_entropy
+    >>> x, targets = torch.ones(5, 8), torch.tensor([0, 3, 1, 2, -100])  # the same on every rank
+    >>> weight = torch.zeros(4, 8).requires_grad_()  # this rank's 4 rows of the weight, of 4 * W
+    >>> loss = fused_linear_cross_entropy(x, weight, targets)
+    >>> torch.testing.assert_close(loss, torch.tensor(4.0 * dist.get_world_size()).log())
+    >>> loss.backward()
+
+    The ranks send each other two float32 numbers of each row (four with ``label_smoothing``), by one all-gather a call,
+    or for "mean" and "sum" one for every 2048 rows. There the gradients of x and weight are made in the forward, while
+    a chunk's logits are there: three products in all. So the backward can run once only. For "none" the backward makes
+    the logits again, a fourth product.
+
+    Logits are rounded to x's dtype; all else is float32. Gradients of logits are rounded to x's dtype too, and that of
+    the weight after every 2048 rows, as the sum of parts of a batch is. Every rank gets the same bits.
+
+    Differentiable once. Works under torch.compile. Every rank must call it with the same shapes, but for V.
+
+    Args:
+        x: [..., H], 2 or more dimensions; float32, bfloat16 or float16. The same on all ranks, whose gradients are
+            summed; or with ``sequence_dim`` this rank's part, whose gradient is scattered.
+        weight_shard: [V, H], of x's dtype: this rank's rows of the weight of nn.Linear. V may differ between ranks: of
+            rows that only fill up a vocabulary give none, as in ``weight[:n]``.
+        targets: [...], int64: of all rows, the same on all ranks; columns of the whole vocabulary.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
+        vocab_start: the first column of this rank. None: the ranks' columns follow each other in rank order, and they
+            tell each other how many they have, by an all-gather of one number. All ranks pass one or none does.
+        sequence_dim: the dimension of x, not the last one, of which each rank has a part; it is gathered first, since
+            the weight's gradient takes all of x.
+        reduction: "mean" over the rows that are not ignored, "sum", or "none".
+        ignore_index: a target whose rows count nothing.
+        label_smoothing: from 0 to 1, as in torch.nn.functional.cross_entropy.
+        z_loss: what the square of each row's ``logsumexp`` is weighed with; it is added to the row's loss.
+        softcap: logits are ``softcap * tanh(logits / softcap)``.
+        temperature: what they are then divided by.
+        bias: [V], of x's dtype: this rank's part.
+
+    Returns:
+        float32: a number, or [...]. Infinite where a target is no column of any rank; in the checked mode
+        (``symm_mem.set_checked``) such targets are refused.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it.
+        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode, or
+            where they ask for different memory; else results may be wrong.
+        PeerTimeout: a rank did not come.
+        NotImplementedError: a second gradient is asked for.
+    """
+    _tensors(bias, x=x, weight_shard=weight_shard, targets=targets)
+    loss = _loss(reduction, ignore_index, label_smoothing, z_loss)
+    named = _scored(vocab_start, softcap, temperature)
+    name = group_name(group)
+    whole, partial_x = _gathered(x, sequence_dim, name)
+    named |= {"partial_x": partial_x, "extra": "mean" if label_smoothing else "", **of_graph(name)}
+    operands = whole, weight_shard, bias, targets, name
+    if reduction == "none":
+        return _rows(loss, schema.linear_cross_entropy(*operands, **named)[0], targets)
+    named |= {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    total: Tensor = schema.linear_cross_entropy(*operands, summed=True, **named)[0]
+    return total if reduction == "sum" else total / (targets != ignore_index).sum()
+
+
+def fused_linear_log_probs(
+    x: Tensor,
+    weight_shard: Tensor,
+    targets: Tensor,
+    group: Group = None,
+    *,
+    vocab_start: int | None = None,
+    sequence_dim: int | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    return_entropy: bool = False,
+) -> Any:
+    """The targets' ``log_softmax(x @ weight.t() + bias)``, and each row's entropy, of logits that no rank ever has.
+
+    >>> import torch, torch.distributed as dist
+    >>> from weft.fused_ops import fused_linear_log_probs
+    >>> x, weight = torch.ones(3, 8), torch.zeros(4, 8)  # all ranks' x, and this rank's rows of the weight
+    >>> log_probs, entropy = fused_linear_log_probs(x, weight, torch.tensor([0, 3, 1]), return_entropy=True)
+    >>> columns = 4.0 * dist.get_world_size()
+    >>> torch.testing.assert_close(log_probs, -torch.tensor([columns] * 3).log())
+    >>> torch.testing.assert_close(entropy, torch.tensor([columns] * 3).log())
+
+    As ``fused_linear_cross_entropy`` with ``reduction="none"``; an entropy is a third number of each row that is sent.
+
+    Args:
+        x, weight_shard, targets, group, vocab_start, sequence_dim, softcap, temperature, bias: as for
+            ``fused_linear_cross_entropy``.
+        ignore_index: a target whose rows get 0, for log-probability and entropy.
+        return_entropy: whether ``-sum(p * log(p))`` of each row is wanted, too.
+
+    Returns:
+        log-probabilities [...], float32, -inf where a target is no column of any rank; with ``return_entropy``
+        (log-probabilities, entropies [...]).
+
+    Raises:
+        ValueError, TypeError, RankMismatch, PeerTimeout, NotImplementedError: as ``fused_linear_cross_entropy``.
+    """
+    _tensors(bias, x=x, weight_shard=weight_shard, targets=targets)
+    _loss("none", ignore_index, 0.0, 0.0)
+    named = _scored(vocab_start, softcap, temperature)
+    validation.flags(return_entropy=return_entropy)
+    name = group_name(group)
+    whole, partial_x = _gathered(x, sequence_dim, name)
+    named |= {
+        "partial_x": partial_x,
+        "extra": "entropy" if return_entropy else "",
+        "ignore_index": ignore_index,
+    }
+    operands = whole, weight_shard, bias, targets, name
+    values = schema.linear_cross_entropy(*operands, **named, **of_graph(name))[0]
+    counts = targets != ignore_index
+    log_probs = (values[1] - values[0]).view(targets.shape).where(counts, 0)
+    return (log_probs, values[2].view(targets.shape).where(counts, 0)) if return_entropy else log_probs
+
+
+def cross_entropy_of_sharded_logits(
+    logits_shard: Tensor,
+    targets: Tensor,
+    group: Group = None,
+    *,
+    vocab_start: int | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """``cross_entropy(logits, targets)`` of logits whose columns the ranks share, by one small all-gather.
+
+    >>> import torch, torch.distributed as dist
+    >>> from weft.fused_ops import cross_entropy_of_sharded_logits
+    >>> logits = torch.zeros(3, 4).requires_grad_()  # this rank's columns
+    >>> loss = cross_entropy_of_sharded_logits(logits, torch.tensor([0, 3, 1]))
+    >>> torch.testing.assert_close(loss, torch.tensor(4.0 * dist.get_world_size()).log())
+    >>> loss.backward()  # sends nothing
+
+    Args:
+        logits_shard: [..., V], 2 or more dimensions; float32, bfloat16 or float16. V may differ between ranks.
+        targets: [...], int64: the same on all ranks; columns of the whole vocabulary.
+        group, vocab_start, reduction, ignore_index, label_smoothing, z_loss, softcap, temperature: as for
+            ``fused_linear_cross_entropy``.
+
+    Returns:
+        float32: a number, or [...], the same bits on every rank.
+
+    Raises:
+        ValueError, TypeError, RankMismatch, PeerTimeout, NotImplementedError: as ``fused_linear_cross_entropy``.
+    """
+    _tensors(None, logits_shard=logits_shard, targets=targets)
+    loss = _loss(reduction, ignore_index, label_smoothing, z_loss)
+    named = _scored(vocab_start, softcap, temperature)
+    name = group_name(group)
+    named |= {"extra": "mean" if label_smoothing else "", "ignore_index": ignore_index, **of_graph(name)}
+    rows = _rows(
+        loss, schema.linear_cross_entropy(logits_shard, None, None, targets, name, **named)[0], targets
+    )
+    if reduction == "none":
+        return rows
+    return rows.sum() if reduction == "sum" else rows.sum() / (targets != ignore_index).sum()
+
+
+def _tensors(bias: Any, **named: Any) -> None:
+    for name, value in named.items():
+        validation.tensor(name, value)
+    if bias is not None:
+        validation.tensor("bias", bias)
+
+
+def _loss(reduction: Any, ignore_index: Any, label_smoothing: Any, z_loss: Any) -> Loss:
+    if not isinstance(reduction, str):
+        raise TypeError(
+            f"reduction: is {validation.type_text(reduction)}, must be {validation.one_of(_REDUCTIONS)}"
+        )
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction: is {reduction!r}, must be {validation.one_of(_REDUCTIONS)}")
+    validation.integer("ignore_index", ignore_index)
+    validation.number("label_smoothing", label_smoothing)
+    validation.number("z_loss", z_loss)
+    return Loss(ignore_index, float(label_smoothing), float(z_loss))
+
+
+def _scored(vocab_start: Any, softcap: Any, temperature: Any) -> dict[str, Any]:
+    if vocab_start is not None:
+        validation.integer("vocab_start", vocab_start)
+    if softcap is not None:
+        validation.number("softcap", softcap)
+    validation.number("temperature", temperature)
+    return {"vocab_start": vocab_start, "softcap": softcap, "temperature": temperature}
+
+
+def _gathered(x: Tensor, sequence_dim: Any, name: str) -> tuple[Tensor, bool]:
+    """x of all ranks, and whether it was gathered."""
+    if sequence_dim is None:
+        return x, False
+    validation.dimension("sequence_dim", sequence_dim, "x", x.dim())
+    if sequence_dim % x.dim() == x.dim() - 1:
+        raise ValueError(f"sequence_dim: is {sequence_dim}, must not be the last dimension of x")
+    return schema.all_gather(x, sequence_dim, name, **of_graph(name)), True
+
+
+def _rows(loss: Loss, values: Tensor, targets: Tensor) -> Tensor:
+    return loss.rows(values, targets.reshape(-1)).view(targets.shape)

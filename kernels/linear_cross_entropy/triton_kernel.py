@@ -1,0 +1,145 @@
+"""What reads every logit of a rank on CUDA: statistics of rows, and the gradient in place of the logits.
+
+``statistics_kernel`` reads logits [M, V] once, one program a row, with a running maximum. ``gradient_kernel`` has one
+program for each BLOCK columns of a row. Both compute in float32, wait for nobody and are graph-safe;
+``reference.py`` says what of.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .reference import Columns, count_statistics
+
+_ROW_BLOCK, _ROW_WARPS = 8192, 16
+_BLOCK, _WARPS = 4096, 8
+
+
+@triton.jit
+def _scores(logits, CAP: tl.constexpr, TEMPERATURE: tl.constexpr):
+    scores = logits.to(tl.float32)
+    if CAP > 0:
+        # tanh, which the interpreter lacks; at large arguments exp is infinite, and the quotient 0.
+        scores = CAP * (1 - 2 / (tl.exp(scores * (2 / CAP)) + 1))
+    return scores / TEMPERATURE
+
+
+@triton.jit
+def statistics_kernel(
+    logits,  # [M, V]
+    targets,  # [M]
+    start,  # [1]
+    out,  # [K, M]
+    columns,
+    row_stride,
+    CAP: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    MEAN: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    rows = tl.num_programs(0)
+    at = tl.load(targets + row) - tl.load(start)
+    top = tl.full((), float("-inf"), tl.float32)
+    target = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    extra = tl.full((), 0.0, tl.float32)
+    for first in range(0, columns, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        there = column < columns
+        score = _scores(tl.load(logits + row * row_stride + column, mask=there, other=0.0), CAP, TEMPERATURE)
+        if MEAN:
+            extra += tl.sum(tl.where(there, score, 0.0), 0)
+        score = tl.where(there, score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # no score is above -inf yet
+        weight, scale = tl.exp(score - base), tl.exp(top - base)
+        total = total * scale + tl.sum(weight, 0)
+        if ENTROPY:
+            extra = extra * scale + tl.sum(tl.where(weight > 0, weight * score, 0.0), 0)
+        target = tl.maximum(target, tl.max(tl.where(column == at, score, float("-inf")), 0))
+        top = higher
+    log_sum = top + tl.log(total)
+    tl.store(out + row, log_sum)
+    tl.store(out + rows + row, target)
+    if MEAN:
+        tl.store(out + 2 * rows + row, extra)
+        tl.store(out + 3 * rows + row, tl.zeros((), tl.float32) + columns)
+    if ENTROPY:
+        tl.store(out + 2 * rows + row, tl.where(total > 0, log_sum - extra / total, 0.0))
+
+
+@triton.jit
+def gradient_kernel(
+    logits,  # [M, V]
+    targets,  # [M]
+    start,  # [1]
+    terms,  # [5, M]
+    out,  # [M, V]; may be the logits
+    columns,
+    row_stride,
+    out_stride,
+    CAP: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    rows = tl.num_programs(0)
+    at = tl.load(targets + row) - tl.load(start)
+    log_sum, a, b = tl.load(terms + row), tl.load(terms + rows + row), tl.load(terms + 2 * rows + row)
+    c, d = tl.load(terms + 3 * rows + row), tl.load(terms + 4 * rows + row)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = column < columns
+    score = _scores(tl.load(logits + row * row_stride + column, mask=there, other=0.0), CAP, TEMPERATURE)
+    p = tl.exp(score - log_sum)
+    if ENTROPY:
+        gradient = p * (a - b * score)
+    else:
+        gradient = p * a
+    gradient = tl.where(p == 0, 0.0, gradient) + c
+    gradient = tl.where(column == at, gradient + d, gradient)
+    if CAP > 0:
+        capped = score * (TEMPERATURE / CAP)
+        gradient *= 1 - capped * capped
+    tl.store(out + row * out_stride + column, (gradient / TEMPERATURE).to(out.dtype.element_ty), mask=there)
+
+
+def _constants(columns: Columns) -> dict[str, float | bool]:
+    scores = columns.scores
+    return {
+        "CAP": scores.softcap or 0.0,
+        "TEMPERATURE": scores.temperature,
+        "ENTROPY": columns.extra == "entropy",
+    }
+
+
+def statistics(logits: Tensor, columns: Columns) -> Tensor:
+    """As ``reference_statistics``; each row of logits is contiguous."""
+    rows, count = logits.shape
+    out = torch.empty(count_statistics(columns.extra), rows, device=logits.device)
+    if rows:
+        statistics_kernel[(rows,)](
+            *(logits, columns.targets, columns.start, out, count, logits.stride(0)),
+            **_constants(columns),
+            MEAN=columns.extra == "mean",
+            BLOCK=_ROW_BLOCK,
+            num_warps=_ROW_WARPS,
+        )
+    return out
+
+
+def gradient(logits: Tensor, columns: Columns, terms: Tensor, out: Tensor) -> None:
+    """As ``reference_gradient``; each row of both is contiguous, and so are ``terms``."""
+    rows, count = logits.shape
+    if rows and count:
+        gradient_kernel[(rows, triton.cdiv(count, _BLOCK))](
+            *(logits, columns.targets, columns.start, terms, out, count, logits.stride(0), out.stride(0)),
+            **_constants(columns),
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+        )
