@@ -21,9 +21,11 @@ from compiler import collect_seldom, leave_out_checks, leave_out_measurements
 from stack import with_room
 
 _MOST_WORKERS = 16
-# The second run of `make test` reads only files that say one of these; DEVICES of opcommon.py has the mark of GPUs.
+# The second run of `make test` reads only files that say one of these, without GPUs only those with `alone`; DEVICES of
+# opcommon.py has the mark of GPUs.
 _SECOND_RUN = "(alone or gpu) and not slow"
 _SAYS = re.compile(r"\bmark\.(alone|gpu)\b|\bDEVICES\b")
+_SAYS_ALONE = re.compile(r"\bmark\.alone\b")
 # With a test of ten seconds and more. These come first: one that begins late is waited for by all other workers.
 _FIRST = {
     "test_containers.py",
@@ -41,6 +43,12 @@ _FIRST = {
     "test_soak.py",
     "test_dtensor_llama.py",
     "test_backend.py",
+    "test_scaled_gemm_compile.py",
+    "test_random_programs.py",
+    "test_hugging_face.py",
+    "test_known_on_ranks.py",
+    "test_buckets_on_ranks.py",
+    "test_matmul_mistakes.py",
 }
 
 # pytest listens to every logger that does not propagate, and torch writes its trace, a tenth of a compilation, for
@@ -84,20 +92,17 @@ def pytest_runtestloop() -> None:
     collect_seldom()
 
 
-def _marks_tests(file: Path) -> bool:
-    return _SAYS.search(file.read_text()) is not None
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     of_tests = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    if config.option.markexpr == _SECOND_RUN and of_tests and not _marks_tests(collection_path):
+    says = _SAYS if torch.cuda.is_available() else _SAYS_ALONE
+    if config.option.markexpr == _SECOND_RUN and of_tests and not says.search(collection_path.read_text()):
         return True
     return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = {item.path for item in items if any(item.iter_markers("alone")) or any(item.iter_markers("gpu"))}
-    if missed := [str(file) for file in marked if not _marks_tests(file)]:
+    if missed := [str(file) for file in marked if not _SAYS.search(file.read_text())]:
         raise pytest.UsageError(f"the second run of `make test` would not find what these mark: {missed}")
     items.sort(key=lambda item: item.path.name not in _FIRST)
     gpus, shared = torch.cuda.device_count(), os.environ.get("WEFT_TEST_SHARED_GPUS") == "1"

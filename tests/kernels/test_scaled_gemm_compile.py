@@ -61,16 +61,21 @@ FAST, EXACT, OF_BLOCKS = (
     products(ROWS, promote=True),
     products(BLOCKS, promote=True),
 )
+# Of both ops the largest tile of each kind; the others by turns.
 PROGRAMS: dict[str, Program] = {
     **{
-        f"all_gather_matmul-{kind}-{tile.block_m}x{tile.block_n}": gather_of(tile, what, return_A=i % 2 == 1)
-        for kind, what in (("fast", FAST), ("exact", EXACT), ("blocks", OF_BLOCKS))
+        f"all_gather_matmul-{kind}-{tile.block_m}x{tile.block_n}": gather_of(tile, what, return_A=i % 3 == 1)
+        for j, (kind, what) in enumerate((("fast", FAST), ("exact", EXACT), ("blocks", OF_BLOCKS)))
         for i, tile in enumerate(of_tiles(what))
+        if i == 0 or (i + j) % 2
     },
     **{
         f"matmul_reduce_scatter-{kind}-{tile.block_m}x{tile.block_n}": scatter_of(tile, size, what)
-        for kind, what, size in (("fast", FAST, 2), ("exact", EXACT, 4), ("blocks", OF_BLOCKS, 2))
-        for tile in of_tiles(what)
+        for j, (kind, what, size) in enumerate(
+            (("fast", FAST, 2), ("exact", EXACT, 4), ("blocks", OF_BLOCKS, 2))
+        )
+        for i, tile in enumerate(of_tiles(what))
+        if (i + j) % 2 == 0 or i == 0
     },
     "all_gather_matmul-e5m2-split": gather_of(
         BY_SIZE[128, 128], products(TENSOR, promote=True, types=(E5M2, E4M3), out=torch.float16), split_k=True

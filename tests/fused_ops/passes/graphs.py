@@ -67,6 +67,30 @@ def scatter(x: Tensor, dim: int = 0, reduce_op: str = "sum") -> Tensor:
     return funcol.reduce_scatter_tensor(x, reduce_op, dim, group)
 
 
+class Reduced(torch.autograd.Function):
+    """An all-reduce forward, nothing backward: after a row-parallel layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return funcol.all_reduce(x, "sum", dist.distributed_c10d._get_default_group())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Copied(torch.autograd.Function):
+    """The other way round: before column-parallel layers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return Reduced.forward(ctx, grad)
+
+
 def copied(graph: fx.Graph) -> fx.Graph:
     new = fx.Graph()
     new.output(new.graph_copy(graph, {}))

@@ -178,7 +178,6 @@ CALLS: list[Call] = [
 _REFUSED = (unlike, all_to_all)  # of gloo, the second one before torch 2.13
 WAYS = {
     "eager": {},
-    "aot_eager": {"backend": "aot_eager"},
     "fullgraph": {"backend": "aot_eager", "fullgraph": True},
     "inductor": {"backend": "inductor"},
 }

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from graphs import AR, Seen, applied, c10d, captured, check_same, fake_ranks, traced
+from graphs import AR, Copied, Reduced, Seen, applied, c10d, captured, check_same, fake_ranks, traced
 from torch import Tensor
 from weft.fused_ops.passes import FusionPass
 from weft.fused_ops.passes.patterns import all_reduce as form
@@ -32,30 +32,6 @@ def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def reduced(x: Tensor, op: str = "sum") -> Tensor:
     return funcol.all_reduce(x, op, dist.distributed_c10d._get_default_group())
-
-
-class Reduced(torch.autograd.Function):
-    """What stands after a row-parallel layer."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return reduced(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-class Copied(torch.autograd.Function):
-    """What stands before a column-parallel layer."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return reduced(grad)
 
 
 def swiglu(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:

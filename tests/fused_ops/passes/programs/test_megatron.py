@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from compiled import CODEGEN, Outcome, check, outcomes, program
+from graphs import Copied, Reduced
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,30 +20,6 @@ SEQUENCE, BATCH, DIM, HIDDEN, HEADS = 10, 2, 24, 40, 4
 
 def world() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
-
-
-class Copy(torch.autograd.Function):
-    """The same forward, an all-reduce backward: before column-parallel layers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return funcol.all_reduce(grad, "sum", world())
-
-
-class Reduce(torch.autograd.Function):
-    """An all-reduce forward, the same backward: after row-parallel layers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return funcol.all_reduce(x, "sum", world())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
 
 
 class Gather(torch.autograd.Function):
@@ -144,9 +121,9 @@ class Tensors(Block):
     """Tensor parallelism."""
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = F.linear(Copy.apply(x), self.qkv, self.qkv_bias)
-        x = x + Reduce.apply(F.linear(self.attention(qkv), self.o)) + self.o_bias
-        return x + Reduce.apply(F.linear(F.gelu(F.linear(Copy.apply(x), self.up)), self.down))
+        qkv = F.linear(Copied.apply(x), self.qkv, self.qkv_bias)
+        x = x + Reduced.apply(F.linear(self.attention(qkv), self.o)) + self.o_bias
+        return x + Reduced.apply(F.linear(F.gelu(F.linear(Copied.apply(x), self.up)), self.down))
 
 
 class Sequence(Block):
@@ -155,7 +132,7 @@ class Sequence(Block):
     def forward(self, x: Tensor) -> Tensor:
         qkv = F.linear(Gather.apply(x), self.qkv, self.qkv_bias)
         # Every rank adds the bias to its part of the sequence, so that its gradient is a part, too.
-        x = x + Scatter.apply(F.linear(self.attention(qkv), self.o)) + Copy.apply(self.o_bias)
+        x = x + Scatter.apply(F.linear(self.attention(qkv), self.o)) + Copied.apply(self.o_bias)
         return x + Scatter.apply(F.linear(F.gelu(F.linear(Gather.apply(x), self.up)), self.down))
 
 
@@ -164,7 +141,7 @@ class Plain(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = GatheringLinear.apply(x, self.qkv) + self.qkv_bias
-        x = x + Scatter.apply(F.linear(self.attention(qkv), self.o)) + Copy.apply(self.o_bias)
+        x = x + Scatter.apply(F.linear(self.attention(qkv), self.o)) + Copied.apply(self.o_bias)
         return x + Scatter.apply(F.linear(F.gelu(GatheringLinear.apply(x, self.up)), self.down))
 
 

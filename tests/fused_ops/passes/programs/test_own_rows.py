@@ -11,36 +11,13 @@ import test_layers_by_hand as by_hand
 import torch
 import torch.nn.functional as F
 from compiled import BOUND, CODEGEN, Outcome, check, outcomes, program
+from graphs import Copied, Reduced
 from torch import Tensor
 from torch.distributed import _functional_collectives as funcol
 from torch_versions import GATHERS_ALONG_ANY, as_collectives_take
 
 WORLD, HIDDEN, INNER, LAYERS = 2, 8, 12, 2
 BY_ROWS = "of an all-reduce, sequence parallel"
-
-
-class Copied(torch.autograd.Function):
-    """A column-parallel layer's input: its gradient is all-reduced."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return by_hand.all_reduced(grad)
-
-
-class Reduced(torch.autograd.Function):
-    """A row-parallel layer's result."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return by_hand.all_reduced(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
 
 
 def blocks(x: Tensor, p: list[Tensor], copy: by_hand.Collective, reduce: by_hand.Collective) -> Tensor:
