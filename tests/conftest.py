@@ -94,10 +94,10 @@ def pytest_runtestloop() -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     of_tests = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    says = _SAYS if torch.cuda.is_available() else _SAYS_ALONE
-    if config.option.markexpr == _SECOND_RUN and of_tests and not says.search(collection_path.read_text()):
-        return True
-    return None
+    if config.option.markexpr != _SECOND_RUN or not of_tests:
+        return None
+    says = _SAYS if torch.cuda.device_count() else _SAYS_ALONE
+    return None if says.search(collection_path.read_text()) else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
