@@ -72,7 +72,8 @@ def runs_of(op: str, m: int, layer: tuple[int, int], device: torch.device) -> Ru
     if op == "reduce_scatter":
         return lambda i: ops.one_shot_reduce_scatter(xs[i], "sum", 0, group)
     if op == "all_reduce_layer_norm":
-        return lambda i: ops.fused_all_reduce_layer_norm(xs[i], residual, weight, weight, 1e-6, group)[0]
+        bias = torch.zeros_like(weight)  # not the weight: guards of tensors pass none that is there twice
+        return lambda i: ops.fused_all_reduce_layer_norm(xs[i], residual, weight, bias, 1e-6, group)[0]
     return lambda i: ops.fused_all_reduce_rms_norm(xs[i], residual, weight, 1e-6, group)[0]
 
 
