@@ -111,7 +111,7 @@ def _votes(series: Sequence[tuple[VoteCounts, VoteCounts]]) -> dict[str, float] 
     us = sum(ended.seconds - begun.seconds for begun, ended in series) / count * 1e6
     return {
         "count": count,
-        "ahead": sum(ended.ahead - begun.ahead for begun, ended in series),
+        "ahead": sum(ended.known - begun.known for begun, ended in series),
         "us": round(us, 1),
     }
 

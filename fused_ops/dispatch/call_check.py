@@ -31,6 +31,11 @@ _SAME_ON_CUDA = " (on CUDA all sizes must be the same on all ranks: they choose 
 _SAME = " (sizes other than * must be the same on all ranks)"
 
 
+def own_dims_on(device_type: str, own: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, ...]]:
+    """``Op.own_dims``, where ranks may have sizes of their own: on CUDA these choose the kernel."""
+    return own if device_type == "cpu" else {}
+
+
 def dims_of_element(own: tuple[int, ...], i: int) -> tuple[int, ...]:
     """Of element ``i`` of a list, whose ``own_dims`` these are."""
     return own[i % len(own) :][:1] if own else ()
@@ -50,7 +55,7 @@ class OpCall(NamedTuple):
     prepares: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        own = self.own_dims if self.device_type == "cpu" else {}
+        own = own_dims_on(self.device_type, self.own_dims)
         said = [f"{name}={_text(value, own.get(name, ()))}" for name, value in self.arguments.items()]
         return f"{self.op}({', '.join(said)})"
 

@@ -44,13 +44,13 @@ class VoteCounts:
         count: runs of graphs that ask, also of those that had to ask nobody, and of those that all know.
         fused: those that then ran fused.
         seconds: of the host while it asked, with the wait for ranks that came later.
-        ahead: those that ran fused without asking, as all ranks know the graph.
+        known: those that ran fused without asking, as all ranks know the graph.
     """
 
     count: int = 0
     fused: int = 0
     seconds: float = 0.0
-    ahead: int = 0
+    known: int = 0
 
 
 NONE_ASKED = VoteCounts()

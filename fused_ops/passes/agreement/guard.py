@@ -177,7 +177,7 @@ class GraphGuard:
                 self._ask(asked, Voters(group, board), signature, can_fuse=False)
             elif not board.known.run(signature, asked.count, begun(group)):
                 return None
-        outcomes.count_known_run()
+        outcomes.count_known_run(self.name)
         return True
 
     def _asks(self, sizes: tuple[int, ...]) -> bool:

@@ -24,7 +24,6 @@ class RunOutcomes:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str, int, str], int] = {}
-        self._fused: set[str] = set()  # graphs that have run fused
         with _lock:
             self._before, self._programs = tuple(_votes), program_counts()
             _all.add(self)
@@ -37,7 +36,8 @@ class RunOutcomes:
     def applied(self, entries: Iterable[Entry]) -> list[Entry]:
         """The entries as their graphs have run."""
         with _lock:
-            unfused = {graph for graph, *_ in self._seen} - self._fused
+            runs, *_ = self._before
+            unfused = {graph for graph, *_ in self._seen if _last_fused.get(graph, 0) <= runs}
         return [
             replace(e, unfused=True) if e.fused_into is not None and e.signature in unfused else e
             for e in entries
@@ -55,7 +55,6 @@ class RunOutcomes:
     def reset(self) -> None:
         with _lock:
             self._seen, self._before, self._programs = {}, tuple(_votes), program_counts()
-            self._fused = set()
 
     def _note(self, key: tuple[str, str, int, str]) -> bool:
         """Whether it is new."""
@@ -64,6 +63,7 @@ class RunOutcomes:
 
 
 _votes: list[Any] = [0, 0, 0.0, 0]  # of this process, as in ``VoteCounts``
+_last_fused: dict[str, int] = {}  # by which of the runs a graph last ran fused
 _all: weakref.WeakSet[RunOutcomes] = weakref.WeakSet()
 _of_process = RunOutcomes()
 
@@ -85,19 +85,20 @@ def count_vote(graph: str, fused: bool, seconds: float) -> None:
         graph: the name of what was voted on.
     """
     with _lock:
-        for each in _all if fused else ():
-            each._fused.add(graph)
         _votes[0] += 1
         _votes[1] += fused
         _votes[2] += seconds
+        if fused:
+            _last_fused[graph] = _votes[0]
 
 
-def count_known_run() -> None:
+def count_known_run(graph: str) -> None:
     """Of a graph that ran fused without asking."""
     with _lock:
         _votes[0] += 1
         _votes[1] += 1
         _votes[3] += 1
+        _last_fused[graph] = _votes[0]
 
 
 def note(graph: str, group: str, peer: int, reason: str) -> None:

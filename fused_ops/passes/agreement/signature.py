@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ...dispatch.call_check import dims_of_element
+from ...dispatch.call_check import dims_of_element, own_dims_on
 from ...ops import OP_OF
 from ..graph.collectives import collectives, group_of, kind_of, point_to_point
 from ..graph.index_map import Dims, strides
@@ -152,7 +152,7 @@ def _own_dims(node: fx.Node, argument: str) -> tuple[int, ...]:
     if getattr(op, "namespace", "") != "weft" or not isinstance(first, torch.Tensor):
         return ()
     known = OP_OF.get(op._opname)  # type: ignore[union-attr]
-    return () if known is None or first.device.type != "cpu" else known.own_dims.get(argument, ())
+    return () if known is None else own_dims_on(first.device.type, known.own_dims).get(argument, ())
 
 
 def _computes(node: fx.Node) -> bool:

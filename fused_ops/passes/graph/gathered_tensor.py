@@ -26,7 +26,7 @@ from .nodes import (
 )
 from .rewrite import call, erase_unused
 from .scaling import Change
-from .views import View, steps_back, views
+from .views import View, views
 
 # Nodes that are computed before a gather instead of after it, for one operand: a weight that is cast and transposed.
 _MOST_MOVED = 64
@@ -119,7 +119,8 @@ class Gathered:
         """A view and all that it is made of, down to the gathered tensor; nothing for another node."""
         if node not in self.views:
             return set()
-        return {node}.union(*((step.source, *step.between) for step in steps_back(node)))
+        steps = self.views[node].steps(self.views)
+        return {node}.union(*((step.source, *step.between) for step in steps))
 
     def _gathers(self) -> set[fx.Node]:
         return {c.node for c in self.collectives}

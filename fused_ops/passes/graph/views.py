@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -155,6 +155,13 @@ class View:
     dims: Dims
     changes: tuple[Change, ...]
     step: ViewStep | None  # None for the gathered tensor itself
+
+    def steps(self, found: Mapping[fx.Node, View]) -> Iterator[ViewStep]:
+        """The steps to it from the gathered tensor, the last one first; ``found`` as ``views`` gives it."""
+        view = self
+        while view.step is not None:
+            yield view.step
+            view = found[view.step.source]
 
 
 def views(root: fx.Node, dims: Dims) -> tuple[dict[fx.Node, View], list[str]]:

@@ -95,7 +95,7 @@ def _gathered(c: Collective) -> _Replacement:
     if c.only_waited_for:
         found, _ = views(c.wait, gathered_dims(shape, c.world))
         for node, view in found.items():
-            steps = list(steps_back(node))
+            steps = list(view.steps(found))
             if not steps or view.changes or not is_contiguous(val(node)):
                 continue
             if not _nothing_else_uses(c.wait, steps):

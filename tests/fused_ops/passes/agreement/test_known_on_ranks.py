@@ -79,7 +79,7 @@ def test_hosts_that_pause_at_random_do_not_ask_before_what_all_know(size: int) -
     for report in run_ranks(trained, size, fresh=True):
         assert not report.disagreements
         questions = report.questions
-        assert questions.count == questions.fused == questions.ahead == 2 * BLOCKS * STEPS
+        assert questions.count == questions.fused == questions.known == 2 * BLOCKS * STEPS
         assert questions.seconds == 0
 
 
@@ -96,7 +96,7 @@ def backwards(rank: int, size: int) -> int:
         for _ in range(2):
             got, want = (backward_again(fn, given, grad) for fn in (mine, block))
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-        return fusion.report().questions.ahead
+        return fusion.report().questions.known
 
 
 def backward_again(fn: Callable[..., Tensor], given: list[Tensor], grad: Tensor) -> list[Tensor | None]:
@@ -145,7 +145,7 @@ def leaves(rank: int, size: int, how: str) -> tuple[list[str], float]:
         if how == "graph":
             symm_mem.reset()
             torch.testing.assert_close(mine(*given), block(*given), rtol=1e-4, atol=1e-4)
-            assert fusion.report().questions.ahead > 0
+            assert fusion.report().questions.known > 0
     return texts, seconds
 
 
@@ -186,7 +186,7 @@ def test_a_rank_that_breaks_its_graph_now_and_then_has_the_others_run_unfused() 
     reports = run_ranks(breaks_its_graph_now_and_then, 2, fresh=True)
     for report in reports:
         assert report.disagreements and all("rank" in str(d) for d in report.disagreements)
-        assert report.questions.fused > 0 == report.questions.ahead
+        assert report.questions.fused > 0 == report.questions.known
 
 
 def differs_in_the_backward(rank: int, size: int) -> tuple[list[str], float, int]:
@@ -215,10 +215,10 @@ def differs_in_the_backward(rank: int, size: int) -> tuple[list[str], float, int
             texts.append(str(e))
         seconds = time.monotonic() - begin
         symm_mem.reset()
-        ahead = fusion.report().questions.ahead
+        known = fusion.report().questions.known
         got, want = results(mine, given, grad), results(block, given, grad)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-        return texts, seconds, fusion.report().questions.ahead - ahead
+        return texts, seconds, fusion.report().questions.known - known
 
 
 def test_a_backward_graph_that_differs_is_named_on_all_ranks_at_once() -> None:

@@ -148,6 +148,19 @@ def test_a_pass_reports_what_its_own_time_has_seen() -> None:
     assert first.report().questions == VoteCounts(2, 1, 0.75)
 
 
+def test_a_graph_that_runs_known_after_a_reset_has_run_fused() -> None:
+    fusion = FusionPass()
+    captured(good, X, W, fusion=fusion)
+    (entry,) = fusion.report().entries
+    outcomes.count_vote(entry.signature, True, 0.0)
+    for known in (True, False):
+        outcomes.reset_outcomes()
+        if known:
+            outcomes.count_known_run(entry.signature)
+        outcomes.note(entry.signature, "0", 1, "it is late")
+        assert [e.unfused for e in fusion.report().entries] == [not known]
+
+
 def test_threads_that_run_graphs_are_all_counted() -> None:
     fusion, threads, runs = FusionPass(), 4, 500
 
