@@ -33,7 +33,7 @@ class Problem(NamedTuple):
     targets: Tensor  # [M]
 
 
-def gathered(p: Problem) -> Tensor:
+def by_gathered_logits(p: Problem) -> Tensor:
     logits = collectives.all_gather_tensor_autograd(p.x @ p.weight.t(), gather_dim=1, group=dist.group.WORLD)
     return cross_entropy(logits.float(), p.targets)
 
@@ -42,7 +42,7 @@ def contenders() -> dict[str, Callable[[Problem], Tensor]]:
     from weft.fused_ops import fused_linear_cross_entropy
 
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    compiled = torch.compile(gathered)
+    compiled = torch.compile(by_gathered_logits)
 
     def by_loss_parallel(p: Problem) -> Tensor:
         x = DTensor.from_local(p.x, mesh, [Replicate()])
@@ -74,7 +74,7 @@ def products(p: Problem) -> None:
     _ = logits @ p.weight.detach(), logits.t() @ p.x.detach()
 
 
-def microseconds(call: Callable[[], object]) -> float:
+def elapsed_us(call: Callable[[], object]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     dist.barrier()
     torch.cuda.synchronize()
@@ -85,7 +85,7 @@ def microseconds(call: Callable[[], object]) -> float:
     return start.elapsed_time(end) * 1000
 
 
-def row_of(
+def measured_row(
     shape: tuple[int, int, int], calls: dict[str, Callable[[Problem], Tensor]], turns: int
 ) -> dict[str, Any]:
     m, h, v = shape
@@ -116,8 +116,8 @@ def row_of(
     times: dict[str, list[float]] = {name: [] for name in (*calls, "product")}
     for _ in range(turns):
         for name, call in calls.items():
-            times[name].append(microseconds(lambda call=call: step(call, p)))  # type: ignore[misc]
-        times["product"].append(microseconds(lambda: products(p)))
+            times[name].append(elapsed_us(lambda call=call: step(call, p)))  # type: ignore[misc]
+        times["product"].append(elapsed_us(lambda: products(p)))
     for name, some in times.items():
         slowest = torch.tensor(statistics.median(some), device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -137,7 +137,7 @@ def main() -> None:
     calls = contenders()
     rows = []
     for shape in SHAPES:
-        rows.append(row_of(shape, calls, asked.turns))
+        rows.append(measured_row(shape, calls, asked.turns))
         if dist.get_rank() == 0:
             print(json.dumps(rows[-1]), flush=True)
     if dist.get_rank() == 0 and asked.out is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..kernels.linear_cross_entropy.reference import Loss
-from ..symm_mem import Group, group_name
+from ..symm_mem import Group, group_name, is_checked
 from . import validation
 from .dispatch.callers import of_graph
+from .dispatch.fast_path import needs_no_dispatch
 from .library import schema
 
 _REDUCTIONS = ("none", "mean", "sum")
@@ -82,18 +84,18 @@ def fused_linear_cross_entropy(
         PeerTimeout: a rank did not come.
         NotImplementedError: a second gradient is asked for.
     """
-    _tensors(bias, x=x, weight_shard=weight_shard, targets=targets)
+    _tensors(bias, targets, x=x, weight_shard=weight_shard)
     loss = _loss(reduction, ignore_index, label_smoothing, z_loss)
     named = _scored(vocab_start, softcap, temperature)
     name = group_name(group)
     whole, partial_x = _gathered(x, sequence_dim, name)
-    named |= {"partial_x": partial_x, "extra": "mean" if label_smoothing else "", **of_graph(name)}
-    operands = whole, weight_shard, bias, targets, name
-    if reduction == "none":
-        return _rows(loss, schema.linear_cross_entropy(*operands, **named)[0], targets)
-    named |= {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    total: Tensor = schema.linear_cross_entropy(*operands, summed=True, **named)[0]
-    return total if reduction == "sum" else total / (targets != ignore_index).sum()
+    named |= {"partial_x": partial_x, **_of_loss(loss), **of_graph(name)}
+    operands, summed = (whole, weight_shard, bias, targets, name), reduction != "none"
+    values: Tensor = schema.linear_cross_entropy(*operands, summed=summed, **named)[0]
+    _check_targets(targets, weight_shard.shape[0], vocab_start, ignore_index, name)
+    if not summed:
+        return _rows(loss, values, targets)
+    return values if reduction == "sum" else values / (targets != ignore_index).sum()
 
 
 def fused_linear_log_probs(
@@ -135,7 +137,7 @@ def fused_linear_log_probs(
     Raises:
         ValueError, TypeError, RankMismatch, PeerTimeout, NotImplementedError: as ``fused_linear_cross_entropy``.
     """
-    _tensors(bias, x=x, weight_shard=weight_shard, targets=targets)
+    _tensors(bias, targets, x=x, weight_shard=weight_shard)
     _loss("none", ignore_index, 0.0, 0.0)
     named = _scored(vocab_start, softcap, temperature)
     validation.flags(return_entropy=return_entropy)
@@ -147,7 +149,8 @@ def fused_linear_log_probs(
         "ignore_index": ignore_index,
     }
     operands = whole, weight_shard, bias, targets, name
-    values = schema.linear_cross_entropy(*operands, **named, **of_graph(name))[0]
+    values = schema.linear_log_probs(*operands, **named, **of_graph(name))[0]
+    _check_targets(targets, weight_shard.shape[0], vocab_start, ignore_index, name)
     counts = targets != ignore_index
     log_probs = (values[1] - values[0]).view(targets.shape).where(counts, 0)
     return (log_probs, values[2].view(targets.shape).where(counts, 0)) if return_entropy else log_probs
@@ -187,24 +190,42 @@ def cross_entropy_of_sharded_logits(
     Raises:
         ValueError, TypeError, RankMismatch, PeerTimeout, NotImplementedError: as ``fused_linear_cross_entropy``.
     """
-    _tensors(None, logits_shard=logits_shard, targets=targets)
+    _tensors(None, targets, logits_shard=logits_shard)
     loss = _loss(reduction, ignore_index, label_smoothing, z_loss)
     named = _scored(vocab_start, softcap, temperature)
     name = group_name(group)
-    named |= {"extra": "mean" if label_smoothing else "", "ignore_index": ignore_index, **of_graph(name)}
-    rows = _rows(
-        loss, schema.linear_cross_entropy(logits_shard, None, None, targets, name, **named)[0], targets
-    )
+    named |= {**_of_loss(loss), **of_graph(name)}
+    values = schema.cross_entropy_of_sharded_logits(logits_shard, None, None, targets, name, **named)[0]
+    _check_targets(targets, logits_shard.shape[-1], vocab_start, ignore_index, name)
+    rows = _rows(loss, values, targets)
     if reduction == "none":
         return rows
     return rows.sum() if reduction == "sum" else rows.sum() / (targets != ignore_index).sum()
 
 
-def _tensors(bias: Any, **named: Any) -> None:
+def _tensors(bias: Any, targets: Any, **named: Any) -> None:
     for name, value in named.items():
-        validation.tensor(name, value)
+        validation.tensor(name, value, 2)
+    validation.tensor("targets", targets)
     if bias is not None:
         validation.tensor("bias", bias)
+
+
+def _check_targets(
+    targets: Tensor, columns: int, vocab_start: int | None, ignore_index: int, name: str
+) -> None:
+    """In the checked mode, which may wait for data: they are columns of the vocabulary. After the call, by which ranks
+    have found out whether they make the same one."""
+    if torch.compiler.is_compiling() or not is_checked() or not needs_no_dispatch(targets):
+        return
+    end = torch.full((1,), columns + (vocab_start or 0), device=targets.device)
+    ends = schema.all_gather(end, 0, name)
+    count = int(ends.sum() if vocab_start is None else ends.max())
+    wrong = targets[((targets < 0) | (targets >= count)) & (targets != ignore_index)]
+    if wrong.numel():
+        raise ValueError(
+            f"targets: holds {wrong[0].item()}, must be from 0 to {count - 1}, or ignore_index ({ignore_index})"
+        )
 
 
 def _loss(reduction: Any, ignore_index: Any, label_smoothing: Any, z_loss: Any) -> Loss:
@@ -218,6 +239,11 @@ def _loss(reduction: Any, ignore_index: Any, label_smoothing: Any, z_loss: Any) 
     validation.number("label_smoothing", label_smoothing)
     validation.number("z_loss", z_loss)
     return Loss(ignore_index, float(label_smoothing), float(z_loss))
+
+
+def _of_loss(loss: Loss) -> dict[str, Any]:
+    of = {"ignore_index": loss.ignore_index, "label_smoothing": loss.label_smoothing, "z_loss": loss.z_loss}
+    return {"extra": "mean" if loss.label_smoothing else "", **of}
 
 
 def _scored(vocab_start: Any, softcap: Any, temperature: Any) -> dict[str, Any]:

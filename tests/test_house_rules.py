@@ -28,6 +28,9 @@ LIKE_TORCH = {
     "fused_ops/functional.py::fused_matmul_reduce_scatter",
     "fused_ops/scaled.py::fused_all_gather_scaled_matmul",
     "fused_ops/scaled.py::fused_scaled_matmul_reduce_scatter",
+    "fused_ops/vocabulary.py::cross_entropy_of_sharded_logits",
+    "fused_ops/vocabulary.py::fused_linear_cross_entropy",
+    "fused_ops/vocabulary.py::fused_linear_log_probs",
     "fused_ops/layers/linear.py::ColumnParallelLinear.__init__",
     "fused_ops/layers/linear.py::RowParallelLinear.__init__",
 }

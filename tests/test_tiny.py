@@ -206,6 +206,20 @@ def scaled_matmul_reduce_scatter() -> Op:
     return Op(((26, 32), (26, 1), (16, 32)), call, reference, differentiable=False)
 
 
+def linear_cross_entropy() -> Op:
+    targets = torch.arange(12) % 22
+
+    def call(x: Tensor, weight: Tensor) -> Outputs:
+        return (fused_ops.fused_linear_cross_entropy(x, weight, targets, sequence_dim=0).to(x.dtype),)
+
+    def reference(rank: int, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Outputs:
+        return (
+            torch.nn.functional.cross_entropy(torch.cat(list(xs)) @ torch.cat(list(weights)).t(), targets),
+        )
+
+    return Op(((6, 9), (11, 9)), call, reference, differentiable=False)  # of a loss that all ranks have
+
+
 OPS = {
     "all_gather_matmul": all_gather_matmul(0),
     "all_gather_matmul-last_dim": all_gather_matmul(1),
@@ -225,6 +239,7 @@ OPS = {
     "all_reduce_rms_norm_quant": all_reduce_rms_norm_quant(),
     "all_reduce_layer_norm": all_reduce_layer_norm(),
     "matmul_all_reduce": matmul_all_reduce(),
+    "linear_cross_entropy": linear_cross_entropy(),
 }
 
 

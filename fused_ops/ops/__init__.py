@@ -12,7 +12,11 @@ from .matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from .op import Op
 from .reduce_scatter import REDUCE_SCATTER, REDUCE_SCATTER_OUT
 from .scaled_matmul_reduce_scatter import SCALED_MATMUL_REDUCE_SCATTER
-from .vocabulary.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from .vocabulary.linear_cross_entropy import (
+    CROSS_ENTROPY_OF_SHARDED_LOGITS,
+    LINEAR_CROSS_ENTROPY,
+    LINEAR_LOG_PROBS,
+)
 
 OPS: tuple[Op, ...] = (
     ALL_GATHER_MATMUL,
@@ -30,5 +34,7 @@ OPS: tuple[Op, ...] = (
     ALL_REDUCE_LAYER_NORM,
     MATMUL_ALL_REDUCE,
     LINEAR_CROSS_ENTROPY,
+    LINEAR_LOG_PROBS,
+    CROSS_ENTROPY_OF_SHARDED_LOGITS,
 )
 OP_OF = {op.name: op for op in OPS}

@@ -17,13 +17,13 @@ EXTRAS = ("", "mean", "entropy")
 
 @dataclass(frozen=True)
 class Scores:
-    """What is exponentiated: ``softcap * tanh(logits / softcap) / temperature``, in float32."""
+    """What is exponentiated: ``softcap * tanh(logits / softcap) / temperature``, in float32, or float64 of such."""
 
     softcap: float | None
     temperature: float
 
     def of(self, logits: Tensor) -> Tensor:
-        scores = logits.float()
+        scores = logits if logits.dtype == torch.float64 else logits.float()
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         return scores / self.temperature

@@ -118,7 +118,7 @@ def _constants(columns: Columns) -> dict[str, float | bool]:
     }
 
 
-def statistics(logits: Tensor, columns: Columns) -> Tensor:
+def launch_statistics(logits: Tensor, columns: Columns) -> Tensor:
     """As ``reference_statistics``; each row of logits is contiguous."""
     rows, count = logits.shape
     out = torch.empty(count_statistics(columns.extra), rows, device=logits.device)
@@ -133,7 +133,7 @@ def statistics(logits: Tensor, columns: Columns) -> Tensor:
     return out
 
 
-def gradient(logits: Tensor, columns: Columns, terms: Tensor, out: Tensor) -> None:
+def launch_gradient(logits: Tensor, columns: Columns, terms: Tensor, out: Tensor) -> None:
     """As ``reference_gradient``; each row of both is contiguous, and so are ``terms``."""
     rows, count = logits.shape
     if rows and count:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from weft.fused_ops import (
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
     fused_all_reduce_rms_norm_quant,
+    fused_linear_cross_entropy,
+    fused_linear_log_probs,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
     fused_scaled_matmul_reduce_scatter,
@@ -212,6 +215,26 @@ def _normed_in_fp8(rank: int, size: int, step: int, unit: int, group: Any, more:
     )
 
 
+def _loss(rank: int, size: int, step: int, unit: int, group: Any, more: int, sign: int = 1) -> Case:
+    """One column of the last rank is so far above all others that a row's sum of exponentials is its own."""
+    rows, hidden, columns = 2 * unit + more, 8, 5 * unit
+    x = numbers(100 * step, rows, hidden)
+    x[:, 0] = 1
+    weights = [numbers(9000 + r, columns, hidden) for r in range(size)]
+    weights[-1][0] = 0
+    weights[-1][0, 0] = 1024
+    targets = torch.arange(rows, device=x.device) % (columns * size)
+    wanted = 1024 - (x @ torch.cat(weights).t()).gather(1, targets.unsqueeze(1)).squeeze(1).float()
+
+    def call(temperature: float) -> torch.Tensor:
+        given = x, weights[rank], targets, group
+        if sign < 0:
+            return fused_linear_log_probs(*given, temperature=temperature)
+        return fused_linear_cross_entropy(*given, reduction="none", temperature=temperature)
+
+    return Case(lambda: call(1.0), lambda: sign * wanted, lambda: call(2.0))
+
+
 # Rank, ranks, step (which numbers), unit of the sizes, group, and by how much the sizes are larger.
 OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
     "fused_all_gather_matmul": _gathered,
@@ -226,4 +249,6 @@ OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
     "fused_all_reduce_rms_norm": _normed,
     "fused_all_reduce_layer_norm": _layer_normed,
     "fused_all_reduce_rms_norm_quant": _normed_in_fp8,
+    "fused_linear_cross_entropy": _loss,
+    "fused_linear_log_probs": partial(_loss, sign=-1),
 }

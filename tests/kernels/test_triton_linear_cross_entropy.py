@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+import aot
 import interpreter
 import pytest
 import torch
@@ -37,20 +40,44 @@ def kernels(rank: int, size: int, dtype: torch.dtype) -> None:
                 targets = torch.tensor([10, 9 + count, 11 + count, -100])
                 columns = Columns(targets, torch.tensor([10]), how, extra)
                 exact = logits.double()
-                want = reference_statistics_of(exact, columns)
-                close(triton_kernel.statistics(logits, columns), want, 2e-6 * (1 + 100 * (extra != "")))
+                want = reference_statistics(exact, columns)
+                close(
+                    triton_kernel.launch_statistics(logits, columns), want, 2e-6 * (1 + 100 * (extra != ""))
+                )
                 terms = torch.randn(5, 4)
                 terms[0] = want[0].float().clamp(-50, 50)
                 wanted = torch.empty_like(exact)
                 reference_gradient(exact, columns, terms.double(), wanted)
-                triton_kernel.gradient(logits, columns, terms, logits)
+                triton_kernel.launch_gradient(logits, columns, terms, logits)
                 close(logits, wanted, BOUND[dtype])
-
-
-def reference_statistics_of(exact: torch.Tensor, columns: Columns) -> torch.Tensor:
-    return reference_statistics(exact, columns).double()
 
 
 @pytest.mark.parametrize("dtype", BOUND)
 def test_statistics_and_gradient(dtype: torch.dtype) -> None:
     run_ranks(kernels, 1, dtype, env=ENV)
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled in the interpreter"
+)
+@pytest.mark.parametrize("cap", [0.0, 30.0])
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_they_compile_for_hopper(extra: str, cap: float) -> None:
+    """As the launches have it, nothing is spilled."""
+    from weft.kernels.linear_cross_entropy import triton_kernel
+
+    common = {"logits": "*bf16", "targets": "*i64", "start": "*i64"}
+    sizes, constants = dict.fromkeys(("columns", "row_stride"), "i32"), {"CAP": cap, "TEMPERATURE": 0.5}
+    constants["ENTROPY"] = extra == "entropy"
+    signature = {**common, "out": "*fp32", **sizes}
+    block, warps = triton_kernel._ROW_BLOCK, triton_kernel._ROW_WARPS
+    more = {**constants, "MEAN": extra == "mean", "BLOCK": block}
+    rows = aot.compile_kernel(triton_kernel.statistics_kernel, signature, more, tuple(signature), warps, 3)
+    signature = {**common, "terms": "*fp32", "out": "*bf16", **sizes, "out_stride": "i32"}
+    more = {**constants, "BLOCK": triton_kernel._BLOCK}
+    warps = triton_kernel._WARPS
+    elements = aot.compile_kernel(triton_kernel.gradient_kernel, signature, more, tuple(signature), warps, 3)
+    for kernel in (rows, elements):
+        print(f"{kernel.registers} registers, {kernel.shared} bytes of shared memory")
+        assert kernel.spilled == 0
+        assert "ld.global.v4" in kernel.ptx  # 16 bytes at a time

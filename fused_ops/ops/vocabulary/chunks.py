@@ -40,7 +40,7 @@ def statistics(logits: Tensor, columns: Columns) -> Tensor:
         return reference_statistics(logits, columns)
     from ....kernels.linear_cross_entropy import triton_kernel
 
-    return triton_kernel.statistics(logits, columns)
+    return triton_kernel.launch_statistics(logits, columns)
 
 
 def gradient(logits: Tensor, columns: Columns, terms: Tensor, out: Tensor) -> None:
@@ -49,7 +49,7 @@ def gradient(logits: Tensor, columns: Columns, terms: Tensor, out: Tensor) -> No
         return
     from ....kernels.linear_cross_entropy import triton_kernel
 
-    triton_kernel.gradient(logits, columns, terms, out)
+    triton_kernel.launch_gradient(logits, columns, terms, out)
 
 
 def logits_by_chunks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:

@@ -9,8 +9,9 @@ four. Without a sum each row has a factor of its own, so the backward makes the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from ....kernels.linear_cross_entropy.reference import (
     count_statistics,
     gradient_terms,
 )
-from ....symm_mem import is_checked, resolve_group
+from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ... import validation
 from ...dispatch.choice import Choice
@@ -34,7 +35,7 @@ from .. import all_gather
 from ..op import Op, SumGradient
 from . import chunks
 
-OP = "fused_linear_cross_entropy"
+Gather: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class LinearCrossEntropyCall(NamedTuple):
@@ -139,14 +140,15 @@ def _choose(call: LinearCrossEntropyCall, group: ProcessGroup) -> Choice:
 
 
 def _run(
-    choice: Choice, where: Heap | None, call: LinearCrossEntropyCall, group: ProcessGroup
+    op: str, choice: Choice, where: Heap | None, call: LinearCrossEntropyCall, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The sum, or statistics [K, M] of all ranks' columns; this rank's first column; unit gradients."""
+    gather = partial(all_gather.gather_within, group=group, op=op)
     with chunks.on_device(call.x):
-        start, scores = _first_column(call, group), Scores(call.softcap, call.temperature)
+        start, scores = _first_column(call, gather, group.rank()), Scores(call.softcap, call.temperature)
         columns = Columns(call.targets.reshape(-1), start, scores, call.extra)
         if call.summed:
-            total, gradients = _sum_with_gradients(call, columns, group)
+            total, gradients = _sum_with_gradients(call, columns, gather)
             return total, start, gradients
         x = call.x.flatten(0, -2)
         if call.weight is None:
@@ -154,11 +156,11 @@ def _run(
         else:
             parts = chunks.logits_by_chunks(x, call.weight, call.bias)
             sent = torch.cat([chunks.statistics(logits, columns.rows(rows)) for rows, logits in parts], 1)
-        return _combined(call, columns, sent, group), start, []
+        return _combined(sent, call.extra, gather), start, []
 
 
 def _sum_with_gradients(
-    call: LinearCrossEntropyCall, columns: Columns, group: ProcessGroup
+    call: LinearCrossEntropyCall, columns: Columns, gather: Gather
 ) -> tuple[Tensor, list[Tensor]]:
     x, weight = call.x, call.weight
     assert weight is not None
@@ -166,7 +168,7 @@ def _sum_with_gradients(
     losses = []
     for rows, logits in chunks.logits_by_chunks(x.flatten(0, -2), weight, call.bias):
         part = columns.rows(rows)
-        values = _combined(call, part, chunks.statistics(logits, part), group)
+        values = _combined(chunks.statistics(logits, part), call.extra, gather)
         losses.append(call.loss.rows(values, part.targets))
         if any(call.wanted):
             terms = gradient_terms(values, call.loss.gradients(values, part.targets), call.extra)
@@ -175,27 +177,19 @@ def _sum_with_gradients(
     return torch.cat(losses).sum(), found.found()
 
 
-def _first_column(call: LinearCrossEntropyCall, group: ProcessGroup) -> Tensor:
+def _first_column(call: LinearCrossEntropyCall, gather: Gather, rank: int) -> Tensor:
     """[1]. Without a number the ranks tell each other how many they have, at every call: a rank cannot know whether
     another one has as many as before."""
     here = call.columns_here if call.vocab_start is None else call.vocab_start
     number = torch.full((1,), here, dtype=torch.int64, device=call.x.device)
     if call.vocab_start is not None:
         return number
-    return all_gather.gather_within(number, group, OP)[: group.rank()].sum(0, keepdim=True)
+    return gather(number)[:rank].sum(0, keepdim=True)
 
 
-def _combined(call: LinearCrossEntropyCall, columns: Columns, sent: Tensor, group: ProcessGroup) -> Tensor:
-    gathered = all_gather.gather_within(sent, group, OP)
-    values = combine(gathered.view(group.size(), *sent.shape), call.extra)
-    if is_checked():
-        missing = (values[1] == -math.inf) & (columns.targets != call.ignore_index)
-        if missing.any():
-            wrong = columns.targets[missing][0].item()
-            raise ValueError(
-                f"targets: holds {wrong}, must be a column of one rank's shard, or ignore_index ({call.ignore_index})"
-            )
-    return values
+def _combined(sent: Tensor, extra: str, gather: Gather) -> Tensor:
+    gathered = gather(sent)
+    return combine(gathered.view(gathered.shape[0] // sent.shape[0], *sent.shape), extra)
 
 
 def _fake(call: LinearCrossEntropyCall, group: ProcessGroup) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -205,10 +199,10 @@ def _fake(call: LinearCrossEntropyCall, group: ProcessGroup) -> tuple[Tensor, Te
     return values, call.targets.new_empty(1), gradients
 
 
-def _refuse_second_gradient() -> None:
+def _refuse_second_gradient(op: str) -> None:
     if torch.is_grad_enabled():
         raise NotImplementedError(
-            f"{OP}: has no second gradient, must have its first one without create_graph=True"
+            f"{op}: has no second gradient, must have its first one without create_graph=True"
         )
 
 
@@ -221,22 +215,23 @@ def _spread(gradients: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor 
 class SummedLossFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: LinearCrossEntropyCall, x: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any, op: Op, call: LinearCrossEntropyCall, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        ctx.wanted, ctx.multiplied = tuple(ctx.needs_input_grad[1:]), False
+        ctx.op = op.name
+        ctx.wanted, ctx.multiplied = tuple(ctx.needs_input_grad[2:]), False
         of_x, of_weight, of_bias = ctx.wanted
         call = call._replace(of_x=of_x, of_weight=of_weight, of_bias=of_bias)
-        total, start, gradients = LINEAR_CROSS_ENTROPY.run_below_autograd(call)
+        total, start, gradients = op.run_below_autograd(call)
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(start)
         return total, start
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
-        _refuse_second_gradient()
+        _refuse_second_gradient(ctx.op)
         if ctx.multiplied:
             raise RuntimeError(
-                f"{OP}: its backward has run, which overwrites what the forward has made for it; where it must run "
+                f"{ctx.op}: its backward has run, which overwrites what the forward has made for it; where it must run "
                 "again, ask for reduction='none'"
             )
         gradients = ctx.saved_tensors
@@ -245,36 +240,37 @@ class SummedLossFunction(torch.autograd.Function):
             gradients = [g.mul_(grad) for g in gradients]
         else:
             gradients = [g * grad for g in gradients]
-        return None, *_spread(gradients, ctx.wanted)
+        return None, None, *_spread(gradients, ctx.wanted)
 
 
 class RowStatisticsFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: LinearCrossEntropyCall, x: Tensor, weight: Tensor | None, bias: Tensor | None
+        ctx: Any, op: Op, call: LinearCrossEntropyCall, x: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        values, start, _ = LINEAR_CROSS_ENTROPY.run_below_autograd(call)
+        values, start, _ = op.run_below_autograd(call)
         ctx.save_for_backward(x, weight, bias, call.targets, start, values)
+        ctx.op = op.name
         ctx.scored = call.extra, call.softcap, call.temperature
         ctx.mark_non_differentiable(start)
         return values, start
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
-        _refuse_second_gradient()
+        _refuse_second_gradient(ctx.op)
         *given, values = ctx.saved_tensors
-        wanted = tuple(ctx.needs_input_grad[1:])
+        wanted = tuple(ctx.needs_input_grad[2:])
         terms = gradient_terms(values, grad, ctx.scored[0])
         gradients = torch.ops.weft.linear_cross_entropy_gradients(*given, terms, *ctx.scored, wanted)
-        return None, *_spread(gradients, wanted)
+        return None, None, *_spread(gradients, wanted)
 
 
-def _with_gradient(call: LinearCrossEntropyCall) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _with_gradient(op: Op, call: LinearCrossEntropyCall) -> tuple[Tensor, Tensor, list[Tensor]]:
     x = call.x
     if call.weight is not None and not call.partial_x:
         x = SumGradient.apply(x, call.group_name, call.group_size)
     function = SummedLossFunction if call.summed else RowStatisticsFunction
-    values, start = function.apply(call, x, call.weight, call.bias)
+    values, start = function.apply(op, call, x, call.weight, call.bias)
     return values, start, []
 
 
@@ -290,22 +286,30 @@ def _flops(
     return 0 if weight is None else 2 * products * math.prod(x) * weight[0]
 
 
-LINEAR_CROSS_ENTROPY = Op(
-    f"{OP}(Tensor x, Tensor? weight, Tensor? bias, Tensor targets, str group_name, *, int? vocab_start=None,"
-    " bool summed=False, str extra='', int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0,"
-    " float? softcap=None, float temperature=1.0, bool partial_x=False, bool of_x=False, bool of_weight=False,"
-    " bool of_bias=False, int? group_size=None) -> (Tensor, Tensor, Tensor[])",
-    record=LinearCrossEntropyCall,
-    validate=_validate,
-    fake=_fake,
-    kernel="all_gather",
-    sends_nothing=lambda call, group: call.targets.numel() == 0,
-    choose=_choose,
-    run=_run,
-    fast=lambda call: None,
-    with_gradient=_with_gradient,
-    flops=_flops,
-    own_dims={"x": (-1,), "weight": (0,), "bias": (0,)},
-    own_on_cuda=True,
-    own_values=("vocab_start",),
-)
+def _named(name: str) -> Op:
+    """All compute the same: their functions make different things of it, and errors say which one was called."""
+    op = Op(
+        f"{name}(Tensor x, Tensor? weight, Tensor? bias, Tensor targets, str group_name, *, int? vocab_start=None,"
+        " bool summed=False, str extra='', int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0,"
+        " float? softcap=None, float temperature=1.0, bool partial_x=False, bool of_x=False,"
+        " bool of_weight=False, bool of_bias=False, int? group_size=None) -> (Tensor, Tensor, Tensor[])",
+        record=LinearCrossEntropyCall,
+        validate=_validate,
+        fake=_fake,
+        kernel="all_gather",
+        sends_nothing=lambda call, group: call.targets.numel() == 0,
+        choose=_choose,
+        run=partial(_run, name),
+        fast=lambda call: None,
+        with_gradient=lambda call: _with_gradient(op, call),
+        flops=_flops,
+        own_dims={"x": (-1,), "weight": (0,), "bias": (0,)},
+        own_on_cuda=True,
+        own_values=("vocab_start",),
+    )
+    return op
+
+
+LINEAR_CROSS_ENTROPY = _named("fused_linear_cross_entropy")
+LINEAR_LOG_PROBS = _named("fused_linear_log_probs")
+CROSS_ENTROPY_OF_SHARDED_LOGITS = _named("cross_entropy_of_sharded_logits")

@@ -14,11 +14,14 @@ from torch.distributed.tensor import DTensor, Shard
 from weft.fused_ops import (
     ColumnParallelLinear,
     Plan,
+    cross_entropy_of_sharded_logits,
     fused_all_gather_matmul,
     fused_all_gather_scaled_matmul,
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
     fused_all_reduce_rms_norm_quant,
+    fused_linear_cross_entropy,
+    fused_linear_log_probs,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
     fused_scaled_matmul_reduce_scatter,
@@ -31,6 +34,7 @@ from weft.fused_ops import (
 from weft.fused_ops.dispatch import plan
 
 A, B = torch.ones(4, 6), torch.ones(6, 8)
+TARGETS = torch.zeros(4, dtype=torch.int64)
 A8, B8, ONE = (
     torch.ones(4, 32).to(torch.float8_e4m3fn),
     torch.ones(16, 32).to(torch.float8_e4m3fn).t(),
@@ -56,6 +60,11 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "x ": lambda x: one_shot_all_reduce_(x, "sum", world()),
     "x  ": lambda x: one_shot_all_gather(x, 0, world()),
     "x   ": lambda x: one_shot_reduce_scatter(x, "sum", 0, world()),
+    "weight_shard": lambda x: fused_linear_cross_entropy(A, x, TARGETS, world()),
+    "bias  ": lambda x: fused_linear_cross_entropy(A, B.t(), TARGETS, world(), bias=x),
+    "x    ": lambda x: fused_linear_log_probs(x, B.t(), TARGETS, world()),
+    "targets": lambda x: fused_linear_log_probs(A, B.t(), x, world()),
+    "logits_shard": lambda x: cross_entropy_of_sharded_logits(x, TARGETS, world()),
     "out": lambda x: one_shot_all_gather(A, 0, world(), out=x),
     "out ": lambda x: one_shot_reduce_scatter(A, "sum", 0, world(), out=x),
 }

@@ -20,6 +20,7 @@ from weft.fused_ops import (
     fused_all_gather_matmul,
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
+    fused_linear_cross_entropy,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
     one_shot_all_gather,
@@ -75,6 +76,11 @@ def layer_normed(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
     return fused_all_reduce_layer_norm(x, None, W[:, 0], W[:, 1], 1e-5, GROUP)[0]
 
 
+def losses(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
+    targets = torch.zeros(x.shape[0], dtype=torch.int64)
+    return fused_linear_cross_entropy(x, W.t(), targets, GROUP, reduction="none")
+
+
 #: By its name: of a ProcessGroup, and the default one, Dynamo sees that it is another one and makes a graph anew.
 GROUP = "0"
 PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -86,6 +92,7 @@ PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "reduce_scatter": lambda x, W: one_shot_reduce_scatter(x, "avg", 0, GROUP),
     "all_reduce_rms_norm": normed,
     "all_reduce_layer_norm": layer_normed,
+    "linear_cross_entropy": losses,
     "matmul_all_reduce": lambda x, W: fused_matmul_all_reduce(x, W, "avg", GROUP),
 }
 

@@ -38,6 +38,9 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "fused_all_reduce_layer_norm": lambda a: torch.ops.weft.fused_all_reduce_layer_norm(
         a, a, torch.ones(6), None, 1e-5, NAME
     )[0],
+    "fused_linear_cross_entropy": lambda a: torch.ops.weft.fused_linear_cross_entropy(
+        a, torch.ones(5, 6), None, torch.zeros(4, dtype=torch.int64), NAME
+    )[0],
     "fused_matmul_all_reduce": lambda a: torch.ops.weft.fused_matmul_all_reduce(a, B, "sum", NAME),
 }
 # They refuse what requires a gradient.

@@ -2,126 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from opcommon import DEVICES, assert_fused, check, gather, poison, same_on_all, world
+from opcommon import DEVICES, check, gather, same_on_all, world
 from ranks import run_ranks, run_row
-from torch import Tensor
 from torch.nn.functional import cross_entropy
+from vocabularies import BOUND, HOWS, IGNORED, compare, factor_of, losses, problem, reference, scored
 from weft.fused_ops import (
     cross_entropy_of_sharded_logits,
     fused_linear_cross_entropy,
     fused_linear_log_probs,
 )
+from weft.fused_ops.dispatch.plan import forced, last_plan
 from weft.fused_ops.ops.vocabulary import chunks
-
-# Logits, their gradients, products of these and a sum over ranks are each rounded to 16 bits.
-BOUND = {torch.float32: 3e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
-IGNORED = -100
-
-
-class Problem(NamedTuple):
-    """What all ranks have alike, but for ``mine``: this rank's columns."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor
-    targets: Tensor
-    mine: slice
-
-    def whole(self) -> tuple[Tensor, Tensor, Tensor]:
-        w, b = self.weight.double(), self.bias.double()
-        return self.x.double().requires_grad_(), w.requires_grad_(), b.requires_grad_()
-
-    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        w, b = self.weight[self.mine].clone(), self.bias[self.mine].clone()
-        return self.x.clone().requires_grad_(), w.requires_grad_(), b.requires_grad_()
-
-
-def problem(shape: tuple[int, ...], columns: int, dtype: torch.dtype, hidden: int = 24) -> Problem:
-    """Columns cut at random, so that some ranks may have none; targets of every rank, some ignored."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    x = same_on_all(*shape, hidden)
-    weight, bias = same_on_all(columns, hidden) / hidden**0.5, same_on_all(columns)
-    cuts = same_on_all(size - 1).abs().mul(columns / 2).long().clamp(max=columns).sort().values.tolist()
-    first, last = [0, *cuts][rank], [*cuts, columns][rank]
-    targets = same_on_all(*shape).abs().mul(columns / 3).long() % columns
-    targets = targets.where(same_on_all(*shape) < 1, IGNORED)
-    targets.view(-1)[:1] = columns // 2  # a mean has something to count
-    return Problem(x.to(dtype), weight.to(dtype), bias.to(dtype), targets, slice(first, last))
-
-
-def scored(logits: Tensor, how: dict[str, Any]) -> Tensor:
-    if how.get("softcap") is not None:
-        logits = how["softcap"] * (logits / how["softcap"]).tanh()
-    return logits / how.get("temperature", 1.0)
-
-
-def reference(logits: Tensor, targets: Tensor, how: dict[str, Any]) -> Tensor:
-    """In float64, of all columns."""
-    flat = scored(logits, how).flatten(0, -2)
-    rows = cross_entropy(
-        flat, targets.reshape(-1), label_smoothing=how.get("label_smoothing", 0.0), reduction="none"
-    )
-    counts = targets.reshape(-1) != IGNORED
-    rows = rows + (how.get("z_loss", 0.0) * flat.logsumexp(1).square()).where(counts, 0)
-    reduction = how.get("reduction", "mean")
-    if reduction == "none":
-        return rows.view(targets.shape)
-    return rows.sum() if reduction == "sum" else rows.sum() / counts.sum()
-
-
-def factor_of(loss: Tensor) -> Tensor:
-    """A gradient from above."""
-    return same_on_all(max(loss.numel(), 1)).view(loss.shape)
-
-
-HOWS: list[dict[str, Any]] = [
-    {},
-    {"reduction": "sum", "label_smoothing": 0.1, "softcap": 2.0},
-    {"reduction": "none", "label_smoothing": 0.2, "z_loss": 0.01},
-    {"reduction": "mean", "z_loss": 0.02, "temperature": 0.7},
-    {"reduction": "none", "softcap": 1.5, "temperature": 2.0},
-]
-
-
-def compare(
-    name: str, got: tuple[Tensor, ...], want: tuple[Tensor, ...], case: Problem, bound: float
-) -> None:
-    """The loss, and the gradients of x, weight and bias."""
-    mine = want[0], want[1], want[2][case.mine], want[3][case.mine]
-    for of, value, wanted in zip(("loss", "x", "weight", "bias"), got, mine, strict=True):
-        check(f"{name}, {of}", value, wanted, bound)
-
-
-def losses(rank: int, size: int, dtype: torch.dtype, shape: tuple[int, ...], columns: int) -> None:
-    for how in HOWS:
-        poison(rank)
-        case = problem(shape, columns, dtype)
-        operands = case.whole()
-        want = reference(operands[0] @ operands[1].t() + operands[2], case.targets, how)
-        factor = factor_of(want)
-        wanted = (want.detach(), *torch.autograd.grad((want * factor).sum(), operands))
-        for start in (None, case.mine.start):
-            x, w, b = case.parts()
-            loss = fused_linear_cross_entropy(x, w, case.targets, world(), bias=b, vocab_start=start, **how)
-            if size > 1:
-                assert_fused()
-            assert loss.dtype == torch.float32
-            (loss * factor.float()).sum().backward()
-            got = loss.detach(), x.grad, w.grad, b.grad
-            compare(f"{how}", got, wanted, case, BOUND[dtype])  # type: ignore[arg-type]
-            with torch.no_grad():
-                again = fused_linear_cross_entropy(
-                    x, w, case.targets, world(), bias=b, vocab_start=start, **how
-                )
-            assert torch.equal(again, loss)
-            every = gather(loss)
-            assert all(torch.equal(each, every[0]) for each in every), "ranks have other bits"
-
 
 SHAPES = [((1,), 1000), ((7,), 33), ((2, 5), 257)]
 
@@ -195,3 +90,104 @@ def of_logits(rank: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_of_logits(world_size: int, device: str, dtype: torch.dtype) -> None:
     run_row(of_logits, world_size, dtype, device=device)
+
+
+def sequence(rank: int, size: int, dim: int) -> None:
+    shape = [2, 3]
+    shape[dim] *= size
+    case = problem(tuple(shape), 150, torch.float32)
+    operands = case.whole()
+    want = reference(operands[0] @ operands[1].t() + operands[2], case.targets, {})
+    of_x, *of_others = torch.autograd.grad(want, operands)
+    x, w, b = case.parts()
+    mine = x.detach().chunk(size, dim)[rank].requires_grad_()
+    loss = fused_linear_cross_entropy(mine, w, case.targets, world(), bias=b, sequence_dim=dim)
+    loss.backward()
+    wanted = want.detach(), of_x, *of_others
+    parts = torch.cat(gather(mine.grad), dim)  # type: ignore[arg-type]
+    compare(f"dim {dim}", (loss.detach(), parts, w.grad, b.grad), wanted, case, 3e-6)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_x_along_the_sequence(world_size: int, device: str) -> None:
+    for dim in (0, 1):
+        run_row(sequence, world_size, dim, device=device)
+
+
+def large(rank: int, size: int, columns: int, rows: int) -> None:
+    """Against torch's loss of gathered logits, of 16 bits."""
+    case = problem((rows,), columns, torch.bfloat16, hidden=8)
+    x, w, _ = case.parts()
+    got = fused_linear_cross_entropy(x, w, case.targets, world())
+    got.backward()
+    logits = (case.x @ case.weight.t()).float().requires_grad_()
+    want = cross_entropy(logits, case.targets)
+    (of_logits,) = torch.autograd.grad(want, logits)
+    check("loss", got.detach(), want.detach().double(), 1e-5)
+    check("x", x.grad, of_logits.double() @ case.weight.double(), 1.5e-2)  # type: ignore[arg-type]
+    of_weight = of_logits[:, case.mine].t().double() @ case.x.double()
+    check("weight", w.grad, of_weight, 1.5e-2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(1000, 4100), (152_064, 5), (262_144, 3)])
+@pytest.mark.parametrize("device", DEVICES)
+def test_vocabularies_of_models(device: str, columns: int, rows: int) -> None:
+    run_row(large, 3, columns, rows, device=device)
+
+
+def nothing(rank: int, size: int) -> None:
+    x, w = torch.randn(0, 5, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    targets = torch.zeros(0, dtype=torch.int64)
+    total = fused_linear_cross_entropy(x, w, targets, reduction="sum")
+    total.backward()
+    assert total.item() == 0 and not w.grad.any() and x.grad.shape == x.shape  # type: ignore[union-attr]
+    assert fused_linear_log_probs(x, w, targets, return_entropy=True)[1].shape == (0,)
+    assert fused_linear_cross_entropy(x, w, targets).isnan()
+    assert cross_entropy_of_sharded_logits(x @ w.t(), targets, reduction="none").shape == (0,)
+    # Of one row, of which nothing counts.
+    row = torch.randn(1, 5, requires_grad=True)
+    fused_linear_cross_entropy(row, w, torch.tensor([IGNORED]), reduction="sum").backward()
+    assert not row.grad.any()  # type: ignore[union-attr]
+
+
+def test_no_rows() -> None:
+    for size in (1, 2):
+        run_row(nothing, size)
+
+
+def frozen(rank: int, size: int) -> None:
+    case = problem((9,), 60, torch.float32)
+    for reduction in ("sum", "none"):
+        for wanted in ((True, False), (False, True)):
+            both = [t.requires_grad_(g) for t, g in zip(case.parts()[:2], wanted, strict=True)]
+            every = case.parts()[:2]
+            for operands in (both, every):
+                fused_linear_cross_entropy(*operands, case.targets, reduction=reduction).sum().backward()
+            for mine, whole, g in zip(both, every, wanted, strict=True):
+                assert torch.equal(mine.grad, whole.grad) if g else mine.grad is None  # type: ignore[arg-type]
+
+
+def padded(rank: int, size: int) -> None:
+    """Rows of a weight that only fill it up, one of them NaN."""
+    x, targets = same_on_all(5, 6, dtype=torch.float32), torch.arange(5) % (3 * size)
+    weight = torch.randn(4, 6)
+    weight[3] = torch.nan
+    weight.requires_grad_()
+    loss = fused_linear_cross_entropy(x, weight[:3], targets)
+    loss.backward()
+    rows = torch.cat(gather(weight[:3].contiguous()))
+    check("loss", loss.detach(), cross_entropy(x.double() @ rows.t(), targets), 1e-6)
+    assert weight.grad[:3].any() and not weight.grad[3].any()  # type: ignore[index]
+
+
+def unfused(rank: int, size: int) -> None:
+    with forced("unfused"):
+        losses(rank, size, torch.float32, (6,), 40, fused=False)
+        assert last_plan().algorithm == "unfused"
+
+
+@pytest.mark.parametrize("fn", [frozen, padded, unfused])
+@pytest.mark.parametrize("device", DEVICES)
+def test_parts(fn: Any, device: str) -> None:
+    run_row(fn, 2, device=device)

@@ -1,0 +1,154 @@
+"""fused_linear_cross_entropy and its siblings in compiled graphs, with wrong arguments, and where a rank stays away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from opcommon import DEVICES, check, refuses, same_on_all, world
+from ranks import run_row
+from torch import Tensor
+from vocabularies import IGNORED, losses, problem
+from weft.fused_ops import (
+    cross_entropy_of_sharded_logits,
+    fused_linear_cross_entropy,
+    fused_linear_log_probs,
+)
+from weft.symm_mem import PeerTimeout, get_timeout, reset, set_checked, set_timeout
+
+
+def compiled(rank: int, size: int) -> None:
+    case, how = problem((7,), 90, torch.float32), {"softcap": 3.0, "label_smoothing": 0.1}
+
+    def of(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+        both = fused_linear_cross_entropy(x * 2, w, targets, world(), **how)
+        alone = fused_linear_cross_entropy(x, w, targets, world(), reduction="none", z_loss=0.1)
+        log_probs, entropy = fused_linear_log_probs(x, w, targets, world(), return_entropy=True)
+        logits = cross_entropy_of_sharded_logits(x @ w.t(), targets, world())
+        return both + (alone.sin() + log_probs.cos() + entropy).sum() + logits
+
+    found = []
+    torch._dynamo.reset()
+    for call in (of, torch.compile(of, fullgraph=True)):
+        x, w, _ = case.parts()
+        loss = call(x, w, case.targets)
+        loss.backward()
+        found.append((loss.detach(), x.grad, w.grad))
+    for name, got, want in zip(("loss", "x", "weight"), found[1], found[0], strict=True):
+        check(f"compiled {name}", got, want.double(), 2e-6)  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_under_torch_compile(device: str) -> None:
+    run_row(compiled, 2, device=device)
+
+
+def opcheck(rank: int, size: int) -> None:
+    name, ops = world().group_name, torch.ops.weft
+    for grad in (False, True):
+        x, w, b, targets, _ = problem((2, 3), 20, torch.float32)
+        x, w, b = (t.requires_grad_(grad) for t in (x, w, b))
+        for how in (
+            {"summed": True},
+            {"extra": "entropy"},
+            {"summed": True, "extra": "mean", "label_smoothing": 0.1},
+        ):
+            torch.library.opcheck(ops.fused_linear_cross_entropy, (x, w, b, targets, name), how)
+        torch.library.opcheck(
+            ops.fused_linear_cross_entropy, (x, None, None, targets, name), {"vocab_start": 3}
+        )
+    made = {"summed": True, "of_x": True, "of_weight": True}
+    torch.library.opcheck(ops.fused_linear_cross_entropy, (x.detach(), w.detach(), None, targets, name), made)
+    start, terms = torch.zeros(1, dtype=torch.int64), torch.zeros(5, 6)
+    for weight, wanted in ((w.detach(), (True, False, False)), (None, (True, False, False))):
+        given = (x.detach(), weight, None, targets, start, terms, "", 2.0, 1.0, wanted)
+        torch.library.opcheck(ops.linear_cross_entropy_gradients, given)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
+    run_row(opcheck, 2, device=device)
+
+
+def refused(rank: int, size: int) -> None:
+    x, w, targets = torch.randn(4, 3), torch.randn(5, 3), torch.tensor([0, 1, 2, IGNORED])
+
+    def call(*args: Any) -> Any:
+        *given, named = args
+        return fused_linear_cross_entropy(*given, **named)
+
+    def bad(kind: type[Exception], words: str, *args: Any, **named: Any) -> None:
+        refuses(call, (*(args or (x, w, targets)), named), kind, words)
+
+    bad(ValueError, "x: has 1 dimensions, must have 2 or more", x[0], w, targets[0])
+    bad(TypeError, "x: is torch.float64, must be float32, bfloat16 or float16", x.double(), w, targets)
+    bad(ValueError, r"weight_shard: has shape \(3, 5\), must be \[V, 3\]", x, w.t(), targets)
+    bad(TypeError, "weight_shard: is torch.bfloat16, must be torch.float32 like x", x, w.bfloat16(), targets)
+    bad(TypeError, "targets: is torch.int32, must be int64", x, w, targets.int())
+    bad(ValueError, r"targets: has shape \(3,\), must have \(4,\)", x, w, targets[1:])
+    bad(ValueError, r"bias: has shape \(3,\), must be \[5\]", bias=torch.randn(3))
+    bad(TypeError, "bias: is of type int, must be a tensor", bias=3)
+    bad(ValueError, "vocab_start: is -1, must be 0 or more", vocab_start=-1)
+    bad(TypeError, "vocab_start: is of type float, must be an integer", vocab_start=0.5)
+    bad(ValueError, "sequence_dim: is 1, must not be the last dimension of x", sequence_dim=1)
+    bad(ValueError, "reduction: is 'avg', must be one of 'none', 'mean' or 'sum'", reduction="avg")
+    bad(ValueError, "label_smoothing: is 1.5, must be from 0 to 1", label_smoothing=1.5)
+    bad(ValueError, "z_loss: is -1.0, must be finite, and 0 or more", z_loss=-1)
+    bad(ValueError, "softcap: is 0.0, must be finite and above 0", softcap=0.0)
+    bad(ValueError, "temperature: is inf, must be finite and above 0", temperature=float("inf"))
+    with pytest.raises(ValueError, match="logits_shard: has 1 dimensions, must have 2 or more"):
+        cross_entropy_of_sharded_logits(x[0], targets[0])
+
+
+def test_what_is_refused() -> None:
+    run_row(refused, 2)
+
+
+def twice(rank: int, size: int) -> None:
+    case = problem((3,), 20, torch.float32)
+    for reduction in ("mean", "none"):
+        x, w, _ = case.parts()
+        loss = fused_linear_cross_entropy(x, w, case.targets, reduction=reduction).sum()
+        with pytest.raises(NotImplementedError, match="fused_linear_cross_entropy: has no second gradient"):
+            torch.autograd.grad(loss, x, create_graph=True)
+        first = torch.autograd.grad(loss, (x, w), retain_graph=True)
+        if reduction == "mean":
+            with pytest.raises(RuntimeError, match=r"its backward has run, .* ask for reduction='none'"):
+                torch.autograd.grad(loss, (x, w))
+        else:
+            assert all(map(torch.equal, first, torch.autograd.grad(loss, (x, w))))
+
+
+def no_target(rank: int, size: int) -> None:
+    x, w = same_on_all(3, 4, dtype=torch.float32), torch.randn(5, 4)
+    for wrong in (5 * size, -1, -99):
+        targets = torch.tensor([0, wrong, IGNORED])
+        for reduction in ("none", "mean"):
+            loss = fused_linear_cross_entropy(x, w, targets, reduction=reduction)
+            assert loss.flatten()[-2:].isinf().any()
+            set_checked(True)
+            with pytest.raises(
+                ValueError, match=rf"targets: holds {wrong}, must be from 0 to 9, or ignore_index"
+            ):
+                fused_linear_cross_entropy(x, w, targets, reduction=reduction)
+            set_checked(False)
+    losses(rank, size, torch.float32, (3,), 20)  # the group is whole
+
+
+def absent(rank: int, size: int) -> None:
+    losses(rank, size, torch.float32, (3,), 20)
+    before = get_timeout()
+    if rank == 0:
+        set_timeout(0.2)
+        x, w = torch.randn(3, 4), torch.randn(5, 4)
+        with pytest.raises(PeerTimeout, match=r"fused_linear_cross_entropy.*waited 0\.2 s for rank 1"):
+            fused_linear_cross_entropy(x, w, torch.zeros(3, dtype=torch.int64))
+        set_timeout(before)
+    reset()
+    losses(rank, size, torch.float32, (3,), 20)
+
+
+@pytest.mark.parametrize("fn", [twice, no_target, absent])
+def test_errors(fn: Any) -> None:
+    run_row(fn, 2)
