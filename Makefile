@@ -6,7 +6,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
-BENCH_ARGS ?=
+BENCH_ARGS ?= ops
 SOAK_ARGS ?=
 SANITIZER_ARGS ?=
 FUZZ ?= 1000
@@ -105,7 +105,7 @@ sanitize: $(STAMP)
 
 # The table of forms, from weft's pass and torch's own on the same graphs.
 forms: $(STAMP)
-	$(PY) bench/pass_forms.py
+	$(PY) bench/run.py forms
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
@@ -128,4 +128,4 @@ docs: $(STAMP)
 	$(PY) -m sphinx --fail-on-warning --keep-going --quiet --fresh-env docs build/docs
 
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .benchmarks
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

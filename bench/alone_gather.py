@@ -1,4 +1,4 @@
-"""All-gather + matmul of one rank alone (alone.py).
+"""All-gather + matmul of one rank alone (the suite alone).
 
 The rows of its peers lie in its memory already. What announce.cu plays are their flags: when rank 0 has set a flag at
 one of them, they set theirs for the same chunk, as much later as a link is long, and no earlier than links could have

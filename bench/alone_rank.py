@@ -1,4 +1,4 @@
-"""One rank on a GPU that stands for one of several: what is common to the ops that alone.py times so."""
+"""One rank on a GPU that stands for one of several: what is common to the ops that the suite alone times so."""
 
 from __future__ import annotations
 

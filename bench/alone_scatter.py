@@ -1,4 +1,4 @@
-"""Matmul + reduce-scatter of one rank alone (alone.py).
+"""Matmul + reduce-scatter of one rank alone (the suite alone).
 
 What rank 0 sends stays: a part for the peer d ranks above comes to lie in rank 0's own buffer, where that of the peer d
 ranks below would, which such a peer stores in the same step. The sum is then that of all rank 0's own

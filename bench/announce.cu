@@ -1,4 +1,4 @@
-// What a rank that runs alone (alone.py) is told by peers that do as it does: behind each flag that it sets at a peer, as
+// What a rank that runs alone (the suite alone) is told by peers that do as it does: behind each flag that it sets at a peer, as
 // late as links are, the flag of every peer for the same chunk, and none before links could have brought what it stands
 // for.
 

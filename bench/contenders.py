@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from accuracy import of_products, of_sums
-from parts import Bench, after_producer, divisible, has_torch_symm, random_tensor, sets_of, summed
+from parts import Bench, after_producer, divisible, has_torch_symm, random_tensor, sets_of, summed, symmetric
 from reductions import all_reduce_norm_contenders, matmul_all_reduce_contenders
 from registry import LAST_DIMENSION, SPLITS, Row
 from scaled_contenders import all_gather_scaled_matmul_contenders, scaled_matmul_reduce_scatter_contenders
@@ -164,13 +164,10 @@ def all_reduce_contenders(row: Row, group: str, device: torch.device) -> Bench:
         "producer": after_producer(plain, source, lambda: (plain,)),
     }
     if has_torch_symm(group, device):
-        import torch.distributed._symmetric_memory as torch_symm
-
-        symmetric = torch_symm.empty(row.N, dtype=row.dtype, device=device)
-        torch_symm.rendezvous(symmetric, group)  # type: ignore[arg-type]
+        there = symmetric(source, group)
         one, two = torch.ops.symm_mem.one_shot_all_reduce, torch.ops.symm_mem.two_shot_all_reduce_
-        calls["torch"] = after_producer(symmetric, source, lambda: (one(symmetric, "sum", group),))
-        calls["torch two-shot"] = after_producer(symmetric, source, lambda: (two(symmetric, "sum", group),))
+        calls["torch"] = after_producer(there, source, lambda: (one(there, "sum", group),))
+        calls["torch two-shot"] = after_producer(there, source, lambda: (two(there, "sum", group),))
     # Every rank has to receive its part from all others, and the other parts' sums.
     return Bench(calls, [expected], 1, 0.0, 2 * (world - 1) / world * row.N * row.dtype.itemsize)
 

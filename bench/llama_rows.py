@@ -1,4 +1,4 @@
-"""The rows of bench/llama.py: one case, every contender, in turns.
+"""The rows of the suite llama: one case, every contender, in turns.
 
 A row: {"mode", "compile", "seq", "batch", "graphs", "weights", "contender", "ms", "forward_ms", "backward_ms",
 "tokens_per_s", "mfu", "exposed_comm_ms", "peak_bytes", "votes"}. Times are medians over steps that follow each other
@@ -46,15 +46,14 @@ def flops(case: Case) -> float:
 
 
 class Measured(NamedTuple):
-    """The rows of a case; of each contender the kernels of a step, and those of a layer's forward in training."""
+    """The rows of a case; of each contender the kernels of a layer's forward in training."""
 
     rows: list[dict[str, Any]]
-    timelines: dict[str, list[Interval]]
     layers: dict[str, list[Interval]]
 
 
 def measure_case(
-    case: Case, contenders: Sequence[str], device: torch.device, steps: int, say: Callable[[str], None]
+    case: Case, contenders: Sequence[str], device: torch.device, steps: int, say: Callable[..., None]
 ) -> Measured:
     """``say`` is told how far it is."""
     made: dict[str, Step] = {}
@@ -97,7 +96,7 @@ def measure_case(
             "votes": _votes(votes[name]),
         }
         rows.append(row)
-    return Measured(rows, lanes, layers)
+    return Measured(rows, layers)
 
 
 def _votes(series: Sequence[tuple[VoteCounts, VoteCounts]]) -> dict[str, float] | None:

@@ -1,4 +1,4 @@
-"""The steps that bench/llama.py times: a sharded Llama in training, prefill or decoding, compiled for a contender."""
+"""The steps that the suite llama times: a sharded Llama in training, prefill or decoding, compiled for a contender."""
 
 from __future__ import annotations
 

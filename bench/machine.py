@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,20 @@ _SETTINGS = ("WEFT_", "NCCL_", "TORCH_SYMM_MEM_")
 _OF_A_HOST = ("NCCL_COMM_ID", "NCCL_HOSTID")
 
 
-def join_ranks() -> torch.device:
-    """The process group of a torchrun: with NCCL where each local rank has a GPU, else between CPU ranks. This rank's
-    device."""
-    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
-        dist.init_process_group("gloo")
+def join_ranks(on: str = "") -> torch.device:
+    """The process group of a torchrun: "cuda" with NCCL, "cpu" with gloo. This rank's device.
+
+    Args:
+        on: by default "cuda", if there is a GPU for each local rank.
+    """
+    # A rank alone at a collective is to fail soon, not after half an hour; others may still compile.
+    patience = timedelta(seconds=600)
+    if on == "cpu" or (not on and torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"])):
+        dist.init_process_group("gloo", timeout=patience)
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    dist.init_process_group("nccl", timeout=patience, device_id=device)
     return device
 
 

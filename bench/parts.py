@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,16 +13,24 @@ from registry import Row
 from timer import Call
 from torch import Tensor
 
+HIDDEN = ("product", "producer")  # no contenders: terms of the limit, and what is subtracted
+
 
 @dataclass(frozen=True)
 class Bench:
-    """A row's contenders. ``expected`` are this rank's results of set 0."""
+    """A row's contenders. ``expected`` are this rank's results of set 0, of all of them or by contender."""
 
-    calls: dict[str, Call]
-    expected: list[Expected]
+    calls: Mapping[str, Call]
+    expected: list[Expected] | dict[str, list[Expected]]
     sets: int
-    flops: float
-    bytes_received: float
+    flops: float = 0.0
+    bytes_received: float = 0.0
+
+    def expected_of(self, name: str) -> list[Expected]:
+        """None, if the contender is there for its time alone."""
+        if isinstance(self.expected, dict):
+            return self.expected.get(name, [])
+        return [] if name in HIDDEN else self.expected
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -51,6 +59,15 @@ def has_torch_symm(group: str, device: torch.device) -> bool:
 
     torch_symm.enable_symm_mem_for_group(group)  # type: ignore[arg-type]
     return True
+
+
+def symmetric(like: Tensor, group: str) -> Tensor:
+    """Memory of torch's own ops."""
+    import torch.distributed._symmetric_memory as torch_symm
+
+    memory = torch_symm.empty(like.shape, dtype=like.dtype, device=like.device)
+    torch_symm.rendezvous(memory, group)  # type: ignore[arg-type]
+    return memory
 
 
 def summed(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 from accuracy import Expected, of_products, of_sums
-from parts import Bench, after_producer, divisible, has_torch_symm, random_tensor, sets_of, summed
+from parts import Bench, after_producer, divisible, has_torch_symm, random_tensor, sets_of, summed, symmetric
 from registry import LAYER_NORM, Row
 from timer import Call
 from torch import Tensor
@@ -93,14 +93,11 @@ def all_reduce_norm_contenders(row: Row, group: str, device: torch.device) -> Be
         "producer": after_producer(plain, source, lambda: (plain,)),
     }
     if has_torch_symm(group, device):
-        import torch.distributed._symmetric_memory as torch_symm
-
-        symmetric = torch_symm.empty(shape, dtype=row.dtype, device=device)
-        torch_symm.rendezvous(symmetric, group)  # type: ignore[arg-type]
+        there = symmetric(source, group)
         one, two = torch.ops.symm_mem.one_shot_all_reduce, torch.ops.symm_mem.two_shot_all_reduce_
 
         def normed(reduce: Callable[[Tensor, str, str], Tensor]) -> Call:
-            return after_producer(symmetric, source, lambda: norm(reduce(symmetric, "sum", group), *given))
+            return after_producer(there, source, lambda: norm(reduce(there, "sum", group), *given))
 
         calls |= {"torch": normed(one), "torch two-shot": normed(two)}
     return Bench(calls, expected, 1, 0.0, 2 * (world - 1) / world * source.nbytes)
@@ -129,19 +126,16 @@ def matmul_all_reduce_contenders(row: Row, group: str, device: torch.device) -> 
 
     calls: dict[str, Call] = {"weft": weft, "unfused": unfused, "product": product}
     if has_torch_symm(group, device):
-        import torch.distributed._symmetric_memory as torch_symm
+        there = symmetric(lefts[0].new_empty(row.M, row.N), group)
 
-        symmetric = torch_symm.empty((row.M, row.N), dtype=row.dtype, device=device)
-        torch_symm.rendezvous(symmetric, group)  # type: ignore[arg-type]
-
-        def behind(reduce: Callable[[Tensor, str, str], Tensor]) -> Call:
+        def after_product(reduce: Callable[[Tensor, str, str], Tensor]) -> Call:
             def call(i: int) -> Sequence[Tensor]:
-                torch.mm(lefts[i], weights[i], out=symmetric)
-                return (reduce(symmetric, "sum", group),)
+                torch.mm(lefts[i], weights[i], out=there)
+                return (reduce(there, "sum", group),)
 
             return call
 
-        calls["torch"] = behind(torch.ops.symm_mem.one_shot_all_reduce)
-        calls["torch two-shot"] = behind(torch.ops.symm_mem.two_shot_all_reduce_)
+        calls["torch"] = after_product(torch.ops.symm_mem.one_shot_all_reduce)
+        calls["torch two-shot"] = after_product(torch.ops.symm_mem.two_shot_all_reduce_)
     received = 2 * (world - 1) / world * row.M * row.N * size
     return Bench(calls, [expected], sets, 2.0 * row.M * k * row.N, received)

@@ -1,4 +1,4 @@
-"""The table on the terminal, and the rows as JSON: ``<device>-x<world>-<op>.json``."""
+"""The table on the terminal, and the files of results: ``<device>-x<world>-<op or suite>.json`` or ``.txt``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 COLUMNS = ("weft_us", "unfused_us", "torch_us", "limit_us")
-_HEAD = f"{'row':<30}{'M':>6}{'K':>7}{'N':>10}  {'mode':<6}{'weft':>9}{'unfused':>9}{'torch':>9}{'limit':>9}"
+HEAD = f"{'row':<30}{'M':>6}{'K':>7}{'N':>10}  {'mode':<6}{'weft':>9}{'unfused':>9}{'torch':>9}{'limit':>9}"
+HEAD += f"{'peer/weft':>11}{'weft/limit':>11}  algorithm"
 
 
 def best_peer(row: dict[str, Any]) -> float | None:
@@ -31,18 +32,19 @@ def _cell(value: float | None, digits: int, width: int = 9) -> str:
     return f"{'-' if value is None else format(value, f'.{digits}f'):>{width}}"
 
 
-def result_table(rows: list[dict[str, Any]]) -> list[str]:
-    """The lines to print. Times are microseconds a call; ``peer/weft`` above 1 means weft is faster."""
-    lines = [f"{_HEAD}{'peer/weft':>11}{'weft/limit':>11}  algorithm"]
-    for row in rows:
-        times = "".join(_cell(row[c], 1) for c in COLUMNS)
-        ratios = _cell(ratio(best_peer(row), row["weft_us"]), 2, 11) + _cell(
-            ratio(row["weft_us"], row["limit_us"]), 2, 11
-        )
-        shape = f"{row['M']:>6}{row['K'] or '-':>7}{row['N']:>10}"
-        lines.append(f"{row['name']:<30}{shape}  {row['mode']:<6}{times}{ratios}  {row['algorithm']}")
-        if row["error"]:
-            lines.append(f"    {row['error']}")
+def lines_of(row: dict[str, Any]) -> list[str]:
+    """What is printed of a row, below ``HEAD``: microseconds a call; ``peer/weft`` above 1 means weft is faster."""
+    times = "".join(_cell(row[c], 1) for c in COLUMNS)
+    ratios = _cell(ratio(best_peer(row), row["weft_us"]), 2, 11)
+    ratios += _cell(ratio(row["weft_us"], row["limit_us"]), 2, 11)
+    shape = f"{row['M']:>6}{row['K'] or '-':>7}{row['N']:>10}"
+    line = f"{row['name']:<30}{shape}  {row['mode']:<6}{times}{ratios}  {row['algorithm']}"
+    return [line, *([f"    {row['error']}"] if row["error"] else [])]
+
+
+def means(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each op and mode."""
+    lines = []
     for op, mode in sorted({(row["op"], row["mode"]) for row in rows}):
         of = [row for row in rows if (row["op"], row["mode"]) == (op, mode)]
         peers = geometric_mean(ratio(best_peer(row), row["weft_us"]) for row in of)
@@ -57,20 +59,34 @@ def result_table(rows: list[dict[str, Any]]) -> list[str]:
 
 def keep_under_its_date(path: Path) -> None:
     """A results file of this name gets its date after the name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         # No parser: what was measured just now is not to be lost over a file that was cut off.
-        date = re.search(r'"date": "([\d-]+)[ T](\d+):(\d+)', path.read_text())
+        date = re.search(r'^(?:.*"date": ")?(\d{4}-[\d-]+)[ T](\d+):(\d+)', path.read_text(), re.MULTILINE)
         path.rename(path.with_stem("-".join((path.stem, *(date.groups() if date else ("undated",))))))
 
 
-def write(rows: list[dict[str, Any]], meta: dict[str, Any], folder: Path) -> list[Path]:
-    """One file for each op that was measured; what stood there is kept, with its date after its name."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write(
+    rows: list[dict[str, Any]], meta: dict[str, Any], folder: Path, suite: str, more: dict[str, Any]
+) -> list[Path]:
+    """One file for each op of the rows, or of the suite; what stood there is kept, with its date after its name.
+
+    Args:
+        more: stands beside the rows in the file.
+    """
     written = []
-    for op in sorted({row["op"] for row in rows}):
-        path = folder / f"{meta['device']}-x{meta['world']}-{op}.json"
+    for name in sorted({row.get("op", suite) for row in rows}):
+        path = folder / f"{meta['device']}-x{meta['world']}-{name}.json"
         keep_under_its_date(path)
-        lines = ",\n".join("    " + json.dumps(row) for row in rows if row["op"] == op)
-        path.write_text(f'{{\n  "meta": {json.dumps(meta)},\n  "rows": [\n{lines}\n  ]\n}}\n')
+        lines = ",\n".join("    " + json.dumps(row) for row in rows if row.get("op", suite) == name)
+        parts = "".join(f',\n  "{key}": {json.dumps(value)}' for key, value in more.items())
+        path.write_text(f'{{\n  "meta": {json.dumps(meta)},\n  "rows": [\n{lines}\n  ]{parts}\n}}\n')
         written.append(path)
     return written
+
+
+def write_text(path: Path, lines: list[str]) -> Path:
+    """What a run printed."""
+    keep_under_its_date(path)
+    path.write_text("\n".join(lines) + "\n")
+    return path

@@ -1,57 +1,74 @@
-"""Measure weft's ops against PyTorch's and against the hardware's limit.
+"""The benchmark: one suite a table, weft beside PyTorch and NCCL, measured between ranks.
 
-python bench/run.py                                    one rank a GPU, or 2 CPU ranks
-python bench/run.py --ranks 4 --ops all_gather_matmul --m-sizes 1024,4096 --modes graph
-torchrun --nproc-per-node 4 bench/run.py --layers llama8b
+python -m weft bench SUITE [options]                         one rank a GPU, or two CPU ranks
+torchrun --nproc-per-node 4 bench/run.py SUITE [options]     ranks that are started otherwise
 
-What follows goes to pytest (``--help`` lists the benchmark's own options under "weft's benchmark"). Rank 0 prints the
-table and writes ``bench/results/<device>-x<world>-<op>.json``; a file of that name is kept under its date.
+Rank 0 prints the date, the command, the machine and the table. With --results FOLDER it writes them there, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
-HERE = Path(__file__).resolve().parent
+# GPUs may be shared with others: no contender uses NVLink multicast. Read when NCCL and torch start.
+os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+os.environ["NCCL_NVLS_ENABLE"] = "0"
 
-
-def start_ranks(ranks: int | None, arguments: list[str]) -> int:
-    """Run this file under torchrun; 0 when every rank was content."""
-    import torch
-
-    ranks = ranks or torch.cuda.device_count() or 2
-    command = shlex.join(["python", "bench/run.py", "--ranks", str(ranks), *arguments])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    rank = [str(Path(__file__).resolve()), "--command", command, *arguments]
-    return subprocess.call([*launcher, *rank], env=environment)
-
-
-def run_rank(arguments: list[str]) -> int:
-    if os.environ["RANK"] != "0":
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    import pytest
-
-    # pytest-benchmark's own table gives the length of a round, with all contenders in it.
-    quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "--benchmark-quiet", "--benchmark-disable-gc"]
-    # The collectives go by their names before torch 2.13.
-    quiet += ["-o", "filterwarnings=ignore:.*is deprecated:FutureWarning"]
-    return int(pytest.main([str(HERE / "bench_ops.py"), f"--rootdir={HERE.parent}", *quiet, *arguments]))
+SUITES = {
+    "ops": "every op, layer and size beside NCCL + cuBLAS and torch.ops.symm_mem",
+    "scaled": "the ops of fp8 operands",
+    "norm_kinds": "the norms after an all-reduce, of every kind",
+    "gathered_a": "all-gather + matmul with the gathered A; sums and terms of matmul + reduce-scatter",
+    "process_group": "all-reduces and DDP by the process group weft, and by NCCL",
+    "installed": "layers that call torch.ops.symm_mem by name, with weft in its place",
+    "transfers": "put and get between registered tensors, NCCL's send and recv",
+    "rings": "several puts at once; a ring of puts beside the fused op",
+    "sequence_layers": "a decoder with the pass's sequence parallelism and without",
+    "gathered_weights": "a Llama of gathered weights (FSDP), in several orders of collectives",
+    "llama": "Llama-3 8B: training, prefill and decoding, without the pass and with it",
+    "forms": "which programs weft's pass and torch's own fuse; not timed",
+    "alone": "the matmul ops of one rank on one GPU that stands for several",
+    "compare": "this checkout's ops beside those of another commit",
+    "pages": "the tables and pictures of README.md and docs/, from bench/results/",
+    "plot": "a picture of an all-reduce's time over its size, from a results file",
+}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, add_help=False, allow_abbrev=False)
-    parser.add_argument("--ranks", type=int)
-    known, rest = parser.parse_known_args()
-    if "RANK" in os.environ:
-        return run_rank(rest)
-    return start_ranks(known.ranks, rest)
+def main(arguments: list[str]) -> int:
+    prog = "python -m weft bench"
+    if not arguments or arguments[0] in ("-h", "--help"):
+        suites = "\n".join(f"  {name:<18}{about}" for name, about in SUITES.items())
+        print(f"{__doc__}\nsuites; SUITE --help has the options of one:\n{suites}")
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name not in SUITES:
+        print(f"{prog}: SUITE: is {name!r}, must be one of {', '.join(SUITES)}", file=sys.stderr)
+        return 2
+    suite = resolve_name(f"suites.{name}:SUITE")
+    parser = argparse.ArgumentParser(
+        f"{prog} {name}",
+        description=inspect.getdoc(suite),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    suite.add_options(parser)
+    given = parser.parse_args(rest)
+    given.suite, given.command = name, shlex.join(["python", "bench/run.py", *arguments])
+    try:
+        given.rows = suite.rows(given)
+        if "RANK" not in os.environ:
+            return int(suite.start(given, arguments))
+    except ValueError as e:
+        parser.error(str(e))
+    return int(suite.run_rank(given))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    sys.exit(main(sys.argv[1:]))

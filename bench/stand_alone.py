@@ -12,19 +12,11 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from accuracy import Expected, of_sums
-from parts import Bench, after_producer, divisible, has_torch_symm, random_tensor, summed
+from parts import Bench, after_producer, divisible, has_torch_symm, random_tensor, summed, symmetric
 from registry import Row
 from timer import Call
 from torch import Tensor
 from weft.fused_ops import one_shot_all_gather, one_shot_reduce_scatter
-
-
-def _symmetric(like: Tensor, group: str) -> Tensor:
-    import torch.distributed._symmetric_memory as torch_symm
-
-    memory = torch_symm.empty(like.shape, dtype=like.dtype, device=like.device)
-    torch_symm.rendezvous(memory, group)  # type: ignore[arg-type]
-    return memory
 
 
 def _waited(call: Callable[[], Tensor]) -> Callable[[], Sequence[Tensor]]:
@@ -51,8 +43,8 @@ def all_gather_contenders(row: Row, group: str, device: torch.device) -> Bench:
         "producer": after_producer(plain, source, lambda: (plain,)),
     }
     if has_torch_symm(group, device) and row.mode == "eager" and not last:
-        symmetric, pull = _symmetric(source, group), torch.ops.symm_mem._low_contention_all_gather
-        calls["torch copies"] = after_producer(symmetric, source, _waited(lambda: pull(symmetric, group)))
+        there, pull = symmetric(source, group), torch.ops.symm_mem._low_contention_all_gather
+        calls["torch copies"] = after_producer(there, source, _waited(lambda: pull(there, group)))
     return Bench(calls, [expected], 1, 0.0, (world - 1) * source.nbytes)
 
 
@@ -76,17 +68,15 @@ def reduce_scatter_contenders(row: Row, group: str, device: torch.device) -> Ben
         "producer": after_producer(plain, source, lambda: (plain,)),
     }
     if has_torch_symm(group, device):
-        symmetric, ops = _symmetric(source, group), torch.ops.symm_mem
+        there, ops = symmetric(source, group), torch.ops.symm_mem
 
         def kernel() -> Sequence[Tensor]:
-            out = symmetric.new_empty(*symmetric.shape[:-1], n)
-            ops.reduce_scatter_out(symmetric, group, last, out)
+            out = there.new_empty(*there.shape[:-1], n)
+            ops.reduce_scatter_out(there, group, last, out)
             return (out,)
 
-        calls["torch"] = after_producer(symmetric, source, kernel)
+        calls["torch"] = after_producer(there, source, kernel)
         if row.mode == "eager" and not last:
             pull = ops._low_contention_reduce_scatter
-            calls["torch copies"] = after_producer(
-                symmetric, source, _waited(lambda: pull(symmetric, "sum", group))
-            )
+            calls["torch copies"] = after_producer(there, source, _waited(lambda: pull(there, "sum", group)))
     return Bench(calls, [expected], 1, 0.0, (world - 1) / world * source.nbytes)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -27,10 +28,11 @@ _MOST_ORDERED = 13  # contenders: with one more the search takes ten times as lo
 
 @dataclass(frozen=True)
 class Schedule:
-    """Series of ``calls`` calls of each contender, after ``warmup`` calls."""
+    """Series of ``calls`` calls of each contender, after ``warmup`` calls; ``order``'s rounds so many times."""
 
     calls: int
     warmup: int = 3
+    cycles: int = 1
 
 
 def schedule(device: str, flops: float, elements: int) -> Schedule:
@@ -90,7 +92,7 @@ class Series:
 
     Call i works on set ``(calls - 1 - i) % sets``: ``last`` are always the results of set 0.
     ``head_start_us`` is how long the device sleeps before a series; it must be the same on all ranks. ``host_us`` is
-    what a call takes on the host, in eager mode.
+    what a call takes on the host, in eager mode, measured once; ``host_rounds`` in each series that was timed.
     """
 
     def __init__(self, call: Call, sets: int, plan: Schedule, mode: str, device: torch.device) -> None:
@@ -101,6 +103,7 @@ class Series:
         self._graph: torch.cuda.CUDAGraph | None = None
         self.head_start_us = _HEAD_START_US
         self.host_us: float | None = None
+        self.host_rounds: list[float] = []
         self.last: Sequence[Tensor] = ()
         for _ in range(plan.warmup):
             self.last = call(0)
@@ -131,6 +134,7 @@ class Series:
         for out in self.last:
             out.fill_(float("nan"))
         _ = [torch.full_like(out, float("nan")) for out in self.last]
+        meet(self._device)  # a peer may write into them
 
     def run(self) -> None:
         """The series once, untimed."""
@@ -145,16 +149,26 @@ class Series:
             dist.barrier()
             start_s = time.perf_counter()
             self._calls()
-            return (time.perf_counter() - start_s) / self._plan.calls * 1e6
+            self.host_rounds.append((time.perf_counter() - start_s) / self._plan.calls * 1e6)
+            return self.host_rounds[-1]
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         dist.all_reduce(torch.zeros(1, device=self._device))
         # While the device sleeps the host runs ahead: what it takes to launch does not show as idle time.
         torch.cuda._sleep(int(self.head_start_us * CYCLES_PER_US))
         start.record()
+        start_s = time.perf_counter()
         self.run()
+        self.host_rounds.append((time.perf_counter() - start_s) / self._plan.calls * 1e6)
         end.record()
         end.synchronize()
         return start.elapsed_time(end) * 1e3 / self._plan.calls
+
+
+def meet(device: torch.device) -> None:
+    """All that the ranks have launched is over, on all of them."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
 
 
 def over_ranks(rounds: list[float], device: torch.device) -> list[float]:
@@ -170,3 +184,31 @@ def same_head_start(series: Sequence[Series], device: torch.device) -> None:
         (longest,) = over_ranks([max(one.head_start_us for one in series)], device)
         for one in series:
             one.head_start_us = longest
+
+
+def in_turns(series: dict[str, Series], cycles: int, device: torch.device) -> dict[str, list[float]]:
+    """Microseconds of a call in each round but the first, the slowest rank's; contenders in ``order``'s turns."""
+    same_head_start(list(series.values()), device)
+    names = list(series)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    # The first round is the warm-up.
+    for number in range(1 + cycles * rounds_of(len(names))):
+        for i in order(len(names), number):
+            times[names[i]].append(series[names[i]].time())
+    return {name: over_ranks(us[1:], device) for name, us in times.items()}
+
+
+def medians(series: dict[str, Series], cycles: int, device: torch.device) -> dict[str, float]:
+    """The median of each contender's rounds."""
+    return {name: median(us) for name, us in in_turns(series, cycles, device).items()}
+
+
+def host_and_device(
+    series: dict[str, Series], cycles: int, device: torch.device
+) -> dict[str, tuple[float, float]]:
+    """Medians of eager contenders: (the host's microseconds of a call, which waits for nothing; the device's)."""
+    on_device = medians(series, cycles, device)
+    return {
+        name: (median(over_ranks(one.host_rounds[1:], device)), on_device[name])
+        for name, one in series.items()
+    }

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))
 OTHERS = ["CONTRIBUTING.md", "tests/faults/README.md", "kernels/README.md", "CHANGELOG.md"]
 PAGES = ["README.md", *DOCS, *OTHERS]
-PAGES += ["bench/NOTES.md", "bench/TRIED.md", "bench/H100.md", "bench/FORMS.md"]
+PAGES += ["bench/NOTES.md", "bench/FORMS.md"]
 QUICKSTART = ROOT / "examples" / "quickstart.py"
 BF16 = BOUND[torch.bfloat16]
 
@@ -229,20 +230,17 @@ def run_python(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_tables_of_figures_are_those_of_the_files() -> None:
-    said = run_python("bench/pages.py", "--check")
+def test_the_tables_and_pictures_are_those_of_the_files() -> None:
+    said = run_python("bench/run.py", "pages", "--check")
     assert said.returncode == 0, said.stdout + said.stderr
 
 
-@pytest.mark.parametrize(
-    ("program", "shown"),
-    [("bench/chart.py", "docs/layers-h100-x2.svg"), ("bench/layer_picture.py", "docs/layer-h100-x2.svg")],
-)
-def test_the_pictures_are_those_of_the_files(tmp_path: Path, program: str, shown: str) -> None:
-    picture = tmp_path / "picture.svg"
-    said = run_python(program, "--output", str(picture))
-    assert said.returncode == 0, said.stderr
-    assert picture.read_text() == text(shown)
+def test_every_file_of_results_is_named() -> None:
+    """By a page, or by a comment that rests on it."""
+    every = [text(page) for page in PAGES] + [sources("symm_mem", "kernels", "fused_ops", "tests")]
+    names = {name for each in every for name in re.findall(r"[\w.*-]+(?:\.(?:txt|json)|-\*)", each)}
+    files = [f.name for f in sorted((ROOT / "bench" / "results").iterdir())]
+    assert not [f for f in files if not any(fnmatch(f, name) for name in names)]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -14,7 +14,7 @@ _DESCRIPTION = """What is here, and what weft does with it: for a look, and for 
 
 python -m weft                 text
 python -m weft --no-copies     without timing copies between GPUs
-python -m weft bench ...       bench/run.py of a checkout, with its arguments
+python -m weft bench SUITE     bench/run.py of a checkout; without SUITE a list of them
 """
 
 

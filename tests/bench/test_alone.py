@@ -15,7 +15,6 @@ from weft.kernels.device.gemm.gemm_tiles import Tile
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
-import alone
 import alone_gather
 
 PRINTS = """
@@ -97,8 +96,8 @@ def test_the_announcing_kernel_compiles() -> None:
 
 @pytest.mark.gpu
 def test_a_rank_alone_computes_right_results() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(alone.__file__), "--layers", "llama8b.q", "--m-sizes", "512", "--candidates", "2"]
+    command = [sys.executable, str(Path(__file__).parents[2] / "bench" / "run.py"), "alone", "--ranks", "2"]
+    command += ["--layers", "llama8b.q", "--m-sizes", "512", "--candidates", "2"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("llama8b.q")]

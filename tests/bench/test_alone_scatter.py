@@ -12,7 +12,6 @@ import torch
 
 sys.path += [str(Path(__file__).parents[2] / "bench"), str(Path(__file__).parents[1] / "verification")]
 
-import alone
 import alone_scatter
 from fibers import PATIENT
 from matmul_ops import Scatter
@@ -57,8 +56,8 @@ def test_the_kernel_of_a_rank_alone_compiles(world_size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_rank_alone_computes_right_results(world_size: int) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, f"--nproc-per-node={world_size}", str(alone.__file__)]
+    run = Path(__file__).parents[2] / "bench" / "run.py"
+    command = [sys.executable, str(run), "alone", "--ranks", str(world_size)]
     command += ["--ops", "matmul_reduce_scatter", "--layers", "llama8b.o"]
     command += ["--m-sizes", "512,1024", "--candidates", "2"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import Counter
 from itertools import pairwise, permutations
@@ -15,7 +16,7 @@ from ranks import run_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
-import plot
+import pictures
 import registry
 import report
 import timer
@@ -138,18 +139,23 @@ def test_geometric_mean_skips_what_is_missing() -> None:
 
 
 def test_table_shows_errors_and_counts_what_is_slower() -> None:
-    lines = report.result_table([row(), row(weft_us=5.0), row(weft_us=None, error="weft: wrong result")])
-    assert "weft: wrong result" in "\n".join(lines)
-    assert "best peer / weft 1.26" in lines[-1]
-    assert lines[-1].endswith("slower in 1")
+    rows = [row(), row(weft_us=5.0), row(weft_us=None, error="weft: wrong result")]
+    assert [len(report.lines_of(r)) for r in rows] == [1, 1, 2]
+    assert "weft: wrong result" in report.lines_of(rows[2])[1]
+    (line,) = report.means(rows)
+    assert "best peer / weft 1.26" in line and line.endswith("slower in 1")
 
 
 def test_write_keeps_ops_apart(tmp_path: Path) -> None:
     rows = [row(), row(op="all_gather_matmul", K=4), row(N=16)]
     meta = {"device": "h200", "world": 4, "date": "2026-11-21 12:05 UTC"}
-    paths = report.write(rows, meta, tmp_path / "new")
+    paths = report.write(rows, meta, tmp_path / "new", "ops", {"losses": {"a": [1.0]}})
     assert [p.name for p in paths] == ["h200-x4-all_gather_matmul.json", "h200-x4-all_reduce.json"]
-    assert json.loads(paths[1].read_text()) == {"meta": meta, "rows": [rows[0], rows[2]]}
+    assert json.loads(paths[1].read_text()) == {
+        "meta": meta,
+        "rows": [rows[0], rows[2]],
+        "losses": {"a": [1.0]},
+    }
 
 
 def test_write_keeps_older_results(tmp_path: Path) -> None:
@@ -157,7 +163,7 @@ def test_write_keeps_older_results(tmp_path: Path) -> None:
     (tmp_path / "h200-x4-all_reduce.json").write_text("{")
     for minute in range(3):
         meta = {"device": "h200", "world": 4, "date": f"2026-11-21 12:0{minute} UTC"}
-        report.write([row(weft_us=float(minute))], meta, tmp_path)
+        report.write([row(weft_us=float(minute))], meta, tmp_path, "ops", {})
     assert (tmp_path / "h200-x4-all_reduce-undated.json").read_text() == "{"
     found = {f.name: json.loads(f.read_text())["rows"][0]["weft_us"] for f in tmp_path.glob("*[!d].json")}
     assert found == {
@@ -167,25 +173,39 @@ def test_write_keeps_older_results(tmp_path: Path) -> None:
     }
 
 
+def test_what_was_printed_is_kept_under_its_date(tmp_path: Path) -> None:
+    path = tmp_path / "h200-x2-rings.txt"
+    for minute in range(2):
+        report.write_text(path, [f"2026-11-21 12:0{minute} UTC", "python bench/run.py rings"])
+    assert path.read_text().startswith("2026-11-21 12:01 UTC\npython")
+    assert (tmp_path / "h200-x2-rings-2026-11-21-12-00.txt").read_text().startswith("2026-11-21 12:00")
+
+
 def test_curves_are_of_one_op_and_mode() -> None:
     rows = [row(N=16), row(), row(mode="graph"), row(op="all_gather_matmul"), row(N=32, limit_us=None)]
-    assert plot.curves(rows, "eager") == {
+    assert pictures.curves(rows, "eager") == {
         "weft": [(16, 2.0), (32, 2.0), (64, 2.0)],
         "unfused": [(16, 8.0), (32, 8.0), (64, 8.0)],
         "torch": [(16, 4.0), (32, 4.0), (64, 4.0)],
         "limit": [(16, 1.0), (32, 1.0)],
     }
     with pytest.raises(ValueError, match="mode: no row"):
-        plot.curves(rows, "captured")
+        pictures.curves(rows, "captured")
 
 
-def test_the_picture_shows_every_contender(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_the_picture_shows_every_contender() -> None:
     meta = {"device": "h200", "world": 4, "date": "2026-11-21 12:00 UTC"}
-    content = {"meta": meta, "rows": [row(), row(N=16, contenders_us={"weft": 3.0, "torch two-shot": 5.0})]}
-    pictures = []
-    for name in ("a.svg", "b.svg"):
-        plot.draw(content, "eager", tmp_path / name)
-        pictures.append((tmp_path / name).read_text())
-    assert all(f">{name}<" in pictures[0] for name in ("weft", "NCCL", "torch one-shot", "torch two-shot"))
-    assert pictures[0] == pictures[1], "the same numbers give the same file"
+    content: dict[str, Any] = {
+        "meta": meta,
+        "rows": [row(), row(N=16, contenders_us={"weft": 3.0, "torch two-shot": 5.0})],
+    }
+    picture = pictures.all_reduce_curves(content, "eager")
+    assert picture == pictures.all_reduce_curves(content, "eager"), "the same numbers give the same file"
+    for name in ("weft", "NCCL", "torch one-shot", "torch two-shot", "bytes received / link"):
+        assert f">{name}<" in picture
+    # weft's at 16 bytes and 2 us, and at 32 and 3: the highest is 8.
+    y = 400 - 330 * math.log(3) / math.log(8)
+    assert f'points="60.0,{400 - 330 / 3:.1f} 740.0,{y:.1f}"' in picture
+    content["meta"]["device"] = "cpu"
+    drawn = pictures.all_reduce_curves(content, "eager")
+    assert ">gloo<" in drawn and ">NCCL<" not in drawn

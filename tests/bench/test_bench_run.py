@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,17 +37,12 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def without_xdist() -> dict[str, str]:
-    """pytest-benchmark times nothing in a process that thinks it is a worker of pytest-xdist."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-
-
 def bench(results: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """Run on 2 CPU ranks; (the process, op -> what it wrote)."""
-    environment = {**without_xdist(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
-    command = [sys.executable, str(RUN), "--ranks=2", "--device=cpu", f"--results={results}", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(RUN), "ops", "--ranks=2", "--device=cpu", f"--results={results}"]
     process = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env=environment, check=False
+        [*command, *arguments], capture_output=True, text=True, timeout=240, env=environment, check=False
     )
     return process, written_to(results)
 
@@ -57,10 +53,10 @@ def written_to(results: Path) -> dict[str, Any]:
 
 
 def bench_on_forked_ranks(
-    results: Path, *arguments: str
+    results: Path, *arguments: str, program: Path = RUN
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """The same, of ranks that nobody waits for to import torch."""
-    process = run_program(RUN, 2, "--device=cpu", f"--results={results}", *arguments)
+    process = run_program(program, 2, "ops", "--device=cpu", f"--results={results}", *arguments)
     return process, written_to(results)
 
 
@@ -92,7 +88,7 @@ def test_run_writes_every_op(tmp_path: Path) -> None:
         assert (meta["device"], meta["world"]) == ("cpu", 2)
         assert meta["settings"]["NCCL_NVLS_ENABLE"] == "0"
         assert str(tmp_path) not in json.dumps(meta)
-        assert "bench/run.py --ranks 2" in meta["command"]
+        assert "bench/run.py ops --ranks=2" in meta["command"]
         (row,) = content["rows"]
         assert list(row) == list(SCHEMA)
         assert all(isinstance(row[key], kind) for key, kind in SCHEMA.items()), row
@@ -136,7 +132,11 @@ def test_the_layer_norm_on_request(tmp_path: Path) -> None:
 def test_a_wrong_result_gets_no_time(tmp_path: Path) -> None:
     """Wrong on rank 1 alone, at once or later, or failed on both: weft has no time; what is right has one."""
     process, written = bench_on_forked_ranks(
-        tmp_path, "-p", "wrong_op", "--layers=llama8b.qkv,llama8b.o", "--m-sizes=6", "--kib-sizes=2"
+        tmp_path,
+        "--layers=llama8b.qkv,llama8b.o",
+        "--m-sizes=6",
+        "--kib-sizes=2",
+        program=HERE / "wrong_op.py",
     )
     assert process.returncode != 0
     ops = (
@@ -161,8 +161,23 @@ def test_a_wrong_result_gets_no_time(tmp_path: Path) -> None:
     assert reduce["weft_us"] > 0
 
 
-def test_an_unknown_selection_is_refused(tmp_path: Path) -> None:
-    process = run_program(RUN, 1, "--device=cpu", f"--results={tmp_path}", "--layers=llama9b")
-    assert process.returncode != 0
-    assert "layers: ['llama9b']" in process.stdout + process.stderr
+def said(*arguments: str) -> tuple[int, str]:
+    """Before any rank is started: the exit status and what is said."""
+    command = [sys.executable, str(RUN), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_an_unknown_selection_is_refused_before_ranks_start(tmp_path: Path) -> None:
+    code, words = said("ops", "--device=cpu", f"--results={tmp_path}", "--layers=llama9b")
+    assert code == 2 and "layers: ['llama9b'] is in none of" in words and "Traceback" not in words
     assert not list(tmp_path.iterdir())
+
+
+def test_the_help_is_one_page_and_has_every_suite() -> None:
+    code, words = said("--help")
+    assert code == 0 and words.count("\n") < 40
+    suites = {file.stem for file in (RUN.parent / "suites").glob("*.py")}
+    assert set(re.findall(r"^  (\w+)  ", words, re.MULTILINE)) == suites
+    code, words = said("tables")
+    assert code == 2 and "SUITE: is 'tables', must be one of ops, " in words

@@ -1,4 +1,4 @@
-"""bench/compare.py between CPU ranks: a folder and a commit beside this checkout."""
+"""The suite compare between CPU ranks: a folder and a commit beside this checkout."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 
-import compare
+from suites import compare
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def compared(*arguments: str) -> str:
-    command = [sys.executable, str(ROOT / "bench" / "compare.py"), *arguments]
+    command = [sys.executable, str(ROOT / "bench" / "run.py"), "compare", "--device=cpu", *arguments]
     done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -38,7 +38,9 @@ def test_a_folder_whose_weft_lacks_an_op(tmp_path: Path) -> None:
     public.unlink()
     public.write_text((ROOT / "fused_ops" / "__init__.py").read_text() + "\ndel one_shot_all_reduce\n")
     ops = "all_reduce", "matmul_reduce_scatter_residual"
-    printed = compared(str(tmp_path), "--ops", *ops, "--m-sizes", "16", "--runs", "1", "--ranks", "1")
+    printed = compared(
+        str(tmp_path), "--ops", ",".join(ops), "--m-sizes", "16", "--runs", "1", "--ranks", "1"
+    )
     found = {name: times for name, *times in rows_of(printed)}
     assert list(found) == [
         "all_reduce 16",

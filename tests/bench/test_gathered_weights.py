@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 
 def test_orders_are_options_of_inductor() -> None:
-    import gathered_weights
+    from suites import gathered_weights
     from torch._inductor import list_options
 
     known = set(list_options())
@@ -30,7 +30,7 @@ def test_orders_are_options_of_inductor() -> None:
 
 def gradient(rank: int, world: int) -> float:
     """How far a shard's gradient is from that of the whole weight over the ranks' mean."""
-    from gathered_weights import ShardedLinear
+    from suites.gathered_weights import ShardedLinear
 
     torch.manual_seed(0)
     linear = nn.Linear(12, 8 * world, bias=False)

@@ -1,10 +1,9 @@
-"""bench/llama.py: what its rows and its page say; a small run of it on two CPU ranks is marked slow."""
+"""The suite llama: what its rows say; a small run of it on two CPU ranks is marked slow."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,7 +19,6 @@ from torch._inductor import config as inductor_config
 BENCH = Path(__file__).parent.parent.parent / "bench"
 sys.path.insert(0, str(BENCH))
 
-import llama_page  # noqa: E402
 import llama_profile  # noqa: E402
 import llama_rows  # noqa: E402
 from llama_by_hand import shard_by_hand  # noqa: E402
@@ -149,29 +147,25 @@ def test_the_table_compares_with_plain() -> None:
     assert "1.000 x" in plain and "2.000 x" in ours
 
 
-def test_the_page_has_every_row_and_lane() -> None:
-    content = {
-        "meta": {"device": "cpu", "command": "python bench/llama.py <x>"},
-        "rows": [row("plain", 4.0), row("weft", 2.0)],
-        "losses": {"plain": [3.0, 2.0], "weft": [3.0, 2.0]},
-    }
-    html = llama_page.page(content, {"step <1>": [("matmul", 0.0, 1.0), ("communication", 0.5, 2.0)]})
-    widths = [float(w) for w in re.findall(r'width="([\d.]+)" height="13"', html)]
-    assert widths == [420.0, 210.0]
-    assert html.count("<polyline") == 2 and html.count('height="16"') == 2
-    assert "&lt;x&gt;" in html and "<x>" not in html
-
-
 @pytest.mark.slow
 def test_a_small_run(tmp_path: Path) -> None:
-    out = tmp_path / "rows.json"
-    command = [sys.executable, str(BENCH / "llama.py"), "--device", "cpu", "--ranks", "2", "--steps", "2"]
+    command = [
+        sys.executable,
+        str(BENCH / "run.py"),
+        "llama",
+        "--device",
+        "cpu",
+        "--ranks",
+        "2",
+        "--steps",
+        "2",
+    ]
     command += ["--modes", "train", "decode", "--seqs", "128", "--batches", "2", "--context", "64"]
-    command += ["--contenders", "plain", "weft", "--losses", "2", "--output", str(out)]
+    command += ["--contenders", "plain", "weft", "--losses", "2", "--results", str(tmp_path)]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    content = json.loads(out.read_text())
+    content = json.loads((tmp_path / "cpu-x2-llama.json").read_text())
     assert [(r["mode"], r["compile"], r["contender"]) for r in content["rows"]] == [
         (mode, how, name)
         for mode, how in [("train", "whole"), ("train", "blocks"), ("decode", "whole")]
@@ -179,4 +173,4 @@ def test_a_small_run(tmp_path: Path) -> None:
     ]
     assert all(set(r) == set(COLUMNS.split()) for r in content["rows"])
     plain, ours = content["losses"]["plain"], content["losses"]["weft"]
-    assert ours == pytest.approx(plain, rel=1e-4) and out.with_suffix(".html").is_file()
+    assert ours == pytest.approx(plain, rel=1e-4)

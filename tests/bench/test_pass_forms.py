@@ -14,7 +14,7 @@ BENCH = str(Path(__file__).parents[2] / "bench")
 
 
 def products(x: Tensor, w: Tensor) -> Tensor:
-    import forms
+    import form_programs as forms
 
     return forms.rs(forms.ag(x) @ w)
 
@@ -53,13 +53,13 @@ PASSES = (does_nothing, transposes_the_weight, drops_a_row, breaks_the_graph, ca
 
 def verdicts(rank: int, world: int) -> list[str]:
     sys.path.insert(0, BENCH)
-    import pass_forms
-    from forms import Form
+    from form_programs import Form
+    from suites import forms
 
     # 8 gathered rows of 6: no product of the gathered tensor with itself.
-    graphs = pass_forms.graphs_of(Form("", products, ((4, 6), (6, 6))))
-    passes: list[Any] = [pass_forms.weft_pass, *PASSES]
-    return [str(pass_forms.verdict(p, graphs)) for p in passes]
+    graphs = forms.graphs_of(Form("", products, ((4, 6), (6, 6))))
+    passes: list[Any] = [forms.weft_pass, *PASSES]
+    return [str(forms.verdict(p, graphs)) for p in passes]
 
 
 def test_verdicts() -> None:
@@ -78,7 +78,7 @@ def test_verdicts() -> None:
 
 def test_every_form_has_a_name_of_its_own() -> None:
     sys.path.insert(0, BENCH)
-    from forms import forms
+    from form_programs import forms
 
     for title, part in forms():
         names = [form.name for form in part]

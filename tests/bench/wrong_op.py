@@ -1,9 +1,12 @@
-"""A pytest plugin (``-p wrong_op``): three ops' results are wrong on rank 1 alone, another op fails on every rank."""
+"""bench/run.py with wrong ops: three results are wrong on rank 1 alone, another op fails on every rank."""
 
 from __future__ import annotations
 
 import os
+import runpy
+import sys
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,3 +47,7 @@ if os.environ["RANK"] == "1":
     weft.fused_ops.fused_all_reduce_rms_norm = _wrong_sums
     weft.fused_ops.fused_matmul_all_reduce = _wears_out
 weft.fused_ops.fused_matmul_reduce_scatter = _fails
+
+RUN = Path(__file__).parents[2] / "bench" / "run.py"
+sys.argv[0] = str(RUN)
+runpy.run_path(str(RUN), run_name="__main__")

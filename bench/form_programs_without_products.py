@@ -1,4 +1,4 @@
-"""The forms of forms.py's table for which the pass has other settings: collectives alone, and sequence parallelism."""
+"""The forms for which the pass has other settings: collectives alone, and sequence parallelism."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from forms import WORLD, Form, ag, ar, rs
+from form_programs import WORLD, Form, ag, ar, rs
 from torch import Tensor
 from torch.nn import functional as F
 

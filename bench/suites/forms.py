@@ -1,17 +1,9 @@
-"""Which forms weft's pass and torch's own fuse, which they leave, and which they get wrong.
-
-    python bench/pass_forms.py
-
-Two CPU ranks compile each form of bench/forms.py. Both passes get copies of the very same graphs, which then run, and
-the results are compared with the unfused graph's. torch's ops run as the definition that torch has for where their
-kernels do not. Prints the table as markdown. The exit status is 1 if weft's pass got a form wrong.
-"""
+"""Which forms the passes fuse."""
 
 from __future__ import annotations
 
+import argparse
 import logging
-import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm
-import torch.multiprocessing as mp
-from forms import WORLD, Form, forms
-from forms_in_fp8 import forms_in_fp8
-from forms_without_products import ALONE, BY_ROWS, forms_without_products
+from form_programs import Form, forms
+from form_programs_in_fp8 import forms_in_fp8
+from form_programs_without_products import ALONE, BY_ROWS, forms_without_products
+from suite import Run, Suite
 from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
@@ -211,36 +203,41 @@ def verdict(pass_: Pass, graphs: list[fx.Graph], alike: bool = False) -> Verdict
     return found
 
 
-def form_table(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
-    torch.set_num_threads(1)
-    torch.manual_seed(rank)
-    warnings.filterwarnings("ignore")
-    # torch's pass warns of each form that it does not find.
-    logging.disable(logging.WARNING)
-    # torch's pass asks for NCCL first, although it changes nothing but a graph.
-    dist.is_nccl_available = lambda: True
-    good = True
-    lines = ["| form | weft | torch's pass |", "|---|---|---|"]
-    for title, part in (*forms(), *forms_in_fp8(), *forms_without_products()):
-        lines.append(f"| **{title}** | | |")
-        for form in part:
-            graphs = graphs_of(form)
-            ours = verdict(partial(weft_pass, part=title), graphs, form.alike)
-            theirs = verdict(torch_pass, graphs, form.alike)
-            good = good and not ours.wrong
-            lines.append(f"| {form.name} | {ours} | {theirs} |")
-    if rank == 0:
-        print("\n".join(lines))
-    dist.destroy_process_group()
-    if not good:
-        sys.exit(1)
+class Forms(Suite):
+    """Which forms weft's pass and torch's own fuse, which they leave, and which they get wrong: a markdown table.
+
+    Two CPU ranks compile each program of form_programs*.py. Both passes get copies of the very same graphs, which then
+    run, and the results are compared with the unfused graph's. torch's ops run as the definition that torch has for
+    where their kernels do not. The exit status is 1 if weft's pass got a form wrong.
+    """
+
+    ranks, device = 2, "cpu"
+
+    def rows(self, given: argparse.Namespace) -> list[tuple[str, Form]]:
+        parts = (*forms(), *forms_in_fp8(), *forms_without_products())
+        return [(title, form) for title, part in parts for form in part]
+
+    def begin(self, run: Run) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(run.rank)
+        warnings.filterwarnings("ignore")
+        # torch's pass warns of each form that it does not find.
+        logging.disable(logging.WARNING)
+        # torch's pass asks for NCCL first, although it changes nothing but a graph.
+        dist.is_nccl_available = lambda: True
+        self._part = ""
+        run.say("| form | weft | torch's pass |", "|---|---|---|")
+
+    def measure(self, row: tuple[str, Form], run: Run) -> None:
+        title, form = row
+        if title != self._part:
+            run.say(f"| **{title}** | | |")
+        self._part = title
+        graphs = graphs_of(form)
+        ours = verdict(partial(weft_pass, part=title), graphs, form.alike)
+        theirs = verdict(torch_pass, graphs, form.alike)
+        run.wrong |= bool(ours.wrong)
+        run.say(f"| {form.name} | {ours} | {theirs} |")
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory(prefix="pass-forms-") as folder:
-        mp.spawn(form_table, (f"file://{folder}/store",), WORLD)
-
-
-if __name__ == "__main__":
-    main()
+SUITE = Forms()

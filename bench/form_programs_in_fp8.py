@@ -1,4 +1,4 @@
-"""The forms of forms.py's table whose norm becomes fp8 after an all-reduce, as vLLM and torchao write it."""
+"""The forms whose norm becomes fp8 after an all-reduce, as vLLM and torchao write it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from forms import Form, ar, vllm
+from form_programs import Form, ar, vllm
 from torch import Tensor
 
 LARGEST = 448.0

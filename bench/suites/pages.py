@@ -1,24 +1,19 @@
-"""The tables of figures in README.md and docs/benchmarks.md, written from files in bench/results/.
-
-python bench/pages.py          # rewrites them
-python bench/pages.py --check  # says which differ, and changes nothing
-
-A table stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``; ``NAME_table`` below writes it.
-"""
+"""The tables of figures in README.md and docs/benchmarks.md, and two pictures, from files in bench/results/."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from machine import ROOT
+from pictures import all_reduce_curves, layer_bars, layer_lanes
 from report import best_peer, geometric_mean, ratio
+from suite import Suite
 
-ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
 PAGES = ("README.md", "docs/benchmarks.md")
 _WORDS = {
@@ -35,7 +30,7 @@ _MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 Row = dict[str, Any]
 
 
-def captured(machine: str, op: str) -> tuple[str, list[Row]]:
+def _captured(machine: str, op: str) -> tuple[str, list[Row]]:
     """The date of a results file, and its rows that ran in CUDA graphs.
 
     Raises:
@@ -75,7 +70,7 @@ def layers_table() -> list[str]:
     """Single layers on 2 H100."""
     found = []
     for op in _MATMULS[:2]:
-        date, rows = captured("h100-x2", op)
+        date, rows = _captured("h100-x2", op)
         for row in rows:
             if row["M"] == 8192 and not row["name"].startswith("gpt3"):
                 times = [_cell(row[c], 0) for c in ("weft_us", "unfused_us", "torch_us", "limit_us")]
@@ -90,7 +85,7 @@ def matmuls_table() -> list[str]:
     found = []
     for machine, words in (("h100-x2", "2 H100"), ("h200-x2", "2 H200"), ("h200-x4", "4 H200")):
         for op in _MATMULS:
-            date, rows = captured(machine, op)
+            date, rows = _captured(machine, op)
             long = [row for row in rows if row["M"] >= 4096]
             limits = [_mean(of, "weft_us", "limit_us") for of in (rows, long)]
             found.append([f"{_WORDS[op]}, {words}, {date}", str(len(rows)), *limits, *_against(rows)])
@@ -119,7 +114,7 @@ def collectives_table() -> list[str]:
         ("h200-x4", "4 H200", ("all_reduce_rms_norm",)),
     ):
         for op in ops:
-            date, rows = captured(machine, op)
+            date, rows = _captured(machine, op)
             sizes = sorted(row["M"] * row["N"] * 2 for row in rows)
             least, most = (f"{n >> 20} MiB" if n >> 20 else f"{n >> 10} KiB" for n in (sizes[0], sizes[-1]))
             found.append(
@@ -132,7 +127,7 @@ def process_group_table() -> list[str]:
     """``dist.all_reduce`` by the process group, from the first run of its file."""
     text = (RESULTS / "h200-x2-process-group.txt").read_text()
     date = re.search(r"^(\d{4}-\d\d-\d\d) ", text, re.MULTILINE)
-    run = text.split("torchrun", 2)[1]
+    run = re.split(r"^ *(?:torchrun|python bench/run\.py) .*$", text, flags=re.MULTILINE)[1]
     times: dict[int, dict[str, list[str]]] = {}
     for size, name, *us in re.findall(
         r"^ *(\d+) (nccl beside|weft) +([\d.]+) +([\d.]+) +([\d.]+)", run, re.MULTILINE
@@ -170,7 +165,7 @@ def ops_table() -> list[str]:
         elif word == "all_reduce_rms_norm_quant":  # the benchmark has no row of it
             gains = ["-", "-"]
         else:
-            gains = _against(captured("h100-x2", word)[1])[:2]
+            gains = _against(_captured("h100-x2", word)[1])[:2]
         found.append([names, replaced, *gains])
     return _table(["op", "replaces", "speed-up over NCCL + cuBLAS", "over `torch.ops.symm_mem`"], found)
 
@@ -202,7 +197,8 @@ def _scaled(op: str) -> list[str]:
 def llama_table() -> list[str]:
     """Llama-3 8B, 8 layers, compiled without the pass and with it."""
     # The newest run is the last one of its file.
-    run = (RESULTS / "h100-x2-llama-whole-8192.txt").read_text().split("python bench/llama.py")[-1]
+    run = (RESULTS / "h100-x2-llama-whole-8192.txt").read_text()
+    run = re.split(r"^python bench/(?:llama|run)\.py ", run, flags=re.MULTILINE)[-1]
     lines = re.findall(r"^train whole seq (\d+) batch 1 +(\w+) +([\d.]+)", run, re.MULTILINE)
     whole = {(int(seq), name): float(ms) for seq, name, ms in lines}
     found = [_llama_row(f"training, whole graph, sequence {n}", whole, n) for n in (4096, 8192)]
@@ -241,25 +237,42 @@ def with_tables(page: str) -> str:
     return _PLACE.sub(lambda m: m[1] + "\n".join(TABLES[m[2]]()) + "\n" + m[3], page)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    given = parser.parse_args()
-    stale = 0
-    placed = [name for page in PAGES for _, name, _ in _PLACE.findall((ROOT / page).read_text())]
-    if sorted(placed) != sorted(TABLES):
-        print(f"the pages have the tables {placed}, must have each of {list(TABLES)} once")
-        return 1
-    for name in PAGES:
-        old = (ROOT / name).read_text()
-        new = with_tables(old)
-        stale += new != old
-        if new != old:
-            print(f"{name}: differs from the files")
-            if not given.check:
-                (ROOT / name).write_text(new)
-    return int(given.check and stale > 0)
+PICTURES: dict[str, Callable[[Path], str]] = {
+    "docs/layers-h100-x2.svg": layer_bars,
+    "docs/layer-h100-x2.svg": layer_lanes,
+    "docs/all-reduce-h200-x4.svg": lambda results: all_reduce_curves(
+        json.loads((results / "h200-x4-all_reduce.json").read_text())
+    ),
+}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+class Pages(Suite):
+    """The tables of figures in README.md and docs/benchmarks.md, and the pictures of layers, from bench/results/.
+
+    A table stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``; ``NAME_table`` writes it. With --check it
+    says which files differ, and changes nothing.
+    """
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--check", action="store_true")
+
+    def rows(self, given: argparse.Namespace) -> tuple[str, ...]:
+        placed = [name for page in PAGES for _, name, _ in _PLACE.findall((ROOT / page).read_text())]
+        if sorted(placed) != sorted(TABLES):
+            raise ValueError(f"the pages have the tables {placed}, must have each of {list(TABLES)} once")
+        return (*PAGES, *PICTURES)
+
+    def start(self, given: argparse.Namespace, arguments: list[str]) -> int:
+        stale = 0
+        for name in given.rows:
+            old = (ROOT / name).read_text() if (ROOT / name).exists() else ""
+            new = PICTURES[name](RESULTS) if name in PICTURES else with_tables(old)
+            stale += new != old
+            if new != old:
+                print(f"{name}: differs from the files")
+                if not given.check:
+                    (ROOT / name).write_text(new)
+        return int(given.check and stale > 0)
+
+
+SUITE = Pages()
