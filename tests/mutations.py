@@ -346,4 +346,10 @@ MUTANTS = [
         "",
         "tests/fused_ops/passes/sequence_parallel/test_own_rows_left.py::test_what_meets_own_rows_is_compared",
     ),
+    Mutant(
+        "fused_ops/passes/sequence_parallel/same.py",
+        " or len(weights) > 1",
+        "",
+        "tests/fused_ops/passes/sequence_parallel/test_own_rows_left.py::test_which_gradients_are_whole",
+    ),
 ]

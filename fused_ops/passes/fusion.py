@@ -110,9 +110,9 @@ class FusionPass(OnePass, CustomGraphPass):
             group's own backend runs them beside that and each other.
         sequence_parallel: an all-reduce and what follows it row by row, such as a residual and a norm, become a
             reduce-scatter, that on each rank's own rows, and all-gathers where all rows are needed, as by a product:
-            True wherever that is right, "auto" where it should be faster by the estimate. What meets a reduced tensor
-            there, if it is made of the graph's inputs without a product, **is taken to be the same on all ranks**: a
-            residual, the weight of a norm.
+            True wherever that is right and sends no more, "auto" where it should be faster by the estimate. What meets
+            a reduced tensor there, if it is made of the graph's inputs without a product, or is a gradient made with
+            one weight, **is taken to be the same on all ranks**: a residual, the weight of a norm, of a router.
         reorder: whether what is not fused starts earlier and is waited for later, so that what is computed between
             hides it: True without a byte more of peak memory, 0.1 with a tenth more, as far as the graph shows. Copy
             engines carry what is large enough. The report has what was moved, and why not further.

@@ -23,7 +23,7 @@ from .cache_key import pass_key
 from .graph.collectives import Collective
 from .graph.gathered_tensor import Gathered
 from .graph.index_map import numel
-from .graph.nodes import LeftAlone, c10d, hint, val
+from .graph.nodes import LeftAlone, after_tangents, c10d, hint, val
 from .pass_sequence import in_sequence, passes_of
 from .patterns.all_gather_matmul import REGATHERED, contracting
 from .sequence_parallel.joint import JointRows
@@ -43,21 +43,21 @@ class Regather(PassSettings, CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         if is_fallback_graph():
             return
-        behind = _behind_tangents(graph)
-        if not behind:
+        backward = after_tangents(graph)
+        if not backward:
             return
         for node in graph.find_nodes(op="call_function", target=_gather):
-            if node in behind or node.meta.get("recompute") is not None:
+            if node in backward or node.meta.get("recompute") is not None:
                 continue
             try:
-                again = self._again(node, behind)
+                again = self._again(node, backward)
             except LeftAlone:
                 continue
             for each in again:
                 each.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta[REGATHERED] = True
 
-    def _again(self, node: fx.Node, behind: set[fx.Node]) -> set[fx.Node]:
+    def _again(self, node: fx.Node, backward: set[fx.Node]) -> set[fx.Node]:
         """What is computed again: an all-gather and the views of it that the backward multiplies.
 
         Raises:
@@ -68,7 +68,7 @@ class Regather(PassSettings, CustomGraphPass):
         users = tensor.outside()
         if any(user.op == "output" for user in users):
             raise LeftAlone("the graph returns it")
-        products = [user for user in users if user in behind]
+        products = [user for user in users if user in backward]
         if len(tensor.collectives) > 1 or not products or len(products) == len(users):
             raise LeftAlone("it is no all-gather of the forward that the backward uses")
         uses = contracting(tensor, products)
@@ -94,13 +94,3 @@ def joint_options(settings: PassSettings, others: Any = None) -> dict[str, Any]:
     passes: list[Any] = [JointRows(**settings)] if settings.sequence_parallel else []
     passes += [Regather(**settings)] if settings.regather else []
     return {JOINT_SLOT: in_sequence([*passes_of(others), *passes])} if passes else {}
-
-
-def _behind_tangents(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes of the backward: all that depends on the gradients of the results."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        tangent = node.op == "placeholder" and "tangents" in str(node.target)
-        if tangent or (node.op != "output" and any(x in found for x in node.all_input_nodes)):
-            found.add(node)
-    return found

@@ -101,6 +101,20 @@ def calls(node: Any, *targets: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
+def tangents(graph: fx.Graph) -> list[fx.Node]:
+    """The gradients that a backward graph, or one of forward and backward, gets."""
+    return [n for n in graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
+
+
+def after_tangents(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of the backward: all that depends on the gradients of the results."""
+    found = {*tangents(graph)}
+    for node in graph.nodes if found else ():
+        if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def only_user(node: Any) -> Any:
     """The one user of a node, None if it has not one."""
     users = tuple(node.users) if isinstance(node, fx.Node) else ()

@@ -12,10 +12,8 @@ import torch
 from torch import fx
 
 from . import rewrite
-from .collectives import group_of
-from .nodes import FLAT, Size, argument, aten, c10d, calls, is_random, is_val, known, same_shape, val, writes
+from .nodes import FLAT, Size, argument, aten, calls, is_random, is_val, known, same_shape, val, writes
 from .rewrite import call
-from .split_cat import SLICES, SPLITS
 from .views import CASTS
 
 REDUCTIONS = (
@@ -25,23 +23,6 @@ REDUCTIONS = (
     aten.amin.default,
     aten.var_mean.correction,
     aten.var.correction,
-)
-_DETERMINED = (
-    *REDUCTIONS,
-    *SLICES,
-    *SPLITS,
-    *CASTS,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.expand.default,
-    aten.cat.default,
-    aten.embedding.default,
-    aten.full.default,
-    aten.full_like.default,
-    aten.scalar_tensor.default,
-    aten.arange.start_step,
-    torch.ops.prims.iota.default,
 )
 
 
@@ -80,23 +61,6 @@ class RowLayout:
         return call(before, aten.select.int, rewrite.reshape(node, sizes, before), self.dim, self.rank)
 
 
-def same_on_all_ranks(graph: fx.Graph, group: str) -> set[fx.Node]:
-    """What all ranks of a group have alike, if they have the graph's inputs alike.
-
-    Matrix products are not: of which a rank has a part, by its own weights.
-    """
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            found.add(node)
-        elif calls(node, c10d.all_reduce.default, c10d.all_gather_into_tensor.default):
-            if group_of(node) == group:
-                found.add(node)
-        elif node.op == "call_function" and _is_determined(node) and found.issuperset(node.all_input_nodes):
-            found.add(node)
-    return found
-
-
 def is_pointwise(node: fx.Node) -> bool:
     """Whether each element is made of the operands' elements there, and nothing else is done.
 
@@ -116,13 +80,6 @@ def reduced_dims(node: fx.Node) -> list[int]:
     dims = argument(node, 1, "dim")
     dims = [dims] if isinstance(dims, int) else dims or []
     return [int(dim) % val(node.args[0]).dim() for dim in dims]  # type: ignore[arg-type]
-
-
-def _is_determined(node: fx.Node) -> bool:
-    if calls(node, operator.getitem, c10d.wait_tensor.default, *FLAT, *_DETERMINED) or is_pointwise(node):
-        return True
-    # Of sizes.
-    return isinstance(node.meta.get("val"), int | torch.SymInt)
 
 
 #: Of each node that is computed by rows, how many of its first dimensions count them.

@@ -40,6 +40,7 @@ from ..graph.nodes import (
 from ..graph.rewrite import call
 from ..graph.views import unchanged
 from ..norms.behind import NormBehind
+from ..origin import copy_origin
 from .epilogue import stays_behind
 from .one_product import why_not_one_product
 from .pattern import Pattern
@@ -250,6 +251,7 @@ def merge_what_is_summed(c: Collective, groups: frozenset[str] | None) -> Collec
     before = set(graph.nodes)
     together.replace()
     (merged,) = (n for n in graph.nodes if n not in before and calls(n, c10d.all_reduce.default))
+    copy_origin(c.node, merged)
     return Collective.from_node(merged, groups)
 
 

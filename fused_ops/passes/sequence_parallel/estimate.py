@@ -36,28 +36,25 @@ _TIMES_OF_NORM, _LAUNCH = 4, 2.0
 #: more, and 177 less are estimated, 3.3 %: long products run into the limit of power
 #: (bench/results/h200-x2-sequence-layers.txt).
 _LEAST_SHARE = 0.035
-#: Times the bytes of the all-reduces that a region may send: gradients of norms' weights are summed, too.
-MOST_BYTES = 1.05
-
-
-def times_the_bytes(region: Region) -> float:
-    """How many times the bytes of its all-reduces a region sends on own rows, per rank.
-
-    An all-reduce sends as much as a reduce-scatter and an all-gather of the same tensor. More is sent where rows are
-    gathered that the graph had on all ranks, as for a backward that is not computed by rows.
-    """
-    try:
-        reduced = sum(nbytes(val(c.x)) for c in region.collectives)
-        more = sum(nbytes(val(n)) for n in region.gathered) + 2 * sum(nbytes(val(n)) for n in region.sums)
-    except LeftAlone:
-        return 1.0  # sizes that only the run knows
-    return (reduced + more) / (2 * reduced) if reduced else 1.0
+#: Times the bytes of the all-reduces that a region may send: a number of each row may be gathered, too.
+_MOST_BYTES = 1.05
 
 
 def why_more_bytes(region: Region) -> str | None:
-    """Why a region should stay for what it would send; None if it need not."""
-    times = times_the_bytes(region)
-    return None if times <= MOST_BYTES else f"it would send {times:.3g} times the bytes"
+    """Why a region should stay for what it would send, per rank; None if it need not.
+
+    An all-reduce sends as much as a reduce-scatter and an all-gather of the same tensor. More is sent where rows are
+    gathered that the graph had on all ranks, as for a backward that is not computed by rows. Sums of rows do not count:
+    each is one row.
+    """
+    try:
+        reduced = sum(nbytes(val(c.x)) for c in region.collectives)
+        sent = reduced + sum(nbytes(val(n)) for n in region.gathered)
+    except LeftAlone:
+        return None  # sizes that only the run knows
+    if sent <= _MOST_BYTES * 2 * reduced:
+        return None
+    return f"it would send {sent / (2 * reduced):.3g} times the bytes{region.unlike}"
 
 
 def why_not_faster(region: Region) -> str | None:

@@ -6,7 +6,8 @@ Residuals stay on a rank's own rows from layer to layer.
 
 A sum is rounded where it was, to the dtype that it had, and so is what is computed of it. Only a sum of all rows, as in
 the gradient of a norm's weight, is taken in another order. What meets a reduced tensor is taken to be the same on all
-ranks where it is an input of the graph, or made of such by anything but products.
+ranks where it is an input of the graph, or made of such by anything but products; and so is a gradient that the graph
+adds to a reduced one, if one weight alone has a part in it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from torch import fx
 from ....symm_mem import resolve_group
 from ..graph.collectives import Collective
 from ..graph.nodes import LeftAlone, Size, c10d, calls, known, same_shape, val
-from ..graph.row_wise import RowLayout, same_on_all_ranks
+from ..graph.row_wise import RowLayout
 from ..patterns.all_reduce import merge_what_is_summed
 from ..settings import AUTO
-from .estimate import MOST_BYTES, times_the_bytes, why_more_bytes, why_not_faster
+from .estimate import why_more_bytes, why_not_faster
 from .region import Region, regions
 from .replace import put_on_rows
+from .same import same_on_all_ranks
 
 #: What a node has in its ``meta`` if a pass on the joint graph has looked at it.
 SEEN = "weft_sequence_parallel"
@@ -42,7 +44,7 @@ def put_sequences_on_rows(
     """Changes the graph.
 
     Args:
-        choice: True, or "auto" for what should be faster by the estimate.
+        choice: True for what sends no more, or "auto" for what should be faster by the estimate, too.
         groups: all-reduces of these only. None for all.
         why_not: why those of a group should stay, whatever follows them.
         own_chunks: whether ranks compare what the graph has become before they run it, see ``RowLayout``.
@@ -68,14 +70,12 @@ def put_sequences_on_rows(
         same = same_on_all_ranks(graph, group)
         for region in _best(graph, several, same, own_chunks):
             try:
-                reason = region.why_not()
+                reason = region.why_not() or why_more_bytes(region)
                 if reason is None and choice == AUTO:
-                    reason = why_more_bytes(region) or why_not_faster(region)
+                    reason = why_not_faster(region)
                 if reason is not None:
                     raise LeftAlone(reason)
-                times = times_the_bytes(region)
-                more = f", sends {times:.3g} times the bytes" if times > MOST_BYTES else ""
-                notes |= dict.fromkeys(put_on_rows(region).values(), BY_ROWS + more)
+                notes |= dict.fromkeys(put_on_rows(region).values(), BY_ROWS)
             except LeftAlone as e:
                 notes |= dict.fromkeys((c.node for c in region.collectives), f"not sequence parallel: {e}")
     return notes

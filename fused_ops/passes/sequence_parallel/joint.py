@@ -19,7 +19,7 @@ from ..agreement.fallback.run import is_fallback_graph
 from ..cache_key import pass_key
 from ..canonicalize import by_position, name_groups
 from ..graph.collectives import collectives
-from ..graph.nodes import c10d
+from ..graph.nodes import c10d, tangents
 from ..settings import PassSettings
 from .find import SEEN, put_sequences_on_rows
 
@@ -31,7 +31,7 @@ class JointRows(PassSettings, CustomGraphPass):
         return f"{pass_key(self)} rows"
 
     def __call__(self, graph: fx.Graph) -> None:
-        if is_fallback_graph() or not _has_tangents(graph):
+        if is_fallback_graph() or not tangents(graph):
             return
         by_position(graph)
         name_groups(graph)
@@ -56,14 +56,9 @@ def rewritten(
         return {}
     seen = {node: str(node.meta[SEEN]) for node in collectives(graph) if node.meta.get(SEEN)}
     # What a forward graph has kept for a backward one, the ranks need not have alike.
-    if _has_tangents(graph):
+    if tangents(graph):
         return seen
     own_chunks = bool(settings.agree)
     return seen | put_sequences_on_rows(
         graph, settings.sequence_parallel, settings.groups, why_not, own_chunks=own_chunks
     )
-
-
-def _has_tangents(graph: fx.Graph) -> bool:
-    """Whether it is a backward graph, or one of forward and backward."""
-    return any("tangents" in str(node.target) for node in graph.find_nodes(op="placeholder"))

@@ -23,7 +23,7 @@ from ..graph.nodes import (
     what,
     writes,
 )
-from ..graph.row_wise import REDUCTIONS, RowLayout, lead_of_step, sums_rows
+from ..graph.row_wise import REDUCTIONS, RowLayout, is_pointwise, lead_of_step, sums_rows
 
 
 @dataclass
@@ -31,7 +31,8 @@ class Region:
     """``leads`` has the nodes that are computed of a rank's own rows, in the order of the graph.
 
     What else uses them gets all rows of those in ``gathered``, which are gathered; but for ``chunks``, which are a
-    rank's own rows in the graph, too, ``sums`` of all rows, and the ``sizes`` of an input of a collective.
+    rank's own rows in the graph, too, ``sums`` of all rows, and the ``sizes`` of an input of a collective. ``unlike``
+    says where it ends as ranks may not have an operand alike; "" if nowhere.
     """
 
     layout: RowLayout
@@ -41,6 +42,7 @@ class Region:
     sums: dict[fx.Node, fx.Node] = field(default_factory=dict)
     sizes: dict[fx.Node, tuple[fx.Node, int]] = field(default_factory=dict)
     gathered: list[fx.Node] = field(default_factory=list)
+    unlike: str = ""
 
     @property
     def norms(self) -> int:
@@ -53,7 +55,7 @@ class Region:
             of_them = "and no chunk of them"
             if not self.layout.own_chunks:
                 of_them = "and no chunk of them is taken where ranks do not compare their graphs"
-            return f"no norm of its rows follows it, {of_them}"
+            return f"no norm of its rows follows it, {of_them}{self.unlike}"
         places = {memory(node): node for node in self.leads if is_val(node)}
         first, *_ = self.leads
         for node in filter(writes, first.graph.nodes):
@@ -130,6 +132,7 @@ def regions(
     leads: dict[fx.Node, int] = {}
     joined = _Joined()
     layouts = {c.wait: layout for c, layout in candidates}
+    unlike: dict[fx.Node, str] = {}
     of: dict[fx.Node, fx.Node] = {}  # a node's region, by one of its all-reduces
     for node in graph.nodes:
         if node in layouts:
@@ -146,11 +149,17 @@ def regions(
             for n in inside:
                 joined.join(of[n], of[inside[0]])
             of[node] = of[inside[0]]
+        elif is_pointwise(node) and (
+            others := [n for n in filter(is_val, node.all_input_nodes) if n not in leads and n not in same]
+        ):
+            unlike[of[inside[0]]] = f"; ranks may not have {what(others[0])} alike, which {what(node)} takes"
     found: dict[fx.Node, Region] = {}
     for c, layout in candidates:
         found.setdefault(joined.first(c.wait), Region(layout, [], {})).collectives.append(c)
     for node, lead in leads.items():
         found[joined.first(of[node])].leads[node] = lead
+    for node, text in unlike.items():
+        found[joined.first(of[node])].unlike = text
     for region in found.values():
         region.settle()
     return [*found.values()]

@@ -89,10 +89,10 @@ def _scattered(c: Collective, region: Region) -> tuple[fx.Node, fx.Node]:
 def _compare_what_meets(region: Region) -> None:
     """Has the ranks compare how they compute what is not computed by rows: its numbers, and what is cut of what."""
     pending = [n for node in region.leads for n in node.all_input_nodes if n not in region.leads]
-    roots = {c.node for c in region.collectives}
     while pending:
         node = pending.pop()
-        if node.op != "call_function" or node in roots or communicates(node) or COMPARED in node.meta:
+        by_rows = node in region.leads or communicates(node)
+        if node.op != "call_function" or by_rows or COMPARED in node.meta:
             continue
         node.meta[COMPARED] = True
         pending += node.all_input_nodes

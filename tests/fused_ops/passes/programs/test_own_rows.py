@@ -99,13 +99,15 @@ def train_on_some_rows(rank: int, world: int, codegen: bool) -> Outcome:
     """The same rows on all ranks, which on rank 0 are its own: in the joint graph a rank cannot tell them apart."""
     whole, own, x, given = trained_weights(rank, 1)
 
-    def fn(x: Tensor, p: list[Tensor], copy: by_hand.Collective, reduce: by_hand.Collective) -> Tensor:
-        return F.rms_norm(blocks(x, p, copy, reduce), (HIDDEN,), p[0], 1e-6)[:, :3]
+    def fn(x: Tensor, p: list[Tensor], copy: by_hand.Collective, reduce: by_hand.Collective) -> list[Tensor]:
+        y = blocks(x, p, copy, reduce)
+        return [y, y.detach()[:, :3]]
 
     with program(codegen, sequence_parallel=True) as run:
-        got = run.compile(fn)(given, own, Copied.apply, Reduced.apply)
-        want = fn(x, whole, by_hand.same, by_hand.same)
+        got, rows = run.compile(fn)(given, own, Copied.apply, Reduced.apply)
+        want, wanted_rows = fn(x, whole, by_hand.same, by_hand.same)
         run.compare("y", got, want)
+        run.compare("rows", rows, wanted_rows)
         got.sin().sum().backward()
         want.sin().sum().backward()
         assert given.grad is not None and x.grad is not None

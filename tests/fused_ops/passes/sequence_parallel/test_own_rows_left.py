@@ -20,6 +20,7 @@ from weft.fused_ops import FusionPass
 from weft.fused_ops.passes.agreement.guard import GraphGuard
 from weft.fused_ops.passes.agreement.signature import Signature
 from weft.fused_ops.passes.sequence_parallel.find import put_sequences_on_rows
+from weft.fused_ops.passes.sequence_parallel.same import same_on_all_ranks
 
 
 def dropped_out(x: Tensor, w: Tensor, r: Tensor, n: Tensor) -> Tensor:
@@ -145,7 +146,8 @@ def gathered_for_more(x: Tensor, residual: Tensor, n: Tensor, v: Tensor) -> tupl
 
 
 @pytest.mark.parametrize("setting", ["auto", True])
-def test_what_sends_more_is_left_or_said(setting: Any) -> None:
+def test_what_sends_more_is_left(setting: Any) -> None:
+    """A reduce-scatter and two gathers, in place of an all-reduce, which sends as much as one of each."""
     with fake_ranks(2), FakeTensorMode():
         given = [torch.empty(s) for s in ((64, HIDDEN), (64, HIDDEN), (HIDDEN,), (HIDDEN, 6))]
         more, as_much = (make_fx(fn)(*given).graph for fn in (gathered_for_more, norm_of_sum))
@@ -153,13 +155,63 @@ def test_what_sends_more_is_left_or_said(setting: Any) -> None:
             applied(g, FusionPass(agree=False, sequence_parallel=setting)) for g in (more, as_much)
         )
     assert "times the bytes" not in str(other.entries) and len(other.entries) == 2
-    first = str(seen.entries[0])
-    # A reduce-scatter and two gathers, in place of an all-reduce, which sends as much as one of each.
-    if setting == "auto":
-        assert "not sequence parallel: it would send 1.5 times the bytes" in first
-        assert [e.collective for e in seen.entries] == ["all_reduce"]
-    else:
-        assert "sequence parallel, sends 1.5 times the bytes" in first
+    assert "not sequence parallel: it would send 1.5 times the bytes" in str(seen.entries[0])
+    assert [e.collective for e in seen.entries] == ["all_reduce"]
+
+
+def whole(tangents: Tensor, g: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """Of a softmax, say."""
+    return ar(tangents @ v) + ((tangents * g).sum(-1, keepdim=True) * g.softmax(-1)) @ w
+
+
+def two_routers(tangents: Tensor, g: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return ar(tangents @ v) + ((tangents * g) @ w + (tangents * g) @ v)
+
+
+def of_two_weights(tangents: Tensor, g: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return ar(tangents @ v) + (tangents @ v) @ w
+
+
+def of_a_part(tangents: Tensor, g: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """Each rank's own columns of a gradient that all have."""
+    return ar(tangents @ v) + ar(tangents @ v)[:, : HIDDEN // 2] @ w[: HIDDEN // 2]
+
+
+def of_a_derived_weight(tangents: Tensor, g: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return ar(tangents @ v) + tangents @ w.sin()
+
+
+def not_reduced(tangents: Tensor, g: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return tangents * g + tangents @ w
+
+
+def reduced_by_max(tangents: Tensor, g: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return ar(tangents @ v, "max") + tangents @ w
+
+
+def of_the_forward(x: Tensor, g: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return ar(x @ v) + (x * g) @ w
+
+
+@pytest.mark.parametrize(
+    ("fn", "alike"),
+    [
+        (whole, True),
+        (two_routers, True),
+        (of_two_weights, False),
+        (of_a_part, False),
+        (of_a_derived_weight, False),
+        (not_reduced, False),
+        (reduced_by_max, False),
+        (of_the_forward, False),
+    ],
+)
+def test_which_gradients_are_whole(fn: Callable[..., Tensor], alike: bool) -> None:
+    with fake_ranks(2) as name, FakeTensorMode():
+        given = [torch.empty(s) for s in ((12, HIDDEN), (12, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, HIDDEN))]
+        graph = make_fx(fn, decomposition_table=select_decomp_table())(*given).graph
+        (result,) = graph.output_node().all_input_nodes
+        assert (result in same_on_all_ranks(graph, name)) == alike, graph
 
 
 def norm_of_sum(x: Tensor, residual: Tensor, n: Tensor, v: Tensor) -> Tensor:

@@ -75,7 +75,8 @@ def layers(x: Tensor, w: Tensor, r: Tensor, n: Tensor, v: Tensor) -> Tensor:
 
 def residual_returned(x: Tensor, w: Tensor, r: Tensor, n: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     r = r + ar(x @ w)
-    return norm(r, n) @ v, r
+    y = r + ar(x.sin() @ w)
+    return norm(y, n) @ v, r
 
 
 def two_of_a_norm(x: Tensor, w: Tensor, r: Tensor, n: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +127,7 @@ TAKEN: dict[Callable[..., Any], list[str]] = {
     unrounded: [RS, AG, RS, AG],
     average_and_layer_norm: [RS, AG],
     layers: [RS, AG, RS, AG] * 2,
-    residual_returned: [RS, GATHER, AG],
+    residual_returned: [RS, GATHER, RS, AG],
     two_of_a_norm: [RS, GATHER],
     a_chunk: [RS],
     three_of_one_sum: [RS, AG],
