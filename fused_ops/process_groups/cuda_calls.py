@@ -78,6 +78,25 @@ class _Found:
     after: StreamStep
 
 
+class _Side:
+    """The stream of a group's asynchronous calls on one device."""
+
+    def __init__(self, device: int) -> None:
+        self.stream = cuda_state.state.side_stream(device)
+        self._device, self._begins = device, CallLine()
+
+    def wait(self, stream: int) -> None:
+        """What follows on it comes after what ``stream`` has now."""
+        self._begins.end(stream)
+        self._begins.wait(self.stream.cuda_stream)
+
+    def work(self, written: list[Tensor], read: list[Tensor]) -> StreamWork:
+        """Of the calls that it has now."""
+        ended = cuda_state.state.event()
+        ended.record(self.stream)
+        return StreamWork(written, read, ended, self.stream, self._device)
+
+
 class DeviceLines:
     """The calls of one group on this process's GPUs."""
 
@@ -87,7 +106,7 @@ class DeviceLines:
         self._others: weakref.ref[Work] | None = None
         self._lines: dict[int, CallLine] = {}  # of each device, outside of graphs
         self._captured: dict[int, CallLine] = {}
-        self._sides: dict[int, torch.cuda.Stream] = {}
+        self._sides: dict[int, _Side] = {}
         self._lock = threading.RLock()  # calls of one group are launched by one thread at a time
 
     def run(
@@ -99,18 +118,13 @@ class DeviceLines:
             if not asynchronous:
                 why = self._launch_all(calls, seconds)
                 return DoneWork(written) if why is None else why
-            device = calls[0].x.device
-            side = self._sides.get(device.index) or self._sides.setdefault(
-                device.index, torch.cuda.Stream(device)
-            )
-            side.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(side):
+            index = index_of(calls[0].x)
+            side = self._sides.get(index) or self._sides.setdefault(index, _Side(index))
+            current = cuda_state.state.current_stream(index)
+            with cuda_state.state.make_stream_current(side.stream):
+                side.wait(current)
                 why = self._launch_all(calls, seconds)
-                if why is not None:
-                    return why
-                ended = torch.cuda.Event()
-                ended.record(side)
-            return StreamWork(written, [call.x for call in calls], ended, side)
+            return side.work(written, [call.x for call in calls]) if why is None else why
 
     def _launch_all(self, calls: list[GroupCall], seconds: float | None) -> str | None:
         self._wait_for_others()
@@ -148,13 +162,25 @@ class DeviceLines:
             line.begins(graph)
         return line
 
-    def launch_again(self, name: str, x: Tensor, out: Tensor, reduce_op: str) -> bool:
+    def start_again(self, name: str, x: Tensor, out: Tensor, reduce_op: str) -> StreamWork | None:
+        """The work of an asynchronous call, if such a one was made before."""
+        side = self._sides.get(index_of(x))
+        if side is None:
+            return None
+        with self._lock:
+            again = self.launch_again(name, x, out, reduce_op, side)
+            return side.work([out], [x]) if again else None
+
+    def launch_again(
+        self, name: str, x: Tensor, out: Tensor, reduce_op: str, side: _Side | None = None
+    ) -> bool:
         """Whether such a call was made before on the current stream; then it is launched there. The tensors are torch's
-        own, and anything else than that may be wrong with them."""
+        own, and anything else than that may be wrong with them. ``side``: instead of the current stream, after it."""
         index = index_of(x)
-        stream = stream_on(index)
-        if stream is None:
+        current = stream_on(index)
+        if current is None:
             return False
+        stream = current if side is None else side.stream.cuda_stream
         # By itself, not by its name: that may be another group's later.
         key = GROUP, self, name, x.numel(), x.dtype, reduce_op, index, stream
         found: _Found | None = call_cache.cached_calls.get(key)
@@ -167,6 +193,8 @@ class DeviceLines:
                 return False
         ready = found.ready
         with self._lock:
+            if side is not None:
+                side.wait(current)
             if found.before is not None:
                 found.before(stream)
             found.line.alone(stream, 1)

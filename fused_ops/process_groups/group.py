@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -117,8 +117,8 @@ class WeftProcessGroup(ProcessGroup):
     def allreduce(self, tensors: Any, *args: Any, **named: Any) -> Work | None:  # type: ignore[override]
         if len(args) == 1 and type(args[0]) is dist.AllreduceOptions and len(tensors) == 1:
             x = tensors[0]
-            if self._launch_cached(ALL_REDUCE, x, x, args[0]):
-                return None  # as NCCL's of a call that is not asynchronous
+            if (cached := self._launch_cached(ALL_REDUCE, x, x, args[0])) is not False:
+                return cached
         opts = all_reduce_options(args, named)
         work = self._take(ALL_REDUCE, all_reduces(tensors, opts), opts)
         if work is not None:
@@ -137,8 +137,8 @@ class WeftProcessGroup(ProcessGroup):
         opts: Any = None,
     ) -> Work | None:
         opts = all_gather_options(opts)
-        if self._launch_cached(ALL_GATHER, input, output, opts):
-            return None
+        if (cached := self._launch_cached(ALL_GATHER, input, output, opts)) is not False:
+            return cached
         work = self._take(ALL_GATHER, all_gathers([output], [input]), opts)
         return self._delegate(_GATHER, output, input, opts) if work is None else work
 
@@ -155,8 +155,8 @@ class WeftProcessGroup(ProcessGroup):
         self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None
     ) -> Work | None:
         opts = reduce_scatter_options(opts)
-        if self._launch_cached(REDUCE_SCATTER, inputTensor, outputTensor, opts):
-            return None
+        if (cached := self._launch_cached(REDUCE_SCATTER, inputTensor, outputTensor, opts)) is not False:
+            return cached
         work = self._take(REDUCE_SCATTER, reduce_scatters([outputTensor], [inputTensor], opts), opts)
         if work is not None:
             return work
@@ -177,9 +177,13 @@ class WeftProcessGroup(ProcessGroup):
         reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
         reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    def _launch_cached(self, name: str, x: Any, out: Any, opts: Any) -> bool:
-        """Launches a call on CUDA that is in the cache, with minimal overhead. Returns whether it was."""
-        if type(x) is not Tensor or type(out) is not Tensor or index_of(x) < 0 or opts.asyncOp:
+    def _launch_cached(self, name: str, x: Any, out: Any, opts: Any) -> Work | Literal[False] | None:
+        """Launches a call on CUDA that is in the cache, with minimal overhead.
+
+        Returns:
+            its work if it is asynchronous, else None, as NCCL; False if it is not in the cache.
+        """
+        if type(x) is not Tensor or type(out) is not Tensor or index_of(x) < 0:
             return False
         if self._coalescing or x.layout is not torch.strided or out.layout is not torch.strided:
             return False
@@ -188,10 +192,18 @@ class WeftProcessGroup(ProcessGroup):
         op: str | None = ""
         if name != ALL_GATHER:
             op = "sum" if opts.reduceOp == _SUM else reduction_of(opts.reduceOp)
-        if op is None or not self._device.launch_again(name, x, out, op):
+        if op is None:
+            return False
+        work = None
+        if opts.asyncOp:  # as all functional collectives are
+            if (work := self._device.start_again(name, x, out, op)) is None:
+                return False
+            if _allow_inflight_collective_as_graph_input():
+                work.wait()
+        elif not self._device.launch_again(name, x, out, op):
             return False
         self.record.cached[name] += 1
-        return True
+        return work
 
     def _take(self, name: str, calls: list[GroupCall] | str, opts: Any) -> Work | None:
         """The call's work, if weft takes it."""

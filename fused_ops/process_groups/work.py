@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from ...symm_mem import WeftError
+from ...symm_mem.backends import cuda_state
 from ...symm_mem.workspace import Workspace
 from .options import seconds_of
 
@@ -159,15 +160,21 @@ class StreamWork(DoneWork):
         read: tensors that must stay until a stream waits for the call, in addition to those that are written.
         ended: the event after it.
         side: its stream.
+        device: where that is.
     """
 
     def __init__(
-        self, tensors: list[Tensor], read: list[Tensor], ended: torch.cuda.Event, side: torch.cuda.Stream
+        self,
+        tensors: list[Tensor],
+        read: list[Tensor],
+        ended: torch.cuda.Event,
+        side: torch.cuda.Stream,
+        device: int,
     ) -> None:
         super().__init__(tensors)
         self._held = [*tensors, *read]
         self._ended = ended
-        self._side = side
+        self._side, self._device = side, device
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """The current stream waits for the call; the host only with a ``timeout``, as for NCCL's.
@@ -175,7 +182,8 @@ class StreamWork(DoneWork):
         Raises:
             WeftError: it has not ended within ``timeout``. It goes on, until its own deadline.
         """
-        torch.cuda.current_stream(self._side.device).wait_event(self._ended)
+        cuda = cuda_state.state
+        self._ended.wait(cuda.stream(cuda.current_stream(self._device), self._device))
         self._held = []
         if (seconds := seconds_of(timeout)) is not None:
             end = time.monotonic() + seconds

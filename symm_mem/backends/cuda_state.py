@@ -100,6 +100,10 @@ class CudaState:
 
         return own_stream(owner, device, first=True)
 
+    def side_stream(self, device: int) -> torch.cuda.Stream:
+        """One of torch's own."""
+        return torch.cuda.Stream(device)
+
     def copy(self, to: int, source: int, size: int, stream: int) -> None:
         """Let a copy engine copy ``size`` bytes, after what is on the stream."""
         driver, check = _driver()
@@ -126,6 +130,10 @@ class CudaState:
     def make_current(self, device: torch.device) -> Any:
         """Inside a ``with`` the device is the current one."""
         return torch.cuda.device(device)
+
+    def make_stream_current(self, stream: torch.cuda.Stream) -> Any:
+        """Inside a ``with`` the stream is the current one of its device, which is the current one."""
+        return torch.cuda.stream(stream)
 
 
 state = CudaState()

@@ -10,7 +10,7 @@ import ctypes
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -30,7 +30,7 @@ from weft.symm_mem.call_cache import CachedDict
 from weft.symm_mem.heap.registry import register_heap
 
 NAME, WORLD_SIZE = "0", 2  # the default group's
-STREAM, DEADLINE = 7, 300_000_000_000
+STREAM, SIDE, DEADLINE = 7, 6, 300_000_000_000
 SLOW = (symm_mem.WeftError, ValueError)
 TAKEN = "this is the slow path|no process group is named '0'"
 
@@ -113,6 +113,17 @@ class Gpu(cuda_state.CudaState):
 
     def num_sms(self, device: torch.device) -> int:
         return self.sms
+
+    def side_stream(self, device: int) -> Any:
+        return SimpleNamespace(cuda_stream=SIDE, work=self.on.setdefault(SIDE, []))
+
+    @contextmanager
+    def make_stream_current(self, stream: Any) -> Iterator[None]:
+        before, self.now = self.now, stream.cuda_stream
+        try:
+            yield
+        finally:
+            self.now = before
 
     def event(self) -> Any:
         return Event()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +12,14 @@ import fake_gpu
 import pytest
 import torch
 import torch.distributed as dist
-from fake_gpu import NAME, STREAM, Stage
+from fake_gpu import NAME, SIDE, STREAM, Event, Stage
 from weft import symm_mem
 from weft.fused_ops.dispatch import plan
 from weft.fused_ops.process_groups import cuda_calls
 from weft.fused_ops.process_groups.calls import ALL_GATHER, ALL_REDUCE, GroupCall
 from weft.fused_ops.process_groups.cuda_calls import DeviceLines
+from weft.fused_ops.process_groups.group import WeftProcessGroup
+from weft.fused_ops.process_groups.work import StreamWork
 from weft.symm_mem import flight_recorder
 from weft.symm_mem.heap.registry import register_heap
 
@@ -42,7 +46,7 @@ def stage(gpu_stage: GroupStage, monkeypatch: pytest.MonkeyPatch) -> GroupStage:
 
     def launch(x: int, out: int, timeout_ns: int, stream: int) -> None:
         stage.launches.append((x, out, timeout_ns, stream))
-        stage.gpu.launch("kernel")
+        stage.gpu.on.setdefault(stream, []).append("kernel")
 
     def prepared(*_: Any) -> Any:
         stage.prepared += 1
@@ -177,6 +181,73 @@ def test_another_group_of_the_same_name(stage: GroupStage) -> None:
     stage.lines, before = DeviceLines(stage.group, NAME), stage.prepared
     run(stage, all_reduce(x))
     assert stage.prepared == before + 1
+
+
+def start(stage: GroupStage, x: torch.Tensor, opts: Any = None) -> Any:
+    """What the group's first look at a call makes of it, as functional collectives call: asynchronously."""
+    cached = dict.fromkeys((ALL_REDUCE,), 0)
+    group: Any = SimpleNamespace(
+        _coalescing=False, _device=stage.lines, record=SimpleNamespace(cached=cached)
+    )
+    work = WeftProcessGroup._launch_cached(group, ALL_REDUCE, x, x, opts or dist.AllreduceOptions())
+    assert cached[ALL_REDUCE] == (work is not False)
+    return work
+
+
+def start_first(stage: GroupStage, x: torch.Tensor) -> None:
+    assert start(stage, x) is False
+    work = stage.lines.run([all_reduce(x)], asynchronous=True)
+    assert not isinstance(work, str) and work.wait()
+
+
+def test_an_asynchronous_call_like_one_before_is_launched_at_once(stage: GroupStage) -> None:
+    x, y = torch.randn(5, 3), torch.randn(15)
+    start_first(stage, x)
+    stage.gpu.now = OTHER
+    stage.gpu.launch("writes y")
+    work = start(stage, y)
+    assert isinstance(work, StreamWork) and work.result() == [y]
+    assert stage.prepared == 1 and stage.workspace.noted == [ALL_REDUCE] * 2
+    assert stage.launches == [(t.data_ptr(), t.data_ptr(), DEFAULT, SIDE) for t in (x, y)]
+    side, others = stage.gpu.on[SIDE], stage.gpu.on[OTHER]
+    assert side[-2:] == [("wait", "writes y"), "kernel"]
+    assert others == ["writes y"], "what the stream does next does not wait yet"
+    work.wait()
+    assert others == ["writes y", ("wait", "kernel")]
+
+
+@pytest.mark.parametrize("why", ["capturing", "size", "dtype", "deadline", "another device", "backend"])
+def test_asynchronous_calls_that_are_made_ready_anew(stage: GroupStage, why: str) -> None:
+    x, opts = torch.randn(6), dist.AllreduceOptions()
+    start_first(stage, x)
+    kept: Any = Event()  # any object of which there is a weak reference
+    if why == "capturing":
+        stage.gpu.graphs[STREAM] = ("ACTIVE", 77)
+    elif why == "another device":
+        stage.gpu.device = 1
+    elif why == "backend":
+        stage.lines.order_before(kept)
+    x = {"size": x[:4], "dtype": x.half()}.get(why, x)
+    if why == "deadline":
+        opts.timeout = timedelta(seconds=2)
+    before = len(stage.launches)
+    assert start(stage, x, opts) is False
+    assert len(stage.launches) == before
+
+
+def test_how_much_python_an_asynchronous_call_costs(stage: GroupStage) -> None:
+    x, calls = torch.randn(6), 0
+    start_first(stage, x)
+
+    def count(frame: Any, event: str, what: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    work = start(stage, x)
+    sys.setprofile(None)
+    work.wait()
+    assert calls < 70  # 62, those of the stand-ins with them
 
 
 def test_coalesced_calls_are_launched_one_by_one(stage: GroupStage) -> None:
