@@ -91,11 +91,13 @@ def fused_linear_cross_entropy(
     whole, partial_x = _gathered(x, sequence_dim, name)
     named |= {"partial_x": partial_x, **_of_loss(loss), **of_graph(name)}
     operands, summed = (whole, weight_shard, bias, targets, name), reduction != "none"
-    values: Tensor = schema.linear_cross_entropy(*operands, summed=summed, **named)[0]
-    _check_targets(targets, weight_shard.shape[0], vocab_start, ignore_index, name)
+    # Of float16, a mean's gradients of logits may be too small for numbers: then it is divided at the end.
+    mean = reduction == "mean" and x.dtype != torch.float16
+    values, bounds, _ = schema.linear_cross_entropy(*operands, summed=summed, mean=mean, **named)
+    _check_targets(targets, bounds, ignore_index)
     if not summed:
         return _rows(loss, values, targets)
-    return values if reduction == "sum" else values / (targets != ignore_index).sum()
+    return values if mean or reduction == "sum" else values / (targets != ignore_index).sum()
 
 
 def fused_linear_log_probs(
@@ -149,8 +151,8 @@ def fused_linear_log_probs(
         "ignore_index": ignore_index,
     }
     operands = whole, weight_shard, bias, targets, name
-    values = schema.linear_log_probs(*operands, **named, **of_graph(name))[0]
-    _check_targets(targets, weight_shard.shape[0], vocab_start, ignore_index, name)
+    values, bounds, _ = schema.linear_log_probs(*operands, **named, **of_graph(name))
+    _check_targets(targets, bounds, ignore_index)
     counts = targets != ignore_index
     log_probs = (values[1] - values[0]).view(targets.shape).where(counts, 0)
     return (log_probs, values[2].view(targets.shape).where(counts, 0)) if return_entropy else log_probs
@@ -195,8 +197,9 @@ def cross_entropy_of_sharded_logits(
     named = _scored(vocab_start, softcap, temperature)
     name = group_name(group)
     named |= {**_of_loss(loss), **of_graph(name)}
-    values = schema.cross_entropy_of_sharded_logits(logits_shard, None, None, targets, name, **named)[0]
-    _check_targets(targets, logits_shard.shape[-1], vocab_start, ignore_index, name)
+    given = logits_shard, None, None, targets, name
+    values, bounds, _ = schema.cross_entropy_of_sharded_logits(*given, **named)
+    _check_targets(targets, bounds, ignore_index)
     rows = _rows(loss, values, targets)
     if reduction == "none":
         return rows
@@ -211,16 +214,11 @@ def _tensors(bias: Any, targets: Any, **named: Any) -> None:
         validation.tensor("bias", bias)
 
 
-def _check_targets(
-    targets: Tensor, columns: int, vocab_start: int | None, ignore_index: int, name: str
-) -> None:
-    """In the checked mode, which may wait for data: they are columns of the vocabulary. After the call, by which ranks
-    have found out whether they make the same one."""
+def _check_targets(targets: Tensor, bounds: Tensor, ignore_index: int) -> None:
+    """In the checked mode, which may wait for data: they are columns of the vocabulary."""
     if torch.compiler.is_compiling() or not is_checked() or not needs_no_dispatch(targets):
         return
-    end = torch.full((1,), columns + (vocab_start or 0), device=targets.device)
-    ends = schema.all_gather(end, 0, name)
-    count = int(ends.sum() if vocab_start is None else ends.max())
+    count = int(bounds[1])
     wrong = targets[((targets < 0) | (targets >= count)) & (targets != ignore_index)]
     if wrong.numel():
         raise ValueError(

@@ -1,4 +1,5 @@
-"""What reads every logit of a rank on CUDA: statistics of rows, and the gradient in place of the logits.
+"""What reads every logit of a rank on CUDA: statistics of rows, and the gradient in place of the logits. And what
+multiplies gradients by what the backward brings.
 
 ``statistics_kernel`` reads logits [M, V] once, one program a row, with a running maximum. ``gradient_kernel`` has one
 program for each BLOCK columns of a row. Both compute in float32, wait for nobody and are graph-safe;
@@ -16,6 +17,7 @@ from .reference import Columns, count_statistics
 
 _ROW_BLOCK, _ROW_WARPS = 8192, 16
 _BLOCK, _WARPS = 4096, 8
+_MULTIPLY_BLOCK = 16384
 
 
 @triton.jit
@@ -109,6 +111,16 @@ def gradient_kernel(
     tl.store(out + row * out_stride + column, (gradient / TEMPERATURE).to(out.dtype.element_ty), mask=there)
 
 
+@triton.jit
+def multiply_kernel(x, factor, count, BLOCK: tl.constexpr):
+    by = tl.load(factor)
+    if by != 1.0:  # a loss whose backward is called is not multiplied by anything: then nothing is read
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        there = at < count
+        value = tl.load(x + at, mask=there, other=0.0).to(tl.float32) * by
+        tl.store(x + at, value.to(x.dtype.element_ty), mask=there)
+
+
 def _constants(columns: Columns) -> dict[str, float | bool]:
     scores = columns.scores
     return {
@@ -142,4 +154,12 @@ def launch_gradient(logits: Tensor, columns: Columns, terms: Tensor, out: Tensor
             **_constants(columns),
             BLOCK=_BLOCK,
             num_warps=_WARPS,
+        )
+
+
+def launch_multiply(x: Tensor, factor: Tensor) -> None:
+    """x, which is dense, by a number in float32, in place."""
+    if x.numel():
+        multiply_kernel[(triton.cdiv(x.numel(), _MULTIPLY_BLOCK),)](
+            *(x, factor, x.numel()), BLOCK=_MULTIPLY_BLOCK, num_warps=_ROW_WARPS
         )

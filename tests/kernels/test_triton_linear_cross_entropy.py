@@ -50,6 +50,12 @@ def kernels(rank: int, size: int, dtype: torch.dtype) -> None:
                 reference_gradient(exact, columns, terms.double(), wanted)
                 triton_kernel.launch_gradient(logits, columns, terms, logits)
                 close(logits, wanted, BOUND[dtype])
+    triton_kernel._MULTIPLY_BLOCK = 64
+    for factor in (1.0, 0.3):
+        x = torch.randn(7, 33).to(dtype).t()
+        wanted = x.double() * factor
+        triton_kernel.launch_multiply(x, torch.tensor(factor))
+        close(x, wanted, BOUND[dtype])
 
 
 @pytest.mark.parametrize("dtype", BOUND)

@@ -52,6 +52,17 @@ def gradient(logits: Tensor, columns: Columns, terms: Tensor, out: Tensor) -> No
     triton_kernel.launch_gradient(logits, columns, terms, out)
 
 
+def multiply_(gradient: Tensor, factor: Tensor) -> Tensor:
+    """By a number in float32: of 16 bits, torch would round that before."""
+    if gradient.device.type == "cpu":
+        return gradient if factor.item() == 1 else gradient.copy_(gradient.float() * factor)
+    from ....kernels.linear_cross_entropy import triton_kernel
+
+    with on_device(gradient):
+        triton_kernel.launch_multiply(gradient, factor)
+    return gradient
+
+
 def logits_by_chunks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
     """Rows of x [M, H], and their logits, which the next chunk overwrites."""
     chunks = chunks_of(x.shape[0])
@@ -102,7 +113,7 @@ class GradientsCall(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
     targets: Tensor
-    start: Tensor
+    bounds: Tensor
     terms: Tensor
     extra: str
     softcap: float | None
@@ -113,7 +124,7 @@ class GradientsCall(NamedTuple):
 def _run(call: GradientsCall) -> list[Tensor]:
     """This rank's; nothing is sent."""
     columns = Columns(
-        call.targets.reshape(-1), call.start, Scores(call.softcap, call.temperature), call.extra
+        call.targets.reshape(-1), call.bounds[:1], Scores(call.softcap, call.temperature), call.extra
     )
     x, weight, terms = call.x.flatten(0, -2), call.weight, call.terms
     with on_device(x):
@@ -143,7 +154,7 @@ def fake_gradients(
 
 _lib = torch.library.Library("weft", "FRAGMENT")
 _lib.define(
-    "linear_cross_entropy_gradients(Tensor x, Tensor? weight, Tensor? bias, Tensor targets, Tensor start,"
+    "linear_cross_entropy_gradients(Tensor x, Tensor? weight, Tensor? bias, Tensor targets, Tensor bounds,"
     " Tensor terms, str extra, float? softcap, float temperature, bool[] wanted) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
 )

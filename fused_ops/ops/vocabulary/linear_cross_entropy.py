@@ -26,7 +26,7 @@ from ....kernels.linear_cross_entropy.reference import (
     count_statistics,
     gradient_terms,
 )
-from ....symm_mem import resolve_group
+from ....symm_mem import is_checked, resolve_group
 from ....symm_mem.heap.heap import Heap
 from ... import validation
 from ...dispatch.choice import Choice
@@ -44,6 +44,7 @@ class LinearCrossEntropyCall(NamedTuple):
         x: [..., H], or without a weight the logits [..., V of this rank].
         vocab_start: the first of this rank's columns; None: after those of the ranks before.
         summed: the losses' sum is wanted, else each row's statistics.
+        mean: of the rows that are not ignored, in place of the sum.
         partial_x: gradients of x are to be this rank's part of their sum.
         of_x, of_weight, of_bias: whose unit gradients are wanted with the sum.
     """
@@ -55,6 +56,7 @@ class LinearCrossEntropyCall(NamedTuple):
     group_name: str
     vocab_start: int | None = None
     summed: bool = False
+    mean: bool = False
     extra: str = ""
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -142,21 +144,21 @@ def _choose(call: LinearCrossEntropyCall, group: ProcessGroup) -> Choice:
 def _run(
     op: str, choice: Choice, where: Heap | None, call: LinearCrossEntropyCall, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The sum, or statistics [K, M] of all ranks' columns; this rank's first column; unit gradients."""
+    """The sum, or statistics [K, M] of all ranks' columns; ``_bounds``; unit gradients."""
     gather = partial(all_gather.gather_within, group=group, op=op)
     with chunks.on_device(call.x):
-        start, scores = _first_column(call, gather, group.rank()), Scores(call.softcap, call.temperature)
-        columns = Columns(call.targets.reshape(-1), start, scores, call.extra)
+        bounds, scores = _bounds(call, gather, group.rank()), Scores(call.softcap, call.temperature)
+        columns = Columns(call.targets.reshape(-1), bounds[:1], scores, call.extra)
         if call.summed:
             total, gradients = _sum_with_gradients(call, columns, gather)
-            return total, start, gradients
+            return total, bounds, gradients
         x = call.x.flatten(0, -2)
         if call.weight is None:
             sent = chunks.statistics(chunks.with_rows(x), columns)
         else:
             parts = chunks.logits_by_chunks(x, call.weight, call.bias)
             sent = torch.cat([chunks.statistics(logits, columns.rows(rows)) for rows, logits in parts], 1)
-        return _combined(sent, call.extra, gather), start, []
+        return _combined(sent, call.extra, gather), bounds, []
 
 
 def _sum_with_gradients(
@@ -165,26 +167,34 @@ def _sum_with_gradients(
     x, weight = call.x, call.weight
     assert weight is not None
     found = chunks.Gradients(x, weight, call.bias, call.wanted)
-    losses = []
+    losses, count = [], (columns.targets != call.ignore_index).sum() if call.mean else None
     for rows, logits in chunks.logits_by_chunks(x.flatten(0, -2), weight, call.bias):
         part = columns.rows(rows)
         values = _combined(chunks.statistics(logits, part), call.extra, gather)
         losses.append(call.loss.rows(values, part.targets))
         if any(call.wanted):
-            terms = gradient_terms(values, call.loss.gradients(values, part.targets), call.extra)
+            of_values = call.loss.gradients(values, part.targets)
+            of_values = of_values if count is None else of_values / count.clamp(min=1)
+            terms = gradient_terms(values, of_values, call.extra)
             chunks.gradient(logits, part, terms, logits)
             found.add(rows, logits)
-    return torch.cat(losses).sum(), found.found()
+    total = torch.cat(losses).sum()
+    return total if count is None else total / count, found.found()
 
 
-def _first_column(call: LinearCrossEntropyCall, gather: Gather, rank: int) -> Tensor:
-    """[1]. Without a number the ranks tell each other how many they have, at every call: a rank cannot know whether
-    another one has as many as before."""
-    here = call.columns_here if call.vocab_start is None else call.vocab_start
-    number = torch.full((1,), here, dtype=torch.int64, device=call.x.device)
-    if call.vocab_start is not None:
-        return number
-    return gather(number)[:rank].sum(0, keepdim=True)
+def _bounds(call: LinearCrossEntropyCall, gather: Gather, rank: int) -> Tensor:
+    """[2]: this rank's first column, and how many columns all ranks have, 0 where that is not asked for.
+
+    Without a number the ranks tell each other how many they have, at every call: a rank cannot know whether another
+    one has as many as before.
+    """
+    here, start = call.columns_here, call.vocab_start
+    number = torch.full((1,), here + (start or 0), dtype=torch.int64, device=call.x.device)
+    if start is None:
+        every = gather(number)
+        return torch.stack([every[:rank].sum(), every.sum()])
+    count = gather(number).max() if is_checked() else torch.zeros_like(number[0])
+    return torch.stack([number[0] - here, count])
 
 
 def _combined(sent: Tensor, extra: str, gather: Gather) -> Tensor:
@@ -196,7 +206,7 @@ def _fake(call: LinearCrossEntropyCall, group: ProcessGroup) -> tuple[Tensor, Te
     shape = [] if call.summed else [count_statistics(call.extra), call.targets.numel()]
     values = call.x.new_empty(shape, dtype=torch.float32)
     gradients = chunks.fake_gradients(call.x, call.weight, call.bias, call.wanted)
-    return values, call.targets.new_empty(1), gradients
+    return values, call.targets.new_empty(2), gradients
 
 
 def _refuse_second_gradient(op: str) -> None:
@@ -221,10 +231,10 @@ class SummedLossFunction(torch.autograd.Function):
         ctx.wanted, ctx.multiplied = tuple(ctx.needs_input_grad[2:]), False
         of_x, of_weight, of_bias = ctx.wanted
         call = call._replace(of_x=of_x, of_weight=of_weight, of_bias=of_bias)
-        total, start, gradients = op.run_below_autograd(call)
+        total, bounds, gradients = op.run_below_autograd(call)
         ctx.save_for_backward(*gradients)
-        ctx.mark_non_differentiable(start)
-        return total, start
+        ctx.mark_non_differentiable(bounds)
+        return total, bounds
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
@@ -237,9 +247,9 @@ class SummedLossFunction(torch.autograd.Function):
         gradients = ctx.saved_tensors
         if needs_no_dispatch(grad, *gradients):
             ctx.multiplied = True  # in place: the weight's gradient is the largest tensor of all
-            gradients = [g.mul_(grad) for g in gradients]
+            gradients = [chunks.multiply_(g, grad) for g in gradients]
         else:
-            gradients = [g * grad for g in gradients]
+            gradients = [(g.float() * grad).to(g.dtype) for g in gradients]
         return None, None, *_spread(gradients, ctx.wanted)
 
 
@@ -248,12 +258,12 @@ class RowStatisticsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, op: Op, call: LinearCrossEntropyCall, x: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        values, start, _ = op.run_below_autograd(call)
-        ctx.save_for_backward(x, weight, bias, call.targets, start, values)
+        values, bounds, _ = op.run_below_autograd(call)
+        ctx.save_for_backward(x, weight, bias, call.targets, bounds, values)
         ctx.op = op.name
         ctx.scored = call.extra, call.softcap, call.temperature
-        ctx.mark_non_differentiable(start)
-        return values, start
+        ctx.mark_non_differentiable(bounds)
+        return values, bounds
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
@@ -270,8 +280,8 @@ def _with_gradient(op: Op, call: LinearCrossEntropyCall) -> tuple[Tensor, Tensor
     if call.weight is not None and not call.partial_x:
         x = SumGradient.apply(x, call.group_name, call.group_size)
     function = SummedLossFunction if call.summed else RowStatisticsFunction
-    values, start = function.apply(op, call, x, call.weight, call.bias)
-    return values, start, []
+    values, bounds = function.apply(op, call, x, call.weight, call.bias)
+    return values, bounds, []
 
 
 def _flops(
@@ -290,8 +300,8 @@ def _named(name: str) -> Op:
     """All compute the same: their functions make different things of it, and errors say which one was called."""
     op = Op(
         f"{name}(Tensor x, Tensor? weight, Tensor? bias, Tensor targets, str group_name, *, int? vocab_start=None,"
-        " bool summed=False, str extra='', int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0,"
-        " float? softcap=None, float temperature=1.0, bool partial_x=False, bool of_x=False,"
+        " bool summed=False, bool mean=False, str extra='', int ignore_index=-100, float label_smoothing=0.0,"
+        " float z_loss=0.0, float? softcap=None, float temperature=1.0, bool partial_x=False, bool of_x=False,"
         " bool of_weight=False, bool of_bias=False, int? group_size=None) -> (Tensor, Tensor, Tensor[])",
         record=LinearCrossEntropyCall,
         validate=_validate,

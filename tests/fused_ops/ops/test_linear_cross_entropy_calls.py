@@ -60,9 +60,9 @@ def opcheck(rank: int, size: int) -> None:
         )
     made = {"summed": True, "of_x": True, "of_weight": True}
     torch.library.opcheck(ops.fused_linear_cross_entropy, (x.detach(), w.detach(), None, targets, name), made)
-    start, terms = torch.zeros(1, dtype=torch.int64), torch.zeros(5, 6)
+    bounds, terms = torch.zeros(2, dtype=torch.int64), torch.zeros(5, 6)
     for weight, wanted in ((w.detach(), (True, False, False)), (None, (True, False, False))):
-        given = (x.detach(), weight, None, targets, start, terms, "", 2.0, 1.0, wanted)
+        given = (x.detach(), weight, None, targets, bounds, terms, "", 2.0, 1.0, wanted)
         torch.library.opcheck(ops.linear_cross_entropy_gradients, given)
 
 
