@@ -182,6 +182,7 @@ ALL_GATHER = Op(
     choose=_choose,
     run=run_all_gather,
     fast=lambda call: fast_all_gather(call.x, call.gather_dim, call.group_name),
+    known_by=lambda call, group: (call.gather_dim, [call.x]),
     with_gradient=lambda call: AllGatherFunction.apply(call, call.x),
 )
 ALL_GATHER_OUT = Op(
@@ -194,6 +195,7 @@ ALL_GATHER_OUT = Op(
     choose=lambda call, out, group: _choose(call, group),
     run=_run_out,
     fast=lambda call: fast_all_gather_out(call.out, call.x, call.gather_dim, call.group_name),
+    known_by=lambda call, out, group: (call.gather_dim, [out, call.x]),
     with_gradient=lambda call: op.refuse_gradient(_validate_out, call, op.INTO),
     functional=(ALL_GATHER, lambda call: call.without_out),
 )
