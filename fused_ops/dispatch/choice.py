@@ -39,6 +39,7 @@ class Choice:
         layout: what that must hold.
         programs: returns those that the call launches, and those of the all-reduce that an unfused norm makes.
         how: what the op's ``run`` takes from here: its configuration, and its operands as kernels take them.
+        found: of a call like one before, its workspace and its plan.
     """
 
     algorithm: str
@@ -49,6 +50,7 @@ class Choice:
     predicted_us: float | None = None
     programs: Callable[[], Sequence[CompilableProgram]] = tuple
     how: Any = None
+    found: tuple[Workspace[Any], Plan] | None = None
 
     @property
     def is_unfused(self) -> bool:
@@ -60,10 +62,12 @@ class Choice:
         Raises:
             RankMismatch, PeerTimeout: the ranks do not grow it together.
         """
-        return workspace_of(heap, self.kind, self.layout)
+        return workspace_of(heap, self.kind, self.layout) if self.found is None else self.found[0]
 
     def plan_in(self, workspace: Workspace[Any] | None) -> Plan:
         """That of a call in this workspace, which may have room for more."""
+        if self.found is not None:
+            return self.found[1]
         return self._plan(0 if workspace is None else workspace.layout.bytes)
 
     def plan_on(self, device: torch.device) -> Plan:

@@ -4,7 +4,8 @@ The slow path stores its result in the workspace that it used (``remember_call``
 arguments, and each tensor's sizes, strides, dtype and device. The group is that of the workspace. A call that finds it
 there (``run_fast``) has nothing left to check: what was refused was never stored. Whatever else could make a difference
 sends the call to the slow path. It is either asked anew at each call, or it invalidates the call cache
-(symm_mem/call_cache.py), and the call is looked up once more:
+(symm_mem/call_cache.py), and the call is looked up once more. Between CPU ranks what is stored is how the op runs
+(``Op.run``) of arguments that are validated: all that follows holds there, too, but for streams and addresses.
 
 - group destroyed, or another one under its name: asked anew. Heap made anew, workspace outgrown or gone in a reset:
   invalidates. So a rank on the fast path and one on the slow path use the same memory.
@@ -24,17 +25,18 @@ sends the call to the slow path. It is either asked anew at each call, or it inv
   path, too; there a kind of call is tuned before it is stored.
 
 A broken group raises on both paths: asked anew. The deadline is that of ``set_timeout``, which invalidates; without
-one, WEFT_TIMEOUT as it was at the call that was stored.
+one, WEFT_TIMEOUT as it was at the call that was stored; between CPU ranks as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ...kernels.device.jit.empty import Empty, empty_on
 from ...symm_mem import call_cache, flight_recorder, is_checked
@@ -46,7 +48,7 @@ from ...symm_mem.workspace import Workspace
 from . import plan
 from .stream_order import StreamStep, is_external, steps_on, stream_on
 from .tensor_guards import TYPES, TensorGuard, guards_of, has_tangents, likely_call, note_likely
-from .workspaces import AROUND_MATMULS
+from .workspaces import AROUND_MATMULS, MATMUL
 
 _ALIGNMENT = 16  # bytes, of what kernels take
 
@@ -112,9 +114,19 @@ class Caller(Protocol):
         """A whole call. If an exception ends it in the midst of what peers wait for, the group is broken."""
 
 
+class HostCall(Protocol):
+    """A call between CPU ranks, which takes tensors and returns its results."""
+
+    def bound(
+        self, workspace: Workspace[Any], ran: plan.Plan
+    ) -> Callable[[Sequence[Tensor], ProcessGroup], list[Tensor]]:
+        """The call in its workspace."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    launcher: Any  # a Launcher, or if it `calls` a Caller
+    launcher: Any  # a Launcher, or if it `calls` a Caller, or between CPU ranks a HostCall
     calls: bool
     plan: plan.Plan
     profitable: bool
@@ -136,7 +148,7 @@ class StreamWorkspace:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A cached call. ``timeout_ns``: its deadline."""
+    """A cached call. ``timeout_ns``: its deadline; ``on_host``: what makes it between CPU ranks."""
 
     group: GroupRef
     workspace: Workspace[Any]
@@ -148,6 +160,7 @@ class _Found:
     stream: int
     before: StreamStep
     behind: StreamStep
+    on_host: Callable[[Sequence[Tensor], ProcessGroup], list[Tensor]] | None
 
 
 def stream_workspace(kind: str, group_name: str, device: int, stream: int) -> StreamWorkspace | None:
@@ -198,7 +211,7 @@ def run_fast(
     Args:
         arguments: whatever else than tensors makes a difference, of exactly the types that the op takes.
         tensors: of one dtype, on one device, or anything: then the answer is None.
-        kinds: of workspaces in which it may be remembered.
+        kinds: of workspaces in which it may be remembered on CUDA.
     """
     kept, where = call_cache.cached_calls, plan.this_thread.workspaces
     kind = (op, arguments, group_name, len(tensors), where)
@@ -219,8 +232,12 @@ def run_fast(
                 return None
             call_cache.keep(kept, (alike, group_name, stream, where), found)
         note_likely(kept, kind, found)
-    if not has_name(found.group(), group_name):
+    group = found.group()
+    if not has_name(group, group_name):
         return None
+    if found.on_host is not None:
+        assert group is not None  # it has a name
+        return found.on_host(tensors, group)
     stream = found.stream
     workspace, ready = found.workspace, found.ready
     empty = ready.empty
@@ -254,7 +271,9 @@ def _addresses(tensors: Sequence[Tensor]) -> list[int] | None:
     for t in tensors:
         addresses.append(address := t.data_ptr())
         together |= address
-    return None if together % _ALIGNMENT or 0 in addresses else addresses
+    if 0 in addresses or (together % _ALIGNMENT and cuda_state.state.index_of(tensors[0]) >= 0):
+        return None
+    return addresses
 
 
 def _find(
@@ -262,16 +281,17 @@ def _find(
 ) -> _Found | None:
     """What is stored for such calls, where they are made now."""
     device = cuda_state.state.index_of(tensors[0])
-    for kind in kinds:
+    for kind in kinds if device >= 0 else (MATMUL,):
         here = stream_workspace(kind, group_name, device, stream)
         ready = None if here is None else here.workspace.prepared.get(alike)
         if here is None or ready is None or ready.preferred != plan.preferred_kernel():
             continue
         if plan.should_fuse(ready.profitable):
             deadline = timeout(group_name, ready.timeout_ns)
-            before, behind = steps_on(device, stream)
+            before, behind = steps_on(device, stream) if device >= 0 else (None, None)
             where = kind in AROUND_MATMULS, guards_of(tensors), device, stream
-            return _Found(here.group, here.workspace, ready, deadline, *where, before, behind)
+            on_host = ready.launcher.bound(here.workspace, ready.plan) if device < 0 else None
+            return _Found(here.group, here.workspace, ready, deadline, *where, before, behind, on_host)
     return None
 
 
@@ -322,6 +342,17 @@ def remember_call(
     same = (launcher, ran, profitable, preferred)
     if known is None or (known.launcher, known.plan, known.profitable, known.preferred) != same:
         workspace.keep(key, ready)  # only then: it invalidates cached calls
+
+
+def remember_host_call(
+    key: Hashable, workspace: Workspace[Any], call: HostCall, device: torch.device, ran: plan.Plan
+) -> None:
+    """The same of a call between CPU ranks. ``key``: of ``key_of``."""
+    preferred = plan.preferred_kernel()
+    known: _Ready | None = workspace.prepared.get(key)
+    if stream_on(-1) is not None and (known is None or (known.plan, known.preferred) != (ran, preferred)):
+        nothing: Any = (), empty_on(device), default_ns(), (), None
+        workspace.keep(key, _Ready(call, False, ran, True, preferred, *nothing))
 
 
 def key_of(op: str, arguments: Hashable, tensors: Sequence[Tensor]) -> Hashable:

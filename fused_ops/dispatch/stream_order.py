@@ -34,7 +34,7 @@ from typing import TypeAlias
 
 import torch
 
-from ...symm_mem import forks
+from ...symm_mem import flight_recorder, forks, is_checked
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.heap.captured import CapturedGraph
@@ -68,12 +68,16 @@ def stream_and_graph(device: torch.device) -> tuple[int, int]:
 
 
 def stream_on(device: int) -> int | None:
-    """The current stream on a CUDA device; None where a call must take the slow path, as one on the CPU (-1).
+    """The current stream on a CUDA device, and 0 between CPU ranks (-1); None where a call must take the slow path.
 
-    In a forked child, too: the slow path refuses it, where a question to CUDA would end in the driver's words.
+    In a forked child, too: the slow path refuses it, where a question to CUDA would end in the driver's words. A call
+    between CPU ranks that is recorded or compared is so on the slow path, which is also below autocast.
     """
     cuda = cuda_state.state
-    if device < 0 or forks.inherited or cuda.current_device() != device or cuda.is_capturing():
+    if device < 0:
+        told = flight_recorder.calls is not None or is_checked() or torch.is_autocast_enabled("cpu")
+        return None if told or forks.inherited else 0
+    if forks.inherited or cuda.current_device() != device or cuda.is_capturing():
         return None
     stream: int = cuda.current_stream(device)
     return stream

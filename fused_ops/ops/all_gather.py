@@ -201,6 +201,7 @@ ALL_GATHER = Op(
     choose=choose_gather,
     run=run_all_gather,
     fast=lambda call: fast_all_gather(call.x, call.gather_dim, call.group_name),
+    known_by=lambda call, group: (call.gather_dim, [call.x]),
     with_gradient=lambda call: AllGatherFunction.apply(call, call.x),
 )
 ALL_GATHER_OUT = Op(
@@ -213,6 +214,7 @@ ALL_GATHER_OUT = Op(
     choose=lambda call, out, group: choose_gather(call, group),
     run=_run_out,
     fast=lambda call: fast_all_gather_out(call.out, call.x, call.gather_dim, call.group_name),
+    known_by=lambda call, out, group: (call.gather_dim, [out, call.x]),
     with_gradient=lambda call: op.refuse_gradient(_validate_out, call, op.INTO),
     functional=(ALL_GATHER, lambda call: call.without_out),
 )

@@ -252,6 +252,7 @@ ALL_GATHER_MATMUL = Op(
     choose=_choose,
     run=run_all_gather_matmul,
     fast=lambda call: fast_all_gather_matmul(*call[:5]),
+    known_by=lambda call, group: ((call.gather_dim, call.return_A), call.tensors),
     with_gradient=_with_gradient,
     flops=gathered_matmul_flops,
     own_dims={"Bs": (1,)},

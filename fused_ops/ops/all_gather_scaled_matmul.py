@@ -112,6 +112,14 @@ def _arguments(call: AllGatherScaledMatmulCall) -> tuple[Hashable, ...]:
     return call.gather_dim, call.return_A, counts, dtypes, (*call.use_fast_accum,), biased
 
 
+def _known_by(
+    call: AllGatherScaledMatmulCall, *_: object
+) -> tuple[tuple[Hashable, ...], Sequence[Tensor]] | None:
+    return (
+        None if any(scale is not None for scale in call.result_scales) else (_arguments(call), call.tensors)
+    )
+
+
 def _choose(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup) -> Choice:
     """Call and rows are what validation returns."""
     if call.A_shard.device.type != "cpu":
@@ -239,10 +247,11 @@ def _on_cuda(choice: Choice, where: Heap, gather: ScaledGather) -> Result:
         A = gather.shaped(A if gather.last else A.flatten(0, 1))
     outs = [gather.shaped(out if gather.last else out.flatten(0, 1)) for out in products]
     launcher = scaled.scaled_gather_launcher(kernel, workspace, used, scales)
-    if launcher is not None and all(scale is None for scale in call.result_scales):
+    known = _known_by(call)
+    if launcher is not None and known is not None:
         results = outs if A is None else [*outs, A]
         operands = [used.a, *used.bs, *scales.tensors]
-        made = fast_path.LaunchedCall(host.OP, _arguments(call), call.tensors, operands, results)
+        made = fast_path.LaunchedCall(host.OP, *known, operands, results)
         fast_path.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
     return A, outs
 
@@ -320,6 +329,7 @@ ALL_GATHER_SCALED_MATMUL = Op(
     choose=_choose,
     run=run_all_gather_scaled_matmul,
     fast=fast_all_gather_scaled_matmul,
+    known_by=_known_by,
     with_gradient=lambda call: op.refuse_gradient(_validate, call, NO_GRADIENT),
     flops=_flops,
     own_dims={"Bs": (1,), "B_scales": (-1,), "biases": (-1,), "result_scales": (-1,)},

@@ -29,7 +29,7 @@ from .. import validation
 from ..dispatch import plan
 from ..dispatch.all_reduces import PreparedAllReduce, choose_sum, choose_sum_on_cuda, prepare_all_reduce
 from ..dispatch.choice import Choice, unfused
-from ..dispatch.fast_path import may_take_fast_path, stream_workspace, timeout
+from ..dispatch.fast_path import may_take_fast_path, run_fast, stream_workspace, timeout
 from ..dispatch.plan import Plan, heap_or_reason, ran
 from ..dispatch.stream_order import StreamStep, in_stream_order, steps_on, stream_on
 from ..dispatch.tensor_guards import TensorGuard, guards_of, likely_call, note_likely
@@ -110,12 +110,14 @@ def fast_all_reduce(
     if found is None or not address:
         if anything and not may_take_fast_path(x):
             return None
+        device = cuda_state.state.index_of(x)
+        if device < 0:
+            return _between_cpu_ranks(x, reduce_op, group_name, out, op)
         try:
             if not x.is_contiguous() or not (address := x.data_ptr()):
                 return None
         except RuntimeError:  # sparse, nested, of torch.func: without strides, or without memory
             return None
-        device = cuda_state.state.index_of(x)
         stream = stream_on(device)
         if stream is None:
             return None
@@ -152,6 +154,15 @@ def fast_all_reduce(
     if out is x:
         increment_version(x)  # of what a kernel writes at an address autograd sees nothing
     return out
+
+
+def _between_cpu_ranks(
+    x: Tensor, reduce_op: str, group_name: str, out: Tensor | None, op: str
+) -> Tensor | None:
+    if out is not None and x.is_inference() and not torch.is_inference_mode_enabled():
+        return None  # is refused
+    results = run_fast(op, reduce_op, (x,), group_name)
+    return None if results is None else (out if results == [] else results[0])
 
 
 def _find(x: Tensor, reduce_op: str, group_name: str, stream: int) -> _Found | None:
@@ -322,6 +333,7 @@ ALL_REDUCE = Op(
     choose=_choose,
     run=_run,
     fast=lambda call: fast_all_reduce(call.x, call.reduce_op, call.group_name, anything=True),
+    known_by=lambda call, group: (call.reduce_op, [call.x]),
     with_gradient=_with_gradient,
     fast_on_device=lambda call: fast_all_reduce(call.x, call.reduce_op, call.group_name),
     prepares=BOTH,
@@ -336,6 +348,7 @@ ALL_REDUCE_IN_PLACE = Op(
     choose=_choose,
     run=_run_in_place,
     fast=lambda call: _fast_in_place(call, anything=True),
+    known_by=lambda call, group: (call.reduce_op, [call.x]),
     with_gradient=lambda call: refuse_gradient(
         validate_in_place, call, " where it is overwritten; use one_shot_all_reduce"
     ),

@@ -17,6 +17,7 @@ from .all_reduce_rms_norm import (
     choose_norm_call,
     fake_norm,
     named_layer_norm,
+    norm_is_known_by,
     norm_sends_nothing,
     run_norm_call,
     validate_all_reduce_norm,
@@ -114,6 +115,7 @@ ALL_REDUCE_LAYER_NORM = Op(
     choose=choose_norm_call,
     run=run_norm_call,
     fast=_fast,
+    known_by=norm_is_known_by,
     with_gradient=lambda call: AllReduceLayerNormFunction.apply(call, call.x, call.residual, *call.affine),
     prepares=all_reduce.BOTH,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -316,6 +316,10 @@ def norm_sends_nothing(call: NormCall, group: ProcessGroup) -> bool:
     return call.x.numel() == 0
 
 
+def norm_is_known_by(call: Any, group: ProcessGroup) -> tuple[Hashable, Sequence[Tensor]]:
+    return name_of_norm(call.kind), call.tensors
+
+
 ALL_REDUCE_RMS_NORM = Op(
     "fused_all_reduce_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, str group_name, *,"
     " float weight_offset=0.0, bool round_sum=True, int? group_size=None) -> (Tensor, Tensor)",
@@ -327,6 +331,7 @@ ALL_REDUCE_RMS_NORM = Op(
     choose=choose_norm_call,
     run=run_norm_call,
     fast=_fast,
+    known_by=norm_is_known_by,
     with_gradient=lambda call: AllReduceRmsNormFunction.apply(call, call.x, call.residual, call.weight),
     prepares=all_reduce.BOTH,
 )

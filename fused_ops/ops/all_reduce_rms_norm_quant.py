@@ -167,6 +167,7 @@ ALL_REDUCE_RMS_NORM_QUANT = Op(
     choose=lambda call, given, group: choose_norm(call.x, call.kind, group),
     run=run_all_reduce_rms_norm_quant,
     fast=fast_all_reduce_rms_norm_quant,
+    known_by=lambda call, given, group: (name_of_quant(given), call.tensors),
     with_gradient=lambda call: refuse_gradient(
         _validate, call, ": a norm in fp8 has none; detach it, or call fused_all_reduce_rms_norm"
     ),

@@ -319,6 +319,7 @@ MATMUL_ALL_REDUCE = Op(
     choose=_choose,
     run=run_matmul_all_reduce,
     fast=lambda call: fast_matmul_all_reduce(*call[:4]),
+    known_by=lambda call, group: (call.reduce_op, call.tensors),
     with_gradient=lambda call: MatmulAllReduceFunction.apply(call, *call.tensors),
     flops=matmul_flops,
     own_dims={"A": (-1,), "B": (0,)},

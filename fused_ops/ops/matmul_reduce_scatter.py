@@ -168,6 +168,16 @@ def _arguments(
     return dim, reduce_op, bias is not None, residual is not None, *(more,) * (more > 0)
 
 
+def _known_by(
+    call: MatmulReduceScatterCall, *_: object
+) -> tuple[tuple[int | str, ...], Sequence[Tensor]] | None:
+    """Of a call as it is after validation."""
+    if call.out_dtype != call.A.dtype:
+        return None
+    arguments = _arguments(call.scatter_dim, call.reduce_op, call.bias, call.residual, len(call.more or ()))
+    return arguments, (*call.factors, *call.terms)
+
+
 def _fast(call: MatmulReduceScatterCall) -> Tensor | None:
     A, B, reduce_op, dim, group_name, out_dtype, bias, residual, more, _ = call
     if out_dtype is not None:
@@ -294,12 +304,10 @@ def _on_cuda(choice: Choice, where: Heap, _: MatmulReduceScatterCall) -> Tensor:
         out = on_cuda.launch_matmul_reduce_scatter(kernel, workspace, used, timeout_ns)
         out = out.view(call.local_shape(where.world_size))
     launcher = on_cuda.scatter_launcher(kernel, workspace, used)
-    if launcher is not None and used.epilogue.out_dtype == call.A.dtype:
-        arguments = _arguments(
-            call.scatter_dim, call.reduce_op, call.bias, call.residual, len(call.more or ())
-        )
+    known = _known_by(call)
+    if launcher is not None and known is not None:
         operands = (*used.factors, *used.terms)
-        made = fast_path.LaunchedCall(host.OP, arguments, (*call.factors, *call.terms), operands, [out])
+        made = fast_path.LaunchedCall(host.OP, *known, operands, [out])
         fast_path.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
     return out
 
@@ -381,6 +389,7 @@ MATMUL_REDUCE_SCATTER = Op(
     choose=_choose,
     run=run_matmul_reduce_scatter,
     fast=_fast,
+    known_by=_known_by,
     with_gradient=lambda call: MatmulReduceScatterFunction.apply(
         call, call.bias, call.residual, *call.factors
     ),

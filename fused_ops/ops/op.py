@@ -5,22 +5,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
+from torch.distributed import ProcessGroup
 
 from ...symm_mem import flight_recorder, resolve_group
+from ...symm_mem.call_site import calling
 from ...symm_mem.failure.call_log import poison_on_error
+from ...symm_mem.workspace import Workspace
+from ..dispatch import fast_path
 from ..dispatch.call_check import OpCall, begin_call, take_begun
 from ..dispatch.choice import Choice, unfused
 from ..dispatch.fast_path import needs_no_dispatch
-from ..dispatch.plan import heap_or_reason, why_runs_unfused
+from ..dispatch.plan import Plan, heap_or_reason, this_thread, why_runs_unfused
 from ..dispatch.tensor_guards import has_tangents
 
 AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
@@ -59,10 +65,11 @@ class Op:
         sends_nothing: whether, by the same, the ranks have nothing to send each other.
         choose: the ``Choice`` of the same, where the ranks can address each other's memory.
         run: the results, of a choice, the heap (None if that is unfused), and the same.
-        fast: the results, if such a call was made before on CUDA; else None, and nothing happened. Its tensors may be
-            anything.
+        fast: the results, if such a call was made before; else None, and nothing happened. Its tensors may be anything.
         with_gradient: the results of a call of which a gradient is wanted; or it raises (``refuse_gradient``).
         fast_on_device: as ``fast``, where the dispatcher has seen to what else tensors may be, if that is less work.
+        known_by: of what ``validate`` returns, the arguments and tensors by which ``fast`` knows such a call; None: it
+            does not look for it.
         functional: of an op that writes to its first argument: the op that returns the same, and its call.
         flops: of shapes in place of tensors, if the op multiplies.
         own_dims: of arguments, the dimensions in which CPU ranks may have sizes of their own, since no rank sends them;
@@ -84,6 +91,7 @@ class Op:
     fast: Callable[[Any], Any]
     with_gradient: Callable[[Any], Any]
     fast_on_device: Callable[[Any], Any] | None = None
+    known_by: Callable[..., tuple[Hashable, Sequence[Tensor]] | None] = lambda *_: None
     functional: tuple[Op, Callable[[Any], Any]] | None = None
     flops: Callable[..., int] | None = None
     own_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -171,7 +179,101 @@ def _checked_run(op: Op, call: OpArguments) -> Any:
     where = heap_or_reason(op.name, op.kernel, device, group, empty=op.sends_nothing(*found))
     if isinstance(where, str):
         return op.run(unfused(where), None, *found)
-    return op.run(op.choose(*found), where, *found)
+    choice = op.choose(*found)
+    done = op.run(choice, where, *found)
+    if choice.algorithm == "host" and (known := op.known_by(*found)) is not None:
+        arguments, tensors = known
+        again = _HostCall.of(op, choice, found[:-1], tensors)
+        if again is not None:
+            key = fast_path.key_of(op.name, arguments, tensors)
+            fast_path.remember_host_call(key, choice.workspace_on(where), again, device, this_thread.plan)
+    return done
+
+
+class _Part(NamedTuple):
+    """What validation has returned, as values in which tensors are missing.
+
+    Attributes:
+        kind: of a record; None: it is one value.
+        alone, lists: where tensors, or lists with some, are missing, and which of the call's they are.
+    """
+
+    kind: type[Any] | None
+    values: list[Any]
+    alone: list[tuple[int, int]]
+    lists: list[tuple[int, list[int | None]]]
+
+    @staticmethod
+    def of(value: Any, numbers: Mapping[int, int]) -> _Part:
+        """``numbers`` of the call's tensors, by their ids.
+
+        Raises:
+            KeyError: there is another tensor in the value.
+        """
+        kind = type(value) if hasattr(value, "_fields") else None
+        values: list[Any] = [value] if kind is None else list(value)
+        alone, lists = [], []
+        for i, each in enumerate(values):
+            if isinstance(each, Tensor):
+                alone.append((i, numbers[id(each)]))
+            elif isinstance(each, list | tuple) and any(isinstance(x, Tensor) for x in each):
+                lists.append((i, [None if x is None else numbers[id(x)] for x in each]))
+        for i, _ in (*alone, *lists):
+            values[i] = None
+        return _Part(kind, values, alone, lists)
+
+
+@dataclass(frozen=True, eq=False)
+class _HostCall:
+    """A call between CPU ranks that was made before: it is validated and chosen."""
+
+    op: Op
+    choice: Choice
+    parts: list[_Part]
+
+    @staticmethod
+    def of(op: Op, choice: Choice, found: Sequence[Any], tensors: Sequence[Tensor]) -> _HostCall | None:
+        """None for a call of which two tensors are one: of the next one they may be two."""
+        numbers = {id(x): i for i, x in enumerate(tensors)}
+        if len(numbers) < len(tensors):
+            return None
+        return _HostCall(op, choice, [_Part.of(value, numbers) for value in found])
+
+    def bound(
+        self, workspace: Workspace[Any], ran: Plan
+    ) -> Callable[[Sequence[Tensor], ProcessGroup], list[Tensor]]:
+        choice, parts, op = replace(self.choice, found=(workspace, ran)), self.parts, self.op
+        heap, fault, name, in_place = workspace.heap, workspace.fault, op.name, op.functional is not None
+
+        @poison_on_error
+        def call(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+            calling.op = name
+            if fault.error is not None:
+                fault.raise_if_broken()
+            heap.callers[threading.get_ident()] = this_thread.name, time.monotonic()
+            given = []
+            for kind, fixed, alone, lists in parts:
+                values = fixed.copy()
+                for at, i in alone:
+                    values[at] = tensors[i]
+                for at, of in lists:
+                    values[at] = [None if i is None else tensors[i] for i in of]
+                given.append(values[0] if kind is None else tuple.__new__(kind, values))
+            if in_place:
+                return _listed(op.run(choice, heap, *given, group))
+            with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+                return _listed(op.run(choice, heap, *given, group))
+
+        return call
+
+
+def _listed(done: Any) -> list[Tensor]:
+    """An op's results in the order in which kernels write them."""
+    if isinstance(done, Tensor | None):
+        return [] if done is None else [done]
+    if isinstance(done[1], list):  # products, and after them what was gathered
+        done = *done[1], done[0]
+    return [x for x in done if x is not None]
 
 
 def refuse_gradient(validate: Callable[[Any], object], call: OpArguments, why: str) -> NoReturn:

@@ -199,6 +199,7 @@ REDUCE_SCATTER = Op(
     choose=_choose,
     run=run_reduce_scatter,
     fast=lambda call: fast_reduce_scatter(call.x, call.reduce_op, call.scatter_dim, call.group_name),
+    known_by=lambda call, group: ((call.scatter_dim, call.reduce_op), [call.x]),
     with_gradient=_with_gradient,
 )
 REDUCE_SCATTER_OUT = Op(
@@ -212,6 +213,7 @@ REDUCE_SCATTER_OUT = Op(
     choose=lambda call, out, group: _choose(call, group),
     run=_run_out,
     fast=lambda call: fast_reduce_scatter_out(*call[:5]),
+    known_by=lambda call, out, group: ((call.scatter_dim, call.reduce_op), [out, call.x]),
     with_gradient=lambda call: op.refuse_gradient(_validate_out, call, op.INTO),
     functional=(REDUCE_SCATTER, lambda call: call.without_out),
 )

@@ -148,6 +148,12 @@ def _arguments(call: ScaledMatmulReduceScatterCall) -> tuple[Hashable, ...]:
     return (*how, None if usual else tuple(call.output_shape or ()), call.bias is not None)
 
 
+def _known_by(
+    call: ScaledMatmulReduceScatterCall, *_: object
+) -> tuple[tuple[Hashable, ...], Sequence[Tensor]] | None:
+    return None if call.result_scale is not None else (_arguments(call), call.tensors)
+
+
 def _choose(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup) -> Choice:
     """Call and rows are what validation returns."""
     if call.A.device.type != "cpu":
@@ -266,8 +272,9 @@ def _on_cuda(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, r
         out = on_cuda.launch_scaled_matmul_reduce_scatter(kernel, workspace, used, operands, timeout_ns)
         out = out.view(call.local_shape(where.world_size))
     launcher = on_cuda.scaled_scatter_launcher(kernel, workspace, used, operands)
-    if launcher is not None and call.result_scale is None:
-        made = fast_path.LaunchedCall(host.OP, _arguments(call), call.tensors, operands, [out])
+    known = _known_by(call)
+    if launcher is not None and known is not None:
+        made = fast_path.LaunchedCall(host.OP, *known, operands, [out])
         fast_path.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
     return out
 
@@ -299,6 +306,7 @@ SCALED_MATMUL_REDUCE_SCATTER = Op(
     choose=_choose,
     run=run_scaled_matmul_reduce_scatter,
     fast=fast_scaled_matmul_reduce_scatter,
+    known_by=_known_by,
     with_gradient=lambda call: op.refuse_gradient(_validate, call, NO_GRADIENT),
     flops=matmul_flops,
     own_dims={"A": (-1,), "B": (0,), "A_scale": (-1,), "B_scale": (0,)},

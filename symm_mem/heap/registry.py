@@ -95,8 +95,9 @@ def why_no_heap(group: ProcessGroup, device: torch.device) -> str | None:
 
 
 def known_heap(group_name: str, device: int) -> tuple[GroupRef, Heap] | None:
-    """The heap on a CUDA device that ``get_heap`` would return at once, for the group that has this name now."""
-    known = _heaps.get((group_name, "cuda", device))
+    """The heap on a CUDA device, or the CPU's (-1), that ``get_heap`` would return at once, for the group that has this
+    name now."""
+    known = _heaps.get((group_name, "cpu" if device < 0 else "cuda", device))
     if known is None or isinstance(known[1], HeapUnavailable):
         return None
     return (known[0], known[1]) if has_name(known[0](), group_name) else None
