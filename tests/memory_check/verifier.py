@@ -47,7 +47,7 @@ class MemoryVerifier(fx.Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
         self._sets = AliasSets(module.graph)
-        self._lives = LiveBytes(self._sets, body(module.graph))
+        self._lives = LiveBytes(self._sets.sets, body(module.graph))
         self._dying = _dying(self._lives)
         self._in_heap = HeapRanges()
         self._there: dict[int, StorageWeakRef] = {}  # by number of the alias set
@@ -140,7 +140,7 @@ class MemoryVerifier(fx.Interpreter):
 def _dying(lives: LiveBytes) -> dict[fx.Node, list[AliasSet]]:
     """For each node the sets that nothing needs after it."""
     found: dict[fx.Node, list[AliasSet]] = {}
-    for each in lives.sets.sets:
-        if each.counted and not each.escapes and (interval := lives.interval(each)) is not None:
+    for each in lives.sets:
+        if not each.escapes and (interval := lives.interval(each)) is not None:
             found.setdefault(lives.order[interval[1]], []).append(each)
     return found

@@ -154,7 +154,9 @@ def _same_memory(node: fx.Node) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for argument, given in _arguments(node):
             if argument.alias_info is None:
                 continue
-            if not argument.alias_info.before_set & returned.alias_info.before_set:
+            # Of what goes into a list, as by split, no schema says into which: "a -> *", and nothing of the list.
+            shared = argument.alias_info.before_set & returned.alias_info.before_set
+            if not shared and "*" not in argument.alias_info.after_set:
                 continue
             operands = [t for a in tree_leaves(given) if isinstance(a, fx.Node) for t in tensors_of(a)]
             made = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]

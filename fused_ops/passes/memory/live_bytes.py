@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from .alias_sets import AliasSet, AliasSets
+from .alias_sets import AliasSet
 
 
 class LiveBytes:
@@ -22,14 +22,17 @@ class LiveBytes:
         live: bytes at each position.
     """
 
-    def __init__(self, sets: AliasSets, order: Sequence[fx.Node]) -> None:
-        self.sets = sets
+    def __init__(self, sets: Iterable[AliasSet], order: Sequence[fx.Node]) -> None:
+        self.sets = [s for s in sets if s.counted]
         self.order = list(order)
         self.at = {node: i for i, node in enumerate(self.order)}
-        self._counted = {node: [s for s in sets.touched(node) if s.counted] for node in self.order}
+        self._counted: dict[fx.Node, list[AliasSet]] = {node: [] for node in self.order}
         changes = [0] * (len(self.order) + 1)
-        for each in sets.sets:
-            if each.counted and (lives := self.interval(each)) is not None:
+        for each in self.sets:
+            for node in each.nodes:
+                if node in self.at:
+                    self._counted[node].append(each)
+            if (lives := self.interval(each)) is not None:
                 changes[lives[0]] += each.size
                 changes[lives[1] + 1] -= each.size
         self.live = _sums(changes[:-1])

@@ -63,7 +63,7 @@ class _Packing:
         self.size, self.voted = size, voted
         self.given = body(graph)
         sets = AliasSets(graph)
-        self.live = LiveBytes(sets, self.given)
+        self.live = LiveBytes(sets.sets, self.given)
         self.hazards = Hazards(sets, self.given)
         self.bound = int(self.live.peak * (1 + memory))
         self.buckets: list[_Open] = []

@@ -11,7 +11,7 @@ copied out of its own.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
@@ -20,7 +20,7 @@ from ....symm_mem.layout import NUM_BUFFERS
 from ...dispatch import profitability
 from ...library import schema
 from ..graph.nodes import c10d, is_custom, val
-from ..memory.alias_sets import AliasSets
+from ..memory.alias_sets import AliasSet, AliasSets
 from ..memory.hazards import Hazards
 from ..memory.live_bytes import body, put_in_order
 from .least_memory import order_of_least_memory
@@ -59,34 +59,55 @@ def _is_large(transfer: Transfer) -> bool:
     return profitability.why_not_async(part, x.device.type) is None
 
 
+def gathers_in_buffers(order: Sequence[fx.Node], sets: AliasSets) -> dict[fx.Node, AliasSet]:
+    """The gathers that can stay where they come to, in this order of the nodes.
+
+    Returns:
+        the start of each, and what it gathers.
+    """
+    at = {node: i for i, node in enumerate(order)}
+    ends: list[int] = []  # the last readers of those that stay
+    found: dict[fx.Node, AliasSet] = {}
+    for start in order:
+        if start.target is not schema.all_gather_start:
+            continue
+        (wait,) = start.users
+        (made,) = sets.made[wait]
+        ends = [end for end in ends if end > at[start]]
+        read_only = all(_only_reads(n, wait, sets) for n in made.nodes)
+        if len(ends) == NUM_BUFFERS or made.escapes or not read_only:
+            continue
+        ends.append(max(at[n] for n in made.nodes))
+        found[start] = made
+    return found
+
+
+def mark_placed(starts: Iterable[fx.Node]) -> None:
+    """What these gather stays where it comes to."""
+    for start in starts:
+        for node in (start, *start.users):
+            node.kwargs = {**node.kwargs, "placed": True}
+
+
 def place_gathers(graph: fx.Graph) -> int:
-    """The order of the graph is final.
+    """The order of the graph is final: releases what is marked, or as many as can stay if nothing is.
 
     Returns:
         how many are placed.
     """
     sets = AliasSets(graph)
     at = {node: i for i, node in enumerate(graph.nodes)}
-    ends: list[int] = []  # the last readers of those that are placed
-    count = 0
-    for start in list(graph.nodes):
-        if start.target is not schema.all_gather_start:
-            continue
+    starts = [n for n in graph.nodes if n.target is schema.all_gather_start and n.kwargs.get("placed")]
+    if not starts:
+        starts = [*gathers_in_buffers(body(graph), sets)]
+        mark_placed(starts)
+    for start in starts:
         (wait,) = start.users
         (made,) = sets.made[wait]
-        ends = [end for end in ends if end > at[start]]
-        last = max(made.nodes, key=at.__getitem__)
-        read_only = all(_only_reads(n, wait, sets) for n in made.nodes)
-        if len(ends) == NUM_BUFFERS or made.escapes or not read_only:
-            continue
-        for node in (start, wait):
-            node.kwargs = {**node.kwargs, "placed": True}
-        with graph.inserting_after(last):
+        with graph.inserting_after(max(made.nodes, key=at.__getitem__)):
             given, named = (start, wait, start.args[1]), {"group_size": start.kwargs["group_size"]}
             graph.call_function(schema.all_gather_release, given, named).meta["val"] = None
-        ends.append(at[last])
-        count += 1
-    return count
+    return len(starts)
 
 
 def _only_reads(node: fx.Node, wait: fx.Node, sets: AliasSets) -> bool:

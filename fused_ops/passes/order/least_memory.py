@@ -1,20 +1,33 @@
 """The order that needs the least memory: a collective whose results are larger than its operands is started just before
-it is waited for, with what only it needs, and one whose results are smaller is waited for at once.
+its first user, with what only it needs and what only cuts or casts its results, and one whose results are smaller is
+waited for at once.
 
-torch may have moved both: for inference it puts the gathers of all weights before everything else, and the waits
-for scattered gradients after everything.
+torch may have moved both: for inference it puts the gathers of all weights before everything else, and where their
+results are split the waits, too; and the waits for scattered gradients after everything.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from ..graph.collectives import communicates, waits
+from ..graph.nodes import aten
 from ..memory.hazards import Hazards
 from .costs import counted_flops
 from .transports import Transfer
+
+_COPIES = {
+    aten._to_copy.default,
+    aten._unsafe_view.default,
+    aten.cat.default,
+    aten.clone.default,
+    aten.split_with_sizes_copy.default,
+    torch.ops.prims.convert_element_type.default,
+}
 
 
 def is_light(node: fx.Node, hazards: Hazards) -> bool:
@@ -22,67 +35,82 @@ def is_light(node: fx.Node, hazards: Hazards) -> bool:
     return not (communicates(node) or waits(node) or counted_flops(node) or hazards.segment[node] % 2)
 
 
+def only_copies(node: fx.Node) -> bool:
+    """Whether the node computes nothing: a view, a copy, a cast, a wait."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is operator.getitem
+    views = not target._schema.is_mutable and any(r.alias_info is not None for r in target._schema.returns)
+    return views or waits(node) or communicates(node) or target in _COPIES
+
+
 def order_of_least_memory(
     order: Sequence[fx.Node], hazards: Hazards, found: Sequence[Transfer]
 ) -> list[fx.Node]:
     """That order. Collectives keep theirs."""
     at = {n: i for i, n in enumerate(order)}
-    behind: dict[fx.Node, list[fx.Node]] = {n: [] for n in order}
+    users: dict[fx.Node, list[fx.Node]] = {n: [] for n in order}
     for node in order:
         for other in hazards.before[node]:
-            behind[other].append(node)
+            users[other].append(node)
     place = dict(at)  # before which position a node is put
-    of_start = {t.start: t for t in found}
-    groups: dict[int, list[list[fx.Node]]] = {}
     for transfer in found:
-        if transfer.given <= transfer.made:
-            continue
-        behind_it = at[transfer.start] + 1
-        for wait in transfer.waits:
-            free = all(at[n] < behind_it for n in hazards.before[wait])
-            if free and hazards.segment[wait] == hazards.segment[transfer.start] and at[wait] > behind_it:
-                place[wait] = behind_it
-                groups.setdefault(behind_it, []).append([wait])
+        if transfer.given > transfer.made:
+            _wait_at_once(transfer, hazards, at, place)
+    growing = [t for t in found if t.waits and t.given < t.made]
+    sinking = _with_results(order, hazards, growing)
     next_collective = len(order)
     for node in reversed(order):
-        if not communicates(node):
-            continue
-        transfer_of = of_start.get(node)
-        if transfer_of is not None and transfer_of.waits and transfer_of.given < transfer_of.made:
-            own = _private(node, hazards, behind, place, at)
-            ends = [place[n] for each in own for n in behind[each] if n not in own]
-            target = min([next_collective, *ends])
+        after = users[node]
+        needed = is_light(node, hazards) and sinking.issuperset(after) and not all(map(waits, after))
+        if after and (node in sinking or needed):
+            target = min(place[n] for n in after)
+            if communicates(node):
+                target = min(target, next_collective)
             while hazards.segment[order[target - 1]] != hazards.segment[node]:
                 target -= 1
-            if target > at[node]:
-                for each in own:
-                    place[each] = target
-                groups.setdefault(target, []).append(sorted(own, key=at.__getitem__))
-        next_collective = place[node]
+            if target > at[node] + 1:
+                place[node] = target
+            sinking.add(node)
+        if communicates(node):
+            next_collective = place[node]
+            own = {node}  # what stands right before it and only it needs: nothing is put between
+            while (
+                place[node] == at[node]
+                and next_collective
+                and own.issuperset(users[order[next_collective - 1]])
+            ):
+                if not is_light(order[next_collective - 1], hazards):
+                    break
+                next_collective -= 1
+                own.add(order[next_collective])
+    moved: dict[int, list[fx.Node]] = {}
+    for node in order:
+        if place[node] != at[node]:
+            moved.setdefault(place[node], []).append(node)
     new: list[fx.Node] = []
     for i, node in enumerate(order):
-        for own_nodes in reversed(groups.get(i, [])):
-            new += own_nodes
+        new += moved.get(i, ())
         if place[node] == i:
             new.append(node)
-    for own_nodes in reversed(groups.get(len(order), [])):
-        new += own_nodes
-    return new
+    return [*new, *moved.get(len(order), ())]
 
 
-def _private(
-    start: fx.Node,
-    hazards: Hazards,
-    behind: dict[fx.Node, list[fx.Node]],
-    place: dict[fx.Node, int],
-    at: dict[fx.Node, int],
-) -> set[fx.Node]:
-    """The start and the light nodes before it that nothing else needs."""
-    own, pending = {start}, [start]
-    while pending:
-        for other in hazards.before[pending.pop()]:
-            unmoved = place[other] == at[other] and hazards.segment[other] == hazards.segment[start]
-            if other not in own and unmoved and is_light(other, hazards) and own.issuperset(behind[other]):
-                own.add(other)
-                pending.append(other)
-    return own
+def _wait_at_once(
+    transfer: Transfer, hazards: Hazards, at: dict[fx.Node, int], place: dict[fx.Node, int]
+) -> None:
+    after = at[transfer.start] + 1
+    for wait in transfer.waits:
+        free = all(at[n] < after for n in hazards.before[wait])
+        if free and hazards.segment[wait] == hazards.segment[transfer.start] and at[wait] > after:
+            place[wait] = after
+
+
+def _with_results(order: Sequence[fx.Node], hazards: Hazards, growing: Sequence[Transfer]) -> set[fx.Node]:
+    """The collectives, their waits, and what only cuts, copies or casts these."""
+    found = {n for t in growing for n in (t.start, *t.waits)}
+    for node in order:
+        before = hazards.before[node]
+        if before and found.issuperset(before) and is_light(node, hazards) and only_copies(node):
+            found.add(node)
+    return found

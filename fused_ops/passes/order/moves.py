@@ -16,10 +16,11 @@ from torch import fx
 from ....symm_mem.layout import NUM_BUFFERS
 from ..graph.collectives import communicates, group_of, waits
 from ..graph.nodes import what
-from ..memory.alias_sets import AliasSets
+from ..memory.alias_sets import HEAP, AliasSet, AliasSets
 from ..memory.hazards import Hazards
 from ..memory.live_bytes import LiveBytes, body, put_in_order
 from .change import OrderChange, Placed
+from .copy_engines import gathers_in_buffers, mark_placed
 from .costs import CostTable, kernel_time, transfer_time
 from .exposure import Timeline, timeline_of
 from .least_memory import is_light, order_of_least_memory
@@ -63,7 +64,7 @@ class _Walk:
         self.limits, self.table = limits, table
         self.sets = AliasSets(graph)
         self.given = body(graph)
-        self.live = LiveBytes(self.sets, self.given)
+        self.live = LiveBytes(self.sets.sets, self.given)
         self.hazards = Hazards(self.sets, self.given)
         self.times = {n: kernel_time(n, table) for n in self.given}
         self.transfers = transfers(self.given)
@@ -71,22 +72,34 @@ class _Walk:
             each.time = transfer_time(each.start, each.transport, table)
         self.of_start = {t.start: t for t in self.transfers}
         self.of_wait = {w: t for t in self.transfers for w in t.waits}
-        self.bound = self._bound()
+        self.bound = self._bound(self.live.peak)
+        self.placed: dict[fx.Node, AliasSet] = {}
+        self.buffers = LiveBytes((), self.given)
         self._most = {t.transport: max(limits.in_flight, self._at_most(t.transport)) for t in self.transfers}
         if COPIED in self._most:
             self._most[COPIED] = NUM_BUFFERS  # a workspace has no more for each kind
 
     def start_from_least_memory(self) -> None:
-        """Takes the order that needs the least memory, or the given one if that needs less, and allows no more."""
-        least = order_of_least_memory(self.given, self.hazards, self.transfers)
-        anew = LiveBytes(self.sets, least)
-        if anew.peak <= self.live.peak:
-            self.live = anew
-        self.bound = self._bound()
+        """Takes the order that needs the least memory, or the given one if that needs less, and allows no more.
 
-    def _bound(self) -> int:
-        allowed = int(self.live.peak * (1 + self.limits.memory))
-        return allowed if self.limits.most is None else max(self.live.peak, min(allowed, self.limits.most))
+        What copy engines then gather on the heap is not torch's memory, in this order and in each that follows.
+        """
+        least = LiveBytes(self.sets.sets, order_of_least_memory(self.given, self.hazards, self.transfers))
+        self.bound = self._bound(min(least.peak, self.live.peak))
+        order = least.order if least.peak <= self.bound else self.given
+        self.placed = gathers_in_buffers(order, self.sets)
+        for made in self.placed.values():
+            made.pool = HEAP
+        self.live = LiveBytes(self.sets.sets, order)
+        self.buffers = LiveBytes(self._buffers(), order)
+
+    def _buffers(self) -> list[AliasSet]:
+        """Of each gather on the heap its buffer, from its start to the last reader: a set of size 1."""
+        return [AliasSet(i, 1, nodes=[n, *s.nodes]) for i, (n, s) in enumerate(self.placed.items())]
+
+    def _bound(self, peak: int) -> int:
+        allowed = int(peak * (1 + self.limits.memory))
+        return allowed if self.limits.most is None else max(peak, min(allowed, self.limits.most))
 
     def kernels_before(self) -> dict[fx.Node, int]:
         """How many kernels that may hide something stand before each node."""
@@ -183,7 +196,10 @@ class _Walk:
             if max(after) > self.bound:
                 why = f"past {other.name} the peak would be {max(after)} bytes, {self.bound} are allowed"
                 break
-            live.rearrange(first, window, after)
+            if max(self.buffers.rearranged(first, window)) > NUM_BUFFERS:
+                why = f"past {other.name} it has no buffer on the heap"
+                break
+            self._rearrange(first, window, after)
             events.append((other, True))
             if time := self.times[other]:
                 if self._late(transfer):  # after the first kernel of all that are passed nothing is hidden
@@ -216,7 +232,11 @@ class _Walk:
         else:
             window = [*passed, *block, *rest]
         assert len(window) == max(places) - first + 1 and set(taken) <= set(window)
-        live.rearrange(first, window)
+        self._rearrange(first, window)
+
+    def _rearrange(self, first: int, window: list[fx.Node], after: list[int] | None = None) -> None:
+        self.live.rearrange(first, window, after)
+        self.buffers.rearrange(first, window)
 
     def _depends(self, other: fx.Node, block: Iterable[fx.Node], up: bool) -> bool:
         before = self.hazards.before
@@ -272,9 +292,11 @@ class _Walk:
         for transport, most in self._most.items():
             if self._at_most(transport) > most:
                 return f"more than {most} collectives of {transport} would be on their way"
-        anew = LiveBytes(self.sets, self.live.order)
+        anew = LiveBytes(self.sets.sets, self.live.order)
         if anew.peak > self.bound:
             return f"the peak would be {anew.peak} bytes, {self.bound} are allowed"
+        if LiveBytes(self._buffers(), self.live.order).peak > NUM_BUFFERS:
+            return "more would be on the heap than it has buffers for"
         return None
 
 
@@ -325,6 +347,7 @@ def reorder(
         after, now = before, given
     else:
         put_in_order(graph, walk.live.order)
+        mark_placed(walk.placed)
         now = walk.kernels_before()
     placed = []
     for transfer in walk.transfers:

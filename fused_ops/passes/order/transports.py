@@ -57,6 +57,8 @@ def transfers(order: list[fx.Node]) -> list[Transfer]:
             for start in started_by(node):
                 if start in found:
                     found[start].waits.append(node)
+                    if is_copied(start):  # its own value is a token
+                        found[start].made += size_of(node)
     return [*found.values()]
 
 

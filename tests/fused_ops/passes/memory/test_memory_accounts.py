@@ -123,7 +123,7 @@ def test_views_of_one_memory_are_counted_once() -> None:
     made = [s for s in sets.sets if s.counted]
     assert [s.size for s in made] == [ROW] * 3
     assert len(made[0].nodes) >= 6
-    assert LiveBytes(sets, body(graph)).peak == 2 * ROW
+    assert LiveBytes(sets.sets, body(graph)).peak == 2 * ROW
     assert [s.escapes for s in made] == [False, False, True]
 
 
@@ -135,7 +135,7 @@ def test_a_collective_keeps_its_operand_until_the_wait() -> None:
         return b.sum() + c10d.wait_tensor(pending).sum()
 
     graph = graph_of(fn)
-    live = LiveBytes(AliasSets(graph), body(graph))
+    live = LiveBytes(AliasSets(graph).sets, body(graph))
     cos = next(n for n in live.order if n.target is aten.cos.default)
     assert live.live[live.at[cos]] == 3 * ROW
 
@@ -251,20 +251,20 @@ def test_a_change_of_the_order_costs_what_is_in_it(seed: int) -> None:
     """The bytes after a change are those that are counted anew."""
     graph, rng = random_graph(seed, 80), random.Random(seed)
     sets = AliasSets(graph)
-    live = LiveBytes(sets, body(graph))
+    live = LiveBytes(sets.sets, body(graph))
     for _ in range(50):
         first = rng.randrange(len(live.order) - 9)
         part = live.order[first : first + 9]
         rng.shuffle(part)
         live.rearrange(first, part)
-        anew = LiveBytes(sets, live.order)
+        anew = LiveBytes(sets.sets, live.order)
         assert (live.live, live.at, live.peak) == (anew.live, anew.at, anew.peak)
 
 
 def test_ten_thousand_nodes() -> None:
     def account(graph: fx.Graph) -> None:
         sets = AliasSets(graph)
-        live = LiveBytes(sets, body(graph))
+        live = LiveBytes(sets.sets, body(graph))
         Hazards(sets, live.order)
         for first in range(0, 9000, 9):
             live.rearrange(first, live.order[first : first + 3])

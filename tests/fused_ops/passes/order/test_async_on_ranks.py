@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from memory_check.verified import verified
 from opcommon import gathered as by_torch
 from ranks import run_ranks
-from sharded_weights import GatheredShard
+from sharded_weights import GatheredShard, group
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
@@ -70,3 +71,34 @@ def compiled(rank: int, world_size: int) -> None:
 
 def test_weights_and_gradients() -> None:
     run_ranks(verified, 2, compiled)
+
+
+def split(x: Tensor, *shards: Tensor) -> Tensor:
+    """Two weights of a layer in one gather."""
+    for a, b in zip(shards[::2], shards[1::2], strict=True):
+        up, down = by_columns(torch.cat([a, b], 1)).split(WIDTH, 1)
+        x = torch.tanh(x @ up) @ down
+    return x
+
+
+def by_columns(shard: Tensor) -> Tensor:
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(shard, dist.get_world_size(), group()))
+
+
+def inferred(rank: int, world_size: int) -> None:
+    torch.manual_seed(rank)
+    x, shards = torch.randn(15, WIDTH), [torch.randn(WIDTH // world_size, WIDTH) / 20 for _ in range(10)]
+    fusion = FusionPass(reorder=True)
+    with torch.no_grad(), inductor_config.patch(fx_graph_cache=False):
+        want = torch.compile(split)(x, *shards)
+        torch._dynamo.reset()
+        program = torch.compile(split, options=fusion.options)
+        for _ in range(3):
+            assert torch.equal(program(x, *shards), want)
+    (order,) = fusion.report().orders
+    assert [p.after > 0 for p in order.placed] == [True, *[False] * 4], order
+    assert order.peak_after < order.peak_before
+
+
+def test_weights_that_are_split() -> None:
+    run_ranks(verified, 2, inferred)
