@@ -34,7 +34,9 @@ class Problem(NamedTuple):
 
 
 def by_gathered_logits(p: Problem) -> Tensor:
-    logits = collectives.all_gather_tensor_autograd(p.x @ p.weight.t(), gather_dim=1, group=dist.group.WORLD)
+    group = dist.group.WORLD
+    assert group is not None
+    logits = collectives.all_gather_tensor_autograd(p.x @ p.weight.t(), gather_dim=1, group=group)
     return cross_entropy(logits.float(), p.targets)
 
 
