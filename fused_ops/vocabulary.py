@@ -33,8 +33,7 @@ def fused_linear_cross_entropy(
     temperature: float = 1.0,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """``cross_entropy(x @ weight.t() + bias, targets)`` whose logits no rank ever has: each makes its own columns, 2048
-    rows at a time.
+    """``cross_entropy(x @ weight.t() + bias, targets)`` of a vocabulary that the ranks share.
 
     >>> import torch, torch.distributed as dist
     >>> from weft.fused_ops import fused_linear_cross_entropy
@@ -44,10 +43,11 @@ def fused_linear_cross_entropy(
     >>> torch.testing.assert_close(loss, torch.tensor(4.0 * dist.get_world_size()).log())
     >>> loss.backward()
 
-    The ranks send each other two float32 numbers of each row (four with ``label_smoothing``), by one all-gather a call,
-    or for "mean" and "sum" one for every 2048 rows. There the gradients of x and weight are made in the forward, while
-    a chunk's logits are there: three products in all. So the backward can run once only. For "none" the backward makes
-    the logits again, a fourth product.
+    No rank has all logits: each makes its own columns, 2048 rows at a time. The ranks send each other two float32
+    numbers of each row (four with ``label_smoothing``), by one all-gather a call, or for "mean" and "sum" one for
+    every 2048 rows. There the gradients of x and weight are made in the forward, while a chunk's logits are there:
+    three products in all. So the backward can run once only. For "none" the backward makes the logits again, a fourth
+    product.
 
     Logits are rounded to x's dtype; all else is float32. Gradients of logits are rounded to x's dtype too, and that of
     the weight after every 2048 rows, as the sum of parts of a batch is. Every rank gets the same bits.
@@ -127,9 +127,16 @@ def fused_linear_log_probs(
     As ``fused_linear_cross_entropy`` with ``reduction="none"``; an entropy is a third number of each row that is sent.
 
     Args:
-        x, weight_shard, targets, group, vocab_start, sequence_dim, softcap, temperature, bias: as for
-            ``fused_linear_cross_entropy``.
+        x: [..., H], as for ``fused_linear_cross_entropy``.
+        weight_shard: [V, H], this rank's rows.
+        targets: [...], int64.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
+        vocab_start: the first column of this rank; None: after those of the ranks before.
+        sequence_dim: the dimension of x of which each rank has a part.
         ignore_index: a target whose rows get 0, for log-probability and entropy.
+        softcap: logits are ``softcap * tanh(logits / softcap)``.
+        temperature: what they are then divided by.
+        bias: [V], of x's dtype: this rank's part.
         return_entropy: whether ``-sum(p * log(p))`` of each row is wanted, too.
 
     Returns:
@@ -183,8 +190,14 @@ def cross_entropy_of_sharded_logits(
     Args:
         logits_shard: [..., V], 2 or more dimensions; float32, bfloat16 or float16. V may differ between ranks.
         targets: [...], int64: the same on all ranks; columns of the whole vocabulary.
-        group, vocab_start, reduction, ignore_index, label_smoothing, z_loss, softcap, temperature: as for
-            ``fused_linear_cross_entropy``.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
+        vocab_start: the first column of this rank; None: after those of the ranks before.
+        reduction: "mean" over the rows that are not ignored, "sum", or "none".
+        ignore_index: a target whose rows count nothing.
+        label_smoothing: from 0 to 1, as in torch.nn.functional.cross_entropy.
+        z_loss: what the square of each row's ``logsumexp`` is weighed with; it is added to the row's loss.
+        softcap: logits are ``softcap * tanh(logits / softcap)``.
+        temperature: what they are then divided by.
 
     Returns:
         float32: a number, or [...], the same bits on every rank.
