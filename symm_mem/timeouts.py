@@ -169,7 +169,7 @@ class ThreadLock:
     def __enter__(self) -> ThreadLock:
         if not self._lock.acquire(blocking=False):
             self._wait()
-        self._holder, self.since = (threading.get_ident(), calling.op), time.monotonic()
+        self._got()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -179,7 +179,7 @@ class ThreadLock:
         """Whether it was got within so many seconds."""
         got = self._lock.acquire(timeout=timeout)
         if got:
-            self._holder, self.since = (threading.get_ident(), calling.op), time.monotonic()
+            self._got()
         return got
 
     def release(self) -> None:
@@ -188,6 +188,9 @@ class ThreadLock:
     def goes_on(self) -> None:
         """The holder begins a wait for another rank."""
         self.since = time.monotonic()
+
+    def _got(self) -> None:
+        self._holder, self.since = (threading.get_ident(), calling.op), time.monotonic()
 
     def _wait(self) -> None:
         limit = self._longest() + GRACE

@@ -174,8 +174,8 @@ def _checked_run(op: Op, call: OpArguments) -> Any:
     for name in op.own_values:
         compared[name] = compared[name] is not None
     device = call.tensors[0].device
-    own_dims_on = "cpu" if op.own_on_cuda else device.type
-    begin_call(OpCall(op.name, compared, own_dims_on, op.own_dims, op.prepares), group, device)
+    compared_as = "cpu" if op.own_on_cuda else device.type
+    begin_call(OpCall(op.name, compared, compared_as, op.own_dims, op.prepares), group, device)
     where = heap_or_reason(op.name, op.kernel, device, group, empty=op.sends_nothing(*found))
     if isinstance(where, str):
         return op.run(unfused(where), None, *found)
