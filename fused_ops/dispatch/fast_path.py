@@ -159,7 +159,7 @@ class _Found:
     device: int
     stream: int
     before: StreamStep
-    behind: StreamStep
+    after: StreamStep
     on_host: Callable[[Sequence[Tensor], ProcessGroup], list[Tensor]] | None
 
 
@@ -260,8 +260,8 @@ def run_fast(
             raise
     if flight_recorder.calls is not None:
         workspace.record_launch(op, ready.shape)
-    if found.behind is not None:
-        found.behind(stream)
+    if found.after is not None:
+        found.after(stream)
     return results
 
 
@@ -288,10 +288,10 @@ def _find(
             continue
         if plan.should_fuse(ready.profitable):
             deadline = timeout(group_name, ready.timeout_ns)
-            before, behind = steps_on(device, stream) if device >= 0 else (None, None)
+            before, after = steps_on(device, stream) if device >= 0 else (None, None)
             where = kind in AROUND_MATMULS, guards_of(tensors), device, stream
             on_host = ready.launcher.bound(here.workspace, ready.plan) if device < 0 else None
-            return _Found(here.group, here.workspace, ready, deadline, *where, before, behind, on_host)
+            return _Found(here.group, here.workspace, ready, deadline, *where, before, after, on_host)
     return None
 
 

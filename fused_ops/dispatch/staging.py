@@ -79,9 +79,9 @@ class Staging:
         if not viewed:
             memory = x.new_empty(x.shape)
             self._why.append(f"{name} does not lie in rows")
-        elif (behind := _address_of(seen) % _ALIGNMENT) != 0:
+        elif (offset := _address_of(seen) % _ALIGNMENT) != 0:
             memory = empty_like(x)
-            self._why.append(f"{name} begins {behind} bytes after a multiple of {_ALIGNMENT}")
+            self._why.append(f"{name} begins {offset} bytes after a multiple of {_ALIGNMENT}")
         else:
             return seen
         self._copies.append((memory, x))

@@ -248,9 +248,9 @@ def in_stream_order(device: torch.device) -> Iterator[None]:
             with order_of(device.index).captured(stream, graph):
                 yield
             return
-        before, behind = steps_on(device.index, stream)
+        before, after = steps_on(device.index, stream)
         if before is not None:
             before(stream)
         yield
-        if behind is not None:
-            behind(stream)
+        if after is not None:
+            after(stream)

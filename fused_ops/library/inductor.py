@@ -133,9 +133,9 @@ def _exchange(copy: fx.Node, call: fx.Node) -> None:
     """From ``call`` on, which is written anew after itself, ``copy`` and what it is a copy of change places."""
     (old,) = copy.all_input_nodes
     graph, given, place = call.graph, _views_of(old)[-1], call
-    behind, node = {call}, call
+    later, node = {call}, call
     while (node := node.next).op != "root":
-        behind.add(node)
+        later.add(node)
 
     def written(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node) -> fx.Node:
         nonlocal place
@@ -161,9 +161,9 @@ def _exchange(copy: fx.Node, call: fx.Node) -> None:
         return kept[node]
 
     def _is_of(node: fx.Node) -> bool:
-        return node not in behind and bool({given, copy}.intersection(_views_of(node)))
+        return node not in later and bool({given, copy}.intersection(_views_of(node)))
 
-    changed = [node for node in graph.nodes if node in behind and any(map(_is_of, node.all_input_nodes))]
+    changed = [node for node in graph.nodes if node in later and any(map(_is_of, node.all_input_nodes))]
     for node in changed:
         stays = (
             node.target is torch.ops.aten.copy_.default and node.args[0] is given

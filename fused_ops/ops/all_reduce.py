@@ -83,7 +83,7 @@ class _Found:
     shape: flight_recorder.CallShape
     empty: Empty
     before: StreamStep
-    behind: StreamStep
+    after: StreamStep
 
 
 def fast_all_reduce(
@@ -149,8 +149,8 @@ def fast_all_reduce(
         raise
     if flight_recorder.calls is not None and not running.inside:  # not one that is part of another op's
         workspace.record_launch(op, found.shape)
-    if found.behind is not None:
-        found.behind(stream)
+    if found.after is not None:
+        found.after(stream)
     if out is x:
         increment_version(x)  # of what a kernel writes at an address autograd sees nothing
     return out
@@ -177,7 +177,7 @@ def _find(x: Tensor, reduce_op: str, group_name: str, stream: int) -> _Found | N
         cuda_state.state.index_of(x),
     )
     strides = torch.empty(sizes, device="meta").stride()
-    before, behind = steps_on(device, stream)
+    before, after = steps_on(device, stream)
     return _Found(
         *(group, found.workspace, found.kernel.launch, found.kernel.grids, found.plan, deadline),
         alike=guards_of([x]),
@@ -189,7 +189,7 @@ def _find(x: Tensor, reduce_op: str, group_name: str, stream: int) -> _Found | N
         shape=flight_recorder.CallShape(flight_recorder.REDUCE, sizes, x.dtype, "cuda"),
         empty=empty_on(x.device),
         before=before,
-        behind=behind,
+        after=after,
     )
 
 

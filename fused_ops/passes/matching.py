@@ -95,9 +95,9 @@ def _ends_late(wait: fx.Node) -> bool:
     """Whether what is waited for is only returned, and a product stands after it."""
     if any(user.op != "output" for user in wait.users):
         return False
-    behind = wait.next
-    while behind.op != "output":
-        if counted_flops(behind):
+    after = wait.next
+    while after.op != "output":
+        if counted_flops(after):
             return True
-        behind = behind.next
+        after = after.next
     return False

@@ -79,7 +79,7 @@ def move_padding(graph: fx.Graph) -> list[MovedPadding]:
             continue
         try:
             with undone_if_left():
-                moved = _cut_behind(node) if calls(node, *_PRODUCTS) else _padded_in_front(node)
+                moved = _cut_after(node) if calls(node, *_PRODUCTS) else _padded_before(node)
         except LeftAlone:
             continue
         if moved is not None:
@@ -87,7 +87,7 @@ def move_padding(graph: fx.Graph) -> list[MovedPadding]:
     return found
 
 
-def _cut_behind(node: fx.Node) -> MovedPadding | None:
+def _cut_after(node: fx.Node) -> MovedPadding | None:
     """``gathered[..., :n, :] @ w`` is ``(gathered @ w)[..., :n, :]``."""
     args: Any = node.args
     *addend, left, right = args
@@ -121,7 +121,7 @@ def _cut_behind(node: fx.Node) -> MovedPadding | None:
     return MovedPadding.of(node, product, result, original)
 
 
-def _padded_in_front(node: fx.Node) -> MovedPadding | None:
+def _padded_before(node: fx.Node) -> MovedPadding | None:
     """``pad(a @ w)`` is ``pad(a) @ w``, where it is cut into parts, the last of which are padded, and joined again."""
     parts: Any = node.args[0]
     if not isinstance(parts, list | tuple) or len(parts) < 2:
@@ -162,9 +162,9 @@ def _padded_in_front(node: fx.Node) -> MovedPadding | None:
         return None  # it would be computed twice
     a: Any = product.args[0]
     w = product.args[1]
-    depth, behind = val(a).shape[1], [0, 0] * (len(shape) - 1 - dim)
+    depth, after = val(a).shape[1], [0, 0] * (len(shape) - 1 - dim)
     rows = reshape(a, [*shape[:-1], depth], node)
-    padded = call(node, aten.constant_pad_nd.default, rows, [*behind, 0, missing], 0.0)
+    padded = call(node, aten.constant_pad_nd.default, rows, [*after, 0, missing], 0.0)
     new = call(node, aten.mm.default, reshape(padded, [want, depth], node), w)
     result = reshape(new, wanted, node)
 
@@ -178,7 +178,7 @@ def _padded_in_front(node: fx.Node) -> MovedPadding | None:
             parts += [call(result, aten.slice.Tensor, parts[0], dim, 0, 0)] * empty
         for i, part in enumerate(parts):
             if short := size - int(val(part).shape[dim]):
-                parts[i] = call(result, aten.constant_pad_nd.default, part, [*behind, 0, short], 0.0)
+                parts[i] = call(result, aten.constant_pad_nd.default, part, [*after, 0, short], 0.0)
         return call(result, aten.cat.default, parts, dim)
 
     return MovedPadding.of(node, new, result, original)

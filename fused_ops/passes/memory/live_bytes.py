@@ -50,7 +50,7 @@ class LiveBytes:
 
     def rearranged(self, first: int, nodes: Sequence[fx.Node]) -> list[int]:
         """Bytes at each step from ``first`` on if these nodes, which are there now, were there in this order."""
-        behind = first + len(nodes)
+        stop = first + len(nodes)
         changes = [0] * (len(nodes) + 1)
         moved = {n: first + i for i, n in enumerate(nodes)}
         for each in {s.number: s for n in nodes for s in self._counted[n]}.values():
@@ -58,11 +58,11 @@ class LiveBytes:
             new = [moved.get(n, self.at[n]) for n in each.nodes if n in self.at]
             for now, size in ((places, -each.size), (new, each.size)):
                 begin = max(min(now), first)
-                end = behind if each.escapes else min(max(now) + 1, behind)
+                end = stop if each.escapes else min(max(now) + 1, stop)
                 if begin < end:
                     changes[begin - first] += size
                     changes[end - first] -= size
-        return [a + b for a, b in zip(self.live[first:behind], _sums(changes[:-1]), strict=True)]
+        return [a + b for a, b in zip(self.live[first:stop], _sums(changes[:-1]), strict=True)]
 
     def rearrange(self, first: int, nodes: Sequence[fx.Node], live: Sequence[int] | None = None) -> None:
         """Takes that order. ``live``: what ``rearranged`` gave for it."""

@@ -65,7 +65,7 @@ def _from_square(x: fx.Node, wide: fx.Node, square: fx.Node, dtype: torch.dtype)
         if others := [u for u in wide.users if u not in nodes]:
             raise LeftAlone(f"{what(wide)} is also used by {some(others)}")
         nodes.append(wide)
-    last = _cast_behind(scaling[-1], dtype)
+    last = _cast_after(scaling[-1], dtype)
     nodes.append(last)
     product = _next_of(last)
     _expect(calls(product, aten.mul.Tensor), product)
@@ -146,7 +146,7 @@ def _from_moments(x: fx.Node, wide: fx.Node, moments: _Moments, dtype: torch.dty
         raise LeftAlone(f"what is normed is also used by {some(others)}")
     if wide is not x:
         nodes.append(wide)
-    last = _cast_behind(scaling[-1], dtype)
+    last = _cast_after(scaling[-1], dtype)
     nodes.append(last)
     weight, bias = _Column(None), _Column(None)
     for column, op in ((weight, aten.mul.Tensor), (bias, aten.add.Tensor)):
@@ -257,7 +257,7 @@ def _scale_of(variance: fx.Node, centred: Sequence[fx.Node]) -> tuple[float, lis
     return plus.args[1], [plus, root, scaled]  # type: ignore[return-value]
 
 
-def _cast_behind(node: fx.Node, dtype: torch.dtype) -> fx.Node:
+def _cast_after(node: fx.Node, dtype: torch.dtype) -> fx.Node:
     """The one user of a node, where it casts to that dtype; else the node."""
     user = only_user(node)
     return user if calls(user, *CASTS) and val(user).dtype == dtype else node  # type: ignore[no-any-return]

@@ -43,7 +43,7 @@ _READ = 8  # nodes after the sum that a given scale is computed by
 
 
 @dataclass
-class QuantBehind:
+class FollowingQuant:
     """``numbers`` are the norm in fp8, by ``scale``, which is ``given`` or made of each row.
 
     ``nodes`` are the steps; ``late``: what a given scale is computed by, and can be before the norm.
@@ -74,7 +74,7 @@ class QuantBehind:
         return {n: rewrite.reshape(r, val(n).shape, at) for n, r in zip(old, results, strict=True)}
 
     @classmethod
-    def after(cls, norm: FoundNorm, at: fx.Node) -> QuantBehind | None:
+    def after(cls, norm: FoundNorm, at: fx.Node) -> FollowingQuant | None:
         """What makes fp8 of a norm whose op stands before ``at``, the sum; None if nothing does.
 
         Raises:
@@ -162,7 +162,7 @@ class _Steps:
     def largest(self) -> float:
         return torch.finfo(val(self.cast).dtype).max
 
-    def found(self) -> QuantBehind:
+    def found(self) -> FollowingQuant:
         scaled = self._saturated(self.cast.args[0])
         wide, factor = self._operands(scaled)
         scale_op = "divide" if calls(scaled, aten.div.Tensor) else "multiply"
@@ -174,16 +174,16 @@ class _Steps:
                 raise LeftAlone(f"{what(scaled)} is not by a scale in float32")
         if not same_shape(val(scaled).shape, val(wide).shape):
             raise LeftAlone(f"{what(scaled)} has another shape than the norm")
-        behind = self._behind_the_norm()
-        if self._flat(scale) not in behind:
+        after = self._after_the_norm()
+        if self._flat(scale) not in after:
             if not known(val(scale).numel() == 1) or val(scale).device != val(wide).device:
                 raise LeftAlone(f"{what(scale)} is no scale of one element on {val(wide).device}")
-            return QuantBehind(self.cast, scale, True, scale_op, None, self._inner(behind))
+            return FollowingQuant(self.cast, scale, True, scale_op, None, self._inner(after))
         if not same_shape(val(factor).shape, (*val(wide).shape[:-1], 1)):
             raise LeftAlone(f"{what(factor)} is no scale of each row")
         scale = self._flat(scale)
         smallest = _SCALES[scale_op](self, scale)
-        return QuantBehind(self.cast, scale, False, scale_op, smallest, self._inner(behind, scale))
+        return FollowingQuant(self.cast, scale, False, scale_op, smallest, self._inner(after, scale))
 
     def _saturated(self, node: Any) -> fx.Node:
         """What is brought between the largest numbers."""
@@ -233,7 +233,7 @@ class _Steps:
             node = source
         return node  # type: ignore[no-any-return]
 
-    def _behind_the_norm(self) -> set[fx.Node]:
+    def _after_the_norm(self) -> set[fx.Node]:
         """All before the cast that depends on the norm."""
         found = {self.normed}
         node = self.normed.next
@@ -243,10 +243,10 @@ class _Steps:
             node = node.next
         return found
 
-    def _inner(self, behind: set[fx.Node], scale: fx.Node | None = None) -> list[fx.Node]:
+    def _inner(self, after: set[fx.Node], scale: fx.Node | None = None) -> list[fx.Node]:
         """Those of them that lead to the cast, but not by way of the scale alone, which the op gives."""
         found, pending = list[fx.Node](), [self.cast, *([] if scale is None else [scale])]
-        within = {*behind, self.cast} - {self.normed}
+        within = {*after, self.cast} - {self.normed}
         while pending:
             node = pending.pop()
             if node in found or node not in within:
@@ -255,7 +255,7 @@ class _Steps:
             pending += [n for n in node.all_input_nodes if n is not scale]
         derived = set[fx.Node]()
         for node in sorted(found):
-            inputs = [n for n in node.all_input_nodes if n in behind]
+            inputs = [n for n in node.all_input_nodes if n in after]
             if node is not self.cast and node is not scale and inputs:
                 derived |= {node} if all(n is scale or n in derived for n in inputs) else set()
         return [n for n in found if n not in derived]

@@ -44,7 +44,7 @@ def match_all_gather_matmul(c: Collective, groups: frozenset[str] | None = None)
     tensor = Gathered.by(c, groups)
     candidates, reasons = _candidates(tensor)
     if not candidates:
-        other = _fused_behind(tensor) or dict.fromkeys(tensor.reasons)
+        other = _fused_after(tensor) or dict.fromkeys(tensor.reasons)
         raise LeftAlone("; ".join([*reasons.values(), *other]) or _why_none(tensor))
     # Rows before contracted ranks: there the op can overlap. Of several layouts the one met first that will do.
     layouts: list[GatherLayout] = []
@@ -227,7 +227,7 @@ def contracting(tensor: Gathered, products: list[fx.Node]) -> list[Use]:
     return [found[node][0] for node in products]
 
 
-def _fused_behind(tensor: Gathered) -> list[str]:
+def _fused_after(tensor: Gathered) -> list[str]:
     """That a product of the gathered tensor was fused with the reduction after it: reductions come first."""
     found: dict[fx.Node, None] = {}
     pending: list[fx.Node] = [*tensor.views, *tensor.cut]

@@ -39,9 +39,9 @@ from ..graph.nodes import (
 )
 from ..graph.rewrite import call
 from ..graph.views import unchanged
-from ..norms.behind import NormBehind
+from ..norms.following import FollowingNorm
 from ..origin import copy_origin
-from .epilogue import stays_behind
+from .epilogue import stays_after
 from .one_product import why_not_one_product
 from .pattern import Pattern
 from .sum_of_matmuls import SumOfMatmuls, has_product, sum_of, why_no_product
@@ -79,7 +79,7 @@ def match_all_reduce(c: Collective, groups: frozenset[str] | None = None, *, alw
         # Neither op pays, but one all-reduce instead of several does.
         found.op = c10d.all_reduce.default
     if c.sums and found.norm is None and not found.stays:
-        found.stays = stays_behind(found.result)
+        found.stays = stays_after(found.result)
     return found.pattern()
 
 
@@ -92,7 +92,7 @@ class _Replacement:
     rest: list[fx.Node]
     op: Any = schema.all_reduce
     sum: SumOfMatmuls | None = None  # of products, where the op computes them
-    norm: NormBehind | None = None
+    norm: FollowingNorm | None = None
     of_products: bool = True
     stays: str = ""  # what becomes of a norm that is not fused, or of another step after it
 
@@ -162,12 +162,12 @@ class _Replacement:
         if norm is not None:
             self.norm, self.op = norm, norm.op
 
-    def _norm(self) -> NormBehind | None:
+    def _norm(self) -> FollowingNorm | None:
         """The norm that follows, if the op computes it; else it is noted why not."""
         if not self.collectives[0].sums:
             return None
         try:
-            return NormBehind.after(self.collectives, self.result, self.rest)
+            return FollowingNorm.after(self.collectives, self.result, self.rest)
         except LeftAlone as e:
             self.stays = f"the norm after it stays: {e}"
             return None

@@ -129,7 +129,7 @@ class Terms:
             add.replace_all_uses_with(node)
 
 
-def stays_behind(node: fx.Node) -> str:
+def stays_after(node: fx.Node) -> str:
     """What follows a collective's result and is no part of the op; "" where it is not arithmetic with a term."""
     while calls(user := only_user(node), *FLAT):
         node = user

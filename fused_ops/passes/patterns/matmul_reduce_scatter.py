@@ -20,7 +20,7 @@ from ..graph import rewrite
 from ..graph.collectives import Collective
 from ..graph.index_map import Digits, Dims, gathered_dims, numel, part_of_rank, plain
 from ..graph.nodes import LeftAlone, check_no_write, known, some, val
-from .epilogue import Terms, stays_behind
+from .epilogue import Terms, stays_after
 from .pattern import Pattern
 from .sum_of_matmuls import SumOfMatmuls, sum_of
 
@@ -38,7 +38,7 @@ def match_matmul_reduce_scatter(c: Collective) -> Pattern:
     check_no_write(total.first(), c.node)
     plain_sum = not total.vectors and total.factor == 1 and total.dtype == val(c.wait).dtype
     terms = Terms.after(c, part) if plain_sum else Terms(c.node)
-    stays = stays_behind(terms.path[-1] if terms.path else c.wait)
+    stays = stays_after(terms.path[-1] if terms.path else c.wait)
     cast = " → cast" if total.dtype != val(c.x).dtype else ""
     added = " → add" * len(terms.added)
     return Pattern(

@@ -40,7 +40,7 @@ def yielding(nodes: Iterable[fx.Node], find: Callable[[fx.Node], Pattern]) -> di
     found: dict[fx.Node, Yielding] = {}
     matches: dict[fx.Node, Pattern] = {}
     for node in nodes:
-        gathers = _gathers_in_front(node) if "gather" not in kind_of(node) else set()
+        gathers = _gathers_before(node) if "gather" not in kind_of(node) else set()
         if not gathers:
             continue
         try:
@@ -82,7 +82,7 @@ def _gain(op: str, match: Pattern, *sizes: Size) -> float:
     return expected_gain(FusionCandidate(op, m, n, k, c.world, match.dtype, val(c.x).device.type))
 
 
-def _gathers_in_front(node: fx.Node) -> set[fx.Node]:
+def _gathers_before(node: fx.Node) -> set[fx.Node]:
     """Those of which a product that the collective reduces has its left operand."""
     found = set()
     for each in _back(node.args[0], _summed):

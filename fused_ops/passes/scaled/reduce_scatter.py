@@ -31,7 +31,7 @@ def match_scaled_matmul_reduce_scatter(c: Collective) -> Pattern | None:
     Raises:
         LeftAlone: it is one, but not exactly what the op computes.
     """
-    steps, product = _behind(c.x)
+    steps, product = _product_before(c.x)
     if product is None:
         return None
     dims = parts_of_input(c)
@@ -102,7 +102,7 @@ class _Replacement:
         rewrite.erase_unused([taken.node, *self.nodes, c.node, c.wait])
 
 
-def _behind(node: fx.Node) -> tuple[list[ViewStep], ScaledMm | None]:
+def _product_before(node: fx.Node) -> tuple[list[ViewStep], ScaledMm | None]:
     """The steps back from what is reduced to the scaled product that it is made of, if it is made of one."""
     steps = list(steps_back(node))
     return steps, scaled_mm(steps[-1].source if steps else node)

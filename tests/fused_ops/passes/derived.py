@@ -89,7 +89,7 @@ def check_code(code: str) -> None:
     waits = re.findall(r"torch\.ops\.weft\.\w+_wait\.default\((\w+), (.+?), '", code)
     assert starts and sorted(starts) == sorted(waits), code
     for release in re.finditer(r"all_gather_release\.default\(\w+, (\w+)", code):
-        behind = code[release.end() :].split("return (")[0].split("\n")[1:]
-        kernels = [line for line in behind if not line.lstrip().startswith(("del", "#", "weft_watch"))]
+        after = code[release.end() :].split("return (")[0].split("\n")[1:]
+        kernels = [line for line in after if not line.lstrip().startswith(("del", "#", "weft_watch"))]
         read = [line for line in kernels if re.search(rf"\b{release[1]}\b", line.split("weft_watch")[0])]
         assert all(line.lstrip().startswith(f"{release[1]} = ") for line in read), code

@@ -126,10 +126,10 @@ class Machine:
         size = -(-x.shape[dim] // self.world)
         parts = [*x.split(size, dim)]
         parts += [x.new_zeros([*x.shape[:dim], 0, *x.shape[dim + 1 :]])] * (self.world - len(parts))
-        behind = [0, 0] * (x.dim() - 1 - dim)
+        after = [0, 0] * (x.dim() - 1 - dim)
         short = [size - part.shape[dim] for part in parts]
         padded = [
-            aten.constant_pad_nd.default(part, [*behind, 0, n], value) if n else part
+            aten.constant_pad_nd.default(part, [*after, 0, n], value) if n else part
             for part, n in zip(parts, short, strict=True)
         ]
         return torch.cat(padded, dim)

@@ -41,7 +41,7 @@ def with_biases(x: Tensor, a: Tensor, bias: Tensor, b: Tensor, other: Tensor) ->
     return scatter(F.linear(F.gelu(F.linear(gather(x, 1), a, bias)), b, other), 1)
 
 
-def biased_behind(x: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+def biased_after(x: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
     return x + (scatter(F.linear(F.gelu(F.linear(gather(x, 1), a)), b), 1) + bias)
 
 
@@ -71,7 +71,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Shapes, int]] = {
     "batch 1": (swiglu, ((1, 9, 24), (20, 24), (20, 24), (24, 20)), 4),
     "rows": (swiglu0, ((17, 24), (24, 20), (24, 20), (20, 24)), 4),
     "biases": (with_biases, ((2, 9, 24), (20, 24), (20,), (24, 20), (24,)), 4),
-    "bias and residual behind": (biased_behind, ((2, 9, 24), (20, 24), (24, 20), (24,)), 4),
+    "bias and residual after": (biased_after, ((2, 9, 24), (20, 24), (24, 20), (24,)), 4),
     "all_reduce": (without_sequence_parallelism, ((2, 9, 24), (20, 24), (20, 24), (24, 20)), 3),
     "Python's sum": (summed, ((2, 9, 24), (20, 24), (20, 24), (24, 20)), 4),
     "weight": (gathered_weight, ((2, 9, 24), (10, 24)), 2),
@@ -161,9 +161,9 @@ def test_fused_graphs_are_right_and_wholly_fused(names: list[str], dtype: torch.
         ("swiglu", torch.bfloat16, False),
         ("q k v", torch.float32, False),
         ("biases", torch.float32, True),
-        ("bias and residual behind", torch.float16, True),
+        ("bias and residual after", torch.float16, True),
     ],
-    ids=["swiglu", "q k v", "biases", "bias and residual behind"],
+    ids=["swiglu", "q k v", "biases", "bias and residual after"],
 )
 def test_compiled_by_inductor(name: str, dtype: torch.dtype, dynamic: bool) -> None:
     check_ranks([name], dtype, dynamic, True)
@@ -214,7 +214,7 @@ def rounded_once(rank: int, world: int) -> tuple[float, float, str]:
     return ours[0, 0].item(), theirs[0, 0].item(), str(fusion.report())
 
 
-def test_what_is_added_behind_is_rounded_once() -> None:
+def test_what_is_added_after_is_rounded_once() -> None:
     for ours, theirs, report in run_ranks(rounded_once, WORLD):
         assert (ours, theirs) == (258, 256)
         assert "bias and residual added" in report

@@ -249,7 +249,7 @@ def test_an_interrupted_question_counts_on_all_ranks_or_on_none(late: bool) -> N
     assert [a.fused for a in ask_all(where, [post(6, turns=turns)] * 2)] == [True] * 2
 
 
-def test_ctrl_c_just_behind_a_lock_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_just_after_a_lock_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     where = make(2)
     assert where[1].attached()
     real = fcntl.flock
@@ -360,7 +360,7 @@ def test_a_rank_that_cannot_see_the_board_is_not_waited_for(monkeypatch: pytest.
     assert time.monotonic() - begin < 5
 
 
-def test_what_stands_behind_a_signature() -> None:
+def test_what_stands_after_a_signature() -> None:
     where = make(2)
     where[0].tell(8, "a gather")
     where[0].ask(post(0, signature=8, can_fuse=False), lambda: 1.0)

@@ -158,7 +158,7 @@ def test_who_comes_with_something_else_before_anybody_runs_gets_it_plain(can_fus
 OTHERS: list[tuple[str, Callable[[VoteBoard], Answer]]] = [
     ("another graph", lambda b: ask(b, 8)),
     ("the same unfused", lambda b: ask(b, can_fuse=False)),
-    ("behind its collectives", lambda b: ask(b, begun=2)),
+    ("after its collectives", lambda b: ask(b, begun=2)),
     ("within them", lambda b: ask(b, 8, count=3, can_fuse=False)),
 ]
 

@@ -138,7 +138,7 @@ def one_adds_more(rank: int, size: int) -> tuple[str, str, str]:
         return disagreement.reason, unfused, entry.form
 
 
-def test_a_residual_that_one_rank_adds_behind_the_op() -> None:
+def test_a_residual_that_one_rank_adds_after_the_op() -> None:
     first, second = run_ranks(one_adds_more, 2)
     assert first[1:] == ("none", "product → reduce_scatter")
     assert second[1:] == ("none", "product → reduce_scatter → add")

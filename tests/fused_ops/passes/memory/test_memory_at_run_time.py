@@ -118,7 +118,7 @@ def test_what_is_gathered_in_place_is_as_predicted() -> None:
         assert [code.count(f"weft_watch.{word}(") for word in ("started", "placed", "released")] == [4] * 3
 
 
-def test_a_release_in_front_of_a_reader_is_seen() -> None:
+def test_a_release_before_a_reader_is_seen() -> None:
     for said in run_ranks(verified, 2, gathered_in_place, True, fresh=True):
         assert re.search(r"all_gather_wait_default_1 has come to where all_gather_wait_default was", said)
 

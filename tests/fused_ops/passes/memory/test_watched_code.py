@@ -142,7 +142,7 @@ def test_an_op_that_holds_what_it_should_not(op: Callable[..., Tensor], said: st
         run(fn)
 
 
-def test_what_is_held_behind_its_end() -> None:
+def test_what_is_held_after_its_end() -> None:
     def fn(x: Tensor, y: Tensor) -> Tensor:
         return ops.keeper((x @ y).sum(0, keepdim=True)) @ y[:, :5]
 

@@ -104,7 +104,7 @@ def test_training_has_it_like_a_literal() -> None:
     assert found[0] == found[1] and NORM in found[0]
 
 
-def test_it_runs_behind_the_users_own_pass() -> None:
+def test_it_runs_after_the_users_own_pass() -> None:
     others = [lambda graph: None]
     with inductor_config.patch({EARLY_SLOT: others[0]}):
         options = FusionPass().options

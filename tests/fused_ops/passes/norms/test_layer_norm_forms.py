@@ -189,7 +189,7 @@ def test_sizes_may_be_symbolic() -> None:
     check_same(seen, 2)
 
 
-def test_what_is_added_in_front_of_the_weight_stays_behind() -> None:
+def test_what_is_added_before_the_weight_stays_after() -> None:
     def fn(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return (torch_norm(residual + x) + bias) * weight
 

@@ -366,7 +366,7 @@ def written_between(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, scal
     return vllm_static(normed, scale)
 
 
-def test_a_scale_that_is_written_behind_the_norm() -> None:
+def test_a_scale_that_is_written_after_the_norm() -> None:
     seen = applied(traced(written_between, *inputs()))
     assert seen.fused == [NORM], seen.entries
     assert "writes to memory before it" in seen.entries[0].detail

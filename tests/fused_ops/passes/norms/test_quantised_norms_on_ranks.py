@@ -103,5 +103,5 @@ def with_product(rank: int, world_size: int) -> None:
 
 
 @needs_row_wise_products
-def test_a_scaled_product_behind_it() -> None:
+def test_a_scaled_product_after_it() -> None:
     run_ranks(with_product, 2, timeout=200)

@@ -117,7 +117,7 @@ def test_a_start_that_cannot_be_later_is_left_to_the_backend() -> None:
     assert len(nodes(graph, "all_gather_start")) == 2
 
 
-def test_what_is_gathered_is_released_behind_its_last_reader() -> None:
+def test_what_is_gathered_is_released_after_its_last_reader() -> None:
     """Also where that reads a view; the third of three finds no buffer."""
 
     def fn(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:

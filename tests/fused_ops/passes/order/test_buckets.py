@@ -124,7 +124,7 @@ def test_only_groups_that_vote() -> None:
     assert filled(layers, voted={name()})[1]
 
 
-def test_what_needs_the_other_stays_behind_it() -> None:
+def test_what_needs_the_other_stays_after_it() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         a = gathered(w)
         return gathered(a[:64].sin()).sum()

@@ -81,7 +81,7 @@ def test_a_graph_without_collectives_that_run_beside_something() -> None:
         ET.fromstring(change.svg())
 
 
-def test_collectives_of_a_late_transport_begin_behind_the_next_kernel() -> None:
+def test_collectives_of_a_late_transport_begin_after_the_next_kernel() -> None:
     """So a gather that starts before one product hides nothing there, and one before two hides all."""
 
     def fn(x: Tensor, w: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def moved(fn: Callable[..., Any], limits: OrderLimits = ROOM) -> tuple[list[str]
     return words(graph), change
 
 
-def test_a_gather_starts_in_front_of_the_product_before() -> None:
+def test_a_gather_starts_before_the_product_before() -> None:
     """With the cast that it needs; one gather at a time is on its way."""
 
     def fn(x: Tensor, w: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def test_not_a_byte_more() -> None:
     assert given.peak_before < more.peak_after <= 1.5 * given.peak_before
 
 
-def test_what_writes_to_an_operand_stays_behind_the_wait() -> None:
+def test_what_writes_to_an_operand_stays_after_the_wait() -> None:
     def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         a = x + 1
         pending = c10d.all_reduce(a, "sum", name())

@@ -313,7 +313,7 @@ def norm_inputs(dtype: torch.dtype = torch.float32, grad: bool = False) -> list[
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("norm", [hf_norm, torch_norm], ids=["hugging face", "torch"])
-def test_the_norm_behind_it(norm: Norm, dtype: torch.dtype) -> None:
+def test_the_norm_after_it(norm: Norm, dtype: torch.dtype) -> None:
     (seen,) = captured(layer(norm), *norm_inputs(dtype))
     assert [f and f.endswith(AR_NORM) for f in seen.fused] == [True], seen.reasons
     assert not any(n.target is torch.ops.aten.rsqrt.default for n in seen.after.nodes)

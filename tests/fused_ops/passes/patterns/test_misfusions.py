@@ -127,7 +127,7 @@ def test_7_bits_of_another_width() -> None:
     left(fn, X2, torch.randn(16, 5, dtype=torch.bfloat16))
 
 
-def test_8_an_addend_that_is_computed_behind_the_gather() -> None:
+def test_8_an_addend_that_is_computed_after_the_gather() -> None:
     """The fused op stands where the gather stood, and the sum where its last operand is there."""
 
     def fn(x: Tensor, w: Tensor, b: Tensor) -> Tensor:

@@ -16,17 +16,17 @@ __all__ = ["group"]
 R, G = torch.randn(6, 5), torch.randn(5)
 
 
-def used_alone_in_front(x: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+def used_alone_before(x: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     y = ar(x @ u)
     return ar(x @ w) + y, y.sin()
 
 
-def pending_in_front(x: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+def pending_before(x: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     pending = c10d.all_reduce(x @ u, "sum", "0")
     return ar(x @ w) + c10d.wait_tensor(pending), pending
 
 
-@pytest.mark.parametrize("fn", [used_alone_in_front, pending_in_front], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("fn", [used_alone_before, pending_before], ids=lambda f: f.__name__)
 def test_one_that_was_left_and_is_used_alone_is_not_reduced_again(
     fn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

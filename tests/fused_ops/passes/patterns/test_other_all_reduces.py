@@ -96,7 +96,7 @@ def test_a_matrix_that_is_added_is_only_reduced() -> None:
     check_same(seen, 2)
 
 
-def test_the_report_tells_what_stays_behind() -> None:
+def test_the_report_tells_what_stays_after() -> None:
     bias = torch.randn(5)
     for fn, what in (
         (lambda x, w, b: ar(x @ w) + b, "add (add.Tensor) stays after it"),

@@ -12,7 +12,7 @@ from torch import Tensor
 __all__ = ["two"]
 
 
-def behind_two_reshapes(x: Tensor, w: Tensor, b: Tensor, r: Tensor) -> Tensor:
+def after_two_reshapes(x: Tensor, w: Tensor, b: Tensor, r: Tensor) -> Tensor:
     y = rs(x @ w).unsqueeze(0) + b
     return (y.view(3, -1, 6) + r).view(-1)
 
@@ -42,7 +42,7 @@ FORMS: dict[str, tuple[Fn, tuple[Shape, ...], set[str]]] = {
     "sum of products": (lambda x, w, r: rs(x @ w + x.sin() @ w) + r, (X, W, R), RESIDUAL),
     "all as one dimension": (lambda x, w, r: rs((x @ w).view(-1)) + r, (X, W, (36,)), RESIDUAL),
     "seen as a batch": (lambda x, w, r: rs(x @ w).view(2, -1, 6) + r, (X, W, (2, 3, 6)), RESIDUAL),
-    "behind two reshapes": (behind_two_reshapes, (X, W, B, (3, 2, 6)), BOTH),
+    "after two reshapes": (after_two_reshapes, (X, W, B, (3, 2, 6)), BOTH),
     "one row": (lambda x, w, r: rs(x @ w) + r, ((2, 8), W, (1, 6)), RESIDUAL),
     "one row and a bias": (lambda x, w, b: rs(x @ w) + b, ((2, 8), W, B), {"bias"}),
     "dimension 1": (lambda x, w, r: scatter(x @ w, 1) + r, ((3, 4, 8), W, (3, 2, 6)), RESIDUAL),
@@ -77,9 +77,9 @@ def test_added_by_the_op(name: str) -> None:
     [
         (lambda x, w, r: scatter(x @ w, 1) + r, ((3, 6, 8), W, (3, 2, 6)), RESIDUAL),
         (of_columns, ((2, 5, 8), (8, 18), B, (2, 5, 6)), BOTH),
-        (behind_two_reshapes, ((18, 8), W, B, (3, 2, 6)), BOTH),
+        (after_two_reshapes, ((18, 8), W, B, (3, 2, 6)), BOTH),
     ],
-    ids=["dimension 1", "columns", "behind two reshapes"],
+    ids=["dimension 1", "columns", "after two reshapes"],
 )
 def test_added_by_the_op_of_three_ranks(fn: Fn, shapes: tuple[Shape, ...], terms: set[str]) -> None:
     with fake_ranks(3):
@@ -129,17 +129,17 @@ def test_a_third_term_stays() -> None:
 
 
 @pytest.mark.usefixtures("two")
-def test_a_write_before_or_behind_both_does_no_harm() -> None:
+def test_a_write_before_or_after_both_does_no_harm() -> None:
     def before(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
         r.mul_(2)
         return rs(x @ w) + r
 
-    def behind(x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    def after(x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         y = rs(x @ w) + r
         r.mul_(2)
         return y.add_(1), r
 
-    for fn in (before, behind):
+    for fn in (before, after):
         assert taken(only(fn, X, W, R)) == [RESIDUAL]
 
 

@@ -111,12 +111,12 @@ def a_transposed_residual(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
 
 
 @left(X, W, R)
-def behind_a_permutation(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+def after_a_permutation(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
     return rs(x @ w).t().contiguous() + r
 
 
 @left(X, W, (1, 2, 3, 6))
-def behind_a_copy_with_other_strides(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+def after_a_copy_with_other_strides(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
     return rs(x @ w).view(1, 2, 3, 6).clone(memory_format=torch.channels_last) + r
 
 
@@ -194,7 +194,7 @@ def each_rank_adds_a_vector_before(x: Tensor, w: Tensor, b: Tensor, r: Tensor) -
 
 @pytest.mark.usefixtures("two")
 @pytest.mark.parametrize("name", LEFT)
-def test_stays_behind_the_op(name: str) -> None:
+def test_stays_after_the_op(name: str) -> None:
     fn, shapes, terms = LEFT[name]
     seen = only(fn, *shapes)
     assert (seen.fused, taken(seen)) == ([RS], [terms]), seen.reasons

@@ -95,7 +95,7 @@ ZEROS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.usefixtures("two")
 @pytest.mark.parametrize("name", ZEROS)
-def test_before_a_reduce_scatter_and_behind_it(name: str) -> None:
+def test_before_a_reduce_scatter_and_after_it(name: str) -> None:
     """After it the op adds the residual, and nothing is left to add a 0."""
     seen = only(lambda x, w, r: ZEROS[name](rs(ZEROS[name](x @ w))).view(1, 6, 6) + r, X, W, (1, 6, 6))
     assert (seen.fused, taken(seen), additions(seen.after)) == ([RS], [RESIDUAL], 0), seen.reasons
@@ -103,7 +103,7 @@ def test_before_a_reduce_scatter_and_behind_it(name: str) -> None:
 
 
 @pytest.mark.usefixtures("two")
-def test_behind_a_reduce_scatter_alone() -> None:
+def test_after_a_reduce_scatter_alone() -> None:
     seen = only(lambda x, w: aten.add.Tensor(rs(x @ w), 0), X, W)
     assert (seen.fused, additions(seen.after)) == ([RS], 1)
 

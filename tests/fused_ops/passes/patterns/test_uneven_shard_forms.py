@@ -53,13 +53,13 @@ def a_part_padded_by_another_number(x: Tensor, w: Tensor) -> Tensor:
 
 
 @case([None], (5, 8), W)
-def a_part_padded_in_front(x: Tensor, w: Tensor) -> Tensor:
+def a_part_padded_before(x: Tensor, w: Tensor) -> Tensor:
     a, b = (x @ w).split(3)
     return rs(torch.cat([a, aten.constant_pad_nd(b, [0, 0, 1, 0])]))
 
 
 @case([None], (5, 8), W, V)
-def padded_behind_a_bias(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+def padded_after_a_bias(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return rs(in_parts(torch.addmm(v, x, w), 0, 1))
 
 

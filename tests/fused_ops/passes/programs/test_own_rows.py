@@ -183,7 +183,7 @@ def gather(rank: int, world: int, codegen: bool) -> Outcome:
 
 
 @CODEGEN
-def test_gathers_behind_products(codegen: bool) -> None:
+def test_gathers_after_products(codegen: bool) -> None:
     found = outcomes(gather, WORLD, codegen)
     check(found, 4, [])
     # But for the one before the head. Queries and keys are alike.

@@ -212,7 +212,7 @@ def test_a_fallback_graphs_compilation_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_graph_that_ends_behind_its_gather(dim: int) -> None:
+def test_a_graph_that_ends_after_its_gather(dim: int) -> None:
     (seen,) = captured(lambda x: gather(x, dim), torch.randn(4, 8))
     assert seen.reasons.startswith("the graph ends after the collective: no matrix product takes")
     assert "compile the module that holds both" in seen.reasons
@@ -224,7 +224,7 @@ def test_a_graph_that_ends_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("fn", [scatter, lambda x: scatter(x, 1), lambda x: late(x.t().reshape(-1, 2))])
-def test_a_graph_that_begins_in_front_of_its_reduction(fn: object) -> None:
+def test_a_graph_that_begins_before_its_reduction(fn: object) -> None:
     (seen,) = captured(fn, torch.randn(4, 8))  # type: ignore[arg-type]
     assert seen.reasons.startswith("the graph begins before the collective: its input is ")
     assert "compile the module that holds both" in seen.reasons

@@ -101,7 +101,7 @@ FORMS: dict[str, tuple[Fn, tuple[Shape, ...], str, str]] = {
         RS,
         "1 product, 1 added vector",
     ),
-    "behind a cast": (
+    "after a cast": (
         lambda x, w: scatter((x.bfloat16() @ w.bfloat16()).float() * 0.1, 1),
         (X, W),
         RS,
@@ -193,7 +193,7 @@ def test_one_factor_of_all_is_left_for_what_each_rank_gets() -> None:
     check_same(seen, 2)
 
 
-def test_terms_behind_a_factor_stay() -> None:
+def test_terms_after_a_factor_stay() -> None:
     seen = only(lambda x, w, r: scatter(2 * (x @ w)) + r, X, W, (6, 6))
     assert (seen.fused, "added" in seen.entries[0].detail) == ([RS], False)
     check_same(seen, 2)

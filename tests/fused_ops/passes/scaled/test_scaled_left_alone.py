@@ -47,7 +47,7 @@ def one() -> Tensor:
     return torch.rand(())
 
 
-def whole_behind(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
+def whole_after(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
     g = gather(x)
     scale = scale_of(whole_amax(g))
     return times(by_scale(g, scale), w, scale.reciprocal(), ws)
@@ -63,7 +63,7 @@ def summed_over_ranks(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
     return times(by_scale(gather(x), scale), w, scale.reciprocal(), ws)
 
 
-def reduced_behind(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
+def reduced_after(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
     """The maximum is taken over ranks, but of what is gathered: it is there too late."""
     g = gather(x)
     scale = scale_of(all_reduce(whole_amax(g)))
@@ -163,10 +163,10 @@ X, W = (5, 32), (48, 32)
 @pytest.mark.parametrize(
     ("fn", "inputs", "words"),
     [
-        of(whole_behind, "the maximum over the rows of all ranks", bf16(*X), fp8(*W), one()),
+        of(whole_after, "the maximum over the rows of all ranks", bf16(*X), fp8(*W), one()),
         of(whole_of_shard, "of no maximum over the ranks", bf16(*X), fp8(*W), one()),
         of(summed_over_ranks, "of no maximum over the ranks", bf16(*X), fp8(*W), one()),
-        of(reduced_behind, "is also used by abs_1", bf16(*X), fp8(*W), one()),
+        of(reduced_after, "is also used by abs_1", bf16(*X), fp8(*W), one()),
         of(twice, "is also used by", bf16(*X), fp8(*W), torch.rand(1, 48)),
         of(also_used, "is also used by", bf16(*X), fp8(*W), torch.rand(1, 48)),
         of(scales_also_used, "is also used by the graph's output", bf16(*X), fp8(*W), torch.rand(1, 48)),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from graphs import AG, RS, applied, captured, fake_ranks
 from ranks import run_ranks
-from test_sequence_parallel import GATHER, HIDDEN, ar, behind_a_product, inputs, norm
+from test_sequence_parallel import GATHER, HIDDEN, after_a_product, ar, inputs, norm
 from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -307,13 +307,13 @@ def test_the_setting() -> None:
 def differing(rank: int, world: int) -> tuple[list[float], str, str]:
     """Rank 0 has no sequence parallelism, then all ranks have it."""
     x, w, r, n, v = inputs(rank, torch.float32)
-    want = behind_a_product(*(t.double() for t in (x, w, r, n, v)))
+    want = after_a_product(*(t.double() for t in (x, w, r, n, v)))
     errors, said = [], []
     for setting in (rank != 0, True):
         torch._dynamo.reset()
         fusion = FusionPass(sequence_parallel=setting)
         with torch._inductor.config.patch(force_disable_caches=True), torch.no_grad():
-            got = torch.compile(behind_a_product, options=fusion.options)(x, w, r, n, v)
+            got = torch.compile(after_a_product, options=fusion.options)(x, w, r, n, v)
         errors.append(((got.double() - want).norm() / want.norm()).item())
         said.append(str(fusion.report()))
     return errors, said[0], said[1]

@@ -40,7 +40,7 @@ def own_rows(x: Tensor, dim: int = 0) -> Tensor:
     return x.chunk(dist.get_world_size(), dim)[dist.get_rank()]
 
 
-def behind_a_product(x: Tensor, w: Tensor, r: Tensor, n: Tensor, v: Tensor) -> Tensor:
+def after_a_product(x: Tensor, w: Tensor, r: Tensor, n: Tensor, v: Tensor) -> Tensor:
     return norm(r + ar(x @ w), n) @ v
 
 
@@ -122,7 +122,7 @@ def broadcast(x: Tensor, w: Tensor, r: Tensor, n: Tensor, v: Tensor) -> Tensor:
 
 # Of the entries of the pass.
 TAKEN: dict[Callable[..., Any], list[str]] = {
-    behind_a_product: [RS, AG],
+    after_a_product: [RS, AG],
     of_no_product: [SCATTER, AG],
     unrounded: [RS, AG, RS, AG],
     average_and_layer_norm: [RS, AG],
@@ -223,7 +223,7 @@ def test_ranks_that_take_a_chunk_differently_are_told_apart() -> None:
     assert first and first == second
 
 
-def test_a_residual_in_front_of_the_norm_is_added_by_the_op() -> None:
+def test_a_residual_before_the_norm_is_added_by_the_op() -> None:
     with fake_ranks(2):
         graph = graph_of(layers, inputs(0, torch.float32)).graph
         seen = applied(graph, FusionPass(agree=False, sequence_parallel=True))

@@ -34,7 +34,7 @@ from ..graph.nodes import (
 from ..graph.rewrite import call
 from ..graph.views import CASTS, unchanged
 from .norm import FoundNorm, layer_norm_of, rms_norm_of
-from .quant import QuantBehind
+from .quant import FollowingQuant
 
 
 @dataclass
@@ -50,13 +50,13 @@ class _Sum:
 
 
 @dataclass
-class NormBehind:
+class FollowingNorm:
     """What follows a collective: the norm of its result, with a residual or without."""
 
     sum: _Sum
     norm: FoundNorm
     dtype: torch.dtype
-    quant: QuantBehind | None = None
+    quant: FollowingQuant | None = None
     stays: str = ""  # what becomes of a step after it that is not fused
 
     @property
@@ -89,7 +89,9 @@ class NormBehind:
         return ", ".join(words)
 
     @classmethod
-    def after(cls, collectives: list[Collective], result: fx.Node, rest: list[fx.Node]) -> NormBehind | None:
+    def after(
+        cls, collectives: list[Collective], result: fx.Node, rest: list[fx.Node]
+    ) -> FollowingNorm | None:
         """What follows the sum of collectives, their one result or all they and the ``rest`` add up to; None if no norm
         does.
 
@@ -97,19 +99,19 @@ class NormBehind:
             LeftAlone: one does, and is not what the op computes.
         """
         dtype = val(result).dtype
-        total = _Sum(result, result, rest[0], [result], [], []) if rest else _sum_behind(result)
+        total = _Sum(result, result, rest[0], [result], [], []) if rest else _sum_after(result)
         found = norm_of(total.node, dtype)
         if found is None:
             return None
         if len(rest) > 1:
             raise LeftAlone(f"of what it norms, {some(rest)} are more than one residual")
-        behind = cls(total, found, dtype)
-        behind._check(collectives)
+        follows = cls(total, found, dtype)
+        follows._check(collectives)
         try:
-            behind.quant = QuantBehind.after(found, total.at)
+            follows.quant = FollowingQuant.after(found, total.at)
         except LeftAlone as e:
-            behind.stays = f"what makes fp8 of it stays: {e}"
-        return behind
+            follows.stays = f"what makes fp8 of it stays: {e}"
+        return follows
 
     def _check(self, collectives: list[Collective]) -> None:
         total, norm = self.sum, self.norm
@@ -163,7 +165,7 @@ class NormBehind:
         return new
 
 
-def _sum_behind(reduced: fx.Node) -> _Sum:
+def _sum_after(reduced: fx.Node) -> _Sum:
     """What a norm would be of: the reduced tensor, or what it and a residual add up to."""
     copies = []
     while is_val(copy := only_user(reduced)) and unchanged(copy) is not None:
