@@ -246,7 +246,7 @@ from weft import fused_ops
 assert not {{"torch._dynamo", "torch._inductor"}} & {{*sys.modules}}
 assert "weft.fused_ops.passes" not in sys.modules
 assert set(fused_ops.__all__) <= set(dir(fused_ops))
-assert fused_ops.Report is fused_ops.passes.report.Report
+assert fused_ops.Report is fused_ops.passes.records.report.Report
 assert fused_ops.compile is fused_ops.passes.backend.compile
 print(refused(fused_ops))
 from weft.fused_ops import *

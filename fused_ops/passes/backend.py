@@ -19,8 +19,8 @@ from torch._inductor import config as inductor_config
 from .fusion import FusionPass
 from .norms.eps_as_number import eps_options
 from .pass_sequence import SLOT, in_sequence, passes_of
+from .records.report import PassRuns, Report
 from .regather import JOINT_SLOT, joint_options
-from .report import PassRuns, Report
 from .settings import AUTO, CAPTURE, FUSE, REWRITES, PassSettings, refused_as_options
 
 #: What names a setting of the pass among the options of a compilation.

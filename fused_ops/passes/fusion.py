@@ -43,10 +43,10 @@ from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns.pattern import Pattern, why_not_called_from_cpp
 from .patterns.rivals import yielding
 from .records.node import take_record
+from .records.report import Entry, FusionError, PassRuns, Report
+from .records.report_file import log_line, put_into_file, write_reports
 from .records.seen import SeenGraphs
 from .regather import joint_options
-from .report import Entry, FusionError, PassRuns, Report
-from .report_file import log_line, put_into_file, write_reports
 from .sequence_parallel.joint import rewritten
 from .settings import AUTO, CAPTURE, OnePass, Rewrites
 

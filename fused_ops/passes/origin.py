@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from .graph.collectives import group_of, kind_of
+from .graph.nodes import is_val, val
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
 _TORCH = str(Path(torch.__file__).parent)
@@ -59,4 +60,11 @@ def fields_of(node: fx.Node, number: int) -> dict[str, Any]:
         "group": group_of(node),
         "source": source_of(node),
         "module": module_of(node),
+        "nbytes": _nbytes_of(node),
     }
+
+
+def _nbytes_of(node: fx.Node) -> int | None:
+    """Of the whole tensor, which an all-gather returns and the others take."""
+    sizes = [val(n).numel() * val(n).element_size() for n in (node, *node.all_input_nodes[:1]) if is_val(n)]
+    return max(sizes) if sizes and all(isinstance(size, int) for size in sizes) else None

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ....kernels.device.jit.ahead import ProgramCounts, program_counts
-from ..report import Disagreement, Entry, VoteCounts
+from ..records.report import Disagreement, Entry, VoteCounts
 
 _log = logging.getLogger("weft.passes")
 _lock = threading.Lock()

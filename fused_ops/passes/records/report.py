@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import html
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
-from ...kernels.device.jit.ahead import NO_PROGRAMS, ProgramCounts
-from ..dispatch.plan import Plan
-from .order.change import OrderChange
+from ....kernels.device.jit.ahead import NO_PROGRAMS, ProgramCounts
+from ...dispatch.plan import Plan
+from ..order.change import OrderChange
+from . import table
 from .ranges import as_ranges, without_numbers
 
 
@@ -119,6 +121,7 @@ class Entry:
         unfused: whether the graph has run, and unfused each time, as ``disagreements`` say.
         module: the innermost module that runs it, as ``layers.3.mlp.down_proj (Linear)``; of a collective of a backward
         graph that of the forward's; "" where torch kept none.
+        nbytes: of the whole tensor that it gathers or reduces; None where that is not known before the run.
     """
 
     graph: int
@@ -139,6 +142,7 @@ class Entry:
     plan: Plan | None = None
     signature: str = ""
     unfused: bool = False
+    nbytes: int | None = None
 
     @property
     def fused(self) -> bool:
@@ -148,7 +152,8 @@ class Entry:
     def left_alone(self, reason: str) -> Entry:
         """The same collective, found but left alone."""
         fields = (self.graph, self.node, self.collective, self.group)
-        return Entry(*fields, reason=reason, source=self.source, form=self.form, module=self.module)
+        kept = {"source": self.source, "form": self.form, "module": self.module, "nbytes": self.nbytes}
+        return Entry(*fields, reason=reason, **kept)  # type: ignore[arg-type]
 
     def planned(self, plan: Plan | None) -> Entry:
         """The same with a plan. What runs unfused saves nothing."""
@@ -244,8 +249,9 @@ class Report:
     >>> report.fused, report.left
     (0, 0)
 
-    ``str()`` gives one line each, those that differ in numbers of graphs, nodes and modules (layers.0-31) as one, and
-    counts the reasons of those left alone.
+    ``str()`` is a table by layer (``layers.0-31`` is one row), what was left alone by reason with what to do about it,
+    and what the run itself said. ``details()`` says all of each collective, ``to_json()`` is for programs and
+    ``to_html()`` for browsers.
 
     Attributes:
         entries: what became of each collective.
@@ -304,28 +310,69 @@ class Report:
         return sum(e.gain or 0.0 for e in self.entries if not e.unfused)
 
     def __str__(self) -> str:
-        ran = [str(d) for d in self.disagreements]
-        ran += [f"kernels: {self.programs}"] if self.programs != NO_PROGRAMS else []
         if not self.entries:
-            return "\n".join([f"no collectives were seen: {self.runs.why_no_entries()}", *ran])
+            return self.details()
+        counts = [table.count_of(self.entries), *table.advice_of(self.entries)]
+        return "\n".join([*table.table_of(self.entries), "", *counts, *self._told()])
+
+    def details(self) -> str:
+        """One line for each collective, those that differ in numbers of graphs, nodes and modules only as one.
+
+        >>> from weft.fused_ops import FusionPass
+        >>> text = FusionPass().report().details()
+        >>> text.startswith("no collectives were seen")
+        True
+        """
+        if not self.entries:
+            return "\n".join([f"no collectives were seen: {self.runs.why_no_entries()}", *self._ran()])
         groups: dict[tuple[str, ...], list[Entry]] = {}
         for entry in self.entries:
             groups.setdefault(entry.alike(), []).append(entry)
         lines = [text_of(group) for group in groups.values()]
-        unfused = sum(e.unfused for e in self.entries)
-        more = f"; {unfused} more are in graphs that ran unfused each time" if unfused else ""
-        lines.append(f"{self.fused} of {len(self.entries)} collectives fused{more}")
-        lines += [str(self.heap)] if self.heap.calls else []
-        return "\n".join([*lines, *ran, *self._reasons(), *map(str, self.orders)])
+        return "\n".join([*lines, table.count_of(self.entries), *self._told()])
 
-    def _reasons(self) -> list[str]:
-        """How many collectives were left alone for each reason, the most frequent first."""
-        left = [e.reason for e in self.entries if e.fused_into is None]
-        first: dict[str, str] = {}
-        for reason in left:
-            first.setdefault(without_numbers(reason), reason)
-        counts = Counter(map(without_numbers, left)).most_common()
-        return ["left alone:", *(f"{count:5}  {first[key]}" for key, count in counts)] if left else []
+    def to_json(self) -> str:
+        """All fields as JSON, one object.
+
+        >>> import json
+        >>> from weft.fused_ops import FusionPass
+        >>> json.loads(FusionPass().report().to_json())["entries"]
+        []
+        """
+        return json.dumps(asdict(self), default=str)
+
+    def to_html(self) -> str:
+        """A page for a browser: the table, the pictures of the order of collectives, and the details.
+
+        >>> from weft.fused_ops import FusionPass
+        >>> FusionPass().report().to_html().startswith("<!doctype html>")
+        True
+        """
+        cells = [f"<tr>{''.join(f'<th>{cell}' for cell in table.HEAD)}"]
+        rows = table.rows_of(self.entries)
+        cells += [f"<tr>{''.join(f'<td>{html.escape(cell)}' for cell in row)}" for row in rows]
+        said = "\n".join([table.count_of(self.entries), *table.advice_of(self.entries), *self._told()])
+        return "\n".join(
+            [
+                "<!doctype html>",
+                "<meta charset=utf-8><title>weft: what became of each collective</title>",
+                "<style>body{font:14px sans-serif}td,th{padding:2px 12px 2px 0;text-align:left}</style>",
+                f"<table>{''.join(cells)}</table>",
+                f"<pre>{html.escape(said)}</pre>",
+                *(order.svg() for order in self.orders),
+                f"<details><summary>each collective</summary><pre>{html.escape(self.details())}</pre></details>",
+                "",
+            ]
+        )
+
+    def _ran(self) -> list[str]:
+        kernels = [f"kernels: {self.programs}"] if self.programs != NO_PROGRAMS else []
+        return [*map(str, self.disagreements), *kernels]
+
+    def _told(self) -> list[str]:
+        """What is said once, of all entries and of the run."""
+        heap = [str(self.heap)] if self.heap.calls else []
+        return [*heap, *self._ran(), *table.reasons_of(self.entries), *map(str, self.orders)]
 
     def __repr__(self) -> str:
         return f"Report(fused={self.fused}, left={self.left}, disagreements={len(self.disagreements)})"
@@ -344,5 +391,7 @@ class FusionError(RuntimeError):
     """
 
     def __init__(self, report: Report) -> None:
-        super().__init__(f"{report.left} of {len(report.entries)} collectives were not fused\n{report}")
+        super().__init__(
+            f"{report.left} of {len(report.entries)} collectives were not fused\n{report.details()}"
+        )
         self.report = report
