@@ -42,8 +42,9 @@ from .origin import fields_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns.pattern import Pattern, why_not_called_from_cpp
 from .patterns.rivals import yielding
+from .records.entry import Entry
 from .records.node import take_record
-from .records.report import Entry, FusionError, PassRuns, Report
+from .records.report import FusionError, PassRuns, Report
 from .records.report_file import log_line, put_into_file, write_reports
 from .records.seen import SeenGraphs
 from .regather import joint_options
@@ -63,8 +64,10 @@ class FusionPass(OnePass, CustomGraphPass):
     >>> x, w = torch.randn(4, 8), torch.randn(8, 6)
     >>> y = torch.compile(model, options=fusion.options)(x, w)
     >>> print(fusion.report())
-    graph 0: all_gather_into_tensor over group '0': fused into weft::fused_all_gather_matmul, dim 0, ...
-    1 of 1 collectives fused
+    in       collective              times      each  became                   saves
+    graph 0  all_gather_into_tensor      1  0.25 KiB  fused_all_gather_matmul
+    <BLANKLINE>
+    1 of 1 collectives fused: 1 with a matmul
     >>> torch.testing.assert_close(y, model(x, w))
 
     What is not exactly the function that a fused op computes is left alone, and the report says why. Exactly, but for

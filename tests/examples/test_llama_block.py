@@ -15,7 +15,8 @@ import pytest
 import torch
 from ranks import run_ranks
 from torchrun import run_program
-from weft.fused_ops.passes.records.report import Entry, Report
+from weft.fused_ops.passes.records.entry import Entry
+from weft.fused_ops.passes.records.report import Report
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEMO = str(EXAMPLES / "llama_block.py")

@@ -29,7 +29,7 @@ from ..graph.collectives import collectives, group_of, kind_of, point_to_point
 from ..graph.index_map import Dims, strides
 from ..graph.nodes import Size
 from ..graph.row_wise import is_pointwise
-from ..records.report import Entry
+from ..records.entry import Entry
 
 #: What a node has in its ``meta`` if ranks must compute it alike.
 COMPARED = "weft_compared"

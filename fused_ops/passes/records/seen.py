@@ -11,8 +11,9 @@ from torch._inductor import config as inductor_config
 
 from ..order.change import OrderChange
 from ..pass_sequence import SLOT, passes_of
+from .entry import Entry
 from .node import is_kept, packed, put_record, unpacked
-from .report import Entry, Report
+from .report import Report
 from .report_file import log_line, write_reports
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from .entry import Entry
 from .ranges import as_ranges, without_numbers
-
-if TYPE_CHECKING:
-    from .report import Entry
 
 HEAD = ("in", "collective", "times", "each", "became", "saves")
 _WIDEST = 56  # of a cell
@@ -31,7 +28,7 @@ _SEQUENCE_PARALLEL = (
 )
 
 
-def kind_of(entry: Entry) -> str:
+def fused_with(entry: Entry) -> str:
     """With what a collective was fused: "with a matmul", "with a norm", "with a loss", or "exchanged": no other op."""
     op = entry.fused_into or ""
     for word, kind in (("matmul", "with a matmul"), ("norm", "with a norm"), ("entropy", "with a loss")):
@@ -63,7 +60,7 @@ def _alike(entry: Entry) -> tuple[object, ...]:
     return where, entry.collective, entry.nbytes, entry.fused_into, entry.unfused
 
 
-def rows_of(entries: Iterable[Entry]) -> list[tuple[str, ...]]:
+def table_rows(entries: Iterable[Entry]) -> list[tuple[str, ...]]:
     """A row of cells for those that differ in the numbers of layers only."""
     groups: dict[tuple[object, ...], list[Entry]] = {}
     for entry in entries:
@@ -71,8 +68,8 @@ def rows_of(entries: Iterable[Entry]) -> list[tuple[str, ...]]:
     return [_row(group) for group in groups.values()]
 
 
-def table_of(entries: Sequence[Entry]) -> list[str]:
-    rows = [tuple(cell[:_WIDEST] for cell in row) for row in (HEAD, *rows_of(entries))]
+def table_lines(entries: Sequence[Entry]) -> list[str]:
+    rows = [tuple(cell[:_WIDEST] for cell in row) for row in (HEAD, *table_rows(entries))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     right = (False, False, True, True, False, True)
     return [
@@ -84,9 +81,9 @@ def table_of(entries: Sequence[Entry]) -> list[str]:
     ]
 
 
-def count_of(entries: Sequence[Entry]) -> str:
+def summary_of(entries: Sequence[Entry]) -> str:
     """How many collectives are fused, with what, and how many are not."""
-    kinds = Counter(kind_of(e) for e in entries if e.fused)
+    kinds = Counter(fused_with(e) for e in entries if e.fused)
     with_what = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     fused = sum(kinds.values())
     unfused = sum(e.unfused for e in entries)
