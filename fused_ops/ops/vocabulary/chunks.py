@@ -46,7 +46,7 @@ def statistics(logits: Tensor, columns: Columns) -> Tensor:
     return triton_kernel.launch_statistics(logits, columns)
 
 
-def losses(gathered: Tensor, targets: Tensor, loss: Loss, count: Tensor | None) -> tuple[Tensor, Tensor]:
+def row_losses(gathered: Tensor, targets: Tensor, loss: Loss, count: Tensor | None) -> tuple[Tensor, Tensor]:
     if gathered.device.type == "cpu":
         return losses_and_terms(gathered, targets, loss, count)
     from ....kernels.linear_cross_entropy import triton_kernel

@@ -173,7 +173,7 @@ def _sum_with_gradients(
     for rows, logits in parts:
         part = columns.rows(rows)
         gathered = _gathered(chunks.statistics(logits, part), gather)
-        of_rows, terms = chunks.losses(gathered, part.targets, call.loss, count)
+        of_rows, terms = chunks.row_losses(gathered, part.targets, call.loss, count)
         losses.append(of_rows)
         if any(call.wanted):
             chunks.gradient(logits, part, terms, logits)

@@ -216,24 +216,6 @@ def test_graphs_that_communicate_alike_have_equal_signatures() -> None:
     assert name == signature(lambda x, w: program(x, w) + 7, X, W)
 
 
-def test_ranks_have_columns_of_their_own() -> None:
-    """A loss of a vocabulary that ranks share: where a rank's columns start is no difference, that ranks say so is."""
-
-    def loss(start: int | None) -> Any:
-        def fn(x: Tensor, w: Tensor, targets: Tensor) -> Any:
-            given = program(x, w), None, None, targets, "0"
-            return torch.ops.weft.cross_entropy_of_sharded_logits(*given, vocab_start=start)[0]
-
-        return fn
-
-    targets = torch.zeros(12, dtype=torch.int64)
-    names = [
-        signature(loss(start), X, torch.randn(8, columns), targets)
-        for start, columns in ((0, 5), (7, 3), (None, 5))
-    ]
-    assert names[0] == names[1] != names[2]
-
-
 def test_what_is_posted_holds_sizes_and_order() -> None:
     posted = asked(program, X, W).signature(())
     assert posted == asked(program, X, W).signature(())
