@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ _TORCH = str(Path(torch.__file__).parent)
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 _ROOT = re.compile(r"^L\['\w+'\]")
 _CHILD = re.compile(r"\._modules\['([^']*)'\]|\['?([^'\]]*)'?\]")
+# What AOTAutograd's partitioner has noted of a node, and what that node stands for.
+_PARTITIONED = ("partitioner_tag", "recompute", "ac_graph_id", "seq_nr", "autograd_backward")
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
@@ -49,6 +53,19 @@ def module_of(node: fx.Node) -> str:
 def copy_origin(node: fx.Node, new: fx.Node) -> None:
     """``new``, which stands in place of ``node``, comes from where that came from."""
     new.meta |= {key: node.meta[key] for key in ("stack_trace", *_STACKS) if key in node.meta}
+
+
+@contextlib.contextmanager
+def put_for(node: fx.Node) -> Iterator[None]:
+    """What is put before the node meanwhile comes from where that came from, and belongs to the same part of a joint
+    graph."""
+    before = node.prev
+    yield
+    new = before.next
+    while new is not node:
+        copy_origin(node, new)
+        new.meta |= {key: node.meta[key] for key in _PARTITIONED if key in node.meta}
+        new = new.next
 
 
 def fields_of(node: fx.Node, number: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from weft.fused_ops import (
+    cross_entropy_of_sharded_logits,
     fused_all_gather_matmul,
     fused_all_gather_scaled_matmul,
     fused_all_reduce_layer_norm,
@@ -215,7 +216,7 @@ def _normed_in_fp8(rank: int, size: int, step: int, unit: int, group: Any, more:
     )
 
 
-def _loss(rank: int, size: int, step: int, unit: int, group: Any, more: int, sign: int = 1) -> Case:
+def _loss(rank: int, size: int, step: int, unit: int, group: Any, more: int, of: str = "loss") -> Case:
     """One column of the last rank is so far above all others that a row's sum of exponentials is its own."""
     rows, hidden, columns = 2 * unit + more, 8, 5 * unit
     x = numbers(100 * step, rows, hidden)
@@ -228,11 +229,16 @@ def _loss(rank: int, size: int, step: int, unit: int, group: Any, more: int, sig
 
     def call(temperature: float) -> torch.Tensor:
         given = x, weights[rank], targets, group
-        if sign < 0:
-            return fused_linear_log_probs(*given, temperature=temperature)
+        if of == "log-probabilities":
+            return -fused_linear_log_probs(*given, temperature=temperature)
+        if of == "logits":
+            logits = x @ weights[rank].t()
+            return cross_entropy_of_sharded_logits(
+                logits, targets, group, reduction="none", temperature=temperature
+            )
         return fused_linear_cross_entropy(*given, reduction="none", temperature=temperature)
 
-    return Case(lambda: call(1.0), lambda: sign * wanted, lambda: call(2.0))
+    return Case(lambda: call(1.0), lambda: wanted, lambda: call(2.0))
 
 
 # Rank, ranks, step (which numbers), unit of the sizes, group, and by how much the sizes are larger.
@@ -250,5 +256,6 @@ OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
     "fused_all_reduce_layer_norm": _layer_normed,
     "fused_all_reduce_rms_norm_quant": _normed_in_fp8,
     "fused_linear_cross_entropy": _loss,
-    "fused_linear_log_probs": partial(_loss, sign=-1),
+    "fused_linear_log_probs": partial(_loss, of="log-probabilities"),
+    "cross_entropy_of_sharded_logits": partial(_loss, of="logits"),
 }

@@ -75,9 +75,12 @@ class Signature:
                 lines.append(f"{kind_of(node)} {self._word(group_of(node), False)} {point_to_point(node)}")
             elif node in plain or getattr(node.target, "namespace", "") == "weft":
                 shapes = node not in plain  # of an all_to_all the ranks' may differ
-                named = zip(_names(node), node.args, strict=False)
+                named, own = zip(_names(node), node.args, strict=False), _own_values(node)
                 words = [self._word(a, shapes, _own_dims(node, name)) for name, a in named]
-                words += [f"{n}={self._word(a, shapes, _own_dims(node, n))}" for n, a in node.kwargs.items()]
+                words += [
+                    f"{n}={a is not None if n in own else self._word(a, shapes, _own_dims(node, n))}"
+                    for n, a in node.kwargs.items()
+                ]
                 lines.append(f"{kind_of(node)} {' '.join(words)}")
         lines += [_computed(node) for node in graph.nodes if node not in before and _computes(node)]
         lines += [_computed(node) for node in graph.nodes if COMPARED in node.meta]
@@ -152,7 +155,16 @@ def _own_dims(node: fx.Node, argument: str) -> tuple[int, ...]:
     if getattr(op, "namespace", "") != "weft" or not isinstance(first, torch.Tensor):
         return ()
     known = OP_OF.get(op._opname)  # type: ignore[union-attr]
-    return () if known is None else own_dims_on(first.device.type, known.own_dims).get(argument, ())
+    if known is None:
+        return ()
+    device_type = "cpu" if known.own_on_cuda else first.device.type
+    return own_dims_on(device_type, known.own_dims).get(argument, ())
+
+
+def _own_values(node: fx.Node) -> tuple[str, ...]:
+    """Arguments, all given by name, of which ranks may have values of their own, but for None."""
+    known = OP_OF.get(kind_of(node)) if getattr(node.target, "namespace", "") == "weft" else None
+    return () if known is None else known.own_values
 
 
 def _computes(node: fx.Node) -> bool:
