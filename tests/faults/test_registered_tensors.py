@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from forked import in_child, refusal
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.symm_mem.heap.registry import get_heap
 from weft.symm_mem.registration import cross_process, registry
@@ -79,7 +79,9 @@ def test_a_peer_that_does_not_come_is_named(world_size: int, op: str) -> None:
     run_ranks(late, world_size, op, fresh=True)
 
 
-def dies(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["shared", "private"])
+@on_ranks(2, expect_dead=(1,))
+def test_a_rank_that_dies_while_others_use_its_memory(rank: int, world_size: int, kind: str) -> None:
     """Rank 1 is killed while the others have mapped its memory, or copy from it."""
     symm_mem.set_timeout(20)
     mine = torch.full((1000,), float(rank))
@@ -107,12 +109,8 @@ def dies(rank: int, world_size: int, kind: str) -> None:
     assert time.monotonic() - begin < 5, "nobody waits for the dead until the deadline"
 
 
-@pytest.mark.parametrize("kind", ["shared", "private"])
-def test_a_rank_that_dies_while_others_use_its_memory(kind: str) -> None:
-    run_ranks(dies, 2, kind, expect_dead=(1,))
-
-
-def absent(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_rank_that_does_not_register(rank: int, world_size: int) -> None:
     symm_mem.set_timeout(DEADLINE)
     (x,) = symm_mem.register([torch.zeros(2)])
     if rank:
@@ -129,10 +127,6 @@ def absent(rank: int, world_size: int) -> None:
     (y,) = symm_mem.register([torch.zeros(2)])
     ring(rank, world_size, x)
     ring(rank, world_size, y)
-
-
-def test_a_rank_that_does_not_register() -> None:
-    run_ranks(absent, 2, fresh=True)
 
 
 STEPS = {
@@ -185,7 +179,8 @@ def test_an_interrupt_in_each_step(step: str) -> None:
     run_ranks(interrupted, 3, step, fresh=True)
 
 
-def forbidden(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_copies_that_the_machine_forbids_are_refused_by_name(rank: int, world_size: int) -> None:
     """A machine that does not let one process copy from another."""
     with ExitStack() as stack:
         if rank == 1:
@@ -205,11 +200,8 @@ def forbidden(rank: int, world_size: int) -> None:
     ring(rank, world_size, x)
 
 
-def test_copies_that_the_machine_forbids_are_refused_by_name() -> None:
-    run_ranks(forbidden, 2, fresh=True)
-
-
-def in_forked_children(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_forked_child_is_refused(rank: int, world_size: int) -> None:
     (x,) = symm_mem.register([torch.zeros(2)])
 
     def tried() -> list[Any]:
@@ -221,11 +213,8 @@ def in_forked_children(rank: int, world_size: int) -> None:
     ring(rank, world_size, x)
 
 
-def test_a_forked_child_is_refused() -> None:
-    run_ranks(in_forked_children, 2, fresh=True)
-
-
-def interrupted_put(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_put_that_is_left_half_way(rank: int, world_size: int) -> None:
     """Ctrl-C while a put copies: the group is broken, for the other rank, too, until a reset."""
     symm_mem.set_timeout(20)
     (x,) = symm_mem.register([torch.zeros(2)])
@@ -245,10 +234,6 @@ def interrupted_put(rank: int, world_size: int) -> None:
         assert time.monotonic() - begin < 10
     symm_mem.reset()
     ring(rank, world_size, x)
-
-
-def test_a_put_that_is_left_half_way() -> None:
-    run_ranks(interrupted_put, 2, fresh=True)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.symm_mem.registration.table import UNUSED
 
@@ -58,7 +58,8 @@ def test_nothing_is_done_behind_the_end() -> None:
     run_ranks(ended, 2, fresh=True)
 
 
-def counts_begin_anew(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_slot_is_zero_for_its_next_tensor(rank: int, world_size: int) -> None:
     """A slot that another tensor had: its signals are not taken for this one's."""
     symm_mem.set_timeout(0.3)
     (x,) = symm_mem.register([torch.zeros(2)])
@@ -77,11 +78,8 @@ def counts_begin_anew(rank: int, world_size: int) -> None:
     y.wait((rank - 1) % world_size)
 
 
-def test_a_slot_is_zero_for_its_next_tensor() -> None:
-    run_ranks(counts_begin_anew, 2, fresh=True)
-
-
-def reused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_address_that_comes_back_is_other_memory(rank: int, world_size: int) -> None:
     """Shared memory that is freed, and other memory that comes to lie at its address."""
     right, left = neighbours(rank, world_size)
     seen, names = set(), set()
@@ -99,11 +97,8 @@ def reused(rank: int, world_size: int) -> None:
     assert len(seen) < 12, "no address came back: this shows nothing"
 
 
-def test_an_address_that_comes_back_is_other_memory() -> None:
-    run_ranks(reused, 2)
-
-
-def bounded(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_segments_that_nobody_uses_are_evicted(rank: int, world_size: int) -> None:
     for turn in range(UNUSED + 30):
         (x,) = symm_mem.register([torch.zeros(4096).share_memory_()])
         if turn == 5:
@@ -119,11 +114,8 @@ def bounded(rank: int, world_size: int) -> None:
     symm_mem.unregister([kept, last])
 
 
-def test_segments_that_nobody_uses_are_evicted() -> None:
-    run_ranks(bounded, 2, fresh=True)
-
-
-def destroyed(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_group_that_is_destroyed_is_not_kept(rank: int, world_size: int) -> None:
     """Nothing keeps a group beyond its end, nor takes another one of its name for it."""
     for turn in range(2):
         pg = dist.new_group()
@@ -142,7 +134,3 @@ def destroyed(rank: int, world_size: int) -> None:
     y.signal(rank)
     y.put(torch.ones(3), rank)
     y.wait(rank)
-
-
-def test_a_group_that_is_destroyed_is_not_kept() -> None:
-    run_ranks(destroyed, 2, fresh=True)

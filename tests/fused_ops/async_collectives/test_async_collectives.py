@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from opcommon import gathered, poison, world
-from ranks import run_ranks, run_row
+from ranks import on_ranks, run_ranks, run_row
 from torch import Tensor
 from weft import symm_mem
 from weft.fused_ops import last_plan
@@ -65,7 +65,8 @@ def test_results(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     run_row(results, 3, shape, dtype)
 
 
-def in_turn(rank: int, world_size: int) -> None:
+@on_ranks([2, 4])
+def test_one_after_the_other(rank: int, world_size: int) -> None:
     """Sizes grow, ranks are late, buffers change hands; what is placed lies in one of two places."""
     places = set[int]()
     for i in range(12):
@@ -86,12 +87,8 @@ def in_turn(rank: int, world_size: int) -> None:
     assert len(places) == 1, "a buffer that is free is taken again"
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_one_after_the_other(world_size: int) -> None:
-    run_ranks(in_turn, world_size)
-
-
-def misused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_calls_that_do_not_fit(rank: int, world_size: int) -> None:
     x, y = torch.ones(4, 2), torch.ones(4 * world_size, 2)
     for bad, kind, said in (
         (
@@ -118,15 +115,8 @@ def misused(rank: int, world_size: int) -> None:
         ops.all_gather_wait(tokens[0], x, name())
 
 
-def test_calls_that_do_not_fit() -> None:
-    run_ranks(misused, 2)
-
-
-def test_fakes_refuse_and_return_the_same() -> None:
-    run_ranks(faked, 2)
-
-
-def faked(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_fakes_refuse_and_return_the_same(rank: int, world_size: int) -> None:
     x, y = torch.randn(4, 3), torch.randn(4 * world_size, 3)
     token = ops.all_gather_start(x, name())
     meta = ops.all_gather_wait(token.to("meta"), x.to("meta"), name())
@@ -136,7 +126,8 @@ def faked(rank: int, world_size: int) -> None:
     assert ops.reduce_scatter_start(y.to("meta"), "sum", name()).shape == (0,)
 
 
-def forgotten(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_call_that_nobody_waits_for_breaks_the_group_until_a_reset(rank: int, world_size: int) -> None:
     x = torch.ones(3)
     symm_mem.set_timeout(5)
     token = ops.all_gather_start(x, name())
@@ -150,10 +141,6 @@ def forgotten(rank: int, world_size: int) -> None:
     symm_mem.reset()
     assert torch.equal(again(x), torch.ones(3 * world_size))
     symm_mem.set_timeout(30)
-
-
-def test_a_call_that_nobody_waits_for_breaks_the_group_until_a_reset() -> None:
-    run_ranks(forgotten, 2)
 
 
 def late(rank: int, world_size: int) -> None:

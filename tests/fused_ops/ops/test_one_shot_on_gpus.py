@@ -9,7 +9,7 @@ import pytest
 import torch
 from algorithms import ALGORITHMS
 from opcommon import BOUND, check, gather, poison, world
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, last_plan
 from weft.fused_ops.dispatch.plan import forced
 
@@ -139,7 +139,8 @@ def test_a_matmul_that_fails(op: str) -> None:
     run_ranks(fails, 2, op, device="cuda")
 
 
-def special(rank: int, world_size: int) -> None:
+@on_ranks([2, 4], device="cuda")
+def test_special_numbers(rank: int, world_size: int) -> None:
     """Infinities and NaNs come through as what they are, also those whose bits are all set."""
     shard, B = torch.randn(64, 128).bfloat16(), torch.eye(128).bfloat16()
     shard.view(torch.int16)[rank, :4] = torch.tensor([-1, -1, 0x7F80, 0x7FC0], dtype=torch.int16)
@@ -152,8 +153,3 @@ def special(rank: int, world_size: int) -> None:
     assert torch.equal(mine.view(torch.int16), shard.view(torch.int16)), "bit for bit"
     for part, first in zip(out.chunk(world_size), A.chunk(world_size), strict=True):
         assert torch.equal(part.isnan(), (first.float() @ B.float()).isnan())
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_special_numbers(world_size: int) -> None:
-    run_ranks(special, world_size, device="cuda")

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, world
-from ranks import run_ranks, run_row
+from ranks import on_ranks, run_ranks, run_row
 from torch import Tensor
 from weft.fused_ops import last_plan, one_shot_all_reduce, one_shot_reduce_scatter
 from weft.kernels.reduce_scatter import host
@@ -59,7 +59,8 @@ def test_one_shot_reduce_scatter(world_size: int, device: str, dtype: torch.dtyp
         run_row(right, world_size, shape, dtype, device=device)
 
 
-def any_layout(rank: int, world_size: int) -> None:
+@on_ranks(3, device=DEVICES)
+def test_any_strides_alignment_and_memory(rank: int, world_size: int) -> None:
     base = torch.randn(9, 12, 6)
     odd = base.bfloat16().view(-1)[3:]  # begins 6 bytes after an aligned address
     for x in (base.transpose(0, 2), base[::3, 1:10:3], base[3, 6:], odd, torch.ones(1, 3).expand(6, 3)):
@@ -79,11 +80,6 @@ def any_layout(rank: int, world_size: int) -> None:
         want = sum(gather(memory)).chunk(world_size)[rank]
         out = memory[start : start + 4]
         check("overlapping", one_shot_reduce_scatter(memory, "sum", 0, world(), out=out), want, 1e-6)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_any_strides_alignment_and_memory(device: str) -> None:
-    run_row(any_layout, 3, device=device)
 
 
 def chunks(rank: int, world_size: int) -> None:
@@ -115,7 +111,8 @@ def test_many_calls_with_late_ranks(device: str) -> None:
     run_row(many, 3, device=device)
 
 
-def gradients(rank: int, world_size: int) -> None:
+@on_ranks(3, device=DEVICES)
+def test_gradients(rank: int, world_size: int) -> None:
     for reduce_op in ("sum", "avg"):
         for dim in (0, 1, -1):
             x = torch.randn(whole((2, 3, 2), dim, world_size)).requires_grad_()
@@ -139,11 +136,6 @@ def gradients(rank: int, world_size: int) -> None:
         one_shot_reduce_scatter(torch.ones(2 * world_size), "sum", 0, world(), out=t)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_gradients(device: str) -> None:
-    run_row(gradients, 3, device=device)
 
 
 def compiled(rank: int, world_size: int) -> None:
