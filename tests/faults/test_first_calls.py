@@ -86,7 +86,8 @@ def test_first_plans_that_differ_are_named(rank: int, world_size: int) -> None:
     assert last_plan().algorithm == "host"
 
 
-def later(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_later_calls_are_not_compared(rank: int, world_size: int) -> None:
     """Later calls post nothing and wait for nobody. Those of other groups are first calls of their own."""
     gather()()
     checks = get_heap(None, "cpu").call_check
@@ -110,10 +111,6 @@ def later(rank: int, world_size: int) -> None:
     reduce()()
     symm_mem.set_checked(False)
     reduce()()
-
-
-def test_later_calls_are_not_compared() -> None:
-    run_ranks(later, 2, fresh=True)
 
 
 def missing(rank: int, world_size: int) -> str | None:
@@ -179,7 +176,8 @@ def test_bad_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         call_check.compares_first_calls()
 
 
-def compiled(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_compiled_calls(rank: int, world_size: int) -> None:
     """Fakes compare nothing; the first call of a compiled graph does."""
 
     @torch.compile(backend="aot_eager")
@@ -191,7 +189,3 @@ def compiled(rank: int, world_size: int) -> None:
     x = torch.ones(6, requires_grad=True)
     f(x).sum().backward()
     assert x.grad is not None and x.grad.eq(2 * world_size).all()
-
-
-def test_compiled_calls() -> None:
-    run_ranks(compiled, 2, fresh=True)

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from torch import Tensor
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_all_reduce, fused_matmul_reduce_scatter, one_shot_all_reduce
@@ -29,7 +29,8 @@ def named(lines: list[str], op: str, rank: int) -> None:
     errors._warned.clear()
 
 
-def late(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_late_rank_is_named_before_the_deadline(rank: int, world_size: int) -> None:
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -64,10 +65,6 @@ def late(rank: int, world_size: int) -> None:
         symm_mem.reset()
         symm_mem.set_timeout(0.6)
     assert not lines, "who is in time is not named"
-
-
-def test_a_late_rank_is_named_before_the_deadline() -> None:
-    run_ranks(late, 2, fresh=True)
 
 
 @on_ranks(2, fresh=True)

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from forked import in_child, refusal
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from weft import symm_mem
 from weft.symm_mem.heap.registry import get_heap
 from weft.symm_mem.registration import cross_process, registry
@@ -34,7 +34,9 @@ def ring(rank: int, world_size: int, x: symm_mem.RegisteredTensor) -> None:
         assert (x.tensor == 10 * turn + left).all()
 
 
-def late(rank: int, world_size: int, op: str) -> None:
+@pytest.mark.parametrize("op", ["put", "batch_put", "get", "wait", "batch_wait"])
+@on_ranks([2, 3], fresh=True)
+def test_a_peer_that_does_not_come_is_named(rank: int, world_size: int, op: str) -> None:
     symm_mem.set_timeout(DEADLINE)
     (x,) = symm_mem.register([torch.zeros(3, 2)])
     ring(rank, world_size, x)
@@ -71,12 +73,6 @@ def late(rank: int, world_size: int, op: str) -> None:
     symm_mem.set_timeout(20)
     symm_mem.reset()
     ring(rank, world_size, x)
-
-
-@pytest.mark.parametrize("op", ["put", "batch_put", "get", "wait", "batch_wait"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_peer_that_does_not_come_is_named(world_size: int, op: str) -> None:
-    run_ranks(late, world_size, op, fresh=True)
 
 
 @pytest.mark.parametrize("kind", ["shared", "private"])
@@ -138,7 +134,9 @@ STEPS = {
 }
 
 
-def interrupted(rank: int, world_size: int, step: str) -> None:
+@pytest.mark.parametrize("step", STEPS)
+@on_ranks(3, fresh=True)
+def test_an_interrupt_in_each_step(rank: int, world_size: int, step: str) -> None:
     """Ctrl-C on one rank in each step: the others hear of it, and after a reset all have the same registrations."""
     symm_mem.set_timeout(20)
     (x, gone) = symm_mem.register([torch.zeros(2), torch.zeros(5)])
@@ -172,11 +170,6 @@ def interrupted(rank: int, world_size: int, step: str) -> None:
     found: list[Any] = [None] * world_size
     torch.distributed.all_gather_object(found, numbers)
     assert all(each == found[0] for each in found), found
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_an_interrupt_in_each_step(step: str) -> None:
-    run_ranks(interrupted, 3, step, fresh=True)
 
 
 @on_ranks(2, fresh=True)

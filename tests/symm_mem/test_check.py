@@ -37,7 +37,8 @@ def note(space: Workspace[Any], *record: int) -> None:
     space.fault._record.copy_(torch.tensor([1, space.address, *record]))
 
 
-def records(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_the_first_error_is_raised_and_a_group_can_be_asked_alone(rank: int, world_size: int) -> None:
     heap = get_heap()
     other = dist.new_group([0, 1])
     first, second, elsewhere = spaces = [
@@ -84,10 +85,6 @@ def records(rank: int, world_size: int) -> None:
         gone = r"^op 1: rank 0 .* for rank 1: flag 0 of rank 0 \(buffer 1\) is 0, expected 1"
         with pytest.raises(symm_mem.PeerTimeout, match=gone):
             symm_mem.check()
-
-
-def test_the_first_error_is_raised_and_a_group_can_be_asked_alone() -> None:
-    run_ranks(records, 2, fresh=True)
 
 
 @on_ranks(2, fresh=True)

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from weft import symm_mem
 from weft.fused_ops import one_shot_all_reduce
@@ -67,7 +67,8 @@ def test_a_deadline_goes_with_its_group(rank: int, world_size: int) -> None:
         assert symm_mem.get_timeout(name) == seconds
 
 
-def destroyed(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_group_that_has_been_destroyed_is_named(rank: int, world_size: int) -> None:
     """A program that keeps a group beyond its end is told so, where torch speaks of a value that was None."""
     group = dist.new_group([0, 1])
     kept = symm_mem.rendezvous(symm_mem.empty(4, group=group))
@@ -83,10 +84,6 @@ def destroyed(rank: int, world_size: int) -> None:
             call()
     symm_mem.check(group)
     assert kept.tensors[rank].fill_(rank).sum() == 4 * rank
-
-
-def test_a_group_that_has_been_destroyed_is_named() -> None:
-    run_ranks(destroyed, 2, fresh=True)
 
 
 @on_ranks(2, fresh=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from weft import symm_mem
 
 KINDS = ("private", "shared", "heap", "view")
@@ -78,7 +78,8 @@ def test_kinds_and_sizes_that_differ_by_rank(rank: int, world_size: int) -> None
     symm_mem.unregister([x, y])
 
 
-def mapped(rank: int, world_size: int) -> None:
+@on_ranks(3, fresh=True)
+def test_a_segment_is_mapped_once(rank: int, world_size: int) -> None:
     whole = torch.zeros(100).share_memory_()
     a, b = symm_mem.register([whole[:10], whole[50:].view(5, 10).t()])
     for x in (a, b):
@@ -100,10 +101,6 @@ def mapped(rank: int, world_size: int) -> None:
     assert view is not None and view.sum() == 50 * (rank + 1), "a tensor keeps what it lies in"
 
 
-def test_a_segment_is_mapped_once() -> None:
-    run_ranks(mapped, 3, fresh=True)
-
-
 @on_ranks(2, fresh=True)
 def test_more_than_a_slab(rank: int, world_size: int) -> None:
     """More registrations than one slab of semaphores has room for."""
@@ -120,7 +117,8 @@ def test_more_than_a_slab(rank: int, world_size: int) -> None:
     assert symm_mem.stats().registered == 0
 
 
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_refused(rank: int, world_size: int) -> None:
     for bad, kind, words in [
         (torch.zeros(2), TypeError, "tensors: is of type Tensor"),
         ([], ValueError, "tensors: is empty"),
@@ -151,10 +149,6 @@ def refused(rank: int, world_size: int) -> None:
     x.signal(rank)
     x.put(torch.ones(2, 3, requires_grad=True), rank)
     x.wait(rank)
-
-
-def test_what_is_refused() -> None:
-    run_ranks(refused, 2)
 
 
 @on_ranks(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from weft import symm_mem
 from weft.symm_mem.heap.registry import get_heap
 
@@ -25,7 +25,8 @@ def test_what_is_registered_is_found_again(rank: int, world_size: int) -> None:
     assert symm_mem.register([t])[0] is not x
 
 
-def otherwise(rank: int, world_size: int) -> None:
+@on_ranks(3, fresh=True)
+def test_a_hit_where_others_miss_is_named(rank: int, world_size: int) -> None:
     """Rank 1 knows the tensor, the others do not."""
     symm_mem.set_timeout(20)
     t, other = torch.randn(4), torch.randn(4)
@@ -41,10 +42,6 @@ def otherwise(rank: int, world_size: int) -> None:
     z.signal((rank - 1) % world_size)
     z.put(torch.ones(2), (rank + 1) % world_size)
     z.wait((rank - 1) % world_size)
-
-
-def test_a_hit_where_others_miss_is_named() -> None:
-    run_ranks(otherwise, 3, fresh=True)
 
 
 @on_ranks(2, fresh=True)

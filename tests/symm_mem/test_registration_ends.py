@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from weft import symm_mem
 from weft.symm_mem.registration.table import UNUSED
 
@@ -18,7 +18,8 @@ def neighbours(rank: int, world_size: int) -> tuple[int, int]:
     return (rank + 1) % world_size, (rank - 1) % world_size
 
 
-def dropped(rank: int, world_size: int) -> None:
+@on_ranks(3, fresh=True)
+def test_memory_is_kept_until_all_ranks_have_dropped_it(rank: int, world_size: int) -> None:
     """A registration ends when all ranks have dropped it, and not before."""
     t = torch.randn(1000)
     (x,) = symm_mem.register([t])
@@ -41,21 +42,14 @@ def dropped(rank: int, world_size: int) -> None:
     assert z.number == 3
 
 
-def test_memory_is_kept_until_all_ranks_have_dropped_it() -> None:
-    run_ranks(dropped, 3, fresh=True)
-
-
-def ended(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_nothing_is_done_behind_the_end(rank: int, world_size: int) -> None:
     (x,) = symm_mem.register([torch.zeros(2)])
     symm_mem.unregister([x])
     for call in (lambda: x.put(torch.ones(2), rank), lambda: x.wait(0), lambda: symm_mem.unregister([x])):
         with pytest.raises(symm_mem.WeftError, match="the registration of tensor 1 has ended"):
             call()
     assert symm_mem.stats().registered == 0
-
-
-def test_nothing_is_done_behind_the_end() -> None:
-    run_ranks(ended, 2, fresh=True)
 
 
 @on_ranks(2, fresh=True)

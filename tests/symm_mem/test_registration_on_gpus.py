@@ -108,7 +108,9 @@ def test_strides_and_the_heap_on_gpus(rank: int, world_size: int) -> None:
     symm_mem.unregister([x, y])
 
 
-def captured(rank: int, world_size: int, count: int) -> None:
+@pytest.mark.parametrize("count", [1 << 10, 13 << 20])
+@on_ranks(2, device="cuda")
+def test_in_a_graph_between_eager_calls(rank: int, world_size: int, count: int) -> None:
     """Replays between eager calls: the counts live on the device."""
     right, left = neighbours(rank, world_size)
     source, out = torch.zeros(count), torch.zeros(count)
@@ -155,11 +157,6 @@ def captured(rank: int, world_size: int, count: int) -> None:
         time.sleep(0.02)
     else:
         raise AssertionError("the graph is gone, its tensors are kept")
-
-
-@pytest.mark.parametrize("count", [1 << 10, 13 << 20])
-def test_in_a_graph_between_eager_calls(count: int) -> None:
-    run_ranks(captured, 2, count, device="cuda")
 
 
 def reused(rank: int, world_size: int) -> None:
@@ -243,7 +240,8 @@ def test_a_put_without_a_signal_on_gpus(rank: int, world_size: int) -> None:
     assert (x.tensor == left + 1).all()
 
 
-def never(rank: int, world_size: int) -> None:
+@on_ranks(2, device="cuda", fresh=True)
+def test_a_wait_for_nothing_on_gpus(rank: int, world_size: int) -> None:
     """A wait for a put that never comes."""
     (x,) = symm_mem.register([torch.zeros(10)])
     symm_mem.set_timeout(1.0)
@@ -256,10 +254,6 @@ def never(rank: int, world_size: int) -> None:
     else:
         time.sleep(2.0)
     symm_mem.reset()
-
-
-def test_a_wait_for_nothing_on_gpus() -> None:
-    run_ranks(never, 2, device="cuda", fresh=True)
 
 
 def refused(rank: int, world_size: int) -> None:

@@ -118,7 +118,8 @@ def test_a_workspace_for_both_has_room_for_both() -> None:
     assert not small.holds(large) and not large.holds(small)
 
 
-def uses(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_halves_are_never_overwritten_before_they_are_read(rank: int, world_size: int) -> None:
     ws = Workspace(get_heap(), Layout(world_size, 2, world_size * 400), "test")
     ws.words[Layout.EPOCH] = -3  # 32-bit counters shortly before they wrap around: buffer 0 only
     ws.words[ws.layout.done(0) : ws.layout.done(0) + world_size] = -3
@@ -141,10 +142,6 @@ def uses(rank: int, world_size: int) -> None:
                     ws.buffer(rank, use.buffer, (world_size, 100), torch.int32)[peer] == 100 * turn + peer
                 ).all()
         use.leave()
-
-
-def test_halves_are_never_overwritten_before_they_are_read() -> None:
-    run_ranks(uses, 3)
 
 
 @on_ranks(3, fresh=True)

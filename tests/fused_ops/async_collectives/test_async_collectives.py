@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from opcommon import gathered, poison, world
-from ranks import on_ranks, run_ranks, run_row
+from ranks import on_ranks, run_ranks
 from torch import Tensor
 from weft import symm_mem
 from weft.fused_ops import last_plan
@@ -37,7 +37,10 @@ def again(x: Tensor) -> Tensor:
     return ops.all_gather_wait(ops.all_gather_start(x, name()), x, name())
 
 
-def results(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@on_ranks(3)
+def test_results(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     poison(rank)
     x, y = terms(rank, shape, dtype), terms(rank, (shape[0] * world_size, *shape[1:]), dtype)
     other = x * 2
@@ -57,12 +60,6 @@ def results(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dty
         whole = ops.all_gather_wait(token, t, name(), placed=True)
         assert torch.equal(whole, want * factor)
         ops.all_gather_release(token, whole, name())
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_results(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    run_row(results, 3, shape, dtype)
 
 
 @on_ranks([2, 4])
@@ -143,7 +140,8 @@ def test_a_call_that_nobody_waits_for_breaks_the_group_until_a_reset(rank: int, 
     symm_mem.set_timeout(30)
 
 
-def late(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_rank_that_does_not_start_is_named(rank: int, world_size: int) -> None:
     x = torch.ones(3)
     again(x)
     symm_mem.set_timeout(0.3)
@@ -157,10 +155,6 @@ def late(rank: int, world_size: int) -> None:
     symm_mem.reset()
     symm_mem.set_timeout(30)
     assert torch.equal(again(x), torch.ones(3 * world_size))
-
-
-def test_a_rank_that_does_not_start_is_named() -> None:
-    run_ranks(late, 2)
 
 
 def unfused(rank: int, world_size: int) -> None:

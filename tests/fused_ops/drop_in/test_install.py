@@ -174,7 +174,8 @@ def exact(rank: int, size: int, x: Tensor, up: Tensor, down: Tensor) -> tuple[Te
     return torch.stack(parts).sum(0), parts
 
 
-def compiled(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_compiled(rank: int, size: int) -> None:
     """Dynamic sizes, and a call whose result nothing uses: it is made, in its place."""
 
     def program(x: Tensor, up: Tensor, down: Tensor, group: str) -> Tensor:
@@ -195,10 +196,6 @@ def compiled(rank: int, size: int) -> None:
 def _want(result: tuple[Tensor, list[Tensor]]) -> tuple[Tensor, float, list[Tensor]]:
     want, parts = result
     return want, 2 * BOUND[torch.float32], parts  # two products
-
-
-def test_compiled() -> None:
-    run_ranks(compiled, 2)
 
 
 def micro_pipelined(rank: int, size: int) -> int:

@@ -175,7 +175,8 @@ def test_under_torch_compile(device: str) -> None:
     run_row(compiled, 2, device=device)
 
 
-def opcheck(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     op, into, name = (
         torch.ops.weft.one_shot_all_gather,
         torch.ops.weft.one_shot_all_gather_out,
@@ -189,12 +190,8 @@ def opcheck(rank: int, world_size: int) -> None:
     torch.library.opcheck(into, (torch.zeros(5, 6 * world_size), x.detach(), 1, name))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_row(opcheck, 2, device=device)
-
-
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     x, name, out = torch.randn(4, 3), world().group_name, torch.zeros(8, 3)
     op, into = torch.ops.weft.one_shot_all_gather, torch.ops.weft.one_shot_all_gather_out
     complex_x = torch.zeros(4, dtype=torch.complex64)
@@ -227,11 +224,6 @@ def refused(rank: int, world_size: int) -> None:
     with pytest.raises(TypeError, match="x: is of type list, must be a tensor"):
         one_shot_all_gather([1], 0, world(), out=out)  # type: ignore[arg-type]
     assert last_plan() is before, "refused after it was launched"
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
-    run_row(refused, 2, device=device)
 
 
 def late(rank: int, world_size: int) -> str | None:

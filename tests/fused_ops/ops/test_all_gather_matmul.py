@@ -145,17 +145,13 @@ def test_under_torch_compile(rank: int, world_size: int) -> None:
     compiled_like_eager(f, lambda s: [torch.randn(2, s, 8), torch.randn(8, 5), torch.randn(8, 5)], (4, 6, 9))
 
 
-def opcheck(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     name = world().group_name
     for grad, dim in ((False, 1), (True, 0), (True, 2)):
         shard = torch.randn(3, 4, 6, requires_grad=grad)
         Bs = [torch.randn(6 * (world_size if dim == 2 else 1), n, requires_grad=grad) for n in (5, 2)]
         torch.library.opcheck(torch.ops.weft.fused_all_gather_matmul, (shard, Bs, dim, name))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_row(opcheck, 2, device=device)
 
 
 @on_ranks(2, device=DEVICES)

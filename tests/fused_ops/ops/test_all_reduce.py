@@ -184,7 +184,8 @@ def test_under_torch_compile(device: str) -> None:
     run_row(compiled, 2, device=device)
 
 
-def opcheck(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     for grad in (False, True):
         x = torch.randn(5, 6, requires_grad=grad)
         torch.library.opcheck(torch.ops.weft.one_shot_all_reduce, (x, "sum", world().group_name))
@@ -193,12 +194,8 @@ def opcheck(rank: int, world_size: int) -> None:
     torch.library.opcheck(torch.ops.weft.one_shot_all_reduce_, (x, "min", world().group_name))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_row(opcheck, 2, device=device)
-
-
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(1, device=DEVICES)
+def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     x, name = torch.randn(4), world().group_name
     for args, kind, words in [
         ((x.double(), "sum", name), TypeError, "x: is torch.float64, must be float32, bfloat16 or float16"),
@@ -212,12 +209,8 @@ def refused(rank: int, world_size: int) -> None:
         refuses(torch.ops.weft.one_shot_all_reduce, args, kind, words)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
-    run_row(refused, 1, device=device)
-
-
-def expanded(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_what_shares_its_memory_is_not_overwritten(rank: int, world_size: int) -> None:
     x, before = torch.randn(1, 7).expand(5, 7), last_plan()
     for call in (one_shot_all_reduce_, torch.ops.weft.one_shot_all_reduce_):
         with pytest.raises(ValueError, match="x: is expanded, must have memory of its own for every element"):
@@ -232,11 +225,6 @@ def expanded(rank: int, world_size: int) -> None:
     one_row = torch.ones(7).as_strided((1, 7), (0, 1))
     for y in (torch.ones(7), one_row, torch.ones(1, 0).expand(5, 0)):
         assert (one_shot_all_reduce_(y, "sum", world()) == world_size).all()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_what_shares_its_memory_is_not_overwritten(device: str) -> None:
-    run_row(expanded, 2, device=device)
 
 
 def late(rank: int, world_size: int) -> str | None:

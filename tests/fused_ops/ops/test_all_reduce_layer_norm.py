@@ -155,17 +155,13 @@ def test_under_torch_compile(device: str) -> None:
     run_row(compiled, 2, device=device)
 
 
-def opcheck(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     for name, grad in (("usual", False), ("usual", True), ("neither", True), ("only a bias", True)):
         x, residual, *columns = operands(name, (5, 8), torch.float32)
         given = [t if t is None else t.requires_grad_(grad) for t in (x, *columns)]
         args: Any = (given[0], residual, *given[1:], EPS, world().group_name)
         torch.library.opcheck(torch.ops.weft.fused_all_reduce_layer_norm, args)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_row(opcheck, 2, device=device)
 
 
 @on_ranks(1, device=DEVICES)

@@ -117,7 +117,8 @@ def test_ten_thousand_calls(rank: int, world_size: int) -> None:
     symm_mem.check()
 
 
-def large(rank: int, world_size: int) -> None:
+@on_ranks([2, 4], device="cuda")
+def test_every_kernel_gives_the_same_bits(rank: int, world_size: int) -> None:
     """Every kernel gives the bits of a sum in float32, in rank order."""
     for numel in (100, 300_000, 3 << 20, 12 << 20, (12 << 20) + 3, 40 << 20, (40 << 20) + 1):
         x = torch.randn(numel).bfloat16()
@@ -127,11 +128,6 @@ def large(rank: int, world_size: int) -> None:
             total = total + part
         assert torch.equal(one_shot_all_reduce(x, "sum", world()), total.bfloat16())
         assert last_plan().algorithm == "push"
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_every_kernel_gives_the_same_bits(world_size: int) -> None:
-    run_ranks(large, world_size, device="cuda")
 
 
 def fused(rank: int, world_size: int) -> None:

@@ -151,17 +151,13 @@ def test_under_torch_compile(device: str) -> None:
     run_row(compiled, 2, device=device)
 
 
-def opcheck(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     for grad in (False, True):
         x, weight = torch.randn(5, 8, requires_grad=grad), torch.randn(8, requires_grad=grad)
         residual = torch.randn(5, 8)
         args = (x, residual, weight, EPS, world().group_name)
         torch.library.opcheck(torch.ops.weft.fused_all_reduce_rms_norm, args)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_row(opcheck, 2, device=device)
 
 
 @on_ranks(1, device=DEVICES)

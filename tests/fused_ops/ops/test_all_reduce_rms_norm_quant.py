@@ -163,7 +163,8 @@ def test_under_torch_compile(rank: int, world_size: int) -> None:
                 assert torch.equal(got, want)
 
 
-def opcheck(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     x, weight, name = torch.randn(5, 8), torch.randn(8), world().group_name
     for residual, named in (
         (torch.randn(5, 8), {}),
@@ -172,11 +173,6 @@ def opcheck(rank: int, world_size: int) -> None:
     ):
         args = (x, residual, weight, EPS, name)
         torch.library.opcheck(torch.ops.weft.fused_all_reduce_rms_norm_quant, args, named)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_row(opcheck, 2, device=device)
 
 
 @on_ranks(1, device=DEVICES)

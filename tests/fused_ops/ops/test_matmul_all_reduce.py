@@ -98,16 +98,12 @@ def test_under_torch_compile(device: str) -> None:
     run_row(compiled, 2, device=device)
 
 
-def opcheck(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     for grad in (False, True):
         A, B = torch.randn(3, 5, 4, requires_grad=grad), torch.randn(4, 6, requires_grad=grad)
         args = (A, B, "avg", world().group_name)
         torch.library.opcheck(torch.ops.weft.fused_matmul_all_reduce, args)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_row(opcheck, 2, device=device)
 
 
 @on_ranks(1, device=DEVICES)

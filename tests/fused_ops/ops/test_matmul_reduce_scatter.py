@@ -67,7 +67,8 @@ def test_fused_matmul_reduce_scatter(world_size: int, device: str, row: int, dty
     run_row(right, world_size, *shapes(world_size)[row], dtype, device=device)
 
 
-def order(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_sums_in_float32_in_rank_order(rank: int, world_size: int) -> None:
     """The sum is in float32 and in rank order: 1e8 - 1e8 + 1 is 1 in that order, and 0 from the last rank on."""
     value = {0: 1e8, 1: -1e8, 2: 1.0}[rank]
     A = torch.full((3, 1), value)
@@ -83,10 +84,6 @@ def order(rank: int, world_size: int) -> None:
         A[rank] = torch.tensor([large, 1.0])
         out = fused_matmul_reduce_scatter(A, torch.ones(2, 4, dtype=dtype), "sum", 0, world())
         assert out.flatten().tolist() == [1.0] * 4
-
-
-def test_sums_in_float32_in_rank_order() -> None:
-    run_row(order, 3)
 
 
 def wide(rank: int, world_size: int, shape: tuple[int, ...], n: int, dim: int, dtype: torch.dtype) -> None:
@@ -177,7 +174,8 @@ def test_under_torch_compile(rank: int, world_size: int) -> None:
     compiled_like_eager(f, lambda s: [torch.randn(3, s, 8), torch.randn(8, 5)], (4, 6, 10))
 
 
-def opcheck(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     name = world().group_name
     for grad, dim in ((False, 1), (True, 0), (True, 2)):
         A = torch.randn(4, 6, 5, requires_grad=grad)
@@ -186,11 +184,6 @@ def opcheck(rank: int, world_size: int) -> None:
     A, B = (t.detach().bfloat16().requires_grad_() for t in (A, B))
     kwargs = {"out_dtype": torch.float32}
     torch.library.opcheck(torch.ops.weft.fused_matmul_reduce_scatter, (A, B, "sum", 0, name), kwargs)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_row(opcheck, 2, device=device)
 
 
 @on_ranks(2, device=DEVICES)

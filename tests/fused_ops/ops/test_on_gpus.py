@@ -122,7 +122,8 @@ def test_concurrent_streams_have_their_own_workspaces(rank: int, world_size: int
     torch.cuda.synchronize()
 
 
-def many(rank: int, world_size: int) -> None:
+@on_ranks([2, 4], device="cuda")
+def test_many_calls_of_random_shapes_with_late_ranks(rank: int, world_size: int) -> None:
     order = random.Random(1)
     ops: dict[str, Callable[[int], None]] = {}
 
@@ -153,11 +154,6 @@ def many(rank: int, world_size: int) -> None:
         for _ in range(300):
             late(0.1)
             ops[order.choice(sorted(ops))](order.choice([64, 100, 256, 300]))
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_many_calls_of_random_shapes_with_late_ranks(world_size: int) -> None:
-    run_ranks(many, world_size, device="cuda")
 
 
 def missing(rank: int, world_size: int, op: str, algorithm: str) -> str | None:

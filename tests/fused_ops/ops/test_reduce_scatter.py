@@ -94,7 +94,8 @@ def test_large_inputs_travel_in_chunks() -> None:
     run_ranks(chunks, 2, fresh=True)
 
 
-def many(rank: int, world_size: int) -> None:
+@on_ranks(3, device=DEVICES)
+def test_many_calls_with_late_ranks(rank: int, world_size: int) -> None:
     sizes = torch.Generator("cpu").manual_seed(0)
     delays = torch.Generator("cpu").manual_seed(rank)
     for call in range(300):
@@ -104,11 +105,6 @@ def many(rank: int, world_size: int) -> None:
         x = torch.arange(float(world_size)).repeat_interleave(n) + call + rank
         out = one_shot_reduce_scatter(x, "sum", 0, world())
         assert (out == world_size * (call + rank) + sum(range(world_size))).all()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_many_calls_with_late_ranks(device: str) -> None:
-    run_row(many, 3, device=device)
 
 
 @on_ranks(3, device=DEVICES)
@@ -171,7 +167,8 @@ def test_under_torch_compile(device: str) -> None:
     run_row(compiled, 2, device=device)
 
 
-def opcheck(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     ops, name = torch.ops.weft, world().group_name
     x = torch.randn(4, 6)
     torch.library.opcheck(ops.one_shot_reduce_scatter, (x, "sum", 0, name))
@@ -179,12 +176,8 @@ def opcheck(rank: int, world_size: int) -> None:
     torch.library.opcheck(ops.one_shot_reduce_scatter_out, (torch.zeros(2, 6), x, "min", 0, name))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_row(opcheck, 2, device=device)
-
-
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     x, name, out = torch.randn(4, 3), world().group_name, torch.zeros(2, 3)
     before = last_plan()
     for args, kind, words in [
@@ -219,8 +212,3 @@ def refused(rank: int, world_size: int) -> None:
     with pytest.raises(TypeError, match="out: is of type int, must be a tensor"):
         one_shot_reduce_scatter(x, "sum", 0, world(), out=3)  # type: ignore[arg-type]
     assert last_plan() is before, "refused after it was launched"
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
-    run_row(refused, 2, device=device)

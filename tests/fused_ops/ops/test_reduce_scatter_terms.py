@@ -19,7 +19,7 @@ from opcommon import (
     same_on_all,
     world,
 )
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_reduce_scatter
 from weft.fused_ops.dispatch.plan import forced
@@ -147,7 +147,8 @@ def test_under_torch_compile(rank: int, world_size: int) -> None:
     compiled_like_eager(f, operands, (4, 8, 12))
 
 
-def opcheck(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     for grad, dim, given in ((False, 0, "both"), (True, 0, "bias"), (True, 2, "both"), (True, 2, "residual")):
         A = torch.randn(4, 6, 5, requires_grad=grad)
         B = torch.randn(5, 8, requires_grad=grad)
@@ -159,11 +160,6 @@ def opcheck(rank: int, world_size: int) -> None:
         named = {name: term for name, term in terms.items() if given in ("both", name)}
         args = (A, B, "avg", dim, world().group_name)
         torch.library.opcheck(torch.ops.weft.fused_matmul_reduce_scatter, args, named)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_ranks(opcheck, 2, device=device)
 
 
 @on_ranks(2, device=DEVICES)

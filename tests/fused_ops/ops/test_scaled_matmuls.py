@@ -154,7 +154,8 @@ def test_no_further_from_float64_than_torch(rank: int, size: int) -> None:
     assert z.isnan()[0].all() == (rank == 0)
 
 
-def order(rank: int, size: int) -> None:
+@on_ranks(3)
+def test_sums_in_float32_in_rank_order(rank: int, size: int) -> None:
     """Scales that a sum in another order, or in 16 bits, would show: 1e8 - 1e8 + 1 is 1 in rank order."""
     scale = torch.tensor({0: 1e8, 1: -1e8, 2: 1.0}[rank])
     a, b, one = torch.zeros(3, 16), torch.zeros(16, 16), torch.ones(())
@@ -175,10 +176,6 @@ def order(rank: int, size: int) -> None:
         *(a, [torch.cat([b] * size).t().contiguous().t()], wide, [torch.ones(1, 16)], 1, world())
     )
     assert y[:, 0].tolist() == [111.0, 222.0, 444.0]
-
-
-def test_sums_in_float32_in_rank_order() -> None:
-    run_row(order, 3)
 
 
 @on_ranks(2)
