@@ -25,7 +25,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import importlib
 import inspect
 import os
 import pickle
@@ -39,6 +38,7 @@ from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 from unittest import mock
 
@@ -158,7 +158,14 @@ def on_ranks(
                 given.pop(name, one) for name, one in (("world_size", world_size), ("device", device))
             )
             run_ranks(
-                _tested, size, fn.__module__, fn.__name__, given, device=on, fresh=fresh, row=not fresh, **how
+                _tested,
+                size,
+                f"{fn.__module__}:{fn.__name__}",
+                given,
+                device=on,
+                fresh=fresh,
+                row=not fresh,
+                **how,
             )
 
         names = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in tables]
@@ -170,9 +177,9 @@ def on_ranks(
     return enter
 
 
-def _tested(rank: int, world_size: int, module: str, name: str, given: dict[str, Any]) -> None:
+def _tested(rank: int, world_size: int, name: str, given: dict[str, Any]) -> None:
     """By its name, at which a module has the test."""
-    getattr(importlib.import_module(module), name).__wrapped__(rank, world_size, **given)
+    resolve_name(name).__wrapped__(rank, world_size, **given)
 
 
 def run_row(
