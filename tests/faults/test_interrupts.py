@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_all_reduce, fused_matmul_reduce_scatter, one_shot_all_reduce
 from weft.kernels.device.comm.copy_thread import copying
@@ -139,7 +139,11 @@ def behind_its_start(thread: threading.Thread, start: Any = threading.Thread.sta
         raise KeyboardInterrupt
 
 
-def copies(rank: int, world_size: int, started: bool) -> None:
+@pytest.mark.parametrize("started", [False, True])
+@on_ranks(2, fresh=True, timeout=30)
+def test_between_the_start_of_a_copy_thread_and_what_it_copies(
+    rank: int, world_size: int, started: bool
+) -> None:
     symm_mem.set_timeout(LONG)
     for op, host in (
         (fused_matmul_all_reduce, matmul_all_reduce),
@@ -166,12 +170,8 @@ def copies(rank: int, world_size: int, started: bool) -> None:
         multiplies(op)
 
 
-@pytest.mark.parametrize("started", [False, True])
-def test_between_the_start_of_a_copy_thread_and_what_it_copies(started: bool) -> None:
-    run_ranks(copies, 2, started, fresh=True, timeout=30)
-
-
-def keeps_a_lock(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_lock_that_was_never_let_go_of_does_not_stop_its_thread(rank: int, world_size: int) -> None:
     """Ctrl-C may come to a reset, or to a call, just before it lets go of a workspace."""
     symm_mem.set_timeout(2)
     made = Workspace(get_heap(), Layout(world_size, 4, 1024), "site")
@@ -181,11 +181,8 @@ def keeps_a_lock(rank: int, world_size: int) -> None:
     reduces()
 
 
-def test_a_lock_that_was_never_let_go_of_does_not_stop_its_thread() -> None:
-    run_ranks(keeps_a_lock, 2, fresh=True)
-
-
-def resets_twice(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_two_threads_of_each_rank_that_reset_one_group(rank: int, world_size: int) -> None:
     """Two threads run into the same error, and both reset the group."""
     symm_mem.set_timeout(LONG)
     reduces()
@@ -206,7 +203,3 @@ def resets_twice(rank: int, world_size: int) -> None:
     assert not failures, failures
     assert time.monotonic() - begin < LONG / 4
     reduces()
-
-
-def test_two_threads_of_each_rank_that_reset_one_group() -> None:
-    run_ranks(resets_twice, 2, fresh=True)
