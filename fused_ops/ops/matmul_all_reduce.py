@@ -277,7 +277,7 @@ def _run_one_kernel(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> T
         fused = choice.plan_in(workspace)
         ran(fused)
         timeout_ns = timeout_in_ns(where.group_name)
-        as_one_part = replace(used, a=used.a[None, None])
+        as_one_part = replace(used, a=used.a.unsqueeze(0).unsqueeze(0))
         out = on_cuda.launch_matmul_reduce_scatter(kernel, workspace, as_one_part, timeout_ns, host.OP)
     launcher = on_cuda.scatter_launcher(kernel, workspace, as_one_part)
     shaped = out.view(*A.shape[:-1], B.shape[1])
