@@ -306,7 +306,7 @@ def _on_cuda(choice: Choice, where: Heap, _: MatmulReduceScatterCall) -> Tensor:
     launcher = on_cuda.scatter_launcher(kernel, workspace, used)
     known = _known_by(call)
     if launcher is not None and known is not None:
-        operands = on_cuda.operands_of(kernel.config, used)
+        operands = on_cuda.scatter_operands(kernel.config, used)
         made = fast_path.LaunchedCall(host.OP, *known, operands, [out])
         fast_path.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
     return out

@@ -107,7 +107,7 @@ def tuned_gather(
     def make(workspace: Workspace[Any], config: configs.FusedConfig, timeout_ns: int) -> Callable[[], None]:
         if not results:
             results.extend(results_of(call, size))
-        kernel, given = fused_gather(workspace, call, config), operands_of(config, call)
+        kernel, given = fused_gather(workspace, call, config), gather_operands(config, call)
         return lambda: launch_prepared(workspace, config, kernel, given, results, timeout_ns)
 
     return tuner.tuned(heap, kind, choice, candidates, make)
@@ -178,11 +178,11 @@ def launch_all_gather_matmul(
         same = (op, *sizes, config, call.num_sms, call.return_A)
         kernel = make_together(workspace, op, key, same, lambda: fused_gather(workspace, call, config))
     results = results_of(call, workspace.world_size)
-    launch_prepared(workspace, config, kernel, operands_of(config, call), results, timeout_ns)
+    launch_prepared(workspace, config, kernel, gather_operands(config, call), results, timeout_ns)
     return (results.pop() if call.return_A else None), results
 
 
-def operands_of(config: configs.AnyConfig, call: configs.GatherKernelCall) -> list[torch.Tensor]:
+def gather_operands(config: configs.AnyConfig, call: configs.GatherKernelCall) -> list[torch.Tensor]:
     """The shard, the Bs, and the scales' tensors: fp8 for kernel.cu in numbers of 16 bits, for torch's kernel as it
     is."""
     a, bs = call.a, list(call.bs)

@@ -110,7 +110,7 @@ def tuned_scatter(
     def make(workspace: Workspace[Any], config: configs.FusedConfig, timeout_ns: int) -> Callable[[], None]:
         if not results:
             results.append(a.new_empty((batches, m, n), dtype=epilogue.out_dtype))
-        kernel, given = fused_scatter(workspace, call, config), operands_of(config, call)
+        kernel, given = fused_scatter(workspace, call, config), scatter_operands(config, call)
         return lambda: launch_prepared(workspace, config, kernel, given, results, timeout_ns)
 
     return tuner.tuned(heap, kind, choice, candidates, make)
@@ -164,7 +164,7 @@ def launch_matmul_reduce_scatter(
 ) -> torch.Tensor:
     """The own part of the sum with what the epilogue makes of it, [L, m, N]. ``op``: whose call it is."""
     a, config, key = call.a, choice.config, _key(choice, call)
-    columns, given = call.columns(workspace.world_size), operands_of(config, call)
+    columns, given = call.columns(workspace.world_size), scatter_operands(config, call)
     out = a.new_empty((a.shape[0], a.shape[2], columns), dtype=call.epilogue.out_dtype)
     kernel: Any = workspace.prepared.get(key)
     if kernel is None:
@@ -203,7 +203,7 @@ def _key(choice: KernelChoice[configs.AnyConfig], call: configs.ScatterKernelCal
     return (choice, call.epilogue, *parts, *scaled)
 
 
-def operands_of(config: configs.AnyConfig, call: configs.ScatterKernelCall) -> list[torch.Tensor]:
+def scatter_operands(config: configs.AnyConfig, call: configs.ScatterKernelCall) -> list[torch.Tensor]:
     """The factors and the terms: fp8 factors for kernel.cu in numbers of 16 bits, for torch's kernel as they are."""
     factors = call.factors
     if call.scaled is not None and isinstance(config, OneShotConfig):
