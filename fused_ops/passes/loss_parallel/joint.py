@@ -19,7 +19,7 @@ from ..canonicalize import by_position, name_groups, wait_once
 from ..graph.collectives import Collective
 from ..graph.nodes import LeftAlone, c10d
 from ..origin import fields_of
-from ..report import Entry
+from ..records.entry import Entry
 from ..settings import PassSettings
 from .columns import gathered_columns, keeps_columns
 from .gradient import path_of
