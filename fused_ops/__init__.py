@@ -13,6 +13,7 @@ from .dispatch.choice import plan
 from .dispatch.plan import Plan, last_plan
 from .drop_in.calls_taken import CallsTaken
 from .drop_in.installation import install, install_if_asked, installed, installed_calls, uninstall
+from .experts import moe_route
 from .functional import (
     fused_all_gather_matmul,
     fused_matmul_all_reduce,
@@ -89,6 +90,7 @@ __all__ = [
     "last_plan",
     "local_state_dict",
     "measure_costs",
+    "moe_route",
     "one_shot_all_gather",
     "one_shot_all_reduce",
     "one_shot_all_reduce_",

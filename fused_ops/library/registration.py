@@ -16,6 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..dispatch.choice import CHOOSERS
 from ..dispatch.tensor_guards import has_tangents
 from ..ops import OPS, Op
+from ..ops.experts.local import LOCAL_OPS
 from ..ops.op import AUTOCAST
 from . import compiled, group_checks, schema
 from .unsupported import refuse_derivative_in_transform, refuse_unsupported
@@ -108,4 +109,5 @@ for _op in OPS:
         schema.lib.impl(_op.name, _below_autocast(_op.overload), _key)
     if _op.flops is not None:
         register_flop_formula(_op.overload.overloadpacket)(_op.flops)
-refuse_unsupported(schema.lib, "linear_cross_entropy_gradients")  # which sends nothing
+for _name in ("linear_cross_entropy_gradients", *LOCAL_OPS):  # which send nothing
+    refuse_unsupported(schema.lib, _name)

@@ -20,6 +20,7 @@ RUNS_ON: dict[str, tuple[Capability, ...]] = {
     "async_collectives": (HOPPER,),
     "matmul_all_reduce": (HOPPER,),
     "matmul_reduce_scatter": (HOPPER,),
+    "moe_route": (HOPPER,),
     "reduce_scatter": (HOPPER,),
     "scaled_matmul_reduce_scatter": (HOPPER,),
 }
