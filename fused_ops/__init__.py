@@ -13,7 +13,7 @@ from .dispatch.choice import plan
 from .dispatch.plan import Plan, last_plan
 from .drop_in.calls_taken import CallsTaken
 from .drop_in.installation import install, install_if_asked, installed, installed_calls, uninstall
-from .experts import moe_route
+from .experts import grouped_matmul, moe_route
 from .functional import (
     fused_all_gather_matmul,
     fused_matmul_all_reduce,
@@ -83,6 +83,7 @@ __all__ = [
     "fused_matmul_reduce_scatter",
     "fused_scaled_matmul_reduce_scatter",
     "fusion_report",
+    "grouped_matmul",
     "install",
     "installed",
     "installed_calls",

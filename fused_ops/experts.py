@@ -7,7 +7,72 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..symm_mem import is_checked
 from . import validation
+from .dispatch.fast_path import needs_no_dispatch
+
+
+def grouped_matmul(
+    A: Tensor, B: Tensor, offs: Tensor, *, rows: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """``A[rows[i]] @ B[e] + bias[e]`` for each row i of each expert e: the rows are sorted by expert.
+
+    >>> import torch
+    >>> from weft.fused_ops import grouped_matmul, moe_route
+    >>> x, w = torch.randn(5, 8), torch.randn(4, 8, 16)  # 5 tokens, 4 experts
+    >>> rows, offs, slots = moe_route(torch.tensor([[1, 0], [3, 1], [1, 2], [1, 3], [0, 1]]), 4)
+    >>> y = grouped_matmul(x, w, offs, rows=rows)  # one row for each choice of a token
+    >>> torch.testing.assert_close(y[slots[2, 1]], x[2] @ w[2])
+
+    Experts may have any number of rows. On Hopper GPUs, in bfloat16 and float16, one kernel finds out which rows there
+    are and takes them by index while it multiplies. Nothing is permuted in memory, and the host reads nothing, so calls
+    can be captured in CUDA graphs and replays may have other counts. Elsewhere the product is torch's, of ``A[rows]``.
+
+    Differentiable once. Works under torch.compile. Products are summed in float32 and rounded once. A token's gradients
+    are summed in float32, in the order of ``rows``. Those of B are torch's products, which for float16 and float32 wait
+    for the device.
+
+    Args:
+        A: [T, K], float32, bfloat16 or float16.
+        B: [E, K, N], of the same dtype; K and N are multiples of 8. One of them is contiguous, or B is copied.
+        offs: [E], int32: the number of rows up to the end of each expert, as ``moe_route`` and
+            ``torch.nn.functional.grouped_mm`` have it.
+        rows: [R], int32: the row of A that each row of the result is made of. None: R is T, and rows are in order.
+        bias: [E, N], of the same dtype.
+
+    Returns:
+        [R, N]. Rows from ``offs[-1]`` on hold anything; no gradient comes from them.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it. In the checked mode
+            (``symm_mem.set_checked``) also numbers in ``offs`` and ``rows``; else what lies outside is taken for the
+            nearest that does not.
+        NotImplementedError: a second gradient is asked for.
+    """
+    validation.tensor("A", A)
+    validation.tensor("B", B)
+    validation.tensor("offs", offs)
+    for name, given in (("rows", rows), ("bias", bias)):
+        if given is not None:
+            validation.tensor(name, given)
+    _check_numbers(A, offs, rows)
+    found: Tensor = torch.ops.weft.grouped_matmul(A, B, offs, rows, bias)
+    return found
+
+
+def _check_numbers(A: Tensor, offs: Tensor, rows: Tensor | None) -> None:
+    """In the checked mode, which may wait for data."""
+    if torch.compiler.is_compiling() or not is_checked() or not needs_no_dispatch(A, offs):
+        return
+    most = (A if rows is None else rows).shape[0]
+    before = 0
+    for i, each in enumerate(offs.flatten().tolist()):
+        if not before <= each <= most:
+            raise ValueError(f"offs[{i}]: is {each}, must be from {before} to {most}")
+        before = each
+    wrong = None if rows is None else rows[(rows < 0) | (rows >= A.shape[0])]
+    if wrong is not None and wrong.numel():
+        raise ValueError(f"rows: holds {wrong[0].item()}, must be from 0 to {A.shape[0] - 1}")
 
 
 def moe_route(

@@ -6,6 +6,7 @@
 
 #include "boxes.h"
 
+#include <deque>
 #include <functional>
 #include <unordered_map>
 
@@ -57,6 +58,8 @@ void __syncwarp();
 void __syncthreads();
 unsigned vote(bool said);
 inline bool __any_sync(unsigned, bool said) { return vote(said) != 0; }
+inline unsigned __ballot_sync(unsigned, bool said) { return vote(said); }
+static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 inline bool __all_sync(unsigned, bool said) { return vote(said) == ~0u; }
 void meet_warp();
 unsigned __shfl_xor_sync(unsigned, unsigned value, int mask);
@@ -108,6 +111,7 @@ static T __ldcg(const T* place) {
     return *place;
 }
 static int min(int a, int b) { return a < b ? a : b; }
+static int max(int a, int b) { return a < b ? b : a; }
 static unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 static unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
 
@@ -172,6 +176,27 @@ template <int N>
 static void warpgroup_wait() {
     together();
 }
+
+// As late as a thread can have its copies made: where it waits for them.
+using Copies = std::vector<std::function<void()>>;
+static std::unordered_map<const void*, std::deque<Copies>> copies_under_way;  // of each fiber, in groups; the last is open
+static std::deque<Copies>& own_copies() {
+    auto& own = copies_under_way[running];
+    if (own.empty()) own.emplace_back();
+    return own;
+}
+static void copy_async(void* to, const void* from, bool there) {
+    own_copies().back().push_back([=] { there ? std::memcpy(to, from, 16) : std::memset(to, 0, 16); });
+}
+static void copy_async_commit() { own_copies().emplace_back(); }
+template <int N>
+static void copy_async_wait() {
+    for (auto& own = own_copies(); own.size() > N + 1; own.pop_front()) {
+        for (const auto& copy : own.front()) copy();
+    }
+    go_on_later();
+}
+static int swizzled(int row, int vector) { return row * 128 + vector * 16; }
 
 // Boxes are not swizzled here, and an operand is its address, in units of 16 bytes. Where N is contiguous, groups of 64
 // columns lie 4096 bytes apart.
