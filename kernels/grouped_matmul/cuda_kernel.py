@@ -14,7 +14,7 @@ from ..device.gemm.gemm_tiles import BLOCK_K, Tile
 from ..device.gemm.tensor_map import Boxes, Maps, TensorMap, put_map
 from ..device.jit.launch import ALIGNMENT, is_transposed
 from ..device.jit.program import Function, Program
-from .configs import GroupedConfig
+from .configs import MOST_EXPERTS, GroupedConfig
 
 SOURCE = Path(__file__).parent / "kernel.cu"
 
@@ -87,7 +87,7 @@ class GroupedMatmul:
         self._b = Maps(boxes_of_experts(b, tile))
         self._shared = config.shared(experts)
         self._function: Function = grouped_program(b, config, by_rows=by_rows).function(
-            "grouped_matmul", shared=self._shared
+            "grouped_matmul", shared=config.shared(MOST_EXPERTS)
         )
         clusters = self._function.most_clusters(2, gemm.THREADS, self._shared)
         self._blocks = 2 * min(num_sms // 2, clusters)

@@ -5,15 +5,15 @@
 //
 // Which tiles there are is found from `offs` by each block (groups.cuh), so a captured launch may be replayed with other
 // counts. Rows of A are taken by index while stages are loaded: TMA of Hopper gathers no rows, so the four warps of
-// warpgroup 2 copy them with cp.async, 16 bytes a thread, to where TMA would put them. A thread's copies of LAG stages
-// are under way at once; a stage is full when each of these warps has seen its own arrive, and fenced them for wgmma.
+// warpgroup 2 copy them with cp.async, 16 bytes a thread, to where TMA would put them. Each thread's copies arrive at the
+// stage's barrier by themselves, and whoever multiplies fences them for wgmma: all stages are under way at once.
 //
 // It waits for no other rank. Whatever `offs` and `rows` hold, nothing outside of the tensors is read or written.
 
 #define SERVE_REGISTERS 72
 #define MULTIPLY_REGISTERS 216
 #if BY_ROWS
-#define A_WARPS 4
+#define A_THREADS 128
 #endif
 #include "gemm/gemm.cuh"
 #include "groups.cuh"
@@ -43,24 +43,14 @@ using Groups = weft::GroupScheduler<Params>;
 using weft::GroupTile;
 
 #if BY_ROWS
-constexpr int LAG = STAGES > 4 ? 3 : STAGES > 2 ? 2 : 1;  // the ring has a full stage meanwhile
 constexpr int ROWS_AT_ONCE = weft::GROUP / 8;  // eight threads copy 128 bytes of a row
 constexpr int COPIES = BM / ROWS_AT_ONCE;  // of a thread, for a stage
 
 // By warpgroup 2: loads the operands of the compute warpgroups.
 __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, Groups groups) {
     const int thread = threadIdx.x % weft::GROUP, vector = thread % 8, first = thread / 8;
-    const int warp = weft::warp_of_block() % 4, lane = threadIdx.x % 32;
-    const int depth = (p.k + weft::BK - 1) / weft::BK;
-    weft::PipelineState<STAGES> state, arriving;
-    int under_way = 0;
-    const auto arrived = [&] {
-        weft::fence_proxy_async();
-        __syncwarp();
-        if (lane == 0) weft::arrive_at(s.full + arriving.at, s.block);
-        arriving.next();
-        --under_way;
-    };
+    const int warp = weft::warp_of_block() % 4, depth = (p.k + weft::BK - 1) / weft::BK;
+    weft::PipelineState<STAGES> state;
     for (int step = blockIdx.x / weft::CLUSTER; step < groups.steps(); step += gridDim.x / weft::CLUSTER) {
         const GroupTile t = groups.tile(step, s.block);
         const u16* from[COPIES];
@@ -91,17 +81,18 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, Gro
                     stage + weft::swizzled(first + i * ROWS_AT_ONCE, vector), copied ? from[i] + d * weft::BK : p.from,
                     copied);
             }
-            weft::copy_async_commit();
-            if (++under_way <= LAG) continue;
-            weft::copy_async_wait<LAG>();
-            arrived();
+            weft::arrive_when_copied(full);
         }
     }
-    weft::copy_async_wait<0>();
-    while (under_way > 0) arrived();
-    if (warp == 0) weft::drain(s, state);
+    weft::drain(s, state);
 }
+
+struct MainloopHook : weft::NoMainloopHook {
+    __device__ __forceinline__ void begin(int, const u8*) const { weft::fence_proxy_async(); }
+};
 #else
+using MainloopHook = weft::NoMainloopHook;
+
 // By warp 0 of warpgroup 2.
 __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, Groups groups) {
     if (weft::warp_of_block() % 4 != 0) return;
@@ -152,7 +143,7 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
     for (int step = blockIdx.x / weft::CLUSTER; step < groups.steps(); step += gridDim.x / weft::CLUSTER) {
         const GroupTile t = groups.tile(step, s.block);
         float sums[weft::ACC_REGS];
-        weft::multiply(s, state, warpgroup, depth, sums);
+        weft::multiply(s, state, warpgroup, depth, sums, MainloopHook());
         const int column = t.column * BN;
         const u16* bias = p.bias == nullptr ? nullptr : p.bias + static_cast<u64>(t.expert) * p.n;
         const int of_thread = column + weft::place_of_sums(warpgroup).column;

@@ -6,7 +6,6 @@
 
 #include "boxes.h"
 
-#include <deque>
 #include <functional>
 #include <unordered_map>
 
@@ -177,23 +176,18 @@ static void warpgroup_wait() {
     together();
 }
 
-// As late as a thread can have its copies made: where it waits for them.
-using Copies = std::vector<std::function<void()>>;
-static std::unordered_map<const void*, std::deque<Copies>> copies_under_way;  // of each fiber, in groups; the last is open
-static std::deque<Copies>& own_copies() {
-    auto& own = copies_under_way[running];
-    if (own.empty()) own.emplace_back();
-    return own;
-}
+// What a thread has copied since it last arrived is there at any time before that.
+static std::unordered_map<const void*, std::vector<std::function<void()>>> copied;  // of each fiber
 static void copy_async(void* to, const void* from, bool there) {
-    own_copies().back().push_back([=] { there ? std::memcpy(to, from, 16) : std::memset(to, 0, 16); });
+    copied[running].push_back([=] { there ? std::memcpy(to, from, 16) : std::memset(to, 0, 16); });
 }
-static void copy_async_commit() { own_copies().emplace_back(); }
-template <int N>
-static void copy_async_wait() {
-    for (auto& own = own_copies(); own.size() > N + 1; own.pop_front()) {
-        for (const auto& copy : own.front()) copy();
-    }
+static void arrive_when_copied(u64* barrier) {
+    state().copies.push_back({running->block, [barrier, copies = std::move(copied[running])] {
+        for (const auto& copy : copies) copy();
+        --phases(barrier).pending;
+        phases(barrier).settle();
+    }});
+    copied[running].clear();
     go_on_later();
 }
 static int swizzled(int row, int vector) { return row * 128 + vector * 16; }
