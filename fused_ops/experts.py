@@ -2,14 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..symm_mem import is_checked
+from ..symm_mem import Group, group_name, is_checked
 from . import validation
+from .dispatch.callers import of_graph
 from .dispatch.fast_path import needs_no_dispatch
+from .library import schema
+
+
+def fused_all_gather_grouped_matmul(
+    A_shard: Tensor,
+    Bs: Sequence[Tensor],
+    rows: Tensor,
+    offs: Tensor,
+    gather_dim: int = 0,
+    group: Group = None,
+    *,
+    return_A: bool = False,
+) -> tuple[Tensor | None, list[Tensor]]:
+    """``A = all_gather(A_shard)`` and ``A[rows] @ B[e]`` for each B: all ranks' tokens, and this rank's experts.
+
+    >>> import torch, torch.distributed as dist
+    >>> from weft.fused_ops import fused_all_gather_grouped_matmul, moe_route
+    >>> x, w = torch.randn(3, 8), torch.randn(2, 8, 16)  # this rank's tokens [T / W, K], and its slice of two experts
+    >>> chosen = torch.arange(3 * dist.get_world_size()).view(-1, 1) % 2  # of all tokens, the same on every rank
+    >>> rows, offs, slots = moe_route(chosen, 2)
+    >>> A, (y,) = fused_all_gather_grouped_matmul(x, [w], rows, offs, return_A=True)
+    >>> torch.testing.assert_close(y[slots[2, 0]], A[2] @ w[0])
+
+    Between CPU ranks the rows of a rank's tokens are multiplied when these have arrived, own tokens first. On CUDA
+    weft's all-gather runs before the product of ``grouped_matmul``, which takes rows by index: nothing is permuted in
+    memory.
+
+    Differentiable once. Works under torch.compile and, as ``grouped_matmul``, in CUDA graphs. Every rank must call it
+    with the same shape of ``A_shard`` and the same N_i; experts and rows may differ.
+
+    Args:
+        A_shard: [T / W, K], this rank's tokens; float32, bfloat16 or float16.
+        Bs: of this rank's experts, each [E, K, N_i] of the same dtype, such as gate and up; K and N_i are multiples of
+            8.
+        rows: [R], int32: rows of the gathered A, as ``moe_route`` sorts the choices of all tokens.
+        offs: [E], int32: the number of rows up to the end of each expert.
+        gather_dim: 0, the dimension of tokens.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
+        return_A: whether the gathered A is wanted, too.
+
+    Returns:
+        A [T, K] (None without ``return_A``), and the products [R, N_i]. Their rows from ``offs[-1]`` on hold anything.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it.
+        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode, or
+            where they ask for different memory; else results may be wrong.
+        PeerTimeout: a rank did not come.
+        NotImplementedError: a second gradient is asked for.
+    """
+    validation.tensor("A_shard", A_shard)
+    validation.tensor("rows", rows)
+    validation.tensor("offs", offs)
+    Bs = validation.tensors("Bs", Bs)
+    validation.integer("gather_dim", gather_dim)
+    validation.flags(return_A=return_A)
+    name = group_name(group)
+    given = A_shard, Bs, rows, offs, gather_dim, name
+    A, outs = schema.all_gather_grouped_matmul(*given, return_A=return_A, **of_graph(name))
+    return A, outs
 
 
 def grouped_matmul(

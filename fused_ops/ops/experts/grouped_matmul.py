@@ -14,6 +14,7 @@ from ....kernels.grouped_matmul.configs import MOST_EXPERTS, choose_grouped
 from ....kernels.grouped_matmul.reference import experts_of_rows, reference_grouped_matmul
 from ... import validation
 from ...dispatch.plan import num_sms
+from ..op import refuse_second_gradient
 from .local import define
 
 _ops = torch.ops.weft
@@ -25,39 +26,45 @@ def _validate(A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Ten
     validation.float_dtype("A", A)
     if A.dim() != 2:
         raise ValueError(f"A: has {A.dim()} dimensions, must be a matrix [T, K]")
-    if B.dim() != 3 or B.shape[1] != A.shape[1]:
-        raise ValueError(
-            f"B: has shape {tuple(B.shape)}, must be [E, {A.shape[1]}, N]: A has {A.shape[1]} columns"
-        )
-    validation.like_tensor("B", B, A, "A")
-    experts, k, n = B.shape
-    if not 1 <= experts <= MOST_EXPERTS:
-        raise ValueError(f"B: has {experts} experts, must have from 1 to {MOST_EXPERTS}")
-    for name, size in (("K", k), ("N", n)):
-        if size == 0 or size % _UNIT:
-            raise ValueError(f"B: has {name} = {size}, must be a multiple of {_UNIT} from {_UNIT} on")
-    _index("offs", offs, A)
-    if offs.shape[0] != experts:
-        raise ValueError(f"offs: has {offs.shape[0]} elements, must have {experts}, as B has experts")
+    validate_experts("B", B, A, "A")
+    validate_index("offs", offs, A, "A")
+    if offs.shape[0] != B.shape[0]:
+        raise ValueError(f"offs: has {offs.shape[0]} elements, must have {B.shape[0]}, as B has experts")
     if rows is not None:
-        _index("rows", rows, A)
+        validate_index("rows", rows, A, "A")
         if A.shape[0] == 0 and rows.shape[0] != 0:
             raise ValueError(f"A: has no rows, must have those that {rows.shape[0]} rows name")
     if bias is not None:
-        if tuple(bias.shape) != (experts, n):
-            raise ValueError(f"bias: has shape {tuple(bias.shape)}, must be [{experts}, {n}]")
+        if tuple(bias.shape) != (B.shape[0], B.shape[2]):
+            raise ValueError(f"bias: has shape {tuple(bias.shape)}, must be [{B.shape[0]}, {B.shape[2]}]")
         validation.like_tensor("bias", bias, A, "A")
 
 
-def _index(name: str, index: Tensor, A: Tensor) -> None:
+def validate_experts(name: str, B: Tensor, A: Tensor, like_name: str) -> None:
+    """B is [E, K, N], of matrices that a matrix A can be multiplied with."""
+    k = A.shape[1]
+    if B.dim() != 3 or B.shape[1] != k:
+        raise ValueError(
+            f"{name}: has shape {tuple(B.shape)}, must be [E, {k}, N]: {like_name} has {k} columns"
+        )
+    validation.like_tensor(name, B, A, like_name)
+    if not 1 <= B.shape[0] <= MOST_EXPERTS:
+        raise ValueError(f"{name}: has {B.shape[0]} experts, must have from 1 to {MOST_EXPERTS}")
+    for dim, size in (("K", k), ("N", B.shape[2])):
+        if size == 0 or size % _UNIT:
+            raise ValueError(f"{name}: has {dim} = {size}, must be a multiple of {_UNIT} from {_UNIT} on")
+
+
+def validate_index(name: str, index: Tensor, A: Tensor, like_name: str) -> None:
     if index.dtype != torch.int32:
         raise TypeError(f"{name}: is {index.dtype}, must be int32")
     if index.dim() != 1:
         raise ValueError(f"{name}: has {index.dim()} dimensions, must have 1")
-    validation.same_device(name, index, A, "A")
+    validation.same_device(name, index, A, like_name)
 
 
-def _run(A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None) -> Tensor:
+def multiply(A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None) -> Tensor:
+    """As the op, on the current device; the arguments are what validation has seen."""
     by_kernel = A.device.type == "cuda" and A.dtype != torch.float32
     if not by_kernel or why_no_kernel_on("grouped_matmul", A.device) is not None:
         return reference_grouped_matmul(A, B, offs, rows, bias)
@@ -117,10 +124,7 @@ class GroupedMatmulFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "grouped_matmul: has no second gradient, must have its first one without create_graph=True"
-            )
+        refuse_second_gradient("grouped_matmul")
         A, B, offs, rows = ctx.saved_tensors
         wants_a, wants_b, _, _, wants_bias = ctx.needs_input_grad
         grad = grad.contiguous()
@@ -161,7 +165,7 @@ def _fake_sums(values: Tensor, index: Tensor, count: int) -> Tensor:
 define(
     "grouped_matmul(Tensor A, Tensor B, Tensor offs, Tensor? rows, Tensor? bias) -> Tensor",
     _validate,
-    _run,
+    multiply,
     _fake,
     GroupedMatmulFunction.apply,
 )
