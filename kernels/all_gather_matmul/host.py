@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from ...symm_mem.layout import Layout
-from ...symm_mem.workspace import Workspace
-from ..device.comm.copy_thread import CHUNKS, Arriving, gathering
+from ...symm_mem.workspace import HostEpoch, Workspace
+from ..device.comm.copy_thread import CHUNKS, Arriving, copying
 
 OP = "fused_all_gather_matmul"
 
@@ -34,8 +34,10 @@ def host_all_gather_matmul(
     Returns:
         [world_size, m, K] and each [world_size * m, N_i] (``split_k``: [m, N_i]).
     """
-    with gathering(workspace, OP, a) as arriving:
-        outs = (_add_products if split_k else _products)(arriving, bs)
+    with workspace.lock, HostEpoch(workspace, OP) as epoch:
+        arriving = Arriving(epoch, a)
+        with copying(workspace, arriving.push):
+            outs = (_add_products if split_k else _products)(arriving, bs)
     return arriving.gathered, outs
 
 

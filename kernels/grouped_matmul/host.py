@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...symm_mem.workspace import Workspace
-from ..device.comm.copy_thread import gathering
+from ...symm_mem.workspace import HostEpoch, Workspace
+from ..device.comm.copy_thread import Arriving, copying
 from .reference import experts_of_rows, reference_grouped_matmul
 
 OP = "fused_all_gather_grouped_matmul"
@@ -31,13 +31,15 @@ def host_all_gather_grouped_matmul(
     tokens = rows.long().clamp(0, size * m - 1)
     experts = experts_of_rows(offs, rows.shape[0])
     outs = [a.new_empty(rows.shape[0], b.shape[2]) for b in bs]
-    with gathering(workspace, OP, a) as arriving:
+    with workspace.lock, HostEpoch(workspace, OP) as epoch:
+        arriving = Arriving(epoch, a)
         every = arriving.gathered.flatten(0, 1)
-        for step in range(size):
-            src = (rank + step) % size
-            arriving.wait_for(src)
-            (here,) = torch.where((tokens // m == src) & (experts < offs.shape[0]))
-            counts = torch.searchsorted(experts[here], torch.arange(offs.shape[0]), right=True).int()
-            for b, out in zip(bs, outs, strict=True):
-                out[here] = reference_grouped_matmul(every, b, counts, tokens[here], None)
+        with copying(workspace, arriving.push):
+            for step in range(size):
+                src = (rank + step) % size
+                arriving.wait_for(src)
+                (here,) = torch.where((tokens // m == src) & (experts < offs.shape[0]))
+                counts = torch.searchsorted(experts[here], torch.arange(offs.shape[0]), right=True).int()
+                for b, out in zip(bs, outs, strict=True):
+                    out[here] = reference_grouped_matmul(every, b, counts, tokens[here], None)
     return every, outs

@@ -61,7 +61,10 @@ def _join(thread: threading.Thread) -> None:
 
 
 class Arriving:
-    """Shards of all ranks on their way to this one.
+    """Shards of all ranks on their way to this one, in an epoch in which a copy thread pushes the local one.
+
+    Args:
+        a: the local shard [m, K], contiguous.
 
     Attributes:
         rank: this one.
@@ -96,12 +99,3 @@ class Arriving:
     def wait_for(self, src: int) -> None:
         for _ in self.each_chunk(src):
             pass
-
-
-@contextmanager
-def gathering(workspace: Workspace, op: str, a: torch.Tensor) -> Iterator[Arriving]:
-    """An epoch of ``op`` in which a copy thread pushes the local shard ``a`` [m, K], contiguous, to the peers."""
-    with workspace.lock, HostEpoch(workspace, op) as epoch:
-        arriving = Arriving(epoch, a)
-        with copying(workspace, arriving.push):
-            yield arriving
