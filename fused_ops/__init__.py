@@ -13,6 +13,7 @@ from .dispatch.choice import plan
 from .dispatch.plan import Plan, last_plan
 from .drop_in.calls_taken import CallsTaken
 from .drop_in.installation import install, install_if_asked, installed, installed_calls, uninstall
+from .experts import fused_all_gather_grouped_matmul, grouped_matmul, moe_route
 from .functional import (
     fused_all_gather_matmul,
     fused_matmul_all_reduce,
@@ -71,6 +72,7 @@ __all__ = [
     "cross_entropy_of_sharded_logits",
     "float8_all_gather_matmul",
     "float8_matmul_reduce_scatter",
+    "fused_all_gather_grouped_matmul",
     "fused_all_gather_matmul",
     "fused_all_gather_scaled_matmul",
     "fused_all_reduce_layer_norm",
@@ -82,6 +84,7 @@ __all__ = [
     "fused_matmul_reduce_scatter",
     "fused_scaled_matmul_reduce_scatter",
     "fusion_report",
+    "grouped_matmul",
     "install",
     "installed",
     "installed_calls",
@@ -89,6 +92,7 @@ __all__ = [
     "last_plan",
     "local_state_dict",
     "measure_costs",
+    "moe_route",
     "one_shot_all_gather",
     "one_shot_all_reduce",
     "one_shot_all_reduce_",

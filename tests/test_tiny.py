@@ -220,7 +220,25 @@ def linear_cross_entropy() -> Op:
     return Op(((6, 9), (11, 9)), call, reference, differentiable=False)  # of a loss that all ranks have
 
 
+def all_gather_grouped_matmul() -> Op:
+    ids = torch.tensor([[1, 0], [0, 2], [1, 3], [0, 1], [3, 1], [2, 0]])  # nobody has expert 3
+
+    def call(shard: Tensor, *Bs: Tensor) -> Outputs:
+        rows, offs, slots = fused_ops.moe_route(ids, 3)
+        A, outs = fused_ops.fused_all_gather_grouped_matmul(shard, Bs, rows, offs, 0, world(), return_A=True)
+        assert A is not None
+        return A, *(out[slots.long()].where((slots >= 0)[..., None], 0) for out in outs)
+
+    def reference(rank: int, shards: Sequence[Tensor], *Bs: Sequence[Tensor]) -> Outputs:
+        A = torch.cat(list(shards))
+        outs = [torch.einsum("tk,tjkn->tjn", A, B[rank][ids.clamp(max=2)]) for B in Bs]
+        return A, *(out * (ids < 3)[..., None] for out in outs)
+
+    return Op(((3, 16), (3, 16, 8), (3, 16, 24)), call, reference)
+
+
 OPS = {
+    "all_gather_grouped_matmul": all_gather_grouped_matmul(),
     "all_gather_matmul": all_gather_matmul(0),
     "all_gather_matmul-last_dim": all_gather_matmul(1),
     "all_gather_scaled_matmul": all_gather_scaled_matmul(),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from weft.fused_ops import (
     cross_entropy_of_sharded_logits,
+    fused_all_gather_grouped_matmul,
     fused_all_gather_matmul,
     fused_all_gather_scaled_matmul,
     fused_all_reduce_layer_norm,
@@ -23,6 +24,7 @@ from weft.fused_ops import (
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
     fused_scaled_matmul_reduce_scatter,
+    moe_route,
     one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
@@ -241,6 +243,24 @@ def _loss(rank: int, size: int, step: int, unit: int, group: Any, more: int, of:
     return Case(lambda: call(1.0), lambda: wanted, lambda: call(2.0))
 
 
+def _gathered_to_experts(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
+    """Each token goes to two of three experts."""
+    tokens, k, n = (2 * unit + more) * size, 8 * unit, 16
+    shards = [numbers(100 * step + r, tokens // size, k) for r in range(size)]
+    B = numbers(9500 + rank, 3, k, n)
+    ids = torch.stack([torch.arange(tokens) % 3, torch.arange(tokens) // 2 % 3], 1).to(B.device)
+    rows, offs, slots = moe_route(ids, 3)
+
+    def call(return_A: bool) -> torch.Tensor:
+        given = shards[rank], [B], rows, offs, 0, group
+        return fused_all_gather_grouped_matmul(*given, return_A=return_A)[1][0][slots.long()]
+
+    def wanted() -> torch.Tensor:
+        return torch.einsum("tk,tjkn->tjn", torch.cat(shards), B[ids])
+
+    return Case(lambda: call(False), wanted, lambda: call(True))
+
+
 # Rank, ranks, step (which numbers), unit of the sizes, group, and by how much the sizes are larger.
 OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
     "fused_all_gather_matmul": _gathered,
@@ -255,6 +275,7 @@ OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
     "fused_all_reduce_rms_norm": _normed,
     "fused_all_reduce_layer_norm": _layer_normed,
     "fused_all_reduce_rms_norm_quant": _normed_in_fp8,
+    "fused_all_gather_grouped_matmul": _gathered_to_experts,
     "fused_linear_cross_entropy": _loss,
     "fused_linear_log_probs": partial(_loss, of="log-probabilities"),
     "cross_entropy_of_sharded_logits": partial(_loss, of="logits"),

@@ -25,6 +25,7 @@ from weft.kernels.matmul_all_reduce import configs as few_rows_configs
 from weft.kernels.matmul_all_reduce import cuda_kernel as few_rows
 from weft.kernels.matmul_reduce_scatter import one_shot_kernel as scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
+from weft.kernels.moe_route import cuda_kernel as moe_route
 from weft.kernels.reduce_scatter import cuda_kernel as reduce_scatter_kernel
 from weft.kernels.transfer import cuda_kernel as transfer
 
@@ -88,6 +89,7 @@ PROGRAMS: dict[str, Program] = {
     "acquire": Program(KERNELS / "device" / "comm" / "acquire.cu"),
     **{f"async-{size}": async_kernel.async_program(size) for size in (2, 3, 8)},
     "transfer": Program(KERNELS / "transfer" / "kernel.cu"),
+    **{f"route-{dtype}": moe_route.route_program(dtype) for dtype in (torch.int32, torch.int64)},
     **{
         f"all_reduce-{size}-{dtype}-{reduce_op}": cuda_kernel.all_reduce_program(
             size, size - 1, TORCH[dtype], reduce_op
@@ -154,6 +156,7 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
     "alone_gather": (COLLECTIVE, CollectiveParams),
     "alone_scatter": (COLLECTIVE, CollectiveParams),
     "norm": ({"one_shot", "two_shot"}, norm_kernel._Params),
+    "route": ({"moe_route"}, moe_route._Params),
     "few_rows": ({"matmul_all_reduce"}, few_rows._Params),
     "gather": ({"all_gather_one_shot"}, gather._Params),
     "scatter": ({"reduce_scatter_one_shot"}, scatter._Params),

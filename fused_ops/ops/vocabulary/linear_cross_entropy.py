@@ -32,7 +32,7 @@ from ... import validation
 from ...dispatch.choice import Choice
 from ...dispatch.fast_path import needs_no_dispatch
 from .. import all_gather
-from ..op import Op, SumGradient
+from ..op import Op, SumGradient, refuse_second_gradient
 from . import chunks
 
 Gather: TypeAlias = Callable[[Tensor], Tensor]
@@ -213,13 +213,6 @@ def _fake(call: LinearCrossEntropyCall, group: ProcessGroup) -> tuple[Tensor, Te
     return values, call.targets.new_empty(2), gradients
 
 
-def _refuse_second_gradient(op: str) -> None:
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            f"{op}: has no second gradient, must have its first one without create_graph=True"
-        )
-
-
 def _spread(gradients: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
     """As autograd takes them, None where none is wanted."""
     left = iter(gradients)
@@ -242,7 +235,7 @@ class SummedLossFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
-        _refuse_second_gradient(ctx.op)
+        refuse_second_gradient(ctx.op)
         if ctx.multiplied:
             raise RuntimeError(
                 f"{ctx.op}: its backward has run, which overwrites what the forward has made for it; where it must run "
@@ -271,7 +264,7 @@ class RowStatisticsFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
-        _refuse_second_gradient(ctx.op)
+        refuse_second_gradient(ctx.op)
         *given, values = ctx.saved_tensors
         wanted = tuple(ctx.needs_input_grad[2:])
         terms = gradient_terms(values, grad, ctx.scored[0])

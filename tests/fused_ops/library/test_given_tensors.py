@@ -15,6 +15,7 @@ from weft.fused_ops import (
     ColumnParallelLinear,
     Plan,
     cross_entropy_of_sharded_logits,
+    fused_all_gather_grouped_matmul,
     fused_all_gather_matmul,
     fused_all_gather_scaled_matmul,
     fused_all_reduce_layer_norm,
@@ -34,6 +35,7 @@ from weft.fused_ops import (
 from weft.fused_ops.dispatch import plan
 
 A, B = torch.ones(4, 6), torch.ones(6, 8)
+EXPERTS, INDEX = torch.ones(1, 32, 8), torch.zeros(1, dtype=torch.int32)
 TARGETS = torch.zeros(4, dtype=torch.int64)
 A8, B8, ONE = (
     torch.ones(4, 32).to(torch.float8_e4m3fn),
@@ -65,6 +67,10 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "x    ": lambda x: fused_linear_log_probs(x, B.t(), TARGETS, world()),
     "targets": lambda x: fused_linear_log_probs(A, B.t(), x, world()),
     "logits_shard": lambda x: cross_entropy_of_sharded_logits(x, TARGETS, world()),
+    "A_shard  ": lambda x: fused_all_gather_grouped_matmul(x, [EXPERTS], INDEX, INDEX, 0, world()),
+    r"Bs\[1\] ": lambda x: fused_all_gather_grouped_matmul(A8, [EXPERTS, x], INDEX, INDEX, 0, world()),
+    "rows": lambda x: fused_all_gather_grouped_matmul(A8, [EXPERTS], x, INDEX, 0, world()),
+    "offs": lambda x: fused_all_gather_grouped_matmul(A8, [EXPERTS], INDEX, x, 0, world()),
     "out": lambda x: one_shot_all_gather(A, 0, world(), out=x),
     "out ": lambda x: one_shot_reduce_scatter(A, "sum", 0, world(), out=x),
 }

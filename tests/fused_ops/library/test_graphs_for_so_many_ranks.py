@@ -17,6 +17,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
 from weft.fused_ops import (
+    fused_all_gather_grouped_matmul,
     fused_all_gather_matmul,
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
@@ -81,6 +82,12 @@ def losses(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
     return fused_linear_cross_entropy(x, W.t(), targets, GROUP, reduction="none")
 
 
+def grouped(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
+    rows, offs = torch.arange(6, dtype=torch.int32), torch.tensor([2, 6], dtype=torch.int32)
+    tokens, experts = torch.cat([x, x], 1), torch.stack([W, W]).repeat(1, 2, 2)[:, :, :8]
+    return fused_all_gather_grouped_matmul(tokens, [experts], rows, offs, 0, GROUP)[1][0]
+
+
 #: By its name: of a ProcessGroup, and the default one, Dynamo sees that it is another one and makes a graph anew.
 GROUP = "0"
 PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -92,6 +99,7 @@ PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "reduce_scatter": lambda x, W: one_shot_reduce_scatter(x, "avg", 0, GROUP),
     "all_reduce_rms_norm": normed,
     "all_reduce_layer_norm": layer_normed,
+    "all_gather_grouped_matmul": grouped,
     "linear_cross_entropy": losses,
     "matmul_all_reduce": lambda x, W: fused_matmul_all_reduce(x, W, "avg", GROUP),
 }
