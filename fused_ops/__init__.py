@@ -26,6 +26,11 @@ from .layers.float8 import float8_all_gather_matmul, float8_matmul_reduce_scatte
 from .layers.gradients import all_reduce_gradients
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .library import registration as registration  # torch.ops.weft is implemented
+from .moe_combine import (
+    fused_moe_combine_all_reduce,
+    fused_moe_combine_all_reduce_rms_norm,
+    fused_moe_combine_reduce_scatter,
+)
 from .norms import (
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
@@ -82,6 +87,9 @@ __all__ = [
     "fused_linear_log_probs",
     "fused_matmul_all_reduce",
     "fused_matmul_reduce_scatter",
+    "fused_moe_combine_all_reduce",
+    "fused_moe_combine_all_reduce_rms_norm",
+    "fused_moe_combine_reduce_scatter",
     "fused_scaled_matmul_reduce_scatter",
     "fusion_report",
     "grouped_matmul",

@@ -27,6 +27,7 @@ LIKE_TORCH = {
     "fused_ops/norms.py::fused_all_reduce_rms_norm_quant",
     "fused_ops/experts.py::fused_all_gather_grouped_matmul",
     "fused_ops/functional.py::fused_matmul_reduce_scatter",
+    "fused_ops/moe_combine.py::fused_moe_combine_all_reduce_rms_norm",
     "fused_ops/scaled.py::fused_all_gather_scaled_matmul",
     "fused_ops/scaled.py::fused_scaled_matmul_reduce_scatter",
     "fused_ops/vocabulary.py::cross_entropy_of_sharded_logits",

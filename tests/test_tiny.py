@@ -237,6 +237,31 @@ def all_gather_grouped_matmul() -> Op:
     return Op(((3, 16), (3, 16, 8), (3, 16, 24)), call, reference)
 
 
+def moe_combine(dim: int | None) -> Op:
+    """With the norm, or a part of the sum along a dimension."""
+    slots = torch.tensor([[3, 0], [1, -1], [2, 5], [4, 7]], dtype=torch.int32)
+
+    def call(y: Tensor, weights: Tensor, shared: Tensor, *norm: Tensor) -> Outputs:
+        given, named = (y, slots, weights), {"shared": shared}
+        if dim is None:
+            return fused_ops.fused_moe_combine_all_reduce_rms_norm(*given, *norm, EPS, world(), **named)
+        return (fused_ops.fused_moe_combine_reduce_scatter(*given, dim, world(), **named),)
+
+    def reference(
+        rank: int, ys: Sequence[Tensor], weights: Sequence[Tensor], *more: Sequence[Tensor]
+    ) -> Outputs:
+        every = zip(ys, weights, strict=True)
+        rows = [(torch.cat([y, y[:1] * 0])[slots.long()] * w[..., None]).sum(1) for y, w in every]
+        total = sum(rows) + sum(more[0])
+        if dim is not None:
+            return (total.chunk(WORLD_SIZE, dim)[rank],)
+        sums = total + more[1][rank]
+        return sums / (sums.square().mean(-1, keepdim=True) + EPS).sqrt() * more[2][rank], sums
+
+    shapes = (9, 10), (4, 2), (4, 10), (4, 10), (10,)
+    return Op(shapes[: 5 if dim is None else 3], call, reference)
+
+
 OPS = {
     "all_gather_grouped_matmul": all_gather_grouped_matmul(),
     "all_gather_matmul": all_gather_matmul(0),
@@ -258,6 +283,8 @@ OPS = {
     "all_reduce_layer_norm": all_reduce_layer_norm(),
     "matmul_all_reduce": matmul_all_reduce(),
     "linear_cross_entropy": linear_cross_entropy(),
+    "moe_combine_all_reduce_rms_norm": moe_combine(None),
+    "moe_combine_reduce_scatter": moe_combine(0),
 }
 
 

@@ -11,6 +11,16 @@ _FEW_ROWS = 96  # of an expert, on average: tiles of 64 rows, of which a cluster
 _RASTER_GROUP = 8
 
 
+# Rows by index cost a product up to half of its time, a copy before it the time of its bytes: of narrow products with
+# many rows more (2 H200: K = 2048, N = 768, 65,536 rows: 447 us by index, 356 and 118 of a copy).
+_NARROW, _MANY_ROWS = 1024, 32768
+
+
+def takes_by_index(rows: int, n: int) -> bool:
+    """Whether the kernel takes rows of A by index; otherwise they are copied into their order before it."""
+    return n <= _NARROW and rows >= _MANY_ROWS
+
+
 @dataclass(frozen=True)
 class GroupedConfig:
     """Attributes:

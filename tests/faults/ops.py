@@ -23,6 +23,9 @@ from weft.fused_ops import (
     fused_linear_log_probs,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
+    fused_moe_combine_all_reduce,
+    fused_moe_combine_all_reduce_rms_norm,
+    fused_moe_combine_reduce_scatter,
     fused_scaled_matmul_reduce_scatter,
     moe_route,
     one_shot_all_gather,
@@ -261,6 +264,33 @@ def _gathered_to_experts(rank: int, size: int, step: int, unit: int, group: Any,
     return Case(lambda: call(False), wanted, lambda: call(True))
 
 
+def _combined(rank: int, size: int, step: int, unit: int, group: Any, more: int, kind: str = "sum") -> Case:
+    """Two choices of each token, in reverse, and the second one's weight is 2; the norm's sums are 8 or -8."""
+    tokens, hidden = (2 * unit + more) * size, (5 if unit == 1 else 8 * unit) * size
+    ys = [numbers(100 * step + r, 2 * tokens, hidden) for r in range(size)]
+    slots = torch.arange(2 * tokens, dtype=torch.int32, device=ys[0].device).flip(0).view(tokens, 2)
+    weights = torch.tensor([[1.0, 2.0]], device=ys[0].device).expand(tokens, 2)
+    total = sum(y.flip(0)[0::2] + 2 * y.flip(0)[1::2] for y in ys)
+    signs = 2 * numbers(2000 + 100 * step + rank, tokens, hidden).abs() - 1
+    residual, weight, given = 8 * signs - total, 3 + numbers(3000 + rank, hidden), (ys[rank], slots, weights)
+
+    def call(number: int) -> torch.Tensor:
+        if kind == "norm":
+            normed = fused_moe_combine_all_reduce_rms_norm(*given, residual, weight, float(number), group)
+            return torch.stack(normed)
+        if kind == "part":
+            return fused_moe_combine_reduce_scatter(*given, number, group)
+        half = [*given] if not number else [ys[rank], slots[: tokens // 2], weights[: tokens // 2]]
+        return fused_moe_combine_all_reduce(*half, group)
+
+    def want() -> torch.Tensor:
+        if kind == "norm":
+            return torch.stack([signs * weight, 8 * signs])
+        return total.chunk(size)[rank] if kind == "part" else total
+
+    return Case(lambda: call(0), want, lambda: call(1))
+
+
 # Rank, ranks, step (which numbers), unit of the sizes, group, and by how much the sizes are larger.
 OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
     "fused_all_gather_matmul": _gathered,
@@ -279,4 +309,7 @@ OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
     "fused_linear_cross_entropy": _loss,
     "fused_linear_log_probs": partial(_loss, of="log-probabilities"),
     "cross_entropy_of_sharded_logits": partial(_loss, of="logits"),
+    "fused_moe_combine_all_reduce": _combined,
+    "fused_moe_combine_all_reduce_rms_norm": partial(_combined, kind="norm"),
+    "fused_moe_combine_reduce_scatter": partial(_combined, kind="part"),
 }

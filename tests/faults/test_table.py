@@ -29,6 +29,7 @@ TWO_PUSHES = (
     "fused_all_reduce_rms_norm",
     "fused_all_reduce_layer_norm",
     "fused_all_reduce_rms_norm_quant",
+    "fused_moe_combine_all_reduce_rms_norm",
 )
 
 SURVIVABLE = [

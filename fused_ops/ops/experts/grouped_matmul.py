@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.device.capability import why_no_kernel_on
-from ....kernels.grouped_matmul.configs import MOST_EXPERTS, choose_grouped
+from ....kernels.grouped_matmul.configs import MOST_EXPERTS, choose_grouped, takes_by_index
 from ....kernels.grouped_matmul.reference import experts_of_rows, reference_grouped_matmul
 from ... import validation
 from ...dispatch.plan import num_sms
@@ -73,6 +73,8 @@ def multiply(A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tens
     out = _fake(A, B, offs, rows, bias)
     if out.numel() == 0:
         return out
+    if rows is not None and not takes_by_index(out.shape[0], out.shape[1]):
+        A, rows = A[rows.clamp(0, A.shape[0] - 1)], None
     # What lies otherwise is copied, also what is contiguous and begins at another address.
     A = A if lies_well(A) else A.clone(memory_format=torch.contiguous_format)
     B = B if lies_well(B) or lies_well(B.mT) else B.clone(memory_format=torch.contiguous_format)

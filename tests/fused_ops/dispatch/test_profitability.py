@@ -207,6 +207,9 @@ def test_an_unknown_op() -> None:
 def test_every_op_that_the_pass_puts_in_has_a_word() -> None:
     others = {"fused_linear_cross_entropy", "fused_linear_log_probs", "cross_entropy_of_sharded_logits"}
     others.add("fused_all_gather_grouped_matmul")
+    others |= {
+        f"fused_moe_combine_{what}" for what in ("all_reduce", "all_reduce_rms_norm", "reduce_scatter")
+    }
     for op in COMMUNICATING:
         name = op._schema.name.removeprefix("weft::")
         # The pass puts in none that writes in place, none of a vocabulary, of experts or of fp8 yet.
