@@ -44,7 +44,7 @@ def after(total: Tensor, p: Tail) -> tuple[Tensor, Tensor]:
     return rms_norm(sums, sums.shape[-1:], p.weight, EPS), sums
 
 
-def drawn(tokens: int, hidden: int, choices: int, device: torch.device) -> Tail:
+def random_tail(tokens: int, hidden: int, choices: int, device: torch.device) -> Tail:
     order = torch.randperm(tokens * choices, device=device).to(torch.int32)
     y, shared, residual, weight = (
         torch.randn(*shape, hidden, device=device, dtype=torch.bfloat16)
@@ -58,7 +58,7 @@ def tail_row(tokens: int, hidden: int, choices: int) -> dict[str, Any]:
     from weft.fused_ops import fused_all_reduce_rms_norm, fused_moe_combine_all_reduce_rms_norm
 
     device = torch.device("cuda", torch.cuda.current_device())
-    sets = [drawn(tokens, hidden, choices, device) for _ in range(4)]
+    sets = [random_tail(tokens, hidden, choices, device) for _ in range(4)]
     totals = [added_up(p) for p in sets]
     torch._dynamo.reset()
     sum_of, norm_of = torch.compile(added_up, dynamic=False), torch.compile(after, dynamic=False)

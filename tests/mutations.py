@@ -322,7 +322,7 @@ MUTANTS = [
         "tests/fused_ops/passes/norms/test_norm_forms.py",
     ),
     Mutant(
-        "fused_ops/passes/ranges.py",
+        "fused_ops/passes/records/ranges.py",
         "number == parts[-1][-1] + 1",
         "number == parts[-1][-1] + 2",
         "tests/fused_ops/passes/records/test_report_groups.py",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
+import tiny_experts
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -220,50 +221,8 @@ def linear_cross_entropy() -> Op:
     return Op(((6, 9), (11, 9)), call, reference, differentiable=False)  # of a loss that all ranks have
 
 
-def all_gather_grouped_matmul() -> Op:
-    ids = torch.tensor([[1, 0], [0, 2], [1, 3], [0, 1], [3, 1], [2, 0]])  # nobody has expert 3
-
-    def call(shard: Tensor, *Bs: Tensor) -> Outputs:
-        rows, offs, slots = fused_ops.moe_route(ids, 3)
-        A, outs = fused_ops.fused_all_gather_grouped_matmul(shard, Bs, rows, offs, 0, world(), return_A=True)
-        assert A is not None
-        return A, *(out[slots.long()].where((slots >= 0)[..., None], 0) for out in outs)
-
-    def reference(rank: int, shards: Sequence[Tensor], *Bs: Sequence[Tensor]) -> Outputs:
-        A = torch.cat(list(shards))
-        outs = [torch.einsum("tk,tjkn->tjn", A, B[rank][ids.clamp(max=2)]) for B in Bs]
-        return A, *(out * (ids < 3)[..., None] for out in outs)
-
-    return Op(((3, 16), (3, 16, 8), (3, 16, 24)), call, reference)
-
-
-def moe_combine(dim: int | None) -> Op:
-    """With the norm, or a part of the sum along a dimension."""
-    slots = torch.tensor([[3, 0], [1, -1], [2, 5], [4, 7]], dtype=torch.int32)
-
-    def call(y: Tensor, weights: Tensor, shared: Tensor, *norm: Tensor) -> Outputs:
-        given, named = (y, slots, weights), {"shared": shared}
-        if dim is None:
-            return fused_ops.fused_moe_combine_all_reduce_rms_norm(*given, *norm, EPS, world(), **named)
-        return (fused_ops.fused_moe_combine_reduce_scatter(*given, dim, world(), **named),)
-
-    def reference(
-        rank: int, ys: Sequence[Tensor], weights: Sequence[Tensor], *more: Sequence[Tensor]
-    ) -> Outputs:
-        every = zip(ys, weights, strict=True)
-        rows = [(torch.cat([y, y[:1] * 0])[slots.long()] * w[..., None]).sum(1) for y, w in every]
-        total = sum(rows) + sum(more[0])
-        if dim is not None:
-            return (total.chunk(WORLD_SIZE, dim)[rank],)
-        sums = total + more[1][rank]
-        return sums / (sums.square().mean(-1, keepdim=True) + EPS).sqrt() * more[2][rank], sums
-
-    shapes = (9, 10), (4, 2), (4, 10), (4, 10), (10,)
-    return Op(shapes[: 5 if dim is None else 3], call, reference)
-
-
 OPS = {
-    "all_gather_grouped_matmul": all_gather_grouped_matmul(),
+    "all_gather_grouped_matmul": Op(*tiny_experts.gathered()),
     "all_gather_matmul": all_gather_matmul(0),
     "all_gather_matmul-last_dim": all_gather_matmul(1),
     "all_gather_scaled_matmul": all_gather_scaled_matmul(),
@@ -283,8 +242,8 @@ OPS = {
     "all_reduce_layer_norm": all_reduce_layer_norm(),
     "matmul_all_reduce": matmul_all_reduce(),
     "linear_cross_entropy": linear_cross_entropy(),
-    "moe_combine_all_reduce_rms_norm": moe_combine(None),
-    "moe_combine_reduce_scatter": moe_combine(0),
+    "moe_combine_all_reduce_rms_norm": Op(*tiny_experts.combined(None, EPS)),
+    "moe_combine_reduce_scatter": Op(*tiny_experts.combined(0, EPS)),
 }
 
 
