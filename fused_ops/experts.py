@@ -36,8 +36,7 @@ def fused_all_gather_grouped_matmul(
     >>> torch.testing.assert_close(y[slots[2, 0]], A[2] @ w[0])
 
     Between CPU ranks the rows of a rank's tokens are multiplied when these have arrived, own tokens first. On CUDA
-    weft's all-gather runs before the product of ``grouped_matmul``, which takes rows by index: nothing is permuted in
-    memory.
+    weft's all-gather runs before the products of ``grouped_matmul``.
 
     Differentiable once. Works under torch.compile and, as ``grouped_matmul``, in CUDA graphs. Every rank must call it
     with the same shape of ``A_shard`` and the same N_i; experts and rows may differ.
@@ -87,8 +86,9 @@ def grouped_matmul(
     >>> torch.testing.assert_close(y[slots[2, 1]], x[2] @ w[2])
 
     Experts may have any number of rows. On Hopper GPUs, in bfloat16 and float16, one kernel finds out which rows there
-    are and takes them by index while it multiplies. Nothing is permuted in memory, and the host reads nothing, so calls
-    can be captured in CUDA graphs and replays may have other counts. Elsewhere the product is torch's, of ``A[rows]``.
+    are. Rows are copied into their order before it, or, of narrow experts with many rows, taken by index while it
+    multiplies. The host reads nothing, so calls can be captured in CUDA graphs and replays may have other counts.
+    Elsewhere the product is torch's, of ``A[rows]``.
 
     Differentiable once. Works under torch.compile. Products are summed in float32 and rounded once. A token's gradients
     are summed in float32, in the order of ``rows``. Those of B are torch's products, which for float16 and float32 wait

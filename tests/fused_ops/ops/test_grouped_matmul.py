@@ -10,6 +10,7 @@ import torch
 from opcommon import check
 from torch import Tensor
 from weft.fused_ops import grouped_matmul, moe_route
+from weft.kernels.grouped_matmul.configs import takes_by_index
 from weft.symm_mem import set_checked
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
@@ -70,6 +71,16 @@ def test_products(kind: str, dtype: torch.dtype, device: str) -> None:
                     got = grouped_matmul(of, b, offs, **named, **more)
                     assert got.shape == (rows.shape[0], kn[1]) and got.dtype == dtype
                     check(f"{kn} {[*named, *more]}", got[: want.shape[0]], want, BOUNDS[dtype])
+
+
+@pytest.mark.gpu(1)
+def test_many_rows_of_narrow_experts_are_taken_by_index() -> None:
+    """By the kernel, where fewer are copied into their order before it."""
+    A, B, offs, rows, bias = drawn((20_000, 0, 13_000), 5, torch.bfloat16, "cuda")
+    assert takes_by_index(rows.shape[0], B.shape[2]) and not takes_by_index(rows.shape[0], 2048)
+    want = in_float64(A[rows.long()], B, offs, bias)
+    got = grouped_matmul(A, B, offs, rows=rows, bias=bias)
+    check("by index", got[: want.shape[0]], want, BOUNDS[torch.bfloat16])
 
 
 @pytest.mark.parametrize("device", DEVICES)
