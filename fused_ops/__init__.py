@@ -14,6 +14,13 @@ from .dispatch.plan import Plan, last_plan
 from .drop_in.calls_taken import CallsTaken
 from .drop_in.installation import install, install_if_asked, installed, installed_calls, uninstall
 from .experts import fused_all_gather_grouped_matmul, grouped_matmul, moe_route
+from .experts_sums import (
+    fused_grouped_matmul_all_reduce,
+    fused_grouped_matmul_reduce_scatter,
+    fused_moe_combine_all_reduce,
+    fused_moe_combine_all_reduce_rms_norm,
+    fused_moe_combine_reduce_scatter,
+)
 from .functional import (
     fused_all_gather_matmul,
     fused_matmul_all_reduce,
@@ -26,11 +33,6 @@ from .layers.float8 import float8_all_gather_matmul, float8_matmul_reduce_scatte
 from .layers.gradients import all_reduce_gradients
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .library import registration as registration  # torch.ops.weft is implemented
-from .moe_combine import (
-    fused_moe_combine_all_reduce,
-    fused_moe_combine_all_reduce_rms_norm,
-    fused_moe_combine_reduce_scatter,
-)
 from .norms import (
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
@@ -83,6 +85,8 @@ __all__ = [
     "fused_all_reduce_layer_norm",
     "fused_all_reduce_rms_norm",
     "fused_all_reduce_rms_norm_quant",
+    "fused_grouped_matmul_all_reduce",
+    "fused_grouped_matmul_reduce_scatter",
     "fused_linear_cross_entropy",
     "fused_linear_log_probs",
     "fused_matmul_all_reduce",
