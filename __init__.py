@@ -19,10 +19,12 @@ from weft import hooks
 if TYPE_CHECKING:
     from . import checkpoint, drop_in, fused_ops, passes, symm_mem
     from .fused_ops import (
+        ColumnParallelExperts,
         ColumnParallelLinear,
         FusionError,
         FusionPass,
         Plan,
+        RowParallelExperts,
         RowParallelLinear,
         all_reduce_gradients,
         compile,  # noqa: A004
@@ -85,6 +87,7 @@ else:
 __version__ = "0.1.0"
 __all__ = [
     "CallAbandoned",
+    "ColumnParallelExperts",
     "ColumnParallelLinear",
     "ForkedProcess",
     "FusionError",
@@ -93,6 +96,7 @@ __all__ = [
     "PeerTimeout",
     "Plan",
     "RankMismatch",
+    "RowParallelExperts",
     "RowParallelLinear",
     "WeftError",
     "__version__",

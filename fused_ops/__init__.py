@@ -29,6 +29,7 @@ from .functional import (
     one_shot_all_reduce_,
 )
 from .layers.checkpoint import local_state_dict, sharded_state_dict
+from .layers.experts import ColumnParallelExperts, RowParallelExperts
 from .layers.float8 import float8_all_gather_matmul, float8_matmul_reduce_scatter
 from .layers.gradients import all_reduce_gradients
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -66,12 +67,14 @@ else:
 
 __all__ = [
     "CallsTaken",
+    "ColumnParallelExperts",
     "ColumnParallelLinear",
     "FusionError",
     "FusionPass",
     "GroupCalls",
     "Plan",
     "Report",
+    "RowParallelExperts",
     "RowParallelLinear",
     "WeftProcessGroup",
     "all_reduce_gradients",

@@ -35,6 +35,8 @@ LIKE_TORCH = {
     "fused_ops/vocabulary.py::cross_entropy_of_sharded_logits",
     "fused_ops/vocabulary.py::fused_linear_cross_entropy",
     "fused_ops/vocabulary.py::fused_linear_log_probs",
+    "fused_ops/layers/experts.py::ColumnParallelExperts.__init__",
+    "fused_ops/layers/experts.py::RowParallelExperts.__init__",
     "fused_ops/layers/linear.py::ColumnParallelLinear.__init__",
     "fused_ops/layers/linear.py::RowParallelLinear.__init__",
 }
