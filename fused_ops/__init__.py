@@ -13,6 +13,7 @@ from .dispatch.choice import plan
 from .dispatch.plan import Plan, last_plan
 from .drop_in.calls_taken import CallsTaken
 from .drop_in.installation import install, install_if_asked, installed, installed_calls, uninstall
+from .drop_in.transformers_experts import register_transformers_experts
 from .experts import fused_all_gather_grouped_matmul, grouped_matmul, moe_route
 from .experts_sums import (
     fused_grouped_matmul_all_reduce,
@@ -114,6 +115,7 @@ __all__ = [
     "one_shot_reduce_scatter",
     "plan",
     "process_group",
+    "register_transformers_experts",
     "sharded_state_dict",
     "timeline",
     "uninstall",
