@@ -122,7 +122,7 @@ class ParallelExperts(ParallelLayer):
 
         >>> import torch
         >>> from weft.fused_ops import ColumnParallelExperts
-        >>> gate_up = torch.randn(4, 2, 24, 8)  # the same on every rank
+        >>> gate_up = torch.randn(4, 2, 32, 8)  # the same on every rank
         >>> layer = ColumnParallelExperts.from_weights(gate_up, expert_parallel=False)
         >>> layer.gated, layer.num_experts
         (True, 4)
