@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -26,7 +27,7 @@ from ..dispatch import fast_path
 from ..dispatch.call_check import OpCall, begin_call, take_begun
 from ..dispatch.choice import Choice, unfused
 from ..dispatch.fast_path import needs_no_dispatch
-from ..dispatch.plan import Plan, heap_or_reason, this_thread, why_runs_unfused
+from ..dispatch.plan import Plan, heap_or_reason, on, this_thread, why_runs_unfused
 from ..dispatch.tensor_guards import has_tangents
 
 AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
@@ -304,6 +305,11 @@ def refuse_second_gradient(op: str) -> None:
         raise NotImplementedError(
             f"{op}: has no second gradient, must have its first one without create_graph=True"
         )
+
+
+def on_device(x: Tensor) -> AbstractContextManager[object]:
+    """Makes a CUDA tensor's device the current one."""
+    return on(x.device) if x.device.type == "cuda" else nullcontext()
 
 
 def matmul_without_autocast(x: Tensor, y: Tensor) -> Tensor:

@@ -117,10 +117,12 @@ PROGRAMS: dict[str, Program] = {
         for size, cluster in [((2, 1), (4, 8))[i % 2], (8, 8)]
     },
     **{
-        f"combine_{op}-{size}-{dtype}-{choices[0]}": program(size, size - 1, TORCH[dtype], choices)
+        f"combine_{op}-{size}-{dtype}-{choices[0]}": program(
+            size, size - 1, TORCH[dtype], ("sum", "avg")[choices[0] % 2], choices
+        )
         for op, program in (
-            ("all_reduce", cuda_kernel.combine_all_reduce_program),
-            ("scatter", reduce_scatter_kernel.combine_reduce_scatter_program),
+            ("all_reduce", cuda_kernel.all_reduce_program),
+            ("scatter", reduce_scatter_kernel.reduce_scatter_program),
         )
         for size, dtype, choices in CHOICES
     },
