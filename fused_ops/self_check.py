@@ -22,7 +22,7 @@ from .ops import OP_OF
 
 _PATTERN = 1 << 18  # words from each rank to each, in each round
 _ROUNDS = 3
-_SMALL, _LARGE = 1 << 10, 1 << 20  # elements of all-reduces: in one trip, and in two
+_SMALL, _LARGE = 1 << 10, 2 << 20  # elements of all-reduces: in one trip, and in two
 _ROWS, _HIDDEN, _EPS = 64, 1024, 1e-5
 _CLOSE = 2**-7  # of numbers of bfloat16 that are rounded once
 _log = logging.getLogger("weft.ops")

@@ -12,6 +12,7 @@ import torch
 from opcommon import world
 from ranks import run_ranks
 from weft.fused_ops import self_check
+from weft.kernels.all_reduce.configs import choose_all_reduce
 from weft.kernels.device import capability
 from weft.symm_mem import HeapUnavailable, WeftError
 from weft.symm_mem.heap import registry
@@ -30,6 +31,12 @@ def passes(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_reach_each_other_pass(size: int) -> None:
     run_ranks(passes, size, fresh=True)
+
+
+def test_both_forms_of_all_reduces_are_checked() -> None:
+    for size in range(2, 9):
+        counts = self_check._SMALL, self_check._LARGE
+        assert [choose_all_reduce(2 * n, size).form for n in counts] == ["one_shot", "two_shot"]
 
 
 def fails(rank: int, size: int) -> list[str]:
