@@ -164,6 +164,10 @@ def _cuda_transfers(registry: Any) -> Any:
     return importlib.import_module("weft.kernels.transfer.cuda_kernel").CudaTransfers(registry)
 
 
+def _check_new_heap(heap: Any) -> None:
+    importlib.import_module("weft.fused_ops.self_check").check_new_heap(heap)
+
+
 def _define_ops() -> None:
     importlib.import_module("weft.fused_ops")
 
@@ -178,7 +182,7 @@ def _register_backend() -> None:
 
 
 hooks.cuda_transfers, hooks.define_ops = _cuda_transfers, _define_ops
-hooks.register_backend = _register_backend
+hooks.register_backend, hooks.check_new_heap = _register_backend, _check_new_heap
 _register_backend()
 
 

@@ -19,6 +19,7 @@ from ...symm_mem.timeouts import default_timeout
 from ..dispatch.plan import tf32_is_allowed
 from ..drop_in.installation import installed
 from .gpus import Gpu, copy_speed, driver_version, visible_gpus, why_not_on
+from .kernels import what_runs_on
 
 _PACKAGES = ("torch", "triton", "cuda-bindings", "numpy", "transformers", "accelerate")
 _VARIABLES = ("WEFT_", "NCCL_", "TORCH_SYMM_MEM_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES", "CUDA_MPS_")
@@ -91,11 +92,18 @@ def _links(gpus: list[Gpu], *, measured: bool) -> Iterator[str]:
     for gpu in gpus:
         others = [other.index for other in gpus if other != gpu]
         reached = "all others" if list(gpu.reaches) == others else f"GPUs {[*gpu.reaches]}"
-        yield f"{gpu.index}: peer-to-peer access to {reached if gpu.reaches else 'none'}"
+        link = f", over {_link(gpu)}" if gpu.reaches else ""
+        yield f"{gpu.index}: peer-to-peer access to {reached if gpu.reaches else 'none'}{link}"
     for gpu, peer in zip(gpus, [*gpus[1:], gpus[0]], strict=True) if measured else ():
         speed = copy_speed(gpu.index, peer.index)
         found = speed if isinstance(speed, str) else f"{speed:.0f} GB/s"
         yield f"copies {gpu.index} -> {peer.index}: {found}"
+
+
+def _link(gpu: Gpu) -> str:
+    if gpu.reaches == gpu.by_nvlink:
+        return "NVLink"
+    return "PCIe, where no kernel was run" + (f" but for {[*gpu.by_nvlink]}" if gpu.by_nvlink else "")
 
 
 def _cpu_ranks() -> Iterator[str]:
@@ -118,6 +126,7 @@ def _groups() -> Iterator[str]:
 
 
 def _ops(gpus: list[Gpu] | str) -> Iterator[str]:
+    more: list[str] = []
     if isinstance(gpus, str):
         on_gpus = "no GPU"
     elif len(gpus) == 1:
@@ -125,10 +134,11 @@ def _ops(gpus: list[Gpu] | str) -> Iterator[str]:
     elif (why := why_not_on(gpus)) is not None:
         on_gpus = f"unfused over NCCL: {why}"
     else:
-        on_gpus = "float32, bfloat16 and float16 on weft's kernels where that is profitable"
+        on_gpus, *more = what_runs_on(gpus[0].capability)
         if tf32_is_allowed():
             on_gpus += "; float32 matmuls on cuBLAS, as TF32 is allowed"
     yield f"on GPUs: {on_gpus}"
+    yield from more
     yield "between CPU ranks: float32, bfloat16 and float16, as the GPUs' protocol"
     ops = [name for name in weft.fused_ops.__all__ if name.startswith(("fused_", "one_shot_"))]
     yield f"ops: {', '.join(ops)}"

@@ -46,7 +46,8 @@ class Plan:
             - "one_shot": CUDA; every rank sends to every rank at once, before or after a matmul of cuBLAS, or, of
               few rows that are all-reduced, in the kernel that multiplies.
             - "copy_engine": CUDA; the GPU's copy engines send, a Triton kernel multiplies (float32 all-gathers) or
-              torch's scaled product, each rank's rows when they are there.
+              torch's scaled product, or cuBLAS (16 bits, on GPUs other than Hopper), each rank's rows when they are
+              there.
             - "tma_store": CUDA; a Triton kernel multiplies and stores its tiles at their owners (float32
               reduce-scatters).
         reason: why it is "unfused"; of a kernel, which operands each call copies, and why. Ranks' may differ.
@@ -185,7 +186,7 @@ def why_runs_unfused(kernel: str, device: torch.device, group: ProcessGroup, *, 
     """Why a call runs unfused, whatever its op would choose, as far as it is known without another rank.
 
     Args:
-        kernel: of ``capability.RUNS_ON``.
+        kernel: of an op of ``capability.KERNELS``.
         empty: the ranks have nothing to send.
     """
     reason = _why_not_sent(group, empty) or why_no_kernel_on(kernel, device)

@@ -62,7 +62,7 @@ class Op:
             TypeError names the argument, what it was and what it must be. Real and fake calls ask it, so both refuse
             the same. Sizes may be symbolic: it looks at no data.
         fake: the results without data, of what ``validate`` returns.
-        kernel: of ``capability.RUNS_ON``.
+        kernel: of an op of ``capability.KERNELS``.
         sends_nothing: whether, by the same, the ranks have nothing to send each other.
         choose: the ``Choice`` of the same, where the ranks can address each other's memory.
         run: the results, of a choice, the heap (None if that is unfused), and the same.

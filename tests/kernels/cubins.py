@@ -39,7 +39,7 @@ def _compile(program: Program) -> bytes:
         place.write_bytes(compile_cubin(program.path, program.arch, program.defines))
 
     # The key of weft's own cache: sources, defines, options and compiler.
-    return made_once((program.path.name, _key(program)), write).read_bytes()
+    return made_once((program.path.name, _key(program, program.arch)), write).read_bytes()
 
 
 def compile_ahead(request: pytest.FixtureRequest, programs: dict[str, Program]) -> None:
