@@ -72,7 +72,7 @@ programs: $(STAMP)
 	$(PY) -m pytest -m "slow or not slow" tests/fused_ops/passes/programs tests/fused_ops/passes/test_cost.py \
 		tests/fused_ops/passes/agreement/test_ranks_that_differ.py tests/examples/test_llama_block.py \
 		tests/kernels/test_cuda_compile.py tests/kernels/test_gemm_compile.py \
-		tests/kernels/test_scaled_gemm_compile.py $(PYTEST_ARGS)
+		tests/kernels/test_scaled_gemm_compile.py tests/fused_ops/passes/test_ranks_compiled.py $(PYTEST_ARGS)
 
 # Those of the frameworks that are installed: minutes.
 frameworks: $(STAMP)
@@ -81,7 +81,8 @@ frameworks: $(STAMP)
 # 3,000 random programs, each with and without the pass, and 1,000 in other orders and in buckets.
 fuzz-pass: $(STAMP)
 	$(PY) -m pytest -m slow -s tests/fused_ops/passes/test_random_programs.py \
-		tests/fused_ops/passes/order/test_reorder.py $(PYTEST_ARGS)
+		tests/fused_ops/passes/order/test_reorder.py tests/fused_ops/passes/order/test_gathered_layers.py \
+		$(PYTEST_ARGS)
 
 bench: $(STAMP)
 	$(PY) bench/run.py $(BENCH_ARGS)
