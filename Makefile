@@ -66,10 +66,13 @@ endif
 tiny: $(STAMP)
 	$(PYTEST) tests/test_tiny.py
 
-# Whole programs with the code that Inductor writes, which takes minutes to compile, and what the pass adds to that.
+# Whole programs with the code that Inductor writes, what the pass adds to that, and each kernel for all that it is
+# compiled for: minutes.
 programs: $(STAMP)
 	$(PY) -m pytest -m "slow or not slow" tests/fused_ops/passes/programs tests/fused_ops/passes/test_cost.py \
-		tests/fused_ops/passes/agreement/test_ranks_that_differ.py tests/examples/test_llama_block.py $(PYTEST_ARGS)
+		tests/fused_ops/passes/agreement/test_ranks_that_differ.py tests/examples/test_llama_block.py \
+		tests/kernels/test_cuda_compile.py tests/kernels/test_gemm_compile.py \
+		tests/kernels/test_scaled_gemm_compile.py tests/fused_ops/passes/test_ranks_compiled.py $(PYTEST_ARGS)
 
 # Those of the frameworks that are installed: minutes.
 frameworks: $(STAMP)
@@ -78,7 +81,8 @@ frameworks: $(STAMP)
 # 3,000 random programs, each with and without the pass, and 1,000 in other orders and in buckets.
 fuzz-pass: $(STAMP)
 	$(PY) -m pytest -m slow -s tests/fused_ops/passes/test_random_programs.py \
-		tests/fused_ops/passes/order/test_reorder.py $(PYTEST_ARGS)
+		tests/fused_ops/passes/order/test_reorder.py tests/fused_ops/passes/order/test_gathered_layers.py \
+		$(PYTEST_ARGS)
 
 bench: $(STAMP)
 	$(PY) bench/run.py $(BENCH_ARGS)
@@ -87,8 +91,9 @@ bench: $(STAMP)
 model: $(STAMP)
 	$(PY) tests/verification/model/check.py
 
-# Sixty mistakes on purpose, in a copy of the tree, each of which a test has to see.
+# Mistakes on purpose, each of which a test has to see: in kernels on the CPU, and sixty in a copy of the tree.
 mutants: $(STAMP)
+	$(PY) -m pytest -m slow tests/verification
 	$(PY) tests/mutants.py
 
 # 100,000 calls, on GPUs where there are enough: SOAK_ARGS="--ranks 4".
