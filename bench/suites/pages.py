@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from charts import chart
 from machine import ROOT
-from pictures import all_reduce_curves, layer_bars, layer_lanes
+from pictures import layer_bars, layer_lanes
 from report import best_peer, geometric_mean, ratio
 from suite import Suite
 
@@ -242,7 +243,7 @@ def with_tables(page: str) -> str:
 PICTURES: dict[str, Callable[[Path], str]] = {
     "docs/layers-h100-x2.svg": layer_bars,
     "docs/layer-h100-x2.svg": layer_lanes,
-    "docs/all-reduce-h200-x4.svg": lambda results: all_reduce_curves(
+    "docs/all-reduce-h200-x4.svg": lambda results: chart(
         json.loads((results / "h200-x4-all_reduce.json").read_text())
     ),
 }

@@ -61,7 +61,9 @@ def bench_on_forked_ranks(
 
 
 def test_run_writes_every_op(tmp_path: Path) -> None:
-    process, written = bench(tmp_path, "--layers=llama8b.qkv,llama8b.o", "--m-sizes=6", "--kib-sizes=2")
+    process, written = bench(
+        tmp_path, "--layers=llama8b.qkv,llama8b.o", "--m-sizes=6", "--kib-sizes=2", "--plot"
+    )
     assert process.returncode == 0, process.stdout + process.stderr
     assert set(written) == {
         "all_gather_matmul",
@@ -103,6 +105,16 @@ def test_run_writes_every_op(tmp_path: Path) -> None:
         assert all(least <= timed[name] <= most for name, (least, most) in row["spread_us"].items())
         assert any(least < most for least, most in row["spread_us"].values())
     assert "peer/weft" in process.stdout
+    for op in written:
+        file = tmp_path / f"cpu-x2-{op}.svg"
+        picture = file.read_text()
+        assert f"wrote {file}" in process.stdout
+        assert (
+            ">weft<" in picture
+            and ">gloo" in picture
+            and "say nothing of GPUs" in picture
+            and "NCCL" not in picture
+        )
     assert process.stdout.count("\nllama8b.qkv ") == 1, "ranks other than 0 print nothing"
 
 
