@@ -153,7 +153,8 @@ def put_on_statistics(loss: ShardedLoss) -> fx.Node:
         raise LeftAlone("its log-softmax is used before the targets' log-probabilities are known")
     check_no_write(loss.c.node, at)
     with undone_if_left(), put_for(at):
-        source = step_on_columns(x, x.args[0], val(x).shape[1], at) if calls(x, _CAST) else x
+        before_cast: Any = x.args[0] if calls(x, _CAST) else None
+        source = x if before_cast is None else step_on_columns(x, before_cast, val(x).shape[1], at)
         targets = reshape(loss.targets, val(loss.targets).shape[:1], at)
         op = fused(
             at,
