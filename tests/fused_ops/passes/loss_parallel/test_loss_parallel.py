@@ -180,7 +180,8 @@ def dtensor_loss(given: dict[str, Any], columns: int, x: Tensor, w: Tensor, targ
     shape = (columns, HIDDEN)
     weight = DTensor.from_local(w, MESH[0], [Shard(0)], run_check=False, shape=shape, stride=(HIDDEN, 1))
     logits = F.linear(rows, weight)
-    return F.cross_entropy(logits.float() if w.dtype != torch.float32 else logits, targets, **given).sum()
+    losses = F.cross_entropy(logits.float() if w.dtype != torch.float32 else logits, targets, **given)
+    return losses.to_local().sum()
 
 
 @functools.cache
