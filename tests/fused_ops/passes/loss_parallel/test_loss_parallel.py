@@ -191,11 +191,11 @@ def mesh_of(group: Any) -> DeviceMesh:
 
 
 def sharded_loss(
-    rank: int, world: int, given: dict[str, Any], missing: int, dtype: torch.dtype, factor: float
+    rank: int, world: int, given: dict[str, Any], width: int, dtype: torch.dtype, factor: float
 ) -> None:
-    """The last rank lacks columns, as DTensor shares them. The loss counts ``factor`` times."""
+    """The last rank has a column less where an ignored target is given. The loss counts ``factor`` times."""
     MESH[:] = [mesh_of(dist.group.WORLD)]
-    columns = WIDTH * world - missing
+    columns = width * world - ("ignore_index" in given)
     seed = torch.tensor([torch.seed() % 2**31])
     dist.broadcast(seed, 0)
     random = torch.Generator().manual_seed(int(seed))
@@ -205,7 +205,7 @@ def sharded_loss(
     wide = [t.double().requires_grad_() for t in (x, w)]
     want = F.cross_entropy(wide[0] @ wide[1].t(), targets, **given).sum() * factor
     want.backward()
-    own = slice(rank * WIDTH, (rank + 1) * WIDTH)
+    own = slice(rank * width, (rank + 1) * width)
     wanted = want, wide[0].grad, wide[1].grad[own]
 
     torch._dynamo.reset()
@@ -233,18 +233,18 @@ def sharded_loss(
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
-    ("given", "missing", "dtype"),
+    ("given", "width", "dtype"),
     [
-        ({}, 0, torch.float32),
-        ({"ignore_index": 3}, 1, torch.bfloat16),
-        ({"reduction": "sum"}, 1, torch.float32),
-        ({"reduction": "none"}, 0, torch.bfloat16),
+        ({}, 10, torch.float32),
+        ({"ignore_index": 1}, 2, torch.bfloat16),
+        ({"reduction": "sum", "ignore_index": 3}, 10, torch.float32),
+        ({"reduction": "none"}, 10, torch.bfloat16),
     ],
 )
 def test_losses_of_sharded_logits(
-    world_size: int, given: dict[str, Any], missing: int, dtype: torch.dtype
+    world_size: int, given: dict[str, Any], width: int, dtype: torch.dtype
 ) -> None:
-    run_row(sharded_loss, world_size, given, missing, dtype, -1.5)
+    run_row(sharded_loss, world_size, given, width, dtype, -1.5)
 
 
 def smoothed(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
