@@ -111,6 +111,38 @@ def layer_bars(results: Path) -> str:
     return framed(WIDTH, HEIGHT, title, parts)
 
 
+GAINS = ("over NCCL + cuBLAS", "#7d848c"), ("over torch.ops.symm_mem", "#e0a458")
+NAMES_END, GAIN_BAR = 330, 14
+
+
+def gain_bars(title: str, rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """The SVG of how many times as fast weft is: a bar each, none for "-", and a line at 1.
+
+    Args:
+        rows: a name, and its gains as a table has them: one, or one of each of ``GAINS``.
+    """
+    colours = [colour for _, colour in GAINS] if len(rows[0][1]) > 1 else ["#2b6cb0"]
+    widest = max(float(gain) for _, gains in rows for gain in gains if gain != "-")
+    scale, parts, top = (WIDTH - 60 - NAMES_END) / widest, [], 44
+    if len(colours) > 1:
+        top = 66
+        for at, (words, colour) in zip((LEFT, LEFT + 160), GAINS, strict=True):
+            parts += [f'<rect x="{at}" y="38" width="12" height="12" fill="{colour}"/>']
+            parts += [label(at + 18, 49, words, "start")]
+    step = len(colours) * GAIN_BAR + 10
+    for y, (name, gains) in zip(range(top, top + step * len(rows), step), rows, strict=True):
+        parts += [label(NAMES_END - 8, y + len(colours) * GAIN_BAR / 2 + 4, name, "end")]
+        for i, (gain, colour) in enumerate(zip(gains, colours, strict=True)):
+            if gain != "-":
+                at, wide = y + i * GAIN_BAR, float(gain) * scale
+                box = f'width="{wide:.1f}" height="{GAIN_BAR - 2}" fill="{colour}"'
+                parts += [f'<rect x="{NAMES_END}" y="{at}" {box}/>']
+                parts += [label(round(NAMES_END + wide + 5, 1), at + 11, gain, "start")]
+    bottom = top + step * len(rows) - 6
+    one = f'<path d="M{NAMES_END + scale:.1f} {top - 4}V{bottom}" stroke="{INK}" stroke-dasharray="4 2"/>'
+    return framed(WIDTH, bottom + 10, title, [*parts, one])
+
+
 CASE = "train whole seq 4096"
 COMPILED = (("plain", "torch.compile"), ("weft", "with weft's pass"))
 LANE_WORDS = {
@@ -204,7 +236,7 @@ def _axes(sizes: tuple[int, int], highest: float, x: Place, y: Place) -> list[st
         parts += [f'<path d="M{at:.1f} {CEILING}V{FLOOR}" stroke="#dfe3e8"/>', label(at, FLOOR + 18, words)]
     for us in (step * 10**decade for decade in range(5) for step in (1, 2, 5)):
         if us <= highest:
-            line = f'<path d="M{SIDE} {y(us):.1f}H{WIDTH - LEFT}" stroke="#dfe3e8"/>'
+            line = f'<path d="M{SIDE} {y(us):.1f}H{WIDTH - 2 * LEFT}" stroke="#dfe3e8"/>'
             parts += [line, label(SIDE - 6, round(y(us) + 4, 1), f"{us}", "end")]
     return parts
 
@@ -223,7 +255,7 @@ def all_reduce_curves(content: dict[str, Any], mode: str = "graph") -> str:
     wide, high = math.log(sizes[1] / sizes[0]) or 1.0, math.log(max(highest, 2.0))
 
     def x(size: float) -> float:
-        return SIDE + (WIDTH - LEFT - SIDE) * math.log(size / sizes[0]) / wide
+        return SIDE + (WIDTH - 2 * LEFT - SIDE) * math.log(size / sizes[0]) / wide
 
     def y(us: float) -> float:
         return FLOOR - (FLOOR - CEILING) * math.log(us) / high
