@@ -6,6 +6,7 @@ The same file comes from the same numbers.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,35 @@ def layer_bars(results: Path) -> str:
     for i, (row, (_, _, layer)) in enumerate(zip(rows, LAYERS, strict=True)):
         parts += _group(row, layer, LEFT + i * step + inset, scale)
     return framed(title, (WIDTH, HEIGHT), parts)
+
+
+GAINS = {"over NCCL + cuBLAS": "grey", "over torch.ops.symm_mem": "ochre"}
+NAMES_END, GAIN_BAR = 330, 14
+
+
+def gain_bars(title: str, rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """The SVG of how many times as fast weft is: a bar each, none for "-", and a line at 1.
+
+    Args:
+        rows: a name, and its gains as a table has them: one, or one of each of ``GAINS``.
+    """
+    colours = [*GAINS.values()] if len(rows[0][1]) > 1 else ["blue"]
+    widest = max(float(gain) for _, gains in rows for gain in gains if gain != "-")
+    scale, top, parts = (WIDTH - 60 - NAMES_END) / widest, 44, list[str]()
+    if len(colours) > 1:
+        marks = {words: swatch(colour) for words, colour in GAINS.items()}
+        (parts, _), top = legend_svg(marks, (LEFT, 38), WIDTH), 66
+    step = len(colours) * GAIN_BAR + 10
+    for y, (name, gains) in zip(range(top, top + step * len(rows), step), rows, strict=True):
+        parts += [label(NAMES_END - 8, y + len(colours) * GAIN_BAR / 2 + 4, name, "end")]
+        for i, (gain, colour) in enumerate(zip(gains, colours, strict=True)):
+            if gain != "-":
+                at, wide = y + i * GAIN_BAR, round(float(gain) * scale, 1)
+                parts += [box(NAMES_END, at, (wide, GAIN_BAR - 2), colour)]
+                parts += [label(NAMES_END + wide + 5, at + 11, gain)]
+    bottom = top + step * len(rows) - 6
+    parts.append(path(f"M{NAMES_END + scale:.1f} {top - 4}V{bottom}", "ink", 1, "4 2"))
+    return framed(title, (WIDTH, bottom + 10), parts)
 
 
 CASE = "train whole seq 4096"

@@ -13,12 +13,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 import notebooks
 
 project = "weft"
-author = "The weft authors"
+author = project_copyright = "The weft authors"
 release = weft.__version__
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser", "sphinx_copybutton"]
 html_theme = "furo"
 html_title = f"weft {release}"
+html_static_path = ["_static"]
+html_css_files = ["weft.css"]
+# No public repository is known: -D html_theme_options.source_repository=URL makes links to edit each page.
+html_theme_options = {"source_branch": "main", "source_directory": "docs/"}
+highlight_language = "none"  # what has no language is no Python
 myst_heading_anchors = 3
 smartquotes_action = "D"  # dashes alone: [..., K] stays that
 
