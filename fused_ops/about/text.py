@@ -40,14 +40,33 @@ def about_text(*, measured: bool = True) -> str:
         "GPUs": _gpus(gpus, measured=measured),
         "CPU ranks": _cpu_ranks(),
         "Groups": _groups(),
-        "Ops": _ops(gpus),
+        "Ops": _ops(),
         "Plugged in": _plugged_in(),
         "Environment": _environment(),
     }
     return "\n\n".join(
-        "\n".join([title, *(f"  {line}" for line in _up_to_error(lines))])
-        for title, lines in sections.items()
+        [
+            _outlook(gpus),
+            *(
+                "\n".join([title, *(f"  {line}" for line in _up_to_error(lines))])
+                for title, lines in sections.items()
+            ),
+        ]
     )
+
+
+def _outlook(gpus: list[Gpu] | str) -> str:
+    """In one sentence, how ops will run here."""
+    if isinstance(gpus, str):
+        return f"no GPU ({gpus}): CPU ranks, for tests only"
+    names = dict.fromkeys(gpu.name for gpu in gpus)
+    here = f"{len(gpus)} {' and '.join(names)}"
+    if len(gpus) == 1:
+        return f"{here}: ops run unfused, as one rank has nobody to send to"
+    if (why := why_not_on(gpus)) is not None:
+        return f"{here}: ops run unfused over NCCL: {why}"
+    tf32 = "; float32 matmuls on cuBLAS, as TF32 is allowed" if tf32_is_allowed() else ""
+    return f"{here} that reach each other's memory: fused kernels where they are predicted to be faster{tf32}"
 
 
 def _up_to_error(lines: Iterator[str]) -> Iterator[str]:
@@ -117,19 +136,8 @@ def _groups() -> Iterator[str]:
     yield f"a wait for a peer ends after {default_timeout():g} s"
 
 
-def _ops(gpus: list[Gpu] | str) -> Iterator[str]:
-    if isinstance(gpus, str):
-        on_gpus = "no GPU"
-    elif len(gpus) == 1:
-        on_gpus = "unfused over NCCL: one rank has nobody to send to"
-    elif (why := why_not_on(gpus)) is not None:
-        on_gpus = f"unfused over NCCL: {why}"
-    else:
-        on_gpus = "float32, bfloat16 and float16 on weft's kernels where that is profitable"
-        if tf32_is_allowed():
-            on_gpus += "; float32 matmuls on cuBLAS, as TF32 is allowed"
-    yield f"on GPUs: {on_gpus}"
-    yield "between CPU ranks: float32, bfloat16 and float16, as the GPUs' protocol"
+def _ops() -> Iterator[str]:
+    yield "float32, bfloat16 and float16; two take fp8 operands"
     ops = [name for name in weft.fused_ops.__all__ if name.startswith(("fused_", "one_shot_"))]
     yield f"ops: {', '.join(ops)}"
 

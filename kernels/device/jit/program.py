@@ -24,7 +24,7 @@ from cuda.bindings import driver, nvrtc
 
 from ....symm_mem.backends import cuda_state
 from ....symm_mem.backends.vmm import check_driver, relaxed_capture
-from .ahead import count_program
+from .ahead import count_program, tell_of_compilation
 
 ARCH = "sm_90a"
 DEVICE_FOLDER = Path(__file__).parents[1]
@@ -266,6 +266,7 @@ def _cached(program: Program) -> bytes:
             return stored[_DIGEST:]
     except OSError:
         pass
+    tell_of_compilation(program)
     cubin = compile_cubin(program.path, program.arch, program.defines)
     count_program()
     with contextlib.suppress(OSError):  # without a cache the program runs all the same

@@ -41,7 +41,8 @@ def test_here() -> None:
     assert f"weft {weft.__version__}" in said and f"torch {torch.__version__}" in said
     assert "a heap in shared memory: possible" in said
     assert "a wait for a peer ends after 77 s" in said and "WEFT_TIMEOUT=77" in said
-    titles = [line for line in said.splitlines() if line and not line.startswith(" ")]
+    first, *titles = [line for line in said.splitlines() if line and not line.startswith(" ")]
+    assert torch.cuda.device_count() or re.fullmatch(r"no GPU \(.+\): CPU ranks, for tests only", first)
     assert titles == ["Versions", "GPUs", "CPU ranks", "Groups", "Ops", "Plugged in", "Environment"]
 
 
@@ -58,7 +59,9 @@ def test_gpus_that_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "0: NVIDIA H100 80GB HBM3, 9.0, 132 SMs, 80 GiB" in said
     assert "2: peer-to-peer access to all others" in said
     assert "a heap across all of them: possible" in said
-    assert "on GPUs: float32, bfloat16 and float16 on weft's kernels where that is profitable" in said
+    assert said[0] == (
+        "3 NVIDIA H100 80GB HBM3 that reach each other's memory: fused kernels where they are predicted to be faster"
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,12 +81,14 @@ def test_gpus_that_do_not(
     assert why_not_on(gpus) == why
     said = lines(gpus, monkeypatch)
     assert f"a heap across all of them: not possible: {why}" in said
-    assert f"on GPUs: unfused over NCCL: {why}" in said
+    assert said[0] == f"3 NVIDIA H100 80GB HBM3: ops run unfused over NCCL: {why}"
 
 
 def test_one_gpu_and_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert any("WEFT_SHARE_GPUS=1" in line for line in lines(THREE[:1], monkeypatch))
-    assert "none: no driver" in lines("no driver", monkeypatch)
+    one, none = lines(THREE[:1], monkeypatch), lines("no driver", monkeypatch)
+    assert any("WEFT_SHARE_GPUS=1" in line for line in one) and "none: no driver" in none
+    assert one[0] == "1 NVIDIA H100 80GB HBM3: ops run unfused, as one rank has nobody to send to"
+    assert none[0] == "no GPU (no driver): CPU ranks, for tests only"
 
 
 def test_the_door_to_the_bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
