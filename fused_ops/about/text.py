@@ -58,7 +58,7 @@ def about_text(*, measured: bool = True) -> str:
 def _outlook(gpus: list[Gpu] | str) -> str:
     """In one sentence, how ops will run here."""
     if isinstance(gpus, str):
-        return f"no GPU ({gpus}): CPU ranks, for tests only"
+        return "no GPU: CPU ranks, for tests only"
     names = dict.fromkeys(gpu.name for gpu in gpus)
     here = f"{len(gpus)} {' and '.join(names)}"
     if len(gpus) == 1:
