@@ -28,7 +28,8 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help setup demo test tiny programs frameworks bench forms model mutants soak fuzz fuzz-pass sanitize lint format format-check typecheck docs clean
 
 help:
-	@echo "make demo | tiny | test | bench | lint | format | format-check | typecheck | docs | clean"
+	@echo "make demo (minutes without GPUs) | tiny (1 minute) | test (35 minutes on 2 cores)"
+	@echo "make bench | lint | format | format-check | typecheck | docs | clean"
 	@echo "long: make programs | frameworks | forms | model | mutants | soak | fuzz | fuzz-pass | sanitize"
 
 setup: $(STAMP)
@@ -45,6 +46,7 @@ $(VENV)/.weft-installed: pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
+	@echo "a model is compiled twice: minutes without GPUs"
 	$(PY) examples/llama_block.py
 
 # WORKERS processes run tests side by side, by default one more than there are processors, as ranks often wait
@@ -55,6 +57,7 @@ WORKERS ?= auto
 
 test: $(STAMP)
 ifeq ($(strip $(PYTEST_ARGS)),)
+	@echo "the whole suite: about 35 minutes on 2 cores; make tiny takes one"
 	@failed=0; \
 	$(PYTEST) -m "not (alone or gpu or slow)" -n $(WORKERS) --dist worksteal || failed=1; \
 	$(PYTEST) -m "(alone or gpu) and not slow" || failed=1; \
@@ -63,7 +66,7 @@ else
 	$(PYTEST) $(PYTEST_ARGS)
 endif
 
-# Everything once, small, in less than a minute.
+# Everything once, small, in about a minute.
 tiny: $(STAMP)
 	$(PYTEST) tests/test_tiny.py
 

@@ -22,7 +22,7 @@ from torch._inductor import config as inductor_config
 ROOT = Path(__file__).parent.parent
 DOCS = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))
 TUTORIAL = [page for page in DOCS if page.startswith("docs/tutorial/")]  # test_tutorial.py runs its examples
-OTHERS = ["CONTRIBUTING.md", "tests/faults/README.md", "kernels/README.md", "CHANGELOG.md"]
+OTHERS = ["CONTRIBUTING.md", "tests/faults/README.md", "kernels/README.md", "CHANGELOG.md", "SECURITY.md"]
 PAGES = ["README.md", *DOCS, *OTHERS]
 PAGES += ["bench/NOTES.md", "bench/FORMS.md"]
 QUICKSTART = ROOT / "examples" / "quickstart.py"

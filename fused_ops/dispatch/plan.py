@@ -22,6 +22,7 @@ from ...kernels.device.capability import why_no_kernel_on
 from ...symm_mem import HeapUnavailable, flight_recorder, forks
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.call_cache import invalidate_calls
+from ...symm_mem.errors import tell_progress
 from ...symm_mem.failure.fault import refuse_if_broken
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.heap.registry import get_heap, why_no_heap
@@ -68,7 +69,7 @@ class Plan:
 
 
 _log = logging.getLogger("weft.ops")
-_logged_reasons: set[tuple[str, str]] = set()
+_logged_reasons: set[tuple[str, str]] = set()  # of a group; "": it has a heap
 
 
 class _ThisThread(threading.local):
@@ -227,6 +228,7 @@ def heap_or_reason(
     except HeapUnavailable as e:
         return _logged(op, group, str(e))
     refuse_if_broken(found)
+    _tell_of_group(group, found.device)
     if found.device.type == "cpu":
         found.callers[threading.get_ident()] = this_thread.name, time.monotonic()
     compare_first_call(found, call)
@@ -240,6 +242,18 @@ def _logged(op: str, group: ProcessGroup, reason: str) -> str:
         _logged_reasons.add(said)
         _log.warning("%s and other ops of group %r run unfused: %s", op, group.group_name, reason)
     return reason
+
+
+def _tell_of_group(group: ProcessGroup, device: torch.device) -> None:
+    """What a group's calls do here, once."""
+    if (said := (group.group_name, "")) in _logged_reasons:
+        return
+    _logged_reasons.add(said)
+    if device.type == "cpu":
+        text = "CPU ranks that share memory: the GPUs' protocol, for tests only"
+    else:
+        text = f"ranks on {cuda_state.state.name(device)}, which reach each other's memory: fused kernels"
+    tell_progress(_log, f"group {group.group_name!r}: {group.size()} {text}", speaks=group.rank() == 0)
 
 
 def tf32_is_allowed() -> bool:

@@ -71,6 +71,9 @@ class CudaState:
         status, graph = check(driver.cuStreamGetCaptureInfo(stream))[:2]
         return status.name.removeprefix("CU_STREAM_CAPTURE_STATUS_"), int(graph)
 
+    def name(self, device: torch.device) -> str:
+        return torch.cuda.get_device_name(device)
+
     def num_sms(self, device: torch.device) -> int:
         """Where there is no GPU, as plans may ask, those of an H200."""
         if not torch.cuda.is_available():

@@ -90,7 +90,7 @@ def test_run_writes_every_op(tmp_path: Path) -> None:
         assert (meta["device"], meta["world"]) == ("cpu", 2)
         assert meta["settings"]["NCCL_NVLS_ENABLE"] == "0"
         assert str(tmp_path) not in json.dumps(meta)
-        assert "bench/run.py ops --ranks=2" in meta["command"]
+        assert "python -m weft bench ops --ranks=2" in meta["command"]
         (row,) = content["rows"]
         assert list(row) == list(SCHEMA)
         assert all(isinstance(row[key], kind) for key, kind in SCHEMA.items()), row

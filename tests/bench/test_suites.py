@@ -16,7 +16,7 @@ def output_of(suite: str, *arguments: str) -> str:
     """What it prints; it must end well."""
     result = run_program(RUN, 2, suite, "--device=cpu", *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count(f"\npython bench/run.py {suite} ") == 1, "rank 0 alone says what was run"
+    assert result.stdout.count(f"\npython -m weft bench {suite} ") == 1, "rank 0 alone says what was run"
     assert "'world': 2" in result.stdout and "say nothing of GPUs" in result.stdout
     return result.stdout
 

@@ -62,7 +62,7 @@ def test_two_ranks(start: str) -> None:
     else:
         done = run(*SMALL)
     assert done.returncode == 0, done.stdout
-    assert "speed-up" in done.stdout, done.stdout
+    assert "median, slowest rank" not in done.stdout, "between CPU ranks times say nothing of GPUs"
     # Forward and backward, twice.
     assert "4 graphs asked the other ranks" in done.stdout, done.stdout
     count = re.search(

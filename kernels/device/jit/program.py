@@ -26,7 +26,7 @@ from cuda.bindings import driver, nvrtc
 from ....symm_mem.backends import cuda_state
 from ....symm_mem.backends.vmm import check_driver, relaxed_capture
 from ..capability import ARCHS, HOPPER, arch_of, capability_of
-from .ahead import count_program
+from .ahead import count_program, tell_of_compilation
 
 _HERE = torch.device("cuda")  # the current device
 DEVICE_FOLDER = Path(__file__).parents[1]
@@ -284,6 +284,7 @@ def _cached(program: Program, arch: str) -> bytes:
             return stored[_DIGEST:]
     except OSError:
         pass
+    tell_of_compilation(program)
     cubin = compile_cubin(program.path, arch, program.defines)
     count_program()
     with contextlib.suppress(OSError):  # without a cache the program runs all the same

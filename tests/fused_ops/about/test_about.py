@@ -57,7 +57,8 @@ def test_here() -> None:
     assert f"weft {weft.__version__}" in said and f"torch {torch.__version__}" in said
     assert "a heap in shared memory: possible" in said
     assert "a wait for a peer ends after 77 s" in said and "WEFT_TIMEOUT=77" in said
-    titles = [line for line in said.splitlines() if line and not line.startswith(" ")]
+    first, *titles = [line for line in said.splitlines() if line and not line.startswith(" ")]
+    assert torch.cuda.device_count() or first == "no GPU: CPU ranks, for tests only"
     assert titles == ["Versions", "GPUs", "CPU ranks", "Groups", "Ops", "Plugged in", "Environment"]
 
 
@@ -78,6 +79,9 @@ def test_gpus_that_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
         "on GPUs: sm_90a (H100, H200): float32, bfloat16 and float16 on weft's kernels where that is profitable"
         in said
     )
+    assert said[0] == (
+        "3 NVIDIA H100 80GB HBM3 that reach each other's memory: fused kernels where they are predicted to be faster"
+    )
 
 
 ONLY_COMPILED = "kernels were only compiled for it, and run on no such GPU"
@@ -89,6 +93,7 @@ ONLY_COMPILED = "kernels were only compiled for it, and run on no such GPU"
 def test_gpus_that_no_kernel_was_run_on(monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu], arch: str) -> None:
     said = lines(gpus, monkeypatch)
     assert f"on GPUs: {arch}: {ONLY_COMPILED}" in said and "all ops run unfused over NCCL" in said
+    assert said[0] == f"2 {gpus[0].name} that reach each other's memory: {arch}: {ONLY_COMPILED}"
     assert "a heap across all of them: possible" in said
     (could,) = (
         line for line in said if line.startswith("WEFT_UNTESTED=1 takes weft's kernels, after a check, for: ")
@@ -122,7 +127,7 @@ def test_a_pair_over_pcie(monkeypatch: pytest.MonkeyPatch) -> None:
     apart = [replace(gpu, reaches=(), by_nvlink=()) for gpu in L40S]  # as GeForce cards are
     said = lines(apart, monkeypatch)
     assert "0: peer-to-peer access to none" in said
-    assert "on GPUs: unfused over NCCL: GPU 0 has no peer-to-peer access to GPU 1" in said
+    assert said[0].endswith(": ops run unfused over NCCL: GPU 0 has no peer-to-peer access to GPU 1")
 
 
 def test_the_table_of_kernels(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,12 +166,14 @@ def test_gpus_that_do_not(
     assert why_not_on(gpus) == why
     said = lines(gpus, monkeypatch)
     assert f"a heap across all of them: not possible: {why}" in said
-    assert f"on GPUs: unfused over NCCL: {why}" in said
+    assert said[0] == f"3 NVIDIA H100 80GB HBM3: ops run unfused over NCCL: {why}"
 
 
 def test_one_gpu_and_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert any("WEFT_SHARE_GPUS=1" in line for line in lines(THREE[:1], monkeypatch))
-    assert "none: no driver" in lines("no driver", monkeypatch)
+    one, none = lines(THREE[:1], monkeypatch), lines("no driver", monkeypatch)
+    assert any("WEFT_SHARE_GPUS=1" in line for line in one) and "none: no driver" in none
+    assert one[0] == "1 NVIDIA H100 80GB HBM3: ops run unfused, as one rank has nobody to send to"
+    assert none[0] == "no GPU: CPU ranks, for tests only"
 
 
 def test_the_door_to_the_bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
