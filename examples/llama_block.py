@@ -26,6 +26,7 @@ from task import Task
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from weft.fused_ops import FusionPass, last_plan
+from weft.fused_ops.dispatch.profitability import FusionCandidate, expected_gain, predicted_us
 
 # How far, relative and in norm, a result may be from the one in float64, and in training a loss from the unfused one.
 # And with weft no further from float64 than WORSE times as far as without, up to a tenth of the limit.
@@ -111,6 +112,7 @@ def demo(args: argparse.Namespace, sizes: Sizes, device: torch.device) -> bool:
         say(f"while timed, {count} graphs asked the other ranks, {microseconds:.0f} us each on the host")
     for disagreement in fusion.report().disagreements:
         say(str(disagreement))
+    say(f"\n{fusion.report()}\n")
     if device.type == "cuda":
         say(
             f"a step takes {before[2]:.2f} ms without weft, {after[2]:.2f} ms with it: {before[2] / after[2]:.2f} x"
@@ -118,11 +120,31 @@ def demo(args: argparse.Namespace, sizes: Sizes, device: torch.device) -> bool:
     else:
         say(
             "CPU ranks show that the fused graphs run and give the same numbers. Their times say nothing about NVLink, "
-            "and are not shown: README has the speed-ups on GPUs."
+            f"and are not shown: README has the speed-ups on GPUs.\n{predicted(dist.get_world_size())}"
         )
-    say(f"\n{fusion.report()}")
     say("ok" if good else "FAILED")
     return good
+
+
+def predicted(ranks: int) -> str:
+    """What weft predicts of the matmuls of a block on GPUs, forward, at the sizes that the demo has there."""
+    s = LLAMA_8B
+    heads = s.dim * (s.heads + 2 * s.kv_heads) // s.heads
+    matmuls = {
+        "qkv": ("all_gather_matmul", heads // ranks, s.dim),
+        "o": ("matmul_reduce_scatter", s.dim, s.dim // ranks),
+        "up + gate": ("all_gather_matmul", 2 * s.hidden // ranks, s.dim),
+        "down": ("matmul_reduce_scatter", s.dim, s.hidden // ranks),
+    }
+    total, gains = 0.0, {}
+    for name, (op, n, k) in matmuls.items():
+        c = FusionCandidate(op, s.seq, n, k, ranks, getattr(torch, s.dtype), "cuda")
+        total, gains[name] = total + (predicted_us(c) or 0.0), expected_gain(c)
+    each = ", ".join(f"{name} {gain:.0f}" for name, gain in gains.items())
+    return (
+        f"On {ranks} H200 the matmuls of a block of Llama 8B with their collectives are predicted to take "
+        f"{total:.0f} us forward, {sum(gains.values()):.0f} less than unfused ({each})."
+    )
 
 
 def run_demo_rank(local_rank: int, args: argparse.Namespace, sizes: Sizes, store: str | None) -> None:
