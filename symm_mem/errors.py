@@ -289,7 +289,10 @@ def tell_progress(log: logging.Logger, text: str, *, speaks: bool | None = None)
     if speaks is None:
         speaks = not (dist.is_initialized() and dist.get_rank())
     level = logging.INFO if speaks else logging.DEBUG
-    if not speaks or log.hasHandlers() or logging.getLogger("weft").level or not sys.stderr.isatty():
+    is_terminal = getattr(
+        sys.stderr, "isatty", bool
+    )()  # a program may have put something else there, or nothing
+    if not speaks or log.hasHandlers() or logging.getLogger("weft").level or not is_terminal:
         log.log(level, text)
     else:
         print(f"weft: {text}", file=sys.stderr, flush=True)

@@ -20,9 +20,9 @@ def register_transformers_experts() -> None:
     ...     pass
 
     Then ``from_pretrained(name, experts_implementation="weft")``, ``config._experts_implementation = "weft"`` or
-    ``model.set_experts_implementation("weft")``. Any model whose experts take an implementation runs so: gated or not,
-    with biases, transposed or interleaved weights, a norm after the experts; sliced by ``tp_plan="auto"`` or placed by
-    rank. Routing weights are applied and choices added up in float32.
+    ``model.set_experts_implementation("weft")``. Any model whose experts take an implementation runs so, if its sizes
+    are multiples of 8: gated or not, with biases, transposed or interleaved weights, a norm after the experts; sliced
+    by ``tp_plan="auto"`` or placed by rank. Routing weights are applied and choices added up in float32.
 
     Raises:
         ImportError: transformers is not installed, or has no ``ALL_EXPERTS_FUNCTIONS``.
@@ -45,7 +45,7 @@ def experts_forward(
     else:
         hidden = experts.act_fn(_multiply(experts, "up_proj", hidden_states, offs, rows))
     y = _multiply(experts, "down_proj", hidden, offs, None)
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):  # transformers 5.17 has none
         here = torch.arange(y.shape[0], device=y.device) < offs[-1]
         y = experts.post_expert_norm(torch.where(here[:, None], y, 0))
     chosen = torch.where((slots >= 0)[..., None], y[slots.clamp(min=0).long()], 0)

@@ -1,8 +1,8 @@
 """Between a part on each rank and what all ranks hold alike: pairs of functions, each the backward of the other.
 
 A backward calls its conjugate, not the conjugate's collective. The gradient can then be differentiated again: by the
-backward of a collective what is whole on each rank already would be summed over the ranks, or not at all. A further
-pair, SumGradient and SumOverRanks, is in ops/op.py.
+backward of a collective what is whole on each rank already would be summed over the ranks, or not at all. (Experts'
+functions have gradients once.) A further pair, SumGradient and SumOverRanks, is in ops/op.py.
 
 Rank and size are given: Dynamo does not look for a group by its name in an autograd.Function.
 """
@@ -90,7 +90,9 @@ class SumOfExpertsOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: str, *tensors: Any) -> Tensor:
         x, B, offs, slots, weights, bias, shared = tensors
-        ctx.save_for_backward(x, B, offs, slots, weights, bias)
+        _, _, of_B, _, _, of_weights, *_ = ctx.needs_input_grad
+        product = SavedProduct(x, B, offs, slots, weights, bias)
+        ctx.save_for_backward(*product.without_unneeded(of_B, of_weights))
         named = {"bias": bias, "shared": shared}
         return fused_grouped_matmul_all_reduce(x, B, offs, slots, weights, "sum", group, **named)
 

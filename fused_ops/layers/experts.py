@@ -103,7 +103,7 @@ class ColumnParallelExperts(ParallelExperts):
         Raises:
             ValueError, TypeError: an argument does not fit, or the layer was made by another rank.
         """
-        x, B, bias = self._operands(x, self.in_features)
+        x, B, bias = self._operands(x)
         if self.sequence_parallel:
             biases = None if bias is None else [bias]
             _, (y,) = fused_all_gather_grouped_matmul(x, [B], rows, offs, 0, self.group, biases=biases)
@@ -194,7 +194,9 @@ class RowParallelExperts(ParallelExperts):
         Raises:
             ValueError, TypeError: an argument does not fit, or the layer was made by another rank.
         """
-        x, B, bias = self._operands(x, self.weight.shape[2])
+        x, B, bias = self._operands(x)
+        if shared is not None and torch.is_autocast_enabled(x.device.type):
+            shared = shared.to(x.dtype)
         if bias is not None and self.bias_dim is None:
             bias = OfFirstRank.apply(bias, self.rank)
         product = x, B, offs, slots

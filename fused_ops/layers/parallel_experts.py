@@ -138,14 +138,21 @@ class ParallelExperts(ParallelLayer):
             TypeError: ``weight`` is sharded already, or not of a dtype that the layer can have, or an option is none.
             ValueError: a shape or size does not fit.
         """
+        for name, given in (("weight", weight), ("bias", bias)):
+            if isinstance(given, DTensor):
+                raise TypeError(f"{name}: is a DTensor, must be whole on every rank: its full_tensor()")
+        if "gated" in options:
+            raise TypeError("gated: is an option, must not be one: the shape of weight says it")
         validation.tensor("weight", weight)
-        if isinstance(weight, DTensor):
-            raise TypeError("weight: is a DTensor, must be whole on every rank: its full_tensor()")
         check_dtype("weight", weight.dtype)
         gated = weight.dim() == 4
         if weight.dim() not in (3, 4) or (gated and weight.shape[1] != 2):
             raise ValueError(
                 f"weight: has shape {tuple(weight.shape)}, must be [E, out_features, in_features] or [E, 2, ...]"
+            )
+        if gated and cls.cut == -1:
+            raise ValueError(
+                f"weight: has shape {tuple(weight.shape)}, must be [E, out_features, in_features]"
             )
         if bias is not None:
             validation.tensor("bias", bias)
@@ -188,11 +195,11 @@ class ParallelExperts(ParallelLayer):
         named = {"first_expert": own.start, "num_local_experts": len(own)}
         return moe_route(topk_ids, self.num_experts, **named)
 
-    def _operands(self, x: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """x, B [E, K, N] and the bias [E, N], in the dtype of the product."""
         weight: Tensor = self.weight  # once: a parametrization computes it anew each time
         bias: Tensor | None = self.bias
-        self._check(x, weight, columns)
+        self._check(x, weight, weight.shape[-1])
         dtype = linear_dtype(x)
         B = weight.to(dtype).flatten(1, -2).mT
         return x.to(dtype), B, None if bias is None else bias.to(dtype).flatten(1)

@@ -217,15 +217,22 @@ def why_no_kernel_on(op: str, device: torch.device) -> str | None:
 
 def why_no_kernel(op: str, capability: Capability) -> str | None:
     """The same of GPUs of a compute capability."""
-    rows = [row for row in KERNELS.values() if op in row.ops]
+    rows = _rows_of(op)
+    if any(capability in row.archs and capability in row.ran for row in rows):
+        return None
     archs = {arch for row in rows for arch in row.archs}
     if capability not in archs:
         return f"its kernels are for GPUs of compute capability {capabilities_text(tuple(archs))}"
-    if takes_untested() or any(capability in row.ran for row in rows):
+    if takes_untested():
         return None
     return (
         f"its kernels compile for {ARCHS[capability]}, but were never run there: WEFT_UNTESTED=1 takes them"
     )
+
+
+@cache
+def _rows_of(op: str) -> tuple[KernelRow, ...]:
+    return tuple(row for row in KERNELS.values() if op in row.ops)
 
 
 def _text(capability: Capability) -> str:

@@ -167,9 +167,10 @@ def _forget(key: tuple[str, str, int], known: tuple[GroupRef, Heap | HeapUnavail
 def _make(pg: ProcessGroup, device: torch.device) -> Heap | HeapUnavailable:
     if (name := without_processes(pg)) is not None:
         return HeapUnavailable(f"no heap for group {pg.group_name!r}: its backend {name!r} has no processes")
+    checked = device.type == "cuda" and is_on("WEFT_UNTESTED")
     try:
         made = Heap(pg, device)
-        if made.device.type == "cuda" and is_on("WEFT_UNTESTED"):
+        if checked:
             hooks.check_new_heap(made)
         return made
     except HeapUnavailable as e:

@@ -171,6 +171,11 @@ class SavedProduct(NamedTuple):
     weights: Tensor
     bias: Tensor | None
 
+    def without_unneeded(self, of_b: bool, of_weights: bool) -> SavedProduct:
+        """Without the values of A where no gradient needs them: it may be changed, and its memory freed."""
+        A = self.A
+        return self if of_b or of_weights else self._replace(A=A.new_empty(()).expand(A.shape))
+
     def gradients(self, grad: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
         """Those of A, B, weights and bias that are wanted, of the sum's gradient [T, N].
 
@@ -213,7 +218,9 @@ class GroupedMatmulSumFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: Op, call: Call, *tensors: Tensor | None) -> Tensor:
         ctx.op, ctx.reduction = op.name, call.reduction
-        ctx.save_for_backward(call.A, call.B, call.offs, call.slots, call.weights, call.bias)
+        _, of_b, of_weights, *_ = ctx.needs_input_grad[2:]
+        product = SavedProduct(call.A, call.B, call.offs, call.slots, call.weights, call.bias)
+        ctx.save_for_backward(*product.without_unneeded(of_b, of_weights))
         done: Tensor = op.run_below_autograd(call)
         return done
 

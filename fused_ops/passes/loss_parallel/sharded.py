@@ -33,6 +33,7 @@ class ShardedLoss:
         c: the first all-reduce, of maxima.
         x: [M, columns of this rank], float32.
         log_probs: of these columns.
+        own: [M, 1]: those of targets, where they are this rank's.
         picked: [M, 1]: those of targets, of all ranks.
         targets: [M, 1], columns of the whole vocabulary.
         start: this rank's first column.
@@ -42,6 +43,7 @@ class ShardedLoss:
     c: Collective
     x: fx.Node
     log_probs: fx.Node
+    own: fx.Node
     picked: fx.Node
     targets: fx.Node
     start: int
@@ -87,7 +89,7 @@ def sharded_loss(c: Collective) -> ShardedLoss | None:
     ):
         raise LeftAlone("the targets' log-probabilities are not added up over the ranks that have them")
     start, targets = _start(result[0], result[1], val(x).shape[1])
-    return ShardedLoss(c, x, log_probs, found[1], targets, start, (sums[0], found[0]))
+    return ShardedLoss(c, x, log_probs, picks[0], found[1], targets, start, (sums[0], found[0]))
 
 
 def _summed(node: fx.Node, c: Collective) -> tuple[fx.Node, fx.Node] | None:
@@ -115,24 +117,32 @@ def _without(node: Any) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _start(shifted: Any, outside: Any, width: int) -> tuple[int, fx.Node]:
-    """The first column, and the targets, of ``targets - start`` that are outside of ``width`` columns.
+    """The first column, and the targets, of ``targets - start`` that are outside of ``width`` columns, or of fewer.
 
     Raises:
         LeftAlone: it is something else.
     """
     why = LeftAlone("its targets are not taken from this rank's first column on")
-    targets, start = shifted, 0  # Inductor takes a difference to 0 out: one rank's graph has none
-    if calls(shifted, aten.sub.Tensor) and isinstance(shifted.args[1], int):
-        targets, start = shifted.args
-    while calls(targets, aten.clone.default):
-        targets = targets.args[0]
     if not calls(outside, aten.bitwise_or.Tensor, aten.logical_or.default):
         raise why
     below, past = outside.args
-    ends = calls(below, aten.lt.Scalar) and calls(past, aten.ge.Scalar)
-    if not ends or below.args != (targets, start) or past.args[0] is not targets:
+    if (
+        not calls(below, aten.lt.Scalar)
+        or not calls(past, aten.ge.Scalar)
+        or past.args[0] is not below.args[0]
+    ):
         raise why
-    if not known(past.args[1] == start + width):
+    (targets, start), end = below.args, past.args[1]
+    if not isinstance(start, int) or not known(start < end) or not known(end <= start + width):
+        raise why
+    # Inductor takes a difference to 0 out: one rank's graph has none.
+    if calls(shifted, aten.sub.Tensor) and shifted.args[1] == start:
+        shifted = shifted.args[0]
+    elif start:
+        raise why
+    while calls(shifted, aten.clone.default) and shifted is not targets:
+        shifted = shifted.args[0]
+    if shifted is not targets:
         raise why
     return start, targets
 
@@ -149,7 +159,7 @@ def put_on_statistics(loss: ShardedLoss) -> fx.Node:
     at, x = loss.picked, loss.x
     if (why := why_not_called_from_cpp(schema.cross_entropy_of_sharded_logits)) is not None:
         raise LeftAlone(why)
-    if any(u < at and not calls(u, aten.gather.default) for u in loss.log_probs.users):
+    if any(u < at and u is not loss.own for u in loss.log_probs.users):
         raise LeftAlone("its log-softmax is used before the targets' log-probabilities are known")
     check_no_write(loss.c.node, at)
     with undone_if_left(), put_for(at):

@@ -53,8 +53,9 @@ def log_softmax_of(x: fx.Node) -> LogSoftmax | None:
     Raises:
         LeftAlone: more than targets' log-probabilities is needed.
     """
-    maxima = [u for u in x.users if along_rows(u, aten.amax.default, x)]
-    log_probs = log_probs_of(x, maxima[0], lambda total: total) if maxima else None
+    maxima = (u for u in x.users if along_rows(u, aten.amax.default, x))
+    every = (log_probs_of(x, amax, lambda total: total) for amax in maxima)
+    log_probs = next((found for found in every if found is not None), None)
     if log_probs is None:
         return None
     if val(x).dim() != 2 or val(x).dtype != torch.float32:

@@ -11,7 +11,10 @@ import torch.distributed.checkpoint as dcp
 from opcommon import BOUND, DEVICES, check, gather, poison, same_on_all, world
 from ranks import run_row
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import silu
+from torch.nn.utils import parametrize
 from weft.fused_ops import (
     ColumnParallelExperts,
     RowParallelExperts,
@@ -158,6 +161,34 @@ def test_checkpoints(tmp_path: Path) -> None:
     run_row(checkpoints, 2, tmp_path)
 
 
+class Counted(torch.nn.Module):
+    calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.calls += 1
+        return weight * 2
+
+
+def casts_and_computes_once(rank: int, size: int) -> None:
+    """Under autocast what is added is cast, too; a parametrization is asked once a call."""
+    layers = layers_of(whole_experts(torch.float32))
+    x, shared = torch.randn(3, HIDDEN), torch.randn(3, HIDDEN)
+    ids, weights = torch.zeros(3, CHOICES, dtype=torch.int64), torch.ones(3, CHOICES)
+    ids[:, 1] = 1
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run(layers, x, ids, weights, shared).dtype == torch.bfloat16
+    counted = [Counted() for _ in layers]
+    for layer, how in zip(layers, counted, strict=True):
+        parametrize.register_parametrization(layer, "weight", how, unsafe=True)
+    before = [how.calls for how in counted]
+    run(layers, x, ids, weights)
+    assert [how.calls for how in counted] == [calls + 1 for calls in before]
+
+
+def test_casts_and_computes_once() -> None:
+    run_row(casts_and_computes_once, 2)
+
+
 def drawn(rank: int, size: int) -> None:
     found = []
     for expert in (False, True):
@@ -206,6 +237,19 @@ def refused(rank: int, size: int) -> None:
     ]:
         with pytest.raises(kind, match=words):
             ColumnParallelExperts.from_weights(*given, group=world())
+    mesh = DeviceMesh("cpu", list(range(size)))
+    part = distribute_tensor(weight, mesh, [Shard(0)])
+    for given, name in (((part,), "weight"), ((weight, part[..., 0]), "bias")):
+        with pytest.raises(
+            TypeError, match=f"{name}: is a DTensor, must be whole on every rank: its full_ten"
+        ):
+            ColumnParallelExperts.from_weights(*given, group=world())
+    with pytest.raises(TypeError, match="gated: is an option, must not be one: the shape of weight says it"):
+        ColumnParallelExperts.from_weights(weight, group=world(), gated=True)
+    with pytest.raises(
+        ValueError, match=r"weight: has shape \(4, 2, 8, 16\), must be \[E, out_features, in_feat"
+    ):
+        RowParallelExperts.from_weights(torch.ones(4, 2, 8, 16), group=world())
     layer = ColumnParallelExperts.from_weights(weight, group=world())
     rows, offs, _ = layer.route(torch.tensor([[1], [0]]))
     for x, kind, words in [

@@ -161,8 +161,11 @@ def only_what_is_wanted(rank: int, size: int) -> None:
     leaves = given.A, given.B, given.weights.nan_to_num(), given.bias, given.shared
     for wanted in range(len(leaves)):
         A, B, weights, bias, shared = (t.detach().requires_grad_(i == wanted) for i, t in enumerate(leaves))
-        first = A, B, given.offs, given.slots, weights
+        used = A * 1
+        first = used, B, given.offs, given.slots, weights
         out = fused_grouped_matmul_all_reduce(*first, "sum", world(), bias=bias, shared=shared)
+        if wanted not in (1, 2):
+            used.detach().zero_()  # those of B and of weights alone need it
         out.sum().backward()
         found = [t.grad is not None for t in (A, B, weights, bias, shared)]
         assert found == [i == wanted for i in range(len(leaves))]

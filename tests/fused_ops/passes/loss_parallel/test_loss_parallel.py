@@ -285,15 +285,15 @@ def test_left_alone(program: Callable[..., Any], reason: str) -> None:
     assert f"not loss parallel: {reason}" in (entry.reason or entry.detail), entry
 
 
-def by_hand(ignored: int, x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
-    """As loss_parallel, of columns from WIDTH on, of which the last ``ignored`` count for no target."""
+def by_hand(filled: int, first: int, x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    """As loss_parallel, of columns from WIDTH on, of which the last are ``filled`` up; ``first`` should be WIDTH."""
     group = dist.distributed_c10d._get_default_group()
     logits = F.linear(x, w).flatten(0, 1)
     shifted = logits - funcol.all_reduce(logits.amax(1, True), "max", group)
     log_probs = shifted - funcol.all_reduce(shifted.exp().sum(1, True), "sum", group).log()
     at = targets.reshape(-1, 1)
-    outside = (at < WIDTH) | (at >= 2 * WIDTH - ignored)
-    picked = log_probs.gather(1, torch.where(outside, 0, at - WIDTH))
+    outside = (at < WIDTH) | (at >= 2 * WIDTH - filled)
+    picked = log_probs.gather(1, torch.where(outside, 0, at - first))
     return -funcol.all_reduce(torch.where(outside, 0, picked), "sum", group).mean()
 
 
@@ -307,8 +307,12 @@ def log_probs_by_hand(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
-        (functools.partial(by_hand, 0), None),
-        (functools.partial(by_hand, 1), "its targets are not taken from this rank's first column on"),
+        (functools.partial(by_hand, 0, WIDTH), None),
+        (functools.partial(by_hand, 1, WIDTH), None),
+        (
+            functools.partial(by_hand, 0, WIDTH - 1),
+            "its targets are not taken from this rank's first column on",
+        ),
         (log_probs_by_hand, "of its log-softmax not one target's in each row is used"),
     ],
 )
