@@ -19,11 +19,9 @@ from ..graph.nodes import LeftAlone, argument, aten, c10d, calls, check_no_write
 from ..graph.rewrite import call, erase_unused, fused, reshape, undone_if_left
 from ..origin import put_for
 from ..patterns.pattern import why_not_called_from_cpp
-from .columns import step_on_columns
+from .columns import CAST, step_on_columns
 from .replace import made_of
 from .softmax import along_rows, log_probs_of, number_of
-
-_CAST = torch.ops.prims.convert_element_type.default
 
 
 @dataclass(frozen=True)
@@ -76,20 +74,13 @@ def sharded_loss(c: Collective) -> ShardedLoss | None:
     picks = [u for u in log_probs.users if calls(u, aten.gather.default) and u.args[:2] == (log_probs, 1)]
     if len(picks) != 1 or not known(val(picks[0]).shape[1] == 1):
         raise LeftAlone("of its log-softmax not one target's in each row is used")
-    index: Any = picks[0].args[2]
     kept: Any = only_user(picks[0])
-    place, result = _without(kept), _without(index)
-    found = None if kept is None else _summed(kept, c)
-    if (
-        place is None
-        or result is None
-        or found is None
-        or place[0] is not picks[0]
-        or place[1] is not result[1]
-    ):
+    of_own, of_index = _zeroed(kept), _zeroed(picks[0].args[2])
+    added = None if of_own is None else _summed(kept, c)
+    if of_own is None or of_index is None or added is None or of_own != (picks[0], of_index[1]):
         raise LeftAlone("the targets' log-probabilities are not added up over the ranks that have them")
-    start, targets = _start(result[0], result[1], val(x).shape[1])
-    return ShardedLoss(c, x, log_probs, picks[0], found[1], targets, start, (sums[0], found[0]))
+    start, targets = _start(*of_index, val(x).shape[1])
+    return ShardedLoss(c, x, log_probs, picks[0], added[1], targets, start, (sums[0], added[0]))
 
 
 def _summed(node: fx.Node, c: Collective) -> tuple[fx.Node, fx.Node] | None:
@@ -101,7 +92,7 @@ def _summed(node: fx.Node, c: Collective) -> tuple[fx.Node, fx.Node] | None:
     return (pending, wait) if pending.args[1:] == ("sum", c.group) else None
 
 
-def _without(node: Any) -> tuple[fx.Node, fx.Node] | None:
+def _zeroed(node: Any) -> tuple[fx.Node, fx.Node] | None:
     """(values, outside) of values that are 0 where they are outside."""
     if (
         calls(node, aten.index_put.default)
@@ -163,7 +154,7 @@ def put_on_statistics(loss: ShardedLoss) -> fx.Node:
         raise LeftAlone("its log-softmax is used before the targets' log-probabilities are known")
     check_no_write(loss.c.node, at)
     with undone_if_left(), put_for(at):
-        before_cast: Any = x.args[0] if calls(x, _CAST) else None
+        before_cast: Any = x.args[0] if calls(x, CAST) else None
         source = x if before_cast is None else step_on_columns(x, before_cast, val(x).shape[1], at)
         targets = reshape(loss.targets, val(loss.targets).shape[:1], at)
         op = fused(
