@@ -110,7 +110,7 @@ class ColumnParallelExperts(ParallelExperts):
         else:
             x = SumGradient.apply(x, self.group, self.world_size)
             y = grouped_matmul(x, B, offs, rows=rows, bias=bias)
-        return y.unflatten(1, (2, -1)).unbind(1) if self.gated else y
+        return y.view(y.shape[0], 2, y.shape[1] // 2).unbind(1) if self.gated else y
 
 
 class RowParallelExperts(ParallelExperts):

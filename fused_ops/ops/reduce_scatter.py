@@ -102,7 +102,7 @@ def fast_reduce_scatter_out(
     return out if fast_into(host.INTO, (dim, reduce_op), out, x, group_name) else None
 
 
-def _choose(call: ReduceScatterCall, group: ProcessGroup) -> Choice:
+def choose_part(call: ReduceScatterCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     size = group.size()
     if call.x.device.type == "cpu":
@@ -197,7 +197,7 @@ REDUCE_SCATTER = Op(
     fake=_fake,
     kernel="reduce_scatter",
     sends_nothing=lambda call, group: call.x.numel() == 0,
-    choose=_choose,
+    choose=choose_part,
     run=run_reduce_scatter,
     fast=lambda call: fast_reduce_scatter(call.x, call.reduce_op, call.scatter_dim, call.group_name),
     known_by=lambda call, group: ((call.scatter_dim, call.reduce_op), [call.x]),
@@ -211,7 +211,7 @@ REDUCE_SCATTER_OUT = Op(
     fake=lambda *_: None,
     kernel="reduce_scatter",
     sends_nothing=lambda call, out, group: call.x.numel() == 0,
-    choose=lambda call, out, group: _choose(call, group),
+    choose=lambda call, out, group: choose_part(call, group),
     run=_run_out,
     fast=lambda call: fast_reduce_scatter_out(*call[:5]),
     known_by=lambda call, out, group: ((call.scatter_dim, call.reduce_op), [out, call.x]),

@@ -156,7 +156,7 @@ def test_compiling_does_not_count_against_the_deadline(rank: int, world_size: in
     # One kernel is for both: what is overwritten is not compiled. Triton's and those of experts are made by each rank.
     own = ("fused_linear_cross_entropy", "fused_linear_log_probs", "cross_entropy_of_sharded_logits")
     others = {"one_shot_all_reduce_", "fused_all_gather_grouped_matmul", *own}
-    assert made == [op for op in OPS if op not in others], made
+    assert list(dict.fromkeys(made)) == [op for op in OPS if op not in others], made
     symm_mem.set_timeout(60)
 
 

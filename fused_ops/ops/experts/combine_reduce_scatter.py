@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -98,7 +99,11 @@ def choose_combined_part(combined: Combined, reduce_op: str, dim: int, group: Pr
 
     part = hidden // size if dim else hidden
     if (reason := why_not_combined(tokens, part, y.dtype)) is not None:
-        return unfused(reason)
+
+        def alone() -> list[Program]:
+            return [cuda_kernel.launched_reduce_scatter(size, group.rank(), y.dtype, reduce_op)]
+
+        return replace(unfused(reason), programs=alone)  # that of the reduce-scatter by itself
     if nbytes > MOST_BYTES:
         return unfused(f"a part has {nbytes} bytes, more than the {MOST_BYTES} that the kernels take")
     config, wanted = configs.choose_reduce_scatter(size, num_sms(y.device)), wanted_sum(combined, reduce_op)
@@ -132,10 +137,15 @@ def scattered_on_host_or_unfused(
     choice: Choice, where: Heap | None, call: reduce_scatter.ReduceScatterCall, group: ProcessGroup, op: str
 ) -> Tensor:
     """The reduce-scatter of what torch has put together. ``op``: whose call it is, for errors."""
-    if where is None or choice.is_unfused:
-        ran(choice.plan_in(None))
-        return reference_reduce_scatter(call.x, call.reduce_op, call.scatter_dim, group)
-    return reduce_scatter.on_cpu(choice, where, call, op)
+    if where is None:
+        part = reference_reduce_scatter(call.x, call.reduce_op, call.scatter_dim, group)
+    elif choice.algorithm == "host":
+        return reduce_scatter.on_cpu(choice, where, call, op)
+    else:  # the bits of the all-reduce, whatever is put together by a kernel
+        alone = reduce_scatter.choose_part(call, group)
+        part = reduce_scatter.run_reduce_scatter(alone, where, call, group)
+    ran(choice.plan_in(None))
+    return part
 
 
 MOE_COMBINE_REDUCE_SCATTER: Op = Op(
