@@ -88,6 +88,11 @@ class Started:
             self._workspace.abandon(RuntimeError(f"{self.kind}_start was not waited for"))
 
 
+def hold_started(token: Tensor, started: Started) -> None:
+    """A token holds what is on its way."""
+    token._weft_started = started  # type: ignore[attr-defined]
+
+
 def started_in(workspace: Workspace[Layout]) -> Any:
     """Those of a workspace that are on their way, by their buffers, until a reset."""
     if _STARTED not in workspace.prepared:

@@ -17,7 +17,7 @@ It follows that ranks must make their calls in one order, also those of several 
   three where three fit. With one stream more, all calls are ordered, and no replay.
 
 As long as the calls of a process come from so few streams, one if nothing is reserved, and no graph was captured,
-nothing is enqueued for that, and a cached call (fast_path.py) says so. A stream from which no call has come for a
+nothing is enqueued for that, and a cached call (launch_cache.py) says so. A stream from which no call has come for a
 while, such as that of a warm-up, is forgotten; so is a graph that is gone.
 
 torch's own streams live as long as the process. An external one (torch.cuda.ExternalStream) may be destroyed at any

@@ -1,9 +1,9 @@
 """Tensor guards: whether tensors are like those of an earlier call, by one check for all of them, torch.compile's.
 
 Types, sizes, strides, dtypes and devices are compared, and the dispatch keys that tensors and the thread have together:
-these differ in transforms and traces, and for negated, sparse or functional tensors. One by one (fast_path.py), these
-checks take as long as all else before a launch. Tangents, streams and what guards overlook of a thread's state are
-checked besides (``likely_call``); addresses are left to the caller.
+these differ in transforms and traces, and for negated, sparse or functional tensors. One by one (launch_cache.py),
+these checks take as long as all else before a launch. Tangents, streams and what guards overlook of a thread's state
+are checked besides (``likely_call``); addresses are left to the caller.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ def guards_of(tensors: Sequence[Tensor]) -> TensorGuard:
     state.
     """
     if _state() not in _COMMON or any(t.requires_grad for t in tensors):
-        return _none
+        return matches_none
+    ids = [id(t) for t in tensors]
+    if len({*ids}) < len(ids):
+        return _with_one_twice(tensors, [ids.index(i) for i in ids])
     try:
         from torch._C._dynamo.guards import TensorGuards
 
@@ -60,16 +63,65 @@ def guards_of(tensors: Sequence[Tensor]) -> TensorGuard:
         strides: Any = [list(t.stride()) for t in tensors]
         return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     except Exception:  # another version of torch: each tensor is checked by itself
-        return _none
+        return matches_none
 
 
-def _none(*tensors: object) -> bool:
+def _with_one_twice(tensors: Sequence[Tensor], first: list[int]) -> TensorGuard:
+    """torch's take each tensor once. ``first``: where each one of them is first."""
+    once = sorted({*first})
+    check = guards_of([tensors[i] for i in once])
+
+    def alike(*given: object) -> bool:
+        return all(given[i] is x for i, x in zip(first, given, strict=True)) and check(
+            *[given[i] for i in once]
+        )
+
+    return alike
+
+
+def matches_none(*tensors: object) -> bool:
     return False
 
 
 def has_tangents() -> bool:
     """Whether tensors may be dual ones, of forward-mode differentiation. Neither type nor flag shows it."""
     return forward_ad._current_level >= 0
+
+
+def _bits(*names: str) -> int:
+    bits = 0
+    for name in names:
+        bits |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
+    return bits
+
+
+# All other dispatch keys of a tensor, or of the thread, must see a call before its kernel. Those of autocast fall
+# through: the ops have no rule for it.
+_OF_TENSORS = _bits(
+    "CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "AutocastCPU", "AutocastCUDA"
+)
+_OF_THREADS = _bits("BackendSelect", "ADInplaceOrView")
+
+
+def has_plain_state() -> bool:
+    """Whether the thread is in no mode, transform or trace that must see a call before its kernel."""
+    return not torch._C._dispatch_tls_local_include_set().raw_repr() & ~_OF_THREADS and not has_tangents()
+
+
+def needs_no_dispatch(*tensors: Any) -> bool:
+    """Whether nothing has to run between a call with these, which may be anything, and the kernels.
+
+    No gradient, mode, transform or tracing, no subclass, nothing to be done before memory is what a tensor says.
+    """
+    if not has_plain_state():
+        return False
+    grad = torch.is_grad_enabled()
+    for t in tensors:
+        if type(t) not in TYPES or torch._C._dispatch_keys(t).raw_repr() & ~_OF_TENSORS:
+            return False
+        if grad and t.requires_grad:
+            return False
+    return True
 
 
 class Likely(Protocol):
@@ -103,7 +155,7 @@ def likely_call(kept: dict[Hashable, Any], kind: Hashable, tensors: Sequence[Any
 
 def note_likely(kept: dict[Hashable, Any], kind: Hashable, found: Likely) -> None:
     """The next call of this kind may be one of ``found``: it is tried first."""
-    if found.alike is _none:
+    if found.alike is matches_none:
         return
     others = [one for one in kept.get(kind, ()) if one is not found]
     kept[kind] = [found, *others[: _MOST_LIKELY - 1]]

@@ -15,10 +15,10 @@ from ...kernels.all_gather.reference import as_bytes, reference_all_gather
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
-from ..dispatch import fast_path
 from ..dispatch.choice import Choice, on_host, unfused
+from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import heap_or_reason, num_sms, ran
-from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, fast_into, run_alone
+from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
 from ..dispatch.workspaces import ALL_REDUCE
 from . import op
 from .op import Op
@@ -85,7 +85,7 @@ def fast_all_gather(x: Tensor, dim: int, group_name: str) -> Tensor | None:
     """As the op, if such a call was made before on CUDA; else None, and nothing happened. Both may be anything."""
     if dim < 0 and isinstance(x, Tensor):
         dim += x.dim()
-    results = fast_path.run_fast(host.OP, dim, (x,), group_name, KINDS)
+    results = launch_again(host.OP, dim, (x,), group_name, KINDS)
     return None if results is None else results[0]
 
 
@@ -93,12 +93,13 @@ def fast_all_gather_out(out: Tensor, x: Tensor, dim: int, group_name: str) -> Te
     """``out``, with the result; likewise."""
     if dim < 0 and isinstance(x, Tensor):
         dim += x.dim()
-    return out if fast_into(host.INTO, dim, out, x, group_name) else None
+    done = launch_again(host.INTO, dim, (out, x), group_name, KINDS)
+    return None if done is None else out
 
 
 def gather_within(x: Tensor, group: ProcessGroup, op: str) -> Tensor:
     """All ranks' x along its first dimension, as a part of a call of another op, which errors name."""
-    done = fast_path.run_fast(op, 0, (x,), group.group_name, KINDS)
+    done = launch_again(op, 0, (x,), group.group_name, KINDS)
     if done is not None:
         return done[0]
     call = AllGatherCall(x, 0, group.group_name)

@@ -27,7 +27,7 @@ from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
-from ..dispatch import fast_path
+from ..dispatch import launch_cache
 from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host, unfused
 from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse
 from ..dispatch.staging import Staging, aligned, rows_of
@@ -98,7 +98,7 @@ def fast_all_gather_scaled_matmul(call: AllGatherScaledMatmulCall) -> Result | N
         return None
     if any(type(fast) is not bool for fast in call.use_fast_accum):
         return None
-    results = fast_path.run_fast(host.OP, _arguments(call), call.tensors, call.group_name)
+    results = launch_cache.launch_again(host.OP, _arguments(call), call.tensors, call.group_name)
     if results is None:
         return None
     return (results.pop() if call.return_A else None), results
@@ -251,8 +251,8 @@ def _on_cuda(choice: Choice, where: Heap, gather: ScaledGather) -> Result:
     if launcher is not None and known is not None:
         results = outs if A is None else [*outs, A]
         operands = [used.a, *used.bs, *scales.tensors]
-        made = fast_path.LaunchedCall(host.OP, *known, operands, results)
-        fast_path.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
+        made = launch_cache.LaunchedCall(host.OP, *known, operands, results)
+        launch_cache.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
     return A, outs
 
 

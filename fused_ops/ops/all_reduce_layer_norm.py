@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...kernels.all_reduce_rms_norm import host
 from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind
-from ..dispatch import fast_path
+from ..dispatch import launch_cache
 from ..dispatch.workspaces import ALL_REDUCE
 from . import all_reduce
 from .all_reduce_rms_norm import (
@@ -60,7 +60,7 @@ def fast_all_reduce_layer_norm(
     """
     name = named_layer_norm(eps, weight_offset, *(t is not None for t in operands))
     tensors = [x, *(t for t in operands if t is not None)]
-    results = fast_path.run_fast(host.LAYER_NORM, name, tensors, group_name, (ALL_REDUCE,))
+    results = launch_cache.launch_again(host.LAYER_NORM, name, tensors, group_name, (ALL_REDUCE,))
     return None if results is None else (results[0], results[1])
 
 

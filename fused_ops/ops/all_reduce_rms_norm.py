@@ -20,7 +20,7 @@ from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from .. import validation
-from ..dispatch import fast_path
+from ..dispatch import launch_cache
 from ..dispatch.all_reduces import choose_sum
 from ..dispatch.choice import Choice, on_host, unfused
 from ..dispatch.plan import Plan, num_sms, ran
@@ -121,7 +121,7 @@ def fast_all_reduce_rms_norm(
         norm: eps, or with it what is not as usual: as ``named_norm`` gives it.
     """
     tensors = (x, weight) if residual is None else (x, residual, weight)
-    results = fast_path.run_fast(host.OP, norm, tensors, group_name, (ALL_REDUCE,))
+    results = launch_cache.launch_again(host.OP, norm, tensors, group_name, (ALL_REDUCE,))
     return None if results is None else (results[0], results[1])
 
 
@@ -217,8 +217,8 @@ def run_norm(
     operands = [aligned(t) for t in used.tensors]
     place, kernel, plan, results = _on_cuda(choice, where, operands, kind)
     results = _of_shape(x, results)
-    made = fast_path.LaunchedCall(op, name, given.tensors, operands, results)
-    fast_path.remember_call(made, place, kernel, plan, profitable=True, grids=kernel.grids)
+    made = launch_cache.LaunchedCall(op, name, given.tensors, operands, results)
+    launch_cache.remember_call(made, place, kernel, plan, profitable=True, grids=kernel.grids)
     return results
 
 

@@ -15,7 +15,7 @@ from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind
 from ...kernels.device.gemm.scaling import FP8
 from ...symm_mem.heap.heap import Heap
 from .. import validation
-from ..dispatch import fast_path
+from ..dispatch import launch_cache
 from ..dispatch.choice import Choice
 from ..dispatch.workspaces import ALL_REDUCE
 from . import all_reduce
@@ -116,7 +116,7 @@ def _validate(
 
 def fast_all_reduce_rms_norm_quant(call: AllReduceRmsNormQuantCall) -> QuantResult | None:
     """The same of a call whose numbers and names are of exactly the types that the op takes."""
-    results = fast_path.run_fast(
+    results = launch_cache.launch_again(
         host.QUANT, name_of_quant(call), call.tensors, call.group_name, (ALL_REDUCE,)
     )
     return None if results is None else _quant_result(results)

@@ -20,7 +20,7 @@ from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
-from ..dispatch import fast_path
+from ..dispatch import launch_cache
 from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host, unfused
 from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse, why_tf32
 from ..dispatch.staging import Staging, aligned, in_rows_or_columns
@@ -143,11 +143,11 @@ def fast_matmul_reduce_scatter(
         dim += A.dim()
     bias, residual = terms
     if bias is None and residual is None:
-        results = fast_path.run_fast(host.OP, (dim, reduce_op), (A, B), group_name)
+        results = launch_cache.launch_again(host.OP, (dim, reduce_op), (A, B), group_name)
     else:
         arguments = _arguments(dim, reduce_op, bias, residual)
         added = [term for term in terms if term is not None]
-        results = fast_path.run_fast(host.OP, arguments, (A, B, *added), group_name)
+        results = launch_cache.launch_again(host.OP, arguments, (A, B, *added), group_name)
     return None if results is None else results[0]
 
 
@@ -155,7 +155,7 @@ def fast_sum_of_matmuls_reduce_scatter(call: MatmulReduceScatterCall) -> Tensor 
     """The same of a call with further factors."""
     dim = call.scatter_dim + call.A.dim() if call.scatter_dim < 0 else call.scatter_dim
     arguments = _arguments(dim, call.reduce_op, call.bias, call.residual, len(call.more or ()))
-    results = fast_path.run_fast(host.OP, arguments, (*call.factors, *call.terms), call.group_name)
+    results = launch_cache.launch_again(host.OP, arguments, (*call.factors, *call.terms), call.group_name)
     return None if results is None else results[0]
 
 
@@ -307,8 +307,8 @@ def _on_cuda(choice: Choice, where: Heap, _: MatmulReduceScatterCall) -> Tensor:
     known = _known_by(call)
     if launcher is not None and known is not None:
         operands = (*used.factors, *used.terms)
-        made = fast_path.LaunchedCall(host.OP, *known, operands, [out])
-        fast_path.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
+        made = launch_cache.LaunchedCall(host.OP, *known, operands, [out])
+        launch_cache.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
     return out
 
 

@@ -14,10 +14,10 @@ from ...kernels.reduce_scatter.reference import reference_reduce_scatter
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
-from ..dispatch import fast_path
 from ..dispatch.choice import Choice, on_host
+from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import num_sms, ran
-from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, fast_into, run_alone
+from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
 from ..dispatch.workspaces import ALL_REDUCE
 from . import op
 from .op import Op
@@ -89,7 +89,7 @@ def fast_reduce_scatter(x: Tensor, reduce_op: str, dim: int, group_name: str) ->
     """As the op, if such a call was made before on CUDA; else None, and nothing happened. All may be anything."""
     if dim < 0 and isinstance(x, Tensor):
         dim += x.dim()
-    results = fast_path.run_fast(host.OP, (dim, reduce_op), (x,), group_name, KINDS)
+    results = launch_again(host.OP, (dim, reduce_op), (x,), group_name, KINDS)
     return None if results is None else results[0]
 
 
@@ -99,7 +99,8 @@ def fast_reduce_scatter_out(
     """``out``, with the result; likewise."""
     if dim < 0 and isinstance(x, Tensor):
         dim += x.dim()
-    return out if fast_into(host.INTO, (dim, reduce_op), out, x, group_name) else None
+    done = launch_again(host.INTO, (dim, reduce_op), (out, x), group_name, KINDS)
+    return None if done is None else out
 
 
 def _choose(call: ReduceScatterCall, group: ProcessGroup) -> Choice:

@@ -28,7 +28,7 @@ from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
-from ..dispatch import fast_path
+from ..dispatch import launch_cache
 from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host, unfused
 from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse
 from ..dispatch.staging import Staging, aligned
@@ -136,7 +136,7 @@ def fast_scaled_matmul_reduce_scatter(call: ScaledMatmulReduceScatterCall) -> Te
             return None
         if not isinstance(call.B, Tensor) or call.B.dim() != 2:
             return None
-    results = fast_path.run_fast(host.OP, _arguments(call), call.tensors, call.group_name)
+    results = launch_cache.launch_again(host.OP, _arguments(call), call.tensors, call.group_name)
     return None if results is None else results[0]
 
 
@@ -274,8 +274,8 @@ def _on_cuda(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, r
     launcher = on_cuda.scaled_scatter_launcher(kernel, workspace, used, operands)
     known = _known_by(call)
     if launcher is not None and known is not None:
-        made = fast_path.LaunchedCall(host.OP, *known, operands, [out])
-        fast_path.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
+        made = launch_cache.LaunchedCall(host.OP, *known, operands, [out])
+        launch_cache.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
     return out
 
 

@@ -30,7 +30,7 @@ from ....symm_mem import is_checked, resolve_group
 from ....symm_mem.heap.heap import Heap
 from ... import validation
 from ...dispatch.choice import Choice
-from ...dispatch.fast_path import needs_no_dispatch
+from ...dispatch.tensor_guards import needs_no_dispatch
 from .. import all_gather
 from ..op import Op, SumGradient
 from . import chunks

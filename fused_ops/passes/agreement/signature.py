@@ -152,7 +152,7 @@ def _own_dims(node: fx.Node, argument: str) -> tuple[int, ...]:
     if getattr(op, "namespace", "") != "weft" or not isinstance(first, torch.Tensor):
         return ()
     known = OP_OF.get(op._opname)  # type: ignore[union-attr]
-    return () if known is None else own_dims_on(first.device.type, known.own_dims).get(argument, ())
+    return () if known is None else own_dims_on(first.device.type, known).get(argument, ())
 
 
 def _computes(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_fast_path_of_matmuls import OTHERS
+from test_launch_cache_of_matmuls import OTHERS
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
