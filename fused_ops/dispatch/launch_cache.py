@@ -144,11 +144,13 @@ class CachedLaunch:
             into: what is written if it is given, and need not be checked.
         """
         how, stream, workspace = self.how, self.stream, self.workspace
-        operands, together = list(map(_address, tensors)), 0
-        for address in operands:
-            together |= address
-        if 0 in operands or together % how.alignment:
-            return None
+        operands = list(map(_address, tensors))
+        if how.alignment > 1:
+            together = 0
+            for address in operands:
+                together |= address
+            if together % how.alignment:
+                return None
         if how.overwrites:
             if not may_overwrite(tensors):
                 return None

@@ -147,7 +147,7 @@ def likely_call(kept: dict[Hashable, Any], kind: Hashable, tensors: Sequence[Any
     for found in cached:
         if found.alike(*tensors) and stream_on(found.device) == found.stream:
             # Guards overlook modes that trace, and Python's dispatcher.
-            if _dispatch_modes() or _key_is_on(_PYTHON_DISPATCHER) or has_tangents():
+            if _dispatch_modes() or _key_is_on(_PYTHON_DISPATCHER) or forward_ad._current_level >= 0:
                 return None
             return found
     return None

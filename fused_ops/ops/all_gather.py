@@ -161,8 +161,7 @@ def run_all_gather(
 
 def _on_cpu(choice: Choice, where: Heap, call: AllGatherCall, op: str) -> Tensor:
     x, shape = call.x, call.whole_shape(where.world_size)
-    workspace = choice.workspace_on(where)
-    ran(choice.plan_in(workspace))
+    workspace = choice.begin_on(where)
     stacked = host.host_all_gather(workspace, as_bytes(x.contiguous()), op)
     parts = stacked.view(-1).view(x.dtype).view(where.world_size, *x.shape)
     return parts.movedim(0, call.gather_dim).reshape(-1).view(shape)

@@ -130,8 +130,7 @@ def _on_cpu(choice: Choice, where: Heap, call: AllGatherMatmulCall) -> Result:
     dim, return_A, front, size = call.gather_dim, call.return_A, _front(call), where.world_size
     split_k = dim == front.dim() - 1
     a = front.flatten(0, -2).contiguous()
-    workspace = choice.workspace_on(where)
-    ran(choice.plan_in(workspace))
+    workspace = choice.begin_on(where)
     gathered, products = host.host_all_gather_matmul(workspace, a, call.Bs, split_k=split_k)
     if split_k and return_A:
         # By way of one dimension: where K is 1, a view with other strides would do.

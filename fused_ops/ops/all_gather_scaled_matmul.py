@@ -143,8 +143,7 @@ def run_all_gather_scaled_matmul(
 def _on_cpu(choice: Choice, where: Heap, gather: ScaledGather) -> Result:
     call, size, m, k = gather.call, gather.size, gather.m, gather.k
     mine = host.as_rows(gather.a, gather.sent)
-    workspace = choice.workspace_on(where)
-    ran(choice.plan_in(workspace))
+    workspace = choice.begin_on(where)
     gathered = gather.a.new_empty(size, m, k)
     outs = [
         torch.empty(size, m, B.shape[1], dtype=dtype)

@@ -106,8 +106,7 @@ def _run(
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if choice.algorithm == "host":
-        workspace = choice.workspace_on(where)
-        ran(choice.plan_in(workspace))
+        workspace = choice.begin_on(where)
         host.host_all_reduce(workspace, source.view(-1), out.view(-1), reduce_op, op)
         return out
     prepared = all_reduce_on_cuda(choice, where, (source, out), reduce_op, op)

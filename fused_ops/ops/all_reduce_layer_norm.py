@@ -45,9 +45,11 @@ class AllReduceLayerNormCall(NamedTuple):
 
     @property
     def kind(self) -> NormKind:
-        residual, weight, bias = (t is not None for t in (self.residual, *self.affine))
-        wide = any(t is not None and t.dtype != self.x.dtype for t in self.affine)
-        return NormKind(self.eps, self.weight_offset, True, residual, wide, True, weight, bias)
+        weight, bias = self.weight, self.bias
+        there = weight is not None, bias is not None
+        like = bias if weight is None else weight  # both are of one dtype
+        wide = like is not None and like.dtype != self.x.dtype
+        return NormKind(self.eps, self.weight_offset, True, self.residual is not None, wide, True, *there)
 
 
 def fast_all_reduce_layer_norm(
@@ -58,8 +60,10 @@ def fast_all_reduce_layer_norm(
     Args:
         operands: residual, weight and bias.
     """
-    name = named_layer_norm(eps, weight_offset, *(t is not None for t in operands))
-    tensors = [x, *(t for t in operands if t is not None)]
+    residual, weight, bias = operands
+    there = residual is not None, weight is not None, bias is not None
+    name = named_layer_norm(eps, weight_offset, *there)
+    tensors = [t for t in (x, *operands) if t is not None]
     results = launch_cache.launch_again(host.LAYER_NORM, name, tensors, group_name, (ALL_REDUCE,))
     return None if results is None else (results[0], results[1])
 

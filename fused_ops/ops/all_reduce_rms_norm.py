@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -156,10 +157,12 @@ class NormOperands(NamedTuple):
         return [t for t in (self.x, self.residual, *self.affine, self.scale) if t is not None]
 
     def contiguous(self, rows: int, hidden: int) -> NormOperands:
-        x = self.x.reshape(rows, hidden).contiguous()
-        residual = None if self.residual is None else self.residual.reshape(rows, hidden).contiguous()
-        columns = Affine(*(None if t is None else t.contiguous() for t in self.affine))
-        return NormOperands(x, residual, columns, self.scale)
+        x, residual, (weight, bias), scale = self
+        x = x.reshape(rows, hidden).contiguous()
+        residual = None if residual is None else residual.reshape(rows, hidden).contiguous()
+        weight = None if weight is None else weight.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        return NormOperands(x, residual, Affine(weight, bias), scale)
 
     def normed(self, total: Tensor, kind: NormKind) -> list[Tensor]:
         """What is made of what all ranks' x add up to."""
@@ -198,26 +201,26 @@ def run_norm(
     where: Heap | None,
     given: NormOperands,
     kind: NormKind,
-    name: Hashable,
+    name: Callable[[], Hashable],
     group: ProcessGroup,
 ) -> list[Tensor]:
-    """The results as kernels write them; ``name`` is that by which the fast path knows the call."""
+    """The results as kernels write them; ``name`` returns that by which the fast path knows the call."""
     op, x = host.op_of(kind), given.x
-    if where is None or choice.is_unfused:
+    on_host = choice.algorithm == "host"
+    if where is None or (not on_host and choice.is_unfused):
         total = all_reduce.run_all_reduce(x, "sum", group, op=op)
         ran(choice.plan_in(None))
         return [t.contiguous() for t in given.normed(total, kind)]
     hidden = x.shape[-1]
     used = given.contiguous(x.numel() // hidden, hidden)
-    if choice.algorithm == "host":
-        workspace = choice.workspace_on(where)
-        ran(choice.plan_in(workspace))
+    if on_host:
+        workspace = choice.begin_on(where)
         results = used.normed(host.host_all_reduce_of_rows(workspace, used.x, op), kind)
-        return _of_shape(x, results)
+        return results if x.dim() == 2 else _of_shape(x, results)
     operands = [aligned(t) for t in used.tensors]
     place, kernel, plan, results = _on_cuda(choice, where, operands, kind)
     results = _of_shape(x, results)
-    made = launch_cache.LaunchedCall(op, name, given.tensors, operands, results)
+    made = launch_cache.LaunchedCall(op, name(), given.tensors, operands, results)
     launch_cache.remember_call(made, place, kernel, plan, profitable=True, grids=kernel.grids)
     return results
 
@@ -308,7 +311,7 @@ def run_norm_call(
     choice: Choice, where: Heap | None, call: NormCall, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     operands, kind = NormOperands(call.x, call.residual, call.affine), call.kind
-    normed, sums = run_norm(choice, where, operands, kind, name_of_norm(kind), group)
+    normed, sums = run_norm(choice, where, operands, kind, partial(name_of_norm, kind), group)
     return normed, sums
 
 

@@ -198,8 +198,7 @@ def run_matmul_all_reduce(
         return reference_matmul_all_reduce(A, B, reduce_op, group)
     if choice.algorithm != "host":
         return _on_cuda(choice, where, call)
-    workspace = choice.workspace_on(where)
-    ran(choice.plan_in(workspace))
+    workspace = choice.begin_on(where)
     out = host.host_matmul_all_reduce(workspace, A.flatten(0, -2), B, reduce_op)
     return out.view(*A.shape[:-1], B.shape[1])
 

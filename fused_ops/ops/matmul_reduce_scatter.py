@@ -228,8 +228,7 @@ def _on_cpu(choice: Choice, where: Heap, call: MatmulReduceScatterCall) -> Tenso
         parts = [(rows, b) for b in B.chunk(size, 1)]
     else:
         parts = [(a.flatten(0, -2), B) for a in A.chunk(size, call.scatter_dim)]
-    workspace = choice.workspace_on(where)
-    ran(choice.plan_in(workspace))
+    workspace = choice.begin_on(where)
     residual = None if call.residual is None else call.residual.reshape(-1, shape[-1])
     how = call.reduce_op, call.out_dtype or A.dtype
     return host.host_matmul_reduce_scatter(workspace, parts, *how, call.bias, residual).view(shape)

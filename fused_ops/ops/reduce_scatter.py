@@ -153,8 +153,7 @@ def run_reduce_scatter(
 def _on_cpu(choice: Choice, where: Heap, call: ReduceScatterCall, op: str) -> Tensor:
     x, dim, size = call.x, call.scatter_dim, where.world_size
     shape = call.part_shape(size)
-    workspace = choice.workspace_on(where)
-    ran(choice.plan_in(workspace))
+    workspace = choice.begin_on(where)
     parts = x.unflatten(dim, (size, shape[dim])).movedim(dim, 0).reshape(size, -1)
     return host.host_reduce_scatter(workspace, parts, call.reduce_op, op).view(shape)
 

@@ -183,8 +183,7 @@ def _on_cpu(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, ro
     size, dim, kind, B = where.world_size, call.orig_scatter_dim, rows.kind, call.B
     k, n, (*lead, _) = B.shape[0], B.shape[1], call.whole_shape
     assert call.out_dtype is not None
-    workspace = choice.workspace_on(where)
-    ran(choice.plan_in(workspace))
+    workspace = choice.begin_on(where)
 
     def finished(a: Tensor, a_scale: Tensor) -> Tensor:
         product = exact_product(a, B, scales_of(kind, a_scale, call.B_scale, k, n))
@@ -193,18 +192,15 @@ def _on_cpu(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, ro
     def part(x: Tensor, rank: int) -> Tensor:
         return x.reshape(*lead, x.shape[-1]).chunk(size, dim)[rank].flatten(0, -2)
 
-    def product_for(rank: int) -> Callable[[], Tensor]:
-        def product() -> Tensor:
-            a_scale = call.A_scale if kind is ScaleKind.TENSOR else part(call.A_scale, rank)
-            return finished(part(call.A, rank), a_scale)
-
-        return product
+    def product_for(rank: int) -> Tensor:
+        a_scale = call.A_scale if kind is ScaleKind.TENSOR else part(call.A_scale, rank)
+        return finished(part(call.A, rank), a_scale)
 
     if dim == len(lead):
         whole = finished(call.A.flatten(0, -2), _a_scale(call, rows)).chunk(size, 1)
         products: list[Callable[[], Tensor]] = [partial(whole.__getitem__, rank) for rank in range(size)]
     else:
-        products = [product_for(rank) for rank in range(size)]
+        products = [partial(product_for, rank) for rank in range(size)]
     return host.host_scaled_matmul_reduce_scatter(workspace, products, call.reduce_op, call.out_dtype)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import HostEpoch, Workspace
-from ..device.comm.copy_thread import copying
+from ..device.comm.copy_thread import CopyThread
 
 OP = "fused_all_gather_matmul"
 CHUNKS = 2  #: of a shard, sent one by one
@@ -49,7 +49,7 @@ def host_all_gather_matmul(
                     slots[peer][rank, rows[c]] = a[rows[c]]
                     epoch.post(peer, c)
 
-        with copying(workspace, push):
+        with CopyThread(workspace, push):
             gathered = torch.empty(size, m, k, dtype=a.dtype)
             gathered[rank] = a
             multiply = _add_products if split_k else _products
