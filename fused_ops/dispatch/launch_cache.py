@@ -144,7 +144,8 @@ class CachedLaunch:
             into: what is written if it is given, and need not be checked.
         """
         how, stream, workspace = self.how, self.stream, self.workspace
-        operands = list(map(_address, tensors))
+        # Of one tensor ``map`` takes longer than what it calls.
+        operands = [tensors[0].data_ptr()] if len(tensors) == 1 else list(map(_address, tensors))
         if how.alignment > 1:
             together = 0
             for address in operands:
@@ -155,8 +156,11 @@ class CachedLaunch:
             if not may_overwrite(tensors):
                 return None
             results, operands = [tensors[0]], operands[-1:]
+        elif into is not None:
+            results = into
         else:
-            results = list(starmap(how.empty, how.results)) if into is None else into
+            made = how.results
+            results = [how.empty(*made[0])] if len(made) == 1 else list(starmap(how.empty, made))
         if self.before is not None:
             self.before(stream)
         if how.calls:
@@ -168,7 +172,7 @@ class CachedLaunch:
             plan.this_thread.plan = self.plan
             try:
                 buffer = workspace.next_buffer() if self.is_double_buffered else 0
-                addresses = list(map(_address, results))
+                addresses = [results[0].data_ptr()] if len(results) == 1 else list(map(_address, results))
                 how.launcher.launch(buffer, operands, addresses, self.timeout_ns, stream)
             except BaseException as e:
                 workspace.abandon(e)  # the peers may wait for what was not launched
