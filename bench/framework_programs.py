@@ -1,4 +1,4 @@
-"""Programs of other libraries for bench/frameworks.py, unchanged: a step of each, for each contender."""
+"""Programs of other libraries for bench/suites/frameworks.py, unchanged: a step of each, for each contender."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class FrameworkCase:
             case [model, kind, tokens] if model in SIZES and kind in KINDS and tokens.isdecimal():
                 return cls(model, kind, int(tokens))
         raise ValueError(
-            f"cases: has {text!r}, must have MODEL KIND TOKENS: one of {', '.join(SIZES)}, one of "
+            f"--cases: has {text!r}, must have MODEL KIND TOKENS: one of {', '.join(SIZES)}, one of "
             f"{', '.join(KINDS)}, and a number"
         )
 
@@ -85,25 +85,26 @@ class FrameworkProgram:
 
 
 def make_programs(
-    case: FrameworkCase, names: Sequence[str], layers: int, small: bool, device: torch.device
+    case: FrameworkCase, names: Sequence[str], layers: int, device: torch.device
 ) -> dict[str, Callable[[], FrameworkProgram]]:
     """What makes the program of each contender; compiled ones share a model."""
-    ids = torch.randint(96, (1 if not small else 2, case.tokens), device=device)
+    ids = torch.randint(96, (1 if device.type == "cuda" else 2, case.tokens), device=device)
     dist.broadcast(ids, 0)
     if case.kind in ("ddp", "fsdp2", "eager"):
-        return {name: partial(_in_eager_mode, case, name, layers, small, ids) for name in names}
+        return {name: partial(_in_eager_mode, case, name, layers, ids) for name in names}
     mesh = DeviceMesh(device.type, list(range(dist.get_world_size())), mesh_dim_names=("tp",))
-    model = model_of(case.model, layers, small, device, mesh)
+    model = model_of(case.model, layers, device, mesh)
     make = _generating if case.kind == "generate" else _compiled
     return {name: partial(make, case.kind, model, COMPILED[name], ids) for name in names}
 
 
-def model_of(kind: str, layers: int, small: bool, device: torch.device, mesh: DeviceMesh | None) -> Any:
+def model_of(kind: str, layers: int, device: torch.device, mesh: DeviceMesh | None) -> Any:
     """transformers' model of random weights: under ``tp_plan="auto"`` of the mesh, without one that of WHOLE."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     import transformers
     from transformers.distributed import DistributedConfig
 
+    small = device.type == "cpu"
     sizes = SMALL if small else WHOLE if mesh is None else {**SIZES[kind], "num_hidden_layers": layers}
     if small and kind == "Qwen3":
         sizes = {**sizes, "head_dim": 8}
@@ -118,7 +119,7 @@ def model_of(kind: str, layers: int, small: bool, device: torch.device, mesh: De
             None,
             config=config,
             state_dict={},  # all weights are missing, so all are drawn
-            dtype=torch.float32 if device.type == "cpu" else torch.bfloat16,
+            dtype=torch.float32 if small else torch.bfloat16,
             **sharded,
         )
 
@@ -177,14 +178,14 @@ def _generating(kind: str, model: Any, settings: dict[str, Any] | None, ids: Ten
     return FrameworkProgram(step, lambda: [] if ids.is_cuda else [step().double()], lambda: _fused(fusion))
 
 
-def _in_eager_mode(case: FrameworkCase, name: str, layers: int, small: bool, ids: Tensor) -> FrameworkProgram:
+def _in_eager_mode(case: FrameworkCase, name: str, layers: int, ids: Tensor) -> FrameworkProgram:
     group = dist.new_group(backend="weft") if name == "process group" else dist.group.WORLD
     assert group is not None
     mesh = DeviceMesh.from_group(group, ids.device.type, mesh_dim_names=("tp",))
-    run = model = model_of(case.model, layers, small, ids.device, mesh if case.kind == "eager" else None)
+    run = model = model_of(case.model, layers, ids.device, mesh if case.kind == "eager" else None)
     if case.kind == "eager" and model._device_mesh.get_group() is not group:
         raise ValueError(
-            "cases: has an eager one, must have none with a transformers that makes its own mesh"
+            "--cases: has an eager one, must have none with a transformers that makes its own mesh"
         )
     if case.kind == "ddp":
         run = DistributedDataParallel(model, process_group=group)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from llama_profile import Interval, busy, forward_layer, intervals, kernels_of, slowest
 from llama_steps import BOUND, CPU_SIZES, GPU_SIZES, Case, Step, make_step
 from torch._inductor import config as inductor_config
-from weft.fused_ops.passes.report import VoteCounts
+from weft.fused_ops.passes.records.report import VoteCounts
 
 CONTENDERS = (
     "plain",

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 from weft.fused_ops import FusionPass
-from weft.fused_ops.passes.report import VoteCounts
+from weft.fused_ops.passes.records.report import VoteCounts
 from without_communication import WithoutCommunication
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))

@@ -32,6 +32,8 @@ SUITES = {
     "sequence_layers": "a decoder with the pass's sequence parallelism and without",
     "gathered_weights": "a Llama of gathered weights (FSDP), in several orders of collectives",
     "llama": "Llama-3 8B: training, prefill and decoding, without the pass and with it",
+    "frameworks": "programs of transformers, DDP and FSDP2, without weft and with it",
+    "vocabulary": "the loss of a vocabulary that the ranks share",
     "forms": "which programs weft's pass and torch's own fuse; not timed",
     "alone": "the matmul ops of one rank on one GPU that stands for several",
     "compare": "this checkout's ops beside those of another commit",

@@ -119,7 +119,7 @@ def demo(args: argparse.Namespace, sizes: Sizes, device: torch.device) -> bool:
             "CPU ranks show that the fused graphs run and give the same numbers. Their times say nothing about NVLink: "
             "README has the speed-ups on GPUs."
         )
-    say(f"{fusion.report().fused} of {len(fusion.report().entries)} collectives fused")
+    say(f"\n{fusion.report()}")
     say("ok" if good else "FAILED")
     return good
 

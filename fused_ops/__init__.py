@@ -13,6 +13,7 @@ from .dispatch.choice import plan
 from .dispatch.plan import Plan, last_plan
 from .drop_in.calls_taken import CallsTaken
 from .drop_in.installation import install, install_if_asked, installed, installed_calls, uninstall
+from .experts import fused_all_gather_grouped_matmul, grouped_matmul, moe_route
 from .functional import (
     fused_all_gather_matmul,
     fused_matmul_all_reduce,
@@ -25,6 +26,11 @@ from .layers.float8 import float8_all_gather_matmul, float8_matmul_reduce_scatte
 from .layers.gradients import all_reduce_gradients
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .library import registration as registration  # torch.ops.weft is implemented
+from .moe_combine import (
+    fused_moe_combine_all_reduce,
+    fused_moe_combine_all_reduce_rms_norm,
+    fused_moe_combine_reduce_scatter,
+)
 from .norms import (
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
@@ -71,6 +77,7 @@ __all__ = [
     "cross_entropy_of_sharded_logits",
     "float8_all_gather_matmul",
     "float8_matmul_reduce_scatter",
+    "fused_all_gather_grouped_matmul",
     "fused_all_gather_matmul",
     "fused_all_gather_scaled_matmul",
     "fused_all_reduce_layer_norm",
@@ -80,8 +87,12 @@ __all__ = [
     "fused_linear_log_probs",
     "fused_matmul_all_reduce",
     "fused_matmul_reduce_scatter",
+    "fused_moe_combine_all_reduce",
+    "fused_moe_combine_all_reduce_rms_norm",
+    "fused_moe_combine_reduce_scatter",
     "fused_scaled_matmul_reduce_scatter",
     "fusion_report",
+    "grouped_matmul",
     "install",
     "installed",
     "installed_calls",
@@ -89,6 +100,7 @@ __all__ = [
     "last_plan",
     "local_state_dict",
     "measure_costs",
+    "moe_route",
     "one_shot_all_gather",
     "one_shot_all_reduce",
     "one_shot_all_reduce_",

@@ -50,7 +50,8 @@ def fused_linear_cross_entropy(
     product.
 
     Logits are rounded to x's dtype; all else is float32. Gradients of logits are rounded to x's dtype too, and that of
-    the weight after every 2048 rows, as the sum of parts of a batch is. Every rank gets the same bits.
+    the weight after every 2048 rows, as the sum of parts of a batch is, each time by half a unit in the last place of
+    the sum so far: a sum in float32 would take twice the weight's memory. Every rank gets the same bits.
 
     Differentiable once. Works under torch.compile. Every rank must call it with the same shapes, but for V.
 

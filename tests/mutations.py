@@ -261,7 +261,7 @@ MUTANTS = [
     # fused_ops/ops
     Mutant(
         "fused_ops/ops/all_reduce_rms_norm.py",
-        "scale = (wide.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()",
+        "scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()",
         "scale = wide.square().mean(-1, keepdim=True).rsqrt()",
         f"{_NORMS}::test_eps_shows",
     ),
@@ -322,7 +322,7 @@ MUTANTS = [
         "tests/fused_ops/passes/norms/test_norm_forms.py",
     ),
     Mutant(
-        "fused_ops/passes/ranges.py",
+        "fused_ops/passes/records/ranges.py",
         "number == parts[-1][-1] + 1",
         "number == parts[-1][-1] + 2",
         "tests/fused_ops/passes/records/test_report_groups.py",

@@ -3,6 +3,9 @@
     def check(rank, world_size, rows): ...
     run_ranks(check, 3, 17)
 
+    @on_ranks([2, 3])
+    def test_op(rank, world_size): ...
+
 The function must be importable (a top-level function of a test file). The first failure is raised with its traceback.
 Importing torch takes seconds, so ranks stay for the next run; a run that leaves them in another state than it found
 them asks for ``fresh`` ones. On the CPU ranks are forked from a server that has imported torch and compiled a graph
@@ -21,6 +24,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import inspect
 import os
 import pickle
 import socket
@@ -28,11 +33,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 from unittest import mock
 
@@ -131,6 +137,49 @@ def run_ranks(
                 _teams.pop(next(iter(_teams))).stop()
         else:
             team.stop()
+
+
+def on_ranks(
+    world_size: int | Sequence[int], device: str | Sequence[Any] = "cpu", fresh: bool = False, **how: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test ``test(rank, world_size, ...)``, which each of so many ranks runs; what follows the two are its arguments.
+
+    Several world sizes or devices are a table, of which they change least often. ``how``: as for ``run_ranks``.
+    """
+
+    def enter(fn: Callable[..., None]) -> Callable[..., None]:
+        tables = {"world_size": world_size, "device": device}
+        tables = {name: values for name, values in tables.items() if not isinstance(values, int | str)}
+        own = list(inspect.signature(fn).parameters.values())[2:]
+
+        @functools.wraps(fn)
+        def test(**given: Any) -> None:
+            size, on = (
+                given.pop(name, one) for name, one in (("world_size", world_size), ("device", device))
+            )
+            run_ranks(
+                _tested,
+                size,
+                f"{fn.__module__}:{fn.__name__}",
+                given,
+                device=on,
+                fresh=fresh,
+                row=not fresh,
+                **how,
+            )
+
+        names = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in tables]
+        test.__signature__ = inspect.Signature([*names, *own])  # type: ignore[attr-defined]
+        for name, values in tables.items():
+            test = pytest.mark.parametrize(name, values)(test)
+        return test
+
+    return enter
+
+
+def _tested(rank: int, world_size: int, name: str, given: dict[str, Any]) -> None:
+    """By its name, at which a module has the test."""
+    resolve_name(name).__wrapped__(rank, world_size, **given)
 
 
 def run_row(

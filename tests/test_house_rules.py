@@ -25,7 +25,9 @@ LIKE_TORCH = {
     "fused_ops/norms.py::fused_all_reduce_layer_norm",
     "fused_ops/norms.py::fused_all_reduce_rms_norm",
     "fused_ops/norms.py::fused_all_reduce_rms_norm_quant",
+    "fused_ops/experts.py::fused_all_gather_grouped_matmul",
     "fused_ops/functional.py::fused_matmul_reduce_scatter",
+    "fused_ops/moe_combine.py::fused_moe_combine_all_reduce_rms_norm",
     "fused_ops/scaled.py::fused_all_gather_scaled_matmul",
     "fused_ops/scaled.py::fused_scaled_matmul_reduce_scatter",
     "fused_ops/vocabulary.py::cross_entropy_of_sharded_logits",
@@ -246,7 +248,7 @@ from weft import fused_ops
 assert not {{"torch._dynamo", "torch._inductor"}} & {{*sys.modules}}
 assert "weft.fused_ops.passes" not in sys.modules
 assert set(fused_ops.__all__) <= set(dir(fused_ops))
-assert fused_ops.Report is fused_ops.passes.report.Report
+assert fused_ops.Report is fused_ops.passes.records.report.Report
 assert fused_ops.compile is fused_ops.passes.backend.compile
 print(refused(fused_ops))
 from weft.fused_ops import *

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import threading
@@ -10,7 +11,7 @@ import time
 import pytest
 import torch
 from opcommon import world
-from ranks import run_ranks, run_row
+from ranks import on_ranks, run_ranks, run_row
 from weft import symm_mem
 from weft.fused_ops import one_shot_all_reduce
 
@@ -71,6 +72,19 @@ def test_others_are_started_anew(fails: object, words: str, monkeypatch: pytest.
     with pytest.raises(AssertionError, match=words):
         run_row(fails, 2)  # type: ignore[arg-type]
     assert not set(run_row(healthy, 2)) & set(before)
+
+
+@on_ranks([1, 2])
+def last_says(rank: int, world_size: int, words: str) -> None:
+    assert rank == 0, words
+
+
+def test_a_test_on_ranks_fails_where_a_rank_does() -> None:
+    last_says(world_size=1, words="rank 1 is right")
+    with pytest.raises(AssertionError, match="rank 1 is wrong"):
+        last_says(world_size=2, words="rank 1 is wrong")
+    assert list(inspect.signature(last_says).parameters) == ["world_size", "words"]
+    assert [mark.args for mark in last_says.pytestmark] == [("world_size", [1, 2])]  # type: ignore[attr-defined]
 
 
 def found(rank: int, world_size: int) -> tuple[bool, str, int, float]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import staged
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks
 
 
-def collectives(rank: int, size: int) -> None:
+@on_ranks(3, fresh=True)
+def test_what_it_computes(rank: int, size: int) -> None:
     staged.register()
     group = dist.new_group(backend=staged.NAME)
     ops, name = torch.ops._c10d_functional, group.group_name
@@ -40,7 +41,3 @@ def collectives(rank: int, size: int) -> None:
     assert said == list(range(size))
     dist.barrier(group=group)
     assert group._get_sequence_number_for_group() > begun
-
-
-def test_what_it_computes() -> None:
-    run_ranks(collectives, 3, fresh=True)

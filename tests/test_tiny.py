@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
+import tiny_experts
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -221,6 +222,7 @@ def linear_cross_entropy() -> Op:
 
 
 OPS = {
+    "all_gather_grouped_matmul": Op(*tiny_experts.gathered()),
     "all_gather_matmul": all_gather_matmul(0),
     "all_gather_matmul-last_dim": all_gather_matmul(1),
     "all_gather_scaled_matmul": all_gather_scaled_matmul(),
@@ -240,6 +242,8 @@ OPS = {
     "all_reduce_layer_norm": all_reduce_layer_norm(),
     "matmul_all_reduce": matmul_all_reduce(),
     "linear_cross_entropy": linear_cross_entropy(),
+    "moe_combine_all_reduce_rms_norm": Op(*tiny_experts.combined(None, EPS)),
+    "moe_combine_reduce_scatter": Op(*tiny_experts.combined(0, EPS)),
 }
 
 

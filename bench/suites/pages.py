@@ -26,6 +26,8 @@ _WORDS = {
     "all_reduce_rms_norm": "all-reduce + RMSNorm",
     "all_reduce_layer_norm": "all-reduce + LayerNorm",
 }
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+_NORMS = ("all_reduce_rms_norm", "all_reduce_layer_norm")
 _MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 Row = dict[str, Any]
 
@@ -107,10 +109,10 @@ def collectives_table() -> list[str]:
     """Collectives alone and with a norm, by machine."""
     found = []
     for machine, words, ops in (
-        ("h100-x2", "2 H100", ("all_reduce", "all_gather", "reduce_scatter")),
-        ("h100-x2", "2 H100", ("all_reduce_rms_norm", "all_reduce_layer_norm")),
+        ("h200-x2", "2 H200", _COLLECTIVES + _NORMS),
+        ("h100-x2", "2 H100", _COLLECTIVES + _NORMS),
         ("h100-x3", "3 H100", ("all_reduce",)),
-        ("h100-x4", "4 H100", ("all_reduce", "all_gather", "reduce_scatter")),
+        ("h100-x4", "4 H100", _COLLECTIVES),
         ("h200-x4", "4 H200", ("all_reduce_rms_norm",)),
     ):
         for op in ops:
@@ -165,7 +167,7 @@ def ops_table() -> list[str]:
         elif word == "all_reduce_rms_norm_quant":  # the benchmark has no row of it
             gains = ["-", "-"]
         else:
-            gains = _against(_captured("h100-x2", word)[1])[:2]
+            gains = _against(_captured("h200-x2", word)[1])[:2]
         found.append([names, replaced, *gains])
     return _table(["op", "replaces", "speed-up over NCCL + cuBLAS", "over `torch.ops.symm_mem`"], found)
 
@@ -187,10 +189,10 @@ OPS = {
 
 def _scaled(op: str) -> list[str]:
     """Of fp8 operands with tensor-wise and row-wise scales: over NCCL and torch's product, over torch's fused op."""
-    text = (RESULTS / "h100-x2-scaled.txt").read_text()
+    text = (RESULTS / "h200-x2-scaled.txt").read_text()
     row = rf"^\| {op} \| \S+ \| \d+ \| (?:tensor|rows) \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|"
     times = [tuple(map(float, us)) for us in re.findall(row, text, re.MULTILINE)]
-    assert len(times) == 36, f"{op}: {len(times)} rows"
+    assert len(times) == {"gather": 36, "scatter": 35}[op], f"{op}: {len(times)} rows"
     return [_cell(geometric_mean(us[peer] / us[2] for us in times)) for peer in (0, 1)]
 
 

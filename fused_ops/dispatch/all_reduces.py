@@ -39,6 +39,14 @@ class TensorLike(Protocol):
     def nbytes(self) -> int: ...
 
 
+class NotYet(NamedTuple):
+    """Of a tensor that is not there yet."""
+
+    device: torch.device
+    dtype: torch.dtype
+    nbytes: int
+
+
 class _How(NamedTuple):
     """``given``: the configuration is not that of the model."""
 

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..dispatch.choice import CHOOSERS
 from ..dispatch.tensor_guards import has_tangents
 from ..ops import OPS, Op
+from ..ops.experts.local import LOCAL_OPS
 from ..ops.op import AUTOCAST
 from . import compiled, group_checks, schema
 from .unsupported import refuse_derivative_in_transform, refuse_unsupported
@@ -95,6 +96,18 @@ def _autograd(op: Op) -> Callable[[Any], Any]:
     return call_with_autograd
 
 
+def _local_autograd(name: str, with_gradient: Callable[..., Any]) -> Callable[..., Any]:
+    op = getattr(torch.ops.weft, name).default
+
+    def call(*args: Any) -> Any:
+        if _wants_grad(name, [x for x in args if isinstance(x, Tensor)]):
+            return with_gradient(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    return call
+
+
 for _op in OPS:
     _known_fake = compiled.known_to_inductor(_on_records(_op, _fake(_op)))
     torch.library.register_fake(f"weft::{_op.name}", _known_fake, lib=schema.lib)
@@ -108,4 +121,8 @@ for _op in OPS:
         schema.lib.impl(_op.name, _below_autocast(_op.overload), _key)
     if _op.flops is not None:
         register_flop_formula(_op.overload.overloadpacket)(_op.flops)
-refuse_unsupported(schema.lib, "linear_cross_entropy_gradients")  # which sends nothing
+# Which send nothing.
+for _name, _gradient in {"linear_cross_entropy_gradients": None, **LOCAL_OPS}.items():
+    refuse_unsupported(schema.lib, _name)
+    if _gradient is not None:
+        schema.lib.impl(_name, _local_autograd(_name, _gradient), "Autograd")

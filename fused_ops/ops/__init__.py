@@ -7,6 +7,12 @@ from .all_reduce import ALL_REDUCE, ALL_REDUCE_IN_PLACE
 from .all_reduce_layer_norm import ALL_REDUCE_LAYER_NORM
 from .all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
 from .all_reduce_rms_norm_quant import ALL_REDUCE_RMS_NORM_QUANT
+from .combine.all_reduce import MOE_COMBINE_ALL_REDUCE
+from .combine.all_reduce_rms_norm import MOE_COMBINE_ALL_REDUCE_RMS_NORM
+from .combine.reduce_scatter import MOE_COMBINE_REDUCE_SCATTER
+from .experts import grouped_matmul as grouped_matmul  # torch.ops.weft has it
+from .experts import moe_route as moe_route  # likewise
+from .experts.all_gather_grouped_matmul import ALL_GATHER_GROUPED_MATMUL
 from .matmul_all_reduce import MATMUL_ALL_REDUCE
 from .matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from .op import Op
@@ -20,6 +26,7 @@ from .vocabulary.linear_cross_entropy import (
 
 OPS: tuple[Op, ...] = (
     ALL_GATHER_MATMUL,
+    ALL_GATHER_GROUPED_MATMUL,
     MATMUL_REDUCE_SCATTER,
     ALL_GATHER_SCALED_MATMUL,
     SCALED_MATMUL_REDUCE_SCATTER,
@@ -33,6 +40,9 @@ OPS: tuple[Op, ...] = (
     ALL_REDUCE_RMS_NORM_QUANT,
     ALL_REDUCE_LAYER_NORM,
     MATMUL_ALL_REDUCE,
+    MOE_COMBINE_ALL_REDUCE,
+    MOE_COMBINE_ALL_REDUCE_RMS_NORM,
+    MOE_COMBINE_REDUCE_SCATTER,
     LINEAR_CROSS_ENTROPY,
     LINEAR_LOG_PROBS,
     CROSS_ENTROPY_OF_SHARDED_LOGITS,

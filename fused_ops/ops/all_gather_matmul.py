@@ -154,9 +154,9 @@ def _on_cuda(choice: Choice, where: Heap, call: AllGatherMatmulCall) -> Result:
         plan = choice.plan_in(workspace)
         ran(plan)
         timeout_ns = timeout_in_ns(where.group_name)
-        gathered, products = on_cuda.launch_all_gather_matmul(kernel, workspace, used, timeout_ns)
+        gathered, products = on_cuda.launch_all_gather_matmul(kernel, workspace, used, timeout_ns, host.OP)
     A, outs = _shaped(gathered, products, _front(call), dim, where.world_size)
-    if (launcher := on_cuda.gather_launcher(kernel, workspace, return_A)) is not None:
+    if (launcher := on_cuda.gather_launcher(kernel, workspace, used)) is not None:
         results = outs if A is None else [*outs, A]
         operands = how.call.a, *how.call.bs
         made = launch_cache.LaunchedCall(host.OP, (dim, return_A), call.tensors, operands, results)

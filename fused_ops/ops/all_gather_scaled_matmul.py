@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.all_gather_matmul.configs import MOST_BS, GatherKernelCall
+from ...kernels.all_gather_matmul.configs import MOST_BS, GatherKernelCall, GatherScales
 from ...kernels.all_gather_scaled_matmul import host
 from ...kernels.all_gather_scaled_matmul.reference import reference_gathered_rows
 from ...kernels.device.gemm.scaling import (
@@ -189,7 +190,7 @@ def _scaled_products(gather: ScaledGather) -> ScaledProducts | str:
 
 
 def _choose_on_cuda(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup) -> Choice:
-    from ...kernels.all_gather_matmul import on_cuda, scaled
+    from ...kernels.all_gather_matmul import on_cuda
 
     size = group.size()
     gather = ScaledGather(call, rows, size)
@@ -211,19 +212,19 @@ def _choose_on_cuda(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: Pr
     return by_kernel(
         KernelUse(kernel, used, staging),
         size,
-        partial(scaled.scaled_gather_programs, kernel.config, used, size, group.rank()),
+        partial(on_cuda.gather_programs, kernel.config, used, size, group.rank()),
         chosen="" if kernel.algorithm == "copy_engine" else FROM_MODEL,
     )
 
 
 def _on_cuda(choice: Choice, where: Heap, gather: ScaledGather) -> Result:
-    from ...kernels.all_gather_matmul import scaled
+    from ...kernels.all_gather_matmul import on_cuda
 
     how: KernelUse = choice.how
     used, call = how.call, gather.call
     with in_stream_order(used.a.device):
         how.staging.copy()
-        scales = scaled.GatherScales(
+        scales = GatherScales(
             a=aligned(gather.given.t().contiguous()),
             bs=[
                 scale_of_B(gather.rows.kind, scale, gather.k, B.shape[1])
@@ -231,21 +232,20 @@ def _on_cuda(choice: Choice, where: Heap, gather: ScaledGather) -> Result:
             ],
             biases=[None if bias is None else aligned(bias.contiguous()) for bias in call.biases],
         )
-        kernel, chosen = scaled.tuned_scaled_gather(how.kernel, where, used, scales)
+        used = replace(used, scales=scales)
+        kernel, chosen = on_cuda.tuned_gather(how.kernel, where, used)
         choice = choice.by(kernel, chosen)
         workspace = choice.workspace_on(where)
         workspace.raise_if_broken(host.OP if kernel.algorithm == "push" else None)  # others say it themselves
         plan = choice.plan_in(workspace)
         ran(plan)
         timeout_ns = timeout_in_ns(where.group_name)
-        gathered, products = scaled.launch_all_gather_scaled_matmul(
-            *(kernel, workspace, used, scales), timeout_ns
-        )
+        gathered, products = on_cuda.launch_all_gather_matmul(kernel, workspace, used, timeout_ns, host.OP)
     A = None if gathered is None else gathered.view(gather.a.dtype)
     if A is not None:
         A = gather.shaped(A if gather.last else A.flatten(0, 1))
     outs = [gather.shaped(out if gather.last else out.flatten(0, 1)) for out in products]
-    launcher = scaled.scaled_gather_launcher(kernel, workspace, used, scales)
+    launcher = on_cuda.gather_launcher(kernel, workspace, used)
     known = _known_by(call)
     if launcher is not None and known is not None:
         results = outs if A is None else [*outs, A]

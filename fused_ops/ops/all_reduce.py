@@ -81,14 +81,14 @@ def run_all_reduce(
     call = AllReduceCall(x, reduce_op, group.group_name)
     where = heap_or_reason(op, "all_reduce", x.device, group, empty=x.numel() == 0)
     if isinstance(where, str):
-        return _run(unfused(where), None, call, group, out, op)
+        return run_by_choice(unfused(where), None, call, group, out, op)
     choice = choose_sum(x, reduce_op, group)
     if config is not None and choice.algorithm == "push":
         choice = choose_sum_on_cuda(x, reduce_op, group, config)
-    return _run(choice, where, call, group, out, op)
+    return run_by_choice(choice, where, call, group, out, op)
 
 
-def _run(
+def run_by_choice(
     choice: Choice,
     where: Heap | None,
     call: AllReduceCall,
@@ -96,7 +96,7 @@ def _run(
     out: Tensor | None = None,
     op: str = host.OP,
 ) -> Tensor:
-    """The same by a choice."""
+    """As the op, by a choice; ``op``: whose call it is, for errors."""
     x, reduce_op = call.x, call.reduce_op
     if where is None or choice.is_unfused:
         ran(choice.plan_in(None))
@@ -163,7 +163,7 @@ def _fake(call: AllReduceCall, group: ProcessGroup) -> Tensor:
 def _run_in_place(choice: Choice, where: Heap | None, call: AllReduceCall, group: ProcessGroup) -> None:
     x = call.x
     into = x if x.is_contiguous() else None
-    result = _run(choice, where, call, group, into, host.IN_PLACE)
+    result = run_by_choice(choice, where, call, group, into, host.IN_PLACE)
     if into is None:
         x.copy_(result)
     increment_version(x)  # as on the fast path
@@ -185,7 +185,7 @@ ALL_REDUCE = Op(
     kernel="all_reduce",
     sends_nothing=_sends_nothing,
     choose=_choose,
-    run=_run,
+    run=run_by_choice,
     fast=lambda call: fast_all_reduce(*call[:3]),
     known_by=lambda call, group: (call.reduce_op, [call.x]),
     with_gradient=_with_gradient,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed import ProcessGroup
 from ...kernels.all_reduce_rms_norm import host
 from ...kernels.all_reduce_rms_norm.quant import quantize_rows
 from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind, add_residual_and_norm
+from ...kernels.device.collective.combine import Combined
 from ...kernels.device.comm.ll_exchange import VECTOR
 from ...symm_mem import resolve_group
 from ...symm_mem.backends.cuda_state import current_stream_of
@@ -22,7 +24,7 @@ from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from .. import validation
 from ..dispatch import launch_cache
-from ..dispatch.all_reduces import choose_sum
+from ..dispatch.all_reduces import NotYet, choose_sum
 from ..dispatch.choice import Choice, on_host, unfused
 from ..dispatch.plan import Plan, num_sms, ran
 from ..dispatch.staging import aligned
@@ -59,11 +61,9 @@ class AllReduceRmsNormCall(NamedTuple):
         return NormKind(self.eps, self.weight_offset, self.round_sum, self.residual is not None, wide)
 
 
-class NormCall(Protocol):
-    """A call of one of the norms."""
+class AddedCall(Protocol):
+    """What a norm adds and multiplies by."""
 
-    @property
-    def x(self) -> Tensor: ...
     @property
     def residual(self) -> Tensor | None: ...
     @property
@@ -78,35 +78,45 @@ class NormCall(Protocol):
     def kind(self) -> NormKind: ...
 
 
+class NormCall(AddedCall, Protocol):
+    """A call of a norm of x."""
+
+    @property
+    def x(self) -> Tensor: ...
+
+
 def validate_all_reduce_norm(call: NormCall) -> ProcessGroup:
     """The group."""
     group, x = resolve_group(call.group_name), call.x
     if x.dim() < 1:
         raise ValueError("x: has no dimension, must have 1 or more")
     validation.float_dtype("x", x)
+    validate_norm(call, "x", x, x.shape)
+    return group
+
+
+def validate_norm(call: AddedCall, of: str, x: Tensor, sums: Sequence[int]) -> None:
+    """What is added to what x, or ``of``, gives, of the shape of ``sums``, and how that is normed."""
     weight, bias = call.affine
     for name, tensor in (("residual", call.residual), ("weight", weight), ("bias", bias)):
         if tensor is None:
             continue
-        shape = x.shape if name == "residual" else x.shape[-1:]
-        if tensor.shape != shape:
-            raise ValueError(
-                f"{name}: has shape {tuple(tensor.shape)}, must have {tuple(shape)} to go with x"
-            )
+        shape = tuple(sums if name == "residual" else sums[-1:])
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name}: has shape {tuple(tensor.shape)}, must have {shape} to go with {of}")
         if name == "bias" and weight is not None:
             validation.dtype_like(name, tensor, weight, "weight")
         elif name == "residual" or tensor.dtype != torch.float32:
             validation.dtype_like(
-                name, tensor, x, "x", " or torch.float32" * (name != "residual" and x.dtype.itemsize == 2)
+                name, tensor, x, of, " or torch.float32" * (name != "residual" and x.dtype.itemsize == 2)
             )
-        validation.same_device(name, tensor, x, "x")
+        validation.same_device(name, tensor, x, of)
     if not call.eps >= 0:
         raise ValueError(f"eps: is {call.eps!r}, must be 0 or more")
     if not abs(call.weight_offset) <= torch.finfo(torch.float32).max:
         raise ValueError(f"weight_offset: is {call.weight_offset!r}, must be finite in float32")
     if weight is None and call.weight_offset != 0:
         raise ValueError(f"weight_offset: is {call.weight_offset!r}, must be 0 where there is no weight")
-    return group
 
 
 def fast_all_reduce_rms_norm(
@@ -144,25 +154,39 @@ def name_of_norm(kind: NormKind) -> float | tuple[float, ...]:
 
 
 class NormOperands(NamedTuple):
-    """What an op is given, where it is there; also as the kernels take it, with x of two dimensions."""
+    """What an op is given, where it is there; also as the kernels take it, with x of two dimensions. ``combined``: what
+    x is put together from, by the kernel; x stands for its y."""
 
     x: Tensor
     residual: Tensor | None
     affine: Affine
     scale: Tensor | None = None
+    combined: Combined | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
         """In the kernels' order."""
-        return [t for t in (self.x, self.residual, *self.affine, self.scale) if t is not None]
+        of_x, shared = [self.x], None
+        if self.combined is not None:
+            *of_x, shared = self.combined
+        return [t for t in (*of_x, self.residual, *self.affine, self.scale, shared) if t is not None]
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Of the sums."""
+        return self.x.shape if self.combined is None else self.combined.result_shape
 
     def contiguous(self, rows: int, hidden: int) -> NormOperands:
-        x, residual, (weight, bias), scale = self
-        x = x.reshape(rows, hidden).contiguous()
+        residual, (weight, bias), combined = self.residual, self.affine, self.combined
+        if combined is not None:
+            combined = Combined(*(None if t is None else t.contiguous() for t in combined))  # type: ignore[arg-type]
+            x = combined.y
+        else:
+            x = self.x.reshape(rows, hidden).contiguous()
         residual = None if residual is None else residual.reshape(rows, hidden).contiguous()
         weight = None if weight is None else weight.contiguous()
         bias = None if bias is None else bias.contiguous()
-        return NormOperands(x, residual, Affine(weight, bias), scale)
+        return NormOperands(x, residual, Affine(weight, bias), self.scale, combined)
 
     def normed(self, total: Tensor, kind: NormKind) -> list[Tensor]:
         """What is made of what all ranks' x add up to."""
@@ -173,17 +197,18 @@ class NormOperands(NamedTuple):
         return [quantized, sums] if scales is None else [quantized, scales, sums]
 
 
-def choose_norm(x: Tensor, kind: NormKind, group: ProcessGroup) -> Choice:
-    """The choice for a norm of such x."""
-    size, hidden = group.size(), x.shape[-1]
-    rows = x.numel() // hidden
+def choose_norm(x: Tensor, sums: Sequence[int], kind: NormKind, group: ProcessGroup) -> Choice:
+    """The choice for a norm of such x, or of what it is part of, which has the shape of ``sums``."""
+    size, hidden = group.size(), sums[-1]
+    rows = prod(sums[:-1])
     if x.device.type == "cpu":
         return on_host(host.host_norm_layout(rows, hidden * x.element_size(), size))
     from ...kernels.all_reduce_rms_norm import configs, cuda_kernel
 
     if (reason := cuda_kernel.why_no_norm_kernel(hidden, x.dtype, size)) is not None:
         # The all-reduce by itself may well be ours.
-        return replace(unfused(reason), programs=choose_sum(x, "sum", group).programs)
+        reduced = NotYet(x.device, x.dtype, rows * hidden * x.element_size())
+        return replace(unfused(reason), programs=choose_sum(reduced, "sum", group).programs)
     ranks, vectors = (size, group.rank()), hidden * x.element_size() // VECTOR
     config = configs.choose_all_reduce_rms_norm(rows, vectors, size, num_sms(x.device))
     return Choice(
@@ -204,40 +229,43 @@ def run_norm(
     name: Callable[[], Hashable],
     group: ProcessGroup,
 ) -> list[Tensor]:
-    """The results as kernels write them; ``name`` returns that by which the fast path knows the call."""
+    """The results as kernels write them; ``name`` returns that by which the launch cache knows the call."""
+    if choice.algorithm != "push" and given.combined is not None:
+        given = given._replace(x=given.combined.total(), combined=None)
     op, x = host.op_of(kind), given.x
     on_host = choice.algorithm == "host"
     if where is None or (not on_host and choice.is_unfused):
         total = all_reduce.run_all_reduce(x, "sum", group, op=op)
         ran(choice.plan_in(None))
         return [t.contiguous() for t in given.normed(total, kind)]
-    hidden = x.shape[-1]
-    used = given.contiguous(x.numel() // hidden, hidden)
+    *_, hidden = shape = given.shape
+    rows = prod(shape[:-1])
+    used = given.contiguous(rows, hidden)
     if on_host:
         workspace = choice.begin_on(where)
         results = used.normed(host.host_all_reduce_of_rows(workspace, used.x, op), kind)
-        return results if x.dim() == 2 else _of_shape(x, results)
+        return results if len(shape) == 2 else _of_shape(shape, results)
     operands = [aligned(t) for t in used.tensors]
-    place, kernel, plan, results = _on_cuda(choice, where, operands, kind)
-    results = _of_shape(x, results)
+    place, kernel, plan, results = _on_cuda(choice, where, operands, kind, (rows, hidden))
+    results = _of_shape(shape, results)
     made = launch_cache.LaunchedCall(op, name(), given.tensors, operands, results)
     launch_cache.remember_call(made, place, kernel, plan, profitable=True, grids=kernel.grids)
     return results
 
 
-def _of_shape(x: Tensor, results: list[Tensor]) -> list[Tensor]:
-    """Results of two dimensions, with those of x before the last one."""
-    return [r.view(*x.shape[:-1], r.shape[-1]) for r in results]
+def _of_shape(shape: Sequence[int], results: list[Tensor]) -> list[Tensor]:
+    """Results of two dimensions, with those of a shape before the last one."""
+    return [r.view(*shape[:-1], r.shape[-1]) for r in results]
 
 
 def _on_cuda(
-    choice: Choice, where: Heap, operands: list[Tensor], kind: NormKind
+    choice: Choice, where: Heap, operands: list[Tensor], kind: NormKind, sizes: tuple[int, int]
 ) -> tuple[Workspace[Any], AllReduceRmsNormLauncher, Plan, list[Tensor]]:
     from ...kernels.all_reduce_rms_norm.cuda_kernel import AllReduceRmsNormLauncher
     from ...kernels.device.tuning.choice import make_together
 
     op, x, config = host.op_of(kind), operands[0], choice.how
-    rows, hidden = x.shape
+    rows, hidden = sizes
     with in_stream_order(x.device):
         place = choice.workspace_on(where)
         place.raise_if_broken()
@@ -252,10 +280,10 @@ def _on_cuda(
 
             kernel = make_together(place, op, key, key, make)
         quant = kind.quant
-        results = [torch.empty_like(x, dtype=None if quant is None else quant.out_dtype)]
+        results = [x.new_empty(sizes, dtype=None if quant is None else quant.out_dtype)]
         if quant is not None and quant.dynamic:
             results.append(x.new_empty(rows, 1, dtype=torch.float32))
-        results.append(torch.empty_like(x))
+        results.append(x.new_empty(sizes))
         timeout_ns = timeout_in_ns(where.group_name)
         place.raise_if_broken(op, grids=kernel.grids)
         addresses, to = ([t.data_ptr() for t in ts] for ts in (operands, results))
@@ -272,30 +300,45 @@ class AllReduceRmsNormFunction(torch.autograd.Function):
     def forward(
         ctx: Any, call: AllReduceRmsNormCall, x: Tensor, residual: Tensor | None, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ctx.eps, ctx.group_name, ctx.group_size = call.eps, call.group_name, call.group_size
-        ctx.offset, ctx.weight_dtype = call.weight_offset, weight.dtype
+        ctx.norm, ctx.group_name, ctx.group_size = (
+            (call.eps, call.weight_offset),
+            call.group_name,
+            call.group_size,
+        )
+        ctx.weight_dtype = weight.dtype
         normed, sums = ALL_REDUCE_RMS_NORM.run_below_autograd(call)
         ctx.save_for_backward(sums, weight if any(ctx.needs_input_grad[1:3]) else None)
         return normed, sums
 
     @staticmethod
-    def backward(ctx: Any, grad_normed: Tensor, grad_sums: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         sums, weight = ctx.saved_tensors
-        wide = sums.float()
-        scale = (wide.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
-        unit, grad = wide * scale, grad_normed.float()
-        grad_x = total = grad_weight = None
-        if weight is not None:
-            through = grad * (weight if ctx.offset == 0 else weight.float() + ctx.offset)
-            inner = scale * (through - unit * (through * unit).mean(-1, keepdim=True))
-            total = (inner + grad_sums).to(sums.dtype)
-            if ctx.needs_input_grad[1]:
-                grad_x = torch.ops.weft.one_shot_all_reduce(
-                    total, "sum", ctx.group_name, group_size=ctx.group_size
-                )
-        if ctx.needs_input_grad[3]:
-            grad_weight = (grad * unit).sum_to_size(sums.shape[-1:]).to(ctx.weight_dtype)
-        return None, grad_x, total if ctx.needs_input_grad[2] else None, grad_weight
+        of_x, of_residual, of_weight = ctx.needs_input_grad[1:]
+        total, grad_weight = norm_gradients(sums, weight, grads, ctx.norm, of_weight)
+        grad_x = None
+        if of_x:
+            grad_x = torch.ops.weft.one_shot_all_reduce(
+                total, "sum", ctx.group_name, group_size=ctx.group_size
+            )
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(ctx.weight_dtype)
+        return None, grad_x, total if of_residual else None, grad_weight
+
+
+def norm_gradients(
+    sums: Tensor, weight: Tensor | None, grads: Sequence[Tensor], norm: tuple[float, float], of_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of the sums, if there is the weight, and of the weight in float32, if it is wanted; ``grads``: of the norm and of
+    the sums; ``norm``: eps and what is added to the weight."""
+    (eps, offset), (grad_normed, grad_sums) = norm, grads
+    wide, grad = sums.float(), grad_normed.float()
+    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    unit, total = wide * scale, None
+    if weight is not None:
+        through = grad * (weight if offset == 0 else weight.float() + offset)
+        inner = scale * (through - unit * (through * unit).mean(-1, keepdim=True))
+        total = (inner + grad_sums).to(sums.dtype)
+    return total, (grad * unit).sum_to_size(sums.shape[-1:]) if of_weight else None
 
 
 def _fast(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor] | None:
@@ -304,7 +347,7 @@ def _fast(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor] | None:
 
 
 def choose_norm_call(call: NormCall, group: ProcessGroup) -> Choice:
-    return choose_norm(call.x, call.kind, group)
+    return choose_norm(call.x, call.x.shape, call.kind, group)
 
 
 def run_norm_call(

@@ -161,7 +161,7 @@ ALL_REDUCE_RMS_NORM_QUANT = Op(
     fake=_fake,
     kernel="all_reduce_rms_norm",
     sends_nothing=lambda call, given, group: call.x.numel() == 0,
-    choose=lambda call, given, group: choose_norm(call.x, call.kind, group),
+    choose=lambda call, given, group: choose_norm(call.x, call.x.shape, call.kind, group),
     run=run_all_reduce_rms_norm_quant,
     fast=fast_all_reduce_rms_norm_quant,
     known_by=lambda call, given, group: (name_of_quant(given), call.tensors),

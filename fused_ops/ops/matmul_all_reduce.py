@@ -257,7 +257,7 @@ def _run_few_rows(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> Ten
 
 
 def _run_one_kernel(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> Tensor:
-    from ...kernels.matmul_reduce_scatter import to_all
+    from ...kernels.matmul_reduce_scatter import on_cuda
 
     how: KernelUse = choice.how
     kernel, A, B, used = how.kernel, call.A, call.B, how.call
@@ -268,10 +268,13 @@ def _run_one_kernel(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> T
         fused = choice.plan_in(workspace)
         ran(fused)
         timeout_ns = timeout_in_ns(where.group_name)
-        out, launcher = to_all.launch_sum_to_all(kernel, workspace, used, timeout_ns, host.OP)
+        as_one_part = replace(used, a=used.a.unsqueeze(0).unsqueeze(0))
+        out = on_cuda.launch_matmul_reduce_scatter(kernel, workspace, as_one_part, timeout_ns, host.OP)
+    launcher = on_cuda.scatter_launcher(kernel, workspace, as_one_part)
     shaped = out.view(*A.shape[:-1], B.shape[1])
-    made = launch_cache.LaunchedCall(host.OP, call.reduce_op, (A, B), (used.a, used.b), [shaped])
-    launch_cache.remember_call(made, workspace, launcher, fused, profitable=kernel.profitable)
+    if launcher is not None:
+        made = launch_cache.LaunchedCall(host.OP, call.reduce_op, (A, B), (used.a, used.b), [shaped])
+        launch_cache.remember_call(made, workspace, launcher, fused, profitable=kernel.profitable)
     return shaped
 
 

@@ -300,12 +300,12 @@ def _on_cuda(choice: Choice, where: Heap, _: MatmulReduceScatterCall) -> Tensor:
         plan = choice.plan_in(workspace)
         ran(plan)
         timeout_ns = timeout_in_ns(where.group_name)
-        out = on_cuda.launch_matmul_reduce_scatter(kernel, workspace, used, timeout_ns)
+        out = on_cuda.launch_matmul_reduce_scatter(kernel, workspace, used, timeout_ns, host.OP)
         out = out.view(call.local_shape(where.world_size))
     launcher = on_cuda.scatter_launcher(kernel, workspace, used)
     known = _known_by(call)
     if launcher is not None and known is not None:
-        operands = (*used.factors, *used.terms)
+        operands = on_cuda.scatter_operands(kernel.config, used)
         made = launch_cache.LaunchedCall(host.OP, *known, operands, [out])
         launch_cache.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
     return out

@@ -294,6 +294,14 @@ def refuse_gradient_of_reduction(reduce_op: str) -> None:
         )
 
 
+def refuse_second_gradient(op: str) -> None:
+    """By a backward whose own derivative is asked for, too."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{op}: has no second gradient, must have its first one without create_graph=True"
+        )
+
+
 def matmul_without_autocast(x: Tensor, y: Tensor) -> Tensor:
     """As the ops, which cast nothing where autocast is on."""
     with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):

@@ -144,13 +144,14 @@ def run_reduce_scatter(
         ran(choice.plan_in(None))
         done = reference_reduce_scatter(call.x, call.reduce_op, call.scatter_dim, group)
     elif choice.algorithm == "host":
-        done = _on_cpu(choice, where, call, host.OP if out is None else host.INTO)
+        done = on_cpu(choice, where, call, host.OP if out is None else host.INTO)
     else:
         done = run_alone(choice, where, _alone(call, out, where.world_size))
     return done if out is None or out is done else out.copy_(done)
 
 
-def _on_cpu(choice: Choice, where: Heap, call: ReduceScatterCall, op: str) -> Tensor:
+def on_cpu(choice: Choice, where: Heap, call: ReduceScatterCall, op: str) -> Tensor:
+    """Between CPU ranks. ``op``: whose call it is, for errors."""
     x, dim, size = call.x, call.scatter_dim, where.world_size
     shape = call.part_shape(size)
     workspace = choice.begin_on(where)

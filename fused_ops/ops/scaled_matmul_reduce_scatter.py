@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -257,19 +258,20 @@ def _on_cuda(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, r
             scale_of_B(rows.kind, call.B_scale, k, n),
         ]
         bias = [] if call.bias is None else [aligned(call.bias.contiguous())]
-        kernel, chosen = on_cuda.tuned_scatter(how.kernel, where, used, [*scales, *bias])
+        used = replace(used, terms=[*scales, *bias])
+        kernel, chosen = on_cuda.tuned_scatter(how.kernel, where, used)
         choice = choice.by(kernel, chosen)
-        operands = on_cuda.scaled_operands(kernel.config, used, [*scales, *bias])
         workspace = choice.workspace_on(where)
         workspace.raise_if_broken(None if kernel.algorithm == "one_shot" else host.OP)  # that says it itself
         plan = choice.plan_in(workspace)
         ran(plan)
         timeout_ns = timeout_in_ns(where.group_name)
-        out = on_cuda.launch_scaled_matmul_reduce_scatter(kernel, workspace, used, operands, timeout_ns)
+        out = on_cuda.launch_matmul_reduce_scatter(kernel, workspace, used, timeout_ns, host.OP)
         out = out.view(call.local_shape(where.world_size))
-    launcher = on_cuda.scaled_scatter_launcher(kernel, workspace, used, operands)
+    launcher = on_cuda.scatter_launcher(kernel, workspace, used)
     known = _known_by(call)
     if launcher is not None and known is not None:
+        operands = on_cuda.scatter_operands(kernel.config, used)
         made = launch_cache.LaunchedCall(host.OP, *known, operands, [out])
         launch_cache.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
     return out

@@ -6,7 +6,8 @@ from .fusion import FusionPass
 from .order.change import Bucket, OrderChange, Placed
 from .order.costs import CostTable
 from .order.measured import measure_costs
-from .report import Disagreement, Entry, FusionError, HeapUse, PassRuns, Report, VoteCounts
+from .records.entry import Entry
+from .records.report import Disagreement, FusionError, HeapUse, PassRuns, Report, VoteCounts
 
 __all__ = [
     "Bucket",

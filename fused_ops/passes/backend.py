@@ -19,8 +19,8 @@ from torch._inductor import config as inductor_config
 from .fusion import FusionPass
 from .norms.eps_as_number import eps_options
 from .pass_sequence import SLOT, in_sequence, passes_of
+from .records.report import PassRuns, Report
 from .regather import JOINT_SLOT, joint_options
-from .report import PassRuns, Report
 from .settings import AUTO, CAPTURE, FUSE, REWRITES, PassSettings, refused_as_options
 
 #: What names a setting of the pass among the options of a compilation.
@@ -78,10 +78,10 @@ def compile(  # noqa: A001
         mode: one of torch.compile's: its options are taken, and those of ``options`` over them.
         options: Inductor's, by name.
         fusion: the pass, to read its report. None takes that of the settings, whose report is in ``fusion_report()``.
-        settings: of ``FusionPass`` (groups, strict, fuse, agree, regather, collectives, sequence_parallel, reorder,
-            gathers, buckets; those not given by the environment: ``WEFT_PASS="fuse=always,agree=0"``), or of
-            ``torch.compile`` (fullgraph, dynamic, disable, name, recompile_limit, isolate_recompiles; as far as the
-            installed torch has them).
+        settings: of ``FusionPass`` (groups, strict, fuse, agree, regather, collectives, sequence_parallel,
+            loss_parallel, reorder, gathers, buckets; those not given by the environment:
+            ``WEFT_PASS="fuse=always,agree=0"``), or of ``torch.compile`` (fullgraph, dynamic, disable, name,
+            recompile_limit, isolate_recompiles; as far as the installed torch has them).
 
     Returns:
         what torch.compile returns.

@@ -21,8 +21,9 @@ _NOT_IN_THE_GRAPH = {"WEFT_TIMEOUT", "WEFT_REPORT"}
 def pass_key(settings: PassSettings) -> str:
     groups = _groups()
     sizes = [(name, pg.size(), dist.get_backend(pg)) for name, pg in groups]
-    # A graph that takes this rank's rows of a tensor is this rank's own.
-    ranks = [(name, pg.rank()) for name, pg in groups] if settings.sequence_parallel else None
+    # A graph that takes this rank's rows or columns of a tensor is this rank's own.
+    own = settings.sequence_parallel or settings.loss_parallel
+    ranks = [(name, pg.rank()) for name, pg in groups] if own else None
     return (
         f"weft {weft.__version__} {_sources()} {settings!r} costs={tables_key()} "
         f"ranks={ranks} sizes={sizes} environment={_environment()}"

@@ -12,7 +12,19 @@ from torch.distributed import ProcessGroup
 
 from ...symm_mem.heap.registry import has_name
 from .graph.collectives import collectives, waits
-from .graph.nodes import LeftAlone, alike, aten, c10d, calls, is_contiguous, is_val, val, what
+from .graph.nodes import (
+    LeftAlone,
+    alike,
+    aten,
+    c10d,
+    calls,
+    is_contiguous,
+    is_val,
+    only_user,
+    same_shape,
+    val,
+    what,
+)
 from .graph.rewrite import call
 from .origin import copy_origin
 from .patterns.pattern import Pattern
@@ -27,6 +39,7 @@ _OUT = {
     c10d.reduce_scatter_tensor_out.default: c10d.reduce_scatter_tensor.default,
 }
 _FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
+_RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_strided.default)
 
 
@@ -37,6 +50,7 @@ def to_one_spelling(graph: fx.Graph) -> None:
     name_groups(graph)
     wait_for_each(graph)
     wait_once(graph)
+    reshape_before_reduced(graph)
 
 
 def by_position(graph: fx.Graph) -> None:
@@ -128,6 +142,37 @@ def wait_once(graph: fx.Graph) -> None:
         if done is not node:
             node.replace_all_uses_with(done)
             graph.erase_node(node)
+
+
+def reshape_before_reduced(graph: fx.Graph) -> None:
+    """What is reduced and then reshaped, row by row, is reshaped before: mixtures reduce their tokens as one list.
+
+    The elements are the same, so are their places in memory. What is added and normed afterwards has one shape then.
+    """
+    for node in list(graph.find_nodes(op="call_function", target=c10d.all_reduce.default)):
+        wait = only_user(node)
+        view = only_user(wait)
+        if (
+            not calls(wait, c10d.wait_tensor.default)
+            or not calls(view, *_RESHAPES)
+            or not is_val(node.args[0])
+        ):
+            continue
+        x, *rest = node.args
+        before = [n for n in view.all_input_nodes if n is not wait]
+        if not same_shape(val(x).shape[-1:], val(view).shape[-1:]) or not all(n < node for n in before):
+            continue
+        try:
+            shaped = call(node, view.target, x, *view.args[1:], **view.kwargs)
+            pending = call(node, node.target, shaped, *rest, **node.kwargs)
+            new = call(wait, wait.target, pending)
+        except LeftAlone:
+            continue
+        for old, made in ((node, pending), (wait, new), (view, shaped)):
+            copy_origin(old, made)
+        view.replace_all_uses_with(new)
+        for old in (view, wait, node):
+            graph.erase_node(old)
 
 
 def canonicalize(

@@ -35,6 +35,7 @@ from .graph.rewrite import created_nodes
 from .graph.subgraphs import WHY, Called
 from .graph.uneven_shards import MovedPadding, move_padding
 from .kernels_ahead.graph_kernels import GraphKernels, note_collective
+from .loss_parallel.joint import losses_of, notes_of
 from .norms.eps_as_number import eps_options
 from .order.copy_engines import start_when_needed
 from .order.in_pass import changed_order, keep_what_is_ordered
@@ -42,11 +43,12 @@ from .origin import fields_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns.pattern import Pattern, why_not_called_from_cpp
 from .patterns.rivals import yielding
+from .records.entry import Entry
 from .records.node import take_record
+from .records.report import FusionError, PassRuns, Report
+from .records.report_file import log_line, put_into_file, write_reports
 from .records.seen import SeenGraphs
 from .regather import joint_options
-from .report import Entry, FusionError, PassRuns, Report
-from .report_file import log_line, put_into_file, write_reports
 from .sequence_parallel.joint import rewritten
 from .settings import AUTO, CAPTURE, OnePass, Rewrites
 
@@ -63,8 +65,10 @@ class FusionPass(OnePass, CustomGraphPass):
     >>> x, w = torch.randn(4, 8), torch.randn(8, 6)
     >>> y = torch.compile(model, options=fusion.options)(x, w)
     >>> print(fusion.report())
-    graph 0: all_gather_into_tensor over group '0': fused into weft::fused_all_gather_matmul, dim 0, ...
-    1 of 1 collectives fused
+    in       collective              times      each  became                   saves
+    graph 0  all_gather_into_tensor      1  0.25 KiB  fused_all_gather_matmul
+    <BLANKLINE>
+    1 of 1 collectives fused: 1 with a matmul
     >>> torch.testing.assert_close(y, model(x, w))
 
     What is not exactly the function that a fused op computes is left alone, and the report says why. Exactly, but for
@@ -113,6 +117,10 @@ class FusionPass(OnePass, CustomGraphPass):
             True wherever that is right and sends no more, "auto" where it should be faster by the estimate. What meets
             a reduced tensor there, if it is made of the graph's inputs without a product, or is a gradient made with
             one weight, **is taken to be the same on all ranks**: a residual, the weight of a norm, of a router.
+        loss_parallel: where gathered logits are needed for a cross entropy, as torch decomposes it, each rank takes its
+            own columns of them instead, forward and backward, and sends two numbers of each row
+            (``cross_entropy_of_sharded_logits``). The targets **are taken to be the same on all ranks**. Logits that
+            the graph returns, too, are gathered after that. The report says why a gather of logits stays.
         reorder: whether what is not fused starts earlier and is waited for later, so that what is computed between
             hides it: True without a byte more of peak memory, 0.1 with a tenth more, as far as the graph shows. Copy
             engines carry what is large enough. The report has what was moved, and why not further.
@@ -123,8 +131,8 @@ class FusionPass(OnePass, CustomGraphPass):
 
     Raises:
         TypeError: ``groups`` is one name or no list, ``strict``, ``agree``, ``regather``, ``collectives``,
-            ``sequence_parallel``, ``reorder``, ``gathers`` or ``buckets`` is no bool (or string, or number), or there
-            is no such setting.
+            ``sequence_parallel``, ``loss_parallel``, ``reorder``, ``gathers`` or ``buckets`` is no bool (or string, or
+            number), or there is no such setting.
         ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "capture",
             ``collectives`` or ``sequence_parallel`` one other than "auto", ``reorder`` or ``buckets`` less
             than 0, ``gathers`` less than 1.
@@ -229,10 +237,13 @@ class FusionPass(OnePass, CustomGraphPass):
         if self.reorder is not None and self.collectives == AUTO:
             start_when_needed(graph)
         numbers = self._begin(graph)
+        losses = losses_of(graph, numbers[0])
+        self._seen.enter(losses, None)
         if not any(collectives(graph)):
             self._custom_ops |= dict.fromkeys(custom_ops(graph))
             GraphKernels(graph).compile()
-            if len(numbers) > 1:
+            if losses or len(numbers) > 1:
+                self._tell(numbers[0])
                 self._keep(graph, numbers, None)
             return
         rewrites: list[Written | MovedPadding] = [*write_out(graph), *move_padding(graph)]
@@ -279,6 +290,7 @@ class FusionPass(OnePass, CustomGraphPass):
             what became of each collective, and what travels, and in which order.
         """
         notes = rewritten(graph, self, lambda group: self._why_not_changed(group, None, why_not))
+        notes |= notes_of(graph)
         left = canonicalize(graph, self._find, lambda match: self._why_not(match, why_not))
         nodes = list(collectives(graph))
         fields = {n: fields_of(n, number) for n in nodes}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import fx
 
 from .graph.collectives import group_of, kind_of
+from .graph.nodes import is_val, val
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
 _TORCH = str(Path(torch.__file__).parent)
@@ -17,6 +20,8 @@ _TORCH = str(Path(torch.__file__).parent)
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 _ROOT = re.compile(r"^L\['\w+'\]")
 _CHILD = re.compile(r"\._modules\['([^']*)'\]|\['?([^'\]]*)'?\]")
+# What AOTAutograd's partitioner has noted of a node, and what that node stands for.
+_PARTITIONED = ("partitioner_tag", "recompute", "ac_graph_id", "seq_nr", "autograd_backward")
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
@@ -50,6 +55,19 @@ def copy_origin(node: fx.Node, new: fx.Node) -> None:
     new.meta |= {key: node.meta[key] for key in ("stack_trace", *_STACKS) if key in node.meta}
 
 
+@contextlib.contextmanager
+def put_for(node: fx.Node) -> Iterator[None]:
+    """What is put before the node meanwhile comes from where that came from, and belongs to the same part of a joint
+    graph."""
+    before = node.prev
+    yield
+    new = before.next
+    while new is not node:
+        copy_origin(node, new)
+        new.meta |= {key: node.meta[key] for key in _PARTITIONED if key in node.meta}
+        new = new.next
+
+
 def fields_of(node: fx.Node, number: int) -> dict[str, Any]:
     """What is known of a collective of the ``number``-th graph."""
     return {
@@ -59,4 +77,11 @@ def fields_of(node: fx.Node, number: int) -> dict[str, Any]:
         "group": group_of(node),
         "source": source_of(node),
         "module": module_of(node),
+        "nbytes": _nbytes_of(node),
     }
+
+
+def _nbytes_of(node: fx.Node) -> int | None:
+    """Of the whole tensor, which an all-gather returns and the others take."""
+    sizes = [val(n).numel() * val(n).element_size() for n in (node, *node.all_input_nodes[:1]) if is_val(n)]
+    return max(sizes) if sizes and all(isinstance(size, int) for size in sizes) else None

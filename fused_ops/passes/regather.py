@@ -24,6 +24,7 @@ from .graph.collectives import Collective
 from .graph.gathered_tensor import Gathered
 from .graph.index_map import numel
 from .graph.nodes import LeftAlone, after_tangents, c10d, hint, val
+from .loss_parallel.joint import JointLosses
 from .pass_sequence import in_sequence, passes_of
 from .patterns.all_gather_matmul import REGATHERED, contracting
 from .sequence_parallel.joint import JointRows
@@ -89,8 +90,9 @@ class Regather(PassSettings, CustomGraphPass):
 
 
 def joint_options(settings: PassSettings, others: Any = None) -> dict[str, Any]:
-    """Inductor's option for what ``regather`` and ``sequence_parallel`` ask for, after ``others``, to which it is set;
-    empty without these."""
-    passes: list[Any] = [JointRows(**settings)] if settings.sequence_parallel else []
+    """Inductor's option for what ``regather``, ``sequence_parallel`` and ``loss_parallel`` ask for, after ``others``,
+    to which it is set; empty without these."""
+    passes: list[Any] = [JointLosses(**settings)] if settings.loss_parallel else []
+    passes += [JointRows(**settings)] if settings.sequence_parallel else []
     passes += [Regather(**settings)] if settings.regather else []
     return {JOINT_SLOT: in_sequence([*passes_of(others), *passes])} if passes else {}

@@ -20,6 +20,7 @@ REWRITES: dict[str, Any] = {
     "regather": False,
     "collectives": AUTO,
     "sequence_parallel": False,
+    "loss_parallel": False,
     "reorder": False,
     "gathers": 1,
     "buckets": False,
@@ -34,6 +35,7 @@ class Rewrites(TypedDict, total=False):
     regather: bool
     collectives: bool | str
     sequence_parallel: bool | str
+    loss_parallel: bool
     reorder: bool | float
     gathers: int
     buckets: bool | int
@@ -70,8 +72,9 @@ class PassSettings(dict[str, Any]):
         for name in ("collectives", "sequence_parallel"):
             _check_or_word(name, chosen[name], AUTO)
         _check_or_word("agree", agree, CAPTURE)
-        if not isinstance(chosen["regather"], bool):
-            raise TypeError(f"regather: is {chosen['regather']!r}, must be True or False")
+        for name in ("regather", "loss_parallel"):
+            if not isinstance(chosen[name], bool):
+                raise TypeError(f"{name}: is {chosen[name]!r}, must be True or False")
         _check_reorder(chosen["reorder"])
         _check_whole("gathers", chosen["gathers"], isinstance(chosen["gathers"], bool), "a whole number")
         _check_whole("buckets", chosen["buckets"], False, "True or False, or the bytes of a bucket")
@@ -100,6 +103,10 @@ class PassSettings(dict[str, Any]):
     @property
     def sequence_parallel(self) -> bool | str:
         return self["sequence_parallel"]  # type: ignore[no-any-return]
+
+    @property
+    def loss_parallel(self) -> bool:
+        return bool(self["loss_parallel"])
 
     @property
     def agree(self) -> bool | str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
-from typing import TypeAlias, TypeVar
+from typing import ClassVar, TypeAlias, TypeVar
 
 import torch
 
@@ -56,6 +56,25 @@ _HIDES, _MOST_NOT_HIDDEN = 12, 0.04
 
 
 @dataclass(frozen=True, eq=False)
+class GatherScales:
+    """Of the operands of a call, as kernel.cu takes them; float32, contiguous.
+
+    Attributes:
+        a: one; of the own rows [S, m]; or, if they do not travel, of all ranks' rows [W, m].
+        bs: of each B one; [N]; or [K / 128, N / 128] with any strides. Those of columns begin at multiples of 16 bytes.
+        biases: of each B [N], at such an address, or None.
+    """
+
+    a: torch.Tensor
+    bs: Sequence[torch.Tensor]
+    biases: Sequence[torch.Tensor | None]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.a, *self.bs, *(bias for bias in self.biases if bias is not None)]
+
+
+@dataclass(frozen=True, eq=False)
 class GatherKernelCall:
     """What a kernel is called with.
 
@@ -67,6 +86,7 @@ class GatherKernelCall:
         return_A: what is gathered is wanted, too.
         preferred: the algorithm to take where it can be, "push", "one_shot" or "copy_engine"; None for the fastest.
         scaled: the operands are fp8, two of them each number here.
+        scales: theirs; given when the call is tuned and launched.
     """
 
     a: torch.Tensor
@@ -76,6 +96,7 @@ class GatherKernelCall:
     return_A: bool = False
     preferred: str | None = None
     scaled: ScaledProducts | None = None
+    scales: GatherScales | None = None
 
     def problem(self, world_size: int) -> AllGatherMatmulProblem:
         (m, k), ns = self.a.shape, tuple(b.shape[1] for b in self.bs)
@@ -91,6 +112,7 @@ class AllGatherMatmulConfig:
     """``chunk_rows`` rows of a shard have one flag: whole tiles, or the shard. ``group_m``: rows of tiles in a raster
     group."""
 
+    algorithm: ClassVar[str] = "copy_engine"
     tile: TritonTile
     group_m: int
     chunk_rows: int

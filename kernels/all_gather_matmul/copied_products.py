@@ -45,35 +45,10 @@ def configure(call: GatherKernelCall, world_size: int) -> AllGatherMatmulConfig:
     return choose_all_gather_matmul(m, n, k, world_size, call.a.dtype, call.num_sms)
 
 
-def prepare_gather_kernels(
-    workspace: Workspace[Layout],
-    call: GatherKernelCall,
-    config: AllGatherMatmulConfig,
-    timeout_ns: int,
-) -> list[TritonAllGatherMatmul]:
-    """A kernel for each B, compiled, for ``copy_engine_all_gather_matmul``.
-
-    Args:
-        call: its shard is contiguous, of each B rows or columns are; ``why_no_triton_gather`` says nothing of any.
-    """
-    a, bs = call.a, call.bs
-    engine_of(workspace)
-    kernels = []
-    acquire.load()
-    with compiling():  # Triton compiles at a launch
-        for i, b in enumerate(bs):
-            kernel = TritonAllGatherMatmul(workspace, a, b, config, num_sms=call.num_sms)
-            final = i == len(bs) - 1 and not call.return_A
-            c = a.new_empty(workspace.world_size, a.shape[0], b.shape[1])
-            kernel.launch(0, a, b, c, final=final, timeout_ns=timeout_ns)
-            kernels.append(kernel)
-    return kernels
-
-
 def copied_programs(
     call: GatherKernelCall, config: AllGatherMatmulConfig, world_size: int
 ) -> list[CompilableProgram]:
-    """What ``prepare_gather_kernels`` compiles."""
+    """What ``AllGatherMatmulCopied`` compiles."""
     last = len(call.bs) - 1
     return [
         acquire.PROGRAM,
@@ -84,33 +59,59 @@ def copied_programs(
     ]
 
 
-def copy_engine_all_gather_matmul(
-    workspace: Workspace[Layout],
-    kernels: list[TritonAllGatherMatmul],
-    call: GatherKernelCall,
-    config: AllGatherMatmulConfig,
-    timeout_ns: int,
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """The gathered shards [W, m, K] if wanted, and the products, each [W, m, N_i].
+class AllGatherMatmulCopied:
+    """This op of float32 on one problem and one workspace: compiled once, called often.
 
     Args:
-        kernels: what ``prepare_gather_kernels`` made for such tensors.
+        workspace: with room for ``configs.copied_gather_layout``, whose buffers copy engines write.
+        example: a call of the sizes and strides that every call has. Its shard is contiguous, of each B rows or columns
+            are; ``why_not`` says nothing of any.
     """
-    a, bs, return_A = call.a, call.bs, call.return_A
-    engine = engine_of(workspace)
-    products = [a.new_empty(workspace.world_size, a.shape[0], b.shape[1]) for b in bs]
-    buffer = workspace.next_buffer()
-    gathered: torch.Tensor | None = None
-    with engine.pushing(buffer, a, config.chunk_rows, timeout_ns):
-        for i, (kernel, b, c) in enumerate(zip(kernels, bs, products, strict=True)):
+
+    def __init__(
+        self, workspace: Workspace[Layout], example: GatherKernelCall, config: AllGatherMatmulConfig
+    ) -> None:
+        a, bs, size = example.a, example.bs, workspace.world_size
+        self.workspace, self._engine, self._chunk_rows = workspace, engine_of(workspace), config.chunk_rows
+        acquire.load()
+        self._kernels = [TritonAllGatherMatmul(workspace, a, b, config, num_sms=example.num_sms) for b in bs]
+        outs = [a.new_empty(size, a.shape[0], b.shape[1]) for b in bs]
+        with compiling():  # Triton compiles at a launch
+            self._multiply(0, (a, *bs), outs, 0, return_A=example.return_A)
+
+    def _multiply(
+        self,
+        buffer: int,
+        tensors: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        timeout_ns: int,
+        *,
+        return_A: bool,
+    ) -> None:
+        a, *bs = tensors
+        for i, (kernel, b, c) in enumerate(zip(self._kernels, bs, outs, strict=True)):
             final = i == len(bs) - 1 and not return_A
             kernel.launch(buffer, a, b, c, final=final, timeout_ns=timeout_ns)
-        if return_A:  # the GEMM has waited for all of it
-            gathered = torch.empty_like(kernels[0].gathered(buffer))
-            gathered.copy_(kernels[0].gathered(buffer))
-            gathered[workspace.rank].copy_(a)
-            acquire.end_epoch(workspace, buffer, torch.cuda.current_stream().cuda_stream)
-    return gathered, products
+
+    def call(
+        self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], timeout_ns: int, stream: int
+    ) -> None:
+        """The copies, and the products.
+
+        Args:
+            tensors: the local shard [m, K] and the Bs.
+            results: the products [W, m, N_i], and after them the gathered shards [W, m, K] if they are wanted.
+            stream: the current one, a CUstream as an integer.
+        """
+        a, outs = tensors[0], results[: len(self._kernels)]
+        returned = results[len(outs) :]
+        buffer = self.workspace.next_buffer()
+        with self._engine.pushing(buffer, a, self._chunk_rows, timeout_ns):
+            self._multiply(buffer, tensors, outs, timeout_ns, return_A=bool(returned))
+            for gathered in returned:  # the GEMM has waited for all of it
+                gathered.copy_(self._kernels[0].gathered(buffer))
+                gathered[self.workspace.rank].copy_(a)
+                acquire.end_epoch(self.workspace, buffer, stream)
 
 
 class _Arriving(NamedTuple):
@@ -166,17 +167,7 @@ class AllGatherScaledMatmulCopied:
         timeout_ns: int,
         stream: int,
     ) -> None:
-        """The copies, and the products.
-
-        Args:
-            tensors: the local shard, in any number of dimensions; the Bs; the scales of A, of torch's shape, and of
-                each B; and the biases that there are.
-            results: the products [W, m, N_i]: each a whole storage, whatever its sizes and strides say.
-            stream: the current one, a CUstream as an integer.
-
-        Raises:
-            PeerTimeout, CallAbandoned: as ``Workspace.raise_if_broken``.
-        """
+        """The copies, and the products; as ``AllGatherScaledMatmulOneShot.call``."""
         workspace, scaled, m = self.workspace, self._scaled, self._rows
         of = ScaledTensors.of(tensors, self._biased)
         own = of.a.as_strided((m, self._columns), (self._stride, 1)).contiguous()

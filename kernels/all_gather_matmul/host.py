@@ -11,10 +11,9 @@ import torch
 
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import HostEpoch, Workspace
-from ..device.comm.copy_thread import CopyThread
+from ..device.comm.copy_thread import CHUNKS, Arriving, CopyThread
 
 OP = "fused_all_gather_matmul"
-CHUNKS = 2  #: of a shard, sent one by one
 
 
 def host_gather_layout(m: int, k: int, itemsize: int, world_size: int) -> Layout:
@@ -35,57 +34,32 @@ def host_all_gather_matmul(
     Returns:
         [world_size, m, K] and each [world_size * m, N_i] (``split_k``: [m, N_i]).
     """
-    m, k = a.shape
-    size, rank = workspace.world_size, workspace.rank
     with workspace.lock, HostEpoch(workspace, OP) as epoch:
-        slots = [epoch.slots(peer, (size, m, k), a.dtype) for peer in range(size)]
-        rows = [slice(c * m // CHUNKS, (c + 1) * m // CHUNKS) for c in range(CHUNKS)]
-
-        def push() -> None:
-            for step in range(1, size):
-                peer = (rank - step) % size
-                epoch.wait_free(peer)
-                for c in range(CHUNKS):
-                    slots[peer][rank, rows[c]] = a[rows[c]]
-                    epoch.post(peer, c)
-
-        with CopyThread(workspace, push):
-            gathered = torch.empty(size, m, k, dtype=a.dtype)
-            gathered[rank] = a
-            multiply = _add_products if split_k else _products
-            outs = multiply(epoch, slots[rank], gathered, bs, rows)
-    return gathered, outs
+        arriving = Arriving(epoch, a)
+        with CopyThread(workspace, arriving.push):
+            outs = (_add_products if split_k else _products)(arriving, bs)
+    return arriving.gathered, outs
 
 
-def _products(
-    epoch: HostEpoch, slots: torch.Tensor, gathered: torch.Tensor, bs: list[torch.Tensor], rows: list[slice]
-) -> list[torch.Tensor]:
+def _products(arriving: Arriving, bs: list[torch.Tensor]) -> list[torch.Tensor]:
+    gathered = arriving.gathered
     size, m, _ = gathered.shape
-    rank = epoch.ws.rank
     outs = [gathered.new_empty(size, m, b.shape[1]) for b in bs]
-    for b, out in zip(bs, outs, strict=True):
-        torch.mm(gathered[rank], b, out=out[rank])
-    for step in range(1, size):
-        src = (rank + step) % size
-        for c, part in enumerate(rows):
-            epoch.wait(src, c)
-            gathered[src, part] = slots[src, part]
+    for step in range(size):
+        src = (arriving.rank + step) % size
+        for rows in arriving.each_chunk(src):
             for b, out in zip(bs, outs, strict=True):
-                torch.mm(gathered[src, part], b, out=out[src, part])
+                torch.mm(gathered[src, rows], b, out=out[src, rows])
     return [out.flatten(0, 1) for out in outs]
 
 
-def _add_products(
-    epoch: HostEpoch, slots: torch.Tensor, gathered: torch.Tensor, bs: list[torch.Tensor], rows: list[slice]
-) -> list[torch.Tensor]:
+def _add_products(arriving: Arriving, bs: list[torch.Tensor]) -> list[torch.Tensor]:
     """In rank order, so that ranks with equal ``bs`` get equal bits, and in float32."""
+    gathered = arriving.gathered
     size, _, k = gathered.shape
     sums: list[torch.Tensor] = []
     for src in range(size):
-        if src != epoch.ws.rank:
-            for c, part in enumerate(rows):
-                epoch.wait(src, c)
-                gathered[src, part] = slots[src, part]
+        arriving.wait_for(src)
         terms = [torch.mm(gathered[src].float(), b[src * k : (src + 1) * k].float()) for b in bs]
         # From 0.0 on, a sum of -0.0 would be 0.0.
         sums = [total + term for total, term in zip(sums, terms, strict=True)] if src else terms

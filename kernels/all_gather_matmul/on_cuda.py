@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
+from ..device.comm import acquire
 from ..device.gemm import gemm
-from ..device.gemm.one_shot import OneShotConfig, algorithm_of, likeliest
+from ..device.gemm.one_shot import OneShotConfig, algorithm_of, launch_prepared, likeliest
 from ..device.gemm.supported import why_last_dim_not_gathered
 from ..device.jit.ahead import CompilableProgram
 from ..device.jit.launch import ALIGNMENT, is_transposed, why_not
@@ -24,16 +24,11 @@ from ..device.tuning import tuner
 from ..device.tuning.benchmark import Candidate
 from ..device.tuning.choice import KernelChoice, KernelChoices, make_together
 from . import configs, copied_products, cuda_kernel, host
+from .copied_products import AllGatherMatmulCopied, AllGatherScaledMatmulCopied
 from .one_shot_kernel import AllGatherMatmulOneShot
-from .triton_kernel import TritonAllGatherMatmul
+from .scaled import AllGatherScaledMatmulOneShot, AllGatherScaledMatmulPush
 
 _choices: KernelChoices[configs.AnyConfig] = KernelChoices()
-
-
-# From a workspace, a configuration, tensors for the results, and the timeout in nanoseconds: a launch.
-Prepare: TypeAlias = Callable[
-    [Workspace[Any], configs.FusedConfig, Sequence[torch.Tensor], int], Callable[[], None]
-]
 
 
 def takes_rows(flat: torch.Tensor) -> bool:
@@ -86,14 +81,9 @@ def tuned_gather(
     choice: KernelChoice[configs.AnyConfig],
     heap: Heap,
     call: configs.GatherKernelCall,
-    prepare: Prepare | None = None,
 ) -> tuple[KernelChoice[configs.AnyConfig], str]:
     """What to run instead of the model's choice, if the tuner is on, and where it comes from; "" where nothing is
-    tuned.
-
-    Args:
-        prepare: makes a launch of such a call with a configuration; None for one of 16 bits.
-    """
+    tuned."""
     if choice.algorithm == "copy_engine":
         return choice, ""
     if call.preferred or not tuner.is_tuning():
@@ -117,24 +107,36 @@ def tuned_gather(
     def make(workspace: Workspace[Any], config: configs.FusedConfig, timeout_ns: int) -> Callable[[], None]:
         if not results:
             results.extend(results_of(call, size))
-        if prepare is not None:
-            return prepare(workspace, config, results, timeout_ns)
-        stream = current_stream_of(a)
-        kernels: Any = fused_gather(workspace, call, config)
-        if isinstance(config, OneShotConfig):
-            return lambda: kernels.call((a, *bs), results, timeout_ns, stream)
-        operands, addresses = [x.data_ptr() for x in (a, *bs)], [x.data_ptr() for x in results]
-        return lambda: kernels.launch(workspace.next_buffer(), operands, addresses, timeout_ns, stream)
+        kernel, given = fused_gather(workspace, call, config), gather_operands(config, call)
+        return lambda: launch_prepared(workspace, config, kernel, given, results, timeout_ns)
 
     return tuner.tuned(heap, kind, choice, candidates, make)
 
 
+Kernel: TypeAlias = (
+    cuda_kernel.AllGatherMatmulPushes
+    | AllGatherMatmulOneShot
+    | AllGatherMatmulCopied
+    | AllGatherScaledMatmulPush
+    | AllGatherScaledMatmulCopied
+)
+
+
 def fused_gather(
-    workspace: Workspace[Any], call: configs.GatherKernelCall, config: configs.FusedConfig
-) -> cuda_kernel.AllGatherMatmulPushes | AllGatherMatmulOneShot:
-    """What launches calls like this one, of 16 bits."""
+    workspace: Workspace[Any], call: configs.GatherKernelCall, config: configs.AnyConfig
+) -> Kernel:
+    """What launches calls like this one."""
+    scales = call.scales
+    if isinstance(config, configs.AllGatherMatmulConfig):
+        return AllGatherMatmulCopied(workspace, call, config)
     if isinstance(config, OneShotConfig):
-        return AllGatherMatmulOneShot(workspace, call.a, config)
+        if scales is None:
+            return AllGatherMatmulOneShot(workspace, call.a, config)
+        return AllGatherScaledMatmulOneShot(workspace, call, scales, config)
+    if scales is not None:
+        if isinstance(config, configs.CopiedConfig):
+            return AllGatherScaledMatmulCopied(workspace, call, [bias is not None for bias in scales.biases])
+        return AllGatherScaledMatmulPush(workspace, call, scales, config)
     assert isinstance(config, configs.GatherPushConfig)
     return cuda_kernel.AllGatherMatmulPushes(
         workspace, call.a, call.bs, config, num_sms=call.num_sms, return_A=call.return_A
@@ -144,12 +146,14 @@ def fused_gather(
 def gather_programs(
     config: configs.AnyConfig, call: configs.GatherKernelCall, world_size: int, rank: int
 ) -> Sequence[CompilableProgram]:
-    """What such calls launch, of 16 bits or float32."""
+    """What such calls launch."""
     if isinstance(config, configs.AllGatherMatmulConfig):
         return copied_products.copied_programs(call, config, world_size)
     if isinstance(config, OneShotConfig):
-        return [AllGatherMatmulOneShot.program(world_size, rank)]
-    assert isinstance(config, configs.GatherPushConfig)
+        kernel = AllGatherMatmulOneShot if call.scaled is None else AllGatherScaledMatmulOneShot
+        return [kernel.program(world_size, rank)]
+    if isinstance(config, configs.CopiedConfig):
+        return [acquire.PROGRAM]
     return cuda_kernel.push_programs(call.bs, config, return_A=call.return_A)
 
 
@@ -158,36 +162,34 @@ def launch_all_gather_matmul(
     workspace: Workspace[Any],
     call: configs.GatherKernelCall,
     timeout_ns: int,
+    op: str,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """The gathered shards [W, m, K] if wanted, and the products, each [W, m, N_i].
+    """The gathered shards [W, m, K] if wanted, of fp8 in numbers of 16 bits, and the products, each [W, m, N_i].
 
     With ``split_k`` [m, W * K] and [m, N_i].
+
+    Args:
+        op: whose call it is.
     """
-    a, bs, num_sms, return_A = call.a, call.bs, call.num_sms, call.return_A
-    config = choice.config
-    key = (choice, return_A)
-    kernels: Any = workspace.prepared.get(key)
-    if kernels is None:
-
-        def make() -> (
-            cuda_kernel.AllGatherMatmulPushes | AllGatherMatmulOneShot | list[TritonAllGatherMatmul]
-        ):
-            if isinstance(config, configs.AllGatherMatmulConfig):
-                return copied_products.prepare_gather_kernels(workspace, call, config, timeout_ns)
-            return fused_gather(workspace, call, config)
-
-        same = (host.OP, a.shape, *(b.shape for b in bs), a.dtype, config, num_sms, return_A)
-        kernels = make_together(workspace, host.OP, key, same, make)
-    if isinstance(config, configs.AllGatherMatmulConfig):
-        return copied_products.copy_engine_all_gather_matmul(workspace, kernels, call, config, timeout_ns)
+    config, key = choice.config, _key(choice, call)
+    kernel = workspace.prepared.get(key)
+    if kernel is None:
+        sizes = call.a.shape, *(b.shape for b in call.bs), call.a.dtype
+        same = (op, *sizes, config, call.num_sms, call.return_A)
+        kernel = make_together(workspace, op, key, same, lambda: fused_gather(workspace, call, config))
     results = results_of(call, workspace.world_size)
-    stream = current_stream_of(a)
-    if isinstance(config, OneShotConfig):
-        kernels.call((a, *bs), results, timeout_ns, stream)
-    else:
-        operands, addresses = [x.data_ptr() for x in (a, *bs)], [x.data_ptr() for x in results]
-        kernels.launch(workspace.next_buffer(), operands, addresses, timeout_ns, stream)
-    return (results.pop() if return_A else None), results
+    launch_prepared(workspace, config, kernel, gather_operands(config, call), results, timeout_ns)
+    return (results.pop() if call.return_A else None), results
+
+
+def gather_operands(config: configs.AnyConfig, call: configs.GatherKernelCall) -> list[torch.Tensor]:
+    """The shard, the Bs, and the scales' tensors: fp8 for kernel.cu in numbers of 16 bits, for torch's kernel as it
+    is."""
+    a, bs = call.a, list(call.bs)
+    if call.scaled is not None and not isinstance(config, configs.GatherPushConfig):
+        of_a, of_b = call.scaled.types
+        a, bs = a.view(of_a), [b.t().view(of_b).t() for b in bs]
+    return [a, *bs, *(() if call.scales is None else call.scales.tensors)]
 
 
 def results_of(call: configs.GatherKernelCall, world_size: int) -> list[torch.Tensor]:
@@ -200,12 +202,16 @@ def results_of(call: configs.GatherKernelCall, world_size: int) -> list[torch.Te
 
 
 def gather_launcher(
-    choice: KernelChoice[configs.AnyConfig], workspace: Workspace[Any], return_A: bool
-) -> cuda_kernel.AllGatherMatmulPushes | AllGatherMatmulOneShot | None:
-    """What ``launch_all_gather_matmul`` launched, for further such calls; None for copy engines, or once it is
-    dropped."""
-    return (
-        None
-        if isinstance(choice.config, configs.AllGatherMatmulConfig)
-        else workspace.prepared.get((choice, return_A))
-    )
+    choice: KernelChoice[configs.AnyConfig], workspace: Workspace[Any], call: configs.GatherKernelCall
+) -> Kernel | None:
+    """What ``launch_all_gather_matmul`` launched, for further such calls; None for float32, or once it is dropped."""
+    triton = isinstance(choice.config, configs.AllGatherMatmulConfig)
+    return None if triton else workspace.prepared.get(_key(choice, call))
+
+
+def _key(choice: KernelChoice[configs.AnyConfig], call: configs.GatherKernelCall) -> tuple[Any, ...]:
+    """What a kernel is kept under."""
+    if call.scales is None:
+        return (choice, call.return_A)
+    biased = (bias is not None for bias in call.scales.biases)
+    return (choice, call.return_A, *(b.stride() for b in call.scales.bs), *biased)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Sequence
 
 import torch
 
-from ...symm_mem.heap.heap import Heap
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import Workspace
-from ..device.comm import acquire
 from ..device.comm.ll_exchange import VECTOR, ExchangeLayout
-from ..device.gemm.one_shot import OneShotConfig, launch_prepared
+from ..device.gemm.one_shot import OneShotConfig
 from ..device.gemm.scaling import (
     ScaledTensors,
     ScaleKind,
@@ -24,13 +20,10 @@ from ..device.gemm.scaling import (
     scaled_mm_out,
 )
 from ..device.gemm.scaling_params import ScalesParams
-from ..device.jit.ahead import CompilableProgram
-from ..device.tuning.choice import KernelChoice, make_together
-from . import configs, on_cuda, one_shot_kernel
-from .configs import MOST_BS, CopiedConfig, GatherPushConfig
+from . import configs, one_shot_kernel
+from .configs import MOST_BS, GatherPushConfig, GatherScales
 from .copied_products import SCALED_OP as OP
-from .copied_products import AllGatherScaledMatmulCopied
-from .cuda_kernel import AllGatherMatmulPush, EpochStep, _Params, push_programs
+from .cuda_kernel import AllGatherMatmulPush, EpochStep, _Params
 
 
 class _ScaledParams(_Params):
@@ -48,25 +41,6 @@ class _ScaledParams(_Params):
 
 class _ScaledPush(AllGatherMatmulPush):
     params = _ScaledParams
-
-
-@dataclass(frozen=True, eq=False)
-class GatherScales:
-    """Of the operands of a call, as kernel.cu takes them; float32, contiguous.
-
-    Attributes:
-        a: one; of the own rows [S, m]; or, if they do not travel, of all ranks' rows [W, m].
-        bs: of each B one; [N]; or [K / 128, N / 128] with any strides. Those of columns begin at multiples of 16 bytes.
-        biases: of each B [N], at such an address, or None.
-    """
-
-    a: torch.Tensor
-    bs: Sequence[torch.Tensor]
-    biases: Sequence[torch.Tensor | None]
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [self.a, *self.bs, *(bias for bias in self.biases if bias is not None)]
 
 
 class AllGatherScaledMatmulPush:
@@ -175,17 +149,8 @@ class AllGatherScaledMatmulOneShot(one_shot_kernel.AllGatherMatmulOneShot):
         timeout_ns: int,
         stream: int,
     ) -> None:
-        """An exchange, and the products.
-
-        Args:
-            tensors: the local shard, in any number of dimensions; the Bs; the scales of A, of torch's shape, and of
-                each B; and the biases that there are.
-            results: the products [W, m, N_i]: each a whole storage, whatever its sizes and strides say.
-            stream: the current one, a CUstream as an integer.
-
-        Raises:
-            PeerTimeout, CallAbandoned: as ``Workspace.raise_if_broken``.
-        """
+        """As of its base, with more tensors after the Bs: the scales of A, of torch's shape, and of each B; and the
+        biases that there are."""
         scaled = self._scaled
         a, bs, a_scale, b_scales, biases = ScaledTensors.of(tensors, self._biased)
         gathered = self._empty((self._rows, 2 * self._k), (2 * self._k, 1), scaled.types[0])
@@ -215,101 +180,3 @@ class AllGatherScaledMatmulOneShot(one_shot_kernel.AllGatherMatmulOneShot):
                 block_product(gathered, b, of_blocks, bias, out)
                 continue
             scaled_mm_out(scaled, gathered, b, (scales, b_scale), bias, out)
-
-
-ScaledGatherKernel: TypeAlias = (
-    AllGatherScaledMatmulPush | AllGatherScaledMatmulOneShot | AllGatherScaledMatmulCopied
-)
-
-
-def _made(
-    workspace: Workspace[Any], call: configs.GatherKernelCall, scales: GatherScales, config: configs.AnyConfig
-) -> ScaledGatherKernel:
-    if isinstance(config, OneShotConfig):
-        return AllGatherScaledMatmulOneShot(workspace, call, scales, config)
-    if isinstance(config, CopiedConfig):
-        return AllGatherScaledMatmulCopied(workspace, call, [bias is not None for bias in scales.biases])
-    assert isinstance(config, GatherPushConfig)
-    return AllGatherScaledMatmulPush(workspace, call, scales, config)
-
-
-def scaled_gather_programs(
-    config: configs.AnyConfig, call: configs.GatherKernelCall, world_size: int, rank: int
-) -> Sequence[CompilableProgram]:
-    """What such calls launch."""
-    if isinstance(config, OneShotConfig):
-        return [AllGatherScaledMatmulOneShot.program(world_size, rank)]
-    if isinstance(config, CopiedConfig):
-        return [acquire.PROGRAM]
-    assert isinstance(config, GatherPushConfig)
-    return push_programs(call.bs, config, return_A=call.return_A)
-
-
-def _operands(
-    config: configs.AnyConfig, call: configs.GatherKernelCall, scales: GatherScales
-) -> list[torch.Tensor]:
-    """The shard, the Bs, and the scales' tensors: for kernel.cu in numbers of 16 bits, for torch's kernel in fp8."""
-    a, bs = call.a, list(call.bs)
-    if not isinstance(config, GatherPushConfig):
-        assert call.scaled is not None
-        of_a, of_b = call.scaled.types
-        a, bs = a.view(of_a), [b.t().view(of_b).t() for b in bs]
-    return [a, *bs, *scales.tensors]
-
-
-def tuned_scaled_gather(
-    choice: KernelChoice[configs.AnyConfig], heap: Heap, call: configs.GatherKernelCall, scales: GatherScales
-) -> tuple[KernelChoice[configs.AnyConfig], str]:
-    """As ``tuned_gather`` of on_cuda.py."""
-
-    def prepare(
-        workspace: Workspace[Any],
-        config: configs.FusedConfig,
-        results: Sequence[torch.Tensor],
-        timeout_ns: int,
-    ) -> Callable[[], None]:
-        kernel, given = _made(workspace, call, scales, config), _operands(config, call, scales)
-        return lambda: launch_prepared(workspace, config, kernel, given, results, timeout_ns)
-
-    return on_cuda.tuned_gather(choice, heap, call, prepare)
-
-
-def launch_all_gather_scaled_matmul(
-    choice: KernelChoice[configs.AnyConfig],
-    workspace: Workspace[Any],
-    call: configs.GatherKernelCall,
-    scales: GatherScales,
-    timeout_ns: int,
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """The gathered shards [W, m, K] if wanted, in numbers of 16 bits, and the products, each [W, m, N_i].
-
-    With ``split_k`` [m, W * K] and [m, N_i].
-    """
-    config = choice.config
-    kernel = scaled_gather_launcher(choice, workspace, call, scales)
-    if kernel is None:
-        same = (OP, call.a.shape, *(b.shape for b in call.bs), config, call.num_sms, call.return_A)
-        kernel = make_together(
-            *(workspace, OP, _key(choice, call, scales), same),
-            lambda: _made(workspace, call, scales, config),
-        )
-    results = on_cuda.results_of(call, workspace.world_size)
-    launch_prepared(workspace, config, kernel, _operands(config, call, scales), results, timeout_ns)
-    return (results.pop() if call.return_A else None), results
-
-
-def scaled_gather_launcher(
-    choice: KernelChoice[configs.AnyConfig],
-    workspace: Workspace[Any],
-    call: configs.GatherKernelCall,
-    scales: GatherScales,
-) -> ScaledGatherKernel | None:
-    """What ``launch_all_gather_scaled_matmul`` launched, for further such calls; None once it is dropped."""
-    return workspace.prepared.get(_key(choice, call, scales))
-
-
-def _key(
-    choice: KernelChoice[configs.AnyConfig], call: configs.GatherKernelCall, scales: GatherScales
-) -> tuple[Any, ...]:
-    strides, biased = (b.stride() for b in scales.bs), (bias is not None for bias in scales.biases)
-    return (choice, call.return_A, *strides, *biased)

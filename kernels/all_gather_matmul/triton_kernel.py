@@ -28,9 +28,10 @@ from ..device.jit.launch import (
     Launch,
     Operand,
     TritonProgram,
+    check_operands,
     is_transposed,
     precision,
-    why_not,
+    workspace_numbers,
 )
 from ..device.triton import sync
 from ..device.triton.tile_table import count_tiles
@@ -111,22 +112,15 @@ def all_gather_matmul_kernel(
         sync.leave_block(words, fault, buffer, done_at, epoch, rank, record, span_words, WORLD_SIZE, True)
 
 
-def why_no_triton_gather(a: torch.Tensor, b: torch.Tensor) -> str | None:
-    """Why this kernel cannot take a shard [m, K] and B [K, N]; None if it can."""
-    return why_not(a, b)
-
-
 def _launch(
     a: torch.Tensor, b: torch.Tensor, config: AllGatherMatmulConfig, world_size: int, *, final: bool
 ) -> Launch:
-    (m, k), n, tile, transposed = a.shape, b.shape[1], config.tile, is_transposed(b)
+    (m, k), n, tile = a.shape, b.shape[1], config.tile
     rows = (1, tile.block_m, tile.block_k)
-    b_tile = (tile.block_n, tile.block_k) if transposed else (tile.block_k, tile.block_n)
-    b_rows = b.t() if transposed else b
     operands = (
         Operand.of((1, m, k), (m * k, *a.stride()), rows),
         Operand.contiguous((world_size, m, k), rows),
-        Operand.of(b_rows.shape, b_rows.stride(), b_tile),
+        Operand.of_b(b, tile),
         Operand.contiguous((world_size, m, n), (1, tile.block_m, tile.block_n // tile.chunks)),
     )
     constants = {
@@ -136,7 +130,7 @@ def _launch(
         "BK": tile.block_k,
         "GROUP_M": config.group_m,
         "CHUNKS": tile.chunks,
-        "B_TRANSPOSED": transposed,
+        "B_TRANSPOSED": is_transposed(b),
         "PRECISION": precision(a.dtype),
         "FINAL": final,
     }
@@ -159,7 +153,7 @@ class TritonAllGatherMatmul:
     Args:
         workspace: with room for ``configs.copied_gather_layout``, the same call site on every rank.
         a, b: examples of the operands: the shard [m, K] and B [K, N]. Every launch gets tensors of these
-            sizes, strides and dtype; ``why_no_triton_gather`` must be None for them, too.
+            sizes, strides and dtype; ``why_not`` must be None for them, too.
         config: of ``configs.choose_all_gather_matmul``, the same on every rank.
         num_sms: blocks to launch at most; what else runs at the same time keeps the other SMs.
 
@@ -176,8 +170,7 @@ class TritonAllGatherMatmul:
         *,
         num_sms: int,
     ) -> None:
-        if (problem := why_no_triton_gather(a, b)) is not None:
-            raise ValueError(f"all_gather_matmul: {problem}")
+        check_operands("all_gather_matmul", a, b)
         (m, k), n = a.shape, b.shape[1]
         tile, layout, self.world_size = config.tile, workspace.layout, workspace.world_size
         self._gathered = (self.world_size, m, k)
@@ -207,15 +200,5 @@ class TritonAllGatherMatmul:
         The pushes of this epoch may be under way, or still to come on another stream. ``final``: this is the
         last launch in this epoch of the buffer.
         """
-        layout = self.workspace.layout
-        numbers = (
-            *self._numbers,
-            buffer,
-            layout.flags(buffer),
-            layout.flags_per_rank,
-            layout.done(buffer),
-            self.workspace.span // 4,
-            self.workspace.fault.record,
-            timeout_ns,
-        )
+        numbers = (*self._numbers, *workspace_numbers(self.workspace, buffer, timeout_ns))
         self._launches[final](self._programs, (a, self.gathered(buffer), b, c), self._tensors, numbers)

@@ -8,10 +8,12 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
 from ...symm_mem.backends import cuda_state
+from ..device.collective.combine import CombineLauncher, CombineShape, CombineSource
 from ..device.comm import ll_exchange
 from ..device.comm.ll_exchange import DTYPES, VECTOR, ExchangeSlots, ExchangeWorkspace, slots_of
 from ..device.jit.program import Function, Program
@@ -33,6 +35,12 @@ class _Params(ctypes.Structure):
         ("vectors", ctypes.c_uint32),
         ("aligned", ctypes.c_uint32),
     )
+
+
+class _CombineParams(_Params):
+    """The same with CHOICES."""
+
+    _fields_: ClassVar[Any] = (("combine", CombineSource),)
 
 
 _X = _Params.x.offset
@@ -143,3 +151,48 @@ class AllReduceLauncher:
                 self._timeout_ns = timeout_ns
             _put_addresses(self._params[aligned], _X, x, out)
             self._launches[aligned](stream)
+
+
+@cache
+def combine_all_reduce_program(
+    world_size: int,
+    rank: int,
+    dtype: torch.dtype,
+    choices: tuple[int, bool, bool],
+    *,
+    dependent: bool = False,
+) -> Program:
+    """kernel.cu for sums of what is put together while it is loaded. ``choices``: those of a CombineShape."""
+    defines = all_reduce_defines(world_size, DTYPES[dtype], "sum") | CombineShape(0, *choices).defines
+    return Program(SOURCE, defines=defines | {"RANK": rank, "DEPENDENT": int(dependent)})
+
+
+def launched_combine_all_reduce(ranks: tuple[int, int], dtype: torch.dtype, shape: CombineShape) -> Program:
+    """The one that this process launches. ``ranks``: how many, and which this is."""
+    return combine_all_reduce_program(*ranks, dtype, shape[1:], dependent=ll_exchange.dependent())
+
+
+def combine_all_reduce_launcher(
+    place: ExchangeWorkspace,
+    sizes: tuple[int, int],
+    dtype: torch.dtype,
+    shape: CombineShape,
+    config: AllReduceConfig,
+) -> CombineLauncher:
+    """The all-reduce of what is put together, of [tokens, hidden]. ``place``, ``config``: as of an AllReduceLauncher.
+
+    Raises:
+        ValueError: the workspace is too small.
+    """
+    layout, (tokens, hidden) = place.layout, sizes
+    vectors = hidden * dtype.itemsize // VECTOR
+    parts = layout.world_size if config.form == "two_shot" else 1
+    count = -(-tokens * vectors // parts)
+    launch = configs.launch(count, layout, config)
+    whole = tokens * vectors == count * parts
+    program = launched_combine_all_reduce((layout.world_size, place.rank), dtype, shape)
+    function = program.function(launch.kernel if whole else f"{launch.kernel}_any")
+    params = _CombineParams(slots_of(place, 0), 0, 0, tokens * hidden, count, 1)
+    params.combine = shape.source(tokens, vectors)
+    ready = function.bound(launch.blocks, launch.threads, params, dependent=ll_exchange.dependent())
+    return CombineLauncher(params, _CombineParams.out.offset, ready, (launch.blocks,) * launch.epochs)

@@ -1,4 +1,5 @@
-// out = the reduction of all ranks' x (sum, avg, max or min), every rank pushing to every rank.
+// out = the reduction of all ranks' x (sum, avg, max or min), every rank pushing to every rank. With CHOICES x is what
+// experts' outputs add up to (collective/combine.cuh).
 //
 // Two forms that give the same bits, in float32 in rank order, rounded once:
 //   one_shot  every rank sends its vectors to all, and reduces what arrives.
@@ -15,6 +16,7 @@
 // before the first of it is used.
 
 #include "collective/rounds.cuh"
+#include "collective/combine.cuh"
 
 #ifndef REDUCE
 #error "REDUCE: sum, avg, max or min"
@@ -41,11 +43,17 @@ struct Params {
     u64 numel;
     u32 vectors;  // one_shot: of the input; two_shot: of each part
     u32 aligned;  // x and out lie at multiples of 16 bytes
+#if CHOICES
+    weft::Combine combine;
+#endif
 };
 
 // Vector `at` of the input; elements past its end are 0.
 template <bool WHOLE>
 __device__ __forceinline__ uint4 load(const Params& p, u64 at) {
+#if CHOICES
+    return p.combine.load(static_cast<u32>(at));
+#else
     const u64 start = at * ELEMENTS;
     if (WHOLE || (p.aligned && start + ELEMENTS <= p.numel)) {
         return weft::load_vector(reinterpret_cast<const uint4*>(p.x) + at);
@@ -59,6 +67,7 @@ __device__ __forceinline__ uint4 load(const Params& p, u64 at) {
         }
     }
     return v;
+#endif
 }
 
 template <bool WHOLE>

@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from ..device.collective.combine import CombineSource, put_operands
 from ..device.comm import ll_exchange
 from ..device.comm.ll_exchange import DTYPES, VECTOR, ExchangeSlots, ExchangeWorkspace, slots_of
 from ..device.jit.program import Program
@@ -44,7 +45,14 @@ class _Params(ctypes.Structure):
     )
 
 
+class _CombineParams(_Params):
+    """The same with CHOICES."""
+
+    _fields_: ClassVar[Any] = (("combine", CombineSource),)
+
+
 _X = _Params.x.offset
+_COMBINE = _CombineParams.combine.offset
 # From x to scales, at once: a store to a ctypes field costs as much.
 _put_addresses = struct.Struct("7Q").pack_into
 
@@ -62,6 +70,9 @@ class NormSwitches(NamedTuple):
     quant: int = 0
     scale_op: int = 0
     e5m2: bool = False
+    choices: int = 0
+    wide_choices: bool = False
+    shared_expert: bool = False
 
     @classmethod
     def of(cls, kind: NormKind, dtype: torch.dtype) -> NormSwitches:
@@ -70,6 +81,9 @@ class NormSwitches(NamedTuple):
         wide = kind.wide_weight and dtype != torch.float32
         of_columns = kind.subtract_mean, kind.weight, kind.bias
         found = cls(kind.residual, rounded, wide, kind.weight_offset != 0, *of_columns)
+        if kind.combine is not None:
+            _, choices, wide_choices, shared = kind.combine
+            found = found._replace(choices=choices, wide_choices=wide_choices, shared_expert=shared)
         if (quant := kind.quant) is None:
             return found
         scale_op, e5m2 = SCALE_OPS.index(quant.scale_op), quant.out_dtype == torch.float8_e5m2
@@ -182,6 +196,7 @@ class AllReduceRmsNormLauncher:
         if not place.layout.holds(needed := all_reduce_rms_norm_layout(rows, vectors, size, config)):
             raise ValueError(f"workspace: is {place.layout}, must hold {needed}")
         self._given = norm.residual, norm.weight, norm.bias
+        self._combine = combine = norm.combine
         self._timeout_ns = 0
         self._lock = threading.Lock()  # a launch takes what stands in its struct
         self.grids: tuple[int, ...] = ()
@@ -192,7 +207,10 @@ class AllReduceRmsNormLauncher:
             early = ll_exchange.dependent()
             program = launched_norm(vectors, dtype, norm, config, (size, place.rank))
             function = program.function(config.form)
-            params = _Params(slots_of(place, 0), rows=count, vectors=vectors, eps=norm.eps, elements=hidden)
+            taken = _Params if combine is None else _CombineParams
+            params = taken(slots_of(place, 0), rows=count, vectors=vectors, eps=norm.eps, elements=hidden)
+            if combine is not None:
+                params.combine = combine.source(rows, vectors, start)
             params.offset = norm.weight_offset
             if norm.quant is not None and norm.quant.smallest is not None:
                 params.smallest = norm.quant.smallest
@@ -209,16 +227,22 @@ class AllReduceRmsNormLauncher:
 
         Args:
             buffer: of no account; there are none.
-            operands: addresses of x, and of those of residual, weight, bias and a given scale that there are; results:
-                of normed, the rows' scales if there are some, and sums. All of contiguous tensors, multiples of 16;
-                sums may be residual or x, unless what is normed becomes fp8.
+            operands: addresses of x, or of y, slots and weights, and of those of residual, weight, bias, a given scale
+                and shared that there are; results: of normed, the rows' scales if there are some, and sums. All of
+                contiguous tensors, multiples of 16; sums may be residual or x, unless what is normed becomes fp8 or x
+                is put together.
             timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
             stream: a CUstream as an integer.
 
         Raises:
             RuntimeError: the kernel cannot be launched.
         """
-        x, *rest = operands
+        x, rest, parts = operands[0], operands[1:], list(operands[:3])
+        if (combine := self._combine) is not None:
+            rest = operands[3:]
+            if combine.shared:
+                *rest, shared = rest
+                parts.append(shared)
         given = iter(rest)
         residual, weight, bias = (next(given) if there else 0 for there in self._given)
         normed, *written, sums = results
@@ -231,5 +255,7 @@ class AllReduceRmsNormLauncher:
             for (start, of_normed, of_scales), ready, params in self._chunks:
                 added = residual + start if residual else 0
                 to = normed + of_normed, sums + start, scales + of_scales
+                if combine is not None:
+                    put_operands(params, _COMBINE, parts)
                 _put_addresses(params, _X, x + start, added, weight, bias, *to)
                 ready(stream)

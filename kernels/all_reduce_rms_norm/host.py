@@ -15,6 +15,7 @@ from .reference import NormKind
 
 OP = "fused_all_reduce_rms_norm"
 LAYER_NORM = "fused_all_reduce_layer_norm"
+COMBINE = "fused_moe_combine_all_reduce_rms_norm"
 QUANT = "fused_all_reduce_rms_norm_quant"
 CHUNK_BYTES = 4 << 20  #: bytes of x that are sent in one epoch of a buffer
 
@@ -23,6 +24,8 @@ def op_of(kind: NormKind) -> str:
     """The public op that computes it."""
     if kind.quant is not None:
         return QUANT
+    if kind.combine is not None:
+        return COMBINE
     return LAYER_NORM if kind.subtract_mean else OP
 
 

@@ -1,5 +1,6 @@
 // sums = residual + all_reduce(x), normed = sums / rms(sums) * weight, row by row, in one kernel; with SUBTRACT_MEAN
 // normed = (sums - mean(sums)) / std(sums) * weight + bias, the LayerNorm; with QUANT the RMSNorm, rounded, becomes fp8.
+// With CHOICES x is what experts' outputs add up to (collective/combine.cuh).
 //
 // The all-reduce is taken in float32, in rank order, and rounded; every rank adds its own residual, which may differ,
 // and norms the rounded sum, or with ROUND_SUM 0 the sum in float32. rows.cuh has what is compiled in. Two forms that
@@ -28,7 +29,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
     uint4 x[VECTORS];
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
-        if (s.has(v)) x[v] = weft::load_vector(vector(p.x, p, first, s.at(v)));
+        if (s.has(v)) x[v] = input_of(p, first, s.at(v));
     }
     const Epoch epoch(p.slots);
 
@@ -37,7 +38,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             if (!s.has(v)) continue;
-            if (row != first) x[v] = weft::load_vector(vector(p.x, p, row, s.at(v)));
+            if (row != first) x[v] = input_of(p, row, s.at(v));
+#if CHOICES
+            weft::store_vector(vector(p.sums, p, row, s.at(v)), x[v]);  // until the sum takes its place
+#endif
             epoch.send_to_all(base + s.index(v), weft::ll_encode(x[v]));
         }
     }
@@ -53,7 +57,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             if (s.has(v)) {
-                const uint4 own = weft::load_vector(vector(p.x, p, row, s.at(v)));
+                const uint4 own = weft::load_vector(vector(CHOICES ? p.sums : p.x, p, row, s.at(v)));
                 const uint4 residual = residual_of(p, row, s.at(v));
                 sums[v] = plus(weft::take_reduced<Sum>(epoch, base + s.index(v), own).rounded(), residual);
                 weft::store_vector(vector(p.sums, p, row, s.at(v)), sums[v].rounded());
@@ -93,7 +97,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
         for (int v = 0; v < VECTORS; ++v) {
 #pragma unroll
             for (int i = 1; i < WORLD_SIZE; ++i) {
-                if (s.has(v)) x[v][i] = row_or_zeros(p.x, p, group * WORLD_SIZE + weft::peer_of(i), s.at(v));
+                if (s.has(v)) x[v][i] = input_or_zeros(p, group * WORLD_SIZE + weft::peer_of(i), s.at(v));
             }
         }
     };
@@ -119,7 +123,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             if (!s.has(v)) continue;
-            const uint4 own = row_or_zeros(p.x, p, row, s.at(v));
+            const uint4 own = input_or_zeros(p, row, s.at(v));
 #if ROUND_SUM
             const uint4 residual = residual_or_zeros(p, row, s.at(v));
 #endif

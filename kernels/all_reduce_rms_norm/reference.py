@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..device.collective.combine import CombineShape
 from .quant import QuantKind
 
 
@@ -14,7 +15,8 @@ class NormKind(NamedTuple):
 
     ``round_sum``: the norm is that of the rounded sum, else of the sum in float32. ``residual``: there is one.
     ``wide_weight``: weight and bias are float32 where x has 16 bits. ``subtract_mean``: it is a LayerNorm, which may go
-    without a ``weight`` and have a ``bias``. ``quant``: what becomes of the normed rows, of an RMSNorm.
+    without a ``weight`` and have a ``bias``. ``quant``: what becomes of the normed rows, of an RMSNorm. ``combine``: of
+    which parts x is put together.
     """
 
     eps: float
@@ -26,6 +28,7 @@ class NormKind(NamedTuple):
     weight: bool = True
     bias: bool = False
     quant: QuantKind | None = None
+    combine: CombineShape | None = None
 
 
 def rms_norm(

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "comm/ll_exchange.cuh"
+#include "collective/combine.cuh"
 #include "math/cluster_moments.cuh"
 #include "quant.cuh"
 
@@ -71,6 +72,9 @@ struct Params {
     float eps;
     float elements;  // of a row
     float offset;    // of the weight
+#if CHOICES
+    weft::Combine combine;  // x
+#endif
 };
 
 // Where this thread's vectors lie: `chunk(v)` among the row's chunks, `at(v)` in the row, `index(v)` in a slot row.
@@ -207,6 +211,19 @@ __device__ __forceinline__ uint4* vector(uint4* rows, const Params& p, u32 row, 
 
 __device__ __forceinline__ uint4 row_or_zeros(const uint4* rows, const Params& p, u32 row, u32 at) {
     return row < p.rows ? weft::load_vector(vector(rows, p, row, at)) : make_uint4(0, 0, 0, 0);
+}
+
+// A vector of this rank's part of the sum.
+__device__ __forceinline__ uint4 input_of(const Params& p, u32 row, u32 at) {
+#if CHOICES
+    return p.combine.load(row, at);
+#else
+    return weft::load_vector(vector(p.x, p, row, at));
+#endif
+}
+
+__device__ __forceinline__ uint4 input_or_zeros(const Params& p, u32 row, u32 at) {
+    return row < p.rows ? input_of(p, row, at) : make_uint4(0, 0, 0, 0);
 }
 
 __device__ __forceinline__ uint4 residual_of(const Params& p, u32 row, u32 at) {

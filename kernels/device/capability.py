@@ -18,8 +18,10 @@ RUNS_ON: dict[str, tuple[Capability, ...]] = {
     "all_reduce": (HOPPER,),
     "all_reduce_rms_norm": (HOPPER,),
     "async_collectives": (HOPPER,),
+    "grouped_matmul": (HOPPER,),
     "matmul_all_reduce": (HOPPER,),
     "matmul_reduce_scatter": (HOPPER,),
+    "moe_route": (HOPPER,),
     "reduce_scatter": (HOPPER,),
     "scaled_matmul_reduce_scatter": (HOPPER,),
 }

@@ -161,3 +161,19 @@ class Loss:
         if self.label_smoothing:
             of[2] = -self.label_smoothing
         return of.where(targets != self.ignore_index, 0)
+
+
+def losses_and_terms(
+    gathered: Tensor, targets: Tensor, loss: Loss, count: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Of all ranks' statistics [W, K, M], each row's loss [M], and ``gradient_terms`` [5, M] of the sum of these.
+
+    Args:
+        count: by which the gradients are divided, if there is one, 1 at least.
+    """
+    extra = "mean" if loss.label_smoothing else ""
+    values = combine(gathered, extra)
+    of_values = loss.gradients(values, targets)
+    if count is not None:
+        of_values = of_values / count.clamp(min=1)
+    return loss.rows(values, targets), gradient_terms(values, of_values, extra)

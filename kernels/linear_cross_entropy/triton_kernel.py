@@ -1,9 +1,10 @@
-"""What reads every logit of a rank on CUDA: statistics of rows, and the gradient in place of the logits. And what
-multiplies gradients by what the backward brings.
+"""What reads every logit of a rank on CUDA: statistics of rows, and the gradient in place of the logits. And what lies
+between: rows' losses, of all ranks' statistics. And what multiplies gradients by what the backward brings.
 
-``statistics_kernel`` reads logits [M, V] once, one program a row, with a running maximum. ``gradient_kernel`` has one
-program for each BLOCK columns of a row. Both compute in float32, wait for nobody and are graph-safe;
-``reference.py`` says what of.
+``statistics_kernel`` reads logits [M, V] once, one program a row, with a running maximum. ``loss_kernel`` has one
+program for BLOCK rows, in place of some thirty operators, which the host would launch while the GPU waits.
+``gradient_kernel`` has one program for each BLOCK columns of a row. All compute in float32, wait for nobody and are
+graph-safe; ``reference.py`` says what of.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reference import Columns, count_statistics
+from .reference import Columns, Loss, count_statistics
 
 _ROW_BLOCK, _ROW_WARPS = 8192, 16
 _BLOCK, _WARPS = 4096, 8
+_LOSS_BLOCK = 128
 _MULTIPLY_BLOCK = 16384
 
 
@@ -73,6 +75,60 @@ def statistics_kernel(
         tl.store(out + 3 * rows + row, tl.zeros((), tl.float32) + columns)
     if ENTROPY:
         tl.store(out + 2 * rows + row, tl.where(total > 0, log_sum - extra / total, 0.0))
+
+
+@triton.jit
+def loss_kernel(
+    gathered,  # [W, K, M]
+    targets,  # [M]
+    count,  # [1]; None: nothing is divided
+    losses,  # [M]
+    terms,  # [5, M]
+    rows,
+    ignore_index,
+    SMOOTHING: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    RANKS: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = row < rows
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    target = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for rank in tl.static_range(RANKS):
+        of_rank = gathered + rank * STATISTICS * rows
+        top = tl.maximum(top, tl.load(of_rank + row, mask=there, other=0.0))
+        target = tl.maximum(target, tl.load(of_rank + rows + row, mask=there, other=0.0))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros((BLOCK,), tl.float32)
+    scores = tl.zeros((BLOCK,), tl.float32)
+    columns = tl.zeros((BLOCK,), tl.float32)
+    for rank in tl.static_range(RANKS):
+        of_rank = gathered + rank * STATISTICS * rows
+        total += tl.exp(tl.load(of_rank + row, mask=there, other=0.0) - base)
+        if SMOOTHING > 0:
+            scores += tl.load(of_rank + 2 * rows + row, mask=there, other=0.0)
+            columns += tl.load(of_rank + 3 * rows + row, mask=there, other=1.0)
+    log_sum = base + tl.log(total)
+    loss = log_sum - (1 - SMOOTHING) * target
+    if SMOOTHING > 0:
+        loss -= SMOOTHING * (scores / columns)
+    if Z_LOSS > 0:
+        loss += Z_LOSS * (log_sum * log_sum)
+    here = tl.load(targets + row, mask=there, other=0) != ignore_index
+    tl.store(losses + row, tl.where(here, loss, 0.0), mask=there)
+    by = tl.where(here, 1.0, 0.0)
+    if count is not None:
+        by /= tl.maximum(tl.load(count), 1).to(tl.float32)
+    tl.store(terms + row, log_sum, mask=there)
+    tl.store(terms + rows + row, (1 + 2 * Z_LOSS * log_sum) * by, mask=there)
+    tl.store(terms + 2 * rows + row, tl.zeros((BLOCK,), tl.float32), mask=there)
+    if SMOOTHING > 0:
+        tl.store(terms + 3 * rows + row, -SMOOTHING * by / columns, mask=there)
+    else:
+        tl.store(terms + 3 * rows + row, tl.zeros((BLOCK,), tl.float32), mask=there)
+    tl.store(terms + 4 * rows + row, (SMOOTHING - 1) * by, mask=there)
 
 
 @triton.jit
@@ -143,6 +199,24 @@ def launch_statistics(logits: Tensor, columns: Columns) -> Tensor:
             num_warps=_ROW_WARPS,
         )
     return out
+
+
+def launch_losses(
+    gathered: Tensor, targets: Tensor, loss: Loss, count: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As ``losses_and_terms``."""
+    ranks, statistics, rows = gathered.shape
+    losses, terms = (torch.empty(*lead, rows, device=gathered.device) for lead in ((), (5,)))
+    if rows:
+        loss_kernel[(triton.cdiv(rows, _LOSS_BLOCK),)](
+            *(gathered, targets, count, losses, terms, rows, loss.ignore_index),
+            SMOOTHING=loss.label_smoothing,
+            Z_LOSS=loss.z_loss,
+            RANKS=ranks,
+            STATISTICS=statistics,
+            BLOCK=_LOSS_BLOCK,
+        )
+    return losses, terms
 
 
 def launch_gradient(logits: Tensor, columns: Columns, terms: Tensor, out: Tensor) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 
@@ -50,6 +50,7 @@ class Epilogue:
 class MatmulReduceScatterConfig:
     """``group_m``: rows of tiles in a raster group."""
 
+    algorithm: ClassVar[str] = "tma_store"
     tile: TritonTile
     group_m: int
 
@@ -130,8 +131,8 @@ class ScatterKernelCall:
         more: the factors A, B, A, B, ... of further products that are added, each like these but for its K.
         num_sms: SMs that it may use.
         epilogue: what becomes of the sum.
-        terms: the bias and the residual that the epilogue names; when it is launched contiguous, from multiples of 16
-            bytes on.
+        terms: the bias and the residual that the epilogue names; with ``scaled`` the scales of A and of B, and the bias
+            of each partial result if there is one. When it is launched contiguous, from multiples of 16 bytes on.
         split_n: ranks have columns of B of their own, not rows of A.
         preferred: the algorithm to take where it can be, "push" or "one_shot"; None for the fastest.
         scaled: the operands are fp8, two of them each number here.

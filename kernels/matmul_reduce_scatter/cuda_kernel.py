@@ -185,11 +185,7 @@ class _ScaledParams(_Params):
     )
 
 
-class _ScaledPush(MatmulReduceScatterPush):
-    params = _ScaledParams
-
-
-class ScaledMatmulReduceScatterPush:
+class ScaledMatmulReduceScatterPush(MatmulReduceScatterPush):
     """This op of fp8 operands on one problem and one workspace: prepared once, launched often.
 
     Args:
@@ -199,6 +195,8 @@ class ScaledMatmulReduceScatterPush:
         config: the same on every rank.
     """
 
+    params = _ScaledParams
+
     def __init__(
         self,
         workspace: Workspace[Layout],
@@ -206,11 +204,10 @@ class ScaledMatmulReduceScatterPush:
         strides: tuple[int, ...],
         config: ScatterPushConfig,
     ) -> None:
-        self.workspace = workspace
-        self._push = _ScaledPush(workspace, call.factors, config, call.epilogue, num_sms=call.num_sms)
+        super().__init__(workspace, call.factors, config, call.epilogue, num_sms=call.num_sms)
         assert call.scaled is not None
         if call.scaled.kind is ScaleKind.BLOCKS:
-            for p in self._push._params:
+            for p in self._params:
                 p.of_b.b_block, p.of_b.b_column = strides
 
     def launch(
@@ -225,6 +222,6 @@ class ScaledMatmulReduceScatterPush:
         """
         a, b, a_scale, b_scale, *bias = operands
         with self.workspace.lock:
-            p = self._push._params[buffer]
+            p = self._params[buffer]
             p.scales, p.of_b.b, p.of_b.bias = a_scale, b_scale, bias[0] if bias else 0
-            self._push.launch(buffer, (a, b), results, timeout_ns, stream)
+            super().launch(buffer, (a, b), results, timeout_ns, stream)

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
 from ..device.gemm import gemm
@@ -83,19 +82,14 @@ def tuned_scatter(
     choice: KernelChoice[configs.AnyConfig],
     heap: Heap,
     call: configs.ScatterKernelCall,
-    scales: Sequence[torch.Tensor] = (),
 ) -> tuple[KernelChoice[configs.AnyConfig], str]:
     """What to run instead of the model's choice, if the tuner is on, and where it comes from; "" where nothing is
-    tuned.
-
-    Args:
-        scales: of fp8 operands, as ``scaled_operands`` takes them.
-    """
+    tuned."""
     if isinstance(choice.config, configs.MatmulReduceScatterConfig):
         return choice, ""
     if call.preferred or not tuner.is_tuning():
         return choice, tuner.FROM_MODEL
-    a, b, epilogue, terms, num_sms = call.a, call.b, call.epilogue, call.terms, call.num_sms
+    a, epilogue, num_sms = call.a, call.epilogue, call.num_sms
     problem = call.problem(heap.world_size)
     batches, m, n, k, size = problem.batches, problem.m, problem.n, problem.k, problem.world_size
     op = f"{host.OP} of the last dimension" if call.split_n else host.OP
@@ -104,7 +98,7 @@ def tuned_scatter(
     if call.more:
         kind += f", K of {'+'.join(str(x.shape[-1]) for x in call.factors[::2])}"
     if call.scaled is not None:
-        kind += f", {call.scaled}{' + bias' * (len(scales) > 2)}"
+        kind += f", {call.scaled}{' + bias' * (len(call.terms) > 2)}"
     candidates: list[Candidate[configs.AnyConfig]] = [
         Candidate(c, configs.scatter_layout(c, problem), algorithm_of(c))
         for _, config in configs.rank_scatter_kernels(problem)
@@ -116,16 +110,8 @@ def tuned_scatter(
     def make(workspace: Workspace[Any], config: configs.FusedConfig, timeout_ns: int) -> Callable[[], None]:
         if not results:
             results.append(a.new_empty((batches, m, n), dtype=epilogue.out_dtype))
-        if scales:
-            given = scaled_operands(config, call, scales)
-            scaled = _scaled_kernel(workspace, call, given, config)
-            return lambda: launch_prepared(workspace, config, scaled, given, results, timeout_ns)
-        stream = current_stream_of(a)
-        kernel: Any = fused_scatter(workspace, call, config)
-        if isinstance(config, OneShotConfig):
-            return lambda: kernel.call((a, b, *terms), results, timeout_ns, stream)
-        operands, out = [x.data_ptr() for x in (*call.factors, *terms)], (results[0].data_ptr(),)
-        return lambda: kernel.launch(workspace.next_buffer(), operands, out, timeout_ns, stream)
+        kernel, given = fused_scatter(workspace, call, config), scatter_operands(config, call)
+        return lambda: launch_prepared(workspace, config, kernel, given, results, timeout_ns)
 
     return tuner.tuned(heap, kind, choice, candidates, make)
 
@@ -137,15 +123,23 @@ def _both_ways(config: configs.FusedConfig) -> list[configs.FusedConfig]:
     return [config, replace(config, staged=not config.staged)]
 
 
+Kernel: TypeAlias = MatmulReduceScatterPush | MatmulReduceScatterOneShot | TritonMatmulReduceScatter
+
+
 def fused_scatter(
-    workspace: Workspace[Any], call: configs.ScatterKernelCall, config: configs.FusedConfig
-) -> MatmulReduceScatterPush | MatmulReduceScatterOneShot:
-    """What launches calls like this one, of 16 bits."""
+    workspace: Workspace[Any], call: configs.ScatterKernelCall, config: configs.AnyConfig
+) -> Kernel:
+    """What launches calls like this one."""
+    a, b, epilogue, num_sms = call.a, call.b, call.epilogue, call.num_sms
+    if isinstance(config, configs.MatmulReduceScatterConfig):
+        return TritonMatmulReduceScatter(workspace, a, b, config, epilogue, num_sms=num_sms)
     if isinstance(config, OneShotConfig):
-        return MatmulReduceScatterOneShot(
-            workspace, call.a, call.b, config, call.epilogue, split_n=call.split_n
-        )
-    return MatmulReduceScatterPush(workspace, call.factors, config, call.epilogue, num_sms=call.num_sms)
+        if call.scaled is not None:
+            return ScaledMatmulReduceScatterOneShot(workspace, call, config)
+        return MatmulReduceScatterOneShot(workspace, a, b, config, epilogue, split_n=call.split_n)
+    if call.scaled is not None:
+        return ScaledMatmulReduceScatterPush(workspace, call, call.terms[1].stride(), config)
+    return MatmulReduceScatterPush(workspace, call.factors, config, epilogue, num_sms=num_sms)
 
 
 def scatter_programs(
@@ -166,39 +160,28 @@ def launch_matmul_reduce_scatter(
     workspace: Workspace[Any],
     call: configs.ScatterKernelCall,
     timeout_ns: int,
+    op: str,
 ) -> torch.Tensor:
-    """The own part of the sum with what the epilogue makes of it, [L, m, N]."""
-    a, b, epilogue, terms, num_sms = call.a, call.b, call.epilogue, call.terms, call.num_sms
-    config, key = choice.config, _key(choice, call)
-    columns = call.columns(workspace.world_size)
-    out = a.new_empty((a.shape[0], a.shape[2], columns), dtype=epilogue.out_dtype)
+    """The own part of the sum with what the epilogue makes of it, [L, m, N]. ``op``: whose call it is."""
+    a, config, key = call.a, choice.config, _key(choice, call)
+    columns, given = call.columns(workspace.world_size), scatter_operands(config, call)
+    out = a.new_empty((a.shape[0], a.shape[2], columns), dtype=call.epilogue.out_dtype)
     kernel: Any = workspace.prepared.get(key)
     if kernel is None:
 
-        def make() -> MatmulReduceScatterPush | MatmulReduceScatterOneShot | TritonMatmulReduceScatter:
-            if not isinstance(config, configs.MatmulReduceScatterConfig):
-                return fused_scatter(workspace, call, config)
-            made = TritonMatmulReduceScatter(workspace, a, b, config, epilogue, num_sms=num_sms)
-            with compiling():  # Triton compiles at a launch
-                made.launch(0, a, b, out, *terms, timeout_ns=timeout_ns)
+        def make() -> Kernel:
+            made = fused_scatter(workspace, call, config)
+            if isinstance(made, TritonMatmulReduceScatter):
+                with compiling():  # Triton compiles at a launch
+                    made.launch(0, *given[:2], out, *given[2:], timeout_ns=timeout_ns)
             return made
 
         # Of all products: whether a rank stacks their factors or not is its own affair.
         depth = sum(x.shape[-1] for x in call.factors[::2])
-        same = (
-            *(host.OP, a.shape[:-1], depth, b.shape[1], a.dtype, epilogue, config, num_sms, call.split_n),
-        )
-        kernel = make_together(workspace, host.OP, key, same, make)
-    stream = current_stream_of(a)
-    if isinstance(config, OneShotConfig):
-        kernel.call((a, b, *terms), (out,), timeout_ns, stream)
-        return out
-    buffer = workspace.next_buffer()
-    if isinstance(config, configs.ScatterPushConfig):
-        operands = [x.data_ptr() for x in (*call.factors, *terms)]
-        kernel.launch(buffer, operands, (out.data_ptr(),), timeout_ns, stream)
-    else:
-        kernel.launch(buffer, a, b, out, *terms, timeout_ns=timeout_ns)
+        sizes = a.shape[:-1], depth, call.b.shape[1], a.dtype
+        same = (op, *sizes, call.epilogue, config, call.num_sms, call.split_n)
+        kernel = make_together(workspace, op, key, same, make)
+    launch_prepared(workspace, config, kernel, given, [out], timeout_ns)
     return out
 
 
@@ -206,7 +189,7 @@ def scatter_launcher(
     choice: KernelChoice[configs.AnyConfig],
     workspace: Workspace[Any],
     call: configs.ScatterKernelCall,
-) -> MatmulReduceScatterPush | MatmulReduceScatterOneShot | None:
+) -> Kernel | None:
     """What ``launch_matmul_reduce_scatter`` launched, for further such calls; None for the Triton kernel, or once it is
     dropped."""
     triton = isinstance(choice.config, configs.MatmulReduceScatterConfig)
@@ -215,78 +198,15 @@ def scatter_launcher(
 
 def _key(choice: KernelChoice[configs.AnyConfig], call: configs.ScatterKernelCall) -> tuple[Any, ...]:
     """What a kernel is kept under: a choice, of a product of the same size, says nothing of its parts."""
-    return (choice, call.epilogue, *((x.shape[-1], x.stride()) for x in call.more))
+    parts = ((x.shape[-1], x.stride()) for x in call.more)
+    scaled = () if call.scaled is None else (call.a.stride(), call.terms[1].stride())
+    return (choice, call.epilogue, *parts, *scaled)
 
 
-ScaledScatterKernel: TypeAlias = ScaledMatmulReduceScatterPush | ScaledMatmulReduceScatterOneShot
-
-
-def scaled_operands(
-    config: configs.AnyConfig, call: configs.ScatterKernelCall, scales: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """A, B, their scales and the bias, if there is one: for kernel.cu as in ``ScatterScales``, for torch's kernel as
-    that takes them.
-
-    Args:
-        scales: of A and of B, and the bias.
-    """
-    pair = [call.a, call.b]
-    if isinstance(config, OneShotConfig):
-        assert call.scaled is not None
+def scatter_operands(config: configs.AnyConfig, call: configs.ScatterKernelCall) -> list[torch.Tensor]:
+    """The factors and the terms: fp8 factors for kernel.cu in numbers of 16 bits, for torch's kernel as they are."""
+    factors = call.factors
+    if call.scaled is not None and isinstance(config, OneShotConfig):
         of_a, of_b = call.scaled.types
-        pair = [call.a.view(of_a), call.b.t().view(of_b).t()]
-    return [*pair, *scales]
-
-
-def _scaled_kernel(
-    workspace: Workspace[Any],
-    call: configs.ScatterKernelCall,
-    given: Sequence[torch.Tensor],
-    config: configs.AnyConfig,
-) -> ScaledScatterKernel:
-    if isinstance(config, OneShotConfig):
-        return ScaledMatmulReduceScatterOneShot(workspace, call, config)
-    assert isinstance(config, configs.ScatterPushConfig)
-    return ScaledMatmulReduceScatterPush(workspace, call, given[3].stride(), config)
-
-
-def launch_scaled_matmul_reduce_scatter(
-    choice: KernelChoice[configs.AnyConfig],
-    workspace: Workspace[Any],
-    call: configs.ScatterKernelCall,
-    given: Sequence[torch.Tensor],
-    timeout_ns: int,
-) -> torch.Tensor:
-    """The own part of the sum, [L, m, N], of fp8 operands.
-
-    Args:
-        given: what ``scaled_operands`` returns for the choice.
-    """
-    config, a = choice.config, call.a
-    columns = call.columns(workspace.world_size)
-    out = a.new_empty((a.shape[0], a.shape[2], columns), dtype=call.epilogue.out_dtype)
-    kernel = scaled_scatter_launcher(choice, workspace, call, given)
-    if kernel is None:
-        same = (configs.SCALED_OP, a.shape, call.b.shape, call.epilogue, config, call.num_sms, call.split_n)
-        kernel = make_together(
-            *(workspace, configs.SCALED_OP, _scaled_key(choice, call, given), same),
-            lambda: _scaled_kernel(workspace, call, given, config),
-        )
-    launch_prepared(workspace, config, kernel, given, [out], timeout_ns)
-    return out
-
-
-def scaled_scatter_launcher(
-    choice: KernelChoice[configs.AnyConfig],
-    workspace: Workspace[Any],
-    call: configs.ScatterKernelCall,
-    given: Sequence[torch.Tensor],
-) -> ScaledScatterKernel | None:
-    """What ``launch_scaled_matmul_reduce_scatter`` launched, for further such calls; None once it is dropped."""
-    return workspace.prepared.get(_scaled_key(choice, call, given))
-
-
-def _scaled_key(
-    choice: KernelChoice[configs.AnyConfig], call: configs.ScatterKernelCall, given: Sequence[torch.Tensor]
-) -> tuple[Any, ...]:
-    return (choice, call.epilogue, call.a.stride(), given[3].stride())
+        factors = call.a.view(of_a), call.b.t().view(of_b).t()
+    return [*factors, *call.terms]

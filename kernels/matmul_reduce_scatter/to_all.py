@@ -12,12 +12,9 @@ from operator import itemgetter
 
 import torch
 
-from ...symm_mem.backends.cuda_state import current_stream_of
-from ...symm_mem.layout import Layout
-from ...symm_mem.workspace import Workspace
 from ..device.gemm import gemm, gemm_tiles
 from ..device.jit.launch import why_not
-from ..device.tuning.choice import KernelChoice, KernelChoices, make_together
+from ..device.tuning.choice import KernelChoice, KernelChoices
 from .configs import (
     MatmulReduceScatterProblem,
     ScatterKernelCall,
@@ -26,7 +23,6 @@ from .configs import (
     push_config,
     scatter_push_layout,
 )
-from .cuda_kernel import MatmulReduceScatterPush
 
 # Of the all-reduce after a matmul, measured on 2 and 4 H200: microseconds, and bytes a microsecond.
 _ALL_REDUCE_LAUNCH = 2.5
@@ -55,32 +51,6 @@ def _choose(
     config, profitable = choose_sum_to_all_push(problem)
     us, _ = fastest_sum_to_all(problem)
     return KernelChoice("push", config, scatter_push_layout(config, problem), profitable, predicted_us=us)
-
-
-def launch_sum_to_all(
-    choice: KernelChoice[ScatterPushConfig],
-    workspace: Workspace[Layout],
-    call: ScatterKernelCall,
-    timeout_ns: int,
-    op: str,
-) -> tuple[torch.Tensor, MatmulReduceScatterPush]:
-    """The sum over ranks, [M, N], and the launcher, for tensors at other addresses. ``op``: whose call it is."""
-    a, b, epilogue, num_sms = call.a, call.b, call.epilogue, call.num_sms
-    out = a.new_empty((a.shape[0], b.shape[1]))
-    key = (choice, epilogue)
-    kernel: MatmulReduceScatterPush | None = workspace.prepared.get(key)
-    if kernel is None:
-
-        def make() -> MatmulReduceScatterPush:
-            rows = a.unsqueeze(0).unsqueeze(0)
-            return MatmulReduceScatterPush(workspace, (rows, b), choice.config, epilogue, num_sms=num_sms)
-
-        same = (op, a.shape, b.shape, a.dtype, epilogue, choice.config, num_sms)
-        kernel = make_together(workspace, op, key, same, make)
-    stream = current_stream_of(a)
-    operands, results = (a.data_ptr(), b.data_ptr()), (out.data_ptr(),)
-    kernel.launch(workspace.next_buffer(), operands, results, timeout_ns, stream)
-    return out, kernel
 
 
 def choose_sum_to_all_push(problem: MatmulReduceScatterProblem) -> tuple[ScatterPushConfig, bool]:

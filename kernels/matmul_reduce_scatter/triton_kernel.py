@@ -17,6 +17,8 @@ resident, no more than there are SMs. docs/protocol.md#triton-kernels has the pr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -29,9 +31,10 @@ from ..device.jit.launch import (
     Launch,
     Operand,
     TritonProgram,
+    check_operands,
     is_transposed,
     precision,
-    why_not,
+    workspace_numbers,
 )
 from ..device.triton import sync
 from ..device.triton.tile_table import count_tiles
@@ -251,11 +254,6 @@ def matmul_reduce_scatter_kernel(
     sync.leave_block(words, fault, buffer, done_at, epoch, RANK, record, span_words, WORLD_SIZE, False)
 
 
-def why_no_triton_scatter(a: torch.Tensor, b: torch.Tensor) -> str | None:
-    """Why this kernel cannot take A [L, W, m, K] and B [K, N]; None if it can."""
-    return why_not(a, b)
-
-
 def _launch(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -266,14 +264,12 @@ def _launch(
     span: int,
 ) -> Launch:
     """``span``: bytes from one rank's copy of the heap to the next."""
-    (batches, world_size, m, _), n, tile, transposed = a.shape, b.shape[1], config.tile, is_transposed(b)
+    (batches, world_size, m, _), n, tile = a.shape, b.shape[1], config.tile
     part = (batches, m, n)
-    b_rows = b.t() if transposed else b
-    b_tile = (tile.block_n, tile.block_k) if transposed else (tile.block_k, tile.block_n)
     chunk = (tile.block_m, tile.block_n // tile.chunks)
     operands = (
         Operand.of(a.shape, a.stride(), (1, 1, tile.block_m, tile.block_k)),
-        Operand.of(b_rows.shape, b_rows.stride(), b_tile),
+        Operand.of_b(b, tile),
         Operand.of((world_size, *part), (span // a.dtype.itemsize, m * n, n, 1), (1, 1, *chunk)),
         Operand.contiguous(part, (1, *chunk)),
     )
@@ -288,7 +284,7 @@ def _launch(
         "BK": tile.block_k,
         "GROUP_M": config.group_m,
         "CHUNKS": tile.chunks,
-        "B_TRANSPOSED": transposed,
+        "B_TRANSPOSED": is_transposed(b),
         "PRECISION": precision(a.dtype),
     }
     return Launch(matmul_reduce_scatter_kernel, operands, constants, tile.warps, tile.stages)
@@ -311,7 +307,7 @@ class TritonMatmulReduceScatter:
     Args:
         workspace: with room for ``configs.tiled_scatter_layout``, the same call site on every rank.
         a, b: examples of the operands: A [L, W, m, K] and B [K, N]. Every launch gets tensors of these sizes,
-            strides and dtype; ``why_no_triton_scatter`` must be None for them, too.
+            strides and dtype; ``why_not`` must be None for them, too.
         config: of ``configs.choose_matmul_reduce_scatter``, the same on every rank.
         epilogue: what becomes of the sum; its dtype is that of the operands. Every launch gets the bias and the
             residual that it names, contiguous.
@@ -331,8 +327,7 @@ class TritonMatmulReduceScatter:
         *,
         num_sms: int,
     ) -> None:
-        if (problem := why_no_triton_scatter(a, b)) is not None:
-            raise ValueError(f"matmul_reduce_scatter: {problem}")
+        check_operands("matmul_reduce_scatter", a, b)
         (batches, world_size, m, k), n = a.shape, b.shape[1]
         if world_size != workspace.world_size:
             raise ValueError(
@@ -362,6 +357,13 @@ class TritonMatmulReduceScatter:
             found = self._buffers[buffer] = (slot, receive_buffer)
         return found
 
+    def call(
+        self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], timeout_ns: int, _: int
+    ) -> None:
+        """``launch`` in the next buffer."""
+        a, b, *terms = tensors
+        self.launch(self.workspace.next_buffer(), a, b, results[0], *terms, timeout_ns=timeout_ns)
+
     def launch(
         self,
         buffer: int,
@@ -375,18 +377,8 @@ class TritonMatmulReduceScatter:
 
         ``terms``: the bias and the residual that the epilogue names.
         """
-        layout = self.workspace.layout
         slot, receive_buffer = self._buffer(buffer)
-        numbers = (
-            *self._numbers,
-            buffer,
-            layout.flags(buffer),
-            layout.flags_per_rank,
-            layout.done(buffer),
-            self.workspace.span // 4,
-            self.workspace.fault.record,
-            timeout_ns,
-        )
+        numbers = (*self._numbers, *workspace_numbers(self.workspace, buffer, timeout_ns))
         bias = terms[0] if self._epilogue.bias else receive_buffer
         residual = terms[-1] if self._epilogue.residual else receive_buffer
         tensors = (receive_buffer, self.workspace.words, self.workspace.fault.words, bias, residual)

@@ -1,5 +1,5 @@
 // out = this rank's part of the reduction of all ranks' x (sum, avg, max or min), cut in any dimension: x [rows, W, row]
-// and out [rows, row] in bytes.
+// and out [rows, row] in bytes. With CHOICES x is what experts' outputs add up to (collective/combine.cuh).
 //
 // Every rank sends part q of its x to rank q, which reduces all of them and its own in float32 in rank order, and
 // rounds once. For vectors of 16 bytes that are whole, and for anything (`_any`). Large inputs go by rounds, several
@@ -10,6 +10,7 @@
 
 #include "collective/rounds.cuh"
 #include "collective/slices.cuh"
+#include "collective/combine.cuh"
 
 #ifndef REDUCE
 #error "REDUCE: sum, avg, max or min"
@@ -31,6 +32,9 @@ struct Params {
     weft::Slices out;  // one part
     u32 vectors;  // of a part
     u32 room;  // slots of a sender in one epoch
+#if CHOICES
+    weft::Combine combine;
+#endif
 };
 
 template <bool WHOLE>
@@ -42,7 +46,12 @@ struct Steps {
     __device__ __forceinline__ explicit Steps(const Params& params) : p(params) {}
 
     __device__ __forceinline__ uint4 load_part(int part, u32 at) const {
-        return weft::SliceVector<WHOLE>(p.x, at).load(part);
+        const weft::SliceVector<WHOLE> v(p.x, at);
+#if CHOICES
+        return p.combine.load(v.offset(part) / 16);
+#else
+        return v.load(part);
+#endif
     }
 
     __device__ __forceinline__ void load(const ThreadShare& s, u32 end, u32) {

@@ -23,7 +23,7 @@ import llama_profile  # noqa: E402
 import llama_rows  # noqa: E402
 from llama_by_hand import shard_by_hand  # noqa: E402
 from llama_steps import CPU_SIZES, Case, Llama, rotary_tables  # noqa: E402
-from weft.fused_ops.passes.report import VoteCounts  # noqa: E402
+from weft.fused_ops.passes.records.report import VoteCounts  # noqa: E402
 from without_communication import WithoutCommunication  # noqa: E402
 
 COLUMNS = "mode compile seq batch graphs weights contender ms forward_ms backward_ms tokens_per_s mfu exposed_comm_ms "

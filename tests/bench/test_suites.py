@@ -71,6 +71,12 @@ def test_kinds_of_norms() -> None:
     assert re.search(r"^\| 4 \| 512 \| [\d.]+ \| [\d.]+ \([\d.]+\) \|$", printed, re.MULTILINE)
 
 
+def test_vocabulary() -> None:
+    printed = output_of("vocabulary", "--shapes", "7,16,48")
+    assert re.search(r"^ +7 +16 +48(?: +[\d.]+){4}$", printed, re.MULTILINE)
+    assert "wrong result" not in printed
+
+
 @needs_row_wise_products
 def test_scaled() -> None:
     printed = output_of("scaled", "--m-sizes", "64", "--scalings", "tensor,rows")

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from weft.fused_ops import (
+    cross_entropy_of_sharded_logits,
+    fused_all_gather_grouped_matmul,
     fused_all_gather_matmul,
     fused_all_gather_scaled_matmul,
     fused_all_reduce_layer_norm,
@@ -21,7 +23,11 @@ from weft.fused_ops import (
     fused_linear_log_probs,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
+    fused_moe_combine_all_reduce,
+    fused_moe_combine_all_reduce_rms_norm,
+    fused_moe_combine_reduce_scatter,
     fused_scaled_matmul_reduce_scatter,
+    moe_route,
     one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
@@ -215,7 +221,7 @@ def _normed_in_fp8(rank: int, size: int, step: int, unit: int, group: Any, more:
     )
 
 
-def _loss(rank: int, size: int, step: int, unit: int, group: Any, more: int, sign: int = 1) -> Case:
+def _loss(rank: int, size: int, step: int, unit: int, group: Any, more: int, of: str = "loss") -> Case:
     """One column of the last rank is so far above all others that a row's sum of exponentials is its own."""
     rows, hidden, columns = 2 * unit + more, 8, 5 * unit
     x = numbers(100 * step, rows, hidden)
@@ -228,11 +234,61 @@ def _loss(rank: int, size: int, step: int, unit: int, group: Any, more: int, sig
 
     def call(temperature: float) -> torch.Tensor:
         given = x, weights[rank], targets, group
-        if sign < 0:
-            return fused_linear_log_probs(*given, temperature=temperature)
+        if of == "log-probabilities":
+            return -fused_linear_log_probs(*given, temperature=temperature)
+        if of == "logits":
+            logits = x @ weights[rank].t()
+            return cross_entropy_of_sharded_logits(
+                logits, targets, group, reduction="none", temperature=temperature
+            )
         return fused_linear_cross_entropy(*given, reduction="none", temperature=temperature)
 
-    return Case(lambda: call(1.0), lambda: sign * wanted, lambda: call(2.0))
+    return Case(lambda: call(1.0), lambda: wanted, lambda: call(2.0))
+
+
+def _gathered_to_experts(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
+    """Each token goes to two of three experts."""
+    tokens, k, n = (2 * unit + more) * size, 8 * unit, 16
+    shards = [numbers(100 * step + r, tokens // size, k) for r in range(size)]
+    B = numbers(9500 + rank, 3, k, n)
+    ids = torch.stack([torch.arange(tokens) % 3, torch.arange(tokens) // 2 % 3], 1).to(B.device)
+    rows, offs, slots = moe_route(ids, 3)
+
+    def call(return_A: bool) -> torch.Tensor:
+        given = shards[rank], [B], rows, offs, 0, group
+        return fused_all_gather_grouped_matmul(*given, return_A=return_A)[1][0][slots.long()]
+
+    def wanted() -> torch.Tensor:
+        return torch.einsum("tk,tjkn->tjn", torch.cat(shards), B[ids])
+
+    return Case(lambda: call(False), wanted, lambda: call(True))
+
+
+def _combined(rank: int, size: int, step: int, unit: int, group: Any, more: int, kind: str = "sum") -> Case:
+    """Two choices of each token, in reverse, and the second one's weight is 2; the norm's sums are 8 or -8."""
+    tokens, hidden = (2 * unit + more) * size, (5 if unit == 1 else 8 * unit) * size
+    ys = [numbers(100 * step + r, 2 * tokens, hidden) for r in range(size)]
+    slots = torch.arange(2 * tokens, dtype=torch.int32, device=ys[0].device).flip(0).view(tokens, 2)
+    weights = torch.tensor([[1.0, 2.0]], device=ys[0].device).expand(tokens, 2)
+    total = sum(y.flip(0)[0::2] + 2 * y.flip(0)[1::2] for y in ys)
+    signs = 2 * numbers(2000 + 100 * step + rank, tokens, hidden).abs() - 1
+    residual, weight, given = 8 * signs - total, 3 + numbers(3000 + rank, hidden), (ys[rank], slots, weights)
+
+    def call(number: int) -> torch.Tensor:
+        if kind == "norm":
+            normed = fused_moe_combine_all_reduce_rms_norm(*given, residual, weight, float(number), group)
+            return torch.stack(normed)
+        if kind == "part":
+            return fused_moe_combine_reduce_scatter(*given, number, group)
+        half = [*given] if not number else [ys[rank], slots[: tokens // 2], weights[: tokens // 2]]
+        return fused_moe_combine_all_reduce(*half, group)
+
+    def want() -> torch.Tensor:
+        if kind == "norm":
+            return torch.stack([signs * weight, 8 * signs])
+        return total.chunk(size)[rank] if kind == "part" else total
+
+    return Case(lambda: call(0), want, lambda: call(1))
 
 
 # Rank, ranks, step (which numbers), unit of the sizes, group, and by how much the sizes are larger.
@@ -249,6 +305,11 @@ OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
     "fused_all_reduce_rms_norm": _normed,
     "fused_all_reduce_layer_norm": _layer_normed,
     "fused_all_reduce_rms_norm_quant": _normed_in_fp8,
+    "fused_all_gather_grouped_matmul": _gathered_to_experts,
     "fused_linear_cross_entropy": _loss,
-    "fused_linear_log_probs": partial(_loss, sign=-1),
+    "fused_linear_log_probs": partial(_loss, of="log-probabilities"),
+    "cross_entropy_of_sharded_logits": partial(_loss, of="logits"),
+    "fused_moe_combine_all_reduce": _combined,
+    "fused_moe_combine_all_reduce_rms_norm": partial(_combined, kind="norm"),
+    "fused_moe_combine_reduce_scatter": partial(_combined, kind="part"),
 }

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.fused_ops import (
     fused_all_gather_matmul,
@@ -61,7 +61,8 @@ PAIRS: list[tuple[Call, Call, str, str]] = [
 ]
 
 
-def differ(rank: int, world_size: int) -> None:
+@on_ranks(3, fresh=True)
+def test_calls_that_differ_are_named_and_nothing_breaks(rank: int, world_size: int) -> None:
     symm_mem.set_checked(True)
     for nth, (usual, odd, others, mine) in enumerate(PAIRS):
         with pytest.raises(symm_mem.RankMismatch) as error:
@@ -101,10 +102,6 @@ def differ(rank: int, world_size: int) -> None:
     symm_mem.reset()
     reduce()()
     symm_mem.set_checked(False)
-
-
-def test_calls_that_differ_are_named_and_nothing_breaks() -> None:
-    run_ranks(differ, 3, fresh=True)
 
 
 def one_alone(rank: int, world_size: int) -> str:
@@ -166,15 +163,12 @@ def test_a_rank_that_has_given_up_is_not_waited_for() -> None:
     )
 
 
-def environment(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_the_environment_switches_it_on(rank: int, world_size: int) -> None:
     os.environ["WEFT_CHECK"] = "1"  # it is read at the first call
     assert symm_mem.is_checked()
     with pytest.raises(symm_mem.RankMismatch, match="call 1 in group"):
         reduce(5 + rank)()
-
-
-def test_the_environment_switches_it_on() -> None:
-    run_ranks(environment, 2, fresh=True)
 
 
 def test_bad_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +180,8 @@ def test_bad_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         symm_mem.is_checked()
 
 
-def in_threads_and_graphs(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True, store="tcp")
+def test_threads_compiled_and_differentiated_calls(rank: int, world_size: int) -> None:
     """Groups are compared for themselves; compiled and differentiated calls like others."""
     symm_mem.set_checked(True)
     groups = [dist.new_group(list(range(world_size))) for _ in range(2)]
@@ -218,7 +213,3 @@ def in_threads_and_graphs(rank: int, world_size: int) -> None:
         f(torch.ones(7 + rank), 3)
     assert Path(__file__).name in str(error.value), "the call site is the model's line, not Inductor's"
     symm_mem.set_checked(False)
-
-
-def test_threads_compiled_and_differentiated_calls() -> None:
-    run_ranks(in_threads_and_graphs, 2, fresh=True, store="tcp")

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
 from weft.symm_mem.bootstrap.rendezvous import Rendezvous
@@ -59,7 +59,9 @@ def hear_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def interrupted(rank: int, world_size: int) -> None:
+@pytest.mark.alone
+@on_ranks(2, fresh=True)
+def test_an_interrupted_rank_comes_out_at_once_and_the_others_are_told(rank: int, world_size: int) -> None:
     """Rank 0 presses Ctrl-C while it waits for rank 1, which has not come."""
     hear_ctrl_c()
     symm_mem.set_timeout(LONG)
@@ -86,11 +88,6 @@ def interrupted(rank: int, world_size: int) -> None:
             assert time.monotonic() - begin < 3
         symm_mem.reset()
         call()
-
-
-@pytest.mark.alone
-def test_an_interrupted_rank_comes_out_at_once_and_the_others_are_told() -> None:
-    run_ranks(interrupted, 2, fresh=True)
 
 
 def waits_for_ever(rank: int, store: str, pipe: Connection) -> None:
@@ -160,7 +157,9 @@ def test_a_store_that_is_lost_with_rank_0() -> None:
         assert re.search(ours, texts[rank]), texts[rank]
 
 
-def store_is_stopped(rank: int, world_size: int) -> None:
+@pytest.mark.alone
+@on_ranks(2, fresh=True, store="rank 0")
+def test_a_store_that_is_stopped_with_rank_0(rank: int, world_size: int) -> None:
     """Rank 0's process keeps the store and is stopped for a while: that is named, within the deadline."""
     CALLS["allocate"]()
     pids = [0] * world_size
@@ -183,11 +182,6 @@ def store_is_stopped(rank: int, world_size: int) -> None:
     symm_mem.set_timeout(LONG)
     symm_mem.reset()
     CALLS["allocate"]()
-
-
-@pytest.mark.alone
-def test_a_store_that_is_stopped_with_rank_0() -> None:
-    run_ranks(store_is_stopped, 2, fresh=True, store="rank 0")
 
 
 def killed_in_a_reset(rank: int, world_size: int) -> str:

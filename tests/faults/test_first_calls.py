@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from test_checked import ODD, PAIRS, gather, reduce
 from weft import symm_mem
 from weft.fused_ops import (
@@ -71,7 +71,8 @@ def test_first_calls_that_differ_are_named_and_nothing_breaks() -> None:
     assert max(run_ranks(differ, 3, fresh=True)) < 30
 
 
-def plans(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_first_plans_that_differ_are_named(rank: int, world_size: int) -> None:
     """Another algorithm for the same arguments."""
     first = plan.Plan("unfused", "of its own") if rank == ODD else plan.Plan("host")
     with (
@@ -85,11 +86,8 @@ def plans(rank: int, world_size: int) -> None:
     assert last_plan().algorithm == "host"
 
 
-def test_first_plans_that_differ_are_named() -> None:
-    run_ranks(plans, 2, fresh=True)
-
-
-def later(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_later_calls_are_not_compared(rank: int, world_size: int) -> None:
     """Later calls post nothing and wait for nobody. Those of other groups are first calls of their own."""
     gather()()
     checks = get_heap(None, "cpu").call_check
@@ -113,10 +111,6 @@ def later(rank: int, world_size: int) -> None:
     reduce()()
     symm_mem.set_checked(False)
     reduce()()
-
-
-def test_later_calls_are_not_compared() -> None:
-    run_ranks(later, 2, fresh=True)
 
 
 def missing(rank: int, world_size: int) -> str | None:
@@ -149,7 +143,8 @@ def test_a_rank_that_makes_no_such_call_is_named() -> None:
     assert said is not None and "rank 1" in said and "test_" in said
 
 
-def slow(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_slow_compilation_is_no_timeout(rank: int, world_size: int) -> None:
     """What a rank compiles within its first call has another deadline."""
     symm_mem.set_timeout(0.5)
     heap = get_heap(None, "cpu")
@@ -167,18 +162,11 @@ def slow(rank: int, world_size: int) -> None:
         reduce()()
 
 
-def test_a_slow_compilation_is_no_timeout() -> None:
-    run_ranks(slow, 2, fresh=True)
-
-
-def unchecked(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_the_environment_switches_it_off(rank: int, world_size: int) -> None:
     os.environ["WEFT_CHECK"] = "0"  # it is read at the first call
     reduce()()
     assert get_heap(None, "cpu").call_check is None
-
-
-def test_the_environment_switches_it_off() -> None:
-    run_ranks(unchecked, 2, fresh=True)
 
 
 def test_bad_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +176,8 @@ def test_bad_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         call_check.compares_first_calls()
 
 
-def compiled(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_compiled_calls(rank: int, world_size: int) -> None:
     """Fakes compare nothing; the first call of a compiled graph does."""
 
     @torch.compile(backend="aot_eager")
@@ -200,7 +189,3 @@ def compiled(rank: int, world_size: int) -> None:
     x = torch.ones(6, requires_grad=True)
     f(x).sum().backward()
     assert x.grad is not None and x.grad.eq(2 * world_size).all()
-
-
-def test_compiled_calls() -> None:
-    run_ranks(compiled, 2, fresh=True)

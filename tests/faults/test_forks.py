@@ -17,7 +17,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.multiprocessing as mp
 from faults.forked import ENDS, in_child, refusal
 from faults.ops import OPS
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.fused_ops import FusionPass, one_shot_all_reduce
 from weft.fused_ops.passes.agreement.votes.board import VoteBoard
@@ -136,7 +136,8 @@ def test_a_childs_numbers_are_nobodys() -> None:
     assert run_ranks(numbers_of_a_child, 2, fresh=True) == [([3.0] * 3, [5.0] * 3)] * 2
 
 
-def compiled(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_compiled_graph_does_not_ask_in_a_child(rank: int, world_size: int) -> None:
     """A fused graph's question is not asked in the parent's name."""
     group = dist.group.WORLD
 
@@ -167,11 +168,8 @@ def compiled(rank: int, world_size: int) -> None:
     assert (now.count, now.fused) == (asked.count + 3, asked.fused + 3), (asked, now)
 
 
-def test_a_compiled_graph_does_not_ask_in_a_child() -> None:
-    run_ranks(compiled, 2, fresh=True)
-
-
-def boards(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_the_boards_of_graphs(rank: int, world_size: int) -> None:
     """Nor does a question whose board the parent has made, or has yet to make; the file of its lock is let go of."""
     made = VoteBoard(dist.group.WORLD)
     assert made.attached() or rank
@@ -193,11 +191,8 @@ def boards(rank: int, world_size: int) -> None:
         os.fstat(made._file.fd)
 
 
-def test_the_boards_of_graphs() -> None:
-    run_ranks(boards, 2, fresh=True)
-
-
-def while_a_thread_holds_the_locks(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_child_waits_for_no_thread_of_its_parent(rank: int, world_size: int) -> None:
     """A child has none of its parent's threads, and waits for no lock that one of them has."""
     right(0)
     heap = get_heap()
@@ -229,11 +224,8 @@ def while_a_thread_holds_the_locks(rank: int, world_size: int) -> None:
     right(1)
 
 
-def test_a_child_waits_for_no_thread_of_its_parent() -> None:
-    run_ranks(while_a_thread_holds_the_locks, 2, fresh=True)
-
-
-def of_a_broken_group(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_child_of_a_broken_group(rank: int, world_size: int) -> None:
     """A child hears of the fork also where its parent hears of something else; the parent's words stay."""
     right(0)
     symm_mem.set_timeout(0.2)
@@ -251,11 +243,8 @@ def of_a_broken_group(rank: int, world_size: int) -> None:
     right(1)
 
 
-def test_a_child_of_a_broken_group() -> None:
-    run_ranks(of_a_broken_group, 2, fresh=True)
-
-
-def grandchildren(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_grandchild_is_told_whose_rank_it_is(rank: int, world_size: int) -> None:
     right(0)
 
     def grandchild() -> dict[str, Any] | None:
@@ -264,10 +253,6 @@ def grandchildren(rank: int, world_size: int) -> None:
     told = in_child(lambda: (os.getpid(), in_child(grandchild)))[1]
     assert told["kind"] == "ForkedProcess" and told["parent"] == os.getpid() != told["child"], told
     right(1)
-
-
-def test_a_grandchild_is_told_whose_rank_it_is() -> None:
-    run_ranks(grandchildren, 2, fresh=True)
 
 
 def joins(store: str, rank: int, world_size: int) -> None:

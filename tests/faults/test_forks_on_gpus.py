@@ -8,7 +8,7 @@ import pytest
 import torch
 from faults.forked import in_child, refusal
 from faults.ops import OPS
-from ranks import run_ranks
+from ranks import on_ranks
 from weft import symm_mem
 from weft.fused_ops import last_plan
 from weft.fused_ops.dispatch.plan import forced
@@ -17,7 +17,9 @@ pytestmark = pytest.mark.gpu
 CULPRIT = 1
 
 
-def forks(rank: int, world_size: int, checked: bool) -> None:
+@pytest.mark.parametrize("checked", [False, True])
+@on_ranks(2, device="cuda", fresh=True)
+def test_a_child_is_refused_and_the_parent_goes_on(rank: int, world_size: int, checked: bool) -> None:
     peers = symm_mem.rendezvous(symm_mem.empty(64))
     with forced("fused"):
         # In place x is filled anew by the case: CUDA would refuse that, not weft.
@@ -47,8 +49,3 @@ def forks(rank: int, world_size: int, checked: bool) -> None:
         symm_mem.set_checked(False)
         symm_mem.reset()
         right()
-
-
-@pytest.mark.parametrize("checked", [False, True])
-def test_a_child_is_refused_and_the_parent_goes_on(checked: bool) -> None:
-    run_ranks(forks, 2, checked, device="cuda", fresh=True)

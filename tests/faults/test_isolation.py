@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults.ops import OPS
-from ranks import run_ranks
+from ranks import on_ranks
 from weft import symm_mem
 from weft.kernels.device.tuning.choice import make_together
 from weft.symm_mem.heap.registry import get_heap
@@ -21,7 +21,8 @@ from weft.symm_mem.workspace import Workspace
 KEPT: Any = SimpleNamespace(is_gone=lambda: False)  # a captured graph
 
 
-def opposite_orders(rank: int, world_size: int) -> None:
+@on_ranks(3, fresh=True, store="tcp")
+def test_threads_with_groups_of_their_own_in_any_order(rank: int, world_size: int) -> None:
     """Two threads with a group each make and grow their memory; each rank lets another thread go first."""
     symm_mem.set_timeout(60)
     groups = [dist.new_group([0, 1]), dist.new_group([1, 0, 2]), dist.new_group([1, 2])]
@@ -49,11 +50,8 @@ def opposite_orders(rank: int, world_size: int) -> None:
         raise failures[0]
 
 
-def test_threads_with_groups_of_their_own_in_any_order() -> None:
-    run_ranks(opposite_orders, 3, fresh=True, store="tcp")
-
-
-def overlapping(rank: int, world_size: int) -> None:
+@on_ranks(3, fresh=True)
+def test_an_overlapping_group_goes_on_beside_a_broken_one(rank: int, world_size: int) -> None:
     """A fault in one group: others of the same ranks go on while it is broken, and while it is reset."""
     pair, all_ranks = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
     symm_mem.set_timeout(60, all_ranks)
@@ -82,11 +80,8 @@ def overlapping(rank: int, world_size: int) -> None:
         right(pair, 4)
 
 
-def test_an_overlapping_group_goes_on_beside_a_broken_one() -> None:
-    run_ranks(overlapping, 3, fresh=True)
-
-
-def made_in_part(rank: int, world_size: int) -> None:
+@on_ranks(3, fresh=True)
+def test_what_ranks_make_together_they_make_again_after_a_reset(rank: int, world_size: int) -> None:
     """A rank comes when the others no longer wait for what is made together: after a reset all make it once more."""
     space: Workspace[Layout] = Workspace(get_heap(), Layout(world_size, 4, 1024), "site")
     of_graph = Workspace(get_heap(), Layout(world_size, 4, 1024), "graph", graph=KEPT)
@@ -124,11 +119,8 @@ def made_in_part(rank: int, world_size: int) -> None:
     )
 
 
-def test_what_ranks_make_together_they_make_again_after_a_reset() -> None:
-    run_ranks(made_in_part, 3, fresh=True)
-
-
-def refuses_all(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_every_op_of_a_broken_group_is_refused_in_the_same_words(rank: int, world_size: int) -> None:
     """Rank 1 leaves a product out. Ops that rank 0 has never called before are refused without a wait for anybody."""
     case = OPS["fused_all_gather_matmul"](rank, world_size, 0, 1, dist.group.WORLD, 0)
     assert torch.equal(case.call(), case.want())
@@ -153,7 +145,3 @@ def refuses_all(rank: int, world_size: int) -> None:
     for op in OPS.values():
         case = op(rank, world_size, 2, 1, dist.group.WORLD, 0)
         assert torch.equal(case.call(), case.want())
-
-
-def test_every_op_of_a_broken_group_is_refused_in_the_same_words() -> None:
-    run_ranks(refuses_all, 2, fresh=True)

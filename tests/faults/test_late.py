@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks
 from torch import Tensor
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_all_reduce, fused_matmul_reduce_scatter, one_shot_all_reduce
@@ -29,7 +29,8 @@ def named(lines: list[str], op: str, rank: int) -> None:
     errors._warned.clear()
 
 
-def late(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_late_rank_is_named_before_the_deadline(rank: int, world_size: int) -> None:
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -66,11 +67,8 @@ def late(rank: int, world_size: int) -> None:
     assert not lines, "who is in time is not named"
 
 
-def test_a_late_rank_is_named_before_the_deadline() -> None:
-    run_ranks(late, 2, fresh=True)
-
-
-def two_threads(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_threads_of_a_rank_are_named_with_a_timeout(rank: int, world_size: int) -> None:
     """Two threads of rank 0 make the calls that one thread of rank 1 makes, and one more."""
     x = torch.ones(3)
 
@@ -92,7 +90,3 @@ def two_threads(rank: int, world_size: int) -> None:
     else:
         call()
     dist.barrier()
-
-
-def test_threads_of_a_rank_are_named_with_a_timeout() -> None:
-    run_ranks(two_threads, 2, fresh=True)

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from forked import in_child, refusal
-from ranks import run_ranks
+from ranks import on_ranks
 from weft import symm_mem
 from weft.symm_mem.heap.registry import get_heap
 from weft.symm_mem.registration import cross_process, registry
@@ -34,7 +34,9 @@ def ring(rank: int, world_size: int, x: symm_mem.RegisteredTensor) -> None:
         assert (x.tensor == 10 * turn + left).all()
 
 
-def late(rank: int, world_size: int, op: str) -> None:
+@pytest.mark.parametrize("op", ["put", "batch_put", "get", "wait", "batch_wait"])
+@on_ranks([2, 3], fresh=True)
+def test_a_peer_that_does_not_come_is_named(rank: int, world_size: int, op: str) -> None:
     symm_mem.set_timeout(DEADLINE)
     (x,) = symm_mem.register([torch.zeros(3, 2)])
     ring(rank, world_size, x)
@@ -73,13 +75,9 @@ def late(rank: int, world_size: int, op: str) -> None:
     ring(rank, world_size, x)
 
 
-@pytest.mark.parametrize("op", ["put", "batch_put", "get", "wait", "batch_wait"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_peer_that_does_not_come_is_named(world_size: int, op: str) -> None:
-    run_ranks(late, world_size, op, fresh=True)
-
-
-def dies(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["shared", "private"])
+@on_ranks(2, expect_dead=(1,))
+def test_a_rank_that_dies_while_others_use_its_memory(rank: int, world_size: int, kind: str) -> None:
     """Rank 1 is killed while the others have mapped its memory, or copy from it."""
     symm_mem.set_timeout(20)
     mine = torch.full((1000,), float(rank))
@@ -107,12 +105,8 @@ def dies(rank: int, world_size: int, kind: str) -> None:
     assert time.monotonic() - begin < 5, "nobody waits for the dead until the deadline"
 
 
-@pytest.mark.parametrize("kind", ["shared", "private"])
-def test_a_rank_that_dies_while_others_use_its_memory(kind: str) -> None:
-    run_ranks(dies, 2, kind, expect_dead=(1,))
-
-
-def absent(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_rank_that_does_not_register(rank: int, world_size: int) -> None:
     symm_mem.set_timeout(DEADLINE)
     (x,) = symm_mem.register([torch.zeros(2)])
     if rank:
@@ -131,10 +125,6 @@ def absent(rank: int, world_size: int) -> None:
     ring(rank, world_size, y)
 
 
-def test_a_rank_that_does_not_register() -> None:
-    run_ranks(absent, 2, fresh=True)
-
-
 STEPS = {
     "describe": (registry.OwnSegments, "describe"),
     "map": (registry.Registry, "_map"),
@@ -144,7 +134,9 @@ STEPS = {
 }
 
 
-def interrupted(rank: int, world_size: int, step: str) -> None:
+@pytest.mark.parametrize("step", STEPS)
+@on_ranks(3, fresh=True)
+def test_an_interrupt_in_each_step(rank: int, world_size: int, step: str) -> None:
     """Ctrl-C on one rank in each step: the others hear of it, and after a reset all have the same registrations."""
     symm_mem.set_timeout(20)
     (x, gone) = symm_mem.register([torch.zeros(2), torch.zeros(5)])
@@ -180,12 +172,8 @@ def interrupted(rank: int, world_size: int, step: str) -> None:
     assert all(each == found[0] for each in found), found
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_an_interrupt_in_each_step(step: str) -> None:
-    run_ranks(interrupted, 3, step, fresh=True)
-
-
-def forbidden(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_copies_that_the_machine_forbids_are_refused_by_name(rank: int, world_size: int) -> None:
     """A machine that does not let one process copy from another."""
     with ExitStack() as stack:
         if rank == 1:
@@ -205,11 +193,8 @@ def forbidden(rank: int, world_size: int) -> None:
     ring(rank, world_size, x)
 
 
-def test_copies_that_the_machine_forbids_are_refused_by_name() -> None:
-    run_ranks(forbidden, 2, fresh=True)
-
-
-def in_forked_children(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_forked_child_is_refused(rank: int, world_size: int) -> None:
     (x,) = symm_mem.register([torch.zeros(2)])
 
     def tried() -> list[Any]:
@@ -221,11 +206,8 @@ def in_forked_children(rank: int, world_size: int) -> None:
     ring(rank, world_size, x)
 
 
-def test_a_forked_child_is_refused() -> None:
-    run_ranks(in_forked_children, 2, fresh=True)
-
-
-def interrupted_put(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_put_that_is_left_half_way(rank: int, world_size: int) -> None:
     """Ctrl-C while a put copies: the group is broken, for the other rank, too, until a reset."""
     symm_mem.set_timeout(20)
     (x,) = symm_mem.register([torch.zeros(2)])
@@ -245,10 +227,6 @@ def interrupted_put(rank: int, world_size: int) -> None:
         assert time.monotonic() - begin < 10
     symm_mem.reset()
     ring(rank, world_size, x)
-
-
-def test_a_put_that_is_left_half_way() -> None:
-    run_ranks(interrupted_put, 2, fresh=True)
 
 
 @pytest.mark.parametrize(

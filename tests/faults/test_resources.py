@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, one_shot_all_reduce
 from weft.kernels.all_gather_matmul import host
@@ -153,7 +153,8 @@ def test_a_group_that_could_not_make_a_heap_tries_again_behind_a_reset() -> None
     assert texts[0] == texts[1] and f"rank {SHORT}: OSError: [Errno 24] Too many open files" in texts[0]
 
 
-def interrupted(rank: int, world_size: int) -> None:
+@on_ranks(3, fresh=True, store="tcp")
+def test_an_interrupt_between_two_descriptors(rank: int, world_size: int) -> None:
     """Ctrl-C when one of the peers' descriptors has come already: it is closed, and so is the own one."""
     symm_mem.set_timeout(20)
     works(rank, world_size)
@@ -177,10 +178,6 @@ def interrupted(rank: int, world_size: int) -> None:
     works(rank, world_size)
 
 
-def test_an_interrupt_between_two_descriptors() -> None:
-    run_ranks(interrupted, 3, fresh=True, store="tcp")
-
-
 @contextmanager
 def gives_and_is_interrupted(*args: Any, real: Any = fd_exchange._giving) -> Iterator[list[str]]:
     with real(*args) as refused:
@@ -196,7 +193,9 @@ TAKEN_AT = {
 }
 
 
-def interrupted_at(rank: int, world_size: int, step: str) -> None:
+@pytest.mark.parametrize("step", TAKEN_AT)
+@on_ranks(2, fresh=True)
+def test_an_interrupt_leaves_no_memory_behind(rank: int, world_size: int, step: str) -> None:
     """Ctrl-C while the system looks for memory, when the peers' has come, or when it is mapped and nobody knows it."""
     symm_mem.set_timeout(20)
     works(rank, world_size)
@@ -212,11 +211,6 @@ def interrupted_at(rank: int, world_size: int, step: str) -> None:
     symm_mem.reset()
     assert state() == before
     works(rank, world_size)
-
-
-@pytest.mark.parametrize("step", TAKEN_AT)
-def test_an_interrupt_leaves_no_memory_behind(step: str) -> None:
-    run_ranks(interrupted_at, 2, step, fresh=True)
 
 
 def no_page(rank: int, world_size: int) -> None:
@@ -271,7 +265,9 @@ def test_an_exception_inside_a_call() -> None:
     assert "waited 0" in other and "for rank 1: " in other and "it has given up (called at " in other
 
 
-def made_on_one_rank(rank: int, world_size: int, last_step: str) -> None:
+@pytest.mark.parametrize("last_step", ["finish an allocation", CALL_CHECK])
+@on_ranks(2, fresh=True)
+def test_what_one_rank_alone_has_made(rank: int, world_size: int, last_step: str) -> None:
     """A rank gives up in the last step of making a workspace or a call check, when the other one has it already."""
     symm_mem.set_timeout(1)
     a, b = torch.full((4, 4), rank + 1.0), torch.ones(4, 4)
@@ -297,8 +293,3 @@ def made_on_one_rank(rank: int, world_size: int, last_step: str) -> None:
     for _ in range(3):
         (product,) = fused_all_gather_matmul(a, [b], 0, None)[1]
         assert product[:4].eq(4).all() and product[4:].eq(8).all()
-
-
-@pytest.mark.parametrize("last_step", ["finish an allocation", CALL_CHECK])
-def test_what_one_rank_alone_has_made(last_step: str) -> None:
-    run_ranks(made_on_one_rank, 2, last_step, fresh=True)

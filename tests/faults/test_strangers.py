@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.symm_mem.bootstrap import fd_exchange
 from weft.symm_mem.heap.registry import get_heap
@@ -101,7 +101,8 @@ class Trap:
         return os.putenv, ("WEFT_TRAPPED", "1")
 
 
-def forged(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_forged_post_is_not_unpickled(rank: int, world_size: int) -> None:
     """What comes from the store or a socket is data, whoever wrote it."""
     heap = get_heap()
     symm_mem.rendezvous(symm_mem.empty(4)).barrier()
@@ -117,10 +118,6 @@ def forged(rank: int, world_size: int) -> None:
     torch.distributed.barrier()
     symm_mem.reset()
     symm_mem.rendezvous(symm_mem.empty(4)).barrier()
-
-
-def test_a_forged_post_is_not_unpickled() -> None:
-    run_ranks(forged, 2, fresh=True)
 
 
 def test_nothing_received_is_interpreted() -> None:

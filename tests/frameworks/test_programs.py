@@ -1,4 +1,4 @@
-"""bench/frameworks.py between CPU ranks, tiny: each contender's losses and gradients are plain's."""
+"""The suite frameworks of the benchmark between CPU ranks, tiny: each contender's losses and gradients are plain's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchrun import run_program
 
 pytest.importorskip("transformers")
 
-BENCH = Path(__file__).parents[2] / "bench"
+RUN = Path(__file__).parents[2] / "bench" / "run.py"
 COMPILED, GROUPS = {"plain", "weft", "agree=False"}, {"plain alone", "plain", "process group"}
 CASES = {
     "Qwen3 prefill 9": COMPILED,
@@ -25,12 +25,12 @@ CASES = {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES)
 def test_a_case(case: str, tmp_path: Path) -> None:
-    out = tmp_path / "rows.json"
     short = ("--rounds", "1", "--steps", "1", "--warmup", "2")
-    given = ("--small", "--cases", case, "--out", str(out), *short)
-    done = run_program(BENCH / "frameworks.py", 2, *given, timeout=800)
+    given = ("--device=cpu", "--cases", case, "--results", str(tmp_path), *short)
+    done = run_program(RUN, 2, "frameworks", *given, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = {row["contender"]: row for row in json.loads(out.read_text())}
+    kept = json.loads((tmp_path / "cpu-x2-frameworks.json").read_text())
+    rows = {row["contender"]: row for row in kept["rows"]}
     assert rows.keys() == CASES[case]
     for name, row in rows.items():
         assert row["error"] < 1e-4, name

@@ -11,7 +11,8 @@ from scaled_operands import E4M3, E5M2, left, right
 from test_one_shot_calls import Driver, put
 from weft.kernels.all_gather_matmul import configs as gather
 from weft.kernels.all_gather_matmul import scaled as launches
-from weft.kernels.all_gather_matmul.scaled import AllGatherScaledMatmulOneShot, GatherScales
+from weft.kernels.all_gather_matmul.configs import GatherScales
+from weft.kernels.all_gather_matmul.scaled import AllGatherScaledMatmulOneShot
 from weft.kernels.device.gemm.one_shot import OneShotConfig
 from weft.kernels.device.gemm.scaling import (
     ScaledProducts,

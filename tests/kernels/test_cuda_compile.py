@@ -25,6 +25,7 @@ from weft.kernels.matmul_all_reduce import configs as few_rows_configs
 from weft.kernels.matmul_all_reduce import cuda_kernel as few_rows
 from weft.kernels.matmul_reduce_scatter import one_shot_kernel as scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
+from weft.kernels.moe_route import cuda_kernel as moe_route
 from weft.kernels.reduce_scatter import cuda_kernel as reduce_scatter_kernel
 from weft.kernels.transfer import cuda_kernel as transfer
 
@@ -57,6 +58,13 @@ NORM_SWITCHES = {
         round_sum=False, wide_weight=True, offset=True, quant=2, scale_op=2, e5m2=True
     ),
 }
+# Choices, whether their weights are float32, and whether there is a shared expert.
+CHOICES = [
+    (2, "bfloat16", (8, True, True)),
+    (4, "float16", (2, False, False)),
+    (8, "float32", (1, False, True)),
+]
+CHOICES += [(9, "bfloat16", (10, False, True))]
 ONE_SHOT = (2, 3, 4, 5, 8, 9)
 FEW_ROWS = [
     (size, dtype, reduce_op, n, b_rows)
@@ -88,6 +96,7 @@ PROGRAMS: dict[str, Program] = {
     "acquire": Program(KERNELS / "device" / "comm" / "acquire.cu"),
     **{f"async-{size}": async_kernel.async_program(size) for size in (2, 3, 8)},
     "transfer": Program(KERNELS / "transfer" / "kernel.cu"),
+    **{f"route-{dtype}": moe_route.route_program(dtype) for dtype in (torch.int32, torch.int64)},
     **{
         f"all_reduce-{size}-{dtype}-{reduce_op}": cuda_kernel.all_reduce_program(
             size, size - 1, TORCH[dtype], reduce_op
@@ -106,6 +115,31 @@ PROGRAMS: dict[str, Program] = {
         )
         for i, (name, switches) in enumerate(NORM_SWITCHES.items())
         for size, cluster in [((2, 1), (4, 8))[i % 2], (8, 8)]
+    },
+    **{
+        f"combine_{op}-{size}-{dtype}-{choices[0]}": program(size, size - 1, TORCH[dtype], choices)
+        for op, program in (
+            ("all_reduce", cuda_kernel.combine_all_reduce_program),
+            ("scatter", reduce_scatter_kernel.combine_reduce_scatter_program),
+        )
+        for size, dtype, choices in CHOICES
+    },
+    **{
+        f"combine_norm-{size}-{choices}-{held}-{rounded}": norm_kernel.all_reduce_rms_norm_program(
+            size,
+            1,
+            torch.bfloat16,
+            (4, held),
+            norm_kernel.NormSwitches(
+                round_sum=rounded, choices=choices, wide_choices=rounded, shared_expert=choices == 8
+            ),
+        )
+        for size, choices, held, rounded in [
+            (2, 8, 1, True),
+            (2, 2, 2, False),
+            (4, 8, 2, True),
+            (8, 1, 1, True),
+        ]
     },
     **{f"few_rows-{'-'.join(map(str, case))}": few_rows_program(*case) for case in FEW_ROWS},
     "all_reduce-early": cuda_kernel.all_reduce_program(4, 3, torch.bfloat16, "sum", dependent=True),
@@ -154,6 +188,13 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
     "alone_gather": (COLLECTIVE, CollectiveParams),
     "alone_scatter": (COLLECTIVE, CollectiveParams),
     "norm": ({"one_shot", "two_shot"}, norm_kernel._Params),
+    "route": ({"moe_route"}, moe_route._Params),
+    "combine_all_reduce": (
+        {f"{form}{kind}" for form in ("one_shot", "two_shot", "two_shot_rounds") for kind in ("", "_any")},
+        cuda_kernel._CombineParams,
+    ),
+    "combine_scatter": (COLLECTIVE, reduce_scatter_kernel._CombineParams),
+    "combine_norm": ({"one_shot", "two_shot"}, norm_kernel._CombineParams),
     "few_rows": ({"matmul_all_reduce"}, few_rows._Params),
     "gather": ({"all_gather_one_shot"}, gather._Params),
     "scatter": ({"reduce_scatter_one_shot"}, scatter._Params),
@@ -161,7 +202,7 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
 OTHER_PARAMS: dict[str, type[ctypes.Structure]] = dict.fromkeys(
     ("post_all", "await_all", "move_all"), transfer._Batch
 )
-ONCE = ("norm", "few_rows", "gather", "scatter")  # blocks of theirs have an SM each
+ONCE = ("norm", "combine", "few_rows", "gather", "scatter")  # blocks of theirs have an SM each
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,6 +16,8 @@ from weft.kernels.all_gather_matmul import cuda_kernel as all_gather_matmul
 from weft.kernels.device.gemm import gemm
 from weft.kernels.device.gemm.gemm_tiles import TILES, WIDEST, Tile
 from weft.kernels.device.jit.program import Program
+from weft.kernels.grouped_matmul import cuda_kernel as grouped_matmul
+from weft.kernels.grouped_matmul.configs import GroupedConfig
 from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
 from weft.kernels.matmul_reduce_scatter import cuda_kernel as matmul_reduce_scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
@@ -57,6 +59,11 @@ def scatter(
     return gemm.gemm_program(matmul_reduce_scatter.SOURCE, defines)
 
 
+def grouped(tile: Tile, order: str, *, by_rows: bool) -> Program:
+    b = ORDERS[order].expand(2, *ORDERS[order].shape)
+    return grouped_matmul.grouped_program(b, GroupedConfig(tile), by_rows=by_rows)
+
+
 def with_barriers(program: Program) -> Program:
     """As `make sanitize` compiles it."""
     return Program(program.path, defines={**program.defines, "RACECHECK": 1})
@@ -95,9 +102,23 @@ PROGRAMS: dict[str, Program] = {
         LARGEST, "odd_rows", 8, Epilogue(torch.float32, average=True, bias=True, residual=True)
     ),
     **{
+        f"grouped_matmul-{['in-order', 'by-rows'][by_rows]}-{tile.block_m}x{tile.block_n}": grouped(
+            tile, list(ORDERS)[(i + by_rows) % 3], by_rows=by_rows
+        )
+        for i, tile in enumerate(TILES)
+        for by_rows in (False, True)
+    },
+    **{
         f"matmul_reduce_scatter-{tile.block_m}x{tile.block_n}": scatter(tile, list(ORDERS)[-i % 3], 4)
         for i, tile in enumerate(OTHERS)
     },
+}
+
+
+PARAMS = {
+    "all_gather_matmul": all_gather_matmul._Params,
+    "grouped_matmul": grouped_matmul._Params,
+    "matmul_reduce_scatter": matmul_reduce_scatter._Params,
 }
 
 
@@ -116,7 +137,6 @@ def test_registers_spills_and_the_size_of_the_argument(
     name: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     op = name.split("-")[0]
-    params = all_gather_matmul._Params if op == "all_gather_matmul" else matmul_reduce_scatter._Params
     ((kernel, numbers),) = usage(PROGRAMS[name], tmp_path)
     assert kernel == op
     record_property(f"{name}.registers", numbers["REG"])
@@ -126,7 +146,7 @@ def test_registers_spills_and_the_size_of_the_argument(
         "a block of 384 threads; its warpgroups trade registers when it runs"
     )
     # Tensor maps in the argument begin at a multiple of 64.
-    assert numbers["CONSTANT[0]"] == -(-ARGUMENTS // 64) * 64 + ctypes.sizeof(params)
+    assert numbers["CONSTANT[0]"] == -(-ARGUMENTS // 64) * 64 + ctypes.sizeof(PARAMS[op])
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

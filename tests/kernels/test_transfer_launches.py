@@ -9,9 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
-from ranks import run_ranks
+from ranks import on_ranks
 from weft import symm_mem
 from weft.kernels.transfer.cuda_kernel import CudaTransfers
 from weft.symm_mem.backends import cuda_state
@@ -116,7 +115,8 @@ class Stage:
         ctypes.memmove(to, source, size)
 
 
-def exchanges(rank: int, world_size: int) -> None:
+@on_ranks([1, 2, 3], fresh=True)
+def test_what_launches_say_to_kernels(rank: int, world_size: int) -> None:
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     wide = torch.zeros(2 * 3000).share_memory_()
     small, large, strided, empty = symm_mem.register(
@@ -158,7 +158,8 @@ def exchanges(rank: int, world_size: int) -> None:
     get_heap().registrations._engine = None
 
 
-def batches(rank: int, world_size: int) -> None:
+@on_ranks([1, 3], fresh=True)
+def test_what_launches_of_batches_say(rank: int, world_size: int) -> None:
     """More than go into one launch, of two slabs of semaphores; what is large or strided goes alone."""
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     sizes = [1 + 17 * i for i in range(90)]
@@ -192,13 +193,3 @@ def batches(rank: int, world_size: int) -> None:
                 assert torch.equal(x.tensor, torch.arange(float(size)) + 1000 * turn + left)
             symm_mem.batch_put([])
     get_heap().registrations._engine = None
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_what_launches_of_batches_say(world_size: int) -> None:
-    run_ranks(batches, world_size, fresh=True)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_what_launches_say_to_kernels(world_size: int) -> None:
-    run_ranks(exchanges, world_size, fresh=True)

@@ -11,7 +11,7 @@ import interpreter
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft.kernels.all_gather_matmul.configs import AllGatherMatmulConfig, copied_gather_layout
 from weft.kernels.all_gather_matmul.triton_kernel import TritonAllGatherMatmul
 from weft.kernels.device.triton import sync
@@ -142,7 +142,8 @@ def test_ranks(
     run_ranks(check, world_size, dtype, m, n, k, transposed, chunk_rows, env=ENV, timeout=120)
 
 
-def check_wrap(rank: int, world_size: int) -> None:
+@on_ranks(2, env=ENV, timeout=120)
+def test_epochs_wrap_around(rank: int, world_size: int) -> None:
     site = Site(40, 32, 32, torch.float32, False, 64)
     last = 2**31 - 1
     site.words[site.layout.EPOCH] = last - 1
@@ -167,10 +168,6 @@ def wrapping_push(site: Site, epoch: torch.Tensor, a: torch.Tensor) -> None:
     peer = 1 - site.rank
     site.workspace.buffer(peer, 0, site.shape, site.dtype)[site.rank] = a
     site.workspace.words_of(peer)[site.layout.flags(0) + site.rank * site.layout.flags_per_rank] = epoch
-
-
-def test_epochs_wrap_around() -> None:
-    run_ranks(check_wrap, 2, env=ENV, timeout=120)
 
 
 def check_timeout(rank: int, world_size: int) -> Any:

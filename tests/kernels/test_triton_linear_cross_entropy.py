@@ -12,7 +12,9 @@ from ranks import run_ranks
 from weft.kernels.linear_cross_entropy.reference import (
     EXTRAS,
     Columns,
+    Loss,
     Scores,
+    losses_and_terms,
     reference_gradient,
     reference_statistics,
 )
@@ -58,6 +60,30 @@ def kernels(rank: int, size: int, dtype: torch.dtype) -> None:
         close(x, wanted, BOUND[dtype])
 
 
+def losses(rank: int, size: int, ranks: int) -> None:
+    from weft.kernels.linear_cross_entropy import triton_kernel
+
+    interpreter.install()
+    triton_kernel._LOSS_BLOCK = 16
+    for rows in (1, 16, 37):
+        for loss in (Loss(-100, 0.0, 0.0), Loss(3, 0.2, 0.0), Loss(-100, 0.3, 0.01)):
+            gathered = torch.randn(ranks, 4 if loss.label_smoothing else 2, rows)
+            gathered[:, 3:] = torch.arange(5.0, 5 + ranks)[:, None, None]
+            gathered[0, 0, 0] = -torch.inf  # a rank that has no columns
+            gathered[1:, 1, : rows // 2] = -torch.inf
+            targets = torch.randint(6, (rows,))
+            targets[0] = loss.ignore_index
+            for count in (None, torch.tensor(7), torch.tensor(0)):
+                got = triton_kernel.launch_losses(gathered, targets, loss, count)
+                for a, b in zip(got, losses_and_terms(gathered.double(), targets, loss, count), strict=True):
+                    close(a, b, 1e-6)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_losses_of_rows(ranks: int) -> None:
+    run_ranks(losses, 1, ranks, env=ENV)
+
+
 @pytest.mark.parametrize("dtype", BOUND)
 def test_statistics_and_gradient(dtype: torch.dtype) -> None:
     run_ranks(kernels, 1, dtype, env=ENV)
@@ -83,6 +109,13 @@ def test_they_compile_for_hopper(extra: str, cap: float) -> None:
     more = {**constants, "BLOCK": triton_kernel._BLOCK}
     warps = triton_kernel._WARPS
     elements = aot.compile_kernel(triton_kernel.gradient_kernel, signature, more, tuple(signature), warps, 3)
+    signature = {"gathered": "*fp32", "targets": "*i64", "count": "*i64", "losses": "*fp32", "terms": "*fp32"}
+    signature |= {"rows": "i32", "ignore_index": "i32"}
+    smoothing, statistics = (0.1, 4) if extra == "mean" else (0.0, 2)
+    more = {"SMOOTHING": smoothing, "Z_LOSS": 0.01, "RANKS": 2, "STATISTICS": statistics}
+    more["BLOCK"] = triton_kernel._LOSS_BLOCK
+    between = aot.compile_kernel(triton_kernel.loss_kernel, signature, more, tuple(signature), 4, 3)
+    assert between.spilled == 0
     for kernel in (rows, elements):
         print(f"{kernel.registers} registers, {kernel.shared} bytes of shared memory")
         assert kernel.spilled == 0

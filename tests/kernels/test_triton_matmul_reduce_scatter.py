@@ -13,7 +13,7 @@ import interpreter
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft.kernels.device.triton import sync
 from weft.kernels.device.triton.tile_table import TritonTile
 from weft.kernels.matmul_reduce_scatter.configs import (
@@ -148,7 +148,9 @@ def test_ranks(
     run_ranks(check, world_size, dtype, batches, m, n, k, *kind, env=ENV, timeout=150)
 
 
-def check_programs(rank: int, world_size: int, programs: int) -> None:
+@pytest.mark.parametrize("programs", [2, 5, 100])
+@on_ranks(3, env=ENV, timeout=120)
+def test_programs_share_the_tiles(rank: int, world_size: int, programs: int) -> None:
     """Rank 0 runs the kernel with several programs; the others have sent their partial results before."""
     m, n, k = 70, 72, 40
     a, b = torch.randn(1, world_size, m, k), torch.randn(k, n)
@@ -178,22 +180,14 @@ def check_programs(rank: int, world_size: int, programs: int) -> None:
         )
 
 
-@pytest.mark.parametrize("programs", [2, 5, 100])
-def test_programs_share_the_tiles(programs: int) -> None:
-    run_ranks(check_programs, 3, programs, env=ENV, timeout=120)
-
-
-def check_order(rank: int, world_size: int) -> None:
+@on_ranks(3, env=ENV, timeout=120)
+def test_partials_are_summed_in_the_order_of_the_ranks(rank: int, world_size: int) -> None:
     """Partial results 2^24, 1, -2^24 sum up to 0 in the order of the ranks, and to 1 in others."""
     a = torch.full((1, world_size, 16, 4), 0.25)
     b = torch.full((4, 32), [2.0**24, 1.0, -(2.0**24)][rank])
     out = torch.full((1, 16, 32), float("nan"))
     Site(a, b).op.launch(0, a, b, out, timeout_ns=60 * SECOND)
     assert (out == 0).all(), out.unique()
-
-
-def test_partials_are_summed_in_the_order_of_the_ranks() -> None:
-    run_ranks(check_order, 3, env=ENV, timeout=120)
 
 
 def check_timeout(rank: int, world_size: int, missing: str) -> Any:

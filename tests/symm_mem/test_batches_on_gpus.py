@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import on_ranks
 from weft import symm_mem
 
 pytestmark = pytest.mark.gpu(2)
@@ -17,7 +17,8 @@ def sent(rank: int, turn: int, count: int) -> torch.Tensor:
     return torch.arange(count, dtype=torch.float32).mul_(0.5).add_(rank * 1000 + turn)
 
 
-def batches(rank: int, world_size: int) -> None:
+@on_ranks([2, 3], device="cuda")
+def test_batches_on_gpus(rank: int, world_size: int) -> None:
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     xs = symm_mem.register([torch.full((count,), float("nan")) for count in COUNTS])
     sources = [torch.empty(count) for count in COUNTS]
@@ -57,12 +58,8 @@ def batches(rank: int, world_size: int) -> None:
     symm_mem.check()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_batches_on_gpus(world_size: int) -> None:
-    run_ranks(batches, world_size, device="cuda")
-
-
-def late(rank: int, world_size: int) -> None:
+@on_ranks(2, device="cuda", fresh=True)
+def test_a_batch_that_is_not_let_on_gpus(rank: int, world_size: int) -> None:
     """Of a batch one is let and one is not: the peer and the tensor are named, and nothing is written."""
     x, y = symm_mem.register([torch.zeros(5), torch.zeros(7)])
     other = 1 - rank
@@ -95,11 +92,8 @@ def late(rank: int, world_size: int) -> None:
     symm_mem.reset()
 
 
-def test_a_batch_that_is_not_let_on_gpus() -> None:
-    run_ranks(late, 2, device="cuda", fresh=True)
-
-
-def in_graphs(rank: int, world_size: int) -> None:
+@on_ranks(2, device="cuda")
+def test_compiled_transfers_on_gpus(rank: int, world_size: int) -> None:
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     x, y = symm_mem.register([torch.zeros(64, 48), torch.zeros(33)])
 
@@ -131,7 +125,3 @@ def in_graphs(rank: int, world_size: int) -> None:
             check(turn, *results)
         else:
             check(turn, *made(a))
-
-
-def test_compiled_transfers_on_gpus() -> None:
-    run_ranks(in_graphs, 2, device="cuda")

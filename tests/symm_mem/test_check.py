@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.kernels.device.comm import ll_exchange
 from weft.symm_mem.failure.call_log import TimedName
@@ -37,7 +37,8 @@ def note(space: Workspace[Any], *record: int) -> None:
     space.fault._record.copy_(torch.tensor([1, space.address, *record]))
 
 
-def records(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_the_first_error_is_raised_and_a_group_can_be_asked_alone(rank: int, world_size: int) -> None:
     heap = get_heap()
     other = dist.new_group([0, 1])
     first, second, elsewhere = spaces = [
@@ -86,11 +87,8 @@ def records(rank: int, world_size: int) -> None:
             symm_mem.check()
 
 
-def test_the_first_error_is_raised_and_a_group_can_be_asked_alone() -> None:
-    run_ranks(records, 2, fresh=True)
-
-
-def several_uses(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_who_waits_until_slots_are_empty_is_the_call_that_needs_them(rank: int, world_size: int) -> None:
     heap, peer = get_heap(), 1 - rank
     for expected, kind, op in ((1, WAIT_DATA, 0), (1, WAIT_FREE, 1), (3, WAIT_FREE, 1), (5, WAIT_DATA, 2)):
         layout = ll_exchange.ExchangeLayout(world_size, 64)
@@ -102,10 +100,6 @@ def several_uses(rank: int, world_size: int) -> None:
         with pytest.raises(symm_mem.PeerTimeout, match=emptied):
             symm_mem.check()
         symm_mem.reset()
-
-
-def test_who_waits_until_slots_are_empty_is_the_call_that_needs_them() -> None:
-    run_ranks(several_uses, 2, fresh=True)
 
 
 def breaks_one(rank: int, world_size: int) -> tuple[str, float]:
@@ -159,7 +153,8 @@ def test_what_breaks_one_workspace_breaks_all_of_the_group() -> None:
     assert "for rank 0: flag 0 of rank 0" in third and "it has given up on rank 1" in third, third
 
 
-def a_thread_waits(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_who_waits_elsewhere_hears_of_it(rank: int, world_size: int) -> None:
     """A thread in one workspace does not wait on when another has failed in another one, nor do the other ranks."""
     signals = symm_mem.rendezvous(symm_mem.empty(1))
     spaces = [Workspace(get_heap(), Layout(world_size, 1, 64), f"workspace {i}") for i in range(2)]
@@ -187,11 +182,8 @@ def a_thread_waits(rank: int, world_size: int) -> None:
     symm_mem.reset()
 
 
-def test_who_waits_elsewhere_hears_of_it() -> None:
-    run_ranks(a_thread_waits, 2, fresh=True)
-
-
-def destroyed(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_group_that_is_destroyed_is_over(rank: int, world_size: int) -> None:
     group, other = dist.new_group([0, 1]), dist.new_group([0, 1])
     for g in (group, other):
         fault_of(get_heap(g))
@@ -202,7 +194,3 @@ def destroyed(rank: int, world_size: int) -> None:
     dist.destroy_process_group(group)
     symm_mem.check()
     symm_mem.check(other)
-
-
-def test_a_group_that_is_destroyed_is_over() -> None:
-    run_ranks(destroyed, 2, fresh=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, one_shot_all_reduce
 from weft.symm_mem.heap.captured import CapturedGraph
@@ -23,7 +23,8 @@ def made(size: int, graph: Any = None) -> Workspace[Layout]:
     return Workspace(get_heap(), Layout(size, 4, 1 << 20), "site", graph=graph)
 
 
-def used_again(rank: int, size: int) -> None:
+@on_ranks(3, fresh=True)
+def test_the_memory_of_a_graph_that_is_gone_on_all_ranks_is_used_again(rank: int, size: int) -> None:
     where = get_heap()
     where.backend.quiesce = lambda: False  # type: ignore[method-assign]  # as in a capture: another graph's
     gone = [False]
@@ -51,11 +52,8 @@ def used_again(rank: int, size: int) -> None:
     assert not {w.block.offset for w in kept[:2]} & {elsewhere, *places}
 
 
-def test_the_memory_of_a_graph_that_is_gone_on_all_ranks_is_used_again() -> None:
-    run_ranks(used_again, 3, fresh=True)
-
-
-def reset_between(rank: int, size: int) -> None:
+@on_ranks(3, fresh=True)
+def test_a_reset_leaves_a_graph_its_workspaces_where_a_peers_is_gone(rank: int, size: int) -> None:
     where = get_heap()
     graph: Any = SimpleNamespace(is_gone=lambda: rank == 0)
     where.workspaces["kind", 7, 1] = made(size, graph)
@@ -70,10 +68,6 @@ def reset_between(rank: int, size: int) -> None:
     assert kept[-1].block.offset == place
 
 
-def test_a_reset_leaves_a_graph_its_workspaces_where_a_peers_is_gone() -> None:
-    run_ranks(reset_between, 3, fresh=True)
-
-
 def until(said: Any) -> bool:
     """Whether it is said soon: the driver says it in a thread of its own."""
     end = time.monotonic() + 5
@@ -82,7 +76,9 @@ def until(said: Any) -> bool:
     return bool(said())
 
 
-def follows_a_graph(rank: int, size: int) -> None:
+@pytest.mark.gpu(1)
+@on_ranks(1, device="cuda", gpus=1)
+def test_a_graph_is_gone_when_its_last_replay_has_ended(rank: int, size: int) -> None:
     x = torch.zeros(1024)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -105,11 +101,8 @@ def follows_a_graph(rank: int, size: int) -> None:
 
 
 @pytest.mark.gpu(1)
-def test_a_graph_is_gone_when_its_last_replay_has_ended() -> None:
-    run_ranks(follows_a_graph, 1, device="cuda", gpus=1)
-
-
-def captures_again_and_again(rank: int, size: int) -> None:
+@on_ranks([2, 3], device="cuda", gpus=1, fresh=True)
+def test_a_program_that_captures_again_and_again_does_not_grow(rank: int, size: int) -> None:
     group = dist.group.WORLD
     x, a = torch.ones(4096, dtype=torch.bfloat16), torch.ones(128, 256, dtype=torch.bfloat16)
     b = torch.ones(256, 256, dtype=torch.bfloat16)
@@ -139,9 +132,3 @@ def captures_again_and_again(rank: int, size: int) -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert (total == size).all()
-
-
-@pytest.mark.gpu(1)
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_program_that_captures_again_and_again_does_not_grow(size: int) -> None:
-    run_ranks(captures_again_and_again, size, device="cuda", gpus=1, fresh=True)

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from weft import symm_mem
 from weft.fused_ops import one_shot_all_reduce
@@ -18,7 +18,8 @@ from weft.symm_mem import timeouts
 from weft.symm_mem.heap.registry import get_heap
 
 
-def members(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_rank_that_is_no_member_is_told_so(rank: int, world_size: int) -> None:
     """A rank outside of a group is told so; torch gives it a number, or has no group for it."""
     group = dist.new_group([0])
     line = DeviceMesh("cpu", [0], mesh_dim_names=("tp",))
@@ -48,11 +49,8 @@ def members(rank: int, world_size: int) -> None:
             symm_mem.resolve_group(number)  # type: ignore[arg-type]
 
 
-def test_a_rank_that_is_no_member_is_told_so() -> None:
-    run_ranks(members, 2)
-
-
-def deadlines(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_deadline_goes_with_its_group(rank: int, world_size: int) -> None:
     """A destroyed group's deadline is not that of the next one with its name, though the program keeps the group."""
     symm_mem.set_timeout(7)
     symm_mem.set_timeout(8, "to come")
@@ -69,11 +67,8 @@ def deadlines(rank: int, world_size: int) -> None:
         assert symm_mem.get_timeout(name) == seconds
 
 
-def test_a_deadline_goes_with_its_group() -> None:
-    run_ranks(deadlines, 2, fresh=True)
-
-
-def destroyed(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_group_that_has_been_destroyed_is_named(rank: int, world_size: int) -> None:
     """A program that keeps a group beyond its end is told so, where torch speaks of a value that was None."""
     group = dist.new_group([0, 1])
     kept = symm_mem.rendezvous(symm_mem.empty(4, group=group))
@@ -91,11 +86,8 @@ def destroyed(rank: int, world_size: int) -> None:
     assert kept.tensors[rank].fill_(rank).sum() == 4 * rank
 
 
-def test_a_group_that_has_been_destroyed_is_named() -> None:
-    run_ranks(destroyed, 2, fresh=True)
-
-
-def forked(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_forked_child_collects_what_a_destroyed_group_has_left(rank: int, world_size: int) -> None:
     """Groups that are destroyed, also one that was used, are no business of a child's collector."""
     gc.collect()
     gc.disable()
@@ -116,7 +108,3 @@ def forked(rank: int, world_size: int) -> None:
             os.waitpid(child, 0)
             raise AssertionError("the child's collector hangs")
         time.sleep(0.05)
-
-
-def test_a_forked_child_collects_what_a_destroyed_group_has_left() -> None:
-    run_ranks(forked, 2, fresh=True)

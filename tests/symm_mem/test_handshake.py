@@ -10,13 +10,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.fused_ops import last_plan, one_shot_all_reduce
 from weft.symm_mem.heap.registry import get_heap
 
 
-def tries_again(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True, timeout=30)
+def test_ranks_that_have_tried_another_number_of_times_meet(rank: int, world_size: int) -> None:
     """Rank 0 has asked for a heap twice before rank 1 comes."""
     symm_mem.set_timeout(0.2)
     for _ in range(2 * (rank == 0)):
@@ -27,10 +28,6 @@ def tries_again(rank: int, world_size: int) -> None:
     dist.barrier()
     symm_mem.set_timeout(20)
     symm_mem.rendezvous(symm_mem.empty(10)).barrier()
-
-
-def test_ranks_that_have_tried_another_number_of_times_meet() -> None:
-    run_ranks(tries_again, 2, fresh=True, timeout=30)
 
 
 def cannot_be_seen(rank: int, world_size: int) -> str:
@@ -54,7 +51,8 @@ def test_a_rank_whose_process_cannot_be_seen_is_named_on_every_rank() -> None:
     assert "no heap for group '0': rank 1: FileNotFoundError: [Errno 2] No such file" in texts[0]
 
 
-def fails_in_between(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True, timeout=30)
+def test_a_rank_that_fails_while_a_heap_is_made_tells_the_others(rank: int, world_size: int) -> None:
     """What rank 1 runs into is no answer: the others are told, and may come again."""
     from weft.symm_mem.backends.host import HostBackend
 
@@ -70,10 +68,6 @@ def fails_in_between(rank: int, world_size: int) -> None:
     assert time.monotonic() - begin < 5
     HostBackend.refuse = refuse  # type: ignore[method-assign]
     symm_mem.rendezvous(symm_mem.empty(4)).barrier()
-
-
-def test_a_rank_that_fails_while_a_heap_is_made_tells_the_others() -> None:
-    run_ranks(fails_in_between, 2, fresh=True, timeout=30)
 
 
 def hidden_gpus(rank: int, world_size: int, fails: bool) -> tuple[str | None, str | None]:
@@ -114,7 +108,8 @@ def test_calls_run_unfused_where_memory_turns_out_not_to_be_mapped(fails: bool) 
         assert texts[0][0].startswith(words) and texts[0][1].startswith(words), texts[0]
 
 
-def alone(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_who_waits_alone_says_for_which_op(rank: int, world_size: int) -> None:
     """A rank makes the first call of a group, another one none: the error names the op, and before it a line in the
     log does."""
     from weft.symm_mem import errors
@@ -142,7 +137,3 @@ def alone(rank: int, world_size: int) -> None:
     dist.barrier()
     symm_mem.set_timeout(20)
     assert one_shot_all_reduce(torch.ones(3), "sum", None).eq(world_size).all()
-
-
-def test_who_waits_alone_says_for_which_op() -> None:
-    run_ranks(alone, 2, fresh=True)

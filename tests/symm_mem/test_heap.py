@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from opcommon import DEVICES
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from threads import staying_threads
 from weft import symm_mem
 from weft.symm_mem import timeouts
@@ -26,7 +26,8 @@ from weft.symm_mem.heap.heap import heap_of
 from weft.symm_mem.heap.registry import get_heap
 
 
-def peers_see_each_other(rank: int, world_size: int) -> None:
+@on_ranks([1, 2, 3, 4, 8], device=DEVICES)
+def test_empty_and_rendezvous(rank: int, world_size: int) -> None:
     for shape, dtype in [((5, 3), torch.float32), ((1,), torch.bfloat16), ((7, 1, 33), torch.int64)]:
         x = symm_mem.empty(*shape, dtype=dtype)
         assert x.shape == shape and x.dtype == dtype and x.is_contiguous()
@@ -46,13 +47,8 @@ def peers_see_each_other(rank: int, world_size: int) -> None:
         peers.barrier()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_empty_and_rendezvous(world_size: int, device: str) -> None:
-    run_ranks(peers_see_each_other, world_size, device=device)
-
-
-def views_have_peers(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_views_have_peers(rank: int, world_size: int) -> None:
     x = symm_mem.empty(6, 8)
     x.copy_(torch.arange(48.0).view(6, 8) + 100 * rank)
     part = x[2:5, 1:7:2].t()
@@ -70,12 +66,8 @@ def views_have_peers(rank: int, world_size: int) -> None:
     peers.barrier()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_views_have_peers(device: str) -> None:
-    run_ranks(views_have_peers, 2, device=device)
-
-
-def grows_in_place(rank: int, world_size: int) -> None:
+@on_ranks(3, device=DEVICES)
+def test_growth_moves_nothing(rank: int, world_size: int) -> None:
     first = symm_mem.empty(1000)
     first.fill_(rank)
     address, heap = first.data_ptr(), get_heap()
@@ -88,11 +80,6 @@ def grows_in_place(rank: int, world_size: int) -> None:
     for i, p in enumerate(peers):
         assert all((t == i).all() for t in p.tensors)
     peers[0].barrier()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_growth_moves_nothing(device: str) -> None:
-    run_ranks(grows_in_place, 3, device=device)
 
 
 def frees_when_all_have_freed(rank: int, world_size: int) -> list[int]:
@@ -165,7 +152,8 @@ def test_a_missing_rank_is_named() -> None:
     assert all("allocate" in t and "waited 1 s for rank 2" in t for t in texts[:2])
 
 
-def two_groups(rank: int, world_size: int) -> None:
+@on_ranks(3, device=DEVICES)
+def test_overlapping_groups_have_their_own_heaps(rank: int, world_size: int) -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([0, 1, 2])]
     mine = [g for g in groups if g is not dist.GroupMember.NON_GROUP_MEMBER]
     tensors = [symm_mem.empty(100, group=g) for g in mine]
@@ -179,11 +167,6 @@ def two_groups(rank: int, world_size: int) -> None:
     assert len({get_heap(g).address(0) for g in mine}) == len(mine)
     with pytest.raises(ValueError, match="group: the tensor lies on the heap of group"):
         symm_mem.rendezvous(tensors[0], mine[1])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_overlapping_groups_have_their_own_heaps(device: str) -> None:
-    run_ranks(two_groups, 3, device=device)
 
 
 def one_cannot_grow(rank: int, world_size: int) -> str:
@@ -239,7 +222,8 @@ def test_groups_that_cannot_share_memory_are_refused_and_run_unfused(key: str, w
     assert words in texts[0] and texts[0] == texts[1]
 
 
-def strangers(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_strangers_get_no_memory(rank: int, world_size: int) -> None:
     """A process without the secret gets no descriptor, and the ranks do not notice."""
     heap = get_heap()
     answers: list[bytes] = []
@@ -269,10 +253,6 @@ def strangers(rank: int, world_size: int) -> None:
         stop.set()
         thread.join()
         assert all(a == b"" for a in answers)
-
-
-def test_strangers_get_no_memory() -> None:
-    run_ranks(strangers, 2, fresh=True)
 
 
 def killed(rank: int, world_size: int) -> str | None:
@@ -305,7 +285,8 @@ def test_a_killed_rank_is_named_and_leaves_nothing_behind(
     assert litter() == before
 
 
-def bad_arguments(rank: int, world_size: int) -> None:
+@on_ranks(1, device=DEVICES)
+def test_bad_arguments_are_named(rank: int, world_size: int) -> None:
     for call, kind, words in [
         (lambda: symm_mem.empty(-1), ValueError, "shape: .* negative"),
         (lambda: symm_mem.empty(2.5), TypeError, "shape: .* float"),
@@ -329,11 +310,6 @@ def bad_arguments(rank: int, world_size: int) -> None:
     ]:
         with pytest.raises(ValueError, match=words):
             call()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_bad_arguments_are_named(device: str) -> None:
-    run_ranks(bad_arguments, 1, device=device)
 
 
 def test_the_environment_sets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +347,8 @@ def test_free_list() -> None:
     assert free.holes == [(0, 100)]
 
 
-def regrouped(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_groups_that_are_destroyed_leave_nothing_behind(rank: int, world_size: int) -> None:
     """Groups that come and go leave no memory, addresses, descriptors, threads or locks."""
     from weft.fused_ops import one_shot_all_reduce
     from weft.symm_mem.heap.registry import _making
@@ -394,7 +371,3 @@ def regrouped(rank: int, world_size: int) -> None:
         lets_go()
         counts.append(held())
     assert all(a <= b for now in counts[2:] for a, b in zip(now, counts[1], strict=True)), counts
-
-
-def test_groups_that_are_destroyed_leave_nothing_behind() -> None:
-    run_ranks(regrouped, 2, fresh=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks
 from weft import symm_mem
 
 KINDS = ("private", "shared", "heap", "view")
@@ -37,7 +37,9 @@ def gathered(x: torch.Tensor, world_size: int) -> list[torch.Tensor]:
     return found
 
 
-def moves(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks([1, 2, 3, 4])
+def test_data_goes_both_ways(rank: int, world_size: int, kind: str) -> None:
     right, left = neighbours(rank, world_size)
     for turn in range(3):
         mine = make(kind, 5 + rank, 7)
@@ -58,13 +60,8 @@ def moves(rank: int, world_size: int, kind: str) -> None:
             symm_mem.unregister([x])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_data_goes_both_ways(world_size: int, kind: str) -> None:
-    run_ranks(moves, world_size, kind)
-
-
-def mixed(rank: int, world_size: int) -> None:
+@on_ranks([2, 4])
+def test_kinds_and_sizes_that_differ_by_rank(rank: int, world_size: int) -> None:
     """Each rank's tensor lies in memory of another kind, and has another size."""
     right, left = neighbours(rank, world_size)
     tensors = {kind: make(kind, 4, 3 + rank) for kind in KINDS}
@@ -81,12 +78,8 @@ def mixed(rank: int, world_size: int) -> None:
     symm_mem.unregister([x, y])
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_kinds_and_sizes_that_differ_by_rank(world_size: int) -> None:
-    run_ranks(mixed, world_size)
-
-
-def mapped(rank: int, world_size: int) -> None:
+@on_ranks(3, fresh=True)
+def test_a_segment_is_mapped_once(rank: int, world_size: int) -> None:
     whole = torch.zeros(100).share_memory_()
     a, b = symm_mem.register([whole[:10], whole[50:].view(5, 10).t()])
     for x in (a, b):
@@ -108,11 +101,8 @@ def mapped(rank: int, world_size: int) -> None:
     assert view is not None and view.sum() == 50 * (rank + 1), "a tensor keeps what it lies in"
 
 
-def test_a_segment_is_mapped_once() -> None:
-    run_ranks(mapped, 3, fresh=True)
-
-
-def many(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_more_than_a_slab(rank: int, world_size: int) -> None:
     """More registrations than one slab of semaphores has room for."""
     xs = symm_mem.register([torch.zeros(1) for _ in range(600)])
     right, left = neighbours(rank, world_size)
@@ -127,11 +117,8 @@ def many(rank: int, world_size: int) -> None:
     assert symm_mem.stats().registered == 0
 
 
-def test_more_than_a_slab() -> None:
-    run_ranks(many, 2, fresh=True)
-
-
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_refused(rank: int, world_size: int) -> None:
     for bad, kind, words in [
         (torch.zeros(2), TypeError, "tensors: is of type Tensor"),
         ([], ValueError, "tensors: is empty"),
@@ -164,11 +151,8 @@ def refused(rank: int, world_size: int) -> None:
     x.wait(rank)
 
 
-def test_what_is_refused() -> None:
-    run_ranks(refused, 2)
-
-
-def without_descriptor(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_shared_memory_without_a_descriptor(rank: int, world_size: int) -> None:
     """Shared memory that this process cannot hand on is copied from."""
     right, left = neighbours(rank, world_size)
     memory = mmap.mmap(-1, 4096)  # shared, and of no file that has a name
@@ -181,11 +165,8 @@ def without_descriptor(rank: int, world_size: int) -> None:
     symm_mem.unregister([x])
 
 
-def test_shared_memory_without_a_descriptor() -> None:
-    run_ranks(without_descriptor, 2)
-
-
-def in_training(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameters_and_modes(rank: int, world_size: int) -> None:
     """Parameters and results of autograd: what is moved is outside of it."""
     right, left = neighbours(rank, world_size)
     weight = torch.nn.Parameter(torch.full((3,), float(rank)))
@@ -200,7 +181,3 @@ def in_training(rank: int, world_size: int) -> None:
         out = x.get(torch.empty(3), right)
         x.wait(left)
     assert torch.allclose(out, torch.full((3,), float(rank)).exp()) and weight.requires_grad
-
-
-def test_parameters_and_modes() -> None:
-    run_ranks(in_training, 2)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks
 from weft import symm_mem
 from weft.symm_mem.heap.registry import get_heap
 
 
-def found_again(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_what_is_registered_is_found_again(rank: int, world_size: int) -> None:
     t = torch.randn(6, 6)
     (x,) = symm_mem.register([t])
     steps = get_heap().rendezvous._step
@@ -24,11 +25,8 @@ def found_again(rank: int, world_size: int) -> None:
     assert symm_mem.register([t])[0] is not x
 
 
-def test_what_is_registered_is_found_again() -> None:
-    run_ranks(found_again, 2, fresh=True)
-
-
-def otherwise(rank: int, world_size: int) -> None:
+@on_ranks(3, fresh=True)
+def test_a_hit_where_others_miss_is_named(rank: int, world_size: int) -> None:
     """Rank 1 knows the tensor, the others do not."""
     symm_mem.set_timeout(20)
     t, other = torch.randn(4), torch.randn(4)
@@ -46,11 +44,8 @@ def otherwise(rank: int, world_size: int) -> None:
     z.wait((rank - 1) % world_size)
 
 
-def test_a_hit_where_others_miss_is_named() -> None:
-    run_ranks(otherwise, 3, fresh=True)
-
-
-def checked(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_hits_are_compared_in_the_checked_mode(rank: int, world_size: int) -> None:
     a, b = symm_mem.register([torch.zeros(1), torch.ones(1)])
     symm_mem.set_checked(True)
     with pytest.raises(
@@ -60,11 +55,8 @@ def checked(rank: int, world_size: int) -> None:
     symm_mem.set_checked(False)
 
 
-def test_hits_are_compared_in_the_checked_mode() -> None:
-    run_ranks(checked, 2, fresh=True)
-
-
-def unlike(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_ranks_that_register_or_end_other_things(rank: int, world_size: int) -> None:
     with pytest.raises(symm_mem.RankMismatch, match="dtypes"):
         symm_mem.register([torch.zeros(2, dtype=torch.float16 if rank == 1 else torch.float32)])
     with pytest.raises(symm_mem.RankMismatch, match=r"\[new, new\]"):
@@ -78,11 +70,8 @@ def unlike(rank: int, world_size: int) -> None:
     assert symm_mem.stats().registered == 2
 
 
-def test_ranks_that_register_or_end_other_things() -> None:
-    run_ranks(unlike, 2, fresh=True)
-
-
-def far_ahead(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_rank_that_is_far_ahead_is_named(rank: int, world_size: int) -> None:
     """Rank 1 finds its tensor more often than its page has room for, where rank 0 has one that is new."""
     symm_mem.set_timeout(20)
     t, other = torch.randn(4), torch.randn(4)
@@ -99,11 +88,8 @@ def far_ahead(rank: int, world_size: int) -> None:
         symm_mem.register([other])
 
 
-def test_a_rank_that_is_far_ahead_is_named() -> None:
-    run_ranks(far_ahead, 2, fresh=True)
-
-
-def of_some(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_groups_that_overlap(rank: int, world_size: int) -> None:
     """Two groups that overlap, each with registrations of its own of one tensor."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 2])]
     mine = torch.full((2, 2), float(rank))
@@ -115,7 +101,3 @@ def of_some(rank: int, world_size: int) -> None:
         x.signal(1 - x.rank)
         assert (x.get(torch.empty(2, 2), 1 - x.rank) == members[1 - x.rank]).all()
         x.wait(1 - x.rank)
-
-
-def test_groups_that_overlap() -> None:
-    run_ranks(of_some, 3)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks
 from weft import symm_mem
 from weft.symm_mem.registration.table import UNUSED
 
@@ -18,7 +18,8 @@ def neighbours(rank: int, world_size: int) -> tuple[int, int]:
     return (rank + 1) % world_size, (rank - 1) % world_size
 
 
-def dropped(rank: int, world_size: int) -> None:
+@on_ranks(3, fresh=True)
+def test_memory_is_kept_until_all_ranks_have_dropped_it(rank: int, world_size: int) -> None:
     """A registration ends when all ranks have dropped it, and not before."""
     t = torch.randn(1000)
     (x,) = symm_mem.register([t])
@@ -41,11 +42,8 @@ def dropped(rank: int, world_size: int) -> None:
     assert z.number == 3
 
 
-def test_memory_is_kept_until_all_ranks_have_dropped_it() -> None:
-    run_ranks(dropped, 3, fresh=True)
-
-
-def ended(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_nothing_is_done_behind_the_end(rank: int, world_size: int) -> None:
     (x,) = symm_mem.register([torch.zeros(2)])
     symm_mem.unregister([x])
     for call in (lambda: x.put(torch.ones(2), rank), lambda: x.wait(0), lambda: symm_mem.unregister([x])):
@@ -54,11 +52,8 @@ def ended(rank: int, world_size: int) -> None:
     assert symm_mem.stats().registered == 0
 
 
-def test_nothing_is_done_behind_the_end() -> None:
-    run_ranks(ended, 2, fresh=True)
-
-
-def counts_begin_anew(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_slot_is_zero_for_its_next_tensor(rank: int, world_size: int) -> None:
     """A slot that another tensor had: its signals are not taken for this one's."""
     symm_mem.set_timeout(0.3)
     (x,) = symm_mem.register([torch.zeros(2)])
@@ -77,11 +72,8 @@ def counts_begin_anew(rank: int, world_size: int) -> None:
     y.wait((rank - 1) % world_size)
 
 
-def test_a_slot_is_zero_for_its_next_tensor() -> None:
-    run_ranks(counts_begin_anew, 2, fresh=True)
-
-
-def reused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_address_that_comes_back_is_other_memory(rank: int, world_size: int) -> None:
     """Shared memory that is freed, and other memory that comes to lie at its address."""
     right, left = neighbours(rank, world_size)
     seen, names = set(), set()
@@ -99,11 +91,8 @@ def reused(rank: int, world_size: int) -> None:
     assert len(seen) < 12, "no address came back: this shows nothing"
 
 
-def test_an_address_that_comes_back_is_other_memory() -> None:
-    run_ranks(reused, 2)
-
-
-def bounded(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_segments_that_nobody_uses_are_evicted(rank: int, world_size: int) -> None:
     for turn in range(UNUSED + 30):
         (x,) = symm_mem.register([torch.zeros(4096).share_memory_()])
         if turn == 5:
@@ -119,11 +108,8 @@ def bounded(rank: int, world_size: int) -> None:
     symm_mem.unregister([kept, last])
 
 
-def test_segments_that_nobody_uses_are_evicted() -> None:
-    run_ranks(bounded, 2, fresh=True)
-
-
-def destroyed(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_group_that_is_destroyed_is_not_kept(rank: int, world_size: int) -> None:
     """Nothing keeps a group beyond its end, nor takes another one of its name for it."""
     for turn in range(2):
         pg = dist.new_group()
@@ -142,7 +128,3 @@ def destroyed(rank: int, world_size: int) -> None:
     y.signal(rank)
     y.put(torch.ones(3), rank)
     y.wait(rank)
-
-
-def test_a_group_that_is_destroyed_is_not_kept() -> None:
-    run_ranks(destroyed, 2, fresh=True)

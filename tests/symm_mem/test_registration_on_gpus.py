@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.symm_mem.heap.registry import get_heap
 from weft.symm_mem.registration.table import UNUSED, UNUSED_BYTES
@@ -71,7 +71,8 @@ def test_data_goes_both_ways_on_gpus(allocator: str) -> None:
     run_ranks(moves, 2, kind, device="cuda", env=env)
 
 
-def from_a_pool(rank: int, world_size: int) -> None:
+@on_ranks(2, device="cuda")
+def test_memory_of_a_pool(rank: int, world_size: int) -> None:
     right, left = neighbours(rank, world_size)
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
@@ -84,11 +85,8 @@ def from_a_pool(rank: int, world_size: int) -> None:
     symm_mem.unregister([x])
 
 
-def test_memory_of_a_pool() -> None:
-    run_ranks(from_a_pool, 2, device="cuda")
-
-
-def strided(rank: int, world_size: int) -> None:
+@on_ranks(2, device="cuda")
+def test_strides_and_the_heap_on_gpus(rank: int, world_size: int) -> None:
     right, left = neighbours(rank, world_size)
     wide = torch.zeros(300, 200)
     x, y = symm_mem.register([wide[::3, 5:105].t(), symm_mem.empty(40, 50, group=None).zero_()])
@@ -110,11 +108,9 @@ def strided(rank: int, world_size: int) -> None:
     symm_mem.unregister([x, y])
 
 
-def test_strides_and_the_heap_on_gpus() -> None:
-    run_ranks(strided, 2, device="cuda")
-
-
-def captured(rank: int, world_size: int, count: int) -> None:
+@pytest.mark.parametrize("count", [1 << 10, 13 << 20])
+@on_ranks(2, device="cuda")
+def test_in_a_graph_between_eager_calls(rank: int, world_size: int, count: int) -> None:
     """Replays between eager calls: the counts live on the device."""
     right, left = neighbours(rank, world_size)
     source, out = torch.zeros(count), torch.zeros(count)
@@ -163,11 +159,6 @@ def captured(rank: int, world_size: int, count: int) -> None:
         raise AssertionError("the graph is gone, its tensors are kept")
 
 
-@pytest.mark.parametrize("count", [1 << 10, 13 << 20])
-def test_in_a_graph_between_eager_calls(count: int) -> None:
-    run_ranks(captured, 2, count, device="cuda")
-
-
 def reused(rank: int, world_size: int) -> None:
     """Segments that are freed, and others that come to lie at their addresses."""
     right, left = neighbours(rank, world_size)
@@ -189,7 +180,8 @@ def reused(rank: int, world_size: int) -> None:
     assert len(names) == 6
 
 
-def found_mapped(rank: int, world_size: int) -> None:
+@on_ranks(2, device="cuda", env=ALLOCATORS["expandable"][0])
+def test_unused_segments_stay_mapped(rank: int, world_size: int) -> None:
     """An expandable segment that nobody uses stays mapped, also where its owner has freed it; the cache is bounded."""
     right, left = neighbours(rank, world_size)
     sizes = (2 << 20, 1 << 18)  # of few chunks, so that all of two turns are kept
@@ -218,16 +210,13 @@ def found_mapped(rank: int, world_size: int) -> None:
     assert symm_mem.stats(None, "cuda").segments <= 1, "what is larger than the cache is not kept"
 
 
-def test_unused_segments_stay_mapped() -> None:
-    run_ranks(found_mapped, 2, device="cuda", env=ALLOCATORS["expandable"][0])
-
-
 @pytest.mark.parametrize("allocator", ["plain"])
 def test_an_address_that_comes_back_on_gpus(allocator: str) -> None:
     run_ranks(reused, 2, device="cuda", env=ALLOCATORS[allocator][0])
 
 
-def not_let(rank: int, world_size: int) -> None:
+@on_ranks(2, device="cuda", fresh=True)
+def test_a_put_without_a_signal_on_gpus(rank: int, world_size: int) -> None:
     """A put that is not let: nothing is written, and the error names what was missing."""
     (x,) = symm_mem.register([torch.zeros(1000)])
     symm_mem.set_timeout(1.0)
@@ -251,11 +240,8 @@ def not_let(rank: int, world_size: int) -> None:
     assert (x.tensor == left + 1).all()
 
 
-def test_a_put_without_a_signal_on_gpus() -> None:
-    run_ranks(not_let, 2, device="cuda", fresh=True)
-
-
-def never(rank: int, world_size: int) -> None:
+@on_ranks(2, device="cuda", fresh=True)
+def test_a_wait_for_nothing_on_gpus(rank: int, world_size: int) -> None:
     """A wait for a put that never comes."""
     (x,) = symm_mem.register([torch.zeros(10)])
     symm_mem.set_timeout(1.0)
@@ -270,10 +256,6 @@ def never(rank: int, world_size: int) -> None:
     symm_mem.reset()
 
 
-def test_a_wait_for_nothing_on_gpus() -> None:
-    run_ranks(never, 2, device="cuda", fresh=True)
-
-
 def refused(rank: int, world_size: int) -> None:
     with pytest.raises(symm_mem.WeftError, match="rank 0: RuntimeError: memory of cudaMallocAsync"):
         symm_mem.register([torch.zeros(100)])
@@ -286,14 +268,11 @@ def test_memory_that_cannot_be_a_peers_is_refused() -> None:
     run_ranks(refused, 2, device="cuda", env=env, fresh=True)
 
 
-def costs(rank: int, world_size: int) -> dict[str, Any]:
+@on_ranks(2, device="cuda")
+def test_a_hit_asks_nobody_on_gpus(rank: int, world_size: int) -> dict[str, Any]:
     (x,) = symm_mem.register([torch.zeros(4)])
     steps = get_heap().rendezvous._step
     for _ in range(100):
         assert symm_mem.register([x.tensor])[0] is x
     assert get_heap().rendezvous._step == steps
     return {}
-
-
-def test_a_hit_asks_nobody_on_gpus() -> None:
-    run_ranks(costs, 2, device="cuda")

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from opcommon import DEVICES
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.symm_mem.failure.spin_wait import Expired, PeerLiveness, reached, spin
 from weft.symm_mem.heap.registry import get_heap
@@ -17,7 +17,8 @@ from weft.symm_mem.layout import NUM_BUFFERS, Layout
 from weft.symm_mem.workspace import HostEpoch, Workspace
 
 
-def ring(rank: int, world_size: int) -> None:
+@on_ranks([2, 3], device=DEVICES)
+def test_data_is_there_when_its_signal_is(rank: int, world_size: int) -> None:
     x = symm_mem.empty(64, dtype=torch.int64)
     peers = symm_mem.rendezvous(x)
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
@@ -30,13 +31,8 @@ def ring(rank: int, world_size: int) -> None:
         peers.wait(right, 4)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_data_is_there_when_its_signal_is(world_size: int, device: str) -> None:
-    run_ranks(ring, world_size, device=device)
-
-
-def runs_ahead(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_puts_are_counted(rank: int, world_size: int) -> None:
     peers = symm_mem.rendezvous(symm_mem.empty(1))
     if rank == 0:
         for _ in range(5):
@@ -53,11 +49,8 @@ def runs_ahead(rank: int, world_size: int) -> None:
             peers.wait(0, 2)
 
 
-def test_puts_are_counted() -> None:
-    run_ranks(runs_ahead, 2, fresh=True)
-
-
-def skewed(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_nobody_leaves_a_barrier_early(rank: int, world_size: int) -> None:
     arrived = symm_mem.empty(1, dtype=torch.int64).zero_()
     peers = symm_mem.rendezvous(arrived)
     peers.barrier(3)
@@ -69,10 +62,6 @@ def skewed(rank: int, world_size: int) -> None:
         there = [int(x) for x in peers.tensors]
         assert min(there) >= turn, f"left the barrier of turn {turn} when the ranks were at {there}"
         peers.barrier(2)
-
-
-def test_nobody_leaves_a_barrier_early() -> None:
-    run_ranks(skewed, 3)
 
 
 def test_a_long_wait_leaves_the_core_to_others() -> None:
@@ -129,7 +118,8 @@ def test_a_workspace_for_both_has_room_for_both() -> None:
     assert not small.holds(large) and not large.holds(small)
 
 
-def uses(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_halves_are_never_overwritten_before_they_are_read(rank: int, world_size: int) -> None:
     ws = Workspace(get_heap(), Layout(world_size, 2, world_size * 400), "test")
     ws.words[Layout.EPOCH] = -3  # 32-bit counters shortly before they wrap around: buffer 0 only
     ws.words[ws.layout.done(0) : ws.layout.done(0) + world_size] = -3
@@ -154,11 +144,8 @@ def uses(rank: int, world_size: int) -> None:
         use.leave()
 
 
-def test_halves_are_never_overwritten_before_they_are_read() -> None:
-    run_ranks(uses, 3)
-
-
-def one_way(rank: int, world_size: int) -> None:
+@on_ranks(3, fresh=True)
+def test_a_rank_that_only_receives_may_be_late(rank: int, world_size: int) -> None:
     """Where each rank sends to all, what comes from a peer says that it has left the use before last. Not here."""
     symm_mem.set_timeout(20)
     ws = Workspace(get_heap(), Layout(world_size, 1, 400), "one way")
@@ -179,10 +166,6 @@ def one_way(rank: int, world_size: int) -> None:
             if turn == 2:
                 time.sleep(0.1)
                 assert (got == turn).all(), "overwritten before this rank has left"
-
-
-def test_a_rank_that_only_receives_may_be_late() -> None:
-    run_ranks(one_way, 3, fresh=True)
 
 
 def breaks(rank: int, world_size: int) -> str | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import on_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul
 from weft.symm_mem.heap.placement import Placement
 
 
-def counts(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_stats(rank: int, world_size: int) -> None:
     assert symm_mem.stats() == symm_mem.HeapStats()  # and no heap was made for it
     x = symm_mem.empty(1000, 1000)
     first = symm_mem.stats()
@@ -31,10 +32,6 @@ def counts(rank: int, world_size: int) -> None:
     symm_mem.reset()
     assert symm_mem.stats().mapped == third.mapped
     assert "MiB mapped" in str(third)
-
-
-def test_stats() -> None:
-    run_ranks(counts, 2, fresh=True)
 
 
 def test_what_there_is_no_heap_of() -> None:

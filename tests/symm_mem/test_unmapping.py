@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.symm_mem import forks
 from weft.symm_mem.heap import unmapping
@@ -118,7 +118,9 @@ def test_a_heap_goes_with_its_group() -> None:
     assert all(ended > 0 for ended in run_ranks(goes_with_its_group, 2, fresh=True))
 
 
-def captured_elsewhere(rank: int, world_size: int) -> None:
+@pytest.mark.gpu
+@on_ranks(2, device="cuda", fresh=True)
+def test_another_threads_capture_goes_on_while_a_heap_goes(rank: int, world_size: int) -> None:
     x = torch.zeros(64)
     symm_mem.empty(3)
     group = dist.new_group(list(range(world_size)))
@@ -152,8 +154,3 @@ def captured_elsewhere(rank: int, world_size: int) -> None:
     assert (x == 2).all() and kept.numel() == 5
     symm_mem.empty(7)
     assert not unmapping._put_off
-
-
-@pytest.mark.gpu
-def test_another_threads_capture_goes_on_while_a_heap_goes() -> None:
-    run_ranks(captured_elsewhere, 2, device="cuda", fresh=True)

@@ -39,6 +39,7 @@ REAL = (
     "collective/slices.cuh",
     "collective/rounds.cuh",
     "collective/exact.cuh",
+    "collective/combine.cuh",
     "math/cluster_moments.cuh",
     "math/cluster_reduce.cuh",
     "math/warp.cuh",

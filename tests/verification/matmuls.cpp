@@ -27,4 +27,14 @@ void call(int, int, const void* params) {
     KERNEL(*static_cast<const Params*>(params));
     --state().threads[running->block];
 }
-const weft::WaitParams& watch_of(const void* params) { return static_cast<const Params*>(params)->watch; }
+// Of a kernel that waits for no rank there is none.
+template <typename P>
+static auto watch_in(const P& p, int) -> decltype((p.watch)) {
+    return p.watch;
+}
+template <typename P>
+static const weft::WaitParams& watch_in(const P&, long) {
+    static const weft::WaitParams nobody{};
+    return nobody;
+}
+const weft::WaitParams& watch_of(const void* params) { return watch_in(*static_cast<const Params*>(params), 0); }

@@ -57,6 +57,8 @@ void __syncwarp();
 void __syncthreads();
 unsigned vote(bool said);
 inline bool __any_sync(unsigned, bool said) { return vote(said) != 0; }
+inline unsigned __ballot_sync(unsigned, bool said) { return vote(said); }
+static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 inline bool __all_sync(unsigned, bool said) { return vote(said) == ~0u; }
 void meet_warp();
 unsigned __shfl_xor_sync(unsigned, unsigned value, int mask);
@@ -108,6 +110,7 @@ static T __ldcg(const T* place) {
     return *place;
 }
 static int min(int a, int b) { return a < b ? a : b; }
+static int max(int a, int b) { return a < b ? b : a; }
 static unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 static unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
 
@@ -172,6 +175,22 @@ template <int N>
 static void warpgroup_wait() {
     together();
 }
+
+// What a thread has copied since it last arrived is there at any time before that.
+static std::unordered_map<const void*, std::vector<std::function<void()>>> copied;  // of each fiber
+static void copy_async(void* to, const void* from, bool there) {
+    copied[running].push_back([=] { there ? std::memcpy(to, from, 16) : std::memset(to, 0, 16); });
+}
+static void arrive_when_copied(u64* barrier) {
+    state().copies.push_back({running->block, [barrier, copies = std::move(copied[running])] {
+        for (const auto& copy : copies) copy();
+        --phases(barrier).pending;
+        phases(barrier).settle();
+    }});
+    copied[running].clear();
+    go_on_later();
+}
+static int swizzled(int row, int vector) { return row * 128 + vector * 16; }
 
 // Boxes are not swizzled here, and an operand is its address, in units of 16 bytes. Where N is contiguous, groups of 64
 // columns lie 4096 bytes apart.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fibers import DEVICE, Library, Ranks, compiled, simulator
 from weft.kernels.device.gemm import gemm
 from weft.kernels.device.gemm.gemm_tiles import Tile
@@ -112,6 +113,12 @@ class Loaded(cuda_state.CudaState):
     def function(self, program: Program, name: str, shared: int) -> Function:
         assert shared <= SHARED
         return self.ranks.function(name)
+
+    def index_of(self, x: torch.Tensor) -> int:
+        return 0
+
+    def current_stream(self, index: int | None) -> int:
+        return 0  # the first rank
 
     def tensor_map(self, *tiled: Any) -> bytes:
         _, dimensions, address, shape, strides, box, steps, *_ = tiled

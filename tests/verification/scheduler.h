@@ -111,7 +111,8 @@ static bool run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long w
                 if (--rank.unfinished == 0) {
                     rank.fibers.clear();
                     launch_ends(rank);
-                    launch.broken = watch_of(rank.params).fault[weft::BROKEN];
+                    const auto* fault = watch_of(rank.params).fault;
+                    launch.broken = fault != nullptr && fault[weft::BROKEN];
                     ++rank.next;
                 }
             }

@@ -99,9 +99,9 @@ class ScaledGather:
         defines = gather.gather_defines(call.bs, self.config, return_A=self.return_A)
         return build(gather.SOURCE, scaled_gather._ScaledParams, defines, instead)
 
-    def scales(self, a: torch.Tensor) -> scaled_gather.GatherScales:
+    def scales(self, a: torch.Tensor) -> gather_configs.GatherScales:
         kind = self.products.kind
-        return scaled_gather.GatherScales(
+        return gather_configs.GatherScales(
             a=a,
             bs=[scales_of_B(kind, self.k, n) for n in self.ns],
             biases=[whole(n).bfloat16() if i == 0 else None for i, n in enumerate(self.ns)],

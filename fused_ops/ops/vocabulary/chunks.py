@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from ....kernels.linear_cross_entropy.reference import (
     Columns,
+    Loss,
     Scores,
+    losses_and_terms,
     reference_gradient,
     reference_statistics,
 )
@@ -43,6 +46,14 @@ def statistics(logits: Tensor, columns: Columns) -> Tensor:
     return triton_kernel.launch_statistics(logits, columns)
 
 
+def row_losses(gathered: Tensor, targets: Tensor, loss: Loss, count: Tensor | None) -> tuple[Tensor, Tensor]:
+    if gathered.device.type == "cpu":
+        return losses_and_terms(gathered, targets, loss, count)
+    from ....kernels.linear_cross_entropy import triton_kernel
+
+    return triton_kernel.launch_losses(gathered, targets, loss, count)
+
+
 def gradient(logits: Tensor, columns: Columns, terms: Tensor, out: Tensor) -> None:
     if logits.device.type == "cpu":
         reference_gradient(logits, columns, terms, out)
@@ -64,17 +75,23 @@ def multiply_(gradient: Tensor, factor: Tensor) -> Tensor:
 
 
 def logits_by_chunks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of x [M, H], and their logits, which the next chunk overwrites."""
+    """Rows of x [M, H], and their logits, which the next chunk overwrites.
+
+    The call itself launches the first product, so that it hides what the host prepares for what follows.
+    """
     chunks = chunks_of(x.shape[0])
     buffer = x.new_empty(chunks[0].stop, weight.shape[0])
-    for rows in chunks:
+
+    def logits(rows: slice) -> tuple[slice, Tensor]:
         part = x[rows]
         out = buffer[: part.shape[0]]
         if bias is None:
             torch.mm(part, weight.t(), out=out)
         else:
             torch.addmm(bias, part, weight.t(), out=out)
-        yield rows, out
+        return rows, out
+
+    return chain([logits(chunks[0])], map(logits, chunks[1:]))
 
 
 class Gradients:

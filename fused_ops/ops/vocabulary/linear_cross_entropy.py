@@ -9,7 +9,7 @@ four. Without a sum each row has a factor of its own, so the backward makes the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,7 +32,7 @@ from ... import validation
 from ...dispatch.choice import Choice
 from ...dispatch.tensor_guards import needs_no_dispatch
 from .. import all_gather
-from ..op import Op, SumGradient
+from ..op import Op, SumGradient, refuse_second_gradient
 from . import chunks
 
 Gather: TypeAlias = Callable[[Tensor], Tensor]
@@ -146,36 +146,36 @@ def _run(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The sum, or statistics [K, M] of all ranks' columns; ``_bounds``; unit gradients."""
     gather = partial(all_gather.gather_within, group=group, op=op)
-    with chunks.on_device(call.x):
+    x = call.x.flatten(0, -2)
+    with chunks.on_device(x):
+        if call.weight is None:
+            parts = iter([(slice(None), chunks.with_rows(x))])
+        else:
+            parts = chunks.logits_by_chunks(x, call.weight, call.bias)
         bounds, scores = _bounds(call, gather, group.rank()), Scores(call.softcap, call.temperature)
         columns = Columns(call.targets.reshape(-1), bounds[:1], scores, call.extra)
         if call.summed:
-            total, gradients = _sum_with_gradients(call, columns, gather)
+            total, gradients = _sum_with_gradients(call, columns, gather, parts)
             return total, bounds, gradients
-        x = call.x.flatten(0, -2)
-        if call.weight is None:
-            sent = chunks.statistics(chunks.with_rows(x), columns)
-        else:
-            parts = chunks.logits_by_chunks(x, call.weight, call.bias)
-            sent = torch.cat([chunks.statistics(logits, columns.rows(rows)) for rows, logits in parts], 1)
-        return _combined(sent, call.extra, gather), bounds, []
+        sent = torch.cat([chunks.statistics(logits, columns.rows(rows)) for rows, logits in parts], 1)
+        return combine(_gathered(sent, gather), call.extra), bounds, []
 
 
 def _sum_with_gradients(
-    call: LinearCrossEntropyCall, columns: Columns, gather: Gather
+    call: LinearCrossEntropyCall,
+    columns: Columns,
+    gather: Gather,
+    parts: Iterator[tuple[slice, Tensor]],
 ) -> tuple[Tensor, list[Tensor]]:
-    x, weight = call.x, call.weight
-    assert weight is not None
-    found = chunks.Gradients(x, weight, call.bias, call.wanted)
+    assert call.weight is not None
+    found = chunks.Gradients(call.x, call.weight, call.bias, call.wanted)
     losses, count = [], (columns.targets != call.ignore_index).sum() if call.mean else None
-    for rows, logits in chunks.logits_by_chunks(x.flatten(0, -2), weight, call.bias):
+    for rows, logits in parts:
         part = columns.rows(rows)
-        values = _combined(chunks.statistics(logits, part), call.extra, gather)
-        losses.append(call.loss.rows(values, part.targets))
+        gathered = _gathered(chunks.statistics(logits, part), gather)
+        of_rows, terms = chunks.row_losses(gathered, part.targets, call.loss, count)
+        losses.append(of_rows)
         if any(call.wanted):
-            of_values = call.loss.gradients(values, part.targets)
-            of_values = of_values if count is None else of_values / count.clamp(min=1)
-            terms = gradient_terms(values, of_values, call.extra)
             chunks.gradient(logits, part, terms, logits)
             found.add(rows, logits)
     total = torch.cat(losses).sum()
@@ -189,17 +189,21 @@ def _bounds(call: LinearCrossEntropyCall, gather: Gather, rank: int) -> Tensor:
     one has as many as before.
     """
     here, start = call.columns_here, call.vocab_start
+    if start is not None and not is_checked():
+        bounds = torch.zeros(2, dtype=torch.int64, device=call.x.device)
+        bounds[:1].fill_(start)
+        return bounds
     number = torch.full((1,), here + (start or 0), dtype=torch.int64, device=call.x.device)
+    every = gather(number)
     if start is None:
-        every = gather(number)
         return torch.stack([every[:rank].sum(), every.sum()])
-    count = gather(number).max() if is_checked() else torch.zeros_like(number[0])
-    return torch.stack([number[0] - here, count])
+    return torch.stack([number[0] - here, every.max()])
 
 
-def _combined(sent: Tensor, extra: str, gather: Gather) -> Tensor:
+def _gathered(sent: Tensor, gather: Gather) -> Tensor:
+    """[W, K, M]"""
     gathered = gather(sent)
-    return combine(gathered.view(gathered.shape[0] // sent.shape[0], *sent.shape), extra)
+    return gathered.view(gathered.shape[0] // sent.shape[0], *sent.shape)
 
 
 def _fake(call: LinearCrossEntropyCall, group: ProcessGroup) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -207,13 +211,6 @@ def _fake(call: LinearCrossEntropyCall, group: ProcessGroup) -> tuple[Tensor, Te
     values = call.x.new_empty(shape, dtype=torch.float32)
     gradients = chunks.fake_gradients(call.x, call.weight, call.bias, call.wanted)
     return values, call.targets.new_empty(2), gradients
-
-
-def _refuse_second_gradient(op: str) -> None:
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            f"{op}: has no second gradient, must have its first one without create_graph=True"
-        )
 
 
 def _spread(gradients: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
@@ -238,7 +235,7 @@ class SummedLossFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
-        _refuse_second_gradient(ctx.op)
+        refuse_second_gradient(ctx.op)
         if ctx.multiplied:
             raise RuntimeError(
                 f"{ctx.op}: its backward has run, which overwrites what the forward has made for it; where it must run "
@@ -267,7 +264,7 @@ class RowStatisticsFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
-        _refuse_second_gradient(ctx.op)
+        refuse_second_gradient(ctx.op)
         *given, values = ctx.saved_tensors
         wanted = tuple(ctx.needs_input_grad[2:])
         terms = gradient_terms(values, grad, ctx.scored[0])

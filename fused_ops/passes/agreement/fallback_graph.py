@@ -52,7 +52,7 @@ from ....symm_mem import WeftError, resolve_group
 from ....symm_mem.groups import native_backends
 from ..graph.collectives import collectives, group_of, kind_of, point_to_point
 from ..graph.nodes import argument, calls, what
-from ..report import Entry
+from ..records.entry import Entry
 from ..settings import CAPTURE
 from .fallback.called import CALLERS, KeptGraph
 from .fallback.text import (

@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from ....kernels.device.jit.ahead import ProgramCounts, program_counts
-from ..report import Disagreement, Entry, VoteCounts
+from ..records.entry import Entry
+from ..records.report import Disagreement, VoteCounts
 
 _log = logging.getLogger("weft.passes")
 _lock = threading.Lock()

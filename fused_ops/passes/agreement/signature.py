@@ -29,7 +29,7 @@ from ..graph.collectives import collectives, group_of, kind_of, point_to_point
 from ..graph.index_map import Dims, strides
 from ..graph.nodes import Size
 from ..graph.row_wise import is_pointwise
-from ..report import Entry
+from ..records.entry import Entry
 
 #: What a node has in its ``meta`` if ranks must compute it alike.
 COMPARED = "weft_compared"
@@ -75,9 +75,12 @@ class Signature:
                 lines.append(f"{kind_of(node)} {self._word(group_of(node), False)} {point_to_point(node)}")
             elif node in plain or getattr(node.target, "namespace", "") == "weft":
                 shapes = node not in plain  # of an all_to_all the ranks' may differ
-                named = zip(_names(node), node.args, strict=False)
+                named, own = zip(_names(node), node.args, strict=False), _own_values(node)
                 words = [self._word(a, shapes, _own_dims(node, name)) for name, a in named]
-                words += [f"{n}={self._word(a, shapes, _own_dims(node, n))}" for n, a in node.kwargs.items()]
+                words += [
+                    f"{n}={a is not None if n in own else self._word(a, shapes, _own_dims(node, n))}"
+                    for n, a in node.kwargs.items()
+                ]
                 lines.append(f"{kind_of(node)} {' '.join(words)}")
         lines += [_computed(node) for node in graph.nodes if node not in before and _computes(node)]
         lines += [_computed(node) for node in graph.nodes if COMPARED in node.meta]
@@ -153,6 +156,12 @@ def _own_dims(node: fx.Node, argument: str) -> tuple[int, ...]:
         return ()
     known = OP_OF.get(op._opname)  # type: ignore[union-attr]
     return () if known is None else own_dims_on(first.device.type, known).get(argument, ())
+
+
+def _own_values(node: fx.Node) -> tuple[str, ...]:
+    """Arguments, all given by name, of which ranks may have values of their own, but for None."""
+    known = OP_OF.get(kind_of(node)) if getattr(node.target, "namespace", "") == "weft" else None
+    return () if known is None else known.own_values
 
 
 def _computes(node: fx.Node) -> bool:

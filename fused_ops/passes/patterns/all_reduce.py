@@ -1,10 +1,11 @@
 """all_reduce, mostly of matrix products: what row-parallel layers without sequence parallelism do.
 
 Several all-reduces whose results are added are one all-reduce of the sum, as in the backward pass of projections that
-share an input; not in float16, in which such a sum may be too large. That becomes, by size, ``one_shot_all_reduce``,
-``fused_matmul_all_reduce`` of a product, or, with the residual and the norm that follow, ``fused_all_reduce_rms_norm``
-or ``fused_all_reduce_layer_norm``. So is what reduces something else than products, such as an embedding or the outputs
-of experts, unless something runs while it is on its way; and what is reduced by max or min, whatever it is of.
+share an input, or of a mixture's experts and its shared expert; not in float16, in which such a sum may be too large.
+That becomes, by size, ``one_shot_all_reduce``, ``fused_matmul_all_reduce`` of a product, or, with the residual and the
+norm that follow, ``fused_all_reduce_rms_norm`` or ``fused_all_reduce_layer_norm``. So is what reduces something else
+than products, such as an embedding or the outputs of experts, unless it is alone and something runs while it is on its
+way; and what is reduced by max or min, whatever it is of.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ def match_all_reduce(c: Collective, groups: frozenset[str] | None = None, *, alw
     x = val(c.x)
     if x.dim() == 0 and c.sums:
         raise LeftAlone("its input is a number")
-    if c.sums and has_product(c.x):
-        found = _Replacement(*_feeding_one_sum(c, groups))
+    together = _feeding_one_sum(c, groups) if c.sums else ([c], [], [])
+    if c.sums and (has_product(c.x) or len(together[0]) > 1):
+        found = _Replacement(*together, of_products=all(has_product(each.x) for each in together[0]))
     else:
         if (between := c.beside) is not None:
             of = why_no_product(c.x) if c.sums else f"it reduces by {c.reduce_op!r}"
@@ -106,7 +108,7 @@ class _Replacement:
         x = val(c.x)
         product = f"{'product' if total is None else total.form} → " * self.of_products
         form = f"{product}all_reduce" + f" by {c.reduce_op}" * (not c.sums)
-        form = form if count == 1 else f"{count} all_reduces of products → add"
+        form = form if count == 1 else f"{count} all_reduces{' of products' * self.of_products} → add"
         merged = f"{count} all-reduces as one" * (count > 1)
         norm = self.stays if self.norm is None else self.norm.detail
         return Pattern(
@@ -273,7 +275,7 @@ def why_not_joined(total: SumOfMatmuls, candidate: FusionCandidate) -> str | Non
 def _feeding_one_sum(
     c: Collective, groups: frozenset[str] | None
 ) -> tuple[list[Collective], list[fx.Node], list[fx.Node]]:
-    """The collective and later ones of products that are added to its result; the additions; what else they add."""
+    """The collective and other ones that are added to its result; the additions; what else they add."""
     collectives, added, rest = [c], [], []
     met: list[fx.Node] = []
     also: list[fx.Node] = []
@@ -317,4 +319,4 @@ def _other(c: Collective, wait: fx.Node, groups: frozenset[str] | None) -> Colle
     same = same and other.wait is wait and other.only_waited_for and len(wait.users) == 1
     # What the ranks' sums leave of it may be in float16's range, and what each rank would sum first may not.
     same = same and val(c.x).dtype != torch.float16
-    return other if same and has_product(other.x) else None
+    return other if same else None

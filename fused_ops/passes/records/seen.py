@@ -11,9 +11,10 @@ from torch._inductor import config as inductor_config
 
 from ..order.change import OrderChange
 from ..pass_sequence import SLOT, passes_of
-from ..report import Entry, Report
-from ..report_file import log_line, write_reports
+from .entry import Entry
 from .node import is_kept, packed, put_record, unpacked
+from .report import Report
+from .report_file import log_line, write_reports
 
 
 class SeenGraphs:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Iterator
 
 from torch import fx
 
@@ -14,11 +12,8 @@ from ..graph.collectives import Collective, communicates
 from ..graph.nodes import FLAT, Size, aten, c10d, calls, memory, same_shape, val
 from ..graph.rewrite import call
 from ..graph.row_wise import step_by_rows, sum_of_own_rows
-from ..origin import copy_origin
+from ..origin import put_for
 from .region import Region
-
-#: What AOTAutograd's partitioner has noted of a node, and what that node stands for.
-_PARTITIONED = ("partitioner_tag", "recompute", "ac_graph_id", "seq_nr", "autograd_backward")
 
 
 def put_on_rows(region: Region) -> dict[fx.Node, fx.Node]:
@@ -38,7 +33,7 @@ def put_on_rows(region: Region) -> dict[fx.Node, fx.Node]:
     roots, needed = {c.wait: c for c in region.collectives}, {*region.gathered}
     with rewrite.undone_if_left():
         for node, lead in region.leads.items():
-            with _of(node):
+            with put_for(node):
                 if node in roots:
                     scattered[roots[node].node], own[node] = _scattered(roots[node], region)
                 else:
@@ -46,15 +41,15 @@ def put_on_rows(region: Region) -> dict[fx.Node, fx.Node]:
                 if node in needed:
                     whole[node] = _gathered(own[node], lead, node, region)
         for chunk, source in region.chunks.items():
-            with _of(chunk):
+            with put_for(chunk):
                 new[chunk] = rewrite.reshape(own[source], val(chunk).shape, chunk)
         for total, source in region.sums.items():
-            with _of(total):
+            with put_for(total):
                 part = sum_of_own_rows(total, own[source], region.leads[source], layout)
                 pending = call(total, c10d.all_reduce.default, part, "sum", layout.group)
                 new[total] = call(total, c10d.wait_tensor.default, pending)
         for size, (x, dim) in region.sizes.items():
-            with _of(size):
+            with put_for(size):
                 new[size] = call(size, aten.sym_size.int, x, dim)
     _compare_what_meets(region)
     for node, gathered in whole.items():
@@ -77,7 +72,7 @@ def put_on_rows(region: Region) -> dict[fx.Node, fx.Node]:
 def _scattered(c: Collective, region: Region) -> tuple[fx.Node, fx.Node]:
     """The reduce-scatter in place of an all-reduce, and the node that waits for it."""
     layout, at = region.layout, c.node
-    with _of(at):
+    with put_for(at):
         x = _in_shape(c.x, [*layout.lead, val(c.x).shape[-1]], at)
         if layout.dim:
             x = call(at, aten.cat.default, _parts(x, layout.own[layout.dim], layout.dim, region, at), 0)
@@ -121,15 +116,3 @@ def _gathered(own: fx.Node, lead: int, node: fx.Node, region: Region) -> fx.Node
 def _parts(x: fx.Node, size: int, dim: int, region: Region, at: fx.Node) -> list[fx.Node]:
     split = call(at, aten.split.Tensor, x, size, dim)
     return [call(at, operator.getitem, split, i) for i in range(region.layout.world)]
-
-
-@contextlib.contextmanager
-def _of(node: fx.Node) -> Iterator[None]:
-    """What is put before the node meanwhile comes from where that came from."""
-    before = node.prev
-    yield
-    new = before.next
-    while new is not node:
-        copy_origin(node, new)
-        new.meta |= {key: node.meta[key] for key in _PARTITIONED if key in node.meta}
-        new = new.next

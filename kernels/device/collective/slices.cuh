@@ -28,6 +28,11 @@ struct SliceVector {
         column = start - row * s.row;
     }
 
+    // Bytes from the first part's first row.
+    __device__ __forceinline__ u64 offset(int part) const {
+        return (static_cast<u64>(row) * s.parts + part) * s.row + column;
+    }
+
     __device__ __forceinline__ uint4 load(int part) const {
         char* at = place(part);
         if (WHOLE || is_whole(at)) return load_vector(reinterpret_cast<const uint4*>(at));
@@ -54,9 +59,7 @@ struct SliceVector {
     }
 
 private:
-    __device__ __forceinline__ char* place(int part) const {
-        return s.first + (static_cast<u64>(row) * s.parts + part) * s.row + column;
-    }
+    __device__ __forceinline__ char* place(int part) const { return s.first + offset(part); }
 
     __device__ __forceinline__ bool is_whole(const char* at) const {
         return column + 16 <= s.row && reinterpret_cast<u64>(at) % 16 == 0;

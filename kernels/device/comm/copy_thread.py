@@ -1,12 +1,16 @@
-"""The copy engine of CPU ranks: a thread that moves data while the caller computes."""
+"""The copy engine of CPU ranks: a thread that moves data while the caller computes; shards that it gathers."""
 
 from __future__ import annotations
 
 from _thread import allocate_lock, start_new_thread
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from ....symm_mem.workspace import Workspace
+import torch
+
+from ....symm_mem.workspace import HostEpoch, Workspace
+
+CHUNKS = 2  #: of a shard that is gathered, sent one by one
 
 
 class CopyThread:
@@ -70,4 +74,45 @@ class CopyThread:
         if self._failures and self._begun.acquire(False):
             return  # it has not begun, and does nothing if it does
         with self._ended:
+            pass
+
+
+class Arriving:
+    """Shards of all ranks on their way to this one, in an epoch in which a copy thread pushes the local one.
+
+    Args:
+        a: the local shard [m, K], contiguous.
+
+    Attributes:
+        rank: this one.
+        gathered: [W, m, K], as far as it was waited for.
+    """
+
+    def __init__(self, epoch: HostEpoch, a: torch.Tensor) -> None:
+        m, size, self.rank = a.shape[0], epoch.ws.world_size, epoch.ws.rank
+        self._epoch, self._a = epoch, a
+        self._slots = [epoch.slots(peer, (size, *a.shape), a.dtype) for peer in range(size)]
+        self._chunks = [slice(c * m // CHUNKS, (c + 1) * m // CHUNKS) for c in range(CHUNKS)]
+        self.gathered = torch.empty(size, *a.shape, dtype=a.dtype)
+        self.gathered[self.rank] = a
+
+    def push(self) -> None:
+        """By the copy thread."""
+        for step in range(1, len(self._slots)):
+            peer = (self.rank - step) % len(self._slots)
+            self._epoch.wait_free(peer)
+            for c, rows in enumerate(self._chunks):
+                self._slots[peer][self.rank, rows] = self._a[rows]
+                self._epoch.post(peer, c)
+
+    def each_chunk(self, src: int) -> Iterator[slice]:
+        """The rows of a rank's chunks, when they are there."""
+        for c, rows in enumerate(self._chunks):
+            if src != self.rank:
+                self._epoch.wait(src, c)
+                self.gathered[src, rows] = self._slots[self.rank][src, rows]
+            yield rows
+
+    def wait_for(self, src: int) -> None:
+        for _ in self.each_chunk(src):
             pass

@@ -14,7 +14,7 @@
 //
 // Defined by the includer: DTYPE (bfloat16 or float16) and PRODUCT_TYPE, BM, BN, STAGES, B_ROWS (1: N is contiguous in
 // B, 0: K), B_WHOLE (N is a multiple of 64) and SPLIT_K (1: B is a stack of parts along K, each with rows of A of its
-// own); SERVE_REGISTERS and MULTIPLY_REGISTERS per thread of warpgroup 2 and of the others, 64512 in all.
+// own); A_THREADS, if threads of the kernel copy A in place of TMA: how many; SERVE_REGISTERS and MULTIPLY_REGISTERS per thread of warpgroup 2 and of the others, 64512 in all.
 
 #pragma once
 
@@ -24,6 +24,10 @@
 #include "gemm/tile_scheduler.cuh"
 
 namespace weft {
+
+#ifndef A_THREADS
+#define A_THREADS 0
+#endif
 
 using Number = DTYPE;
 
@@ -74,7 +78,7 @@ template <typename Rest>
 __device__ __forceinline__ void begin(const Shared& s, const Rest& rest) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            init_barrier(s.full + i, 1);
+            init_barrier(s.full + i, 1 + A_THREADS);
             init_barrier(s.empty + i, 16);  // the compute warps of both blocks
         }
         publish_barriers();
@@ -114,19 +118,10 @@ __device__ __forceinline__ void load_b(const TensorMap& b, void* to, u64* full, 
     }
 }
 
-// Loads a stage of a tile, by all lanes of a converged warp. B with N contiguous lies in shared memory as two halves of
-// k, each [columns / 64][32][64]; with B_WHOLE one box has all of a half. `part`: of B, if it has several; k is counted
-// inside of it.
-__device__ __forceinline__ void load_stage(
-    const Shared& s, PipelineState<STAGES>& state, const TensorMap& a, const Rows& rows, const TensorMap& b, int column, int k,
-    int part = 0) {
-    wait(s.empty + state.at, state.parity ^ 1);
-    u8* stage = s.stages + state.at * STAGE_BYTES;
-    u64* full = s.full + state.at;
-    state.next();
-    if (!elected()) return;
-    arrive_expecting(full, STAGE_BYTES);
-    tma_load(a, stage, full, k, rows.row, rows.part, rows.batch);
+// Loads B of a stage, by one thread. With N contiguous it lies in shared memory as two halves of k, each [columns /
+// 64][32][64]; with B_WHOLE one box has all of a half. `part`: of B, if it has several; k is counted inside of it.
+__device__ __forceinline__ void load_b_of_stage(
+    const Shared& s, u8* stage, u64* full, const TensorMap& b, int column, int k, int part) {
     // Half of k, or half of the columns. The other block may be ahead or behind: the stage is empty in both.
     const int half = s.block;
     if constexpr (B_ROWS && B_WHOLE) {
@@ -141,6 +136,20 @@ __device__ __forceinline__ void load_stage(
         u8* to = stage + A_BYTES + half * (BN / 2 * 128);
         load_b(b, to, full, part, k, column + half * (BN / 2));
     }
+}
+
+// Loads a stage of a tile, by all lanes of a converged warp. `part`: of B.
+__device__ __forceinline__ void load_stage(
+    const Shared& s, PipelineState<STAGES>& state, const TensorMap& a, const Rows& rows, const TensorMap& b, int column, int k,
+    int part = 0) {
+    wait(s.empty + state.at, state.parity ^ 1);
+    u8* stage = s.stages + state.at * STAGE_BYTES;
+    u64* full = s.full + state.at;
+    state.next();
+    if (!elected()) return;
+    arrive_expecting(full, STAGE_BYTES);
+    tma_load(a, stage, full, k, rows.row, rows.part, rows.batch);
+    load_b_of_stage(s, stage, full, b, column, k, part);
 }
 
 // By the loader, after its last stage: until both blocks have read all that it loaded. Then nothing reaches for this

@@ -21,6 +21,9 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ....symm_mem.backends import cuda_state
+from ....symm_mem.layout import Layout
+from ....symm_mem.workspace import Workspace
+from ..triton.tile_table import TritonTile
 from .ahead import count_program
 
 # Later versions hand the launcher its arguments in another form: there every launch takes the slow path.
@@ -68,6 +71,16 @@ def why_not(a: torch.Tensor, b: torch.Tensor) -> str | None:
     return None
 
 
+def check_operands(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    """As ``why_not``.
+
+    Raises:
+        ValueError: it says something.
+    """
+    if (problem := why_not(a, b)) is not None:
+        raise ValueError(f"{op}: {problem}")
+
+
 def _why_not_rows(x: torch.Tensor) -> str | None:
     if x.stride(-1) != 1:
         return f"strides {x.stride()}, one dimension must be contiguous"
@@ -98,6 +111,13 @@ class Operand:
             for i, (size, stride) in enumerate(zip(shape, strides, strict=True))
         )
         return Operand(tuple(shape), legal, tuple(block))
+
+    @staticmethod
+    def of_b(b: torch.Tensor, tile: TritonTile) -> Operand:
+        """Of B [K, N], or as it lies in memory [N, K]."""
+        if is_transposed(b):
+            return Operand.of(b.t().shape, b.t().stride(), (tile.block_n, tile.block_k))
+        return Operand.of(b.shape, b.stride(), (tile.block_k, tile.block_n))
 
     @staticmethod
     def contiguous(shape: Sequence[int], block: Sequence[int]) -> Operand:
@@ -230,6 +250,13 @@ ANY_SPAN = 1 << 40  #: bytes between two ranks' copies of a heap, where it is no
 #: The numbers that a kernel takes of a workspace, as far as it is compiled for them: the buffer, where its flags are,
 #: flags of each rank, where the end of its epoch is, words between two ranks' copies, the record, and nanoseconds.
 LIKE_A_WORKSPACE = (0, 64, 64, 64, ANY_SPAN // 4, ANY_SPAN, ANY_SPAN)
+
+
+def workspace_numbers(workspace: Workspace[Layout], buffer: int, timeout_ns: int) -> tuple[int, ...]:
+    """The same of a workspace."""
+    w, layout = workspace, workspace.layout
+    places = layout.flags(buffer), layout.flags_per_rank, layout.done(buffer)
+    return (buffer, *places, w.span // 4, w.fault.record, timeout_ns)
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,17 @@ __device__ __forceinline__ void tell(float* place, u64* barrier, int block, floa
         : "memory");
 }
 
+// The word at the same place of block `block` of the cluster, which wrote it before a sync_cluster.
+__device__ __forceinline__ int load_from(const int* place, u32 block) {
+    int value;
+    asm volatile(
+        "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %1, %2;\n ld.shared::cluster.s32 %0, [there];\n}"
+        : "=r"(value)
+        : "r"(shared_address(place)), "r"(block)
+        : "memory");
+    return value;
+}
+
 // Arrives at the same barrier of block `block` of the cluster.
 __device__ __forceinline__ void arrive_at(u64* barrier, u32 block) {
     asm volatile(

@@ -12,7 +12,7 @@ import torch
 import weft
 from ranks import run_ranks
 
-LATE = 0.08  # seconds
+LATE = 0.4  # seconds: a host may be late by a tenth on its own
 
 
 def drawn(rank: int, world_size: int, file: Path) -> str:
@@ -46,4 +46,4 @@ def test_each_rank_waits_copies_and_computes(tmp_path: Path) -> None:
     )
     for name in ("aten::mm", "aten::copy_", "weft::fused_all_gather_matmul"):
         assert len(spans[name]) >= 2, (name, sorted(spans))
-    assert max(spans["weft:waits for rank 1"]) > LATE * 0.8e6, "rank 0 waits for the one that is late"
+    assert max(spans["weft:waits for rank 1"]) > LATE / 2 * 1e6, "rank 0 waits for the one that is late"

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from opcommon import gathered, poison, world
-from ranks import run_ranks, run_row
+from ranks import on_ranks, run_ranks
 from torch import Tensor
 from weft import symm_mem
 from weft.fused_ops import last_plan
@@ -37,7 +37,10 @@ def again(x: Tensor) -> Tensor:
     return ops.all_gather_wait(ops.all_gather_start(x, name()), x, name())
 
 
-def results(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@on_ranks(3)
+def test_results(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     poison(rank)
     x, y = terms(rank, shape, dtype), terms(rank, (shape[0] * world_size, *shape[1:]), dtype)
     other = x * 2
@@ -59,13 +62,8 @@ def results(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dty
         ops.all_gather_release(token, whole, name())
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_results(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    run_row(results, 3, shape, dtype)
-
-
-def in_turn(rank: int, world_size: int) -> None:
+@on_ranks([2, 4])
+def test_one_after_the_other(rank: int, world_size: int) -> None:
     """Sizes grow, ranks are late, buffers change hands; what is placed lies in one of two places."""
     places = set[int]()
     for i in range(12):
@@ -86,12 +84,8 @@ def in_turn(rank: int, world_size: int) -> None:
     assert len(places) == 1, "a buffer that is free is taken again"
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_one_after_the_other(world_size: int) -> None:
-    run_ranks(in_turn, world_size)
-
-
-def misused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_calls_that_do_not_fit(rank: int, world_size: int) -> None:
     x, y = torch.ones(4, 2), torch.ones(4 * world_size, 2)
     for bad, kind, said in (
         (
@@ -118,15 +112,8 @@ def misused(rank: int, world_size: int) -> None:
         ops.all_gather_wait(tokens[0], x, name())
 
 
-def test_calls_that_do_not_fit() -> None:
-    run_ranks(misused, 2)
-
-
-def test_fakes_refuse_and_return_the_same() -> None:
-    run_ranks(faked, 2)
-
-
-def faked(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_fakes_refuse_and_return_the_same(rank: int, world_size: int) -> None:
     x, y = torch.randn(4, 3), torch.randn(4 * world_size, 3)
     token = ops.all_gather_start(x, name())
     meta = ops.all_gather_wait(token.to("meta"), x.to("meta"), name())
@@ -136,7 +123,8 @@ def faked(rank: int, world_size: int) -> None:
     assert ops.reduce_scatter_start(y.to("meta"), "sum", name()).shape == (0,)
 
 
-def forgotten(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_call_that_nobody_waits_for_breaks_the_group_until_a_reset(rank: int, world_size: int) -> None:
     x = torch.ones(3)
     symm_mem.set_timeout(5)
     token = ops.all_gather_start(x, name())
@@ -152,11 +140,8 @@ def forgotten(rank: int, world_size: int) -> None:
     symm_mem.set_timeout(30)
 
 
-def test_a_call_that_nobody_waits_for_breaks_the_group_until_a_reset() -> None:
-    run_ranks(forgotten, 2)
-
-
-def late(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_rank_that_does_not_start_is_named(rank: int, world_size: int) -> None:
     x = torch.ones(3)
     again(x)
     symm_mem.set_timeout(0.3)
@@ -170,10 +155,6 @@ def late(rank: int, world_size: int) -> None:
     symm_mem.reset()
     symm_mem.set_timeout(30)
     assert torch.equal(again(x), torch.ones(3 * world_size))
-
-
-def test_a_rank_that_does_not_start_is_named() -> None:
-    run_ranks(late, 2)
 
 
 def unfused(rank: int, world_size: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from opcommon import world
-from ranks import run_ranks
+from ranks import on_ranks
 from torch import Tensor
 from weft.fused_ops import last_plan
 
@@ -15,7 +15,8 @@ ops = torch.ops.weft
 SHAPES = [(8, 8), (16, 24), (136, 1000), (512, 1024), (4096, 4096)]
 
 
-def strided(rank: int, world_size: int) -> None:
+@on_ranks(2, device="cuda")
+def test_operands_that_are_copied(rank: int, world_size: int) -> None:
     """What is sent is a copy, which no peer has to know of."""
     base = torch.randn(1 + 64 * 64 * world_size)
     for x in (torch.randn(64, 64).t(), base[1 : 1 + 64 * 64].view(64, 64)):
@@ -25,10 +26,6 @@ def strided(rank: int, world_size: int) -> None:
     y = base[1:].view(64 * world_size, 64)
     token = ops.reduce_scatter_start(y, "sum", name())
     assert torch.equal(ops.reduce_scatter_wait(token, y, name()), summed(y.clone(), "sum", rank))
-
-
-def test_operands_that_are_copied() -> None:
-    run_ranks(strided, 2, device="cuda")
 
 
 def name() -> str:
@@ -51,7 +48,8 @@ def summed(y: Tensor, op: str, rank: int) -> Tensor:
     return (total / len(parts) if op == "avg" else total).chunk(len(parts))[rank].to(y.dtype)
 
 
-def taken(rank: int, world_size: int) -> None:
+@on_ranks([2, 4], device="cuda")
+def test_results_beside_products(rank: int, world_size: int) -> None:
     for turn in range(12):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for rows, columns in SHAPES:
@@ -75,12 +73,8 @@ def taken(rank: int, world_size: int) -> None:
                     ops.all_gather_release(placed[i], whole, name())
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_results_beside_products(world_size: int) -> None:
-    run_ranks(taken, world_size, device="cuda")
-
-
-def captured(rank: int, world_size: int) -> None:
+@on_ranks(2, device="cuda")
+def test_replays_between_eager_calls(rank: int, world_size: int) -> None:
     x, y = torch.randn(512, 1024), torch.randn(1024 * world_size, 64, dtype=torch.bfloat16)
 
     def step() -> tuple[Tensor, Tensor, Tensor]:
@@ -105,7 +99,3 @@ def captured(rank: int, world_size: int) -> None:
         for gathered, part, copy in (replayed, step()):
             assert torch.equal(gathered, want) and torch.equal(copy, want)
             assert torch.equal(part, summed(y, "sum", rank))
-
-
-def test_replays_between_eager_calls() -> None:
-    run_ranks(captured, 2, device="cuda")

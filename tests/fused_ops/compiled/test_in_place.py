@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from opcommon import world
-from ranks import run_ranks
+from ranks import on_ranks
 from torch import Tensor
 from weft.fused_ops import one_shot_all_gather, one_shot_all_reduce_, one_shot_reduce_scatter
 
@@ -19,7 +19,9 @@ CALLS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-def into_a_part(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", CALLS)
+@on_ranks(W)
+def test_a_part_of_a_tensor(rank: int, world_size: int, name: str) -> None:
     """Its value is needed before and after each call, and what lies beside it stays."""
     write = CALLS[name]
 
@@ -41,11 +43,9 @@ def into_a_part(rank: int, world_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_part_of_a_tensor(name: str) -> None:
-    run_ranks(into_a_part, W, name)
-
-
-def onto_what_was_saved(rank: int, world_size: int, name: str) -> None:
+@on_ranks(W)
+def test_what_a_gradient_needs_is_not_overwritten(rank: int, world_size: int, name: str) -> None:
+    """Refused as it is in eager mode."""
     w = torch.full((5,), 0.5, requires_grad=True)
 
     def step(x: Tensor) -> Tensor:
@@ -57,9 +57,3 @@ def onto_what_was_saved(rank: int, world_size: int, name: str) -> None:
         torch._dynamo.reset()
         with pytest.raises(Exception, match="modified by an inplace operation"):
             torch.compile(step, backend=backend)(torch.ones(4, 5)).backward()
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_what_a_gradient_needs_is_not_overwritten(name: str) -> None:
-    """Refused as it is in eager mode."""
-    run_ranks(onto_what_was_saved, W, name)

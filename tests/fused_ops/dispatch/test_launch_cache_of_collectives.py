@@ -246,7 +246,7 @@ def test_a_call_that_ranks_would_run_differently_is_not_noted(
         with nullcontext() if agree else pytest.raises(symm_mem.RankMismatch):
             choice = all_reduces.choose_sum_on_cuda(x, "sum", group)
             call = all_reduce.AllReduceCall(x, "sum", NAME)
-            all_reduce._run(choice, stage.where, call, group, out, name)
+            all_reduce.run_by_choice(choice, stage.where, call, group, out, name)
     assert len(workspace.noted) == len(kernel.launched) == (2 if agree else 0)
     # The ranks prepare it under one name: one may make it in place and another one not.
     assert stage.together == ["one_shot_all_reduce"] * 2

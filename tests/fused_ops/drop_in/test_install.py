@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm
 import weft
 from opcommon import BOUND, DTYPES, check, gather, poison, world
-from ranks import run_ranks, run_row
+from ranks import on_ranks, run_ranks
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from weft.fused_ops import last_plan
@@ -41,7 +41,10 @@ def taken(op: str) -> dict[tuple[str, str], int]:
     return {(t.by, t.why): t.count for t in weft.drop_in.installed_calls() if t.op == op}
 
 
-def gathers(rank: int, size: int, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "dim"), SHAPES)
+@on_ranks([2, 3])
+def test_gathers(rank: int, size: int, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
     k = shape[-1] * (size if dim == len(shape) - 1 else 1)
     x, Bs = torch.randn(shape).to(dtype), [torch.randn(k, n).to(dtype) for n in (7, 4)]
     with in_place() as group:
@@ -64,7 +67,10 @@ def gathers(rank: int, size: int, shape: tuple[int, ...], dim: int, dtype: torch
         assert taken(AG) == {("weft", ""): 2}
 
 
-def scatters(rank: int, size: int, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "dim"), SHAPES)
+@on_ranks([2, 3])
+def test_scatters(rank: int, size: int, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
     shape = (*shape[:dim], shape[dim] * size, *shape[dim + 1 :]) if dim < len(shape) - 1 else shape
     x, B = torch.randn(shape).to(dtype), torch.randn(shape[-1], 3 * size).to(dtype)
     with in_place() as group:
@@ -80,21 +86,8 @@ def scatters(rank: int, size: int, shape: tuple[int, ...], dim: int, dtype: torc
         assert taken(RS) == {("weft", ""): 2}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "dim"), SHAPES)
-@pytest.mark.parametrize("size", [2, 3])
-def test_gathers(size: int, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
-    run_row(gathers, size, shape, dim, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "dim"), SHAPES)
-@pytest.mark.parametrize("size", [2, 3])
-def test_scatters(size: int, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
-    run_row(scatters, size, shape, dim, dtype)
-
-
-def refused(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_what_torch_refuses(rank: int, size: int) -> None:
     """What torch's implementation refuses, in its words, though torch has none for CPU."""
     x, B = torch.randn(4, 6), torch.randn(6, 8)
     with in_place() as group:
@@ -116,11 +109,8 @@ def refused(rank: int, size: int) -> None:
         assert by_torch["torch", "torch refuses it"] >= 3
 
 
-def test_what_torch_refuses() -> None:
-    run_ranks(refused, 2)
-
-
-def left_to_torch(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_what_weft_cannot_take(rank: int, size: int) -> None:
     """Other dtypes, and torch's test mode: the call is torch's, and right."""
     x, B = torch.randn(4, 6, dtype=torch.float64), torch.randn(6, 8, dtype=torch.float64)
     with in_place() as group:
@@ -138,11 +128,8 @@ def left_to_torch(rank: int, size: int) -> None:
         assert "3 calls by torch" not in "\n".join(map(str, weft.drop_in.installed_calls()))
 
 
-def test_what_weft_cannot_take() -> None:
-    run_ranks(left_to_torch, 2)
-
-
-def comes_and_goes(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_install_and_uninstall(rank: int, size: int) -> None:
     x, B = torch.randn(4, 6), torch.randn(6, 8)
     group, tag = world().group_name, torch.compiler.config.cache_key_tag
     for _ in range(2):
@@ -159,10 +146,6 @@ def comes_and_goes(rank: int, size: int) -> None:
         weft.drop_in.uninstall()
         assert not weft.drop_in.installed()
         assert torch.compiler.config.cache_key_tag == tag
-
-
-def test_install_and_uninstall() -> None:
-    run_ranks(comes_and_goes, 2)
 
 
 def test_programs_of_other_numbers_of_ranks_are_not_taken_from_the_cache() -> None:
@@ -191,7 +174,8 @@ def exact(rank: int, size: int, x: Tensor, up: Tensor, down: Tensor) -> tuple[Te
     return torch.stack(parts).sum(0), parts
 
 
-def compiled(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_compiled(rank: int, size: int) -> None:
     """Dynamic sizes, and a call whose result nothing uses: it is made, in its place."""
 
     def program(x: Tensor, up: Tensor, down: Tensor, group: str) -> Tensor:
@@ -212,10 +196,6 @@ def compiled(rank: int, size: int) -> None:
 def _want(result: tuple[Tensor, list[Tensor]]) -> tuple[Tensor, float, list[Tensor]]:
     want, parts = result
     return want, 2 * BOUND[torch.float32], parts  # two products
-
-
-def test_compiled() -> None:
-    run_ranks(compiled, 2)
 
 
 def micro_pipelined(rank: int, size: int) -> int:
@@ -252,7 +232,8 @@ def test_under_micro_pipeline_tp() -> None:
     assert run_ranks(micro_pipelined, 2) == [2, 2]
 
 
-def in_autograd_functions(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_in_autograd_functions(rank: int, size: int) -> None:
     """As torchtitan calls them: inside of an autograd.Function, whose backward calls the other one."""
 
     class Gather(torch.autograd.Function):
@@ -276,7 +257,3 @@ def in_autograd_functions(rank: int, size: int) -> None:
         check("gradient of x", x.grad, torch.stack(parts).sum(0), BOUND[torch.float32], parts)
         check("gradient of w", w.grad, torch.cat(gather(x)).t() @ grad.double(), BOUND[torch.float32])
         assert not any(t.by == "torch" for t in weft.drop_in.installed_calls())
-
-
-def test_in_autograd_functions() -> None:
-    run_ranks(in_autograd_functions, 2)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed._symmetric_memory as torch_symm
 import weft
 from opcommon import BOUND, check, gather, world
-from ranks import run_ranks
+from ranks import on_ranks
 
 pytestmark = pytest.mark.gpu
 # torch's ops would take it for small inputs.
@@ -19,7 +19,10 @@ def counted() -> dict[tuple[str, str], int]:
     return {(t.op, t.by): t.count for t in weft.drop_in.installed_calls(clear=True)}
 
 
-def beside_torch(rank: int, size: int, dtype: torch.dtype, rows: int) -> None:
+@pytest.mark.parametrize("rows", [32, 2048])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@on_ranks(2, device="cuda", env=ENV)
+def test_like_torchs_own(rank: int, size: int, dtype: torch.dtype, rows: int) -> None:
     group = world().group_name
     torch_symm.enable_symm_mem_for_group(group)
     for shape, dim in (((rows, 512), 0), ((2, rows, 512), 0), ((2, rows, 512), 1)):
@@ -41,13 +44,8 @@ def beside_torch(rank: int, size: int, dtype: torch.dtype, rows: int) -> None:
     weft.drop_in.uninstall()
 
 
-@pytest.mark.parametrize("rows", [32, 2048])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_like_torchs_own(dtype: torch.dtype, rows: int) -> None:
-    run_ranks(beside_torch, 2, dtype, rows, device="cuda", env=ENV)
-
-
-def left_to_torch_on_cuda(rank: int, size: int) -> None:
+@on_ranks(2, device="cuda", env=ENV)
+def test_left_to_torch(rank: int, size: int) -> None:
     """float64, and what torch refuses: in the same call by torch's own kernels."""
     group = world().group_name
     torch_symm.enable_symm_mem_for_group(group)
@@ -64,11 +62,8 @@ def left_to_torch_on_cuda(rank: int, size: int) -> None:
     weft.drop_in.uninstall()
 
 
-def test_left_to_torch() -> None:
-    run_ranks(left_to_torch_on_cuda, 2, device="cuda", env=ENV)
-
-
-def captured(rank: int, size: int) -> None:
+@on_ranks(2, device="cuda", env=ENV)
+def test_in_a_cuda_graph(rank: int, size: int) -> None:
     weft.install()
     group = world().group_name
     x, w = torch.zeros(512, 1024, dtype=torch.bfloat16), torch.randn(1024, 512).bfloat16()
@@ -85,7 +80,3 @@ def captured(rank: int, size: int) -> None:
         graph.replay()
         check("y", y, torch.cat(gather(x)) @ w.double(), BOUND[torch.bfloat16])
     weft.drop_in.uninstall()
-
-
-def test_in_a_cuda_graph() -> None:
-    run_ranks(captured, 2, device="cuda", env=ENV)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import weft
 from opcommon import check, gather, poison, world
-from ranks import run_ranks
+from ranks import on_ranks
 from scaled_operands import ROUNDED, left, right
 from torch.utils._pytree import tree_map_only
 from weft.fused_ops import last_plan
@@ -28,7 +28,8 @@ def on_meta(op: Any, args: tuple[Any, ...]) -> Any:
         return op(*tree_map_only(torch.Tensor, mode.from_tensor, args))
 
 
-def installed(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_torchs_scaled_ops_on_weft(rank: int, size: int) -> None:
     weft.install()
     try:
         weft.drop_in.installed_calls(clear=True)
@@ -82,7 +83,3 @@ def installed(rank: int, size: int) -> None:
         assert taken() == {(AG, "weft", ""): 2}
     finally:
         weft.drop_in.uninstall()
-
-
-def test_torchs_scaled_ops_on_weft() -> None:
-    run_ranks(installed, 2)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from opcommon import check, world
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -87,7 +87,8 @@ def test_any_number_of_ranks_loads_what_another_has_saved(tmp_path: Path) -> Non
     run_ranks(loads, 2, seed, tmp_path / "by 1")
 
 
-def parts_of_others(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_a_part_of_another_group_is_refused_on_all_ranks(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     torch.manual_seed(0)
     weight = torch.randn(HIDDEN, HIDDEN)
@@ -120,10 +121,6 @@ def parts_of_others(rank: int, size: int) -> None:
     }
     whole_bias.load_state_dict(state)
     assert torch.equal(whole_bias.bias, torch.ones(HIDDEN))
-
-
-def test_a_part_of_another_group_is_refused_on_all_ranks() -> None:
-    run_ranks(parts_of_others, 4)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
@@ -172,7 +169,8 @@ def test_training_goes_on(tmp_path: Path, flat: bool) -> None:
     run_ranks(resumes, 4, secrets.randbits(31), tmp_path, flat)
 
 
-def wrapped(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_layers_in_wrappers(rank: int, size: int) -> None:
     alone = dist.new_group([rank], use_local_synchronization=True)
     wrappers: list[Callable[[nn.Module], nn.Module]] = [
         lambda inner: torch.compile(inner, backend="eager"),
@@ -199,11 +197,8 @@ def wrapped(rank: int, size: int) -> None:
                 assert isinstance(value, DTensor) == (id(kept[name]) in layers), name
 
 
-def test_layers_in_wrappers() -> None:
-    run_ranks(wrapped, 2)
-
-
-def unknown_parts(rank: int, size: int) -> None:
+@on_ranks([1, 2])
+def test_what_may_be_a_part_is_not_saved_as_the_same_on_every_rank(rank: int, size: int) -> None:
     model = parallel(whole(0), None)
     optimizer = torch.optim.Adafactor(model.parameters())
     step(model, optimizer, torch.ones(ROWS, IN))
@@ -233,12 +228,8 @@ def unknown_parts(rank: int, size: int) -> None:
             sharded_state_dict(model, state)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_may_be_a_part_is_not_saved_as_the_same_on_every_rank(size: int) -> None:
-    run_ranks(unknown_parts, size)
-
-
-def refused(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_refused(rank: int, size: int) -> None:
     model = parallel(whole(0), None)
     with pytest.raises(TypeError, match=r"^module: is of type OrderedDict, must be an nn.Module"):
         sharded_state_dict(model.state_dict())  # type: ignore[arg-type]
@@ -264,7 +255,3 @@ def refused(rank: int, size: int) -> None:
             sharded_state_dict(layer)
         with pytest.raises(ValueError, match=r"^module: '1.weight' is computed from other tensors"):
             sharded_state_dict(nn.Sequential(nn.ReLU(), layer))
-
-
-def test_refused() -> None:
-    run_ranks(refused, 2)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from opcommon import check, same_on_all, world
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -83,7 +83,8 @@ def test_two_blocks_on_whole_input_and_on_parts_of_the_sequence(size: int) -> No
     run_ranks(blocks, size, secrets.randbits(32))
 
 
-def sums(rank: int, size: int) -> None:
+@on_ranks(3)
+def test_sums(rank: int, size: int) -> None:
     shapes = [((3, 5), torch.float32), ((7,), torch.bfloat16), ((), torch.float32), ((2, 0), torch.float32)]
     parameters = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape, dtype in shapes]
     frozen, unused, transposed = (nn.Parameter(torch.ones(4, 3)) for _ in range(3))
@@ -111,10 +112,6 @@ def sums(rank: int, size: int) -> None:
         all_reduce_gradients([sharded], None)
     with pytest.raises(TypeError, match=r"^parameters: is a tensor, must be a sequence"):
         all_reduce_gradients(wide, None)
-
-
-def test_sums() -> None:
-    run_ranks(sums, 3)
 
 
 def on_whole_input_by_default(rank: int, size: int, seed: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from opcommon import world
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_module
@@ -255,7 +255,8 @@ def frozen(rank: int, world_size: int, seed: int) -> None:
         assert whole(torch.randn(SEQUENCE, IN)).shape == (SEQUENCE * world_size, OUT * world_size)
 
 
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_refused(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"out_features: is 7, must be a multiple of 2 ranks"):
         ColumnParallelLinear(4, 7, group=None)
     with pytest.raises(ValueError, match=r"in_features: is 7, must be a multiple of 2 ranks"):
@@ -290,7 +291,8 @@ def refused(rank: int, world_size: int) -> None:
     assert f"rank {rank} of 2" in repr(layer)
 
 
-def refused_dtypes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_refused_dtypes(rank: int, world_size: int) -> None:
     supported = "must be float32, bfloat16 or float16$"
     layers: list[tuple[type[ColumnParallelLinear | RowParallelLinear], dict[str, Any]]]
     layers = [
@@ -359,11 +361,3 @@ def test_autocast(compiled: bool) -> None:
 
 def test_frozen() -> None:
     run_ranks(frozen, 3, secrets.randbits(32))
-
-
-def test_refused() -> None:
-    run_ranks(refused, 2)
-
-
-def test_refused_dtypes() -> None:
-    run_ranks(refused_dtypes, 2)

@@ -7,7 +7,7 @@ import secrets
 import pytest
 import torch
 from opcommon import gather
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -106,7 +106,9 @@ class Counted(nn.Module):
         return 2 * parameter
 
 
-def parametrized(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_parametrization_is_asked_once_a_call(rank: int, size: int) -> None:
+    """As by nn.Linear: dropout of weights draws each time, and a spectral norm takes a step."""
     for cls in LAYERS:
         for sequence_parallel in (True, False):
             layer = cls(IN, OUT, group=None, sequence_parallel=sequence_parallel)
@@ -118,8 +120,3 @@ def parametrized(rank: int, size: int) -> None:
             layer(torch.ones(size, IN // (1 if cls is ColumnParallelLinear else size))).sum().backward()
             asked = {name: counted.calls for name, counted in counts.items()}
             assert asked == {"weight": 1, "bias": 1}, f"{layer}: {asked}"
-
-
-def test_a_parametrization_is_asked_once_a_call() -> None:
-    """As by nn.Linear: dropout of weights draws each time, and a spectral norm takes a step."""
-    run_ranks(parametrized, 2)

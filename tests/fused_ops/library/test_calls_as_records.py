@@ -8,6 +8,7 @@ import pytest
 import torch
 from weft.fused_ops.library.communicating import OF_REGISTERED
 from weft.fused_ops.ops import OPS, Op
+from weft.fused_ops.ops.experts.local import LOCAL_OPS
 
 
 def test_every_op_is_here() -> None:
@@ -20,7 +21,7 @@ def test_every_op_is_here() -> None:
     of_handles = {
         op._schema.name.removeprefix("weft::") for op in OF_REGISTERED
     }  # calls of what register gives
-    local = {"linear_cross_entropy_gradients"}
+    local = {"linear_cross_entropy_gradients", *LOCAL_OPS}
     assert {op.name for op in OPS} == known - of_the_pass - of_handles - local
 
 

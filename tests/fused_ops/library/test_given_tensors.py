@@ -15,6 +15,7 @@ from weft.fused_ops import (
     ColumnParallelLinear,
     Plan,
     cross_entropy_of_sharded_logits,
+    fused_all_gather_grouped_matmul,
     fused_all_gather_matmul,
     fused_all_gather_scaled_matmul,
     fused_all_reduce_layer_norm,
@@ -24,6 +25,9 @@ from weft.fused_ops import (
     fused_linear_log_probs,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
+    fused_moe_combine_all_reduce,
+    fused_moe_combine_all_reduce_rms_norm,
+    fused_moe_combine_reduce_scatter,
     fused_scaled_matmul_reduce_scatter,
     last_plan,
     one_shot_all_gather,
@@ -34,7 +38,9 @@ from weft.fused_ops import (
 from weft.fused_ops.dispatch import plan
 
 A, B = torch.ones(4, 6), torch.ones(6, 8)
+EXPERTS, INDEX = torch.ones(1, 32, 8), torch.zeros(1, dtype=torch.int32)
 TARGETS = torch.zeros(4, dtype=torch.int64)
+SLOTS, SHARES = torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
 A8, B8, ONE = (
     torch.ones(4, 32).to(torch.float8_e4m3fn),
     torch.ones(16, 32).to(torch.float8_e4m3fn).t(),
@@ -65,6 +71,16 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "x    ": lambda x: fused_linear_log_probs(x, B.t(), TARGETS, world()),
     "targets": lambda x: fused_linear_log_probs(A, B.t(), x, world()),
     "logits_shard": lambda x: cross_entropy_of_sharded_logits(x, TARGETS, world()),
+    "A_shard  ": lambda x: fused_all_gather_grouped_matmul(x, [EXPERTS], INDEX, INDEX, 0, world()),
+    r"Bs\[1\] ": lambda x: fused_all_gather_grouped_matmul(A8, [EXPERTS, x], INDEX, INDEX, 0, world()),
+    "rows": lambda x: fused_all_gather_grouped_matmul(A8, [EXPERTS], x, INDEX, 0, world()),
+    "offs": lambda x: fused_all_gather_grouped_matmul(A8, [EXPERTS], INDEX, x, 0, world()),
+    "y": lambda x: fused_moe_combine_all_reduce(x, SLOTS, SHARES, world()),
+    "slots": lambda x: fused_moe_combine_all_reduce(A, x, SHARES, world()),
+    "weights": lambda x: fused_moe_combine_reduce_scatter(A, SLOTS, x, 0, world()),
+    "shared": lambda x: fused_moe_combine_reduce_scatter(A, SLOTS, SHARES, 0, world(), shared=x),
+    "residual  ": lambda x: fused_moe_combine_all_reduce_rms_norm(A, SLOTS, SHARES, x, A[0], 1e-5, world()),
+    "weight ": lambda x: fused_moe_combine_all_reduce_rms_norm(A, SLOTS, SHARES, None, x, 1e-5, world()),
     "out": lambda x: one_shot_all_gather(A, 0, world(), out=x),
     "out ": lambda x: one_shot_reduce_scatter(A, "sum", 0, world(), out=x),
 }

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,16 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
 from weft.fused_ops import (
+    fused_all_gather_grouped_matmul,
     fused_all_gather_matmul,
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
     fused_linear_cross_entropy,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
+    fused_moe_combine_all_reduce,
+    fused_moe_combine_all_reduce_rms_norm,
+    fused_moe_combine_reduce_scatter,
     one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
@@ -81,6 +86,21 @@ def losses(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
     return fused_linear_cross_entropy(x, W.t(), targets, GROUP, reduction="none")
 
 
+def grouped(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
+    rows, offs = torch.arange(6, dtype=torch.int32), torch.tensor([2, 6], dtype=torch.int32)
+    tokens, experts = torch.cat([x, x], 1), torch.stack([W, W]).repeat(1, 2, 2)[:, :, :8]
+    return fused_all_gather_grouped_matmul(tokens, [experts], rows, offs, 0, GROUP)[1][0]
+
+
+def combined(op: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any) -> torch.Tensor:
+    slots = torch.zeros(x.shape[0], 2, dtype=torch.int32)
+    return op(x, slots, x.new_ones(x.shape[0], 2), *args)
+
+
+def combined_and_normed(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
+    return combined(lambda *xs: fused_moe_combine_all_reduce_rms_norm(*xs)[0], x, x, W[:, 0], 1e-5, GROUP)
+
+
 #: By its name: of a ProcessGroup, and the default one, Dynamo sees that it is another one and makes a graph anew.
 GROUP = "0"
 PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -92,7 +112,11 @@ PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "reduce_scatter": lambda x, W: one_shot_reduce_scatter(x, "avg", 0, GROUP),
     "all_reduce_rms_norm": normed,
     "all_reduce_layer_norm": layer_normed,
+    "all_gather_grouped_matmul": grouped,
     "linear_cross_entropy": losses,
+    "moe_combine_all_reduce": lambda x, W: combined(fused_moe_combine_all_reduce, x, GROUP),
+    "moe_combine_all_reduce_rms_norm": combined_and_normed,
+    "moe_combine_reduce_scatter": lambda x, W: combined(fused_moe_combine_reduce_scatter, x, 0, GROUP),
     "matmul_all_reduce": lambda x, W: fused_matmul_all_reduce(x, W, "avg", GROUP),
 }
 

@@ -19,6 +19,9 @@ from weft.fused_ops import (
     fused_all_reduce_rms_norm,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
+    fused_moe_combine_all_reduce,
+    fused_moe_combine_all_reduce_rms_norm,
+    fused_moe_combine_reduce_scatter,
     one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
@@ -27,6 +30,9 @@ from weft.fused_ops import (
 from weft.fused_ops.dispatch import plan
 
 Op = tuple[Callable[..., Tensor], list[Tensor]]
+
+
+SLOTS = torch.tensor([[2, 0], [1, -1], [0, 1]], dtype=torch.int32)
 
 
 def ops() -> list[Op]:
@@ -39,6 +45,18 @@ def ops() -> list[Op]:
         (lambda a: one_shot_all_gather(a, 1, world()), [x]),
         (lambda a: one_shot_reduce_scatter(a, "sum", 0, world()), [B]),
         (lambda a, r, w: fused_all_reduce_rms_norm(a, r, w, 1e-5, world())[0], [x, x + 1, x[0]]),
+        (
+            lambda a, w, s: fused_moe_combine_all_reduce(a, SLOTS, w, world(), shared=s),
+            [A[0], x[:3, :2], A[1]],
+        ),
+        (
+            lambda a, w, s: fused_moe_combine_reduce_scatter(a, SLOTS[:2], w, 0, world(), shared=s),
+            [A[0], x[:2, :2], A[1][:2]],
+        ),
+        (
+            lambda a, w, n: fused_moe_combine_all_reduce_rms_norm(a, SLOTS, w, None, n, 1e-5, world())[0],
+            [A[0], x[:3, :2], B[:, 0]],
+        ),
         (lambda a, w, b: fused_all_reduce_layer_norm(a, None, w, b, 1e-5, world())[0], [x, x[0], x[1]]),
     ]
 

@@ -23,6 +23,9 @@ from weft.fused_ops import (
     fused_all_reduce_rms_norm_quant,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
+    fused_moe_combine_all_reduce,
+    fused_moe_combine_all_reduce_rms_norm,
+    fused_moe_combine_reduce_scatter,
     one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
@@ -89,6 +92,7 @@ def test_inference_mode(device: str) -> None:
 
 def calls() -> list[tuple[Callable[..., Any], list[torch.Tensor]]]:
     A, B, x = torch.randn(4, 6), torch.randn(6, 8), torch.randn(5, 7)
+    slots, weights = torch.tensor([[2, 0], [1, -1], [3, 3], [-1, 2]], dtype=torch.int32), torch.rand(4, 2)
     return [
         (lambda a, b: fused_all_gather_matmul(a, [b], 0, world()), [A, B]),
         (lambda a, b, c: fused_matmul_reduce_scatter(a, b, "sum", 0, world(), bias=c), [A, B, B[0]]),
@@ -103,6 +107,12 @@ def calls() -> list[tuple[Callable[..., Any], list[torch.Tensor]]]:
         (lambda a, b, c: fused_all_reduce_rms_norm_quant(a, b, c, 1e-5, world()), [x, x, x[0]]),
         (lambda a, b, c: fused_all_reduce_layer_norm(a, b, c, c, 1e-5, world()), [x, x, x[0]]),
         (lambda a, b: fused_matmul_all_reduce(a, b, "avg", world()), [A, B]),
+        (lambda a, b: fused_moe_combine_all_reduce(a, slots, b, world(), shared=a), [A, weights]),
+        (lambda a, b: fused_moe_combine_reduce_scatter(a, slots, b, 0, world()), [A, weights]),
+        (
+            lambda a, b, c: fused_moe_combine_all_reduce_rms_norm(a, slots, b, a, c, 1e-5, world()),
+            [A, weights, A[0]],
+        ),
     ]
 
 

@@ -24,6 +24,7 @@ from weft.fused_ops.dispatch import plan
 
 NAME = "0"
 B = torch.ones(6, 8)
+SLOTS, SHARES = torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "fused_all_gather_matmul": lambda a: torch.ops.weft.fused_all_gather_matmul(a, [B], 0, NAME)[1][0],
     "fused_matmul_reduce_scatter": lambda a: torch.ops.weft.fused_matmul_reduce_scatter(a, B, "sum", 0, NAME),
@@ -41,6 +42,15 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "fused_linear_cross_entropy": lambda a: torch.ops.weft.fused_linear_cross_entropy(
         a, torch.ones(5, 6), None, torch.zeros(4, dtype=torch.int64), NAME
     )[0],
+    "fused_moe_combine_all_reduce": lambda a: torch.ops.weft.fused_moe_combine_all_reduce(
+        a, SLOTS, SHARES, NAME
+    ),
+    "fused_moe_combine_all_reduce_rms_norm": lambda a: torch.ops.weft.fused_moe_combine_all_reduce_rms_norm(
+        a, SLOTS, SHARES, None, torch.ones(6), 1e-5, NAME
+    )[0],
+    "fused_moe_combine_reduce_scatter": lambda a: torch.ops.weft.fused_moe_combine_reduce_scatter(
+        a, SLOTS, SHARES, 0, NAME
+    ),
     "fused_matmul_all_reduce": lambda a: torch.ops.weft.fused_matmul_all_reduce(a, B, "sum", NAME),
 }
 # They refuse what requires a gradient.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from opcommon import world
-from ranks import run_ranks
+from ranks import on_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft.fused_ops import (
@@ -68,7 +68,8 @@ def product(A: Tensor, B: Tensor) -> Tensor:
     return fused_matmul_all_reduce(A, B, "sum", world())
 
 
-def each(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_nothing_is_sent_that_nobody_wants(rank: int, world_size: int) -> None:
     matrices, rows = [(4, 3), (3, 5)], [(4, 8), (4, 8), (8,)]
     assert sent(gather, matrices, [True, True])[1] == [SCATTER]
     assert sent(gather, matrices, [True, False]) == [[GATHER], [SCATTER]]
@@ -82,11 +83,8 @@ def each(rank: int, world_size: int) -> None:
     assert sent(product, matrices, [True, True])[1] == [REDUCE]
 
 
-def test_nothing_is_sent_that_nobody_wants() -> None:
-    run_ranks(each, 2)
-
-
-def of_layers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_layers_whose_activations_are_whole(rank: int, world_size: int) -> None:
     """Activations are whole on every rank: one op on the way out, of gradients on the way back."""
     options: dict[str, Any] = {"group": world(), "sequence_parallel": False}
     down, up = RowParallelLinear(6, 8, **options), ColumnParallelLinear(6, 8, **options)
@@ -103,7 +101,3 @@ def of_layers(rank: int, world_size: int) -> None:
         ):
             layer(x)
         assert kept == [layer.weight.shape], "of a frozen layer nothing is kept but itself"
-
-
-def test_layers_whose_activations_are_whole() -> None:
-    run_ranks(of_layers, 2)

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from opcommon import DEVICES, assert_fused, check, gather, gathered, poison, refuses, world
-from ranks import run_ranks, run_row
+from ranks import on_ranks, run_ranks, run_row
 from torch import Tensor
 from weft import symm_mem
 from weft.fused_ops import last_plan, one_shot_all_gather
@@ -82,7 +82,8 @@ def test_one_shot_all_gather(world_size: int, device: str, dtype: torch.dtype) -
         run_row(right, world_size, shape, dtype, device=device)
 
 
-def any_layout(rank: int, world_size: int) -> None:
+@on_ranks(3, device=DEVICES)
+def test_any_strides_alignment_and_memory(rank: int, world_size: int) -> None:
     base = torch.randn(9, 11, 6)
     odd = base.bfloat16().view(-1)[1:]  # begins 2 bytes after an aligned address
     for x in (base.transpose(0, 2), base[::2, 1:8:3], base[3, 4], odd, torch.full((1, 3), rank).expand(4, 3)):
@@ -100,23 +101,16 @@ def any_layout(rank: int, world_size: int) -> None:
         assert torch.equal(one_shot_all_gather(part, 0, world(), out=memory), want), start
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_any_strides_alignment_and_memory(device: str) -> None:
-    run_row(any_layout, 3, device=device)
-
-
-def chunks(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_large_inputs_travel_in_chunks(rank: int, world_size: int) -> None:
     host.CHUNK_BYTES = 1000
     for _ in range(3):
         x = torch.randn(5, 1234)
         assert torch.equal(one_shot_all_gather(x, 1, world()), wanted(x, 1))
 
 
-def test_large_inputs_travel_in_chunks() -> None:
-    run_ranks(chunks, 2, fresh=True)
-
-
-def many(rank: int, world_size: int) -> None:
+@on_ranks(3, device=DEVICES)
+def test_many_calls_with_late_ranks(rank: int, world_size: int) -> None:
     sizes = torch.Generator("cpu").manual_seed(0)
     delays = torch.Generator("cpu").manual_seed(rank)
     for call in range(300):
@@ -127,12 +121,8 @@ def many(rank: int, world_size: int) -> None:
         assert (out.view(world_size, n) == torch.arange(call, call + world_size)[:, None]).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_many_calls_with_late_ranks(device: str) -> None:
-    run_row(many, 3, device=device)
-
-
-def gradients(rank: int, world_size: int) -> None:
+@on_ranks(3, device=DEVICES)
+def test_gradients(rank: int, world_size: int) -> None:
     for dtype in (torch.float32, torch.float64):
         for dim in (0, 1, -1):
             x = torch.randn(4, 3, 2, dtype=dtype).requires_grad_()
@@ -154,11 +144,6 @@ def gradients(rank: int, world_size: int) -> None:
         one_shot_all_gather(torch.ones(1), 0, world(), out=t)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_gradients(device: str) -> None:
-    run_row(gradients, 3, device=device)
 
 
 def compiled(rank: int, world_size: int) -> None:
@@ -190,7 +175,8 @@ def test_under_torch_compile(device: str) -> None:
     run_row(compiled, 2, device=device)
 
 
-def opcheck(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     op, into, name = (
         torch.ops.weft.one_shot_all_gather,
         torch.ops.weft.one_shot_all_gather_out,
@@ -204,12 +190,8 @@ def opcheck(rank: int, world_size: int) -> None:
     torch.library.opcheck(into, (torch.zeros(5, 6 * world_size), x.detach(), 1, name))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_row(opcheck, 2, device=device)
-
-
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     x, name, out = torch.randn(4, 3), world().group_name, torch.zeros(8, 3)
     op, into = torch.ops.weft.one_shot_all_gather, torch.ops.weft.one_shot_all_gather_out
     complex_x = torch.zeros(4, dtype=torch.complex64)
@@ -242,11 +224,6 @@ def refused(rank: int, world_size: int) -> None:
     with pytest.raises(TypeError, match="x: is of type list, must be a tensor"):
         one_shot_all_gather([1], 0, world(), out=out)  # type: ignore[arg-type]
     assert last_plan() is before, "refused after it was launched"
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
-    run_row(refused, 2, device=device)
 
 
 def late(rank: int, world_size: int) -> str | None:

@@ -18,7 +18,7 @@ from opcommon import (
     same_on_all,
     world,
 )
-from ranks import run_row
+from ranks import on_ranks, run_row
 from weft.fused_ops import fused_all_gather_matmul
 from weft.fused_ops.dispatch.plan import forced
 
@@ -72,7 +72,8 @@ def test_fused_all_gather_matmul(
     run_row(right, world_size, shape, dim, columns, dtype, device=device)
 
 
-def sums(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sums_in_float32(rank: int, world_size: int) -> None:
     """Of products along the last dimension, in float32: 257 is no bfloat16, and the other rank leaves 1 of it."""
     for dtype, large in ((torch.bfloat16, 256.0), (torch.float16, 2048.0)):
         shard = torch.tensor([[-large, 0.0] if rank else [large, 1.0]], dtype=dtype)
@@ -81,11 +82,11 @@ def sums(rank: int, world_size: int) -> None:
         assert out.flatten().tolist() == [1.0] * 3
 
 
-def test_sums_in_float32() -> None:
-    run_row(sums, 2)
-
-
-def strides(rank: int, world_size: int, shape: tuple[int, ...], dim: int, columns: list[int]) -> None:
+@pytest.mark.parametrize(("shape", "dim", "columns"), SHAPES)
+@on_ranks(2, device=DEVICES)
+def test_any_strides_in_and_torchs_strides_out(
+    rank: int, world_size: int, shape: tuple[int, ...], dim: int, columns: list[int]
+) -> None:
     name = world().group_name
     base = torch.randn(*[2 * s for s in shape])
     shard = base[tuple(slice(0, 2 * s, 2) for s in shape)].to(torch.float32)
@@ -107,15 +108,11 @@ def strides(rank: int, world_size: int, shape: tuple[int, ...], dim: int, column
             assert all(t.movedim(front, 0).is_contiguous() for t in [got_A, *outs])
 
 
-@pytest.mark.parametrize(("shape", "dim", "columns"), SHAPES)
-@pytest.mark.parametrize("device", DEVICES)
-def test_any_strides_in_and_torchs_strides_out(
-    device: str, shape: tuple[int, ...], dim: int, columns: list[int]
-) -> None:
-    run_row(strides, 2, shape, dim, columns, device=device)
-
-
-def gradients(rank: int, world_size: int, shape: tuple[int, ...], dim: int, columns: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dim", "columns"), [((4, 6), 0, [5]), ((4, 6), 1, [3, 8]), ((2, 3, 5), 1, [4, 2, 7])]
+)
+@on_ranks([1, 2, 3], device=DEVICES)
+def test_gradients(rank: int, world_size: int, shape: tuple[int, ...], dim: int, columns: list[int]) -> None:
     for return_A in (True, False):
         shard = torch.randn(*shape).requires_grad_()
         full = torch.cat(gather(shard), dim).requires_grad_()
@@ -137,18 +134,8 @@ def gradients(rank: int, world_size: int, shape: tuple[int, ...], dim: int, colu
             check("B.grad", B.grad, ref.grad, 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dim", "columns"), [((4, 6), 0, [5]), ((4, 6), 1, [3, 8]), ((2, 3, 5), 1, [4, 2, 7])]
-)
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_gradients(
-    world_size: int, device: str, shape: tuple[int, ...], dim: int, columns: list[int]
-) -> None:
-    run_row(gradients, world_size, shape, dim, columns, device=device)
-
-
-def compiled(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_under_torch_compile(rank: int, world_size: int) -> None:
     group = world()
 
     def f(shard: torch.Tensor, B: torch.Tensor, C: torch.Tensor) -> torch.Tensor:
@@ -158,12 +145,8 @@ def compiled(rank: int, world_size: int) -> None:
     compiled_like_eager(f, lambda s: [torch.randn(2, s, 8), torch.randn(8, 5), torch.randn(8, 5)], (4, 6, 9))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_under_torch_compile(device: str) -> None:
-    run_row(compiled, 2, device=device)
-
-
-def opcheck(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     name = world().group_name
     for grad, dim in ((False, 1), (True, 0), (True, 2)):
         shard = torch.randn(3, 4, 6, requires_grad=grad)
@@ -171,12 +154,8 @@ def opcheck(rank: int, world_size: int) -> None:
         torch.library.opcheck(torch.ops.weft.fused_all_gather_matmul, (shard, Bs, dim, name))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_row(opcheck, 2, device=device)
-
-
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     op = torch.ops.weft.fused_all_gather_matmul
     x, B, name = torch.randn(4, 6), torch.randn(6, 5), world().group_name
     cases = [
@@ -197,12 +176,8 @@ def refused(rank: int, world_size: int) -> None:
     check("afterwards", out, torch.cat(gather(x)) @ B.double(), 1e-6)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
-    run_row(refused, 2, device=device)
-
-
-def groups(rank: int, world_size: int) -> None:
+@on_ranks(4, device=DEVICES)
+def test_a_group_is_a_name_a_process_group_or_a_mesh_dimension(rank: int, world_size: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
@@ -215,8 +190,3 @@ def groups(rank: int, world_size: int) -> None:
     with pytest.raises(TypeError, match="group: must be"):
         fused_all_gather_matmul(shard, [B], 0, 3.5)
     dist.barrier()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_group_is_a_name_a_process_group_or_a_mesh_dimension(device: str) -> None:
-    run_row(groups, 4, device=device)

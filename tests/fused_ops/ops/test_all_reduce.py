@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 from opcommon import BOUND, DEVICES, DTYPES, assert_fused, cells, check, gather, poison, refuses, world
-from ranks import run_ranks, run_row
+from ranks import on_ranks, run_ranks, run_row
 from weft import symm_mem
 from weft.fused_ops import (
     float8_all_gather_matmul,
@@ -75,7 +75,8 @@ def test_the_largest_and_the_smallest_keep_a_nan(device: str) -> None:
     run_row(not_a_number, 3 if device == "cpu" else 2, device=device)
 
 
-def any_layout(rank: int, world_size: int) -> None:
+@on_ranks(3, device=DEVICES)
+def test_any_strides_alignment_and_memory(rank: int, world_size: int) -> None:
     base = torch.randn(9, 11, 6)
     odd = base.bfloat16().view(-1)[1:]  # begins 2 bytes after an aligned address
     for x in (base.transpose(0, 2), base[::2, 1:8:3], base[3, 4], odd):
@@ -92,12 +93,8 @@ def any_layout(rank: int, world_size: int) -> None:
     assert (one_shot_all_reduce(on_heap, "sum", world()) == sum(range(world_size))).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_any_strides_alignment_and_memory(device: str) -> None:
-    run_row(any_layout, 3, device=device)
-
-
-def nans(rank: int, world_size: int) -> None:
+@on_ranks([2, 3], device=DEVICES)
+def test_a_nan_of_one_rank_is_one_on_all(rank: int, world_size: int) -> None:
     """A NaN of one rank, in any position, is one on all ranks: fused, unfused, and in the scales of fp8 layers."""
     for dtype, n in product(DTYPES, (1, 2, 9)):
         for owner, place in product(range(world_size), range(n)):
@@ -120,12 +117,6 @@ def nans(rank: int, world_size: int) -> None:
         assert float8_matmul_reduce_scatter(A.repeat(world_size, 1), B, "sum", 0, world()).isnan().all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_nan_of_one_rank_is_one_on_all(world_size: int, device: str) -> None:
-    run_row(nans, world_size, device=device)
-
-
 def chunks(rank: int, world_size: int) -> None:
     host.CHUNK_BYTES = 1000
     x = torch.randn(12345)
@@ -137,7 +128,8 @@ def test_large_inputs_travel_in_chunks() -> None:
     run_ranks(chunks, 2, fresh=True)
 
 
-def many(rank: int, world_size: int) -> None:
+@on_ranks(3, device=DEVICES)
+def test_many_calls_with_late_ranks(rank: int, world_size: int) -> None:
     sizes = torch.Generator("cpu").manual_seed(0)
     delays = torch.Generator("cpu").manual_seed(rank)
     for call in range(300):
@@ -148,12 +140,8 @@ def many(rank: int, world_size: int) -> None:
         assert (out == world_size * call + sum(range(world_size))).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_many_calls_with_late_ranks(device: str) -> None:
-    run_row(many, 3, device=device)
-
-
-def gradients(rank: int, world_size: int) -> None:
+@on_ranks(3, device=DEVICES)
+def test_gradients(rank: int, world_size: int) -> None:
     for reduce_op in ("sum", "avg"):
         x = torch.randn(4, 3).requires_grad_()
         weight = torch.randn(4, 3)
@@ -166,11 +154,6 @@ def gradients(rank: int, world_size: int) -> None:
         one_shot_all_reduce_(x, "sum", world())
     with torch.no_grad():
         one_shot_all_reduce_(x, "sum", world())
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_gradients(device: str) -> None:
-    run_row(gradients, 3, device=device)
 
 
 def compiled(rank: int, world_size: int) -> None:
@@ -201,7 +184,8 @@ def test_under_torch_compile(device: str) -> None:
     run_row(compiled, 2, device=device)
 
 
-def opcheck(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     for grad in (False, True):
         x = torch.randn(5, 6, requires_grad=grad)
         torch.library.opcheck(torch.ops.weft.one_shot_all_reduce, (x, "sum", world().group_name))
@@ -210,12 +194,8 @@ def opcheck(rank: int, world_size: int) -> None:
     torch.library.opcheck(torch.ops.weft.one_shot_all_reduce_, (x, "min", world().group_name))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_row(opcheck, 2, device=device)
-
-
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(1, device=DEVICES)
+def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     x, name = torch.randn(4), world().group_name
     for args, kind, words in [
         ((x.double(), "sum", name), TypeError, "x: is torch.float64, must be float32, bfloat16 or float16"),
@@ -229,12 +209,8 @@ def refused(rank: int, world_size: int) -> None:
         refuses(torch.ops.weft.one_shot_all_reduce, args, kind, words)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
-    run_row(refused, 1, device=device)
-
-
-def expanded(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_what_shares_its_memory_is_not_overwritten(rank: int, world_size: int) -> None:
     x, before = torch.randn(1, 7).expand(5, 7), last_plan()
     for call in (one_shot_all_reduce_, torch.ops.weft.one_shot_all_reduce_):
         with pytest.raises(ValueError, match="x: is expanded, must have memory of its own for every element"):
@@ -249,11 +225,6 @@ def expanded(rank: int, world_size: int) -> None:
     one_row = torch.ones(7).as_strided((1, 7), (0, 1))
     for y in (torch.ones(7), one_row, torch.ones(1, 0).expand(5, 0)):
         assert (one_shot_all_reduce_(y, "sum", world()) == world_size).all()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_what_shares_its_memory_is_not_overwritten(device: str) -> None:
-    run_row(expanded, 2, device=device)
 
 
 def late(rank: int, world_size: int) -> str | None:

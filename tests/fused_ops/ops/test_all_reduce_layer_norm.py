@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, same_on_all, world
-from ranks import run_row
+from ranks import on_ranks, run_row
 from torch import Tensor
 from weft.fused_ops import fused_all_reduce_layer_norm, one_shot_all_reduce
 
@@ -45,7 +45,9 @@ def operands(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tens
     ]
 
 
-def right(rank: int, world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@on_ranks([1, 2, 3], device=DEVICES)
+def test_values(rank: int, world_size: int, dtype: torch.dtype) -> None:
     poison(rank)
     for name in KINDS:
         for shape in SHAPES:
@@ -62,14 +64,8 @@ def right(rank: int, world_size: int, dtype: torch.dtype) -> None:
             assert torch.equal(again[0], normed) and torch.equal(again[1], sums), "other bits in another run"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_values(world_size: int, device: str, dtype: torch.dtype) -> None:
-    run_row(right, world_size, dtype, device=device)
-
-
-def far_from_zero(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_the_variance_is_that_around_the_mean(rank: int, world_size: int) -> None:
     """Numbers whose mean is 30,000 times their deviation: the difference of the mean square and the squared mean would
     have nothing left of the variance in float32."""
     hidden = 264
@@ -79,12 +75,8 @@ def far_from_zero(rank: int, world_size: int) -> None:
     check("far from zero", normed, reference(sums.double(), None, None, 0.0), 1e-3)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_variance_is_that_around_the_mean(device: str) -> None:
-    run_row(far_from_zero, 2, device=device)
-
-
-def with_an_offset(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_a_number_is_added_to_the_weight(rank: int, world_size: int) -> None:
     for dtype in DTYPES:
         for name in ("usual", "float32 weight", "no bias"):
             x, residual, weight, bias = operands(name, (5, 136), dtype)
@@ -105,12 +97,8 @@ def with_an_offset(rank: int, world_size: int) -> None:
     check("weight.grad", weight.grad, w.grad, 1e-6)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_number_is_added_to_the_weight(device: str) -> None:
-    run_row(with_an_offset, 2, device=device)
-
-
-def any_layout(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_any_strides(rank: int, world_size: int) -> None:
     x, residual = torch.randn(9, 11, 16), torch.randn(9, 11, 16)
     columns = torch.randn(16, 2)
     for a, r in [(x.transpose(0, 1), residual.transpose(0, 1)), (x[::2, 1:8:3], residual[::2, 1:8:3])]:
@@ -118,12 +106,8 @@ def any_layout(rank: int, world_size: int) -> None:
         check(f"{a.stride()}", normed, reference(sums.double(), *columns.t()), 1e-6)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_any_strides(device: str) -> None:
-    run_row(any_layout, 2, device=device)
-
-
-def gradients(rank: int, world_size: int) -> None:
+@on_ranks(3, device=DEVICES)
+def test_gradients(rank: int, world_size: int) -> None:
     for name in KINDS:
         for shape in [(6, 5, 8), (8,), (0, 8)]:
             given = [t if t is None else t.requires_grad_() for t in operands(name, shape, torch.float32)]
@@ -145,11 +129,6 @@ def gradients(rank: int, world_size: int) -> None:
     fused_all_reduce_layer_norm(half, None, None, bias, EPS, world())[0].sum().backward()
     assert half.grad is not None and half.grad.dtype == torch.bfloat16
     assert bias.grad is not None and bias.grad.dtype == torch.float32
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_gradients(device: str) -> None:
-    run_row(gradients, 3, device=device)
 
 
 def compiled(rank: int, world_size: int) -> None:
@@ -176,7 +155,8 @@ def test_under_torch_compile(device: str) -> None:
     run_row(compiled, 2, device=device)
 
 
-def opcheck(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     for name, grad in (("usual", False), ("usual", True), ("neither", True), ("only a bias", True)):
         x, residual, *columns = operands(name, (5, 8), torch.float32)
         given = [t if t is None else t.requires_grad_(grad) for t in (x, *columns)]
@@ -184,12 +164,8 @@ def opcheck(rank: int, world_size: int) -> None:
         torch.library.opcheck(torch.ops.weft.fused_all_reduce_layer_norm, args)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_row(opcheck, 2, device=device)
-
-
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(1, device=DEVICES)
+def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     op, x, name = torch.ops.weft.fused_all_reduce_layer_norm, torch.randn(4, 8), world().group_name
     row, half = x[0], x.bfloat16()
     for args, kind, words in [
@@ -220,8 +196,3 @@ def refused(rank: int, world_size: int) -> None:
         fused_all_reduce_layer_norm(x, x, row, row, EPS, name, weight_offset="1")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="eps: is of type str, must be a number"):
         fused_all_reduce_layer_norm(x, x, row, row, "0", name)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
-    run_row(refused, 1, device=device)

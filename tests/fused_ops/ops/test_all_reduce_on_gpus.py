@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from opcommon import check, gather, spoil, world
 from quantised import E4M3, E5M2, by_steps, same_bits
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.fused_ops import (
     fused_all_reduce_layer_norm,
@@ -62,7 +62,8 @@ class Pattern:
         return (out != self.world_size * own + sum(range(self.world_size))).sum()
 
 
-def stressed(rank: int, world_size: int) -> None:
+@on_ranks([2, 4], device="cuda", fresh=True)
+def test_ten_thousand_calls(rank: int, world_size: int) -> None:
     order, delays = random.Random(0), random.Random(rank)
     pattern = Pattern(rank, world_size)
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
@@ -116,12 +117,8 @@ def stressed(rank: int, world_size: int) -> None:
     symm_mem.check()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ten_thousand_calls(world_size: int) -> None:
-    run_ranks(stressed, world_size, device="cuda", fresh=True)
-
-
-def large(rank: int, world_size: int) -> None:
+@on_ranks([2, 4], device="cuda")
+def test_every_kernel_gives_the_same_bits(rank: int, world_size: int) -> None:
     """Every kernel gives the bits of a sum in float32, in rank order."""
     for numel in (100, 300_000, 3 << 20, 12 << 20, (12 << 20) + 3, 40 << 20, (40 << 20) + 1):
         x = torch.randn(numel).bfloat16()
@@ -131,11 +128,6 @@ def large(rank: int, world_size: int) -> None:
             total = total + part
         assert torch.equal(one_shot_all_reduce(x, "sum", world()), total.bfloat16())
         assert last_plan().algorithm == "push"
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_every_kernel_gives_the_same_bits(world_size: int) -> None:
-    run_ranks(large, world_size, device="cuda")
 
 
 def fused(rank: int, world_size: int) -> None:
@@ -179,7 +171,8 @@ def test_all_reduce_rms_norm(world_size: int) -> None:
     run_ranks(fused, world_size, device="cuda")
 
 
-def in_fp8(rank: int, world_size: int) -> None:
+@on_ranks([2, 4], device="cuda")
+def test_all_reduce_rms_norm_quant(rank: int, world_size: int) -> None:
     """Beside the norms whose steps these are."""
     order, delays = random.Random(3), random.Random(rank)
     for step in range(40):  # nearly each compiles a kernel
@@ -214,12 +207,8 @@ def in_fp8(rank: int, world_size: int) -> None:
             assert all(map(same_bits, again, (numbers, scales, sums)))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_all_reduce_rms_norm_quant(world_size: int) -> None:
-    run_ranks(in_fp8, world_size, device="cuda")
-
-
-def layer_normed(rank: int, world_size: int) -> None:
+@on_ranks([2, 4], device="cuda")
+def test_all_reduce_layer_norm(rank: int, world_size: int) -> None:
     """Beside RMSNorms, which have the same workspace."""
     order, delays = random.Random(2), random.Random(rank)
     for step in range(100):
@@ -251,11 +240,6 @@ def layer_normed(rank: int, world_size: int) -> None:
                 assert all(map(torch.equal, again, (normed, sums)))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_all_reduce_layer_norm(world_size: int) -> None:
-    run_ranks(layer_normed, world_size, device="cuda")
-
-
 def chain(x: torch.Tensor, steps: list[str], rank: int, world_size: int) -> torch.Tensor:
     """From ones on each step multiplies by a power of two, exact in any dtype: whoever looks too early sees another."""
     x, weight, zeros = torch.ones_like(x), x.new_ones(x.shape[1]), torch.zeros_like(x)
@@ -271,7 +255,8 @@ def chain(x: torch.Tensor, steps: list[str], rank: int, world_size: int) -> torc
     return x
 
 
-def chained(rank: int, world_size: int) -> None:
+@on_ranks([2, pytest.param(4, marks=pytest.mark.gpu(4))], device="cuda", env={"WEFT_PDL": "1"}, fresh=True)
+def test_launched_while_the_kernel_before_still_runs(rank: int, world_size: int) -> None:
     assert ll_exchange.dependent()
     order, delays = random.Random(3), random.Random(rank)
     for rows, hidden in ((1, 4096), (7, 6144), (64, 8192), (300, 4096)):
@@ -294,12 +279,8 @@ def chained(rank: int, world_size: int) -> None:
     symm_mem.check()
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.gpu(4))])
-def test_launched_while_the_kernel_before_still_runs(world_size: int) -> None:
-    run_ranks(chained, world_size, device="cuda", env={"WEFT_PDL": "1"}, fresh=True)
-
-
-def product(rank: int, world_size: int) -> None:
+@on_ranks([2, 4], device="cuda")
+def test_matmul_all_reduce(rank: int, world_size: int) -> None:
     chosen = [(1, 512, 4096), (17, 512, 4096), (300, 1024, 4096), (4096, 2048, 4096), (5000, 1024, 8192)]
     in_one_kernel = [
         (1, 64, 8),
@@ -344,8 +325,3 @@ def multiplied(m: int, k: int, n: int, dtype: torch.dtype, reduce_op: str, *, on
         graph.replay()
         assert torch.equal(again, out)
         assert torch.equal(fused_matmul_all_reduce(A, B, reduce_op, world()), out)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_matmul_all_reduce(world_size: int) -> None:
-    run_ranks(product, world_size, device="cuda")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from opcommon import BOUND, DEVICES, assert_fused, cells, check, gather, poison, refuses, same_on_all, world
-from ranks import run_ranks, run_row
+from ranks import on_ranks, run_ranks, run_row
 from weft.fused_ops import (
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
@@ -52,7 +52,8 @@ def test_fused_all_reduce_rms_norm(
     run_row(right, world_size, shape, dtype, device=device)
 
 
-def any_layout(rank: int, world_size: int) -> None:
+@on_ranks(3, device=DEVICES)
+def test_any_strides_and_alignment(rank: int, world_size: int) -> None:
     base = torch.randn(9, 11, 16)
     residual = same_on_all(9, 11, 16, dtype=torch.float32)
     weight = same_on_all(2, 16, dtype=torch.float32)
@@ -69,12 +70,8 @@ def any_layout(rank: int, world_size: int) -> None:
         check(f"normed {x.stride()}", normed, rms_norm(sums.double(), w.double(), 0.0), BOUND[x.dtype])
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_any_strides_and_alignment(device: str) -> None:
-    run_row(any_layout, 3, device=device)
-
-
-def eps_shows(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_eps_shows(rank: int, world_size: int) -> None:
     """Rows whose mean square is as small as eps, and eps of 0, which is no default; forward and backward."""
     for eps, dtype in ((0.0, torch.float32), (1e-2, torch.float32), (1e-2, torch.bfloat16)):
         x, residual = (0.1 * torch.randn(5, 40)).to(dtype), (0.05 * torch.randn(5, 40)).to(dtype)
@@ -102,11 +99,6 @@ def eps_shows(rank: int, world_size: int) -> None:
         check(f"quantized, eps {eps}", quantized.float() * scale, want, 0.05)  # 3 bits
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_eps_shows(device: str) -> None:
-    run_row(eps_shows, 2, device=device)
-
-
 def chunks(rank: int, world_size: int) -> None:
     host.CHUNK_BYTES = 1000
     for rows in (1, 4, 30):
@@ -121,7 +113,9 @@ def test_many_rows_travel_in_chunks() -> None:
     run_ranks(chunks, 3, fresh=True)
 
 
-def gradients(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(6, 5, 8), (8,), (0, 8), (7, 1)])
+@on_ranks(3, device=DEVICES)
+def test_gradients(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
     x, residual = (torch.randn(shape).requires_grad_() for _ in range(2))
     weight = torch.randn(shape[-1:]).requires_grad_()
     on_normed, on_sums = torch.randn(shape), torch.randn(shape)
@@ -133,12 +127,6 @@ def gradients(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
     check(f"{shape} residual.grad", residual.grad, wide.grad, 1e-6)
     check(f"{shape} weight.grad", weight.grad, w.grad, 1e-6)
     check(f"{shape} x.grad", x.grad, sum(gather(wide.grad)), 1e-6)
-
-
-@pytest.mark.parametrize("shape", [(6, 5, 8), (8,), (0, 8), (7, 1)])
-@pytest.mark.parametrize("device", DEVICES)
-def test_gradients(device: str, shape: tuple[int, ...]) -> None:
-    run_row(gradients, 3, shape, device=device)
 
 
 def compiled(rank: int, world_size: int) -> None:
@@ -163,7 +151,8 @@ def test_under_torch_compile(device: str) -> None:
     run_row(compiled, 2, device=device)
 
 
-def opcheck(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     for grad in (False, True):
         x, weight = torch.randn(5, 8, requires_grad=grad), torch.randn(8, requires_grad=grad)
         residual = torch.randn(5, 8)
@@ -171,12 +160,8 @@ def opcheck(rank: int, world_size: int) -> None:
         torch.library.opcheck(torch.ops.weft.fused_all_reduce_rms_norm, args)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_row(opcheck, 2, device=device)
-
-
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(1, device=DEVICES)
+def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     x, weight, name = torch.randn(4, 8), torch.randn(8), world().group_name
     for args, kind, words in [
         ((x.double(), x, weight, EPS, name), TypeError, "x: is torch.float64, must be float32"),
@@ -189,8 +174,3 @@ def refused(rank: int, world_size: int) -> None:
         ((x, x, weight, EPS, "nobody"), ValueError, "group: no process group is named"),
     ]:
         refuses(torch.ops.weft.fused_all_reduce_rms_norm, args, kind, words)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
-    run_row(refused, 1, device=device)

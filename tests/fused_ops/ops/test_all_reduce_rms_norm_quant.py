@@ -21,7 +21,7 @@ from opcommon import (
     world,
 )
 from quantised import E4M3, E5M2, by_steps, same_bits
-from ranks import run_row
+from ranks import on_ranks, run_row
 from weft.fused_ops import fused_all_reduce_rms_norm, fused_all_reduce_rms_norm_quant
 from weft.kernels.all_reduce_rms_norm.reference import rms_norm
 
@@ -88,7 +88,8 @@ def test_the_bits_of_the_steps(
     run_row(right, world_size, shape, dtype, device=device)
 
 
-def special(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_zeros_and_what_is_no_number(rank: int, world_size: int) -> None:
     """Rows of zeros, with a NaN, with something infinite, and no row at all."""
     for dtype in DTYPES:
         x = torch.randn(4, 24).to(dtype)
@@ -118,12 +119,8 @@ def special(rank: int, world_size: int) -> None:
         assert by_one[0].shape == (4, 0)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_zeros_and_what_is_no_number(device: str) -> None:
-    run_row(special, 2, device=device)
-
-
-def layouts(rank: int, world_size: int) -> None:
+@on_ranks(3, device=DEVICES)
+def test_any_strides_and_alignment(rank: int, world_size: int) -> None:
     base, scales = torch.randn(9, 11, 16), torch.tensor([3.0, 0.25, 7.0])
     residual = same_on_all(9, 11, 16, dtype=torch.float32)
     odd = base.bfloat16().view(-1)[1:17]  # begins 2 bytes after an aligned address
@@ -147,12 +144,8 @@ def layouts(rank: int, world_size: int) -> None:
             assert found is scale or same_bits(found, want_scales)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_any_strides_and_alignment(device: str) -> None:
-    run_row(layouts, 3, device=device)
-
-
-def compiled(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_under_torch_compile(rank: int, world_size: int) -> None:
     group, weight = world(), same_on_all(8, dtype=torch.float32)
 
     def f(x: torch.Tensor, residual: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -170,12 +163,8 @@ def compiled(rank: int, world_size: int) -> None:
                 assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_under_torch_compile(device: str) -> None:
-    run_row(compiled, 2, device=device)
-
-
-def opcheck(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     x, weight, name = torch.randn(5, 8), torch.randn(8), world().group_name
     for residual, named in (
         (torch.randn(5, 8), {}),
@@ -186,12 +175,8 @@ def opcheck(rank: int, world_size: int) -> None:
         torch.library.opcheck(torch.ops.weft.fused_all_reduce_rms_norm_quant, args, named)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_row(opcheck, 2, device=device)
-
-
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(1, device=DEVICES)
+def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     op = torch.ops.weft.fused_all_reduce_rms_norm_quant
     x, weight, name, one = torch.randn(4, 8), torch.randn(8), world().group_name, torch.ones(1)
     for args, kind, words in [
@@ -253,8 +238,3 @@ def refused(rank: int, world_size: int) -> None:
             fused_all_reduce_rms_norm_quant(eps=EPS, group=name, **given)
     with torch.no_grad():
         fused_all_reduce_rms_norm_quant(x.clone().requires_grad_(), x, weight, EPS, name)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
-    run_row(refused, 1, device=device)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from opcommon import world
-from ranks import run_ranks
+from ranks import on_ranks
 from test_all_reduce_on_gpus import late
 from torch import Tensor
 from weft import symm_mem
@@ -23,7 +23,8 @@ def any_words(numel: int, generator: torch.Generator) -> Tensor:
     return torch.where(words % 16 == 0, -1 - (words >> 4) % 2, words)
 
 
-def every_bit(rank: int, world_size: int) -> None:
+@on_ranks([2, 4], device="cuda")
+def test_every_bit_arrives(rank: int, world_size: int) -> None:
     generator = torch.Generator("cuda").manual_seed(rank)
     for shape in (
         (1,),
@@ -56,12 +57,8 @@ def every_bit(rank: int, world_size: int) -> None:
             assert torch.equal(out.view(torch.uint8), torch.cat(parts).view(torch.uint8)), "in place"
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_every_bit_arrives(world_size: int) -> None:
-    run_ranks(every_bit, world_size, device="cuda")
-
-
-def same_bits(rank: int, world_size: int) -> None:
+@on_ranks([2, 4], device="cuda")
+def test_reduce_scatters_give_the_bits_of_all_reduces(rank: int, world_size: int) -> None:
     """Those of the all-reduce, from every kernel, at any address."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for shape in ((4, 3, 8), (12, 129, 4), (64, 12, 4096), (3, 12, 100_003), (12 << 20,), (24, 1 << 20)):
@@ -79,12 +76,8 @@ def same_bits(rank: int, world_size: int) -> None:
                         assert torch.equal(out, part)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_reduce_scatters_give_the_bits_of_all_reduces(world_size: int) -> None:
-    run_ranks(same_bits, world_size, device="cuda")
-
-
-def stressed(rank: int, world_size: int) -> None:
+@on_ranks([2, 4], device="cuda", fresh=True)
+def test_eager_calls_between_replays(rank: int, world_size: int) -> None:
     order, delays = random.Random(0), random.Random(rank)
     ranks = torch.arange(world_size)
 
@@ -128,8 +121,3 @@ def stressed(rank: int, world_size: int) -> None:
             total += call(step, order.choice((1, 7, 999, 4096, 50_000, 2 << 20)))[2].sum()
     assert total.item() == 0
     symm_mem.check()
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_eager_calls_between_replays(world_size: int) -> None:
-    run_ranks(stressed, world_size, device="cuda", fresh=True)

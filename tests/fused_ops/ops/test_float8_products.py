@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from opcommon import assert_fused, gather, refuses, world
-from ranks import run_ranks, run_row
+from ranks import on_ranks, run_row
 from torch import Tensor
 from weft.fused_ops import float8_all_gather_matmul, float8_matmul_reduce_scatter
 from weft.fused_ops.layers.float8 import _cast_together
@@ -122,7 +122,8 @@ def test_a_layer(fn: Callable[..., None], lead: tuple[int, ...], dim: int, dtype
     run_row(fn, 2, lead, dim % (len(lead) + 1), dtype)
 
 
-def one_gradient(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_one_gradient(rank: int, size: int) -> None:
     """Of the operand that wants one; and results without."""
     for fn, rows in ((gathers, 8), (scatters, 16)):
         grads: dict[int, list[Any]] = {}
@@ -142,11 +143,8 @@ def one_gradient(rank: int, size: int) -> None:
             grad.sum().backward()
 
 
-def test_one_gradient() -> None:
-    run_ranks(one_gradient, 2)
-
-
-def zeros_and_compiled(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_zeros_and_compiled(rank: int, size: int) -> None:
     """Nothing but zeros has the scale of the smallest maximum; and torch.compile computes the same."""
     w = torch.randn(48, 32, dtype=BF16)
     assert not gathers(torch.zeros(8, 32, dtype=BF16), w.t(), 0, world()).any()
@@ -168,7 +166,8 @@ def zeros_and_compiled(rank: int, size: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def several(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_several_matrices_and_what_is_gathered(rank: int, size: int) -> None:
     """Matrices, and A: each product is that of its own call, and A's gradient is added to theirs."""
     x, v, w, of_A = operands(rank, (8, 32), (48, 32), (16, 32), (8 * size, 32), dtype=BF16)
     of_y, of_z = operands(rank, (8 * size, 48), (8 * size, 16), dtype=BF16)
@@ -191,11 +190,8 @@ def several(rank: int, size: int) -> None:
     assert A is not None and not A.requires_grad and y.requires_grad
 
 
-def test_several_matrices_and_what_is_gathered() -> None:
-    run_ranks(several, 2)
-
-
-def averages(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_an_average(rank: int, size: int) -> None:
     """Of two ranks: half of the sum, to the bit, and so are its gradients."""
     found = []
     x, w, g = operands(rank, (16, 32), (48, 32), (8, 48), dtype=torch.float32)
@@ -208,15 +204,8 @@ def averages(rank: int, size: int) -> None:
         assert total is not None and mean is not None and torch.equal(mean, total / 2)
 
 
-def test_an_average() -> None:
-    run_ranks(averages, 2)
-
-
-def test_zeros_and_compiled() -> None:
-    run_ranks(zeros_and_compiled, 2)
-
-
-def refused(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_what_is_refused(rank: int, size: int) -> None:
     x, w = torch.randn(16, 32), torch.randn(48, 32)
     of_x = "A_shard", "gather_dim"
     for fn, (name, dim), of_B in (
@@ -257,10 +246,6 @@ def refused(rank: int, size: int) -> None:
         refuses(fn, args, kind, words)
     with pytest.raises(TypeError, match="return_A: is of type int, must be True or False"):
         float8_all_gather_matmul(x, [w.t()], 0, return_A=1)
-
-
-def test_what_is_refused() -> None:
-    run_ranks(refused, 2)
 
 
 def as_torchao_casts(x: Tensor, whole: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from algorithms import ALGORITHMS, choose_anew
 from opcommon import BOUND, check, gather, gathered, matrix, poison, same_on_all, whole, world
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, last_plan
 from weft.fused_ops.dispatch.plan import forced
@@ -62,7 +62,8 @@ def exact(
         assert torch.equal(out, (want.float() @ B.float()).to(dtype)), what
 
 
-def every_tile(rank: int, world_size: int) -> None:
+@on_ranks([2, 4], device="cuda", fresh=True)
+def test_every_tile(rank: int, world_size: int) -> None:
     for tile in (*TILES, WIDEST):
         for comm_sms in (0, 8):  # sent by every block, or by some, which miss a tile meanwhile
 
@@ -80,11 +81,6 @@ def every_tile(rank: int, world_size: int) -> None:
                         poison(rank)
                         what = f"{tile}, {comm_sms} senders, {m, k, ns} {dtype}"
                         exact(m, k, ns, dtype, transposed, what, return_A=i % 2 == 0)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_every_tile(world_size: int) -> None:
-    run_ranks(every_tile, world_size, device="cuda", fresh=True)
 
 
 def mixed(rank: int, world_size: int, calls: int) -> None:
@@ -108,7 +104,8 @@ def test_many_calls_of_random_shapes_with_late_ranks(world_size: int) -> None:
     run_ranks(mixed, world_size, 500, device="cuda")
 
 
-def close(rank: int, world_size: int) -> None:
+@on_ranks([2, 4], device="cuda")
+def test_random_numbers_and_equal_bits(rank: int, world_size: int) -> None:
     for m, k, n, dtype in [(1023, 1032, 1544, torch.bfloat16), (2048, 512, 4096, torch.float16)]:
         shard = torch.randn(3, m // 3, k).to(dtype)
         A = joined(torch.stack(gather(shard)))
@@ -133,12 +130,8 @@ def close(rank: int, world_size: int) -> None:
                 check(why, outs[-1], A @ B.double(), BOUND[dtype])
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_random_numbers_and_equal_bits(world_size: int) -> None:
-    run_ranks(close, world_size, device="cuda")
-
-
-def replayed(rank: int, world_size: int) -> None:
+@on_ranks([2, 4], device="cuda")
+def test_graph_replays_between_eager_calls(rank: int, world_size: int) -> None:
     B = torch.randn(1032, world_size * 264).bfloat16().t()
     wide = torch.randn(515, 3 * 264).bfloat16()
 
@@ -165,16 +158,13 @@ def replayed(rank: int, world_size: int) -> None:
         assert torch.equal(results[0], joined(gathered(wide[:, 264:528])))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_graph_replays_between_eager_calls(world_size: int) -> None:
-    run_ranks(replayed, world_size, device="cuda")
-
-
 def allocations() -> int:
     return int(torch.cuda.memory_stats()["allocation.all.allocated"])
 
 
-def as_they_lie(rank: int, world_size: int, algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@on_ranks([2, 4], device="cuda")
+def test_shards_whose_rows_lie_apart(rank: int, world_size: int, algorithm: str) -> None:
     wide, batched = whole(301, 1032, dtype=torch.bfloat16), whole(43, 3, 136, dtype=torch.bfloat16)
     cases = {  # the shard, the dimension, copies that are made of it
         "columns": (wide[:, 520:656], 0, 0),
@@ -203,12 +193,6 @@ def as_they_lie(rank: int, world_size: int, algorithm: str) -> None:
             # In one shot the product is given what was gathered.
             needed = 1 + (return_A or taken == "one_shot") + copies
             assert made == needed, f"{name}: {made} tensors are made"
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_shards_whose_rows_lie_apart(world_size: int, algorithm: str) -> None:
-    run_ranks(as_they_lie, world_size, algorithm, device="cuda")
 
 
 def missing(rank: int, world_size: int) -> str | None:

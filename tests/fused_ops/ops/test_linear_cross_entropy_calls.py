@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from weft.fused_ops import (
     fused_linear_cross_entropy,
     fused_linear_log_probs,
 )
+from weft.fused_ops.ops.vocabulary import chunks
 from weft.symm_mem import PeerTimeout, get_timeout, reset, set_checked, set_timeout
 
 
@@ -152,3 +154,26 @@ def absent(rank: int, size: int) -> None:
 @pytest.mark.parametrize("fn", [twice, no_target, absent])
 def test_errors(fn: Any) -> None:
     run_row(fn, 2)
+
+
+def sum_of_chunks(rank: int, size: int) -> None:
+    """The gradient of the weight is rounded after each chunk: by half a unit of the sum that it then has."""
+    chunk, count, columns = 8, 13, 6
+    x, weight = same_on_all(chunk * count, 24).bfloat16(), same_on_all(columns * size, 24).bfloat16() / 5
+    targets = same_on_all(chunk * count).abs().mul(100).long() % (columns * size)
+    own = weight[columns * rank : columns * (rank + 1)].clone().requires_grad_()
+    with mock.patch.object(chunks, "ROWS", chunk):
+        fused_linear_cross_entropy(x, own, targets, world(), reduction="sum").backward()
+    whole = (x.double() @ weight.double().t()).requires_grad_()
+    torch.nn.functional.cross_entropy(whole, targets, reduction="sum").backward()
+    assert whole.grad is not None and own.grad is not None
+    of_logits = whole.grad[:, columns * rank : columns * (rank + 1)]
+    parts = [g.t() @ rows for g, rows in zip(of_logits.split(chunk), x.double().split(chunk), strict=True)]
+    sums = torch.stack(parts).cumsum(0)
+    # Logits of up to 4 are rounded, too, and so are their gradients.
+    bound = 2**-9 * sums.abs().sum(0) + 2**-6 * of_logits.abs().t() @ x.double().abs()
+    assert ((own.grad.double() - sums[-1]).abs() <= bound).all()
+
+
+def test_the_sum_of_chunks_is_rounded_once_a_chunk() -> None:
+    run_row(sum_of_chunks, 2)

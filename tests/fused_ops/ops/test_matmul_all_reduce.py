@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from opcommon import BOUND, DEVICES, assert_fused, cells, check, gather, poison, refuses, world
-from ranks import run_row
+from ranks import on_ranks, run_row
 from weft.fused_ops import fused_matmul_all_reduce
 from weft.kernels.matmul_reduce_scatter.configs import MatmulReduceScatterProblem, ScatterPushConfig
 from weft.kernels.matmul_reduce_scatter.to_all import choose_sum_to_all_push
@@ -46,7 +46,8 @@ def test_fused_matmul_all_reduce(
     run_row(right, world_size, shape, n, dtype, device=device)
 
 
-def order(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_own_parts_are_not_rounded(rank: int, world_size: int) -> None:
     """The own part is not rounded before it is summed: 257 is no bfloat16, and the others leave 1 of it."""
     for dtype, large in ((torch.bfloat16, 256.0), (torch.float16, 2048.0)):
         A = torch.tensor([[-large / 2, 0.0]] * 3, dtype=dtype)
@@ -55,11 +56,8 @@ def order(rank: int, world_size: int) -> None:
         assert out.flatten().tolist() == [1.0] * 12
 
 
-def test_own_parts_are_not_rounded() -> None:
-    run_row(order, 3)
-
-
-def any_layout(rank: int, world_size: int) -> None:
+@on_ranks(3, device=DEVICES)
+def test_any_strides(rank: int, world_size: int) -> None:
     base, weight = torch.randn(6, 5, 9), torch.randn(12, 9)
     for A in (base.transpose(0, 1), base[::2, 1:], base[0]):
         parts = [a @ b.t() for a, b in zip(gather(A), gather(weight), strict=True)]
@@ -67,12 +65,8 @@ def any_layout(rank: int, world_size: int) -> None:
         check(str(A.stride()), got, sum(parts), 1e-6, parts)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_any_strides(device: str) -> None:
-    run_row(any_layout, 3, device=device)
-
-
-def gradients(rank: int, world_size: int) -> None:
+@on_ranks(3, device=DEVICES)
+def test_gradients(rank: int, world_size: int) -> None:
     for reduce_op in ("sum", "avg"):
         A, B = torch.randn(2, 5, 4, requires_grad=True), torch.randn(4, 3, requires_grad=True)
         weight = torch.randn(2, 5, 3)
@@ -81,11 +75,6 @@ def gradients(rank: int, world_size: int) -> None:
         check("A.grad", A.grad, grad @ B.detach().double().t(), 1e-6)
         want = A.detach().double().flatten(0, 1).t() @ grad.flatten(0, 1)
         check("B.grad", B.grad, want, 1e-6)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_gradients(device: str) -> None:
-    run_row(gradients, 3, device=device)
 
 
 def compiled(rank: int, world_size: int) -> None:
@@ -109,19 +98,16 @@ def test_under_torch_compile(device: str) -> None:
     run_row(compiled, 2, device=device)
 
 
-def opcheck(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     for grad in (False, True):
         A, B = torch.randn(3, 5, 4, requires_grad=grad), torch.randn(4, 6, requires_grad=grad)
         args = (A, B, "avg", world().group_name)
         torch.library.opcheck(torch.ops.weft.fused_matmul_all_reduce, args)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_row(opcheck, 2, device=device)
-
-
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(1, device=DEVICES)
+def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     A, B, name = torch.randn(4, 8), torch.randn(8, 2), world().group_name
     for args, kind, words in [
         ((A.double(), B, "sum", name), TypeError, "A: is torch.float64, must be float32"),
@@ -133,11 +119,6 @@ def refused(rank: int, world_size: int) -> None:
         ((A, B, "sum", "nobody"), ValueError, "group: no process group is named"),
     ]:
         refuses(torch.ops.weft.fused_matmul_all_reduce, args, kind, words)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
-    run_row(refused, 1, device=device)
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])

@@ -17,7 +17,7 @@ from opcommon import (
     same_on_all,
     world,
 )
-from ranks import run_ranks, run_row
+from ranks import on_ranks, run_ranks, run_row
 from weft.fused_ops import fused_matmul_reduce_scatter
 from weft.fused_ops.dispatch.plan import forced
 
@@ -67,7 +67,8 @@ def test_fused_matmul_reduce_scatter(world_size: int, device: str, row: int, dty
     run_row(right, world_size, *shapes(world_size)[row], dtype, device=device)
 
 
-def order(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_sums_in_float32_in_rank_order(rank: int, world_size: int) -> None:
     """The sum is in float32 and in rank order: 1e8 - 1e8 + 1 is 1 in that order, and 0 from the last rank on."""
     value = {0: 1e8, 1: -1e8, 2: 1.0}[rank]
     A = torch.full((3, 1), value)
@@ -83,10 +84,6 @@ def order(rank: int, world_size: int) -> None:
         A[rank] = torch.tensor([large, 1.0])
         out = fused_matmul_reduce_scatter(A, torch.ones(2, 4, dtype=dtype), "sum", 0, world())
         assert out.flatten().tolist() == [1.0] * 4
-
-
-def test_sums_in_float32_in_rank_order() -> None:
-    run_row(order, 3)
 
 
 def wide(rank: int, world_size: int, shape: tuple[int, ...], n: int, dim: int, dtype: torch.dtype) -> None:
@@ -107,7 +104,8 @@ def wide(rank: int, world_size: int, shape: tuple[int, ...], n: int, dim: int, d
         assert again.dtype == dtype
 
 
-def wide_gradients(rank: int, world_size: int) -> None:
+@on_ranks([1, 2, 3], device=DEVICES)
+def test_gradients_of_a_wider_result(rank: int, world_size: int) -> None:
     A, B = torch.randn(4 * world_size, 8), torch.randn(8, 5)
     A16, B16 = (t.bfloat16().requires_grad_() for t in (A, B))
     out = fused_matmul_reduce_scatter(A16, B16, "sum", 0, world(), out_dtype=torch.float32)
@@ -125,13 +123,11 @@ def test_a_wider_result(world_size: int, device: str, row: int, dtype: torch.dty
     run_row(wide, world_size, *shapes(world_size)[row], dtype, device=device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_gradients_of_a_wider_result(world_size: int, device: str) -> None:
-    run_row(wide_gradients, world_size, device=device)
-
-
-def strides(rank: int, world_size: int, shape: tuple[int, ...], n: int, dim: int) -> None:
+@pytest.mark.parametrize(("shape", "n", "dim"), [row for row in shapes(2) if 0 not in row[0]])
+@on_ranks(2, device=DEVICES)
+def test_any_strides_in_contiguous_out(
+    rank: int, world_size: int, shape: tuple[int, ...], n: int, dim: int
+) -> None:
     A = torch.randn(*[2 * s for s in shape])[tuple(slice(0, 2 * s, 2) for s in shape)]
     B = torch.randn(n, shape[-1]).t()
     products = [a @ b for a, b in zip(gather(A), gather(B), strict=True)]
@@ -149,13 +145,9 @@ def strides(rank: int, world_size: int, shape: tuple[int, ...], n: int, dim: int
         assert out.shape == fake_out.shape and out.stride() == fake_out.stride()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("shape", "n", "dim"), [row for row in shapes(2) if 0 not in row[0]])
-def test_any_strides_in_contiguous_out(device: str, shape: tuple[int, ...], n: int, dim: int) -> None:
-    run_row(strides, 2, shape, n, dim, device=device)
-
-
-def gradients(rank: int, world_size: int, reduce_op: str) -> None:
+@pytest.mark.parametrize("reduce_op", ["sum", "avg"])
+@on_ranks([1, 2, 3], device=DEVICES)
+def test_gradients(rank: int, world_size: int, reduce_op: str) -> None:
     for shape, n, dim in [
         ((2 * world_size, 6), 5, 0),
         ((3, 4), 2 * world_size, 1),
@@ -172,14 +164,8 @@ def gradients(rank: int, world_size: int, reduce_op: str) -> None:
         check("B.grad", B.grad, A.detach().double().reshape(-1, shape[-1]).t() @ rows, 1e-6)
 
 
-@pytest.mark.parametrize("reduce_op", ["sum", "avg"])
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_gradients(world_size: int, device: str, reduce_op: str) -> None:
-    run_row(gradients, world_size, reduce_op, device=device)
-
-
-def compiled(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_under_torch_compile(rank: int, world_size: int) -> None:
     group = world()
 
     def f(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
@@ -188,12 +174,8 @@ def compiled(rank: int, world_size: int) -> None:
     compiled_like_eager(f, lambda s: [torch.randn(3, s, 8), torch.randn(8, 5)], (4, 6, 10))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_under_torch_compile(device: str) -> None:
-    run_row(compiled, 2, device=device)
-
-
-def opcheck(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     name = world().group_name
     for grad, dim in ((False, 1), (True, 0), (True, 2)):
         A = torch.randn(4, 6, 5, requires_grad=grad)
@@ -204,12 +186,8 @@ def opcheck(rank: int, world_size: int) -> None:
     torch.library.opcheck(torch.ops.weft.fused_matmul_reduce_scatter, (A, B, "sum", 0, name), kwargs)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_row(opcheck, 2, device=device)
-
-
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     op = torch.ops.weft.fused_matmul_reduce_scatter
     A, B, name = torch.randn(4, 6), torch.randn(6, 5), world().group_name
     cases = [
@@ -234,11 +212,6 @@ def refused(rank: int, world_size: int) -> None:
             fused_matmul_reduce_scatter(A, B, "sum", 0, name, out_dtype=out_dtype)  # type: ignore[arg-type]
     want = sum(gather(A @ B)).chunk(2)[rank]
     check("afterwards", fused_matmul_reduce_scatter(A, B, "sum", 0, name), want, 1e-5)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
-    run_row(refused, 2, device=device)
 
 
 def differ(rank: int, world_size: int) -> str:

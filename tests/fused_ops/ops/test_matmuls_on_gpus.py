@@ -17,7 +17,7 @@ import pytest
 import torch
 from algorithms import ALGORITHMS, choose_anew
 from opcommon import gathered, matrix, poison, same_on_all, whole, world
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, last_plan
 from weft.fused_ops.dispatch.plan import forced, num_sms
@@ -197,7 +197,8 @@ def test_a_thousand_calls_of_random_shapes_with_late_ranks(world_size: int) -> N
     run_ranks(mixed, world_size, 500, device="cuda")
 
 
-def leading(rank: int, world_size: int) -> None:
+@on_ranks([2, 4], device="cuda")
+def test_scattered_inner_dimension(rank: int, world_size: int) -> None:
     """Dimensions before the scattered one, and an average."""
     for lead, m, k, n in [(3, 65, 200, 136), (2, 128, 256, 512)]:
         A, B = whole(lead, world_size * m, k, dtype=torch.bfloat16), whole(k, n, dtype=torch.bfloat16)
@@ -214,7 +215,9 @@ def leading(rank: int, world_size: int) -> None:
         assert torch.equal(got, want + bias + residual)
 
 
-def in_place(rank: int, world_size: int, algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@on_ranks([2, 4], device="cuda")
+def test_strided_operands_are_not_copied(rank: int, world_size: int, algorithm: str) -> None:
     """A that lies with gaps, or permuted, is not copied: its result is all that a call allocates, in one shot also the
     partial one."""
     lead, rows, k, n, dtype = world_size, 256, 72, 136, torch.bfloat16
@@ -242,18 +245,8 @@ def in_place(rank: int, world_size: int, algorithm: str) -> None:
     assert taken == {"push", algorithm}  # several batches are never scattered in one shot
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_strided_operands_are_not_copied(world_size: int, algorithm: str) -> None:
-    run_ranks(in_place, world_size, algorithm, device="cuda")
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_scattered_inner_dimension(world_size: int) -> None:
-    run_ranks(leading, world_size, device="cuda")
-
-
-def equal_bs(rank: int, world_size: int) -> None:
+@on_ranks([2, 4], device="cuda")
+def test_ranks_with_equal_bs_get_equal_bits(rank: int, world_size: int) -> None:
     """What a router computes of gathered tokens must be the same on all ranks, to the last bit."""
     for m, k, n in [(300, 1000, 64), (1024, 2048, 520), (2048, 4096, 1536)]:
         B = same_on_all(k, n).bfloat16()
@@ -265,8 +258,3 @@ def equal_bs(rank: int, world_size: int) -> None:
             assert last_plan().algorithm == (algorithm if fits else "push")
             for peer, theirs in enumerate(gathered(out)):
                 assert torch.equal(theirs, out), f"{algorithm}, {m, k, n}: rank {peer} has other bits"
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_with_equal_bs_get_equal_bits(world_size: int) -> None:
-    run_ranks(equal_bs, world_size, device="cuda")

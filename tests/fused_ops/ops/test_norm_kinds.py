@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, same_on_all, world
-from ranks import run_row
+from ranks import on_ranks, run_row
 from weft.fused_ops import fused_all_reduce_rms_norm, one_shot_all_reduce
 from weft.kernels.all_reduce_rms_norm.reference import rms_norm
 
@@ -23,7 +23,9 @@ KINDS: dict[str, tuple[bool, bool, dict[str, Any]]] = {
 }
 
 
-def right(rank: int, world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@on_ranks([1, 2, 3], device=DEVICES)
+def test_values(rank: int, world_size: int, dtype: torch.dtype) -> None:
     poison(rank)
     for name, (wide, added, named) in KINDS.items():
         for shape in [(8,), (2, 3, 136), (0, 8), (5, 33), (66, 512)]:
@@ -42,14 +44,8 @@ def right(rank: int, world_size: int, dtype: torch.dtype) -> None:
             check(f"{name} {shape}", normed, want, BOUND[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_values(world_size: int, device: str, dtype: torch.dtype) -> None:
-    run_row(right, world_size, dtype, device=device)
-
-
-def rounded_or_not(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_the_unrounded_sum_is_normed(rank: int, world_size: int) -> None:
     """256 + 1 is rounded to 256: what stands beside it in the row tells which of both was normed."""
     x = torch.tensor([[256.0, 3.0]]).bfloat16() * (rank == 0)
     residual, weight = torch.tensor([[1.0, 0.0]]).bfloat16(), torch.ones(2).bfloat16()
@@ -62,12 +58,8 @@ def rounded_or_not(rank: int, world_size: int) -> None:
     assert rounded[0, 1] != exact[0, 1]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_unrounded_sum_is_normed(device: str) -> None:
-    run_row(rounded_or_not, 2, device=device)
-
-
-def gradients(rank: int, world_size: int) -> None:
+@on_ranks(3, device=DEVICES)
+def test_gradients(rank: int, world_size: int) -> None:
     for name, (_, added, named) in KINDS.items():
         shape = (6, 5, 8)
         x = torch.randn(shape).requires_grad_()
@@ -88,11 +80,6 @@ def gradients(rank: int, world_size: int) -> None:
     fused_all_reduce_rms_norm(half, None, weight, EPS, world())[0].sum().backward()
     assert half.grad is not None and half.grad.dtype == torch.bfloat16
     assert weight.grad is not None and weight.grad.dtype == torch.float32
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_gradients(device: str) -> None:
-    run_row(gradients, 3, device=device)
 
 
 def compiled(rank: int, world_size: int) -> None:
@@ -118,7 +105,8 @@ def test_under_torch_compile(device: str) -> None:
     run_row(compiled, 2, device=device)
 
 
-def opcheck(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     for grad, residual in ((False, torch.randn(5, 8)), (True, None), (True, torch.randn(5, 8))):
         x, weight = torch.randn(5, 8, requires_grad=grad), torch.randn(8, requires_grad=grad)
         args = (x, residual, weight, EPS, world().group_name)
@@ -126,12 +114,8 @@ def opcheck(rank: int, world_size: int) -> None:
         torch.library.opcheck(torch.ops.weft.fused_all_reduce_rms_norm, args, named)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_row(opcheck, 2, device=device)
-
-
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(1, device=DEVICES)
+def test_bad_input_is_refused(rank: int, world_size: int) -> None:
     x, name = torch.randn(4, 8).bfloat16(), world().group_name
     for args, kind, words in [
         (
@@ -150,8 +134,3 @@ def refused(rank: int, world_size: int) -> None:
         fused_all_reduce_rms_norm(x, x, x[0], EPS, name, round_sum=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="residual: is of type int, must be a tensor"):
         fused_all_reduce_rms_norm(x, 0, x[0], EPS, name)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_bad_input_is_refused(device: str) -> None:
-    run_row(refused, 1, device=device)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from algorithms import ALGORITHMS
 from opcommon import BOUND, check, gather, world
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.fused_ops import (
     fused_all_gather_matmul,
@@ -47,7 +47,9 @@ def weights(k: int = 512, n: int = 1024) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(n, k).bfloat16().t(), torch.randn(k, n).bfloat16().t()
 
 
-def right(rank: int, world_size: int, algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@on_ranks([2, 4], device="cuda")
+def test_large_matmuls(rank: int, world_size: int, algorithm: str) -> None:
     """Large enough for many chunks and tiles; NaN in the workspace beforehand comes from the smaller op tests."""
     for m, k, n, dtype in [(1024, 4096, 1536, torch.bfloat16), (515, 1032, 520, torch.float16)]:
         bound = BOUND[dtype]
@@ -72,12 +74,8 @@ def right(rank: int, world_size: int, algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_large_matmuls(world_size: int, algorithm: str) -> None:
-    run_ranks(right, world_size, algorithm, device="cuda")
-
-
-def replayed(rank: int, world_size: int, algorithm: str) -> None:
+@on_ranks([2, 4], device="cuda")
+def test_graph_replays_between_eager_calls(rank: int, world_size: int, algorithm: str) -> None:
     up, down = weights()
     graphs = []
     for rows in (256, 130, 512):
@@ -101,13 +99,8 @@ def replayed(rank: int, world_size: int, algorithm: str) -> None:
         assert torch.equal(out, eager)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_graph_replays_between_eager_calls(world_size: int, algorithm: str) -> None:
-    run_ranks(replayed, world_size, algorithm, device="cuda")
-
-
-def two_streams(rank: int, world_size: int) -> None:
+@on_ranks(2, device="cuda")
+def test_concurrent_streams_have_their_own_workspaces(rank: int, world_size: int) -> None:
     up, down = weights()
     xs = [torch.randn(rows, 512).bfloat16() for rows in (256, 130)]
     want = [layer(x, up, down) for x in xs]
@@ -129,11 +122,8 @@ def two_streams(rank: int, world_size: int) -> None:
     torch.cuda.synchronize()
 
 
-def test_concurrent_streams_have_their_own_workspaces() -> None:
-    run_ranks(two_streams, 2, device="cuda")
-
-
-def many(rank: int, world_size: int) -> None:
+@on_ranks([2, 4], device="cuda")
+def test_many_calls_of_random_shapes_with_late_ranks(rank: int, world_size: int) -> None:
     order = random.Random(1)
     ops: dict[str, Callable[[int], None]] = {}
 
@@ -164,11 +154,6 @@ def many(rank: int, world_size: int) -> None:
         for _ in range(300):
             late(0.1)
             ops[order.choice(sorted(ops))](order.choice([64, 100, 256, 300]))
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_many_calls_of_random_shapes_with_late_ranks(world_size: int) -> None:
-    run_ranks(many, world_size, device="cuda")
 
 
 def missing(rank: int, world_size: int, op: str, algorithm: str) -> str | None:
@@ -215,7 +200,8 @@ def test_a_missing_rank_is_named_and_the_context_lives(op: str, algorithm: str) 
     assert text.startswith(f"{op}: rank 0 of group") and "waited 0.5 s for rank 1" in text
 
 
-def no_growth(rank: int, world_size: int) -> None:
+@on_ranks(2, device="cuda")
+def test_memory_does_not_grow_with_calls(rank: int, world_size: int) -> None:
     up, down = weights()
     x = torch.randn(256, 512).bfloat16()
     for _ in range(5):
@@ -227,7 +213,3 @@ def no_growth(rank: int, world_size: int) -> None:
         layer(x, up, down)
     torch.cuda.synchronize()
     assert (heap.capacity, torch.cuda.memory_allocated()) == before
-
-
-def test_memory_does_not_grow_with_calls() -> None:
-    run_ranks(no_growth, 2, device="cuda")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from algorithms import ALGORITHMS
 from opcommon import BOUND, check, gather, poison, world
-from ranks import run_ranks
+from ranks import on_ranks
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, last_plan
 from weft.fused_ops.dispatch.plan import forced
 
@@ -65,7 +65,8 @@ class Problem:
         check(f"average with terms, {what}", mean, more, self.bound, parts)
 
 
-def eager(rank: int, world_size: int) -> None:
+@on_ranks([2, 4], device="cuda")
+def test_odd_sizes(rank: int, world_size: int) -> None:
     order = random.Random(3)
     for shape in SHAPES:
         for dtype in (torch.bfloat16, torch.float16):
@@ -75,12 +76,8 @@ def eager(rank: int, world_size: int) -> None:
                 problem.judge(f"{algorithm} {shape} {dtype}", problem.run(algorithm))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_odd_sizes(world_size: int) -> None:
-    run_ranks(eager, world_size, device="cuda")
-
-
-def captured(rank: int, world_size: int) -> None:
+@on_ranks([2, 4], device="cuda")
+def test_graph_replays_between_eager_calls(rank: int, world_size: int) -> None:
     """Graphs of one algorithm and of the other, on one stream, with eager calls of both between their replays."""
     order, mine, graphs = random.Random(4), random.Random(rank), []
     for shape in SHAPES[1:4]:
@@ -106,12 +103,9 @@ def captured(rank: int, world_size: int) -> None:
         problem.judge(f"eager {other}", problem.run(other))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_graph_replays_between_eager_calls(world_size: int) -> None:
-    run_ranks(captured, world_size, device="cuda")
-
-
-def fails(rank: int, world_size: int, op: str) -> None:
+@pytest.mark.parametrize("op", ["gather", "scatter"])
+@on_ranks(2, device="cuda")
+def test_a_matmul_that_fails(rank: int, world_size: int, op: str) -> None:
     """A product that fails on one rank: after a gather its peers have all that they wait for, before a scatter nothing
     has begun. The group goes on."""
     problem = Problem(64, 136, [72], torch.bfloat16)
@@ -134,12 +128,8 @@ def fails(rank: int, world_size: int, op: str) -> None:
     problem.judge("after", problem.run("one_shot"))
 
 
-@pytest.mark.parametrize("op", ["gather", "scatter"])
-def test_a_matmul_that_fails(op: str) -> None:
-    run_ranks(fails, 2, op, device="cuda")
-
-
-def special(rank: int, world_size: int) -> None:
+@on_ranks([2, 4], device="cuda")
+def test_special_numbers(rank: int, world_size: int) -> None:
     """Infinities and NaNs come through as what they are, also those whose bits are all set."""
     shard, B = torch.randn(64, 128).bfloat16(), torch.eye(128).bfloat16()
     shard.view(torch.int16)[rank, :4] = torch.tensor([-1, -1, 0x7F80, 0x7FC0], dtype=torch.int16)
@@ -152,8 +142,3 @@ def special(rank: int, world_size: int) -> None:
     assert torch.equal(mine.view(torch.int16), shard.view(torch.int16)), "bit for bit"
     for part, first in zip(out.chunk(world_size), A.chunk(world_size), strict=True):
         assert torch.equal(part.isnan(), (first.float() @ B.float()).isnan())
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_special_numbers(world_size: int) -> None:
-    run_ranks(special, world_size, device="cuda")

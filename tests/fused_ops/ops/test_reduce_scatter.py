@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, world
-from ranks import run_ranks, run_row
+from ranks import on_ranks, run_ranks, run_row
 from torch import Tensor
 from weft.fused_ops import last_plan, one_shot_all_reduce, one_shot_reduce_scatter
 from weft.kernels.reduce_scatter import host
@@ -59,7 +59,8 @@ def test_one_shot_reduce_scatter(world_size: int, device: str, dtype: torch.dtyp
         run_row(right, world_size, shape, dtype, device=device)
 
 
-def any_layout(rank: int, world_size: int) -> None:
+@on_ranks(3, device=DEVICES)
+def test_any_strides_alignment_and_memory(rank: int, world_size: int) -> None:
     base = torch.randn(9, 12, 6)
     odd = base.bfloat16().view(-1)[3:]  # begins 6 bytes after an aligned address
     for x in (base.transpose(0, 2), base[::3, 1:10:3], base[3, 6:], odd, torch.ones(1, 3).expand(6, 3)):
@@ -81,11 +82,6 @@ def any_layout(rank: int, world_size: int) -> None:
         check("overlapping", one_shot_reduce_scatter(memory, "sum", 0, world(), out=out), want, 1e-6)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_any_strides_alignment_and_memory(device: str) -> None:
-    run_row(any_layout, 3, device=device)
-
-
 def chunks(rank: int, world_size: int) -> None:
     host.CHUNK_BYTES = 1000
     for _ in range(3):
@@ -98,7 +94,8 @@ def test_large_inputs_travel_in_chunks() -> None:
     run_ranks(chunks, 2, fresh=True)
 
 
-def many(rank: int, world_size: int) -> None:
+@on_ranks(3, device=DEVICES)
+def test_many_calls_with_late_ranks(rank: int, world_size: int) -> None:
     sizes = torch.Generator("cpu").manual_seed(0)
     delays = torch.Generator("cpu").manual_seed(rank)
     for call in range(300):
@@ -110,12 +107,8 @@ def many(rank: int, world_size: int) -> None:
         assert (out == world_size * (call + rank) + sum(range(world_size))).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_many_calls_with_late_ranks(device: str) -> None:
-    run_row(many, 3, device=device)
-
-
-def gradients(rank: int, world_size: int) -> None:
+@on_ranks(3, device=DEVICES)
+def test_gradients(rank: int, world_size: int) -> None:
     for reduce_op in ("sum", "avg"):
         for dim in (0, 1, -1):
             x = torch.randn(whole((2, 3, 2), dim, world_size)).requires_grad_()
@@ -139,11 +132,6 @@ def gradients(rank: int, world_size: int) -> None:
         one_shot_reduce_scatter(torch.ones(2 * world_size), "sum", 0, world(), out=t)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_gradients(device: str) -> None:
-    run_row(gradients, 3, device=device)
 
 
 def compiled(rank: int, world_size: int) -> None:
@@ -179,7 +167,8 @@ def test_under_torch_compile(device: str) -> None:
     run_row(compiled, 2, device=device)
 
 
-def opcheck(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     ops, name = torch.ops.weft, world().group_name
     x = torch.randn(4, 6)
     torch.library.opcheck(ops.one_shot_reduce_scatter, (x, "sum", 0, name))
@@ -187,12 +176,8 @@ def opcheck(rank: int, world_size: int) -> None:
     torch.library.opcheck(ops.one_shot_reduce_scatter_out, (torch.zeros(2, 6), x, "min", 0, name))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_row(opcheck, 2, device=device)
-
-
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     x, name, out = torch.randn(4, 3), world().group_name, torch.zeros(2, 3)
     before = last_plan()
     for args, kind, words in [
@@ -227,8 +212,3 @@ def refused(rank: int, world_size: int) -> None:
     with pytest.raises(TypeError, match="out: is of type int, must be a tensor"):
         one_shot_reduce_scatter(x, "sum", 0, world(), out=3)  # type: ignore[arg-type]
     assert last_plan() is before, "refused after it was launched"
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
-    run_row(refused, 2, device=device)

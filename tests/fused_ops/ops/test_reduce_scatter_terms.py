@@ -19,7 +19,7 @@ from opcommon import (
     same_on_all,
     world,
 )
-from ranks import run_ranks
+from ranks import on_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_reduce_scatter
 from weft.fused_ops.dispatch.plan import forced
@@ -55,7 +55,8 @@ def laid_out(x: torch.Tensor, how: int) -> torch.Tensor:
     return x.movedim(-1, 0).contiguous().movedim(0, -1) if how == 2 else x
 
 
-def right(rank: int, world_size: int) -> None:
+@on_ranks([1, 2, 3], device=DEVICES)
+def test_bias_and_residual(rank: int, world_size: int) -> None:
     for nth, ((shape, n, dim), dtype) in enumerate(product(shapes(world_size), DTYPES)):
         for wide, algorithm in product((False, True), ("fused", "unfused")):
             reduce_op = ("sum", "avg")[(nth + wide + (algorithm == "fused")) % 2]
@@ -82,13 +83,8 @@ def right(rank: int, world_size: int) -> None:
             check(what, out, sum(parts), BOUND[dtype], parts)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_bias_and_residual(world_size: int, device: str) -> None:
-    run_ranks(right, world_size, device=device)
-
-
-def once(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_they_are_added_once_and_rounded_once(rank: int, world_size: int) -> None:
     """256 + 1 is no bfloat16 and rounds to 256; 256 + 1 + 1 is one. For the mean, after the division."""
     ones = torch.ones(1, 16).bfloat16()
     for reduce_op, value in (("sum", 128.0), ("avg", 256.0)):
@@ -100,12 +96,8 @@ def once(rank: int, world_size: int) -> None:
         assert out.unique().tolist() == [258.0]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_they_are_added_once_and_rounded_once(device: str) -> None:
-    run_ranks(once, 2, device=device)
-
-
-def gradients(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_gradients(rank: int, world_size: int) -> None:
     for (shape, n, dim), reduce_op, (has_bias, has_residual) in product(
         [((2 * world_size, 6), 5, 0), ((3, 4), 2 * world_size, 1), ((2, world_size, 5), 4, 1)],
         ("sum", "avg"),
@@ -141,12 +133,8 @@ def gradients(rank: int, world_size: int) -> None:
     assert residual.grad is not None and residual.grad.dtype == torch.bfloat16 and (residual.grad == 1).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_gradients(device: str) -> None:
-    run_ranks(gradients, 2, device=device)
-
-
-def compiled(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_under_torch_compile(rank: int, world_size: int) -> None:
     group = world()
 
     def f(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -159,12 +147,8 @@ def compiled(rank: int, world_size: int) -> None:
     compiled_like_eager(f, operands, (4, 8, 12))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_under_torch_compile(device: str) -> None:
-    run_ranks(compiled, 2, device=device)
-
-
-def opcheck(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     for grad, dim, given in ((False, 0, "both"), (True, 0, "bias"), (True, 2, "both"), (True, 2, "residual")):
         A = torch.randn(4, 6, 5, requires_grad=grad)
         B = torch.randn(5, 8, requires_grad=grad)
@@ -178,12 +162,8 @@ def opcheck(rank: int, world_size: int) -> None:
         torch.library.opcheck(torch.ops.weft.fused_matmul_reduce_scatter, args, named)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_ranks(opcheck, 2, device=device)
-
-
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     op = torch.ops.weft.fused_matmul_reduce_scatter
     A, B, name = torch.randn(4, 6), torch.randn(6, 8), world().group_name
     cases = [
@@ -215,12 +195,8 @@ def refused(rank: int, world_size: int) -> None:
     check("afterwards", fused_matmul_reduce_scatter(A, B, "sum", 0, name, bias=bias), want, 1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
-    run_ranks(refused, 2, device=device)
-
-
-def checked(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_the_checked_mode_tells_when_only_some_ranks_have_one(rank: int, world_size: int) -> None:
     symm_mem.set_checked(True)
     A, B, bias = torch.randn(4, 6), same_on_all(6, 8, dtype=torch.float32), torch.randn(8)
     fused_matmul_reduce_scatter(A, B, "sum", 0, world(), bias=bias)  # other numbers on each rank
@@ -231,7 +207,3 @@ def checked(rank: int, world_size: int) -> None:
     residual = torch.randn(2, 8) if rank else None
     with pytest.raises(symm_mem.RankMismatch, match="residual="):
         fused_matmul_reduce_scatter(A, B, "sum", 0, world(), residual=residual)
-
-
-def test_the_checked_mode_tells_when_only_some_ranks_have_one() -> None:
-    run_ranks(checked, 2, fresh=True)

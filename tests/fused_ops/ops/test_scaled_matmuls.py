@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from opcommon import assert_fused, check, gather, poison, refuses, world
-from ranks import run_ranks, run_row
+from ranks import on_ranks, run_row
 from scaled_operands import E4M3, E5M2, KINDS, ROUNDED, left, right
 from torch.utils.flop_counter import FlopCounterMode
 from torch_versions import ROW_WISE_PRODUCTS
@@ -123,7 +123,8 @@ def test_scaled_matmul_reduce_scatter(
     run_row(scatters, world_size, scattered(world_size)[row], kind, dtypes)
 
 
-def like_torch(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_no_further_from_float64_than_torch(rank: int, size: int) -> None:
     """No further from float64 than ``torch._scaled_mm`` of the same operands; NaN and infinite numbers where it has
     them."""
     for kind in ("tensor", "rows") if ROW_WISE_PRODUCTS else ("tensor",):
@@ -153,11 +154,8 @@ def like_torch(rank: int, size: int) -> None:
     assert z.isnan()[0].all() == (rank == 0)
 
 
-def test_no_further_from_float64_than_torch() -> None:
-    run_row(like_torch, 2)
-
-
-def order(rank: int, size: int) -> None:
+@on_ranks(3)
+def test_sums_in_float32_in_rank_order(rank: int, size: int) -> None:
     """Scales that a sum in another order, or in 16 bits, would show: 1e8 - 1e8 + 1 is 1 in rank order."""
     scale = torch.tensor({0: 1e8, 1: -1e8, 2: 1.0}[rank])
     a, b, one = torch.zeros(3, 16), torch.zeros(16, 16), torch.ones(())
@@ -180,11 +178,8 @@ def order(rank: int, size: int) -> None:
     assert y[:, 0].tolist() == [111.0, 222.0, 444.0]
 
 
-def test_sums_in_float32_in_rank_order() -> None:
-    run_row(order, 3)
-
-
-def scales_of_all_rows(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_other_scales(rank: int, size: int) -> None:
     """Row-wise scales that every rank has for all rows, and scales as torch pads them."""
     a, b = left("rows", 3, 5, 272), right("rows", 272, 32)
     every = torch.cat([s.float() for s in gather(a.scale)], 1)
@@ -210,11 +205,8 @@ def scales_of_all_rows(rank: int, size: int) -> None:
     check("one block", y, sum(parts), ROUNDED[torch.bfloat16], parts)
 
 
-def test_other_scales() -> None:
-    run_row(scales_of_all_rows, 2)
-
-
-def wrong(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_what_is_refused(rank: int, size: int) -> None:
     a, b = left("rows", 4, 32), right("rows", 32, 48)
     good = [
         a.numbers,
@@ -302,11 +294,8 @@ def wrong(rank: int, size: int) -> None:
         fused_all_gather_scaled_matmul(a.numbers, [b.numbers], a.scale, [b.scale], 0, world(), torch.ones(1))
 
 
-def test_what_is_refused() -> None:
-    run_ranks(wrong, 2)
-
-
-def traced(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_opcheck_compile_and_flops(rank: int, size: int) -> None:
     for kind in KINDS:
         a, b = left(kind, 2 * size, 144), right(kind, 144, 32)
         name, bias = world().group_name, torch.randn(32).bfloat16()
@@ -348,7 +337,3 @@ def traced(rank: int, size: int) -> None:
         with FlopCounterMode(display=False) as flops:
             pair(a.numbers, a.scale)
         assert flops.get_total_flops() == 2 * (size + 1) * 2 * size * 144 * 32
-
-
-def test_opcheck_compile_and_flops() -> None:
-    run_row(traced, 2)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from opcommon import gather, poison, world
-from ranks import run_row
+from ranks import on_ranks, run_row
 from scaled_operands import E4M3, E5M2, KINDS, Scaled, left, right
 from weft.fused_ops import (
     fused_all_gather_scaled_matmul,
@@ -123,7 +123,12 @@ def test_more_ranks(
     run_row(check, world_size, kind, False, sizes, (E4M3, E4M3, out), device="cuda")
 
 
-def captured(rank: int, size: int, kind: str, algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "algorithm"),
+    [*((kind, "fused") for kind in KINDS), ("tensor", "copy_engine"), ("rows", "copy_engine")],
+)
+@on_ranks(2, device="cuda")
+def test_captured(rank: int, size: int, kind: str, algorithm: str) -> None:
     """Graphs replayed with other numbers in the same memory."""
     a, b = left(kind, 512, 1024), right(kind, 1024, 512)
     drawn: Scaled = left(kind, 512, 1024)
@@ -147,15 +152,9 @@ def captured(rank: int, size: int, kind: str, algorithm: str) -> None:
             torch.testing.assert_close(y, call(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "algorithm"),
-    [*((kind, "fused") for kind in KINDS), ("tensor", "copy_engine"), ("rows", "copy_engine")],
-)
-def test_captured(kind: str, algorithm: str) -> None:
-    run_row(captured, 2, kind, algorithm, device="cuda")
-
-
-def parts_of_scales(rank: int, size: int, m: int) -> None:
+@pytest.mark.parametrize("m", [32, 4096])
+@on_ranks(2, device="cuda")
+def test_parts_of_scales(rank: int, size: int, m: int) -> None:
     """Scales at other addresses than cuBLAS takes."""
     a, b, a_scale, b_scale = (
         torch.randn(m, 256).to(E4M3), torch.randn(128, 256).to(E4M3).t(), *torch.tensor([2.0, 0.5, 0.25])[1:].unbind()
@@ -167,8 +166,3 @@ def parts_of_scales(rank: int, size: int, m: int) -> None:
     want = sum(p.chunk(size)[rank] for p in gather(meant_a @ meant_b))
     for got, exact in ((y, torch.cat(gather(meant_a)) @ meant_b), (z, want)):
         assert error(got, exact) < 2.0**-8
-
-
-@pytest.mark.parametrize("m", [32, 4096])
-def test_parts_of_scales(m: int) -> None:
-    run_row(parts_of_scales, 2, m, device="cuda")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from algorithms import ALGORITHMS, choose_anew
 from opcommon import BOUND, check, gather, gathered, matrix, poison, whole, world
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_reduce_scatter, last_plan
 from weft.fused_ops.dispatch.plan import forced
@@ -58,7 +58,8 @@ def exact(
     assert torch.equal(out, sum(terms.values(), start=total).to(dtype)), what
 
 
-def every_tile(rank: int, world_size: int) -> None:
+@on_ranks([2, pytest.param(4, marks=pytest.mark.gpu(4))], device="cuda", fresh=True)
+def test_every_tile(rank: int, world_size: int) -> None:
     ranked = configs.rank_scatter_pushes
     for i, tile in enumerate(TILES):
 
@@ -72,11 +73,6 @@ def every_tile(rank: int, world_size: int) -> None:
             for shape, n in SHAPES:
                 poison(rank)
                 exact(shape, n, (torch.bfloat16, torch.float16)[i % 3 == 0], i % 2 == 0, "push")
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.gpu(4))])
-def test_every_tile(world_size: int) -> None:
-    run_ranks(every_tile, world_size, device="cuda", fresh=True)
 
 
 def mixed(rank: int, world_size: int, calls: int) -> None:
@@ -126,14 +122,11 @@ def test_graph_replays_between_eager_calls(world_size: int, algorithm: str) -> N
     run_ranks(replayed, world_size, algorithm, device="cuda")
 
 
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2, device="cuda")
+def test_what_no_kernel_takes(rank: int, world_size: int) -> None:
     for dtype, n, why in ((torch.float32, 64, "torch.float32"), (torch.bfloat16, 12, "rows of 12 x")):
         A, B = torch.randn(130, 64).to(dtype), torch.randn(64, world_size * n).to(dtype)
         out = fused_matmul_reduce_scatter(A, B, "sum", 1, world())
         assert last_plan().algorithm == "unfused" and why in last_plan().reason, last_plan()
         parts = [(a @ b).chunk(world_size, 1)[rank] for a, b in zip(gather(A), gather(B), strict=True)]
         check(why, out, sum(parts), BOUND[dtype], parts)
-
-
-def test_what_no_kernel_takes() -> None:
-    run_ranks(refused, 2, device="cuda")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import on_ranks
 from torch import Tensor
 from weft.fused_ops import (
     fused_all_gather_matmul,
@@ -25,7 +25,20 @@ def zeros(seed: int, *shape: int) -> Tensor:
     return torch.tensor([-0.0] * 6 + [0.0, 1.0])[picked]
 
 
-def check(rank: int, size: int, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one_shot_all_reduce",
+        "fused_all_reduce_rms_norm",
+        "fused_all_reduce_rms_norm_quant",
+        "fused_all_reduce_layer_norm",
+        "fused_matmul_all_reduce",
+        "fused_matmul_reduce_scatter",
+        "fused_all_gather_matmul",
+    ],
+)
+@on_ranks([2, 3])
+def test_negative_zeros_stay(rank: int, size: int, name: str) -> None:
     m, n = 4 * size, 6 * size
     # Of one multiplication each: longer ones begin with 0.0, in torch.mm too.
     a = [zeros(10 + r, m, 1) for r in range(size)]
@@ -66,20 +79,3 @@ def check(rank: int, size: int, name: str) -> None:
 
 def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.int32)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "one_shot_all_reduce",
-        "fused_all_reduce_rms_norm",
-        "fused_all_reduce_rms_norm_quant",
-        "fused_all_reduce_layer_norm",
-        "fused_matmul_all_reduce",
-        "fused_matmul_reduce_scatter",
-        "fused_all_gather_matmul",
-    ],
-)
-def test_negative_zeros_stay(name: str, size: int) -> None:
-    run_ranks(check, size, name)

@@ -99,6 +99,5 @@ def test_no_kernel_of_float32_takes_the_fast_path() -> None:
         (object.__new__(gather.AllGatherMatmulConfig), gather_on_cuda.gather_launcher),
         (object.__new__(scatter.MatmulReduceScatterConfig), scatter_on_cuda.scatter_launcher),
     ):
-        more = (False,) if launcher is gather_on_cuda.gather_launcher else (None,)
         choice: Any = KernelChoice("copy_engine", config, layout, profitable=True)
-        assert launcher(choice, Prepared, *more) is None  # type: ignore[operator]
+        assert launcher(choice, Prepared, None) is None  # type: ignore[operator]

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from weft.fused_ops.passes import FusionPass, backend
-from weft.fused_ops.passes.report_file import VARIABLE
+from weft.fused_ops.passes.records.report_file import VARIABLE
 
 SLOT = "post_grad_custom_post_pass"
 
@@ -191,7 +191,7 @@ def test_an_order_by_environment_and_option(monkeypatch: pytest.MonkeyPatch) -> 
     assert [p.reorder for p in backend._made.values()] == [0.0, 1.0, None]
     orders = weft.passes.fusion_report().orders
     assert [o.kept for o in orders] == ["no collective overlaps with anything"] * 2  # it is fused
-    assert "order kept: no collective overlaps with anything" in str(weft.passes.fusion_report())
+    assert "order kept: no collective overlaps with anything" in weft.passes.fusion_report().details()
 
 
 def test_equal_settings_compile_once() -> None:
@@ -261,7 +261,7 @@ def test_who_is_dropped_is_named() -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", ".* will not run")
             fusion.options_with(mine)
-        assert "torch._inductor.config has Counting in its place" in str(fusion.report())
+        assert "torch._inductor.config has Counting in its place" in fusion.report().details()
     with inductor_config.patch({SLOT: fusion}), warnings.catch_warnings():
         warnings.filterwarnings("error", ".* will not run")
         fusion.options  # noqa: B018

@@ -17,7 +17,7 @@ from torch._inductor import config as inductor_config
 from weft.fused_ops.passes import FusionPass
 from weft.fused_ops.passes.agreement import fallback_graph
 from weft.fused_ops.passes.agreement.votes.vote import GroupBackend
-from weft.fused_ops.passes.report import Report
+from weft.fused_ops.passes.records.report import Report
 
 WORLD = 2
 POINTWISE = 38  # between a gather and a scatter, so that 400 collectives stand among 10,000 nodes

@@ -140,7 +140,7 @@ def right(rank: int, size: int, name: str) -> tuple[set[str], int, int, list[str
         report = compiled(fn, steps)
     asked = report.questions
     into = {e.fused_into.partition("::")[2] for e in report.entries if e.fused_into}
-    assert fn is not added or "bias and residual added" in str(report)
+    assert fn is not added or "bias and residual added" in report.details()
     told = [str(d) for d in report.disagreements]
     return into, asked.count, asked.fused, told, last_plan().algorithm, asked.seconds
 

@@ -129,7 +129,7 @@ def programs(
                 first = (*shapes[0][:-2], shapes[0][-2] + more, shapes[0][-1])
                 check(name, fn, compiled, (first, *shapes[1:]), dtype, dynamic)
         report = fusion.report()
-        found.append((report.fused, report.left, str(report)))
+        found.append((report.fused, report.left, report.details()))
     torch._dynamo.reset()
     return found
 
@@ -211,7 +211,7 @@ def rounded_once(rank: int, world: int) -> tuple[float, float, str]:
         theirs = fn(*inputs)
     torch._dynamo.reset()
     assert (ours.unique().numel(), theirs.unique().numel()) == (1, 1)
-    return ours[0, 0].item(), theirs[0, 0].item(), str(fusion.report())
+    return ours[0, 0].item(), theirs[0, 0].item(), fusion.report().details()
 
 
 def test_what_is_added_after_is_rounded_once() -> None:
@@ -250,7 +250,7 @@ def waited_and_chained(rank: int, world: int) -> tuple[list[str | None], str]:
             assert a.stride() == b.stride()
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     torch._dynamo.reset()
-    return [e.fused_into for e in fusion.report().entries], str(fusion.report())
+    return [e.fused_into for e in fusion.report().entries], fusion.report().details()
 
 
 def test_what_is_fused_is_waited_for_and_reduced_again() -> None:

@@ -173,7 +173,7 @@ def trained(rank: int, size: int, dynamic: bool, differs: bool) -> tuple[int, in
         check("gradient of a", inputs[1].grad, a[rank].grad, 1e-5)
         check("gradient of b", inputs[2].grad, b[rank].grad, 1e-5)
     report = fusion.report()
-    return report.runs.graphs, report.questions.fused, str(report)
+    return report.runs.graphs, report.questions.fused, report.details()
 
 
 @pytest.mark.parametrize(("ranks", "dynamic"), [(2, False), pytest.param(3, True, marks=pytest.mark.slow)])

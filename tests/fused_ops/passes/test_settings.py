@@ -29,7 +29,7 @@ from weft.fused_ops.passes.regather import JOINT_SLOT
 def test_the_text_of_a_pass_is_its_settings() -> None:
     named = (
         "groups=None, strict=False, fuse='auto', agree=True, regather=False, collectives='auto', "
-        "sequence_parallel=False, reorder=False, gathers=1, buckets=False"
+        "sequence_parallel=False, loss_parallel=False, reorder=False, gathers=1, buckets=False"
     )
     assert repr(FusionPass()) == f"FusionPass({named})"
     settings = {"strict": True, "fuse": "always", "agree": "capture", "regather": True, "collectives": True}
@@ -39,7 +39,7 @@ def test_the_text_of_a_pass_is_its_settings() -> None:
         "groups=['a', 'b'], strict=True, fuse='always', agree='capture', regather=True, collectives=True, "
         "sequence_parallel='auto'"
     )
-    assert repr(given) == f"FusionPass({named}, reorder=0.5, gathers=1, buckets=False)"
+    assert repr(given) == f"FusionPass({named}, loss_parallel=False, reorder=0.5, gathers=1, buckets=False)"
 
 
 def test_a_copy_is_the_pass_itself() -> None:
@@ -62,7 +62,7 @@ def test_a_pickled_pass_is_the_pass_itself_and_elsewhere_one_of_its_settings() -
         assert again is loaded
 
 
-JOINT = {"sequence_parallel": True, "regather": True}
+JOINT = {"sequence_parallel": True, "loss_parallel": True, "regather": True}
 
 
 @pytest.mark.parametrize("settings", [{}, {"sequence_parallel": "auto"}, {"regather": True}, JOINT])
@@ -100,6 +100,7 @@ def test_json_has_the_settings() -> None:
     settings |= {
         "collectives": "auto",
         "sequence_parallel": False,
+        "loss_parallel": False,
         "reorder": False,
         "gathers": 1,
         "buckets": False,

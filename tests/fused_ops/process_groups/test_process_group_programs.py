@@ -223,7 +223,7 @@ def check_compiled(rank: int, world_size: int) -> None:
     assert set(_by_weft(group)) == {"all_gather_into_tensor", "reduce_scatter_tensor"}
     for _ in range(2):
         torch.testing.assert_close(compiled(x, up, down), want)
-    report = str(fusion.report())
+    report = fusion.report().details()
     assert "fused_all_gather_matmul" in report and "fused_matmul_reduce_scatter" in report, report
     # A rank that runs the program op by op meets one that runs it compiled, and that has asked for it in vain.
     other = block if rank else compiled

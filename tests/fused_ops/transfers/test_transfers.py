@@ -122,7 +122,7 @@ def beside_the_pass(rank: int, world_size: int) -> None:
         rows = torch.arange(float(world_size)).add(10 * turn).repeat_interleave(64)
         assert torch.equal(y, (32 * rows)[:, None].expand(-1, 48))
         assert (z == 32 * (10 * turn * world_size + sum(range(world_size)))).all()
-    assert str(fusion_report()).endswith("2 of 2 collectives fused"), fusion_report()
+    assert fusion_report().details().endswith("2 of 2 collectives fused"), fusion_report()
 
 
 @pytest.mark.slow

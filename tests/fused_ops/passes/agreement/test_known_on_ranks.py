@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from weft import symm_mem
 from weft.fused_ops.passes.agreement.votes import vote_rows
-from weft.fused_ops.passes.report import Report
+from weft.fused_ops.passes.records.report import Report
 
 BLOCKS, STEPS = 4, 16
 SOON = 16  # graphs on which the ranks agree until they run those that they know without asking

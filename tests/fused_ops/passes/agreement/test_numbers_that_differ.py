@@ -12,6 +12,7 @@ from test_pass_on_gpus import gather, scatter, world
 from test_ranks_that_differ import compiler
 from torch import Tensor
 from torch.distributed import _functional_collectives as funcol
+from weft.fused_ops import cross_entropy_of_sharded_logits
 from weft.fused_ops.passes import FusionPass
 
 PROGRAMS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
@@ -64,3 +65,24 @@ def test_numbers_of_results(name: str) -> None:
     for fused, told in run_ranks(fused_and_told, 2, name, 1.5, 2.0):
         assert fused >= 1
         assert not told
+
+
+def own_columns(rank: int, size: int) -> None:
+    """Where a rank's columns of a vocabulary start, and how many it has, is its own affair."""
+
+    def fn(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy_of_sharded_logits(gather(x) @ w, targets, world(), vocab_start=10 * rank)
+
+    x, w = torch.randn(6, 8), torch.randn(8, 10 - 3 * rank)
+    targets = torch.arange(6 * size) % 10
+    with compiler():
+        fusion = FusionPass(fuse="always")
+        ours = torch.compile(fn, options=fusion.options, dynamic=False)
+        for _ in range(2):
+            check("loss", ours(x, w, targets), fn(x, w, targets), 1e-5)
+    report = fusion.report()
+    assert report.fused == 1 and not report.disagreements, report
+
+
+def test_columns_of_ranks() -> None:
+    run_ranks(own_columns, 2)

@@ -175,7 +175,7 @@ def reduced_overhead(rank: int, size: int, partition: bool) -> tuple[int, int, i
             torch.compiler.cudagraph_mark_step_begin()
             check("result", compiled(*given), want, 3 * BOUND[torch.bfloat16])
         report = fusion.report()
-        return report.fused, report.questions.count, report.questions.fused, str(report)
+        return report.fused, report.questions.count, report.questions.fused, report.details()
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from test_ranks_that_differ import compiler, gather, world
 from torch import Tensor
 from weft.fused_ops import last_plan
 from weft.fused_ops.passes.agreement.guard import GraphGuard
-from weft.fused_ops.passes.report import VoteCounts
+from weft.fused_ops.passes.records.report import VoteCounts
 
 __all__ = ["group"]  # the fixture
 needs_sends = pytest.mark.skipif(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from opcommon import same_on_all, whole, world
 from quantised import E4M3, by_steps, same_bits
-from ranks import run_ranks
+from ranks import on_ranks
 from scaled_graphs import BF16, by_scale, scale_of, times
 from test_norm_forms import vllm
 from test_quantised_norms import QUANT, not_bounded, torchao_rows, vllm_rows, vllm_static
@@ -37,7 +37,8 @@ SPELLINGS: dict[str, tuple[Callable[..., Any], str, float | None]] = {
 }
 
 
-def compiled(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=200)
+def test_compiled_layers(rank: int, world_size: int) -> None:
     scale = torch.tensor([0.005 * (rank + 1)])  # each rank's own
     for name, (quantise, scale_op, smallest) in SPELLINGS.items():
         given = () if smallest is not None else (scale,)
@@ -76,11 +77,9 @@ def compiled(rank: int, world_size: int) -> None:
         assert fusion.report().disagreements == ()
 
 
-def test_compiled_layers() -> None:
-    run_ranks(compiled, 2, timeout=200)
-
-
-def with_product(rank: int, world_size: int) -> None:
+@needs_row_wise_products
+@on_ranks(2, timeout=200)
+def test_a_scaled_product_after_it(rank: int, world_size: int) -> None:
     """What the scaled product after it gives is that of the program as it is written."""
 
     def layer(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, up: Tensor, up_scale: Tensor) -> Tensor:
@@ -100,8 +99,3 @@ def with_product(rank: int, world_size: int) -> None:
     want = layer(x, w, residual, weight, up, up_scale)
     # The product in bf16 and the norm before it may be rounded otherwise, and so may some numbers of fp8.
     assert (got.double() - want.double()).norm() / want.double().norm() < 2e-2
-
-
-@needs_row_wise_products
-def test_a_scaled_product_after_it() -> None:
-    run_ranks(with_product, 2, timeout=200)

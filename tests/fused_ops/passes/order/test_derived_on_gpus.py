@@ -6,7 +6,7 @@ import pytest
 import torch
 from derived import PROGRAMS, WIDTH, check_code, gathered, right, scattered
 from memory_check.verified import verified
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
@@ -41,7 +41,8 @@ def scatters(a: Tensor, x: Tensor, m: Tensor) -> Tensor:
     return part.float() + torch.nan_to_num(y[:1, :1], nan=1.0)
 
 
-def poisoned(rank: int, world: int) -> None:
+@on_ranks(2, device="cuda")
+def test_memory_that_is_poisoned_by_what_follows(rank: int, world: int) -> None:
     """One rank is late, so the other's parts are sent while its products write NaN."""
     size = 4 * WIDTH
     m = torch.full((size, size), torch.nan, dtype=torch.bfloat16)
@@ -67,7 +68,3 @@ def poisoned(rank: int, world: int) -> None:
                     want = terms.double().sum(0).chunk(world)[rank]
                     bound = 2**-8 * terms.double().abs().sum(0).chunk(world)[rank] + 1e-6
                     assert ((y.double() - 1 - want).abs() <= bound + 1e-6).all()
-
-
-def test_memory_that_is_poisoned_by_what_follows() -> None:
-    run_ranks(poisoned, 2, device="cuda")

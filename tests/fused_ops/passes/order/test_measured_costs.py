@@ -102,7 +102,7 @@ def test_the_order_is_estimated_by_it() -> None:
             measure_costs(dist.new_group([0]))
     assert [o.measured for r in reports for o in r.orders] == [False, True]
     assert reports[1].orders[0].before > 30_000 > reports[0].orders[0].before
-    assert "(predicted by measured costs;" in str(reports[1])
+    assert "(predicted by measured costs;" in reports[1].details()
     assert tables_key() == "" and table_of("cpu") is TABLES["cpu"]
 
 

@@ -65,7 +65,7 @@ def test_the_picture_has_a_box_for_each_span() -> None:
     assert words.count("compute") == words.count("NVLink") == words.count("memory") == 2
     assert len(list(root.iter(f"{SVG}path"))) == 2
     assert change.svg() == change.svg()
-    assert "report().orders[i].svg()" in str(fusion.report())
+    assert "report().orders[i].svg()" in fusion.report().details()
     width = float(root.attrib["viewBox"].split()[2])
     assert all(
         0 <= float(b.attrib["x"]) <= float(b.attrib["x"]) + float(b.attrib["width"]) <= width for b in boxes

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from weft.fused_ops.passes import FusionPass
 from weft.fused_ops.passes.kernels_ahead.graph_kernels import GraphKernels
-from weft.fused_ops.passes.report import Entry
+from weft.fused_ops.passes.records.entry import Entry
 
 TOKENS, DIM, HIDDEN = 4096, 4096, 14336
 

@@ -110,11 +110,6 @@ def added_in_place(x: Tensor, w: Tensor) -> Tensor:
     return rs(p)
 
 
-@case([RS], X, W)
-def the_result_is_written(x: Tensor, w: Tensor) -> Tensor:
-    return rs(x @ w).add_(1)
-
-
 @case([AG], X, W)
 def written_between_two_products(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     g = ag(x)
@@ -165,106 +160,6 @@ def a_clone_returned_beside_views(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return c @ w, c, c.clone(), g.view(4, 3, 8)
 
 
-@case([MM_AR], X, (8, 5))
-def reduced_with_other_strides(x: Tensor, w: Tensor) -> Tensor:
-    return ar((x @ w).view(2, 3, 5).permute(1, 2, 0).contiguous())
-
-
-@case([MM_AR, MM_AR], X, W, R)
-def added_to_a_transposed_one(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
-    return r.t() + ar(x @ w) + ar(x.sin() @ w)
-
-
-@case([AG], X, W, (6, 12))
-def a_transposed_matrix_as_bias(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return torch.addmm(b.t(), ag(x), w)
-
-
-@case([AR, AR], X, W)
-def added_to_its_transpose(x: Tensor, w: Tensor) -> Tensor:
-    return ar(x @ w) + ar((x.sin() @ w).t().contiguous())
-
-
-@case([MM_AR, MM_AR], X, W)
-def subtracted(x: Tensor, w: Tensor) -> Tensor:
-    return ar(x @ w) - ar(x.sin() @ w)
-
-
-@case([None], X, W)
-def a_quotient_scattered(x: Tensor, w: Tensor) -> Tensor:
-    return rs(x @ w / (x.sin() @ w))
-
-
-@case([None], X, W, V)
-def a_vector_on_the_columns_of_the_transpose(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    return rs((x @ w).t().contiguous() + v)
-
-
-@case([None], (1, 8), W, V)
-def a_vector_on_the_only_row(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    return rs((x @ w + v).view(6, 1))
-
-
-@case([None], X, W)
-def flipped(x: Tensor, w: Tensor) -> Tensor:
-    return ag(x).flip(0) @ w
-
-
-@case([None], X, W)
-def rolled_by_a_shard(x: Tensor, w: Tensor) -> Tensor:
-    return torch.roll(ag(x), 6, 0) @ w
-
-
-@case([None], X, W)
-def strides_read_otherwise(x: Tensor, w: Tensor) -> Tensor:
-    return ag(x).as_strided((12, 8), (1, 12)) @ w
-
-
-@case([None, None], X, W)
-def halves_of_two_gathers(x: Tensor, w: Tensor) -> Tensor:
-    return torch.cat([ag(x)[:6], ag(x.sin())[6:]]) @ w
-
-
-@case([None], X, W)
-def only_one_shard(x: Tensor, w: Tensor) -> Tensor:
-    return ag(x).narrow(0, 6, 6) @ w
-
-
-@case([AG], (4, 6, 8), W)
-def a_batch_with_one_matrix(x: Tensor, w: Tensor) -> Tensor:
-    return torch.bmm(ag(x), w.expand(8, 8, 6))
-
-
-@case([None], (4, 6, 8), (8, 1, 6))
-def a_batch_with_matrices_of_equal_rows(x: Tensor, w: Tensor) -> Tensor:
-    return torch.bmm(ag(x), w.expand(8, 8, 6))
-
-
-@case([None], (4, 6, 8), (1, 6, 8))
-def one_matrix_on_the_left(x: Tensor, w: Tensor) -> Tensor:
-    return rs(torch.bmm(w.expand(4, 6, 8), x.transpose(1, 2)))
-
-
-@case([None], X, W)
-def rows_interleaved(x: Tensor, w: Tensor) -> Tensor:
-    return rs((x @ w).reshape(2, 3, 6).transpose(0, 1).reshape(6, 6))
-
-
-@case([None], (4, 8), W)
-def padded_before_it_is_scattered(x: Tensor, w: Tensor) -> Tensor:
-    return rs(aten.constant_pad_nd(x @ w, [0, 0, 0, 2]))
-
-
-@case([None], (4, 8), W)
-def one_row_repeated(x: Tensor, w: Tensor) -> Tensor:
-    return rs((x @ w)[:1].expand(4, 6).contiguous())
-
-
-@case([None], X, W)
-def logits_gathered_along_the_vocabulary(x: Tensor, w: Tensor) -> Tensor:
-    return torch.cat(ag(x @ w).split(6), 1)
-
-
 @case([None, AR], X, W)
 def scattered_and_reduced(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     p = x @ w
@@ -286,14 +181,67 @@ def a_norms_weight_and_residual_are_written(x: Tensor, w: Tensor, v: Tensor, r: 
 
 
 @case([AG, RS, MM_AR], X, W)
-def waited_for_once_more(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    return wait(ag(x)) @ w, wait(rs(x @ w)) + 1, wait(wait(ar(x @ w))) + 1
-
-
-@case([AG, RS, MM_AR], X, W)
 def pending_ones_waited_for_twice(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     g, s, r = gathering(x), scattering(x @ w), reducing(x @ w)
     return wait(g).sum(), wait(g) @ w, wait(s) + 1, wait(s), wait(r) + 1, wait(r)
+
+
+CASES |= {
+    "the_result_is_written": (lambda x, w: rs(x @ w).add_(1), (X, W), [RS]),
+    "reduced_with_other_strides": (
+        lambda x, w: ar((x @ w).view(2, 3, 5).permute(1, 2, 0).contiguous()),
+        (X, (8, 5)),
+        [MM_AR],
+    ),
+    "added_to_a_transposed_one": (
+        lambda x, w, r: r.t() + ar(x @ w) + ar(x.sin() @ w),
+        (X, W, R),
+        [MM_AR, MM_AR],
+    ),
+    "a_transposed_matrix_as_bias": (lambda x, w, b: torch.addmm(b.t(), ag(x), w), (X, W, (6, 12)), [AG]),
+    "added_to_its_transpose": (lambda x, w: ar(x @ w) + ar((x.sin() @ w).t().contiguous()), (X, W), [AR, AR]),
+    "subtracted": (lambda x, w: ar(x @ w) - ar(x.sin() @ w), (X, W), [MM_AR, MM_AR]),
+    "a_quotient_scattered": (lambda x, w: rs(x @ w / (x.sin() @ w)), (X, W), [None]),
+    "a_vector_on_the_columns_of_the_transpose": (
+        lambda x, w, v: rs((x @ w).t().contiguous() + v),
+        (X, W, V),
+        [None],
+    ),
+    "a_vector_on_the_only_row": (lambda x, w, v: rs((x @ w + v).view(6, 1)), ((1, 8), W, V), [None]),
+    "flipped": (lambda x, w: ag(x).flip(0) @ w, (X, W), [None]),
+    "rolled_by_a_shard": (lambda x, w: torch.roll(ag(x), 6, 0) @ w, (X, W), [None]),
+    "strides_read_otherwise": (lambda x, w: ag(x).as_strided((12, 8), (1, 12)) @ w, (X, W), [None]),
+    "halves_of_two_gathers": (lambda x, w: torch.cat([ag(x)[:6], ag(x.sin())[6:]]) @ w, (X, W), [None, None]),
+    "only_one_shard": (lambda x, w: ag(x).narrow(0, 6, 6) @ w, (X, W), [None]),
+    "a_batch_with_one_matrix": (lambda x, w: torch.bmm(ag(x), w.expand(8, 8, 6)), ((4, 6, 8), W), [AG]),
+    "a_batch_with_matrices_of_equal_rows": (
+        lambda x, w: torch.bmm(ag(x), w.expand(8, 8, 6)),
+        ((4, 6, 8), (8, 1, 6)),
+        [None],
+    ),
+    "one_matrix_on_the_left": (
+        lambda x, w: rs(torch.bmm(w.expand(4, 6, 8), x.transpose(1, 2))),
+        ((4, 6, 8), (1, 6, 8)),
+        [None],
+    ),
+    "rows_interleaved": (
+        lambda x, w: rs((x @ w).reshape(2, 3, 6).transpose(0, 1).reshape(6, 6)),
+        (X, W),
+        [None],
+    ),
+    "padded_before_it_is_scattered": (
+        lambda x, w: rs(aten.constant_pad_nd(x @ w, [0, 0, 0, 2])),
+        ((4, 8), W),
+        [None],
+    ),
+    "one_row_repeated": (lambda x, w: rs((x @ w)[:1].expand(4, 6).contiguous()), ((4, 8), W), [None]),
+    "logits_gathered_along_the_vocabulary": (lambda x, w: torch.cat(ag(x @ w).split(6), 1), (X, W), [None]),
+    "waited_for_once_more": (
+        lambda x, w: (wait(ag(x)) @ w, wait(rs(x @ w)) + 1, wait(wait(ar(x @ w))) + 1),
+        (X, W),
+        [AG, RS, MM_AR],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -48,99 +48,6 @@ def the_sum_with_its_bias_is_wanted_too(x: Tensor, w: Tensor, b: Tensor, r: Tens
     return y + r, y.sin()
 
 
-@left(X, W, R)
-def the_residual_is_scaled(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
-    return torch.add(rs(x @ w), r, alpha=2)
-
-
-@left(X, W, R)
-def the_sum_is_scaled(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
-    return torch.add(r, rs(x @ w), alpha=2)
-
-
-@left(X, W, R)
-def subtracted(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
-    return rs(x @ w) - r
-
-
-@left(X, W)
-def a_number_is_added(x: Tensor, w: Tensor) -> Tensor:
-    return rs(x @ w) + 1.5
-
-
-@left(X, W, ())
-def a_tensor_of_one_number_is_added(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
-    return rs(x @ w) + r
-
-
-@left(X, W, (6, 1))
-def a_column_is_added(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
-    return rs(x @ w) + r
-
-
-@left(X, W, (2, 6, 6))
-def the_sum_is_broadcast(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
-    return rs(x @ w) + r
-
-
-@left(X, W, (1, 1, 6))
-def the_bias_has_a_dimension_more(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return rs(x @ w) + b
-
-
-@left((2, 8), W, R)
-def the_only_row_is_broadcast(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
-    return rs(x @ w) + r
-
-
-@left((12, 8), W, (3, 1, 6))
-def the_residual_is_broadcast(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
-    return rs(x @ w).view(3, 2, 6) + r
-
-
-@left(X, W, B)
-def an_expanded_residual(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
-    """It would be copied for the op."""
-    return rs(x @ w) + r[:, None].expand(6, 6)
-
-
-@left(X, W, R)
-def a_transposed_residual(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
-    """The same; and on the left of the sum, which gets its strides."""
-    return r.t() + rs(x @ w)
-
-
-@left(X, W, R)
-def after_a_permutation(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
-    return rs(x @ w).t().contiguous() + r
-
-
-@left(X, W, (1, 2, 3, 6))
-def after_a_copy_with_other_strides(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
-    return rs(x @ w).view(1, 2, 3, 6).clone(memory_format=torch.channels_last) + r
-
-
-@left((3, 4, 8), W, (2, 3, 6))
-def the_op_gives_another_order(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
-    """Scattered along dimension 1, which is moved to the front before, and stays there."""
-    return rs((x @ w).movedim(1, 0).contiguous()) + r
-
-
-@left(X, W, (4,))
-def a_vector_for_part_of_a_row(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return rs(x @ w).view(9, 4) + b
-
-
-@left(X, W, (12,))
-def a_vector_for_two_rows(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return rs(x @ w).view(3, 12) + b
-
-
-@left(X, W, R)
-def activated_before(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
-    return rs(x @ w).relu() + r
-
-
 @left(X, W)
 def added_to_itself(x: Tensor, w: Tensor) -> Tensor:
     y = rs(x @ w)
@@ -181,15 +88,44 @@ def the_bias_is_written_before_it_is_added(x: Tensor, w: Tensor, b: Tensor) -> T
     return y + b
 
 
-@left(X, W, R)
-def the_sum_is_written(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
-    return rs(x @ w).add_(r)
-
-
-@left(X, W, B, R)
-def each_rank_adds_a_vector_before(x: Tensor, w: Tensor, b: Tensor, r: Tensor) -> Tensor:
-    """Its sum is added after the op, and what follows in the same kernel."""
-    return rs(x @ w + b) + r
+LEFT |= {
+    "the_residual_is_scaled": (lambda x, w, r: torch.add(rs(x @ w), r, alpha=2), (X, W, R), set()),
+    "the_sum_is_scaled": (lambda x, w, r: torch.add(r, rs(x @ w), alpha=2), (X, W, R), set()),
+    "subtracted": (lambda x, w, r: rs(x @ w) - r, (X, W, R), set()),
+    "a_number_is_added": (lambda x, w: rs(x @ w) + 1.5, (X, W), set()),
+    "a_tensor_of_one_number_is_added": (lambda x, w, r: rs(x @ w) + r, (X, W, ()), set()),
+    "a_column_is_added": (lambda x, w, r: rs(x @ w) + r, (X, W, (6, 1)), set()),
+    "the_sum_is_broadcast": (lambda x, w, r: rs(x @ w) + r, (X, W, (2, 6, 6)), set()),
+    "the_bias_has_a_dimension_more": (lambda x, w, b: rs(x @ w) + b, (X, W, (1, 1, 6)), set()),
+    "the_only_row_is_broadcast": (lambda x, w, r: rs(x @ w) + r, ((2, 8), W, R), set()),
+    "the_residual_is_broadcast": (
+        lambda x, w, r: rs(x @ w).view(3, 2, 6) + r,
+        ((12, 8), W, (3, 1, 6)),
+        set(),
+    ),
+    # It would be copied for the op.
+    "an_expanded_residual": (lambda x, w, r: rs(x @ w) + r[:, None].expand(6, 6), (X, W, B), set()),
+    # The same; and on the left of the sum, which gets its strides.
+    "a_transposed_residual": (lambda x, w, r: r.t() + rs(x @ w), (X, W, R), set()),
+    "after_a_permutation": (lambda x, w, r: rs(x @ w).t().contiguous() + r, (X, W, R), set()),
+    "after_a_copy_with_other_strides": (
+        lambda x, w, r: rs(x @ w).view(1, 2, 3, 6).clone(memory_format=torch.channels_last) + r,
+        (X, W, (1, 2, 3, 6)),
+        set(),
+    ),
+    # Scattered along dimension 1, which is moved to the front before, and stays there.
+    "the_op_gives_another_order": (
+        lambda x, w, r: rs((x @ w).movedim(1, 0).contiguous()) + r,
+        ((3, 4, 8), W, (2, 3, 6)),
+        set(),
+    ),
+    "a_vector_for_part_of_a_row": (lambda x, w, b: rs(x @ w).view(9, 4) + b, (X, W, (4,)), set()),
+    "a_vector_for_two_rows": (lambda x, w, b: rs(x @ w).view(3, 12) + b, (X, W, (12,)), set()),
+    "activated_before": (lambda x, w, r: rs(x @ w).relu() + r, (X, W, R), set()),
+    "the_sum_is_written": (lambda x, w, r: rs(x @ w).add_(r), (X, W, R), set()),
+    # Its sum is added after the op, and what follows in the same kernel.
+    "each_rank_adds_a_vector_before": (lambda x, w, b, r: rs(x @ w + b) + r, (X, W, B, R), set()),
+}
 
 
 @pytest.mark.usefixtures("two")

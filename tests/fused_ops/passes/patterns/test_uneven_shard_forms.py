@@ -24,16 +24,6 @@ def in_parts(y: Tensor, *pads: int) -> Tensor:
     return torch.cat(parts)
 
 
-@case([RS], (5, 8), W)
-def parts_of_which_the_last_is_padded(x: Tensor, w: Tensor) -> Tensor:
-    return rs(in_parts(x @ w, 0, 1))
-
-
-@case([None], (4, 8), W)
-def parts_that_are_padded_by_as_many_rows_as_there_are_ranks(x: Tensor, w: Tensor) -> Tensor:
-    return rs(in_parts(x @ w, 0, 2))
-
-
 @case([None], (5, 8), W)
 def a_padded_part_that_is_also_used(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     y = x @ w
@@ -58,35 +48,10 @@ def a_part_padded_before(x: Tensor, w: Tensor) -> Tensor:
     return rs(torch.cat([a, aten.constant_pad_nd(b, [0, 0, 1, 0])]))
 
 
-@case([None], (5, 8), W, V)
-def padded_after_a_bias(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    return rs(in_parts(torch.addmm(v, x, w), 0, 1))
-
-
 @case([AG], X, W)
 def the_last_row_cut_off_and_kept(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     y = ag(x)[:11]
     return y @ w, y.sin()
-
-
-@case([AG], (1, 6, 8), W)
-def the_last_row_of_a_batch_cut_off(x: Tensor, w: Tensor) -> Tensor:
-    return ag(x[0]).view(1, 12, 8)[:, :11].view(11, 8) @ w
-
-
-@case([None], X, W)
-def as_many_rows_cut_off_as_there_are_ranks(x: Tensor, w: Tensor) -> Tensor:
-    return ag(x)[:10] @ w
-
-
-@case([None], X, W)
-def the_first_row_cut_off(x: Tensor, w: Tensor) -> Tensor:
-    return ag(x)[1:] @ w
-
-
-@case([None], X, (11, 6))
-def the_last_row_cut_off_and_contracted(x: Tensor, w: Tensor) -> Tensor:
-    return ag(x)[:11].t() @ w
 
 
 @case([None], X, W)
@@ -103,11 +68,6 @@ def sequences(y: Tensor, *pads: int) -> Tensor:
         aten.constant_pad_nd(p, [0, 0, 0, n]) if n else p.clone() for p, n in zip(parts, pads, strict=True)
     ]
     return torch.cat(torch.cat(padded, 1).split(3, 1))
-
-
-@case([RS], (10, 8), W)
-def parts_of_sequences_of_which_the_last_is_padded(x: Tensor, w: Tensor) -> Tensor:
-    return rs(sequences(x @ w, 0, 1))
 
 
 @case([RS], (10, 8), W)
@@ -141,11 +101,6 @@ def the_last_row_of_each_sequence_cut_off(x: Tensor, w: Tensor) -> tuple[Tensor,
     return y @ w, y.sin()
 
 
-@case([AG], (3, 2, 8), W)
-def the_last_row_cut_off_with_others_between(x: Tensor, w: Tensor) -> Tensor:
-    return ag(x)[:5].view(10, 8) @ w
-
-
 @case([None], (2, 3, 8), W)
 def the_last_row_of_each_sequence_cut_off_and_the_copy_written(x: Tensor, w: Tensor) -> Tensor:
     y = gathered_sequences(x)[:, :5].clone(memory_format=torch.contiguous_format).view(10, 8)
@@ -153,14 +108,43 @@ def the_last_row_of_each_sequence_cut_off_and_the_copy_written(x: Tensor, w: Ten
     return y @ w
 
 
-@case([None], (2, 3, 8), W)
-def the_first_row_of_each_sequence_cut_off(x: Tensor, w: Tensor) -> Tensor:
-    return gathered_sequences(x)[:, 1:].reshape(10, 8) @ w
-
-
-@case([None], (2, 3, 8), W)
-def as_many_of_each_sequence_cut_off_as_there_are_ranks(x: Tensor, w: Tensor) -> Tensor:
-    return gathered_sequences(x)[:, :4].reshape(8, 8) @ w
+CASES |= {
+    "parts_of_which_the_last_is_padded": (lambda x, w: rs(in_parts(x @ w, 0, 1)), ((5, 8), W), [RS]),
+    "parts_that_are_padded_by_as_many_rows_as_there_are_ranks": (
+        lambda x, w: rs(in_parts(x @ w, 0, 2)),
+        ((4, 8), W),
+        [None],
+    ),
+    "padded_after_a_bias": (lambda x, w, v: rs(in_parts(torch.addmm(v, x, w), 0, 1)), ((5, 8), W, V), [None]),
+    "the_last_row_of_a_batch_cut_off": (
+        lambda x, w: ag(x[0]).view(1, 12, 8)[:, :11].view(11, 8) @ w,
+        ((1, 6, 8), W),
+        [AG],
+    ),
+    "as_many_rows_cut_off_as_there_are_ranks": (lambda x, w: ag(x)[:10] @ w, (X, W), [None]),
+    "the_first_row_cut_off": (lambda x, w: ag(x)[1:] @ w, (X, W), [None]),
+    "the_last_row_cut_off_and_contracted": (lambda x, w: ag(x)[:11].t() @ w, (X, (11, 6)), [None]),
+    "parts_of_sequences_of_which_the_last_is_padded": (
+        lambda x, w: rs(sequences(x @ w, 0, 1)),
+        ((10, 8), W),
+        [RS],
+    ),
+    "the_last_row_cut_off_with_others_between": (
+        lambda x, w: ag(x)[:5].view(10, 8) @ w,
+        ((3, 2, 8), W),
+        [AG],
+    ),
+    "the_first_row_of_each_sequence_cut_off": (
+        lambda x, w: gathered_sequences(x)[:, 1:].reshape(10, 8) @ w,
+        ((2, 3, 8), W),
+        [None],
+    ),
+    "as_many_of_each_sequence_cut_off_as_there_are_ranks": (
+        lambda x, w: gathered_sequences(x)[:, :4].reshape(8, 8) @ w,
+        ((2, 3, 8), W),
+        [None],
+    ),
+}
 
 
 def several_of_a_cut_one(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:

@@ -97,7 +97,7 @@ class Program:
             assert e.source, f"no line of the model: {e}"
             assert e.reason if e.fused_into is None else e.form, f"not explained: {e}"
         left = [(e.collective, e.reason) for e in report.entries if e.fused_into is None]
-        return Outcome(report.fused, left, str(report), self.errors)
+        return Outcome(report.fused, left, report.details(), self.errors)
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ def saved(path: Path, kind: str, **more: Any) -> Path:
     os.environ.update(ENV)
     import transformers
 
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **more)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **more})
     getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(path)
     for k, v in before.items():
         os.environ.pop(k) if v is None else os.environ.__setitem__(k, v)

@@ -23,7 +23,7 @@ from weft.fused_ops.dispatch.profitability import FusionCandidate
 from weft.fused_ops.passes import Entry, FusionError, FusionPass, Report
 from weft.fused_ops.passes.agreement import outcomes
 from weft.fused_ops.passes.graph.subgraphs import WHY
-from weft.fused_ops.passes.report import VoteCounts
+from weft.fused_ops.passes.records.report import VoteCounts
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_entries_and_text() -> None:
     assert (report.fused, report.left) == (2, 2)
     assert [e.dim for e in report.entries] == [1, None, None, 0]
     assert all(bool(e.reason) != bool(e.fused_into) for e in report.entries)
-    lines = str(report).splitlines()
+    lines = report.details().splitlines()
     assert len(lines) == 8
     assert lines[0].startswith(
         "graph 0: all_gather_into_tensor over group '0': fused into weft::fused_all_gather_matmul, dim 1"
@@ -80,7 +80,7 @@ def test_entries_and_text() -> None:
     assert "24 x 8 @ 8 x 5 should save" in lines[0]
     assert report.gain == sum(e.gain for e in report.entries if e.gain is not None) > 0
     assert all(e.form for e in report.entries if e.fused_into)
-    assert lines[4] == "2 of 4 collectives fused"
+    assert lines[4] == "2 of 4 collectives fused: 2 with a matmul"
     assert lines[5] == "left alone:"
     assert all(line.startswith("    1  ") for line in lines[6:])
 
@@ -127,7 +127,7 @@ def test_clear() -> None:
     fusion.clear()
     assert len(before.entries) == 1
     assert fusion.report().entries == ()
-    assert str(fusion.report()).startswith("no collectives were seen: the pass has not run")
+    assert fusion.report().details().startswith("no collectives were seen: the pass has not run")
     captured(good, X, W, fusion=fusion)
     assert fusion.report().entries[0].graph == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.virtualized import V
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from weft.fused_ops.dispatch.plan import Plan
 from weft.fused_ops.passes import Entry, FusionPass, Report
 from weft.fused_ops.passes.agreement.fallback.run import compiling_fallback
 
@@ -67,7 +69,7 @@ def test_equal_lines_are_one() -> None:
     fusion = FusionPass(agree=False, collectives=False)
     forward, _ = captured(Blocks(3), torch.randn(4, 8), fusion=fusion)
     count = len(forward.entries)
-    lines = str(Report(forward.entries)).splitlines()
+    lines = Report(forward.entries).details().splitlines()
     fused = [line for line in lines if AG in line]
     assert len(fused) == 1
     assert fused[0].startswith(
@@ -75,7 +77,7 @@ def test_equal_lines_are_one() -> None:
     )
     assert fused[0].endswith("(3 times)")
     assert sum(RS in line for line in lines) == 1
-    at = lines.index(f"6 of {count} collectives fused")
+    at = lines.index(f"6 of {count} collectives fused: 6 with a matmul")
     assert lines[at + 1] == "left alone:"
     assert [line.split(None, 1)[0] for line in lines[at + 2 :]] == ["3"] * len(lines[at + 2 :])
     assert lines[at + 2].endswith("its input is sin (sin.default), not a matrix product")
@@ -91,7 +93,7 @@ def test_numbers_of_modules_are_ranges() -> None:
         entry(i, f"layers.{i}.mlp (MLP)", reason=reason.format(f"sum_{i}" if i else "sum"))
         for i in (0, 1, 2, 5, 7, 8)
     ]
-    line, *_, count = str(Report(entries)).splitlines()
+    line, *_, count = Report(entries).details().splitlines()
     assert line.startswith(
         "graph 0: all_reduce over group '0' in layers.0-2,5,7-8.mlp (MLP): left alone: its input"
     )
@@ -106,7 +108,7 @@ def test_what_differs_in_more_than_numbers_is_told_apart() -> None:
         entry(2, "layers.2.b (Linear)", reason="its input has 9 rows"),
         entry(3, "layers.3.b (Norm)", reason="its input has 9 rows"),
     ]
-    text = str(Report(entries))
+    text = Report(entries).details()
     assert text.splitlines()[:4] == [str(e) for e in entries]
     assert text.splitlines()[-2:] == ["    3  its input has 9 rows", "    1  its input has 7 rows"]
 
@@ -114,9 +116,48 @@ def test_what_differs_in_more_than_numbers_is_told_apart() -> None:
 def test_graphs_that_are_alike() -> None:
     """As of layers that are compiled one by one."""
     entries = [Entry(g, "all_reduce", "all_reduce", "0", reason="because") for g in (0, 1, 3)]
-    assert str(Report(entries)).splitlines()[0] == (
+    assert Report(entries).details().splitlines()[0] == (
         "graphs 0-1,3: all_reduce over group '0': left alone: because (3 times)"
     )
+
+
+def test_the_table_has_a_row_for_each_kind_of_layer() -> None:
+    """What it saves only where there are GPUs; what could be set, and what can be done about what is left."""
+    planned = Plan("push", predicted_us=20.0)
+    same = {"dim": 0, "m": 8, "n": 4, "k": 2, "gain": 1.5, "nbytes": 3 << 20}
+    entries = [
+        *(entry(i, f"layers.{i}.up", fused_into=AG, plan=planned, **same) for i in range(3)),
+        entry(
+            3, "layers.0.down", fused_into="weft::one_shot_all_reduce", form="product → all_reduce", **same
+        ),
+        entry(4, "norm", fused_into="weft::fused_all_reduce_rms_norm"),
+        entry(5, "head", reason="its input is torch.float64, not float32, bfloat16 or float16"),
+        entry(6, "head", fused_into=AG, unfused=True),
+    ]
+    report = Report(entries)
+    assert [" ".join(line.split()) for line in str(report).splitlines()] == [
+        "in collective times each became saves",
+        "layers.0-2.up all_reduce 3 3 MiB fused_all_gather_matmul 4.5 us",
+        "layers.0.down all_reduce 1 3 MiB one_shot_all_reduce",
+        "norm all_reduce 1 fused_all_reduce_rms_norm",
+        "head all_reduce 1 left alone",
+        "head all_reduce 1 fused_all_gather_matmul (unfused)",
+        "",
+        (
+            "5 of 7 collectives fused: 3 with a matmul, 1 exchanged for weft's, 1 with a norm; 1 more are in graphs "
+            "that ran unfused each time"
+        ),
+        (
+            "1 all-reduce follows a matmul, fused with none: FusionPass(sequence_parallel=True) makes reduce-scatters "
+            "and all-gathers of them, which are fused with matmuls"
+        ),
+        "left alone:",
+        "1 its input is torch.float64, not float32, bfloat16 or float16",
+        "to do: cast to one of these before the collective",
+    ]
+    assert json.loads(report.to_json())["entries"][5]["reason"] == entries[5].reason
+    page = report.to_html()
+    assert page.count("<tr>") == 6 and "layers.0-2.up" in page and "product → all_reduce" in page
 
 
 def test_left_alone_keeps_the_module() -> None:
@@ -156,22 +197,22 @@ def test_the_first_rank_of_a_group_logs(caplog: pytest.LogCaptureFixture, rank: 
 
 def test_a_pass_that_has_not_run() -> None:
     fusion = FusionPass()
-    said = str(fusion.report())
+    said = fusion.report().details()
     assert said.startswith("no collectives were seen: the pass has not run: ") and "cache" not in said
     fn = torch.compile(lambda x, w: gather(x) @ w, options=fusion.options, backend="inductor")
     del fn  # never called
-    assert fusion.report().runs.graphs == 0 and str(fusion.report()) == said
+    assert fusion.report().runs.graphs == 0 and fusion.report().details() == said
 
 
 def test_graphs_without_collectives() -> None:
     fusion = FusionPass()
     for _ in range(3):
         captured(torch.sin, torch.randn(3), fusion=fusion)
-    assert str(fusion.report()) == (
+    assert fusion.report().details() == (
         "no collectives were seen: the pass ran on 3 graphs, none of which has a functional collective"
     )
     fusion.clear()
-    assert "the pass has not run" in str(fusion.report())
+    assert "the pass has not run" in fusion.report().details()
 
 
 @torch.library.custom_op("weft_tests::summed", mutates_args=())
@@ -187,7 +228,7 @@ def test_collectives_of_the_users_own_are_named() -> None:
     captured(
         lambda x, w: torch.ops.weft_tests.summed(x @ w), torch.randn(4, 8), torch.randn(8, 6), fusion=fusion
     )
-    assert str(fusion.report()) == (
+    assert fusion.report().details() == (
         "no collectives were seen: the pass ran on one graph, which has no functional collective "
         "(custom ops: weft_tests::summed)"
     )
@@ -196,8 +237,8 @@ def test_collectives_of_the_users_own_are_named() -> None:
 def test_a_key_without_a_run_is_the_cache() -> None:
     fusion = FusionPass()
     fusion.uuid()
-    assert "Inductor asked for the pass's key but did not run it" in str(fusion.report())
-    assert "came from its cache, and have no functional collective" in str(fusion.report())
+    assert "Inductor asked for the pass's key but did not run it" in fusion.report().details()
+    assert "came from its cache, and have no functional collective" in fusion.report().details()
 
 
 def test_a_fallback_graphs_compilation_does_not_count() -> None:

@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from weft.fused_ops.passes import FusionPass, Report, backend
-from weft.fused_ops.passes.report_file import VARIABLE
+from weft.fused_ops.passes.records.report_file import VARIABLE
 
 
 def both(x: Tensor, w: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def test_a_cached_graph_is_in_the_log_the_file_and_the_report_of_all(
             "graph 0: 2 of 3 collectives fused",
             "graph 1: 2 of 2 collectives fused",
         ]
-        assert str(report).splitlines()[0] in written.read_text()
+        assert report.details().splitlines()[0] in written.read_text()
 
 
 def on_ranks(rank: int, world: int, folder: str) -> tuple[Report, Report]:

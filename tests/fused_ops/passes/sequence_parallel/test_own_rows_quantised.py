@@ -64,7 +64,7 @@ def compared(rank: int, world: int, fn: Callable[..., Any], setting: bool) -> An
         (got,) = results(graph, given)
         assert (got.shape, got.dtype) == (exact.shape, BF16)
         errors.append(((got.double() - exact).norm() / exact.norm()).item())
-    return [e.fused_into for e in fusion.report().entries], errors, str(fusion.report())
+    return [e.fused_into for e in fusion.report().entries], errors, fusion.report().details()
 
 
 def unquantised(count: int, *given: Tensor) -> Tensor:

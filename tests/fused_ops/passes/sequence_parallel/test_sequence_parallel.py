@@ -173,7 +173,7 @@ def compared(rank: int, world: int, fn: Callable[..., Any], dtype: torch.dtype, 
         assert [(t.shape, t.dtype) for t in got] == [(t.shape, dtype) for t in exact]
         parts = zip(got, exact, strict=True)
         errors.append(max(((a.double() - b).norm() / b.norm()).item() for a, b in parts))
-    return [e.fused_into for e in fusion.report().entries], errors, str(fusion.report())
+    return [e.fused_into for e in fusion.report().entries], errors, fusion.report().details()
 
 
 def check(fn: Callable[..., Any], want: list[str], world: int = 2, dtype: torch.dtype = torch.float32) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import html
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from ...kernels.device.jit.ahead import NO_PROGRAMS, ProgramCounts
-from ..dispatch.plan import Plan
-from .order.change import OrderChange
-from .ranges import as_ranges, without_numbers
+from ....kernels.device.jit.ahead import NO_PROGRAMS, ProgramCounts
+from ..order.change import OrderChange
+from . import table
+from .entry import Entry
+from .ranges import as_ranges
 
 
 @dataclass(frozen=True)
@@ -95,115 +97,6 @@ class PassRuns:
 NO_RUNS = PassRuns()
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One collective: fused into ``fused_into``, or left alone because of ``reason``.
-
-    Attributes:
-        graph: counts the graphs that the pass saw, from 0.
-        node: the collective's name in the graph.
-        collective: its kind, as torch calls it.
-        group: over which it is.
-        dim: the dimension along which the fused op gathers or scatters; None when left alone or where there is none.
-        fused_into: the op, None when left alone.
-        reason: the first condition that failed; "" when fused.
-        detail: of a fused one: how many products were fused, and what else.
-        source: the line of the model that it comes from; "" where torch kept none.
-        form: what was found around the collective, in words; also of one that was found but is not profitable.
-        m, n, k: the product that this rank computes, [m, k] @ [k, n], with k = 0 what is reduced without its product;
-        None when left alone, or not known before the run.
-        gain: microseconds that fusing should save by ``profitability.expected_gain``, less those of operands that it
-        copies; None like m, n, k.
-        plan: of a fused one on GPUs, how the op's call runs; None where that is not known before the run.
-        signature: of its graph, as disagreements name it; "" where ranks are not asked.
-        unfused: whether the graph has run, and unfused each time, as ``disagreements`` say.
-        module: the innermost module that runs it, as ``layers.3.mlp.down_proj (Linear)``; of a collective of a backward
-        graph that of the forward's; "" where torch kept none.
-    """
-
-    graph: int
-    node: str
-    collective: str
-    group: str | None
-    dim: int | None = None
-    fused_into: str | None = None
-    reason: str = ""
-    detail: str = ""
-    source: str = ""
-    form: str = ""
-    m: int | None = None
-    n: int | None = None
-    k: int | None = None
-    gain: float | None = None
-    module: str = ""
-    plan: Plan | None = None
-    signature: str = ""
-    unfused: bool = False
-
-    @property
-    def fused(self) -> bool:
-        """Whether it runs fused, as far as the graph has run."""
-        return self.fused_into is not None and not self.unfused
-
-    def left_alone(self, reason: str) -> Entry:
-        """The same collective, found but left alone."""
-        fields = (self.graph, self.node, self.collective, self.group)
-        return Entry(*fields, reason=reason, source=self.source, form=self.form, module=self.module)
-
-    def planned(self, plan: Plan | None) -> Entry:
-        """The same with a plan. What runs unfused saves nothing."""
-        if plan is None:
-            return self
-        gain = 0.0 if plan.algorithm == "unfused" and self.gain is not None else self.gain
-        return replace(self, plan=plan, gain=gain)
-
-    def noted(self, note: str) -> Entry:
-        """The same, which says more of what became of it, or why it was left alone."""
-        if self.fused_into is None:
-            return replace(self, reason=f"{self.reason}; {note}")
-        return replace(self, detail=f"{self.detail}, {note}" if self.detail else note)
-
-    def __str__(self) -> str:
-        kind = "" if self.node.startswith(self.collective) else f" ({self.collective})"
-        return f"graph {self.graph}: {self.node}{kind}{self._where(self.module)}: {self._outcome()}"
-
-    def _where(self, module: str) -> str:
-        group = "" if self.group is None else f" over group {self.group!r}"
-        return f"{group} in {module}" if module else group
-
-    def _outcome(self) -> str:
-        if self.fused_into is not None:
-            parts = [f"fused into {self.fused_into}"]
-            parts += [] if self.dim is None else [f"dim {self.dim}"]
-            parts += [self.detail] if self.detail else []
-            if self.gain is not None:
-                sizes = f"{self.m} x {self.k} @ {self.k} x {self.n}" if self.k else f"{self.m} x {self.n}"
-                parts.append(sizes + (f" should save {self.gain:.3g} us" if self.gain else ""))
-            parts += self._as_planned()
-            parts += ["but its graph ran unfused each time"] if self.unfused else []
-            body = ", ".join(parts)
-        else:
-            body = f"left alone: {self.reason}"
-        form = f"  ({self.form})" if self.form else ""
-        return f"{body}{form}{f'  [{self.source}]' if self.source else ''}"
-
-    def _as_planned(self) -> list[str]:
-        plan = self.plan
-        if plan is None:
-            return []
-        if plan.algorithm == "unfused":
-            return [f"runs unfused: {plan.reason}"]
-        us = plan.predicted_us
-        text = f"by {plan.algorithm}"
-        if us is not None:
-            text += f" in {us:.0f} us" if us >= 1000 else f" in {us:.3g} us"
-        return [text, plan.reason] if plan.reason else [text]
-
-    def alike(self) -> tuple[str, ...]:
-        """The same for entries that differ in the numbers of graphs, nodes and modules only."""
-        return self.collective, self._where(without_numbers(self.module)), without_numbers(self._outcome())
-
-
 def text_of(entries: list[Entry]) -> str:
     """One line for entries that are alike."""
     first = entries[0]
@@ -244,8 +137,9 @@ class Report:
     >>> report.fused, report.left
     (0, 0)
 
-    ``str()`` gives one line each, those that differ in numbers of graphs, nodes and modules (layers.0-31) as one, and
-    counts the reasons of those left alone.
+    ``str()`` is a table by layer (``layers.0-31`` is one row), what was left alone by reason with what to do about it,
+    and what the run itself said. ``details()`` says all of each collective, ``to_json()`` is for programs and
+    ``to_html()`` for browsers.
 
     Attributes:
         entries: what became of each collective.
@@ -304,28 +198,69 @@ class Report:
         return sum(e.gain or 0.0 for e in self.entries if not e.unfused)
 
     def __str__(self) -> str:
-        ran = [str(d) for d in self.disagreements]
-        ran += [f"kernels: {self.programs}"] if self.programs != NO_PROGRAMS else []
         if not self.entries:
-            return "\n".join([f"no collectives were seen: {self.runs.why_no_entries()}", *ran])
+            return self.details()
+        counts = [table.summary_of(self.entries), *table.advice_of(self.entries)]
+        return "\n".join([*table.table_lines(self.entries), "", *counts, *self._told()])
+
+    def details(self) -> str:
+        """One line for each collective, those that differ in numbers of graphs, nodes and modules only as one.
+
+        >>> from weft.fused_ops import FusionPass
+        >>> text = FusionPass().report().details()
+        >>> text.startswith("no collectives were seen")
+        True
+        """
+        if not self.entries:
+            return "\n".join([f"no collectives were seen: {self.runs.why_no_entries()}", *self._ran()])
         groups: dict[tuple[str, ...], list[Entry]] = {}
         for entry in self.entries:
             groups.setdefault(entry.alike(), []).append(entry)
         lines = [text_of(group) for group in groups.values()]
-        unfused = sum(e.unfused for e in self.entries)
-        more = f"; {unfused} more are in graphs that ran unfused each time" if unfused else ""
-        lines.append(f"{self.fused} of {len(self.entries)} collectives fused{more}")
-        lines += [str(self.heap)] if self.heap.calls else []
-        return "\n".join([*lines, *ran, *self._reasons(), *map(str, self.orders)])
+        return "\n".join([*lines, table.summary_of(self.entries), *self._told()])
 
-    def _reasons(self) -> list[str]:
-        """How many collectives were left alone for each reason, the most frequent first."""
-        left = [e.reason for e in self.entries if e.fused_into is None]
-        first: dict[str, str] = {}
-        for reason in left:
-            first.setdefault(without_numbers(reason), reason)
-        counts = Counter(map(without_numbers, left)).most_common()
-        return ["left alone:", *(f"{count:5}  {first[key]}" for key, count in counts)] if left else []
+    def to_json(self) -> str:
+        """All fields as JSON, one object.
+
+        >>> import json
+        >>> from weft.fused_ops import FusionPass
+        >>> json.loads(FusionPass().report().to_json())["entries"]
+        []
+        """
+        return json.dumps(asdict(self), default=str)
+
+    def to_html(self) -> str:
+        """A page for a browser: the table, the pictures of the order of collectives, and the details.
+
+        >>> from weft.fused_ops import FusionPass
+        >>> FusionPass().report().to_html().startswith("<!doctype html>")
+        True
+        """
+        cells = [f"<tr>{''.join(f'<th>{cell}' for cell in table.HEAD)}"]
+        rows = table.table_rows(self.entries)
+        cells += [f"<tr>{''.join(f'<td>{html.escape(cell)}' for cell in row)}" for row in rows]
+        said = "\n".join([table.summary_of(self.entries), *table.advice_of(self.entries), *self._told()])
+        return "\n".join(
+            [
+                "<!doctype html>",
+                "<meta charset=utf-8><title>weft: what became of each collective</title>",
+                "<style>body{font:14px sans-serif}td,th{padding:2px 12px 2px 0;text-align:left}</style>",
+                f"<table>{''.join(cells)}</table>",
+                f"<pre>{html.escape(said)}</pre>",
+                *(order.svg() for order in self.orders),
+                f"<details><summary>each collective</summary><pre>{html.escape(self.details())}</pre></details>",
+                "",
+            ]
+        )
+
+    def _ran(self) -> list[str]:
+        kernels = [f"kernels: {self.programs}"] if self.programs != NO_PROGRAMS else []
+        return [*map(str, self.disagreements), *kernels]
+
+    def _told(self) -> list[str]:
+        """What is said once, of all entries and of the run."""
+        heap = [str(self.heap)] if self.heap.calls else []
+        return [*heap, *self._ran(), *table.reasons_of(self.entries), *map(str, self.orders)]
 
     def __repr__(self) -> str:
         return f"Report(fused={self.fused}, left={self.left}, disagreements={len(self.disagreements)})"
@@ -344,5 +279,7 @@ class FusionError(RuntimeError):
     """
 
     def __init__(self, report: Report) -> None:
-        super().__init__(f"{report.left} of {len(report.entries)} collectives were not fused\n{report}")
+        super().__init__(
+            f"{report.left} of {len(report.entries)} collectives were not fused\n{report.details()}"
+        )
         self.report = report

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ...symm_mem import resolve_group
+from ....symm_mem import resolve_group
 from .report import Report
 
 VARIABLE = "WEFT_REPORT"
@@ -63,7 +63,9 @@ def write_reports() -> None:
         return
     path = path.replace(_RANK, str(rank))
     reports = [report() for report in _reports]
-    texts = [str(r) for r in reports if r.runs.graphs or r.runs.keys or r.entries] or [str(reports[0])]
+    texts = [r.details() for r in reports if r.runs.graphs or r.runs.keys or r.entries] or [
+        reports[0].details()
+    ]
     try:
         # Whole or not at all: somebody may be reading it.
         new = Path(f"{path}.{os.getpid()}")

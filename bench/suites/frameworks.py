@@ -1,64 +1,34 @@
-"""Programs of other libraries, unchanged, with and without weft: transformers, DDP and FSDP2.
-
-    torchrun --nproc-per-node 2 bench/frameworks.py --cases "Qwen3 train 1024" "Llama generate 128" [--out file.json]
-    torchrun --nproc-per-node 2 bench/frameworks.py --small     # on CPU ranks, tiny
-
-A case is a model of transformers, what is done with it, and tokens:
-
-| is done | by | contenders |
-|---|---|---|
-| prefill, train, generate | torch.compile under ``tp_plan="auto"`` | plain, weft, agree=False |
-| eager | that training step, not compiled; transformers 5.17 | process groups: plain alone, plain, process group |
-| ddp, fsdp2 | a whole model of 1.2 billion parameters on each rank | the same groups |
-
-A training step is a forward and a backward; there is no optimizer. Each contender's results (logits, or loss and
-gradients) are compared with the first one's before and after. Contenders are timed in turns in one process; the first
-step of a turn is not timed. Rows: {"framework", "program", "contender", "ms", "gpu_ms", "host_ms", "peak_bytes",
-"fused", "left", "error"}: medians of the rounds, of the slowest rank. ``ms`` is the wall's, ``host_ms`` that of a
-step's Python on an idle GPU, ``gpu_ms`` how long some kernel runs in a profiled step. ``fused`` and ``left`` are
-collectives in compiled graphs, or a process group's calls. ``error`` is relative to the norm.
-"""
+"""Programs of other libraries, unchanged, with and without weft: transformers, DDP and FSDP2."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import machine
 import torch
-import torch.distributed as dist
 from framework_programs import KINDS, SIZES, FrameworkCase, FrameworkProgram, make_programs
 from llama_profile import kernels_of, slowest
-from timer import order, over_ranks
+from suite import Run, Suite
+from timer import meet, order, over_ranks
 from torch import Tensor
 from torch._inductor import config as inductor_config
 
-ROUNDS = 9
 #: Of bfloat16 and float32, relative to the norm.
 WRONG = {"cuda": 0.05, "cpu": 1e-4}
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
 
 
 def turn(program: FrameworkProgram, steps: int, device: torch.device) -> tuple[float, float]:
     """Milliseconds of a step on this rank: (wall, host)."""
     program.step()
-    _synchronize(device)
+    meet(device)
     begin = time.perf_counter()
     program.step()
     host = time.perf_counter() - begin
-    _synchronize(device)
+    meet(device)
     begin = time.perf_counter()
     for _ in range(steps):
         program.step()
@@ -86,11 +56,17 @@ def busy_ms(program: FrameworkProgram) -> float:
     return total / 1e3
 
 
-def rows_of_case(
-    case: FrameworkCase, given: argparse.Namespace, device: torch.device
-) -> list[dict[str, Any]]:
+def _framework(case: FrameworkCase) -> str:
+    import transformers
+
+    of_torch = case.kind in ("ddp", "fsdp2")
+    return f"torch {torch.__version__}" if of_torch else f"transformers {transformers.__version__}"
+
+
+def rows_of_case(case: FrameworkCase, run: Run) -> list[dict[str, Any]]:
+    given, device = run.given, run.device
     names = [name for name in KINDS[case.kind] if name in (given.contenders or KINDS[case.kind])]
-    makers = make_programs(case, names, given.layers, given.small, device)
+    makers = make_programs(case, names, given.layers, device)
     programs: dict[str, FrameworkProgram] = {}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     wanted: list[Tensor] = []
@@ -105,8 +81,7 @@ def rows_of_case(
         found = [result.clone() for result in program.results()]
         wanted = wanted or found
         errors[name] = error(found, wanted, device)
-        if dist.get_rank() == 0:
-            print(f"    {case}, {name}: ready in {time.perf_counter() - begin:.0f} s", flush=True)
+        run.say(f"    {case}, {name}: ready in {time.perf_counter() - begin:.0f} s")
         if name == "plain alone":
             times[name] = [turn(program, given.steps, device) for _ in range(given.rounds)]
     turns = [name for name in names if name != "plain alone"]
@@ -140,13 +115,6 @@ def rows_of_case(
     return rows
 
 
-def _framework(case: FrameworkCase) -> str:
-    import transformers
-
-    of_torch = case.kind in ("ddp", "fsdp2")
-    return f"torch {torch.__version__}" if of_torch else f"transformers {transformers.__version__}"
-
-
 def framework_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """``x`` is how many times as fast as plain."""
     plain = next((row["ms"] for row in rows if row["contender"] == "plain"), None)
@@ -162,50 +130,61 @@ def framework_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", nargs="+", type=FrameworkCase.of, help='such as "Qwen3 train 1024"')
-    parser.add_argument("--contenders", nargs="+", help="some of the case's")
-    parser.add_argument("--layers", type=int, default=8, help="of the sharded models")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--steps", type=int, default=3, help="in a turn")
-    parser.add_argument("--warmup", type=int, default=8, help="steps before the first turn")
-    parser.add_argument("--small", action="store_true", help="tiny models")
-    parser.add_argument("--out", type=Path, help="rows as JSON")
-    return parser.parse_args()
+class Frameworks(Suite):
+    """Programs of other libraries, unchanged, with and without weft: transformers, DDP and FSDP2.
 
+    A case is a model of transformers, what is done with it, and tokens: --cases "Qwen3 train 1024" "Llama ddp 512".
 
-def main() -> int:
-    given = parsed()
-    device = machine.join_ranks()
-    torch._dynamo.config.recompile_limit = 256  # each contender compiles the code of every hooked module
-    inductor_config.fx_graph_cache = False  # a graph from there has no entries in the report
-    cases = given.cases or [
-        FrameworkCase(model, kind, 9 if given.small else 1024)
-        for model in SIZES
-        for kind in KINDS
-        if (model == "Llama" or kind not in ("ddp", "fsdp2")) and kind != "eager"
-    ]
-    say: Any = print if dist.get_rank() == 0 else lambda *args, **named: None
-    say(machine.described(device.type, dist.get_world_size()))
-    say(f"{'':<22}{'':<15}{'ms':>11}{'x':>11}{'gpu ms':>11}{'host ms':>11}{'GiB':>10}{'fused':>7}{'left':>6}")
-    rows = []
-    for case in cases:
+    | is done | by | contenders |
+    |---|---|---|
+    | prefill, train, generate | torch.compile under ``tp_plan="auto"`` | plain, weft, agree=False |
+    | eager | that training step, not compiled; transformers 5.17 | process groups: plain alone, plain, process group |
+    | ddp, fsdp2 | a whole model of 1.2 billion parameters on each rank | the same groups |
+
+    Between CPU ranks models are tiny. A training step is a forward and a backward; there is no optimizer. Each
+    contender's results (logits, or loss and gradients) are compared with the first one's before and after. Contenders
+    are timed in turns; the first step of a turn is not timed. Rows: {"framework", "program", "contender", "ms",
+    "gpu_ms", "host_ms", "peak_bytes", "fused", "left", "error"}: medians of the rounds, of the slowest rank. ``ms`` is
+    the wall's, ``host_ms`` that of a step's Python on an idle GPU, ``gpu_ms`` how long some kernel runs in a profiled
+    step. ``fused`` and ``left`` are collectives in compiled graphs, or a process group's calls. ``error`` is relative
+    to the norm.
+    """
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        super().add_options(parser)
+        parser.add_argument("--cases", nargs="+", help='such as "Qwen3 train 1024"')
+        parser.add_argument("--contenders", nargs="+", help="some of the case's")
+        parser.add_argument("--layers", type=int, default=8, help="of the sharded models")
+        parser.add_argument("--rounds", type=int, default=9)
+        parser.add_argument("--steps", type=int, default=3, help="in a turn")
+        parser.add_argument("--warmup", type=int, default=8, help="steps before the first turn")
+
+    def rows(self, given: argparse.Namespace) -> list[FrameworkCase]:
+        if given.cases:
+            return [FrameworkCase.of(text) for text in given.cases]
+        return [
+            FrameworkCase(model, kind, 9 if given.device == "cpu" else 1024)
+            for model in SIZES
+            for kind in KINDS
+            if (model == "Llama" or kind not in ("ddp", "fsdp2")) and kind != "eager"
+        ]
+
+    def begin(self, run: Run) -> None:
+        torch._dynamo.config.recompile_limit = 256  # each contender compiles the code of every hooked module
+        inductor_config.fx_graph_cache = False  # a graph from there has no entries in the report
+        columns = ("ms", "x", "gpu ms", "host ms")
+        head = "".join(f"{name:>11}" for name in columns)
+        run.say(f"{'':<22}{'':<15}{head}{'GiB':>10}{'fused':>7}{'left':>6}")
+
+    def measure(self, row: FrameworkCase, run: Run) -> None:
         torch.compiler.reset()
-        found = rows_of_case(case, given, device)
-        rows += found
-        say("\n".join(framework_table(found)), flush=True)
-        if given.out and dist.get_rank() == 0:
-            given.out.write_text(json.dumps(rows, indent=1) + "\n")
-    wrong = [row for row in rows if not row["error"] < WRONG[device.type]]
-    for row in wrong:
-        say(f"WRONG: {row['program']}, {row['contender']}: {row['error']}")
-    dist.barrier()
-    dist.destroy_process_group()
-    return int(bool(wrong))
+        found = rows_of_case(row, run)
+        run.rows += found
+        run.say(*framework_table(found))
+        for each in found:
+            if not each["error"] < WRONG[run.device.type]:
+                run.wrong = True
+                run.say(f"WRONG: {row}, {each['contender']}: {each['error']}")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+SUITE = Frameworks()

@@ -1,0 +1,1 @@
+"""What experts' outputs add up to, reduced over the ranks: the end of a mixture's layer."""

@@ -1,0 +1,141 @@
+"""fused_moe_combine_all_reduce_rms_norm: the norm of fused_all_reduce_rms_norm after what is put together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ....kernels.all_reduce_rms_norm.host import COMBINE as OP
+from ....kernels.all_reduce_rms_norm.reference import Affine, NormKind
+from ....symm_mem import resolve_group
+from ....symm_mem.heap.heap import Heap
+from ...dispatch import launch_cache
+from ...dispatch.choice import Choice
+from ...dispatch.workspaces import ALL_REDUCE
+from .. import all_reduce
+from ..all_reduce_rms_norm import (
+    NormOperands,
+    choose_norm,
+    named_norm,
+    norm_gradients,
+    run_norm,
+    validate_norm,
+)
+from ..op import Op, refuse_second_gradient
+from .operands import (
+    combined_gradients,
+    combined_of,
+    save_combined,
+    validate_combined,
+)
+
+
+class CombineRmsNormCall(NamedTuple):
+    y: Tensor
+    slots: Tensor
+    weights: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    eps: float
+    group_name: str
+    shared: Tensor | None = None
+    weight_offset: float = 0.0
+    round_sum: bool = True
+    group_size: int | None = None
+
+    @property
+    def operands(self) -> NormOperands:
+        return NormOperands(self.y, self.residual, self.affine, combined=combined_of(self))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return self.operands.tensors
+
+    @property
+    def affine(self) -> Affine:
+        return Affine(self.weight)
+
+    @property
+    def kind(self) -> NormKind:
+        wide = self.weight.dtype != self.y.dtype
+        found = NormKind(self.eps, self.weight_offset, self.round_sum, self.residual is not None, wide)
+        return found._replace(combine=combined_of(self).shape)
+
+    @property
+    def name(self) -> Hashable:
+        """By what the fast path knows the call, with the tensors."""
+        norm = named_norm(self.eps, self.weight_offset, self.round_sum)
+        return norm, self.shared is not None, self.residual is not None
+
+
+def _validate(call: CombineRmsNormCall) -> tuple[CombineRmsNormCall, ProcessGroup]:
+    group = resolve_group(call.group_name)
+    validate_combined(call)
+    validate_norm(call, "y", call.y, combined_of(call).result_shape)
+    return call, group
+
+
+def fast_moe_combine_all_reduce_rms_norm(call: CombineRmsNormCall) -> tuple[Tensor, Tensor] | None:
+    """As the op, if such a call was made before; else None, and nothing happened. Tensors may be anything."""
+    results = launch_cache.launch_again(OP, call.name, call.tensors, call.group_name, (ALL_REDUCE,))
+    return None if results is None else (results[0], results[1])
+
+
+def _run(
+    choice: Choice, where: Heap | None, call: CombineRmsNormCall, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    normed, sums = run_norm(choice, where, call.operands, call.kind, lambda: call.name, group)
+    return normed, sums
+
+
+class CombineRmsNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: CombineRmsNormCall, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.norm, ctx.group_name, ctx.group_size = (
+            (call.eps, call.weight_offset),
+            call.group_name,
+            call.group_size,
+        )
+        normed, sums = MOE_COMBINE_ALL_REDUCE_RMS_NORM.run_below_autograd(call)
+        save_combined(ctx, call, ctx.needs_input_grad[1:4], sums, call.weight)
+        return normed, sums
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        refuse_second_gradient(OP)
+        *combined, sums, weight = ctx.saved_tensors
+        wanted, (of_residual, of_weight) = ctx.needs_input_grad[1:4], ctx.needs_input_grad[4:]
+        total, grad_weight = norm_gradients(sums, weight, grads, ctx.norm, of_weight)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        found: tuple[Any, ...] = (None, None, None)
+        if any(wanted):
+            whole = torch.ops.weft.one_shot_all_reduce(
+                total, "sum", ctx.group_name, group_size=ctx.group_size
+            )
+            found = combined_gradients(combined, whole, wanted)
+        return None, *found, total if of_residual else None, grad_weight
+
+
+MOE_COMBINE_ALL_REDUCE_RMS_NORM = Op(
+    "fused_moe_combine_all_reduce_rms_norm(Tensor y, Tensor slots, Tensor weights, Tensor? residual, Tensor weight,"
+    " float eps, str group_name, *, Tensor? shared=None, float weight_offset=0.0, bool round_sum=True,"
+    " int? group_size=None) -> (Tensor, Tensor)",
+    record=CombineRmsNormCall,
+    validate=_validate,
+    fake=lambda call, group: tuple(call.y.new_empty(combined_of(call).result_shape) for _ in range(2)),
+    kernel="all_reduce_rms_norm",
+    sends_nothing=lambda call, group: call.slots.shape[0] * call.y.shape[1] == 0,
+    choose=lambda call, group: choose_norm(call.y, combined_of(call).result_shape, call.kind, group),
+    run=_run,
+    fast=fast_moe_combine_all_reduce_rms_norm,
+    known_by=lambda call, group: (call.name, call.tensors),
+    with_gradient=lambda call: CombineRmsNormFunction.apply(
+        call, call.y, call.weights, call.shared, call.residual, call.weight
+    ),
+    prepares=all_reduce.BOTH,
+)

@@ -1,0 +1,116 @@
+"""What the ops have in common: what is put together, what is refused of it, its gradient, and its launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ....kernels.device.collective.combine import Combined
+from ....symm_mem.backends.cuda_state import current_stream_of
+from ....symm_mem.heap.heap import Heap
+from ....symm_mem.timeouts import timeout_in_ns
+from ... import validation
+from ...dispatch import launch_cache
+from ...dispatch.choice import Choice
+from ...dispatch.plan import ran
+from ...dispatch.staging import aligned
+from ...dispatch.stream_order import in_stream_order
+
+if TYPE_CHECKING:
+    from ....kernels.device.collective.combine import CombineLauncher
+
+
+class CombineCall(Protocol):
+    """A call of one of them."""
+
+    @property
+    def y(self) -> Tensor: ...
+    @property
+    def slots(self) -> Tensor: ...
+    @property
+    def weights(self) -> Tensor: ...
+    @property
+    def shared(self) -> Tensor | None: ...
+
+
+def combined_of(call: CombineCall) -> Combined:
+    return Combined(call.y, call.slots, call.weights, call.shared)
+
+
+def validate_combined(call: CombineCall) -> None:
+    y, slots, weights, shared = combined_of(call)
+    for name, tensor in (("y", y), ("slots", slots)):
+        if tensor.dim() != 2:
+            raise ValueError(f"{name}: has {tensor.dim()} dimensions, must have 2")
+    validation.float_dtype("y", y)
+    if slots.dtype != torch.int32:
+        raise TypeError(f"slots: is {slots.dtype}, must be torch.int32")
+    if slots.shape[1] == 0:
+        raise ValueError(f"slots: has shape {tuple(slots.shape)}, must have a column for each choice")
+    if weights.shape != slots.shape:
+        raise ValueError(
+            f"weights: has shape {tuple(weights.shape)}, must have {tuple(slots.shape)} like slots"
+        )
+    if weights.dtype != torch.float32:
+        validation.dtype_like("weights", weights, y, "y", " or torch.float32" * (y.dtype.itemsize == 2))
+    for name, tensor in (("slots", slots), ("weights", weights)):
+        validation.same_device(name, tensor, y, "y")
+    if shared is not None:
+        shape = slots.shape[0], y.shape[1]
+        if shared.shape != shape:
+            raise ValueError(
+                f"shared: has shape {tuple(shared.shape)}, must have {shape}: a row as long as those of y for each "
+                "token"
+            )
+        validation.like_tensor("shared", shared, y, "y")
+
+
+def save_combined(ctx: Any, call: CombineCall, wanted: Sequence[bool], *more: Tensor | None) -> None:
+    """What ``combined_gradients`` needs, of those of y, weights and shared that are wanted."""
+    y = call.y if wanted[1] else call.y.new_empty(()).expand(call.y.shape)
+    ctx.save_for_backward(y, call.slots, call.weights, *more)
+
+
+def combined_gradients(saved: Sequence[Tensor], grad: Tensor, wanted: Sequence[bool]) -> tuple[Any, ...]:
+    """Of y, weights and shared, of the gradient of what this rank gives."""
+    y, slots, weights = saved
+    return Combined(y, slots, weights, None).gradients(grad, wanted)
+
+
+@dataclass(frozen=True)
+class CombineHow:
+    """``key``: what the kernel is made for; ``make``: makes it in a workspace."""
+
+    key: tuple[Hashable, ...]
+    make: Callable[[Any], CombineLauncher]
+
+
+def launch_combined(
+    op: str, choice: Choice, where: Heap, combined: Combined, shape: Sequence[int], arguments: Hashable
+) -> Tensor:
+    """The result, of this shape. ``arguments``: by which the fast path knows the call, with the tensors."""
+    from ....kernels.device.tuning.choice import make_together
+
+    how: CombineHow = choice.how
+    used = [aligned(t.contiguous()) for t in combined.tensors]
+    with in_stream_order(used[0].device):
+        place = choice.workspace_on(where)
+        place.raise_if_broken()
+        key: Any = (op, *how.key)
+        kernel = place.prepared.get(key)
+        plan = choice.plan_in(place)
+        ran(plan)
+        if kernel is None:
+            kernel = make_together(place, op, key, key, lambda: how.make(place))
+        out = used[0].new_empty(shape)
+        timeout_ns = timeout_in_ns(where.group_name)
+        place.raise_if_broken(op, grids=kernel.grids)
+        addresses = [t.data_ptr() for t in used]
+        kernel.launch(0, addresses, [out.data_ptr()], timeout_ns, current_stream_of(used[0]))
+    made = launch_cache.LaunchedCall(op, arguments, combined.tensors, used, [out])
+    launch_cache.remember_call(made, place, kernel, plan, profitable=True, grids=kernel.grids)
+    return out

@@ -1,0 +1,185 @@
+"""weft::grouped_matmul: products of rows with the experts that they are sorted by; ``experts.grouped_matmul`` documents
+it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....kernels.device.capability import why_no_kernel_on
+from ....kernels.grouped_matmul.configs import MOST_EXPERTS, choose_grouped, takes_by_index
+from ....kernels.grouped_matmul.reference import experts_of_rows, reference_grouped_matmul
+from ... import validation
+from ...dispatch.plan import num_sms
+from ..op import refuse_second_gradient
+from .local import define
+
+_ops = torch.ops.weft
+_UNIT = 8  # numbers of 16 bits that TMA and torch's grouped product want rows to be a multiple of
+_MOST_PREPARED = 256
+
+
+def _validate(A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None) -> None:
+    validation.float_dtype("A", A)
+    if A.dim() != 2:
+        raise ValueError(f"A: has {A.dim()} dimensions, must be a matrix [T, K]")
+    validate_experts("B", B, A, "A")
+    validate_index("offs", offs, A, "A")
+    if offs.shape[0] != B.shape[0]:
+        raise ValueError(f"offs: has {offs.shape[0]} elements, must have {B.shape[0]}, as B has experts")
+    if rows is not None:
+        validate_index("rows", rows, A, "A")
+        if A.shape[0] == 0 and rows.shape[0] != 0:
+            raise ValueError(f"A: has no rows, must have those that {rows.shape[0]} rows name")
+    if bias is not None:
+        if tuple(bias.shape) != (B.shape[0], B.shape[2]):
+            raise ValueError(f"bias: has shape {tuple(bias.shape)}, must be [{B.shape[0]}, {B.shape[2]}]")
+        validation.like_tensor("bias", bias, A, "A")
+
+
+def validate_experts(name: str, B: Tensor, A: Tensor, like_name: str) -> None:
+    """B is [E, K, N], of matrices that a matrix A can be multiplied with."""
+    k = A.shape[1]
+    if B.dim() != 3 or B.shape[1] != k:
+        raise ValueError(
+            f"{name}: has shape {tuple(B.shape)}, must be [E, {k}, N]: {like_name} has {k} columns"
+        )
+    validation.like_tensor(name, B, A, like_name)
+    if not 1 <= B.shape[0] <= MOST_EXPERTS:
+        raise ValueError(f"{name}: has {B.shape[0]} experts, must have from 1 to {MOST_EXPERTS}")
+    for dim, size in (("K", k), ("N", B.shape[2])):
+        if size == 0 or size % _UNIT:
+            raise ValueError(f"{name}: has {dim} = {size}, must be a multiple of {_UNIT} from {_UNIT} on")
+
+
+def validate_index(name: str, index: Tensor, A: Tensor, like_name: str) -> None:
+    if index.dtype != torch.int32:
+        raise TypeError(f"{name}: is {index.dtype}, must be int32")
+    if index.dim() != 1:
+        raise ValueError(f"{name}: has {index.dim()} dimensions, must have 1")
+    validation.same_device(name, index, A, like_name)
+
+
+def multiply(A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None) -> Tensor:
+    """As the op, on the current device; the arguments are what validation has seen."""
+    by_kernel = A.device.type == "cuda" and A.dtype != torch.float32
+    if not by_kernel or why_no_kernel_on("grouped_matmul", A.device) is not None:
+        return reference_grouped_matmul(A, B, offs, rows, bias)
+    from ....kernels.grouped_matmul.cuda_kernel import lies_well
+
+    out = _fake(A, B, offs, rows, bias)
+    if out.numel() == 0:
+        return out
+    if rows is not None and not takes_by_index(out.shape[0], out.shape[1]):
+        A, rows = A[rows.clamp(0, A.shape[0] - 1)], None
+    # What lies otherwise is copied, also what is contiguous and begins at another address.
+    A = A if lies_well(A) else A.clone(memory_format=torch.contiguous_format)
+    B = B if lies_well(B) or lies_well(B.mT) else B.clone(memory_format=torch.contiguous_format)
+    index = offs.contiguous(), None if rows is None else rows.contiguous()
+    layout = A.shape, A.stride(), B.shape, B.stride(), A.dtype, A.device
+    kernel = _prepared(layout, out.shape[0], rows is not None, num_sms(A.device))
+    kernel.launch(A, B, out, index, None if bias is None else bias.contiguous())
+    return out
+
+
+@lru_cache(_MOST_PREPARED)
+def _prepared(layout: tuple[Any, ...], rows: int, by_rows: bool, sms: int) -> Any:
+    """The launcher of such operands, which lie as ``layout`` says; in the current context."""
+    from ....kernels.grouped_matmul.cuda_kernel import GroupedMatmul
+
+    shape_of_a, strides_of_a, shape_of_b, strides_of_b, dtype, _ = layout
+    a = torch.empty_strided(shape_of_a, strides_of_a, dtype=dtype, device="meta")
+    b = torch.empty_strided(shape_of_b, strides_of_b, dtype=dtype, device="meta")
+    experts, k, n = shape_of_b
+    return GroupedMatmul(a, b, choose_grouped(rows, experts, n, k, sms), sms, by_rows=by_rows)
+
+
+def _fake(A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None) -> Tensor:
+    return A.new_empty((A if rows is None else rows).shape[0], B.shape[2])
+
+
+def sum_by_index(values: Tensor, index: Tensor, count: int) -> Tensor:
+    """[count, N]: sums in float32 of rows [R, N] by index [R], in their order. Those of other indices are left out."""
+    sums = values.new_zeros(count + 1, values.shape[1], dtype=torch.float32)
+    place = torch.where((index >= 0) & (index < count), index, count).long()
+    if values.device.type == "cpu":
+        sums.index_add_(0, place, values.float())
+    else:  # which sorts, where index_add_ would add in any order
+        sums.index_put_((place,), values.float(), accumulate=True)
+    return sums[:count].to(values.dtype)
+
+
+class GroupedMatmulFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        wants_a, wants_b, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(A if wants_b else None, B if wants_a else None, offs, rows)
+        ctx.tokens, ctx.transposed = A.shape[0], B.stride(1) == 1
+        with torch._C._AutoDispatchBelowAutograd():
+            found: Tensor = _ops.grouped_matmul(A, B, offs, rows, bias)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_second_gradient("grouped_matmul")
+        A, B, offs, rows = ctx.saved_tensors
+        wants_a, wants_b, _, _, wants_bias = ctx.needs_input_grad
+        grad = grad.contiguous()
+        of_a = of_b = of_bias = None
+        if wants_a:
+            of_rows = _ops.grouped_matmul(grad, B.mT, offs, None, None)
+            here = torch.arange(grad.shape[0], device=grad.device) < offs[-1]
+            if rows is None:
+                of_a = torch.where(here[:, None], of_rows, 0)
+            else:
+                of_a = _ops.sum_by_index(of_rows, torch.where(here, rows, -1), ctx.tokens)
+        if wants_b:
+            of_b = _ops.grouped_matmul_gradient_of_b(A, grad, offs, rows, ctx.transposed)
+        if wants_bias:
+            of_bias = _ops.sum_by_index(grad, experts_of_rows(offs, grad.shape[0]), offs.shape[0])
+        return of_a, of_b, None, None, of_bias
+
+
+def _gradient_of_b(A: Tensor, grad: Tensor, offs: Tensor, rows: Tensor | None, transposed: bool) -> Tensor:
+    """[E, K, N], of each expert's rows. It lies as B does."""
+    taken = A.contiguous() if rows is None else A[rows.long()]
+    if transposed:
+        return torch._grouped_mm(grad.t(), taken, offs).mT
+    return torch._grouped_mm(taken.t(), grad, offs)
+
+
+def _fake_gradient_of_b(
+    A: Tensor, grad: Tensor, offs: Tensor, rows: Tensor | None, transposed: bool
+) -> Tensor:
+    experts, k, n = offs.shape[0], A.shape[1], grad.shape[1]
+    return A.new_empty(experts, n, k).mT if transposed else A.new_empty(experts, k, n)
+
+
+def _fake_sums(values: Tensor, index: Tensor, count: int) -> Tensor:
+    return values.new_empty(count, values.shape[1])
+
+
+define(
+    "grouped_matmul(Tensor A, Tensor B, Tensor offs, Tensor? rows, Tensor? bias) -> Tensor",
+    _validate,
+    multiply,
+    _fake,
+    GroupedMatmulFunction.apply,
+)
+define(
+    "grouped_matmul_gradient_of_b(Tensor A, Tensor grad, Tensor offs, Tensor? rows, bool transposed) -> Tensor",
+    lambda *_: None,
+    _gradient_of_b,
+    _fake_gradient_of_b,
+)
+define(
+    "sum_by_index(Tensor values, Tensor index, int count) -> Tensor",
+    lambda *_: None,
+    sum_by_index,
+    _fake_sums,
+)

@@ -1,0 +1,143 @@
+"""Tensors that have all ranks' columns in a graph, and what stands for them on a rank's own columns."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import fx
+
+from ....symm_mem import resolve_group
+from ..graph.collectives import Collective
+from ..graph.nodes import FLAT, Size, argument, aten, calls, is_val, known, only_user, val
+from ..graph.rewrite import call, cast, reshape
+from ..graph.split_cat import SPLITS
+
+_CAST = torch.ops.prims.convert_element_type.default
+_COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class GatheredColumns:
+    """``whole`` joins what ``c`` gathers along its last dimension, of which each rank has ``widths``.
+
+    Attributes:
+        between: the nodes from the collective's wait to ``whole``, without both.
+        rank: this one.
+    """
+
+    c: Collective
+    whole: fx.Node
+    widths: tuple[int, ...]
+    between: tuple[fx.Node, ...]
+    rank: int
+
+    @property
+    def width(self) -> int:
+        return self.widths[self.rank]
+
+    @property
+    def start(self) -> int:
+        return sum(self.widths[: self.rank])
+
+    def own(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        """This rank's columns of a node that has all."""
+        return call(before, aten.slice.Tensor, node, -1, self.start, self.start + self.width)
+
+    def shard(self, before: fx.Node) -> fx.Node:
+        """Without what fills the last ranks' columns up."""
+        if known(val(self.c.x).shape[-1] == self.width):
+            return self.c.x
+        return call(before, aten.slice.Tensor, self.c.x, -1, 0, self.width)
+
+
+def gathered_columns(c: Collective) -> GatheredColumns | None:
+    """What a gather gathers, if it is joined along the last dimension."""
+    rows = val(c.x).shape[0]
+    for cat, between in _cats(c.wait):
+        parts: Any = cat.args[0]
+        if argument(cat, 1, "dim", 0) % val(cat).dim() != val(cat).dim() - 1 or len(parts) != c.world:
+            continue
+        widths = tuple(val(part).shape[-1] for part in parts)
+        own = all(_is_part(part, c.wait, i, rows) for i, part in enumerate(parts))
+        if own and all(isinstance(width, int) for width in widths):
+            return _without_filling(GatheredColumns(c, cat, widths, between, resolve_group(c.group).rank()))
+    return None
+
+
+def _without_filling(columns: GatheredColumns) -> GatheredColumns:
+    """Of columns from which the last ones are cut off at once, what is left."""
+    cut = only_user(columns.whole)
+    if not calls(cut, aten.slice.Tensor) or cut_from(cut) != (columns.whole, val(cut).dim() - 1, 0):
+        return columns
+    count, starts = val(cut).shape[-1], accumulate(columns.widths, initial=0)
+    left = tuple(
+        max(min(width, count - start), 0) for width, start in zip(columns.widths, starts, strict=False)
+    )
+    return replace(columns, whole=cut, widths=left, between=(*columns.between, columns.whole))
+
+
+def _cats(node: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
+    """What joins parts of a node, and all that lies between."""
+    inner: dict[fx.Node, None] = {}
+    level = [node]
+    while level:
+        level = [
+            u for n in level for u in n.users if calls(u, *SPLITS[:2], operator.getitem, aten.slice.Tensor)
+        ]
+        inner |= dict.fromkeys(level)
+    cats = {u: None for n in (node, *inner) for u in n.users if calls(u, aten.cat.default)}
+    return ((cat, tuple(inner)) for cat in cats)
+
+
+def _is_part(node: fx.Node, source: fx.Node, i: int, rows: Size) -> bool:
+    """Whether the node is what rank ``i`` has gathered, or the first of its columns."""
+    found = cut_from(node)
+    if found is not None and found[0] is not source and found[1:] == (val(node).dim() - 1, 0):
+        node = found[0]
+        found = cut_from(node)
+    if found is None or found[:2] != (source, 0):
+        return False
+    return known(found[2] == i * rows) and known(val(node).shape[0] == rows)
+
+
+def cut_from(node: fx.Node) -> tuple[fx.Node, int, Size] | None:
+    """(what the node is a part of, the dimension along which it was cut, where it begins there)."""
+    if calls(node, operator.getitem) and calls(node.args[0], *SPLITS[:2]):
+        split: Any = node.args[0]
+        source, dim = split.args[0], argument(split, 2, "dim", 0) % val(node).dim()
+        return source, dim, sum(piece.shape[dim] for piece in split.meta["val"][: node.args[1]])
+    if calls(node, aten.slice.Tensor) and argument(node, 4, "step", 1) == 1 and is_val(node.args[0]):
+        dim, start = argument(node, 1, "dim", 0) % val(node).dim(), argument(node, 2, "start", 0) or 0
+        if isinstance(start, int) and start >= 0:
+            return node.args[0], dim, start
+    return None
+
+
+def keeps_columns(node: fx.Node) -> bool:
+    """Whether the node is its first input in another shape or dtype, or some of its rows: with all columns."""
+    if not is_val(node) or not node.args or not is_val(node.args[0]):
+        return False
+    before, after = val(node.args[0]), val(node)
+    if not after.dim() or not before.dim() or not known(before.shape[-1] == after.shape[-1]):
+        return False
+    if calls(node, aten.slice.Tensor):
+        return argument(node, 1, "dim", 0) % after.dim() != after.dim() - 1  # type: ignore[no-any-return]
+    return calls(node, _CAST, *FLAT) and after.dtype.is_floating_point
+
+
+def step_on_columns(node: fx.Node, source: fx.Node, width: int, before: fx.Node) -> fx.Node:
+    """A node that ``keeps_columns``, of its input's own columns. A cast of 16 bits to 32, exact, is left out."""
+    if calls(node, _CAST):
+        given, dtype = val(node.args[0]).dtype, val(node).dtype  # type: ignore[arg-type]
+        return source if given in _HALVES and dtype == torch.float32 else cast(source, [dtype], before)
+    if calls(node, aten.slice.Tensor):
+        return call(before, aten.slice.Tensor, source, *node.args[1:])
+    if calls(node, *_COPIES):
+        return source
+    return reshape(source, [*val(node).shape[:-1], width], before)

@@ -1,0 +1,113 @@
+"""Where the gradient of gathered columns goes: each rank's own part of it, or of the sum of all ranks'."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from ..graph.nodes import (
+    LeftAlone,
+    argument,
+    aten,
+    c10d,
+    calls,
+    is_val,
+    known,
+    only_user,
+    same_shape,
+    val,
+    what,
+)
+from ..graph.split_cat import SPLITS
+from .columns import GatheredColumns, cut_from, keeps_columns
+
+
+@dataclass(frozen=True)
+class Path:
+    """From a gradient of all columns to a part of it.
+
+    Attributes:
+        steps: each is a node of all columns: another shape or dtype, zeros around it (``slice_scatter``), or a sum with
+            other gradients (``add``).
+        end: this rank's columns.
+        summed: whether these are of the sum of all ranks' gradients.
+        passed: the nodes between the last step and the end.
+    """
+
+    steps: tuple[fx.Node, ...]
+    end: fx.Node
+    summed: bool
+    passed: tuple[fx.Node, ...]
+
+    @property
+    def sums(self) -> list[fx.Node]:
+        return [n for n in self.steps if calls(n, aten.add.Tensor)]
+
+
+def path_of(gradient: fx.Node, columns: GatheredColumns) -> Path:
+    """
+    Raises:
+        LeftAlone: all columns of the gradient are needed.
+    """
+    steps: list[fx.Node] = []
+    node = gradient
+    while True:
+        if (end := _end(node, columns)) is not None:
+            return Path(tuple(steps), *end)
+        user = only_user(node)
+        if user is None or not (keeps_columns(user) or _is_put_into_zeros(user, node) or _is_sum(user)):
+            raise LeftAlone(f"all columns of its gradient are used, by {' and '.join(map(what, node.users))}")
+        steps.append(user)
+        node = user
+
+
+def _is_put_into_zeros(node: fx.Node, source: fx.Node) -> bool:
+    if not calls(node, aten.slice_scatter.default) or node.args[1] is not source:
+        return False
+    zeros: Any = node.args[0]
+    is_zero = calls(zeros, aten.full.default) and zeros.args[1] == 0
+    return is_zero and argument(node, 2, "dim", 0) % val(node).dim() != val(node).dim() - 1
+
+
+def _is_sum(node: fx.Node) -> bool:
+    if not calls(node, aten.add.Tensor) or node.kwargs or not all(map(is_val, node.args)):
+        return False
+    return all(same_shape(val(a).shape, val(node).shape) for a in node.args)  # type: ignore[arg-type]
+
+
+def _end(node: fx.Node, columns: GatheredColumns) -> tuple[fx.Node, bool, tuple[fx.Node, ...]] | None:
+    """(this rank's part, whether it is of the sum of all ranks', what lies between), if nothing else is used."""
+    cuts = list(node.users)
+    splits = [u for u in cuts if calls(u, *SPLITS[:2])]
+    if len(splits) == len(cuts) == 1:
+        cuts = list(splits[0].users)
+    if not cuts or not all(calls(u, operator.getitem, aten.slice.Tensor) for u in cuts):
+        return None
+    places = {u: found for u in cuts if (found := cut_from(u)) is not None}
+    last = val(node).dim() - 1
+    if any(places.get(u, (None,))[:2] != (node, last) for u in cuts):
+        return None
+
+    def is_of(cut: fx.Node, rank: int) -> bool:
+        start = sum(columns.widths[:rank])
+        return known(places[cut][2] == start) and known(val(cut).shape[-1] == columns.widths[rank])
+
+    if len(cuts) == 1 and is_of(cuts[0], columns.rank):
+        return cuts[0], False, tuple(splits)
+    joined: Any = only_user(cuts[0])
+    if not calls(joined, aten.cat.default) or set(joined.all_input_nodes) != set(cuts):
+        return None
+    if argument(joined, 1, "dim", 0) % val(joined).dim() or len(joined.args[0]) != columns.c.world:
+        return None
+    if not all(is_of(cut, rank) for rank, cut in enumerate(joined.args[0])):
+        return None
+    scatter: Any = only_user(joined)
+    wait = only_user(scatter)
+    if not calls(scatter, c10d.reduce_scatter_tensor.default) or not calls(wait, c10d.wait_tensor.default):
+        return None
+    if scatter.args[1:] != ("sum", columns.c.world, columns.c.group):
+        return None
+    return wait, True, (*splits, *cuts, joined, scatter)

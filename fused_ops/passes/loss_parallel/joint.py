@@ -1,0 +1,86 @@
+"""Loss parallelism on the graph of forward and backward, before AOTAutograd's partitioner: what is kept for the
+backward are a rank's own columns.
+
+As ``sequence_parallel/joint.py`` it changes what all ranks must change alike, by the graph, the group's size and the
+settings. Targets, and rows that are cut out of the logits, are taken to be the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from ..agreement.fallback.run import is_fallback_graph
+from ..cache_key import pass_key
+from ..canonicalize import by_position, name_groups, wait_once
+from ..graph.collectives import Collective
+from ..graph.nodes import LeftAlone, c10d
+from ..origin import fields_of
+from ..records.entry import Entry
+from ..settings import PassSettings
+from .columns import gathered_columns, keeps_columns
+from .gradient import path_of
+from .replace import put_on_columns
+from .softmax import log_softmax_of
+
+#: What the op of a loss has in its ``meta``: the ``Entry`` of the gather in the place of which it is.
+_ENTRY = "weft_loss_parallel"
+#: What a gather of logits has that stays as it was: why.
+_LEFT = "weft_not_loss_parallel"
+
+
+class JointLosses(PassSettings, CustomGraphPass):
+    """Made by ``FusionPass(loss_parallel=True)``."""
+
+    def uuid(self) -> Any:
+        return f"{pass_key(self)} losses"
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if is_fallback_graph():
+            return
+        by_position(graph)
+        name_groups(graph)
+        wait_once(graph)
+        for node in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
+            self._put_on_columns(node)
+
+    def _put_on_columns(self, node: fx.Node) -> None:
+        try:
+            c = Collective.from_node(node, self.groups)
+        except LeftAlone:
+            return
+        if (columns := gathered_columns(c)) is None:
+            return
+        entry = Entry(
+            **fields_of(node, 0), detail=f"loss parallel, {columns.width} columns of {sum(columns.widths)}"
+        )
+        sources: dict[fx.Node, fx.Node] = {}
+        pending = [columns.whole]
+        try:
+            while pending:
+                x = pending.pop()
+                if (softmax := log_softmax_of(x)) is not None:
+                    paths = [path_of(gradient.result, columns) for gradient in softmax.gradients]
+                    op = put_on_columns(columns, sources, softmax, paths)
+                    into = str(op.target._schema.name)  # type: ignore[union-attr]
+                    op.meta[_ENTRY] = replace(entry, fused_into=into)
+                    return
+                found = {u: x for u in x.users if keeps_columns(u) and u not in sources}
+                sources |= found
+                pending += found
+        except LeftAlone as e:
+            node.meta[_LEFT] = f"not loss parallel: {e}"
+
+
+def losses_of(graph: fx.Graph, number: int) -> list[Entry]:
+    """What the ``number``-th graph has in place of gathers of logits."""
+    found = (node.meta.get(_ENTRY) for node in graph.nodes)
+    return [replace(entry, graph=number) for entry in found if isinstance(entry, Entry)]
+
+
+def notes_of(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Why gathers of logits are still there."""
+    return {node: node.meta[_LEFT] for node in graph.nodes if _LEFT in node.meta}

@@ -1,0 +1,146 @@
+"""A log-softmax of gathered columns and what picks targets from it, and the gradient that a joint graph makes of it, as
+torch decomposes ``cross_entropy``.
+
+    shifted = x - amax(x); log_probs = shifted - log(sum(exp(shifted))); picked = gather(log_probs, targets)
+    of_x = hot * g - exp(log_probs) * sum(hot * g), where hot is a number at the target, and 0 elsewhere
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..graph.nodes import LeftAlone, aten, calls, known, only_user, some, val, what
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """``scale * onehot(targets) * by`` through a log-softmax: ``result``, of all columns."""
+
+    result: fx.Node
+    targets: fx.Node  # [M, 1]
+    scale: float
+    by: fx.Node  # [M, 1]
+
+
+@dataclass(frozen=True)
+class LogSoftmax:
+    """
+    Attributes:
+        x: [M, V], float32.
+        log_probs: of all columns.
+        picked: those of targets, [M, 1].
+        gradients: what the backward makes of ``log_probs``.
+    """
+
+    x: fx.Node
+    log_probs: fx.Node
+    picked: fx.Node
+    gradients: tuple[Gradient, ...]
+
+    @property
+    def targets(self) -> fx.Node:
+        return self.picked.args[2]  # type: ignore[return-value]
+
+
+def log_softmax_of(x: fx.Node) -> LogSoftmax | None:
+    """
+    Raises:
+        LeftAlone: more than targets' log-probabilities is needed.
+    """
+    log_probs = next((found for u in x.users if (found := _log_probs(x, u)) is not None), None)
+    if log_probs is None:
+        return None
+    if val(x).dim() != 2 or val(x).dtype != torch.float32:
+        raise LeftAlone(
+            f"its log-softmax is of {val(x).dim()} dimensions in {val(x).dtype}, not of rows in float32"
+        )
+    picked = [u for u in log_probs.users if calls(u, aten.gather.default) and u.args[:2] == (log_probs, 1)]
+    exponentials = [u for u in log_probs.users if calls(u, aten.exp.default)]
+    if others := [u for u in log_probs.users if u not in picked and u not in exponentials]:
+        raise LeftAlone(f"its log-softmax is used by {some(others)}, too")
+    if len(picked) != 1 or not known(val(picked[0]).shape[1] == 1):
+        raise LeftAlone("of its log-softmax not one target's in each row is used")
+    return LogSoftmax(x, log_probs, picked[0], tuple(_gradient(u) for e in exponentials for u in e.users))
+
+
+def _log_probs(x: fx.Node, amax: fx.Node) -> fx.Node | None:
+    """What a log-softmax of ``x``, whose maximum this is, results in."""
+    if not _along_rows(amax, aten.amax.default, x):
+        return None
+    shifted: Any = only_user(amax)
+    if not calls(shifted, aten.sub.Tensor) or shifted.args != (x, amax) or len(shifted.users) != 2:
+        return None
+    exp: Any = next((u for u in shifted.users if calls(u, aten.exp.default)), None)
+    total = only_user(exp)
+    log = only_user(total)
+    if not _along_rows(total, aten.sum.dim_IntList, exp) or not calls(log, aten.log.default):
+        return None
+    result = only_user(log)
+    return result if calls(result, aten.sub.Tensor) and result.args == (shifted, log) else None
+
+
+def _along_rows(node: Any, target: Any, x: Any) -> bool:
+    """Whether the node reduces ``x`` along its last dimension, which stays."""
+    if not calls(node, target) or node.args[0] is not x or len(node.args) < 3 or node.args[2] is not True:
+        return False
+    return [dim % val(x).dim() for dim in node.args[1]] == [val(x).dim() - 1]
+
+
+def _gradient(of_sum: Any) -> Gradient:
+    """``hot * g - exp(log_probs) * sum(hot * g)``, of its second product.
+
+    Raises:
+        LeftAlone: it is something else.
+    """
+    result = only_user(of_sum)
+    why = LeftAlone(f"the backward uses its softmax otherwise, in {what(of_sum)}")
+    if (
+        not calls(of_sum, aten.mul.Tensor)
+        or not calls(result, aten.sub.Tensor)
+        or result.args[1] is not of_sum
+    ):
+        raise why
+    of_targets, total = result.args[0], of_sum.args[1]
+    if not _along_rows(total, aten.sum.dim_IntList, of_targets) or not calls(of_targets, aten.mul.Tensor):
+        raise why
+    for hot, by in (of_targets.args, of_targets.args[::-1]):
+        if (found := _hot(hot)) is not None and known(val(by).numel() == val(total).numel()):
+            return Gradient(result, found[0], found[1], by)
+    raise why
+
+
+def _hot(node: Any) -> tuple[fx.Node, float] | None:
+    """(targets [M, 1], number) of what is a number at each row's target, and 0 elsewhere."""
+    if calls(node, aten.scatter.value) and _number(node.args[0]) == 0 and node.args[1] in (1, -1):
+        return node.args[2], float(node.args[3])
+    if (
+        not calls(node, aten.where.self)
+        or _number(node.args[2]) != 0
+        or not calls(node.args[0], aten.eq.Tensor)
+    ):
+        return None
+    targets, columns = node.args[0].args
+    while calls(
+        columns, aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.expand.default
+    ):
+        columns = columns.args[0]
+    named = columns.kwargs if calls(columns, torch.ops.prims.iota.default) else {}
+    number = _number(node.args[1])
+    if named.get("start") != 0 or named.get("step") != 1 or number is None:
+        return None
+    if not known(columns.args[0] == val(node).shape[1]):
+        return None
+    return (targets.args[0] if calls(targets, aten.expand.default) else targets), number
+
+
+def _number(node: Any) -> float | None:
+    """What all elements of the node are; None if that is not known."""
+    if calls(node, aten.full.default) and isinstance(node.args[1], (int, float)):
+        return float(node.args[1])
+    if calls(node, aten.scalar_tensor.default) and isinstance(node.args[0], (int, float)):
+        return float(node.args[0])
+    return None

@@ -1,0 +1,166 @@
+"""Experts' outputs that kernels put together while they load them: the host's side of combine.cuh, and the same in
+plain torch."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..comm.ll_exchange import VECTOR
+
+MOST_VECTORS = 1 << 31  #: of all tokens: kernels count them in 32 bits, rounded up to a pass of all blocks
+
+
+class CombineSource(ctypes.Structure):
+    """The twin of ``weft::Combine`` in combine.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("y", "slots", "weights", "shared")),
+        *((name, ctypes.c_uint32) for name in ("rows", "tokens", "first", "vectors")),
+    )
+
+
+# From y to shared, at once: a store to a ctypes field costs as much.
+_put_addresses = struct.Struct("4Q").pack_into
+
+
+class CombineShape(NamedTuple):
+    """Of what is put together: rows of y, choices of each token, whether their weights are float32 beside 16 bits, and
+    whether there is a shared expert's part."""
+
+    rows: int
+    choices: int
+    wide: bool
+    shared: bool
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        """What combine.cuh must know."""
+        return {"CHOICES": self.choices, "WIDE_CHOICES": int(self.wide), "SHARED_EXPERT": int(self.shared)}
+
+    def source(self, tokens: int, vectors: int, first: int = 0) -> CombineSource:
+        """Without addresses."""
+        return CombineSource(rows=self.rows, tokens=tokens, first=first, vectors=vectors)
+
+
+class Combined(NamedTuple):
+    """y [R, H], slots [T, k], weights [T, k], and perhaps shared [T, H]."""
+
+    y: torch.Tensor
+    slots: torch.Tensor
+    weights: torch.Tensor
+    shared: torch.Tensor | None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """In the kernels' order."""
+        return [t for t in self if t is not None]
+
+    @property
+    def result_shape(self) -> tuple[int, int]:
+        return self.slots.shape[0], self.y.shape[1]
+
+    @property
+    def shape(self) -> CombineShape:
+        rows, choices = self.y.shape[0], self.slots.shape[1]
+        return CombineShape(rows, choices, self.weights.dtype != self.y.dtype, self.shared is not None)
+
+    def choices(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For each choice, rows of y, and which of them the slots say; where they do not, row 0 stands."""
+        found = []
+        for slot in self.slots.unbind(1):
+            there = (slot >= 0) & (slot < self.y.shape[0])
+            found.append((torch.where(there, slot, 0).long(), there))
+        return found
+
+    def total(self) -> torch.Tensor:
+        """This rank's rows [T, H], as the kernels compute them: in float32, rounded once. Of float64, in that."""
+        y, wide = self.y, torch.promote_types(self.y.dtype, torch.float32)
+        total = y.new_zeros(self.result_shape, dtype=wide)
+        if y.shape[0]:
+            for (row, there), weight in zip(self.choices(), self.weights.unbind(1), strict=True):
+                total += torch.where(there[:, None], y[row].to(wide) * weight[:, None].to(wide), 0)
+        if self.shared is not None:
+            total += self.shared
+        return total.to(y.dtype)
+
+    def gradients(
+        self, grad: torch.Tensor, wanted: Sequence[bool]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Those of y, weights and shared that are wanted, of the gradient of ``total``; in float32, rounded once."""
+        (of_y, of_weights, of_shared), y = wanted, self.y
+        for_y = y.new_zeros(y.shape[0] + 1, y.shape[1]) if of_y else None  # the last row is of no slot
+        for_weights = []
+        for (row, there), weight in zip(self.choices(), self.weights.unbind(1), strict=True):
+            if for_y is not None:
+                part = (grad * weight[:, None].float()).to(y.dtype)
+                for_y.index_add_(0, torch.where(there, row, y.shape[0]), part)
+            if of_weights and y.shape[0]:
+                dots = (y[row].float() * grad).sum(-1)
+                for_weights.append(torch.where(there, dots, 0))
+        found = None
+        if of_weights:
+            found = torch.stack(for_weights, 1) if for_weights else torch.zeros_like(self.weights)
+            found = found.to(self.weights.dtype)
+        return (None if for_y is None else for_y[:-1]), found, grad if of_shared else None
+
+
+def why_not_combined(tokens: int, hidden: int, dtype: torch.dtype) -> str | None:
+    """Why kernels cannot put so many rows of ``hidden`` elements together; None if they can."""
+    if hidden * dtype.itemsize % VECTOR:
+        return f"rows of {hidden} x {dtype} are no multiple of {VECTOR} bytes"
+    if tokens * hidden * dtype.itemsize >= MOST_VECTORS * VECTOR:
+        return f"{tokens} rows of {hidden} x {dtype} are more than {MOST_VECTORS} times {VECTOR} bytes"
+    return None
+
+
+class CombineLauncher:
+    """A collective of what is put together, on one workspace and one shape: prepared once, launched often.
+
+    Args:
+        params: of the kernel, with a field ``combine``.
+        result: where in it the result's address stands.
+        bound: launches it on a stream.
+
+    Attributes:
+        grids: the blocks of a launch, once for each epoch that it takes.
+    """
+
+    def __init__(
+        self, params: Any, result: int, bound: Callable[[int], None], grids: tuple[int, ...]
+    ) -> None:
+        self.grids = grids
+        self._params, self._result, self._bound = params, result, bound
+        self._combine = type(params).combine.offset
+        self._lock = threading.Lock()  # a launch takes what stands in its struct
+
+    def launch(
+        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
+    ) -> None:
+        """The whole collective. Safe to capture in a CUDA graph. The current device must be that of the tensors.
+
+        Args:
+            buffer: not used; epochs alternate by themselves.
+            operands, results: addresses of y, slots, weights and, if there is one, shared; and of the result. All of
+                contiguous tensors, multiples of 16.
+            timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
+            stream: a CUstream as an integer.
+
+        Raises:
+            RuntimeError: the kernel cannot be launched.
+        """
+        with self._lock:
+            self._params.slots.watch.timeout_ns = timeout_ns
+            put_operands(self._params, self._combine, operands)
+            struct.pack_into("Q", self._params, self._result, results[0])
+            self._bound(stream)
+
+
+def put_operands(params: ctypes.Structure, at: int, operands: Sequence[int]) -> None:
+    """The addresses of y, slots, weights and perhaps shared into the source that begins ``at`` so many bytes."""
+    _put_addresses(params, at, *operands, *(0,) * (4 - len(operands)))

@@ -1,0 +1,24 @@
+"""What grouped_matmul computes, with torch's grouped product. Nothing of it waits for a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def experts_of_rows(offs: Tensor, rows: int) -> Tensor:
+    """[rows]: the expert of each row, the number of experts for those of none."""
+    return torch.searchsorted(offs, torch.arange(rows, device=offs.device, dtype=offs.dtype), right=True)
+
+
+def reference_grouped_matmul(
+    A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """[R, N] of A [T, K], B [E, K, N], offs [E], rows [R] and bias [E, N]. Rows of no expert hold anything."""
+    taken = A.contiguous() if rows is None else A[rows.long().clamp(0, A.shape[0] - 1)]
+    B = B if B.is_contiguous() or B.mT.is_contiguous() else B.contiguous()
+    # Whatever offs holds, it names rows that there are.
+    out = torch._grouped_mm(taken, B, offs.clamp(0, taken.shape[0]).cummax(0).values.int())
+    if bias is not None:
+        out = out + bias[experts_of_rows(offs, out.shape[0]).clamp(max=B.shape[0] - 1)]
+    return out

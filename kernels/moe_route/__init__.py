@@ -1,0 +1,1 @@
+"""Where the tokens of a mixture of experts go."""

@@ -1,0 +1,223 @@
+"""fused_all_gather_grouped_matmul and its gradients against float64, ranks with rows and experts of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from opcommon import BOUND, DEVICES, cells, check, gather, poison, refuses, same_on_all, world
+from ranks import run_row
+from torch import Tensor
+from weft.fused_ops import fused_all_gather_grouped_matmul, last_plan, moe_route, plan
+from weft.symm_mem import PeerTimeout, get_timeout, reset, set_timeout
+
+# Tokens of a rank, K, experts and experts of each token.
+ROWS = [(13, 72, 9, 2), (64, 16, 4, 1), (5, 264, 40, 8), (0, 16, 4, 2), (1, 8, 1, 1)]
+
+
+def drawn(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, rank: int, ns: tuple[int, ...] = (40, 8)
+) -> Any:
+    """This rank's tokens, its Bs with K and with N contiguous, and the choices of all tokens, the same on all ranks;
+    some are of no expert."""
+    m, k, experts, choices = shape
+    ids = same_on_all(m * world().size(), experts + choices).argsort(1)[:, :choices]
+    bs = [torch.randn(experts, n, k).to(dtype).mT for n in ns]
+    return torch.randn(m, k).to(dtype), [bs[0], *(b.contiguous() for b in bs[1:])], ids
+
+
+def products(A: Tensor, B: Tensor, rows: Tensor, offs: Tensor) -> Tensor:
+    ends = [0, *offs.tolist()]
+    taken = A[rows.long()]
+    return torch.cat([taken[ends[e] : ends[e + 1]] @ B[e] for e in range(len(offs))])
+
+
+def forward(rank: int, size: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    for call in range(3):  # both buffers, one of them again
+        x, bs, ids = drawn(shape, dtype, rank)
+        first = rank % shape[2]  # ranks have other experts, and other numbers of them
+        rows, offs, _ = moe_route(ids, shape[2], first_expert=first)
+        bs = [b[first:] for b in bs]
+        poison(rank)
+        A, outs = fused_all_gather_grouped_matmul(x, bs, rows, offs, 0, world(), return_A=call == 1)
+        every = torch.cat(gather(x))
+        assert (A is None) == (call != 1)
+        if A is not None:
+            check("A", A, every, 0)
+        for b, out in zip(bs, outs, strict=True):
+            want = products(every, b.double(), rows, offs)
+            assert out.shape == (rows.shape[0], b.shape[2]) and out.dtype == dtype
+            check("product", out[: want.shape[0]], want, BOUND[dtype])
+
+
+@pytest.mark.parametrize(("size", "device", "shape", "dtype"), cells((1, 2, 3), [(row,) for row in ROWS]))
+def test_forward(size: int, device: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    run_row(forward, size, shape, dtype, device=device)
+
+
+def backward(rank: int, size: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    x, bs, ids = drawn(shape, dtype, rank)
+    rows, offs, _ = moe_route(ids, shape[2])
+    x, bs = x.requires_grad_(), [b.detach().requires_grad_() for b in bs]
+    A, outs = fused_all_gather_grouped_matmul(x, bs, rows, offs, 0, world(), return_A=True)
+    assert A is not None
+    grads = [torch.randn_like(out) for out in (A, *outs)]
+    poison(rank)
+    torch.autograd.backward([A, *outs], grads)
+    every, count = torch.cat(gather(x)).requires_grad_(), int(offs[-1])
+    exact = [b.detach().double().requires_grad_() for b in bs]
+    found = [every, *(products(every, b, rows, offs) for b in exact)]
+    torch.autograd.backward(found, [grads[0].double(), *(g[:count].double() for g in grads[1:])])
+    assert every.grad is not None and x.grad is not None
+    parts = [part.chunk(size)[rank] if part.numel() else part[:0] for part in gather(every.grad)]
+    check("gradient of the tokens", x.grad, sum(parts), 2 * BOUND[dtype], parts)
+    for b, like in zip(bs, exact, strict=True):
+        assert b.grad is not None and like.grad is not None and b.grad.stride() == b.stride()
+        check("gradient of B", b.grad, like.grad, BOUND[dtype])
+
+
+@pytest.mark.parametrize(("size", "device", "shape", "dtype"), cells((1, 2, 3), [(row,) for row in ROWS[:3]]))
+def test_backward(size: int, device: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    run_row(backward, size, shape, dtype, device=device)
+
+
+def only_what_is_wanted(rank: int, size: int) -> None:
+    x, (b, c), ids = drawn(ROWS[0], torch.float32, rank)
+    rows, offs, _ = moe_route(ids, ROWS[0][2])
+    for wanted in range(3):
+        given = [t.detach().requires_grad_(i == wanted) for i, t in enumerate((x, b, c))]
+        _, outs = fused_all_gather_grouped_matmul(given[0], given[1:], rows, offs, 0, world())
+        sum(out[: int(offs[-1])].sum() for out in outs).backward()  # type: ignore[union-attr]
+        assert [t.grad is not None for t in given] == [i == wanted for i in range(3)]
+    given[0].requires_grad_()
+    _, outs = fused_all_gather_grouped_matmul(given[0], given[1:], rows, offs, 0, world())
+    with pytest.raises(NotImplementedError, match="fused_all_gather_grouped_matmul: has no second gradient"):
+        torch.autograd.grad(outs[0].sum(), given[0], create_graph=True)
+
+
+def test_only_what_is_wanted() -> None:
+    run_row(only_what_is_wanted, 2)
+
+
+def compiled(rank: int, size: int) -> None:
+    def layer(x: Tensor, b: Tensor, c: Tensor, scores: Tensor) -> Tensor:
+        rows, offs, slots = moe_route(scores.topk(2, dim=1)[1], 9)
+        _, (gate, up) = fused_all_gather_grouped_matmul(x.sin(), [b, c], rows, offs, 0, world())
+        return (gate.sigmoid() * up)[slots.long()].sum(1)
+
+    scores, (x, (b, c), _) = same_on_all(26, 9), drawn(ROWS[0], torch.float32, rank, (40, 40))
+    found = []
+    torch._dynamo.reset()
+    for call in (layer, torch.compile(layer, fullgraph=True)):
+        given = [t.detach().requires_grad_() for t in (x, b, c)]
+        out = call(*given, scores)
+        out.cos().sum().backward()
+        found.append((out.detach(), *(t.grad for t in given)))
+    for got, want in zip(found[1], found[0], strict=True):
+        check("compiled", got, want.double(), 2e-6)  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_under_torch_compile(device: str) -> None:
+    run_row(compiled, 2, device=device)
+
+
+def opcheck(rank: int, size: int) -> None:
+    x, bs, ids = drawn(ROWS[0], torch.float32, rank)
+    rows, offs, _ = moe_route(ids[:, :1] % 9, 9)
+    for grad in (False, True):
+        given = x.detach().requires_grad_(grad), [b.detach().requires_grad_(grad) for b in bs], rows, offs, 0
+        for return_A in (False, True):
+            torch.library.opcheck(
+                torch.ops.weft.fused_all_gather_grouped_matmul,
+                (*given, world().group_name),
+                {"return_A": return_A},
+            )
+
+
+def test_opcheck() -> None:
+    run_row(opcheck, 2)
+
+
+def plans(rank: int, size: int) -> None:
+    x, bs, ids = drawn(ROWS[0], torch.float32, rank)
+    rows, offs, _ = moe_route(ids, 9)
+    expected = plan(fused_all_gather_grouped_matmul, x, bs, rows, offs, 0, world())
+    fused_all_gather_grouped_matmul(x, bs, rows, offs, 0, world())
+    assert last_plan() == expected and expected.algorithm == "host" and expected.workspace_bytes > 0
+
+
+def test_plan() -> None:
+    run_row(plans, 2)
+
+
+def a_rank_stays_away(rank: int, size: int) -> None:
+    x, bs, ids = drawn(ROWS[0], torch.float32, rank)
+    rows, offs, _ = moe_route(ids, 9)
+    fused_all_gather_grouped_matmul(x, bs, rows, offs, 0, world())
+    before = get_timeout(world())
+    set_timeout(0.5, world())
+    if rank == 0:
+        with pytest.raises(PeerTimeout, match="fused_all_gather_grouped_matmul"):
+            fused_all_gather_grouped_matmul(x, bs, rows, offs, 0, world())
+    set_timeout(before, world())
+    reset(world())
+
+
+def test_a_rank_stays_away() -> None:
+    run_row(a_rank_stays_away, 2)
+
+
+def refused(rank: int, size: int) -> None:
+    index, A, B = torch.zeros(3, dtype=torch.int32), torch.ones(4, 16), torch.ones(3, 16, 8)
+    for *given, kind, message in (
+        (
+            torch.ones(2, 4, 16),
+            [B],
+            index,
+            index,
+            0,
+            ValueError,
+            "A_shard: has 3 dimensions, must be a matrix",
+        ),
+        (A, [B], index, index, 1, ValueError, "gather_dim: is 1, must be 0: tokens are rows"),
+        (A, [], index, index, 0, ValueError, "Bs: is empty"),
+        (
+            A,
+            [B, B[:, :8]],
+            index,
+            index,
+            0,
+            ValueError,
+            r"Bs\[1\]: has shape \(3, 8, 8\), must be \[E, 16, N\]",
+        ),
+        (
+            A,
+            [B[:2]],
+            index,
+            index,
+            0,
+            ValueError,
+            r"Bs\[0\]: has 2 experts, must have 3, as offs has elements",
+        ),
+        (A, [B[:, :, :7]], index, index, 0, ValueError, r"Bs\[0\]: has N = 7, must be a multiple of 8"),
+        (
+            A,
+            [B.half()],
+            index,
+            index,
+            0,
+            TypeError,
+            r"Bs\[0\]: is torch.float16, must be torch.float32 like A_shard",
+        ),
+        (A, [B], index.long(), index, 0, TypeError, "rows: is torch.int64, must be int32"),
+        (A, [B], index, index.short(), 0, TypeError, "offs: is torch.int16, must be int32"),
+    ):
+        refuses(fused_all_gather_grouped_matmul, (*given, world()), kind, message)
+    with pytest.raises(TypeError, match="return_A: is of type int, must be True or False"):
+        fused_all_gather_grouped_matmul(A, [B], index, index, 0, world(), return_A=1)  # type: ignore[arg-type]
+
+
+def test_refused() -> None:
+    run_row(refused, 2)

@@ -1,0 +1,302 @@
+"""The ops that put experts' outputs together, on real CPU processes, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from combines import SIZES, Routed, routed
+from opcommon import (
+    BOUND,
+    DEVICES,
+    assert_fused,
+    cells,
+    check,
+    gather,
+    poison,
+    refuses,
+    same_on_all,
+    world,
+)
+from ranks import run_row
+from weft.fused_ops import (
+    fused_moe_combine_all_reduce,
+    fused_moe_combine_all_reduce_rms_norm,
+    fused_moe_combine_reduce_scatter,
+)
+from weft.kernels.all_reduce_rms_norm.reference import rms_norm
+from weft.symm_mem import set_checked
+
+EPS = 1e-2  # so large that it shows
+
+
+def right(rank: int, world_size: int, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    poison(rank)
+    tokens, _, hidden, _ = sizes
+    for wide, of, shared in ((True, "random", True), (False, "one", False), (True, "none", True)):
+        given = routed(sizes, dtype, wide, of)
+        *first, added = given
+        parts = gather(given.total(shared))
+        if shared:
+            norms = [*parts, *(p for part in given.parts() for p in gather(part))]
+        else:
+            norms = [*parts, *gather(given.parts()[0])]
+        what = f"{sizes} {dtype} {of}"
+        named = {"shared": added if shared else None}
+        total = fused_moe_combine_all_reduce(*first, world(), **named)
+        if total.numel() and world_size > 1:
+            assert_fused()
+        assert total.is_contiguous() and total.dtype == dtype
+        check(f"sum {what}", total, sum(parts), BOUND[dtype], norms)
+        assert torch.equal(total, fused_moe_combine_all_reduce(*first, world(), **named)), "other bits"
+
+        residual, weight = torch.randn(tokens, hidden).to(dtype), torch.randn(hidden)
+        args = residual, weight if wide else weight.to(dtype), EPS, world()
+        for _ in range(2):
+            normed, sums = fused_moe_combine_all_reduce_rms_norm(*first, *args, **named)
+            assert torch.equal(sums, residual + total), f"sums {what}"
+            want = rms_norm(sums.double(), args[1].double(), EPS)
+            check(f"normed {what}", normed, want, BOUND[dtype])
+        alone, sums = fused_moe_combine_all_reduce_rms_norm(*first, None, *args[1:], **named)
+        assert torch.equal(sums, total), f"sums of no residual {what}"
+        check(f"normed alone {what}", alone, rms_norm(total.double(), args[1].double(), EPS), BOUND[dtype])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "device", "sizes", "dtype"), cells([1, 2, 3, 4], [(sizes,) for sizes in SIZES])
+)
+def test_all_reduces(
+    world_size: int, device: str, sizes: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    run_row(right, world_size, sizes, dtype, device=device)
+
+
+def scattered(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    poison(rank)
+    for tokens, choices, hidden in ((4, 2, 8), (5, 8, 11), (0, 1, 8)):
+        sizes = tokens * world_size, choices, hidden * world_size, 8
+        for wide, named in ((True, True), (False, False)):
+            *first, added = routed(sizes, dtype, wide)
+            shared = added if named else None
+            whole = fused_moe_combine_all_reduce(*first, world(), shared=shared)
+            for dim in (0, 1, -1):
+                got = fused_moe_combine_reduce_scatter(*first, dim, world(), shared=shared)
+                assert got.is_contiguous()
+                if got.numel() and world_size > 1:
+                    assert_fused()
+                assert torch.equal(got, whole.chunk(world_size, dim)[rank]), (sizes, dim)
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("device", DEVICES)
+def test_parts_have_the_bits_of_the_sum(device: str, world_size: int, dtype: torch.dtype) -> None:
+    run_row(scattered, world_size, dtype, device=device)
+
+
+def any_layout(rank: int, world_size: int) -> None:
+    given = routed((6, 3, 32, 5), torch.bfloat16, True)
+    want = fused_moe_combine_all_reduce(*given[:3], world(), shared=given.shared)
+    odd = [torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape) for t in given]
+    turned = [t.t().contiguous().t() for t in given]
+    for y, slots, weights, shared in (odd, turned):
+        assert torch.equal(fused_moe_combine_all_reduce(y, slots, weights, world(), shared=shared), want)
+    far = given.slots.masked_fill(given.slots < 0, 1 << 30)  # of no row: as -1
+    assert torch.equal(
+        fused_moe_combine_all_reduce(given.y, far, given.weights, world(), shared=given.shared), want
+    )
+    far[0, 0] = 1 << 30
+    set_checked(True)
+    try:
+        with pytest.raises(
+            ValueError, match=r"slots: holds 1073741824, must be from -1 to 17, as y has rows"
+        ):
+            fused_moe_combine_all_reduce(given.y, far, given.weights, world())
+    finally:
+        set_checked(False)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_strides_and_slots(device: str) -> None:
+    run_row(any_layout, 2, device=device)
+
+
+def gradients(rank: int, world_size: int, scatter_dim: int | None) -> None:
+    tokens, hidden = 4 * world_size, 3 * world_size
+    given = routed((tokens, 3, hidden, 5), torch.float32, True)
+    given = Routed(*(t.nan_to_num() for t in given))
+    leaves = [given.y, given.weights, given.shared, torch.randn(tokens, hidden), torch.randn(hidden)]
+    y, weights, shared, residual, weight = (t.clone().requires_grad_() for t in leaves)
+    on_normed, on_sums = torch.randn(2, tokens, hidden).unbind()
+    if scatter_dim is None:
+        args = residual, weight, EPS, world()
+        normed, sums = fused_moe_combine_all_reduce_rms_norm(y, given.slots, weights, *args, shared=shared)
+        loss = (normed * on_normed).sum() + (sums * on_sums).sum()
+    else:
+        part = fused_moe_combine_reduce_scatter(y, given.slots, weights, scatter_dim, world(), shared=shared)
+        loss = (part * on_sums.chunk(world_size, scatter_dim)[rank]).sum()
+    loss.backward(retain_graph=True)
+
+    # The sum of all ranks' losses, of this rank's leaves; the other ranks' rows and weights are numbers.
+    exact = [t.double().requires_grad_() for t in leaves]
+    rows = torch.cat([exact[0], torch.zeros(1, hidden)])[given.slots.long()]
+    own = (rows * exact[1][..., None]).sum(1) + exact[2]
+    total = sum(gather(own)) + own - own.detach()
+    if scatter_dim is None:
+        for r, (res, scale, a, b) in enumerate(
+            zip(*map(gather, (residual, weight, on_normed, on_sums)), strict=True)
+        ):
+            of_rank = (exact[3], exact[4]) if r == rank else (res, scale)
+            wide = total + of_rank[0]
+            ((rms_norm(wide, of_rank[1], EPS) * a).sum() + (wide * b).sum()).backward(retain_graph=True)
+    else:
+        on = torch.cat(
+            [g.chunk(world_size, scatter_dim)[r] for r, g in enumerate(gather(on_sums))], scatter_dim
+        )
+        (total * on).sum().backward()
+    for name, got, want in zip(
+        ("y", "weights", "shared", "residual", "weight"),
+        (y, weights, shared, residual, weight),
+        exact,
+        strict=True,
+    ):
+        if want.grad is None:
+            assert got.grad is None
+            continue
+        assert got.grad is not None, name
+        check(f"{name}.grad", got.grad, want.grad, 1e-6)
+    with pytest.raises(NotImplementedError, match=r"fused_moe_combine_.*: has no second gradient"):
+        torch.autograd.grad(loss, y, create_graph=True)
+
+
+@pytest.mark.parametrize("scatter_dim", [None, 0, 1])
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients(device: str, scatter_dim: int | None) -> None:
+    run_row(gradients, 3, scatter_dim, device=device)
+
+
+def compiled(rank: int, world_size: int) -> None:
+    group = world()
+    weight = same_on_all(8, dtype=torch.float32)
+
+    def normed(
+        y: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor
+    ) -> torch.Tensor:
+        named = {"shared": shared * 2}
+        out, sums = fused_moe_combine_all_reduce_rms_norm(
+            y, slots, weights, shared, weight, EPS, group, **named
+        )
+        return out + sums
+
+    def reduced(
+        y: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor
+    ) -> torch.Tensor:
+        return fused_moe_combine_all_reduce(y * 2, slots, weights, group) + shared
+
+    def part(
+        y: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor
+    ) -> torch.Tensor:
+        return fused_moe_combine_reduce_scatter(y, slots, weights, 0, group, shared=shared) * 2
+
+    functions: list[Callable[..., torch.Tensor]] = [normed, reduced, part]
+    for f in functions:
+        for dynamic, sizes in ((False, (6,)), (True, (4, 6))):
+            torch._dynamo.reset()
+            g = torch.compile(f, dynamic=dynamic, fullgraph=True)
+            for tokens in sizes:
+                given = routed((tokens, 2, 8, 4), torch.float32, True)
+                y, _, weights, shared = (t.nan_to_num().requires_grad_(t.is_floating_point()) for t in given)
+                want = f(y, given.slots, weights, shared)
+                grads = torch.autograd.grad(want.sin().sum(), (y, weights, shared))
+                got = g(y, given.slots, weights, shared)
+                check("compiled", got.detach(), want.detach().double(), 1e-6)
+                for a, b in zip(
+                    torch.autograd.grad(got.sin().sum(), (y, weights, shared)), grads, strict=True
+                ):
+                    check("compiled grad", a, b.double(), 1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_under_torch_compile(device: str) -> None:
+    run_row(compiled, 2, device=device)
+
+
+def opcheck(rank: int, world_size: int) -> None:
+    name = world().group_name
+    for grad in (False, True):
+        given = [
+            t.nan_to_num().requires_grad_(grad and t.is_floating_point())
+            for t in routed((4, 2, 8, 4), torch.float32, True)
+        ]
+        *first, shared = given
+        weight = torch.randn(8, requires_grad=grad)
+        for op, args in (
+            ("fused_moe_combine_all_reduce", (name,)),
+            ("fused_moe_combine_all_reduce_rms_norm", (shared.detach() + 1, weight, EPS, name)),
+            ("fused_moe_combine_reduce_scatter", (0, name)),
+        ):
+            torch.library.opcheck(getattr(torch.ops.weft, op), (*first, *args), {"shared": shared})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
+    run_row(opcheck, 2, device=device)
+
+
+def refused(rank: int, world_size: int) -> None:
+    y, slots, weights, name = (
+        torch.randn(6, 8),
+        torch.zeros(3, 2, dtype=torch.int32),
+        torch.rand(3, 2),
+        world().group_name,
+    )
+    ops = torch.ops.weft
+    for args, kind, words in [
+        ((y[0], slots, weights), ValueError, "y: has 1 dimensions, must have 2"),
+        ((y, slots[0], weights), ValueError, "slots: has 1 dimensions, must have 2"),
+        ((y.double(), slots, weights), TypeError, "y: is torch.float64, must be float32"),
+        ((y, slots.long(), weights), TypeError, "slots: is torch.int64, must be torch.int32"),
+        ((y, slots[:, :0], weights[:, :0]), ValueError, r"slots: has shape \(3, 0\), must have a column"),
+        ((y, slots, weights[:2]), ValueError, r"weights: has shape \(2, 2\), must have \(3, 2\) like slots"),
+        ((y, slots, weights.half()), TypeError, "weights: is torch.float16, must be torch.float32 like y"),
+        (
+            (y.half(), slots, weights.bfloat16()),
+            TypeError,
+            "weights: is torch.bfloat16, must be torch.float16",
+        ),
+    ]:
+        refuses(ops.fused_moe_combine_all_reduce, (*args, name), kind, words)
+        refuses(ops.fused_moe_combine_reduce_scatter, (*args, 0, name), kind, words)
+        refuses(ops.fused_moe_combine_all_reduce_rms_norm, (*args, None, y[0], EPS, name), kind, words)
+    first = y, slots, weights
+
+    def with_shared(shared: torch.Tensor, group: str) -> torch.Tensor:
+        return ops.fused_moe_combine_all_reduce(*first, group, shared=shared)
+
+    for args, kind, words in [
+        ((torch.randn(2, 8), name), ValueError, r"shared: has shape \(2, 8\), must have \(3, 8\)"),
+        (
+            (torch.randn(3, 8).half(), name),
+            TypeError,
+            "shared: is torch.float16, must be torch.float32 like y",
+        ),
+        ((torch.randn(3, 8), "nobody"), ValueError, "group: no process group is named"),
+    ]:
+        with pytest.raises(kind, match=words):
+            with_shared(*args)
+    norm = ops.fused_moe_combine_all_reduce_rms_norm
+    for args, kind, words in [
+        ((y, y[0], EPS), ValueError, r"residual: has shape \(6, 8\), must have \(3, 8\) to go with y"),
+        ((y[:3], y[:, 0], EPS), ValueError, r"weight: has shape \(6,\), must have \(8,\) to go with y"),
+        ((y[:3], y[0], -1.0), ValueError, "eps: is -1.0, must be 0 or more"),
+    ]:
+        refuses(norm, (*first, *args, name), kind, words)
+    scatter = ops.fused_moe_combine_reduce_scatter
+    refuses(scatter, (*first, 2, name), ValueError, "scatter_dim: is 2, must be from -2 to 1")
+    refuses(scatter, (*first, 0, name), ValueError, "scatter_dim: what is scattered has size 3 there")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
+    run_row(refused, 2, device=device)
