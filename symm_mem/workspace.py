@@ -23,6 +23,7 @@ An epoch that does not end, because a wait in it expired or an exception left it
 from __future__ import annotations
 
 import ctypes
+import sys
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -33,7 +34,7 @@ from torch.autograd.profiler import record_function
 
 from . import flight_recorder
 from .call_cache import CachedDict
-from .call_site import call_site
+from .call_site import calling, site_from
 from .errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
 from .failure.call_log import CallLog, Grids, running
 from .failure.fault import Fault, fault_of
@@ -125,7 +126,7 @@ class Workspace(Generic[L]):
         if fault.error is not None or fault.written.value:
             fault.raise_if_broken(op)
         if op is not None:
-            self._calls.begins(op, call_site(inside + 2), grids)
+            self._calls.begins(op, site_from(sys._getframe(inside + 1)) or calling.site, grids)
             if not self._is_double_buffered and running.inside:
                 running.workspace = self
 

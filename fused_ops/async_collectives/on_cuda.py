@@ -29,7 +29,8 @@ class CallsOnStream:
 
     def __init__(self, workspace: Workspace[Layout], collective: Any, call: AsyncCall) -> None:
         self.workspace, self.collective = workspace, collective
-        self._call = call._replace(x=call.x.new_empty(0))  # which keeps no operand
+        self._op, self._wait_op = call.start, call.wait
+        self._kind, self._more = call.kind, call[2:]  # of a call like it, without its operand
         size, rank = workspace.world_size, workspace.rank
         self._taken, self.shape = started_in(workspace), tuple(call.result_shape(size))
         self.own = 0 if call.gathers else rank * call.part_bytes(size)
@@ -44,14 +45,14 @@ class CallsOnStream:
     ) -> None:
         """As ``launch_cache.Caller``: a start of x, contiguous and aligned, whose token is the result."""
         (x,), (token,) = tensors, results
-        hold_started(token, self.start(self._call._replace(x=x), x, timeout_ns))
+        hold_started(token, self.start(AsyncCall(self._kind, x, *self._more), x, timeout_ns))
 
     def start(self, call: AsyncCall, sent: Tensor, timeout_ns: int) -> Started:
         """``sent``: x, contiguous and aligned; its copy if x is not."""
         workspace = self.workspace
-        buffer = free_buffer(self._taken, call.start)
+        buffer = free_buffer(self._taken, self._op)
         plan.this_thread.plan = self._plan
-        workspace.raise_if_broken(call.start, 3)
+        workspace.raise_if_broken(self._op, 6)
         workspace.take_buffer(buffer)
         try:
             self.collective.send(buffer, sent.data_ptr(), timeout_ns)
@@ -60,12 +61,12 @@ class CallsOnStream:
             raise
         release = partial(self._release, buffer) if call.placed else None
         started = Started(call, partial(self._wait, call, sent, buffer, timeout_ns), release)
-        started.holds(workspace, buffer)
+        started.holds(workspace, self._taken, buffer)
         return started
 
     def _wait(self, call: AsyncCall, x: Tensor, buffer: int, timeout_ns: int) -> Tensor:
         with in_stream_order(x.device):
-            self.workspace.raise_if_broken(call.wait, 3)
+            self.workspace.raise_if_broken(self._wait_op, 3)
             out = self.placed[buffer] if call.placed else x.new_empty(self.shape)
             stream = cuda_state.current_stream_of(x)
             self.collective.receive(buffer, x.data_ptr() + self.own, out.data_ptr(), timeout_ns, stream)

@@ -36,11 +36,10 @@ class Started:
         self._buffer = 0
         self._recorded = flight_recorder.take_recorded()
 
-    def holds(self, workspace: Workspace[Layout], buffer: int) -> None:
-        """It has begun an epoch of a buffer, which its wait ends, or its release."""
-        self._workspace, self._buffer = workspace, buffer
-        self._among = started_in(workspace)
-        self._among[buffer] = self
+    def holds(self, workspace: Workspace[Layout], taken: Any, buffer: int) -> None:
+        """It has begun an epoch of a buffer, which its wait ends, or its release. ``taken``: of ``started_in``."""
+        self._workspace, self._among, self._buffer = workspace, taken, buffer
+        taken[buffer] = self
 
     @property
     def _was_reset(self) -> bool:

@@ -33,19 +33,20 @@ one, WEFT_TIMEOUT as it was at the call that was stored; between CPU ranks as it
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import starmap
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ...kernels.device.jit.empty import Empty, empty_on
 from ...symm_mem import call_cache, flight_recorder, is_checked
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.failure.call_log import Grids
-from ...symm_mem.heap.registry import GroupRef, has_name, known_heap
+from ...symm_mem.heap.registry import GroupRef, known_heap
 from ...symm_mem.timeouts import chosen_timeout, default_timeout
 from ...symm_mem.workspace import Workspace
 from . import plan
@@ -56,7 +57,6 @@ from .tensor_guards import (
     guards_of,
     has_plain_state,
     likely_call,
-    matches_none,
     note_likely,
 )
 from .workspaces import AROUND_MATMULS, MATMUL
@@ -114,76 +114,80 @@ class PreparedLaunch:
     alignment: int = 1
 
 
+#: Makes a call of an op with tensors. The results; None if these lie where the kernel does not take them, and nothing
+#: happened. A third argument: what is written, if it is given and need not be checked.
+Launch: TypeAlias = Callable[..., list[Tensor] | None]
+
+
 @dataclass(frozen=True, slots=True)
-class CachedLaunch:
-    """A cached call on CUDA, on one stream.
+class StreamLaunch:
+    """How calls on CUDA are launched on one stream.
 
     Attributes:
-        timeout_ns: its deadline.
+        timeout_ns: their deadline.
         is_double_buffered: a launch is told of the buffer.
     """
 
-    group: GroupRef
     workspace: Workspace[Any]
     how: PreparedLaunch
     plan: plan.Plan
     timeout_ns: int
     is_double_buffered: bool
-    device: int
     stream: int
     before: StreamStep
     after: StreamStep
-    alike: TensorGuard = matches_none
 
-    def launch(
-        self, op: str, tensors: Sequence[Tensor], into: list[Tensor] | None = None
-    ) -> list[Tensor] | None:
-        """The results; None if tensors lie where the kernel does not take them, and nothing happened.
+    def bound(self) -> Launch:
+        """A function: what it takes out of here once, it need not look up at each call."""
+        how, workspace, stream, timeout_ns = self.how, self.workspace, self.stream, self.timeout_ns
+        ran, is_double_buffered, before, after = self.plan, self.is_double_buffered, self.before, self.after
+        launcher, calls, empty, grids = how.launcher, how.calls, how.empty, how.grids
+        overwrites, alignment, made, thread = how.overwrites, how.alignment, how.results, plan.this_thread
+        several = len(made) > 1  # of one ``map`` takes longer than what it calls
 
-        Args:
-            into: what is written if it is given, and need not be checked.
-        """
-        how, stream, workspace = self.how, self.stream, self.workspace
-        # Of one tensor ``map`` takes longer than what it calls.
-        operands = [tensors[0].data_ptr()] if len(tensors) == 1 else list(map(_address, tensors))
-        if how.alignment > 1:
-            together = 0
-            for address in operands:
-                together |= address
-            if together % how.alignment:
-                return None
-        if how.overwrites:
-            if not may_overwrite(tensors):
-                return None
-            results, operands = [tensors[0]], operands[-1:]
-        elif into is not None:
-            results = into
-        else:
-            made = how.results
-            results = [how.empty(*made[0])] if len(made) == 1 else list(starmap(how.empty, made))
-        if self.before is not None:
-            self.before(stream)
-        if how.calls:
-            plan.this_thread.plan = self.plan
-            how.launcher.call(tensors, results, self.timeout_ns, stream)
-        else:
-            # Noted only now that nothing is left before the launch: errors identify calls by the number of launches.
-            workspace.raise_if_broken(op, 2, how.grids)  # inside this and what has looked it up
-            plan.this_thread.plan = self.plan
-            try:
-                buffer = workspace.next_buffer() if self.is_double_buffered else 0
-                addresses = [results[0].data_ptr()] if len(results) == 1 else list(map(_address, results))
-                how.launcher.launch(buffer, operands, addresses, self.timeout_ns, stream)
-            except BaseException as e:
-                workspace.abandon(e)  # the peers may wait for what was not launched
-                raise
-        if flight_recorder.calls is not None:
-            workspace.record_launch(op, how.shape)
-        if self.after is not None:
-            self.after(stream)
-        if how.overwrites:
-            increment_version(results[0])  # of what a kernel writes at an address autograd sees nothing
-        return results
+        def launch(op: str, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Any:
+            operands = [tensors[0].data_ptr()] if len(tensors) == 1 else list(map(_address, tensors))
+            if alignment > 1:
+                together = 0
+                for address in operands:
+                    together |= address
+                if together % alignment:
+                    return None
+            results, to = tensors, operands
+            if overwrites:
+                if (len(tensors) > 1 or tensors[0].is_inference()) and not may_overwrite(tensors):
+                    return None
+                to, operands = operands[:1], operands[-1:]
+            elif into is None:
+                results = list(starmap(empty, made)) if several else [empty(*made[0])]
+            elif into is not tensors:
+                results = into
+            if before is not None:
+                before(stream)
+            if calls:
+                thread.plan = ran
+                launcher.call(tensors, results, timeout_ns, stream)
+            else:
+                # Noted now that nothing is left before the launch: errors identify calls by how many were launched.
+                workspace.raise_if_broken(op, 2, grids)  # inside this and what has looked it up
+                thread.plan = ran
+                try:
+                    buffer = workspace.next_buffer() if is_double_buffered else 0
+                    if results is not tensors:
+                        to = list(map(_address, results)) if several else [results[0].data_ptr()]
+                    launcher.launch(buffer, operands, to, timeout_ns, stream)
+                except BaseException as e:
+                    workspace.abandon(e)  # the peers may wait for what was not launched
+                    raise
+            if flight_recorder.calls is not None:
+                workspace.record_launch(op, how.shape)
+            if after is not None:
+                after(stream)
+            if overwrites:
+                increment_version(results[0])  # of what a kernel writes at an address autograd sees nothing
+            return results
+
+        return launch
 
 
 def may_overwrite(tensors: Sequence[Tensor]) -> bool:
@@ -201,11 +205,11 @@ def overlap(out: Tensor, x: Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class CachedHostCall:
-    """A cached call between CPU ranks. ``launch``: as that of ``CachedLaunch``."""
+class CachedCall:
+    """A call that was made before, on one stream, or between CPU ranks."""
 
     group: GroupRef
-    launch: Callable[[str, Sequence[Tensor]], list[Tensor] | None]
+    launch: Launch
     alike: TensorGuard
     device: int = -1
     stream: int = 0
@@ -214,9 +218,7 @@ class CachedHostCall:
 class HostCall(Protocol):
     """A call between CPU ranks that is validated and chosen."""
 
-    def bound(
-        self, workspace: Workspace[Any], ran: plan.Plan, group: GroupRef
-    ) -> Callable[[str, Sequence[Tensor]], list[Tensor] | None]:
+    def bound(self, workspace: Workspace[Any], ran: plan.Plan, group: GroupRef) -> Launch:
         """How ones like it are made in its workspace."""
         ...
 
@@ -225,6 +227,7 @@ class _Remembered(NamedTuple):
     """What a workspace keeps of a call. ``preferred``: the kernel that ``forced`` asked for."""
 
     how: PreparedLaunch | HostCall
+    launcher: Launcher | Caller | None  # of a call on CUDA
     plan: plan.Plan
     profitable: bool
     preferred: str | None
@@ -268,7 +271,7 @@ def launch_again(
     """
     kept, graphs = call_cache.cached_calls, plan.this_thread.workspaces
     kind = (op, arguments, group_name, len(tensors), graphs)
-    found: CachedLaunch | CachedHostCall | None = likely_call(kept, kind, tensors)
+    found: CachedCall | None = likely_call(kept, kind, tensors)
     if found is None:
         alike = _checked_key(op, arguments, tensors)
         stream = None if alike is None else stream_on(cuda_state.state.index_of(tensors[0]))
@@ -280,8 +283,15 @@ def launch_again(
             if found is None:
                 return None
             call_cache.keep(kept, (alike, group_name, stream, graphs), found)
+        if not found.alike(*tensors):  # found in inference mode or for a gradient, and now asked for outside
+            found = replace(found, alike=guards_of(tensors))
         note_likely(kept, kind, found)
-    return found.launch(op, tensors) if has_name(found.group(), group_name) else None
+    try:
+        if _resolve_process_group(group_name) is not found.group():  # type: ignore[arg-type]
+            return None
+    except Exception:  # destroyed
+        return None
+    return found.launch(op, tensors)
 
 
 def _checked_key(op: str, arguments: Hashable, tensors: Sequence[Any]) -> tuple[Hashable, ...] | None:
@@ -301,7 +311,7 @@ def _checked_key(op: str, arguments: Hashable, tensors: Sequence[Any]) -> tuple[
 
 def _find(
     alike: Hashable, group_name: str, tensors: Sequence[Tensor], stream: int, kinds: tuple[str, ...]
-) -> CachedLaunch | CachedHostCall | None:
+) -> CachedCall | None:
     """What is stored for such calls, where they are made now."""
     device = cuda_state.state.index_of(tensors[0])
     where = known_heap(group_name, device)
@@ -316,10 +326,11 @@ def _find(
         if plan.should_fuse(found.profitable):
             how, guard = found.how, guards_of(tensors)
             if not isinstance(how, PreparedLaunch):
-                return CachedHostCall(group, how.bound(workspace, found.plan, group), guard)
+                return CachedCall(group, how.bound(workspace, found.plan, group), guard)
             deadline = timeout(group_name, found.timeout_ns)
-            at = kind in AROUND_MATMULS, device, stream, *steps_on(device, stream)
-            return CachedLaunch(group, workspace, how, found.plan, deadline, *at, guard)
+            at = kind in AROUND_MATMULS, stream, *steps_on(device, stream)
+            launch = StreamLaunch(workspace, how, found.plan, deadline, *at).bound()
+            return CachedCall(group, launch, guard, device, stream)
     return None
 
 
@@ -381,13 +392,8 @@ def remember_host_call(key: Hashable, workspace: Workspace[Any], call: HostCall,
 def _keep(
     workspace: Workspace[Any], key: Hashable, how: PreparedLaunch | HostCall, ran: plan.Plan, profitable: bool
 ) -> None:
-    made = _Remembered(how, ran, profitable, plan.preferred_kernel(), default_ns())
+    launcher = how.launcher if isinstance(how, PreparedLaunch) else None
+    made = _Remembered(how, launcher, ran, profitable, plan.preferred_kernel(), default_ns())
     known: _Remembered | None = workspace.prepared.get(key)
-    # Only what is new: it invalidates cached calls.
-    if known is None or known[1:4] != made[1:4] or _launcher(known.how) != _launcher(how):
+    if known is None or known[1:5] != made[1:5]:  # only what is new: it invalidates cached calls
         workspace.keep(key, made)
-
-
-def _launcher(how: PreparedLaunch | HostCall) -> object:
-    """What makes two calls differ besides their plans."""
-    return how.launcher if isinstance(how, PreparedLaunch) else None

@@ -142,13 +142,17 @@ class StreamOrder:
     def alone(self, stream: int) -> None:
         """A call for which there is room. Each thread notes its own: cached calls are those of all."""
         mine = self._mine
-        mine.replays.leave(stream)
-        mine.eager.alone(stream, self._room)
+        line = mine.eager
+        if mine.replays.used:
+            mine.replays.leave(stream)
+        if line.last is not None or stream not in line.streams:
+            line.alone(stream, self._room)
 
     def _behind_last(self, stream: int) -> None:
         """What is launched on ``stream`` from here on comes after the thread's last call."""
         mine = self._mine
-        mine.replays.leave(stream)
+        if mine.replays.used:
+            mine.replays.leave(stream)
         mine.eager.wait(stream)
 
     def begin(self, stream: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from ...symm_mem.backends import cuda_state
 from .stream_order import stream_on
 
 _PYTHON_DISPATCHER = torch._C.DispatchKey.PythonDispatcher
@@ -48,10 +49,10 @@ _COMMON = _common_states()
 def guards_of(tensors: Sequence[Tensor]) -> TensorGuard:
     """The guard of ``tensors``, as they and the thread are now. It keeps no tensor, and takes as many at each check.
 
-    Nothing passes where one may require a gradient, which depends on the grad mode, too, or the thread is in a rare
-    state.
+    Nothing passes where a gradient of one is wanted, or the thread is in a rare state.
     """
-    if _state() not in _COMMON or any(t.requires_grad for t in tensors):
+    wanted = any(t.requires_grad for t in tensors)
+    if _state() not in _COMMON or (wanted and torch.is_grad_enabled()):
         return matches_none
     ids = [id(t) for t in tensors]
     if len({*ids}) < len(ids):
@@ -61,9 +62,21 @@ def guards_of(tensors: Sequence[Tensor]) -> TensorGuard:
 
         sizes: Any = [list(t.shape) for t in tensors]
         strides: Any = [list(t.stride()) for t in tensors]
-        return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        check: TensorGuard = TensorGuards(
+            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+        ).check
     except Exception:  # another version of torch: each tensor is checked by itself
         return matches_none
+    return _without_gradient(check) if wanted else check
+
+
+def _without_gradient(check: TensorGuard) -> TensorGuard:
+    """Of tensors that require a gradient: torch's guards do not look at the grad mode."""
+
+    def alike(*given: object) -> bool:
+        return not torch.is_grad_enabled() and check(*given)
+
+    return alike
 
 
 def _with_one_twice(tensors: Sequence[Tensor], first: list[int]) -> TensorGuard:
@@ -144,8 +157,19 @@ def likely_call(kept: dict[Hashable, Any], kind: Hashable, tensors: Sequence[Any
     for t in tensors:
         if type(t) not in TYPES or t.is_nested:  # guards end the process for tensors without sizes
             return None
+    cuda = cuda_state.state
     for found in cached:
-        if found.alike(*tensors) and stream_on(found.device) == found.stream:
+        if not found.alike(*tensors):
+            continue
+        # As ``stream_on``, whose call takes as long as it does. A child that was forked has no cached calls.
+        device = found.device
+        if device < 0:
+            stream = stream_on(device)
+        elif cuda.current_device() != device or cuda.is_capturing():
+            continue
+        else:
+            stream = cuda.current_stream(device)
+        if stream == found.stream:
             # Guards overlook modes that trace, and Python's dispatcher.
             if _dispatch_modes() or _key_is_on(_PYTHON_DISPATCHER) or forward_ad._current_level >= 0:
                 return None

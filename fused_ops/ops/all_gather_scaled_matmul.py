@@ -93,12 +93,16 @@ def fast_all_gather_scaled_matmul(call: AllGatherScaledMatmulCall) -> Result | N
     """As the op, if such a call was made before on CUDA; else None, and nothing happened. Tensors may be anything."""
     if call.gather_dim < 0:
         return None
-    if any(scale is not None for scale in call.result_scales):
-        return None
-    if any(type(dtype_of(dtype)) is not torch.dtype for dtype in call.out_dtypes):
-        return None
-    if any(type(fast) is not bool for fast in call.use_fast_accum):
-        return None
+    # Loops take less time than ``any``.
+    for scale in call.result_scales:
+        if scale is not None:
+            return None
+    for dtype in call.out_dtypes:
+        if type(dtype_of(dtype)) is not torch.dtype:
+            return None
+    for fast in call.use_fast_accum:
+        if type(fast) is not bool:
+            return None
     results = launch_cache.launch_again(host.OP, _arguments(call), call.tensors, call.group_name)
     if results is None:
         return None

@@ -53,14 +53,16 @@ def validate_in_place(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]
     return _validate(call)
 
 
-def fast_all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor | None:
+def _fast(call: AllReduceCall) -> Tensor | None:
     """As the op, if such a call was made before; else None, and nothing happened. All may be anything."""
+    x, reduce_op, group_name, _ = call
     results = launch_again(host.OP, reduce_op, (x,), group_name, KINDS)
     return None if results is None else results[0]
 
 
-def fast_all_reduce_in_place(x: Tensor, reduce_op: str, group_name: str) -> Tensor | None:
+def _fast_in_place(call: AllReduceCall) -> Tensor | None:
     """``x``, with the result; likewise."""
+    x, reduce_op, group_name, _ = call
     return None if launch_again(host.IN_PLACE, reduce_op, (x,), group_name, KINDS) is None else x
 
 
@@ -186,7 +188,7 @@ ALL_REDUCE = Op(
     sends_nothing=_sends_nothing,
     choose=_choose,
     run=run_by_choice,
-    fast=lambda call: fast_all_reduce(*call[:3]),
+    fast=_fast,
     known_by=lambda call, group: (call.reduce_op, [call.x]),
     with_gradient=_with_gradient,
     prepares=BOTH,
@@ -200,7 +202,7 @@ ALL_REDUCE_IN_PLACE = Op(
     sends_nothing=_sends_nothing,
     choose=_choose,
     run=_run_in_place,
-    fast=lambda call: fast_all_reduce_in_place(*call[:3]),
+    fast=_fast_in_place,
     known_by=lambda call, group: (call.reduce_op, [call.x]),
     with_gradient=lambda call: refuse_gradient(
         validate_in_place, call, " where it is overwritten; use one_shot_all_reduce"

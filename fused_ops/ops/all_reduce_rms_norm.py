@@ -119,23 +119,6 @@ def validate_norm(call: AddedCall, of: str, x: Tensor, sums: Sequence[int]) -> N
         raise ValueError(f"weight_offset: is {call.weight_offset!r}, must be 0 where there is no weight")
 
 
-def fast_all_reduce_rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    norm: float | tuple[float, float, bool],
-    group_name: str,
-) -> tuple[Tensor, Tensor] | None:
-    """As the op, if such a call was made before on CUDA; else None, and nothing happened. Tensors may be anything.
-
-    Args:
-        norm: eps, or with it what is not as usual: as ``named_norm`` gives it.
-    """
-    tensors = (x, weight) if residual is None else (x, residual, weight)
-    results = launch_cache.launch_again(host.OP, norm, tensors, group_name, (ALL_REDUCE,))
-    return None if results is None else (results[0], results[1])
-
-
 def named_norm(eps: float, weight_offset: float, round_sum: bool) -> float | tuple[float, float, bool]:
     """By what the fast path knows a norm."""
     return eps if round_sum and weight_offset == 0 else (eps, weight_offset, round_sum)
@@ -342,8 +325,10 @@ def norm_gradients(
 
 
 def _fast(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor] | None:
-    x, residual, weight, eps, group_name, offset, round_sum, _ = call
-    return fast_all_reduce_rms_norm(x, residual, weight, named_norm(eps, offset, round_sum), group_name)
+    norm = named_norm(call.eps, call.weight_offset, call.round_sum)
+    tensors = (call.x, call.weight) if call.residual is None else call[:3]
+    results = launch_cache.launch_again(host.OP, norm, tensors, call.group_name, (ALL_REDUCE,))
+    return None if results is None else (results[0], results[1])
 
 
 def choose_norm_call(call: NormCall, group: ProcessGroup) -> Choice:

@@ -113,8 +113,11 @@ def _validate(
 
 def fast_all_reduce_rms_norm_quant(call: AllReduceRmsNormQuantCall) -> QuantResult | None:
     """The same of a call whose numbers and names are of exactly the types that the op takes."""
+    tensors = [call.x, call.weight] if call.residual is None else [call.x, call.residual, call.weight]
+    if call.scale is not None:
+        tensors.append(call.scale)
     results = launch_cache.launch_again(
-        host.QUANT, name_of_quant(call), call.tensors, call.group_name, (ALL_REDUCE,)
+        host.QUANT, name_of_quant(call), tensors, call.group_name, (ALL_REDUCE,)
     )
     return None if results is None else _quant_result(results)
 

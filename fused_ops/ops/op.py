@@ -233,9 +233,7 @@ class _HostCall:
         numbers = {id(x): i for i, x in enumerate(tensors)}
         return _HostCall(op, choice, [_Part.of(value, numbers) for value in found])
 
-    def bound(
-        self, workspace: Workspace[Any], ran: Plan, group: GroupRef
-    ) -> Callable[[str, Sequence[Tensor]], list[Tensor] | None]:
+    def bound(self, workspace: Workspace[Any], ran: Plan, group: GroupRef) -> launch_cache.Launch:
         choice, parts, op = replace(self.choice, found=(workspace, ran)), self.parts, self.op
         heap, fault, in_place = workspace.heap, workspace.fault, op.functional is not None
 

@@ -16,13 +16,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from ...kernels.device.jit.empty import empty_on
-from ...symm_mem import call_cache, flight_recorder, is_checked
+from ...symm_mem import call_cache, flight_recorder, forks, is_checked
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.failure.call_log import TimedName, poison_on_error
 from ...symm_mem.heap.heap import Heap
 from ..dispatch.all_reduces import choose_sum_on_cuda, prepare_all_reduce
 from ..dispatch.call_check import begin_call
-from ..dispatch.launch_cache import CachedLaunch, PreparedKernel, PreparedLaunch, default_ns, overlap, timeout
+from ..dispatch.launch_cache import (
+    Launch,
+    PreparedKernel,
+    PreparedLaunch,
+    StreamLaunch,
+    default_ns,
+    overlap,
+    timeout,
+)
 from ..dispatch.plan import Plan, heap_or_reason, ran
 from ..dispatch.stand_alone import StandAlone, prepare_alone
 from ..dispatch.stream_order import (
@@ -32,7 +40,6 @@ from ..dispatch.stream_order import (
     is_external,
     steps_on,
     stream_and_graph,
-    stream_on,
 )
 from ..dispatch.workspaces import GROUP
 from ..ops.all_gather import choose_gather_on_cuda
@@ -139,27 +146,30 @@ class DeviceLines:
     ) -> bool:
         """Whether such a call was made before on the current stream; then it is launched there. The tensors are torch's
         own, and anything else than that may be wrong with them. ``side``: instead of the current stream, after it."""
-        index = cuda_state.state.index_of(x)
-        current = stream_on(index)
-        if current is None:
+        cuda = cuda_state.state
+        index = cuda.index_of(x)
+        # As ``stream_on``, whose call takes as long as it does.
+        if forks.inherited or cuda.current_device() != index or cuda.is_capturing():
             return False
+        current = cuda.current_stream(index)
         stream = current if side is None else side.stream.cuda_stream
-        found: CachedLaunch | None = call_cache.cached_calls.get(self._key(name, x, out, reduce_op, stream))
-        if found is None or not x.is_contiguous() or self._others is not None:
+        # By itself, not by its name: that may be another group's later.
+        key: Hashable = self, name, reduce_op, x.numel(), x.dtype, index, stream
+        if x is not out:
+            key = key, out.numel(), out.dtype
+        launch: Launch | None = call_cache.cached_calls.get(key)
+        if launch is None or not x.is_contiguous() or self._others is not None:
             return False
         if x is not out:
-            if cuda_state.state.index_of(out) != index or not out.is_contiguous():
+            if cuda.index_of(out) != index or not out.is_contiguous():
                 return False
             if overlap(out, x) and not _is_own_part(name, x, out, self._rank):
                 return False
         with self._lock:
             if side is not None:
                 side.wait(current)
-            return found.launch(name, [x], [out]) is not None
-
-    def _key(self, name: str, x: Tensor, out: Tensor, reduce_op: str, stream: int) -> Hashable:
-        # By itself, not by its name: that may be another group's later.
-        return self, name, reduce_op, x.numel(), x.dtype, out.numel(), out.dtype, x.device, stream
+            given = (x,)
+            return launch(name, given, given if x is out else (out,)) is not None
 
     @poison_on_error
     def _launch_first(self, call: GroupCall, seconds: float | None) -> str | None:
@@ -203,9 +213,12 @@ class DeviceLines:
             shape = flight_recorder.CallShape(kind, (x.numel(),), x.dtype, "cuda")
             how = PreparedLaunch(kernel, False, (), empty_on(x.device), kernel.grids, shape)
             before, after = steps_on(index, stream)
-            at = deadline, False, index, stream, _then(before, line), after
-            cached = CachedLaunch(self._group, workspace, how, ran_by, *at)
-            call_cache.keep(kept, self._key(call.name, x, out, call.reduce_op, stream), cached)
+            at = deadline, False, stream, _then(before, line), after
+            launch = StreamLaunch(workspace, how, ran_by, *at).bound()
+            key: Hashable = self, call.name, call.reduce_op, x.numel(), x.dtype, index, stream
+            if call.x is not call.out:
+                key = key, out.numel(), out.dtype
+            call_cache.keep(kept, key, launch)
         return None
 
 
@@ -215,7 +228,8 @@ def _then(before: StreamStep, line: CallLine) -> StreamStep:
     def step(stream: int) -> None:
         if before is not None:
             before(stream)
-        line.alone(stream, 1)
+        if line.last is not None or stream not in line.streams:
+            line.alone(stream, 1)
 
     return step
 

@@ -44,7 +44,8 @@ class CombineAllReduceCall(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        return combined_of(self).tensors
+        given = [self.y, self.slots, self.weights]
+        return given if self.shared is None else [*given, self.shared]
 
 
 def _validate(call: CombineAllReduceCall) -> tuple[CombineAllReduceCall, ProcessGroup]:

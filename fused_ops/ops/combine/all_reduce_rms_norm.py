@@ -53,7 +53,9 @@ class CombineRmsNormCall(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        return self.operands.tensors
+        """In the kernels' order."""
+        given = self.y, self.slots, self.weights, self.residual, self.weight, self.shared
+        return [t for t in given if t is not None]
 
     @property
     def affine(self) -> Affine:

@@ -48,7 +48,8 @@ class CombineReduceScatterCall(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        return combined_of(self).tensors
+        given = [self.y, self.slots, self.weights]
+        return given if self.shared is None else [*given, self.shared]
 
     def part_shape(self, world_size: int) -> list[int]:
         """That of the result; ``scatter_dim`` is not negative."""

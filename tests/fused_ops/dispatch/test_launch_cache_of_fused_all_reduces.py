@@ -206,7 +206,8 @@ def test_other_tensors_take_the_slow_path(stage: Fused, other: str, position: in
         given[position] = OTHERS[other](given[position])
     if other != "misaligned":  # which cuBLAS and the all-reduce take
         assert matmul_all_reduce.fast_matmul_all_reduce(*product, "sum", NAME) is None
-    assert all_reduce_rms_norm.fast_all_reduce_rms_norm(*norm, EPS, NAME) is None
+    call = all_reduce_rms_norm.AllReduceRmsNormCall(*norm, EPS, NAME)
+    assert all_reduce_rms_norm.ALL_REDUCE_RMS_NORM.fast(call) is None
     assert not stage.kernel.launched
 
 
