@@ -54,16 +54,16 @@ def made(op: str) -> tuple[list[Tensor], Call, int]:
             lambda t: of.fused_all_reduce_layer_norm(*t, 1e-5, g),
             60,
         ),
-        "rms_norm_quant": ([x, rows, n(9)], lambda t: of.fused_all_reduce_rms_norm_quant(*t, 1e-5, g), 66),
+        "rms_norm_quant": ([x, rows, n(9)], lambda t: of.fused_all_reduce_rms_norm_quant(*t, 1e-5, g), 62),
         "all_gather_scaled_matmul": (
             [fp8(5, 32), fp8(48, 32), *scales],
             lambda t: of.fused_all_gather_scaled_matmul(t[0], [t[1].t()], t[2], [t[3]], 0, g),
-            105,
+            96,
         ),
         "scaled_matmul_reduce_scatter": (
             [fp8(6, 32), fp8(48, 32), *scales],
             lambda t: of.fused_scaled_matmul_reduce_scatter(t[0], t[1].t(), *t[2:], "sum", 0, g),
-            65,
+            62,
         ),
     }
     return into[op]
