@@ -6,6 +6,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+SPHINX_ARGS ?=
 BENCH_ARGS ?= ops
 SOAK_ARGS ?=
 SANITIZER_ARGS ?=
@@ -27,7 +28,8 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help setup demo test tiny programs frameworks bench forms model mutants soak fuzz fuzz-pass sanitize lint format format-check typecheck docs clean
 
 help:
-	@echo "make demo | tiny | test | bench | lint | format | format-check | typecheck | docs | clean"
+	@echo "make demo (minutes without GPUs) | tiny (1 minute) | test (35 minutes on 2 cores)"
+	@echo "make bench | lint | format | format-check | typecheck | docs | clean"
 	@echo "long: make programs | frameworks | forms | model | mutants | soak | fuzz | fuzz-pass | sanitize"
 
 setup: $(STAMP)
@@ -44,6 +46,7 @@ $(VENV)/.weft-installed: pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
+	@echo "a model is compiled twice: minutes without GPUs"
 	$(PY) examples/llama_block.py
 
 # WORKERS processes run tests side by side, by default one more than there are processors, as ranks often wait
@@ -54,6 +57,7 @@ WORKERS ?= auto
 
 test: $(STAMP)
 ifeq ($(strip $(PYTEST_ARGS)),)
+	@echo "the whole suite: about 35 minutes on 2 cores; make tiny takes one"
 	@failed=0; \
 	$(PYTEST) -m "not (alone or gpu or slow)" -n $(WORKERS) --dist worksteal || failed=1; \
 	$(PYTEST) -m "(alone or gpu) and not slow" || failed=1; \
@@ -62,14 +66,17 @@ else
 	$(PYTEST) $(PYTEST_ARGS)
 endif
 
-# Everything once, small, in less than a minute.
+# Everything once, small, in about a minute.
 tiny: $(STAMP)
 	$(PYTEST) tests/test_tiny.py
 
-# Whole programs with the code that Inductor writes, which takes minutes to compile, and what the pass adds to that.
+# Whole programs with the code that Inductor writes, what the pass adds to that, and each kernel for all that it is
+# compiled for: minutes.
 programs: $(STAMP)
 	$(PY) -m pytest -m "slow or not slow" tests/fused_ops/passes/programs tests/fused_ops/passes/test_cost.py \
-		tests/fused_ops/passes/agreement/test_ranks_that_differ.py tests/examples/test_llama_block.py $(PYTEST_ARGS)
+		tests/fused_ops/passes/agreement/test_ranks_that_differ.py tests/examples/test_llama_block.py \
+		tests/kernels/test_cuda_compile.py tests/kernels/test_gemm_compile.py \
+		tests/kernels/test_scaled_gemm_compile.py tests/fused_ops/passes/test_ranks_compiled.py $(PYTEST_ARGS)
 
 # Those of the frameworks that are installed: minutes.
 frameworks: $(STAMP)
@@ -78,7 +85,8 @@ frameworks: $(STAMP)
 # 3,000 random programs, each with and without the pass, and 1,000 in other orders and in buckets.
 fuzz-pass: $(STAMP)
 	$(PY) -m pytest -m slow -s tests/fused_ops/passes/test_random_programs.py \
-		tests/fused_ops/passes/order/test_reorder.py $(PYTEST_ARGS)
+		tests/fused_ops/passes/order/test_reorder.py tests/fused_ops/passes/order/test_gathered_layers.py \
+		$(PYTEST_ARGS)
 
 bench: $(STAMP)
 	$(PY) bench/run.py $(BENCH_ARGS)
@@ -87,8 +95,9 @@ bench: $(STAMP)
 model: $(STAMP)
 	$(PY) tests/verification/model/check.py
 
-# Sixty mistakes on purpose, in a copy of the tree, each of which a test has to see.
+# Mistakes on purpose, each of which a test has to see: in kernels on the CPU, and sixty in a copy of the tree.
 mutants: $(STAMP)
+	$(PY) -m pytest -m slow tests/verification
 	$(PY) tests/mutants.py
 
 # 100,000 calls, on GPUs where there are enough: SOAK_ARGS="--ranks 4".
@@ -123,9 +132,10 @@ typecheck: $(STAMP)
 	$(PY) -m mypy -p weft.symm_mem -p weft.kernels -p weft.fused_ops
 	$(PY) -m mypy bench examples
 
-# build/docs/index.html: the pages of docs/, and the API from the docstrings. A warning is an error.
+# build/docs/index.html: the pages of docs/, and the API from the docstrings. A warning is an error. Links to edit the
+# pages: SPHINX_ARGS="-D html_theme_options.source_repository=URL".
 docs: $(STAMP)
-	$(PY) -m sphinx --fail-on-warning --keep-going --quiet --fresh-env docs build/docs
+	$(PY) -m sphinx --fail-on-warning --keep-going --quiet --fresh-env $(SPHINX_ARGS) docs build/docs
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

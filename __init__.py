@@ -19,10 +19,12 @@ from weft import hooks
 if TYPE_CHECKING:
     from . import checkpoint, drop_in, fused_ops, passes, symm_mem
     from .fused_ops import (
+        ColumnParallelExperts,
         ColumnParallelLinear,
         FusionError,
         FusionPass,
         Plan,
+        RowParallelExperts,
         RowParallelLinear,
         all_reduce_gradients,
         compile,  # noqa: A004
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
         fused_all_reduce_layer_norm,
         fused_all_reduce_rms_norm,
         fused_all_reduce_rms_norm_quant,
+        fused_grouped_matmul_all_reduce,
+        fused_grouped_matmul_reduce_scatter,
         fused_linear_cross_entropy,
         fused_linear_log_probs,
         fused_matmul_all_reduce,
@@ -83,6 +87,7 @@ else:
 __version__ = "0.1.0"
 __all__ = [
     "CallAbandoned",
+    "ColumnParallelExperts",
     "ColumnParallelLinear",
     "ForkedProcess",
     "FusionError",
@@ -91,6 +96,7 @@ __all__ = [
     "PeerTimeout",
     "Plan",
     "RankMismatch",
+    "RowParallelExperts",
     "RowParallelLinear",
     "WeftError",
     "__version__",
@@ -107,6 +113,8 @@ __all__ = [
     "fused_all_reduce_layer_norm",
     "fused_all_reduce_rms_norm",
     "fused_all_reduce_rms_norm_quant",
+    "fused_grouped_matmul_all_reduce",
+    "fused_grouped_matmul_reduce_scatter",
     "fused_linear_cross_entropy",
     "fused_linear_log_probs",
     "fused_matmul_all_reduce",
@@ -156,6 +164,10 @@ def _cuda_transfers(registry: Any) -> Any:
     return importlib.import_module("weft.kernels.transfer.cuda_kernel").CudaTransfers(registry)
 
 
+def _check_new_heap(heap: Any) -> None:
+    importlib.import_module("weft.fused_ops.self_check").check_new_heap(heap)
+
+
 def _define_ops() -> None:
     importlib.import_module("weft.fused_ops")
 
@@ -170,7 +182,7 @@ def _register_backend() -> None:
 
 
 hooks.cuda_transfers, hooks.define_ops = _cuda_transfers, _define_ops
-hooks.register_backend = _register_backend
+hooks.register_backend, hooks.check_new_heap = _register_backend, _check_new_heap
 _register_backend()
 
 

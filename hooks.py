@@ -8,6 +8,8 @@ from typing import Any
 
 #: Makes what moves the registered tensors of a ``Registry`` on CUDA.
 cuda_transfers: Callable[[Any], Any]
+#: Checks a new ``Heap`` on GPUs that no kernel was ever run on; raises HeapUnavailable. Collective.
+check_new_heap: Callable[[Any], None]
 #: Defines ``torch.ops.weft``, of which registered tensors are calls in graphs.
 define_ops: Callable[[], None]
 #: Tells torch.distributed of the backend "weft", if it is imported.

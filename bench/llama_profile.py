@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 #: (lane, start, end) in microseconds from the step's first kernel.
 Interval = tuple[str, float, float]
 #: What kernels do, and their colours in pictures.
-LANES = {"matmul": "#4c956c", "fused": "#2b6cb0", "communication": "#c8553d", "other": "#a7adb5"}
+LANES = {"matmul": "green", "fused": "blue", "communication": "red", "other": "grey"}
 _ATTENTION = ("flash_fprop", "flash_fwd", "fmha_cutlassF")  # forward
 
 

@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
     )
     suite.add_options(parser)
     given = parser.parse_args(rest)
-    given.suite, given.command = name, shlex.join(["python", "bench/run.py", *arguments])
+    given.suite, given.command = name, shlex.join(["python", "-m", "weft", "bench", *arguments])
     try:
         given.rows = suite.rows(given)
         if "RANK" not in os.environ:

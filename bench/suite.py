@@ -110,6 +110,8 @@ class Suite:
         """``torchrun`` with this program and these arguments."""
         cpu = given.device == "cpu"
         ranks = given.ranks or self.ranks or (0 if cpu else torch.cuda.device_count()) or 2
+        # The ranks import torch and meet before the first word on stdout.
+        print(f"starting {ranks} ranks on {given.device}", file=sys.stderr, flush=True)
         launcher = [
             sys.executable,
             "-m",

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import weft
 from sphinx.application import Sphinx
 
+sys.path.insert(0, str(Path(__file__).parent))
+import notebooks
+
 project = "weft"
-author = "The weft authors"
+author = project_copyright = "The weft authors"
 release = weft.__version__
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser", "sphinx_copybutton"]
 html_theme = "furo"
 html_title = f"weft {release}"
+html_static_path = ["_static"]
+html_css_files = ["weft.css"]
+# No public repository is known: -D html_theme_options.source_repository=URL makes links to edit each page.
+html_theme_options = {"source_branch": "main", "source_directory": "docs/"}
+highlight_language = "none"  # what has no language is no Python
 myst_heading_anchors = 3
 smartquotes_action = "D"  # dashes alone: [..., K] stays that
 
@@ -25,6 +34,7 @@ python_maximum_signature_line_length = 80
 napoleon_use_ivar = True  # a dataclass's fields are listed once
 napoleon_use_rtype = False
 
+_KINDS = {"py": "program", "ipynb": "notebook"}
 _LINK = re.compile(r"(?P<text>(?<!!)\[[^\]]*\])\((?P<path>\.\./[^)#\s]*)(#[^)\s]*)?\)")
 
 
@@ -39,5 +49,19 @@ def _download_files(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = _LINK.sub(link, source[0])
 
 
+def _link_program(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Below the title of a page of the tutorial."""
+    name = docname.removeprefix("tutorial/")
+    if docname in {f"tutorial/{page.stem}" for page in notebooks.PAGES}:
+        links = (f'<a href="{name}.{kind}" download>{text}</a>' for kind, text in _KINDS.items())
+        source[0] = source[0].replace("\n\n", f"\n\nDownload the {' or the '.join(links)}.\n\n", 1)
+
+
+def _write_programs(app: Sphinx, error: Exception | None) -> None:
+    notebooks.write_all(Path(app.outdir) / "tutorial")
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", _download_files)
+    app.connect("source-read", _link_program)
+    app.connect("build-finished", _write_programs)

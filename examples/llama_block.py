@@ -26,6 +26,7 @@ from task import Task
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from weft.fused_ops import FusionPass, last_plan
+from weft.fused_ops.dispatch.profitability import FusionCandidate, expected_gain, predicted_us
 
 # How far, relative and in norm, a result may be from the one in float64, and in training a loss from the unfused one.
 # And with weft no further from float64 than WORSE times as far as without, up to a tenth of the limit.
@@ -58,8 +59,6 @@ def demo(args: argparse.Namespace, sizes: Sizes, device: torch.device) -> bool:
     # A graph taken from a cache is one that the pass does not see, and cannot report.
     torch._inductor.config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False
-    plain = task.stepper()
-    plain_errors = task.errors(timed("plain torch.compile, first step", plain), reference)
     fusion = FusionPass()
     fused = task.stepper(options=fusion.options)
     fused_errors = task.errors(timed("torch.compile with weft's pass, first step", fused), reference)
@@ -67,6 +66,8 @@ def demo(args: argparse.Namespace, sizes: Sizes, device: torch.device) -> bool:
     good = fusion.report().fused > 0
     if not good:
         say("NOTHING FUSED")
+    plain = task.stepper()
+    plain_errors = task.errors(timed("\nplain torch.compile, first step", plain), reference)
 
     limit = LIMIT[sizes.dtype]
     say(f"\n{'relative difference from float64':44}{'plain':>10}{'weft':>10}{'at most':>10}")
@@ -80,9 +81,10 @@ def demo(args: argparse.Namespace, sizes: Sizes, device: torch.device) -> bool:
     before, after = timed(
         f"\n{args.iterations} steps of each", lambda: task.times([plain, fused], args.iterations)
     )
-    say(f"\n{'ms, median, slowest rank':44}{'plain':>10}{'weft':>10}{'speed-up':>10}")
-    for name, a, b in zip(("forward", "backward", "both"), before, after, strict=True):
-        say(f"{name:44}{a:10.2f}{b:10.2f}{a / b:10.2f}")
+    if device.type == "cuda":
+        say(f"\n{'ms, median, slowest rank':44}{'plain':>10}{'weft':>10}{'speed-up':>10}")
+        for name, a, b in zip(("forward", "backward", "both"), before, after, strict=True):
+            say(f"{name:44}{a:10.2f}{b:10.2f}{a / b:10.2f}")
     asked = fusion.report().questions
 
     # A difference can also arise late, when memory is used again.
@@ -110,18 +112,39 @@ def demo(args: argparse.Namespace, sizes: Sizes, device: torch.device) -> bool:
         say(f"while timed, {count} graphs asked the other ranks, {microseconds:.0f} us each on the host")
     for disagreement in fusion.report().disagreements:
         say(str(disagreement))
+    say(f"\n{fusion.report()}\n")
     if device.type == "cuda":
         say(
             f"a step takes {before[2]:.2f} ms without weft, {after[2]:.2f} ms with it: {before[2] / after[2]:.2f} x"
         )
     else:
         say(
-            "CPU ranks show that the fused graphs run and give the same numbers. Their times say nothing about NVLink: "
-            "README has the speed-ups on GPUs."
+            "CPU ranks show that the fused graphs run and give the same numbers. Their times say nothing about NVLink, "
+            f"and are not shown: README has the speed-ups on GPUs.\n{predicted(dist.get_world_size())}"
         )
-    say(f"\n{fusion.report()}")
     say("ok" if good else "FAILED")
     return good
+
+
+def predicted(ranks: int) -> str:
+    """What weft predicts of the matmuls of a block on GPUs, forward, at the sizes that the demo has there."""
+    s = LLAMA_8B
+    heads = s.dim * (s.heads + 2 * s.kv_heads) // s.heads
+    matmuls = {
+        "qkv": ("all_gather_matmul", heads // ranks, s.dim),
+        "o": ("matmul_reduce_scatter", s.dim, s.dim // ranks),
+        "up + gate": ("all_gather_matmul", 2 * s.hidden // ranks, s.dim),
+        "down": ("matmul_reduce_scatter", s.dim, s.hidden // ranks),
+    }
+    total, gains = 0.0, {}
+    for name, (op, n, k) in matmuls.items():
+        c = FusionCandidate(op, s.seq, n, k, ranks, getattr(torch, s.dtype), "cuda")
+        total, gains[name] = total + (predicted_us(c) or 0.0), expected_gain(c)
+    each = ", ".join(f"{name} {gain:.0f}" for name, gain in gains.items())
+    return (
+        f"On {ranks} H200 the matmuls of a block of Llama 8B with their collectives are predicted to take "
+        f"{total:.0f} us forward, {sum(gains.values()):.0f} less than unfused ({each})."
+    )
 
 
 def run_demo_rank(local_rank: int, args: argparse.Namespace, sizes: Sizes, store: str | None) -> None:
@@ -188,6 +211,10 @@ def main() -> None:
     if "RANK" in os.environ:
         run_demo_rank(int(os.environ["LOCAL_RANK"]), args, sizes, None)
         return
+    print(
+        f"starting {args.ranks} ranks on {args.device}; compiling the model twice takes a minute or more",
+        flush=True,
+    )
     with tempfile.TemporaryDirectory(prefix="llama-block-") as folder:
         try:
             mp.spawn(run_demo_rank, (args, sizes, f"file://{folder}/store"), args.ranks)

@@ -13,7 +13,15 @@ from .dispatch.choice import plan
 from .dispatch.plan import Plan, last_plan
 from .drop_in.calls_taken import CallsTaken
 from .drop_in.installation import install, install_if_asked, installed, installed_calls, uninstall
+from .drop_in.transformers_experts import register_transformers_experts
 from .experts import fused_all_gather_grouped_matmul, grouped_matmul, moe_route
+from .experts_sums import (
+    fused_grouped_matmul_all_reduce,
+    fused_grouped_matmul_reduce_scatter,
+    fused_moe_combine_all_reduce,
+    fused_moe_combine_all_reduce_rms_norm,
+    fused_moe_combine_reduce_scatter,
+)
 from .functional import (
     fused_all_gather_matmul,
     fused_matmul_all_reduce,
@@ -22,15 +30,11 @@ from .functional import (
     one_shot_all_reduce_,
 )
 from .layers.checkpoint import local_state_dict, sharded_state_dict
+from .layers.experts import ColumnParallelExperts, RowParallelExperts
 from .layers.float8 import float8_all_gather_matmul, float8_matmul_reduce_scatter
 from .layers.gradients import all_reduce_gradients
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .library import registration as registration  # torch.ops.weft is implemented
-from .moe_combine import (
-    fused_moe_combine_all_reduce,
-    fused_moe_combine_all_reduce_rms_norm,
-    fused_moe_combine_reduce_scatter,
-)
 from .norms import (
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
@@ -64,12 +68,14 @@ else:
 
 __all__ = [
     "CallsTaken",
+    "ColumnParallelExperts",
     "ColumnParallelLinear",
     "FusionError",
     "FusionPass",
     "GroupCalls",
     "Plan",
     "Report",
+    "RowParallelExperts",
     "RowParallelLinear",
     "WeftProcessGroup",
     "all_reduce_gradients",
@@ -83,6 +89,8 @@ __all__ = [
     "fused_all_reduce_layer_norm",
     "fused_all_reduce_rms_norm",
     "fused_all_reduce_rms_norm_quant",
+    "fused_grouped_matmul_all_reduce",
+    "fused_grouped_matmul_reduce_scatter",
     "fused_linear_cross_entropy",
     "fused_linear_log_probs",
     "fused_matmul_all_reduce",
@@ -107,6 +115,7 @@ __all__ = [
     "one_shot_reduce_scatter",
     "plan",
     "process_group",
+    "register_transformers_experts",
     "sharded_state_dict",
     "timeline",
     "uninstall",

@@ -24,8 +24,9 @@ def fused_all_gather_grouped_matmul(
     group: Group = None,
     *,
     return_A: bool = False,
+    biases: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """``A = all_gather(A_shard)`` and ``A[rows] @ B[e]`` for each B: all ranks' tokens, and this rank's experts.
+    """``A = all_gather(A_shard)`` and ``A[rows] @ B[e] + bias[e]`` for each B: all ranks' tokens, this rank's experts.
 
     >>> import torch, torch.distributed as dist
     >>> from weft.fused_ops import fused_all_gather_grouped_matmul, moe_route
@@ -50,6 +51,7 @@ def fused_all_gather_grouped_matmul(
         gather_dim: 0, the dimension of tokens.
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
         return_A: whether the gathered A is wanted, too.
+        biases: one for each B, [E, N_i] of the same dtype; None adds nothing. All ranks pass some or none does.
 
     Returns:
         A [T, K] (None without ``return_A``), and the products [R, N_i]. Their rows from ``offs[-1]`` on hold anything.
@@ -67,9 +69,11 @@ def fused_all_gather_grouped_matmul(
     Bs = validation.tensors("Bs", Bs)
     validation.integer("gather_dim", gather_dim)
     validation.flags(return_A=return_A)
+    if biases is not None:
+        biases = validation.tensors("biases", biases)
     name = group_name(group)
     given = A_shard, Bs, rows, offs, gather_dim, name
-    A, outs = schema.all_gather_grouped_matmul(*given, return_A=return_A, **of_graph(name))
+    A, outs = schema.all_gather_grouped_matmul(*given, return_A=return_A, biases=biases, **of_graph(name))
     return A, outs
 
 
@@ -117,13 +121,13 @@ def grouped_matmul(
     for name, given in (("rows", rows), ("bias", bias)):
         if given is not None:
             validation.tensor(name, given)
-    _check_numbers(A, offs, rows)
+    check_offs(A, offs, rows)
     found: Tensor = torch.ops.weft.grouped_matmul(A, B, offs, rows, bias)
     return found
 
 
-def _check_numbers(A: Tensor, offs: Tensor, rows: Tensor | None) -> None:
-    """In the checked mode, which may wait for data."""
+def check_offs(A: Tensor, offs: Tensor, rows: Tensor | None = None) -> None:
+    """Their numbers, in the checked mode, which may wait for data."""
     if torch.compiler.is_compiling() or not is_checked() or not needs_no_dispatch(A, offs):
         return
     most = (A if rows is None else rows).shape[0]

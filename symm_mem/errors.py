@@ -1,18 +1,22 @@
-"""Errors between ranks. Every message names the ranks and values it is about."""
+"""Errors between ranks, and what is said before there is one. Every message names the ranks and values it is about."""
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch.distributed as dist
+
 from .call_site import call_site, text
 
-SILENT = 30.0  #: seconds that a rank is waited for without a word in the log
+PATIENT = 2.0  #: seconds that a rank is waited for through the store without a word
+SILENT = 30.0  #: seconds that a rank is waited for without a warning
 
 _log = logging.getLogger("weft.symm_mem")
-_warned: dict[tuple[str, int], float] = {}  # of group and rank, when
+_warned: dict[tuple[str, int, int], float] = {}  # of group, rank and level, when
 
 
 class WeftError(RuntimeError):
@@ -257,17 +261,41 @@ class HeapUnavailable(WeftError):
     """
 
 
-def warn_of_late_rank(wait: PeerWait, seconds: float) -> None:
-    """A rank has not come for so many ``seconds``. Of several waits for it the first one says so."""
-    now, whom = time.time(), (wait.group, wait.peer)
+def name_late_rank(wait: PeerWait, seconds: float) -> None:
+    """A rank has not come for so many ``seconds``: a warning from ``SILENT`` on, progress before. Of several waits for
+    it the first one says so."""
+    level = logging.WARNING if seconds > SILENT else logging.INFO
+    now, whom = time.time(), (wait.group, wait.peer, level)
     if now - _warned.get(whom, 0.0) < SILENT:
         return
     _warned[whom] = now
     since = time.strftime("%H:%M:%S", time.localtime(now - seconds))
-    _log.warning(
+    said = (
         f"{wait.op}: rank {wait.rank} of group {wait.group!r} has waited {seconds:.0f} s for rank {wait.peer}, "
         f"since {since}{_called_at(wait.site)}"
     )
+    if level == logging.WARNING:
+        _log.warning(said)
+    else:
+        tell_progress(_log, said, speaks=wait.rank == int(wait.peer == 0))
+
+
+def tell_progress(log: logging.Logger, text: str, *, speaks: bool | None = None) -> None:
+    """A line at INFO; on stderr where that is a terminal and the program has set up no logging for weft.
+
+    Args:
+        speaks: whether this is the one rank that says it, the others at DEBUG; None: rank 0 does.
+    """
+    if speaks is None:
+        speaks = not (dist.is_initialized() and dist.get_rank())
+    level = logging.INFO if speaks else logging.DEBUG
+    is_terminal = getattr(
+        sys.stderr, "isatty", bool
+    )()  # a program may have put something else there, or nothing
+    if not speaks or log.hasHandlers() or logging.getLogger("weft").level or not is_terminal:
+        log.log(level, text)
+    else:
+        print(f"weft: {text}", file=sys.stderr, flush=True)
 
 
 def describe(error: BaseException) -> str:

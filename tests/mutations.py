@@ -24,6 +24,7 @@ _ROUNDS = "tests/verification/test_collective_protocols.py"
 _NORMS = "tests/fused_ops/ops/test_all_reduce_rms_norm.py"
 _FIBER_NORMS = "tests/verification/test_all_reduce_rms_norm_protocol.py"
 _SCATTER = "tests/fused_ops/ops/test_matmul_reduce_scatter.py"
+_SUMS = "tests/fused_ops/ops/test_grouped_matmul_sums.py"
 _OWN_PART = "torch.mm(a.float(), b.float()) if dtype != torch.float32 else torch.mm(a, b)"
 
 MUTANTS = [
@@ -351,5 +352,30 @@ MUTANTS = [
         " or len(weights) > 1",
         "",
         "tests/fused_ops/passes/sequence_parallel/test_own_rows_left.py::test_which_gradients_are_whole",
+    ),
+    # experts
+    Mutant(
+        "fused_ops/ops/experts/grouped_matmul_sums.py",
+        "[chosen // choices]",
+        "[chosen.clamp(max=grad.shape[0])]",
+        f"{_SUMS}::test_backward",
+    ),
+    Mutant(
+        "fused_ops/ops/experts/grouped_matmul_sums.py",
+        "dots = dots + (added.float() * of_rows).sum(1)",
+        "pass",
+        f"{_SUMS}::test_backward",
+    ),
+    Mutant(
+        "fused_ops/ops/experts/grouped_matmul_sums.py",
+        "unweighted = torch.where(here, unweighted, 0).float()",
+        "unweighted = unweighted.float()",
+        f"{_SUMS}::test_backward",
+    ),
+    Mutant(
+        "fused_ops/layers/conjugates.py",
+        "return torch.zeros_like(x) if rank else x.clone()",
+        "return x.clone()",
+        "tests/fused_ops/layers/test_layers_experts.py::test_like_plain_experts",
     ),
 ]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 import weft
 
 if sys.version_info >= (3, 11):
@@ -21,16 +24,18 @@ else:
 ROOT = Path(__file__).parent.parent
 TOPS = ("symm_mem", "kernels", "fused_ops")
 FOLDERS = (*TOPS, "bench", "examples", "tests", "docs", ".ci")
+MODULES = tuple(sorted(f.name for f in ROOT.glob("*.py")))
 FILES = (
-    "__init__.py",
-    "__main__.py",
+    *MODULES,
     "py.typed",
     "pyproject.toml",
     "MANIFEST.in",
     "README.md",
     "LICENSE",
     "CHANGELOG.md",
+    "CITATION.cff",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "Makefile",
     "constraints.txt",
 )
@@ -42,7 +47,7 @@ def sources() -> set[Path]:
     """Every file of the package, from the root, that a user needs."""
     kinds = (".py", ".cu", ".cuh")
     inside = {f.relative_to(ROOT) for top in TOPS for f in (ROOT / top).rglob("*") if f.suffix in kinds}
-    return inside | {Path("__init__.py"), Path("__main__.py"), Path("py.typed")}
+    return inside | {*map(Path, MODULES), Path("py.typed")}
 
 
 def test_package_list_is_the_tree() -> None:
@@ -166,6 +171,56 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     assert f"Version: {weft.__version__}\n" in metadata
     assert "License-Expression: BSD-3-Clause" in metadata
     assert any(n.endswith("LICENSE") for n in wheel.namelist())
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    """``weft.__version__`` is where it stands; what cannot read it has the same."""
+    assert re.search(
+        rf"^version: {re.escape(weft.__version__)}$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE
+    )
+    assert f"## [{weft.__version__}] - " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def succeeds(*command: str | Path, folder: Path | None = None) -> str:
+    """What it prints, without the checkout on its path."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run(
+        [*map(str, command)], cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_registries_and_linters_take_them(unpacked: Path, wheel: zipfile.ZipFile) -> None:
+    pytest.importorskip("twine")
+    pytest.importorskip("check_wheel_contents")
+    (sdist,) = unpacked.parent.glob("*.tar.gz")
+    assert wheel.filename is not None
+    succeeds(sys.executable, "-m", "twine", "check", "--strict", sdist, wheel.filename)
+    succeeds(sys.executable, "-m", "check_wheel_contents", wheel.filename)
+
+
+def test_an_installed_wheel_runs(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """In an environment of its own, which has torch by a path alone: no other weft's .pth file is read there."""
+    pytest.importorskip("pip")
+    venv.create(tmp_path / "env")
+    python = tmp_path / "env" / "bin" / "python"
+    assert wheel.filename is not None
+    install = "install", "--quiet", "--no-index", "--no-deps", wheel.filename
+    succeeds(sys.executable, "-m", "pip", "--python", python, *install)
+    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    (site / "needed.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+
+    said = succeeds(python, "-m", "weft", "--no-copies", folder=tmp_path)
+    assert said.startswith("no GPU: CPU ranks, for tests only\n"), said
+    assert said.count(": known to torch\n") == 2, said
+
+    program = (ROOT / "examples" / "quickstart.py").read_text() + "\nimport weft\n\nprint(weft.__file__)\n"
+    (tmp_path / "quickstart.py").write_text(program)
+    launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    said = succeeds(python, *launcher, "quickstart.py", folder=tmp_path)
+    assert said.count("algorithm='host'") == said.count(f"{site}/weft/__init__.py\n") == 2, said
 
 
 def test_kernels_of_the_checkout_does_not_shadow_another_library(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from torch._inductor import config as inductor_config
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))
-OTHERS = ["CONTRIBUTING.md", "tests/faults/README.md", "kernels/README.md", "CHANGELOG.md"]
+TUTORIAL = [page for page in DOCS if page.startswith("docs/tutorial/")]  # test_tutorial.py runs its examples
+OTHERS = ["CONTRIBUTING.md", "tests/faults/README.md", "kernels/README.md", "CHANGELOG.md", "SECURITY.md"]
 PAGES = ["README.md", *DOCS, *OTHERS]
 PAGES += ["bench/NOTES.md", "bench/FORMS.md"]
 QUICKSTART = ROOT / "examples" / "quickstart.py"
@@ -37,7 +38,7 @@ def examples(page: str) -> list[str]:
 
 
 def test_each_example_has_a_test() -> None:
-    assert {page: len(examples(page)) for page in PAGES if examples(page)} == {
+    assert {p: len(examples(p)) for p in PAGES if p not in TUTORIAL and examples(p)} == {
         "README.md": 2,
         "docs/concepts.md": 1,
         "docs/index.md": 1,
@@ -259,7 +260,7 @@ def test_every_program_it_names_is_there(page: str) -> None:
     programs = re.findall(
         r"(?:python3?|torchrun)(?: -m pytest)?(?: --?[\w-]+(?: \d+)?)* ([\w/]+\.py)", text(page)
     )
-    given = {"quickstart.py"}  # what a reader makes of the example
+    given = {"quickstart.py", *(f"{Path(p).stem}.py" for p in TUTORIAL)}  # what a reader makes of the example
     assert not [name for name in programs if name not in given and not (ROOT / name).is_file()]
 
 

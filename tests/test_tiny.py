@@ -241,6 +241,8 @@ OPS = {
     "all_reduce_rms_norm_quant": all_reduce_rms_norm_quant(),
     "all_reduce_layer_norm": all_reduce_layer_norm(),
     "matmul_all_reduce": matmul_all_reduce(),
+    "grouped_matmul_all_reduce": Op(*tiny_experts.multiplied(None)),
+    "grouped_matmul_reduce_scatter": Op(*tiny_experts.multiplied(0)),
     "linear_cross_entropy": linear_cross_entropy(),
     "moe_combine_all_reduce_rms_norm": Op(*tiny_experts.combined(None, EPS)),
     "moe_combine_reduce_scatter": Op(*tiny_experts.combined(0, EPS)),

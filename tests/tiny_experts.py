@@ -30,6 +30,32 @@ def gathered() -> Case:
     return ((3, 16), (3, 16, 8), (3, 16, 24)), call, reference
 
 
+def multiplied(dim: int | None) -> Case:
+    """The product before it, and the sum or its part; of positive numbers, of which what is rounded before the sum does
+    not cancel out."""
+    ids = torch.tensor([[1, 0], [0, 2], [1, 3], [0, 1]])  # nobody has expert 3
+
+    def call(*tensors: Tensor) -> Outputs:
+        A, B, bias, weights, shared = (x.abs() for x in tensors)
+        _, offs, slots = fused_ops.moe_route(ids, 3)
+        given, named = (A, B, offs, slots, weights, "sum"), {"bias": bias, "shared": shared}
+        if dim is None:
+            return (fused_ops.fused_grouped_matmul_all_reduce(*given, world(), **named),)
+        return (fused_ops.fused_grouped_matmul_reduce_scatter(*given, dim, world(), **named),)
+
+    def reference(rank: int, *ranks: Sequence[Tensor]) -> Outputs:
+        _, _, slots = fused_ops.moe_route(ids, 3)
+        there, of = (ids < 3)[..., None], ids.clamp(max=2)
+        *positive, shared = ([x.abs() for x in of_ranks] for of_ranks in ranks)
+        total = sum(shared)
+        for A, B, bias, weights in zip(*positive, strict=True):
+            y = torch.einsum("tjk,tjkn->tjn", A[slots.long()], B[of]) + bias[of]
+            total = total + (torch.where(there, y, 0) * weights[..., None]).sum(1)
+        return (total if dim is None else total.chunk(len(ranks[0]), dim)[rank],)
+
+    return ((8, 16), (3, 16, 8), (3, 8), (4, 2), (4, 8)), call, reference
+
+
 def combined(dim: int | None, eps: float) -> Case:
     """With the norm, or a part of the sum along a dimension."""
     slots = torch.tensor([[3, 0], [1, -1], [2, 5], [4, 7]], dtype=torch.int32)

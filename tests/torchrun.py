@@ -21,7 +21,12 @@ from ranks import run_ranks
 
 
 def run_program(
-    program: Path, ranks: int, *arguments: str, env: dict[str, str] | None = None, timeout: float = 240
+    program: Path,
+    ranks: int,
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    timeout: float = 240,
+    cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """What it prints on all ranks, rank after rank, and the largest of their exit statuses; without GPUs."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.device_count() else {}
@@ -29,7 +34,7 @@ def run_program(
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
         s.close()
-        started = program, list(arguments), env or {}, port, folder
+        started = program, list(arguments), env or {}, port, folder, cwd
         codes = run_ranks(_run, ranks, *started, env=hidden, fresh=True, timeout=timeout)
         out, err = (
             "".join((Path(folder) / f"{rank}.{n}").read_text() for rank in range(ranks)) for n in (1, 2)
@@ -38,7 +43,14 @@ def run_program(
 
 
 def _run(
-    rank: int, size: int, program: Path, arguments: list[str], env: dict[str, str], port: int, folder: str
+    rank: int,
+    size: int,
+    program: Path,
+    arguments: list[str],
+    env: dict[str, str],
+    port: int,
+    folder: str,
+    cwd: Path | None,
 ) -> int:
     dist.destroy_process_group()
     torch.use_deterministic_algorithms(False)
@@ -50,6 +62,7 @@ def _run(
     for number in (1, 2):
         os.dup2(os.open(f"{folder}/{rank}.{number}", os.O_WRONLY | os.O_CREAT), number)
     sys.argv, sys.path[:0] = [str(program), *arguments], [str(program.parent)]
+    os.chdir(cwd or ".")
     try:
         runpy.run_path(str(program), run_name="__main__")
         code: object = 0

@@ -1,4 +1,4 @@
-"""The tables of figures in README.md and docs/benchmarks.md, and two pictures, from files in bench/results/."""
+"""The tables of figures in README.md and docs/benchmarks.md, and the pictures, from files in bench/results/."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from charts import chart
 from machine import ROOT
-from pictures import all_reduce_curves, layer_bars, layer_lanes
+from pictures import gain_bars, layer_bars, layer_lanes
 from report import best_peer, geometric_mean, ratio
 from suite import Suite
 
@@ -152,14 +154,14 @@ def process_group_table() -> list[str]:
     )
 
 
-def ops_table() -> list[str]:
-    """README's table: what each op replaces, and how much faster it is."""
+def _op_gains() -> dict[str, list[str]]:
+    """How much faster each op is, by its names: over NCCL + cuBLAS, over torch's."""
     from_text = {
         "fused_all_gather_scaled_matmul": "gather",
         "fused_scaled_matmul_reduce_scatter": "scatter",
     }
-    found = []
-    for names, replaced in OPS.items():
+    found = {}
+    for names in OPS:
         public = names.split(",")[0].strip(" `")
         word = public.removeprefix("fused_").removeprefix("one_shot_")
         if public in from_text:
@@ -168,8 +170,23 @@ def ops_table() -> list[str]:
             gains = ["-", "-"]
         else:
             gains = _against(_captured("h200-x2", word)[1])[:2]
-        found.append([names, replaced, *gains])
-    return _table(["op", "replaces", "speed-up over NCCL + cuBLAS", "over `torch.ops.symm_mem`"], found)
+        found[names] = gains
+    return found
+
+
+def ops_table() -> list[str]:
+    """README's table: what each op replaces, and how much faster it is."""
+    return _table(
+        ["op", "replaces", "speed-up over NCCL + cuBLAS", "over `torch.ops.symm_mem`"],
+        [[names, OPS[names], *gains] for names, gains in _op_gains().items()],
+    )
+
+
+def _op_bars(results: Path) -> str:
+    """The picture of README's table."""
+    found = {names.split(",")[0].strip(" `"): gains for names, gains in _op_gains().items()}
+    rows = [(name, gains) for name, gains in found.items() if set(gains) != {"-"}]
+    return gain_bars("Speed-up of weft's ops, 2 H200, bfloat16 and fp8 (higher is better)", rows)
 
 
 OPS = {
@@ -196,8 +213,8 @@ def _scaled(op: str) -> list[str]:
     return [_cell(geometric_mean(us[peer] / us[2] for us in times)) for peer in (0, 1)]
 
 
-def llama_table() -> list[str]:
-    """Llama-3 8B, 8 layers, compiled without the pass and with it."""
+def _llama_rows() -> list[list[str]]:
+    """Llama-3 8B, 8 layers, compiled without the pass and with it: milliseconds, and the speed-up."""
     # The newest run is the last one of its file.
     run = (RESULTS / "h100-x2-llama-whole-8192.txt").read_text()
     run = re.split(r"^python bench/(?:llama|run)\.py ", run, flags=re.MULTILINE)[-1]
@@ -212,7 +229,18 @@ def llama_table() -> list[str]:
     for batch, plain, weft in re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \|", text, re.MULTILINE):
         times = {(int(batch), "plain"): float(plain), (int(batch), "weft"): float(weft)}
         found.append(_llama_row(f"decoding, weights sharded by hand, batch {batch}", times, int(batch)))
-    return _table(["", "plain, ms", "with the pass, ms", "speed-up"], found)
+    return found
+
+
+def llama_table() -> list[str]:
+    """Whole models."""
+    return _table(["", "plain, ms", "with the pass, ms", "speed-up"], _llama_rows())
+
+
+def _llama_bars(results: Path) -> str:
+    """The picture of whole models."""
+    rows = [(words, [gain]) for words, _, _, gain in _llama_rows()]
+    return gain_bars("Speed-up of 8 layers of Llama-3 8B by the pass, 2 H100 (higher is better)", rows)
 
 
 def _llama_times(file: str, size: str) -> dict[tuple[int, str], float]:
@@ -239,17 +267,24 @@ def with_tables(page: str) -> str:
     return _PLACE.sub(lambda m: m[1] + "\n".join(TABLES[m[2]]()) + "\n" + m[3], page)
 
 
+def _all_reduce(results: Path, machine: str) -> str:
+    return chart(json.loads((results / f"{machine}-all_reduce.json").read_text()))
+
+
 PICTURES: dict[str, Callable[[Path], str]] = {
     "docs/layers-h100-x2.svg": layer_bars,
     "docs/layer-h100-x2.svg": layer_lanes,
-    "docs/all-reduce-h200-x4.svg": lambda results: all_reduce_curves(
-        json.loads((results / "h200-x4-all_reduce.json").read_text())
-    ),
+    "docs/ops-h200-x2.svg": _op_bars,
+    "docs/llama-h100-x2.svg": _llama_bars,
+    **{
+        f"docs/all-reduce-{machine}.svg": partial(_all_reduce, machine=machine)
+        for machine in ("h200-x2", "h200-x4")
+    },
 }
 
 
 class Pages(Suite):
-    """The tables of figures in README.md and docs/benchmarks.md, and the pictures of layers, from bench/results/.
+    """The tables of figures in README.md and docs/benchmarks.md, and the pictures of docs/, from bench/results/.
 
     A table stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``; ``NAME_table`` writes it. With --check it
     says which files differ, and changes nothing.

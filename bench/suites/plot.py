@@ -1,4 +1,4 @@
-"""A picture of an all-reduce."""
+"""A picture of what the suite ops has measured."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import json
 import sys
 from pathlib import Path
 
-from pictures import all_reduce_curves
+from charts import chart
 from suite import Suite
 
 
 class Plot(Suite):
-    """Time over size, both logarithmic, of every contender of an all-reduce: an SVG from a JSON file of the suite ops.
+    """weft, its peers and the limit of the hardware over the size, on log axes: an SVG from a JSON file of suite ops.
 
-    It lies beside the JSON, as .svg, or where --output says.
+    Of ops with a matmul it has FLOP/s over rows, else microseconds. It lies beside the JSON, as .svg, or where --output
+    says. ``ops --plot`` draws what it has just measured.
     """
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("file", type=Path)
-        parser.add_argument("--mode", default="graph")
+        parser.add_argument("--mode", help="default: graph, where there are such rows")
         parser.add_argument("--output", type=Path)
 
     def rows(self, given: argparse.Namespace) -> tuple[Path, ...]:
@@ -29,7 +30,7 @@ class Plot(Suite):
         file: Path = given.file
         output = given.output or file.with_suffix(".svg")
         try:
-            output.write_text(all_reduce_curves(json.loads(file.read_text()), given.mode))
+            output.write_text(chart(json.loads(file.read_text()), given.mode))
         except KeyError as e:
             print(f"{file}: has no {e}, must be what bench/run.py ops --results writes", file=sys.stderr)
             return 1

@@ -14,6 +14,7 @@ _DESCRIPTION = """What is here, and what weft does with it: for a look, and for 
 
 python -m weft                 text
 python -m weft --no-copies     without timing copies between GPUs
+python -m weft kernels         which kernel was run on which GPU, and which was only compiled
 python -m weft bench SUITE     bench/run.py of a checkout; without SUITE a list of them
 """
 
@@ -22,6 +23,11 @@ def command_line(arguments: Sequence[str]) -> int:
     """Runs ``python -m weft`` with these; the exit status."""
     if arguments[:1] == ["bench"]:
         return _bench(arguments[1:])
+    if arguments == ["kernels"]:
+        from .kernels import kernels_text
+
+        print(kernels_text())
+        return 0
     parser = argparse.ArgumentParser(
         prog="python -m weft", description=_DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter
     )

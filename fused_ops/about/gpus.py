@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.device.capability import RUNS_ON, capabilities_text
+from ...kernels.device.capability import ALL, ARCHS, capabilities_text
 
 COPIED = 64 << 20  # bytes
 _COPIES = 4  # of which the first does not count
@@ -20,6 +20,7 @@ class Gpu:
     Attributes:
         shares: whether its memory can be shared as file descriptors, as the heap is.
         reaches: the GPUs that it has peer-to-peer access to, of those that this process sees.
+        by_nvlink: those of them whose memory it changes atomically, as over PCIe it cannot.
     """
 
     index: int
@@ -29,6 +30,7 @@ class Gpu:
     memory: int
     shares: bool
     reaches: tuple[int, ...]
+    by_nvlink: tuple[int, ...]
 
     def __str__(self) -> str:
         major, minor = self.capability
@@ -67,6 +69,7 @@ def _gpu(index: int, there: list[Any]) -> Gpu:
         for i, other in enumerate(there)
         if i != index and check_driver(driver.cuDeviceCanAccessPeer(mine, other))
     ]
+    atomics = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
     return Gpu(
         index,
         check_driver(driver.cuDeviceGetName(128, mine)).split(b"\0")[0].decode(),
@@ -75,6 +78,7 @@ def _gpu(index: int, there: list[Any]) -> Gpu:
         check_driver(driver.cuDeviceTotalMem(mine)),
         bool(says("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")),
         tuple(reached),
+        tuple(i for i in reached if check_driver(driver.cuDeviceGetP2PAttribute(atomics, mine, there[i]))),
     )
 
 
@@ -94,10 +98,11 @@ def driver_version() -> str | None:
 def why_not_on(gpus: list[Gpu]) -> str | None:
     """Why ranks on all of these cannot run weft's kernels; None if they can."""
     for gpu in gpus:
-        if any(gpu.capability not in capabilities for capabilities in RUNS_ON.values()):
-            major, minor = gpu.capability
-            wanted = capabilities_text(next(c for c in RUNS_ON.values() if gpu.capability not in c))
-            return f"GPU {gpu.index} has compute capability {major}.{minor}, must be {wanted}"
+        found = f"GPU {gpu.index} has compute capability {capabilities_text((gpu.capability,))}"
+        if gpu.capability not in ARCHS:
+            return f"{found}, must have {capabilities_text(ALL)}"
+        if gpu.capability != gpus[0].capability:
+            return f"{found}, GPU {gpus[0].index} has {capabilities_text((gpus[0].capability,))}"
         if not gpu.shares:
             return f"GPU {gpu.index} cannot share memory as file descriptors"
         if missing := [other.index for other in gpus if other != gpu and other.index not in gpu.reaches]:

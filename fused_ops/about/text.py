@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import weft
 
+from ...kernels.device.capability import HOPPER
 from ...kernels.device.jit.program import cache_folder
 from ...symm_mem.backends.host import HostBackend
 from ...symm_mem.switches import unknown_variables
@@ -19,6 +20,7 @@ from ...symm_mem.timeouts import default_timeout
 from ..dispatch.plan import tf32_is_allowed
 from ..drop_in.installation import installed
 from .gpus import Gpu, copy_speed, driver_version, visible_gpus, why_not_on
+from .kernels import what_runs_on
 
 _PACKAGES = ("torch", "triton", "cuda-bindings", "numpy", "transformers", "accelerate")
 _VARIABLES = ("WEFT_", "NCCL_", "TORCH_SYMM_MEM_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES", "CUDA_MPS_")
@@ -45,9 +47,31 @@ def about_text(*, measured: bool = True) -> str:
         "Environment": _environment(),
     }
     return "\n\n".join(
-        "\n".join([title, *(f"  {line}" for line in _up_to_error(lines))])
-        for title, lines in sections.items()
+        [
+            _outlook(gpus),
+            *(
+                "\n".join([title, *(f"  {line}" for line in _up_to_error(lines))])
+                for title, lines in sections.items()
+            ),
+        ]
     )
+
+
+def _outlook(gpus: list[Gpu] | str) -> str:
+    """In one sentence, how ops will run here."""
+    if isinstance(gpus, str):
+        return "no GPU: CPU ranks, for tests only"
+    names = dict.fromkeys(gpu.name for gpu in gpus)
+    here = f"{len(gpus)} {' and '.join(names)}"
+    if len(gpus) == 1:
+        return f"{here}: ops run unfused, as one rank has nobody to send to"
+    if (why := why_not_on(gpus)) is not None:
+        return f"{here}: ops run unfused over NCCL: {why}"
+    if gpus[0].capability != HOPPER:
+        first, *_ = what_runs_on(gpus[0].capability)
+        return f"{here} that reach each other's memory: {first}"
+    tf32 = "; float32 matmuls on cuBLAS, as TF32 is allowed" if tf32_is_allowed() else ""
+    return f"{here} that reach each other's memory: fused kernels where they are predicted to be faster{tf32}"
 
 
 def _up_to_error(lines: Iterator[str]) -> Iterator[str]:
@@ -91,11 +115,18 @@ def _links(gpus: list[Gpu], *, measured: bool) -> Iterator[str]:
     for gpu in gpus:
         others = [other.index for other in gpus if other != gpu]
         reached = "all others" if list(gpu.reaches) == others else f"GPUs {[*gpu.reaches]}"
-        yield f"{gpu.index}: peer-to-peer access to {reached if gpu.reaches else 'none'}"
+        link = f", over {_link(gpu)}" if gpu.reaches else ""
+        yield f"{gpu.index}: peer-to-peer access to {reached if gpu.reaches else 'none'}{link}"
     for gpu, peer in zip(gpus, [*gpus[1:], gpus[0]], strict=True) if measured else ():
         speed = copy_speed(gpu.index, peer.index)
         found = speed if isinstance(speed, str) else f"{speed:.0f} GB/s"
         yield f"copies {gpu.index} -> {peer.index}: {found}"
+
+
+def _link(gpu: Gpu) -> str:
+    if gpu.reaches == gpu.by_nvlink:
+        return "NVLink"
+    return "PCIe, where no kernel was run" + (f" but for {[*gpu.by_nvlink]}" if gpu.by_nvlink else "")
 
 
 def _cpu_ranks() -> Iterator[str]:
@@ -118,17 +149,10 @@ def _groups() -> Iterator[str]:
 
 
 def _ops(gpus: list[Gpu] | str) -> Iterator[str]:
-    if isinstance(gpus, str):
-        on_gpus = "no GPU"
-    elif len(gpus) == 1:
-        on_gpus = "unfused over NCCL: one rank has nobody to send to"
-    elif (why := why_not_on(gpus)) is not None:
-        on_gpus = f"unfused over NCCL: {why}"
-    else:
-        on_gpus = "float32, bfloat16 and float16 on weft's kernels where that is profitable"
-        if tf32_is_allowed():
-            on_gpus += "; float32 matmuls on cuBLAS, as TF32 is allowed"
-    yield f"on GPUs: {on_gpus}"
+    if not isinstance(gpus, str) and len(gpus) > 1 and why_not_on(gpus) is None:
+        first, *more = what_runs_on(gpus[0].capability)
+        yield f"on GPUs: {first}"
+        yield from more
     yield "between CPU ranks: float32, bfloat16 and float16, as the GPUs' protocol"
     ops = [name for name in weft.fused_ops.__all__ if name.startswith(("fused_", "one_shot_"))]
     yield f"ops: {', '.join(ops)}"

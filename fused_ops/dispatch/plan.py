@@ -22,6 +22,7 @@ from ...kernels.device.capability import why_no_kernel_on
 from ...symm_mem import HeapUnavailable, flight_recorder, forks
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.call_cache import invalidate_calls
+from ...symm_mem.errors import tell_progress
 from ...symm_mem.failure.fault import refuse_if_broken
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.heap.registry import get_heap, why_no_heap
@@ -46,7 +47,8 @@ class Plan:
             - "one_shot": CUDA; every rank sends to every rank at once, before or after a matmul of cuBLAS, or, of
               few rows that are all-reduced, in the kernel that multiplies.
             - "copy_engine": CUDA; the GPU's copy engines send, a Triton kernel multiplies (float32 all-gathers) or
-              torch's scaled product, each rank's rows when they are there.
+              torch's scaled product, or cuBLAS (16 bits, on GPUs other than Hopper), each rank's rows when they are
+              there.
             - "tma_store": CUDA; a Triton kernel multiplies and stores its tiles at their owners (float32
               reduce-scatters).
         reason: why it is "unfused"; of a kernel, which operands each call copies, and why. Ranks' may differ.
@@ -67,7 +69,7 @@ class Plan:
 
 
 _log = logging.getLogger("weft.ops")
-_logged_reasons: set[tuple[str, str]] = set()
+_logged_reasons: set[tuple[str, str]] = set()  # of a group; "": it has a heap
 
 
 class _ThisThread(threading.local):
@@ -185,7 +187,7 @@ def why_runs_unfused(kernel: str, device: torch.device, group: ProcessGroup, *, 
     """Why a call runs unfused, whatever its op would choose, as far as it is known without another rank.
 
     Args:
-        kernel: of ``capability.RUNS_ON``.
+        kernel: of an op of ``capability.KERNELS``.
         empty: the ranks have nothing to send.
     """
     reason = _why_not_sent(group, empty) or why_no_kernel_on(kernel, device)
@@ -226,6 +228,7 @@ def heap_or_reason(
     except HeapUnavailable as e:
         return _logged(op, group, str(e))
     refuse_if_broken(found)
+    _tell_of_group(group, found.device)
     if found.device.type == "cpu":
         found.callers[threading.get_ident()] = this_thread.thread, time.monotonic()
     compare_first_call(found, call)
@@ -239,6 +242,18 @@ def _logged(op: str, group: ProcessGroup, reason: str) -> str:
         _logged_reasons.add(said)
         _log.warning("%s and other ops of group %r run unfused: %s", op, group.group_name, reason)
     return reason
+
+
+def _tell_of_group(group: ProcessGroup, device: torch.device) -> None:
+    """What a group's calls do here, once."""
+    if (said := (group.group_name, "")) in _logged_reasons:
+        return
+    _logged_reasons.add(said)
+    if device.type == "cpu":
+        text = "CPU ranks that share memory: the GPUs' protocol, for tests only"
+    else:
+        text = f"ranks on {cuda_state.state.name(device)}, which reach each other's memory: fused kernels"
+    tell_progress(_log, f"group {group.group_name!r}: {group.size()} {text}", speaks=group.rank() == 0)
 
 
 def tf32_is_allowed() -> bool:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...symm_mem import resolve_group
 from ..library import group_checks
-from .parallel_linear import ParallelLinear
+from .parallel_layer import ParallelLayer
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 
@@ -30,11 +30,11 @@ def sharded_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None
     >>> _ = dcp.save(sharded_state_dict(model), checkpoint_id=folder[0])
     >>> dcp.load(sharded_state_dict(model), checkpoint_id=folder[0])  # fills the parameters themselves
 
-    What is saved is what a model of nn.Linear would save: such a model, and another number of ranks, can load it.
+    What is saved is what a model of whole layers would save: such a model, and another number of ranks, can load it.
     ``local_state_dict`` has an example with an optimizer's state.
 
     Args:
-        module: a ColumnParallelLinear, a RowParallelLinear, or what holds some, however deep.
+        module: a parallel layer, such as a ColumnParallelLinear, or what holds some, however deep.
         state: what to make it of, by default ``module.state_dict()``; may be dicts in dicts, an optimizer's flattened.
 
     Returns:
@@ -53,7 +53,7 @@ def sharded_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None
         raise TypeError(f"module: is of type {type(module).__name__}, must be an nn.Module")
     if state is not None and not isinstance(state, Mapping):
         raise TypeError(f"state: is of type {type(state).__name__}, must be a mapping")
-    layers = {path: m for path, m in module.named_modules() if isinstance(m, ParallelLinear)}
+    layers = {path: m for path, m in module.named_modules() if isinstance(m, ParallelLayer)}
     for path, layer in layers.items():
         if (
             problem := group_checks.why_of_another_rank(layer.group, layer.rank, layer.world_size)
@@ -141,7 +141,7 @@ def _refuse_numbers(value: Mapping[Any, Any], parts: Mapping[str, _Part]) -> Non
                 )
 
 
-def _own(path: str, layer: ParallelLinear, name: str) -> Tensor | None:
+def _own(path: str, layer: ParallelLayer, name: str) -> Tensor | None:
     if name not in layer._parameters:
         raise ValueError(
             f"module: {f'{path}.{name}'.lstrip('.')!r} is computed from other tensors, must be the layer's own "
@@ -187,7 +187,7 @@ def local_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
 class _Part(NamedTuple):
     name: str
     shape: tuple[int, ...]
-    layer: ParallelLinear
+    layer: ParallelLayer
     cut: int | None
 
     @property

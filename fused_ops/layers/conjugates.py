@@ -1,8 +1,8 @@
 """Between a part on each rank and what all ranks hold alike: pairs of functions, each the backward of the other.
 
 A backward calls its conjugate, not the conjugate's collective. The gradient can then be differentiated again: by the
-backward of a collective what is whole on each rank already would be summed over the ranks, or not at all. A further
-pair, SumGradient and SumOverRanks, is in ops/op.py.
+backward of a collective what is whole on each rank already would be summed over the ranks, or not at all. (Experts'
+functions have gradients once.) A further pair, SumGradient and SumOverRanks, is in ops/op.py.
 
 Rank and size are given: Dynamo does not look for a group by its name in an autograd.Function.
 """
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..experts_sums import fused_grouped_matmul_all_reduce
 from ..functional import fused_matmul_all_reduce
-from ..ops.op import SumGradient, all_gather
+from ..ops.experts.grouped_matmul_sums import ALL_REDUCE_OP, SavedProduct
+from ..ops.op import SumGradient, all_gather, refuse_second_gradient
 
 
 class GatherColumns(torch.autograd.Function):
@@ -80,6 +82,40 @@ class MatmulOfWhole(torch.autograd.Function):
         grad_weight = None if x is None else _gradient(grad, SumGradient.apply(x, *ctx.group))
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None, None
+
+
+class SumOfExpertsOverRanks(torch.autograd.Function):
+    """``SumOverRanks`` of experts' outputs, in one op."""
+
+    @staticmethod
+    def forward(ctx: Any, group: str, *tensors: Any) -> Tensor:
+        x, B, offs, slots, weights, bias, shared = tensors
+        _, _, of_B, _, _, of_weights, *_ = ctx.needs_input_grad
+        product = SavedProduct(x, B, offs, slots, weights, bias)
+        ctx.save_for_backward(*product.without_unneeded(of_B, of_weights))
+        named = {"bias": bias, "shared": shared}
+        return fused_grouped_matmul_all_reduce(x, B, offs, slots, weights, "sum", group, **named)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_second_gradient(ALL_REDUCE_OP)
+        _, of_x, of_B, _, _, of_weights, of_bias, of_shared = ctx.needs_input_grad
+        saved = SavedProduct(*ctx.saved_tensors)
+        wanted = of_x, of_B, of_weights, of_bias
+        grad_x, grad_B, grad_weights, grad_bias = saved.gradients(grad, wanted)
+        return None, grad_x, grad_B, None, None, grad_weights, grad_bias, grad if of_shared else None
+
+
+class OfFirstRank(torch.autograd.Function):
+    """Before a sum over ranks of what each of them has whole. Its gradient is whole on each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rank: int) -> Tensor:
+        return torch.zeros_like(x) if rank else x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
 
 
 def _gradient(grad: Tensor, x: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from ...symm_mem import Group
 from .. import validation
 from ..functional import fused_all_gather_matmul, fused_matmul_reduce_scatter
 from .conjugates import GatherColumns, MatmulOfWhole, SplitColumns, SumOfMatmulsOverRanks
-from .parallel_linear import ParallelLinear, ParallelLinearOptions, linear_dtype
+from .parallel_layer import linear_dtype
+from .parallel_linear import ParallelLinear, ParallelLinearOptions
 
 
 class ColumnParallelLinear(ParallelLinear):

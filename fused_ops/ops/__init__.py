@@ -7,12 +7,13 @@ from .all_reduce import ALL_REDUCE, ALL_REDUCE_IN_PLACE
 from .all_reduce_layer_norm import ALL_REDUCE_LAYER_NORM
 from .all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
 from .all_reduce_rms_norm_quant import ALL_REDUCE_RMS_NORM_QUANT
-from .combine.all_reduce import MOE_COMBINE_ALL_REDUCE
-from .combine.all_reduce_rms_norm import MOE_COMBINE_ALL_REDUCE_RMS_NORM
-from .combine.reduce_scatter import MOE_COMBINE_REDUCE_SCATTER
 from .experts import grouped_matmul as grouped_matmul  # torch.ops.weft has it
 from .experts import moe_route as moe_route  # likewise
 from .experts.all_gather_grouped_matmul import ALL_GATHER_GROUPED_MATMUL
+from .experts.combine_all_reduce import MOE_COMBINE_ALL_REDUCE
+from .experts.combine_all_reduce_rms_norm import MOE_COMBINE_ALL_REDUCE_RMS_NORM
+from .experts.combine_reduce_scatter import MOE_COMBINE_REDUCE_SCATTER
+from .experts.grouped_matmul_sums import GROUPED_MATMUL_ALL_REDUCE, GROUPED_MATMUL_REDUCE_SCATTER
 from .matmul_all_reduce import MATMUL_ALL_REDUCE
 from .matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from .op import Op
@@ -43,6 +44,8 @@ OPS: tuple[Op, ...] = (
     MOE_COMBINE_ALL_REDUCE,
     MOE_COMBINE_ALL_REDUCE_RMS_NORM,
     MOE_COMBINE_REDUCE_SCATTER,
+    GROUPED_MATMUL_ALL_REDUCE,
+    GROUPED_MATMUL_REDUCE_SCATTER,
     LINEAR_CROSS_ENTROPY,
     LINEAR_LOG_PROBS,
     CROSS_ENTROPY_OF_SHARDED_LOGITS,

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from ...kernels.all_reduce_rms_norm import host
 from ...kernels.all_reduce_rms_norm.quant import quantize_rows
 from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind, add_residual_and_norm
+from ...kernels.device.capability import has_clusters
 from ...kernels.device.collective.combine import Combined
 from ...kernels.device.comm.ll_exchange import VECTOR
 from ...symm_mem import resolve_group
@@ -188,12 +189,13 @@ def choose_norm(x: Tensor, sums: Sequence[int], kind: NormKind, group: ProcessGr
         return on_host(host.host_norm_layout(rows, hidden * x.element_size(), size))
     from ...kernels.all_reduce_rms_norm import configs, cuda_kernel
 
-    if (reason := cuda_kernel.why_no_norm_kernel(hidden, x.dtype, size)) is not None:
+    most_cluster = configs.CLUSTERS[-1] if has_clusters(x.device) else 1
+    if (reason := cuda_kernel.why_no_norm_kernel(hidden, x.dtype, size, most_cluster)) is not None:
         # The all-reduce by itself may well be ours.
         reduced = NotYet(x.device, x.dtype, rows * hidden * x.element_size())
         return replace(unfused(reason), programs=choose_sum(reduced, "sum", group).programs)
     ranks, vectors = (size, group.rank()), hidden * x.element_size() // VECTOR
-    config = configs.choose_all_reduce_rms_norm(rows, vectors, size, num_sms(x.device))
+    config = configs.choose_all_reduce_rms_norm(rows, vectors, size, num_sms(x.device), most_cluster)
     return Choice(
         "push",
         kind=ALL_REDUCE,

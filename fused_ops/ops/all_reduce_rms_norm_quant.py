@@ -162,7 +162,7 @@ ALL_REDUCE_RMS_NORM_QUANT = Op(
     record=AllReduceRmsNormQuantCall,
     validate=_validate,
     fake=_fake,
-    kernel="all_reduce_rms_norm",
+    kernel="all_reduce_rms_norm_quant",
     sends_nothing=lambda call, given, group: call.x.numel() == 0,
     choose=lambda call, given, group: choose_norm(call.x, call.x.shape, call.kind, group),
     run=run_all_reduce_rms_norm_quant,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from threading import get_ident
@@ -25,7 +26,7 @@ from ...symm_mem.workspace import Workspace
 from ..dispatch import launch_cache
 from ..dispatch.call_check import OpCall, begin_call, take_begun
 from ..dispatch.choice import Choice, unfused
-from ..dispatch.plan import Plan, heap_or_reason, this_thread, why_runs_unfused
+from ..dispatch.plan import Plan, heap_or_reason, on, this_thread, why_runs_unfused
 from ..dispatch.tensor_guards import has_tangents, needs_no_dispatch
 
 AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
@@ -60,7 +61,7 @@ class Op:
             TypeError names the argument, what it was and what it must be. Real and fake calls ask it, so both refuse
             the same. Sizes may be symbolic: it looks at no data.
         fake: the results without data, of what ``validate`` returns.
-        kernel: of ``capability.RUNS_ON``.
+        kernel: of an op of ``capability.KERNELS``.
         sends_nothing: whether, by the same, the ranks have nothing to send each other.
         choose: the ``Choice`` of the same, where the ranks can address each other's memory.
         run: the results, of a choice, the heap (None if that is unfused), and the same.
@@ -298,6 +299,11 @@ def refuse_second_gradient(op: str) -> None:
         raise NotImplementedError(
             f"{op}: has no second gradient, must have its first one without create_graph=True"
         )
+
+
+def on_device(x: Tensor) -> AbstractContextManager[object]:
+    """Makes a CUDA tensor's device the current one."""
+    return on(x.device) if x.device.type == "cuda" else nullcontext()
 
 
 def matmul_without_autocast(x: Tensor, y: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class GroupCall:
 
     @property
     def kernel(self) -> str:
-        """Of ``capability.RUNS_ON``."""
+        """Of an op of ``capability.KERNELS``."""
         return {ALL_REDUCE: "all_reduce", ALL_GATHER: "all_gather"}.get(self.name, "reduce_scatter")
 
     @property

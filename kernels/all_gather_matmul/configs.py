@@ -191,15 +191,18 @@ def estimate_one_shot_gather_us(problem: AllGatherMatmulProblem) -> float:
 
 
 def choose_copied_gather(problem: AllGatherMatmulProblem) -> CopiedConfig | None:
-    """The configuration; None where no such call is taken. Scales of blocks would have to be put in torch's order."""
+    """The configuration; None where no such call is taken. Of 16 bits kernel.cu is faster where it runs. Scales of
+    blocks would have to be put in torch's order."""
     scaled = problem.scaled
-    if scaled is None or scaled.kind is ScaleKind.BLOCKS or not scaled.torch_has_it:
+    if scaled is None:
+        return None if problem.split_k or problem.spec.has_gemm else CopiedConfig()
+    if scaled.kind is ScaleKind.BLOCKS or not scaled.torch_has_it:
         return None
     return None if problem.split_k or problem.return_A else CopiedConfig()
 
 
 def rank_gather_kernels(problem: AllGatherMatmulProblem) -> list[tuple[float, FusedConfig]]:
-    """All candidates with their predicted microseconds, the fastest first.
+    """All candidates with their predicted microseconds, the fastest first; none where no kernel takes such a call.
 
     A pure function: all ranks choose alike.
     """
@@ -247,7 +250,9 @@ def gather_saves_us(problem: AllGatherMatmulProblem) -> float:
     m, n, k, size = problem.m, sum(problem.ns), problem.k, problem.world_size
     if 0 in (m, n, k):
         return 0.0
-    fused, _ = rank_gather_kernels(problem)[0]
+    if not (ranked := rank_gather_kernels(problem)):
+        return 0.0
+    fused, _ = ranked[0]
     if not problem.split_k:
         unfused = gemm_tiles.unfused_us(size * m, n, k, problem.moved, problem.spec, problem.scaled)
     else:
@@ -259,6 +264,8 @@ def gather_saves_us(problem: AllGatherMatmulProblem) -> float:
 @lru_cache(maxsize=4096)
 def rank_gather_pushes(problem: AllGatherMatmulProblem) -> tuple[tuple[float, GatherPushConfig], ...]:
     """All candidates with the microseconds that ``estimate_gather_push_us`` predicts, the fastest first."""
+    if not problem.spec.has_gemm:
+        return ()
     # To a millionth: ties stay ties whatever the order of the sums, and the first candidate is taken.
     factor = _push_factor(problem)
     estimated = [

@@ -1,17 +1,19 @@
-"""Copy engines push the shards while products are computed of what has arrived: float32, and fp8 around torch's kernel.
+"""Copy engines push the shards while products are computed of what has arrived: float32; and around torch's kernels
+fp8, or where kernel.cu does not run 16 bits.
 
 float32. On the current stream: acquire kernel, the persistent Triton GEMM for each B, the copy of A if it is returned,
 and the end of the epoch. On the copy stream after the acquire kernel: the pushes (device/comm/copy_engine.py). Who
 writes and who waits: triton_kernel.py.
 
-fp8. On the current stream: acquire kernel, the products of the own rows, for each peer a wait for its slot and the
-products of its rows, and the end of the epoch. On the copy stream: the own rows, their scales and then a flag, to one
-peer after the other. Who waits: `arrive` of acquire.cu.
+Around torch's. On the current stream: acquire kernel, the products of the own rows, for each peer a wait for its slot
+and the products of its rows, and the end of the epoch. On the copy stream: the own rows, of fp8 their scales, and then
+a flag, to one peer after the other. Who waits: `arrive` of acquire.cu.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,9 +22,10 @@ from ...symm_mem.layout import NUM_BUFFERS, Layout
 from ...symm_mem.workspace import Workspace
 from ..device.comm import acquire
 from ..device.comm.copy_engine import CopiedPiece, CopyEngine
-from ..device.gemm.scaling import ScaledTensors, ScaleKind, scaled_mm_out
+from ..device.gemm.scaling import ScaledProducts, ScaledTensors, ScaleKind, scaled_mm_out
 from ..device.jit.ahead import CompilableProgram
 from ..device.jit.launch import compiling
+from . import host
 from .configs import AllGatherMatmulConfig, GatherKernelCall, choose_all_gather_matmul, copied_layout
 from .estimate import scales_offset, slot_bytes
 from .triton_kernel import TritonAllGatherMatmul, triton_gather_program
@@ -120,32 +123,33 @@ class _Arriving(NamedTuple):
     src: int
     arrival: acquire.Arrival
     rows: torch.Tensor
-    scales: torch.Tensor
+    scales: torch.Tensor | None
 
 
-class AllGatherScaledMatmulCopied:
+class AllGatherProductsCopied:
     """This op on one problem and one workspace: prepared once, called often.
 
     Args:
         workspace: with room for ``copied_layout``, whose buffers copy engines write.
         example: a call of the sizes and strides that every call has.
-        biased: whether each B has a bias.
+        biased: of fp8 operands, whether each B has a bias.
     """
 
     def __init__(
-        self, workspace: Workspace[Layout], example: GatherKernelCall, biased: Sequence[bool]
+        self, workspace: Workspace[Layout], example: GatherKernelCall, biased: Sequence[bool] = ()
     ) -> None:
         scaled, (m, k), size = example.scaled, example.a.shape, workspace.world_size
-        assert scaled is not None
         problem = example.problem(size)
+        dtype, columns = (example.a.dtype, k) if scaled is None else (scaled.types[0], 2 * k)
         if not workspace.layout.holds(copied_layout(problem)):
             raise ValueError(
-                f"workspace: {workspace.layout} is too small for shards of {m} x {2 * k} numbers"
+                f"workspace: {workspace.layout} is too small for shards of {m} x {columns} numbers"
             )
         self._engine = engine_of(workspace)
         acquire.load()
         self.workspace, self._scaled, self._biased = workspace, scaled, list(biased)
-        self._rows, self._columns, self._stride = m, 2 * k, 2 * example.a.stride(0)
+        self._rows, self._columns = m, columns
+        self._stride = example.a.stride(0) * (columns // k)
         slot, offset = slot_bytes(problem), scales_offset(problem)
         # In a peer's buffer: of the own rows, and of their scales.
         self._places = workspace.rank * slot, workspace.rank * slot + offset
@@ -154,8 +158,11 @@ class AllGatherScaledMatmulCopied:
             slots = workspace.buffer(workspace.rank, buffer, (size, slot), torch.uint8)
             self._arriving.append([])
             for src in ((workspace.rank + step) % size for step in range(1, size)):
-                rows = slots[src, : 2 * m * k].view(scaled.types[0]).view(m, 2 * k)
-                scales = slots[src, offset : offset + scaled.sent_bytes(m, k)].view(torch.float32).view(-1, 1)
+                rows = slots[src, : 2 * m * k].view(dtype).view(m, columns)
+                scales = None
+                if scaled is not None:
+                    sent = scaled.sent_bytes(m, k)
+                    scales = slots[src, offset : offset + sent].view(torch.float32).view(-1, 1)
                 arrival = acquire.Arrival(workspace, buffer, src)
                 self._arriving[buffer].append(_Arriving(src, arrival, rows, scales))
         self._ends = [acquire.end_epoch_launcher(workspace, buffer) for buffer in range(NUM_BUFFERS)]
@@ -167,27 +174,23 @@ class AllGatherScaledMatmulCopied:
         timeout_ns: int,
         stream: int,
     ) -> None:
-        """The copies, and the products; as ``AllGatherScaledMatmulOneShot.call``."""
+        """The copies, and the products; as ``AllGatherScaledMatmulOneShot.call``, or ``AllGatherMatmulCopied.call``."""
         workspace, scaled, m = self.workspace, self._scaled, self._rows
-        of = ScaledTensors.of(tensors, self._biased)
-        own = of.a.as_strided((m, self._columns), (self._stride, 1)).contiguous()
-        given = of.a_scale  # of its own rows, or of those of all ranks
-        if scaled.kind is ScaleKind.ROWS:
-            given = given.reshape(-1, 1)
-        pieces = [CopiedPiece(own.data_ptr(), self._places[0], own.numel())]
-        if scaled.travels:
-            pieces.append(CopiedPiece(given.data_ptr(), self._places[1], 4 * m))
-
-        def multiply(src: int, rows: torch.Tensor, arrived: torch.Tensor) -> None:
-            scales = arrived if scaled.travels else given
-            if scaled.kind is ScaleKind.ROWS and not scaled.travels:
-                scales = given[src * m : (src + 1) * m]
-            for b, b_scale, bias, result in zip(of.bs, of.b_scales, of.biases, results, strict=True):
-                out = result.as_strided((m, b.shape[1]), (b.shape[1], 1), src * m * b.shape[1])
-                scaled_mm_out(scaled, rows, b, (scales, b_scale), bias, out)
-
+        own = tensors[0].as_strided((m, self._columns), (self._stride, 1)).contiguous()
+        pieces = [CopiedPiece(own.data_ptr(), self._places[0], own.nbytes)]
+        multiply: Callable[[int, torch.Tensor, torch.Tensor | None], None]
+        if scaled is None:
+            given, multiply = None, partial(_multiply, tensors[1:], results)
+        else:
+            of = ScaledTensors.of(tensors, self._biased)
+            given = of.a_scale  # of its own rows, or of those of all ranks
+            if scaled.kind is ScaleKind.ROWS:
+                given = given.reshape(-1, 1)
+            if scaled.travels:
+                pieces.append(CopiedPiece(given.data_ptr(), self._places[1], 4 * m))
+            multiply = partial(_multiply_scaled, scaled, of._replace(a_scale=given), results)
         # Three frames: this and two more, on the fast path and on the slow one.
-        workspace.raise_if_broken(SCALED_OP, inside=3)
+        workspace.raise_if_broken(host.OP if scaled is None else SCALED_OP, inside=3)
         try:
             with workspace.lock:
                 buffer = workspace.next_buffer()
@@ -201,3 +204,39 @@ class AllGatherScaledMatmulCopied:
         except BaseException as e:
             workspace.abandon(e)  # the peers may wait for what was not launched
             raise
+
+
+def _multiply(
+    bs: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    src: int,
+    rows: torch.Tensor,
+    _: torch.Tensor | None,
+) -> None:
+    """Of rank ``src``; after the products its rows, if these are wanted."""
+    for b, result in zip(bs, results, strict=False):
+        torch.mm(rows, b, out=_part(result, src, rows.shape[0], b.shape[1]))
+    if len(results) > len(bs):
+        _part(results[-1], src, *rows.shape).copy_(rows)
+
+
+def _multiply_scaled(
+    scaled: ScaledProducts,
+    of: ScaledTensors,
+    results: Sequence[torch.Tensor],
+    src: int,
+    rows: torch.Tensor,
+    arrived: torch.Tensor | None,
+) -> None:
+    """``of`` has the scales of the own rows, or of those of all ranks; ``arrived``: of these rows, if they travel."""
+    m = rows.shape[0]
+    scales = arrived if scaled.travels and arrived is not None else of.a_scale
+    if scaled.kind is ScaleKind.ROWS and not scaled.travels:
+        scales = of.a_scale[src * m : (src + 1) * m]
+    for b, b_scale, bias, result in zip(of.bs, of.b_scales, of.biases, results, strict=True):
+        scaled_mm_out(scaled, rows, b, (scales, b_scale), bias, _part(result, src, m, b.shape[1]))
+
+
+def _part(result: torch.Tensor, src: int, rows: int, columns: int) -> torch.Tensor:
+    """Rank ``src``'s of new results, whatever their shape."""
+    return result.as_strided((rows, columns), (columns, 1), src * rows * columns)

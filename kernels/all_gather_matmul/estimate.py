@@ -198,7 +198,7 @@ def estimate_gather_push_us(config: GatherPushConfig, problem: AllGatherMatmulPr
 
 @dataclass(frozen=True)
 class CopiedConfig:
-    """Copy engines send rows and their scales while torch's product multiplies: there is nothing to choose."""
+    """Copy engines send rows, of fp8 with scales, while torch's product multiplies: there is nothing to choose."""
 
     algorithm: ClassVar[str] = "copy_engine"
 
@@ -210,16 +210,17 @@ def scales_offset(problem: AllGatherMatmulProblem) -> int:
 
 def slot_bytes(problem: AllGatherMatmulProblem) -> int:
     """Of one rank's rows and of their scales, if these travel."""
-    assert problem.scaled is not None
-    end = scales_offset(problem) + problem.scaled.sent_bytes(problem.m, problem.k)
+    end = scales_offset(problem)
+    if problem.scaled is not None:
+        end += problem.scaled.sent_bytes(problem.m, problem.k)
     return -(-end // _ALIGNMENT) * _ALIGNMENT
 
 
 def estimate_copied_us(problem: AllGatherMatmulProblem) -> float:
     """Microseconds: one rank's rows are multiplied after the other's, the own first, each when they have come."""
-    scaled = problem.scaled
-    assert scaled is not None
-    each = gemm_tiles.matmuls_us(problem.m, problem.ns, problem.k, problem.spec) * scaled.torch_slowdown
+    each = gemm_tiles.matmuls_us(problem.m, problem.ns, problem.k, problem.spec)
+    if problem.scaled is not None:
+        each *= problem.scaled.torch_slowdown
     arrival, now = _COPIED_CALL + _COPY_STARTS, _COPIED_CALL + each
     for _ in range(problem.world_size - 1):
         arrival += slot_bytes(problem) / gemm_tiles.LINK

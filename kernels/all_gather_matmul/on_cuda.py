@@ -1,8 +1,9 @@
 """Which kernel computes all_gather(A) @ B on CUDA, and its call.
 
 16-bit operands go to kernel.cu; or, where little is gathered and A is not returned, to a one-shot all-gather with
-cuBLAS after it. Others (float32), and Bs of both memory orders in one call, go to the Triton kernel with copy engines.
-That takes whole rows only: with the last dimension gathered such calls run unfused.
+cuBLAS after it; or, where kernel.cu does not run, to copy engines with cuBLAS beside them. Others (float32), and Bs of
+both memory orders in one call, go to the Triton kernel with copy engines. That takes whole rows only: with the last
+dimension gathered such calls run unfused.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ import torch
 
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
+from ..device.capability import runs_on
 from ..device.comm import acquire
 from ..device.gemm import gemm
 from ..device.gemm.one_shot import OneShotConfig, algorithm_of, launch_prepared, likeliest
-from ..device.gemm.supported import why_last_dim_not_gathered
+from ..device.gemm.supported import WHY_NO_GEMM, WHY_NO_TMA, why_last_dim_not_gathered
 from ..device.jit.ahead import CompilableProgram
 from ..device.jit.launch import ALIGNMENT, is_transposed, why_not
 from ..device.tuning import tuner
 from ..device.tuning.benchmark import Candidate
 from ..device.tuning.choice import KernelChoice, KernelChoices, make_together
 from . import configs, copied_products, cuda_kernel, host
-from .copied_products import AllGatherMatmulCopied, AllGatherScaledMatmulCopied
+from .copied_products import AllGatherMatmulCopied, AllGatherProductsCopied
 from .one_shot_kernel import AllGatherMatmulOneShot
 from .scaled import AllGatherScaledMatmulOneShot, AllGatherScaledMatmulPush
 
@@ -63,12 +65,16 @@ def _choose(
     if a.dtype in gemm.DTYPES:
         if len({is_transposed(b) for b in bs}) > 1:
             return "Bs: some lie in rows and some in columns"
-        us, config = likeliest(configs.rank_gather_kernels(problem), call.preferred)
+        if not (ranked := configs.rank_gather_kernels(problem)):
+            return WHY_NO_GEMM
+        us, config = likeliest(ranked, call.preferred)
         layout = configs.gather_layout(problem, config)
         profitable = configs.gather_is_profitable(problem)
         return KernelChoice(algorithm_of(config), config, layout, profitable, us)
     if call.split_k and (reason := why_last_dim_not_gathered(a.dtype, call.scaled)) is not None:
         return reason
+    if not runs_on("all_gather_matmul/triton_kernel.py", a.device):
+        return WHY_NO_TMA
     world_size = problem.world_size
     copied = copied_products.configure(call, world_size)
     layout = configs.copied_gather_layout(m, k, a.dtype, world_size, copied)
@@ -118,7 +124,7 @@ Kernel: TypeAlias = (
     | AllGatherMatmulOneShot
     | AllGatherMatmulCopied
     | AllGatherScaledMatmulPush
-    | AllGatherScaledMatmulCopied
+    | AllGatherProductsCopied
 )
 
 
@@ -133,9 +139,10 @@ def fused_gather(
         if scales is None:
             return AllGatherMatmulOneShot(workspace, call.a, config)
         return AllGatherScaledMatmulOneShot(workspace, call, scales, config)
+    if isinstance(config, configs.CopiedConfig):
+        biases = [] if scales is None else scales.biases
+        return AllGatherProductsCopied(workspace, call, [bias is not None for bias in biases])
     if scales is not None:
-        if isinstance(config, configs.CopiedConfig):
-            return AllGatherScaledMatmulCopied(workspace, call, [bias is not None for bias in scales.biases])
         return AllGatherScaledMatmulPush(workspace, call, scales, config)
     assert isinstance(config, configs.GatherPushConfig)
     return cuda_kernel.AllGatherMatmulPushes(

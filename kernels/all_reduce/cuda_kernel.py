@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from ...symm_mem.backends import cuda_state
-from ..device.collective.combine import CombineLauncher, CombineShape, CombineSource
+from ..device.collective.combine import CombinedSum, CombineLauncher, CombineSource, choice_defines
 from ..device.comm import ll_exchange
 from ..device.comm.ll_exchange import DTYPES, VECTOR, ExchangeSlots, ExchangeWorkspace, slots_of
 from ..device.jit.program import Function, Program
@@ -56,16 +56,33 @@ def all_reduce_defines(world_size: int, dtype: str, reduce_op: str) -> dict[str,
 
 @cache
 def all_reduce_program(
-    world_size: int, rank: int, dtype: torch.dtype, reduce_op: str, *, dependent: bool = False
+    world_size: int,
+    rank: int,
+    dtype: torch.dtype,
+    reduce_op: str,
+    choices: tuple[int, bool, bool] | None = None,
+    *,
+    dependent: bool = False,
 ) -> Program:
-    """kernel.cu for one rank, dtype and operation. ``dependent``: to be launched so (ll_exchange.py)."""
-    of_rank = {"RANK": rank, "DEPENDENT": int(dependent)}
-    return Program(SOURCE, defines=all_reduce_defines(world_size, DTYPES[dtype], reduce_op) | of_rank)
+    """kernel.cu for one rank, dtype and operation.
+
+    Args:
+        choices: those of a CombineShape: of what is put together while it is loaded.
+        dependent: to be launched so (ll_exchange.py).
+    """
+    defines = all_reduce_defines(world_size, DTYPES[dtype], reduce_op) | choice_defines(choices)
+    return Program(SOURCE, defines=defines | {"RANK": rank, "DEPENDENT": int(dependent)})
 
 
-def launched_all_reduce(world_size: int, rank: int, dtype: torch.dtype, reduce_op: str) -> Program:
+def launched_all_reduce(
+    world_size: int,
+    rank: int,
+    dtype: torch.dtype,
+    reduce_op: str,
+    choices: tuple[int, bool, bool] | None = None,
+) -> Program:
     """The one that this process launches."""
-    return all_reduce_program(world_size, rank, dtype, reduce_op, dependent=ll_exchange.dependent())
+    return all_reduce_program(world_size, rank, dtype, reduce_op, choices, dependent=ll_exchange.dependent())
 
 
 def _function(
@@ -153,46 +170,20 @@ class AllReduceLauncher:
             self._launches[aligned](stream)
 
 
-@cache
-def combine_all_reduce_program(
-    world_size: int,
-    rank: int,
-    dtype: torch.dtype,
-    choices: tuple[int, bool, bool],
-    *,
-    dependent: bool = False,
-) -> Program:
-    """kernel.cu for sums of what is put together while it is loaded. ``choices``: those of a CombineShape."""
-    defines = all_reduce_defines(world_size, DTYPES[dtype], "sum") | CombineShape(0, *choices).defines
-    return Program(SOURCE, defines=defines | {"RANK": rank, "DEPENDENT": int(dependent)})
-
-
-def launched_combine_all_reduce(ranks: tuple[int, int], dtype: torch.dtype, shape: CombineShape) -> Program:
-    """The one that this process launches. ``ranks``: how many, and which this is."""
-    return combine_all_reduce_program(*ranks, dtype, shape[1:], dependent=ll_exchange.dependent())
-
-
 def combine_all_reduce_launcher(
-    place: ExchangeWorkspace,
-    sizes: tuple[int, int],
-    dtype: torch.dtype,
-    shape: CombineShape,
-    config: AllReduceConfig,
+    place: ExchangeWorkspace, wanted: CombinedSum, config: AllReduceConfig
 ) -> CombineLauncher:
-    """The all-reduce of what is put together, of [tokens, hidden]. ``place``, ``config``: as of an AllReduceLauncher.
+    """The all-reduce of what is put together. ``place``, ``config``: as of an AllReduceLauncher.
 
     Raises:
         ValueError: the workspace is too small.
     """
-    layout, (tokens, hidden) = place.layout, sizes
-    vectors = hidden * dtype.itemsize // VECTOR
+    layout, vectors = place.layout, wanted.tokens * wanted.vectors
     parts = layout.world_size if config.form == "two_shot" else 1
-    count = -(-tokens * vectors // parts)
+    count = -(-vectors // parts)
     launch = configs.launch(count, layout, config)
-    whole = tokens * vectors == count * parts
-    program = launched_combine_all_reduce((layout.world_size, place.rank), dtype, shape)
-    function = program.function(launch.kernel if whole else f"{launch.kernel}_any")
-    params = _CombineParams(slots_of(place, 0), 0, 0, tokens * hidden, count, 1)
-    params.combine = shape.source(tokens, vectors)
-    ready = function.bound(launch.blocks, launch.threads, params, dependent=ll_exchange.dependent())
-    return CombineLauncher(params, _CombineParams.out.offset, ready, (launch.blocks,) * launch.epochs)
+    program = launched_all_reduce(layout.world_size, place.rank, *wanted.defined)
+    function = program.function(launch.kernel if vectors == count * parts else f"{launch.kernel}_any")
+    params = _CombineParams(slots_of(place, 0), 0, 0, wanted.tokens * wanted.hidden, count, 1)
+    params.combine = wanted.source
+    return CombineLauncher(params, _CombineParams.out.offset, function, launch)

@@ -77,9 +77,9 @@ def most_per_thread(world_size: int) -> int:
     return 2 if world_size <= 4 else 1
 
 
-def most_vectors(world_size: int) -> int:
-    """Vectors that a row may have."""
-    return CLUSTERS[-1] * THREADS * most_per_thread(world_size)
+def most_vectors(world_size: int, most_cluster: int = CLUSTERS[-1]) -> int:
+    """Vectors that a row may have, on a GPU with clusters of so many blocks."""
+    return most_cluster * THREADS * most_per_thread(world_size)
 
 
 def _units(rows: int, world_size: int, form: str) -> int:
@@ -89,19 +89,19 @@ def _units(rows: int, world_size: int, form: str) -> int:
 
 @lru_cache(maxsize=4096)
 def choose_all_reduce_rms_norm(
-    rows: int, vectors: int, world_size: int, num_sms: int = BLOCKS
+    rows: int, vectors: int, world_size: int, num_sms: int = BLOCKS, most_cluster: int = CLUSTERS[-1]
 ) -> AllReduceRmsNormConfig:
     """The configuration for ``rows`` of ``vectors`` vectors each; the same on every rank.
 
     As many SMs as a cluster can span and each has enough to send; clusters of one where there are
-    rows enough. ``num_sms``: blocks at most, or those of one cluster.
+    rows enough. ``num_sms``: blocks at most, or those of one cluster. ``most_cluster``: 1 on GPUs without clusters.
     """
     most = min(BLOCKS, num_sms)
     nbytes = rows * vectors * VECTOR
     two_shot = world_size in _TWO_SHOT_FROM and nbytes >= _TWO_SHOT_FROM[world_size]
     form = "two_shot" if two_shot else "one_shot"
     chunks = -(-vectors // WARP)
-    fitting = [c for c in CLUSTERS if c <= chunks]
+    fitting = [c for c in CLUSTERS if c <= min(chunks, most_cluster)]
     held = [c for c in fitting if c * THREADS * most_per_thread(world_size) >= vectors]
     sent = vectors * (world_size - 1)  # of a row, in one_shot
     spread = [c for c in held if c <= _MOST_SPREAD and c * _units(rows, world_size, form) <= most]

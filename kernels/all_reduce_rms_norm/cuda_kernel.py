@@ -17,6 +17,7 @@ from ..device.comm import ll_exchange
 from ..device.comm.ll_exchange import DTYPES, VECTOR, ExchangeSlots, ExchangeWorkspace, slots_of
 from ..device.jit.program import Program
 from .configs import (
+    CLUSTERS,
     MAX_WORLD_SIZE,
     AllReduceRmsNormConfig,
     all_reduce_rms_norm_layout,
@@ -109,14 +110,16 @@ class _Offsets(NamedTuple):
         return cls(like_x, elements * quant.out_dtype.itemsize, row * torch.float32.itemsize * quant.dynamic)
 
 
-def why_no_norm_kernel(hidden: int, dtype: torch.dtype, world_size: int) -> str | None:
+def why_no_norm_kernel(
+    hidden: int, dtype: torch.dtype, world_size: int, most_cluster: int = CLUSTERS[-1]
+) -> str | None:
     """Why the kernel cannot take rows of ``hidden`` elements on so many ranks; None if it can."""
     if world_size > MAX_WORLD_SIZE:
         return f"the group has {world_size} ranks, the kernel takes up to {MAX_WORLD_SIZE}"
     if hidden * dtype.itemsize % VECTOR:
         return f"rows of {hidden} x {dtype} are no multiple of {VECTOR} bytes"
-    if hidden * dtype.itemsize // VECTOR > most_vectors(world_size):
-        return f"rows of {hidden} x {dtype} are longer than {most_vectors(world_size) * VECTOR} bytes"
+    if hidden * dtype.itemsize // VECTOR > (most := most_vectors(world_size, most_cluster)):
+        return f"rows of {hidden} x {dtype} are longer than {most * VECTOR} bytes"
     return None
 
 

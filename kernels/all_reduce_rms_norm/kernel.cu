@@ -18,7 +18,17 @@
 
 #include "rows.cuh"
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512, 1)
+// Before Hopper there are no clusters, and no attribute of one block.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define TEAM
+#if CLUSTER > 1
+#error "CLUSTER: must be 1 before Hopper"
+#endif
+#else
+#define TEAM __cluster_dims__(CLUSTER, 1, 1)
+#endif
+
+extern "C" __global__ void TEAM __launch_bounds__(512, 1)
     one_shot(const __grid_constant__ Params p) {
     Team<1> team;
     weft::begin();
@@ -78,7 +88,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
     epoch.leave();
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512, 1)
+extern "C" __global__ void TEAM __launch_bounds__(512, 1)
     two_shot(const __grid_constant__ Params p) {
     Team<WORLD_SIZE> team;
     weft::begin();

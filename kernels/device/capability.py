@@ -1,46 +1,243 @@
-"""Which GPUs each op's kernel runs on: one table, by the folder of the kernel."""
+"""Which kernel runs on which GPU: one table, by the kernel's file. ``python -m weft kernels`` prints it."""
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
 
 import torch
 
+from ...symm_mem.backends import cuda_state
+from ...symm_mem.backends.cuda_state import HOPPER
+from ...symm_mem.switches import is_on
+
 Capability: TypeAlias = tuple[int, int]
 
-HOPPER: Capability = (9, 0)
-#: Compute capabilities, by the folder of the kernel.
-RUNS_ON: dict[str, tuple[Capability, ...]] = {
-    "all_gather": (HOPPER,),
-    "all_gather_matmul": (HOPPER,),
-    "all_gather_scaled_matmul": (HOPPER,),
-    "all_reduce": (HOPPER,),
-    "all_reduce_rms_norm": (HOPPER,),
-    "async_collectives": (HOPPER,),
-    "grouped_matmul": (HOPPER,),
-    "matmul_all_reduce": (HOPPER,),
-    "matmul_reduce_scatter": (HOPPER,),
-    "moe_route": (HOPPER,),
-    "reduce_scatter": (HOPPER,),
-    "scaled_matmul_reduce_scatter": (HOPPER,),
+#: What kernels are compiled for, by compute capability.
+ARCHS: dict[Capability, str] = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 9): "sm_89",
+    HOPPER: "sm_90a",
+    (10, 0): "sm_100a",
+    (10, 3): "sm_103a",
+    (12, 0): "sm_120a",
 }
+#: Examples of such GPUs.
+CARDS: dict[Capability, str] = {
+    (8, 0): "A100",
+    (8, 6): "A40, RTX 3090",
+    (8, 9): "L40S, RTX 4090",
+    HOPPER: "H100, H200",
+    (10, 0): "B200",
+    (10, 3): "B300",
+    (12, 0): "RTX PRO 6000, RTX 5090",
+}
+_SIMULATED = ("80", "86", "89")  # whose PTX any later GPU takes
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """A row of the table.
+
+    Attributes:
+        ops: whose kernel it is, by the names of their folders.
+        archs: the compute capabilities that it compiles for.
+        needs: of the GPU or its links, in words.
+        cards, date, results: on what it was last run, when, and the file of bench/results that says so: all of them
+            Hoppers, the only GPUs that any was run on.
+    """
+
+    ops: tuple[str, ...]
+    archs: tuple[Capability, ...]
+    needs: str
+    cards: str
+    date: str
+    results: str
+
+    @property
+    def ran(self) -> tuple[Capability, ...]:
+        """The compute capabilities of GPUs that it was run on."""
+        return (HOPPER,)
+
+
 #: Those on which torch multiplies with block-wise scales, from CUDA 12.9 on.
 BLOCK_PRODUCTS: tuple[Capability, ...] = (HOPPER,)
 
+ALL = tuple(ARCHS)
+_FROM_ADA = tuple(c for c in ALL if c >= (8, 9))
+_FROM_HOPPER = tuple(c for c in ALL if c >= HOPPER)
+_GATHERS = ("all_gather_matmul", "all_gather_scaled_matmul")
+_SCATTERS = ("matmul_reduce_scatter", "scaled_matmul_reduce_scatter")
+_PEERS, _COPIES = "peer access", "peer access, copy engines"
+_H200 = "2 H200", "2026-11-28"
+#: By the file below kernels/. "peer access" is what a heap needs, over NVLink or PCIe.
+KERNELS: dict[str, KernelRow] = {
+    "all_gather/kernel.cu": KernelRow(("all_gather",), ALL, _PEERS, *_H200, "h200-x2-all_gather.json"),
+    "all_gather_matmul/kernel.cu": KernelRow(
+        _GATHERS, (HOPPER,), "peer access, clusters, TMA, wgmma", *_H200, "h200-x2-all_gather_matmul.json"
+    ),
+    "all_gather_matmul/scaled.py": KernelRow(
+        _GATHERS[1:], _FROM_ADA, "peer access, torch's scaled product", *_H200, "h200-x2-scaled.txt"
+    ),
+    "all_gather_matmul/one_shot.cu": KernelRow(
+        _GATHERS[:1], ALL, "peer access, cuBLAS", *_H200, "h200-x2-all_gather_matmul.json"
+    ),
+    "all_gather_matmul/triton_kernel.py": KernelRow(
+        _GATHERS[:1], _FROM_HOPPER, "peer access, copy engines, TMA", *_H200, "h200-x2-sanitizer.txt"
+    ),
+    "all_reduce/kernel.cu": KernelRow(("all_reduce",), ALL, _PEERS, *_H200, "h200-x2-all_reduce.json"),
+    "all_reduce_rms_norm/kernel.cu": KernelRow(
+        ("all_reduce_rms_norm",),
+        ALL,
+        "peer access; clusters for long rows",
+        *_H200,
+        "h200-x2-all_reduce_rms_norm.json",
+    ),
+    "all_reduce_rms_norm/quant.cuh": KernelRow(
+        ("all_reduce_rms_norm_quant",), _FROM_ADA, "peer access, fp8", *_H200, "h200-x2-sanitizer.txt"
+    ),
+    "async_collectives/kernel.cu": KernelRow(
+        ("async_collectives",), ALL, _COPIES, "2 H100", "2026-11-27", "h100-x2-gathered-weights.txt"
+    ),
+    "device/comm/acquire.cu": KernelRow(
+        ("all_gather_matmul", "async_collectives"), ALL, _COPIES, *_H200, "h200-x2-sanitizer.txt"
+    ),
+    "grouped_matmul/kernel.cu": KernelRow(
+        ("grouped_matmul",),
+        (HOPPER,),
+        "clusters, TMA, wgmma",
+        "H200",
+        "2026-11-28",
+        "h200-x2-grouped-matmul.txt",
+    ),
+    "matmul_all_reduce/kernel.cu": KernelRow(
+        ("matmul_all_reduce",), ALL, _PEERS, *_H200, "h200-x2-matmul_all_reduce.json"
+    ),
+    "matmul_reduce_scatter/kernel.cu": KernelRow(
+        (*_SCATTERS, "matmul_all_reduce"),
+        (HOPPER,),
+        "peer access, clusters, TMA, wgmma",
+        *_H200,
+        "h200-x2-matmul_reduce_scatter.json",
+    ),
+    "matmul_reduce_scatter/one_shot_kernel.py": KernelRow(
+        _SCATTERS[1:], _FROM_ADA, "peer access, torch's scaled product", *_H200, "h200-x2-scaled.txt"
+    ),
+    "matmul_reduce_scatter/one_shot.cu": KernelRow(
+        _SCATTERS[:1], ALL, "peer access, cuBLAS", *_H200, "h200-x2-matmul_reduce_scatter.json"
+    ),
+    "matmul_reduce_scatter/triton_kernel.py": KernelRow(
+        _SCATTERS[:1], _FROM_HOPPER, "peer access, TMA", *_H200, "h200-x2-sanitizer.txt"
+    ),
+    "linear_cross_entropy/triton_kernel.py": KernelRow((), ALL, "", *_H200, "h200-x2-vocabulary.json"),
+    "moe_route/kernel.cu": KernelRow(
+        ("moe_route",), _FROM_HOPPER, "clusters", "H200", "2026-11-28", "h200-x2-grouped-matmul.txt"
+    ),
+    "reduce_scatter/kernel.cu": KernelRow(
+        ("reduce_scatter",), ALL, _PEERS, *_H200, "h200-x2-reduce_scatter.json"
+    ),
+    "transfer/kernel.cu": KernelRow(
+        ("transfer",), ALL, _COPIES, "2 H200", "2026-11-26", "h200-x2-transfers.txt"
+    ),
+}
+
 
 @cache
-def capability_of(device: torch.device) -> Capability:
-    """That of a CUDA device. A GPU that is not there, as plans may ask about, is taken to be an H200."""
-    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else HOPPER
+def simulated_capability() -> Capability | None:
+    """That of WEFT_ARCH, asked once in a process: kernels and choices are such a GPU's, for tests on a later one.
 
-
-def why_no_kernel_on(kernel: str, device: torch.device) -> str | None:
-    """Why a kernel does not run on a device; None if it does, or if that is the CPU."""
-    if device.type != "cuda" or capability_of(device) in RUNS_ON[kernel]:
+    Raises:
+        ValueError: WEFT_ARCH is not one of those whose programs later GPUs take.
+    """
+    if (said := os.environ.get("WEFT_ARCH")) is None:
         return None
-    return f"the kernels are for GPUs of compute capability {capabilities_text(RUNS_ON[kernel])}"
+    if said not in _SIMULATED:
+        raise ValueError(f"WEFT_ARCH: is {said!r}, must be one of {', '.join(_SIMULATED)}")
+    return int(said[0]), int(said[1])
+
+
+def capability_of(device: torch.device) -> Capability:
+    """That of a CUDA device, or of WEFT_ARCH. A GPU that is not there, as plans may ask about, is taken to be an
+    H200."""
+    return simulated_capability() or cuda_state.state.capability(device)
+
+
+def arch_of(device: torch.device) -> str:
+    """What programs are compiled for there. With WEFT_ARCH it is a virtual architecture, whose PTX the driver compiles.
+
+    Raises:
+        ValueError: no kernel is compiled for such a device.
+    """
+    if (simulated := simulated_capability()) is not None:
+        return f"compute_{simulated[0]}{simulated[1]}"
+    if (capability := capability_of(device)) not in ARCHS:
+        raise ValueError(
+            f"device: {device} has compute capability {_text(capability)}, must have {capabilities_text(ALL)}"
+        )
+    return ARCHS[capability]
+
+
+def runs_on(kernel: str, device: torch.device) -> bool:
+    """Whether a kernel of ``KERNELS`` runs on a CUDA device: it compiles, and was run on such GPUs or WEFT_UNTESTED is
+    1."""
+    capability, row = capability_of(device), KERNELS[kernel]
+    return capability in row.archs and (capability in row.ran or takes_untested())
+
+
+def has_clusters(device: torch.device) -> bool:
+    """Whether blocks of a kernel can be clusters there."""
+    return capability_of(device) >= HOPPER
+
+
+def takes_untested() -> bool:
+    """Whether kernels are taken that were never run on such a GPU (WEFT_UNTESTED=1).
+
+    Raises:
+        ValueError: WEFT_UNTESTED is neither 0 nor 1.
+    """
+    return is_on("WEFT_UNTESTED")
+
+
+def is_untested(device: torch.device) -> bool:
+    """Whether there are kernels that compile for a CUDA device, and none was ever run on such a one."""
+    capability = capability_of(device)
+    rows = [row for row in KERNELS.values() if capability in row.archs]
+    return bool(rows) and not any(capability in row.ran for row in rows)
+
+
+def why_no_kernel_on(op: str, device: torch.device) -> str | None:
+    """Why no kernel of an op runs on a device; None if one does, or if that is the CPU. ``op``: as in ``KERNELS``."""
+    if device.type != "cuda":
+        return None
+    return why_no_kernel(op, capability_of(device))
+
+
+def why_no_kernel(op: str, capability: Capability) -> str | None:
+    """The same of GPUs of a compute capability."""
+    rows = _rows_of(op)
+    if any(capability in row.archs and capability in row.ran for row in rows):
+        return None
+    archs = {arch for row in rows for arch in row.archs}
+    if capability not in archs:
+        return f"its kernels are for GPUs of compute capability {capabilities_text(tuple(archs))}"
+    if takes_untested():
+        return None
+    return (
+        f"its kernels compile for {ARCHS[capability]}, but were never run there: WEFT_UNTESTED=1 takes them"
+    )
+
+
+@cache
+def _rows_of(op: str) -> tuple[KernelRow, ...]:
+    return tuple(row for row in KERNELS.values() if op in row.ops)
+
+
+def _text(capability: Capability) -> str:
+    return f"{capability[0]}.{capability[1]}"
 
 
 def capabilities_text(capabilities: tuple[Capability, ...]) -> str:
-    return " or ".join(f"{major}.{minor}" for major, minor in capabilities)
+    return " or ".join(map(_text, sorted(capabilities)))

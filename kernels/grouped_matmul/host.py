@@ -19,18 +19,18 @@ OP = "fused_all_gather_grouped_matmul"
 
 
 def host_all_gather_grouped_matmul(
-    workspace: Workspace, a: Tensor, bs: Sequence[Tensor], rows: Tensor, offs: Tensor
+    workspace: Workspace, a: Tensor, terms: Sequence[tuple[Tensor, Tensor | None]], rows: Tensor, offs: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
     """The gathered tokens [W * m, K], and the products [R, N_i] of those that ``rows`` names.
 
     Args:
         a: this rank's tokens [m, K], contiguous.
-        bs: each [E, K, N_i]; offs: [E].
+        terms: each B [E, K, N_i], and its bias [E, N_i] or None; offs: [E].
     """
     m, size, rank = a.shape[0], workspace.world_size, workspace.rank
     tokens = rows.long().clamp(0, size * m - 1)
     experts = experts_of_rows(offs, rows.shape[0])
-    outs = [a.new_empty(rows.shape[0], b.shape[2]) for b in bs]
+    outs = [a.new_empty(rows.shape[0], b.shape[2]) for b, _ in terms]
     with workspace.lock, HostEpoch(workspace, OP) as epoch:
         arriving = Arriving(epoch, a)
         every = arriving.gathered.flatten(0, 1)
@@ -40,6 +40,6 @@ def host_all_gather_grouped_matmul(
                 arriving.wait_for(src)
                 (here,) = torch.where((tokens // m == src) & (experts < offs.shape[0]))
                 counts = torch.searchsorted(experts[here], torch.arange(offs.shape[0]), right=True).int()
-                for b, out in zip(bs, outs, strict=True):
-                    out[here] = reference_grouped_matmul(every, b, counts, tokens[here], None)
+                for (b, bias), out in zip(terms, outs, strict=True):
+                    out[here] = reference_grouped_matmul(every, b, counts, tokens[here], bias)
     return every, outs

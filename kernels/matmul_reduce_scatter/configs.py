@@ -235,7 +235,8 @@ def estimate_one_shot_scatter_us(problem: MatmulReduceScatterProblem) -> float:
 
 
 def rank_scatter_kernels(problem: MatmulReduceScatterProblem) -> list[tuple[float, FusedConfig]]:
-    """All candidates of both kernels with their predicted microseconds, the fastest first.
+    """All candidates of both kernels with their predicted microseconds, the fastest first; none where none takes such a
+    call.
 
     A pure function: all ranks choose alike.
     """
@@ -260,7 +261,9 @@ def scatter_saves_us(problem: MatmulReduceScatterProblem) -> float:
     """Microseconds by which it is predicted to beat that; 0 of what no kernel takes."""
     if 0 in (problem.m, problem.n, problem.k):
         return 0.0
-    fused, _ = rank_scatter_kernels(problem)[0]
+    if not (ranked := rank_scatter_kernels(problem)):
+        return 0.0
+    fused, _ = ranked[0]
     product = problem.rows, problem.n, problem.k
     return gemm_tiles.unfused_us(*product, problem.moved, problem.spec, problem.scaled) - fused
 
@@ -268,6 +271,8 @@ def scatter_saves_us(problem: MatmulReduceScatterProblem) -> float:
 @lru_cache(maxsize=4096)
 def rank_scatter_pushes(problem: MatmulReduceScatterProblem) -> tuple[tuple[float, ScatterPushConfig], ...]:
     """All candidates with the microseconds that ``estimate_scatter_push_us`` predicts, the fastest first."""
+    if not problem.spec.has_gemm:
+        return ()
     n, k, size = problem.n, problem.k, problem.world_size
     tiles = gemm_tiles.suited_to(
         gemm_tiles.suited(problem.rows, n, k, size, spec=problem.spec), problem.scaled

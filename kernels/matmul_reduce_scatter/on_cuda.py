@@ -14,9 +14,10 @@ import torch
 
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
+from ..device.capability import runs_on
 from ..device.gemm import gemm
 from ..device.gemm.one_shot import OneShotConfig, algorithm_of, launch_prepared, likeliest
-from ..device.gemm.supported import why_last_dim_not_scattered
+from ..device.gemm.supported import WHY_NO_GEMM, WHY_NO_TMA, why_last_dim_not_scattered
 from ..device.jit.ahead import CompilableProgram
 from ..device.jit.launch import ALIGNMENT, compiling, is_transposed, why_not
 from ..device.tuning import tuner
@@ -51,12 +52,16 @@ def _choose(
     if problem.split_n and problem.n * a.element_size() % ALIGNMENT:
         return f"scatter_dim: rows of {problem.n} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
     if a.dtype in gemm.DTYPES:
-        us, config = likeliest(configs.rank_scatter_kernels(problem), call.preferred)
+        if not (ranked := configs.rank_scatter_kernels(problem)):
+            return WHY_NO_GEMM
+        us, config = likeliest(ranked, call.preferred)
         layout = configs.scatter_layout(config, problem)
         profitable = configs.scatter_is_profitable(problem)
         return KernelChoice(algorithm_of(config), config, layout, profitable, us)
     if problem.split_n and (why := why_last_dim_not_scattered(a.dtype, call.scaled, problem.n)) is not None:
         return why
+    if not runs_on("matmul_reduce_scatter/triton_kernel.py", a.device):
+        return WHY_NO_TMA
     stored = configs.choose_matmul_reduce_scatter(problem, a.dtype)
     stored_in = configs.tiled_scatter_layout(stored, problem, a.dtype)
     return KernelChoice("tma_store", stored, stored_in, problem.batches * problem.m >= 64)

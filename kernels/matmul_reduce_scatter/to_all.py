@@ -13,6 +13,7 @@ from operator import itemgetter
 import torch
 
 from ..device.gemm import gemm, gemm_tiles
+from ..device.gemm.supported import WHY_NO_GEMM
 from ..device.jit.launch import why_not
 from ..device.tuning.choice import KernelChoice, KernelChoices
 from .configs import (
@@ -46,6 +47,8 @@ def _choose(
 ) -> KernelChoice[ScatterPushConfig] | str:
     if a.dtype not in gemm.DTYPES:
         return f"no kernel takes {a.dtype}"
+    if not problem.spec.has_gemm:
+        return WHY_NO_GEMM
     if (reason := why_not(a, b)) is not None:
         return reason
     config, profitable = choose_sum_to_all_push(problem)
@@ -62,7 +65,8 @@ def choose_sum_to_all_push(problem: MatmulReduceScatterProblem) -> tuple[Scatter
     """
     fastest, config = fastest_sum_to_all(problem)
     size = scatter_push_layout(config, problem).bytes
-    return config, fastest < sequential_us(problem) and size <= _MOST_WORKSPACE
+    profitable = fastest < sequential_us(problem) and size <= _MOST_WORKSPACE
+    return config, profitable and problem.spec.has_gemm
 
 
 @lru_cache(maxsize=4096)

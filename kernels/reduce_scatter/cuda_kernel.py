@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..device.collective.combine import CombineLauncher, CombineShape, CombineSource
+from ..device.collective.combine import CombinedSum, CombineLauncher, CombineSource, choice_defines
 from ..device.collective.launch import CollectiveParams, Slices, SlicesProblem, rounds_defines
 from ..device.collective.rounds import RoundsConfig, rounds_launch
 from ..device.comm import ll_exchange
-from ..device.comm.ll_exchange import VECTOR, ExchangeWorkspace, slots_of
+from ..device.comm.ll_exchange import ExchangeWorkspace, slots_of
 from ..device.jit.program import Program
 
 SOURCE = Path(__file__).with_name("kernel.cu")
@@ -31,71 +31,59 @@ def reduce_scatter_defines(world_size: int, dtype: str, reduce_op: str) -> dict[
 
 @cache
 def reduce_scatter_program(
-    world_size: int, rank: int, dtype: torch.dtype, reduce_op: str, *, dependent: bool = False
-) -> Program:
-    """kernel.cu for one rank, dtype and operation. ``dependent``: to be launched so (ll_exchange.py)."""
-    of_rank = {"RANK": rank, "DEPENDENT": int(dependent)}
-    return Program(
-        SOURCE, defines=reduce_scatter_defines(world_size, ll_exchange.DTYPES[dtype], reduce_op) | of_rank
-    )
-
-
-def launched_reduce_scatter(world_size: int, rank: int, dtype: torch.dtype, reduce_op: str) -> Program:
-    """The one that this process launches."""
-    return reduce_scatter_program(world_size, rank, dtype, reduce_op, dependent=ll_exchange.dependent())
-
-
-@cache
-def combine_reduce_scatter_program(
     world_size: int,
     rank: int,
     dtype: torch.dtype,
-    choices: tuple[int, bool, bool],
+    reduce_op: str,
+    choices: tuple[int, bool, bool] | None = None,
     *,
     dependent: bool = False,
 ) -> Program:
-    """kernel.cu for sums of what is put together while it is loaded. ``choices``: those of a CombineShape."""
-    defines = reduce_scatter_defines(world_size, ll_exchange.DTYPES[dtype], "sum")
-    defines |= CombineShape(0, *choices).defines
+    """kernel.cu for one rank, dtype and operation.
+
+    Args:
+        choices: those of a CombineShape: of what is put together while it is loaded.
+        dependent: to be launched so (ll_exchange.py).
+    """
+    defines = reduce_scatter_defines(world_size, ll_exchange.DTYPES[dtype], reduce_op)
+    defines |= choice_defines(choices)
     return Program(SOURCE, defines=defines | {"RANK": rank, "DEPENDENT": int(dependent)})
 
 
-def launched_combine_reduce_scatter(
-    ranks: tuple[int, int], dtype: torch.dtype, shape: CombineShape
+def launched_reduce_scatter(
+    world_size: int,
+    rank: int,
+    dtype: torch.dtype,
+    reduce_op: str,
+    choices: tuple[int, bool, bool] | None = None,
 ) -> Program:
-    """The one that this process launches. ``ranks``: how many, and which this is."""
-    return combine_reduce_scatter_program(*ranks, dtype, shape[1:], dependent=ll_exchange.dependent())
+    """The one that this process launches."""
+    return reduce_scatter_program(
+        world_size, rank, dtype, reduce_op, choices, dependent=ll_exchange.dependent()
+    )
 
 
 def combine_reduce_scatter_launcher(
-    place: ExchangeWorkspace,
-    sizes: tuple[int, int, int],
-    dtype: torch.dtype,
-    shape: CombineShape,
-    config: RoundsConfig,
+    place: ExchangeWorkspace, wanted: CombinedSum, dim: int, config: RoundsConfig
 ) -> CombineLauncher:
-    """The reduce-scatter of what is put together, of [tokens, hidden], along a dimension.
+    """The reduce-scatter of what is put together.
 
     Args:
         place: a workspace with room for ``rounds_layout``; the same call site on every rank.
-        sizes: tokens, hidden and the dimension; a part has rows of whole vectors.
+        dim: the dimension that is cut; a part has rows of whole vectors.
     """
-    layout, (tokens, hidden, _) = place.layout, sizes
-    problem = scatter_problem(sizes, dtype, layout.world_size)
+    layout = place.layout
+    problem = scatter_problem(wanted, dim, layout.world_size)
     launch = rounds_launch(problem.vectors, layout, config)
-    function = launched_combine_reduce_scatter((layout.world_size, place.rank), dtype, shape).function(
-        launch.kernel
-    )
+    program = launched_reduce_scatter(layout.world_size, place.rank, *wanted.defined)
     params = _CombineParams(slots_of(place, 0), *problem.slices(layout.world_size))
     params.vectors, params.room = problem.vectors, launch.room
-    params.combine = shape.source(tokens, hidden * dtype.itemsize // VECTOR)
-    ready = function.bound(launch.blocks, launch.threads, params, dependent=ll_exchange.dependent())
+    params.combine = wanted.source
     result = _CombineParams.out.offset + Slices.first.offset
-    return CombineLauncher(params, result, ready, (launch.blocks,) * launch.epochs)
+    return CombineLauncher(params, result, program.function(launch.kernel), launch)
 
 
-def scatter_problem(sizes: tuple[int, int, int], dtype: torch.dtype, world_size: int) -> SlicesProblem:
-    """Of tokens, hidden and the dimension."""
-    tokens, hidden, dim = sizes
+def scatter_problem(wanted: CombinedSum, dim: int, world_size: int) -> SlicesProblem:
+    tokens, hidden = wanted.tokens, wanted.hidden
     rows, row = (tokens, hidden // world_size) if dim else (1, tokens // world_size * hidden)
-    return SlicesProblem(rows, row * dtype.itemsize, gathers=False)
+    return SlicesProblem(rows, row * wanted.dtype.itemsize, gathers=False)

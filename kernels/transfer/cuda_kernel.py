@@ -16,12 +16,14 @@ import torch
 
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.call_site import call_site
+from ...symm_mem.errors import HeapUnavailable
 from ...symm_mem.heap.captured import CapturedGraph
 from ...symm_mem.registration.engine import Access
 from ...symm_mem.registration.registry import Registration, Registry
 from ...symm_mem.registration.semaphores import ALLOWED, DONE, MOVED, SENT, TICKET, WAITED
 from ...symm_mem.switches import is_on
 from ...symm_mem.timeouts import timeout_in_ns
+from ..device.capability import why_no_kernel_on
 from ..device.jit.program import Program, WaitParams
 
 _program = Program(Path(__file__).parent / "kernel.cu")
@@ -119,6 +121,12 @@ class CudaTransfers:
     """
 
     def __init__(self, registry: Registry) -> None:
+        """
+        Raises:
+            HeapUnavailable: the kernels do not run on such a GPU.
+        """
+        if (reason := why_no_kernel_on("transfer", registry.heap.device)) is not None:
+            raise HeapUnavailable(f"no transfers on {registry.heap.device}: {reason}")
         self._heap, self._semaphores = registry.heap, registry.semaphores
         # On 2 H200 the lines through 16 and 256 MiB meet at 44 to 78 MiB (bench/results/h200-x2-transfers.txt).
         self.copy_engine_from = 48 << 20

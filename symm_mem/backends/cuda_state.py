@@ -33,7 +33,7 @@ def _driver() -> tuple[Any, Any]:
     return driver, check_driver
 
 
-HOPPER_SMS = 132  #: of a GPU that is not there
+HOPPER_SMS, HOPPER = 132, (9, 0)  #: SMs and compute capability of a GPU that is not there
 
 
 class CudaState:
@@ -71,11 +71,18 @@ class CudaState:
         status, graph = check(driver.cuStreamGetCaptureInfo(stream))[:2]
         return status.name.removeprefix("CU_STREAM_CAPTURE_STATUS_"), int(graph)
 
+    def name(self, device: torch.device) -> str:
+        return torch.cuda.get_device_name(device)
+
     def num_sms(self, device: torch.device) -> int:
         """Where there is no GPU, as plans may ask, those of an H200."""
         if not torch.cuda.is_available():
             return HOPPER_SMS
         return torch.cuda.get_device_properties(device).multi_processor_count
+
+    def capability(self, device: torch.device) -> tuple[int, int]:
+        """Where there is no GPU, as plans may ask, that of an H200."""
+        return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else HOPPER
 
     def memory(self, device: torch.device) -> dict[str, int]:
         """What a device with an index says of its memory, as ``memory_of`` has it."""

@@ -22,7 +22,12 @@ _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _FORBIDDEN_BY_CAPTURE = range(900, 910)  # CUresult: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and those after it
 _POOL = 32  # streams of each priority that torch hands out in turn
 # What must be equal among a group's GPUs, and its name in messages.
-_ALIKE = {"sms": "SMs", "memory": "MB/s of memory", "l2": "bytes of L2 cache"}
+_ALIKE = {
+    "capability": "as compute capability",
+    "sms": "SMs",
+    "memory": "MB/s of memory",
+    "l2": "bytes of L2 cache",
+}
 
 
 def check_driver(result: tuple[Any, ...]) -> Any:
@@ -104,6 +109,7 @@ class VmmBackend:
         return {
             **host_identity(),
             "gpu": uuid,
+            "capability": ".".join(map(str, torch.cuda.get_device_capability(self.device))),
             "sms": torch.cuda.get_device_properties(self.device).multi_processor_count,
             **memory_of(self._handle),
             "mps": error == driver.CUresult.CUDA_SUCCESS and bool(mps),

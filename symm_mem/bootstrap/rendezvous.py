@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -104,7 +105,7 @@ class Rendezvous:
         begin, pause = time.monotonic(), _SHORTEST
         views = [""] * self.world_size
         came: set[int] = set()
-        warned = False
+        patience = min(errors.PATIENT, errors.SILENT)
         while True:
             here = store.ask(lambda s: [peek(s, key) for key in keys])
             if here[self.rank] != token:  # a silent store has done only now what an earlier try asked for
@@ -130,10 +131,10 @@ class Rendezvous:
                 call = "its call", "made", text(call_site())
                 wait = PeerWait(what, self.group_name, self.rank, peer, *call)
                 raise PeerTimeout(wait, WaitOutcome("not made", waited, bool(gone)))
-            if not warned and waited > errors.SILENT:
-                warned = True
+            if waited > patience:
+                patience = errors.SILENT if waited <= errors.SILENT else math.inf
                 call = "its call", "made", text(call_site())
-                errors.warn_of_late_rank(PeerWait(what, self.group_name, self.rank, missing, *call), waited)
+                errors.name_late_rank(PeerWait(what, self.group_name, self.rank, missing, *call), waited)
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST)
 
@@ -279,15 +280,15 @@ class Rendezvous:
     ) -> Any:
         key, abort_notice = self._key(step, rank), self._abort_notice(rank)
         pause, look = _SHORTEST, begin + _LOOK
-        ended, blames, warned = False, None, False
+        ended, blames, patience = False, None, min(errors.PATIENT, errors.SILENT)
         # Not the store's own wait: it lets no other thread's question through.
         while not (post := store.ask(lambda s: peek(s, key))):
             now = time.monotonic()
             missing = f"step {step} in the store", "a post"
-            if not warned and now - begin > errors.SILENT:
-                warned = True
+            if now - begin > patience:
+                patience = errors.SILENT if now - begin <= errors.SILENT else math.inf
                 wait = PeerWait(what, self.group_name, self.rank, rank, *missing, text(call_site()))
-                errors.warn_of_late_rank(wait, now - begin)
+                errors.name_late_rank(wait, now - begin)
             if ended or blames is not None or now - begin > seconds:
                 wait = PeerWait(what, self.group_name, self.rank, rank, *missing, text(call_site()))
                 raise PeerTimeout(wait, WaitOutcome("nothing", min(now - begin, seconds), ended, blames))

@@ -93,7 +93,7 @@ def spin(
             look = now + _LOOK
         if not warned and now - begin > errors.SILENT:
             assert peer.about is not None
-            errors.warn_of_late_rank(peer.about(), now - begin)
+            errors.name_late_rank(peer.about(), now - begin)
             warned = True
         if now - begin < _YIELDING:
             os.sched_yield()

@@ -151,7 +151,7 @@ class StreamWatchdog:
                 wait.begun = now
             return False
         if not wait.warned and now - wait.begun > errors.SILENT:
-            errors.warn_of_late_rank(wait.expiry[1], now - wait.begun)
+            errors.name_late_rank(wait.expiry[1], now - wait.begun)
             wait.warned = True
         return now - wait.begun > wait.timeout
 

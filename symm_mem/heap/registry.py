@@ -9,11 +9,13 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from ... import hooks
 from .. import forks
 from ..bootstrap.rendezvous import Rendezvous
 from ..call_cache import CachedDict
 from ..errors import HeapUnavailable, WeftError
 from ..groups import WITHOUT_PROCESSES, Group, native_backends, resolve_group, without_processes
+from ..switches import is_on
 from ..timeouts import ThreadLock, get_timeout, preparing_timeout
 from .heap import Heap
 
@@ -29,8 +31,9 @@ def get_heap(group: Group = None, device: torch.device | str | None = None) -> H
 
     Raises:
         HeapUnavailable: the ranks cannot address each other's memory: several hosts, no peer access, a
-            process group without processes; or two of them share a GPU and WEFT_SHARE_GPUS is not 1. Every rank gets
-            the same answer, at once from then on; after a reset ranks try again.
+            process group without processes; or two of them share a GPU and WEFT_SHARE_GPUS is not 1; or with
+            WEFT_UNTESTED=1 the check of kernels that were never run on such GPUs failed. Every rank gets the same
+            answer, at once from then on; after a reset ranks try again.
         ForkedProcess: this process was forked from the one that joined the group.
         ValueError, TypeError: there is no such group, or no longer, ``device`` is neither a CUDA device that is there
             nor the CPU, or WEFT_SHARE_GPUS is neither 0 nor 1.
@@ -164,8 +167,12 @@ def _forget(key: tuple[str, str, int], known: tuple[GroupRef, Heap | HeapUnavail
 def _make(pg: ProcessGroup, device: torch.device) -> Heap | HeapUnavailable:
     if (name := without_processes(pg)) is not None:
         return HeapUnavailable(f"no heap for group {pg.group_name!r}: its backend {name!r} has no processes")
+    checked = device.type == "cuda" and is_on("WEFT_UNTESTED")
     try:
-        return Heap(pg, device)
+        made = Heap(pg, device)
+        if checked:
+            hooks.check_new_heap(made)
+        return made
     except HeapUnavailable as e:
         return e
 

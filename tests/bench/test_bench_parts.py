@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
+import xml.etree.ElementTree as ET
 from collections import Counter
 from itertools import pairwise, permutations
 from pathlib import Path
@@ -16,7 +18,7 @@ from ranks import run_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
-import pictures
+import charts
 import registry
 import report
 import timer
@@ -181,31 +183,67 @@ def test_what_was_printed_is_kept_under_its_date(tmp_path: Path) -> None:
     assert (tmp_path / "h200-x2-rings-2026-11-21-12-00.txt").read_text().startswith("2026-11-21 12:00")
 
 
-def test_curves_are_of_one_op_and_mode() -> None:
-    rows = [row(N=16), row(), row(mode="graph"), row(op="all_gather_matmul"), row(N=32, limit_us=None)]
-    assert pictures.curves(rows, "eager") == {
+META = {"device": "h200", "world": 4, "date": "2026-11-21 12:00 UTC"}
+
+
+def test_curves_are_of_one_mode() -> None:
+    rows = [row(N=16), row(), row(mode="graph"), row(N=32, limit_us=None)]
+    assert charts.chosen_rows(rows, None) == ("graph", [rows[2]])
+    mode, eager = charts.chosen_rows(rows, "eager")
+    assert (mode, eager) == ("eager", [rows[0], rows[1], rows[3]])
+    assert charts.points(eager, charts.measure_of(META, rows[0])) == {
         "weft": [(16, 2.0), (32, 2.0), (64, 2.0)],
         "unfused": [(16, 8.0), (32, 8.0), (64, 8.0)],
         "torch": [(16, 4.0), (32, 4.0), (64, 4.0)],
         "limit": [(16, 1.0), (32, 1.0)],
     }
-    with pytest.raises(ValueError, match="mode: no row"):
-        pictures.curves(rows, "captured")
+    with pytest.raises(ValueError, match="mode: no row is of mode 'captured'; --mode may be graph or eager"):
+        charts.chosen_rows(rows, "captured")
+
+
+def test_a_matmul_is_drawn_by_its_rate() -> None:
+    """Of a rank: 2 * 512 * 4096 * 6144 / 4 operations in 10 us are 644 TFLOP/s."""
+    of = row(op="all_gather_matmul", name="qkv", M=512, K=4096, N=6144, contenders_us={"weft": 10.0})
+    drawn = charts.points([of], charts.measure_of(META, of))
+    assert drawn["weft"] == [(512, pytest.approx(644.245, rel=1e-5))]
+    rows = [of, {**of, "M": 1024}, {**of, "name": "upgate"}]
+    picture = charts.chart({"meta": META, "rows": rows}, "eager")
+    root = ET.fromstring(picture)
+    words = [e.text or "" for e in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"qkv, K = 4096, N = 6144", "upgate, K = 4096, N = 6144"} <= set(words)
+    assert words.count("TFLOP/s a GPU over rows (M)") == 2
+    assert "limit: cuBLAS alone, or bytes / link" in words and words.count("weft") == 1
+    tips = [e.text or "" for e in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert "weft, 512: 644.2 TFLOP/s a GPU" in tips and "weft, 1024: 1288 TFLOP/s a GPU" in tips
 
 
 def test_the_picture_shows_every_contender() -> None:
-    meta = {"device": "h200", "world": 4, "date": "2026-11-21 12:00 UTC"}
-    content: dict[str, Any] = {
-        "meta": meta,
-        "rows": [row(), row(N=16, contenders_us={"weft": 3.0, "torch two-shot": 5.0})],
-    }
-    picture = pictures.all_reduce_curves(content, "eager")
-    assert picture == pictures.all_reduce_curves(content, "eager"), "the same numbers give the same file"
-    for name in ("weft", "NCCL", "torch one-shot", "torch two-shot", "bytes received / link"):
+    rows = [row(), row(N=16, limit_us=2.5, contenders_us={"weft": 3.0, "torch two-shot": 5.0})]
+    content: dict[str, Any] = {"meta": META, "rows": rows}
+    picture = charts.chart(content, "eager")
+    assert picture == charts.chart(content, "eager"), "the same numbers give the same file"
+    for name in ("weft", "NCCL", "torch.ops.symm_mem", "torch two-shot", "limit: bytes / link"):
         assert f">{name}<" in picture
-    # weft's at 16 bytes and 2 us, and at 32 and 3: the highest is 8.
-    y = 400 - 330 * math.log(3) / math.log(8)
-    assert f'points="60.0,{400 - 330 / 3:.1f} 740.0,{y:.1f}"' in picture
-    content["meta"]["device"] = "cpu"
-    drawn = pictures.all_reduce_curves(content, "eager")
+    root = ET.fromstring(picture)
+    (line,) = (
+        e.attrib["d"] for e in root.iter("{http://www.w3.org/2000/svg}path") if line_of(e, "blue", "L")
+    )
+    (first, second) = (tuple(map(float, at.split())) for at in line[1:].split("L"))
+    # weft's at 16 bytes and 2 us, and at 32 and 3: the axes are from 16 to 32 and from 2 to 8.
+    lines = [e.attrib["d"] for e in root.iter("{http://www.w3.org/2000/svg}path") if line_of(e, "grid", "H")]
+    levels = [float(re.split("[ H]", d)[1]) for d in lines]
+    low, high = levels[0], levels[-1]
+    for (_, y), us in ((first, 2), (second, 3)):
+        assert y == pytest.approx(low + (high - low) * math.log(us / 2) / math.log(8 / 2), abs=0.1)
+    assert second[0] - first[0] > 600
+    content["meta"] = {**META, "device": "cpu"}
+    drawn = charts.chart(content, "eager")
     assert ">gloo<" in drawn and ">NCCL<" not in drawn
+    assert (
+        "4 CPU ranks" in drawn
+        and ">CPU ranks: the protocol, for tests; such times say nothing of GPUs<" in drawn
+    )
+
+
+def line_of(element: ET.Element, colour: str, command: str) -> bool:
+    return element.attrib["class"] == f"line {colour}" and command in element.attrib["d"]

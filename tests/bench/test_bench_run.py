@@ -61,7 +61,9 @@ def bench_on_forked_ranks(
 
 
 def test_run_writes_every_op(tmp_path: Path) -> None:
-    process, written = bench(tmp_path, "--layers=llama8b.qkv,llama8b.o", "--m-sizes=6", "--kib-sizes=2")
+    process, written = bench(
+        tmp_path, "--layers=llama8b.qkv,llama8b.o", "--m-sizes=6", "--kib-sizes=2", "--plot"
+    )
     assert process.returncode == 0, process.stdout + process.stderr
     assert set(written) == {
         "all_gather_matmul",
@@ -88,7 +90,7 @@ def test_run_writes_every_op(tmp_path: Path) -> None:
         assert (meta["device"], meta["world"]) == ("cpu", 2)
         assert meta["settings"]["NCCL_NVLS_ENABLE"] == "0"
         assert str(tmp_path) not in json.dumps(meta)
-        assert "bench/run.py ops --ranks=2" in meta["command"]
+        assert "python -m weft bench ops --ranks=2" in meta["command"]
         (row,) = content["rows"]
         assert list(row) == list(SCHEMA)
         assert all(isinstance(row[key], kind) for key, kind in SCHEMA.items()), row
@@ -103,6 +105,16 @@ def test_run_writes_every_op(tmp_path: Path) -> None:
         assert all(least <= timed[name] <= most for name, (least, most) in row["spread_us"].items())
         assert any(least < most for least, most in row["spread_us"].values())
     assert "peer/weft" in process.stdout
+    for op in written:
+        file = tmp_path / f"cpu-x2-{op}.svg"
+        picture = file.read_text()
+        assert f"wrote {file}" in process.stdout
+        assert (
+            ">weft<" in picture
+            and ">gloo" in picture
+            and "say nothing of GPUs" in picture
+            and "NCCL" not in picture
+        )
     assert process.stdout.count("\nllama8b.qkv ") == 1, "ranks other than 0 print nothing"
 
 

@@ -16,6 +16,8 @@ ROW = {
     "op": "all_reduce",
     "mode": "eager",
     "M": 4,
+    "K": None,
+    "name": "all_reduce",
     "N": 8,
     "dtype": "float32",
     "contenders_us": {"weft": 3.0},
@@ -37,9 +39,9 @@ def said(tmp_path: Path, text: str, mode: str = "graph", *, capsys: Any) -> str:
 def test_reasons(tmp_path: Path, capsys: Any) -> None:
     how: dict[str, Any] = {"capsys": capsys}
     cpu = json.dumps({"meta": META, "rows": [ROW]})
-    # CPU ranks have no graphs, which are drawn by default.
-    assert "no row of an all-reduce is of mode 'graph'; --mode may be eager" in said(tmp_path, cpu, **how)
-    none = json.dumps({"meta": META, "rows": [{**ROW, "op": "matmul_all_reduce"}]})
-    assert "there is no row of an all-reduce at all" in said(tmp_path, none, **how)
+    assert "mode: no row is of mode 'graph'; --mode may be eager" in said(tmp_path, cpu, **how)
+    assert "rows: there is none" in said(tmp_path, json.dumps({"meta": META, "rows": []}), **how)
+    none = json.dumps({"meta": META, "rows": [{**ROW, "contenders_us": {"weft": None}}]})
+    assert "rows: none has a time" in said(tmp_path, none, "eager", **how)
     assert "has no 'meta'" in said(tmp_path, json.dumps({"rows": [ROW]}), **how)
     assert "Expecting value" in said(tmp_path, "no JSON", **how)

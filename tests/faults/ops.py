@@ -19,6 +19,8 @@ from weft.fused_ops import (
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
     fused_all_reduce_rms_norm_quant,
+    fused_grouped_matmul_all_reduce,
+    fused_grouped_matmul_reduce_scatter,
     fused_linear_cross_entropy,
     fused_linear_log_probs,
     fused_matmul_all_reduce,
@@ -291,6 +293,33 @@ def _combined(rank: int, size: int, step: int, unit: int, group: Any, more: int,
     return Case(lambda: call(0), want, lambda: call(1))
 
 
+def _multiplied_and_combined(
+    rank: int, size: int, step: int, unit: int, group: Any, more: int, *, part: bool
+) -> Case:
+    """Two of three experts of each token; the second choice's weight is 2."""
+    tokens, k, n = (2 * unit + more) * size, 8 * unit, 8 * size
+    As = [numbers(100 * step + r, 2 * tokens, k) for r in range(size)]
+    Bs = [numbers(9700 + r, 3, k, n) for r in range(size)]
+    ids = torch.stack([torch.arange(tokens) % 3, torch.arange(tokens) // 2 % 3], 1).to(As[0].device)
+    _, offs, slots = moe_route(ids, 3)
+    weights = torch.tensor([[1.0, 2.0]], device=As[0].device).expand(tokens, 2)
+    product = As[rank], Bs[rank], offs
+
+    def call(number: int) -> torch.Tensor:
+        if part:
+            return fused_grouped_matmul_reduce_scatter(*product, slots, weights, "sum", number, group)
+        most = tokens // 2 if number else tokens
+        return fused_grouped_matmul_all_reduce(*product, slots[:most], weights[:most], "sum", group)
+
+    def want() -> torch.Tensor:
+        rows = zip(As, Bs, strict=True)
+        ys = [torch.einsum("tjk,tjkn->tjn", A[slots.long()], B[ids]) for A, B in rows]
+        total = sum(y[:, 0] + 2 * y[:, 1] for y in ys)
+        return total.chunk(size)[rank] if part else total
+
+    return Case(lambda: call(0), want, lambda: call(1))
+
+
 # Rank, ranks, step (which numbers), unit of the sizes, group, and by how much the sizes are larger.
 OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
     "fused_all_gather_matmul": _gathered,
@@ -306,6 +335,8 @@ OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
     "fused_all_reduce_layer_norm": _layer_normed,
     "fused_all_reduce_rms_norm_quant": _normed_in_fp8,
     "fused_all_gather_grouped_matmul": _gathered_to_experts,
+    "fused_grouped_matmul_all_reduce": partial(_multiplied_and_combined, part=False),
+    "fused_grouped_matmul_reduce_scatter": partial(_multiplied_and_combined, part=True),
     "fused_linear_cross_entropy": _loss,
     "fused_linear_log_probs": partial(_loss, of="log-probabilities"),
     "cross_entropy_of_sharded_logits": partial(_loss, of="logits"),

@@ -73,7 +73,7 @@ def test_an_interrupted_rank_comes_out_at_once_and_the_others_are_told(rank: int
             begin = time.monotonic()
             with pytest.raises(KeyboardInterrupt):
                 call()
-            assert time.monotonic() - begin < 3
+            assert time.monotonic() - begin < LONG / 4
             assert not [t.name for t in threading.enumerate() if t.name.startswith("weft")]
             with pytest.raises(
                 symm_mem.CallAbandoned, match=rf"{name}: rank 0 .* left a call half-way: Keyboard"
@@ -85,7 +85,7 @@ def test_an_interrupted_rank_comes_out_at_once_and_the_others_are_told(rank: int
             with pytest.raises(symm_mem.PeerTimeout, match=r"for rank 0: .* and it has given up"):  # noqa: PT012
                 for _ in range(3):  # what rank 0 sent before, this rank can still use
                     call()
-            assert time.monotonic() - begin < 3
+            assert time.monotonic() - begin < LONG / 4
         symm_mem.reset()
         call()
 
@@ -175,7 +175,7 @@ def test_a_store_that_is_stopped_with_rank_0(rank: int, world_size: int) -> None
                 )
                 with pytest.raises(symm_mem.WeftError, match=words):
                     call()
-            assert time.monotonic() - begin < 3
+            assert time.monotonic() - begin < 15  # it is stopped until this rank wakes it
         finally:
             os.kill(pids[0], signal.SIGCONT)
     dist.barrier()
@@ -218,7 +218,7 @@ def killed_anywhere(rank: int, world_size: int, after: float) -> str | None:
                     fused_all_gather_matmul(x, [torch.eye(4)], 0, None)[1][0], torch.cat([x] * 3)
                 )
             kept = [symm_mem.empty(9 << 20, dtype=torch.uint8), *kept[:8]]
-    assert time.monotonic() - begin < after + 5
+    assert time.monotonic() - begin < after + 15
     assert error.value.culprit == 1, error.value
     return str(error.value)
 
@@ -261,7 +261,7 @@ def prepares(rank: int, world_size: int) -> list[str]:
     begin = time.monotonic()
     with pytest.raises(symm_mem.PeerTimeout) as died:
         heap.prepare("an_op", "dies", lambda: None)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < LONG / 4
     return [*texts, str(died.value)]
 
 

@@ -111,6 +111,9 @@ class Gpu(cuda_state.CudaState):
         call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(destructor)
         self.held.setdefault(self.capture_of(stream), []).append(lambda: call(held))
 
+    def name(self, device: torch.device) -> str:
+        return "NVIDIA H100 80GB HBM3"
+
     def num_sms(self, device: torch.device) -> int:
         return self.sms
 

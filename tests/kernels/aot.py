@@ -1,10 +1,15 @@
-"""Compile a Triton kernel for Hopper without a GPU, and read what it needs. Not under TRITON_INTERPRET=1."""
+"""Compile a Triton kernel without a GPU, for Hopper or another one, and read what it needs.
+
+Not under TRITON_INTERPRET=1.
+"""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +21,7 @@ from triton.compiler import ASTSource
 from weft.kernels.device.jit.launch import FIXED_OPTIONS, precision
 from weft.kernels.device.triton.tile_table import TritonTile
 
-HOPPER = GPUTarget("cuda", 90, 32)
+_targets = [GPUTarget("cuda", 90, 32)]  # the last one counts
 MAX_SHARED = 227 * 1024  # bytes a block may use on Hopper, 1 KiB of it the system's
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -31,6 +36,16 @@ class Compiled:
     registers: int
     spilled: int
     shared: int
+
+
+@contextmanager
+def compiled_for(arch: int) -> Iterator[None]:
+    """Inside the body kernels are compiled for such GPUs: 80 is an A100's."""
+    _targets.append(GPUTarget("cuda", arch, 32))
+    try:
+        yield
+    finally:
+        _targets.pop()
 
 
 def compile_kernel(
@@ -50,7 +65,7 @@ def compile_kernel(
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     options = {"num_warps": warps, "num_stages": stages, **FIXED_OPTIONS}
-    compiled = triton.compile(source, target=HOPPER, options=options)
+    compiled = triton.compile(source, target=_targets[-1], options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

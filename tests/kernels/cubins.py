@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import triton
@@ -39,7 +40,22 @@ def _compile(program: Program) -> bytes:
         place.write_bytes(compile_cubin(program.path, program.arch, program.defines))
 
     # The key of weft's own cache: sources, defines, options and compiler.
-    return made_once((program.path.name, _key(program)), write).read_bytes()
+    return made_once((program.path.name, _key(program, program.arch)), write).read_bytes()
+
+
+def names_of(programs: dict[str, Program]) -> list[Any]:
+    """As parameters. As many as it takes for each value of each macro are compiled in every run, all in
+    `make programs`."""
+    values = {
+        name: {(program.path, *macro) for macro in [("", ""), *program.defines.items()]}
+        for name, program in programs.items()
+    }
+    missing, chosen = set().union(*values.values()), set()
+    while missing:
+        best = max(values, key=lambda name: len(values[name] & missing))
+        missing -= values[best]
+        chosen.add(best)
+    return [pytest.param(name, marks=() if name in chosen else pytest.mark.slow) for name in programs]
 
 
 def compile_ahead(request: pytest.FixtureRequest, programs: dict[str, Program]) -> None:

@@ -17,7 +17,7 @@ import torch
 from scaled_operands import ROUNDED, left, right
 from torch_versions import needs_row_wise_products
 from weft.kernels.all_gather_matmul import configs
-from weft.kernels.all_gather_matmul.copied_products import AllGatherScaledMatmulCopied
+from weft.kernels.all_gather_matmul.copied_products import AllGatherProductsCopied
 from weft.kernels.device.device_spec import H100
 from weft.kernels.device.gemm.scaling import ScaledProducts, ScaleKind, as_pairs
 from weft.kernels.device.jit.program import Program
@@ -105,7 +105,7 @@ def test_each_rank_multiplies_all_rows(monkeypatch: pytest.MonkeyPatch, kind: st
     problem = calls[0].problem(W)
     gpus = Gpus(configs.copied_layout(problem), monkeypatch)
     kernels: list[Any] = [
-        AllGatherScaledMatmulCopied(gpus.workspace(rank), calls[rank], [True, False]) for rank in range(W)
+        AllGatherProductsCopied(gpus.workspace(rank), calls[rank], [True, False]) for rank in range(W)
     ]
     meant = wide.meant[:, 16:]
     for turn in range(2):  # in the first one the rows of those after have not come
@@ -127,11 +127,37 @@ def test_each_rank_multiplies_all_rows(monkeypatch: pytest.MonkeyPatch, kind: st
                 assert (result.double() - exact).abs().max() <= 2 * ROUNDED[BF16] * exact.abs().max()
 
 
+@pytest.mark.parametrize("returned", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_each_rank_multiplies_all_rows_of_16_bits(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, returned: bool
+) -> None:
+    whole = torch.randn(W * M, K + 16).to(dtype)
+    shards = [whole[r * M :][:M, 16:] if r else whole[:M, 16:].clone() for r in range(W)]
+    bs = [torch.randn(K, 40).to(dtype), torch.randn(24, K).to(dtype).t()]
+    call = [configs.GatherKernelCall(a, bs, 108, return_A=returned) for a in shards]
+    gpus = Gpus(configs.copied_layout(call[0].problem(W)), monkeypatch)
+    kernels: list[Any] = [AllGatherProductsCopied(gpus.workspace(rank), call[rank]) for rank in range(W)]
+    for turn in range(2):
+        for rank, kernel in enumerate(kernels):
+            results = [torch.full((W * M, n), float("nan")).to(dtype) for n in (40, 24, *[K] * returned)]
+            gpus.said.clear()
+            kernel.call([shards[rank], *bs], results, 5, STREAM)
+            assert gpus.said[0] == "fused_all_gather_matmul" and gpus.said[-2] == "leave"
+            if not turn:  # the rows of those after have not come
+                continue
+            for b, result in zip(bs, results, strict=False):
+                exact = whole[:, 16:].double() @ b.double()
+                assert (result.double() - exact).abs().max() <= 2 * ROUNDED[dtype] * exact.abs().max()
+            if returned:
+                assert torch.equal(results[-1], whole[:, 16:])
+
+
 def test_an_error_on_the_way_breaks_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = left("tensor", M, K), right("tensor", K, 32)
     call = example_of(a.numbers, [b.numbers], "tensor", travels=False)
     gpus = Gpus(configs.copied_layout(call.problem(W)), monkeypatch)
-    kernel: Any = AllGatherScaledMatmulCopied(gpus.workspace(0), call, [False])
+    kernel: Any = AllGatherProductsCopied(gpus.workspace(0), call, [False])
     wrong = torch.empty(W * M, 32)  # of another dtype than the products
     with pytest.raises((RuntimeError, ValueError), match="dtype"):
         kernel.call([a.numbers, b.numbers, a.scale, b.scale], [wrong], 5, STREAM)
@@ -142,7 +168,7 @@ def test_a_workspace_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     call = example_of(left("rows", M, K).numbers, [right("rows", K, 32).numbers], "rows", travels=True)
     gpus = Gpus(Layout(W, 1, W * M * K), monkeypatch)
     with pytest.raises(ValueError, match=r"workspace: .* too small for shards of 6 x 48"):
-        AllGatherScaledMatmulCopied(gpus.workspace(0), call, [False])
+        AllGatherProductsCopied(gpus.workspace(0), call, [False])
 
 
 def problem_of(m: int, n: int, k: int, scaled: ScaledProducts, world_size: int = 2) -> Any:
@@ -167,8 +193,12 @@ def test_few_rows_are_not_sent_by_copy_engines(m: int) -> None:
 def test_what_copy_engines_do_not_take() -> None:
     problem = problem_of(4096, 14336, 4096, ROWS)
     assert configs.choose_copied_gather(problem) is not None
+    of_16_bits = replace(problem, scaled=None, spec=replace(H100, has_gemm=False))
+    assert configs.choose_copied_gather(of_16_bits) is not None
+    assert configs.choose_copied_gather(replace(of_16_bits, return_A=True)) is not None
     others = [
         replace(problem, scaled=None),
+        replace(of_16_bits, split_k=True),
         replace(problem, split_k=True),
         replace(problem, return_A=True),
         replace(problem, scaled=replace(ROWS, kind=ScaleKind.BLOCKS, torch_has_blocks=True)),

@@ -136,6 +136,9 @@ def test_tiles_of_larger_caches_are_as_they_were_fitted(more: int) -> None:
 class Cuda(cuda_state.CudaState):
     """Of a virtual GPU, and an H100."""
 
+    def capability(self, device: torch.device) -> tuple[int, int]:
+        return cuda_state.HOPPER
+
     def memory(self, device: torch.device) -> dict[str, int]:
         return [{"memory": 0, "l2": 1}, {"memory": H100.memory, "l2": H100.l2}][device.index]
 

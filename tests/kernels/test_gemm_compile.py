@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cubins import ARGUMENTS, compile_ahead, disassembled, instructions_of, usage
+from cubins import ARGUMENTS, compile_ahead, disassembled, instructions_of, names_of, usage
 from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_gather_matmul import cuda_kernel as all_gather_matmul
 from weft.kernels.device.gemm import gemm
@@ -132,7 +132,7 @@ def instructions(request: pytest.FixtureRequest) -> dict[str, str]:
     return instructions_of(request, PROGRAMS)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", names_of(PROGRAMS))
 def test_registers_spills_and_the_size_of_the_argument(
     name: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -149,7 +149,7 @@ def test_registers_spills_and_the_size_of_the_argument(
     assert numbers["CONSTANT[0]"] == -(-ARGUMENTS // 64) * 64 + ctypes.sizeof(PARAMS[op])
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", names_of(PROGRAMS))
 def test_matmuls_of_a_stage_run_one_behind_the_other(name: str, instructions: dict[str, str]) -> None:
     """Where the compiler loses track of the sums it waits for each product before the next: a fifth of the speed."""
     waits, products = (

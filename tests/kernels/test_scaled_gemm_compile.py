@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cubins import ARGUMENTS, compile_ahead, disassembled, instructions_of, usage
+from cubins import ARGUMENTS, compile_ahead, disassembled, instructions_of, names_of, usage
 from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_gather_matmul import cuda_kernel as all_gather_matmul
 from weft.kernels.all_gather_matmul import one_shot_kernel, scaled
@@ -107,7 +107,7 @@ def instructions(request: pytest.FixtureRequest) -> dict[str, str]:
     return instructions_of(request, PROGRAMS)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", names_of(PROGRAMS))
 def test_registers_spills_and_products(name: str, tmp_path: Path, instructions: dict[str, str]) -> None:
     op = name.split("-")[0]
     params = scaled._ScaledParams if op == "all_gather_matmul" else matmul_reduce_scatter._ScaledParams

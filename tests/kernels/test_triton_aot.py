@@ -94,3 +94,12 @@ def test_waits_and_posts_are_what_the_protocol_asks_for(op: str, dtype: torch.dt
             r"st\.release\.sys",
         )
         assert re.search(".*?".join(order), ptx, flags=re.S) is not None
+
+
+@pytest.mark.parametrize("arch", [100, 103, 120])
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_products_of_float32_compile_for_later_gpus(op: str, arch: int) -> None:
+    with aot.compiled_for(arch):
+        kernel = getattr(aot, op)(tiles(SINGLE)[0], SINGLE, True)
+    assert kernel.spilled <= 32 and kernel.shared <= 99 << 10  # what a block may have on sm_120
+    assert "cp.async.bulk.tensor" in kernel.ptx

@@ -120,3 +120,12 @@ def test_they_compile_for_hopper(extra: str, cap: float) -> None:
         print(f"{kernel.registers} registers, {kernel.shared} bytes of shared memory")
         assert kernel.spilled == 0
         assert "ld.global.v4" in kernel.ptx  # 16 bytes at a time
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled in the interpreter"
+)
+@pytest.mark.parametrize("arch", [80, 89, 120])
+def test_they_compile_for_other_gpus(arch: int) -> None:
+    with aot.compiled_for(arch):
+        test_they_compile_for_hopper("entropy", 30.0)

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from exact import CPU, DTYPES, fused, numbers, put, same
+from expert_runs import experts
 from weft import symm_mem
 from weft.fused_ops import (
     fused_all_gather_matmul,
@@ -30,7 +32,6 @@ from weft.fused_ops import (
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
     fused_scaled_matmul_reduce_scatter,
-    last_plan,
     one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_reduce_scatter,
@@ -44,29 +45,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from algorithms import ALGORITHMS
 
 USES = 3  # of a workspace: both buffers, one of them again
-DTYPES = (torch.bfloat16, torch.float32)
-CPU = "--cpu" in sys.argv
 # What larger inputs take; here on small ones.
 CONFIGS = (AllReduceConfig("two_shot"), AllReduceConfig("two_shot", blocks=2, threads=64))
-
-
-def numbers(seed: int, rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return torch.randint(-1, 2, shape, generator=generator).to(dtype)
-
-
-def put(x: torch.Tensor) -> torch.Tensor:
-    """x where the op shall run, with the same strides."""
-    return x if CPU else x.cuda()
-
-
-def fused() -> None:
-    """The last call took a kernel."""
-    assert last_plan().algorithm != "unfused", last_plan()
-
-
-def same(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
-    assert torch.equal(got.cpu(), want.to(got.dtype)), f"{what}: wrong result"
 
 
 def all_gather_matmul(rank: int, size: int, seed: int) -> None:
@@ -361,6 +341,7 @@ def main() -> None:
                 alone,
                 all_reduce_rms_norm,
                 matmul_all_reduce,
+                experts,
                 transfers,
                 started,
             ):

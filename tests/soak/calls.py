@@ -14,11 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from weft.fused_ops import (
+    fused_all_gather_grouped_matmul,
     fused_all_gather_matmul,
     fused_all_gather_scaled_matmul,
+    fused_grouped_matmul_all_reduce,
+    fused_grouped_matmul_reduce_scatter,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
     fused_scaled_matmul_reduce_scatter,
+    moe_route,
     one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_reduce_scatter,
@@ -37,7 +41,12 @@ OPS = (
     "scaled_matmul_reduce_scatter",
     "all_gather_started",
     "reduce_scatter_started",
+    "all_gather_grouped_matmul",
+    "grouped_matmul_all_reduce",
+    "grouped_matmul_reduce_scatter",
 )
+OF_EXPERTS = OPS[-3:]
+EXPERTS, CHOICES = 3, 2  # of each token
 SCALED = ("all_gather_scaled_matmul", "scaled_matmul_reduce_scatter")  # operands of fp8, results of 16 bits
 STARTED = (
     "all_gather_started",
@@ -136,8 +145,11 @@ def draw(rng: random.Random, device: str, op: str, big: bool = False) -> Call:
     lead = (rows, *others) if rng.random() < 0.5 else (*others, rows)
     k = rng.choice((64, 72, 128, 256)) if cuda else rng.choice((1, 17, 48)) if few else rng.randint(1, 48)
     n = rng.choice((64, 72, 136, 264)) if cuda else rng.choice((1, 16, 33)) if few else rng.randint(1, 40)
-    if op in SCALED:
+    if op in OF_EXPERTS:
+        lead = (rows,)
+    if op in SCALED or op in OF_EXPERTS:
         k, n = -(-k // 16) * 16, -(-n // 16) * 16
+    if op in SCALED:
         dtype = torch.bfloat16 if dtype == torch.float32 else dtype
     if op == "all_reduce":
         n = (
@@ -153,7 +165,7 @@ def draw(rng: random.Random, device: str, op: str, big: bool = False) -> Call:
         lead,
         k,
         n,
-        0 if op in STARTED else rng.randrange(len(lead) + last_too),
+        0 if op in STARTED or op in OF_EXPERTS else rng.randrange(len(lead) + last_too),
         rng.random() < 0.3,
         rng.choice((1, 1, 1, 2)),
         rng.random() < 0.3,
@@ -174,6 +186,11 @@ def operands(call: Call, pool: Pool, world_size: int) -> tuple[Tensor, list[Tens
         if call.unscaled == "reduce_scatter":
             shape[call.dim] *= w
         return pool.window(*where, w, *shape, grain=call.grain), []
+    if call.op in OF_EXPERTS:
+        rows = lead[0] if call.op == "all_gather_grouped_matmul" else lead[0] * w * CHOICES
+        a = pool.window(*where, w, rows, k, grain=call.grain)
+        b = pool.window(call.dtype, call.starts[1], w, EXPERTS, n, k, grain=call.grain)
+        return a, [b.transpose(2, 3)]
     if call.unscaled == "matmul_reduce_scatter":
         if call.split:
             n *= w
@@ -239,8 +256,52 @@ def _run_started(call: Call, x: Tensor, size: int, name: str) -> Tensor:
     return result  # type: ignore[no-any-return]
 
 
+def _chosen(call: Call, a: Tensor) -> tuple[Tensor, Tensor]:
+    """The experts of all ranks' tokens, of which some are none, and the choices' weights."""
+    tokens = torch.arange(call.lead[0] * a.shape[0], device=a.device)
+    ids = torch.stack([tokens * 5 % (EXPERTS + 1), (tokens // 3 + 1) % (EXPERTS + 1)], 1)
+    return ids, torch.tensor([[1.0, 2.0]], device=a.device).expand(len(tokens), CHOICES)
+
+
+def _run_experts(
+    call: Call, a: Tensor, bs: list[Tensor], rank: int, group: dist.ProcessGroup
+) -> list[Tensor]:
+    ids, weights = _chosen(call, a)
+    rows, offs, slots = moe_route(ids, EXPERTS)
+    if call.op == "all_gather_grouped_matmul":
+        given = a[rank], [bs[0][rank]], rows, offs, 0, group
+        gathered, (out,) = fused_all_gather_grouped_matmul(*given, return_A=call.return_A)
+        out = torch.where((slots >= 0)[..., None], out[slots.clamp(min=0).long()], 0)
+        return [out] if gathered is None else [gathered, out]
+    product, reduce_op = (a[rank], bs[0][rank], offs, slots, weights), call.reduce_op(a.shape[0])
+    if call.op == "grouped_matmul_all_reduce":
+        return [fused_grouped_matmul_all_reduce(*product, reduce_op, group)]
+    return [fused_grouped_matmul_reduce_scatter(*product, reduce_op, 0, group)]
+
+
+def _expected_experts(call: Call, a: Tensor, bs: list[Tensor], rank: int) -> list[Tensor]:
+    ids, weights = _chosen(call, a)
+    there, of = (ids < EXPERTS)[..., None], ids.clamp(max=EXPERTS - 1)
+    if call.op == "all_gather_grouped_matmul":
+        whole = a.flatten(0, 1)
+        every = torch.einsum("tk,ekn->ten", whole.float(), bs[0][rank].float())
+        out = (every.gather(1, of[..., None].expand(*of.shape, call.n)) * there).to(call.dtype)
+        return [whole, out] if call.return_A else [out]
+    *_, slots = moe_route(ids, EXPERTS)
+    total = torch.zeros(len(ids), call.n, device=a.device)
+    for x, b in zip(a.float(), bs[0].float(), strict=True):
+        every = torch.einsum("tjk,ekn->tjen", x[slots.clamp(min=0).long()], b)
+        index = of[..., None, None].expand(*of.shape, 1, call.n)
+        total += (every.gather(2, index).squeeze(2) * there * weights[..., None]).sum(1)
+    total /= a.shape[0] if call.reduce_op(a.shape[0]) == "avg" else 1
+    scattered = call.op == "grouped_matmul_reduce_scatter"
+    return [(total.chunk(a.shape[0])[rank] if scattered else total).to(call.dtype)]
+
+
 def run(call: Call, a: Tensor, bs: list[Tensor], rank: int, group: dist.ProcessGroup) -> list[Tensor]:
     """This rank's results."""
+    if call.op in OF_EXPERTS:
+        return _run_experts(call, a, bs, rank, group)
     if call.op in SCALED:
         return _run_scaled(call, a, bs, rank, group)
     if call.op == "all_reduce":
@@ -267,6 +328,8 @@ def run(call: Call, a: Tensor, bs: list[Tensor], rank: int, group: dist.ProcessG
 
 def expected(call: Call, a: Tensor, bs: list[Tensor], rank: int) -> list[Tensor]:
     """What ``run`` must give."""
+    if call.op in OF_EXPERTS:
+        return _expected_experts(call, a, bs, rank)
     w = a.shape[0]
     scale = w if call.reduce_op(w) == "avg" else 1
     if call.op == "all_reduce":

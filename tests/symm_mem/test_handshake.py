@@ -41,7 +41,7 @@ def cannot_be_seen(rank: int, world_size: int) -> str:
     begin = time.monotonic()
     with pytest.raises(symm_mem.HeapUnavailable) as error:
         symm_mem.empty(4)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
     return str(error.value)
 
 
@@ -65,7 +65,7 @@ def test_a_rank_that_fails_while_a_heap_is_made_tells_the_others(rank: int, worl
     begin = time.monotonic()
     with pytest.raises(MemoryError if rank == 1 else symm_mem.PeerTimeout, match=r"and it has given up|^$"):
         get_heap()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
     HostBackend.refuse = refuse  # type: ignore[method-assign]
     symm_mem.rendezvous(symm_mem.empty(4)).barrier()
 

@@ -131,7 +131,7 @@ def test_ranks_that_differ_are_named_with_both_values(device: str) -> None:
             and "rank 0 for" in text
             and "empty(10,)" in text
         )
-        assert took < 5
+        assert took < 30  # a tenth of the deadline
 
 
 def one_is_missing(rank: int, world_size: int) -> str | None:

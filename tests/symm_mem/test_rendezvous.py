@@ -44,7 +44,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     return made
 
 
-def ranks(seconds: float = 20.0, count: int = 2) -> list[Rendezvous]:
+def ranks(seconds: float = 60.0, count: int = 2) -> list[Rendezvous]:
     groups = (SimpleNamespace(group_name="g", rank=lambda r=r: r, size=lambda: count) for r in range(count))
     return [Rendezvous(group, "topic", lambda: seconds) for group in groups]  # type: ignore[arg-type]
 
@@ -63,10 +63,10 @@ def meet(where: list[Rendezvous]) -> None:
 
 @pytest.mark.alone
 def test_a_store_that_falls_silent_is_waited_for_up_to_the_deadline(store: Store) -> None:
-    where = ranks(0.6)
+    where = ranks(2.0)
     meet(where)
     store.answers.clear()
-    waited = r"waited (?:0\.[6-9]|[1-9])\S* s"
+    waited = r"waited [2-9]\S* s"
     words = rf"^ask in group 'g': rank 0 {waited} for the group's store .*, which does not answer \(called"
     with pytest.raises(symm_mem.WeftError, match=words) as error:
         where[0].gather("ask", None)
@@ -74,10 +74,10 @@ def test_a_store_that_falls_silent_is_waited_for_up_to_the_deadline(store: Store
     with pytest.raises(symm_mem.WeftError) as again:
         where[0].gather("ask", None)
     assert str(again.value) == str(error.value)
-    assert time.monotonic() - begin < 0.6, "it waited again"
+    assert time.monotonic() - begin < 2, "it waited again"
     with pytest.raises(symm_mem.WeftError, match=r"^reset in group 'g': rank 0 waited .* does not answer"):
         where[0].join("reset")
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 10
     store.answers.set()
     with pytest.raises(symm_mem.PeerTimeout, match=r"rank 1 .* for rank 0: .* and it has given up"):  # noqa: PT012
         for _ in range(2):  # what rank 0 has asked for may come late
@@ -91,9 +91,11 @@ def test_a_silent_store_is_not_waited_for_as_long_as_ranks_that_compile(store: S
     meet(where)
     threading.Timer(0.2, store.answers.clear).start()
     begin = time.monotonic()
-    with pytest.raises(symm_mem.WeftError, match=r"rank 0 waited 0\.[67]\d* s .* which does not answer"):
+    with pytest.raises(
+        symm_mem.WeftError, match=r"rank 0 waited (?:0\.[6-9]|[1-9]\.)\d* s .* which does not answer"
+    ):
         where[0].run_on_all("prepare it", lambda: None, 30)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15  # half of the 30
     store.answers.set()
 
 
@@ -179,7 +181,7 @@ def test_a_rank_that_leaves_a_session_which_the_others_have_begun_tells_them(sto
     begin = time.monotonic()
     with pytest.raises(symm_mem.PeerTimeout, match=r"for rank 0: .* and it has given up"):
         where[1].gather("ask", None)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
     where[0]._all_here = real  # type: ignore[method-assign]
     meet(where)
 
@@ -218,7 +220,7 @@ def test_ctrl_c_ends_a_wait_for_a_silent_store(store: Store) -> None:
         begin = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             where[0].gather("ask", None)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 20
         with pytest.raises(
             symm_mem.CallAbandoned, match="ask: rank 0 of group 'g' left a call half-way: Keyboard"
         ):
@@ -248,7 +250,7 @@ def test_a_rank_whose_deadline_cannot_be_read_tells_the_others(store: Store) -> 
     meet(where)
     begin = time.monotonic()
     first, second = at_once(*(lambda w=w: w.gather("ask", None) for w in where))
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
     assert isinstance(second, ValueError) and "and it has given up" in str(first)
 
 

@@ -22,7 +22,7 @@ _OK = driver.CUresult.CUDA_SUCCESS
 
 def ranks(*gpus: str, mps: bool = False) -> list[dict[str, Any]]:
     alike = {"host": "here", "boot": "1", "net": "1", "user": 1, "mps": mps}
-    alike |= {"sms": 132, "memory": 4916736, "l2": 60 << 20}
+    alike |= {"capability": "9.0", "sms": 132, "memory": 4916736, "l2": 60 << 20}
     return [{**alike, "gpu": gpu.encode().hex()} for gpu in gpus]
 
 
@@ -81,6 +81,7 @@ def test_a_shared_gpu_needs_no_peer_access_to_itself(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("what", "other", "reason"),
     [
+        ("capability", "8.0", "8.0 as compute capability, that of rank 0 has 9.0"),
         ("sms", 114, "114 SMs, that of rank 0 has 132"),
         ("memory", 3352320, "3352320 MB/s of memory, that of rank 0 has 4916736"),
         ("l2", 50 << 20, "52428800 bytes of L2 cache, that of rank 0 has 62914560"),

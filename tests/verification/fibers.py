@@ -8,11 +8,12 @@ import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import weft.kernels.device
 from once import made_once
@@ -48,6 +49,15 @@ FLAGS = ("-std=c++17", "-O1", "-w", "-fPIC", "-fvisibility=hidden")
 Params = type | Mapping[str, type]  # of all kernels of a source, or of each
 PATIENT = 100_000  # polls of one wait: far more than any takes
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def mistakes(each: Iterable[Any], every: int) -> list[Any]:
+    """Broken variants as parameters. Whether tests see them depends on the tests, not on the library: every so many-th
+    is in each run, all are in `make mutants`."""
+    rows = [one if isinstance(one, tuple) else (one,) for one in each]
+    return [
+        pytest.param(*row, marks=() if i % every == 0 else pytest.mark.slow) for i, row in enumerate(rows)
+    ]
 
 
 class Launch(ctypes.Structure):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fibers import PATIENT, TORCH, Library, Ranks, build, inputs, same
+from fibers import PATIENT, TORCH, Library, Ranks, build, inputs, mistakes, same
 from weft.kernels.all_reduce import configs, cuda_kernel
 from weft.kernels.all_reduce.configs import (
     MAX_BYTES,
@@ -144,7 +144,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", [None, *MISTAKES])
+@pytest.mark.parametrize("mistake", [None, *mistakes(MISTAKES, 7)])
 def test_many_epochs_in_a_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str | None
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fibers import PATIENT, TORCH, Ranks, build, inputs, same
+from fibers import PATIENT, TORCH, Ranks, build, inputs, mistakes, same
 from opcommon import BOUND, check
 from weft.kernels.all_reduce_rms_norm import configs, cuda_kernel
 from weft.kernels.all_reduce_rms_norm.configs import (
@@ -107,7 +107,7 @@ MISTAKES = {
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", mistakes(MISTAKES, 2))
 def test_a_team_that_does_not_wait_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fibers import Library
+from fibers import Library, mistakes
 from streams import Memory, Streams, with_streams
 from weft.kernels.async_collectives import cuda_kernel
 from weft.kernels.async_collectives.cuda_kernel import AsyncCollective, AsyncProblem
@@ -183,7 +183,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", mistakes(MISTAKES, 7))
 def test_a_mistake_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
     library = compiled(tmp_path, MISTAKES[mistake])
     for seed in range(60):

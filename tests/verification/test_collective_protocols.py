@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fibers import PATIENT, TORCH, Library, Ranks, build, inputs, same
+from fibers import PATIENT, TORCH, Library, Ranks, build, inputs, mistakes, same
 from test_all_reduce_protocol import reference
 from weft.kernels.all_gather import cuda_kernel as all_gather_kernel
 from weft.kernels.all_gather.configs import choose_all_gather
@@ -199,7 +199,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", [None, *MISTAKES])
+@pytest.mark.parametrize("mistake", [None, *mistakes(MISTAKES, 5)])
 def test_many_epochs_in_a_launch(tmp_path: Path, mistake: str | None) -> None:
     """Launches of one and of several epochs, one after the other, by blocks of changing sizes."""
     library = compiled(tmp_path, 2, True, MISTAKES.get(mistake or ""))

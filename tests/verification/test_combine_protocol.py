@@ -18,7 +18,7 @@ from weft.kernels.all_reduce.configs import AllReduceConfig
 from weft.kernels.all_reduce_rms_norm import cuda_kernel as norm_kernel
 from weft.kernels.all_reduce_rms_norm.configs import FORMS, AllReduceRmsNormConfig, shape
 from weft.kernels.all_reduce_rms_norm.reference import NormKind, rms_norm
-from weft.kernels.device.collective.combine import CombineShape
+from weft.kernels.device.collective.combine import CombinedSum, CombineShape
 from weft.kernels.device.collective.rounds import RoundsConfig
 from weft.kernels.device.comm.ll_exchange import ExchangeLayout
 from weft.kernels.reduce_scatter import cuda_kernel as reduce_scatter_kernel
@@ -45,16 +45,24 @@ class Call:
     """What every rank gives, and what it must add up to, to the bit: choices in their order in float32, rounded, then
     the ranks."""
 
-    def __init__(self, size: int, sizes: tuple[int, int, int], dtype: torch.dtype, of: CombineShape) -> None:
+    def __init__(
+        self,
+        size: int,
+        sizes: tuple[int, int, int],
+        dtype: torch.dtype,
+        of: CombineShape,
+        reduce_op: str = "sum",
+    ) -> None:
         self.tokens, self.hidden, self.dtype = sizes[0], sizes[2], dtype
         kinds = random.choice(["random", "random", "one", "none"])
         self.given = [routed((*sizes, 8), dtype, of.wide, kinds) for _ in range(size)]
         self.of = of._replace(rows=sizes[0] * sizes[1])
+        self.wanted = CombinedSum(self.tokens, self.hidden, dtype, self.of, reduce_op)
         total = torch.zeros(())
         for i, rank in enumerate(self.given):
             own = self._own(rank).float()
             total = own if i == 0 else total + own
-        self.total = total.to(dtype)
+        self.total = (total / size if reduce_op == "avg" else total).to(dtype)
 
     def _own(self, given: Routed) -> torch.Tensor:
         rows = torch.zeros(self.tokens, self.hidden)
@@ -77,6 +85,10 @@ def begin(case: tuple[int, str, int, bool, bool]) -> tuple[int, torch.dtype, Com
     return size, TORCH[dtype], CombineShape(0, choices, wide, shared)
 
 
+def reduced_by(of: CombineShape) -> str:
+    return "avg" if of.choices == 1 else "sum"
+
+
 def end(ranks: Ranks) -> None:
     ranks.run(random.randrange(1 << 30))
     assert not ranks.records.any(), f"a wait has expired: {ranks.records.tolist()}"
@@ -86,21 +98,19 @@ def end(ranks: Ranks) -> None:
 def test_all_reduces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Any) -> None:
     size, dtype, of = begin(case)
     kernels = tuple(form + suffix for form in (*FORMS, "two_shot_rounds") for suffix in ("", "_any"))
-    defines = all_reduce_kernel.all_reduce_defines(size, case[1], "sum") | of.defines
+    defines = all_reduce_kernel.all_reduce_defines(size, case[1], reduced_by(of)) | of.defines
     library = build(tmp_path, all_reduce_kernel.SOURCE, kernels, all_reduce_kernel._CombineParams, defines)
     ranks = Ranks(library, ExchangeLayout(size, 512))
-    monkeypatch.setattr(all_reduce_kernel, "launched_combine_all_reduce", lambda *a: Kernels(ranks))
+    monkeypatch.setattr(all_reduce_kernel, "launched_all_reduce", lambda *a: Kernels(ranks))
     calls = []
     for form in ("one_shot", "two_shot", "two_shot", "two_shot", "one_shot"):
         sizes = random.choice([1, size, 5, 2 * size, 7 * size]), of.choices, 8 * random.choice([1, 3, 17])
-        call = Call(size, sizes, dtype, of)
+        call = Call(size, sizes, dtype, of, reduced_by(of))
         outs = []
         for rank in range(size):
             out = torch.full((call.tokens + 1, call.hidden), 7.0, dtype=dtype)
             config = AllReduceConfig(form, 3 if form == "one_shot" else 1, 64 if form == "one_shot" else 32)
-            kernel = all_reduce_kernel.combine_all_reduce_launcher(
-                ranks.places[rank], (call.tokens, call.hidden), dtype, call.of, config
-            )
+            kernel = all_reduce_kernel.combine_all_reduce_launcher(ranks.places[rank], call.wanted, config)
             kernel.launch(0, call.operands(rank), [out.data_ptr()], PATIENT, rank)
             outs.append(out)
         calls.append((call, outs))
@@ -155,12 +165,12 @@ def test_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Any, resid
 def test_reduce_scatters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Any) -> None:
     size, dtype, of = begin(case)
     kernels = ("one_shot", "one_shot_any", "rounds", "rounds_any")
-    defines = reduce_scatter_kernel.reduce_scatter_defines(size, case[1], "sum") | of.defines
+    defines = reduce_scatter_kernel.reduce_scatter_defines(size, case[1], reduced_by(of)) | of.defines
     library = build(
         tmp_path, reduce_scatter_kernel.SOURCE, kernels, reduce_scatter_kernel._CombineParams, defines
     )
     ranks = Ranks(library, ExchangeLayout(size, 256))
-    monkeypatch.setattr(reduce_scatter_kernel, "launched_combine_reduce_scatter", lambda *a: Kernels(ranks))
+    monkeypatch.setattr(reduce_scatter_kernel, "launched_reduce_scatter", lambda *a: Kernels(ranks))
     calls = []
     for dim, tokens, hidden in (
         (0, size, 8),
@@ -170,15 +180,15 @@ def test_reduce_scatters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: 
         (0, 20 * size, 64),
         (1, 40, 32),
     ):
-        sizes = tokens, hidden * size if dim else hidden, dim
-        call = Call(size, (tokens, of.choices, sizes[1]), dtype, of)
+        sizes = tokens, of.choices, hidden * size if dim else hidden
+        call = Call(size, sizes, dtype, of, reduced_by(of))
         outs = []
         for rank in range(size):
             part = call.total.chunk(size, dim)[rank]
             out = torch.full((part.numel() + 1,), 7.0, dtype=dtype)
             config = RoundsConfig(64, 1, 32)
             kernel = reduce_scatter_kernel.combine_reduce_scatter_launcher(
-                ranks.places[rank], sizes, dtype, call.of, config
+                ranks.places[rank], call.wanted, dim, config
             )
             kernel.launch(0, call.operands(rank), [out.data_ptr()], PATIENT, rank)
             outs.append((out, part))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fibers import PATIENT, Library, Ranks, build
+from fibers import PATIENT, Library, Ranks, build, mistakes
 from test_all_reduce_protocol import KERNELS as ALL_REDUCES
 from test_all_reduce_protocol import launch, reference
 from weft.kernels.all_reduce import cuda_kernel as all_reduce
@@ -122,7 +122,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", [None, *MISTAKES])
+@pytest.mark.parametrize("mistake", [None, *mistakes(MISTAKES, 4)])
 def test_mistakes_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str | None) -> None:
     library = compiled(tmp_path, 2, 2, True, "sum", MISTAKES.get(mistake or ""))
     wrong = False

@@ -6,7 +6,7 @@ import ctypes
 import shutil
 
 import pytest
-from fibers import PATIENT
+from fibers import PATIENT, mistakes
 from matmul_ops import GATHERS, SCATTERS, Gather, Op, Scatter, push, uses, wrong
 from matmuls import SMALL, WIDE
 
@@ -136,7 +136,7 @@ def compiled_ahead(request: pytest.FixtureRequest) -> None:
             may_show(mistake).compiled(MISTAKES[mistake])
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", mistakes(MISTAKES, 12))
 def test_mistakes_are_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     op = may_show(mistake)
     library = op.compiled(MISTAKES[mistake]).result()

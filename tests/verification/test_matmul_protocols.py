@@ -57,7 +57,7 @@ OF_CROWDED = [
 
 
 @pytest.mark.parametrize("op", CROWDED, ids=OF_CROWDED)
-@pytest.mark.parametrize("room", [1, 2])
+@pytest.mark.parametrize("room", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_most_blocks_find_no_room_beside_other_kernels(
     op: Op, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

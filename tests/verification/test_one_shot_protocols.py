@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fibers import PATIENT, Library, Ranks, build, inputs, same
+from fibers import PATIENT, Library, Ranks, build, inputs, mistakes, same
 from weft.kernels.all_gather_matmul import one_shot_kernel as gather
 from weft.kernels.device.comm.ll_exchange import VECTOR, ExchangeLayout
 from weft.kernels.device.gemm import one_shot
@@ -264,7 +264,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", mistakes(MISTAKES, 3))
 def test_mistakes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
     library = compiled(tmp_path, 3, instead=MISTAKES[mistake])
     every = (Calls(monkeypatch, library, ExchangeLayout(3, 256)) for _ in range(10))

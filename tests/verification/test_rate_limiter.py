@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fibers import DEVICE
+from fibers import DEVICE, mistakes
 
 HERE = Path(__file__).parent
 SOURCE = DEVICE / "comm" / "rate_limiter.cuh"
@@ -33,11 +33,14 @@ def test_bursts_of_all_warps_share_what_the_links_take(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("old", "new", "what"),
-    [
-        ("bursts * interval", "interval", "bursts are counted once"),
-        ("if (start + LATE < now) atomicMax(clock(), now);", "", "a burst out of turn"),
-        ("now < start", "false", "a burst out of turn"),
-    ],
+    mistakes(
+        [
+            ("bursts * interval", "interval", "bursts are counted once"),
+            ("if (start + LATE < now) atomicMax(clock(), now);", "", "a burst out of turn"),
+            ("now < start", "false", "a burst out of turn"),
+        ],
+        3,
+    ),
     ids=["counted-once", "clock-not-set", "not-awaited"],
 )
 def test_mistakes_are_found(old: str, new: str, what: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from fibers import Library
+from fibers import Library, mistakes
 from matmul_ops import push, result, uses, wrong
 from matmuls import BROAD, SMALL, WIDE, Matmuls, build
 from weft.kernels.all_gather_matmul import configs as gather_configs
@@ -303,31 +303,34 @@ def test_epochs_of_both_buffers_scaled(
 
 @pytest.mark.parametrize(
     ("name", "instead"),
-    [
-        # Nothing orders what is sent before its flags.
-        (
-            "gather-rows",
+    mistakes(
+        [
+            # Nothing orders what is sent before its flags.
             (
-                "        __threadfence_system();\n        if (!more) continue;",
-                "        if (!more) continue;",
+                "gather-rows",
+                (
+                    "        __threadfence_system();\n        if (!more) continue;",
+                    "        if (!more) continue;",
+                ),
             ),
-        ),
-        ("gather-blocks", ("p.blocks + block) * p.m + row", "p.blocks) * p.m + row")),
-        (
-            "gather-blocks",
-            ("scales.load(factors[1 - set], i + 2, depth)", "scales.load(factors[1 - set], i, depth)"),
-        ),
-        ("gather-rows-of-all", ("p.scales + static_cast<u64>(t.src) * p.of_blocks", "p.scales")),
-        ("gather-tensor", ("v[2] += pair[0]", "v[2] += pair[1]")),
-        ("scatter-rows", ("lower = __ldcg(t.of_row(first + 8))", "lower = __ldcg(t.of_row(first))")),
-        ("gather-rows", ("lane = j % 8 * 4 + threadIdx.x % 4", "lane = j % 8 * 4")),
-        (
-            "scatter-blocks-columns",
-            ("first = SPLIT_N ? p.n * t.dst : 0", "first = 0"),
-        ),
-        ("scatter-rows-batches", ("t.batch * WORLD_SIZE + t.dst, parts", "t.dst, parts")),
-        ("scatter-float32", ("sums + weft::PART_ELEMENTS * (first + i)", "sums + 8 * (first + i)")),
-    ],
+            ("gather-blocks", ("p.blocks + block) * p.m + row", "p.blocks) * p.m + row")),
+            (
+                "gather-blocks",
+                ("scales.load(factors[1 - set], i + 2, depth)", "scales.load(factors[1 - set], i, depth)"),
+            ),
+            ("gather-rows-of-all", ("p.scales + static_cast<u64>(t.src) * p.of_blocks", "p.scales")),
+            ("gather-tensor", ("v[2] += pair[0]", "v[2] += pair[1]")),
+            ("scatter-rows", ("lower = __ldcg(t.of_row(first + 8))", "lower = __ldcg(t.of_row(first))")),
+            ("gather-rows", ("lane = j % 8 * 4 + threadIdx.x % 4", "lane = j % 8 * 4")),
+            (
+                "scatter-blocks-columns",
+                ("first = SPLIT_N ? p.n * t.dst : 0", "first = 0"),
+            ),
+            ("scatter-rows-batches", ("t.batch * WORLD_SIZE + t.dst, parts", "t.dst, parts")),
+            ("scatter-float32", ("sums + weft::PART_ELEMENTS * (first + i)", "sums + 8 * (first + i)")),
+        ],
+        5,
+    ),
 )
 def test_mistakes_are_found(name: str, instead: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     op, library = OPS[name], OPS[name].compiled(instead).result()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fibers import Library
+from fibers import Library, mistakes
 from streams import Memory, Streams, with_streams
 from weft.kernels.transfer import cuda_kernel
 from weft.symm_mem.backends import cuda_state
@@ -223,7 +223,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", mistakes(MISTAKES, 12))
 def test_a_mistake_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
     library = compiled(tmp_path, MISTAKES[mistake])
     for seed in range(30):
@@ -243,7 +243,7 @@ LATE_MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", [None, *LATE_MISTAKES])
+@pytest.mark.parametrize("mistake", [None, *mistakes(LATE_MISTAKES, 2)])
 def test_a_late_rank_is_right_or_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str | None
 ) -> None:

@@ -11,15 +11,15 @@ from torch.distributed import ProcessGroup
 
 from ....kernels.all_gather_matmul.host import host_gather_layout
 from ....kernels.grouped_matmul import host
+from ....kernels.grouped_matmul.reference import experts_of_rows
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ... import validation
 from ...dispatch.choice import Choice, on_host
 from ...dispatch.plan import ran
 from .. import all_gather
-from ..op import Op, refuse_second_gradient
-from ..vocabulary.chunks import on_device
-from .grouped_matmul import multiply, validate_experts, validate_index
+from ..op import Op, on_device, refuse_second_gradient
+from .grouped_matmul import multiply, validate_experts, validate_experts_bias, validate_index
 
 Result: TypeAlias = tuple[Tensor | None, list[Tensor]]
 _ops = torch.ops.weft
@@ -33,11 +33,16 @@ class AllGatherGroupedMatmulCall(NamedTuple):
     gather_dim: int
     group_name: str
     return_A: bool = False
+    biases: list[Tensor] | None = None
     group_size: int | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.A_shard, *self.Bs, self.rows, self.offs]
+        return [self.A_shard, *self.Bs, self.rows, self.offs, *self.added]
+
+    @property
+    def added(self) -> list[Tensor]:
+        return self.biases or []
 
 
 def _validate(call: AllGatherGroupedMatmulCall) -> tuple[AllGatherGroupedMatmulCall, ProcessGroup]:
@@ -58,6 +63,11 @@ def _validate(call: AllGatherGroupedMatmulCall) -> tuple[AllGatherGroupedMatmulC
             raise ValueError(
                 f"Bs[{i}]: has {B.shape[0]} experts, must have {call.offs.shape[0]}, as offs has elements"
             )
+    if call.biases is not None:
+        if len(call.biases) != len(call.Bs):
+            raise ValueError(f"biases: holds {len(call.biases)} tensors, must hold {len(call.Bs)} as Bs does")
+        for i, (bias, B) in enumerate(zip(call.biases, call.Bs, strict=True)):
+            validate_experts_bias(f"biases[{i}]", bias, B, A_shard, "A_shard")
     validate_index("rows", call.rows, A_shard, "A_shard")
     if A_shard.shape[0] == 0 and call.rows.shape[0] != 0:
         raise ValueError(f"A_shard: has no rows, must have those that {call.rows.shape[0]} rows name")
@@ -74,17 +84,21 @@ def _choose(call: AllGatherGroupedMatmulCall, group: ProcessGroup) -> Choice:
 
 def _run(choice: Choice, where: Heap | None, call: AllGatherGroupedMatmulCall, group: ProcessGroup) -> Result:
     """As the op; the call is what validation returns."""
+    biases: list[Any] = call.added or [None] * len(call.Bs)
     if choice.algorithm == "host":
         assert where is not None
         workspace = choice.workspace_on(where)
         ran(choice.plan_in(workspace))
+        terms = list(zip(call.Bs, biases, strict=True))
         A, outs = host.host_all_gather_grouped_matmul(
-            workspace, call.A_shard.contiguous(), call.Bs, call.rows, call.offs
+            workspace, call.A_shard.contiguous(), terms, call.rows, call.offs
         )
     else:
         with on_device(call.A_shard):
             A = all_gather.gather_within(call.A_shard, group, host.OP)
-            outs = [multiply(A, B, call.offs, call.rows, None) for B in call.Bs]
+            outs = [
+                multiply(A, B, call.offs, call.rows, bias) for B, bias in zip(call.Bs, biases, strict=True)
+            ]
     return (A if call.return_A else None), outs
 
 
@@ -97,8 +111,9 @@ def _fake(call: AllGatherGroupedMatmulCall, group: ProcessGroup) -> Result:
 
 class AllGatherGroupedMatmulFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: AllGatherGroupedMatmulCall, A_shard: Tensor, *Bs: Tensor) -> Any:
-        _, of_A, *of_Bs = ctx.needs_input_grad
+    def forward(ctx: Any, call: AllGatherGroupedMatmulCall, A_shard: Tensor, *Bs_and_biases: Tensor) -> Any:
+        Bs, (_, of_A, *of_rest) = call.Bs, ctx.needs_input_grad
+        of_Bs = of_rest[: len(Bs)]
         if any(of_Bs):
             call = call._replace(return_A=True)
         A, outs = ALL_GATHER_GROUPED_MATMUL.run_below_autograd(call)
@@ -115,7 +130,8 @@ class AllGatherGroupedMatmulFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_A: Tensor | None, *grads: Tensor | None) -> Any:
         refuse_second_gradient(host.OP)
         A, rows, offs, *Bs = ctx.saved_tensors
-        _, of_A, *of_Bs = ctx.needs_input_grad
+        _, of_A, *of_rest = ctx.needs_input_grad
+        of_Bs, of_biases = of_rest[: len(Bs)], of_rest[len(Bs) :]
         there = [None if g is None else g.contiguous() for g in grads]
         grad_shard = _gradient_of_shard(ctx, grad_A, there, Bs, (rows, offs)) if of_A else None
         grad_Bs = [
@@ -124,7 +140,13 @@ class AllGatherGroupedMatmulFunction(torch.autograd.Function):
             else None
             for wanted, g, transposed in zip(of_Bs, there, ctx.transposed, strict=True)
         ]
-        return None, grad_shard, *grad_Bs
+        grad_biases = [
+            _ops.sum_by_index(g, experts_of_rows(offs, g.shape[0]), offs.shape[0])
+            if wanted and g is not None
+            else None
+            for wanted, g in zip(of_biases, there[: len(of_biases)], strict=True)
+        ]
+        return None, grad_shard, *grad_Bs, *grad_biases
 
 
 def _gradient_of_shard(
@@ -156,7 +178,7 @@ def _gradient_of_shard(
 
 
 def _with_gradient(call: AllGatherGroupedMatmulCall) -> Result:
-    A, *outs = AllGatherGroupedMatmulFunction.apply(call, call.A_shard, *call.Bs)
+    A, *outs = AllGatherGroupedMatmulFunction.apply(call, call.A_shard, *call.Bs, *call.added)
     return (A if call.return_A else None), outs
 
 
@@ -168,7 +190,7 @@ def _flops(
 
 ALL_GATHER_GROUPED_MATMUL = Op(
     "fused_all_gather_grouped_matmul(Tensor A_shard, Tensor[] Bs, Tensor rows, Tensor offs, int gather_dim,"
-    " str group_name, *, bool return_A=False, int? group_size=None) -> (Tensor?, Tensor[])",
+    " str group_name, *, bool return_A=False, Tensor[]? biases=None, int? group_size=None) -> (Tensor?, Tensor[])",
     record=AllGatherGroupedMatmulCall,
     validate=_validate,
     fake=_fake,
@@ -179,6 +201,6 @@ ALL_GATHER_GROUPED_MATMUL = Op(
     fast=lambda call: None,
     with_gradient=_with_gradient,
     flops=_flops,
-    own_dims={"Bs": (0,), "rows": (0,), "offs": (0,)},
+    own_dims={"Bs": (0,), "rows": (0,), "offs": (0,), "biases": (0,)},
     own_on_cuda=True,
 )

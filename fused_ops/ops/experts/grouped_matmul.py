@@ -22,7 +22,7 @@ _UNIT = 8  # numbers of 16 bits that TMA and torch's grouped product want rows t
 _MOST_PREPARED = 256
 
 
-def _validate(A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None) -> None:
+def validate_grouped(A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None) -> None:
     validation.float_dtype("A", A)
     if A.dim() != 2:
         raise ValueError(f"A: has {A.dim()} dimensions, must be a matrix [T, K]")
@@ -35,9 +35,7 @@ def _validate(A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Ten
         if A.shape[0] == 0 and rows.shape[0] != 0:
             raise ValueError(f"A: has no rows, must have those that {rows.shape[0]} rows name")
     if bias is not None:
-        if tuple(bias.shape) != (B.shape[0], B.shape[2]):
-            raise ValueError(f"bias: has shape {tuple(bias.shape)}, must be [{B.shape[0]}, {B.shape[2]}]")
-        validation.like_tensor("bias", bias, A, "A")
+        validate_experts_bias("bias", bias, B, A, "A")
 
 
 def validate_experts(name: str, B: Tensor, A: Tensor, like_name: str) -> None:
@@ -53,6 +51,12 @@ def validate_experts(name: str, B: Tensor, A: Tensor, like_name: str) -> None:
     for dim, size in (("K", k), ("N", B.shape[2])):
         if size == 0 or size % _UNIT:
             raise ValueError(f"{name}: has {dim} = {size}, must be a multiple of {_UNIT} from {_UNIT} on")
+
+
+def validate_experts_bias(name: str, bias: Tensor, B: Tensor, A: Tensor, like_name: str) -> None:
+    if tuple(bias.shape) != (B.shape[0], B.shape[2]):
+        raise ValueError(f"{name}: has shape {tuple(bias.shape)}, must be [{B.shape[0]}, {B.shape[2]}]")
+    validation.like_tensor(name, bias, A, like_name)
 
 
 def validate_index(name: str, index: Tensor, A: Tensor, like_name: str) -> None:
@@ -166,7 +170,7 @@ def _fake_sums(values: Tensor, index: Tensor, count: int) -> Tensor:
 
 define(
     "grouped_matmul(Tensor A, Tensor B, Tensor offs, Tensor? rows, Tensor? bias) -> Tensor",
-    _validate,
+    validate_grouped,
     multiply,
     _fake,
     GroupedMatmulFunction.apply,

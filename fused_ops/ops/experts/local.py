@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from ..op import AUTOCAST
-from ..vocabulary.chunks import on_device
+from ..op import AUTOCAST, on_device
 
 _lib = torch.library.Library("weft", "FRAGMENT")
 #: By their names: what makes a call of which a gradient is wanted.

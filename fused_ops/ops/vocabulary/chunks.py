@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from ....kernels.linear_cross_entropy.reference import (
     reference_gradient,
     reference_statistics,
 )
-from ...dispatch.plan import on
+from ..op import on_device
 
 #: Of a chunk: a constant, so that all ranks cut alike, whatever they have of the vocabulary. Its products fill a GPU.
 ROWS = 2048
@@ -27,10 +26,6 @@ ROWS = 2048
 def chunks_of(rows: int) -> list[slice]:
     """At least one, so that ranks meet also over no rows."""
     return [slice(first, min(first + ROWS, rows)) for first in range(0, max(rows, 1), ROWS)]
-
-
-def on_device(x: Tensor) -> AbstractContextManager[object]:
-    return on(x.device) if x.device.type == "cuda" else nullcontext()
 
 
 def with_rows(logits: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from ... import validation
 from ...dispatch.choice import Choice
 from ...dispatch.tensor_guards import needs_no_dispatch
 from .. import all_gather
-from ..op import Op, SumGradient, refuse_second_gradient
+from ..op import Op, SumGradient, on_device, refuse_second_gradient
 from . import chunks
 
 Gather: TypeAlias = Callable[[Tensor], Tensor]
@@ -147,7 +147,7 @@ def _run(
     """The sum, or statistics [K, M] of all ranks' columns; ``_bounds``; unit gradients."""
     gather = partial(all_gather.gather_within, group=group, op=op)
     x = call.x.flatten(0, -2)
-    with chunks.on_device(x):
+    with on_device(x):
         if call.weight is None:
             parts = iter([(slice(None), chunks.with_rows(x))])
         else:

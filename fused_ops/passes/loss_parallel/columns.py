@@ -17,7 +17,7 @@ from ..graph.nodes import FLAT, Size, argument, aten, calls, is_val, known, only
 from ..graph.rewrite import call, cast, reshape
 from ..graph.split_cat import SPLITS
 
-_CAST = torch.ops.prims.convert_element_type.default
+CAST = torch.ops.prims.convert_element_type.default
 _COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -128,12 +128,12 @@ def keeps_columns(node: fx.Node) -> bool:
         return False
     if calls(node, aten.slice.Tensor):
         return argument(node, 1, "dim", 0) % after.dim() != after.dim() - 1  # type: ignore[no-any-return]
-    return calls(node, _CAST, *FLAT) and after.dtype.is_floating_point
+    return calls(node, CAST, *FLAT) and after.dtype.is_floating_point
 
 
 def step_on_columns(node: fx.Node, source: fx.Node, width: int, before: fx.Node) -> fx.Node:
     """A node that ``keeps_columns``, of its input's own columns. A cast of 16 bits to 32, exact, is left out."""
-    if calls(node, _CAST):
+    if calls(node, CAST):
         given, dtype = val(node.args[0]).dtype, val(node).dtype  # type: ignore[arg-type]
         return source if given in _HALVES and dtype == torch.float32 else cast(source, [dtype], before)
     if calls(node, aten.slice.Tensor):

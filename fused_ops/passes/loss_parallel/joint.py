@@ -7,6 +7,7 @@ settings. Targets, and rows that are cut out of the logits, are taken to be the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,18 +18,19 @@ from ..agreement.fallback.run import is_fallback_graph
 from ..cache_key import pass_key
 from ..canonicalize import by_position, name_groups, wait_once
 from ..graph.collectives import Collective
-from ..graph.nodes import LeftAlone, c10d
+from ..graph.nodes import LeftAlone, c10d, val
 from ..origin import fields_of
 from ..records.entry import Entry
 from ..settings import PassSettings
 from .columns import gathered_columns, keeps_columns
 from .gradient import path_of
 from .replace import put_on_columns
+from .sharded import put_on_statistics, sharded_loss
 from .softmax import log_softmax_of
 
-#: What the op of a loss has in its ``meta``: the ``Entry`` of the gather in the place of which it is.
-_ENTRY = "weft_loss_parallel"
-#: What a gather of logits has that stays as it was: why.
+#: What the op of a loss has in its ``meta``: an ``Entry`` of each collective in the place of which it is.
+_ENTRIES = "weft_loss_parallel"
+#: What a collective has that stays as it was: why.
 _LEFT = "weft_not_loss_parallel"
 
 
@@ -46,6 +48,23 @@ class JointLosses(PassSettings, CustomGraphPass):
         wait_once(graph)
         for node in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
             self._put_on_columns(node)
+        for node in graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
+            if not node._erased:
+                self._put_on_statistics(node)
+
+    def _put_on_statistics(self, node: fx.Node) -> None:
+        try:
+            c = Collective.from_node(node, self.groups)
+        except LeftAlone:
+            return
+        try:
+            if (loss := sharded_loss(c)) is None:
+                return
+            detail = f"loss parallel, {val(loss.x).shape[1]} columns"
+            entries = [Entry(**fields_of(n, 0), detail=detail) for n in (node, *loss.later)]
+            _note(put_on_statistics(loss), entries)
+        except LeftAlone as e:
+            node.meta[_LEFT] = f"not one exchange of a loss: {e}"
 
     def _put_on_columns(self, node: fx.Node) -> None:
         try:
@@ -65,8 +84,7 @@ class JointLosses(PassSettings, CustomGraphPass):
                 if (softmax := log_softmax_of(x)) is not None:
                     paths = [path_of(gradient.result, columns) for gradient in softmax.gradients]
                     op = put_on_columns(columns, sources, softmax, paths)
-                    into = str(op.target._schema.name)  # type: ignore[union-attr]
-                    op.meta[_ENTRY] = replace(entry, fused_into=into)
+                    _note(op, [entry])
                     return
                 found = {u: x for u in x.users if keeps_columns(u) and u not in sources}
                 sources |= found
@@ -75,12 +93,16 @@ class JointLosses(PassSettings, CustomGraphPass):
             node.meta[_LEFT] = f"not loss parallel: {e}"
 
 
+def _note(op: fx.Node, entries: Sequence[Entry]) -> None:
+    into = str(op.target._schema.name)  # type: ignore[union-attr]
+    op.meta[_ENTRIES] = [replace(entry, fused_into=into) for entry in entries]
+
+
 def losses_of(graph: fx.Graph, number: int) -> list[Entry]:
-    """What the ``number``-th graph has in place of gathers of logits."""
-    found = (node.meta.get(_ENTRY) for node in graph.nodes)
-    return [replace(entry, graph=number) for entry in found if isinstance(entry, Entry)]
+    """What the ``number``-th graph has in place of gathers of logits, and of reductions of their losses."""
+    return [replace(entry, graph=number) for node in graph.nodes for entry in node.meta.get(_ENTRIES, ())]
 
 
 def notes_of(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Why gathers of logits are still there."""
+    """Why collectives of losses are still there."""
     return {node: node.meta[_LEFT] for node in graph.nodes if _LEFT in node.meta}

@@ -55,7 +55,7 @@ def put_on_columns(
         for gradient, path in zip(softmax.gradients, paths, strict=True):
             with put_for(path.end):
                 ends.append((path, _own_gradient(gradient, path, columns, x, log_sum)))
-    gone = _made_of([softmax.picked, *(path.end for path in paths)])
+    gone = made_of([softmax.picked, *(path.end for path in paths)])
     softmax.picked.replace_all_uses_with(picked)
     for path, own in ends:
         path.end.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)  # type: ignore[misc]
@@ -110,7 +110,7 @@ def _rest(add: fx.Node, path: Path) -> fx.Node:
     return a if b is source or (source is None and a not in path.steps) else b  # type: ignore[return-value]
 
 
-def _made_of(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+def made_of(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """Nodes, and all that they are made of by calls."""
     found: set[fx.Node] = set()
     pending = [*nodes]

@@ -7,11 +7,13 @@ torch decomposes ``cross_entropy``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 
 from ..graph.nodes import LeftAlone, aten, calls, known, only_user, some, val, what
 
@@ -51,7 +53,9 @@ def log_softmax_of(x: fx.Node) -> LogSoftmax | None:
     Raises:
         LeftAlone: more than targets' log-probabilities is needed.
     """
-    log_probs = next((found for u in x.users if (found := _log_probs(x, u)) is not None), None)
+    maxima = (u for u in x.users if along_rows(u, aten.amax.default, x))
+    every = (log_probs_of(x, amax, lambda total: total) for amax in maxima)
+    log_probs = next((found for found in every if found is not None), None)
     if log_probs is None:
         return None
     if val(x).dim() != 2 or val(x).dtype != torch.float32:
@@ -67,23 +71,27 @@ def log_softmax_of(x: fx.Node) -> LogSoftmax | None:
     return LogSoftmax(x, log_probs, picked[0], tuple(_gradient(u) for e in exponentials for u in e.users))
 
 
-def _log_probs(x: fx.Node, amax: fx.Node) -> fx.Node | None:
-    """What a log-softmax of ``x``, whose maximum this is, results in."""
-    if not _along_rows(amax, aten.amax.default, x):
-        return None
+def log_probs_of(x: fx.Node, amax: fx.Node, of_all: Callable[[fx.Node], fx.Node | None]) -> fx.Node | None:
+    """What a log-softmax of ``x``, whose maximum this is, results in.
+
+    Args:
+        of_all: from a sum of columns to that of all columns.
+    """
     shifted: Any = only_user(amax)
     if not calls(shifted, aten.sub.Tensor) or shifted.args != (x, amax) or len(shifted.users) != 2:
         return None
     exp: Any = next((u for u in shifted.users if calls(u, aten.exp.default)), None)
-    total = only_user(exp)
-    log = only_user(total)
-    if not _along_rows(total, aten.sum.dim_IntList, exp) or not calls(log, aten.log.default):
+    total: Any = only_user(exp)
+    if not along_rows(total, aten.sum.dim_IntList, exp) or (whole := of_all(total)) is None:
+        return None
+    log = only_user(whole)
+    if not calls(log, aten.log.default):
         return None
     result = only_user(log)
     return result if calls(result, aten.sub.Tensor) and result.args == (shifted, log) else None
 
 
-def _along_rows(node: Any, target: Any, x: Any) -> bool:
+def along_rows(node: Any, target: Any, x: Any) -> bool:
     """Whether the node reduces ``x`` along its last dimension, which stays."""
     if not calls(node, target) or node.args[0] is not x or len(node.args) < 3 or node.args[2] is not True:
         return False
@@ -105,7 +113,7 @@ def _gradient(of_sum: Any) -> Gradient:
     ):
         raise why
     of_targets, total = result.args[0], of_sum.args[1]
-    if not _along_rows(total, aten.sum.dim_IntList, of_targets) or not calls(of_targets, aten.mul.Tensor):
+    if not along_rows(total, aten.sum.dim_IntList, of_targets) or not calls(of_targets, aten.mul.Tensor):
         raise why
     for hot, by in (of_targets.args, of_targets.args[::-1]):
         if (found := _hot(hot)) is not None and known(val(by).numel() == val(total).numel()):
@@ -115,11 +123,11 @@ def _gradient(of_sum: Any) -> Gradient:
 
 def _hot(node: Any) -> tuple[fx.Node, float] | None:
     """(targets [M, 1], number) of what is a number at each row's target, and 0 elsewhere."""
-    if calls(node, aten.scatter.value) and _number(node.args[0]) == 0 and node.args[1] in (1, -1):
+    if calls(node, aten.scatter.value) and number_of(node.args[0]) == 0 and node.args[1] in (1, -1):
         return node.args[2], float(node.args[3])
     if (
         not calls(node, aten.where.self)
-        or _number(node.args[2]) != 0
+        or number_of(node.args[2]) != 0
         or not calls(node.args[0], aten.eq.Tensor)
     ):
         return None
@@ -129,7 +137,7 @@ def _hot(node: Any) -> tuple[fx.Node, float] | None:
     ):
         columns = columns.args[0]
     named = columns.kwargs if calls(columns, torch.ops.prims.iota.default) else {}
-    number = _number(node.args[1])
+    number = number_of(node.args[1])
     if named.get("start") != 0 or named.get("step") != 1 or number is None:
         return None
     if not known(columns.args[0] == val(node).shape[1]):
@@ -137,10 +145,17 @@ def _hot(node: Any) -> tuple[fx.Node, float] | None:
     return (targets.args[0] if calls(targets, aten.expand.default) else targets), number
 
 
-def _number(node: Any) -> float | None:
+def number_of(node: Any) -> float | None:
     """What all elements of the node are; None if that is not known."""
     if calls(node, aten.full.default) and isinstance(node.args[1], (int, float)):
         return float(node.args[1])
     if calls(node, aten.scalar_tensor.default) and isinstance(node.args[0], (int, float)):
         return float(node.args[0])
+    if calls(node, aten.lift_fresh_copy.default):
+        return number_of(node.args[0])
+    if isinstance(node, fx.Node) and node.op == "get_attr":
+        constant = getattr(node.graph.owning_module, str(node.target), None)
+        if isinstance(constant, torch.Tensor) and constant.numel() == 1 and not is_fake(constant):
+            with unset_fake_temporarily():
+                return float(constant)
     return None

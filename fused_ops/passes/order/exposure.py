@@ -35,6 +35,14 @@ class Timeline:
             most[when] = max(size, most.get(when, 0))
         return sorted(most.items())
 
+    def beside(self, collective: str) -> tuple[tuple[str, float], ...]:
+        """The kernels that run while a collective is on its way, and the microseconds of each in which both do."""
+        first, last = next(
+            (b, e) for lane, name, b, e in self.spans if lane != COMPUTE and name == collective
+        )
+        both = {n: min(e, last) - max(b, first) for lane, n, b, e in self.spans if lane == COMPUTE}
+        return tuple((name, us) for name, us in both.items() if us > 0)
+
 
 def timeline_of(
     order: Sequence[fx.Node], found: Sequence[Transfer], times: Mapping[fx.Node, float], table: CostTable

@@ -19,12 +19,11 @@ from ..graph.nodes import what
 from ..memory.alias_sets import HEAP, AliasSet, AliasSets
 from ..memory.hazards import Hazards
 from ..memory.live_bytes import LiveBytes, body, put_in_order
-from .change import OrderChange, Placed
+from .change import DrawnOrder, OrderChange, Placed
 from .copy_engines import gathers_in_buffers, mark_placed
 from .costs import CostTable, kernel_time, transfer_time
 from .exposure import Timeline, timeline_of
 from .least_memory import is_light, order_of_least_memory
-from .picture import DrawnOrder
 from .transports import COPIED, Transfer, transfers
 
 _TAKEN_ALONG = 32  # nodes, at most, that move with a start or a wait
@@ -113,7 +112,8 @@ class _Walk:
         return timeline_of(self.live.order, self.transfers, self.times, self.table)
 
     def drawn(self) -> DrawnOrder:
-        return DrawnOrder.of(self.timeline(), self.live.live)
+        line = self.timeline()
+        return DrawnOrder(tuple(line.spans), tuple(line.memory(self.live.live)))
 
     def covered(self, transfer: Transfer) -> float:
         """Microseconds of kernels beside which a collective is on its way."""
@@ -330,7 +330,8 @@ def reorder(
         number: the graph's, for the report.
     """
     walk = _Walk(graph, table, limits or OrderLimits())
-    peak, before, given, shown = walk.live.peak, walk.timeline().exposed, walk.kernels_before(), walk.drawn()
+    peak, line, given, shown = walk.live.peak, walk.timeline(), walk.kernels_before(), walk.drawn()
+    before = line.exposed
     walk.start_from_least_memory()
     whys: dict[fx.Node, tuple[str, str]] = {}
     for transfer in walk.transfers:
@@ -341,11 +342,13 @@ def reorder(
         for nodes in walk.waits_of(transfer):
             why_wait = walk.move(transfer, nodes, up=False)
         whys[transfer.start] = why_start, why_wait
-    after = walk.timeline().exposed
+    moved = walk.timeline()
+    after = moved.exposed
     kept = _why_kept(walk, peak, sum(before.values()), sum(after.values()))
     if kept:
         after, now = before, given
     else:
+        line = moved
         put_in_order(graph, walk.live.order)
         mark_placed(walk.placed)
         now = walk.kernels_before()
@@ -354,7 +357,8 @@ def reorder(
         node, waits_at = transfer.start, [transfer.start, *transfer.waits]
         steps = [now[n] - given[n] for n in (waits_at[0], waits_at[-1])]
         times = before[node], after[node]
-        placed.append(Placed(node.name, transfer.transport, steps[0], steps[1], *times, *whys[node]))
+        hidden = line.beside(node.name)
+        placed.append(Placed(node.name, transfer.transport, steps[0], steps[1], *times, *whys[node], hidden))
     totals = sum(before.values()), sum(after.values())
     crossed = frozenset(g for pair in walk.crossings() for g in map(group_of, pair) if g and not kept)
     peaks = peak, peak if kept else walk.live.peak

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from ....kernels.device.jit.ahead import NO_PROGRAMS, ProgramCounts
+from ...pictures.page import details_html, page, table_html, text_html
 from ..order.change import OrderChange
 from . import table
 from .entry import Entry
@@ -201,7 +201,9 @@ class Report:
         if not self.entries:
             return self.details()
         counts = [table.summary_of(self.entries), *table.advice_of(self.entries)]
-        return "\n".join([*table.table_lines(self.entries), "", *counts, *self._told()])
+        return "\n".join(
+            [*table.table_lines(self.entries), "", *counts, *self._told(), *map(str, self.orders)]
+        )
 
     def details(self) -> str:
         """One line for each collective, those that differ in numbers of graphs, nodes and modules only as one.
@@ -217,7 +219,7 @@ class Report:
         for entry in self.entries:
             groups.setdefault(entry.alike(), []).append(entry)
         lines = [text_of(group) for group in groups.values()]
-        return "\n".join([*lines, table.summary_of(self.entries), *self._told()])
+        return "\n".join([*lines, table.summary_of(self.entries), *self._told(), *map(str, self.orders)])
 
     def to_json(self) -> str:
         """All fields as JSON, one object.
@@ -230,27 +232,24 @@ class Report:
         return json.dumps(asdict(self), default=str)
 
     def to_html(self) -> str:
-        """A page for a browser: the table, the pictures of the order of collectives, and the details.
+        """A page for a browser, in one file: the table, the picture of each order that ``reorder`` made, the details.
 
         >>> from weft.fused_ops import FusionPass
         >>> FusionPass().report().to_html().startswith("<!doctype html>")
         True
+
+        The picture has what is predicted: when each collective and matmul runs, bytes held over time, and what hides
+        each collective. ``weft.passes.timeline`` draws what was measured.
         """
-        cells = [f"<tr>{''.join(f'<th>{cell}' for cell in table.HEAD)}"]
-        rows = table.table_rows(self.entries)
-        cells += [f"<tr>{''.join(f'<td>{html.escape(cell)}' for cell in row)}" for row in rows]
-        said = "\n".join([table.summary_of(self.entries), *table.advice_of(self.entries), *self._told()])
-        return "\n".join(
+        counts = [table.summary_of(self.entries), *table.advice_of(self.entries), *self._told()]
+        rows = table_html(table.HEAD, table.table_rows(self.entries), table.NUMBERS)
+        return page(
+            "weft: what became of each collective",
             [
-                "<!doctype html>",
-                "<meta charset=utf-8><title>weft: what became of each collective</title>",
-                "<style>body{font:14px sans-serif}td,th{padding:2px 12px 2px 0;text-align:left}</style>",
-                f"<table>{''.join(cells)}</table>",
-                f"<pre>{html.escape(said)}</pre>",
-                *(order.svg() for order in self.orders),
-                f"<details><summary>each collective</summary><pre>{html.escape(self.details())}</pre></details>",
-                "",
-            ]
+                *([rows, text_html("\n".join(counts))] if self.entries else []),
+                *(order.html() for order in self.orders),
+                details_html("each collective", self.details(), opened=not self.entries),
+            ],
         )
 
     def _ran(self) -> list[str]:
@@ -260,7 +259,7 @@ class Report:
     def _told(self) -> list[str]:
         """What is said once, of all entries and of the run."""
         heap = [str(self.heap)] if self.heap.calls else []
-        return [*heap, *self._ran(), *table.reasons_of(self.entries), *map(str, self.orders)]
+        return [*heap, *self._ran(), *table.reasons_of(self.entries)]
 
     def __repr__(self) -> str:
         return f"Report(fused={self.fused}, left={self.left}, disagreements={len(self.disagreements)})"

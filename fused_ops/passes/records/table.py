@@ -9,6 +9,7 @@ from .entry import Entry
 from .ranges import as_ranges, without_numbers
 
 HEAD = ("in", "collective", "times", "each", "became", "saves")
+NUMBERS = ("times", "each", "saves")
 _WIDEST = 56  # of a cell
 #: What a reason holds, and what a user can do about it; the first that fits.
 _HINTS = (
@@ -71,7 +72,7 @@ def table_rows(entries: Iterable[Entry]) -> list[tuple[str, ...]]:
 def table_lines(entries: Sequence[Entry]) -> list[str]:
     rows = [tuple(cell[:_WIDEST] for cell in row) for row in (HEAD, *table_rows(entries))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    right = (False, False, True, True, False, True)
+    right = [name in NUMBERS for name in HEAD]
     return [
         "  ".join(
             cell.rjust(width) if to_right else cell.ljust(width)

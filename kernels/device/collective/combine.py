@@ -6,12 +6,13 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..comm.ll_exchange import VECTOR
+from ..comm.ll_exchange import VECTOR, dependent
+from ..jit.program import Function
 
 MOST_VECTORS = 1 << 31  #: of all tokens: kernels count them in 32 bits, rounded up to a pass of all blocks
 
@@ -46,6 +47,46 @@ class CombineShape(NamedTuple):
     def source(self, tokens: int, vectors: int, first: int = 0) -> CombineSource:
         """Without addresses."""
         return CombineSource(rows=self.rows, tokens=tokens, first=first, vectors=vectors)
+
+
+class CombinedSum(NamedTuple):
+    """What is put together and then reduced: rows [tokens, hidden]."""
+
+    tokens: int
+    hidden: int
+    dtype: torch.dtype
+    shape: CombineShape
+    reduce_op: str = "sum"
+
+    @property
+    def vectors(self) -> int:
+        """Of a row."""
+        return self.hidden * self.dtype.itemsize // VECTOR
+
+    @property
+    def defined(self) -> tuple[torch.dtype, str, tuple[int, bool, bool]]:
+        """What a program is made for."""
+        return self.dtype, self.reduce_op, self.shape[1:]
+
+    @property
+    def source(self) -> CombineSource:
+        return self.shape.source(self.tokens, self.vectors)
+
+
+def choice_defines(choices: tuple[int, bool, bool] | None) -> dict[str, str | int]:
+    """Those of a CombineShape, after its rows; None of a kernel that puts nothing together."""
+    return {} if choices is None else CombineShape(0, *choices).defines
+
+
+class CollectiveLaunch(Protocol):
+    """The grid of a launch, and of how many epochs it is."""
+
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def epochs(self) -> int: ...
 
 
 class Combined(NamedTuple):
@@ -125,17 +166,16 @@ class CombineLauncher:
     Args:
         params: of the kernel, with a field ``combine``.
         result: where in it the result's address stands.
-        bound: launches it on a stream.
+        function, launch: the kernel, loaded, and its grid.
 
     Attributes:
         grids: the blocks of a launch, once for each epoch that it takes.
     """
 
-    def __init__(
-        self, params: Any, result: int, bound: Callable[[int], None], grids: tuple[int, ...]
-    ) -> None:
-        self.grids = grids
-        self._params, self._result, self._bound = params, result, bound
+    def __init__(self, params: Any, result: int, function: Function, launch: CollectiveLaunch) -> None:
+        self.grids = (launch.blocks,) * launch.epochs
+        self._params, self._result = params, result
+        self._bound = function.bound(launch.blocks, launch.threads, params, dependent=dependent())
         self._combine = type(params).combine.offset
         self._lock = threading.Lock()  # a launch takes what stands in its struct
 

@@ -42,7 +42,7 @@ struct ExchangeSlots {
 // With DEPENDENT a kernel may start while the one before it in its stream still runs. It touches no memory before that
 // one has ended, which gives the order that the proof needs, and lets the next one start as early.
 __device__ __forceinline__ void begin() {
-#if DEPENDENT
+#if DEPENDENT && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif

@@ -8,6 +8,9 @@ import torch
 from . import gemm
 from .scaling import BLOCK, ScaledProducts, ScaleKind
 
+WHY_NO_GEMM = "the kernels for such a product need wgmma, of Hopper GPUs"
+WHY_NO_TMA = "the kernels for products of float32 need TMA, from Hopper on"
+
 
 def why_last_dim_not_gathered(dtype: torch.dtype, scaled: ScaledProducts | None) -> str | None:
     """Why no kernel gathers the last dimension of such operands, along which products are summed.

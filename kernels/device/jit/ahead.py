@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from typing import Protocol
 
 from ....symm_mem import forks
+from ....symm_mem.errors import tell_progress
 
 _log = logging.getLogger("weft.ops")
 _MOST_THREADS = 4
@@ -142,10 +142,8 @@ class _Threads:
                     self._running -= 1
                     return
                 program = self._queue.popleft()
-            begin = time.perf_counter()
             try:
                 program.compile()
-                _log.debug("%s: %.2f s ahead of its first call", program, time.perf_counter() - begin)
             except Exception as e:
                 count_program(failed=True)
                 _log.warning(
@@ -168,6 +166,12 @@ forks.tell(_threads)
 def program_counts() -> ProgramCounts:
     """Of this process, so far."""
     return _threads.counted
+
+
+def tell_of_compilation(what: object) -> None:
+    """Before what takes seconds."""
+    waiting = len(_threads._queue)
+    tell_progress(_log, f"compiles {what}" + (f"; {waiting} more kernels wait" if waiting else ""))
 
 
 def count_program(*, kept: bool = False, failed: bool = False) -> None:

@@ -8,7 +8,9 @@ each address it has met.
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ....symm_mem.backends import cuda_state
+from ....symm_mem.errors import PATIENT, tell_progress
 from ....symm_mem.layout import Layout
 from ....symm_mem.workspace import Workspace
 from ..triton.tile_table import TritonTile
@@ -34,6 +37,7 @@ FIXED_OPTIONS = {"enable_fp_fusion": True}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes: what a descriptor asks of addresses and of all strides but the last
 _MOST_ADDRESSES = 256  # descriptors kept for each operand before all are dropped
+_log = logging.getLogger("weft.ops")
 _MOST_STRIDE = 1 << 40  # bytes; the stride between two ranks' copies of the heap counts, too
 
 
@@ -160,10 +164,14 @@ _compile_lock = threading.RLock()
 def _counted(kernel: Any) -> Iterator[None]:
     """Counts what the body compiles of a kernel, or takes from Triton's cache on disk: the variants that it keeps."""
     caches = getattr(kernel, "device_caches", {})  # the interpreter has none
-    before = sum(len(each[0]) for each in caches.values())
+    before, begin = sum(len(each[0]) for each in caches.values()), time.monotonic()
     yield
-    for _ in range(sum(len(each[0]) for each in caches.values()) - before):
+    made = sum(len(each[0]) for each in caches.values()) - before
+    for _ in range(made):
         count_program()
+    # Before, it is not known whether Triton has kept it.
+    if made and (took := time.monotonic() - begin) > PATIENT:
+        tell_progress(_log, f"compiled {kernel.__name__} in {took:.0f} s")
 
 
 class Launch:

@@ -20,13 +20,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from cuda.bindings import driver, nvrtc
 
 from ....symm_mem.backends import cuda_state
 from ....symm_mem.backends.vmm import check_driver, relaxed_capture
-from .ahead import count_program
+from ..capability import ARCHS, HOPPER, arch_of, capability_of
+from .ahead import count_program, tell_of_compilation
 
-ARCH = "sm_90a"
+_HERE = torch.device("cuda")  # the current device
 DEVICE_FOLDER = Path(__file__).parents[1]
 
 # WEFT_NVRTC_OPTIONS adds some, such as --generate-line-info for a profiler.
@@ -103,12 +105,13 @@ class Function:
     ) -> Callable[[int], None]:
         """The same launch with only the stream left open. It keeps ``args``, and takes what then stands in it.
 
-        ``dependent``: by programmatic dependent launch; the kernel waits for the one before it by itself.
+        ``dependent``: by programmatic dependent launch, from Hopper on; the kernel waits for the one before it by
+        itself.
         """
         places = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         address, handle, launch = ctypes.addressof(places), self._handle, driver.cuLaunchKernel
         success = driver.CUresult.CUDA_SUCCESS
-        if dependent:
+        if dependent and capability_of(_HERE) >= HOPPER:
             config, launch_as = _launch_config(grid, block, shared), driver.cuLaunchKernelEx
             early = driver.CUlaunchAttribute()
             early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -140,27 +143,36 @@ def _launch_config(grid: int, block: int, shared: int) -> driver.CUlaunchConfig:
 
 
 class Program:
-    """A .cu file with its defines, for one architecture. Nothing is compiled before it is needed."""
+    """A .cu file with its defines, for one architecture, by default the current device's. Nothing is compiled before it
+    is needed."""
 
-    def __init__(self, path: Path, arch: str = ARCH, defines: Mapping[str, str | int] | None = None) -> None:
+    def __init__(
+        self, path: Path, arch: str | None = None, defines: Mapping[str, str | int] | None = None
+    ) -> None:
         self.path = Path(path)
-        self.arch = arch
+        self._arch = arch
         self.defines = dict(defines or {})
         self._lock = threading.Lock()
-        self._cubin: bytes | None = None
+        self._cubins: dict[str, bytes] = {}
         self._modules: dict[int, Any] = {}  # context -> module
         self._functions: dict[tuple[int, str], Function] = {}
 
+    @property
+    def arch(self) -> str:
+        return self._arch or arch_of(_HERE)
+
     def cubin(self) -> bytes:
-        """The compiled program, from the cache on disk if it is there. Needs no driver.
+        """The compiled program, from the cache on disk if it is there; of a virtual architecture its PTX. Needs no
+        driver.
 
         Raises:
             CompileError: NVRTC refuses the source.
         """
+        arch = self.arch
         with self._lock:
-            if self._cubin is None:
-                self._cubin = _cached(self)
-            return self._cubin
+            if arch not in self._cubins:
+                self._cubins[arch] = _cached(self, arch)
+            return self._cubins[arch]
 
     def compile(self) -> None:
         """As ``cubin``, for ``Compilation``."""
@@ -227,8 +239,10 @@ def write_whole(place: Path, content: bytes) -> None:
         raise
 
 
-def compile_cubin(path: Path, arch: str = ARCH, defines: Mapping[str, str | int] | None = None) -> bytes:
-    """Compile a .cu file with NVRTC, without any cache.
+def compile_cubin(
+    path: Path, arch: str = ARCHS[HOPPER], defines: Mapping[str, str | int] | None = None
+) -> bytes:
+    """Compile a .cu file with NVRTC, without any cache; for a virtual architecture, such as "compute_80", to PTX.
 
     Includes are looked for next to the file and in kernels/device.
 
@@ -250,15 +264,19 @@ def compile_cubin(path: Path, arch: str = ARCH, defines: Mapping[str, str | int]
             _nvrtc(nvrtc.nvrtcGetProgramLog(program, log))
             text = log.rstrip(b"\0").decode(errors="replace").strip()
             raise CompileError(f"{path} for {arch} with {dict(defines or {})}: {error.name}\n{text}")
-        cubin = bytearray(_nvrtc(nvrtc.nvrtcGetCUBINSize(program)))
-        _nvrtc(nvrtc.nvrtcGetCUBIN(program, cubin))
+        if arch.startswith("compute_"):
+            size, get = nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX
+        else:
+            size, get = nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN
+        cubin = bytearray(_nvrtc(size(program)))
+        _nvrtc(get(program, cubin))
         return bytes(cubin)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _cached(program: Program) -> bytes:
-    name = f"{program.path.parent.name}-{program.path.stem}-{_key(program)}.cubin"
+def _cached(program: Program, arch: str) -> bytes:
+    name = f"{program.path.parent.name}-{program.path.stem}-{_key(program, arch)}.cubin"
     try:
         stored = (cache_folder() / name).read_bytes()
         if hashlib.sha256(stored[_DIGEST:]).digest() == stored[:_DIGEST]:
@@ -266,17 +284,18 @@ def _cached(program: Program) -> bytes:
             return stored[_DIGEST:]
     except OSError:
         pass
-    cubin = compile_cubin(program.path, program.arch, program.defines)
+    tell_of_compilation(program)
+    cubin = compile_cubin(program.path, arch, program.defines)
     count_program()
     with contextlib.suppress(OSError):  # without a cache the program runs all the same
         write_whole(cache_folder() / name, hashlib.sha256(cubin).digest() + cubin)
     return cubin
 
 
-def _key(program: Program) -> str:
+def _key(program: Program, arch: str) -> str:
     digest = hashlib.sha256()
     version = _nvrtc(nvrtc.nvrtcVersion())
-    for part in (version, program.arch, sorted(program.defines.items()), _OPTIONS):
+    for part in (version, arch, sorted(program.defines.items()), _OPTIONS):
         digest.update(repr(part).encode() + b"\0")
     for source in _sources(program.path):
         digest.update(source + b"\0")

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
-from ....symm_mem.errors import describe
+from ....symm_mem.errors import describe, tell_progress
 from ....symm_mem.failure.fault import Fault
 from ....symm_mem.heap.heap import Heap
 from ....symm_mem.layout import Layout
@@ -90,6 +90,9 @@ class TuningBenchmark(Generic[C]):
             PeerTimeout: a rank does not come.
             WeftError: a rank has no memory for the workspace.
         """
+        tell_progress(
+            _log, f"times {len(self._candidates)} candidates for {self._kind}", speaks=self._heap.rank == 0
+        )
         compiling = preparing_timeout(self._heap.group_name)
         compiled = [c for c in self._candidates if self._works(c, partial(self._compile, c), compiling)]
         left = []

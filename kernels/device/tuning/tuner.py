@@ -10,6 +10,7 @@ known is kept with the heap, where all ranks learn it in the same call, and a re
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -19,13 +20,14 @@ import torch
 
 from ....symm_mem import switches
 from ....symm_mem.backends import cuda_state
-from ....symm_mem.errors import WeftError
+from ....symm_mem.errors import WeftError, tell_progress
 from ....symm_mem.failure.call_log import running
 from ....symm_mem.heap.heap import Heap
 from .benchmark import Candidate, Make, TuningBenchmark
 from .choice import C, KernelChoice
 from .tuned_file import TunedFile
 
+_log = logging.getLogger("weft.tuner")
 FROM_MODEL = "from the model"
 TUNED = "tuned"
 
@@ -126,6 +128,7 @@ class Tuner:
             rendezvous.check_equal("measure", [post[0] for post in posts])
             if posts[0][1] is not None:
                 return dict(posts[0][1])
+            tell_progress(_log, f"measures {kind}", speaks=first)
             times = rendezvous.run_on_all("measure", lambda: _outside_of_graphs(self._heap, measure))
             all_times = rendezvous.gather("compare times", times)
             slowest = {name: max(each[name] for each in all_times) for name in times}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import fake_gpu
@@ -19,6 +19,8 @@ from weft.fused_ops.dispatch import launch_cache, plan
 from weft.fused_ops.ops import all_gather_matmul, matmul_reduce_scatter
 from weft.fused_ops.ops.all_gather_matmul import AllGatherMatmulCall
 from weft.fused_ops.ops.matmul_reduce_scatter import MatmulReduceScatterCall
+from weft.kernels.all_gather_matmul import configs as gather_configs
+from weft.kernels.device.device_spec import H200
 from weft.symm_mem import HeapUnavailable
 from weft.symm_mem.heap.registry import register_heap
 
@@ -284,3 +286,21 @@ def test_a_broken_workspace_is_not_used(stage: Stage, op: Op) -> None:
     with pytest.raises(symm_mem.WeftError, match="expired"):
         op.call(*op.given)
     assert not stage.launched
+
+
+def test_copy_engines_around_cublas_where_kernel_cu_does_not_run(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather_configs, "device_spec_of", lambda device: replace(H200, has_gemm=False))
+    given = x, *ws = [numbers(16, 32), numbers(32, 24), numbers(32, 8)]
+    with plan.forced("copy_engine"):
+        found = [
+            run_on_cuda(all_gather_matmul, stage.where, AllGatherMatmulCall(x, ws, 0, NAME, True)),
+            fused_all_gather_matmul(x, ws, 0, NAME),
+        ]
+        assert plan.last_plan().algorithm == "copy_engine"
+    assert not stage.workspace.noted, "its launcher notes the call"
+    for (A, outs), (_, operands, results, *_) in zip(found, stage.launched, strict=True):
+        assert operands == [t.data_ptr() for t in given]
+        assert results == [t.data_ptr() for t in (*outs, A)]
+        assert [tuple(t.shape) for t in (*outs, A)] == [(32, 24), (32, 8), (32, 32)]

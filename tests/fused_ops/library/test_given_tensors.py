@@ -21,6 +21,8 @@ from weft.fused_ops import (
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
     fused_all_reduce_rms_norm_quant,
+    fused_grouped_matmul_all_reduce,
+    fused_grouped_matmul_reduce_scatter,
     fused_linear_cross_entropy,
     fused_linear_log_probs,
     fused_matmul_all_reduce,
@@ -75,6 +77,23 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     r"Bs\[1\] ": lambda x: fused_all_gather_grouped_matmul(A8, [EXPERTS, x], INDEX, INDEX, 0, world()),
     "rows": lambda x: fused_all_gather_grouped_matmul(A8, [EXPERTS], x, INDEX, 0, world()),
     "offs": lambda x: fused_all_gather_grouped_matmul(A8, [EXPERTS], INDEX, x, 0, world()),
+    r"biases\[0\] ": lambda x: fused_all_gather_grouped_matmul(
+        A8, [EXPERTS], INDEX, INDEX, 0, world(), biases=[x]
+    ),
+    "A ": lambda x: fused_grouped_matmul_all_reduce(x, EXPERTS, INDEX, SLOTS, SHARES, "sum", world()),
+    "B ": lambda x: fused_grouped_matmul_all_reduce(A, x, INDEX, SLOTS, SHARES, "sum", world()),
+    "offs ": lambda x: fused_grouped_matmul_reduce_scatter(A, EXPERTS, x, SLOTS, SHARES, "sum", 0, world()),
+    "slots ": lambda x: fused_grouped_matmul_reduce_scatter(A, EXPERTS, INDEX, x, SHARES, "sum", 0, world()),
+    "weights ": lambda x: fused_grouped_matmul_all_reduce(A, EXPERTS, INDEX, SLOTS, x, "sum", world()),
+    "bias   ": lambda x: fused_grouped_matmul_all_reduce(
+        A, EXPERTS, INDEX, SLOTS, SHARES, "sum", world(), bias=x
+    ),
+    "residual   ": lambda x: fused_grouped_matmul_all_reduce(
+        A, EXPERTS, INDEX, SLOTS, SHARES, "sum", world(), residual=x
+    ),
+    "shared ": lambda x: fused_grouped_matmul_reduce_scatter(
+        A, EXPERTS, INDEX, SLOTS, SHARES, "sum", 0, world(), shared=x
+    ),
     "y": lambda x: fused_moe_combine_all_reduce(x, SLOTS, SHARES, world()),
     "slots": lambda x: fused_moe_combine_all_reduce(A, x, SHARES, world()),
     "weights": lambda x: fused_moe_combine_reduce_scatter(A, SLOTS, x, 0, world()),

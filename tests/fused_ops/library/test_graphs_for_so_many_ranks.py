@@ -22,6 +22,8 @@ from weft.fused_ops import (
     fused_all_gather_matmul,
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
+    fused_grouped_matmul_all_reduce,
+    fused_grouped_matmul_reduce_scatter,
     fused_linear_cross_entropy,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
@@ -101,6 +103,12 @@ def combined_and_normed(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
     return combined(lambda *xs: fused_moe_combine_all_reduce_rms_norm(*xs)[0], x, x, W[:, 0], 1e-5, GROUP)
 
 
+def multiplied(op: Callable[..., torch.Tensor], x: torch.Tensor, W: torch.Tensor, *args: Any) -> torch.Tensor:
+    offs, slots = torch.tensor([2, 6], dtype=torch.int32), torch.arange(6, dtype=torch.int32)[:, None]
+    rows, experts = torch.cat([x, x], 1), torch.stack([W, W]).repeat(1, 2, 2)[:, :, :8]
+    return op(rows, experts, offs, slots, x.new_ones(6, 1), "avg", *args, GROUP)
+
+
 #: By its name: of a ProcessGroup, and the default one, Dynamo sees that it is another one and makes a graph anew.
 GROUP = "0"
 PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -113,6 +121,8 @@ PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "all_reduce_rms_norm": normed,
     "all_reduce_layer_norm": layer_normed,
     "all_gather_grouped_matmul": grouped,
+    "grouped_matmul_all_reduce": lambda x, W: multiplied(fused_grouped_matmul_all_reduce, x, W),
+    "grouped_matmul_reduce_scatter": lambda x, W: multiplied(fused_grouped_matmul_reduce_scatter, x, W, 0),
     "linear_cross_entropy": losses,
     "moe_combine_all_reduce": lambda x, W: combined(fused_moe_combine_all_reduce, x, GROUP),
     "moe_combine_all_reduce_rms_norm": combined_and_normed,

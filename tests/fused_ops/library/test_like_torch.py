@@ -17,6 +17,8 @@ from weft.fused_ops import (
     fused_all_gather_matmul,
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
+    fused_grouped_matmul_all_reduce,
+    fused_grouped_matmul_reduce_scatter,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
     fused_moe_combine_all_reduce,
@@ -32,6 +34,7 @@ from weft.fused_ops.dispatch import plan
 Op = tuple[Callable[..., Tensor], list[Tensor]]
 
 
+ENDS = torch.tensor([1, 3], dtype=torch.int32)
 SLOTS = torch.tensor([[2, 0], [1, -1], [0, 1]], dtype=torch.int32)
 
 
@@ -52,6 +55,14 @@ def ops() -> list[Op]:
         (
             lambda a, w, s: fused_moe_combine_reduce_scatter(a, SLOTS[:2], w, 0, world(), shared=s),
             [A[0], x[:2, :2], A[1][:2]],
+        ),
+        (
+            lambda a, b, w: fused_grouped_matmul_all_reduce(a, b, ENDS, SLOTS[:2], w, "sum", world()),
+            [torch.randn(3, 8), torch.randn(2, 8, 8), x[:2, :2]],
+        ),
+        (
+            lambda a, b, w: fused_grouped_matmul_reduce_scatter(a, b, ENDS, SLOTS[:2], w, "sum", 0, world()),
+            [torch.randn(3, 8), torch.randn(2, 8, 8), x[:2, :2]],
         ),
         (
             lambda a, w, n: fused_moe_combine_all_reduce_rms_norm(a, SLOTS, w, None, n, 1e-5, world())[0],

@@ -21,6 +21,8 @@ from weft.fused_ops import (
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
     fused_all_reduce_rms_norm_quant,
+    fused_grouped_matmul_all_reduce,
+    fused_grouped_matmul_reduce_scatter,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
     fused_moe_combine_all_reduce,
@@ -92,6 +94,10 @@ def test_inference_mode(device: str) -> None:
 
 def calls() -> list[tuple[Callable[..., Any], list[torch.Tensor]]]:
     A, B, x = torch.randn(4, 6), torch.randn(6, 8), torch.randn(5, 7)
+    ends, once = (
+        torch.tensor([1, 4], dtype=torch.int32),
+        torch.tensor([[2], [0], [-1], [3]], dtype=torch.int32),
+    )
     slots, weights = torch.tensor([[2, 0], [1, -1], [3, 3], [-1, 2]], dtype=torch.int32), torch.rand(4, 2)
     return [
         (lambda a, b: fused_all_gather_matmul(a, [b], 0, world()), [A, B]),
@@ -109,6 +115,14 @@ def calls() -> list[tuple[Callable[..., Any], list[torch.Tensor]]]:
         (lambda a, b: fused_matmul_all_reduce(a, b, "avg", world()), [A, B]),
         (lambda a, b: fused_moe_combine_all_reduce(a, slots, b, world(), shared=a), [A, weights]),
         (lambda a, b: fused_moe_combine_reduce_scatter(a, slots, b, 0, world()), [A, weights]),
+        (
+            lambda a, b, c: fused_grouped_matmul_all_reduce(a, b, ends, once, c, "sum", world()),
+            [torch.randn(4, 8), torch.randn(2, 8, 16), weights[:, :1]],
+        ),
+        (
+            lambda a, b, c: fused_grouped_matmul_reduce_scatter(a, b, ends, once, c, "avg", 0, world()),
+            [torch.randn(4, 8), torch.randn(2, 8, 16), weights[:, :1]],
+        ),
         (
             lambda a, b, c: fused_moe_combine_all_reduce_rms_norm(a, slots, b, a, c, 1e-5, world()),
             [A, weights, A[0]],

@@ -25,6 +25,8 @@ from weft.fused_ops.dispatch import plan
 NAME = "0"
 B = torch.ones(6, 8)
 SLOTS, SHARES = torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
+EXPERTS, ENDS = torch.ones(2, 8, 8), torch.tensor([2, 4], dtype=torch.int32)
+OF_SIX = torch.zeros(4, 6, dtype=torch.int32)
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "fused_all_gather_matmul": lambda a: torch.ops.weft.fused_all_gather_matmul(a, [B], 0, NAME)[1][0],
     "fused_matmul_reduce_scatter": lambda a: torch.ops.weft.fused_matmul_reduce_scatter(a, B, "sum", 0, NAME),
@@ -42,6 +44,12 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "fused_linear_cross_entropy": lambda a: torch.ops.weft.fused_linear_cross_entropy(
         a, torch.ones(5, 6), None, torch.zeros(4, dtype=torch.int64), NAME
     )[0],
+    "fused_grouped_matmul_all_reduce": lambda a: torch.ops.weft.fused_grouped_matmul_all_reduce(
+        torch.ones(4, 8), EXPERTS, ENDS, OF_SIX, a, "sum", NAME
+    ),
+    "fused_grouped_matmul_reduce_scatter": lambda a: torch.ops.weft.fused_grouped_matmul_reduce_scatter(
+        torch.ones(4, 8), EXPERTS, ENDS, OF_SIX, a, "sum", 0, NAME
+    ),
     "fused_moe_combine_all_reduce": lambda a: torch.ops.weft.fused_moe_combine_all_reduce(
         a, SLOTS, SHARES, NAME
     ),

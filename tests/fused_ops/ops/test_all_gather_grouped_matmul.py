@@ -27,10 +27,15 @@ def drawn(
     return torch.randn(m, k).to(dtype), [bs[0], *(b.contiguous() for b in bs[1:])], ids
 
 
-def products(A: Tensor, B: Tensor, rows: Tensor, offs: Tensor) -> Tensor:
+def products(A: Tensor, B: Tensor, rows: Tensor, offs: Tensor, bias: Tensor | None = None) -> Tensor:
     ends = [0, *offs.tolist()]
     taken = A[rows.long()]
-    return torch.cat([taken[ends[e] : ends[e + 1]] @ B[e] for e in range(len(offs))])
+    found = [taken[ends[e] : ends[e + 1]] @ B[e] for e in range(len(offs))]
+    return torch.cat([y if bias is None else y + bias[e] for e, y in enumerate(found)])
+
+
+def drawn_biases(bs: list[Tensor]) -> list[Tensor]:
+    return [torch.randn(b.shape[0], b.shape[2]).to(b.dtype) for b in bs]
 
 
 def forward(rank: int, size: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
@@ -40,13 +45,15 @@ def forward(rank: int, size: int, shape: tuple[int, int, int, int], dtype: torch
         rows, offs, _ = moe_route(ids, shape[2], first_expert=first)
         bs = [b[first:] for b in bs]
         poison(rank)
-        A, outs = fused_all_gather_grouped_matmul(x, bs, rows, offs, 0, world(), return_A=call == 1)
+        biases = None if call == 2 else drawn_biases(bs)
+        named = {"return_A": call == 1, "biases": biases}
+        A, outs = fused_all_gather_grouped_matmul(x, bs, rows, offs, 0, world(), **named)
         every = torch.cat(gather(x))
         assert (A is None) == (call != 1)
         if A is not None:
             check("A", A, every, 0)
-        for b, out in zip(bs, outs, strict=True):
-            want = products(every, b.double(), rows, offs)
+        for b, bias, out in zip(bs, biases or [None] * len(bs), outs, strict=True):
+            want = products(every, b.double(), rows, offs, None if bias is None else bias.double())
             assert out.shape == (rows.shape[0], b.shape[2]) and out.dtype == dtype
             check("product", out[: want.shape[0]], want, BOUND[dtype])
 
@@ -60,14 +67,17 @@ def backward(rank: int, size: int, shape: tuple[int, int, int, int], dtype: torc
     x, bs, ids = drawn(shape, dtype, rank)
     rows, offs, _ = moe_route(ids, shape[2])
     x, bs = x.requires_grad_(), [b.detach().requires_grad_() for b in bs]
-    A, outs = fused_all_gather_grouped_matmul(x, bs, rows, offs, 0, world(), return_A=True)
+    biases = [bias.requires_grad_() for bias in drawn_biases(bs)]
+    A, outs = fused_all_gather_grouped_matmul(x, bs, rows, offs, 0, world(), return_A=True, biases=biases)
     assert A is not None
     grads = [torch.randn_like(out) for out in (A, *outs)]
     poison(rank)
     torch.autograd.backward([A, *outs], grads)
     every, count = torch.cat(gather(x)).requires_grad_(), int(offs[-1])
     exact = [b.detach().double().requires_grad_() for b in bs]
-    found = [every, *(products(every, b, rows, offs) for b in exact)]
+    added = [bias.detach().double().requires_grad_() for bias in biases]
+    terms = zip(exact, added, strict=True)
+    found = [every, *(products(every, b, rows, offs, bias) for b, bias in terms)]
     torch.autograd.backward(found, [grads[0].double(), *(g[:count].double() for g in grads[1:])])
     assert every.grad is not None and x.grad is not None
     parts = [part.chunk(size)[rank] if part.numel() else part[:0] for part in gather(every.grad)]
@@ -75,6 +85,9 @@ def backward(rank: int, size: int, shape: tuple[int, int, int, int], dtype: torc
     for b, like in zip(bs, exact, strict=True):
         assert b.grad is not None and like.grad is not None and b.grad.stride() == b.stride()
         check("gradient of B", b.grad, like.grad, BOUND[dtype])
+    for bias, like in zip(biases, added, strict=True):
+        assert bias.grad is not None and like.grad is not None
+        check("gradient of a bias", bias.grad, like.grad, BOUND[dtype])
 
 
 @pytest.mark.parametrize(("size", "device", "shape", "dtype"), cells((1, 2, 3), [(row,) for row in ROWS[:3]]))
@@ -132,7 +145,7 @@ def opcheck(rank: int, size: int) -> None:
             torch.library.opcheck(
                 torch.ops.weft.fused_all_gather_grouped_matmul,
                 (*given, world().group_name),
-                {"return_A": return_A},
+                {"return_A": return_A, "biases": drawn_biases(bs) if return_A else None},
             )
 
 
@@ -215,6 +228,12 @@ def refused(rank: int, size: int) -> None:
         (A, [B], index, index.short(), 0, TypeError, "offs: is torch.int16, must be int32"),
     ):
         refuses(fused_all_gather_grouped_matmul, (*given, world()), kind, message)
+    for biases, words in (
+        ([], "biases: holds 0 tensors, must hold 1 as Bs does"),
+        ([torch.ones(3, 7)], r"biases\[0\]: has shape \(3, 7\), must be \[3, 8\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            fused_all_gather_grouped_matmul(A, [B], index, index, 0, world(), biases=biases)
     with pytest.raises(TypeError, match="return_A: is of type int, must be True or False"):
         fused_all_gather_grouped_matmul(A, [B], index, index, 0, world(), return_A=1)  # type: ignore[arg-type]
 

@@ -102,7 +102,7 @@ def test_ranks_in_containers(tmp_path: Path) -> None:
     for ends in (0, 1):
         reasons, waited = found[f"rank {ends} ends"][1 - ends]
         assert reasons == [f"the process of rank {ends} has ended"]
-        assert waited < 5
+        assert waited < 15  # half of the deadline
 
 
 def run(case: str, rank: int, folder: str) -> None:

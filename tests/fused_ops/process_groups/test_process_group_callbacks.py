@@ -36,7 +36,7 @@ def started(group: Any, x: Tensor) -> Any:
 
 def nested(rank: int, world_size: int) -> None:
     """``first``: the rank that has its callback in place before the call can end, so that another thread calls it."""
-    group = weft_group(5)
+    group = weft_group(60)
     for case in (in_then, in_done_callback, three_deep, among_synchronous, not_waited_for):
         for first in range(world_size):
             xs = [torch.randn(7, generator=torch.Generator().manual_seed(17 * rank + i)) for i in range(5)]
@@ -59,7 +59,7 @@ def nested(rank: int, world_size: int) -> None:
             assert rank != first or any(name.startswith("weft group") for name in threads), threads
             for x, total in zip(xs[:made], sums, strict=False):
                 torch.testing.assert_close(x.double(), total, rtol=1e-6, atol=1e-6)
-            assert time.monotonic() - begin < 4, case
+            assert time.monotonic() - begin < 30, case
             dist.barrier()
     assert {call.by for call in weft.process_group(group).calls()} == {"weft"}
     group._host.end()
@@ -162,7 +162,7 @@ def differs(rank: int, world_size: int) -> None:
         dist.all_reduce(torch.ones(3), group=group)
     with pytest.raises(symm_mem.PeerTimeout, match=said):
         dist.all_reduce(torch.ones(3), group=group)
-    assert 0.9 < time.monotonic() - begin < 8
+    assert 0.9 < time.monotonic() - begin < 30
     symm_mem.reset(group)
     dist.all_reduce(x := torch.ones(3), group=group)
     assert x.tolist() == [2.0] * 3

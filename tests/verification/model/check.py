@@ -66,10 +66,12 @@ _ROUNDS = "W=2 WORKERS=1 CALLS=2 LEAST=1 MOST=3 PARTS=1 TRIPS=1 PROMPT=0"
 _TRANSFERS = "W=2 TURNS=3 AGAIN=2"
 _TWO_WORKERS = "W=2 WORKERS=2 CALLS=1 LEAST=3 MOST=3 PARTS=1 TRIPS=1 PROMPT=1"
 
-#: Seconds together: part of `make test` where SPIN is there.
+#: Part of `make test` where SPIN is there. The others change with the models alone, not with the library.
 SMALL = [
     Case("workspace", "W=2 CALLS=4 CHUNKS=2 GROWTHS=0"),
     Case("workspace", _W2, WRONG, "REUSE"),
+]
+LARGE = [
     Case("workspace", _W2, WRONG, "FLAG"),
     Case("workspace", _W2, STUCK, "LOST_DONE"),
     Case("workspace", _LL_PROTOCOL),
@@ -86,8 +88,6 @@ SMALL = [
     Case("transfers", _TRANSFERS, WRONG, "ALLOWED"),
     Case("transfers", _TRANSFERS, WRONG, "DATA"),
     Case("transfers", _TRANSFERS, STUCK, "LOST"),
-]
-LARGE = [
     Case("workspace", "W=2 CALLS=7 CHUNKS=2 GROWTHS=0"),
     Case("workspace", "W=2 CALLS=5 CHUNKS=1 GROWTHS=2"),
     Case("workspace", "W=3 CALLS=3 CHUNKS=1 GROWTHS=0"),

@@ -34,7 +34,7 @@ def test_a_rank_that_was_waited_for_in_vain_is_not_waited_for_long_again() -> No
     begin = time.monotonic()
     for begun in (6, 8):
         assert ask_all(where[:2], [post(begun)] * 2, 60.0) == [Answer(False, ABSENT, 2)] * 2
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30
     # Once it votes, at whichever graph, the others wait for it as before.
     assert not where[2].ask(post(8), lambda: 60.0).fused
     assert [b.absent() for b in where[:2]] == [None] * 2
@@ -57,7 +57,7 @@ def test_rank_0_that_makes_no_board_is_waited_for_once() -> None:
     begin = time.monotonic()
     assert lonely.ask(post(0), lambda: 0.05) == Answer(False, NO_BOARD, 0)
     assert lonely.ask(post(2), lambda: 60.0) == Answer(False, NO_BOARD, 0)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30
 
 
 def program(x: Tensor, w: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def at_its_limit(rank: int, size: int) -> tuple[Report, list[float]]:
         w = torch.randn(8, 5)
         for rows in (8, 12, 16, 20, 8):
             if rows == 12:
-                guard.VOTE_DEADLINE = 4 * ABSENCE
+                guard.VOTE_DEADLINE = 8 * ABSENCE
             x = torch.randn(rows, 8)
             before = fusion.report().questions.seconds
             torch.testing.assert_close(mine(x, w), program(x, w), rtol=1e-4, atol=1e-4)
@@ -88,10 +88,10 @@ def at_its_limit(rank: int, size: int) -> tuple[Report, list[float]]:
 @pytest.mark.timeout(200)
 def test_a_rank_at_its_recompile_limit_is_waited_for_once() -> None:
     (report, waited), (eager, _) = run_ranks(at_its_limit, 2)
-    assert waited[1] >= 4 * ABSENCE > 2 * ABSENCE > max(waited[2:4]), waited
+    assert waited[1] >= 8 * ABSENCE > 4 * ABSENCE > max(waited[2:4]), waited
     absent = "rank 1 runs without graphs of this pass since it was waited for in vain"
     assert [(d.reason, d.runs) for d in report.disagreements] == [
-        ("rank 1 did not come within 4 s", 1),
+        ("rank 1 did not come within 8 s", 1),
         (absent, 2),
     ]
     # And where it has a graph, both run it fused.
@@ -109,7 +109,7 @@ def test_a_rank_whose_process_has_ended_is_not_waited_for() -> None:
     # Rank 1, which does not know, has the same answer.
     answers = ask_all(where[:2], [post(6)] * 2, 60.0)
     assert answers == [Answer(False, ENDED, 2)] * 2
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30
 
 
 def test_a_rank_whose_process_cannot_be_seen_is_gone_with_its_file() -> None:
@@ -118,7 +118,7 @@ def test_a_rank_whose_process_cannot_be_seen_is_gone_with_its_file() -> None:
     where[2]._file.close()  # as the kernel does when the process ends
     begin = time.monotonic()
     assert ask_all(where[:2], [post(4)] * 2, 60.0) == [Answer(False, ENDED, 2)] * 2
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30
 
 
 def without_the_other(rank: int, size: int) -> tuple[list[str], float]:

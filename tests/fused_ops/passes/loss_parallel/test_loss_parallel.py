@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 from weft.fused_ops import FusionPass
 from weft.fused_ops.passes.regather import joint_options
 
@@ -172,6 +174,79 @@ def test_losses_and_gradients(world_size: int, program: Any, gathered: Gathered,
     run_row(right, world_size, program, gathered, dtype)
 
 
+def dtensor_loss(given: dict[str, Any], columns: int, x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    """By DTensor's loss_parallel, of logits that stay sharded."""
+    rows = DTensor.from_local(x, MESH[0], [Replicate()], run_check=False)
+    shape = (columns, HIDDEN)
+    weight = DTensor.from_local(w, MESH[0], [Shard(0)], run_check=False, shape=shape, stride=(HIDDEN, 1))
+    logits = F.linear(rows, weight)
+    losses = F.cross_entropy(logits.float() if w.dtype != torch.float32 else logits, targets, **given)
+    return losses.to_local().sum()
+
+
+@functools.cache
+def mesh_of(group: Any) -> DeviceMesh:
+    """The same again: AOTAutograd of torch 2.13 does not compile the loss anew for a second mesh."""
+    return DeviceMesh("cpu", list(range(dist.get_world_size(group))))
+
+
+def sharded_loss(
+    rank: int, world: int, given: dict[str, Any], width: int, dtype: torch.dtype, factor: float
+) -> None:
+    """The last rank has a column less where an ignored target is given. The loss counts ``factor`` times."""
+    MESH[:] = [mesh_of(dist.group.WORLD)]
+    columns = width * world - ("ignore_index" in given)
+    seed = torch.tensor([torch.seed() % 2**31])
+    dist.broadcast(seed, 0)
+    random = torch.Generator().manual_seed(int(seed))
+    x, w = (torch.randn(s, HIDDEN, generator=random).to(dtype) for s in (13, columns))
+    targets = torch.randint(columns, (13,), generator=random)
+    targets[4] = given.get("ignore_index", -100)
+    wide = [t.double().requires_grad_() for t in (x, w)]
+    want = F.cross_entropy(wide[0] @ wide[1].t(), targets, **given).sum() * factor
+    want.backward()
+    own = slice(rank * width, (rank + 1) * width)
+    wanted = want, wide[0].grad, wide[1].grad[own]
+
+    torch._dynamo.reset()
+    fusion = FusionPass(loss_parallel=True)
+    fn = torch.compile(
+        lambda *tensors: dtensor_loss(given, columns, *tensors) * factor,
+        options=fusion.options,
+        dynamic=False,
+    )
+    leaves = x.clone().requires_grad_(), w[own].clone().requires_grad_()
+    with loss_parallel(), inductor_config.patch(force_disable_caches=True):
+        loss = fn(*leaves, targets)
+        loss.backward()
+    bound = 1e-5 if dtype == torch.float32 else 0.02
+    for name, a, b in zip(
+        ("loss", "of x", "of w"), (loss, *(leaf.grad for leaf in leaves)), wanted, strict=True
+    ):
+        check(name, a, b.detach(), bound)
+    report = fusion.report()
+    taken = [e for e in report.entries if e.fused_into == OP]
+    assert len(taken) == 3 and {e.collective for e in taken} == {"all_reduce"}, report
+    assert [e.graph for e in report.entries if e not in taken] == [1], report  # x's gradient
+    assert not report.disagreements
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("given", "width", "dtype"),
+    [
+        ({}, 10, torch.float32),
+        ({"ignore_index": 1}, 2, torch.bfloat16),
+        ({"reduction": "sum", "ignore_index": 3}, 10, torch.float32),
+        ({"reduction": "none"}, 10, torch.bfloat16),
+    ],
+)
+def test_losses_of_sharded_logits(
+    world_size: int, given: dict[str, Any], width: int, dtype: torch.dtype
+) -> None:
+    run_row(sharded_loss, world_size, given, width, dtype, -1.5)
+
+
 def smoothed(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     return flat_loss(own_gradient(x, w), targets, label_smoothing=0.1)
 
@@ -208,6 +283,48 @@ def test_left_alone(program: Callable[..., Any], reason: str) -> None:
         captured(program, x, w, torch.zeros(ROWS, dtype=torch.int64), fusion=fusion, runs=False)
     (entry,) = (e for e in fusion.report().entries if e.collective == "all_gather_into_tensor")
     assert f"not loss parallel: {reason}" in (entry.reason or entry.detail), entry
+
+
+def by_hand(filled: int, first: int, x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    """As loss_parallel, of columns from WIDTH on, of which the last are ``filled`` up; ``first`` should be WIDTH."""
+    group = dist.distributed_c10d._get_default_group()
+    logits = F.linear(x, w).flatten(0, 1)
+    shifted = logits - funcol.all_reduce(logits.amax(1, True), "max", group)
+    log_probs = shifted - funcol.all_reduce(shifted.exp().sum(1, True), "sum", group).log()
+    at = targets.reshape(-1, 1)
+    outside = (at < WIDTH) | (at >= 2 * WIDTH - filled)
+    picked = log_probs.gather(1, torch.where(outside, 0, at - first))
+    return -funcol.all_reduce(torch.where(outside, 0, picked), "sum", group).mean()
+
+
+def log_probs_by_hand(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    group = dist.distributed_c10d._get_default_group()
+    logits = F.linear(x, w).flatten(0, 1)
+    shifted = logits - funcol.all_reduce(logits.amax(1, True), "max", group)
+    return shifted - funcol.all_reduce(shifted.exp().sum(1, True), "sum", group).log()
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (functools.partial(by_hand, 0, WIDTH), None),
+        (functools.partial(by_hand, 1, WIDTH), None),
+        (
+            functools.partial(by_hand, 0, WIDTH - 1),
+            "its targets are not taken from this rank's first column on",
+        ),
+        (log_probs_by_hand, "of its log-softmax not one target's in each row is used"),
+    ],
+)
+def test_which_reductions_are_a_loss(program: Callable[..., Any], reason: str | None) -> None:
+    fusion = FusionPass(agree=False, loss_parallel=True)
+    x, w = (torch.randn(*shape) for shape in ((*ROWS, HIDDEN), (WIDTH, HIDDEN)))
+    with fake_ranks(2), inductor_config.patch(joint_options(fusion)):
+        captured(program, x, w, torch.zeros(ROWS, dtype=torch.int64), fusion=fusion, runs=False)
+    entries = fusion.report().entries
+    assert [e.fused_into == OP for e in entries] == [reason is None] * (3 if reason is None else len(entries))
+    if reason is not None:
+        assert f"not one exchange of a loss: {reason}" in (entries[0].reason or entries[0].detail), entries
 
 
 def test_a_gather_that_stays_begins_after_the_loss() -> None:

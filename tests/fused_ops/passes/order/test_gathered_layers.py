@@ -186,7 +186,7 @@ def program(seed: int) -> Callable[..., Any]:
     return fn
 
 
-@pytest.mark.parametrize("seeds", [range(i, 100, 4) for i in range(4)], ids=str)
+@pytest.mark.parametrize("seeds", [range(24), pytest.param(range(24, 100), marks=pytest.mark.slow)], ids=str)
 def test_random_layers(seeds: range) -> None:
     """Two orders of each: they compute the same bits, however late collectives are, and need what was predicted."""
     other = 0

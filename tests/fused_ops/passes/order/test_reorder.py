@@ -231,9 +231,9 @@ def _random(seed: int, limits: OrderLimits | None = None) -> fx.Graph:
     return graph
 
 
-@pytest.mark.parametrize("seeds", [range(i, 100, 5) for i in range(5)], ids=str)
-def test_random_programs(seeds: range) -> None:
+def test_random_programs() -> None:
     """In other orders and in buckets."""
+    seeds = range(24)
     changed, filled = zip(*map(check_random, seeds), strict=True)
     assert sum(changed) > len(seeds) and sum(filled) > len(seeds) // 4
 
@@ -242,7 +242,7 @@ def test_random_programs(seeds: range) -> None:
 @pytest.mark.timeout(3600)
 def test_a_thousand_random_programs() -> None:
     changed = filled = 0
-    for seed in range(100, 1100):
+    for seed in range(24, 1024):
         moved, with_buckets = check_random(seed, filled=(0.2,))
         changed, filled = changed + moved, filled + with_buckets
     print(f"1000 programs: another order in {changed} of 2000 cases, buckets in {filled} of 1000")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ....kernels.device.collective.combine import why_not_combined
+from ....kernels.device.collective.combine import Combined, why_not_combined
 from ....kernels.device.collective.rounds import rounds_layout
 from ....kernels.reduce_scatter import configs, host
 from ....kernels.reduce_scatter.reference import reference_reduce_scatter
@@ -21,14 +20,15 @@ from ...dispatch.plan import num_sms, ran
 from ...dispatch.stand_alone import KINDS
 from ...dispatch.workspaces import ALL_REDUCE
 from .. import reduce_scatter
-from ..op import Op, refuse_second_gradient
-from .operands import (
+from ..op import Op
+from .combined import (
+    CombineFunction,
     CombineHow,
-    combined_gradients,
+    Reduction,
     combined_of,
     launch_combined,
-    save_combined,
     validate_combined,
+    wanted_sum,
 )
 
 if TYPE_CHECKING:
@@ -51,24 +51,34 @@ class CombineReduceScatterCall(NamedTuple):
         given = [self.y, self.slots, self.weights]
         return given if self.shared is None else [*given, self.shared]
 
-    def part_shape(self, world_size: int) -> list[int]:
-        """That of the result; ``scatter_dim`` is not negative."""
-        shape = list(combined_of(self).result_shape)
-        shape[self.scatter_dim] = shape[self.scatter_dim] // world_size
-        return shape
+    @property
+    def reduction(self) -> Reduction:
+        return Reduction("sum", self.scatter_dim, self.group_name, self.group_size)
+
+
+def part_shape(combined: Combined, dim: int, world_size: int) -> list[int]:
+    """That of the result; ``dim`` is not negative."""
+    shape = list(combined.result_shape)
+    shape[dim] = shape[dim] // world_size
+    return shape
 
 
 def _validate(call: CombineReduceScatterCall) -> tuple[CombineReduceScatterCall, ProcessGroup]:
     """The call with a dimension that is not negative, and the group."""
     group = resolve_group(call.group_name)
-    validate_combined(call)
-    dim = validation.checked_dim("scatter_dim", call.scatter_dim, "result", 2)
-    size = combined_of(call).result_shape[dim]
+    validate_combined(combined_of(call))
+    return call._replace(scatter_dim=validated_dim(call.scatter_dim, combined_of(call), group)), group
+
+
+def validated_dim(scatter_dim: int, combined: Combined, group: ProcessGroup) -> int:
+    """The dimension that is scattered, not negative."""
+    dim = validation.checked_dim("scatter_dim", scatter_dim, "result", 2)
+    size = combined.result_shape[dim]
     if size % group.size():
         raise ValueError(
             f"scatter_dim: what is scattered has size {size} there, must be a multiple of {group.size()} ranks"
         )
-    return call._replace(scatter_dim=dim), group
+    return dim
 
 
 def fast_moe_combine_reduce_scatter(call: CombineReduceScatterCall) -> Tensor | None:
@@ -78,10 +88,9 @@ def fast_moe_combine_reduce_scatter(call: CombineReduceScatterCall) -> Tensor | 
     return None if results is None else results[0]
 
 
-def _choose(call: CombineReduceScatterCall, group: ProcessGroup) -> Choice:
-    """The call is what validation returns."""
-    combined, size, dim = combined_of(call), group.size(), call.scatter_dim
-    y, (tokens, hidden), shape = call.y, combined.result_shape, combined.shape
+def choose_combined_part(combined: Combined, reduce_op: str, dim: int, group: ProcessGroup) -> Choice:
+    """The choice for a reduce-scatter of what is put together; ``dim`` is not negative."""
+    y, (tokens, hidden), size = combined.y, combined.result_shape, group.size()
     nbytes = tokens * hidden * y.element_size() // size
     if y.device.type == "cpu":
         return on_host(host.host_reduce_scatter_layout(nbytes, size))
@@ -93,70 +102,56 @@ def _choose(call: CombineReduceScatterCall, group: ProcessGroup) -> Choice:
         return unfused(reason)
     if nbytes > MOST_BYTES:
         return unfused(f"a part has {nbytes} bytes, more than the {MOST_BYTES} that the kernels take")
-    config, ranks, dtype = (
-        configs.choose_reduce_scatter(size, num_sms(y.device)),
-        (size, group.rank()),
-        y.dtype,
-    )
-    sizes = tokens, hidden, dim
+    config, wanted = configs.choose_reduce_scatter(size, num_sms(y.device)), wanted_sum(combined, reduce_op)
 
     def programs() -> list[Program]:
-        return [cuda_kernel.launched_combine_reduce_scatter(ranks, dtype, shape)]
+        return [cuda_kernel.launched_reduce_scatter(size, group.rank(), *wanted.defined)]
 
     def make(place: Any) -> Any:
-        return cuda_kernel.combine_reduce_scatter_launcher(place, sizes, dtype, shape, config)
+        return cuda_kernel.combine_reduce_scatter_launcher(place, wanted, dim, config)
 
     return Choice(
         "push",
         kind=ALL_REDUCE,
-        layout=rounds_layout(cuda_kernel.scatter_problem(sizes, dtype, size).vectors, size, config),
+        layout=rounds_layout(cuda_kernel.scatter_problem(wanted, dim, size).vectors, size, config),
         predicted_us=configs.estimate_reduce_scatter_us(nbytes, size),
         programs=programs,
-        how=CombineHow((*sizes, dtype, shape), make),
+        how=CombineHow((wanted, dim), make),
     )
 
 
 def _run(choice: Choice, where: Heap | None, call: CombineReduceScatterCall, group: ProcessGroup) -> Tensor:
     combined, dim = combined_of(call), call.scatter_dim
     if where is not None and choice.algorithm == "push":
-        return launch_combined(OP, choice, where, combined, call.part_shape(group.size()), dim)
-    total = combined.total()
+        shape = part_shape(combined, dim, group.size())
+        return launch_combined(OP, choice, where, combined, shape, dim)
+    given = reduce_scatter.ReduceScatterCall(combined.total(), "sum", dim, call.group_name)
+    return scattered_on_host_or_unfused(choice, where, given, group, OP)
+
+
+def scattered_on_host_or_unfused(
+    choice: Choice, where: Heap | None, call: reduce_scatter.ReduceScatterCall, group: ProcessGroup, op: str
+) -> Tensor:
+    """The reduce-scatter of what torch has put together. ``op``: whose call it is, for errors."""
     if where is None or choice.is_unfused:
         ran(choice.plan_in(None))
-        return reference_reduce_scatter(total, "sum", dim, group)
-    given = reduce_scatter.ReduceScatterCall(total, "sum", dim, call.group_name)
-    return reduce_scatter.on_cpu(choice, where, given, OP)
+        return reference_reduce_scatter(call.x, call.reduce_op, call.scatter_dim, group)
+    return reduce_scatter.on_cpu(choice, where, call, op)
 
 
-class CombineReduceScatterFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, call: CombineReduceScatterCall, y: Tensor, weights: Tensor, shared: Tensor | None
-    ) -> Tensor:
-        ctx.scatter_dim, ctx.group_name, ctx.group_size = call.scatter_dim, call.group_name, call.group_size
-        save_combined(ctx, call, ctx.needs_input_grad[1:])
-        done: Tensor = MOE_COMBINE_REDUCE_SCATTER.run_below_autograd(call)
-        return done
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        refuse_second_gradient(OP)
-        args = grad, ctx.scatter_dim, ctx.group_name
-        whole = torch.ops.weft.one_shot_all_gather(*args, group_size=ctx.group_size)
-        return None, *combined_gradients(ctx.saved_tensors, whole, ctx.needs_input_grad[1:])
-
-
-MOE_COMBINE_REDUCE_SCATTER = Op(
+MOE_COMBINE_REDUCE_SCATTER: Op = Op(
     "fused_moe_combine_reduce_scatter(Tensor y, Tensor slots, Tensor weights, int scatter_dim, str group_name, *,"
     " Tensor? shared=None, int? group_size=None) -> Tensor",
     record=CombineReduceScatterCall,
     validate=_validate,
-    fake=lambda call, group: call.y.new_empty(call.part_shape(group.size())),
+    fake=lambda call, group: call.y.new_empty(part_shape(combined_of(call), call.scatter_dim, group.size())),
     kernel="reduce_scatter",
     sends_nothing=lambda call, group: call.slots.shape[0] * call.y.shape[1] == 0,
-    choose=_choose,
+    choose=lambda call, group: choose_combined_part(combined_of(call), "sum", call.scatter_dim, group),
     run=_run,
     fast=fast_moe_combine_reduce_scatter,
     known_by=lambda call, group: (call.scatter_dim, call.tensors),
-    with_gradient=lambda call: CombineReduceScatterFunction.apply(call, call.y, call.weights, call.shared),
+    with_gradient=lambda call: CombineFunction.apply(
+        MOE_COMBINE_REDUCE_SCATTER, call, call.y, call.weights, call.shared
+    ),
 )

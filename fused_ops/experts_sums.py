@@ -9,10 +9,12 @@ from ..symm_mem import Group, group_name, is_checked
 from . import validation
 from .dispatch.callers import known_name, of_graph
 from .dispatch.tensor_guards import needs_no_dispatch
+from .experts import check_offs
+from .functional import ReduceOp
 from .library import schema
-from .ops.combine.all_reduce import CombineAllReduceCall, fast_moe_combine_all_reduce
-from .ops.combine.all_reduce_rms_norm import CombineRmsNormCall, fast_moe_combine_all_reduce_rms_norm
-from .ops.combine.reduce_scatter import CombineReduceScatterCall, fast_moe_combine_reduce_scatter
+from .ops.experts.combine_all_reduce import CombineAllReduceCall, fast_moe_combine_all_reduce
+from .ops.experts.combine_all_reduce_rms_norm import CombineRmsNormCall, fast_moe_combine_all_reduce_rms_norm
+from .ops.experts.combine_reduce_scatter import CombineReduceScatterCall, fast_moe_combine_reduce_scatter
 
 
 def fused_moe_combine_all_reduce(
@@ -64,7 +66,7 @@ def fused_moe_combine_all_reduce(
         done = fast_moe_combine_all_reduce(CombineAllReduceCall(y, slots, weights, name, shared))
         if done is not None:
             return done
-    _check(y, slots, weights, shared)
+    _check(("y", y), slots, weights, shared)
     name = group_name(group)
     return schema.moe_combine_all_reduce(y, slots, weights, name, shared=shared, **of_graph(name))
 
@@ -101,7 +103,7 @@ def fused_moe_combine_all_reduce_rms_norm(
 
     Args:
         y: [R, H], as for ``fused_moe_combine_all_reduce``.
-        slots: int32 [T, k], likewise.
+        slots: [T, k], likewise.
         weights: [T, k], likewise.
         residual: [T, H] like y; the ranks' may differ. None adds nothing.
         weight: of the norm, [H], of the dtype of y or float32; the ranks' may differ.
@@ -115,11 +117,7 @@ def fused_moe_combine_all_reduce_rms_norm(
         (normed, sums), [T, H], contiguous, of the dtype of y; sums is the next residual.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        NotImplementedError: a second gradient is asked for.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        ValueError, TypeError, NotImplementedError, RankMismatch, PeerTimeout: as ``fused_moe_combine_all_reduce``.
     """
     name = known_name(group)
     if name is not None and type(eps) is float and type(weight_offset) is float and type(round_sum) is bool:
@@ -128,7 +126,7 @@ def fused_moe_combine_all_reduce_rms_norm(
         done = fast_moe_combine_all_reduce_rms_norm(call)
         if done is not None:
             return done
-    _check(y, slots, weights, shared)
+    _check(("y", y), slots, weights, shared)
     if residual is not None:
         validation.tensor("residual", residual)
     validation.tensor("weight", weight)
@@ -167,7 +165,7 @@ def fused_moe_combine_reduce_scatter(
 
     Args:
         y: [R, H], as for ``fused_moe_combine_all_reduce``.
-        slots: int32 [T, k], likewise.
+        slots: [T, k], likewise.
         weights: [T, k], likewise.
         scatter_dim: 0 for tokens, 1 for columns, or from the other end -2 or -1. Its size must be a multiple of the
             number of ranks; on CUDA parts of rows that are no multiple of 16 bytes are added up by torch, and scattered
@@ -179,11 +177,7 @@ def fused_moe_combine_reduce_scatter(
         [T / W, H] or [T, H / W], contiguous, of the dtype of y.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        NotImplementedError: a second gradient is asked for.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        ValueError, TypeError, NotImplementedError, RankMismatch, PeerTimeout: as ``fused_moe_combine_all_reduce``.
     """
     name = known_name(group)
     if name is not None and type(scatter_dim) is int and -2 <= scatter_dim < 2:
@@ -191,16 +185,164 @@ def fused_moe_combine_reduce_scatter(
         done = fast_moe_combine_reduce_scatter(call)
         if done is not None:
             return done
-    _check(y, slots, weights, shared)
+    _check(("y", y), slots, weights, shared)
     validation.dimension("scatter_dim", scatter_dim, "result", 2)
     name = group_name(group)
     given = y, slots, weights, scatter_dim, name
     return schema.moe_combine_reduce_scatter(*given, shared=shared, **of_graph(name))
 
 
-def _check(y: Tensor, slots: Tensor, weights: Tensor, shared: Tensor | None) -> None:
-    """What would not reach the op's own checks; in the checked mode, which may wait for data, also the slots."""
-    for name, tensor in (("y", y), ("slots", slots), ("weights", weights)):
+def fused_grouped_matmul_all_reduce(
+    A: Tensor,
+    B: Tensor,
+    offs: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    reduce_op: ReduceOp,
+    group: Group = None,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    shared: Tensor | None = None,
+) -> Tensor:
+    """``fused_moe_combine_all_reduce`` of the rows of ``grouped_matmul(A, B, offs, bias=bias)``, plus ``residual``.
+
+    >>> import torch, torch.distributed as dist
+    >>> from weft.fused_ops import fused_grouped_matmul_all_reduce, moe_route
+    >>> chosen, weights = torch.tensor([[1, 0], [0, 2], [2, 1]]), torch.rand(3, 2)  # of 3 tokens
+    >>> rows, offs, slots = moe_route(chosen, 3)
+    >>> hidden, w = torch.randn(6, 16), torch.randn(3, 16, 8)  # rows by expert, and this rank's slice of 3 experts
+    >>> y = fused_grouped_matmul_all_reduce(hidden, w, offs, slots, weights, "sum")
+    >>> part = (hidden[slots.long()].unsqueeze(2) @ w[chosen]).squeeze(2) * weights[..., None]
+    >>> total = part.sum(1)
+    >>> dist.all_reduce(total)
+    >>> torch.testing.assert_close(y, total, rtol=1e-4, atol=1e-4)
+
+    The product's rows are rounded to the dtype of A. They are weighted and added up as
+    ``fused_moe_combine_all_reduce`` does it, in float32, choices in their order, then ranks in theirs: the same bits in
+    every run. On CUDA the kernel of ``grouped_matmul`` runs before that of the all-reduce.
+
+    Differentiable once. Nothing is kept of the product, nor multiplied again for the gradient of ``weights``. Works
+    under torch.compile and in a CUDA graph. Every rank must call it with the same shapes, but for K and the number of
+    experts.
+
+    Args:
+        A: [R, K], rows sorted by expert; float32, bfloat16 or float16.
+        B: [E, K, N] of the same dtype; K and N are multiples of 8. One of them is contiguous, or B is copied.
+        offs: [E], int32: the number of rows up to the end of each expert, as ``moe_route`` has it.
+        slots: int32 [T, k]: the row of each token's choice, as ``moe_route`` has it. -1, as any number that is no row,
+            adds nothing; in the checked mode another such number is an error, and a row that two choices have.
+        weights: [T, k], of the dtype of A or float32.
+        reduce_op: "sum", or "avg" for the sum divided by the number of ranks; also as a torch.distributed.ReduceOp.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
+        bias: [E, N] of the same dtype, added to each row of an expert. What the ranks give is added up: where their B
+            are slices of the same experts, one gives the bias and the others zeros. All ranks pass one or none does.
+        residual: [T, N] of the same dtype, added to the rounded result; the ranks' may differ.
+        shared: [T, N] likewise, added to this rank's rows before the reduction.
+
+    Returns:
+        [T, N], contiguous, of the dtype of A.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError, RankMismatch, PeerTimeout: as ``fused_moe_combine_all_reduce``.
+    """
+    _check_grouped((A, B, offs), slots, weights, (bias, residual, shared))
+    name = group_name(group)
+    named = {"bias": bias, "residual": residual, "shared": shared, **of_graph(name)}
+    given = A, B, offs, slots, weights, validation.reduction(reduce_op), name
+    return schema.grouped_matmul_all_reduce(*given, **named)
+
+
+def fused_grouped_matmul_reduce_scatter(
+    A: Tensor,
+    B: Tensor,
+    offs: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    reduce_op: ReduceOp,
+    scatter_dim: int,
+    group: Group = None,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    shared: Tensor | None = None,
+) -> Tensor:
+    """This rank's part of what ``fused_grouped_matmul_all_reduce`` reduces, bit for bit, plus its residual.
+
+    >>> import torch, torch.distributed as dist
+    >>> from weft.fused_ops import fused_grouped_matmul_all_reduce, fused_grouped_matmul_reduce_scatter, moe_route
+    >>> rank, W = dist.get_rank(), dist.get_world_size()
+    >>> chosen, weights = torch.arange(2 * W).view(-1, 1) % 3, torch.rand(2 * W, 1)  # of all ranks' tokens
+    >>> rows, offs, slots = moe_route(chosen, 3)
+    >>> given = torch.randn(2 * W, 16), torch.randn(3, 16, 8), offs, slots, weights
+    >>> part = fused_grouped_matmul_reduce_scatter(*given, "sum", 0)
+    >>> torch.equal(part, fused_grouped_matmul_all_reduce(*given, "sum").chunk(W)[rank])
+    True
+
+    Differentiable once: the gradient is all-gathered. Else as ``fused_grouped_matmul_all_reduce``.
+
+    Args:
+        A: [R, K], as for ``fused_grouped_matmul_all_reduce``.
+        B: [E, K, N], likewise.
+        offs: [E], likewise.
+        slots: [T, k], likewise.
+        weights: [T, k], likewise.
+        reduce_op: likewise.
+        scatter_dim: 0 for tokens, 1 for columns, or from the other end -2 or -1. Its size must be a multiple of the
+            number of ranks.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
+        bias: [E, N], as for ``fused_grouped_matmul_all_reduce``.
+        residual: of the result's shape and dtype, added to the rounded result.
+        shared: [T, N], as for ``fused_grouped_matmul_all_reduce``.
+
+    Returns:
+        [T / W, N] or [T, N / W], contiguous, of the dtype of A.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError, RankMismatch, PeerTimeout: as ``fused_moe_combine_all_reduce``.
+    """
+    _check_grouped((A, B, offs), slots, weights, (bias, residual, shared))
+    validation.dimension("scatter_dim", scatter_dim, "result", 2)
+    name = group_name(group)
+    named = {"bias": bias, "residual": residual, "shared": shared, **of_graph(name)}
+    given = A, B, offs, slots, weights, validation.reduction(reduce_op), scatter_dim, name
+    return schema.grouped_matmul_reduce_scatter(*given, **named)
+
+
+def _check_grouped(
+    product: tuple[Tensor, Tensor, Tensor],
+    slots: Tensor,
+    weights: Tensor,
+    terms: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> None:
+    """``product``: A, B and offs; ``terms``: bias, residual and shared."""
+    A, B, offs = product
+    bias, residual, shared = terms
+    validation.tensor("A", A)
+    validation.tensor("B", B)
+    validation.tensor("offs", offs)
+    for term, given in (("bias", bias), ("residual", residual)):
+        if given is not None:
+            validation.tensor(term, given)
+    _check(("A", A), slots, weights, shared)
+    check_offs(A, offs)
+    if torch.compiler.is_compiling() or not is_checked() or not needs_no_dispatch(slots):
+        return
+    used = slots[slots >= 0]
+    counts = used.long().bincount(minlength=1)
+    if int(counts.max()) > 1:
+        raise ValueError(
+            f"slots: holds {int(counts.argmax())} more than once, must hold each row once at most"
+        )
+
+
+def _check(named: tuple[str, Tensor], slots: Tensor, weights: Tensor, shared: Tensor | None) -> None:
+    """What would not reach the op's own checks; in the checked mode, which may wait for data, also the slots.
+
+    ``named``: the tensor of whose rows slots are, and its name.
+    """
+    of_rows, y = named
+    for name, tensor in (named, ("slots", slots), ("weights", weights)):
         validation.tensor(name, tensor, 2)
     if shared is not None:
         validation.tensor("shared", shared)
@@ -209,5 +351,5 @@ def _check(y: Tensor, slots: Tensor, weights: Tensor, shared: Tensor | None) -> 
     wrong = slots[(slots < -1) | (slots >= y.shape[0])]
     if wrong.numel():
         raise ValueError(
-            f"slots: holds {wrong[0].item()}, must be from -1 to {y.shape[0] - 1}, as y has rows"
+            f"slots: holds {wrong[0].item()}, must be from -1 to {y.shape[0] - 1}, as {of_rows} has rows"
         )

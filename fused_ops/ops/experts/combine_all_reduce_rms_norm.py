@@ -26,7 +26,7 @@ from ..all_reduce_rms_norm import (
     validate_norm,
 )
 from ..op import Op, refuse_second_gradient
-from .operands import (
+from .combined import (
     combined_gradients,
     combined_of,
     save_combined,
@@ -76,7 +76,7 @@ class CombineRmsNormCall(NamedTuple):
 
 def _validate(call: CombineRmsNormCall) -> tuple[CombineRmsNormCall, ProcessGroup]:
     group = resolve_group(call.group_name)
-    validate_combined(call)
+    validate_combined(combined_of(call))
     validate_norm(call, "y", call.y, combined_of(call).result_shape)
     return call, group
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -18,14 +17,15 @@ from ...dispatch.choice import Choice, unfused
 from ...dispatch.plan import ran
 from ...dispatch.workspaces import ALL_REDUCE
 from .. import all_reduce
-from ..op import Op, refuse_second_gradient
-from .operands import (
+from ..op import Op
+from .combined import (
+    CombineFunction,
     CombineHow,
-    combined_gradients,
+    Reduction,
     combined_of,
     launch_combined,
-    save_combined,
     validate_combined,
+    wanted_sum,
 )
 
 if TYPE_CHECKING:
@@ -47,71 +47,65 @@ class CombineAllReduceCall(NamedTuple):
         given = [self.y, self.slots, self.weights]
         return given if self.shared is None else [*given, self.shared]
 
+    @property
+    def reduction(self) -> Reduction:
+        return Reduction("sum", None, self.group_name, self.group_size)
+
 
 def _validate(call: CombineAllReduceCall) -> tuple[CombineAllReduceCall, ProcessGroup]:
     group = resolve_group(call.group_name)
-    validate_combined(call)
+    validate_combined(combined_of(call))
     return call, group
 
 
-def choose_combined_sum(combined: Combined, group: ProcessGroup) -> Choice:
+def choose_combined_sum(combined: Combined, reduce_op: str, group: ProcessGroup) -> Choice:
     """The choice for an all-reduce of what is put together."""
-    y, (tokens, hidden), shape = combined.y, combined.result_shape, combined.shape
-    chosen = choose_sum(NotYet(y.device, y.dtype, tokens * hidden * y.element_size()), "sum", group)
+    y, (tokens, hidden) = combined.y, combined.result_shape
+    nbytes = tokens * hidden * y.element_size()
+    chosen = choose_sum(NotYet(y.device, y.dtype, nbytes), reduce_op, group)
     if chosen.algorithm != "push":
         return chosen
     if (reason := why_not_combined(tokens, hidden, y.dtype)) is not None:
         return replace(unfused(reason), programs=chosen.programs)  # those of the all-reduce by itself
     from ....kernels.all_reduce import cuda_kernel
 
-    config, ranks, dtype = chosen.how.config, (group.size(), group.rank()), y.dtype
+    config, wanted = chosen.how.config, wanted_sum(combined, reduce_op)
 
     def programs() -> list[Program]:
-        return [cuda_kernel.launched_combine_all_reduce(ranks, dtype, shape)]
+        return [cuda_kernel.launched_all_reduce(group.size(), group.rank(), *wanted.defined)]
 
     def make(place: Any) -> Any:
-        return cuda_kernel.combine_all_reduce_launcher(place, (tokens, hidden), dtype, shape, config)
+        return cuda_kernel.combine_all_reduce_launcher(place, wanted, config)
 
-    return replace(chosen, programs=programs, how=CombineHow((tokens, hidden, dtype, shape), make))
+    return replace(chosen, programs=programs, how=CombineHow(wanted, make))
 
 
 def fast_moe_combine_all_reduce(call: CombineAllReduceCall) -> Tensor | None:
     """As the op, if such a call was made before; else None, and nothing happened. Tensors may be anything."""
-    results = launch_cache.launch_again(OP, None, call.tensors, call.group_name, (ALL_REDUCE,))
+    results = launch_cache.launch_again(OP, "sum", call.tensors, call.group_name, (ALL_REDUCE,))
     return None if results is None else results[0]
+
+
+def reduced_on_host_or_unfused(
+    choice: Choice, where: Heap | None, total: Tensor, reduce_op: str, group: ProcessGroup, op: str
+) -> Tensor:
+    """The all-reduce of what torch has put together. ``op``: whose call it is, for errors."""
+    if choice.algorithm == "host":
+        given = all_reduce.AllReduceCall(total, reduce_op, group.group_name)
+        return all_reduce.run_by_choice(choice, where, given, group, op=op)
+    total = all_reduce.run_all_reduce(total, reduce_op, group, op=op)
+    ran(choice.plan_in(None))
+    return total
 
 
 def _run(choice: Choice, where: Heap | None, call: CombineAllReduceCall, group: ProcessGroup) -> Tensor:
     combined = combined_of(call)
     if where is not None and choice.algorithm == "push":
-        return launch_combined(OP, choice, where, combined, combined.result_shape, None)
-    total = combined.total()
-    if choice.algorithm == "host":
-        given = all_reduce.AllReduceCall(total, "sum", call.group_name)
-        return all_reduce.run_by_choice(choice, where, given, group, op=OP)
-    total = all_reduce.run_all_reduce(total, "sum", group, op=OP)
-    ran(choice.plan_in(None))
-    return total
+        return launch_combined(OP, choice, where, combined, combined.result_shape, "sum")
+    return reduced_on_host_or_unfused(choice, where, combined.total(), "sum", group, OP)
 
 
-class CombineAllReduceFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, call: CombineAllReduceCall, y: Tensor, weights: Tensor, shared: Tensor | None
-    ) -> Tensor:
-        ctx.group_name, ctx.group_size = call.group_name, call.group_size
-        save_combined(ctx, call, ctx.needs_input_grad[1:])
-        done: Tensor = MOE_COMBINE_ALL_REDUCE.run_below_autograd(call)
-        return done
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        refuse_second_gradient(OP)
-        total = torch.ops.weft.one_shot_all_reduce(grad, "sum", ctx.group_name, group_size=ctx.group_size)
-        return None, *combined_gradients(ctx.saved_tensors, total, ctx.needs_input_grad[1:])
-
-
-MOE_COMBINE_ALL_REDUCE = Op(
+MOE_COMBINE_ALL_REDUCE: Op = Op(
     "fused_moe_combine_all_reduce(Tensor y, Tensor slots, Tensor weights, str group_name, *, Tensor? shared=None,"
     " int? group_size=None) -> Tensor",
     record=CombineAllReduceCall,
@@ -119,10 +113,12 @@ MOE_COMBINE_ALL_REDUCE = Op(
     fake=lambda call, group: call.y.new_empty(combined_of(call).result_shape),
     kernel="all_reduce",
     sends_nothing=lambda call, group: call.slots.shape[0] * call.y.shape[1] == 0,
-    choose=lambda call, group: choose_combined_sum(combined_of(call), group),
+    choose=lambda call, group: choose_combined_sum(combined_of(call), "sum", group),
     run=_run,
     fast=fast_moe_combine_all_reduce,
-    known_by=lambda call, group: (None, call.tensors),
-    with_gradient=lambda call: CombineAllReduceFunction.apply(call, call.y, call.weights, call.shared),
+    known_by=lambda call, group: ("sum", call.tensors),
+    with_gradient=lambda call: CombineFunction.apply(
+        MOE_COMBINE_ALL_REDUCE, call, call.y, call.weights, call.shared
+    ),
     prepares=all_reduce.BOTH,
 )

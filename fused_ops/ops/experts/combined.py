@@ -1,15 +1,17 @@
-"""What the ops have in common: what is put together, what is refused of it, its gradient, and its launch."""
+"""What ops of experts' outputs have in common: what is put together and reduced, what is refused, gradients, and the
+launch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ....kernels.device.collective.combine import Combined
+from ....kernels.device.collective.combine import Combined, CombinedSum
+from ....symm_mem import resolve_group
 from ....symm_mem.backends.cuda_state import current_stream_of
 from ....symm_mem.heap.heap import Heap
 from ....symm_mem.timeouts import timeout_in_ns
@@ -19,9 +21,13 @@ from ...dispatch.choice import Choice
 from ...dispatch.plan import ran
 from ...dispatch.staging import aligned
 from ...dispatch.stream_order import in_stream_order
+from ..op import Op, refuse_second_gradient
 
 if TYPE_CHECKING:
     from ....kernels.device.collective.combine import CombineLauncher
+
+
+_ops = torch.ops.weft
 
 
 class CombineCall(Protocol):
@@ -37,12 +43,36 @@ class CombineCall(Protocol):
     def shared(self) -> Tensor | None: ...
 
 
+class Reduction(NamedTuple):
+    """What ends an op. ``scatter_dim``: of an all-reduce None."""
+
+    reduce_op: str
+    scatter_dim: int | None
+    group_name: str
+    group_size: int | None
+
+    def gradient(self, grad: Tensor) -> Tensor:
+        """That of what each rank gives, of those of all ranks' results."""
+        name, size = self.group_name, self.group_size
+        if self.scatter_dim is None:
+            found: Tensor = _ops.one_shot_all_reduce(grad, self.reduce_op, name, group_size=size)
+        else:
+            grad = grad / resolve_group(name).size() if self.reduce_op == "avg" else grad
+            found = _ops.one_shot_all_gather(grad, self.scatter_dim, name, group_size=size)
+        return found
+
+
 def combined_of(call: CombineCall) -> Combined:
     return Combined(call.y, call.slots, call.weights, call.shared)
 
 
-def validate_combined(call: CombineCall) -> None:
-    y, slots, weights, shared = combined_of(call)
+def wanted_sum(combined: Combined, reduce_op: str) -> CombinedSum:
+    return CombinedSum(*combined.result_shape, combined.y.dtype, combined.shape, reduce_op)
+
+
+def validate_combined(combined: Combined, like_name: str = "y") -> None:
+    """``like_name``: the argument that has the dtype and the device of y."""
+    y, slots, weights, shared = combined
     for name, tensor in (("y", y), ("slots", slots)):
         if tensor.dim() != 2:
             raise ValueError(f"{name}: has {tensor.dim()} dimensions, must have 2")
@@ -56,17 +86,16 @@ def validate_combined(call: CombineCall) -> None:
             f"weights: has shape {tuple(weights.shape)}, must have {tuple(slots.shape)} like slots"
         )
     if weights.dtype != torch.float32:
-        validation.dtype_like("weights", weights, y, "y", " or torch.float32" * (y.dtype.itemsize == 2))
+        validation.dtype_like("weights", weights, y, like_name, " or torch.float32" * (y.dtype.itemsize == 2))
     for name, tensor in (("slots", slots), ("weights", weights)):
-        validation.same_device(name, tensor, y, "y")
+        validation.same_device(name, tensor, y, like_name)
     if shared is not None:
         shape = slots.shape[0], y.shape[1]
         if shared.shape != shape:
             raise ValueError(
-                f"shared: has shape {tuple(shared.shape)}, must have {shape}: a row as long as those of y for each "
-                "token"
+                f"shared: has shape {tuple(shared.shape)}, must have {shape}: a row of the sum for each token"
             )
-        validation.like_tensor("shared", shared, y, "y")
+        validation.like_tensor("shared", shared, y, like_name)
 
 
 def save_combined(ctx: Any, call: CombineCall, wanted: Sequence[bool], *more: Tensor | None) -> None:
@@ -81,18 +110,36 @@ def combined_gradients(saved: Sequence[Tensor], grad: Tensor, wanted: Sequence[b
     return Combined(y, slots, weights, None).gradients(grad, wanted)
 
 
+class CombineFunction(torch.autograd.Function):
+    """An op's call, which has a ``reduction``."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Op, call: Any, y: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
+        ctx.op, ctx.reduction = op.name, call.reduction
+        save_combined(ctx, call, ctx.needs_input_grad[2:])
+        done: Tensor = op.run_below_autograd(call)
+        return done
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_second_gradient(ctx.op)
+        whole = ctx.reduction.gradient(grad)
+        return None, None, *combined_gradients(ctx.saved_tensors, whole, ctx.needs_input_grad[2:])
+
+
 @dataclass(frozen=True)
 class CombineHow:
     """``key``: what the kernel is made for; ``make``: makes it in a workspace."""
 
-    key: tuple[Hashable, ...]
+    key: Hashable
     make: Callable[[Any], CombineLauncher]
 
 
 def launch_combined(
     op: str, choice: Choice, where: Heap, combined: Combined, shape: Sequence[int], arguments: Hashable
 ) -> Tensor:
-    """The result, of this shape. ``arguments``: by which the fast path knows the call, with the tensors."""
+    """The result, of this shape. ``arguments``: by which the fast path knows the call, with the tensors; None: it does
+    not look for it."""
     from ....kernels.device.tuning.choice import make_together
 
     how: CombineHow = choice.how
@@ -100,7 +147,7 @@ def launch_combined(
     with in_stream_order(used[0].device):
         place = choice.workspace_on(where)
         place.raise_if_broken()
-        key: Any = (op, *how.key)
+        key: Any = (op, how.key)
         kernel = place.prepared.get(key)
         plan = choice.plan_in(place)
         ran(plan)
@@ -111,6 +158,7 @@ def launch_combined(
         place.raise_if_broken(op, grids=kernel.grids)
         addresses = [t.data_ptr() for t in used]
         kernel.launch(0, addresses, [out.data_ptr()], timeout_ns, current_stream_of(used[0]))
-    made = launch_cache.LaunchedCall(op, arguments, combined.tensors, used, [out])
-    launch_cache.remember_call(made, place, kernel, plan, profitable=True, grids=kernel.grids)
+    if arguments is not None:
+        made = launch_cache.LaunchedCall(op, arguments, combined.tensors, used, [out])
+        launch_cache.remember_call(made, place, kernel, plan, profitable=True, grids=kernel.grids)
     return out

@@ -1,0 +1,282 @@
+"""fused_grouped_matmul_all_reduce and fused_grouped_matmul_reduce_scatter: experts' second product, and what its rows
+add up to over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ....kernels.device.collective.combine import Combined
+from ....kernels.grouped_matmul.reference import experts_of_rows
+from ....symm_mem import resolve_group
+from ....symm_mem.heap.heap import Heap
+from ... import validation
+from ...dispatch.choice import Choice
+from .. import all_reduce
+from ..op import Op, on_device, refuse_second_gradient
+from ..reduce_scatter import ReduceScatterCall
+from .combine_all_reduce import choose_combined_sum, reduced_on_host_or_unfused
+from .combine_reduce_scatter import (
+    choose_combined_part,
+    part_shape,
+    scattered_on_host_or_unfused,
+    validated_dim,
+)
+from .combined import Reduction, launch_combined, validate_combined
+from .grouped_matmul import multiply, validate_grouped
+
+ALL_REDUCE_OP = "fused_grouped_matmul_all_reduce"
+REDUCE_SCATTER_OP = "fused_grouped_matmul_reduce_scatter"
+_ops = torch.ops.weft
+
+
+class GroupedMatmulAllReduceCall(NamedTuple):
+    A: Tensor
+    B: Tensor
+    offs: Tensor
+    slots: Tensor
+    weights: Tensor
+    reduce_op: str
+    group_name: str
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    shared: Tensor | None = None
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in self if isinstance(t, Tensor)]
+
+    @property
+    def reduction(self) -> Reduction:
+        return Reduction(self.reduce_op, None, self.group_name, self.group_size)
+
+
+class GroupedMatmulReduceScatterCall(NamedTuple):
+    A: Tensor
+    B: Tensor
+    offs: Tensor
+    slots: Tensor
+    weights: Tensor
+    reduce_op: str
+    scatter_dim: int
+    group_name: str
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    shared: Tensor | None = None
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in self if isinstance(t, Tensor)]
+
+    @property
+    def reduction(self) -> Reduction:
+        return Reduction(self.reduce_op, self.scatter_dim, self.group_name, self.group_size)
+
+
+Call: TypeAlias = GroupedMatmulAllReduceCall | GroupedMatmulReduceScatterCall
+
+
+def _combined(call: Call, y: Tensor | None = None) -> Combined:
+    """With the product y, or before there is one: with a tensor of its shape, device and dtype."""
+    if y is None:
+        y = call.A.new_empty(()).expand(call.A.shape[0], call.B.shape[2])
+    return Combined(y, call.slots, call.weights, call.shared)
+
+
+def _validate_operands(call: Call) -> ProcessGroup:
+    group = resolve_group(call.group_name)
+    validate_grouped(call.A, call.B, call.offs, None, call.bias)
+    validation.reduction(call.reduce_op)
+    validate_combined(_combined(call), "A")
+    return group
+
+
+def _validate_residual(call: Call, shape: Sequence[int]) -> None:
+    if (residual := call.residual) is None:
+        return
+    if tuple(residual.shape) != tuple(shape):
+        raise ValueError(
+            f"residual: has shape {tuple(residual.shape)}, must have {tuple(shape)} like the result"
+        )
+    validation.like_tensor("residual", residual, call.A, "A")
+
+
+def _validate_sum(call: GroupedMatmulAllReduceCall) -> tuple[GroupedMatmulAllReduceCall, ProcessGroup]:
+    group = _validate_operands(call)
+    _validate_residual(call, _combined(call).result_shape)
+    return call, group
+
+
+def _validate_part(
+    call: GroupedMatmulReduceScatterCall,
+) -> tuple[GroupedMatmulReduceScatterCall, ProcessGroup]:
+    """The call with a dimension that is not negative, and the group."""
+    group, combined = _validate_operands(call), _combined(call)
+    dim = validated_dim(call.scatter_dim, combined, group)
+    _validate_residual(call, part_shape(combined, dim, group.size()))
+    return call._replace(scatter_dim=dim), group
+
+
+def _choose_sum(call: GroupedMatmulAllReduceCall, group: ProcessGroup) -> Choice:
+    return choose_combined_sum(_combined(call), call.reduce_op, group)
+
+
+def _choose_part(call: GroupedMatmulReduceScatterCall, group: ProcessGroup) -> Choice:
+    return choose_combined_part(_combined(call), call.reduce_op, call.scatter_dim, group)
+
+
+def _multiplied(call: Call) -> Combined:
+    with on_device(call.A):
+        return _combined(call, multiply(call.A, call.B, call.offs, None, call.bias))
+
+
+def _run_sum(
+    choice: Choice, where: Heap | None, call: GroupedMatmulAllReduceCall, group: ProcessGroup
+) -> Tensor:
+    combined = _multiplied(call)
+    if where is not None and choice.algorithm == "push":
+        out = launch_combined(ALL_REDUCE_OP, choice, where, combined, combined.result_shape, None)
+    else:
+        total = combined.total()
+        out = reduced_on_host_or_unfused(choice, where, total, call.reduce_op, group, ALL_REDUCE_OP)
+    return out if call.residual is None else out + call.residual
+
+
+def _run_part(
+    choice: Choice, where: Heap | None, call: GroupedMatmulReduceScatterCall, group: ProcessGroup
+) -> Tensor:
+    combined, dim = _multiplied(call), call.scatter_dim
+    if where is not None and choice.algorithm == "push":
+        shape = part_shape(combined, dim, group.size())
+        out = launch_combined(REDUCE_SCATTER_OP, choice, where, combined, shape, None)
+    else:
+        given = ReduceScatterCall(combined.total(), call.reduce_op, dim, call.group_name)
+        out = scattered_on_host_or_unfused(choice, where, given, group, REDUCE_SCATTER_OP)
+    return out if call.residual is None else out + call.residual
+
+
+class SavedProduct(NamedTuple):
+    """What the gradients of ``sum over k of weights[t, k] * y[slots[t, k]]`` are made of, y of A, B and a bias."""
+
+    A: Tensor
+    B: Tensor
+    offs: Tensor
+    slots: Tensor
+    weights: Tensor
+    bias: Tensor | None
+
+    def without_unneeded(self, of_b: bool, of_weights: bool) -> SavedProduct:
+        """Without the values of A where no gradient needs them: it may be changed, and its memory freed."""
+        A = self.A
+        return self if of_b or of_weights else self._replace(A=A.new_empty(()).expand(A.shape))
+
+    def gradients(self, grad: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+        """Those of A, B, weights and bias that are wanted, of the sum's gradient [T, N].
+
+        Each row is of one choice at most. So no product is made again: a weight's gradient is that of its unweighted
+        row, multiplied with the row of A.
+        """
+        of_a, of_b, of_weights, of_bias = wanted
+        A, B, offs, slots, weights, bias = self
+        rows, choices = A.shape[0], slots.shape[1]
+        lies = torch.where((slots >= 0) & (slots < rows), slots, rows).long()
+        chosen = lies.new_full((rows + 1,), slots.numel())
+        chosen.scatter_(0, lies.flatten(), torch.arange(slots.numel(), device=slots.device))
+        chosen = chosen[:rows]  # the choice of each row; past the last one, of none
+        of_rows = torch.cat([grad, grad.new_zeros(1, grad.shape[1])])[chosen // choices]
+        factors = torch.cat([weights.flatten(), weights.new_zeros(1)])[chosen].float()[:, None]
+        found: list[Tensor | None] = [None] * 4
+        if of_a or of_weights:
+            unweighted = _ops.grouped_matmul(of_rows, B.mT, offs, None, None)
+            here = (torch.arange(rows, device=A.device) < offs[-1])[:, None]
+            unweighted = torch.where(here, unweighted, 0).float()
+            if of_a:
+                found[0] = (unweighted * factors).to(A.dtype)
+            if of_weights:
+                dots = torch.where(here, unweighted * A, 0).sum(1)
+                if bias is not None:
+                    added = torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[experts_of_rows(offs, rows)]
+                    dots = dots + (added.float() * of_rows).sum(1)
+                found[2] = torch.cat([dots, dots.new_zeros(1)])[lies].to(weights.dtype)
+        if of_b or of_bias:
+            weighted = (of_rows * factors).to(A.dtype)
+            if of_b:
+                transposed = B.stride(1) == 1
+                found[1] = _ops.grouped_matmul_gradient_of_b(A, weighted, offs, None, transposed)
+            if of_bias:
+                found[3] = _ops.sum_by_index(weighted, experts_of_rows(offs, rows), offs.shape[0])
+        return found
+
+
+class GroupedMatmulSumFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: Op, call: Call, *tensors: Tensor | None) -> Tensor:
+        ctx.op, ctx.reduction = op.name, call.reduction
+        _, of_b, of_weights, *_ = ctx.needs_input_grad[2:]
+        product = SavedProduct(call.A, call.B, call.offs, call.slots, call.weights, call.bias)
+        ctx.save_for_backward(*product.without_unneeded(of_b, of_weights))
+        done: Tensor = op.run_below_autograd(call)
+        return done
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_second_gradient(ctx.op)
+        *wanted, of_residual, of_shared = ctx.needs_input_grad[2:]
+        found: list[Tensor | None] = [None] * 4
+        whole = None
+        if any(wanted) or of_shared:
+            whole = ctx.reduction.gradient(grad)
+            found = SavedProduct(*ctx.saved_tensors).gradients(whole, wanted)
+        return None, None, *found, grad if of_residual else None, whole if of_shared else None
+
+
+def _with_gradient(op: Op, call: Call) -> Tensor:
+    given = call.A, call.B, call.weights, call.bias, call.residual, call.shared
+    found: Tensor = GroupedMatmulSumFunction.apply(op, call, *given)
+    return found
+
+
+def _flops(A: Sequence[int], B: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * A[0] * A[1] * B[2]
+
+
+_OPERANDS = "Tensor A, Tensor B, Tensor offs, Tensor slots, Tensor weights, str reduce_op"
+_TERMS = "Tensor? bias=None, Tensor? residual=None, Tensor? shared=None, int? group_size=None"
+_OWN_DIMS = {"A": (1,), "B": (0, 1), "offs": (0,), "bias": (0,)}
+GROUPED_MATMUL_ALL_REDUCE: Op = Op(
+    f"{ALL_REDUCE_OP}({_OPERANDS}, str group_name, *, {_TERMS}) -> Tensor",
+    record=GroupedMatmulAllReduceCall,
+    validate=_validate_sum,
+    fake=lambda call, group: call.A.new_empty(_combined(call).result_shape),
+    kernel="all_reduce",
+    sends_nothing=lambda call, group: call.slots.shape[0] * call.B.shape[2] == 0,
+    choose=_choose_sum,
+    run=_run_sum,
+    fast=lambda call: None,
+    with_gradient=lambda call: _with_gradient(GROUPED_MATMUL_ALL_REDUCE, call),
+    flops=_flops,
+    own_dims=_OWN_DIMS,
+    own_on_cuda=True,
+    prepares=all_reduce.BOTH,
+)
+GROUPED_MATMUL_REDUCE_SCATTER: Op = Op(
+    f"{REDUCE_SCATTER_OP}({_OPERANDS}, int scatter_dim, str group_name, *, {_TERMS}) -> Tensor",
+    record=GroupedMatmulReduceScatterCall,
+    validate=_validate_part,
+    fake=lambda call, group: call.A.new_empty(part_shape(_combined(call), call.scatter_dim, group.size())),
+    kernel="reduce_scatter",
+    sends_nothing=lambda call, group: call.slots.shape[0] * call.B.shape[2] == 0,
+    choose=_choose_part,
+    run=_run_part,
+    fast=lambda call: None,
+    with_gradient=lambda call: _with_gradient(GROUPED_MATMUL_REDUCE_SCATTER, call),
+    flops=_flops,
+    own_dims=_OWN_DIMS,
+    own_on_cuda=True,
+)

@@ -1,0 +1,1 @@
+"""Pictures of times and bytes, as SVG and in pages for browsers, without any library."""

@@ -1,0 +1,161 @@
+"""The check of a group's first heap before kernels are taken that were never run on such GPUs.
+
+PCIe peer access has been seen to return wrong data on patched drivers, and an architecture that a kernel only compiles
+for may order memory in another way than those it was run on. So every pair of ranks first exchanges patterns by plain
+stores and loads. Then each collective is compared with its reference, which every rank computes by itself: what a rank
+sends follows from its number.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..kernels.all_reduce_rms_norm.reference import Affine, NormKind, add_residual_and_norm
+from ..kernels.device.capability import arch_of, is_untested, takes_untested
+from ..symm_mem import HeapUnavailable, PeerTimeout, WeftError
+from ..symm_mem.heap.heap import Heap
+from .ops import OP_OF
+
+_PATTERN = 1 << 18  # words from each rank to each, in each round
+_ROUNDS = 3
+_SMALL, _LARGE = 1 << 10, 2 << 20  # elements of all-reduces: in one trip, and in two
+_ROWS, _HIDDEN, _EPS = 64, 1024, 1e-5
+_CLOSE = 2**-7  # of numbers of bfloat16 that are rounded once
+_log = logging.getLogger("weft.ops")
+_warned: set[str] = set()
+
+
+def check_new_heap(heap: Heap) -> None:
+    """Does nothing but on GPUs that no kernel was run on, with WEFT_UNTESTED=1. Collective.
+
+    Raises:
+        HeapUnavailable: on all ranks, if a check failed on one.
+        PeerTimeout: a rank does not come.
+    """
+    if heap.device.type != "cuda" or not (takes_untested() and is_untested(heap.device)):
+        return
+    arch = arch_of(heap.device)
+    if arch not in _warned:
+        _warned.add(arch)
+        _log.warning(
+            "WEFT_UNTESTED=1: weft's kernels were compiled for %s, but never run there; each group's first heap is "
+            "checked",
+            arch,
+        )
+    try:
+        run_checks(heap)
+    except PeerTimeout:
+        raise
+    except WeftError as e:
+        raise HeapUnavailable(f"kernels that were never run on {arch} failed their check: {e}") from e
+
+
+def run_checks(heap: Heap) -> None:
+    """Patterns between all ranks, then each collective.
+
+    Raises:
+        WeftError: on all ranks, if a check failed on one.
+    """
+    _check_patterns(heap)
+    for check in (_all_reduce, _all_gather, _reduce_scatter, _norm):
+        step = partial(check, heap)
+        heap.rendezvous.run_on_all(f"check {check.__name__.lstrip('_')}", step)
+
+
+def _check_patterns(heap: Heap) -> None:
+    size, rank = heap.world_size, heap.rank
+    block = heap.allocate(size * _PATTERN * 4, "check of peer access")
+
+    def slot(of: int, sender: int) -> Tensor:
+        return heap.tensor(of, block.offset + sender * _PATTERN * 4, (_PATTERN,), torch.int32, block)
+
+    def write(turn: int) -> None:
+        for peer in range(size):
+            pattern = _pattern(rank, peer, turn, heap.device)
+            # By copy engines, and by SMs.
+            if turn % 2:
+                slot(peer, rank).copy_(pattern)
+            else:
+                torch.bitwise_not(~pattern, out=slot(peer, rank))
+        _finish(heap)
+
+    def read(turn: int) -> None:
+        for owner in range(size):
+            for sender in range(size):
+                if not torch.equal(slot(owner, sender), _pattern(sender, owner, turn, heap.device)):
+                    raise RuntimeError(f"memory of rank {owner} has not what rank {sender} wrote there")
+
+    heap.rendezvous.run_on_all(
+        "begin the check", partial(_finish, heap)
+    )  # before a captured graph has a write
+    for turn in range(_ROUNDS):
+        heap.rendezvous.run_on_all("write patterns", partial(write, turn))
+        heap.rendezvous.run_on_all("read patterns", partial(read, turn))
+
+
+def _finish(heap: Heap) -> None:
+    if not heap.backend.quiesce():
+        raise RuntimeError("a CUDA graph is being captured: make a call before")
+
+
+def _pattern(sender: int, receiver: int, turn: int, device: torch.device) -> Tensor:
+    """Words that are nowhere else the same."""
+    numbers = torch.arange(_PATTERN, dtype=torch.int64, device=device) * 2654435761
+    return (numbers + (sender * 64 + receiver) * 40503 + turn * 2246822519).to(torch.int32)
+
+
+def _sent(rank: int, shape: tuple[int, ...], heap: Heap) -> Tensor:
+    """Whole numbers, whose sums bfloat16 has exactly."""
+    count = torch.Size(shape).numel()
+    numbers = torch.arange(count, dtype=torch.int64, device=heap.device)
+    return ((numbers * (2 * rank + 3) // 5) % 9 - 4).to(torch.bfloat16).view(shape)
+
+
+def _total(shape: tuple[int, ...], heap: Heap) -> Tensor:
+    parts = [_sent(rank, shape, heap).float() for rank in range(heap.world_size)]
+    return torch.stack(parts).sum(0).to(torch.bfloat16)
+
+
+def _run(heap: Heap, name: str, *arguments: object) -> list[Tensor]:
+    op = OP_OF[name]
+    found = op.validate(op.record(*arguments, heap.group_name))
+    choice = op.choose(*found)
+    done = op.run(choice, heap, *found)
+    return list(done) if isinstance(done, tuple) else [done]
+
+
+def _compare(found: Tensor, wanted: Tensor, close: float = 0.0) -> None:
+    wrong = (found.float() - wanted.float()).abs() > close * (1 + wanted.float().abs())
+    if (count := int((wrong | found.isnan()).sum())) > 0:
+        raise RuntimeError(f"{count} of {wanted.numel()} numbers are wrong")
+
+
+def _all_reduce(heap: Heap) -> None:
+    for count in (_SMALL, _LARGE):
+        x = _sent(heap.rank, (count,), heap)
+        _compare(_run(heap, "one_shot_all_reduce", x, "sum")[0], _total((count,), heap))
+
+
+def _all_gather(heap: Heap) -> None:
+    parts = [_sent(rank, (_SMALL, 64), heap) for rank in range(heap.world_size)]
+    _compare(_run(heap, "one_shot_all_gather", parts[heap.rank], 0)[0], torch.cat(parts))
+
+
+def _reduce_scatter(heap: Heap) -> None:
+    shape = (heap.world_size * 64, _SMALL)
+    x, wanted = _sent(heap.rank, shape, heap), _total(shape, heap).chunk(heap.world_size)[heap.rank]
+    _compare(_run(heap, "one_shot_reduce_scatter", x, "sum", 0)[0], wanted)
+
+
+def _norm(heap: Heap) -> None:
+    x, residual = _sent(heap.rank, (_ROWS, _HIDDEN), heap), _sent(7, (_ROWS, _HIDDEN), heap)
+    weight = _sent(8, (_HIDDEN,), heap)
+    normed, sums = _run(heap, "fused_all_reduce_rms_norm", x, residual, weight, _EPS)
+    total, affine = _total((_ROWS, _HIDDEN), heap), Affine(weight)
+    wanted, wanted_sums = add_residual_and_norm(total, residual, affine, NormKind(_EPS))
+    _compare(sums, wanted_sums)
+    _compare(normed, wanted, _CLOSE)
