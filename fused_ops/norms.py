@@ -14,7 +14,8 @@ from .dispatch.callers import known_name, of_graph
 from .dispatch.launch_cache import launch_again
 from .dispatch.workspaces import ALL_REDUCE
 from .library import schema
-from .ops import all_reduce_layer_norm, all_reduce_rms_norm, all_reduce_rms_norm_quant
+from .ops import all_reduce_rms_norm, all_reduce_rms_norm_quant
+from .ops.all_reduce_layer_norm import AllReduceLayerNormCall, fast_all_reduce_layer_norm
 from .ops.all_reduce_rms_norm_quant import AllReduceRmsNormQuantCall, validate_quantization
 
 
@@ -228,9 +229,8 @@ def fused_all_reduce_layer_norm(
     """
     name = known_name(group)
     if name is not None and type(eps) is float and type(weight_offset) is float:
-        operands = residual, weight, bias
-        done = all_reduce_layer_norm.fast_all_reduce_layer_norm(x, operands, eps, weight_offset, name)
-        if done is not None:
+        call = AllReduceLayerNormCall(x, residual, weight, bias, eps, name, weight_offset)
+        if (done := fast_all_reduce_layer_norm(call)) is not None:
             return done
     _check(("residual", "weight", "bias"), x=x, residual=residual, weight=weight, bias=bias)
     validation.number("eps", eps)

@@ -114,5 +114,5 @@ def start_on_cuda(choice: Choice, where: Heap, call: AsyncCall) -> Started:
         started = on.start(call, sent, timeout_in_ns(where.group_name))
     arguments = call.reduce_op, call.placed, call.group_size
     made = LaunchedCall(call.start, arguments, [call.x], [sent], [call.x.new_empty(0)])
-    remember_call(made, workspace, on, choice.plan_in(workspace), profitable=True)
+    remember_call(made, workspace, on, choice.plan_in(workspace))
     return started

@@ -66,7 +66,7 @@ _address = Tensor.data_ptr
 
 
 class Launcher(Protocol):
-    """What a kernel keeps for more calls of one kind."""
+    """What a kernel keeps for more calls of one kind. One that pushes has ``grids``: the blocks of each launch."""
 
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
@@ -360,26 +360,19 @@ def remember_call(
     workspace: Workspace[Any],
     launcher: Launcher | Caller,
     ran: plan.Plan,
-    *,
-    profitable: bool,
-    grids: Grids = (),
+    profitable: bool = True,
 ) -> None:
     """``call`` was made on ``workspace``: the next one like it may be launched at once, unless tensors are copied.
-
-    Args:
-        profitable: it is fused also where ``forced`` does not ask for it.
-        grids: of a Launcher that pushes: blocks of each launch.
-    """
+    ``profitable``: it is fused also where ``forced`` does not ask for it."""
     if any(g.data_ptr() != u.data_ptr() for g, u in zip(call.given, call.used, strict=True)):
         return
     results = tuple((tuple(r.shape), r.stride(), r.dtype) for r in call.results or ())
     shape = None
     if flight_recorder.calls is not None:
         shape = flight_recorder.shape_of(call.op, call.given[-1:] if call.results is None else call.given)
-    how = PreparedLaunch(
-        *(launcher, isinstance(launcher, Caller), results, empty_on(call.given[0].device), grids, shape),
-        *(call.results is None, call.alignment),
-    )
+    calls, empty = isinstance(launcher, Caller), empty_on(call.given[0].device)
+    grids: Grids = getattr(launcher, "grids", ())
+    how = PreparedLaunch(launcher, calls, results, empty, grids, shape, call.results is None, call.alignment)
     _keep(workspace, key_of(call.op, call.arguments, call.given), how, ran, profitable)
 
 

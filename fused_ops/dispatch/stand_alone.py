@@ -163,5 +163,5 @@ def run_alone(choice: Choice, where: Heap, call: StandAlone) -> Tensor:
         kernel.launch(0, (source.data_ptr(),), (out.data_ptr(),), timeout_ns, current_stream_of(source))
     used, results = ([source], [out]) if into is None else ([out, source], None)
     made = LaunchedCall(call.op, call.arguments, call.given, used, results, alignment=1)
-    remember_call(made, place, kernel, ready.plan, profitable=True, grids=kernel.grids)
+    remember_call(made, *ready)
     return out

@@ -81,20 +81,16 @@ def _validate_out(call: AllGatherOutCall) -> tuple[AllGatherCall, Tensor, Proces
     return found, call.out, group
 
 
-def fast_all_gather(x: Tensor, dim: int, group_name: str) -> Tensor | None:
-    """As the op, if such a call was made before on CUDA; else None, and nothing happened. Both may be anything."""
+def fast_all_gather(x: Tensor, dim: int, group_name: str, out: Tensor | None = None) -> Tensor | None:
+    """As the op, or into ``out``, if such a call was made before; else None, and nothing happened. All may be
+    anything."""
     if dim < 0 and isinstance(x, Tensor):
         dim += x.dim()
-    results = launch_again(host.OP, dim, (x,), group_name, KINDS)
-    return None if results is None else results[0]
-
-
-def fast_all_gather_out(out: Tensor, x: Tensor, dim: int, group_name: str) -> Tensor | None:
-    """``out``, with the result; likewise."""
-    if dim < 0 and isinstance(x, Tensor):
-        dim += x.dim()
-    done = launch_again(host.INTO, dim, (out, x), group_name, KINDS)
-    return None if done is None else out
+    op, tensors = (host.OP, (x,)) if out is None else (host.INTO, (out, x))
+    results = launch_again(op, dim, tensors, group_name, KINDS)
+    if results is None:
+        return None
+    return results[0] if out is None else out
 
 
 def gather_within(x: Tensor, group: ProcessGroup, op: str) -> Tensor:
@@ -213,7 +209,7 @@ ALL_GATHER_OUT = Op(
     sends_nothing=lambda call, out, group: call.x.numel() == 0,
     choose=lambda call, out, group: choose_gather(call, group),
     run=_run_out,
-    fast=lambda call: fast_all_gather_out(call.out, call.x, call.gather_dim, call.group_name),
+    fast=lambda call: fast_all_gather(call.x, call.gather_dim, call.group_name, call.out),
     known_by=lambda call, out, group: (call.gather_dim, [out, call.x]),
     with_gradient=lambda call: op.refuse_gradient(_validate_out, call, op.INTO),
     functional=(ALL_GATHER, lambda call: call.without_out),

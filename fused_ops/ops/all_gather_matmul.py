@@ -161,7 +161,7 @@ def _on_cuda(choice: Choice, where: Heap, call: AllGatherMatmulCall) -> Result:
         results = outs if A is None else [*outs, A]
         operands = how.call.a, *how.call.bs
         made = launch_cache.LaunchedCall(host.OP, (dim, return_A), call.tensors, operands, results)
-        launch_cache.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
+        launch_cache.remember_call(made, workspace, launcher, plan, kernel.profitable)
     return A, outs
 
 

@@ -255,7 +255,7 @@ def _on_cuda(choice: Choice, where: Heap, gather: ScaledGather) -> Result:
         results = outs if A is None else [*outs, A]
         operands = [used.a, *used.bs, *scales.tensors]
         made = launch_cache.LaunchedCall(host.OP, *known, operands, results)
-        launch_cache.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
+        launch_cache.remember_call(made, workspace, launcher, plan, kernel.profitable)
     return A, outs
 
 

@@ -114,8 +114,7 @@ def run_by_choice(
     prepared = all_reduce_on_cuda(choice, where, (source, out), reduce_op, op)
     if op in BOTH and not choice.how.given:
         made = LaunchedCall(op, reduce_op, [x], [source], None if out is x else [out], alignment=1)
-        grids = prepared.kernel.grids
-        remember_call(made, prepared.workspace, prepared.kernel, prepared.plan, profitable=True, grids=grids)
+        remember_call(made, *prepared)
     return out
 
 

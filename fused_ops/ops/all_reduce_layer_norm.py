@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,18 +51,12 @@ class AllReduceLayerNormCall(NamedTuple):
         return NormKind(self.eps, self.weight_offset, True, self.residual is not None, wide, True, *there)
 
 
-def fast_all_reduce_layer_norm(
-    x: Tensor, operands: Sequence[Tensor | None], eps: float, weight_offset: float, group_name: str
-) -> tuple[Tensor, Tensor] | None:
-    """As the op, if such a call was made before on CUDA; else None, and nothing happened. Tensors may be anything.
-
-    Args:
-        operands: residual, weight and bias.
-    """
-    residual, weight, bias = operands
+def fast_all_reduce_layer_norm(call: AllReduceLayerNormCall) -> tuple[Tensor, Tensor] | None:
+    """As the op, if such a call was made before; else None, and nothing happened. Tensors may be anything."""
+    x, residual, weight, bias, eps, group_name, weight_offset, _ = call
     there = residual is not None, weight is not None, bias is not None
     name = named_layer_norm(eps, weight_offset, *there)
-    tensors = [t for t in (x, *operands) if t is not None]
+    tensors = [t for t in (x, residual, weight, bias) if t is not None]
     results = launch_cache.launch_again(host.LAYER_NORM, name, tensors, group_name, (ALL_REDUCE,))
     return None if results is None else (results[0], results[1])
 
@@ -103,11 +96,6 @@ class AllReduceLayerNormFunction(torch.autograd.Function):
         return None, grad_x, total if of_residual else None, grad_weight, grad_bias
 
 
-def _fast(call: AllReduceLayerNormCall) -> tuple[Tensor, Tensor] | None:
-    x, *operands, eps, group_name, offset, _ = call
-    return fast_all_reduce_layer_norm(x, operands, eps, offset, group_name)
-
-
 ALL_REDUCE_LAYER_NORM = Op(
     "fused_all_reduce_layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps,"
     " str group_name, *, float weight_offset=0.0, int? group_size=None) -> (Tensor, Tensor)",
@@ -118,7 +106,7 @@ ALL_REDUCE_LAYER_NORM = Op(
     sends_nothing=norm_sends_nothing,
     choose=choose_norm_call,
     run=run_norm_call,
-    fast=_fast,
+    fast=fast_all_reduce_layer_norm,
     known_by=norm_is_known_by,
     with_gradient=lambda call: AllReduceLayerNormFunction.apply(call, call.x, call.residual, *call.affine),
     prepares=all_reduce.BOTH,

@@ -234,7 +234,7 @@ def run_norm(
     place, kernel, plan, results = _on_cuda(choice, where, operands, kind, (rows, hidden))
     results = _of_shape(shape, results)
     made = launch_cache.LaunchedCall(op, name(), given.tensors, operands, results)
-    launch_cache.remember_call(made, place, kernel, plan, profitable=True, grids=kernel.grids)
+    launch_cache.remember_call(made, place, kernel, plan)
     return results
 
 

@@ -24,7 +24,7 @@ from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from .. import validation
 from ..dispatch import launch_cache, plan
-from ..dispatch.all_reduces import choose_sum_on_cuda
+from ..dispatch.all_reduces import NotYet, choose_sum_on_cuda
 from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host
 from ..dispatch.plan import num_sms, on, ran, should_fuse
 from ..dispatch.staging import Staging, in_rows_or_columns, rows_of
@@ -99,14 +99,6 @@ def _sizes(A: Tensor, B: Tensor) -> tuple[int, int, int]:
     return A.shape[:-1].numel(), B.shape[1], A.shape[-1]
 
 
-class _Product(NamedTuple):
-    """The product of a call, as far as an all-reduce of it is chosen by that."""
-
-    device: torch.device
-    dtype: torch.dtype
-    nbytes: int
-
-
 @dataclass(frozen=True)
 class _FewRows:
     """The kernel for few rows, and the operands [M, K] and [K, N] as it takes them."""
@@ -132,7 +124,7 @@ def _choose_on_cuda(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice:
         return chosen
     A, B = call.A, call.B
     m, n, k = _sizes(A, B)
-    of_sum = choose_sum_on_cuda(_Product(A.device, A.dtype, m * n * A.element_size()), call.reduce_op, group)
+    of_sum = choose_sum_on_cuda(NotYet(A.device, A.dtype, m * n * A.element_size()), call.reduce_op, group)
     if of_sum.is_unfused:
         return of_sum
     us = of_sum.predicted_us
@@ -223,7 +215,7 @@ def _run_two_kernels(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> 
     shaped = out.view(*A.shape[:-1], B.shape[1])
     made = launch_cache.LaunchedCall(host.OP, reduce_op, (A, B), (A, B), [shaped], alignment=1)
     caller = _MatmulThenSum(workspace, kernel)
-    launch_cache.remember_call(made, workspace, caller, both, profitable=True)
+    launch_cache.remember_call(made, workspace, caller, both)
     return shaped
 
 
@@ -252,7 +244,7 @@ def _run_few_rows(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> Ten
         kernel.launch(0, operands, (out.data_ptr(),), timeout_ns, current_stream_of(a))
     shaped = out.view(*A.shape[:-1], b.shape[1])
     made = launch_cache.LaunchedCall(host.OP, reduce_op, (A, B), (a, b), [shaped])
-    launch_cache.remember_call(made, workspace, kernel, fused, profitable=how.profitable, grids=kernel.grids)
+    launch_cache.remember_call(made, workspace, kernel, fused, how.profitable)
     return shaped
 
 
@@ -274,7 +266,7 @@ def _run_one_kernel(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> T
     shaped = out.view(*A.shape[:-1], B.shape[1])
     if launcher is not None:
         made = launch_cache.LaunchedCall(host.OP, call.reduce_op, (A, B), (used.a, used.b), [shaped])
-        launch_cache.remember_call(made, workspace, launcher, fused, profitable=kernel.profitable)
+        launch_cache.remember_call(made, workspace, launcher, fused, kernel.profitable)
     return shaped
 
 

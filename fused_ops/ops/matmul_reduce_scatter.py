@@ -151,14 +151,6 @@ def fast_matmul_reduce_scatter(
     return None if results is None else results[0]
 
 
-def fast_sum_of_matmuls_reduce_scatter(call: MatmulReduceScatterCall) -> Tensor | None:
-    """The same of a call with further factors."""
-    dim = call.scatter_dim + call.A.dim() if call.scatter_dim < 0 else call.scatter_dim
-    arguments = _arguments(dim, call.reduce_op, call.bias, call.residual, len(call.more or ()))
-    results = launch_cache.launch_again(host.OP, arguments, (*call.factors, *call.terms), call.group_name)
-    return None if results is None else results[0]
-
-
 def _arguments(
     dim: int, reduce_op: str, bias: Tensor | None, residual: Tensor | None, more: int = 0
 ) -> tuple[int | str, ...]:
@@ -179,12 +171,12 @@ def _known_by(
 
 
 def _fast(call: MatmulReduceScatterCall) -> Tensor | None:
-    A, B, reduce_op, dim, group_name, out_dtype, bias, residual, more, _ = call
-    if out_dtype is not None:
+    if call.out_dtype is not None:
         return None
-    if more:
-        return fast_sum_of_matmuls_reduce_scatter(call)
-    return fast_matmul_reduce_scatter(A, B, reduce_op, dim, group_name, (bias, residual))
+    dim = call.scatter_dim + call.A.dim() if call.scatter_dim < 0 else call.scatter_dim
+    arguments = _arguments(dim, call.reduce_op, call.bias, call.residual, len(call.more or ()))
+    results = launch_cache.launch_again(host.OP, arguments, (*call.factors, *call.terms), call.group_name)
+    return None if results is None else results[0]
 
 
 @dataclass(frozen=True)
@@ -307,7 +299,7 @@ def _on_cuda(choice: Choice, where: Heap, _: MatmulReduceScatterCall) -> Tensor:
     if launcher is not None and known is not None:
         operands = on_cuda.scatter_operands(kernel.config, used)
         made = launch_cache.LaunchedCall(host.OP, *known, operands, [out])
-        launch_cache.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
+        launch_cache.remember_call(made, workspace, launcher, plan, kernel.profitable)
     return out
 
 

@@ -65,8 +65,8 @@ class Op:
         sends_nothing: whether, by the same, the ranks have nothing to send each other.
         choose: the ``Choice`` of the same, where the ranks can address each other's memory.
         run: the results, of a choice, the heap (None if that is unfused), and the same.
-        fast: the results, if such a call was made before; else None, and nothing happened. Its tensors may be anything.
         with_gradient: the results of a call of which a gradient is wanted; or it raises (``refuse_gradient``).
+        fast: the results, if such a call was made before; else None, and nothing happened. Its tensors may be anything.
         known_by: of what ``validate`` returns, the arguments and tensors by which ``fast`` knows such a call; None: it
             does not look for it.
         functional: of an op that writes to its first argument: the op that returns the same, and its call.
@@ -87,8 +87,8 @@ class Op:
     sends_nothing: Callable[..., bool]
     choose: Callable[..., Choice]
     run: Callable[..., Any]
-    fast: Callable[[Any], Any]
     with_gradient: Callable[[Any], Any]
+    fast: Callable[[Any], Any] = lambda call: None
     known_by: Callable[..., tuple[Hashable, Sequence[Tensor]] | None] = lambda *_: None
     functional: tuple[Op, Callable[[Any], Any]] | None = None
     flops: Callable[..., int] | None = None

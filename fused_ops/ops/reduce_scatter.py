@@ -85,22 +85,18 @@ def _validate_out(call: ReduceScatterOutCall) -> tuple[ReduceScatterCall, Tensor
     return found, call.out, group
 
 
-def fast_reduce_scatter(x: Tensor, reduce_op: str, dim: int, group_name: str) -> Tensor | None:
-    """As the op, if such a call was made before on CUDA; else None, and nothing happened. All may be anything."""
-    if dim < 0 and isinstance(x, Tensor):
-        dim += x.dim()
-    results = launch_again(host.OP, (dim, reduce_op), (x,), group_name, KINDS)
-    return None if results is None else results[0]
-
-
-def fast_reduce_scatter_out(
-    out: Tensor, x: Tensor, reduce_op: str, dim: int, group_name: str
+def fast_reduce_scatter(
+    x: Tensor, reduce_op: str, dim: int, group_name: str, out: Tensor | None = None
 ) -> Tensor | None:
-    """``out``, with the result; likewise."""
+    """As the op, or into ``out``, if such a call was made before; else None, and nothing happened. All may be
+    anything."""
     if dim < 0 and isinstance(x, Tensor):
         dim += x.dim()
-    done = launch_again(host.INTO, (dim, reduce_op), (out, x), group_name, KINDS)
-    return None if done is None else out
+    op, tensors = (host.OP, (x,)) if out is None else (host.INTO, (out, x))
+    results = launch_again(op, (dim, reduce_op), tensors, group_name, KINDS)
+    if results is None:
+        return None
+    return results[0] if out is None else out
 
 
 def _choose(call: ReduceScatterCall, group: ProcessGroup) -> Choice:
@@ -213,7 +209,9 @@ REDUCE_SCATTER_OUT = Op(
     sends_nothing=lambda call, out, group: call.x.numel() == 0,
     choose=lambda call, out, group: _choose(call, group),
     run=_run_out,
-    fast=lambda call: fast_reduce_scatter_out(*call[:5]),
+    fast=lambda call: fast_reduce_scatter(
+        call.x, call.reduce_op, call.scatter_dim, call.group_name, call.out
+    ),
     known_by=lambda call, out, group: ((call.scatter_dim, call.reduce_op), [out, call.x]),
     with_gradient=lambda call: op.refuse_gradient(_validate_out, call, op.INTO),
     functional=(REDUCE_SCATTER, lambda call: call.without_out),

@@ -273,7 +273,7 @@ def _on_cuda(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, r
     if launcher is not None and known is not None:
         operands = on_cuda.scatter_operands(kernel.config, used)
         made = launch_cache.LaunchedCall(host.OP, *known, operands, [out])
-        launch_cache.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
+        launch_cache.remember_call(made, workspace, launcher, plan, kernel.profitable)
     return out
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -154,9 +153,7 @@ class DeviceLines:
         current = cuda.current_stream(index)
         stream = current if side is None else side.stream.cuda_stream
         # By itself, not by its name: that may be another group's later.
-        key: Hashable = self, name, reduce_op, x.numel(), x.dtype, index, stream
-        if x is not out:
-            key = key, out.numel(), out.dtype
+        key = self, name, reduce_op, x.numel(), x.dtype, out.numel(), out.dtype, index, stream
         launch: Launch | None = call_cache.cached_calls.get(key)
         if launch is None or not x.is_contiguous() or self._others is not None:
             return False
@@ -215,10 +212,8 @@ class DeviceLines:
             before, after = steps_on(index, stream)
             at = deadline, False, stream, _then(before, line), after
             launch = StreamLaunch(workspace, how, ran_by, *at).bound()
-            key: Hashable = self, call.name, call.reduce_op, x.numel(), x.dtype, index, stream
-            if call.x is not call.out:
-                key = key, out.numel(), out.dtype
-            call_cache.keep(kept, key, launch)
+            alike = self, call.name, call.reduce_op, x.numel(), x.dtype, out.numel(), out.dtype
+            call_cache.keep(kept, (*alike, index, stream), launch)
         return None
 
 

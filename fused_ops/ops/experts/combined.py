@@ -160,5 +160,5 @@ def launch_combined(
         kernel.launch(0, addresses, [out.data_ptr()], timeout_ns, current_stream_of(used[0]))
     if arguments is not None:
         made = launch_cache.LaunchedCall(op, arguments, combined.tensors, used, [out])
-        launch_cache.remember_call(made, place, kernel, plan, profitable=True, grids=kernel.grids)
+        launch_cache.remember_call(made, place, kernel, plan)
     return out

@@ -307,7 +307,6 @@ def _named(name: str) -> Op:
         sends_nothing=lambda call, group: call.targets.numel() == 0,
         choose=_choose,
         run=partial(_run, name),
-        fast=lambda call: None,
         with_gradient=lambda call: _with_gradient(op, call),
         flops=_flops,
         own_dims={"x": (-1,), "weight": (0,), "bias": (0,)},
