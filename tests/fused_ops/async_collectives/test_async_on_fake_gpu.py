@@ -16,7 +16,7 @@ from weft.fused_ops.async_collectives.call import AsyncCall
 from weft.fused_ops.async_collectives.on_cuda import CallsOnStream, choose_async, start_on_cuda
 from weft.fused_ops.async_collectives.run import fast_start
 from weft.fused_ops.async_collectives.started import Started
-from weft.fused_ops.dispatch import launch_cache, plan
+from weft.fused_ops.dispatch import plan
 from weft.kernels.async_collectives.cuda_kernel import AsyncProblem
 
 gpu_stage = fake_gpu.stage
@@ -62,9 +62,7 @@ class Asynchronous:
             made = CallsOnStream(workspace, self.collective, call)
             workspace.prepared[problem, tuple(call.result_shape(WORLD_SIZE))] = made
             arguments = call.reduce_op, placed, WORLD_SIZE
-            before = launch_cache.LaunchedCall(call.start, arguments, [x], [x], [x.new_empty(0)])
-            ran = plan.Plan("copy_engine")
-            launch_cache.remember_call(before, workspace, made, ran, profitable=True)
+            stage.remember(made, call.start, arguments, [x], [x.new_empty(0)], ran="copy_engine")
 
     def launched(self) -> list[tuple[Any, ...]]:
         done = list(self.collective.done)

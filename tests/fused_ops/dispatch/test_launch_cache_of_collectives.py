@@ -64,10 +64,7 @@ class Op:
         self.remember(self.names[1], given, None)
 
     def remember(self, op: str, given: list[Tensor], results: list[Tensor] | None) -> None:
-        made = launch_cache.LaunchedCall(op, self.arguments, given, given, results, alignment=1)
-        launch_cache.remember_call(
-            made, self.stage.workspace, self.kernel, plan.Plan("push"), profitable=True
-        )
+        self.stage.remember(self.kernel, op, self.arguments, given, results, alignment=1)
 
     def launched(self) -> list[tuple[Any, ...]]:
         found = list(self.kernel.launched)

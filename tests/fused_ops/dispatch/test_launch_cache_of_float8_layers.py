@@ -11,7 +11,7 @@ import torch
 from fake_gpu import NAME, SLOW, WORLD_SIZE, Kernel, Stage, run_on_cuda
 from torch import Tensor
 from weft.fused_ops import float8_all_gather_matmul, float8_matmul_reduce_scatter, ops
-from weft.fused_ops.dispatch import launch_cache, plan
+from weft.fused_ops.dispatch import plan
 from weft.fused_ops.ops import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
 from weft.fused_ops.ops.all_gather_scaled_matmul import AllGatherScaledMatmulCall
 from weft.fused_ops.ops.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatterCall
@@ -23,8 +23,7 @@ M, K, N = 512, 256, 1024  # of a shard, of B
 
 def reduced_before(stage: Stage, count: int) -> None:
     x = torch.empty(count)
-    made = launch_cache.LaunchedCall("one_shot_all_reduce", "max", [x], [x], [x], alignment=1)
-    launch_cache.remember_call(made, stage.workspace, Kernel([]), plan.Plan("push"), profitable=True)
+    stage.remember(Kernel([]), "one_shot_all_reduce", "max", [x], [x], alignment=1)
 
 
 def operands(rows: int, sizes: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

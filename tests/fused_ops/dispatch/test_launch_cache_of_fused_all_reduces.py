@@ -11,7 +11,7 @@ import fake_gpu
 import pytest
 import torch
 import torch.distributed as dist
-from fake_gpu import DEADLINE, NAME, SLOW, STREAM, TAKEN, Stage, Workspace, assert_slow, run_on_cuda
+from fake_gpu import DEADLINE, NAME, SLOW, STREAM, TAKEN, Kernel, Stage, Workspace, assert_slow, run_on_cuda
 from test_launch_cache_of_matmuls import OTHERS
 from weft import symm_mem
 from weft.fused_ops import (
@@ -40,20 +40,8 @@ gpu_stage = fake_gpu.stage
 EPS = 1e-5
 
 
-class Kernel:
-    """Of both ops. The sum of all ranks is what this one has."""
-
-    grids = ()
-
-    def __init__(self) -> None:
-        self.launched: list[tuple[Any, ...]] = []
-
-    def launch(self, buffer: int, operands: Any, results: Any, *how: int) -> None:
-        self.launched.append((buffer, list(operands), list(results), *how))
-
-
 class Fused(Stage):
-    """A call of each op was made before."""
+    """A call of each op was made before. The sum of all ranks is what this one has."""
 
     kernel: Any
     product: tuple[torch.Tensor, torch.Tensor]
@@ -65,7 +53,7 @@ def stage(gpu_stage: Fused) -> Fused:
     stage, workspace = gpu_stage, gpu_stage.workspace
     for kind in AROUND_MATMULS:
         del stage.workspaces[kind, STREAM, 0]
-    kernel = stage.kernel = Kernel()
+    kernel = stage.kernel = Kernel([])
     dtype = torch.float32
     made: Any = launch_cache.PreparedKernel(workspace, kernel, plan.Plan("push"))  # type: ignore[arg-type]
     workspace.prepared[6 * 5, dtype, "sum"] = made
@@ -73,8 +61,7 @@ def stage(gpu_stage: Fused) -> Fused:
     x, residual, weight = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8)
     stage.product, stage.norm = (A, B), (x, residual, weight)
     results = [torch.empty_like(x), torch.empty_like(x)]
-    call = launch_cache.LaunchedCall(all_reduce_rms_norm.host.OP, EPS, stage.norm, stage.norm, results)
-    launch_cache.remember_call(call, workspace, kernel, plan.Plan("push"), profitable=True)  # type: ignore[arg-type]
+    stage.remember(kernel, all_reduce_rms_norm.host.OP, EPS, stage.norm, results)
     for a in (A, A.flatten(0, 1)):
         run_on_cuda(matmul_all_reduce, stage.where, MatmulAllReduceCall(a, B, "sum", NAME), group=stage.group)
     assert stage.workspace.noted == ["fused_matmul_all_reduce"] * 2, "errors name the op that was called"
@@ -225,8 +212,7 @@ def test_other_arguments_take_the_slow_path(stage: Fused) -> None:
 
 def test_true_is_no_eps_where_one_was(stage: Fused) -> None:
     results = [torch.empty_like(stage.norm[0]) for _ in range(2)]
-    made = launch_cache.LaunchedCall(all_reduce_rms_norm.host.OP, 1.0, stage.norm, stage.norm, results)
-    launch_cache.remember_call(made, stage.workspace, stage.kernel, plan.Plan("push"), profitable=True)
+    stage.remember(stage.kernel, all_reduce_rms_norm.host.OP, 1.0, stage.norm, results)
     fused_all_reduce_rms_norm(*stage.norm, 1.0, NAME)
     assert len(stage.kernel.launched) == 1
     with pytest.raises(TypeError, match="eps: is"):
@@ -237,10 +223,9 @@ def test_what_is_remembered_already_makes_no_end_of_what_was_found(stage: Fused)
     """A rank's own slow path, for a call that others make for the first time, say."""
     fused_all_reduce_rms_norm(*stage.norm, EPS, NAME)
     results = [torch.empty_like(stage.norm[0]) for _ in range(2)]
-    for ran, is_kept in ((plan.Plan("push"), True), (plan.Plan("one_shot"), False)):
+    for ran, is_kept in (("push", True), ("one_shot", False)):
         kept = call_cache.cached_calls
-        made = launch_cache.LaunchedCall(all_reduce_rms_norm.host.OP, EPS, stage.norm, stage.norm, results)
-        launch_cache.remember_call(made, stage.workspace, stage.kernel, ran, profitable=True)
+        stage.remember(stage.kernel, all_reduce_rms_norm.host.OP, EPS, stage.norm, results, ran=ran)
         assert (call_cache.cached_calls is kept) == is_kept
 
 
@@ -284,8 +269,7 @@ def test_a_layer_norm_is_that_of_the_same_operands(stage: Fused) -> None:
     kind = NormKind(EPS, subtract_mean=True, weight=False)
     results = [torch.empty_like(row) for _ in range(2)]
     name = all_reduce_rms_norm.name_of_norm(kind)
-    made = launch_cache.LaunchedCall(all_reduce_rms_norm.host.LAYER_NORM, name, given, given, results)
-    launch_cache.remember_call(made, stage.workspace, stage.kernel, plan.Plan("push"), profitable=True)
+    stage.remember(stage.kernel, all_reduce_rms_norm.host.LAYER_NORM, name, given, results)
     for op in (fused_all_reduce_layer_norm, torch.ops.weft.fused_all_reduce_layer_norm):
         normed, sums = op(*given, None, None, EPS, NAME)
         operands, results_ = [[t.data_ptr() for t in ts] for ts in (given, (normed, sums))]
@@ -313,8 +297,7 @@ def test_a_norm_in_fp8_is_that_of_the_same_arguments(stage: Fused, scale: torch.
     name = all_reduce_rms_norm_quant.name_of_quant(
         AllReduceRmsNormQuantCall(x, residual, weight, EPS, NAME, **named)
     )
-    made = launch_cache.LaunchedCall(all_reduce_rms_norm.host.QUANT, name, given, given, results)
-    launch_cache.remember_call(made, stage.workspace, stage.kernel, plan.Plan("push"), profitable=True)
+    stage.remember(stage.kernel, all_reduce_rms_norm.host.QUANT, name, given, results)
     others: list[Any] = [{"scale_op": "multiply"}, {"weight_offset": 1.0}, {"round_sum": False}]
     others += [{"out_dtype": torch.float8_e5m2}, {"scale": torch.ones(1) if scale is None else None}]
     others += [{"smallest": 0.5}] if scale is None else []
