@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from ..symm_mem import Group, group_name
@@ -53,11 +51,7 @@ def one_shot_all_gather(
     """
     name = known_name(group)
     if name is not None and type(gather_dim) is int:
-        done = (
-            all_gather.fast_all_gather(x, gather_dim, name)
-            if out is None
-            else all_gather.fast_all_gather_out(out, x, gather_dim, name)
-        )
+        done = all_gather.fast_all_gather(x, gather_dim, name, out)
         if done is not None:
             return done
     validation.tensor("x", x, 1)
@@ -112,12 +106,7 @@ def one_shot_reduce_scatter(
     """
     name = known_name(group)
     if name is not None and type(reduce_op) is str and type(scatter_dim) is int:
-        args: Any = (x, reduce_op, scatter_dim, name)
-        done = (
-            reduce_scatter.fast_reduce_scatter(*args)
-            if out is None
-            else reduce_scatter.fast_reduce_scatter_out(out, *args)
-        )
+        done = reduce_scatter.fast_reduce_scatter(x, reduce_op, scatter_dim, name, out)
         if done is not None:
             return done
     validation.tensor("x", x, 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..symm_mem import Group, group_name, is_checked
 from . import validation
 from .dispatch.callers import of_graph
-from .dispatch.fast_path import needs_no_dispatch
+from .dispatch.tensor_guards import needs_no_dispatch
 from .library import schema
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..symm_mem import Group, group_name, is_checked
 from . import validation
 from .dispatch.callers import known_name, of_graph
-from .dispatch.fast_path import needs_no_dispatch
+from .dispatch.tensor_guards import needs_no_dispatch
 from .experts import check_offs
 from .functional import ReduceOp
 from .library import schema

@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.all_reduce.host import IN_PLACE
+from ..kernels.all_reduce.host import IN_PLACE, OP
 from ..symm_mem import Group, group_name
 from . import validation
 from .dispatch.callers import known_name, of_graph
+from .dispatch.launch_cache import launch_again
+from .dispatch.stand_alone import KINDS
 from .library import schema
-from .ops import all_gather_matmul, all_reduce, matmul_all_reduce, matmul_reduce_scatter
+from .ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
 ReduceOp: TypeAlias = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
@@ -185,9 +187,9 @@ def one_shot_all_reduce(x: Tensor, reduce_op: ReduceOp, group: Group = None) -> 
     """
     name = known_name(group)
     if name is not None and type(reduce_op) is str:
-        out = all_reduce.fast_all_reduce(x, reduce_op, name, anything=True)
-        if out is not None:
-            return out
+        results = launch_again(OP, reduce_op, (x,), name, KINDS)
+        if results is not None:
+            return results[0]
     validation.tensor("x", x)
     reduce_op = validation.reduction(reduce_op, validation.ALL_REDUCE_OPS)
     name = group_name(group)
@@ -219,9 +221,9 @@ def one_shot_all_reduce_(x: Tensor, reduce_op: ReduceOp, group: Group = None) ->
     """
     name = known_name(group)
     if name is not None and type(reduce_op) is str:
-        out = all_reduce.fast_all_reduce(x, reduce_op, name, x, IN_PLACE, anything=True)
-        if out is not None:
-            return out
+        done = launch_again(IN_PLACE, reduce_op, (x,), name, KINDS)
+        if done is not None:
+            return x
     validation.tensor("x", x)
     reduce_op = validation.reduction(reduce_op, validation.ALL_REDUCE_OPS)
     name = group_name(group)

@@ -7,11 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.all_reduce_rms_norm.host import OP
 from ..symm_mem import Group, group_name
 from . import validation
 from .dispatch.callers import known_name, of_graph
+from .dispatch.launch_cache import launch_again
+from .dispatch.workspaces import ALL_REDUCE
 from .library import schema
-from .ops import all_reduce_layer_norm, all_reduce_rms_norm, all_reduce_rms_norm_quant
+from .ops import all_reduce_rms_norm, all_reduce_rms_norm_quant
+from .ops.all_reduce_layer_norm import AllReduceLayerNormCall, fast_all_reduce_layer_norm
 from .ops.all_reduce_rms_norm_quant import AllReduceRmsNormQuantCall, validate_quantization
 
 
@@ -66,9 +70,10 @@ def fused_all_reduce_rms_norm(
     name = known_name(group)
     if name is not None and type(eps) is float and type(weight_offset) is float and type(round_sum) is bool:
         norm = all_reduce_rms_norm.named_norm(eps, weight_offset, round_sum)
-        done = all_reduce_rms_norm.fast_all_reduce_rms_norm(x, residual, weight, norm, name)
+        tensors = (x, weight) if residual is None else (x, residual, weight)
+        done = launch_again(OP, norm, tensors, name, (ALL_REDUCE,))
         if done is not None:
-            return done
+            return done[0], done[1]
     _check(("residual",), x=x, residual=residual, weight=weight)
     validation.number("eps", eps)
     validation.number("weight_offset", weight_offset)
@@ -224,9 +229,8 @@ def fused_all_reduce_layer_norm(
     """
     name = known_name(group)
     if name is not None and type(eps) is float and type(weight_offset) is float:
-        operands = residual, weight, bias
-        done = all_reduce_layer_norm.fast_all_reduce_layer_norm(x, operands, eps, weight_offset, name)
-        if done is not None:
+        call = AllReduceLayerNormCall(x, residual, weight, bias, eps, name, weight_offset)
+        if (done := fast_all_reduce_layer_norm(call)) is not None:
             return done
     _check(("residual", "weight", "bias"), x=x, residual=residual, weight=weight, bias=bias)
     validation.number("eps", eps)

@@ -23,6 +23,7 @@ An epoch that does not end, because a wait in it expired or an exception left it
 from __future__ import annotations
 
 import ctypes
+import sys
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -33,11 +34,11 @@ from torch.autograd.profiler import record_function
 
 from . import flight_recorder
 from .call_cache import CachedDict
-from .call_site import call_site
+from .call_site import calling, site_from
 from .errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
 from .failure.call_log import CallLog, Grids, running
 from .failure.fault import Fault, fault_of
-from .failure.spin_wait import Expired, PeerLiveness, reached, spin
+from .failure.spin_wait import Expired, PeerLiveness, spin
 from .layout import NUM_BUFFERS, WORD, AnyLayout, Layout
 from .timeouts import ThreadLock, get_timeout
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 OUTGROWN = "outgrown"  #: in ``prepared``, of a captured graph: a smaller one that its earlier nodes write to
 _MOST_PREPARED = 4096  # of a few KiB each: a program with ever new sizes makes one for each
+_word = ctypes.c_uint32.from_address
 _MOST_VIEWS = 256  # of a buffer: likewise
 
 
@@ -124,7 +126,7 @@ class Workspace(Generic[L]):
         if fault.error is not None or fault.written.value:
             fault.raise_if_broken(op)
         if op is not None:
-            self._calls.begins(op, call_site(inside + 2), grids)
+            self._calls.begins(op, site_from(sys._getframe(inside + 1)) or calling.site, grids)
             if not self._is_double_buffered and running.inside:
                 running.workspace = self
 
@@ -156,7 +158,7 @@ class Workspace(Generic[L]):
 
     def word(self, rank: int, index: int) -> ctypes.c_uint32:
         """A word of rank's copy, on the CPU."""
-        return ctypes.c_uint32.from_address(self.address + (rank - self.rank) * self.span + WORD * index)
+        return _word(self.address + (rank - self.rank) * self.span + WORD * index)
 
     def abandon(self, cause: BaseException) -> None:
         """Refuse further calls: an exception has ended one half-way, and peers may have seen part of it."""
@@ -250,7 +252,6 @@ class HostEpoch:
             words = workspace.host_words[self.buffer] = _BufferWords(workspace, self.buffer)
         self._words = words
         self.epoch = (words.epoch.value + 1) & 0xFFFFFFFF
-        self._timeout = get_timeout(workspace.heap.group_name)
 
     def __enter__(self) -> HostEpoch:
         return self
@@ -273,13 +274,11 @@ class HostEpoch:
             found = views[key] = self.ws.buffer(rank, self.buffer, shape, dtype)
         return found
 
-    def _wait(self, peer: int, index: int, expected: int, *, exactly: bool = False) -> None:
+    def _wait(self, peer: int, index: int, expected: int, exactly: bool) -> None:
         if profiler._is_profiler_enabled:  # for pictures of a call (weft.passes.timeline)
             with record_function(f"weft:waits for rank {peer}"):
                 self._spin(peer, index, expected, exactly)
-            return
-        seen = ctypes.c_uint32.from_address(self.ws.address + WORD * index).value
-        if not (seen == expected if exactly else reached(seen, expected)):
+        else:
             self._spin(peer, index, expected, exactly)
 
     def _spin(self, peer: int, index: int, expected: int, exactly: bool) -> None:
@@ -289,11 +288,12 @@ class HostEpoch:
             ws.fault.abort_notice(peer),
             lambda: ws.about(self.op, peer, index, expected),
         )
+        timeout = get_timeout(ws.heap.group_name)
         ws.waiting = self.op, peer, index, expected
         ws.lock.goes_on()
         try:
             # It ends early if the call's other thread, or a call in another workspace, has failed.
-            spin(address, expected, self._timeout, liveness, ws.raise_if_broken, exactly=exactly)
+            spin(address, expected, timeout, liveness, ws.raise_if_broken, exactly=exactly)
         except Expired as e:
             raise ws.fault.breaks(ws.expired(self.op, peer, index, expected, e.outcome)).again() from None
         finally:
@@ -301,16 +301,22 @@ class HostEpoch:
 
     def wait_free(self, peer: int) -> None:
         """Until peer's buffer may be overwritten."""
-        self._wait(peer, self._words.done[peer], (self.epoch - 1) & 0xFFFFFFFF)
+        index, expected = self._words.done[peer], (self.epoch - 1) & 0xFFFFFFFF
+        seen = _word(self.ws.address + WORD * index).value
+        if (seen - expected) & 0xFFFFFFFF >= 0x80000000 or profiler._is_profiler_enabled:  # as in ``reached``
+            self._wait(peer, index, expected, exactly=False)
 
     def post(self, peer: int, i: int) -> None:
         """Set flag ``i`` at peer: its data lies in peer's buffer."""
         ws = self.ws
-        ws.word(peer, self._words.flags[ws.rank] + i).value = self.epoch
+        place = ws.address + (peer - ws.rank) * ws.span + WORD * (self._words.flags[ws.rank] + i)
+        _word(place).value = self.epoch
 
     def wait(self, peer: int, i: int) -> None:
         """Until the data of peer's flag ``i`` lies in the local buffer."""
-        self._wait(peer, self._words.flags[peer] + i, self.epoch, exactly=True)
+        index = self._words.flags[peer] + i
+        if _word(self.ws.address + WORD * index).value != self.epoch or profiler._is_profiler_enabled:
+            self._wait(peer, index, self.epoch, exactly=True)
 
     def leave(self) -> None:
         """End the epoch: nothing of the local buffer is read any more."""

@@ -31,7 +31,7 @@ MUTANTS = [
     # symm_mem
     Mutant(
         "symm_mem/workspace.py",
-        "self._wait(peer, self._words.done[peer], (self.epoch - 1) & 0xFFFFFFFF)",
+        "self._wait(peer, index, expected, exactly=False)",
         "return",
         f"{_SIGNALS}::test_a_rank_that_only_receives_may_be_late",
     ),
@@ -43,14 +43,14 @@ MUTANTS = [
     ),
     Mutant(
         "symm_mem/workspace.py",
-        "self._wait(peer, self._words.flags[peer] + i, self.epoch, exactly=True)",
-        "self._wait(peer, self._words.flags[peer] + i, self.epoch - 2)",
+        "self._wait(peer, index, self.epoch, exactly=True)",
+        "self._wait(peer, index, self.epoch - 2, exactly=False)",
         f"{_SIGNALS}::test_a_rank_that_only_receives_may_be_late",
     ),
     Mutant(
         "symm_mem/workspace.py",
         "self.epoch, exactly=True)",
-        "self.epoch)",
+        "self.epoch, exactly=False)",
         f"{_SIGNALS}::test_halves_are_never_overwritten_before_they_are_read",
     ),
     Mutant(
@@ -143,8 +143,8 @@ MUTANTS = [
     ),
     Mutant(
         "kernels/all_reduce_rms_norm/host.py",
-        "wide = parts[0].to(torch.float32, copy=True)",
-        "wide = parts[0].clone()",
+        "wide = part.to(torch.float32, copy=True) if wide is None",
+        "wide = part.clone() if wide is None",
         _NORMS,
     ),
     Mutant(

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+#: Of workspaces.
+KINDS = ("async all_gather", "async all_gather placed", "async reduce_scatter")
+
 
 class AsyncCall(NamedTuple):
     """Of a collective along dimension 0 that is waited for later. ``kind``: "all_gather" or "reduce_scatter"."""

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from ...kernels.async_collectives.host import async_layout
-from ...symm_mem import call_cache, flight_recorder
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.heap.heap import Heap
-from ...symm_mem.heap.registry import GroupRef, has_name
 from ...symm_mem.layout import NUM_BUFFERS, Layout
 from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from ..dispatch import plan
 from ..dispatch.choice import Choice, unfused
-from ..dispatch.fast_path import stream_workspace
+from ..dispatch.launch_cache import LaunchedCall, remember_call
 from ..dispatch.plan import Plan, ran
 from ..dispatch.staging import aligned
-from ..dispatch.stream_order import StreamStep, in_stream_order, steps_on, stream_on
+from ..dispatch.stream_order import in_stream_order
 from .call import AsyncCall
-from .started import Started, free_buffer, started_in
-
-_ALIGNMENT = 16  # bytes
+from .started import Started, free_buffer, hold_started, started_in
 
 
 class CallsOnStream:
@@ -32,6 +29,8 @@ class CallsOnStream:
 
     def __init__(self, workspace: Workspace[Layout], collective: Any, call: AsyncCall) -> None:
         self.workspace, self.collective = workspace, collective
+        self._op, self._wait_op = call.start, call.wait
+        self._kind, self._more = call.kind, call[2:]  # of a call like it, without its operand
         size, rank = workspace.world_size, workspace.rank
         self._taken, self.shape = started_in(workspace), tuple(call.result_shape(size))
         self.own = 0 if call.gathers else rank * call.part_bytes(size)
@@ -41,12 +40,19 @@ class CallsOnStream:
             for buffer in range(NUM_BUFFERS if call.placed else 0)
         ]
 
+    def call(
+        self, tensors: Sequence[Tensor], results: Sequence[Tensor], timeout_ns: int, stream: int
+    ) -> None:
+        """As ``launch_cache.Caller``: a start of x, contiguous and aligned, whose token is the result."""
+        (x,), (token,) = tensors, results
+        hold_started(token, self.start(AsyncCall(self._kind, x, *self._more), x, timeout_ns))
+
     def start(self, call: AsyncCall, sent: Tensor, timeout_ns: int) -> Started:
         """``sent``: x, contiguous and aligned; its copy if x is not."""
         workspace = self.workspace
-        buffer = free_buffer(self._taken, call.start)
+        buffer = free_buffer(self._taken, self._op)
         plan.this_thread.plan = self._plan
-        workspace.raise_if_broken(call.start, 3)
+        workspace.raise_if_broken(self._op, 6)
         workspace.take_buffer(buffer)
         try:
             self.collective.send(buffer, sent.data_ptr(), timeout_ns)
@@ -55,12 +61,12 @@ class CallsOnStream:
             raise
         release = partial(self._release, buffer) if call.placed else None
         started = Started(call, partial(self._wait, call, sent, buffer, timeout_ns), release)
-        started.holds(workspace, buffer)
+        started.holds(workspace, self._taken, buffer)
         return started
 
     def _wait(self, call: AsyncCall, x: Tensor, buffer: int, timeout_ns: int) -> Tensor:
         with in_stream_order(x.device):
-            self.workspace.raise_if_broken(call.wait, 3)
+            self.workspace.raise_if_broken(self._wait_op, 3)
             out = self.placed[buffer] if call.placed else x.new_empty(self.shape)
             stream = cuda_state.current_stream_of(x)
             self.collective.receive(buffer, x.data_ptr() + self.own, out.data_ptr(), timeout_ns, stream)
@@ -104,65 +110,9 @@ def start_on_cuda(choice: Choice, where: Heap, call: AsyncCall) -> Started:
                 return CallsOnStream(workspace, AsyncCollective(workspace, problem), call)
 
             on = make_together(workspace, call.start, key, key, make)
-        return on.start(call, aligned(call.x.contiguous()), timeout_in_ns(where.group_name))
-
-
-class _Known:
-    """A call like it was made on this stream."""
-
-    def __init__(
-        self, group: GroupRef, on: CallsOnStream, timeout_ns: int, steps: tuple[StreamStep, StreamStep]
-    ) -> None:
-        self.group, self.on, self.timeout_ns = group, on, timeout_ns
-        self.before, self.after = steps
-
-
-def fast_start(call: AsyncCall) -> Started | None:
-    """The call, if such a call was made before on CUDA; else None, and nothing happened."""
-    x = call.x
-    stream = stream_on(x.device.index) if x.is_cuda else None
-    if stream is None or not x.is_contiguous() or x.data_ptr() % _ALIGNMENT:
-        return None
-    kept = call_cache.cached_calls
-    key = (
-        call.start,
-        call.reduce_op,
-        call.placed,
-        call.group_size,
-        x.shape,
-        x.dtype,
-        call.group_name,
-        stream,
-        plan.this_thread.workspaces,
-    )
-    known: _Known | None = kept.get(key)
-    if known is None:
-        known = _find(call, x.device.index, stream)
-        if known is None:
-            return None
-        call_cache.keep(kept, key, known)
-    if not has_name(known.group(), call.group_name):
-        return None
-    if known.before is not None:
-        known.before(stream)
-    started = known.on.start(call, x, known.timeout_ns)
-    if flight_recorder.calls is not None:
-        shape = flight_recorder.shape_of(call.start, (x,))
-        known.on.workspace.record_launch(call.start, shape)
-    if known.after is not None:
-        known.after(stream)
+        sent = aligned(call.x.contiguous())
+        started = on.start(call, sent, timeout_in_ns(where.group_name))
+    arguments = call.reduce_op, call.placed, call.group_size
+    made = LaunchedCall(call.start, arguments, [call.x], [sent], [call.x.new_empty(0)])
+    remember_call(made, workspace, on, choice.plan_in(workspace))
     return started
-
-
-def _find(call: AsyncCall, device: int, stream: int) -> _Known | None:
-    from ...kernels.async_collectives.cuda_kernel import AsyncProblem
-
-    here = stream_workspace(call.workspace, call.group_name, device, stream)
-    if here is None:
-        return None
-    size = here.workspace.world_size
-    problem = AsyncProblem(call.part_bytes(size), call.reduce_op, call.x.dtype, call.placed)
-    on = here.workspace.prepared.get((problem, tuple(call.result_shape(size))))
-    if on is None:
-        return None
-    return _Known(here.group, on, timeout_in_ns(call.group_name), steps_on(device, stream))

@@ -22,7 +22,7 @@ from ..ops.all_gather import AllGatherCall
 from ..ops.op import with_poison
 from ..ops.reduce_scatter import ReduceScatterCall
 from .call import AsyncCall
-from .run import choice_of_start, run_fast_start, run_release, run_start, run_wait
+from .run import choice_of_start, fast_start, run_release, run_start, run_wait
 
 GATHER, SCATTER = "all_gather", "reduce_scatter"
 
@@ -48,7 +48,7 @@ def _choice(call: AsyncCall) -> tuple[Choice, torch.device]:
 
 
 def _start(call: AsyncCall) -> Tensor:
-    if (token := run_fast_start(call)) is not None:
+    if (token := fast_start(call)) is not None:
         return token
     return _slow_start(call)
 

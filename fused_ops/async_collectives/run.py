@@ -18,19 +18,21 @@ from ...kernels.all_gather.reference import as_bytes
 from ...kernels.async_collectives import host
 from ...symm_mem.heap.heap import Heap
 from ..dispatch.choice import Choice, unfused
+from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import heap_or_reason, ran, why_runs_unfused
-from .call import AsyncCall
-from .on_cuda import choose_async, fast_start, start_on_cuda
-from .started import Started, free_buffer, started_in
+from .call import KINDS, AsyncCall
+from .on_cuda import choose_async, start_on_cuda
+from .started import Started, free_buffer, hold_started, started_in
 
 KERNEL = "async_collectives"
 _c10d = torch.ops._c10d_functional
 
 
-def run_fast_start(call: AsyncCall) -> Tensor | None:
+def fast_start(call: AsyncCall) -> Tensor | None:
     """The token, if such a call was made before on CUDA; else None, and nothing happened."""
-    started = fast_start(call)
-    return None if started is None else _token(call.x, started)
+    arguments = call.reduce_op, call.placed, call.group_size
+    done = launch_again(f"{call.kind}_start", arguments, (call.x,), call.group_name, KINDS)
+    return None if done is None else done[0]
 
 
 def run_start(call: AsyncCall, group: ProcessGroup) -> Tensor:
@@ -62,24 +64,26 @@ def _choose(call: AsyncCall, group: ProcessGroup) -> Choice:
 
 def run_wait(token: Tensor, call: AsyncCall) -> Tensor:
     """The result of the call that a token is of."""
-    return _started(token, call.start).wait(call)
+    return _started(token, call.kind).wait(call)
 
 
 def run_release(token: Tensor, gathered: Tensor) -> None:
     """What ``all_gather_wait`` has returned is not read any more."""
-    _started(token, "all_gather_start").release(gathered)
+    _started(token, "all_gather").release(gathered)
 
 
 def _token(x: Tensor, started: Started) -> Tensor:
     token = x.new_empty(0)
-    token._weft_started = started  # type: ignore[attr-defined]
+    hold_started(token, started)
     return token
 
 
-def _started(token: Tensor, op: str) -> Started:
+def _started(token: Tensor, kind: str) -> Started:
     started = getattr(token, "_weft_started", None)
     if not isinstance(started, Started):
-        raise ValueError(f"started: is a tensor of {list(token.shape)}, must be what {op} has returned")
+        raise ValueError(
+            f"started: is a tensor of {list(token.shape)}, must be what {kind}_start has returned"
+        )
     return started
 
 
@@ -101,7 +105,8 @@ def _unfused(call: AsyncCall, group: ProcessGroup) -> Started:
 def _on_cpu(choice: Choice, where: Heap, call: AsyncCall) -> Started:
     size, rank = where.world_size, where.rank
     workspace = choice.workspace_on(where)
-    buffer = free_buffer(started_in(workspace), call.start)
+    taken = started_in(workspace)
+    buffer = free_buffer(taken, call.start)
     ran(choice.plan_in(workspace))
     x = call.x.contiguous()
     parts = [as_bytes(x)] * size if call.gathers else list(as_bytes(x).chunk(size))
@@ -117,5 +122,5 @@ def _on_cpu(choice: Choice, where: Heap, call: AsyncCall) -> Started:
         return (torch.cat(typed) if call.gathers else host.reduced(typed, call.reduce_op)).view(shape)
 
     started = Started(call, finish, (lambda gathered: epoch.leave()) if call.placed else None)
-    started.holds(workspace, buffer)
+    started.holds(workspace, taken, buffer)
     return started

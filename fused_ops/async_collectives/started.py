@@ -36,11 +36,10 @@ class Started:
         self._buffer = 0
         self._recorded = flight_recorder.take_recorded()
 
-    def holds(self, workspace: Workspace[Layout], buffer: int) -> None:
-        """It has begun an epoch of a buffer, which its wait ends, or its release."""
-        self._workspace, self._buffer = workspace, buffer
-        self._among = started_in(workspace)
-        self._among[buffer] = self
+    def holds(self, workspace: Workspace[Layout], taken: Any, buffer: int) -> None:
+        """It has begun an epoch of a buffer, which its wait ends, or its release. ``taken``: of ``started_in``."""
+        self._workspace, self._among, self._buffer = workspace, taken, buffer
+        taken[buffer] = self
 
     @property
     def _was_reset(self) -> bool:
@@ -86,6 +85,11 @@ class Started:
         # Nobody will end the epoch that peers wait for.
         if self._workspace is not None and not self._was_reset:
             self._workspace.abandon(RuntimeError(f"{self.kind}_start was not waited for"))
+
+
+def hold_started(token: Tensor, started: Started) -> None:
+    """A token holds what is on its way."""
+    token._weft_started = started  # type: ignore[attr-defined]
 
 
 def started_in(workspace: Workspace[Layout]) -> Any:

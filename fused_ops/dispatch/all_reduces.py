@@ -4,7 +4,6 @@ workspace keeps."""
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -20,14 +19,12 @@ from ...kernels.all_reduce.configs import (
     estimate_all_reduce_us,
 )
 from ...symm_mem.heap.heap import Heap
-from ...symm_mem.workspace import Workspace
 from .choice import Choice, on_host, unfused
-from .fast_path import default_ns
-from .plan import Plan, num_sms
+from .launch_cache import PreparedKernel
+from .plan import num_sms
 from .workspaces import ALL_REDUCE
 
 if TYPE_CHECKING:
-    from ...kernels.all_reduce.cuda_kernel import AllReduceLauncher
     from ...kernels.device.jit.program import Program
 
 
@@ -57,22 +54,10 @@ class _How(NamedTuple):
     given: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedAllReduce:
-    """What a workspace keeps for one number of elements, dtype and operation."""
-
-    workspace: Workspace[Any]
-    kernel: AllReduceLauncher
-    plan: Plan
-    timeout_ns: int  # where nobody has set another one
-
-
 def choose_sum(x: TensorLike, reduce_op: str, group: ProcessGroup) -> Choice:
     """The choice for a tensor like x, where the ranks can address each other's memory."""
     if x.device.type == "cpu":
         return on_host(host.host_all_reduce_layout(x.nbytes, group.size()))
-    if x.nbytes >= nccl_from():
-        return unfused(f"WEFT_NCCL_ALL_REDUCE_FROM is {nccl_from()} bytes")
     return choose_sum_on_cuda(x, reduce_op, group)
 
 
@@ -83,8 +68,10 @@ def choose_sum_on_cuda(
     config: AllReduceConfig | None = None,
     kind: str = ALL_REDUCE,
 ) -> Choice:
-    """The same on CUDA, whatever the size, in workspaces of a kind; by a given configuration if there is one."""
+    """The same on CUDA, in workspaces of a kind; by a given configuration if there is one, whatever the size."""
     size, rank, nbytes = group.size(), group.rank(), x.nbytes
+    if config is None and nbytes >= nccl_from():
+        return unfused(f"WEFT_NCCL_ALL_REDUCE_FROM is {nccl_from()} bytes")
     used = config or choose_all_reduce(nbytes, size, num_sms(x.device))
 
     def programs() -> list[Program]:
@@ -104,25 +91,25 @@ def choose_sum_on_cuda(
 
 def prepare_all_reduce(
     choice: Choice, where: Heap, x: Tensor, reduce_op: str, name: str = host.OP
-) -> PreparedAllReduce:
+) -> PreparedKernel:
     """What the workspace keeps for such calls. The ranks compile together, by a name: what a wait counts is not what a
     peer still compiles."""
-    found: list[PreparedAllReduce] = []
+    found: list[PreparedKernel] = []
     # Under one name: one may call in place and another one not.
     key = (name, choice.how.config.form, x.dtype, reduce_op)
     where.prepare(name, key, lambda: found.append(_prepared(choice, where, x, reduce_op)))
     return found[0] if found else _prepared(choice, where, x, reduce_op)
 
 
-def _prepared(choice: Choice, where: Heap, x: Tensor, reduce_op: str) -> PreparedAllReduce:
+def _prepared(choice: Choice, where: Heap, x: Tensor, reduce_op: str) -> PreparedKernel:
     from ...kernels.all_reduce.cuda_kernel import AllReduceLauncher
 
     workspace, how = choice.workspace_on(where), choice.how
     key: Any = (x.numel(), x.dtype, reduce_op, *((how.config,) if how.given else ()))
-    found = workspace.prepared.get(key)
+    found: PreparedKernel | None = workspace.prepared.get(key)
     if found is None:
         kernel = AllReduceLauncher(workspace, x.numel(), x.dtype, reduce_op, x.device, how.config)
-        found = PreparedAllReduce(workspace, kernel, choice.plan_in(workspace), default_ns())
+        found = PreparedKernel(workspace, kernel, choice.plan_in(workspace))
         workspace.keep(key, found)
     return found
 

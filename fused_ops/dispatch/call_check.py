@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed import ProcessGroup
@@ -31,9 +31,18 @@ _SAME_ON_CUDA = " (on CUDA all sizes must be the same on all ranks: they choose 
 _SAME = " (sizes other than * must be the same on all ranks)"
 
 
-def own_dims_on(device_type: str, own: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, ...]]:
-    """``Op.own_dims``, where ranks may have sizes of their own: on CUDA these choose the kernel."""
-    return own if device_type == "cpu" else {}
+class HasOwnDims(Protocol):
+    """An ``Op``, or a call of one."""
+
+    @property
+    def own_dims(self) -> Mapping[str, tuple[int, ...]]: ...
+    @property
+    def own_on_cuda(self) -> bool: ...
+
+
+def own_dims_on(device_type: str, op: HasOwnDims) -> Mapping[str, tuple[int, ...]]:
+    """``Op.own_dims``, where ranks may have sizes of their own."""
+    return op.own_dims if device_type == "cpu" or op.own_on_cuda else {}
 
 
 def dims_of_element(own: tuple[int, ...], i: int) -> tuple[int, ...]:
@@ -45,17 +54,18 @@ class OpCall(NamedTuple):
     """A call that is about to be made.
 
     Attributes:
-        own_dims, prepares: as ``Op`` has them.
+        own_dims, own_on_cuda, prepares: as ``Op`` has them.
     """
 
     op: str
     arguments: dict[str, object]
     device_type: str
     own_dims: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    own_on_cuda: bool = False
     prepares: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        own = own_dims_on(self.device_type, self.own_dims)
+        own = own_dims_on(self.device_type, self)
         said = [f"{name}={_text(value, own.get(name, ()))}" for name, value in self.arguments.items()]
         return f"{self.op}({', '.join(said)})"
 
@@ -64,7 +74,7 @@ class OpCall(NamedTuple):
         """What the text does not say of sizes."""
         if not self.own_dims:
             return ""
-        return _SAME if self.device_type == "cpu" else _SAME_ON_CUDA
+        return _SAME if own_dims_on(self.device_type, self) else _SAME_ON_CUDA
 
 
 class _Current(threading.local):

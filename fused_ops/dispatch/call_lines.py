@@ -32,11 +32,11 @@ class CallLine:
         self.several = several  # of a graph: its calls are ordered
         #: Of calls that were made while there was room for all, with no event after them.
         self.streams: set[int] = set()
-        self._last: int | None = None  # stream on which the last call ended, if the event is after it
+        self.last: int | None = None  #: stream on which the last call ended, if the event is after it
 
     def wait(self, stream: int) -> None:
         """Nothing more on ``stream`` until the last calls have ended."""
-        if self._last is not None and self._last != stream:
+        if self.last is not None and self.last != stream:
             self._put_in_front(stream)
         for other in self.streams - {stream}:
             # If it is being captured now, nothing of it runs; and a wait for it would capture this stream, too.
@@ -45,10 +45,13 @@ class CallLine:
                 self._put_in_front(stream)
 
     def alone(self, stream: int, room: int) -> None:
-        """A call on ``stream`` with nothing put after. What streams hold that have been forgotten comes before it."""
-        if self._last is not None or (stream not in self.streams and len(self.streams) >= room):
+        """A call on ``stream`` with nothing put after. What streams hold that have been forgotten comes before it.
+
+        Nothing happens where ``last`` is None and the stream is one of ``streams``, as at nearly every call.
+        """
+        if self.last is not None or (stream not in self.streams and len(self.streams) >= room):
             self.wait(stream)
-            self._last = None
+            self.last = None
             self.streams.clear()
         self.streams.add(stream)
 
@@ -56,14 +59,14 @@ class CallLine:
         """The last call is the last work on ``stream`` now."""
         self._put_behind(stream)
         if external:
-            self._last = _EXTERNAL
+            self.last = _EXTERNAL
         self.streams.clear()
 
     def _put_behind(self, stream: int) -> None:
         if self._event is None:
             self._event = cuda_state.state.event()
         self._event.record(_as_object(stream))
-        self._last = stream
+        self.last = stream
 
     def _put_in_front(self, stream: int) -> None:
         assert self._event is not None
@@ -80,7 +83,7 @@ class GraphLine:
 
     def __init__(self) -> None:
         self._node: Any = None  # the RecordNode of the graph that is being captured
-        self._used = False  # by eager calls, since the last one that went without the event
+        self.used = False  #: by eager calls, since the last one that went without the event
 
     @cached_property
     def _event(self) -> Any:
@@ -91,7 +94,7 @@ class GraphLine:
         """Nothing more on ``stream`` until the last call and the last graph have ended. Whether it is the first such
         call, and what went before it without the event is yet to be waited for."""
         self._event.wait(stream)
-        first, self._used = not self._used, True
+        first, self.used = not self.used, True
         return first
 
     def end(self, stream: int) -> None:
@@ -100,9 +103,8 @@ class GraphLine:
 
     def leave(self, stream: int) -> None:
         """No graph is left: a call on ``stream`` comes after those that used the event."""
-        if self._used:
-            self._used = False
-            self._event.wait(stream)
+        self.used = False
+        self._event.wait(stream)
 
     def enter_graph(self, stream: int) -> None:
         """Before the first call in a graph."""

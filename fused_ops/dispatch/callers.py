@@ -12,7 +12,8 @@ from torch.utils._device import DeviceContext
 
 from ...symm_mem import Group, group_name, resolve_group
 
-_is_compiling, _function_modes = torch.compiler.is_compiling, torch._C._len_torch_function_stack
+_is_compiling, _is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
+_function_modes = torch._C._len_torch_function_stack
 _function_mode = torch._C._get_function_stack_at
 _F = TypeVar("_F", bound=Callable[..., object])
 
@@ -20,7 +21,7 @@ _F = TypeVar("_F", bound=Callable[..., object])
 def known_name(group: Group) -> str | None:
     """The group's name, if a call may go round ``torch.ops``; None where Dynamo, a function mode or a profiler wants to
     see it, and for what is no group."""
-    if _is_compiling() or profiler._is_profiler_enabled:
+    if _is_dynamo_compiling() or profiler._is_profiler_enabled:
         return None
     modes = _function_modes()
     # That of torch.set_default_device, which lies below all others, has nothing to do with these ops.

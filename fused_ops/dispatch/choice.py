@@ -24,7 +24,7 @@ from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.heap.registry import default_device
 from ...symm_mem.workspace import Workspace
-from .plan import Plan
+from .plan import Plan, ran, this_thread
 from .staging import Staging
 from .workspaces import COPIED, LL_PROTOCOL, MATMUL, ONE_SHOT, least_layout, workspace_of
 
@@ -62,12 +62,19 @@ class Choice:
         Raises:
             RankMismatch, PeerTimeout: the ranks do not grow it together.
         """
-        return workspace_of(heap, self.kind, self.layout) if self.found is None else self.found[0]
+        return workspace_of(heap, self.kind, self.layout)
+
+    def begin_on(self, heap: Heap) -> Workspace[Any]:
+        """The workspace; the call's plan is noted (``ran``). Of a call like one before both are known."""
+        if self.found is not None:
+            workspace, this_thread.plan = self.found
+            return workspace
+        workspace = self.workspace_on(heap)
+        ran(self.plan_in(workspace))
+        return workspace
 
     def plan_in(self, workspace: Workspace[Any] | None) -> Plan:
         """That of a call in this workspace, which may have room for more."""
-        if self.found is not None:
-            return self.found[1]
         return self._plan(0 if workspace is None else workspace.layout.bytes)
 
     def plan_on(self, device: torch.device) -> Plan:

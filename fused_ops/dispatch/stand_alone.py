@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from ...kernels.all_gather.configs import estimate_all_gather_us
 from ...kernels.device.collective.rounds import RoundsConfig, rounds_layout
@@ -18,14 +16,11 @@ from ...symm_mem.backends import cuda_state
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
-from ...symm_mem.workspace import Workspace
-from ..dispatch import fast_path
-from ..dispatch.choice import Choice, unfused
-from ..dispatch.fast_path import Launcher
-from ..dispatch.plan import Plan, ran
-from ..dispatch.stream_order import in_stream_order
-from ..dispatch.tensor_guards import TYPES
-from ..dispatch.workspaces import ALL_REDUCE
+from .choice import Choice, unfused
+from .launch_cache import LaunchedCall, PreparedKernel, overlap, remember_call
+from .plan import ran
+from .stream_order import in_stream_order
+from .workspaces import ALL_REDUCE
 
 if TYPE_CHECKING:
     from ...kernels.device.collective.launch import CollectiveLauncher, SlicesProblem
@@ -40,7 +35,7 @@ class StandAlone:
 
     Attributes:
         name: of the op; ``op`` also says that it is given where the result is written to.
-        arguments: as ``run_fast`` is asked for them.
+        arguments: as ``launch_again`` is asked for them.
         given: the tensors as the caller gave them: x, or where the result is written to, and x.
         shape: of the result.
         dim: that is gathered or scattered, not negative.
@@ -79,48 +74,6 @@ class StandAlone:
         assert self.out is not None
         whole, part = (self.out, x) if self.gathers else (x, self.out)
         return self.rows == 1 and part.data_ptr() == whole.data_ptr() + rank * part.nbytes
-
-
-@dataclass(frozen=True)
-class _IntoLauncher:
-    """The same kernel where the result is an operand."""
-
-    kernel: CollectiveLauncher
-
-    def launch(
-        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
-    ) -> None:
-        self.kernel.launch(buffer, operands[1:], operands[:1], timeout_ns, stream)
-
-
-def fast_into(op: str, arguments: Any, out: Tensor, x: Tensor, group_name: str) -> bool:
-    """Whether such a call was made before on CUDA; then it is made. The tensors may be anything."""
-    if type(out) not in TYPES or type(x) not in TYPES:  # fake ones have no address
-        return False
-    try:
-        if overlap(out, x) or (out.is_inference() and not torch.is_inference_mode_enabled()):
-            return False
-    except RuntimeError:  # sparse, nested, of torch.func: without memory
-        return False
-    if fast_path.run_fast(op, arguments, (out, x), group_name, KINDS) is None:
-        return False
-    increment_version(out)  # of what a kernel writes at an address autograd sees nothing
-    return True
-
-
-def overlap(out: Tensor, x: Tensor) -> bool:
-    """Whether contiguous tensors share memory, also where the one is the part of the other that becomes it."""
-    first, other = out.data_ptr(), x.data_ptr()
-    return first < other + x.nbytes and other < first + out.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedAlone:
-    """What a workspace keeps for one size of one of these ops."""
-
-    workspace: Workspace[Any]
-    kernel: CollectiveLauncher
-    plan: Plan
 
 
 @dataclass(frozen=True)
@@ -166,7 +119,7 @@ def choose_alone(
     )
 
 
-def prepare_alone(choice: Choice, where: Heap, call: StandAlone) -> PreparedAlone:
+def prepare_alone(choice: Choice, where: Heap, call: StandAlone) -> PreparedKernel:
     """The kernel of such calls in the choice's workspace, made by all ranks together."""
     from ...kernels.device.collective import launch
     from ...kernels.device.tuning.choice import make_together
@@ -189,7 +142,7 @@ def prepare_alone(choice: Choice, where: Heap, call: StandAlone) -> PreparedAlon
             return launch.CollectiveLauncher(place, how.problem, function, how.config)
 
         kernel = make_together(place, call.name, key, key, make)
-    return PreparedAlone(place, kernel, plan)
+    return PreparedKernel(place, kernel, plan)
 
 
 def run_alone(choice: Choice, where: Heap, call: StandAlone) -> Tensor:
@@ -208,9 +161,7 @@ def run_alone(choice: Choice, where: Heap, call: StandAlone) -> Tensor:
         timeout_ns = timeout_in_ns(where.group_name)
         place.raise_if_broken(call.op, grids=kernel.grids)
         kernel.launch(0, (source.data_ptr(),), (out.data_ptr(),), timeout_ns, current_stream_of(source))
-    given, arguments = call.given, call.arguments
-    launcher: Launcher = kernel if into is None else _IntoLauncher(kernel)
-    used, results = ([source], [out]) if into is None else ([out, source], [])
-    made = fast_path.LaunchedCall(call.op, arguments, given, used, results)
-    fast_path.remember_call(made, place, launcher, ready.plan, profitable=True, grids=kernel.grids)
+    used, results = ([source], [out]) if into is None else ([out, source], None)
+    made = LaunchedCall(call.op, call.arguments, call.given, used, results, alignment=1)
+    remember_call(made, *ready)
     return out

@@ -17,7 +17,7 @@ It follows that ranks must make their calls in one order, also those of several 
   three where three fit. With one stream more, all calls are ordered, and no replay.
 
 As long as the calls of a process come from so few streams, one if nothing is reserved, and no graph was captured,
-nothing is enqueued for that, and a cached call (fast_path.py) says so. A stream from which no call has come for a
+nothing is enqueued for that, and a cached call (launch_cache.py) says so. A stream from which no call has come for a
 while, such as that of a warm-up, is forgotten; so is a graph that is gone.
 
 torch's own streams live as long as the process. An external one (torch.cuda.ExternalStream) may be destroyed at any
@@ -142,13 +142,17 @@ class StreamOrder:
     def alone(self, stream: int) -> None:
         """A call for which there is room. Each thread notes its own: cached calls are those of all."""
         mine = self._mine
-        mine.replays.leave(stream)
-        mine.eager.alone(stream, self._room)
+        line = mine.eager
+        if mine.replays.used:
+            mine.replays.leave(stream)
+        if line.last is not None or stream not in line.streams:
+            line.alone(stream, self._room)
 
     def _behind_last(self, stream: int) -> None:
         """What is launched on ``stream`` from here on comes after the thread's last call."""
         mine = self._mine
-        mine.replays.leave(stream)
+        if mine.replays.used:
+            mine.replays.leave(stream)
         mine.eager.wait(stream)
 
     def begin(self, stream: int) -> None:

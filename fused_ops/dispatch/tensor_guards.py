@@ -1,9 +1,9 @@
 """Tensor guards: whether tensors are like those of an earlier call, by one check for all of them, torch.compile's.
 
 Types, sizes, strides, dtypes and devices are compared, and the dispatch keys that tensors and the thread have together:
-these differ in transforms and traces, and for negated, sparse or functional tensors. One by one (fast_path.py), these
-checks take as long as all else before a launch. Tangents, streams and what guards overlook of a thread's state are
-checked besides (``likely_call``); addresses are left to the caller.
+these differ in transforms and traces, and for negated, sparse or functional tensors. One by one (launch_cache.py),
+these checks take as long as all else before a launch. Tangents, streams and what guards overlook of a thread's state
+are checked besides (``likely_call``); addresses are left to the caller.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from ...symm_mem.backends import cuda_state
 from .stream_order import stream_on
 
 _PYTHON_DISPATCHER = torch._C.DispatchKey.PythonDispatcher
@@ -48,28 +49,92 @@ _COMMON = _common_states()
 def guards_of(tensors: Sequence[Tensor]) -> TensorGuard:
     """The guard of ``tensors``, as they and the thread are now. It keeps no tensor, and takes as many at each check.
 
-    Nothing passes where one may require a gradient, which depends on the grad mode, too, or the thread is in a rare
-    state.
+    Nothing passes where a gradient of one is wanted, or the thread is in a rare state.
     """
-    if _state() not in _COMMON or any(t.requires_grad for t in tensors):
-        return _none
+    wanted = any(t.requires_grad for t in tensors)
+    if _state() not in _COMMON or (wanted and torch.is_grad_enabled()):
+        return matches_none
+    ids = [id(t) for t in tensors]
+    if len({*ids}) < len(ids):
+        return _with_one_twice(tensors, [ids.index(i) for i in ids])
     try:
         from torch._C._dynamo.guards import TensorGuards
 
         sizes: Any = [list(t.shape) for t in tensors]
         strides: Any = [list(t.stride()) for t in tensors]
-        return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        check: TensorGuard = TensorGuards(
+            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+        ).check
     except Exception:  # another version of torch: each tensor is checked by itself
-        return _none
+        return matches_none
+    return _without_gradient(check) if wanted else check
 
 
-def _none(*tensors: object) -> bool:
+def _without_gradient(check: TensorGuard) -> TensorGuard:
+    """Of tensors that require a gradient: torch's guards do not look at the grad mode."""
+
+    def alike(*given: object) -> bool:
+        return not torch.is_grad_enabled() and check(*given)
+
+    return alike
+
+
+def _with_one_twice(tensors: Sequence[Tensor], first: list[int]) -> TensorGuard:
+    """torch's take each tensor once. ``first``: where each one of them is first."""
+    once = sorted({*first})
+    check = guards_of([tensors[i] for i in once])
+
+    def alike(*given: object) -> bool:
+        return all(given[i] is x for i, x in zip(first, given, strict=True)) and check(
+            *[given[i] for i in once]
+        )
+
+    return alike
+
+
+def matches_none(*tensors: object) -> bool:
     return False
 
 
 def has_tangents() -> bool:
     """Whether tensors may be dual ones, of forward-mode differentiation. Neither type nor flag shows it."""
     return forward_ad._current_level >= 0
+
+
+def _bits(*names: str) -> int:
+    bits = 0
+    for name in names:
+        bits |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
+    return bits
+
+
+# All other dispatch keys of a tensor, or of the thread, must see a call before its kernel. Those of autocast fall
+# through: the ops have no rule for it.
+_OF_TENSORS = _bits(
+    "CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "AutocastCPU", "AutocastCUDA"
+)
+_OF_THREADS = _bits("BackendSelect", "ADInplaceOrView")
+
+
+def has_plain_state() -> bool:
+    """Whether the thread is in no mode, transform or trace that must see a call before its kernel."""
+    return not torch._C._dispatch_tls_local_include_set().raw_repr() & ~_OF_THREADS and not has_tangents()
+
+
+def needs_no_dispatch(*tensors: Any) -> bool:
+    """Whether nothing has to run between a call with these, which may be anything, and the kernels.
+
+    No gradient, mode, transform or tracing, no subclass, nothing to be done before memory is what a tensor says.
+    """
+    if not has_plain_state():
+        return False
+    grad = torch.is_grad_enabled()
+    for t in tensors:
+        if type(t) not in TYPES or torch._C._dispatch_keys(t).raw_repr() & ~_OF_TENSORS:
+            return False
+        if grad and t.requires_grad:
+            return False
+    return True
 
 
 class Likely(Protocol):
@@ -92,10 +157,21 @@ def likely_call(kept: dict[Hashable, Any], kind: Hashable, tensors: Sequence[Any
     for t in tensors:
         if type(t) not in TYPES or t.is_nested:  # guards end the process for tensors without sizes
             return None
+    cuda = cuda_state.state
     for found in cached:
-        if found.alike(*tensors) and stream_on(found.device) == found.stream:
+        if not found.alike(*tensors):
+            continue
+        # As ``stream_on``, whose call takes as long as it does. A child that was forked has no cached calls.
+        device = found.device
+        if device < 0:
+            stream = stream_on(device)
+        elif cuda.current_device() != device or cuda.is_capturing():
+            continue
+        else:
+            stream = cuda.current_stream(device)
+        if stream == found.stream:
             # Guards overlook modes that trace, and Python's dispatcher.
-            if _dispatch_modes() or _key_is_on(_PYTHON_DISPATCHER) or has_tangents():
+            if _dispatch_modes() or _key_is_on(_PYTHON_DISPATCHER) or forward_ad._current_level >= 0:
                 return None
             return found
     return None
@@ -103,7 +179,7 @@ def likely_call(kept: dict[Hashable, Any], kind: Hashable, tensors: Sequence[Any
 
 def note_likely(kept: dict[Hashable, Any], kind: Hashable, found: Likely) -> None:
     """The next call of this kind may be one of ``found``: it is tried first."""
-    if found.alike is _none:
+    if found.alike is matches_none:
         return
     others = [one for one in kept.get(kind, ()) if one is not found]
     kept[kind] = [found, *others[: _MOST_LIKELY - 1]]

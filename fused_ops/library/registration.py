@@ -114,7 +114,7 @@ for _op in OPS:
     CHOOSERS[_op.overload] = _on_records(_op, _op.choice_of)
     compiled.declare_communicating(_op.overload)
     for _key in ("CPU", "CUDA"):
-        schema.lib.impl(_op.name, _on_records(_op, _op.slow, _op.fast_on_device or _op.fast), _key)
+        schema.lib.impl(_op.name, _on_records(_op, _op.slow, _op.fast), _key)
     schema.lib.impl(_op.name, _on_records(_op, _autograd(_op), _op.fast), "Autograd")
     refuse_unsupported(schema.lib, _op.name)
     for _key in ("AutocastCPU", "AutocastCUDA"):

@@ -15,10 +15,10 @@ from ...kernels.all_gather.reference import as_bytes, reference_all_gather
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
-from ..dispatch import fast_path
 from ..dispatch.choice import Choice, on_host, unfused
+from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import heap_or_reason, num_sms, ran
-from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, fast_into, run_alone
+from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
 from ..dispatch.workspaces import ALL_REDUCE
 from . import op
 from .op import Op
@@ -81,24 +81,21 @@ def _validate_out(call: AllGatherOutCall) -> tuple[AllGatherCall, Tensor, Proces
     return found, call.out, group
 
 
-def fast_all_gather(x: Tensor, dim: int, group_name: str) -> Tensor | None:
-    """As the op, if such a call was made before on CUDA; else None, and nothing happened. Both may be anything."""
+def fast_all_gather(x: Tensor, dim: int, group_name: str, out: Tensor | None = None) -> Tensor | None:
+    """As the op, or into ``out``, if such a call was made before; else None, and nothing happened. All may be
+    anything."""
     if dim < 0 and isinstance(x, Tensor):
         dim += x.dim()
-    results = fast_path.run_fast(host.OP, dim, (x,), group_name, KINDS)
-    return None if results is None else results[0]
-
-
-def fast_all_gather_out(out: Tensor, x: Tensor, dim: int, group_name: str) -> Tensor | None:
-    """``out``, with the result; likewise."""
-    if dim < 0 and isinstance(x, Tensor):
-        dim += x.dim()
-    return out if fast_into(host.INTO, dim, out, x, group_name) else None
+    op, tensors = (host.OP, (x,)) if out is None else (host.INTO, (out, x))
+    results = launch_again(op, dim, tensors, group_name, KINDS)
+    if results is None:
+        return None
+    return results[0] if out is None else out
 
 
 def gather_within(x: Tensor, group: ProcessGroup, op: str) -> Tensor:
     """All ranks' x along its first dimension, as a part of a call of another op, which errors name."""
-    done = fast_path.run_fast(op, 0, (x,), group.group_name, KINDS)
+    done = launch_again(op, 0, (x,), group.group_name, KINDS)
     if done is not None:
         return done[0]
     call = AllGatherCall(x, 0, group.group_name)
@@ -160,8 +157,7 @@ def run_all_gather(
 
 def _on_cpu(choice: Choice, where: Heap, call: AllGatherCall, op: str) -> Tensor:
     x, shape = call.x, call.whole_shape(where.world_size)
-    workspace = choice.workspace_on(where)
-    ran(choice.plan_in(workspace))
+    workspace = choice.begin_on(where)
     stacked = host.host_all_gather(workspace, as_bytes(x.contiguous()), op)
     parts = stacked.view(-1).view(x.dtype).view(where.world_size, *x.shape)
     return parts.movedim(0, call.gather_dim).reshape(-1).view(shape)
@@ -213,7 +209,7 @@ ALL_GATHER_OUT = Op(
     sends_nothing=lambda call, out, group: call.x.numel() == 0,
     choose=lambda call, out, group: choose_gather(call, group),
     run=_run_out,
-    fast=lambda call: fast_all_gather_out(call.out, call.x, call.gather_dim, call.group_name),
+    fast=lambda call: fast_all_gather(call.x, call.gather_dim, call.group_name, call.out),
     known_by=lambda call, out, group: (call.gather_dim, [out, call.x]),
     with_gradient=lambda call: op.refuse_gradient(_validate_out, call, op.INTO),
     functional=(ALL_GATHER, lambda call: call.without_out),

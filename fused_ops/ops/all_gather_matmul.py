@@ -20,7 +20,7 @@ from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
-from ..dispatch import fast_path
+from ..dispatch import launch_cache
 from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host, unfused
 from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse, why_tf32
 from ..dispatch.staging import Staging, in_rows, in_rows_or_columns, rows_of
@@ -69,7 +69,7 @@ def fast_all_gather_matmul(
     """
     if dim < 0 and isinstance(A_shard, Tensor):
         dim += A_shard.dim()
-    results = fast_path.run_fast(host.OP, (dim, return_A), (A_shard, *Bs), group_name)
+    results = launch_cache.launch_again(host.OP, (dim, return_A), (A_shard, *Bs), group_name)
     if results is None:
         return None
     return (results.pop() if return_A else None), results
@@ -130,8 +130,7 @@ def _on_cpu(choice: Choice, where: Heap, call: AllGatherMatmulCall) -> Result:
     dim, return_A, front, size = call.gather_dim, call.return_A, _front(call), where.world_size
     split_k = dim == front.dim() - 1
     a = front.flatten(0, -2).contiguous()
-    workspace = choice.workspace_on(where)
-    ran(choice.plan_in(workspace))
+    workspace = choice.begin_on(where)
     gathered, products = host.host_all_gather_matmul(workspace, a, call.Bs, split_k=split_k)
     if split_k and return_A:
         # By way of one dimension: where K is 1, a view with other strides would do.
@@ -161,8 +160,8 @@ def _on_cuda(choice: Choice, where: Heap, call: AllGatherMatmulCall) -> Result:
     if (launcher := on_cuda.gather_launcher(kernel, workspace, used)) is not None:
         results = outs if A is None else [*outs, A]
         operands = how.call.a, *how.call.bs
-        made = fast_path.LaunchedCall(host.OP, (dim, return_A), call.tensors, operands, results)
-        fast_path.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
+        made = launch_cache.LaunchedCall(host.OP, (dim, return_A), call.tensors, operands, results)
+        launch_cache.remember_call(made, workspace, launcher, plan, kernel.profitable)
     return A, outs
 
 

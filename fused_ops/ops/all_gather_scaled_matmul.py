@@ -28,7 +28,7 @@ from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
-from ..dispatch import fast_path
+from ..dispatch import launch_cache
 from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host, unfused
 from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse
 from ..dispatch.staging import Staging, aligned, rows_of
@@ -93,13 +93,17 @@ def fast_all_gather_scaled_matmul(call: AllGatherScaledMatmulCall) -> Result | N
     """As the op, if such a call was made before on CUDA; else None, and nothing happened. Tensors may be anything."""
     if call.gather_dim < 0:
         return None
-    if any(scale is not None for scale in call.result_scales):
-        return None
-    if any(type(dtype_of(dtype)) is not torch.dtype for dtype in call.out_dtypes):
-        return None
-    if any(type(fast) is not bool for fast in call.use_fast_accum):
-        return None
-    results = fast_path.run_fast(host.OP, _arguments(call), call.tensors, call.group_name)
+    # Loops take less time than ``any``.
+    for scale in call.result_scales:
+        if scale is not None:
+            return None
+    for dtype in call.out_dtypes:
+        if type(dtype_of(dtype)) is not torch.dtype:
+            return None
+    for fast in call.use_fast_accum:
+        if type(fast) is not bool:
+            return None
+    results = launch_cache.launch_again(host.OP, _arguments(call), call.tensors, call.group_name)
     if results is None:
         return None
     return (results.pop() if call.return_A else None), results
@@ -144,8 +148,7 @@ def run_all_gather_scaled_matmul(
 def _on_cpu(choice: Choice, where: Heap, gather: ScaledGather) -> Result:
     call, size, m, k = gather.call, gather.size, gather.m, gather.k
     mine = host.as_rows(gather.a, gather.sent)
-    workspace = choice.workspace_on(where)
-    ran(choice.plan_in(workspace))
+    workspace = choice.begin_on(where)
     gathered = gather.a.new_empty(size, m, k)
     outs = [
         torch.empty(size, m, B.shape[1], dtype=dtype)
@@ -251,8 +254,8 @@ def _on_cuda(choice: Choice, where: Heap, gather: ScaledGather) -> Result:
     if launcher is not None and known is not None:
         results = outs if A is None else [*outs, A]
         operands = [used.a, *used.bs, *scales.tensors]
-        made = fast_path.LaunchedCall(host.OP, *known, operands, results)
-        fast_path.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
+        made = launch_cache.LaunchedCall(host.OP, *known, operands, results)
+        launch_cache.remember_call(made, workspace, launcher, plan, kernel.profitable)
     return A, outs
 
 

@@ -1,12 +1,7 @@
-"""one_shot_all_reduce: from the op's tensor to a kernel's, and back.
-
-A call of a size that was seen before costs the host no more than three look-ups and a launch: ``fast_all_reduce``.
-"""
+"""one_shot_all_reduce: from the op's tensor to a kernel's, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,23 +12,17 @@ from torch.distributed import ProcessGroup
 from ...kernels.all_reduce import host
 from ...kernels.all_reduce.configs import AllReduceConfig
 from ...kernels.all_reduce.reference import reference_all_reduce
-from ...kernels.device.jit.empty import Empty, empty_on
-from ...symm_mem import call_cache, flight_recorder, resolve_group
-from ...symm_mem.backends import cuda_state
-from ...symm_mem.failure.call_log import Grids, running
+from ...symm_mem import resolve_group
+from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
-from ...symm_mem.heap.registry import GroupRef, has_name
 from ...symm_mem.timeouts import timeout_in_ns
-from ...symm_mem.workspace import Workspace
 from .. import validation
-from ..dispatch import plan
-from ..dispatch.all_reduces import PreparedAllReduce, choose_sum, choose_sum_on_cuda, prepare_all_reduce
+from ..dispatch.all_reduces import choose_sum, choose_sum_on_cuda, prepare_all_reduce
 from ..dispatch.choice import Choice, unfused
-from ..dispatch.fast_path import may_take_fast_path, run_fast, stream_workspace, timeout
-from ..dispatch.plan import Plan, heap_or_reason, ran
-from ..dispatch.stream_order import StreamStep, in_stream_order, steps_on, stream_on
-from ..dispatch.tensor_guards import TensorGuard, guards_of, likely_call, note_likely
-from ..dispatch.workspaces import ALL_REDUCE as ALL_REDUCE_WORKSPACE
+from ..dispatch.launch_cache import LaunchedCall, PreparedKernel, launch_again, remember_call
+from ..dispatch.plan import heap_or_reason, ran
+from ..dispatch.stand_alone import KINDS
+from ..dispatch.stream_order import in_stream_order
 from .op import Op, refuse_gradient, refuse_gradient_of_reduction
 
 BOTH = (host.OP, host.IN_PLACE)  #: the ops that are prepared with each other
@@ -64,156 +53,17 @@ def validate_in_place(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]
     return _validate(call)
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A finding: how x of one shape is reduced, into what, and until when."""
-
-    group: GroupRef
-    workspace: Workspace[Any]
-    launch: Callable[[int, int, int, int], None]
-    grids: Grids
-    plan: Plan
-    timeout_ns: int
-    alike: TensorGuard
-    device: int
-    stream: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    shape: flight_recorder.CallShape
-    empty: Empty
-    before: StreamStep
-    after: StreamStep
+def _fast(call: AllReduceCall) -> Tensor | None:
+    """As the op, if such a call was made before; else None, and nothing happened. All may be anything."""
+    x, reduce_op, group_name, _ = call
+    results = launch_again(host.OP, reduce_op, (x,), group_name, KINDS)
+    return None if results is None else results[0]
 
 
-def fast_all_reduce(
-    x: Tensor,
-    reduce_op: str,
-    group_name: str,
-    out: Tensor | None = None,
-    op: str = host.OP,
-    *,
-    anything: bool = False,
-) -> Tensor | None:
-    """The result, if x is a contiguous CUDA tensor and such a call was made before; else None, and nothing happened.
-
-    fast_path.py says what is looked at each time, and why.
-
-    Args:
-        op: whose call it is, for errors.
-        anything: x may be what a kernel must not see yet (``may_take_fast_path``).
-    """
-    kept, where = call_cache.cached_calls, plan.this_thread.workspaces
-    kind = (host.OP, reduce_op, group_name, where)
-    found: _Found | None = likely_call(kept, kind, (x,))
-    address = 0 if found is None else x.data_ptr()
-    if found is None or not address:
-        if anything and not may_take_fast_path(x):
-            return None
-        device = cuda_state.state.index_of(x)
-        if device < 0:
-            return _between_cpu_ranks(x, reduce_op, group_name, out, op)
-        try:
-            if not x.is_contiguous() or not (address := x.data_ptr()):
-                return None
-        except RuntimeError:  # sparse, nested, of torch.func: without strides, or without memory
-            return None
-        stream = stream_on(device)
-        if stream is None:
-            return None
-        key = (host.OP, x.shape, x.dtype, reduce_op, device, stream, group_name, where)
-        found = kept.get(key)
-        if found is None:
-            found = _find(x, reduce_op, group_name, stream)
-            if found is None:
-                return None
-            call_cache.keep(kept, key, found)
-        note_likely(kept, kind, found)
-    if not has_name(found.group(), group_name):
-        return None
-    if out is x and x.is_inference() and not torch.is_inference_mode_enabled():
-        return None  # is refused
-    stream = found.stream
-    if out is None:
-        out = found.empty(found.sizes, found.strides, found.dtype)
-    to = address if out is x else out.data_ptr()
-    workspace = found.workspace
-    if found.before is not None:
-        found.before(stream)
-    workspace.raise_if_broken(op, 1, found.grids)
-    plan.this_thread.plan = found.plan
-    try:
-        found.launch(address, to, found.timeout_ns, stream)
-    except BaseException as e:
-        workspace.abandon(e)  # the peers may wait for what was not launched
-        raise
-    if flight_recorder.calls is not None and not running.inside:  # not one that is part of another op's
-        workspace.record_launch(op, found.shape)
-    if found.after is not None:
-        found.after(stream)
-    if out is x:
-        increment_version(x)  # of what a kernel writes at an address autograd sees nothing
-    return out
-
-
-def _between_cpu_ranks(
-    x: Tensor, reduce_op: str, group_name: str, out: Tensor | None, op: str
-) -> Tensor | None:
-    if out is not None and x.is_inference() and not torch.is_inference_mode_enabled():
-        return None  # is refused
-    results = run_fast(op, reduce_op, (x,), group_name)
-    return None if results is None else (out if results == [] else results[0])
-
-
-def _find(x: Tensor, reduce_op: str, group_name: str, stream: int) -> _Found | None:
-    """What was prepared for such calls, where they are made now."""
-    made = _made_on(x, reduce_op, group_name, stream)
-    if made is None:
-        return None
-    group, found = made
-    deadline, sizes, device = (
-        timeout(group_name, found.timeout_ns),
-        tuple(x.shape),
-        cuda_state.state.index_of(x),
-    )
-    strides = torch.empty(sizes, device="meta").stride()
-    before, after = steps_on(device, stream)
-    return _Found(
-        *(group, found.workspace, found.kernel.launch, found.kernel.grids, found.plan, deadline),
-        alike=guards_of([x]),
-        device=device,
-        stream=stream,
-        sizes=sizes,
-        strides=strides,
-        dtype=x.dtype,
-        shape=flight_recorder.CallShape(flight_recorder.REDUCE, sizes, x.dtype, "cuda"),
-        empty=empty_on(x.device),
-        before=before,
-        after=after,
-    )
-
-
-def made_before(x: Tensor, reduce_op: str, group_name: str) -> PreparedAllReduce | None:
-    """What such calls, also of other shapes, are made with on the current stream; None where they take the slow
-    path."""
-    stream = stream_on(cuda_state.state.index_of(x))
-    made = None if stream is None else _made_on(x, reduce_op, group_name, stream)
-    return None if made is None else made[1]
-
-
-def _made_on(
-    x: Tensor, reduce_op: str, group_name: str, stream: int
-) -> tuple[GroupRef, PreparedAllReduce] | None:
-    here = stream_workspace(ALL_REDUCE_WORKSPACE, group_name, cuda_state.state.index_of(x), stream)
-    found = None if here is None else here.workspace.prepared.get((x.numel(), x.dtype, reduce_op))
-    return None if here is None or found is None else (here.group, found)
-
-
-def in_place(x: Tensor, reduce_op: str, group: ProcessGroup, op: str) -> Tensor:
-    """x, contiguous, overwritten. ``op``: whose call it is, for errors."""
-    if fast_all_reduce(x, reduce_op, group.group_name, x, op) is not None:
-        return x
-    return run_all_reduce(x, reduce_op, group, x, op=op)
+def _fast_in_place(call: AllReduceCall) -> Tensor | None:
+    """``x``, with the result; likewise."""
+    x, reduce_op, group_name, _ = call
+    return None if launch_again(host.IN_PLACE, reduce_op, (x,), group_name, KINDS) is None else x
 
 
 def run_all_reduce(
@@ -258,23 +108,33 @@ def run_by_choice(
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if choice.algorithm == "host":
-        workspace = choice.workspace_on(where)
-        ran(choice.plan_in(workspace))
+        workspace = choice.begin_on(where)
         host.host_all_reduce(workspace, source.view(-1), out.view(-1), reduce_op, op)
         return out
-    _on_cuda(choice, where, (source, out), reduce_op, op)
+    prepared = all_reduce_on_cuda(choice, where, (source, out), reduce_op, op)
+    if op in BOTH and not choice.how.given:
+        made = LaunchedCall(op, reduce_op, [x], [source], None if out is x else [out], alignment=1)
+        remember_call(made, *prepared)
     return out
 
 
-def _on_cuda(choice: Choice, where: Heap, tensors: tuple[Tensor, Tensor], reduce_op: str, op: str) -> None:
-    """Reduces the first of ``tensors`` into the second one, which it may be; both are contiguous."""
+def all_reduce_on_cuda(
+    choice: Choice, where: Heap, tensors: tuple[Tensor, Tensor], reduce_op: str, op: str
+) -> PreparedKernel:
+    """Reduces the first of ``tensors`` into the second one, which it may be; both are contiguous.
+
+    Args:
+        op: whose call it is, for errors.
+    """
     x, out = tensors
     with in_stream_order(x.device):
         prepared = prepare_all_reduce(choice, where, x, reduce_op)
         ran(prepared.plan)  # ranks may differ here: then nothing is launched, and nothing may be noted
         prepared.workspace.raise_if_broken(op, grids=prepared.kernel.grids)
         timeout_ns = timeout_in_ns(where.group_name)
-        prepared.kernel.launch(x.data_ptr(), out.data_ptr(), timeout_ns, cuda_state.current_stream_of(x))
+        stream = current_stream_of(x)
+        prepared.kernel.launch(0, (x.data_ptr(),), (out.data_ptr(),), timeout_ns, stream)
+    return prepared
 
 
 class AllReduceFunction(torch.autograd.Function):
@@ -299,11 +159,6 @@ def _with_gradient(call: AllReduceCall) -> Any:
 
 def _fake(call: AllReduceCall, group: ProcessGroup) -> Tensor:
     return torch.empty_like(call.x, memory_format=torch.contiguous_format)
-
-
-def _fast_in_place(call: AllReduceCall, *, anything: bool = False) -> Tensor | None:
-    x, reduce_op, group_name, _ = call
-    return fast_all_reduce(x, reduce_op, group_name, x, host.IN_PLACE, anything=anything)
 
 
 def _run_in_place(choice: Choice, where: Heap | None, call: AllReduceCall, group: ProcessGroup) -> None:
@@ -332,10 +187,9 @@ ALL_REDUCE = Op(
     sends_nothing=_sends_nothing,
     choose=_choose,
     run=run_by_choice,
-    fast=lambda call: fast_all_reduce(call.x, call.reduce_op, call.group_name, anything=True),
+    fast=_fast,
     known_by=lambda call, group: (call.reduce_op, [call.x]),
     with_gradient=_with_gradient,
-    fast_on_device=lambda call: fast_all_reduce(call.x, call.reduce_op, call.group_name),
     prepares=BOTH,
 )
 ALL_REDUCE_IN_PLACE = Op(
@@ -347,12 +201,11 @@ ALL_REDUCE_IN_PLACE = Op(
     sends_nothing=_sends_nothing,
     choose=_choose,
     run=_run_in_place,
-    fast=lambda call: _fast_in_place(call, anything=True),
+    fast=_fast_in_place,
     known_by=lambda call, group: (call.reduce_op, [call.x]),
     with_gradient=lambda call: refuse_gradient(
         validate_in_place, call, " where it is overwritten; use one_shot_all_reduce"
     ),
-    fast_on_device=_fast_in_place,
     functional=(ALL_REDUCE, lambda call: call),
     prepares=BOTH,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from ...kernels.all_reduce_rms_norm import host
 from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind
-from ..dispatch import fast_path
+from ..dispatch import launch_cache
 from ..dispatch.workspaces import ALL_REDUCE
 from . import all_reduce
 from .all_reduce_rms_norm import (
@@ -45,22 +44,20 @@ class AllReduceLayerNormCall(NamedTuple):
 
     @property
     def kind(self) -> NormKind:
-        residual, weight, bias = (t is not None for t in (self.residual, *self.affine))
-        wide = any(t is not None and t.dtype != self.x.dtype for t in self.affine)
-        return NormKind(self.eps, self.weight_offset, True, residual, wide, True, weight, bias)
+        weight, bias = self.weight, self.bias
+        there = weight is not None, bias is not None
+        like = bias if weight is None else weight  # both are of one dtype
+        wide = like is not None and like.dtype != self.x.dtype
+        return NormKind(self.eps, self.weight_offset, True, self.residual is not None, wide, True, *there)
 
 
-def fast_all_reduce_layer_norm(
-    x: Tensor, operands: Sequence[Tensor | None], eps: float, weight_offset: float, group_name: str
-) -> tuple[Tensor, Tensor] | None:
-    """As the op, if such a call was made before on CUDA; else None, and nothing happened. Tensors may be anything.
-
-    Args:
-        operands: residual, weight and bias.
-    """
-    name = named_layer_norm(eps, weight_offset, *(t is not None for t in operands))
-    tensors = [x, *(t for t in operands if t is not None)]
-    results = fast_path.run_fast(host.LAYER_NORM, name, tensors, group_name, (ALL_REDUCE,))
+def fast_all_reduce_layer_norm(call: AllReduceLayerNormCall) -> tuple[Tensor, Tensor] | None:
+    """As the op, if such a call was made before; else None, and nothing happened. Tensors may be anything."""
+    x, residual, weight, bias, eps, group_name, weight_offset, _ = call
+    there = residual is not None, weight is not None, bias is not None
+    name = named_layer_norm(eps, weight_offset, *there)
+    tensors = [t for t in (x, residual, weight, bias) if t is not None]
+    results = launch_cache.launch_again(host.LAYER_NORM, name, tensors, group_name, (ALL_REDUCE,))
     return None if results is None else (results[0], results[1])
 
 
@@ -99,11 +96,6 @@ class AllReduceLayerNormFunction(torch.autograd.Function):
         return None, grad_x, total if of_residual else None, grad_weight, grad_bias
 
 
-def _fast(call: AllReduceLayerNormCall) -> tuple[Tensor, Tensor] | None:
-    x, *operands, eps, group_name, offset, _ = call
-    return fast_all_reduce_layer_norm(x, operands, eps, offset, group_name)
-
-
 ALL_REDUCE_LAYER_NORM = Op(
     "fused_all_reduce_layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps,"
     " str group_name, *, float weight_offset=0.0, int? group_size=None) -> (Tensor, Tensor)",
@@ -114,7 +106,7 @@ ALL_REDUCE_LAYER_NORM = Op(
     sends_nothing=norm_sends_nothing,
     choose=choose_norm_call,
     run=run_norm_call,
-    fast=_fast,
+    fast=fast_all_reduce_layer_norm,
     known_by=norm_is_known_by,
     with_gradient=lambda call: AllReduceLayerNormFunction.apply(call, call.x, call.residual, *call.affine),
     prepares=all_reduce.BOTH,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -23,7 +24,7 @@ from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from .. import validation
-from ..dispatch import fast_path
+from ..dispatch import launch_cache
 from ..dispatch.all_reduces import NotYet, choose_sum
 from ..dispatch.choice import Choice, on_host, unfused
 from ..dispatch.plan import Plan, num_sms, ran
@@ -119,23 +120,6 @@ def validate_norm(call: AddedCall, of: str, x: Tensor, sums: Sequence[int]) -> N
         raise ValueError(f"weight_offset: is {call.weight_offset!r}, must be 0 where there is no weight")
 
 
-def fast_all_reduce_rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    norm: float | tuple[float, float, bool],
-    group_name: str,
-) -> tuple[Tensor, Tensor] | None:
-    """As the op, if such a call was made before on CUDA; else None, and nothing happened. Tensors may be anything.
-
-    Args:
-        norm: eps, or with it what is not as usual: as ``named_norm`` gives it.
-    """
-    tensors = (x, weight) if residual is None else (x, residual, weight)
-    results = fast_path.run_fast(host.OP, norm, tensors, group_name, (ALL_REDUCE,))
-    return None if results is None else (results[0], results[1])
-
-
 def named_norm(eps: float, weight_offset: float, round_sum: bool) -> float | tuple[float, float, bool]:
     """By what the fast path knows a norm."""
     return eps if round_sum and weight_offset == 0 else (eps, weight_offset, round_sum)
@@ -177,15 +161,16 @@ class NormOperands(NamedTuple):
         return self.x.shape if self.combined is None else self.combined.result_shape
 
     def contiguous(self, rows: int, hidden: int) -> NormOperands:
-        combined = self.combined
+        residual, (weight, bias), combined = self.residual, self.affine, self.combined
         if combined is not None:
             combined = Combined(*(None if t is None else t.contiguous() for t in combined))  # type: ignore[arg-type]
             x = combined.y
         else:
             x = self.x.reshape(rows, hidden).contiguous()
-        residual = None if self.residual is None else self.residual.reshape(rows, hidden).contiguous()
-        columns = Affine(*(None if t is None else t.contiguous() for t in self.affine))
-        return NormOperands(x, residual, columns, self.scale, combined)
+        residual = None if residual is None else residual.reshape(rows, hidden).contiguous()
+        weight = None if weight is None else weight.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        return NormOperands(x, residual, Affine(weight, bias), self.scale, combined)
 
     def normed(self, total: Tensor, kind: NormKind) -> list[Tensor]:
         """What is made of what all ranks' x add up to."""
@@ -226,30 +211,30 @@ def run_norm(
     where: Heap | None,
     given: NormOperands,
     kind: NormKind,
-    name: Hashable,
+    name: Callable[[], Hashable],
     group: ProcessGroup,
 ) -> list[Tensor]:
-    """The results as kernels write them; ``name`` is that by which the fast path knows the call."""
+    """The results as kernels write them; ``name`` returns that by which the launch cache knows the call."""
     if choice.algorithm != "push" and given.combined is not None:
         given = given._replace(x=given.combined.total(), combined=None)
     op, x = host.op_of(kind), given.x
-    if where is None or choice.is_unfused:
+    on_host = choice.algorithm == "host"
+    if where is None or (not on_host and choice.is_unfused):
         total = all_reduce.run_all_reduce(x, "sum", group, op=op)
         ran(choice.plan_in(None))
         return [t.contiguous() for t in given.normed(total, kind)]
     *_, hidden = shape = given.shape
     rows = prod(shape[:-1])
     used = given.contiguous(rows, hidden)
-    if choice.algorithm == "host":
-        workspace = choice.workspace_on(where)
-        ran(choice.plan_in(workspace))
+    if on_host:
+        workspace = choice.begin_on(where)
         results = used.normed(host.host_all_reduce_of_rows(workspace, used.x, op), kind)
-        return _of_shape(shape, results)
+        return results if len(shape) == 2 else _of_shape(shape, results)
     operands = [aligned(t) for t in used.tensors]
     place, kernel, plan, results = _on_cuda(choice, where, operands, kind, (rows, hidden))
     results = _of_shape(shape, results)
-    made = fast_path.LaunchedCall(op, name, given.tensors, operands, results)
-    fast_path.remember_call(made, place, kernel, plan, profitable=True, grids=kernel.grids)
+    made = launch_cache.LaunchedCall(op, name(), given.tensors, operands, results)
+    launch_cache.remember_call(made, place, kernel, plan)
     return results
 
 
@@ -342,8 +327,10 @@ def norm_gradients(
 
 
 def _fast(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor] | None:
-    x, residual, weight, eps, group_name, offset, round_sum, _ = call
-    return fast_all_reduce_rms_norm(x, residual, weight, named_norm(eps, offset, round_sum), group_name)
+    norm = named_norm(call.eps, call.weight_offset, call.round_sum)
+    tensors = (call.x, call.weight) if call.residual is None else call[:3]
+    results = launch_cache.launch_again(host.OP, norm, tensors, call.group_name, (ALL_REDUCE,))
+    return None if results is None else (results[0], results[1])
 
 
 def choose_norm_call(call: NormCall, group: ProcessGroup) -> Choice:
@@ -354,7 +341,7 @@ def run_norm_call(
     choice: Choice, where: Heap | None, call: NormCall, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     operands, kind = NormOperands(call.x, call.residual, call.affine), call.kind
-    normed, sums = run_norm(choice, where, operands, kind, name_of_norm(kind), group)
+    normed, sums = run_norm(choice, where, operands, kind, partial(name_of_norm, kind), group)
     return normed, sums
 
 

@@ -15,7 +15,7 @@ from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind
 from ...kernels.device.gemm.scaling import FP8
 from ...symm_mem.heap.heap import Heap
 from .. import validation
-from ..dispatch import fast_path
+from ..dispatch import launch_cache
 from ..dispatch.choice import Choice
 from ..dispatch.workspaces import ALL_REDUCE
 from . import all_reduce
@@ -23,7 +23,6 @@ from .all_reduce_rms_norm import (
     AllReduceRmsNormCall,
     NormOperands,
     choose_norm,
-    named_norm,
     run_norm,
     validate_all_reduce_norm,
 )
@@ -65,13 +64,11 @@ class AllReduceRmsNormQuantCall(NamedTuple):
         return AllReduceRmsNormCall(*self[:5], *named)
 
     @property
-    def quant(self) -> QuantKind:
-        assert self.out_dtype is not None, "validation has entered it"
-        return QuantKind(self.out_dtype, self.scale_op, self.smallest)
-
-    @property
     def kind(self) -> NormKind:
-        return self.norm.kind._replace(quant=self.quant)
+        assert self.out_dtype is not None, "validation has entered it"
+        quant = QuantKind(self.out_dtype, self.scale_op, self.smallest)
+        given = self.residual is not None, self.weight.dtype != self.x.dtype
+        return NormKind(self.eps, self.weight_offset, self.round_sum, *given, quant=quant)
 
 
 def validate_quantization(out_dtype: Any, scale_op: Any, smallest: Any) -> None:
@@ -116,17 +113,20 @@ def _validate(
 
 def fast_all_reduce_rms_norm_quant(call: AllReduceRmsNormQuantCall) -> QuantResult | None:
     """The same of a call whose numbers and names are of exactly the types that the op takes."""
-    results = fast_path.run_fast(
-        host.QUANT, name_of_quant(call), call.tensors, call.group_name, (ALL_REDUCE,)
+    tensors = [call.x, call.weight] if call.residual is None else [call.x, call.residual, call.weight]
+    if call.scale is not None:
+        tensors.append(call.scale)
+    results = launch_cache.launch_again(
+        host.QUANT, name_of_quant(call), tensors, call.group_name, (ALL_REDUCE,)
     )
     return None if results is None else _quant_result(results)
 
 
 def name_of_quant(call: AllReduceRmsNormQuantCall) -> Hashable:
     """By what it knows a call whose norm becomes fp8."""
-    norm = named_norm(call.eps, call.weight_offset, call.round_sum)
+    norm = call.eps, call.weight_offset, call.round_sum
     there = call.residual is not None, call.scale is not None
-    return norm, call.out_dtype, call.scale_op, call.smallest, *there
+    return *norm, call.out_dtype, call.scale_op, call.smallest, *there
 
 
 def run_all_reduce_rms_norm_quant(
@@ -137,8 +137,8 @@ def run_all_reduce_rms_norm_quant(
     group: ProcessGroup,
 ) -> QuantResult:
     """As the op, of what ``_validate`` returns."""
-    operands = NormOperands(call.x, call.residual, call.affine, call.scale)
-    return _quant_result(run_norm(choice, where, operands, call.kind, name_of_quant(given), group))
+    operands = NormOperands(call.x, call.residual, Affine(call.weight), call.scale)
+    return _quant_result(run_norm(choice, where, operands, call.kind, lambda: name_of_quant(given), group))
 
 
 def _quant_result(written: list[Tensor]) -> QuantResult:

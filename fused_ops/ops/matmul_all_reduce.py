@@ -23,10 +23,10 @@ from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from .. import validation
-from ..dispatch import fast_path, plan
-from ..dispatch.all_reduces import choose_sum
+from ..dispatch import launch_cache, plan
+from ..dispatch.all_reduces import NotYet, choose_sum_on_cuda
 from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host
-from ..dispatch.plan import Plan, num_sms, on, ran, should_fuse
+from ..dispatch.plan import num_sms, on, ran, should_fuse
 from ..dispatch.staging import Staging, in_rows_or_columns, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import ALL_REDUCE, AROUND_MATMULS
@@ -64,21 +64,21 @@ class _MatmulThenSum:
     """cuBLAS's product, and an all-reduce of it where it lies: what calls like one before are made of."""
 
     workspace: Workspace[Any]  # the all-reduce's
-    kernel: Any  # an AllReduce
+    kernel: Any  # an AllReduceLauncher
 
     def call(
         self, tensors: Sequence[Tensor], results: Sequence[Tensor], timeout_ns: int, stream: int
     ) -> None:
-        """As ``fast_path.Caller``."""
+        """As ``launch_cache.Caller``."""
         (A, B), (out,) = tensors, results
         if out.dim() == 2:
             torch.mm(A, B, out=out)
         else:
             torch.mm(A.flatten(0, -2), B, out=out.view(-1, out.shape[-1]))
         self.workspace.raise_if_broken(host.OP, inside=3, grids=self.kernel.grids)
-        address = out.data_ptr()
+        address = (out.data_ptr(),)
         try:
-            self.kernel.launch(address, address, timeout_ns, stream)
+            self.kernel.launch(0, address, address, timeout_ns, stream)
         except BaseException as e:
             self.workspace.abandon(e)  # the peers may wait for what was not launched
             raise
@@ -90,36 +90,13 @@ def fast_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group_name: str
     Tensors and operation may be anything.
     """
     kinds = AROUND_MATMULS if plan._forced == "fused" else _ALL
-    results = fast_path.run_fast(host.OP, reduce_op, (A, B), group_name, kinds)
+    results = launch_cache.launch_again(host.OP, reduce_op, (A, B), group_name, kinds)
     return None if results is None else results[0]
-
-
-def _in_two(of_sum: Plan, choice: Choice) -> Plan:
-    """How the product and the all-reduce ran, the latter so."""
-    return replace(of_sum, algorithm=choice.algorithm, predicted_us=choice.predicted_us)
 
 
 def _sizes(A: Tensor, B: Tensor) -> tuple[int, int, int]:
     """M, N, K."""
     return A.shape[:-1].numel(), B.shape[1], A.shape[-1]
-
-
-def _remember(choice: Choice, call: MatmulAllReduceCall, out: Tensor) -> None:
-    """Such a call was a product and an all-reduce."""
-    A, B, reduce_op = call.A, call.B, call.reduce_op
-    found = all_reduce.made_before(out, reduce_op, call.group_name)
-    if found is not None:
-        made = fast_path.LaunchedCall(host.OP, reduce_op, (A, B), (A, B), [out])
-        caller = _MatmulThenSum(found.workspace, found.kernel)
-        fast_path.remember_call(made, found.workspace, caller, _in_two(found.plan, choice), profitable=True)
-
-
-class _Product(NamedTuple):
-    """The product of a call, as far as an all-reduce of it is chosen by that."""
-
-    device: torch.device
-    dtype: torch.dtype
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -147,7 +124,7 @@ def _choose_on_cuda(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice:
         return chosen
     A, B = call.A, call.B
     m, n, k = _sizes(A, B)
-    of_sum = choose_sum(_Product(A.device, A.dtype, m * n * A.element_size()), call.reduce_op, group)
+    of_sum = choose_sum_on_cuda(NotYet(A.device, A.dtype, m * n * A.element_size()), call.reduce_op, group)
     if of_sum.is_unfused:
         return of_sum
     us = of_sum.predicted_us
@@ -212,27 +189,33 @@ def run_matmul_all_reduce(
         ran(choice.plan_in(None))
         return reference_matmul_all_reduce(A, B, reduce_op, group)
     if choice.algorithm != "host":
-        return _on_cuda(choice, where, call, group)
-    workspace = choice.workspace_on(where)
-    ran(choice.plan_in(workspace))
+        return _on_cuda(choice, where, call)
+    workspace = choice.begin_on(where)
     out = host.host_matmul_all_reduce(workspace, A.flatten(0, -2), B, reduce_op)
     return out.view(*A.shape[:-1], B.shape[1])
 
 
-def _on_cuda(choice: Choice, where: Heap, call: MatmulAllReduceCall, group: ProcessGroup) -> Tensor:
+def _on_cuda(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> Tensor:
     with on(call.A.device):
         if isinstance(choice.how, _FewRows):
             return _run_few_rows(choice, where, call)
         if isinstance(choice.how, KernelUse):
             return _run_one_kernel(choice, where, call)
-        A, B = call.A, call.B
-        a = A.flatten(0, -2)
-        out = a.new_empty(a.shape[0], B.shape[1])
-        torch.mm(a, B, out=out)
-        all_reduce.in_place(out, call.reduce_op, group, host.OP)
-        shaped = out.view(*A.shape[:-1], B.shape[1])
-        plan.this_thread.plan = _in_two(plan.last_plan(), choice)
-        _remember(choice, call, shaped)
+        return _run_two_kernels(choice, where, call)
+
+
+def _run_two_kernels(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> Tensor:
+    A, B, reduce_op = call.A, call.B, call.reduce_op
+    a = A.flatten(0, -2)
+    out = a.new_empty(a.shape[0], B.shape[1])
+    torch.mm(a, B, out=out)
+    workspace, kernel, of_sum = all_reduce.all_reduce_on_cuda(choice, where, (out, out), reduce_op, host.OP)
+    both = replace(of_sum, algorithm=choice.algorithm, predicted_us=choice.predicted_us)
+    plan.this_thread.plan = both
+    shaped = out.view(*A.shape[:-1], B.shape[1])
+    made = launch_cache.LaunchedCall(host.OP, reduce_op, (A, B), (A, B), [shaped], alignment=1)
+    caller = _MatmulThenSum(workspace, kernel)
+    launch_cache.remember_call(made, workspace, caller, both)
     return shaped
 
 
@@ -260,8 +243,8 @@ def _run_few_rows(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> Ten
         operands = a.data_ptr(), b.data_ptr()
         kernel.launch(0, operands, (out.data_ptr(),), timeout_ns, current_stream_of(a))
     shaped = out.view(*A.shape[:-1], b.shape[1])
-    made = fast_path.LaunchedCall(host.OP, reduce_op, (A, B), (a, b), [shaped])
-    fast_path.remember_call(made, workspace, kernel, fused, profitable=how.profitable, grids=kernel.grids)
+    made = launch_cache.LaunchedCall(host.OP, reduce_op, (A, B), (a, b), [shaped])
+    launch_cache.remember_call(made, workspace, kernel, fused, how.profitable)
     return shaped
 
 
@@ -282,8 +265,8 @@ def _run_one_kernel(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> T
     launcher = on_cuda.scatter_launcher(kernel, workspace, as_one_part)
     shaped = out.view(*A.shape[:-1], B.shape[1])
     if launcher is not None:
-        made = fast_path.LaunchedCall(host.OP, call.reduce_op, (A, B), (used.a, used.b), [shaped])
-        fast_path.remember_call(made, workspace, launcher, fused, profitable=kernel.profitable)
+        made = launch_cache.LaunchedCall(host.OP, call.reduce_op, (A, B), (used.a, used.b), [shaped])
+        launch_cache.remember_call(made, workspace, launcher, fused, kernel.profitable)
     return shaped
 
 

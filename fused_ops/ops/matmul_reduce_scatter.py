@@ -20,7 +20,7 @@ from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
-from ..dispatch import fast_path
+from ..dispatch import launch_cache
 from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host, unfused
 from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse, why_tf32
 from ..dispatch.staging import Staging, aligned, in_rows_or_columns
@@ -143,19 +143,11 @@ def fast_matmul_reduce_scatter(
         dim += A.dim()
     bias, residual = terms
     if bias is None and residual is None:
-        results = fast_path.run_fast(host.OP, (dim, reduce_op), (A, B), group_name)
+        results = launch_cache.launch_again(host.OP, (dim, reduce_op), (A, B), group_name)
     else:
         arguments = _arguments(dim, reduce_op, bias, residual)
         added = [term for term in terms if term is not None]
-        results = fast_path.run_fast(host.OP, arguments, (A, B, *added), group_name)
-    return None if results is None else results[0]
-
-
-def fast_sum_of_matmuls_reduce_scatter(call: MatmulReduceScatterCall) -> Tensor | None:
-    """The same of a call with further factors."""
-    dim = call.scatter_dim + call.A.dim() if call.scatter_dim < 0 else call.scatter_dim
-    arguments = _arguments(dim, call.reduce_op, call.bias, call.residual, len(call.more or ()))
-    results = fast_path.run_fast(host.OP, arguments, (*call.factors, *call.terms), call.group_name)
+        results = launch_cache.launch_again(host.OP, arguments, (A, B, *added), group_name)
     return None if results is None else results[0]
 
 
@@ -179,12 +171,12 @@ def _known_by(
 
 
 def _fast(call: MatmulReduceScatterCall) -> Tensor | None:
-    A, B, reduce_op, dim, group_name, out_dtype, bias, residual, more, _ = call
-    if out_dtype is not None:
+    if call.out_dtype is not None:
         return None
-    if more:
-        return fast_sum_of_matmuls_reduce_scatter(call)
-    return fast_matmul_reduce_scatter(A, B, reduce_op, dim, group_name, (bias, residual))
+    dim = call.scatter_dim + call.A.dim() if call.scatter_dim < 0 else call.scatter_dim
+    arguments = _arguments(dim, call.reduce_op, call.bias, call.residual, len(call.more or ()))
+    results = launch_cache.launch_again(host.OP, arguments, (*call.factors, *call.terms), call.group_name)
+    return None if results is None else results[0]
 
 
 @dataclass(frozen=True)
@@ -228,8 +220,7 @@ def _on_cpu(choice: Choice, where: Heap, call: MatmulReduceScatterCall) -> Tenso
         parts = [(rows, b) for b in B.chunk(size, 1)]
     else:
         parts = [(a.flatten(0, -2), B) for a in A.chunk(size, call.scatter_dim)]
-    workspace = choice.workspace_on(where)
-    ran(choice.plan_in(workspace))
+    workspace = choice.begin_on(where)
     residual = None if call.residual is None else call.residual.reshape(-1, shape[-1])
     how = call.reduce_op, call.out_dtype or A.dtype
     return host.host_matmul_reduce_scatter(workspace, parts, *how, call.bias, residual).view(shape)
@@ -307,8 +298,8 @@ def _on_cuda(choice: Choice, where: Heap, _: MatmulReduceScatterCall) -> Tensor:
     known = _known_by(call)
     if launcher is not None and known is not None:
         operands = on_cuda.scatter_operands(kernel.config, used)
-        made = fast_path.LaunchedCall(host.OP, *known, operands, [out])
-        fast_path.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
+        made = launch_cache.LaunchedCall(host.OP, *known, operands, [out])
+        launch_cache.remember_call(made, workspace, launcher, plan, kernel.profitable)
     return out
 
 

@@ -5,30 +5,29 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
+from threading import get_ident
+from time import monotonic
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
-from torch.distributed import ProcessGroup
 
 from ...symm_mem import flight_recorder, resolve_group
 from ...symm_mem.call_site import calling
 from ...symm_mem.failure.call_log import poison_on_error
+from ...symm_mem.heap.registry import GroupRef
 from ...symm_mem.workspace import Workspace
-from ..dispatch import fast_path
+from ..dispatch import launch_cache
 from ..dispatch.call_check import OpCall, begin_call, take_begun
 from ..dispatch.choice import Choice, unfused
-from ..dispatch.fast_path import needs_no_dispatch
 from ..dispatch.plan import Plan, heap_or_reason, on, this_thread, why_runs_unfused
-from ..dispatch.tensor_guards import has_tangents
+from ..dispatch.tensor_guards import has_tangents, needs_no_dispatch
 
 AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 _VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
@@ -66,9 +65,8 @@ class Op:
         sends_nothing: whether, by the same, the ranks have nothing to send each other.
         choose: the ``Choice`` of the same, where the ranks can address each other's memory.
         run: the results, of a choice, the heap (None if that is unfused), and the same.
-        fast: the results, if such a call was made before; else None, and nothing happened. Its tensors may be anything.
         with_gradient: the results of a call of which a gradient is wanted; or it raises (``refuse_gradient``).
-        fast_on_device: as ``fast``, where the dispatcher has seen to what else tensors may be, if that is less work.
+        fast: the results, if such a call was made before; else None, and nothing happened. Its tensors may be anything.
         known_by: of what ``validate`` returns, the arguments and tensors by which ``fast`` knows such a call; None: it
             does not look for it.
         functional: of an op that writes to its first argument: the op that returns the same, and its call.
@@ -89,9 +87,8 @@ class Op:
     sends_nothing: Callable[..., bool]
     choose: Callable[..., Choice]
     run: Callable[..., Any]
-    fast: Callable[[Any], Any]
     with_gradient: Callable[[Any], Any]
-    fast_on_device: Callable[[Any], Any] | None = None
+    fast: Callable[[Any], Any] = lambda call: None
     known_by: Callable[..., tuple[Hashable, Sequence[Tensor]] | None] = lambda *_: None
     functional: tuple[Op, Callable[[Any], Any]] | None = None
     flops: Callable[..., int] | None = None
@@ -175,8 +172,9 @@ def _checked_run(op: Op, call: OpArguments) -> Any:
     for name in op.own_values:
         compared[name] = compared[name] is not None
     device = call.tensors[0].device
-    compared_as = "cpu" if op.own_on_cuda else device.type
-    begin_call(OpCall(op.name, compared, compared_as, op.own_dims, op.prepares), group, device)
+    begin_call(
+        OpCall(op.name, compared, device.type, op.own_dims, op.own_on_cuda, op.prepares), group, device
+    )
     where = heap_or_reason(op.name, op.kernel, device, group, empty=op.sends_nothing(*found))
     if isinstance(where, str):
         return op.run(unfused(where), None, *found)
@@ -185,9 +183,8 @@ def _checked_run(op: Op, call: OpArguments) -> Any:
     if choice.algorithm == "host" and (known := op.known_by(*found)) is not None:
         arguments, tensors = known
         again = _HostCall.of(op, choice, found[:-1], tensors)
-        if again is not None:
-            key = fast_path.key_of(op.name, arguments, tensors)
-            fast_path.remember_host_call(key, choice.workspace_on(where), again, device, this_thread.plan)
+        key = launch_cache.key_of(op.name, arguments, tensors)
+        launch_cache.remember_host_call(key, choice.workspace_on(where), again, this_thread.plan)
     return done
 
 
@@ -233,25 +230,22 @@ class _HostCall:
     parts: list[_Part]
 
     @staticmethod
-    def of(op: Op, choice: Choice, found: Sequence[Any], tensors: Sequence[Tensor]) -> _HostCall | None:
-        """None for a call of which two tensors are one: of the next one they may be two."""
+    def of(op: Op, choice: Choice, found: Sequence[Any], tensors: Sequence[Tensor]) -> _HostCall:
         numbers = {id(x): i for i, x in enumerate(tensors)}
-        if len(numbers) < len(tensors):
-            return None
         return _HostCall(op, choice, [_Part.of(value, numbers) for value in found])
 
-    def bound(
-        self, workspace: Workspace[Any], ran: Plan
-    ) -> Callable[[Sequence[Tensor], ProcessGroup], list[Tensor]]:
+    def bound(self, workspace: Workspace[Any], ran: Plan, group: GroupRef) -> launch_cache.Launch:
         choice, parts, op = replace(self.choice, found=(workspace, ran)), self.parts, self.op
-        heap, fault, name, in_place = workspace.heap, workspace.fault, op.name, op.functional is not None
+        heap, fault, in_place = workspace.heap, workspace.fault, op.functional is not None
 
         @poison_on_error
-        def call(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+        def call(name: str, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+            if in_place and not launch_cache.may_overwrite(tensors):
+                return None
             calling.op = name
             if fault.error is not None:
                 fault.raise_if_broken()
-            heap.callers[threading.get_ident()] = this_thread.name, time.monotonic()
+            heap.callers[get_ident()] = this_thread.thread, monotonic()
             given = []
             for kind, fixed, alone, lists in parts:
                 values = fixed.copy()
@@ -261,9 +255,9 @@ class _HostCall:
                     values[at] = [None if i is None else tensors[i] for i in of]
                 given.append(values[0] if kind is None else tuple.__new__(kind, values))
             if in_place:
-                return _listed(op.run(choice, heap, *given, group))
+                return _listed(op.run(choice, heap, *given, group()))
             with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
-                return _listed(op.run(choice, heap, *given, group))
+                return _listed(op.run(choice, heap, *given, group()))
 
         return call
 

@@ -14,10 +14,10 @@ from ...kernels.reduce_scatter.reference import reference_reduce_scatter
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
-from ..dispatch import fast_path
 from ..dispatch.choice import Choice, on_host
+from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import num_sms, ran
-from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, fast_into, run_alone
+from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
 from ..dispatch.workspaces import ALL_REDUCE
 from . import op
 from .op import Op
@@ -85,21 +85,18 @@ def _validate_out(call: ReduceScatterOutCall) -> tuple[ReduceScatterCall, Tensor
     return found, call.out, group
 
 
-def fast_reduce_scatter(x: Tensor, reduce_op: str, dim: int, group_name: str) -> Tensor | None:
-    """As the op, if such a call was made before on CUDA; else None, and nothing happened. All may be anything."""
-    if dim < 0 and isinstance(x, Tensor):
-        dim += x.dim()
-    results = fast_path.run_fast(host.OP, (dim, reduce_op), (x,), group_name, KINDS)
-    return None if results is None else results[0]
-
-
-def fast_reduce_scatter_out(
-    out: Tensor, x: Tensor, reduce_op: str, dim: int, group_name: str
+def fast_reduce_scatter(
+    x: Tensor, reduce_op: str, dim: int, group_name: str, out: Tensor | None = None
 ) -> Tensor | None:
-    """``out``, with the result; likewise."""
+    """As the op, or into ``out``, if such a call was made before; else None, and nothing happened. All may be
+    anything."""
     if dim < 0 and isinstance(x, Tensor):
         dim += x.dim()
-    return out if fast_into(host.INTO, (dim, reduce_op), out, x, group_name) else None
+    op, tensors = (host.OP, (x,)) if out is None else (host.INTO, (out, x))
+    results = launch_again(op, (dim, reduce_op), tensors, group_name, KINDS)
+    if results is None:
+        return None
+    return results[0] if out is None else out
 
 
 def choose_part(call: ReduceScatterCall, group: ProcessGroup) -> Choice:
@@ -153,8 +150,7 @@ def on_cpu(choice: Choice, where: Heap, call: ReduceScatterCall, op: str) -> Ten
     """Between CPU ranks. ``op``: whose call it is, for errors."""
     x, dim, size = call.x, call.scatter_dim, where.world_size
     shape = call.part_shape(size)
-    workspace = choice.workspace_on(where)
-    ran(choice.plan_in(workspace))
+    workspace = choice.begin_on(where)
     parts = x.unflatten(dim, (size, shape[dim])).movedim(dim, 0).reshape(size, -1)
     return host.host_reduce_scatter(workspace, parts, call.reduce_op, op).view(shape)
 
@@ -213,7 +209,9 @@ REDUCE_SCATTER_OUT = Op(
     sends_nothing=lambda call, out, group: call.x.numel() == 0,
     choose=lambda call, out, group: choose_part(call, group),
     run=_run_out,
-    fast=lambda call: fast_reduce_scatter_out(*call[:5]),
+    fast=lambda call: fast_reduce_scatter(
+        call.x, call.reduce_op, call.scatter_dim, call.group_name, call.out
+    ),
     known_by=lambda call, out, group: ((call.scatter_dim, call.reduce_op), [out, call.x]),
     with_gradient=lambda call: op.refuse_gradient(_validate_out, call, op.INTO),
     functional=(REDUCE_SCATTER, lambda call: call.without_out),

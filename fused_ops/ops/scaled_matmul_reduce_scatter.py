@@ -29,7 +29,7 @@ from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
-from ..dispatch import fast_path
+from ..dispatch import launch_cache
 from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host, unfused
 from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse
 from ..dispatch.staging import Staging, aligned
@@ -137,7 +137,7 @@ def fast_scaled_matmul_reduce_scatter(call: ScaledMatmulReduceScatterCall) -> Te
             return None
         if not isinstance(call.B, Tensor) or call.B.dim() != 2:
             return None
-    results = fast_path.run_fast(host.OP, _arguments(call), call.tensors, call.group_name)
+    results = launch_cache.launch_again(host.OP, _arguments(call), call.tensors, call.group_name)
     return None if results is None else results[0]
 
 
@@ -184,8 +184,7 @@ def _on_cpu(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, ro
     size, dim, kind, B = where.world_size, call.orig_scatter_dim, rows.kind, call.B
     k, n, (*lead, _) = B.shape[0], B.shape[1], call.whole_shape
     assert call.out_dtype is not None
-    workspace = choice.workspace_on(where)
-    ran(choice.plan_in(workspace))
+    workspace = choice.begin_on(where)
 
     def finished(a: Tensor, a_scale: Tensor) -> Tensor:
         product = exact_product(a, B, scales_of(kind, a_scale, call.B_scale, k, n))
@@ -194,18 +193,15 @@ def _on_cpu(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, ro
     def part(x: Tensor, rank: int) -> Tensor:
         return x.reshape(*lead, x.shape[-1]).chunk(size, dim)[rank].flatten(0, -2)
 
-    def product_for(rank: int) -> Callable[[], Tensor]:
-        def product() -> Tensor:
-            a_scale = call.A_scale if kind is ScaleKind.TENSOR else part(call.A_scale, rank)
-            return finished(part(call.A, rank), a_scale)
-
-        return product
+    def product_for(rank: int) -> Tensor:
+        a_scale = call.A_scale if kind is ScaleKind.TENSOR else part(call.A_scale, rank)
+        return finished(part(call.A, rank), a_scale)
 
     if dim == len(lead):
         whole = finished(call.A.flatten(0, -2), _a_scale(call, rows)).chunk(size, 1)
         products: list[Callable[[], Tensor]] = [partial(whole.__getitem__, rank) for rank in range(size)]
     else:
-        products = [product_for(rank) for rank in range(size)]
+        products = [partial(product_for, rank) for rank in range(size)]
     return host.host_scaled_matmul_reduce_scatter(workspace, products, call.reduce_op, call.out_dtype)
 
 
@@ -276,8 +272,8 @@ def _on_cuda(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, r
     known = _known_by(call)
     if launcher is not None and known is not None:
         operands = on_cuda.scatter_operands(kernel.config, used)
-        made = fast_path.LaunchedCall(host.OP, *known, operands, [out])
-        fast_path.remember_call(made, workspace, launcher, plan, profitable=kernel.profitable)
+        made = launch_cache.LaunchedCall(host.OP, *known, operands, [out])
+        launch_cache.remember_call(made, workspace, launcher, plan, kernel.profitable)
     return out
 
 

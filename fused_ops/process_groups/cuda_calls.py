@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from ...symm_mem import call_cache, flight_recorder, is_checked
+from ...kernels.device.jit.empty import empty_on
+from ...symm_mem import call_cache, flight_recorder, forks, is_checked
 from ...symm_mem.backends import cuda_state
-from ...symm_mem.failure.call_log import Grids, TimedName, poison_on_error
+from ...symm_mem.failure.call_log import TimedName, poison_on_error
 from ...symm_mem.heap.heap import Heap
-from ...symm_mem.workspace import Workspace
-from ..dispatch import plan
-from ..dispatch.all_reduces import choose_sum_on_cuda, nccl_from, prepare_all_reduce
+from ..dispatch.all_reduces import choose_sum_on_cuda, prepare_all_reduce
 from ..dispatch.call_check import begin_call
-from ..dispatch.fast_path import default_ns, timeout
+from ..dispatch.launch_cache import (
+    Launch,
+    PreparedKernel,
+    PreparedLaunch,
+    StreamLaunch,
+    default_ns,
+    overlap,
+    timeout,
+)
 from ..dispatch.plan import Plan, heap_or_reason, ran
-from ..dispatch.stand_alone import StandAlone, overlap, prepare_alone
+from ..dispatch.stand_alone import StandAlone, prepare_alone
 from ..dispatch.stream_order import (
     CallLine,
     StreamStep,
@@ -35,47 +39,12 @@ from ..dispatch.stream_order import (
     is_external,
     steps_on,
     stream_and_graph,
-    stream_on,
 )
 from ..dispatch.workspaces import GROUP
 from ..ops.all_gather import choose_gather_on_cuda
 from ..ops.reduce_scatter import choose_scatter_on_cuda
 from .calls import ALL_GATHER, ALL_REDUCE, GroupCall, flat, index_of
 from .work import DoneWork, StreamWork
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A kernel for calls of one kind and size.
-
-    Attributes:
-        launch: takes the addresses of x and of what is written, a deadline and a stream.
-        timeout_ns: where nobody has set another deadline.
-    """
-
-    workspace: Workspace[Any]
-    launch: Callable[[int, int, int, int], None]
-    grids: Grids
-    plan: Plan
-    timeout_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A cached call on one stream.
-
-    Attributes:
-        written: elements of what is written.
-        timeout_ns: its deadline.
-    """
-
-    ready: _Ready
-    line: CallLine
-    written: int
-    timeout_ns: int
-    shape: flight_recorder.CallShape
-    before: StreamStep
-    after: StreamStep
 
 
 class _Side:
@@ -176,40 +145,28 @@ class DeviceLines:
     ) -> bool:
         """Whether such a call was made before on the current stream; then it is launched there. The tensors are torch's
         own, and anything else than that may be wrong with them. ``side``: instead of the current stream, after it."""
-        index = index_of(x)
-        current = stream_on(index)
-        if current is None:
+        cuda = cuda_state.state
+        index = cuda.index_of(x)
+        # As ``stream_on``, whose call takes as long as it does.
+        if forks.inherited or cuda.current_device() != index or cuda.is_capturing():
             return False
+        current = cuda.current_stream(index)
         stream = current if side is None else side.stream.cuda_stream
         # By itself, not by its name: that may be another group's later.
-        key = GROUP, self, name, x.numel(), x.dtype, reduce_op, index, stream
-        found: _Found | None = call_cache.cached_calls.get(key)
-        if found is None or not x.is_contiguous() or self._others is not None:
+        key = self, name, reduce_op, x.numel(), x.dtype, out.numel(), out.dtype, index, stream
+        launch: Launch | None = call_cache.cached_calls.get(key)
+        if launch is None or not x.is_contiguous() or self._others is not None:
             return False
         if x is not out:
-            if out.numel() != found.written or out.dtype is not x.dtype or index_of(out) != index:
+            if cuda.index_of(out) != index or not out.is_contiguous():
                 return False
-            if not out.is_contiguous() or (overlap(out, x) and not _is_own_part(name, x, out, self._rank)):
+            if overlap(out, x) and not _is_own_part(name, x, out, self._rank):
                 return False
-        ready = found.ready
         with self._lock:
             if side is not None:
                 side.wait(current)
-            if found.before is not None:
-                found.before(stream)
-            found.line.alone(stream, 1)
-            ready.workspace.raise_if_broken(name, 2, ready.grids)
-            plan.this_thread.plan = ready.plan
-            try:
-                ready.launch(x.data_ptr(), out.data_ptr(), found.timeout_ns, stream)
-            except BaseException as e:
-                ready.workspace.abandon(e)  # the peers may wait for what was not launched
-                raise
-            if flight_recorder.calls is not None:
-                ready.workspace.record_launch(name, found.shape)
-            if found.after is not None:
-                found.after(stream)
-        return True
+            given = (x,)
+            return launch(name, given, given if x is out else (out,)) is not None
 
     @poison_on_error
     def _launch_first(self, call: GroupCall, seconds: float | None) -> str | None:
@@ -219,8 +176,6 @@ class DeviceLines:
         assert x is not None and out is not None  # what is not dense NCCL refuses
         begin_call(call.compared, group, x.device)
         heap = heap_or_reason(call.name, call.kernel, x.device, group, empty=False)
-        if not isinstance(heap, str) and call.name == ALL_REDUCE and x.nbytes >= nccl_from():
-            heap = f"WEFT_NCCL_ALL_REDUCE_FROM is {nccl_from()} bytes"
         if isinstance(heap, str):
             ran(Plan("unfused", heap))
             return heap
@@ -228,9 +183,11 @@ class DeviceLines:
         with in_stream_order(x.device):
             stream, graph = stream_and_graph(x.device)
             external = is_external(stream, index)
-            ready = _prepared(heap, call, x, out, group)
-            if isinstance(ready, str):
-                return ready
+            prepared = _prepared(heap, call, x, out, group)
+            if isinstance(prepared, str):
+                ran(Plan("unfused", prepared))
+                return prepared
+            workspace, kernel, ran_by = prepared
             line = self._line_of(index, graph)
             if external:
                 line.wait(stream)
@@ -238,23 +195,38 @@ class DeviceLines:
                 line.alone(stream, 1)
             if call.x is not call.out and overlap(out, x) and not _is_own_part(call.name, x, out, heap.rank):
                 x = x.clone()
-            deadline = timeout(self._name, ready.timeout_ns)
+            deadline = timeout(self._name, default_ns())
             name, ns = (
                 (call.name, deadline)
                 if seconds is None
                 else (TimedName(call.name, seconds), int(seconds * 1e9))
             )
-            ready.workspace.raise_if_broken(name, grids=ready.grids)
-            ready.launch(x.data_ptr(), out.data_ptr(), ns, stream)
+            workspace.raise_if_broken(name, grids=kernel.grids)
+            kernel.launch(0, (x.data_ptr(),), (out.data_ptr(),), ns, stream)
             if external:
                 line.end(stream, external=True)
         if not graph and not external and not is_checked():
-            steps = steps_on(index, stream)
-            key = GROUP, self, call.name, x.numel(), x.dtype, call.reduce_op, index, stream
             kind = flight_recorder.collective_of(call.name)
             shape = flight_recorder.CallShape(kind, (x.numel(),), x.dtype, "cuda")
-            call_cache.keep(kept, key, _Found(ready, line, out.numel(), deadline, shape, *steps))
+            how = PreparedLaunch(kernel, False, (), empty_on(x.device), kernel.grids, shape)
+            before, after = steps_on(index, stream)
+            at = deadline, False, stream, _then(before, line), after
+            launch = StreamLaunch(workspace, how, ran_by, *at).bound()
+            alike = self, call.name, call.reduce_op, x.numel(), x.dtype, out.numel(), out.dtype
+            call_cache.keep(kept, (*alike, index, stream), launch)
         return None
+
+
+def _then(before: StreamStep, line: CallLine) -> StreamStep:
+    """``before``, and then the group's calls that come first."""
+
+    def step(stream: int) -> None:
+        if before is not None:
+            before(stream)
+        if line.last is not None or stream not in line.streams:
+            line.alone(stream, 1)
+
+    return step
 
 
 def _is_own_part(name: str, x: Tensor, out: Tensor, rank: int) -> bool:
@@ -262,25 +234,21 @@ def _is_own_part(name: str, x: Tensor, out: Tensor, rank: int) -> bool:
     return part.data_ptr() == whole.data_ptr() + rank * part.nbytes
 
 
-def _prepared(heap: Heap, call: GroupCall, x: Tensor, out: Tensor, group: ProcessGroup) -> _Ready | str:
+def _prepared(
+    heap: Heap, call: GroupCall, x: Tensor, out: Tensor, group: ProcessGroup
+) -> PreparedKernel | str:
     """The kernel of such calls, made by all ranks together; or why there is none."""
     if call.name == ALL_REDUCE:
         choice = choose_sum_on_cuda(x, call.reduce_op, group, kind=GROUP)
+        if choice.is_unfused:
+            return choice.reason
         made = prepare_all_reduce(choice, heap, x, call.reduce_op, ALL_REDUCE)
         ran(made.plan)
-        return _Ready(made.workspace, made.kernel.launch, made.kernel.grids, made.plan, made.timeout_ns)
+        return made
     gathers = call.name == ALL_GATHER
     alone = StandAlone(call.name, call.name, 0, [out, x], list(out.shape), 0, gathers)
     if gathers:
         choice = choose_gather_on_cuda(alone, group, GROUP)
     else:
         choice = choose_scatter_on_cuda(alone, call.reduce_op, group, GROUP)
-    if choice.is_unfused:
-        return choice.reason
-    found = prepare_alone(choice, heap, alone)
-    kernel = found.kernel
-
-    def launch(from_address: int, to: int, timeout_ns: int, stream: int) -> None:
-        kernel.launch(0, (from_address,), (to,), timeout_ns, stream)
-
-    return _Ready(found.workspace, launch, kernel.grids, found.plan, default_ns())
+    return choice.reason if choice.is_unfused else prepare_alone(choice, heap, alone)

@@ -11,7 +11,7 @@ import torch
 
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import HostEpoch, Workspace
-from ..device.comm.copy_thread import CHUNKS, Arriving, copying
+from ..device.comm.copy_thread import CHUNKS, Arriving, CopyThread
 
 OP = "fused_all_gather_matmul"
 
@@ -36,7 +36,7 @@ def host_all_gather_matmul(
     """
     with workspace.lock, HostEpoch(workspace, OP) as epoch:
         arriving = Arriving(epoch, a)
-        with copying(workspace, arriving.push):
+        with CopyThread(workspace, arriving.push):
             outs = (_add_products if split_k else _products)(arriving, bs)
     return arriving.gathered, outs
 

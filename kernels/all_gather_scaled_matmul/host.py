@@ -15,7 +15,7 @@ import torch
 
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import HostEpoch, Workspace
-from ..device.comm.copy_thread import copying
+from ..device.comm.copy_thread import CopyThread
 
 OP = "fused_all_gather_scaled_matmul"
 CHUNKS = 2  #: of a shard, sent one by one
@@ -75,7 +75,7 @@ def exchange_rows(
                 scales.view(torch.uint8).copy_(arrived[:, k:])
             consume(src, rows, arrived[:, :k].contiguous().view(dtype), scales)
 
-        with copying(workspace, push):
+        with CopyThread(workspace, push):
             take(rank, slice(0, m), mine)
             for step in range(1, size):
                 src = (rank + step) % size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -141,20 +141,25 @@ class AllReduceLauncher:
             self._launches.append(ready)
             self._params.append(params)
 
-    def launch(self, x: int, out: int, timeout_ns: int, stream: int) -> None:
+    def launch(
+        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
+    ) -> None:
         """``out`` = what all ranks' ``x`` make together, the same bits on every rank: in float32, in rank order.
 
         Every rank makes the same calls on a workspace, in one order and on one stream at a time. Safe to capture
         in a CUDA graph. The current device must be that of the tensors.
 
         Args:
-            x, out: addresses of contiguous tensors, aligned like their elements; out may be x.
+            buffer: not used; epochs alternate by themselves.
+            operands, results: the address of x, and that of out: contiguous tensors, aligned like their elements; out
+                may be x.
             timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
             stream: a CUstream as an integer.
 
         Raises:
             RuntimeError: the kernel cannot be launched.
         """
+        (x,), (out,) = operands, results
         aligned = (x | out) % VECTOR == 0
         with self._lock:
             if timeout_ns != self._timeout_ns:

@@ -54,30 +54,29 @@ def host_all_reduce_of_rows(workspace: Workspace, x: torch.Tensor, op: str) -> t
 
 def _chunk(workspace: Workspace, op: str, x: torch.Tensor, total: torch.Tensor) -> None:
     size, rank = workspace.world_size, workspace.rank
-    peers = [(rank + step) % size for step in range(1, size)]
+    peers = [*range(rank + 1, size), *range(rank)]
     with HostEpoch(workspace, op) as epoch:
         most, hidden = -(-x.shape[0] // size), x.shape[1]
-
-        def slots(owner: int) -> torch.Tensor:
-            """What came in, and the results: [2, W, rows, hidden]."""
-            return epoch.slots(owner, (2, size, most, hidden), x.dtype)
-
+        # What came in, and the results: [2, W, rows, hidden].
+        slots = [epoch.slots(owner, (2, size, most, hidden), x.dtype) for owner in range(size)]
         for peer in peers:
             epoch.wait_free(peer)
             theirs = x[peer::size]
-            slots(peer)[0, rank, : theirs.shape[0]] = theirs
+            slots[peer][0, rank, : theirs.shape[0]] = theirs
             epoch.post(peer, 0)
-        mine = slots(rank)
+        mine = slots[rank]
         own = x[rank::size]
         for peer in peers:
             epoch.wait(peer, 0)
-        parts = [own if src == rank else mine[0, src, : own.shape[0]] for src in range(size)]
-        wide = parts[0].to(torch.float32, copy=True)  # from 0.0 on, a sum of -0.0 would be 0.0
-        for part in parts[1:]:
-            wide += part
+        wide: torch.Tensor | None = None
+        for src in range(size):
+            part = own if src == rank else mine[0, src, : own.shape[0]]
+            # From 0.0 on, a sum of -0.0 would be 0.0.
+            wide = part.to(torch.float32, copy=True) if wide is None else wide.add_(part)
+        assert wide is not None
         total[rank::size] = wide.to(x.dtype)
         for peer in peers:
-            slots(peer)[1, rank, : own.shape[0]] = total[rank::size]
+            slots[peer][1, rank, : own.shape[0]] = total[rank::size]
             epoch.post(peer, 1)
         for peer in peers:
             epoch.wait(peer, 1)

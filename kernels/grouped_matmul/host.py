@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...symm_mem.workspace import HostEpoch, Workspace
-from ..device.comm.copy_thread import Arriving, copying
+from ..device.comm.copy_thread import Arriving, CopyThread
 from .reference import experts_of_rows, reference_grouped_matmul
 
 OP = "fused_all_gather_grouped_matmul"
@@ -34,7 +34,7 @@ def host_all_gather_grouped_matmul(
     with workspace.lock, HostEpoch(workspace, OP) as epoch:
         arriving = Arriving(epoch, a)
         every = arriving.gathered.flatten(0, 1)
-        with copying(workspace, arriving.push):
+        with CopyThread(workspace, arriving.push):
             for step in range(size):
                 src = (rank + step) % size
                 arriving.wait_for(src)

@@ -14,7 +14,7 @@ import torch
 
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import HostEpoch, Workspace
-from ..device.comm.copy_thread import copying
+from ..device.comm.copy_thread import CopyThread
 
 OP = "fused_matmul_all_reduce"
 
@@ -32,7 +32,7 @@ def host_matmul_all_reduce(
     size, rank = workspace.world_size, workspace.rank
     part = -(-m // size)
     rows = [slice(min(q * part, m), min((q + 1) * part, m)) for q in range(size)]
-    peers = [(rank + step) % size for step in range(1, size)]
+    peers = [*range(rank + 1, size), *range(rank)]
     out = torch.empty(m, n, dtype=dtype)
     with workspace.lock, HostEpoch(workspace, OP) as epoch:
         buffers = [epoch.slots(peer, (2, size, part, n), dtype) for peer in range(size)]
@@ -45,7 +45,7 @@ def host_matmul_all_reduce(
                 buffers[peer][0, rank, : partial.shape[0]] = partial
                 epoch.post(peer, 0)
 
-        with copying(workspace, push, lambda: finished.put(None)):
+        with CopyThread(workspace, push, lambda: finished.put(None)):
             for peer in peers:
                 finished.put((peer, torch.mm(a[rows[peer]], b)))
             mine = a[rows[rank]]

@@ -13,7 +13,7 @@ import torch
 
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import HostEpoch, Workspace
-from ..device.comm.copy_thread import copying
+from ..device.comm.copy_thread import CopyThread
 
 OP = "fused_matmul_reduce_scatter"
 
@@ -53,7 +53,7 @@ def host_matmul_reduce_scatter(
                 slots[peer][rank] = partial
                 epoch.post(peer, 0)
 
-        with copying(workspace, push, lambda: finished.put(None)):
+        with CopyThread(workspace, push, lambda: finished.put(None)):
             for step in range(1, size):
                 peer = (rank + step) % size
                 a, b = parts[peer]

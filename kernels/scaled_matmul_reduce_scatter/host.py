@@ -14,7 +14,7 @@ import torch
 
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import HostEpoch, Workspace
-from ..device.comm.copy_thread import copying
+from ..device.comm.copy_thread import CopyThread
 
 OP = "fused_scaled_matmul_reduce_scatter"
 
@@ -52,7 +52,7 @@ def host_scaled_matmul_reduce_scatter(
                 slots(peer, partial)[rank] = partial
                 epoch.post(peer, 0)
 
-        with copying(workspace, push, lambda: finished.put(None)):
+        with CopyThread(workspace, push, lambda: finished.put(None)):
             for step in range(1, size):
                 peer = (rank + step) % size
                 finished.put((peer, products[peer]()))

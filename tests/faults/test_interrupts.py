@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,10 +13,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks, run_ranks
+from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_all_reduce, fused_matmul_reduce_scatter, one_shot_all_reduce
-from weft.kernels.device.comm.copy_thread import copying
+from weft.kernels.device.comm import copy_thread
+from weft.kernels.device.comm.copy_thread import CopyThread
 from weft.kernels.matmul_all_reduce import host as matmul_all_reduce
 from weft.kernels.matmul_reduce_scatter import host as matmul_reduce_scatter
 from weft.symm_mem.backends.host import HostBackend
@@ -128,22 +130,21 @@ def multiplies(op: Any) -> None:
 
 @contextmanager
 def before_its_body(*args: Any) -> Iterator[None]:
-    with copying(*args):
+    with CopyThread(*args):
         raise KeyboardInterrupt
     yield
 
 
-def behind_its_start(thread: threading.Thread, start: Any = threading.Thread.start) -> None:
-    start(thread)
-    if thread.name == "weft-copy":
-        raise KeyboardInterrupt
+def after_its_start(*args: Any, start: Any = copy_thread.start_new_thread) -> None:
+    start(*args)
+    raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("started", [False, True])
-@on_ranks(2, fresh=True, timeout=30)
-def test_between_the_start_of_a_copy_thread_and_what_it_copies(
-    rank: int, world_size: int, started: bool
-) -> None:
+def before_its_start(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def copies(rank: int, world_size: int, where: str) -> None:
     symm_mem.set_timeout(LONG)
     for op, host in (
         (fused_matmul_all_reduce, matmul_all_reduce),
@@ -151,18 +152,18 @@ def test_between_the_start_of_a_copy_thread_and_what_it_copies(
     ):
         multiplies(op)
         if rank == SHORT:
-            there = mock.patch.object(host, "copying", before_its_body)
-            with (
-                there if started else mock.patch.object(threading.Thread, "start", behind_its_start),
-                pytest.raises(KeyboardInterrupt),
-            ):
+            there: Any = {
+                "before its start": (copy_thread, "start_new_thread", before_its_start),
+                "after its start": (copy_thread, "start_new_thread", after_its_start),
+                "before its body": (host, "CopyThread", before_its_body),
+            }
+            threads = _thread._count()
+            with mock.patch.object(*there[where]), pytest.raises(KeyboardInterrupt):
                 multiplies(op)
             end = time.monotonic() + 5
-            while (left := [t for t in threading.enumerate() if t.name == "weft-copy"]) and (
-                time.monotonic() < end
-            ):
+            while (left := _thread._count()) > threads and time.monotonic() < end:
                 time.sleep(0.01)
-            assert not left
+            assert left <= threads
         else:
             with pytest.raises(symm_mem.PeerTimeout, match="and it has given up"):
                 multiplies(op)
@@ -170,8 +171,12 @@ def test_between_the_start_of_a_copy_thread_and_what_it_copies(
         multiplies(op)
 
 
-@on_ranks(2, fresh=True)
-def test_a_lock_that_was_never_let_go_of_does_not_stop_its_thread(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("where", ["before its start", "after its start", "before its body"])
+def test_between_the_start_of_a_copy_thread_and_what_it_copies(where: str) -> None:
+    run_ranks(copies, 2, where, fresh=True, timeout=30)
+
+
+def keeps_a_lock(rank: int, world_size: int) -> None:
     """Ctrl-C may come to a reset, or to a call, just before it lets go of a workspace."""
     symm_mem.set_timeout(2)
     made = Workspace(get_heap(), Layout(world_size, 4, 1024), "site")
@@ -181,8 +186,11 @@ def test_a_lock_that_was_never_let_go_of_does_not_stop_its_thread(rank: int, wor
     reduces()
 
 
-@on_ranks(2, fresh=True)
-def test_two_threads_of_each_rank_that_reset_one_group(rank: int, world_size: int) -> None:
+def test_a_lock_that_was_never_let_go_of_does_not_stop_its_thread() -> None:
+    run_ranks(keeps_a_lock, 2, fresh=True)
+
+
+def resets_twice(rank: int, world_size: int) -> None:
     """Two threads run into the same error, and both reset the group."""
     symm_mem.set_timeout(LONG)
     reduces()
@@ -203,3 +211,7 @@ def test_two_threads_of_each_rank_that_reset_one_group(rank: int, world_size: in
     assert not failures, failures
     assert time.monotonic() - begin < LONG / 4
     reduces()
+
+
+def test_two_threads_of_each_rank_that_reset_one_group() -> None:
+    run_ranks(resets_twice, 2, fresh=True)

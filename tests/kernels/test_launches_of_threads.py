@@ -54,7 +54,7 @@ def of_all_reduce(monkeypatch: pytest.MonkeyPatch, launched: Launched) -> Callab
     monkeypatch.setattr(all_reduce, "_function", launches(launched, ("x", "out")))
     place = workspace(all_reduce_layout(nbytes, SIZE, config))
     kernel = all_reduce.AllReduceLauncher(place, ROWS * HIDDEN, BF16, "sum", torch.device("cuda", 0), config)
-    return lambda own: kernel.launch(own << 20, own << 21, own, own)
+    return lambda own: kernel.launch(0, (own << 20,), (own << 21,), own, own)
 
 
 def of_rms_norm(monkeypatch: pytest.MonkeyPatch, launched: Launched) -> Callable[[int], None]:

@@ -50,7 +50,7 @@ def launch(
     kernel = cuda_kernel.AllReduceLauncher(
         ranks.places[rank], x.numel(), x.dtype, reduce_op, x.device, config
     )
-    kernel.launch(x.data_ptr(), out.data_ptr(), polls, rank)
+    kernel.launch(0, (x.data_ptr(),), (out.data_ptr(),), polls, rank)
 
 
 def reference(xs: list[torch.Tensor], reduce_op: str) -> torch.Tensor:

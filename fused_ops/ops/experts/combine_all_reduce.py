@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from ....kernels.device.collective.combine import Combined, why_not_combined
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
-from ...dispatch import fast_path
+from ...dispatch import launch_cache
 from ...dispatch.all_reduces import NotYet, choose_sum
 from ...dispatch.choice import Choice, unfused
 from ...dispatch.plan import ran
@@ -44,7 +44,8 @@ class CombineAllReduceCall(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        return combined_of(self).tensors
+        given = [self.y, self.slots, self.weights]
+        return given if self.shared is None else [*given, self.shared]
 
     @property
     def reduction(self) -> Reduction:
@@ -81,7 +82,7 @@ def choose_combined_sum(combined: Combined, reduce_op: str, group: ProcessGroup)
 
 def fast_moe_combine_all_reduce(call: CombineAllReduceCall) -> Tensor | None:
     """As the op, if such a call was made before; else None, and nothing happened. Tensors may be anything."""
-    results = fast_path.run_fast(OP, "sum", call.tensors, call.group_name, (ALL_REDUCE,))
+    results = launch_cache.launch_again(OP, "sum", call.tensors, call.group_name, (ALL_REDUCE,))
     return None if results is None else results[0]
 
 

@@ -13,7 +13,7 @@ from ....kernels.all_reduce_rms_norm.host import COMBINE as OP
 from ....kernels.all_reduce_rms_norm.reference import Affine, NormKind
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
-from ...dispatch import fast_path
+from ...dispatch import launch_cache
 from ...dispatch.choice import Choice
 from ...dispatch.workspaces import ALL_REDUCE
 from .. import all_reduce
@@ -53,7 +53,9 @@ class CombineRmsNormCall(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        return self.operands.tensors
+        """In the kernels' order."""
+        given = self.y, self.slots, self.weights, self.residual, self.weight, self.shared
+        return [t for t in given if t is not None]
 
     @property
     def affine(self) -> Affine:
@@ -81,14 +83,14 @@ def _validate(call: CombineRmsNormCall) -> tuple[CombineRmsNormCall, ProcessGrou
 
 def fast_moe_combine_all_reduce_rms_norm(call: CombineRmsNormCall) -> tuple[Tensor, Tensor] | None:
     """As the op, if such a call was made before; else None, and nothing happened. Tensors may be anything."""
-    results = fast_path.run_fast(OP, call.name, call.tensors, call.group_name, (ALL_REDUCE,))
+    results = launch_cache.launch_again(OP, call.name, call.tensors, call.group_name, (ALL_REDUCE,))
     return None if results is None else (results[0], results[1])
 
 
 def _run(
     choice: Choice, where: Heap | None, call: CombineRmsNormCall, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    normed, sums = run_norm(choice, where, call.operands, call.kind, call.name, group)
+    normed, sums = run_norm(choice, where, call.operands, call.kind, lambda: call.name, group)
     return normed, sums
 
 

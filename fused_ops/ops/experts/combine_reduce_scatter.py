@@ -15,7 +15,7 @@ from ....kernels.reduce_scatter.reference import reference_reduce_scatter
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ... import validation
-from ...dispatch import fast_path
+from ...dispatch import launch_cache
 from ...dispatch.choice import Choice, on_host, unfused
 from ...dispatch.plan import num_sms, ran
 from ...dispatch.stand_alone import KINDS
@@ -49,7 +49,8 @@ class CombineReduceScatterCall(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        return combined_of(self).tensors
+        given = [self.y, self.slots, self.weights]
+        return given if self.shared is None else [*given, self.shared]
 
     @property
     def reduction(self) -> Reduction:
@@ -84,7 +85,7 @@ def validated_dim(scatter_dim: int, combined: Combined, group: ProcessGroup) -> 
 def fast_moe_combine_reduce_scatter(call: CombineReduceScatterCall) -> Tensor | None:
     """As the op, if such a call was made before; else None, and nothing happened. All may be anything."""
     dim = call.scatter_dim % 2
-    results = fast_path.run_fast(OP, dim, call.tensors, call.group_name, KINDS)
+    results = launch_cache.launch_again(OP, dim, call.tensors, call.group_name, KINDS)
     return None if results is None else results[0]
 
 

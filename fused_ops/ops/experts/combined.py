@@ -16,7 +16,7 @@ from ....symm_mem.backends.cuda_state import current_stream_of
 from ....symm_mem.heap.heap import Heap
 from ....symm_mem.timeouts import timeout_in_ns
 from ... import validation
-from ...dispatch import fast_path
+from ...dispatch import launch_cache
 from ...dispatch.choice import Choice
 from ...dispatch.plan import ran
 from ...dispatch.staging import aligned
@@ -159,6 +159,6 @@ def launch_combined(
         addresses = [t.data_ptr() for t in used]
         kernel.launch(0, addresses, [out.data_ptr()], timeout_ns, current_stream_of(used[0]))
     if arguments is not None:
-        made = fast_path.LaunchedCall(op, arguments, combined.tensors, used, [out])
-        fast_path.remember_call(made, place, kernel, plan, profitable=True, grids=kernel.grids)
+        made = launch_cache.LaunchedCall(op, arguments, combined.tensors, used, [out])
+        launch_cache.remember_call(made, place, kernel, plan)
     return out

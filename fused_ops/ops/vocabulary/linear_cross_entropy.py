@@ -30,7 +30,7 @@ from ....symm_mem import is_checked, resolve_group
 from ....symm_mem.heap.heap import Heap
 from ... import validation
 from ...dispatch.choice import Choice
-from ...dispatch.fast_path import needs_no_dispatch
+from ...dispatch.tensor_guards import needs_no_dispatch
 from .. import all_gather
 from ..op import Op, SumGradient, on_device, refuse_second_gradient
 from . import chunks
@@ -307,7 +307,6 @@ def _named(name: str) -> Op:
         sends_nothing=lambda call, group: call.targets.numel() == 0,
         choose=_choose,
         run=partial(_run, name),
-        fast=lambda call: None,
         with_gradient=lambda call: _with_gradient(op, call),
         flops=_flops,
         own_dims={"x": (-1,), "weight": (0,), "bias": (0,)},

@@ -155,10 +155,7 @@ def _own_dims(node: fx.Node, argument: str) -> tuple[int, ...]:
     if getattr(op, "namespace", "") != "weft" or not isinstance(first, torch.Tensor):
         return ()
     known = OP_OF.get(op._opname)  # type: ignore[union-attr]
-    if known is None:
-        return ()
-    device_type = "cpu" if known.own_on_cuda else first.device.type
-    return own_dims_on(device_type, known.own_dims).get(argument, ())
+    return () if known is None else own_dims_on(first.device.type, known).get(argument, ())
 
 
 def _own_values(node: fx.Node) -> tuple[str, ...]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import test_fast_path_of_matmuls as matmuls
+import test_launch_cache_of_matmuls as matmuls
 import torch
 from fake_gpu import SLOW, TAKEN, Stage
-from test_fast_path_of_matmuls import Op
+from test_launch_cache_of_matmuls import Op
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode

@@ -7,17 +7,18 @@ import weakref
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from test_fast_path_of_matmuls import OTHERS
+from test_launch_cache_of_matmuls import OTHERS
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
-from weft.fused_ops.dispatch import tensor_guards
 from weft.fused_ops.dispatch.tensor_guards import TensorGuard, guards_of, likely_call, note_likely
+from weft.symm_mem.backends import cuda_state
 
 KIND = "a kind"
 
@@ -32,7 +33,10 @@ class Found:
 @pytest.fixture(autouse=True)
 def stream(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     current = [7]
-    monkeypatch.setattr(tensor_guards, "stream_on", lambda device: current[0])
+    cuda = SimpleNamespace(
+        current_device=lambda: 0, is_capturing=lambda: False, current_stream=lambda device: current[device]
+    )
+    monkeypatch.setattr(cuda_state, "state", cuda)
     return current
 
 
@@ -101,6 +105,17 @@ def test_in_inference_mode_its_own_cached_calls_are(mode: Callable[[], AbstractC
         assert likely_call(kept, KIND, [torch.randn(3, 4)]) is not None
     with torch.inference_mode(mode is nullcontext):
         assert likely_call(kept, KIND, [torch.randn(3, 4)]) is None
+
+
+def test_what_requires_a_gradient_is_alike_while_none_is_wanted() -> None:
+    x, weight = torch.randn(3, 4), torch.nn.Parameter(torch.randn(4))
+    with torch.no_grad():
+        same = guards_of([x, weight])
+        assert same(x, weight) and same(x, torch.nn.Parameter(torch.randn(4)))
+        assert not same(x, torch.randn(4)) and not same(x, torch.nn.Parameter(torch.randn(3)))
+    assert not same(x, weight), "its gradient is wanted here"
+    with torch.no_grad():
+        assert same(x, weight)
 
 
 def test_what_may_want_a_gradient_or_is_found_in_a_rare_state_is_never_tried() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import fake_gpu
 import pytest
-import test_fast_path_of_matmuls as matmuls
+import test_launch_cache_of_matmuls as matmuls
 import torch
 import torch.distributed._symmetric_memory as torch_symm
 import weft
 from fake_gpu import NAME, Stage
-from test_fast_path_of_matmuls import Op
+from test_launch_cache_of_matmuls import Op
 
 stage, op = fake_gpu.stage, matmuls.op
 Called = tuple[str, tuple[Any, ...]]

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-import test_fast_path_of_matmuls as matmuls
+import test_launch_cache_of_matmuls as matmuls
 import torch
 import torch.distributed as dist
 from fake_gpu import SLOW, TAKEN, Stage

@@ -156,3 +156,5 @@ def test_on_cuda_all_sizes_choose_the_kernel() -> None:
     ]
     call = called[-1]
     assert "on CUDA all sizes must be the same" in call.remark
+    own = call._replace(own_on_cuda=True)  # as the losses, which send none of them
+    assert str(own) == str(called[0]) and "on CUDA" not in own.remark and own.device_type == "cuda"

@@ -85,7 +85,7 @@ def test_a_matmul_with_a_sum_behind_it_copies_no_weight(stage: Stage) -> None:
     """cuBLAS takes it as it lies."""
     A, B = misaligned(4, 8), misaligned(8, 16)
     kernel: Any = SimpleNamespace(launch=lambda *_: None, grids=())
-    made = all_reduces.PreparedAllReduce(stage.workspace, kernel, plan.Plan("push"), 1)  # type: ignore[arg-type]
+    made = all_reduces.PreparedKernel(stage.workspace, kernel, plan.Plan("push"))  # type: ignore[arg-type]
     stage.workspace.prepared[64, A.dtype, "sum"] = made
     with no_copies():
         out = run_on_cuda(

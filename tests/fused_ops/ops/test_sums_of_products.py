@@ -12,7 +12,7 @@ from fake_gpu import NAME, Stage, run_on_cuda
 from opcommon import BOUND, DEVICES, DTYPES, check, gather, matrix, poison, refuses, whole, world
 from ranks import run_ranks, run_row
 from weft.fused_ops import fused_all_gather_matmul
-from weft.fused_ops.dispatch.fast_path import key_of
+from weft.fused_ops.dispatch.launch_cache import key_of
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.ops import matmul_reduce_scatter
 from weft.fused_ops.ops.matmul_reduce_scatter import MatmulReduceScatterCall

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fake_gpu import NAME, SIDE, STREAM, Event, Stage
 from weft import symm_mem
 from weft.fused_ops.dispatch import plan
+from weft.fused_ops.dispatch.launch_cache import PreparedKernel
 from weft.fused_ops.process_groups import cuda_calls
 from weft.fused_ops.process_groups.calls import ALL_GATHER, ALL_REDUCE, GroupCall
 from weft.fused_ops.process_groups.cuda_calls import DeviceLines
@@ -24,7 +25,7 @@ from weft.symm_mem import flight_recorder
 from weft.symm_mem.heap.registry import register_heap
 
 gpu_stage = fake_gpu.stage
-OTHER, DEFAULT = 8, 123
+OTHER, DEFAULT = 8, fake_gpu.DEADLINE
 
 
 class GroupStage(Stage):
@@ -44,13 +45,14 @@ def stage(gpu_stage: GroupStage, monkeypatch: pytest.MonkeyPatch) -> GroupStage:
     heap.call_check = SimpleNamespace(compared={ALL_REDUCE, ALL_GATHER})
     register_heap(stage.group, "cpu", -1, heap)
 
-    def launch(x: int, out: int, timeout_ns: int, stream: int) -> None:
-        stage.launches.append((x, out, timeout_ns, stream))
+    def launch(buffer: int, operands: Any, results: Any, timeout_ns: int, stream: int) -> None:
+        stage.launches.append((*operands, *results, timeout_ns, stream))
         stage.gpu.on.setdefault(stream, []).append("kernel")
 
     def prepared(*_: Any) -> Any:
         stage.prepared += 1
-        return cuda_calls._Ready(stage.workspace, launch, (), plan.Plan("push"), DEFAULT)  # type: ignore[arg-type]
+        kernel = SimpleNamespace(launch=launch, grids=())
+        return PreparedKernel(stage.workspace, kernel, plan.Plan("push"))  # type: ignore[arg-type]
 
     monkeypatch.setattr(cuda_calls, "_prepared", prepared)
     return stage

@@ -8,10 +8,10 @@ from typing import Any
 import fake_gpu
 import pytest
 import torch
-from fake_gpu import NAME, SLOW, WORLD_SIZE, Stage, run_on_cuda
+from fake_gpu import NAME, SLOW, WORLD_SIZE, Kernel, Stage, run_on_cuda
 from torch import Tensor
 from weft.fused_ops import float8_all_gather_matmul, float8_matmul_reduce_scatter, ops
-from weft.fused_ops.dispatch import all_reduces, plan
+from weft.fused_ops.dispatch import plan
 from weft.fused_ops.ops import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
 from weft.fused_ops.ops.all_gather_scaled_matmul import AllGatherScaledMatmulCall
 from weft.fused_ops.ops.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatterCall
@@ -21,18 +21,9 @@ BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 M, K, N = 512, 256, 1024  # of a shard, of B
 
 
-class Reduction:
-    """Of ranks that all have the same: nothing is to be done."""
-
-    grids: tuple[int, ...] = ()
-
-    def launch(self, x: int, out: int, timeout_ns: int, stream: int) -> None:
-        pass
-
-
 def reduced_before(stage: Stage, count: int) -> None:
-    made = all_reduces.PreparedAllReduce(stage.workspace, Reduction(), plan.Plan("push"), 1)  # type: ignore[arg-type]
-    stage.workspace.prepared[count, torch.float32, "max"] = made
+    x = torch.empty(count)
+    stage.remember(Kernel([]), "one_shot_all_reduce", "max", [x], [x], alignment=1)
 
 
 def operands(rows: int, sizes: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,8 @@ import fake_gpu
 import pytest
 import torch
 import torch.distributed as dist
-from fake_gpu import DEADLINE, NAME, SLOW, STREAM, TAKEN, Stage, Workspace, assert_slow
-from test_fast_path_of_matmuls import OTHERS
+from fake_gpu import DEADLINE, NAME, SLOW, STREAM, TAKEN, Kernel, Stage, Workspace, assert_slow, run_on_cuda
+from test_launch_cache_of_matmuls import OTHERS
 from weft import symm_mem
 from weft.fused_ops import (
     fused_all_reduce_layer_norm,
@@ -20,11 +20,9 @@ from weft.fused_ops import (
     fused_all_reduce_rms_norm_quant,
     fused_matmul_all_reduce,
 )
-from weft.fused_ops.dispatch import all_reduces, fast_path, plan
-from weft.fused_ops.dispatch.choice import Choice
+from weft.fused_ops.dispatch import launch_cache, plan
 from weft.fused_ops.dispatch.workspaces import AROUND_MATMULS
 from weft.fused_ops.ops import (
-    all_reduce,
     all_reduce_rms_norm,
     all_reduce_rms_norm_quant,
     matmul_all_reduce,
@@ -40,23 +38,10 @@ from weft.symm_mem.workspace import Workspace as HeapWorkspace
 
 gpu_stage = fake_gpu.stage
 EPS = 1e-5
-TWO_KERNELS = Choice("two_kernels")
-
-
-class Kernel:
-    """Of both ops. The sum of all ranks is what this one has."""
-
-    grids = ()
-
-    def __init__(self) -> None:
-        self.launched: list[tuple[Any, ...]] = []
-
-    def launch(self, *args: Any) -> None:
-        self.launched.append(args)
 
 
 class Fused(Stage):
-    """A call of each op was made before."""
+    """A call of each op was made before. The sum of all ranks is what this one has."""
 
     kernel: Any
     product: tuple[torch.Tensor, torch.Tensor]
@@ -68,18 +53,19 @@ def stage(gpu_stage: Fused) -> Fused:
     stage, workspace = gpu_stage, gpu_stage.workspace
     for kind in AROUND_MATMULS:
         del stage.workspaces[kind, STREAM, 0]
-    kernel = stage.kernel = Kernel()
+    kernel = stage.kernel = Kernel([])
     dtype = torch.float32
-    made: Any = all_reduces.PreparedAllReduce(workspace, kernel, plan.Plan("push"), 123)  # type: ignore[arg-type]
+    made: Any = launch_cache.PreparedKernel(workspace, kernel, plan.Plan("push"))  # type: ignore[arg-type]
     workspace.prepared[6 * 5, dtype, "sum"] = made
     A, B = torch.randn(3, 2, 4), torch.randn(4, 5)
     x, residual, weight = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8)
     stage.product, stage.norm = (A, B), (x, residual, weight)
     results = [torch.empty_like(x), torch.empty_like(x)]
-    call = fast_path.LaunchedCall(all_reduce_rms_norm.host.OP, EPS, stage.norm, stage.norm, results)
-    fast_path.remember_call(call, workspace, kernel, plan.Plan("push"), profitable=True)  # type: ignore[arg-type]
+    stage.remember(kernel, all_reduce_rms_norm.host.OP, EPS, stage.norm, results)
     for a in (A, A.flatten(0, 1)):
-        matmul_all_reduce._remember(TWO_KERNELS, MatmulAllReduceCall(a, B, "sum", NAME), a @ B)
+        run_on_cuda(matmul_all_reduce, stage.where, MatmulAllReduceCall(a, B, "sum", NAME), group=stage.group)
+    assert stage.workspace.noted == ["fused_matmul_all_reduce"] * 2, "errors name the op that was called"
+    stage.workspace.noted.clear(), kernel.launched.clear()
     return stage
 
 
@@ -90,19 +76,10 @@ def test_the_matmul_is_summed_where_it_lies(stage: Fused) -> None:
             out = call(a, B, "sum", NAME)
             assert torch.equal(out, a @ B) and out.is_contiguous()
             (launched,) = stage.kernel.launched
-            assert launched == (out.data_ptr(), out.data_ptr(), DEADLINE, STREAM)
+            assert launched == (0, [out.data_ptr()], [out.data_ptr()], DEADLINE, STREAM)
             assert plan.last_plan().algorithm == "two_kernels"
             stage.kernel.launched.clear()
     assert stage.workspace.noted == 6 * ["fused_matmul_all_reduce"], "an error names the op that was called"
-
-
-def test_errors_name_the_matmul_where_the_all_reduce_takes_the_slow_path(
-    stage: Fused, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named = []
-    monkeypatch.setattr(all_reduce, "run_all_reduce", lambda *args, op, **_: named.append(op))
-    all_reduce.in_place(stage.norm[0], "sum", stage.group, "fused_matmul_all_reduce")
-    assert named == ["fused_matmul_all_reduce"]
 
 
 def test_errors_name_the_line_of_the_matmul(stage: Fused, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,8 +191,10 @@ def test_other_tensors_take_the_slow_path(stage: Fused, other: str, position: in
     product, norm = list(stage.product), list(stage.norm)
     for given in (product, norm):
         given[position] = OTHERS[other](given[position])
-    assert matmul_all_reduce.fast_matmul_all_reduce(*product, "sum", NAME) is None
-    assert all_reduce_rms_norm.fast_all_reduce_rms_norm(*norm, EPS, NAME) is None
+    if other != "misaligned":  # which cuBLAS and the all-reduce take
+        assert matmul_all_reduce.fast_matmul_all_reduce(*product, "sum", NAME) is None
+    call = all_reduce_rms_norm.AllReduceRmsNormCall(*norm, EPS, NAME)
+    assert all_reduce_rms_norm.ALL_REDUCE_RMS_NORM.fast(call) is None
     assert not stage.kernel.launched
 
 
@@ -233,8 +212,7 @@ def test_other_arguments_take_the_slow_path(stage: Fused) -> None:
 
 def test_true_is_no_eps_where_one_was(stage: Fused) -> None:
     results = [torch.empty_like(stage.norm[0]) for _ in range(2)]
-    made = fast_path.LaunchedCall(all_reduce_rms_norm.host.OP, 1.0, stage.norm, stage.norm, results)
-    fast_path.remember_call(made, stage.workspace, stage.kernel, plan.Plan("push"), profitable=True)
+    stage.remember(stage.kernel, all_reduce_rms_norm.host.OP, 1.0, stage.norm, results)
     fused_all_reduce_rms_norm(*stage.norm, 1.0, NAME)
     assert len(stage.kernel.launched) == 1
     with pytest.raises(TypeError, match="eps: is"):
@@ -245,21 +223,19 @@ def test_what_is_remembered_already_makes_no_end_of_what_was_found(stage: Fused)
     """A rank's own slow path, for a call that others make for the first time, say."""
     fused_all_reduce_rms_norm(*stage.norm, EPS, NAME)
     results = [torch.empty_like(stage.norm[0]) for _ in range(2)]
-    for ran, is_kept in ((plan.Plan("push"), True), (plan.Plan("one_shot"), False)):
+    for ran, is_kept in (("push", True), ("one_shot", False)):
         kept = call_cache.cached_calls
-        made = fast_path.LaunchedCall(all_reduce_rms_norm.host.OP, EPS, stage.norm, stage.norm, results)
-        fast_path.remember_call(made, stage.workspace, stage.kernel, ran, profitable=True)
+        stage.remember(stage.kernel, all_reduce_rms_norm.host.OP, EPS, stage.norm, results, ran=ran)
         assert (call_cache.cached_calls is kept) == is_kept
 
 
 def test_nothing_is_found_in_the_checked_mode(stage: Fused) -> None:
-    out = fused_matmul_all_reduce(*stage.product, "sum", NAME)
-    key = out.numel(), out.dtype, "sum"
-    stage.workspace.prepared = CachedDict({key: stage.workspace.prepared[key]})
+    key, call = (30, torch.float32, "sum"), MatmulAllReduceCall(*stage.product, "sum", NAME)
+    stage.workspace.prepared = CachedDict({key: stage.workspace.prepared[key]})  # type: ignore[assignment]
     for checked in (True, False):
         symm_mem.set_checked(checked)
         try:
-            matmul_all_reduce._remember(TWO_KERNELS, MatmulAllReduceCall(*stage.product, "sum", NAME), out)
+            run_on_cuda(matmul_all_reduce, stage.where, call, group=stage.group)
             assert (matmul_all_reduce.fast_matmul_all_reduce(*stage.product, "sum", NAME) is None) == checked
         finally:
             symm_mem.set_checked(False)
@@ -293,8 +269,7 @@ def test_a_layer_norm_is_that_of_the_same_operands(stage: Fused) -> None:
     kind = NormKind(EPS, subtract_mean=True, weight=False)
     results = [torch.empty_like(row) for _ in range(2)]
     name = all_reduce_rms_norm.name_of_norm(kind)
-    made = fast_path.LaunchedCall(all_reduce_rms_norm.host.LAYER_NORM, name, given, given, results)
-    fast_path.remember_call(made, stage.workspace, stage.kernel, plan.Plan("push"), profitable=True)
+    stage.remember(stage.kernel, all_reduce_rms_norm.host.LAYER_NORM, name, given, results)
     for op in (fused_all_reduce_layer_norm, torch.ops.weft.fused_all_reduce_layer_norm):
         normed, sums = op(*given, None, None, EPS, NAME)
         operands, results_ = [[t.data_ptr() for t in ts] for ts in (given, (normed, sums))]
@@ -322,8 +297,7 @@ def test_a_norm_in_fp8_is_that_of_the_same_arguments(stage: Fused, scale: torch.
     name = all_reduce_rms_norm_quant.name_of_quant(
         AllReduceRmsNormQuantCall(x, residual, weight, EPS, NAME, **named)
     )
-    made = fast_path.LaunchedCall(all_reduce_rms_norm.host.QUANT, name, given, given, results)
-    fast_path.remember_call(made, stage.workspace, stage.kernel, plan.Plan("push"), profitable=True)
+    stage.remember(stage.kernel, all_reduce_rms_norm.host.QUANT, name, given, results)
     others: list[Any] = [{"scale_op": "multiply"}, {"weight_offset": 1.0}, {"round_sum": False}]
     others += [{"out_dtype": torch.float8_e5m2}, {"scale": torch.ones(1) if scale is None else None}]
     others += [{"smallest": 0.5}] if scale is None else []

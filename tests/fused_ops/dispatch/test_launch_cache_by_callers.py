@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_fast_path_of_matmuls as matmuls
+import test_launch_cache_of_matmuls as matmuls
 import torch
 from fake_gpu import DEADLINE, NAME, SLOW, STREAM, TAKEN, OneShot, Stage, run_on_cuda
 from test_matmuls_seen import FunctionMode, Seen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import test_fast_path_of_matmuls as matmuls
+import test_launch_cache_of_matmuls as matmuls
 import torch
 from fake_gpu import NAME, SLOW, TAKEN, Stage, run_on_cuda
 from weft.fused_ops import fused_matmul_reduce_scatter

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fake_gpu import DEADLINE, NAME, SLOW, STREAM, TAKEN, Stage, Workspace, assert_slow, run_on_cuda
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter
-from weft.fused_ops.dispatch import plan
+from weft.fused_ops.dispatch import launch_cache, plan
 from weft.fused_ops.ops import all_gather_matmul, matmul_reduce_scatter
 from weft.fused_ops.ops.all_gather_matmul import AllGatherMatmulCall
 from weft.fused_ops.ops.matmul_reduce_scatter import MatmulReduceScatterCall
@@ -222,6 +222,24 @@ def test_gradients_are_recorded(stage: Stage, op: Op) -> None:
         with torch.no_grad():
             assert flat(way(A, *rest))[0].grad_fn is None
     assert len(stage.launched) == 4
+
+
+def test_a_call_is_looked_up_once_in_each_state_of_the_thread(
+    stage: Stage, op: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From then on guards know it: also of a parameter whose gradient is not wanted."""
+    A, *rest = op.given
+
+    def call_in_each() -> None:
+        op.call(A, *rest)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                op.call(torch.nn.Parameter(A), *rest)
+
+    call_in_each()
+    monkeypatch.setattr(launch_cache, "_checked_key", lambda *_: None)
+    call_in_each()
+    assert len(stage.launched) == 6
 
 
 def test_what_is_not_profitable_is_fused_only_where_it_is_asked_for(stage: Stage) -> None:
