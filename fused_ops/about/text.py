@@ -17,7 +17,6 @@ from ...kernels.device.jit.program import cache_folder
 from ...symm_mem.backends.host import HostBackend
 from ...symm_mem.switches import unknown_variables
 from ...symm_mem.timeouts import default_timeout
-from ..dispatch.plan import tf32_is_allowed
 from ..drop_in.installation import installed
 from .gpus import Gpu, copy_speed, driver_version, visible_gpus, why_not_on
 from .kernels import what_runs_on
@@ -70,8 +69,7 @@ def _outlook(gpus: list[Gpu] | str) -> str:
     if gpus[0].capability != HOPPER:
         first, *_ = what_runs_on(gpus[0].capability)
         return f"{here} that reach each other's memory: {first}"
-    tf32 = "; float32 matmuls on cuBLAS, as TF32 is allowed" if tf32_is_allowed() else ""
-    return f"{here} that reach each other's memory: fused kernels where they are predicted to be faster{tf32}"
+    return f"{here} that reach each other's memory: fused kernels where they are predicted to be faster"
 
 
 def _up_to_error(lines: Iterator[str]) -> Iterator[str]:

@@ -46,11 +46,8 @@ class Plan:
             - "two_kernels": CUDA; a matmul of cuBLAS, then weft's all-reduce.
             - "one_shot": CUDA; every rank sends to every rank at once, before or after a matmul of cuBLAS, or, of
               few rows that are all-reduced, in the kernel that multiplies.
-            - "copy_engine": CUDA; the GPU's copy engines send, a Triton kernel multiplies (float32 all-gathers) or
-              torch's scaled product, or cuBLAS (16 bits, on GPUs other than Hopper), each rank's rows when they are
-              there.
-            - "tma_store": CUDA; a Triton kernel multiplies and stores its tiles at their owners (float32
-              reduce-scatters).
+            - "copy_engine": CUDA; the GPU's copy engines send, torch's scaled product multiplies or cuBLAS (float32,
+              and 16 bits on GPUs other than Hopper), each rank's rows when they are there.
         reason: why it is "unfused"; of a kernel, which operands each call copies, and why. Ranks' may differ.
         workspace_bytes: bytes of the heap, on each rank; calls of one stream share them.
         chosen: how the configuration of a kernel that can be tuned was chosen: "tuned" (WEFT_TUNE=1), or "from the
@@ -254,22 +251,6 @@ def _tell_of_group(group: ProcessGroup, device: torch.device) -> None:
     else:
         text = f"ranks on {cuda_state.state.name(device)}, which reach each other's memory: fused kernels"
     tell_progress(_log, f"group {group.group_name!r}: {group.size()} {text}", speaks=group.rank() == 0)
-
-
-def tf32_is_allowed() -> bool:
-    """Whether products of float32 on CUDA may be taken in TF32, however it was said: all ways come to this one."""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
-def why_tf32(dtype: torch.dtype) -> str | None:
-    """Why a product on CUDA is left to cuBLAS: it may take TF32, which is several times faster than kernels of float32.
-
-    A setting of the process, which must be the same on all ranks. Products of float32 on kernels of our own never take
-    the fast path, so each call asks.
-    """
-    if dtype == torch.float32 and _forced != "fused" and tf32_is_allowed():
-        return "TF32 is allowed for products of float32, which the kernels do not use"
-    return None
 
 
 def should_fuse(profitable: bool) -> bool:

@@ -20,12 +20,16 @@ from ...kernels.device.capability import why_no_kernel_on
 from ...kernels.device.device_spec import DeviceSpec, device_spec_of
 from ...kernels.device.gemm.gemm_tiles import LINK, MULTIPLY_ADDS, matmul_us, nccl_us, product_us
 from ...kernels.device.gemm.scaling import ScaledProducts, has_block_product
-from ...kernels.device.gemm.supported import why_last_dim_not_gathered, why_last_dim_not_scattered
+from ...kernels.device.gemm.supported import (
+    WHY_NO_FLOAT32,
+    why_last_dim_not_gathered,
+    why_last_dim_not_scattered,
+)
 from ...kernels.matmul_all_reduce import configs as few_rows
 from ...kernels.matmul_reduce_scatter import configs as scatter
 from ...kernels.matmul_reduce_scatter import to_all
 from ...kernels.reduce_scatter.configs import estimate_reduce_scatter_us
-from .plan import HOPPER_SMS, why_tf32
+from .plan import HOPPER_SMS
 
 OPS = (
     "all_gather_matmul",
@@ -41,7 +45,6 @@ _ALONE = ("all_gather", "reduce_scatter")
 _GATHERING = ("all_gather_matmul", "all_gather_scaled_matmul")
 _ROW = 16  # bytes; the kernels' descriptors need rows of a multiple
 # Of HOPPER_SMS that some are reserved on a machine does not change what is profitable.
-_LEAST_ROWS = 64  # of a rank's result of a float32 matmul_reduce_scatter, for its tiles
 # Bytes of the whole tensor up to which a collective is taken: all that was measured was faster than NCCL
 # (bench/results/h100-x*.json), all-reduces up to 256 MiB on 3 and 4 ranks, by 1 % at the largest, the others up to
 # 128 MiB on 2 and 4. On more ranks nothing was: all-reduces up to what H200s gave on 4, of the others what latency
@@ -113,8 +116,6 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
         return _too_large("reduced", size, most)
     if candidate.scaled is not None:
         return _why_not_scaled(candidate, candidate.scaled)
-    if (reason := why_tf32(dtype)) is not None:
-        return reason
     if last_dim and (reason := _why_not_last_dim(candidate)) is not None:
         return reason
     gathers = op == "all_gather_matmul"
@@ -127,13 +128,12 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
     for row in (depth, columns):
         if row * dtype.itemsize % _ROW:
             return f"rows of {row} x {dtype} are no multiple of {_ROW} bytes"
-    if buffers:
-        profitable = _saved(candidate) > 0
-    elif gathers:
-        profitable = gather.copy_engine_is_profitable(rows, n, k, world_size, dtype.itemsize)
-    else:
-        profitable = rows >= _LEAST_ROWS
-    return None if profitable else _too_little(candidate)
+    problem = _problem(candidate, _spec())
+    if isinstance(problem, gather.AllGatherMatmulProblem):
+        return None if gather.gather_is_profitable(problem) else _too_little(candidate)
+    if not scatter.rank_scatter_kernels(problem) and not buffers:
+        return WHY_NO_FLOAT32
+    return None if scatter.scatter_is_profitable(problem) else _too_little(candidate)
 
 
 def why_not_async(part_bytes: int, device_type: str) -> str | None:
@@ -190,16 +190,21 @@ def _problem(
     """What those kernels are asked for."""
     c, scaled, size = candidate, candidate.scaled, candidate.world_size
     rows, depth = (c.m, c.k // size) if c.last_dim and c.op in _GATHERING else (c.m // size, c.k)
+    itemsize = c.dtype.itemsize if scaled is None else 2
     if scaled is not None:
         depth //= 2  # in pairs of numbers
         scaled = replace(scaled, torch_has_blocks=has_block_product(c.m, scaled.types, _current_gpu()))
     if c.op in _GATHERING:
         return gather.AllGatherMatmulProblem(
-            *(rows, (c.n,), depth, size, HOPPER_SMS, c.last_dim, c.return_A, spec), scaled=scaled
+            *(rows, (c.n,), depth, size, HOPPER_SMS, c.last_dim, c.return_A, spec, scaled, itemsize)
         )
     rows, columns = (c.m, c.n // size) if c.last_dim else (rows, c.n)
     return scatter.MatmulReduceScatterProblem(
-        *(rows, columns, depth, size, HOPPER_SMS), split_n=c.last_dim, spec=spec, scaled=scaled
+        *(rows, columns, depth, size, HOPPER_SMS),
+        split_n=c.last_dim,
+        spec=spec,
+        scaled=scaled,
+        itemsize=itemsize,
     )
 
 

@@ -44,8 +44,8 @@ def install() -> None:
 
     Results are those of torch's ops but for rounding, with their strides; there are no gradients, as with torch's. What
     torch refuses, it refuses still. Calls that weft cannot take go to torch's implementation in the same call:
-    other dtypes (float64), GPUs that are no Hopper or cannot address each other's memory, float32 where TF32 is
-    allowed. ``installed_calls()`` counts both. CPU ranks have the ops, too: torch has none for them.
+    other dtypes (float64), GPUs that are no Hopper or cannot address each other's memory. ``installed_calls()`` counts
+    both. CPU ranks have the ops, too: torch has none for them.
 
     All ranks must install, or none. In graphs that are compiled from now on these ops keep the order of the program,
     like all of weft's. The all-reduces of ``torch.ops.symm_mem`` stay torch's.

@@ -4,8 +4,7 @@ A call goes to the implementation that was there before (torch's own), as it is,
 
 - torch refuses it: the error is torch's;
 - weft refuses it (dtypes, devices, shapes): its reason is counted;
-- it is on CUDA and the ranks cannot address each other's memory, the GPU is no Hopper, or TF32 is allowed: weft has no
-  kernel for it;
+- it is on CUDA and the ranks cannot address each other's memory, or the GPU is no Hopper: weft has no kernel for it;
 - it is inside of torch's ``_test_mode``;
 - its operands are fp8 and no dtype is given: torch's results are fp8 then.
 
@@ -27,7 +26,7 @@ from ...symm_mem import HeapUnavailable, forks, resolve_group
 from ...symm_mem.call_site import calling
 from ...symm_mem.heap.registry import get_heap
 from .. import validation
-from ..dispatch.plan import last_plan, why_tf32
+from ..dispatch.plan import last_plan
 from ..ops import (
     ALL_GATHER_MATMUL,
     ALL_GATHER_SCALED_MATMUL,
@@ -214,8 +213,8 @@ def _why_not(op: Op, call: Any, refused: bool) -> str | None:
     if not first.is_cuda:
         return None
     group = resolve_group(call.group_name)
-    if (reason := why_tf32(first.dtype)) is not None or group.size() == 1:
-        return reason
+    if group.size() == 1:
+        return None
     calling.op = op.name  # for errors of the group's first call
     forks.refuse_child(group, calling.op)
     try:

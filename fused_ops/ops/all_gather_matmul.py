@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...kernels.all_gather_matmul import host
-from ...kernels.all_gather_matmul.configs import CopiedConfig, GatherKernelCall
+from ...kernels.all_gather_matmul.configs import GatherKernelCall
 from ...kernels.all_gather_matmul.reference import reference_all_gather_matmul
 from ...kernels.device.tuning.tuner import FROM_MODEL
 from ...symm_mem import resolve_group
@@ -22,7 +21,7 @@ from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
 from ..dispatch import launch_cache
 from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host, unfused
-from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse, why_tf32
+from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse
 from ..dispatch.staging import Staging, in_rows, in_rows_or_columns, rows_of
 from ..dispatch.stream_order import in_stream_order
 from . import op
@@ -90,11 +89,9 @@ def _choose(call: AllGatherMatmulCall, group: ProcessGroup) -> Choice:
 
 def _choose_on_cuda(call: AllGatherMatmulCall, group: ProcessGroup) -> Choice:
     from ...kernels.all_gather_matmul import on_cuda
-    from ...kernels.device.jit.launch import is_transposed
+    from ...kernels.device.gemm.operands import is_transposed
 
     Bs, size, front = call.Bs, group.size(), _front(call)
-    if (reason := why_tf32(front.dtype)) is not None:
-        return unfused(reason)
     staging, split_k = Staging(), call.gather_dim == front.dim() - 1
     a = staging.take("A_shard", front, rows_of, on_cuda.takes_rows)
     # The kernel for 16 bits reads them all: of some in rows and some in columns, those in columns are copied.
@@ -147,11 +144,8 @@ def _on_cuda(choice: Choice, where: Heap, call: AllGatherMatmulCall) -> Result:
         how.staging.copy()
         kernel, chosen = on_cuda.tuned_gather(how.kernel, where, used)
         choice = choice.by(kernel, chosen)
-        if kernel.algorithm == "copy_engine":
-            used = replace(used, a=used.a.contiguous())
         workspace = choice.workspace_on(where)
-        says_it_itself = kernel.algorithm == "one_shot" or isinstance(kernel.config, CopiedConfig)
-        workspace.raise_if_broken(None if says_it_itself else host.OP)
+        workspace.raise_if_broken(host.OP if kernel.algorithm == "push" else None)  # others say it themselves
         plan = choice.plan_in(workspace)
         ran(plan)
         timeout_ns = timeout_in_ns(where.group_name)

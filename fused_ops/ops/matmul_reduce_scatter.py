@@ -22,7 +22,7 @@ from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
 from ..dispatch import launch_cache
 from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host, unfused
-from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse, why_tf32
+from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse
 from ..dispatch.staging import Staging, aligned, in_rows_or_columns
 from ..dispatch.stream_order import in_stream_order
 from . import op
@@ -246,8 +246,6 @@ def _choose_on_cuda(call: MatmulReduceScatterCall, group: ProcessGroup) -> Choic
 
     A, B, dim, size = call.A, call.B, call.scatter_dim, group.size()
     split_n = dim == A.dim() - 1
-    if (reason := why_tf32(A.dtype)) is not None:
-        return unfused(reason)
     staging = Staging()
 
     def taken(name: str, factor: Tensor, is_B: int) -> Tensor:
@@ -273,7 +271,7 @@ def _choose_on_cuda(call: MatmulReduceScatterCall, group: ProcessGroup) -> Choic
         _Use(kernel, used, staging, call),
         size,
         partial(on_cuda.scatter_programs, kernel.config, used, size, group.rank()),
-        chosen="" if kernel.algorithm == "tma_store" else FROM_MODEL,
+        chosen="" if kernel.predicted_us is None else FROM_MODEL,
     )
 
 

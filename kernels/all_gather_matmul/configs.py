@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
-from typing import ClassVar, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -17,7 +17,6 @@ from ..device.device_spec import device_spec_of
 from ..device.gemm import gemm_tiles, one_shot
 from ..device.gemm.one_shot import OneShotConfig
 from ..device.gemm.scaling import ScaledProducts, ScaleKind
-from ..device.triton.tile_table import TritonTile, pick
 from .estimate import (
     FIT_ROWS,
     RASTER_GROUP,
@@ -31,9 +30,6 @@ from .estimate import (
     slot_bytes,
 )
 
-# A copy engine takes some microseconds for each copy, and as many again for the flag after it: a second chunk is
-# profitable only for shards from this size on that take longer to arrive than the matmuls before them.
-_SPLIT_BYTES = 16 << 20
 MOST_BS = 4  # of one launch
 # Rows of a chunk and columns of a k-chunk (which has at most 32 chunks of a row of tiles): with communication SMs and
 # without, each for one wave of tiles and for more. Measured with one rank of 2 and of 4 alone. Between more than four a
@@ -104,54 +100,12 @@ class GatherKernelCall:
             *(m, ns, k, world_size, self.num_sms, self.split_k, self.return_A),
             spec=device_spec_of(self.a.device),
             scaled=self.scaled,
+            itemsize=self.a.dtype.itemsize,
         )
 
 
-@dataclass(frozen=True)
-class AllGatherMatmulConfig:
-    """``chunk_rows`` rows of a shard have one flag: whole tiles, or the shard. ``group_m``: rows of tiles in a raster
-    group."""
-
-    algorithm: ClassVar[str] = "copy_engine"
-    tile: TritonTile
-    group_m: int
-    chunk_rows: int
-
-
-def choose_all_gather_matmul(
-    m: int, n: int, k: int, world_size: int, dtype: torch.dtype, num_sms: int
-) -> AllGatherMatmulConfig:
-    """The configuration for A shards [m, K] and B [K, N]. A pure function: all ranks choose alike."""
-    tile = pick(world_size, m, n, dtype, num_sms, tail=0.0)
-    tile_rows = -(-m // tile.block_m)
-    shard_bytes = m * k * dtype.itemsize
-    waits = shard_bytes / gemm_tiles.LINK > m * n * k / gemm_tiles.MULTIPLY_ADDS
-    chunks = 2 if waits and shard_bytes >= _SPLIT_BYTES and tile_rows > 1 else 1
-    rows_a_chunk = -(-tile_rows // chunks)
-    return AllGatherMatmulConfig(tile, min(8, rows_a_chunk), rows_a_chunk * tile.block_m)
-
-
-def copy_engine_is_profitable(m: int, n: int, k: int, world_size: int, itemsize: int) -> bool:
-    """Whether copy engines beat an all-gather before the matmul; ``n``: the columns of all Bs."""
-    gathered, multiplying = world_size * m * k * itemsize, world_size * m * n * k / gemm_tiles.MULTIPLY_ADDS
-    return gathered >= 32 << 20 or (gathered >= 4 << 20 and multiplying >= 80)
-
-
-def gather_flags_per_rank(m: int, config: AllGatherMatmulConfig) -> int:
-    """Flags that one rank sets in a peer's workspace in one epoch: one for each chunk."""
-    return -(-m // config.chunk_rows)
-
-
-def copied_gather_layout(
-    m: int, k: int, dtype: torch.dtype, world_size: int, config: AllGatherMatmulConfig
-) -> Layout:
-    """The workspace of shards [m, K]: a buffer holds ``[W, m, K]``."""
-    return Layout(world_size, gather_flags_per_rank(m, config), world_size * m * k * dtype.itemsize)
-
-
-FusedConfig: TypeAlias = GatherPushConfig | OneShotConfig | CopiedConfig  # of 16 bits
-AnyConfig: TypeAlias = FusedConfig | AllGatherMatmulConfig
-F = TypeVar("F", bound=FusedConfig)
+AnyConfig: TypeAlias = GatherPushConfig | OneShotConfig | CopiedConfig
+F = TypeVar("F", bound=AnyConfig)
 
 
 def choose_gather_push(problem: AllGatherMatmulProblem) -> GatherPushConfig:
@@ -164,7 +118,9 @@ def choose_one_shot_gather(problem: AllGatherMatmulProblem) -> OneShotConfig | N
     # What is gathered in one shot is for the products alone: a pair of NaNs with all bits set arrives as another pair
     # (ll_exchange.cuh), which makes no difference to them, but A must be bit for bit what the shards are.
     shard = problem.m * problem.k * 2
-    if problem.split_k or problem.return_A or problem.world_size * shard > one_shot.MOST_BYTES:
+    if problem.split_k or problem.return_A or problem.itemsize > 2:
+        return None
+    if problem.world_size * shard > one_shot.MOST_BYTES:
         return None
     if (scaled := problem.scaled) is not None:
         scales = scaled.sent_bytes(problem.m, problem.k)
@@ -191,22 +147,22 @@ def estimate_one_shot_gather_us(problem: AllGatherMatmulProblem) -> float:
 
 
 def choose_copied_gather(problem: AllGatherMatmulProblem) -> CopiedConfig | None:
-    """The configuration; None where no such call is taken. Of 16 bits kernel.cu is faster where it runs. Scales of
-    blocks would have to be put in torch's order."""
+    """The configuration; None where no such call is taken. kernel.cu is faster where it runs. Scales of blocks would
+    have to be put in torch's order."""
     scaled = problem.scaled
     if scaled is None:
-        return None if problem.split_k or problem.spec.has_gemm else CopiedConfig()
+        return None if problem.split_k or problem.has_gemm else CopiedConfig()
     if scaled.kind is ScaleKind.BLOCKS or not scaled.torch_has_it:
         return None
     return None if problem.split_k or problem.return_A else CopiedConfig()
 
 
-def rank_gather_kernels(problem: AllGatherMatmulProblem) -> list[tuple[float, FusedConfig]]:
+def rank_gather_kernels(problem: AllGatherMatmulProblem) -> list[tuple[float, AnyConfig]]:
     """All candidates with their predicted microseconds, the fastest first; none where no kernel takes such a call.
 
     A pure function: all ranks choose alike.
     """
-    ranked: list[tuple[float, FusedConfig]] = [*rank_gather_pushes(problem)]
+    ranked: list[tuple[float, AnyConfig]] = [*rank_gather_pushes(problem)]
     gather = choose_one_shot_gather(problem)
     if gather is not None:
         ranked.append((estimate_one_shot_gather_us(problem), gather))
@@ -226,7 +182,7 @@ def varied(ranked: Iterable[tuple[float, F]]) -> list[tuple[float, F]]:
     return [*likeliest.values(), *others]
 
 
-def gather_layout(problem: AllGatherMatmulProblem, config: FusedConfig) -> Layout | None:
+def gather_layout(problem: AllGatherMatmulProblem, config: AnyConfig) -> Layout | None:
     """The workspace; None of a OneShotConfig, which has one of its own."""
     if isinstance(config, OneShotConfig):
         return None
@@ -241,8 +197,13 @@ def copied_layout(problem: AllGatherMatmulProblem) -> Layout:
 
 
 def gather_is_profitable(problem: AllGatherMatmulProblem) -> bool:
-    """Whether the fastest candidate is predicted to beat an all-gather before the matmuls."""
-    return gather_saves_us(problem) > 0
+    """Whether the fastest candidate is predicted to beat an all-gather before the matmuls. Of float32, whose products
+    have no model, what is large enough."""
+    if problem.itemsize == 2:
+        return gather_saves_us(problem) > 0
+    elements = problem.world_size * problem.m * problem.k
+    gathered, multiplying = elements * problem.itemsize, elements * sum(problem.ns) / gemm_tiles.MULTIPLY_ADDS
+    return gathered >= 32 << 20 or (gathered >= 4 << 20 and multiplying >= 80)
 
 
 def gather_saves_us(problem: AllGatherMatmulProblem) -> float:
@@ -264,7 +225,7 @@ def gather_saves_us(problem: AllGatherMatmulProblem) -> float:
 @lru_cache(maxsize=4096)
 def rank_gather_pushes(problem: AllGatherMatmulProblem) -> tuple[tuple[float, GatherPushConfig], ...]:
     """All candidates with the microseconds that ``estimate_gather_push_us`` predicts, the fastest first."""
-    if not problem.spec.has_gemm:
+    if not problem.has_gemm:
         return ()
     # To a millionth: ties stay ties whatever the order of the sums, and the first candidate is taken.
     factor = _push_factor(problem)

@@ -1,13 +1,9 @@
-"""Copy engines push the shards while products are computed of what has arrived: float32; and around torch's kernels
-fp8, or where kernel.cu does not run 16 bits.
+"""Copy engines push the shards while torch's kernels multiply what has arrived: float32, fp8, and where kernel.cu does
+not run 16 bits.
 
-float32. On the current stream: acquire kernel, the persistent Triton GEMM for each B, the copy of A if it is returned,
-and the end of the epoch. On the copy stream after the acquire kernel: the pushes (device/comm/copy_engine.py). Who
-writes and who waits: triton_kernel.py.
-
-Around torch's. On the current stream: acquire kernel, the products of the own rows, for each peer a wait for its slot
-and the products of its rows, and the end of the epoch. On the copy stream: the own rows, of fp8 their scales, and then
-a flag, to one peer after the other. Who waits: `arrive` of acquire.cu.
+On the current stream: acquire kernel, the products of the own rows, for each peer a wait for its slot and the products
+of its rows, and the end of the epoch. On the copy stream: the own rows, of fp8 their scales, and then a flag, to one
+peer after the other (device/comm/copy_engine.py). Who waits: `arrive` of acquire.cu.
 """
 
 from __future__ import annotations
@@ -23,12 +19,9 @@ from ...symm_mem.workspace import Workspace
 from ..device.comm import acquire
 from ..device.comm.copy_engine import CopiedPiece, CopyEngine
 from ..device.gemm.scaling import ScaledProducts, ScaledTensors, ScaleKind, scaled_mm_out
-from ..device.jit.ahead import CompilableProgram
-from ..device.jit.launch import compiling
 from . import host
-from .configs import AllGatherMatmulConfig, GatherKernelCall, choose_all_gather_matmul, copied_layout
+from .configs import GatherKernelCall, copied_layout
 from .estimate import scales_offset, slot_bytes
-from .triton_kernel import TritonAllGatherMatmul, triton_gather_program
 
 SCALED_OP = "fused_all_gather_scaled_matmul"
 _ENGINE = "copy engine"
@@ -40,81 +33,6 @@ def engine_of(workspace: Workspace[Layout]) -> CopyEngine:
         workspace.copy_streams[_ENGINE] = CopyEngine(workspace)
     found: CopyEngine = workspace.copy_streams[_ENGINE]
     return found
-
-
-def configure(call: GatherKernelCall, world_size: int) -> AllGatherMatmulConfig:
-    """One configuration for all products of a shard [m, K]: that of the widest B."""
-    (m, k), n = call.a.shape, max(b.shape[1] for b in call.bs)
-    return choose_all_gather_matmul(m, n, k, world_size, call.a.dtype, call.num_sms)
-
-
-def copied_programs(
-    call: GatherKernelCall, config: AllGatherMatmulConfig, world_size: int
-) -> list[CompilableProgram]:
-    """What ``AllGatherMatmulCopied`` compiles."""
-    last = len(call.bs) - 1
-    return [
-        acquire.PROGRAM,
-        *(
-            triton_gather_program(call.a, b, config, world_size, final=i == last and not call.return_A)
-            for i, b in enumerate(call.bs)
-        ),
-    ]
-
-
-class AllGatherMatmulCopied:
-    """This op of float32 on one problem and one workspace: compiled once, called often.
-
-    Args:
-        workspace: with room for ``configs.copied_gather_layout``, whose buffers copy engines write.
-        example: a call of the sizes and strides that every call has. Its shard is contiguous, of each B rows or columns
-            are; ``why_not`` says nothing of any.
-    """
-
-    def __init__(
-        self, workspace: Workspace[Layout], example: GatherKernelCall, config: AllGatherMatmulConfig
-    ) -> None:
-        a, bs, size = example.a, example.bs, workspace.world_size
-        self.workspace, self._engine, self._chunk_rows = workspace, engine_of(workspace), config.chunk_rows
-        acquire.load()
-        self._kernels = [TritonAllGatherMatmul(workspace, a, b, config, num_sms=example.num_sms) for b in bs]
-        outs = [a.new_empty(size, a.shape[0], b.shape[1]) for b in bs]
-        with compiling():  # Triton compiles at a launch
-            self._multiply(0, (a, *bs), outs, 0, return_A=example.return_A)
-
-    def _multiply(
-        self,
-        buffer: int,
-        tensors: Sequence[torch.Tensor],
-        outs: Sequence[torch.Tensor],
-        timeout_ns: int,
-        *,
-        return_A: bool,
-    ) -> None:
-        a, *bs = tensors
-        for i, (kernel, b, c) in enumerate(zip(self._kernels, bs, outs, strict=True)):
-            final = i == len(bs) - 1 and not return_A
-            kernel.launch(buffer, a, b, c, final=final, timeout_ns=timeout_ns)
-
-    def call(
-        self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], timeout_ns: int, stream: int
-    ) -> None:
-        """The copies, and the products.
-
-        Args:
-            tensors: the local shard [m, K] and the Bs.
-            results: the products [W, m, N_i], and after them the gathered shards [W, m, K] if they are wanted.
-            stream: the current one, a CUstream as an integer.
-        """
-        a, outs = tensors[0], results[: len(self._kernels)]
-        returned = results[len(outs) :]
-        buffer = self.workspace.next_buffer()
-        with self._engine.pushing(buffer, a, self._chunk_rows, timeout_ns):
-            self._multiply(buffer, tensors, outs, timeout_ns, return_A=bool(returned))
-            for gathered in returned:  # the GEMM has waited for all of it
-                gathered.copy_(self._kernels[0].gathered(buffer))
-                gathered[self.workspace.rank].copy_(a)
-                acquire.end_epoch(self.workspace, buffer, stream)
 
 
 class _Arriving(NamedTuple):
@@ -158,7 +76,7 @@ class AllGatherProductsCopied:
             slots = workspace.buffer(workspace.rank, buffer, (size, slot), torch.uint8)
             self._arriving.append([])
             for src in ((workspace.rank + step) % size for step in range(1, size)):
-                rows = slots[src, : 2 * m * k].view(dtype).view(m, columns)
+                rows = slots[src, : m * columns * dtype.itemsize].view(dtype).view(m, columns)
                 scales = None
                 if scaled is not None:
                     sent = scaled.sent_bytes(m, k)
@@ -174,7 +92,8 @@ class AllGatherProductsCopied:
         timeout_ns: int,
         stream: int,
     ) -> None:
-        """The copies, and the products; as ``AllGatherScaledMatmulOneShot.call``, or ``AllGatherMatmulCopied.call``."""
+        """The copies, and the products; as ``AllGatherScaledMatmulOneShot.call``. Where the operands are not fp8, the
+        gathered shards [W, m, K] are the last result if they are wanted."""
         workspace, scaled, m = self.workspace, self._scaled, self._rows
         own = tensors[0].as_strided((m, self._columns), (self._stride, 1)).contiguous()
         pieces = [CopiedPiece(own.data_ptr(), self._places[0], own.nbytes)]

@@ -17,9 +17,9 @@ from ..device.comm.double_buffer import BufferWords, wait_params
 from ..device.gemm import gemm
 from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole
 from ..device.gemm.gemm_tiles import BLOCK_K
+from ..device.gemm.operands import ALIGNMENT
 from ..device.gemm.scaling import ScaledProducts
 from ..device.gemm.tensor_map import Boxes, Maps, TensorMap, contiguous_strides, put_map, put_maps
-from ..device.jit.launch import ALIGNMENT
 from ..device.jit.program import Program, WaitParams
 from .configs import MOST_BS, GatherPushConfig, push_flags_per_rank
 

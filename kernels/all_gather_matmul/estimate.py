@@ -20,12 +20,14 @@ _MOST_WAVES = 256  # of one prediction; the waves of longer matmuls are taken se
 
 @dataclass(frozen=True)
 class AllGatherMatmulProblem:
-    """Shards A [m, K] and Bs [K, N_i] of 16 bits, or with ``split_k``, where shards lie side by side, Bs [W * K, N_i].
+    """Shards A [m, K] and Bs [K, N_i], or with ``split_k``, where shards lie side by side, Bs [W * K, N_i]. What is
+    estimated is estimated for products of 16 bits.
 
     Attributes:
         num_sms: SMs to use. spec: of which device.
         return_A: the gathered A is returned, too.
         scaled: the operands are fp8, two of them each number here.
+        itemsize: bytes of a number.
     """
 
     m: int
@@ -37,11 +39,17 @@ class AllGatherMatmulProblem:
     return_A: bool = False
     spec: DeviceSpec = H200
     scaled: ScaledProducts | None = None
+    itemsize: int = 2
+
+    @property
+    def has_gemm(self) -> bool:
+        """Whether kernel.cu takes such numbers, and runs on the device."""
+        return self.spec.has_gemm and self.itemsize == 2
 
     @property
     def moved(self) -> int:
         """Bytes that a rank receives."""
-        return (self.world_size - 1) * self.m * self.k * 2
+        return (self.world_size - 1) * self.m * self.k * self.itemsize
 
     def tiles(self, tile: gemm_tiles.Tile) -> tuple[int, int]:
         """Rows of a shard and columns of all Bs."""
@@ -205,7 +213,7 @@ class CopiedConfig:
 
 def scales_offset(problem: AllGatherMatmulProblem) -> int:
     """Where a rank's scales lie after its rows, in bytes."""
-    return -(-2 * problem.m * problem.k // _ALIGNMENT) * _ALIGNMENT
+    return -(-problem.itemsize * problem.m * problem.k // _ALIGNMENT) * _ALIGNMENT
 
 
 def slot_bytes(problem: AllGatherMatmulProblem) -> int:

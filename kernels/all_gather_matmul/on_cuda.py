@@ -1,9 +1,8 @@
 """Which kernel computes all_gather(A) @ B on CUDA, and its call.
 
 16-bit operands go to kernel.cu; or, where little is gathered and A is not returned, to a one-shot all-gather with
-cuBLAS after it; or, where kernel.cu does not run, to copy engines with cuBLAS beside them. Others (float32), and Bs of
-both memory orders in one call, go to the Triton kernel with copy engines. That takes whole rows only: with the last
-dimension gathered such calls run unfused.
+cuBLAS after it; or, where kernel.cu does not run, to copy engines with cuBLAS beside them, as float32 does everywhere.
+These take whole rows only: with the last dimension gathered such calls run unfused.
 """
 
 from __future__ import annotations
@@ -15,18 +14,17 @@ import torch
 
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
-from ..device.capability import runs_on
 from ..device.comm import acquire
 from ..device.gemm import gemm
 from ..device.gemm.one_shot import OneShotConfig, algorithm_of, launch_prepared, likeliest
-from ..device.gemm.supported import WHY_NO_GEMM, WHY_NO_TMA, why_last_dim_not_gathered
+from ..device.gemm.operands import ALIGNMENT, is_transposed, why_not
+from ..device.gemm.supported import WHY_NO_GEMM, why_last_dim_not_gathered
 from ..device.jit.ahead import CompilableProgram
-from ..device.jit.launch import ALIGNMENT, is_transposed, why_not
 from ..device.tuning import tuner
 from ..device.tuning.benchmark import Candidate
 from ..device.tuning.choice import KernelChoice, KernelChoices, make_together
-from . import configs, copied_products, cuda_kernel, host
-from .copied_products import AllGatherMatmulCopied, AllGatherProductsCopied
+from . import configs, cuda_kernel, host
+from .copied_products import AllGatherProductsCopied
 from .one_shot_kernel import AllGatherMatmulOneShot
 from .scaled import AllGatherScaledMatmulOneShot, AllGatherScaledMatmulPush
 
@@ -54,7 +52,7 @@ def choose_gather_kernel(
 def _choose(
     call: configs.GatherKernelCall, problem: configs.AllGatherMatmulProblem
 ) -> KernelChoice[configs.AnyConfig] | str:
-    a, bs, m, k = call.a, call.bs, problem.m, problem.k
+    a, bs, k = call.a, call.bs, problem.k
     for i, b in enumerate(bs):
         if b.shape[1] == 0:
             return f"Bs[{i}] has no columns"
@@ -62,25 +60,16 @@ def _choose(
             return f"Bs[{i}]: {reason}"
     if k * a.element_size() % ALIGNMENT:  # of a part of B, where B as a whole may be fine
         return f"K: rows of {k} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
-    if a.dtype in gemm.DTYPES:
-        if len({is_transposed(b) for b in bs}) > 1:
-            return "Bs: some lie in rows and some in columns"
-        if not (ranked := configs.rank_gather_kernels(problem)):
-            return WHY_NO_GEMM
-        us, config = likeliest(ranked, call.preferred)
-        layout = configs.gather_layout(problem, config)
-        profitable = configs.gather_is_profitable(problem)
-        return KernelChoice(algorithm_of(config), config, layout, profitable, us)
+    if a.dtype in gemm.DTYPES and len({is_transposed(b) for b in bs}) > 1:
+        return "Bs: some lie in rows and some in columns"
     if call.split_k and (reason := why_last_dim_not_gathered(a.dtype, call.scaled)) is not None:
         return reason
-    if not runs_on("all_gather_matmul/triton_kernel.py", a.device):
-        return WHY_NO_TMA
-    world_size = problem.world_size
-    copied = copied_products.configure(call, world_size)
-    layout = configs.copied_gather_layout(m, k, a.dtype, world_size, copied)
-    n, itemsize = sum(problem.ns), a.element_size()
-    profitable = configs.copy_engine_is_profitable(m, n, k, world_size, itemsize)
-    return KernelChoice("copy_engine", copied, layout, profitable)
+    if not (ranked := configs.rank_gather_kernels(problem)):
+        return WHY_NO_GEMM
+    us, config = likeliest(ranked, call.preferred)
+    layout, profitable = configs.gather_layout(problem, config), configs.gather_is_profitable(problem)
+    predicted_us = us if a.dtype in gemm.DTYPES else None
+    return KernelChoice(algorithm_of(config), config, layout, profitable, predicted_us)
 
 
 def tuned_gather(
@@ -110,7 +99,7 @@ def tuned_gather(
     ]
     results: list[torch.Tensor] = []
 
-    def make(workspace: Workspace[Any], config: configs.FusedConfig, timeout_ns: int) -> Callable[[], None]:
+    def make(workspace: Workspace[Any], config: configs.AnyConfig, timeout_ns: int) -> Callable[[], None]:
         if not results:
             results.extend(results_of(call, size))
         kernel, given = fused_gather(workspace, call, config), gather_operands(config, call)
@@ -122,7 +111,6 @@ def tuned_gather(
 Kernel: TypeAlias = (
     cuda_kernel.AllGatherMatmulPushes
     | AllGatherMatmulOneShot
-    | AllGatherMatmulCopied
     | AllGatherScaledMatmulPush
     | AllGatherProductsCopied
 )
@@ -133,8 +121,6 @@ def fused_gather(
 ) -> Kernel:
     """What launches calls like this one."""
     scales = call.scales
-    if isinstance(config, configs.AllGatherMatmulConfig):
-        return AllGatherMatmulCopied(workspace, call, config)
     if isinstance(config, OneShotConfig):
         if scales is None:
             return AllGatherMatmulOneShot(workspace, call.a, config)
@@ -144,7 +130,6 @@ def fused_gather(
         return AllGatherProductsCopied(workspace, call, [bias is not None for bias in biases])
     if scales is not None:
         return AllGatherScaledMatmulPush(workspace, call, scales, config)
-    assert isinstance(config, configs.GatherPushConfig)
     return cuda_kernel.AllGatherMatmulPushes(
         workspace, call.a, call.bs, config, num_sms=call.num_sms, return_A=call.return_A
     )
@@ -154,8 +139,6 @@ def gather_programs(
     config: configs.AnyConfig, call: configs.GatherKernelCall, world_size: int, rank: int
 ) -> Sequence[CompilableProgram]:
     """What such calls launch."""
-    if isinstance(config, configs.AllGatherMatmulConfig):
-        return copied_products.copied_programs(call, config, world_size)
     if isinstance(config, OneShotConfig):
         kernel = AllGatherMatmulOneShot if call.scaled is None else AllGatherScaledMatmulOneShot
         return [kernel.program(world_size, rank)]
@@ -211,9 +194,8 @@ def results_of(call: configs.GatherKernelCall, world_size: int) -> list[torch.Te
 def gather_launcher(
     choice: KernelChoice[configs.AnyConfig], workspace: Workspace[Any], call: configs.GatherKernelCall
 ) -> Kernel | None:
-    """What ``launch_all_gather_matmul`` launched, for further such calls; None for float32, or once it is dropped."""
-    triton = isinstance(choice.config, configs.AllGatherMatmulConfig)
-    return None if triton else workspace.prepared.get(_key(choice, call))
+    """What ``launch_all_gather_matmul`` launched, for further such calls; None once it is dropped."""
+    return workspace.prepared.get(_key(choice, call))
 
 
 def _key(choice: KernelChoice[configs.AnyConfig], call: configs.GatherKernelCall) -> tuple[Any, ...]:

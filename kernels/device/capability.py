@@ -85,9 +85,6 @@ KERNELS: dict[str, KernelRow] = {
     "all_gather_matmul/one_shot.cu": KernelRow(
         _GATHERS[:1], ALL, "peer access, cuBLAS", *_H200, "h200-x2-all_gather_matmul.json"
     ),
-    "all_gather_matmul/triton_kernel.py": KernelRow(
-        _GATHERS[:1], _FROM_HOPPER, "peer access, copy engines, TMA", *_H200, "h200-x2-sanitizer.txt"
-    ),
     "all_reduce/kernel.cu": KernelRow(("all_reduce",), ALL, _PEERS, *_H200, "h200-x2-all_reduce.json"),
     "all_reduce_rms_norm/kernel.cu": KernelRow(
         ("all_reduce_rms_norm",),
@@ -128,9 +125,6 @@ KERNELS: dict[str, KernelRow] = {
     ),
     "matmul_reduce_scatter/one_shot.cu": KernelRow(
         _SCATTERS[:1], ALL, "peer access, cuBLAS", *_H200, "h200-x2-matmul_reduce_scatter.json"
-    ),
-    "matmul_reduce_scatter/triton_kernel.py": KernelRow(
-        _SCATTERS[:1], _FROM_HOPPER, "peer access, TMA", *_H200, "h200-x2-sanitizer.txt"
     ),
     "linear_cross_entropy/triton_kernel.py": KernelRow((), ALL, "", *_H200, "h200-x2-vocabulary.json"),
     "moe_route/kernel.cu": KernelRow(

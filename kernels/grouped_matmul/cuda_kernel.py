@@ -11,8 +11,8 @@ from ...symm_mem.backends.cuda_state import current_stream_of
 from ..device.gemm import gemm
 from ..device.gemm.gemm import boxes_of_rows, is_whole
 from ..device.gemm.gemm_tiles import BLOCK_K, Tile
+from ..device.gemm.operands import ALIGNMENT, is_transposed
 from ..device.gemm.tensor_map import Boxes, Maps, TensorMap, put_map
-from ..device.jit.launch import ALIGNMENT, is_transposed
 from ..device.jit.program import Function, Program
 from .configs import MOST_EXPERTS, GroupedConfig
 

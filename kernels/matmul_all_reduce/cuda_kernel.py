@@ -14,7 +14,7 @@ import torch
 from ..device.comm import ll_exchange
 from ..device.comm.ll_exchange import WARP, ExchangeSlots, ExchangeWorkspace, slots_of
 from ..device.gemm.gemm import DTYPES
-from ..device.jit.launch import is_transposed, why_not
+from ..device.gemm.operands import is_transposed, why_not
 from ..device.jit.program import Program
 from .configs import MOST_ROWS, MatmulAllReduceConfig
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -15,12 +15,9 @@ from ..device.device_spec import H200, DeviceSpec, device_spec_of
 from ..device.gemm import gemm_tiles, one_shot
 from ..device.gemm.one_shot import OneShotConfig
 from ..device.gemm.scaling import ScaledProducts, ScaleKind
-from ..device.triton.tile_table import TritonTile, count_tiles, pick
 
 SCALED_OP = "fused_scaled_matmul_reduce_scatter"  #: of fp8 operands
 MOST_PRODUCTS = 4  # that kernel.cu adds
-# After its last tile a block waits for the peers' and adds them up: as long as a main loop of this depth.
-_TAIL_DEPTH = 1800
 # Rows of a rank from which on wide raster groups are as fast or up to 4 % faster; with 1024 rows 8 to 30 % slower.
 # (Between 2 ranks, bench/results/h100-x2-sustained.txt. Between 4 2 to 4 % faster, in one row of six 2 % slower.)
 _TALL = 2048
@@ -44,15 +41,6 @@ class Epilogue:
     bias: bool = False
     residual: bool = False
     to_all: bool = False
-
-
-@dataclass(frozen=True)
-class MatmulReduceScatterConfig:
-    """``group_m``: rows of tiles in a raster group."""
-
-    algorithm: ClassVar[str] = "tma_store"
-    tile: TritonTile
-    group_m: int
 
 
 @dataclass(frozen=True)
@@ -81,6 +69,7 @@ class MatmulReduceScatterProblem:
     an all-reduce, A [m, K] and B [K, N]. What is estimated is estimated for products of 16 bits.
 
     ``num_sms``: SMs to use, of a device as in ``spec``. ``scaled``: the operands are fp8, two of them each number here.
+    ``itemsize``: bytes of a number.
     """
 
     m: int
@@ -93,6 +82,7 @@ class MatmulReduceScatterProblem:
     to_all: bool = False
     spec: DeviceSpec = H200
     scaled: ScaledProducts | None = None
+    itemsize: int = 2
 
     @property
     def scaled_in_epilogue(self) -> bool:
@@ -112,7 +102,7 @@ class MatmulReduceScatterProblem:
     @property
     def sent_itemsize(self) -> int:
         """Bytes of a number of a partial result, as it is sent: those of fp8 operands have the result's dtype."""
-        return 2 if self.scaled is None else self.scaled.out_dtype.itemsize
+        return self.itemsize if self.scaled is None else self.scaled.out_dtype.itemsize
 
     @property
     def moved(self) -> int:
@@ -166,34 +156,11 @@ class ScatterKernelCall:
             to_all=self.epilogue.to_all,
             spec=device_spec_of(self.b.device),
             scaled=self.scaled,
+            itemsize=self.a.dtype.itemsize,
         )
 
 
-FusedConfig: TypeAlias = ScatterPushConfig | OneShotConfig  # of 16 bits
-AnyConfig: TypeAlias = FusedConfig | MatmulReduceScatterConfig
-
-
-def choose_matmul_reduce_scatter(
-    problem: MatmulReduceScatterProblem, dtype: torch.dtype
-) -> MatmulReduceScatterConfig:
-    """The configuration of the Triton kernel. A pure function: all ranks choose alike."""
-    p = problem
-    tile = pick(p.batches * p.world_size, p.m, p.n, dtype, p.num_sms, tail=_TAIL_DEPTH / p.k)
-    return MatmulReduceScatterConfig(tile, 4)
-
-
-def scatter_flags_per_rank(m: int, n: int, config: MatmulReduceScatterConfig, batches: int = 1) -> int:
-    """Flags that one rank sets in a peer's workspace in one epoch: one for each tile."""
-    return count_tiles(config.tile, batches, m, n)
-
-
-def tiled_scatter_layout(
-    config: MatmulReduceScatterConfig, problem: MatmulReduceScatterProblem, dtype: torch.dtype
-) -> Layout:
-    """The workspace of results [L, m, N]: a buffer holds ``[W, L, m, N]``."""
-    p = problem
-    size = p.world_size * p.batches * p.m * p.n * dtype.itemsize
-    return Layout(p.world_size, scatter_flags_per_rank(p.m, p.n, config, p.batches), size)
+AnyConfig: TypeAlias = ScatterPushConfig | OneShotConfig
 
 
 def push_config(tile: gemm_tiles.Tile, problem: MatmulReduceScatterProblem) -> ScatterPushConfig:
@@ -234,20 +201,20 @@ def estimate_one_shot_scatter_us(problem: MatmulReduceScatterProblem) -> float:
     return exchanged + slowdown * gemm_tiles.matmul_us(problem.rows, problem.n, problem.k, problem.spec)
 
 
-def rank_scatter_kernels(problem: MatmulReduceScatterProblem) -> list[tuple[float, FusedConfig]]:
+def rank_scatter_kernels(problem: MatmulReduceScatterProblem) -> list[tuple[float, AnyConfig]]:
     """All candidates of both kernels with their predicted microseconds, the fastest first; none where none takes such a
     call.
 
     A pure function: all ranks choose alike.
     """
-    ranked: list[tuple[float, FusedConfig]] = [*rank_scatter_pushes(problem)]
+    ranked: list[tuple[float, AnyConfig]] = [*rank_scatter_pushes(problem)]
     scatter = choose_one_shot_scatter(problem)
     if scatter is not None:
         ranked.append((estimate_one_shot_scatter_us(problem), scatter))
     return sorted(ranked, key=itemgetter(0))
 
 
-def scatter_layout(config: FusedConfig, problem: MatmulReduceScatterProblem) -> Layout | None:
+def scatter_layout(config: AnyConfig, problem: MatmulReduceScatterProblem) -> Layout | None:
     """The workspace; None of a OneShotConfig, which has one of its own."""
     return None if isinstance(config, OneShotConfig) else scatter_push_layout(config, problem)
 
@@ -271,7 +238,7 @@ def scatter_saves_us(problem: MatmulReduceScatterProblem) -> float:
 @lru_cache(maxsize=4096)
 def rank_scatter_pushes(problem: MatmulReduceScatterProblem) -> tuple[tuple[float, ScatterPushConfig], ...]:
     """All candidates with the microseconds that ``estimate_scatter_push_us`` predicts, the fastest first."""
-    if not problem.spec.has_gemm:
+    if not problem.spec.has_gemm or problem.itemsize > 2:
         return ()
     n, k, size = problem.n, problem.k, problem.world_size
     tiles = gemm_tiles.suited_to(

@@ -1,7 +1,7 @@
 """Which kernel computes reduce_scatter(A @ B) on CUDA, and its call.
 
-16-bit operands go to kernel.cu; or, where little is scattered, to cuBLAS with a one-shot reduce-scatter after it.
-float32 goes to the Triton kernel.
+16-bit operands go to kernel.cu; or, where little is scattered, to cuBLAS with a one-shot reduce-scatter after it, as
+float32 does.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ import torch
 
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
-from ..device.capability import runs_on
 from ..device.gemm import gemm
 from ..device.gemm.one_shot import OneShotConfig, algorithm_of, launch_prepared, likeliest
-from ..device.gemm.supported import WHY_NO_GEMM, WHY_NO_TMA, why_last_dim_not_scattered
+from ..device.gemm.operands import ALIGNMENT, is_transposed, why_not
+from ..device.gemm.supported import WHY_NO_FLOAT32, WHY_NO_GEMM, why_last_dim_not_scattered
 from ..device.jit.ahead import CompilableProgram
-from ..device.jit.launch import ALIGNMENT, compiling, is_transposed, why_not
 from ..device.tuning import tuner
 from ..device.tuning.benchmark import Candidate
 from ..device.tuning.choice import KernelChoice, KernelChoices, make_together
 from . import configs, host
 from .cuda_kernel import MatmulReduceScatterPush, ScaledMatmulReduceScatterPush, scatter_program
 from .one_shot_kernel import MatmulReduceScatterOneShot, ScaledMatmulReduceScatterOneShot
-from .triton_kernel import TritonMatmulReduceScatter, triton_scatter_program
 
 _choices: KernelChoices[configs.AnyConfig] = KernelChoices()
 
@@ -51,20 +49,14 @@ def _choose(
         return reason
     if problem.split_n and problem.n * a.element_size() % ALIGNMENT:
         return f"scatter_dim: rows of {problem.n} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
-    if a.dtype in gemm.DTYPES:
-        if not (ranked := configs.rank_scatter_kernels(problem)):
-            return WHY_NO_GEMM
-        us, config = likeliest(ranked, call.preferred)
-        layout = configs.scatter_layout(config, problem)
-        profitable = configs.scatter_is_profitable(problem)
-        return KernelChoice(algorithm_of(config), config, layout, profitable, us)
+    is_modelled = a.dtype in gemm.DTYPES
     if problem.split_n and (why := why_last_dim_not_scattered(a.dtype, call.scaled, problem.n)) is not None:
         return why
-    if not runs_on("matmul_reduce_scatter/triton_kernel.py", a.device):
-        return WHY_NO_TMA
-    stored = configs.choose_matmul_reduce_scatter(problem, a.dtype)
-    stored_in = configs.tiled_scatter_layout(stored, problem, a.dtype)
-    return KernelChoice("tma_store", stored, stored_in, problem.batches * problem.m >= 64)
+    if not (ranked := configs.rank_scatter_kernels(problem)):
+        return WHY_NO_GEMM if is_modelled else WHY_NO_FLOAT32
+    us, config = likeliest(ranked, call.preferred)
+    layout, profitable = configs.scatter_layout(config, problem), configs.scatter_is_profitable(problem)
+    return KernelChoice(algorithm_of(config), config, layout, profitable, us if is_modelled else None)
 
 
 def adds_products(call: configs.ScatterKernelCall, world_size: int) -> bool:
@@ -90,7 +82,7 @@ def tuned_scatter(
 ) -> tuple[KernelChoice[configs.AnyConfig], str]:
     """What to run instead of the model's choice, if the tuner is on, and where it comes from; "" where nothing is
     tuned."""
-    if isinstance(choice.config, configs.MatmulReduceScatterConfig):
+    if choice.predicted_us is None:  # of float32 there is one kernel
         return choice, ""
     if call.preferred or not tuner.is_tuning():
         return choice, tuner.FROM_MODEL
@@ -112,7 +104,7 @@ def tuned_scatter(
     ]
     results: list[torch.Tensor] = []
 
-    def make(workspace: Workspace[Any], config: configs.FusedConfig, timeout_ns: int) -> Callable[[], None]:
+    def make(workspace: Workspace[Any], config: configs.AnyConfig, timeout_ns: int) -> Callable[[], None]:
         if not results:
             results.append(a.new_empty((batches, m, n), dtype=epilogue.out_dtype))
         kernel, given = fused_scatter(workspace, call, config), scatter_operands(config, call)
@@ -121,14 +113,14 @@ def tuned_scatter(
     return tuner.tuned(heap, kind, choice, candidates, make)
 
 
-def _both_ways(config: configs.FusedConfig) -> list[configs.FusedConfig]:
+def _both_ways(config: configs.AnyConfig) -> list[configs.AnyConfig]:
     """With fragments staged and not, where that makes a difference."""
     if isinstance(config, OneShotConfig):
         return [config]
     return [config, replace(config, staged=not config.staged)]
 
 
-Kernel: TypeAlias = MatmulReduceScatterPush | MatmulReduceScatterOneShot | TritonMatmulReduceScatter
+Kernel: TypeAlias = MatmulReduceScatterPush | MatmulReduceScatterOneShot
 
 
 def fused_scatter(
@@ -136,8 +128,6 @@ def fused_scatter(
 ) -> Kernel:
     """What launches calls like this one."""
     a, b, epilogue, num_sms = call.a, call.b, call.epilogue, call.num_sms
-    if isinstance(config, configs.MatmulReduceScatterConfig):
-        return TritonMatmulReduceScatter(workspace, a, b, config, epilogue, num_sms=num_sms)
     if isinstance(config, OneShotConfig):
         if call.scaled is not None:
             return ScaledMatmulReduceScatterOneShot(workspace, call, config)
@@ -152,8 +142,6 @@ def scatter_programs(
 ) -> Sequence[CompilableProgram]:
     """What such calls launch."""
     epilogue, ranks = call.epilogue, (world_size, rank)
-    if isinstance(config, configs.MatmulReduceScatterConfig):
-        return [triton_scatter_program(call.a, call.b, config, epilogue, rank)]
     if isinstance(config, OneShotConfig):
         sent = call.a.dtype if call.scaled is None else epilogue.out_dtype
         return [MatmulReduceScatterOneShot.program(sent, epilogue, ranks)]
@@ -173,19 +161,11 @@ def launch_matmul_reduce_scatter(
     out = a.new_empty((a.shape[0], a.shape[2], columns), dtype=call.epilogue.out_dtype)
     kernel: Any = workspace.prepared.get(key)
     if kernel is None:
-
-        def make() -> Kernel:
-            made = fused_scatter(workspace, call, config)
-            if isinstance(made, TritonMatmulReduceScatter):
-                with compiling():  # Triton compiles at a launch
-                    made.launch(0, *given[:2], out, *given[2:], timeout_ns=timeout_ns)
-            return made
-
         # Of all products: whether a rank stacks their factors or not is its own affair.
         depth = sum(x.shape[-1] for x in call.factors[::2])
         sizes = a.shape[:-1], depth, call.b.shape[1], a.dtype
         same = (op, *sizes, call.epilogue, config, call.num_sms, call.split_n)
-        kernel = make_together(workspace, op, key, same, make)
+        kernel = make_together(workspace, op, key, same, lambda: fused_scatter(workspace, call, config))
     launch_prepared(workspace, config, kernel, given, [out], timeout_ns)
     return out
 
@@ -195,10 +175,8 @@ def scatter_launcher(
     workspace: Workspace[Any],
     call: configs.ScatterKernelCall,
 ) -> Kernel | None:
-    """What ``launch_matmul_reduce_scatter`` launched, for further such calls; None for the Triton kernel, or once it is
-    dropped."""
-    triton = isinstance(choice.config, configs.MatmulReduceScatterConfig)
-    return None if triton else workspace.prepared.get(_key(choice, call))
+    """What ``launch_matmul_reduce_scatter`` launched, for further such calls; None once it is dropped."""
+    return workspace.prepared.get(_key(choice, call))
 
 
 def _key(choice: KernelChoice[configs.AnyConfig], call: configs.ScatterKernelCall) -> tuple[Any, ...]:

@@ -13,8 +13,8 @@ from operator import itemgetter
 import torch
 
 from ..device.gemm import gemm, gemm_tiles
+from ..device.gemm.operands import why_not
 from ..device.gemm.supported import WHY_NO_GEMM
-from ..device.jit.launch import why_not
 from ..device.tuning.choice import KernelChoice, KernelChoices
 from .configs import (
     MatmulReduceScatterProblem,

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, last_plan, one_shot_all_reduce
 from weft.fused_ops.dispatch.plan import forced
-from weft.kernels.all_gather_matmul.triton_kernel import TritonAllGatherMatmul
+from weft.kernels.all_gather_matmul import copied_products
 
 pytestmark = pytest.mark.gpu
 
@@ -88,14 +88,14 @@ def copies_come_late(rank: int, world_size: int) -> tuple[bool, str | None]:
     torch.cuda.synchronize()
     dist.barrier()
     symm_mem.set_timeout(DEADLINE)
-    launch = TritonAllGatherMatmul.launch
+    multiply = copied_products._multiply
 
-    def slow_launch(*args: Any, **named: Any) -> None:
+    def multiply_late(*args: Any) -> None:
         torch.cuda._sleep(int(4 * DEADLINE * 1.9e9))
-        launch(*args, **named)
+        multiply(*args)
 
     if rank == CULPRIT:
-        with mock.patch.object(TritonAllGatherMatmul, "launch", slow_launch):
+        with mock.patch.object(copied_products, "_multiply", multiply_late):
             out = call(2)
     else:
         out, *_ = [call(n) for n in (2, 3, 4)]

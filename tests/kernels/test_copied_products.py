@@ -1,4 +1,4 @@
-"""Scaled products by copy engines and torch's kernel, without a GPU: what goes where, and what is multiplied when.
+"""Products by copy engines and torch's kernels, without a GPU: what goes where, and what is multiplied when.
 
 Copies are made at once, waits and the end of an epoch are only noted.
 """
@@ -128,8 +128,8 @@ def test_each_rank_multiplies_all_rows(monkeypatch: pytest.MonkeyPatch, kind: st
 
 
 @pytest.mark.parametrize("returned", [False, True])
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_each_rank_multiplies_all_rows_of_16_bits(
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+def test_each_rank_multiplies_all_rows_that_have_no_scales(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, returned: bool
 ) -> None:
     whole = torch.randn(W * M, K + 16).to(dtype)
@@ -196,6 +196,9 @@ def test_what_copy_engines_do_not_take() -> None:
     of_16_bits = replace(problem, scaled=None, spec=replace(H100, has_gemm=False))
     assert configs.choose_copied_gather(of_16_bits) is not None
     assert configs.choose_copied_gather(replace(of_16_bits, return_A=True)) is not None
+    of_float32 = replace(problem, scaled=None, itemsize=4)
+    assert configs.choose_copied_gather(of_float32) is not None
+    assert configs.rank_gather_kernels(replace(of_float32, split_k=True)) == []
     others = [
         replace(problem, scaled=None),
         replace(of_16_bits, split_k=True),

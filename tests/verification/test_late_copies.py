@@ -22,7 +22,8 @@ import fibers
 import pytest
 import torch
 from fibers import Launch, Library, build, mistakes
-from weft.kernels.device.comm import acquire, copy_engine
+from weft.kernels.device.comm import acquire
+from weft.kernels.device.comm.copy_engine import CopiedPiece, CopyEngine
 from weft.kernels.device.jit.program import Program
 from weft.symm_mem.backends import cuda_state
 from weft.symm_mem.failure.fault import Fault
@@ -31,8 +32,7 @@ from weft.symm_mem.layout import Layout
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 IMPATIENT, LATE = 0, 1
-SIZE, CALLS, ROWS, COLUMNS, CHUNK_ROWS = 3, 5, 5, 7, 2
-CHUNKS = -(-ROWS // CHUNK_ROWS)
+SIZE, CALLS, ROWS, COLUMNS = 3, 5, 5, 7
 KERNELS = ("acquire", "leave")
 CURRENT = 0  # the stream of the calls; copy streams have higher numbers
 WAIT_DATA, ABORTED = 1, 3  # kinds of a record
@@ -68,8 +68,8 @@ class Gpu:
     def enqueue(self, stream: int, *work: Any) -> None:
         self.streams.setdefault(stream, deque()).append(work)
 
-    def flag(self, buffer: int, peer: int, chunk: int) -> int:
-        return self.layout.flags(buffer) + peer * self.layout.flags_per_rank + chunk
+    def flag(self, buffer: int, peer: int) -> int:
+        return self.layout.flags(buffer) + peer * self.layout.flags_per_rank
 
     def ready(self, work: tuple[Any, ...]) -> bool:
         """Whether the head of a stream can run now: what waits only once it is there."""
@@ -80,8 +80,8 @@ class Gpu:
             params = rest[1]
             return all(self.words[params.done + p] >= self.words[params.epoch] for p in self.peers)
         if kind == "read":
-            buffer, peer, chunk, *_ = rest
-            return bool(self.words[self.flag(buffer, peer, chunk)] > self.words[Layout.EPOCH + buffer])
+            buffer, peer, *_ = rest
+            return bool(self.words[self.flag(buffer, peer)] > self.words[Layout.EPOCH + buffer])
         return True
 
     def run(self, work: tuple[Any, ...]) -> None:
@@ -101,18 +101,15 @@ class Gpu:
             if kind == "leave":
                 self.told.append(bool(self.faults[Fault.BROKEN]))
 
-    def read(
-        self, buffer: int, peer: int, chunk: int, x: torch.Tensor, out: torch.Tensor, *, came: bool
-    ) -> None:
-        """Add a chunk of a peer's to ``out``, which is ``x`` before; an expired wait is recorded, once."""
+    def read(self, buffer: int, peer: int, x: torch.Tensor, out: torch.Tensor, *, came: bool) -> None:
+        """Add a peer's rows to ``out``, which is ``x`` before; an expired wait is recorded, once."""
         if not came and not self.faults[Fault.BROKEN]:
-            word = self.flag(buffer, peer, chunk)
+            word = self.flag(buffer, peer)
             use, seen = int(self.words[Layout.EPOCH + buffer]) + 1, int(self.words[word])
             self.faults[Fault.BROKEN] = 1 + peer
             self.record.copy_(torch.tensor([1, self.address, peer, word, use, seen, WAIT_DATA, 0]))
-        rows = slice(chunk * CHUNK_ROWS, (chunk + 1) * CHUNK_ROWS)
         before = x if peer == self.peers[0] else out
-        out[rows] = before[rows] + self.buffers[buffer][peer, rows]
+        torch.add(before, self.buffers[buffer][peer], out=out)
 
 
 class Driver(cuda_state.CudaState):
@@ -173,11 +170,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 def call(driver: Driver, engine: Any, buffer: int, x: torch.Tensor, out: torch.Tensor) -> None:
     """Enqueue out = the sum of all ranks' x, as copied_products.py does a product, and what overwrites x after it."""
     gpu = driver.gpu
-    with engine.pushing(buffer, x, CHUNK_ROWS, 3):
-        for peer in gpu.peers:
-            for chunk in range(CHUNKS):
-                gpu.enqueue(CURRENT, "read", buffer, peer, chunk, x, out)
-        acquire.end_epoch(engine.workspace, buffer, CURRENT)
+    at, slot, first = x.data_ptr(), gpu.rank * x.nbytes, x[0].nbytes
+    pieces = [CopiedPiece(at, slot, first), CopiedPiece(at + first, slot + first, x.nbytes - first)]
+    engine.start_pieces(buffer, pieces, 3)
+    for peer in gpu.peers:
+        gpu.enqueue(CURRENT, "read", buffer, peer, x, out)
+    acquire.end_epoch(engine.workspace, buffer, CURRENT)
+    engine.join(buffer)
     gpu.enqueue(CURRENT, "reuse", x, out)
 
 
@@ -226,7 +225,7 @@ def enqueued(driver: Driver, library: Library, choice: random.Random) -> tuple[l
 
     Returns the ranks, and what the calls have to give.
     """
-    layout = Layout(SIZE, CHUNKS, 4 * SIZE * ROWS * COLUMNS)
+    layout = Layout(SIZE, 1, 4 * SIZE * ROWS * COLUMNS)
     memory = torch.zeros(SIZE, layout.bytes + 4 * Fault.WORDS, dtype=torch.uint8)
     gpus = [Gpu(library, layout, memory, rank) for rank in range(SIZE)]
     xs = torch.tensor([float(choice.randrange(1, 9)) for _ in range(SIZE * ROWS * COLUMNS)])
@@ -235,7 +234,7 @@ def enqueued(driver: Driver, library: Library, choice: random.Random) -> tuple[l
     for gpu in gpus:
         driver.gpu = gpu
         chain = [xs[gpu.rank], *torch.full((CALLS, ROWS, COLUMNS), float("nan"))]
-        engine = copy_engine.CopyEngine(gpu)  # type: ignore[arg-type]
+        engine = CopyEngine(gpu)  # type: ignore[arg-type]
         for i, (x, out) in enumerate(pairwise(chain)):
             call(driver, engine, i % 2, x, out)
     return gpus, expected

@@ -1,13 +1,11 @@
 """Pushes rows into the peers' buffers by the GPU's copy engines, on a stream of their own: no SM takes part.
 
-    with engine.pushing(buffer, shard, chunk_rows, timeout_ns):
-        ...  # kernels that wait for the peers' chunks, on the current stream
-    engine.start(buffer, parts, timeout_ns)  # or a part each, after which anything may run
+    engine.start(buffer, parts, timeout_ns)  # a part for each rank, after which anything may run
     engine.start_pieces(buffer, pieces, timeout_ns)  # or the same pieces for all
+    engine.join(buffer)  # what was sent may be overwritten after this
 
-Who writes: rank r's engine copies chunk c of its shard into slot r of every peer's buffer ``[W, m, K]``, then
-EPOCH_TICKET, the epoch, into flag c of rank r there; the stream keeps that order. The copy reads EPOCH_TICKET when it
-runs: graph-safe.
+Who writes: rank r's engine copies into every peer's buffer, then EPOCH_TICKET, the epoch, into flag 0 of rank r there;
+the stream keeps that order. The copy reads EPOCH_TICKET when it runs: graph-safe.
 Peers are served in the order rank-1, rank-2, ...: no link carries two shards at a time. Who waits: the acquire kernel
 (acquire.cu), on the current stream before the kernels: while they run it might find no SM free.
 
@@ -17,8 +15,7 @@ write (abort_notice.cuh). docs/protocol.md#copy-engines-and-the-acquire-kernel h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -63,21 +60,6 @@ class CopyEngine:
     @cached_property
     def _stream(self) -> Any:
         return cuda_state.state.stream(self._handle, self._device)
-
-    @contextmanager
-    def pushing(self, buffer: int, shard: torch.Tensor, chunk_rows: int, timeout_ns: int) -> Iterator[None]:
-        """Send ``shard`` [m, K], contiguous, to every peer while the kernels run that the body launches on the current
-        stream.
-
-        After the body the current stream waits for the copies: the shard may be overwritten then.
-        """
-        self._fork(buffer, timeout_ns)
-        self._push(buffer, shard, chunk_rows)
-        self._pushed(buffer)
-        try:
-            yield
-        finally:
-            self.join(buffer)
 
     def start(self, buffer: int, parts: CopiedParts, timeout_ns: int) -> None:
         """Send each peer its part while what follows runs on the current stream.
@@ -129,7 +111,8 @@ class CopyEngine:
 
     def _send(self, buffer: int, of: Callable[[int], Sequence[CopiedPiece]]) -> None:
         """Each peer's pieces, and after them the epoch into flag 0 of this rank there."""
-        w, stream, copy, ticket = self.workspace, self._handle, cuda_state.state.copy, self._ticket(buffer)
+        w, stream, copy = self.workspace, self._handle, cuda_state.state.copy
+        ticket = w.address + 4 * (Layout.EPOCH_TICKET + buffer)
         here = w.address + w.layout.buffer(buffer)
         flag = w.address + 4 * (w.layout.flags(buffer) + w.rank * w.layout.flags_per_rank)
         for step in range(1, w.world_size):
@@ -138,19 +121,3 @@ class CopyEngine:
             for piece in of(peer):
                 copy(here + piece.offset + there, piece.address, piece.size, stream)
             copy(flag + there, ticket, 4, stream)
-
-    def _ticket(self, buffer: int) -> int:
-        return self.workspace.address + 4 * (Layout.EPOCH_TICKET + buffer)
-
-    def _push(self, buffer: int, shard: torch.Tensor, chunk_rows: int) -> None:
-        w, stream, rows, copy = self.workspace, self._handle, shard.shape[0], cuda_state.state.copy
-        row_bytes = shard.shape[1] * shard.element_size()
-        source, ticket = shard.data_ptr(), self._ticket(buffer)
-        slot = w.address + w.layout.buffer(buffer) + w.rank * rows * row_bytes
-        flag = w.address + 4 * (w.layout.flags(buffer) + w.rank * w.layout.flags_per_rank)
-        for step in range(1, w.world_size):
-            there = ((w.rank - step) % w.world_size - w.rank) * w.span
-            for chunk, row in enumerate(range(0, rows, chunk_rows)):
-                at, size = row * row_bytes, min(chunk_rows, rows - row) * row_bytes
-                copy(slot + there + at, source + at, size, stream)
-                copy(flag + there + 4 * chunk, ticket, 4, stream)

@@ -10,9 +10,9 @@ from typing import TypeAlias
 
 import torch
 
-from ..jit.launch import is_transposed
 from ..jit.program import Program
 from .gemm_tiles import BLOCK_K, MOST_SHARED, Tile
+from .operands import is_transposed
 from .tensor_map import Boxes
 
 Defines: TypeAlias = tuple[tuple[str, str | int], ...]

@@ -6,10 +6,13 @@ from __future__ import annotations
 import torch
 
 from . import gemm
+from .one_shot import MOST_BYTES
 from .scaling import BLOCK, ScaledProducts, ScaleKind
 
 WHY_NO_GEMM = "the kernels for such a product need wgmma, of Hopper GPUs"
-WHY_NO_TMA = "the kernels for products of float32 need TMA, from Hopper on"
+WHY_NO_FLOAT32 = (
+    f"at most {MOST_BYTES >> 20} MiB of a float32 product are scattered, along its outermost dimension"
+)
 
 
 def why_last_dim_not_gathered(dtype: torch.dtype, scaled: ScaledProducts | None) -> str | None:

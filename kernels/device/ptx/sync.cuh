@@ -1,4 +1,4 @@
-// Waiting and posting inside CUDA C++ kernels: every flag, fence and deadline. The Triton side is triton/sync.py.
+// Waiting and posting inside CUDA C++ kernels: every flag, fence and deadline.
 //
 // Control words are 32-bit, have one writer and only grow, modulo 2^32. The host resets none, and no epoch is a kernel
 // argument: graph-safe.

@@ -15,7 +15,7 @@ from weft.fused_ops.dispatch.profitability import OPS, FusionCandidate, expected
 from weft.kernels.all_gather_matmul import on_cuda as gathers
 from weft.kernels.device.capability import ARCHS, HOPPER
 from weft.kernels.device.device_spec import device_spec_of
-from weft.kernels.device.gemm.supported import WHY_NO_GEMM, WHY_NO_TMA
+from weft.kernels.device.gemm.supported import WHY_NO_FLOAT32, WHY_NO_GEMM
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatters
 from weft.symm_mem.backends import cuda_state
 
@@ -110,18 +110,23 @@ def test_large_products(on: Callable[..., None], monkeypatch: pytest.MonkeyPatch
     assert (along_k.algorithm, along_k.reason) == ("unfused", WHY_NO_GEMM)
 
 
-@pytest.mark.parametrize("of", [A100, B200])
+@pytest.mark.parametrize("of", [A100, HOPPER, B200])
 def test_products_of_float32(
     on: Callable[..., None], monkeypatch: pytest.MonkeyPatch, of: tuple[int, int]
 ) -> None:
     monkeypatch.setenv("WEFT_UNTESTED", "1")
     on(of)
-    found = plans(torch.float32)
-    products = found["fused_all_gather_matmul"], found["fused_matmul_reduce_scatter"]
-    if of == A100:
-        assert {each.reason for each in products} == {WHY_NO_TMA}
-    else:
-        assert [each.algorithm for each in products] == ["copy_engine", "tma_store"]
+    for m, scatters_fused in ((1024, True), (8192, False)):
+        found = plans(torch.float32, m)
+        gather, scatter = found["fused_all_gather_matmul"], found["fused_matmul_reduce_scatter"]
+        assert (gather.algorithm, gather.predicted_us) == ("copy_engine", None)
+        candidate = FusionCandidate("matmul_reduce_scatter", 2 * m, 3072, 4096, 2, torch.float32, "cuda")
+        if scatters_fused:
+            assert (scatter.algorithm, scatter.predicted_us) == ("one_shot", None)
+            assert why_not_profitable(candidate) is None
+        else:
+            assert (scatter.algorithm, scatter.reason) == ("unfused", WHY_NO_FLOAT32)
+            assert why_not_profitable(candidate) == WHY_NO_FLOAT32
 
 
 def test_long_rows_are_normed_without_clusters_by_torch(

@@ -31,6 +31,7 @@ from weft.kernels.device import capability
 from weft.kernels.device.device_spec import H100, H200, DeviceSpec
 from weft.kernels.device.gemm import gemm_tiles
 from weft.kernels.device.gemm.scaling import ScaledProducts, ScaleKind
+from weft.kernels.device.gemm.supported import WHY_NO_FLOAT32
 from weft.kernels.matmul_reduce_scatter import configs as scatter
 
 SIZES = st.integers(1, 1 << 15)
@@ -110,7 +111,9 @@ def test_all_gather_matmul_asks_the_kernels_rule(world: int, m: int, n: int) -> 
         gather.AllGatherMatmulProblem(m, (n,), 4096 // world, world, 132, split_k=True)
     )
     exact = why_not_profitable(FusionCandidate("all_gather_matmul", m, n, 4096, world, torch.float32, "cuda"))
-    assert (exact is None) is gather.copy_engine_is_profitable(m // world, n, 4096, world, 4)
+    assert (exact is None) is gather.gather_is_profitable(
+        gather.AllGatherMatmulProblem(m // world, (n,), 4096, world, 132, itemsize=4)
+    )
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
@@ -148,9 +151,8 @@ def test_what_the_kernels_do_not_take() -> None:
     assert "rows of 1028" in str(
         why_not_profitable(FusionCandidate("matmul_reduce_scatter", *narrow, last_dim=True))
     )
-    few = (4 * 63, 4096, 4096, 4, torch.float32, "cuda")
-    assert "too little" in str(why_not_profitable(FusionCandidate("matmul_reduce_scatter", *few)))
-    assert why_not_profitable(FusionCandidate("matmul_reduce_scatter", 4 * 64, *few[1:])) is None
+    assert why_not_profitable(FusionCandidate("matmul_reduce_scatter", *exact)) == WHY_NO_FLOAT32
+    assert why_not_profitable(FusionCandidate("matmul_reduce_scatter", 256, 4096, *exact[2:])) is None
 
 
 @pytest.mark.parametrize("last", [False, True])

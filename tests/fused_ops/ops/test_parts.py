@@ -7,8 +7,7 @@ import torch
 from weft.fused_ops.dispatch.staging import Staging
 from weft.fused_ops.ops.matmul_reduce_scatter import _parts
 from weft.kernels.device.gemm.gemm_tiles import TILES
-from weft.kernels.device.jit.launch import why_not
-from weft.kernels.device.triton.tile_table import tiles
+from weft.kernels.device.gemm.operands import why_not
 
 SIZE = 3
 
@@ -60,5 +59,5 @@ def test_how_it_is_cut_does_not_depend_on_strides(name: str) -> None:
 
 
 def test_no_tile_is_cut_off_that_was_whole() -> None:
-    heights = {t.block_m for t in TILES} | {t.block_m for t in tiles(torch.float32)}
+    heights = {t.block_m for t in TILES}
     assert all(128 % height == 0 for height in heights), heights

@@ -21,6 +21,7 @@ from weft.fused_ops.ops import all_gather_matmul, matmul_all_reduce, matmul_redu
 from weft.fused_ops.ops.all_gather_matmul import AllGatherMatmulCall
 from weft.fused_ops.ops.matmul_all_reduce import MatmulAllReduceCall
 from weft.fused_ops.ops.matmul_reduce_scatter import MatmulReduceScatterCall
+from weft.kernels.device.gemm.supported import WHY_NO_FLOAT32
 
 stage = fake_gpu.stage
 SIZE = 2
@@ -61,7 +62,7 @@ CALLS: dict[str, Callable[[int], object]] = {
     "matmul_reduce_scatter": lambda n: run_on_cuda(
         matmul_reduce_scatter,
         WHERE,
-        MatmulReduceScatterCall(SHARD, misaligned(8, n), "sum", 0, "a group", torch.float32),
+        MatmulReduceScatterCall(SHARD, misaligned(8, n), "sum", 1, "a group", torch.float32),
     ),
     "matmul_all_reduce": lambda n: matmul_all_reduce._one_kernel(
         MatmulAllReduceCall(misaligned(4, 8), misaligned(8, n), "sum", "a group"), GROUP
@@ -70,13 +71,14 @@ CALLS: dict[str, Callable[[int], object]] = {
 
 
 @pytest.mark.usefixtures("stage")
-@pytest.mark.parametrize("n", [6, 16], ids=["no kernel", "not profitable"])
+@pytest.mark.parametrize("n", [6, 16], ids=["rows", "not profitable"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_runs_unfused_copies_nothing(name: str, n: int) -> None:
     with no_copies():
         reason = CALLS[name](n)
     if name != "matmul_all_reduce":
-        assert ("multiple of 16 bytes" if n == 6 else "too little") in str(reason)
+        other = "too little" if name == "all_gather_matmul" else WHY_NO_FLOAT32
+        assert ("multiple of 16 bytes" if n == 6 else other) in str(reason)
     else:
         assert reason is None
 

@@ -1,1 +1,0 @@
-"""What Triton kernels share: flags, tiles."""
