@@ -8,7 +8,19 @@ from itertools import product
 
 import pytest
 import torch
-from opcommon import BOUND, DEVICES, DTYPES, assert_fused, cells, check, gather, poison, refuses, world
+from opcommon import (
+    BOUND,
+    DEVICES,
+    DTYPES,
+    assert_fused,
+    cells,
+    check,
+    compiled_like_eager,
+    gather,
+    poison,
+    refuses,
+    world,
+)
 from ranks import on_ranks, run_ranks, run_row
 from weft import symm_mem
 from weft.fused_ops import (
@@ -24,7 +36,11 @@ from weft.kernels.all_reduce.reference import reference_all_reduce
 SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 129), (0, 4), (1000, 33)]
 
 
-def right(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "device", "shape", "dtype"), cells([1, 2, 3, 4], [(shape,) for shape in SHAPES])
+)
+@on_ranks(None, device=None)
+def test_one_shot_all_reduce(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     for reduce_op in ("sum", "avg", "max", "min"):
         poison(rank)
         x = torch.randn(shape).to(dtype)
@@ -43,15 +59,6 @@ def right(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype
         assert torch.equal(out, one_shot_all_reduce(x, reduce_op, world())), "other bits in another run"
         assert one_shot_all_reduce_(x, reduce_op, world()) is x
         assert torch.equal(out, x), "other bits in place"
-
-
-@pytest.mark.parametrize(
-    ("world_size", "device", "shape", "dtype"), cells([1, 2, 3, 4], [(shape,) for shape in SHAPES])
-)
-def test_one_shot_all_reduce(
-    world_size: int, device: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    run_row(right, world_size, shape, dtype, device=device)
 
 
 def not_a_number(rank: int, world_size: int) -> None:
@@ -156,18 +163,12 @@ def test_gradients(rank: int, world_size: int) -> None:
         one_shot_all_reduce_(x, "sum", world())
 
 
-def compiled(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_under_torch_compile(rank: int, world_size: int) -> None:
     group = world()
-
-    def f(x: torch.Tensor) -> torch.Tensor:
-        return one_shot_all_reduce(x * 2, "sum", group) + 1
-
-    for dynamic, sizes in ((False, (12,)), (True, (4, 7, 12))):
-        torch._dynamo.reset()
-        g = torch.compile(f, dynamic=dynamic, fullgraph=True)
-        for n in sizes:
-            x = torch.randn(n, 3)
-            check("compiled", g(x), sum(gather(x)) * 2 + 1, 1e-6)
+    compiled_like_eager(
+        lambda x: one_shot_all_reduce(x * 2, "sum", group) + 1, lambda n: [torch.randn(n, 3)], (4, 7, 12)
+    )
 
     def in_place(x: torch.Tensor) -> torch.Tensor:
         y = x * 2
@@ -179,19 +180,11 @@ def compiled(rank: int, world_size: int) -> None:
     check("compiled in place", torch.compile(in_place, fullgraph=True)(x), want, 1e-6)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_under_torch_compile(device: str) -> None:
-    run_row(compiled, 2, device=device)
-
-
 @on_ranks(2, device=DEVICES)
 def test_opcheck(rank: int, world_size: int) -> None:
-    for grad in (False, True):
-        x = torch.randn(5, 6, requires_grad=grad)
-        torch.library.opcheck(torch.ops.weft.one_shot_all_reduce, (x, "sum", world().group_name))
-        torch.library.opcheck(torch.ops.weft.one_shot_all_reduce, (x.t(), "avg", world().group_name))
-    x = torch.randn(5, 6)
-    torch.library.opcheck(torch.ops.weft.one_shot_all_reduce_, (x, "min", world().group_name))
+    x, name = torch.randn(5, 6), world().group_name
+    torch.library.opcheck(torch.ops.weft.one_shot_all_reduce, (x.clone().requires_grad_().t(), "avg", name))
+    torch.library.opcheck(torch.ops.weft.one_shot_all_reduce_, (x, "min", name))
 
 
 @on_ranks(1, device=DEVICES)

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opcommon import BOUND, DEVICES, assert_fused, cells, check, gather, poison, refuses, same_on_all, world
-from ranks import on_ranks, run_ranks, run_row
+from opcommon import (
+    BOUND,
+    DEVICES,
+    assert_fused,
+    cells,
+    check,
+    compiled_like_eager,
+    gather,
+    poison,
+    refuses,
+    same_on_all,
+    world,
+)
+from ranks import on_ranks, run_ranks
 from weft.fused_ops import (
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
@@ -19,7 +31,13 @@ EPS = 1e-5
 SHAPES = [(8,), (1, 8), (7, 24), (2, 3, 136), (0, 8), (5, 33), (130, 200), (66, 512)]
 
 
-def right(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "device", "shape", "dtype"), cells([1, 2, 3, 4], [(shape,) for shape in SHAPES])
+)
+@on_ranks(None, device=None)
+def test_fused_all_reduce_rms_norm(
+    rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     poison(rank)
     x = torch.randn(shape).to(dtype)
     # Each rank adds its own residual and scales with its own weight.
@@ -41,15 +59,6 @@ def right(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype
     for out in fused_all_reduce_rms_norm(x, *same, EPS, world()):
         bits = gather(out.view(torch.int16 if dtype.itemsize == 2 else torch.int32))
         assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
-
-
-@pytest.mark.parametrize(
-    ("world_size", "device", "shape", "dtype"), cells([1, 2, 3, 4], [(shape,) for shape in SHAPES])
-)
-def test_fused_all_reduce_rms_norm(
-    world_size: int, device: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    run_row(right, world_size, shape, dtype, device=device)
 
 
 @on_ranks(3, device=DEVICES)
@@ -129,35 +138,26 @@ def test_gradients(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
     check(f"{shape} x.grad", x.grad, sum(gather(wide.grad)), 1e-6)
 
 
-def compiled(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_under_torch_compile(rank: int, world_size: int) -> None:
     group = world()
-    weight = same_on_all(8, dtype=torch.float32)
 
-    def f(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        normed, sums = fused_all_reduce_rms_norm(x * 2, residual, weight, EPS, group)
-        return normed + sums
+    def f(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        kinds = {"weight_offset": 1.0, "round_sum": False}
+        one, sums = fused_all_reduce_rms_norm(x * 2, residual, weight, EPS, group, **kinds)
+        two, _ = fused_all_reduce_rms_norm(x, None, weight, EPS, group)
+        return one + two + sums
 
-    for dynamic, sizes in ((False, (7,)), (True, (4, 7))):
-        torch._dynamo.reset()
-        g = torch.compile(f, dynamic=dynamic, fullgraph=True)
-        for rows in sizes:
-            x, residual = torch.randn(rows, 8), same_on_all(rows, 8, dtype=torch.float32)
-            wide = sum(gather(x)) * 2 + residual.double()
-            check("compiled", g(x, residual), rms_norm(wide, weight.double(), EPS) + wide, 1e-6)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_under_torch_compile(device: str) -> None:
-    run_row(compiled, 2, device=device)
+    compiled_like_eager(f, lambda n: [torch.randn(s) for s in ((n, 8), (n, 8), (8,))], (4, 7))
 
 
 @on_ranks(2, device=DEVICES)
 def test_opcheck(rank: int, world_size: int) -> None:
-    for grad in (False, True):
+    for grad, residual in ((False, torch.randn(5, 8)), (True, None), (True, torch.randn(5, 8))):
         x, weight = torch.randn(5, 8, requires_grad=grad), torch.randn(8, requires_grad=grad)
-        residual = torch.randn(5, 8)
         args = (x, residual, weight, EPS, world().group_name)
-        torch.library.opcheck(torch.ops.weft.fused_all_reduce_rms_norm, args)
+        named = {} if residual is None else {"weight_offset": 1.0, "round_sum": False}
+        torch.library.opcheck(torch.ops.weft.fused_all_reduce_rms_norm, args, named)
 
 
 @on_ranks(1, device=DEVICES)

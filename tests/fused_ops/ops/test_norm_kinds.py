@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, same_on_all, world
-from ranks import on_ranks, run_row
+from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, world
+from ranks import on_ranks
 from weft.fused_ops import fused_all_reduce_rms_norm, one_shot_all_reduce
 from weft.kernels.all_reduce_rms_norm.reference import rms_norm
 
@@ -80,38 +80,6 @@ def test_gradients(rank: int, world_size: int) -> None:
     fused_all_reduce_rms_norm(half, None, weight, EPS, world())[0].sum().backward()
     assert half.grad is not None and half.grad.dtype == torch.bfloat16
     assert weight.grad is not None and weight.grad.dtype == torch.float32
-
-
-def compiled(rank: int, world_size: int) -> None:
-    group, weight = world(), same_on_all(8, dtype=torch.float32)
-
-    def f(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        one, _ = fused_all_reduce_rms_norm(
-            x, residual, weight, EPS, group, weight_offset=1.0, round_sum=False
-        )
-        two, _ = fused_all_reduce_rms_norm(x, None, weight, EPS, group)
-        return one + two
-
-    torch._dynamo.reset()
-    x, residual = torch.randn(4, 8), same_on_all(4, 8, dtype=torch.float32)
-    total = sum(gather(x))
-    want = rms_norm(total + residual.double(), weight.double(), EPS, 1.0)
-    want = want + rms_norm(total, weight.double(), EPS)
-    check("compiled", torch.compile(f, fullgraph=True)(x, residual), want, 1e-6)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_under_torch_compile(device: str) -> None:
-    run_row(compiled, 2, device=device)
-
-
-@on_ranks(2, device=DEVICES)
-def test_opcheck(rank: int, world_size: int) -> None:
-    for grad, residual in ((False, torch.randn(5, 8)), (True, None), (True, torch.randn(5, 8))):
-        x, weight = torch.randn(5, 8, requires_grad=grad), torch.randn(8, requires_grad=grad)
-        args = (x, residual, weight, EPS, world().group_name)
-        named = {"weight_offset": 1.0, "round_sum": False}
-        torch.library.opcheck(torch.ops.weft.fused_all_reduce_rms_norm, args, named)
 
 
 @on_ranks(1, device=DEVICES)
