@@ -235,6 +235,8 @@ def late(rank: int, world_size: int) -> str | None:
         one_shot_all_gather(x, 0, world(), out=torch.ones(10))
     with pytest.raises(symm_mem.PeerTimeout):
         one_shot_all_gather(x, 0, world())
+    with pytest.raises(symm_mem.PeerTimeout, match="one_shot_all_gather"):
+        symm_mem.check()
     return str(error.value)
 
 
