@@ -66,6 +66,7 @@ _IMPORTED = (
 # Variables that are read when they are asked for, not by an import: ranks need no server for them.
 _READ_LATE = {
     *("WEFT_CHECK", "WEFT_TIMEOUT", "TORCHINDUCTOR_CACHE_DIR"),
+    "TORCH_DISTRIBUTED_DEBUG",
     *("HF_HUB_OFFLINE", "TQDM_DISABLE", "TRANSFORMERS_VERBOSITY"),
 }
 
@@ -360,6 +361,7 @@ def _rank_main(
     # torch.empty gives NaN: what an op leaves unwritten shows.
     torch.use_deterministic_algorithms(True, warn_only=True)
     os.environ |= pipe.recv()
+    dist.set_debug_level_from_env()  # torch has read it when it was imported
     started = False
     while True:
         try:
