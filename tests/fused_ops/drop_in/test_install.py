@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -149,17 +148,19 @@ def test_install_and_uninstall(rank: int, size: int) -> None:
 
 
 def test_programs_of_other_numbers_of_ranks_are_not_taken_from_the_cache() -> None:
-    program = "import torch, weft; weft.install(); print(torch.compiler.config.cache_key_tag)"
-    tags = [
-        subprocess.run(
-            [sys.executable, "-c", program],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "WORLD_SIZE": size},
-        ).stdout
-        for size in ("2", "4")
-    ]
+    program = """
+import os, torch
+for size in "24":
+    os.environ["WORLD_SIZE"] = size
+    if os.fork() == 0:
+        import weft
+        weft.install()
+        print(torch.compiler.config.cache_key_tag)
+        break
+    os.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    tags = done.stdout.splitlines()
     assert tags[0] != tags[1] == tags[0].replace("of 2", "of 4"), tags
 
 
