@@ -151,9 +151,9 @@ def test_under_torch_compile(rank: int, world_size: int) -> None:
         # Products: Inductor's quotients are rounded otherwise on CUDA.
         return dynamic[0].float() * dynamic[1], static[0].float() * static[1], dynamic[2] + static[2]
 
-    for dynamic, sizes in ((False, (7,)), (True, (4, 7))):
+    for backend, dynamic, sizes in (("aot_eager", False, (7,)), ("inductor", True, (4, 7))):
         torch._dynamo.reset()
-        g = torch.compile(f, dynamic=dynamic, fullgraph=True)
+        g = torch.compile(f, backend=backend, dynamic=dynamic, fullgraph=True)
         for rows in sizes:
             given = torch.randn(rows, 8), same_on_all(rows, 8, dtype=torch.float32), torch.tensor(0.01)
             for got, want in zip(g(*given), f(*given), strict=True):
