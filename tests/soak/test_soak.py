@@ -22,7 +22,8 @@ def test_some_calls_on_three_ranks() -> None:
         assert said["calls"] == 300 and 100 < said["checked"] < 300
 
 
-def test_a_wrong_result_is_noticed() -> None:
+def test_a_wrong_result_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ranks.AFTER_A_FAILURE", 0.5)
     with pytest.raises(AssertionError, match="wrong result: call 30 of lane 0 on rank 0"):
         soak(2, Options("cpu", calls=100, seconds=60, seed=1, lanes=1, corrupt=30))
 
