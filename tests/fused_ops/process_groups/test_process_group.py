@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as functional
 import weft
 from opcommon import BOUND, DTYPES, gather
 from opcommon import check as close
-from ranks import on_ranks, run_row
+from ranks import on_ranks, run_ranks, run_row
 from weft import symm_mem
 from weft.fused_ops.process_groups import calls as group_calls
 from weft.fused_ops.process_groups.batches import operations_of_batch
@@ -188,8 +188,7 @@ def test_functional_collectives(rank: int, world_size: int) -> None:
     assert {by for _, by in taken(group)} == {"weft"}
 
 
-@on_ranks(2)
-def test_the_others_are_gloos(rank: int, world_size: int) -> None:
+def one_call_of_each(rank: int, world_size: int) -> None:
     """All others are gloo's."""
     group, other, x = weft_group(), 1 - rank, torch.full((2,), float(rank))
     results: dict[str, Any] = {}
@@ -219,8 +218,11 @@ def test_the_others_are_gloos(rank: int, world_size: int) -> None:
     assert set(taken(group)) == {(name, "gloo") for name in names.split()}
 
 
-@on_ranks(2)
-def test_batches_of_sends(rank: int, world_size: int) -> None:
+def test_the_others_are_gloos() -> None:
+    run_ranks(one_call_of_each, 2)
+
+
+def in_batches(rank: int, world_size: int) -> None:
     """A send sees the batch that it is of: NCCL must get a batch as one."""
     group, seen, other = weft_group(), [], 1 - rank
     x, y = torch.full((3,), float(rank)), torch.empty(3)
@@ -238,6 +240,10 @@ def test_batches_of_sends(rank: int, world_size: int) -> None:
             work.wait()
     assert [of is batch for of in seen] == [True, True, False, False] and seen[2:] == [None, None]
     assert y.tolist() == [float(other)] * 3
+
+
+def test_batches_of_sends() -> None:
+    run_ranks(in_batches, 2)
 
 
 @on_ranks(2)
