@@ -94,16 +94,17 @@ def check(
 def compiled_like_eager(
     f: Callable[..., torch.Tensor], operands: Callable[[int], list[torch.Tensor]], sizes: tuple[int, ...]
 ) -> None:
-    """``f`` under torch.compile, of the last size, and of each where sizes may change: its results and gradients."""
-    for dynamic, of in ((False, sizes[-1:]), (True, sizes)):
+    """``f``'s results and gradients: of the last size as AOTAutograd traces it, and of each as Inductor compiles it."""
+    for backend, dynamic, of in (("aot_eager", False, sizes[-1:]), ("inductor", True, sizes)):
         torch._dynamo.reset()
-        g = torch.compile(f, dynamic=dynamic, fullgraph=True)
+        g = torch.compile(f, backend=backend, dynamic=dynamic, fullgraph=True)
         for args in map(operands, of):
             inputs, expect = ([a.clone().requires_grad_() for a in args] for _ in range(2))
             out, want = g(*inputs), f(*expect)
             check("compiled", out.detach(), want.detach().double(), 1e-6)
-            out.sum().backward()
-            want.sum().backward()
+            weight = torch.randn_like(want)
+            (out * weight).sum().backward()
+            (want * weight).sum().backward()
             for a, b in zip(inputs, expect, strict=True):
                 assert a.grad is not None and b.grad is not None
                 check("compiled grad", a.grad, b.grad.double(), 1e-6)

@@ -66,6 +66,7 @@ _IMPORTED = (
 # Variables that are read when they are asked for, not by an import: ranks need no server for them.
 _READ_LATE = {
     *("WEFT_CHECK", "WEFT_TIMEOUT", "TORCHINDUCTOR_CACHE_DIR"),
+    "TORCH_DISTRIBUTED_DEBUG",
     *("HF_HUB_OFFLINE", "TQDM_DISABLE", "TRANSFORMERS_VERBOSITY"),
 }
 
@@ -140,11 +141,15 @@ def run_ranks(
 
 
 def on_ranks(
-    world_size: int | Sequence[int], device: str | Sequence[Any] = "cpu", fresh: bool = False, **how: Any
+    world_size: int | Sequence[int] | None,
+    device: str | Sequence[Any] | None = "cpu",
+    fresh: bool = False,
+    **how: Any,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A test ``test(rank, world_size, ...)``, which each of so many ranks runs; what follows the two are its arguments.
 
-    Several world sizes or devices are a table, of which they change least often. ``how``: as for ``run_ranks``.
+    Several world sizes or devices are a table, of which they change least often. None: a table of the test's own has
+    them. ``how``: as for ``run_ranks``.
     """
 
     def enter(fn: Callable[..., None]) -> Callable[..., None]:
@@ -171,7 +176,8 @@ def on_ranks(
         names = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in tables]
         test.__signature__ = inspect.Signature([*names, *own])  # type: ignore[attr-defined]
         for name, values in tables.items():
-            test = pytest.mark.parametrize(name, values)(test)
+            if values is not None:
+                test = pytest.mark.parametrize(name, values)(test)
         return test
 
     return enter
@@ -355,6 +361,7 @@ def _rank_main(
     # torch.empty gives NaN: what an op leaves unwritten shows.
     torch.use_deterministic_algorithms(True, warn_only=True)
     os.environ |= pipe.recv()
+    dist.set_debug_level_from_env()  # torch has read it when it was imported
     started = False
     while True:
         try:

@@ -1,6 +1,6 @@
 """Programs that torchrun would start, on ranks that are forked with torch imported, not started anew.
 
-As users start them: the quickstart (test_readme.py), `bench/run.py` (test_bench_run.py), and with `make programs`
+As users start them: the quickstart (test_packaging.py), `bench/run.py` (test_bench_run.py), and with `make programs`
 examples/llama_block.py.
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -37,25 +36,15 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def bench(results: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """Run on 2 CPU ranks; (the process, op -> what it wrote)."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(RUN), "ops", "--ranks=2", "--device=cpu", f"--results={results}"]
-    process = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=240, env=environment, check=False
-    )
-    return process, written_to(results)
-
-
 def written_to(results: Path) -> dict[str, Any]:
     written = [json.loads(f.read_text()) for f in sorted(results.glob("cpu-x2-*.json"))]
     return {content["rows"][0]["op"]: content for content in written}
 
 
-def bench_on_forked_ranks(
+def bench(
     results: Path, *arguments: str, program: Path = RUN
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """The same, of ranks that nobody waits for to import torch."""
+    """Run on 2 CPU ranks, which torchrun starts in test_compare.py; (the process, op -> what it wrote)."""
     process = run_program(program, 2, "ops", "--device=cpu", f"--results={results}", *arguments)
     return process, written_to(results)
 
@@ -90,7 +79,7 @@ def test_run_writes_every_op(tmp_path: Path) -> None:
         assert (meta["device"], meta["world"]) == ("cpu", 2)
         assert meta["settings"]["NCCL_NVLS_ENABLE"] == "0"
         assert str(tmp_path) not in json.dumps(meta)
-        assert "python -m weft bench ops --ranks=2" in meta["command"]
+        assert "python -m weft bench ops --device=cpu" in meta["command"]
         (row,) = content["rows"]
         assert list(row) == list(SCHEMA)
         assert all(isinstance(row[key], kind) for key, kind in SCHEMA.items()), row
@@ -122,7 +111,7 @@ def test_run_writes_every_op(tmp_path: Path) -> None:
 def test_the_scaled_ops_on_request(tmp_path: Path) -> None:
     ops = "all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"
     chosen = f"--ops={','.join(ops)}", "--layers=llama8b.qkv,llama8b.o", "--m-sizes=6"
-    process, written = bench_on_forked_ranks(tmp_path, *chosen)
+    process, written = bench(tmp_path, *chosen)
     assert process.returncode == 0, process.stdout + process.stderr
     assert set(written) == set(ops)
     for content in written.values():
@@ -135,7 +124,7 @@ def test_the_scaled_ops_on_request(tmp_path: Path) -> None:
 
 
 def test_the_layer_norm_on_request(tmp_path: Path) -> None:
-    process, written = bench_on_forked_ranks(tmp_path, "--ops=all_reduce_layer_norm", "--m-sizes=6")
+    process, written = bench(tmp_path, "--ops=all_reduce_layer_norm", "--m-sizes=6")
     assert process.returncode == 0, process.stdout + process.stderr
     (row,) = written["all_reduce_layer_norm"]["rows"]
     assert row["error"] is None and row["weft_us"] > 0 and row["unfused_us"] > 0
@@ -143,7 +132,7 @@ def test_the_layer_norm_on_request(tmp_path: Path) -> None:
 
 def test_a_wrong_result_gets_no_time(tmp_path: Path) -> None:
     """Wrong on rank 1 alone, at once or later, or failed on both: weft has no time; what is right has one."""
-    process, written = bench_on_forked_ranks(
+    process, written = bench(
         tmp_path,
         "--layers=llama8b.qkv,llama8b.o",
         "--m-sizes=6",

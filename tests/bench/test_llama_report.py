@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from opcommon import world
-from ranks import run_ranks
+from ranks import on_ranks
 from torch._inductor import config as inductor_config
 
 BENCH = Path(__file__).parent.parent.parent / "bench"
@@ -72,7 +72,8 @@ def test_kernels_have_their_lanes(kernel: str, lane: str) -> None:
     assert llama_profile.lane_of(kernel) == lane
 
 
-def weights_sharded_by_hand(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_weights_sharded_by_hand_give_the_same_logits(rank: int, size: int) -> None:
     """The logits of whole weights, from parts of them."""
     torch.manual_seed(3)
     model = Llama(CPU_SIZES)
@@ -87,11 +88,8 @@ def weights_sharded_by_hand(rank: int, size: int) -> None:
     assert model.layers[0].feed_forward.w1.weight.shape[0] == CPU_SIZES.hidden // size
 
 
-def test_weights_sharded_by_hand_give_the_same_logits() -> None:
-    run_ranks(weights_sharded_by_hand, 2)
-
-
-def without_collectives(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_graph_without_communication(rank: int, size: int) -> None:
     """A graph in which each collective does what the class says, and none is left."""
     group = world().group_name
     c10d, wait = torch.ops._c10d_functional, torch.ops._c10d_functional.wait_tensor
@@ -117,10 +115,6 @@ def without_collectives(rank: int, size: int) -> None:
     torch.testing.assert_close(gathered, want)
     torch.testing.assert_close(scattered, want.chunk(size)[rank] * 2)
     torch.testing.assert_close(reduced, scattered)
-
-
-def test_a_graph_without_communication() -> None:
-    run_ranks(without_collectives, 2)
 
 
 def test_a_step_of_training_is_three_forwards() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import pickle
 import threading
@@ -111,8 +112,7 @@ def everything(rank: int, world_size: int, end: str) -> None:
     right(5, new)
 
 
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("store", ["file", "tcp"])
+@pytest.mark.parametrize(("end", "store"), [*zip(ENDS, itertools.cycle(["file", "tcp"]), strict=False)])
 def test_a_child_is_refused_and_the_parent_goes_on(end: str, store: str) -> None:
     run_ranks(everything, 2, end, fresh=True, store=store)
 
@@ -285,7 +285,7 @@ def own_group(rank: int, world_size: int, store: str, method: str) -> None:
     right(1)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_children_that_join_a_group_of_their_own(tmp_path: Path, method: str) -> None:
     run_ranks(own_group, 2, str(tmp_path / "store"), method, fresh=True)
 

@@ -213,7 +213,8 @@ def test_an_interrupt_leaves_no_memory_behind(rank: int, world_size: int, step: 
     works(rank, world_size)
 
 
-def no_page(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True, env={"WEFT_CHECK": "0"})
+def test_a_call_check_that_one_rank_cannot_make_leaves_no_file_open(rank: int, world_size: int) -> None:
     works(rank, world_size)
     symm_mem.empty(1)
     before = state()
@@ -228,10 +229,6 @@ def no_page(rank: int, world_size: int) -> None:
                 one_shot_all_reduce(torch.ones(3), "sum", None)
     assert state() == before
     works(rank, world_size)
-
-
-def test_a_call_check_that_one_rank_cannot_make_leaves_no_file_open() -> None:
-    run_ranks(no_page, 2, fresh=True, env={"WEFT_CHECK": "0"})  # first calls would make a call check
 
 
 def out_of_memory_inside(rank: int, world_size: int) -> str:

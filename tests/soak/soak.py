@@ -9,26 +9,19 @@ makes the same calls.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import sys
-import time
-import traceback
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from traffic import Options, Traffic
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from algorithms import mixing
 from control import own_products
+from ranks import run_ranks
 
-GRACE = 5.0  # seconds that the other ranks have, once one has failed, to say what they saw
 ENVIRONMENT = {
     "WEFT_TIMEOUT": "60",
     "OMP_NUM_THREADS": "1",
@@ -44,28 +37,15 @@ ENVIRONMENT = {
 STARTING = 240.0  # seconds beyond --seconds: processes, heaps, the first compilation of kernels
 
 
-def serve(rank: int, world_size: int, port: int, options: Options, pipe: Connection) -> None:
-    """A rank's process."""
+def serve(rank: int, world_size: int, options: Options) -> dict[str, Any]:
+    torch.set_default_device(None)  # what is made says where it lies
     try:
-        torch.set_num_threads(1)
-        # torch.empty gives NaN: what an op leaves unwritten shows.
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        if options.device == "cuda":
-            torch.cuda.set_device(options.place(rank))
-        # NCCL takes no two ranks on one GPU; no call needs it.
-        backend = "nccl" if options.device == "cuda" and options.gpus is None else "gloo"
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=STARTING))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         with mixing():
-            pipe.send((True, Traffic(options, rank, world_size).run()))
-    except BaseException as e:
-        said = traceback.format_exc()
-        if isinstance(e, AssertionError) and options.device == "cuda":
-            said += own_products(options.place(rank))
-        pipe.send((False, said))
-    finally:
-        pipe.close()
-        os._exit(0)  # a failed rank may have a lane that still waits
+            return Traffic(options, rank, world_size).run()
+    except AssertionError as e:
+        if options.device == "cuda":
+            raise AssertionError(f"{e}{own_products(options.place(rank))}") from e
+        raise
 
 
 def soak(world_size: int, options: Options) -> list[dict[str, Any]]:
@@ -74,48 +54,11 @@ def soak(world_size: int, options: Options) -> list[dict[str, Any]]:
     Raises:
         AssertionError: a rank has failed, died, or did not end in time.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    pipes: dict[Any, int] = {}
-    processes = []
-    shared = {} if options.gpus is None else {"WEFT_SHARE_GPUS": "1"}
-    with mock.patch.dict(os.environ, {**ENVIRONMENT, **os.environ, **shared}):
-        for rank in range(world_size):
-            mine, theirs = context.Pipe()
-            process = context.Process(
-                target=serve, args=(rank, world_size, store.port, options, theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            processes.append(process)
-            pipes[mine] = rank
-    results: list[Any] = [None] * world_size
-    failures = []
-    deadline = time.monotonic() + options.seconds + STARTING
-    try:
-        while pipes:
-            ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                failures.append(f"ranks {sorted(pipes.values())} did not end in time")
-                break
-            for pipe in ready:
-                rank = pipes.pop(pipe)
-                try:
-                    fine, value = pipe.recv()  # type: ignore[call-arg, union-attr]
-                except EOFError:
-                    fine, value = False, "the process died without a word"
-                results[rank] = value
-                if not fine:
-                    failures.append(f"--- rank {rank}\n{value}")
-                    deadline = min(deadline, time.monotonic() + GRACE)
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join()
-    if failures:
-        raise AssertionError("\n".join(failures))
-    return results
+    env = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
+    how: dict[str, Any] = {"device": options.device, "gpus": options.gpus, "env": env}
+    return run_ranks(
+        serve, world_size, options, timeout=options.seconds + STARTING, fresh=True, store="tcp", **how
+    )
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ HERE = Path(__file__).parent
 
 #: The first case of a process compiles its first graphs; the others are spared the imports.
 CASES = {
-    "weft first": ("op:swaps", "op:iterative", "pass:swaps", "pass:greedy", "op:scheduling", "op:unsafe"),
-    "Inductor first": ("op:greedy", "op:none"),
+    "weft first": ("op:swaps", "pass:swaps"),
+    "Inductor first": ("op:greedy",),
 }
 
 
@@ -33,15 +33,7 @@ def run(first: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    ("first", "setting"),
-    [
-        ("weft first", "swaps"),
-        ("Inductor first", "greedy"),
-        ("weft first", "iterative"),
-        ("Inductor first", "none"),
-    ],
-)
+@pytest.mark.parametrize(("first", "setting"), [("weft first", "swaps"), ("Inductor first", "greedy")])
 def test_calls_of_the_program_keep_their_order(first: str, setting: str) -> None:
     orders = run(first)[f"op:{setting}"]
     assert len(orders) == 4, orders
@@ -50,23 +42,8 @@ def test_calls_of_the_program_keep_their_order(first: str, setting: str) -> None
     assert all(len(order) >= 6 for order in orders)
 
 
-@pytest.mark.parametrize("setting", ["swaps", "greedy"])
-def test_what_the_pass_puts_in_keeps_its_order(setting: str) -> None:
-    orders = run("weft first")[f"pass:{setting}"]
+def test_what_the_pass_puts_in_keeps_its_order() -> None:
+    orders = run("weft first")["pass:swaps"]
     names = ["weft::fused_all_gather_matmul", "weft::fused_matmul_reduce_scatter"]
     shapes = [[[rows, 16], [2 * rows, 16]] for rows in (2, 4, 6, 8)]
     assert orders == [[[name, s] for both in shapes for name, s in zip(names, both, strict=True)]] * 2
-
-
-@pytest.mark.parametrize(
-    ("setting", "named"),
-    [
-        ("scheduling", "enable_overlap_scheduling is True"),
-        ("unsafe", "its passes have 'sink_waits_iterative'"),
-    ],
-)
-def test_settings_that_may_change_it_are_refused_by_name(setting: str, named: str) -> None:
-    said = run("weft first")[f"op:{setting}"]
-    assert isinstance(said, str)
-    assert named in said
-    assert "with which ranks may communicate in different orders" in said

@@ -34,14 +34,14 @@ def check(program: Program, grad: bool, **named: object) -> None:
     assert forward + backward == wanted
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("seeds", [pytest.param(range(2), id="some"), MANY])
-def test_calls_are_those_of_the_program(group: str, seeds: range, grad: bool) -> None:
+def test_calls_are_those_of_the_program(group: str, seeds: range) -> None:
+    """In inference and in training."""
     for seed in seeds:
-        check(with_work(drawn(seed, group), seed), grad)
+        check(with_work(drawn(seed, group), seed), seed % 2 == 1)
 
 
-@pytest.mark.parametrize("seeds", [pytest.param(range(2), id="some"), MANY])
+@pytest.mark.parametrize("seeds", [pytest.param(range(1), id="some"), MANY])
 def test_what_a_checkpoint_computes_again(group: str, seeds: range) -> None:
     """As gradients need it, not as in eager mode all of it at once: but on every rank the same."""
     for seed in seeds:
@@ -57,8 +57,7 @@ def test_every_op_is_kept_where_its_result_is_unused(group: str) -> None:
     from programs import OPS
 
     steps = [(op, 0, 2 * i + 4, False) for i, op in enumerate(OPS)]
-    for grad in (False, True):
-        check(Program(group, [*steps, ("one_shot_all_reduce", 0, 40, True)]), grad)
+    check(Program(group, [*steps, ("one_shot_all_reduce", 0, 40, True)]), False)
 
 
 def test_equal_calls_are_not_merged(group: str) -> None:
@@ -69,10 +68,9 @@ def test_equal_calls_are_not_merged(group: str) -> None:
         _, (d, e) = ops.fused_all_gather_matmul(x, [w, w], 0, group)
         return a * 2, b * c + d.sin() * e
 
-    for grad in (False, True):
-        forward, backward = compiled(fn, SHAPES, grad)
-        assert forward + backward == written(fn, SHAPES, grad)
-        assert len(forward) == 4
+    forward, backward = compiled(fn, SHAPES, True)
+    assert forward + backward == written(fn, SHAPES, True)
+    assert len(forward) == 4
 
 
 def test_equal_calls_in_place_are_not_merged(group: str) -> None:
@@ -85,10 +83,9 @@ def test_equal_calls_in_place_are_not_merged(group: str) -> None:
             torch.ops.weft.one_shot_all_reduce_(each, "sum", group)
         return y * a.sin() + y * b
 
-    for grad in (False, True):
-        forward, backward = compiled(fn, SHAPES, grad)
-        assert forward + backward == written(fn, SHAPES, grad)
-        assert len(forward) == 2
+    forward, backward = compiled(fn, SHAPES, False)
+    assert forward + backward == written(fn, SHAPES, False)
+    assert len(forward) == 2
 
 
 def test_sizes_that_are_not_known(group: str) -> None:
@@ -114,8 +111,7 @@ def test_overlapping_keeps_the_order(group: str, passes: tuple[str, ...]) -> Non
         ),
         config_comms.patch(dict.fromkeys(UNSAFE.values(), False)),
     ):
-        for seed in (5,):
-            check(with_work(drawn(seed, group), seed), False)
+        check(with_work(drawn(5, group), 5), False)
 
 
 def refused(group: str) -> str:
@@ -150,8 +146,7 @@ def test_lite_mode_keeps_the_order_or_is_refused_by_name(group: str) -> None:
         setting = "fallback_by_default and reorder_for_peak_memory are True"
         assert f"weft: torch._inductor.config.{setting}" in refused(group)
         with inductor_config.patch(reorder_for_peak_memory=False):
-            for seed in (0, 4):
-                check(with_work(drawn(seed, group), seed), False)
+            check(with_work(drawn(4, group), 4), False)
 
 
 def test_orders_of_ranks_that_work_otherwise(group: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from opcommon import world
-from ranks import run_ranks
+from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from weft.fused_ops import (
@@ -105,7 +105,10 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def refused(rank: int, world_size: int) -> None:
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@on_ranks(2)
+def test_dtensors_nested_and_quantized_ones_are_refused(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     untouched = Plan("nothing was launched")
     plan.ran(untouched)
@@ -124,9 +127,3 @@ def refused(rank: int, world_size: int) -> None:
     with pytest.raises(Exception, match="x: is a DTensor"):
         compiled(sharded)
     assert last_plan() is untouched
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_dtensors_nested_and_quantized_ones_are_refused() -> None:
-    run_ranks(refused, 2)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from opcommon import check, gather, world
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
@@ -194,7 +194,8 @@ def test_what_was_compiled_is_refused_in_another_group_both_ways(tmp_path: Path)
     run_ranks(kept, 2, str(tmp_path), fresh=True)
 
 
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_another_number_of_ranks_is_refused(rank: int, world_size: int) -> None:
     x, W, name = torch.randn(4, 6), torch.randn(6, 5), world().group_name
     mode, weft = FakeTensorMode(), torch.ops.weft
     for A, B in ((x, W), (x, W.clone().requires_grad_()), tuple(map(mode.from_tensor, (x, W)))):
@@ -219,7 +220,3 @@ def refused(rank: int, world_size: int) -> None:
             assert call(world_size).shape == call(None).shape
             with pytest.raises(ValueError, match="group_size: is 7, must be 2, the number of ranks of group"):
                 call(7)
-
-
-def test_another_number_of_ranks_is_refused() -> None:
-    run_ranks(refused, 2)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from opcommon import DEVICES, gather, world
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -97,7 +97,8 @@ def test_results_may_be_changed_in_place(device: str) -> None:
     run_ranks(changed, 2, device=device)
 
 
-def laid_out(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_gradients_lie_as_torch_lays_them_out(rank: int, world_size: int) -> None:
     """A matrix's gradient lies as torch.mm's: as the matrix, a weight's as the weight, so that nobody copies it."""
     for op, (a, b) in [(op, inputs) for op, inputs in ops() if len(inputs) == 2]:
         found = []
@@ -111,12 +112,8 @@ def laid_out(rank: int, world_size: int) -> None:
             torch.testing.assert_close(other, found[0])
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_gradients_lie_as_torch_lays_them_out(device: str) -> None:
-    run_ranks(laid_out, 2, device=device)
-
-
-def constants(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_what_no_gradient_flows_through_requires_none(rank: int, world_size: int) -> None:
     A, B, C = torch.randn(3, 4), torch.randn(4, 5), torch.randn(4, 2)
     whole, (first, second) = fused_all_gather_matmul(A, [B.requires_grad_(), C], 0, world())
     assert [t.requires_grad for t in (whole, first, second)] == [False, True, False]
@@ -124,11 +121,6 @@ def constants(rank: int, world_size: int) -> None:
     assert torch.allclose(grad, torch.cat(gather(A)).sum(0)[:, None].expand(4, 5).to(grad), atol=1e-5)
     whole, (first, second) = fused_all_gather_matmul(A.requires_grad_(), [B, C], 0, world())
     assert whole.requires_grad and first.requires_grad and second.requires_grad
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_what_no_gradient_flows_through_requires_none(device: str) -> None:
-    run_ranks(constants, 2, device=device)
 
 
 def kept(rank: int, world_size: int) -> None:
@@ -169,7 +161,8 @@ def test_what_is_kept_for_the_backward(device: str) -> None:
     run_ranks(kept, 2, device=device)
 
 
-def autocast_backward(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_gradients_under_autocast(rank: int, world_size: int) -> None:
     """Under autocast gradients are cast no more than results are: eager, and traced under it."""
     A, B = torch.randn(4, 33), torch.randn(33, 6)
     kind = A.device.type
@@ -190,12 +183,8 @@ def autocast_backward(rank: int, world_size: int) -> None:
             assert all(torch.allclose(g, w, rtol=1e-5, atol=1e-5) for g, w in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_gradients_under_autocast(device: str) -> None:
-    run_ranks(autocast_backward, 2, device=device)
-
-
-def large_average(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_an_average_of_large_numbers(rank: int, world_size: int) -> None:
     """Numbers of float16 whose sum is too large for one, and whose average is not."""
     x, eye = torch.full((2 * world_size, 4), 40_000.0).half(), torch.eye(4).half()
     for forced in (None, "unfused"):
@@ -213,12 +202,8 @@ def large_average(rank: int, world_size: int) -> None:
             assert out.dtype == torch.float16 and out.eq(40_000).all(), forced
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_an_average_of_large_numbers(device: str) -> None:
-    run_ranks(large_average, 2, device=device)
-
-
-def in_place(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_what_is_overwritten(rank: int, world_size: int) -> None:
     group = world()
     for _ in range(3):  # on CUDA by the fast path, too
         w, t = torch.full((3,), 2.0, requires_grad=True), torch.full((3,), 3.0)
@@ -243,11 +228,6 @@ def in_place(rank: int, world_size: int) -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         out = of_unknown_size(torch.arange(6.0), torch.arange(6) % 2 == 0)
     assert out.tolist() == [0.0, 2.0 * world_size, 4.0 * world_size]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_what_is_overwritten(device: str) -> None:
-    run_ranks(in_place, 2, device=device)
 
 
 def counted(rank: int, world_size: int) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from fake_gpu import SLOW, TAKEN, Stage
 from opcommon import DEVICES, check, gather, world
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch.autograd import forward_ad
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft import symm_mem
@@ -160,7 +160,9 @@ def of_one(call: Callable[..., Any], given: list[torch.Tensor], i: int, x: torch
     return call(*given[:i], x, *given[i + 1 :])
 
 
-def forward_mode(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_tangent_is_not_dropped(rank: int, world_size: int) -> None:
+    """There is no forward mode; a result without a tangent would be taken for one that does not depend on x."""
     refused = "jvp|setup_context|torch.func|requires a gradient"
     for number, (call, given) in enumerate(calls()):
         for i, x in enumerate(given):
@@ -171,11 +173,6 @@ def forward_mode(rank: int, world_size: int) -> None:
         with forward_ad.dual_level():
             call(*[x.clone() for x in given])  # none of them has a tangent
         assert (one_shot_all_reduce(torch.ones(3), "sum", world()) == world_size).all(), number
-
-
-def test_a_tangent_is_not_dropped() -> None:
-    """There is no forward mode; a result without a tangent would be taken for one that does not depend on x."""
-    run_ranks(forward_mode, 2)
 
 
 def test_the_fast_path_drops_no_tangent(stage: Stage, op: matmuls.Op) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -68,7 +68,8 @@ TRANSFORM = "has no derivative inside of torch.func's transforms; use backward o
 VMAP = r"has no rule for vmap \(nor for is_grads_batched\); call it once"
 
 
-def in_words_of_their_own(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_transforms_and_dtensors_are_refused_by_name(rank: int, world_size: int) -> None:
     A = torch.ones(4, 6)
     mesh = init_device_mesh("cpu", (world_size,))
     for name, op in OPS.items():
@@ -99,11 +100,8 @@ def in_words_of_their_own(rank: int, world_size: int) -> None:
             assert torch.func.grad(lambda s, op=op: s * op(A).sum().item())(torch.tensor(2.0)).isfinite()
 
 
-def test_transforms_and_dtensors_are_refused_by_name() -> None:
-    run_ranks(in_words_of_their_own, 2)
-
-
-def reductions(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_reductions_may_be_torchs(rank: int, world_size: int) -> None:
     op, mine = dist.ReduceOp, torch.full((4, 6), rank + 1.0)
     want = {op.SUM: 3.0, op.AVG: 1.5, op.MAX: 2.0, op.MIN: 1.0}
     for kind, value in want.items():
@@ -124,11 +122,8 @@ def reductions(rank: int, world_size: int) -> None:
             one_shot_all_reduce(mine, other, None)
 
 
-def test_reductions_may_be_torchs() -> None:
-    run_ranks(reductions, 2)
-
-
-def names(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_what_was_meant_is_named(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "tp"))
     with pytest.raises(ValueError, match=r"^group: no process group is named 'tp', only '0'") as error:
         one_shot_all_reduce(torch.ones(3), "sum", "tp")
@@ -144,10 +139,6 @@ def names(rank: int, world_size: int) -> None:
             call()
     with pytest.raises(ValueError, match=r"has columns$"):
         fused_matmul_all_reduce(A, torch.ones(8, 7), "sum", None)
-
-
-def test_what_was_meant_is_named() -> None:
-    run_ranks(names, 2, fresh=True)
 
 
 def test_calls_that_run_unfused_are_in_the_log_once(

@@ -18,7 +18,7 @@ from opcommon import (
     same_on_all,
     world,
 )
-from ranks import on_ranks, run_row
+from ranks import on_ranks
 from weft.fused_ops import fused_all_gather_matmul
 from weft.fused_ops.dispatch.plan import forced
 
@@ -40,7 +40,11 @@ SHAPES = [  # A_shard, gather_dim, columns of the Bs
 ]
 
 
-def right(
+@pytest.mark.parametrize(
+    ("world_size", "device", "shape", "dim", "columns", "dtype"), cells([1, 2, 3, 4], SHAPES)
+)
+@on_ranks(None, device=None)
+def test_fused_all_gather_matmul(
     rank: int, world_size: int, shape: tuple[int, ...], dim: int, columns: list[int], dtype: torch.dtype
 ) -> None:
     for return_A in (True, False):
@@ -61,15 +65,6 @@ def right(
         with forced("fused"):
             again = fused_all_gather_matmul(shard, Bs, dim, world(), return_A=return_A)[1]
         assert all(torch.equal(a, b) for a, b in zip(outs, again, strict=True)), "other bits in another run"
-
-
-@pytest.mark.parametrize(
-    ("world_size", "device", "shape", "dim", "columns", "dtype"), cells([1, 2, 3, 4], SHAPES)
-)
-def test_fused_all_gather_matmul(
-    world_size: int, device: str, shape: tuple[int, ...], dim: int, columns: list[int], dtype: torch.dtype
-) -> None:
-    run_row(right, world_size, shape, dim, columns, dtype, device=device)
 
 
 @on_ranks(2)

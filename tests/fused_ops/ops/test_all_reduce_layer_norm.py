@@ -6,8 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, same_on_all, world
-from ranks import on_ranks, run_row
+from opcommon import (
+    BOUND,
+    DEVICES,
+    DTYPES,
+    assert_fused,
+    check,
+    compiled_like_eager,
+    gather,
+    poison,
+    refuses,
+    world,
+)
+from ranks import on_ranks
 from torch import Tensor
 from weft.fused_ops import fused_all_reduce_layer_norm, one_shot_all_reduce
 
@@ -131,33 +142,21 @@ def test_gradients(rank: int, world_size: int) -> None:
     assert bias.grad is not None and bias.grad.dtype == torch.float32
 
 
-def compiled(rank: int, world_size: int) -> None:
-    group, weight, bias = world(), torch.randn(8), torch.randn(8)
+@on_ranks(2, device=DEVICES)
+def test_under_torch_compile(rank: int, world_size: int) -> None:
+    group = world()
 
-    def f(x: Tensor, residual: Tensor) -> Tensor:
+    def f(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         one, sums = fused_all_reduce_layer_norm(x * 2, residual, weight, bias, EPS, group)
         two, _ = fused_all_reduce_layer_norm(x, None, None, None, EPS, group)
         return one + two + sums
 
-    for dynamic, sizes in ((False, (7,)), (True, (4, 7))):
-        torch._dynamo.reset()
-        g = torch.compile(f, dynamic=dynamic, fullgraph=True)
-        for rows in sizes:
-            x, residual = torch.randn(rows, 8), same_on_all(rows, 8, dtype=torch.float32)
-            total = sum(gather(x))
-            sums = total * 2 + residual.double()
-            want = reference(sums, weight, bias) + reference(total, None, None) + sums
-            check("compiled", g(x, residual), want, 1e-6)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_under_torch_compile(device: str) -> None:
-    run_row(compiled, 2, device=device)
+    compiled_like_eager(f, lambda n: [torch.randn(s) for s in ((n, 8), (n, 8), (8,), (8,))], (4, 7))
 
 
 @on_ranks(2, device=DEVICES)
 def test_opcheck(rank: int, world_size: int) -> None:
-    for name, grad in (("usual", False), ("usual", True), ("neither", True), ("only a bias", True)):
+    for name, grad in (("usual", True), ("neither", False), ("only a bias", True)):
         x, residual, *columns = operands(name, (5, 8), torch.float32)
         given = [t if t is None else t.requires_grad_(grad) for t in (x, *columns)]
         args: Any = (given[0], residual, *given[1:], EPS, world().group_name)

@@ -1,11 +1,26 @@
-"""fused_all_reduce_rms_norm on real CPU processes, against float64."""
+"""fused_all_reduce_rms_norm, with another weight, sum or without a residual, too, on CPU processes, against float64."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from opcommon import BOUND, DEVICES, assert_fused, cells, check, gather, poison, refuses, same_on_all, world
-from ranks import on_ranks, run_ranks, run_row
+from opcommon import (
+    BOUND,
+    DEVICES,
+    DTYPES,
+    assert_fused,
+    cells,
+    check,
+    compiled_like_eager,
+    gather,
+    poison,
+    refuses,
+    same_on_all,
+    world,
+)
+from ranks import on_ranks, run_ranks
 from weft.fused_ops import (
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
@@ -17,9 +32,24 @@ from weft.kernels.all_reduce_rms_norm.reference import rms_norm
 
 EPS = 1e-5
 SHAPES = [(8,), (1, 8), (7, 24), (2, 3, 136), (0, 8), (5, 33), (130, 200), (66, 512)]
+# Whether the weight is float32, whether there is a residual, and the arguments.
+KINDS: dict[str, tuple[bool, bool, dict[str, Any]]] = {
+    "unrounded": (False, True, {"round_sum": False}),
+    "Gemma": (False, True, {"weight_offset": 1.0}),
+    "float32 weight": (True, True, {}),
+    "all of it": (True, True, {"round_sum": False, "weight_offset": 0.5}),
+    "no residual": (False, False, {}),
+    "no residual, Gemma": (True, False, {"weight_offset": 1.0}),
+}
 
 
-def right(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "device", "shape", "dtype"), cells([1, 2, 3, 4], [(shape,) for shape in SHAPES])
+)
+@on_ranks(None, device=None)
+def test_fused_all_reduce_rms_norm(
+    rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     poison(rank)
     x = torch.randn(shape).to(dtype)
     # Each rank adds its own residual and scales with its own weight.
@@ -41,15 +71,6 @@ def right(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype
     for out in fused_all_reduce_rms_norm(x, *same, EPS, world()):
         bits = gather(out.view(torch.int16 if dtype.itemsize == 2 else torch.int32))
         assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
-
-
-@pytest.mark.parametrize(
-    ("world_size", "device", "shape", "dtype"), cells([1, 2, 3, 4], [(shape,) for shape in SHAPES])
-)
-def test_fused_all_reduce_rms_norm(
-    world_size: int, device: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    run_row(right, world_size, shape, dtype, device=device)
 
 
 @on_ranks(3, device=DEVICES)
@@ -113,51 +134,90 @@ def test_many_rows_travel_in_chunks() -> None:
     run_ranks(chunks, 3, fresh=True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@on_ranks([1, 2, 3], device=DEVICES)
+def test_other_kinds(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    poison(rank)
+    for name, (wide, added, named) in KINDS.items():
+        for shape in [(8,), (2, 3, 136), (0, 8), (5, 33), (66, 512)]:
+            x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype) if added else None
+            weight = torch.randn(shape[-1]).to(torch.float32 if wide else dtype)
+            total = one_shot_all_reduce(x, "sum", world())
+            normed, sums = fused_all_reduce_rms_norm(x, residual, weight, EPS, world(), **named)
+            if x.numel() and world_size > 1:
+                assert_fused()
+            assert normed.is_contiguous() and sums.is_contiguous() and normed.dtype == sums.dtype == dtype
+            assert torch.equal(sums, total if residual is None else total + residual), f"sums {name}"
+            of = sums.double()
+            if residual is not None and not named.get("round_sum", True):
+                of = total.double() + residual.double()
+            want = rms_norm(of, weight.double(), EPS, named.get("weight_offset", 0.0))
+            check(f"{name} {shape}", normed, want, BOUND[dtype])
+
+
+@on_ranks(2, device=DEVICES)
+def test_the_unrounded_sum_is_normed(rank: int, world_size: int) -> None:
+    """256 + 1 is rounded to 256: what stands beside it in the row tells which of both was normed."""
+    x = torch.tensor([[256.0, 3.0]]).bfloat16() * (rank == 0)
+    residual, weight = torch.tensor([[1.0, 0.0]]).bfloat16(), torch.ones(2).bfloat16()
+    rounded, _ = fused_all_reduce_rms_norm(x, residual, weight, 0.0, world())
+    exact, sums = fused_all_reduce_rms_norm(x, residual, weight, 0.0, world(), round_sum=False)
+    assert sums.tolist() == [[256.0, 3.0]]
+    for normed, row in ((rounded, [256.0, 3.0]), (exact, [257.0, 3.0])):
+        want = rms_norm(torch.tensor([row], dtype=torch.float64), torch.ones(2), 0.0)
+        assert torch.equal(normed, want.bfloat16()), row
+    assert rounded[0, 1] != exact[0, 1]
+
+
 @pytest.mark.parametrize("shape", [(6, 5, 8), (8,), (0, 8), (7, 1)])
 @on_ranks(3, device=DEVICES)
 def test_gradients(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
-    x, residual = (torch.randn(shape).requires_grad_() for _ in range(2))
-    weight = torch.randn(shape[-1:]).requires_grad_()
-    on_normed, on_sums = torch.randn(shape), torch.randn(shape)
-    normed, sums = fused_all_reduce_rms_norm(x, residual, weight, EPS, world())
-    ((normed * on_normed).sum() + (sums * on_sums).sum()).backward()
-    wide = (sum(gather(x)) + residual.detach().double()).requires_grad_()
-    w = weight.detach().double().requires_grad_()
-    ((rms_norm(wide, w, EPS) * on_normed).sum() + (wide * on_sums).sum()).backward()
-    check(f"{shape} residual.grad", residual.grad, wide.grad, 1e-6)
-    check(f"{shape} weight.grad", weight.grad, w.grad, 1e-6)
-    check(f"{shape} x.grad", x.grad, sum(gather(wide.grad)), 1e-6)
+    others = KINDS if shape == (6, 5, 8) else {}
+    for kind, (_, added, named) in {"usual": (False, True, {}), **others}.items():
+        x, weight = torch.randn(shape).requires_grad_(), torch.randn(shape[-1:]).requires_grad_()
+        residual = torch.randn(shape).requires_grad_() if added else None
+        on_normed, on_sums = torch.randn(shape), torch.randn(shape)
+        normed, sums = fused_all_reduce_rms_norm(x, residual, weight, EPS, world(), **named)
+        ((normed * on_normed).sum() + (sums * on_sums).sum()).backward()
+        wide = sum(gather(x)) if residual is None else sum(gather(x)) + residual.detach().double()
+        wide, w = wide.requires_grad_(), weight.detach().double().requires_grad_()
+        want = rms_norm(wide, w, EPS, named.get("weight_offset", 0.0))
+        ((want * on_normed).sum() + (wide * on_sums).sum()).backward()
+        what = f"{shape} {kind}"
+        if residual is not None:
+            check(f"{what} residual.grad", residual.grad, wide.grad, 1e-6)
+        check(f"{what} weight.grad", weight.grad, w.grad, 1e-6)
+        check(f"{what} x.grad", x.grad, sum(gather(wide.grad)), 1e-6)
 
 
-def compiled(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_gradients_have_their_inputs_dtypes(rank: int, world_size: int) -> None:
+    half, weight = torch.randn(4, 8).bfloat16().requires_grad_(), torch.randn(8).requires_grad_()
+    fused_all_reduce_rms_norm(half, None, weight, EPS, world())[0].sum().backward()
+    assert half.grad is not None and half.grad.dtype == torch.bfloat16
+    assert weight.grad is not None and weight.grad.dtype == torch.float32
+
+
+@on_ranks(2, device=DEVICES)
+def test_under_torch_compile(rank: int, world_size: int) -> None:
     group = world()
-    weight = same_on_all(8, dtype=torch.float32)
 
-    def f(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        normed, sums = fused_all_reduce_rms_norm(x * 2, residual, weight, EPS, group)
-        return normed + sums
+    def f(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        kinds = {"weight_offset": 1.0, "round_sum": False}
+        one, sums = fused_all_reduce_rms_norm(x * 2, residual, weight, EPS, group, **kinds)
+        two, _ = fused_all_reduce_rms_norm(x, None, weight, EPS, group)
+        return one + two + sums
 
-    for dynamic, sizes in ((False, (7,)), (True, (4, 7))):
-        torch._dynamo.reset()
-        g = torch.compile(f, dynamic=dynamic, fullgraph=True)
-        for rows in sizes:
-            x, residual = torch.randn(rows, 8), same_on_all(rows, 8, dtype=torch.float32)
-            wide = sum(gather(x)) * 2 + residual.double()
-            check("compiled", g(x, residual), rms_norm(wide, weight.double(), EPS) + wide, 1e-6)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_under_torch_compile(device: str) -> None:
-    run_row(compiled, 2, device=device)
+    compiled_like_eager(f, lambda n: [torch.randn(s) for s in ((n, 8), (n, 8), (8,))], (4, 7))
 
 
 @on_ranks(2, device=DEVICES)
 def test_opcheck(rank: int, world_size: int) -> None:
-    for grad in (False, True):
+    for grad, residual in ((False, torch.randn(5, 8)), (True, None), (True, torch.randn(5, 8))):
         x, weight = torch.randn(5, 8, requires_grad=grad), torch.randn(8, requires_grad=grad)
-        residual = torch.randn(5, 8)
         args = (x, residual, weight, EPS, world().group_name)
-        torch.library.opcheck(torch.ops.weft.fused_all_reduce_rms_norm, args)
+        named = {} if residual is None else {"weight_offset": 1.0, "round_sum": False}
+        torch.library.opcheck(torch.ops.weft.fused_all_reduce_rms_norm, args, named)
 
 
 @on_ranks(1, device=DEVICES)
@@ -170,7 +230,20 @@ def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int)
         ((x, x.half(), weight, EPS, name), TypeError, "residual: is torch.float16, must be torch.float32"),
         ((x, x, weight[:4], EPS, name), ValueError, r"weight: has shape \(4,\), must have \(8,\)"),
         ((x, x, weight.double(), EPS, name), TypeError, "weight: is torch.float64, must be torch.float32"),
+        (
+            (x.bfloat16(), None, weight.half(), EPS, name),
+            TypeError,
+            "weight: is torch.float16, must be torch.bfloat16 like x or torch.float32",
+        ),
         ((x, x, weight, -1.0, name), ValueError, "eps: is -1.0, must be 0 or more"),
         ((x, x, weight, EPS, "nobody"), ValueError, "group: no process group is named"),
     ]:
         refuses(torch.ops.weft.fused_all_reduce_rms_norm, args, kind, words)
+    with pytest.raises(ValueError, match="weight_offset: is nan, must be finite"):
+        fused_all_reduce_rms_norm(x, x, weight, EPS, name, weight_offset=float("nan"))
+    with pytest.raises(TypeError, match="weight_offset: is of type str, must be a number"):
+        fused_all_reduce_rms_norm(x, x, weight, EPS, name, weight_offset="1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="round_sum: is of type int, must be True or False"):
+        fused_all_reduce_rms_norm(x, x, weight, EPS, name, round_sum=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="residual: is of type int, must be a tensor"):
+        fused_all_reduce_rms_norm(x, 0, weight, EPS, name)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from opcommon import (
     world,
 )
 from quantised import E4M3, E5M2, by_steps, same_bits
-from ranks import on_ranks, run_row
+from ranks import on_ranks
 from weft.fused_ops import fused_all_reduce_rms_norm, fused_all_reduce_rms_norm_quant
 from weft.kernels.all_reduce_rms_norm.reference import rms_norm
 
@@ -41,7 +41,13 @@ def smallest_of(scale_op: str, dtype: torch.dtype) -> float:
     return 1 / (512 * torch.finfo(dtype).max) if scale_op == "reciprocal" else 1e-12
 
 
-def right(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "device", "shape", "dtype"), cells([1, 2, 3, 4], [(shape,) for shape in SHAPES])
+)
+@on_ranks(None, device=None)
+def test_the_bits_of_the_steps(
+    rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     poison(rank)
     for i, (name, (wide, added, named)) in enumerate(KINDS.items()):
         x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype) if added else None
@@ -77,15 +83,6 @@ def right(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype
 def gathered_sum(x: torch.Tensor) -> torch.Tensor:
     total: Any = sum(part.float() for part in gather(x))
     return total.to(x.dtype).double()
-
-
-@pytest.mark.parametrize(
-    ("world_size", "device", "shape", "dtype"), cells([1, 2, 3, 4], [(shape,) for shape in SHAPES])
-)
-def test_the_bits_of_the_steps(
-    world_size: int, device: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    run_row(right, world_size, shape, dtype, device=device)
 
 
 @on_ranks(2, device=DEVICES)
@@ -154,9 +151,9 @@ def test_under_torch_compile(rank: int, world_size: int) -> None:
         # Products: Inductor's quotients are rounded otherwise on CUDA.
         return dynamic[0].float() * dynamic[1], static[0].float() * static[1], dynamic[2] + static[2]
 
-    for dynamic, sizes in ((False, (7,)), (True, (4, 7))):
+    for backend, dynamic, sizes in (("aot_eager", False, (7,)), ("inductor", True, (4, 7))):
         torch._dynamo.reset()
-        g = torch.compile(f, dynamic=dynamic, fullgraph=True)
+        g = torch.compile(f, backend=backend, dynamic=dynamic, fullgraph=True)
         for rows in sizes:
             given = torch.randn(rows, 8), same_on_all(rows, 8, dtype=torch.float32), torch.tensor(0.01)
             for got, want in zip(g(*given), f(*given), strict=True):

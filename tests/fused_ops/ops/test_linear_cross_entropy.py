@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from opcommon import DEVICES, check, gather, same_on_all, world
-from ranks import run_ranks, run_row
+from ranks import on_ranks, run_row
 from torch.nn.functional import cross_entropy
 from vocabularies import BOUND, HOWS, IGNORED, compare, factor_of, losses, problem, reference, scored
 from weft.fused_ops import (
@@ -29,18 +29,16 @@ def test_losses_and_gradients(world_size: int, device: str, dtype: torch.dtype) 
         run_row(losses, world_size, dtype, shape, columns, device=device)
 
 
-def in_chunks(rank: int, size: int) -> None:
+@on_ranks([1, 3], fresh=True)
+def test_rows_come_in_chunks(rank: int, size: int) -> None:
     chunks.ROWS = 5
     for rows in (4, 5, 6, 23):
         losses(rank, size, torch.float32, (rows,), 65)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_rows_come_in_chunks(world_size: int) -> None:
-    run_ranks(in_chunks, world_size, fresh=True)
-
-
-def log_probs(rank: int, size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", BOUND)
+@on_ranks([1, 2, 3], device=DEVICES)
+def test_log_probs_and_entropy(rank: int, size: int, dtype: torch.dtype) -> None:
     for how in ({}, {"softcap": 2.0, "temperature": 0.6}):
         case = problem((3, 4), 300, dtype)
         counts = case.targets != IGNORED
@@ -59,13 +57,6 @@ def log_probs(rank: int, size: int, dtype: torch.dtype) -> None:
         compare(f"{how}", found, (of_target.detach(), *wanted), case, BOUND[dtype])  # type: ignore[arg-type]
         alone = fused_linear_log_probs(x, w, case.targets, world(), bias=b, **how)
         assert torch.equal(alone, got)
-
-
-@pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_log_probs_and_entropy(world_size: int, device: str, dtype: torch.dtype) -> None:
-    run_row(log_probs, world_size, dtype, device=device)
 
 
 def of_logits(rank: int, size: int, dtype: torch.dtype) -> None:
@@ -115,7 +106,9 @@ def test_x_along_the_sequence(world_size: int, device: str) -> None:
         run_row(sequence, world_size, dim, device=device)
 
 
-def large(rank: int, size: int, columns: int, rows: int) -> None:
+@pytest.mark.parametrize(("columns", "rows"), [(1000, 4100), (152_064, 5), (262_144, 3)])
+@on_ranks(3, device=DEVICES)
+def test_vocabularies_of_models(rank: int, size: int, columns: int, rows: int) -> None:
     """Against torch's loss of gathered logits, of 16 bits."""
     case = problem((rows,), columns, torch.bfloat16, hidden=8)
     x, w, _ = case.parts()
@@ -128,12 +121,6 @@ def large(rank: int, size: int, columns: int, rows: int) -> None:
     check("x", x.grad, of_logits.double() @ case.weight.double(), 1.5e-2)  # type: ignore[arg-type]
     of_weight = of_logits[:, case.mine].t().double() @ case.x.double()
     check("weight", w.grad, of_weight, 1.5e-2)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("columns", "rows"), [(1000, 4100), (152_064, 5), (262_144, 3)])
-@pytest.mark.parametrize("device", DEVICES)
-def test_vocabularies_of_models(device: str, columns: int, rows: int) -> None:
-    run_row(large, 3, columns, rows, device=device)
 
 
 def nothing(rank: int, size: int) -> None:

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from opcommon import DEVICES, check, refuses, same_on_all, world
-from ranks import run_row
+from ranks import on_ranks, run_row
 from torch import Tensor
 from vocabularies import IGNORED, losses, problem
 from weft.fused_ops import (
@@ -73,7 +73,8 @@ def test_opcheck(device: str) -> None:
     run_row(opcheck, 2, device=device)
 
 
-def refused(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_what_is_refused(rank: int, size: int) -> None:
     x, w, targets = torch.randn(4, 3), torch.randn(5, 3), torch.tensor([0, 1, 2, IGNORED])
 
     def call(*args: Any) -> Any:
@@ -101,10 +102,6 @@ def refused(rank: int, size: int) -> None:
     bad(ValueError, "temperature: is inf, must be finite and above 0", temperature=float("inf"))
     with pytest.raises(ValueError, match="logits_shard: has 1 dimensions, must have 2 or more"):
         cross_entropy_of_sharded_logits(x[0], targets[0])
-
-
-def test_what_is_refused() -> None:
-    run_row(refused, 2)
 
 
 def twice(rank: int, size: int) -> None:
@@ -156,7 +153,8 @@ def test_errors(fn: Any) -> None:
     run_row(fn, 2)
 
 
-def sum_of_chunks(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_the_sum_of_chunks_is_rounded_once_a_chunk(rank: int, size: int) -> None:
     """The gradient of the weight is rounded after each chunk: by half a unit of the sum that it then has."""
     chunk, count, columns = 8, 13, 6
     x, weight = same_on_all(chunk * count, 24).bfloat16(), same_on_all(columns * size, 24).bfloat16() / 5
@@ -173,7 +171,3 @@ def sum_of_chunks(rank: int, size: int) -> None:
     # Logits of up to 4 are rounded, too, and so are their gradients.
     bound = 2**-9 * sums.abs().sum(0) + 2**-6 * of_logits.abs().t() @ x.double().abs()
     assert ((own.grad.double() - sums[-1]).abs() <= bound).all()
-
-
-def test_the_sum_of_chunks_is_rounded_once_a_chunk() -> None:
-    run_row(sum_of_chunks, 2)

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opcommon import BOUND, DEVICES, assert_fused, cells, check, gather, poison, refuses, world
-from ranks import on_ranks, run_row
+from opcommon import (
+    BOUND,
+    DEVICES,
+    assert_fused,
+    cells,
+    check,
+    compiled_like_eager,
+    gather,
+    poison,
+    refuses,
+    world,
+)
+from ranks import on_ranks
 from weft.fused_ops import fused_matmul_all_reduce
 from weft.kernels.matmul_reduce_scatter.configs import MatmulReduceScatterProblem, ScatterPushConfig
 from weft.kernels.matmul_reduce_scatter.to_all import choose_sum_to_all_push
@@ -22,7 +33,11 @@ SHAPES = [
 ]
 
 
-def right(rank: int, world_size: int, shape: tuple[int, ...], n: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("world_size", "device", "shape", "n", "dtype"), cells([1, 2, 3, 4], SHAPES))
+@on_ranks(None, device=None)
+def test_fused_matmul_all_reduce(
+    rank: int, world_size: int, shape: tuple[int, ...], n: int, dtype: torch.dtype
+) -> None:
     for reduce_op in ("sum", "avg"):
         poison(rank)
         A, B = torch.randn(*shape).to(dtype), torch.randn(shape[-1], n).to(dtype)
@@ -37,13 +52,6 @@ def right(rank: int, world_size: int, shape: tuple[int, ...], n: int, dtype: tor
         assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
         again = fused_matmul_all_reduce(A, B, reduce_op, world())
         assert torch.equal(out, again), "other bits in another run"
-
-
-@pytest.mark.parametrize(("world_size", "device", "shape", "n", "dtype"), cells([1, 2, 3, 4], SHAPES))
-def test_fused_matmul_all_reduce(
-    world_size: int, device: str, shape: tuple[int, ...], n: int, dtype: torch.dtype
-) -> None:
-    run_row(right, world_size, shape, n, dtype, device=device)
 
 
 @on_ranks(3)
@@ -77,25 +85,14 @@ def test_gradients(rank: int, world_size: int) -> None:
         check("B.grad", B.grad, want, 1e-6)
 
 
-def compiled(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_under_torch_compile(rank: int, world_size: int) -> None:
     group = world()
-    B = torch.randn(6, 4)
 
-    def f(A: torch.Tensor) -> torch.Tensor:
+    def f(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         return fused_matmul_all_reduce(A * 2, B, "sum", group) + 1
 
-    for dynamic, sizes in ((False, (7,)), (True, (4, 7))):
-        torch._dynamo.reset()
-        g = torch.compile(f, dynamic=dynamic, fullgraph=True)
-        for m in sizes:
-            A = torch.randn(m, 6)
-            parts = [2 * a @ b for a, b in zip(gather(A), gather(B), strict=True)]
-            check("compiled", g(A), sum(parts) + 1, 1e-6)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_under_torch_compile(device: str) -> None:
-    run_row(compiled, 2, device=device)
+    compiled_like_eager(f, lambda m: [torch.randn(m, 6), torch.randn(6, 4)], (4, 7))
 
 
 @on_ranks(2, device=DEVICES)

@@ -14,10 +14,9 @@ from opcommon import (
     gather,
     poison,
     refuses,
-    same_on_all,
     world,
 )
-from ranks import on_ranks, run_ranks, run_row
+from ranks import on_ranks, run_row
 from weft.fused_ops import fused_matmul_reduce_scatter
 from weft.fused_ops.dispatch.plan import forced
 
@@ -177,11 +176,9 @@ def test_under_torch_compile(rank: int, world_size: int) -> None:
 @on_ranks(2, device=DEVICES)
 def test_opcheck(rank: int, world_size: int) -> None:
     name = world().group_name
-    for grad, dim in ((False, 1), (True, 0), (True, 2)):
-        A = torch.randn(4, 6, 5, requires_grad=grad)
-        B = torch.randn(5, 8, requires_grad=grad)
-        torch.library.opcheck(torch.ops.weft.fused_matmul_reduce_scatter, (A, B, "avg", dim, name))
-    A, B = (t.detach().bfloat16().requires_grad_() for t in (A, B))
+    A, B = torch.randn(4, 6, 5), torch.randn(5, 8)
+    torch.library.opcheck(torch.ops.weft.fused_matmul_reduce_scatter, (A, B, "avg", 1, name))
+    A, B = (t.bfloat16().requires_grad_() for t in (A, B))
     kwargs = {"out_dtype": torch.float32}
     torch.library.opcheck(torch.ops.weft.fused_matmul_reduce_scatter, (A, B, "sum", 0, name), kwargs)
 
@@ -212,16 +209,3 @@ def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int)
             fused_matmul_reduce_scatter(A, B, "sum", 0, name, out_dtype=out_dtype)  # type: ignore[arg-type]
     want = sum(gather(A @ B)).chunk(2)[rank]
     check("afterwards", fused_matmul_reduce_scatter(A, B, "sum", 0, name), want, 1e-5)
-
-
-def differ(rank: int, world_size: int) -> str:
-    from weft.symm_mem import RankMismatch
-
-    B = same_on_all(6, 5, dtype=torch.float32)
-    with pytest.raises(RankMismatch) as error:
-        fused_matmul_reduce_scatter(torch.randn((1 << 21) * (1 + rank), 6), B, "sum", 0, world())
-    return str(error.value)
-
-
-def test_ranks_with_other_shapes_are_named() -> None:
-    assert all("rank 1 asked for" in text for text in run_ranks(differ, 2, fresh=True))

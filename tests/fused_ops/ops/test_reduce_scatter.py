@@ -6,7 +6,18 @@ import time
 
 import pytest
 import torch
-from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, world
+from opcommon import (
+    BOUND,
+    DEVICES,
+    DTYPES,
+    assert_fused,
+    check,
+    compiled_like_eager,
+    gather,
+    poison,
+    refuses,
+    world,
+)
 from ranks import on_ranks, run_ranks, run_row
 from torch import Tensor
 from weft.fused_ops import last_plan, one_shot_all_reduce, one_shot_reduce_scatter
@@ -134,22 +145,14 @@ def test_gradients(rank: int, world_size: int) -> None:
             y.backward()
 
 
-def compiled(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_under_torch_compile(rank: int, world_size: int) -> None:
     group = world()
-    for dynamic, sizes in ((False, (12,)), (True, (4, 7, 12))):
-        torch._dynamo.reset()
-        g = torch.compile(
-            lambda x: one_shot_reduce_scatter(x * 2, "avg", 1, group) + 1, dynamic=dynamic, fullgraph=True
-        )
-        for n in sizes:
-            x = torch.randn(n, 3 * world_size)
-            want = sum(gather(x)).chunk(world_size, 1)[rank] * 2 / world_size + 1
-            check("compiled", g(x), want, 1e-6)
-            x.requires_grad_()
-            (g(x) * (rank + 1)).sum().backward()
-            assert x.grad is not None
-            scale = torch.arange(1.0, world_size + 1).repeat_interleave(3).expand(n, -1)
-            check("compiled gradient", x.grad, scale.double() * 2 / world_size, 1e-6)
+    compiled_like_eager(
+        lambda x: one_shot_reduce_scatter(x * 2, "avg", 1, group) + 1,
+        lambda n: [torch.randn(n, 6)],
+        (4, 7, 12),
+    )
 
     def into(x: Tensor, out: Tensor) -> Tensor:
         one_shot_reduce_scatter(x * 2, "max", 0, group, out=out)
@@ -160,11 +163,6 @@ def compiled(rank: int, world_size: int) -> None:
     want = torch.stack(gather(x)).amax(0).chunk(world_size)[rank]
     check("compiled out", torch.compile(into, fullgraph=True)(x, out), want * 3, 1e-6)
     check("what was given", out, want * 2, 1e-6)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_under_torch_compile(device: str) -> None:
-    run_row(compiled, 2, device=device)
 
 
 @on_ranks(2, device=DEVICES)

@@ -149,7 +149,7 @@ def test_under_torch_compile(rank: int, world_size: int) -> None:
 
 @on_ranks(2, device=DEVICES)
 def test_opcheck(rank: int, world_size: int) -> None:
-    for grad, dim, given in ((False, 0, "both"), (True, 0, "bias"), (True, 2, "both"), (True, 2, "residual")):
+    for grad, dim, given in ((False, 0, "both"), (True, 0, "bias"), (True, 2, "residual")):
         A = torch.randn(4, 6, 5, requires_grad=grad)
         B = torch.randn(5, 8, requires_grad=grad)
         shape = own_shape((4, 6, 5), 8, dim, world_size)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_gpu import NAME, Stage, run_on_cuda
 from opcommon import BOUND, DEVICES, DTYPES, check, gather, matrix, poison, refuses, whole, world
-from ranks import run_ranks, run_row
+from ranks import on_ranks, run_row
 from weft.fused_ops import fused_all_gather_matmul
 from weft.fused_ops.dispatch.launch_cache import key_of
 from weft.fused_ops.dispatch.plan import forced
@@ -46,7 +46,9 @@ def factors_of(rows: tuple[int, ...], ks: list[int], n: int, dtype: torch.dtype)
     return found
 
 
-def right(rank: int, world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@on_ranks([1, 2, 3], device=DEVICES)
+def test_a_sum_of_products(rank: int, world_size: int, dtype: torch.dtype) -> None:
     for rows, ks, n, dim in shapes(world_size):
         for reduce_op, algorithm, wide in (
             ("sum", "fused", False),
@@ -73,13 +75,6 @@ def right(rank: int, world_size: int, dtype: torch.dtype) -> None:
             assert out.dtype == (torch.float32 if wide else dtype) and out.is_contiguous()
             parts = [*products, residual.double()]
             check(f"{rows} {ks} {dim} {reduce_op} {algorithm}", out, sum(parts), BOUND[dtype], parts)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_sum_of_products(world_size: int, device: str, dtype: torch.dtype) -> None:
-    run_row(right, world_size, dtype, device=device)
 
 
 def gradients(rank: int, world_size: int) -> None:
@@ -144,7 +139,8 @@ def sum_of(A: torch.Tensor, B: torch.Tensor, more: list[torch.Tensor]) -> torch.
     return out
 
 
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_what_is_refused(rank: int, world_size: int) -> None:
     A, B = torch.randn(2 * world_size, 4), torch.randn(4, 5)
     for more, error, what in (
         ([A], ValueError, "more: has 1 tensors"),
@@ -158,23 +154,16 @@ def refused(rank: int, world_size: int) -> None:
         refuses(sum_of, (A, B, more), error, what)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_what_is_refused(device: str) -> None:
-    run_ranks(refused, 2, device=device)
-
-
-def checked(rank: int, world_size: int) -> None:
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
     A, B = torch.randn(4, 6).requires_grad_(), torch.randn(6, 5).requires_grad_()
     more = [torch.randn(4, 2), torch.randn(2, 5).requires_grad_()]
     torch.library.opcheck(_op, (A, B, "sum", 0, world().group_name), {"more": more})
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_row(checked, 2, device=device)
-
-
-def exact(rank: int, world_size: int) -> None:
+@pytest.mark.gpu
+@on_ranks([2, 4], device="cuda")
+def test_exact_on_gpus(rank: int, world_size: int) -> None:
     """In one launch, whatever lies how: 16 bits, tiles cut off, both orders of B, one more product than it takes."""
     for ks, transposed, dim in (
         ([136, 72], [False, False], 0),
@@ -197,12 +186,6 @@ def exact(rank: int, world_size: int) -> None:
                 with forced("fused"):
                     out = _op(A, B, "sum", dim, world().group_name, more=more)
                 assert torch.equal(out.double(), want), f"{ks} {dim} {dtype}"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_exact_on_gpus(world_size: int) -> None:
-    run_ranks(exact, world_size, device="cuda")
 
 
 class Kernel:

@@ -160,8 +160,8 @@ def test_fused_graphs_are_right_and_wholly_fused(names: list[str], dtype: torch.
     ("name", "dtype", "dynamic"),
     [
         ("swiglu", torch.bfloat16, False),
-        ("q k v", torch.float32, False),
-        ("biases", torch.float32, True),
+        pytest.param("q k v", torch.float32, False, marks=SLOW),
+        pytest.param("biases", torch.float32, True, marks=SLOW),
         ("bias and residual after", torch.float16, True),
     ],
     ids=["swiglu", "q k v", "biases", "bias and residual after"],

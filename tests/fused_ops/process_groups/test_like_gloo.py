@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import weft
-from ranks import run_ranks
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch.nn.parallel import DistributedDataParallel
@@ -202,7 +202,9 @@ def outcome(call: Call, way: str, group: Any, rank: int) -> Any:
         return type(e).__name__
 
 
-def like_gloo(rank: int, world_size: int, way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2, fresh=True)
+def test_every_function(rank: int, world_size: int, way: str) -> None:
     gloo, group = dist.new_group(backend="gloo"), dist.new_group(backend="weft")
     with dynamo_config.patch(recompile_limit=64):
         for call in CALLS:
@@ -211,11 +213,6 @@ def like_gloo(rank: int, world_size: int, way: str) -> None:
             assert way != "eager" or call in _REFUSED or isinstance(mine, list), (call.__name__, mine)
     by_weft = {taken.op for taken in weft.process_group(group).calls() if taken.by == "weft"}
     assert by_weft == {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_every_function(way: str) -> None:
-    run_ranks(like_gloo, 2, way, fresh=True)
 
 
 def _trained(group: Any, rank: int) -> list[float]:
@@ -233,7 +230,8 @@ def _trained(group: Any, rank: int) -> list[float]:
     return [t.double().sum().item() for t in (*model.parameters(), *model.buffers())]
 
 
-def in_models(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_models_and_questions(rank: int, world_size: int) -> None:
     gloo, group = dist.new_group(backend="gloo"), dist.new_group(backend="weft")
     mine, theirs = _trained(group, rank), _trained(gloo, rank)
     assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
@@ -256,11 +254,8 @@ def in_models(rank: int, world_size: int) -> None:
             ddp(torch.ones(2, 3)).sum().backward()
 
 
-def test_models_and_questions() -> None:
-    run_ranks(in_models, 2, fresh=True)
-
-
-def with_options(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_options(rank: int, world_size: int) -> None:
     for wrong in (object(), {"timeout": 3}):
         with pytest.raises(
             TypeError, match=r"pg_options: is (object|dict), must be ProcessGroupGloo\._Options"
@@ -278,7 +273,3 @@ def with_options(rank: int, world_size: int) -> None:
     assert weft.fused_ops.is_weft_group(group) and not weft.fused_ops.is_weft_group(
         dist.new_group(backend="gloo")
     )
-
-
-def test_options() -> None:
-    run_ranks(with_options, 2, fresh=True)

@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as functional
 import weft
 from opcommon import BOUND, DTYPES, gather
 from opcommon import check as close
-from ranks import run_ranks, run_row
+from ranks import on_ranks, run_ranks, run_row
 from weft import symm_mem
 from weft.fused_ops.process_groups import calls as group_calls
 from weft.fused_ops.process_groups.batches import operations_of_batch
@@ -88,7 +88,8 @@ def test_reductions(world_size: int, op: str, dtype: torch.dtype, layout: str) -
     run_row(reduces, world_size, op, dtype, layout)
 
 
-def gathers_any_dtype(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_all_gathers_of_any_dtype(rank: int, world_size: int) -> None:
     group = weft_group()
     for dtype in (torch.int64, torch.uint8, torch.bool, torch.float64, torch.bfloat16, torch.float8_e4m3fn):
         x = torch.randint(0, 2, (5,)).to(dtype)
@@ -102,11 +103,8 @@ def gathers_any_dtype(rank: int, world_size: int) -> None:
     assert set(taken(group)) == {("all_gather_into_tensor", "weft")}
 
 
-def test_all_gathers_of_any_dtype() -> None:
-    run_ranks(gathers_any_dtype, 2)
-
-
-def leaves(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_it_leaves(rank: int, world_size: int) -> None:
     """What weft has no kernel for is gloo's, with its results and errors."""
     group, records = weft_group(), []
     log = logging.getLogger("weft.process_group")
@@ -145,11 +143,8 @@ def leaves(rank: int, world_size: int) -> None:
         assert str(mine.value).splitlines()[0] == str(theirs.value).splitlines()[0]
 
 
-def test_what_it_leaves() -> None:
-    run_ranks(leaves, 2)
-
-
-def coalesces(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_coalescing(rank: int, world_size: int) -> None:
     group = weft_group()
     tensors = [torch.randn(n) for n in (3, 17, 1)]
     wants = [reduced(gather(t), "SUM") for t in tensors]
@@ -174,11 +169,8 @@ def coalesces(rank: int, world_size: int) -> None:
     assert taken(group) == {("all_reduce", "weft"): 3, ("all_gather_into_tensor", "weft"): 1}
 
 
-def test_coalescing() -> None:
-    run_ranks(coalesces, 2)
-
-
-def functionals(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_functional_collectives(rank: int, world_size: int) -> None:
     group, x = weft_group(), torch.randn(world_size * 2, 3)
     parts = gather(x)
     y = functional.all_reduce(x, "avg", group)
@@ -194,10 +186,6 @@ def functionals(rank: int, world_size: int) -> None:
     torch.ops._c10d_functional.wait_tensor(gather_out(x, world_size, group.group_name, out=out))
     close("out", out, torch.cat(parts), 0)
     assert {by for _, by in taken(group)} == {"weft"}
-
-
-def test_functional_collectives() -> None:
-    run_ranks(functionals, 2)
 
 
 def one_call_of_each(rank: int, world_size: int) -> None:
@@ -258,7 +246,8 @@ def test_batches_of_sends() -> None:
     run_ranks(in_batches, 2)
 
 
-def weft_ops_in_it(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_weft_ops_in_it(rank: int, world_size: int) -> None:
     """weft's own ops and memory in such a group, beside its collectives."""
     group = weft_group()
     x = symm_mem.empty(4, group=group)
@@ -276,11 +265,8 @@ def weft_ops_in_it(rank: int, world_size: int) -> None:
     assert symm_mem.stats(group).by_purpose
 
 
-def test_weft_ops_in_it() -> None:
-    run_ranks(weft_ops_in_it, 2)
-
-
-def profiled(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_profiler_sees_its_calls(rank: int, world_size: int) -> None:
     group, x = weft_group(), torch.ones(3)
     with torch.profiler.profile() as profile:
         dist.all_reduce(x, group=group)
@@ -288,7 +274,3 @@ def profiled(rank: int, world_size: int) -> None:
         dist.broadcast(x, 0, group=group)
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["weft:all_reduce"] == 2 and counts["gloo:broadcast"] == 1, counts
-
-
-def test_a_profiler_sees_its_calls() -> None:
-    run_ranks(profiled, 2)

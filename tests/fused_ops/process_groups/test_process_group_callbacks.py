@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import weft
-from ranks import run_ranks
+from ranks import on_ranks
 from torch import Tensor
 from weft import symm_mem
 from weft.fused_ops.process_groups import host_calls
@@ -34,7 +34,8 @@ def started(group: Any, x: Tensor) -> Any:
     return dist.all_reduce(x, group=group, async_op=True)
 
 
-def nested(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_callbacks_communicate(rank: int, world_size: int) -> None:
     """``first``: the rank that has its callback in place before the call can end, so that another thread calls it."""
     group = weft_group(60)
     for case in (in_then, in_done_callback, three_deep, among_synchronous, not_waited_for):
@@ -135,11 +136,8 @@ def not_waited_for(group: Any, xs: list[Tensor], attach: Any, threads: set[str])
     return 2
 
 
-def test_callbacks_communicate() -> None:
-    run_ranks(nested, 2, fresh=True)
-
-
-def differs(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_callbacks_that_differ_between_ranks(rank: int, world_size: int) -> None:
     """A callback that communicates on one rank only."""
     group = weft_group(1)
 
@@ -168,11 +166,8 @@ def differs(rank: int, world_size: int) -> None:
     assert x.tolist() == [2.0] * 3
 
 
-def test_callbacks_that_differ_between_ranks() -> None:
-    run_ranks(differs, 2, fresh=True)
-
-
-def own_threads(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_waits_for_own_threads_end(rank: int, world_size: int) -> None:
     """Each wait for a thread of the rank's own ends, and says who waits for whom."""
     group = weft_group(0.4)
     (workspace,) = (w for w in get_heap(group).workspaces.values())
@@ -246,7 +241,3 @@ def a_thread_has_the_workspace(group: Any, workspace: Any) -> None:
         dist.all_reduce(torch.ones(3), group=group)
     free.set()
     holder.join()
-
-
-def test_waits_for_own_threads_end() -> None:
-    run_ranks(own_threads, 2, fresh=True)

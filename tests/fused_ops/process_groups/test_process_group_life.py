@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import weft
 from metadata import write_metadata
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.symm_mem.heap.registry import heaps_of
 
@@ -59,7 +59,8 @@ def test_as_the_default_group(tmp_path: Path) -> None:
     run_ranks(is_default, 2, tmp_path, fresh=True)
 
 
-def others(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_what_is_refused(rank: int, world_size: int) -> None:
     assert not weft.fused_ops.is_weft_group()
     with pytest.raises(TypeError, match="group: its backend is 'gloo', must be 'weft'"):
         weft.process_group()
@@ -78,11 +79,8 @@ def others(rank: int, world_size: int) -> None:
         )
 
 
-def test_what_is_refused() -> None:
-    run_ranks(others, 2, fresh=True)
-
-
-def overlaps(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_calls_without_a_wait(rank: int, world_size: int) -> None:
     """A call without a wait waits for nobody, and calls keep their order."""
     group, box = dist.new_group(backend="weft"), torch.zeros(1)
     total(group, rank)
@@ -105,11 +103,8 @@ def overlaps(rank: int, world_size: int) -> None:
     assert seen == [2.0 * i + 1 for i in range(20) if i % 3]
 
 
-def test_calls_without_a_wait() -> None:
-    run_ranks(overlaps, 2, fresh=True)
-
-
-def is_late(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_rank_that_does_not_come(rank: int, world_size: int) -> None:
     for asynchronous in (False, True):
         group = dist.new_group(backend="weft", timeout=timedelta(seconds=1))
         total(group, rank)
@@ -131,11 +126,8 @@ def is_late(rank: int, world_size: int) -> None:
     assert symm_mem.get_timeout(group) == 9
 
 
-def test_a_rank_that_does_not_come() -> None:
-    run_ranks(is_late, 2, fresh=True)
-
-
-def first_calls_differ(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_first_calls_that_differ(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="weft", timeout=timedelta(seconds=2))
     with pytest.raises(symm_mem.RankMismatch, match=r"all_reduce\(dtype=torch.float32, elements=4"):
         dist.all_reduce(torch.ones(3 + rank), group=group)
@@ -145,10 +137,6 @@ def first_calls_differ(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError):  # one waits in weft, the other one in gloo
         dist.all_reduce(torch.ones(3, dtype=(torch.float32, torch.int32)[rank]), group=group)
     assert time.monotonic() - begin < 20
-
-
-def test_first_calls_that_differ() -> None:
-    run_ranks(first_calls_differ, 2, fresh=True)
 
 
 def ends(rank: int, world_size: int) -> None:

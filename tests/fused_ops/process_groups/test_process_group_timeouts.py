@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import weft
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch_versions import COMPILED_OUT_COLLECTIVES
 from weft import symm_mem
@@ -71,7 +71,8 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def one_is_late(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_of_a_call(rank: int, world_size: int) -> None:
     group = group_of()
     for form, call in FORMS.items():
         if rank == 0:
@@ -90,10 +91,6 @@ def one_is_late(rank: int, world_size: int) -> None:
         dist.all_reduce(torch.ones(4), group=group)
     assert {taken.by for taken in weft.process_group(group).calls()} == {"weft"}
     assert symm_mem.get_timeout(group) == GROUPS, "a call's deadline is that call's"
-
-
-def test_of_a_call() -> None:
-    run_ranks(one_is_late, 2, fresh=True)
 
 
 def waits(rank: int, world_size: int) -> None:
@@ -118,7 +115,8 @@ def test_of_a_wait() -> None:
     run_ranks(waits, 2, fresh=True)
 
 
-def of_the_group(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_of_a_group(rank: int, world_size: int) -> None:
     ways: list[Callable[[Any], None]] = [
         lambda g: g.set_timeout(GIVEN),
         lambda g: dist.distributed_c10d._set_pg_timeout(GIVEN, g),
@@ -140,11 +138,8 @@ def of_the_group(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_of_a_group() -> None:
-    run_ranks(of_the_group, 2, fresh=True)
-
-
-def inside(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_of_what_gloo_sends_and_of_first_calls(rank: int, world_size: int) -> None:
     """What goes to gloo takes it along, and a first call's comparison has it, too."""
     group = group_of()
     calls: list[Callable[[], Any]] = [
@@ -165,11 +160,8 @@ def inside(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_of_what_gloo_sends_and_of_first_calls() -> None:
-    run_ranks(inside, 2, fresh=True)
-
-
-def where_told(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_forms_that_write_where_they_are_told(rank: int, world_size: int) -> None:
     """The forms that write into a given tensor, which Inductor puts in for buckets."""
     group, x = group_of(), torch.arange(4.0) + rank
     ops, name = torch.ops._c10d_functional, group.group_name
@@ -204,7 +196,3 @@ def where_told(rank: int, world_size: int) -> None:
         with pytest.raises(symm_mem.PeerTimeout, match=r"waited 0\.4 s for rank 1"):
             ops.wait_tensor(ops.all_gather_into_tensor_out(x, world_size, name, out=out))
     dist.barrier()
-
-
-def test_forms_that_write_where_they_are_told() -> None:
-    run_ranks(where_told, 2, fresh=True)

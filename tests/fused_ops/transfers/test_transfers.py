@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 from opcommon import world
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -103,7 +103,9 @@ def test_compiled_calls_are_those_of_the_program() -> None:
     run_ranks(compiled, 2)
 
 
-def beside_the_pass(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_ranks(3, fresh=True)
+def test_transfers_beside_fused_collectives(rank: int, world_size: int) -> None:
     """Ranks put into different ones, and agree on what is fused all the same."""
     right, left, group = (rank + 1) % world_size, (rank - 1) % world_size, world()
     (x,) = symm_mem.register([torch.zeros(64, 32)])
@@ -125,18 +127,14 @@ def beside_the_pass(rank: int, world_size: int) -> None:
     assert fusion_report().details().endswith("2 of 2 collectives fused"), fusion_report()
 
 
-@pytest.mark.slow
-def test_transfers_beside_fused_collectives() -> None:
-    run_ranks(beside_the_pass, 3, fresh=True)
-
-
 def refused(call: Any) -> str:
     with pytest.raises((ValueError, TypeError)) as caught:
         call()
     return f"{caught.type.__name__}: {caught.value}"
 
 
-def refuses(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_fake_and_real_refuse_the_same(rank: int, world_size: int) -> None:
     name = world().group_name
     (x,) = symm_mem.register([torch.zeros(2, 3)])
     t, like, wide, one = x.tensor, torch.zeros(2, 3), torch.zeros(2, 3).double(), torch.zeros(1, 1)
@@ -193,11 +191,8 @@ def refuses(rank: int, world_size: int) -> None:
     x.wait(1 - rank)
 
 
-def test_fake_and_real_refuse_the_same() -> None:
-    run_ranks(refuses, 2)
-
-
-def checked(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_opcheck(rank: int, world_size: int) -> None:
     """opcheck copies the tensors, so the handle is found by no address here."""
     (x,) = symm_mem.register([torch.zeros(3)])
     t, source, name = x.tensor, torch.ones(3), world().group_name
@@ -215,7 +210,3 @@ def checked(rank: int, world_size: int) -> None:
         torch.library.opcheck(ops.get, (t, torch.zeros(3), rank, name), {"group_size": world_size})
         torch.library.opcheck(ops.wait, (t, rank, name))
     symm_mem.reset()
-
-
-def test_opcheck() -> None:
-    run_ranks(checked, 2, fresh=True)

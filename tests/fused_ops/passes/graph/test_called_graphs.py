@@ -234,7 +234,7 @@ def test_an_operator_that_writes_to_its_argument(train: bool) -> None:
         assert sum(d.runs for d in report.disagreements) == (8 if train else 4)
 
 
-@pytest.mark.parametrize("name", ["flexible", "chosen", "counted"])
+@pytest.mark.parametrize("name", [pytest.param("flexible", marks=pytest.mark.slow), "chosen", "counted"])
 def test_operators_beside_collectives(name: str) -> None:
     """Also in unfused runs, op by op and, but for a loop, compiled: Inductor does not compile that from its text."""
     plain: list[bool | str] = [False, True, False, *["left"] * 4, False]
