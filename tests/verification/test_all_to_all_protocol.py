@@ -93,19 +93,19 @@ def test_mistakes_are_found(tmp_path: Path, mistake: str) -> None:
     assert not right(library, 3, 0, 4)
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
-    for n in (64, 900):  # in one epoch, and by rounds
-        ranks = Ranks(compiled(tmp_path, 3), ExchangeLayout(3, 128))
-        how = SlicesProblem(4 * n, 4 * n, 4 * n), RoundsConfig(64, 2, 32, True)
-        kept = [(torch.randn(3 * n), torch.empty(3 * n)) for _ in range(3)]
-        for rank in range(3):
-            launch(ranks, rank, *kept[rank], how, 500)
-        # Rank 1 comes, but what it sends goes nowhere.
-        elsewhere = torch.zeros_like(ranks.memory)
-        params = CollectiveParams.from_buffer(ranks.places[1].launches[0], 16)
-        params.slots.watch.words = elsewhere[1].data_ptr()
-        ranks.run(2)
-        for rank in (0, 2):
-            written, where, peer, *_ = ranks.records[rank].tolist()
-            assert (written, where, peer) == (1, ranks.places[rank].address, 1)
-            assert ranks.faults[rank, Fault.BROKEN] == 1 + 1
+@pytest.mark.parametrize("n", [64, 900])  # in one epoch, and by rounds
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path, n: int) -> None:
+    ranks = Ranks(compiled(tmp_path, 3), ExchangeLayout(3, 128))
+    how = SlicesProblem(4 * n, 4 * n, 4 * n), RoundsConfig(64, 2, 32, True)
+    kept = [(torch.randn(3 * n), torch.empty(3 * n)) for _ in range(3)]
+    for rank in range(3):
+        launch(ranks, rank, *kept[rank], how, 500)
+    # Rank 1 comes, but what it sends goes nowhere.
+    elsewhere = torch.zeros_like(ranks.memory)
+    params = CollectiveParams.from_buffer(ranks.places[1].launches[0], 16)
+    params.slots.watch.words = elsewhere[1].data_ptr()
+    ranks.run(2)
+    for rank in (0, 2):
+        written, where, peer, *_ = ranks.records[rank].tolist()
+        assert (written, where, peer) == (1, ranks.places[rank].address, 1)
+        assert ranks.faults[rank, Fault.BROKEN] == 1 + 1
