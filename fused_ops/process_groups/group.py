@@ -207,7 +207,7 @@ class WeftProcessGroup(ProcessGroup):
         all_gather_single_coalesced = allgather_into_tensor_coalesced
         reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
         reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-        all_to_all_single = alltoall_base
+        all_to_all_single = alltoall_base  # type: ignore[assignment]
 
     def _launch_cached(self, name: str, x: Any, out: Any, opts: Any) -> Work | Literal[False] | None:
         """Launches a call on CUDA that is in the cache, with minimal overhead.

@@ -38,7 +38,7 @@ def match_alone(c: Collective, why: str = "", *, decided: bool = False) -> Patte
             f"it is waited for after {what(between)}, which the group's own backend overlaps with it"
         )
     gathers = c.node.target is c10d.all_gather_into_tensor.default
-    found = _FOUND[c.node.target](c)
+    found = _FOUND[c.node.target](c)  # type: ignore[index]
     dim, x = found.dims[0], val(found.x)
     whole = val(found.result).shape if gathers else x.shape
     return Pattern(
