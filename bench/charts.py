@@ -19,7 +19,7 @@ CURVES = {
 }
 LIMIT = "limit"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ALONE = ("all_reduce", "all_gather", "reduce_scatter")
+ALONE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 Row = dict[str, Any]
 Points = dict[str, list[tuple[float, float]]]
 _WIDTH, _LEFT, _RIGHT, _GAP = 760, 54, 26, 26  # of the picture, beside a panel, below it

@@ -23,7 +23,7 @@ from parts import Bench, after_producer, divisible, has_torch_symm, random_tenso
 from reductions import all_reduce_norm_contenders, matmul_all_reduce_contenders
 from registry import LAST_DIMENSION, SPLITS, Row
 from scaled_contenders import all_gather_scaled_matmul_contenders, scaled_matmul_reduce_scatter_contenders
-from stand_alone import all_gather_contenders, reduce_scatter_contenders
+from stand_alone import all_gather_contenders, all_to_all_contenders, reduce_scatter_contenders
 from timer import Call
 from torch import Tensor
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
@@ -177,6 +177,7 @@ TABLE: dict[str, Callable[[Row, str, torch.device], Bench]] = {
     "matmul_reduce_scatter": matmul_reduce_scatter_contenders,
     "all_gather": all_gather_contenders,
     "reduce_scatter": reduce_scatter_contenders,
+    "all_to_all": all_to_all_contenders,
     "all_reduce": all_reduce_contenders,
     "all_reduce_rms_norm": all_reduce_norm_contenders,
     "all_reduce_layer_norm": all_reduce_norm_contenders,

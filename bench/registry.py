@@ -11,6 +11,7 @@ OPS = (
     "matmul_reduce_scatter",
     "all_gather",
     "reduce_scatter",
+    "all_to_all",
     "all_reduce",
     "all_reduce_rms_norm",
     "matmul_all_reduce",
@@ -75,7 +76,7 @@ KIB_SIZES = {
     "cpu": (2, 32, 256, 1024),
 }
 # Sizes are those of the whole tensor; some are measured again with the last dimension of so many rows cut.
-ALONE = ("all_gather", "reduce_scatter")
+ALONE = ("all_gather", "reduce_scatter", "all_to_all")
 LAST_KIB_SIZES, LAST_ROWS = (256, 4096, 65536), 64
 DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 CPU_SCALE = 16  # a layer's K and N are divided by this on the CPU

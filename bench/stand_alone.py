@@ -2,7 +2,7 @@
 
 "torch" is torch's reduce-scatter of symmetric memory, "torch copies" the one of both ops that pulls with copy engines,
 eager alone. A row's M x N is the whole tensor, of which each rank has a part; of M = 1 the first dimension is cut, else
-the last one.
+the last one. Of all-to-alls it is x; parts of the last dimension are joined along the first one, as heads are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from parts import Bench, after_producer, divisible, has_torch_symm, random_tenso
 from registry import Row
 from timer import Call
 from torch import Tensor
-from weft.fused_ops import one_shot_all_gather, one_shot_reduce_scatter
+from weft.fused_ops import one_shot_all_gather, one_shot_all_to_all, one_shot_reduce_scatter
 
 
 def _waited(call: Callable[[], Tensor]) -> Callable[[], Sequence[Tensor]]:
@@ -79,4 +79,27 @@ def reduce_scatter_contenders(row: Row, group: str, device: torch.device) -> Ben
         if row.mode == "eager" and not last:
             pull = ops._low_contention_reduce_scatter
             calls["torch copies"] = after_producer(there, source, _waited(lambda: pull(there, "sum", group)))
+    return Bench(calls, [expected], 1, 0.0, (world - 1) / world * source.nbytes)
+
+
+def all_to_all_contenders(row: Row, group: str, device: torch.device) -> Bench:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    last, n = row.M > 1, divisible(row.N, world, "N", row)
+    source = random_tensor((row.M, row.N) if last else (row.N,), row.dtype, device)
+    plain, every = torch.empty_like(source), source.new_empty(world, *source.shape)
+    dist.all_gather_into_tensor(every.view(-1), source.view(-1))
+    exchanged = torch.cat([x.chunk(world, -1)[rank] for x in every]).double()
+
+    def unfused() -> Sequence[Tensor]:
+        parts = plain.unflatten(-1, (world, n)).movedim(-2, 0).contiguous()
+        out = torch.empty_like(parts)
+        dist.all_to_all_single(out, parts)
+        return (out.flatten(0, 1),)
+
+    calls: dict[str, Call] = {
+        "weft": after_producer(plain, source, lambda: (one_shot_all_to_all(plain, -1, 0, group),)),
+        "unfused": after_producer(plain, source, unfused),
+        "producer": after_producer(plain, source, lambda: (plain,)),
+    }
+    expected = Expected(exchanged, torch.zeros_like(exchanged))
     return Bench(calls, [expected], 1, 0.0, (world - 1) / world * source.nbytes)

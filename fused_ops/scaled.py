@@ -15,8 +15,8 @@ from .functional import ReduceOp
 from .library import schema
 from .ops import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
 from .ops.all_gather_scaled_matmul import AllGatherScaledMatmulCall
-from .ops.scaled_calls import output_dtype
 from .ops.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatterCall
+from .scaled_calls import output_dtype
 
 _LISTS = (list, tuple)
 _DEFAULTS = (None, None, None, False)  # of biases, result_scales, out_dtypes and use_fast_accum

@@ -24,10 +24,11 @@ from torch.distributed import ProcessGroup
 
 from .call_site import Site
 
-GATHER, SCATTER, REDUCE = (
+GATHER, SCATTER, REDUCE, EXCHANGE = (
     "_all_gather_base",
     "_reduce_scatter_base",
     "all_reduce",
+    "all_to_all",
 )  # as torch's analyzer calls them
 
 
@@ -99,7 +100,8 @@ this_thread = _ThisThread()
 
 def collective_of(op: str) -> str:
     """As what torch's analyzer takes a call of an op of weft's."""
-    return GATHER if "all_gather" in op else SCATTER if "reduce_scatter" in op else REDUCE
+    kinds = {"all_gather": GATHER, "reduce_scatter": SCATTER, EXCHANGE: EXCHANGE}
+    return next((kind for word, kind in kinds.items() if word in op), REDUCE)
 
 
 def shape_of(op: str, tensors: Sequence[Tensor]) -> CallShape:

@@ -124,6 +124,16 @@ def reduce_scatter(dim: int, *, into: bool = False) -> Op:
     return Op(((6, 3, 10),), call, reference, not into)
 
 
+def all_to_all(scatter_dim: int, gather_dim: int) -> Op:
+    def call(x: Tensor) -> Outputs:
+        return (fused_ops.one_shot_all_to_all(x, scatter_dim, gather_dim, world()),)
+
+    def reference(rank: int, xs: Sequence[Tensor]) -> Outputs:
+        return (torch.cat([x.chunk(WORLD_SIZE, scatter_dim)[rank] for x in xs], gather_dim),)
+
+    return Op(((6, 3, 10),), call, reference)
+
+
 def all_reduce_rms_norm() -> Op:
     def call(x: Tensor, residual: Tensor, weight: Tensor) -> Outputs:
         return fused_ops.fused_all_reduce_rms_norm(x, residual, weight, EPS, world())
@@ -237,6 +247,7 @@ OPS = {
     "reduce_scatter": reduce_scatter(0),
     "reduce_scatter-last_dim": reduce_scatter(2),
     "reduce_scatter_out": reduce_scatter(0, into=True),
+    "all_to_all": all_to_all(2, 1),
     "all_reduce_rms_norm": all_reduce_rms_norm(),
     "all_reduce_rms_norm_quant": all_reduce_rms_norm_quant(),
     "all_reduce_layer_norm": all_reduce_layer_norm(),

@@ -166,7 +166,7 @@ def _op_gains() -> dict[str, list[str]]:
         word = public.removeprefix("fused_").removeprefix("one_shot_")
         if public in from_text:
             gains = _scaled(from_text[public])
-        elif word == "all_reduce_rms_norm_quant":  # the benchmark has no row of it
+        elif word in ("all_reduce_rms_norm_quant", "all_to_all"):  # no results
             gains = ["-", "-"]
         else:
             gains = _against(_captured("h200-x2", word)[1])[:2]
@@ -198,6 +198,7 @@ OPS = {
     "`one_shot_all_reduce`, `one_shot_all_reduce_` (in place)": "`all_reduce(x)`",
     "`one_shot_all_gather`": "`all_gather(x)`",
     "`one_shot_reduce_scatter`": "`reduce_scatter(x)`",
+    "`one_shot_all_to_all`": "`all_to_all_single(x)`, parts of any dimension joined along any",
     "`fused_all_reduce_rms_norm`": "`rms_norm(residual + all_reduce(x))`",
     "`fused_all_reduce_rms_norm_quant`": "the same in fp8, by a given scale or one of each row",
     "`fused_all_reduce_layer_norm`": "`layer_norm(residual + all_reduce(x))`",

@@ -19,6 +19,7 @@ _OPS = {
     "all-reduces": "all_reduce",
     "all-gathers": "all_gather",
     "reduce-scatters": "reduce_scatter",
+    "all-to-alls": "all_to_all",
     "norms": "all_reduce_rms_norm",
     "norms to fp8": "all_reduce_rms_norm_quant",
     "collectives on copy engines": "async_collectives",
@@ -55,7 +56,11 @@ def kernels_text(gpus: list[Gpu] | str | None = None) -> str:
 def _of_kernel(kernel: KernelRow) -> Iterator[str]:
     yield f"needs {kernel.needs or 'nothing else'}"
     ran = ", ".join(ARCHS[capability] for capability in kernel.ran)
-    yield f"run on {ran}: {kernel.cards}, {kernel.date} (bench/results/{kernel.results})"
+    yield (
+        f"run on {ran}: {kernel.cards}, {kernel.date} (bench/results/{kernel.results})"
+        if ran
+        else "not run yet"
+    )
     only = [arch for capability, arch in ARCHS.items() if capability in {*kernel.archs} - {*kernel.ran}]
     if only:
         yield f"only compiled for {', '.join(only)}"

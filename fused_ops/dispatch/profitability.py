@@ -40,15 +40,16 @@ OPS = (
     "all_reduce",
     "all_gather",
     "reduce_scatter",
+    "all_to_all",
 )
-_ALONE = ("all_gather", "reduce_scatter")
+_ALONE = ("all_gather", "reduce_scatter", "all_to_all")
 _GATHERING = ("all_gather_matmul", "all_gather_scaled_matmul")
 _ROW = 16  # bytes; the kernels' descriptors need rows of a multiple
 # Of HOPPER_SMS that some are reserved on a machine does not change what is profitable.
 # Bytes of the whole tensor up to which a collective is taken: all that was measured was faster than NCCL
 # (bench/results/h100-x*.json), all-reduces up to 256 MiB on 3 and 4 ranks, by 1 % at the largest, the others up to
 # 128 MiB on 2 and 4. On more ranks nothing was: all-reduces up to what H200s gave on 4, of the others what latency
-# decides.
+# decides, and of all-to-alls between any.
 _MOST_REDUCED, _MOST_REDUCED_BY_MORE = 128 << 20, 64 << 20
 _MOST_ALONE, _MOST_ALONE_OF_MORE = 128 << 20, 1 << 20
 _MEASURED_RANKS = 4
@@ -100,7 +101,8 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
     buffers = dtype.itemsize == 2
     if op in _ALONE:
         size = m * n * dtype.itemsize
-        most = _MOST_ALONE if world_size <= _MEASURED_RANKS else _MOST_ALONE_OF_MORE
+        measured = world_size <= _MEASURED_RANKS and op != "all_to_all"
+        most = _MOST_ALONE if measured else _MOST_ALONE_OF_MORE
         return None if size <= most else _too_large(f"sent between {world_size} ranks", size, most)
     if op in ("all_reduce", "matmul_all_reduce"):
         size = m * n * dtype.itemsize
@@ -257,7 +259,7 @@ def predicted_us(candidate: FusionCandidate, spec: DeviceSpec | None = None) -> 
     if c.op == "all_reduce":
         return estimate_all_reduce_us(nbytes, size)
     if c.op in _ALONE:
-        estimate = estimate_all_gather_us if c.op == "all_gather" else estimate_reduce_scatter_us
+        estimate = estimate_reduce_scatter_us if c.op == "reduce_scatter" else estimate_all_gather_us
         return estimate(nbytes // size, size)
     if c.op == "all_reduce_rms_norm":
         vectors, odd = divmod(c.n * c.dtype.itemsize, norms.VECTOR)

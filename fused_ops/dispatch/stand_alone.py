@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +38,9 @@ class StandAlone:
         arguments: as ``launch_again`` is asked for them.
         given: the tensors as the caller gave them: x, or where the result is written to, and x.
         shape: of the result.
-        dim: that is gathered or scattered, not negative.
-        gathers: parts become the tensor; else they are made of it.
+        part: the shape of what each rank gets from another one.
+        scatter_dim: along which x is cut into parts, not negative; None: it is a part itself.
+        gather_dim: along which parts are joined to the result; likewise.
     """
 
     name: str
@@ -47,8 +48,9 @@ class StandAlone:
     arguments: Any
     given: list[Tensor]
     shape: list[int]
-    dim: int
-    gathers: bool
+    part: Sequence[int]
+    scatter_dim: int | None = None
+    gather_dim: int | None = None
 
     @property
     def x(self) -> Tensor:
@@ -59,21 +61,23 @@ class StandAlone:
         return self.given[0] if len(self.given) == 2 else None
 
     @property
-    def rows(self) -> int:
-        """Of a part, each of all dimensions from ``dim`` on."""
-        return prod(self.shape[: self.dim])
+    def part_bytes(self) -> int:
+        return prod(self.part) * self.x.element_size()
 
-    @property
-    def row_bytes(self) -> int:
-        part = self.x.shape if self.gathers else self.shape
-        return prod(part[self.dim :]) * self.x.element_size()
+    def row_bytes(self, dim: int | None) -> int | None:
+        """Of a part where it is one of several along a dimension."""
+        return None if dim is None else prod(self.part[dim:]) * self.x.element_size()
 
     def is_own_part(self, x: Tensor, rank: int) -> bool:
         """Whether the smaller one of x and ``out`` is the part of the other that becomes it: no kernel overwrites then
         what is still read."""
         assert self.out is not None
-        whole, part = (self.out, x) if self.gathers else (x, self.out)
-        return self.rows == 1 and part.data_ptr() == whole.data_ptr() + rank * part.nbytes
+        if self.scatter_dim is not None and self.gather_dim is not None:
+            return False
+        whole, part = (self.out, x) if self.scatter_dim is None else (x, self.out)
+        dim = self.gather_dim if self.scatter_dim is None else self.scatter_dim
+        in_one_piece = self.row_bytes(dim) == self.part_bytes
+        return in_one_piece and part.data_ptr() == whole.data_ptr() + rank * part.nbytes
 
 
 @dataclass(frozen=True)
@@ -102,18 +106,17 @@ def choose_alone(
     """
     from ...kernels.device.collective import launch
 
-    rows, row = call.rows, call.row_bytes
-    if rows * row > launch.MOST_BYTES:
-        return unfused(
-            f"a part has {rows * row} bytes, more than the {launch.MOST_BYTES} that the kernels take"
-        )
-    problem = launch.SlicesProblem(rows, row, call.gathers)
-    estimate = estimate_all_gather_us if call.gathers else estimate_reduce_scatter_us
+    nbytes = call.part_bytes
+    if nbytes > launch.MOST_BYTES:
+        return unfused(f"a part has {nbytes} bytes, more than the {launch.MOST_BYTES} that the kernels take")
+    rows = call.row_bytes(call.scatter_dim), call.row_bytes(call.gather_dim)
+    problem = launch.SlicesProblem(nbytes, *rows)
+    estimate = estimate_reduce_scatter_us if call.gather_dim is None else estimate_all_gather_us
     return Choice(
         "push",
         kind=kind,
         layout=rounds_layout(problem.vectors, world_size, config),
-        predicted_us=estimate(rows * row, world_size),
+        predicted_us=estimate(nbytes, world_size),
         programs=lambda: [program()],
         how=_How(problem, config, program, of_program),
     )
@@ -128,7 +131,7 @@ def prepare_alone(choice: Choice, where: Heap, call: StandAlone) -> PreparedKern
     place = choice.workspace_on(where)
     place.raise_if_broken()
     # Under one name: one rank may give an `out` and another one not.
-    key: Any = (call.name, how.problem.rows, how.problem.row, *how.of_program)
+    key: Any = (call.name, *astuple(how.problem), *how.of_program)
     kernel = place.prepared.get(key)
     plan = choice.plan_in(place)
     ran(plan)

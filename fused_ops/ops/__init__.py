@@ -7,6 +7,7 @@ from .all_reduce import ALL_REDUCE, ALL_REDUCE_IN_PLACE
 from .all_reduce_layer_norm import ALL_REDUCE_LAYER_NORM
 from .all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
 from .all_reduce_rms_norm_quant import ALL_REDUCE_RMS_NORM_QUANT
+from .all_to_all import ALL_TO_ALL
 from .experts import grouped_matmul as grouped_matmul  # torch.ops.weft has it
 from .experts import moe_route as moe_route  # likewise
 from .experts.all_gather_grouped_matmul import ALL_GATHER_GROUPED_MATMUL
@@ -37,6 +38,7 @@ OPS: tuple[Op, ...] = (
     ALL_GATHER_OUT,
     REDUCE_SCATTER,
     REDUCE_SCATTER_OUT,
+    ALL_TO_ALL,
     ALL_REDUCE_RMS_NORM,
     ALL_REDUCE_RMS_NORM_QUANT,
     ALL_REDUCE_LAYER_NORM,

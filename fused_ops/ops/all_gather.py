@@ -133,8 +133,8 @@ def choose_gather_on_cuda(alone: StandAlone, group: ProcessGroup, kind: str = AL
 
 def _alone(call: AllGatherCall, out: Tensor | None, size: int) -> StandAlone:
     given, op = ([call.x], host.OP) if out is None else ([out, call.x], host.INTO)
-    dim = call.gather_dim
-    return StandAlone(host.OP, op, dim, given, call.whole_shape(size), dim, gathers=True)
+    dim, whole = call.gather_dim, call.whole_shape(size)
+    return StandAlone(host.OP, op, dim, given, whole, call.x.shape, gather_dim=dim)
 
 
 def run_all_gather(

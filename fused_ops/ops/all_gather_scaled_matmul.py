@@ -33,9 +33,7 @@ from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host, unfused
 from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse
 from ..dispatch.staging import Staging, aligned, rows_of
 from ..dispatch.stream_order import in_stream_order
-from . import all_gather_matmul, op
-from .op import Op
-from .scaled_calls import (
+from ..scaled_calls import (
     NO_GRADIENT,
     AllGatherScaledMatmulCall,
     ScaledGather,
@@ -53,6 +51,8 @@ from .scaled_calls import (
     validate_scaled_matrix,
     why_unfused,
 )
+from . import all_gather_matmul, op
+from .op import Op
 
 Result: TypeAlias = tuple[Tensor | None, list[Tensor]]
 

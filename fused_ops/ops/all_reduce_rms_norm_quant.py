@@ -18,6 +18,7 @@ from .. import validation
 from ..dispatch import launch_cache
 from ..dispatch.choice import Choice
 from ..dispatch.workspaces import ALL_REDUCE
+from ..scaled_calls import validate_scale
 from . import all_reduce
 from .all_reduce_rms_norm import (
     AllReduceRmsNormCall,
@@ -27,7 +28,6 @@ from .all_reduce_rms_norm import (
     validate_all_reduce_norm,
 )
 from .op import Op, refuse_gradient
-from .scaled_calls import validate_scale
 
 # In fp8, the rows' scales if none is given, and the sums.
 QuantResult: TypeAlias = "tuple[Tensor, Tensor | None, Tensor]"

@@ -124,8 +124,8 @@ def choose_scatter_on_cuda(
 
 def _alone(call: ReduceScatterCall, out: Tensor | None, size: int) -> StandAlone:
     given, op = ([call.x], host.OP) if out is None else ([out, call.x], host.INTO)
-    dim = call.scatter_dim
-    return StandAlone(host.OP, op, (dim, call.reduce_op), given, call.part_shape(size), dim, gathers=False)
+    dim, part = call.scatter_dim, call.part_shape(size)
+    return StandAlone(host.OP, op, (dim, call.reduce_op), given, part, part, scatter_dim=dim)
 
 
 def run_reduce_scatter(

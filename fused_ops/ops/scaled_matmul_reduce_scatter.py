@@ -34,10 +34,7 @@ from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host, unfused
 from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse
 from ..dispatch.staging import Staging, aligned
 from ..dispatch.stream_order import in_stream_order
-from . import op
-from .matmul_reduce_scatter import matmul_flops
-from .op import Op
-from .scaled_calls import (
+from ..scaled_calls import (
     NO_GRADIENT,
     ScaledRows,
     dtype_of,
@@ -53,6 +50,9 @@ from .scaled_calls import (
     validate_scaled_matrix,
     why_unfused,
 )
+from . import op
+from .matmul_reduce_scatter import matmul_flops
+from .op import Op
 
 
 class ScaledMatmulReduceScatterCall(NamedTuple):

@@ -30,6 +30,8 @@ def find(c: Collective, settings: PassSettings) -> Pattern:
     # By itself it leaves them to what runs them beside products.
     if not settings.collectives or (by_itself and inductor_config.reorder_for_compute_comm_overlap):
         return with_product(c, settings)
+    if c.node.target is c10d.all_to_all_single.default:
+        return _profitable(match_alone(c, decided=always or not by_itself))
     copies = by_itself and settings.reorder is not None
     found = None
     try:
@@ -48,14 +50,17 @@ def find(c: Collective, settings: PassSettings) -> Pattern:
     try:
         if copies:
             return match_by_copy_engines(c, why)
-        other = match_alone(c, why, decided=always or not by_itself)
-        if (small := other.why_not_profitable()) is not None:
-            raise LeftAlone(small)
-        return other
+        return _profitable(match_alone(c, why, decided=always or not by_itself))
     except LeftAlone as e:
         if found is not None:
             return found
         raise LeftAlone(f"{why}; alone: {e}") from e
+
+
+def _profitable(found: Pattern) -> Pattern:
+    if (why := found.why_not_profitable()) is not None:
+        raise LeftAlone(why)
+    return found
 
 
 def with_product(c: Collective, settings: PassSettings) -> Pattern:
@@ -67,6 +72,8 @@ def with_product(c: Collective, settings: PassSettings) -> Pattern:
     if c.node.target is c10d.all_reduce.default:
         # Where several ops could take it, the one that takes most, whether that is profitable or not.
         return match_all_reduce(c, settings.groups, always=settings.fuse == "always")
+    if c.node.target is c10d.all_to_all_single.default:
+        raise LeftAlone("no product takes it")
     if c.node.target is c10d.reduce_scatter_tensor.default:
         return match_scaled_matmul_reduce_scatter(c) or match_matmul_reduce_scatter(c)
     why: LeftAlone | None = None

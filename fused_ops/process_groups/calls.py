@@ -14,9 +14,13 @@ from ...symm_mem.backends import cuda_state
 from ..dispatch.call_check import OpCall
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"
+ALL_TO_ALL = "all_to_all_single"
+_MOVED = (ALL_GATHER, ALL_TO_ALL)  # bit by bit, of any dtype
 #: Bytes of the whole tensor, up to which weft takes a call: faster than NCCL at all sizes. Larger ones were not
 #: measured next to a program's other kernels, and between CPU ranks a call's workspace grows with them.
 MOST_BYTES = 64 << 20
+#: The same of all-to-alls, of which nothing was measured: what latency decides.
+MOST_EXCHANGED = 1 << 20
 
 _KIND: Any = dist.ReduceOp.RedOpType
 _REDUCE_OPS = {_KIND.SUM: "sum", _KIND.AVG: "avg", _KIND.MAX: "max", _KIND.MIN: "min"}
@@ -32,7 +36,7 @@ class GroupCall:
     Attributes:
         name: of the collective, one of the constants above.
         out: what is written; of an all-reduce x itself.
-        reduce_op: as weft's ops have it; "" of an all-gather.
+        reduce_op: as weft's ops have it; "" of what reduces nothing.
     """
 
     name: str
@@ -43,7 +47,8 @@ class GroupCall:
     @property
     def kernel(self) -> str:
         """Of an op of ``capability.KERNELS``."""
-        return {ALL_REDUCE: "all_reduce", ALL_GATHER: "all_gather"}.get(self.name, "reduce_scatter")
+        others = {ALL_REDUCE: "all_reduce", ALL_GATHER: "all_gather", ALL_TO_ALL: "all_to_all"}
+        return others.get(self.name, "reduce_scatter")
 
     @property
     def compared(self) -> OpCall:
@@ -74,7 +79,7 @@ def why_left(group_size: int, call: GroupCall) -> str | None:
         return "a tensor of a type of its own"
     if x.layout is not torch.strided or out.layout is not torch.strided:
         return "a sparse tensor"
-    if call.name == ALL_GATHER:
+    if call.name in _MOVED:
         if x.is_complex() or x.is_quantized:
             return str(x.dtype).removeprefix("torch.")
     elif x.dtype not in _REDUCED:
@@ -84,10 +89,15 @@ def why_left(group_size: int, call: GroupCall) -> str | None:
     if x is not out:
         parts = (x, out) if call.name == ALL_GATHER else (out, x)
         alike = x.dtype == out.dtype and x.device == out.device
-        if not alike or parts[0].numel() * group_size != parts[1].numel():
+        if call.name == ALL_TO_ALL:
+            fit = x.numel() == out.numel() and not any(t.dim() < 1 or t.shape[0] % group_size for t in parts)
+        else:
+            fit = parts[0].numel() * group_size == parts[1].numel()
+        if not alike or not fit:
             return "arguments that do not fit each other"
-    if whole.nbytes > MOST_BYTES:
-        return f"more than {MOST_BYTES >> 20} MiB"
+    most = MOST_EXCHANGED if call.name == ALL_TO_ALL else MOST_BYTES
+    if whole.nbytes > most:
+        return f"more than {most >> 20} MiB"
     if x.is_cuda and not (_as_nccl_takes_it(x) and _as_nccl_takes_it(out)):
         return "a tensor that is not contiguous"  # NCCL refuses it before it sends anything
     return None

@@ -42,8 +42,9 @@ from ..dispatch.stream_order import (
 )
 from ..dispatch.workspaces import GROUP
 from ..ops.all_gather import choose_gather_on_cuda
+from ..ops.all_to_all import choose_exchange_on_cuda
 from ..ops.reduce_scatter import choose_scatter_on_cuda
-from .calls import ALL_GATHER, ALL_REDUCE, GroupCall, flat, index_of
+from .calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, GroupCall, flat, index_of
 from .work import DoneWork, StreamWork
 
 
@@ -231,7 +232,7 @@ def _then(before: StreamStep, line: CallLine) -> StreamStep:
 
 def _is_own_part(name: str, x: Tensor, out: Tensor, rank: int) -> bool:
     whole, part = (out, x) if name == ALL_GATHER else (x, out)
-    return part.data_ptr() == whole.data_ptr() + rank * part.nbytes
+    return name != ALL_TO_ALL and part.data_ptr() == whole.data_ptr() + rank * part.nbytes
 
 
 def _prepared(
@@ -245,10 +246,15 @@ def _prepared(
         made = prepare_all_reduce(choice, heap, x, call.reduce_op, ALL_REDUCE)
         ran(made.plan)
         return made
-    gathers = call.name == ALL_GATHER
-    alone = StandAlone(call.name, call.name, 0, [out, x], list(out.shape), 0, gathers)
-    if gathers:
+    shape = list(out.shape)
+    if call.name == ALL_GATHER:
+        alone = StandAlone(call.name, call.name, 0, [out, x], shape, x.shape, None, 0)
         choice = choose_gather_on_cuda(alone, group, GROUP)
+    elif call.name == ALL_TO_ALL:
+        part = [x.numel() // group.size()]
+        alone = StandAlone(call.name, call.name, 0, [out, x], shape, part, 0, 0)
+        choice = choose_exchange_on_cuda(alone, group, GROUP)
     else:
+        alone = StandAlone(call.name, call.name, 0, [out, x], shape, shape, 0, None)
         choice = choose_scatter_on_cuda(alone, call.reduce_op, group, GROUP)
     return choice.reason if choice.is_unfused else prepare_alone(choice, heap, alone)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Literal
@@ -21,7 +21,16 @@ from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.heap.registry import has_name, heaps_of
 from ...symm_mem.timeouts import call_timeout
 from .batches import Batch, operations_of_batch
-from .calls import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, GroupCall, index_of, reduction_of, why_left
+from .calls import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    GroupCall,
+    index_of,
+    reduction_of,
+    why_left,
+)
 from .cuda_calls import DeviceLines
 from .host_calls import HostLine, prepare_on_host
 from .options import (
@@ -30,6 +39,8 @@ from .options import (
     all_gathers,
     all_reduce_options,
     all_reduces,
+    all_to_all_options,
+    all_to_alls,
     reduce_scatter_options,
     reduce_scatters,
     seconds_of,
@@ -41,13 +52,14 @@ from .work import DoneWork
 _SUM: Any = dist.ReduceOp.SUM
 _TYPES = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
 # From 2.13 on torch has other names for these, and only then has the class below methods of these names.
-_GATHER, _GATHERS, _SCATTER, _SCATTERS = (
+_GATHER, _GATHERS, _SCATTER, _SCATTERS, _EXCHANGE = (
     new if hasattr(ProcessGroup, new) else old
     for new, old in (
         ("all_gather_single", "_allgather_base"),
         ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
         ("reduce_scatter_single", "_reduce_scatter_base"),
         ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+        ("all_to_all_single", "alltoall_base"),
     )
 )
 #: Methods of torch's process groups that weft never takes, and the public functions that call them.
@@ -59,8 +71,6 @@ _OTHERS = {
     "gather": "gather",
     "scatter": "scatter",
     "reduce_scatter": "reduce_scatter",
-    "all_to_all_single": "all_to_all_single",
-    "alltoall_base": "all_to_all_single",
     "alltoall": "all_to_all",
     "recv_anysource": "recv",
     "barrier": "barrier",
@@ -171,11 +181,33 @@ class WeftProcessGroup(ProcessGroup):
             return work
         return self._delegate(_SCATTERS, outputTensors, inputTensors, opts)
 
+    def alltoall_base(  # type: ignore[override]
+        self,
+        output: Tensor,
+        input: Tensor,  # noqa: A002
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        *args: Any,
+        **named: Any,
+    ) -> Work | None:
+        opts = all_to_all_options(args, named)
+        splits = [*output_split_sizes, *input_split_sizes]
+        cached: Any = False
+        if not splits and output is not input:
+            cached = self._launch_cached(ALL_TO_ALL, input, output, opts)
+        if cached is not False:
+            return cached
+        work = self._take(ALL_TO_ALL, all_to_alls(output, input, splits), opts)
+        if work is not None:
+            return work
+        return self._delegate(_EXCHANGE, output, input, output_split_sizes, input_split_sizes, *args, **named)
+
     if _GATHER == "all_gather_single":
         all_gather_single = _allgather_base  # type: ignore[assignment]
         all_gather_single_coalesced = allgather_into_tensor_coalesced
         reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
         reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+        all_to_all_single = alltoall_base  # type: ignore[assignment]
 
     def _launch_cached(self, name: str, x: Any, out: Any, opts: Any) -> Work | Literal[False] | None:
         """Launches a call on CUDA that is in the cache, with minimal overhead.
@@ -190,7 +222,7 @@ class WeftProcessGroup(ProcessGroup):
         if profiler._is_profiler_enabled or opts.timeout != UNSET:
             return False
         op: str | None = ""
-        if name != ALL_GATHER:
+        if name in (ALL_REDUCE, REDUCE_SCATTER):
             op = "sum" if opts.reduceOp == _SUM else reduction_of(opts.reduceOp)
         if op is None:
             return False

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from ...kernels.all_gather.host import host_all_gather, host_all_gather_layout
 from ...kernels.all_reduce.host import host_all_reduce, host_all_reduce_layout
+from ...kernels.all_to_all.host import host_all_to_all, host_all_to_all_layout
 from ...kernels.reduce_scatter.host import host_reduce_scatter, host_reduce_scatter_layout
 from ...symm_mem import WeftError, flight_recorder, timeouts
 from ...symm_mem.call_site import Site, call_site, calling, text
@@ -30,7 +31,7 @@ from ...symm_mem.workspace import Workspace
 from ..dispatch.call_check import begin_call
 from ..dispatch.plan import Plan, heap_or_reason, ran
 from ..dispatch.workspaces import GROUP, workspace_of
-from .calls import ALL_GATHER, ALL_REDUCE, GroupCall, flat
+from .calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, GroupCall, flat
 from .work import DoneWork, HostWork
 
 
@@ -52,7 +53,7 @@ class HostExchange:
 
     def run(self) -> None:
         """On whichever thread."""
-        exchange = {ALL_REDUCE: _all_reduce, ALL_GATHER: _all_gather}.get(self.call.name, _reduce_scatter)
+        exchange = _EXCHANGES[self.call.name]
         before, calling.site = calling.site, self.site
         flight_recorder.this_thread.call = self.recorded
         try:
@@ -72,8 +73,9 @@ def prepare_on_host(group: ProcessGroup, call: GroupCall, seconds: float | None 
     if isinstance(heap, str):
         return heap
     size = heap.world_size
-    layout = {ALL_REDUCE: host_all_reduce_layout, ALL_GATHER: host_all_gather_layout}.get(call.name)
-    wanted = layout(x.nbytes, size) if layout else host_reduce_scatter_layout(x.nbytes // size, size)
+    # Of x, or of the part for each rank.
+    nbytes = x.nbytes if call.name in (ALL_REDUCE, ALL_GATHER) else x.nbytes // size
+    wanted = _LAYOUTS[call.name](nbytes, size)
     workspace = workspace_of(heap, GROUP, wanted)
     ran(Plan("host", workspace_bytes=workspace.layout.bytes))
     return HostExchange(workspace, call, seconds, call_site(), flight_recorder.take_recorded())
@@ -106,6 +108,26 @@ def _all_gather(workspace: Workspace[Layout], call: GroupCall) -> None:
 def _reduce_scatter(workspace: Workspace[Layout], call: GroupCall) -> None:
     parts = _elements(call.x).view(workspace.world_size, -1)
     _write(call.out, host_reduce_scatter(workspace, parts, call.reduce_op, call.name))
+
+
+def _all_to_all(workspace: Workspace[Layout], call: GroupCall) -> None:
+    x = _elements(call.x)
+    parts = x.view(torch.uint8).view(workspace.world_size, -1)
+    _write(call.out, host_all_to_all(workspace, parts, call.name).view(-1).view(x.dtype))
+
+
+_EXCHANGES = {
+    ALL_REDUCE: _all_reduce,
+    ALL_GATHER: _all_gather,
+    REDUCE_SCATTER: _reduce_scatter,
+    ALL_TO_ALL: _all_to_all,
+}
+_LAYOUTS = {
+    ALL_REDUCE: host_all_reduce_layout,
+    ALL_GATHER: host_all_gather_layout,
+    REDUCE_SCATTER: host_reduce_scatter_layout,
+    ALL_TO_ALL: host_all_to_all_layout,
+}
 
 
 def _elements(x: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 
 from ...symm_mem.timeouts import LONGEST, set_timeout
-from .calls import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, GroupCall, reduction_of, waited_for
+from .calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, GroupCall, reduction_of, waited_for
 
 UNSET = AllgatherOptions().timeout  #: of options that have none: the group's counts
 
@@ -76,8 +76,29 @@ def reduce_scatters(outputs: Any, inputs: Any, opts: Any) -> list[GroupCall] | s
     return [GroupCall(REDUCE_SCATTER, out, waited_for(x), op) for out, x in zip(outputs, inputs, strict=True)]
 
 
+def all_to_alls(out: Any, x: Any, splits: Any) -> list[GroupCall] | str:
+    """Likewise. With ``splits`` of one rank that are even those of others need not be."""
+    if splits:
+        return "split sizes are given"
+    if not _paired([out], [x]):
+        return "arguments that do not fit each other"
+    x = waited_for(x)
+    return [GroupCall(ALL_TO_ALL, out, x.clone() if x is out else x)]
+
+
 def all_gather_options(opts: Any) -> Any:
     return AllgatherOptions() if opts is None else opts
+
+
+def all_to_all_options(given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Of the two signatures that torch has: with options, or with a timeout."""
+    opts = next((each for each in (*given, *named.values()) if isinstance(each, AllToAllOptions)), None)
+    if opts is None:
+        opts = AllToAllOptions()
+        timeout = next((each for each in (*given, *named.values()) if isinstance(each, timedelta)), None)
+        if timeout is not None:
+            opts.timeout = timeout
+    return opts
 
 
 def reduce_scatter_options(opts: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from ..drop_in.calls_taken import CallCounts, CallsTaken
-from .calls import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from .calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 
 _log = logging.getLogger("weft.process_group")
 
@@ -32,7 +32,7 @@ class GroupCalls:
         self._counts = CallCounts()
         self._told: set[tuple[str, str]] = set()
         self._taken = 0  # by weft, without those of ``cached``
-        self.cached = dict.fromkeys((ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER), 0)
+        self.cached = dict.fromkeys((ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL), 0)
 
     @torch._disable_dynamo
     def calls(self, *, clear: bool = False) -> tuple[CallsTaken, ...]:

@@ -7,7 +7,6 @@
 // of `out` that becomes x. Graph-safe. docs/protocol.md#ll-exchange, #exact-data, #credits
 
 #include "collective/exact.cuh"
-#include "collective/slices.cuh"
 
 #if !defined(WORKERS) || !defined(AT_ONCE)
 #error "WORKERS, AT_ONCE: threads of a block of rounds that send, and vectors that each takes at once"
@@ -37,15 +36,11 @@ struct Steps {
         if (s.at < end) next = weft::SliceVector<WHOLE>(p.x, s.at).load(0);
     }
 
-    __device__ __forceinline__ void store(int src, u32 at, const uint4& v) const {
-        weft::SliceVector<WHOLE>(p.out, at).store(src, v);
-    }
-
     __device__ __forceinline__ void send(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) {
         const weft::ExactEpoch exact{epoch, p.room};
         while (s.at < end) {
             exact.send_to_all(s.index, next);
-            store(RANK, s.at, next);
+            weft::SliceVector<WHOLE>(p.out, s.at).store(RANK, next);
             s.skip(threads);
             load(s, end, threads);
         }
@@ -53,28 +48,7 @@ struct Steps {
 
     template <int COUNT>
     __device__ __forceinline__ void receive(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) const {
-        const weft::ExactEpoch exact{epoch, p.room};
-        if constexpr (COUNT == 1) {
-            for (; s.at < end; s.skip(threads)) {
-                weft::store_all(epoch, s.index, [&](int src, const uint4& v) {
-                    store(src, s.at, exact.corrected(src, s.index, v));
-                });
-            }
-        } else {
-            const u32 stride = gridDim.x * threads;
-            for (; s.at + (COUNT - 1) * stride < end; s.skip(threads, COUNT)) {
-                uint4 in[COUNT * WORLD_SIZE];
-                epoch.take_all<COUNT>(s.index, in, threads);
-#pragma unroll
-                for (int i = 0; i < COUNT * WORLD_SIZE; ++i) {
-                    const int src = i % WORLD_SIZE;
-                    const u32 k = i / WORLD_SIZE;
-                    if (src == RANK) continue;
-                    store(src, s.at + k * stride, exact.corrected(src, s.index + k * threads, in[i]));
-                }
-            }
-            receive<1>(epoch, s, end, threads);
-        }
+        weft::receive_parts<WHOLE, COUNT>(p.out, weft::ExactEpoch{epoch, p.room}, s, end, threads);
     }
 };
 

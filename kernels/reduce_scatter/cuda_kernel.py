@@ -85,5 +85,6 @@ def combine_reduce_scatter_launcher(
 
 def scatter_problem(wanted: CombinedSum, dim: int, world_size: int) -> SlicesProblem:
     tokens, hidden = wanted.tokens, wanted.hidden
-    rows, row = (tokens, hidden // world_size) if dim else (1, tokens // world_size * hidden)
-    return SlicesProblem(rows, row * wanted.dtype.itemsize, gathers=False)
+    row = hidden // world_size if dim else tokens // world_size * hidden
+    size = wanted.dtype.itemsize
+    return SlicesProblem(tokens * hidden // world_size * size, row * size, None)

@@ -34,6 +34,7 @@ def test_the_whole_table() -> None:
         "matmul_reduce_scatter": 5 * 6 * 2,
         "all_gather": (26 + 3) * 2,
         "reduce_scatter": (26 + 3) * 2,
+        "all_to_all": (26 + 3) * 2,
         "all_reduce": 26 * 2,
         "all_reduce_rms_norm": 3 * 7 * 2,
         "matmul_all_reduce": 5 * 6 * 2,

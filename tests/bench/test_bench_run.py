@@ -59,6 +59,7 @@ def test_run_writes_every_op(tmp_path: Path) -> None:
         "matmul_reduce_scatter",
         "all_gather",
         "reduce_scatter",
+        "all_to_all",
         "all_reduce",
         "all_reduce_rms_norm",
         "matmul_all_reduce",

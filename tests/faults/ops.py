@@ -33,6 +33,7 @@ from weft.fused_ops import (
     one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
+    one_shot_all_to_all,
     one_shot_reduce_scatter,
 )
 
@@ -160,6 +161,15 @@ def _scattered_alone(rank: int, size: int, step: int, unit: int, group: Any, mor
         lambda: one_shot_reduce_scatter(xs[rank], "sum", 1, group),
         lambda: sum(xs).chunk(size, 1)[rank],
         lambda: one_shot_reduce_scatter(xs[rank], "sum", 0, group),
+    )
+
+
+def _exchanged(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
+    xs = [numbers(100 * step + r, size, (7 * unit + more) * size) for r in range(size)]
+    return Case(
+        lambda: one_shot_all_to_all(xs[rank], 1, 0, group),
+        lambda: torch.cat([x.chunk(size, 1)[rank] for x in xs]),
+        lambda: one_shot_all_to_all(xs[rank], 0, 1, group),
     )
 
 
@@ -343,4 +353,5 @@ OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
     "fused_moe_combine_all_reduce": _combined,
     "fused_moe_combine_all_reduce_rms_norm": partial(_combined, kind="norm"),
     "fused_moe_combine_reduce_scatter": partial(_combined, kind="part"),
+    "one_shot_all_to_all": _exchanged,
 }

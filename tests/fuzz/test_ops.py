@@ -19,8 +19,8 @@ from weft.fused_ops.dispatch import plan
 
 sys.path.insert(0, str(Path(__file__).parent))
 import values as v
+from collective_calls import RANKS, all_gather, all_reduce, all_to_all, reduce_scatter
 
-RANKS = 2
 ENV = {"WEFT_TIMEOUT": "20"}
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 QUANT = ("weight_offset", "round_sum", "scale", "out_dtype", "scale_op", "smallest")
@@ -38,6 +38,7 @@ NAMES = {
     "one_shot_all_reduce_": "x|reduce_op|group",
     "one_shot_all_gather": "x|gather_dim|group|out",
     "one_shot_reduce_scatter": "x|reduce_op|scatter_dim|group|out",
+    "one_shot_all_to_all": "x|scatter_dim|gather_dim|group",
     "fused_all_reduce_rms_norm": "x|residual|weight|eps|group|weight_offset|round_sum",
     "fused_all_reduce_rms_norm_quant": f"x|residual|weight|eps|group|{'|'.join(QUANT)}",
     "fused_all_reduce_layer_norm": "x|residual|weight|bias|eps|group|weight_offset",
@@ -123,39 +124,6 @@ def scaled_matmul_reduce_scatter(draw: st.DrawFn) -> list[Any]:
 
 
 @st.composite
-def all_reduce(draw: st.DrawFn) -> list[Any]:
-    shape = tuple(draw(st.lists(v.sizes, max_size=4)))
-    x = v.Tensor(shape, draw(v.dtypes), draw(v.layouts), draw(v.seeds))
-    return [x, draw(st.sampled_from(("sum", "avg"))), draw(v.groups)]
-
-
-@st.composite
-def all_gather(draw: st.DrawFn) -> list[Any]:
-    shape = draw(st.lists(v.sizes, min_size=1, max_size=4))
-    dim, dtype = draw(st.integers(0, len(shape) - 1)), draw(v.dtypes)
-    x = v.Tensor(tuple(shape), dtype, draw(v.layouts), draw(v.seeds))
-    shape[dim] *= RANKS
-    return [x, dim - draw(st.sampled_from((0, len(shape)))), draw(v.groups), draw(_outs(shape, dtype))]
-
-
-@st.composite
-def reduce_scatter(draw: st.DrawFn) -> list[Any]:
-    shape = draw(st.lists(v.sizes, min_size=1, max_size=4))
-    dim, dtype = draw(st.integers(0, len(shape) - 1)), draw(v.dtypes)
-    out = draw(_outs(shape, dtype))
-    shape[dim] *= RANKS
-    x = v.Tensor(tuple(shape), dtype, draw(v.layouts), draw(v.seeds))
-    dim -= draw(st.sampled_from((0, len(shape))))
-    return [x, draw(st.sampled_from(("sum", "avg"))), dim, draw(v.groups), out]
-
-
-def _outs(shape: list[int], dtype: str) -> st.SearchStrategy[Any]:
-    """None, or a tensor for the result."""
-    sizes = tuple(shape)
-    return st.one_of(st.none(), st.builds(v.Tensor, st.just(sizes), st.just(dtype), v.layouts, v.seeds))
-
-
-@st.composite
 def all_reduce_rms_norm(draw: st.DrawFn) -> list[Any]:
     shape, dtype = tuple(draw(st.lists(v.sizes, min_size=1, max_size=3))), draw(v.dtypes)
     dtypes = (dtype, dtype, draw(st.sampled_from((dtype, dtype, "float32"))))
@@ -210,6 +178,7 @@ def calls(draw: st.DrawFn) -> tuple[str, list[Any]]:
             all_reduce().map(lambda a: ("one_shot_all_reduce_", a)),
             all_gather().map(lambda a: ("one_shot_all_gather", a)),
             reduce_scatter().map(lambda a: ("one_shot_reduce_scatter", a)),
+            all_to_all().map(lambda a: ("one_shot_all_to_all", a)),
             all_reduce_rms_norm().map(lambda a: ("fused_all_reduce_rms_norm", a)),
             all_reduce_rms_norm_quant().map(lambda a: ("fused_all_reduce_rms_norm_quant", a)),
             all_reduce_layer_norm().map(lambda a: ("fused_all_reduce_layer_norm", a)),
@@ -278,6 +247,10 @@ def reference(op: str, every: list[list[Any]], rank: int) -> Any:
         return sum(first) / (len(every) if every[0][1] == "avg" else 1), first
     if op == "one_shot_all_gather":
         return torch.cat(first, every[rank][1]), None
+    if op == "one_shot_all_to_all":
+        scatter_dim, gather_dim = every[rank][1:3]
+        parts = [x.chunk(len(every), scatter_dim)[rank] if x.shape[scatter_dim] else x for x in first]
+        return torch.cat(parts, gather_dim), None
     if op == "one_shot_reduce_scatter":
         dim = int(every[0][2])
         mine = [x.chunk(len(every), dim)[rank] if x.shape[dim] else x for x in first]

@@ -16,6 +16,7 @@ from weft.kernels.all_gather_matmul import one_shot_kernel as gather
 from weft.kernels.all_reduce import cuda_kernel
 from weft.kernels.all_reduce_rms_norm import cuda_kernel as norm_kernel
 from weft.kernels.all_reduce_rms_norm.configs import CLUSTERS, most_per_thread
+from weft.kernels.all_to_all import cuda_kernel as all_to_all_kernel
 from weft.kernels.async_collectives import cuda_kernel as async_kernel
 from weft.kernels.device.collective.launch import CollectiveParams
 from weft.kernels.device.comm import acquire
@@ -150,6 +151,7 @@ PROGRAMS: dict[str, Program] = {
         f"alone_gather-{size}-bytes": all_gather_kernel.all_gather_program(size, size - 1)
         for size in ONE_SHOT
     },
+    **{f"all_to_all-{size}-bytes": all_to_all_kernel.all_to_all_program(size, size - 1) for size in ONE_SHOT},
     "alone_gather-4-early": all_gather_kernel.all_gather_program(4, 3, dependent=True),
     **{
         f"alone_scatter-{size}-{dtype}-{reduce_op}": reduce_scatter_kernel.reduce_scatter_program(
@@ -189,6 +191,7 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
     ),
     "alone_gather": (COLLECTIVE, CollectiveParams),
     "alone_scatter": (COLLECTIVE, CollectiveParams),
+    "all_to_all": (COLLECTIVE, CollectiveParams),
     "norm": ({"one_shot", "two_shot"}, norm_kernel._Params),
     "route": ({"moe_route"}, moe_route._Params),
     "combine_all_reduce": (

@@ -34,6 +34,7 @@ from weft.fused_ops import (
     fused_scaled_matmul_reduce_scatter,
     one_shot_all_gather,
     one_shot_all_reduce,
+    one_shot_all_to_all,
     one_shot_reduce_scatter,
 )
 from weft.fused_ops.dispatch.plan import forced
@@ -212,6 +213,10 @@ def alone(rank: int, size: int, seed: int) -> None:
                             fused()
                             want = sum(x.float() for x in xs).chunk(size, dim)[rank]
                             same(f"reduce-scatter {more} {dim}", out, want)
+                            out = one_shot_all_to_all(put(xs[rank]), dim, 2 - dim, dist.group.WORLD)
+                            fused()
+                            want = torch.cat([x.chunk(size, dim)[rank] for x in xs], 2 - dim)
+                            same(f"all-to-all {more} {dim}", out, want)
 
 
 def all_reduce_rms_norm(rank: int, size: int, seed: int) -> None:

@@ -25,6 +25,7 @@ from weft.fused_ops import (
     moe_route,
     one_shot_all_gather,
     one_shot_all_reduce,
+    one_shot_all_to_all,
     one_shot_reduce_scatter,
 )
 
@@ -37,6 +38,7 @@ OPS = (
     "all_reduce",
     "all_gather",
     "reduce_scatter",
+    "all_to_all",
     "all_gather_scaled_matmul",
     "scaled_matmul_reduce_scatter",
     "all_gather_started",
@@ -52,7 +54,7 @@ STARTED = (
     "all_gather_started",
     "reduce_scatter_started",
 )  # as reordered graphs call them: a start and its wait
-ALONE = ("all_gather", "reduce_scatter", *STARTED)  # of a part [*lead, n]
+ALONE = ("all_gather", "reduce_scatter", "all_to_all", *STARTED)  # of a part [*lead, n]
 POOL = 1 << 22  #: elements
 
 
@@ -88,7 +90,7 @@ class Call:
             without the last one.
         k, n: of the product [k, n]; for all_reduce ``n`` is the number of elements, for what stands alone the last
             size.
-        dim: gathered or scattered; may be the last one.
+        dim: gathered or scattered; may be the last one. Of all_to_all the first one is gathered.
         starts: where in the pool the operands lie, from 0 to 1.
         grain: operands begin at a multiple of so many elements.
         columns: B's columns are contiguous, not its rows.
@@ -183,7 +185,7 @@ def operands(call: Call, pool: Pool, world_size: int) -> tuple[Tensor, list[Tens
     lead, k, n = list(call.lead), call.k, call.n
     if call.op in ALONE:
         shape = [*lead, n]
-        if call.unscaled == "reduce_scatter":
+        if call.unscaled in ("reduce_scatter", "all_to_all"):
             shape[call.dim] *= w
         return pool.window(*where, w, *shape, grain=call.grain), []
     if call.op in OF_EXPERTS:
@@ -308,6 +310,8 @@ def run(call: Call, a: Tensor, bs: list[Tensor], rank: int, group: dist.ProcessG
         return [one_shot_all_reduce(a[rank], call.reduce_op(a.shape[0]), group)]
     if call.op in STARTED:
         return [_run_started(call, a[rank], a.shape[0], group.group_name)]
+    if call.op == "all_to_all":
+        return [one_shot_all_to_all(a[rank], call.dim, 0, group)]
     if call.op in ALONE:
         # Every other one into a given tensor.
         into = None if call.return_A else a.new_empty(_alone_shape(call, a.shape[0]))
@@ -338,6 +342,8 @@ def expected(call: Call, a: Tensor, bs: list[Tensor], rank: int) -> list[Tensor]
         return [torch.cat(list(a), call.dim)]
     if call.unscaled == "reduce_scatter":
         return [(a.float().sum(0).chunk(w, call.dim)[rank] / scale).to(call.dtype)]
+    if call.op == "all_to_all":
+        return [torch.cat([x.chunk(w, call.dim)[rank] for x in a])]
     if call.op in SCALED:
         return _expected_scaled(call, a, bs, rank)
     scattered = call.op == "matmul_reduce_scatter"

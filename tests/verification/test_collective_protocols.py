@@ -57,7 +57,8 @@ class Case:
     polls: int = PATIENT
 
     def launch(self, rank: int, x: torch.Tensor, out: torch.Tensor, gathers: bool) -> None:
-        problem = SlicesProblem(self.rows, self.n * self.dtype.itemsize, gathers)
+        row = self.n * self.dtype.itemsize
+        problem = SlicesProblem(self.rows * row, *((None, row) if gathers else (row, None)))
         place = self.ranks.places[rank]
         kernel = CollectiveLauncher(place, problem, self.ranks.function, self.config)
         kernel.launch(0, (x.data_ptr(),), (out.data_ptr(),), self.polls, rank)

@@ -18,7 +18,13 @@ from .nodes import LeftAlone, aten, c10d, calls, is_val, known, memory, some, va
 _WAITS = ("wait_tensor", "wait_tensors")
 _COPIED = {schema.all_gather_start, schema.reduce_scatter_start}  # by copy engines
 _COPIED_WAITS = {schema.all_gather_wait, schema.reduce_scatter_wait}
-_FUSIBLE = {c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.all_reduce.default}
+_EXCHANGE = c10d.all_to_all_single.default
+_FUSIBLE = {
+    c10d.all_gather_into_tensor.default,
+    c10d.reduce_scatter_tensor.default,
+    c10d.all_reduce.default,
+    _EXCHANGE,
+}
 # What to do where a graph break has parted a collective from its product.
 COMPILE_BOTH = (
     "compile the module that holds both (an nn.Sequential that is compiled itself has a graph for each child)"
@@ -69,7 +75,7 @@ class Collective:
         """
         if node.target not in _FUSIBLE:
             raise LeftAlone(
-                "weft fuses all_gather, reduce_scatter and all_reduce of one tensor into new memory only"
+                "weft fuses all_gather, reduce_scatter, all_reduce and all_to_all of one tensor into new memory only"
             )
         group = group_of(node)
         if group is None:
@@ -82,7 +88,10 @@ class Collective:
             raise LeftAlone(str(e)) from e
         if world == 1:
             raise LeftAlone("its group has one rank")
-        size = node.args[-2] if node.target is not c10d.all_reduce.default else world
+        exchanges = node.target is _EXCHANGE
+        size = world if node.target is c10d.all_reduce.default else node.args[-2]
+        if exchanges:
+            size = len(node.args[1])  # type: ignore[arg-type]
         if size != world:
             raise LeftAlone(f"it is for {size} ranks, the group has {world}")
         x = node.args[0]
@@ -90,10 +99,12 @@ class Collective:
             raise LeftAlone("the shape of its input is not known")
         if val(x).device.type not in ("cpu", "cuda"):
             raise LeftAlone(f"its input lies on {val(x).device}")
+        if exchanges and not _has_even_parts(node):
+            raise LeftAlone("its parts are uneven")
         gathers = node.target is c10d.all_gather_into_tensor.default
         if val(x).dtype not in validation.DTYPES and not (gathers and val(x).dtype in FP8):
             raise LeftAlone(f"its input is {val(x).dtype}, not float32, bfloat16 or float16")
-        reduce_op = "" if gathers else str(node.args[1])
+        reduce_op = "" if gathers or exchanges else str(node.args[1])
         scatters = node.target is c10d.reduce_scatter_tensor.default
         taken = validation.REDUCE_OPS if scatters else validation.ALL_REDUCE_OPS
         if reduce_op and reduce_op not in taken:
@@ -109,6 +120,13 @@ class Collective:
             )
         val(waits[0])
         return cls(node, waits[0], x, group, world, reduce_op)
+
+
+def _has_even_parts(node: fx.Node) -> bool:
+    """Of an all-to-all: whether each rank sends each rank as many rows."""
+    x, to, of = node.args[:3]
+    sizes = [s.meta["val"] if isinstance(s, fx.Node) else s for s in (*to, *of)]  # type: ignore[misc]
+    return val(x).dim() > 0 and all(known(s * len(to) == val(x).shape[0]) for s in sizes)  # type: ignore[arg-type]
 
 
 def kind_of(node: fx.Node) -> str:

@@ -1,4 +1,4 @@
-"""An all-gather or a reduce-scatter that no product is beside: ``one_shot_all_gather``, ``one_shot_reduce_scatter``.
+"""An all-gather, a reduce-scatter, or an all-to-all of even parts that no product is beside: ``one_shot_...`` alone.
 
 torch gathers along dimension 0 only, then cuts and joins for another one; it joins what it has cut before it scatters.
 The ops do that as they store and load, so both go.
@@ -19,7 +19,7 @@ from ..graph.collectives import Collective
 from ..graph.index_map import RANK, Digit, Dims, gathered_dims, plain, same_size
 from ..graph.nodes import LeftAlone, aten, c10d, calls, is_contiguous, val, what
 from ..graph.views import ViewStep, steps_back, views
-from .pattern import Pattern
+from .pattern import Pattern, word_of
 
 
 def match_alone(c: Collective, why: str = "", *, decided: bool = False) -> Pattern:
@@ -38,13 +38,13 @@ def match_alone(c: Collective, why: str = "", *, decided: bool = False) -> Patte
             f"it is waited for after {what(between)}, which the group's own backend overlaps with it"
         )
     gathers = c.node.target is c10d.all_gather_into_tensor.default
-    found = (_gathered if gathers else _scattered)(c)
-    dim, x = found.dim, val(found.x)
+    found = _FOUND[c.node.target](c)  # type: ignore[index]
+    dim, x = found.dims[0], val(found.x)
     whole = val(found.result).shape if gathers else x.shape
     return Pattern(
         collective=c,
         op=found.op,
-        form=f"{'all_gather' if gathers else 'reduce_scatter'} alone" + f" of dimension {dim}" * bool(dim),
+        form=f"{word_of(found.op)} alone" + f" of dimension {dim}" * bool(dim),
         detail=f"with no product: {why}" if why else "",
         sizes=(math.prod(whole[:-1]), whole[-1], 0),
         dtype=x.dtype,
@@ -58,11 +58,11 @@ def match_alone(c: Collective, why: str = "", *, decided: bool = False) -> Patte
 
 @dataclass
 class _Replacement:
-    """The op along dimension ``dim`` from ``x`` to ``result``; ``steps`` lie between these and the collective."""
+    """The op along dimensions from ``x`` to ``result``; ``steps`` lie between these and the collective."""
 
     collective: Collective
     op: Any
-    dim: int
+    dims: tuple[int, ...]
     x: fx.Node
     result: fx.Node
     steps: tuple[ViewStep, ...] = ()
@@ -71,7 +71,7 @@ class _Replacement:
         c, at = self.collective, self.collective.node
         reduce_op = [c.reduce_op] if c.reduce_op else []
         with rewrite.undone_if_left():
-            out = rewrite.fused(at, self.op, c, self.x, *reduce_op, self.dim)
+            out = rewrite.fused(at, self.op, c, self.x, *reduce_op, *self.dims)
         for user in list(c.node.users):
             # The sizes of what is pending are those of the result along dimension 0, which nobody has here otherwise.
             if user is not c.wait and not self.steps:
@@ -102,8 +102,8 @@ def _gathered(c: Collective) -> _Replacement:
                 continue
             for dim in range(1, len(shape)):
                 if _same(view.dims, _along(shape, dim, c.world)):
-                    return _Replacement(c, schema.all_gather, dim, c.x, node, tuple(steps))
-    return _Replacement(c, schema.all_gather, 0, c.x, c.wait)
+                    return _Replacement(c, schema.all_gather, (dim,), c.x, node, tuple(steps))
+    return _Replacement(c, schema.all_gather, (0,), c.x, c.wait)
 
 
 def _scattered(c: Collective) -> _Replacement:
@@ -113,8 +113,12 @@ def _scattered(c: Collective) -> _Replacement:
         dims = step.backward(gathered_dims(part, c.world))
         for dim in range(1, len(part)):
             if _same(dims, _along(part, dim, c.world)):
-                return _Replacement(c, schema.reduce_scatter, dim, step.source, c.wait, (step,))
-    return _Replacement(c, schema.reduce_scatter, 0, c.x, c.wait)
+                return _Replacement(c, schema.reduce_scatter, (dim,), step.source, c.wait, (step,))
+    return _Replacement(c, schema.reduce_scatter, (0,), c.x, c.wait)
+
+
+def _exchanged(c: Collective) -> _Replacement:
+    return _Replacement(c, schema.all_to_all, (0, 0), c.x, c.wait)
 
 
 def _nothing_else_uses(wait: fx.Node, steps: list[ViewStep]) -> bool:
@@ -122,3 +126,10 @@ def _nothing_else_uses(wait: fx.Node, steps: list[ViewStep]) -> bool:
     nodes = {n for step in steps for n in step.nodes}
     last = steps[0].node
     return all(user in nodes for node in (wait, *(nodes - {last})) for user in node.users)
+
+
+_FOUND = {
+    c10d.all_gather_into_tensor.default: _gathered,
+    c10d.reduce_scatter_tensor.default: _scattered,
+    c10d.all_to_all_single.default: _exchanged,
+}

@@ -35,6 +35,7 @@ _WORDS = {
     "_c10d_functional::all_reduce": "all_reduce",
     "weft::one_shot_all_gather": "all_gather",
     "weft::one_shot_reduce_scatter": "reduce_scatter",
+    "weft::one_shot_all_to_all": "all_to_all",
     "weft::all_gather_start": "all_gather",
     "weft::reduce_scatter_start": "reduce_scatter",
 }

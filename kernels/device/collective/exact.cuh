@@ -6,6 +6,7 @@
 // the thread that received the vector with such a word in it. Relaxed, system scope, as all LL data.
 
 #include "collective/rounds.cuh"
+#include "collective/slices.cuh"
 
 namespace weft {
 
@@ -17,15 +18,14 @@ struct ExactEpoch {
 
     __device__ __forceinline__ void send_to_all(u32 index, const uint4& v) const {
         epoch.send_to_all(index, ll_encode(v));
-        if (max(max(v.x, v.y), max(v.z, v.w)) < DOUBTFUL || epoch.lost) return;
-        const u32 correction = 16 | (v.x == ~0u) | (v.y == ~0u) << 1 | (v.z == ~0u) << 2 | (v.w == ~0u) << 3;
+        if (!needs_correction(v)) return;
 #pragma unroll 1
-        for (int i = 1; i < WORLD_SIZE; ++i) {
-            const int peer = peer_of(i);
-            char* here = reinterpret_cast<char*>(place(RANK, index));
-            store_payload_word(
-                reinterpret_cast<u32*>(here + static_cast<long long>(epoch.s.span) * (peer - RANK)), correction);
-        }
+        for (int i = 1; i < WORLD_SIZE; ++i) correct(peer_of(i), index, v);
+    }
+
+    __device__ __forceinline__ void send(int peer, u32 index, const uint4& v) const {
+        epoch.send(peer, index, ll_encode(v));
+        if (needs_correction(v)) correct(peer, index, v);
     }
 
     // What `sender` has sent to slot `index`, where v arrived.
@@ -46,9 +46,47 @@ struct ExactEpoch {
     }
 
 private:
+    __device__ __forceinline__ bool needs_correction(const uint4& v) const {
+        return !(max(max(v.x, v.y), max(v.z, v.w)) < DOUBTFUL || epoch.lost);
+    }
+
+    __device__ __forceinline__ void correct(int peer, u32 index, const uint4& v) const {
+        const u32 correction = 16 | (v.x == ~0u) | (v.y == ~0u) << 1 | (v.z == ~0u) << 2 | (v.w == ~0u) << 3;
+        char* here = reinterpret_cast<char*>(place(RANK, index));
+        store_payload_word(
+            reinterpret_cast<u32*>(here + static_cast<long long>(epoch.s.span) * (peer - RANK)), correction);
+    }
+
     __device__ __forceinline__ u32* place(int sender, u32 index) const {
         return reinterpret_cast<u32*>(epoch.place(sender, room)) + index;
     }
 };
+
+// Stores each peer's vectors, of a thread's from `s` on that come before `end`, as the peer's part of `out`.
+template <bool WHOLE, int COUNT>
+__device__ __forceinline__ void receive_parts(
+    const Slices& out, const ExactEpoch& exact, ThreadShare s, u32 end, u32 threads) {
+    const auto store = [&](int src, u32 at, u32 index, const uint4& v) {
+        SliceVector<WHOLE>(out, at).store(src, exact.corrected(src, index, v));
+    };
+    if constexpr (COUNT == 1) {
+        for (; s.at < end; s.skip(threads)) {
+            store_all(exact.epoch, s.index, [&](int src, const uint4& v) { store(src, s.at, s.index, v); });
+        }
+    } else {
+        const u32 stride = gridDim.x * threads;
+        for (; s.at + (COUNT - 1) * stride < end; s.skip(threads, COUNT)) {
+            uint4 in[COUNT * WORLD_SIZE];
+            exact.epoch.take_all<COUNT>(s.index, in, threads);
+#pragma unroll
+            for (int i = 0; i < COUNT * WORLD_SIZE; ++i) {
+                const int src = i % WORLD_SIZE;
+                const u32 k = i / WORLD_SIZE;
+                if (src != RANK) store(src, s.at + k * stride, s.index + k * threads, in[i]);
+            }
+        }
+        receive_parts<WHOLE, 1>(out, exact, s, end, threads);
+    }
+}
 
 }  // namespace weft

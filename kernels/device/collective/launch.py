@@ -42,25 +42,26 @@ class CollectiveParams(ctypes.Structure):
 
 @dataclass(frozen=True)
 class SlicesProblem:
-    """What is moved: a tensor [rows, W, row] in bytes and a part of it [rows, row].
+    """What is moved: a part of so many ``bytes`` for each rank, as it lies in x and in out.
 
-    ``gathers``: parts become the tensor; else they are made of it.
+    ``x_row``, ``out_row``: bytes of a part's row in x and in out, tensors [rows, W, row]; None: that is the part alone.
     """
 
-    rows: int
-    row: int
-    gathers: bool
+    bytes: int
+    x_row: int | None
+    out_row: int | None
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.row < 1 or self.rows * self.row > MOST_BYTES:
-            raise ValueError(
-                f"a part of {self.rows} rows of {self.row} bytes: must have from 1 to {MOST_BYTES} bytes"
-            )
+        if not 1 <= self.bytes <= MOST_BYTES:
+            raise ValueError(f"a part of {self.bytes} bytes: must have from 1 to {MOST_BYTES} bytes")
+        for row in self.rows:
+            if row < 1 or self.bytes % row:
+                raise ValueError(f"rows of {row} bytes: must make up a part of {self.bytes} bytes")
 
     @property
-    def bytes(self) -> int:
-        """Of a part."""
-        return self.rows * self.row
+    def rows(self) -> list[int]:
+        """Bytes of each kind of row."""
+        return [row for row in (self.x_row, self.out_row) if row is not None]
 
     @property
     def vectors(self) -> int:
@@ -70,11 +71,11 @@ class SlicesProblem:
     def slices(self, world_size: int) -> tuple[Slices, Slices]:
         """Of x and out."""
         # What is alone is one row: it has no rows of others in between.
-        part, whole = (
-            Slices(0, self.bytes, self.bytes, 1),
-            Slices(0, self.row, self.bytes, world_size),
+        x, out = (
+            Slices(0, self.bytes, self.bytes, 1) if row is None else Slices(0, row, self.bytes, world_size)
+            for row in (self.x_row, self.out_row)
         )
-        return (part, whole) if self.gathers else (whole, part)
+        return x, out
 
 
 def rounds_defines(world_size: int) -> dict[str, str | int]:
@@ -106,11 +107,11 @@ class CollectiveLauncher:
         self.grids = (launch.blocks,) * launch.epochs
         self._timeout_ns = 0
         self._lock = threading.Lock()  # a launch takes what stands in its struct
-        self._any_unit = max(unit for unit in _UNITS[1:] if problem.row % unit == 0)
+        self._any_unit = max(unit for unit in _UNITS[1:] if not any(row % unit for row in problem.rows))
         # Whole vectors at aligned addresses are a kernel of their own.
         self._launches: list[Callable[[int], None]] = []
         self._params: list[CollectiveParams] = []
-        self._has_whole = problem.row % VECTOR == 0
+        self._has_whole = not any(row % VECTOR for row in problem.rows)
         for name in (f"{launch.kernel}_any", *([launch.kernel] if self._has_whole else ())):
             params = CollectiveParams(slots_of(place, 0), *problem.slices(layout.world_size))
             params.vectors, params.room = problem.vectors, launch.room

@@ -187,14 +187,18 @@ struct Parts {
         }
     }
 
-    template <typename Load>
-    __device__ __forceinline__ void send_all(const Load& load, const Epoch& epoch, const ThreadShare& s) const {
+    template <typename Load, typename Send>
+    __device__ __forceinline__ void each(const Load& load, u32 at, const Send& send) const {
 #pragma unroll(FEW ? 8 : 1)
         for (int i = 1; i < WORLD_SIZE; ++i) {
             const int peer = peer_of(i);
-            const uint4 v = FEW ? of[FEW ? i : 0] : load(peer, s.at);
-            epoch.send(peer, s.index, ll_encode(v));
+            send(peer, FEW ? of[FEW ? i : 0] : load(peer, at));
         }
+    }
+
+    template <typename Load>
+    __device__ __forceinline__ void send_all(const Load& load, const Epoch& epoch, const ThreadShare& s) const {
+        each(load, s.at, [&](int peer, const uint4& v) { epoch.send(peer, s.index, ll_encode(v)); });
     }
 };
 

@@ -41,6 +41,7 @@ def made(op: str) -> tuple[list[Tensor], Call, int]:
             55,
         ),
         "reduce_scatter": ([whole], lambda t: of.one_shot_reduce_scatter(t[0], "avg", 0, g), 52),
+        "all_to_all": ([whole], lambda t: of.one_shot_all_to_all(t[0], 0, 1, g), 55),
         "all_gather_matmul": ([x, matrix], lambda t: of.fused_all_gather_matmul(t[0], t[1:], 0, g), 60),
         "matmul_reduce_scatter": (
             [whole, matrix, n(7), n(17, 7)],
@@ -70,7 +71,7 @@ def made(op: str) -> tuple[list[Tensor], Call, int]:
 
 
 OPS = (
-    *("all_reduce", "all_reduce_", "all_gather", "all_gather_out", "reduce_scatter"),
+    *("all_reduce", "all_reduce_", "all_gather", "all_gather_out", "reduce_scatter", "all_to_all"),
     *("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"),
     *("rms_norm", "layer_norm", "rms_norm_quant"),
     *("all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"),

@@ -31,6 +31,7 @@ from weft.fused_ops import (
     one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
+    one_shot_all_to_all,
     one_shot_reduce_scatter,
 )
 from weft.fused_ops.ops import op as op_module
@@ -157,6 +158,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "all_gather": lambda x, w: one_shot_all_gather(x, 0, None),
     "all_gather_out": lambda x, w: one_shot_all_gather(x, 0, None, out=w),
     "reduce_scatter": lambda x, w: one_shot_reduce_scatter(x, "sum", 0, None),
+    "all_to_all": lambda x, w: one_shot_all_to_all(x, 0, 0, None),
     "reduce_scatter_out": lambda x, w: one_shot_reduce_scatter(w, "sum", 0, None, out=x),
 }
 

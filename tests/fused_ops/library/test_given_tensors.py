@@ -35,6 +35,7 @@ from weft.fused_ops import (
     one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
+    one_shot_all_to_all,
     one_shot_reduce_scatter,
 )
 from weft.fused_ops.dispatch import plan
@@ -68,6 +69,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "x ": lambda x: one_shot_all_reduce_(x, "sum", world()),
     "x  ": lambda x: one_shot_all_gather(x, 0, world()),
     "x   ": lambda x: one_shot_reduce_scatter(x, "sum", 0, world()),
+    "x     ": lambda x: one_shot_all_to_all(x, 0, 1, world()),
     "weight_shard": lambda x: fused_linear_cross_entropy(A, x, TARGETS, world()),
     "bias  ": lambda x: fused_linear_cross_entropy(A, B.t(), TARGETS, world(), bias=x),
     "x    ": lambda x: fused_linear_log_probs(x, B.t(), TARGETS, world()),

@@ -33,6 +33,7 @@ from weft.fused_ops import (
     one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
+    one_shot_all_to_all,
     one_shot_reduce_scatter,
 )
 from weft.fused_ops.dispatch.callers import constant_in_graphs
@@ -118,6 +119,7 @@ PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "all_reduce_": lambda x, W: one_shot_all_reduce_(x + 1, "avg", GROUP),
     "all_gather": lambda x, W: one_shot_all_gather(x, 1, GROUP),
     "reduce_scatter": lambda x, W: one_shot_reduce_scatter(x, "avg", 0, GROUP),
+    "all_to_all": lambda x, W: one_shot_all_to_all(x, 0, 1, GROUP),
     "all_reduce_rms_norm": normed,
     "all_reduce_layer_norm": layer_normed,
     "all_gather_grouped_matmul": grouped,
@@ -208,6 +210,7 @@ def test_another_number_of_ranks_is_refused(rank: int, world_size: int) -> None:
             lambda n, A=A, B=B: weft.one_shot_all_gather(B, 1, name, group_size=n),
             lambda n, A=A, B=B: weft.one_shot_reduce_scatter(B, "avg", 0, name, group_size=n),
             lambda n, A=A, B=B: weft.one_shot_reduce_scatter_out(A[:2], A, "sum", 0, name, group_size=n) or A,
+            lambda n, A=A, B=B: weft.one_shot_all_to_all(B, 0, 1, name, group_size=n),
             lambda n, A=A, B=B: weft.fused_all_reduce_rms_norm(B, B, B[0], 1e-5, name, group_size=n)[0],
             lambda n, A=A, B=B: weft.fused_all_reduce_rms_norm_quant(
                 B.detach(), None, B[0].detach(), 1e-5, name, group_size=n

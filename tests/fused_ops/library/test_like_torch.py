@@ -27,6 +27,7 @@ from weft.fused_ops import (
     one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
+    one_shot_all_to_all,
     one_shot_reduce_scatter,
 )
 from weft.fused_ops.dispatch import plan
@@ -47,6 +48,7 @@ def ops() -> list[Op]:
         (lambda a: one_shot_all_reduce(a, "sum", world()), [x]),
         (lambda a: one_shot_all_gather(a, 1, world()), [x]),
         (lambda a: one_shot_reduce_scatter(a, "sum", 0, world()), [B]),
+        (lambda a: one_shot_all_to_all(a, 0, 1, world()), [B]),
         (lambda a, r, w: fused_all_reduce_rms_norm(a, r, w, 1e-5, world())[0], [x, x + 1, x[0]]),
         (
             lambda a, w, s: fused_moe_combine_all_reduce(a, SLOTS, w, world(), shared=s),

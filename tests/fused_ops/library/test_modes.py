@@ -31,6 +31,7 @@ from weft.fused_ops import (
     one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
+    one_shot_all_to_all,
     one_shot_reduce_scatter,
 )
 from weft.fused_ops.dispatch import plan
@@ -57,6 +58,8 @@ def products(rank: int, world_size: int) -> None:
     check("all_gather", side_by_side, torch.cat(gather(A), 1), 0)
     part = one_shot_reduce_scatter(A, "sum", 0, world(), out=A.new_empty(3, 5))
     check("reduce_scatter", part, sum(gather(A)).chunk(world_size)[rank], 1e-6)
+    exchanged = one_shot_all_to_all(A, 0, 1, world())
+    check("all_to_all", exchanged, torch.cat([x.chunk(world_size)[rank] for x in gather(A)], 1), 0)
     _, sums = fused_all_reduce_rms_norm(A, A, A[0], 1e-5, world())
     check("all_reduce_rms_norm", sums, sum(gather(A)) + A.double(), 1e-6)
     *_, sums = fused_all_reduce_rms_norm_quant(A, A, A[0], 1e-5, world())
@@ -108,6 +111,7 @@ def calls() -> list[tuple[Callable[..., Any], list[torch.Tensor]]]:
         (lambda a: one_shot_all_gather(a, 1, world()), [x]),
         (lambda a, b: one_shot_all_gather(a, 0, world(), out=b), [x, x.repeat(world().size(), 1)]),
         (lambda a: one_shot_reduce_scatter(a, "sum", 0, world()), [A]),
+        (lambda a: one_shot_all_to_all(a, 1, 0, world()), [A]),
         (lambda a, b: one_shot_reduce_scatter(a, "min", 0, world(), out=b), [A, A.chunk(world().size())[0]]),
         (lambda a, b, c: fused_all_reduce_rms_norm(a, b, c, 1e-5, world()), [x, x, x[0]]),
         (lambda a, b, c: fused_all_reduce_rms_norm_quant(a, b, c, 1e-5, world()), [x, x, x[0]]),

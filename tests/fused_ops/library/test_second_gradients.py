@@ -17,6 +17,7 @@ from weft.fused_ops import (
     fused_matmul_reduce_scatter,
     one_shot_all_gather,
     one_shot_all_reduce,
+    one_shot_all_to_all,
     one_shot_reduce_scatter,
 )
 
@@ -123,6 +124,12 @@ def reduces(rank: int, world_size: int) -> None:
         "reduce_scatter",
         lambda x: [one_shot_reduce_scatter(x, "avg", 1, world())],
         lambda given: [[part] for part in (sum(x for (x,) in given) / world_size).chunk(world_size, 1)],
+        [(4, 3 * world_size)],
+    )
+    compare(
+        "all_to_all",
+        lambda x: [one_shot_all_to_all(x, 1, 0, world())],
+        lambda given: [[torch.cat([x.chunk(world_size, 1)[r] for (x,) in given])] for r in range(world_size)],
         [(4, 3 * world_size)],
     )
     compare(

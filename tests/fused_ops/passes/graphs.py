@@ -276,6 +276,8 @@ class Ranks:
             return [self.layer_norm(total, a[0], **a[1]) for a in args]
         if target is torch.ops.weft.one_shot_all_gather.default:
             return [torch.cat(first, args[0][0][1]) for _ in first]
+        if target in (c10d.all_to_all_single.default, torch.ops.weft.one_shot_all_to_all.default):
+            return [torch.cat([x.chunk(self.world)[r] for x in first]) for r in range(self.world)]
         if target is torch.ops.weft.one_shot_reduce_scatter.default:
             _, op, dim, _ = args[0][0]
             return [p.contiguous() for p in self.reduced(first, op).chunk(self.world, dim)]

@@ -205,7 +205,7 @@ def one_call_of_each(rank: int, world_size: int) -> None:
     results["scatter"] = x.tolist() == [rank, rank]
     dist.reduce_scatter(x, [torch.full((2,), float(i)) for i in range(world_size)], group=group)
     results["reduce_scatter"] = x.tolist() == [2 * rank, 2 * rank]
-    dist.all_to_all_single(x, torch.tensor([rank, rank + 10.0]), group=group)
+    dist.all_to_all_single(x, torch.tensor([rank, rank + 10.0]), [1, 1], [1, 1], group=group)
     results["all_to_all_single"] = x.tolist() == [10.0 * rank, 1 + 10.0 * rank]
     received = torch.empty(2)
     operations = [dist.P2POp(dist.isend, x, other, group), dist.P2POp(dist.irecv, received, other, group)]
@@ -220,6 +220,46 @@ def one_call_of_each(rank: int, world_size: int) -> None:
 
 def test_the_others_are_gloos() -> None:
     run_ranks(one_call_of_each, 2)
+
+
+def exchanges(rank: int, world_size: int) -> None:
+    group = weft_group()
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        for shape in ((2 * world_size, 3), (world_size,), (3 * world_size, 2, 5)):
+            x = (
+                torch.randint(0, 2, shape).to(dtype)
+                if dtype == torch.bool
+                else torch.randn(shape).mul(99).to(dtype)
+            )
+            every: list[Any] = [None] * world_size
+            dist.all_gather_object(every, x)
+            want = torch.cat([part.chunk(world_size)[rank] for part in every])
+            out = torch.zeros_like(x)
+            dist.all_to_all_single(out, x, group=group)
+            assert torch.equal(out, want)
+            given, work = x.clone(), None
+            work = dist.all_to_all_single(given, given, group=group, async_op=True)
+            assert work is not None
+            work.wait()
+            assert torch.equal(given, want), "in place"
+            strided = torch.zeros(*shape, 2, dtype=dtype)[..., 0]
+            dist.all_to_all_single(strided, x, group=group)
+            assert torch.equal(strided, want)
+    assert set(taken(group)) == {("all_to_all_single", "weft")}
+    x = torch.arange(3.0) + 10 * rank
+    out = torch.zeros(2 + 2 * rank)
+    dist.all_to_all_single(out, x, [1 + rank] * 2, [1, 2], group=group)
+    assert out.tolist() == ([0, 10] if rank == 0 else [1, 2, 11, 12])
+    large = torch.full(((1 << 18) + 2,), float(rank))
+    dist.all_to_all_single(torch.empty_like(large), large, group=group)
+    with pytest.raises(RuntimeError):
+        dist.all_to_all_single(torch.empty(4), torch.ones(2), group=group)
+    whys = {call.why for call in weft.process_group(group).calls() if call.by == "gloo"}
+    assert whys == {"split sizes are given", "more than 1 MiB", "arguments that do not fit each other"}
+
+
+def test_all_to_alls_of_even_parts() -> None:
+    run_ranks(exchanges, 2)
 
 
 def in_batches(rank: int, world_size: int) -> None:

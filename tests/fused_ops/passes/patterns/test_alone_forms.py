@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from compiled import program
 from graphs import (
@@ -31,6 +32,7 @@ from weft.fused_ops import FusionPass
 from weft.fused_ops.passes.patterns import pattern
 
 GATHER, SCATTER = "weft::one_shot_all_gather", "weft::one_shot_reduce_scatter"
+EXCHANGE = "weft::one_shot_all_to_all"
 WORLD = 3
 
 
@@ -72,6 +74,29 @@ def test_backwards_are_fused_too(dim: int) -> None:
     assert [s.fused for s in seen] == [[GATHER, SCATTER], [GATHER, SCATTER]]
     for each in seen:
         check_same(each, WORLD)
+
+
+def exchange(x: Tensor, *splits: list[int] | None) -> Tensor:
+    return functional.all_to_all_single(x, *(splits or (None, None)), torch.distributed.group.WORLD)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_exchanges_of_even_parts(dynamic: bool) -> None:
+    (seen,) = seen_of(lambda x: exchange(x.sin()).cos(), X, dynamic=dynamic)
+    assert seen.fused == [EXCHANGE] and seen.entries[0].form == "all_to_all alone"
+    check_same(seen, WORLD)
+    x = X.clone().requires_grad_()
+    both = seen_of(lambda x: exchange(x.sin()).cos().sum(), x)
+    assert [s.fused for s in both] == [[EXCHANGE], [EXCHANGE]]
+    for each in both:
+        check_same(each, WORLD)
+
+
+def test_other_exchanges_are_left_alone() -> None:
+    (seen,) = seen_of(lambda x: exchange(x, [2, 1, 2], [1, 2, 3]).sin(), X, dynamic=False)
+    assert seen.fused == [None] and "its parts are uneven" in seen.reasons
+    (seen,) = captured(lambda x: exchange(x).sin(), X, fusion=FusionPass(agree=False, collectives=False))
+    assert seen.fused == [None] and "no product takes it" in seen.reasons
 
 
 def test_a_product_takes_what_it_can_first() -> None:

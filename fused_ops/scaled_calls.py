@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.device.gemm.scaling import (
+from ..kernels.device.gemm.scaling import (
     BLOCK,
     FP8,
     OUT_DTYPES,
@@ -19,8 +19,8 @@ from ...kernels.device.gemm.scaling import (
     blocks_of,
     exact_product,
 )
-from .. import validation
-from ..dispatch.staging import aligned
+from . import validation
+from .dispatch.staging import aligned
 
 _SIZES = 16  # what torch asks K and N to be multiples of
 # torch hands an op the dtypes of a list as the numbers by which C++ knows them.

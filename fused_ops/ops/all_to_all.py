@@ -1,0 +1,157 @@
+"""one_shot_all_to_all: from the op's tensor to a kernel's, and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...kernels.all_gather.configs import choose_all_gather
+from ...kernels.all_gather.reference import as_bytes
+from ...kernels.all_to_all import host
+from ...kernels.all_to_all.reference import reference_all_to_all
+from ...symm_mem import resolve_group
+from ...symm_mem.heap.heap import Heap
+from .. import validation
+from ..dispatch.choice import Choice, on_host
+from ..dispatch.launch_cache import launch_again
+from ..dispatch.plan import num_sms, ran
+from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
+from ..dispatch.workspaces import ALL_REDUCE
+from .op import Op
+
+if TYPE_CHECKING:
+    from ...kernels.device.jit.program import Program
+
+_ops = torch.ops.weft
+
+
+class AllToAllCall(NamedTuple):
+    x: Tensor
+    scatter_dim: int
+    gather_dim: int
+    group_name: str
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.x]
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        return self.scatter_dim, self.gather_dim
+
+    def shapes(self, world_size: int) -> tuple[list[int], list[int]]:
+        """Those of a part and of the result; the dimensions are not negative."""
+        part = list(self.x.shape)
+        part[self.scatter_dim] = part[self.scatter_dim] // world_size
+        result = part.copy()
+        result[self.gather_dim] = result[self.gather_dim] * world_size
+        return part, result
+
+
+def _validate(call: AllToAllCall) -> tuple[AllToAllCall, ProcessGroup]:
+    """The call with dimensions that are not negative, and the group."""
+    group, x = resolve_group(call.group_name), call.x
+    if x.dim() < 1:
+        raise ValueError("x: has no dimension, must have 1 or more")
+    if x.is_complex():
+        raise TypeError(f"x: is {x.dtype}, must be of real numbers: torch.view_as_real(x)")
+    scatter_dim = validation.checked_dim("scatter_dim", call.scatter_dim, "x", x.dim())
+    gather_dim = validation.checked_dim("gather_dim", call.gather_dim, "x", x.dim())
+    if x.shape[scatter_dim] % group.size():
+        raise ValueError(
+            f"scatter_dim: x has size {x.shape[scatter_dim]} there, must be a multiple of {group.size()} ranks"
+        )
+    return call._replace(scatter_dim=scatter_dim, gather_dim=gather_dim), group
+
+
+def fast_all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group_name: str) -> Tensor | None:
+    """As the op, if such a call was made before; else None, and nothing happened. All may be anything."""
+    if isinstance(x, Tensor):
+        scatter_dim += x.dim() if scatter_dim < 0 else 0
+        gather_dim += x.dim() if gather_dim < 0 else 0
+    results = launch_again(host.OP, (scatter_dim, gather_dim), (x,), group_name, KINDS)
+    return None if results is None else results[0]
+
+
+def _choose(call: AllToAllCall, group: ProcessGroup) -> Choice:
+    """The call is what validation returns."""
+    size = group.size()
+    if call.x.device.type == "cpu":
+        return on_host(host.host_all_to_all_layout(call.x.nbytes // size, size))
+    return choose_exchange_on_cuda(_alone(call, size), group)
+
+
+def choose_exchange_on_cuda(alone: StandAlone, group: ProcessGroup, kind: str = ALL_REDUCE) -> Choice:
+    """In workspaces of a kind."""
+    size, rank = group.size(), group.rank()
+
+    def program() -> Program:
+        from ...kernels.all_to_all.cuda_kernel import launched_all_to_all
+
+        return launched_all_to_all(size, rank)
+
+    # A rank sends and stores as many bytes as in an all-gather of its parts.
+    config = choose_all_gather(size, num_sms(alone.x.device))
+    return choose_alone(alone, size, config, program, kind=kind)
+
+
+def _alone(call: AllToAllCall, size: int) -> StandAlone:
+    part, result = call.shapes(size)
+    return StandAlone(host.OP, host.OP, call.dims, [call.x], result, part, *call.dims)
+
+
+def run_all_to_all(choice: Choice, where: Heap, call: AllToAllCall, group: ProcessGroup) -> Tensor:
+    """As the op; the call is what validation returns."""
+    if choice.algorithm == "push":
+        return run_alone(choice, where, _alone(call, where.world_size))
+    x, size = call.x, group.size()
+    part, result = call.shapes(size)
+    parts = x.unflatten(call.scatter_dim, (size, part[call.scatter_dim])).movedim(call.scatter_dim, 0)
+    sent = as_bytes(parts.contiguous()).view(size, -1) if x.numel() else parts.new_empty(size, 0)
+    if choice.is_unfused:
+        ran(choice.plan_in(None))
+        received = reference_all_to_all(sent, group)
+    else:
+        workspace = choice.workspace_on(where)
+        ran(choice.plan_in(workspace))
+        received = host.host_all_to_all(workspace, sent)
+    joined = received.view(-1).view(x.dtype).view(size, *part).movedim(0, call.gather_dim)
+    return joined.reshape(-1).view(result)
+
+
+class AllToAllFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: AllToAllCall, x: Tensor) -> Tensor:
+        ctx.dims, ctx.group_name, ctx.group_size = call.dims, call.group_name, call.group_size
+        done: Tensor = ALL_TO_ALL.run_below_autograd(call)
+        return done
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        scatter_dim, gather_dim = ctx.dims
+        args = (grad, gather_dim, scatter_dim, ctx.group_name)
+        return None, _ops.one_shot_all_to_all(*args, group_size=ctx.group_size)
+
+
+def _fake(call: AllToAllCall, group: ProcessGroup) -> Tensor:
+    return call.x.new_empty(call.shapes(group.size())[1])
+
+
+ALL_TO_ALL = Op(
+    "one_shot_all_to_all(Tensor x, int scatter_dim, int gather_dim, str group_name, *, int? group_size=None)"
+    " -> Tensor",
+    record=AllToAllCall,
+    validate=_validate,
+    fake=_fake,
+    kernel="all_to_all",
+    sends_nothing=lambda call, group: call.x.numel() == 0,
+    choose=_choose,
+    run=run_all_to_all,
+    fast=lambda call: fast_all_to_all(*call[:4]),
+    known_by=lambda call, group: (call.dims, [call.x]),
+    with_gradient=lambda call: AllToAllFunction.apply(call, call.x),
+)

@@ -1,0 +1,1 @@
+"""``out = all_to_all(x)``: every rank sends each rank a part of its input."""

@@ -1,0 +1,52 @@
+"""Arguments that fit the collectives without a product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import values as v
+from hypothesis import strategies as st
+
+RANKS = 2
+
+
+@st.composite
+def all_reduce(draw: st.DrawFn) -> list[Any]:
+    shape = tuple(draw(st.lists(v.sizes, max_size=4)))
+    x = v.Tensor(shape, draw(v.dtypes), draw(v.layouts), draw(v.seeds))
+    return [x, draw(st.sampled_from(("sum", "avg"))), draw(v.groups)]
+
+
+@st.composite
+def all_gather(draw: st.DrawFn) -> list[Any]:
+    shape = draw(st.lists(v.sizes, min_size=1, max_size=4))
+    dim, dtype = draw(st.integers(0, len(shape) - 1)), draw(v.dtypes)
+    x = v.Tensor(tuple(shape), dtype, draw(v.layouts), draw(v.seeds))
+    shape[dim] *= RANKS
+    return [x, dim - draw(st.sampled_from((0, len(shape)))), draw(v.groups), draw(_outs(shape, dtype))]
+
+
+@st.composite
+def reduce_scatter(draw: st.DrawFn) -> list[Any]:
+    shape = draw(st.lists(v.sizes, min_size=1, max_size=4))
+    dim, dtype = draw(st.integers(0, len(shape) - 1)), draw(v.dtypes)
+    out = draw(_outs(shape, dtype))
+    shape[dim] *= RANKS
+    x = v.Tensor(tuple(shape), dtype, draw(v.layouts), draw(v.seeds))
+    dim -= draw(st.sampled_from((0, len(shape))))
+    return [x, draw(st.sampled_from(("sum", "avg"))), dim, draw(v.groups), out]
+
+
+@st.composite
+def all_to_all(draw: st.DrawFn) -> list[Any]:
+    shape = draw(st.lists(v.sizes, min_size=1, max_size=4))
+    scatter_dim, gather_dim = (draw(st.integers(-len(shape), len(shape) - 1)) for _ in range(2))
+    shape[scatter_dim] *= RANKS
+    x = v.Tensor(tuple(shape), draw(v.dtypes), draw(v.layouts), draw(v.seeds))
+    return [x, scatter_dim, gather_dim, draw(v.groups)]
+
+
+def _outs(shape: list[int], dtype: str) -> st.SearchStrategy[Any]:
+    """None, or a tensor for the result."""
+    sizes = tuple(shape)
+    return st.one_of(st.none(), st.builds(v.Tensor, st.just(sizes), st.just(dtype), v.layouts, v.seeds))
