@@ -6,13 +6,15 @@
 
 namespace weft {
 
-// Rows of a tile, up to `end`, and its columns: of one expert.
+// Rows of a tile, up to `end`, and its columns: of one expert. `wide`: the other block of the cluster has the same rows.
 struct GroupTile {
     int expert, row, end, column;
+    bool wide;
 };
 
-// The order of tiles. A step is a pair of tiles, one below the other, for the two blocks of a cluster. All steps of an
-// expert come before those of the next one, so its weights are read from memory once.
+// The order of tiles. A step is two tiles of an expert, for the two blocks of a cluster: one below the other, or side by
+// side where the expert's last rows fill no more than one. All steps of an expert come before those of the next one, and
+// those of the same columns together, so its weights are read from memory once.
 //
 // Whatever `offs` says, a tile's rows lie from 0 to `p.total`.
 template <typename Params>
@@ -27,13 +29,19 @@ struct GroupScheduler {
         return expert == 0 ? 0 : min(max(p.offs[expert - 1], 0), p.total);
     }
     __device__ __forceinline__ static int end_of(const Params& p, int expert) { return min(p.offs[expert], p.total); }
-    __device__ __forceinline__ static int pairs_of(const Params& p, int expert) {
-        return (max(end_of(p, expert) - begin_of(p, expert), 0) + 2 * BM - 1) / (2 * BM);
+    __device__ __forceinline__ static int rows_of(const Params& p, int expert) {
+        return max(end_of(p, expert) - begin_of(p, expert), 0);
     }
+    // How many pairs of tiles lie below each other, and whether some of the rows are left for wide steps.
+    __device__ __forceinline__ static int pairs_of(int rows) { return (rows + BM - 1) / (2 * BM); }
+    __device__ __forceinline__ static bool ends_wide(int rows) { return rows > pairs_of(rows) * 2 * BM; }
 
     // Before there is a scheduler, by all threads: how many steps experts have.
     __device__ __forceinline__ static void count(const Params& p, int* ends) {
-        for (int e = threadIdx.x; e < p.experts; e += THREADS) ends[e] = pairs_of(p, e) * p.columns;
+        for (int e = threadIdx.x; e < p.experts; e += THREADS) {
+            const int rows = rows_of(p, e);
+            ends[e] = pairs_of(rows) * p.columns + (ends_wide(rows) ? (p.columns + 1) / 2 : 0);
+        }
     }
 
     // By a whole warp, after all have counted.
@@ -66,9 +74,22 @@ struct GroupScheduler {
         }
         const int expert = first + __ffs(later) - 1;
         const int inside = step - (expert == 0 ? 0 : ends[expert - 1]);
+        const int rows = rows_of(p, expert), pairs = pairs_of(rows);
+        // Wide steps are among those of the last raster group, each after the pairs of its two columns.
+        const int before = max(pairs - 1, 0) / p.raster_group * p.raster_group, inside_last = inside - before * p.columns;
         int pair, column;
-        grouped(inside, pairs_of(p, expert), p.columns, p.raster_group, pair, column);
-        return {expert, begin_of(p, expert) + (2 * pair + block) * BM, end_of(p, expert), column};
+        bool wide = false;
+        if (inside_last < 0 || !ends_wide(rows)) {
+            grouped(inside, pairs, p.columns, p.raster_group, pair, column);
+        } else {
+            const int height = pairs - before, two = inside_last / (2 * height + 1);
+            const int place = inside_last - two * (2 * height + 1);
+            wide = place == height * min(2, p.columns - 2 * two);
+            pair = wide ? pairs : before + place % height;
+            column = 2 * two + (wide ? block : place / height);
+        }
+        const int row = begin_of(p, expert) + (2 * pair + (wide ? 0 : block)) * BM;
+        return {expert, row, end_of(p, expert), column, wide};
     }
 };
 

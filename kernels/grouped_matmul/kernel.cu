@@ -71,7 +71,11 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, Gro
             state.next();
             if (warp == 0 && weft::elected()) {
                 weft::arrive_expecting(full, weft::B_BYTES);
-                weft::load_b_of_stage(s, stage, full, p.b, t.column * BN, d * weft::BK, t.expert);
+                if (t.wide) {
+                    weft::load_b_of_stage<false>(s, stage, full, p.b, t.column * BN, d * weft::BK, t.expert);
+                } else {
+                    weft::load_b_of_stage(s, stage, full, p.b, t.column * BN, d * weft::BK, t.expert);
+                }
             }
             const bool inside = d * weft::BK + vector * 8 < p.k;
 #pragma unroll
@@ -101,7 +105,12 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, Gro
     for (int step = blockIdx.x / weft::CLUSTER; step < groups.steps(); step += gridDim.x / weft::CLUSTER) {
         const GroupTile t = groups.tile(step, s.block);
         for (int d = 0; d < depth; ++d) {
-            weft::load_stage(s, state, p.a, {t.row, 0, 0}, p.b, t.column * BN, d * weft::BK, t.expert);
+            const weft::Rows rows = {t.row, 0, 0};
+            if (t.wide) {
+                weft::load_stage<false>(s, state, p.a, rows, p.b, t.column * BN, d * weft::BK, t.expert);
+            } else {
+                weft::load_stage(s, state, p.a, rows, p.b, t.column * BN, d * weft::BK, t.expert);
+            }
         }
     }
     weft::drain(s, state);

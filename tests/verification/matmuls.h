@@ -164,7 +164,7 @@ static void warpgroup_reg_dealloc() {}
 template <int N>
 static void warpgroup_reg_alloc() {}
 
-void tma_load(const TensorMap& map, void* to, u64* barrier, int x, int y, int z, int w);
+void tma_load(const TensorMap& map, void* to, u64* barrier, int x, int y, int z, int w = 0);
 void tma_load_cluster(const TensorMap& map, void* to, u64* barrier, int x, int y, int z = 0, int w = 0);
 void tma_store(const TensorMap& map, const void* from, int x, int y, int z, int w);
 void tma_stores_have_read();

@@ -109,6 +109,14 @@ __device__ __forceinline__ void tma_load_cluster(
         : "memory");
 }
 
+__device__ __forceinline__ void tma_load(const TensorMap& map, void* to, u64* barrier, int x, int y, int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+        "[%2];" ::"r"(shared_address(to)),
+        "l"(&map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
 __device__ __forceinline__ void tma_load(
     const TensorMap& map, void* to, u64* barrier, int x, int y, int z, int w) {
     asm volatile(
