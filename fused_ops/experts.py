@@ -90,8 +90,8 @@ def grouped_matmul(
     >>> torch.testing.assert_close(y[slots[2, 1]], x[2] @ w[2])
 
     Experts may have any number of rows. On Hopper GPUs, in bfloat16 and float16, one kernel finds out which rows there
-    are. Rows are copied into their order before it, or, of narrow experts with many rows, taken by index while it
-    multiplies. The host reads nothing, so calls can be captured in CUDA graphs and replays may have other counts.
+    are. Rows are copied into their order before it. The host reads nothing, so calls can be captured in CUDA graphs and
+    replays may have other counts.
     Elsewhere the product is torch's, of ``A[rows]``.
 
     Differentiable once. Works under torch.compile. Products are summed in float32 and rounded once. A token's gradients

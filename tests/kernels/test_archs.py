@@ -33,6 +33,7 @@ SMALL = {
     "all_reduce_rms_norm/quant.cuh": "norm-2-static-all-1",
     "async_collectives/kernel.cu": "async-2",
     "device/comm/acquire.cu": "acquire",
+    "grouped_matmul/take_rows.cu": "take",
     "matmul_all_reduce/kernel.cu": "few_rows-2-bfloat16-sum-4096-True",
     "matmul_reduce_scatter/one_shot.cu": "scatter-2-rounded",
     "moe_route/kernel.cu": "route-torch.int32",

@@ -85,20 +85,18 @@ def _choose(call: AllGatherGroupedMatmulCall, group: ProcessGroup) -> Choice:
 def _run(choice: Choice, where: Heap | None, call: AllGatherGroupedMatmulCall, group: ProcessGroup) -> Result:
     """As the op; the call is what validation returns."""
     biases: list[Any] = call.added or [None] * len(call.Bs)
+    terms = list(zip(call.Bs, biases, strict=True))
     if choice.algorithm == "host":
         assert where is not None
         workspace = choice.workspace_on(where)
         ran(choice.plan_in(workspace))
-        terms = list(zip(call.Bs, biases, strict=True))
         A, outs = host.host_all_gather_grouped_matmul(
             workspace, call.A_shard.contiguous(), terms, call.rows, call.offs
         )
     else:
         with on_device(call.A_shard):
             A = all_gather.gather_within(call.A_shard, group, host.OP)
-            outs = [
-                multiply(A, B, call.offs, call.rows, bias) for B, bias in zip(call.Bs, biases, strict=True)
-            ]
+            outs = multiply(A, terms, call.offs, call.rows)
     return (A if call.return_A else None), outs
 
 

@@ -14,7 +14,7 @@
 //
 // Defined by the includer: DTYPE (bfloat16 or float16) and PRODUCT_TYPE, BM, BN, STAGES, B_ROWS (1: N is contiguous in
 // B, 0: K), B_WHOLE (N is a multiple of 64) and SPLIT_K (1: B is a stack of parts along K, each with rows of A of its
-// own); A_THREADS, if threads of the kernel copy A in place of TMA: how many; SERVE_REGISTERS and MULTIPLY_REGISTERS per thread of warpgroup 2 and of the others, 64512 in all.
+// own); SERVE_REGISTERS and MULTIPLY_REGISTERS per thread of warpgroup 2 and of the others, 64512 in all.
 
 #pragma once
 
@@ -24,10 +24,6 @@
 #include "gemm/tile_scheduler.cuh"
 
 namespace weft {
-
-#ifndef A_THREADS
-#define A_THREADS 0
-#endif
 
 using Number = DTYPE;
 
@@ -78,7 +74,7 @@ template <typename Rest>
 __device__ __forceinline__ void begin(const Shared& s, const Rest& rest) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            init_barrier(s.full + i, 1 + A_THREADS);
+            init_barrier(s.full + i, 1);
             init_barrier(s.empty + i, 16);  // the compute warps of both blocks
         }
         publish_barriers();
