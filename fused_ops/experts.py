@@ -36,8 +36,9 @@ def fused_all_gather_grouped_matmul(
     >>> A, (y,) = fused_all_gather_grouped_matmul(x, [w], rows, offs, return_A=True)
     >>> torch.testing.assert_close(y[slots[2, 0]], A[2] @ w[0])
 
-    Between CPU ranks the rows of a rank's tokens are multiplied when these have arrived, own tokens first. On CUDA
-    weft's all-gather runs before the products of ``grouped_matmul``.
+    Between CPU ranks the rows of a rank's tokens are multiplied when these have arrived, own tokens first. On Hopper
+    GPUs copy engines send many tokens of 16 bits, while rows of own ones are copied into their order and, if they are
+    many, multiplied. Else weft's all-gather runs before the products of ``grouped_matmul``.
 
     Differentiable once. Works under torch.compile and, as ``grouped_matmul``, in CUDA graphs. Every rank must call it
     with the same shape of ``A_shard`` and the same N_i; experts and rows may differ.
@@ -90,8 +91,8 @@ def grouped_matmul(
     >>> torch.testing.assert_close(y[slots[2, 1]], x[2] @ w[2])
 
     Experts may have any number of rows. On Hopper GPUs, in bfloat16 and float16, one kernel finds out which rows there
-    are. Rows are copied into their order before it, or, of narrow experts with many rows, taken by index while it
-    multiplies. The host reads nothing, so calls can be captured in CUDA graphs and replays may have other counts.
+    are. Rows are copied into their order before it. The host reads nothing, so calls can be captured in CUDA graphs and
+    replays may have other counts.
     Elsewhere the product is torch's, of ``A[rows]``.
 
     Differentiable once. Works under torch.compile. Products are summed in float32 and rounded once. A token's gradients

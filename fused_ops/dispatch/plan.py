@@ -152,8 +152,8 @@ def forced(algorithm: str) -> Iterator[None]:
     """Inside the body every call that can takes ``algorithm``, profitable or not.
 
     It is "unfused", "fused", or, of the fused ones, that of 16-bit all-gathers before matmuls and reduce-scatters
-    after them: "push" or "one_shot"; before scaled ones also "copy_engine". Calls that cannot take this one take
-    another that is fused.
+    after them: "push" or "one_shot"; before scaled ones and experts also "copy_engine". Calls that cannot take this one
+    take another that is fused.
 
     Calls of all threads do: the backward of a forward in the body runs in another one. Of bodies that threads are in at
     the same time the one entered last counts. Every rank must do so. For tests and measurements.

@@ -94,9 +94,8 @@ class AllGatherProductsCopied:
     ) -> None:
         """The copies, and the products; as ``AllGatherScaledMatmulOneShot.call``. Where the operands are not fp8, the
         gathered shards [W, m, K] are the last result if they are wanted."""
-        workspace, scaled, m = self.workspace, self._scaled, self._rows
+        scaled, m = self._scaled, self._rows
         own = tensors[0].as_strided((m, self._columns), (self._stride, 1)).contiguous()
-        pieces = [CopiedPiece(own.data_ptr(), self._places[0], own.nbytes)]
         multiply: Callable[[int, torch.Tensor, torch.Tensor | None], None]
         if scaled is None:
             given, multiply = None, partial(_multiply, tensors[1:], results)
@@ -105,11 +104,25 @@ class AllGatherProductsCopied:
             given = of.a_scale  # of its own rows, or of those of all ranks
             if scaled.kind is ScaleKind.ROWS:
                 given = given.reshape(-1, 1)
-            if scaled.travels:
-                pieces.append(CopiedPiece(given.data_ptr(), self._places[1], 4 * m))
             multiply = partial(_multiply_scaled, scaled, of._replace(a_scale=given), results)
         # Three frames: this and two more, on the fast path and on the slow one.
-        workspace.raise_if_broken(host.OP if scaled is None else SCALED_OP, inside=3)
+        self.workspace.raise_if_broken(host.OP if scaled is None else SCALED_OP, inside=3)
+        self.as_they_come(own, given, multiply, timeout_ns, stream)
+
+    def as_they_come(
+        self,
+        own: torch.Tensor,
+        given: torch.Tensor | None,
+        multiply: Callable[[int, torch.Tensor, torch.Tensor | None], None],
+        timeout_ns: int,
+        stream: int,
+    ) -> None:
+        """Sends the own rows [m, K], contiguous, and calls ``multiply(src, rows, scales)``: for them with the scales
+        that are ``given``, then for each peer's, when those are there for what follows on the current stream."""
+        workspace = self.workspace
+        pieces = [CopiedPiece(own.data_ptr(), self._places[0], own.nbytes)]
+        if given is not None and self._scaled is not None and self._scaled.travels:
+            pieces.append(CopiedPiece(given.data_ptr(), self._places[1], 4 * self._rows))
         try:
             with workspace.lock:
                 buffer = workspace.next_buffer()

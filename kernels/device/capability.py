@@ -108,9 +108,10 @@ KERNELS: dict[str, KernelRow] = {
         (HOPPER,),
         "clusters, TMA, wgmma",
         "H200",
-        "2026-11-28",
-        "h200-x2-grouped-matmul.txt",
+        "2026-11-29",
+        "h200-x1-grouped-matmul.txt",
     ),
+    "grouped_matmul/take_rows.cu": KernelRow((), ALL, "", "H200", "2026-11-29", "h200-x1-grouped-matmul.txt"),
     "matmul_all_reduce/kernel.cu": KernelRow(
         ("matmul_all_reduce",), ALL, _PEERS, *_H200, "h200-x2-matmul_all_reduce.json"
     ),
@@ -129,7 +130,7 @@ KERNELS: dict[str, KernelRow] = {
     ),
     "linear_cross_entropy/triton_kernel.py": KernelRow((), ALL, "", *_H200, "h200-x2-vocabulary.json"),
     "moe_route/kernel.cu": KernelRow(
-        ("moe_route",), _FROM_HOPPER, "clusters", "H200", "2026-11-28", "h200-x2-grouped-matmul.txt"
+        ("moe_route",), _FROM_HOPPER, "clusters", "H200", "2026-11-29", "h200-x1-grouped-matmul.txt"
     ),
     "reduce_scatter/kernel.cu": KernelRow(
         ("reduce_scatter",), ALL, _PEERS, *_H200, "h200-x2-reduce_scatter.json"

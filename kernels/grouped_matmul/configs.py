@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..device.gemm.gemm_tiles import TILES, Tile, waves
+from ..device.gemm.gemm_tiles import TILES, Tile
 
-MOST_EXPERTS = 2048  #: of a rank, whose steps lie in shared memory
-_FEW_ROWS = 96  # of an expert, on average: tiles of 64 rows, of which a cluster has two
+MOST_EXPERTS, MOST_PARTS = 2048, 2  #: of a rank, and groups of each, whose steps lie in shared memory
+_FEW_ROWS = 48  # of an expert, on average: tiles of 64 rows
+_ALL_WIDE = 0.8  # of a tile's rows, on average: no expert has more than a tile
+_READ_US, _STAGE_US = (
+    0.0039,
+    0.02,
+)  # of a column of a stage that all SMs read from memory, and of a stage, on H200
+_NARROWEST = 160  # of tiles of 128 rows: narrower ones load too much
 _RASTER_GROUP = 8
+# From how many bytes on copy engines send a rank's tokens: what their start and their flags cost is little then.
+_LEAST_COPIED = 8 << 20
+_LEAST_OWN = 256  # own rows of an expert, on average, which fill a pair of tiles
 
 
-# Rows by index cost a product up to half of its time, a copy before it the time of its bytes: of narrow products with
-# many rows more (2 H200: K = 2048, N = 768, 65,536 rows: 447 us by index, 356 and 118 of a copy).
-_NARROW, _MANY_ROWS = 1024, 32768
+def sends_by_copies(m: int, k: int) -> bool:
+    """Whether copy engines send a rank's tokens [m, K] of 16 bits while it works on those that are there."""
+    return 2 * m * k >= _LEAST_COPIED
 
 
-def takes_by_index(rows: int, n: int) -> bool:
-    """Whether the kernel takes rows of A by index; otherwise they are copied into their order before it."""
-    return n <= _NARROW and rows >= _MANY_ROWS
+def multiplies_own_first(rows: int, experts: int, world_size: int) -> bool:
+    """Whether rows of own tokens are multiplied before the others, for which weights are read once more."""
+    return rows >= _LEAST_OWN * experts * world_size
 
 
 @dataclass(frozen=True)
@@ -30,18 +40,27 @@ class GroupedConfig:
     tile: Tile
     raster_group: int = _RASTER_GROUP
 
-    def shared(self, experts: int) -> int:
+    def shared(self, groups: int) -> int:
         """Bytes of shared memory."""
-        return self.tile.shared + 4 * experts
+        return self.tile.shared + 4 * groups
 
 
-def choose_grouped(rows: int, experts: int, n: int, k: int, num_sms: int) -> GroupedConfig:
-    """For ``rows`` rows of so many experts, whose counts the host does not know: as if they had the same."""
-    each = -(-rows // experts)
-    candidates = [tile for tile in TILES if (tile.block_m == 64) == (each <= _FEW_ROWS)]
+def choose_grouped(rows: int, experts: int, ns: Sequence[int], k: int, num_sms: int) -> GroupedConfig:
+    """For ``rows`` rows of so many experts, whose counts the host does not know: as if they had about the same."""
+    each, clusters = rows / experts, max(1, num_sms // 2)
+    candidates = [
+        tile
+        for tile in TILES
+        if (tile.block_m == 64 if each <= _FEW_ROWS else tile.block_m == 128 and tile.block_n >= _NARROWEST)
+    ]
 
     def predicted_us(tile: Tile) -> float:
-        tiles = 2 * -(-each // (2 * tile.block_m)) * min(experts, rows)
-        return waves(tile, tiles, [n], num_sms) * -(-k // 64) * tile.stage_us
+        columns, stage_us = sum(-(-n // tile.block_n) for n in ns), tile.stage_us
+        pairs, wide = each / (2 * tile.block_m), 0.5  # of each expert, on average
+        if each < _ALL_WIDE * tile.block_m:  # weights are read from memory once, for one step
+            pairs, wide, stage_us = 0.0, 1.0, max(stage_us, _READ_US * tile.block_n + _STAGE_US)
+        steps = min(experts, rows) * (pairs * columns + wide * -(-columns // 2))
+        waves = max(1.0, steps / clusters + 0.5)  # the last one is half full, on average
+        return waves * -(-k // 64) * stage_us
 
     return GroupedConfig(min(candidates, key=predicted_us))

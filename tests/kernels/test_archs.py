@@ -34,6 +34,7 @@ SMALL = {
     "all_to_all/kernel.cu": "all_to_all-2-bytes",
     "async_collectives/kernel.cu": "async-2",
     "device/comm/acquire.cu": "acquire",
+    "grouped_matmul/take_rows.cu": "take",
     "matmul_all_reduce/kernel.cu": "few_rows-2-bfloat16-sum-4096-True",
     "matmul_reduce_scatter/one_shot.cu": "scatter-2-rounded",
     "moe_route/kernel.cu": "route-torch.int32",

@@ -22,6 +22,7 @@ from weft.kernels.device.collective.launch import CollectiveParams
 from weft.kernels.device.comm import acquire
 from weft.kernels.device.gemm import one_shot
 from weft.kernels.device.jit.program import Program
+from weft.kernels.grouped_matmul import take_rows
 from weft.kernels.matmul_all_reduce import configs as few_rows_configs
 from weft.kernels.matmul_all_reduce import cuda_kernel as few_rows
 from weft.kernels.matmul_reduce_scatter import one_shot_kernel as scatter
@@ -97,6 +98,7 @@ PROGRAMS: dict[str, Program] = {
     "acquire": Program(KERNELS / "device" / "comm" / "acquire.cu"),
     **{f"async-{size}": async_kernel.async_program(size) for size in (2, 3, 8)},
     "transfer": Program(KERNELS / "transfer" / "kernel.cu"),
+    "take": take_rows.take_rows_program(),
     **{f"route-{dtype}": moe_route.route_program(dtype) for dtype in (torch.int32, torch.int64)},
     **{
         f"all_reduce-{size}-{dtype}-{reduce_op}": cuda_kernel.all_reduce_program(
@@ -194,6 +196,7 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
     "all_to_all": (COLLECTIVE, CollectiveParams),
     "norm": ({"one_shot", "two_shot"}, norm_kernel._Params),
     "route": ({"moe_route"}, moe_route._Params),
+    "take": ({"take_rows", "split_experts"}, take_rows.TakeParams),
     "combine_all_reduce": (
         {f"{form}{kind}" for form in ("one_shot", "two_shot", "two_shot_rounds") for kind in ("", "_any")},
         cuda_kernel._CombineParams,
@@ -206,7 +209,7 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
 }
 OTHER_PARAMS: dict[str, type[ctypes.Structure]] = dict.fromkeys(
     ("post_all", "await_all", "move_all"), transfer._Batch
-)
+) | {"split_experts": take_rows.SplitParams}
 ONCE = ("norm", "combine", "few_rows", "gather", "scatter")  # blocks of theirs have an SM each
 
 

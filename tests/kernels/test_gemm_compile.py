@@ -59,9 +59,9 @@ def scatter(
     return gemm.gemm_program(matmul_reduce_scatter.SOURCE, defines)
 
 
-def grouped(tile: Tile, order: str, *, by_rows: bool) -> Program:
+def grouped(tile: Tile, order: str) -> Program:
     b = ORDERS[order].expand(2, *ORDERS[order].shape)
-    return grouped_matmul.grouped_program(b, GroupedConfig(tile), by_rows=by_rows)
+    return grouped_matmul.grouped_program([b], GroupedConfig(tile))
 
 
 def with_barriers(program: Program) -> Program:
@@ -102,11 +102,8 @@ PROGRAMS: dict[str, Program] = {
         LARGEST, "odd_rows", 8, Epilogue(torch.float32, average=True, bias=True, residual=True)
     ),
     **{
-        f"grouped_matmul-{['in-order', 'by-rows'][by_rows]}-{tile.block_m}x{tile.block_n}": grouped(
-            tile, list(ORDERS)[(i + by_rows) % 3], by_rows=by_rows
-        )
+        f"grouped_matmul-{tile.block_m}x{tile.block_n}": grouped(tile, list(ORDERS)[i % 3])
         for i, tile in enumerate(TILES)
-        for by_rows in (False, True)
     },
     **{
         f"matmul_reduce_scatter-{tile.block_m}x{tile.block_n}": scatter(tile, list(ORDERS)[-i % 3], 4)

@@ -15,14 +15,15 @@ from weft.fused_ops import (
     grouped_matmul,
     moe_route,
 )
-from weft.fused_ops.ops.experts import grouped_matmul as grouped_matmul_op
+from weft.fused_ops.dispatch.plan import forced
+from weft.fused_ops.ops.experts import arriving_tokens
 
 EXPERTS, CHOICES = 5, 2
 
 
 def experts(rank: int, size: int, seed: int) -> None:
-    """Tiles that no rows fill, an expert without rows, choices of none; rows in order and by index; sums in one shot
-    and in two, whole, in parts and normed."""
+    """Tiles that no rows fill, an expert without rows, choices of none; tokens by kernels and by copy engines; sums in
+    one shot and in two, whole, in parts and normed."""
     group = dist.group.WORLD
     for part, k, n, dtype in (
         (3, 72, 16 * size, DTYPES[0]),
@@ -43,15 +44,17 @@ def experts(rank: int, size: int, seed: int) -> None:
         there, of = (ids >= 0)[..., None], ids.clamp(min=0)
         want = (torch.einsum("tk,tjkn->tjn", x.float(), B.float()[of]) + bias.float()[of]) * there
         place = on_cpu[2].long().clamp(min=0)
-        for by_index in (False, True):
-            with mock.patch.object(grouped_matmul_op, "takes_by_index", return_value=by_index):
-                y = grouped_matmul(put(x), put(B), offs, rows=rows, bias=put(bias))
-            same("grouped matmul", y.cpu()[place] * there, want)
-        _, (y,) = fused_all_gather_grouped_matmul(
-            put(shards[rank]), [put(B)], rows, offs, 0, group, biases=[put(bias)]
-        )
-        fused()
-        same("all-gather + grouped matmul", y.cpu()[place] * there, want)
+        y = grouped_matmul(put(x), put(B), offs, rows=rows, bias=put(bias))
+        same("grouped matmul", y.cpu()[place] * there, want)
+        for algorithm, own_first in (("fused", False), ("copy_engine", False), ("copy_engine", True)):
+            first = mock.patch.object(arriving_tokens, "multiplies_own_first", return_value=own_first)
+            with forced(algorithm), first:
+                _, (y, z) = fused_all_gather_grouped_matmul(
+                    put(shards[rank]), [put(B)] * 2, rows, offs, 0, group, biases=[put(bias)] * 2
+                )
+            fused()
+            same("all-gather + grouped matmul", y.cpu()[place] * there, want)
+            same("all-gather + grouped matmul of a second B", z.cpu()[place] * there, want)
         total = torch.zeros(tokens, n)
         weights = torch.tensor([[1.0, 2.0]]).expand(tokens, CHOICES)
         for r in range(size):

@@ -262,7 +262,10 @@ def _chosen(call: Call, a: Tensor) -> tuple[Tensor, Tensor]:
     """The experts of all ranks' tokens, of which some are none, and the choices' weights."""
     tokens = torch.arange(call.lead[0] * a.shape[0], device=a.device)
     ids = torch.stack([tokens * 5 % (EXPERTS + 1), (tokens // 3 + 1) % (EXPERTS + 1)], 1)
-    return ids, torch.tensor([[1.0, 2.0]], device=a.device).expand(len(tokens), CHOICES)
+    weights = torch.arange(
+        1.0, CHOICES + 1, device=a.device
+    )  # made on the device, also while a graph is captured
+    return ids, weights.expand(len(tokens), CHOICES)
 
 
 def _run_experts(

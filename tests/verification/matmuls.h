@@ -164,7 +164,7 @@ static void warpgroup_reg_dealloc() {}
 template <int N>
 static void warpgroup_reg_alloc() {}
 
-void tma_load(const TensorMap& map, void* to, u64* barrier, int x, int y, int z, int w);
+void tma_load(const TensorMap& map, void* to, u64* barrier, int x, int y, int z, int w = 0);
 void tma_load_cluster(const TensorMap& map, void* to, u64* barrier, int x, int y, int z = 0, int w = 0);
 void tma_store(const TensorMap& map, const void* from, int x, int y, int z, int w);
 void tma_stores_have_read();
@@ -176,21 +176,6 @@ static void warpgroup_wait() {
     together();
 }
 
-// What a thread has copied since it last arrived is there at any time before that.
-static std::unordered_map<const void*, std::vector<std::function<void()>>> copied;  // of each fiber
-static void copy_async(void* to, const void* from, bool there) {
-    copied[running].push_back([=] { there ? std::memcpy(to, from, 16) : std::memset(to, 0, 16); });
-}
-static void arrive_when_copied(u64* barrier) {
-    state().copies.push_back({running->block, [barrier, copies = std::move(copied[running])] {
-        for (const auto& copy : copies) copy();
-        --phases(barrier).pending;
-        phases(barrier).settle();
-    }});
-    copied[running].clear();
-    go_on_later();
-}
-static int swizzled(int row, int vector) { return row * 128 + vector * 16; }
 
 // Boxes are not swizzled here, and an operand is its address, in units of 16 bytes. Where N is contiguous, groups of 64
 // columns lie 4096 bytes apart.

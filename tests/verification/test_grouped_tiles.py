@@ -13,6 +13,7 @@ from matmuls import BROAD, SMALL, TWO_AND_A_HALF, WIDE, Matmuls, build
 from weft.kernels.device.gemm.gemm_tiles import Tile
 from weft.kernels.grouped_matmul import cuda_kernel
 from weft.kernels.grouped_matmul.configs import GroupedConfig
+from weft.kernels.grouped_matmul.groups import Groups
 from weft.symm_mem.layout import Layout
 
 DEEP = Tile(64, 64, 5, 0.0)
@@ -26,60 +27,68 @@ class Grouped:
     n: int
     k: int
     tile: Tile = SMALL
-    tokens: int = 50
-    by_rows: bool = True
     rows: bool = False  # N is contiguous in B, not K
     bias: bool = False
     left: int = 3
     raster_group: int = 1
     blocks: int = 4
+    more: tuple[int, ...] = ()  # N of further Bs
+    split: bool = False  # experts' rows are two groups, between which some are left out
 
     def config(self) -> GroupedConfig:
         return GroupedConfig(self.tile, self.raster_group)
 
-    def b(self) -> torch.Tensor:
-        shape = len(self.counts), self.k, self.n
-        return numbers(*shape) if self.rows else numbers(shape[0], self.n, self.k).mT
+    def bs(self) -> list[torch.Tensor]:
+        experts, k, ns = len(self.counts), self.k, (self.n, *self.more)
+        return [numbers(experts, k, n) if self.rows else numbers(experts, n, k).mT for n in ns]
 
     def compiled(self, instead: tuple[str, str] | None = None) -> Future[Library]:
-        program = cuda_kernel.grouped_program(self.b(), self.config(), by_rows=self.by_rows)
+        program = cuda_kernel.grouped_program(self.bs(), self.config())
         return build(cuda_kernel.SOURCE, cuda_kernel._Params, tuple(program.defines.items()), instead)
 
     def is_right(self, monkeypatch: pytest.MonkeyPatch, library: Library, seed: int) -> bool:
         """Of one launch; the offsets and rows of ``wild`` ones are looked at by ``stays_inside``."""
         torch.manual_seed(seed)
         total = sum(self.counts) + self.left
-        a = (
-            numbers(self.tokens if self.by_rows else total, self.k + 8)[:, 8:]
-            if self.by_rows
-            else numbers(total, self.k)
-        )
-        rows = torch.randint(self.tokens, (total,), dtype=torch.int32) if self.by_rows else None
+        a = numbers(total, self.k + 8)[:, 8:]
         offs = torch.tensor(self.counts).cumsum(0).int()
-        b, bias = self.b(), numbers(len(self.counts), self.n) if self.bias else None
-        taken = a if rows is None else a[rows.long()]
-        want = torch.full((total, self.n), float("nan"), dtype=torch.bfloat16)
-        begin = 0
-        for e, end in enumerate(offs.tolist()):
-            product = taken[begin:end].double() @ b[e].double()
-            want[begin:end] = (product + (0 if bias is None else bias[e])).bfloat16()
-            begin = end
-        out, want = result(want)
-        self.launch(monkeypatch, library, seed, (a, b, out[:total], (offs, rows), bias))
-        return torch.allclose(out, want, rtol=0, atol=0, equal_nan=True)
+        terms = [(b, numbers(len(self.counts), b.shape[2]) if self.bias else None) for b in self.bs()]
+        wanted = [torch.full((total, b.shape[2]), float("nan"), dtype=torch.bfloat16) for b, _ in terms]
+        groups = self.groups(offs)
+        for g, (begin, end) in enumerate(pairs_of(groups)):
+            e = g // groups.parts
+            for (b, bias), want in zip(terms, wanted, strict=True):
+                product = a[begin:end].double() @ b[e].double()
+                want[begin:end] = (product + (0 if bias is None else bias[e])).bfloat16()
+        results = [result(want) for want in wanted]
+        self.launch(monkeypatch, library, seed, (a, terms, [out[:total] for out, _ in results], groups))
+        return all(torch.allclose(out, want, rtol=0, atol=0, equal_nan=True) for out, want in results)
+
+    def groups(self, offs: torch.Tensor) -> Groups:
+        if not self.split:
+            return Groups(offs)
+        begins = torch.cat([offs.new_zeros(1), offs[:-1]])
+        apart = begins + (offs - begins) // 3
+        both = torch.stack([begins, apart + 1], 1).flatten(), torch.stack([apart, offs], 1).flatten()
+        return Groups(both[1], both[0], 2)
 
     def launch(self, monkeypatch: pytest.MonkeyPatch, library: Library, seed: int, given: tuple) -> None:  # type: ignore[type-arg]
         ranks = Matmuls(monkeypatch, library, Layout(1, 1, 64), (1, 2000))
-        kernel = cuda_kernel.GroupedMatmul(
-            given[0], given[1], self.config(), self.blocks, by_rows=self.by_rows
-        )
+        bs = [b for b, _ in given[1]]
+        kernel = cuda_kernel.GroupedMatmul(given[0], bs, self.config(), self.blocks)
         kernel.launch(*given)
         ranks.run(seed)
         assert not ranks.strays
 
 
+def pairs_of(groups: Groups) -> list[tuple[int, int]]:
+    """The first row of each group and the one after its last, which is not before it."""
+    ends = groups.ends.tolist()
+    begins = [0, *ends[:-1]] if groups.begins is None else groups.begins.tolist()
+    return [(begin, max(begin, end)) for begin, end in zip(begins, ends, strict=True)]
+
+
 CASES = {
-    "rows": Grouped((70, 0, 1, 130, 64), 72, 200),
     "many-experts": Grouped((0,) * 40 + (3, 0, 65) + (0,) * 30 + (1,), 40, 72, blocks=6),
     "one-expert": Grouped((300,), 136, 72, raster_group=2),
     "all-empty": Grouped((0, 0), 72, 72),
@@ -87,8 +96,12 @@ CASES = {
     "n-contiguous": Grouped((65, 0, 140), 64, 136, BROAD, rows=True, bias=True),
     "odd-n-contiguous": Grouped((65, 130), 200, 72, TWO_AND_A_HALF, rows=True),
     "deep": Grouped((65, 5), 72, 1032, DEEP),
-    "in-order": Grouped((70, 0, 1, 130, 64), 72, 200, by_rows=False, bias=True),
-    "in-order-wide": Grouped((3, 260, 0), 136, 72, WIDE, by_rows=False, rows=False, blocks=2),
+    "in-order": Grouped((70, 0, 1, 130, 64), 72, 200, bias=True),
+    "three-bs": Grouped((70, 1, 200), 72, 72, bias=True, more=(200, 8), raster_group=2),
+    "two-bs-n-contiguous": Grouped((65, 0, 140), 64, 136, BROAD, rows=True, bias=True, more=(192,)),
+    "split": Grouped((70, 0, 1, 200, 64), 72, 72, bias=True, split=True, raster_group=2),
+    "split-wide": Grouped((3, 150, 0), 40, 72, WIDE, split=True),
+    "in-order-wide": Grouped((3, 260, 0), 136, 72, WIDE, rows=False, blocks=2),
 }
 
 

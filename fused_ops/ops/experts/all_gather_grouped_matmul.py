@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ....kernels.all_gather_matmul.configs import CopiedConfig
 from ....kernels.all_gather_matmul.host import host_gather_layout
 from ....kernels.grouped_matmul import host
 from ....kernels.grouped_matmul.reference import experts_of_rows
@@ -19,6 +20,7 @@ from ...dispatch.choice import Choice, on_host
 from ...dispatch.plan import ran
 from .. import all_gather
 from ..op import Op, on_device, refuse_second_gradient
+from .arriving_tokens import choose_copies, multiply_arriving
 from .grouped_matmul import multiply, validate_experts, validate_experts_bias, validate_index
 
 Result: TypeAlias = tuple[Tensor | None, list[Tensor]]
@@ -75,30 +77,35 @@ def _validate(call: AllGatherGroupedMatmulCall) -> tuple[AllGatherGroupedMatmulC
 
 
 def _choose(call: AllGatherGroupedMatmulCall, group: ProcessGroup) -> Choice:
-    """That of the gather."""
+    """By copy engines, or as the gather alone."""
     if call.A_shard.device.type == "cpu":
         m, k = call.A_shard.shape
         return on_host(host_gather_layout(m, k, call.A_shard.element_size(), group.size()))
+    copied = choose_copies(call.A_shard, group)
+    if copied is not None:
+        return copied
     return all_gather.choose_gather(all_gather.AllGatherCall(call.A_shard, 0, call.group_name), group)
 
 
 def _run(choice: Choice, where: Heap | None, call: AllGatherGroupedMatmulCall, group: ProcessGroup) -> Result:
     """As the op; the call is what validation returns."""
     biases: list[Any] = call.added or [None] * len(call.Bs)
+    terms = list(zip(call.Bs, biases, strict=True))
     if choice.algorithm == "host":
         assert where is not None
         workspace = choice.workspace_on(where)
         ran(choice.plan_in(workspace))
-        terms = list(zip(call.Bs, biases, strict=True))
         A, outs = host.host_all_gather_grouped_matmul(
             workspace, call.A_shard.contiguous(), terms, call.rows, call.offs
         )
+    elif choice.algorithm == CopiedConfig.algorithm:
+        assert where is not None
+        index = call.rows, call.offs
+        return multiply_arriving(choice, where, call.A_shard, terms, index, return_A=call.return_A)
     else:
         with on_device(call.A_shard):
             A = all_gather.gather_within(call.A_shard, group, host.OP)
-            outs = [
-                multiply(A, B, call.offs, call.rows, bias) for B, bias in zip(call.Bs, biases, strict=True)
-            ]
+            outs = multiply(A, terms, call.offs, call.rows)
     return (A if call.return_A else None), outs
 
 

@@ -3,14 +3,16 @@ it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ....kernels.device.capability import why_no_kernel_on
-from ....kernels.grouped_matmul.configs import MOST_EXPERTS, choose_grouped, takes_by_index
+from ....kernels.grouped_matmul.configs import MOST_EXPERTS, choose_grouped
+from ....kernels.grouped_matmul.groups import Groups
 from ....kernels.grouped_matmul.reference import experts_of_rows, reference_grouped_matmul
 from ... import validation
 from ...dispatch.plan import num_sms
@@ -67,38 +69,81 @@ def validate_index(name: str, index: Tensor, A: Tensor, like_name: str) -> None:
     validation.same_device(name, index, A, like_name)
 
 
-def multiply(A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None) -> Tensor:
-    """As the op, on the current device; the arguments are what validation has seen."""
+Term: TypeAlias = tuple[Tensor, Tensor | None]  # each B and its bias
+
+
+def multiply(A: Tensor, terms: Sequence[Term], offs: Tensor, rows: Tensor | None) -> list[Tensor]:
+    """As the op for each B [E, K, N_i], on the current device; the arguments are what validation has seen."""
     by_kernel = A.device.type == "cuda" and A.dtype != torch.float32
     if not by_kernel or why_no_kernel_on("grouped_matmul", A.device) is not None:
-        return reference_grouped_matmul(A, B, offs, rows, bias)
+        return [reference_grouped_matmul(A, B, offs, rows, bias) for B, bias in terms]
+    from ....kernels.grouped_matmul.take_rows import take_rows
+
+    outs = [A.new_empty((A if rows is None else rows).shape[0], B.shape[2]) for B, _ in terms]
+    if outs[0].shape[0] == 0:
+        return outs
+    A, terms = as_the_kernel_takes(A, terms)
+    offs = offs.contiguous()
+    if rows is not None:
+        taken = A.new_empty(rows.shape[0], A.shape[1])
+        take_rows(A, rows.contiguous(), offs, taken)
+        A = taken
+    launch_groups(A, terms, outs, Groups(offs))
+    return outs
+
+
+def as_the_kernel_takes(A: Tensor, terms: Sequence[Term]) -> tuple[Tensor, list[Term]]:
+    """What lies otherwise is copied, also what is contiguous and begins at another address."""
     from ....kernels.grouped_matmul.cuda_kernel import lies_well
 
-    out = _fake(A, B, offs, rows, bias)
-    if out.numel() == 0:
-        return out
-    if rows is not None and not takes_by_index(out.shape[0], out.shape[1]):
-        A, rows = A[rows.clamp(0, A.shape[0] - 1)], None
-    # What lies otherwise is copied, also what is contiguous and begins at another address.
-    A = A if lies_well(A) else A.clone(memory_format=torch.contiguous_format)
-    B = B if lies_well(B) or lies_well(B.mT) else B.clone(memory_format=torch.contiguous_format)
-    index = offs.contiguous(), None if rows is None else rows.contiguous()
-    layout = A.shape, A.stride(), B.shape, B.stride(), A.dtype, A.device
-    kernel = _prepared(layout, out.shape[0], rows is not None, num_sms(A.device))
-    kernel.launch(A, B, out, index, None if bias is None else bias.contiguous())
-    return out
+    def taken(x: Tensor) -> Tensor:
+        return x if lies_well(x) else x.clone(memory_format=torch.contiguous_format)
+
+    found: list[Term] = [
+        (B if lies_well(B.mT) else taken(B), None if bias is None else bias.contiguous()) for B, bias in terms
+    ]
+    return taken(A), found
+
+
+def launch_groups(A: Tensor, terms: Sequence[Term], outs: Sequence[Tensor], groups: Groups) -> None:
+    """By one launch where the Bs may share it, else one for each; the operands as the kernel takes them."""
+    for some, kernel in _launchers(A, terms):
+        kernel.launch(A, terms[some], outs[some], groups)
+
+
+def prepare_groups(A: Tensor, terms: Sequence[Term]) -> None:
+    """What ``launch_groups`` launches for such operands in their order, compiled and loaded."""
+    for _ in _launchers(A, terms):
+        pass
+
+
+def _launchers(A: Tensor, terms: Sequence[Term]) -> Iterator[tuple[slice, Any]]:
+    """Each with its part of the terms."""
+    from ....kernels.grouped_matmul.cuda_kernel import may_share
+
+    at_once = len(terms) if may_share([B for B, _ in terms]) else 1
+    for first in range(0, len(terms), at_once):
+        some = slice(first, first + at_once)
+        of_bs = tuple((B.shape, B.stride()) for B, _ in terms[some])
+        layout = (A.shape, A.stride()), of_bs, A.dtype, A.device
+        yield some, _prepared(layout, num_sms(A.device))
 
 
 @lru_cache(_MOST_PREPARED)
-def _prepared(layout: tuple[Any, ...], rows: int, by_rows: bool, sms: int) -> Any:
+def _prepared(layout: tuple[Any, ...], sms: int) -> Any:
     """The launcher of such operands, which lie as ``layout`` says; in the current context."""
     from ....kernels.grouped_matmul.cuda_kernel import GroupedMatmul
 
-    shape_of_a, strides_of_a, shape_of_b, strides_of_b, dtype, _ = layout
-    a = torch.empty_strided(shape_of_a, strides_of_a, dtype=dtype, device="meta")
-    b = torch.empty_strided(shape_of_b, strides_of_b, dtype=dtype, device="meta")
-    experts, k, n = shape_of_b
-    return GroupedMatmul(a, b, choose_grouped(rows, experts, n, k, sms), sms, by_rows=by_rows)
+    of_a, of_bs, dtype, _ = layout
+    a, *bs = (torch.empty_strided(*lies, dtype=dtype, device="meta") for lies in (of_a, *of_bs))
+    experts, k, _ = bs[0].shape
+    config = choose_grouped(a.shape[0], experts, [b.shape[2] for b in bs], k, sms)
+    return GroupedMatmul(a, bs, config, sms)
+
+
+def _multiply_one(A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None) -> Tensor:
+    (out,) = multiply(A, [(B, bias)], offs, rows)
+    return out
 
 
 def _fake(A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -171,7 +216,7 @@ def _fake_sums(values: Tensor, index: Tensor, count: int) -> Tensor:
 define(
     "grouped_matmul(Tensor A, Tensor B, Tensor offs, Tensor? rows, Tensor? bias) -> Tensor",
     validate_grouped,
-    multiply,
+    _multiply_one,
     _fake,
     GroupedMatmulFunction.apply,
 )

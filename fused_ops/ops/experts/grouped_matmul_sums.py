@@ -133,7 +133,8 @@ def _choose_part(call: GroupedMatmulReduceScatterCall, group: ProcessGroup) -> C
 
 def _multiplied(call: Call) -> Combined:
     with on_device(call.A):
-        return _combined(call, multiply(call.A, call.B, call.offs, None, call.bias))
+        (y,) = multiply(call.A, [(call.B, call.bias)], call.offs, None)
+        return _combined(call, y)
 
 
 def _run_sum(

@@ -14,7 +14,7 @@
 //
 // Defined by the includer: DTYPE (bfloat16 or float16) and PRODUCT_TYPE, BM, BN, STAGES, B_ROWS (1: N is contiguous in
 // B, 0: K), B_WHOLE (N is a multiple of 64) and SPLIT_K (1: B is a stack of parts along K, each with rows of A of its
-// own); A_THREADS, if threads of the kernel copy A in place of TMA: how many; SERVE_REGISTERS and MULTIPLY_REGISTERS per thread of warpgroup 2 and of the others, 64512 in all.
+// own); SERVE_REGISTERS and MULTIPLY_REGISTERS per thread of warpgroup 2 and of the others, 64512 in all.
 
 #pragma once
 
@@ -24,10 +24,6 @@
 #include "gemm/tile_scheduler.cuh"
 
 namespace weft {
-
-#ifndef A_THREADS
-#define A_THREADS 0
-#endif
 
 using Number = DTYPE;
 
@@ -78,7 +74,7 @@ template <typename Rest>
 __device__ __forceinline__ void begin(const Shared& s, const Rest& rest) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            init_barrier(s.full + i, 1 + A_THREADS);
+            init_barrier(s.full + i, 1);
             init_barrier(s.empty + i, 16);  // the compute warps of both blocks
         }
         publish_barriers();
@@ -108,37 +104,54 @@ struct Rows {
     int row, part, batch;
 };
 
-// A box of B for both blocks. With SPLIT_K maps have one more dimension, so that no box reaches into the next part.
-template <typename... At>
+// A box of B, for both blocks or for this one. With SPLIT_K maps have one more dimension, so that no box reaches into the
+// next part.
+template <bool SHARED, typename... At>
 __device__ __forceinline__ void load_b(const TensorMap& b, void* to, u64* full, int part, At... at) {
-    if constexpr (SPLIT_K) {
+    if constexpr (SHARED && SPLIT_K) {
         tma_load_cluster(b, to, full, at..., part);
-    } else {
+    } else if constexpr (SHARED) {
         tma_load_cluster(b, to, full, at...);
+    } else {
+        tma_load(b, to, full, at..., part);
     }
 }
 
-// Loads B of a stage, by one thread. With N contiguous it lies in shared memory as two halves of k, each [columns /
-// 64][32][64]; with B_WHOLE one box has all of a half. `part`: of B, if it has several; k is counted inside of it.
-__device__ __forceinline__ void load_b_of_stage(
-    const Shared& s, u8* stage, u64* full, const TensorMap& b, int column, int k, int part) {
-    // Half of k, or half of the columns. The other block may be ahead or behind: the stage is empty in both.
-    const int half = s.block;
+// Loads a half of B of a stage, by one thread: of k, or of the columns. With N contiguous it lies in shared memory as two
+// halves of k, each [columns / 64][32][64]; with B_WHOLE one box has all of a half. `part`: of B, if it has several; k is
+// counted inside of it.
+template <bool SHARED>
+__device__ __forceinline__ void load_half_of_b(
+    int half, u8* stage, u64* full, const TensorMap& b, int column, int k, int part) {
     if constexpr (B_ROWS && B_WHOLE) {
-        load_b(b, stage + A_BYTES + half * (B_BYTES / 2), full, part, 0, k + 32 * half, column / 64);
+        load_b<SHARED>(b, stage + A_BYTES + half * (B_BYTES / 2), full, part, 0, k + 32 * half, column / 64);
     } else if constexpr (B_ROWS) {
 #pragma unroll
         for (int i = 0; i < B_BOXES; ++i) {
             u8* to = stage + A_BYTES + half * (B_BYTES / 2) + i * 4096;
-            load_b(b, to, full, part, column + 64 * i, k + 32 * half);
+            load_b<SHARED>(b, to, full, part, column + 64 * i, k + 32 * half);
         }
     } else {
         u8* to = stage + A_BYTES + half * (BN / 2 * 128);
-        load_b(b, to, full, part, k, column + half * (BN / 2));
+        load_b<SHARED>(b, to, full, part, k, column + half * (BN / 2));
     }
 }
 
-// Loads a stage of a tile, by all lanes of a converged warp. `part`: of B.
+// Loads B of a stage, by one thread: this block's half for both blocks, which may be ahead or behind: the stage is empty
+// in both. Or all of it for this block alone.
+template <bool SHARED = true>
+__device__ __forceinline__ void load_b_of_stage(
+    const Shared& s, u8* stage, u64* full, const TensorMap& b, int column, int k, int part) {
+    if constexpr (SHARED) {
+        load_half_of_b<true>(s.block, stage, full, b, column, k, part);
+    } else {
+        load_half_of_b<false>(0, stage, full, b, column, k, part);
+        load_half_of_b<false>(1, stage, full, b, column, k, part);
+    }
+}
+
+// Loads a stage of a tile, by all lanes of a converged warp. `part`: of B. SHARED: both blocks have the same columns.
+template <bool SHARED = true>
 __device__ __forceinline__ void load_stage(
     const Shared& s, PipelineState<STAGES>& state, const TensorMap& a, const Rows& rows, const TensorMap& b, int column, int k,
     int part = 0) {
@@ -149,7 +162,7 @@ __device__ __forceinline__ void load_stage(
     if (!elected()) return;
     arrive_expecting(full, STAGE_BYTES);
     tma_load(a, stage, full, k, rows.row, rows.part, rows.batch);
-    load_b_of_stage(s, stage, full, b, column, k, part);
+    load_b_of_stage<SHARED>(s, stage, full, b, column, k, part);
 }
 
 // By the loader, after its last stage: until both blocks have read all that it loaded. Then nothing reaches for this

@@ -109,6 +109,14 @@ __device__ __forceinline__ void tma_load_cluster(
         : "memory");
 }
 
+__device__ __forceinline__ void tma_load(const TensorMap& map, void* to, u64* barrier, int x, int y, int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+        "[%2];" ::"r"(shared_address(to)),
+        "l"(&map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
 __device__ __forceinline__ void tma_load(
     const TensorMap& map, void* to, u64* barrier, int x, int y, int z, int w) {
     asm volatile(
@@ -116,21 +124,6 @@ __device__ __forceinline__ void tma_load(
         "%6}], [%2];" ::"r"(shared_address(to)),
         "l"(&map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w)
         : "memory");
-}
-
-// Where the 16 bytes `vector` of row `row` of an operand lie, of which rows have 128 bytes, as TMA swizzles them.
-__device__ __forceinline__ int swizzled(int row, int vector) { return row * 128 + (vector ^ row % 8) * 16; }
-
-// 16 bytes to shared memory, or zeros; `from` is not read then.
-__device__ __forceinline__ void copy_async(void* to, const void* from, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(there ? 16 : 0)
-                 : "memory");
-}
-
-// Arrives, once this thread's copies before it have. Whoever has waited for that does a fence_proxy_async before wgmma
-// reads them.
-__device__ __forceinline__ void arrive_when_copied(u64* barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 // A box of shared memory, where a bulk copy has written it, to the tensor; what lies outside of that is left out. By

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from opcommon import BOUND, DEVICES, cells, check, gather, poison, refuses, same
 from ranks import run_row
 from torch import Tensor
 from weft.fused_ops import fused_all_gather_grouped_matmul, last_plan, moe_route, plan
+from weft.fused_ops.dispatch.plan import forced
+from weft.kernels.grouped_matmul.configs import multiplies_own_first
 from weft.symm_mem import PeerTimeout, get_timeout, reset, set_timeout
 
 # Tokens of a rank, K, experts and experts of each token.
@@ -61,6 +64,47 @@ def forward(rank: int, size: int, shape: tuple[int, int, int, int], dtype: torch
 @pytest.mark.parametrize(("size", "device", "shape", "dtype"), cells((1, 2, 3), [(row,) for row in ROWS]))
 def test_forward(size: int, device: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     run_row(forward, size, shape, dtype, device=device)
+
+
+def shuffled(rows: Tensor, offs: Tensor) -> Tensor:
+    """Of each expert in another order; those of none as they were."""
+    ends = [0, *offs.tolist(), rows.shape[0]]
+    parts = [rows[begin:end] for begin, end in itertools.pairwise(ends)]
+    return torch.cat([*(part[torch.randperm(len(part))] for part in parts[:-1]), parts[-1]])
+
+
+def by_copy_engines(rank: int, size: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    for call in range(4):
+        x, bs, ids = drawn(shape, dtype, rank)
+        first = rank % 2
+        rows, offs, _ = moe_route(ids, shape[2], first_expert=first)
+        bs = [b[first:] for b in bs]
+        if call == 3:
+            rows = shuffled(rows, offs)
+        assert multiplies_own_first(rows.shape[0], len(offs), size) == (shape == MANY)
+        poison(rank)
+        biases = drawn_biases(bs) if call == 0 else None
+        with forced("copy_engine"):
+            A, outs = fused_all_gather_grouped_matmul(
+                x, bs, rows, offs, 0, world(), return_A=call == 1, biases=biases
+            )
+        assert last_plan().algorithm == "copy_engine"
+        every = torch.cat(gather(x))
+        if A is not None:
+            check("A", A, every, 0)
+        for b, bias, out in zip(bs, biases or [None] * len(bs), outs, strict=True):
+            want = products(every, b.double(), rows, offs, None if bias is None else bias.double())
+            check("product", out[: want.shape[0]], want, BOUND[dtype])
+
+
+MANY = (700, 72, 2, 2)  # of which own rows are multiplied first
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [MANY, *ROWS[:3]])
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.gpu(size)) for size in (2, 3)])
+def test_tokens_come_by_copy_engines(size: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    run_row(by_copy_engines, size, shape, dtype, device="cuda")
 
 
 def backward(rank: int, size: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:

@@ -10,7 +10,6 @@ import torch
 from opcommon import check
 from torch import Tensor
 from weft.fused_ops import grouped_matmul, moe_route
-from weft.kernels.grouped_matmul.configs import takes_by_index
 from weft.symm_mem import set_checked
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
@@ -74,13 +73,14 @@ def test_products(kind: str, dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.gpu(1)
-def test_many_rows_of_narrow_experts_are_taken_by_index() -> None:
-    """By the kernel, where fewer are copied into their order before it."""
-    A, B, offs, rows, bias = drawn((20_000, 0, 13_000), 5, torch.bfloat16, "cuda")
-    assert takes_by_index(rows.shape[0], B.shape[2]) and not takes_by_index(rows.shape[0], 2048)
-    want = in_float64(A[rows.long()], B, offs, bias)
-    got = grouped_matmul(A, B, offs, rows=rows, bias=bias)
-    check("by index", got[: want.shape[0]], want, BOUNDS[torch.bfloat16])
+def test_rows_in_any_order() -> None:
+    """Also such as are of tokens that are not there, which are taken for the nearest, and long ones."""
+    for k, counts in ((72, (2000, 0, 1300)), (4104, (30, 1))):
+        A, B, offs, rows, bias = drawn(counts, 5, torch.bfloat16, "cuda", (k, 104))
+        rows = rows * 3 - 50
+        want = in_float64(A[rows.clamp(0, 52).long()], B, offs, bias)
+        got = grouped_matmul(A, B, offs, rows=rows, bias=bias)
+        check(f"K = {k}", got[: want.shape[0]], want, BOUNDS[torch.bfloat16])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,0 +1,153 @@
+"""All ranks' tokens multiplied on CUDA while they come: copy engines send them, and own ones are multiplied first.
+
+Who writes and who waits is as for ``AllGatherProductsCopied``. Rows are copied into their order in two steps: those of
+own tokens, and those of peers' when all have come. Where own rows are many, their products come in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ....kernels.all_gather_matmul.configs import CopiedConfig, GatherKernelCall, copied_layout
+from ....kernels.device.capability import runs_on, why_no_kernel_on
+from ....kernels.device.tuning.choice import make_together
+from ....kernels.grouped_matmul.configs import multiplies_own_first, sends_by_copies
+from ....kernels.grouped_matmul.groups import Groups
+from ....kernels.grouped_matmul.host import OP
+from ....symm_mem.backends.cuda_state import current_stream_of
+from ....symm_mem.heap.heap import Heap
+from ....symm_mem.timeouts import timeout_in_ns
+from ...dispatch.choice import Choice
+from ...dispatch.plan import num_sms, preferred_kernel, ran
+from ...dispatch.stream_order import in_stream_order
+from ...dispatch.workspaces import COPIED
+from .grouped_matmul import Term, as_the_kernel_takes, launch_groups, prepare_groups
+
+if TYPE_CHECKING:
+    from ....kernels.all_gather_matmul.copied_products import AllGatherProductsCopied
+
+
+def choose_copies(A_shard: Tensor, group: ProcessGroup) -> Choice | None:
+    """The choice of a call on CUDA whose tokens copy engines send; None: others send these. By what all ranks know."""
+    device, (m, k), preferred = A_shard.device, A_shard.shape, preferred_kernel()
+    if A_shard.dtype == torch.float32 or group.size() == 1:
+        return None
+    if why_no_kernel_on("grouped_matmul", device) or not runs_on("device/comm/acquire.cu", device):
+        return None
+    if preferred != "copy_engine" and (preferred is not None or not sends_by_copies(m, k)):
+        return None
+
+    def programs() -> Sequence[Any]:
+        from ....kernels.device.comm import acquire
+        from ....kernels.grouped_matmul.take_rows import take_rows_program
+
+        return [acquire.PROGRAM, take_rows_program()]
+
+    problem = _example(A_shard).problem(group.size())
+    return Choice(CopiedConfig.algorithm, kind=COPIED, layout=copied_layout(problem), programs=programs)
+
+
+def _example(A_shard: Tensor) -> GatherKernelCall:
+    return GatherKernelCall(A_shard, [], num_sms(A_shard.device))
+
+
+def multiply_arriving(
+    choice: Choice,
+    where: Heap,
+    A_shard: Tensor,
+    terms: Sequence[Term],
+    index: tuple[Tensor, Tensor],
+    *,
+    return_A: bool,
+) -> tuple[Tensor | None, list[Tensor]]:
+    """As the op. ``index``: rows and offs."""
+    from ....kernels.all_gather_matmul.copied_products import AllGatherProductsCopied
+
+    (m, k), size, (rows, offs) = A_shard.shape, where.world_size, index
+    with in_stream_order(A_shard.device):
+        own, terms = as_the_kernel_takes(A_shard.contiguous(), terms)
+        call = ArrivingTokens(
+            own, terms, rows.contiguous(), offs.contiguous(), (where.rank, size), return_A=return_A
+        )
+        workspace = choice.workspace_on(where)
+        workspace.raise_if_broken(OP)
+        ran(choice.plan_in(workspace))
+
+        def make() -> AllGatherProductsCopied:
+            call.prepare()
+            return AllGatherProductsCopied(workspace, _example(own))
+
+        kernel = workspace.prepared.get(key := ("grouped", m, k, own.dtype))
+        if kernel is None:
+            kernel = make_together(workspace, OP, key, key, make)
+        call.prepare()
+        timeout_ns = timeout_in_ns(where.group_name)
+        kernel.as_they_come(own, None, call.take, timeout_ns, current_stream_of(own))
+    return call.every, call.outs
+
+
+class ArrivingTokens:
+    """A call's tensors. ``every``: the gathered tokens, if they are returned."""
+
+    def __init__(
+        self,
+        own: Tensor,
+        terms: Sequence[Term],
+        rows: Tensor,
+        offs: Tensor,
+        of: tuple[int, int],
+        *,
+        return_A: bool,
+    ) -> None:
+        from ....kernels.grouped_matmul.take_rows import Own
+
+        (m, k), (rank, size), total = own.shape, of, rows.shape[0]
+        self._terms, self._rows, self._offs = terms, rows, offs
+        self._rank, self._last = rank, (rank - 1) % size
+        self._own = Own(rank * m, (rank + 1) * m, size * m)
+        self._taken = own.new_empty(total, k)
+        self._rest = Groups(offs)  # what is multiplied at the end
+        self._splits = multiplies_own_first(total, offs.shape[0], size)
+        self.outs = [own.new_empty(total, B.shape[2]) for B, _ in terms]
+        self.every = own.new_empty(size * m, k) if return_A else None
+
+    def prepare(self) -> None:
+        """Compiles, in the current context, what peers would else wait for."""
+        from ....kernels.grouped_matmul.take_rows import take_rows_program
+
+        for name in ("take_rows", "split_experts"):
+            take_rows_program().function(name)
+        if self._rows.shape[0]:
+            prepare_groups(self._taken, self._terms)
+
+    def take(self, src: int, tokens: Tensor, _: Tensor | None) -> None:
+        """Those of rank ``src`` are there; those of the rank before this one come last."""
+        m, k = tokens.shape
+        if self.every is not None:
+            self.every[src * m : (src + 1) * m].copy_(tokens)
+        if self._rows.shape[0] == 0:
+            return
+        if src == self._rank:
+            self._take_own(tokens)
+        elif src == self._last:
+            place = tokens.storage_offset() - src * m * k  # of rank 0's
+            self._take_others(tokens.as_strided((self._own.tokens, k), (k, 1), place))
+
+    def _take_own(self, tokens: Tensor) -> None:
+        from ....kernels.grouped_matmul.take_rows import split_experts, take_rows
+
+        take_rows(tokens, self._rows, self._offs, self._taken, self._own)
+        if self._splits:
+            here, self._rest = split_experts(self._rows, self._offs, self._own)
+            launch_groups(self._taken, self._terms, self.outs, here)
+
+    def _take_others(self, tokens: Tensor) -> None:
+        from ....kernels.grouped_matmul.take_rows import take_rows
+
+        take_rows(tokens, self._rows, self._offs, self._taken, self._own, takes_own=False)
+        launch_groups(self._taken, self._terms, self.outs, self._rest)
