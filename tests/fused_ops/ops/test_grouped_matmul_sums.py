@@ -301,7 +301,11 @@ def test_refused() -> None:
 def test_on_cuda_the_first_run_loads_the_program_of_the_choice(
     monkeypatch: pytest.MonkeyPatch, reduce_op: str
 ) -> None:
-    monkeypatch.setattr(grouped_matmul_sums, "multiply", lambda A, B, *_: A.new_empty(A.shape[0], B.shape[2]))
+    monkeypatch.setattr(
+        grouped_matmul_sums,
+        "multiply",
+        lambda A, terms, *_: [A.new_empty(A.shape[0], B.shape[2]) for B, _ in terms],
+    )
     weft = torch.ops.weft
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
