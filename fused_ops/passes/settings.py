@@ -41,6 +41,10 @@ class Rewrites(TypedDict, total=False):
     buckets: bool | int
 
 
+def _setting(name: str) -> Any:
+    return property(lambda settings: settings[name])
+
+
 class PassSettings(dict[str, Any]):
     """Settings by name, as ``FusionPass`` takes them, with groups as sorted names.
 
@@ -48,6 +52,15 @@ class PassSettings(dict[str, Any]):
     json takes no other object. Those of one class with the same settings are equal: for options that differ torch
     compiles anew.
     """
+
+    strict: bool = _setting("strict")
+    fuse: str = _setting("fuse")
+    agree: bool | str = _setting("agree")
+    collectives: bool | str = _setting("collectives")
+    sequence_parallel: bool | str = _setting("sequence_parallel")
+    loss_parallel: bool = _setting("loss_parallel")
+    regather: bool = _setting("regather")
+    gathers: int = _setting("gathers")  #: that may be on their way at once
 
     def __init__(
         self,
@@ -89,43 +102,10 @@ class PassSettings(dict[str, Any]):
         return None if self["groups"] is None else frozenset(self["groups"])
 
     @property
-    def strict(self) -> bool:
-        return bool(self["strict"])
-
-    @property
-    def fuse(self) -> str:
-        return str(self["fuse"])
-
-    @property
-    def collectives(self) -> bool | str:
-        return self["collectives"]  # type: ignore[no-any-return]
-
-    @property
-    def sequence_parallel(self) -> bool | str:
-        return self["sequence_parallel"]  # type: ignore[no-any-return]
-
-    @property
-    def loss_parallel(self) -> bool:
-        return bool(self["loss_parallel"])
-
-    @property
-    def agree(self) -> bool | str:
-        return self["agree"]  # type: ignore[no-any-return]
-
-    @property
-    def regather(self) -> bool:
-        return bool(self["regather"])
-
-    @property
     def reorder(self) -> float | None:
         """How much more memory a new order may need, as a part of it; None for no new order."""
         given = self["reorder"]
         return None if given is False else 0.0 if given is True else float(given)
-
-    @property
-    def gathers(self) -> int:
-        """All-gathers that may be on their way at once."""
-        return int(self["gathers"])
 
     @property
     def buckets(self) -> int:

@@ -51,8 +51,8 @@ CONFIGS = (AllReduceConfig("two_shot"), AllReduceConfig("two_shot", blocks=2, th
 
 
 def all_gather_matmul(rank: int, size: int, seed: int) -> None:
-    # A tile more or less than a chunk, columns that no tile divides, both layouts of B, and both at once, which is the
-    # Triton kernel's; several Bs on one gathered A; shards side by side, and rows that lie apart.
+    # A tile more or less than a chunk, columns that no tile divides, both layouts of B, and both at once; several Bs on
+    # one gathered A; shards side by side, and rows that lie apart.
     both = (True, False)
     for m, k, n, dtype, layouts, return_A, dim, apart in [
         (64, 64, 64, DTYPES[0], both[:1], False, 0, 0),

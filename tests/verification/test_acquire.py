@@ -115,7 +115,7 @@ def test_the_end_of_a_use(library: Library, monkeypatch: pytest.MonkeyPatch, gon
         ranks.faults[RANK, Fault.ABORT_NOTICE + gone] = 1 + blamed
     want, faults = ranks.words.clone(), ranks.faults.clone()
     want[:, LAYOUT.done(BUFFER) + RANK] = want[RANK, LAYOUT.EPOCH + BUFFER] = EPOCHS + 1
-    acquire.end_epoch(ranks.place, BUFFER, 0)
+    acquire.end_epoch_launcher(ranks.place, BUFFER)(0)
     assert torch.equal(ranks.words, want)
     if gone is None:
         assert torch.equal(ranks.faults, faults) and not ranks.record.any()

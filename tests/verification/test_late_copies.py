@@ -157,7 +157,7 @@ class Driver(cuda_state.CudaState):
         def bound(blocks: int, threads: int, params: Any) -> Callable[[int], None]:
             return lambda stream: launch(blocks, threads, params, stream)
 
-        return SimpleNamespace(launch=launch, bound=bound)
+        return SimpleNamespace(bound=bound)
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def call(driver: Driver, engine: Any, buffer: int, x: torch.Tensor, out: torch.T
     engine.start_pieces(buffer, pieces, 3)
     for peer in gpu.peers:
         gpu.enqueue(CURRENT, "read", buffer, peer, x, out)
-    acquire.end_epoch(engine.workspace, buffer, CURRENT)
+    acquire.end_epoch_launcher(engine.workspace, buffer)(CURRENT)
     engine.join(buffer)
     gpu.enqueue(CURRENT, "reuse", x, out)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -150,28 +150,16 @@ class Report:
         orders: what ``reorder`` did with each graph.
     """
 
-    entries: tuple[Entry, ...] = ()
-    disagreements: tuple[Disagreement, ...] = ()
+    entries: Sequence[Entry] = ()
+    disagreements: Sequence[Disagreement] = ()
     questions: VoteCounts = NONE_ASKED
     runs: PassRuns = NO_RUNS
-    orders: tuple[OrderChange, ...] = ()
+    orders: Sequence[OrderChange] = ()
     programs: ProgramCounts = NO_PROGRAMS
 
-    def __init__(
-        self,
-        entries: Iterable[Entry] = (),
-        disagreements: Iterable[Disagreement] = (),
-        questions: VoteCounts = NONE_ASKED,
-        runs: PassRuns = NO_RUNS,
-        orders: Iterable[OrderChange] = (),
-        programs: ProgramCounts = NO_PROGRAMS,
-    ) -> None:
-        object.__setattr__(self, "entries", tuple(entries))
-        object.__setattr__(self, "disagreements", tuple(disagreements))
-        object.__setattr__(self, "questions", questions)
-        object.__setattr__(self, "runs", runs)
-        object.__setattr__(self, "orders", tuple(orders))
-        object.__setattr__(self, "programs", programs)
+    def __post_init__(self) -> None:
+        for name in ("entries", "disagreements", "orders"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
     def fused(self) -> int:

@@ -45,7 +45,7 @@ class SeenGraphs:
         self.orders += [] if order is None else [order]
 
     def of(self, number: int) -> Report:
-        return Report(e for e in self.entries if e.graph == number)
+        return Report([e for e in self.entries if e.graph == number])
 
     def put_back(self, number: int, why: str) -> None:
         """Enters that what was done with a graph was undone."""

@@ -29,19 +29,13 @@ class _Params(ctypes.Structure):
     )
 
 
-def end_epoch(workspace: Workspace, buffer: int, stream: int) -> None:
-    """End this rank's epoch of ``buffer``: work before it on the stream has read everything there.
-
-    Safe to capture in a CUDA graph.
+def end_epoch_launcher(workspace: Workspace, buffer: int) -> Callable[[int], None]:
+    """Called with a stream, ends this rank's epoch of ``buffer``: work before it on the stream has read everything
+    there. Safe to capture in a CUDA graph.
 
     Raises:
-        RuntimeError: the kernel cannot be compiled or launched.
+        RuntimeError: the kernel cannot be compiled.
     """
-    PROGRAM.function("leave").launch(1, 32, _params(workspace, buffer, 0), stream)
-
-
-def end_epoch_launcher(workspace: Workspace, buffer: int) -> Callable[[int], None]:
-    """``end_epoch`` with only the stream left open, to be made once and called often."""
     return PROGRAM.function("leave").bound(1, 32, _params(workspace, buffer, 0))
 
 

@@ -1,1 +1,1 @@
-"""From source to launch: NVRTC, Triton's launches, outputs."""
+"""From source to launch: NVRTC, programs compiled ahead, outputs."""

@@ -22,7 +22,7 @@ _MOST_THREADS = 4
 
 
 class CompilableProgram(Protocol):
-    """A program, or a Triton kernel with the types of its arguments."""
+    """A program: what `Program` is, without its module."""
 
     def compile(self) -> None:
         """Compiles it, unless that is done. Needs no CUDA context."""
