@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -134,7 +135,7 @@ class DeviceLines:
 
     def start_again(self, name: str, x: Tensor, out: Tensor, reduce_op: str) -> StreamWork | None:
         """The work of an asynchronous call, if such a one was made before."""
-        side = self._sides.get(index_of(x))
+        side = self._sides.get(cuda_state.state.index_of(x))
         if side is None:
             return None
         with self._lock:
@@ -154,7 +155,11 @@ class DeviceLines:
         current = cuda.current_stream(index)
         stream = current if side is None else side.stream.cuda_stream
         # By itself, not by its name: that may be another group's later.
-        key = self, name, reduce_op, x.numel(), x.dtype, out.numel(), out.dtype, index, stream
+        key: tuple[Hashable, ...]
+        if x is out:
+            key = self, name, reduce_op, x.numel(), x.dtype, index, stream
+        else:
+            key = self, name, reduce_op, x.numel(), x.dtype, index, stream, out.numel(), out.dtype
         launch: Launch | None = call_cache.cached_calls.get(key)
         if launch is None or not x.is_contiguous() or self._others is not None:
             return False
@@ -213,8 +218,10 @@ class DeviceLines:
             before, after = steps_on(index, stream)
             at = deadline, False, stream, _then(before, line), after
             launch = StreamLaunch(workspace, how, ran_by, *at).bound()
-            alike = self, call.name, call.reduce_op, x.numel(), x.dtype, out.numel(), out.dtype
-            call_cache.keep(kept, (*alike, index, stream), launch)
+            key: tuple[Hashable, ...] = self, call.name, call.reduce_op, x.numel(), x.dtype, index, stream
+            if call.x is not call.out:
+                key = *key, out.numel(), out.dtype
+            call_cache.keep(kept, key, launch)
         return None
 
 
