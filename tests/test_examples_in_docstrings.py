@@ -82,29 +82,39 @@ def test_the_example_runs(name: str) -> None:
     assert name not in failures(), failures()[name]
 
 
-@pytest.mark.parametrize("name", public())
-def test_there_is_an_example(name: str) -> None:
-    """It follows the first paragraph, which says what it is; all else comes after the example."""
-    doc = inspect.cleandoc(public()[name].__doc__ or "")
-    assert doc, "has no docstring"
+def fault_of(doc: str) -> str:
+    """The example follows the first paragraph, which says what it is; all else comes after it.
+
+    On the API page two names at one colon would be taken for a name and its type.
+    """
     paragraphs = doc.split("\n\n")
-    assert len(paragraphs) > 1 and paragraphs[1].startswith(">>> "), "does not begin with an example"
-    assert paragraphs[0].count("\n") == 0, "begins with more than one line"
-
-
-@pytest.mark.parametrize("name", public())
-def test_each_argument_has_a_line_of_its_own(name: str) -> None:
-    """On the API page two names at one colon are taken for a name and its type."""
-    doc = inspect.cleandoc(public()[name].__doc__ or "")
+    if len(paragraphs) < 2 or not paragraphs[1].startswith(">>> "):
+        return "does not begin with an example"
+    if "\n" in paragraphs[0]:
+        return "begins with more than one line"
     sections = re.findall(r"^(?:Args|Attributes):\n((?: +.*\n?)+)", doc, re.MULTILINE)
-    assert not [line for text in sections for line in text.splitlines() if re.match(r" {4}\w+, ", line)]
+    several = [line for text in sections for line in text.splitlines() if re.match(r" {4}\w+, ", line)]
+    return f"two arguments share a line: {several}" if several else ""
 
 
-@pytest.mark.parametrize("name", [f"{module}.{name}" for module, m in MODULES.items() for name in m.__all__])
-def test_the_name_is_on_the_page(name: str) -> None:
-    module, bare = name.split(".")
-    page = (ROOT / "docs" / "api" / f"{module}.rst").read_text()
-    assert re.search(rf"^\.\. \S+:: {bare}(\(\))?$", page, re.MULTILINE)
+def test_docstrings_begin_with_an_example_and_have_a_line_for_each_argument() -> None:
+    faults = {name: fault_of(inspect.cleandoc(value.__doc__ or "")) for name, value in public().items()}
+    assert not (found := {name: fault for name, fault in faults.items() if fault}), found
+
+
+def test_faults_of_docstrings_are_found() -> None:
+    example = ">>> f()"
+    assert fault_of("") == fault_of("One.\n\nMore.") == "does not begin with an example"
+    assert fault_of(f"One\nor two.\n\n{example}") == "begins with more than one line"
+    assert "share a line" in fault_of(f"One.\n\n{example}\n\nArgs:\n    a, b: numbers.")
+    assert not fault_of(f"One.\n\n{example}\n\nArgs:\n    a: a number, b, or both.")
+
+
+def test_names_are_on_their_pages() -> None:
+    for module, content in MODULES.items():
+        page = (ROOT / "docs" / "api" / f"{module}.rst").read_text()
+        there = set(re.findall(r"^\.\. \S+:: (\w+)(?:\(\))?$", page, re.MULTILINE))
+        assert not {*content.__all__} - there
 
 
 def test_a_failing_example_is_seen() -> None:

@@ -202,7 +202,7 @@ def outcome(call: Call, way: str, group: Any, rank: int) -> Any:
         return type(e).__name__
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["eager", "fullgraph", pytest.param("inductor", marks=pytest.mark.slow)])
 @on_ranks(2, fresh=True)
 def test_every_function(rank: int, world_size: int, way: str) -> None:
     gloo, group = dist.new_group(backend="gloo"), dist.new_group(backend="weft")

@@ -102,7 +102,7 @@ def test_a_fused_graph_that_is_interpreted_is_refused_by_name() -> None:
         assert text.startswith("weft::agree: a graph in which collectives were fused is run without")
 
 
-WRAPPERS = [{"cpp_wrapper": True}, {"fx_wrapper": True}]
+WRAPPERS = [pytest.param({"cpp_wrapper": True}, marks=pytest.mark.slow), {"fx_wrapper": True}]
 
 
 def reduced(rank: int, size: int, options: list[dict[str, Any]]) -> Report:
