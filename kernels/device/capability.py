@@ -47,20 +47,20 @@ class KernelRow:
         archs: the compute capabilities that it compiles for.
         needs: of the GPU or its links, in words.
         cards, date, results: on what it was last run, when, and the file of bench/results that says so: all of them
-            Hoppers, the only GPUs that any was run on. Empty: it was not run yet.
+            Hoppers, the only GPUs that any was run on.
     """
 
     ops: tuple[str, ...]
     archs: tuple[Capability, ...]
     needs: str
-    cards: str = ""
-    date: str = ""
-    results: str = ""
+    cards: str
+    date: str
+    results: str
 
     @property
     def ran(self) -> tuple[Capability, ...]:
         """The compute capabilities of GPUs that it was run on."""
-        return (HOPPER,) if self.cards else ()
+        return (HOPPER,)
 
 
 #: Those on which torch multiplies with block-wise scales, from CUDA 12.9 on.
@@ -96,7 +96,9 @@ KERNELS: dict[str, KernelRow] = {
     "all_reduce_rms_norm/quant.cuh": KernelRow(
         ("all_reduce_rms_norm_quant",), _FROM_ADA, "peer access, fp8", *_H200, "h200-x2-sanitizer.txt"
     ),
-    "all_to_all/kernel.cu": KernelRow(("all_to_all",), ALL, _PEERS),
+    "all_to_all/kernel.cu": KernelRow(
+        ("all_to_all",), ALL, _PEERS, "H200", "2026-11-29", "h200-x1-all-to-all.txt"
+    ),
     "async_collectives/kernel.cu": KernelRow(
         ("async_collectives",), ALL, _COPIES, "2 H100", "2026-11-27", "h100-x2-gathered-weights.txt"
     ),

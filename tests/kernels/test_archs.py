@@ -80,8 +80,6 @@ def test_every_file_of_kernels_has_a_row() -> None:
 def test_what_was_run_is_in_the_results() -> None:
     """Sanitizer runs are of all kernels, and say no dates of their own."""
     for name, row in KERNELS.items():
-        if not row.ran:
-            continue
         text = (ROOT / "bench" / "results" / row.results).read_text()
         assert row.date in text, name
         assert row.cards.split()[-1] in text, name

@@ -51,6 +51,7 @@ def calls(size: int, dtype: torch.dtype, m: int, k: int, n: int) -> list[Call]:
         ("one_shot_all_reduce_", (x(m, k), "sum", None), {}),
         ("one_shot_all_gather", (x(m, k), 1, None), {}),
         ("one_shot_reduce_scatter", (x(m * size, k), "sum", 0, None), {}),
+        ("one_shot_all_to_all", (x(m * size, k), 0, 1, None), {}),
         ("fused_all_reduce_rms_norm", (x(m, k), x(m, k), x(k), 1e-5, None), {}),
         ("fused_all_reduce_rms_norm_quant", (x(m, k), x(m, k), x(k), 1e-5, None), {}),
         ("fused_all_reduce_layer_norm", (x(m, k), x(m, k), x(k), x(k), 1e-5, None), {}),
@@ -133,6 +134,7 @@ def test_gpus_that_are_not_there(of_two: Any) -> None:
         "one_shot_all_reduce_": "push",
         "one_shot_all_gather": "push",
         "one_shot_reduce_scatter": "push",
+        "one_shot_all_to_all": "push",
         "fused_all_reduce_rms_norm": "push",
         "fused_all_reduce_rms_norm_quant": "push",
         "fused_all_reduce_layer_norm": "push",
@@ -166,6 +168,7 @@ def test_the_pass_predicts_what_the_plan_says(of_two: Any, m: int) -> None:
         "one_shot_all_reduce": ("all_reduce", m, k, 0),
         "one_shot_all_gather": ("all_gather", m, 2 * k, 0),
         "one_shot_reduce_scatter": ("reduce_scatter", 2 * m, k, 0),
+        "one_shot_all_to_all": ("all_to_all", 2 * m, k, 0),
     }
     for call in map(on_gpu, calls(2, BF16, m, k, n)):
         name, args, named = call

@@ -24,7 +24,13 @@ pytestmark = pytest.mark.skipif(
 )
 A100, L40S, B200 = (8, 0), (8, 9), (10, 0)
 COLLECTIVES = (
-    *("one_shot_all_reduce", "one_shot_all_reduce_", "one_shot_all_gather", "one_shot_reduce_scatter"),
+    *(
+        "one_shot_all_reduce",
+        "one_shot_all_reduce_",
+        "one_shot_all_gather",
+        "one_shot_reduce_scatter",
+        "one_shot_all_to_all",
+    ),
     *("fused_all_reduce_rms_norm", "fused_all_reduce_layer_norm"),
 )
 
