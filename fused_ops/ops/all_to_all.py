@@ -116,9 +116,7 @@ def run_all_to_all(choice: Choice, where: Heap, call: AllToAllCall, group: Proce
         ran(choice.plan_in(None))
         received = reference_all_to_all(sent, group)
     else:
-        workspace = choice.workspace_on(where)
-        ran(choice.plan_in(workspace))
-        received = host.host_all_to_all(workspace, sent)
+        received = host.host_all_to_all(choice.begin_on(where), sent)
     joined = received.view(-1).view(x.dtype).view(size, *part).movedim(0, call.gather_dim)
     return joined.reshape(-1).view(result)
 

@@ -41,7 +41,7 @@ def made(op: str) -> tuple[list[Tensor], Call, int]:
             55,
         ),
         "reduce_scatter": ([whole], lambda t: of.one_shot_reduce_scatter(t[0], "avg", 0, g), 52),
-        "all_to_all": ([whole], lambda t: of.one_shot_all_to_all(t[0], 0, 1, g), 59),
+        "all_to_all": ([whole], lambda t: of.one_shot_all_to_all(t[0], 0, 1, g), 58),
         "all_gather_matmul": ([x, matrix], lambda t: of.fused_all_gather_matmul(t[0], t[1:], 0, g), 60),
         "matmul_reduce_scatter": (
             [whole, matrix, n(7), n(17, 7)],
