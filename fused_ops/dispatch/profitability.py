@@ -17,6 +17,7 @@ from ...kernels.all_gather_matmul import configs as gather
 from ...kernels.all_reduce.configs import estimate_all_reduce_us
 from ...kernels.all_reduce_rms_norm import configs as norms
 from ...kernels.device.capability import why_no_kernel_on
+from ...kernels.device.collective import combine
 from ...kernels.device.device_spec import DeviceSpec, device_spec_of
 from ...kernels.device.gemm.gemm_tiles import LINK, MULTIPLY_ADDS, matmul_us, nccl_us, product_us
 from ...kernels.device.gemm.scaling import ScaledProducts, has_block_product
@@ -53,6 +54,7 @@ _ROW = 16  # bytes; the kernels' descriptors need rows of a multiple
 _MOST_REDUCED, _MOST_REDUCED_BY_MORE = 128 << 20, 64 << 20
 _MOST_ALONE, _MOST_ALONE_OF_MORE = 128 << 20, 1 << 20
 _MEASURED_RANKS = 4
+_MOST_COMBINED = 2 << 20  # of the tail of a layer of experts, likewise (bench/results/h200-x2-experts.json)
 _LEAST_ASYNC = 512 << 10  # bytes of a part that copy engines send: below, launches take longer than the way
 # bytes and multiply-adds per microsecond; between CPU ranks of the order of one core each.
 _RATES = {"cuda": (LINK, MULTIPLY_ADDS), "cpu": (5e3, 30e3)}
@@ -136,6 +138,25 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
     if not scatter.rank_scatter_kernels(problem) and not buffers:
         return WHY_NO_FLOAT32
     return None if scatter.scatter_is_profitable(problem) else _too_little(candidate)
+
+
+def why_combined_before(candidate: FusionCandidate, *, norm: bool = False) -> str | None:
+    """Why what experts' outputs add up to should be there before it is reduced; None if its op should put it together.
+
+    Args:
+        candidate: of the collective alone.
+        norm: whether the op norms the sum, too.
+    """
+    c = candidate
+    if c.device_type != "cuda":
+        return None
+    if (reason := combine.why_not_combined(c.m, c.n, c.dtype)) is not None:
+        return reason
+    if (size := c.m * c.n * c.dtype.itemsize) > _MOST_COMBINED:
+        return f"{size >> 10} KiB are put together: beyond {_MOST_COMBINED >> 10} KiB that was not measured"
+    if norm and predicted_us(replace(c, op="all_reduce_rms_norm")) is None:
+        return f"the norm's kernel takes no rows of {c.n} x {c.dtype} between {c.world_size} ranks"
+    return None
 
 
 def why_not_async(part_bytes: int, device_type: str) -> str | None:

@@ -12,6 +12,7 @@ from .patterns.all_gather_matmul import match_all_gather_matmul
 from .patterns.all_reduce import match_all_reduce
 from .patterns.alone import match_alone
 from .patterns.copy_engines import match_by_copy_engines
+from .patterns.experts import match_experts_reduce_scatter
 from .patterns.matmul_reduce_scatter import match_matmul_reduce_scatter
 from .patterns.pattern import Pattern
 from .scaled.all_gather import match_all_gather_scaled_matmul
@@ -74,15 +75,21 @@ def with_product(c: Collective, settings: PassSettings) -> Pattern:
         return match_all_reduce(c, settings.groups, always=settings.fuse == "always")
     if c.node.target is c10d.all_to_all_single.default:
         raise LeftAlone("no product takes it")
-    if c.node.target is c10d.reduce_scatter_tensor.default:
-        return match_scaled_matmul_reduce_scatter(c) or match_matmul_reduce_scatter(c)
+    scatters = c.node.target is c10d.reduce_scatter_tensor.default
     why: LeftAlone | None = None
     try:
-        if (scaled := match_all_gather_scaled_matmul(c, settings.groups)) is not None:
-            return scaled
+        found = (
+            match_experts_reduce_scatter(c)
+            if scatters
+            else match_all_gather_scaled_matmul(c, settings.groups)
+        )
+        if found is not None:
+            return found
     except LeftAlone as e:
         why = e
     try:
+        if scatters:
+            return match_scaled_matmul_reduce_scatter(c) or match_matmul_reduce_scatter(c)
         return match_all_gather_matmul(c, settings.groups)
     except LeftAlone as e:
         raise (why or e) from e

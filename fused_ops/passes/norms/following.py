@@ -7,6 +7,7 @@ uses what stands between, such as the root.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..graph import rewrite
 from ..graph.collectives import Collective, communicates, group_of
 from ..graph.nodes import (
     LeftAlone,
+    Size,
     alike,
     argument,
     aten,
@@ -141,9 +143,19 @@ class FollowingNorm:
                 raise LeftAlone(f"{what(node)} would be overtaken")
             node = node.next
 
-    def replaced(self, c: Collective, x: fx.Node) -> dict[fx.Node, fx.Node]:
-        """The op of ``x``, in place of a collective, and what takes the place of which node."""
-        at, named = self.sum.at, {}
+    def replaced(
+        self, c: Collective, op: Any, given: Sequence[fx.Node], rows: Sequence[Size] = (), **named: Any
+    ) -> dict[fx.Node, fx.Node]:
+        """What takes the place of which node: results of the op, in place of a collective.
+
+        Args:
+            given: the op's first arguments.
+            rows: the shape of the residual and the results, where it is not that in the graph.
+            named: more arguments of the op.
+        """
+        at, residual, shape = self.sum.at, self.sum.residual, val(self.sum.node).shape
+        if residual is not None:
+            residual = rewrite.reshape(residual, rows or shape, at)
         if self.norm.offset:
             named["weight_offset"] = self.norm.offset
         if not self.round_sum:
@@ -152,13 +164,18 @@ class FollowingNorm:
         if self.quant is not None:
             rewrite.hoist(self.quant.late, at)
             named |= self.quant.arguments
-        made = rewrite.fused(at, self.op, c, x, self.sum.residual, *columns, self.norm.eps, **named)
+        made = rewrite.fused(at, op, c, *given, residual, *columns, self.norm.eps, **named)
+
+        def whole(i: int) -> fx.Node:
+            out = rewrite.reshape(call(at, operator.getitem, made, i), shape, at)
+            return rewrite.make_contiguous(out, at)
+
         if self.quant is None:
-            new = {self.norm.normed: rewrite.make_contiguous(call(at, operator.getitem, made, 0), at)}
+            new = {self.norm.normed: whole(0)}
         else:
             count = 1 if self.quant.given else 2
             new = self.quant.replaced([call(at, operator.getitem, made, i) for i in range(count)], at)
-        stored = rewrite.make_contiguous(call(at, operator.getitem, made, 1 if self.quant is None else 2), at)
+        stored = whole(1 if self.quant is None else 2)
         for i, node in enumerate(self.sum.rounded):
             # What is other memory in the graph stays other memory.
             new[node] = stored if i == 0 else call(at, aten.clone.default, stored)

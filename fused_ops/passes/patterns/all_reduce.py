@@ -4,8 +4,9 @@ Several all-reduces whose results are added are one all-reduce of the sum, as in
 share an input, or of a mixture's experts and its shared expert; not in float16, in which such a sum may be too large.
 That becomes, by size, ``one_shot_all_reduce``, ``fused_matmul_all_reduce`` of a product, or, with the residual and the
 norm that follow, ``fused_all_reduce_rms_norm`` or ``fused_all_reduce_layer_norm``. So is what reduces something else
-than products, such as an embedding or the outputs of experts, unless it is alone and something runs while it is on its
-way; and what is reduced by max or min, whatever it is of.
+than products, such as an embedding, unless it is alone and something runs while it is on its way; and what is reduced
+by max or min, whatever it is of. What experts' outputs add up to becomes ``fused_moe_combine_all_reduce``, with or
+without residual and norm.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from ..graph.views import unchanged
 from ..norms.following import FollowingNorm
 from ..origin import copy_origin
 from .epilogue import stays_after
+from .experts import ExpertsSum, experts_sum_of
 from .one_product import why_not_one_product
 from .pattern import Pattern
 from .sum_of_matmuls import SumOfMatmuls, has_product, sum_of, why_no_product
@@ -95,8 +97,10 @@ class _Replacement:
     op: Any = schema.all_reduce
     sum: SumOfMatmuls | None = None  # of products, where the op computes them
     norm: FollowingNorm | None = None
+    experts: ExpertsSum | None = None  # whose outputs the op puts together
     of_products: bool = True
     stays: str = ""  # what becomes of a norm that is not fused, or of another step after it
+    before: str = ""  # why experts' outputs are put together before it
 
     @property
     def result(self) -> fx.Node:
@@ -106,16 +110,19 @@ class _Replacement:
     def pattern(self) -> Pattern:
         c, total, count = self.collectives[0], self.sum, len(self.collectives)
         x = val(c.x)
-        product = f"{'product' if total is None else total.form} → " * self.of_products
+        product = f"{'product' if total is None else total.form} → "
+        product *= self.of_products and self.experts is None
         form = f"{product}all_reduce" + f" by {c.reduce_op}" * (not c.sums)
         form = form if count == 1 else f"{count} all_reduces{' of products' * self.of_products} → add"
+        form = f"experts → {form}" if self.experts is not None else form
         merged = f"{count} all-reduces as one" * (count > 1)
         norm = self.stays if self.norm is None else self.norm.detail
+        experts = self.before if self.experts is None else self.experts.detail
         return Pattern(
             collective=c,
             op=self.op,
             form=form + (self.norm.form if self.norm is not None else ""),
-            detail=", ".join(t for t in ("" if total is None else total.detail, merged, norm) if t),
+            detail=", ".join(t for t in ("" if total is None else total.detail, experts, merged, norm) if t),
             sizes=self._sizes,
             dtype=x.dtype,
             order=(plain(x.shape) if total is None else (total.rows, total.columns), tuple(x.shape)),
@@ -163,6 +170,25 @@ class _Replacement:
             raise LeftAlone("; ".join([*reasons, str(e)])) from e
         if norm is not None:
             self.norm, self.op = norm, norm.op
+        self._put_experts_together()
+
+    def _put_experts_together(self) -> None:
+        """By the op, if it can; else it is noted why not."""
+        c, norm = self.collectives[0], self.norm
+        if c.reduce_op != "sum":
+            return
+        try:
+            if (experts := experts_sum_of(self.collectives)) is None:
+                return
+            if norm is not None and norm.op is not schema.all_reduce_rms_norm:
+                raise LeftAlone(f"no op has them and {norm.op._schema.name}")
+            at = self.collectives[-1].node if norm is None else norm.sum.at
+            experts.check(c.x, at, c.world, norm=norm is not None)
+        except LeftAlone as e:
+            self.before = f"experts' outputs are combined before it: {e}"
+            return
+        self.experts = experts
+        self.op = schema.moe_combine_all_reduce if norm is None else schema.moe_combine_all_reduce_rms_norm
 
     def _norm(self) -> FollowingNorm | None:
         """The norm that follows, if the op computes it; else it is noted why not."""
@@ -202,7 +228,12 @@ class _Replacement:
         at, shape = last.node, val(last.wait).shape
         with rewrite.undone_if_left():
             if self.norm is not None:
-                new = self.norm.replaced(last, self._summed(self.norm.sum.at))
+                at = self.norm.sum.at
+                if self.experts is None:
+                    new = self.norm.replaced(last, self.op, [self._summed(at)])
+                else:
+                    *given, shared = self.experts.operands(at)
+                    new = self.norm.replaced(last, self.op, given, self.experts.rows, shared=shared)
             else:
                 out = self._reduced(at, shape)
                 for term in self.rest:
@@ -215,7 +246,7 @@ class _Replacement:
         for old, node in new.items():
             old.replace_all_uses_with(node)
         gone = [*self.added, *(n for c in self.collectives for n in (c.node, c.wait))]
-        gone += self.norm.nodes if self.norm is not None else []
+        gone += [n for part in (self.norm, self.experts) if part is not None for n in part.nodes]
         rewrite.erase_unused([*gone, *(self.sum.nodes if self.sum is not None else [])])
 
     def _reduced(self, at: fx.Node, shape: torch.Size) -> fx.Node:
@@ -226,6 +257,10 @@ class _Replacement:
             out = self.sum.finished(rewrite.fused(at, self.op, last, A, B, last.reduce_op), last, at)
             out = rewrite.rearrange(out, (self.sum.rows, self.sum.columns), plain(shape), shape, at, [A])
             return rewrite.make_contiguous(out, at)
+        if self.experts is not None:
+            *given, shared = self.experts.operands(at)
+            out = rewrite.fused(at, self.op, last, *given, shared=shared)
+            return rewrite.reshape(out, shape, at)
         x = self._summed(at)
         if self.op is c10d.all_reduce.default:
             pending = call(at, self.op, x, last.reduce_op, last.group)

@@ -32,10 +32,13 @@ _WORDS = {
     "weft::fused_all_reduce_rms_norm": "all_reduce",
     "weft::fused_all_reduce_layer_norm": "all_reduce",
     "weft::fused_all_reduce_rms_norm_quant": "all_reduce",
+    "weft::fused_moe_combine_all_reduce": "all_reduce",
+    "weft::fused_moe_combine_all_reduce_rms_norm": "all_reduce",
     "_c10d_functional::all_reduce": "all_reduce",
     "weft::one_shot_all_gather": "all_gather",
     "weft::one_shot_reduce_scatter": "reduce_scatter",
     "weft::one_shot_all_to_all": "all_to_all",
+    "weft::fused_moe_combine_reduce_scatter": "reduce_scatter",
     "weft::all_gather_start": "all_gather",
     "weft::reduce_scatter_start": "reduce_scatter",
 }

@@ -1,0 +1,312 @@
+"""What a mixture's experts add up to: rows of their outputs, weighted and put into the order of the tokens, and the sum
+over each token's choices. What reduces it over the ranks puts it together, too.
+
+The index has to be the inverse of an order that the graph has sorted: then no row is out of range, which is an error in
+torch and nothing for the op, and none counts from the end. The op multiplies and adds in float32, choices in their
+order, then what a shared expert adds, and rounds once; the graph may round between.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from ...dispatch.profitability import FusionCandidate, why_combined_before
+from ...library import schema
+from ..graph import rewrite
+from ..graph.collectives import Collective
+from ..graph.index_map import plain
+from ..graph.nodes import (
+    FLAT,
+    LeftAlone,
+    Size,
+    alike,
+    argument,
+    aten,
+    calls,
+    check_no_write,
+    hint,
+    is_val,
+    known,
+    same_shape,
+    some,
+    val,
+    what,
+)
+from ..graph.rewrite import call
+from ..graph.row_wise import reduced_dims
+from ..graph.views import CASTS
+from .epilogue import stays_after
+from .pattern import Pattern
+
+
+class ExpertOperands(NamedTuple):
+    """Of an op, and in its order."""
+
+    y: fx.Node
+    slots: fx.Node
+    weights: fx.Node
+    shared: fx.Node | None
+
+
+@dataclass
+class ExpertsSum:
+    """``total`` is the sum over ``choices`` of the rows of ``y`` at ``index``, times ``weights``; ``terms`` are added.
+
+    The index is the inverse of ``order``. The weights are those of the rows, if ``by_rows``, or of the choices.
+    ``nodes`` are the steps that the op makes needless.
+    """
+
+    total: fx.Node
+    y: fx.Node
+    index: fx.Node
+    order: fx.Node
+    weights: fx.Node
+    by_rows: bool
+    nodes: list[fx.Node]
+    terms: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def choices(self) -> int:
+        return int(val(self.total.args[0]).shape[-2])  # type: ignore[arg-type]
+
+    @property
+    def detail(self) -> str:
+        shared = ", shared expert added" * bool(self.terms)
+        return f"{self.choices} choice{'s' * (self.choices > 1)} of experts combined{shared}"
+
+    @property
+    def rows(self) -> tuple[Size, Size]:
+        """The shape of an op's sum: tokens and columns."""
+        *lead, columns = val(self.total).shape
+        return math.prod(lead), columns
+
+    def check(self, x: fx.Node, at: fx.Node, world: int, *, norm: bool = False) -> None:
+        """The op may take the place of what reduces ``x``, where ``at`` is, and perhaps of the norm after that.
+
+        Raises:
+            LeftAlone: it may not, or the sum by itself should be faster.
+        """
+        tokens, columns = self.rows
+        if not known(val(x).shape[-1] == columns):
+            raise LeftAlone(f"what is reduced has other rows than {what(self.total)}")
+        read = [n for n in (self.index, self.weights) if calls(n, aten.index_put.default, aten.index.Tensor)]
+        check_no_write(min([*self.nodes, *read]), at)
+        sizes, like = (hint(tokens), hint(columns), 0), val(x)
+        candidate = FusionCandidate("all_reduce", *sizes, world, like.dtype, like.device.type)
+        if (why := why_combined_before(candidate, norm=norm)) is not None:
+            raise LeftAlone(why)
+
+    def operands(self, at: fx.Node) -> ExpertOperands:
+        """Those of an op before ``at``.
+
+        Raises:
+            LeftAlone: a size is not there where it is needed.
+        """
+        tokens, near = self.rows[0], [self.y, self.index]
+        slots: fx.Node = self.index
+        if calls(slots, aten.index_put.default):
+            # Written as the op reads it: a kernel less than a cast of what is written.
+            base, places, values = slots.args[:3]
+            base, values = (rewrite.cast(n, [torch.int32], at) for n in (base, values))  # type: ignore[arg-type]
+            slots = call(at, aten.index_put.default, base, places, values)
+        else:
+            slots = rewrite.cast(slots, [torch.int32], at)
+        weights = self.weights
+        if self.by_rows:
+            source, index = _taken(weights)
+            if index is self.order:
+                weights = source  # in the order that the index restores
+            else:
+                of_rows = rewrite.reshape(weights, [val(self.y).shape[0]], at, near)
+                weights = call(at, aten.index.Tensor, of_rows, [self.index])
+        if val(weights).dtype != val(self.y).dtype:
+            weights = rewrite.cast(weights, [torch.float32], at)
+        slots, weights = (rewrite.reshape(n, [tokens, self.choices], at, near) for n in (slots, weights))
+        shared: fx.Node | None = None
+        for term in (rewrite.reshape(each, self.rows, at, near) for each in self.terms):
+            shared = term if shared is None else call(at, aten.add.Tensor, shared, term)
+        return ExpertOperands(self.y, slots, weights, shared)
+
+
+def experts_sum(x: fx.Node) -> ExpertsSum | None:
+    """What is reduced, if it is what experts' outputs add up to, perhaps with a term; None if it is something else.
+
+    Raises:
+        LeftAlone: it is that, and not as the ops put it together.
+    """
+    nodes, node = [], x
+    while calls(node, *FLAT, *CASTS) and is_val(node.args[0]):
+        nodes.append(node)
+        node = node.args[0]
+    found = None
+    if calls(node, aten.sum.dim_IntList):
+        found = _sum_of_choices(node, val(x).dtype)
+    elif (
+        calls(node, aten.add.Tensor)
+        and argument(node, 9, "alpha", 1) == 1
+        and val(node).dtype == val(x).dtype
+    ):
+        terms: Any = node.args[:2]
+        if all(is_val(t) and alike(val(t), val(node)) for t in terms) and terms[0] is not terms[1]:
+            for term, other in (terms, terms[::-1]):
+                if found is None and (found := experts_sum(term)) is not None:
+                    found.terms.append(other)
+                    nodes.append(node)
+    if found is not None:
+        found.nodes += nodes
+        for step in found.nodes:
+            users = [u for u in step.users if not calls(u, aten.sym_size.int)]
+            if len(users) > 1:
+                raise LeftAlone(f"{what(step)} is used by {some(users)}")
+    return found
+
+
+def experts_sum_of(collectives: list[Collective]) -> ExpertsSum | None:
+    """The same of collectives whose results are added: of one of them, the others are its terms."""
+    sums = [experts_sum(c.x) for c in collectives]
+    experts = [each for each in sums if each is not None]
+    if not experts:
+        return None
+    if len(experts) > 1:
+        raise LeftAlone(f"{len(experts)} sums of experts' outputs are added, the op takes one")
+    experts[0].terms += [c.x for c, each in zip(collectives, sums, strict=True) if each is None]
+    return experts[0]
+
+
+def match_experts_reduce_scatter(c: Collective) -> Pattern | None:
+    """None where something else is reduced, or the group's own backend runs it beside something.
+
+    Raises:
+        LeftAlone: it is what experts add up to, and not as the op puts it together.
+    """
+    if c.reduce_op != "sum" or c.beside is not None or (experts := experts_sum(c.x)) is None:
+        return None
+    experts.check(c.x, c.node, c.world)
+    shape = val(c.x).shape
+    return Pattern(
+        collective=c,
+        op=schema.moe_combine_reduce_scatter,
+        form="experts → reduce_scatter",
+        detail=", ".join(t for t in (experts.detail, stays_after(c.wait)) if t),
+        sizes=(math.prod(shape[:-1]), shape[-1], 0),
+        dtype=val(c.x).dtype,
+        order=(plain(shape), tuple(shape)),
+        replace=_Scattered(c, experts).replace,
+        dim=0,
+    )
+
+
+@dataclass
+class _Scattered:
+    collective: Collective
+    experts: ExpertsSum
+
+    def replace(self) -> None:
+        c, at = self.collective, self.collective.node
+        with rewrite.undone_if_left():
+            *given, shared = self.experts.operands(at)
+            out = rewrite.fused(at, schema.moe_combine_reduce_scatter, c, *given, 0, shared=shared)
+            out = rewrite.reshape(out, val(c.wait).shape, at)
+        rewrite.replace_result(c, out)
+        rewrite.erase_unused([*self.experts.nodes, c.node, c.wait])
+
+
+def _sum_of_choices(total: fx.Node, dtype: torch.dtype) -> ExpertsSum | None:
+    """None where nothing is taken at an index and weighted."""
+    node: Any = total.args[0]
+    shape = val(node).shape
+    if len(shape) < 3 or reduced_dims(total) != [len(shape) - 2] or argument(total, 2, "keepdim", False):
+        return None
+    nodes, index, weights, by_rows = [total], None, None, False
+    while is_val(node) and node.op == "call_function":
+        whole = index is not None and weights is not None
+        if calls(node, aten.index.Tensor) and index is None:
+            places: Any = node.args[1]
+            place = places[0] if len(places) == 1 else None
+            if not is_val(place) or val(node.args[0]).dim() != 2:  # type: ignore[arg-type]
+                return None
+            before, index = node.args[0], _flat(place)
+        elif calls(node, aten.mul.Tensor) and weights is None:
+            if (pair := _weighted(node)) is None:
+                return None
+            (before, weights), by_rows = pair, index is not None
+        elif whole and val(node).dtype == dtype and val(node).dim() == 2:
+            break
+        elif calls(node, *CASTS) or (calls(node, *FLAT) and _keeps_columns(node)):
+            before = node.args[0]
+        else:
+            break
+        nodes.append(node)
+        node = before
+    if index is None or weights is None:
+        return None
+    if others := [n for n in nodes if val(n).dtype not in (dtype, torch.float32)]:
+        raise LeftAlone(f"{what(others[0])} is {val(others[0]).dtype}, what is reduced {dtype}")
+    if val(node).dtype != dtype or val(node).dim() != 2 or not isinstance(shape[-2], int):
+        raise LeftAlone(f"{what(node)} is no rows of {dtype} for a known number of choices")
+    if not known(val(node).shape[0] == val(index).numel()) or not known(val(node).shape[1] == shape[-1]):
+        raise LeftAlone(f"{what(index)} does not take each row of {what(node)} once")
+    if (order := _inverse_of(index)) is None:
+        raise LeftAlone(f"nothing shows that {what(index)} is the inverse of an order that was sorted")
+    return ExpertsSum(total, node, index, order, _flat(weights), by_rows, nodes)
+
+
+def _weighted(product: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """What is multiplied row by row, and by which column; None if that is something else."""
+    a, b = product.args
+    if not is_val(a) or not is_val(b):
+        return None
+    if same_shape(val(a).shape[-1:], [1]):
+        a, b = b, a
+    shape = val(product).shape
+    fits = same_shape(val(a).shape, shape) and same_shape(val(b).shape, (*shape[:-1], 1))
+    return (a, b) if fits else None
+
+
+def _keeps_columns(node: fx.Node) -> bool:
+    source = node.args[0]
+    return is_val(source) and same_shape(val(source).shape[-1:], val(node).shape[-1:])
+
+
+def _flat(node: fx.Node) -> fx.Node:
+    """What the node was reshaped from."""
+    while calls(node, *FLAT) and is_val(node.args[0]):
+        node = node.args[0]
+    return node
+
+
+def _taken(node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """What a list was taken from at an index as long as that, and the index; of what is none the node, and None."""
+    if calls(node, aten.index.Tensor) and len(node.args[1]) == 1:  # type: ignore[arg-type]
+        source, index = node.args[0], node.args[1][0]  # type: ignore[index]
+        if is_val(source) and is_val(index) and same_shape(val(source).shape, val(index).shape):
+            return source, index
+    return node, None
+
+
+def _inverse_of(index: fx.Node) -> fx.Node | None:
+    """The order of which it is the inverse; None if it is not known to be one."""
+    if calls(index, aten.index_put.default) and not argument(index, 3, "accumulate", False):
+        places: Any = index.args[1]
+        values: Any = index.args[2]
+        order: Any = places[0] if len(places) == 1 else None
+        counts = calls(values, torch.ops.prims.iota.default)
+        if counts and (values.kwargs.get("start"), values.kwargs.get("step")) == (0, 1) and _is_order(order):
+            size = val(order).shape
+            return order if all(same_shape(val(n).shape, size) for n in (index, values)) else None
+    elif _is_order(index):
+        sorted_: Any = index.args[0]
+        return sorted_.args[0] if _is_order(sorted_.args[0]) else None
+    return None
+
+
+def _is_order(node: Any) -> bool:
+    """Whether it is in which order a list was sorted: it has each place of that once."""
+    sorts = calls(node, operator.getitem) and calls(node.args[0], aten.sort.default, aten.sort.stable)
+    return sorts and node.args[1] == 1 and is_val(node) and val(node).dim() == 1
