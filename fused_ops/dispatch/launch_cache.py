@@ -57,6 +57,7 @@ from .tensor_guards import (
     guards_of,
     has_plain_state,
     likely_call,
+    matches_none,
     note_likely,
 )
 from .workspaces import AROUND_MATMULS, MATMUL
@@ -283,9 +284,10 @@ def launch_again(
             if found is None:
                 return None
             call_cache.keep(kept, (alike, group_name, stream, graphs), found)
-        if not found.alike(*tensors):  # found in inference mode or for a gradient, and now asked for outside
-            found = replace(found, alike=guards_of(tensors))
-        note_likely(kept, kind, found)
+        # What was found in inference mode or for a gradient may be asked for outside.
+        guard = found.alike if found.alike(*tensors) else guards_of(tensors)
+        if guard is not matches_none:
+            note_likely(kept, kind, found if guard is found.alike else replace(found, alike=guard))
     try:
         if _resolve_process_group(group_name) is not found.group():  # type: ignore[arg-type]
             return None

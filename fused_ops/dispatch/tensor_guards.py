@@ -51,8 +51,10 @@ def guards_of(tensors: Sequence[Tensor]) -> TensorGuard:
 
     Nothing passes where a gradient of one is wanted, or the thread is in a rare state.
     """
+    if _state() not in _COMMON:
+        return matches_none
     wanted = any(t.requires_grad for t in tensors)
-    if _state() not in _COMMON or (wanted and torch.is_grad_enabled()):
+    if wanted and torch.is_grad_enabled():
         return matches_none
     ids = [id(t) for t in tensors]
     if len({*ids}) < len(ids):
@@ -179,7 +181,5 @@ def likely_call(kept: dict[Hashable, Any], kind: Hashable, tensors: Sequence[Any
 
 def note_likely(kept: dict[Hashable, Any], kind: Hashable, found: Likely) -> None:
     """The next call of this kind may be one of ``found``: it is tried first."""
-    if found.alike is matches_none:
-        return
     others = [one for one in kept.get(kind, ()) if one is not found]
     kept[kind] = [found, *others[: _MOST_LIKELY - 1]]
