@@ -148,6 +148,8 @@ class StreamLaunch:
 
         def launch(op: str, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Any:
             operands = [tensors[0].data_ptr()] if len(tensors) == 1 else list(map(_address, tensors))
+            if 0 in operands:  # its memory was freed, as FSDP does
+                return None
             if alignment > 1:
                 together = 0
                 for address in operands:

@@ -236,7 +236,8 @@ def _parts(A: Tensor, dim: int, size: int) -> Tensor:
         RuntimeError: A does not lie so that this is a view of it.
     """
     lead, k, m = prod(A.shape[:dim]), A.shape[-1], A.shape[-2]
-    if lead == 1 and dim < A.dim() - 2 and m and m % _WHOLE_TILES == 0:
+    whole = A.dtype.itemsize == 2 and m and m % _WHOLE_TILES == 0  # around cuBLAS there are no tiles
+    if lead == 1 and dim < A.dim() - 2 and whole:
         return A.view(size, A.shape[:-2].numel() // size, m, k).transpose(0, 1)
     return A.view(lead, size, A.shape[:-1].numel() // (lead * size), k)
 

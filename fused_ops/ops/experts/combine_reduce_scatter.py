@@ -84,6 +84,8 @@ def validated_dim(scatter_dim: int, combined: Combined, group: ProcessGroup) -> 
 
 def fast_moe_combine_reduce_scatter(call: CombineReduceScatterCall) -> Tensor | None:
     """As the op, if such a call was made before; else None, and nothing happened. All may be anything."""
+    if not -2 <= call.scatter_dim < 2:
+        return None
     dim = call.scatter_dim % 2
     results = launch_cache.launch_again(OP, dim, call.tensors, call.group_name, KINDS)
     return None if results is None else results[0]

@@ -99,9 +99,12 @@ def as_the_kernel_takes(A: Tensor, terms: Sequence[Term]) -> tuple[Tensor, list[
     def taken(x: Tensor) -> Tensor:
         return x if lies_well(x) else x.clone(memory_format=torch.contiguous_format)
 
-    found: list[Term] = [
-        (B if lies_well(B.mT) else taken(B), None if bias is None else bias.contiguous()) for B, bias in terms
-    ]
+    def added(x: Tensor | None) -> Tensor | None:  # the kernel reads two elements at once
+        if x is None or (x.is_contiguous() and x.data_ptr() % 4 == 0):
+            return x
+        return x.clone(memory_format=torch.contiguous_format)
+
+    found: list[Term] = [(B if lies_well(B.mT) else taken(B), added(bias)) for B, bias in terms]
     return taken(A), found
 
 

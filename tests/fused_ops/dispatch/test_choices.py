@@ -77,7 +77,10 @@ def call_of(row: Row, size: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
                 (tensor(m, n // size) if dim else tensor(n // size), dim, "0"),
                 {},
             )
-        return weft.one_shot_reduce_scatter, (tensor(m, n) if dim else tensor(n), "sum", dim, "0"), {}
+        x = tensor(m, n) if dim else tensor(n)
+        if row.op == "all_to_all":
+            return weft.one_shot_all_to_all, (x, dim, 0, "0"), {}
+        return weft.one_shot_reduce_scatter, (x, "sum", dim, "0"), {}
     if row.op == "all_reduce_rms_norm":
         return weft.fused_all_reduce_rms_norm, (tensor(m, n), tensor(m, n), tensor(n), 1e-5, "0"), {}
     if row.op == LAYER_NORM:
