@@ -85,7 +85,10 @@ def test_rows_in_any_order() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_operands_that_lie_otherwise(device: str) -> None:
-    A, B, offs, rows, _ = drawn((3, 0, 90), 0, torch.bfloat16, device)
+    A, B, offs, rows, bias = drawn((3, 0, 90), 0, torch.bfloat16, device)
+    odd = torch.zeros(bias.numel() + 1, dtype=A.dtype, device=device)[1:].view(bias.shape).copy_(bias)
+    biased = grouped_matmul(A, B, offs, rows=rows, bias=odd)
+    check("bias", biased, in_float64(A[rows.long()], B, offs, bias), BOUNDS[A.dtype])
     want = in_float64(A[rows.long()], B, offs, None)
     wide = torch.zeros(53, 150, dtype=A.dtype, device=device)
     wide[:, 1:145:2] = A
