@@ -61,8 +61,8 @@ class MatmulReduceScatterOneShot:
 
     Args:
         workspace: with room for ``config.layout``, the same call site on every rank.
-        a, b: examples of the operands: A [1, W, m, K] and B [K, N] of 16 bits, or with ``split_n`` [1, 1, m, K] and
-            [K, W * N]. Every call gets tensors of these sizes, strides and dtype.
+        a, b: examples of the operands: A [1, W, m, K] and B [K, N] of 16 or 32 bits, or with ``split_n``
+            [1, 1, m, K] and [K, W * N]. Every call gets tensors of these sizes, strides and dtype.
         config: of ``configs.choose_one_shot_scatter``, the same on every rank.
         epilogue: what becomes of the sum. Every call gets the bias and the residual that it names, contiguous.
 

@@ -49,7 +49,7 @@ def config(part: int, num_sms: int) -> OneShotConfig:
 
 
 def algorithm_of(config: object) -> str:
-    """What a configuration of 16 bits is one of: what it says, or "push", by the kernels that overlap."""
+    """What a configuration is one of: what it says, or "push", by the kernels that overlap."""
     said: str = getattr(config, "algorithm", "push")
     return said
 
