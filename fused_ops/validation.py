@@ -133,6 +133,14 @@ def checked_dim(name: str, dim: int, tensor_name: str, ndim: int) -> int:
     return dim % ndim
 
 
+def checked_dim_of_parts(name: str, dim: int, x: torch.Tensor, size: int) -> int:
+    """The dimension of x that is cut into a part for each of ``size`` ranks, not negative."""
+    dim = checked_dim(name, dim, "x", x.dim())
+    if x.shape[dim] % size:
+        raise ValueError(f"{name}: x has size {x.shape[dim]} there, must be a multiple of {size} ranks")
+    return dim
+
+
 def like_tensor(name: str, tensor: torch.Tensor, like: torch.Tensor, like_name: str) -> None:
     dtype_like(name, tensor, like, like_name)
     same_device(name, tensor, like, like_name)

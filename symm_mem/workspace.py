@@ -27,6 +27,7 @@ import sys
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch.autograd import profiler
@@ -70,6 +71,7 @@ class Workspace(Generic[L]):
     Attributes:
         prepared: what launchers have made for calls of this workspace, until a reset: ranks make them together, and an
             error may have reached some ranks before they had made theirs.
+        started: calls that are between their start and their wait, by their buffers, until a reset.
         copy_streams: the streams that launchers keep for as long as it lives.
         last_buffer: that of the last call.
         host_words: of a CPU rank's epochs, by buffer.
@@ -99,6 +101,7 @@ class Workspace(Generic[L]):
             f"a workspace of group {heap.group_name!r}", lambda: get_timeout(heap.group_name)
         )
         self.prepared: CachedDict[Any, Any] = CachedDict()
+        self.started: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.copy_streams: dict[Any, Any] = {}
         #: Of a CPU rank that waits: op, rank, word, and what is expected there.
         self.waiting: tuple[str, int, int, int] | None = None
@@ -174,6 +177,7 @@ class Workspace(Generic[L]):
         self._calls.reset_state()
         if self.graph is None:  # a captured graph runs what was made for it
             self.prepared.clear()
+            self.started = WeakValueDictionary()
 
     def keep(self, key: Any, made: Any) -> None:
         """Keep in ``prepared`` what a launcher has made. When there are too many, all others are dropped, and each rank
@@ -188,6 +192,7 @@ class Workspace(Generic[L]):
         Returns the numbers of their blocks."""
         outgrown: Workspace[L] | None = self.prepared.get(OUTGROWN)
         self.prepared.clear()
+        self.started = WeakValueDictionary()
         self.copy_streams.clear()
         return [self.block.number, *(outgrown.release() if outgrown is not None else ())]
 

@@ -21,7 +21,7 @@ from ..dispatch.plan import Plan, ran
 from ..dispatch.staging import aligned
 from ..dispatch.stream_order import in_stream_order
 from .call import AsyncCall
-from .started import Started, free_buffer, hold_started, started_in
+from .started import Started, free_buffer, hold_started
 
 
 class CallsOnStream:
@@ -32,7 +32,7 @@ class CallsOnStream:
         self._op, self._wait_op = call.start, call.wait
         self._kind, self._more = call.kind, call[2:]  # of a call like it, without its operand
         size, rank = workspace.world_size, workspace.rank
-        self._taken, self.shape = started_in(workspace), tuple(call.result_shape(size))
+        self.shape = tuple(call.result_shape(size))
         self.own = 0 if call.gathers else rank * call.part_bytes(size)
         self._plan = Plan("copy_engine", workspace_bytes=workspace.layout.bytes)
         self.placed = [
@@ -50,7 +50,7 @@ class CallsOnStream:
     def start(self, call: AsyncCall, sent: Tensor, timeout_ns: int) -> Started:
         """``sent``: x, contiguous and aligned; its copy if x is not."""
         workspace = self.workspace
-        buffer = free_buffer(self._taken, self._op)
+        buffer = free_buffer(workspace.started, self._op)
         plan.this_thread.plan = self._plan
         workspace.raise_if_broken(self._op, 6)
         workspace.take_buffer(buffer)
@@ -61,7 +61,7 @@ class CallsOnStream:
             raise
         release = partial(self._release, buffer) if call.placed else None
         started = Started(call, partial(self._wait, call, sent, buffer, timeout_ns), release)
-        started.holds(workspace, self._taken, buffer)
+        started.holds(workspace, buffer)
         return started
 
     def _wait(self, call: AsyncCall, x: Tensor, buffer: int, timeout_ns: int) -> Tensor:

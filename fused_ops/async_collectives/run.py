@@ -22,7 +22,7 @@ from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import heap_or_reason, ran, why_runs_unfused
 from .call import KINDS, AsyncCall
 from .on_cuda import choose_async, start_on_cuda
-from .started import Started, free_buffer, hold_started, started_in
+from .started import Started, free_buffer, hold_started
 
 KERNEL = "async_collectives"
 _c10d = torch.ops._c10d_functional
@@ -105,8 +105,7 @@ def _unfused(call: AsyncCall, group: ProcessGroup) -> Started:
 def _on_cpu(choice: Choice, where: Heap, call: AsyncCall) -> Started:
     size, rank = where.world_size, where.rank
     workspace = choice.workspace_on(where)
-    taken = started_in(workspace)
-    buffer = free_buffer(taken, call.start)
+    buffer = free_buffer(workspace.started, call.start)
     ran(choice.plan_in(workspace))
     x = call.x.contiguous()
     parts = [as_bytes(x)] * size if call.gathers else list(as_bytes(x).chunk(size))
@@ -122,5 +121,5 @@ def _on_cpu(choice: Choice, where: Heap, call: AsyncCall) -> Started:
         return (torch.cat(typed) if call.gathers else host.reduced(typed, call.reduce_op)).view(shape)
 
     started = Started(call, finish, (lambda gathered: epoch.leave()) if call.placed else None)
-    started.holds(workspace, taken, buffer)
+    started.holds(workspace, buffer)
     return started

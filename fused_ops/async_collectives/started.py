@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +11,6 @@ from ...symm_mem import flight_recorder
 from ...symm_mem.layout import NUM_BUFFERS, Layout
 from ...symm_mem.workspace import Workspace
 from .call import AsyncCall
-
-_STARTED = "started"
 
 
 class Started:
@@ -36,15 +33,15 @@ class Started:
         self._buffer = 0
         self._recorded = flight_recorder.take_recorded()
 
-    def holds(self, workspace: Workspace[Layout], taken: Any, buffer: int) -> None:
-        """It has begun an epoch of a buffer, which its wait ends, or its release. ``taken``: of ``started_in``."""
-        self._workspace, self._among, self._buffer = workspace, taken, buffer
-        taken[buffer] = self
+    def holds(self, workspace: Workspace[Layout], buffer: int) -> None:
+        """It has begun an epoch of a buffer, which its wait ends, or its release."""
+        self._workspace, self._among, self._buffer = workspace, workspace.started, buffer
+        self._among[buffer] = self
 
     @property
     def _was_reset(self) -> bool:
         w = self._workspace
-        return w is not None and w.prepared.get(_STARTED) is not self._among
+        return w is not None and w.started is not self._among
 
     def wait(self, call: AsyncCall) -> Tensor:
         """The result.
@@ -90,13 +87,6 @@ class Started:
 def hold_started(token: Tensor, started: Started) -> None:
     """A token holds what is on its way."""
     token._weft_started = started  # type: ignore[attr-defined]
-
-
-def started_in(workspace: Workspace[Layout]) -> Any:
-    """Those of a workspace that are on their way, by their buffers, until a reset."""
-    if _STARTED not in workspace.prepared:
-        workspace.prepared[_STARTED] = weakref.WeakValueDictionary()
-    return workspace.prepared[_STARTED]
 
 
 def free_buffer(taken: Any, op: str) -> int:

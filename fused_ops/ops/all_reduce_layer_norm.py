@@ -11,7 +11,6 @@ from ...kernels.all_reduce_rms_norm import host
 from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind
 from ..dispatch import launch_cache
 from ..dispatch.workspaces import ALL_REDUCE
-from . import all_reduce
 from .all_reduce_rms_norm import (
     choose_norm_call,
     fake_norm,
@@ -109,5 +108,4 @@ ALL_REDUCE_LAYER_NORM = Op(
     fast=fast_all_reduce_layer_norm,
     known_by=norm_is_known_by,
     with_gradient=lambda call: AllReduceLayerNormFunction.apply(call, call.x, call.residual, *call.affine),
-    prepares=all_reduce.BOTH,
 )

@@ -366,5 +366,4 @@ ALL_REDUCE_RMS_NORM = Op(
     fast=_fast,
     known_by=norm_is_known_by,
     with_gradient=lambda call: AllReduceRmsNormFunction.apply(call, call.x, call.residual, call.weight),
-    prepares=all_reduce.BOTH,
 )

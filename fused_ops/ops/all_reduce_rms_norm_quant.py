@@ -19,7 +19,6 @@ from ..dispatch import launch_cache
 from ..dispatch.choice import Choice
 from ..dispatch.workspaces import ALL_REDUCE
 from ..scaled_calls import validate_scale
-from . import all_reduce
 from .all_reduce_rms_norm import (
     AllReduceRmsNormCall,
     NormOperands,
@@ -171,5 +170,4 @@ ALL_REDUCE_RMS_NORM_QUANT = Op(
     with_gradient=lambda call: refuse_gradient(
         _validate, call, ": a norm in fp8 has none; detach it, or call fused_all_reduce_rms_norm"
     ),
-    prepares=all_reduce.BOTH,
 )

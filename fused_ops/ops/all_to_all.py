@@ -59,12 +59,8 @@ def _validate(call: AllToAllCall) -> tuple[AllToAllCall, ProcessGroup]:
         raise ValueError("x: has no dimension, must have 1 or more")
     if x.is_complex():
         raise TypeError(f"x: is {x.dtype}, must be of real numbers: torch.view_as_real(x)")
-    scatter_dim = validation.checked_dim("scatter_dim", call.scatter_dim, "x", x.dim())
+    scatter_dim = validation.checked_dim_of_parts("scatter_dim", call.scatter_dim, x, group.size())
     gather_dim = validation.checked_dim("gather_dim", call.gather_dim, "x", x.dim())
-    if x.shape[scatter_dim] % group.size():
-        raise ValueError(
-            f"scatter_dim: x has size {x.shape[scatter_dim]} there, must be a multiple of {group.size()} ranks"
-        )
     return call._replace(scatter_dim=scatter_dim, gather_dim=gather_dim), group
 
 

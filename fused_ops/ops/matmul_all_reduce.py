@@ -309,5 +309,4 @@ MATMUL_ALL_REDUCE = Op(
     with_gradient=lambda call: MatmulAllReduceFunction.apply(call, *call.tensors),
     flops=matmul_flops,
     own_dims={"A": (-1,), "B": (0,)},
-    prepares=all_reduce.BOTH,
 )

@@ -75,8 +75,8 @@ class Op:
             for the elements of a list in turn. On CUDA all sizes choose the kernel: ranks with different ones would
             wait for each other, unless ``own_on_cuda``.
         own_values: arguments of which ranks may have values of their own, but for None.
-        prepares: ops of which the first call of this one makes all that they need on some ranks, by how tensors lie.
-            These take the fast path then and have no first call that could be compared.
+        prepares: ops whose first call is not compared after one of this: a rank may make the one, another rank the
+            other.
     """
 
     schema: str

@@ -70,11 +70,7 @@ def _validate(call: ReduceScatterCall) -> tuple[ReduceScatterCall, ProcessGroup]
         raise ValueError("x: has no dimension, must have 1 or more")
     validation.float_dtype("x", x)
     validation.reduction(call.reduce_op, validation.ALL_REDUCE_OPS)
-    dim = validation.checked_dim("scatter_dim", call.scatter_dim, "x", x.dim())
-    if x.shape[dim] % group.size():
-        raise ValueError(
-            f"scatter_dim: x has size {x.shape[dim]} there, must be a multiple of {group.size()} ranks"
-        )
+    dim = validation.checked_dim_of_parts("scatter_dim", call.scatter_dim, x, group.size())
     return call._replace(scatter_dim=dim), group
 
 

@@ -97,32 +97,18 @@ struct Steps {
     }
 };
 
-template <bool WHOLE>
-__device__ __forceinline__ void scatter(const Params& p) {
-    weft::begin();
-    Steps<WHOLE> steps(p);
-    weft::in_one_epoch(p.slots, p.vectors, steps);
-}
-
-template <bool WHOLE>
-__device__ __forceinline__ void scatter_in_rounds(const Params& p) {
-    weft::begin();
-    Steps<WHOLE> steps(p);
-    weft::in_rounds<AT_ONCE>(p.slots, p.vectors, p.room, steps);
-}
-
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(512, 1) one_shot(const __grid_constant__ Params p) { scatter<true>(p); }
+extern "C" __global__ void __launch_bounds__(512, 1) one_shot(const __grid_constant__ Params p) { weft::one_epoch_of<Steps<true>>(p); }
 
 extern "C" __global__ void __launch_bounds__(512, 1) one_shot_any(const __grid_constant__ Params p) {
-    scatter<false>(p);
+    weft::one_epoch_of<Steps<false>>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) rounds(const __grid_constant__ Params p) {
-    scatter_in_rounds<true>(p);
+    weft::rounds_of<Steps<true>, AT_ONCE>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) rounds_any(const __grid_constant__ Params p) {
-    scatter_in_rounds<false>(p);
+    weft::rounds_of<Steps<false>, AT_ONCE>(p);
 }

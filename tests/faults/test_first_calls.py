@@ -72,6 +72,14 @@ def test_first_calls_that_differ_are_named_and_nothing_breaks() -> None:
 
 
 @on_ranks(2, fresh=True)
+def test_ops_that_reduce_leave_the_first_all_reduce_to_be_compared(rank: int, world_size: int) -> None:
+    norm()()
+    product()()
+    with pytest.raises(symm_mem.RankMismatch, match=r"x=float32\[4\]"):
+        one_shot_all_reduce(torch.ones(4 * (1 + rank)), "sum", None)
+
+
+@on_ranks(2, fresh=True)
 def test_first_plans_that_differ_are_named(rank: int, world_size: int) -> None:
     """Another algorithm for the same arguments."""
     first = plan.Plan("unfused", "of its own") if rank == ODD else plan.Plan("host")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -189,6 +190,7 @@ class Workspace:
 
     def __init__(self) -> None:
         self.prepared = Prepared()
+        self.started: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.error: Exception | None = None
         self.noted: list[str] = []
 

@@ -75,7 +75,7 @@ def multiply_arriving(
             own, terms, rows.contiguous(), offs.contiguous(), (where.rank, size), return_A=return_A
         )
         workspace = choice.workspace_on(where)
-        workspace.raise_if_broken(OP)
+        workspace.raise_if_broken()
         ran(choice.plan_in(workspace))
 
         def make() -> AllGatherProductsCopied:
@@ -87,6 +87,7 @@ def multiply_arriving(
             kernel = make_together(workspace, OP, key, key, make)
         call.prepare()
         timeout_ns = timeout_in_ns(where.group_name)
+        workspace.raise_if_broken(OP)
         kernel.as_they_come(own, None, call.take, timeout_ns, current_stream_of(own))
     return call.every, call.outs
 

@@ -120,5 +120,4 @@ MOE_COMBINE_ALL_REDUCE: Op = Op(
     with_gradient=lambda call: CombineFunction.apply(
         MOE_COMBINE_ALL_REDUCE, call, call.y, call.weights, call.shared
     ),
-    prepares=all_reduce.BOTH,
 )

@@ -16,7 +16,6 @@ from ....symm_mem.heap.heap import Heap
 from ...dispatch import launch_cache
 from ...dispatch.choice import Choice
 from ...dispatch.workspaces import ALL_REDUCE
-from .. import all_reduce
 from ..all_reduce_rms_norm import (
     NormOperands,
     choose_norm,
@@ -139,5 +138,4 @@ MOE_COMBINE_ALL_REDUCE_RMS_NORM = Op(
     with_gradient=lambda call: CombineRmsNormFunction.apply(
         call, call.y, call.weights, call.shared, call.residual, call.weight
     ),
-    prepares=all_reduce.BOTH,
 )

@@ -16,7 +16,6 @@ from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ... import validation
 from ...dispatch.choice import Choice
-from .. import all_reduce
 from ..op import Op, on_device, refuse_second_gradient
 from ..reduce_scatter import ReduceScatterCall
 from .combine_all_reduce import choose_combined_sum, reduced_on_host_or_unfused
@@ -263,7 +262,6 @@ GROUPED_MATMUL_ALL_REDUCE: Op = Op(
     flops=_flops,
     own_dims=_OWN_DIMS,
     own_on_cuda=True,
-    prepares=all_reduce.BOTH,
 )
 GROUPED_MATMUL_REDUCE_SCATTER: Op = Op(
     f"{REDUCE_SCATTER_OP}({_OPERANDS}, int scatter_dim, str group_name, *, {_TERMS}) -> Tensor",

@@ -101,4 +101,19 @@ __device__ __forceinline__ void in_rounds(const ExchangeSlots& slots, u32 vector
     epoch.leave();
 }
 
+// A whole kernel by steps that are made of its parameters.
+template <class Steps, class Params>
+__device__ __forceinline__ void one_epoch_of(const Params& p) {
+    begin();
+    Steps steps{p};
+    in_one_epoch(p.slots, p.vectors, steps);
+}
+
+template <class Steps, int COUNT, class Params>
+__device__ __forceinline__ void rounds_of(const Params& p) {
+    begin();
+    Steps steps{p};
+    in_rounds<COUNT>(p.slots, p.vectors, p.room, steps);
+}
+
 }  // namespace weft

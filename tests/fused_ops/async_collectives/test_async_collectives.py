@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from weft import symm_mem
 from weft.fused_ops import last_plan
 from weft.fused_ops.dispatch.plan import forced
+from weft.symm_mem.heap.registry import get_heap
 
 ops = torch.ops.weft
 SHAPES = [(1,), (7,), (3, 5), (2, 3, 129), (64, 1000)]
@@ -82,6 +84,17 @@ def test_one_after_the_other(rank: int, world_size: int) -> None:
         assert torch.equal(whole, want + 1)
         ops.all_gather_release(second, whole, name())
     assert len(places) == 1, "a buffer that is free is taken again"
+
+
+@on_ranks(2)
+def test_a_call_outlives_what_its_workspace_has_prepared(rank: int, world_size: int) -> None:
+    """Which is dropped when there is too much of it."""
+    x = terms(rank, (5, 3), torch.float32)
+    token = ops.all_gather_start(x, name())
+    with mock.patch.object(symm_mem.workspace, "_MOST_PREPARED", 0):
+        for workspace in list(get_heap(None, "cpu").workspaces.values()):
+            workspace.keep("of another size", None)
+    assert torch.equal(ops.all_gather_wait(token, x, name()), gathered(x).flatten(0, 1))
 
 
 @on_ranks(2)

@@ -47,6 +47,11 @@ def test_the_variable_installs_when_torch_is_imported(tmp_path: Path) -> None:
     assert says(write_metadata(tmp_path), WEFT_INSTALL="1")[0] == "True True"
 
 
+def test_without_it_torch_is_as_it_was(tmp_path: Path) -> None:
+    """Nor does an import of torch import the library."""
+    assert says(write_metadata(tmp_path), WEFT_INSTALL="0")[0] == "False torch has none"
+
+
 def test_it_installs_where_weft_imports_torch(tmp_path: Path) -> None:
     """torch then asks for weft in the midst of its import."""
     assert says(write_metadata(tmp_path), "import weft.fused_ops", WEFT_INSTALL="1")[0] == "True True"

@@ -87,14 +87,15 @@ def compare(
     name: str, got: tuple[Tensor, ...], want: tuple[Tensor, ...], case: Problem, bound: float
 ) -> None:
     """The loss, and the gradients of x, weight and bias; ``want`` has that of the logits, too. The last two are sums
-    over rows, which may cancel out."""
+    over rows, which may cancel out: what 16 bits round is held against their norms."""
     loss, of_x, of_weight, of_bias, of_logits = want
     rows = of_logits[..., case.mine].flatten(0, -2)
     of_rows = rows.norm(dim=1) * case.x.flatten(0, -2).double().norm(dim=1)
+    rounded = case.x.dtype != torch.float32
     check(f"{name}, loss", got[0], loss, bound)
     check(f"{name}, x", got[1], of_x, bound)
-    check(f"{name}, weight", got[2], of_weight[case.mine], bound, [of_rows])
-    check(f"{name}, bias", got[3], of_bias[case.mine], bound, [rows])
+    check(f"{name}, weight", got[2], of_weight[case.mine], bound, [of_rows] if rounded else None)
+    check(f"{name}, bias", got[3], of_bias[case.mine], bound, [rows] if rounded else None)
 
 
 def losses(
