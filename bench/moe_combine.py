@@ -1,17 +1,11 @@
 """The end of a mixture's layer while it decodes, in CUDA graphs: experts' outputs weighted and added up, all-reduced,
 with the residual and the norm. weft's one kernel; torch.compile's sum, then ``fused_all_reduce_rms_norm``; the same
 with NCCL and torch.compile's norm; and ``fused_all_reduce_rms_norm`` alone, of what is added up already: the limit.
-
-    torchrun --nproc-per-node 2 bench/moe_combine.py --out bench/results/h200-x2-tail.json
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -92,26 +86,3 @@ def tail_row(tokens: int, hidden: int, choices: int) -> dict[str, Any]:
         want = exact + p.residual.double()
         row[f"{name}_error"] = ((one.last[1].double() - want).norm() / want.norm()).item()
     return row
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    rows = []
-    for hidden, choices in SHAPES:
-        for tokens in TOKENS:
-            rows.append(tail_row(tokens, hidden, choices))
-            if dist.get_rank() == 0:
-                print(json.dumps(rows[-1]), flush=True)
-                if asked.out is not None:
-                    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
-                    asked.out.write_text(json.dumps(about, indent=1) + "\n")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -69,16 +69,17 @@ def keep_under_its_date(path: Path) -> None:
 def write(
     rows: list[dict[str, Any]], meta: dict[str, Any], folder: Path, suite: str, more: dict[str, Any]
 ) -> list[Path]:
-    """One file for each op of the rows, or of the suite; what stood there is kept, with its date after its name.
+    """One file for each op of suite "ops", or of the suite; what stood there is kept, with its date after its name.
 
     Args:
         more: stands beside the rows in the file.
     """
     written = []
-    for name in sorted({row.get("op", suite) for row in rows}):
+    by_op = suite in ("ops", "scaled")
+    for name in sorted({row["op"] if by_op else suite for row in rows}):
         path = folder / f"{meta['device']}-x{meta['world']}-{name}.json"
         keep_under_its_date(path)
-        lines = ",\n".join("    " + json.dumps(row) for row in rows if row.get("op", suite) == name)
+        lines = ",\n".join("    " + json.dumps(row) for row in rows if not by_op or row["op"] == name)
         parts = "".join(f',\n  "{key}": {json.dumps(value)}' for key, value in more.items())
         path.write_text(f'{{\n  "meta": {json.dumps(meta)},\n  "rows": [\n{lines}\n  ]{parts}\n}}\n')
         written.append(path)

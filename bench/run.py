@@ -34,6 +34,7 @@ SUITES = {
     "llama": "Llama-3 8B: training, prefill and decoding, without the pass and with it",
     "frameworks": "programs of transformers, DDP and FSDP2, without weft and with it",
     "vocabulary": "the loss of a vocabulary that the ranks share",
+    "experts": "the ops of experts, a layer of them, the tail of decoding",
     "forms": "which programs weft's pass and torch's own fuse; not timed",
     "alone": "the matmul ops of one rank on one GPU that stands for several",
     "compare": "this checkout's ops beside those of another commit",
