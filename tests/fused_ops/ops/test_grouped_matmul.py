@@ -72,6 +72,18 @@ def test_products(kind: str, dtype: torch.dtype, device: str) -> None:
                     check(f"{kn} {[*named, *more]}", got[: want.shape[0]], want, BOUNDS[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_bias_is_added_before_the_sum_is_rounded(dtype: torch.dtype) -> None:
+    A, B, offs, rows, _ = drawn((30, 0, 70), 0, dtype, "cpu")
+    taken, ends = A[rows.long()], [0, *offs.tolist()]
+    product = in_float64(taken, B, offs, None)
+    bias = torch.stack([-product[min(end, 99)] for end in ends[:-1]]).to(dtype)  # of some rows little is left
+    got = grouped_matmul(A, B, offs, rows=rows, bias=bias)
+    want = in_float64(taken, B, offs, bias)
+    in_float32 = 2.0**-24 * 73 * (in_float64(taken.abs(), B.abs(), offs, bias.abs()))
+    assert ((got.double() - want).abs() <= torch.finfo(dtype).eps / 2 * want.abs() + in_float32).all()
+
+
 @pytest.mark.gpu(1)
 def test_rows_in_any_order() -> None:
     """Also such as are of tokens that are not there, which are taken for the nearest, and long ones."""
