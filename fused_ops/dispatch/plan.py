@@ -74,14 +74,14 @@ class _ThisThread(threading.local):
     Attributes:
         plan: that of its last call.
         workspaces: whose workspaces its calls use; see ``GraphTurn``.
-        thread: as ``threading`` has it.
+        name: the thread's, as ``threading`` has it.
     """
 
     plan = Plan("none")
     workspaces = ""
 
     def __init__(self) -> None:
-        self.thread = threading.current_thread()
+        self.name = threading.current_thread().name
 
 
 OF_GRAPHS = " of graphs"
@@ -227,7 +227,7 @@ def heap_or_reason(
     refuse_if_broken(found)
     _tell_of_group(group, found.device)
     if found.device.type == "cpu":
-        found.callers[threading.get_ident()] = this_thread.thread, time.monotonic()
+        found.callers[threading.get_ident()] = this_thread.name, time.monotonic()
     compare_first_call(found, call)
     return found
 

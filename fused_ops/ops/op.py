@@ -245,7 +245,7 @@ class _HostCall:
             calling.op = name
             if fault.error is not None:
                 fault.raise_if_broken()
-            heap.callers[get_ident()] = this_thread.thread, monotonic()
+            heap.callers[get_ident()] = this_thread.name, monotonic()
             given = []
             for kind, fixed, alone, lists in parts:
                 values = fixed.copy()

@@ -99,12 +99,13 @@ class DeviceLines:
 
     def _launch_all(self, calls: list[GroupCall], seconds: float | None) -> str | None:
         self._wait_for_others()
-        for i, call in enumerate(calls):
+        # What a call is left for depends on its size alone: if any is left the largest is, before one is launched.
+        for i, call in enumerate(sorted(calls, key=lambda call: -call.x.nbytes)):
             # Cached calls have the group's deadline.
             if seconds is None and self.launch_again(call.name, call.x, call.out, call.reduce_op):
                 continue
             if (why := self._launch_first(call, seconds)) is not None:
-                assert i == 0  # what it depends on is the same for all of them
+                assert i == 0
                 return why
         return None
 

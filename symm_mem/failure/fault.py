@@ -144,7 +144,7 @@ class Fault:
         said = "" if is_on("WEFT_CHECK") else ": WEFT_CHECK=1 names the first one that differs"
         text = f"it is late, or has made other calls, or in another order{said}"
         since = time.monotonic() - seconds - _RECENT
-        threads = sorted(repr(thread.name) for thread, at in list(self._heap.callers.values()) if at > since)
+        threads = sorted(repr(name) for name, at in list(self._heap.callers.values()) if at > since)
         if len(threads) > 1:
             text += (
                 f"; threads {', '.join(threads)} of this rank call in the group: all ranks need one order of "

@@ -14,7 +14,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from threading import Thread
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ class Heap:
         self.rank, self.world_size = group.rank(), group.size()
         self.owner = forks.Owner(group)
         self.lock = ThreadLock(f"a heap of {self.group_name!r}", lambda: preparing_timeout(self.group_name))
-        self.callers: dict[int, tuple[Thread, float]] = {}  #: CPU threads with calls of ops, and when
+        self.callers: dict[int, tuple[str, float]] = {}  #: CPU threads with calls of ops, by ident, and when
         self.rendezvous = Rendezvous(group, f"heap-{device.type}", lambda: get_timeout(self.group_name))
         with self.rendezvous.poison_on_error("make a heap"):
             self.rendezvous.join("make a heap")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import weakref
 from unittest import mock
 
 import pytest
@@ -69,24 +70,34 @@ def test_a_late_rank_is_named_before_the_deadline(rank: int, world_size: int) ->
 
 @on_ranks(2, fresh=True)
 def test_threads_of_a_rank_are_named_with_a_timeout(rank: int, world_size: int) -> None:
-    """Two threads of rank 0 make the calls that one thread of rank 1 makes, and one more."""
+    """Threads of rank 0 make the calls that one thread of rank 1 makes, and one more. Nothing keeps those that ended;
+    one that has the ident of another takes its place."""
     x = torch.ones(3)
+    names: dict[int, str] = {}
 
     def call() -> Tensor:
+        names[threading.get_ident()] = threading.current_thread().name
         return one_shot_all_reduce(x, "sum", None)
 
     call()
     symm_mem.set_timeout(0.6)
     if rank == 0:
-        other = threading.Thread(target=call, name="other")
-        other.start()
-        other.join()
+        for name in ("first", "other"):
+            thread = threading.Thread(target=call, name=name)
+            thread.start()
+            thread.join()
+            ended = weakref.ref(thread)
+            del thread
+            assert ended() is None
         with pytest.raises(symm_mem.PeerTimeout) as caught:
             call()
+        threads = ", ".join(sorted(map(repr, names.values())))
+        assert "'MainThread'" in threads and "'other'" in threads
         assert str(caught.value).endswith(
-            f"; {CAUSES}; threads 'MainThread', 'other' of this rank call in the group: all ranks need one order of "
+            f"; {CAUSES}; threads {threads} of this rank call in the group: all ranks need one order of "
             "the calls of all threads"
         ), caught.value
     else:
-        call()
+        for _ in range(2):
+            call()
     dist.barrier()

@@ -1,17 +1,22 @@
 """Tokens of all ranks, multiplied while copy engines bring them, without a GPU: what is launched when, and on what.
 
-Kernels are played by what they promise; copies are made at once, as ``test_copied_products`` has it.
+take_rows.cu runs as C++. The other kernels are played by what they promise; copies are made at once, as
+``test_copied_products`` has it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from once import made_once
 from test_copied_products import STREAM, Gpus
 from torch import Tensor
 from weft.fused_ops.ops.experts import grouped_matmul
@@ -19,6 +24,7 @@ from weft.fused_ops.ops.experts.arriving_tokens import ArrivingTokens
 from weft.kernels.all_gather_matmul import configs
 from weft.kernels.all_gather_matmul.copied_products import AllGatherProductsCopied
 from weft.kernels.device.jit.program import Program
+from weft.kernels.grouped_matmul.take_rows import SOURCE, Own, split_experts, take_rows
 
 W, K, NS = 3, 48, (40, 24)
 BF16 = torch.bfloat16
@@ -34,6 +40,19 @@ def at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: to
 def integers(address: int, count: int) -> list[int]:
     found: list[int] = at(address, (count,), (1,), torch.int32).tolist()
     return found
+
+
+@functools.cache
+def compiled() -> ctypes.CDLL:
+    around, flags = (
+        Path(__file__).with_name("taken_rows.cpp"),
+        ["-std=c++20", "-O1", "-w", "-fPIC", "-shared"],
+    )
+    command = ["g++", *flags, "-pthread", f'-DKERNELS="{SOURCE}"', around, "-o"]
+    texts = [around.read_text(), SOURCE.read_text()]
+    return ctypes.CDLL(
+        str(made_once([*flags, *texts], lambda to: subprocess.run([*command, to], check=True)))
+    )
 
 
 class Kernels(Gpus):
@@ -58,26 +77,12 @@ class Kernels(Gpus):
         return SimpleNamespace(launch=launch, most_clusters=lambda *_: 66)
 
     def take_rows(self, grid: int, p: Any) -> None:
-        assert grid == p.experts * p.slices and p.pieces * 4096 >= p.width * 16
-        out = at(p.to, (p.total, p.width * 8), (p.width * 8, 1), BF16)
-        count = integers(p.offs, p.experts)[-1]
-        for i, row in enumerate(integers(p.rows, p.total)[:count]):
-            token = min(max(row, 0), p.tokens - 1)
-            if (p.first <= token < p.end) == bool(p.takes_own):
-                out[i] = at(getattr(p, "from") + token * p.stride * 16, (p.width * 8,), (1,), BF16)
+        compiled().run_take_rows(grid, 128, ctypes.byref(p))
 
     def split_experts(self, grid: int, p: Any) -> None:
-        rows, offs = integers(p.rows, p.total), integers(p.offs, grid)
-        own, others = (
-            at(place, (2, n * grid), (n * grid, 1), torch.int32) for place, n in ((p.own, 1), (p.others, 2))
-        )
-        for e, (begin, end) in enumerate(zip([0, *offs], offs, strict=False)):
-            is_own = [p.first <= row < p.end for row in rows[begin:end]]
-            first = begin + (is_own.index(True) if True in is_own else end - begin)
-            rest = is_own[first - begin :]
-            last = first + (rest.index(False) if False in rest else len(rest))
-            own[:, e] = torch.tensor([first, last])
-            others[:, 2 * e : 2 * e + 2] = torch.tensor([[begin, last], [first, end]])
+        compiled().run_split_experts(
+            grid, 32, ctypes.byref(p)
+        )  # fewer threads than on a GPU: they are the CPU's
 
     def grouped_matmul(self, grid: int, p: Any) -> None:
         a = at(p.a[0], (p.total, p.k), (p.k, 1), BF16)
@@ -155,3 +160,63 @@ def test_without_rows_tokens_are_still_sent(monkeypatch: pytest.MonkeyPatch) -> 
     )
     kernel.as_they_come(tokens, None, call.take, 5, STREAM)
     assert "take_rows" not in gpus.said and gpus.said[-2] == "leave" and call.outs[0].shape == (0, 8)
+
+
+WILD = {  # ends of experts' rows, of which there are 300
+    "rising": (7, 7, 200, 290),
+    "too large": (7, 250, 2**31 - 1, 301),
+    "negative": (-(2**31), 20, -1, 40),
+    "decreasing": (290, 100, 40, 90),
+    "all too large": (500, 400, 2**31 - 1, 600),
+    "all negative": (-1, -300, -(2**31), -5),
+}
+
+
+def ranges(offs: tuple[int, ...], total: int) -> Iterator[tuple[int, int]]:
+    """Of each expert: from where the one before ends, as far as there are rows."""
+    for before, end in zip((0, *offs), offs, strict=False):
+        begin = min(max(before, 0), total)
+        yield begin, max(min(end, total), begin)
+
+
+def guarded(rows: int, columns: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """A tensor of -1 and the larger one around it."""
+    whole = torch.full((rows + 2000, columns), -1, dtype=dtype, device=device)
+    return whole[1000:-1000], whole
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))])
+@pytest.mark.parametrize("name", WILD)
+def test_wild_numbers_stay_inside(monkeypatch: pytest.MonkeyPatch, name: str, device: str) -> None:
+    total, tokens, own = 300, 53, Own(20, 41, 53)
+    if device == "cpu":
+        example = configs.GatherKernelCall(torch.zeros(2, K, dtype=BF16), [], 108)
+        Kernels([], configs.copied_layout(example.problem(W)), monkeypatch)
+    rows = torch.randint(-20, 80, (total,), dtype=torch.int32, device=device)
+    rows[0], rows[99], rows[199] = 2**31 - 1, -(2**31), 2**31 - 1
+    offs = torch.tensor(WILD[name], dtype=torch.int32, device=device)
+    token = rows.clamp(0, tokens - 1).cpu()
+    is_own = (token >= own.first) & (token < own.end)
+    in_experts = torch.zeros(total, dtype=torch.bool)
+    for begin, end in ranges(WILD[name], total):
+        in_experts[begin:end] = True
+    a, _ = guarded(tokens, K, BF16, device)
+    a.copy_(torch.rand(tokens, K))
+    for of, given, takes_own, taken in (
+        (a, None, True, in_experts),
+        (a[own.first : own.end], own, True, in_experts & is_own),
+        (a, own, False, in_experts & ~is_own),
+    ):
+        out, around = guarded(total, K, BF16, device)
+        want = around.clone().cpu()
+        want[1000:-1000][taken] = a.cpu()[token[taken].long()]
+        take_rows(of, rows, offs, out, given, takes_own=takes_own)
+        assert torch.equal(around.cpu(), want)
+    here, others = split_experts(rows, offs, own)
+    assert here.begins is not None and others.begins is not None
+    for e, (begin, end) in enumerate(ranges(WILD[name], total)):
+        first = next((i for i in range(begin, end) if is_own[i]), end)
+        last = next((i for i in range(first, end) if not is_own[i]), end)
+        assert (here.begins[e], here.ends[e]) == (first, last)
+        assert others.begins[2 * e : 2 * e + 2].tolist() == [begin, last]
+        assert others.ends[2 * e : 2 * e + 2].tolist() == [first, end]

@@ -13,7 +13,7 @@ from torch import Tensor
 from ....kernels.device.capability import why_no_kernel_on
 from ....kernels.grouped_matmul.configs import MOST_EXPERTS, choose_grouped
 from ....kernels.grouped_matmul.groups import Groups
-from ....kernels.grouped_matmul.reference import experts_of_rows, reference_grouped_matmul
+from ....kernels.grouped_matmul.reference import ends_within, experts_of_rows, reference_grouped_matmul
 from ... import validation
 from ...dispatch.plan import num_sms
 from ..op import refuse_second_gradient
@@ -198,8 +198,9 @@ class GroupedMatmulFunction(torch.autograd.Function):
 
 
 def _gradient_of_b(A: Tensor, grad: Tensor, offs: Tensor, rows: Tensor | None, transposed: bool) -> Tensor:
-    """[E, K, N], of each expert's rows. It lies as B does."""
-    taken = A.contiguous() if rows is None else A[rows.long()]
+    """[E, K, N], of each expert's rows. It lies as B does. Whatever offs and rows hold, nothing else is read."""
+    taken = A.contiguous() if rows is None else A[rows.long().clamp(0, A.shape[0] - 1)]
+    offs = ends_within(offs, grad.shape[0])
     if transposed:
         return torch._grouped_mm(grad.t(), taken, offs).mT
     return torch._grouped_mm(taken.t(), grad, offs)

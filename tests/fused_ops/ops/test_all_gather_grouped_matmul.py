@@ -66,6 +66,33 @@ def test_forward(size: int, device: str, shape: tuple[int, int, int, int], dtype
     run_row(forward, size, shape, dtype, device=device)
 
 
+def wild(rank: int, size: int) -> None:
+    """Offs and rows that are none are taken for the nearest."""
+    for offs, nearest in (
+        ((6, 2, 8), (6, 6, 8)),
+        ((-(2**31), 4, 3000), (0, 4, 11)),
+        ((2**31 - 1, -9, 5), (11, 11, 11)),
+    ):
+        x, bs, _ = drawn((5, 16, 3, 1), torch.float32, rank)
+        rows = torch.tensor([-(2**31), -5, *range(0, 5 * size, size), 9, 5, 5 * size, 10**9]).int()
+        x, bs = x.requires_grad_(), [b.detach().requires_grad_() for b in bs]
+        _, outs = fused_all_gather_grouped_matmul(x, bs, rows, torch.tensor(offs).int(), 0, world())
+        every, inside = torch.cat(gather(x.detach())), rows.clamp(0, 5 * size - 1)
+        for b, out in zip(bs, outs, strict=True):
+            exact, grad = b.detach().double().requires_grad_(), torch.randn_like(out)
+            want = products(every, exact, inside, torch.tensor(nearest))
+            check("product", out[: want.shape[0]], want, BOUND[torch.float32])
+            want.backward(grad[: want.shape[0]].double())
+            out.backward(grad, retain_graph=True)
+            assert b.grad is not None and exact.grad is not None
+            check("gradient of B", b.grad, exact.grad, BOUND[torch.float32])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_wild_offs(size: int) -> None:
+    run_row(wild, size)
+
+
 def shuffled(rows: Tensor, offs: Tensor) -> Tensor:
     """Of each expert in another order; those of none as they were."""
     ends = [0, *offs.tolist(), rows.shape[0]]

@@ -72,6 +72,18 @@ def test_products(kind: str, dtype: torch.dtype, device: str) -> None:
                     check(f"{kn} {[*named, *more]}", got[: want.shape[0]], want, BOUNDS[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_bias_is_added_before_the_sum_is_rounded(dtype: torch.dtype) -> None:
+    A, B, offs, rows, _ = drawn((30, 0, 70), 0, dtype, "cpu")
+    taken, ends = A[rows.long()], [0, *offs.tolist()]
+    product = in_float64(taken, B, offs, None)
+    bias = torch.stack([-product[min(end, 99)] for end in ends[:-1]]).to(dtype)  # of some rows little is left
+    got = grouped_matmul(A, B, offs, rows=rows, bias=bias)
+    want = in_float64(taken, B, offs, bias)
+    in_float32 = 2.0**-24 * 73 * (in_float64(taken.abs(), B.abs(), offs, bias.abs()))
+    assert ((got.double() - want).abs() <= torch.finfo(dtype).eps / 2 * want.abs() + in_float32).all()
+
+
 @pytest.mark.gpu(1)
 def test_rows_in_any_order() -> None:
     """Also such as are of tokens that are not there, which are taken for the nearest, and long ones."""
@@ -197,17 +209,38 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.weft.sum_by_index, (grad, rows, 53))
 
 
-def test_wild_numbers_stay_inside() -> None:
-    A, B, _, _, _ = drawn((3, 5), 0, torch.float32, "cpu")
-    offs, rows = (
-        torch.tensor([2**31 - 1, -(2**31)], dtype=torch.int32),
-        torch.tensor([-5, 10**9], dtype=torch.int32),
-    )
-    got = grouped_matmul(A, B, offs, rows=rows)
-    check("clamped", got, A[[0, -1]].double() @ B[0].double(), 2e-6)
-
-
 I32 = torch.int32
+WILD = {  # offs that are none of 11 rows, and the nearest that are
+    "far": ((2**31 - 1, -(2**31), 5), (11, 11, 11)),
+    "too large": ((4, 9, 3000), (4, 9, 11)),
+    "negative": ((-(2**31), -7, 11), (0, 0, 11)),
+    "decreasing": ((6, 2, 8), (6, 6, 8)),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize("name", WILD)
+def test_wild_numbers_stay_inside(name: str, by_rows: bool, device: str) -> None:
+    offs, nearest = torch.tensor(WILD[name], dtype=I32, device=device)
+    A, B, _, _, bias = drawn((3, 5, 0), 3, torch.float32, device)
+    A = A if by_rows else A[:11].clone()
+    rows = torch.tensor([-(2**31), -5, *range(1, 8), 53, 10**9], dtype=I32, device=device)
+    named = {"rows": rows} if by_rows else {}
+    B.requires_grad_()
+    bias.requires_grad_()
+    got = grouped_matmul(A, B, offs, bias=bias, **named)
+    exact = [x.detach().double().requires_grad_() for x in (B, bias)]
+    want = in_float64(A[rows.clamp(0, 52).long()] if by_rows else A, exact[0], nearest, exact[1])
+    check("clamped", got[: want.shape[0]], want, 2e-6)
+    grad = torch.randn_like(got)
+    got.backward(grad)
+    want.backward(grad[: want.shape[0]].double())
+    for given, like in zip((B, bias), exact, strict=True):
+        assert given.grad is not None and like.grad is not None
+        check("gradient", given.grad, like.grad, 2e-6)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "integers": (
         {"A": torch.ones(5, 16, dtype=I32)},

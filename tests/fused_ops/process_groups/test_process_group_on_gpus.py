@@ -57,6 +57,20 @@ def reduces(rank: int, world_size: int) -> None:
     assert set(taken(group)) == {"all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"}
 
 
+def exchanges(rank: int, world_size: int) -> None:
+    group = weft_group()
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
+        for part in ((1,), (17,), (3, 5), (4096, 2)):
+            for asynchronous in (False, True, False):  # the last two are like one before
+                x = torch.randint(100, (world_size * part[0], *part[1:])).to(dtype)
+                found = torch.full_like(x, 101)
+                work = dist.all_to_all_single(found, x, group=group, async_op=asynchronous)
+                if work is not None:
+                    work.wait()
+                assert torch.equal(found.double(), torch.cat([p.chunk(world_size)[rank] for p in gather(x)]))
+    assert taken(group) == {"all_to_all_single": 4 * 4 * 3}
+
+
 def on_streams(rank: int, world_size: int) -> None:
     """Ranks call on streams of their own, and what follows a wait on another stream sees the result."""
     group, streams = weft_group(), [torch.cuda.Stream() for _ in range(2)]
@@ -148,7 +162,9 @@ def trains(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [reduces, on_streams, beside_nccl, in_a_graph, trains], ids=lambda check: check.__name__
+    "check",
+    [reduces, exchanges, on_streams, beside_nccl, in_a_graph, trains],
+    ids=lambda check: check.__name__,
 )
 def test_on_gpus(check: Callable[[int, int], None]) -> None:
     run_ranks(check, 2, device="cuda")

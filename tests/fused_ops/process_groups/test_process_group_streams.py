@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import deque
 from datetime import timedelta
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from fake_gpu import NAME, SIDE, STREAM, Event, Stage
 from weft import symm_mem
-from weft.fused_ops.dispatch import plan
+from weft.fused_ops.dispatch import all_reduces, plan
 from weft.fused_ops.dispatch.launch_cache import PreparedKernel
 from weft.fused_ops.process_groups import cuda_calls
 from weft.fused_ops.process_groups.calls import ALL_GATHER, ALL_REDUCE, GroupCall
@@ -49,7 +50,10 @@ def stage(gpu_stage: GroupStage, monkeypatch: pytest.MonkeyPatch) -> GroupStage:
         stage.launches.append((*operands, *results, timeout_ns, stream))
         stage.gpu.on.setdefault(stream, []).append("kernel")
 
-    def prepared(*_: Any) -> Any:
+    def prepared(_: Any, call: GroupCall, x: torch.Tensor, *others: Any) -> Any:
+        choice = all_reduces.choose_sum_on_cuda(x, "sum", stage.group)
+        if call.name == ALL_REDUCE and choice.is_unfused:
+            return choice.reason
         stage.prepared += 1
         kernel = SimpleNamespace(launch=launch, grids=())
         return PreparedKernel(stage.workspace, kernel, plan.Plan("push"))  # type: ignore[arg-type]
@@ -255,7 +259,22 @@ def test_how_much_python_an_asynchronous_call_costs(stage: GroupStage) -> None:
 def test_coalesced_calls_are_launched_one_by_one(stage: GroupStage) -> None:
     tensors = [torch.randn(n) for n in (3, 5)]
     run(stage, *map(all_reduce, tensors))
-    assert [x for x, *_ in stage.launches] == [t.data_ptr() for t in tensors]
+    assert [x for x, *_ in stage.launches] == [t.data_ptr() for t in reversed(tensors)]
+
+
+@pytest.mark.parametrize("sizes", list(itertools.permutations((2, 25, 3))))
+def test_all_coalesced_calls_are_left_where_one_is(
+    stage: GroupStage, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the others were made before."""
+    monkeypatch.setattr(all_reduces, "nccl_from", lambda: 100)
+    tensors = {n: torch.randn(n) for n in sizes}
+    run(stage, all_reduce(tensors[2]))
+    stage.launches.clear()
+    done = stage.lines.run([all_reduce(tensors[n]) for n in sizes], asynchronous=False)
+    assert done == "WEFT_NCCL_ALL_REDUCE_FROM is 100 bytes" and not stage.launches
+    run(stage, *(all_reduce(tensors[n]) for n in sizes if n != 25))
+    assert len(stage.launches) == 2
 
 
 def test_work_of_the_own_backend_is_waited_for(stage: GroupStage) -> None:
