@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ..symm_mem import Group, group_name
@@ -13,7 +15,12 @@ from .ops import all_gather, all_to_all, reduce_scatter
 
 
 def one_shot_all_gather(
-    x: Tensor, gather_dim: int, group: Group = None, *, out: Tensor | None = None
+    x: Tensor,
+    gather_dim: int,
+    group: Group = None,
+    *,
+    out: Tensor | None = None,
+    counts: Sequence[int] | None = None,
 ) -> Tensor:
     """``all_gather(x, gather_dim)``: all ranks' x, one after the other along a dimension.
 
@@ -31,7 +38,7 @@ def one_shot_all_gather(
     one launch. Every bit arrives as it was.
 
     Differentiable: the gradient is reduce-scattered. Works under torch.compile and in a CUDA graph. Every rank must
-    call it with the same shapes.
+    call it with the same shapes, but for ``counts``.
 
     Args:
         x: 1 or more dimensions, any strides and alignment; any dtype of real numbers. It need not lie on the heap.
@@ -39,6 +46,8 @@ def one_shot_all_gather(
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
         out: what the result is written to, of its shape and x's dtype; any strides. Neither it nor x may require a
             gradient. x may be this rank's part of it.
+        counts: every rank's size of x along ``gather_dim``, the same list on every rank; 0 is a size. None: x has the
+            same shape on every rank. Where they differ it is on CUDA a broadcast from each rank by the group's backend.
 
     Returns:
         ``out``, or a new contiguous tensor.
@@ -49,23 +58,31 @@ def one_shot_all_gather(
             (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
         PeerTimeout: a rank did not come.
     """
+    if counts is not None:
+        counts = validation.integers("counts", counts)
     name = known_name(group)
     if name is not None and type(gather_dim) is int:
-        done = all_gather.fast_all_gather(x, gather_dim, name, out)
+        done = all_gather.fast_all_gather(x, gather_dim, name, out, counts)
         if done is not None:
             return done
     validation.tensor("x", x, 1)
     validation.dimension("gather_dim", gather_dim, "x", x.dim())
     name = group_name(group)
     if out is None:
-        return schema.all_gather(x, gather_dim, name, **of_graph(name))
+        return schema.all_gather(x, gather_dim, name, **_given(counts), **of_graph(name))
     validation.tensor("out", out)
-    schema.all_gather_out(out, x, gather_dim, name, **of_graph(name))
+    schema.all_gather_out(out, x, gather_dim, name, **_given(counts), **of_graph(name))
     return out
 
 
 def one_shot_reduce_scatter(
-    x: Tensor, reduce_op: ReduceOp, scatter_dim: int, group: Group = None, *, out: Tensor | None = None
+    x: Tensor,
+    reduce_op: ReduceOp,
+    scatter_dim: int,
+    group: Group = None,
+    *,
+    out: Tensor | None = None,
+    counts: Sequence[int] | None = None,
 ) -> Tensor:
     """``reduce_scatter(x, reduce_op, scatter_dim)``: this rank's part of what all ranks' x make together.
 
@@ -94,6 +111,9 @@ def one_shot_reduce_scatter(
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
         out: what the result is written to, of its shape and x's dtype; any strides. Neither it nor x may require a
             gradient. It may be this rank's part of x.
+        counts: every rank's size of the part along ``scatter_dim``, the same list on every rank; 0 is a size, and they
+            add up to that of x. None: all parts are as large. Where they differ it is on CUDA a reduction to each
+            rank by the group's backend.
 
     Returns:
         ``out``, or a new contiguous tensor.
@@ -104,9 +124,11 @@ def one_shot_reduce_scatter(
             (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
         PeerTimeout: a rank did not come.
     """
+    if counts is not None:
+        counts = validation.integers("counts", counts)
     name = known_name(group)
     if name is not None and type(reduce_op) is str and type(scatter_dim) is int:
-        done = reduce_scatter.fast_reduce_scatter(x, reduce_op, scatter_dim, name, out)
+        done = reduce_scatter.fast_reduce_scatter(x, reduce_op, scatter_dim, name, out, counts)
         if done is not None:
             return done
     validation.tensor("x", x, 1)
@@ -114,10 +136,14 @@ def one_shot_reduce_scatter(
     validation.dimension("scatter_dim", scatter_dim, "x", x.dim())
     name = group_name(group)
     if out is None:
-        return schema.reduce_scatter(x, reduce_op, scatter_dim, name, **of_graph(name))
+        return schema.reduce_scatter(x, reduce_op, scatter_dim, name, **_given(counts), **of_graph(name))
     validation.tensor("out", out)
-    schema.reduce_scatter_out(out, x, reduce_op, scatter_dim, name, **of_graph(name))
+    schema.reduce_scatter_out(out, x, reduce_op, scatter_dim, name, **_given(counts), **of_graph(name))
     return out
+
+
+def _given(counts: Sequence[int] | None) -> dict[str, Sequence[int]]:
+    return {} if counts is None else {"counts": counts}
 
 
 def one_shot_all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group: Group = None) -> Tensor:

@@ -141,6 +141,23 @@ def checked_dim_of_parts(name: str, dim: int, x: torch.Tensor, size: int) -> int
     return dim
 
 
+def integers(name: str, values: Any) -> tuple[int, ...]:
+    """``values`` as a tuple of integers, each of which may be 0."""
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise TypeError(f"{name}: is {type_text(values)}, must be a sequence of integers")
+    for i, value in enumerate(values):
+        integer(f"{name}[{i}]", value)
+        if not 0 <= value < 1 << 63:
+            raise ValueError(f"{name}[{i}]: is {value}, must be at least 0 and below 2**63")
+    return tuple(values)
+
+
+def counts_of_ranks(counts: Sequence[int], size: int) -> None:
+    """Sizes along a dimension, one for each of ``size`` ranks."""
+    if len(integers("counts", counts)) != size:
+        raise ValueError(f"counts: has {len(counts)} sizes, must have {size}, one for each rank")
+
+
 def like_tensor(name: str, tensor: torch.Tensor, like: torch.Tensor, like_name: str) -> None:
     dtype_like(name, tensor, like, like_name)
     same_device(name, tensor, like, like_name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,7 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from ...kernels.all_gather import configs, host
-from ...kernels.all_gather.reference import as_bytes, reference_all_gather
+from ...kernels.all_gather.reference import as_bytes, reference_all_gather, reference_all_gather_uneven
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
@@ -29,11 +31,16 @@ if TYPE_CHECKING:
 _ops = torch.ops.weft
 
 
+#: Why calls with ``counts`` that differ run unfused on CUDA.
+UNEVEN = "on CUDA there is no kernel for ranks of different counts"
+
+
 class AllGatherCall(NamedTuple):
     x: Tensor
     gather_dim: int
     group_name: str
     group_size: int | None = None
+    counts: Sequence[int] | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -41,9 +48,14 @@ class AllGatherCall(NamedTuple):
 
     def whole_shape(self, world_size: int) -> list[int]:
         """That of the result; ``gather_dim`` is not negative."""
-        shape = list(self.x.shape)
-        shape[self.gather_dim] = shape[self.gather_dim] * world_size
+        shape, counts = list(self.x.shape), self.counts
+        shape[self.gather_dim] = shape[self.gather_dim] * world_size if counts is None else sum(counts)
         return shape
+
+    @property
+    def key(self) -> Hashable:
+        """By which the launch cache knows the call."""
+        return key_with_counts(self.gather_dim, self.counts)
 
 
 class AllGatherOutCall(NamedTuple):
@@ -52,6 +64,7 @@ class AllGatherOutCall(NamedTuple):
     gather_dim: int
     group_name: str
     group_size: int | None = None
+    counts: Sequence[int] | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -69,9 +82,15 @@ def _validate(call: AllGatherCall) -> tuple[AllGatherCall, ProcessGroup]:
         raise ValueError("x: has no dimension, must have 1 or more")
     if x.is_complex():
         raise TypeError(f"x: is {x.dtype}, must be of real numbers: torch.view_as_real(x)")
-    return call._replace(
-        gather_dim=validation.checked_dim("gather_dim", call.gather_dim, "x", x.dim())
-    ), group
+    dim = validation.checked_dim("gather_dim", call.gather_dim, "x", x.dim())
+    if call.counts is not None:
+        validation.counts_of_ranks(call.counts, group.size())
+        own, rank = call.counts[group.rank()], group.rank()
+        if own != x.shape[dim]:
+            raise ValueError(
+                f"counts[{rank}]: is {own}, must be {x.shape[dim]}, the size of rank {rank}'s x in dimension {dim}"
+            )
+    return call._replace(gather_dim=dim), group
 
 
 def _validate_out(call: AllGatherOutCall) -> tuple[AllGatherCall, Tensor, ProcessGroup]:
@@ -81,13 +100,28 @@ def _validate_out(call: AllGatherOutCall) -> tuple[AllGatherCall, Tensor, Proces
     return found, call.out, group
 
 
-def fast_all_gather(x: Tensor, dim: int, group_name: str, out: Tensor | None = None) -> Tensor | None:
+def key_with_counts(arguments: Hashable, counts: Sequence[int] | None) -> Hashable:
+    return arguments if counts is None else (arguments, tuple(counts))
+
+
+def sends_no_counts(x: Tensor, dim: int, counts: Sequence[int] | None) -> bool:
+    """Whether no rank has a part of x, by what all ranks know."""
+    if counts is None:
+        return x.numel() == 0
+    return sum(counts) == 0 or prod(x.shape[:dim] + x.shape[dim + 1 :]) == 0
+
+
+def fast_all_gather(
+    x: Tensor, dim: int, group_name: str, out: Tensor | None = None, counts: Sequence[int] | None = None
+) -> Tensor | None:
     """As the op, or into ``out``, if such a call was made before; else None, and nothing happened. All may be
     anything."""
     if dim < 0 and isinstance(x, Tensor):
         dim += x.dim()
+    if counts is not None and any(type(n) is not int for n in counts):
+        return None  # symbolic
     op, tensors = (host.OP, (x,)) if out is None else (host.INTO, (out, x))
-    results = launch_again(op, dim, tensors, group_name, KINDS)
+    results = launch_again(op, key_with_counts(dim, counts), tensors, group_name, KINDS)
     if results is None:
         return None
     return results[0] if out is None else out
@@ -114,7 +148,10 @@ def gather_within(x: Tensor, group: ProcessGroup, op: str) -> Tensor:
 def choose_gather(call: AllGatherCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     if call.x.device.type == "cpu":
-        return on_host(host.host_all_gather_layout(call.x.nbytes, group.size()))
+        nbytes = call.x.nbytes if call.counts is None else max(_bytes_of_ranks(call))
+        return on_host(host.host_all_gather_layout(nbytes, group.size()))
+    if call.counts is not None and len(set(call.counts)) > 1:
+        return unfused(UNEVEN)
     return choose_gather_on_cuda(_alone(call, None, group.size()), group)
 
 
@@ -134,7 +171,14 @@ def choose_gather_on_cuda(alone: StandAlone, group: ProcessGroup, kind: str = AL
 def _alone(call: AllGatherCall, out: Tensor | None, size: int) -> StandAlone:
     given, op = ([call.x], host.OP) if out is None else ([out, call.x], host.INTO)
     dim, whole = call.gather_dim, call.whole_shape(size)
-    return StandAlone(host.OP, op, dim, given, whole, call.x.shape, gather_dim=dim)
+    return StandAlone(host.OP, op, call.key, given, whole, call.x.shape, gather_dim=dim)
+
+
+def _bytes_of_ranks(call: AllGatherCall) -> list[int]:
+    assert call.counts is not None
+    dim, shape = call.gather_dim, call.x.shape
+    row = prod(shape[:dim] + shape[dim + 1 :]) * call.x.element_size()
+    return [n * row for n in call.counts]
 
 
 def run_all_gather(
@@ -147,7 +191,10 @@ def run_all_gather(
     """
     if choice.is_unfused:
         ran(choice.plan_in(None))
-        done = reference_all_gather(call.x, call.gather_dim, group)
+        if call.counts is None:
+            done = reference_all_gather(call.x, call.gather_dim, group)
+        else:
+            done = _unevenly(call, lambda x, sizes: reference_all_gather_uneven(x, sizes, group))
     elif choice.algorithm == "host":
         done = _on_cpu(choice, where, call, host.OP if out is None else host.INTO)
     else:
@@ -158,24 +205,35 @@ def run_all_gather(
 def _on_cpu(choice: Choice, where: Heap, call: AllGatherCall, op: str) -> Tensor:
     x, shape = call.x, call.whole_shape(where.world_size)
     workspace = choice.begin_on(where)
+    if call.counts is not None:
+        return _unevenly(call, lambda x, sizes: host.host_all_gather_uneven(workspace, x, sizes, op))
     stacked = host.host_all_gather(workspace, as_bytes(x.contiguous()), op)
     parts = stacked.view(-1).view(x.dtype).view(where.world_size, *x.shape)
     return parts.movedim(0, call.gather_dim).reshape(-1).view(shape)
+
+
+def _unevenly(call: AllGatherCall, gather: Callable[[Tensor, list[int]], Tensor]) -> Tensor:
+    """``gather``: puts all ranks' bytes one after the other."""
+    x, dim, shape = call.x, call.gather_dim, call.whole_shape(0)
+    stacked = gather(as_bytes(x.movedim(dim, 0).contiguous()), _bytes_of_ranks(call))
+    rows = stacked.view(x.dtype).view(shape[dim], *shape[:dim], *shape[dim + 1 :])
+    return rows.movedim(0, dim).reshape(-1).view(shape)
 
 
 class AllGatherFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: AllGatherCall, x: Tensor) -> Tensor:
         ctx.gather_dim, ctx.group_name, ctx.group_size = call.gather_dim, call.group_name, call.group_size
+        ctx.counts = call.counts
         done: Tensor = ALL_GATHER.run_below_autograd(call)
         return done
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if grad.dtype not in validation.DTYPES:
-            return None, op.reduce_scatter(grad, ctx.gather_dim, ctx.group_name)
+            return None, op.reduce_scatter(grad, ctx.gather_dim, ctx.group_name, ctx.counts)
         args = (grad, "sum", ctx.gather_dim, ctx.group_name)
-        return None, _ops.one_shot_reduce_scatter(*args, group_size=ctx.group_size)
+        return None, _ops.one_shot_reduce_scatter(*args, group_size=ctx.group_size, counts=ctx.counts)
 
 
 def _fake(call: AllGatherCall, group: ProcessGroup) -> Tensor:
@@ -188,29 +246,33 @@ def _run_out(choice: Choice, where: Heap, call: AllGatherCall, out: Tensor, grou
 
 
 ALL_GATHER = Op(
-    "one_shot_all_gather(Tensor x, int gather_dim, str group_name, *, int? group_size=None) -> Tensor",
+    "one_shot_all_gather(Tensor x, int gather_dim, str group_name, *, int? group_size=None, SymInt[]? counts=None)"
+    " -> Tensor",
     record=AllGatherCall,
     validate=_validate,
     fake=_fake,
     kernel="all_gather",
-    sends_nothing=lambda call, group: call.x.numel() == 0,
+    sends_nothing=lambda call, group: sends_no_counts(call.x, call.gather_dim, call.counts),
     choose=choose_gather,
     run=run_all_gather,
-    fast=lambda call: fast_all_gather(call.x, call.gather_dim, call.group_name),
-    known_by=lambda call, group: (call.gather_dim, [call.x]),
+    fast=lambda call: fast_all_gather(call.x, call.gather_dim, call.group_name, None, call.counts),
+    known_by=lambda call, group: (call.key, [call.x]),
     with_gradient=lambda call: AllGatherFunction.apply(call, call.x),
+    own_by_counts={"x": "gather_dim"},
 )
 ALL_GATHER_OUT = Op(
-    "one_shot_all_gather_out(Tensor(a!) out, Tensor x, int gather_dim, str group_name, *, int? group_size=None) -> ()",
+    "one_shot_all_gather_out(Tensor(a!) out, Tensor x, int gather_dim, str group_name, *, int? group_size=None,"
+    " SymInt[]? counts=None) -> ()",
     record=AllGatherOutCall,
     validate=_validate_out,
     fake=lambda *_: None,
     kernel="all_gather",
-    sends_nothing=lambda call, out, group: call.x.numel() == 0,
+    sends_nothing=lambda call, out, group: sends_no_counts(call.x, call.gather_dim, call.counts),
     choose=lambda call, out, group: choose_gather(call, group),
     run=_run_out,
-    fast=lambda call: fast_all_gather(call.x, call.gather_dim, call.group_name, call.out),
-    known_by=lambda call, out, group: (call.gather_dim, [out, call.x]),
+    fast=lambda call: fast_all_gather(call.x, call.gather_dim, call.group_name, call.out, call.counts),
+    known_by=lambda call, out, group: (call.key, [out, call.x]),
     with_gradient=lambda call: op.refuse_gradient(_validate_out, call, op.INTO),
     functional=(ALL_GATHER, lambda call: call.without_out),
+    own_by_counts={"x": "gather_dim"},
 )

@@ -74,6 +74,8 @@ class Op:
         own_dims: of arguments, the dimensions in which CPU ranks may have sizes of their own, since no rank sends them;
             for the elements of a list in turn. On CUDA all sizes choose the kernel: ranks with different ones would
             wait for each other, unless ``own_on_cuda``.
+        own_by_counts: instead of them in a call with ``counts``: of arguments, the name of the one that says the
+            dimension.
         own_values: arguments of which ranks may have values of their own, but for None.
         prepares: ops whose first call is not compared after one of this: a rank may make the one, another rank the
             other.
@@ -94,6 +96,7 @@ class Op:
     flops: Callable[..., int] | None = None
     own_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     own_on_cuda: bool = False
+    own_by_counts: Mapping[str, str] = field(default_factory=dict)
     own_values: tuple[str, ...] = ()
     prepares: tuple[str, ...] = ()
 
@@ -172,9 +175,10 @@ def _checked_run(op: Op, call: OpArguments) -> Any:
     for name in op.own_values:
         compared[name] = compared[name] is not None
     device = call.tensors[0].device
-    begin_call(
-        OpCall(op.name, compared, device.type, op.own_dims, op.own_on_cuda, op.prepares), group, device
-    )
+    own: tuple[Mapping[str, tuple[int, ...]], bool] = op.own_dims, op.own_on_cuda
+    if compared.get("counts") is not None:
+        own = {name: (compared[dim],) for name, dim in op.own_by_counts.items()}, True
+    begin_call(OpCall(op.name, compared, device.type, *own, op.prepares), group, device)
     where = heap_or_reason(op.name, op.kernel, device, group, empty=op.sends_nothing(*found))
     if isinstance(where, str):
         return op.run(unfused(where), None, *found)
@@ -330,8 +334,11 @@ def gradient_of_matrix(A: Tensor, grad: Tensor, transposed: bool) -> Tensor:
     return matmul_without_autocast(g.t(), x).t() if transposed else matmul_without_autocast(x.t(), g)
 
 
-def reduce_scatter(grad: Tensor, dim: int, group_name: str) -> Tensor:
+def reduce_scatter(grad: Tensor, dim: int, group_name: str, counts: Sequence[int] | None = None) -> Tensor:
     """Functional, so that it can be traced."""
+    if counts is not None:
+        total = _collectives.wait_tensor(_collectives.all_reduce(grad.contiguous(), "sum", group_name))
+        return total.split([*counts], dim)[resolve_group(group_name).rank()].clone()
     moved, size = grad.movedim(dim, 0).contiguous(), resolve_group(group_name).size()
     part = _collectives.reduce_scatter_tensor(moved, "sum", size, group_name)
     return _collectives.wait_tensor(part).movedim(0, dim)

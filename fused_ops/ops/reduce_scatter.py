@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,16 +11,17 @@ from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from ...kernels.reduce_scatter import configs, host
-from ...kernels.reduce_scatter.reference import reference_reduce_scatter
+from ...kernels.reduce_scatter.reference import reference_reduce_scatter, reference_reduce_scatter_uneven
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
-from ..dispatch.choice import Choice, on_host
+from ..dispatch.choice import Choice, on_host, unfused
 from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import num_sms, ran
 from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
 from ..dispatch.workspaces import ALL_REDUCE
 from . import op
+from .all_gather import UNEVEN, key_with_counts
 from .op import Op
 
 if TYPE_CHECKING:
@@ -34,16 +36,30 @@ class ReduceScatterCall(NamedTuple):
     scatter_dim: int
     group_name: str
     group_size: int | None = None
+    counts: Sequence[int] | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
         return [self.x]
 
-    def part_shape(self, world_size: int) -> list[int]:
+    def part_shape(self, world_size: int, rank: int) -> list[int]:
         """That of the result; ``scatter_dim`` is not negative."""
-        shape = list(self.x.shape)
-        shape[self.scatter_dim] = shape[self.scatter_dim] // world_size
+        shape, counts = list(self.x.shape), self.counts
+        dim = self.scatter_dim
+        shape[dim] = shape[dim] // world_size if counts is None else counts[rank]
         return shape
+
+    @property
+    def key(self) -> Hashable:
+        """By which the launch cache knows the call."""
+        return key_with_counts((self.scatter_dim, self.reduce_op), self.counts)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """One for each rank, flat."""
+        assert self.counts is not None
+        rows = self.x.movedim(self.scatter_dim, 0)
+        return [part.reshape(-1) for part in rows.split([*self.counts])]
 
 
 class ReduceScatterOutCall(NamedTuple):
@@ -53,6 +69,7 @@ class ReduceScatterOutCall(NamedTuple):
     scatter_dim: int
     group_name: str
     group_size: int | None = None
+    counts: Sequence[int] | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -70,26 +87,41 @@ def _validate(call: ReduceScatterCall) -> tuple[ReduceScatterCall, ProcessGroup]
         raise ValueError("x: has no dimension, must have 1 or more")
     validation.float_dtype("x", x)
     validation.reduction(call.reduce_op, validation.ALL_REDUCE_OPS)
-    dim = validation.checked_dim_of_parts("scatter_dim", call.scatter_dim, x, group.size())
+    if call.counts is None:
+        dim = validation.checked_dim_of_parts("scatter_dim", call.scatter_dim, x, group.size())
+    else:
+        dim = validation.checked_dim("scatter_dim", call.scatter_dim, "x", x.dim())
+        validation.counts_of_ranks(call.counts, group.size())
+        if (total := sum(call.counts)) != x.shape[dim]:
+            raise ValueError(
+                f"counts: add up to {total}, must add up to {x.shape[dim]}, the size of x in dimension {dim}"
+            )
     return call._replace(scatter_dim=dim), group
 
 
 def _validate_out(call: ReduceScatterOutCall) -> tuple[ReduceScatterCall, Tensor, ProcessGroup]:
     """The same, for an ``out`` that the result is written to."""
     found, group = _validate(call.without_out)
-    validation.result_tensor(call.out, found.part_shape(group.size()), call.x)
+    validation.result_tensor(call.out, found.part_shape(group.size(), group.rank()), call.x)
     return found, call.out, group
 
 
 def fast_reduce_scatter(
-    x: Tensor, reduce_op: str, dim: int, group_name: str, out: Tensor | None = None
+    x: Tensor,
+    reduce_op: str,
+    dim: int,
+    group_name: str,
+    out: Tensor | None = None,
+    counts: Sequence[int] | None = None,
 ) -> Tensor | None:
     """As the op, or into ``out``, if such a call was made before; else None, and nothing happened. All may be
     anything."""
     if dim < 0 and isinstance(x, Tensor):
         dim += x.dim()
+    if counts is not None and any(type(n) is not int for n in counts):
+        return None  # symbolic
     op, tensors = (host.OP, (x,)) if out is None else (host.INTO, (out, x))
-    results = launch_again(op, (dim, reduce_op), tensors, group_name, KINDS)
+    results = launch_again(op, key_with_counts((dim, reduce_op), counts), tensors, group_name, KINDS)
     if results is None:
         return None
     return results[0] if out is None else out
@@ -99,7 +131,11 @@ def choose_part(call: ReduceScatterCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     size = group.size()
     if call.x.device.type == "cpu":
-        return on_host(host.host_reduce_scatter_layout(call.x.nbytes // size, size))
+        nbytes, counts = call.x.nbytes, call.counts
+        part = nbytes // size if counts is None else nbytes // sum(counts) * max(counts)
+        return on_host(host.host_reduce_scatter_layout(part, size))
+    if call.counts is not None and len(set(call.counts)) > 1:
+        return unfused(UNEVEN)
     return choose_scatter_on_cuda(_alone(call, None, size), call.reduce_op, group)
 
 
@@ -120,8 +156,8 @@ def choose_scatter_on_cuda(
 
 def _alone(call: ReduceScatterCall, out: Tensor | None, size: int) -> StandAlone:
     given, op = ([call.x], host.OP) if out is None else ([out, call.x], host.INTO)
-    dim, part = call.scatter_dim, call.part_shape(size)
-    return StandAlone(host.OP, op, (dim, call.reduce_op), given, part, part, scatter_dim=dim)
+    dim, part = call.scatter_dim, call.part_shape(size, 0)
+    return StandAlone(host.OP, op, call.key, given, part, part, scatter_dim=dim)
 
 
 def run_reduce_scatter(
@@ -134,7 +170,12 @@ def run_reduce_scatter(
     """
     if choice.is_unfused:
         ran(choice.plan_in(None))
-        done = reference_reduce_scatter(call.x, call.reduce_op, call.scatter_dim, group)
+        if call.counts is None:
+            done = reference_reduce_scatter(call.x, call.reduce_op, call.scatter_dim, group)
+        else:
+            done = _joined(
+                reference_reduce_scatter_uneven(call.parts, call.reduce_op, group), call, group.rank()
+            )
     elif choice.algorithm == "host":
         done = on_cpu(choice, where, call, host.OP if out is None else host.INTO)
     else:
@@ -145,17 +186,26 @@ def run_reduce_scatter(
 def on_cpu(choice: Choice, where: Heap, call: ReduceScatterCall, op: str) -> Tensor:
     """Between CPU ranks. ``op``: whose call it is, for errors."""
     x, dim, size = call.x, call.scatter_dim, where.world_size
-    shape = call.part_shape(size)
+    shape = call.part_shape(size, where.rank)
     workspace = choice.begin_on(where)
+    if call.counts is not None:
+        return _joined(host.host_reduce_scatter(workspace, call.parts, call.reduce_op, op), call, where.rank)
     parts = x.unflatten(dim, (size, shape[dim])).movedim(dim, 0).reshape(size, -1)
     return host.host_reduce_scatter(workspace, parts, call.reduce_op, op).view(shape)
+
+
+def _joined(part: Tensor, call: ReduceScatterCall, rank: int) -> Tensor:
+    """The result of this rank's part, flat, in which ``scatter_dim`` comes first."""
+    dim, shape = call.scatter_dim, call.part_shape(0, rank)
+    rows = part.view(shape[dim], *shape[:dim], *shape[dim + 1 :])
+    return rows.movedim(0, dim).reshape(-1).view(shape)
 
 
 class ReduceScatterFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: ReduceScatterCall, x: Tensor) -> Tensor:
         ctx.reduce_op, ctx.scatter_dim = call.reduce_op, call.scatter_dim
-        ctx.group_name, ctx.group_size = call.group_name, call.group_size
+        ctx.group_name, ctx.group_size, ctx.counts = call.group_name, call.group_size, call.counts
         done: Tensor = REDUCE_SCATTER.run_below_autograd(call)
         return done
 
@@ -164,11 +214,11 @@ class ReduceScatterFunction(torch.autograd.Function):
         if ctx.reduce_op == "avg":
             grad = grad / resolve_group(ctx.group_name).size()
         args = (grad, ctx.scatter_dim, ctx.group_name)
-        return None, _ops.one_shot_all_gather(*args, group_size=ctx.group_size)
+        return None, _ops.one_shot_all_gather(*args, group_size=ctx.group_size, counts=ctx.counts)
 
 
 def _fake(call: ReduceScatterCall, group: ProcessGroup) -> Tensor:
-    return call.x.new_empty(call.part_shape(group.size()))
+    return call.x.new_empty(call.part_shape(group.size(), group.rank()))
 
 
 def _run_out(choice: Choice, where: Heap, call: ReduceScatterCall, out: Tensor, group: ProcessGroup) -> None:
@@ -182,8 +232,8 @@ def _with_gradient(call: ReduceScatterCall) -> Any:
 
 
 REDUCE_SCATTER = Op(
-    "one_shot_reduce_scatter(Tensor x, str reduce_op, int scatter_dim, str group_name, *, int? group_size=None)"
-    " -> Tensor",
+    "one_shot_reduce_scatter(Tensor x, str reduce_op, int scatter_dim, str group_name, *, int? group_size=None,"
+    " SymInt[]? counts=None) -> Tensor",
     record=ReduceScatterCall,
     validate=_validate,
     fake=_fake,
@@ -191,13 +241,15 @@ REDUCE_SCATTER = Op(
     sends_nothing=lambda call, group: call.x.numel() == 0,
     choose=choose_part,
     run=run_reduce_scatter,
-    fast=lambda call: fast_reduce_scatter(call.x, call.reduce_op, call.scatter_dim, call.group_name),
-    known_by=lambda call, group: ((call.scatter_dim, call.reduce_op), [call.x]),
+    fast=lambda call: fast_reduce_scatter(
+        call.x, call.reduce_op, call.scatter_dim, call.group_name, None, call.counts
+    ),
+    known_by=lambda call, group: (call.key, [call.x]),
     with_gradient=_with_gradient,
 )
 REDUCE_SCATTER_OUT = Op(
     "one_shot_reduce_scatter_out(Tensor(a!) out, Tensor x, str reduce_op, int scatter_dim, str group_name, *,"
-    " int? group_size=None) -> ()",
+    " int? group_size=None, SymInt[]? counts=None) -> ()",
     record=ReduceScatterOutCall,
     validate=_validate_out,
     fake=lambda *_: None,
@@ -206,9 +258,10 @@ REDUCE_SCATTER_OUT = Op(
     choose=lambda call, out, group: choose_part(call, group),
     run=_run_out,
     fast=lambda call: fast_reduce_scatter(
-        call.x, call.reduce_op, call.scatter_dim, call.group_name, call.out
+        call.x, call.reduce_op, call.scatter_dim, call.group_name, call.out, call.counts
     ),
-    known_by=lambda call, out, group: ((call.scatter_dim, call.reduce_op), [out, call.x]),
+    known_by=lambda call, out, group: (call.key, [out, call.x]),
     with_gradient=lambda call: op.refuse_gradient(_validate_out, call, op.INTO),
     functional=(REDUCE_SCATTER, lambda call: call.without_out),
+    own_by_counts={"out": "scatter_dim"},
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import Workspace
-from ..device.collective.host_exchange import exchange_layout, exchange_parts
+from ..device.collective.host_exchange import exchange_layout, exchange_parts, gather_uneven
 
 OP = "one_shot_all_gather"
 INTO = f"{OP}_out"
@@ -21,3 +23,10 @@ def host_all_gather_layout(nbytes: int, world_size: int) -> Layout:
 def host_all_gather(workspace: Workspace, x: torch.Tensor, op: str = OP) -> torch.Tensor:
     """All ranks' x, [W, n]; x: [n], contiguous. ``op``: whose call it is."""
     return exchange_parts(workspace, x.expand(workspace.world_size, -1), op, CHUNK_BYTES)
+
+
+def host_all_gather_uneven(
+    workspace: Workspace, x: torch.Tensor, sizes: Sequence[int], op: str = OP
+) -> torch.Tensor:
+    """All ranks' x one after the other, [sum(sizes)]; x: [sizes[rank]], contiguous. ``op``: whose call it is."""
+    return gather_uneven(workspace, x, sizes, op, CHUNK_BYTES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -27,3 +29,15 @@ def reference_all_gather(x: torch.Tensor, gather_dim: int, group: ProcessGroup) 
         # As bytes: backends do not know every dtype.
         _all_gather(as_bytes(stacked), as_bytes(source), group=group)
     return stacked.movedim(0, gather_dim).reshape(-1).view(shape)
+
+
+def reference_all_gather_uneven(x: torch.Tensor, sizes: Sequence[int], group: ProcessGroup) -> torch.Tensor:
+    """All ranks' x one after the other, [sum(sizes)]; x: [sizes[rank]], bytes. By a broadcast of each, which every
+    backend has."""
+    out = x.new_empty(sum(sizes))
+    parts = out.split([*sizes])
+    parts[group.rank()].copy_(x)
+    for rank, part in enumerate(parts):
+        if len(part) and group.size() > 1:
+            dist.broadcast(part, group=group, group_src=rank)
+    return out

@@ -7,6 +7,8 @@ for every peer's flag. Parts larger than a buffer are sent chunk by chunk.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ...symm_mem.layout import Layout
@@ -23,28 +25,38 @@ def host_reduce_scatter_layout(nbytes: int, world_size: int) -> Layout:
 
 
 def host_reduce_scatter(
-    workspace: Workspace, parts: torch.Tensor, reduce_op: str, op: str = OP
+    workspace: Workspace, parts: torch.Tensor | Sequence[torch.Tensor], reduce_op: str, op: str = OP
 ) -> torch.Tensor:
-    """This rank's part of what all ranks' ``parts`` [W, n] make together, [n]. ``op``: whose call it is."""
-    out = parts.new_empty(parts.shape[1])
-    step = max(1, CHUNK_BYTES // parts.element_size())
+    """This rank's part of what all ranks' ``parts`` make together. ``op``: whose call it is.
+
+    parts: [W, n], or one [n] for each rank, of lengths that are the same on every rank. All ranks make as many epochs
+    as the longest takes.
+    """
+    own = parts[workspace.rank]
+    out = own.new_empty(own.shape)
+    longest = max([parts[q].shape[0] for q in range(workspace.world_size)])
+    step = max(1, CHUNK_BYTES // out.element_size())
     with workspace.lock:
-        for start in range(0, len(out), step):
+        for start in range(0, longest, step):
             chunk = slice(start, start + step)
-            _chunk(workspace, parts[:, chunk], out[chunk], reduce_op, op)
+            cut = [parts[q][chunk] for q in range(workspace.world_size)]
+            _chunk(workspace, cut, out[chunk], reduce_op, op)
     return out
 
 
-def _chunk(workspace: Workspace, parts: torch.Tensor, out: torch.Tensor, reduce_op: str, op: str) -> None:
+def _chunk(
+    workspace: Workspace, parts: Sequence[torch.Tensor], out: torch.Tensor, reduce_op: str, op: str
+) -> None:
+    """Some parts may be shorter: a slot holds the longest."""
     size, rank = workspace.world_size, workspace.rank
-    shape = size, len(out)
+    shape = size, max([part.shape[0] for part in parts])
     with HostEpoch(workspace, op) as epoch:
         for step in range(1, size):
             peer = (rank + step) % size
             epoch.wait_free(peer)
-            epoch.slots(peer, shape, parts.dtype)[rank] = parts[peer]
+            epoch.slots(peer, shape, out.dtype)[rank, : parts[peer].shape[0]] = parts[peer]
             epoch.post(peer, 0)
-        slots = epoch.slots(rank, shape, parts.dtype)
+        slots = epoch.slots(rank, shape, out.dtype)[:, : out.shape[0]]
         for peer in range(size):
             if peer != rank:
                 epoch.wait(peer, 0)

@@ -22,8 +22,10 @@ def all_gather(draw: st.DrawFn) -> list[Any]:
     shape = draw(st.lists(v.sizes, min_size=1, max_size=4))
     dim, dtype = draw(st.integers(0, len(shape) - 1)), draw(v.dtypes)
     x = v.Tensor(tuple(shape), dtype, draw(v.layouts), draw(v.seeds))
+    counts = draw(st.sampled_from((None, [shape[dim]] * RANKS)))
     shape[dim] *= RANKS
-    return [x, dim - draw(st.sampled_from((0, len(shape)))), draw(v.groups), draw(_outs(shape, dtype))]
+    dim -= draw(st.sampled_from((0, len(shape))))
+    return [x, dim, draw(v.groups), draw(_outs(shape, dtype)), counts]
 
 
 @st.composite
@@ -33,8 +35,12 @@ def reduce_scatter(draw: st.DrawFn) -> list[Any]:
     out = draw(_outs(shape, dtype))
     shape[dim] *= RANKS
     x = v.Tensor(tuple(shape), dtype, draw(v.layouts), draw(v.seeds))
+    counts = None
+    if out is None and draw(st.booleans()):
+        first = draw(st.integers(0, shape[dim]))
+        counts = [first, shape[dim] - first]
     dim -= draw(st.sampled_from((0, len(shape))))
-    return [x, draw(st.sampled_from(("sum", "avg"))), dim, draw(v.groups), out]
+    return [x, draw(st.sampled_from(("sum", "avg"))), dim, draw(v.groups), out, counts]
 
 
 @st.composite

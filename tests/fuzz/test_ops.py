@@ -36,8 +36,8 @@ NAMES = {
     ),
     "one_shot_all_reduce": "x|reduce_op|group",
     "one_shot_all_reduce_": "x|reduce_op|group",
-    "one_shot_all_gather": "x|gather_dim|group|out",
-    "one_shot_reduce_scatter": "x|reduce_op|scatter_dim|group|out",
+    "one_shot_all_gather": r"x|gather_dim|group|out|counts(\[\d+\])?",
+    "one_shot_reduce_scatter": r"x|reduce_op|scatter_dim|group|out|counts(\[\d+\])?",
     "one_shot_all_to_all": "x|scatter_dim|gather_dim|group",
     "fused_all_reduce_rms_norm": "x|residual|weight|eps|group|weight_offset|round_sum",
     "fused_all_reduce_rms_norm_quant": f"x|residual|weight|eps|group|{'|'.join(QUANT)}",
@@ -218,7 +218,8 @@ def invoke(op: str, args: list[Any]) -> Any:
     if op == "fused_all_gather_matmul":
         return fused_ops.fused_all_gather_matmul(*args, return_A=last)
     if op in ("one_shot_all_gather", "one_shot_reduce_scatter"):
-        return getattr(fused_ops, op)(*args, out=last)
+        *args, out = args
+        return getattr(fused_ops, op)(*args, out=out, counts=last)
     return getattr(fused_ops, op)(*args, last)
 
 
@@ -253,7 +254,9 @@ def reference(op: str, every: list[list[Any]], rank: int) -> Any:
         return torch.cat(parts, gather_dim), None
     if op == "one_shot_reduce_scatter":
         dim = int(every[0][2])
-        mine = [x.chunk(len(every), dim)[rank] if x.shape[dim] else x for x in first]
+        size = first[0].shape[dim]
+        counts = every[0][5] or [size // len(every)] * len(every)
+        mine = [x.split(counts, dim)[rank] if size else x for x in first]
         return sum(mine) / (len(every) if every[0][1] == "avg" else 1), mine
     if "norm" in op:
         residual = every[rank][1]

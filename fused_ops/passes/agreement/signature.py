@@ -155,7 +155,12 @@ def _own_dims(node: fx.Node, argument: str) -> tuple[int, ...]:
     if getattr(op, "namespace", "") != "weft" or not isinstance(first, torch.Tensor):
         return ()
     known = OP_OF.get(op._opname)  # type: ignore[union-attr]
-    return () if known is None else own_dims_on(first.device.type, known).get(argument, ())
+    if known is None:
+        return ()
+    if node.kwargs.get("counts") is not None and argument in known.own_by_counts:
+        given = dict(zip(_names(node), node.args, strict=False))
+        return (given[known.own_by_counts[argument]],)  # type: ignore[return-value]
+    return own_dims_on(first.device.type, known).get(argument, ())
 
 
 def _own_values(node: fx.Node) -> tuple[str, ...]:
