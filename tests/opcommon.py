@@ -92,22 +92,34 @@ def check(
 
 
 def compiled_like_eager(
-    f: Callable[..., torch.Tensor], operands: Callable[[int], list[torch.Tensor]], sizes: tuple[int, ...]
+    f: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]],
+    operands: Callable[[int], list[torch.Tensor]],
+    sizes: tuple[int, ...],
+    bound: float = 1e-6,
 ) -> None:
-    """``f``'s results and gradients: of the last size as AOTAutograd traces it, and of each as Inductor compiles it."""
-    for backend, dynamic, of in (("aot_eager", False, sizes[-1:]), ("inductor", True, sizes)):
+    """``f``'s results and gradients: of the last size as AOTAutograd traces it, and of each as Inductor compiles it.
+
+    One size alone is static. All operands of floating point get gradients.
+    """
+    several = len(sizes) > 1
+    both = ("aot_eager", False, sizes[-1:]), ("inductor", several, sizes)
+    for backend, dynamic, of in both[not several :]:
         torch._dynamo.reset()
         g = torch.compile(f, backend=backend, dynamic=dynamic, fullgraph=True)
         for args in map(operands, of):
-            inputs, expect = ([a.clone().requires_grad_() for a in args] for _ in range(2))
-            out, want = g(*inputs), f(*expect)
-            check("compiled", out.detach(), want.detach().double(), 1e-6)
-            weight = torch.randn_like(want)
-            (out * weight).sum().backward()
-            (want * weight).sum().backward()
-            for a, b in zip(inputs, expect, strict=True):
-                assert a.grad is not None and b.grad is not None
-                check("compiled grad", a.grad, b.grad.double(), 1e-6)
+            inputs, expect = (
+                [a.detach().clone().requires_grad_(a.is_floating_point()) for a in args] for _ in range(2)
+            )
+            found, wanted = ((y,) if isinstance(y, torch.Tensor) else y for y in (g(*inputs), f(*expect)))
+            weights = [torch.randn_like(want) for want in wanted]
+            for i, (out, want) in enumerate(zip(found, wanted, strict=True)):
+                check(f"{backend}: result {i}", out.detach(), want.detach().double(), 1e-6)
+            for each in (found, wanted):
+                torch.autograd.backward(each, weights)
+            for i, (a, b) in enumerate(zip(inputs, expect, strict=True)):
+                assert (a.grad is None) == (b.grad is None) == (not a.is_floating_point()), i
+                if a.grad is not None and b.grad is not None:
+                    check(f"{backend}: gradient {i}", a.grad, b.grad.double(), bound)
 
 
 def assert_fused() -> None:

@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from opcommon import BOUND, DEVICES, cells, check, gather, poison, refuses, same_on_all, world
+from opcommon import (
+    BOUND,
+    DEVICES,
+    cells,
+    check,
+    compiled_like_eager,
+    gather,
+    poison,
+    refuses,
+    same_on_all,
+    world,
+)
 from ranks import run_ranks, run_row
 from torch import Tensor
 from weft.fused_ops import fused_all_gather_grouped_matmul, last_plan, moe_route, plan
@@ -185,21 +196,14 @@ def test_only_what_is_wanted() -> None:
 
 
 def compiled(rank: int, size: int) -> None:
-    def layer(x: Tensor, b: Tensor, c: Tensor, scores: Tensor) -> Tensor:
+    scores, (x, bs, _) = same_on_all(26, 9), drawn(ROWS[0], torch.float32, rank, (40, 40))
+
+    def layer(x: Tensor, b: Tensor, c: Tensor) -> Tensor:
         rows, offs, slots = moe_route(scores.topk(2, dim=1)[1], 9)
         _, (gate, up) = fused_all_gather_grouped_matmul(x.sin(), [b, c], rows, offs, 0, world())
         return (gate.sigmoid() * up)[slots.long()].sum(1)
 
-    scores, (x, (b, c), _) = same_on_all(26, 9), drawn(ROWS[0], torch.float32, rank, (40, 40))
-    found = []
-    torch._dynamo.reset()
-    for call in (layer, torch.compile(layer, fullgraph=True)):
-        given = [t.detach().requires_grad_() for t in (x, b, c)]
-        out = call(*given, scores)
-        out.cos().sum().backward()
-        found.append((out.detach(), *(t.grad for t in given)))
-    for got, want in zip(found[1], found[0], strict=True):
-        check("compiled", got, want.double(), 2e-6)  # type: ignore[union-attr, arg-type]
+    compiled_like_eager(layer, lambda _: [x, *bs], (26,), 2e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)

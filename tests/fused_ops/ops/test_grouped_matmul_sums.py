@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from first_runs import loaded_at_first_run
-from opcommon import BOUND, DEVICES, assert_fused, cells, check, gather, poison, refuses, same_on_all, world
+from opcommon import (
+    BOUND,
+    DEVICES,
+    assert_fused,
+    cells,
+    check,
+    compiled_like_eager,
+    gather,
+    poison,
+    refuses,
+    same_on_all,
+    world,
+)
 from ranks import run_row
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -176,32 +187,18 @@ def test_only_what_is_wanted() -> None:
 
 
 def compiled(rank: int, size: int) -> None:
-    def summed(x: Tensor, B: Tensor, scores: Tensor, bias: Tensor) -> Tensor:
+    def both(x: Tensor, B: Tensor, scores: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
         weights, ids = scores.softmax(1).topk(2, dim=1)
         rows, offs, slots = moe_route(ids, 5)
         h = grouped_matmul(x, B.mT.contiguous(), offs, rows=rows).sin()
-        terms = {"bias": bias, "residual": x}
-        return fused_grouped_matmul_all_reduce(h, B, offs, slots, weights, "sum", world(), **terms)
+        first, named = (h, B, offs, slots, weights), {"bias": bias, "residual": x}
+        return (
+            fused_grouped_matmul_all_reduce(*first, "sum", world(), **named),
+            fused_grouped_matmul_reduce_scatter(*first, "avg", 0, world(), shared=x),
+        )
 
-    def scattered(x: Tensor, B: Tensor, scores: Tensor, bias: Tensor) -> Tensor:
-        weights, ids = scores.softmax(1).topk(2, dim=1)
-        rows, offs, slots = moe_route(ids, 5)
-        h = grouped_matmul(x, B.mT.contiguous(), offs, rows=rows).sin()
-        return fused_grouped_matmul_reduce_scatter(h, B, offs, slots, weights, "avg", 0, world(), shared=x)
-
-    functions: list[Callable[..., Tensor]] = [summed, scattered]
     leaves = torch.randn(6, 16), torch.randn(5, 24, 16), same_on_all(6, 5, dtype=torch.float32)
-    for f in functions:
-        found = []
-        torch._dynamo.reset()
-        for call in (f, torch.compile(f, fullgraph=True)):
-            given = [t.detach().requires_grad_() for t in (*leaves, torch.ones(5, 16))]
-            out = call(*given)
-            out.cos().sum().backward()
-            found.append((out.detach(), *(t.grad for t in given if t.grad is not None)))
-        assert len(found[0]) == len(found[1]) >= 4
-        for got, want in zip(found[1], found[0], strict=True):
-            check("compiled", got, want.double(), 1e-5)
+    compiled_like_eager(both, lambda _: [*leaves, torch.ones(5, 16)], (6,), 1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from combines import SIZES, Routed, routed
@@ -13,6 +11,7 @@ from opcommon import (
     assert_fused,
     cells,
     check,
+    compiled_like_eager,
     gather,
     poison,
     refuses,
@@ -20,6 +19,7 @@ from opcommon import (
     world,
 )
 from ranks import run_row
+from torch import Tensor
 from weft.fused_ops import (
     fused_moe_combine_all_reduce,
     fused_moe_combine_all_reduce_rms_norm,
@@ -180,41 +180,20 @@ def compiled(rank: int, world_size: int) -> None:
     group = world()
     weight = same_on_all(8, dtype=torch.float32)
 
-    def normed(
-        y: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor
-    ) -> torch.Tensor:
+    def all_three(y: Tensor, slots: Tensor, weights: Tensor, shared: Tensor) -> tuple[Tensor, ...]:
         named = {"shared": shared * 2}
         out, sums = fused_moe_combine_all_reduce_rms_norm(
             y, slots, weights, shared, weight, EPS, group, **named
         )
-        return out + sums
+        reduced = fused_moe_combine_all_reduce(y * 2, slots, weights, group) + shared
+        part = fused_moe_combine_reduce_scatter(y, slots, weights, 0, group, shared=shared) * 2
+        return out + sums, reduced, part
 
-    def reduced(
-        y: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor
-    ) -> torch.Tensor:
-        return fused_moe_combine_all_reduce(y * 2, slots, weights, group) + shared
+    def operands(tokens: int) -> list[Tensor]:
+        y, slots, weights, shared = routed((tokens, 2, 8, 4), torch.float32, True)
+        return [y.nan_to_num(), slots, weights.nan_to_num(), shared]
 
-    def part(
-        y: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor
-    ) -> torch.Tensor:
-        return fused_moe_combine_reduce_scatter(y, slots, weights, 0, group, shared=shared) * 2
-
-    functions: list[Callable[..., torch.Tensor]] = [normed, reduced, part]
-    for f in functions:
-        for dynamic, sizes in ((False, (6,)), (True, (4, 6))):
-            torch._dynamo.reset()
-            g = torch.compile(f, dynamic=dynamic, fullgraph=True)
-            for tokens in sizes:
-                given = routed((tokens, 2, 8, 4), torch.float32, True)
-                y, _, weights, shared = (t.nan_to_num().requires_grad_(t.is_floating_point()) for t in given)
-                want = f(y, given.slots, weights, shared)
-                grads = torch.autograd.grad(want.sin().sum(), (y, weights, shared))
-                got = g(y, given.slots, weights, shared)
-                check("compiled", got.detach(), want.detach().double(), 1e-6)
-                for a, b in zip(
-                    torch.autograd.grad(got.sin().sum(), (y, weights, shared)), grads, strict=True
-                ):
-                    check("compiled grad", a, b.double(), 1e-5)
+    compiled_like_eager(all_three, operands, (4, 6))
 
 
 @pytest.mark.parametrize("device", DEVICES)

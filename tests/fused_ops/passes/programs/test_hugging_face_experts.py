@@ -110,14 +110,13 @@ def test_inference_by_rows(tmp_path: Path) -> None:
     assert "weft::fused_moe_combine_reduce_scatter, " in found[0].text, found[0].text
 
 
-@pytest.mark.parametrize("kind", ["Mixtral", "DeepseekV3"])
-def test_decoding(tmp_path: Path, kind: str) -> None:
-    found = outcomes(decode, WORLD, saved(tmp_path, kind, **MODELS[kind][0]), False)
+def test_decoding(tmp_path: Path) -> None:
+    found = outcomes(decode, WORLD, saved(tmp_path, "DeepseekV3", **MODELS["DeepseekV3"][0]), False)
     check(found, found[0].fused, [])
     assert "weft::fused_moe_combine_all_reduce_rms_norm, " in found[0].text, found[0].text
 
 
-@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "DeepseekV3"])
+@pytest.mark.parametrize("kind", ["Mixtral", "DeepseekV3"])
 def test_training(tmp_path: Path, kind: str) -> None:
     found = outcomes(train, WORLD, saved(tmp_path, kind, **MODELS[kind][0]), False)
     check(found, found[0].fused, None)
