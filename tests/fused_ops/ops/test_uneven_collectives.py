@@ -12,6 +12,7 @@ import torch.distributed as dist
 from opcommon import BOUND, assert_fused, check, gather, poison, refuses, world
 from ranks import on_ranks, run_ranks, run_row
 from torch import Tensor
+from torch.distributed import _functional_collectives as funcol
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft import symm_mem
 from weft.fused_ops import (
@@ -22,6 +23,7 @@ from weft.fused_ops import (
     plan,
 )
 from weft.fused_ops.dispatch.plan import forced
+from weft.fused_ops.passes import FusionPass
 from weft.kernels.all_gather import host as gather_host
 from weft.kernels.reduce_scatter import host as scatter_host
 
@@ -210,6 +212,20 @@ def test_under_torch_compile(rank: int, world_size: int) -> None:
             want.sum().backward()
             assert given.grad is not None and same.grad is not None
             check("compiled grad", given.grad, same.grad.double(), 1e-6)
+
+
+@on_ranks(2)
+def test_ranks_agree_on_a_graph_with_sizes_of_their_own(rank: int, world_size: int) -> None:
+    def program(x: Tensor, w: Tensor, rows: Tensor) -> Tensor:
+        product = funcol.all_gather_tensor(x, 0, world()) @ w
+        return one_shot_all_gather(rows, 0, counts=[1, 3]) + product
+
+    x, w, rows = torch.randn(2, 3), torch.randn(3, 2), torch.randn(1 + 2 * rank, 2)
+    fusion = FusionPass(fuse="always")
+    got = torch.compile(program, options=fusion.options, dynamic=False)(x, w, rows)
+    check("compiled", got, program(x, w, rows).double(), 1e-6)
+    report = fusion.report()
+    assert report.fused == 1 and not report.disagreements, report
 
 
 @on_ranks(2)
