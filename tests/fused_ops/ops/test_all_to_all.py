@@ -125,7 +125,7 @@ def test_gradients(rank: int, world_size: int) -> None:
 def compiled(rank: int, world_size: int) -> None:
     group = world()
     compiled_like_eager(
-        lambda x: one_shot_all_to_all(x * 2, 1, 0, group) + 1, lambda n: [torch.randn(n, 4)], (4, 7, 12)
+        lambda x: one_shot_all_to_all(x * 2, 1, 0, group) + 1, lambda n: [torch.randn(n, 4)], (7, 4, 12)
     )
 
 
