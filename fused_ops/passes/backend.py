@@ -19,6 +19,7 @@ from torch._inductor import config as inductor_config
 from .fusion import FusionPass
 from .norms.eps_as_number import eps_options
 from .pass_sequence import SLOT, in_sequence, passes_of
+from .records.models import chosen
 from .records.report import PassRuns, Report
 from .regather import JOINT_SLOT, joint_options
 from .settings import AUTO, CAPTURE, FUSE, REWRITES, PassSettings, refused_as_options
@@ -141,19 +142,41 @@ def _reset_graphs() -> None:
 weft_backend.reset = _reset_graphs  # type: ignore[attr-defined]
 
 
-def fusion_report() -> Report:
-    """What became of the collectives of all models that were compiled by ``backend="weft"`` or ``weft.compile``.
+def fusion_report(model: Any = None) -> Report:
+    """What became of the collectives of the models that were compiled by ``backend="weft"`` or ``weft.compile``.
 
+    >>> import torch
     >>> import weft
-    >>> weft.passes.fusion_report().left
+    >>> model = weft.compile(torch.nn.Linear(8, 6))
+    >>> y = model(torch.randn(4, 8))
+    >>> weft.passes.fusion_report(model).left
     0
 
-    Settings that differ make passes of their own, which count their graphs from 0 each.
+    Settings that differ make passes of their own, which count their graphs from 0 each. Where there are several models
+    the text names that of each graph.
+
+    Args:
+        model: a module or a function whose report it is, as it was before or after it was compiled: of all graphs that
+            were compiled for a call of it, with what it calls, such as layers that are compiled each, and their
+            backwards. Of two models of one class Dynamo may give the second the graphs of the first, which then are in
+            the report of both. None for all models.
 
     Returns:
-        the reports of their passes as one. That of a ``fusion`` of your own is not among them.
+        the reports of their passes as one. That of a ``fusion`` of your own is not among them. Runs of graphs that are
+        alike count for each model that has one; ``programs`` are those of the process.
+
+    Raises:
+        TypeError: ``model`` cannot be called.
+        ValueError: nothing was compiled for it: neither it nor what it calls was compiled with weft and called.
     """
-    reports = [fusion.report() for fusion in _made.values()] or [Report()]
+    made = [*_made.values()]
+    seen = [fusion._seen for fusion in made]
+    if model is not None:
+        wanted = chosen(model, [models for each in seen for models in (*each.models.values(), *each.keys)])
+        seen = [each.only(wanted) for each in seen]
+    if not made:
+        return Report()
+    reports = [fusion._report(graphs) for fusion, graphs in zip(made, seen, strict=True)]
     entries = [entry for report in reports for entry in report.entries]
     graphs, keys, loaded = (
         sum(getattr(r.runs, count) for r in reports) for count in ("graphs", "keys", "loaded")
@@ -161,9 +184,13 @@ def fusion_report() -> Report:
     ops = tuple(dict.fromkeys(op for r in reports for op in r.runs.custom_ops))
     # Of the process, so those of any one pass; that made first has seen the most.
     orders = [order for report in reports for order in report.orders]
-    first = reports[0]
+    first, outcomes = reports[0], made[0]._outcomes
     runs = PassRuns(graphs, keys, ops, loaded=loaded)
-    return Report(entries, first.disagreements, first.questions, runs, orders, first.programs)
+    if model is None:
+        return Report(entries, first.disagreements, first.questions, runs, orders, first.programs)
+    names = {entry.signature for entry in entries} - {""}
+    differed = [each for each in first.disagreements if each.graph in names]
+    return Report(entries, differed, outcomes.questions(names), runs, orders, first.programs)
 
 
 def _settings_of(

@@ -44,6 +44,7 @@ from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns.pattern import Pattern, why_not_called_from_cpp
 from .patterns.rivals import yielding
 from .records.entry import Entry
+from .records.models import models_of_now
 from .records.node import take_record
 from .records.report import FusionError, PassRuns, Report
 from .records.report_file import log_line, put_into_file, write_reports
@@ -150,8 +151,6 @@ class FusionPass(OnePass, CustomGraphPass):
         super().__init__(groups, strict, fuse, agree, **rewrites)
         self._joint = joint_options(self)
         self._seen = SeenGraphs()
-        self._keys = 0
-        self._custom_ops: dict[str, None] = {}
         self._called = Called()
         self._outcomes = RunOutcomes()
         put_into_file(self.report)
@@ -207,9 +206,12 @@ class FusionPass(OnePass, CustomGraphPass):
         Disagreements and questions are those of the process in that time: a graph that comes from a cache belongs to
         no pass.
         """
+        return self._report(self._seen)
+
+    def _report(self, graphs: SeenGraphs) -> Report:
         others = [each for each in passes_of(getattr(inductor_config, SLOT)) if each is not self]
-        graphs = self._seen
-        runs = PassRuns(graphs.ran, self._keys, tuple(self._custom_ops), names_of(others), graphs.loaded)
+        ops = tuple(dict.fromkeys(op for ops in graphs.custom_ops.values() for op in ops))
+        runs = PassRuns(graphs.ran, len(graphs.keys), ops, names_of(others), graphs.loaded)
         seen = self._outcomes
         outcomes = seen.disagreements(), seen.questions(), runs, graphs.orders, seen.programs()
         return Report(seen.applied(graphs.entries), *outcomes)
@@ -221,13 +223,11 @@ class FusionPass(OnePass, CustomGraphPass):
         >>> FusionPass().clear()
         """
         self._seen.clear()
-        self._custom_ops.clear()
-        self._keys = 0
         self._outcomes.reset()
 
     def uuid(self) -> Any:
         if not is_fallback_graph():
-            self._keys += 1
+            self._seen.keys.append(models_of_now())
         return f"{pass_key(self)}{' fallback' * is_fallback_graph()}"
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -240,7 +240,7 @@ class FusionPass(OnePass, CustomGraphPass):
         losses = losses_of(graph, numbers[0])
         self._seen.enter(losses, None)
         if not any(collectives(graph)):
-            self._custom_ops |= dict.fromkeys(custom_ops(graph))
+            self._seen.custom_ops[numbers[0]] = [*custom_ops(graph)]
             GraphKernels(graph).compile()
             if losses or len(numbers) > 1:
                 self._tell(numbers[0])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ class RunOutcomes:
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str, int, str], int] = {}
         with _lock:
-            self._before, self._programs = tuple(_votes), program_counts()
+            self._before, self._programs = _votes_now(), program_counts()
             _all.add(self)
 
     def disagreements(self) -> tuple[Disagreement, ...]:
@@ -37,25 +37,27 @@ class RunOutcomes:
     def applied(self, entries: Iterable[Entry]) -> list[Entry]:
         """The entries as their graphs have run."""
         with _lock:
-            runs, *_ = self._before
+            runs = self._before.get(None, _NO_VOTES)[0]
             unfused = {graph for graph, *_ in self._seen if _last_fused.get(graph, 0) <= runs}
         return [
             replace(e, unfused=True) if e.fused_into is not None and e.signature in unfused else e
             for e in entries
         ]
 
-    def questions(self) -> VoteCounts:
+    def questions(self, graphs: Collection[str | None] = (None,)) -> VoteCounts:
+        """Of the graphs of these names; of all together by None."""
         with _lock:
-            return VoteCounts(
-                *(now - before for now, before in zip(tuple(_votes), self._before, strict=True))
-            )
+            now = _votes_now()
+        counts = [(now[g], self._before.get(g, _NO_VOTES)) for g in graphs if g in now]
+        changes = [[a - b for a, b in zip(after, before, strict=True)] for after, before in counts]
+        return VoteCounts(*map(sum, zip(_NO_VOTES, *changes, strict=True)))
 
     def programs(self) -> ProgramCounts:
         return program_counts() - self._programs
 
     def reset(self) -> None:
         with _lock:
-            self._seen, self._before, self._programs = {}, tuple(_votes), program_counts()
+            self._seen, self._before, self._programs = {}, _votes_now(), program_counts()
 
     def _note(self, key: tuple[str, str, int, str]) -> bool:
         """Whether it is new."""
@@ -63,7 +65,14 @@ class RunOutcomes:
         return self._seen[key] == 1
 
 
-_votes: list[Any] = [0, 0, 0.0, 0]  # of this process, as in ``VoteCounts``
+_NO_VOTES = (0, 0, 0.0, 0)  # as in ``VoteCounts``
+_votes: dict[str | None, list[Any]] = {}  # of this process, by graph, and of all by None
+
+
+def _votes_now() -> dict[str | None, tuple[Any, ...]]:
+    return {graph: tuple(counts) for graph, counts in _votes.items()}
+
+
 _last_fused: dict[str, int] = {}  # by which of the runs a graph last ran fused
 _all: weakref.WeakSet[RunOutcomes] = weakref.WeakSet()
 _of_process = RunOutcomes()
@@ -86,20 +95,24 @@ def count_vote(graph: str, fused: bool, seconds: float) -> None:
         graph: the name of what was voted on.
     """
     with _lock:
-        _votes[0] += 1
-        _votes[1] += fused
-        _votes[2] += seconds
-        if fused:
-            _last_fused[graph] = _votes[0]
+        _count(graph, fused, seconds, 0)
 
 
 def count_known_run(graph: str) -> None:
     """Of a graph that ran fused without asking."""
     with _lock:
-        _votes[0] += 1
-        _votes[1] += 1
-        _votes[3] += 1
-        _last_fused[graph] = _votes[0]
+        _count(graph, True, 0.0, 1)
+
+
+def _count(graph: str, fused: bool, seconds: float, known: int) -> None:
+    for name in (None, graph):
+        counts = _votes.setdefault(name, [*_NO_VOTES])
+        counts[0] += 1
+        counts[1] += fused
+        counts[2] += seconds
+        counts[3] += known
+    if fused:
+        _last_fused[graph] = _votes[None][0]
 
 
 def note(graph: str, group: str, peer: int, reason: str) -> None:

@@ -32,6 +32,7 @@ class Entry:
         unfused: whether the graph has run, and unfused each time, as ``disagreements`` say.
         module: the innermost module that runs it, as ``layers.3.mlp.down_proj (Linear)``; of a collective of a backward
         graph that of the forward's; "" where torch kept none.
+        model: what was compiled, by the name of its class or function; "" where that is not known.
         nbytes: of the whole tensor that it gathers or reduces; None where that is not known before the run.
     """
 
@@ -54,6 +55,7 @@ class Entry:
     signature: str = ""
     unfused: bool = False
     nbytes: int | None = None
+    model: str = ""
 
     @property
     def fused(self) -> bool:
@@ -81,7 +83,10 @@ class Entry:
 
     def __str__(self) -> str:
         kind = "" if self.node.startswith(self.collective) else f" ({self.collective})"
-        return f"graph {self.graph}: {self.node}{kind}{self._where(self.module)}: {self._outcome()}"
+        return f"graph {self.graph}{self._of_model()}: {self.node}{kind}{self._where(self.module)}: {self._outcome()}"
+
+    def _of_model(self) -> str:
+        return f" of {self.model}" if self.model else ""
 
     def _where(self, module: str) -> str:
         group = "" if self.group is None else f" over group {self.group!r}"
@@ -117,4 +122,9 @@ class Entry:
 
     def alike(self) -> tuple[str, ...]:
         """The same for entries that differ in the numbers of graphs, nodes and modules only."""
-        return self.collective, self._where(without_numbers(self.module)), without_numbers(self._outcome())
+        return (
+            self.model,
+            self.collective,
+            self._where(without_numbers(self.module)),
+            without_numbers(self._outcome()),
+        )

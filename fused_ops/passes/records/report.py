@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 from ....kernels.device.jit.ahead import NO_PROGRAMS, ProgramCounts
@@ -104,7 +104,7 @@ def text_of(entries: list[Entry]) -> str:
         return str(first)
     graphs = as_ranges([str(e.graph) for e in entries])
     where = first._where(as_ranges([e.module for e in entries]))
-    several = f"graph{'s' * (graphs != str(first.graph))} {graphs}"
+    several = f"graph{'s' * (graphs != str(first.graph))} {graphs}{first._of_model()}"
     return f"{several}: {first.collective}{where}: {first._outcome()} ({len(entries)} times)"
 
 
@@ -172,6 +172,12 @@ class Report:
         return len(self.entries) - self.fused
 
     @property
+    def _shown(self) -> Sequence[Entry]:
+        """With the names of models where there are several."""
+        several = len({e.model for e in self.entries}) > 1
+        return self.entries if several else [replace(e, model="") for e in self.entries]
+
+    @property
     def heap(self) -> HeapUse:
         """What the calls need of the heap, as far as their plans are known."""
         plans = [e.plan for e in self.entries if e.plan is not None and e.plan.workspace_bytes]
@@ -190,7 +196,7 @@ class Report:
             return self.details()
         counts = [table.summary_of(self.entries), *table.advice_of(self.entries)]
         return "\n".join(
-            [*table.table_lines(self.entries), "", *counts, *self._told(), *map(str, self.orders)]
+            [*table.table_lines(self._shown), "", *counts, *self._told(), *map(str, self.orders)]
         )
 
     def details(self) -> str:
@@ -204,7 +210,7 @@ class Report:
         if not self.entries:
             return "\n".join([f"no collectives were seen: {self.runs.why_no_entries()}", *self._ran()])
         groups: dict[tuple[str, ...], list[Entry]] = {}
-        for entry in self.entries:
+        for entry in self._shown:
             groups.setdefault(entry.alike(), []).append(entry)
         lines = [text_of(group) for group in groups.values()]
         return "\n".join([*lines, table.summary_of(self.entries), *self._told(), *map(str, self.orders)])
@@ -230,7 +236,7 @@ class Report:
         each collective. ``weft.passes.timeline`` draws what was measured.
         """
         counts = [table.summary_of(self.entries), *table.advice_of(self.entries), *self._told()]
-        rows = table_html(table.HEAD, table.table_rows(self.entries), table.NUMBERS)
+        rows = table_html(table.HEAD, table.table_rows(self._shown), table.NUMBERS)
         return page(
             "weft: what became of each collective",
             [

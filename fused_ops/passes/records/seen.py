@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -12,6 +12,7 @@ from torch._inductor import config as inductor_config
 from ..order.change import OrderChange
 from ..pass_sequence import SLOT, passes_of
 from .entry import Entry
+from .models import Model, models_of_now
 from .node import is_kept, packed, put_record, unpacked
 from .report import Report
 from .report_file import log_line, write_reports
@@ -24,6 +25,10 @@ class SeenGraphs:
         orders: likewise.
         ran: how many graphs the pass ran on.
         loaded: how many with collectives came from a cache.
+        models: of each of these graphs, by its number.
+        from_cache: the numbers of those that were loaded.
+        keys: the models for whose graphs Inductor asked for the pass's key, each time.
+        custom_ops: by number of graph, operators of graphs without collectives.
     """
 
     def __init__(self) -> None:
@@ -33,15 +38,40 @@ class SeenGraphs:
     def clear(self) -> None:
         self.entries: list[Entry] = []
         self.orders: list[OrderChange] = []
-        self.ran = self.loaded = 0
+        self.models: dict[int, tuple[Model, ...]] = {}
+        self.from_cache: set[int] = set()
+        self.keys: list[tuple[Model, ...]] = []
+        self.custom_ops: dict[int, Sequence[str]] = {}
+
+    @property
+    def ran(self) -> int:
+        return len(self.models) - self.loaded
+
+    @property
+    def loaded(self) -> int:
+        return len(self.from_cache)
+
+    def only(self, wanted: Callable[[tuple[Model, ...]], bool]) -> SeenGraphs:
+        """Those of which the models are wanted."""
+        found = SeenGraphs()
+        found.models = {number: models for number, models in self.models.items() if wanted(models)}
+        found.entries = [e for e in self.entries if e.graph in found.models]
+        found.orders = [o for o in self.orders if o.graph in found.models]
+        found.from_cache = self.from_cache & found.models.keys()
+        found.keys = [models for models in self.keys if wanted(models)]
+        found.custom_ops = {n: ops for n, ops in self.custom_ops.items() if n in found.models}
+        return found
 
     def begin(self) -> int:
         """The number of the graph on which the pass now runs."""
-        self.ran += 1
-        return self.ran + self.loaded - 1
+        number = len(self.models)
+        self.models[number] = models_of_now()
+        return number
 
     def enter(self, entries: Iterable[Entry], order: OrderChange | None) -> None:
-        self.entries += entries
+        for e in entries:
+            models = self.models.get(e.graph)
+            self.entries.append(replace(e, model=models[0].name) if models else e)
         self.orders += [] if order is None else [order]
 
     def of(self, number: int) -> Report:
@@ -60,7 +90,7 @@ class SeenGraphs:
             return
         found = [e for e in self.entries if e.graph in numbers]
         places = {number: place for place, number in enumerate(sorted({e.graph for e in found}))}
-        entries = [replace(e, graph=places[e.graph]) for e in found]
+        entries = [replace(e, graph=places[e.graph], model="") for e in found]
         orders = [replace(o, graph=places[o.graph]) for o in self.orders if o.graph in places]
         text = packed((len(places), entries, orders))
         self._generated[text] += 1
@@ -72,11 +102,13 @@ class SeenGraphs:
             self._generated -= Counter((text,))
             return
         count, entries, orders = unpacked(text)
-        first = self.ran + self.loaded
-        self.loaded += count
-        self.entries += (replace(e, graph=first + e.graph) for e in entries)
+        first = len(self.models)
+        numbers = range(first, first + count)
+        self.models |= dict.fromkeys(numbers, models_of_now())
+        self.from_cache.update(numbers)
+        self.enter((replace(e, graph=first + e.graph) for e in entries), None)
         self.orders += (replace(o, graph=first + o.graph) for o in orders)
-        for number in range(first, first + count):
+        for number in numbers:
             log_line(number, self.of(number))
         write_reports()
 

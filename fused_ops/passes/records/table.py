@@ -47,6 +47,7 @@ def _size(nbytes: int | None) -> str:
 def _row(entries: Sequence[Entry]) -> tuple[str, ...]:
     first = entries[0]
     where = as_ranges([e.module for e in entries]) or f"graph {as_ranges([str(e.graph) for e in entries])}"
+    where = f"{first.model}: {where}" if first.model else where
     if first.fused_into is None:
         became = "left alone"
     else:
@@ -58,7 +59,7 @@ def _row(entries: Sequence[Entry]) -> tuple[str, ...]:
 
 def _alike(entry: Entry) -> tuple[object, ...]:
     where = without_numbers(entry.module) or entry.graph
-    return where, entry.collective, entry.nbytes, entry.fused_into, entry.unfused
+    return entry.model, where, entry.collective, entry.nbytes, entry.fused_into, entry.unfused
 
 
 def table_rows(entries: Iterable[Entry]) -> list[tuple[str, ...]]:
