@@ -73,7 +73,7 @@ def _validate(
         validate_scaled_matrix(f"Bs[{i}]", B, k * group.size() if last else k, A, "A_shard")
     validate_scale("A_scale", call.A_scale, A, "A_shard")
     whole = [size * group.size() if i == dim else size for i, size in enumerate(lead)]
-    rows = scaled_rows("A_scale", call.A_scale, lead, k, whole)
+    rows = scaled_rows(call.A_scale, lead, k, whole)
     if last and rows.kind is ScaleKind.BLOCKS and k % BLOCK:
         raise ValueError(
             f"gather_dim: is the last dimension, of {k}, which must be a multiple of {BLOCK} for block-wise scales"

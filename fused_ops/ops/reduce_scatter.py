@@ -70,7 +70,7 @@ def _validate(call: ReduceScatterCall) -> tuple[ReduceScatterCall, ProcessGroup]
         raise ValueError("x: has no dimension, must have 1 or more")
     validation.float_dtype("x", x)
     validation.reduction(call.reduce_op, validation.ALL_REDUCE_OPS)
-    dim = validation.checked_dim_of_parts("scatter_dim", call.scatter_dim, x, group.size())
+    dim = validation.checked_scatter_dim(call.scatter_dim, x, group.size())
     return call._replace(scatter_dim=dim), group
 
 

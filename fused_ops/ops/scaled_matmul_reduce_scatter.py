@@ -97,7 +97,7 @@ def _validate(
     *lead, k = A.shape
     validate_scaled_matrix("B", B, k, A, "A")
     validate_scale("A_scale", call.A_scale, A, "A")
-    rows = scaled_rows("A_scale", call.A_scale, lead, k)
+    rows = scaled_rows(call.A_scale, lead, k)
     validate_scale("B_scale", call.B_scale, A, "A")
     validate_scale_of_B("B_scale", call.B_scale, rows, call.A_scale, B)
     validation.reduction(call.reduce_op)

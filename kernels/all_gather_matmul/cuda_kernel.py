@@ -22,6 +22,7 @@ from ..device.gemm.scaling import ScaledProducts
 from ..device.gemm.tensor_map import Boxes, Maps, TensorMap, contiguous_strides, put_map, put_maps
 from ..device.jit.program import Program, WaitParams
 from .configs import MOST_BS, GatherPushConfig, push_flags_per_rank
+from .estimate import CHUNK_COLUMNS
 
 SOURCE = Path(__file__).parent / "kernel.cu"
 ROWS = 64  # of a tile, that a warpgroup multiplies
@@ -73,7 +74,7 @@ def gather_defines(
     return (
         *gemm.gemm_defines(config.tile, bs, split_k=config.split_k).items(),
         ("CHUNK_ROWS", config.chunk_rows),
-        ("CHUNK_COLUMNS", config.chunk_columns),
+        ("CHUNK_COLUMNS", CHUNK_COLUMNS),
         ("K_CHUNK_COLUMNS", config.k_chunk_columns),
         ("RETURN_A", int(return_A)),
         *((config.scaled.defines | _result(config.scaled)).items() if config.scaled else ()),
