@@ -24,6 +24,7 @@ from weft.kernels.all_gather_matmul.configs import (
     varied,
 )
 from weft.kernels.all_gather_matmul.cuda_kernel import AllGatherMatmulPush, EpochStep
+from weft.kernels.all_gather_matmul.estimate import CHUNK_COLUMNS
 from weft.kernels.device.device_spec import device_spec_of
 from weft.kernels.device.jit.program import Program
 from weft.symm_mem.failure.fault import WORD
@@ -61,7 +62,7 @@ def announcements(config: GatherPushConfig, m: int, k: int, world_size: int) -> 
     Args:
         m, k: of a shard.
     """
-    height, width = config.chunk_rows, config.chunk_columns
+    height, width = config.chunk_rows, CHUNK_COLUMNS
     down, across = config.tile.block_m // height, config.k_chunk_columns // width
     tile_rows, units = -(-m // config.tile.block_m), -(-k // config.k_chunk_columns)
     rate, sent, found = RATE_OF_TWO if world_size == 2 else RATE, 0, []

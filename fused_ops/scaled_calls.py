@@ -130,9 +130,7 @@ def validate_scale(name: str, scale: Tensor, A: Tensor, A_name: str) -> None:
     validation.same_device(name, scale, A, A_name)
 
 
-def scaled_rows(
-    name: str, scale: Tensor, lead: Sequence[int], k: int, whole: Sequence[int] = ()
-) -> ScaledRows:
+def scaled_rows(scale: Tensor, lead: Sequence[int], k: int, whole: Sequence[int] = ()) -> ScaledRows:
     """How A is scaled.
 
     Args:
@@ -152,7 +150,7 @@ def scaled_rows(
     kinds = [f"{(*lead, 1)} with a scale for each row", f"{(*lead, blocks)} with one for each {BLOCK} of K"]
     if whole:
         kinds.append(f"{(*whole, 1)} with those of all ranks' rows")
-    raise ValueError(f"{name}: has shape {shape}, must have one element, or {', or '.join(kinds)}")
+    raise ValueError(f"A_scale: has shape {shape}, must have one element, or {', or '.join(kinds)}")
 
 
 def validate_scale_of_B(name: str, scale: Tensor, rows: ScaledRows, A_scale: Tensor, B: Tensor) -> None:

@@ -133,11 +133,11 @@ def checked_dim(name: str, dim: int, tensor_name: str, ndim: int) -> int:
     return dim % ndim
 
 
-def checked_dim_of_parts(name: str, dim: int, x: torch.Tensor, size: int) -> int:
+def checked_scatter_dim(dim: int, x: torch.Tensor, size: int) -> int:
     """The dimension of x that is cut into a part for each of ``size`` ranks, not negative."""
-    dim = checked_dim(name, dim, "x", x.dim())
+    dim = checked_dim("scatter_dim", dim, "x", x.dim())
     if x.shape[dim] % size:
-        raise ValueError(f"{name}: x has size {x.shape[dim]} there, must be a multiple of {size} ranks")
+        raise ValueError(f"scatter_dim: x has size {x.shape[dim]} there, must be a multiple of {size} ranks")
     return dim
 
 

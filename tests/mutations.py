@@ -106,7 +106,7 @@ MUTANTS = [
         f"{_SCATTER}::test_sums_in_float32_in_rank_order",
     ),
     Mutant(
-        "kernels/matmul_reduce_scatter/host.py",
+        "kernels/device/comm/copy_thread.py",
         "for src in range(size):",
         "for src in reversed(range(size)):",
         f"{_SCATTER}::test_sums_in_float32_in_rank_order",
@@ -118,9 +118,9 @@ MUTANTS = [
         "tests/fused_ops/ops/test_matmul_all_reduce.py::test_own_parts_are_not_rounded",
     ),
     Mutant(
-        "kernels/scaled_matmul_reduce_scatter/host.py",
-        "own = products[rank]()",
-        "own = products[rank]().to(out_dtype)",
+        "kernels/device/comm/copy_thread.py",
+        "own = product_for(rank)",
+        "own = product_for(rank).to(dtype)",
         "tests/fused_ops/ops/test_scaled_matmuls.py::test_sums_in_float32_in_rank_order",
     ),
     Mutant(

@@ -6,25 +6,30 @@ choose alike. The run of a call, ``plan()``, the graph pass and what compiles ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...kernels.device.gemm.one_shot import OneShotConfig
 from ...kernels.device.jit.ahead import CompilableProgram
-from ...kernels.device.tuning.choice import KernelChoice
+from ...kernels.device.tuning.choice import KernelChoice, KernelSteps
+from ...kernels.device.tuning.tuner import FROM_MODEL
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.heap.registry import default_device
+from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
-from .plan import Plan, ran, this_thread
+from .launch_cache import LaunchedCall, remember_call
+from .plan import Plan, ran, should_fuse, this_thread
 from .staging import Staging
 from .workspaces import COPIED, LL_PROTOCOL, MATMUL, ONE_SHOT, least_layout, workspace_of
 
@@ -105,11 +110,13 @@ class KernelUse:
     Attributes:
         call: a GatherKernelCall or ScatterKernelCall.
         staging: the copies among the operands, which the run fills.
+        given: the op's call, where it is another one than was given to ``choose``.
     """
 
     kernel: KernelChoice[Any]
     call: Any
     staging: Staging
+    given: Any = None
 
 
 def by_kernel(
@@ -138,6 +145,57 @@ def _of_kernel(kernel: KernelChoice[Any], world_size: int) -> dict[str, Any]:
         "layout": layout,
         "predicted_us": kernel.predicted_us,
     }
+
+
+def choose_kernel(
+    steps: KernelSteps, used: Any, staging: Staging, group: ProcessGroup, too_little: str, given: Any = None
+) -> Choice:
+    """Of a gather or scatter around a matmul.
+
+    Args:
+        used: the call as kernels take it.
+        too_little: why a call whose kernel is not profitable runs unfused.
+    """
+    size = group.size()
+    kernel = steps.choose(used, size)
+    if isinstance(kernel, str):
+        return unfused(kernel)
+    if not should_fuse(kernel.profitable):
+        return unfused(too_little)
+    tunable = kernel.algorithm != "copy_engine" and kernel.predicted_us is not None
+    return by_kernel(
+        KernelUse(kernel, used, staging, given),
+        size,
+        partial(steps.programs, kernel.config, used, size, group.rank()),
+        chosen=FROM_MODEL if tunable else "",
+    )
+
+
+Known: TypeAlias = tuple[Hashable, Sequence[Tensor]] | None
+
+
+def launch_kernel(
+    steps: KernelSteps, choice: Choice, where: Heap, used: Any, op: str
+) -> tuple[Any, Callable[[Known, list[Tensor]], None]]:
+    """What the kernel of ``choose_kernel``, or the tuner's, returns for these operands; and what remembers the call.
+
+    That takes what such calls are remembered by, None if they are not, and the results as the caller gets them.
+    """
+    kernel, chosen = steps.tuned(choice.how.kernel, where, used)
+    choice = choice.by(kernel, chosen)
+    workspace = choice.workspace_on(where)
+    workspace.raise_if_broken(op if kernel.algorithm == "push" else None)  # others say it themselves
+    plan = choice.plan_in(workspace)
+    ran(plan)
+    made = steps.launch(kernel, workspace, used, timeout_in_ns(where.group_name), op)
+
+    def remember(known: Known, results: list[Tensor]) -> None:
+        launcher = steps.launcher(kernel, workspace, used)
+        if launcher is not None and known is not None:
+            call = LaunchedCall(op, *known, steps.operands(kernel.config, used), results)
+            remember_call(call, workspace, launcher, plan, kernel.profitable)
+
+    return made, remember
 
 
 #: The choice of a call of an op of ``torch.ops.weft`` that communicates, and its device.

@@ -14,14 +14,12 @@ from torch.distributed import ProcessGroup
 from ...kernels.all_gather_matmul import host
 from ...kernels.all_gather_matmul.configs import GatherKernelCall
 from ...kernels.all_gather_matmul.reference import reference_all_gather_matmul
-from ...kernels.device.tuning.tuner import FROM_MODEL
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
-from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
 from ..dispatch import launch_cache
-from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host, unfused
-from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse
+from ..dispatch.choice import Choice, KernelUse, choose_kernel, launch_kernel, on_host
+from ..dispatch.plan import num_sms, preferred_kernel, ran
 from ..dispatch.staging import Staging, in_rows, in_rows_or_columns, rows_of
 from ..dispatch.stream_order import in_stream_order
 from . import op
@@ -91,7 +89,7 @@ def _choose_on_cuda(call: AllGatherMatmulCall, group: ProcessGroup) -> Choice:
     from ...kernels.all_gather_matmul import on_cuda
     from ...kernels.device.gemm.operands import is_transposed
 
-    Bs, size, front = call.Bs, group.size(), _front(call)
+    Bs, front = call.Bs, _front(call)
     staging, split_k = Staging(), call.gather_dim == front.dim() - 1
     a = staging.take("A_shard", front, rows_of, on_cuda.takes_rows)
     # The kernel for 16 bits reads them all: of some in rows and some in columns, those in columns are copied.
@@ -99,17 +97,7 @@ def _choose_on_cuda(call: AllGatherMatmulCall, group: ProcessGroup) -> Choice:
     fits = in_rows_or_columns if alike else in_rows
     bs = [staging.take(f"Bs[{i}]", B, fits=fits) for i, B in enumerate(Bs)]
     used = GatherKernelCall(a, bs, num_sms(a.device), split_k, call.return_A, preferred_kernel())
-    kernel = on_cuda.choose_gather_kernel(used, size)
-    if isinstance(kernel, str):
-        return unfused(kernel)
-    if not should_fuse(kernel.profitable):
-        return unfused("too little is gathered and multiplied")
-    return by_kernel(
-        KernelUse(kernel, used, staging),
-        size,
-        partial(on_cuda.gather_programs, kernel.config, used, size, group.rank()),
-        chosen="" if kernel.algorithm == "copy_engine" else FROM_MODEL,
-    )
+    return choose_kernel(on_cuda.GATHER_STEPS, used, staging, group, "too little is gathered and multiplied")
 
 
 def run_all_gather_matmul(
@@ -139,23 +127,12 @@ def _on_cuda(choice: Choice, where: Heap, call: AllGatherMatmulCall) -> Result:
     from ...kernels.all_gather_matmul import on_cuda
 
     how: KernelUse = choice.how
-    used, dim, return_A = how.call, call.gather_dim, call.return_A
+    used, dim = how.call, call.gather_dim
     with in_stream_order(used.a.device):
         how.staging.copy()
-        kernel, chosen = on_cuda.tuned_gather(how.kernel, where, used)
-        choice = choice.by(kernel, chosen)
-        workspace = choice.workspace_on(where)
-        workspace.raise_if_broken(host.OP if kernel.algorithm == "push" else None)  # others say it themselves
-        plan = choice.plan_in(workspace)
-        ran(plan)
-        timeout_ns = timeout_in_ns(where.group_name)
-        gathered, products = on_cuda.launch_all_gather_matmul(kernel, workspace, used, timeout_ns, host.OP)
+        (gathered, products), remember = launch_kernel(on_cuda.GATHER_STEPS, choice, where, used, host.OP)
     A, outs = _shaped(gathered, products, _front(call), dim, where.world_size)
-    if (launcher := on_cuda.gather_launcher(kernel, workspace, used)) is not None:
-        results = outs if A is None else [*outs, A]
-        operands = how.call.a, *how.call.bs
-        made = launch_cache.LaunchedCall(host.OP, (dim, return_A), call.tensors, operands, results)
-        launch_cache.remember_call(made, workspace, launcher, plan, kernel.profitable)
+    remember(((dim, call.return_A), call.tensors), outs if A is None else [*outs, A])
     return A, outs
 
 
@@ -170,17 +147,20 @@ def _shaped(gathered: Tensor | None, products: list[Tensor], front: Tensor, dim:
     return (None if gathered is None else shaped(gathered)), [shaped(p) for p in products]
 
 
-def _fake(call: AllGatherMatmulCall, group: ProcessGroup) -> Result:
-    A_shard, dim = call.A_shard, call.gather_dim
+def empty_gathered(
+    A_shard: Tensor, dim: int, group: ProcessGroup, columns: Any, dtype: torch.dtype | None = None
+) -> Tensor:
+    """As many rows as are gathered, with so many columns; None: with those of the gathered A."""
     shape = list(A_shard.shape)
     shape[dim] = shape[dim] * group.size()
     front = 0 if dim == A_shard.dim() - 1 else dim
+    moved = [shape[front], *shape[:front], *shape[front + 1 : -1], shape[-1] if columns is None else columns]
+    return A_shard.new_empty(moved, dtype=dtype).movedim(0, front)
 
-    def out(columns: Any) -> Tensor:
-        moved = [shape[front], *shape[:front], *shape[front + 1 : -1], columns]
-        return A_shard.new_empty(moved).movedim(0, front)
 
-    return (out(shape[-1]) if call.return_A else None), [out(B.shape[1]) for B in call.Bs]
+def _fake(call: AllGatherMatmulCall, group: ProcessGroup) -> Result:
+    out = partial(empty_gathered, call.A_shard, call.gather_dim, group)
+    return (out(None) if call.return_A else None), [out(B.shape[1]) for B in call.Bs]
 
 
 class AllGatherMatmulFunction(torch.autograd.Function):

@@ -23,14 +23,12 @@ from ...kernels.device.gemm.scaling import (
     torch_product,
 )
 from ...kernels.device.gemm.supported import why_last_dim_not_gathered
-from ...kernels.device.tuning.tuner import FROM_MODEL
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
-from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
 from ..dispatch import launch_cache
-from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host, unfused
-from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse
+from ..dispatch.choice import Choice, KernelUse, choose_kernel, launch_kernel, on_host, unfused
+from ..dispatch.plan import num_sms, preferred_kernel, ran
 from ..dispatch.staging import Staging, aligned, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..scaled_calls import (
@@ -75,7 +73,7 @@ def _validate(
         validate_scaled_matrix(f"Bs[{i}]", B, k * group.size() if last else k, A, "A_shard")
     validate_scale("A_scale", call.A_scale, A, "A_shard")
     whole = [size * group.size() if i == dim else size for i, size in enumerate(lead)]
-    rows = scaled_rows("A_scale", call.A_scale, lead, k, whole)
+    rows = scaled_rows(call.A_scale, lead, k, whole)
     if last and rows.kind is ScaleKind.BLOCKS and k % BLOCK:
         raise ValueError(
             f"gather_dim: is the last dimension, of {k}, which must be a multiple of {BLOCK} for block-wise scales"
@@ -196,8 +194,7 @@ def _scaled_products(gather: ScaledGather) -> ScaledProducts | str:
 def _choose_on_cuda(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup) -> Choice:
     from ...kernels.all_gather_matmul import on_cuda
 
-    size = group.size()
-    gather = ScaledGather(call, rows, size)
+    gather = ScaledGather(call, rows, group.size())
     products = _scaled_products(gather)
     if isinstance(products, str):
         return unfused(products)
@@ -208,17 +205,8 @@ def _choose_on_cuda(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: Pr
     used = GatherKernelCall(
         *(a, bs, num_sms(a.device), gather.last, call.return_A, preferred_kernel()), scaled=products
     )
-    kernel = on_cuda.choose_gather_kernel(used, size)
-    if isinstance(kernel, str):
-        return unfused(kernel)
-    if not should_fuse(kernel.profitable):
-        return unfused(why_unfused(products, "gathered and multiplied"))
-    return by_kernel(
-        KernelUse(kernel, used, staging),
-        size,
-        partial(on_cuda.gather_programs, kernel.config, used, size, group.rank()),
-        chosen="" if kernel.algorithm == "copy_engine" else FROM_MODEL,
-    )
+    too_little = why_unfused(products, "gathered and multiplied")
+    return choose_kernel(on_cuda.GATHER_STEPS, used, staging, group, too_little)
 
 
 def _on_cuda(choice: Choice, where: Heap, gather: ScaledGather) -> Result:
@@ -237,25 +225,12 @@ def _on_cuda(choice: Choice, where: Heap, gather: ScaledGather) -> Result:
             biases=[None if bias is None else aligned(bias.contiguous()) for bias in call.biases],
         )
         used = replace(used, scales=scales)
-        kernel, chosen = on_cuda.tuned_gather(how.kernel, where, used)
-        choice = choice.by(kernel, chosen)
-        workspace = choice.workspace_on(where)
-        workspace.raise_if_broken(host.OP if kernel.algorithm == "push" else None)  # others say it themselves
-        plan = choice.plan_in(workspace)
-        ran(plan)
-        timeout_ns = timeout_in_ns(where.group_name)
-        gathered, products = on_cuda.launch_all_gather_matmul(kernel, workspace, used, timeout_ns, host.OP)
+        (gathered, products), remember = launch_kernel(on_cuda.GATHER_STEPS, choice, where, used, host.OP)
     A = None if gathered is None else gathered.view(gather.a.dtype)
     if A is not None:
         A = gather.shaped(A if gather.last else A.flatten(0, 1))
     outs = [gather.shaped(out if gather.last else out.flatten(0, 1)) for out in products]
-    launcher = on_cuda.gather_launcher(kernel, workspace, used)
-    known = _known_by(call)
-    if launcher is not None and known is not None:
-        results = outs if A is None else [*outs, A]
-        operands = [used.a, *used.bs, *scales.tensors]
-        made = launch_cache.LaunchedCall(host.OP, *known, operands, results)
-        launch_cache.remember_call(made, workspace, launcher, plan, kernel.profitable)
+    remember(_known_by(call), outs if A is None else [*outs, A])
     return A, outs
 
 
@@ -303,17 +278,9 @@ def _unfused(gather: ScaledGather, group: ProcessGroup) -> Result:
 
 
 def _fake(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup) -> Result:
-    A_shard, dim = call.A_shard, call.gather_dim
-    shape = list(A_shard.shape)
-    shape[dim] = shape[dim] * group.size()
-    front = 0 if dim == A_shard.dim() - 1 else dim
-
-    def out(columns: Any, dtype: torch.dtype | None) -> Tensor:
-        moved = [shape[front], *shape[:front], *shape[front + 1 : -1], columns]
-        return A_shard.new_empty(moved, dtype=dtype).movedim(0, front)
-
+    out = partial(all_gather_matmul.empty_gathered, call.A_shard, call.gather_dim, group)
     outs = [out(B.shape[1], dtype) for B, dtype in zip(call.Bs, call.out_dtypes, strict=True)]
-    return (out(shape[-1], A_shard.dtype) if call.return_A else None), outs
+    return (out(None, call.A_shard.dtype) if call.return_A else None), outs
 
 
 def _flops(A_shard: Sequence[int], Bs: Sequence[Sequence[int]], *given: Any, **_: Any) -> int:

@@ -70,24 +70,18 @@ def run_all_reduce(
     x: Tensor,
     reduce_op: str,
     group: ProcessGroup,
-    out: Tensor | None = None,
     config: AllReduceConfig | None = None,
     op: str = host.OP,
 ) -> Tensor:
-    """As the op; the arguments are checked.
-
-    Args:
-        out: contiguous, like x, and may be x.
-        op: whose call it is, for errors.
-    """
+    """As the op; the arguments are checked. ``op``: whose call it is, for errors."""
     call = AllReduceCall(x, reduce_op, group.group_name)
     where = heap_or_reason(op, "all_reduce", x.device, group, empty=x.numel() == 0)
     if isinstance(where, str):
-        return run_by_choice(unfused(where), None, call, group, out, op)
+        return run_by_choice(unfused(where), None, call, group, op=op)
     choice = choose_sum(x, reduce_op, group)
     if config is not None and choice.algorithm == "push":
         choice = choose_sum_on_cuda(x, reduce_op, group, config)
-    return run_by_choice(choice, where, call, group, out, op)
+    return run_by_choice(choice, where, call, group, op=op)
 
 
 def run_by_choice(

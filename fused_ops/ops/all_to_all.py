@@ -59,7 +59,7 @@ def _validate(call: AllToAllCall) -> tuple[AllToAllCall, ProcessGroup]:
         raise ValueError("x: has no dimension, must have 1 or more")
     if x.is_complex():
         raise TypeError(f"x: is {x.dtype}, must be of real numbers: torch.view_as_real(x)")
-    scatter_dim = validation.checked_dim_of_parts("scatter_dim", call.scatter_dim, x, group.size())
+    scatter_dim = validation.checked_scatter_dim(call.scatter_dim, x, group.size())
     gather_dim = validation.checked_dim("gather_dim", call.gather_dim, "x", x.dim())
     return call._replace(scatter_dim=scatter_dim, gather_dim=gather_dim), group
 

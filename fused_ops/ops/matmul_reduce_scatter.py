@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -12,17 +11,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.device.tuning.tuner import FROM_MODEL
 from ...kernels.matmul_reduce_scatter import host
 from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from ...kernels.matmul_reduce_scatter.reference import reference_matmul_reduce_scatter
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
-from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
 from ..dispatch import launch_cache
-from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host, unfused
-from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse
+from ..dispatch.choice import Choice, KernelUse, choose_kernel, launch_kernel, on_host
+from ..dispatch.plan import num_sms, preferred_kernel, ran
 from ..dispatch.staging import Staging, aligned, in_rows_or_columns
 from ..dispatch.stream_order import in_stream_order
 from . import op
@@ -179,13 +176,6 @@ def _fast(call: MatmulReduceScatterCall) -> Tensor | None:
     return None if results is None else results[0]
 
 
-@dataclass(frozen=True)
-class _Use(KernelUse):
-    """``given``: the call, whose products are one where the kernel does not add them."""
-
-    given: MatmulReduceScatterCall
-
-
 def _choose(call: MatmulReduceScatterCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     if call.A.device.type == "cpu":
@@ -263,42 +253,21 @@ def _choose_on_cuda(call: MatmulReduceScatterCall, group: ProcessGroup) -> Choic
     )
     if not on_cuda.adds_products(used, size):
         return _choose_on_cuda(call.stacked, group)
-    kernel = on_cuda.choose_scatter_kernel(used, size)
-    if isinstance(kernel, str):
-        return unfused(kernel)
-    if not should_fuse(kernel.profitable):
-        return unfused("too little is multiplied and scattered")
-    return by_kernel(
-        _Use(kernel, used, staging, call),
-        size,
-        partial(on_cuda.scatter_programs, kernel.config, used, size, group.rank()),
-        chosen="" if kernel.predicted_us is None else FROM_MODEL,
-    )
+    too_little = "too little is multiplied and scattered"
+    return choose_kernel(on_cuda.SCATTER_STEPS, used, staging, group, too_little, call)
 
 
 def _on_cuda(choice: Choice, where: Heap, _: MatmulReduceScatterCall) -> Tensor:
     from ...kernels.matmul_reduce_scatter import on_cuda
 
-    how: _Use = choice.how
-    call, used = how.given, how.call
+    how: KernelUse = choice.how
+    call, used = how.given, how.call  # whose products are one where the kernel does not add them
     with in_stream_order(used.b.device):
         how.staging.copy()
         used = replace(used, terms=[aligned(term.contiguous()) for term in call.terms])
-        kernel, chosen = on_cuda.tuned_scatter(how.kernel, where, used)
-        choice = choice.by(kernel, chosen)
-        workspace = choice.workspace_on(where)
-        workspace.raise_if_broken(None if kernel.algorithm == "one_shot" else host.OP)  # that says it itself
-        plan = choice.plan_in(workspace)
-        ran(plan)
-        timeout_ns = timeout_in_ns(where.group_name)
-        out = on_cuda.launch_matmul_reduce_scatter(kernel, workspace, used, timeout_ns, host.OP)
-        out = out.view(call.local_shape(where.world_size))
-    launcher = on_cuda.scatter_launcher(kernel, workspace, used)
-    known = _known_by(call)
-    if launcher is not None and known is not None:
-        operands = on_cuda.scatter_operands(kernel.config, used)
-        made = launch_cache.LaunchedCall(host.OP, *known, operands, [out])
-        launch_cache.remember_call(made, workspace, launcher, plan, kernel.profitable)
+        made, remember = launch_kernel(on_cuda.SCATTER_STEPS, choice, where, used, host.OP)
+        out: Tensor = made.view(call.local_shape(where.world_size))
+    remember(_known_by(call), [out])
     return out
 
 

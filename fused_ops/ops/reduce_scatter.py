@@ -88,7 +88,7 @@ def _validate(call: ReduceScatterCall) -> tuple[ReduceScatterCall, ProcessGroup]
     validation.float_dtype("x", x)
     validation.reduction(call.reduce_op, validation.ALL_REDUCE_OPS)
     if call.counts is None:
-        dim = validation.checked_dim_of_parts("scatter_dim", call.scatter_dim, x, group.size())
+        dim = validation.checked_scatter_dim(call.scatter_dim, x, group.size())
     else:
         dim = validation.checked_dim("scatter_dim", call.scatter_dim, "x", x.dim())
         validation.counts_of_ranks(call.counts, group.size())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -21,17 +20,15 @@ from ...kernels.device.gemm.scaling import (
     torch_product,
 )
 from ...kernels.device.gemm.supported import why_last_dim_not_scattered
-from ...kernels.device.tuning.tuner import FROM_MODEL
 from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from ...kernels.scaled_matmul_reduce_scatter import host
 from ...kernels.scaled_matmul_reduce_scatter.reference import reference_scattered_sum
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
-from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
 from ..dispatch import launch_cache
-from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host, unfused
-from ..dispatch.plan import num_sms, preferred_kernel, ran, should_fuse
+from ..dispatch.choice import Choice, KernelUse, choose_kernel, launch_kernel, on_host, unfused
+from ..dispatch.plan import num_sms, preferred_kernel, ran
 from ..dispatch.staging import Staging, aligned
 from ..dispatch.stream_order import in_stream_order
 from ..scaled_calls import (
@@ -100,7 +97,7 @@ def _validate(
     *lead, k = A.shape
     validate_scaled_matrix("B", B, k, A, "A")
     validate_scale("A_scale", call.A_scale, A, "A")
-    rows = scaled_rows("A_scale", call.A_scale, lead, k)
+    rows = scaled_rows(call.A_scale, lead, k)
     validate_scale("B_scale", call.B_scale, A, "A")
     validate_scale_of_B("B_scale", call.B_scale, rows, call.A_scale, B)
     validation.reduction(call.reduce_op)
@@ -193,16 +190,17 @@ def _on_cpu(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, ro
     def part(x: Tensor, rank: int) -> Tensor:
         return x.reshape(*lead, x.shape[-1]).chunk(size, dim)[rank].flatten(0, -2)
 
+    whole: Sequence[Tensor] = ()
+    if dim == len(lead):
+        whole = finished(call.A.flatten(0, -2), _a_scale(call, rows)).chunk(size, 1)
+
     def product_for(rank: int) -> Tensor:
+        if whole:
+            return whole[rank]
         a_scale = call.A_scale if kind is ScaleKind.TENSOR else part(call.A_scale, rank)
         return finished(part(call.A, rank), a_scale)
 
-    if dim == len(lead):
-        whole = finished(call.A.flatten(0, -2), _a_scale(call, rows)).chunk(size, 1)
-        products: list[Callable[[], Tensor]] = [partial(whole.__getitem__, rank) for rank in range(size)]
-    else:
-        products = [partial(product_for, rank) for rank in range(size)]
-    return host.host_scaled_matmul_reduce_scatter(workspace, products, call.reduce_op, call.out_dtype)
+    return host.host_scaled_matmul_reduce_scatter(workspace, product_for, call.reduce_op, call.out_dtype)
 
 
 def _choose_on_cuda(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup) -> Choice:
@@ -232,17 +230,8 @@ def _choose_on_cuda(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group
         preferred=preferred_kernel(),
         scaled=products,
     )
-    kernel = on_cuda.choose_scatter_kernel(used, size)
-    if isinstance(kernel, str):
-        return unfused(kernel)
-    if not should_fuse(kernel.profitable):
-        return unfused(why_unfused(products, "multiplied and scattered"))
-    return by_kernel(
-        KernelUse(kernel, used, staging),
-        size,
-        partial(on_cuda.scatter_programs, kernel.config, used, size, group.rank()),
-        chosen=FROM_MODEL,
-    )
+    too_little = why_unfused(products, "multiplied and scattered")
+    return choose_kernel(on_cuda.SCATTER_STEPS, used, staging, group, too_little)
 
 
 def _on_cuda(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows) -> Tensor:
@@ -259,21 +248,9 @@ def _on_cuda(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, r
         ]
         bias = [] if call.bias is None else [aligned(call.bias.contiguous())]
         used = replace(used, terms=[*scales, *bias])
-        kernel, chosen = on_cuda.tuned_scatter(how.kernel, where, used)
-        choice = choice.by(kernel, chosen)
-        workspace = choice.workspace_on(where)
-        workspace.raise_if_broken(None if kernel.algorithm == "one_shot" else host.OP)  # that says it itself
-        plan = choice.plan_in(workspace)
-        ran(plan)
-        timeout_ns = timeout_in_ns(where.group_name)
-        out = on_cuda.launch_matmul_reduce_scatter(kernel, workspace, used, timeout_ns, host.OP)
-        out = out.view(call.local_shape(where.world_size))
-    launcher = on_cuda.scatter_launcher(kernel, workspace, used)
-    known = _known_by(call)
-    if launcher is not None and known is not None:
-        operands = on_cuda.scatter_operands(kernel.config, used)
-        made = launch_cache.LaunchedCall(host.OP, *known, operands, [out])
-        launch_cache.remember_call(made, workspace, launcher, plan, kernel.profitable)
+        made, remember = launch_kernel(on_cuda.SCATTER_STEPS, choice, where, used, host.OP)
+        out: Tensor = made.view(call.local_shape(where.world_size))
+    remember(_known_by(call), [out])
     return out
 
 

@@ -105,11 +105,7 @@ def _cat_slice_cat(node: fx.Node, made: list[fx.Node]) -> None:
     made.append(call(node, aten.cat.default, list(made), 1))
 
 
-def _of_cat_slice_cat(nodes: list[fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (nodes[0].args[0],), {"size": nodes[1].args[3]}
-
-
 _WRITERS: dict[str | None, tuple[Callable[[fx.Node, list[fx.Node]], None], _Arguments]] = {
     "mm_plus_mm": (_sum, _of_sum),
-    "cat_slice_cat": (_cat_slice_cat, _of_cat_slice_cat),
+    "cat_slice_cat": (_cat_slice_cat, lambda nodes: ((nodes[0].args[0],), {"size": nodes[1].args[3]})),
 }

@@ -18,6 +18,7 @@ from ..device.gemm import gemm_tiles, one_shot
 from ..device.gemm.one_shot import OneShotConfig
 from ..device.gemm.scaling import ScaledProducts, ScaleKind
 from .estimate import (
+    CHUNK_COLUMNS,
     FIT_ROWS,
     RASTER_GROUP,
     AllGatherMatmulProblem,
@@ -325,11 +326,7 @@ def _with_first_wave(config: GatherPushConfig, problem: AllGatherMatmulProblem) 
 def push_flags_per_rank(m: int, k: int, config: GatherPushConfig) -> int:
     """Flags that one rank sets in a peer's workspace in one epoch: one for each chunk."""
     k_chunks = -(-m // config.tile.block_m) * -(-k // config.k_chunk_columns)
-    return (
-        k_chunks
-        * (config.tile.block_m // config.chunk_rows)
-        * (config.k_chunk_columns // config.chunk_columns)
-    )
+    return k_chunks * (config.tile.block_m // config.chunk_rows) * (config.k_chunk_columns // CHUNK_COLUMNS)
 
 
 def gather_push_layout(m: int, k: int, world_size: int, config: GatherPushConfig) -> Layout:

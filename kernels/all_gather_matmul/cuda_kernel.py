@@ -18,10 +18,10 @@ from ..device.gemm import gemm
 from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole
 from ..device.gemm.gemm_tiles import BLOCK_K
 from ..device.gemm.operands import ALIGNMENT
-from ..device.gemm.scaling import ScaledProducts
 from ..device.gemm.tensor_map import Boxes, Maps, TensorMap, contiguous_strides, put_map, put_maps
 from ..device.jit.program import Program, WaitParams
 from .configs import MOST_BS, GatherPushConfig, push_flags_per_rank
+from .estimate import CHUNK_COLUMNS
 
 SOURCE = Path(__file__).parent / "kernel.cu"
 ROWS = 64  # of a tile, that a warpgroup multiplies
@@ -70,18 +70,16 @@ def gather_defines(
     bs: Sequence[torch.Tensor], config: GatherPushConfig, *, return_A: bool = False
 ) -> gemm.Defines:
     """What kernel.cu is compiled with for these B [K, N_i] and their like."""
+    scaled = config.scaled
     return (
         *gemm.gemm_defines(config.tile, bs, split_k=config.split_k).items(),
         ("CHUNK_ROWS", config.chunk_rows),
-        ("CHUNK_COLUMNS", config.chunk_columns),
+        ("CHUNK_COLUMNS", CHUNK_COLUMNS),
         ("K_CHUNK_COLUMNS", config.k_chunk_columns),
         ("RETURN_A", int(return_A)),
-        *((config.scaled.defines | _result(config.scaled)).items() if config.scaled else ()),
+        *(scaled.defines.items() if scaled else ()),
+        *([("OUT_FLOAT32", int(scaled.out_dtype == torch.float32))] if scaled else ()),
     )
-
-
-def _result(scaled: ScaledProducts) -> dict[str, int]:
-    return {"OUT_FLOAT32": int(scaled.out_dtype == torch.float32)}
 
 
 def push_programs(

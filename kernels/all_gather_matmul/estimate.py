@@ -56,6 +56,9 @@ class AllGatherMatmulProblem:
         return -(-self.m // tile.block_m), sum(-(-n // tile.block_n) for n in self.ns)
 
 
+CHUNK_COLUMNS = 64
+
+
 @dataclass(frozen=True)
 class GatherPushConfig:
     """The configuration of kernel.cu.
@@ -63,7 +66,7 @@ class GatherPushConfig:
     Attributes:
         comm_sms: SMs that send first, and compute when all is sent; 0: every block sends while it computes.
         group: rows of tiles of each rank that are sent and multiplied together.
-        chunk_rows, chunk_columns: of a chunk, which is sent with one flag.
+        chunk_rows: of a chunk of CHUNK_COLUMNS, which is sent with one flag.
         k_chunk_columns: of a k-chunk, which is waited for as a whole.
         raster_group, remote_raster_group: pairs of local rows of tiles, and of the peers', in a raster group.
         split_k: shards lie side by side along K; then no row is all local.
@@ -76,7 +79,6 @@ class GatherPushConfig:
     comm_sms: int
     group: int
     chunk_rows: int = 64
-    chunk_columns: int = 64
     k_chunk_columns: int = 1024
     raster_group: int = RASTER_GROUP
     remote_raster_group: int = RASTER_GROUP
@@ -119,7 +121,7 @@ _EARLIER = 0.73
 
 def _chunk_us(config: GatherPushConfig, world_size: int, num_sms: int) -> float:
     """Microseconds from a chunk's first bytes to its last."""
-    chunk, pushers = config.chunk_rows * config.chunk_columns * 2, config.comm_sms * PUSHERS or num_sms
+    chunk, pushers = config.chunk_rows * CHUNK_COLUMNS * 2, config.comm_sms * PUSHERS or num_sms
     return chunk * (world_size - 1) * pushers / (LINK_RATE_OF_TWO if world_size == 2 else LINK_RATE)
 
 

@@ -22,7 +22,7 @@ from ..device.gemm.supported import WHY_NO_GEMM, why_last_dim_not_gathered
 from ..device.jit.ahead import CompilableProgram
 from ..device.tuning import tuner
 from ..device.tuning.benchmark import Candidate
-from ..device.tuning.choice import KernelChoice, KernelChoices, make_together
+from ..device.tuning.choice import KernelChoice, KernelChoices, KernelSteps, make_together
 from . import configs, cuda_kernel, host
 from .copied_products import AllGatherProductsCopied
 from .one_shot_kernel import AllGatherMatmulOneShot
@@ -204,3 +204,13 @@ def _key(choice: KernelChoice[configs.AnyConfig], call: configs.GatherKernelCall
         return (choice, call.return_A)
     biased = (bias is not None for bias in call.scales.biases)
     return (choice, call.return_A, *(b.stride() for b in call.scales.bs), *biased)
+
+
+GATHER_STEPS = KernelSteps(
+    choose_gather_kernel,
+    gather_programs,
+    tuned_gather,
+    launch_all_gather_matmul,
+    gather_launcher,
+    gather_operands,
+)

@@ -67,7 +67,7 @@ class AllGatherMatmulOneShot:
         self.workspace, self._rows, self._k = workspace, size * m, k
         self._empty, self._timeout_ns = empty_on(a.device), 0
         elements = VECTOR // a.element_size()
-        p = self._params = self.params(slots_of(workspace, 0))
+        p = self._params = self.params(slots_of(workspace))
         p.vectors, p.columns, p.stride = config.vectors, k // elements, row_stride(a) // elements
         program, layout = self.program(size, workspace.rank), workspace.layout
         self._launch, self._grids = one_shot.launch_of(program, "all_gather_one_shot", p, config, layout)

@@ -136,7 +136,7 @@ class AllReduceLauncher:
             whole = aligned and numel * width == count * VECTOR * parts
             name = launch.kernel if whole else f"{launch.kernel}_any"
             function = _function(layout.world_size, place.rank, dtype, reduce_op, name, device)
-            params = _Params(slots_of(place, 0), 0, 0, numel, count, aligned)
+            params = _Params(slots_of(place), 0, 0, numel, count, aligned)
             ready = function.bound(launch.blocks, launch.threads, params, dependent=ll_exchange.dependent())
             self._launches.append(ready)
             self._params.append(params)
@@ -184,6 +184,6 @@ def combine_all_reduce_launcher(
     launch = configs.launch(count, layout, config)
     program = launched_all_reduce(layout.world_size, place.rank, *wanted.defined)
     function = program.function(launch.kernel if vectors == count * parts else f"{launch.kernel}_any")
-    params = _CombineParams(slots_of(place, 0), 0, 0, wanted.tokens * wanted.hidden, count, 1)
+    params = _CombineParams(slots_of(place), 0, 0, wanted.tokens * wanted.hidden, count, 1)
     params.combine = wanted.source
     return CombineLauncher(params, _CombineParams.out.offset, function, launch)

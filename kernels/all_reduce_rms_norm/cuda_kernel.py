@@ -211,7 +211,7 @@ class AllReduceRmsNormLauncher:
             program = launched_norm(vectors, dtype, norm, config, (size, place.rank))
             function = program.function(config.form)
             taken = _Params if combine is None else _CombineParams
-            params = taken(slots_of(place, 0), rows=count, vectors=vectors, eps=norm.eps, elements=hidden)
+            params = taken(slots_of(place), rows=count, vectors=vectors, eps=norm.eps, elements=hidden)
             if combine is not None:
                 params.combine = combine.source(rows, vectors, start)
             params.offset = norm.weight_offset

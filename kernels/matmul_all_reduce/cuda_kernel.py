@@ -120,7 +120,7 @@ class MatmulAllReduceLauncher:
         if not layout.holds(needed := config.layout(m, layout.world_size)):
             raise ValueError(f"workspace: is {layout}, must hold {needed} for {m} rows and {config}")
         b_rows = not is_transposed(b)
-        p = self._params = _Params(slots_of(place, 0))
+        p = self._params = _Params(slots_of(place))
         # The stride of a single row may be anything.
         p.a_stride, p.b_stride = k if m == 1 else a.stride(0), b.stride(0) if b_rows else b.stride(1)
         p.m, p.n, p.k = m, n, k

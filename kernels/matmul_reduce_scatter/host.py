@@ -7,13 +7,11 @@ result. The sum is taken in float32, in rank order, and bias and residual are ad
 
 from __future__ import annotations
 
-import queue
-
 import torch
 
 from ...symm_mem.layout import Layout
-from ...symm_mem.workspace import HostEpoch, Workspace
-from ..device.comm.copy_thread import CopyThread
+from ...symm_mem.workspace import Workspace
+from ..device.comm.copy_thread import sum_of_products
 
 OP = "fused_matmul_reduce_scatter"
 
@@ -40,36 +38,15 @@ def host_matmul_reduce_scatter(
     Returns:
         [rows, n] of ``out_dtype``.
     """
-    rows, n, dtype = parts[0][0].shape[0], parts[0][1].shape[1], parts[0][0].dtype
-    size, rank = workspace.world_size, workspace.rank
-    with workspace.lock, HostEpoch(workspace, OP) as epoch:
-        slots = [epoch.slots(peer, (size, rows, n), dtype) for peer in range(size)]
-        finished: queue.SimpleQueue[tuple[int, torch.Tensor] | None] = queue.SimpleQueue()
+    dtype = parts[0][0].dtype
 
-        def push() -> None:
-            while (item := finished.get()) is not None:
-                peer, partial = item
-                epoch.wait_free(peer)
-                slots[peer][rank] = partial
-                epoch.post(peer, 0)
+    def product_for(peer: int) -> torch.Tensor:
+        a, b = parts[peer]
+        if peer != workspace.rank:
+            return torch.mm(a, b)
+        return torch.mm(a.float(), b.float()) if dtype != torch.float32 else torch.mm(a, b)
 
-        with CopyThread(workspace, push, lambda: finished.put(None)):
-            for step in range(1, size):
-                peer = (rank + step) % size
-                a, b = parts[peer]
-                finished.put((peer, torch.mm(a, b)))
-            a, b = parts[rank]
-            own = torch.mm(a.float(), b.float()) if dtype != torch.float32 else torch.mm(a, b)
-            total: torch.Tensor | None = None
-            for src in range(size):
-                if src != rank:
-                    epoch.wait(src, 0)
-                part = own if src == rank else slots[rank][src]
-                # From 0.0 on, a sum of -0.0 would be 0.0.
-                total = part.to(torch.float32, copy=True) if total is None else total.add_(part)
-    assert total is not None
-    if reduce_op == "avg":
-        total /= size
+    total = sum_of_products(workspace, OP, product_for, reduce_op, dtype)
     for term in (bias, residual):
         if term is not None:
             total += term

@@ -21,7 +21,7 @@ from ..device.gemm.supported import WHY_NO_FLOAT32, WHY_NO_GEMM, why_last_dim_no
 from ..device.jit.ahead import CompilableProgram
 from ..device.tuning import tuner
 from ..device.tuning.benchmark import Candidate
-from ..device.tuning.choice import KernelChoice, KernelChoices, make_together
+from ..device.tuning.choice import KernelChoice, KernelChoices, KernelSteps, make_together
 from . import configs, host
 from .cuda_kernel import MatmulReduceScatterPush, ScaledMatmulReduceScatterPush, scatter_program
 from .one_shot_kernel import MatmulReduceScatterOneShot, ScaledMatmulReduceScatterOneShot
@@ -193,3 +193,13 @@ def scatter_operands(config: configs.AnyConfig, call: configs.ScatterKernelCall)
         of_a, of_b = call.scaled.types
         factors = call.a.view(of_a), call.b.t().view(of_b).t()
     return [*factors, *call.terms]
+
+
+SCATTER_STEPS = KernelSteps(
+    choose_scatter_kernel,
+    scatter_programs,
+    tuned_scatter,
+    launch_matmul_reduce_scatter,
+    scatter_launcher,
+    scatter_operands,
+)

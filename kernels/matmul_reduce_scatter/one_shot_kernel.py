@@ -91,7 +91,7 @@ class MatmulReduceScatterOneShot:
         self._rows = None if split_n else _rows(a)
         self._dtype = self._sent_as(a, epilogue)
         elements = VECTOR // self._dtype.itemsize
-        p = self._params = _Params(slots_of(workspace, 0))
+        p = self._params = _Params(slots_of(workspace))
         p.vectors, p.columns, p.average = config.vectors, n // elements, epilogue.average
         program, layout = self.program(self._dtype, epilogue, (size, workspace.rank)), workspace.layout
         self._launch, self._grids = one_shot.launch_of(program, "reduce_scatter_one_shot", p, config, layout)

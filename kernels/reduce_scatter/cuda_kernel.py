@@ -76,7 +76,7 @@ def combine_reduce_scatter_launcher(
     problem = scatter_problem(wanted, dim, layout.world_size)
     launch = rounds_launch(problem.vectors, layout, config)
     program = launched_reduce_scatter(layout.world_size, place.rank, *wanted.defined)
-    params = _CombineParams(slots_of(place, 0), *problem.slices(layout.world_size))
+    params = _CombineParams(slots_of(place), *problem.slices(layout.world_size))
     params.vectors, params.room = problem.vectors, launch.room
     params.combine = wanted.source
     result = _CombineParams.out.offset + Slices.first.offset

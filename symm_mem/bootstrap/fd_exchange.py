@@ -263,10 +263,9 @@ def _listening(name: str, waiting: int) -> socket.socket:
     return server
 
 
-def close_fds(fds: list[int], keep: int = -1) -> None:
+def close_fds(fds: list[int]) -> None:
     for fd in fds:
-        if fd != keep:
-            os.close(fd)
+        os.close(fd)
 
 
 def _same_user(connection: socket.socket) -> bool:

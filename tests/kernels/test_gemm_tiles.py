@@ -42,13 +42,13 @@ def test_all_gather_matmul_fits_and_has_a_flag_for_each_chunk(
         "whole clusters; most blocks multiply"
     )
     assert 1 <= config.group <= -(-m // config.tile.block_m)
-    chunks = (config.tile.block_m // config.chunk_rows) * (config.k_chunk_columns // config.chunk_columns)
+    chunks = (config.tile.block_m // config.chunk_rows) * (config.k_chunk_columns // estimate.CHUNK_COLUMNS)
     assert chunks <= 32, "a lane waits for each chunk of a unit"
     assert config.first_wave <= (num_sms - config.comm_sms) // 2 and not (
         config.first_wave and config.split_k
     )
     layout = gather.gather_push_layout(m, k, world_size, config)
-    assert layout.flags_per_rank * config.chunk_rows * config.chunk_columns >= m * k
+    assert layout.flags_per_rank * config.chunk_rows * estimate.CHUNK_COLUMNS >= m * k
     assert layout.buffer_bytes == world_size * m * k * 2, (
         "twice the gathered bytes for both buffers, and no more"
     )

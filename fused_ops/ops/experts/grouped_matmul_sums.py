@@ -122,14 +122,6 @@ def _validate_part(
     return call._replace(scatter_dim=dim), group
 
 
-def _choose_sum(call: GroupedMatmulAllReduceCall, group: ProcessGroup) -> Choice:
-    return choose_combined_sum(_combined(call), call.reduce_op, group)
-
-
-def _choose_part(call: GroupedMatmulReduceScatterCall, group: ProcessGroup) -> Choice:
-    return choose_combined_part(_combined(call), call.reduce_op, call.scatter_dim, group)
-
-
 def _multiplied(call: Call) -> Combined:
     with on_device(call.A):
         (y,) = multiply(call.A, [(call.B, call.bias)], call.offs, None)
@@ -256,7 +248,7 @@ GROUPED_MATMUL_ALL_REDUCE: Op = Op(
     fake=lambda call, group: call.A.new_empty(_combined(call).result_shape),
     kernel="all_reduce",
     sends_nothing=lambda call, group: call.slots.shape[0] * call.B.shape[2] == 0,
-    choose=_choose_sum,
+    choose=lambda call, group: choose_combined_sum(_combined(call), call.reduce_op, group),
     run=_run_sum,
     with_gradient=lambda call: _with_gradient(GROUPED_MATMUL_ALL_REDUCE, call),
     flops=_flops,
@@ -270,7 +262,7 @@ GROUPED_MATMUL_REDUCE_SCATTER: Op = Op(
     fake=lambda call, group: call.A.new_empty(part_shape(_combined(call), call.scatter_dim, group.size())),
     kernel="reduce_scatter",
     sends_nothing=lambda call, group: call.slots.shape[0] * call.B.shape[2] == 0,
-    choose=_choose_part,
+    choose=lambda call, group: choose_combined_part(_combined(call), call.reduce_op, call.scatter_dim, group),
     run=_run_part,
     with_gradient=lambda call: _with_gradient(GROUPED_MATMUL_REDUCE_SCATTER, call),
     flops=_flops,

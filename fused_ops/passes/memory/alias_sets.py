@@ -18,6 +18,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from ..graph.collectives import communicates, fills_what_it_waits_for, is_placed, waits
+from ..graph.disjoint_sets import DisjointSets
 from ..graph.nodes import hint_or_one
 
 HEAP = "heap"  #: the pool of what copy engines have gathered, read where it came
@@ -60,11 +61,11 @@ class AliasSets:
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._parent: dict[int, int] = {}
+        self._joined = DisjointSets[int]()
         keys = {node: [_key(t) for t in tensors_of(node)] for node in graph.nodes}
         for node in graph.nodes:
             for a, b in _same_memory(node):
-                self._join(_key(a), _key(b))
+                self._joined.join(_key(b), _key(a))
         self.sets: list[AliasSet] = []
         found: dict[int, AliasSet] = {}
         self.made: dict[fx.Node, list[AliasSet]] = {}
@@ -74,7 +75,7 @@ class AliasSets:
         for node in graph.nodes:
             own: dict[int, AliasSet] = {}
             for tensor, key in zip(tensors_of(node), keys[node], strict=True):
-                root = self._root(key)
+                root = self._joined.root(key)
                 if root not in found:
                     pool = HEAP if is_placed(node) else tensor.device.type
                     found[root] = AliasSet(len(self.sets), pool=pool)
@@ -96,18 +97,7 @@ class AliasSets:
 
     def sets_of(self, node: fx.Node) -> list[AliasSet]:
         """The set of each tensor that the node's value has, in their order."""
-        return [self._by_root[self._root(_key(t))] for t in tensors_of(node)]
-
-    def _root(self, key: int) -> int:
-        while (above := self._parent.get(key, key)) != key:
-            self._parent[key] = self._parent.get(above, above)
-            key = above
-        return key
-
-    def _join(self, a: int, b: int) -> None:
-        a, b = self._root(a), self._root(b)
-        if a != b:
-            self._parent[b] = a
+        return [self._by_root[self._joined.root(_key(t))] for t in tensors_of(node)]
 
 
 def started_by(wait: fx.Node) -> Iterator[fx.Node]:

@@ -117,10 +117,6 @@ def _scattered(c: Collective) -> _Replacement:
     return _Replacement(c, schema.reduce_scatter, (0,), c.x, c.wait)
 
 
-def _exchanged(c: Collective) -> _Replacement:
-    return _Replacement(c, schema.all_to_all, (0, 0), c.x, c.wait)
-
-
 def _nothing_else_uses(wait: fx.Node, steps: list[ViewStep]) -> bool:
     """Whether what lies between a gather and the last step is used on the way there only."""
     nodes = {n for step in steps for n in step.nodes}
@@ -131,5 +127,5 @@ def _nothing_else_uses(wait: fx.Node, steps: list[ViewStep]) -> bool:
 _FOUND = {
     c10d.all_gather_into_tensor.default: _gathered,
     c10d.reduce_scatter_tensor.default: _scattered,
-    c10d.all_to_all_single.default: _exchanged,
+    c10d.all_to_all_single.default: lambda c: _Replacement(c, schema.all_to_all, (0, 0), c.x, c.wait),
 }

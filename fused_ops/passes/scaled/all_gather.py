@@ -23,7 +23,7 @@ from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import Collective
 from ..graph.gathered_tensor import Gathered, GatherLayout
-from ..graph.index_map import RANK, Digits, numel, same_size
+from ..graph.index_map import RANK, numel, same_size
 from ..graph.nodes import LeftAlone, aten, first_write, some, val, what
 from ..graph.rewrite import call
 from ..graph.views import View, view_step
@@ -208,7 +208,7 @@ def _layout(taken: ScaledMm, rows: RowByRow, c: Collective) -> GatherLayout:
         len(of_scales) != 2
         or layout.contracted
         or not same_size(of_scales[0], dims[0])
-        or _has_rank(of_scales[1])
+        or any(digit.axis == RANK for digit in of_scales[1])
     ):
         raise LeftAlone(f"{what(taken.left_scale)}, its scales, are those of other rows")
     return layout
@@ -218,10 +218,6 @@ def _gathers(node: fx.Node, rows: RowByRow) -> list[Collective]:
     """Those of which a node is made, as far as that was asked for."""
     nodes = rows.nodes([node])
     return [each for wait, each in rows.bases.items() if wait in nodes]
-
-
-def _has_rank(digits: Digits) -> bool:
-    return any(digit.axis == RANK for digit in digits)
 
 
 def _quantised(left: fx.Node, wait: fx.Node) -> list[fx.Node]:

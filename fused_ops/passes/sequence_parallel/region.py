@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from ..graph.collectives import Collective
+from ..graph.disjoint_sets import DisjointSets
 from ..graph.nodes import (
     LeftAlone,
     argument,
@@ -130,7 +131,7 @@ def regions(
 ) -> list[Region]:
     """The regions of these all-reduces, each of one layout."""
     leads: dict[fx.Node, int] = {}
-    joined = _Joined()
+    joined = DisjointSets[fx.Node]()
     layouts = {c.wait: layout for c, layout in candidates}
     unlike: dict[fx.Node, str] = {}
     of: dict[fx.Node, fx.Node] = {}  # a node's region, by one of its all-reduces
@@ -155,31 +156,14 @@ def regions(
             unlike[of[inside[0]]] = f"; ranks may not have {what(others[0])} alike, which {what(node)} takes"
     found: dict[fx.Node, Region] = {}
     for c, layout in candidates:
-        found.setdefault(joined.first(c.wait), Region(layout, [], {})).collectives.append(c)
+        found.setdefault(joined.root(c.wait), Region(layout, [], {})).collectives.append(c)
     for node, lead in leads.items():
-        found[joined.first(of[node])].leads[node] = lead
+        found[joined.root(of[node])].leads[node] = lead
     for node, text in unlike.items():
-        found[joined.first(of[node])].unlike = text
+        found[joined.root(of[node])].unlike = text
     for region in found.values():
         region.settle()
     return [*found.values()]
-
-
-class _Joined:
-    """Sets of nodes, of which any two can become one."""
-
-    def __init__(self) -> None:
-        self._to: dict[fx.Node, fx.Node] = {}
-
-    def first(self, node: fx.Node) -> fx.Node:
-        while node in self._to:
-            node = self._to[node]
-        return node
-
-    def join(self, a: fx.Node, b: fx.Node) -> None:
-        a, b = self.first(a), self.first(b)
-        if a is not b:
-            self._to[a] = b
 
 
 def _own_chunk(user: fx.Node, node: fx.Node, region: Region) -> fx.Node | None:

@@ -113,7 +113,7 @@ class CollectiveLauncher:
         self._params: list[CollectiveParams] = []
         self._has_whole = not any(row % VECTOR for row in problem.rows)
         for name in (f"{launch.kernel}_any", *([launch.kernel] if self._has_whole else ())):
-            params = CollectiveParams(slots_of(place, 0), *problem.slices(layout.world_size))
+            params = CollectiveParams(slots_of(place), *problem.slices(layout.world_size))
             params.vectors, params.room = problem.vectors, launch.room
             ready = function(name).bound(
                 launch.blocks, launch.threads, params, dependent=ll_exchange.dependent()

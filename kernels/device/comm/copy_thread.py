@@ -1,7 +1,9 @@
-"""The copy engine of CPU ranks: a thread that moves data while the caller computes; shards that it gathers."""
+"""The copy engine of CPU ranks: a thread that moves data while the caller computes; shards that it gathers, and
+partial results that it scatters."""
 
 from __future__ import annotations
 
+import queue
 from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -116,3 +118,50 @@ class Arriving:
     def wait_for(self, src: int) -> None:
         for _ in self.each_chunk(src):
             pass
+
+
+def sum_of_products(
+    workspace: Workspace,
+    op: str,
+    product_for: Callable[[int], torch.Tensor],
+    reduce_op: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The sum over ranks of the partial results for this one, in float32.
+
+    Args:
+        op: whose call it is.
+        product_for: computes the partial result for a rank, of one shape; the own one last, which is not rounded.
+        dtype: in which they travel.
+    """
+    size, rank = workspace.world_size, workspace.rank
+    with workspace.lock, HostEpoch(workspace, op) as epoch:
+        finished: queue.SimpleQueue[tuple[int, torch.Tensor] | None] = queue.SimpleQueue()
+
+        def slots(at: int, like: torch.Tensor) -> torch.Tensor:
+            return epoch.slots(at, (size, *like.shape), dtype)
+
+        def push() -> None:
+            while (item := finished.get()) is not None:
+                peer, partial = item
+                epoch.wait_free(peer)
+                slots(peer, partial)[rank] = partial
+                epoch.post(peer, 0)
+
+        with CopyThread(workspace, push, lambda: finished.put(None)):
+            for step in range(1, size):
+                peer = (rank + step) % size
+                finished.put((peer, product_for(peer)))
+            own = product_for(rank)
+            arrived = slots(rank, own)
+            total: torch.Tensor | None = None
+            for src in range(size):
+                if src != rank:
+                    epoch.wait(src, 0)
+                part = own if src == rank else arrived[src]
+                # From 0.0 on, a sum of -0.0 would be 0.0.
+                total = part.to(torch.float32, copy=True) if total is None else total.add_(part)
+    assert total is not None
+    if reduce_op == "avg":
+        total /= size
+    return total

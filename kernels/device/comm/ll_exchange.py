@@ -120,9 +120,9 @@ class ExchangeWorkspace(program.WorkspaceLike, Protocol):
     span: int
 
 
-def slots_of(place: ExchangeWorkspace, timeout_ns: int) -> ExchangeSlots:
-    """What kernels need of ``place``; a wait for a peer expires after ``timeout_ns`` nanoseconds."""
-    layout, watch = place.layout, WaitParams.of(place, timeout_ns)
+def slots_of(place: ExchangeWorkspace) -> ExchangeSlots:
+    """What kernels need of ``place``; each launch puts its deadline in."""
+    layout, watch = place.layout, WaitParams.of(place, 0)
     return ExchangeSlots(
         watch, place.span, layout.slots, ExchangeLayout.EPOCHS, ExchangeLayout.FIRST, layout.emptied
     )

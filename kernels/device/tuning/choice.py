@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
 
 from ....symm_mem.layout import Layout
 from ....symm_mem.workspace import Workspace
+from ..jit.ahead import CompilableProgram
 
 _MOST_CHOICES = 4096  # kept before all are dropped
 
@@ -29,6 +32,17 @@ class KernelChoice(Generic[C]):
     layout: Layout | None
     profitable: bool
     predicted_us: float | None = None
+
+
+class KernelSteps(NamedTuple):
+    """How calls with kernels of several kinds are made: the functions of an ``on_cuda.py``."""
+
+    choose: Callable[..., KernelChoice[Any] | str]
+    programs: Callable[..., Sequence[CompilableProgram]]
+    tuned: Callable[..., tuple[KernelChoice[Any], str]]
+    launch: Callable[..., Any]
+    launcher: Callable[..., Any]
+    operands: Callable[..., list[torch.Tensor]]
 
 
 class KernelChoices(Generic[C]):
