@@ -38,7 +38,9 @@ class Experts(NamedTuple):
 Form = Callable[[Experts], Tensor]
 
 
-def drawn(m: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Experts:
+def random_experts(
+    m: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> Experts:
     """``shape``: hidden, width of all ranks, experts, choices of a token."""
     (hidden, width, experts, choices), world = shape, dist.get_world_size()
     torch.manual_seed(m)
@@ -82,11 +84,10 @@ def _scattered(total: Tensor) -> Tensor:
     return out
 
 
-def forms(compiles: bool) -> dict[str, dict[str, Form]]:
+def layer_forms(compiles: bool) -> dict[str, dict[str, Form]]:
     """By op and contender. "product" is weft's alone, of what is there already."""
-    activated, combined = (
-        torch.compile(f, dynamic=False) if compiles else f for f in (_activated, _combined)
-    )
+    activated = torch.compile(_activated, dynamic=False) if compiles else _activated
+    combined = torch.compile(_combined, dynamic=False) if compiles else _combined
 
     def up(p: Experts) -> Tensor:
         return fused_all_gather_grouped_matmul(p.shard, [p.up], p.rows, p.offs)[1][0]
@@ -150,7 +151,7 @@ def _rows_of(a: Tensor, b: Tensor, offs: Tensor, at: Tensor) -> Tensor:
     return torch.stack([row @ b[e].double() for row, e in zip(a, experts, strict=True)])
 
 
-def problem(op: str, out: Tensor, p: Experts) -> str:
+def wrong_by_samples(op: str, out: Tensor, p: Experts) -> str:
     """What is wrong with an op's result by its sampled rows; empty when nothing is. Collective."""
     at, want = _sampled(op, p)
     error = float((out[at].double() - want).norm() / want.norm()) if len(at) else 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from grouped_contenders import calls_of, drawn, forms, problem
+from grouped_contenders import calls_of, layer_forms, random_experts, wrong_by_samples
 from measure import timed
 from moe_combine import SHAPES, TOKENS, tail_row
 from parts import HIDDEN, Bench
@@ -56,7 +56,7 @@ class ExpertsSuite(Suite):
         return [*rows, *(("tail", f"{h},{k}", m) for h, k in SHAPES for m in TOKENS if "tail" in given.ops)]
 
     def begin(self, run: Run) -> None:
-        self._forms = forms(run.on_gpus)
+        self._forms = layer_forms(run.on_gpus)
         run.say(f"{'':<44}{'M':>6}" + "".join(f"{name:>11}" for name in CONTENDERS) + "  us")
 
     def measure(self, row: Row, run: Run) -> None:
@@ -72,9 +72,11 @@ class ExpertsSuite(Suite):
         shape = (MODELS | SMALL)[model]
         if m % run.world:
             raise ValueError(f"--m-sizes: has {m}, must be multiples of {run.world} ranks")
-        p = drawn(m, shape, torch.bfloat16 if run.on_gpus else torch.float32, run.device)
+        p = random_experts(m, shape, torch.bfloat16 if run.on_gpus else torch.float32, run.device)
         calls = {name: calls_of(form, [p]) for name, form in self._forms[op].items()}
-        wrong = {name: problem(op, call(0)[0], p) for name, call in calls.items() if name not in HIDDEN}
+        wrong = {
+            name: wrong_by_samples(op, call(0)[0], p) for name, call in calls.items() if name not in HIDDEN
+        }
         plan = Schedule(10 if m <= 512 else 3) if run.on_gpus else Schedule(2, 1)
         found = timed(Bench(calls, {}, 1), plan, run.mode, run.device)
         problems = [*found.problems, *(f"{name}: {text}" for name, text in wrong.items() if text)]

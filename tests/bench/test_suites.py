@@ -89,3 +89,10 @@ def test_sequence_layers() -> None:
     printed = output_of("sequence_layers", "--settings", "none", "True")
     assert re.search(r"^\| 16 \| [\d.]+ \| [\d.]+ \|$", printed, re.MULTILINE)
     assert re.search(r"^16 rows, True: .*fused_", printed, re.MULTILINE)
+
+
+def test_experts() -> None:
+    printed = output_of("experts")
+    for op in ("all_gather_grouped_matmul", "grouped_matmul_reduce_scatter", "layer"):
+        assert re.search(rf"^{op} small +6(?: +[\d.-]+){{4}} *$", printed, re.MULTILINE), op
+    assert "wrong" not in printed and "3 rows in" in printed

@@ -60,10 +60,18 @@ def _called() -> Iterator[tuple[Any, bool]]:
     while frame := frame.f_back:  # type: ignore[assignment]
         variable = _VARIABLES.get(frame.f_globals.get("__name__", ""), "")
         found = _unwrapped(frame.f_locals[variable]) if variable in frame.f_locals else None
-        is_torchs = getattr(found, "__module__", "torch.").startswith("torch.")
+        is_torchs = str(getattr(found, "__module__", "torch.")).startswith("torch.")
         if isinstance(found, fx.GraphModule) or (is_torchs and not isinstance(found, nn.Module)):
             continue
-        yield found, variable == "fn"
+        if _can_be_kept(found):
+            yield found, variable == "fn"
+
+
+def _can_be_kept(model: Any) -> bool:
+    try:
+        return hash(weakref.ref(model)) is not None
+    except TypeError:
+        return False
 
 
 def models_of_now() -> tuple[Model, ...]:
@@ -84,12 +92,14 @@ def chosen(model: Any, seen: Collection[tuple[Model, ...]]) -> Callable[[tuple[M
     """Which of the graphs with these models are of this one, or of those that have compiled for it.
 
     Raises:
-        TypeError: it cannot be called.
+        TypeError: it cannot be called, hashed or weakly referenced.
         ValueError: none is.
     """
     if not callable(model):
         raise TypeError(f"model: is {model!r}, must be a module or a function")
     found = _unwrapped(model)
+    if not _can_be_kept(found):
+        raise TypeError(f"model: is {model!r}, must be hashable and allow weak references")
     mine = _of(found)
     if any(mine in models for models in seen):
         return lambda models: mine in models
