@@ -166,7 +166,7 @@ def _op_gains() -> dict[str, list[str]]:
         word = public.removeprefix("fused_").removeprefix("one_shot_")
         if public in from_text:
             gains = _scaled(from_text[public])
-        elif word in ("all_reduce_rms_norm_quant", "all_to_all"):  # no results
+        elif word == "all_reduce_rms_norm_quant":  # no results
             gains = ["-", "-"]
         else:
             gains = _against(_captured("h200-x2", word)[1])[:2]

@@ -50,10 +50,10 @@ _ROW = 16  # bytes; the kernels' descriptors need rows of a multiple
 # Bytes of the whole tensor up to which a collective is taken: all that was measured was faster than NCCL
 # (bench/results/h100-x*.json), all-reduces up to 256 MiB on 3 and 4 ranks, by 1 % at the largest, the others up to
 # 128 MiB on 2 and 4. On more ranks nothing was: all-reduces up to what H200s gave on 4, of the others what latency
-# decides, and of all-to-alls between any.
+# decides, and of all-to-alls on more than 2, up to 64 MiB.
 _MOST_REDUCED, _MOST_REDUCED_BY_MORE = 128 << 20, 64 << 20
 _MOST_ALONE, _MOST_ALONE_OF_MORE = 128 << 20, 1 << 20
-_MEASURED_RANKS = 4
+_MEASURED_RANKS, _MOST_EXCHANGED = 4, 64 << 20
 _MOST_COMBINED = 2 << 20  # of the tail of a layer of experts, likewise (bench/results/h200-x2-experts.json)
 _LEAST_ASYNC = 512 << 10  # bytes of a part that copy engines send: below, launches take longer than the way
 # bytes and multiply-adds per microsecond; between CPU ranks of the order of one core each.
@@ -103,8 +103,10 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
     buffers = dtype.itemsize == 2
     if op in _ALONE:
         size = m * n * dtype.itemsize
-        measured = world_size <= _MEASURED_RANKS and op != "all_to_all"
-        most = _MOST_ALONE if measured else _MOST_ALONE_OF_MORE
+        exchanged = op == "all_to_all"
+        most = _MOST_EXCHANGED if exchanged else _MOST_ALONE
+        if world_size > (2 if exchanged else _MEASURED_RANKS):
+            most = _MOST_ALONE_OF_MORE
         return None if size <= most else _too_large(f"sent between {world_size} ranks", size, most)
     if op in ("all_reduce", "matmul_all_reduce"):
         size = m * n * dtype.itemsize

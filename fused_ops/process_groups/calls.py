@@ -19,7 +19,7 @@ _MOVED = (ALL_GATHER, ALL_TO_ALL)  # bit by bit, of any dtype
 #: Bytes of the whole tensor, up to which weft takes a call: faster than NCCL at all sizes. Larger ones were not
 #: measured next to a program's other kernels, and between CPU ranks a call's workspace grows with them.
 MOST_BYTES = 64 << 20
-#: The same of all-to-alls, of which nothing was measured: what latency decides.
+#: The same of all-to-alls between more than 2 ranks, of which nothing was measured: what latency decides.
 MOST_EXCHANGED = 1 << 20
 
 _KIND: Any = dist.ReduceOp.RedOpType
@@ -95,7 +95,7 @@ def why_left(group_size: int, call: GroupCall) -> str | None:
             fit = parts[0].numel() * group_size == parts[1].numel()
         if not alike or not fit:
             return "arguments that do not fit each other"
-    most = MOST_EXCHANGED if call.name == ALL_TO_ALL else MOST_BYTES
+    most = MOST_EXCHANGED if call.name == ALL_TO_ALL and group_size > 2 else MOST_BYTES
     if whole.nbytes > most:
         return f"more than {most >> 20} MiB"
     if x.is_cuda and not (_as_nccl_takes_it(x) and _as_nccl_takes_it(out)):

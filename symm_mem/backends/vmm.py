@@ -39,6 +39,17 @@ def check_driver(result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
+def bind_context() -> int:
+    """The current CUDA context, as an integer. A thread that has none gets that of torch's current device: torch leaves
+    that to the runtime's first launch, which in a thread of autograd's or the user's may come after a driver call."""
+    context = check_driver(driver.cuCtxGetCurrent())
+    if not int(context):
+        device = check_driver(driver.cuDeviceGet(torch.cuda.current_device()))
+        context = check_driver(driver.cuDevicePrimaryCtxRetain(device))
+        check_driver(driver.cuCtxSetCurrent(context))
+    return int(context)
+
+
 def own_stream(owner: object, device: torch.device, *, first: bool = False) -> int:
     """A stream (a CUstream as an integer) that lives as long as ``owner``, and is nobody else's.
 
@@ -49,6 +60,7 @@ def own_stream(owner: object, device: torch.device, *, first: bool = False) -> i
     """
     flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
     with relaxed_capture(), torch.cuda.device(device):
+        bind_context()
         lowest, highest = check_driver(driver.cuCtxGetStreamPriorityRange())
         handle = check_driver(driver.cuStreamCreateWithPriority(flags, highest if first else lowest))
     finalize(owner, _destroy_stream, handle)

@@ -242,6 +242,7 @@ def _loss(rank: int, size: int, step: int, unit: int, group: Any, more: int, of:
     weights[-1][0] = 0
     weights[-1][0, 0] = 1024
     targets = torch.arange(rows, device=x.device) % (columns * size)
+    logits = x @ weights[rank].t()
     wanted = 1024 - (x @ torch.cat(weights).t()).gather(1, targets.unsqueeze(1)).squeeze(1).float()
 
     def call(temperature: float) -> torch.Tensor:
@@ -249,7 +250,6 @@ def _loss(rank: int, size: int, step: int, unit: int, group: Any, more: int, of:
         if of == "log-probabilities":
             return -fused_linear_log_probs(*given, temperature=temperature)
         if of == "logits":
-            logits = x @ weights[rank].t()
             return cross_entropy_of_sharded_logits(
                 logits, targets, group, reduction="none", temperature=temperature
             )

@@ -71,6 +71,38 @@ def test_what_the_driver_is_asked_for(monkeypatch: pytest.MonkeyPatch, dependent
     assert asked == [(dependent, 96, 512, 64, 7, 5), (dependent, 96, 512, 64, 8, 6)]
 
 
+@pytest.mark.parametrize("dependent", [False, True])
+def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch, dependent: bool) -> None:
+    result, current, asked = driver.CUresult, [0], list[str]()
+
+    def launch(*_: Any) -> tuple[Any]:
+        asked.append("launch")
+        return (result.CUDA_SUCCESS if current[0] else result.CUDA_ERROR_INVALID_CONTEXT,)
+
+    def set_current(context: int) -> tuple[Any]:
+        asked.append("bind")
+        current[0] = context
+        return (result.CUDA_SUCCESS,)
+
+    for name in ("cuLaunchKernel", "cuLaunchKernelEx"):
+        monkeypatch.setattr(driver, name, launch)
+    monkeypatch.setattr(driver, "cuCtxGetCurrent", lambda: (result.CUDA_SUCCESS, current[0]))
+    monkeypatch.setattr(driver, "cuDeviceGet", lambda index: (result.CUDA_SUCCESS, 100 + index))
+    monkeypatch.setattr(driver, "cuDevicePrimaryCtxRetain", lambda device: (result.CUDA_SUCCESS, device))
+    monkeypatch.setattr(driver, "cuCtxSetCurrent", set_current)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    call = Function("kernel", driver.CUfunction(0)).bound(96, 512, Args(5), 64, dependent=dependent)
+    call(0)
+    assert current == [103] and asked == ["launch", "bind", "launch"]
+    call(0)
+    assert asked == ["launch", "bind", "launch", "launch"]
+    monkeypatch.setattr(driver, "cuLaunchKernel", lambda *_: (result.CUDA_ERROR_INVALID_CONTEXT,))
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", lambda *_: (result.CUDA_ERROR_INVALID_CONTEXT,))
+    monkeypatch.setattr(driver, "cuGetErrorString", lambda _: (result.CUDA_SUCCESS, b"no context"))
+    with pytest.raises(RuntimeError, match=r"launch of kernel: .*no context"):
+        Function("kernel", driver.CUfunction(0)).bound(96, 512, Args(5), 64, dependent=dependent)(0)
+
+
 def waits(program: Program, folder: Path) -> list[bool]:
     """For each kernel of a program: whether its machine code waits for the kernel before it."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"  # where its wheel has them

@@ -17,6 +17,7 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ import torch
 from cuda.bindings import driver, nvrtc
 
 from ....symm_mem.backends import cuda_state
-from ....symm_mem.backends.vmm import check_driver, relaxed_capture
+from ....symm_mem.backends.vmm import bind_context, check_driver, relaxed_capture
 from ..capability import ARCHS, HOPPER, arch_of, capability_of
 from .ahead import count_program, tell_of_compilation
 
@@ -122,16 +123,25 @@ class Function:
                 config.hStream = stream
                 (error,) = launch_as(config, handle, address, 0)
                 if error != success:
-                    raise RuntimeError(f"launch of {self.name}: {_driver_error(error)}")
+                    self._launch_in_context(error, lambda: launch_as(config, handle, address, 0))
 
             return run_early
 
         def run(stream: int, _keep: object = (args, places)) -> None:
             (error,) = launch(handle, grid, 1, 1, block, 1, 1, shared, stream, address, 0)
             if error != success:
-                raise RuntimeError(f"launch of {self.name}: {_driver_error(error)}")
+                again = partial(launch, handle, grid, 1, 1, block, 1, 1, shared, stream, address, 0)
+                self._launch_in_context(error, again)
 
         return run
+
+    def _launch_in_context(self, error: driver.CUresult, launch: Callable[[], tuple[Any, ...]]) -> None:
+        """After a first try: a thread without a context gets one, and the launch is made again."""
+        if error == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            bind_context()
+            (error,) = launch()
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"launch of {self.name}: {_driver_error(error)}")
 
 
 def _launch_config(grid: int, block: int, shared: int) -> driver.CUlaunchConfig:
@@ -195,7 +205,7 @@ class Program:
 
     def load(self, name: str, shared: int) -> Function:
         """As ``function``, by the driver; loaded once for each context."""
-        context = int(check_driver(driver.cuCtxGetCurrent()))
+        context = bind_context()
         found = self._functions.get((context, name))
         if found is not None:
             return found

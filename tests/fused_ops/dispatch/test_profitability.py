@@ -233,11 +233,12 @@ def test_collectives_alone_up_to_what_was_measured() -> None:
                 f"{2 * most} MiB are sent between {world} ranks: beyond {most} MiB that is left to the backend"
             )
             assert expected_gain(whole) == 0
-    # Nothing was timed of all-to-alls.
-    for size, why in ((1 << 19, None), (1 << 20, "beyond 1 MiB that is left to the backend")):
-        exchange = FusionCandidate("all_to_all", 1, size, 0, 2, BF16, "cuda")
-        found = why_not_profitable(exchange)
-        assert (found is None) == (why is None) and str(found).endswith(str(why))
+    # All-to-alls were timed between 2.
+    for world, most in ((2, 64), (3, 1), (4, 1)):
+        for mib, why in ((most, None), (2 * most, f"beyond {most} MiB that is left to the backend")):
+            exchange = FusionCandidate("all_to_all", 1, mib << 19, 0, world, BF16, "cuda")
+            found = why_not_profitable(exchange)
+            assert (found is None) == (why is None) and str(found).endswith(str(why))
 
 
 @given(SIZES, SIZES, SIZES, st.integers(2, 8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -125,6 +126,18 @@ def test_what_moe_route_returns(k: int, device: str) -> None:
     here = (ids >= 2) & (ids < 7)
     want = torch.einsum("tk,tjkn->tjn", A.double(), B.double()[ids.clamp(max=experts - 1)])
     check("choices", got[slots[here].long()], want[here], BOUNDS[torch.float32])
+
+
+@pytest.mark.gpu(1)
+def test_the_first_call_of_a_thread() -> None:
+    """Before anything of torch's: the thread has no CUDA context."""
+    A, B, offs, rows, _ = drawn(COUNTS["large"], 4, torch.bfloat16, "cuda")
+    found = [grouped_matmul(A, B, offs, rows=rows)]
+    torch.cuda.synchronize()
+    thread = Thread(target=lambda: found.append(grouped_matmul(A, B, offs, rows=rows)))
+    thread.start()
+    thread.join()
+    assert len(found) == 2 and torch.equal(*(each[: int(offs[-1])] for each in found))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -250,12 +250,12 @@ def exchanges(rank: int, world_size: int) -> None:
     out = torch.zeros(2 + 2 * rank)
     dist.all_to_all_single(out, x, [1 + rank] * 2, [1, 2], group=group)
     assert out.tolist() == ([0, 10] if rank == 0 else [1, 2, 11, 12])
-    large = torch.full(((1 << 18) + 2,), float(rank))
+    large = torch.full((group_calls.MOST_BYTES // 4 + 2,), float(rank))
     dist.all_to_all_single(torch.empty_like(large), large, group=group)
     with pytest.raises(RuntimeError):
         dist.all_to_all_single(torch.empty(4), torch.ones(2), group=group)
     whys = {call.why for call in weft.process_group(group).calls() if call.by == "gloo"}
-    assert whys == {"split sizes are given", "more than 1 MiB", "arguments that do not fit each other"}
+    assert whys == {"split sizes are given", "more than 64 MiB", "arguments that do not fit each other"}
 
 
 def test_all_to_alls_of_even_parts() -> None:
