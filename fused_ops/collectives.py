@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from ..symm_mem import Group, group_name
 from . import validation
-from .dispatch.callers import known_name, of_graph
+from .dispatch.callers import known_name, of_graph, of_rank_in_graph
 from .functional import ReduceOp
 from .library import schema
 from .ops import all_gather, all_to_all, reduce_scatter
@@ -47,7 +48,7 @@ def one_shot_all_gather(
         out: what the result is written to, of its shape and x's dtype; any strides. Neither it nor x may require a
             gradient. x may be this rank's part of it.
         counts: every rank's size of x along ``gather_dim``, the same list on every rank; 0 is a size. None: x has the
-            same shape on every rank. Where they differ it is on CUDA a broadcast from each rank by the group's backend.
+            same shape on every rank. Where they differ it is on CUDA a broadcast from each rank by the group's backend, in its order of sums.
 
     Returns:
         ``out``, or a new contiguous tensor.
@@ -69,9 +70,9 @@ def one_shot_all_gather(
     validation.dimension("gather_dim", gather_dim, "x", x.dim())
     name = group_name(group)
     if out is None:
-        return schema.all_gather(x, gather_dim, name, **_given(counts), **of_graph(name))
+        return schema.all_gather(x, gather_dim, name, **_given(counts, name), **of_graph(name))
     validation.tensor("out", out)
-    schema.all_gather_out(out, x, gather_dim, name, **_given(counts), **of_graph(name))
+    schema.all_gather_out(out, x, gather_dim, name, **_given(counts, name), **of_graph(name))
     return out
 
 
@@ -106,8 +107,8 @@ def one_shot_reduce_scatter(
         x: 1 or more dimensions, any strides and alignment; float32, bfloat16 or float16. It need not lie on the heap.
         reduce_op: "sum", "avg" for the sum divided by the number of ranks, "max" or "min" (NaN if one of them is; what
             the group's backend makes of NaN where it runs unfused); also as a torch.distributed.ReduceOp.
-        scatter_dim: the dimension that is cut into one part a rank; may be negative. Its size must be a multiple of the
-            number of ranks.
+        scatter_dim: the dimension that is cut into one part a rank; may be negative. Without ``counts`` its size must be a
+            multiple of the number of ranks.
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
         out: what the result is written to, of its shape and x's dtype; any strides. Neither it nor x may require a
             gradient. It may be this rank's part of x.
@@ -136,14 +137,16 @@ def one_shot_reduce_scatter(
     validation.dimension("scatter_dim", scatter_dim, "x", x.dim())
     name = group_name(group)
     if out is None:
-        return schema.reduce_scatter(x, reduce_op, scatter_dim, name, **_given(counts), **of_graph(name))
+        return schema.reduce_scatter(
+            x, reduce_op, scatter_dim, name, **_given(counts, name), **of_graph(name)
+        )
     validation.tensor("out", out)
-    schema.reduce_scatter_out(out, x, reduce_op, scatter_dim, name, **_given(counts), **of_graph(name))
+    schema.reduce_scatter_out(out, x, reduce_op, scatter_dim, name, **_given(counts, name), **of_graph(name))
     return out
 
 
-def _given(counts: Sequence[int] | None) -> dict[str, Sequence[int]]:
-    return {} if counts is None else {"counts": counts}
+def _given(counts: Sequence[int] | None, group_name: str) -> dict[str, Any]:
+    return {} if counts is None else {"counts": counts, **of_rank_in_graph(group_name)}
 
 
 def one_shot_all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group: Group = None) -> Tensor:

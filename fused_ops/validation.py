@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed import ReduceOp
+from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.tensor import DTensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -152,8 +152,11 @@ def integers(name: str, values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def counts_of_ranks(counts: Sequence[int], size: int) -> None:
-    """Sizes along a dimension, one for each of ``size`` ranks."""
+def counts_of_ranks(counts: Sequence[int], group_rank: int | None, group: ProcessGroup) -> None:
+    """Sizes along a dimension, one for each rank; and the rank of which a graph has them."""
+    size, rank = group.size(), group.rank()
+    if group_rank not in (None, rank):
+        raise ValueError(f"group_rank: is {group_rank}, must be {rank}: the graph is another rank's")
     if len(integers("counts", counts)) != size:
         raise ValueError(f"counts: has {len(counts)} sizes, must have {size}, one for each rank")
 

@@ -55,3 +55,16 @@ def of_graph(name: str) -> dict[str, int | None]:
     """What only a graph says: how many ranks it is made for, as the parts that it is given are, and a mean. It is part
     of what Inductor's caches on disk know a graph by: they gave a run that of another number of ranks."""
     return {"group_size": _size_of(name)} if _is_compiling() else {}
+
+
+@constant_in_graphs
+def _rank_in(name: str) -> int | None:
+    try:
+        return resolve_group(name).rank()
+    except ValueError:  # the op refuses it
+        return None
+
+
+def of_rank_in_graph(name: str) -> dict[str, int | None]:
+    """As ``of_graph``, of a call whose sizes differ by rank: ranks share those caches."""
+    return {"group_rank": _rank_in(name)} if _is_compiling() else {}

@@ -41,6 +41,7 @@ class AllGatherCall(NamedTuple):
     group_name: str
     group_size: int | None = None
     counts: Sequence[int] | None = None
+    group_rank: int | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -65,6 +66,7 @@ class AllGatherOutCall(NamedTuple):
     group_name: str
     group_size: int | None = None
     counts: Sequence[int] | None = None
+    group_rank: int | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -84,7 +86,7 @@ def _validate(call: AllGatherCall) -> tuple[AllGatherCall, ProcessGroup]:
         raise TypeError(f"x: is {x.dtype}, must be of real numbers: torch.view_as_real(x)")
     dim = validation.checked_dim("gather_dim", call.gather_dim, "x", x.dim())
     if call.counts is not None:
-        validation.counts_of_ranks(call.counts, group.size())
+        validation.counts_of_ranks(call.counts, call.group_rank, group)
         own, rank = call.counts[group.rank()], group.rank()
         if own != x.shape[dim]:
             raise ValueError(
@@ -224,7 +226,7 @@ class AllGatherFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: AllGatherCall, x: Tensor) -> Tensor:
         ctx.gather_dim, ctx.group_name, ctx.group_size = call.gather_dim, call.group_name, call.group_size
-        ctx.counts = call.counts
+        ctx.counts, ctx.group_rank = call.counts, call.group_rank
         done: Tensor = ALL_GATHER.run_below_autograd(call)
         return done
 
@@ -232,8 +234,10 @@ class AllGatherFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         if grad.dtype not in validation.DTYPES:
             return None, op.reduce_scatter(grad, ctx.gather_dim, ctx.group_name, ctx.counts)
-        args = (grad, "sum", ctx.gather_dim, ctx.group_name)
-        return None, _ops.one_shot_reduce_scatter(*args, group_size=ctx.group_size, counts=ctx.counts)
+        args, named = (grad, "sum", ctx.gather_dim, ctx.group_name), {"group_size": ctx.group_size}
+        return None, _ops.one_shot_reduce_scatter(
+            *args, **named, counts=ctx.counts, group_rank=ctx.group_rank
+        )
 
 
 def _fake(call: AllGatherCall, group: ProcessGroup) -> Tensor:
@@ -246,8 +250,8 @@ def _run_out(choice: Choice, where: Heap, call: AllGatherCall, out: Tensor, grou
 
 
 ALL_GATHER = Op(
-    "one_shot_all_gather(Tensor x, int gather_dim, str group_name, *, int? group_size=None, SymInt[]? counts=None)"
-    " -> Tensor",
+    "one_shot_all_gather(Tensor x, int gather_dim, str group_name, *, int? group_size=None, SymInt[]? counts=None,"
+    " int? group_rank=None) -> Tensor",
     record=AllGatherCall,
     validate=_validate,
     fake=_fake,
@@ -258,11 +262,12 @@ ALL_GATHER = Op(
     fast=lambda call: fast_all_gather(call.x, call.gather_dim, call.group_name, None, call.counts),
     known_by=lambda call, group: (call.key, [call.x]),
     with_gradient=lambda call: AllGatherFunction.apply(call, call.x),
+    own_values=("group_rank",),
     own_by_counts={"x": "gather_dim"},
 )
 ALL_GATHER_OUT = Op(
     "one_shot_all_gather_out(Tensor(a!) out, Tensor x, int gather_dim, str group_name, *, int? group_size=None,"
-    " SymInt[]? counts=None) -> ()",
+    " SymInt[]? counts=None, int? group_rank=None) -> ()",
     record=AllGatherOutCall,
     validate=_validate_out,
     fake=lambda *_: None,
@@ -274,5 +279,6 @@ ALL_GATHER_OUT = Op(
     known_by=lambda call, out, group: (call.key, [out, call.x]),
     with_gradient=lambda call: op.refuse_gradient(_validate_out, call, op.INTO),
     functional=(ALL_GATHER, lambda call: call.without_out),
+    own_values=("group_rank",),
     own_by_counts={"x": "gather_dim"},
 )

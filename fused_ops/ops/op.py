@@ -165,14 +165,15 @@ def with_poison(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+_OF_GRAPHS = ("group_name", "group_size", "group_rank")  # what graphs alone say
+
+
 @with_poison
 def _checked_run(op: Op, call: OpArguments) -> Any:
     found = op.validate(call)
     checked, group = found[0], found[-1]
-    compared = {
-        name: getattr(checked, name) for name in checked._fields if name not in ("group_name", "group_size")
-    }
-    for name in op.own_values:
+    compared = {name: getattr(checked, name) for name in checked._fields if name not in _OF_GRAPHS}
+    for name in compared.keys() & {*op.own_values}:
         compared[name] = compared[name] is not None
     device = call.tensors[0].device
     own: tuple[Mapping[str, tuple[int, ...]], bool] = op.own_dims, op.own_on_cuda

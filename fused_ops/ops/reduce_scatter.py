@@ -37,6 +37,7 @@ class ReduceScatterCall(NamedTuple):
     group_name: str
     group_size: int | None = None
     counts: Sequence[int] | None = None
+    group_rank: int | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -70,6 +71,7 @@ class ReduceScatterOutCall(NamedTuple):
     group_name: str
     group_size: int | None = None
     counts: Sequence[int] | None = None
+    group_rank: int | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -91,7 +93,7 @@ def _validate(call: ReduceScatterCall) -> tuple[ReduceScatterCall, ProcessGroup]
         dim = validation.checked_scatter_dim(call.scatter_dim, x, group.size())
     else:
         dim = validation.checked_dim("scatter_dim", call.scatter_dim, "x", x.dim())
-        validation.counts_of_ranks(call.counts, group.size())
+        validation.counts_of_ranks(call.counts, call.group_rank, group)
         if (total := sum(call.counts)) != x.shape[dim]:
             raise ValueError(
                 f"counts: add up to {total}, must add up to {x.shape[dim]}, the size of x in dimension {dim}"
@@ -206,6 +208,7 @@ class ReduceScatterFunction(torch.autograd.Function):
     def forward(ctx: Any, call: ReduceScatterCall, x: Tensor) -> Tensor:
         ctx.reduce_op, ctx.scatter_dim = call.reduce_op, call.scatter_dim
         ctx.group_name, ctx.group_size, ctx.counts = call.group_name, call.group_size, call.counts
+        ctx.group_rank = call.group_rank
         done: Tensor = REDUCE_SCATTER.run_below_autograd(call)
         return done
 
@@ -214,7 +217,8 @@ class ReduceScatterFunction(torch.autograd.Function):
         if ctx.reduce_op == "avg":
             grad = grad / resolve_group(ctx.group_name).size()
         args = (grad, ctx.scatter_dim, ctx.group_name)
-        return None, _ops.one_shot_all_gather(*args, group_size=ctx.group_size, counts=ctx.counts)
+        named = {"group_size": ctx.group_size, "group_rank": ctx.group_rank}
+        return None, _ops.one_shot_all_gather(*args, **named, counts=ctx.counts)
 
 
 def _fake(call: ReduceScatterCall, group: ProcessGroup) -> Tensor:
@@ -233,7 +237,7 @@ def _with_gradient(call: ReduceScatterCall) -> Any:
 
 REDUCE_SCATTER = Op(
     "one_shot_reduce_scatter(Tensor x, str reduce_op, int scatter_dim, str group_name, *, int? group_size=None,"
-    " SymInt[]? counts=None) -> Tensor",
+    " SymInt[]? counts=None, int? group_rank=None) -> Tensor",
     record=ReduceScatterCall,
     validate=_validate,
     fake=_fake,
@@ -246,10 +250,11 @@ REDUCE_SCATTER = Op(
     ),
     known_by=lambda call, group: (call.key, [call.x]),
     with_gradient=_with_gradient,
+    own_values=("group_rank",),
 )
 REDUCE_SCATTER_OUT = Op(
     "one_shot_reduce_scatter_out(Tensor(a!) out, Tensor x, str reduce_op, int scatter_dim, str group_name, *,"
-    " int? group_size=None, SymInt[]? counts=None) -> ()",
+    " int? group_size=None, SymInt[]? counts=None, int? group_rank=None) -> ()",
     record=ReduceScatterOutCall,
     validate=_validate_out,
     fake=lambda *_: None,
@@ -263,5 +268,6 @@ REDUCE_SCATTER_OUT = Op(
     known_by=lambda call, out, group: (call.key, [out, call.x]),
     with_gradient=lambda call: op.refuse_gradient(_validate_out, call, op.INTO),
     functional=(REDUCE_SCATTER, lambda call: call.without_out),
+    own_values=("group_rank",),
     own_by_counts={"out": "scatter_dim"},
 )

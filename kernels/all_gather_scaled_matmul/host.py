@@ -1,5 +1,10 @@
-"""CPU ranks: as all_gather_matmul (its host.py); a row is sent as bytes, its numbers and after them its scales, so that
-one flag is for both."""
+"""CPU ranks: a copy thread pushes the local shard and its scales to the peers, chunk by chunk, while matmuls run.
+
+A row is sent as bytes, its numbers and after them its scales: one flag is for both. Who writes: rank r's copy thread
+writes chunk c of its rows into slot r of every peer's buffer, then flag c of rank r. Who waits: a peer waits for that
+flag before it multiplies the chunk. Peers are served in the order rank-1, rank-2, ..., so each rank receives from
+rank+1 first, then rank+2, and multiplies in that order, its own shard before all.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +15,10 @@ import torch
 
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import HostEpoch, Workspace
-from ..device.comm.copy_thread import CHUNKS, Arriving, CopyThread
+from ..device.comm.copy_thread import CopyThread
 
 OP = "fused_all_gather_scaled_matmul"
+CHUNKS = 2  #: of a shard, sent one by one
 
 Consume: TypeAlias = Callable[[int, slice, torch.Tensor, torch.Tensor | None], None]
 
@@ -51,7 +57,16 @@ def exchange_rows(
     """
     (m, row), size, rank = mine.shape, workspace.world_size, workspace.rank
     with workspace.lock, HostEpoch(workspace, OP) as epoch:
-        arriving = Arriving(epoch, mine)
+        slots = [epoch.slots(peer, (size, m, row), torch.uint8) for peer in range(size)]
+        chunks = [slice(c * m // CHUNKS, (c + 1) * m // CHUNKS) for c in range(CHUNKS)]
+
+        def push() -> None:
+            for step in range(1, size):
+                peer = (rank - step) % size
+                epoch.wait_free(peer)
+                for c, rows in enumerate(chunks):
+                    slots[peer][rank, rows] = mine[rows]
+                    epoch.post(peer, c)
 
         def take(src: int, rows: slice, arrived: torch.Tensor) -> None:
             scales: torch.Tensor | None = None
@@ -60,9 +75,10 @@ def exchange_rows(
                 scales.view(torch.uint8).copy_(arrived[:, k:])
             consume(src, rows, arrived[:, :k].contiguous().view(dtype), scales)
 
-        with CopyThread(workspace, arriving.push):
+        with CopyThread(workspace, push):
             take(rank, slice(0, m), mine)
             for step in range(1, size):
                 src = (rank + step) % size
-                for rows in arriving.each_chunk(src):
-                    take(src, rows, arriving.gathered[src, rows])
+                for c, rows in enumerate(chunks):
+                    epoch.wait(src, c)
+                    take(src, rows, slots[rank][src, rows])

@@ -97,6 +97,9 @@ class CudaState:
 
     def tensor_map(self, *tiled: Any) -> bytes:
         """The driver's tensor map, 128 bytes; the arguments are those of cuTensorMapEncodeTiled."""
+        from .vmm import bind_context
+
+        bind_context()
         driver, check = _driver()
         made = check(driver.cuTensorMapEncodeTiled(*tiled))
         return ctypes.string_at(made.getPtr(), 128)

@@ -200,6 +200,7 @@ class VmmBackend:
 
     def zero(self, address: int, size: int) -> None:
         with relaxed_capture(), torch.cuda.device(self.device):
+            bind_context()
             check_driver(driver.cuMemsetD8Async(address, 0, size, self._side))
             check_driver(driver.cuStreamSynchronize(self._side))
 
@@ -209,6 +210,7 @@ class VmmBackend:
         if torch.cuda.is_current_stream_capturing() or _is_captured(torch_streams(self.device)):
             return False
         with relaxed_capture(), torch.cuda.device(self.device):
+            bind_context()
             (error,) = driver.cuCtxSynchronize()
         if int(error) in _FORBIDDEN_BY_CAPTURE:  # by another thread's
             return False

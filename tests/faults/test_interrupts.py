@@ -19,7 +19,6 @@ from weft.fused_ops import fused_matmul_all_reduce, fused_matmul_reduce_scatter,
 from weft.kernels.device.comm import copy_thread
 from weft.kernels.device.comm.copy_thread import CopyThread
 from weft.kernels.matmul_all_reduce import host as matmul_all_reduce
-from weft.kernels.matmul_reduce_scatter import host as matmul_reduce_scatter
 from weft.symm_mem.backends.host import HostBackend
 from weft.symm_mem.bootstrap.store import StoreQuestions
 from weft.symm_mem.failure import call_check, rank_pages
@@ -148,7 +147,7 @@ def copies(rank: int, world_size: int, where: str) -> None:
     symm_mem.set_timeout(LONG)
     for op, host in (
         (fused_matmul_all_reduce, matmul_all_reduce),
-        (fused_matmul_reduce_scatter, matmul_reduce_scatter),
+        (fused_matmul_reduce_scatter, copy_thread),
     ):
         multiplies(op)
         if rank == SHORT:

@@ -108,7 +108,14 @@ def test_what_memory_gives_is_its_clock_and_width(monkeypatch: pytest.MonkeyPatc
 
 
 # What CUDA refuses in other modes while any thread captures, and ends the capture for.
-_RELAXED = ("cuMemUnmap", "cuMemAddressFree", "cuMemRelease", "cuMemAddressReserve", "cuCtxSynchronize")
+_RELAXED = (
+    "cuCtxGetCurrent",
+    "cuMemUnmap",
+    "cuMemAddressFree",
+    "cuMemRelease",
+    "cuMemAddressReserve",
+    "cuCtxSynchronize",
+)
 
 
 class Capturing:

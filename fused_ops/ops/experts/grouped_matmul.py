@@ -185,7 +185,7 @@ class GroupedMatmulFunction(torch.autograd.Function):
         of_a = of_b = of_bias = None
         if wants_a:
             of_rows = _ops.grouped_matmul(grad, B.mT, offs, None, None)
-            here = torch.arange(grad.shape[0], device=grad.device) < offs[-1]
+            here = torch.arange(grad.shape[0], device=grad.device) < ends_within(offs, grad.shape[0])[-1]
             if rows is None:
                 of_a = torch.where(here[:, None], of_rows, 0)
             else:

@@ -65,7 +65,7 @@ class Entry:
     def left_alone(self, reason: str) -> Entry:
         """The same collective, found but left alone."""
         fields = (self.graph, self.node, self.collective, self.group)
-        kept = {"source": self.source, "form": self.form, "module": self.module, "nbytes": self.nbytes}
+        kept = {name: getattr(self, name) for name in ("source", "form", "module", "nbytes", "model")}
         return Entry(*fields, reason=reason, **kept)  # type: ignore[arg-type]
 
     def planned(self, plan: Plan | None) -> Entry:

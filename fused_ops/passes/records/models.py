@@ -49,8 +49,8 @@ def _of(model: Any) -> Model:
         name = getattr(named, "__qualname__", type(model).__qualname__).rpartition("<locals>.")[2]
         _names[name] += 1
         number = f" #{_names[name]}" if _names[name] > 1 else ""
-        function = type(model).forward if is_module else model
-        _models[model] = Model(name + number, getattr(function, "__code__", type(model)))
+        function = inspect.unwrap(type(model).forward if is_module else model)
+        _models[model] = Model(name + number, getattr(function, "__code__", name + number))
     return _models[model]
 
 
@@ -58,20 +58,18 @@ def _called() -> Iterator[tuple[Any, bool]]:
     """Modules and functions that are being called, the innermost first, and whether they were compiled."""
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]
-        variable = _VARIABLES.get(frame.f_globals.get("__name__", ""), "")
-        found = _unwrapped(frame.f_locals[variable]) if variable in frame.f_locals else None
-        is_torchs = str(getattr(found, "__module__", "torch.")).startswith("torch.")
-        if isinstance(found, fx.GraphModule) or (is_torchs and not isinstance(found, nn.Module)):
+        # Of torch's frames alone: asked for, a frame's locals are kept until it ends.
+        if (variable := _VARIABLES.get(frame.f_globals.get("__name__", ""))) is None:
             continue
-        if _can_be_kept(found):
-            yield found, variable == "fn"
-
-
-def _can_be_kept(model: Any) -> bool:
-    try:
-        return hash(weakref.ref(model)) is not None
-    except TypeError:
-        return False
+        try:  # whatever a model's own attributes do, it is compiled
+            found = _unwrapped(frame.f_locals[variable]) if variable in frame.f_locals else None
+            is_torchs = str(getattr(found, "__module__", "torch.")).startswith("torch.")
+            if isinstance(found, fx.GraphModule) or (is_torchs and not isinstance(found, nn.Module)):
+                continue
+            _of(found)
+        except Exception:
+            continue
+        yield found, variable == "fn"
 
 
 def models_of_now() -> tuple[Model, ...]:
@@ -92,15 +90,12 @@ def chosen(model: Any, seen: Collection[tuple[Model, ...]]) -> Callable[[tuple[M
     """Which of the graphs with these models are of this one, or of those that have compiled for it.
 
     Raises:
-        TypeError: it cannot be called, hashed or weakly referenced.
+        TypeError: it cannot be called, or hashed, or weakly referenced.
         ValueError: none is.
     """
     if not callable(model):
         raise TypeError(f"model: is {model!r}, must be a module or a function")
-    found = _unwrapped(model)
-    if not _can_be_kept(found):
-        raise TypeError(f"model: is {model!r}, must be hashable and allow weak references")
-    mine = _of(found)
+    mine = _of(_unwrapped(model))
     if any(mine in models for models in seen):
         return lambda models: mine in models
     if any(mine.code == other.code for models in seen for other in models):

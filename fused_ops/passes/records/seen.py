@@ -54,7 +54,7 @@ class SeenGraphs:
     def only(self, wanted: Callable[[tuple[Model, ...]], bool]) -> SeenGraphs:
         """Those of which the models are wanted."""
         found = SeenGraphs()
-        found.models = {number: models for number, models in self.models.items() if wanted(models)}
+        found.models = {number: models for number, models in [*self.models.items()] if wanted(models)}
         found.entries = [e for e in self.entries if e.graph in found.models]
         found.orders = [o for o in self.orders if o.graph in found.models]
         found.from_cache = self.from_cache & found.models.keys()
@@ -64,8 +64,9 @@ class SeenGraphs:
 
     def begin(self) -> int:
         """The number of the graph on which the pass now runs."""
+        models = models_of_now()
         number = len(self.models)
-        self.models[number] = models_of_now()
+        self.models[number] = models
         return number
 
     def enter(self, entries: Iterable[Entry], order: OrderChange | None) -> None:

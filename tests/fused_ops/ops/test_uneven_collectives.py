@@ -12,6 +12,7 @@ import torch.distributed as dist
 from opcommon import BOUND, assert_fused, check, gather, poison, refuses, world
 from ranks import on_ranks, run_ranks, run_row
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed import _functional_collectives as funcol
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft import symm_mem
@@ -212,6 +213,39 @@ def test_under_torch_compile(rank: int, world_size: int) -> None:
             want.sum().backward()
             assert given.grad is not None and same.grad is not None
             check("compiled grad", given.grad, same.grad.double(), 1e-6)
+
+
+@on_ranks(2)
+def test_a_graph_is_of_its_rank(rank: int, world_size: int) -> None:
+    """Ranks share torch's caches of graphs on disk: what is made of one rank's sizes is no other's."""
+    seen: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, given: Any) -> Any:
+        seen.extend(n.kwargs["group_rank"] for n in graph.graph.nodes if "group_rank" in n.kwargs)
+        return graph
+
+    x, grads = torch.randn(5, 3), aot_autograd(fw_compiler=backend, bw_compiler=backend)
+    scattered = torch.compile(
+        lambda z: one_shot_reduce_scatter(z, "sum", 0, counts=[1, 4]).sin(), backend=grads
+    )
+    assert len(scattered(x)) == (1, 4)[rank]
+    gathered = torch.compile(lambda z: one_shot_all_gather(z, 0, counts=[5, 5]).sin(), backend=grads)
+    gathered(x.requires_grad_()).sum().backward()
+    assert seen == [rank] * 3  # the last one of the backward
+    ops = torch.ops.weft
+    with pytest.raises(ValueError, match=rf"group_rank: is {1 - rank}, must be {rank}"):
+        ops.one_shot_all_gather(x[:4], 0, world().group_name, counts=[4, 4], group_rank=1 - rank)
+    # One cache folder, two runs: the second one finds the first one's.
+    for _ in range(2):
+        torch._dynamo.reset()
+        program = torch.compile(lambda z: one_shot_reduce_scatter(z, "sum", 0, counts=[1, 4]).sin() + 1)
+        got = program(x.detach())
+        check(
+            "compiled",
+            got,
+            one_shot_reduce_scatter(x.detach(), "sum", 0, counts=[1, 4]).sin().double() + 1,
+            1e-6,
+        )
 
 
 @on_ranks(2)
