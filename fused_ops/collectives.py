@@ -48,7 +48,8 @@ def one_shot_all_gather(
         out: what the result is written to, of its shape and x's dtype; any strides. Neither it nor x may require a
             gradient. x may be this rank's part of it.
         counts: every rank's size of x along ``gather_dim``, the same list on every rank; 0 is a size. None: x has the
-            same shape on every rank. Where they differ it is on CUDA a broadcast from each rank by the group's backend.
+            same shape on every rank. Where they differ it is on CUDA a broadcast from each rank by the group's
+            backend.
 
     Returns:
         ``out``, or a new contiguous tensor.
