@@ -108,8 +108,8 @@ def one_shot_reduce_scatter(
         x: 1 or more dimensions, any strides and alignment; float32, bfloat16 or float16. It need not lie on the heap.
         reduce_op: "sum", "avg" for the sum divided by the number of ranks, "max" or "min" (NaN if one of them is; what
             the group's backend makes of NaN where it runs unfused); also as a torch.distributed.ReduceOp.
-        scatter_dim: the dimension that is cut into one part a rank; may be negative. Without ``counts`` its size must be a
-            multiple of the number of ranks.
+        scatter_dim: the dimension that is cut into one part a rank; may be negative. Without ``counts`` its size must
+            be a multiple of the number of ranks.
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
         out: what the result is written to, of its shape and x's dtype; any strides. Neither it nor x may require a
             gradient. It may be this rank's part of x.
