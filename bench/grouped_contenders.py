@@ -160,5 +160,5 @@ def wrong_by_samples(op: str, out: Tensor, p: Experts) -> str:
     return "" if error <= bound else f"wrong result: error {error:.1e}, at most {bound:.0e}"
 
 
-def calls_of(form: Form, sets: Sequence[Experts]) -> Callable[[int], Sequence[Tensor]]:
-    return lambda i: [form(sets[i])]
+def call_of(form: Form, p: Experts) -> Callable[[int], Sequence[Tensor]]:
+    return lambda _: [form(p)]
