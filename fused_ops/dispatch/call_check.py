@@ -96,6 +96,8 @@ def begin_call(call: OpCall, group: ProcessGroup, device: torch.device) -> None:
         ForkedProcess: this process was forked from the one that joined the group.
         WeftError: the group is broken on this rank.
     """
+    if forks.inherited and group.size() > 1:
+        forks.refuse_child(group, call.op)  # before anything of the call's own, as a product on a GPU
     flight_recorder.take_recorded()
     if flight_recorder.calls is not None and group.size() > 1:
         flight_recorder.begin(call.op, group, _shape(call), call_site())
@@ -104,7 +106,6 @@ def begin_call(call: OpCall, group: ProcessGroup, device: torch.device) -> None:
     if not is_checked() or group.size() == 1:
         return
     _current.begun = None
-    forks.refuse_child(group, call.op)
     try:
         where = get_heap(group, device)
     except HeapUnavailable:

@@ -50,10 +50,10 @@ _ROW = 16  # bytes; the kernels' descriptors need rows of a multiple
 # Bytes of the whole tensor up to which a collective is taken: all that was measured was faster than NCCL
 # (bench/results/h100-x*.json), all-reduces up to 256 MiB on 3 and 4 ranks, by 1 % at the largest, the others up to
 # 128 MiB on 2 and 4. On more ranks nothing was: all-reduces up to what H200s gave on 4, of the others what latency
-# decides, and of all-to-alls on more than 2, up to 64 MiB.
+# decides, and of all-to-alls on more than 2 ranks.
 _MOST_REDUCED, _MOST_REDUCED_BY_MORE = 128 << 20, 64 << 20
 _MOST_ALONE, _MOST_ALONE_OF_MORE = 128 << 20, 1 << 20
-_MEASURED_RANKS, _MOST_EXCHANGED = 4, 64 << 20
+_MEASURED_RANKS, _MOST_EXCHANGED = 4, 256 << 20  # of all-to-alls between 2 (h200-x2-all_to_all-large.json)
 _MOST_COMBINED = 2 << 20  # of the tail of a layer of experts, likewise (bench/results/h200-x2-experts.json)
 _LEAST_ASYNC = 512 << 10  # bytes of a part that copy engines send: below, launches take longer than the way
 # bytes and multiply-adds per microsecond; between CPU ranks of the order of one core each.

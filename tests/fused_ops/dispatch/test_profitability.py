@@ -234,7 +234,7 @@ def test_collectives_alone_up_to_what_was_measured() -> None:
             )
             assert expected_gain(whole) == 0
     # All-to-alls were timed between 2.
-    for world, most in ((2, 64), (3, 1), (4, 1)):
+    for world, most in ((2, 256), (3, 1), (4, 1)):
         for mib, why in ((most, None), (2 * most, f"beyond {most} MiB that is left to the backend")):
             exchange = FusionCandidate("all_to_all", 1, mib << 19, 0, world, BF16, "cuda")
             found = why_not_profitable(exchange)
