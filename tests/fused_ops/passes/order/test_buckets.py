@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from graphs import copied, fake_ranks
+from graphs import copied
 from orders import (
     ROWS,
     TABLE,
@@ -29,12 +29,7 @@ from weft.fused_ops.passes.order.buckets import Bucket, fill_buckets
 from weft.fused_ops.passes.order.moves import OrderEstimate
 
 ALL = 1 << 30
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[str]:
-    with fake_ranks(WORLD) as known:
-        yield known
+pytestmark = pytest.mark.usefixtures("two")
 
 
 def layers(x: Tensor, w: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ from graphs import (
     c10d,
     captured,
     check_same,
-    fake_ranks,
     gather,
     scatter,
     traced,
@@ -34,12 +33,7 @@ from weft.fused_ops.passes.patterns import pattern
 GATHER, SCATTER = "weft::one_shot_all_gather", "weft::one_shot_reduce_scatter"
 EXCHANGE = "weft::one_shot_all_to_all"
 WORLD = 3
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[str]:
-    with fake_ranks(WORLD) as name:
-        yield name
+pytestmark = pytest.mark.usefixtures("three")
 
 
 def fusion(**settings: Any) -> FusionPass:
