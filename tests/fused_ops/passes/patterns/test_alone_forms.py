@@ -226,16 +226,6 @@ def test_numbers_and_other_dtypes_are_left_alone() -> None:
     assert seen.fused == [None] and "its input is torch.int64" in seen.reasons
 
 
-def test_the_setting_is_checked_and_part_of_the_key() -> None:
-    with pytest.raises(TypeError, match="collectives: is 1, must be True, False or 'auto'"):
-        FusionPass(collectives=1)  # type: ignore[typeddict-item]
-    with pytest.raises(ValueError, match="collectives: is 'always', must be True, False or 'auto'"):
-        FusionPass(collectives="always")
-    with pytest.raises(TypeError, match="collective: is no setting, must be one of groups, strict"):
-        FusionPass(collective=True)  # type: ignore[call-arg]
-    assert FusionPass(collectives=True).uuid() != FusionPass().uuid()
-
-
 def model(x: Tensor) -> Tensor:
     return scatter(F.rms_norm(gather(x, -1).sin(), (2 * x.shape[-1],)), 0)
 
