@@ -11,21 +11,16 @@ from typing import TypeAlias
 
 import torch
 from opcommon import meet, world
-from weft.fused_ops.dispatch.plan import num_sms
 from weft.kernels.all_gather_matmul import cuda_kernel as gather_kernel
 from weft.kernels.all_gather_matmul.configs import (
     MOST_BS,
-    GatherKernelCall,
     GatherPushConfig,
-    choose_gather_push,
 )
 from weft.kernels.device.gemm.gemm import Defines, gemm_program
 from weft.kernels.matmul_reduce_scatter import cuda_kernel as scatter_kernel
 from weft.kernels.matmul_reduce_scatter.configs import (
     Epilogue,
-    ScatterKernelCall,
     ScatterPushConfig,
-    choose_scatter_push,
 )
 
 Source: TypeAlias = tuple[Path, Defines]
@@ -52,13 +47,6 @@ def gather_programs(
         )
 
 
-def chosen_gather_programs(a: torch.Tensor, bs: Sequence[torch.Tensor]) -> Iterator[Source]:
-    """The same, as the model chooses."""
-    for return_A in (False, True):
-        call = GatherKernelCall(a, bs, num_sms(a.device), return_A=return_A)
-        yield from gather_programs(bs, choose_gather_push(call.problem(world().size())), [return_A])
-
-
 def scatter_programs(
     b: torch.Tensor, config: ScatterPushConfig, epilogues: Sequence[Epilogue]
 ) -> Iterator[Source]:
@@ -66,11 +54,3 @@ def scatter_programs(
     size = world().size()
     for rank, epilogue in product(range(size), epilogues):
         yield scatter_kernel.SOURCE, scatter_kernel.scatter_defines(b, config, size, rank, epilogue)
-
-
-def chosen_scatter_programs(
-    a: torch.Tensor, b: torch.Tensor, epilogues: Sequence[Epilogue]
-) -> Iterator[Source]:
-    """The same, as the model chooses, with ``a`` [1, W, m, K]."""
-    call = ScatterKernelCall(a, b, num_sms(a.device), epilogues[0])
-    yield from scatter_programs(b, choose_scatter_push(call.problem(world().size())), epilogues)

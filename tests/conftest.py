@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,24 @@ def _once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     except (AttributeError, OSError):  # without pytest's cache, or in a checkout that cannot be written to
         own = tmp_path_factory.getbasetemp()
         once.folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "once"
+
+
+@pytest.fixture
+def two() -> Iterator[str]:
+    """A group of two that does not communicate; its name."""
+    yield from _fake_group(2)
+
+
+@pytest.fixture
+def three() -> Iterator[str]:
+    yield from _fake_group(3)
+
+
+def _fake_group(world: int) -> Iterator[str]:
+    from graphs import fake_ranks
+
+    with fake_ranks(world) as name:
+        yield name
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,11 +1,13 @@
-"""The process group of ranks that share a GPU, between CPU ranks."""
+"""The process group of ranks that share a GPU, between CPU ranks; they share one only where it is asked for."""
 
 from __future__ import annotations
 
+import pytest
 import staged
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import on_ranks, run_ranks
+from weft import symm_mem
 
 
 @on_ranks(3, fresh=True)
@@ -41,3 +43,13 @@ def test_what_it_computes(rank: int, size: int) -> None:
     assert said == list(range(size))
     dist.barrier(group=group)
     assert group._get_sequence_number_for_group() > begun
+
+
+def refused(rank: int, size: int) -> str | None:
+    return symm_mem.unavailable(None, "cuda")
+
+
+@pytest.mark.gpu(1)
+def test_gpus_are_shared_only_where_it_is_asked_for() -> None:
+    for said in run_ranks(refused, 2, device="cuda", gpus=1, env={"WEFT_SHARE_GPUS": "0"}, fresh=True):
+        assert said is not None and "ranks 0 and 1 share one GPU" in said and "WEFT_SHARE_GPUS=1" in said

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from weft.fused_ops import FusionPass
@@ -27,9 +26,3 @@ def test_any_groups(groups: Any, strict: bool) -> None:
     else:
         assert isinstance(fusion.options, dict) and fusion.uuid() and not fusion.report().entries
     assert re.match("groups?: |$", problem), f"names no argument: {problem}"
-
-
-@pytest.mark.parametrize("strict", [None, "no", 1])
-def test_strict_is_true_or_false(strict: Any) -> None:
-    with pytest.raises(TypeError, match="strict: "):
-        FusionPass(strict=strict)

@@ -25,7 +25,7 @@ from weft.symm_mem.heap.heap import Heap
 from weft.symm_mem.heap.registry import get_heap
 
 ROUND = 1000  #: calls between two meetings of all ranks
-LATE = 0.004  #: chance that a rank is late for a call
+LATE = {"cpu": 0.004, "cuda": 0.05}  #: chance that a rank is late for a call
 CHURN = 0.002  #: chance that memory of the heap is taken and dropped instead
 REPLAY = 0.2  #: chance that a captured graph is replayed instead
 IN_GRAPH = 8  #: calls of a captured graph
@@ -181,7 +181,7 @@ class Lane:
         else:
             call = draw(shared, "cpu", "all_reduce" if big else shared.choice(OPS), big)
         with self.on(stream):
-            if self.own.random() < LATE:
+            if self.own.random() < LATE[self.options.device]:
                 self.delay()
             if kind < CHURN:
                 self.churn(group, shared.randint(1, 2000))

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import fake_gpu
@@ -22,6 +23,7 @@ from weft.fused_ops.ops.matmul_reduce_scatter import MatmulReduceScatterCall
 from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.device.device_spec import H200
 from weft.symm_mem import HeapUnavailable
+from weft.symm_mem.call_cache import CachedDict
 from weft.symm_mem.heap.registry import register_heap
 
 stage = fake_gpu.stage
@@ -154,6 +156,9 @@ CHANGES: dict[str, Callable[[Stage, ExitStack], Any]] = {
     "grown": lambda stage, _: stage.workspaces.update(dict.fromkeys(stage.workspaces, Workspace())),
     "gone": lambda stage, _: stage.workspaces.clear(),
     "reset": lambda stage, _: stage.workspace.prepared.clear(),
+    "another heap": lambda stage, _: register_heap(
+        stage.group, "cuda", 0, SimpleNamespace(workspaces=CachedDict())
+    ),
     "no heap": lambda stage, _: register_heap(stage.group, "cuda", 0, HeapUnavailable("no")),
 }
 

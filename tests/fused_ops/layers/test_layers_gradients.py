@@ -112,24 +112,3 @@ def test_sums(rank: int, size: int) -> None:
         all_reduce_gradients([sharded], None)
     with pytest.raises(TypeError, match=r"^parameters: is a tensor, must be a sequence"):
         all_reduce_gradients(wide, None)
-
-
-def on_whole_input_by_default(rank: int, size: int, seed: int) -> None:
-    """[batch, sequence, width] that is the same on every rank, and nothing said: no factor in any gradient."""
-    torch.manual_seed(seed)
-    up, down = nn.Linear(WIDTH, HIDDEN * size), nn.Linear(HIDDEN * size, WIDTH)
-    layers = ColumnParallelLinear.from_linear(up, None), RowParallelLinear.from_linear(down, None)
-    x = torch.randn(BATCH * size, ROWS, WIDTH)
-    y = layers[1](layers[0](x).tanh())
-    assert y.shape == x.shape
-    y.square().sum().backward()
-    plain = nn.Sequential(up, nn.Tanh(), down).double()
-    plain(x.double()).square().sum().backward()
-    for layer, linear in zip(layers, (up, down), strict=True):
-        assert linear.weight.grad is not None
-        wanted = linear.weight.grad.chunk(size, layer.shard_dim)[rank]
-        check(f"{layer}", layer.weight.grad, wanted, 3e-6)
-
-
-def test_the_defaults_take_whole_input() -> None:
-    run_ranks(on_whole_input_by_default, 2, secrets.randbits(32))

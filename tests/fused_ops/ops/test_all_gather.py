@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from opcommon import (
@@ -17,11 +15,10 @@ from opcommon import (
     refuses,
     world,
 )
-from ranks import on_ranks, run_ranks, run_row
+from ranks import on_ranks, run_row
 from torch import Tensor
 from weft import symm_mem
 from weft.fused_ops import last_plan, one_shot_all_gather
-from weft.kernels.all_gather import host
 
 SHAPES = [(1,), (7,), (3, 5), (2, 3, 129), (0, 4), (4, 0), (1000, 33), (2, 1, 3, 8)]
 DTYPES = [
@@ -109,26 +106,6 @@ def test_any_strides_alignment_and_memory(rank: int, world_size: int) -> None:
         part = memory[start : start + 5]
         want = wanted(part, 0)
         assert torch.equal(one_shot_all_gather(part, 0, world(), out=memory), want), start
-
-
-@on_ranks(2, fresh=True)
-def test_large_inputs_travel_in_chunks(rank: int, world_size: int) -> None:
-    host.CHUNK_BYTES = 1000
-    for _ in range(3):
-        x = torch.randn(5, 1234)
-        assert torch.equal(one_shot_all_gather(x, 1, world()), wanted(x, 1))
-
-
-@on_ranks(3, device=DEVICES)
-def test_many_calls_with_late_ranks(rank: int, world_size: int) -> None:
-    sizes = torch.Generator("cpu").manual_seed(0)
-    delays = torch.Generator("cpu").manual_seed(rank)
-    for call in range(300):
-        n = int(torch.randint(1, 3000, (1,), generator=sizes, device="cpu"))
-        if torch.rand((), generator=delays, device="cpu") < 0.05:
-            time.sleep(0.01)
-        out = one_shot_all_gather(torch.full((n,), call + rank), 0, world())
-        assert (out.view(world_size, n) == torch.arange(call, call + world_size)[:, None]).all()
 
 
 @on_ranks(3, device=DEVICES)
@@ -221,25 +198,3 @@ def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int)
     with pytest.raises(TypeError, match="x: is of type list, must be a tensor"):
         one_shot_all_gather([1], 0, world(), out=out)  # type: ignore[arg-type]
     assert last_plan() is before, "refused after it was launched"
-
-
-def late(rank: int, world_size: int) -> str | None:
-    x = torch.ones(5)
-    one_shot_all_gather(x, 0, world())
-    one_shot_all_gather(x, 0, world(), out=torch.ones(10))
-    symm_mem.check()
-    symm_mem.set_timeout(0.5)
-    if rank == 1:
-        return None
-    with pytest.raises(symm_mem.PeerTimeout) as error:
-        one_shot_all_gather(x, 0, world(), out=torch.ones(10))
-    with pytest.raises(symm_mem.PeerTimeout):
-        one_shot_all_gather(x, 0, world())
-    with pytest.raises(symm_mem.PeerTimeout, match="one_shot_all_gather"):
-        symm_mem.check()
-    return str(error.value)
-
-
-def test_a_missing_rank_is_an_error_with_a_name() -> None:
-    text = run_ranks(late, 2, fresh=True)[0]
-    assert text.startswith("one_shot_all_gather_out: rank 0") and "waited 0.5 s for rank 1" in text

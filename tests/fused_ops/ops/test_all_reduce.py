@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from itertools import product
 
 import pytest
@@ -21,7 +20,7 @@ from opcommon import (
     refuses,
     world,
 )
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from weft import symm_mem
 from weft.fused_ops import (
     float8_all_gather_matmul,
@@ -30,7 +29,6 @@ from weft.fused_ops import (
     one_shot_all_reduce,
     one_shot_all_reduce_,
 )
-from weft.kernels.all_reduce import host
 from weft.kernels.all_reduce.reference import reference_all_reduce
 
 SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 129), (0, 4), (1000, 33)]
@@ -101,29 +99,6 @@ def test_a_nan_of_one_rank_is_one_on_all(rank: int, world_size: int) -> None:
             A[3, 5] = math.nan
         assert float8_all_gather_matmul(A, [B], 0, world())[1][0].isnan().all()
         assert float8_matmul_reduce_scatter(A.repeat(world_size, 1), B, "sum", 0, world()).isnan().all()
-
-
-def chunks(rank: int, world_size: int) -> None:
-    host.CHUNK_BYTES = 1000
-    x = torch.randn(12345)
-    for _ in range(3):
-        check("chunks", one_shot_all_reduce(x, "sum", world()), sum(gather(x)), 1e-6)
-
-
-def test_large_inputs_travel_in_chunks() -> None:
-    run_ranks(chunks, 2, fresh=True)
-
-
-@on_ranks(3, device=DEVICES)
-def test_many_calls_with_late_ranks(rank: int, world_size: int) -> None:
-    sizes = torch.Generator("cpu").manual_seed(0)
-    delays = torch.Generator("cpu").manual_seed(rank)
-    for call in range(300):
-        n = int(torch.randint(1, 3000, (1,), generator=sizes, device="cpu"))
-        if torch.rand((), generator=delays, device="cpu") < 0.05:
-            time.sleep(0.01)
-        out = one_shot_all_reduce(torch.full((n,), float(call + rank)), "sum", world())
-        assert (out == world_size * call + sum(range(world_size))).all()
 
 
 @on_ranks(3, device=DEVICES)

@@ -20,14 +20,13 @@ from opcommon import (
     same_on_all,
     world,
 )
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from weft.fused_ops import (
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
     fused_all_reduce_rms_norm_quant,
     one_shot_all_reduce,
 )
-from weft.kernels.all_reduce_rms_norm import host
 from weft.kernels.all_reduce_rms_norm.reference import rms_norm
 
 EPS = 1e-5
@@ -118,20 +117,6 @@ def test_eps_shows(rank: int, world_size: int) -> None:
         of = sums.detach().double()
         want = of * (of.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
         check(f"quantized, eps {eps}", quantized.float() * scale, want, 0.05)  # 3 bits
-
-
-def chunks(rank: int, world_size: int) -> None:
-    host.CHUNK_BYTES = 1000
-    for rows in (1, 4, 30):
-        x, residual = torch.randn(rows, 64), same_on_all(rows, 64, dtype=torch.float32)
-        parts = [*gather(x), residual.double()]
-        for _ in range(3):
-            _, sums = fused_all_reduce_rms_norm(x, residual, torch.ones(64), EPS, world())
-            check("chunks", sums, sum(parts), 1e-6, parts)
-
-
-def test_many_rows_travel_in_chunks() -> None:
-    run_ranks(chunks, 3, fresh=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

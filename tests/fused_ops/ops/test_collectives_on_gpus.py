@@ -1,18 +1,24 @@
-"""All-gathers and reduce-scatters on CUDA: all kernels, any bits, late ranks, eager calls between replays of graphs."""
+"""All-gathers, reduce-scatters and all-to-alls on CUDA: all kernels, any bits."""
 
 from __future__ import annotations
 
-import random
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
-from opcommon import world
+from opcommon import gathered, world
 from ranks import on_ranks
-from test_all_reduce_on_gpus import late
+from test_all_gather import bits
+from test_all_to_all import joined
 from torch import Tensor
-from weft import symm_mem
-from weft.fused_ops import last_plan, one_shot_all_gather, one_shot_all_reduce, one_shot_reduce_scatter
+from weft.fused_ops import (
+    last_plan,
+    one_shot_all_gather,
+    one_shot_all_reduce,
+    one_shot_all_to_all,
+    one_shot_reduce_scatter,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -45,8 +51,7 @@ def test_every_bit_arrives(rank: int, world_size: int) -> None:
             for dim in range(x.dim()):
                 y = one_shot_all_gather(x, dim, world())
                 assert last_plan().algorithm == "push"
-                bits = (torch.cat(parts, dim).view(torch.uint8), y.view(torch.uint8))
-                assert torch.equal(*bits), (shape, x.dtype, dim)
+                assert torch.equal(bits(y), bits(torch.cat(parts, dim))), (shape, x.dtype, dim)
                 out = torch.zeros_like(y)
                 for _ in range(2):  # on the slow path and on the fast one
                     one_shot_all_gather(x, dim, world(), out=out.zero_())
@@ -76,48 +81,29 @@ def test_reduce_scatters_give_the_bits_of_all_reduces(rank: int, world_size: int
                         assert torch.equal(out, part)
 
 
-@on_ranks([2, 4], device="cuda", fresh=True)
-def test_eager_calls_between_replays(rank: int, world_size: int) -> None:
-    order, delays = random.Random(0), random.Random(rank)
-    ranks = torch.arange(world_size)
-
-    def call(step: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The input that fits, and both results."""
-        x = torch.empty(n, dtype=torch.int32)
-        parts = torch.empty(world_size * n, dtype=torch.bfloat16)
-        fill(x, parts, step)
-        return x, parts, torch.stack([wrong(*run(x, parts), step)])
-
-    def fill(x: Tensor, parts: Tensor, step: int) -> None:
-        x.fill_(step - 1000 * rank)
-        parts.copy_((ranks + rank + step % 7).repeat_interleave(x.numel()))
-
-    def run(x: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-        return one_shot_all_gather(x, 0, world()), one_shot_reduce_scatter(parts, "sum", 0, world())
-
-    def wrong(gathered: Tensor, part: Tensor, step: int) -> Tensor:
-        bad = (gathered.view(world_size, -1) != (step - 1000 * ranks)[:, None]).sum()
-        return bad + (part != world_size * (rank + step % 7) + sum(range(world_size))).sum()
-
-    sizes = [order.choice((5, 1000, 4096, 65_536, 1 << 20, 3 << 20)) for _ in range(6)]
-    graphs = []
-    for n in sizes:
-        x, parts, _ = call(0, n)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            outs = run(x, parts)
-        graphs.append((graph, x, parts, outs))
-    total = torch.zeros((), dtype=torch.int64)
-    for step in range(1500):
-        late(delays)
-        if order.random() < 0.5:
-            graph, x, parts, outs = order.choice(graphs)
-            fill(x, parts, step)
-            late(delays)
-            graph.replay()
-            total += wrong(*outs, step)
-        else:
-            total += call(step, order.choice((1, 7, 999, 4096, 50_000, 2 << 20)))[2].sum()
-    assert total.item() == 0
-    symm_mem.check()
+@on_ranks([2, 4], device="cuda")
+def test_every_bit_arrives_where_it_is_exchanged(rank: int, world_size: int) -> None:
+    """By every kernel, at any address; each call on the slow path and on the fast one."""
+    generator = torch.Generator("cuda").manual_seed(rank)
+    for shape in (
+        (4,),
+        (12, 5),
+        (8, 129, 4),
+        (64, 4096),
+        (4, 33, 1004),
+        (4, 1 << 20),
+        (1 << 22,),
+        (4, 3, 1000004),
+    ):
+        words = any_words(torch.Size(shape).numel() + 1, generator)
+        for x in (words[1:].view(shape), words[:-1].view(torch.bfloat16).view(*shape[:-1], -1)):
+            every = [part.view(x.dtype).view(x.shape) for part in gathered(bits(x))]
+            dims = range(x.dim())
+            for scatter_dim, gather_dim in product(dims, dims):
+                if x.shape[scatter_dim] % world_size:
+                    continue
+                want = joined(every, scatter_dim, gather_dim, rank)
+                for _ in range(2):
+                    y = one_shot_all_to_all(x, scatter_dim, gather_dim, world())
+                    assert last_plan().algorithm == "push"
+                    assert torch.equal(bits(y), bits(want)), (shape, x.dtype, scatter_dim, gather_dim)

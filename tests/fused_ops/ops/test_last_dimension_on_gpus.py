@@ -6,7 +6,6 @@ Where operands are small whole numbers every rounding on the way is exact, in an
 from __future__ import annotations
 
 import random
-import time
 from typing import Any
 from unittest import mock
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 from algorithms import ALGORITHMS, choose_anew
 from opcommon import BOUND, check, gather, gathered, matrix, poison, same_on_all, whole, world
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, last_plan
 from weft.fused_ops.dispatch.plan import forced
@@ -83,27 +82,6 @@ def test_every_tile(rank: int, world_size: int) -> None:
                         exact(m, k, ns, dtype, transposed, what, return_A=i % 2 == 0)
 
 
-def mixed(rank: int, world_size: int, calls: int) -> None:
-    """Of the last and of another dimension in turn: they share a workspace."""
-    order = random.Random(2)
-    with forced("fused"):
-        for call in range(calls):
-            late(0.1)
-            m, k, ns = order.choice(SHAPES)
-            dtype, transposed = order.choice((torch.bfloat16, torch.float16)), order.random() < 0.5
-            exact(m, k, ns, dtype, transposed, f"call {call}: {m, k, ns} {dtype}", order.random() < 0.5)
-            if order.random() < 0.3:
-                shard, B = whole(m, k, dtype=dtype), matrix(k, 72, dtype, transposed)
-                _, (out,) = fused_all_gather_matmul(shard, [B], 0, world(), return_A=False)
-                want = gathered(shard).flatten(0, 1).float() @ B.float()
-                assert torch.equal(out, want.to(dtype)), f"call {call}: rows of {m, k}"
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_many_calls_of_random_shapes_with_late_ranks(world_size: int) -> None:
-    run_ranks(mixed, world_size, 500, device="cuda")
-
-
 @on_ranks([2, 4], device="cuda")
 def test_random_numbers_and_equal_bits(rank: int, world_size: int) -> None:
     for m, k, n, dtype in [(1023, 1032, 1544, torch.bfloat16), (2048, 512, 4096, torch.float16)]:
@@ -128,34 +106,6 @@ def test_random_numbers_and_equal_bits(rank: int, world_size: int) -> None:
                 _, outs = fused_all_gather_matmul(shard.to(bs[0].dtype), bs, -1, world())
                 assert last_plan().algorithm == algorithm and why in last_plan().reason
                 check(why, outs[-1], A @ B.double(), BOUND[dtype])
-
-
-@on_ranks([2, 4], device="cuda")
-def test_graph_replays_between_eager_calls(rank: int, world_size: int) -> None:
-    B = torch.randn(1032, world_size * 264).bfloat16().t()
-    wide = torch.randn(515, 3 * 264).bfloat16()
-
-    def call() -> list[torch.Tensor]:
-        with forced("fused"):
-            A, (out,) = fused_all_gather_matmul(wide[:, 264:528], [B], 1, world())
-            assert last_plan().algorithm == "push" and A is not None
-        return [A, out]
-
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = call()
-    for _ in range(40):
-        wide.normal_()
-        for result in results:
-            result.fill_(float("nan"))
-        late(0.2)
-        graph.replay()
-        late(0.2)
-        for result, eager in zip(results, call(), strict=True):
-            assert torch.equal(result, eager)
-        assert torch.equal(results[0], joined(gathered(wide[:, 264:528])))
 
 
 def allocations() -> int:
@@ -193,31 +143,3 @@ def test_shards_whose_rows_lie_apart(rank: int, world_size: int, algorithm: str)
             # In one shot the product is given what was gathered.
             needed = 1 + (return_A or taken == "one_shot") + copies
             assert made == needed, f"{name}: {made} tensors are made"
-
-
-def missing(rank: int, world_size: int) -> str | None:
-    shard, B = torch.randn(512, 512).bfloat16(), torch.randn(world_size * 512, 512).bfloat16()
-
-    def call() -> None:
-        with forced("fused"):
-            fused_all_gather_matmul(shard, [B], 1, world())
-
-    call()
-    call()
-    torch.cuda.synchronize()
-    if rank == 1:
-        time.sleep(4)
-        return None
-    symm_mem.set_timeout(0.5)
-    call()
-    start = time.monotonic()
-    torch.cuda.synchronize()  # the kernel gives up by itself
-    assert time.monotonic() - start < 3
-    with pytest.raises(symm_mem.PeerTimeout) as error:
-        call()
-    return str(error.value)
-
-
-def test_a_missing_rank_is_named() -> None:
-    text = run_ranks(missing, 2, device="cuda", fresh=True)[0]
-    assert "rank 0 of group" in text and "waited 0.5 s for rank 1" in text

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from opcommon import (
@@ -18,10 +16,9 @@ from opcommon import (
     refuses,
     world,
 )
-from ranks import on_ranks, run_ranks, run_row
+from ranks import on_ranks, run_row
 from torch import Tensor
 from weft.fused_ops import last_plan, one_shot_all_reduce, one_shot_reduce_scatter
-from weft.kernels.reduce_scatter import host
 
 SHAPES = [(1,), (7,), (3, 5), (2, 3, 129), (0, 4), (4, 0), (1000, 33), (2, 1, 3, 8)]
 
@@ -91,31 +88,6 @@ def test_any_strides_alignment_and_memory(rank: int, world_size: int) -> None:
         want = sum(gather(memory)).chunk(world_size)[rank]
         out = memory[start : start + 4]
         check("overlapping", one_shot_reduce_scatter(memory, "sum", 0, world(), out=out), want, 1e-6)
-
-
-def chunks(rank: int, world_size: int) -> None:
-    host.CHUNK_BYTES = 1000
-    for _ in range(3):
-        x = torch.randn(6, 2468)
-        want = sum(gather(x)).chunk(world_size, 1)[rank]
-        check("chunks", one_shot_reduce_scatter(x, "sum", 1, world()), want, 1e-6)
-
-
-def test_large_inputs_travel_in_chunks() -> None:
-    run_ranks(chunks, 2, fresh=True)
-
-
-@on_ranks(3, device=DEVICES)
-def test_many_calls_with_late_ranks(rank: int, world_size: int) -> None:
-    sizes = torch.Generator("cpu").manual_seed(0)
-    delays = torch.Generator("cpu").manual_seed(rank)
-    for call in range(300):
-        n = int(torch.randint(1, 3000, (1,), generator=sizes, device="cpu"))
-        if torch.rand((), generator=delays, device="cpu") < 0.05:
-            time.sleep(0.01)
-        x = torch.arange(float(world_size)).repeat_interleave(n) + call + rank
-        out = one_shot_reduce_scatter(x, "sum", 0, world())
-        assert (out == world_size * (call + rank) + sum(range(world_size))).all()
 
 
 @on_ranks(3, device=DEVICES)

@@ -5,16 +5,15 @@ Where operands are small whole numbers every rounding on the way is exact, in an
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from algorithms import ALGORITHMS, choose_anew
+from algorithms import choose_anew
 from opcommon import BOUND, check, gather, gathered, matrix, poison, whole, world
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_reduce_scatter, last_plan
 from weft.fused_ops.dispatch.plan import forced
@@ -33,12 +32,6 @@ SHAPES = [  # A's dimensions, columns of a rank
     ((129, 64), 2048),
     ((2, 2, 200), 264),
 ]
-
-
-def late(chance: float) -> None:
-    """Hold this rank's stream up for some milliseconds, now and then."""
-    if random.random() < chance:
-        torch.cuda._sleep(random.randrange(3_000_000))
 
 
 def exact(
@@ -73,53 +66,6 @@ def test_every_tile(rank: int, world_size: int) -> None:
             for shape, n in SHAPES:
                 poison(rank)
                 exact(shape, n, (torch.bfloat16, torch.float16)[i % 3 == 0], i % 2 == 0, "push")
-
-
-def mixed(rank: int, world_size: int, calls: int) -> None:
-    order = random.Random(2)
-    for _ in range(calls):
-        late(0.1)
-        shape, n = order.choice(SHAPES)
-        dtype, transposed = order.choice((torch.bfloat16, torch.float16)), order.random() < 0.5
-        exact(shape, n, dtype, transposed, order.choice(ALGORITHMS), order.random() < 0.5)
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.gpu(4))])
-def test_many_calls_of_random_shapes_with_late_ranks(world_size: int) -> None:
-    run_ranks(mixed, world_size, 300, device="cuda")
-
-
-def replayed(rank: int, world_size: int, algorithm: str) -> None:
-    B = torch.randn(world_size * 520, 1032).bfloat16().t()
-    A = torch.randn(5, 103, 1032).bfloat16()
-
-    def call() -> torch.Tensor:
-        with forced(algorithm):
-            out = fused_matmul_reduce_scatter(A, B, "avg", 2, world(), out_dtype=torch.float32)
-            assert last_plan().algorithm == algorithm
-        return out
-
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-    for _ in range(40):
-        A.normal_()
-        result.fill_(float("nan"))
-        late(0.2)
-        graph.replay()
-        late(0.2)
-        assert torch.equal(result, call())
-        parts = [a @ b / world_size for a, b in zip(gather(A), gather(B), strict=True)]
-        parts = [p.chunk(world_size, -1)[rank] for p in parts]
-        check("replayed", result, sum(parts), BOUND[torch.bfloat16], parts)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.gpu(4))])
-def test_graph_replays_between_eager_calls(world_size: int, algorithm: str) -> None:
-    run_ranks(replayed, world_size, algorithm, device="cuda")
 
 
 @on_ranks(2, device="cuda")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from opcommon import BOUND, assert_fused, check, gather, poison, refuses, world
+from opcommon import BOUND, check, gather, poison, refuses, world
 from ranks import on_ranks, run_ranks, run_row
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -25,8 +25,6 @@ from weft.fused_ops import (
 )
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.passes import FusionPass
-from weft.kernels.all_gather import host as gather_host
-from weft.kernels.reduce_scatter import host as scatter_host
 
 #: Of four ranks; fewer take the first ones. Odd, with none on one rank, with rows on one rank alone, equal, and none.
 COUNTS = [(3, 5, 1, 7), (4, 0, 9, 2), (0, 3, 0, 0), (0, 0, 0, 5), (2, 2, 2, 2), (0, 0, 0, 0)]
@@ -107,24 +105,6 @@ def test_any_dtype_is_gathered(rank: int, world_size: int) -> None:
             y = one_shot_all_gather(rows, dim, counts=[1, 2])
             want = torch.cat([torch.arange(3), torch.arange(6)]).to(dtype).float().view(3, 3)
             assert torch.equal(y.float(), want.t() if dim else want), dtype
-
-
-@on_ranks(3, fresh=True)
-def test_large_inputs_travel_in_chunks(rank: int, world_size: int) -> None:
-    gather_host.CHUNK_BYTES = scatter_host.CHUNK_BYTES = 1000
-    counts = [7, 0, 611]  # of rows of 12 bytes: of 1, 0 and 8 epochs
-    for _ in range(3):
-        x = torch.randn(counts[rank], 3)
-        y = one_shot_all_gather(x, 0, counts=counts)
-        assert_fused()
-        assert torch.equal(y.double(), of_all(x, counts, 0))
-        z = torch.randn(sum(counts), 3)
-        check(
-            "chunks",
-            one_shot_reduce_scatter(z, "sum", 0, counts=counts),
-            part(sum(gather(z)), counts, 0),
-            1e-6,
-        )
 
 
 @on_ranks(3)

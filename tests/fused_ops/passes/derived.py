@@ -7,29 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from spelled import ag, rs
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 from weft.fused_ops import FusionPass
 
-c10d = torch.ops._c10d_functional
 WIDTH = 512
-
-
-def gathered(x: Tensor) -> Tensor:
-    name = dist.distributed_c10d._get_default_group().group_name
-    return c10d.wait_tensor(c10d.all_gather_into_tensor(x, dist.get_world_size(), name))
-
-
-def scattered(x: Tensor) -> Tensor:
-    name = dist.distributed_c10d._get_default_group().group_name
-    return c10d.wait_tensor(c10d.reduce_scatter_tensor(x, "sum", dist.get_world_size(), name))
 
 
 def scaled(x: Tensor, m: Tensor, v: Tensor, a: Tensor) -> Tensor:
     z = (x @ m) @ v
-    full = gathered(a * 1.5)
+    full = ag(a * 1.5)
     return full[:WIDTH] * z + full[WIDTH:]
 
 
@@ -37,7 +26,7 @@ def cast(x: Tensor, m: Tensor, v: Tensor, a: Tensor) -> Tensor:
     """Of a transposed shard, used again after the gather."""
     z = (x @ m) @ v
     b = a.t().bfloat16().contiguous()
-    full = gathered(b).float()
+    full = ag(b).float()
     return full[:WIDTH] * z + full[WIDTH:] + b
 
 
@@ -45,18 +34,18 @@ def sliced(x: Tensor, m: Tensor, v: Tensor, a: Tensor) -> Tensor:
     """A view of what is computed."""
     half = (a @ m)[WIDTH // 2 :]
     z = (x @ m) @ v
-    return gathered(half) * z
+    return ag(half) * z
 
 
 def reduced(x: Tensor, m: Tensor, v: Tensor, a: Tensor) -> Tensor:
     z = (x @ m) @ v
-    part = scattered(a * 1.5)
+    part = rs(a * 1.5)
     return part * z[: len(part)] + z[len(part) :]
 
 
 def read_late(x: Tensor, m: Tensor, v: Tensor, a: Tensor) -> Tensor:
     """What reads a weight is fused into what follows much later."""
-    whole = gathered(a)
+    whole = ag(a)
     scale = whole[:WIDTH] * 2 - whole[WIDTH:]
     z = ((x @ m) @ v) @ x
     return scale * z + 1

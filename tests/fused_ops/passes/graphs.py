@@ -135,6 +135,18 @@ def applied(graph: fx.Graph, fusion: FusionPass | None = None) -> Seen:
     return Seen(copied(graph), after, fusion.report().entries[known:])
 
 
+def by_inductors_passes(made: Callable[[fx.GraphModule], Any]) -> Callable[[fx.GraphModule, list[Any]], Any]:
+    """A backend: Inductor's passes over the graphs, and the options' own; then they run as ``made`` has them."""
+
+    def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        with V.set_fake_mode(torch._guards.detect_fake_mode(example_inputs)):
+            view_to_reshape(gm)
+            post_grad_passes(gm, bool(kwargs.get("is_inference")))
+        return made(gm)
+
+    return lambda gm, example_inputs: compile_fx(gm, example_inputs, inner_compile=inner_compile)
+
+
 def captured(
     fn: Callable[..., Any],
     *inputs: Tensor,
@@ -152,24 +164,18 @@ def captured(
     def record(graph: fx.Graph) -> None:
         seen.append(applied(graph, fusion))
 
-    def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        with V.set_fake_mode(torch._guards.detect_fake_mode(example_inputs)):
-            view_to_reshape(gm)
-            post_grad_passes(gm, bool(kwargs.get("is_inference")))
+    def made(gm: fx.GraphModule) -> Any:
         if runs and runs_uncompiled(gm.graph):
             return gm.forward
         (results,) = gm.graph.output_node().args
         return lambda *args: [made_up(r) if isinstance(r, fx.Node) else r for r in results]
-
-    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
-        return compile_fx(gm, example_inputs, inner_compile=inner_compile)
 
     torch._dynamo.reset()
     with (
         functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
         inductor_config.patch(post_grad_custom_post_pass=record, fx_graph_cache=False),
     ):
-        torch.compile(fn, backend=backend, dynamic=None if dynamic else False)(*inputs)
+        torch.compile(fn, backend=by_inductors_passes(made), dynamic=None if dynamic else False)(*inputs)
     return seen
 
 
@@ -265,15 +271,10 @@ class Ranks:
         if isinstance(target, torch._ops.OpOverload) and target._opname == "fused_matmul_all_reduce":
             whole = self.reduced([a[0][0] @ a[0][1] for a in args], args[0][0][2])
             return [whole.clone() for _ in args]
-        if isinstance(target, torch._ops.OpOverload) and target._opname == "fused_all_reduce_rms_norm":
+        if isinstance(target, torch._ops.OpOverload) and target._opname.startswith("fused_all_reduce_"):
+            norm = getattr(self, target._opname.removeprefix("fused_all_reduce_"))
             total = self.reduced(first, "sum")
-            return [self.rms_norm(total, a[0], **a[1]) for a in args]
-        if isinstance(target, torch._ops.OpOverload) and target._opname == "fused_all_reduce_rms_norm_quant":
-            total = self.reduced(first, "sum")
-            return [self.rms_norm_quant(total, a[0], **a[1]) for a in args]
-        if isinstance(target, torch._ops.OpOverload) and target._opname == "fused_all_reduce_layer_norm":
-            total = self.reduced(first, "sum")
-            return [self.layer_norm(total, a[0], **a[1]) for a in args]
+            return [norm(total, a[0], **a[1]) for a in args]
         if target is torch.ops.weft.one_shot_all_gather.default:
             return [torch.cat(first, args[0][0][1]) for _ in first]
         if target in (c10d.all_to_all_single.default, torch.ops.weft.one_shot_all_to_all.default):

@@ -5,14 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from spelled import ag, rs
 from torch import Tensor
-
-c10d = torch.ops._c10d_functional
-
-
-def group() -> str:
-    return dist.distributed_c10d._get_default_group().group_name
 
 
 class GatheredShard(torch.autograd.Function):
@@ -20,12 +14,11 @@ class GatheredShard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, dtype: torch.dtype) -> Tensor:
-        return c10d.wait_tensor(c10d.all_gather_into_tensor(shard.to(dtype), dist.get_world_size(), group()))
+        return ag(shard.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        whole = c10d.reduce_scatter_tensor(grad, "avg", dist.get_world_size(), group())
-        return c10d.wait_tensor(whole).float(), None
+        return rs(grad, "avg").float(), None
 
 
 def model(x: Tensor, shards: list[Tensor]) -> Tensor:

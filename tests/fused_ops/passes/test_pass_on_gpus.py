@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from opcommon import BOUND, DEVICES, check, world
 from ranks import run_ranks
@@ -27,20 +28,14 @@ def sizes() -> tuple[int, int, int]:
 
 
 def gather(x: Tensor) -> Tensor:
-    import torch.distributed._functional_collectives as funcol
-
     return funcol.all_gather_tensor_autograd(x, 0, world())
 
 
 def scatter(x: Tensor) -> Tensor:
-    import torch.distributed._functional_collectives as funcol
-
     return funcol.reduce_scatter_tensor_autograd(x, "sum", 0, world())
 
 
 def reduced(x: Tensor) -> Tensor:
-    import torch.distributed._functional_collectives as funcol
-
     return funcol.all_reduce(x, "sum", world())
 
 

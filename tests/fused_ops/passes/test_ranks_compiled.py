@@ -17,6 +17,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
+from weft.fused_ops.passes import FusionPass
 
 Shapes = tuple[tuple[int, ...], ...]
 WORLD = 2
@@ -108,8 +109,6 @@ def check(name: str, fn: Any, compiled: Any, shapes: Shapes, dtype: torch.dtype,
 def programs(
     rank: int, world: int, names: list[str], dtype: torch.dtype, dynamic: bool, codegen: bool
 ) -> list[tuple[int, int, str]]:
-    from weft.fused_ops.passes import FusionPass
-
     found = []
     for name in names:
         torch._dynamo.reset()
@@ -156,12 +155,14 @@ def test_fused_graphs_are_right_and_wholly_fused(names: list[str], dtype: torch.
     check_ranks(names, dtype, dynamic, False)
 
 
+@pytest.mark.slow  # each run has test_pass_on_gpus.py, and of dynamic sizes test_backend.py
+@pytest.mark.timeout(1100)
 @pytest.mark.parametrize(
     ("name", "dtype", "dynamic"),
     [
         ("swiglu", torch.bfloat16, False),
-        pytest.param("q k v", torch.float32, False, marks=SLOW),
-        pytest.param("biases", torch.float32, True, marks=SLOW),
+        ("q k v", torch.float32, False),
+        ("biases", torch.float32, True),
         ("bias and residual after", torch.float16, True),
     ],
     ids=["swiglu", "q k v", "biases", "bias and residual after"],
@@ -172,7 +173,6 @@ def test_compiled_by_inductor(name: str, dtype: torch.dtype, dynamic: bool) -> N
 
 def summed_wide(rank: int, world: int) -> tuple[float, float, bool]:
     """Relative errors of bfloat16 products that are cast to float32 and reduced, fused and not."""
-    from weft.fused_ops.passes import FusionPass
 
     def fn(x: Tensor, w: Tensor) -> Tensor:
         return scatter(F.linear(x.bfloat16(), w.bfloat16()).float(), 0)
@@ -198,7 +198,6 @@ def test_what_is_cast_to_float32_is_summed_to_float32() -> None:
 
 def rounded_once(rank: int, world: int) -> tuple[float, float, str]:
     """256 from 2 ranks, and two more, in bfloat16, where 257 is rounded to 256: with the pass and without."""
-    from weft.fused_ops.passes import FusionPass
 
     def fn(x: Tensor, w: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
         return scatter(x @ w, 0) + bias + residual
@@ -240,8 +239,6 @@ def waits_and_chains(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
 
 
 def waited_and_chained(rank: int, world: int) -> tuple[list[str | None], str]:
-    from weft.fused_ops.passes import FusionPass
-
     fusion = FusionPass(fuse="always")
     torch._dynamo.reset()
     x, w = torch.randn(6, 8), torch.full((8, 5), 0.5)
@@ -263,7 +260,6 @@ def test_what_is_fused_is_waited_for_and_reduced_again() -> None:
 def cached(rank: int, world: int, configurations: list[list[str] | None]) -> list[tuple[int, int, int, bool]]:
     """Of a pass for each of these groups: on how many graphs it ran, how many collectives are fused and left, and
     whether the result is right."""
-    from weft.fused_ops.passes import FusionPass
 
     def fn(x: Tensor, w: Tensor) -> Tensor:
         return gather(x, 0) @ w

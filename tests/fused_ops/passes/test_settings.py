@@ -22,6 +22,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from weft.fused_ops.passes import FusionPass, pass_sequence
 from weft.fused_ops.passes.backend import _with_pass, weft_backend
 from weft.fused_ops.passes.norms.eps_as_number import eps_options
+from weft.fused_ops.passes.order.costs import TABLES
 from weft.fused_ops.passes.pass_sequence import SLOT, passes_of
 from weft.fused_ops.passes.regather import JOINT_SLOT
 
@@ -167,6 +168,51 @@ def test_the_key_of_two_passes_is_that_of_both() -> None:
     assert pass_sequence.PassSequence([lambda graph: None, fusion]).uuid() is None
     assert deepcopy(both) is both
     assert fusion.options_with() == fusion.options
+
+
+ONE_OF_THREE = {"agree": "'capture'", "collectives": "'auto'", "sequence_parallel": "'auto'"}
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"groups": "tp"}, TypeError, "is the string 'tp'"),
+    ({"groups": 1.5}, TypeError, "is 1.5, must be a list of groups"),
+    ({"fuse": "sometimes"}, ValueError, "is 'sometimes', must be 'auto' or 'always'"),
+    *[
+        ({name: wrong}, TypeError, f"is {wrong!r}, must be True or False")
+        for name in ("strict", "regather")
+        for wrong in (None, "no", 1)
+    ],
+    *[
+        ({name: "no"}, ValueError, f"is 'no', must be True, False or {one}")
+        for name, one in ONE_OF_THREE.items()
+    ],
+    *[({name: 1}, TypeError, f"is 1, must be True, False or {one}") for name, one in ONE_OF_THREE.items()],
+    ({"reorder": 1}, TypeError, "is 1, must be True or False, or how much more memory"),
+    ({"reorder": -0.5}, ValueError, "is -0.5, must be 0 or more"),
+    ({"buckets": 1.5}, TypeError, "is 1.5, must be True or False, or the bytes of a bucket"),
+    ({"buckets": -1}, ValueError, "is -1, must be 0 or more"),
+    ({"gathers": True}, TypeError, "is True, must be a whole number"),
+    ({"gathers": 0}, ValueError, "is 0, must be 1 or more"),
+    ({"order": True}, TypeError, "is no setting, must be one of groups, strict"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "words"), REFUSED, ids=lambda given: str(given)[:24])
+def test_what_is_no_setting_is_refused(given: dict[str, Any], error: type[Exception], words: str) -> None:
+    (name,) = given
+    with pytest.raises(error, match=f"^{name}: {words}"):
+        FusionPass(**given)
+
+
+def test_what_settings_stand_for() -> None:
+    assert FusionPass().sequence_parallel is False
+    assert [FusionPass(reorder=r).reorder for r in (False, True, 0.0, 0.5)] == [None, 0.0, 0.0, 0.5]
+    assert [FusionPass(buckets=b).buckets for b in (False, True, 0, 500)] == [0, 32 << 20, 0, 500]
+    assert TABLES["cpu"].key() != TABLES["cuda"].key()
+    with fake_ranks(2):
+        changed: list[dict[str, Any]] = [
+            {"collectives": True},
+            *({"sequence_parallel": s} for s in (True, "auto")),
+        ]
+        assert len({FusionPass(**each).uuid() for each in ({}, *changed)}) == 4
 
 
 def test_what_is_no_pass_is_refused() -> None:

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from test_board import Group, ask_all, make, post, stores
 from test_ranks_that_differ import compiler, gather, world
 from torch import Tensor
-from weft.fused_ops.passes import Report
+from weft.fused_ops.passes import FusionPass, Report
 from weft.fused_ops.passes.agreement import guard
 from weft.fused_ops.passes.agreement.votes import board_file
 from weft.fused_ops.passes.agreement.votes.board import ABSENCE, VoteBoard
@@ -65,8 +65,6 @@ def program(x: Tensor, w: Tensor) -> Tensor:
 
 
 def at_its_limit(rank: int, size: int) -> tuple[Report, list[float]]:
-    from weft.fused_ops.passes import FusionPass
-
     waited = []
     limit = 1 if rank == 1 else 8
     with compiler(), torch.no_grad(), torch._dynamo.config.patch(recompile_limit=limit):
@@ -122,8 +120,6 @@ def test_a_rank_whose_process_cannot_be_seen_is_gone_with_its_file() -> None:
 
 
 def without_the_other(rank: int, size: int) -> tuple[list[str], float]:
-    from weft.fused_ops.passes import FusionPass
-
     x, w = torch.randn(6, 8), torch.randn(8, 5)
     with compiler(), torch.no_grad():
         fusion = FusionPass(fuse="always")
@@ -145,8 +141,6 @@ def test_a_rank_that_dies_between_two_runs() -> None:
 
 
 def out_of_sight(rank: int, size: int) -> list[str]:
-    from weft.fused_ops.passes import FusionPass
-
     x, w = torch.randn(6, 8), torch.randn(8, 5)
     with compiler(), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         if rank == 1:

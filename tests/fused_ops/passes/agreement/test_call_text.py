@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from graphs import fake_ranks
 from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
@@ -15,13 +12,10 @@ from weft.fused_ops.passes.graph.nodes import LeftAlone
 from weft.fused_ops.passes.kernels_ahead.call_text import planned_text, text_of_call
 from weft.fused_ops.passes.kernels_ahead.graph_kernels import GraphKernels, note_collective
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="no GPU is taken for another one")
-
-
-@pytest.fixture(autouse=True)
-def two_ranks() -> Iterator[None]:
-    with fake_ranks(2):
-        yield
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="no GPU is taken for another one"),
+    pytest.mark.usefixtures("two"),
+]
 
 
 def test_symbolic_sizes_are_as_they_are_now() -> None:

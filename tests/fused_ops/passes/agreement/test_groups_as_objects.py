@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from graphs import AG, AR, c10d, fake_ranks
+from graphs import AG, AR, by_inductors_passes, c10d, fake_ranks
 from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx
-from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
-from torch._inductor.virtualized import V
 from torch_versions import needs_groups_as_objects
 from weft.fused_ops import FusionPass
 
@@ -23,22 +20,16 @@ def passed_through(fn: Callable[..., Any], fusion: FusionPass, *inputs: Tensor) 
     """The graph in its own module, after the pass."""
     found: list[fx.Graph] = []
 
-    def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        with V.set_fake_mode(torch._guards.detect_fake_mode(example_inputs)):
-            view_to_reshape(gm)
-            post_grad_passes(gm, bool(kwargs.get("is_inference")))
+    def made(gm: fx.GraphModule) -> Any:
         found.append(gm.graph)
         return gm.forward
-
-    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
-        return compile_fx(gm, example_inputs, inner_compile=inner_compile)
 
     torch._dynamo.reset()
     with (
         functorch_config.patch(enable_autograd_cache=False),
         inductor_config.patch(post_grad_custom_post_pass=fusion, fx_graph_cache=False),
     ):
-        torch.compile(fn, backend=backend, dynamic=False)(*inputs)
+        torch.compile(fn, backend=by_inductors_passes(made), dynamic=False)(*inputs)
     (graph,) = found
     return graph
 

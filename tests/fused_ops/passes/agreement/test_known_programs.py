@@ -1,4 +1,4 @@
-"""Random programs of ranks that know graphs: what runs fused on one rank runs fused on all, or a rank is named."""
+"""Random programs over the ranks' agreement: what runs fused on one rank runs fused on all, or a rank is named."""
 
 from __future__ import annotations
 
@@ -19,12 +19,8 @@ from weft.fused_ops.passes.agreement.votes.vote import LEFT, Vote
 
 __all__ = ["stores"]  # the fixture
 
-Part = tuple[int, str]  # as in test_board_programs.py
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vote_rows, "TRUSTED", 3)
+Part = tuple[int, str]  # collectives, and how they are run: "graph" (which may fuse), "eager", "plain graph"
+SOON, NEVER = 3, 1 << 20  # graphs on which ranks agree until they run those that they know without asking
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +44,23 @@ class Stream:
         self.queued.append((place, fused, length))
 
 
+@dataclass
+class Meeting(Stream):
+    """Where the hosts of all ranks meet in each collective: all of them plainly, or all of them fused."""
+
+    size: int = 0
+    came: dict[int, list[tuple[bool, int]]] = field(default_factory=dict)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def run(self, place: int, fused: bool, length: int) -> None:
+        with self.changed:
+            here = self.came.setdefault(place, [])
+            here.append((fused, length))
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: len(here) == self.size, 20), f"place {place}: {here}"
+            assert len(set(here)) == 1, f"place {place}: {here}"
+
+
 class Slow:
     """The board's words, between whose reads and writes other ranks come to theirs."""
 
@@ -67,25 +80,23 @@ class Slow:
         self._words[at] = value
 
 
-def rank_main(group: Group, stream: Stream, program: list[Part], seed: int) -> tuple[int, int]:
-    """Graphs that ran fused, and those of them that did not ask."""
+def rank_main(group: Group, stream: Stream, program: list[Part], seed: int, patience: float) -> int:
+    """Runs a program, whose parts need not be those of the other ranks; gives the number of graphs that ran fused."""
     noise = random.Random(seed)
-    where = VoteBoard(group)  # type: ignore[arg-type]
-    assert group.number or where.attached()
-    place = begun = fused = unasked = 0
+    where: VoteBoard | None = None  # made with the first graph
+    place = begun = fused = 0
     for count, how in program:
         time.sleep(noise.choice([0, 0, 0, 1e-4, 1e-3, 5e-3]))
         runs_fused = False
-        if isinstance(words := where._file.words, memoryview):
-            where._file.words = Slow(words, noise)  # type: ignore[assignment]
         if how != "eager":
+            where = where or VoteBoard(group)  # type: ignore[arg-type]
+            if isinstance(words := where._file.words, memoryview):
+                where._file.words = Slow(words, noise)  # type: ignore[assignment]
             fuses = how == "graph"
             signature = (100 if fuses else 200) + count
-            if fuses and where.known.run(signature, count, begun):
-                runs_fused = True
-                unasked += 1
-            else:
-                answer = where.ask(Vote(where.turns, begun, count, signature, fuses), lambda: 0.3)
+            runs_fused = fuses and where.known.run(signature, count, begun)
+            if not runs_fused:
+                answer = where.ask(Vote(where.turns, begun, count, signature, fuses), lambda: patience)
                 if answer.why == LEFT:
                     raise Named
                 runs_fused = answer.fused
@@ -100,9 +111,9 @@ def rank_main(group: Group, stream: Stream, program: list[Part], seed: int) -> t
                 stream.run(place + i, False, 1)
         place += count
     # As the first graph of what comes next would find it.
-    if where.ask(Vote(where.turns, begun, 1, 5, False), lambda: 10.0).why == LEFT:
+    if where is not None and where.ask(Vote(where.turns, begun, 1, 5, False), lambda: 10.0).why == LEFT:
         raise Named
-    return fused, unasked
+    return fused
 
 
 @st.composite
@@ -135,22 +146,33 @@ def _changed(draw: st.DrawFn, sequence: list[Part]) -> list[Part]:
     return parts
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("trusted", [SOON, NEVER], ids=["known", "asked"])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(programs(), st.integers(0, 1 << 20))
-def test_fused_never_meets_plain_unless_a_rank_is_named_on_all(parts: list[list[Part]], seed: int) -> None:
+def test_fused_never_meets_plain_unless_a_rank_is_named_on_all(
+    monkeypatch: pytest.MonkeyPatch, trusted: int, parts: list[list[Part]], seed: int
+) -> None:
+    """Where all ask before each graph nobody is named, and ranks that wait in each other's collectives come out."""
+    monkeypatch.setattr(vote_rows, "TRUSTED", trusted)
     store, size = dist.HashStore(), len(parts)
-    streams = [Stream() for _ in parts]
+    meeting = Meeting(size=size)
+    streams = [Stream() if trusted == SOON else meeting for _ in parts]
     named: list[int] = []
     lock = threading.Lock()
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> int | None:
         try:
-            rank_main(Group(rank, size, store), streams[rank], parts[rank], seed + rank)  # type: ignore[arg-type]
+            patience = 0.3 if trusted == SOON else 0.05
+            return rank_main(Group(rank, size, store), streams[rank], parts[rank], seed + rank, patience)
         except Named:
             with lock:
                 named.append(rank)
+            return -1
 
-    at_once(*(lambda r=r: run(r) for r in range(size)))  # type: ignore[misc]
-    if not named:
+    fused = at_once(*(lambda r=r: run(r) for r in range(size)))  # type: ignore[misc]
+    assert None not in fused, "a rank failed"
+    if trusted == NEVER:
+        assert not named and len(set(fused)) == 1
+    elif not named:
         for place in range(max(len(s.queued) for s in streams)):
             assert len({tuple(s.queued[place : place + 1]) for s in streams}) == 1, streams

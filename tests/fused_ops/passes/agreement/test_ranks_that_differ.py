@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from opcommon import DEVICES
 from ranks import run_ranks
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from weft.fused_ops import Plan, last_plan
 from weft.fused_ops.dispatch import plan
+from weft.fused_ops.passes import FusionPass
 from weft.fused_ops.passes.agreement import guard, outcomes
 from weft.fused_ops.passes.agreement.outcomes import Disagreement
 
@@ -43,14 +45,10 @@ def compiler(cached: bool = False) -> Iterator[None]:
 
 
 def gather(x: Tensor, group: Any, dim: int = 0) -> Tensor:
-    import torch.distributed._functional_collectives as funcol
-
     return funcol.all_gather_tensor_autograd(x, dim, group)
 
 
 def scatter(x: Tensor, group: Any, dim: int = 0) -> Tensor:
-    import torch.distributed._functional_collectives as funcol
-
     return funcol.reduce_scatter_tensor_autograd(x, "sum", dim, group)
 
 
@@ -90,8 +88,6 @@ def check(fn: Callable[..., Tensor], reference: Callable[..., Tensor] = layer) -
 
 
 def one_graph_is_broken(rank: int, size: int) -> tuple[str, list[str], str]:
-    from weft.fused_ops.passes import FusionPass
-
     with compiler():
         fusion = FusionPass(fuse="always", collectives=False)
         mine = torch.compile(broken_layer if rank == 0 else layer, options=fusion.options)
@@ -119,7 +115,6 @@ def test_a_graph_that_is_broken_on_one_rank(device: str) -> None:
 
 def one_adds_more(rank: int, size: int) -> tuple[str, str, str]:
     """After the same reduction: here the residual is added by the op, there it cannot be."""
-    from weft.fused_ops.passes import FusionPass
 
     def fn(x: Tensor, w: Tensor, r: Tensor, watched: bool) -> tuple[Tensor, Tensor]:
         y = scatter(x @ w, world())
@@ -147,7 +142,6 @@ def test_a_residual_that_one_rank_adds_after_the_op() -> None:
 
 def other_shapes(rank: int, size: int, shapes: list[tuple[int, ...]], dynamic: bool) -> list[str]:
     """As many elements on each rank, along dimension 1, so that the ranks send them in another order."""
-    from weft.fused_ops.passes import FusionPass
 
     def fn(x: Tensor, w: Tensor) -> Tensor:
         return gather(x, world(), 1) @ w
@@ -177,8 +171,6 @@ def test_the_same_elements_in_other_shapes(dynamic: bool) -> None:
 
 def columns_of_its_own(rank: int, size: int) -> tuple[str, bool, str]:
     """A hidden size of 17 over two ranks, and one that they share evenly."""
-    from weft.fused_ops.passes import FusionPass
-
     with compiler():
         fusion = FusionPass(fuse="always")
         mine = torch.compile(layer, options=fusion.options)
@@ -201,8 +193,6 @@ def test_columns_of_each_ranks_own_are_fused() -> None:
 
 
 def now_and_then_in_eager_mode(rank: int, size: int) -> tuple[list[Disagreement], str]:
-    from weft.fused_ops.passes import FusionPass
-
     with compiler():
         fusion = FusionPass(fuse="always")
         mine = torch.compile(layer, options=fusion.options)
@@ -232,8 +222,6 @@ def test_a_rank_that_leaves_its_graph_in_some_steps(device: str) -> None:
 
 def from_the_cache(rank: int, size: int, folder: str) -> list[tuple[bool, int, str, list[str]]]:
     """Whether the pass ran, how many entries its report has, what ran last, and the disagreements."""
-    from weft.fused_ops.passes import FusionPass
-
     seen = []
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     try:
@@ -276,8 +264,6 @@ def broken_crossed(x: Tensor, a: Tensor, b: Tensor, row: Any, column: Any) -> Te
 
 def two_groups(rank: int, size: int) -> list[tuple[int, str]]:
     """A mesh of 2 x 2: rank 3 shares no group with rank 0, and yet it must do as rank 0's neighbours do."""
-    from weft.fused_ops.passes import FusionPass
-
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
     row, column = mesh.get_group("row"), mesh.get_group("column")
     seen = []
@@ -329,7 +315,6 @@ def updates(x: Tensor, a: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, int, Te
 
 def without_agreement(rank: int, size: int, dynamic: bool) -> None:
     """Every other run takes the way out: what it returns and writes is what a fused run does, to the stride."""
-    from weft.fused_ops.passes import FusionPass
     from weft.fused_ops.passes.agreement.guard import GraphGuard
 
     asked, answer = GraphGuard.fused, [True]
@@ -351,7 +336,6 @@ def drops(x: Tensor, a: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def without_agreement_but_random(rank: int, size: int) -> None:
-    from weft.fused_ops.passes import FusionPass
     from weft.fused_ops.passes.agreement.guard import GraphGuard
 
     asked, answer = GraphGuard.fused, [True]

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from compiler import whole_inductor
+from graphs import by_inductors_passes
 from ranks import run_ranks
 from test_ranks_that_differ import compiler, gather, world
 from torch import Tensor
 from torch._inductor import config as inductor_config
-from weft.fused_ops.passes import Report
+from weft.fused_ops.passes import FusionPass, Report
 from weft.fused_ops.passes.agreement import guard
 from weft.symm_mem import WeftError
 
@@ -29,8 +30,6 @@ def broken(x: Tensor, w: Tensor) -> Tensor:
 
 
 def differing(rank: int, size: int, options: list[dict[str, Any]], break_one: bool) -> tuple[Report, float]:
-    from weft.fused_ops.passes import FusionPass
-
     x, w = torch.randn(3, 8), torch.randn(8, 5)
     with compiler(), torch.no_grad():
         fusion = FusionPass(fuse="always")
@@ -74,22 +73,11 @@ def test_graphs_in_which_inductor_makes_buckets_are_left_alone(kind: str) -> Non
 
 def interpreted(rank: int, size: int) -> str:
     """A backend that runs what the pass has left, node by node."""
-    from torch import fx
     from torch._functorch.aot_autograd import make_boxed_func
-    from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
-    from torch._inductor.virtualized import V
-    from weft.fused_ops.passes import FusionPass
-
-    def inner_compile(gm: fx.GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
-        with V.set_fake_mode(torch._guards.detect_fake_mode(example_inputs)):
-            view_to_reshape(gm)
-            post_grad_passes(gm, bool(kwargs.get("is_inference")))
-        return make_boxed_func(gm.forward)
 
     fusion = FusionPass()
     with compiler(), inductor_config.patch(fusion.options), torch.no_grad():
-        mine = torch.compile(program, backend=lambda gm, x: compile_fx(gm, x, inner_compile=inner_compile))
+        mine = torch.compile(program, backend=by_inductors_passes(lambda gm: make_boxed_func(gm.forward)))
         with pytest.raises(
             WeftError, match="the ranks are not asked whether they run the same graph"
         ) as error:
@@ -108,7 +96,6 @@ WRAPPERS = [pytest.param({"cpp_wrapper": True}, marks=pytest.mark.slow), {"fx_wr
 def reduced(rank: int, size: int, options: list[dict[str, Any]]) -> Report:
     """Without what Inductor would write a loop for: the FX wrapper takes Triton's kernels only."""
     from torch.distributed._functional_collectives import all_reduce
-    from weft.fused_ops.passes import FusionPass
 
     def fn(x: Tensor, w: Tensor) -> Tensor:
         return all_reduce(x @ w, "sum", world())

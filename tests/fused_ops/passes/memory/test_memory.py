@@ -7,12 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from graphs import AG, captured, check_same, count, scatter
-from left import W8, X2, ag, check_left, seen, two_ranks
+from spelled import ag, aten, check_left, only
 from torch import Tensor
 
-__all__ = ["two_ranks"]
-
-aten = torch.ops.aten
+pytestmark = pytest.mark.usefixtures("two")
+X2, W8 = (6, 8), (8, 5)
 
 
 def side_by_side(y: Tensor) -> Tensor:
@@ -73,9 +72,7 @@ def copied_after_a_write(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     ],
 )
 def test_memory(fn: Callable[..., tuple[Tensor, ...]]) -> None:
-    found = seen(fn, X2, W8)
-    assert AG in found.fused
-    check_same(found, 2)
+    assert AG in only(fn, X2, W8).fused
 
 
 def test_a_cast_after_a_write_is_left() -> None:

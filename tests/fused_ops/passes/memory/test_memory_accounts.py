@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from cost import in_copies
-from graphs import fake_ranks, traced
+from graphs import traced
 from memory_check.verifier import MemoryVerifier, Verified
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,12 +21,7 @@ from weft.fused_ops.passes.memory.live_bytes import LiveBytes, body
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 ROW = 4 * 5 * 7  # bytes of one input
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[str]:
-    with fake_ranks(2) as name:
-        yield name
+pytestmark = pytest.mark.usefixtures("two")
 
 
 def world() -> dist.ProcessGroup:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from graphs import Seen, applied, captured, check_same, fake_ranks, traced
+from graphs import Seen, applied, captured, check_same, traced
+from spelled import reduced as ar
 from torch import Tensor
 
 NORM = "weft::fused_all_reduce_layer_norm"
@@ -18,16 +17,7 @@ aten = torch.ops.aten
 Fn = Callable[..., Any]
 HIDDEN = 5
 EPS = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def two() -> Iterator[None]:
-    with fake_ranks(2):
-        yield
-
-
-def ar(x: Tensor, op: str = "sum") -> Tensor:
-    return funcol.all_reduce(x, op, dist.distributed_c10d._get_default_group())
+pytestmark = pytest.mark.usefixtures("two")
 
 
 def torch_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:

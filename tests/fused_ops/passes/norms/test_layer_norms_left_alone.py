@@ -15,13 +15,12 @@ from test_layer_norm_forms import (
     of_product,
     only,
     torch_norm,
-    two,
     usual,
 )
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["two"]
+pytestmark = pytest.mark.usefixtures("two")
 
 
 def scale(wide: Tensor, variance: Tensor) -> Tensor:

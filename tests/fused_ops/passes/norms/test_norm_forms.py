@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from graphs import AR, Seen, applied, captured, check_same, fake_ranks, rounds_between_casts, traced
+from graphs import AR, Seen, applied, captured, check_same, rounds_between_casts, traced
+from spelled import reduced as ar
 from torch import Tensor, fx
 
 NORM = "weft::fused_all_reduce_rms_norm"
 aten = torch.ops.aten
 Fn = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def two() -> Iterator[None]:
-    with fake_ranks(2):
-        yield
-
-
-def ar(x: Tensor, op: str = "sum") -> Tensor:
-    return funcol.all_reduce(x, op, dist.distributed_c10d._get_default_group())
+pytestmark = pytest.mark.usefixtures("two")
 
 
 def vllm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from graphs import AR, captured, check_same, fake_ranks
+from graphs import AR, captured, check_same
 from test_layer_norm_forms import EPS, HIDDEN, ar, by_hand
 from test_norm_forms import hf_norm
 from torch import Tensor
@@ -16,12 +16,7 @@ from torch.nn import functional as F
 LAYER, RMS = "weft::fused_all_reduce_layer_norm", "weft::fused_all_reduce_rms_norm"
 Norm = Callable[[Tensor, Tensor], Tensor]
 Fn = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def two() -> Iterator[None]:
-    with fake_ranks(2):
-        yield
+pytestmark = pytest.mark.usefixtures("two")
 
 
 def layer(x: Tensor, weight: Tensor) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import AR, Seen, applied, captured, check_same, fake_ranks, rounds_between_casts, traced
+from graphs import AR, Seen, applied, captured, check_same, rounds_between_casts, traced
 from scaled_graphs import E4M3, E5M2, by_scale, saturated, scale_of, times
 from test_norm_forms import NORM, ar, gemma, hf_norm, vllm
 from torch import Tensor
@@ -19,12 +19,7 @@ QUANT = "weft::fused_all_reduce_rms_norm_quant"
 BF16 = torch.bfloat16
 HIDDEN = 16
 Fn = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def two() -> Iterator[None]:
-    with fake_ranks(2):
-        yield
+pytestmark = pytest.mark.usefixtures("two")
 
 
 def inputs(dtype: torch.dtype = BF16, shape: tuple[int, ...] = (2, 6, 8)) -> list[Tensor]:

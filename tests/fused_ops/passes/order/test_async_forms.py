@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from graphs import fake_ranks, traced
+from graphs import traced
 from orders import WORLD, gathered, name, scattered
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
@@ -15,12 +15,7 @@ from weft.fused_ops import FusionPass, Report
 
 aten, c10d, weft_ops = torch.ops.aten, torch.ops._c10d_functional, torch.ops.weft
 ROWS = 512  # of 256 float32: 512 KiB
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[str]:
-    with fake_ranks(WORLD) as group:
-        yield group
+pytestmark = pytest.mark.usefixtures("two")
 
 
 def passed(fn: Callable[..., Any], *shapes: tuple[int, ...], **settings: Any) -> tuple[fx.Graph, Report]:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from memory_check.verified import verified
 from opcommon import gathered as by_torch
 from ranks import run_ranks
-from sharded_weights import GatheredShard, group
+from sharded_weights import GatheredShard
+from spelled import group
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code

@@ -8,14 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from graphs import AG, AR, RS, captured, check_same, gather, scatter
-from left import two_ranks
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce
 from torch.nn import functional as F
 from weft.fused_ops.passes import FusionPass
 
-__all__ = ["two_ranks"]
-
+pytestmark = pytest.mark.usefixtures("two")
 PARTS = 8
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from graphs import copied, fake_ranks
+from graphs import copied
 from orders import (
-    ROWS,
     TABLE,
-    WORLD,
     c10d,
     check_alike,
     gathered,
@@ -29,12 +27,7 @@ from weft.fused_ops.passes.order.buckets import Bucket, fill_buckets
 from weft.fused_ops.passes.order.moves import OrderEstimate
 
 ALL = 1 << 30
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[str]:
-    with fake_ranks(WORLD) as known:
-        yield known
+pytestmark = pytest.mark.usefixtures("two")
 
 
 def layers(x: Tensor, w: Tensor) -> Tensor:
@@ -193,16 +186,3 @@ def test_two_gathers_are_on_their_way_where_asked_for() -> None:
         most[gathers] = most_on_their_way(graph)
     assert most[1] == 1 < most[2] <= 2
     assert most[3] <= 3
-
-
-def test_other_settings_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"buckets: is 1.5, must be True or False, or the bytes of a bucket"):
-        FusionPass(buckets=1.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="buckets: is -1, must be 0 or more"):
-        FusionPass(buckets=-1)
-    with pytest.raises(TypeError, match="gathers: is True, must be a whole number"):
-        FusionPass(gathers=True)
-    with pytest.raises(ValueError, match="gathers: is 0, must be 1 or more"):
-        FusionPass(gathers=0)
-    assert [FusionPass(buckets=b).buckets for b in (False, True, 0, 500)] == [0, 32 << 20, 0, 500]
-    assert ROWS % WORLD == 0

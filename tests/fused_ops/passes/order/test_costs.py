@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from graphs import c10d, fake_ranks
+from graphs import c10d
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -25,16 +25,10 @@ M, K, N, NAME = 2048, 4096, 3072, "0"
 OPS = torch.ops.weft
 Shapes = tuple[tuple[int, ...], ...]
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the plans of a GPU that is there are its own"
-)
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    with fake_ranks(2) as name:
-        assert name == NAME
-        yield
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the plans of a GPU that is there are its own"),
+    pytest.mark.usefixtures("two"),
+]
 
 
 def node_of(

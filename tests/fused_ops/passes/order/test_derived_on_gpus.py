@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from derived import PROGRAMS, WIDTH, check_code, gathered, right, scattered
+from derived import PROGRAMS, WIDTH, check_code, right
 from memory_check.verified import verified
 from ranks import on_ranks, run_ranks
+from spelled import ag, rs
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
@@ -26,7 +27,7 @@ def test_operands_are_kept_until_they_are_waited_for() -> None:
 
 def gathers(a: Tensor, x: Tensor, m: Tensor) -> Tensor:
     """Before it waits it makes values of the operand's size, which are NaN."""
-    full = gathered((a * 2).bfloat16())
+    full = ag((a * 2).bfloat16())
     y = x @ m
     for _ in range(6):
         y = torch.sin(y) @ m
@@ -34,7 +35,7 @@ def gathers(a: Tensor, x: Tensor, m: Tensor) -> Tensor:
 
 
 def scatters(a: Tensor, x: Tensor, m: Tensor) -> Tensor:
-    part = scattered((a * 2).bfloat16())
+    part = rs((a * 2).bfloat16())
     y = x @ m
     for _ in range(6):
         y = torch.sin(y) @ m

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from graphs import captured, copied, fake_ranks
+from graphs import captured, copied
 from orders import TABLE, WORLD, check_alike, gathered, graph_of, measured_peak, name, order_of, scattered
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
@@ -22,12 +22,7 @@ c10d, weft_ops = torch.ops._c10d_functional, torch.ops.weft
 D = 1024
 CALLS = r"^ +(?:buf\d+ = )?(?:extern_kernels|torch\.ops\._c10d_functional)\.(\w+)|^ +(cpp_fused\w*)\("
 WHOLE = 2 * D * D * 2  # bytes of a layer's two weights in bfloat16
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[str]:
-    with fake_ranks(WORLD) as group:
-        yield group
+pytestmark = pytest.mark.usefixtures("two")
 
 
 def by_columns(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
-from graphs import fake_ranks
 from orders import TABLE, WORLD, gathered, graph_of
 from torch import Tensor
 from weft.fused_ops import FusionPass
@@ -19,12 +17,7 @@ from weft.fused_ops.passes.order.moves import OrderLimits, reorder
 
 SVG = "{http://www.w3.org/2000/svg}"
 LANES = "compute", "NVLink"
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[str]:
-    with fake_ranks(WORLD) as known:
-        yield known
+pytestmark = pytest.mark.usefixtures("two")
 
 
 def layers(x: Tensor, w: Tensor) -> Tensor:

@@ -24,10 +24,8 @@ from orders import (
     words,
 )
 from torch import Tensor, fx
-from weft.fused_ops import FusionPass
 from weft.fused_ops.passes.order.buckets import fill_buckets
 from weft.fused_ops.passes.order.change import OrderChange
-from weft.fused_ops.passes.order.costs import TABLES
 from weft.fused_ops.passes.order.moves import OrderLimits, reorder
 from weft.fused_ops.passes.order.transports import transfers
 
@@ -268,14 +266,3 @@ def test_thousands_of_nodes() -> None:
     moving, change = in_copies(lambda g: reorder(g, TABLE, OrderLimits(memory=0.2)), graph)
     assert moving < 20, f"as long as {moving:.1f} copies of the graph"  # 8
     assert change.moved == 159
-
-
-def test_other_settings_are_refused() -> None:
-    with pytest.raises(TypeError, match="reorder: is 1, must be True or False, or how much more memory"):
-        FusionPass(reorder=1)
-    with pytest.raises(ValueError, match=r"reorder: is -0.5, must be 0 or more"):
-        FusionPass(reorder=-0.5)
-    with pytest.raises(TypeError, match="order: is no setting, must be one of groups, strict"):
-        FusionPass(order=True)  # type: ignore[call-arg]
-    assert [FusionPass(reorder=r).reorder for r in (False, True, 0.0, 0.5)] == [None, 0.0, 0.0, 0.5]
-    assert TABLES["cpu"].key() != TABLES["cuda"].key()

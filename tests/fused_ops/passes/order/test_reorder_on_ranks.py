@@ -8,7 +8,8 @@ from unittest.mock import patch
 import torch
 from memory_check.verified import verified
 from ranks import run_ranks
-from sharded_weights import group, model
+from sharded_weights import model
+from spelled import group
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from graphs import AR, Copied, Reduced, Seen, applied, c10d, captured, check_same, fake_ranks, traced
+from graphs import AR, Copied, Reduced, Seen, c10d, captured, check_same
+from spelled import ar, only, reduced, reducing, wait
 from torch import Tensor
 from weft.fused_ops.passes import FusionPass
 from weft.fused_ops.passes.patterns import all_reduce as form
@@ -18,20 +17,13 @@ from weft.fused_ops.passes.patterns import all_reduce as form
 MM_AR, AR_NORM = "fused_matmul_all_reduce", "fused_all_reduce_rms_norm"
 
 
-@pytest.fixture(autouse=True)
-def group() -> Iterator[str]:
-    with fake_ranks(2) as name:
-        yield name
+pytestmark = pytest.mark.usefixtures("two")
 
 
 @pytest.fixture
 def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """No product is too small for its all-reduce to be hidden by it."""
     monkeypatch.setattr(form, "MATMUL_FROM", 0)
-
-
-def reduced(x: Tensor, op: str = "sum") -> Tensor:
-    return funcol.all_reduce(x, op, dist.distributed_c10d._get_default_group())
 
 
 def swiglu(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -98,10 +90,6 @@ def test_others_are_fused_into_the_product(name: str, dynamic: bool) -> None:
     check_blocks(graphs(name, dynamic), name, op)
 
 
-def always(fn: Callable[..., Any], *inputs: Tensor) -> Seen:
-    return applied(traced(fn, *inputs), FusionPass(agree=False, fuse="always"))
-
-
 def test_always_fuses_whatever_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form, "why_not_profitable", lambda *args, **kwargs: "too large")
 
@@ -120,9 +108,8 @@ def test_always_fuses_whatever_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda x, w: ar(torch.addmm(w[0], x, w)), MM_AR),
         (with_norm, AR_NORM),
     ):
-        seen = always(fn, X, W)
+        seen = only(fn, X, W, fusion=FusionPass(agree=False, fuse="always"))
         assert {e and e.partition("::")[2] for e in seen.fused} == {op}, seen.reasons
-        check_same(seen, 2)
 
 
 def test_the_report_tells_what_is_reduced() -> None:
@@ -148,28 +135,17 @@ def test_where_no_op_is_profitable_those_that_feed_one_sum_are_still_one(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_float16_is_not_summed_before_it_is_reduced(dtype: torch.dtype, fuse: str) -> None:
     """40000 and 40000 on one rank, -40000 twice on the other: the sum of each rank's would be infinite."""
-    graph = traced(twice, *(t.to(dtype) for t in (X, W, U)))
-    seen = applied(graph, FusionPass(agree=False, fuse=fuse))
+    seen = only(twice, *(t.to(dtype) for t in (X, W, U)), fusion=FusionPass(agree=False, fuse=fuse))
     assert None not in seen.fused
     assert any("as one" in e.detail for e in seen.entries) == (dtype != torch.float16)
-    check_same(seen, 2)
 
 
 X, W, U = torch.randn(6, 8), torch.randn(8, 5), torch.randn(8, 5)
 
 
-def ar(x: Tensor, op: str = "sum") -> Tensor:
-    return c10d.wait_tensor(c10d.all_reduce(x, op, "0"))
-
-
-def only(fn: Callable[..., Any], *inputs: Tensor) -> Seen:
-    return applied(traced(fn, *inputs))
-
-
 def test_average() -> None:
     seen = only(lambda x, w: ar(x @ w, "avg"), X, W)
     assert seen.fused == [AR]
-    check_same(seen, 2)
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
@@ -188,14 +164,13 @@ def test_the_largest_and_the_smallest(what: str, op: str) -> None:
     assert all(e.form == f"all_reduce by {op}" for e in seen.entries)
     calls = [n.args[1] for n in seen.after.nodes if str(n.target) == "weft.one_shot_all_reduce.default"]
     assert calls == [op] * len(seen.fused)
-    check_same(seen, 2)
 
 
 def test_what_stays_of_the_largest_and_the_smallest() -> None:
     def beside(x: Tensor, w: Tensor) -> Tensor:
-        pending = c10d.all_reduce(x.abs().amax(1), "max", "0")
+        pending = reducing(x.abs().amax(1), "max")
         y = x @ w
-        return y * c10d.wait_tensor(pending)[:, None]
+        return y * wait(pending)[:, None]
 
     for fn, reason, given in (
         (lambda x, w: ar(x @ w, "product"), "reduces by 'product'", X),
@@ -246,7 +221,6 @@ def test_sums_that_are_no_sum_of_all_reduces_only(fn: Callable[..., Any]) -> Non
     ]
     seen = only(fn, X, W, U)
     assert not any("merged" in e.detail for e in seen.entries)
-    check_same(seen, 2)
 
 
 def with_experts(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
@@ -257,17 +231,16 @@ def test_a_product_and_something_else_are_reduced_as_one() -> None:
     """As a shared expert and experts."""
     seen = only(with_experts, X, W, U)
     assert sorted(e.detail.split(" with")[0] for e in seen.entries) == ["2 all-reduces as one", "merged"]
-    check_same(seen, 2)
 
 
 def pending_returned(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    pending = c10d.all_reduce(x @ w, "sum", "0")
-    return c10d.wait_tensor(pending).sin(), pending
+    pending = reducing(x @ w)
+    return wait(pending).sin(), pending
 
 
 def pending_returned_of_two(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    pending = c10d.all_reduce(x @ w, "sum", "0")
-    return c10d.wait_tensor(pending) + ar(x.sin() @ w), pending
+    pending = reducing(x @ w)
+    return wait(pending) + ar(x.sin() @ w), pending
 
 
 @pytest.mark.parametrize("fn", [pending_returned, pending_returned_of_two], ids=lambda f: f.__name__)
@@ -275,7 +248,6 @@ def test_what_is_pending_is_returned_too(fn: Callable[..., Any]) -> None:
     seen = only(fn, X, W)
     assert set(seen.fused) == {AR}
     assert not any("merged" in e.detail for e in seen.entries)
-    check_same(seen, 2)
 
 
 @pytest.mark.usefixtures("of_any_size")
@@ -287,7 +259,6 @@ def test_a_product_that_is_used_elsewhere_is_only_reduced() -> None:
     assert only(lambda x, w: ar(x @ w), X, W).fused[0] != AR
     seen = only(fn, X, W)
     assert seen.fused == [AR]
-    check_same(seen, 2)
 
 
 def hf_norm(x: Tensor, weight: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ from graphs import (
     c10d,
     captured,
     check_same,
-    fake_ranks,
     gather,
     scatter,
     traced,
@@ -34,12 +33,7 @@ from weft.fused_ops.passes.patterns import pattern
 GATHER, SCATTER = "weft::one_shot_all_gather", "weft::one_shot_reduce_scatter"
 EXCHANGE = "weft::one_shot_all_to_all"
 WORLD = 3
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[str]:
-    with fake_ranks(WORLD) as name:
-        yield name
+pytestmark = pytest.mark.usefixtures("three")
 
 
 def fusion(**settings: Any) -> FusionPass:
@@ -230,16 +224,6 @@ def test_numbers_and_other_dtypes_are_left_alone() -> None:
     assert seen.fused == [None] and "its input is a number" in seen.reasons
     seen = applied(traced(_ag, torch.arange(6)), fusion())
     assert seen.fused == [None] and "its input is torch.int64" in seen.reasons
-
-
-def test_the_setting_is_checked_and_part_of_the_key() -> None:
-    with pytest.raises(TypeError, match="collectives: is 1, must be True, False or 'auto'"):
-        FusionPass(collectives=1)  # type: ignore[typeddict-item]
-    with pytest.raises(ValueError, match="collectives: is 'always', must be True, False or 'auto'"):
-        FusionPass(collectives="always")
-    with pytest.raises(TypeError, match="collective: is no setting, must be one of groups, strict"):
-        FusionPass(collective=True)  # type: ignore[call-arg]
-    assert FusionPass(collectives=True).uuid() != FusionPass().uuid()
 
 
 def model(x: Tensor) -> Tensor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from graphs import AR, Ranks, Seen, applied, captured, check_same, fake_ranks, traced
+from graphs import AR, Ranks, Seen, applied, captured, check_same, traced
 from graphs import scatter as rs
 from test_layer_norm_forms import ar, by_hand
 from test_norm_forms import hf_norm
@@ -48,10 +48,7 @@ def combined(y: Tensor, slots: Tensor, weights: Tensor, shared: Tensor | None) -
     return total if shared is None else total + shared
 
 
-@pytest.fixture(autouse=True)
-def two() -> Iterator[None]:
-    with fake_ranks(2):
-        yield
+pytestmark = pytest.mark.usefixtures("two")
 
 
 def inputs(dtype: torch.dtype = torch.float32, wide: bool = False) -> list[Tensor]:

@@ -5,23 +5,14 @@ Where a graph can be written in torch it is compiled, forward and backward; each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import AG, Seen, applied, c10d, captured, check_same, fake_ranks, gather, traced
+from graphs import AG, captured, check_same, fake_ranks, gather
+from spelled import Fn, ag, gathering, only, reducing, seen_of, wait
 from torch import Tensor
 
-Fn = Callable[..., Any]
 Shapes = tuple[tuple[int, ...], ...]
-
-
-@pytest.fixture
-def two() -> Iterator[None]:
-    with fake_ranks(2):
-        yield
 
 
 def as_bfloat16(x: Tensor, w: Tensor) -> Tensor:
@@ -134,16 +125,6 @@ def test_form_with_a_dynamic_size(name: str) -> None:
         assert i or set(seen.fused) == {AG}, seen.reasons
         assert any(isinstance(n.meta.get("val"), torch.SymInt) for n in seen.before.nodes)
         check_same(seen, 2)
-
-
-def ag(x: Tensor) -> Tensor:
-    return c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0"))
-
-
-def only(fn: Fn, *shapes: tuple[int, ...]) -> Seen:
-    seen = applied(traced(fn, *(torch.randn(s) for s in shapes)))
-    check_same(seen, 2)
-    return seen
 
 
 # Parts that are not one for each rank, or not cut where the shards meet, are reordered as they are.
@@ -319,7 +300,7 @@ def test_contracted_between_other_dimensions_is_left() -> None:
 def test_an_operand_that_needs_a_later_collective_stays() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         y = ag(x)
-        return y @ c10d.wait_tensor(c10d.all_reduce(w.sin(), "product", "0"))
+        return y @ wait(reducing(w.sin(), "product"))
 
     seen = only(fn, (6, 8), (8, 5))
     assert "which comes later" in seen.reasons
@@ -340,7 +321,7 @@ def test_an_operand_that_is_not_moved(operand: Fn, reason: str) -> None:
         y = ag(x)
         return y.sum(), y @ operand(w)
 
-    seen = applied(traced(fn, torch.randn(6, 8), torch.randn(8, 5)))
+    seen = seen_of(fn, (6, 8), (8, 5))
     assert reason in seen.reasons
     assert str(seen.after) == str(seen.before)
     assert only(lambda x, w: (ag(x).sum(), ag(x) @ w.sin()), (6, 8), (8, 5)).fused == [AG, AG]
@@ -349,9 +330,8 @@ def test_an_operand_that_is_not_moved(operand: Fn, reason: str) -> None:
 @pytest.mark.usefixtures("two")
 def test_the_order_of_collectives_stays() -> None:
     def fn(x: Tensor, z: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        first = c10d.all_gather_into_tensor(x, 2, "0")
-        second = c10d.all_reduce(z, "product", "0")
-        return c10d.wait_tensor(second), c10d.wait_tensor(first) @ w.sin()
+        first, second = gathering(x), reducing(z, "product")
+        return wait(second), wait(first) @ w.sin()
 
     seen = only(fn, (6, 8), (3, 3), (8, 5))
     order = [n.name for n in seen.after.nodes if "gather" in n.name or n.name == "all_reduce"]

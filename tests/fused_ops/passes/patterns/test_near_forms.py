@@ -6,51 +6,19 @@ numbers, strides and aliases, the same in what it writes to. Traced op by op.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from graphs import AG, AR, RS, Cases, applied, c10d, check_same, fake_ranks, traced
+from graphs import AG, AR, RS, Cases, applied, check_same, traced
+from spelled import ag, ar, aten, gathering, only, reducing, rs, scattering, seen_of, wait
 from torch import Tensor
 from weft.fused_ops.passes import FusionPass
 from weft.fused_ops.passes.patterns import all_reduce
 
-aten = torch.ops.aten
+pytestmark = pytest.mark.usefixtures("two")
 MM_AR = "weft::fused_matmul_all_reduce"
-wait = c10d.wait_tensor
-
-
-@pytest.fixture(autouse=True)
-def two_ranks() -> Iterator[None]:
-    with fake_ranks(2):
-        yield
-
-
-def gathering(x: Tensor) -> Tensor:
-    return c10d.all_gather_into_tensor(x, 2, "0")
-
-
-def scattering(x: Tensor) -> Tensor:
-    return c10d.reduce_scatter_tensor(x, "sum", 2, "0")
-
-
-def reducing(x: Tensor) -> Tensor:
-    return c10d.all_reduce(x, "sum", "0")
-
-
-def ag(x: Tensor) -> Tensor:
-    return wait(gathering(x))
-
-
-def rs(x: Tensor) -> Tensor:
-    return wait(scattering(x))
-
-
-def ar(x: Tensor) -> Tensor:
-    return wait(reducing(x))
-
-
 X, W, V, R = (6, 8), (8, 6), (6,), (6, 6)
 CASES = Cases()
 case = CASES.case
@@ -278,7 +246,7 @@ def test_what_a_cast_on_the_way_cuts_off_stays_off(
     always = FusionPass(fuse="always", agree=False, collectives=False)
     inputs = torch.randn(X), torch.randn(W)
     for fn, op in ((rs, RS), (ar, MM_AR)):
-        seen = applied(traced(lambda x, w: fn(cast(x, w)), *inputs), always)  # noqa: B023
+        seen = seen_of(lambda x, w: fn(cast(x, w)), *inputs, fusion=always)  # noqa: B023
         rest = None if op == RS else AR  # all that is reduced in one shot is what was cast
         assert seen.fused == [op if right else rest], seen.reasons
         if op == RS and not right:
@@ -302,12 +270,9 @@ def test_an_earlier_one_that_was_left_is_not_merged_across_a_write(monkeypatch: 
 
         return program
 
-    inputs = torch.randn(X), torch.randn(W)
-    merged, apart = (applied(traced(fn(write), *inputs)) for write in (False, True))
+    merged, apart = (only(fn(write), X, W) for write in (False, True))
     assert [e.detail for e in merged.entries] == ["2 all-reduces as one", "merged with all_reduce"]
     assert apart.fused == [None, None]
-    for seen in (merged, apart):
-        check_same(seen, 2)
 
 
 def test_what_is_recomputed_with_a_generators_state_is_not_moved() -> None:
@@ -317,6 +282,6 @@ def test_what_is_recomputed_with_a_generators_state_is_not_moved() -> None:
         _, mask = torch.ops.higher_order.run_and_save_rng_state(aten.bernoulli.default, w)
         return total, g @ (w * mask)
 
-    seen = applied(traced(fn, torch.randn(X), torch.randn(W)))
+    seen = seen_of(fn, X, W)
     assert "which comes later" in seen.reasons
     assert str(seen.after) == str(seen.before)

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 import torch
-from graphs import AG, AR, RS, applied, c10d, check_same, fake_ranks, traced
+from graphs import AG, AR, RS, c10d
+from spelled import Fn, Shape, ag, ar, only, rs, seen_of, wait
 from torch import Tensor
 
-
-@pytest.fixture(autouse=True)
-def two_ranks() -> Iterator[None]:
-    with fake_ranks(2):
-        yield
-
-
-def ag(x: Tensor) -> Tensor:
-    return c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0"))
-
-
-def rs(x: Tensor) -> Tensor:
-    return c10d.wait_tensor(c10d.reduce_scatter_tensor(x, "sum", 2, "0"))
-
-
-def ar(x: Tensor) -> Tensor:
-    return c10d.wait_tensor(c10d.all_reduce(x, "sum", "0"))
+pytestmark = pytest.mark.usefixtures("two")
 
 
 def chain_of_two(x: Tensor, w: Tensor) -> Tensor:
@@ -46,11 +28,11 @@ def sliced_and_scattered(x: Tensor, w: Tensor) -> Tensor:
 
 def scattered_into_new_memory(x: Tensor, w: Tensor) -> Tensor:
     out = torch.empty(6, 5)
-    return c10d.wait_tensor(c10d.reduce_scatter_tensor_out(x @ w, "sum", 2, "0", out=out))
+    return wait(c10d.reduce_scatter_tensor_out(x @ w, "sum", 2, "0", out=out))
 
 
 def reduced_together(x: Tensor, w: Tensor) -> list[Tensor]:
-    return [*map(c10d.wait_tensor, c10d.all_reduce_coalesced([x @ w, x.sin() @ w], "sum", "0"))]
+    return [*map(wait, c10d.all_reduce_coalesced([x @ w, x.sin() @ w], "sum", "0"))]
 
 
 def four(w: Tensor) -> Tensor:
@@ -58,7 +40,7 @@ def four(w: Tensor) -> Tensor:
 
 
 # The function, the shapes of its inputs, into what its collectives are fused.
-FORMS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], list[str | None]]] = {
+FORMS: dict[str, tuple[Fn, tuple[Shape, ...], list[str | None]]] = {
     "batch, right operand": (lambda x, w: torch.bmm(four(w), ag(x)), ((2, 6, 8), (5, 6)), [AG]),
     "batch plus batch": (
         lambda x, w, b: torch.baddbmm(b, ag(x), four(w)),
@@ -140,15 +122,14 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], list[str
 @pytest.mark.parametrize("name", FORMS)
 def test_form(name: str) -> None:
     fn, shapes, into = FORMS[name]
-    seen = applied(traced(fn, *(torch.randn(s) for s in shapes)))
+    seen = only(fn, *shapes)
     assert seen.fused == into, seen.reasons
-    check_same(seen, 2)
 
 
 def test_only_what_stands_side_by_side_is_merged() -> None:
     def ops(name: str) -> int:
         fn, shapes, _ = FORMS[name]
-        return applied(traced(fn, *(torch.randn(s) for s in shapes))).count(AR)
+        return seen_of(fn, *shapes).count(AR)
 
     assert ops("reduced side by side") == 1
     assert ops("reduced one after the other") == 2

@@ -1,4 +1,4 @@
-"""all_reduce of what is no matrix product, of products with a vector, and of several whose weights would be copied."""
+"""all_reduce of what is no product, with a vector, of weights to be copied; near misses of those that are merged."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import AR, c10d, check_same, traced
-from test_all_reduce_forms import MM_AR, W, X, ar, form, group, of_any_size, only
+from graphs import AR, c10d, traced
+from spelled import ar, only, reducing, wait
+from test_all_reduce_forms import AR_NORM, MM_AR, Norm, U, W, X, form, hf_norm, of_any_size
 from torch import Tensor
 from weft.fused_ops.dispatch.profitability import FusionCandidate
 from weft.fused_ops.passes.graph.index_map import plain
 from weft.fused_ops.passes.patterns.sum_of_matmuls import sum_of
 
-__all__ = ["group", "of_any_size"]
+__all__ = ["of_any_size"]
+pytestmark = pytest.mark.usefixtures("two")
 
 OTHERS: dict[str, Callable[..., Tensor]] = {
     "an amax": lambda x, w: ar((x @ w).amax(-1)),
@@ -34,7 +36,6 @@ def test_what_is_no_product_is_reduced_in_one_shot(name: str) -> None:
     seen = only(OTHERS[name], X, W)
     assert seen.fused == [AR], seen.reasons
     assert seen.entries[0].form == "all_reduce"
-    check_same(seen, 2)
 
 
 def a_loss(x: Tensor, w: Tensor) -> Tensor:
@@ -43,21 +44,20 @@ def a_loss(x: Tensor, w: Tensor) -> Tensor:
 
 def waited_for_later(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """The backend reduces beside the sine."""
-    pending = c10d.all_reduce(x.abs(), "sum", "0")
+    pending = reducing(x.abs())
     y = x.sin()
-    return y, c10d.wait_tensor(pending)
+    return y, wait(pending)
 
 
 def less_before_it_is_waited_for(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    pending = c10d.all_reduce(x.abs(), "sum", "0")
+    pending = reducing(x.abs())
     y = w[0].sin()
-    return y, c10d.wait_tensor(pending).view(-1)
+    return y, wait(pending).view(-1)
 
 
 def test_what_runs_beside_it_may_be_too_little() -> None:
     seen = only(less_before_it_is_waited_for, X, W)
     assert seen.fused == [AR], seen.reasons
-    check_same(seen, 2)
 
 
 @pytest.mark.parametrize(
@@ -86,14 +86,12 @@ def test_a_vector_that_each_rank_adds_is_reduced_by_itself(op: str, scale: int) 
     assert seen.fused == ["weft::" + MM_AR]
     assert "1 added vector" in seen.entries[0].detail
     assert seen.count(AR) == 1
-    check_same(seen, 2)
 
 
 @pytest.mark.usefixtures("of_any_size")
 def test_a_matrix_that_is_added_is_only_reduced() -> None:
     seen = only(lambda x, w, b: ar(torch.addmm(b, x, w)), X, W, torch.randn(6, 5))
     assert seen.fused == [AR]
-    check_same(seen, 2)
 
 
 def test_the_report_tells_what_stays_after() -> None:
@@ -121,3 +119,84 @@ def test_weights_are_not_copied_for_few_rows(rows: int, why: str | None) -> None
     assert (found is None) == (why is None)
     assert why is None or why in str(found)
     assert form.why_not_joined(total, replace(on_gpu, device_type="cpu")) is None
+
+
+R, G = torch.randn(6, 5), torch.randn(5)
+
+
+def used_alone_before(x: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    y = ar(x @ u)
+    return ar(x @ w) + y, y.sin()
+
+
+def pending_before(x: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    pending = reducing(x @ u)
+    return ar(x @ w) + wait(pending), pending
+
+
+@pytest.mark.parametrize("fn", [used_alone_before, pending_before], ids=lambda f: f.__name__)
+def test_one_that_was_left_and_is_used_alone_is_not_reduced_again(
+    fn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(form, "why_not_profitable", lambda *args, **kwargs: "too large")
+    assert set(only(lambda x, w, u: ar(x @ u) + ar(x @ w), X, W, U).fused) == {"_c10d_functional::all_reduce"}
+    seen = only(fn, X, W, U)
+    assert seen.fused == [None, None]
+    assert str(seen.after) == str(seen.before)
+
+
+def test_a_product_of_just_enough_bytes_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for at_least, op in ((6 * 5 * 4, "weft::" + MM_AR), (6 * 5 * 4 + 1, AR)):
+        monkeypatch.setattr(form, "MATMUL_FROM", at_least)
+        assert only(lambda x, w: ar(x @ w), X, W).fused == [op]
+
+
+def layer_of(norm: Norm) -> Callable[..., tuple[Tensor, Tensor]]:
+    def fn(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        y = residual + ar(x @ w)
+        return norm(y, weight), y
+
+    return fn
+
+
+def weight_made_later(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    y = residual + ar(x @ w)
+    return hf_norm(y, weight.sin()), y
+
+
+def pending_with_norm(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    pending = reducing(x @ w)
+    return hf_norm(residual + wait(pending), weight), pending
+
+
+def another_strides(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    y = residual.reshape(5, 6).t() + ar(x @ w)
+    return hf_norm(y, weight), y
+
+
+def mean_in_float64(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    y = residual + ar(x @ w)
+    mean = y.pow(2).mean(-1, keepdim=True, dtype=torch.float64)
+    return weight * (y * torch.rsqrt(mean + 1e-6)).to(y.dtype), y
+
+
+@pytest.mark.parametrize(
+    "fn", [weight_made_later, pending_with_norm, another_strides, mean_in_float64], ids=lambda f: f.__name__
+)
+def test_near_layers_are_only_reduced(fn: Callable[..., Any]) -> None:
+    assert only(layer_of(hf_norm), X, W, R, G).fused == ["weft::" + AR_NORM]
+    seen = only(fn, X, W, R, G)
+    assert seen.fused == [AR]
+
+
+def test_no_collective_of_the_group_is_overtaken_for_a_norm() -> None:
+    def fn(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        pending = reducing(x @ w)
+        other = ar(x.sin(), "product")
+        y = residual + wait(pending)
+        return hf_norm(y, weight), y, other
+
+    seen = only(fn, X, W, R, G)
+    assert seen.fused == [AR, None]
+    names = [n.target._schema.name for n in seen.after.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    assert names.index(AR) < names.index("_c10d_functional::all_reduce")

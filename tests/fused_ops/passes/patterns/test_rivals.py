@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
-from graphs import AG, RS, applied, check_same, fake_ranks, gather, scatter, traced
+from graphs import AG, RS, gather, scatter
+from spelled import Fn, Shape, only
 from torch import Tensor
 from weft.fused_ops.passes import FusionPass
 
-
-@pytest.fixture(autouse=True)
-def two() -> Iterator[None]:
-    with fake_ranks(2):
-        yield
+pytestmark = pytest.mark.usefixtures("two")
 
 
 def between(x: Tensor, w: Tensor) -> Tensor:
@@ -31,10 +25,8 @@ def weight_gathered(x: Tensor, w: Tensor) -> Tensor:
     return scatter(x @ gather(w))
 
 
-def result(fn: object, *shapes: tuple[int, ...]) -> tuple[list[str | None], str]:
-    graph = traced(fn, *(torch.randn(s) for s in shapes))  # type: ignore[arg-type]
-    seen = applied(graph, FusionPass(agree=False, collectives=False))
-    check_same(seen, 2)
+def result(fn: Fn, *shapes: Shape) -> tuple[list[str | None], str]:
+    seen = only(fn, *shapes, fusion=FusionPass(agree=False, collectives=False))
     return seen.fused, seen.reasons
 
 

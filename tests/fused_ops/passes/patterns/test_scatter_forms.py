@@ -5,23 +5,14 @@ Where a graph can be written in torch it is compiled, forward and backward; each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import AG, RS, Seen, applied, c10d, captured, check_same, fake_ranks, gather, scatter, traced
+from graphs import AG, RS, c10d, captured, check_same, fake_ranks, gather, scatter
+from spelled import Fn, ag, check_left, only, rs, scattering, wait
 from torch import Tensor
 
-Fn = Callable[..., Any]
 Shapes = tuple[tuple[int, ...], ...]
-
-
-@pytest.fixture
-def two() -> Iterator[None]:
-    with fake_ranks(2):
-        yield
 
 
 def from_bfloat16(x: Tensor, w: Tensor) -> Tensor:
@@ -149,16 +140,6 @@ def test_factors_of_a_sum_are_copied_only_where_they_must_be(
     check_same(seen, 2)
 
 
-def rs(x: Tensor, op: str = "sum") -> Tensor:
-    return c10d.wait_tensor(c10d.reduce_scatter_tensor(x, op, 2, "0"))
-
-
-def only(fn: Fn, *shapes: tuple[int, ...]) -> Seen:
-    seen = applied(traced(fn, *(torch.randn(s) for s in shapes)))
-    check_same(seen, 2)
-    return seen
-
-
 @pytest.mark.usefixtures("two")
 def test_parts_in_any_order_that_is_known() -> None:
     def product(x: Tensor, w: Tensor) -> Tensor:
@@ -275,8 +256,8 @@ def test_what_is_pending_is_returned_too() -> None:
     """Selective checkpointing saves it so."""
 
     def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        pending = c10d.reduce_scatter_tensor(x @ w, "sum", 2, "0")
-        return c10d.wait_tensor(pending).sin(), pending
+        pending = scattering(x @ w)
+        return wait(pending).sin(), pending
 
     assert only(fn, (6, 8), (8, 5)).fused == [RS]
 
@@ -284,7 +265,7 @@ def test_what_is_pending_is_returned_too() -> None:
 @pytest.mark.usefixtures("two")
 def test_coalesced() -> None:
     def fn(x: Tensor, w: Tensor, u: Tensor) -> list[Tensor]:
-        return [*map(c10d.wait_tensor, c10d.reduce_scatter_tensor_coalesced([x @ w, x @ u], "sum", 2, "0"))]
+        return [*map(wait, c10d.reduce_scatter_tensor_coalesced([x @ w, x @ u], "sum", 2, "0"))]
 
     assert only(fn, (6, 8), (8, 5), (8, 3)).fused == [RS, RS]
 
@@ -295,15 +276,11 @@ def test_ranks_that_are_rows_and_columns_are_left(rows: int) -> None:
 
     def fn(x: Tensor, w: Tensor) -> Tensor:
         blocks = (x @ w).view(2, rows, 2, 5).permute(2, 0, 1, 3).reshape(4 * rows, 5)
-        return c10d.wait_tensor(c10d.reduce_scatter_tensor(blocks, "sum", 4, "0"))
+        return rs(blocks)
 
     def gathered(x: Tensor, w: Tensor) -> Tensor:
-        y = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 4, "0"))
-        return y.view(2, 2, rows, 5).permute(1, 2, 0, 3).reshape(2 * rows, 10) @ w.t()
+        return ag(x).view(2, 2, rows, 5).permute(1, 2, 0, 3).reshape(2 * rows, 10) @ w.t()
 
     with fake_ranks(4):
         for each, shapes in ((fn, ((2 * rows, 8), (8, 10))), (gathered, ((rows, 5), (8, 10)))):
-            seen = applied(traced(each, *(torch.randn(s) for s in shapes)))
-            assert seen.fused == [None]
-            assert "the ranks are no single dimension there" in seen.reasons
-            assert str(seen.after) == str(seen.before)
+            check_left(each, "the ranks are no single dimension there", *shapes)

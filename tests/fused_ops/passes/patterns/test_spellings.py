@@ -8,21 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from graphs import AG, AR, RS, Seen, applied, c10d, captured, check_same, copied, fake_ranks, traced
+from graphs import AG, AR, RS, applied, c10d, captured, check_same, copied, traced
+from spelled import ag, ar, only, rs, seen_of
 from torch import Tensor
 from torch_versions import needs_compiled_out_collectives
 
-
-@pytest.fixture(autouse=True)
-def two() -> Iterator[None]:
-    with fake_ranks(2):
-        yield
-
-
-def only(fn: object, *shapes: tuple[int, ...]) -> Seen:
-    seen = applied(traced(fn, *(torch.randn(s) for s in shapes)))  # type: ignore[arg-type]
-    check_same(seen, 2)
-    return seen
+pytestmark = pytest.mark.usefixtures("two")
 
 
 def both(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
@@ -125,7 +116,7 @@ def test_into_new_memory_with_strides_of_its_own() -> None:
         gathered = c10d.wait_tensor(c10d.all_gather_into_tensor_out(x, 2, "0", out=out))
         return gathered @ w, gathered
 
-    seen = applied(traced(fn, torch.randn(6, 8), torch.randn(8, 5)))
+    seen = seen_of(fn, (6, 8), (8, 5))
     assert seen.fused == [None]
     assert "which has strides of its own" in seen.reasons
     assert str(seen.after) == str(seen.before)
@@ -171,10 +162,10 @@ def test_into_new_memory_under_torch_compile(scattered: bool, returned: bool) ->
 def test_arguments_by_name(form: str) -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         if form == "gather":
-            return c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0")) @ w
+            return ag(x) @ w
         if form == "scatter":
-            return c10d.wait_tensor(c10d.reduce_scatter_tensor(x @ w, "sum", 2, "0")) + x[:3, :5]
-        return c10d.wait_tensor(c10d.all_reduce(x @ w, "sum", "0"))
+            return rs(x @ w) + x[:3, :5]
+        return ar(x @ w)
 
     graph = traced(fn, torch.randn(6, 8), torch.randn(8, 5))
     before = copied(graph)

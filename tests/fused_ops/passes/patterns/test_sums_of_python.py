@@ -7,28 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from adding import RESIDUAL, Fn, Shape, W, X, additions, aten, only, rs, taken, two
 from graphs import AG, RS, captured, check_same, fake_ranks, gather, scatter, traced
+from spelled import Fn, Shape, additions, aten, only, rs, taken
+from spelled import reduced as ar
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from weft.fused_ops import FusionPass
 from weft.fused_ops.passes.graph.nodes import calls
 from weft.fused_ops.passes.graph.views import unchanged
 
-__all__ = ["two"]
+X, W = (12, 8), (8, 6)
 MAR = "weft::fused_matmul_all_reduce"
 TWO = (X, W, X, W)
 
 
 def products(*given: Tensor) -> Any:
     return (x @ w for x, w in zip(given[::2], given[1::2], strict=True))
-
-
-def ar(x: Tensor) -> Tensor:
-    return funcol.all_reduce(x, "sum", dist.distributed_c10d._get_default_group())
 
 
 def always() -> FusionPass:
@@ -98,7 +93,7 @@ ZEROS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_before_a_reduce_scatter_and_after_it(name: str) -> None:
     """After it the op adds the residual, and nothing is left to add a 0."""
     seen = only(lambda x, w, r: ZEROS[name](rs(ZEROS[name](x @ w))).view(1, 6, 6) + r, X, W, (1, 6, 6))
-    assert (seen.fused, taken(seen), additions(seen.after)) == ([RS], [RESIDUAL], 0), seen.reasons
+    assert (seen.fused, taken(seen), additions(seen.after)) == ([RS], [{"residual"}], 0), seen.reasons
     assert seen.entries[0].form == "product → reduce_scatter → add"
 
 

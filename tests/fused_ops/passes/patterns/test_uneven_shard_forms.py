@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import AG, RS, Cases, applied, check_same, fake_ranks, traced
-from test_near_forms import ag, rs
+from graphs import AG, RS, Cases
+from spelled import ag, aten, only, rs
 from torch import Tensor, fx
 from weft.fused_ops.dispatch import profitability
 from weft.fused_ops.passes import FusionPass
 
-aten = torch.ops.aten
+pytestmark = pytest.mark.usefixtures("two")
 X, W, V = (6, 8), (8, 6), (6,)
 CASES = Cases()
 case = CASES.case
@@ -161,11 +161,9 @@ def test_what_no_op_takes_is_put_back(name: str, monkeypatch: pytest.MonkeyPatch
         return "no product" if "matmul" in candidate.op else None
 
     monkeypatch.setattr(profitability, "why_not_profitable", no_product)
-    with fake_ranks(2):
-        seen = applied(traced(fn, *map(torch.randn, shapes)), FusionPass())
-        assert all("one_shot" in str(op) for op in seen.fused), seen.reasons
-        check_same(seen, 2)
-        assert computed(seen.after) == computed(seen.before)
+    seen = only(fn, *shapes, fusion=FusionPass())
+    assert all("one_shot" in str(op) for op in seen.fused), seen.reasons
+    assert computed(seen.after) == computed(seen.before)
 
 
 def computed(graph: fx.Graph) -> list[str]:
@@ -185,9 +183,7 @@ def calls(graph: fx.Graph) -> list[tuple[Any, list[Any]]]:
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_are_the_same(name: str) -> None:
     fn, shapes, into = CASES[name]
-    with fake_ranks(2):
-        seen = applied(traced(fn, *map(torch.randn, shapes)))
-        assert seen.fused == into, seen.reasons
-        check_same(seen, 2)
-        if into == [None]:
-            assert calls(seen.after) == calls(seen.before), "the graph has what it had"
+    seen = only(fn, *shapes)
+    assert seen.fused == into, seen.reasons
+    if into == [None]:
+        assert calls(seen.after) == calls(seen.before), "the graph has what it had"

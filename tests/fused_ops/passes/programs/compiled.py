@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import by_inductors_passes
 from ranks import run_ranks
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx
-from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
-from torch._inductor.virtualized import V
 from torch.distributed.tensor import DTensor
 from weft.fused_ops.passes import FusionPass
 
@@ -34,20 +32,15 @@ CODEGEN = pytest.mark.parametrize(
 )
 
 
-def run_as_it_is(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
-    """A backend: Inductor's passes over the graphs, and the options' own; then they run as they are."""
+def _without_questions(gm: fx.GraphModule) -> Any:
+    # Interpreted, the question refuses to be passed by; here all ranks run the same graphs.
+    for question in gm.graph.find_nodes(op="call_function", target=torch.ops.weft.agree.default):
+        gm.graph.erase_node(question)
+    gm.recompile()
+    return make_boxed_func(gm.forward)
 
-    def inner_compile(gm: fx.GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
-        with V.set_fake_mode(torch._guards.detect_fake_mode(example_inputs)):
-            view_to_reshape(gm)
-            post_grad_passes(gm, bool(kwargs.get("is_inference")))
-        # Interpreted, the question refuses to be passed by; here all ranks run the same graphs.
-        for question in gm.graph.find_nodes(op="call_function", target=torch.ops.weft.agree.default):
-            gm.graph.erase_node(question)
-        gm.recompile()
-        return make_boxed_func(gm.forward)
 
-    return compile_fx(gm, example_inputs, inner_compile=inner_compile)
+run_as_it_is = by_inductors_passes(_without_questions)
 
 
 @dataclass

@@ -211,27 +211,6 @@ def test_only_the_given_groups(group: str) -> None:
     assert captured(good, X, W, fusion=fusion)[0].fused == [None]
 
 
-def test_groups_must_be_a_list() -> None:
-    with pytest.raises(TypeError, match="groups: is the string 'tp'"):
-        FusionPass(groups="tp")
-    with pytest.raises(TypeError, match=r"groups: is 1\.5, must be a list of groups"):
-        FusionPass(groups=1.5)  # type: ignore[arg-type]
-
-
-def test_switches_are_true_or_false() -> None:
-    with pytest.raises(TypeError, match="strict: is 'no', must be True or False"):
-        FusionPass(strict="no")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="agree: is 'no', must be True, False or 'capture'"):
-        FusionPass(agree="no")
-    with pytest.raises(TypeError, match="agree: is 1, must be True, False or 'capture'"):
-        FusionPass(agree=1)  # type: ignore[arg-type]
-
-
-def test_fuse_must_be_known() -> None:
-    with pytest.raises(ValueError, match="fuse: is 'sometimes', must be 'auto' or 'always'"):
-        FusionPass(fuse="sometimes")
-
-
 def test_what_is_not_profitable_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

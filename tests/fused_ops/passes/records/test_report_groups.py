@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from graphs import AG, RS, applied, c10d, captured, copied, fake_ranks, gather, scatter, traced
+from graphs import AG, RS, applied, c10d, captured, copied, gather, scatter, traced
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.virtualized import V
@@ -19,11 +18,7 @@ from weft.fused_ops.dispatch.plan import Plan
 from weft.fused_ops.passes import Entry, FusionPass, Report
 from weft.fused_ops.passes.agreement.fallback.run import compiling_fallback
 
-
-@pytest.fixture(autouse=True)
-def two_ranks() -> Iterator[None]:
-    with fake_ranks(2):
-        yield
+pytestmark = pytest.mark.usefixtures("two")
 
 
 class Gathers(nn.Linear):

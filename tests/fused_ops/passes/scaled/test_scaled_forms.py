@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from graphs import AG, RS, Seen, applied, captured, check_same, fake_ranks, gather, scatter, traced
+from graphs import AG, RS, Seen, applied, captured, check_same, gather, scatter, traced
+from spelled import reduced as ar
 from torch import Tensor
 from weft.fused_ops.passes import FusionPass
 
@@ -18,16 +17,7 @@ Fn = Callable[..., Any]
 Shape = tuple[int, ...]
 MAR = "weft::fused_matmul_all_reduce"
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def two() -> Iterator[None]:
-    with fake_ranks(2):
-        yield
-
-
-def ar(x: Tensor) -> Tensor:
-    return funcol.all_reduce(x, "sum", dist.distributed_c10d._get_default_group())
+pytestmark = pytest.mark.usefixtures("two")
 
 
 def always() -> FusionPass:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from graphs import AG, Seen, applied, captured, check_same, fake_ranks, gather, scatter, traced
+from graphs import AG, Seen, applied, captured, check_same, gather, scatter, traced
 from scaled_graphs import (
     AGS,
     BF16,
@@ -27,12 +27,7 @@ from scaled_graphs import (
 from torch import Tensor
 
 WORLD = 2
-
-
-@pytest.fixture(autouse=True)
-def two() -> Iterator[None]:
-    with fake_ranks(WORLD):
-        yield
+pytestmark = pytest.mark.usefixtures("two")
 
 
 def bf16(*shape: int) -> Tensor:

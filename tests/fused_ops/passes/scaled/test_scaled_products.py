@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from graphs import captured, check_same, fake_ranks, gather, scatter
+from graphs import captured, check_same, gather, scatter
 from scaled_graphs import (
     AGS,
     BF16,
@@ -29,12 +29,7 @@ from weft.fused_ops.passes import FusionPass
 
 WORLD, GATHER = 2, "weft::one_shot_all_gather"
 Made = tuple[Callable[..., Any], tuple[Tensor, ...]]
-
-
-@pytest.fixture(autouse=True)
-def two() -> Iterator[None]:
-    with fake_ranks(WORLD):
-        yield
+pytestmark = pytest.mark.usefixtures("two")
 
 
 def bf16(*shape: int) -> Tensor:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from graphs import AG, RS, applied, captured, fake_ranks
 from ranks import run_ranks
-from test_sequence_parallel import GATHER, HIDDEN, after_a_product, ar, inputs, norm
+from spelled import ar
+from test_sequence_parallel import GATHER, HIDDEN, after_a_product, inputs, norm
 from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -289,19 +290,13 @@ def test_where_ranks_cannot_be_asked_nothing_changes() -> None:
         assert "with which ranks may communicate in different orders" in left(fn)
 
 
-def test_the_setting() -> None:
-    assert FusionPass().sequence_parallel is False
-    with pytest.raises(TypeError, match="sequence_parallel: is 1, must be True, False or 'auto'"):
-        FusionPass(sequence_parallel=1)  # type: ignore[typeddict-item]
-    with fake_ranks(2):
-        keys = {FusionPass(sequence_parallel=s).uuid() for s in (False, True, "auto")}
-    assert len(keys) == 3
+def test_a_graph_that_takes_its_own_rows_is_that_ranks() -> None:
     ranks = set()
     for rank in range(2):
         dist.init_process_group("fake", rank=rank, world_size=2, store=dist.HashStore())
         ranks.add(FusionPass(sequence_parallel=True).uuid())
         dist.destroy_process_group()
-    assert len(ranks) == 2, "a graph that takes a rank's own rows is that rank's"
+    assert len(ranks) == 2
 
 
 def differing(rank: int, world: int) -> tuple[list[float], str, str]:

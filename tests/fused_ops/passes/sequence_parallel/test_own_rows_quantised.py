@@ -10,7 +10,8 @@ import torch
 from graphs import RS, copied, fake_ranks
 from ranks import run_ranks
 from scaled_graphs import AGS, BF16, by_rows, saturated, times
-from test_sequence_parallel import ar, graph_of, results
+from spelled import ar
+from test_sequence_parallel import graph_of, results
 from torch import Tensor
 from torch_versions import needs_row_wise_products
 from weft.fused_ops import FusionPass

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from graphs import AG, RS, applied, c10d, copied, fake_ranks
+from graphs import AG, RS, applied, copied, fake_ranks
 from ranks import run_ranks
+from spelled import ar
 from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import view_to_reshape
@@ -21,14 +22,6 @@ from weft.fused_ops.passes.agreement.guard import GraphGuard
 GATHER, SCATTER = "weft::one_shot_all_gather", "weft::one_shot_reduce_scatter"
 REDUCE = "weft::one_shot_all_reduce"
 HIDDEN = 8
-
-
-def name() -> str:
-    return dist.distributed_c10d._get_default_group().group_name
-
-
-def ar(x: Tensor, op: str = "sum") -> Tensor:
-    return c10d.wait_tensor(c10d.all_reduce(x, op, name()))
 
 
 def norm(x: Tensor, w: Tensor) -> Tensor:
