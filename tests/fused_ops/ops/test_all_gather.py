@@ -21,7 +21,7 @@ from ranks import on_ranks, run_ranks, run_row
 from torch import Tensor
 from weft import symm_mem
 from weft.fused_ops import last_plan, one_shot_all_gather
-from weft.kernels.all_gather import host
+from weft.kernels.device.collective import host_exchange
 
 SHAPES = [(1,), (7,), (3, 5), (2, 3, 129), (0, 4), (4, 0), (1000, 33), (2, 1, 3, 8)]
 DTYPES = [
@@ -113,7 +113,7 @@ def test_any_strides_alignment_and_memory(rank: int, world_size: int) -> None:
 
 @on_ranks(2, fresh=True)
 def test_large_inputs_travel_in_chunks(rank: int, world_size: int) -> None:
-    host.CHUNK_BYTES = 1000
+    host_exchange.CHUNK_BYTES = 1000
     for _ in range(3):
         x = torch.randn(5, 1234)
         assert torch.equal(one_shot_all_gather(x, 1, world()), wanted(x, 1))

@@ -30,8 +30,8 @@ from weft.fused_ops import (
     one_shot_all_reduce,
     one_shot_all_reduce_,
 )
-from weft.kernels.all_reduce import host
 from weft.kernels.all_reduce.reference import reference_all_reduce
+from weft.kernels.device.collective import host_exchange
 
 SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 129), (0, 4), (1000, 33)]
 
@@ -104,7 +104,7 @@ def test_a_nan_of_one_rank_is_one_on_all(rank: int, world_size: int) -> None:
 
 
 def chunks(rank: int, world_size: int) -> None:
-    host.CHUNK_BYTES = 1000
+    host_exchange.CHUNK_BYTES = 1000
     x = torch.randn(12345)
     for _ in range(3):
         check("chunks", one_shot_all_reduce(x, "sum", world()), sum(gather(x)), 1e-6)

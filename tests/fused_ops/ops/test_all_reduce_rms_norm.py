@@ -27,8 +27,8 @@ from weft.fused_ops import (
     fused_all_reduce_rms_norm_quant,
     one_shot_all_reduce,
 )
-from weft.kernels.all_reduce_rms_norm import host
 from weft.kernels.all_reduce_rms_norm.reference import rms_norm
+from weft.kernels.device.collective import host_exchange
 
 EPS = 1e-5
 SHAPES = [(8,), (1, 8), (7, 24), (2, 3, 136), (0, 8), (5, 33), (130, 200), (66, 512)]
@@ -121,7 +121,7 @@ def test_eps_shows(rank: int, world_size: int) -> None:
 
 
 def chunks(rank: int, world_size: int) -> None:
-    host.CHUNK_BYTES = 1000
+    host_exchange.CHUNK_BYTES = 1000
     for rows in (1, 4, 30):
         x, residual = torch.randn(rows, 64), same_on_all(rows, 64, dtype=torch.float32)
         parts = [*gather(x), residual.double()]

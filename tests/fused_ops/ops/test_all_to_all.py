@@ -24,7 +24,7 @@ from test_collectives_on_gpus import any_words
 from torch import Tensor
 from weft import symm_mem
 from weft.fused_ops import last_plan, one_shot_all_to_all
-from weft.kernels.all_to_all import host
+from weft.kernels.device.collective import host_exchange
 
 SHAPES = [(12,), (24, 5), (12, 3, 12), (0, 12), (36, 12, 1), (2, 12, 1, 24)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn]
@@ -89,7 +89,7 @@ def test_any_strides_alignment_and_memory(rank: int, world_size: int) -> None:
 
 @on_ranks(2, fresh=True)
 def test_large_parts_travel_in_chunks(rank: int, world_size: int) -> None:
-    host.CHUNK_BYTES = 1000
+    host_exchange.CHUNK_BYTES = 1000
     for _ in range(3):
         x = torch.randn(6, 1234)
         assert torch.equal(one_shot_all_to_all(x, 1, 0, world()), wanted(x, 1, 0, rank))

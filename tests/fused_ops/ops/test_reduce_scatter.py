@@ -21,7 +21,7 @@ from opcommon import (
 from ranks import on_ranks, run_ranks, run_row
 from torch import Tensor
 from weft.fused_ops import last_plan, one_shot_all_reduce, one_shot_reduce_scatter
-from weft.kernels.reduce_scatter import host
+from weft.kernels.device.collective import host_exchange
 
 SHAPES = [(1,), (7,), (3, 5), (2, 3, 129), (0, 4), (4, 0), (1000, 33), (2, 1, 3, 8)]
 
@@ -94,7 +94,7 @@ def test_any_strides_alignment_and_memory(rank: int, world_size: int) -> None:
 
 
 def chunks(rank: int, world_size: int) -> None:
-    host.CHUNK_BYTES = 1000
+    host_exchange.CHUNK_BYTES = 1000
     for _ in range(3):
         x = torch.randn(6, 2468)
         want = sum(gather(x)).chunk(world_size, 1)[rank]

@@ -25,8 +25,7 @@ from weft.fused_ops import (
 )
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.passes import FusionPass
-from weft.kernels.all_gather import host as gather_host
-from weft.kernels.reduce_scatter import host as scatter_host
+from weft.kernels.device.collective import host_exchange
 
 #: Of four ranks; fewer take the first ones. Odd, with none on one rank, with rows on one rank alone, equal, and none.
 COUNTS = [(3, 5, 1, 7), (4, 0, 9, 2), (0, 3, 0, 0), (0, 0, 0, 5), (2, 2, 2, 2), (0, 0, 0, 0)]
@@ -111,7 +110,7 @@ def test_any_dtype_is_gathered(rank: int, world_size: int) -> None:
 
 @on_ranks(3, fresh=True)
 def test_large_inputs_travel_in_chunks(rank: int, world_size: int) -> None:
-    gather_host.CHUNK_BYTES = scatter_host.CHUNK_BYTES = 1000
+    host_exchange.CHUNK_BYTES = 1000
     counts = [7, 0, 611]  # of rows of 12 bytes: of 1, 0 and 8 epochs
     for _ in range(3):
         x = torch.randn(counts[rank], 3)
