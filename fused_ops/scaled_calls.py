@@ -247,13 +247,11 @@ class ScaledGather:
         self.given = call.A_scale.reshape(1, 1) if rows.kind is ScaleKind.TENSOR else flat(call.A_scale)
         (self.m, self.k) = self.a.shape
 
-    def scales_at(self, src: int, rows: slice, arrived: Tensor | None) -> Tensor:
-        """Of some rows of a rank, given those that have arrived with them, if any did."""
+    def scales_of_ranks(self, arrived: Tensor | None) -> Sequence[Tensor]:
+        """Those of each rank's rows, given those that have arrived with them [W, m, S], if any did."""
         if arrived is not None:
-            return arrived
-        return (
-            self.given if self.rows.kind is ScaleKind.TENSOR else self.given[src * self.m :][: self.m][rows]
-        )
+            return arrived.unbind()
+        return [self.given] * self.size if self.rows.kind is ScaleKind.TENSOR else self.given.split(self.m)
 
     def part_of_B(self, i: int, src: int) -> tuple[Tensor, Tensor]:
         """Of B number i, and of its scales, the rows that a rank's shard is multiplied with."""

@@ -133,6 +133,12 @@ class Workspace(Generic[L]):
             if not self._is_double_buffered and running.inside:
                 running.workspace = self
 
+    def begins(self, op: str) -> None:
+        """A CPU rank's call begins: from here on it must come to its end, or the group is broken."""
+        self.raise_if_broken(op, 2)
+        if running.inside:
+            running.workspace = self
+
     def record_launch(self, op: str, shape: flight_recorder.CallShape | None) -> None:
         """A call like one before was launched; for the flight recorder, if that is on."""
         flight_recorder.launched(op, self.heap.group_name, shape, self._calls.last_site)

@@ -25,7 +25,7 @@ _NORMS = "tests/fused_ops/ops/test_all_reduce_rms_norm.py"
 _FIBER_NORMS = "tests/verification/test_all_reduce_rms_norm_protocol.py"
 _SCATTER = "tests/fused_ops/ops/test_matmul_reduce_scatter.py"
 _SUMS = "tests/fused_ops/ops/test_grouped_matmul_sums.py"
-_OWN_PART = "torch.mm(a.float(), b.float()) if dtype != torch.float32 else torch.mm(a, b)"
+_OWN_PART = "torch.mm(a.float(), b.float()) if rank == workspace.rank else torch.mm(a, b)"
 
 MUTANTS = [
     # symm_mem
@@ -106,21 +106,21 @@ MUTANTS = [
         f"{_SCATTER}::test_sums_in_float32_in_rank_order",
     ),
     Mutant(
-        "kernels/device/comm/copy_thread.py",
-        "for src in range(size):",
-        "for src in reversed(range(size)):",
+        "kernels/device/collective/host_exchange.py",
+        "take(chunk, arrived)",
+        "take(chunk, arrived[::-1])",
         f"{_SCATTER}::test_sums_in_float32_in_rank_order",
     ),
     Mutant(
         "kernels/matmul_all_reduce/host.py",
-        "torch.mm(mine.float(), b.float()) if dtype != torch.float32 else torch.mm(mine, b)",
-        "torch.mm(mine, b)",
+        "torch.mm(a.float(), b.float())",
+        "torch.mm(a, b).float()",
         "tests/fused_ops/ops/test_matmul_all_reduce.py::test_own_parts_are_not_rounded",
     ),
     Mutant(
-        "kernels/device/comm/copy_thread.py",
-        "own = product_for(rank)",
-        "own = product_for(rank).to(dtype)",
+        "kernels/device/collective/host_exchange.py",
+        "arrived[rank] = parts[rank][chunk]",
+        "arrived[rank] = parts[rank][chunk].to(dtype)",
         "tests/fused_ops/ops/test_scaled_matmuls.py::test_sums_in_float32_in_rank_order",
     ),
     Mutant(
@@ -142,27 +142,27 @@ MUTANTS = [
         f"{_NORMS}::test_eps_shows",
     ),
     Mutant(
-        "kernels/all_reduce_rms_norm/host.py",
-        "wide = part.to(torch.float32, copy=True) if wide is None",
-        "wide = part.clone() if wide is None",
+        "kernels/device/collective/host_exchange.py",
+        ".to(torch.float32, copy=True)",
+        ".clone()",
         _NORMS,
     ),
     Mutant(
         "kernels/all_gather_matmul/host.py",
-        "torch.mm(gathered[src].float(), b[src * k : (src + 1) * k].float())",
-        "torch.mm(gathered[src], b[src * k : (src + 1) * k]).float()",
+        "torch.mm(shard.float(), b.float())",
+        "torch.mm(shard, b).float()",
         "tests/fused_ops/ops/test_all_gather_matmul.py::test_sums_in_float32",
     ),
     Mutant(
-        "kernels/all_reduce/host.py",
-        "out.copy_(total / size if",
-        "out.copy_(total if",
+        "kernels/device/collective/host_exchange.py",
+        "into.copy_(total / len(arrived) if",
+        "into.copy_(total if",
         "tests/fused_ops/ops/test_all_reduce.py",
     ),
     Mutant(
-        "kernels/reduce_scatter/host.py",
-        "slots[0].to(torch.float32, copy=True)",
-        "slots[0].clone()",
+        "kernels/device/collective/host_exchange.py",
+        "part[: into.shape[0]].to(torch.float32)",
+        "part[: into.shape[0]].to(torch.bfloat16).to(torch.float32)",
         "tests/fused_ops/ops/test_reduce_scatter.py",
     ),
     # kernels of GPUs, as fibers

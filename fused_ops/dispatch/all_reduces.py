@@ -18,6 +18,7 @@ from ...kernels.all_reduce.configs import (
     choose_all_reduce,
     estimate_all_reduce_us,
 )
+from ...kernels.device.collective.host_exchange import exchange_layout
 from ...symm_mem.heap.heap import Heap
 from .choice import Choice, on_host, unfused
 from .launch_cache import PreparedKernel
@@ -57,7 +58,7 @@ class _How(NamedTuple):
 def choose_sum(x: TensorLike, reduce_op: str, group: ProcessGroup) -> Choice:
     """The choice for a tensor like x, where the ranks can address each other's memory."""
     if x.device.type == "cpu":
-        return on_host(host.host_all_reduce_layout(x.nbytes, group.size()))
+        return on_host(exchange_layout(x.nbytes, group.size()))
     return choose_sum_on_cuda(x, reduce_op, group)
 
 

@@ -41,7 +41,7 @@ class Plan:
         algorithm: "none" before the first call, then one of
 
             - "unfused": the group's own collective, after or before the matmul.
-            - "host": CPU ranks; a thread copies, or every rank writes to every rank.
+            - "host": CPU ranks; every rank writes to every rank.
             - "push": CUDA; the thread blocks of weft's kernel send.
             - "two_kernels": CUDA; a matmul of cuBLAS, then weft's all-reduce.
             - "one_shot": CUDA; every rank sends to every rank at once, before or after a matmul of cuBLAS, or, of

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from ...kernels.all_gather import configs, host
 from ...kernels.all_gather.reference import as_bytes, reference_all_gather, reference_all_gather_uneven
+from ...kernels.device.collective.host_exchange import exchange_layout, gather
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
@@ -151,7 +152,7 @@ def choose_gather(call: AllGatherCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     if call.x.device.type == "cpu":
         nbytes = call.x.nbytes if call.counts is None else max(_bytes_of_ranks(call))
-        return on_host(host.host_all_gather_layout(nbytes, group.size()))
+        return on_host(exchange_layout(nbytes, group.size()))
     if call.counts is not None and len(set(call.counts)) > 1:
         return unfused(UNEVEN)
     return choose_gather_on_cuda(_alone(call, None, group.size()), group)
@@ -208,9 +209,9 @@ def _on_cpu(choice: Choice, where: Heap, call: AllGatherCall, op: str) -> Tensor
     x, shape = call.x, call.whole_shape(where.world_size)
     workspace = choice.begin_on(where)
     if call.counts is not None:
-        return _unevenly(call, lambda x, sizes: host.host_all_gather_uneven(workspace, x, sizes, op))
-    stacked = host.host_all_gather(workspace, as_bytes(x.contiguous()), op)
-    parts = stacked.view(-1).view(x.dtype).view(where.world_size, *x.shape)
+        return _unevenly(call, lambda x, sizes: gather(workspace, x, op, sizes))
+    stacked = gather(workspace, as_bytes(x.contiguous()), op)
+    parts = stacked.view(x.dtype).view(where.world_size, *x.shape)
     return parts.movedim(0, call.gather_dim).reshape(-1).view(shape)
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ...kernels.all_gather.reference import reference_all_gather
 from ...kernels.all_gather_matmul import host
 from ...kernels.all_gather_matmul.configs import GatherKernelCall
-from ...kernels.all_gather_matmul.reference import reference_all_gather_matmul
+from ...kernels.device.collective.host_exchange import exchange_layout
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
@@ -80,8 +81,7 @@ def _front(call: AllGatherMatmulCall) -> Tensor:
 def _choose(call: AllGatherMatmulCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     if call.A_shard.device.type == "cpu":
-        *rows, k = _front(call).shape
-        return on_host(host.host_gather_layout(prod(rows), k, call.A_shard.element_size(), group.size()))
+        return on_host(exchange_layout(call.A_shard.nbytes, group.size()))
     return _choose_on_cuda(call, group)
 
 
@@ -106,9 +106,19 @@ def run_all_gather_matmul(
     """As the op; the call is what validation returns."""
     if choice.is_unfused:
         ran(choice.plan_in(None))
-        A, outs = reference_all_gather_matmul(call.A_shard, call.Bs, call.gather_dim, group)
-        return (A if call.return_A else None), outs
+        return _unfused(call, group)
     return (_on_cpu if choice.algorithm == "host" else _on_cuda)(choice, where, call)
+
+
+def _unfused(call: AllGatherMatmulCall, group: ProcessGroup) -> Result:
+    """A lies as the op returns it: contiguous once the gathered dimension is in front, unless that is the last."""
+    A_shard, dim, front = call.A_shard, call.gather_dim, _front(call)
+    last = dim == A_shard.dim() - 1
+    A = reference_all_gather(front, dim if last else 0, group)
+    outs = [(A.flatten(0, -2) @ B).view(*A.shape[:-1], B.shape[1]) for B in call.Bs]
+    if not last:
+        A, *outs = (x.movedim(0, dim) for x in (A, *outs))
+    return (A if call.return_A else None), outs
 
 
 def _on_cpu(choice: Choice, where: Heap, call: AllGatherMatmulCall) -> Result:

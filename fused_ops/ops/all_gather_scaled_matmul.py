@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ...kernels.all_gather.reference import reference_all_gather
 from ...kernels.all_gather_matmul.configs import MOST_BS, GatherKernelCall, GatherScales
-from ...kernels.all_gather_scaled_matmul import host
-from ...kernels.all_gather_scaled_matmul.reference import reference_gathered_rows
+from ...kernels.device.collective import host_exchange
 from ...kernels.device.gemm.scaling import (
     BLOCK,
     ScaledProducts,
@@ -25,6 +25,7 @@ from ...kernels.device.gemm.scaling import (
 from ...kernels.device.gemm.supported import why_last_dim_not_gathered
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
+from ...symm_mem.workspace import Workspace
 from .. import validation
 from ..dispatch import launch_cache
 from ..dispatch.choice import Choice, KernelUse, choose_kernel, launch_kernel, on_host, unfused
@@ -52,6 +53,7 @@ from ..scaled_calls import (
 from . import all_gather_matmul, op
 from .op import Op
 
+OP = "fused_all_gather_scaled_matmul"
 Result: TypeAlias = tuple[Tensor | None, list[Tensor]]
 
 
@@ -101,7 +103,7 @@ def fast_all_gather_scaled_matmul(call: AllGatherScaledMatmulCall) -> Result | N
     for fast in call.use_fast_accum:
         if type(fast) is not bool:
             return None
-    results = launch_cache.launch_again(host.OP, _arguments(call), call.tensors, call.group_name)
+    results = launch_cache.launch_again(OP, _arguments(call), call.tensors, call.group_name)
     if results is None:
         return None
     return (results.pop() if call.return_A else None), results
@@ -128,8 +130,8 @@ def _choose(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGro
     if call.A_shard.device.type != "cpu":
         return _choose_on_cuda(call, rows, group)
     gather = ScaledGather(call, rows, group.size())
-    row = host.row_bytes(gather.a, gather.sent)
-    return on_host(host.host_scaled_gather_layout(gather.m, row, gather.size))
+    nbytes = gather.m * _row_bytes(gather.a, gather.sent)
+    return on_host(host_exchange.exchange_layout(nbytes, gather.size))
 
 
 def run_all_gather_scaled_matmul(
@@ -143,30 +145,43 @@ def run_all_gather_scaled_matmul(
     return (_on_cpu if choice.algorithm == "host" else _on_cuda)(choice, where, gather)
 
 
+def _row_bytes(a: Tensor, scales: Tensor | None) -> int:
+    """Of a row with its scales, if they travel too."""
+    return a.shape[1] + (0 if scales is None else 4 * scales.shape[1])
+
+
+def _exchanged_rows(
+    workspace: Workspace[Any], a: Tensor, scales: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """All ranks' rows of fp8 [W, m, K] and their scales [W, m, S]; a: [m, K], scales: [m, S], or None: not sent."""
+    workspace.begins(OP)
+    m, k = a.shape
+    rows = torch.empty(m, _row_bytes(a, scales), dtype=torch.uint8)
+    rows[:, :k].view(a.dtype).copy_(a)
+    if scales is not None:
+        # Of a dimension of size 1 the stride may be any, with which no bytes can be viewed.
+        flat = scales.contiguous().as_strided((scales.numel(),), (1,))
+        rows[:, k:].copy_(flat.view(torch.uint8).view(m, -1))
+    every = host_exchange.gather(workspace, rows.view(-1), OP).view(workspace.world_size, *rows.shape)
+    arrived: Tensor | None = None
+    if scales is not None:
+        arrived = torch.empty(*every.shape[:2], scales.shape[1])
+        arrived.view(torch.uint8).copy_(every[..., k:])
+    return every[..., :k].contiguous().view(a.dtype), arrived
+
+
 def _on_cpu(choice: Choice, where: Heap, gather: ScaledGather) -> Result:
-    call, size, m, k = gather.call, gather.size, gather.m, gather.k
-    mine = host.as_rows(gather.a, gather.sent)
-    workspace = choice.begin_on(where)
-    gathered = gather.a.new_empty(size, m, k)
-    outs = [
-        torch.empty(size, m, B.shape[1], dtype=dtype)
-        for B, dtype in zip(call.Bs, call.out_dtypes, strict=True)
-    ]
-    scales: dict[int, list[Tensor]] = {src: [] for src in range(size)}
-
-    def consume(src: int, rows: slice, numbers: Tensor, arrived: Tensor | None) -> None:
-        gathered[src, rows] = numbers
-        of_rows = gather.scales_at(src, rows, arrived)
-        scales[src].append(of_rows)
-        for i, out in enumerate(outs if not gather.last else ()):
-            out[src, rows] = gather.finished(i, gather.exact(i, src, numbers, of_rows))
-
-    host.exchange_rows(workspace, mine, k, gather.a.dtype, consume)
-    if gather.last:
-        joined = [of[0] if gather.rows.kind is ScaleKind.TENSOR else torch.cat(of) for of in scales.values()]
-        outs = [gather.finished(i, _sum_of_parts(gather, i, gathered, joined)) for i in range(len(outs))]
-    A = gather.shaped_A(gathered) if call.return_A else None
-    return A, [gather.shaped(out if gather.last else out.flatten(0, 1)) for out in outs]
+    call, ranks = gather.call, range(gather.size)
+    gathered, arrived = _exchanged_rows(choice.begin_on(where), gather.a, gather.sent)
+    scales = gather.scales_of_ranks(arrived)
+    outs = []
+    for i in range(len(call.Bs)):
+        if gather.last:
+            product = _sum_of_parts(gather, i, gathered, scales)
+        else:
+            product = torch.cat([gather.exact(i, src, gathered[src], scales[src]) for src in ranks])
+        outs.append(gather.shaped(gather.finished(i, product)))
+    return (gather.shaped_A(gathered) if call.return_A else None), outs
 
 
 def _scaled_products(gather: ScaledGather) -> ScaledProducts | str:
@@ -225,7 +240,7 @@ def _on_cuda(choice: Choice, where: Heap, gather: ScaledGather) -> Result:
             biases=[None if bias is None else aligned(bias.contiguous()) for bias in call.biases],
         )
         used = replace(used, scales=scales)
-        (gathered, products), remember = launch_kernel(on_cuda.GATHER_STEPS, choice, where, used, host.OP)
+        (gathered, products), remember = launch_kernel(on_cuda.GATHER_STEPS, choice, where, used, OP)
     A = None if gathered is None else gathered.view(gather.a.dtype)
     if A is not None:
         A = gather.shaped(A if gather.last else A.flatten(0, 1))
@@ -242,29 +257,27 @@ def _sum_of_parts(gather: ScaledGather, i: int, gathered: Tensor, scales: Sequen
     return total
 
 
+def _gathered_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
+    """All ranks' rows [m, K], as [W, m, K]."""
+    return reference_all_gather(rows.unsqueeze(0), 0, group)
+
+
 def _gathered_scales(gather: ScaledGather, sent: Tensor, group: ProcessGroup) -> Tensor:
     """Scales of each rank's rows [W, m, S]; those of blocks with rows contiguous, as torch's product wants them."""
     if gather.rows.kind is not ScaleKind.BLOCKS:
-        return reference_gathered_rows(sent, group)
-    by_rank = reference_gathered_rows(sent.t(), group)
-    whole = by_rank.movedim(0, 1).contiguous()
-    return whole.permute(1, 2, 0)
+        return _gathered_rows(sent, group)
+    return _gathered_rows(sent.t(), group).movedim(0, 1).contiguous().permute(1, 2, 0)
 
 
 def _unfused(gather: ScaledGather, group: ProcessGroup) -> Result:
     call, kind = gather.call, gather.rows.kind
-    gathered = reference_gathered_rows(gather.a, group)
+    gathered = _gathered_rows(gather.a, group)
     arrived = None if gather.sent is None else _gathered_scales(gather, gather.sent, group)
     outs = []
     for i, B in enumerate(call.Bs):
         if gather.last:
-            whole = slice(0, gather.m)
-            of_ranks = None if arrived is None else list(arrived)
-            scales = [
-                gather.scales_at(src, whole, of_ranks[src] if of_ranks else None)
-                for src in range(gather.size)
-            ]
-            outs.append(gather.finished(i, _sum_of_parts(gather, i, gathered, scales)))
+            total = _sum_of_parts(gather, i, gathered, gather.scales_of_ranks(arrived))
+            outs.append(gather.finished(i, total))
             continue
         a_scale = gather.given if arrived is None else arrived.flatten(0, 1)
         scale = scales_of(kind, a_scale, call.B_scales[i], gather.k, B.shape[1])

@@ -17,6 +17,7 @@ from ...kernels.all_reduce_rms_norm.quant import quantize_rows
 from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind, add_residual_and_norm
 from ...kernels.device.capability import has_clusters
 from ...kernels.device.collective.combine import Combined
+from ...kernels.device.collective.host_exchange import exchange_layout, reduce_parts
 from ...kernels.device.comm.ll_exchange import VECTOR
 from ...symm_mem import resolve_group
 from ...symm_mem.backends.cuda_state import current_stream_of
@@ -186,7 +187,7 @@ def choose_norm(x: Tensor, sums: Sequence[int], kind: NormKind, group: ProcessGr
     size, hidden = group.size(), sums[-1]
     rows = prod(sums[:-1])
     if x.device.type == "cpu":
-        return on_host(host.host_norm_layout(rows, hidden * x.element_size(), size))
+        return on_host(exchange_layout(rows * hidden * x.element_size(), size))
     from ...kernels.all_reduce_rms_norm import configs, cuda_kernel
 
     most_cluster = configs.CLUSTERS[-1] if has_clusters(x.device) else 1
@@ -228,7 +229,9 @@ def run_norm(
     used = given.contiguous(rows, hidden)
     if on_host:
         workspace = choice.begin_on(where)
-        results = used.normed(host.host_all_reduce_of_rows(workspace, used.x, op), kind)
+        total = torch.empty_like(used.x)
+        reduce_parts(workspace, [used.x.view(-1)] * group.size(), total.view(-1), "sum", op)
+        results = used.normed(total, kind)
         return results if len(shape) == 2 else _of_shape(shape, results)
     operands = [aligned(t) for t in used.tensors]
     place, kernel, plan, results = _on_cuda(choice, where, operands, kind, (rows, hidden))

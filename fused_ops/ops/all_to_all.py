@@ -12,6 +12,7 @@ from ...kernels.all_gather.configs import choose_all_gather
 from ...kernels.all_gather.reference import as_bytes
 from ...kernels.all_to_all import host
 from ...kernels.all_to_all.reference import reference_all_to_all
+from ...kernels.device.collective.host_exchange import exchange_layout
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
@@ -77,7 +78,7 @@ def _choose(call: AllToAllCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     size = group.size()
     if call.x.device.type == "cpu":
-        return on_host(host.host_all_to_all_layout(call.x.nbytes // size, size))
+        return on_host(exchange_layout(call.x.nbytes // size, size))
     return choose_exchange_on_cuda(_alone(call, size), group)
 
 

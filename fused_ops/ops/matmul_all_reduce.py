@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ...kernels.all_reduce.reference import reference_all_reduce
+from ...kernels.device.collective.host_exchange import exchange_layout
 from ...kernels.device.device_spec import device_spec_of
 from ...kernels.device.gemm.gemm_tiles import matmul_us
 from ...kernels.device.tuning.choice import make_together
 from ...kernels.matmul_all_reduce import configs, host
-from ...kernels.matmul_all_reduce.reference import reference_matmul_all_reduce
 from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from ...symm_mem import resolve_group
 from ...symm_mem.backends.cuda_state import current_stream_of
@@ -114,7 +115,7 @@ def _choose(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     A, (m, n, _) = call.A, _sizes(call.A, call.B)
     if A.device.type == "cpu":
-        return on_host(host.host_matmul_all_reduce_layout(m, n, A.element_size(), group.size()))
+        return on_host(exchange_layout(4 * m * n, group.size()))
     return _choose_on_cuda(call, group)
 
 
@@ -187,7 +188,7 @@ def run_matmul_all_reduce(
     A, B, reduce_op = call.A, call.B, call.reduce_op
     if choice.is_unfused:
         ran(choice.plan_in(None))
-        return reference_matmul_all_reduce(A, B, reduce_op, group)
+        return reference_all_reduce(torch.matmul(A, B), reduce_op, group)
     if choice.algorithm != "host":
         return _on_cuda(choice, where, call)
     workspace = choice.begin_on(where)

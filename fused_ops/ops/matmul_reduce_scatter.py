@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ...kernels.device.collective.host_exchange import exchange_layout
 from ...kernels.matmul_reduce_scatter import host
 from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
-from ...kernels.matmul_reduce_scatter.reference import reference_matmul_reduce_scatter
+from ...kernels.reduce_scatter.reference import reference_reduce_scatter
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
@@ -179,8 +180,8 @@ def _fast(call: MatmulReduceScatterCall) -> Tensor | None:
 def _choose(call: MatmulReduceScatterCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     if call.A.device.type == "cpu":
-        *rows, n = call.local_shape(group.size())
-        return on_host(host.host_scatter_layout(prod(rows), n, call.A.element_size(), group.size()))
+        nbytes = prod(call.local_shape(group.size())) * call.A.element_size()
+        return on_host(exchange_layout(nbytes, group.size()))
     return _choose_on_cuda(call, group)
 
 
@@ -190,11 +191,23 @@ def run_matmul_reduce_scatter(
     """As the op; the call is what validation returns."""
     if choice.is_unfused:
         ran(choice.plan_in(None))
-        call = call.stacked
-        return reference_matmul_reduce_scatter(
-            call.A, call.B, call.scatter_dim, group, _epilogue(call), call.terms
-        )
+        return _unfused(call.stacked, group)
     return (_on_cpu if choice.algorithm == "host" else _on_cuda)(choice, where, call)
+
+
+def _unfused(call: MatmulReduceScatterCall, group: ProcessGroup) -> Tensor:
+    """What is summed has the dtype of the result."""
+    product = (call.A @ call.B).to(call.out_dtype)
+    own = reference_reduce_scatter(product, call.reduce_op, call.scatter_dim, group)
+    if len(call.terms) == 1:
+        # In float32 inside of the addition, and rounded once: the same bits in one kernel.
+        return own + call.terms[0]
+    if call.terms:
+        total = own.to(torch.promote_types(own.dtype, torch.float32))
+        for term in call.terms:
+            total = total + term
+        own = total.to(own.dtype)
+    return own
 
 
 def _epilogue(call: MatmulReduceScatterCall) -> Epilogue:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
+from ...kernels.device.collective.host_exchange import exchange_layout
 from ...kernels.reduce_scatter import configs, host
 from ...kernels.reduce_scatter.reference import reference_reduce_scatter, reference_reduce_scatter_uneven
 from ...symm_mem import resolve_group
@@ -135,7 +136,7 @@ def choose_part(call: ReduceScatterCall, group: ProcessGroup) -> Choice:
     if call.x.device.type == "cpu":
         nbytes, counts = call.x.nbytes, call.counts
         part = nbytes // size if counts is None else nbytes // sum(counts) * max(counts)
-        return on_host(host.host_reduce_scatter_layout(part, size))
+        return on_host(exchange_layout(part, size))
     if call.counts is not None and len(set(call.counts)) > 1:
         return unfused(UNEVEN)
     return choose_scatter_on_cuda(_alone(call, None, size), call.reduce_op, group)
@@ -193,7 +194,7 @@ def on_cpu(choice: Choice, where: Heap, call: ReduceScatterCall, op: str) -> Ten
     if call.counts is not None:
         return _joined(host.host_reduce_scatter(workspace, call.parts, call.reduce_op, op), call, where.rank)
     parts = x.unflatten(dim, (size, shape[dim])).movedim(dim, 0).reshape(size, -1)
-    return host.host_reduce_scatter(workspace, parts, call.reduce_op, op).view(shape)
+    return host.host_reduce_scatter(workspace, parts.unbind(), call.reduce_op, op).view(shape)
 
 
 def _joined(part: Tensor, call: ReduceScatterCall, rank: int) -> Tensor:

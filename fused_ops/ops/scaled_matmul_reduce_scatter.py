@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ...kernels.device.collective.host_exchange import exchange_layout, sum_of_products
 from ...kernels.device.gemm.scaling import (
     ScaledProducts,
     ScaleKind,
@@ -21,8 +22,7 @@ from ...kernels.device.gemm.scaling import (
 )
 from ...kernels.device.gemm.supported import why_last_dim_not_scattered
 from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
-from ...kernels.scaled_matmul_reduce_scatter import host
-from ...kernels.scaled_matmul_reduce_scatter.reference import reference_scattered_sum
+from ...kernels.reduce_scatter.reference import reference_reduce_scatter
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
@@ -50,6 +50,8 @@ from ..scaled_calls import (
 from . import op
 from .matmul_reduce_scatter import matmul_flops
 from .op import Op
+
+OP = "fused_scaled_matmul_reduce_scatter"
 
 
 class ScaledMatmulReduceScatterCall(NamedTuple):
@@ -134,7 +136,7 @@ def fast_scaled_matmul_reduce_scatter(call: ScaledMatmulReduceScatterCall) -> Te
             return None
         if not isinstance(call.B, Tensor) or call.B.dim() != 2:
             return None
-    results = launch_cache.launch_again(host.OP, _arguments(call), call.tensors, call.group_name)
+    results = launch_cache.launch_again(OP, _arguments(call), call.tensors, call.group_name)
     return None if results is None else results[0]
 
 
@@ -158,8 +160,7 @@ def _choose(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: Proces
         return _choose_on_cuda(call, rows, group)
     size = group.size()
     assert call.out_dtype is not None
-    numbers, width = prod(call.local_shape(size)), call.out_dtype.itemsize
-    return on_host(host.host_scaled_scatter_layout(numbers, width, size))
+    return on_host(exchange_layout(prod(call.local_shape(size)) * call.out_dtype.itemsize, size))
 
 
 def run_scaled_matmul_reduce_scatter(
@@ -178,29 +179,19 @@ def _a_scale(call: ScaledMatmulReduceScatterCall, rows: ScaledRows) -> Tensor:
 
 
 def _on_cpu(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows) -> Tensor:
+    """What travels is rounded to the result's dtype."""
     size, dim, kind, B = where.world_size, call.orig_scatter_dim, rows.kind, call.B
     k, n, (*lead, _) = B.shape[0], B.shape[1], call.whole_shape
     assert call.out_dtype is not None
     workspace = choice.begin_on(where)
-
-    def finished(a: Tensor, a_scale: Tensor) -> Tensor:
-        product = exact_product(a, B, scales_of(kind, a_scale, call.B_scale, k, n))
-        return product if call.bias is None else product.add_(call.bias)
-
-    def part(x: Tensor, rank: int) -> Tensor:
-        return x.reshape(*lead, x.shape[-1]).chunk(size, dim)[rank].flatten(0, -2)
-
-    whole: Sequence[Tensor] = ()
-    if dim == len(lead):
-        whole = finished(call.A.flatten(0, -2), _a_scale(call, rows)).chunk(size, 1)
-
-    def product_for(rank: int) -> Tensor:
-        if whole:
-            return whole[rank]
-        a_scale = call.A_scale if kind is ScaleKind.TENSOR else part(call.A_scale, rank)
-        return finished(part(call.A, rank), a_scale)
-
-    return host.host_scaled_matmul_reduce_scatter(workspace, product_for, call.reduce_op, call.out_dtype)
+    workspace.begins(OP)
+    product = exact_product(
+        call.A.flatten(0, -2), B, scales_of(kind, _a_scale(call, rows), call.B_scale, k, n)
+    )
+    if call.bias is not None:
+        product.add_(call.bias)
+    parts = [part.contiguous() for part in product.view(*lead, n).chunk(size, dim)]
+    return sum_of_products(workspace, OP, parts, call.reduce_op, call.out_dtype).to(call.out_dtype)
 
 
 def _choose_on_cuda(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup) -> Choice:
@@ -248,7 +239,7 @@ def _on_cuda(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, r
         ]
         bias = [] if call.bias is None else [aligned(call.bias.contiguous())]
         used = replace(used, terms=[*scales, *bias])
-        made, remember = launch_kernel(on_cuda.SCATTER_STEPS, choice, where, used, host.OP)
+        made, remember = launch_kernel(on_cuda.SCATTER_STEPS, choice, where, used, OP)
         out: Tensor = made.view(call.local_shape(where.world_size))
     remember(_known_by(call), [out])
     return out
@@ -261,7 +252,7 @@ def _unfused(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: Proce
     a = call.A.flatten(0, -2)
     product = torch_product(a, call.B, scales, call.bias, out_dtype, fast=call.use_fast_accum)
     whole = product.view(call.whole_shape)
-    return reference_scattered_sum(whole, call.reduce_op, call.orig_scatter_dim, group)
+    return reference_reduce_scatter(whole, call.reduce_op, call.orig_scatter_dim, group)
 
 
 def _fake(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup) -> Tensor:

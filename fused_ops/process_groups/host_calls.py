@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.all_gather.host import host_all_gather, host_all_gather_layout
-from ...kernels.all_reduce.host import host_all_reduce, host_all_reduce_layout
-from ...kernels.all_to_all.host import host_all_to_all, host_all_to_all_layout
-from ...kernels.reduce_scatter.host import host_reduce_scatter, host_reduce_scatter_layout
+from ...kernels.all_reduce.host import host_all_reduce
+from ...kernels.all_to_all.host import host_all_to_all
+from ...kernels.device.collective.host_exchange import exchange_layout, gather
+from ...kernels.reduce_scatter.host import host_reduce_scatter
 from ...symm_mem import WeftError, flight_recorder, timeouts
 from ...symm_mem.call_site import Site, call_site, calling, text
 from ...symm_mem.failure.call_log import poison_on_error
@@ -75,8 +75,7 @@ def prepare_on_host(group: ProcessGroup, call: GroupCall, seconds: float | None 
     size = heap.world_size
     # Of x, or of the part for each rank.
     nbytes = x.nbytes if call.name in (ALL_REDUCE, ALL_GATHER) else x.nbytes // size
-    wanted = _LAYOUTS[call.name](nbytes, size)
-    workspace = workspace_of(heap, GROUP, wanted)
+    workspace = workspace_of(heap, GROUP, exchange_layout(nbytes, size))
     ran(Plan("host", workspace_bytes=workspace.layout.bytes))
     return HostExchange(workspace, call, seconds, call_site(), flight_recorder.take_recorded())
 
@@ -101,12 +100,11 @@ def _all_reduce(workspace: Workspace[Layout], call: GroupCall) -> None:
 
 def _all_gather(workspace: Workspace[Layout], call: GroupCall) -> None:
     x = _elements(call.x)
-    stacked = host_all_gather(workspace, x.view(torch.uint8), call.name)
-    _write(call.out, stacked.view(-1).view(x.dtype))
+    _write(call.out, gather(workspace, x.view(torch.uint8), call.name).view(x.dtype))
 
 
 def _reduce_scatter(workspace: Workspace[Layout], call: GroupCall) -> None:
-    parts = _elements(call.x).view(workspace.world_size, -1)
+    parts = _elements(call.x).view(workspace.world_size, -1).unbind()
     _write(call.out, host_reduce_scatter(workspace, parts, call.reduce_op, call.name))
 
 
@@ -121,12 +119,6 @@ _EXCHANGES = {
     ALL_GATHER: _all_gather,
     REDUCE_SCATTER: _reduce_scatter,
     ALL_TO_ALL: _all_to_all,
-}
-_LAYOUTS = {
-    ALL_REDUCE: host_all_reduce_layout,
-    ALL_GATHER: host_all_gather_layout,
-    REDUCE_SCATTER: host_reduce_scatter_layout,
-    ALL_TO_ALL: host_all_to_all_layout,
 }
 
 

@@ -1,24 +1,13 @@
-"""CPU ranks: a copy thread pushes the local shard to the peers, chunk by chunk, while matmuls run.
-
-Who writes: rank r's copy thread writes chunk c of its shard into slot r of every peer's buffer, then flag c of rank r.
-Who waits: a peer waits for that flag before it multiplies the chunk. Peers are served in the order rank-1, rank-2, ...,
-so each rank receives from rank+1 first, then rank+2, and multiplies in that order, its own shard before all.
-"""
+"""CPU ranks: shards are exchanged, then multiplied."""
 
 from __future__ import annotations
 
 import torch
 
-from ...symm_mem.layout import Layout
-from ...symm_mem.workspace import HostEpoch, Workspace
-from ..device.comm.copy_thread import CHUNKS, Arriving, CopyThread
+from ...symm_mem.workspace import Workspace
+from ..device.collective.host_exchange import gather
 
 OP = "fused_all_gather_matmul"
-
-
-def host_gather_layout(m: int, k: int, itemsize: int, world_size: int) -> Layout:
-    """The workspace for shards [m, k]."""
-    return Layout(world_size, CHUNKS, world_size * m * k * itemsize)
 
 
 def host_all_gather_matmul(
@@ -34,33 +23,17 @@ def host_all_gather_matmul(
     Returns:
         [world_size, m, K] and each [world_size * m, N_i] (``split_k``: [m, N_i]).
     """
-    with workspace.lock, HostEpoch(workspace, OP) as epoch:
-        arriving = Arriving(epoch, a)
-        with CopyThread(workspace, arriving.push):
-            outs = (_add_products if split_k else _products)(arriving, bs)
-    return arriving.gathered, outs
+    m, k = a.shape
+    gathered = gather(workspace, a.view(-1), OP).view(workspace.world_size, m, k)
+    if split_k:
+        return gathered, [_sum_of_products(gathered, b.split(k)) for b in bs]
+    return gathered, [torch.mm(gathered.flatten(0, 1), b) for b in bs]
 
 
-def _products(arriving: Arriving, bs: list[torch.Tensor]) -> list[torch.Tensor]:
-    gathered = arriving.gathered
-    size, m, _ = gathered.shape
-    outs = [gathered.new_empty(size, m, b.shape[1]) for b in bs]
-    for step in range(size):
-        src = (arriving.rank + step) % size
-        for rows in arriving.each_chunk(src):
-            for b, out in zip(bs, outs, strict=True):
-                torch.mm(gathered[src, rows], b, out=out[src, rows])
-    return [out.flatten(0, 1) for out in outs]
-
-
-def _add_products(arriving: Arriving, bs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _sum_of_products(shards: torch.Tensor, bs: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """In rank order, so that ranks with equal ``bs`` get equal bits, and in float32."""
-    gathered = arriving.gathered
-    size, _, k = gathered.shape
-    sums: list[torch.Tensor] = []
-    for src in range(size):
-        arriving.wait_for(src)
-        terms = [torch.mm(gathered[src].float(), b[src * k : (src + 1) * k].float()) for b in bs]
-        # From 0.0 on, a sum of -0.0 would be 0.0.
-        sums = [total + term for total, term in zip(sums, terms, strict=True)] if src else terms
-    return [total.to(gathered.dtype) for total in sums]
+    # From 0.0 on, a sum of -0.0 would be 0.0.
+    total = torch.mm(shards[0].float(), bs[0].float())
+    for shard, b in zip(shards[1:], bs[1:], strict=True):
+        total += torch.mm(shard.float(), b.float())
+    return total.to(shards.dtype)

@@ -369,7 +369,7 @@ class Heap:
         self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype, owner: object
     ) -> torch.Tensor:
         """Rank's memory from ``offset`` on as a contiguous tensor on this rank's device; it keeps ``owner`` alive."""
-        # Also in inference mode one that may be written outside of it: by a copy thread, or by a call that comes later.
+        # Also in inference mode one that may be written outside of it: by a call that comes later.
         with torch.inference_mode(False):
             tensor = torch.empty(0, dtype=dtype, device=self.device)
         strides, step, count = [], 1, 1

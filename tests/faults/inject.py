@@ -23,13 +23,11 @@ from weft.symm_mem.workspace import HostEpoch
 #: calls with another argument than the others, has an exception inside the call, or forks a child that makes calls.
 KINDS = ("delay", "stop", "kill", "skip", "corrupt", "raise", "fork")
 
-#: Where in a call of a CPU rank: the method of an epoch after or before which it comes, and whose flag that sets. Only
-#: ops with two flags for each rank push a second time: another part, or what they have made of the peers' first ones.
-POINTS: dict[str, tuple[str, int | None] | None] = {
+#: Where in a call of a CPU rank: the method of an epoch after or before which it comes.
+POINTS: dict[str, str | None] = {
     "before the call": None,
-    "after a push": ("post", 0),
-    "after a second push": ("post", 1),
-    "before the end": ("leave", None),
+    "after a push": "post",
+    "before the end": "leave",
 }
 
 
@@ -79,18 +77,17 @@ class Fault:
         if not self.strikes(rank, step):
             yield False
             return
-        place = POINTS[self.point]
-        if place is None:
+        method = POINTS[self.point]
+        if method is None:
             self._happen()
             yield True
             return
-        method, flag = place
         real, left = getattr(HostEpoch, method), [self._happen]
 
         def struck(use: HostEpoch, *args: Any) -> None:
             if method == "post":
                 real(use, *args)
-            if left and (flag is None or flag == args[-1]):
+            if left:
                 left.pop()()
             if method != "post":
                 real(use, *args)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,10 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from weft import symm_mem
-from weft.fused_ops import fused_matmul_all_reduce, fused_matmul_reduce_scatter, one_shot_all_reduce
-from weft.kernels.device.comm import copy_thread
-from weft.kernels.device.comm.copy_thread import CopyThread
-from weft.kernels.matmul_all_reduce import host as matmul_all_reduce
+from weft.fused_ops import one_shot_all_reduce
 from weft.symm_mem.backends.host import HostBackend
 from weft.symm_mem.bootstrap.store import StoreQuestions
 from weft.symm_mem.failure import call_check, rank_pages
@@ -119,60 +115,6 @@ def interrupted(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_others_are_told_and_a_reset_mends_it(name: str) -> None:
     run_ranks(interrupted, 2, name, fresh=True)
-
-
-def multiplies(op: Any) -> None:
-    a, b = torch.full((4, 8), dist.get_rank() + 1.0), torch.ones(8, 6)
-    total = op(a, b, "sum", *(() if op is fused_matmul_all_reduce else (0,)), None)
-    assert (total == 8 * sum(range(1, dist.get_world_size() + 1))).all()
-
-
-@contextmanager
-def before_its_body(*args: Any) -> Iterator[None]:
-    with CopyThread(*args):
-        raise KeyboardInterrupt
-    yield
-
-
-def after_its_start(*args: Any, start: Any = copy_thread.start_new_thread) -> None:
-    start(*args)
-    raise KeyboardInterrupt
-
-
-def before_its_start(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def copies(rank: int, world_size: int, where: str) -> None:
-    symm_mem.set_timeout(LONG)
-    for op, host in (
-        (fused_matmul_all_reduce, matmul_all_reduce),
-        (fused_matmul_reduce_scatter, copy_thread),
-    ):
-        multiplies(op)
-        if rank == SHORT:
-            there: Any = {
-                "before its start": (copy_thread, "start_new_thread", before_its_start),
-                "after its start": (copy_thread, "start_new_thread", after_its_start),
-                "before its body": (host, "CopyThread", before_its_body),
-            }
-            threads = _thread._count()
-            with mock.patch.object(*there[where]), pytest.raises(KeyboardInterrupt):
-                multiplies(op)
-            end = time.monotonic() + 5
-            while (left := _thread._count()) > threads and time.monotonic() < end:
-                time.sleep(0.01)
-            assert left <= threads
-        else:
-            with pytest.raises(symm_mem.PeerTimeout, match="and it has given up"):
-                multiplies(op)
-        symm_mem.reset()
-        multiplies(op)
-
-
-@pytest.mark.parametrize("where", ["before its start", "after its start", "before its body"])
-def test_between_the_start_of_a_copy_thread_and_what_it_copies(where: str) -> None:
-    run_ranks(copies, 2, where, fresh=True, timeout=30)
 
 
 def keeps_a_lock(rank: int, world_size: int) -> None:

@@ -23,15 +23,6 @@ LONG = 60.0  # seconds: a deadline that nobody waits for, once a rank has ended 
 
 SIZES = (2, 3)
 CULPRIT = 1
-TWO_PUSHES = (
-    "fused_all_gather_matmul",
-    "fused_matmul_all_reduce",
-    "fused_all_reduce_rms_norm",
-    "fused_all_reduce_layer_norm",
-    "fused_all_reduce_rms_norm_quant",
-    "fused_moe_combine_all_reduce_rms_norm",
-)
-
 SURVIVABLE = [
     Fault("delay", CULPRIT, STRIKES_AT),
     Fault("delay", CULPRIT, STRIKES_AT, point="before the end"),
@@ -39,20 +30,15 @@ SURVIVABLE = [
     Fault("skip", CULPRIT, STRIKES_AT),
     Fault("corrupt", CULPRIT, STRIKES_AT),
     Fault("raise", CULPRIT, STRIKES_AT, point="after a push"),
-    Fault("raise", CULPRIT, STRIKES_AT, point="after a second push"),
     Fault("raise", CULPRIT, STRIKES_AT, point="before the end"),
     Fault("fork", CULPRIT, STRIKES_AT),
 ]
 
 
-def happens(fault: Fault, op: str) -> bool:
-    return fault.point != "after a second push" or op in TWO_PUSHES
-
-
 def survivable(op: str, size: int) -> list[Fault]:
     """Of three ranks, of whom one hears of the fault from another, all; of two every second one."""
     first, step = (0, 1) if size == 3 else (list(OPS).index(op) % 2, 2)
-    return [fault for fault in SURVIVABLE[first::step] if happens(fault, op)]
+    return SURVIVABLE[first::step]
 
 
 def expect_timeout(op: str, seen: Seen, deadline: float) -> None:
@@ -155,12 +141,7 @@ def test_faults_that_a_group_survives(survived: list[dict[str, list[Seen]]], op:
 
 
 # Each op at each point, by turns between two and three ranks: each row starts ranks of its own.
-INSIDE = [
-    (op, point)
-    for op in OPS
-    for point in ("after a push", "after a second push", "before the end")
-    if happens(Fault("kill", CULPRIT, STRIKES_AT, point=point), op)
-]
+INSIDE = [(op, point) for op in OPS for point in ("after a push", "before the end")]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ....kernels.all_gather_matmul.configs import CopiedConfig
-from ....kernels.all_gather_matmul.host import host_gather_layout
+from ....kernels.device.collective.host_exchange import exchange_layout
 from ....kernels.grouped_matmul import host
 from ....kernels.grouped_matmul.reference import experts_of_rows
 from ....symm_mem import resolve_group
@@ -79,8 +79,7 @@ def _validate(call: AllGatherGroupedMatmulCall) -> tuple[AllGatherGroupedMatmulC
 def _choose(call: AllGatherGroupedMatmulCall, group: ProcessGroup) -> Choice:
     """By copy engines, or as the gather alone."""
     if call.A_shard.device.type == "cpu":
-        m, k = call.A_shard.shape
-        return on_host(host_gather_layout(m, k, call.A_shard.element_size(), group.size()))
+        return on_host(exchange_layout(call.A_shard.nbytes, group.size()))
     copied = choose_copies(call.A_shard, group)
     if copied is not None:
         return copied

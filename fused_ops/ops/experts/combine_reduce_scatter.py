@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ....kernels.device.collective.combine import Combined, why_not_combined
+from ....kernels.device.collective.host_exchange import exchange_layout
 from ....kernels.device.collective.rounds import rounds_layout
-from ....kernels.reduce_scatter import configs, host
+from ....kernels.reduce_scatter import configs
 from ....kernels.reduce_scatter.reference import reference_reduce_scatter
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
@@ -96,7 +97,7 @@ def choose_combined_part(combined: Combined, reduce_op: str, dim: int, group: Pr
     y, (tokens, hidden), size = combined.y, combined.result_shape, group.size()
     nbytes = tokens * hidden * y.element_size() // size
     if y.device.type == "cpu":
-        return on_host(host.host_reduce_scatter_layout(nbytes, size))
+        return on_host(exchange_layout(nbytes, size))
     from ....kernels.device.collective.launch import MOST_BYTES
     from ....kernels.reduce_scatter import cuda_kernel
 

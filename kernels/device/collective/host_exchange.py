@@ -1,69 +1,124 @@
 """CPU ranks: every rank writes each peer's part into the peer's buffer, sets a flag, and takes what arrives.
 
 Who writes: rank r, its part for rank q into slot r of q's buffer, then flag 0 of rank r there. Who waits: each rank,
-for every peer's flag. Parts larger than a buffer are sent chunk by chunk.
+for every peer's flag. Parts larger than a buffer are sent chunk by chunk. All ops run so between CPU ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ....symm_mem.layout import Layout
 from ....symm_mem.workspace import HostEpoch, Workspace
 
-
-def exchange_layout(nbytes: int, world_size: int, chunk_bytes: int) -> Layout:
-    """The workspace for parts of ``nbytes``, of which ``chunk_bytes`` are sent in one epoch of a buffer."""
-    return Layout(world_size, 1, world_size * min(nbytes, chunk_bytes))
+CHUNK_BYTES = 4 << 20  #: of a part that are sent in one epoch of a buffer
 
 
-def exchange_parts(workspace: Workspace, parts: torch.Tensor, op: str, chunk_bytes: int) -> torch.Tensor:
-    """What every rank has for this one, [W, n]; parts: [W, n], the q-th for rank q. ``op``: whose call it is."""
-    received = parts.new_empty(parts.shape)
-    step = max(1, chunk_bytes // parts.element_size())
+def exchange_layout(nbytes: int, world_size: int) -> Layout:
+    """The workspace for parts of ``nbytes``."""
+    return Layout(world_size, 1, world_size * min(nbytes, CHUNK_BYTES))
+
+
+def _exchange(
+    workspace: Workspace,
+    parts: Sequence[torch.Tensor],
+    longest: int,
+    dtype: torch.dtype,
+    op: str,
+    take: Callable[[slice, list[torch.Tensor]], None],
+) -> None:
+    """Send each rank its part [n], and take what every rank has for this one.
+
+    Args:
+        longest: numbers of the longest part of all ranks.
+        dtype: in which parts travel. The own one stays as it is.
+        op: whose call it is.
+        take: gets, chunk by chunk, where in a part it lies, and the ranks' chunks, as long as that of the longest part;
+            the own one as it is. They are valid during the call.
+    """
+    size, rank = workspace.world_size, workspace.rank
+    step = max(1, CHUNK_BYTES // dtype.itemsize)
+    peers = [*range(rank + 1, size), *range(rank)]
     with workspace.lock:
-        for start in range(0, parts.shape[1], step):
-            chunk = slice(start, start + step)
-            _chunk(workspace, parts[:, chunk], received[:, chunk], min(step, parts.shape[1] - start), op)
-    return received
+        for start in range(0, longest, step):
+            chunk, shape = slice(start, start + step), (size, min(step, longest - start))
+            with HostEpoch(workspace, op) as epoch:
+                for peer in peers:
+                    part = parts[peer][chunk]
+                    epoch.wait_free(peer)
+                    epoch.slots(peer, shape, dtype)[rank, : part.shape[0]] = part
+                    epoch.post(peer, 0)
+                arrived = [*epoch.slots(rank, shape, dtype).unbind()]
+                arrived[rank] = parts[rank][chunk]
+                for peer in peers:
+                    epoch.wait(peer, 0)
+                take(chunk, arrived)
 
 
-def gather_uneven(
-    workspace: Workspace, x: torch.Tensor, sizes: Sequence[int], op: str, chunk_bytes: int
+def exchange_into(
+    workspace: Workspace, parts: Sequence[torch.Tensor], received: Sequence[torch.Tensor], op: str
+) -> None:
+    """``received`` from each rank, [n_i], becomes what that has for this one."""
+
+    def take(chunk: slice, arrived: list[torch.Tensor]) -> None:
+        for src, part in enumerate(arrived):
+            into = received[src][chunk]
+            into.copy_(part[: into.shape[0]])
+
+    longest = max(received, key=torch.numel).numel()
+    _exchange(workspace, parts, longest, parts[0].dtype, op, take)
+
+
+def gather(
+    workspace: Workspace, x: torch.Tensor, op: str, sizes: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """All ranks' x one after the other, [sum(sizes)]; x: [sizes[rank]]. All ranks make as many epochs as the largest
-    takes."""
-    out = x.new_empty(sum(sizes))
-    step = max(1, chunk_bytes // x.element_size())
-    with workspace.lock:
-        for start in range(0, max(sizes), step):
-            received = [part[start : start + step] for part in out.split([*sizes])]
-            own = x[start : start + step]
-            _chunk(workspace, [own] * len(sizes), received, min(step, max(sizes) - start), op)
+    """All ranks' x, [n], one after the other. ``sizes``: theirs, where they differ."""
+    workspace.begins(op)
+    size = workspace.world_size
+    sizes = [x.shape[0]] * size if sizes is None else [*sizes]
+    out = torch.empty(sum(sizes), dtype=x.dtype)
+    exchange_into(workspace, [x] * size, out.split(sizes), op)
     return out
 
 
-def _chunk(
+def reduce_parts(
     workspace: Workspace,
-    parts: torch.Tensor | Sequence[torch.Tensor],
-    received: torch.Tensor | Sequence[torch.Tensor],
-    longest: int,
+    parts: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    reduce_op: str,
     op: str,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Of parts and of what is received, some may be shorter than the ``longest``, which a slot holds."""
-    size, rank = workspace.world_size, workspace.rank
-    shape, dtype = (size, longest), parts[rank].dtype
-    with HostEpoch(workspace, op) as epoch:
-        for step in range(1, size):
-            peer = (rank + step) % size
-            epoch.wait_free(peer)
-            epoch.slots(peer, shape, dtype)[rank, : parts[peer].shape[0]] = parts[peer]
-            epoch.post(peer, 0)
-        received[rank].copy_(parts[rank])
-        slots = epoch.slots(rank, shape, dtype)
-        for step in range(1, size):
-            peer = (rank + step) % size
-            epoch.wait(peer, 0)
-            received[peer].copy_(slots[peer, : received[peer].shape[0]])
+    """``out`` = what all ranks' parts for this one make together, in float32 and in rank order.
+
+    Args:
+        dtype: in which parts travel, if not in theirs. The own one is not rounded to it.
+    """
+    combine = {"max": torch.maximum, "min": torch.minimum}.get(reduce_op, torch.add)
+
+    def take(chunk: slice, arrived: list[torch.Tensor]) -> None:
+        into = out[chunk]
+        # From 0.0 on, a sum of -0.0 would be 0.0.
+        total = arrived[0][: into.shape[0]].to(torch.float32, copy=True)
+        for part in arrived[1:]:
+            combine(total, part[: into.shape[0]].to(torch.float32), out=total)
+        into.copy_(total / len(arrived) if reduce_op == "avg" else total)
+
+    _exchange(workspace, parts, max(parts, key=torch.numel).numel(), dtype or parts[0].dtype, op, take)
+
+
+def sum_of_products(
+    workspace: Workspace, op: str, products: list[torch.Tensor], reduce_op: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """The sum over ranks of the partial results for this one, in float32.
+
+    Args:
+        op: whose call it is; it has begun.
+        products: the partial result for each rank, contiguous.
+        dtype: in which they travel.
+    """
+    total = torch.empty(products[workspace.rank].shape)
+    reduce_parts(workspace, [*map(torch.flatten, products)], total.view(-1), reduce_op, op, dtype)
+    return total

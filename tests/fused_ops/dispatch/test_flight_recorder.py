@@ -19,7 +19,7 @@ from ranks import run_ranks
 from torch_versions import ANALYZED_GLOO
 from weft import symm_mem
 from weft.fused_ops.dispatch.plan import forced
-from weft.kernels.all_reduce.host import CHUNK_BYTES
+from weft.kernels.device.collective.host_exchange import CHUNK_BYTES
 from weft.symm_mem import flight_recorder
 
 KEPT = 24

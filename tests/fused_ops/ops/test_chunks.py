@@ -13,17 +13,12 @@ from weft.fused_ops import (
     one_shot_all_to_all,
     one_shot_reduce_scatter,
 )
-from weft.kernels.all_gather import host as gather_host
-from weft.kernels.all_reduce import host as reduce_host
-from weft.kernels.all_reduce_rms_norm import host as norm_host
-from weft.kernels.all_to_all import host as exchange_host
-from weft.kernels.reduce_scatter import host as scatter_host
+from weft.kernels.device.collective import host_exchange
 
 
 @on_ranks(3, fresh=True)
 def test_large_operands_travel_in_chunks(rank: int, world_size: int) -> None:
-    for host in (gather_host, reduce_host, norm_host, exchange_host, scatter_host):
-        host.CHUNK_BYTES = 1000
+    host_exchange.CHUNK_BYTES = 1000
     counts = [7, 0, 611]  # of rows of 12 bytes: of 1, 0 and 8 epochs
     for _ in range(3):
         x = torch.randn(12345)

@@ -1,7 +1,7 @@
 /* The protocol of symm_mem/workspace.py: buffers, epochs, `done`, and growth with deferred release.
 
    Every rank makes the same CALLS calls. Which buffer each takes, and before which of them the workspace grows, is
-   chosen at the start in all ways. In each call a pusher (copy thread, copy engine, a kernel's stores) sends to every
+   chosen at the start in all ways. In each call a pusher (copy engine, a kernel's stores) sends to every
    peer while the rank itself waits for what comes, reads it, and leaves the buffer; it may leave before its own pushes
    are over. The next call begins after both.
 

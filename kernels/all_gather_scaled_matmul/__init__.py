@@ -1,1 +1,0 @@
-"""all_gather(A) @ B of fp8 operands with their scales."""
