@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ def float8_all_gather_matmul(
     dim, name = _checked(("A_shard", A_shard), matrices, ("gather_dim", gather_dim), group)
     rows = A_shard.numel() // max(A_shard.shape[-1], 1) * _size_of(name)
     _check_rows("A_shard", matrices, rows)
-    results: tuple[Tensor, ...] = _AllGatherFloat8.apply(A_shard, dim, name, return_A, *matrices.values())
+    Bs = [*matrices.values()]
+    results: tuple[Tensor, ...] = _apply(_AllGatherFloat8, [A_shard, *Bs], A_shard, dim, name, return_A, *Bs)
     A, outs = (results[0], results[1:]) if return_A else (None, results)
     return A, [*outs]
 
@@ -112,6 +114,8 @@ def float8_matmul_reduce_scatter(
         ValueError, TypeError: an argument is wrong; the message names it.
         PeerTimeout: a rank did not come.
     """
+    validation.tensor("A", A, 2)
+    validation.tensor("B", B)
     reduce_op = validation.reduction(reduce_op)
     dim, name = _checked(("A", A), {"B": B}, ("scatter_dim", scatter_dim), group)
     size = _size_of(name)
@@ -120,8 +124,17 @@ def float8_matmul_reduce_scatter(
             f"scatter_dim: A @ B has size {A.shape[dim]} there, must be a multiple of {size} ranks"
         )
     _check_rows("A", {"B": B}, A.numel() // max(A.shape[-1], 1))
-    result: Tensor = _Float8ReduceScatter.apply(A, B, reduce_op, dim, name)
+    result: Tensor = _apply(_Float8ReduceScatter, [A, B], A, B, reduce_op, dim, name)
     return result
+
+
+def _apply(function: type[torch.autograd.Function], tensors: Sequence[Tensor], *args: Any) -> Any:
+    """Without autograd where no gradient is wanted: that takes the host as long as a launch."""
+    if torch.compiler.is_compiling() or not needs_no_dispatch(*tensors):
+        return function.apply(*args)
+    ctx = SimpleNamespace(needs_input_grad=[False] * len(args))
+    ctx.save_for_backward = ctx.mark_non_differentiable = lambda *_: None
+    return function.forward(ctx, *args)
 
 
 class _AllGatherFloat8(torch.autograd.Function):
@@ -170,7 +183,7 @@ class _AllGatherFloat8(torch.autograd.Function):
                 part = fused_scaled_matmul_reduce_scatter(*args, out_dtype=dtype)
                 grad_shard = part if grad_shard is None else grad_shard + part
             if of_Bs[i]:
-                grad_Bs[i] = _gradient_of_weight((g.transposed, g.scale), (columns, a_scale), dtype)
+                grad_Bs[i] = _gradient_of_weight(g.transposed, g.scale, columns, a_scale, dtype)
         return grad_shard, None, None, None, *grad_Bs
 
 
@@ -200,7 +213,7 @@ class _Float8ReduceScatter(torch.autograd.Function):
         if A is not None:
             if gathered is None:
                 gathered = one_shot_all_gather(g.numbers, ctx.dim, ctx.group)
-            grad_B = _gradient_of_weight((_transposed(gathered), scale), (A, a_scale), grad.dtype)
+            grad_B = _gradient_of_weight(_transposed(gathered), scale, A, a_scale, grad.dtype)
         return grad_A, grad_B, None, None, None
 
 
@@ -233,10 +246,13 @@ def _transposed(x: Tensor) -> Tensor:
     return x.flatten(0, -2).t().contiguous()
 
 
-def _gradient_of_weight(grad: tuple[Tensor, Tensor], A: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+def _gradient_of_weight(
+    grad: Tensor | None, scale: Tensor, A: Tensor | None, A_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
     """``A^T @ grad`` of all rows, of both transposed and their scales. It lies as the transposed of a weight."""
-    scales = Scales(ScaleKind.TENSOR, grad[1].reshape(1, 1), A[1].reshape(1, 1))
-    return torch_product(grad[0], A[0].t(), scales, None, dtype, fast=False).t()
+    assert grad is not None and A is not None
+    scales = Scales(ScaleKind.TENSOR, scale.view(1, 1), A_scale.view(1, 1))
+    return torch_product(grad, A.t(), scales, None, dtype, fast=False).t()
 
 
 def _checked(
@@ -244,10 +260,8 @@ def _checked(
 ) -> tuple[int, str]:
     """The dimension, not negative, and the group's name."""
     (name, A), (dim_name, given) = named, dim
-    validation.tensor(name, A, 2)
     validation.float_dtype(name, A)
     for of_B, B in matrices.items():
-        validation.tensor(of_B, B)
         validation.validate_matrix(of_B, B, A.shape[-1], A, name)
         for what, size in (("rows", B.shape[0]), ("columns", B.shape[1])):
             if size % _SIZES:
@@ -266,8 +280,8 @@ def _size_of(group: str) -> int:
 
 
 def _check_rows(name: str, matrices: Mapping[str, Tensor], rows: int) -> None:
-    for of_B, B in matrices.items():
-        if torch.is_grad_enabled() and B.requires_grad and rows % _SIZES:
+    for of_B, B in matrices.items() if rows % _SIZES else ():
+        if torch.is_grad_enabled() and B.requires_grad:
             raise ValueError(
                 f"{name}: makes {rows} rows in all, must make a multiple of {_SIZES} where {of_B} requires a gradient"
             )
