@@ -37,13 +37,13 @@ def resolve_group(group: Group = None) -> ProcessGroup:
         ValueError: the name is unknown, the mesh has more than one dimension or not this one, or its group is gone,
             this rank is no member, or no group was initialised.
     """
-    if isinstance(group, ProcessGroup):
-        return group
     if isinstance(group, str):
         try:
             return _resolve_process_group(group)  # type: ignore[arg-type]
         except Exception as e:
             raise ValueError(f"group: no process group is named {group!r}{_named_groups(group)}") from e
+    if isinstance(group, ProcessGroup):
+        return group
     if group is None:
         if not dist.is_initialized():
             raise ValueError(

@@ -9,30 +9,29 @@ what travels is fp8, in the backward, too; and what is kept for it has a byte a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import inf
-from typing import Any, NamedTuple
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import distributed_c10d
 
+from ...kernels.device.capability import runs_on
 from ...kernels.device.gemm.scaling import ScaleKind, Scales, torch_product
+from ...kernels.float8_cast.reference import MOST, Float8, reference_cast, reference_maxima
 from ...symm_mem import Group, group_name, resolve_group
+from ...symm_mem.backends import cuda_state
 from .. import validation
 from ..collectives import one_shot_all_gather, one_shot_reduce_scatter
+from ..dispatch.plan import on
+from ..dispatch.tensor_guards import needs_no_dispatch
 from ..functional import ReduceOp, one_shot_all_reduce
 from ..scaled import fused_all_gather_scaled_matmul, fused_scaled_matmul_reduce_scatter
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-_SMALLEST = 1e-12  # of a maximum that is divided by, as in torchao
-_APART = 4  # float32 numbers in 16 bytes
 _SIZES = 16  # what K, N, and the rows of a weight's gradient must be multiples of
-
-
-class _Quantised(NamedTuple):
-    numbers: Tensor
-    scale: Tensor  # by which they are multiplied to be what they stand for
 
 
 def float8_all_gather_matmul(
@@ -77,7 +76,8 @@ def float8_all_gather_matmul(
     dim, name = _checked(("A_shard", A_shard), matrices, ("gather_dim", gather_dim), group)
     rows = A_shard.numel() // max(A_shard.shape[-1], 1) * _size_of(name)
     _check_rows("A_shard", matrices, rows)
-    results: tuple[Tensor, ...] = _AllGatherFloat8.apply(A_shard, dim, name, return_A, *matrices.values())
+    Bs = [*matrices.values()]
+    results: tuple[Tensor, ...] = _apply(_AllGatherFloat8, [A_shard, *Bs], A_shard, dim, name, return_A, *Bs)
     A, outs = (results[0], results[1:]) if return_A else (None, results)
     return A, [*outs]
 
@@ -114,6 +114,8 @@ def float8_matmul_reduce_scatter(
         ValueError, TypeError: an argument is wrong; the message names it.
         PeerTimeout: a rank did not come.
     """
+    validation.tensor("A", A, 2)
+    validation.tensor("B", B)
     reduce_op = validation.reduction(reduce_op)
     dim, name = _checked(("A", A), {"B": B}, ("scatter_dim", scatter_dim), group)
     size = _size_of(name)
@@ -122,8 +124,17 @@ def float8_matmul_reduce_scatter(
             f"scatter_dim: A @ B has size {A.shape[dim]} there, must be a multiple of {size} ranks"
         )
     _check_rows("A", {"B": B}, A.numel() // max(A.shape[-1], 1))
-    result: Tensor = _Float8ReduceScatter.apply(A, B, reduce_op, dim, name)
+    result: Tensor = _apply(_Float8ReduceScatter, [A, B], A, B, reduce_op, dim, name)
     return result
+
+
+def _apply(function: type[torch.autograd.Function], tensors: Sequence[Tensor], *args: Any) -> Any:
+    """Without autograd where no gradient is wanted: that takes the host as long as a launch."""
+    if torch.compiler.is_compiling() or not needs_no_dispatch(*tensors):
+        return function.apply(*args)
+    ctx = SimpleNamespace(needs_input_grad=[False] * len(args))
+    ctx.save_for_backward = ctx.mark_non_differentiable = lambda *_: None
+    return function.forward(ctx, *args)
 
 
 class _AllGatherFloat8(torch.autograd.Function):
@@ -132,11 +143,11 @@ class _AllGatherFloat8(torch.autograd.Function):
         ctx: Any, A_shard: Tensor, dim: int, group: str, return_A: bool, *Bs: Tensor
     ) -> tuple[Tensor, ...]:
         of_A, _, _, _, *of_Bs = ctx.needs_input_grad
-        a, *bs = _cast_together((A_shard, *[B.t() for B in Bs]), _E4M3, group)
+        a, *bs = _cast_together([A_shard, *[B.t() for B in Bs]], _E4M3, group, [False, *[of_A] * len(Bs)])
         args = a.numbers, [b.numbers.t() for b in bs], a.scale, [b.scale for b in bs], dim, group
         each: Any = {"out_dtypes": [A_shard.dtype] * len(bs), "use_fast_accum": [True] * len(bs)}
         A, outs = fused_all_gather_scaled_matmul(*args, **each, return_A=return_A or any(of_Bs))
-        kept = [b.numbers if of_A else None for b in bs]
+        kept = [b.transposed for b in bs]
         ctx.save_for_backward(A if any(of_Bs) else None, a.scale, *kept, *[b.scale for b in bs])
         ctx.dim, ctx.group, ctx.return_A = dim, group, return_A
         constants = [out for out, of_B in zip(outs, of_Bs, strict=True) if not (of_A or of_B)]
@@ -163,15 +174,16 @@ class _AllGatherFloat8(torch.autograd.Function):
             grad_shard = one_shot_reduce_scatter(grads[0], "sum", ctx.dim, ctx.group)
         wanted = [i for i, of_B in enumerate(of_Bs) if of_A or of_B]
         grad_Bs: list[Tensor | None] = [None] * len(of_Bs)
-        cast = _cast_together(tuple(of_products[i] for i in wanted), _E5M2, ctx.group)
+        cast = _cast_together([of_products[i] for i in wanted], _E5M2, ctx.group, [of_Bs[i] for i in wanted])
+        columns = _transposed(A) if any(of_Bs) else None
         for i, g in zip(wanted, cast, strict=True):
             dtype = of_products[i].dtype
             if of_A:
-                args = g.numbers, _column_major(weights[i]), g.scale, scales[i], "sum", ctx.dim, ctx.group
+                args = g.numbers, weights[i].t(), g.scale, scales[i], "sum", ctx.dim, ctx.group
                 part = fused_scaled_matmul_reduce_scatter(*args, out_dtype=dtype)
                 grad_shard = part if grad_shard is None else grad_shard + part
             if of_Bs[i]:
-                grad_Bs[i] = _gradient_of_weight(g, _Quantised(A, a_scale), dtype)
+                grad_Bs[i] = _gradient_of_weight(g.transposed, g.scale, columns, a_scale, dtype)
         return grad_shard, None, None, None, *grad_Bs
 
 
@@ -179,8 +191,8 @@ class _Float8ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, A: Tensor, B: Tensor, reduce_op: str, dim: int, group: str) -> Tensor:
         of_A, of_B = ctx.needs_input_grad[:2]
-        a, b = _cast_together((A, B.t()), _E4M3, group)
-        ctx.save_for_backward(a.numbers if of_B else None, a.scale, b.numbers if of_A else None, b.scale)
+        a, b = _cast_together([A, B.t()], _E4M3, group, [of_B, of_A])
+        ctx.save_for_backward(a.transposed, a.scale, b.transposed, b.scale)
         ctx.dim, ctx.group = dim, group
         ctx.parts = _size_of(group) if reduce_op == "avg" else 1
         args = a.numbers, b.numbers.t(), a.scale, b.scale, reduce_op, dim, group
@@ -190,68 +202,57 @@ class _Float8ReduceScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         A, a_scale, weight, b_scale = ctx.saved_tensors
-        (g,) = _cast_together((grad,), _E5M2, ctx.group)
-        if ctx.parts > 1:
-            g = g._replace(scale=g.scale / ctx.parts)
+        (g,) = _cast_together([grad], _E5M2, ctx.group, [False])
+        scale = g.scale / ctx.parts if ctx.parts > 1 else g.scale
         grad_A = grad_B = gathered = None
         if weight is not None:
-            args = g.numbers, [_column_major(weight)], g.scale, [b_scale], ctx.dim, ctx.group
+            args = g.numbers, [weight.t()], scale, [b_scale], ctx.dim, ctx.group
             gathered, (grad_A,) = fused_all_gather_scaled_matmul(
                 *args, out_dtypes=[grad.dtype], return_A=A is not None
             )
         if A is not None:
             if gathered is None:
                 gathered = one_shot_all_gather(g.numbers, ctx.dim, ctx.group)
-            grad_B = _gradient_of_weight(_Quantised(gathered, g.scale), _Quantised(A, a_scale), grad.dtype)
+            grad_B = _gradient_of_weight(_transposed(gathered), scale, A, a_scale, grad.dtype)
         return grad_A, grad_B, None, None, None
 
 
-def _cast_together(tensors: tuple[Tensor, ...], dtype: torch.dtype, group: str) -> list[_Quantised]:
-    """Each with a scale of its own, by the maximum over all ranks; contiguous."""
-    if torch.compiler.is_compiling():
-        return _cast_for_inductor(tensors, dtype, group)
-    largest, count = torch.finfo(dtype).max, len(tensors)
-    maxima = tensors[0].new_empty(count, dtype=torch.float32)
-    for own, t in zip(maxima.unbind(), tensors, strict=True):
-        if t.numel():
-            torch.linalg.vector_norm(t, inf, dtype=torch.float32, out=own)
-        else:
-            own.zero_()
-    scales = one_shot_all_reduce(maxima, "max", group)
-    wide = scales.double().clamp_(min=_SMALLEST).reciprocal_()
-    torch.mul(wide, largest, out=scales)
-    # Apart by what cuBLAS asks of an address, and the fast path of a call.
-    inverses = torch.reciprocal(scales, out=scales.new_empty(count, _APART)[:, 0])
-    found = []
-    for t, scale, inverse in zip(tensors, scales.split(1), inverses.unbind(), strict=True):
-        # By a scale of one dimension: of none it would not count for the dtype in which is multiplied. None is larger
-        # than the maximum, so none is larger than fp8 has: nothing is clamped.
-        numbers = torch.empty(t.shape, dtype=dtype, device=t.device)
-        found.append(_Quantised(torch.mul(t, scale, out=numbers), inverse))
-    return found
+def _cast_together(
+    tensors: Sequence[Tensor], dtype: torch.dtype, group: str, transposed: Sequence[bool]
+) -> list[Float8]:
+    """Each with a scale of its own, by the maximum over all ranks."""
+    if torch.compiler.is_compiling() or not _has_kernel(tensors):
+        maxima = one_shot_all_reduce(reference_maxima(tensors), "max", group)
+        return reference_cast(tensors, maxima, dtype, transposed)
+    from ...kernels.float8_cast.cuda_kernel import Float8Cast
+
+    with on(tensors[0].device):
+        cast = Float8Cast(tensors, dtype, transposed)
+        return cast.numbers(one_shot_all_reduce(cast.maxima(), "max", group))
 
 
-def _cast_for_inductor(tensors: tuple[Tensor, ...], dtype: torch.dtype, group: str) -> list[_Quantised]:
-    """The same bits, written as Inductor fuses it."""
-    own = [t.abs().amax().float() if t.numel() else t.new_zeros((), dtype=torch.float32) for t in tensors]
-    largest = torch.finfo(dtype).max
-    found = []
-    for t, amax in zip(tensors, one_shot_all_reduce(torch.stack(own), "max", group), strict=True):
-        scale = (largest / amax.double().clamp(min=_SMALLEST)).float()
-        numbers = (t.float() * scale).clamp(-largest, largest).to(dtype)
-        found.append(_Quantised(numbers.contiguous(), scale.reciprocal()))
-    return found
+def _has_kernel(tensors: Sequence[Tensor]) -> bool:
+    """It computes the same bits as torch's operators: ranks need not agree."""
+    on_cuda = cuda_state.state.index_of(tensors[0]) >= 0 and len(tensors) <= MOST
+    return on_cuda and needs_no_dispatch(*tensors) and _runs_on(tensors[0].device)
 
 
-def _column_major(x: Tensor) -> Tensor:
-    return x.t().contiguous().t()
+@cache
+def _runs_on(device: torch.device) -> bool:
+    return runs_on("float8_cast/kernel.cu", device)
 
 
-def _gradient_of_weight(grad: _Quantised, A: _Quantised, dtype: torch.dtype) -> Tensor:
-    """``A^T @ grad`` of all rows, which lies as the transposed of a weight."""
-    rows, g = A.numbers.flatten(0, -2), grad.numbers.flatten(0, -2)
-    scales = Scales(ScaleKind.TENSOR, grad.scale.reshape(1, 1), A.scale.reshape(1, 1))
-    return torch_product(g.t().contiguous(), _column_major(rows), scales, None, dtype, fast=False).t()
+def _transposed(x: Tensor) -> Tensor:
+    return x.flatten(0, -2).t().contiguous()
+
+
+def _gradient_of_weight(
+    grad: Tensor | None, scale: Tensor, A: Tensor | None, A_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """``A^T @ grad`` of all rows, of both transposed and their scales. It lies as the transposed of a weight."""
+    assert grad is not None and A is not None
+    scales = Scales(ScaleKind.TENSOR, scale.view(1, 1), A_scale.view(1, 1))
+    return torch_product(grad, A.t(), scales, None, dtype, fast=False).t()
 
 
 def _checked(
@@ -259,10 +260,8 @@ def _checked(
 ) -> tuple[int, str]:
     """The dimension, not negative, and the group's name."""
     (name, A), (dim_name, given) = named, dim
-    validation.tensor(name, A, 2)
     validation.float_dtype(name, A)
     for of_B, B in matrices.items():
-        validation.tensor(of_B, B)
         validation.validate_matrix(of_B, B, A.shape[-1], A, name)
         for what, size in (("rows", B.shape[0]), ("columns", B.shape[1])):
             if size % _SIZES:
@@ -281,8 +280,8 @@ def _size_of(group: str) -> int:
 
 
 def _check_rows(name: str, matrices: Mapping[str, Tensor], rows: int) -> None:
-    for of_B, B in matrices.items():
-        if torch.is_grad_enabled() and B.requires_grad and rows % _SIZES:
+    for of_B, B in matrices.items() if rows % _SIZES else ():
+        if torch.is_grad_enabled() and B.requires_grad:
             raise ValueError(
                 f"{name}: makes {rows} rows in all, must make a multiple of {_SIZES} where {of_B} requires a gradient"
             )

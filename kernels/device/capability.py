@@ -47,20 +47,20 @@ class KernelRow:
         archs: the compute capabilities that it compiles for.
         needs: of the GPU or its links, in words.
         cards, date, results: on what it was last run, when, and the file of bench/results that says so: all of them
-            Hoppers, the only GPUs that any was run on.
+            Hoppers, the only GPUs that any was run on; empty if it never was.
     """
 
     ops: tuple[str, ...]
     archs: tuple[Capability, ...]
     needs: str
-    cards: str
-    date: str
-    results: str
+    cards: str = ""
+    date: str = ""
+    results: str = ""
 
     @property
     def ran(self) -> tuple[Capability, ...]:
         """The compute capabilities of GPUs that it was run on."""
-        return (HOPPER,)
+        return (HOPPER,) if self.cards else ()
 
 
 #: Those on which torch multiplies with block-wise scales, from CUDA 12.9 on.
@@ -105,6 +105,7 @@ KERNELS: dict[str, KernelRow] = {
     "device/comm/acquire.cu": KernelRow(
         ("all_gather_matmul", "async_collectives"), ALL, _COPIES, *_H200, "h200-x2-sanitizer.txt"
     ),
+    "float8_cast/kernel.cu": KernelRow((), _FROM_ADA, "fp8"),
     "grouped_matmul/kernel.cu": KernelRow(
         ("grouped_matmul",),
         (HOPPER,),

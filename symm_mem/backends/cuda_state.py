@@ -119,6 +119,11 @@ class CudaState:
         driver, check = _driver()
         check(driver.cuMemcpyDtoDAsync(to, source, size, stream))
 
+    def clear(self, at: int, size: int, stream: int) -> None:
+        """Let ``size`` bytes be zeros, after what is on the stream."""
+        driver, check = _driver()
+        check(driver.cuMemsetD8Async(at, 0, size, stream))
+
     def hold_in_graph(self, stream: int, held: int, destructor: int) -> None:
         """``destructor(held)``, of C, is called once nothing is left of the graph that ``stream`` is captured into."""
         driver, check = _driver()

@@ -22,6 +22,7 @@ from weft.kernels.device.collective.launch import CollectiveParams
 from weft.kernels.device.comm import acquire
 from weft.kernels.device.gemm import one_shot
 from weft.kernels.device.jit.program import Program
+from weft.kernels.float8_cast import cuda_kernel as float8_cast
 from weft.kernels.grouped_matmul import take_rows
 from weft.kernels.matmul_all_reduce import configs as few_rows_configs
 from weft.kernels.matmul_all_reduce import cuda_kernel as few_rows
@@ -99,6 +100,11 @@ PROGRAMS: dict[str, Program] = {
     **{f"async-{size}": async_kernel.async_program(size) for size in (2, 3, 8)},
     "transfer": Program(KERNELS / "transfer" / "kernel.cu"),
     "take": take_rows.take_rows_program(),
+    **{
+        f"cast-{dtype}-{to}": float8_cast.cast_program(dtype, to)
+        for dtype in TORCH.values()
+        for to in (torch.float8_e4m3fn, torch.float8_e5m2)
+    },
     **{f"route-{dtype}": moe_route.route_program(dtype) for dtype in (torch.int32, torch.int64)},
     **{
         f"all_reduce-{size}-{dtype}-{reduce_op}": cuda_kernel.all_reduce_program(
@@ -196,6 +202,7 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
     "all_to_all": (COLLECTIVE, CollectiveParams),
     "norm": ({"one_shot", "two_shot"}, norm_kernel._Params),
     "route": ({"moe_route"}, moe_route._Params),
+    "cast": ({"largest", "cast"}, float8_cast.CastParams),
     "take": ({"take_rows", "split_experts"}, take_rows.TakeParams),
     "combine_all_reduce": (
         {f"{form}{kind}" for form in ("one_shot", "two_shot", "two_shot_rounds") for kind in ("", "_any")},

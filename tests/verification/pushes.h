@@ -49,6 +49,7 @@ inline float __shfl_xor_sync(unsigned, float x, int mask) { return __shfl_sync(0
 unsigned __reduce_max_sync(unsigned, unsigned word);
 
 unsigned atomicAdd(unsigned* place, unsigned more);
+static void atomicMax(unsigned* place, unsigned value) { *place = max(*place, value); }
 
 namespace weft {
 

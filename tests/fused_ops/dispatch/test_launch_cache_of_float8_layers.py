@@ -3,6 +3,7 @@ forward and backward."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import fake_gpu
@@ -12,6 +13,7 @@ from fake_gpu import NAME, SLOW, WORLD_SIZE, Kernel, Stage, run_on_cuda
 from torch import Tensor
 from weft.fused_ops import float8_all_gather_matmul, float8_matmul_reduce_scatter, ops
 from weft.fused_ops.dispatch import plan
+from weft.fused_ops.layers import float8
 from weft.fused_ops.ops import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
 from weft.fused_ops.ops.all_gather_scaled_matmul import AllGatherScaledMatmulCall
 from weft.fused_ops.ops.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatterCall
@@ -67,9 +69,26 @@ def launches(stage: Stage, fn: Any, rows: int) -> tuple[int, int]:
 ROWS = {gathers: M, scatters: WORLD_SIZE * M}
 
 
+@pytest.fixture
+def casts(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What casts launch."""
+    launched: list[str] = []
+
+    def function(program: Any, name: str, shared: int) -> Any:
+        return SimpleNamespace(launch=lambda *_: launched.append(name))
+
+    monkeypatch.setattr(stage.gpu, "function", function)
+    monkeypatch.setattr(stage.gpu, "clear", lambda *_: launched.append("clear"))
+    return launched
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
 @pytest.mark.parametrize("fn", ROWS)
-def test_what_was_called_before(fn: Any, stage: Stage) -> None:
+def test_what_was_called_before(
+    fn: Any, has_kernel: bool, stage: Stage, casts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As long as one of its calls was not made, it ends on the slow path."""
+    monkeypatch.setattr(float8, "_runs_on", lambda device: has_kernel)
     forward, backward = gathered_before, scattered_before
     if fn is scatters:
         forward, backward = backward, forward
@@ -83,4 +102,6 @@ def test_what_was_called_before(fn: Any, stage: Stage) -> None:
             with pytest.raises(SLOW):
                 launches(stage, fn, ROWS[fn])
             prepare()
+        casts.clear()
         assert launches(stage, fn, ROWS[fn]) == (2, 2)
+        assert casts == 2 * has_kernel * ["clear", "largest", "cast"]

@@ -263,13 +263,18 @@ def cast_bits(rank: int, size: int, of: torch.dtype) -> None:
     lone[3, 5] = inf
     for dtype in (E4M3, E5M2):
         for given in ((x,), (x, edge), (least, x.t()[::2]), (torch.zeros(3, 16).to(of), lone), (x[:0], edge)):
-            found = _cast_together(given, dtype, world().group_name)
-            for t, (numbers, inverse) in zip(given, found, strict=True):
+            across = [t.shape[0] % 16 == 0 for t in given]
+            found = _cast_together(given, dtype, world().group_name, across)
+            for t, (numbers, inverse, transposed) in zip(given, found, strict=True):
                 whole = torch.cat([each.flatten() for each in gather(t.float().contiguous())])
                 want, scale = as_torchao_casts(t, whole if whole.numel() else torch.zeros(1), dtype)
                 assert torch.equal(numbers.view(torch.uint8), want.contiguous().view(torch.uint8))
                 assert torch.equal(inverse, scale) and inverse.dtype == torch.float32 and inverse.dim() == 0
                 assert numbers.is_contiguous() and inverse.data_ptr() % 16 == 0
+                assert (transposed is not None) == (t.shape[0] % 16 == 0)
+                if transposed is not None:
+                    assert transposed.is_contiguous()
+                    assert torch.equal(transposed.view(torch.uint8), want.view(torch.uint8).t())
 
 
 @pytest.mark.parametrize("of", ROUND)
