@@ -20,14 +20,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy
-from weft.fused_ops import fused_linear_cross_entropy
+from weft.fused_ops import FusionPass, fused_linear_cross_entropy
 
 # M, H, V
 SHAPES = {
     "cuda": [(1024, 4096, 131072), (4096, 4096, 131072), (8192, 2048, 131072), (4096, 4096, 152064)],
     "cpu": [(17, 16, 48), (5, 24, 96)],
 }
-CONTENDERS = ("weft", "compiled", "loss_parallel")
+CONTENDERS = ("weft", "compiled", "loss_parallel", "pass_whole", "pass_chunks")
 
 
 class Problem(NamedTuple):
@@ -84,8 +84,12 @@ def contenders(device: torch.device) -> dict[str, LossOf]:
         with loss_parallel():
             return cross_entropy((x @ weight.t()).float(), targets)
 
-    compiled = torch.compile(by_gathered_logits, dynamic=False)
-    return dict(zip(CONTENDERS, (by_weft, compiled, by_loss_parallel), strict=True))
+    def compiled(options: dict[str, Any] | None = None) -> LossOf:
+        return torch.compile(by_gathered_logits, dynamic=False, options=options)
+
+    passes = [FusionPass(loss_parallel=nbytes).options for nbytes in (1 << 60, 1)]
+    calls = by_weft, compiled(), by_loss_parallel, *map(compiled, passes)
+    return dict(zip(CONTENDERS, calls, strict=True))
 
 
 def step(loss_of: LossOf, p: Problem) -> list[Tensor]:
@@ -150,7 +154,8 @@ class Vocabulary(Suite):
     """Forward and backward of linear cross entropy, tensor-parallel over the vocabulary.
 
     Contenders: ``fused_linear_cross_entropy``; torch.compile of the logits' all-gather before ``cross_entropy``, whose
-    backward sums the gradient of x; DTensor's ``loss_parallel``. The gradients of x and weight are compared with
+    backward sums the gradient of x; DTensor's ``loss_parallel``; the second by the pass, with whole logits of a rank's
+    columns and with chunks of them. The gradients of x and weight are compared with
     float64. Rows: microseconds in turns of the slowest rank, "product" those of the three products that all need, and
     on GPUs the peak of memory beyond what is there before a step, "weight_gradient_bytes" of which are the gradient's.
     """

@@ -44,6 +44,7 @@ _NUMBERS = {
     "reorder": "a number of 0 or more",
     "gathers": "a whole number from 1",
     "buckets": "a number of bytes",
+    "loss_parallel": "a number of bytes",
 }
 _IN_ENVIRONMENT = ("strict", "fuse", "agree", *REWRITES)
 _SETTINGS = ("groups", *_IN_ENVIRONMENT)
@@ -241,7 +242,11 @@ def _value(what: str, setting: str, text: str) -> Any:
     with suppress(ValueError):
         if setting == "reorder" and 0 <= float(text) < float("inf"):
             return float(text)
-    if setting in ("gathers", "buckets") and text.isdecimal() and (setting == "buckets" or int(text) > 0):
+    if (
+        setting in ("gathers", "buckets", "loss_parallel")
+        and text.isdecimal()
+        and (setting != "gathers" or int(text))
+    ):
         return int(text)
     *known, last = (*flags, *words, *(number for name, number in _NUMBERS.items() if name == setting))
     raise ValueError(f"{what} {text!r}, must be {', '.join(known)}{' or ' if known else ''}{last}")

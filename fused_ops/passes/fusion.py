@@ -121,7 +121,9 @@ class FusionPass(OnePass, CustomGraphPass):
         loss_parallel: where gathered logits are needed for a cross entropy, as torch decomposes it, each rank takes its
             own columns of them instead, forward and backward, and sends two numbers of each row
             (``cross_entropy_of_sharded_logits``). The targets **are taken to be the same on all ranks**. Logits that
-            the graph returns, too, are gathered after that. The report says why a gather of logits stays.
+            the graph returns, too, are gathered after that. The report says why a gather of logits stays. Where a
+            rank's logits are 256 MiB or more for True, or that many bytes, they are made by chunks of rows if nothing
+            else needs them (``fused_linear_cross_entropy``).
         reorder: whether what is not fused starts earlier and is waited for later, so that what is computed between
             hides it: True without a byte more of peak memory, 0.1 with a tenth more, as far as the graph shows. Copy
             engines carry what is large enough. The report has what was moved, and why not further.
@@ -135,8 +137,8 @@ class FusionPass(OnePass, CustomGraphPass):
             ``sequence_parallel``, ``loss_parallel``, ``reorder``, ``gathers`` or ``buckets`` is no bool (or string, or
             number), or there is no such setting.
         ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "capture",
-            ``collectives`` or ``sequence_parallel`` one other than "auto", ``reorder`` or ``buckets`` less
-            than 0, ``gathers`` less than 1.
+            ``collectives`` or ``sequence_parallel`` one other than "auto", ``loss_parallel``, ``reorder`` or
+            ``buckets`` less than 0, ``gathers`` less than 1.
     """
 
     def __init__(

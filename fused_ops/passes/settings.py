@@ -25,6 +25,7 @@ REWRITES: dict[str, Any] = {
     "gathers": 1,
     "buckets": False,
 }
+LOGITS_BYTES = 256 << 20  # 2048 rows of 65,536 columns in 16 bits: what a chunk of them takes anyway
 BUCKET_BYTES = 32 << 20  # by default: NVLink then takes ten times as long as a collective of nothing
 _Self = TypeVar("_Self", bound="PassSettings")
 
@@ -35,14 +36,14 @@ class Rewrites(TypedDict, total=False):
     regather: bool
     collectives: bool | str
     sequence_parallel: bool | str
-    loss_parallel: bool
+    loss_parallel: bool | int
     reorder: bool | float
     gathers: int
     buckets: bool | int
 
 
-def _setting(name: str) -> Any:
-    return property(lambda settings: settings[name])
+def _setting(name: str, default: Any = True) -> Any:
+    return property(lambda settings: default if settings[name] is True else settings[name])
 
 
 class PassSettings(dict[str, Any]):
@@ -58,9 +59,11 @@ class PassSettings(dict[str, Any]):
     agree: bool | str = _setting("agree")
     collectives: bool | str = _setting("collectives")
     sequence_parallel: bool | str = _setting("sequence_parallel")
-    loss_parallel: bool = _setting("loss_parallel")
+    loss_parallel: bool | int = _setting("loss_parallel")
     regather: bool = _setting("regather")
     gathers: int = _setting("gathers")  #: that may be on their way at once
+    buckets: int = _setting("buckets", BUCKET_BYTES)  #: bytes of one; 0 for none
+    logits: int = _setting("loss_parallel", LOGITS_BYTES)  #: bytes of a rank's that go by chunks
 
     def __init__(
         self,
@@ -85,12 +88,12 @@ class PassSettings(dict[str, Any]):
         for name in ("collectives", "sequence_parallel"):
             _check_or_word(name, chosen[name], AUTO)
         _check_or_word("agree", agree, CAPTURE)
-        for name in ("regather", "loss_parallel"):
-            if not isinstance(chosen[name], bool):
-                raise TypeError(f"{name}: is {chosen[name]!r}, must be True or False")
+        if not isinstance(chosen["regather"], bool):
+            raise TypeError(f"regather: is {chosen['regather']!r}, must be True or False")
         _check_reorder(chosen["reorder"])
         _check_whole("gathers", chosen["gathers"], isinstance(chosen["gathers"], bool), "a whole number")
-        _check_whole("buckets", chosen["buckets"], False, "True or False, or the bytes of a bucket")
+        for name, what in (("loss_parallel", "a rank's logits"), ("buckets", "a bucket")):
+            _check_whole(name, chosen[name], False, f"True or False, or the bytes of {what}")
         if fuse not in FUSE:
             raise ValueError(f"fuse: is {fuse!r}, must be 'auto' or 'always'")
         names = None if groups is None else sorted({group_name(g) for g in groups})
@@ -106,12 +109,6 @@ class PassSettings(dict[str, Any]):
         """How much more memory a new order may need, as a part of it; None for no new order."""
         given = self["reorder"]
         return None if given is False else 0.0 if given is True else float(given)
-
-    @property
-    def buckets(self) -> int:
-        """Bytes of a bucket; 0 for none."""
-        given = self["buckets"]
-        return BUCKET_BYTES if given is True else int(given)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"

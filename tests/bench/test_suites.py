@@ -73,7 +73,7 @@ def test_kinds_of_norms() -> None:
 
 def test_vocabulary() -> None:
     printed = output_of("vocabulary", "--shapes", "7,16,48")
-    assert re.search(r"^ +7 +16 +48(?: +[\d.]+){4}$", printed, re.MULTILINE)
+    assert re.search(r"^ +7 +16 +48(?: +[\d.]+){6}$", printed, re.MULTILINE)
     assert "wrong result" not in printed
 
 

@@ -27,19 +27,20 @@ FORWARD, BACKWARD = 4, 6
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a model of random weights is saved, and the metadata of an installed weft."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
     path = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(config).save_pretrained(path)
+    AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).save_pretrained(path)
+    AutoModelForCausalLM.from_config(Qwen3Config(**sizes, head_dim=8)).save_pretrained(path / "qwen3")
     write_metadata(path)
     return path
 
@@ -48,12 +49,12 @@ def loaded(folder: Path, size: int) -> tuple[Any, Any]:
     """(the model as its plan shards it, the whole one)."""
     os.environ.update(ENV)
     os.chdir(folder)
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     plan = DistributedConfig(tp_plan="auto", tp_size=size)
-    model = LlamaForCausalLM.from_pretrained(folder, distributed_config=plan)
-    return model, LlamaForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan)
+    return model, AutoModelForCausalLM.from_pretrained(folder)
 
 
 def tokens() -> torch.Tensor:
@@ -139,3 +140,40 @@ def trainer_trains(rank: int, size: int, folder: Path, by_config: bool) -> int:
 def test_the_trainer(folder: Path, by_config: bool) -> None:
     fused = FORWARD + BACKWARD
     assert run_ranks(trainer_trains, 2, folder, by_config, fresh=True, timeout=800) == [fused, fused]
+
+
+def trains_by_columns(rank: int, size: int, folder: Path, returns_logits: bool) -> Any:
+    model, whole = loaded(folder, size)
+    fusion = FusionPass(loss_parallel=1, strict=True)
+
+    def step(ids: torch.Tensor) -> Any:
+        out = model(input_ids=ids, labels=ids)
+        return (out.loss, out.logits) if returns_logits else (out.loss,)
+
+    ids = tokens()
+    with inductor_config.patch(force_disable_caches=True):
+        got = torch.compile(step, options=fusion.options)(ids)
+        got[0].backward()
+    out = whole.double()(input_ids=ids, labels=ids)
+    out.loss.backward()
+    for name, a, b in zip(("loss", "logits"), got, (out.loss, out.logits), strict=False):
+        check(name, a.detach(), b.detach(), 1e-5)
+    for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        check(name, grad, q.grad, 1e-5)
+    gathers = [e for e in fusion.report().entries if e.collective == "all_gather_into_tensor"]
+    return [e.fused_into for e in gathers], fusion.report().left, gathers[0].detail
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("model", "returns_logits"), [(".", False), ("qwen3", True)])
+def test_losses_of_each_ranks_columns(folder: Path, model: str, returns_logits: bool) -> None:
+    """Every collective is fused; logits that are returned are gathered after the loss."""
+    into = ["weft::fused_linear_cross_entropy"]
+    more = "by chunks of rows"
+    if returns_logits:
+        into = ["weft::cross_entropy_of_sharded_logits", "weft::one_shot_all_gather"]
+        more = "its logits are whole: they are needed for more than the loss"
+    for found in run_ranks(trains_by_columns, 2, folder / model, returns_logits, fresh=True, timeout=800):
+        assert found[:2] == (into, 0) and found[2].endswith(more), found

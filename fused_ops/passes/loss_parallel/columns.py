@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -13,8 +13,9 @@ from torch import fx
 
 from ....symm_mem import resolve_group
 from ..graph.collectives import Collective
-from ..graph.nodes import FLAT, Size, argument, aten, calls, is_val, known, only_user, val
-from ..graph.rewrite import call, cast, reshape
+from ..graph.nodes import FLAT, LeftAlone, Size, argument, aten, calls, is_val, known, only_user, val, what
+from ..graph.rewrite import call, reshape
+from ..graph.row_wise import is_pointwise
 from ..graph.split_cat import SPLITS
 
 CAST = torch.ops.prims.convert_element_type.default
@@ -120,24 +121,56 @@ def cut_from(node: fx.Node) -> tuple[fx.Node, int, Size] | None:
 
 
 def keeps_columns(node: fx.Node) -> bool:
-    """Whether the node is its first input in another shape or dtype, or some of its rows: with all columns."""
-    if not is_val(node) or not node.args or not is_val(node.args[0]):
+    """Whether the node has its one input's columns: all that is in another shape, some of its rows, or pointwise."""
+    inputs = [a for a in node.args if is_val(a)]
+    if not is_val(node) or len(inputs) != 1 or not val(node).dtype.is_floating_point:
         return False
-    before, after = val(node.args[0]), val(node)
+    before, after = val(inputs[0]), val(node)
     if not after.dim() or not before.dim() or not known(before.shape[-1] == after.shape[-1]):
         return False
     if calls(node, aten.slice.Tensor):
         return argument(node, 1, "dim", 0) % after.dim() != after.dim() - 1  # type: ignore[no-any-return]
-    return calls(node, CAST, *FLAT) and after.dtype.is_floating_point
+    return calls(node, *FLAT) or is_pointwise(node)
 
 
-def step_on_columns(node: fx.Node, source: fx.Node, width: int, before: fx.Node) -> fx.Node:
-    """A node that ``keeps_columns``, of its input's own columns. A cast of 16 bits to 32, exact, is left out."""
-    if calls(node, CAST):
-        given, dtype = val(node.args[0]).dtype, val(node).dtype  # type: ignore[arg-type]
-        return source if given in _HALVES and dtype == torch.float32 else cast(source, [dtype], before)
-    if calls(node, aten.slice.Tensor):
-        return call(before, aten.slice.Tensor, source, *node.args[1:])
-    if calls(node, *_COPIES):
-        return source
-    return reshape(source, [*val(node).shape[:-1], width], before)
+def uncast(node: fx.Node) -> fx.Node:
+    """Without a cast of 16 bits to 32, which is exact."""
+    wide = calls(node, CAST) and val(node).dtype == torch.float32
+    return node.args[0] if wide and val(node.args[0]).dtype in _HALVES else node  # type: ignore[arg-type,return-value]
+
+
+class OwnColumns:
+    """Nodes of all columns, computed of this rank's own."""
+
+    def __init__(self, columns: GatheredColumns) -> None:
+        self.columns = columns
+        self._made: dict[fx.Node, fx.Node] = {}
+
+    def of(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        """
+        Raises:
+            LeftAlone: it is not computed of gathered ones column by column.
+        """
+        if node is self.columns.whole:
+            self._made.setdefault(node, self.columns.shard(before))
+        if node not in self._made:
+            if not keeps_columns(node) and not is_pointwise(node):
+                raise LeftAlone(f"its columns meet {what(node)}")
+            inputs = [self.of(a, before) for a in node.args if is_val(a)]
+            self._made[node] = self.step(node, inputs, before)
+        return self._made[node]
+
+    def narrow(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        """The same without an exact cast at the end."""
+        if node is not self.columns.whole and calls(node, aten.slice.Tensor, *FLAT):
+            return self.step(node, [self.narrow(node.args[0], before)], before)  # type: ignore[arg-type]
+        return self.of(uncast(node), before)
+
+    def step(self, node: fx.Node, inputs: Iterable[fx.Node], before: fx.Node) -> fx.Node:
+        """The node, of its inputs' own columns."""
+        left = iter(inputs)
+        if calls(node, *_COPIES):
+            return next(left)
+        if calls(node, *FLAT):
+            return reshape(next(left), [*val(node).shape[:-1], self.columns.width], before)
+        return call(before, node.target, *(next(left) if is_val(a) else a for a in node.args), **node.kwargs)

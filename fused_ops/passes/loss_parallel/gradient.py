@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from ..graph.nodes import (
+    FLAT,
     LeftAlone,
     argument,
     aten,
@@ -22,7 +23,7 @@ from ..graph.nodes import (
     what,
 )
 from ..graph.split_cat import SPLITS
-from .columns import GatheredColumns, cut_from, keeps_columns
+from .columns import CAST, GatheredColumns, cut_from, keeps_columns
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class Path:
     """From a gradient of all columns to a part of it.
 
     Attributes:
-        steps: each is a node of all columns: another shape or dtype, zeros around it (``slice_scatter``), or a sum with
-            other gradients (``add``).
+        steps: each is a node of all columns: another shape or dtype, a multiple, zeros around it (``slice_scatter``),
+            or a sum with other gradients (``add``).
         end: this rank's columns.
         summed: whether these are of the sum of all ranks' gradients.
         passed: the nodes between the last step and the end.
@@ -58,10 +59,21 @@ def path_of(gradient: fx.Node, columns: GatheredColumns) -> Path:
         if (end := _end(node, columns)) is not None:
             return Path(tuple(steps), *end)
         user = only_user(node)
-        if user is None or not (keeps_columns(user) or _is_put_into_zeros(user, node) or _is_sum(user)):
+        if user is None or not (_is_multiple(user, node) or _is_put_into_zeros(user, node) or _is_sum(user)):
             raise LeftAlone(f"all columns of its gradient are used, by {' and '.join(map(what, node.users))}")
         steps.append(user)
         node = user
+
+
+def _is_multiple(node: fx.Node, source: fx.Node) -> bool:
+    """Whether the node has the source's columns, each multiplied by a number or by one of each row and column."""
+    if keeps_columns(node) and calls(node, CAST, aten.slice.Tensor, *FLAT):
+        return True
+    divides = calls(node, aten.div.Tensor, aten.div.Scalar) and node.args[0] is source
+    if not divides and not calls(node, aten.neg.default, aten.mul.Tensor, aten.mul.Scalar):
+        return False
+    inputs = [a for a in node.args if is_val(a)]
+    return inputs.count(source) == 1 and all(same_shape(val(a).shape, val(node).shape) for a in inputs)
 
 
 def _is_put_into_zeros(node: fx.Node, source: fx.Node) -> bool:

@@ -18,13 +18,14 @@ from ..agreement.fallback.run import is_fallback_graph
 from ..cache_key import pass_key
 from ..canonicalize import by_position, name_groups, wait_once
 from ..graph.collectives import Collective
-from ..graph.nodes import LeftAlone, c10d, val
+from ..graph.nodes import LeftAlone, c10d, hint, val
 from ..origin import fields_of
 from ..records.entry import Entry
 from ..settings import PassSettings
 from .columns import gathered_columns, keeps_columns
 from .gradient import path_of
-from .replace import put_on_columns
+from .linear import put_on_product
+from .replace import ColumnLoss, put_on_columns
 from .sharded import put_on_statistics, sharded_loss
 from .softmax import log_softmax_of
 
@@ -73,24 +74,33 @@ class JointLosses(PassSettings, CustomGraphPass):
             return
         if (columns := gathered_columns(c)) is None:
             return
-        entry = Entry(
-            **fields_of(node, 0), detail=f"loss parallel, {columns.width} columns of {sum(columns.widths)}"
-        )
-        sources: dict[fx.Node, fx.Node] = {}
+        detail = f"loss parallel, {columns.width} columns of {sum(columns.widths)}"
+        entry = Entry(**fields_of(node, 0), detail=detail)
+        seen: set[fx.Node] = set()
         pending = [columns.whole]
         try:
             while pending:
                 x = pending.pop()
                 if (softmax := log_softmax_of(x)) is not None:
                     paths = [path_of(gradient.result, columns) for gradient in softmax.gradients]
-                    op = put_on_columns(columns, sources, softmax, paths)
-                    _note(op, [entry])
+                    loss = put_on_columns(columns, softmax, paths)
+                    _note(*self._put_on_product(loss, entry))
                     return
-                found = {u: x for u in x.users if keeps_columns(u) and u not in sources}
-                sources |= found
+                found = [u for u in x.users if keeps_columns(u) and u not in seen]
+                seen.update(found)
                 pending += found
         except LeftAlone as e:
             node.meta[_LEFT] = f"not loss parallel: {e}"
+
+    def _put_on_product(self, loss: ColumnLoss, entry: Entry) -> tuple[fx.Node, list[Entry]]:
+        widths, itemsize = loss.columns.widths, val(loss.columns.c.x).itemsize
+        try:
+            # Of a mean rank, as all must choose alike.
+            if hint(val(loss.op.args[3]).numel()) * sum(widths) * itemsize < len(widths) * self.logits:  # type: ignore[arg-type]
+                return loss.op, [entry]
+            return put_on_product(loss), [replace(entry, detail=f"{entry.detail}, by chunks of rows")]
+        except LeftAlone as e:
+            return loss.op, [replace(entry, detail=f"{entry.detail}; its logits are whole: {e}")]
 
 
 def _note(op: fx.Node, entries: Sequence[Entry]) -> None:

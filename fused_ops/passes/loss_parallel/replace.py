@@ -3,102 +3,124 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from ...library import schema
-from ..graph.collectives import communicates
-from ..graph.nodes import LeftAlone, aten, c10d, calls, check_no_write, val
+from ..graph.collectives import Collective, communicates
+from ..graph.nodes import LeftAlone, aten, c10d, calls, check_no_write, is_val, val
 from ..graph.rewrite import call, cast, erase_unused, fused, reshape, reshape_sizes, undone_if_left
 from ..origin import put_for
 from ..patterns.pattern import why_not_called_from_cpp
-from .columns import GatheredColumns, step_on_columns
+from .columns import GatheredColumns, OwnColumns
 from .gradient import Path
 from .softmax import Gradient, LogSoftmax
 
 _iota = torch.ops.prims.iota.default
 
 
-def put_on_columns(
-    columns: GatheredColumns, sources: Mapping[fx.Node, fx.Node], softmax: LogSoftmax, paths: Sequence[Path]
-) -> fx.Node:
+class ColumnLoss(NamedTuple):
+    """A loss of each rank's own columns; each gradient with its way to these, and what they are now."""
+
+    columns: GatheredColumns
+    op: fx.Node  # of logits [M, own columns]
+    picked: fx.Node  # log-probabilities of targets, [M, 1]
+    gradients: Sequence[tuple[Gradient, Path, fx.Node]]
+
+
+def put_on_columns(columns: GatheredColumns, softmax: LogSoftmax, paths: Sequence[Path]) -> ColumnLoss:
     """Changes the graph.
 
     Args:
-        sources: of what is between all columns and the log-softmax's, the input of each.
         paths: of ``softmax.gradients``.
-
-    Returns:
-        the op that now computes the loss.
 
     Raises:
         LeftAlone: the op does not take what it would get. The graph is as it was.
     """
     at, c = softmax.picked, columns.c
-    if (why := why_not_called_from_cpp(schema.cross_entropy_of_sharded_logits)) is not None:
-        raise LeftAlone(why)
     check_no_write(c.node, max([at, *(path.end for path in paths)]))
-    ends: list[tuple[Path, fx.Node]] = []
+    own_of, gradients = OwnColumns(columns), []
     with undone_if_left():
         with put_for(at):
-            x = _shard(softmax.x, columns, sources, at)
-            targets = reshape(softmax.targets, val(softmax.targets).shape[:1], at)
-            operands = x, None, None, targets
-            op = fused(at, schema.cross_entropy_of_sharded_logits, c, *operands, vocab_start=columns.start)
-            values = call(at, operator.getitem, op, 0)
-            log_sum, score = (
-                call(at, aten.unsqueeze.default, call(at, aten.select.int, values, 0, i), 1) for i in (0, 1)
-            )
-            picked = call(at, aten.sub.Tensor, score, log_sum)
+            x = own_of.narrow(softmax.x, at)
+            named = {"vocab_start": columns.start, "extra": "" if softmax.total is None else "mean"}
+            op, (log_sum, *more), picked = exchanged(at, c, x, softmax.targets, **named)
+            replaced = {softmax.picked: picked}
+            if softmax.total is not None:
+                total = call(
+                    at, aten.mul.Tensor, call(at, aten.sub.Tensor, more[1], log_sum), sum(columns.widths)
+                )
+                replaced[softmax.total] = call(at, aten.squeeze.dim, total, 1)
         for gradient, path in zip(softmax.gradients, paths, strict=True):
             with put_for(path.end):
-                ends.append((path, _own_gradient(gradient, path, columns, x, log_sum)))
-    gone = made_of([softmax.picked, *(path.end for path in paths)])
-    softmax.picked.replace_all_uses_with(picked)
-    for path, own in ends:
-        path.end.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)  # type: ignore[misc]
+                replaced[path.end] = _own_part(gradient, path, own_of, x, log_sum)
+                gradients.append((gradient, path, replaced[path.end]))
+    gone = made_of([*replaced])
+    for old, new in replaced.items():
+        old.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)  # type: ignore[misc]
     for path in paths:
-        if path.sums:
-            first = path.sums[0]
+        for first in path.sums[:1]:
             first.replace_all_uses_with(_rest(first, path))
     erase_unused(gone)
     _after(op, columns)
-    return op
+    return ColumnLoss(columns, op, picked, gradients)
 
 
-def _shard(
-    node: fx.Node, columns: GatheredColumns, sources: Mapping[fx.Node, fx.Node], at: fx.Node
-) -> fx.Node:
-    if node is columns.whole:
-        return columns.shard(at)
-    return step_on_columns(node, _shard(sources[node], columns, sources, at), columns.width, at)
+def exchanged(
+    at: fx.Node, c: Collective, x: fx.Node, targets: fx.Node, **named: Any
+) -> tuple[fx.Node, list[fx.Node], fx.Node]:
+    """Before a node the op on own columns x [M, columns], its statistics, and the targets' log-probabilities, [M, 1].
+
+    Raises:
+        LeftAlone: it does not take them.
+    """
+    if (why := why_not_called_from_cpp(schema.cross_entropy_of_sharded_logits)) is not None:
+        raise LeftAlone(why)
+    operands = x, None, None, reshape(targets, val(targets).shape[:1], at)
+    op = fused(at, schema.cross_entropy_of_sharded_logits, c, *operands, **named)
+    values = call(at, aten.unsqueeze.default, call(at, operator.getitem, op, 0), 2)
+    rows = [call(at, aten.select.int, values, 0, i) for i in range(val(values).shape[0])]
+    return op, rows, call(at, aten.sub.Tensor, rows[1], rows[0])
 
 
-def _own_gradient(
-    gradient: Gradient, path: Path, columns: GatheredColumns, x: fx.Node, log_sum: fx.Node
-) -> fx.Node:
-    """This rank's columns of ``scale * by * (onehot - softmax)``, and what is then made of them."""
-    at, width = path.end, columns.width
-    by = reshape(gradient.by, val(gradient.targets).shape, at)
+def of_all_ranks(node: fx.Node, c: Collective, before: fx.Node) -> fx.Node:
+    """Over the ranks."""
+    pending = call(before, c10d.all_reduce.default, node, "sum", c.group)
+    return call(before, c10d.wait_tensor.default, pending)
+
+
+def _own_part(gradient: Gradient, path: Path, own_of: OwnColumns, x: fx.Node, log_sum: fx.Node) -> fx.Node:
+    """This rank's columns of the gradient, and what is then made of them.
+
+    ``scale * by * (onehot - softmax) + each * (1 - columns * softmax)``
+    """
+    at, columns, last = path.end, own_of.columns, gradient.result
+    by, each = reshape(gradient.by, val(gradient.targets).shape, at), gradient.each
     if path.summed:
         # Ranks have the same rows and targets; what their gradients are multiplied by may differ.
-        pending = call(at, c10d.all_reduce.default, by, "sum", columns.c.group)
-        by = call(at, c10d.wait_tensor.default, pending)
+        by = of_all_ranks(by, columns.c, at)
+        each = None if each is None else of_all_ranks(each, columns.c, at)
     p = call(at, aten.exp.default, call(at, aten.sub.Tensor, cast(x, [torch.float32], at), log_sum))
     named = {"start": columns.start, "step": 1, "dtype": torch.int64, "device": val(x).device}
-    number = call(at, _iota, width, **named, requires_grad=False)
+    number = call(at, _iota, columns.width, **named, requires_grad=False)
     here = call(at, aten.eq.Tensor, gradient.targets, call(at, aten.unsqueeze.default, number, 0))
     own = call(at, aten.where.self, here, call(at, aten.sub.Tensor, p, 1), p)
     node = call(at, aten.mul.Tensor, own, call(at, aten.mul.Tensor, by, -gradient.scale))
+    if each is not None:
+        rest = call(at, aten.sub.Tensor, 1, call(at, aten.mul.Tensor, p, sum(columns.widths)))
+        node = call(at, aten.add.Tensor, node, call(at, aten.mul.Tensor, rest, each))
     for step in path.steps:
         if calls(step, aten.slice_scatter.default):
-            sizes = reshape_sizes([*val(step).shape[:-1], width], at, [step])
+            sizes = reshape_sizes([*val(step).shape[:-1], columns.width], at, [step])
             zeros = call(at, aten.full.default, sizes, 0, dtype=val(step).dtype, device=val(x).device)
             node = call(at, aten.slice_scatter.default, zeros, node, *step.args[2:])
         elif step not in path.sums:
-            node = step_on_columns(step, node, width, at)
+            inputs = [node if a is last else own_of.of(a, at) for a in step.args if is_val(a)]
+            node = own_of.step(step, inputs, at)
+        last = step
     return call(at.next, aten.add.Tensor, at, node) if path.sums else node
 
 

@@ -6,21 +6,18 @@ picked = all_reduce(where(outside, 0, gather(log_probs, where(outside, 0, target
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from ...library import schema
 from ..graph.collectives import Collective
-from ..graph.nodes import LeftAlone, argument, aten, c10d, calls, check_no_write, known, only_user, val
-from ..graph.rewrite import call, erase_unused, fused, reshape, undone_if_left
+from ..graph.nodes import LeftAlone, aten, c10d, calls, check_no_write, known, only_user, val
+from ..graph.rewrite import call, erase_unused, undone_if_left
 from ..origin import put_for
-from ..patterns.pattern import why_not_called_from_cpp
-from .columns import CAST, step_on_columns
-from .replace import made_of
+from .columns import uncast
+from .replace import exchanged, made_of
 from .softmax import along_rows, log_probs_of, number_of
 
 
@@ -94,12 +91,8 @@ def _summed(node: fx.Node, c: Collective) -> tuple[fx.Node, fx.Node] | None:
 
 def _zeroed(node: Any) -> tuple[fx.Node, fx.Node] | None:
     """(values, outside) of values that are 0 where they are outside."""
-    if (
-        calls(node, aten.index_put.default)
-        and len(node.args[1]) == 1
-        and not argument(node, 3, "accumulate", False)
-    ):
-        values, (outside,), zero = node.args[:3]
+    if calls(node, aten.index_put.default) and len(node.args[1]) == 1 and len(node.args) == 3:
+        values, (outside,), zero = node.args
     elif calls(node, aten.where.self):
         outside, zero, values = node.args
     else:
@@ -117,14 +110,15 @@ def _start(shifted: Any, outside: Any, width: int) -> tuple[int, fx.Node]:
     if not calls(outside, aten.bitwise_or.Tensor, aten.logical_or.default):
         raise why
     below, past = outside.args
-    if (
-        not calls(below, aten.lt.Scalar)
-        or not calls(past, aten.ge.Scalar)
-        or past.args[0] is not below.args[0]
-    ):
+    if not calls(below, aten.lt.Scalar) or not calls(past, aten.ge.Scalar):
         raise why
-    (targets, start), end = below.args, past.args[1]
-    if not isinstance(start, int) or not known(start < end) or not known(end <= start + width):
+    (targets, start), (same, end) = below.args, past.args
+    if (
+        same is not targets
+        or not isinstance(start, int)
+        or not known(start < end)
+        or not known(end <= start + width)
+    ):
         raise why
     # Inductor takes a difference to 0 out: one rank's graph has none.
     if calls(shifted, aten.sub.Tensor) and shifted.args[1] == start:
@@ -148,31 +142,12 @@ def put_on_statistics(loss: ShardedLoss) -> fx.Node:
         LeftAlone: the op does not take what it would get. The graph is as it was.
     """
     at, x = loss.picked, loss.x
-    if (why := why_not_called_from_cpp(schema.cross_entropy_of_sharded_logits)) is not None:
-        raise LeftAlone(why)
     if any(u < at and u is not loss.own for u in loss.log_probs.users):
         raise LeftAlone("its log-softmax is used before the targets' log-probabilities are known")
     check_no_write(loss.c.node, at)
     with undone_if_left(), put_for(at):
-        before_cast: Any = x.args[0] if calls(x, CAST) else None
-        source = x if before_cast is None else step_on_columns(x, before_cast, val(x).shape[1], at)
-        targets = reshape(loss.targets, val(loss.targets).shape[:1], at)
-        op = fused(
-            at,
-            schema.cross_entropy_of_sharded_logits,
-            loss.c,
-            source,
-            None,
-            None,
-            targets,
-            vocab_start=loss.start,
-        )
-        values = call(at, operator.getitem, op, 0)
-        log_sum, score = (
-            call(at, aten.unsqueeze.default, call(at, aten.select.int, values, 0, i), 1) for i in (0, 1)
-        )
-        picked = call(at, aten.sub.Tensor, score, log_sum)
-        log_probs = call(at, aten.sub.Tensor, x, log_sum)
+        op, rows, picked = exchanged(at, loss.c, uncast(x), loss.targets, vocab_start=loss.start)
+        log_probs = call(at, aten.sub.Tensor, x, rows[0])
     gone = made_of([loss.picked, loss.log_probs])
     loss.picked.replace_all_uses_with(picked)
     loss.log_probs.replace_all_uses_with(log_probs, delete_user_cb=lambda user: user not in gone)

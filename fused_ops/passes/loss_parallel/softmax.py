@@ -2,7 +2,9 @@
 torch decomposes ``cross_entropy``.
 
     shifted = x - amax(x); log_probs = shifted - log(sum(exp(shifted))); picked = gather(log_probs, targets)
-    of_x = hot * g - exp(log_probs) * sum(hot * g), where hot is a number at the target, and 0 elsewhere
+    of_x = of_log_probs - exp(log_probs) * sum(of_log_probs), where of_log_probs is a number at the target, 0 elsewhere
+
+Smoothed labels take the log-probabilities' sum, too, whose gradient all columns of ``of_log_probs`` have.
 """
 
 from __future__ import annotations
@@ -15,17 +17,18 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 
-from ..graph.nodes import LeftAlone, aten, calls, known, only_user, some, val, what
+from ..graph.nodes import LeftAlone, aten, calls, known, only_user, same_shape, some, val, what
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """``scale * onehot(targets) * by`` through a log-softmax: ``result``, of all columns."""
+    """``scale * onehot(targets) * by``, and ``each`` in all columns, through a log-softmax: ``result``, of all."""
 
     result: fx.Node
     targets: fx.Node  # [M, 1]
     scale: float
     by: fx.Node  # [M, 1]
+    each: fx.Node | None  # [M, 1]
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,14 @@ class LogSoftmax:
         x: [M, V], float32.
         log_probs: of all columns.
         picked: those of targets, [M, 1].
+        total: the sum of all columns' [M], for smoothed labels.
         gradients: what the backward makes of ``log_probs``.
     """
 
     x: fx.Node
     log_probs: fx.Node
     picked: fx.Node
+    total: fx.Node | None
     gradients: tuple[Gradient, ...]
 
     @property
@@ -64,11 +69,16 @@ def log_softmax_of(x: fx.Node) -> LogSoftmax | None:
         )
     picked = [u for u in log_probs.users if calls(u, aten.gather.default) and u.args[:2] == (log_probs, 1)]
     exponentials = [u for u in log_probs.users if calls(u, aten.exp.default)]
-    if others := [u for u in log_probs.users if u not in picked and u not in exponentials]:
+    totals = [u for u in log_probs.users if calls(u, aten.sum.dim_IntList) and u.args == (log_probs, [1])]
+    if others := [u for u in log_probs.users if u not in (*picked, *exponentials, *totals[:1])]:
         raise LeftAlone(f"its log-softmax is used by {some(others)}, too")
     if len(picked) != 1 or not known(val(picked[0]).shape[1] == 1):
         raise LeftAlone("of its log-softmax not one target's in each row is used")
-    return LogSoftmax(x, log_probs, picked[0], tuple(_gradient(u) for e in exponentials for u in e.users))
+    total = totals[0] if totals else None
+    if total is not None and total < picked[0]:
+        raise LeftAlone("its log-softmax is summed before the targets' log-probabilities are taken")
+    gradients = tuple(_gradient(u) for e in exponentials for u in e.users)
+    return LogSoftmax(x, log_probs, picked[0], total, gradients)
 
 
 def log_probs_of(x: fx.Node, amax: fx.Node, of_all: Callable[[fx.Node], fx.Node | None]) -> fx.Node | None:
@@ -99,7 +109,7 @@ def along_rows(node: Any, target: Any, x: Any) -> bool:
 
 
 def _gradient(of_sum: Any) -> Gradient:
-    """``hot * g - exp(log_probs) * sum(hot * g)``, of its second product.
+    """``of_log_probs - exp(log_probs) * sum(of_log_probs)``, of its product.
 
     Raises:
         LeftAlone: it is something else.
@@ -113,11 +123,18 @@ def _gradient(of_sum: Any) -> Gradient:
     ):
         raise why
     of_targets, total = result.args[0], of_sum.args[1]
-    if not along_rows(total, aten.sum.dim_IntList, of_targets) or not calls(of_targets, aten.mul.Tensor):
+    if not along_rows(total, aten.sum.dim_IntList, of_targets):
+        raise why
+    each = None
+    if calls(of_targets, aten.add.Tensor) and calls(of_targets.args[0], aten.expand.default):
+        each, of_targets = of_targets.args[0].args[0], of_targets.args[1]
+        if not same_shape(val(each).shape, val(total).shape):
+            raise why
+    if not calls(of_targets, aten.mul.Tensor):
         raise why
     for hot, by in (of_targets.args, of_targets.args[::-1]):
         if (found := _hot(hot)) is not None and known(val(by).numel() == val(total).numel()):
-            return Gradient(result, found[0], found[1], by)
+            return Gradient(result, found[0], found[1], by, each)
     raise why
 
 

@@ -11,6 +11,27 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
+from gathered_losses import (
+    HIDDEN,
+    MESH,
+    OP,
+    ROWS,
+    WIDTH,
+    Gathered,
+    flat_loss,
+    mean,
+    of_each_row,
+    own_gradient,
+    right,
+    shifted_logits,
+    shifted_targets,
+    smoothed,
+    softcapped,
+    summed_gradient,
+    uneven,
+    with_logits,
+    with_what_is_made_of_logits,
+)
 from graphs import captured, fake_ranks
 from opcommon import check
 from ranks import run_row
@@ -22,134 +43,6 @@ from torch.distributed.tensor.parallel import loss_parallel
 from weft.fused_ops import FusionPass
 from weft.fused_ops.passes.regather import joint_options
 
-ROWS, HIDDEN, WIDTH = (2, 7), 8, 10
-OP = "weft::cross_entropy_of_sharded_logits"
-Gathered = Callable[[Tensor, Tensor], Tensor]
-
-
-class GatheredLogits(torch.autograd.Function):
-    """As transformers gathers the logits: the gradient is this rank's columns of its own one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        whole = funcol.all_gather_tensor(x.contiguous(), 0, dist.distributed_c10d._get_default_group())
-        return torch.cat(torch.chunk(whole, dist.get_world_size(), 0), -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return torch.chunk(grad, dist.get_world_size(), -1)[dist.get_rank()].contiguous()
-
-
-def own_gradient(x: Tensor, w: Tensor) -> Tensor:
-    return GatheredLogits.apply(F.linear(x, w))
-
-
-def summed_gradient(x: Tensor, w: Tensor) -> Tensor:
-    """As torch gathers: the gradient is the sum of all ranks', reduce-scattered."""
-    group = dist.distributed_c10d._get_default_group()
-    return funcol.all_gather_tensor_autograd(F.linear(x, w), x.dim() - 1, group)
-
-
-def uneven(x: Tensor, w: Tensor) -> Tensor:
-    """As DTensor gathers: the last rank has fewer columns. It sums the gradient of x."""
-    mesh, shape = MESH[0], (WIDTH * dist.get_world_size() - 1, HIDDEN)
-    given = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    weight = DTensor.from_local(w, mesh, [Shard(0)], run_check=False, shape=shape, stride=(HIDDEN, 1))
-    return F.linear(given, weight).redistribute(placements=[Replicate()]).to_local()
-
-
-MESH: list[DeviceMesh] = []
-
-
-def flat_loss(logits: Tensor, targets: Tensor, **named: Any) -> Tensor:
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(wide.view(-1, logits.shape[-1]), targets.reshape(-1), **named)
-
-
-def mean(gathered: Gathered, x: Tensor, w: Tensor, targets: Tensor) -> Any:
-    return flat_loss(gathered(x, w), targets)
-
-
-def shifted_targets(gathered: Gathered, x: Tensor, w: Tensor, targets: Tensor) -> Any:
-    """As transformers, which divides by the tokens of all of a batch."""
-    labels = F.pad(targets, (0, 1), value=-100)[..., 1:].contiguous()
-    return flat_loss(gathered(x, w), labels, reduction="sum") / 5
-
-
-def shifted_logits(gathered: Gathered, x: Tensor, w: Tensor, targets: Tensor) -> Any:
-    logits = gathered(x, w)[..., :-1, :].contiguous()
-    return flat_loss(logits, targets[..., 1:].contiguous())
-
-
-def with_logits(gathered: Gathered, x: Tensor, w: Tensor, targets: Tensor) -> Any:
-    logits = gathered(x, w)
-    return flat_loss(logits, targets), logits
-
-
-def with_what_is_made_of_logits(gathered: Gathered, x: Tensor, w: Tensor, targets: Tensor) -> Any:
-    logits = gathered(x, w)
-    return flat_loss(logits, targets) + logits.sin().mean()
-
-
-def of_each_row(gathered: Gathered, x: Tensor, w: Tensor, targets: Tensor) -> Any:
-    losses = flat_loss(gathered(x, w), targets, reduction="none")
-    return (losses * torch.linspace(-1, 2, losses.numel(), dtype=losses.dtype)).sum()
-
-
-def compiled(program: Callable[..., Any], gathered: Gathered, **settings: Any) -> tuple[Any, FusionPass]:
-    torch._dynamo.reset()
-    fusion = FusionPass(loss_parallel=True, **settings)
-    return torch.compile(lambda *given: program(gathered, *given), options=fusion.options), fusion
-
-
-def right(rank: int, world: int, program: Any, gathered: Gathered, dtype: torch.dtype) -> None:
-    """Each rank's loss counts ``rank + 1`` times."""
-    MESH[:] = [DeviceMesh("cpu", list(range(world)))] if gathered is uneven else []
-    count = WIDTH * world - (gathered is uneven)
-    seed = torch.tensor([torch.seed() % 2**31])
-    dist.broadcast(seed, 0)
-    random = torch.Generator().manual_seed(int(seed))
-    x, w = (torch.randn(s, HIDDEN, generator=random).to(dtype) for s in (ROWS[0] * ROWS[1], count))
-    x, own = x.view(*ROWS, HIDDEN), slice(rank * WIDTH, (rank + 1) * WIDTH)
-    targets = torch.randint(count, ROWS, generator=random)
-    targets[0, 2] = -100
-
-    logits = (x.double() @ w.double().t()).requires_grad_()
-    of_all = program(lambda *_: logits, x, w, targets)
-    want_loss, *more = of_all if isinstance(of_all, tuple) else (of_all,)
-    want_loss.backward()
-    weights = torch.arange(1.0, world + 1).double()
-    of_logits, parts = logits.grad, [slice(r * WIDTH, (r + 1) * WIDTH) for r in range(world)]
-    factor = weights.sum() if gathered is summed_gradient else weights[rank]
-    of_x = [
-        factor * of_logits[..., part] @ w[part].double() for factor, part in zip(weights, parts, strict=True)
-    ]
-    of_w = factor * of_logits[..., own].flatten(0, 1).t() @ x.double().flatten(0, 1)
-    wanted = [
-        want_loss,
-        sum(of_x) if gathered is uneven else of_x[rank] * factor / weights[rank],
-        of_w,
-        *more,
-    ]
-
-    fn, fusion = compiled(program, gathered)
-    bound = 1e-5 if dtype == torch.float32 else 0.02
-    for run in (fn, lambda *given: program(gathered, *given)):
-        given = x.clone().requires_grad_(), w[own].clone().requires_grad_()
-        with inductor_config.patch(force_disable_caches=True):
-            found = run(*given, targets)
-            loss, *others = found if isinstance(found, tuple) else (found,)
-            (loss * (rank + 1)).backward()
-        got = [loss, *(g.grad for g in given), *others]
-        for name, a, b in zip(("loss", "of x", "of w", "logits"), got, wanted, strict=False):
-            check(f"{name}, {'fused' if run is fn else 'eager'}", a, b.detach(), bound)
-    entries = [e for e in fusion.report().entries if e.collective == "all_gather_into_tensor"]
-    assert entries[0].fused_into == OP and "loss parallel, " in entries[0].detail, fusion.report()
-    stays = program in (with_logits, with_what_is_made_of_logits)
-    assert len(entries) == 1 + stays, fusion.report()
-    assert not fusion.report().disagreements
-
-
 CASES = [
     (mean, summed_gradient, torch.float32),
     (mean, summed_gradient, torch.bfloat16),
@@ -160,6 +53,10 @@ CASES = [
     (with_what_is_made_of_logits, summed_gradient, torch.float32),
     (with_what_is_made_of_logits, own_gradient, torch.float32),
     (of_each_row, own_gradient, torch.float32),
+    (softcapped, summed_gradient, torch.bfloat16),
+    (softcapped, uneven, torch.float32),
+    (smoothed, own_gradient, torch.bfloat16),
+    (smoothed, summed_gradient, torch.float32),
     (mean, uneven, torch.float32),
 ]
 
@@ -247,8 +144,10 @@ def test_losses_of_sharded_logits(
     run_row(sharded_loss, world_size, given, width, dtype, -1.5)
 
 
-def smoothed(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
-    return flat_loss(own_gradient(x, w), targets, label_smoothing=0.1)
+def smoothed_by_hand(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    """As transformers' LabelSmoother."""
+    log_probs = -own_gradient(x, w).float().flatten(0, 1).log_softmax(-1)
+    return log_probs.gather(1, targets.reshape(-1, 1)).mean() + log_probs.sum(-1).mean()
 
 
 def log_probabilities(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
@@ -268,10 +167,24 @@ def gradient_of_all_columns(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     return flat_loss(Penalised.apply(own_gradient(x, w)), targets)
 
 
+def squared_gradient(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    class Squared(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, logits: Tensor) -> Tensor:
+            return logits.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * grad
+
+    return flat_loss(Squared.apply(own_gradient(x, w)), targets)
+
+
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
-        (smoothed, "its log-softmax is used by "),
+        (squared_gradient, "all columns of its gradient are used, by "),
+        (smoothed_by_hand, "its log-softmax is used by neg"),
         (log_probabilities, "its log-softmax is used by the graph's output"),
         (gradient_of_all_columns, "all columns of its gradient are used, by "),
     ],

@@ -1,0 +1,177 @@
+"""A loss of columns whose logits are a product that nothing else needs: they exist a chunk of rows at a time.
+
+``linear_cross_entropy`` makes the gradients of both operands in the forward, of the sum of the rows' losses, and the
+backward multiplies them. So all rows must have one factor, or be ignored.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...library import schema
+from ..graph.nodes import FLAT, LeftAlone, aten, calls, known, only_user, same_shape, val
+from ..graph.rewrite import call, cast, erase_unused, fused, reshape, undone_if_left
+from ..origin import put_for
+from .columns import CAST
+from .replace import ColumnLoss, made_of, of_all_ranks
+from .softmax import number_of
+
+_MORE = "they are needed for more than the loss"
+
+
+def put_on_product(loss: ColumnLoss) -> fx.Node:
+    """Changes the graph.
+
+    Returns:
+        the op that now computes the loss.
+
+    Raises:
+        LeftAlone: the logits are needed as they are. The graph is as it was.
+    """
+    at, c = loss.op, loss.columns.c
+    logits = _flat(at.args[0])
+    if not calls(logits, aten.mm.default) or val(logits).dtype not in (torch.float32, torch.bfloat16):
+        raise LeftAlone("they are no product alone, of float32 or bfloat16")
+    if len({*loss.columns.widths}) > 1:
+        raise LeftAlone("some ranks fill theirs up, and all must choose alike")
+    named = {"vocab_start": at.kwargs["vocab_start"], "extra": at.kwargs["extra"]}
+    total, products = at, {}
+    targets: Any = at.args[3]
+    if loss.gradients:
+        total, targets, named["ignore_index"], factor = _one_factor(loss)
+        products = _products(loss, logits)
+        named |= {"summed": True, **dict.fromkeys(products, True)}
+    replaced = [total, *products.values()]
+    _check_unneeded(logits, replaced)
+    with undone_if_left():
+        with put_for(at):
+            operands = [logits.args[0], call(at, aten.permute.default, logits.args[1], [1, 0]), None]
+            operands.append(reshape(targets, [val(logits).shape[0]], at))
+            op = fused(at, schema.linear_cross_entropy, c, *operands, **named)
+            new = [call(at, operator.getitem, op, 0) if loss.gradients else op]
+            made = call(at, operator.getitem, op, 2)
+            units = [call(at, operator.getitem, made, i) for i in range(len(products))]
+        if products:
+            (gradient, path, _), first = loss.gradients[0], min(products.values())
+            with put_for(first):
+                factor = reshape(factor, [1], first)
+                factor = of_all_ranks(factor, c, first) if path.summed else factor
+                factor = call(first, aten.mul.Tensor, factor, -gradient.scale)
+                # The mean of no row is NaN, with gradients of 0.
+                counts = call(first, aten.ne.Scalar, targets, named["ignore_index"])
+                factor = call(
+                    first, aten.where.ScalarOther, call(first, aten.any.default, counts), factor, 0.0
+                )
+        for old, unit in zip(products.values(), units, strict=True):
+            with put_for(old):
+                wide = call(old, aten.mul.Tensor, cast(unit, [torch.float32], old), factor)
+                new.append(cast(wide, [val(unit).dtype], old))
+    for old, by in zip(replaced, new, strict=True):
+        old.replace_all_uses_with(by)
+    erase_unused(made_of(replaced))
+    return op
+
+
+def _one_factor(loss: ColumnLoss) -> tuple[fx.Node, fx.Node, int, fx.Node]:
+    """(the sum of rows' losses, targets, the ignored one, the gradient of each other row's loss)
+
+    Raises:
+        LeftAlone: rows have factors of their own.
+    """
+    (gradient, path, _), *more = loss.gradients
+    why = LeftAlone("its rows' losses are not only summed, or count differently")
+    negated = only_user(loss.picked)
+    while calls(negated, *FLAT):
+        negated = only_user(negated)
+    rows = only_user(negated)
+    total = only_user(rows)
+    found = [_masked(node) for node in (rows, gradient.by, gradient.targets, loss.op.args[3])]
+    if path.sums:
+        raise LeftAlone(_MORE)
+    if None in found or len({mask for mask, _ in found}) > 1 or more or gradient.each is not None:
+        raise why
+    ((targets, ignored), value), (_, factor), *chosen = found
+    if value is not negated or not calls(negated, aten.neg.default) or not calls(total, aten.sum.default):
+        raise why
+    if (
+        total.kwargs
+        or any(_flat(each) is not targets for _, each in chosen)
+        or not known(val(factor).numel() == 1)
+    ):
+        raise why
+    return total, targets, ignored, factor
+
+
+def _masked(node: Any) -> Any:
+    """((targets, the ignored one), value) of a value of each row, or 0 where it is ignored; None of what is none."""
+    node = _flat(node)
+    if not calls(node, aten.where.self) or number_of(node.args[2]) != 0:
+        return None
+    counts = _flat(node.args[0])
+    return ((_flat(counts.args[0]), counts.args[1]), node.args[1]) if calls(counts, aten.ne.Scalar) else None
+
+
+def _products(loss: ColumnLoss, logits: fx.Node) -> dict[str, fx.Node]:
+    """Of the logits' gradient, in the order in which the op gives them.
+
+    Raises:
+        LeftAlone: it is used otherwise.
+    """
+    _, path, own = loss.gradients[0]
+    dtypes = {val(step).dtype for step in path.steps} - {torch.float32, val(logits).dtype}
+    if dtypes or not all(calls(step, CAST, *FLAT) for step in path.steps):
+        raise LeftAlone("their gradient is changed")
+    operands: Any = logits.args
+    (x, right), (weight, turned) = operands, _matrix(operands[1])
+    wanted = {
+        "of_x": ((_flat(own), False), (weight, not turned), val(x).shape),
+        "of_weight": ((_flat(own), True), _matrix(x), val(right).shape[::-1]),
+    }
+    found: dict[str, fx.Node] = {}
+    pending = [own]
+    for node in pending:
+        views = [user for user in node.users if calls(user, *FLAT, aten.permute.default)]
+        pending += views
+        for user in node.users.keys() - views:
+            parts = tuple(map(_matrix, user.args)) if calls(user, aten.mm.default) else ()
+            names = [name for name, (*both, shape) in wanted.items() if parts == tuple(both)]
+            if not names or names[0] in found or not same_shape(val(user).shape, wanted[names[0]][2]):
+                raise LeftAlone("their gradient is not only multiplied by x and the weight")
+            found[names[0]] = user
+    return {name: found[name] for name in wanted if name in found}
+
+
+def _flat(node: Any) -> Any:
+    """What the node has the elements of, in this order."""
+    while calls(node, *FLAT):
+        node = node.args[0]
+    return node
+
+
+def _matrix(node: Any) -> tuple[fx.Node, bool]:
+    """(what the node has the elements of, whether it is transposed)."""
+    turned = False
+    while True:
+        if calls(node, aten.permute.default) and node.args[1] == [1, 0]:
+            turned = not turned
+        elif not calls(node, *FLAT) or not same_shape(val(node).shape, val(node.args[0]).shape):
+            return _flat(node), turned
+        node = node.args[0]
+
+
+def _check_unneeded(node: fx.Node, replaced: list[fx.Node]) -> None:
+    """
+    Raises:
+        LeftAlone: the node has a part in more than what is replaced.
+    """
+    pending, seen = [node], {*replaced}
+    while pending:
+        users = [user for user in pending.pop().users if user not in seen]
+        if any(user.op == "output" for user in users):
+            raise LeftAlone(_MORE)
+        seen.update(users)
+        pending += users
