@@ -22,33 +22,41 @@ def exchange_layout(nbytes: int, world_size: int, chunk_bytes: int) -> Layout:
 def exchange_parts(workspace: Workspace, parts: torch.Tensor, op: str, chunk_bytes: int) -> torch.Tensor:
     """What every rank has for this one, [W, n]; parts: [W, n], the q-th for rank q. ``op``: whose call it is."""
     received = parts.new_empty(parts.shape)
-    step = max(1, chunk_bytes // parts.element_size())
-    with workspace.lock:
-        for start in range(0, parts.shape[1], step):
-            chunk = slice(start, start + step)
-            _chunk(workspace, parts[:, chunk], received[:, chunk], min(step, parts.shape[1] - start), op)
+    exchange_uneven(workspace, parts.unbind(), received.unbind(), parts.shape[1], op, chunk_bytes)
     return received
 
 
 def gather_uneven(
     workspace: Workspace, x: torch.Tensor, sizes: Sequence[int], op: str, chunk_bytes: int
 ) -> torch.Tensor:
-    """All ranks' x one after the other, [sum(sizes)]; x: [sizes[rank]]. All ranks make as many epochs as the largest
-    takes."""
+    """All ranks' x one after the other, [sum(sizes)]; x: [sizes[rank]]."""
     out = x.new_empty(sum(sizes))
-    step = max(1, chunk_bytes // x.element_size())
-    with workspace.lock:
-        for start in range(0, max(sizes), step):
-            received = [part[start : start + step] for part in out.split([*sizes])]
-            own = x[start : start + step]
-            _chunk(workspace, [own] * len(sizes), received, min(step, max(sizes) - start), op)
+    exchange_uneven(workspace, [x] * len(sizes), out.split([*sizes]), max(sizes), op, chunk_bytes)
     return out
+
+
+def exchange_uneven(
+    workspace: Workspace,
+    parts: Sequence[torch.Tensor],
+    received: Sequence[torch.Tensor],
+    longest: int,
+    op: str,
+    chunk_bytes: int,
+) -> None:
+    """Sends each rank its part, and fills what is received of each. Lengths may differ: all ranks make as many epochs
+    as the ``longest`` of all takes."""
+    step = max(1, chunk_bytes // parts[workspace.rank].element_size())
+    with workspace.lock:
+        for start in range(0, longest, step):
+            chunk = slice(start, start + step)
+            cut = [part[chunk] for part in parts], [part[chunk] for part in received]
+            _chunk(workspace, *cut, min(step, longest - start), op)
 
 
 def _chunk(
     workspace: Workspace,
-    parts: torch.Tensor | Sequence[torch.Tensor],
-    received: torch.Tensor | Sequence[torch.Tensor],
+    parts: Sequence[torch.Tensor],
+    received: Sequence[torch.Tensor],
     longest: int,
     op: str,
 ) -> None:
