@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ColumnParallelLinear,
         FusionError,
         FusionPass,
+        MoeHandle,
         Plan,
         RowParallelExperts,
         RowParallelLinear,

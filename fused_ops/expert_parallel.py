@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -93,15 +92,12 @@ def moe_dispatch(
             (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
         PeerTimeout: a rank did not come.
     """
-    validation.tensor("x", x, 2)
-    validation.tensor("topk_ids", topk_ids, 2)
-    validation.integer("num_experts", num_experts)
-    validation.integer("align", align)
-    if topk_ids.shape[0] != x.shape[0]:
-        raise ValueError(f"topk_ids: has {topk_ids.shape[0]} rows, must have {x.shape[0]} like x")
-    validation.same_device("topk_ids", topk_ids, x, "x")
-    if topk_ids.is_floating_point():
-        raise TypeError(f"topk_ids: is {topk_ids.dtype}, must be int32 or int64")
+    validation.tensor("x", x)
+    validation.tensor("topk_ids", topk_ids)
+    for argument, value in (("num_experts", num_experts), ("align", align)):
+        validation.integer(argument, value)
+    if capacity is not None:
+        validation.integer("capacity", capacity)
     if max_tokens is not None:
         validation.integer("max_tokens", max_tokens)
         if max_tokens < x.shape[0]:
@@ -109,15 +105,9 @@ def moe_dispatch(
         more = max_tokens - x.shape[0]
         x, topk_ids = pad(x, (0, 0, 0, more)), pad(topk_ids, (0, 0, 0, more), value=-1)
     name = group_name(group)
-    each = num_experts // (world_size_of(name) or 1)
-    every = schema.all_gather(topk_ids, 0, name, **of_graph(name))
-    if capacity is None:
-        most = every.shape[0] * min(every.shape[1], each) + each * (align - 1)
-        capacity = -(-most // max(align, 1)) * align
-    validation.integer("capacity", capacity)
-    offs, *places = torch.ops.weft.moe_places(every, num_experts, capacity, align, name)
-    handle = MoeHandle(*places)
-    return schema.moe_dispatch(x, *handle, name, **of_graph(name)), offs, handle
+    given, named = (x, topk_ids, num_experts, name), {"capacity": capacity, "align": align}
+    rows, offs, *places = schema.moe_dispatch(*given, **named, **of_graph(name))
+    return rows, offs, MoeHandle(*places)
 
 
 def moe_combine(y: Tensor, handle: MoeHandle, weights: Tensor, group: Group = None) -> Tensor:
@@ -151,7 +141,7 @@ def moe_combine(y: Tensor, handle: MoeHandle, weights: Tensor, group: Group = No
     Raises:
         ValueError, TypeError, NotImplementedError, RankMismatch, PeerTimeout: as ``moe_dispatch``.
     """
-    validation.tensor("y", y, 2)
+    validation.tensor("y", y)
     validation.tensor("weights", weights, 2)
     if not isinstance(handle, tuple) or len(handle) != len(MoeHandle._fields):
         raise TypeError(f"handle: is {validation.type_text(handle)}, must be what moe_dispatch returned")
@@ -163,6 +153,5 @@ def moe_combine(y: Tensor, handle: MoeHandle, weights: Tensor, group: Group = No
         raise ValueError(f"weights: has {tokens} rows, must have at most {most}, as tokens were dispatched")
     if tokens < most:
         weights = pad(weights, (0, 0, 0, most - tokens))
-    every = schema.all_gather(weights, 0, name, **of_graph(name))
-    found: Tensor = schema.moe_combine(y, *handle, every, name, **of_graph(name))
+    found, _ = schema.moe_combine(y, *handle, weights, name, **of_graph(name))
     return found if tokens == most else found[:tokens]

@@ -1,4 +1,7 @@
-"""moe_dispatch and moe_combine: tokens to the ranks of their experts, and back. Each is the other's gradient."""
+"""moe_dispatch and moe_combine: tokens to the ranks of their experts, and back. Each is the other's gradient.
+
+``moe_dispatch_again`` sends other rows of the same tokens: the gradient of a combine.
+"""
 
 from __future__ import annotations
 
@@ -22,57 +25,45 @@ from ...dispatch.choice import Choice, on_host, unfused
 from ...dispatch.launch_cache import launch_again
 from ...dispatch.plan import ran
 from ...dispatch.stand_alone import KINDS
-from ..op import Op, refuse_second_gradient
+from ..all_gather import gather_within
+from ..op import Op, on_device, refuse_gradient, refuse_second_gradient
 from .grouped_matmul import validate_index
-from .local import define
 from .moe_route import run_route, validate_route
 
 MOST_RANKS = 31  #: a token's are the bits of an int32
 _ops = torch.ops.weft
 
 
-def _experts(num_experts: int, align: int, group: ProcessGroup) -> ExpertRanks:
-    return ExpertRanks(num_experts, group.size(), group.rank(), align)
-
-
-def _validate_places(ids: Tensor, num_experts: int, capacity: int, align: int, group_name: str) -> None:
-    group = resolve_group(group_name)
-    size = group.size()
-    if size > MOST_RANKS:
-        raise ValueError(f"group: has {size} ranks, must have at most {MOST_RANKS}")
-    if num_experts < 1 or num_experts % size:
-        raise ValueError(f"num_experts: is {num_experts}, must be a multiple of {size} ranks")
-    of = _experts(num_experts, align, group)
-    validate_route(ids, num_experts, of.first, of.each)
-    if ids.shape[1] == 0:
-        raise ValueError(f"topk_ids: has shape {tuple(ids.shape)}, must have a column for each choice")
-    if not 0 <= capacity < 1 << 31:
-        raise ValueError(f"capacity: is {capacity}, must be at least 0 and below 2**31")
-    if align < 1:
-        raise ValueError(f"align: is {align}, must be at least 1")
-
-
-def _places(
-    ids: Tensor, num_experts: int, capacity: int, align: int, group_name: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    of = _experts(num_experts, align, resolve_group(group_name))
-    _, ends, slots = run_route(ids, num_experts, of.first, of.each)
-    *found, needed = rows_by_expert(ids, (ends, slots), of, capacity)
-    refuse_overflow(needed, capacity)
-    offs, slots, choices, ranks = found
-    return offs, slots, choices, ranks
-
-
-def _fake_places(
-    ids: Tensor, num_experts: int, capacity: int, align: int, group_name: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    each = num_experts // resolve_group(group_name).size()
-    sizes: list[Sequence[int]] = [(each,), ids.shape, (capacity,), (ids.shape[0],)]
-    offs, slots, choices, ranks = (ids.new_empty(size, dtype=torch.int32) for size in sizes)
-    return offs, slots, choices, ranks
-
-
 class MoeDispatchCall(NamedTuple):
+    x: Tensor
+    topk_ids: Tensor
+    num_experts: int
+    group_name: str
+    capacity: int | None = None
+    align: int = 1
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.x, self.topk_ids]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.num_experts, self.capacity, self.align
+
+    def experts(self, group: ProcessGroup) -> ExpertRanks:
+        return ExpertRanks(self.num_experts, group.size(), group.rank(), self.align)
+
+    def rows(self, world_size: int) -> int:
+        """Of each rank's experts."""
+        if self.capacity is not None:
+            return self.capacity
+        each, align = self.num_experts // world_size, self.align
+        most = world_size * self.topk_ids.shape[0] * min(self.topk_ids.shape[1], each) + each * (align - 1)
+        return -(-most // align) * align
+
+
+class MoeDispatchAgainCall(NamedTuple):
     x: Tensor
     slots: Tensor
     choices: Tensor
@@ -99,16 +90,37 @@ class MoeCombineCall(NamedTuple):
         given = [self.y, self.slots, self.choices, self.ranks]
         return given if self.weights is None else [*given, self.weights]
 
-    @property
-    def combined(self) -> Combined:
-        weights, slots = self.weights, self.slots
-        if weights is None:
-            weights = torch.ones(slots.shape, dtype=torch.float32, device=slots.device)
-        return Combined(self.y, slots, weights, None)
+    def combined(self, weights: Tensor) -> Combined:
+        """``weights``: of all ranks' tokens."""
+        return Combined(self.y, self.slots, weights, None)
 
 
-def _validate_rows(call: MoeDispatchCall | MoeCombineCall) -> ProcessGroup:
-    """The index tensors of both, and the tensor that comes first."""
+def _validate_dispatch(call: MoeDispatchCall) -> tuple[MoeDispatchCall, ProcessGroup]:
+    group, x, ids = resolve_group(call.group_name), call.x, call.topk_ids
+    size = group.size()
+    validation.float_dtype("x", x)
+    if x.dim() != 2:
+        raise ValueError(f"x: has {x.dim()} dimensions, must have 2: [T, H]")
+    if size > MOST_RANKS:
+        raise ValueError(f"group: has {size} ranks, must have at most {MOST_RANKS}")
+    if call.num_experts < 1 or call.num_experts % size:
+        raise ValueError(f"num_experts: is {call.num_experts}, must be a multiple of {size} ranks")
+    of = call.experts(group)
+    validate_route(ids, call.num_experts, of.first, of.each)
+    if ids.shape[1] == 0:
+        raise ValueError(f"topk_ids: has shape {tuple(ids.shape)}, must have a column for each choice")
+    if ids.shape[0] != x.shape[0]:
+        raise ValueError(f"topk_ids: has {ids.shape[0]} rows, must have {x.shape[0]} like x")
+    validation.same_device("topk_ids", ids, x, "x")
+    if call.align < 1:
+        raise ValueError(f"align: is {call.align}, must be at least 1")
+    if call.capacity is not None and not 0 <= call.capacity < 1 << 31:
+        raise ValueError(f"capacity: is {call.capacity}, must be at least 0 and below 2**31")
+    return call, group
+
+
+def _validate_places(call: MoeDispatchAgainCall | MoeCombineCall) -> ProcessGroup:
+    """What ``moe_dispatch`` has returned, and the tensor that goes with it."""
     group, (given, slots, choices, ranks) = resolve_group(call.group_name), call[:4]
     name = call._fields[0]
     validation.float_dtype(name, given)
@@ -130,148 +142,208 @@ def _validate_rows(call: MoeDispatchCall | MoeCombineCall) -> ProcessGroup:
     return group
 
 
-def _validate_dispatch(call: MoeDispatchCall) -> tuple[MoeDispatchCall, ProcessGroup]:
-    group = _validate_rows(call)
+def _validate_again(call: MoeDispatchAgainCall) -> tuple[MoeDispatchAgainCall, ProcessGroup]:
+    group = _validate_places(call)
     if call.x.shape[0] * group.size() != call.slots.shape[0]:
         raise ValueError(
-            f"x: has {call.x.shape[0]} rows on this rank, must have {call.slots.shape[0] // group.size()}, "
-            "as slots has for each rank"
+            f"x: has {call.x.shape[0]} rows, must have {call.slots.shape[0] // group.size()}, as were dispatched"
         )
     return call, group
 
 
 def _validate_combine(call: MoeCombineCall) -> tuple[MoeCombineCall, ProcessGroup]:
-    group, (y, slots, choices, _, weights) = _validate_rows(call), call[:5]
+    group, (y, slots, choices, _, weights) = _validate_places(call), call[:5]
     if y.shape[0] != choices.shape[0]:
         raise ValueError(f"y: has {y.shape[0]} rows, must have {choices.shape[0]}, as moe_dispatch returned")
     if weights is not None:
-        if weights.shape != slots.shape:
-            raise ValueError(
-                f"weights: has shape {tuple(weights.shape)}, must have {tuple(slots.shape)} like slots"
-            )
+        shape = slots.shape[0] // group.size(), slots.shape[1]
+        if weights.shape != shape:
+            raise ValueError(f"weights: has shape {tuple(weights.shape)}, must have {shape} like topk_ids")
         if weights.dtype != torch.float32:
             validation.dtype_like("weights", weights, y, "y", " or torch.float32" * (y.dtype.itemsize == 2))
         validation.same_device("weights", weights, y, "y")
     return call, group
 
 
-def _choose(call: MoeDispatchCall | MoeCombineCall, group: ProcessGroup) -> Choice:
-    if call[0].device.type == "cpu":
-        size, row = group.size(), call[0].shape[1] * call[0].element_size()
-        return on_host(host.host_moe_layout(call.slots.shape[0] // size * row, size))
+def _choose_rows(given: Tensor, tokens: int, group: ProcessGroup) -> Choice:
+    """For as many tokens of each rank, with rows like those that are given."""
+    if given.device.type == "cpu":
+        nbytes = tokens * given.shape[1] * given.element_size()
+        return on_host(host.host_moe_layout(nbytes, group.size()))
     return unfused("on CUDA there is no kernel for it")
 
 
-def _run_dispatch(choice: Choice, where: Heap | None, call: MoeDispatchCall, group: ProcessGroup) -> Tensor:
+def _choose(call: MoeDispatchAgainCall | MoeCombineCall, group: ProcessGroup) -> Choice:
+    return _choose_rows(call[0], call.slots.shape[0] // group.size(), group)
+
+
+def _run_dispatch(
+    choice: Choice, where: Heap | None, call: MoeDispatchCall, group: ProcessGroup
+) -> tuple[Tensor, ...]:
+    with on_device(call.x):
+        ids, of, capacity = (
+            gather_within(call.topk_ids, group, host.OP),
+            call.experts(group),
+            call.rows(group.size()),
+        )
+        if choice.algorithm == "host" and where is not None:
+            choice.workspace_on(
+                where
+            ).launched()  # all ranks have the ids: they find the same, also an overflow
+        _, *routed = run_route(ids, call.num_experts, of.first, of.each)
+        offs, slots, choices, ranks, needed = rows_by_expert(ids, (routed[0], routed[1]), of, capacity)
+        refuse_overflow(needed, capacity)
+        again = MoeDispatchAgainCall(call.x, slots, choices, ranks, call.group_name)
+        return _run_again(choice, where, again, group), offs, slots, choices, ranks
+
+
+def _run_again(choice: Choice, where: Heap | None, call: MoeDispatchAgainCall, group: ProcessGroup) -> Tensor:
     k = call.slots.shape[1]
     if where is not None and choice.algorithm == "host":
-        workspace = choice.begin_on(where)
-        return host.host_moe_dispatch(workspace, call.x, call.choices, call.ranks, k)
+        return host.host_moe_dispatch(choice.begin_on(where), call.x, call.choices, call.ranks, k)
     ran(choice.plan_in(None))
     return take_tokens(reference_all_gather(call.x, 0, group), call.choices, k)
 
 
-def _run_combine(choice: Choice, where: Heap | None, call: MoeCombineCall, group: ProcessGroup) -> Tensor:
-    if where is not None and choice.algorithm == "host":
-        return host.host_moe_combine(choice.begin_on(where), call.combined, call.ranks)
-    ran(choice.plan_in(None))
-    total, size = call.combined.total(), group.size()
-    if total.numel() == 0:
-        return total.new_empty(total.shape[0] // size, total.shape[1])
-    received = reference_all_to_all(as_bytes(total).view(size, -1), group).view(-1).view(total.dtype)
-    return sum_by_rank(received.view(size, -1, total.shape[1]), call.ranks.view(size, -1)[group.rank()])
+def _run_combine(
+    choice: Choice, where: Heap | None, call: MoeCombineCall, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Also all ranks' weights."""
+    slots, size = call.slots, group.size()
+    with on_device(call.y):
+        if call.weights is None:
+            weights = torch.ones(slots.shape, dtype=torch.float32, device=slots.device)
+        else:
+            weights = gather_within(call.weights, group, host.COMBINE)
+        combined = call.combined(weights)
+        if where is not None and choice.algorithm == "host":
+            return host.host_moe_combine(choice.begin_on(where), combined, call.ranks), weights
+        ran(choice.plan_in(None))
+        total = combined.total()
+        if total.numel() == 0:
+            return total.new_empty(total.shape[0] // size, total.shape[1]), weights
+        received = reference_all_to_all(as_bytes(total).view(size, -1), group).view(-1).view(total.dtype)
+        own = call.ranks.view(size, -1)[group.rank()]
+        return sum_by_rank(received.view(size, -1, total.shape[1]), own), weights
 
 
 class MoeDispatchFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: MoeDispatchCall, x: Tensor) -> Tensor:
+    def forward(ctx: Any, call: MoeDispatchCall, x: Tensor) -> tuple[Tensor, ...]:
         ctx.group = call.group_name, call.group_size
-        ctx.save_for_backward(call.slots, call.choices, call.ranks)
-        done: Tensor = MOE_DISPATCH.run_below_autograd(call)
-        return done
+        ctx.set_materialize_grads(False)
+        rows, *index = MOE_DISPATCH.run_below_autograd(call)
+        ctx.save_for_backward(*index[1:])
+        ctx.mark_non_differentiable(*index)
+        return rows, *index
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> Any:
         refuse_second_gradient(host.OP)
+        if grad is None:
+            return None, None
         name, size = ctx.group
-        return None, _ops.moe_combine(grad, *ctx.saved_tensors, None, name, group_size=size)
+        return None, _ops.moe_combine(grad, *ctx.saved_tensors, None, name, group_size=size)[0]
 
 
 class MoeCombineFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: MoeCombineCall, y: Tensor, weights: Tensor | None) -> Tensor:
-        _, of_y, of_weights = ctx.needs_input_grad
+    def forward(ctx: Any, call: MoeCombineCall, y: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         ctx.group = call.group_name, call.group_size
-        kept = (y if of_weights else None), (weights if of_y or of_weights else None)
-        ctx.save_for_backward(call.slots, call.choices, call.ranks, *kept)
-        done: Tensor = MOE_COMBINE.run_below_autograd(call)
-        return done
+        ctx.set_materialize_grads(False)
+        out, every = MOE_COMBINE.run_below_autograd(call)
+        ctx.save_for_backward(
+            call.slots, call.choices, call.ranks, y if ctx.needs_input_grad[2] else None, every
+        )
+        ctx.weighted = weights is not None
+        ctx.mark_non_differentiable(every)
+        return out, every
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> Any:
         refuse_second_gradient(host.COMBINE)
+        if grad is None:
+            return None, None, None
         slots, choices, ranks, y, weights = ctx.saved_tensors
         (name, size), (_, of_y, of_weights) = ctx.group, ctx.needs_input_grad
-        rows = _ops.moe_dispatch(grad, slots, choices, ranks, name, group_size=size)
-        if weights is None:
+        rows = _ops.moe_dispatch_again(grad, slots, choices, ranks, name, group_size=size)
+        if not ctx.weighted:
             return None, rows, None
-        there, at = (choices >= 0)[:, None], choices.clamp(min=0).long()
+        there, at = choices >= 0, choices.clamp(min=0).long()
         for_y = for_weights = None
         if of_y:
-            factors = torch.where(there, weights.flatten()[at][:, None], 0).float()
-            for_y = (rows * factors).to(rows.dtype)
+            factors = torch.where(there, weights.flatten()[at], 0).float()
+            for_y = (rows * factors[:, None]).to(rows.dtype)
         if of_weights:
-            dots = torch.where(there, rows.float() * y, 0).sum(1)
+            dots = torch.where(there[:, None], rows.float() * y, 0).sum(1)
             every = dots.new_zeros(slots.numel() + 1)
-            every = every.scatter(0, torch.where(choices >= 0, choices, slots.numel()).long(), dots)
-            for_weights = every[:-1].view(slots.shape).to(weights.dtype)
+            every = every.scatter(0, torch.where(there, choices, slots.numel()).long(), dots)
+            every = every[:-1].view(slots.shape).to(weights.dtype)
+            # Each choice is of one rank: what is added up are zeros.
+            for_weights = _ops.one_shot_reduce_scatter(every, "sum", 0, name, group_size=size)
         return None, for_y, for_weights
 
 
-def fast_moe_dispatch(call: MoeDispatchCall) -> Tensor | None:
-    """As the op, if such a call was made before; else None, and nothing happened. All may be anything."""
-    results = launch_again(host.OP, None, call.tensors, call.group_name, KINDS)
+def _listed_again(op: str, arguments: Any, call: Any) -> list[Tensor] | None:
+    return launch_again(op, arguments, call.tensors, call.group_name, KINDS)
+
+
+def _fast_again(call: MoeDispatchAgainCall) -> Tensor | None:
+    results = _listed_again(MOE_DISPATCH_AGAIN.name, None, call)
     return None if results is None else results[0]
 
 
-def fast_moe_combine(call: MoeCombineCall) -> Tensor | None:
-    """Likewise."""
-    results = launch_again(host.COMBINE, None, call.tensors, call.group_name, KINDS)
-    return None if results is None else results[0]
+def _fake_dispatch(call: MoeDispatchCall, group: ProcessGroup) -> tuple[Tensor, ...]:
+    x, ids, size = call.x, call.topk_ids, group.size()
+    rows, tokens = call.rows(size), size * ids.shape[0]
+    sizes: list[Sequence[int]] = [(call.num_experts // size,), (tokens, ids.shape[1]), (rows,), (tokens,)]
+    return x.new_empty(rows, x.shape[1]), *(ids.new_empty(each, dtype=torch.int32) for each in sizes)
 
 
-define(
-    "moe_places(Tensor topk_ids, int num_experts, SymInt capacity, int align, str group_name)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    _validate_places,
-    _places,
-    _fake_places,
-)
+def _fake_combine(call: MoeCombineCall, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    y, weights, slots = call.y, call.weights, call.slots
+    dtype = torch.float32 if weights is None else weights.dtype
+    return y.new_empty(slots.shape[0] // group.size(), y.shape[1]), y.new_empty(slots.shape, dtype=dtype)
+
+
+_KNOWN = "Tensor slots, Tensor choices, Tensor ranks"
 MOE_DISPATCH = Op(
-    "moe_dispatch(Tensor x, Tensor slots, Tensor choices, Tensor ranks, str group_name, *, int? group_size=None)"
-    " -> Tensor",
+    "moe_dispatch(Tensor x, Tensor topk_ids, int num_experts, str group_name, *, SymInt? capacity=None, int align=1,"
+    " int? group_size=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     record=MoeDispatchCall,
     validate=_validate_dispatch,
+    fake=_fake_dispatch,
+    kernel="moe_dispatch",
+    sends_nothing=lambda call, group: call.x.numel() == 0,
+    choose=lambda call, group: _choose_rows(call.x, call.x.shape[0], group),
+    run=_run_dispatch,
+    fast=lambda call: _listed_again(host.OP, call.arguments, call),
+    known_by=lambda call, group: (call.arguments, call.tensors),
+    with_gradient=lambda call: MoeDispatchFunction.apply(call, call.x),
+)
+MOE_DISPATCH_AGAIN = Op(
+    f"moe_dispatch_again(Tensor x, {_KNOWN}, str group_name, *, int? group_size=None) -> Tensor",
+    record=MoeDispatchAgainCall,
+    validate=_validate_again,
     fake=lambda call, group: call.x.new_empty(call.choices.shape[0], call.x.shape[1]),
     kernel="moe_dispatch",
     sends_nothing=lambda call, group: call.x.numel() == 0,
     choose=_choose,
-    run=_run_dispatch,
-    fast=fast_moe_dispatch,
+    run=_run_again,
+    fast=_fast_again,
     known_by=lambda call, group: (None, call.tensors),
-    with_gradient=lambda call: MoeDispatchFunction.apply(call, call.x),
+    with_gradient=lambda call: refuse_gradient(_validate_again, call, " in the gradient of moe_combine"),
 )
 MOE_COMBINE = Op(
-    "moe_combine(Tensor y, Tensor slots, Tensor choices, Tensor ranks, Tensor? weights, str group_name, *,"
-    " int? group_size=None) -> Tensor",
+    f"moe_combine(Tensor y, {_KNOWN}, Tensor? weights, str group_name, *, int? group_size=None) -> (Tensor, Tensor)",
     record=MoeCombineCall,
     validate=_validate_combine,
-    fake=lambda call, group: call.y.new_empty(call.slots.shape[0] // group.size(), call.y.shape[1]),
+    fake=_fake_combine,
     kernel="moe_dispatch",
     sends_nothing=lambda call, group: call.slots.shape[0] * call.y.shape[1] == 0,
     choose=_choose,
     run=_run_combine,
-    fast=fast_moe_combine,
+    fast=lambda call: _listed_again(host.COMBINE, None, call),
     known_by=lambda call, group: (None, call.tensors),
     with_gradient=lambda call: MoeCombineFunction.apply(call, call.y, call.weights),
 )
