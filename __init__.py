@@ -97,6 +97,7 @@ __all__ = [
     "FusionError",
     "FusionPass",
     "HeapUnavailable",
+    "MoeHandle",
     "PeerTimeout",
     "Plan",
     "RankMismatch",

@@ -55,8 +55,9 @@ def kernels_text(gpus: list[Gpu] | str | None = None) -> str:
 
 def _of_kernel(kernel: KernelRow) -> Iterator[str]:
     yield f"needs {kernel.needs or 'nothing else'}"
-    ran = ", ".join(ARCHS[capability] for capability in kernel.ran)
-    yield f"run on {ran}: {kernel.cards}, {kernel.date} (bench/results/{kernel.results})"
+    if kernel.ran:
+        ran = ", ".join(ARCHS[capability] for capability in kernel.ran)
+        yield f"run on {ran}: {kernel.cards}, {kernel.date} (bench/results/{kernel.results})"
     only = [arch for capability, arch in ARCHS.items() if capability in {*kernel.archs} - {*kernel.ran}]
     if only:
         yield f"only compiled for {', '.join(only)}"

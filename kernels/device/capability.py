@@ -47,7 +47,7 @@ class KernelRow:
         archs: the compute capabilities that it compiles for.
         needs: of the GPU or its links, in words.
         cards, date, results: on what it was last run, when, and the file of bench/results that says so: all of them
-            Hoppers, the only GPUs that any was run on.
+            Hoppers, the only GPUs that any was run on. Empty: it was run on none.
     """
 
     ops: tuple[str, ...]
@@ -60,7 +60,7 @@ class KernelRow:
     @property
     def ran(self) -> tuple[Capability, ...]:
         """The compute capabilities of GPUs that it was run on."""
-        return (HOPPER,)
+        return (HOPPER,) if self.date else ()
 
 
 #: Those on which torch multiplies with block-wise scales, from CUDA 12.9 on.
@@ -131,6 +131,7 @@ KERNELS: dict[str, KernelRow] = {
         _SCATTERS[:1], ALL, "peer access, cuBLAS", *_H200, "h200-x2-matmul_reduce_scatter.json"
     ),
     "linear_cross_entropy/triton_kernel.py": KernelRow((), ALL, "", *_H200, "h200-x2-vocabulary.json"),
+    "moe_dispatch/kernel.cu": KernelRow(("moe_dispatch",), ALL, _PEERS, "", "", ""),
     "moe_route/kernel.cu": KernelRow(
         ("moe_route",), _FROM_HOPPER, "clusters", "H200", "2026-11-29", "h200-x1-grouped-matmul.txt"
     ),

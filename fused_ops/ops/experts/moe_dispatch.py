@@ -15,7 +15,9 @@ from torch.distributed import ProcessGroup
 from ....kernels.all_gather.reference import as_bytes, reference_all_gather
 from ....kernels.all_to_all.reference import reference_all_to_all
 from ....kernels.device.collective.combine import Combined
+from ....kernels.device.collective.rounds import rounds_layout
 from ....kernels.moe_dispatch import host
+from ....kernels.moe_dispatch.configs import MoeProblem, choose_moe, estimate_moe_us
 from ....kernels.moe_dispatch.reference import ExpertRanks, rows_by_expert, sum_by_rank, take_tokens
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
@@ -23,10 +25,12 @@ from ....symm_mem.heap.overflow import refuse_overflow
 from ... import validation
 from ...dispatch.choice import Choice, on_host, unfused
 from ...dispatch.launch_cache import launch_again
-from ...dispatch.plan import ran
+from ...dispatch.plan import num_sms, ran
 from ...dispatch.stand_alone import KINDS
+from ...dispatch.workspaces import ALL_REDUCE
 from ..all_gather import gather_within
 from ..op import Op, on_device, refuse_gradient, refuse_second_gradient
+from .combined import CombineHow, launch_combined
 from .grouped_matmul import validate_index
 from .moe_route import run_route, validate_route
 
@@ -165,16 +169,44 @@ def _validate_combine(call: MoeCombineCall) -> tuple[MoeCombineCall, ProcessGrou
     return call, group
 
 
-def _choose_rows(given: Tensor, tokens: int, group: ProcessGroup) -> Choice:
-    """For as many tokens of each rank, with rows like those that are given."""
+def _choose_rows(given: Tensor, problem: MoeProblem, group: ProcessGroup) -> Choice:
+    size, rank, nbytes = group.size(), group.rank(), problem.tokens * given.shape[1] * given.element_size()
     if given.device.type == "cpu":
-        nbytes = tokens * given.shape[1] * given.element_size()
-        return on_host(host.host_moe_layout(nbytes, group.size()))
-    return unfused("on CUDA there is no kernel for it")
+        return on_host(host.host_moe_layout(nbytes, size))
+    if (reason := problem.why_not(size)) is not None:
+        return unfused(reason)
+    from ....kernels.moe_dispatch import cuda_kernel
+
+    config = choose_moe(problem.way, size, num_sms(given.device))
+    return Choice(
+        "push",
+        kind=ALL_REDUCE,
+        layout=rounds_layout(problem.vectors, size, config),
+        predicted_us=estimate_moe_us(problem.way, nbytes, size),
+        programs=lambda: [cuda_kernel.launched_moe(size, rank, problem.defined)],
+        how=CombineHow(problem, lambda place: cuda_kernel.MoeLauncher(place, problem, config)),
+    )
 
 
-def _choose(call: MoeDispatchAgainCall | MoeCombineCall, group: ProcessGroup) -> Choice:
-    return _choose_rows(call[0], call.slots.shape[0] // group.size(), group)
+def _choose_dispatch(call: MoeDispatchCall, group: ProcessGroup) -> Choice:
+    (tokens, hidden), rows = call.x.shape, call.rows(group.size())
+    return _choose_rows(
+        call.x, MoeProblem("dispatch", tokens, hidden, rows, call.topk_ids.shape[1], call.x.dtype), group
+    )
+
+
+def _choose_again(call: MoeDispatchAgainCall, group: ProcessGroup) -> Choice:
+    (tokens, hidden), rows = call.x.shape, call.choices.shape[0]
+    return _choose_rows(
+        call.x, MoeProblem("dispatch", tokens, hidden, rows, call.slots.shape[1], call.x.dtype), group
+    )
+
+
+def _choose_combine(call: MoeCombineCall, group: ProcessGroup) -> Choice:
+    (rows, hidden), y, (tokens, choices) = call.y.shape, call.y, call.slots.shape
+    wide = call.weights is None or call.weights.dtype != y.dtype
+    problem = MoeProblem("combine", tokens // group.size(), hidden, rows, choices, y.dtype, wide)
+    return _choose_rows(y, problem, group)
 
 
 def _run_dispatch(
@@ -201,6 +233,9 @@ def _run_again(choice: Choice, where: Heap | None, call: MoeDispatchAgainCall, g
     k = call.slots.shape[1]
     if where is not None and choice.algorithm == "host":
         return host.host_moe_dispatch(choice.begin_on(where), call.x, call.choices, call.ranks, k)
+    if where is not None and choice.algorithm == "push":
+        shape = call.choices.shape[0], call.x.shape[1]
+        return launch_combined(host.OP, choice, where, call.tensors, shape, None)
     ran(choice.plan_in(None))
     return take_tokens(reference_all_gather(call.x, 0, group), call.choices, k)
 
@@ -218,6 +253,9 @@ def _run_combine(
         combined = call.combined(weights)
         if where is not None and choice.algorithm == "host":
             return host.host_moe_combine(choice.begin_on(where), combined, call.ranks), weights
+        if where is not None and choice.algorithm == "push":
+            shape, given = (slots.shape[0] // size, call.y.shape[1]), (call.y, slots, weights, call.ranks)
+            return launch_combined(host.COMBINE, choice, where, given, shape, None), weights
         ran(choice.plan_in(None))
         total = combined.total()
         if total.numel() == 0:
@@ -315,7 +353,7 @@ MOE_DISPATCH = Op(
     fake=_fake_dispatch,
     kernel="moe_dispatch",
     sends_nothing=lambda call, group: call.x.numel() == 0,
-    choose=lambda call, group: _choose_rows(call.x, call.x.shape[0], group),
+    choose=_choose_dispatch,
     run=_run_dispatch,
     fast=lambda call: _listed_again(host.OP, call.arguments, call),
     known_by=lambda call, group: (call.arguments, call.tensors),
@@ -328,7 +366,7 @@ MOE_DISPATCH_AGAIN = Op(
     fake=lambda call, group: call.x.new_empty(call.choices.shape[0], call.x.shape[1]),
     kernel="moe_dispatch",
     sends_nothing=lambda call, group: call.x.numel() == 0,
-    choose=_choose,
+    choose=_choose_again,
     run=_run_again,
     fast=_fast_again,
     known_by=lambda call, group: (None, call.tensors),
@@ -341,7 +379,7 @@ MOE_COMBINE = Op(
     fake=_fake_combine,
     kernel="moe_dispatch",
     sends_nothing=lambda call, group: call.slots.shape[0] * call.y.shape[1] == 0,
-    choose=_choose,
+    choose=_choose_combine,
     run=_run_combine,
     fast=lambda call: _listed_again(host.COMBINE, None, call),
     known_by=lambda call, group: (None, call.tensors),
