@@ -14,6 +14,7 @@ from .dispatch.plan import Plan, last_plan
 from .drop_in.calls_taken import CallsTaken
 from .drop_in.installation import install, install_if_asked, installed, installed_calls, uninstall
 from .drop_in.transformers_experts import register_transformers_experts
+from .expert_parallel import MoeHandle, moe_combine, moe_dispatch
 from .experts import fused_all_gather_grouped_matmul, grouped_matmul, moe_route
 from .experts_sums import (
     fused_grouped_matmul_all_reduce,
@@ -73,6 +74,7 @@ __all__ = [
     "FusionError",
     "FusionPass",
     "GroupCalls",
+    "MoeHandle",
     "Plan",
     "Report",
     "RowParallelExperts",
@@ -108,6 +110,8 @@ __all__ = [
     "last_plan",
     "local_state_dict",
     "measure_costs",
+    "moe_combine",
+    "moe_dispatch",
     "moe_route",
     "one_shot_all_gather",
     "one_shot_all_reduce",

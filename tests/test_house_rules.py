@@ -26,6 +26,7 @@ LIKE_TORCH = {
     "fused_ops/norms.py::fused_all_reduce_layer_norm",
     "fused_ops/norms.py::fused_all_reduce_rms_norm",
     "fused_ops/norms.py::fused_all_reduce_rms_norm_quant",
+    "fused_ops/expert_parallel.py::moe_dispatch",
     "fused_ops/experts.py::fused_all_gather_grouped_matmul",
     "fused_ops/functional.py::fused_matmul_reduce_scatter",
     "fused_ops/experts_sums.py::fused_grouped_matmul_all_reduce",

@@ -256,6 +256,7 @@ OPS = {
     "grouped_matmul_reduce_scatter": Op(*tiny_experts.multiplied(0)),
     "linear_cross_entropy": linear_cross_entropy(),
     "moe_combine_all_reduce_rms_norm": Op(*tiny_experts.combined(None, EPS)),
+    "moe_dispatch": Op(*tiny_experts.sent()),
     "moe_combine_reduce_scatter": Op(*tiny_experts.combined(0, EPS)),
 }
 

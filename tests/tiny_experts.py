@@ -57,6 +57,22 @@ def multiplied(dim: int | None) -> Case:
     return ((8, 16), (3, 16, 40), (3, 40), (4, 2), (4, 40)), call, reference
 
 
+def sent() -> Case:
+    """To experts of both ranks, one of which multiplies with -1, and back."""
+    ids = torch.tensor([[0, 1], [1, -1], [1, 0], [-1, -1]])
+
+    def call(x: Tensor, weights: Tensor) -> Outputs:
+        rows, _, handle = fused_ops.moe_dispatch(x, ids, 2, world())
+        y = rows if world().rank() == 0 else -rows
+        return (fused_ops.moe_combine(y, handle, weights, world()),)
+
+    def reference(rank: int, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Outputs:
+        signs = torch.where(ids < 0, 0, 1 - 2 * ids)
+        return (xs[rank] * (signs * weights[rank]).sum(1, keepdim=True),)
+
+    return ((4, 40), (4, 2)), call, reference
+
+
 def combined(dim: int | None, eps: float) -> Case:
     """With the norm, or a part of the sum along a dimension."""
     slots = torch.tensor([[3, 0], [1, -1], [2, 5], [4, 7]], dtype=torch.int32)

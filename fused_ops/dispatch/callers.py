@@ -44,7 +44,8 @@ def constant_in_graphs(fn: _F) -> _F:
 
 
 @constant_in_graphs
-def _size_of(name: str) -> int | None:
+def world_size_of(name: str) -> int | None:
+    """The group's number of ranks; None of what is no group."""
     try:
         return resolve_group(name).size()
     except ValueError:  # the op refuses it
@@ -54,7 +55,7 @@ def _size_of(name: str) -> int | None:
 def of_graph(name: str) -> dict[str, int | None]:
     """What only a graph says: how many ranks it is made for, as the parts that it is given are, and a mean. It is part
     of what Inductor's caches on disk know a graph by: they gave a run that of another number of ranks."""
-    return {"group_size": _size_of(name)} if _is_compiling() else {}
+    return {"group_size": world_size_of(name)} if _is_compiling() else {}
 
 
 @constant_in_graphs

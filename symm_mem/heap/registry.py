@@ -18,6 +18,7 @@ from ..groups import WITHOUT_PROCESSES, Group, native_backends, resolve_group, w
 from ..switches import is_on
 from ..timeouts import ThreadLock, get_timeout, preparing_timeout
 from .heap import Heap
+from .overflow import raise_noted
 
 # A ProcessGroup keeps its store, and that listens: nothing here may keep one beyond destroy_process_group.
 GroupRef: TypeAlias = weakref.ref[ProcessGroup]
@@ -218,8 +219,10 @@ def check(group: Group = None) -> None:
     Raises:
         PeerTimeout: a wait on a peer has expired in a workspace of an op, or in the signals of a tensor.
         ForkedProcess: this process was forked from the one that joined a group.
+        ValueError: rows of ``moe_dispatch`` did not fit on a GPU, in whatever group.
     """
     _forget_destroyed()
+    raise_noted()
     wanted = None if group is None else resolve_group(group)
     if wanted is not None:
         forks.refuse_child(wanted, "check")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from weft.fused_ops import (
+    MoeHandle,
     cross_entropy_of_sharded_logits,
     fused_all_gather_grouped_matmul,
     fused_all_gather_matmul,
@@ -29,6 +30,8 @@ from weft.fused_ops import (
     fused_moe_combine_all_reduce_rms_norm,
     fused_moe_combine_reduce_scatter,
     fused_scaled_matmul_reduce_scatter,
+    moe_combine,
+    moe_dispatch,
     moe_route,
     one_shot_all_gather,
     one_shot_all_reduce,
@@ -36,6 +39,8 @@ from weft.fused_ops import (
     one_shot_all_to_all,
     one_shot_reduce_scatter,
 )
+from weft.kernels.device.collective.combine import Combined
+from weft.kernels.moe_dispatch.reference import ExpertRanks, rows_by_expert, take_tokens
 
 
 def numbers(seed: int, *shape: int) -> torch.Tensor:
@@ -330,6 +335,37 @@ def _multiplied_and_combined(
     return Case(lambda: call(0), want, lambda: call(1))
 
 
+def _sent_to_experts(
+    rank: int, size: int, step: int, unit: int, group: Any, more: int, *, back: bool
+) -> Case:
+    """Two of two experts a rank for each token, with weights 1 and 2; ``back``: from them."""
+    tokens, hidden, experts = 2 * unit + more, 8 * unit, 2 * size
+    xs = [numbers(100 * step + r, tokens, hidden) for r in range(size)]
+    first = (torch.arange(tokens * size) % experts).to(xs[0].device)
+    ids = torch.stack([first, (first + 1) % experts], 1)
+    capacity, weights = 2 * tokens * size, torch.tensor([[1.0, 2.0]], device=first.device).expand(tokens, 2)
+    handles = []
+    for r in range(size):
+        of = ExpertRanks(experts, size, r, 1)
+        _, *routed = moe_route(ids, experts, first_expert=of.first, num_local_experts=of.each)
+        handles.append(MoeHandle(*rows_by_expert(ids, (routed[0], routed[1]), of, capacity)[1:4]))
+    own = slice(rank * tokens, (rank + 1) * tokens)
+    if not back:
+        every = torch.cat(xs)
+
+        def rows(align: int) -> torch.Tensor:
+            return moe_dispatch(xs[rank], ids[own], experts, group, capacity=capacity, align=align)[0]
+
+        return Case(lambda: rows(1), lambda: take_tokens(every, handles[rank].choices, 2), lambda: rows(2))
+    ys = [numbers(9800 + r, capacity, hidden) for r in range(size)]
+    parts = [Combined(y, h.slots[own], weights, None).total() for y, h in zip(ys, handles, strict=True)]
+    return Case(
+        lambda: moe_combine(ys[rank], handles[rank], weights, group),
+        lambda: sum(parts),
+        lambda: moe_combine(ys[rank][:, :8].repeat(1, 2), handles[rank], weights, group),
+    )
+
+
 # Rank, ranks, step (which numbers), unit of the sizes, group, and by how much the sizes are larger.
 OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
     "fused_all_gather_matmul": _gathered,
@@ -354,4 +390,6 @@ OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
     "fused_moe_combine_all_reduce_rms_norm": partial(_combined, kind="norm"),
     "fused_moe_combine_reduce_scatter": partial(_combined, kind="part"),
     "one_shot_all_to_all": _exchanged,
+    "moe_dispatch": partial(_sent_to_experts, back=False),
+    "moe_combine": partial(_sent_to_experts, back=True),
 }

@@ -85,7 +85,7 @@ def expect_refusals(op: str, seen: Seen) -> None:
 
 
 def test_every_public_op_is_in_the_table() -> None:
-    ops = ("fused_", "one_shot_", "cross_entropy_")
+    ops = ("fused_", "one_shot_", "cross_entropy_", "moe_dispatch", "moe_combine")
     assert set(OPS) == {name for name in fused_ops.__all__ if name.startswith(ops)}
 
 

@@ -38,6 +38,7 @@ SMALL = {
     "grouped_matmul/take_rows.cu": "take",
     "matmul_all_reduce/kernel.cu": "few_rows-2-bfloat16-sum-4096-True",
     "matmul_reduce_scatter/one_shot.cu": "scatter-2-rounded",
+    "moe_dispatch/kernel.cu": "moe-2-bfloat16-8",
     "moe_route/kernel.cu": "route-torch.int32",
     "reduce_scatter/kernel.cu": "alone_scatter-2-float32-sum",
     "transfer/kernel.cu": "transfer",

@@ -28,6 +28,7 @@ from weft.kernels.matmul_all_reduce import configs as few_rows_configs
 from weft.kernels.matmul_all_reduce import cuda_kernel as few_rows
 from weft.kernels.matmul_reduce_scatter import one_shot_kernel as scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
+from weft.kernels.moe_dispatch import cuda_kernel as moe_kernel
 from weft.kernels.moe_route import cuda_kernel as moe_route
 from weft.kernels.reduce_scatter import cuda_kernel as reduce_scatter_kernel
 from weft.kernels.transfer import cuda_kernel as transfer
@@ -160,6 +161,15 @@ PROGRAMS: dict[str, Program] = {
         for size in ONE_SHOT
     },
     **{f"all_to_all-{size}-bytes": all_to_all_kernel.all_to_all_program(size, size - 1) for size in ONE_SHOT},
+    **{
+        f"moe-{size}-{dtype}-{choices}": moe_kernel.moe_program(size, size - 1, (TORCH[dtype], choices, wide))
+        for size, dtype, choices, wide in [
+            (2, "bfloat16", 8, True),
+            (3, "float32", 1, False),
+            (4, "float16", 2, False),
+            (8, "bfloat16", 8, True),
+        ]
+    },
     "alone_gather-4-early": all_gather_kernel.all_gather_program(4, 3, dependent=True),
     **{
         f"alone_scatter-{size}-{dtype}-{reduce_op}": reduce_scatter_kernel.reduce_scatter_program(
@@ -210,6 +220,10 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
     ),
     "combine_scatter": (COLLECTIVE, reduce_scatter_kernel._CombineParams),
     "combine_norm": ({"one_shot", "two_shot"}, norm_kernel._CombineParams),
+    "moe": (
+        {f"{way}_{form}" for way in ("dispatch", "combine") for form in ("one_shot", "rounds")},
+        moe_kernel.MoeParams,
+    ),
     "few_rows": ({"matmul_all_reduce"}, few_rows._Params),
     "gather": ({"all_gather_one_shot"}, gather._Params),
     "scatter": ({"reduce_scatter_one_shot"}, scatter._Params),
@@ -217,7 +231,7 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
 OTHER_PARAMS: dict[str, type[ctypes.Structure]] = dict.fromkeys(
     ("post_all", "await_all", "move_all"), transfer._Batch
 ) | {"split_experts": take_rows.SplitParams}
-ONCE = ("norm", "combine", "few_rows", "gather", "scatter")  # blocks of theirs have an SM each
+ONCE = ("norm", "combine", "moe", "few_rows", "gather", "scatter")  # blocks of theirs have an SM each
 
 
 @pytest.fixture(scope="module", autouse=True)

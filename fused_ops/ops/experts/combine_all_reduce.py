@@ -101,7 +101,7 @@ def reduced_on_host_or_unfused(
 def _run(choice: Choice, where: Heap | None, call: CombineAllReduceCall, group: ProcessGroup) -> Tensor:
     combined = combined_of(call)
     if where is not None and choice.algorithm == "push":
-        return launch_combined(OP, choice, where, combined, combined.result_shape, "sum")
+        return launch_combined(OP, choice, where, combined.tensors, combined.result_shape, "sum")
     return reduced_on_host_or_unfused(choice, where, combined.total(), "sum", group, OP)
 
 

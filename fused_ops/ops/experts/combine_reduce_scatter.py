@@ -132,7 +132,7 @@ def _run(choice: Choice, where: Heap | None, call: CombineReduceScatterCall, gro
     combined, dim = combined_of(call), call.scatter_dim
     if where is not None and choice.algorithm == "push":
         shape = part_shape(combined, dim, group.size())
-        return launch_combined(OP, choice, where, combined, shape, dim)
+        return launch_combined(OP, choice, where, combined.tensors, shape, dim)
     given = reduce_scatter.ReduceScatterCall(combined.total(), "sum", dim, call.group_name)
     return scattered_on_host_or_unfused(choice, where, given, group, OP)
 

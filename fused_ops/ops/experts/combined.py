@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,10 +22,6 @@ from ...dispatch.plan import ran
 from ...dispatch.staging import aligned
 from ...dispatch.stream_order import in_stream_order
 from ..op import Op, refuse_second_gradient
-
-if TYPE_CHECKING:
-    from ....kernels.device.collective.combine import CombineLauncher
-
 
 _ops = torch.ops.weft
 
@@ -132,18 +128,23 @@ class CombineHow:
     """``key``: what the kernel is made for; ``make``: makes it in a workspace."""
 
     key: Hashable
-    make: Callable[[Any], CombineLauncher]
+    make: Callable[[Any], Any]
 
 
 def launch_combined(
-    op: str, choice: Choice, where: Heap, combined: Combined, shape: Sequence[int], arguments: Hashable
+    op: str,
+    choice: Choice,
+    where: Heap,
+    tensors: Sequence[Tensor],
+    shape: Sequence[int],
+    arguments: Hashable,
 ) -> Tensor:
-    """The result, of this shape. ``arguments``: by which the fast path knows the call, with the tensors; None: it does
-    not look for it."""
+    """The result, of this shape and the dtype of the first tensor. ``arguments``: by which the fast path knows the
+    call, with the tensors; None: it does not look for it."""
     from ....kernels.device.tuning.choice import make_together
 
     how: CombineHow = choice.how
-    used = [aligned(t.contiguous()) for t in combined.tensors]
+    used = [aligned(t.contiguous()) for t in tensors]
     with in_stream_order(used[0].device):
         place = choice.workspace_on(where)
         place.raise_if_broken()
@@ -159,6 +160,6 @@ def launch_combined(
         addresses = [t.data_ptr() for t in used]
         kernel.launch(0, addresses, [out.data_ptr()], timeout_ns, current_stream_of(used[0]))
     if arguments is not None:
-        made = launch_cache.LaunchedCall(op, arguments, combined.tensors, used, [out])
+        made = launch_cache.LaunchedCall(op, arguments, [*tensors], used, [out])
         launch_cache.remember_call(made, place, kernel, plan)
     return out

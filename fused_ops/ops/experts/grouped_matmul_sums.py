@@ -133,7 +133,7 @@ def _run_sum(
 ) -> Tensor:
     combined = _multiplied(call)
     if where is not None and choice.algorithm == "push":
-        out = launch_combined(ALL_REDUCE_OP, choice, where, combined, combined.result_shape, None)
+        out = launch_combined(ALL_REDUCE_OP, choice, where, combined.tensors, combined.result_shape, None)
     else:
         total = combined.total()
         out = reduced_on_host_or_unfused(choice, where, total, call.reduce_op, group, ALL_REDUCE_OP)
@@ -146,7 +146,7 @@ def _run_part(
     combined, dim = _multiplied(call), call.scatter_dim
     if where is not None and choice.algorithm == "push":
         shape = part_shape(combined, dim, group.size())
-        out = launch_combined(REDUCE_SCATTER_OP, choice, where, combined, shape, None)
+        out = launch_combined(REDUCE_SCATTER_OP, choice, where, combined.tensors, shape, None)
     else:
         given = ReduceScatterCall(combined.total(), call.reduce_op, dim, call.group_name)
         out = scattered_on_host_or_unfused(choice, where, given, group, REDUCE_SCATTER_OP)

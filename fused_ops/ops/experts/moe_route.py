@@ -10,7 +10,8 @@ from ....kernels.moe_route.reference import MOST_EXPERTS, reference_route
 from .local import define
 
 
-def _validate(ids: Tensor, num_experts: int, first: int, count: int) -> None:
+def validate_route(ids: Tensor, num_experts: int, first: int, count: int) -> None:
+    """Refuses what ``moe_route`` cannot take."""
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"topk_ids: is {ids.dtype}, must be int32 or int64")
     if ids.dim() != 2:
@@ -28,7 +29,8 @@ def _validate(ids: Tensor, num_experts: int, first: int, count: int) -> None:
         raise ValueError(f"topk_ids: has {ids.numel()} elements, must have fewer than 2**31")
 
 
-def _run(ids: Tensor, num_experts: int, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def run_route(ids: Tensor, num_experts: int, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As the op, of what was validated, on the current device."""
     if ids.device.type != "cuda" or why_no_kernel_on("moe_route", ids.device) is not None:
         return reference_route(ids, first, count)
     from ....kernels.moe_route.cuda_kernel import launch_route
@@ -44,7 +46,7 @@ def _fake(ids: Tensor, num_experts: int, first: int, count: int) -> tuple[Tensor
 define(
     "moe_route(Tensor topk_ids, int num_experts, int first_expert, int num_local_experts)"
     " -> (Tensor, Tensor, Tensor)",
-    _validate,
-    _run,
+    validate_route,
+    run_route,
     _fake,
 )

@@ -58,16 +58,25 @@ def _exchange(
 
 
 def exchange_into(
-    workspace: Workspace, parts: Sequence[torch.Tensor], received: Sequence[torch.Tensor], op: str
+    workspace: Workspace,
+    parts: Sequence[torch.Tensor],
+    received: Sequence[torch.Tensor],
+    op: str,
+    longest: int | None = None,
 ) -> None:
-    """``received`` from each rank, [n_i], becomes what that has for this one."""
+    """``received`` from each rank, [n_i], becomes what that has for this one.
+
+    Args:
+        longest: numbers of the longest part of all ranks, where ``received`` does not say it.
+    """
 
     def take(chunk: slice, arrived: list[torch.Tensor]) -> None:
         for src, part in enumerate(arrived):
             into = received[src][chunk]
             into.copy_(part[: into.shape[0]])
 
-    longest = max(received, key=torch.numel).numel()
+    if longest is None:
+        longest = max(received, key=torch.numel).numel()
     _exchange(workspace, parts, longest, parts[0].dtype, op, take)
 
 

@@ -57,6 +57,11 @@ __device__ __forceinline__ u32 word(const uint4& v, int i) { return i == 0 ? v.x
 // The i-th peer to send to, i from 1 on: no two ranks send to the same one at the same time.
 __device__ __forceinline__ constexpr int peer_of(int i) { return (RANK + i) % WORLD_SIZE; }
 
+// Of a receive: every peer sends.
+struct All {
+    __device__ __forceinline__ constexpr bool operator()(int, int) const { return true; }
+};
+
 // One epoch of a block's slots.
 struct Epoch {
     const ExchangeSlots& s;
@@ -112,15 +117,15 @@ struct Epoch {
     }
 
     // The same of every peer at once, from COUNT slots that lie `step` apart: in[k * WORLD_SIZE + sender], where what
-    // stands for this rank stays.
-    template <int COUNT = 1>
-    __device__ __forceinline__ void take_all(u32 index, uint4* in, u32 step = 0) const {
+    // stands for this rank stays, and for peers that have not sent the k-th (`sent(k, sender)`).
+    template <int COUNT = 1, typename Sent = All>
+    __device__ __forceinline__ void take_all(u32 index, uint4* in, u32 step = 0, const Sent& sent = {}) const {
         const auto each = [&](const auto& what) {
 #pragma unroll
             for (int k = 0; k < COUNT; ++k) {
 #pragma unroll
                 for (int src = 0; src < WORLD_SIZE; ++src) {
-                    if (src != RANK) what(in[k * WORLD_SIZE + src], src, index + k * step);
+                    if (src != RANK && sent(k, src)) what(in[k * WORLD_SIZE + src], src, index + k * step);
                 }
             }
         };

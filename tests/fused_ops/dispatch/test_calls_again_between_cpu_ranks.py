@@ -30,6 +30,8 @@ def made(op: str) -> tuple[list[Tensor], Call, int]:
     """Fresh operands of an op, the call, and how many Python calls it may take when it is repeated."""
     n, of, g = torch.randn, fused_ops, world()
     x, matrix, whole, rows = n(17, 9), n(9, 7), n(34, 9), n(17, 9)
+    ids = torch.arange(34).view(17, 2) % 6
+    handle = of.moe_dispatch(x, ids, 6, g, capacity=36)[2] if op == "moe_combine" else None
     scales = [torch.rand(()) + 0.5, torch.rand(()) + 0.5]
     into: dict[str, tuple[list[Tensor], Call, int]] = {
         "all_reduce": ([x], lambda t: of.one_shot_all_reduce(t[0], "sum", g), 48),
@@ -42,6 +44,16 @@ def made(op: str) -> tuple[list[Tensor], Call, int]:
         ),
         "reduce_scatter": ([whole], lambda t: of.one_shot_reduce_scatter(t[0], "avg", 0, g), 52),
         "all_to_all": ([whole], lambda t: of.one_shot_all_to_all(t[0], 0, 1, g), 58),
+        "moe_dispatch": (
+            [x, ids],
+            lambda t: of.moe_dispatch(t[0], t[1], 6, g, align=2),
+            270,
+        ),
+        "moe_combine": (
+            [n(36, 9), torch.rand(17, 2)],
+            lambda t: of.moe_combine(t[0], handle, t[1], g),
+            270,
+        ),
         "all_gather_matmul": ([x, matrix], lambda t: of.fused_all_gather_matmul(t[0], t[1:], 0, g), 60),
         "matmul_reduce_scatter": (
             [whole, matrix, n(7), n(17, 7)],
@@ -72,6 +84,7 @@ def made(op: str) -> tuple[list[Tensor], Call, int]:
 
 OPS = (
     *("all_reduce", "all_reduce_", "all_gather", "all_gather_out", "reduce_scatter", "all_to_all"),
+    *("moe_dispatch", "moe_combine"),
     *("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"),
     *("rms_norm", "layer_norm", "rms_norm_quant"),
     *("all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"),

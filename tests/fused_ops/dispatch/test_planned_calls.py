@@ -52,6 +52,11 @@ def calls(size: int, dtype: torch.dtype, m: int, k: int, n: int) -> list[Call]:
         ("one_shot_all_gather", (x(m, k), 1, None), {}),
         ("one_shot_reduce_scatter", (x(m * size, k), "sum", 0, None), {}),
         ("one_shot_all_to_all", (x(m * size, k), 0, 1, None), {}),
+        (
+            "moe_dispatch",
+            (x(m, k), x(m, 2, dtype=torch.int64), size, None),
+            {"capacity": 2 * size * m},
+        ),
         ("fused_all_reduce_rms_norm", (x(m, k), x(m, k), x(k), 1e-5, None), {}),
         ("fused_all_reduce_rms_norm_quant", (x(m, k), x(m, k), x(k), 1e-5, None), {}),
         ("fused_all_reduce_layer_norm", (x(m, k), x(m, k), x(k), x(k), 1e-5, None), {}),
@@ -124,7 +129,8 @@ def on_gpu(call: Call) -> Call:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a GPU that is there there is more to say")
-def test_gpus_that_are_not_there(of_two: Any) -> None:
+def test_gpus_that_are_not_there(of_two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_UNTESTED", "1")  # moe_dispatch was run on no GPU
     wanted = {
         "fused_all_gather_matmul": "push",
         "fused_matmul_reduce_scatter": "push",
@@ -135,6 +141,7 @@ def test_gpus_that_are_not_there(of_two: Any) -> None:
         "one_shot_all_gather": "push",
         "one_shot_reduce_scatter": "push",
         "one_shot_all_to_all": "push",
+        "moe_dispatch": "push",
         "fused_all_reduce_rms_norm": "push",
         "fused_all_reduce_rms_norm_quant": "push",
         "fused_all_reduce_layer_norm": "push",

@@ -32,6 +32,8 @@ from weft.fused_ops import (
     fused_moe_combine_reduce_scatter,
     fused_scaled_matmul_reduce_scatter,
     last_plan,
+    moe_combine,
+    moe_dispatch,
     one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
@@ -44,6 +46,7 @@ A, B = torch.ones(4, 6), torch.ones(6, 8)
 EXPERTS, INDEX = torch.ones(1, 32, 8), torch.zeros(1, dtype=torch.int32)
 TARGETS = torch.zeros(4, dtype=torch.int64)
 SLOTS, SHARES = torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
+HANDLE = SLOTS, INDEX, INDEX
 A8, B8, ONE = (
     torch.ones(4, 32).to(torch.float8_e4m3fn),
     torch.ones(16, 32).to(torch.float8_e4m3fn).t(),
@@ -100,6 +103,13 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "slots": lambda x: fused_moe_combine_all_reduce(A, x, SHARES, world()),
     "weights": lambda x: fused_moe_combine_reduce_scatter(A, SLOTS, x, 0, world()),
     "shared": lambda x: fused_moe_combine_reduce_scatter(A, SLOTS, SHARES, 0, world(), shared=x),
+    "x      ": lambda x: moe_dispatch(x, SLOTS, 2, world()),
+    "topk_ids": lambda x: moe_dispatch(A, x, 2, world()),
+    "y ": lambda x: moe_combine(x, HANDLE, SHARES, world()),
+    r"handle\.slots": lambda x: moe_combine(A, (x, INDEX, INDEX), SHARES, world()),
+    r"handle\.choices": lambda x: moe_combine(A, (SLOTS, x, INDEX), SHARES, world()),
+    r"handle\.ranks": lambda x: moe_combine(A, (SLOTS, INDEX, x), SHARES, world()),
+    "weights  ": lambda x: moe_combine(A, HANDLE, x, world()),
     "residual  ": lambda x: fused_moe_combine_all_reduce_rms_norm(A, SLOTS, SHARES, x, A[0], 1e-5, world()),
     "weight ": lambda x: fused_moe_combine_all_reduce_rms_norm(A, SLOTS, SHARES, None, x, 1e-5, world()),
     "out": lambda x: one_shot_all_gather(A, 0, world(), out=x),

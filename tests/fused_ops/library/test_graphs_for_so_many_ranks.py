@@ -30,6 +30,8 @@ from weft.fused_ops import (
     fused_moe_combine_all_reduce,
     fused_moe_combine_all_reduce_rms_norm,
     fused_moe_combine_reduce_scatter,
+    moe_combine,
+    moe_dispatch,
     one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
@@ -110,6 +112,11 @@ def multiplied(op: Callable[..., torch.Tensor], x: torch.Tensor, W: torch.Tensor
     return op(rows, experts, offs, slots, x.new_ones(6, 1), "avg", *args, GROUP)
 
 
+def mixed(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
+    rows, _, handle = moe_dispatch(x, torch.zeros(x.shape[0], 1, dtype=torch.int32), 6, GROUP)
+    return moe_combine(rows, handle, x[:, :1], GROUP)
+
+
 #: By its name: of a ProcessGroup, and the default one, Dynamo sees that it is another one and makes a graph anew.
 GROUP = "0"
 PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -129,6 +136,7 @@ PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "moe_combine_all_reduce": lambda x, W: combined(fused_moe_combine_all_reduce, x, GROUP),
     "moe_combine_all_reduce_rms_norm": combined_and_normed,
     "moe_combine_reduce_scatter": lambda x, W: combined(fused_moe_combine_reduce_scatter, x, 0, GROUP),
+    "moe_dispatch and moe_combine": mixed,
     "matmul_all_reduce": lambda x, W: fused_matmul_all_reduce(x, W, "avg", GROUP),
 }
 

@@ -24,6 +24,8 @@ from weft.fused_ops import (
     fused_moe_combine_all_reduce,
     fused_moe_combine_all_reduce_rms_norm,
     fused_moe_combine_reduce_scatter,
+    moe_combine,
+    moe_dispatch,
     one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
@@ -37,6 +39,12 @@ Op = tuple[Callable[..., Tensor], list[Tensor]]
 
 ENDS = torch.tensor([1, 3], dtype=torch.int32)
 SLOTS = torch.tensor([[2, 0], [1, -1], [0, 1]], dtype=torch.int32)
+
+
+def mixed(x: Tensor, weights: Tensor) -> Tensor:
+    """Sent to experts that change nothing, and back."""
+    rows, _, handle = moe_dispatch(x, SLOTS.clamp(min=0), 4, world())
+    return moe_combine(rows, handle, weights, world())
 
 
 def ops() -> list[Op]:
@@ -70,6 +78,7 @@ def ops() -> list[Op]:
             lambda a, w, n: fused_moe_combine_all_reduce_rms_norm(a, SLOTS, w, None, n, 1e-5, world())[0],
             [A[0], x[:3, :2], B[:, 0]],
         ),
+        (lambda a, w, s: mixed(a, w) + s, [x[:3], B[:3, :2], x[3]]),
         (lambda a, w, b: fused_all_reduce_layer_norm(a, None, w, b, 1e-5, world())[0], [x, x[0], x[1]]),
     ]
 

@@ -28,6 +28,8 @@ from weft.fused_ops import (
     fused_moe_combine_all_reduce,
     fused_moe_combine_all_reduce_rms_norm,
     fused_moe_combine_reduce_scatter,
+    moe_combine,
+    moe_dispatch,
     one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
@@ -119,6 +121,7 @@ def calls() -> list[tuple[Callable[..., Any], list[torch.Tensor]]]:
         (lambda a, b: fused_matmul_all_reduce(a, b, "avg", world()), [A, B]),
         (lambda a, b: fused_moe_combine_all_reduce(a, slots, b, world(), shared=a), [A, weights]),
         (lambda a, b: fused_moe_combine_reduce_scatter(a, slots, b, 0, world()), [A, weights]),
+        (sent_to_experts, [A, weights]),
         (
             lambda a, b, c: fused_grouped_matmul_all_reduce(a, b, ends, once, c, "sum", world()),
             [torch.randn(4, 8), torch.randn(2, 8, 16), weights[:, :1]],
@@ -132,6 +135,13 @@ def calls() -> list[tuple[Callable[..., Any], list[torch.Tensor]]]:
             [A, weights, A[0]],
         ),
     ]
+
+
+def sent_to_experts(x: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+    """Rows of experts of all ranks, and their sums, where they came from."""
+    ids = torch.tensor([[0, 1], [3, 2], [1, 3], [4, 0]])[: x.shape[0]]
+    rows, offs, handle = moe_dispatch(x, ids, 4, world(), align=2)
+    return [rows, offs, *handle, moe_combine(rows, handle, weights, world())]
 
 
 def same_bits(got: Any, wanted: Any) -> None:

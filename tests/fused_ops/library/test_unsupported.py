@@ -25,6 +25,8 @@ from weft.fused_ops.dispatch import plan
 NAME = "0"
 B = torch.ones(6, 8)
 SLOTS, SHARES = torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
+CHOSEN = torch.tensor([[1, 0]]).expand(4, 2)
+HANDLE = SLOTS - 1, torch.full((4,), -1, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
 EXPERTS, ENDS = torch.ones(2, 8, 8), torch.tensor([2, 4], dtype=torch.int32)
 OF_SIX = torch.zeros(4, 6, dtype=torch.int32)
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -59,6 +61,8 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "fused_moe_combine_reduce_scatter": lambda a: torch.ops.weft.fused_moe_combine_reduce_scatter(
         a, SLOTS, SHARES, 0, NAME
     ),
+    "moe_dispatch": lambda a: torch.ops.weft.moe_dispatch(a, CHOSEN, 2, NAME)[0],
+    "moe_combine": lambda a: torch.ops.weft.moe_combine(a, *HANDLE, SHARES[:2], NAME)[0],
     "fused_matmul_all_reduce": lambda a: torch.ops.weft.fused_matmul_all_reduce(a, B, "sum", NAME),
 }
 # They refuse what requires a gradient.

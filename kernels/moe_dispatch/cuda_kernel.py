@@ -1,0 +1,98 @@
+"""Launches kernel.cu on contiguous CUDA tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ..device.collective.combine import choice_defines
+from ..device.collective.launch import rounds_defines
+from ..device.collective.rounds import RoundsConfig, rounds_launch
+from ..device.comm import ll_exchange
+from ..device.comm.ll_exchange import ExchangeSlots, ExchangeWorkspace, slots_of
+from ..device.jit.program import Function, Program
+from .configs import MoeProblem
+
+SOURCE = Path(__file__).with_name("kernel.cu")
+
+
+class MoeParams(ctypes.Structure):
+    """The twin of ``Params`` in kernel.cu."""
+
+    _fields_ = (
+        ("slots", ExchangeSlots),
+        *((name, ctypes.c_uint64) for name in ("given", "index", "more", "ranks", "out")),
+        *((name, ctypes.c_uint32) for name in ("vectors", "room", "row", "tokens", "rows")),
+    )
+
+
+def moe_defines(world_size: int, dtype: torch.dtype, choices: int, wide: bool) -> dict[str, str | int]:
+    """What kernel.cu must know, in addition to the rank."""
+    of = choice_defines((choices, wide, False))
+    return {"DTYPE": ll_exchange.DTYPES[dtype], **rounds_defines(world_size), **of}
+
+
+@cache
+def moe_program(
+    world_size: int, rank: int, defined: tuple[torch.dtype, int, bool], *, dependent: bool = False
+) -> Program:
+    """kernel.cu for one rank. ``dependent``: to be launched so (ll_exchange.py)."""
+    of_rank = {"RANK": rank, "DEPENDENT": int(dependent)}
+    return Program(SOURCE, defines=moe_defines(world_size, *defined) | of_rank)
+
+
+def launched_moe(world_size: int, rank: int, defined: tuple[torch.dtype, int, bool]) -> Program:
+    """The one that this process launches."""
+    return moe_program(world_size, rank, defined, dependent=ll_exchange.dependent())
+
+
+class MoeLauncher:
+    """One way on one workspace and one problem: prepared once, launched often.
+
+    Args:
+        place: a workspace with room for ``rounds_layout``; the same call site on every rank.
+        config: the same on every rank.
+
+    Attributes:
+        grids: the blocks of a launch, once for each epoch that it takes.
+    """
+
+    def __init__(self, place: ExchangeWorkspace, problem: MoeProblem, config: RoundsConfig) -> None:
+        launch = rounds_launch(problem.vectors, place.layout, config)
+        self.grids = (launch.blocks,) * launch.epochs
+        self._params = MoeParams(slots_of(place))
+        self._params.vectors, self._params.room = problem.vectors, launch.room
+        self._params.row, self._params.tokens, self._params.rows = problem.row, problem.tokens, problem.rows
+        program = launched_moe(place.layout.world_size, place.rank, problem.defined)
+        function: Function = program.function(f"{problem.way}_{launch.kernel}")
+        self._bound = function.bound(
+            launch.blocks, launch.threads, self._params, dependent=ll_exchange.dependent()
+        )
+        self._lock = threading.Lock()  # a launch takes what stands in its struct
+
+    def launch(
+        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
+    ) -> None:
+        """The whole exchange. Safe to capture in a CUDA graph. The current device must be that of the tensors.
+
+        Args:
+            buffer: not used; epochs alternate by themselves.
+            operands: addresses of x, slots, choices and ranks, or of y, slots, weights and ranks: contiguous tensors,
+                multiples of 16.
+            results: that of the result, likewise.
+            timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
+            stream: a CUstream as an integer.
+
+        Raises:
+            RuntimeError: the kernel cannot be launched.
+        """
+        with self._lock:
+            self._params.slots.watch.timeout_ns = timeout_ns
+            struct.pack_into("5Q", self._params, MoeParams.given.offset, *operands, *results)
+            self._bound(stream)

@@ -1,0 +1,184 @@
+"""The CUDA moe_dispatch and moe_combine and their launcher on the CPU, threads as fibers: tokens that some ranks need,
+one, all or none, epochs of one launch, and a rank that does not come."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from fibers import PATIENT, TORCH, Library, Ranks, build, same
+from test_collective_protocols import any_bits
+from weft.kernels.device.collective.combine import Combined
+from weft.kernels.device.collective.rounds import RoundsConfig
+from weft.kernels.device.comm.ll_exchange import ExchangeLayout
+from weft.kernels.moe_dispatch import cuda_kernel
+from weft.kernels.moe_dispatch.configs import MoeProblem
+from weft.kernels.moe_dispatch.cuda_kernel import SOURCE, MoeLauncher, MoeParams, moe_defines
+from weft.kernels.moe_dispatch.reference import ExpertRanks, rows_by_expert, sum_by_rank, take_tokens
+from weft.kernels.moe_route.reference import reference_route
+from weft.symm_mem.failure.fault import Fault
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+KERNELS = ("dispatch_one_shot", "dispatch_rounds", "combine_one_shot", "combine_rounds")
+MISTAKES = {
+    "a block that hears from no peer": (
+        "if (has(needed, peer) || s.index == 0) exact",
+        "if (has(needed, peer)) exact",
+    ),
+    "a token goes to the wrong rank": (
+        "if (has(needed, peer) || s",
+        "if (has(needed, weft::peer_of(1)) || s",
+    ),
+    "an own token is not stored": ("            store(RANK, s.at, next);\n", ""),
+    "rows of no choice stay as they were": ("        clear(end, threads);\n", ""),
+    "a part that is not needed is added": (
+        "if (!has(p.needed(r, at), RANK)) return make_uint4(0, 0, 0, 0);",
+        "if (!has(p.needed(r, at), RANK)) return make_uint4(~0u, 0, 0, 0);",
+    ),
+}
+
+
+class Kernels:
+    """A stand-in for a loaded program."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.function = ranks.function
+
+
+def compiled(
+    folder: Path, case: tuple[int, str, int, bool], instead: tuple[str, str] | None = None
+) -> Library:
+    size, dtype, choices, wide = case
+    defines = moe_defines(size, TORCH[dtype], choices, wide)
+    return build(folder, SOURCE, KERNELS, MoeParams, defines, instead=instead)
+
+
+class Call:
+    """Tokens of all ranks, of which choices are random, of "one" expert, or of "none"; and what becomes of them."""
+
+    def __init__(self, size: int, tokens: int, hidden: int, case: tuple[int, str, int, bool]) -> None:
+        _, dtype, choices, wide = case
+        self.size, self.tokens, self.hidden, self.dtype = size, tokens, hidden, TORCH[dtype]
+        experts = 2 * size
+        ids = torch.randint(-1, experts + 1, (size * tokens, choices))
+        kind = random.choice(["random", "random", "one", "none", "own"])
+        if kind == "own":
+            ids = (torch.arange(size).repeat_interleave(tokens) * 2)[:, None].expand(-1, choices)
+        elif kind != "random":
+            ids = torch.full_like(ids, {"one": experts - 1, "none": -1}[kind])
+        self.rows = random.choice([1, 2]) * size * tokens * choices + 3
+        self.places = []
+        for rank in range(size):
+            of = ExpertRanks(experts, size, rank, 1)
+            routed = reference_route(ids, of.first, of.each)[1:]
+            self.places.append(rows_by_expert(ids, routed, of, self.rows)[1:4])
+        self.x = any_bits(size * tokens * hidden, self.dtype).view(size, tokens, hidden)
+        self.y = torch.randn(size, self.rows, hidden).to(self.dtype)
+        self.weights = torch.rand(size * tokens, choices).to(torch.float32 if wide else self.dtype)
+        self.wide, self.choices = wide, choices
+
+    def problem(self, way: str) -> MoeProblem:
+        return MoeProblem(way, self.tokens, self.hidden, self.rows, self.choices, self.dtype, self.wide)
+
+    def operands(self, way: str, rank: int) -> list[torch.Tensor]:
+        slots, choices, ranks = self.places[rank]
+        if way == "dispatch":
+            return [self.x[rank], slots, choices, ranks]
+        return [self.y[rank], slots, self.weights, ranks]
+
+    def wanted(self, way: str, rank: int) -> torch.Tensor:
+        if way == "dispatch":
+            return take_tokens(self.x.flatten(0, 1), self.places[rank][1], self.choices)
+        parts = []
+        for r in range(self.size):
+            total = Combined(self.y[r], self.places[r][0], self.weights, None).total()
+            parts.append(total.view(self.size, self.tokens, -1)[rank])
+        return sum_by_rank(torch.stack(parts), self.places[rank][2].view(self.size, -1)[rank])
+
+
+def launch(ranks: Ranks, call: Call, way: str, rank: int, config: RoundsConfig, polls: int) -> torch.Tensor:
+    rows = call.rows if way == "dispatch" else call.tokens
+    out = torch.full((rows + 1, call.hidden), 7.0, dtype=call.dtype)
+    kernel = MoeLauncher(ranks.places[rank], call.problem(way), config)
+    kernel.launch(0, [t.data_ptr() for t in call.operands(way, rank)], [out.data_ptr()], polls, rank)
+    return out
+
+
+def right(library: Library, case: tuple[int, str, int, bool], seed: int, calls: int) -> bool:
+    """Whether calls of all kernels, one after the other, give what they must and leave their slots empty."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    size, made = case[0], []
+    ranks = Ranks(library, ExchangeLayout(size, 256))
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr(cuda_kernel, "launched_moe", lambda *a: Kernels(ranks))
+        for i in range(calls):
+            tokens, row = random.choice([1, 2, 7]), random.choice([1, 3, 5])
+            if large := i % 3 == 2:  # by rounds
+                tokens, row = random.choice([40, 61]), 5
+            call = Call(size, tokens, row * 16 // TORCH[case[1]].itemsize, case)
+            for way in random.sample(["dispatch", "combine"], 2):
+                config = RoundsConfig(64, 1 if large else random.choice([1, 2]), 32, way == "dispatch")
+                outs = [
+                    launch(ranks, call, way, r, config, PATIENT if calls > 8 else 500) for r in range(size)
+                ]
+                made.append((call, way, outs))
+    if not ranks.ends(seed) or ranks.records.any() or not ranks.slots_are_empty():
+        return False
+    assert {KERNELS[n.kernel] for place in ranks.places for n in place.launches} == set(KERNELS)
+    for call, way, outs in made:
+        for rank, out in enumerate(outs):
+            assert bool((out[-1] == 7).all()), "written past the end"
+            want = call.wanted(way, rank)
+            bits = torch.int16 if out.dtype.itemsize == 2 else torch.int32
+            if not (
+                same(out[:-1], want)
+                if way == "combine"
+                else torch.equal(out[:-1].view(bits), want.view(bits))
+            ):
+                return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "case",
+    [(2, "bfloat16", 8, True), (3, "float32", 1, False), (4, "bfloat16", 2, False), (8, "bfloat16", 2, True)],
+    ids=str,
+)
+def test_tokens_go_where_they_are_needed(tmp_path: Path, case: tuple[int, str, int, bool]) -> None:
+    seed = random.randrange(1 << 30)
+    assert right(compiled(tmp_path, case), case, seed, 24 // case[0] + 6), f"seed {seed}"
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(tmp_path: Path, mistake: str) -> None:
+    case = (3, "float32", 2, False)
+    library = compiled(tmp_path, case, MISTAKES[mistake])
+    assert not all(right(library, case, seed, 6) for seed in range(4))
+
+
+@pytest.mark.parametrize("tokens", [4, 60])  # in one epoch, and by rounds
+def test_a_rank_that_does_not_come_is_named(
+    tmp_path: Path, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by ranks that need nothing of it."""
+    case = (3, "float32", 1, False)
+    ranks = Ranks(compiled(tmp_path, case), ExchangeLayout(3, 128))
+    monkeypatch.setattr(cuda_kernel, "launched_moe", lambda *a: Kernels(ranks))
+    monkeypatch.setattr(random, "choice", lambda among: among[-1])  # each token stays where it is
+    call = Call(3, tokens, 12, case)
+    kept = [launch(ranks, call, "dispatch", rank, RoundsConfig(64, 2, 32, True), 500) for rank in range(3)]
+    # Rank 1 comes, but what it sends goes nowhere.
+    elsewhere = torch.zeros_like(ranks.memory)
+    params = MoeParams.from_buffer(ranks.places[1].launches[0], 16)
+    params.slots.watch.words = elsewhere[1].data_ptr()
+    ranks.run(2)
+    assert len(kept) == 3
+    for rank in (0, 2):
+        written, where, peer, *_ = ranks.records[rank].tolist()
+        assert (written, where, peer) == (1, ranks.places[rank].address, 1)
+        assert ranks.faults[rank, Fault.BROKEN] == 1 + 1
