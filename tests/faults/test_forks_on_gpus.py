@@ -44,7 +44,10 @@ def test_a_child_is_refused_and_the_parent_goes_on(rank: int, world_size: int, c
             for name, error in in_child(
                 lambda: {n: refusal(call) for n, call in calls.items()}, "exit"
             ).items():
-                assert error is not None and (error["kind"], error.get("op")) == ("ForkedProcess", name), (name, error)
+                assert error is not None and (error["kind"], error.get("op")) == ("ForkedProcess", name), (
+                    name,
+                    error,
+                )
         right()
         symm_mem.set_checked(False)
         symm_mem.reset()
