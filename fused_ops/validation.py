@@ -55,6 +55,8 @@ def tensors(name: str, values: Any) -> list[torch.Tensor]:
 def integer(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: is {type_text(value)}, must be an integer")
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{name}: is {value}, must be at least -2**63 and below 2**63")
 
 
 def dimension(name: str, value: Any, tensor_name: str, ndim: int) -> None:
@@ -147,8 +149,8 @@ def integers(name: str, values: Any) -> tuple[int, ...]:
         raise TypeError(f"{name}: is {type_text(values)}, must be a sequence of integers")
     for i, value in enumerate(values):
         integer(f"{name}[{i}]", value)
-        if not 0 <= value < 1 << 63:
-            raise ValueError(f"{name}[{i}]: is {value}, must be at least 0 and below 2**63")
+        if value < 0:
+            raise ValueError(f"{name}[{i}]: is {value}, must be at least 0")
     return tuple(values)
 
 

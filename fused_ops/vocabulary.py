@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from ..kernels.linear_cross_entropy.reference import Loss
-from ..symm_mem import Group, group_name, is_checked
+from ..symm_mem import Group, group_name, is_checked, resolve_group
 from . import validation
 from .dispatch.callers import of_graph
 from .dispatch.tensor_guards import needs_no_dispatch
 from .library import schema
+from .ops.vocabulary.linear_cross_entropy import LINEAR_CROSS_ENTROPY, LinearCrossEntropyCall
 
 _REDUCTIONS = ("none", "mean", "sum")
 
@@ -88,13 +89,12 @@ def fused_linear_cross_entropy(
     _tensors(bias, targets, x=x, weight_shard=weight_shard)
     loss = _loss(reduction, ignore_index, label_smoothing, z_loss)
     named = _scored(vocab_start, softcap, temperature)
-    name = group_name(group)
-    whole, partial_x = _gathered(x, sequence_dim, name)
-    named |= {"partial_x": partial_x, **_of_loss(loss), **of_graph(name)}
-    operands, summed = (whole, weight_shard, bias, targets, name), reduction != "none"
+    given, summed = (weight_shard, bias, targets, group_name(group)), reduction != "none"
+    named |= {"partial_x": sequence_dim is not None, **_of_loss(loss), **of_graph(given[-1])}
+    whole = _gathered(x, sequence_dim, given, named)
     # Of float16, a mean's gradients of logits may be too small for numbers: then it is divided at the end.
     mean = reduction == "mean" and x.dtype != torch.float16
-    values, bounds, _ = schema.linear_cross_entropy(*operands, summed=summed, mean=mean, **named)
+    values, bounds, _ = schema.linear_cross_entropy(whole, *given, summed=summed, mean=mean, **named)
     _check_targets(targets, bounds, ignore_index)
     if not summed:
         return _rows(loss, values, targets)
@@ -151,15 +151,10 @@ def fused_linear_log_probs(
     _loss("none", ignore_index, 0.0, 0.0)
     named = _scored(vocab_start, softcap, temperature)
     validation.flags(return_entropy=return_entropy)
-    name = group_name(group)
-    whole, partial_x = _gathered(x, sequence_dim, name)
-    named |= {
-        "partial_x": partial_x,
-        "extra": "entropy" if return_entropy else "",
-        "ignore_index": ignore_index,
-    }
-    operands = whole, weight_shard, bias, targets, name
-    values, bounds, _ = schema.linear_log_probs(*operands, **named, **of_graph(name))
+    given, extra = (weight_shard, bias, targets, group_name(group)), "entropy" if return_entropy else ""
+    named |= {"partial_x": sequence_dim is not None, "extra": extra, "ignore_index": ignore_index}
+    whole = _gathered(x, sequence_dim, given, named)
+    values, bounds, _ = schema.linear_log_probs(whole, *given, **named, **of_graph(given[-1]))
     _check_targets(targets, bounds, ignore_index)
     counts = targets != ignore_index
     log_probs = (values[1] - values[0]).view(targets.shape).where(counts, 0)
@@ -267,14 +262,18 @@ def _scored(vocab_start: Any, softcap: Any, temperature: Any) -> dict[str, Any]:
     return {"vocab_start": vocab_start, "softcap": softcap, "temperature": temperature}
 
 
-def _gathered(x: Tensor, sequence_dim: Any, name: str) -> tuple[Tensor, bool]:
-    """x of all ranks, and whether it was gathered."""
+def _gathered(x: Tensor, sequence_dim: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+    """x of all ranks. What else the op is given is refused before."""
     if sequence_dim is None:
-        return x, False
+        return x
     validation.dimension("sequence_dim", sequence_dim, "x", x.dim())
     if sequence_dim % x.dim() == x.dim() - 1:
         raise ValueError(f"sequence_dim: is {sequence_dim}, must not be the last dimension of x")
-    return schema.all_gather(x, sequence_dim, name, **of_graph(name)), True
+    if not torch.compiler.is_compiling():
+        shape = [*x.shape]
+        shape[sequence_dim] *= resolve_group(given[-1]).size()
+        LINEAR_CROSS_ENTROPY.validate(LinearCrossEntropyCall(x.new_empty(1).expand(shape), *given, **named))
+    return schema.all_gather(x, sequence_dim, given[-1], **of_graph(given[-1]))
 
 
 def _rows(loss: Loss, values: Tensor, targets: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from losses import expected_loss, run_loss
 from torch import Tensor
 from weft.fused_ops import (
     fused_all_gather_grouped_matmul,
@@ -46,8 +47,10 @@ OPS = (
     "all_gather_grouped_matmul",
     "grouped_matmul_all_reduce",
     "grouped_matmul_reduce_scatter",
+    "linear_cross_entropy",
+    "cross_entropy",
 )
-OF_EXPERTS = OPS[-3:]
+OF_EXPERTS, OF_A_VOCABULARY = OPS[-5:-2], OPS[-2:]
 EXPERTS, CHOICES = 3, 2  # of each token
 SCALED = ("all_gather_scaled_matmul", "scaled_matmul_reduce_scatter")  # operands of fp8, results of 16 bits
 STARTED = (
@@ -147,7 +150,7 @@ def draw(rng: random.Random, device: str, op: str, big: bool = False) -> Call:
     lead = (rows, *others) if rng.random() < 0.5 else (*others, rows)
     k = rng.choice((64, 72, 128, 256)) if cuda else rng.choice((1, 17, 48)) if few else rng.randint(1, 48)
     n = rng.choice((64, 72, 136, 264)) if cuda else rng.choice((1, 16, 33)) if few else rng.randint(1, 40)
-    if op in OF_EXPERTS:
+    if op in OF_EXPERTS or op in OF_A_VOCABULARY:
         lead = (rows,)
     if op in SCALED or op in OF_EXPERTS:
         k, n = -(-k // 16) * 16, -(-n // 16) * 16
@@ -167,7 +170,7 @@ def draw(rng: random.Random, device: str, op: str, big: bool = False) -> Call:
         lead,
         k,
         n,
-        0 if op in STARTED or op in OF_EXPERTS else rng.randrange(len(lead) + last_too),
+        0 if op in (*STARTED, *OF_EXPERTS, *OF_A_VOCABULARY) else rng.randrange(len(lead) + last_too),
         rng.random() < 0.3,
         rng.choice((1, 1, 1, 2)),
         rng.random() < 0.3,
@@ -188,6 +191,9 @@ def operands(call: Call, pool: Pool, world_size: int) -> tuple[Tensor, list[Tens
         if call.unscaled in ("reduce_scatter", "all_to_all"):
             shape[call.dim] *= w
         return pool.window(*where, w, *shape, grain=call.grain), []
+    if call.op in OF_A_VOCABULARY:
+        a = pool.window(*where, 1, *lead, k, grain=call.grain).expand(w, -1, -1)
+        return a, [pool.window(call.dtype, call.starts[1], w, n, k, grain=call.grain)]
     if call.op in OF_EXPERTS:
         rows = lead[0] if call.op == "all_gather_grouped_matmul" else lead[0] * w * CHOICES
         a = pool.window(*where, w, rows, k, grain=call.grain)
@@ -303,6 +309,8 @@ def _expected_experts(call: Call, a: Tensor, bs: list[Tensor], rank: int) -> lis
 
 def run(call: Call, a: Tensor, bs: list[Tensor], rank: int, group: dist.ProcessGroup) -> list[Tensor]:
     """This rank's results."""
+    if call.op in OF_A_VOCABULARY:
+        return run_loss(call.op, a, bs[0], (rank, call.return_A), group)
     if call.op in OF_EXPERTS:
         return _run_experts(call, a, bs, rank, group)
     if call.op in SCALED:
@@ -333,6 +341,8 @@ def run(call: Call, a: Tensor, bs: list[Tensor], rank: int, group: dist.ProcessG
 
 def expected(call: Call, a: Tensor, bs: list[Tensor], rank: int) -> list[Tensor]:
     """What ``run`` must give."""
+    if call.op in OF_A_VOCABULARY:
+        return expected_loss(call.op, a, bs[0])
     if call.op in OF_EXPERTS:
         return _expected_experts(call, a, bs, rank)
     w = a.shape[0]

@@ -113,12 +113,9 @@ def _start(shifted: Any, outside: Any, width: int) -> tuple[int, fx.Node]:
     if not calls(below, aten.lt.Scalar) or not calls(past, aten.ge.Scalar):
         raise why
     (targets, start), (same, end) = below.args, past.args
-    if (
-        same is not targets
-        or not isinstance(start, int)
-        or not known(start < end)
-        or not known(end <= start + width)
-    ):
+    if same is not targets or not isinstance(start, int):
+        raise why
+    if not known(start < end) or not known(end <= start + width):
         raise why
     # Inductor takes a difference to 0 out: one rank's graph has none.
     if calls(shifted, aten.sub.Tensor) and shifted.args[1] == start:

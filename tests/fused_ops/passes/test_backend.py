@@ -154,6 +154,7 @@ def test_variables_of_one_setting_are_read_with_a_warning(monkeypatch: pytest.Mo
         ("collectives=auto,sequence_parallel=1", {"collectives": "auto", "sequence_parallel": True}),
         ("reorder=1, gathers=1 ,buckets=1", {"reorder": True, "gathers": 1, "buckets": True}),
         ("reorder=1.0,gathers=3,buckets=4096", {"reorder": 1.0, "gathers": 3, "buckets": 4096}),
+        ("loss_parallel=4096", {"loss_parallel": 4096}),
     ],
 )
 def test_values_of_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, read: dict[str, Any]) -> None:
@@ -174,6 +175,7 @@ def test_values_of_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, r
         ("reorder=nan", "WEFT_PASS: reorder is 'nan', must be 0, 1 or a number of 0 or more$"),
         ("gathers=0", "WEFT_PASS: gathers is '0', must be a whole number"),
         ("buckets=-1", "WEFT_PASS: buckets is '-1', must be 0, 1 or a number of bytes$"),
+        ("loss_parallel=all", "WEFT_PASS: loss_parallel is 'all', must be 0, 1 or a number of bytes$"),
     ],
 )
 def test_what_the_environment_may_not_have(monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:

@@ -133,3 +133,15 @@ def test_which_logits_are_whole(program: Callable[..., Any], dtype: torch.dtype,
         entry = fusion.report().entries[0]
         assert entry.fused_into == (LINEAR if whole is None else OP), entry
         assert (f"; its logits are whole: {whole}" in entry.detail) == bool(whole), entry
+
+
+def test_bytes_of_logits() -> None:
+    assert (
+        FusionPass(loss_parallel=True).logits == 256 << 20 and FusionPass(loss_parallel=4096).logits == 4096
+    )
+    with pytest.raises(
+        TypeError, match=r"loss_parallel: is '1', must be True or False, or the bytes of a rank's"
+    ):
+        FusionPass(loss_parallel="1")  # type: ignore[typeddict-item]
+    with pytest.raises(ValueError, match="loss_parallel: is -1, must be 0 or more"):
+        FusionPass(loss_parallel=-1)
