@@ -132,7 +132,9 @@ KERNELS: dict[str, KernelRow] = {
         _SCATTERS[:1], ALL, "peer access, cuBLAS", *_H200, "h200-x2-matmul_reduce_scatter.json"
     ),
     "linear_cross_entropy/triton_kernel.py": KernelRow((), ALL, "", *_H200, "h200-x2-vocabulary.json"),
-    "moe_dispatch/kernel.cu": KernelRow(("moe_dispatch",), ALL, _PEERS, "", "", ""),
+    "moe_dispatch/kernel.cu": KernelRow(
+        ("moe_dispatch",), ALL, _PEERS, "H200", "2026-11-29", "h200-x1-moe-dispatch.txt"
+    ),
     "moe_route/kernel.cu": KernelRow(
         ("moe_route",), _FROM_HOPPER, "clusters", "H200", "2026-11-29", "h200-x1-grouped-matmul.txt"
     ),

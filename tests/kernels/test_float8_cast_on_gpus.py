@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantised import E4M3, E5M2
-from test_float8_cast import check_casts, matrices
+from quantised import E4M3, E5M2, check_casts, matrices
 from weft.kernels.float8_cast.cuda_kernel import Float8Cast
 from weft.kernels.float8_cast.reference import Float8, reference_cast, reference_maxima
 

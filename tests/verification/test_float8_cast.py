@@ -5,17 +5,16 @@ from __future__ import annotations
 import ctypes
 import random
 import shutil
-from math import inf, nan
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fibers import TORCH, Ranks, build
-from quantised import E4M3, E5M2, same_bits
+from quantised import E4M3, E5M2, check_casts, matrices
 from torch import Tensor
 from weft.kernels.float8_cast.cuda_kernel import SOURCE, CastParams, Float8Cast, cast_program
-from weft.kernels.float8_cast.reference import Float8, reference_cast, reference_maxima
+from weft.kernels.float8_cast.reference import reference_cast, reference_maxima
 from weft.symm_mem.backends import cuda_state
 from weft.symm_mem.workspace import Layout
 
@@ -38,33 +37,6 @@ def built(
     ):
         monkeypatch.setattr(gpu, name, stand_in)
     return ranks
-
-
-def matrices(dtype: torch.dtype) -> list[list[Tensor]]:
-    """Of one tile, of several, of a part of one; that lie anyhow; zeros, nothing, something infinite and NaNs."""
-
-    def drawn(*shape: int) -> Tensor:
-        return (
-            torch.randn(*shape) * torch.exp2(torch.randint(-30, 3, (shape[0], *[1] * (len(shape) - 1))))
-        ).to(dtype)
-
-    endless, unknown, tiny = drawn(16, 32), drawn(16, 16), torch.full((16, 16), 2.0**-24).to(dtype)
-    endless[3, 5], unknown[2, 7] = -inf, nan
-    shifted = torch.empty(1 + 16 * 48, dtype=dtype)[1:].view(16, 48).copy_(drawn(16, 48))
-    return [
-        [drawn(144, 80), drawn(7, 16), drawn(2, 3, 32)],
-        [drawn(272, 64), drawn(48, 160).t(), shifted],
-        [torch.zeros(16, 16, dtype=dtype), endless, unknown, tiny, drawn(1, 16)[:0], drawn(5, 7, 16)],
-    ]
-
-
-def check_casts(made: list[Float8], want: list[Float8]) -> None:
-    for one, as_torch in zip(made, want, strict=True):
-        assert torch.equal(one.scale.nan_to_num(-1), as_torch.scale.nan_to_num(-1)), "scale"
-        assert same_bits(one.numbers, as_torch.numbers), "numbers"
-        assert (one.transposed is None) == (as_torch.transposed is None)
-        if one.transposed is not None and as_torch.transposed is not None:
-            assert same_bits(one.transposed, as_torch.transposed), "transposed"
 
 
 def check_bits(ranks: Ranks, given: list[Tensor], to: torch.dtype) -> None:
