@@ -38,22 +38,19 @@ def test_eight_ranks(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not wrong(op, uses(op, monkeypatch, op.compiled().result(), seed, count=2, paces=paces))
 
 
-CROWDED = [
-    *(GATHERS["beside"], GATHERS["comm_sms"], GATHERS["split"], GATHERS["returned-split"], SCATTERS["2"]),
-    *(SCATTERS["staged-3"], SCATTERS["4"], SCATTERS["to-all"], SCATTERS["to-all-3"], SCATTERS["batches"]),
-]
-OF_CROWDED = [
+OF_CROWDED = (
     "beside",
     "comm_sms",
     "split",
-    "returned",
+    "returned-split",
     "2",
     "staged-3",
     "4",
     "to-all",
     "to-all-3",
     "batches",
-]
+)
+CROWDED = [{**GATHERS, **SCATTERS}[name] for name in OF_CROWDED]
 
 
 @pytest.mark.parametrize("op", CROWDED, ids=OF_CROWDED)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
@@ -34,6 +36,25 @@ def kernels(graph: fx.Graph) -> list[str]:
     return [n.target._opname for n in found if n.target.namespace != "weft"]
 
 
+def collectives(graph: fx.Graph) -> list[str]:
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    return [n.target._opname for n in nodes if communicates(n) or waits(n)]
+
+
+@contextmanager
+def passed(names: Callable[[fx.Graph], list[str]] = kernels) -> Iterator[list[list[str]]]:
+    """What is in each graph that a pass has gone over, compiled anew."""
+    graphs: list[list[str]] = []
+    as_always = FusionPass.__call__
+
+    def call(self: FusionPass, graph: fx.Graph) -> None:
+        as_always(self, graph)
+        graphs.append(names(graph))
+
+    with patch.object(FusionPass, "__call__", call), inductor_config.patch(fx_graph_cache=False):
+        yield graphs
+
+
 def called(code: str) -> list[str]:
     """The kernels that generated code calls, in order."""
     found = re.findall(r"(?:extern_kernels|torch\.ops\._c10d_functional)\.(\w+)(?:\.default)?\(", code)
@@ -45,15 +66,8 @@ def trained(
 ) -> tuple[list[Tensor], Report, list[tuple[list[str], list[str]]]]:
     x, shards = operands(rank)
     fusion = FusionPass([], reorder=reorder)  # fuses nothing
-    graphs: list[list[str]] = []
-    as_always = FusionPass.__call__
-
-    def call(self: FusionPass, graph: fx.Graph) -> None:
-        as_always(self, graph)
-        graphs.append(kernels(graph))
-
     torch._dynamo.reset()
-    with patch.object(FusionPass, "__call__", call), inductor_config.patch(fx_graph_cache=False):
+    with passed() as graphs:
         compiled = torch.compile(model, options=fusion.options)
 
         def step() -> Tensor:
@@ -96,12 +110,6 @@ def test_training_with_gathered_weights() -> None:
 
 def inferred(rank: int, world: int) -> list[tuple[list[str], list[str]]]:
     """Weights that are large beside what they multiply: Inductor would hold one at a time."""
-    graphs: list[list[str]] = []
-    as_always = FusionPass.__call__
-
-    def call(self: FusionPass, graph: fx.Graph) -> None:
-        as_always(self, graph)
-        graphs.append(kernels(graph))
 
     def fn(x: Tensor, shards: list[Tensor]) -> Tensor:
         for shard in shards:
@@ -114,11 +122,7 @@ def inferred(rank: int, world: int) -> list[tuple[list[str], list[str]]]:
     shards = [torch.randn(1024, 256) / 32 for _ in range(4)]
     torch._dynamo.reset()
     options = FusionPass([], reorder=2.0).options
-    with (
-        torch.no_grad(),
-        patch.object(FusionPass, "__call__", call),
-        inductor_config.patch(fx_graph_cache=False),
-    ):
+    with torch.no_grad(), passed() as graphs:
         y, codes = run_and_get_code(torch.compile(fn, options=options), x, shards)
     torch.testing.assert_close(y, fn(x, shards))
     return list(zip(graphs, map(called, codes), strict=True))
@@ -151,13 +155,6 @@ def two_dimensions(rank: int, world: int, settings: list[float | bool]) -> tuple
     """Weights gathered over one dimension of a 2 x 2 mesh, activations gathered and scattered over the other."""
     data, tensor = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")).get_all_groups()
     names = [g.group_name for g in (data, tensor)]
-    graphs: list[list[str]] = []
-    as_always = FusionPass.__call__
-
-    def call(self: FusionPass, graph: fx.Graph) -> None:
-        as_always(self, graph)
-        nodes = [n for n in graph.nodes if n.op == "call_function"]
-        graphs.append([n.target._opname for n in nodes if communicates(n) or waits(n)])
 
     def fn(x: Tensor, shards: list[Tensor]) -> Tensor:
         for up, down in zip(shards[::2], shards[1::2], strict=True):
@@ -171,7 +168,7 @@ def two_dimensions(rank: int, world: int, settings: list[float | bool]) -> tuple
     x, shards = torch.randn(32, 64), [torch.randn(32, 64) / 8 for _ in range(6)]
     fusion = FusionPass([tensor], reorder=settings[rank])
     torch._dynamo.reset()
-    with patch.object(FusionPass, "__call__", call), inductor_config.patch(fx_graph_cache=False):
+    with passed(collectives) as graphs:
         y = torch.compile(fn, options=fusion.options)(x, shards)
     torch.testing.assert_close(y, fn(x, shards), rtol=1e-4, atol=1e-4)
     report = fusion.report()
