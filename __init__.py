@@ -79,12 +79,6 @@ else:
             return getattr(
                 importlib.import_module("weft.symm_mem" if name in _ERRORS else "weft.fused_ops"), name
             )
-        if name in _MOVED:
-            module = _MOVED[name]
-            warnings.warn(
-                f"weft.{name} is deprecated, use weft.{module}.{name}", DeprecationWarning, stacklevel=2
-            )
-            return getattr(importlib.import_module(f"weft.{module}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -154,13 +148,6 @@ _ERRORS = (
     "RankMismatch",
     "WeftError",
 )
-#: Names that stood here before, and the submodule that has them: for one release.
-_MOVED = {
-    **dict.fromkeys(("CallsTaken", "installed", "installed_calls", "uninstall"), "drop_in"),
-    **dict.fromkeys(("GroupCalls", "WeftProcessGroup", "is_weft_group"), "fused_ops"),
-    **dict.fromkeys(("Report", "fusion_report", "measure_costs", "timeline"), "passes"),
-    **dict.fromkeys(("local_state_dict", "sharded_state_dict"), "checkpoint"),
-}
 
 
 def _make_process_group(options: Any, backend_options: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.all_reduce.host import IN_PLACE, OP
+from ..kernels.all_reduce import IN_PLACE, OP
 from ..symm_mem import Group, group_name
 from . import validation
 from .dispatch.callers import known_name, of_graph

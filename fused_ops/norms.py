@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.all_reduce_rms_norm.host import OP
+from ..kernels.all_reduce_rms_norm import OP
 from ..symm_mem import Group, group_name
 from . import validation
 from .dispatch.callers import known_name, of_graph

@@ -10,26 +10,8 @@ from collections.abc import Iterator
 _PREFIX = "WEFT_"
 #: All that weft and its tests read.
 VARIABLES = (
-    *(
-        "WEFT_AGREE",
-        "WEFT_ARCH",
-        "WEFT_BUCKETS",
-        "WEFT_CACHE_DIR",
-        "WEFT_CHECK",
-        "WEFT_COLLECTIVES",
-        "WEFT_FUSE",
-        "WEFT_FUZZ",
-    ),
-    *(
-        "WEFT_INSTALL",
-        "WEFT_NCCL_ALL_REDUCE_FROM",
-        "WEFT_NVRTC_OPTIONS",
-        "WEFT_PASS",
-        "WEFT_PDL",
-        "WEFT_REGATHER",
-        "WEFT_REORDER",
-    ),
-    *("WEFT_REPORT", "WEFT_RESERVED_SMS", "WEFT_SEQUENCE_PARALLEL", "WEFT_SHARE_GPUS", "WEFT_STRICT"),
+    *("WEFT_ARCH", "WEFT_CACHE_DIR", "WEFT_CHECK", "WEFT_FUZZ", "WEFT_INSTALL", "WEFT_NCCL_ALL_REDUCE_FROM"),
+    *("WEFT_NVRTC_OPTIONS", "WEFT_PASS", "WEFT_PDL", "WEFT_REPORT", "WEFT_RESERVED_SMS", "WEFT_SHARE_GPUS"),
     *("WEFT_TEST_SHARED_GPUS", "WEFT_TIMEOUT", "WEFT_TUNE", "WEFT_UNTESTED"),
 )
 

@@ -2,19 +2,10 @@
 
 It holds control words, flags and two data buffers, which calls take in turn. Words and flags count epochs of a buffer:
 each has one writer and only grows, modulo 2^32, so a captured CUDA graph goes on counting when it is replayed.
-
-Epoch ``e`` of buffer ``h`` (``e = EPOCH[h] + 1``) runs like this on every rank:
-
-=============  =====================================================================================
-acquire        Before the first store to rank p: wait for ``done(h)[p] >= e - 1`` in *my* words.
-data, flag     Store data into p's buffer, then ``flags(h)[me][i] = e`` in p's words (release, system
-               scope). p reads the data after it saw ``flags(h)[me][i] == e`` (acquire).
-done           When nothing of my buffer is read any more: ``EPOCH[h] = e`` in my words, then
-               ``done(h)[me] = e`` in every rank's words (release, system scope).
-=============  =====================================================================================
+docs/protocol.md#workspace-protocol says what happens in an epoch, and why that is right.
 
 With ``Layout.ll_protocol`` data is its own flag: buffers are zero at first, no word that is sent is zero, and the
-receiver zeroes what it has read before it is done. docs/protocol.md#workspace-protocol has the proof.
+receiver zeroes what it has read before it is done.
 
 An epoch that does not end, because a wait in it expired or an exception left it, breaks the group on this rank
 (failure/fault.py) until all ranks reset it together.
@@ -245,7 +236,7 @@ class _BufferWords:
 
 
 class HostEpoch:
-    """One epoch of a buffer on a CPU rank: the protocol above in plain stores, whose order x86-64 keeps.
+    """One epoch of a buffer on a CPU rank: the protocol in plain stores, whose order x86-64 keeps.
 
         with HostEpoch(workspace, "an_op") as epoch:
             ...

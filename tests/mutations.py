@@ -25,7 +25,7 @@ _NORMS = "tests/fused_ops/ops/test_all_reduce_rms_norm.py"
 _FIBER_NORMS = "tests/verification/test_all_reduce_rms_norm_protocol.py"
 _SCATTER = "tests/fused_ops/ops/test_matmul_reduce_scatter.py"
 _SUMS = "tests/fused_ops/ops/test_grouped_matmul_sums.py"
-_OWN_PART = "torch.mm(a.float(), b.float()) if rank == workspace.rank else torch.mm(a, b)"
+_WIDE = 'torch.float32 if choice.algorithm == "host" else call.A.dtype'
 
 MUTANTS = [
     # symm_mem
@@ -100,9 +100,9 @@ MUTANTS = [
     ),
     # kernels between CPU ranks
     Mutant(
-        "kernels/matmul_reduce_scatter/host.py",
-        _OWN_PART,
-        "torch.mm(a, b)",
+        "fused_ops/ops/matmul_reduce_scatter.py",
+        _WIDE,
+        "call.A.dtype",
         f"{_SCATTER}::test_sums_in_float32_in_rank_order",
     ),
     Mutant(
@@ -112,15 +112,15 @@ MUTANTS = [
         f"{_SCATTER}::test_sums_in_float32_in_rank_order",
     ),
     Mutant(
-        "kernels/matmul_all_reduce/host.py",
-        "torch.mm(a.float(), b.float())",
-        "torch.mm(a, b).float()",
+        "fused_ops/ops/matmul_all_reduce.py",
+        _WIDE,
+        "call.A.dtype",
         "tests/fused_ops/ops/test_matmul_all_reduce.py::test_own_parts_are_not_rounded",
     ),
     Mutant(
-        "kernels/device/collective/host_exchange.py",
-        "arrived[rank] = parts[rank][chunk]",
-        "arrived[rank] = parts[rank][chunk].to(dtype)",
+        "fused_ops/ops/scaled_matmul_reduce_scatter.py",
+        "product = exact_product(*operands)",
+        "product = exact_product(*operands).to(out_dtype)",
         "tests/fused_ops/ops/test_scaled_matmuls.py::test_sums_in_float32_in_rank_order",
     ),
     Mutant(
@@ -148,9 +148,9 @@ MUTANTS = [
         _NORMS,
     ),
     Mutant(
-        "kernels/all_gather_matmul/host.py",
-        "torch.mm(shard.float(), b.float())",
-        "torch.mm(shard, b).float()",
+        "fused_ops/ops/all_gather_matmul.py",
+        "a.float() @ b.float()",
+        "(a @ b).float()",
         "tests/fused_ops/ops/test_all_gather_matmul.py::test_sums_in_float32",
     ),
     Mutant(

@@ -11,7 +11,6 @@ import tokenize
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
 import weft
 
 ROOT = Path(__file__).parent.parent
@@ -280,16 +279,6 @@ assert not copies, copies
         "module 'weft.fused_ops' has no attribute 'fused_everything'",
         "module 'weft' has no attribute 'fused_everything'",
     ]
-
-
-def test_names_that_have_moved_are_found_with_a_warning() -> None:
-    assert {"uninstall": "drop_in", "local_state_dict": "checkpoint"}.items() <= weft._MOVED.items()
-    assert len(weft._MOVED) == 13
-    for name, module in weft._MOVED.items():
-        words = rf"^weft\.{name} is deprecated, use weft\.{module}\.{name}$"
-        with pytest.warns(DeprecationWarning, match=words) as caught:
-            assert getattr(weft, name) is getattr(getattr(weft, module), name)
-        assert len([w for w in caught if w.filename == __file__]) == 1
 
 
 def for_type_checkers(file: Path) -> set[str]:

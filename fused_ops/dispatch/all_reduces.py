@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.all_reduce import host
+from ...kernels.all_reduce import OP
 from ...kernels.all_reduce.configs import (
     AllReduceConfig,
     all_reduce_layout,
@@ -91,7 +91,7 @@ def choose_sum_on_cuda(
 
 
 def prepare_all_reduce(
-    choice: Choice, where: Heap, x: Tensor, reduce_op: str, name: str = host.OP
+    choice: Choice, where: Heap, x: Tensor, reduce_op: str, name: str = OP
 ) -> PreparedKernel:
     """What the workspace keeps for such calls. The ranks compile together, by a name: what a wait counts is not what a
     peer still compiles."""

@@ -69,13 +69,16 @@ class Choice:
         """
         return workspace_of(heap, self.kind, self.layout)
 
-    def begin_on(self, heap: Heap) -> Workspace[Any]:
-        """The workspace; the call's plan is noted (``ran``). Of a call like one before both are known."""
+    def begin_on(self, heap: Heap, op: str = "") -> Workspace[Any]:
+        """The workspace; the call's plan is noted (``ran``). Of a call like one before both are known.
+        ``op``: its name, if an exception from here on is to break the group."""
         if self.found is not None:
             workspace, this_thread.plan = self.found
-            return workspace
-        workspace = self.workspace_on(heap)
-        ran(self.plan_in(workspace))
+        else:
+            workspace = self.workspace_on(heap)
+            ran(self.plan_in(workspace))
+        if op:
+            workspace.begins(op)
         return workspace
 
     def plan_in(self, workspace: Workspace[Any] | None) -> Plan:

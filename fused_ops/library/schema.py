@@ -27,58 +27,29 @@ if TYPE_CHECKING:
 for _op in OPS:
     lib.define(_op.schema, tags=_TAGS)
     globals()[_op.name.removeprefix("fused_").removeprefix("one_shot_")] = _op.overload
+_SIZE = "int? group_size=None"
+_SIGNAL, _SIGNALS = "Tensor(a!) x, int peer, str group_name", "Tensor(a!)[] xs, int[] peers, str group_name"
 # Of registered tensors. ``x`` is this rank's, by which the registration is found. All write to it, as far as a graph is
 # concerned: so each keeps its place among the others and among what reads the tensor.
-lib.define("signal(Tensor(a!) x, int peer, str group_name, *, int? group_size=None) -> ()", tags=_TAGS)
-lib.define("wait(Tensor(a!) x, int peer, str group_name, *, int? group_size=None) -> ()", tags=_TAGS)
-lib.define(
-    "put(Tensor(a!) x, Tensor source, int peer, str group_name, *, int? group_size=None) -> ()", tags=_TAGS
+_OF_REGISTERED = (
+    f"signal({_SIGNAL}, *, {_SIZE}) -> ()",
+    f"wait({_SIGNAL}, *, {_SIZE}) -> ()",
+    f"put(Tensor(a!) x, Tensor source, int peer, str group_name, *, {_SIZE}) -> ()",
+    f"get(Tensor(a!) x, Tensor(b!) out, int peer, str group_name, *, {_SIZE}) -> ()",
+    f"batch_put(Tensor(a!)[] xs, Tensor[] sources, int[] peers, str group_name, *, {_SIZE}) -> ()",
+    f"batch_signal({_SIGNALS}, *, {_SIZE}) -> ()",
+    f"batch_wait({_SIGNALS}, *, {_SIZE}) -> ()",
 )
-lib.define(
-    "get(Tensor(a!) x, Tensor(b!) out, int peer, str group_name, *, int? group_size=None) -> ()", tags=_TAGS
-)
-lib.define(
-    "batch_put(Tensor(a!)[] xs, Tensor[] sources, int[] peers, str group_name, *, int? group_size=None) -> ()",
-    tags=_TAGS,
-)
-lib.define(
-    "batch_signal(Tensor(a!)[] xs, int[] peers, str group_name, *, int? group_size=None) -> ()", tags=_TAGS
-)
-lib.define(
-    "batch_wait(Tensor(a!)[] xs, int[] peers, str group_name, *, int? group_size=None) -> ()", tags=_TAGS
-)
-
-lib.define(
-    "all_gather_start(Tensor x, str group_name, *, bool placed=False, int? group_size=None) -> Tensor",
-    tags=_ANY_STRIDES,
-)
-lib.define(
-    "all_gather_wait(Tensor started, Tensor x, str group_name, *, bool placed=False, int? group_size=None) -> Tensor",
-    tags=_ANY_STRIDES,
-)
-lib.define(
+_ASYNC = (
+    f"all_gather_start(Tensor x, str group_name, *, bool placed=False, {_SIZE}) -> Tensor",
+    f"all_gather_wait(Tensor started, Tensor x, str group_name, *, bool placed=False, {_SIZE}) -> Tensor",
     # It writes to what was gathered, for what orders memory: nothing may read that after it.
-    "all_gather_release(Tensor started, Tensor(a!) gathered, str group_name, *, int? group_size=None) -> ()",
-    tags=_ANY_STRIDES,
+    f"all_gather_release(Tensor started, Tensor(a!) gathered, str group_name, *, {_SIZE}) -> ()",
+    f"reduce_scatter_start(Tensor x, str reduce_op, str group_name, *, {_SIZE}) -> Tensor",
+    f"reduce_scatter_wait(Tensor started, Tensor x, str group_name, *, {_SIZE}) -> Tensor",
 )
-lib.define(
-    "reduce_scatter_start(Tensor x, str reduce_op, str group_name, *, int? group_size=None) -> Tensor",
-    tags=_ANY_STRIDES,
-)
-lib.define(
-    "reduce_scatter_wait(Tensor started, Tensor x, str group_name, *, int? group_size=None) -> Tensor",
-    tags=_ANY_STRIDES,
-)
-
-all_gather_start = torch.ops.weft.all_gather_start.default
-all_gather_wait = torch.ops.weft.all_gather_wait.default
-all_gather_release = torch.ops.weft.all_gather_release.default
-reduce_scatter_start = torch.ops.weft.reduce_scatter_start.default
-reduce_scatter_wait = torch.ops.weft.reduce_scatter_wait.default
-signal = torch.ops.weft.signal.default
-wait = torch.ops.weft.wait.default
-put = torch.ops.weft.put.default
-get = torch.ops.weft.get.default
-batch_put = torch.ops.weft.batch_put.default
-batch_signal = torch.ops.weft.batch_signal.default
-batch_wait = torch.ops.weft.batch_wait.default
+for _schemas, _tags in ((_OF_REGISTERED, _TAGS), (_ASYNC, _ANY_STRIDES)):
+    for _schema in _schemas:
+        lib.define(_schema, tags=_tags)
+        _name = _schema.partition("(")[0]
+        globals()[_name] = getattr(torch.ops.weft, _name).default

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
-from ...kernels.all_gather import configs, host
+from ...kernels.all_gather import INTO, OP, configs
 from ...kernels.all_gather.reference import as_bytes, reference_all_gather, reference_all_gather_uneven
 from ...kernels.device.collective.host_exchange import exchange_layout, gather
 from ...symm_mem import resolve_group
@@ -123,7 +123,7 @@ def fast_all_gather(
         dim += x.dim()
     if counts is not None and any(type(n) is not int for n in counts):
         return None  # symbolic
-    op, tensors = (host.OP, (x,)) if out is None else (host.INTO, (out, x))
+    op, tensors = (OP, (x,)) if out is None else (INTO, (out, x))
     results = launch_again(op, key_with_counts(dim, counts), tensors, group_name, KINDS)
     if results is None:
         return None
@@ -146,6 +146,16 @@ def gather_within(x: Tensor, group: ProcessGroup, op: str) -> Tensor:
     return (
         run_all_gather(choice, where, call, group) if choice.is_unfused else _on_cpu(choice, where, call, op)
     )
+
+
+def gather_by_choice(
+    choice: Choice, where: Heap, x: Tensor, dim: int, group: ProcessGroup, op: str
+) -> Tensor:
+    """All ranks' x along a dimension, as a part of a call of another op that runs unfused or between CPU ranks."""
+    if choice.is_unfused:
+        ran(choice.plan_in(None))
+        return reference_all_gather(x, dim, group)
+    return _on_cpu(choice, where, AllGatherCall(x, dim, group.group_name), op)
 
 
 def choose_gather(call: AllGatherCall, group: ProcessGroup) -> Choice:
@@ -172,9 +182,9 @@ def choose_gather_on_cuda(alone: StandAlone, group: ProcessGroup, kind: str = AL
 
 
 def _alone(call: AllGatherCall, out: Tensor | None, size: int) -> StandAlone:
-    given, op = ([call.x], host.OP) if out is None else ([out, call.x], host.INTO)
+    given, op = ([call.x], OP) if out is None else ([out, call.x], INTO)
     dim, whole = call.gather_dim, call.whole_shape(size)
-    return StandAlone(host.OP, op, call.key, given, whole, call.x.shape, gather_dim=dim)
+    return StandAlone(OP, op, call.key, given, whole, call.x.shape, gather_dim=dim)
 
 
 def _bytes_of_ranks(call: AllGatherCall) -> list[int]:
@@ -199,7 +209,7 @@ def run_all_gather(
         else:
             done = _unevenly(call, lambda x, sizes: reference_all_gather_uneven(x, sizes, group))
     elif choice.algorithm == "host":
-        done = _on_cpu(choice, where, call, host.OP if out is None else host.INTO)
+        done = _on_cpu(choice, where, call, OP if out is None else INTO)
     else:
         done = run_alone(choice, where, _alone(call, out, where.world_size))
     return done if out is None or out is done else out.copy_(done)

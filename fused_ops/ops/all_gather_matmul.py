@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.all_gather.reference import reference_all_gather
-from ...kernels.all_gather_matmul import host
+from ...kernels.all_gather_matmul import OP
 from ...kernels.all_gather_matmul.configs import GatherKernelCall
 from ...kernels.device.collective.host_exchange import exchange_layout
 from ...symm_mem import resolve_group
@@ -20,10 +19,11 @@ from ...symm_mem.heap.heap import Heap
 from .. import validation
 from ..dispatch import launch_cache
 from ..dispatch.choice import Choice, KernelUse, choose_kernel, launch_kernel, on_host
-from ..dispatch.plan import num_sms, preferred_kernel, ran
+from ..dispatch.plan import num_sms, preferred_kernel
 from ..dispatch.staging import Staging, in_rows, in_rows_or_columns, rows_of
 from ..dispatch.stream_order import in_stream_order
 from . import op
+from .all_gather import gather_by_choice
 from .op import Op
 
 Result: TypeAlias = tuple[Tensor | None, list[Tensor]]
@@ -67,7 +67,7 @@ def fast_all_gather_matmul(
     """
     if dim < 0 and isinstance(A_shard, Tensor):
         dim += A_shard.dim()
-    results = launch_cache.launch_again(host.OP, (dim, return_A), (A_shard, *Bs), group_name)
+    results = launch_cache.launch_again(OP, (dim, return_A), (A_shard, *Bs), group_name)
     if results is None:
         return None
     return (results.pop() if return_A else None), results
@@ -104,33 +104,24 @@ def run_all_gather_matmul(
     choice: Choice, where: Heap, call: AllGatherMatmulCall, group: ProcessGroup
 ) -> Result:
     """As the op; the call is what validation returns."""
-    if choice.is_unfused:
-        ran(choice.plan_in(None))
-        return _unfused(call, group)
-    return (_on_cpu if choice.algorithm == "host" else _on_cuda)(choice, where, call)
-
-
-def _unfused(call: AllGatherMatmulCall, group: ProcessGroup) -> Result:
-    """A lies as the op returns it: contiguous once the gathered dimension is in front, unless that is the last."""
-    A_shard, dim, front = call.A_shard, call.gather_dim, _front(call)
-    last = dim == A_shard.dim() - 1
-    A = reference_all_gather(front, dim if last else 0, group)
-    outs = [(A.flatten(0, -2) @ B).view(*A.shape[:-1], B.shape[1]) for B in call.Bs]
+    if choice.algorithm not in ("host", "unfused"):
+        return _on_cuda(choice, where, call)
+    dim, front = call.gather_dim, _front(call)
+    last = dim == front.dim() - 1
+    A = gather_by_choice(choice, where, front, dim if last else 0, group, OP)
+    rows = A.flatten(0, -2)
+    product = partial(_in_rank_order, rows, front.shape[-1]) if choice.algorithm == "host" else rows.matmul
+    outs = [product(B).view(*A.shape[:-1], B.shape[1]) for B in call.Bs]
     if not last:
         A, *outs = (x.movedim(0, dim) for x in (A, *outs))
     return (A if call.return_A else None), outs
 
 
-def _on_cpu(choice: Choice, where: Heap, call: AllGatherMatmulCall) -> Result:
-    dim, return_A, front, size = call.gather_dim, call.return_A, _front(call), where.world_size
-    split_k = dim == front.dim() - 1
-    a = front.flatten(0, -2).contiguous()
-    workspace = choice.begin_on(where)
-    gathered, products = host.host_all_gather_matmul(workspace, a, call.Bs, split_k=split_k)
-    if split_k and return_A:
-        # By way of one dimension: where K is 1, a view with other strides would do.
-        gathered = gathered.movedim(0, 1).reshape(-1).view(a.shape[0], size * a.shape[1])
-    return _shaped(gathered if return_A else None, products, front, dim, size)
+def _in_rank_order(rows: Tensor, k: int, B: Tensor) -> Tensor:
+    """A product as the kernels have it: of each rank's k columns in float32, added up and rounded once."""
+    size = rows.shape[1] // k
+    parts = [a.float() @ b.float() for a, b in zip(rows.chunk(size, 1), B.chunk(size), strict=True)]
+    return reduce(torch.add, parts).to(rows.dtype)
 
 
 def _on_cuda(choice: Choice, where: Heap, call: AllGatherMatmulCall) -> Result:
@@ -140,7 +131,7 @@ def _on_cuda(choice: Choice, where: Heap, call: AllGatherMatmulCall) -> Result:
     used, dim = how.call, call.gather_dim
     with in_stream_order(used.a.device):
         how.staging.copy()
-        (gathered, products), remember = launch_kernel(on_cuda.GATHER_STEPS, choice, where, used, host.OP)
+        (gathered, products), remember = launch_kernel(on_cuda.GATHER_STEPS, choice, where, used, OP)
     A, outs = _shaped(gathered, products, _front(call), dim, where.world_size)
     remember(((dim, call.return_A), call.tensors), outs if A is None else [*outs, A])
     return A, outs

@@ -11,25 +11,24 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.all_gather.reference import reference_all_gather
 from ...kernels.all_gather_matmul.configs import MOST_BS, GatherKernelCall, GatherScales
-from ...kernels.device.collective import host_exchange
+from ...kernels.device.collective.host_exchange import exchange_layout
 from ...kernels.device.gemm.scaling import (
     BLOCK,
     ScaledProducts,
     ScaleKind,
     as_pairs,
+    exact_product,
     has_block_product,
     torch_product,
 )
 from ...kernels.device.gemm.supported import why_last_dim_not_gathered
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
-from ...symm_mem.workspace import Workspace
 from .. import validation
 from ..dispatch import launch_cache
 from ..dispatch.choice import Choice, KernelUse, choose_kernel, launch_kernel, on_host, unfused
-from ..dispatch.plan import num_sms, preferred_kernel, ran
+from ..dispatch.plan import num_sms, preferred_kernel
 from ..dispatch.staging import Staging, aligned, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..scaled_calls import (
@@ -51,6 +50,7 @@ from ..scaled_calls import (
     why_unfused,
 )
 from . import all_gather_matmul, op
+from .all_gather import gather_by_choice
 from .op import Op
 
 OP = "fused_all_gather_scaled_matmul"
@@ -130,8 +130,8 @@ def _choose(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGro
     if call.A_shard.device.type != "cpu":
         return _choose_on_cuda(call, rows, group)
     gather = ScaledGather(call, rows, group.size())
-    nbytes = gather.m * _row_bytes(gather.a, gather.sent)
-    return on_host(host_exchange.exchange_layout(nbytes, gather.size))
+    nbytes = max(gather.a.nbytes, 0 if gather.sent is None else gather.sent.nbytes)
+    return on_host(exchange_layout(nbytes, gather.size))
 
 
 def run_all_gather_scaled_matmul(
@@ -139,49 +139,9 @@ def run_all_gather_scaled_matmul(
 ) -> Result:
     """As the op; call and rows are what validation returns."""
     gather = ScaledGather(call, rows, group.size())
-    if choice.is_unfused:
-        ran(choice.plan_in(None))
-        return _unfused(gather, group)
-    return (_on_cpu if choice.algorithm == "host" else _on_cuda)(choice, where, gather)
-
-
-def _row_bytes(a: Tensor, scales: Tensor | None) -> int:
-    """Of a row with its scales, if they travel too."""
-    return a.shape[1] + (0 if scales is None else 4 * scales.shape[1])
-
-
-def _exchanged_rows(
-    workspace: Workspace[Any], a: Tensor, scales: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """All ranks' rows of fp8 [W, m, K] and their scales [W, m, S]; a: [m, K], scales: [m, S], or None: not sent."""
-    workspace.begins(OP)
-    m, k = a.shape
-    rows = torch.empty(m, _row_bytes(a, scales), dtype=torch.uint8)
-    rows[:, :k].view(a.dtype).copy_(a)
-    if scales is not None:
-        # Of a dimension of size 1 the stride may be any, with which no bytes can be viewed.
-        flat = scales.contiguous().as_strided((scales.numel(),), (1,))
-        rows[:, k:].copy_(flat.view(torch.uint8).view(m, -1))
-    every = host_exchange.gather(workspace, rows.view(-1), OP).view(workspace.world_size, *rows.shape)
-    arrived: Tensor | None = None
-    if scales is not None:
-        arrived = torch.empty(*every.shape[:2], scales.shape[1])
-        arrived.view(torch.uint8).copy_(every[..., k:])
-    return every[..., :k].contiguous().view(a.dtype), arrived
-
-
-def _on_cpu(choice: Choice, where: Heap, gather: ScaledGather) -> Result:
-    call, ranks = gather.call, range(gather.size)
-    gathered, arrived = _exchanged_rows(choice.begin_on(where), gather.a, gather.sent)
-    scales = gather.scales_of_ranks(arrived)
-    outs = []
-    for i in range(len(call.Bs)):
-        if gather.last:
-            product = _sum_of_parts(gather, i, gathered, scales)
-        else:
-            product = torch.cat([gather.exact(i, src, gathered[src], scales[src]) for src in ranks])
-        outs.append(gather.shaped(gather.finished(i, product)))
-    return (gather.shaped_A(gathered) if call.return_A else None), outs
+    if choice.algorithm in ("host", "unfused"):
+        return _gathered_first(choice, where, gather, group)
+    return _on_cuda(choice, where, gather)
 
 
 def _scaled_products(gather: ScaledGather) -> ScaledProducts | str:
@@ -257,37 +217,34 @@ def _sum_of_parts(gather: ScaledGather, i: int, gathered: Tensor, scales: Sequen
     return total
 
 
-def _gathered_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """All ranks' rows [m, K], as [W, m, K]."""
-    return reference_all_gather(rows.unsqueeze(0), 0, group)
+def _gathered_first(choice: Choice, where: Heap, gather: ScaledGather, group: ProcessGroup) -> Result:
+    """Unfused, or between CPU ranks, whose products are exact."""
+    call, kind, exact = gather.call, gather.rows.kind, choice.algorithm == "host"
 
+    def every(rows: Tensor) -> Tensor:
+        """All ranks' rows [m, K], as [W, m, K]."""
+        return gather_by_choice(choice, where, rows.unsqueeze(0), 0, group, OP)
 
-def _gathered_scales(gather: ScaledGather, sent: Tensor, group: ProcessGroup) -> Tensor:
-    """Scales of each rank's rows [W, m, S]; those of blocks with rows contiguous, as torch's product wants them."""
-    if gather.rows.kind is not ScaleKind.BLOCKS:
-        return _gathered_rows(sent, group)
-    return _gathered_rows(sent.t(), group).movedim(0, 1).contiguous().permute(1, 2, 0)
-
-
-def _unfused(gather: ScaledGather, group: ProcessGroup) -> Result:
-    call, kind = gather.call, gather.rows.kind
-    gathered = _gathered_rows(gather.a, group)
-    arrived = None if gather.sent is None else _gathered_scales(gather, gather.sent, group)
+    gathered, arrived = every(gather.a), None
+    if gather.sent is not None and kind is ScaleKind.BLOCKS:  # rows contiguous, as torch's product wants them
+        arrived = every(gather.sent.t()).movedim(0, 1).contiguous().permute(1, 2, 0)
+    elif gather.sent is not None:
+        arrived = every(gather.sent)
     outs = []
-    for i, B in enumerate(call.Bs):
+    for i, (B, dtype, bias) in enumerate(zip(call.Bs, call.out_dtypes, call.biases, strict=True)):
+        assert dtype is not None
         if gather.last:
             total = _sum_of_parts(gather, i, gathered, gather.scales_of_ranks(arrived))
-            outs.append(gather.finished(i, total))
+            outs.append(gather.shaped(gather.finished(i, total)))
             continue
         a_scale = gather.given if arrived is None else arrived.flatten(0, 1)
-        scale = scales_of(kind, a_scale, call.B_scales[i], gather.k, B.shape[1])
-        dtype = call.out_dtypes[i]
-        assert dtype is not None
-        out = torch_product(
-            *(gathered.flatten(0, 1), B, scale, call.biases[i], dtype), fast=call.use_fast_accum[i]
-        )
-        outs.append(out)
-    return (gather.shaped_A(gathered) if call.return_A else None), [gather.shaped(out) for out in outs]
+        operands = gathered.flatten(0, 1), B, scales_of(kind, a_scale, call.B_scales[i], gather.k, B.shape[1])
+        if exact:
+            out = gather.finished(i, exact_product(*operands))
+        else:
+            out = torch_product(*operands, bias, dtype, fast=call.use_fast_accum[i])
+        outs.append(gather.shaped(out))
+    return (gather.shaped_A(gathered) if call.return_A else None), outs
 
 
 def _fake(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup) -> Result:

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
-from ...kernels.all_reduce import host
+from ...kernels.all_reduce import IN_PLACE, OP
 from ...kernels.all_reduce.configs import AllReduceConfig
 from ...kernels.all_reduce.reference import reference_all_reduce
+from ...kernels.device.collective.host_exchange import reduce_parts
 from ...symm_mem import resolve_group
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
@@ -25,7 +26,7 @@ from ..dispatch.stand_alone import KINDS
 from ..dispatch.stream_order import in_stream_order
 from .op import Op, refuse_gradient, refuse_gradient_of_reduction
 
-BOTH = (host.OP, host.IN_PLACE)  #: the ops that are prepared with each other
+BOTH = (OP, IN_PLACE)  #: the ops that are prepared with each other
 
 
 class AllReduceCall(NamedTuple):
@@ -56,14 +57,14 @@ def validate_in_place(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]
 def _fast(call: AllReduceCall) -> Tensor | None:
     """As the op, if such a call was made before; else None, and nothing happened. All may be anything."""
     x, reduce_op, group_name, _ = call
-    results = launch_again(host.OP, reduce_op, (x,), group_name, KINDS)
+    results = launch_again(OP, reduce_op, (x,), group_name, KINDS)
     return None if results is None else results[0]
 
 
 def _fast_in_place(call: AllReduceCall) -> Tensor | None:
     """``x``, with the result; likewise."""
     x, reduce_op, group_name, _ = call
-    return None if launch_again(host.IN_PLACE, reduce_op, (x,), group_name, KINDS) is None else x
+    return None if launch_again(IN_PLACE, reduce_op, (x,), group_name, KINDS) is None else x
 
 
 def run_all_reduce(
@@ -71,7 +72,7 @@ def run_all_reduce(
     reduce_op: str,
     group: ProcessGroup,
     config: AllReduceConfig | None = None,
-    op: str = host.OP,
+    op: str = OP,
 ) -> Tensor:
     """As the op; the arguments are checked. ``op``: whose call it is, for errors."""
     call = AllReduceCall(x, reduce_op, group.group_name)
@@ -90,7 +91,7 @@ def run_by_choice(
     call: AllReduceCall,
     group: ProcessGroup,
     out: Tensor | None = None,
-    op: str = host.OP,
+    op: str = OP,
 ) -> Tensor:
     """As the op, by a choice; ``op``: whose call it is, for errors."""
     x, reduce_op = call.x, call.reduce_op
@@ -103,7 +104,7 @@ def run_by_choice(
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if choice.algorithm == "host":
         workspace = choice.begin_on(where)
-        host.host_all_reduce(workspace, source.view(-1), out.view(-1), reduce_op, op)
+        reduce_parts(workspace, [source.view(-1)] * where.world_size, out.view(-1), reduce_op, op)
         return out
     prepared = all_reduce_on_cuda(choice, where, (source, out), reduce_op, op)
     if op in BOTH and not choice.how.given:
@@ -158,7 +159,7 @@ def _fake(call: AllReduceCall, group: ProcessGroup) -> Tensor:
 def _run_in_place(choice: Choice, where: Heap | None, call: AllReduceCall, group: ProcessGroup) -> None:
     x = call.x
     into = x if x.is_contiguous() else None
-    result = run_by_choice(choice, where, call, group, into, host.IN_PLACE)
+    result = run_by_choice(choice, where, call, group, into, IN_PLACE)
     if into is None:
         x.copy_(result)
     increment_version(x)  # as on the fast path

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.all_reduce_rms_norm import host
+from ...kernels.all_reduce_rms_norm import LAYER_NORM
 from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind
 from ..dispatch import launch_cache
 from ..dispatch.workspaces import ALL_REDUCE
@@ -56,7 +56,7 @@ def fast_all_reduce_layer_norm(call: AllReduceLayerNormCall) -> tuple[Tensor, Te
     there = residual is not None, weight is not None, bias is not None
     name = named_layer_norm(eps, weight_offset, *there)
     tensors = [t for t in (x, residual, weight, bias) if t is not None]
-    results = launch_cache.launch_again(host.LAYER_NORM, name, tensors, group_name, (ALL_REDUCE,))
+    results = launch_cache.launch_again(LAYER_NORM, name, tensors, group_name, (ALL_REDUCE,))
     return None if results is None else (results[0], results[1])
 
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.all_reduce_rms_norm import host
+from ...kernels.all_reduce_rms_norm import OP
 from ...kernels.all_reduce_rms_norm.quant import quantize_rows
 from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind, add_residual_and_norm
 from ...kernels.device.capability import has_clusters
 from ...kernels.device.collective.combine import Combined
-from ...kernels.device.collective.host_exchange import exchange_layout, reduce_parts
+from ...kernels.device.collective.host_exchange import exchange_layout
 from ...kernels.device.comm.ll_exchange import VECTOR
 from ...symm_mem import resolve_group
 from ...symm_mem.backends.cuda_state import current_stream_of
@@ -218,7 +218,7 @@ def run_norm(
     """The results as kernels write them; ``name`` returns that by which the launch cache knows the call."""
     if choice.algorithm != "push" and given.combined is not None:
         given = given._replace(x=given.combined.total(), combined=None)
-    op, x = host.op_of(kind), given.x
+    op, x = kind.op, given.x
     on_host = choice.algorithm == "host"
     if where is None or (not on_host and choice.is_unfused):
         total = all_reduce.run_all_reduce(x, "sum", group, op=op)
@@ -228,10 +228,8 @@ def run_norm(
     rows = prod(shape[:-1])
     used = given.contiguous(rows, hidden)
     if on_host:
-        workspace = choice.begin_on(where)
-        total = torch.empty_like(used.x)
-        reduce_parts(workspace, [used.x.view(-1)] * group.size(), total.view(-1), "sum", op)
-        results = used.normed(total, kind)
+        summed = all_reduce.AllReduceCall(used.x, "sum", group.group_name)
+        results = used.normed(all_reduce.run_by_choice(choice, where, summed, group, op=op), kind)
         return results if len(shape) == 2 else _of_shape(shape, results)
     operands = [aligned(t) for t in used.tensors]
     place, kernel, plan, results = _on_cuda(choice, where, operands, kind, (rows, hidden))
@@ -252,7 +250,7 @@ def _on_cuda(
     from ...kernels.all_reduce_rms_norm.cuda_kernel import AllReduceRmsNormLauncher
     from ...kernels.device.tuning.choice import make_together
 
-    op, x, config = host.op_of(kind), operands[0], choice.how
+    op, x, config = kind.op, operands[0], choice.how
     rows, hidden = sizes
     with in_stream_order(x.device):
         place = choice.workspace_on(where)
@@ -332,7 +330,7 @@ def norm_gradients(
 def _fast(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor] | None:
     norm = named_norm(call.eps, call.weight_offset, call.round_sum)
     tensors = (call.x, call.weight) if call.residual is None else call[:3]
-    results = launch_cache.launch_again(host.OP, norm, tensors, call.group_name, (ALL_REDUCE,))
+    results = launch_cache.launch_again(OP, norm, tensors, call.group_name, (ALL_REDUCE,))
     return None if results is None else (results[0], results[1])
 
 

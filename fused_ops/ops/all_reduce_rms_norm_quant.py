@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.all_reduce_rms_norm import host
+from ...kernels.all_reduce_rms_norm import QUANT
 from ...kernels.all_reduce_rms_norm.quant import SCALE_OPS, QuantKind, default_smallest
 from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind
 from ...kernels.device.gemm.scaling import FP8
@@ -115,9 +115,7 @@ def fast_all_reduce_rms_norm_quant(call: AllReduceRmsNormQuantCall) -> QuantResu
     tensors = [call.x, call.weight] if call.residual is None else [call.x, call.residual, call.weight]
     if call.scale is not None:
         tensors.append(call.scale)
-    results = launch_cache.launch_again(
-        host.QUANT, name_of_quant(call), tensors, call.group_name, (ALL_REDUCE,)
-    )
+    results = launch_cache.launch_again(QUANT, name_of_quant(call), tensors, call.group_name, (ALL_REDUCE,))
     return None if results is None else _quant_result(results)
 
 

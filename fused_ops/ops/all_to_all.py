@@ -10,9 +10,9 @@ from torch.distributed import ProcessGroup
 
 from ...kernels.all_gather.configs import choose_all_gather
 from ...kernels.all_gather.reference import as_bytes
-from ...kernels.all_to_all import host
+from ...kernels.all_to_all import OP
 from ...kernels.all_to_all.reference import reference_all_to_all
-from ...kernels.device.collective.host_exchange import exchange_layout
+from ...kernels.device.collective.host_exchange import exchange_layout, exchange_parts
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
@@ -70,7 +70,7 @@ def fast_all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group_name: st
     if isinstance(x, Tensor):
         scatter_dim += x.dim() if scatter_dim < 0 else 0
         gather_dim += x.dim() if gather_dim < 0 else 0
-    results = launch_again(host.OP, (scatter_dim, gather_dim), (x,), group_name, KINDS)
+    results = launch_again(OP, (scatter_dim, gather_dim), (x,), group_name, KINDS)
     return None if results is None else results[0]
 
 
@@ -98,7 +98,7 @@ def choose_exchange_on_cuda(alone: StandAlone, group: ProcessGroup, kind: str = 
 
 def _alone(call: AllToAllCall, size: int) -> StandAlone:
     part, result = call.shapes(size)
-    return StandAlone(host.OP, host.OP, call.dims, [call.x], result, part, *call.dims)
+    return StandAlone(OP, OP, call.dims, [call.x], result, part, *call.dims)
 
 
 def run_all_to_all(choice: Choice, where: Heap, call: AllToAllCall, group: ProcessGroup) -> Tensor:
@@ -113,7 +113,7 @@ def run_all_to_all(choice: Choice, where: Heap, call: AllToAllCall, group: Proce
         ran(choice.plan_in(None))
         received = reference_all_to_all(sent, group)
     else:
-        received = host.host_all_to_all(choice.begin_on(where), sent)
+        received = exchange_parts(choice.begin_on(where), sent, OP)
     joined = received.view(-1).view(x.dtype).view(size, *part).movedim(0, call.gather_dim)
     return joined.reshape(-1).view(result)
 

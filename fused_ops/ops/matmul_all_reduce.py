@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.all_reduce.reference import reference_all_reduce
 from ...kernels.device.collective.host_exchange import exchange_layout
 from ...kernels.device.device_spec import device_spec_of
 from ...kernels.device.gemm.gemm_tiles import matmul_us
 from ...kernels.device.tuning.choice import make_together
-from ...kernels.matmul_all_reduce import configs, host
+from ...kernels.matmul_all_reduce import OP, configs
 from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from ...symm_mem import resolve_group
 from ...symm_mem.backends.cuda_state import current_stream_of
@@ -76,7 +75,7 @@ class _MatmulThenSum:
             torch.mm(A, B, out=out)
         else:
             torch.mm(A.flatten(0, -2), B, out=out.view(-1, out.shape[-1]))
-        self.workspace.raise_if_broken(host.OP, inside=3, grids=self.kernel.grids)
+        self.workspace.raise_if_broken(OP, inside=3, grids=self.kernel.grids)
         address = (out.data_ptr(),)
         try:
             self.kernel.launch(0, address, address, timeout_ns, stream)
@@ -91,7 +90,7 @@ def fast_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group_name: str
     Tensors and operation may be anything.
     """
     kinds = AROUND_MATMULS if plan._forced == "fused" else _ALL
-    results = launch_cache.launch_again(host.OP, reduce_op, (A, B), group_name, kinds)
+    results = launch_cache.launch_again(OP, reduce_op, (A, B), group_name, kinds)
     return None if results is None else results[0]
 
 
@@ -185,15 +184,15 @@ def run_matmul_all_reduce(
     choice: Choice, where: Heap, call: MatmulAllReduceCall, group: ProcessGroup
 ) -> Tensor:
     """As the op; the call is what validation returns."""
-    A, B, reduce_op = call.A, call.B, call.reduce_op
-    if choice.is_unfused:
-        ran(choice.plan_in(None))
-        return reference_all_reduce(torch.matmul(A, B), reduce_op, group)
-    if choice.algorithm != "host":
+    if choice.algorithm not in ("host", "unfused"):
         return _on_cuda(choice, where, call)
-    workspace = choice.begin_on(where)
-    out = host.host_matmul_all_reduce(workspace, A.flatten(0, -2), B, reduce_op)
-    return out.view(*A.shape[:-1], B.shape[1])
+    if choice.algorithm == "host":
+        choice.begin_on(where, OP)
+    # Between CPU ranks as the kernels, which round once.
+    dtype = torch.float32 if choice.algorithm == "host" else call.A.dtype
+    product = call.A.to(dtype) @ call.B.to(dtype)
+    of_product = all_reduce.AllReduceCall(product, call.reduce_op, call.group_name)
+    return all_reduce.run_by_choice(choice, where, of_product, group, op=OP).to(call.A.dtype)
 
 
 def _on_cuda(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> Tensor:
@@ -210,11 +209,11 @@ def _run_two_kernels(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> 
     a = A.flatten(0, -2)
     out = a.new_empty(a.shape[0], B.shape[1])
     torch.mm(a, B, out=out)
-    workspace, kernel, of_sum = all_reduce.all_reduce_on_cuda(choice, where, (out, out), reduce_op, host.OP)
+    workspace, kernel, of_sum = all_reduce.all_reduce_on_cuda(choice, where, (out, out), reduce_op, OP)
     both = replace(of_sum, algorithm=choice.algorithm, predicted_us=choice.predicted_us)
     plan.this_thread.plan = both
     shaped = out.view(*A.shape[:-1], B.shape[1])
-    made = launch_cache.LaunchedCall(host.OP, reduce_op, (A, B), (A, B), [shaped], alignment=1)
+    made = launch_cache.LaunchedCall(OP, reduce_op, (A, B), (A, B), [shaped], alignment=1)
     caller = _MatmulThenSum(workspace, kernel)
     launch_cache.remember_call(made, workspace, caller, both)
     return shaped
@@ -228,23 +227,23 @@ def _run_few_rows(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> Ten
     with in_stream_order(A.device):
         how.staging.copy()
         workspace = choice.workspace_on(where)
-        key = (host.OP, a.shape, a.stride(), b.shape, b.stride(), a.dtype, reduce_op, config)
+        key = (OP, a.shape, a.stride(), b.shape, b.stride(), a.dtype, reduce_op, config)
         kernel = workspace.prepared.get(key)
         if kernel is None:
-            same = (host.OP, a.shape, b.shape, a.dtype, reduce_op, config)
+            same = (OP, a.shape, b.shape, a.dtype, reduce_op, config)
             kernel = make_together(
-                *(workspace, host.OP, key, same),
+                *(workspace, OP, key, same),
                 lambda: cuda_kernel.MatmulAllReduceLauncher(workspace, a, b, reduce_op, config),
             )
         fused = choice.plan_in(workspace)
         ran(fused)
-        workspace.raise_if_broken(host.OP, grids=kernel.grids)
+        workspace.raise_if_broken(OP, grids=kernel.grids)
         out = a.new_empty(a.shape[0], b.shape[1])
         timeout_ns = timeout_in_ns(where.group_name)
         operands = a.data_ptr(), b.data_ptr()
         kernel.launch(0, operands, (out.data_ptr(),), timeout_ns, current_stream_of(a))
     shaped = out.view(*A.shape[:-1], b.shape[1])
-    made = launch_cache.LaunchedCall(host.OP, reduce_op, (A, B), (a, b), [shaped])
+    made = launch_cache.LaunchedCall(OP, reduce_op, (A, B), (a, b), [shaped])
     launch_cache.remember_call(made, workspace, kernel, fused, how.profitable)
     return shaped
 
@@ -257,16 +256,16 @@ def _run_one_kernel(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> T
     with in_stream_order(A.device):
         how.staging.copy()
         workspace = choice.workspace_on(where)
-        workspace.raise_if_broken(host.OP)
+        workspace.raise_if_broken(OP)
         fused = choice.plan_in(workspace)
         ran(fused)
         timeout_ns = timeout_in_ns(where.group_name)
         as_one_part = replace(used, a=used.a.unsqueeze(0).unsqueeze(0))
-        out = on_cuda.launch_matmul_reduce_scatter(kernel, workspace, as_one_part, timeout_ns, host.OP)
+        out = on_cuda.launch_matmul_reduce_scatter(kernel, workspace, as_one_part, timeout_ns, OP)
     launcher = on_cuda.scatter_launcher(kernel, workspace, as_one_part)
     shaped = out.view(*A.shape[:-1], B.shape[1])
     if launcher is not None:
-        made = launch_cache.LaunchedCall(host.OP, call.reduce_op, (A, B), (used.a, used.b), [shaped])
+        made = launch_cache.LaunchedCall(OP, call.reduce_op, (A, B), (used.a, used.b), [shaped])
         launch_cache.remember_call(made, workspace, launcher, fused, kernel.profitable)
     return shaped
 

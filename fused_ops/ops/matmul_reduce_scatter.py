@@ -12,19 +12,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...kernels.device.collective.host_exchange import exchange_layout
-from ...kernels.matmul_reduce_scatter import host
+from ...kernels.matmul_reduce_scatter import OP
 from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
-from ...kernels.reduce_scatter.reference import reference_reduce_scatter
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
 from ..dispatch import launch_cache
 from ..dispatch.choice import Choice, KernelUse, choose_kernel, launch_kernel, on_host
-from ..dispatch.plan import num_sms, preferred_kernel, ran
+from ..dispatch.plan import num_sms, preferred_kernel
 from ..dispatch.staging import Staging, aligned, in_rows_or_columns
 from ..dispatch.stream_order import in_stream_order
 from . import op
 from .op import Op
+from .reduce_scatter import ReduceScatterCall, scatter_by_choice
 
 _WHOLE_TILES = 128  # rows: every tile's height divides it, so that no tile is cut off
 _ops = torch.ops.weft
@@ -141,11 +141,11 @@ def fast_matmul_reduce_scatter(
         dim += A.dim()
     bias, residual = terms
     if bias is None and residual is None:
-        results = launch_cache.launch_again(host.OP, (dim, reduce_op), (A, B), group_name)
+        results = launch_cache.launch_again(OP, (dim, reduce_op), (A, B), group_name)
     else:
         arguments = _arguments(dim, reduce_op, bias, residual)
         added = [term for term in terms if term is not None]
-        results = launch_cache.launch_again(host.OP, arguments, (A, B, *added), group_name)
+        results = launch_cache.launch_again(OP, arguments, (A, B, *added), group_name)
     return None if results is None else results[0]
 
 
@@ -173,14 +173,14 @@ def _fast(call: MatmulReduceScatterCall) -> Tensor | None:
         return None
     dim = call.scatter_dim + call.A.dim() if call.scatter_dim < 0 else call.scatter_dim
     arguments = _arguments(dim, call.reduce_op, call.bias, call.residual, len(call.more or ()))
-    results = launch_cache.launch_again(host.OP, arguments, (*call.factors, *call.terms), call.group_name)
+    results = launch_cache.launch_again(OP, arguments, (*call.factors, *call.terms), call.group_name)
     return None if results is None else results[0]
 
 
 def _choose(call: MatmulReduceScatterCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     if call.A.device.type == "cpu":
-        nbytes = prod(call.local_shape(group.size())) * call.A.element_size()
+        nbytes = 4 * prod(call.local_shape(group.size()))
         return on_host(exchange_layout(nbytes, group.size()))
     return _choose_on_cuda(call, group)
 
@@ -189,44 +189,28 @@ def run_matmul_reduce_scatter(
     choice: Choice, where: Heap, call: MatmulReduceScatterCall, group: ProcessGroup
 ) -> Tensor:
     """As the op; the call is what validation returns."""
+    if choice.algorithm not in ("host", "unfused"):
+        return _on_cuda(choice, where, call)
+    if choice.algorithm == "host":
+        choice.begin_on(where, OP)
+    call = call.stacked
+    # Between CPU ranks as the kernels, which round once; else what is summed has the dtype of the result.
+    dtype = torch.float32 if choice.algorithm == "host" else call.A.dtype
+    product = call.A.to(dtype) @ call.B.to(dtype)
     if choice.is_unfused:
-        ran(choice.plan_in(None))
-        return _unfused(call.stacked, group)
-    return (_on_cpu if choice.algorithm == "host" else _on_cuda)(choice, where, call)
-
-
-def _unfused(call: MatmulReduceScatterCall, group: ProcessGroup) -> Tensor:
-    """What is summed has the dtype of the result."""
-    product = (call.A @ call.B).to(call.out_dtype)
-    own = reference_reduce_scatter(product, call.reduce_op, call.scatter_dim, group)
-    if len(call.terms) == 1:
-        # In float32 inside of the addition, and rounded once: the same bits in one kernel.
-        return own + call.terms[0]
-    if call.terms:
-        total = own.to(torch.promote_types(own.dtype, torch.float32))
-        for term in call.terms:
-            total = total + term
-        own = total.to(own.dtype)
-    return own
+        product = product.to(call.out_dtype)
+    scatter = ReduceScatterCall(product, call.reduce_op, call.scatter_dim, call.group_name)
+    own = scatter_by_choice(choice, where, scatter, group, OP)
+    if len(call.terms) > 1:
+        own = own.to(torch.promote_types(own.dtype, torch.float32))
+    for term in call.terms:
+        own = own + term
+    return own.to(call.out_dtype)
 
 
 def _epilogue(call: MatmulReduceScatterCall) -> Epilogue:
     average, bias, residual = call.reduce_op == "avg", call.bias is not None, call.residual is not None
     return Epilogue(call.out_dtype or call.A.dtype, average, bias, residual)
-
-
-def _on_cpu(choice: Choice, where: Heap, call: MatmulReduceScatterCall) -> Tensor:
-    call, size = call.stacked, where.world_size
-    A, B, shape = call.A, call.B, call.local_shape(size)
-    if call.scatter_dim == A.dim() - 1:
-        rows = A.flatten(0, -2)
-        parts = [(rows, b) for b in B.chunk(size, 1)]
-    else:
-        parts = [(a.flatten(0, -2), B) for a in A.chunk(size, call.scatter_dim)]
-    workspace = choice.begin_on(where)
-    residual = None if call.residual is None else call.residual.reshape(-1, shape[-1])
-    how = call.reduce_op, call.out_dtype or A.dtype
-    return host.host_matmul_reduce_scatter(workspace, parts, *how, call.bias, residual).view(shape)
 
 
 def _parts(A: Tensor, dim: int, size: int) -> Tensor:
@@ -278,7 +262,7 @@ def _on_cuda(choice: Choice, where: Heap, _: MatmulReduceScatterCall) -> Tensor:
     with in_stream_order(used.b.device):
         how.staging.copy()
         used = replace(used, terms=[aligned(term.contiguous()) for term in call.terms])
-        made, remember = launch_kernel(on_cuda.SCATTER_STEPS, choice, where, used, host.OP)
+        made, remember = launch_kernel(on_cuda.SCATTER_STEPS, choice, where, used, OP)
         out: Tensor = made.view(call.local_shape(where.world_size))
     remember(_known_by(call), [out])
     return out

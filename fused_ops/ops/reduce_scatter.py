@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
-from ...kernels.device.collective.host_exchange import exchange_layout
-from ...kernels.reduce_scatter import configs, host
+from ...kernels.device.collective.host_exchange import exchange_layout, reduce_scatter_parts
+from ...kernels.reduce_scatter import INTO, OP, configs
 from ...kernels.reduce_scatter.reference import reference_reduce_scatter, reference_reduce_scatter_uneven
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
@@ -123,7 +123,7 @@ def fast_reduce_scatter(
         dim += x.dim()
     if counts is not None and any(type(n) is not int for n in counts):
         return None  # symbolic
-    op, tensors = (host.OP, (x,)) if out is None else (host.INTO, (out, x))
+    op, tensors = (OP, (x,)) if out is None else (INTO, (out, x))
     results = launch_again(op, key_with_counts((dim, reduce_op), counts), tensors, group_name, KINDS)
     if results is None:
         return None
@@ -158,9 +158,9 @@ def choose_scatter_on_cuda(
 
 
 def _alone(call: ReduceScatterCall, out: Tensor | None, size: int) -> StandAlone:
-    given, op = ([call.x], host.OP) if out is None else ([out, call.x], host.INTO)
+    given, op = ([call.x], OP) if out is None else ([out, call.x], INTO)
     dim, part = call.scatter_dim, call.part_shape(size, 0)
-    return StandAlone(host.OP, op, call.key, given, part, part, scatter_dim=dim)
+    return StandAlone(OP, op, call.key, given, part, part, scatter_dim=dim)
 
 
 def run_reduce_scatter(
@@ -180,10 +180,20 @@ def run_reduce_scatter(
                 reference_reduce_scatter_uneven(call.parts, call.reduce_op, group), call, group.rank()
             )
     elif choice.algorithm == "host":
-        done = on_cpu(choice, where, call, host.OP if out is None else host.INTO)
+        done = on_cpu(choice, where, call, OP if out is None else INTO)
     else:
         done = run_alone(choice, where, _alone(call, out, where.world_size))
     return done if out is None or out is done else out.copy_(done)
+
+
+def scatter_by_choice(
+    choice: Choice, where: Heap, call: ReduceScatterCall, group: ProcessGroup, op: str
+) -> Tensor:
+    """As a part of a call of another op that runs unfused or between CPU ranks."""
+    if choice.is_unfused:
+        ran(choice.plan_in(None))
+        return reference_reduce_scatter(call.x, call.reduce_op, call.scatter_dim, group)
+    return on_cpu(choice, where, call, op)
 
 
 def on_cpu(choice: Choice, where: Heap, call: ReduceScatterCall, op: str) -> Tensor:
@@ -192,9 +202,9 @@ def on_cpu(choice: Choice, where: Heap, call: ReduceScatterCall, op: str) -> Ten
     shape = call.part_shape(size, where.rank)
     workspace = choice.begin_on(where)
     if call.counts is not None:
-        return _joined(host.host_reduce_scatter(workspace, call.parts, call.reduce_op, op), call, where.rank)
+        return _joined(reduce_scatter_parts(workspace, call.parts, call.reduce_op, op), call, where.rank)
     parts = x.unflatten(dim, (size, shape[dim])).movedim(dim, 0).reshape(size, -1)
-    return host.host_reduce_scatter(workspace, parts.unbind(), call.reduce_op, op).view(shape)
+    return reduce_scatter_parts(workspace, parts.unbind(), call.reduce_op, op).view(shape)
 
 
 def _joined(part: Tensor, call: ReduceScatterCall, rank: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.device.collective.host_exchange import exchange_layout, sum_of_products
+from ...kernels.device.collective.host_exchange import exchange_layout
 from ...kernels.device.gemm.scaling import (
     ScaledProducts,
     ScaleKind,
@@ -22,13 +22,12 @@ from ...kernels.device.gemm.scaling import (
 )
 from ...kernels.device.gemm.supported import why_last_dim_not_scattered
 from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
-from ...kernels.reduce_scatter.reference import reference_reduce_scatter
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
 from ..dispatch import launch_cache
 from ..dispatch.choice import Choice, KernelUse, choose_kernel, launch_kernel, on_host, unfused
-from ..dispatch.plan import num_sms, preferred_kernel, ran
+from ..dispatch.plan import num_sms, preferred_kernel
 from ..dispatch.staging import Staging, aligned
 from ..dispatch.stream_order import in_stream_order
 from ..scaled_calls import (
@@ -50,6 +49,7 @@ from ..scaled_calls import (
 from . import op
 from .matmul_reduce_scatter import matmul_flops
 from .op import Op
+from .reduce_scatter import ReduceScatterCall, scatter_by_choice
 
 OP = "fused_scaled_matmul_reduce_scatter"
 
@@ -160,38 +160,32 @@ def _choose(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: Proces
         return _choose_on_cuda(call, rows, group)
     size = group.size()
     assert call.out_dtype is not None
-    return on_host(exchange_layout(prod(call.local_shape(size)) * call.out_dtype.itemsize, size))
+    return on_host(exchange_layout(4 * prod(call.local_shape(size)), size))
 
 
 def run_scaled_matmul_reduce_scatter(
     choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup
 ) -> Tensor:
     """As the op; call and rows are what validation returns."""
-    if choice.is_unfused:
-        ran(choice.plan_in(None))
-        return _unfused(call, rows, group)
-    done = (_on_cpu if choice.algorithm == "host" else _on_cuda)(choice, where, call, rows)
-    return done.view(call.local_shape(group.size()))
+    if choice.algorithm not in ("host", "unfused"):
+        return _on_cuda(choice, where, call, rows)
+    (k, n), out_dtype, exact = call.B.shape, call.out_dtype, choice.algorithm == "host"
+    assert out_dtype is not None
+    if exact:
+        choice.begin_on(where, OP)
+    operands = call.A.flatten(0, -2), call.B, scales_of(rows.kind, _a_scale(call, rows), call.B_scale, k, n)
+    if exact:
+        product = exact_product(*operands)
+        product = product if call.bias is None else product.add_(call.bias)
+    else:
+        product = torch_product(*operands, call.bias, out_dtype, fast=call.use_fast_accum)
+    whole = product.view(call.whole_shape)
+    scatter = ReduceScatterCall(whole, call.reduce_op, call.orig_scatter_dim, call.group_name)
+    return scatter_by_choice(choice, where, scatter, group, OP).to(out_dtype)
 
 
 def _a_scale(call: ScaledMatmulReduceScatterCall, rows: ScaledRows) -> Tensor:
     return call.A_scale if rows.kind is ScaleKind.TENSOR else call.A_scale.flatten(0, -2)
-
-
-def _on_cpu(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows) -> Tensor:
-    """What travels is rounded to the result's dtype."""
-    size, dim, kind, B = where.world_size, call.orig_scatter_dim, rows.kind, call.B
-    k, n, (*lead, _) = B.shape[0], B.shape[1], call.whole_shape
-    assert call.out_dtype is not None
-    workspace = choice.begin_on(where)
-    workspace.begins(OP)
-    product = exact_product(
-        call.A.flatten(0, -2), B, scales_of(kind, _a_scale(call, rows), call.B_scale, k, n)
-    )
-    if call.bias is not None:
-        product.add_(call.bias)
-    parts = [part.contiguous() for part in product.view(*lead, n).chunk(size, dim)]
-    return sum_of_products(workspace, OP, parts, call.reduce_op, call.out_dtype).to(call.out_dtype)
 
 
 def _choose_on_cuda(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup) -> Choice:
@@ -243,16 +237,6 @@ def _on_cuda(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, r
         out: Tensor = made.view(call.local_shape(where.world_size))
     remember(_known_by(call), [out])
     return out
-
-
-def _unfused(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup) -> Tensor:
-    (k, n), out_dtype = call.B.shape, call.out_dtype
-    assert out_dtype is not None
-    scales = scales_of(rows.kind, _a_scale(call, rows), call.B_scale, k, n)
-    a = call.A.flatten(0, -2)
-    product = torch_product(a, call.B, scales, call.bias, out_dtype, fast=call.use_fast_accum)
-    whole = product.view(call.whole_shape)
-    return reference_reduce_scatter(whole, call.reduce_op, call.orig_scatter_dim, group)
 
 
 def _fake(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup) -> Tensor:

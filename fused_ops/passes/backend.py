@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -27,17 +26,6 @@ from .settings import AUTO, CAPTURE, FUSE, REWRITES, PassSettings, refused_as_op
 #: What names a setting of the pass among the options of a compilation.
 PREFIX = "weft."
 _VARIABLE = "WEFT_PASS"
-#: By setting: variables of one setting each, which are read for one release.
-_OLD_VARIABLES = {
-    "fuse": "WEFT_FUSE",
-    "agree": "WEFT_AGREE",
-    "strict": "WEFT_STRICT",
-    "regather": "WEFT_REGATHER",
-    "collectives": "WEFT_COLLECTIVES",
-    "sequence_parallel": "WEFT_SEQUENCE_PARALLEL",
-    "reorder": "WEFT_REORDER",
-    "buckets": "WEFT_BUCKETS",
-}
 _FLAGS: dict[str, bool] = {"0": False, "1": True}
 _WORDS = {"fuse": FUSE, "agree": (CAPTURE,), "collectives": (AUTO,), "sequence_parallel": (AUTO,)}
 _NUMBERS = {
@@ -216,11 +204,6 @@ def _settings_of(
 def _environment() -> dict[str, Any]:
     """Settings of ``WEFT_PASS="fuse=always,agree=0"``."""
     found: dict[str, Any] = {}
-    for setting, variable in _OLD_VARIABLES.items():
-        if text := os.environ.get(variable):
-            new = f'{_VARIABLE}="{setting}={text}"'
-            warnings.warn(f"{variable} is deprecated, use {new}", FutureWarning, stacklevel=4)
-            found[setting] = _value(f"{variable}: is", setting, text)
     for part in filter(None, map(str.strip, os.environ.get(_VARIABLE, "").split(","))):
         setting, _, text = map(str.strip, part.partition("="))
         if setting not in _IN_ENVIRONMENT or not text:

@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.all_reduce.host import host_all_reduce
-from ...kernels.all_to_all.host import host_all_to_all
-from ...kernels.device.collective.host_exchange import exchange_layout, gather
-from ...kernels.reduce_scatter.host import host_reduce_scatter
+from ...kernels.device.collective.host_exchange import (
+    exchange_layout,
+    exchange_parts,
+    gather,
+    reduce_parts,
+    reduce_scatter_parts,
+)
 from ...symm_mem import WeftError, flight_recorder, timeouts
 from ...symm_mem.call_site import Site, call_site, calling, text
 from ...symm_mem.failure.call_log import poison_on_error
@@ -93,7 +96,7 @@ _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 def _all_reduce(workspace: Workspace[Layout], call: GroupCall) -> None:
     x = flat(call.x)  # in memory's order, as gloo does
     inside = x if x is not None else call.x.detach().contiguous().view(-1)
-    host_all_reduce(workspace, inside, inside, call.reduce_op, call.name)
+    reduce_parts(workspace, [inside] * workspace.world_size, inside, call.reduce_op, call.name)
     if x is None:
         call.out.detach().copy_(inside.view(call.out.shape))
 
@@ -105,13 +108,13 @@ def _all_gather(workspace: Workspace[Layout], call: GroupCall) -> None:
 
 def _reduce_scatter(workspace: Workspace[Layout], call: GroupCall) -> None:
     parts = _elements(call.x).view(workspace.world_size, -1).unbind()
-    _write(call.out, host_reduce_scatter(workspace, parts, call.reduce_op, call.name))
+    _write(call.out, reduce_scatter_parts(workspace, parts, call.reduce_op, call.name))
 
 
 def _all_to_all(workspace: Workspace[Layout], call: GroupCall) -> None:
     x = _elements(call.x)
     parts = x.view(torch.uint8).view(workspace.world_size, -1)
-    _write(call.out, host_all_to_all(workspace, parts, call.name).view(-1).view(x.dtype))
+    _write(call.out, exchange_parts(workspace, parts, call.name).view(-1).view(x.dtype))
 
 
 _EXCHANGES = {

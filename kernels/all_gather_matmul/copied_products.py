@@ -19,7 +19,7 @@ from ...symm_mem.workspace import Workspace
 from ..device.comm import acquire
 from ..device.comm.copy_engine import CopiedPiece, CopyEngine
 from ..device.gemm.scaling import ScaledProducts, ScaledTensors, ScaleKind, scaled_mm_out
-from . import host
+from . import OP
 from .configs import GatherKernelCall, copied_layout
 from .estimate import scales_offset, slot_bytes
 
@@ -106,7 +106,7 @@ class AllGatherProductsCopied:
                 given = given.reshape(-1, 1)
             multiply = partial(_multiply_scaled, scaled, of._replace(a_scale=given), results)
         # Three frames: this and two more, on the fast path and on the slow one.
-        self.workspace.raise_if_broken(host.OP if scaled is None else SCALED_OP, inside=3)
+        self.workspace.raise_if_broken(OP if scaled is None else SCALED_OP, inside=3)
         self.as_they_come(own, given, multiply, timeout_ns, stream)
 
     def as_they_come(

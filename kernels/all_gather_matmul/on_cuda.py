@@ -23,7 +23,7 @@ from ..device.jit.ahead import CompilableProgram
 from ..device.tuning import tuner
 from ..device.tuning.benchmark import Candidate
 from ..device.tuning.choice import KernelChoice, KernelChoices, KernelSteps, make_together
-from . import configs, cuda_kernel, host
+from . import OP, configs, cuda_kernel
 from .copied_products import AllGatherProductsCopied
 from .one_shot_kernel import AllGatherMatmulOneShot
 from .scaled import AllGatherScaledMatmulOneShot, AllGatherScaledMatmulPush
@@ -86,7 +86,7 @@ def tuned_gather(
     a, bs, num_sms, split_k = call.a, call.bs, call.num_sms, call.split_k
     problem = call.problem(heap.world_size)
     m, k, ns, size = problem.m, problem.k, problem.ns, problem.world_size
-    op = f"{host.OP} of the last dimension" if split_k else host.OP
+    op = f"{OP} of the last dimension" if split_k else OP
     kind = f"{op} {m} x {k} @ {bs[0].shape[0]} x {'+'.join(map(str, ns))}, {a.dtype}, {num_sms} SMs"
     if call.return_A:
         kind += ", A returned"

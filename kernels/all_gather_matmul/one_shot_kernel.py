@@ -16,7 +16,7 @@ from ..device.gemm.gemm import Defines
 from ..device.gemm.one_shot import OneShotConfig
 from ..device.jit.empty import empty_on
 from ..device.jit.program import Program
-from . import host
+from . import OP
 from .cuda_kernel import row_stride
 
 SOURCE = Path(__file__).parent / "one_shot.cu"
@@ -98,7 +98,7 @@ class AllGatherMatmulOneShot:
         a, *bs = tensors
         gathered = self._empty((self._rows, self._k), (self._k, 1), a.dtype)
         # Three frames: this and two more, on the fast path and on the slow one.
-        self.workspace.raise_if_broken(host.OP, inside=3, grids=self._grids)
+        self.workspace.raise_if_broken(OP, inside=3, grids=self._grids)
         try:
             self.launch(a.data_ptr(), gathered.data_ptr(), timeout_ns, stream)
         except BaseException as e:

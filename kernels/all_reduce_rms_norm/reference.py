@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..device.collective.combine import CombineShape
+from . import COMBINE, LAYER_NORM, OP, QUANT
 from .quant import QuantKind
 
 
@@ -29,6 +30,15 @@ class NormKind(NamedTuple):
     bias: bool = False
     quant: QuantKind | None = None
     combine: CombineShape | None = None
+
+    @property
+    def op(self) -> str:
+        """The public op that computes it."""
+        if self.quant is not None:
+            return QUANT
+        if self.combine is not None:
+            return COMBINE
+        return LAYER_NORM if self.subtract_mean else OP
 
 
 def rms_norm(

@@ -22,7 +22,7 @@ from ..device.jit.ahead import CompilableProgram
 from ..device.tuning import tuner
 from ..device.tuning.benchmark import Candidate
 from ..device.tuning.choice import KernelChoice, KernelChoices, KernelSteps, make_together
-from . import configs, host
+from . import OP, configs
 from .cuda_kernel import MatmulReduceScatterPush, ScaledMatmulReduceScatterPush, scatter_program
 from .one_shot_kernel import MatmulReduceScatterOneShot, ScaledMatmulReduceScatterOneShot
 
@@ -89,7 +89,7 @@ def tuned_scatter(
     a, epilogue, num_sms = call.a, call.epilogue, call.num_sms
     problem = call.problem(heap.world_size)
     batches, m, n, k, size = problem.batches, problem.m, problem.n, problem.k, problem.world_size
-    op = f"{host.OP} of the last dimension" if call.split_n else host.OP
+    op = f"{OP} of the last dimension" if call.split_n else OP
     kind = f"{op} {batches} x {size} x {m} x {k} @ {k} x {n}, {a.dtype} to {epilogue.out_dtype}"
     kind += f"{' + bias' * epilogue.bias}{' + residual' * epilogue.residual}, {num_sms} SMs"
     if call.more:

@@ -17,7 +17,7 @@ from ..device.gemm.one_shot import OneShotConfig
 from ..device.gemm.scaling import ScaleKind, aligned_scale
 from ..device.jit.empty import empty_on
 from ..device.jit.program import Program
-from . import host
+from . import OP
 from .configs import SCALED_OP, Epilogue, ScatterKernelCall
 
 SOURCE = Path(__file__).parent / "one_shot.cu"
@@ -70,7 +70,7 @@ class MatmulReduceScatterOneShot:
         ValueError: the workspace is too small.
     """
 
-    op = host.OP  #: what errors say
+    op = OP  #: what errors say
 
     def __init__(
         self,

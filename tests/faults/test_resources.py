@@ -17,7 +17,6 @@ import torch
 from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, one_shot_all_reduce
-from weft.kernels.all_gather_matmul import host
 from weft.symm_mem.backends.host import HostBackend
 from weft.symm_mem.bootstrap import fd_exchange
 from weft.symm_mem.failure import rank_pages
@@ -242,7 +241,7 @@ def out_of_memory_inside(rank: int, world_size: int) -> str:
 
     with ExitStack() as stack:
         if rank == SHORT:
-            stack.enter_context(mock.patch.object(host.torch, "empty", empty))
+            stack.enter_context(mock.patch.object(torch, "empty", empty))
         with pytest.raises(RuntimeError) as error:  # noqa: PT012  (the others may come one call further)
             for _ in range(3):
                 fused_all_gather_matmul(a, [b], 0, None)

@@ -254,7 +254,7 @@ def run_on_cuda(op: ModuleType, where: Any, *call: Any, group: Any = None) -> An
     rank = getattr(where, "rank", 0)
     group = group or SimpleNamespace(size=lambda: where.world_size, rank=lambda: rank)
     choice = op._choose_on_cuda(*call, group)
-    return choice.reason if choice.is_unfused else OP_OF[op.host.OP].run(choice, where, *call, group)
+    return choice.reason if choice.is_unfused else OP_OF[op.OP].run(choice, where, *call, group)
 
 
 def assert_slow(call: Callable[[], Any]) -> None:

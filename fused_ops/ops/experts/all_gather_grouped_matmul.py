@@ -10,14 +10,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ....kernels.all_gather_matmul.configs import CopiedConfig
-from ....kernels.device.collective.host_exchange import exchange_layout
-from ....kernels.grouped_matmul import host
+from ....kernels.grouped_matmul import OP
 from ....kernels.grouped_matmul.reference import experts_of_rows
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ... import validation
-from ...dispatch.choice import Choice, on_host
-from ...dispatch.plan import ran
+from ...dispatch.choice import Choice
 from .. import all_gather
 from ..op import Op, on_device, refuse_second_gradient
 from .arriving_tokens import choose_copies, multiply_arriving
@@ -78,9 +76,7 @@ def _validate(call: AllGatherGroupedMatmulCall) -> tuple[AllGatherGroupedMatmulC
 
 def _choose(call: AllGatherGroupedMatmulCall, group: ProcessGroup) -> Choice:
     """By copy engines, or as the gather alone."""
-    if call.A_shard.device.type == "cpu":
-        return on_host(exchange_layout(call.A_shard.nbytes, group.size()))
-    copied = choose_copies(call.A_shard, group)
+    copied = None if call.A_shard.device.type == "cpu" else choose_copies(call.A_shard, group)
     if copied is not None:
         return copied
     return all_gather.choose_gather(all_gather.AllGatherCall(call.A_shard, 0, call.group_name), group)
@@ -90,21 +86,13 @@ def _run(choice: Choice, where: Heap | None, call: AllGatherGroupedMatmulCall, g
     """As the op; the call is what validation returns."""
     biases: list[Any] = call.added or [None] * len(call.Bs)
     terms = list(zip(call.Bs, biases, strict=True))
-    if choice.algorithm == "host":
-        assert where is not None
-        workspace = choice.workspace_on(where)
-        ran(choice.plan_in(workspace))
-        A, outs = host.host_all_gather_grouped_matmul(
-            workspace, call.A_shard.contiguous(), terms, call.rows, call.offs
-        )
-    elif choice.algorithm == CopiedConfig.algorithm:
+    if choice.algorithm == CopiedConfig.algorithm:
         assert where is not None
         index = call.rows, call.offs
         return multiply_arriving(choice, where, call.A_shard, terms, index, return_A=call.return_A)
-    else:
-        with on_device(call.A_shard):
-            A = all_gather.gather_within(call.A_shard, group, host.OP)
-            outs = multiply(A, terms, call.offs, call.rows)
+    with on_device(call.A_shard):
+        A = all_gather.gather_within(call.A_shard, group, OP)
+        outs = multiply(A, terms, call.offs, call.rows)
     return (A if call.return_A else None), outs
 
 
@@ -134,7 +122,7 @@ class AllGatherGroupedMatmulFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_A: Tensor | None, *grads: Tensor | None) -> Any:
-        refuse_second_gradient(host.OP)
+        refuse_second_gradient(OP)
         A, rows, offs, *Bs = ctx.saved_tensors
         _, of_A, *of_rest = ctx.needs_input_grad
         of_Bs, of_biases = of_rest[: len(Bs)], of_rest[len(Bs) :]

@@ -16,9 +16,9 @@ from torch.distributed import ProcessGroup
 from ....kernels.all_gather_matmul.configs import CopiedConfig, GatherKernelCall, copied_layout
 from ....kernels.device.capability import runs_on, why_no_kernel_on
 from ....kernels.device.tuning.choice import make_together
+from ....kernels.grouped_matmul import OP
 from ....kernels.grouped_matmul.configs import multiplies_own_first, sends_by_copies
 from ....kernels.grouped_matmul.groups import Groups
-from ....kernels.grouped_matmul.host import OP
 from ....symm_mem.backends.cuda_state import current_stream_of
 from ....symm_mem.heap.heap import Heap
 from ....symm_mem.timeouts import timeout_in_ns

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ....kernels.all_reduce_rms_norm.host import COMBINE as OP
+from ....kernels.all_reduce_rms_norm import COMBINE as OP
 from ....kernels.all_reduce_rms_norm.reference import Affine, NormKind
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap

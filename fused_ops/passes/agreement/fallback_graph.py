@@ -1,45 +1,17 @@
 """Ranks whose graphs differ never meet a fused op on one side and a plain collective on the other.
 
-Every rank compiles for itself, and real programs make ranks compile different graphs: a warning printed on rank 0 alone
-ends its graph there, a guard fails on one rank only, one rank's collective runs in eager mode. Then one rank's graph
-holds a gather and its product, and fuses them; another rank's holds the gather alone.
-
-*To agree while compiling* is no way out: a rank that loads its graph from Inductor's cache runs no pass, ranks that
-differ compile another number of graphs, and while one compiles, another may stand in a collective of a graph that the
-first one has not got. *To choose by what all ranks share* is none either: a rank does not know where the others'
-graphs end. And *to agree once, at a graph's first run*, does not cover the rank that takes another path in the tenth
-step.
-
-So the ranks compare whenever a graph runs, before it does anything: one look at memory that they share (``board``). A
-graph that is new to any of them is voted on: each waits for the slowest host, on CUDA not for what that has queued.
-``FusionPass.report().questions`` counts and times it. Where they do not stand before the same graph, each runs its own
-as it was before the pass. Nothing needs to be undone, no form of fusion has to keep to the plain collectives' order or
-layout, and what a rank runs in eager mode, over the backend, is what it meets.
-
-A host that waits at each graph cannot stay ahead of its GPU. So, once ranks have agreed for long, a rank runs a graph
-that they all know at once, and leaves it on the board for the others to compare with (``known``). Whoever comes with
-another one after that gets an error with its name, on all ranks. What is guaranteed stands in ``docs/protocol.md``.
-
-A wait for a rank that does not come ends after half a minute, once for a graph; its collectives are then plain. Other
-graphs wait a second for that rank, until it votes again: it may have gone on in eager mode.
-
-A CUDA graph holds what was chosen when it was captured, and its replays ask nobody: a rank that captures again, or
-takes another path, cannot learn that another one replays. With Inductor's own CUDA graphs (``mode="reduce-overhead"``)
-the question stands outside of them, in the code that replays the partitions (``graph_partition``, on by default), and
-is asked before each run. Without partitions nothing is fused, and a graph that runs while the user captures is captured
-unfused: the report says so in both cases. Who knows that all ranks capture and replay alike says ``agree="capture"``:
-then what is captured is what the ranks agreed on at the capture.
-
-Where the generated code cannot ask (the C++ wrapper, the FX wrapper, lite mode, which runs each op as it is), nothing
-is fused: then the question is an op like others, which cannot leave. That op posts that this rank runs unfused, so that
-no other waits for it; in a graph that was fused after all, by a backend that interprets what the pass has left, it
-raises.
+So the ranks compare whenever a graph runs, before it does anything: one look at memory that they share (``board``).
+Where they do not stand before the same graph, each runs its own as it was before the pass: what a rank runs in eager
+mode, over the backend, is what it meets. To agree while compiling would not do: a rank that loads its graph from
+Inductor's cache runs no pass, ranks that differ compile another number of graphs, and while one compiles, another may
+stand in a collective of a graph that the first one has not got. Nor would it to agree once, at a graph's first run: a
+rank may take another path in the tenth step. What is guaranteed stands in ``docs/protocol.md``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import fx
@@ -54,16 +26,17 @@ from ..graph.collectives import collectives, group_of, kind_of, point_to_point
 from ..graph.nodes import argument, calls, what
 from ..records.entry import Entry
 from ..settings import CAPTURE
-from .fallback.called import CALLERS, KeptGraph
-from .fallback.text import (
+from .fallback.kept import (
+    CALLERS,
     DRAWS,
     STATEFUL,
-    GraphText,
+    KeptGraph,
     attributes,
     caller_of,
     draws_nothing,
     draws_seeds,
     graph_copy,
+    why_not_pickled,
 )
 from .guard import SIZES, GraphGuard, GroupQuestion, pack
 from .signature import Order, Signature
@@ -165,7 +138,7 @@ class FallbackGraph:
                 self._counts[group] = self._counts.get(group, 0) + _begins(node, group)
 
     def _without_objects(self) -> fx.Graph:
-        """The graph that is kept as text. What it returns of objects, DTensors' meshes, the generated code has."""
+        """The graph that is kept. What it returns of objects, DTensors' meshes, the generated code has."""
         objects = {
             n
             for n, value in attributes(self.graph, self._owner)
@@ -175,12 +148,8 @@ class FallbackGraph:
             return self.graph
         return graph_copy(self.graph, objects)
 
-    @cached_property
-    def _text(self) -> GraphText:
-        return GraphText(self._graph, self._owner)
-
     def why_not_kept(self) -> str | None:
-        """Why the graph cannot be kept as text; None if it can."""
+        """Why the graph cannot be kept; None if it can."""
         node = _drawn_elsewhere(self._graph)
         if node is not None and getattr(inductor_config, "align_random_eager", False):
             return (
@@ -212,7 +181,7 @@ class FallbackGraph:
             return (
                 f"the graph holds {size} bytes of constants, too many to be kept for ranks that do not agree"
             )
-        return self._text.why_not()
+        return why_not_pickled(self._graph, self._owner)
 
     def ask_first(
         self,
@@ -253,24 +222,15 @@ class FallbackGraph:
         asked = [GroupQuestion(g, self._counts[g], g in fused, resolve_group(g).size()) for g in order]
         kept = any(a.fused for a in asked)
         signature = Signature(graph, index, fused, entries, orders, before=self._before)
-        code, graphs = (self._text.code(), self._text.called()) if kept else (None, {})
         with unset_fake_temporarily():  # the constants are real
             redraws = _drawn_elsewhere(self._graph) is not None
-            seeds = self._text.seeds() if kept else None
-            original = KeptGraph(code, graphs, self._constants() if kept else {}, redraws, seeds)
+            original = KeptGraph.of(self._graph, self._owner, redraws) if kept else None
             packed = pack(asked, signature, original, captured=agree == CAPTURE, unasked=unasked, calls=calls)
         first = next(n for n in graph.nodes if n.op != "placeholder")
         with graph.inserting_before(first):
             question = graph.call_function(_agree, (packed, kept))
         question.meta["val"], question.meta[SIZES] = None, signature.symbolic
         return signature.name
-
-    def _constants(self) -> dict[str, torch.Tensor]:
-        return {
-            str(node.target): value.detach()
-            for node, value in attributes(self._graph, self._owner)
-            if isinstance(value, torch.Tensor)
-        }
 
 
 def has_ranks(group: str) -> bool:

@@ -6,7 +6,7 @@ Inductor writes the question before everything else in the function that it gene
     if weft_turn is None:
         return weft_guard.fallback([arg0_1, arg1_1], ...)
 
-``fallback`` computes what the graph would without the pass: it has the graph as it was, as source text. So the
+``fallback`` computes what the graph would without the pass: it has the graph as it was, pickled. So the
 collectives of that run are those that the other ranks meet in whatever they run instead: the same ones, in the same
 order, with the same layouts. Everything is in the generated file, which is what Inductor's caches keep: a rank that
 takes its graph from there asks like one that compiled it.
@@ -14,12 +14,10 @@ takes its graph from there asks like one that compiled it.
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import time
 import weakref
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,8 +31,9 @@ from ....symm_mem.groups import native_backends
 from ....symm_mem.heap.registry import has_name
 from ...dispatch.plan import GraphTurn
 from ..kernels_ahead.graph_kernels import KernelsOnTheirWay
+from ..records.node import packed, unpacked
 from . import outcomes
-from .fallback.called import KeptGraph
+from .fallback.kept import KeptGraph
 from .fallback.run import FallbackRuns
 from .reasons import broken_by_leaving, reason_of
 from .signature import Signature, digest, name_of
@@ -79,7 +78,7 @@ class GroupQuestion:
 def pack(
     groups: Sequence[GroupQuestion],
     signature: Signature,
-    original: KeptGraph,
+    original: KeptGraph | None,
     *,
     captured: bool = False,
     unasked: bool = True,
@@ -90,36 +89,37 @@ def pack(
     Args:
         groups: in the order in which they first occur in the graph.
         signature: of the graph that may run fused.
-        original: the graph as it was. Its ``def forward(self, args)`` empties ``args``.
+        original: the graph as it was; None if nothing was fused.
         captured: whether the graph may run fused while a CUDA graph is captured, whose replays will not ask.
         unasked: whether the graph may run without asking once all ranks know it.
         calls: those whose kernels are compiled when the graph is loaded, as ``text_of_call`` gives them.
     """
-    data = {
-        "groups": [[g.name, g.count, g.fused, g.size] for g in groups],
-        "signature": signature.digest,
-        "sizes": signature.sizes,
-        "what": signature.what,
-        "original": original.packed(),
-        "captured": captured,
-        "unasked": unasked,
-        "calls": [*calls],
-    }
-    return base64.b64encode(zlib.compress(json.dumps(data).encode(), 6)).decode()
+    return packed(
+        {
+            "groups": groups,
+            "signature": signature.digest,
+            "sizes": signature.sizes,
+            "what": signature.what,
+            "original": original,
+            "captured": captured,
+            "unasked": unasked,
+            "calls": [*calls],
+        }
+    )
 
 
 class GraphGuard:
     """Asks for one compiled graph. Made once by the generated module; used by whatever thread runs the graph."""
 
-    def __init__(self, packed: str) -> None:
-        data = json.loads(zlib.decompress(base64.b64decode(packed)))
-        self._groups = [GroupQuestion(*g) for g in data["groups"]]
+    def __init__(self, text: str) -> None:
+        data = unpacked(text)
+        self._groups: list[GroupQuestion] = [*data["groups"]]
         self._signature: int = data["signature"]
         self._sizes: list[int | str | None] = data["sizes"]
         self._signed: tuple[tuple[int, ...], int] | None = None  # sizes, and the signature with them
         self._what: list[str] = data["what"]
-        original = data["original"]
-        self._original = None if original["code"] is None else FallbackRuns(self.name, original)
+        kept = data["original"]
+        self._original = None if kept is None else FallbackRuns(self.name, kept)
         self._captured: bool = data["captured"]
         fused = [g for g in self._groups if g.fused]
         # Each group's answer depends on the others': they go round until every rank that shares any of them has the

@@ -25,7 +25,6 @@ def _exchange(
     workspace: Workspace,
     parts: Sequence[torch.Tensor],
     longest: int,
-    dtype: torch.dtype,
     op: str,
     take: Callable[[slice, list[torch.Tensor]], None],
 ) -> None:
@@ -33,12 +32,11 @@ def _exchange(
 
     Args:
         longest: numbers of the longest part of all ranks.
-        dtype: in which parts travel. The own one stays as it is.
         op: whose call it is.
-        take: gets, chunk by chunk, where in a part it lies, and the ranks' chunks, as long as that of the longest part;
-            the own one as it is. They are valid during the call.
+        take: gets, chunk by chunk, where in a part it lies, and the ranks' chunks, as long as that of the longest part,
+            or the own part. They are valid during the call.
     """
-    size, rank = workspace.world_size, workspace.rank
+    size, rank, dtype = workspace.world_size, workspace.rank, parts[0].dtype
     step = max(1, CHUNK_BYTES // dtype.itemsize)
     peers = [*range(rank + 1, size), *range(rank)]
     with workspace.lock:
@@ -77,7 +75,7 @@ def exchange_into(
 
     if longest is None:
         longest = max(received, key=torch.numel).numel()
-    _exchange(workspace, parts, longest, parts[0].dtype, op, take)
+    _exchange(workspace, parts, longest, op, take)
 
 
 def gather(
@@ -92,19 +90,17 @@ def gather(
     return out
 
 
-def reduce_parts(
-    workspace: Workspace,
-    parts: Sequence[torch.Tensor],
-    out: torch.Tensor,
-    reduce_op: str,
-    op: str,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """``out`` = what all ranks' parts for this one make together, in float32 and in rank order.
+def exchange_parts(workspace: Workspace, parts: torch.Tensor, op: str) -> torch.Tensor:
+    """What every rank has for this one, [W, n]; parts: [W, n], the q-th for rank q."""
+    received = torch.empty_like(parts)
+    exchange_into(workspace, parts.unbind(), received.unbind(), op)
+    return received
 
-    Args:
-        dtype: in which parts travel, if not in theirs. The own one is not rounded to it.
-    """
+
+def reduce_parts(
+    workspace: Workspace, parts: Sequence[torch.Tensor], out: torch.Tensor, reduce_op: str, op: str
+) -> None:
+    """``out`` = what all ranks' parts for this one make together, in float32 and in rank order."""
     combine = {"max": torch.maximum, "min": torch.minimum}.get(reduce_op, torch.add)
 
     def take(chunk: slice, arrived: list[torch.Tensor]) -> None:
@@ -115,19 +111,13 @@ def reduce_parts(
             combine(total, part[: into.shape[0]].to(torch.float32), out=total)
         into.copy_(total / len(arrived) if reduce_op == "avg" else total)
 
-    _exchange(workspace, parts, max(parts, key=torch.numel).numel(), dtype or parts[0].dtype, op, take)
+    _exchange(workspace, parts, max(parts, key=torch.numel).numel(), op, take)
 
 
-def sum_of_products(
-    workspace: Workspace, op: str, products: list[torch.Tensor], reduce_op: str, dtype: torch.dtype
+def reduce_scatter_parts(
+    workspace: Workspace, parts: Sequence[torch.Tensor], reduce_op: str, op: str
 ) -> torch.Tensor:
-    """The sum over ranks of the partial results for this one, in float32.
-
-    Args:
-        op: whose call it is; it has begun.
-        products: the partial result for each rank, contiguous.
-        dtype: in which they travel.
-    """
-    total = torch.empty(products[workspace.rank].shape)
-    reduce_parts(workspace, [*map(torch.flatten, products)], total.view(-1), reduce_op, op, dtype)
-    return total
+    """The same in new memory; ``parts`` [n_q] for each rank q."""
+    out = torch.empty_like(parts[workspace.rank])
+    reduce_parts(workspace, parts, out, reduce_op, op)
+    return out

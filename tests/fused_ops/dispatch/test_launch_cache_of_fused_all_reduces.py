@@ -28,6 +28,7 @@ from weft.fused_ops.ops import (
 )
 from weft.fused_ops.ops.all_reduce_rms_norm_quant import AllReduceRmsNormQuantCall
 from weft.fused_ops.ops.matmul_all_reduce import MatmulAllReduceCall
+from weft.kernels import all_reduce_rms_norm as op_names
 from weft.kernels.all_reduce_rms_norm.reference import NormKind
 from weft.symm_mem import call_cache
 from weft.symm_mem.call_cache import CachedDict
@@ -59,7 +60,7 @@ def stage(gpu_stage: Fused) -> Fused:
     x, residual, weight = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8)
     stage.product, stage.norm = (A, B), (x, residual, weight)
     results = [torch.empty_like(x), torch.empty_like(x)]
-    stage.remember(kernel, all_reduce_rms_norm.host.OP, EPS, stage.norm, results)
+    stage.remember(kernel, op_names.OP, EPS, stage.norm, results)
     for a in (A, A.flatten(0, 1)):
         run_on_cuda(matmul_all_reduce, stage.where, MatmulAllReduceCall(a, B, "sum", NAME), group=stage.group)
     assert stage.workspace.noted == ["fused_matmul_all_reduce"] * 2, "errors name the op that was called"
@@ -173,7 +174,7 @@ def test_other_arguments_take_the_slow_path(stage: Fused) -> None:
 
 def test_true_is_no_eps_where_one_was(stage: Fused) -> None:
     results = [torch.empty_like(stage.norm[0]) for _ in range(2)]
-    stage.remember(stage.kernel, all_reduce_rms_norm.host.OP, 1.0, stage.norm, results)
+    stage.remember(stage.kernel, op_names.OP, 1.0, stage.norm, results)
     fused_all_reduce_rms_norm(*stage.norm, 1.0, NAME)
     assert len(stage.kernel.launched) == 1
     with pytest.raises(TypeError, match="eps: is"):
@@ -186,7 +187,7 @@ def test_what_is_remembered_already_makes_no_end_of_what_was_found(stage: Fused)
     results = [torch.empty_like(stage.norm[0]) for _ in range(2)]
     for ran, is_kept in (("push", True), ("one_shot", False)):
         kept = call_cache.cached_calls
-        stage.remember(stage.kernel, all_reduce_rms_norm.host.OP, EPS, stage.norm, results, ran=ran)
+        stage.remember(stage.kernel, op_names.OP, EPS, stage.norm, results, ran=ran)
         assert (call_cache.cached_calls is kept) == is_kept
 
 
@@ -230,7 +231,7 @@ def test_a_layer_norm_is_that_of_the_same_operands(stage: Fused) -> None:
     kind = NormKind(EPS, subtract_mean=True, weight=False)
     results = [torch.empty_like(row) for _ in range(2)]
     name = all_reduce_rms_norm.name_of_norm(kind)
-    stage.remember(stage.kernel, all_reduce_rms_norm.host.LAYER_NORM, name, given, results)
+    stage.remember(stage.kernel, op_names.LAYER_NORM, name, given, results)
     for op in (fused_all_reduce_layer_norm, torch.ops.weft.fused_all_reduce_layer_norm):
         normed, sums = op(*given, None, None, EPS, NAME)
         operands, results_ = [[t.data_ptr() for t in ts] for ts in (given, (normed, sums))]
@@ -258,7 +259,7 @@ def test_a_norm_in_fp8_is_that_of_the_same_arguments(stage: Fused, scale: torch.
     name = all_reduce_rms_norm_quant.name_of_quant(
         AllReduceRmsNormQuantCall(x, residual, weight, EPS, NAME, **named)
     )
-    stage.remember(stage.kernel, all_reduce_rms_norm.host.QUANT, name, given, results)
+    stage.remember(stage.kernel, op_names.QUANT, name, given, results)
     others: list[Any] = [{"scale_op": "multiply"}, {"weight_offset": 1.0}, {"round_sum": False}]
     others += [{"out_dtype": torch.float8_e5m2}, {"scale": torch.ones(1) if scale is None else None}]
     others += [{"smallest": 0.5}] if scale is None else []

@@ -13,7 +13,7 @@ from fake_gpu import NAME, WORLD_SIZE, Stage, run_on_cuda
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.ops import all_gather_matmul
 from weft.fused_ops.ops.all_gather_matmul import AllGatherMatmulCall
-from weft.kernels.all_gather_matmul import host, on_cuda
+from weft.kernels.all_gather_matmul import OP, on_cuda
 from weft.kernels.all_gather_matmul.configs import GatherKernelCall
 from weft.kernels.device.gemm.one_shot import OneShotConfig
 from weft.symm_mem.call_cache import CachedDict
@@ -67,7 +67,7 @@ def kernels(where: SimpleNamespace) -> Kernels:
 
 
 def remembered(where: SimpleNamespace) -> int:
-    return sum(isinstance(key, tuple) and key[0] == host.OP for key in where.prepared)
+    return sum(isinstance(key, tuple) and key[0] == OP for key in where.prepared)
 
 
 CASES = {  # the shard, the dimension, the rows' stride as the kernels see it; 0 where they are given a copy

@@ -16,7 +16,7 @@ from weft.fused_ops.dispatch.launch_cache import key_of
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.ops import matmul_reduce_scatter
 from weft.fused_ops.ops.matmul_reduce_scatter import MatmulReduceScatterCall
-from weft.kernels.matmul_reduce_scatter import host, on_cuda
+from weft.kernels.matmul_reduce_scatter import OP, on_cuda
 from weft.kernels.matmul_reduce_scatter.configs import ScatterKernelCall, ScatterPushConfig
 from weft.symm_mem.call_cache import CachedDict
 
@@ -244,7 +244,7 @@ def test_factors_are_stacked_only_where_they_must_be(
     assert depths == (ks if as_they_are else [sum(ks)])
     assert kernel.operands[-1] == bias.data_ptr()
     # The next such call finds it, with its tensors in this order.
-    key = key_of(host.OP, (dim, "sum", True, False, len(factors) - 2), [*factors, bias])
+    key = key_of(OP, (dim, "sum", True, False, len(factors) - 2), [*factors, bias])
     assert (key in where.prepared) is as_they_are
 
 

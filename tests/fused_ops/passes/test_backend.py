@@ -128,24 +128,6 @@ def test_settings_by_arguments_options_and_environment(monkeypatch: pytest.Monke
         weft.compile(model)
 
 
-def test_variables_of_one_setting_are_read_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_AGREE", "0")
-    monkeypatch.setenv("WEFT_FUSE", "always")
-    monkeypatch.setenv("WEFT_PASS", "agree=capture")
-    with pytest.warns(FutureWarning) as said:
-        assert backend._environment() == {"agree": "capture", "fuse": "always"}
-    assert [str(w.message) for w in said] == [
-        'WEFT_FUSE is deprecated, use WEFT_PASS="fuse=always"',
-        'WEFT_AGREE is deprecated, use WEFT_PASS="agree=0"',
-    ]
-    monkeypatch.setenv("WEFT_AGREE", "no")
-    with (
-        pytest.warns(FutureWarning),
-        pytest.raises(ValueError, match="WEFT_AGREE: is 'no', must be 0, 1 or capture"),
-    ):
-        weft.compile(model)
-
-
 @pytest.mark.parametrize(
     ("text", "read"),
     [

@@ -1,25 +1,10 @@
-"""Where the ranks of a group see which graph each is about to run.
+"""Where the ranks of a group see which graph each is about to run: docs/protocol.md#votes-of-graphs has the rules.
 
 Memory that rank 0 makes and the others find through the group's store when it is there (``board_file``): nobody waits
 for its making. Every change is made under a lock of the file, so it is seen whole or not at all; but for what a rank
 that does not ask writes into its own row (``known``), and for the word that ranks have differed, which is only ever
-set. A rank's place in the program is told by two counts that are the same on all ranks wherever these are at the same
-point, because neither needs weft on the other side: how many collectives its backend has begun in the group, and how
-many graphs it has run fused there. A rank posts a ``Vote`` and learns one of two answers:
-
-======  ====================================================================================================
-FUSED   every rank of the group stands at the same place before a graph with the same signature, and is willing
-PLAIN   else: another rank posted another graph for these collectives, is past them without having posted, is not
-        willing, has not come in time or has ended; or the lock cannot be had, then nothing is posted
-======  ====================================================================================================
-
-FUSED is written for all ranks at once by the last one to post, and only over posts that no rank has withdrawn; PLAIN
-for a rank by itself or by whoever sees the conflict. So ranks at one place never get different answers, however late
-one is.
-
-Once ranks have agreed for long, a rank does not ask before a graph that they know (``known``). Whoever comes there
-with something else hears that it has left, and so do the others: an error, as nobody can take back what runs
-(``vote_rows``). Before anybody has run it, they vote.
+set. A rank posts a ``Vote`` and learns one of two answers. FUSED: every rank stands at the same place before a graph
+with the same signature, and is willing. PLAIN: else, also where a rank has not come in time, or the lock cannot be had.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""Graphs that a rank runs without asking the others, as all ranks know them.
+"""Graphs that a rank runs without asking the others, as all ranks know them: docs/protocol.md#votes-of-graphs.
 
-The ranks know a graph, with the sizes that it then had, once they have agreed on it. Once they have agreed often enough
-and have never run different graphs, a rank that comes to one that they know writes it and its turn into its own row,
-without the board's lock, and looks at the others' rows. If none of them waits, and none has run something else or been
-told to run unfused there, it goes on. Otherwise it takes the turn back and asks under the lock (``board``).
-
-A rank that waits under the lock looks at the others' turns for as long as it waits. So of a rank that runs and one that
-posts at the same moment at least one sees the other: each writes first and reads then, with a full fence between.
+Of such a rank and one that posts at the same moment at least one sees the other: each writes first and reads then, with
+a full fence between.
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ from torch._inductor import inductor_prims
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from weft.fused_ops.passes import FusionPass, Report
-from weft.fused_ops.passes.agreement.fallback.called import KeptGraph
+from weft.fused_ops.passes.agreement.fallback.kept import KeptGraph
 from weft.fused_ops.passes.agreement.fallback.run import FallbackRuns
-from weft.fused_ops.passes.agreement.fallback.text import GraphText
 from weft.fused_ops.passes.agreement.guard import GraphGuard
 from weft.symm_mem import WeftError
 
@@ -82,20 +81,18 @@ def test_dropout_that_is_recomputed() -> None:
 
 def test_what_must_be_compiled_and_cannot_be() -> None:
     """Op by op other numbers would be drawn, so it is an error."""
-    code = "def forward(self, args):\n    args.clear()\n    return ()\n"
-    runs = FallbackRuns("g", KeptGraph(code, {}, {}, redraws=True).packed())
+    graph = fx.Graph()
+    graph.output(())
+    runs = FallbackRuns("g", KeptGraph.of(graph, None, redraws=True))
     with pytest.raises(
         WeftError, match=r"graph g: runs unfused, .* a CUDA graph is captured, and draws random"
     ):
         runs.run([], compiles=False)
 
-    def broken(*args: object) -> None:
-        raise torch._dynamo.exc.Unsupported("no", case_name="none")
-
-    runs._compiled = broken
-    for _ in range(2):
-        with pytest.raises(WeftError, match=r"graph g: .* random numbers"):
-            runs.run([], compiles=True)
+    with mock.patch.object(torch._inductor, "compile", side_effect=RuntimeError("no")):
+        for _ in range(2):
+            with pytest.raises(WeftError, match=r"graph g: .* random numbers"):
+                runs.run([], compiles=True)
 
 
 def drawing(graph: fx.Graph, seeds: fx.Node, x: fx.Node) -> fx.Node:
@@ -106,11 +103,7 @@ def drawing(graph: fx.Graph, seeds: fx.Node, x: fx.Node) -> fx.Node:
 
 
 def runs_of(graph: fx.Graph) -> FallbackRuns:
-    text = GraphText(graph, None)
-    assert text.why_not() is None
-    assert "_rng_state(" not in text.code(), "Dynamo would break the graph there"
-    kept = KeptGraph(text.code(), text.called(), {}, redraws=True, seeds=text.seeds())
-    return FallbackRuns("g", kept.packed())
+    return FallbackRuns("g", KeptGraph.of(graph, None, redraws=True))
 
 
 def test_seeds_that_a_checkpoint_draws_again() -> None:

@@ -1,104 +1,124 @@
-"""A graph as source text, which Inductor's caches keep and any process of the program can run."""
+"""A graph that is kept as it was, as bytes, which Inductor's caches keep and any process of the program can run."""
 
 from __future__ import annotations
 
+import io
 import operator
-import re
-import sys
+import pickle
 from collections.abc import Collection, Iterator
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch._inductor import inductor_prims
-from torch.fx.graph import PythonCode
 
 from ...graph.collectives import collectives
 from ...graph.nodes import is_val, val, what
-from .called import CALLERS, CalledGraph, calls_by_name
 
+#: Operators that call graphs, and which run op by op as well as compiled.
+CALLERS = ("cond", "while_loop", "invoke_subgraph", "flex_attention", "flex_attention_backward")
 #: What draws by a seed that is a tensor, and which argument it is. Op by op they take no notice of it.
 DRAWS = {inductor_prims.random: (1, "seed"), inductor_prims.randint: (3, "seed")}
 #: What an activation checkpoint makes of operators that may draw random numbers, and at which argument the operator is.
 STATEFUL = {"run_and_save_rng_state": 0, "run_with_rng_state": 1, "graphsafe_run_with_rng_state": 0}
-_BUILTIN = fx.graph._custom_builtins  # what a graph's text may use without an import
-_SIGNATURE = re.compile(r"^def forward\(self.*?\)[^\n()]*:\n", re.DOTALL | re.MULTILINE)
 _KEPT = "which cannot be kept for ranks that do not agree"
 
 
-class GraphText:
-    """The text of a graph, and of those that it calls.
+class KeptGraph(NamedTuple):
+    """A fallback graph.
 
-    What draws a checkpoint's seeds, or saves the generator's state, is a graph of its own, to which Dynamo has no way,
-    and which runs first.
+    What draws a checkpoint's seeds, or saves the generator's state, is a graph of its own, which runs first.
 
-    Args:
-        owner: the module that has the graph's attributes.
+    Attributes:
+        graph: as ``pickled`` gives it.
+        redraws: whether it draws random numbers that another graph draws, too, from the same seed.
+        seeds: of what draws seeds, which are the last inputs of the graph; None where nothing is drawn.
     """
 
-    def __init__(self, graph: fx.Graph, owner: Any) -> None:
-        self._graph = graph_copy(graph)
-        self._seeds = _take_states(self._graph)
-        self._called = {
-            str(node.target): (module.graph, GraphText(module.graph, module))
-            for node, module in attributes(graph, owner)
-            if isinstance(module, fx.GraphModule)
-        }
-        calls_by_name(self._graph)
+    graph: bytes
+    redraws: bool = False
+    seeds: bytes | None = None
 
-    @cached_property
-    def _written(self) -> PythonCode:
-        return _python_code(self._graph)
+    @staticmethod
+    def of(graph: fx.Graph, owner: Any, redraws: bool = False) -> KeptGraph:
+        """
+        Args:
+            owner: the module that has the graph's attributes.
+        """
+        graph = graph_copy(graph)
+        seeds = _take_states(graph)
+        return KeptGraph(pickled(graph, owner), redraws, None if seeds is None else pickled(seeds, owner))
 
-    def why_not(self) -> str | None:
-        """Why the text would not do in another process; None if it would."""
-        for graph, text in self._called.values():
-            if (why := _why_not_called(graph)) is not None or (why := text.why_not()) is not None:
+
+def why_not_pickled(graph: fx.Graph, owner: Any) -> str | None:
+    """Why the bytes would not do in another process; None if they would."""
+    for _, module in attributes(graph, owner):
+        if isinstance(module, fx.GraphModule):
+            why = _why_not_called(module.graph) or why_not_pickled(module.graph, module)
+            if why is not None:
                 return why
-        of_seeds = {} if self._seeds is None else _python_code(self._seeds).globals
-        for name, value in (self._written.globals | of_seeds).items():
-            if name not in _BUILTIN and not _importable(value):
-                named = getattr(value, "__name__", value)  # no address: reasons are the same on every rank
-                return f"the graph uses {named}, {_KEPT}"
-        return None
-
-    def code(self) -> str:
-        """``def forward(self, args)``, which empties ``args``; the seeds are the last of these."""
-        return _code(self._graph, self._written)
-
-    def seeds(self) -> str | None:
-        """``def forward(self, args)``, which empties ``args`` and returns the seeds; None if there are none."""
-        return None if self._seeds is None else _code(self._seeds, _python_code(self._seeds))
-
-    def called(self) -> dict[str, CalledGraph]:
-        return {
-            name: (len(_inputs(text._graph)), text.code(), text.called())
-            for name, (_, text) in self._called.items()
-        }
-
-
-def _python_code(graph: fx.Graph) -> PythonCode:
     for node in graph.nodes:
-        node.type = None
-    return graph.python_code("self")
+        try:
+            _Pickler(io.BytesIO()).dump((node.target, node.args, node.kwargs))
+        except Exception:
+            named = getattr(
+                node.target, "__name__", node.target
+            )  # no address: reasons are the same on every rank
+            return f"the graph uses {named}, {_KEPT}"
+    return None
 
 
-def _inputs(graph: fx.Graph) -> list[str]:
-    return [n.name for n in graph.nodes if n.op == "placeholder"]
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> str | None:
+        return obj.name if isinstance(obj, fx.Node) else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, fx.GraphModule):
+            return unpickled, (pickled(obj.graph, obj),)
+        if isinstance(obj, torch._ops.OpOverload):
+            return _operator, (obj.namespace, obj._opname, obj._overloadname)
+        if isinstance(obj, torch._ops.HigherOrderOperator):
+            return _operator, ("higher_order", obj.name())
+        return NotImplemented
 
 
-def _code(graph: fx.Graph, written: PythonCode) -> str:
-    inputs = _inputs(graph)
-    unpack = f"    {', '.join(inputs)}, = args; args.clear()\n" if inputs else ""
-    body, replaced = _SIGNATURE.subn(lambda _: f"def forward(self, args):\n{unpack}", written.src, count=1)
-    assert replaced == 1
-    imports = [
-        f"from {value.__module__} import {value.__name__} as {name}\n"
-        for name, value in written.globals.items()
-        if name not in _BUILTIN
-    ]
-    return "".join(imports) + body[body.index("def forward") :]
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self.nodes: dict[str, fx.Node] = {}
+
+    def persistent_load(self, name: str) -> fx.Node:
+        return self.nodes[name]
+
+
+def _operator(*names: str) -> Any:
+    found: Any = torch.ops
+    for name in names:
+        found = getattr(found, name)
+    return found
+
+
+def pickled(graph: fx.Graph, owner: Any) -> bytes:
+    """The graph, and what it reads from its module."""
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    read = {
+        str(node.target): value.detach() if isinstance(value, torch.Tensor) else value
+        for node, value in attributes(graph, owner)
+    }
+    pickler.dump((len(graph.nodes), read))
+    for node in graph.nodes:
+        pickler.dump((node.name, node.op, node.target, node.args, node.kwargs))
+    return buffer.getvalue()
+
+
+def unpickled(data: bytes) -> fx.GraphModule:
+    unpickler, graph = _Unpickler(data), fx.Graph()
+    count, read = unpickler.load()
+    for _ in range(count):
+        name, *made = unpickler.load()
+        unpickler.nodes[name] = graph.create_node(*made)
+    return fx.GraphModule(read, graph)
 
 
 def draws_seeds(node: fx.Node) -> bool:
@@ -220,8 +240,3 @@ def _why_not_called(graph: fx.Graph) -> str | None:
         if not isinstance(value, fx.GraphModule):
             return f"the graph reads {node.target}, {_KEPT}"
     return None
-
-
-def _importable(value: Any) -> bool:
-    module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
-    return module in sys.modules and getattr(sys.modules[module], str(name), None) is value
