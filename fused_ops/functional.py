@@ -15,8 +15,18 @@ from . import validation
 from .dispatch.callers import known_name, of_graph
 from .dispatch.launch_cache import launch_again
 from .dispatch.stand_alone import KINDS
+from .dispatch.tensor_guards import needs_autograd_alone
 from .library import schema
-from .ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from .ops import (
+    ALL_GATHER_MATMUL,
+    ALL_REDUCE,
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
+    all_gather_matmul,
+    all_reduce,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 
 ReduceOp: TypeAlias = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
@@ -69,6 +79,9 @@ def fused_all_gather_matmul(
         done = all_gather_matmul.fast_all_gather_matmul(A_shard, Bs, gather_dim, name, return_A)
         if done is not None:
             return done
+        if needs_autograd_alone(A_shard, *Bs):  # without the dispatcher; the op checks what it is given
+            call = all_gather_matmul.AllGatherMatmulCall(A_shard, [*Bs], gather_dim, name, return_A)
+            return ALL_GATHER_MATMUL.with_gradient(call)
     validation.tensor("A_shard", A_shard, 2)
     matrices = validation.tensors("Bs", Bs)
     validation.dimension("gather_dim", gather_dim, "A_shard", A_shard.dim())
@@ -138,6 +151,11 @@ def fused_matmul_reduce_scatter(
         )
         if done is not None:
             return done
+        if needs_autograd_alone(A, B, *[term for term in (bias, residual) if term is not None]):
+            more = None, bias, residual
+            return MATMUL_REDUCE_SCATTER.with_gradient(
+                matmul_reduce_scatter.MatmulReduceScatterCall(A, B, reduce_op, scatter_dim, name, *more)
+            )
     validation.tensor("A", A, 2)
     validation.tensor("B", B)
     reduce_op = validation.reduction(reduce_op)
@@ -190,6 +208,8 @@ def one_shot_all_reduce(x: Tensor, reduce_op: ReduceOp, group: Group = None) -> 
         results = launch_again(OP, reduce_op, (x,), name, KINDS)
         if results is not None:
             return results[0]
+        if needs_autograd_alone(x):
+            return ALL_REDUCE.with_gradient(all_reduce.AllReduceCall(x, reduce_op, name))
     validation.tensor("x", x)
     reduce_op = validation.reduction(reduce_op, validation.ALL_REDUCE_OPS)
     name = group_name(group)
@@ -270,6 +290,9 @@ def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: ReduceOp, group: Gr
         done = matmul_all_reduce.fast_matmul_all_reduce(A, B, reduce_op, name)
         if done is not None:
             return done
+        if needs_autograd_alone(A, B):
+            call = matmul_all_reduce.MatmulAllReduceCall(A, B, reduce_op, name)
+            return MATMUL_ALL_REDUCE.with_gradient(call)
     validation.tensor("A", A, 2)
     validation.tensor("B", B)
     reduce_op = validation.reduction(reduce_op)

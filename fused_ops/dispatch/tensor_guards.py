@@ -123,20 +123,30 @@ def has_plain_state() -> bool:
     return not torch._C._dispatch_tls_local_include_set().raw_repr() & ~_OF_THREADS and not has_tangents()
 
 
-def needs_no_dispatch(*tensors: Any) -> bool:
-    """Whether nothing has to run between a call with these, which may be anything, and the kernels.
+def _wants_gradient(tensors: Sequence[Any]) -> bool | None:
+    """Whether a gradient is wanted of a call with these, which may be anything.
 
-    No gradient, mode, transform or tracing, no subclass, nothing to be done before memory is what a tensor says.
+    None if something else has to run between it and the kernels: a mode, transform or tracing, a subclass, what is done
+    before memory is what a tensor says.
     """
     if not has_plain_state():
-        return False
-    grad = torch.is_grad_enabled()
+        return None
+    wanted = False
     for t in tensors:
         if type(t) not in TYPES or torch._C._dispatch_keys(t).raw_repr() & ~_OF_TENSORS:
-            return False
-        if grad and t.requires_grad:
-            return False
-    return True
+            return None
+        wanted = wanted or t.requires_grad
+    return wanted and torch.is_grad_enabled()
+
+
+def needs_no_dispatch(*tensors: Any) -> bool:
+    """Whether nothing has to run between a call with these, which may be anything, and the kernels."""
+    return _wants_gradient(tensors) is False
+
+
+def needs_autograd_alone(*tensors: Any) -> bool:
+    """Whether nothing but autograd has to."""
+    return _wants_gradient(tensors) is True
 
 
 class Likely(Protocol):
