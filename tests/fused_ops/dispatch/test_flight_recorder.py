@@ -178,7 +178,7 @@ def told_late(rank: int, world_size: int, folder: Path, asynchronous: bool) -> N
     dist.barrier()
     symm_mem.set_timeout(0.3, group)
     if rank == 1:
-        time.sleep(0.4)
+        time.sleep(1.0)
     options = dist.AllreduceOptions()
     options.asyncOp = asynchronous
     with pytest.raises(symm_mem.PeerTimeout):
