@@ -52,7 +52,7 @@ def model(x: Tensor, w: Tensor) -> Tensor:
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No pass of another test, nothing from the environment or a cache, and two ranks that do not communicate."""
     monkeypatch.setattr(backend, "_made", {})
-    for name in ("WEFT_PASS", *backend._OLD_VARIABLES.values(), VARIABLE):
+    for name in ("WEFT_PASS", VARIABLE):
         monkeypatch.delenv(name, raising=False)
     torch._dynamo.reset()
     with fake_ranks(2), inductor_config.patch(force_disable_caches=True):
