@@ -145,8 +145,8 @@ def needs_no_dispatch(*tensors: Any) -> bool:
 
 
 def needs_autograd_alone(*tensors: Any) -> bool:
-    """Whether nothing but autograd has to."""
-    return _wants_gradient(tensors) is True
+    """Whether nothing but autograd has to: autocast, for one, is off."""
+    return _state() in _COMMON and _wants_gradient(tensors) is True
 
 
 class Likely(Protocol):

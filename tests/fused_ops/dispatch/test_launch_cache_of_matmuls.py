@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from fake_gpu import DEADLINE, NAME, SLOW, STREAM, TAKEN, Stage, Workspace, assert_slow, run_on_cuda
 from weft import symm_mem
-from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter
+from weft.fused_ops import functional, fused_all_gather_matmul, fused_matmul_reduce_scatter
 from weft.fused_ops.dispatch import launch_cache, plan
 from weft.fused_ops.ops import all_gather_matmul, matmul_reduce_scatter
 from weft.fused_ops.ops.all_gather_matmul import AllGatherMatmulCall
@@ -114,6 +114,17 @@ def test_it_launches_what_the_slow_path_would(stage: Stage, op: Op) -> None:
     symm_mem.set_timeout(0.5, NAME)
     op.call(*moved)
     assert stage.launched[-1][3] == 500_000_000
+
+
+def test_where_a_gradient_is_wanted_autograd_launches_it(
+    stage: Stage, op: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the dispatcher, unless it has more to do."""
+    wanted = [x.clone().requires_grad_() for x in op.given]
+    monkeypatch.setattr(functional, "schema", SimpleNamespace())
+    assert all(y.requires_grad for y in flat(op.call(*wanted))) and len(stage.launched) == 1
+    with torch.autocast("cpu"), pytest.raises(AttributeError, match="matmul"):
+        op.call(*wanted)
 
 
 def test_dimensions_count_from_either_end(stage: Stage) -> None:
