@@ -31,6 +31,7 @@ _OPS = {
     "fp8 matmul + reduce-scatter": "scaled_matmul_reduce_scatter",
     "grouped matmul": "grouped_matmul",
     "routing of experts": "moe_route",
+    "tokens to experts": "moe_dispatch",
 }
 _WITHOUT_GEMM = "around cuBLAS's, by one-shot exchanges or copy engines, in 16 bits"
 _GEMM = "all_gather_matmul/kernel.cu"

@@ -96,3 +96,10 @@ def test_experts() -> None:
     for op in ("all_gather_grouped_matmul", "grouped_matmul_reduce_scatter", "layer"):
         assert re.search(rf"^{op} small +6(?: +[\d.-]+){{4}} *$", printed, re.MULTILINE), op
     assert "wrong" not in printed and "3 rows in" in printed
+
+
+def test_expert_parallel() -> None:
+    printed = output_of("expert_parallel")
+    for op in ("moe_dispatch", "moe_combine"):
+        assert re.search(rf"^{op} small +6(?: +[\d.]+){{2}} *$", printed, re.MULTILINE), printed
+    assert "wrong" not in printed and "2 rows in" in printed
