@@ -105,7 +105,7 @@ KERNELS: dict[str, KernelRow] = {
     "device/comm/acquire.cu": KernelRow(
         ("all_gather_matmul", "async_collectives"), ALL, _COPIES, *_H200, "h200-x2-sanitizer.txt"
     ),
-    "float8_cast/kernel.cu": KernelRow((), _FROM_ADA, "fp8"),
+    "float8_cast/kernel.cu": KernelRow((), _FROM_ADA, "fp8", "H200", "2026-11-29", "h200-x1-float8-cast.txt"),
     "grouped_matmul/kernel.cu": KernelRow(
         ("grouped_matmul",),
         (HOPPER,),

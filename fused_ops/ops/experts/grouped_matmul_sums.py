@@ -82,9 +82,10 @@ Call: TypeAlias = GroupedMatmulAllReduceCall | GroupedMatmulReduceScatterCall
 
 
 def _combined(call: Call, y: Tensor | None = None) -> Combined:
-    """With the product y, or before there is one: with a tensor of its shape, device and dtype."""
+    """With the product y, or before there is one: with a tensor of its shape, device and dtype, without memory of its
+    own."""
     if y is None:
-        y = call.A.new_empty(()).expand(call.A.shape[0], call.B.shape[2])
+        y = call.A.as_strided((call.A.shape[0], call.B.shape[2]), (0, 0))
     return Combined(y, call.slots, call.weights, call.shared)
 
 
