@@ -34,6 +34,7 @@ from .graph.nodes import LeftAlone, custom_ops
 from .graph.rewrite import created_nodes
 from .graph.subgraphs import WHY, Called
 from .graph.uneven_shards import MovedPadding, move_padding
+from .keep_grouped import grouped_options
 from .kernels_ahead.graph_kernels import GraphKernels, note_collective
 from .loss_parallel.joint import losses_of, notes_of
 from .norms.eps_as_number import eps_options
@@ -151,7 +152,7 @@ class FusionPass(OnePass, CustomGraphPass):
         **rewrites: Unpack[Rewrites],
     ) -> None:
         super().__init__(groups, strict, fuse, agree, **rewrites)
-        self._joint = joint_options(self)
+        self._joint = {**grouped_options(self), **joint_options(self)}
         self._seen = SeenGraphs()
         self._called = Called()
         self._outcomes = RunOutcomes()

@@ -22,6 +22,7 @@ import torch
 from memory_check import report
 from memory_check.verifier import MemoryVerifier
 from torch import Tensor, fx
+from torch._library.fake_class_registry import FakeScriptObject
 from weft.fused_ops.passes.agreement.fallback.run import is_fallback_graph
 from weft.fused_ops.passes.fusion import FusionPass
 from weft.fused_ops.passes.graph.collectives import communicates
@@ -72,12 +73,19 @@ def verifying(*, may_skip: bool = False) -> Iterator[None]:
 
 
 def _verify_first(graph: fx.Graph) -> None:
-    given = [n for n in graph.nodes if n.op == "placeholder"]
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    # A mesh, which a graph may get to return it.
+    given = [n for n in inputs if not isinstance(n.meta.get("val"), FakeScriptObject)]
     if not given or not all(isinstance(n.meta.get("val"), Tensor) for n in given):
         report.not_verified("a graph", "it has symbolic sizes, or no inputs")
         return
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
+    output = copy.output_node()
+    for mine, theirs in zip(copy.find_nodes(op="placeholder"), inputs, strict=True):
+        if theirs not in given:
+            output.args = fx.node.map_arg(output.args, lambda n, own=mine: None if n is own else n)
+            copy.erase_node(mine)
     for done in (torch.ops.weft.agree.default, torch.ops.weft.record.default):  # they have taken place
         for node in copy.find_nodes(op="call_function", target=done):
             copy.erase_node(node)

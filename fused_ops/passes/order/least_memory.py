@@ -8,40 +8,20 @@ results are split the waits, too; and the waits for scattered gradients after ev
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
-import torch
 from torch import fx
 
 from ..graph.collectives import communicates, waits
-from ..graph.nodes import aten
 from ..memory.hazards import Hazards
 from .costs import counted_flops
+from .grouped import grouped, is_copy
 from .transports import Transfer
-
-_COPIES = {
-    aten._to_copy.default,
-    aten._unsafe_view.default,
-    aten.cat.default,
-    aten.clone.default,
-    aten.split_with_sizes_copy.default,
-    torch.ops.prims.convert_element_type.default,
-}
 
 
 def is_light(node: fx.Node, hazards: Hazards) -> bool:
     """Whether a node moves along with the collective that needs it, or that it needs: a cast, a copy, a view."""
     return not (communicates(node) or waits(node) or counted_flops(node) or hazards.segment[node] % 2)
-
-
-def only_copies(node: fx.Node) -> bool:
-    """Whether the node computes nothing: a view, a copy, a cast, a wait."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return target is operator.getitem
-    views = not target._schema.is_mutable and any(r.alias_info is not None for r in target._schema.returns)
-    return views or waits(node) or communicates(node) or target in _COPIES
 
 
 def order_of_least_memory(
@@ -59,7 +39,7 @@ def order_of_least_memory(
             _wait_at_once(transfer, hazards, at, place)
     growing = [t for t in found if t.waits and t.given < t.made]
     sinking = _with_results(order, hazards, growing)
-    next_collective = len(order)
+    groups, next_collective = grouped(order), len(order)
     for node in reversed(order):
         after = users[node]
         needed = is_light(node, hazards) and sinking.issuperset(after) and not all(map(waits, after))
@@ -73,17 +53,9 @@ def order_of_least_memory(
                 place[node] = target
             sinking.add(node)
         if communicates(node):
-            next_collective = place[node]
-            own = {node}  # what stands right before it and only it needs: nothing is put between
-            while (
-                place[node] == at[node]
-                and next_collective
-                and own.issuperset(users[order[next_collective - 1]])
-            ):
-                if not is_light(order[next_collective - 1], hazards):
-                    break
-                next_collective -= 1
-                own.add(order[next_collective])
+            # Nothing is put between it and its copy-in.
+            stays = place[node] == at[node]
+            next_collective = at[groups.get(node, [node])[0]] if stays else place[node]
     moved: dict[int, list[fx.Node]] = {}
     for node in order:
         if place[node] != at[node]:
@@ -111,6 +83,6 @@ def _with_results(order: Sequence[fx.Node], hazards: Hazards, growing: Sequence[
     found = {n for t in growing for n in (t.start, *t.waits)}
     for node in order:
         before = hazards.before[node]
-        if before and found.issuperset(before) and is_light(node, hazards) and only_copies(node):
+        if before and found.issuperset(before) and is_light(node, hazards) and is_copy(node):
             found.add(node)
     return found

@@ -21,6 +21,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from weft.fused_ops.passes import FusionPass, pass_sequence
 from weft.fused_ops.passes.backend import _with_pass, weft_backend
+from weft.fused_ops.passes.keep_grouped import BEFORE_FUSION
 from weft.fused_ops.passes.norms.eps_as_number import eps_options
 from weft.fused_ops.passes.order.costs import TABLES
 from weft.fused_ops.passes.pass_sequence import SLOT, passes_of
@@ -75,7 +76,7 @@ def test_options_are_the_same_each_time(
     monkeypatch.setattr(pass_sequence, "_TAKES_A_LIST", takes_a_list)
     fusion, other = FusionPass(reorder=True, **settings), Other()
     first = fusion.options
-    assert first.keys() == {SLOT, *eps_options(), *([JOINT_SLOT] if settings else [])}
+    assert first.keys() == {SLOT, BEFORE_FUSION, *eps_options(), *([JOINT_SLOT] if settings else [])}
     assert all(fusion.options[name] is first[name] for name in first)
     assert pickle.loads(pickle.dumps(first)) == first
     assert fusion.options_with(other) == fusion.options_with(other) != first

@@ -9,13 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import captured, copied
-from orders import TABLE, WORLD, check_alike, gathered, graph_of, measured_peak, name, order_of, scattered
+from graphs import captured, copied, fake_ranks
+from orders import (
+    TABLE,
+    WORLD,
+    check_alike,
+    check_copied_in,
+    gathered,
+    graph_of,
+    measured_peak,
+    name,
+    order_of,
+    scattered,
+)
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 from weft.fused_ops import FusionPass
 from weft.fused_ops.passes import OrderChange
+from weft.fused_ops.passes.memory.live_bytes import body
+from weft.fused_ops.passes.order.grouped import grouped
 from weft.fused_ops.passes.order.moves import OrderLimits, reorder
 
 c10d, weft_ops = torch.ops._c10d_functional, torch.ops.weft
@@ -156,6 +169,22 @@ def test_what_is_split_is_released_after_its_last_part_was_read() -> None:
         assert max(at[product] for part in split.users for product in part.users) < at[release]
 
 
+def test_what_stays_together() -> None:
+    """What is computed is no part of a copy-in, nor a copy before it, nor what reads more than the wait."""
+
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        early = x.sum(0).to(torch.bfloat16)
+        late = (x.t() @ x).to(torch.bfloat16)
+        whole = gathered(torch.cat([early, late.reshape(-1), w.to(torch.bfloat16).reshape(-1)]))
+        a, b = whole.split([64, whole.numel() - 64])
+        return a.float() + 1, b.float(), torch.cat([a, early]), late * 2
+
+    nodes = body(graph_of(fn))
+    ((start, before), (wait, after)) = grouped(nodes).items()
+    assert [n.name for n in before] == ["view", "_to_copy_2", "view_1", "cat", start.name]
+    assert [n.name for n in after] == [wait.name, "split_with_sizes", "getitem", "getitem_1", "_to_copy_3"]
+
+
 def program(seed: int) -> Callable[..., Any]:
     """Layers of weights that are gathered some at a time, early or late, by one call or split, with reductions."""
 
@@ -193,6 +222,7 @@ def test_random_layers(seeds: range) -> None:
             change = reorder(after, TABLE, OrderLimits(memory=memory))
             after.lint()
             assert order_of(after) == order_of(before)
+            check_copied_in(before, after)
             assert change.peak_after <= change.peak_before * (1 + memory)
             assert measured_peak(after, change.peak_after) <= change.peak_after
             if not change.kept:

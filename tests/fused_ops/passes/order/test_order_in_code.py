@@ -85,8 +85,8 @@ def test_what_stands_in_generated_code() -> None:
     for found in run_ranks(verified, 2, compiled):
         order = found["casts_beside_others"]
         starts = [i for i, name in enumerate(order) if name == "all_gather_into_tensor"][:2]
-        # The casts stand before the gathers, and write nothing else.
-        assert [order[i - 1] for i in starts] == ["1 in 1 loops"] * 2
+        # The casts stand before the gathers, and write nothing else; before the second what was gathered is cast.
+        assert [order[i - 1] for i in starts] == ["1 in 1 loops", "2 in 2 loops"]
         assert order.index("mm") > starts[1]  # and the second gather is on its way beside the first product
         order = found["writes_in_place"]
         assert order.index("all_reduce_") < order.index("mm") < order.index("wait_tensor")
