@@ -13,12 +13,27 @@ from weft.fused_ops import (
     fused_grouped_matmul_reduce_scatter,
     fused_moe_combine_all_reduce_rms_norm,
     grouped_matmul,
+    moe_combine,
+    moe_dispatch,
     moe_route,
 )
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.ops.experts import arriving_tokens
 
 EXPERTS, CHOICES = 5, 2
+
+
+def sent_to_experts(rank: int, size: int, seed: int) -> None:
+    """Tokens in one epoch and by rounds, some of which go nowhere; and back from experts that change nothing."""
+    experts = 2 * size
+    for tokens, hidden, dtype in ((3, 72, DTYPES[0]), (70, 136, DTYPES[1]), (700, 2048, DTYPES[0])):
+        first = torch.arange(tokens) * 5 % (experts + 1)
+        ids = torch.stack([first, (first + 1 + torch.arange(tokens) % experts) % (experts + 1)], 1)
+        x, weights = numbers(seed, rank, dtype, tokens, hidden), torch.tensor([[1.0, 2.0]]).expand(tokens, 2)
+        rows, _, handle = moe_dispatch(put(x), put(ids), experts, dist.group.WORLD, align=4)
+        out = moe_combine(rows, handle, put(weights), dist.group.WORLD)
+        fused()
+        same("to experts and back", out, x.float() * (weights * (ids < experts)).sum(1, keepdim=True))
 
 
 def experts(rank: int, size: int, seed: int) -> None:

@@ -40,6 +40,7 @@ ENVIRONMENT = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "OMP_NUM_THREADS": "1",
+    "WEFT_UNTESTED": "1",  # also kernels that have no run to show yet
     "WEFT_NVRTC_OPTIONS": "--generate-line-info --define-macro=RACECHECK",  # see kernels/device/ptx/hopper.cuh
 }
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from exact import CPU, DTYPES, fused, numbers, put, same
-from expert_runs import experts
+from expert_runs import experts, sent_to_experts
 from weft import symm_mem
 from weft.fused_ops import (
     fused_all_gather_matmul,
@@ -347,6 +347,7 @@ def main() -> None:
                 all_reduce_rms_norm,
                 matmul_all_reduce,
                 experts,
+                sent_to_experts,
                 transfers,
                 started,
             ):

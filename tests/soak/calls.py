@@ -23,6 +23,8 @@ from weft.fused_ops import (
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
     fused_scaled_matmul_reduce_scatter,
+    moe_combine,
+    moe_dispatch,
     moe_route,
     one_shot_all_gather,
     one_shot_all_reduce,
@@ -47,16 +49,15 @@ OPS = (
     "all_gather_grouped_matmul",
     "grouped_matmul_all_reduce",
     "grouped_matmul_reduce_scatter",
+    "moe_dispatch",
     "linear_cross_entropy",
     "cross_entropy",
 )
-OF_EXPERTS, OF_A_VOCABULARY = OPS[-5:-2], OPS[-2:]
+OF_EXPERTS, OF_A_VOCABULARY = OPS[-6:-2], OPS[-2:]
 EXPERTS, CHOICES = 3, 2  # of each token
 SCALED = ("all_gather_scaled_matmul", "scaled_matmul_reduce_scatter")  # operands of fp8, results of 16 bits
-STARTED = (
-    "all_gather_started",
-    "reduce_scatter_started",
-)  # as reordered graphs call them: a start and its wait
+# As reordered graphs call them: a start and its wait.
+STARTED = ("all_gather_started", "reduce_scatter_started")
 ALONE = ("all_gather", "reduce_scatter", "all_to_all", *STARTED)  # of a part [*lead, n]
 POOL = 1 << 22  #: elements
 
@@ -194,6 +195,8 @@ def operands(call: Call, pool: Pool, world_size: int) -> tuple[Tensor, list[Tens
     if call.op in OF_A_VOCABULARY:
         a = pool.window(*where, 1, *lead, k, grain=call.grain).expand(w, -1, -1)
         return a, [pool.window(call.dtype, call.starts[1], w, n, k, grain=call.grain)]
+    if call.op == "moe_dispatch":
+        return pool.window(*where, w, lead[0], k, grain=call.grain), []
     if call.op in OF_EXPERTS:
         rows = lead[0] if call.op == "all_gather_grouped_matmul" else lead[0] * w * CHOICES
         a = pool.window(*where, w, rows, k, grain=call.grain)
@@ -272,9 +275,21 @@ def _chosen(call: Call, a: Tensor) -> tuple[Tensor, Tensor]:
     return ids, torch.arange(1.0, 1.0 + CHOICES, device=a.device).expand(len(tokens), CHOICES)
 
 
+def _chosen_of_ranks(call: Call, a: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The same of a rank's tokens, of two experts a rank, each once in a token."""
+    experts, tokens = 2 * a.shape[0], torch.arange(call.lead[0], device=a.device) + rank
+    first = tokens * 5 % (experts + 1)
+    ids = torch.stack([first, (first + 1 + tokens % experts) % (experts + 1)], 1)
+    return ids, torch.arange(1.0, 1.0 + CHOICES, device=a.device).expand(len(tokens), CHOICES)
+
+
 def _run_experts(
     call: Call, a: Tensor, bs: list[Tensor], rank: int, group: dist.ProcessGroup
 ) -> list[Tensor]:
+    if call.op == "moe_dispatch":
+        ids, weights = _chosen_of_ranks(call, a, rank)
+        rows, _, handle = moe_dispatch(a[rank], ids, 2 * a.shape[0], group, align=2 if call.columns else 1)
+        return [moe_combine(rows, handle, weights, group)]
     ids, weights = _chosen(call, a)
     rows, offs, slots = moe_route(ids, EXPERTS)
     if call.op == "all_gather_grouped_matmul":
@@ -289,6 +304,9 @@ def _run_experts(
 
 
 def _expected_experts(call: Call, a: Tensor, bs: list[Tensor], rank: int) -> list[Tensor]:
+    if call.op == "moe_dispatch":
+        ids, weights = _chosen_of_ranks(call, a, rank)
+        return [(a[rank] * (weights * (ids < 2 * a.shape[0])).sum(1, keepdim=True)).to(call.dtype)]
     ids, weights = _chosen(call, a)
     there, of = (ids < EXPERTS)[..., None], ids.clamp(max=EXPERTS - 1)
     if call.op == "all_gather_grouped_matmul":

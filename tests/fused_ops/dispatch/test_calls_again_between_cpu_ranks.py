@@ -47,12 +47,12 @@ def made(op: str) -> tuple[list[Tensor], Call, int]:
         "moe_dispatch": (
             [x, ids],
             lambda t: of.moe_dispatch(t[0], t[1], 6, g, align=2),
-            270,
+            200,
         ),
         "moe_combine": (
             [n(36, 9), torch.rand(17, 2)],
             lambda t: of.moe_combine(t[0], handle, t[1], g),
-            270,
+            175,
         ),
         "all_gather_matmul": ([x, matrix], lambda t: of.fused_all_gather_matmul(t[0], t[1:], 0, g), 60),
         "matmul_reduce_scatter": (

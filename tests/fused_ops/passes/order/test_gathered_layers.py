@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import captured, copied, fake_ranks
+from graphs import captured, copied
 from orders import (
     TABLE,
     WORLD,
