@@ -108,7 +108,7 @@ for _op, _run, _fake in (
     (schema.reduce_scatter_start, _reduce_scatter(_start)[0], _reduce_scatter(_fake_start)[0]),
     (schema.reduce_scatter_wait, _reduce_scatter(run_wait)[1], _reduce_scatter(_fake_wait)[1]),
 ):
-    _name = str(_op).split(".")[1]
+    _name = str(_op).split(".")[1]  # of weft.NAME.default
     torch.library.register_fake(_op, compiled.known_to_inductor(_fake), lib=schema.lib)
     compiled.declare_communicating(_op)
     fx.node.has_side_effect(_op)

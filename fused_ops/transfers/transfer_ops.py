@@ -114,7 +114,7 @@ for _op, _refuse, _run, _written in (
     (schema.batch_signal, refusals.refuse_batch_signal, _batch_signal, (0,)),
     (schema.batch_wait, refusals.refuse_batch_signal, _batch_wait, (0,)),
 ):
-    _name = str(_op).split(".")[1]
+    _name = str(_op).split(".")[1]  # of weft.NAME.default
     torch.library.register_fake(
         f"weft::{_name}", compiled.known_to_inductor(_checked(_refuse, None)), lib=schema.lib
     )

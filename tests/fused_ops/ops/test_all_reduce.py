@@ -77,6 +77,13 @@ def test_any_strides_alignment_and_memory(rank: int, world_size: int) -> None:
     assert (one_shot_all_reduce(on_heap, "sum", world()) == sum(range(world_size))).all()
 
 
+@on_ranks(3, device=DEVICES)
+def test_sums_are_rounded_once(rank: int, world_size: int) -> None:
+    """256 + 1 is rounded to 256, 256 + 1 + 1 is 258."""
+    x = torch.full((8,), 1.0 if rank else 256.0, dtype=torch.bfloat16)
+    assert one_shot_all_reduce(x, "sum", world()).tolist() == [258.0] * 8
+
+
 @on_ranks([2, 3], device=DEVICES)
 def test_a_nan_of_one_rank_is_one_on_all(rank: int, world_size: int) -> None:
     """A NaN of one rank, in any position, is one on all ranks: fused, unfused, and in the scales of fp8 layers."""

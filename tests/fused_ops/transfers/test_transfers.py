@@ -14,8 +14,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from weft import fusion_report, symm_mem
+from weft import symm_mem
 from weft.fused_ops.transfers import transfer_ops
+from weft.passes import fusion_report
 
 ops = torch.ops.weft
 Handle = symm_mem.RegisteredTensor
