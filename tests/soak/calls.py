@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from dispatched import expected_dispatched, run_dispatched
 from losses import expected_loss, run_loss
 from torch import Tensor
 from weft.fused_ops import (
@@ -23,8 +24,6 @@ from weft.fused_ops import (
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
     fused_scaled_matmul_reduce_scatter,
-    moe_combine,
-    moe_dispatch,
     moe_route,
     one_shot_all_gather,
     one_shot_all_reduce,
@@ -275,21 +274,11 @@ def _chosen(call: Call, a: Tensor) -> tuple[Tensor, Tensor]:
     return ids, torch.arange(1.0, 1.0 + CHOICES, device=a.device).expand(len(tokens), CHOICES)
 
 
-def _chosen_of_ranks(call: Call, a: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The same of a rank's tokens, of two experts a rank, each once in a token."""
-    experts, tokens = 2 * a.shape[0], torch.arange(call.lead[0], device=a.device) + rank
-    first = tokens * 5 % (experts + 1)
-    ids = torch.stack([first, (first + 1 + tokens % experts) % (experts + 1)], 1)
-    return ids, torch.arange(1.0, 1.0 + CHOICES, device=a.device).expand(len(tokens), CHOICES)
-
-
 def _run_experts(
     call: Call, a: Tensor, bs: list[Tensor], rank: int, group: dist.ProcessGroup
 ) -> list[Tensor]:
     if call.op == "moe_dispatch":
-        ids, weights = _chosen_of_ranks(call, a, rank)
-        rows, _, handle = moe_dispatch(a[rank], ids, 2 * a.shape[0], group, align=2 if call.columns else 1)
-        return [moe_combine(rows, handle, weights, group)]
+        return run_dispatched(a, rank, group, 2 if call.columns else 1)
     ids, weights = _chosen(call, a)
     rows, offs, slots = moe_route(ids, EXPERTS)
     if call.op == "all_gather_grouped_matmul":
@@ -305,8 +294,7 @@ def _run_experts(
 
 def _expected_experts(call: Call, a: Tensor, bs: list[Tensor], rank: int) -> list[Tensor]:
     if call.op == "moe_dispatch":
-        ids, weights = _chosen_of_ranks(call, a, rank)
-        return [(a[rank] * (weights * (ids < 2 * a.shape[0])).sum(1, keepdim=True)).to(call.dtype)]
+        return expected_dispatched(a, rank)
     ids, weights = _chosen(call, a)
     there, of = (ids < EXPERTS)[..., None], ids.clamp(max=EXPERTS - 1)
     if call.op == "all_gather_grouped_matmul":

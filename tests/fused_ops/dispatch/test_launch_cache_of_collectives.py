@@ -40,22 +40,22 @@ class Op:
             "all_gather": all_gather,
             "reduce_scatter": reduce_scatter,
         }[name]
-        host = self.module.host
+        op = f"one_shot_{name}"
         self.arguments: Any
         self.call: Callable[[Tensor], Tensor]
         self.through_torch: Callable[[Tensor], Tensor]
         if name == "all_reduce":
-            self.names, self.arguments, self.out = [host.OP, host.IN_PLACE], "sum", self.x
+            self.names, self.arguments, self.out = [op, f"{op}_"], "sum", self.x
             self.call = lambda x: one_shot_all_reduce(x, "sum", NAME)
             self.through_torch = lambda x: WEFT.one_shot_all_reduce(x, "sum", NAME)
             self.into: Callable[..., Tensor] = lambda x, out: one_shot_all_reduce_(x, "sum", NAME)
         elif name == "all_gather":
-            self.names, self.arguments, self.out = [host.OP, host.INTO], 1, torch.empty(6, 16)
+            self.names, self.arguments, self.out = [op, f"{op}_out"], 1, torch.empty(6, 16)
             self.call = lambda x: one_shot_all_gather(x, 1, NAME)
             self.through_torch = lambda x: WEFT.one_shot_all_gather(x, -1, NAME)
             self.into = lambda x, out: one_shot_all_gather(x, 1, NAME, out=out)
         else:
-            self.names, self.arguments, self.out = [host.OP, host.INTO], (1, "sum"), torch.empty(6, 4)
+            self.names, self.arguments, self.out = [op, f"{op}_out"], (1, "sum"), torch.empty(6, 4)
             self.call = lambda x: one_shot_reduce_scatter(x, "sum", -1, NAME)
             self.through_torch = lambda x: WEFT.one_shot_reduce_scatter(x, "sum", 1, NAME)
             self.into = lambda x, out: one_shot_reduce_scatter(x, "sum", 1, NAME, out=out)
