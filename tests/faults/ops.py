@@ -323,8 +323,9 @@ def _multiplied_and_combined(
     def call(number: int) -> torch.Tensor:
         if part:
             return fused_grouped_matmul_reduce_scatter(*product, slots, weights, "sum", number, group)
-        most = tokens // 2 if number else tokens
-        return fused_grouped_matmul_all_reduce(*product, slots[:most], weights[:most], "sum", group)
+        half = tokens // 2
+        chosen = (slots[:half], weights[:half]) if number else (slots, weights)
+        return fused_grouped_matmul_all_reduce(*product, *chosen, "sum", group)
 
     def want() -> torch.Tensor:
         rows = zip(As, Bs, strict=True)
