@@ -100,6 +100,9 @@ def moe_dispatch(
         validation.integer("capacity", capacity)
     if max_tokens is not None:
         validation.integer("max_tokens", max_tokens)
+        for argument, tensor in (("x", x), ("topk_ids", topk_ids)):
+            if tensor.dim() != 2:
+                raise ValueError(f"{argument}: has {tensor.dim()} dimensions, must have 2")
         if max_tokens < x.shape[0]:
             raise ValueError(f"max_tokens: is {max_tokens}, must be at least {x.shape[0]}, as x has rows")
         more = max_tokens - x.shape[0]

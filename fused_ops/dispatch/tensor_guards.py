@@ -145,7 +145,9 @@ def needs_no_dispatch(*tensors: Any) -> bool:
 
 
 def needs_autograd_alone(*tensors: Any) -> bool:
-    """Whether nothing but autograd has to: autocast, for one, is off."""
+    """Whether nothing but autograd has to: autocast, for one, is off, and so is the inference mode."""
+    if torch.is_inference_mode_enabled():
+        return False
     return _state() in _COMMON and _wants_gradient(tensors) is True
 
 

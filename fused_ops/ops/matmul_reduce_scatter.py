@@ -283,8 +283,8 @@ class MatmulReduceScatterFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.reduce_op, ctx.scatter_dim, ctx.dtype = call.reduce_op, call.scatter_dim, call.A.dtype
         ctx.group_name, ctx.group_size = call.group_name, call.group_size
-        ctx.has_own_bias = call.scatter_dim % call.A.dim() == call.A.dim() - 1
         done: Tensor = MATMUL_REDUCE_SCATTER.run_below_autograd(call)
+        ctx.has_own_bias = call.scatter_dim % call.A.dim() == call.A.dim() - 1
         _, _, _, *of_factors = ctx.needs_input_grad
         # Each for the gradient of the other one of its product.
         ctx.save_for_backward(*(x if of_factors[i ^ 1] else None for i, x in enumerate(factors)))

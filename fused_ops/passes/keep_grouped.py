@@ -28,6 +28,10 @@ class KeepGrouped(PassSettings, _SchedulerPass):
     def __call__(self, nodes: list[Any]) -> list[Any]:
         from .order.keep import GroupOfNodes  # Inductor's part of it
 
+        if not all(
+            map(_on_default_stream, nodes)
+        ):  # of a graph with more the scheduler knows no node of a group
+            return nodes
         members: dict[tuple[bool, str], list[Any]] = {}
         for node in nodes:
             if (mark := _mark_of(node)) is not None:
@@ -45,6 +49,12 @@ def _mark_of(node: Any) -> tuple[bool, str] | None:
     marks = {origin.meta.get(MARK) for origin in _origins(node)}
     copied_in = [mark for mark in marks if mark is not None and not mark[0]]
     return copied_in[0] if len(copied_in) == 1 else marks.pop() if len(marks) == 1 else None
+
+
+def _on_default_stream(node: Any) -> bool:
+    """Whether it is of no stream that the program names."""
+    stream = getattr(getattr(node, "node", None), "get_stream_idx", None)
+    return stream is None or stream() is None
 
 
 def _is_closed(nodes: list[Any], after: bool) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -67,7 +68,7 @@ class Float8Cast:
         self._tiles, self._made, matrices = 0, list[Float8](), list[_Matrix]()
         for t, across in zip(self._given, transposed, strict=True):
             columns = t.shape[-1]
-            rows = t.numel() // max(columns, 1)
+            rows = math.prod(t.shape[:-1])
             numbers, scale = empty((*t.shape,), t.stride(), dtype), empty((), (), torch.float32)
             matrix = empty((columns, rows), (rows, 1), dtype) if across else None
             self._made.append(Float8(numbers, scale, matrix))

@@ -5,44 +5,58 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_notes: dict[
-    torch.device, Tensor
-] = {}  # the rows that a call needed, and those that it had; zeros: none lacked any
+
+class _Note:
+    """Of a group's calls on a device.
+
+    Args:
+        kept: [3], zeros: how many calls lacked room; the rows that the last of them needed, and had.
+    """
+
+    def __init__(self, kept: Tensor) -> None:
+        self.kept = kept
+        self.seen = 0  # of these calls. The host writes nothing that the device may still be about to write.
+
+    def add(self, most: Tensor, capacity: int) -> None:
+        """In stream order, so that a graph repeats it."""
+        before = self.kept.to(most.device, non_blocking=True)
+        now = torch.stack([before[0] + 1, most, torch.full_like(most, capacity)])
+        self.kept.copy_(torch.where(most > capacity, now, before), non_blocking=True)
+
+    def raise_new(self) -> None:
+        count, most, capacity = self.kept.tolist()
+        if count != self.seen:
+            self.seen = count
+            _refuse(most, capacity)
 
 
-def refuse_overflow(needed: Tensor, capacity: int) -> None:
+_notes: dict[tuple[torch.device, str], _Note] = {}
+
+
+def refuse_overflow(needed: Tensor, capacity: int, group_name: str) -> None:
     """Every rank's rows must be ``capacity`` at most: on the CPU now, on CUDA at the next look.
 
     Raises:
-        ValueError: naming both counts, of this call or of an earlier one.
+        ValueError: naming both counts.
     """
     most = needed.max()
     if not needed.is_cuda:
         _refuse(int(most), capacity)
         return
-    raise_noted()
-    if (kept := _notes.get(needed.device)) is None:
+    key = needed.device, group_name
+    if key not in _notes:
         from ..backends.vmm import relaxed_capture
 
         with relaxed_capture(), torch.inference_mode(False):
-            kept = _notes[needed.device] = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
-    _note(kept, most, capacity)
+            _notes[key] = _Note(torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=True))
+    _notes[key].add(most, capacity)
 
 
-def _note(kept: Tensor, most: Tensor, capacity: int) -> None:
-    """The first overflow stays, whatever later calls need; in stream order, so that a graph repeats it."""
-    before = kept.to(most.device, non_blocking=True)
-    now = torch.stack([most, torch.full_like(most, capacity)])
-    kept.copy_(torch.where((before[0] == 0) & (most > capacity), now, before), non_blocking=True)
-
-
-def raise_noted() -> None:
-    """Raise the first overflow of each device that the host has not seen, once."""
-    for kept in _notes.values():
-        most, capacity = kept.tolist()
-        if most:
-            kept.zero_()
-            _refuse(most, capacity)
+def raise_noted(group_name: str | None = None) -> None:
+    """Raise what the host has not seen yet, of all groups' calls or of one's, once."""
+    for (_, name), note in list(_notes.items()):
+        if group_name in (None, name):
+            note.raise_new()
 
 
 def _refuse(most: int, capacity: int) -> None:

@@ -21,7 +21,7 @@ from ....kernels.moe_dispatch.configs import MoeProblem, choose_moe, estimate_mo
 from ....kernels.moe_dispatch.reference import ExpertRanks, rows_by_expert, sum_by_rank, take_tokens
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
-from ....symm_mem.heap.overflow import refuse_overflow
+from ....symm_mem.heap.overflow import raise_noted, refuse_overflow
 from ... import validation
 from ...dispatch.choice import Choice, on_host, unfused
 from ...dispatch.launch_cache import launch_again
@@ -212,6 +212,7 @@ def _choose_combine(call: MoeCombineCall, group: ProcessGroup) -> Choice:
 def _run_dispatch(
     choice: Choice, where: Heap | None, call: MoeDispatchCall, group: ProcessGroup
 ) -> tuple[Tensor, ...]:
+    raise_noted(call.group_name)  # before anything is launched: it breaks no group
     with on_device(call.x):
         ids, of, capacity = (
             gather_within(call.topk_ids, group, host.OP),
@@ -224,7 +225,7 @@ def _run_dispatch(
             ).launched()  # all ranks have the ids: they find the same, also an overflow
         _, *routed = run_route(ids, call.num_experts, of.first, of.each)
         offs, slots, choices, ranks, needed = rows_by_expert(ids, (routed[0], routed[1]), of, capacity)
-        refuse_overflow(needed, capacity)
+        refuse_overflow(needed, capacity, call.group_name)
         again = MoeDispatchAgainCall(call.x, slots, choices, ranks, call.group_name)
         return _run_again(choice, where, again, group), offs, slots, choices, ranks
 
@@ -310,7 +311,8 @@ class MoeCombineFunction(torch.autograd.Function):
         there, at = choices >= 0, choices.clamp(min=0).long()
         for_y = for_weights = None
         if of_y:
-            factors = torch.where(there, weights.flatten()[at], 0).float()
+            every = torch.cat([weights.flatten(), weights.new_zeros(1)])  # also of no tokens
+            factors = torch.where(there, every[at], 0).float()
             for_y = (rows * factors[:, None]).to(rows.dtype)
         if of_weights:
             dots = torch.where(there[:, None], rows.float() * y, 0).sum(1)

@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from ...ops.vocabulary import chunks
 from ..agreement.fallback.run import is_fallback_graph
 from ..cache_key import pass_key
 from ..canonicalize import by_position, name_groups, wait_once
@@ -21,7 +22,7 @@ from ..graph.collectives import Collective
 from ..graph.nodes import LeftAlone, c10d, hint, val
 from ..origin import fields_of
 from ..records.entry import Entry
-from ..settings import PassSettings
+from ..settings import LOGITS_BYTES, PassSettings
 from .columns import gathered_columns, keeps_columns
 from .gradient import path_of
 from .linear import put_on_product
@@ -95,8 +96,10 @@ class JointLosses(PassSettings, CustomGraphPass):
     def _put_on_product(self, loss: ColumnLoss, entry: Entry) -> tuple[fx.Node, list[Entry]]:
         widths, itemsize = loss.columns.widths, val(loss.columns.c.x).itemsize
         try:
+            rows = hint(val(loss.op.args[3]).numel())  # type: ignore[arg-type]
             # Of a mean rank, as all must choose alike.
-            if hint(val(loss.op.args[3]).numel()) * sum(widths) * itemsize < len(widths) * self.logits:  # type: ignore[arg-type]
+            small = rows * sum(widths) * itemsize < len(widths) * self.logits
+            if small or (self.logits == LOGITS_BYTES and rows <= chunks.ROWS):  # one chunk has them all
                 return loss.op, [entry]
             return put_on_product(loss), [replace(entry, detail=f"{entry.detail}, by chunks of rows")]
         except LeftAlone as e:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ...library import schema
-from ..graph.nodes import FLAT, LeftAlone, aten, calls, known, only_user, same_shape, val
+from ..graph.nodes import FLAT, LeftAlone, aten, calls, known, only_user, same_shape, val, writes
 from ..graph.rewrite import call, cast, erase_unused, fused, reshape, undone_if_left
 from ..origin import put_for
 from .columns import CAST
@@ -38,6 +38,9 @@ def put_on_product(loss: ColumnLoss) -> fx.Node:
         raise LeftAlone("they are no product alone, of float32 or bfloat16")
     if len({*loss.columns.widths}) > 1:
         raise LeftAlone("some ranks fill theirs up, and all must choose alike")
+    weight, _ = _matrix(logits.args[1])
+    if loss.gradients and _has_loss(weight):  # each keeps a gradient of the weight until the backward
+        raise LeftAlone("their weight is another loss's, too")
     named = {"vocab_start": at.kwargs["vocab_start"], "extra": at.kwargs["extra"]}
     total, products = at, {}
     targets: Any = at.args[3]
@@ -74,6 +77,15 @@ def put_on_product(loss: ColumnLoss) -> fx.Node:
         old.replace_all_uses_with(by)
     erase_unused(made_of(replaced))
     return op
+
+
+def _has_loss(weight: fx.Node) -> bool:
+    pending = [weight]
+    for node in pending:
+        if any(calls(user, schema.linear_cross_entropy) for user in node.users):
+            return True
+        pending += [user for user in node.users if calls(user, *FLAT, aten.permute.default)]
+    return False
 
 
 def _one_factor(loss: ColumnLoss) -> tuple[fx.Node, fx.Node, int, fx.Node]:
@@ -171,7 +183,7 @@ def _check_unneeded(node: fx.Node, replaced: list[fx.Node]) -> None:
     pending, seen = [node], {*replaced}
     while pending:
         users = [user for user in pending.pop().users if user not in seen]
-        if any(user.op == "output" for user in users):
+        if any(user.op == "output" or writes(user) for user in users):
             raise LeftAlone(_MORE)
         seen.update(users)
         pending += users

@@ -85,7 +85,7 @@ def gather(
     workspace.begins(op)
     size = workspace.world_size
     sizes = [x.shape[0]] * size if sizes is None else [*sizes]
-    out = torch.empty(sum(sizes), dtype=x.dtype)
+    out = x.new_empty(sum(sizes))
     exchange_into(workspace, [x] * size, out.split(sizes), op)
     return out
 

@@ -160,8 +160,11 @@ def kept(rank: int, world_size: int) -> None:
         fused_all_reduce_rms_norm(A, A, weight, 1e-5, world())
         fused_all_reduce_layer_norm(A, A, weight, weight, 1e-5, world())
     assert [t.shape for t in saved] == [A.shape] * 2, "the weight is for the gradients of the others"
+    W = B.detach().requires_grad_()
     with torch.inference_mode():
         A = A.clone()  # that autograd may not keep
+        with torch.enable_grad():
+            assert not fused_matmul_reduce_scatter(A, W, "sum", 0, world()).requires_grad
     bias = torch.zeros(8, requires_grad=True)
     fused_matmul_reduce_scatter(A, B, "sum", 0, world(), bias=bias).sum().backward()
     assert bias.grad is not None and bias.grad.eq(A.shape[0]).all()

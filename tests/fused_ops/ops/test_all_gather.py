@@ -108,6 +108,19 @@ def test_any_strides_alignment_and_memory(rank: int, world_size: int) -> None:
         assert torch.equal(one_shot_all_gather(part, 0, world(), out=memory), want), start
 
 
+@on_ranks(2)
+def test_results_lie_with_operands_whatever_the_default_device_is(rank: int, world_size: int) -> None:
+    x = torch.randn(3, 4)
+    want = wanted(x, 0)
+    for device in (None, None, "meta", "meta"):
+        torch.set_default_device(device)
+        try:
+            out = one_shot_all_gather(x, 0, world())
+        finally:
+            torch.set_default_device(None)
+        assert torch.equal(out, want), device
+
+
 @on_ranks(3, device=DEVICES)
 def test_gradients(rank: int, world_size: int) -> None:
     for dtype in (torch.float32, torch.float64):

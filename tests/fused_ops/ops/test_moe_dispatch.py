@@ -178,13 +178,18 @@ def test_an_overflow_names_counts_on_all_ranks(rank: int, world_size: int) -> No
 
 
 def test_an_overflow_on_a_gpu_is_raised_once_when_the_host_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = torch.zeros(2, dtype=torch.int64)
-    monkeypatch.setattr(overflow, "_notes", {torch.device("cuda", 0): kept})
+    note = overflow._Note(torch.zeros(3, dtype=torch.int64))
+    monkeypatch.setattr(overflow, "_notes", {(torch.device("cuda", 0), "a"): note})
     for most in (3, 9, 12, 2):  # of a capacity of 8
-        overflow._note(kept, torch.tensor(most), 8)
-    with pytest.raises(ValueError, match="capacity: is 8, must be at least 9"):
+        note.add(torch.tensor(most), 8)
+    overflow.raise_noted("b")  # another group's
+    with pytest.raises(ValueError, match="capacity: is 8, must be at least 12"):
         symm_mem.check()
+    note.add(torch.tensor(8), 8)
     symm_mem.check()
+    note.add(torch.tensor(9), 8)
+    with pytest.raises(ValueError, match="must be at least 9"):
+        overflow.raise_noted("a")
 
 
 def leaves(sizes: Sizes) -> list[Tensor]:
@@ -203,6 +208,15 @@ def exact_mixture(given: Sequence[Tensor], ids: Tensor, Bs: Tensor) -> Tensor:
     there = (ids >= 0) & (ids < Bs.shape[0])
     y = torch.einsum("th,tjhn->tjn", 2 * x, Bs[torch.where(there, ids, 0)])
     return (y * (weights * there)[..., None]).sum(1)
+
+
+@on_ranks(2)
+def test_gradients_of_no_tokens(rank: int, world_size: int) -> None:
+    x, weights = torch.zeros(0, 8, requires_grad=True), torch.zeros(0, 2, requires_grad=True)
+    rows, _, handle = moe_dispatch(x, torch.zeros(0, 2, dtype=torch.int32), 4, world(), capacity=5)
+    y = torch.randn(5, 16, requires_grad=True)
+    moe_combine(y + 0 * rows.sum(), handle, weights, world()).sum().backward()
+    assert y.grad is not None and y.grad.eq(0).all() and x.grad is not None and x.grad.shape == (0, 8)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["", "checkpoint"])

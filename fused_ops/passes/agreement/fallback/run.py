@@ -20,6 +20,7 @@ from .kept import DRAWS, KeptGraph, caller_of, unpickled
 _log = logging.getLogger("weft.passes")
 _OP_BY_OP = 2  # runs with inputs of the same sizes until it is compiled for them
 _COMPILED_FOR = 8  # inputs of different sizes for which one graph is kept compiled
+_COUNTED = 256  # inputs of different sizes whose runs are counted
 #: Op by op they write out all scores: a graph that calls them is compiled before it runs.
 _AT_ONCE = ("flex_attention", "flex_attention_backward")
 _state = threading.local()
@@ -67,6 +68,8 @@ class FallbackRuns:
         if self._seeds is not None:
             args += fx.Interpreter(self._seeds).run(*args)
         sizes = tuple(_kind_of(value) for value in args)
+        if len(self._runs) >= _COUNTED:
+            self._runs.clear()
         self._runs[sizes] += 1
         run = self._compiled.get(sizes)
         if run is None and compiles and self._compiles and (self._draws or self._runs[sizes] > _OP_BY_OP):

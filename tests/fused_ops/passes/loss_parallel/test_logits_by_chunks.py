@@ -17,6 +17,7 @@ from gathered_losses import (
     ROWS,
     WIDTH,
     Gathered,
+    GatheredLogits,
     flat_loss,
     mean,
     of_each_row,
@@ -104,6 +105,14 @@ def halved_gradient(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     return flat_loss(Halved.apply(own_gradient(x, w)), targets)
 
 
+def written(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    """What no result has is in the graph of forward and backward, too."""
+    logits = torch.nn.functional.linear(x, w)
+    loss = flat_loss(GatheredLogits.apply(logits), targets + 0)
+    targets.copy_(logits.detach().argmax(-1))
+    return loss
+
+
 def own(program: Any) -> Callable[..., Any]:
     return functools.wraps(program)(functools.partial(program, own_gradient))
 
@@ -119,6 +128,7 @@ def own(program: Any) -> Callable[..., Any]:
         (own(of_each_row), torch.float32, "its rows' losses are not only summed, or count differently"),
         (own(smoothed), torch.float32, "its rows' losses are not only summed, or count differently"),
         (halved_gradient, torch.float32, "their gradient is changed"),
+        (written, torch.float32, "they are needed for more than the loss"),
         (functools.partial(mean, uneven), torch.float32, "some ranks fill theirs up, "),
     ],
 )
@@ -133,6 +143,20 @@ def test_which_logits_are_whole(program: Callable[..., Any], dtype: torch.dtype,
         entry = fusion.report().entries[0]
         assert entry.fused_into == (LINEAR if whole is None else OP), entry
         assert (f"; its logits are whole: {whole}" in entry.detail) == bool(whole), entry
+
+
+def two_losses(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    return mean(own_gradient, x, w, targets) + mean(own_gradient, 2 * x, w, targets)
+
+
+def test_one_loss_of_a_weight_is_by_chunks() -> None:
+    """Each would keep a gradient of it."""
+    fusion = FusionPass(agree=False, loss_parallel=1)
+    x, w = (torch.randn(*shape, requires_grad=True) for shape in ((*ROWS, HIDDEN), (WIDTH, HIDDEN)))
+    with fake_ranks(2), inductor_config.patch(joint_options(fusion)):
+        captured(two_losses, x, w, torch.zeros(ROWS, dtype=torch.int64), fusion=fusion, runs=False)
+    assert sorted(entry.fused_into for entry in fusion.report().entries) == [OP, LINEAR]
+    assert "its logits are whole: their weight is another loss's, too" in str(fusion.report().entries)
 
 
 def test_bytes_of_logits() -> None:

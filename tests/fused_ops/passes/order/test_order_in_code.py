@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,8 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 from weft.fused_ops import FusionPass
+from weft.fused_ops.passes.keep_grouped import BEFORE_FUSION
+from weft.fused_ops.passes.order.grouped import MARK
 
 c10d = torch.ops._c10d_functional
 
@@ -92,3 +96,15 @@ def test_what_stands_in_generated_code() -> None:
         assert order.index("all_reduce_") < order.index("mm") < order.index("wait_tensor")
         order = found["views_of_parts"]
         assert order.index("all_reduce_") < order.index("mm") < order.index("wait_tensor")
+
+
+def test_beside_streams_that_the_program_names_nothing_is_grouped() -> None:
+    """Of such a graph Inductor's scheduler knows the streams of all nodes that it had at first, of groups none."""
+
+    def at(stream: int | None, mark: Any) -> Any:
+        origin = SimpleNamespace(meta={} if mark is None else {MARK: mark}, target=None)
+        node = SimpleNamespace(origins=(origin,), get_stream_idx=lambda: stream)
+        return SimpleNamespace(node=node)
+
+    nodes = [at(None, (True, "gather")), at(None, (True, "gather")), at(3, None)]
+    assert FusionPass(reorder=1.0).options[BEFORE_FUSION](nodes) == nodes
