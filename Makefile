@@ -28,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help setup demo test tiny programs frameworks bench forms model mutants soak fuzz fuzz-pass sanitize lint format format-check typecheck docs clean
 
 help:
-	@echo "make demo (minutes without GPUs) | tiny (1 minute) | test (25 minutes on 2 cores)"
+	@echo "make demo (minutes without GPUs) | tiny (1 minute) | test (20 minutes on 2 cores)"
 	@echo "make bench | lint | format | format-check | typecheck | docs | clean"
 	@echo "long: make programs | frameworks | forms | model | mutants | soak | fuzz | fuzz-pass | sanitize"
 
@@ -57,7 +57,7 @@ WORKERS ?= auto
 
 test: $(STAMP)
 ifeq ($(strip $(PYTEST_ARGS)),)
-	@echo "the whole suite: about 25 minutes on 2 cores; make tiny takes one"
+	@echo "the whole suite: about 20 minutes on 2 cores; make tiny takes one"
 	@failed=0; \
 	$(PYTEST) -m "not (alone or gpu or slow)" -n $(WORKERS) --dist worksteal || failed=1; \
 	$(PYTEST) -m "(alone or gpu) and not slow" || failed=1; \
