@@ -129,8 +129,7 @@ def fused_matmul_reduce_scatter(
         scatter_dim: the dimension of ``A @ B`` that is cut into one part a rank; may be negative. Its size must be a
             multiple of the number of ranks.
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
-        out_dtype: of the result: that of A, or float32. On CUDA partial products travel in A's
-            dtype in any case.
+        out_dtype: of the result: that of A, or float32. On CUDA partial products travel in A's dtype in any case.
         bias: what every row of the local part gets, as long as a row: [N], or of a scattered last dimension [N / W],
             the part of this rank's columns; of A's dtype. One of [N] is taken to be the same on all ranks: its gradient
             is that of the whole result, summed over the ranks, in float32. All ranks pass one or none does.

@@ -68,7 +68,7 @@ def by_position(graph: fx.Graph) -> None:
 def make_functional(graph: fx.Graph) -> None:
     """A collective whose ``out`` torch.compile has found to be new memory becomes one that returns new memory.
 
-    The two are the same, and what else the pass does with a graph, such as to keep it as text, has no words for a
+    The two are the same, and what else the pass does with a graph, such as to find its collectives, knows no
     higher-order operator.
     """
     for node in list(graph.nodes):

@@ -28,9 +28,8 @@ class KeepGrouped(PassSettings, _SchedulerPass):
     def __call__(self, nodes: list[Any]) -> list[Any]:
         from .order.keep import GroupOfNodes  # Inductor's part of it
 
-        if not all(
-            map(_on_default_stream, nodes)
-        ):  # of a graph with more the scheduler knows no node of a group
+        # Of a graph with more streams the scheduler knows those of the nodes that it had at first, of groups none.
+        if not all(map(_on_default_stream, nodes)):
             return nodes
         members: dict[tuple[bool, str], list[Any]] = {}
         for node in nodes:

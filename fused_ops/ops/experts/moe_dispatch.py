@@ -214,15 +214,11 @@ def _run_dispatch(
 ) -> tuple[Tensor, ...]:
     raise_noted(call.group_name)  # before anything is launched: it breaks no group
     with on_device(call.x):
-        ids, of, capacity = (
-            gather_within(call.topk_ids, group, host.OP),
-            call.experts(group),
-            call.rows(group.size()),
-        )
+        ids = gather_within(call.topk_ids, group, host.OP)
+        of, capacity = call.experts(group), call.rows(group.size())
         if choice.algorithm == "host" and where is not None:
-            choice.workspace_on(
-                where
-            ).launched()  # all ranks have the ids: they find the same, also an overflow
+            # All ranks have the ids: they find the same, also an overflow.
+            choice.workspace_on(where).launched()
         _, *routed = run_route(ids, call.num_experts, of.first, of.each)
         offs, slots, choices, ranks, needed = rows_by_expert(ids, (routed[0], routed[1]), of, capacity)
         refuse_overflow(needed, capacity, call.group_name)
@@ -311,8 +307,8 @@ class MoeCombineFunction(torch.autograd.Function):
         there, at = choices >= 0, choices.clamp(min=0).long()
         for_y = for_weights = None
         if of_y:
-            every = torch.cat([weights.flatten(), weights.new_zeros(1)])  # also of no tokens
-            factors = torch.where(there, every[at], 0).float()
+            given = torch.cat([weights.flatten(), weights.new_zeros(1)])  # also of no tokens
+            factors = torch.where(there, given[at], 0).float()
             for_y = (rows * factors[:, None]).to(rows.dtype)
         if of_weights:
             dots = torch.where(there[:, None], rows.float() * y, 0).sum(1)

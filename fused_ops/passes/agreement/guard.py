@@ -1,6 +1,6 @@
 """What a compiled graph asks each time before it runs: may it run fused, or do the ranks stand before different graphs?
 
-Inductor writes the question before everything else in the function that it generates, and with it the way out:
+Inductor writes the question before everything else in the function that it generates, and with it the fallback:
 
     weft_turn = weft_guard.turn()
     if weft_turn is None:

@@ -1,1 +1,1 @@
-"""Fallback graphs as text, and their runs."""
+"""Fallback graphs, pickled, and their runs."""

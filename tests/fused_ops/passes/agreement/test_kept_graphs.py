@@ -1,4 +1,4 @@
-"""What else is kept as text for ranks that do not agree: attention in checkpoints, and graphs that return objects."""
+"""What else is kept for ranks that do not agree: attention in checkpoints, and graphs that return objects."""
 
 from __future__ import annotations
 
