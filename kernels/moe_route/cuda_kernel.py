@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ..device.jit.program import Program
+from ..moe_dispatch.reference import ExpertRanks
 from .reference import MOST_EXPERTS
 
 SOURCE = Path(__file__).parent / "kernel.cu"
@@ -22,20 +24,14 @@ class _Params(ctypes.Structure):
     """The twin of ``Params`` in kernel.cu."""
 
     _fields_ = (
-        ("ids", ctypes.c_uint64),
-        ("rows", ctypes.c_uint64),
-        ("offs", ctypes.c_uint64),
-        ("slots", ctypes.c_uint64),
-        ("first", ctypes.c_int32),
-        ("count", ctypes.c_int32),
-        ("choices", ctypes.c_int32),
-        ("k", ctypes.c_int32),
+        *((name, ctypes.c_uint64) for name in ("ids", "rows", "offs", "slots", "ranks", "note")),
+        *((name, ctypes.c_int32) for name in ("first", "count", "choices", "k", "experts", "capacity", "align")),
     )
 
 
-def shared_bytes(count: int) -> int:
-    """Of a block, for so many experts."""
-    return 4 * ((_THREADS // 32 + 2) * count + 1)
+def shared_bytes(counted: int, count: int) -> int:
+    """Of a block that counts so many experts and sorts those of ``count``."""
+    return 4 * ((_THREADS // 32 + 2) * counted + count + 1)
 
 
 @cache
@@ -44,13 +40,35 @@ def route_program(dtype: torch.dtype) -> Program:
     return Program(SOURCE, defines={"ID": _IDS[dtype]})
 
 
+def _launch(name: str, ids: Tensor, results: Sequence[int], sizes: Sequence[int], shared: int) -> None:
+    params = _Params(ids.data_ptr(), *results, *sizes)
+    most = shared_bytes(MOST_EXPERTS, MOST_EXPERTS)
+    function = route_program(ids.dtype).function(name, shared=most)
+    function.launch(_BLOCKS, _THREADS, params, current_stream_of(ids), shared)
+
+
 def launch_route(ids: Tensor, first_expert: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """As ``reference_route``, on the current stream of the current device. ``ids`` is contiguous."""
     rows, slots = ids.new_empty(ids.numel(), dtype=torch.int32), ids.new_empty(ids.shape, dtype=torch.int32)
     offs = ids.new_empty(count, dtype=torch.int32)
-    addresses = (x.data_ptr() for x in (ids, rows, offs, slots))
-    params = _Params(*addresses, first_expert, count, ids.numel(), ids.shape[1])
-    shared = shared_bytes(count)
-    function = route_program(ids.dtype).function("moe_route", shared=shared_bytes(MOST_EXPERTS))
-    function.launch(_BLOCKS, _THREADS, params, current_stream_of(ids), shared)
+    results = *(x.data_ptr() for x in (rows, offs, slots)), 0, 0
+    sizes = first_expert, count, ids.numel(), ids.shape[1], count, ids.numel(), 1
+    _launch("moe_route", ids, results, sizes, shared_bytes(count, count))
     return rows, offs, slots
+
+
+def launch_dispatch_route(
+    ids: Tensor, of: ExpertRanks, capacity: int, note: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The first four of ``rows_by_expert``, likewise. ``note``: of overflow.py, in pinned memory."""
+    (tokens, k), count = ids.shape, of.each
+    made = offs, slots, choices, ranks = (
+        ids.new_empty(count, dtype=torch.int32),
+        ids.new_empty(ids.shape, dtype=torch.int32),
+        ids.new_empty(capacity, dtype=torch.int32),
+        ids.new_empty(tokens, dtype=torch.int32),
+    )
+    results = [x.data_ptr() for x in (choices, offs, slots, ranks, note)]
+    sizes = of.first, count, ids.numel(), k, of.num_experts, capacity, of.align
+    _launch("moe_dispatch_route", ids, results, sizes, shared_bytes(of.num_experts, count))
+    return made

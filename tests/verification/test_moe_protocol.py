@@ -26,18 +26,22 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 KERNELS = ("dispatch_one_shot", "dispatch_rounds", "combine_one_shot", "combine_rounds")
 MISTAKES = {
     "a block that hears from no peer": (
-        "if (has(needed, peer) || s.index == 0) exact",
-        "if (has(needed, peer)) exact",
+        "if (has(needed[k], peer) || index == 0) exact",
+        "if (has(needed[k], peer)) exact",
     ),
     "a token goes to the wrong rank": (
-        "if (has(needed, peer) || s",
-        "if (has(needed, weft::peer_of(1)) || s",
+        "if (has(needed[k], peer) || i",
+        "if (has(needed[k], weft::peer_of(1)) || i",
     ),
-    "an own token is not stored": ("            store(RANK, s.at, next);\n", ""),
-    "rows of no choice stay as they were": ("        clear(end, threads);\n", ""),
-    "a part that is not needed is added": (
-        "if (!has(p.needed(r, at), RANK)) return make_uint4(0, 0, 0, 0);",
-        "if (!has(p.needed(r, at), RANK)) return make_uint4(~0u, 0, 0, 0);",
+    "an own token is not stored": ("places[k].store(p, next[k]);", ";"),
+    "rows that fill experts' up stay as they were": ("if (!cleared) clear(threads);", ";"),
+    "rows past the last one are written": (
+        "used = p.offs[p.experts - 1], lane",
+        "used = p.rows, lane",
+    ),
+    "a part that no rows are of is added": (
+        "return src == RANK ? own[k] : in",
+        "return src == RANK ? own[k] : !sent(k, src) ? own[k] : in",
     ),
 }
 
@@ -71,28 +75,34 @@ class Call:
         elif kind != "random":
             ids = torch.full_like(ids, {"one": experts - 1, "none": -1}[kind])
         self.rows = random.choice([1, 2]) * size * tokens * choices + 3
-        self.places = []
+        self.align = random.choice([1, 3])
+        self.offs, self.places = [], []
         for rank in range(size):
-            of = ExpertRanks(experts, size, rank, 1)
+            of = ExpertRanks(experts, size, rank, self.align)
             routed = reference_route(ids, of.first, of.each)[1:]
-            self.places.append(rows_by_expert(ids, routed, of, self.rows)[1:4])
+            offs, *places, _ = rows_by_expert(ids, routed, of, self.rows)
+            self.offs.append(offs)
+            self.places.append(places)
         self.x = any_bits(size * tokens * hidden, self.dtype).view(size, tokens, hidden)
         self.y = torch.randn(size, self.rows, hidden).to(self.dtype)
         self.weights = torch.rand(size * tokens, choices).to(torch.float32 if wide else self.dtype)
         self.wide, self.choices = wide, choices
 
     def problem(self, way: str) -> MoeProblem:
-        return MoeProblem(way, self.tokens, self.hidden, self.rows, self.choices, self.dtype, self.wide)
+        given = self.tokens, self.hidden, self.rows, self.choices, self.dtype, self.wide
+        return MoeProblem(way, *given, 2 if self.align > 1 else 0)
 
     def operands(self, way: str, rank: int) -> list[torch.Tensor]:
         slots, choices, ranks = self.places[rank]
         if way == "dispatch":
-            return [self.x[rank], slots, choices, ranks]
-        return [self.y[rank], slots, self.weights, ranks]
+            return [self.x[rank], slots, ranks, *((choices, self.offs[rank]) if self.align > 1 else ())]
+        return [self.y[rank], slots, ranks, self.weights]
 
     def wanted(self, way: str, rank: int) -> torch.Tensor:
         if way == "dispatch":
-            return take_tokens(self.x.flatten(0, 1), self.places[rank][1], self.choices)
+            rows = take_tokens(self.x.flatten(0, 1), self.places[rank][1], self.choices)
+            rows[self.offs[rank][-1] :] = 7  # they stay as they were
+            return rows
         parts = []
         for r in range(self.size):
             total = Combined(self.y[r], self.places[r][0], self.weights, None).total()

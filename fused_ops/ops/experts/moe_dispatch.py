@@ -15,13 +15,20 @@ from torch.distributed import ProcessGroup
 from ....kernels.all_gather.reference import as_bytes, reference_all_gather
 from ....kernels.all_to_all.reference import reference_all_to_all
 from ....kernels.device.collective.combine import Combined
+from ....kernels.device.collective.host_exchange import exchange_layout
 from ....kernels.device.collective.rounds import rounds_layout
-from ....kernels.moe_dispatch import host
+from ....kernels.moe_dispatch import BACK, OP
 from ....kernels.moe_dispatch.configs import MoeProblem, choose_moe, estimate_moe_us
-from ....kernels.moe_dispatch.reference import ExpertRanks, rows_by_expert, sum_by_rank, take_tokens
+from ....kernels.moe_dispatch.reference import (
+    ExpertRanks,
+    host_moe_combine,
+    host_moe_dispatch,
+    sum_by_rank,
+    take_tokens,
+)
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
-from ....symm_mem.heap.overflow import raise_noted, refuse_overflow
+from ....symm_mem.heap.overflow import raise_noted
 from ... import validation
 from ...dispatch.choice import Choice, on_host, unfused
 from ...dispatch.launch_cache import launch_again
@@ -32,7 +39,7 @@ from ..all_gather import gather_within
 from ..op import Op, on_device, refuse_gradient, refuse_second_gradient
 from .combined import CombineHow, launch_combined
 from .grouped_matmul import validate_index
-from .moe_route import run_route, validate_route
+from .moe_route import run_dispatch_route, validate_route
 
 MOST_RANKS = 31  #: a token's are the bits of an int32
 _ops = torch.ops.weft
@@ -116,8 +123,8 @@ def _validate_dispatch(call: MoeDispatchCall) -> tuple[MoeDispatchCall, ProcessG
     if ids.shape[0] != x.shape[0]:
         raise ValueError(f"topk_ids: has {ids.shape[0]} rows, must have {x.shape[0]} like x")
     validation.same_device("topk_ids", ids, x, "x")
-    if call.align < 1:
-        raise ValueError(f"align: is {call.align}, must be at least 1")
+    if not 1 <= call.align < 1 << 31:
+        raise ValueError(f"align: is {call.align}, must be at least 1 and below 2**31")
     if call.capacity is not None and not 0 <= call.capacity < 1 << 31:
         raise ValueError(f"capacity: is {call.capacity}, must be at least 0 and below 2**31")
     return call, group
@@ -172,7 +179,7 @@ def _validate_combine(call: MoeCombineCall) -> tuple[MoeCombineCall, ProcessGrou
 def _choose_rows(given: Tensor, problem: MoeProblem, group: ProcessGroup) -> Choice:
     size, rank, nbytes = group.size(), group.rank(), problem.tokens * given.shape[1] * given.element_size()
     if given.device.type == "cpu":
-        return on_host(host.host_moe_layout(nbytes, size))
+        return on_host(exchange_layout(nbytes, size))
     if (reason := problem.why_not(size)) is not None:
         return unfused(reason)
     from ....kernels.moe_dispatch import cuda_kernel
@@ -190,9 +197,9 @@ def _choose_rows(given: Tensor, problem: MoeProblem, group: ProcessGroup) -> Cho
 
 def _choose_dispatch(call: MoeDispatchCall, group: ProcessGroup) -> Choice:
     (tokens, hidden), rows = call.x.shape, call.rows(group.size())
-    return _choose_rows(
-        call.x, MoeProblem("dispatch", tokens, hidden, rows, call.topk_ids.shape[1], call.x.dtype), group
-    )
+    given = tokens, hidden, rows, call.topk_ids.shape[1], call.x.dtype
+    filled = call.num_experts // group.size() if call.align > 1 else 0
+    return _choose_rows(call.x, MoeProblem("dispatch", *given, experts=filled), group)
 
 
 def _choose_again(call: MoeDispatchAgainCall, group: ProcessGroup) -> Choice:
@@ -214,25 +221,31 @@ def _run_dispatch(
 ) -> tuple[Tensor, ...]:
     raise_noted(call.group_name)  # before anything is launched: it breaks no group
     with on_device(call.x):
-        ids = gather_within(call.topk_ids, group, host.OP)
-        of, capacity = call.experts(group), call.rows(group.size())
+        ids = gather_within(call.topk_ids, group, OP)
         if choice.algorithm == "host" and where is not None:
             # All ranks have the ids: they find the same, also an overflow.
             choice.workspace_on(where).launched()
-        _, *routed = run_route(ids, call.num_experts, of.first, of.each)
-        offs, slots, choices, ranks, needed = rows_by_expert(ids, (routed[0], routed[1]), of, capacity)
-        refuse_overflow(needed, capacity, call.group_name)
-        again = MoeDispatchAgainCall(call.x, slots, choices, ranks, call.group_name)
-        return _run_again(choice, where, again, group), offs, slots, choices, ranks
+        of, capacity = call.experts(group), call.rows(group.size())
+        offs, *places = run_dispatch_route(ids, of, capacity, call.group_name)
+        again = MoeDispatchAgainCall(call.x, *places, call.group_name)
+        return _run_again(choice, where, again, group, offs if call.align > 1 else None), offs, *places
 
 
-def _run_again(choice: Choice, where: Heap | None, call: MoeDispatchAgainCall, group: ProcessGroup) -> Tensor:
+def _run_again(
+    choice: Choice,
+    where: Heap | None,
+    call: MoeDispatchAgainCall,
+    group: ProcessGroup,
+    offs: Tensor | None = None,
+) -> Tensor:
+    """``offs``: rows that fill experts up are to be zeros; on CUDA rows of no choice hold anything else."""
     k = call.slots.shape[1]
     if where is not None and choice.algorithm == "host":
-        return host.host_moe_dispatch(choice.begin_on(where), call.x, call.choices, call.ranks, k)
+        return host_moe_dispatch(choice.begin_on(where), call.x, call.choices, call.ranks, k)
     if where is not None and choice.algorithm == "push":
+        given = [call.x, call.slots, call.ranks, *(() if offs is None else (call.choices, offs))]
         shape = call.choices.shape[0], call.x.shape[1]
-        return launch_combined(host.OP, choice, where, call.tensors, shape, None)
+        return launch_combined(OP, choice, where, given, shape, None)
     ran(choice.plan_in(None))
     return take_tokens(reference_all_gather(call.x, 0, group), call.choices, k)
 
@@ -246,13 +259,13 @@ def _run_combine(
         if call.weights is None:
             weights = torch.ones(slots.shape, dtype=torch.float32, device=slots.device)
         else:
-            weights = gather_within(call.weights, group, host.COMBINE)
+            weights = gather_within(call.weights, group, BACK)
         combined = call.combined(weights)
         if where is not None and choice.algorithm == "host":
-            return host.host_moe_combine(choice.begin_on(where), combined, call.ranks), weights
+            return host_moe_combine(choice.begin_on(where), combined, call.ranks), weights
         if where is not None and choice.algorithm == "push":
-            shape, given = (slots.shape[0] // size, call.y.shape[1]), (call.y, slots, weights, call.ranks)
-            return launch_combined(host.COMBINE, choice, where, given, shape, None), weights
+            shape, given = (slots.shape[0] // size, call.y.shape[1]), (call.y, slots, call.ranks, weights)
+            return launch_combined(BACK, choice, where, given, shape, None), weights
         ran(choice.plan_in(None))
         total = combined.total()
         if total.numel() == 0:
@@ -274,7 +287,7 @@ class MoeDispatchFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> Any:
-        refuse_second_gradient(host.OP)
+        refuse_second_gradient(OP)
         if grad is None:
             return None, None
         name, size = ctx.group
@@ -290,26 +303,22 @@ class MoeCombineFunction(torch.autograd.Function):
         ctx.save_for_backward(
             call.slots, call.choices, call.ranks, y if ctx.needs_input_grad[2] else None, every
         )
-        ctx.weighted = weights is not None
         ctx.mark_non_differentiable(every)
         return out, every
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _: None) -> Any:
-        refuse_second_gradient(host.COMBINE)
+        refuse_second_gradient(BACK)
         if grad is None:
             return None, None, None
         slots, choices, ranks, y, weights = ctx.saved_tensors
         (name, size), (_, of_y, of_weights) = ctx.group, ctx.needs_input_grad
         rows = _ops.moe_dispatch_again(grad, slots, choices, ranks, name, group_size=size)
-        if not ctx.weighted:
-            return None, rows, None
         there, at = choices >= 0, choices.clamp(min=0).long()
         for_y = for_weights = None
         if of_y:
             given = torch.cat([weights.flatten(), weights.new_zeros(1)])  # also of no tokens
-            factors = torch.where(there, given[at], 0).float()
-            for_y = (rows * factors[:, None]).to(rows.dtype)
+            for_y = torch.where(there[:, None], rows * given[at].float()[:, None], 0).to(rows.dtype)
         if of_weights:
             dots = torch.where(there[:, None], rows.float() * y, 0).sum(1)
             every = dots.new_zeros(slots.numel() + 1)
@@ -353,7 +362,7 @@ MOE_DISPATCH = Op(
     sends_nothing=lambda call, group: call.x.numel() == 0,
     choose=_choose_dispatch,
     run=_run_dispatch,
-    fast=lambda call: _listed_again(host.OP, call.arguments, call),
+    fast=lambda call: _listed_again(OP, call.arguments, call),
     known_by=lambda call, group: (call.arguments, call.tensors),
     with_gradient=lambda call: MoeDispatchFunction.apply(call, call.x),
 )
@@ -379,7 +388,7 @@ MOE_COMBINE = Op(
     sends_nothing=lambda call, group: call.slots.shape[0] * call.y.shape[1] == 0,
     choose=_choose_combine,
     run=_run_combine,
-    fast=lambda call: _listed_again(host.COMBINE, None, call),
+    fast=lambda call: _listed_again(BACK, None, call),
     known_by=lambda call, group: (None, call.tensors),
     with_gradient=lambda call: MoeCombineFunction.apply(call, call.y, call.weights),
 )
