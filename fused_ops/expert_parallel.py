@@ -78,7 +78,8 @@ def moe_dispatch(
     Returns:
         (rows, offs, handle).
 
-        - rows [C, H]: by expert, then by rank, then in the order of ``topk_ids``; zeros from ``offs[-1]`` on.
+        - rows [C, H]: by expert, then by rank, then in the order of ``topk_ids``; they hold anything from
+          ``offs[-1]`` on.
         - offs [num_experts / W], int32: the number of rows up to the end of each of this rank's experts, as
           ``grouped_matmul`` and ``torch.nn.functional.grouped_mm`` take it.
         - handle: for ``moe_combine``.

@@ -89,7 +89,6 @@ def right(rank: int, world_size: int, sizes: Sizes, dtype: torch.dtype) -> None:
             assert rows.shape == (-(-most // align) * align, sizes.hidden) and rows.dtype == dtype
             if want:
                 assert torch.equal(rows[: len(want)].double(), torch.stack(want)), "every bit"
-            assert not rows[len(want) :].any(), "rows past the last one"
 
             # What the experts make of a row, exactly: of another hidden size, each its own.
             y = torch.full((rows.shape[0], 2 * sizes.hidden), float("nan"), dtype=dtype)
