@@ -7,9 +7,10 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..kernels.moe_dispatch import BACK, OP
 from ..symm_mem import Group, group_name
 from . import validation
-from .dispatch.callers import of_graph, world_size_of
+from .dispatch.callers import of_graph, refuse_child_of, world_size_of
 from .library import schema
 
 
@@ -106,6 +107,7 @@ def moe_dispatch(
                 raise ValueError(f"{argument}: has {tensor.dim()} dimensions, must have 2")
         if max_tokens < x.shape[0]:
             raise ValueError(f"max_tokens: is {max_tokens}, must be at least {x.shape[0]}, as x has rows")
+        refuse_child_of(group_name(group), OP)
         more = max_tokens - x.shape[0]
         x, topk_ids = pad(x, (0, 0, 0, more)), pad(topk_ids, (0, 0, 0, more), value=-1)
     name = group_name(group)
@@ -156,6 +158,7 @@ def moe_combine(y: Tensor, handle: MoeHandle, weights: Tensor, group: Group = No
     if tokens > most:
         raise ValueError(f"weights: has {tokens} rows, must have at most {most}, as tokens were dispatched")
     if tokens < most:
+        refuse_child_of(name, BACK)
         weights = pad(weights, (0, 0, 0, most - tokens))
     found, _ = schema.moe_combine(y, *handle, weights, name, **of_graph(name))
     return found if tokens == most else found[:tokens]
