@@ -262,9 +262,7 @@ def _scored(vocab_start: Any, softcap: Any, temperature: Any) -> dict[str, Any]:
     return {"vocab_start": vocab_start, "softcap": softcap, "temperature": temperature}
 
 
-def _gathered(
-    op: str, x: Tensor, sequence_dim: Any, given: tuple[Any, ...], named: dict[str, Any]
-) -> Tensor:
+def _gathered(op: str, x: Tensor, sequence_dim: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
     """x of all ranks. What else the op is given is refused before."""
     if sequence_dim is None:
         return x

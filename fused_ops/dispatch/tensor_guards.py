@@ -146,8 +146,8 @@ def needs_no_dispatch(*tensors: Any) -> bool:
 
 
 def may_look_at(*tensors: Tensor) -> bool:
-    """Whether the checked mode, which may wait for data, looks at what these hold before a call. On a GPU a forked child
-    cannot, and its call is refused."""
+    """Whether the checked mode, which may wait for data, looks at what these hold before a call. On a GPU a forked
+    child cannot, and its call is refused."""
     if torch.compiler.is_compiling() or not is_checked() or (forks.inherited and tensors[0].is_cuda):
         return False
     return needs_no_dispatch(*tensors)

@@ -1,8 +1,8 @@
 """What moe_dispatch and moe_combine compute before and after their exchanges, in plain torch; and between CPU ranks.
 
 Shapes: T tokens of each of W ranks, k choices of each, C rows of this rank, H hidden. Nothing here waits for a GPU.
-Between CPU ranks every rank writes each peer the rows that it needs, and no others (device/collective/host_exchange.py):
-all ranks know every token's experts, so a receiver knows how many rows come and of which tokens.
+Between CPU ranks every rank writes each peer the rows that it needs, and no others (collective/host_exchange.py): all
+ranks know every token's experts, so a receiver knows how many rows come and of which tokens.
 """
 
 from __future__ import annotations

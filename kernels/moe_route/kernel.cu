@@ -6,17 +6,22 @@
 // last one; offs[e] is how many there are of experts up to e; slots[T, k] is i of each choice, -1 where another rank has
 // the expert or no one has.
 //
-// moe_dispatch_route: the same of all ranks' ids, but rows[C] holds choices, -1 where there is none; each expert's rows
-// are filled up to a multiple of `align`; what lies past C is left out. ranks[T]: bit r says that rank r has an expert of
-// the token. If a rank needs more than C rows, `note` gets that: [calls that lacked room, rows, C], in pinned memory.
+// moe_dispatch_route: the same of all ranks' tokens, whose ids it gathers, but rows[C] holds choices, -1 where there is
+// none; each expert's rows are filled up to a multiple of `align`; what lies past C is left out. ranks[W * T]: bit r says
+// that rank r has an expert of the token. If a rank needs more than C rows, `note` gets that: [calls that lacked room,
+// rows, C], in pinned memory.
 //
 // Each warp has a part of the ids and counts of its own. Nobody else writes to these, so there are no atomics; the
 // order of warps is the order of ids, so there is one result. Blocks meet twice, in the cluster: the second time before
-// one of them may end, as others read what it has counted. Graph-safe; it waits for no other rank.
+// one of them may end, as others read what it has counted. Graph-safe.
 //
-// Defined by the includer: ID, the type of an id.
+// Who writes and who waits: moe_route for no other rank, moe_dispatch_route by LL exchange (ll_exchange.cuh) before it
+// sorts. Defined by the includer: ID, the type of an id; of moe_dispatch_route also WORLD_SIZE, RANK.
 
 #include "ptx/barriers.cuh"
+#ifdef WORLD_SIZE
+#include "comm/ll_exchange.cuh"
+#endif
 
 namespace {
 
@@ -24,12 +29,12 @@ constexpr int BLOCKS = 8, THREADS = 512, WARPS = THREADS / 32;
 using i64 = long long;
 
 struct Params {
+    i64* note;
     const ID* ids;
     int* rows;
     int* offs;
     int* slots;
     int* ranks;
-    i64* note;
     int first, count;  // this rank's experts
     int choices, k;
     int experts;  // of all ranks
@@ -38,15 +43,45 @@ struct Params {
 };
 
 // The expert of a choice, as a number from `from` on; -1 if it is not below `count`.
-__device__ __forceinline__ int expert_of(const Params& p, int index, int end, int from, int count) {
+template <typename Id>
+__device__ __forceinline__ int expert_of(const Id* ids, int index, int end, int from, int count) {
     if (index >= end) return -1;
-    const i64 expert = static_cast<i64>(p.ids[index]) - from;
+    const i64 expert = static_cast<i64>(ids[index]) - from;
     return expert >= 0 && expert < count ? static_cast<int>(expert) : -1;
 }
 
 __device__ __forceinline__ i64 padded(const Params& p, int rows) {
     return (static_cast<i64>(rows) + p.align - 1) / p.align * p.align;
 }
+
+#ifdef WORLD_SIZE
+
+// All ranks' ids into `slots`, until slots take their place; -1 or -2 where there is no expert.
+__device__ void gather_ids(const weft::ExchangeSlots& exchange, const Params& p) {
+    const unsigned own = p.choices / WORLD_SIZE, vectors = (own + 3) / 4;
+    const weft::Epoch epoch(exchange);
+    const auto each = [&](const auto& what) {  // each block hears from every peer
+        for (weft::ThreadShare s; s.at < vectors || s.index == 0; s.next()) what(s.index, 4 * s.at);
+    };
+    const auto put = [&](int rank, unsigned first, const uint4& v) {
+        for (int i = 0; i < 4; ++i) {
+            if (first + i < own) p.slots[rank * own + first + i] = static_cast<int>(weft::word(v, i));
+        }
+    };
+    each([&](unsigned index, unsigned first) {
+        uint4 v;
+        for (int i = 0; i < 4; ++i) weft::word(v, i) = expert_of(p.ids, first + i, own, 0, p.experts);
+        epoch.send_to_all(index, weft::ll_encode(v));
+        put(RANK, first, v);
+    });
+    each([&](unsigned index, unsigned first) {
+        weft::store_all(epoch, index, [&](int src, const uint4& v) { put(src, first, v); });
+    });
+    epoch.leave();
+    weft::sync_cluster();
+}
+
+#endif
 
 // By one warp: the rows of the rank that needs most.
 __device__ void note_overflow(const Params& p, const int* totals) {
@@ -67,8 +102,8 @@ __device__ void note_overflow(const Params& p, const int* totals) {
 }
 
 // DISPATCH: counts all ranks' experts, and sorts the choices of this rank's.
-template <bool DISPATCH>
-__device__ __forceinline__ void route(const Params& p) {
+template <bool DISPATCH, typename Id>
+__device__ __forceinline__ void route(const Params& p, const Id* ids) {
     extern __shared__ int memory[];  // [WARPS + 2][counted], [count + 1]
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, block = weft::rank_in_cluster();
     const int from = DISPATCH ? 0 : p.first, counted = DISPATCH ? p.experts : p.count, own = p.first - from;
@@ -82,7 +117,7 @@ __device__ __forceinline__ void route(const Params& p) {
     for (int e = lane; e < counted; e += 32) of_warp[e] = 0;
     __syncwarp();
     for (int i = begin; i < end; i += 32) {
-        const int expert = expert_of(p, i + lane, end, from, counted);
+        const int expert = expert_of(ids, i + lane, end, from, counted);
         const unsigned same = __match_any_sync(~0u, expert);
         if (expert >= 0 && lane == __ffs(same) - 1) of_warp[expert] += __popc(same);
         __syncwarp();
@@ -108,7 +143,18 @@ __device__ __forceinline__ void route(const Params& p) {
         for (int w = 0; w < WARPS; ++w) memory[w * counted + e] += before;
         totals[e] = total;
     }
-    weft::sync_cluster();
+    if constexpr (DISPATCH) {
+        const int tokens = p.choices / p.k;
+        for (int t = block * THREADS + threadIdx.x; t < tokens; t += BLOCKS * THREADS) {
+            int ranks = 0;
+            for (int j = 0; j < p.k; ++j) {
+                const int expert = ids[t * p.k + j];
+                if (expert >= 0) ranks |= 1 << expert / p.count;
+            }
+            p.ranks[t] = ranks;
+        }
+    }
+    weft::sync_cluster();  // all blocks have read the ids in whose place slots are written
     if (warp == 0) {
         i64 before = 0;
         for (int first = 0; first < p.count; first += 32) {
@@ -132,7 +178,7 @@ __device__ __forceinline__ void route(const Params& p) {
     }
     __syncthreads();
     for (int i = begin; i < end; i += 32) {
-        const int index = i + lane, expert = expert_of(p, index, end, p.first, p.count);
+        const int index = i + lane, expert = expert_of(ids, index, end, p.first, p.count);
         const unsigned same = __match_any_sync(~0u, expert);
         const int earlier = __popc(same & ((1u << lane) - 1));
         const unsigned place = expert >= 0 ? starts[expert] + of_warp[own + expert] + earlier : ~0u;
@@ -151,26 +197,31 @@ __device__ __forceinline__ void route(const Params& p) {
             const i64 first = static_cast<i64>(starts[e]) + totals[own + e], next = starts[e + 1];
             for (i64 i = first + lane; i < next; i += 32) p.rows[i] = -1;
         }
-        const int tokens = p.choices / p.k;
-        for (int t = block * THREADS + threadIdx.x; t < tokens; t += BLOCKS * THREADS) {
-            int ranks = 0;
-            for (int j = 0; j < p.k; ++j) {
-                const int expert = expert_of(p, t * p.k + j, p.choices, 0, p.experts);
-                if (expert >= 0) ranks |= 1 << expert / p.count;
-            }
-            p.ranks[t] = ranks;
-        }
     }
 }
+
+#ifdef WORLD_SIZE
+
+struct DispatchParams {
+    weft::ExchangeSlots exchange;
+    Params route;
+};
+
+}  // namespace
+
+extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1) moe_dispatch_route(
+    const __grid_constant__ DispatchParams p) {
+    gather_ids(p.exchange, p.route);
+    route<true>(p.route, p.route.slots);
+}
+
+#else
 
 }  // namespace
 
 extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1) moe_route(
     const __grid_constant__ Params p) {
-    route<false>(p);
+    route<false>(p, p.ids);
 }
 
-extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1) moe_dispatch_route(
-    const __grid_constant__ Params p) {
-    route<true>(p);
-}
+#endif

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.device.capability import why_no_kernel_on
-from ....kernels.moe_dispatch.reference import ExpertRanks, rows_by_expert
 from ....kernels.moe_route.reference import MOST_EXPERTS, reference_route
-from ....symm_mem.heap.overflow import overflow_note, refuse_overflow
 from .local import define
 
 
@@ -31,35 +29,17 @@ def validate_route(ids: Tensor, num_experts: int, first: int, count: int) -> Non
         raise ValueError(f"topk_ids: has {ids.numel()} elements, must have fewer than 2**31")
 
 
+def has_route_kernel(ids: Tensor) -> bool:
+    return ids.device.type == "cuda" and why_no_kernel_on("moe_route", ids.device) is None
+
+
 def run_route(ids: Tensor, num_experts: int, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """As the op, of what was validated, on the current device."""
-    if not _has_kernel(ids):
+    if not has_route_kernel(ids):
         return reference_route(ids, first, count)
     from ....kernels.moe_route.cuda_kernel import launch_route
 
     return launch_route(ids.contiguous(), first, count)
-
-
-def run_dispatch_route(
-    ids: Tensor, of: ExpertRanks, capacity: int, group_name: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """offs, slots, choices and ranks, as ``rows_by_expert`` finds them of all ranks' ids.
-
-    Raises:
-        ValueError: between CPU ranks, that ``capacity`` is too little (``refuse_overflow``).
-    """
-    if not _has_kernel(ids) or of.num_experts > MOST_EXPERTS or max(ids.numel(), capacity) >= 1 << 31:
-        _, ends, slots = run_route(ids, of.num_experts, of.first, of.each)
-        *places, needed = rows_by_expert(ids, (ends, slots), of, capacity)
-        refuse_overflow(needed, capacity, group_name)
-        return places[0], places[1], places[2], places[3]
-    from ....kernels.moe_route.cuda_kernel import launch_dispatch_route
-
-    return launch_dispatch_route(ids, of, capacity, overflow_note(ids.device, group_name))
-
-
-def _has_kernel(ids: Tensor) -> bool:
-    return ids.device.type == "cuda" and why_no_kernel_on("moe_route", ids.device) is None
 
 
 def _fake(ids: Tensor, num_experts: int, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
