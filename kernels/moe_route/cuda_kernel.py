@@ -52,8 +52,13 @@ def route_program(dtype: torch.dtype) -> Program:
 @cache
 def dispatch_route_program(world_size: int, rank: int, dtype: torch.dtype) -> Program:
     """The same of all ranks' ids, for one rank."""
-    of_rank = {"WORLD_SIZE": world_size, "RANK": rank, "DTYPE": "float32", "DEPENDENT": 0}
-    return Program(SOURCE, defines={"ID": _IDS[dtype], **of_rank})
+    of_rank: dict[str, str | int] = {
+        "WORLD_SIZE": world_size,
+        "RANK": rank,
+        "DTYPE": "float32",
+        "DEPENDENT": 0,
+    }
+    return Program(SOURCE, defines={"ID": _IDS[dtype]} | of_rank)
 
 
 def launch_route(ids: Tensor, first_expert: int, count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -225,8 +225,9 @@ def _run_dispatch(
             # All ranks have the ids: they find the same, also an overflow.
             choice.workspace_on(where).launched()
         _, *routed = run_route(ids, of.num_experts, of.first, of.each)
-        offs, *places, needed = rows_by_expert(ids, (routed[0], routed[1]), of, capacity)
+        offs, slots, choices, ranks, needed = rows_by_expert(ids, (routed[0], routed[1]), of, capacity)
         refuse_overflow(needed, capacity, call.group_name)
+        places = slots, choices, ranks
         again = MoeDispatchAgainCall(call.x, *places, call.group_name)
         return _run_again(choice, where, again, group, offs if call.align > 1 else None), offs, *places
 
