@@ -15,7 +15,7 @@ from ..device.jit.program import Program
 from .reference import MOST_EXPERTS
 
 SOURCE = Path(__file__).parent / "kernel.cu"
-BLOCKS, THREADS = 8, 512  # as in kernel.cu
+BLOCKS, THREADS = 8, 512
 _IDS = {torch.int32: "int", torch.int64: "long"}
 _SIZES = "first", "count", "choices", "k", "experts", "capacity", "align"
 
@@ -46,7 +46,7 @@ MOST_SHARED = shared_bytes(MOST_EXPERTS, MOST_EXPERTS)
 @cache
 def route_program(dtype: torch.dtype) -> Program:
     """Of ids of this dtype, int32 or int64."""
-    return Program(SOURCE, defines={"ID": _IDS[dtype]})
+    return Program(SOURCE, defines=_defines(dtype))
 
 
 @cache
@@ -58,7 +58,11 @@ def dispatch_route_program(world_size: int, rank: int, dtype: torch.dtype) -> Pr
         "DTYPE": "float32",
         "DEPENDENT": 0,
     }
-    return Program(SOURCE, defines={"ID": _IDS[dtype]} | of_rank)
+    return Program(SOURCE, defines=_defines(dtype) | of_rank)
+
+
+def _defines(dtype: torch.dtype) -> dict[str, str | int]:
+    return {"ID": _IDS[dtype], "CLUSTER": BLOCKS, "THREADS": THREADS}
 
 
 def launch_route(ids: Tensor, first_expert: int, count: int) -> tuple[Tensor, Tensor, Tensor]:

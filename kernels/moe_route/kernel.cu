@@ -16,7 +16,8 @@
 // one of them may end, as others read what it has counted. Graph-safe.
 //
 // Who writes and who waits: moe_route for no other rank, moe_dispatch_route by LL exchange (ll_exchange.cuh) before it
-// sorts. Defined by the includer: ID, the type of an id; of moe_dispatch_route also WORLD_SIZE, RANK.
+// sorts. Defined by the includer: ID, the type of an id; CLUSTER, blocks of THREADS; of moe_dispatch_route also WORLD_SIZE
+// and RANK.
 
 #include "ptx/barriers.cuh"
 #ifdef WORLD_SIZE
@@ -25,7 +26,7 @@
 
 namespace {
 
-constexpr int BLOCKS = 8, THREADS = 512, WARPS = THREADS / 32;
+constexpr int WARPS = THREADS / 32;
 using i64 = long long;
 
 struct Params {
@@ -111,7 +112,7 @@ __device__ __forceinline__ void route(const Params& p, const Id* ids) {
     int* of_block = memory + WARPS * counted;
     int* totals = of_block + counted;
     int* starts = totals + counted;
-    const int share = (p.choices + BLOCKS * THREADS - 1) / (BLOCKS * THREADS) * 32;
+    const int share = (p.choices + CLUSTER * THREADS - 1) / (CLUSTER * THREADS) * 32;
     const int begin = min((block * WARPS + warp) * share, p.choices), end = min(begin + share, p.choices);
 
     for (int e = lane; e < counted; e += 32) of_warp[e] = 0;
@@ -135,7 +136,7 @@ __device__ __forceinline__ void route(const Params& p, const Id* ids) {
     weft::sync_cluster();
     for (int e = threadIdx.x; e < counted; e += THREADS) {
         int before = 0, total = 0;
-        for (int b = 0; b < BLOCKS; ++b) {
+        for (int b = 0; b < CLUSTER; ++b) {
             const int there = weft::load_from(of_block + e, b);
             if (b < block) before += there;
             total += there;
@@ -145,7 +146,7 @@ __device__ __forceinline__ void route(const Params& p, const Id* ids) {
     }
     if constexpr (DISPATCH) {
         const int tokens = p.choices / p.k;
-        for (int t = block * THREADS + threadIdx.x; t < tokens; t += BLOCKS * THREADS) {
+        for (int t = block * THREADS + threadIdx.x; t < tokens; t += CLUSTER * THREADS) {
             int ranks = 0;
             for (int j = 0; j < p.k; ++j) {
                 const int expert = ids[t * p.k + j];
@@ -189,11 +190,11 @@ __device__ __forceinline__ void route(const Params& p, const Id* ids) {
         if (index < end) p.slots[index] = fits ? static_cast<int>(place) : -1;
         __syncwarp();
     }
-    for (int i = starts[p.count] + block * THREADS + threadIdx.x; i < p.capacity; i += BLOCKS * THREADS) {
+    for (int i = starts[p.count] + block * THREADS + threadIdx.x; i < p.capacity; i += CLUSTER * THREADS) {
         p.rows[i] = DISPATCH ? -1 : 0;
     }
     if constexpr (DISPATCH) {
-        for (int e = block * WARPS + warp; e < p.count; e += BLOCKS * WARPS) {  // what fills an expert's rows up
+        for (int e = block * WARPS + warp; e < p.count; e += CLUSTER * WARPS) {  // what fills an expert's rows up
             const i64 first = static_cast<i64>(starts[e]) + totals[own + e], next = starts[e + 1];
             for (i64 i = first + lane; i < next; i += 32) p.rows[i] = -1;
         }
@@ -209,7 +210,7 @@ struct DispatchParams {
 
 }  // namespace
 
-extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1) moe_dispatch_route(
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) moe_dispatch_route(
     const __grid_constant__ DispatchParams p) {
     gather_ids(p.exchange, p.route);
     route<true>(p.route, p.route.slots);
@@ -219,7 +220,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
 
 }  // namespace
 
-extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1) moe_route(
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) moe_route(
     const __grid_constant__ Params p) {
     route<false>(p, p.ids);
 }
