@@ -17,9 +17,7 @@ from ..device.collective.rounds import RoundsConfig, rounds_launch
 from ..device.comm import ll_exchange
 from ..device.comm.ll_exchange import ExchangeSlots, ExchangeWorkspace, slots_of
 from ..device.jit.program import Function, Program
-from ..moe_route import cuda_kernel as route
 from .configs import MoeProblem
-from .reference import ExpertRanks
 
 SOURCE = Path(__file__).with_name("kernel.cu")
 
@@ -66,7 +64,6 @@ class MoeLauncher:
     """
 
     def __init__(self, place: ExchangeWorkspace, problem: MoeProblem, config: RoundsConfig) -> None:
-        self.problem = problem
         launch = rounds_launch(problem.vectors, place.layout, config)
         self.grids = (launch.blocks,) * launch.epochs
         self._params = MoeParams(slots_of(place))
@@ -100,51 +97,3 @@ class MoeLauncher:
             self._params.slots.watch.timeout_ns = timeout_ns
             struct.pack_into(f"{1 + len(operands)}Q", self._params, MoeParams.out.offset, *results, *operands)
             self._bound(stream)
-
-
-class DispatchLauncher:
-    """Routes all ranks' tokens (moe_route/kernel.cu) and sends them; prepared and launched likewise.
-
-    Args:
-        of: whose experts are where.
-        ids: dtype of the ids.
-        note: of overflow.py, in pinned memory.
-    """
-
-    def __init__(
-        self,
-        moe: MoeLauncher,
-        place: ExchangeWorkspace,
-        of: ExpertRanks,
-        ids: torch.dtype,
-        note: torch.Tensor,
-    ) -> None:
-        self._moe, self._note, problem = moe, note, moe.problem
-        self.grids = (route.BLOCKS, *moe.grids)
-        choices = of.world_size * problem.tokens * problem.choices
-        sizes = of.first, of.each, choices, problem.choices, of.num_experts, problem.rows, of.align
-        self._params = route.DispatchRouteParams(
-            slots_of(place), route.RouteParams(note.data_ptr(), *(0,) * 5, *sizes)
-        )
-        program = route.dispatch_route_program(of.world_size, place.rank, ids)
-        function: Function = program.function("moe_dispatch_route", shared=route.MOST_SHARED)
-        shared = route.shared_bytes(of.num_experts, of.each)
-        self._bound = function.bound(route.BLOCKS, route.THREADS, self._params, shared)
-        self._lock = threading.Lock()
-
-    def launch(
-        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
-    ) -> None:
-        """As ``MoeLauncher.launch``.
-
-        Args:
-            operands: addresses of x and this rank's ids.
-            results: those of rows, offs, slots, choices and ranks.
-        """
-        (x, ids), (rows, offs, slots, choices, ranks) = operands, results
-        at = route.DispatchRouteParams.route.offset + route.RouteParams.ids.offset
-        with self._lock:
-            self._params.exchange.watch.timeout_ns = timeout_ns
-            struct.pack_into("5Q", self._params, at, ids, choices, offs, slots, ranks)
-            self._bound(stream)
-        self._moe.launch(buffer, (x, slots, ranks, choices, offs), (rows,), timeout_ns, stream)

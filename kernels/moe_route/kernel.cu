@@ -51,6 +51,22 @@ __device__ __forceinline__ int expert_of(const Id* ids, int index, int end, int 
     return expert >= 0 && expert < count ? static_cast<int>(expert) : -1;
 }
 
+// `what(index, expert)` of a warp's part of the ids, 32 after 32. Loads are under way for several times at once.
+template <typename Id, typename What>
+__device__ __forceinline__ void in_order(const Id* ids, int begin, int end, int from, int count, const What& what) {
+    constexpr int AHEAD = 8;
+    const int lane = threadIdx.x % 32;
+    for (int i = begin; i < end; i += 32 * AHEAD) {
+        int expert[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k) expert[k] = expert_of(ids, i + 32 * k + lane, end, from, count);
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k) {
+            if (i + 32 * k < end) what(i + 32 * k + lane, expert[k]);
+        }
+    }
+}
+
 __device__ __forceinline__ i64 padded(const Params& p, int rows) {
     return (static_cast<i64>(rows) + p.align - 1) / p.align * p.align;
 }
@@ -117,12 +133,11 @@ __device__ __forceinline__ void route(const Params& p, const Id* ids) {
 
     for (int e = lane; e < counted; e += 32) of_warp[e] = 0;
     __syncwarp();
-    for (int i = begin; i < end; i += 32) {
-        const int expert = expert_of(ids, i + lane, end, from, counted);
+    in_order(ids, begin, end, from, counted, [&](int, int expert) {
         const unsigned same = __match_any_sync(~0u, expert);
         if (expert >= 0 && lane == __ffs(same) - 1) of_warp[expert] += __popc(same);
         __syncwarp();
-    }
+    });
     __syncthreads();
     for (int e = threadIdx.x; e < counted; e += THREADS) {
         int before = 0;
@@ -178,8 +193,7 @@ __device__ __forceinline__ void route(const Params& p, const Id* ids) {
         note_overflow(p, totals);
     }
     __syncthreads();
-    for (int i = begin; i < end; i += 32) {
-        const int index = i + lane, expert = expert_of(ids, index, end, p.first, p.count);
+    in_order(ids, begin, end, p.first, p.count, [&](int index, int expert) {
         const unsigned same = __match_any_sync(~0u, expert);
         const int earlier = __popc(same & ((1u << lane) - 1));
         const unsigned place = expert >= 0 ? starts[expert] + of_warp[own + expert] + earlier : ~0u;
@@ -189,7 +203,7 @@ __device__ __forceinline__ void route(const Params& p, const Id* ids) {
         if (fits) p.rows[place] = DISPATCH ? index : index / p.k;
         if (index < end) p.slots[index] = fits ? static_cast<int>(place) : -1;
         __syncwarp();
-    }
+    });
     for (int i = starts[p.count] + block * THREADS + threadIdx.x; i < p.capacity; i += CLUSTER * THREADS) {
         p.rows[i] = DISPATCH ? -1 : 0;
     }

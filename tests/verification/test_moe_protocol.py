@@ -19,7 +19,6 @@ from weft.kernels.moe_dispatch import cuda_kernel
 from weft.kernels.moe_dispatch.configs import MoeProblem
 from weft.kernels.moe_dispatch.cuda_kernel import (
     SOURCE,
-    DispatchLauncher,
     MoeLauncher,
     MoeParams,
     moe_defines,
@@ -152,7 +151,9 @@ def launch(ranks: Ranks, call: Call, way: str, rank: int, config: RoundsConfig, 
             torch.full_like(t, 7) for t in (call.offs[rank], *call.places[rank], torch.zeros(3).long())
         ]
         *index, note = call.found[rank]
-        kernel = DispatchLauncher(kernel, place, call.of(rank), call.ids.dtype, note.zero_())
+        of = call.of(rank)
+        sizes = of.first, of.each, call.ids.numel(), call.choices, of.num_experts, call.rows, of.align
+        kernel = route.DispatchLauncher(kernel, place, route.RouteSizes(*sizes), call.ids.dtype, note.zero_())
         given, results = [call.x[rank], call.ids.chunk(call.size)[rank]], [out, *index]
     kernel.launch(0, [t.data_ptr() for t in given], [t.data_ptr() for t in results], polls, rank)
     return out

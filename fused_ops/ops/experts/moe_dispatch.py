@@ -174,24 +174,25 @@ def _choose_dispatch(call: MoeDispatchCall, group: ProcessGroup) -> Choice:
     choice = choose_rows(call.x, MoeProblem("dispatch", *given, experts=filled), group)
     if choice.algorithm != "push" or not _is_routed(call, group):
         return choice
-    from ....kernels.moe_dispatch import cuda_kernel
     from ....kernels.moe_route import cuda_kernel as route
 
-    of, dtype, moe, name = call.experts(group), call.topk_ids.dtype, choice.how, call.group_name
+    of, ids, moe, name = call.experts(group), call.topk_ids, choice.how, call.group_name
+    choices = of.world_size * ids.numel()
+    sizes = route.RouteSizes(of.first, of.each, choices, ids.shape[1], of.num_experts, rows, of.align)
 
     def make(place: Any) -> Any:
         note = overflow_note(call.x.device, name)
-        return cuda_kernel.DispatchLauncher(moe.make(place), place, of, dtype, note)
+        return route.DispatchLauncher(moe.make(place), place, sizes, ids.dtype, note)
 
     def programs() -> list[Any]:
-        return [*choice.programs(), route.dispatch_route_program(of.world_size, of.rank, dtype)]
+        return [*choice.programs(), route.dispatch_route_program(of.world_size, of.rank, ids.dtype)]
 
-    ids = slots_for(-(-call.topk_ids.numel() // 4), route.BLOCKS)
+    slots = up(slots_for(-(-ids.numel() // 4), route.BLOCKS), 2 * WARP)
     return replace(
         choice,
-        layout=choice.layout.joined(ExchangeLayout(of.world_size, up(ids, 2 * WARP), route.BLOCKS)),
+        layout=choice.layout.joined(ExchangeLayout(of.world_size, slots, route.BLOCKS)),
         programs=programs,
-        how=CombineHow((moe.key, of, dtype), make),
+        how=CombineHow((moe.key, sizes, ids.dtype), make),
     )
 
 
