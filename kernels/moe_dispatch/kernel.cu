@@ -85,18 +85,20 @@ struct Places {
     }
 };
 
+// HELD: vectors that a thread loads ahead.
+template <int HELD>
 struct Dispatch {
     static constexpr u32 TRIPS = 1;
     const Params& p;
-    uint4 next[AT_ONCE];  // of x, and who needs it: loaded ahead
-    u32 needed[AT_ONCE];
+    uint4 next[HELD];  // of x, and who needs it: loaded ahead
+    u32 needed[HELD];
     bool cleared = false;
 
     __device__ __forceinline__ explicit Dispatch(const Params& params) : p(params) {}
 
     __device__ __forceinline__ void load(const ThreadShare& s, u32 end, u32 threads) {
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
+        for (int k = 0; k < HELD; ++k) {
             const u32 at = s.at + k * gridDim.x * threads;
             if (at < end) next[k] = weft::load_vector(p.given + at), needed[k] = p.needed(RANK, at);
         }
@@ -105,14 +107,14 @@ struct Dispatch {
     __device__ __forceinline__ void send(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) {
         const weft::ExactEpoch exact{epoch, p.room};
         while (s.at < end) {
-            Places places[AT_ONCE];
+            Places places[HELD];
 #pragma unroll
-            for (int k = 0; k < AT_ONCE; ++k) {
+            for (int k = 0; k < HELD; ++k) {
                 const u32 at = s.at + k * gridDim.x * threads;
                 if (at < end) places[k].load(p, RANK, at);
             }
 #pragma unroll
-            for (int k = 0; k < AT_ONCE; ++k) {
+            for (int k = 0; k < HELD; ++k) {
                 if (s.at + k * gridDim.x * threads >= end) break;
                 const u32 index = s.index + k * threads;
 #pragma unroll
@@ -122,10 +124,10 @@ struct Dispatch {
                 }
             }
 #pragma unroll
-            for (int k = 0; k < AT_ONCE; ++k) {
+            for (int k = 0; k < HELD; ++k) {
                 if (s.at + k * gridDim.x * threads < end) places[k].store(p, next[k]);
             }
-            s.skip(threads, AT_ONCE);
+            s.skip(threads, HELD);
             load(s, end, threads);
         }
         if (!cleared) clear(threads);
@@ -163,7 +165,7 @@ struct Dispatch {
     }
 
 private:
-    static constexpr bool AHEAD = AT_ONCE * (WORLD_SIZE - 1) * CHOICES <= 8;  // as registers allow
+    static constexpr bool AHEAD = HELD * (WORLD_SIZE - 1) * CHOICES <= 8;  // as registers allow
 
     // Zeros into rows that fill experts' up, while data is under way. A warp looks at 32 rows at once.
     __device__ __forceinline__ void clear(u32 threads) const {
@@ -179,11 +181,12 @@ private:
     }
 };
 
+template <int HELD>
 struct Combine {
     static constexpr u32 TRIPS = 1;
     const Params& p;
     const weft::Combine combine;
-    uint4 next[WORLD_SIZE - 1][AT_ONCE];  // what this rank's rows of each peer's tokens add up to, loaded ahead
+    uint4 next[WORLD_SIZE - 1][HELD];  // what this rank's rows of each peer's tokens add up to, loaded ahead
 
     __device__ __forceinline__ explicit Combine(const Params& params)
         : p(params), combine{p.given, p.index, p.more, nullptr, p.rows, WORLD_SIZE * p.tokens, 0, p.row} {}
@@ -201,7 +204,7 @@ struct Combine {
         Numbers total[COUNT];
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) {
-            const u32 v = min(at + k * stride, end - 1);
+            const u32 v = at + k * stride < end ? at + k * stride : at;
             token[k] = v / p.row, column[k] = v - token[k] * p.row;
             total[k] = Numbers(make_uint4(0, 0, 0, 0));
         }
@@ -231,7 +234,7 @@ struct Combine {
     __device__ __forceinline__ void send(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) {
         for (; s.at < end; load(s, end, threads)) {
 #pragma unroll
-            for (int k = 0; k < AT_ONCE; ++k) {
+            for (int k = 0; k < HELD; ++k) {
                 const u32 index = s.index + k * threads, at = s.at + k * gridDim.x * threads;
                 if (at >= end) break;
 #pragma unroll
@@ -242,7 +245,7 @@ struct Combine {
                     }
                 }
             }
-            s.skip(threads, AT_ONCE);
+            s.skip(threads, HELD);
         }
     }
 
@@ -273,17 +276,17 @@ struct Combine {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(512, 1) dispatch_one_shot(const __grid_constant__ Params p) {
-    weft::one_epoch_of<Dispatch>(p);
+    weft::one_epoch_of<Dispatch<1>>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) dispatch_rounds(const __grid_constant__ Params p) {
-    weft::rounds_of<Dispatch, AT_ONCE>(p);
+    weft::rounds_of<Dispatch<AT_ONCE>, AT_ONCE>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(512, 1) combine_one_shot(const __grid_constant__ Params p) {
-    weft::one_epoch_of<Combine>(p);
+    weft::one_epoch_of<Combine<1>>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) combine_rounds(const __grid_constant__ Params p) {
-    weft::rounds_of<Combine, AT_ONCE>(p);
+    weft::rounds_of<Combine<AT_ONCE>, AT_ONCE>(p);
 }
