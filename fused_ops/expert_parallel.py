@@ -58,7 +58,7 @@ def moe_dispatch(
     True
 
     The experts are shared out evenly, in rank order. A token travels once to each rank that has one of its experts,
-    however many these are. All ranks' ``topk_ids`` are all-gathered first, so no size goes to the host: graphs can be
+    however many these are. All ranks' ``topk_ids`` are gathered first, so no size goes to the host: graphs can be
     captured, and replays may route otherwise.
 
     Differentiable once: the gradient is ``moe_combine`` without weights. Works under torch.compile. Several dispatches
