@@ -107,12 +107,8 @@ struct Dispatch {
     __device__ __forceinline__ void send(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) {
         const weft::ExactEpoch exact{epoch, p.room};
         while (s.at < end) {
-            Places places[HELD];
-#pragma unroll
-            for (int k = 0; k < HELD; ++k) {
-                const u32 at = s.at + k * gridDim.x * threads;
-                if (at < end) places[k].load(p, RANK, at);
-            }
+            Places places;  // one vector's, as registers allow
+            places.load(p, RANK, s.at);
 #pragma unroll
             for (int k = 0; k < HELD; ++k) {
                 if (s.at + k * gridDim.x * threads >= end) break;
@@ -125,7 +121,10 @@ struct Dispatch {
             }
 #pragma unroll
             for (int k = 0; k < HELD; ++k) {
-                if (s.at + k * gridDim.x * threads < end) places[k].store(p, next[k]);
+                const u32 at = s.at + k * gridDim.x * threads;
+                if (at >= end) break;
+                if (k > 0) places.load(p, RANK, at);
+                places.store(p, next[k]);
             }
             s.skip(threads, HELD);
             load(s, end, threads);

@@ -52,7 +52,7 @@ MISTAKES = {
         "p.rows[i] = 0;\n        }",
     ),
     "no overflow is noted": ("lane != 0 || most <= p.capacity", "true"),
-    "an own token is not stored": ("places[k].store(p, next[k]);", ";"),
+    "an own token is not stored": ("places.store(p, next[k]);", ";"),
     "rows that fill experts' up stay as they were": ("if (!cleared) clear(threads);", ";"),
     "rows past the last one are written": (
         "used = p.offs[p.experts - 1], lane",

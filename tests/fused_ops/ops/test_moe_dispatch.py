@@ -278,7 +278,9 @@ def test_under_torch_compile(device: str) -> None:
 @on_ranks(2, device=DEVICES)
 def test_opcheck(rank: int, world_size: int) -> None:
     ops, name, first = torch.ops.weft, world().group_name, torch.arange(4) % 2
-    ids = torch.stack([first, first + 2], 1)  # each expert gets four rows: what lies past the last one is not compared
+    ids = torch.stack(
+        [first, first + 2], 1
+    )  # each expert gets four rows: what lies past the last one is not compared
     _, _, *places = ops.moe_dispatch(torch.randn(4, 8), ids, 4, name, capacity=8)
     for grad in (False, True):
         x, y = torch.randn(4, 8, requires_grad=grad), torch.randn(8, 8, requires_grad=grad)
