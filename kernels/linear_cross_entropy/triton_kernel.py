@@ -30,8 +30,8 @@ class Tile(NamedTuple):
 
 
 # Statistics, gradient: of logits whose rows are contiguous, and of such whose columns are. 16 bytes a thread and load.
-_STATISTICS = Tile(1, 2048, 8), Tile(256, 8, 8)
-_GRADIENT = Tile(1, 4096, 8), Tile(256, 16, 8)
+_STATISTICS = Tile(1, 2048, 8), Tile(64, 16, 4)
+_GRADIENT = Tile(1, 4096, 8), Tile(64, 128, 8)
 _LOADS = 4  # at once, before their maximum is taken
 _SPAN = 16384, 1024  # a multiple of the loads' columns
 _COMBINE_BLOCK = 32
@@ -234,6 +234,7 @@ def gradient_kernel(
     has = row < rows
     there = has[:, None] & (column < columns)[None, :]
     at = tl.load(targets + row, mask=has, other=0) - tl.load(start) - first
+    at = tl.where((at >= 0) & (at < columns), at, -1).to(tl.int32)  # compared with each column
     log_sum = tl.load(terms + row, mask=has, other=0.0)[:, None]
     a = tl.load(terms + rows + row, mask=has, other=0.0)[:, None]
     b = tl.load(terms + 2 * rows + row, mask=has, other=0.0)[:, None]

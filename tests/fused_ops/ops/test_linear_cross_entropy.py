@@ -31,9 +31,23 @@ def test_losses_and_gradients(world_size: int, device: str, dtype: torch.dtype) 
 
 @on_ranks([1, 3], fresh=True)
 def test_rows_come_in_chunks(rank: int, size: int) -> None:
-    chunks.ROWS = 5
-    for rows in (4, 5, 6, 23):
-        losses(rank, size, torch.float32, (rows,), 65)
+    """Of 24 columns of x: the first chunk lies in the weight's gradient, unless it has more rows than these."""
+    chunks.COLUMNS = 7
+    for chunks.ROWS, some in ((5, (4, 24, 25, 41)), (30, (23, 29, 31, 70))):
+        for rows in some:
+            losses(rank, size, torch.float32, (rows,), 65)
+
+
+def test_logits_lie_in_the_gradient_of_the_weight() -> None:
+    x, weight = torch.randn(2100, 2150), torch.randn(chunks.COLUMNS + 100, 2150)
+    found = chunks.Gradients(x, weight, None, (True, True, False))
+    ((rows, blocks),) = chunks.logits_by_chunks(x, weight, None, found)
+    torch.testing.assert_close(torch.cat(blocks, 1), x @ weight.t())
+    first, buffer = blocks
+    of_weight = found.found()[1]
+    assert rows == slice(0, 2100) and first.shape[1] == 100
+    assert first.untyped_storage().data_ptr() == of_weight.untyped_storage().data_ptr()
+    assert buffer.untyped_storage().nbytes() <= 4 * chunks.COLUMNS * (2100 + 64)
 
 
 @pytest.mark.parametrize("dtype", BOUND)
