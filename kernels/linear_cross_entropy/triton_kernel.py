@@ -30,13 +30,13 @@ class Tile(NamedTuple):
 
 
 # Statistics, gradient: of logits whose rows are contiguous, and of such whose columns are. 16 bytes a thread and load.
-_STATISTICS = Tile(1, 2048, 8), Tile(64, 16, 4)
-_GRADIENT = Tile(1, 4096, 8), Tile(64, 128, 8)
+_STATISTICS = Tile(1, 1024, 4), Tile(32, 32, 4)
+_GRADIENT = Tile(1, 2048, 4), Tile(64, 64, 4)
 _LOADS = 4  # at once, before their maximum is taken
 _SPAN = 16384, 1024  # a multiple of the loads' columns
 _COMBINE_BLOCK = 32
 _LOSS_BLOCK = 128
-_MULTIPLY_BLOCK, _MULTIPLY_WARPS = 16384, 16
+_MULTIPLY_BLOCK, _MULTIPLY_WARPS, _MULTIPLY_PROGRAMS = 8192, 8, 1024
 
 
 @triton.jit
@@ -51,8 +51,10 @@ def _scores(logits, CAP: tl.constexpr, TEMPERATURE: tl.constexpr):
 @triton.jit
 def _scores_at(of_row, column, there, column_stride, CAP: tl.constexpr, TEMPERATURE: tl.constexpr):
     at = of_row[:, None] + column.to(tl.int64)[None, :] * column_stride
-    score = _scores(tl.load(at, mask=there, other=0.0), CAP, TEMPERATURE)
-    return tl.where(there, score, float("-inf"))
+    score = _scores(tl.load(at, mask=there, other=float("-inf")), CAP, TEMPERATURE)
+    if CAP > 0:  # which -inf does not pass
+        score = tl.where(there, score, float("-inf"))
+    return score
 
 
 @triton.jit
@@ -261,11 +263,13 @@ def gradient_kernel(
 def multiply_kernel(x, factor, count, BLOCK: tl.constexpr):
     by = tl.load(factor)
     if by != 1.0:  # a loss whose backward is called is not multiplied by anything: then nothing is read
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        there = at < count
-        value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
-        value = tl.where(value == 0, 0.0, value * by)  # those of an ignored row stay, whatever the factor is
-        tl.store(x + at, value.to(x.dtype.element_ty), mask=there)
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        for begin in range(first, count, tl.num_programs(0) * BLOCK):
+            at = begin + tl.arange(0, BLOCK)
+            there = at < count
+            value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+            value = tl.where(value == 0, 0.0, value * by)  # those of an ignored row stay, whatever the factor is
+            tl.store(x + at, value.to(x.dtype.element_ty), mask=there)
 
 
 def _along_rows(logits: Tensor) -> bool:
@@ -354,6 +358,6 @@ def launch_gradient(logits: Tensor, columns: Columns, terms: Tensor, out: Tensor
 def launch_multiply(x: Tensor, factor: Tensor) -> None:
     """x, which is dense, by a number in float32, in place."""
     if x.numel():
-        multiply_kernel[(triton.cdiv(x.numel(), _MULTIPLY_BLOCK),)](
+        multiply_kernel[(min(triton.cdiv(x.numel(), _MULTIPLY_BLOCK), _MULTIPLY_PROGRAMS),)](
             *(x, factor, x.numel()), BLOCK=_MULTIPLY_BLOCK, num_warps=_MULTIPLY_WARPS
         )

@@ -23,7 +23,7 @@ from ....kernels.linear_cross_entropy.reference import (
 )
 from ..op import on_device
 
-#: Of a chunk: a constant, so that all ranks cut alike, whatever they have of the vocabulary. Its products fill a GPU.
+#: Of a chunk, at least: not by what a rank has of the vocabulary, as all must cut alike. Its products fill a GPU.
 ROWS = 2048
 #: Of a block of the weight's gradient, where it is made in the place of logits.
 COLUMNS = 8192
@@ -34,9 +34,11 @@ def chunks_of(rows: int, hidden: int = 0) -> list[slice]:
     """At least one, so that ranks meet also over no rows.
 
     Args:
-        hidden: of the weight whose gradient has the place for the first chunk's logits, if one is made.
+        hidden: columns of the weight, if its gradient is made. With as many rows the logits of a chunk take its memory
+            once, and the gradient, to which each chunk adds, is seldom read and written.
     """
-    return [slice(*ends) for ends in pairwise([0, *range(max(ROWS, hidden), rows, ROWS), rows])]
+    size = max(ROWS, hidden)
+    return [slice(*ends) for ends in pairwise([0, *range(size, rows, size), rows])]
 
 
 def with_rows(logits: Tensor) -> Tensor:
