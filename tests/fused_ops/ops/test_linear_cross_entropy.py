@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -169,6 +170,20 @@ def frozen(rank: int, size: int) -> None:
                 assert torch.equal(mine.grad, whole.grad) if g else mine.grad is None  # type: ignore[arg-type]
 
 
+def turned(rank: int, size: int) -> None:
+    """A weight whose columns are contiguous, whose gradient has its strides, and logits that lie in that."""
+    case = problem((9,), 60, torch.float32)
+    _, of_weight, *_ = operands = case.whole()
+    reference(operands[3], case.targets, {}).backward()
+    x, w, b = case.parts()
+    w = w.detach().t().contiguous().t().requires_grad_()
+    with mock.patch.object(chunks, "COLUMNS", 7):
+        fused_linear_cross_entropy(x, w, case.targets, bias=b).backward()
+    assert w.grad is not None and of_weight.grad is not None
+    check("weight", w.grad, of_weight.grad[case.mine], 3e-6)
+    check("x", x.grad, operands[0].grad, 3e-6)  # type: ignore[arg-type]
+
+
 def padded(rank: int, size: int) -> None:
     """Rows of a weight that only fill it up, one of them NaN."""
     x, targets = same_on_all(5, 6, dtype=torch.float32), torch.arange(5) % (3 * size)
@@ -188,7 +203,7 @@ def unfused(rank: int, size: int) -> None:
         assert last_plan().algorithm == "unfused"
 
 
-@pytest.mark.parametrize("fn", [frozen, padded, unfused])
+@pytest.mark.parametrize("fn", [frozen, turned, padded, unfused])
 @pytest.mark.parametrize("device", DEVICES)
 def test_parts(fn: Any, device: str) -> None:
     run_row(fn, 2, device=device)
