@@ -3,9 +3,9 @@ between: rows' losses, of all ranks' statistics. And what multiplies gradients b
 
 ``statistics_kernel`` reads logits [M, V] once, in tiles; along the rows or along the columns these are contiguous. A
 program has one tile's rows and SPAN columns, with a maximum and a sum for each element of the tile: nothing is reduced
-before the end. ``combine_kernel`` joins what the programs of a row have found. ``loss_kernel`` has one program for BLOCK
-rows, in place of some thirty operators, which the host would launch while the GPU waits. ``gradient_kernel`` has one
-program a tile. All compute in float32, wait for nobody and are graph-safe; ``reference.py`` says what of.
+before the end. ``combine_kernel`` joins what the programs of a row have found. ``loss_kernel`` has one program for
+BLOCK rows, in place of some thirty operators, which the host would launch while the GPU waits. ``gradient_kernel`` has
+one program a tile. All compute in float32, wait for nobody and are graph-safe; ``reference.py`` says what of.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def statistics_kernel(
             if MEAN:
                 extra += tl.where(there, score, 0.0)
             higher = tl.maximum(higher, score)
-            scores = scores + (score,)
+            scores = scores + (score,)  # type: ignore[assignment]  # noqa: RUF005
         base = tl.where(higher == float("-inf"), 0.0, higher)  # no score is above -inf yet
         scale = tl.exp(top - base)
         total *= scale
@@ -268,7 +268,9 @@ def multiply_kernel(x, factor, count, BLOCK: tl.constexpr):
             at = begin + tl.arange(0, BLOCK)
             there = at < count
             value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
-            value = tl.where(value == 0, 0.0, value * by)  # those of an ignored row stay, whatever the factor is
+            value = tl.where(
+                value == 0, 0.0, value * by
+            )  # those of an ignored row stay, whatever the factor is
             tl.store(x + at, value.to(x.dtype.element_ty), mask=there)
 
 
@@ -293,7 +295,9 @@ def launch_statistics(parts: Sequence[Tensor], columns: Columns) -> Tensor:
     if not rows:
         return out
     by_rows = [_along_rows(logits) for logits in parts]
-    programs = [triton.cdiv(max(t.shape[1], 1), _SPAN[along]) for t, along in zip(parts, by_rows, strict=True)]
+    programs = [
+        triton.cdiv(max(t.shape[1], 1), _SPAN[along]) for t, along in zip(parts, by_rows, strict=True)
+    ]
     mean, entropy = columns.extra == "mean", columns.extra == "entropy"
     found = torch.empty(sum(programs), 4 if mean or entropy else 3, rows, device=out.device)
     first = done = 0

@@ -121,14 +121,19 @@ def test_they_compile_for_hopper(extra: str, cap: float) -> None:
 
         named = {"MEAN": extra == "mean", "LOADS": triton_kernel._LOADS, "SPAN": triton_kernel._SPAN[along]}
         tile = triton_kernel._STATISTICS[along]
-        both.append(compiled(triton_kernel.statistics_kernel, {**given, "out": "*fp32", **sizes}, tile, **named))
+        both.append(
+            compiled(triton_kernel.statistics_kernel, {**given, "out": "*fp32", **sizes}, tile, **named)
+        )
         signature = {**given, "terms": "*fp32", "out": "*bf16", **sizes}
         signature |= dict.fromkeys(("out_row_stride", "out_column_stride"), "i32")
         both.append(compiled(triton_kernel.gradient_kernel, signature, triton_kernel._GRADIENT[along]))
     named = {"MEAN": extra == "mean", "ENTROPY": extra == "entropy", "PROGRAMS": 256}
     named["BLOCK"] = triton_kernel._COMBINE_BLOCK
     signature = {"found": "*fp32", "out": "*fp32", "rows": "i32", "columns": "i32", "programs": "i32"}
-    assert aot.compile_kernel(triton_kernel.combine_kernel, signature, named, tuple(signature), 4, 3).spilled == 0
+    assert (
+        aot.compile_kernel(triton_kernel.combine_kernel, signature, named, tuple(signature), 4, 3).spilled
+        == 0
+    )
     signature = {"gathered": "*fp32", "targets": "*i64", "count": "*i64", "losses": "*fp32", "terms": "*fp32"}
     signature |= {"rows": "i32", "ignore_index": "i32"}
     smoothing, statistics = (0.1, 4) if extra == "mean" else (0.0, 2)

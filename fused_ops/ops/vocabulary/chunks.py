@@ -1,7 +1,7 @@
 """Logits of a chunk of rows, one chunk after the other in the same memory, and the gradients that are made of them.
 
-They are made with the rows along the last dimension in memory, as the gradient of the weight [V, H] has its columns: the
-first chunk's, of up to H rows, take no more memory than that gradient, and are made in its place.
+They are made as [V, rows], transposed: those of up to H rows take no more memory than the gradient of the weight, [V, H],
+and the first chunk lies in its place.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def chunks_of(rows: int, hidden: int = 0) -> list[slice]:
     """At least one, so that ranks meet also over no rows.
 
     Args:
-        hidden: columns of the weight, if its gradient is made. With as many rows the logits of a chunk take its memory
-            once, and the gradient, to which each chunk adds, is seldom read and written.
+        hidden: columns of the weight, if its gradient is made. With as many rows a chunk's logits are as large as that
+            gradient, which each chunk but the first one reads and adds to.
     """
     size = max(ROWS, hidden)
     return [slice(*ends) for ends in pairwise([0, *range(size, rows, size), rows])]
@@ -79,7 +79,7 @@ def gradient_(blocks: Sequence[Tensor], columns: Columns, terms: Tensor) -> None
 
 
 def multiplied(gradient: Tensor, factor: Tensor) -> Tensor:
-    """By a number in float32: of 16 bits, torch would round that before. Zeros stay, as those of ignored rows are to."""
+    """By a number in float32: of 16 bits, torch would round that before. Zeros stay, as those of ignored rows must."""
     return (gradient.float() * factor).where(gradient != 0, 0).to(gradient.dtype)
 
 
@@ -111,8 +111,8 @@ class Gradients:
     def places(self, rows: slice) -> list[Tensor]:
         """For logits [rows, V], blocks of columns that follow each other, in the memory of the last chunk's.
 
-        Of the first chunk they lie in the weight's gradient, COLUMNS further on than it will be, and the last COLUMNS in
-        a buffer: each block of the gradient then overwrites only such logits as blocks before were made of.
+        The first chunk's lie in the weight's gradient, COLUMNS further on than it will be, and the last COLUMNS in a
+        buffer: each block of the gradient then overwrites only such logits as blocks before were made of.
         """
         count, columns = rows.stop - rows.start, self._weight.shape[0]
         of_weight = self._of_weight if rows.start == 0 and count <= self._weight.shape[1] else None

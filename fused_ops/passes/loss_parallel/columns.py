@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -120,7 +120,7 @@ def cut_from(node: fx.Node) -> tuple[fx.Node, int, Size] | None:
     return None
 
 
-def has_columns(node: Any) -> bool:
+def has_columns(node: Any) -> TypeGuard[fx.Node]:
     """Whether the node is a tensor with more than a number, or one of each row."""
     return is_val(node) and val(node).dim() > 0 and not known(val(node).shape[-1] == 1)
 
@@ -178,4 +178,6 @@ class OwnColumns:
             return next(left)
         if calls(node, *FLAT):
             return reshape(next(left), [*val(node).shape[:-1], self.columns.width], before)
-        return call(before, node.target, *(next(left) if has_columns(a) else a for a in node.args), **node.kwargs)
+        return call(
+            before, node.target, *(next(left) if has_columns(a) else a for a in node.args), **node.kwargs
+        )

@@ -125,10 +125,10 @@ def put_log_sum_on_columns(loss: ColumnLoss, found: LogSum, paths: list[Path]) -
             at = path.end
             with put_for(at):
                 x = cast(own_of.narrow(found.x, at), [val(found.x).dtype], at)
-                by = of_all_ranks(by, loss.columns.c, at) if path.summed else by
+                whole = of_all_ranks(by, loss.columns.c, at) if path.summed else by
                 log_sum = reshape(loss.log_sum, val(by).shape, at)
                 p = call(at, aten.exp.default, call(at, aten.sub.Tensor, x, log_sum))
-                replaced[at] = follow(path, call(at, aten.mul.Tensor, p, by), gradient, own_of)
+                replaced[at] = follow(path, call(at, aten.mul.Tensor, p, whole), gradient, own_of)
     gone = made_of([*replaced])
     for old, new in replaced.items():
         old.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)  # type: ignore[misc]

@@ -11,7 +11,7 @@ from torch import fx
 
 from ...library import schema
 from ..graph.collectives import Collective, communicates
-from ..graph.nodes import LeftAlone, aten, c10d, calls, check_no_write, is_val, val
+from ..graph.nodes import LeftAlone, aten, c10d, calls, check_no_write, val
 from ..graph.rewrite import call, cast, erase_unused, fused, reshape, reshape_sizes, undone_if_left
 from ..origin import put_for
 from ..patterns.pattern import why_not_called_from_cpp
@@ -72,7 +72,7 @@ def put_on_columns(columns: GatheredColumns, softmax: LogSoftmax, paths: Sequenc
 def exchanged(
     at: fx.Node, c: Collective, x: fx.Node, targets: fx.Node, **named: Any
 ) -> tuple[fx.Node, list[fx.Node], fx.Node]:
-    """Before a node the op on own columns x [..., columns], its statistics and the targets' log-probabilities, [..., 1].
+    """Before a node the op on own columns x [..., columns], its statistics, and the targets' log-probabilities.
 
     Raises:
         LeftAlone: it does not take them.

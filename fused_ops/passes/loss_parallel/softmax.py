@@ -4,8 +4,8 @@ torch decomposes ``cross_entropy``.
     shifted = x - amax(x); log_probs = shifted - log(sum(exp(shifted))); picked = gather(log_probs, targets)
     of_x = of_log_probs - exp(log_probs) * sum(of_log_probs), where of_log_probs is a number at the target, 0 elsewhere
 
-Smoothed labels take the log-probabilities' sum, too, whose gradient all columns of ``of_log_probs`` have. What is picked
-and summed may be negated before, as transformers' ``LabelSmoother`` does it.
+Smoothed labels take the log-probabilities' sum, too, whose gradient all columns of ``of_log_probs`` have. What is
+picked and summed may be negated before, as transformers' ``LabelSmoother`` does it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..graph.nodes import LeftAlone, aten, calls, known, only_user, same_shape, 
 
 @dataclass(frozen=True)
 class Gradient:
-    """``scale * onehot(targets) * by``, and ``sign * each`` in all columns, through a log-softmax: ``result``, of all."""
+    """``scale * onehot(targets) * by + sign * each`` through a log-softmax: ``result``, of all columns."""
 
     result: fx.Node
     targets: fx.Node  # [..., 1]
