@@ -21,7 +21,7 @@ from torch import Tensor
 from .reference import Columns, Loss, count_statistics
 
 
-class Tile(NamedTuple):
+class LogitTile(NamedTuple):
     """Of logits."""
 
     rows: int
@@ -30,8 +30,8 @@ class Tile(NamedTuple):
 
 
 # Statistics, gradient: of logits whose rows are contiguous, and of such whose columns are. 16 bytes a thread and load.
-_STATISTICS = Tile(1, 1024, 4), Tile(32, 32, 4)
-_GRADIENT = Tile(1, 2048, 4), Tile(64, 64, 4)
+_STATISTICS = LogitTile(1, 1024, 4), LogitTile(32, 32, 4)
+_GRADIENT = LogitTile(1, 2048, 4), LogitTile(64, 64, 4)
 _LOADS = 4  # at once, before their maximum is taken
 _SPAN = 16384, 1024  # a multiple of the loads' columns
 _COMBINE_BLOCK = 32

@@ -33,11 +33,11 @@ def close(got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
 
 def kernels(rank: int, size: int, dtype: torch.dtype) -> None:
     from weft.kernels.linear_cross_entropy import triton_kernel
-    from weft.kernels.linear_cross_entropy.triton_kernel import Tile
+    from weft.kernels.linear_cross_entropy.triton_kernel import LogitTile
 
     interpreter.install()
-    triton_kernel._STATISTICS = Tile(1, 8, 1), Tile(2, 4, 1)
-    triton_kernel._GRADIENT = Tile(1, 64, 1), Tile(4, 16, 1)
+    triton_kernel._STATISTICS = LogitTile(1, 8, 1), LogitTile(2, 4, 1)
+    triton_kernel._GRADIENT = LogitTile(1, 64, 1), LogitTile(4, 16, 1)
     triton_kernel._SPAN = 64, 32
     for count, extra, turned in product((1, 5, 64, 130, 0), EXTRAS, (False, True)):
         for how in (Scores(None, 1.0), Scores(3.0, 0.7)):

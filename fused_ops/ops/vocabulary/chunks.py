@@ -1,7 +1,7 @@
 """Logits of a chunk of rows, one chunk after the other in the same memory, and the gradients that are made of them.
 
-They are made as [V, rows], transposed: those of up to H rows take no more memory than the gradient of the weight, [V, H],
-and the first chunk lies in its place.
+They are made as [V, rows], transposed: those of up to H rows take no more memory than the gradient of the weight,
+[V, H], and the first chunk lies in its place.
 """
 
 from __future__ import annotations
