@@ -44,17 +44,19 @@ def fused_linear_cross_entropy(
     >>> torch.testing.assert_close(loss, torch.tensor(4.0 * dist.get_world_size()).log())
     >>> loss.backward()
 
-    No rank has all logits: each makes its own columns, 2048 rows at a time. The ranks send each other two float32
-    numbers of each row (four with ``label_smoothing``), by one all-gather a call, or for "mean" and "sum" one for
-    every 2048 rows. There the gradients of x and weight are made in the forward, while a chunk's logits are there:
-    three products in all. So the backward can run once only. For "none" the backward makes the logits again, a fourth
-    product.
+    No rank has all logits: each makes its own columns, of 2048 rows at a time, or where it makes the weight's gradient
+    of H rows if these are more. The first such chunk lies in the memory of that gradient. The ranks send each other two
+    float32 numbers of each row (four with ``label_smoothing``), by one all-gather a call, or for "mean" and "sum" one a
+    chunk. There the gradients of x and weight are made in the forward, while a chunk's logits are there: three products
+    in all. So the backward can run once only. For "none" the backward makes the logits again, a fourth product.
 
     Logits are rounded to x's dtype; all else is float32. Gradients of logits are rounded to x's dtype too, and that of
-    the weight after every 2048 rows, as the sum of parts of a batch is, each time by half a unit in the last place of
-    the sum so far: a sum in float32 would take twice the weight's memory. Every rank gets the same bits.
+    the weight after every chunk, as the sum of parts of a batch is, each time by half a unit in the last place of the
+    sum so far: a sum in float32 would take twice the weight's memory. That of x is rounded twice where the first chunk
+    has more than 8192 columns. An infinite factor leaves it 0 where a row is ignored. Every rank gets the same bits.
 
-    Differentiable once. Works under torch.compile. Every rank must call it with the same shapes, but for V.
+    Differentiable once. Works under torch.compile. Every rank must call it with the same shapes, but for V, and want
+    the same gradients.
 
     Args:
         x: [..., H], 2 or more dimensions; float32, bfloat16 or float16. The same on all ranks, whose gradients are

@@ -1,8 +1,8 @@
 // Tokens to the ranks of their experts, and back; of each token [row] once to, and from, each rank that has one of them.
 //
 // dispatch: out[slots[r * T + t][j]] = token t of rank r, for each choice j that is this rank's; rows that fill an
-// expert's up are zeros, those past the last expert's are not written. combine: out[t] = the sum over ranks r, in their order in float32, of what r's rows of the token add up to
-// with their weights (collective/combine.cuh), rounded once.
+// expert's up are zeros, those past the last expert's are not written. combine: out[t] = the sum over ranks r, in their
+// order in float32, of what r's rows of the token add up to with their weights (collective/combine.cuh), rounded once.
 //
 // `ranks` says on both sides which ranks have an expert of a token: so a receiver waits for what is sent, and for no
 // more. Slot 0 of a block is sent in every epoch, needed or not: each block hears from every peer.
