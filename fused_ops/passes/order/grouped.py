@@ -33,10 +33,11 @@ _COPIES = {
 
 def is_copy(node: fx.Node) -> bool:
     """Whether the node only copies, casts, joins or cuts: a view, too."""
-    return _is_view(node) or node.target in _COPIES
+    return is_view(node) or node.target in _COPIES
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """Whether its value lies in the memory of what it is made of."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return target is operator.getitem
@@ -68,7 +69,7 @@ def _run(
         if near and is_copy(other) and other not in taken and own.issuperset(near):
             run.append(other)
             own.add(other)
-        elif tensors_of(other) and not _is_view(other):
+        elif tensors_of(other) and not is_view(other):
             break
     taken |= own
     return run
