@@ -115,17 +115,18 @@ def options_for_order(order: str) -> tuple[dict[str, Any], FusionPass | None]:
 
 def _step_of(
     model: nn.Module, inputs: tuple[Tensor, ...], order: str
-) -> tuple[Callable[[], None], Any, float]:
+) -> tuple[Callable[[], Tensor], Any, float]:
     """A compiled step, of training where the model trains, what the pass reports, and the seconds of its first run."""
     options, fusion = options_for_order(order)
     compiled = torch.compile(model, options=options, dynamic=False)
 
-    def step() -> None:
+    def step() -> Tensor:
         with torch.set_grad_enabled(inputs[0].requires_grad):
             y = compiled(*inputs)
         if y.requires_grad:
             y.float().square().mean().backward()
             model.zero_grad(set_to_none=True)
+        return y.detach()
 
     begin = time.perf_counter()
     with inductor_config.patch(fx_graph_cache=False):  # a graph from there has no report
@@ -187,7 +188,8 @@ class GatheredWeights(Suite):
         if trains:
             shard_weights(self._model, init_device_mesh(run.device.type, (run.world,)))
         self._inputs = (x, *rotary_tables(sizes, run.device))
-        self._made: dict[str, tuple[Callable[[], None], float, int]] = {}
+        self._made: dict[str, tuple[Callable[[], Tensor], float, int]] = {}
+        self._expected: Tensor | None = None
 
     def measure(self, row: str, run: Run) -> None:
         """Compiles the order; ``end`` times all."""
@@ -202,7 +204,16 @@ class GatheredWeights(Suite):
             step()
             peak = torch.cuda.max_memory_allocated()
         self._made[row] = step, seconds, peak
-        orders = fusion.report().orders if fusion else ()
+        y = step().float()
+        if self._expected is None:
+            self._expected = y
+        off = slowest(float((y - self._expected).abs().max()), run.device)
+        run.say(
+            f"{row}: results differ from the first order's by {off:.3g} of {float(y.abs().max()):.3g} at most"
+        )
+        report = fusion.report() if fusion else None
+        run.say(*(line for line in str(report).splitlines() if line.startswith("heap")))
+        orders = report.orders if report else ()
         for change in orders:
             run.say(*str(change).splitlines()[:4])
         if run.given.picture and orders and run.rank == 0:
@@ -224,7 +235,7 @@ class GatheredWeights(Suite):
             run.rows.append(row)
             run.say(row)
 
-    def _step_time(self, step: Callable[[], None], run: Run) -> float:
+    def _step_time(self, step: Callable[[], Tensor], run: Run) -> float:
         """Milliseconds of a step, of the slowest rank."""
         step()
         meet(run.device)

@@ -154,7 +154,7 @@ class FusionPass(OnePass, CustomGraphPass):
         **rewrites: Unpack[Rewrites],
     ) -> None:
         super().__init__(groups, strict, fuse, agree, **rewrites)
-        self._joint = {**grouped_options(self), **joint_options(self)}
+        self._joint = joint_options(self)
         self._seen = SeenGraphs()
         self._called = Called()
         self._outcomes = RunOutcomes()
@@ -167,7 +167,7 @@ class FusionPass(OnePass, CustomGraphPass):
         Warns if torch._inductor.config.post_grad_custom_post_pass is set to other passes, which do not run then.
         """
         self._warn_of_dropped(())
-        return {SLOT: self, **eps_options(), **self._joint}
+        return {SLOT: self, **eps_options(), **grouped_options(self), **self._joint}
 
     def options_with(self, *others: Callable[[fx.Graph], None]) -> dict[str, Any]:
         """``options`` for a model that has graph passes of its own, too: Inductor has one place for all of them.
@@ -188,7 +188,7 @@ class FusionPass(OnePass, CustomGraphPass):
             TypeError: one of them cannot be called.
         """
         self._warn_of_dropped(others)
-        return {SLOT: in_sequence([*others, self]), **eps_options(), **self._joint}
+        return {SLOT: in_sequence([*others, self]), **eps_options(), **grouped_options(self), **self._joint}
 
     def _warn_of_dropped(self, others: Sequence[Any]) -> None:
         there = passes_of(getattr(inductor_config, SLOT))

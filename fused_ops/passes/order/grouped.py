@@ -22,7 +22,6 @@ from ..memory.live_bytes import body
 MARK = "weft grouped"  #: in the meta of what ``mark_grouped`` has found
 _COPIES = {
     aten._to_copy.default,
-    aten._unsafe_view.default,
     aten.cat.default,
     aten.clone.default,
     aten.constant_pad_nd.default,
@@ -41,6 +40,8 @@ def is_view(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return target is operator.getitem
+    if target is aten._unsafe_view.default:  # its schema does not say so
+        return True
     aliases = any(returned.alias_info is not None for returned in target._schema.returns)
     return aliases and not (target._schema.is_mutable or waits(node) or communicates(node))
 

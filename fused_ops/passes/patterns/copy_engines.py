@@ -16,6 +16,7 @@ from ..graph import rewrite
 from ..graph.collectives import Collective
 from ..graph.index_map import plain
 from ..graph.nodes import LeftAlone, c10d, val
+from ..order.copy_engines import is_large
 from ..order.transports import NETWORK, transport_of_group
 from .pattern import Pattern
 
@@ -85,10 +86,10 @@ def _replace(c: Collective) -> None:
 
 
 def _begun_before_its_wait(c: Collective) -> int:
-    """How many of its kind begin between it and its wait."""
+    """How many of its kind, also by copy engines, begin between it and its wait."""
     count, node = 0, c.node.next
     while node is not c.wait:
-        count += node.target in (c.node.target, _OPS[c.node.target][0])
+        count += node.target is _OPS[c.node.target][0] or (node.target is c.node.target and is_large(node))
         node = node.next
     return count
 
