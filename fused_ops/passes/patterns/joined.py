@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import fx
@@ -191,7 +191,7 @@ class _Joined:
             else:
                 whole = rewrite.call(c.wait, step.target, whole, *step.args[1:], **step.kwargs)
         ends = [*accumulate((val(n).shape[self.dim] for n in parts), initial=0)]
-        for i, begin, end in zip(which, ends, ends[1:], strict=False):
+        for i, (begin, end) in zip(which, pairwise(ends), strict=True):
             cut_again = len(which) > 1
             results[i] = (
                 rewrite.call(c.wait, aten.slice.Tensor, whole, cut, begin, end) if cut_again else whole

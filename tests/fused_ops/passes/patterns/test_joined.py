@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -115,7 +116,7 @@ def test_what_is_written_before_the_wait_is_joined_first() -> None:
 @two
 @pytest.mark.parametrize("settings", [{"reorder": False}, {"groups": []}, {"collectives": False}], ids=str)
 def test_settings_with_which_no_copy_engine_carries(settings: dict[str, Any]) -> None:
-    before, graph = passed(products, torch.randn(8, 256), *[torch.randn(512, 256)] * 2, **settings)
+    _, graph = passed(products, torch.randn(8, 256), *[torch.randn(512, 256)] * 2, **settings)
     assert len(graph.find_nodes(op="call_function", target=aten.cat.default)) == 1
 
 
@@ -145,9 +146,7 @@ def program(seed: int) -> Callable[..., Any]:
                 sizes = [s // WORLD for s in sizes]
             ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
             pieces = (
-                [whole.narrow(-1, a, b - a) for a, b in zip(ends, ends[1:], strict=False)]
-                if cut
-                else whole.split(sizes, -1)
+                [whole.narrow(-1, a, b - a) for a, b in pairwise(ends)] if cut else whole.split(sizes, -1)
             )
             for piece in pieces:
                 kind = rng.randrange(4)
