@@ -149,12 +149,12 @@ class _Joined:
         if any(calls(n, aten.as_strided.default) for cut in self.cuts for n in _readers(cut)):
             raise LeftAlone("a part of its result is read by strides")
         small = [i for i in range(len(self.parts)) if i not in large]
-        # Collectives keep their order, so one that is used later must not be first.
-        at = {n: place for place, n in enumerate(c.node.graph.nodes)}
-        used = [min(at[n] for n in _readers(cut, is_copy) if not is_copy(n)) for cut in self.cuts]
-        groups = sorted(
-            [*([i] for i in large), *[small] * bool(small)], key=lambda which: min(used[i] for i in which)
-        )
+        # Collectives keep their order: what is used first is to be first.
+        used = [
+            min((n for n in _readers(cut, is_copy) if not is_copy(n)), default=c.wait) for cut in self.cuts
+        ]
+        groups = [[i] for i in large] + [small] * bool(small)
+        groups.sort(key=lambda which: min(used[i] for i in which))
         results: dict[int, fx.Node] = {}
         with rewrite.undone_if_left():
             starts = [self._collective(which, results) for which in groups]
@@ -190,11 +190,10 @@ class _Joined:
                 whole, cut = rewrite.reshape(whole, [c.world, *shape], c.wait), self.dim + 1
             else:
                 whole = rewrite.call(c.wait, step.target, whole, *step.args[1:], **step.kwargs)
-        ends = [*accumulate((val(n).shape[self.dim] for n in parts), initial=0)]
-        for i, (begin, end) in zip(which, pairwise(ends), strict=True):
-            cut_again = len(which) > 1
+        bounds = accumulate((val(n).shape[self.dim] for n in parts), initial=0)
+        for i, ends in zip(which, pairwise(bounds), strict=True):
             results[i] = (
-                rewrite.call(c.wait, aten.slice.Tensor, whole, cut, begin, end) if cut_again else whole
+                whole if len(which) == 1 else rewrite.call(c.wait, aten.slice.Tensor, whole, cut, *ends)
             )
         return start
 
