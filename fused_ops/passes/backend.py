@@ -16,7 +16,7 @@ from torch import fx
 from torch._inductor import config as inductor_config
 
 from .fusion import FusionPass
-from .keep_grouped import grouped_options
+from .keep_grouped import BEFORE_FUSION, grouped_options
 from .norms.eps_as_number import eps_options
 from .pass_sequence import SLOT, in_sequence, passes_of
 from .records.models import chosen
@@ -260,5 +260,6 @@ def _with_pass(
     if has_one:
         return {**of_mode, **options, SLOT: in_sequence(there)}
     joint = joint_options(fusion, options.get(JOINT_SLOT, getattr(inductor_config, JOINT_SLOT)))
-    given = {**grouped_options(fusion), **options, SLOT: in_sequence([*there, fusion])}
+    given = {**options, **grouped_options(fusion, options.get(BEFORE_FUSION))}
+    given[SLOT] = in_sequence([*there, fusion])
     return {**of_mode, **given, **eps_options(options), **joint}
