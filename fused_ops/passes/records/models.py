@@ -86,6 +86,12 @@ def models_of_now() -> tuple[Model, ...]:
     return _compiled[now]
 
 
+def recompilation_of_now() -> str:
+    """torch's name of what is being compiled, where it is compiled once more; "" the first time."""
+    now = torch._guards.CompileContext.current_compile_id()
+    return str(now) if getattr(now, "frame_compile_id", None) else ""
+
+
 def chosen(model: Any, seen: Collection[tuple[Model, ...]]) -> Callable[[tuple[Model, ...]], bool]:
     """Which of the graphs with these models are of this one, or of those that have compiled for it.
 

@@ -151,6 +151,7 @@ def test_the_table_has_a_row_for_each_kind_of_layer() -> None:
         "to do: cast to one of these before the collective",
     ]
     assert json.loads(report.to_json())["entries"][5]["reason"] == entries[5].reason
+    assert str(report).startswith(f"{report.table()}\n\n") and report.table().count("\n") == 5
     page = report.to_html()
     assert page.count("<tr>") == 6 and "layers.0-2.up" in page and "product → all_reduce" in page
 
