@@ -86,10 +86,12 @@ def models_of_now() -> tuple[Model, ...]:
     return _compiled[now]
 
 
-def recompilation_of_now() -> str:
-    """torch's name of what is being compiled, where it is compiled once more; "" the first time."""
+def compilation_of_now() -> tuple[int, int] | None:
+    """Which frame Dynamo compiles, and how many times it has before; None where no frame is compiled."""
     now = torch._guards.CompileContext.current_compile_id()
-    return str(now) if getattr(now, "frame_compile_id", None) else ""
+    if now is None or now.frame_id is None or now.frame_compile_id is None:
+        return None
+    return now.frame_id, now.frame_compile_id
 
 
 def chosen(model: Any, seen: Collection[tuple[Model, ...]]) -> Callable[[tuple[Model, ...]], bool]:

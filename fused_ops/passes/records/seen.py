@@ -12,7 +12,7 @@ from torch._inductor import config as inductor_config
 from ..order.change import OrderChange
 from ..pass_sequence import SLOT, passes_of
 from .entry import Entry
-from .models import Model, models_of_now, recompilation_of_now
+from .models import Model, compilation_of_now, models_of_now
 from .node import is_kept, packed, put_record, unpacked
 from .report import Report
 from .report_file import log_line, write_reports
@@ -27,7 +27,7 @@ class SeenGraphs:
         loaded: how many with collectives came from a cache.
         models: of each of these graphs, by its number.
         from_cache: the numbers of those that were loaded.
-        again: by number of graph, the recompilation that it is from.
+        compilations: by number of graph, the frame and which of its compilations it is from.
         keys: the models for whose graphs Inductor asked for the pass's key, each time.
         custom_ops: by number of graph, operators of graphs without collectives.
     """
@@ -41,7 +41,7 @@ class SeenGraphs:
         self.orders: list[OrderChange] = []
         self.models: dict[int, tuple[Model, ...]] = {}
         self.from_cache: set[int] = set()
-        self.again: dict[int, str] = {}
+        self.compilations: dict[int, tuple[int, int]] = {}
         self.keys: list[tuple[Model, ...]] = []
         self.custom_ops: dict[int, Sequence[str]] = {}
 
@@ -55,7 +55,9 @@ class SeenGraphs:
 
     @property
     def recompilations(self) -> int:
-        return len({*self.again.values()})
+        """Of frames that were compiled for this before; those of other passes do not count."""
+        found = {*self.compilations.values()}
+        return len(found) - len({frame for frame, _ in found})
 
     def only(self, wanted: Callable[[tuple[Model, ...]], bool]) -> SeenGraphs:
         """Those of which the models are wanted."""
@@ -64,7 +66,7 @@ class SeenGraphs:
         found.entries = [e for e in self.entries if e.graph in found.models]
         found.orders = [o for o in self.orders if o.graph in found.models]
         found.from_cache = self.from_cache & found.models.keys()
-        found.again = {n: again for n, again in self.again.items() if n in found.models}
+        found.compilations = {n: of for n, of in self.compilations.items() if n in found.models}
         found.keys = [models for models in self.keys if wanted(models)]
         found.custom_ops = {n: ops for n, ops in self.custom_ops.items() if n in found.models}
         return found
@@ -78,8 +80,8 @@ class SeenGraphs:
         return number
 
     def _note_compilation(self, numbers: Iterable[int]) -> None:
-        if again := recompilation_of_now():
-            self.again |= dict.fromkeys(numbers, again)
+        if now := compilation_of_now():
+            self.compilations |= dict.fromkeys(numbers, now)
 
     def enter(self, entries: Iterable[Entry], order: OrderChange | None) -> None:
         for e in entries:

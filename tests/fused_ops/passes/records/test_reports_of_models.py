@@ -135,6 +135,9 @@ def test_recompilations_are_told(cached: bool) -> None:
             said = "torch compiled again 2 times: TORCH_LOGS=recompiles says why"
             assert said in str(report_of(model)).splitlines()
         assert report_of(model).runs.loaded == 6 * cached
+        again = weft.compile(model, fuse="always")
+        again(torch.randn(4, 8, requires_grad=True))
+        assert report_of(again).runs.again == 2, "another pass sees it for the first time"
 
 
 def test_models_that_share_graphs() -> None:
