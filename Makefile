@@ -77,7 +77,7 @@ programs: $(STAMP)
 		tests/kernels/test_cuda_compile.py tests/kernels/test_gemm_compile.py \
 		tests/kernels/test_scaled_gemm_compile.py tests/fused_ops/passes/test_ranks_compiled.py \
 		tests/fused_ops/passes/graph/test_called_graphs.py tests/fused_ops/passes/agreement/test_unasked.py \
-		tests/fused_ops/process_groups/test_like_gloo.py tests/test_tutorial.py $(PYTEST_ARGS)
+		tests/fused_ops/process_groups/test_like_gloo.py $(PYTEST_ARGS)
 
 # Those of the frameworks that are installed: minutes.
 frameworks: $(STAMP)
