@@ -91,7 +91,7 @@ def chosen_rows(rows: Sequence[Row], mode: str | None) -> tuple[str, list[Row]]:
 
 
 def times_of(row: Row) -> dict[str, float]:
-    """Microseconds of each contender of a row that has weft's, and of the limit: the product alone where none is said."""
+    """Microseconds of each contender, and of the limit, else of the product alone; none without weft's time."""
     named = {name.removesuffix("_us"): us for name, us in row.items() if name.endswith("_us")}
     product = named.pop("product", None)
     limit = named.pop(LIMIT, product)

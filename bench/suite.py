@@ -108,7 +108,9 @@ class Suite:
         parser.add_argument("--results", type=Path, metavar="FOLDER", help="where the results are written")
         parser.set_defaults(plot=False)
         if self.plots:
-            parser.add_argument("--plot", action="store_true", help="an SVG of the results, in the same folder")
+            parser.add_argument(
+                "--plot", action="store_true", help="an SVG of the results, in the same folder"
+            )
 
     def rows(self, given: argparse.Namespace) -> Sequence[Any]:
         """What is measured, one after the other.

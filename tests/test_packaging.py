@@ -195,7 +195,9 @@ def git(folder: Path, *arguments: str) -> str:
     ).stdout
 
 
-@pytest.mark.skipif(not shutil.which("git") or not (ROOT / ".git").exists(), reason="wants git and a checkout")
+@pytest.mark.skipif(
+    not shutil.which("git") or not (ROOT / ".git").exists(), reason="wants git and a checkout"
+)
 def test_a_tag_is_the_version() -> None:
     assert set(git(ROOT, "tag", "--points-at", "HEAD", "--list", "v*").split()) <= {f"v{weft.__version__}"}
 

@@ -14,8 +14,8 @@ from suite import Suite
 class Plot(Suite):
     """weft, its peers and the limit of the hardware over the size, on log axes: an SVG from a results file.
 
-    It takes every JSON whose rows have "weft_us", as those of ops, experts, expert_parallel and vocabulary. Of the suite
-    ops' matmuls it has FLOP/s over rows, else microseconds. It lies beside the JSON, as .svg, or where --output says.
+    It takes every JSON whose rows have "weft_us", as those of ops, experts, expert_parallel and vocabulary. Of ops'
+    matmuls it has FLOP/s over rows, else microseconds. It lies beside the JSON, as .svg, or where --output says.
     ``--plot`` of these suites draws what they have just measured.
     """
 

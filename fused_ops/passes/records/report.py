@@ -205,7 +205,7 @@ class Report:
         if not self.entries:
             return self.details()
         counts = [table.summary_of(self.entries), *table.advice_of(self.entries)]
-        return "\n".join([self.table(), "", *counts, *self._told(), *map(str, self.orders)])
+        return "\n".join([self.table(), "", *table.wrapped([*counts, *self._told(), *map(str, self.orders)])])
 
     def table(self) -> str:
         """A row for each collective of a kind of layer: what became of it, and what that saves.

@@ -131,7 +131,11 @@ def test_recompilations_are_told(cached: bool) -> None:
             for rows in (6, 10):
                 model(torch.randn(rows, 8, requires_grad=True)).sum().backward()
             other(torch.randn(3))
-            assert (report_of(model).runs.again, report_of(other).runs.again, report_of().runs.again) == (2, 0, 2)
+            assert (report_of(model).runs.again, report_of(other).runs.again, report_of().runs.again) == (
+                2,
+                0,
+                2,
+            )
             said = "torch compiled again 2 times: TORCH_LOGS=recompiles says why"
             assert said in str(report_of(model)).splitlines()
         assert report_of(model).runs.loaded == 6 * cached
