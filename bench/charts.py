@@ -220,7 +220,7 @@ def _panel(
         parts.append(label(x.begin - 6, round(y.at(step) + 4, 1), f"{step:g}", "end"))
     axis = "bytes" if measure.in_bytes else "rows (M)"
     parts.append(label(x.end, y.begin + 31, f"{measure.unit} over {axis}", "end"))
-    for words, ((colour, thick, dashes), curve) in reversed(curves.items()):
+    for words, ((colour, thick, dashes), curve) in reversed([*curves.items()]):
         places = [(f"{x.at(size):.1f}", f"{y.at(value):.1f}") for size, value in curve]
         parts.append(path("M" + "L".join(map(" ".join, places)), colour, thick, dashes))
         if dashes:  # the limit
