@@ -215,8 +215,7 @@ class FusionPass(OnePass, CustomGraphPass):
     def _report(self, graphs: SeenGraphs) -> Report:
         others = [each for each in passes_of(getattr(inductor_config, SLOT)) if each is not self]
         ops = tuple(dict.fromkeys(op for ops in graphs.custom_ops.values() for op in ops))
-        counts = graphs.loaded, graphs.recompilations
-        runs = PassRuns(graphs.ran, len(graphs.keys), ops, names_of(others), *counts)
+        runs = PassRuns(graphs.ran, len(graphs.keys), ops, names_of(others), graphs.loaded, graphs.again)
         seen = self._outcomes
         outcomes = seen.disagreements(), seen.questions(), runs, graphs.orders, seen.programs()
         return Report(seen.applied(graphs.entries), *outcomes)

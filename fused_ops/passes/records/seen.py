@@ -54,8 +54,8 @@ class SeenGraphs:
         return len(self.from_cache)
 
     @property
-    def recompilations(self) -> int:
-        """Of frames that were compiled for this before; those of other passes do not count."""
+    def again(self) -> int:
+        """Compilations of frames that were compiled for this before; those of other passes do not count."""
         found = {*self.compilations.values()}
         return len(found) - len({frame for frame, _ in found})
 
