@@ -73,6 +73,7 @@ class FusionPass(OnePass, CustomGraphPass):
     graph 0  all_gather_into_tensor      1  0.25 KiB  fused_all_gather_matmul
     <BLANKLINE>
     1 of 1 collectives fused: 1 with a matmul
+    votes: 1 run asked the other ranks, ... ms each
     >>> torch.testing.assert_close(y, model(x, w))
 
     What is not exactly the function that a fused op computes is left alone, and the report says why. Exactly, but for
@@ -216,9 +217,10 @@ class FusionPass(OnePass, CustomGraphPass):
     def _report(self, graphs: SeenGraphs) -> Report:
         others = [each for each in passes_of(getattr(inductor_config, SLOT)) if each is not self]
         ops = tuple(dict.fromkeys(op for ops in graphs.custom_ops.values() for op in ops))
-        runs = PassRuns(graphs.ran, len(graphs.keys), ops, names_of(others), graphs.loaded)
-        seen, entries = self._outcomes, self._outcomes.applied(graphs.entries)
-        return Report(entries, seen.disagreements(), seen.questions(), runs, graphs.orders, seen.programs())
+        runs = PassRuns(graphs.ran, len(graphs.keys), ops, names_of(others), graphs.loaded, graphs.again)
+        seen = self._outcomes
+        outcomes = seen.disagreements(), seen.questions(), runs, graphs.orders, seen.programs()
+        return Report(seen.applied(graphs.entries), *outcomes)
 
     def clear(self) -> None:
         """Empties the report of this pass; its graphs are counted from 0 again.
