@@ -196,9 +196,8 @@ class FusionPass(OnePass, CustomGraphPass):
         dropped = [each for each in there if each is not self and each not in others]
         if dropped:
             warnings.warn(
-                f"{names_of(dropped)} will not run in models that are compiled with these options: they replace what "
-                f"torch._inductor.config.{SLOT} is set to. options_with({names_of(dropped)}) runs all of them, as do "
-                'weft.compile and backend="weft"',
+                f"{names_of(dropped)} will not run in models compiled with these options: they replace what "
+                f"torch._inductor.config.{SLOT} is set to. options_with({names_of(dropped)}) and weft.compile run all",
                 stacklevel=3,
             )
 
@@ -219,8 +218,8 @@ class FusionPass(OnePass, CustomGraphPass):
         ops = tuple(dict.fromkeys(op for ops in graphs.custom_ops.values() for op in ops))
         runs = PassRuns(graphs.ran, len(graphs.keys), ops, names_of(others), graphs.loaded, graphs.again)
         seen = self._outcomes
-        outcomes = seen.disagreements(), seen.questions(), runs, graphs.orders, seen.programs()
-        return Report(seen.applied(graphs.entries), *outcomes)
+        said = seen.disagreements(), seen.questions(), runs, graphs.orders, seen.programs()
+        return Report(seen.applied(graphs.entries), *said)
 
     def clear(self) -> None:
         """Empties the report of this pass; its graphs are counted from 0 again.
