@@ -12,6 +12,7 @@ from typing import TypeAlias, TypeVar
 import torch
 
 from ...symm_mem.layout import Layout
+from ..device.comm.copy_engine import CopiedConfig
 from ..device.comm.ll_exchange import VECTOR
 from ..device.device_spec import device_spec_of
 from ..device.gemm import gemm_tiles, one_shot
@@ -22,7 +23,6 @@ from .estimate import (
     FIT_ROWS,
     RASTER_GROUP,
     AllGatherMatmulProblem,
-    CopiedConfig,
     GatherPushConfig,
     clusters_of,
     estimate_copied_us,
@@ -119,8 +119,10 @@ def choose_one_shot_gather(problem: AllGatherMatmulProblem) -> OneShotConfig | N
     # What is gathered in one shot is for the products alone: a pair of NaNs with all bits set arrives as another pair
     # (ll_exchange.cuh), which makes no difference to them, but A must be bit for bit what the shards are.
     shard = problem.m * problem.k * 2
-    if problem.split_k or problem.return_A or problem.itemsize > 2:
+    if problem.return_A or problem.itemsize > 2:
         return None
+    if problem.split_k and (problem.has_gemm or problem.scaled is not None):
+        return None  # kernel.cu was not measured beside it; scales would have to be put in another order
     if problem.world_size * shard > one_shot.MOST_BYTES:
         return None
     if (scaled := problem.scaled) is not None:
@@ -136,7 +138,8 @@ def estimate_one_shot_gather_us(problem: AllGatherMatmulProblem) -> float:
     kernel that does both hides best, it was measured to lose 2 to 4 % of them more than the sum says (8b.upgate up to
     M = 2048, bench/results/h200-x2-choices.txt); longer ones are taken to lose no larger share."""
     sent, size = problem.moved, problem.world_size
-    products = gemm_tiles.matmuls_us(size * problem.m, problem.ns, problem.k, problem.spec)
+    rows, depth = (problem.m, size * problem.k) if problem.split_k else (size * problem.m, problem.k)
+    products = gemm_tiles.matmuls_us(rows, problem.ns, depth, problem.spec)
     if problem.scaled is not None:
         products *= problem.scaled.torch_slowdown
         sent += problem.scaled.sent_bytes(problem.m, problem.k) * (size - 1)

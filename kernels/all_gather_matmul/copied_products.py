@@ -17,22 +17,13 @@ import torch
 from ...symm_mem.layout import NUM_BUFFERS, Layout
 from ...symm_mem.workspace import Workspace
 from ..device.comm import acquire
-from ..device.comm.copy_engine import CopiedPiece, CopyEngine
+from ..device.comm.copy_engine import CopiedPiece, engine_of
 from ..device.gemm.scaling import ScaledProducts, ScaledTensors, ScaleKind, scaled_mm_out
 from . import OP
 from .configs import GatherKernelCall, copied_layout
 from .estimate import scales_offset, slot_bytes
 
 SCALED_OP = "fused_all_gather_scaled_matmul"
-_ENGINE = "copy engine"
-
-
-def engine_of(workspace: Workspace[Layout]) -> CopyEngine:
-    """That of a workspace whose buffers copy engines write."""
-    if _ENGINE not in workspace.copy_streams:
-        workspace.copy_streams[_ENGINE] = CopyEngine(workspace)
-    found: CopyEngine = workspace.copy_streams[_ENGINE]
-    return found
 
 
 class _Arriving(NamedTuple):
@@ -126,7 +117,7 @@ class AllGatherProductsCopied:
         try:
             with workspace.lock:
                 buffer = workspace.next_buffer()
-                self._engine.start_pieces(buffer, pieces, timeout_ns)
+                self._engine.start_pieces(buffer, lambda peer: pieces, timeout_ns)
                 multiply(workspace.rank, own, given)
                 for src, arrival, rows, scales in self._arriving[buffer]:
                     arrival.launch(timeout_ns, stream)

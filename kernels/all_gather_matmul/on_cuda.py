@@ -2,7 +2,7 @@
 
 16-bit operands go to kernel.cu; or, where little is gathered and A is not returned, to a one-shot all-gather with
 cuBLAS after it; or, where kernel.cu does not run, to copy engines with cuBLAS beside them, as float32 does everywhere.
-These take whole rows only: with the last dimension gathered such calls run unfused.
+These take whole rows only: with the last dimension gathered, what one shot does not take runs unfused there.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def fused_gather(
     scales = call.scales
     if isinstance(config, OneShotConfig):
         if scales is None:
-            return AllGatherMatmulOneShot(workspace, call.a, config)
+            return AllGatherMatmulOneShot(workspace, call.a, config, split_k=call.split_k)
         return AllGatherScaledMatmulOneShot(workspace, call, scales, config)
     if isinstance(config, configs.CopiedConfig):
         biases = [] if scales is None else scales.biases

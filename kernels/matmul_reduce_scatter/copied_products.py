@@ -1,0 +1,111 @@
+"""Torch's products of the peers' parts, which copy engines push while the next ones are multiplied: where kernel.cu does
+not run, and of float32.
+
+On the current stream: acquire kernel, the product of one peer's part after the other, that of the own part, a wait for
+each peer's, their sum, and the end of the epoch. On the copy stream: a product as soon as it is there, and then a flag
+(device/comm/copy_engine.py). Who waits: `arrive` of acquire.cu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...symm_mem.layout import NUM_BUFFERS, Layout
+from ...symm_mem.workspace import Workspace
+from ..device.comm import acquire
+from ..device.comm.copy_engine import CopiedPiece, engine_of
+from ..device.jit.empty import empty_on
+from . import OP
+from .configs import ScatterKernelCall, copied_layout
+
+
+class MatmulReduceScatterCopied:
+    """This op on one problem and one workspace: prepared once, called often.
+
+    Args:
+        workspace: with room for ``copied_layout``, whose buffers copy engines write.
+        example: a call of the sizes and strides that every call has.
+
+    Raises:
+        ValueError: the workspace is too small.
+    """
+
+    def __init__(self, workspace: Workspace[Layout], example: ScatterKernelCall) -> None:
+        size, rank, a = workspace.world_size, workspace.rank, example.a
+        needed = copied_layout(example.problem(size))
+        if not workspace.layout.holds(needed):
+            raise ValueError(f"workspace: is {workspace.layout}, must hold {needed}")
+        self._engine = engine_of(workspace)
+        acquire.load()
+        self.workspace, self._epilogue, self._split_n = workspace, example.epilogue, example.split_n
+        self._lies, self._empty = (a.shape, a.stride()), empty_on(a.device)
+        self._part = a.shape[0], a.shape[2], example.columns(size)
+        self._order = [(rank + step) % size for step in range(1, size)]
+        shape = size, a.shape[0] * a.shape[2] * self._part[2]
+        slots = [workspace.buffer(rank, buffer, shape, a.dtype) for buffer in range(NUM_BUFFERS)]
+        self._slots = [x.view(size, *self._part) for x in slots]
+        self._arrivals = [
+            [acquire.Arrival(workspace, buffer, src) for src in self._order] for buffer in range(NUM_BUFFERS)
+        ]
+        self._ends = [acquire.end_epoch_launcher(workspace, buffer) for buffer in range(NUM_BUFFERS)]
+
+    def call(
+        self,
+        tensors: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        timeout_ns: int,
+        stream: int,
+    ) -> None:
+        """The products, the copies and the sum; as ``MatmulReduceScatterOneShot.call``."""
+        workspace, (a, b, *terms) = self.workspace, tensors
+        parts = a.as_strided(*self._lies)
+        numbers = self._part[0] * self._part[1] * self._part[2]
+        sent = self._empty((workspace.world_size, numbers), (numbers, 1), a.dtype)
+
+        def pieces(peer: int) -> Sequence[CopiedPiece]:
+            own = sent[peer]
+            self._multiply(parts, b, peer, own.view(self._part))
+            self._engine.follow()
+            return (CopiedPiece(own.data_ptr(), workspace.rank * own.nbytes, own.nbytes),)
+
+        # Three frames: this and two more, on the fast path and on the slow one.
+        workspace.raise_if_broken(OP, inside=3)
+        try:
+            with workspace.lock:
+                buffer = workspace.next_buffer()
+                slots = self._slots[buffer]
+                self._engine.start_pieces(buffer, pieces, timeout_ns)
+                self._multiply(parts, b, workspace.rank, slots[workspace.rank])
+                for arrival in self._arrivals[buffer]:
+                    arrival.launch(timeout_ns, stream)
+                self._add_up(slots, terms, results[0].view(self._part))
+                self._ends[buffer](stream)
+                self._engine.join(buffer)  # what was sent may be overwritten then
+        except BaseException as e:
+            workspace.abandon(e)  # the peers may wait for what was not launched
+            raise
+
+    def _multiply(self, parts: torch.Tensor, b: torch.Tensor, rank: int, out: torch.Tensor) -> None:
+        """The part of a rank."""
+        if self._split_n:
+            torch.mm(parts[0, 0], b.narrow(1, rank * out.shape[2], out.shape[2]), out=out[0])
+        elif len(out) == 1:
+            torch.mm(parts[0, rank], b, out=out[0])
+        else:
+            torch.bmm(parts[:, rank], b.expand(len(out), -1, -1), out=out)
+
+    def _add_up(self, slots: torch.Tensor, terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """In float32, rounded once."""
+        epilogue = self._epilogue
+        direct = not (terms or epilogue.average)
+        total = out if direct else self._empty(out.shape, out.stride(), torch.float32)
+        torch.sum(slots, 0, dtype=total.dtype, out=total)
+        if direct:
+            return
+        if epilogue.average:
+            total *= 1 / len(slots)
+        for term in terms:
+            total += term.view(out.shape) if term.dim() > 1 else term
+        out.copy_(total)
