@@ -16,7 +16,6 @@ from ...symm_mem.layout import NUM_BUFFERS, Layout
 from ...symm_mem.workspace import Workspace
 from ..device.comm import acquire
 from ..device.comm.copy_engine import CopiedPiece, engine_of
-from ..device.jit.empty import empty_on
 from . import OP
 from .configs import ScatterKernelCall, copied_layout
 
@@ -40,7 +39,7 @@ class MatmulReduceScatterCopied:
         self._engine = engine_of(workspace)
         acquire.load()
         self.workspace, self._epilogue, self._split_n = workspace, example.epilogue, example.split_n
-        self._lies, self._empty = (a.shape, a.stride()), empty_on(a.device)
+        self._lies = a.shape, a.stride()
         self._part = a.shape[0], a.shape[2], example.columns(size)
         self._order = [(rank + step) % size for step in range(1, size)]
         shape = size, a.shape[0] * a.shape[2] * self._part[2]
@@ -61,14 +60,13 @@ class MatmulReduceScatterCopied:
         """The products, the copies and the sum; as ``MatmulReduceScatterOneShot.call``."""
         workspace, (a, b, *terms) = self.workspace, tensors
         parts = a.as_strided(*self._lies)
-        numbers = self._part[0] * self._part[1] * self._part[2]
-        sent = self._empty((workspace.world_size, numbers), (numbers, 1), a.dtype)
+        made = a.new_empty(workspace.world_size - 1, *self._part)
 
         def pieces(peer: int) -> Sequence[CopiedPiece]:
-            own = sent[peer]
-            self._multiply(parts, b, peer, own.view(self._part))
+            sent = made[peer - (peer > workspace.rank)]
+            self._multiply(parts, b, peer, sent)
             self._engine.follow()
-            return (CopiedPiece(own.data_ptr(), workspace.rank * own.nbytes, own.nbytes),)
+            return (CopiedPiece(sent.data_ptr(), workspace.rank * sent.nbytes, sent.nbytes),)
 
         # Three frames: this and two more, on the fast path and on the slow one.
         workspace.raise_if_broken(OP, inside=3)
@@ -100,7 +98,7 @@ class MatmulReduceScatterCopied:
         """In float32, rounded once."""
         epilogue = self._epilogue
         direct = not (terms or epilogue.average)
-        total = out if direct else self._empty(out.shape, out.stride(), torch.float32)
+        total = out if direct else torch.empty_like(out, dtype=torch.float32)
         torch.sum(slots, 0, dtype=total.dtype, out=total)
         if direct:
             return

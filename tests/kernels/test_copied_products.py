@@ -21,6 +21,9 @@ from weft.kernels.all_gather_matmul.copied_products import AllGatherProductsCopi
 from weft.kernels.device.device_spec import H100
 from weft.kernels.device.gemm.scaling import ScaledProducts, ScaleKind, as_pairs
 from weft.kernels.device.jit.program import Program
+from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
+from weft.kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
+from weft.kernels.matmul_reduce_scatter.copied_products import MatmulReduceScatterCopied
 from weft.symm_mem.backends import cuda_state
 from weft.symm_mem.layout import Layout
 
@@ -72,7 +75,7 @@ class Gpus(cuda_state.CudaState):
     def workspace(self, rank: int) -> Any:
         def buffer(of: int, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             assert of == rank
-            size = shape[0] * shape[1]
+            size = shape[0] * shape[1] * dtype.itemsize
             return self.of_ranks[rank][self.layout.buffer(number) :][:size].view(dtype).view(shape)
 
         return SimpleNamespace(
@@ -151,6 +154,72 @@ def test_each_rank_multiplies_all_rows_that_have_no_scales(
                 assert (result.double() - exact).abs().max() <= 2 * ROUNDED[dtype] * exact.abs().max()
             if returned:
                 assert torch.equal(results[-1], whole[:, 16:])
+
+
+N = 24
+PLAIN = Epilogue(BF16)
+ADDED = Epilogue(BF16, average=True, bias=True, residual=True)
+
+
+def parts_of(form: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A as the kernels take it, B, and the product as parts [W, L, m, N]; of whole numbers, in any order exact."""
+    b = torch.randint(-3, 4, (K, N * (W if form == "columns" else 1))).to(dtype)
+    if form == "columns":
+        a = torch.randint(-3, 4, (1, 1, M, K)).to(dtype)
+        return a, b, (a[0, 0].double() @ b.double()).unflatten(1, (W, N)).movedim(1, 0).unsqueeze(1)
+    a = torch.randint(-3, 4, (2 if form == "batches" else 1, W, M, K + 16)).to(dtype)[..., 16:]
+    return a, b.t().contiguous().t(), (a.double() @ b.double()).movedim(1, 0)
+
+
+@pytest.mark.parametrize("form", ["rows", "batches", "columns"])
+@pytest.mark.parametrize(
+    "epilogue",
+    [PLAIN, ADDED, replace(PLAIN, out_dtype=torch.float32), replace(PLAIN, residual=True)],
+    ids=["sum", "average with terms", "float32", "residual"],
+)
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_each_rank_adds_up_its_part(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, epilogue: Epilogue, form: str
+) -> None:
+    if epilogue.out_dtype == BF16:
+        epilogue = replace(epilogue, out_dtype=dtype)
+    given = [parts_of(form, dtype) for _ in range(W)]
+    lead = given[0][2].shape[1]
+    bias, residual = torch.randint(-9, 9, (N,)).to(dtype), torch.randint(-9, 9, (W, lead, M, N)).to(dtype)
+    calls = [ScatterKernelCall(a, b, 108, epilogue, split_n=form == "columns") for a, b, _ in given]
+    gpus = Gpus(scatter_configs.copied_layout(calls[0].problem(W)), monkeypatch)
+    kernels = [MatmulReduceScatterCopied(gpus.workspace(rank), calls[rank]) for rank in range(W)]
+    for turn in range(2):  # in the first one the parts of those after have not come
+        for rank, kernel in enumerate(kernels):
+            terms = [bias] * epilogue.bias + [residual[rank]] * epilogue.residual
+            out = torch.full((lead, M, N), float("nan"), dtype=epilogue.out_dtype)
+            gpus.said.clear()
+            kernel.call([*given[rank][:2], *terms], [out], 5, STREAM)
+            sent, (op, begins, *said, ends, joined) = (STREAM + 1, "waits for"), gpus.said
+            assert (op, begins, ends) == ("fused_matmul_reduce_scatter", "acquire", "leave")
+            assert [x[:2] for x in said[:W]] == [sent] * W, "copies after the acquire kernel, and each product"
+            assert [x[:2] for x in said[W:]] == [("arrive", (rank + step) % W) for step in range(1, W)]
+            assert joined[:2] == (STREAM, "waits for")
+            if not turn:
+                continue
+            total = torch.stack([parts[rank] for _, _, parts in given]).sum(0)
+            exact = sum((term.double() for term in terms), start=total / (W if epilogue.average else 1))
+            if epilogue.average:  # thirds are no numbers of float32
+                assert (out.double() - exact).abs().max() <= 2 * ROUNDED[dtype] * exact.abs().max()
+            else:
+                assert torch.equal(out, exact.to(out.dtype))
+
+
+def test_a_product_that_fails_breaks_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, _ = parts_of("rows", BF16)
+    call = ScatterKernelCall(a, b, 108, PLAIN)
+    gpus = Gpus(scatter_configs.copied_layout(call.problem(W)), monkeypatch)
+    kernel = MatmulReduceScatterCopied(gpus.workspace(0), call)
+    with pytest.raises(RuntimeError):
+        kernel.call([a, b[1:]], [torch.empty(1, M, N, dtype=BF16)], 5, STREAM)
+    assert isinstance(gpus.said[-1], RuntimeError)
+    with pytest.raises(ValueError, match=r"workspace: is .*, must hold "):
+        MatmulReduceScatterCopied(gpus.workspace(0), replace(call, a=torch.cat([a, a], 2)))
 
 
 def test_an_error_on_the_way_breaks_the_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ from weft.kernels.device.gemm import gemm
 from weft.kernels.device.gemm.gemm_tiles import MOST_SHARED
 from weft.kernels.device.gemm.one_shot import OneShotConfig
 from weft.kernels.device.gemm.scaling import ScaledProducts, ScaleKind
-from weft.kernels.device.gemm.supported import WHY_NO_FLOAT32
 from weft.kernels.matmul_reduce_scatter import configs as scatter
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatter_on_cuda
 from weft.kernels.matmul_reduce_scatter import to_all
@@ -378,10 +377,8 @@ def test_both_ops_take_one_shot_where_little_is_moved(m: int) -> None:
     batched = scatter_on_cuda.choose_scatter_kernel(replace(scatters, a=wide.view(2, 2, -1, 2048)), 2)
     assert not isinstance(batched, str) and batched.algorithm == "push"
     single = scatter_on_cuda.choose_scatter_kernel(replace(scatters, a=wide.float(), b=narrow.float()), 2)
-    if m == 8192:
-        assert single == WHY_NO_FLOAT32
-    else:
-        assert not isinstance(single, str) and (single.algorithm, single.predicted_us) == ("one_shot", None)
+    assert not isinstance(single, str) and single.predicted_us is None
+    assert single.algorithm == ("copy_engine" if m == 8192 else "one_shot")
     single = gather_on_cuda.choose_gather_kernel(replace(gathers, a=a.float(), bs=[b.float()]), 2)
     assert not isinstance(single, str) and (single.algorithm, single.predicted_us) == ("copy_engine", None)
     assert single.profitable is (m == 8192)
