@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from algorithms import ALGORITHMS, choose_anew
+from algorithms import ALGORITHMS, choose_anew, needs_gemm
 from opcommon import BOUND, check, gather, gathered, matrix, poison, same_on_all, whole, world
 from ranks import on_ranks
 from weft import symm_mem
@@ -21,7 +21,7 @@ from weft.kernels.all_gather_matmul import configs
 from weft.kernels.all_gather_matmul.configs import AllGatherMatmulProblem, GatherPushConfig
 from weft.kernels.device.gemm.gemm_tiles import TILES, WIDEST, Tile
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_gemm]
 
 SHAPES = [  # m, K of a shard, N of each B
     (1, 8, [8]),
