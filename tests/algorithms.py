@@ -14,11 +14,12 @@ from weft.kernels.all_gather_matmul import on_cuda as gather_on_cuda
 from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatter_on_cuda
 
-# As plan.forced takes them; with WEFT_ARCH kernels and choices are those of a GPU without wgmma.
+ALGORITHMS = ("push", "one_shot")  # as plan.forced takes them
+# With WEFT_ARCH kernels and choices are those of a GPU without wgmma.
 _HAS_GEMM = "WEFT_ARCH" not in os.environ
-OVERLAPS = "push" if _HAS_GEMM else "copy_engine"
-ALGORITHMS = (OVERLAPS, "one_shot")
-LAST_DIM_GATHERED = "push" if _HAS_GEMM else "one_shot"
+EVERY = (*ALGORITHMS[not _HAS_GEMM :], "copy_engine")
+OVERLAPS = "push" if _HAS_GEMM else "copy_engine"  # where one shot cannot be had
+LAST_DIM_GATHERED = EVERY[0]
 needs_gemm = pytest.mark.skipif(not _HAS_GEMM, reason="a kernel with wgmma, which WEFT_ARCH has not")
 
 #: Where each product chooses its exchange in one shot.

@@ -102,6 +102,7 @@ class GatherKernelCall:
             spec=device_spec_of(self.a.device),
             scaled=self.scaled,
             itemsize=self.a.dtype.itemsize,
+            copies=self.preferred == "copy_engine",
         )
 
 
@@ -155,7 +156,8 @@ def choose_copied_gather(problem: AllGatherMatmulProblem) -> CopiedConfig | None
     have to be put in torch's order."""
     scaled = problem.scaled
     if scaled is None:
-        return None if problem.split_k or problem.has_gemm else CopiedConfig()
+        refused = problem.split_k or (problem.has_gemm and not problem.copies)
+        return None if refused else CopiedConfig()
     if scaled.kind is ScaleKind.BLOCKS or not scaled.torch_has_it:
         return None
     return None if problem.split_k or problem.return_A else CopiedConfig()

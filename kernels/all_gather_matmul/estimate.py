@@ -25,6 +25,7 @@ class AllGatherMatmulProblem:
         return_A: the gathered A is returned, too.
         scaled: the operands are fp8, two of them each number here.
         itemsize: bytes of a number.
+        copies: copy engines are preferred, also where kernel.cu runs.
     """
 
     m: int
@@ -37,6 +38,7 @@ class AllGatherMatmulProblem:
     spec: DeviceSpec = H200
     scaled: ScaledProducts | None = None
     itemsize: int = 2
+    copies: bool = False
 
     @property
     def has_gemm(self) -> bool:

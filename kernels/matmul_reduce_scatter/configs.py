@@ -71,7 +71,7 @@ class MatmulReduceScatterProblem:
     an all-reduce, A [m, K] and B [K, N]. What is estimated is estimated for products of 16 bits.
 
     ``num_sms``: SMs to use, of a device as in ``spec``. ``scaled``: the operands are fp8, two of them each number here.
-    ``itemsize``: bytes of a number.
+    ``itemsize``: bytes of a number. ``copies``: copy engines are preferred, also where kernel.cu runs.
     """
 
     m: int
@@ -85,6 +85,7 @@ class MatmulReduceScatterProblem:
     spec: DeviceSpec = H200
     scaled: ScaledProducts | None = None
     itemsize: int = 2
+    copies: bool = False
 
     @property
     def scaled_in_epilogue(self) -> bool:
@@ -164,6 +165,7 @@ class ScatterKernelCall:
             spec=device_spec_of(self.b.device),
             scaled=self.scaled,
             itemsize=self.a.dtype.itemsize,
+            copies=self.preferred == "copy_engine",
         )
 
 
@@ -210,7 +212,8 @@ def estimate_one_shot_scatter_us(problem: MatmulReduceScatterProblem) -> float:
 
 def choose_copied_scatter(problem: MatmulReduceScatterProblem) -> CopiedConfig | None:
     """The configuration; None where no such call is taken. kernel.cu is faster where it runs."""
-    return None if problem.has_gemm or problem.scaled is not None else CopiedConfig()
+    refused = problem.scaled is not None or (problem.has_gemm and not problem.copies)
+    return None if refused else CopiedConfig()
 
 
 def estimate_copied_scatter_us(problem: MatmulReduceScatterProblem) -> float:
