@@ -25,7 +25,7 @@ from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.errors import tell_progress
 from ...symm_mem.failure.fault import refuse_if_broken
 from ...symm_mem.heap.heap import Heap
-from ...symm_mem.heap.registry import get_heap, known_heap_of, why_no_heap
+from ...symm_mem.heap.registry import get_heap, known_heap, why_no_heap
 from .call_check import compare_first_call, compare_plan, plan_is_compared, take_begun
 
 
@@ -269,8 +269,8 @@ def preferred_between(group: ProcessGroup, device: torch.device, sent: int) -> s
     large ones go by copy engines, which serve one peer after the other: ranks then do not meet at one root port."""
     if _preferred is not None or sent < _LEAST_IN_TURN:
         return _preferred
-    heap = known_heap_of(group, device)
-    return "copy_engine" if heap is not None and heap.backend.over_pcie else None
+    known = known_heap(group.group_name, device.index or 0)
+    return "copy_engine" if known is not None and known[1].backend.over_pcie else None
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from weft.kernels.device.device_spec import device_spec_of
 from weft.kernels.device.gemm.supported import WHY_NO_GEMM
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatters
 from weft.symm_mem.backends import cuda_state
+from weft.symm_mem.heap.registry import _heaps, register_heap
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="of a GPU that is there there is more to say"
@@ -120,6 +123,24 @@ def test_large_products(on: Callable[..., None], monkeypatch: pytest.MonkeyPatch
         given = on_gpu(("fused_matmul_reduce_scatter", (x, w[:4096], "sum", 1, group), {}))
         along_n = plan(fused_ops.fused_matmul_reduce_scatter, *given[1], **given[2])
         assert along_n.algorithm == ("copy_engine" if rows == 8192 else "one_shot")
+
+
+@pytest.mark.parametrize("of", [A100, HOPPER])
+def test_over_pcie_peers_are_served_one_after_the_other(
+    on: Callable[..., None], monkeypatch: pytest.MonkeyPatch, of: tuple[int, int]
+) -> None:
+    monkeypatch.setenv("WEFT_UNTESTED", "1")
+    on(of)
+    heap: Any = SimpleNamespace(backend=SimpleNamespace(over_pcie=True))
+    group = dist.distributed_c10d._get_default_group()
+    for m, overlapped in ((16, False), (1024, True)):
+        first = plans(m=m)
+        register_heap(group, "cuda", 0, heap)
+        found = plans(m=m)
+        _heaps.clear()
+        for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+            assert found[name].algorithm == ("copy_engine" if overlapped else first[name].algorithm)
+            assert first[name].algorithm != "push" or of == HOPPER
 
 
 @pytest.mark.parametrize("of", [A100, HOPPER, B200])

@@ -24,7 +24,7 @@ from weft.fused_ops.ops.matmul_reduce_scatter import MatmulReduceScatterCall
 
 stage = fake_gpu.stage
 SIZE = 2
-GROUP: Any = SimpleNamespace(size=lambda: SIZE, rank=lambda: 0)
+GROUP: Any = SimpleNamespace(size=lambda: SIZE, rank=lambda: 0, group_name="")
 WHERE: Any = SimpleNamespace(world_size=SIZE, group_name="a group", workspaces={})
 
 
