@@ -19,7 +19,6 @@ ALGORITHMS = ("push", "one_shot")  # as plan.forced takes them
 _HAS_GEMM = "WEFT_ARCH" not in os.environ
 EVERY = (*ALGORITHMS[not _HAS_GEMM :], "copy_engine")
 OVERLAPS = "push" if _HAS_GEMM else "copy_engine"  # where one shot cannot be had
-LAST_DIM_GATHERED = EVERY[0]
 needs_gemm = pytest.mark.skipif(not _HAS_GEMM, reason="a kernel with wgmma, which WEFT_ARCH has not")
 
 #: Where each product chooses its exchange in one shot.

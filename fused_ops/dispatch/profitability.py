@@ -185,7 +185,7 @@ def _why_not_scaled(candidate: FusionCandidate, scaled: ScaledProducts) -> str |
 def _why_not_last_dim(candidate: FusionCandidate) -> str | None:
     c = candidate
     if c.op in _GATHERING:
-        return why_last_dim_not_gathered(c.dtype, c.scaled)
+        return why_last_dim_not_gathered(c.scaled)
     return why_last_dim_not_scattered(c.scaled, c.n // c.world_size)
 
 

@@ -162,7 +162,7 @@ def _scaled_products(gather: ScaledGather) -> ScaledProducts | str:
         travels=gather.sent is not None,
         torch_has_blocks=has_block_product(gather.size * gather.m, types, gather.a.device),
     )
-    reason = why_last_dim_not_gathered(gather.a.dtype, products) if gather.last else None
+    reason = why_last_dim_not_gathered(products) if gather.last else None
     return products if reason is None else reason
 
 

@@ -120,10 +120,8 @@ def choose_one_shot_gather(problem: AllGatherMatmulProblem) -> OneShotConfig | N
     # What is gathered in one shot is for the products alone: a pair of NaNs with all bits set arrives as another pair
     # (ll_exchange.cuh), which makes no difference to them, but A must be bit for bit what the shards are.
     shard = problem.m * problem.k * 2
-    if problem.return_A or problem.itemsize > 2:
+    if problem.return_A or problem.itemsize > 2 or (problem.split_k and problem.scaled is not None):
         return None
-    if problem.split_k and (problem.has_gemm or problem.scaled is not None):
-        return None  # kernel.cu was not measured beside it; scales would have to be put in another order
     if problem.world_size * shard > one_shot.MOST_BYTES:
         return None
     if (scaled := problem.scaled) is not None:
@@ -156,8 +154,7 @@ def choose_copied_gather(problem: AllGatherMatmulProblem) -> CopiedConfig | None
     have to be put in torch's order."""
     scaled = problem.scaled
     if scaled is None:
-        refused = problem.split_k or (problem.has_gemm and not problem.copies)
-        return None if refused else CopiedConfig()
+        return None if problem.has_gemm and not problem.copies else CopiedConfig()
     if scaled.kind is ScaleKind.BLOCKS or not scaled.torch_has_it:
         return None
     return None if problem.split_k or problem.return_A else CopiedConfig()
@@ -209,7 +206,8 @@ def gather_is_profitable(problem: AllGatherMatmulProblem) -> bool:
         return gather_saves_us(problem) > 0
     elements = problem.world_size * problem.m * problem.k
     gathered, multiplying = elements * problem.itemsize, elements * sum(problem.ns) / gemm_tiles.MULTIPLY_ADDS
-    return gathered >= 32 << 20 or (gathered >= 4 << 20 and multiplying >= 80)
+    overlapped = not problem.split_k and gathered >= 4 << 20 and multiplying >= 80
+    return gathered >= 32 << 20 or overlapped
 
 
 def gather_saves_us(problem: AllGatherMatmulProblem) -> float:

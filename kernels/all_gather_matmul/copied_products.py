@@ -3,7 +3,8 @@ not run 16 bits.
 
 On the current stream: acquire kernel, the products of the own rows, for each peer a wait for its slot and the products
 of its rows, and the end of the epoch. On the copy stream: the own rows, of fp8 their scales, and then a flag, to one
-peer after the other (device/comm/copy_engine.py). Who waits: `arrive` of acquire.cu.
+peer after the other (device/comm/copy_engine.py). Who waits: `arrive` of acquire.cu. Columns that are gathered are put side by side as they
+come, and multiplied when all have come: so products are rounded once.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class AllGatherProductsCopied:
         self._engine = engine_of(workspace)
         acquire.load()
         self.workspace, self._scaled, self._biased = workspace, scaled, list(biased)
+        self._split_k, self._return_A = example.split_k, example.return_A
         self._rows, self._columns = m, columns
         self._stride = example.a.stride(0) * (columns // k)
         slot, offset = slot_bytes(problem), scales_offset(problem)
@@ -84,11 +86,16 @@ class AllGatherProductsCopied:
         stream: int,
     ) -> None:
         """The copies, and the products; as ``AllGatherScaledMatmulOneShot.call``. Where the operands are not fp8, the
-        gathered shards [W, m, K] are the last result if they are wanted."""
+        gathered shards [W, m, K], with ``split_k`` [m, W * K], are the last result if they are wanted."""
         scaled, m = self._scaled, self._rows
         own = tensors[0].as_strided((m, self._columns), (self._stride, 1)).contiguous()
         multiply: Callable[[int, torch.Tensor, torch.Tensor | None], None]
-        if scaled is None:
+        beside: torch.Tensor | None = None
+        if self._split_k:
+            wide = self.workspace.world_size * self._columns
+            beside = own.new_empty(m, wide) if not self._return_A else _part(results[-1], 0, m, wide)
+            given, multiply = None, partial(_put_beside, beside)
+        elif scaled is None:
             given, multiply = None, partial(_multiply, tensors[1:], results)
         else:
             of = ScaledTensors.of(tensors, self._biased)
@@ -99,6 +106,9 @@ class AllGatherProductsCopied:
         # Three frames: this and two more, on the fast path and on the slow one.
         self.workspace.raise_if_broken(OP if scaled is None else SCALED_OP, inside=3)
         self.as_they_come(own, given, multiply, timeout_ns, stream)
+        if beside is not None:
+            for b, result in zip(tensors[1:], results, strict=False):
+                torch.mm(beside, b, out=_part(result, 0, m, b.shape[1]))
 
     def as_they_come(
         self,
@@ -141,6 +151,14 @@ def _multiply(
         torch.mm(rows, b, out=_part(result, src, rows.shape[0], b.shape[1]))
     if len(results) > len(bs):
         _part(results[-1], src, *rows.shape).copy_(rows)
+
+
+def _put_beside(
+    beside: torch.Tensor, src: int, rows: torch.Tensor, _: torch.Tensor | None
+) -> None:
+    """Rank ``src``'s columns between the others'."""
+    columns = rows.shape[1]
+    beside[:, src * columns : (src + 1) * columns].copy_(rows)
 
 
 def _multiply_scaled(

@@ -12,6 +12,7 @@ from ..device.gemm.scaling import ScaledProducts
 
 RASTER_GROUP = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
 _ALIGNMENT = 16  # bytes, of what torch's product takes and of a rank's slot
+_PUT = 0.7  # of memory bandwidth, that torch's copy of strided rows gets: not fitted
 _MOST_WAVES = 256  # of one prediction; the waves of longer matmuls are taken several at once
 
 
@@ -219,7 +220,14 @@ def slot_bytes(problem: AllGatherMatmulProblem) -> int:
 
 
 def estimate_copied_us(problem: AllGatherMatmulProblem) -> float:
-    """Microseconds: one rank's rows are multiplied after the other's, the own first, each when they have come."""
+    """Microseconds: one rank's rows are multiplied after the other's, the own first, each when they have come. Columns
+    are multiplied when all have come, and the last ones are put beside the others."""
+    if problem.split_k:
+        others = problem.world_size - 1
+        slot, whole = slot_bytes(problem), problem.world_size * problem.k
+        sent = CALL_US + STARTS_US + others * (slot / gemm_tiles.LINK + PEER_US)
+        put = 2 * slot / (_PUT * problem.spec.memory)
+        return sent + put + gemm_tiles.matmuls_us(problem.m, problem.ns, whole, problem.spec)
     each = gemm_tiles.matmuls_us(problem.m, problem.ns, problem.k, problem.spec)
     if problem.scaled is not None:
         each *= problem.scaled.torch_slowdown

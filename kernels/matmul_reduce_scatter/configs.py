@@ -217,7 +217,8 @@ def choose_copied_scatter(problem: MatmulReduceScatterProblem) -> CopiedConfig |
 
 
 def estimate_copied_scatter_us(problem: MatmulReduceScatterProblem) -> float:
-    """Microseconds: one peer's part is multiplied after the other's, and sent during the next ones, the own one last."""
+    """Microseconds: one peer's part is multiplied after the other's, and sent during the next ones, the own one last.
+    That between two ranks it is cut makes no difference here, where sending takes less time than the product."""
     size, part = problem.world_size, problem.moved / (problem.world_size - 1)
     each = gemm_tiles.matmul_us(problem.rows // size, problem.n, problem.k, problem.spec)
     sent = now = CALL_US

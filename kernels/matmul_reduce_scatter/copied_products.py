@@ -8,7 +8,7 @@ each peer's, their sum, and the end of the epoch. On the copy stream: a product 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -18,6 +18,9 @@ from ..device.comm import acquire
 from ..device.comm.copy_engine import CopiedPiece, engine_of
 from . import OP
 from .configs import ScatterKernelCall, copied_layout
+
+
+_LEAST_ROWS = 512  # of a product that is cut
 
 
 class MatmulReduceScatterCopied:
@@ -41,12 +44,13 @@ class MatmulReduceScatterCopied:
         self.workspace, self._epilogue, self._split_n = workspace, example.epilogue, example.split_n
         self._lies = a.shape, a.stride()
         self._part = a.shape[0], a.shape[2], example.columns(size)
-        self._order = [(rank + step) % size for step in range(1, size)]
+        self._cuts = _cuts(*self._part[:2], size)
+        order = [(rank + step) % size for step in range(1, size)]
         shape = size, a.shape[0] * a.shape[2] * self._part[2]
         slots = [workspace.buffer(rank, buffer, shape, a.dtype) for buffer in range(NUM_BUFFERS)]
         self._slots = [x.view(size, *self._part) for x in slots]
         self._arrivals = [
-            [acquire.Arrival(workspace, buffer, src) for src in self._order] for buffer in range(NUM_BUFFERS)
+            [acquire.Arrival(workspace, buffer, src) for src in order] for buffer in range(NUM_BUFFERS)
         ]
         self._ends = [acquire.end_epoch_launcher(workspace, buffer) for buffer in range(NUM_BUFFERS)]
 
@@ -62,11 +66,14 @@ class MatmulReduceScatterCopied:
         parts = a.as_strided(*self._lies)
         made = a.new_empty(workspace.world_size - 1, *self._part)
 
-        def pieces(peer: int) -> Sequence[CopiedPiece]:
-            sent = made[peer - (peer > workspace.rank)]
-            self._multiply(parts, b, peer, sent)
-            self._engine.follow()
-            return (CopiedPiece(sent.data_ptr(), workspace.rank * sent.nbytes, sent.nbytes),)
+        def pieces(peer: int) -> Iterator[CopiedPiece]:
+            part, (left, right) = made[peer - (peer > workspace.rank)], self._factors(parts, b, peer)
+            for rows in self._cuts:
+                sent = part[:, rows]
+                _multiply(left[:, rows], right, sent)
+                self._engine.follow()
+                offset = workspace.rank * part.nbytes + sent.data_ptr() - part.data_ptr()
+                yield CopiedPiece(sent.data_ptr(), offset, sent.nbytes)
 
         # Three frames: this and two more, on the fast path and on the slow one.
         workspace.raise_if_broken(OP, inside=3)
@@ -75,7 +82,7 @@ class MatmulReduceScatterCopied:
                 buffer = workspace.next_buffer()
                 slots = self._slots[buffer]
                 self._engine.start_pieces(buffer, pieces, timeout_ns)
-                self._multiply(parts, b, workspace.rank, slots[workspace.rank])
+                _multiply(*self._factors(parts, b, workspace.rank), slots[workspace.rank])
                 for arrival in self._arrivals[buffer]:
                     arrival.launch(timeout_ns, stream)
                 self._add_up(slots, terms, results[0].view(self._part))
@@ -85,14 +92,13 @@ class MatmulReduceScatterCopied:
             workspace.abandon(e)  # the peers may wait for what was not launched
             raise
 
-    def _multiply(self, parts: torch.Tensor, b: torch.Tensor, rank: int, out: torch.Tensor) -> None:
-        """The part of a rank."""
+    def _factors(
+        self, parts: torch.Tensor, b: torch.Tensor, rank: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of the part of a rank, [L, m, K] and [K, N]."""
         if self._split_n:
-            torch.mm(parts[0, 0], b.narrow(1, rank * out.shape[2], out.shape[2]), out=out[0])
-        elif len(out) == 1:
-            torch.mm(parts[0, rank], b, out=out[0])
-        else:
-            torch.bmm(parts[:, rank], b.expand(len(out), -1, -1), out=out)
+            return parts[:, 0], b.narrow(1, rank * self._part[2], self._part[2])
+        return parts[:, rank], b
 
     def _add_up(self, slots: torch.Tensor, terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """In float32, rounded once."""
@@ -107,3 +113,17 @@ class MatmulReduceScatterCopied:
         for term in terms:
             total += term.view(out.shape) if term.dim() > 1 else term
         out.copy_(total)
+
+
+def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    if len(left) == 1:
+        torch.mm(left[0], right, out=out[0])
+    else:
+        torch.bmm(left, right.expand(len(left), -1, -1), out=out)
+
+
+def _cuts(batches: int, rows: int, world_size: int) -> list[slice]:
+    """The rows of a part that are multiplied and sent together. Between two ranks it is cut: else its sending would
+    begin when half of all is multiplied."""
+    cut = batches == 1 and world_size == 2 and rows >= 2 * _LEAST_ROWS
+    return [slice(rows // 2), slice(rows // 2, rows)] if cut else [slice(rows)]

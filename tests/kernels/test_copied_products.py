@@ -22,6 +22,7 @@ from weft.kernels.device.device_spec import H100
 from weft.kernels.device.gemm.scaling import ScaledProducts, ScaleKind, as_pairs
 from weft.kernels.device.jit.program import Program
 from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
+from weft.kernels.matmul_reduce_scatter import copied_products
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from weft.kernels.matmul_reduce_scatter.copied_products import MatmulReduceScatterCopied
 from weft.symm_mem.backends import cuda_state
@@ -130,35 +131,44 @@ def test_each_rank_multiplies_all_rows(monkeypatch: pytest.MonkeyPatch, kind: st
                 assert (result.double() - exact).abs().max() <= 2 * ROUNDED[BF16] * exact.abs().max()
 
 
+@pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("returned", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 def test_each_rank_multiplies_all_rows_that_have_no_scales(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, returned: bool
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, returned: bool, dim: int
 ) -> None:
-    whole = torch.randn(W * M, K + 16).to(dtype)
-    shards = [whole[r * M :][:M, 16:] if r else whole[:M, 16:].clone() for r in range(W)]
-    bs = [torch.randn(K, 40).to(dtype), torch.randn(24, K).to(dtype).t()]
-    call = [configs.GatherKernelCall(a, bs, 108, return_A=returned) for a in shards]
+    wide = torch.randn(W * M, K + 16).to(dtype)
+    shards = [wide[r * M :][:M, 16:] if r else wide[:M, 16:].clone() for r in range(W)]
+    whole = torch.cat(shards, dim)
+    rows, deep = whole.shape
+    bs = [torch.randn(deep, 40).to(dtype), torch.randn(24, deep).to(dtype).t()]
+    call = [configs.GatherKernelCall(a, bs, 108, split_k=dim == 1, return_A=returned) for a in shards]
     gpus = Gpus(configs.copied_layout(call[0].problem(W)), monkeypatch)
     kernels: list[Any] = [AllGatherProductsCopied(gpus.workspace(rank), call[rank]) for rank in range(W)]
     for turn in range(2):
         for rank, kernel in enumerate(kernels):
-            results = [torch.full((W * M, n), float("nan")).to(dtype) for n in (40, 24, *[K] * returned)]
+            results = [torch.full((rows, n), float("nan")).to(dtype) for n in (40, 24, *[deep] * returned)]
             gpus.said.clear()
             kernel.call([shards[rank], *bs], results, 5, STREAM)
             assert gpus.said[0] == "fused_all_gather_matmul" and gpus.said[-2] == "leave"
             if not turn:  # the rows of those after have not come
                 continue
             for b, result in zip(bs, results, strict=False):
-                exact = whole[:, 16:].double() @ b.double()
+                exact = whole.double() @ b.double()
                 assert (result.double() - exact).abs().max() <= 2 * ROUNDED[dtype] * exact.abs().max()
             if returned:
-                assert torch.equal(results[-1], whole[:, 16:])
+                assert torch.equal(results[-1], whole)
 
 
 N = 24
 PLAIN = Epilogue(BF16)
 ADDED = Epilogue(BF16, average=True, bias=True, residual=True)
+
+
+def test_between_two_ranks_long_parts_are_cut() -> None:
+    cuts = copied_products._cuts
+    assert cuts(1, 1023, 2) == [slice(1023)] and cuts(2, 4096, 2) == cuts(1, 4096, 3) == [slice(4096)]
+    assert cuts(1, 1025, 2) == [slice(512), slice(512, 1025)]
 
 
 def parts_of(form: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -171,7 +181,7 @@ def parts_of(form: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor,
     return a, b.t().contiguous().t(), (a.double() @ b.double()).movedim(1, 0)
 
 
-@pytest.mark.parametrize("form", ["rows", "batches", "columns"])
+@pytest.mark.parametrize("form", ["rows", "rows that are cut", "batches", "columns"])
 @pytest.mark.parametrize(
     "epilogue",
     [PLAIN, ADDED, replace(PLAIN, out_dtype=torch.float32), replace(PLAIN, residual=True)],
@@ -183,6 +193,9 @@ def test_each_rank_adds_up_its_part(
 ) -> None:
     if epilogue.out_dtype == BF16:
         epilogue = replace(epilogue, out_dtype=dtype)
+    cuts = 2 if form == "rows that are cut" else 1
+    if cuts == 2:
+        monkeypatch.setattr(copied_products, "_cuts", lambda *_: [slice(2), slice(2, M)])
     given = [parts_of(form, dtype) for _ in range(W)]
     lead = given[0][2].shape[1]
     bias, residual = torch.randint(-9, 9, (N,)).to(dtype), torch.randint(-9, 9, (W, lead, M, N)).to(dtype)
@@ -197,8 +210,9 @@ def test_each_rank_adds_up_its_part(
             kernel.call([*given[rank][:2], *terms], [out], 5, STREAM)
             sent, (op, begins, *said, ends, joined) = (STREAM + 1, "waits for"), gpus.said
             assert (op, begins, ends) == ("fused_matmul_reduce_scatter", "acquire", "leave")
-            assert [x[:2] for x in said[:W]] == [sent] * W, "copies after the acquire kernel, and each product"
-            assert [x[:2] for x in said[W:]] == [("arrive", (rank + step) % W) for step in range(1, W)]
+            waits = 1 + (W - 1) * cuts  # copies come after the acquire kernel, and each after its product
+            assert [x[:2] for x in said[:waits]] == [sent] * waits
+            assert [x[:2] for x in said[waits:]] == [("arrive", (rank + step) % W) for step in range(1, W)]
             assert joined[:2] == (STREAM, "waits for")
             if not turn:
                 continue
@@ -267,10 +281,11 @@ def test_what_copy_engines_do_not_take() -> None:
     assert configs.choose_copied_gather(replace(of_16_bits, return_A=True)) is not None
     of_float32 = replace(problem, scaled=None, itemsize=4)
     assert configs.choose_copied_gather(of_float32) is not None
-    assert configs.rank_gather_kernels(replace(of_float32, split_k=True)) == []
+    assert configs.choose_copied_gather(replace(of_float32, split_k=True)) is not None
+    assert configs.choose_copied_gather(replace(of_16_bits, split_k=True)) is not None
+    assert configs.choose_copied_gather(replace(problem, scaled=None, copies=True)) is not None
     others = [
         replace(problem, scaled=None),
-        replace(of_16_bits, split_k=True),
         replace(problem, split_k=True),
         replace(problem, return_A=True),
         replace(problem, scaled=replace(ROWS, kind=ScaleKind.BLOCKS, torch_has_blocks=True)),

@@ -324,7 +324,6 @@ def test_one_shot_is_one_launch_in_which_no_block_goes_without_a_vector(
             assert blocks <= sms and threads <= THREADS and passes * threads <= slots
             assert (blocks - 1) * 32 < config.vectors
         assert layout.bytes < 5 * moved + (3 << 20) * world_size
-    assert gather.choose_one_shot_gather(replace(gathered, split_k=True)) is None
     assert gather.choose_one_shot_gather(replace(gathered, return_A=True)) is None
     assert scatter.choose_one_shot_scatter(replace(scattered, batches=2)) is None
 

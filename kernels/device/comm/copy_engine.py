@@ -15,7 +15,7 @@ write (abort_notice.cuh). docs/protocol.md#copy-engines-and-the-acquire-kernel h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -83,7 +83,7 @@ class CopyEngine:
         """
         rank, size = self.workspace.rank, parts.size
 
-        def of(peer: int) -> Sequence[CopiedPiece]:
+        def of(peer: int) -> Iterable[CopiedPiece]:
             slot = rank if parts.with_own else rank - (rank > peer)
             return (CopiedPiece(parts.first + peer * parts.step, slot * size, size),)
 
@@ -95,10 +95,10 @@ class CopyEngine:
         self._pushed(buffer)
 
     def start_pieces(
-        self, buffer: int, of: Callable[[int], Sequence[CopiedPiece]], timeout_ns: int
+        self, buffer: int, of: Callable[[int], Iterable[CopiedPiece]], timeout_ns: int
     ) -> None:
-        """As ``start``, of the pieces that ``of(peer)`` returns, which may launch what makes them and then calls
-        ``follow``."""
+        """As ``start``, of the pieces that ``of(peer)`` returns. It may launch what makes one before it yields that, and
+        then calls ``follow``."""
         self._fork(buffer, timeout_ns)
         self._send(buffer, of)
         self._pushed(buffer)
@@ -131,7 +131,7 @@ class CopyEngine:
     def _pushed(self, buffer: int) -> None:
         self._known[buffer][2].record(self._stream)
 
-    def _send(self, buffer: int, of: Callable[[int], Sequence[CopiedPiece]]) -> None:
+    def _send(self, buffer: int, of: Callable[[int], Iterable[CopiedPiece]]) -> None:
         """Each peer's pieces, and after them the epoch into flag 0 of this rank there."""
         w, stream, copy = self.workspace, self._handle, cuda_state.state.copy
         ticket = w.address + 4 * (Layout.EPOCH_TICKET + buffer)

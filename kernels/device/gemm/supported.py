@@ -11,15 +11,13 @@ from .scaling import BLOCK, ScaledProducts, ScaleKind
 WHY_NO_GEMM = "the kernels for such a product need wgmma, of Hopper GPUs"
 
 
-def why_last_dim_not_gathered(dtype: torch.dtype, scaled: ScaledProducts | None) -> str | None:
+def why_last_dim_not_gathered(scaled: ScaledProducts | None) -> str | None:
     """Why no kernel gathers the last dimension of such operands, along which products are summed.
 
     Args:
         scaled: how fp8 operands are scaled.
     """
-    if scaled is None:
-        return None if dtype in gemm.DTYPES else f"the kernels do not gather the last dimension of {dtype}"
-    if scaled.kind is ScaleKind.TENSOR:
+    if scaled is None or scaled.kind is ScaleKind.TENSOR:
         return None
     return f"the kernels do not gather the last dimension with {scaled.kind.value} scales"
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from algorithms import EVERY, LAST_DIM_GATHERED, OVERLAPS
+from algorithms import EVERY, OVERLAPS
 from opcommon import BOUND, check, gather, poison, world
 from ranks import on_ranks
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, last_plan
@@ -47,7 +47,7 @@ class Problem:
             _, again = fused_all_gather_matmul(self.shard, self.Bs, 0, world(), return_A=False)
             assert last_plan().algorithm == algorithm
             _, (along,) = fused_all_gather_matmul(self.shard, [self.deep], 1, world(), return_A=False)
-            assert last_plan().algorithm == LAST_DIM_GATHERED
+            assert last_plan().algorithm == algorithm
             total = fused_matmul_reduce_scatter(self.wide, self.Bs[0], "sum", 0, world())
             assert last_plan().algorithm == algorithm
             named = {"bias": self.bias, "residual": self.residual, "out_dtype": torch.float32}
