@@ -152,9 +152,9 @@ def ran(plan: Plan) -> None:
 def forced(algorithm: str) -> Iterator[None]:
     """Inside the body every call that can takes ``algorithm``, profitable or not.
 
-    It is "unfused", "fused", or, of the fused ones, that of all-gathers before matmuls, also scaled ones and experts, and
-    of reduce-scatters after them: "push", "one_shot" or "copy_engine". Calls that cannot take this one take another that
-    is fused.
+    It is "unfused", "fused", or, of the fused ones, that of all-gathers before matmuls, also scaled ones and experts,
+    and of reduce-scatters after them: "push", "one_shot" or "copy_engine". Calls that cannot take this one take another
+    that is fused.
 
     Calls of all threads do: the backward of a forward in the body runs in another one. Of bodies that threads are in at
     the same time the one entered last counts. Every rank must do so. For tests and measurements.

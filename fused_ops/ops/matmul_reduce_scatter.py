@@ -245,7 +245,9 @@ def _choose_on_cuda(call: MatmulReduceScatterCall, group: ProcessGroup) -> Choic
 
     parts, b = taken("A", A, 0), taken("B", B, 1)
     more = [taken(f"more[{i}]", factor, i % 2) for i, factor in enumerate(call.more or ())]
-    preferred = preferred_between(group, B.device, (size - 1) * prod(call.local_shape(size)) * A.element_size())
+    preferred = preferred_between(
+        group, B.device, (size - 1) * prod(call.local_shape(size)) * A.element_size()
+    )
     used = ScatterKernelCall(
         parts, b, num_sms(B.device), _epilogue(call), call.terms, split_n, more, preferred
     )

@@ -3,8 +3,9 @@ not run 16 bits.
 
 On the current stream: acquire kernel, the products of the own rows, for each peer a wait for its slot and the products
 of its rows, and the end of the epoch. On the copy stream: the own rows, of fp8 their scales, and then a flag, to one
-peer after the other (device/comm/copy_engine.py). Who waits: `arrive` of acquire.cu. Columns that are gathered are put side by side as they
-come, and multiplied when all have come: so products are rounded once.
+peer after the other (device/comm/copy_engine.py). Who waits: `arrive` of acquire.cu.
+
+Columns that are gathered are put side by side as they come, and multiplied when all have: products are rounded once.
 """
 
 from __future__ import annotations
@@ -153,9 +154,7 @@ def _multiply(
         _part(results[-1], src, *rows.shape).copy_(rows)
 
 
-def _put_beside(
-    beside: torch.Tensor, src: int, rows: torch.Tensor, _: torch.Tensor | None
-) -> None:
+def _put_beside(beside: torch.Tensor, src: int, rows: torch.Tensor, _: torch.Tensor | None) -> None:
     """Rank ``src``'s columns between the others'."""
     columns = rows.shape[1]
     beside[:, src * columns : (src + 1) * columns].copy_(rows)

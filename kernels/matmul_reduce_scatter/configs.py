@@ -247,7 +247,9 @@ def scatter_layout(config: AnyConfig, problem: MatmulReduceScatterProblem) -> La
     """The workspace; None of a OneShotConfig, which has one of its own."""
     if isinstance(config, OneShotConfig):
         return None
-    return copied_layout(problem) if isinstance(config, CopiedConfig) else scatter_push_layout(config, problem)
+    return (
+        copied_layout(problem) if isinstance(config, CopiedConfig) else scatter_push_layout(config, problem)
+    )
 
 
 def copied_layout(problem: MatmulReduceScatterProblem) -> Layout:

@@ -1,5 +1,5 @@
-"""Torch's products of the peers' parts, which copy engines push while the next ones are multiplied: where kernel.cu does
-not run, and of float32.
+"""Copy engines push the products of the peers' parts while torch's kernels multiply the next ones: of float32, and
+where kernel.cu does not run 16 bits.
 
 On the current stream: acquire kernel, the product of one peer's part after the other, that of the own part, a wait for
 each peer's, their sum, and the end of the epoch. On the copy stream: a product as soon as it is there, and then a flag
@@ -18,7 +18,6 @@ from ..device.comm import acquire
 from ..device.comm.copy_engine import CopiedPiece, engine_of
 from . import OP
 from .configs import ScatterKernelCall, copied_layout
-
 
 _LEAST_ROWS = 512  # of a product that is cut
 
@@ -92,9 +91,7 @@ class MatmulReduceScatterCopied:
             workspace.abandon(e)  # the peers may wait for what was not launched
             raise
 
-    def _factors(
-        self, parts: torch.Tensor, b: torch.Tensor, rank: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _factors(self, parts: torch.Tensor, b: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Those of the part of a rank, [L, m, K] and [K, N]."""
         if self._split_n:
             return parts[:, 0], b.narrow(1, rank * self._part[2], self._part[2])

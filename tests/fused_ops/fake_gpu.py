@@ -219,8 +219,9 @@ class Stage:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.workspace, self.workspaces = gpu, Workspace(), CachedDict[Any, Any]()
         self.where: Any = SimpleNamespace(
-            workspaces=self.workspaces, world_size=WORLD_SIZE, group_name=NAME, backend=SimpleNamespace(over_pcie=False), lock=threading.RLock(),
+            workspaces=self.workspaces, world_size=WORLD_SIZE, group_name=NAME, lock=threading.RLock(),
             device=torch.device("cuda", 0), prepare=lambda name, *_: self.together.append(name),
+            backend=SimpleNamespace(over_pcie=False),
         )  # fmt: skip
         self.together: list[str] = []  # the names under which ranks would have made something together
         for kind in (*AROUND_MATMULS, ALL_REDUCE):

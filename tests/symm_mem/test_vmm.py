@@ -26,9 +26,7 @@ def ranks(*gpus: str, mps: bool = False) -> list[dict[str, Any]]:
     return [{**alike, "gpu": gpu.encode().hex()} for gpu in gpus]
 
 
-def backend(
-    monkeypatch: pytest.MonkeyPatch, index: int, peers: bool, nvlink: bool = True
-) -> vmm.VmmBackend:
+def backend(monkeypatch: pytest.MonkeyPatch, index: int, peers: bool, nvlink: bool = True) -> vmm.VmmBackend:
     """On GPU ``index`` of "a" and "b", which have peer access to each other or not, and never to themselves."""
     fake = SimpleNamespace(
         CUresult=driver.CUresult,

@@ -94,10 +94,8 @@ class CopyEngine:
             cuda_state.state.copy(slots + rank * size, parts.first + rank * parts.step, size, self._handle)
         self._pushed(buffer)
 
-    def start_pieces(
-        self, buffer: int, of: Callable[[int], Iterable[CopiedPiece]], timeout_ns: int
-    ) -> None:
-        """As ``start``, of the pieces that ``of(peer)`` returns. It may launch what makes one before it yields that, and
+    def start_pieces(self, buffer: int, of: Callable[[int], Iterable[CopiedPiece]], timeout_ns: int) -> None:
+        """As ``start``, of the pieces that ``of(peer)`` returns. It may launch what makes one before it yields it, and
         then calls ``follow``."""
         self._fork(buffer, timeout_ns)
         self._send(buffer, of)

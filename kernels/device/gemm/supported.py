@@ -3,9 +3,6 @@ graph pass, which has no tensors yet."""
 
 from __future__ import annotations
 
-import torch
-
-from . import gemm
 from .scaling import BLOCK, ScaledProducts, ScaleKind
 
 WHY_NO_GEMM = "the kernels for such a product need wgmma, of Hopper GPUs"

@@ -1,4 +1,5 @@
-"""Both products in one shot and by copy engines on GPUs, beside calls that push: random numbers at odd sizes, eager and captured."""
+"""Both products in one shot and by copy engines on GPUs, beside calls that push: random numbers at odd sizes, eager and
+captured."""
 
 from __future__ import annotations
 
