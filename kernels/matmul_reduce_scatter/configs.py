@@ -248,11 +248,13 @@ def scatter_layout(config: AnyConfig, problem: MatmulReduceScatterProblem) -> La
     if isinstance(config, OneShotConfig):
         return None
     return (
-        copied_layout(problem) if isinstance(config, CopiedConfig) else scatter_push_layout(config, problem)
+        copied_parts_layout(problem)
+        if isinstance(config, CopiedConfig)
+        else scatter_push_layout(config, problem)
     )
 
 
-def copied_layout(problem: MatmulReduceScatterProblem) -> Layout:
+def copied_parts_layout(problem: MatmulReduceScatterProblem) -> Layout:
     """The workspace: a slot for each rank, and a flag."""
     return Layout(problem.world_size, 1, problem.world_size * problem.moved // (problem.world_size - 1))
 

@@ -17,7 +17,7 @@ from ...symm_mem.workspace import Workspace
 from ..device.comm import acquire
 from ..device.comm.copy_engine import CopiedPiece, engine_of
 from . import OP
-from .configs import ScatterKernelCall, copied_layout
+from .configs import ScatterKernelCall, copied_parts_layout
 
 _LEAST_ROWS = 512  # of a product that is cut
 
@@ -26,7 +26,7 @@ class MatmulReduceScatterCopied:
     """This op on one problem and one workspace: prepared once, called often.
 
     Args:
-        workspace: with room for ``copied_layout``, whose buffers copy engines write.
+        workspace: with room for ``copied_parts_layout``, whose buffers copy engines write.
         example: a call of the sizes and strides that every call has.
 
     Raises:
@@ -35,7 +35,7 @@ class MatmulReduceScatterCopied:
 
     def __init__(self, workspace: Workspace[Layout], example: ScatterKernelCall) -> None:
         size, rank, a = workspace.world_size, workspace.rank, example.a
-        needed = copied_layout(example.problem(size))
+        needed = copied_parts_layout(example.problem(size))
         if not workspace.layout.holds(needed):
             raise ValueError(f"workspace: is {workspace.layout}, must hold {needed}")
         self._engine = engine_of(workspace)

@@ -200,7 +200,7 @@ def test_each_rank_adds_up_its_part(
     lead = given[0][2].shape[1]
     bias, residual = torch.randint(-9, 9, (N,)).to(dtype), torch.randint(-9, 9, (W, lead, M, N)).to(dtype)
     calls = [ScatterKernelCall(a, b, 108, epilogue, split_n=form == "columns") for a, b, _ in given]
-    gpus = Gpus(scatter_configs.copied_layout(calls[0].problem(W)), monkeypatch)
+    gpus = Gpus(scatter_configs.copied_parts_layout(calls[0].problem(W)), monkeypatch)
     kernels = [MatmulReduceScatterCopied(gpus.workspace(rank), calls[rank]) for rank in range(W)]
     for turn in range(2):  # in the first one the parts of those after have not come
         for rank, kernel in enumerate(kernels):
@@ -227,7 +227,7 @@ def test_each_rank_adds_up_its_part(
 def test_a_product_that_fails_breaks_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, _ = parts_of("rows", BF16)
     call = ScatterKernelCall(a, b, 108, PLAIN)
-    gpus = Gpus(scatter_configs.copied_layout(call.problem(W)), monkeypatch)
+    gpus = Gpus(scatter_configs.copied_parts_layout(call.problem(W)), monkeypatch)
     kernel = MatmulReduceScatterCopied(gpus.workspace(0), call)
     with pytest.raises(RuntimeError):
         kernel.call([a, b[1:]], [torch.empty(1, M, N, dtype=BF16)], 5, STREAM)

@@ -43,7 +43,7 @@ def test_what_no_kernel_takes_of_the_last_dimension() -> None:
     ordered, crossed = numbers(WORLD_SIZE * K, 16), numbers(16, WORLD_SIZE * K).t()
 
     def choose(a: torch.Tensor, *bs: torch.Tensor) -> object:
-        call = configs.GatherKernelCall(a, bs, 132, split_k=True)
+        call = configs.GatherKernelCall(a, bs, 132, split_k=True, preferred="push")
         return on_cuda.choose_gather_kernel(call, WORLD_SIZE)
 
     for bs in ([ordered], [crossed, crossed]):

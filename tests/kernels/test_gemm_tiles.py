@@ -288,7 +288,7 @@ def test_a_choice_takes_no_time_that_a_first_call_would_show() -> None:
 
 def test_it_steps_aside_where_little_is_gathered() -> None:
     assert not gather.gather_is_profitable(
-        gather.AllGatherMatmulProblem(1, (2560,), 2048, 4, 132, split_k=True)
+        gather.AllGatherMatmulProblem(1, (2560,), 2048, 4, 132, split_k=True, return_A=True)
     )
     assert gather.gather_is_profitable(
         gather.AllGatherMatmulProblem(2048, (2560,), 2048, 4, 132, split_k=True)
