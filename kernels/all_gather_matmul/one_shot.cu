@@ -53,8 +53,11 @@ extern "C" __global__ void __launch_bounds__(512, 1) all_gather_one_shot(const _
                               : p.gathered_scales + static_cast<u64>(src) * p.scale_vectors + (at - rows);
         weft::store_vector(to, v);
 #else
-        const u64 to = p.side_by_side ? (static_cast<u64>(at / p.columns) * WORLD_SIZE + src) * p.columns + at % p.columns
-                                      : static_cast<u64>(src) * p.vectors + at;
+        u64 to = static_cast<u64>(src) * p.vectors + at;
+        if (p.side_by_side) {
+            const u32 row = at / p.columns;
+            to = (static_cast<u64>(row) * WORLD_SIZE + src) * p.columns + (at - row * p.columns);
+        }
         weft::store_vector(p.gathered + to, v);
 #endif
     };
