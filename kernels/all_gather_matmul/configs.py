@@ -12,6 +12,7 @@ from typing import TypeAlias, TypeVar
 import torch
 
 from ...symm_mem.layout import Layout
+from ..device.comm.copy_engine import CopiedConfig
 from ..device.comm.ll_exchange import VECTOR
 from ..device.device_spec import device_spec_of
 from ..device.gemm import gemm_tiles, one_shot
@@ -22,7 +23,6 @@ from .estimate import (
     FIT_ROWS,
     RASTER_GROUP,
     AllGatherMatmulProblem,
-    CopiedConfig,
     GatherPushConfig,
     clusters_of,
     estimate_copied_us,
@@ -102,6 +102,7 @@ class GatherKernelCall:
             spec=device_spec_of(self.a.device),
             scaled=self.scaled,
             itemsize=self.a.dtype.itemsize,
+            copies=self.preferred == "copy_engine",
         )
 
 
@@ -119,7 +120,7 @@ def choose_one_shot_gather(problem: AllGatherMatmulProblem) -> OneShotConfig | N
     # What is gathered in one shot is for the products alone: a pair of NaNs with all bits set arrives as another pair
     # (ll_exchange.cuh), which makes no difference to them, but A must be bit for bit what the shards are.
     shard = problem.m * problem.k * 2
-    if problem.split_k or problem.return_A or problem.itemsize > 2:
+    if problem.return_A or problem.itemsize > 2 or (problem.split_k and problem.scaled is not None):
         return None
     if problem.world_size * shard > one_shot.MOST_BYTES:
         return None
@@ -136,7 +137,8 @@ def estimate_one_shot_gather_us(problem: AllGatherMatmulProblem) -> float:
     kernel that does both hides best, it was measured to lose 2 to 4 % of them more than the sum says (8b.upgate up to
     M = 2048, bench/results/h200-x2-choices.txt); longer ones are taken to lose no larger share."""
     sent, size = problem.moved, problem.world_size
-    products = gemm_tiles.matmuls_us(size * problem.m, problem.ns, problem.k, problem.spec)
+    rows, depth = (problem.m, size * problem.k) if problem.split_k else (size * problem.m, problem.k)
+    products = gemm_tiles.matmuls_us(rows, problem.ns, depth, problem.spec)
     if problem.scaled is not None:
         products *= problem.scaled.torch_slowdown
         sent += problem.scaled.sent_bytes(problem.m, problem.k) * (size - 1)
@@ -152,7 +154,7 @@ def choose_copied_gather(problem: AllGatherMatmulProblem) -> CopiedConfig | None
     have to be put in torch's order."""
     scaled = problem.scaled
     if scaled is None:
-        return None if problem.split_k or problem.has_gemm else CopiedConfig()
+        return None if problem.has_gemm and not problem.copies else CopiedConfig()
     if scaled.kind is ScaleKind.BLOCKS or not scaled.torch_has_it:
         return None
     return None if problem.split_k or problem.return_A else CopiedConfig()
@@ -204,7 +206,8 @@ def gather_is_profitable(problem: AllGatherMatmulProblem) -> bool:
         return gather_saves_us(problem) > 0
     elements = problem.world_size * problem.m * problem.k
     gathered, multiplying = elements * problem.itemsize, elements * sum(problem.ns) / gemm_tiles.MULTIPLY_ADDS
-    return gathered >= 32 << 20 or (gathered >= 4 << 20 and multiplying >= 80)
+    overlapped = not problem.split_k and gathered >= 4 << 20 and multiplying >= 80
+    return gathered >= 32 << 20 or overlapped
 
 
 def gather_saves_us(problem: AllGatherMatmulProblem) -> float:

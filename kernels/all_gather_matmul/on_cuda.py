@@ -2,7 +2,6 @@
 
 16-bit operands go to kernel.cu; or, where little is gathered and A is not returned, to a one-shot all-gather with
 cuBLAS after it; or, where kernel.cu does not run, to copy engines with cuBLAS beside them, as float32 does everywhere.
-These take whole rows only: with the last dimension gathered such calls run unfused.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def _choose(
         return f"K: rows of {k} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
     if a.dtype in gemm.DTYPES and len({is_transposed(b) for b in bs}) > 1:
         return "Bs: some lie in rows and some in columns"
-    if call.split_k and (reason := why_last_dim_not_gathered(a.dtype, call.scaled)) is not None:
+    if call.split_k and (reason := why_last_dim_not_gathered(call.scaled)) is not None:
         return reason
     if not (ranked := configs.rank_gather_kernels(problem)):
         return WHY_NO_GEMM
@@ -123,7 +122,7 @@ def fused_gather(
     scales = call.scales
     if isinstance(config, OneShotConfig):
         if scales is None:
-            return AllGatherMatmulOneShot(workspace, call.a, config)
+            return AllGatherMatmulOneShot(workspace, call.a, config, split_k=call.split_k)
         return AllGatherScaledMatmulOneShot(workspace, call, scales, config)
     if isinstance(config, configs.CopiedConfig):
         biases = [] if scales is None else scales.biases

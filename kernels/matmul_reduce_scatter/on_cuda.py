@@ -1,7 +1,7 @@
 """Which kernel computes reduce_scatter(A @ B) on CUDA, and its call.
 
-16-bit operands go to kernel.cu; or, where little is scattered, to cuBLAS with a one-shot reduce-scatter after it, as
-float32 does.
+16-bit operands go to kernel.cu; or, where little is scattered, to cuBLAS with a one-shot reduce-scatter after it; or,
+where kernel.cu does not run, to cuBLAS with copy engines beside it, as float32 does everywhere.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ import torch
 
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
+from ..device.comm import acquire
+from ..device.comm.copy_engine import CopiedConfig
 from ..device.gemm import gemm
 from ..device.gemm.one_shot import OneShotConfig, algorithm_of, launch_prepared, likeliest
 from ..device.gemm.operands import ALIGNMENT, is_transposed, why_not
-from ..device.gemm.supported import WHY_NO_FLOAT32, WHY_NO_GEMM, why_last_dim_not_scattered
+from ..device.gemm.supported import WHY_NO_GEMM, why_last_dim_not_scattered
 from ..device.jit.ahead import CompilableProgram
 from ..device.tuning import tuner
 from ..device.tuning.benchmark import Candidate
 from ..device.tuning.choice import KernelChoice, KernelChoices, KernelSteps, make_together
 from . import OP, configs
+from .copied_products import MatmulReduceScatterCopied
 from .cuda_kernel import MatmulReduceScatterPush, ScaledMatmulReduceScatterPush, scatter_program
 from .one_shot_kernel import MatmulReduceScatterOneShot, ScaledMatmulReduceScatterOneShot
 
@@ -50,10 +53,10 @@ def _choose(
     if problem.split_n and problem.n * a.element_size() % ALIGNMENT:
         return f"scatter_dim: rows of {problem.n} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
     is_modelled = a.dtype in gemm.DTYPES
-    if problem.split_n and (why := why_last_dim_not_scattered(a.dtype, call.scaled, problem.n)) is not None:
+    if problem.split_n and (why := why_last_dim_not_scattered(call.scaled, problem.n)) is not None:
         return why
     if not (ranked := configs.rank_scatter_kernels(problem)):
-        return WHY_NO_GEMM if is_modelled else WHY_NO_FLOAT32
+        return WHY_NO_GEMM
     us, config = likeliest(ranked, call.preferred)
     layout, profitable = configs.scatter_layout(config, problem), configs.scatter_is_profitable(problem)
     return KernelChoice(algorithm_of(config), config, layout, profitable, us if is_modelled else None)
@@ -82,7 +85,7 @@ def tuned_scatter(
 ) -> tuple[KernelChoice[configs.AnyConfig], str]:
     """What to run instead of the model's choice, if the tuner is on, and where it comes from; "" where nothing is
     tuned."""
-    if choice.predicted_us is None:  # of float32 there is one kernel
+    if choice.algorithm == "copy_engine" or choice.predicted_us is None:  # float32 has no model
         return choice, ""
     if call.preferred or not tuner.is_tuning():
         return choice, tuner.FROM_MODEL
@@ -100,6 +103,7 @@ def tuned_scatter(
         Candidate(c, configs.scatter_layout(c, problem), algorithm_of(c))
         for _, config in configs.rank_scatter_kernels(problem)
         if not (call.more and isinstance(config, OneShotConfig))
+        if not isinstance(config, CopiedConfig)  # the tuner's workspaces are not for copy engines
         for c in _both_ways(config)
     ]
     results: list[torch.Tensor] = []
@@ -113,14 +117,14 @@ def tuned_scatter(
     return tuner.tuned(heap, kind, choice, candidates, make)
 
 
-def _both_ways(config: configs.AnyConfig) -> list[configs.AnyConfig]:
+def _both_ways(config: OneShotConfig | configs.ScatterPushConfig) -> list[configs.AnyConfig]:
     """With fragments staged and not, where that makes a difference."""
     if isinstance(config, OneShotConfig):
         return [config]
     return [config, replace(config, staged=not config.staged)]
 
 
-Kernel: TypeAlias = MatmulReduceScatterPush | MatmulReduceScatterOneShot
+Kernel: TypeAlias = MatmulReduceScatterPush | MatmulReduceScatterOneShot | MatmulReduceScatterCopied
 
 
 def fused_scatter(
@@ -132,6 +136,8 @@ def fused_scatter(
         if call.scaled is not None:
             return ScaledMatmulReduceScatterOneShot(workspace, call, config)
         return MatmulReduceScatterOneShot(workspace, a, b, config, epilogue, split_n=call.split_n)
+    if isinstance(config, CopiedConfig):
+        return MatmulReduceScatterCopied(workspace, call)
     if call.scaled is not None:
         return ScaledMatmulReduceScatterPush(workspace, call, call.terms[1].stride(), config)
     return MatmulReduceScatterPush(workspace, call.factors, config, epilogue, num_sms=num_sms)
@@ -145,6 +151,8 @@ def scatter_programs(
     if isinstance(config, OneShotConfig):
         sent = call.a.dtype if call.scaled is None else epilogue.out_dtype
         return [MatmulReduceScatterOneShot.program(sent, epilogue, ranks)]
+    if isinstance(config, CopiedConfig):
+        return [acquire.PROGRAM]
     return [scatter_program(call.b, config, epilogue, ranks)]
 
 
