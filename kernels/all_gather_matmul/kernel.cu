@@ -7,7 +7,7 @@
 // With RETURN_A also writes the gathered A, [W, m, K], with SPLIT_K [m, W * K]: whoever computes a tile stores its share
 // of the rows of A that it has loaded for that.
 //
-// Of fp8 operands (gemm/scales.cuh) the local rows' scales, if each rank has its own, travel with the first chunk of
+// Of fp8 operands (gemm/sm90/scales.cuh) the local rows' scales, if each rank has its own, travel with the first chunk of
 // their rows, under its flag, to [W, S, m] after the buffer's rows; S: a scale for each row, or one a block of K.
 // Products are scaled and get a bias.
 //
@@ -24,12 +24,11 @@
 
 // Per thread; data that is pushed passes through them.
 #define SERVE_REGISTERS 72
-#define MULTIPLY_REGISTERS 216
 #include "gemm/gemm.cuh"
 #include "comm/rate_limiter.cuh"
 #include "tile_order.cuh"
 #ifdef FP8_TYPES
-#include "gemm/scales.cuh"
+#include "gemm/sm90/scales.cuh"
 #endif
 
 using weft::CHUNKS;
@@ -375,8 +374,8 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         if (role == 2) count_arrivals(p, s, order, epoch);
         if (role == 3 && p.push) post_shares(p, s, order, epoch);
     } else {
-        weft::warpgroup_reg_alloc<MULTIPLY_REGISTERS>();
-        weft::PipelineState<STAGES> state;
+        weft::warpgroup_reg_alloc<weft::MULTIPLY_REGISTERS>();
+        weft::MultiplyState state;
         const int depth = (p.k + weft::BK - 1) / weft::BK * (SPLIT_K ? p.buffer.world_size : 1);
         for (Steps steps = steps_of(p, order); steps.step < order.steps(); steps.next()) {
             const Tile t = order.tile(p, steps.step, s.block);

@@ -8,7 +8,7 @@
 // columns of B from N r on: A [1, 1, m, K], B [K, W N]. With ALL_REDUCE the sums go to all ranks, rounded, and out is
 // [M, N] on each: A [1, 1, M, K], of which rank r owns the m rows from r m on, as far as there are.
 //
-// Of fp8 operands (gemm/scales.cuh) a partial result is scaled, gets a bias, and is sent in the result's dtype.
+// Of fp8 operands (gemm/sm90/scales.cuh) a partial result is scaled, gets a bias, and is sent in the result's dtype.
 //
 // Who writes: a tile for rank dst leaves as two accumulator fragments, one of each compute warpgroup, into dst's buffer
 // [W - 1][tiles][2][PART_BYTES] (slot: the sender's rank, less one above dst), by the LL protocol: there are no flags.
@@ -22,7 +22,6 @@
 
 // Per thread; data that is copied, and data that arrives, passes through them.
 #define SERVE_REGISTERS 56
-#define MULTIPLY_REGISTERS 224
 #include "gemm/gemm.cuh"
 #include "gemm/step_queue.cuh"
 #include "comm/rate_limiter.cuh"
@@ -30,7 +29,7 @@
 #include "parts.cuh"
 #include "sums.cuh"
 #ifdef FP8_TYPES
-#include "gemm/scales.cuh"
+#include "gemm/sm90/scales.cuh"
 #endif
 
 using weft::u16;
@@ -364,8 +363,8 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         if (STAGING && (role == 1 || role == 2)) push(p, s, order, role - 1, epoch);
         if (role == 3) report_and_leave(p, s, order, epoch);
     } else {
-        weft::warpgroup_reg_alloc<MULTIPLY_REGISTERS>();
-        weft::PipelineState<STAGES> state;
+        weft::warpgroup_reg_alloc<weft::MULTIPLY_REGISTERS>();
+        weft::MultiplyState state;
         weft::StepQueue queue{s.counts + SLOTS};
         u32 sent = 0;
         int before = -1;

@@ -22,6 +22,9 @@ from weft.symm_mem.layout import Layout
 STAND_INS = ("ptx/hopper.cuh", "ptx/sync.cuh", "math/numbers.cuh")
 AROUND = (
     "gemm/gemm.cuh",
+    "gemm/stages.cuh",
+    "gemm/sm90/accumulator.cuh",
+    "gemm/sm90/main_loop.cuh",
     "gemm/step_queue.cuh",
     "comm/double_buffer.cuh",
     "comm/rate_limiter.cuh",
@@ -71,12 +74,12 @@ def _build(
     instead: tuple[str, str] | None,
 ) -> Library:
     name = source.parent.name
-    for new in (*(f"device/{room}" for room in ("comm", "gemm", "math", "ptx")), name):
+    for new in (*(f"device/{room}" for room in ("comm", "gemm/sm90", "math", "ptx")), name):
         (folder / new).mkdir(parents=True, exist_ok=True)
     for stand_in in STAND_INS:
         (folder / "device" / stand_in).touch()
     kernel = folder / name / source.name
-    around_it = (*AROUND, *(("gemm/scales.cuh",) if "FP8_TYPES" in dict(defines) else ()))
+    around_it = (*AROUND, *(("gemm/sm90/scales.cuh",) if "FP8_TYPES" in dict(defines) else ()))
     texts = {folder / "device" / around: (DEVICE / around).read_text() for around in around_it}
     for file in source.parent.glob("*.cuh"):
         texts[folder / name / file.name] = file.read_text()
