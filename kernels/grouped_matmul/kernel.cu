@@ -91,9 +91,21 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         load(p, s, groups);
         return;
     }
+    const int depth = (p.k + weft::BK - 1) / weft::BK;
+#if TENSOR_MEMORY
+    if (warpgroup == 3) {
+        weft::warpgroup_reg_dealloc<weft::ISSUE_REGISTERS>();
+        if (warp != 12) return;
+        weft::Issuer issuer(s);
+        for (int step = blockIdx.x / weft::CLUSTER; step < groups.steps(); step += gridDim.x / weft::CLUSTER) {
+            issuer.multiply(depth);
+        }
+        issuer.end();
+        return;
+    }
+#endif
     weft::warpgroup_reg_alloc<weft::MULTIPLY_REGISTERS>();
     weft::MultiplyState state;
-    const int depth = (p.k + weft::BK - 1) / weft::BK;
     for (int step = blockIdx.x / weft::CLUSTER; step < groups.steps(); step += gridDim.x / weft::CLUSTER) {
         const GroupTile t = groups.tile(step, s.block);
         float sums[weft::ACC_REGS];

@@ -35,12 +35,36 @@ __device__ __forceinline__ void add_up(const uint4* parts, float scale, float* o
     for (int e = 0; e < PART_ELEMENTS; ++e) own[e] = total[e] * scale;
 }
 
+// Adds all peers' fragments, `slot` vectors apart, to a warpgroup's one of a local tile. False: a wait has expired. As
+// many loads in flight as there are registers for: each trip keeps the tensor cores waiting for half a microsecond and
+// more.
+__device__ __forceinline__ bool add_parts(
+    const ReceiveBuffer& receive_buffer, uint4* at, u32 slot, float scale, float (&sums)[ACC_REGS]) {
+    constexpr int ALL = VECTORS, PEERS = WORLD_SIZE - 1;
+    constexpr int FEWER = TENSOR_MEMORY ? 4 : 0;
+    constexpr int ROOM = (ALL_REDUCE ? 8 : PEERS == 1 ? 16 : BIAS ? 9 : 12) - FEWER;
+    constexpr int AHEAD = PEERS > ROOM ? 1 : ROOM / PEERS < ALL ? ROOM / PEERS : ALL;
+    bool there = true;
+#pragma unroll
+    for (int first = 0; first < ALL; first += AHEAD) {
+        uint4 parts[AHEAD * PEERS];
+        const int count = first + AHEAD < ALL ? AHEAD : ALL - first;
+        there &= take(receive_buffer, parts, count * PEERS, [&](int i) {
+            return at + i % PEERS * u64{slot} + i / PEERS * GROUP;
+        });
+#pragma unroll
+        for (int i = 0; i < count; ++i) add_up(parts + i * PEERS, scale, sums + PART_ELEMENTS * (first + i));
+        at += AHEAD * GROUP;
+    }
+    return there;
+}
+
 // Bias and residual of a local tile, for `finish` of store_rows. The residual's rows come as the result's are stored, a
 // vector a lane, and those of several sets at once: each alone would take a trip to memory. Past the end
 // the last numbers are loaded, by whole warps (see `take`), and not stored.
 template <typename Params>
 struct Terms {
-    static constexpr int ALL = ACC_REGS / 16, AT_ONCE = 8;
+    static constexpr int ALL = ACC_REGS / 16, AT_ONCE = TENSOR_MEMORY ? 1 : 8;
     const Params& p;
     Place vectors, sums;  // of this lane's first ones
     const u16* residual;  // of the tile's part

@@ -74,7 +74,7 @@ def _build(
     instead: tuple[str, str] | None,
 ) -> Library:
     name = source.parent.name
-    for new in (*(f"device/{room}" for room in ("comm", "gemm/sm90", "math", "ptx")), name):
+    for new in (*(f"device/{room}" for room in ("comm", "gemm/sm90", "gemm/sm100", "math", "ptx")), name):
         (folder / new).mkdir(parents=True, exist_ok=True)
     for stand_in in STAND_INS:
         (folder / "device" / stand_in).touch()

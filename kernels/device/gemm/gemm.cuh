@@ -39,7 +39,9 @@ struct NoMainloopHook {
 
 }  // namespace weft
 
-#if __CUDA_ARCH__ / 100 == 10
+#define TENSOR_MEMORY (__CUDA_ARCH__ / 100 == 10)
+
+#if TENSOR_MEMORY
 #include "gemm/sm100/main_loop.cuh"
 #else
 #include "gemm/sm90/main_loop.cuh"
@@ -87,9 +89,9 @@ __device__ __forceinline__ void store_rows(
         finish(i, v);
 #pragma unroll
         for (int j = 0; j < SET_PAIRS; ++j) {
-            const int column = first.column + SET_COLUMNS * i + PAIR_COLUMNS * j;
-            float* to = out + first.row * stride + column;
-            if (column < columns) {
+            const int column = first.column + SET_COLUMNS * i, right = PAIR_COLUMNS * j;
+            float* to = out + first.row * stride + column + right;
+            if (column + right / 8 * 8 < columns) {  // there are a multiple of 8
 #pragma unroll
                 for (int r = 0; r < SET_ROWS; ++r) {
                     const float* pair = v + pair_of_set(r, j);

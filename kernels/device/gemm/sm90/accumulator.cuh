@@ -12,6 +12,7 @@ constexpr int THREADS = 3 * GROUP;
 constexpr int MULTIPLY_REGISTERS = (504 - SERVE_REGISTERS) / 2;
 constexpr int STAGE_READERS = 16;  // the compute warps of both blocks
 constexpr int ACCUMULATOR_WORDS = 0;  // of shared memory
+constexpr int TILES_AHEAD = 0;  // of the stages' readers to the warpgroups that have the sums
 constexpr int WARPGROUPS_M = BM / 64;
 constexpr int WN = BN / (2 / WARPGROUPS_M);  // columns of a warpgroup
 constexpr int ACC_REGS = WN / 2;  // registers of a thread
