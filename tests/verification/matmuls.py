@@ -19,12 +19,12 @@ from weft.kernels.device.jit.program import Function, Program
 from weft.symm_mem.backends import cuda_state
 from weft.symm_mem.layout import Layout
 
-STAND_INS = ("ptx/hopper.cuh", "ptx/sync.cuh", "math/numbers.cuh")
+STAND_INS = ("ptx/hopper.cuh", "ptx/blackwell.cuh", "ptx/sync.cuh", "math/numbers.cuh")
 AROUND = (
     "gemm/gemm.cuh",
     "gemm/stages.cuh",
-    "gemm/sm90/accumulator.cuh",
-    "gemm/sm90/main_loop.cuh",
+    *(f"gemm/{arch}/{file}.cuh" for arch in ("sm90", "sm100") for file in ("accumulator", "main_loop")),
+    "gemm/sm100/descriptors.cuh",
     "gemm/step_queue.cuh",
     "comm/double_buffer.cuh",
     "comm/rate_limiter.cuh",

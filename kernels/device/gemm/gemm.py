@@ -17,7 +17,7 @@ from .tensor_map import Boxes
 
 Defines: TypeAlias = tuple[tuple[str, str | int], ...]
 
-THREADS = 384
+_THREADS = {"sm_90a": 384, "sm_100a": 512, "sm_103a": 512}  # of a block
 _CLUSTER = 2  # blocks
 
 DTYPES = {torch.bfloat16: ("bfloat16", '"bf16"'), torch.float16: ("float16", '"f16"')}
@@ -93,5 +93,6 @@ def launches(
     if shared > MOST_SHARED:
         raise ValueError(f"shared: is {shared} bytes, must be at most {MOST_SHARED}")
     function = program.function(name, shared=shared)
-    clusters = min(num_sms // _CLUSTER, function.most_clusters(_CLUSTER, THREADS, shared))
-    return [function.bound(clusters * _CLUSTER, THREADS, p, shared) for p in params]
+    threads = _THREADS[program.arch]
+    clusters = min(num_sms // _CLUSTER, function.most_clusters(_CLUSTER, threads, shared))
+    return [function.bound(clusters * _CLUSTER, threads, p, shared) for p in params]
