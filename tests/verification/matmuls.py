@@ -23,14 +23,14 @@ STAND_INS = ("ptx/hopper.cuh", "ptx/blackwell.cuh", "ptx/sync.cuh", "math/number
 AROUND = (
     "gemm/gemm.cuh",
     "gemm/stages.cuh",
-    *(f"gemm/{arch}/{file}.cuh" for arch in ("sm90", "sm100") for file in ("accumulator", "main_loop")),
-    "gemm/sm100/descriptors.cuh",
     "gemm/step_queue.cuh",
     "comm/double_buffer.cuh",
     "comm/rate_limiter.cuh",
     "gemm/tile_scheduler.cuh",
     "comm/ll_protocol.cuh",
 )
+SM90 = ("gemm/sm90/accumulator.cuh", "gemm/sm90/main_loop.cuh")
+SM100 = ("gemm/sm100/accumulator.cuh", "gemm/sm100/descriptors.cuh", "gemm/sm100/main_loop.cuh")
 FLAGS = [
     *("-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing"),
     *("-w", "-Wno-psabi", "-fPIC", "-fvisibility=hidden"),
@@ -79,7 +79,9 @@ def _build(
     for stand_in in STAND_INS:
         (folder / "device" / stand_in).touch()
     kernel = folder / name / source.name
-    around_it = (*AROUND, *(("gemm/sm90/scales.cuh",) if "FP8_TYPES" in dict(defines) else ()))
+    around_it = (*AROUND, *(SM100 if "__CUDA_ARCH__" in dict(defines) else SM90))
+    if "FP8_TYPES" in dict(defines):
+        around_it += ("gemm/sm90/scales.cuh",)
     texts = {folder / "device" / around: (DEVICE / around).read_text() for around in around_it}
     for file in source.parent.glob("*.cuh"):
         texts[folder / name / file.name] = file.read_text()

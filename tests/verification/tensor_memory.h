@@ -129,6 +129,7 @@ static void load_from_tensor_memory(u32 address, float* v) {
 template <int N>
 static void tensor_loads_done(float (&v)[N]) {
     together();
+    for (unsigned turns = dice.below(8); turns != 0; --turns) go_on_later();
     const TensorMemory& memory = tensor_memory();
     for (const TensorLoad& load : tensor_loads[{current->number, running->number}]) {
         const u32 lane = load.address >> 16, column = load.address & 0xffff;
@@ -137,7 +138,6 @@ static void tensor_loads_done(float (&v)[N]) {
         std::copy_n(memory.numbers.data() + (lane + running->thread % 32) * TENSOR_WIDTH + column, 16, load.to);
     }
     tensor_loads[{current->number, running->number}].clear();
-    go_on_later();
 }
 
 }  // namespace weft

@@ -1,4 +1,4 @@
-"""The products whose sums are in tensor memory, on the CPU (tensor_memory.h): the kernels of sm_100a, never run elsewhere."""
+"""The products whose sums are in tensor memory, on the CPU (tensor_memory.h): as sm_100a has them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ OPS: dict[str, Op] = {
     "gather": Gather(2, 147, (136, 40), 200, push(TILE, 0, 1)),
     "gather-rows": Gather(2, 147, (192,), 136, push(BROAD, 2, 1), rows=True),
     "gather-odd-rows": Gather(2, 130, (200,), 72, push(BROAD, 0, 1), rows=True),
+    "many-tiles": Gather(2, 300, (136, 40), 72, push(TILE, 0, 1), blocks=2),
     "returned": Gather(3, 147, (136,), 136, push(TILE, 0, 1), blocks=2, return_A=True),
     "split": Gather(2, 147, (136,), 136, push(TILE, 0, 1, split_k=True)),
     "scatter": Scatter(2, 147, 136, 200, TILE, raster_group=2),
@@ -33,23 +34,41 @@ OPS: dict[str, Op] = {
     "columns": Scatter(2, 147, 72, 136, TILE, staged=True, split_n=True),
     "to-all": Scatter(2, 275, 136, 72, TILE, blocks=2, staged=True, epilogue=replace(ROUNDED, to_all=True)),
 }
-#: By the op that sees it.
+LOADED = "    tensor_loads_done(sums);\n    order_before_sync();\n    __syncwarp();\n"
+TAKEN = "    if (threadIdx.x % 32 == 0) arrive_at(all.taken + state.at, s.block);\n"
+#: With the op that sees it.
 MISTAKES = {
-    "accumulator-not-taken": ("split", "wait(all.taken + state.at, state.parity ^ 1);\n        const u32 sums", "const u32 sums"),
+    "accumulator-not-taken": (
+        "many-tiles",
+        "wait(all.taken + state.at, state.parity ^ 1);\n        const u32 sums",
+        "const u32 sums",
+    ),
     "sums-not-awaited": ("gather", "wait(all.summed + state.at, state.parity);", ""),
-    "loads-not-awaited": ("gather", "tensor_loads_done(sums);\n    order_before_sync();\n    __syncwarp();\n    if (threadIdx.x % 32 == 0) arrive_at(all.taken + state.at, s.block);", "if (threadIdx.x % 32 == 0) arrive_at(all.taken + state.at, s.block);\n    tensor_loads_done(sums);"),
+    "loads-not-awaited": ("gather", f"{LOADED}{TAKEN}", f"{TAKEN}{LOADED}"),
     "stage-not-awaited": ("gather", "wait(s.full + stages.at, stages.parity);", ""),
-    "stage-of-one-block": ("gather", "arrive_after_products_at_both(s.empty + stages.at)", "arrive_after_products(s.empty + stages.at)"),
-    "one-accumulator": ("split", "+ state.at * BN + warpgroup * WN", "+ warpgroup * WN"),
+    "stage-of-one-block": (
+        "gather",
+        "arrive_after_products_at_both(s.empty + stages.at)",
+        "arrive_after_products(s.empty + stages.at)",
+    ),
+    "one-accumulator": ("many-tiles", "+ state.at * BN + warpgroup * WN", "+ warpgroup * WN"),
     "other-half": ("gather", "+ warpgroup * WN;", "+ (1 - warpgroup) * WN;"),
     "other-lanes": ("gather", "threadIdx.x % GROUP / 32 * 32;", "0;"),
     "first-product-added": ("split", "INSTRUCTION, i + k)", "INSTRUCTION, 1)"),
     "rows-as-columns": ("gather-rows", "B_ROWS ? 4096 : 0, 1024", "B_ROWS ? 1024 : 0, 4096"),
     "other-half-of-k": ("gather-rows", "k / 2 * (B_BYTES / 2) + k % 2 * 2048", "k * 2048"),
     "n-not-contiguous": ("gather-rows", "PRODUCT_TYPE[0] == 'b', B_ROWS)", "PRODUCT_TYPE[0] == 'b', 0)"),
-    "memory-kept": ("gather", "free_tensor_memory<TENSOR_COLUMNS>(*all.address);", "free_tensor_memory<TENSOR_COLUMNS>(0);"),
+    "memory-kept": (
+        "gather",
+        "free_tensor_memory<TENSOR_COLUMNS>(*all.address);",
+        "free_tensor_memory<TENSOR_COLUMNS>(0);",
+    ),
     "lower-rows-returned": ("returned", "lower.begin(i, stage + A_BYTES / 2);", "lower.begin(i, stage);"),
-    "vectors-traded": ("scatter", "make_uint4(words[4], words[5], words[6], words[7])", "make_uint4(words[5], words[4], words[6], words[7])"),
+    "vectors-traded": (
+        "scatter",
+        "make_uint4(words[4], words[5], words[6], words[7])",
+        "make_uint4(words[5], words[4], words[6], words[7])",
+    ),
 }
 
 
@@ -91,7 +110,9 @@ def test_mistakes_are_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> No
 
     def is_found(seed: int) -> bool:
         try:
-            return bool(wrong(op, uses(op, monkeypatch, library, seed, count=3, paces=[(1, 2000), (10, 2000)])))
+            return bool(
+                wrong(op, uses(op, monkeypatch, library, seed, count=3, paces=[(1, 2000), (10, 2000)]))
+            )
         except AssertionError as e:
             return "a launch does not end" in str(e)
 
