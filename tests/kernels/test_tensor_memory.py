@@ -31,7 +31,7 @@ BUILDS = [
     for i, name in enumerate(PROGRAMS)
     for arch in ARCHS
 ]
-_FEW = 8  # bytes of stack, in the epilogues of two widths
+_FEW = 16  # bytes of stack, in the epilogue that adds the widest tiles' parts
 # Bits from the first one on, by the tables of the PTX manual: of the descriptor of an operand in shared memory,
 # and of an instruction of kind f16.
 OPERAND = {0: 14, 14: 2, 16: 14, 30: 2, 32: 14, 46: 3, 49: 3, 52: 1, 53: 8, 61: 3}
@@ -91,9 +91,10 @@ def test_registers_spills_and_products(name: str, arch: str, tmp_path: Path) -> 
     print(f"{name} for {arch}: {numbers}")
     # A block of 512 threads; its warpgroups trade registers when it runs.
     assert numbers["REG"] <= 65536 // 512 and numbers["LOCAL"] == 0
-    assert numbers["STACK"] <= (_FEW if "split" in name else 0), (
-        f"{name} spills or indexes an array: {numbers}"
-    )
+    spills = kernel == "matmul_reduce_scatter" and program.defines["BN"] == 256
+    assert numbers["STACK"] <= (_FEW if spills else 0), f"{name} spills or indexes an array: {numbers}"
+    if arch != ARCHS[0]:  # triton's disassembler knows no later one
+        return
     code = disassembled(program, tmp_path)
     assert len(re.findall(r"UTCHMMA gdesc", code)) == 4, "a stage's products, in one loop"
     issued = code[code.index("UTCHMMA") : code.rindex("UTCBAR")]

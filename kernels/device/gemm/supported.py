@@ -9,7 +9,7 @@ from . import gemm
 from .one_shot import MOST_BYTES
 from .scaling import BLOCK, ScaledProducts, ScaleKind
 
-WHY_NO_GEMM = "the kernels for such a product need wgmma, of Hopper GPUs"
+WHY_NO_GEMM = "the kernels for such a product need wgmma or tcgen05, of Hopper GPUs and B200"
 WHY_NO_FLOAT32 = (
     f"at most {MOST_BYTES >> 20} MiB of a float32 product are scattered, along its outermost dimension"
 )
