@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 from ..kernels.all_reduce_rms_norm.reference import Affine, NormKind, add_residual_and_norm
-from ..kernels.device.capability import arch_of, is_untested, takes_untested
+from ..kernels.device.capability import arch_of, has_tensor_memory, is_untested, takes_untested
 from ..symm_mem import HeapUnavailable, PeerTimeout, WeftError
 from ..symm_mem.heap.heap import Heap
 from .ops import OP_OF
+from .ops.experts.grouped_matmul import multiply
 
 _PATTERN = 1 << 18  # words from each rank to each, in each round
 _ROUNDS = 3
 _SMALL, _LARGE = 1 << 10, 2 << 20  # elements of all-reduces: in one trip, and in two
 _ROWS, _HIDDEN, _EPS = 64, 1024, 1e-5
+_PART_ROWS, _DEPTH, _COLUMNS = 384, 256, 1280  # of products
 _CLOSE = 2**-7  # of numbers of bfloat16 that are rounded once
 _log = logging.getLogger("weft.ops")
 _warned: set[str] = set()
@@ -60,7 +62,7 @@ def run_checks(heap: Heap) -> None:
         WeftError: on all ranks, if a check failed on one.
     """
     _check_patterns(heap)
-    for check in (_all_reduce, _all_gather, _reduce_scatter, _norm):
+    for check in (_all_reduce, _all_gather, _reduce_scatter, _norm, _products):
         step = partial(check, heap)
         heap.rendezvous.run_on_all(f"check {check.__name__.lstrip('_')}", step)
 
@@ -158,3 +160,25 @@ def _norm(heap: Heap) -> None:
     wanted, wanted_sums = add_residual_and_norm(total, residual, affine, NormKind(_EPS))
     _compare(sums, wanted_sums)
     _compare(normed, wanted, _CLOSE)
+
+
+def _products(heap: Heap) -> None:
+    """By tcgen05, of such calls as no other algorithm takes. Sums are of at most 64 numbers up to 4."""
+    if heap.device.type == "cuda" and not has_tensor_memory(heap.device):
+        return
+    size, rank = heap.world_size, heap.rank
+    b = _sent(9, (_DEPTH, _COLUMNS), heap) // 4
+    b[torch.arange(_DEPTH, device=heap.device) % 4 != 0] = 0
+    shards = [_sent(sender, (_PART_ROWS, _DEPTH), heap) for sender in range(size)]
+    A, (C,) = _run(heap, "fused_all_gather_matmul", shards[rank], [b], 0)
+    _compare(A, torch.cat(shards))
+    _compare(C, torch.cat(shards).float() @ b.float())
+    counts = torch.tensor(
+        [100, 100, _PART_ROWS], dtype=torch.int32, device=heap.device
+    )  # ends of three experts' rows
+    (grouped,) = multiply(A[:_PART_ROWS], [(torch.stack([b, b, -b]), None)], counts, None)
+    _compare(grouped, torch.cat([C[:100], -C[100:_PART_ROWS]]))
+    parts = [_sent(sender, (2, size * _PART_ROWS, _DEPTH), heap) for sender in range(size)]
+    total = torch.stack([part.float() @ b.float() for part in parts]).sum(0).to(torch.bfloat16)
+    scattered = _run(heap, "fused_matmul_reduce_scatter", parts[rank], b, "sum", 1)[0]
+    _compare(scattered, total.chunk(size, 1)[rank])

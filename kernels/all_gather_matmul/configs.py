@@ -99,7 +99,7 @@ class GatherKernelCall:
         (m, k), ns = self.a.shape, tuple(b.shape[1] for b in self.bs)
         return AllGatherMatmulProblem(
             *(m, ns, k, world_size, self.num_sms, self.split_k, self.return_A),
-            spec=device_spec_of(self.a.device),
+            spec=device_spec_of(self.a.device, scaled=self.scaled is not None),
             scaled=self.scaled,
             itemsize=self.a.dtype.itemsize,
             copies=self.preferred == "copy_engine",

@@ -7,7 +7,7 @@
 // With RETURN_A also writes the gathered A, [W, m, K], with SPLIT_K [m, W * K]: whoever computes a tile stores its share
 // of the rows of A that it has loaded for that.
 //
-// Of fp8 operands (gemm/scales.cuh) the local rows' scales, if each rank has its own, travel with the first chunk of
+// Of fp8 operands (gemm/sm90/scales.cuh) the local rows' scales, if each rank has its own, travel with the first chunk of
 // their rows, under its flag, to [W, S, m] after the buffer's rows; S: a scale for each row, or one a block of K.
 // Products are scaled and get a bias.
 //
@@ -24,12 +24,12 @@
 
 // Per thread; data that is pushed passes through them.
 #define SERVE_REGISTERS 72
-#define MULTIPLY_REGISTERS 216
 #include "gemm/gemm.cuh"
 #include "comm/rate_limiter.cuh"
+#include "returning.cuh"
 #include "tile_order.cuh"
 #ifdef FP8_TYPES
-#include "gemm/scales.cuh"
+#include "gemm/sm90/scales.cuh"
 #endif
 
 using weft::CHUNKS;
@@ -309,44 +309,25 @@ __device__ __forceinline__ void count_arrivals(const Params& p, const weft::Shar
     }
 }
 
-// What a compute warpgroup does with the rows of A of its tile: one thread stores them as they lie in shared memory, and
-// lets go of a stage when they have been read there. The tiles of a row, one for each column of tiles
-// of the first B, take turns by stages, so that none of them takes much longer than the others.
-struct Returning {
-    const Params& p;
-    const Tile& t;
-    int warpgroup, depth;
-    bool mine;
-    mutable int next;  // stage to store
-    mutable bool storing = false;
-
-    __device__ __forceinline__ Returning(const Params& p, const Tile& t, int warp)
-        : p(p), t(t), warpgroup(warp / 4), depth((p.k + weft::BK - 1) / weft::BK),
-          // With BM = 64 both warpgroups have the same rows.
-          mine(t.b == 0 && warp % 4 == 0 && warpgroup < weft::WARPGROUPS_M), next(t.column) {}
-
-    __device__ __forceinline__ void begin(int i, const u8* rows) const {
-        storing = mine && i == next;
-        if (!storing) return;
-        next += p.columns[0];
-        if (!weft::elected()) return;
-        const int src = SPLIT_K ? i / depth : t.src, k = SPLIT_K ? i % depth : i;
-        weft::tma_store(p.returned, rows, k * weft::BK, t.row * BM + warpgroup * 64, src, 0);
-    }
-
-    __device__ __forceinline__ void end() const {
-        if (!storing) return;
-        if (weft::elected()) weft::tma_stores_have_read();
-        __syncwarp();
-    }
-};
-
 #if RETURN_A
-using MainloopHook = Returning;
+using MainloopHook = weft::Returning<Params>;
 #else
 struct MainloopHook : weft::NoMainloopHook {
     __device__ __forceinline__ MainloopHook(const Params&, const Tile&, int) {}
 };
+#endif
+
+#if TENSOR_MEMORY
+// Warp 12: has the tensor cores multiply.
+__device__ __forceinline__ void issue(const Params& p, const weft::Shared& s, const Order& order) {
+    const int depth = (p.k + weft::BK - 1) / weft::BK * (SPLIT_K ? p.buffer.world_size : 1);
+    weft::Issuer issuer(s);
+    for (Steps steps = steps_of(p, order); steps.step < order.steps(); steps.next()) {
+        const Tile t = order.tile(p, steps.step, s.block);
+        issuer.multiply(depth, MainloopHook(p, t, 0), MainloopHook(p, t, 4));
+    }
+    issuer.end();
+}
 #endif
 
 }  // namespace
@@ -374,9 +355,14 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         if (role == 1 && p.push) push_shares(p, s, order, epoch);
         if (role == 2) count_arrivals(p, s, order, epoch);
         if (role == 3 && p.push) post_shares(p, s, order, epoch);
+#if TENSOR_MEMORY
+    } else if (warpgroup == 3) {
+        weft::warpgroup_reg_dealloc<weft::ISSUE_REGISTERS>();
+        if (role == 0) issue(p, s, order);
+#endif
     } else {
-        weft::warpgroup_reg_alloc<MULTIPLY_REGISTERS>();
-        weft::PipelineState<STAGES> state;
+        weft::warpgroup_reg_alloc<weft::MULTIPLY_REGISTERS>();
+        weft::MultiplyState state;
         const int depth = (p.k + weft::BK - 1) / weft::BK * (SPLIT_K ? p.buffer.world_size : 1);
         for (Steps steps = steps_of(p, order); steps.step < order.steps(); steps.next()) {
             const Tile t = order.tile(p, steps.step, s.block);

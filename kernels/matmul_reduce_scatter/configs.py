@@ -162,7 +162,7 @@ class ScatterKernelCall:
             batches=batched[0] if batched else 1,
             split_n=self.split_n,
             to_all=self.epilogue.to_all,
-            spec=device_spec_of(self.b.device),
+            spec=device_spec_of(self.b.device, scaled=self.scaled is not None),
             scaled=self.scaled,
             itemsize=self.a.dtype.itemsize,
             copies=self.preferred == "copy_engine",

@@ -8,7 +8,7 @@
 // columns of B from N r on: A [1, 1, m, K], B [K, W N]. With ALL_REDUCE the sums go to all ranks, rounded, and out is
 // [M, N] on each: A [1, 1, M, K], of which rank r owns the m rows from r m on, as far as there are.
 //
-// Of fp8 operands (gemm/scales.cuh) a partial result is scaled, gets a bias, and is sent in the result's dtype.
+// Of fp8 operands (gemm/sm90/scales.cuh) a partial result is scaled, gets a bias, and is sent in the result's dtype.
 //
 // Who writes: a tile for rank dst leaves as two accumulator fragments, one of each compute warpgroup, into dst's buffer
 // [W - 1][tiles][2][PART_BYTES] (slot: the sender's rank, less one above dst), by the LL protocol: there are no flags.
@@ -22,7 +22,6 @@
 
 // Per thread; data that is copied, and data that arrives, passes through them.
 #define SERVE_REGISTERS 56
-#define MULTIPLY_REGISTERS 224
 #include "gemm/gemm.cuh"
 #include "gemm/step_queue.cuh"
 #include "comm/rate_limiter.cuh"
@@ -30,7 +29,7 @@
 #include "parts.cuh"
 #include "sums.cuh"
 #ifdef FP8_TYPES
-#include "gemm/scales.cuh"
+#include "gemm/sm90/scales.cuh"
 #endif
 
 using weft::u16;
@@ -271,33 +270,6 @@ __device__ __forceinline__ void report_and_leave(
     weft::leave(p.watch, p.buffer, epoch);
 }
 
-// Adds all peers' fragments to a warpgroup's one of a local tile. False: a wait has expired. As many loads in flight as
-// there are registers for: each trip keeps the tensor cores waiting for half a microsecond and more.
-__device__ __forceinline__ bool add_parts(
-    const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup,
-    float (&sums)[weft::ACC_REGS]) {
-    constexpr int ALL = weft::VECTORS, PEERS = WORLD_SIZE - 1;
-    constexpr int ROOM = ALL_REDUCE ? 8 : PEERS == 1 ? 16 : BIAS ? 9 : 12;
-    constexpr int AHEAD = PEERS > ROOM ? 1 : ROOM / PEERS < ALL ? ROOM / PEERS : ALL;
-    const u32 slot = 2 * order.each() * PART;
-    uint4* at = p.receive_buffer + (2 * t.index + warpgroup) * PART + threadIdx.x % weft::GROUP;
-    bool there = true;
-#pragma unroll
-    for (int first = 0; first < ALL; first += AHEAD) {
-        uint4 parts[AHEAD * PEERS];
-        const int count = first + AHEAD < ALL ? AHEAD : ALL - first;
-        there &= weft::take(receive_buffer(p, s), parts, count * PEERS, [&](int i) {
-            return at + i % PEERS * u64{slot} + i / PEERS * weft::GROUP;
-        });
-#pragma unroll
-        for (int i = 0; i < count; ++i) {
-            weft::add_up(parts + i * PEERS, p.scale, sums + weft::PART_ELEMENTS * (first + i));
-        }
-        at += AHEAD * weft::GROUP;
-    }
-    return there;
-}
-
 #ifdef FP8_TYPES
 __device__ __forceinline__ weft::TileScales scales_of(const Params& p, const Tile& t) {
     const int part = SPLIT_N ? 0 : t.batch * WORLD_SIZE + t.dst, parts = SPLIT_N ? 1 : p.batches * WORLD_SIZE;
@@ -311,7 +283,8 @@ __device__ __forceinline__ weft::TileScales scales_of(const Params& p, const Til
 __device__ __forceinline__ void finish(
     const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 epoch, u32& sent,
     float (&sums)[weft::ACC_REGS]) {
-    const bool there = add_parts(p, s, order, t, warpgroup, sums);
+    uint4* parts = p.receive_buffer + (2 * t.index + warpgroup) * PART + threadIdx.x % weft::GROUP;
+    const bool there = weft::add_parts(receive_buffer(p, s), parts, 2 * order.each() * PART, p.scale, sums);
     count_up(s, PARTS, warpgroup);
     if constexpr (ALL_REDUCE) {
         if (!weft::all_of_warpgroup(warpgroup, there)) tell(s, warpgroup, sent = weft::CLOSED);
@@ -363,9 +336,18 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         if (role == 0) load(p, s, order, steps);
         if (STAGING && (role == 1 || role == 2)) push(p, s, order, role - 1, epoch);
         if (role == 3) report_and_leave(p, s, order, epoch);
+#if TENSOR_MEMORY
+    } else if (warpgroup == 3) {
+        weft::warpgroup_reg_dealloc<weft::ISSUE_REGISTERS>();
+        if (role == 0) {
+            weft::Issuer issuer(s);
+            for (weft::StepQueue queue{s.counts + SLOTS}; queue.next() < order.steps();) issuer.multiply(p.depth);
+            issuer.end();
+        }
+#endif
     } else {
-        weft::warpgroup_reg_alloc<MULTIPLY_REGISTERS>();
-        weft::PipelineState<STAGES> state;
+        weft::warpgroup_reg_alloc<weft::MULTIPLY_REGISTERS>();
+        weft::MultiplyState state;
         weft::StepQueue queue{s.counts + SLOTS};
         u32 sent = 0;
         int before = -1;

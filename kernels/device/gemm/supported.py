@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from .scaling import BLOCK, ScaledProducts, ScaleKind
 
-WHY_NO_GEMM = "the kernels for such a product need wgmma, of Hopper GPUs"
+WHY_NO_GEMM = "the kernels for such a product need wgmma or tcgen05, of Hopper GPUs and B200"
 
 
 def why_last_dim_not_gathered(scaled: ScaledProducts | None) -> str | None:
