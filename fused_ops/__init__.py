@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .. import hooks
 from . import async_collectives as async_collectives  # torch.ops.weft has them
 from .about.timeline import timeline
-from .collectives import one_shot_all_gather, one_shot_all_to_all, one_shot_reduce_scatter
+from .collectives import one_shot_all_gather, one_shot_all_to_all, one_shot_gather, one_shot_reduce_scatter
 from .dispatch.choice import plan
 from .dispatch.plan import Plan, last_plan
 from .drop_in.calls_taken import CallsTaken
@@ -117,6 +117,7 @@ __all__ = [
     "one_shot_all_reduce",
     "one_shot_all_reduce_",
     "one_shot_all_to_all",
+    "one_shot_gather",
     "one_shot_reduce_scatter",
     "plan",
     "process_group",

@@ -8,23 +8,23 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.all_gather.configs import choose_all_gather
-from ...kernels.all_gather.reference import as_bytes
-from ...kernels.all_to_all import OP
-from ...kernels.all_to_all.reference import reference_all_to_all
-from ...kernels.device.collective.host_exchange import exchange_layout, exchange_parts
-from ...symm_mem import resolve_group
-from ...symm_mem.heap.heap import Heap
-from .. import validation
-from ..dispatch.choice import Choice, on_host
-from ..dispatch.launch_cache import launch_again
-from ..dispatch.plan import num_sms, ran
-from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
-from ..dispatch.workspaces import ALL_REDUCE
-from .op import Op
+from ....kernels.all_gather.configs import choose_all_gather
+from ....kernels.all_gather.reference import as_bytes
+from ....kernels.all_to_all import OP
+from ....kernels.all_to_all.reference import reference_all_to_all
+from ....kernels.device.collective.host_exchange import exchange_layout, exchange_parts
+from ....symm_mem import resolve_group
+from ....symm_mem.heap.heap import Heap
+from ... import validation
+from ...dispatch.choice import Choice, on_host
+from ...dispatch.launch_cache import launch_again
+from ...dispatch.plan import num_sms, ran
+from ...dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
+from ...dispatch.workspaces import ALL_REDUCE
+from ..op import Op
 
 if TYPE_CHECKING:
-    from ...kernels.device.jit.program import Program
+    from ....kernels.device.jit.program import Program
 
 _ops = torch.ops.weft
 
@@ -87,7 +87,7 @@ def choose_exchange_on_cuda(alone: StandAlone, group: ProcessGroup, kind: str = 
     size, rank = group.size(), group.rank()
 
     def program() -> Program:
-        from ...kernels.all_to_all.cuda_kernel import launched_all_to_all
+        from ....kernels.all_to_all.cuda_kernel import launched_all_to_all
 
         return launched_all_to_all(size, rank)
 
