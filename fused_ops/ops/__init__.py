@@ -8,6 +8,8 @@ from .all_reduce_layer_norm import ALL_REDUCE_LAYER_NORM
 from .all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
 from .all_reduce_rms_norm_quant import ALL_REDUCE_RMS_NORM_QUANT
 from .exchanges.all_to_all import ALL_TO_ALL
+from .exchanges.all_to_all_matmul import ALL_TO_ALL_MATMUL
+from .exchanges.matmul_all_to_all import MATMUL_ALL_TO_ALL
 from .experts import grouped_matmul as grouped_matmul  # torch.ops.weft has it
 from .experts import moe_route as moe_route  # likewise
 from .experts.all_gather_grouped_matmul import ALL_GATHER_GROUPED_MATMUL
@@ -42,6 +44,8 @@ OPS: tuple[Op, ...] = (
     REDUCE_SCATTER,
     REDUCE_SCATTER_OUT,
     ALL_TO_ALL,
+    ALL_TO_ALL_MATMUL,
+    MATMUL_ALL_TO_ALL,
     ALL_REDUCE_RMS_NORM,
     ALL_REDUCE_RMS_NORM_QUANT,
     ALL_REDUCE_LAYER_NORM,

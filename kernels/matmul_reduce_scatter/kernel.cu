@@ -6,7 +6,8 @@
 // be sent, summed in float32 in rank order, and rounded once to A's dtype, or with OUT_FLOAT32 not at all. Before that
 // BIAS adds a row of N numbers and RESIDUAL a matrix [L, m, N], both of A's dtype. With SPLIT_N rank r owns the N
 // columns of B from N r on: A [1, 1, m, K], B [K, W N]. With ALL_REDUCE the sums go to all ranks, rounded, and out is
-// [M, N] on each: A [1, 1, M, K], of which rank r owns the m rows from r m on, as far as there are.
+// [M, N] on each: A [1, 1, M, K], of which rank r owns the m rows from r m on, as far as there are. With ALL_TO_ALL
+// nothing is summed: out [W, L, m, N] has the ranks' results, each rounded once.
 //
 // Of fp8 operands (gemm/scales.cuh) a partial result is scaled, gets a bias, and is sent in the result's dtype.
 //
@@ -61,6 +62,9 @@ using Out = u16;
 #if ALL_REDUCE && (OUT_FLOAT32 || BIAS || RESIDUAL || SPLIT_N || !STAGING)
 #error "ALL_REDUCE: sums of 16 bits of rows, to which nothing is added, and which are staged"
 #endif
+#if ALL_TO_ALL && (ALL_REDUCE || OUT_FLOAT32 || BIAS || RESIDUAL)
+#error "ALL_TO_ALL: results of 16 bits, to which nothing is added"
+#endif
 
 struct Params {
     weft::TensorMap a[MOST_PRODUCTS];  // each [L, W, m, K] (SPLIT_N: [1, 1, m, K]), boxes of a stage
@@ -69,7 +73,7 @@ struct Params {
     weft::BufferWords buffer;
     uint4* receive_buffer;  // the local buffer
     uint4* staging;  // [blocks][2][PART], if there is any
-    Out* out;  // [L, m, N]
+    Out* out;  // [L, m, N], with ALL_TO_ALL [W, L, m, N]
     int batches, m, n;
     int products;  // how many
     int depths[MOST_PRODUCTS];  // of each, in stages
@@ -306,6 +310,23 @@ __device__ __forceinline__ weft::TileScales scales_of(const Params& p, const Til
 }
 #endif
 
+// Stores a compute warpgroup's fragment of a local tile, and from every peer that of the tile with the same index.
+__device__ __forceinline__ void store_each(
+    const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup,
+    float (&sums)[weft::ACC_REGS]) {
+    const int row = t.row * BM, column = t.column * BN, rows = rows_from(p, p.watch.rank, row);
+    u16* out = reinterpret_cast<u16*>(p.out) + (static_cast<u64>(t.batch) * p.m + row) * p.n + column;
+    const u64 each = static_cast<u64>(p.batches) * p.m * p.n;
+    weft::store_rows(out + RANK * each, p.n, rows, p.n - column, warpgroup, sums, [](int, float*) {});
+#pragma unroll 1
+    for (int i = 1; i < WORLD_SIZE; ++i) {
+        const int src = (RANK + i) % WORLD_SIZE;
+        uint4* part = p.receive_buffer + place_of(order, t, warpgroup, src, RANK);
+        weft::store_rows(out + src * each, p.n, rows, p.n - column, warpgroup, receive_buffer(p, s), part);
+    }
+    count_up(s, PARTS, warpgroup);
+}
+
 // Finishes a compute warpgroup's fragment of a local tile: adds the peers', stores the sum to `out`, with ALL_REDUCE
 // sends it.
 __device__ __forceinline__ void finish(
@@ -386,7 +407,13 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
             weft::multiply(s, state, warpgroup, p.depth, sums);
 #endif
             if (t.inside && t.dst != p.watch.rank) send(p, s, order, t, warpgroup, epoch, sent, sums);
-            if (t.inside && t.dst == p.watch.rank) finish(p, s, order, t, warpgroup, epoch, sent, sums);
+            if (t.inside && t.dst == p.watch.rank) {
+#if ALL_TO_ALL
+                store_each(p, s, order, t, warpgroup, sums);
+#else
+                finish(p, s, order, t, warpgroup, epoch, sent, sums);
+#endif
+            }
             if (ALL_REDUCE) take_sums(p, s, order, before, warpgroup);
         }
         if (ALL_REDUCE) take_sums(p, s, order, before, warpgroup);
