@@ -32,7 +32,7 @@ struct Params {
     u32 room;  // slots of a sender that data takes in one epoch
 };
 
-constexpr bool RECEIVES = ROOT < 0 || RANK == ROOT;
+__device__ __forceinline__ bool receives() { return ROOT < 0 || RANK == ROOT; }
 
 template <bool WHOLE>
 struct Steps {
@@ -52,7 +52,7 @@ struct Steps {
             } else {
                 send_to_root(exact, s.index);
             }
-            if constexpr (RECEIVES) weft::SliceVector<WHOLE>(p.out, s.at).store(RANK, next);
+            if (receives()) weft::SliceVector<WHOLE>(p.out, s.at).store(RANK, next);
             s.skip(threads);
             load(s, end, threads);
         }
@@ -60,7 +60,7 @@ struct Steps {
 
     template <int COUNT>
     __device__ __forceinline__ void receive(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) const {
-        if constexpr (RECEIVES) {
+        if (receives()) {
             weft::receive_parts<WHOLE, COUNT>(p.out, weft::ExactEpoch{epoch, p.room}, s, end, threads);
         } else if (threadIdx.x == 0) {
             for (; s.at < end; s.skip(threads)) weft::store_all(epoch, s.index, [](int, const uint4&) {});
