@@ -14,8 +14,8 @@ from .dispatch.plan import Plan, last_plan
 from .drop_in.calls_taken import CallsTaken
 from .drop_in.installation import install, install_if_asked, installed, installed_calls, uninstall
 from .drop_in.transformers_experts import register_transformers_experts
-from .expert_parallel import MoeHandle, moe_combine, moe_dispatch
 from .exchanges import fused_all_to_all_matmul, fused_matmul_all_to_all
+from .expert_parallel import MoeHandle, moe_combine, moe_dispatch
 from .experts import fused_all_gather_grouped_matmul, grouped_matmul, moe_route
 from .experts_sums import (
     fused_grouped_matmul_all_reduce,

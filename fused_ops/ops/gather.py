@@ -98,9 +98,7 @@ def _choose(call: GatherCall, group: ProcessGroup) -> Choice:
 
 def _alone(call: GatherCall, group: ProcessGroup) -> StandAlone:
     shape = call.result_shape(group)
-    return StandAlone(
-        TO_ROOT, TO_ROOT, call.key, [call.x], shape, call.x.shape, gather_dim=call.gather_dim
-    )
+    return StandAlone(TO_ROOT, TO_ROOT, call.key, [call.x], shape, call.x.shape, gather_dim=call.gather_dim)
 
 
 def _bytes_of_ranks(call: GatherCall, group: ProcessGroup) -> list[int]:

@@ -224,7 +224,11 @@ def gather_saves_us(problem: AllGatherMatmulProblem) -> float:
         return 0.0
     fused, _ = ranked[0]
     if problem.exchanged:
-        return one_shot.exchange_us(problem.moved, size) + gemm_tiles.matmul_us(m, n, size * k, problem.spec) - fused
+        return (
+            one_shot.exchange_us(problem.moved, size)
+            + gemm_tiles.matmul_us(m, n, size * k, problem.spec)
+            - fused
+        )
     if not problem.split_k:
         unfused = gemm_tiles.unfused_us(size * m, n, k, problem.moved, problem.spec, problem.scaled)
     else:

@@ -138,9 +138,9 @@ class AllGatherMatmulPush:
 
     Args:
         workspace: with room for ``configs.gather_push_layout``, the same call site on every rank.
-        a, bs: examples of the operands: the shard [m, K], exchanged [W * m, K], as ``can_take`` wants it, and up to MOST_BS matrices [K, N_i]
-            (with the configuration's ``split_k`` [W * K, N_i]), all with K contiguous or all with N. Every launch gets
-            tensors of these sizes, strides and dtype.
+        a, bs: examples of the operands: the shard [m, K] as ``can_take`` wants it, and up to MOST_BS matrices [K, N_i]
+            (with the configuration's ``split_k`` [W * K, N_i], with ``exchanged`` the shard [W * m, K]), all with K
+            contiguous or all with N. Every launch gets tensors of these sizes, strides and dtype.
         config: the same on every rank.
         num_sms: blocks to launch. Those that send first must find an SM each.
         return_A: each launch writes the gathered shards, too.

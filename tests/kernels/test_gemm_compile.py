@@ -105,7 +105,11 @@ PROGRAMS: dict[str, Program] = {
         f"matmul_reduce_scatter-apart-{order}-{size}": scatter(
             tile, order, size, replace(ROUNDED, apart=True), split_n=True
         )
-        for order, size, tile in (("rows", 2, LARGEST), ("columns", 4, OTHERS[0]), ("odd_rows", 8, OTHERS[-1]))
+        for order, size, tile in (
+            ("rows", 2, LARGEST),
+            ("columns", 4, OTHERS[0]),
+            ("odd_rows", 8, OTHERS[-1]),
+        )
     },
     **{
         f"all_gather_matmul-exchanged-{order}": gather(

@@ -21,7 +21,10 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 MISTAKES = {
     "nobody waits for the others": ("if (threadIdx.x != 0) return;", "return;"),
     "words of others are not taken": ("} else if (threadIdx.x == 0) {", "} else if (false) {"),
-    "another rank receives": ("exact.send(ROOT, index, next);", "exact.send((ROOT + 1) % WORLD_SIZE, index, next);"),
+    "another rank receives": (
+        "exact.send(ROOT, index, next);",
+        "exact.send((ROOT + 1) % WORLD_SIZE, index, next);",
+    ),
 }
 
 
@@ -36,7 +39,11 @@ def right(library: Library, world_size: int, root: int, seed: int, calls: int) -
     choice, ranks, made = random.Random(seed), Ranks(library, ExchangeLayout(world_size, 256)), []
     for call in range(calls):
         dtype, rows = choice.choice([torch.uint8, torch.int16, torch.int64]), choice.choice([1, 2, 5])
-        n, shift, config = choice.choice([1, 16, 31, 100, 320]), choice.randrange(2), small(world_size, choice, True)
+        n, shift, config = (
+            choice.choice([1, 16, 31, 100, 320]),
+            choice.randrange(2),
+            small(world_size, choice, True),
+        )
         if call < 4:  # each kernel at least once
             rows, dtype, shift, n = 1, torch.uint8, 0, (16, 31, 16 * 70, 16 * 70 + 1)[call]
             config = RoundsConfig(32, 1, 32, True)
@@ -64,7 +71,9 @@ def right(library: Library, world_size: int, root: int, seed: int, calls: int) -
 def test_all_comes_to_the_root(tmp_path: Path, world_size: int) -> None:
     seed = random.randrange(1 << 30)
     root = seed % world_size
-    assert right(compiled(tmp_path, world_size, root), world_size, root, seed, 60 // world_size + 6), f"seed {seed}"
+    assert right(compiled(tmp_path, world_size, root), world_size, root, seed, 60 // world_size + 6), (
+        f"seed {seed}"
+    )
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
