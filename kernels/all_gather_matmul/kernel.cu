@@ -2,8 +2,8 @@
 //
 // Computes C[src] = A[src] @ B for every rank src: A[src] [m, K] are the rows of rank src, B [K, N] is this rank's, C
 // [W, m, N]. Up to MOST_BS matrices B share one A. Accumulators are float32. With SPLIT_K shards lie side by side along
-// K: B is [W, K, N], and C [m, N] the sum of A[src] @ B[src] in rank order, so ranks with equal B get equal bits. With
-// ALL_TO_ALL each rank gets rows of its own: A is [W, m, K], and A[src] what src has for this rank.
+// K: B is [W, K, N], and C [m, N] the sum of A[src] @ B[src] in rank order, so ranks with equal B get equal bits; with
+// ALL_TO_ALL, too, each rank gets rows of its own of every rank's A [W, m, K].
 //
 // With RETURN_A also writes the gathered A, [W, m, K], with SPLIT_K [m, W * K]: whoever computes a tile stores its share
 // of the rows of A that it has loaded for that.
@@ -52,9 +52,6 @@ constexpr int ORDER = SENT + PUSHERS;  // where the order stands among them
 constexpr int SHARE = weft::COUNTS - 4;  // 1 + the share that the pushing warp has drawn
 constexpr int POSTED = weft::COUNTS - 3;  // shares whose flags are posted
 
-#if ALL_TO_ALL && !SPLIT_K
-#error "ALL_TO_ALL: with SPLIT_K"
-#endif
 static_assert(weft::CHUNKS <= 32, "a lane waits for each");
 static_assert(BM % CHUNK_ROWS == 0 && K_CHUNK_COLUMNS % CHUNK_COLUMNS == 0 && K_CHUNK_COLUMNS % weft::BK == 0);
 
@@ -105,13 +102,12 @@ __device__ __forceinline__ Steps steps_of(const Params& p, const Order& order) {
     return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), p.comm_sms, p.skipped_steps, first_wave};
 }
 
-#ifdef FP8_TYPES
 #if OUT_FLOAT32
 using Out = float;
 #else
 using Out = weft::u16;
 #endif
-
+#ifdef FP8_TYPES
 // By all lanes of a pushing warp: the scales of a chunk's rows to all peers.
 __device__ __forceinline__ void push_scales(const Params& p, const Chunk& chunk) {
     const int world_size = p.buffer.world_size, rank = p.watch.rank, end = min(chunk.row + CHUNK_ROWS, p.m);
@@ -133,8 +129,6 @@ __device__ __forceinline__ weft::TileScales scales_of(const Params& p, const Til
     const float* a = t.src == p.watch.rank ? p.own_scales : p.scales + static_cast<u64>(t.src) * p.of_blocks;
     return {p.of_b[t.b], a, p.m, t.row * BM, p.m, t.column * BN, p.n[t.b]};
 }
-#else
-using Out = weft::u16;
 #endif
 
 // Pushing warp `pusher` of the launch's `pushers`: its chunks, from the local rows to all peers. Ordinary stores: where
