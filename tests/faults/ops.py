@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from case import Case, numbers
-from exchange_cases import exchanged, exchanged_and_multiplied, gathered_to_one, product_exchanged
+from exchange_ops import exchanged, exchanged_and_multiplied, gathered_to_one, product_exchanged
 from weft.fused_ops import (
     MoeHandle,
     cross_entropy_of_sharded_logits,
