@@ -31,6 +31,7 @@ from .estimate import (
     slot_bytes,
 )
 
+EXCHANGED_OP = "fused_all_to_all_matmul"  #: of rows that each rank has for each
 MOST_BS = 4  # of one launch
 # Rows of a chunk and columns of a k-chunk (which has at most 32 chunks of a row of tiles): with communication SMs and
 # without, each for one wave of tiles and for more. Measured with one rank of 2 and of 4 alone. Between more than four a
@@ -76,7 +77,7 @@ class GatherKernelCall:
     """What a kernel is called with.
 
     Attributes:
-        a: the own shard, [m, K], contiguous, or as ``takes_rows`` allows.
+        a: the own shard, [m, K], contiguous, or as ``takes_rows`` allows; with ``exchanged`` [W * m, K].
         bs: each [K, N_i]; with ``split_k`` [W * K, N_i]. All tensors begin at multiples of 16 bytes.
         num_sms: SMs that it may use.
         split_k: shards lie side by side: ``A = cat(shards, 1)``, and the products add up over them.
@@ -84,6 +85,7 @@ class GatherKernelCall:
         preferred: the algorithm to take where it can be, "push", "one_shot" or "copy_engine"; None for the fastest.
         scaled: the operands are fp8, two of them each number here.
         scales: theirs; given when the call is tuned and launched.
+        exchanged: each rank gets rows of its own of every rank's A; with ``split_k``.
     """
 
     a: torch.Tensor
@@ -94,15 +96,21 @@ class GatherKernelCall:
     preferred: str | None = None
     scaled: ScaledProducts | None = None
     scales: GatherScales | None = None
+    exchanged: bool = False
+
+    def rows(self, world_size: int) -> int:
+        """That a rank sends to another one."""
+        return self.a.shape[0] // world_size if self.exchanged else self.a.shape[0]
 
     def problem(self, world_size: int) -> AllGatherMatmulProblem:
-        (m, k), ns = self.a.shape, tuple(b.shape[1] for b in self.bs)
+        m, k, ns = self.rows(world_size), self.a.shape[1], tuple(b.shape[1] for b in self.bs)
         return AllGatherMatmulProblem(
             *(m, ns, k, world_size, self.num_sms, self.split_k, self.return_A),
             spec=device_spec_of(self.a.device, scaled=self.scaled is not None),
             scaled=self.scaled,
             itemsize=self.a.dtype.itemsize,
             copies=self.preferred == "copy_engine",
+            exchanged=self.exchanged,
         )
 
 
@@ -218,6 +226,12 @@ def gather_saves_us(problem: AllGatherMatmulProblem) -> float:
     if not (ranked := rank_gather_kernels(problem)):
         return 0.0
     fused, _ = ranked[0]
+    if problem.exchanged:
+        return (
+            one_shot.exchange_us(problem.moved, size)
+            + gemm_tiles.matmul_us(m, n, size * k, problem.spec)
+            - fused
+        )
     if not problem.split_k:
         unfused = gemm_tiles.unfused_us(size * m, n, k, problem.moved, problem.spec, problem.scaled)
     else:
@@ -280,6 +294,7 @@ def push_candidates(problem: AllGatherMatmulProblem) -> list[GatherPushConfig]:
                         split_k=split_k,
                         skipped_steps=skipped_steps,
                         scaled=problem.scaled,
+                        exchanged=problem.exchanged,
                     )
                     shortened = _with_first_wave(config, problem)
                     configs += [config] if shortened is None else [shortened, config]

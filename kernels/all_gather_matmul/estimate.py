@@ -27,6 +27,7 @@ class AllGatherMatmulProblem:
         scaled: the operands are fp8, two of them each number here.
         itemsize: bytes of a number.
         copies: copy engines are preferred, also where kernel.cu runs.
+        exchanged: each rank gets rows of its own; with ``split_k``.
     """
 
     m: int
@@ -40,6 +41,7 @@ class AllGatherMatmulProblem:
     scaled: ScaledProducts | None = None
     itemsize: int = 2
     copies: bool = False
+    exchanged: bool = False
 
     @property
     def has_gemm(self) -> bool:
@@ -70,6 +72,7 @@ class GatherPushConfig:
         k_chunk_columns: of a k-chunk, which is waited for as a whole.
         raster_group, remote_raster_group: pairs of local rows of tiles, and of the peers', in a raster group.
         split_k: shards lie side by side along K; then no row is all local.
+        exchanged: each rank gets rows of its own.
         skipped_steps: tiles that the others compute while the communication SMs send.
         first_wave: steps of the first wave, all of local rows; 0: a full wave.
         scaled: the operands are fp8.
@@ -86,6 +89,7 @@ class GatherPushConfig:
     skipped_steps: int = 0
     first_wave: int = 0
     scaled: ScaledProducts | None = None
+    exchanged: bool = False
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def tuned_gather(
     a, bs, num_sms, split_k = call.a, call.bs, call.num_sms, call.split_k
     problem = call.problem(heap.world_size)
     m, k, ns, size = problem.m, problem.k, problem.ns, problem.world_size
-    op = f"{OP} of the last dimension" if split_k else OP
+    op = configs.EXCHANGED_OP if call.exchanged else f"{OP} of the last dimension" if split_k else OP
     kind = f"{op} {m} x {k} @ {bs[0].shape[0]} x {'+'.join(map(str, ns))}, {a.dtype}, {num_sms} SMs"
     if call.return_A:
         kind += ", A returned"
@@ -184,7 +184,7 @@ def gather_operands(config: configs.AnyConfig, call: configs.GatherKernelCall) -
 def results_of(call: configs.GatherKernelCall, world_size: int) -> list[torch.Tensor]:
     """Memory for the products and, after them, for the gathered shards if they are wanted."""
     a, bs = call.a, call.bs
-    rows = a.shape[:1] if call.split_k else (world_size, a.shape[0])
+    rows = (call.rows(world_size),) if call.split_k else (world_size, a.shape[0])
     dtype = a.dtype if call.scaled is None else call.scaled.out_dtype
     products = [a.new_empty((*rows, b.shape[1]), dtype=dtype) for b in bs]
     return [*products, a.new_empty((*rows, bs[0].shape[0]))] if call.return_A else products

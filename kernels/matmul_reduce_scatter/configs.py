@@ -18,6 +18,7 @@ from ..device.gemm.one_shot import OneShotConfig
 from ..device.gemm.scaling import ScaledProducts, ScaleKind
 
 SCALED_OP = "fused_scaled_matmul_reduce_scatter"  #: of fp8 operands
+APART_OP = "fused_matmul_all_to_all"  #: of products that are not summed
 MOST_PRODUCTS = 4  # that kernel.cu adds
 # Rows of a rank from which on wide raster groups are as fast or up to 4 % faster; with 1024 rows 8 to 30 % slower.
 # (Between 2 ranks, bench/results/h100-x2-sustained.txt. Between 4 2 to 4 % faster, in one row of six 2 % slower.)
@@ -36,13 +37,14 @@ class Epilogue:
     """What becomes of the local part of the sum: divided by the number of ranks or not; a ``bias`` [N] and a
     ``residual`` [L, m, N] of the operands' dtype added in float32, if there are; rounded to ``out_dtype``, that of the
     operands, or kept as it is in float32. ``to_all``: sent to all ranks, for an all-reduce; of the operands' dtype,
-    with nothing added."""
+    with nothing added. ``apart``: not summed, for an all-to-all; likewise."""
 
     out_dtype: torch.dtype
     average: bool = False
     bias: bool = False
     residual: bool = False
     to_all: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True)

@@ -55,11 +55,22 @@ def _choose(
     is_modelled = a.dtype in gemm.DTYPES
     if problem.split_n and (why := why_last_dim_not_scattered(call.scaled, problem.n)) is not None:
         return why
+    if call.epilogue.apart:
+        return _apart(problem)
     if not (ranked := configs.rank_scatter_kernels(problem)):
         return WHY_NO_GEMM
     us, config = likeliest(ranked, call.preferred)
     layout, profitable = configs.scatter_layout(config, problem), configs.scatter_is_profitable(problem)
     return KernelChoice(algorithm_of(config), config, layout, profitable, us if is_modelled else None)
+
+
+def _apart(problem: configs.MatmulReduceScatterProblem) -> KernelChoice[configs.AnyConfig] | str:
+    """Of products that are not summed: kernel.cu, profitable where it beats cuBLAS with an exchange after it."""
+    if not (pushes := configs.rank_scatter_pushes(problem)):
+        return WHY_NO_GEMM
+    us, config = pushes[0]
+    profitable = us < configs.estimate_one_shot_scatter_us(problem)
+    return KernelChoice("push", config, configs.scatter_push_layout(config, problem), profitable, us)
 
 
 def adds_products(call: configs.ScatterKernelCall, world_size: int) -> bool:
@@ -92,7 +103,7 @@ def tuned_scatter(
     a, epilogue, num_sms = call.a, call.epilogue, call.num_sms
     problem = call.problem(heap.world_size)
     batches, m, n, k, size = problem.batches, problem.m, problem.n, problem.k, problem.world_size
-    op = f"{OP} of the last dimension" if call.split_n else OP
+    op = configs.APART_OP if epilogue.apart else f"{OP} of the last dimension" if call.split_n else OP
     kind = f"{op} {batches} x {size} x {m} x {k} @ {k} x {n}, {a.dtype} to {epilogue.out_dtype}"
     kind += f"{' + bias' * epilogue.bias}{' + residual' * epilogue.residual}, {num_sms} SMs"
     if call.more:
@@ -102,7 +113,7 @@ def tuned_scatter(
     candidates: list[Candidate[configs.AnyConfig]] = [
         Candidate(c, configs.scatter_layout(c, problem), algorithm_of(c))
         for _, config in configs.rank_scatter_kernels(problem)
-        if not (call.more and isinstance(config, OneShotConfig))
+        if not ((call.more or epilogue.apart) and isinstance(config, OneShotConfig))
         if not isinstance(config, CopiedConfig)  # the tuner's workspaces are not for copy engines
         for c in _both_ways(config)
     ]
@@ -110,7 +121,7 @@ def tuned_scatter(
 
     def make(workspace: Workspace[Any], config: configs.AnyConfig, timeout_ns: int) -> Callable[[], None]:
         if not results:
-            results.append(a.new_empty((batches, m, n), dtype=epilogue.out_dtype))
+            results.append(_result_of(call, size))
         kernel, given = fused_scatter(workspace, call, config), scatter_operands(config, call)
         return lambda: launch_prepared(workspace, config, kernel, given, results, timeout_ns)
 
@@ -163,10 +174,10 @@ def launch_matmul_reduce_scatter(
     timeout_ns: int,
     op: str,
 ) -> torch.Tensor:
-    """The own part of the sum with what the epilogue makes of it, [L, m, N]. ``op``: whose call it is."""
+    """The own part of the sum with what the epilogue makes of it, [L, m, N]; or of each rank apart, [W, L, m, N].
+    ``op``: whose call it is."""
     a, config, key = call.a, choice.config, _key(choice, call)
-    columns, given = call.columns(workspace.world_size), scatter_operands(config, call)
-    out = a.new_empty((a.shape[0], a.shape[2], columns), dtype=call.epilogue.out_dtype)
+    given, out = scatter_operands(config, call), _result_of(call, workspace.world_size)
     kernel: Any = workspace.prepared.get(key)
     if kernel is None:
         # Of all products: whether a rank stacks their factors or not is its own affair.
@@ -176,6 +187,12 @@ def launch_matmul_reduce_scatter(
         kernel = make_together(workspace, op, key, same, lambda: fused_scatter(workspace, call, config))
     launch_prepared(workspace, config, kernel, given, [out], timeout_ns)
     return out
+
+
+def _result_of(call: configs.ScatterKernelCall, world_size: int) -> torch.Tensor:
+    apart = (world_size,) * call.epilogue.apart
+    shape = (*apart, call.a.shape[0], call.a.shape[2], call.columns(world_size))
+    return call.a.new_empty(shape, dtype=call.epilogue.out_dtype)
 
 
 def scatter_launcher(

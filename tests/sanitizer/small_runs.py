@@ -35,6 +35,7 @@ from weft.fused_ops import (
     one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_to_all,
+    one_shot_gather,
     one_shot_reduce_scatter,
 )
 from weft.fused_ops.dispatch.plan import forced
@@ -208,6 +209,10 @@ def alone(rank: int, size: int, seed: int) -> None:
                         gathered = one_shot_all_gather(put(xs[rank]), dim, dist.group.WORLD)
                         fused()
                         same(f"all-gather {more} {dim}", gathered, torch.cat(xs, dim))
+                        out = one_shot_gather(put(xs[rank]), dim, dim % size, dist.group.WORLD)
+                        fused()
+                        if rank == dim % size:
+                            same(f"gather {more} {dim}", out, torch.cat(xs, dim))
                         if more[dim] % size == 0:
                             out = one_shot_reduce_scatter(put(xs[rank]), "sum", dim, dist.group.WORLD)
                             fused()
