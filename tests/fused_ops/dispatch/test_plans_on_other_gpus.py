@@ -15,6 +15,7 @@ from weft.fused_ops.dispatch.profitability import OPS, FusionCandidate, expected
 from weft.kernels.all_gather_matmul import on_cuda as gathers
 from weft.kernels.device.capability import ARCHS, HOPPER
 from weft.kernels.device.device_spec import device_spec_of
+from weft.kernels.device.gemm.gemm_tiles import suited
 from weft.kernels.device.gemm.supported import WHY_NO_FLOAT32, WHY_NO_GEMM
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatters
 from weft.symm_mem.backends import cuda_state
@@ -114,6 +115,26 @@ def test_large_products(on: Callable[..., None], monkeypatch: pytest.MonkeyPatch
     x, (w,), _, group = args
     along_k = plan(fused_ops.fused_all_gather_matmul, x, [torch.cat([w, w])], 1, group)
     assert (along_k.algorithm, along_k.reason) == ("unfused", WHY_NO_GEMM)
+
+
+def test_products_by_tcgen05(on: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_UNTESTED", "1")
+    on(B200)
+    spec = device_spec_of(torch.device("cuda", 0))
+    assert spec.has_gemm and spec.tensor_memory
+    assert not device_spec_of(torch.device("cuda", 0), scaled=True).has_gemm
+    for m in (1024, 8192):
+        assert {(t.block_m, t.block_n) for t in suited(m, 8192, 4096, 2, stores_only=True, spec=spec)} <= {
+            (128, 128),
+            (128, 192),
+            (128, 256),
+        }
+    found = plans(m=8192)
+    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        assert found[name].algorithm == "push", found[name]
+    for name, each in found.items():
+        if "scaled" in name:
+            assert each.algorithm != "push", each
 
 
 @pytest.mark.parametrize("of", [A100, HOPPER, B200])
