@@ -1,4 +1,4 @@
-"""The check of a group's first heap before kernels are taken that were never run on such GPUs.
+"""The check of a group's first heap before kernels are taken that were never run on such GPUs, or over PCIe.
 
 PCIe peer access has been seen to return wrong data on patched drivers, and an architecture that a kernel only compiles
 for may order memory in another way than those it was run on. So every pair of ranks first exchanges patterns by plain
@@ -32,28 +32,27 @@ _warned: set[str] = set()
 
 
 def check_new_heap(heap: Heap) -> None:
-    """Does nothing but on GPUs that no kernel was run on, with WEFT_UNTESTED=1. Collective.
+    """Does nothing but on GPUs that no kernel was run on, with WEFT_UNTESTED=1, and over PCIe. Collective.
 
     Raises:
         HeapUnavailable: on all ranks, if a check failed on one.
         PeerTimeout: a rank does not come.
     """
-    if heap.device.type != "cuda" or not (takes_untested() and is_untested(heap.device)):
+    if heap.device.type != "cuda":
         return
-    arch = arch_of(heap.device)
-    if arch not in _warned:
-        _warned.add(arch)
-        _log.warning(
-            "WEFT_UNTESTED=1: weft's kernels were compiled for %s, but never run there; each group's first heap is "
-            "checked",
-            arch,
-        )
+    untested = [f"on {arch_of(heap.device)}"] * (takes_untested() and is_untested(heap.device))
+    where = " ".join([*untested, *["over PCIe"] * heap.backend.over_pcie])
+    if not where:
+        return
+    if where not in _warned:
+        _warned.add(where)
+        _log.warning("weft's kernels were never run %s: each group's first heap is checked", where)
     try:
         run_checks(heap)
     except PeerTimeout:
         raise
     except WeftError as e:
-        raise HeapUnavailable(f"kernels that were never run on {arch} failed their check: {e}") from e
+        raise HeapUnavailable(f"kernels that were never run {where} failed their check: {e}") from e
 
 
 def run_checks(heap: Heap) -> None:

@@ -2,7 +2,8 @@
 //
 // Computes C[src] = A[src] @ B for every rank src: A[src] [m, K] are the rows of rank src, B [K, N] is this rank's, C
 // [W, m, N]. Up to MOST_BS matrices B share one A. Accumulators are float32. With SPLIT_K shards lie side by side along
-// K: B is [W, K, N], and C [m, N] the sum of A[src] @ B[src] in rank order, so ranks with equal B get equal bits.
+// K: B is [W, K, N], and C [m, N] the sum of A[src] @ B[src] in rank order, so ranks with equal B get equal bits; with
+// ALL_TO_ALL, too, each rank gets rows of its own of every rank's A [W, m, K].
 //
 // With RETURN_A also writes the gathered A, [W, m, K], with SPLIT_K [m, W * K]: whoever computes a tile stores its share
 // of the rows of A that it has loaded for that.
@@ -55,13 +56,13 @@ static_assert(weft::CHUNKS <= 32, "a lane waits for each");
 static_assert(BM % CHUNK_ROWS == 0 && K_CHUNK_COLUMNS % CHUNK_COLUMNS == 0 && K_CHUNK_COLUMNS % weft::BK == 0);
 
 struct Params {
-    weft::TensorMap own;  // A [1, 1, m, K], boxes of a stage
+    weft::TensorMap own;  // A [1, 1, m, K], with ALL_TO_ALL [1, W, m, K], boxes of a stage
     weft::TensorMap gathered;  // the local buffer [1, W, m, K], boxes of a stage
     weft::TensorMap returned;  // with RETURN_A [1, W, m, K], boxes of a warpgroup's rows of a stage
     weft::TensorMap b[MOST_BS];  // with SPLIT_K [W, K, N] each
     weft::WaitParams watch;
     weft::BufferWords buffer;
-    const weft::u16* a;  // A [m, K], rows `stride` elements apart
+    const weft::u16* a;  // A [m, K], with ALL_TO_ALL [W, m, K], rows `stride` elements apart
     weft::u16* data;  // the local buffer [W, m, K]
     weft::u16* c[MOST_BS];  // [W, m, N], with SPLIT_K [m, N]
     int n[MOST_BS];
@@ -101,13 +102,12 @@ __device__ __forceinline__ Steps steps_of(const Params& p, const Order& order) {
     return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), p.comm_sms, p.skipped_steps, first_wave};
 }
 
-#ifdef FP8_TYPES
 #if OUT_FLOAT32
 using Out = float;
 #else
 using Out = weft::u16;
 #endif
-
+#ifdef FP8_TYPES
 // By all lanes of a pushing warp: the scales of a chunk's rows to all peers.
 __device__ __forceinline__ void push_scales(const Params& p, const Chunk& chunk) {
     const int world_size = p.buffer.world_size, rank = p.watch.rank, end = min(chunk.row + CHUNK_ROWS, p.m);
@@ -129,8 +129,6 @@ __device__ __forceinline__ weft::TileScales scales_of(const Params& p, const Til
     const float* a = t.src == p.watch.rank ? p.own_scales : p.scales + static_cast<u64>(t.src) * p.of_blocks;
     return {p.of_b[t.b], a, p.m, t.row * BM, p.m, t.column * BN, p.n[t.b]};
 }
-#else
-using Out = weft::u16;
 #endif
 
 // Pushing warp `pusher` of the launch's `pushers`: its chunks, from the local rows to all peers. Ordinary stores: where
@@ -160,16 +158,20 @@ __device__ __forceinline__ void push(
             for (int row = chunk.row + lane / LANES; row < chunk.row + CHUNK_ROWS; row += ROWS * VECTORS) {
                 uint4 v[VECTORS];
                 const int left = p.m - row;
-                const weft::u16* from = p.a + static_cast<u64>(row) * p.stride + column;
+                const auto load = [&](u64 first) {
+                    const weft::u16* from = p.a + (first + row) * p.stride + column;
 #pragma unroll
-                for (int i = 0; i < VECTORS; ++i) {
-                    if (i * ROWS < left) v[i] = __ldg(reinterpret_cast<const uint4*>(from + i * from_stride));
-                }
+                    for (int i = 0; i < VECTORS; ++i) {
+                        if (i * ROWS < left) v[i] = __ldg(reinterpret_cast<const uint4*>(from + i * from_stride));
+                    }
+                };
+                if (!ALL_TO_ALL) load(0);
                 weft::u16* slot = p.data + (static_cast<u64>(rank) * p.m + row) * p.k + column;
 #pragma unroll 1
                 for (int offset = 1; offset < world_size; ++offset) {
                     const int peer = rank >= offset ? rank - offset : rank - offset + world_size;
                     weft::u16* to = weft::on_rank(slot, p.watch, p.buffer, peer);
+                    if (ALL_TO_ALL) load(static_cast<u64>(peer) * p.m);
                     limiter.wait();
 #pragma unroll
                     for (int i = 0; i < VECTORS; ++i) {
@@ -269,7 +271,7 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
         const Tile t = order.tile(p, steps.step, s.block);
         each_part(p, t, [&](int src) {
             const bool own = src == p.watch.rank;
-            const weft::Rows rows{t.row * BM, own ? 0 : src, 0};
+            const weft::Rows rows{t.row * BM, own && !ALL_TO_ALL ? 0 : src, 0};
             const weft::TensorMap& a = own ? p.own : p.gathered;
             for (int i = 0; i < depth; ++i) {
                 if (!own && i % (K_CHUNK_COLUMNS / weft::BK) == 0) weft::wait_count(s.counts + ARRIVED, ++needed);

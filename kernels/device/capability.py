@@ -108,7 +108,11 @@ KERNELS: dict[str, KernelRow] = {
         ("async_collectives",), ALL, _COPIES, "2 H100", "2026-11-27", "h100-x2-gathered-weights.txt"
     ),
     "device/comm/acquire.cu": KernelRow(
-        ("all_gather_matmul", "async_collectives"), ALL, _COPIES, *_H200, "h200-x2-sanitizer.txt"
+        ("all_gather_matmul", "matmul_reduce_scatter", "async_collectives"),
+        ALL,
+        _COPIES,
+        *_H200,
+        "h200-x2-sanitizer.txt",
     ),
     "float8_cast/kernel.cu": KernelRow((), _FROM_ADA, "fp8", "H200", "2026-11-29", "h200-x1-float8-cast.txt"),
     "grouped_matmul/kernel.cu": KernelRow(
@@ -138,7 +142,7 @@ KERNELS: dict[str, KernelRow] = {
     ),
     "linear_cross_entropy/triton_kernel.py": KernelRow((), ALL, "", *_H200, "h200-x2-vocabulary.json"),
     "moe_dispatch/kernel.cu": KernelRow(
-        ("moe_dispatch",), ALL, _PEERS, "H200", "2026-11-29", "h200-x1-moe-dispatch.txt"
+        ("moe_dispatch",), ALL, _PEERS, "2 H200", "2026-11-29", "h200-x2-expert_parallel.json"
     ),
     "moe_route/kernel.cu": KernelRow(
         ("moe_route",), _FROM_HOPPER, "clusters", "H200", "2026-11-29", "h200-x1-grouped-matmul.txt"

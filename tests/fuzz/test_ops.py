@@ -19,7 +19,17 @@ from weft.fused_ops.dispatch import plan
 
 sys.path.insert(0, str(Path(__file__).parent))
 import values as v
-from collective_calls import RANKS, all_gather, all_reduce, all_to_all, reduce_scatter
+from collective_calls import (
+    RANKS,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    all_to_all_matmul,
+    gather,
+    matmul_all_to_all,
+    reduce_scatter,
+    sent,
+)
 
 ENV = {"WEFT_TIMEOUT": "20"}
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -39,6 +49,9 @@ NAMES = {
     "one_shot_all_gather": r"x|gather_dim|group|out|counts(\[\d+\])?",
     "one_shot_reduce_scatter": r"x|reduce_op|scatter_dim|group|out|counts(\[\d+\])?",
     "one_shot_all_to_all": "x|scatter_dim|gather_dim|group",
+    "one_shot_gather": r"x|gather_dim|root|group|counts(\[\d+\])?",
+    "fused_matmul_all_to_all": "A|B|gather_dim|group",
+    "fused_all_to_all_matmul": "A|B|scatter_dim|group",
     "fused_all_reduce_rms_norm": "x|residual|weight|eps|group|weight_offset|round_sum",
     "fused_all_reduce_rms_norm_quant": f"x|residual|weight|eps|group|{'|'.join(QUANT)}",
     "fused_all_reduce_layer_norm": "x|residual|weight|bias|eps|group|weight_offset",
@@ -179,6 +192,9 @@ def calls(draw: st.DrawFn) -> tuple[str, list[Any]]:
             all_gather().map(lambda a: ("one_shot_all_gather", a)),
             reduce_scatter().map(lambda a: ("one_shot_reduce_scatter", a)),
             all_to_all().map(lambda a: ("one_shot_all_to_all", a)),
+            gather().map(lambda a: ("one_shot_gather", a)),
+            matmul_all_to_all().map(lambda a: ("fused_matmul_all_to_all", a)),
+            all_to_all_matmul().map(lambda a: ("fused_all_to_all_matmul", a)),
             all_reduce_rms_norm().map(lambda a: ("fused_all_reduce_rms_norm", a)),
             all_reduce_rms_norm_quant().map(lambda a: ("fused_all_reduce_rms_norm_quant", a)),
             all_reduce_layer_norm().map(lambda a: ("fused_all_reduce_layer_norm", a)),
@@ -217,6 +233,8 @@ def invoke(op: str, args: list[Any]) -> Any:
         return fused_ops.fused_all_gather_scaled_matmul(*args, return_A=last)
     if op == "fused_all_gather_matmul":
         return fused_ops.fused_all_gather_matmul(*args, return_A=last)
+    if op == "one_shot_gather":
+        return fused_ops.one_shot_gather(*args, counts=last)
     if op in ("one_shot_all_gather", "one_shot_reduce_scatter"):
         *args, out = args
         return getattr(fused_ops, op)(*args, out=out, counts=last)
@@ -246,12 +264,8 @@ def reference(op: str, every: list[list[Any]], rank: int) -> Any:
     first = [args[0].detach().double() for args in every]
     if op.startswith("one_shot_all_reduce"):
         return sum(first) / (len(every) if every[0][1] == "avg" else 1), first
-    if op == "one_shot_all_gather":
-        return torch.cat(first, every[rank][1]), None
-    if op == "one_shot_all_to_all":
-        scatter_dim, gather_dim = every[rank][1:3]
-        parts = [x.chunk(len(every), scatter_dim)[rank] if x.shape[scatter_dim] else x for x in first]
-        return torch.cat(parts, gather_dim), None
+    if "all_to_all" in op or op in ("one_shot_all_gather", "one_shot_gather"):
+        return sent(op, every, rank), None
     if op == "one_shot_reduce_scatter":
         dim = int(every[0][2])
         size = first[0].shape[dim]

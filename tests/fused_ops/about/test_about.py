@@ -125,6 +125,9 @@ def test_a_pair_over_pcie(monkeypatch: pytest.MonkeyPatch) -> None:
     for pair in (PCIE, L40S):
         said = lines(pair, monkeypatch)
         assert "0: peer-to-peer access to all others, over PCIe, where no kernel was run" in said
+        assert any(
+            line.startswith("over PCIe: a group's first heap is checked; large matmuls go") for line in said
+        )
         assert "a heap across all of them: possible" in said
     apart = [replace(gpu, reaches=(), by_nvlink=()) for gpu in L40S]  # as GeForce cards are
     said = lines(apart, monkeypatch)

@@ -30,6 +30,7 @@ def made(op: str) -> tuple[list[Tensor], Call, int]:
     """Fresh operands of an op, the call, and how many Python calls it may take when it is repeated."""
     n, of, g = torch.randn, fused_ops, world()
     x, matrix, whole, rows = n(17, 9), n(9, 7), n(34, 9), n(17, 9)
+    wide, tall = n(9, 14), n(18, 7)
     ids = torch.arange(34).view(17, 2) % 6
     handle = of.moe_dispatch(x, ids, 6, g, capacity=36)[2] if op == "moe_combine" else None
     scales = [torch.rand(()) + 0.5, torch.rand(()) + 0.5]
@@ -44,6 +45,9 @@ def made(op: str) -> tuple[list[Tensor], Call, int]:
         ),
         "reduce_scatter": ([whole], lambda t: of.one_shot_reduce_scatter(t[0], "avg", 0, g), 52),
         "all_to_all": ([whole], lambda t: of.one_shot_all_to_all(t[0], 0, 1, g), 58),
+        "gather": ([x], lambda t: of.one_shot_gather(t[0], 1, 0, g), 58),
+        "matmul_all_to_all": ([x, wide], lambda t: of.fused_matmul_all_to_all(*t, 0, g), 64),
+        "all_to_all_matmul": ([whole, tall], lambda t: of.fused_all_to_all_matmul(*t, 0, g), 64),
         "moe_dispatch": (
             [x, ids],
             lambda t: of.moe_dispatch(t[0], t[1], 6, g, align=2),
@@ -84,6 +88,7 @@ def made(op: str) -> tuple[list[Tensor], Call, int]:
 
 OPS = (
     *("all_reduce", "all_reduce_", "all_gather", "all_gather_out", "reduce_scatter", "all_to_all"),
+    *("gather", "matmul_all_to_all", "all_to_all_matmul"),
     *("moe_dispatch", "moe_combine"),
     *("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"),
     *("rms_norm", "layer_norm", "rms_norm_quant"),
@@ -144,7 +149,7 @@ def again(rank: int, world_size: int, op: str) -> None:
         if isinstance(y, Tensor):
             assert x.dtype == y.dtype and x.stride() == y.stride()
             assert torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
-            assert x.data_ptr() != y.data_ptr() and not x.requires_grad
+            assert (x.data_ptr() != y.data_ptr() or not x.numel()) and not x.requires_grad
     call(operands), call(operands)
     # A rank that waits makes calls that one which finds its data there does not.
     count = min(counted(lambda: call(operands)) for _ in range(30))

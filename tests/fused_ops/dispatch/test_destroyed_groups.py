@@ -26,12 +26,15 @@ from weft.fused_ops import (
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
     fused_all_reduce_rms_norm_quant,
+    fused_all_to_all_matmul,
     fused_matmul_all_reduce,
+    fused_matmul_all_to_all,
     fused_matmul_reduce_scatter,
     one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
     one_shot_all_to_all,
+    one_shot_gather,
     one_shot_reduce_scatter,
 )
 from weft.fused_ops.ops import op as op_module
@@ -159,6 +162,9 @@ CALLS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "all_gather_out": lambda x, w: one_shot_all_gather(x, 0, None, out=w),
     "reduce_scatter": lambda x, w: one_shot_reduce_scatter(x, "sum", 0, None),
     "all_to_all": lambda x, w: one_shot_all_to_all(x, 0, 0, None),
+    "gather": lambda x, w: one_shot_gather(x, 0, 0, None),
+    "matmul_all_to_all": lambda x, w: fused_matmul_all_to_all(x, w, 0, None),
+    "all_to_all_matmul": lambda x, w: fused_all_to_all_matmul(x, torch.cat([w, w]), 0, None),
     "reduce_scatter_out": lambda x, w: one_shot_reduce_scatter(w, "sum", 0, None, out=x),
 }
 

@@ -101,7 +101,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
 def test_when_it_is_made(
     use: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    on_gpu, on_cpu = (SimpleNamespace(device=torch.device(kind)) for kind in ("cuda", "cpu"))
+    nvlink, pcie = (SimpleNamespace(over_pcie=over) for over in (False, True))
+    on_gpu, on_cpu = (SimpleNamespace(device=torch.device(kind), backend=nvlink) for kind in ("cuda", "cpu"))
     checked: list[Any] = []
     monkeypatch.setattr(self_check, "run_checks", checked.append)
     use("80")
@@ -112,11 +113,15 @@ def test_when_it_is_made(
         for heap in (on_gpu, on_cpu, on_gpu):
             self_check.check_new_heap(heap)  # type: ignore[arg-type]
     assert checked == [on_gpu] * 2 and len(caplog.records) == 1
-    assert "compiled for compute_80, but never run there" in caplog.text
+    assert "never run on compute_80: each group's first heap is checked" in caplog.text
     monkeypatch.delenv("WEFT_ARCH")
     capability.simulated_capability.cache_clear()
     self_check.check_new_heap(on_gpu)  # type: ignore[arg-type]
     assert len(checked) == 2
+    monkeypatch.delenv("WEFT_UNTESTED")  # Hoppers over PCIe are checked whatever it says
+    with caplog.at_level(logging.WARNING):
+        self_check.check_new_heap(SimpleNamespace(device=on_gpu.device, backend=pcie))  # type: ignore[arg-type]
+    assert len(checked) == 3 and "never run over PCIe: each group's" in caplog.text
 
 
 @pytest.mark.parametrize("arch", ["89", None])
@@ -126,7 +131,10 @@ def test_a_heap_is_checked_as_it_is_made(
     def allocate(size: int, tag: str) -> None:
         raise WeftError(f"nothing for the {tag}")
 
-    made = SimpleNamespace(device=torch.device("cuda"), world_size=2, rank=0, allocate=allocate)
+    links = SimpleNamespace(over_pcie=False)
+    made = SimpleNamespace(
+        device=torch.device("cuda"), world_size=2, rank=0, allocate=allocate, backend=links
+    )
     monkeypatch.setattr(registry, "Heap", lambda group, device: made)
     group: Any = SimpleNamespace(
         name=lambda: "nccl", group_name="0", _get_backend=lambda device: SimpleNamespace(name=lambda: "nccl")
@@ -143,3 +151,6 @@ def test_a_heap_is_checked_as_it_is_made(
         assert "never run on compute_89 failed their check: nothing for the check of peer access" in str(
             found
         )
+    monkeypatch.delenv("WEFT_UNTESTED")
+    links.over_pcie = True
+    assert "never run over PCIe failed their check" in str(registry._make(group, made.device))

@@ -21,9 +21,11 @@ from weft.fused_ops import (
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
     fused_all_reduce_rms_norm_quant,
+    fused_all_to_all_matmul,
     fused_grouped_matmul_all_reduce,
     fused_grouped_matmul_reduce_scatter,
     fused_matmul_all_reduce,
+    fused_matmul_all_to_all,
     fused_matmul_reduce_scatter,
     fused_moe_combine_all_reduce,
     fused_moe_combine_all_reduce_rms_norm,
@@ -34,6 +36,7 @@ from weft.fused_ops import (
     one_shot_all_reduce,
     one_shot_all_reduce_,
     one_shot_all_to_all,
+    one_shot_gather,
     one_shot_reduce_scatter,
 )
 from weft.fused_ops.dispatch import plan
@@ -62,6 +65,16 @@ def products(rank: int, world_size: int) -> None:
     check("reduce_scatter", part, sum(gather(A)).chunk(world_size)[rank], 1e-6)
     exchanged = one_shot_all_to_all(A, 0, 1, world())
     check("all_to_all", exchanged, torch.cat([x.chunk(world_size)[rank] for x in gather(A)], 1), 0)
+    to_first = one_shot_gather(A, 0, 0, world())
+    whole_A = torch.cat(gather(A))
+    check("gather", to_first, whole_A if rank == 0 else whole_A[:0], 0)
+    wide = torch.cat([B, B], 1)
+    heads = fused_matmul_all_to_all(A, wide, 0, world())
+    products = [a @ b for a, b in zip(gather(A), gather(wide), strict=True)]
+    check("matmul_all_to_all", heads, torch.cat([p.chunk(world_size, 1)[rank] for p in products]), 1e-6)
+    tall = torch.cat([B] * world_size)
+    multiplied = fused_all_to_all_matmul(A, tall, 0, world())
+    check("all_to_all_matmul", multiplied, exchanged.double() @ tall.double(), 1e-6)
     _, sums = fused_all_reduce_rms_norm(A, A, A[0], 1e-5, world())
     check("all_reduce_rms_norm", sums, sum(gather(A)) + A.double(), 1e-6)
     *_, sums = fused_all_reduce_rms_norm_quant(A, A, A[0], 1e-5, world())
@@ -114,6 +127,9 @@ def calls() -> list[tuple[Callable[..., Any], list[torch.Tensor]]]:
         (lambda a, b: one_shot_all_gather(a, 0, world(), out=b), [x, x.repeat(world().size(), 1)]),
         (lambda a: one_shot_reduce_scatter(a, "sum", 0, world()), [A]),
         (lambda a: one_shot_all_to_all(a, 1, 0, world()), [A]),
+        (lambda a: one_shot_gather(a, 1, 0, world()), [A]),
+        (lambda a, b: fused_matmul_all_to_all(a, b, 0, world()), [A, B]),
+        (lambda a, b: fused_all_to_all_matmul(a, b, 0, world()), [A, torch.cat([B] * world().size())]),
         (lambda a, b: one_shot_reduce_scatter(a, "min", 0, world(), out=b), [A, A.chunk(world().size())[0]]),
         (lambda a, b, c: fused_all_reduce_rms_norm(a, b, c, 1e-5, world()), [x, x, x[0]]),
         (lambda a, b, c: fused_all_reduce_rms_norm_quant(a, b, c, 1e-5, world()), [x, x, x[0]]),
@@ -141,7 +157,7 @@ def sent_to_experts(x: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor
     """Rows of experts of all ranks, and their sums, where they came from."""
     ids = torch.tensor([[0, 1], [3, 2], [1, 3], [4, 0]])[: x.shape[0]]
     rows, offs, handle = moe_dispatch(x, ids, 4, world(), align=2)
-    return [rows, offs, *handle, moe_combine(rows, handle, weights, world())]
+    return [offs, *handle, moe_combine(rows, handle, weights, world())]
 
 
 def same_bits(got: Any, wanted: Any) -> None:
