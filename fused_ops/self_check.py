@@ -62,7 +62,8 @@ def run_checks(heap: Heap) -> None:
         WeftError: on all ranks, if a check failed on one.
     """
     _check_patterns(heap)
-    for check in (_all_reduce, _all_gather, _reduce_scatter, _norm, _products):
+    collectives = (_all_reduce, _all_gather, _reduce_scatter, _norm)
+    for check in (*collectives, _gathered_products, _scattered_products):
         step = partial(check, heap)
         heap.rendezvous.run_on_all(f"check {check.__name__.lstrip('_')}", step)
 
@@ -162,23 +163,33 @@ def _norm(heap: Heap) -> None:
     _compare(normed, wanted, _CLOSE)
 
 
-def _products(heap: Heap) -> None:
-    """By tcgen05, of such calls as no other algorithm takes. Sums are of at most 64 numbers up to 4."""
+def _weight(heap: Heap) -> Tensor | None:
+    """Sums of its columns have at most 64 numbers up to 4. None where products are not by tcgen05."""
     if heap.device.type == "cuda" and not has_tensor_memory(heap.device):
-        return
-    size, rank = heap.world_size, heap.rank
+        return None
     b = _sent(9, (_DEPTH, _COLUMNS), heap) // 4
     b[torch.arange(_DEPTH, device=heap.device) % 4 != 0] = 0
-    shards = [_sent(sender, (_PART_ROWS, _DEPTH), heap) for sender in range(size)]
-    A, (C,) = _run(heap, "fused_all_gather_matmul", shards[rank], [b], 0)
+    return b
+
+
+def _gathered_products(heap: Heap) -> None:
+    """A call as no other algorithm takes, and a grouped product of the same rows."""
+    if (b := _weight(heap)) is None:
+        return
+    shards = [_sent(rank, (_PART_ROWS, _DEPTH), heap) for rank in range(heap.world_size)]
+    A, (C,) = _run(heap, "fused_all_gather_matmul", shards[heap.rank], [b], 0)
     _compare(A, torch.cat(shards))
     _compare(C, torch.cat(shards).float() @ b.float())
-    counts = torch.tensor(
-        [100, 100, _PART_ROWS], dtype=torch.int32, device=heap.device
-    )  # ends of three experts' rows
-    (grouped,) = multiply(A[:_PART_ROWS], [(torch.stack([b, b, -b]), None)], counts, None)
+    ends = torch.tensor([100, 100, _PART_ROWS], dtype=torch.int32, device=heap.device)
+    (grouped,) = multiply(A[:_PART_ROWS], [(torch.stack([b, b, -b]), None)], ends, None)
     _compare(grouped, torch.cat([C[:100], -C[100:_PART_ROWS]]))
-    parts = [_sent(sender, (2, size * _PART_ROWS, _DEPTH), heap) for sender in range(size)]
+
+
+def _scattered_products(heap: Heap) -> None:
+    """A call as no other algorithm takes."""
+    if (b := _weight(heap)) is None:
+        return
+    parts = [_sent(rank, (2, heap.world_size * _PART_ROWS, _DEPTH), heap) for rank in range(heap.world_size)]
     total = torch.stack([part.float() @ b.float() for part in parts]).sum(0).to(torch.bfloat16)
-    scattered = _run(heap, "fused_matmul_reduce_scatter", parts[rank], b, "sum", 1)[0]
-    _compare(scattered, total.chunk(size, 1)[rank])
+    scattered = _run(heap, "fused_matmul_reduce_scatter", parts[heap.rank], b, "sum", 1)[0]
+    _compare(scattered, total.chunk(heap.world_size, 1)[heap.rank])

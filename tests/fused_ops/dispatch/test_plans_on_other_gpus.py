@@ -17,6 +17,7 @@ from weft.fused_ops.dispatch.profitability import OPS, FusionCandidate, expected
 from weft.kernels.all_gather_matmul import on_cuda as gathers
 from weft.kernels.device.capability import ARCHS, HOPPER
 from weft.kernels.device.device_spec import device_spec_of
+from weft.kernels.device.gemm.gemm_tiles import suited
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatters
 from weft.symm_mem.backends import cuda_state
 from weft.symm_mem.heap.registry import _heaps, register_heap
@@ -140,6 +141,26 @@ def test_over_pcie_peers_are_served_one_after_the_other(
         for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
             assert found[name].algorithm == ("copy_engine" if overlapped else first[name].algorithm)
             assert first[name].algorithm != "push" or of == HOPPER
+
+
+def test_products_by_tcgen05(on: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_UNTESTED", "1")
+    on(B200)
+    spec = device_spec_of(torch.device("cuda", 0))
+    assert spec.has_gemm and spec.tensor_memory
+    assert not device_spec_of(torch.device("cuda", 0), scaled=True).has_gemm
+    for m in (1024, 8192):
+        assert {(t.block_m, t.block_n) for t in suited(m, 8192, 4096, 2, stores_only=True, spec=spec)} <= {
+            (128, 128),
+            (128, 192),
+            (128, 256),
+        }
+    found = plans(m=8192)
+    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        assert found[name].algorithm == "push", found[name]
+    for name, each in found.items():
+        if "scaled" in name:
+            assert each.algorithm != "push", each
 
 
 @pytest.mark.parametrize("of", [A100, HOPPER, B200])
