@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from op_table import op_calls
 from ranks import run_ranks
 from torch import Tensor
 from torch._inductor import config as inductor_config
@@ -28,11 +29,7 @@ from weft.fused_ops import (
     fused_all_reduce_rms_norm_quant,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
-    one_shot_all_gather,
     one_shot_all_reduce,
-    one_shot_all_reduce_,
-    one_shot_all_to_all,
-    one_shot_reduce_scatter,
 )
 from weft.fused_ops.ops import op as op_module
 
@@ -141,42 +138,20 @@ def test_a_group_is_made_anew_at_the_same_port(tmp_path: Path) -> None:
     run_ranks(again_and_again, SIZE, port, USES, tmp_path, fresh=True, timeout=100)
 
 
-# Of each op a call of two operands. Those of one have the second for `out`, or not at all.
-CALLS: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "all_gather_matmul": lambda x, w: fused_all_gather_matmul(x, [w], 0, None),
-    "matmul_reduce_scatter": lambda x, w: fused_matmul_reduce_scatter(x, w, "sum", 0, None),
-    "matmul_all_reduce": lambda x, w: fused_matmul_all_reduce(x, w, "sum", None),
-    "all_reduce": lambda x, w: one_shot_all_reduce(x, "sum", None),
-    "all_reduce_": lambda x, w: one_shot_all_reduce_(x, "sum", None),
-    "all_reduce_rms_norm": lambda x, w: fused_all_reduce_rms_norm(x, None, w[:, 0].contiguous(), 1e-5, None),
-    "all_reduce_rms_norm_quant": lambda x, w: fused_all_reduce_rms_norm_quant(
-        x, None, w[:, 0].contiguous(), 1e-5, None
-    ),
-    "all_reduce_layer_norm": lambda x, w: fused_all_reduce_layer_norm(
-        x, None, None, w[:, 0].contiguous(), 1e-5, None
-    ),
-    "all_gather": lambda x, w: one_shot_all_gather(x, 0, None),
-    "all_gather_out": lambda x, w: one_shot_all_gather(x, 0, None, out=w),
-    "reduce_scatter": lambda x, w: one_shot_reduce_scatter(x, "sum", 0, None),
-    "all_to_all": lambda x, w: one_shot_all_to_all(x, 0, 0, None),
-    "reduce_scatter_out": lambda x, w: one_shot_reduce_scatter(w, "sum", 0, None, out=x),
-}
-
-
 def failing(rank: int, world_size: int, op: str) -> None:
     """A call that fails before it has come to its heap keeps no operand."""
-    x, w = torch.randn(4, 8), torch.randn(8, 8)
-    operands = [weakref.ref(t) for t in (x, w)]
+    call = op_calls()[op]
+    operands = [weakref.ref(t) for t in call.arguments.values() if isinstance(t, Tensor)]
     with (
         mock.patch.object(op_module, "heap_or_reason", side_effect=MemoryError),
         pytest.raises(MemoryError),
     ):
-        CALLS[op](x, w)
-    del x, w
+        call(*call.tensors)
+    del call
     gc.collect(1)  # of these objects; older ones are many
-    assert [ref() for ref in operands] == [None, None]
+    assert operands and all(ref() is None for ref in operands)
 
 
-@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("op", op_calls())
 def test_a_call_that_fails_keeps_no_operand(op: str) -> None:
     run_ranks(failing, 2, op)

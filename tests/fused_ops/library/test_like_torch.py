@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from op_table import op_calls
 from opcommon import DEVICES, gather, world
 from ranks import on_ranks, run_ranks
 from torch import Tensor
@@ -17,77 +18,29 @@ from weft.fused_ops import (
     fused_all_gather_matmul,
     fused_all_reduce_layer_norm,
     fused_all_reduce_rms_norm,
-    fused_grouped_matmul_all_reduce,
-    fused_grouped_matmul_reduce_scatter,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
-    fused_moe_combine_all_reduce,
-    fused_moe_combine_all_reduce_rms_norm,
-    fused_moe_combine_reduce_scatter,
-    moe_combine,
-    moe_dispatch,
-    one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
-    one_shot_all_to_all,
     one_shot_reduce_scatter,
 )
 from weft.fused_ops.dispatch import plan
 
-Op = tuple[Callable[..., Tensor], list[Tensor]]
-
-
-ENDS = torch.tensor([1, 3], dtype=torch.int32)
-SLOTS = torch.tensor([[2, 0], [1, -1], [0, 1]], dtype=torch.int32)
-
-
-def mixed(x: Tensor, weights: Tensor) -> Tensor:
-    """Sent to experts that change nothing, and back."""
-    rows, _, handle = moe_dispatch(x, SLOTS.clamp(min=0), 4, world())
-    return moe_combine(rows, handle, weights, world())
-
-
-def ops() -> list[Op]:
-    A, B, x = torch.randn(4, 3, 6), torch.randn(6, 8), torch.randn(5, 7)
-    return [
-        (lambda a, b: fused_all_gather_matmul(a, [b], 1, world(), return_A=False)[1][0], [A, B]),
-        (lambda a, b: fused_matmul_reduce_scatter(a, b, "sum", 0, world()), [A, B]),
-        (lambda a, b: fused_matmul_all_reduce(a, b, "sum", world()), [A, B]),
-        (lambda a: one_shot_all_reduce(a, "sum", world()), [x]),
-        (lambda a: one_shot_all_gather(a, 1, world()), [x]),
-        (lambda a: one_shot_reduce_scatter(a, "sum", 0, world()), [B]),
-        (lambda a: one_shot_all_to_all(a, 0, 1, world()), [B]),
-        (lambda a, r, w: fused_all_reduce_rms_norm(a, r, w, 1e-5, world())[0], [x, x + 1, x[0]]),
-        (
-            lambda a, w, s: fused_moe_combine_all_reduce(a, SLOTS, w, world(), shared=s),
-            [A[0], x[:3, :2], A[1]],
-        ),
-        (
-            lambda a, w, s: fused_moe_combine_reduce_scatter(a, SLOTS[:2], w, 0, world(), shared=s),
-            [A[0], x[:2, :2], A[1][:2]],
-        ),
-        (
-            lambda a, b, w: fused_grouped_matmul_all_reduce(a, b, ENDS, SLOTS[:2], w, "sum", world()),
-            [torch.randn(3, 8), torch.randn(2, 8, 8), x[:2, :2]],
-        ),
-        (
-            lambda a, b, w: fused_grouped_matmul_reduce_scatter(a, b, ENDS, SLOTS[:2], w, "sum", 0, world()),
-            [torch.randn(3, 8), torch.randn(2, 8, 8), x[:2, :2]],
-        ),
-        (
-            lambda a, w, n: fused_moe_combine_all_reduce_rms_norm(a, SLOTS, w, None, n, 1e-5, world())[0],
-            [A[0], x[:3, :2], B[:, 0]],
-        ),
-        (lambda a, w, s: mixed(a, w) + s, [x[:3], B[:3, :2], x[3]]),
-        (lambda a, w, b: fused_all_reduce_layer_norm(a, None, w, b, 1e-5, world())[0], [x, x[0], x[1]]),
-    ]
+# Of two matrices.
+PRODUCTS: tuple[Callable[..., Tensor], ...] = (
+    lambda a, b: fused_all_gather_matmul(a, [b], 0, world(), return_A=False)[1][0],
+    lambda a, b: fused_matmul_reduce_scatter(a, b, "sum", 0, world()),
+    lambda a, b: fused_matmul_all_reduce(a, b, "sum", world()),
+)
 
 
 def changed(rank: int, world_size: int) -> None:
     """A result is changed in place: gradients are those of the same out of place."""
     for fused in (True, False):
-        for op, inputs in ops():
-            results = []
+        for call in op_calls(world_size).values():
+            if not call.has_gradient:
+                continue
+            op, inputs, results = call.first, call.tensors, []
             for change in (lambda y: y.mul_(2).relu_(), lambda y: (y * 2).relu()):
                 given = [t.clone().requires_grad_() for t in inputs]
                 if fused:
@@ -111,8 +64,9 @@ def test_results_may_be_changed_in_place(device: str) -> None:
 @on_ranks(2, device=DEVICES)
 def test_gradients_lie_as_torch_lays_them_out(rank: int, world_size: int) -> None:
     """A matrix's gradient lies as torch.mm's: as the matrix, a weight's as the weight, so that nobody copies it."""
-    for op, (a, b) in [(op, inputs) for op, inputs in ops() if len(inputs) == 2]:
-        found = []
+    a = torch.randn(4, 3, 6)
+    for op in PRODUCTS:
+        b, found = torch.randn(6, 8), []
         for matrix in (b, b.t().contiguous().t(), torch.stack([b, b], 2)[..., 0]):
             B = matrix.detach().requires_grad_()
             (grad,) = torch.autograd.grad(op(a, B).square().sum(), B)
@@ -137,13 +91,7 @@ def test_what_no_gradient_flows_through_requires_none(rank: int, world_size: int
 def kept(rank: int, world_size: int) -> None:
     """An operand is kept for the gradient of the other alone: else it may be changed, and nobody keeps it."""
     A, B = torch.randn(4, 6), torch.randn(6, 8)
-    products: list[Callable[..., Tensor]] = [
-        torch.matmul,
-        lambda a, b: fused_all_gather_matmul(a, [b], 0, world(), return_A=False)[1][0],
-        lambda a, b: fused_matmul_reduce_scatter(a, b, "sum", 0, world()),
-        lambda a, b: fused_matmul_all_reduce(a, b, "sum", world()),
-    ]
-    for op in products:
+    for op in (torch.matmul, *PRODUCTS):
         for free in (0, 1):
             saved: list[Tensor] = []
             given = [A.clone(), B.clone()]
@@ -180,12 +128,8 @@ def test_gradients_under_autocast(rank: int, world_size: int) -> None:
     """Under autocast gradients are cast no more than results are: eager, and traced under it."""
     A, B = torch.randn(4, 33), torch.randn(33, 6)
     kind = A.device.type
-    for op, inputs in (
-        (lambda a, b: fused_all_gather_matmul(a, [b], 0, world())[1][0], [A, B]),
-        (lambda a, b: fused_matmul_reduce_scatter(a, b, "sum", 0, world()), [A, B]),
-        (lambda a, b: fused_matmul_all_reduce(a, b, "sum", world()), [A, B]),
-    ):
-        given = [t.clone().requires_grad_() for t in inputs]
+    for op in PRODUCTS:
+        given = [t.clone().requires_grad_() for t in (A, B)]
         want = torch.autograd.grad(op(*given).sum(), given)
         torch.compiler.reset()
         compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
