@@ -48,6 +48,16 @@ class OpCall:
             results = next(x for x in results if x is not None)
         return sum(results) if isinstance(results, list) else results
 
+    def of_torch(self, group_name: str) -> tuple[Any, dict[str, Any]] | None:
+        """The op in ``torch.ops.weft`` and its arguments; None if the function makes others of its own."""
+        into = "_out" if "out" in self.arguments else ""
+        op = getattr(torch.ops.weft, f"{self.function.__name__}{into}", None)
+        given = {"group_name": group_name, **self.arguments}
+        del given["group"]
+        optional = {} if op is None else {a.name: a.has_default_value() for a in op.default._schema.arguments}
+        taken = given.keys() <= optional.keys() <= {*given, *filter(optional.get, optional)}
+        return (op.default, given) if taken else None
+
     def with_each(self) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         """Of each tensor, integers too: what errors call it, and the call with something else in its place."""
         for name, value in self.arguments.items():
@@ -106,11 +116,11 @@ def op_calls(size: int = 2, group: Any = None) -> dict[str, OpCall]:
         "one_shot_all_reduce": (x, "sum", g),
         "one_shot_all_reduce max": (x, "max", g),
         "one_shot_all_reduce_": (x.clone(), "sum", g),
-        "one_shot_all_gather": (x, 1, g),
+        "one_shot_all_gather": (x, -1, g),
         "one_shot_all_gather out": (x, 0, g, {"out": into}),
         "one_shot_reduce_scatter": (x, "avg", 0, g),
-        "one_shot_reduce_scatter out": (x, "min", 0, g, {"out": into[: 6 // size].clone()}),
-        "one_shot_all_to_all": (x, 0, 1, g),
+        "one_shot_reduce_scatter out": (x, "min", -2, g, {"out": into[: 6 // size].clone()}),
+        "one_shot_all_to_all": (x, 0, -1, g),
         "fused_all_reduce_rms_norm": normed,
         "fused_all_reduce_rms_norm_quant": normed,
         "fused_all_reduce_rms_norm_quant scale": (*normed, {"scale": one}),

@@ -142,15 +142,12 @@ def with_gradient(call: OpCall, x: torch.Tensor) -> torch.Tensor:
 def test_another_number_of_ranks_is_refused(rank: int, world_size: int) -> None:
     mode, asked = FakeTensorMode(), set()
     for call in op_calls(world_size).values():
-        into = "_out" if "out" in call.arguments else ""
-        op = getattr(torch.ops.weft, f"{call.function.__name__}{into}", None)
-        given = {name: value for name, value in call.arguments.items() if name != "group"}
-        names = {} if op is None else {a.name: a.has_default_value() for a in op.default._schema.arguments}
-        if not given.keys() <= names.keys() <= {*given, "group_name", *filter(names.get, names)}:
-            continue  # the public function makes other arguments of these
+        if (found := call.of_torch(world().group_name)) is None:
+            continue
+        op, given = found
         asked.add(op)
         for change in (torch.clone, partial(with_gradient, call), mode.from_tensor):
-            named = {**tree_map_only(torch.Tensor, change, given), "group_name": world().group_name}
+            named = tree_map_only(torch.Tensor, change, given)
 
             def shapes(size: int | None, op: Any = op, named: dict[str, Any] = named) -> list[object]:
                 return [x.shape for x in tree_leaves(op(**named, group_size=size)) if x is not None]

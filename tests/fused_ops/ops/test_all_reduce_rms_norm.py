@@ -196,15 +196,6 @@ def test_under_torch_compile(rank: int, world_size: int) -> None:
     compiled_like_eager(f, lambda n: [torch.randn(s) for s in ((n, 8), (n, 8), (8,))], (4, 7))
 
 
-@on_ranks(2, device=DEVICES)
-def test_opcheck(rank: int, world_size: int) -> None:
-    for grad, residual in ((False, torch.randn(5, 8)), (True, None), (True, torch.randn(5, 8))):
-        x, weight = torch.randn(5, 8, requires_grad=grad), torch.randn(8, requires_grad=grad)
-        args = (x, residual, weight, EPS, world().group_name)
-        named = {} if residual is None else {"weight_offset": 1.0, "round_sum": False}
-        torch.library.opcheck(torch.ops.weft.fused_all_reduce_rms_norm, args, named)
-
-
 @on_ranks(1, device=DEVICES)
 def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     x, weight, name = torch.randn(4, 8), torch.randn(8), world().group_name
