@@ -63,7 +63,7 @@ class OpCall:
         for name, value in self.arguments.items():
             if isinstance(value, Tensor):
                 yield name, lambda x, name=name: self.function(**{**self.arguments, name: x})
-            elif isinstance(value, list):
+            elif isinstance(value, list) and isinstance(value[0], Tensor):
                 for i in range(len(value)):
                     yield (
                         f"{name}[{i}]",

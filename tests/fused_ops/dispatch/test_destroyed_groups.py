@@ -20,17 +20,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch.distributed.distributed_c10d import _get_process_group_store
-from weft import symm_mem
-from weft.fused_ops import (
-    FusionPass,
-    fused_all_gather_matmul,
-    fused_all_reduce_layer_norm,
-    fused_all_reduce_rms_norm,
-    fused_all_reduce_rms_norm_quant,
-    fused_matmul_all_reduce,
-    fused_matmul_reduce_scatter,
-    one_shot_all_reduce,
-)
+from weft import fused_ops, symm_mem
 from weft.fused_ops.ops import op as op_module
 
 SIZE = 2
@@ -40,13 +30,13 @@ _kept: list[Any] = []  # what a program keeps beyond its groups' end
 def every_op() -> None:
     x, w = torch.ones(4, 8), torch.ones(8, 4)
     group = dist.group.WORLD
-    fused_all_gather_matmul(x, [w], 0, group)
-    fused_matmul_reduce_scatter(x, w, "sum", 0, group)
-    fused_matmul_all_reduce(x, w, "sum", group)
-    fused_all_reduce_rms_norm(x, x, torch.ones(8), 1e-5, group)
-    fused_all_reduce_rms_norm_quant(x, x, torch.ones(8), 1e-5, group)
-    fused_all_reduce_layer_norm(x, None, None, torch.ones(8), 1e-5, group)
-    assert (one_shot_all_reduce(x, "sum", group) == SIZE).all()
+    fused_ops.fused_all_gather_matmul(x, [w], 0, group)
+    fused_ops.fused_matmul_reduce_scatter(x, w, "sum", 0, group)
+    fused_ops.fused_matmul_all_reduce(x, w, "sum", group)
+    fused_ops.fused_all_reduce_rms_norm(x, x, torch.ones(8), 1e-5, group)
+    fused_ops.fused_all_reduce_rms_norm_quant(x, x, torch.ones(8), 1e-5, group)
+    fused_ops.fused_all_reduce_layer_norm(x, None, None, torch.ones(8), 1e-5, group)
+    assert (fused_ops.one_shot_all_reduce(x, "sum", group) == SIZE).all()
 
 
 def tensors_that_stay() -> None:
@@ -64,7 +54,7 @@ def a_graph_of_the_pass() -> None:
     def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return c10d.wait_tensor(c10d.all_gather_into_tensor(x, SIZE, name)) @ w
 
-    fusion = FusionPass(fuse="always")
+    fusion = fused_ops.FusionPass(fuse="always")
     torch._dynamo.reset()
     with inductor_config.patch(fx_graph_cache=False):
         compiled = torch.compile(layer, options=fusion.options)
@@ -76,14 +66,14 @@ def a_graph_of_the_pass() -> None:
 def groups_of_its_own() -> None:
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     for group in groups:
-        one_shot_all_reduce(torch.ones(3), "sum", group)
+        fused_ops.one_shot_all_reduce(torch.ones(3), "sum", group)
     symm_mem.reset(groups[0])
 
 
 def a_call_that_is_compared() -> None:
     symm_mem.set_checked(True)
     try:
-        one_shot_all_reduce(torch.ones(3), "sum", dist.group.WORLD)
+        fused_ops.one_shot_all_reduce(torch.ones(3), "sum", dist.group.WORLD)
     finally:
         symm_mem.set_checked(False)
 

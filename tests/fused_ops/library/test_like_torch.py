@@ -14,23 +14,14 @@ from ranks import on_ranks, run_ranks
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
-from weft.fused_ops import (
-    fused_all_gather_matmul,
-    fused_all_reduce_layer_norm,
-    fused_all_reduce_rms_norm,
-    fused_matmul_all_reduce,
-    fused_matmul_reduce_scatter,
-    one_shot_all_reduce,
-    one_shot_all_reduce_,
-    one_shot_reduce_scatter,
-)
+from weft import fused_ops
 from weft.fused_ops.dispatch import plan
 
 # Of two matrices.
 PRODUCTS: tuple[Callable[..., Tensor], ...] = (
-    lambda a, b: fused_all_gather_matmul(a, [b], 0, world(), return_A=False)[1][0],
-    lambda a, b: fused_matmul_reduce_scatter(a, b, "sum", 0, world()),
-    lambda a, b: fused_matmul_all_reduce(a, b, "sum", world()),
+    lambda a, b: fused_ops.fused_all_gather_matmul(a, [b], 0, world(), return_A=False)[1][0],
+    lambda a, b: fused_ops.fused_matmul_reduce_scatter(a, b, "sum", 0, world()),
+    lambda a, b: fused_ops.fused_matmul_all_reduce(a, b, "sum", world()),
 )
 
 
@@ -80,11 +71,11 @@ def test_gradients_lie_as_torch_lays_them_out(rank: int, world_size: int) -> Non
 @on_ranks(2, device=DEVICES)
 def test_what_no_gradient_flows_through_requires_none(rank: int, world_size: int) -> None:
     A, B, C = torch.randn(3, 4), torch.randn(4, 5), torch.randn(4, 2)
-    whole, (first, second) = fused_all_gather_matmul(A, [B.requires_grad_(), C], 0, world())
+    whole, (first, second) = fused_ops.fused_all_gather_matmul(A, [B.requires_grad_(), C], 0, world())
     assert [t.requires_grad for t in (whole, first, second)] == [False, True, False]
     (grad,) = torch.autograd.grad(first.sum(), B)
     assert torch.allclose(grad, torch.cat(gather(A)).sum(0)[:, None].expand(4, 5).to(grad), atol=1e-5)
-    whole, (first, second) = fused_all_gather_matmul(A.requires_grad_(), [B, C], 0, world())
+    whole, (first, second) = fused_ops.fused_all_gather_matmul(A.requires_grad_(), [B, C], 0, world())
     assert whole.requires_grad and first.requires_grad and second.requires_grad
 
 
@@ -105,16 +96,16 @@ def kept(rank: int, world_size: int) -> None:
             assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
     saved, weight = [], torch.ones(6, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t):
-        fused_all_reduce_rms_norm(A, A, weight, 1e-5, world())
-        fused_all_reduce_layer_norm(A, A, weight, weight, 1e-5, world())
+        fused_ops.fused_all_reduce_rms_norm(A, A, weight, 1e-5, world())
+        fused_ops.fused_all_reduce_layer_norm(A, A, weight, weight, 1e-5, world())
     assert [t.shape for t in saved] == [A.shape] * 2, "the weight is for the gradients of the others"
     W = B.detach().requires_grad_()
     with torch.inference_mode():
         A = A.clone()  # that autograd may not keep
         with torch.enable_grad():
-            assert not fused_matmul_reduce_scatter(A, W, "sum", 0, world()).requires_grad
+            assert not fused_ops.fused_matmul_reduce_scatter(A, W, "sum", 0, world()).requires_grad
     bias = torch.zeros(8, requires_grad=True)
-    fused_matmul_reduce_scatter(A, B, "sum", 0, world(), bias=bias).sum().backward()
+    fused_ops.fused_matmul_reduce_scatter(A, B, "sum", 0, world(), bias=bias).sum().backward()
     assert bias.grad is not None and bias.grad.eq(A.shape[0]).all()
 
 
@@ -147,10 +138,10 @@ def test_an_average_of_large_numbers(rank: int, world_size: int) -> None:
     x, eye = torch.full((2 * world_size, 4), 40_000.0).half(), torch.eye(4).half()
     for forced in (None, "unfused"):
         for op in (
-            lambda: one_shot_all_reduce(x, "avg", world()),
-            lambda: one_shot_reduce_scatter(x, "avg", 0, world()),
-            lambda: fused_matmul_all_reduce(x, eye, "avg", world()),
-            lambda: fused_matmul_reduce_scatter(x, eye, "avg", 0, world()),
+            lambda: fused_ops.one_shot_all_reduce(x, "avg", world()),
+            lambda: fused_ops.one_shot_reduce_scatter(x, "avg", 0, world()),
+            lambda: fused_ops.fused_matmul_all_reduce(x, eye, "avg", world()),
+            lambda: fused_ops.fused_matmul_reduce_scatter(x, eye, "avg", 0, world()),
         ):
             if forced:
                 with plan.forced("unfused"):
@@ -166,22 +157,22 @@ def test_what_is_overwritten(rank: int, world_size: int) -> None:
     for _ in range(3):  # on CUDA by the fast path, too
         w, t = torch.full((3,), 2.0, requires_grad=True), torch.full((3,), 3.0)
         y = (w * t).sum()
-        one_shot_all_reduce_(t, "sum", group)
+        fused_ops.one_shot_all_reduce_(t, "sum", group)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward()
     with torch.inference_mode():
         x = torch.ones(5)
-        one_shot_all_reduce_(x, "sum", group)
+        fused_ops.one_shot_all_reduce_(x, "sum", group)
     with pytest.raises(ValueError, match="x: is an inference tensor, must be overwritten in inference mode"):
-        one_shot_all_reduce_(x, "sum", group)
+        fused_ops.one_shot_all_reduce_(x, "sum", group)
     z = torch.full((3,), 2 + 3j, dtype=torch.complex64)
-    assert one_shot_all_reduce_(z.conj().imag, "sum", group).eq(-3 * world_size).all()
+    assert fused_ops.one_shot_all_reduce_(z.conj().imag, "sum", group).eq(-3 * world_size).all()
     assert z.eq(complex(2, 3 * world_size)).all()
-    assert one_shot_all_reduce(x, "sum", group).eq(world_size**2).all(), "nothing is broken"
+    assert fused_ops.one_shot_all_reduce(x, "sum", group).eq(world_size**2).all(), "nothing is broken"
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def of_unknown_size(x: Tensor, mask: Tensor) -> Tensor:
-        return one_shot_all_reduce_(x[mask], "sum", group)
+        return fused_ops.one_shot_all_reduce_(x[mask], "sum", group)
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         out = of_unknown_size(torch.arange(6.0), torch.arange(6) % 2 == 0)
@@ -191,9 +182,9 @@ def test_what_is_overwritten(rank: int, world_size: int) -> None:
 def counted(rank: int, world_size: int) -> list[int]:
     A, B = torch.ones(4, 6), torch.ones(6, 5)
     calls: list[Callable[[], Any]] = [
-        lambda: fused_all_gather_matmul(A, [B, B[:, :1]], 0, world()),
-        lambda: fused_matmul_reduce_scatter(A, B, "sum", 0, world(), bias=B[0]),
-        lambda: fused_matmul_all_reduce(A, B, "sum", world()),
+        lambda: fused_ops.fused_all_gather_matmul(A, [B, B[:, :1]], 0, world()),
+        lambda: fused_ops.fused_matmul_reduce_scatter(A, B, "sum", 0, world(), bias=B[0]),
+        lambda: fused_ops.fused_matmul_all_reduce(A, B, "sum", world()),
     ]
     flops = []
     for call in calls:
@@ -215,19 +206,19 @@ def test_a_tensor_is_no_sequence_of_tensors(kind: str) -> None:
     if kind == "parameter":
         B = torch.nn.Parameter(B)
     with pytest.raises(TypeError, match="Bs: is a tensor, must be a sequence of tensors"):
-        fused_all_gather_matmul(torch.ones(2, 3), B, 0, None)
+        fused_ops.fused_all_gather_matmul(torch.ones(2, 3), B, 0, None)
 
 
 def test_a_number_of_numpy_is_named_in_full() -> None:
     """Its bool is called bool, too: what is refused must not read like what is asked for."""
     A: Any = torch.ones(2, 3)
     with pytest.raises(TypeError, match=r"return_A: is of type numpy\.bool_?, must be True or False"):
-        fused_all_gather_matmul(A, [A], 0, None, return_A=np.bool_(True))  # type: ignore[arg-type]
+        fused_ops.fused_all_gather_matmul(A, [A], 0, None, return_A=np.bool_(True))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"gather_dim: is of type numpy\.int64, must be an integer"):
-        fused_all_gather_matmul(A, [A], np.int64(0), None)  # type: ignore[arg-type]
+        fused_ops.fused_all_gather_matmul(A, [A], np.int64(0), None)  # type: ignore[arg-type]
 
 
 def test_an_eps_that_is_too_large_is_named() -> None:
     x = torch.ones(3)
     with pytest.raises(ValueError, match="eps: is too large for a float"):
-        fused_all_reduce_rms_norm(x, x, x, 10**400, None)
+        fused_ops.fused_all_reduce_rms_norm(x, x, x, 10**400, None)

@@ -16,20 +16,7 @@ from opcommon import DEVICES, check, gather, world
 from ranks import on_ranks, run_ranks
 from torch.autograd import forward_ad
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from weft import symm_mem
-from weft.fused_ops import (
-    fused_all_gather_matmul,
-    fused_all_reduce_layer_norm,
-    fused_all_reduce_rms_norm,
-    fused_all_reduce_rms_norm_quant,
-    fused_matmul_all_reduce,
-    fused_matmul_reduce_scatter,
-    one_shot_all_gather,
-    one_shot_all_reduce,
-    one_shot_all_reduce_,
-    one_shot_all_to_all,
-    one_shot_reduce_scatter,
-)
+from weft import fused_ops, symm_mem
 from weft.fused_ops.dispatch import plan
 from weft.fused_ops.library import registration
 
@@ -42,30 +29,30 @@ def products(rank: int, world_size: int) -> None:
     A, B = torch.randn(3 * world_size, 5), torch.randn(5, 7)
     parts = [a @ b for a, b in zip(gather(A), gather(B), strict=True)]
     weight = B.clone().requires_grad_(grad)
-    _, (gathered,) = fused_all_gather_matmul(A, [weight], 0, world())
+    _, (gathered,) = fused_ops.fused_all_gather_matmul(A, [weight], 0, world())
     check("all_gather_matmul", gathered, torch.cat(gather(A)) @ B.double(), 1e-6)
-    scattered = fused_matmul_reduce_scatter(A, weight, "sum", 0, world())
+    scattered = fused_ops.fused_matmul_reduce_scatter(A, weight, "sum", 0, world())
     check("matmul_reduce_scatter", scattered, sum(parts).chunk(world_size)[rank], 1e-6, parts)
-    reduced = fused_matmul_all_reduce(A, weight, "sum", world())
+    reduced = fused_ops.fused_matmul_all_reduce(A, weight, "sum", world())
     check("matmul_all_reduce", reduced, sum(parts), 1e-6, parts)
-    whole = one_shot_all_reduce(A, "sum", world())
+    whole = fused_ops.one_shot_all_reduce(A, "sum", world())
     check("all_reduce", whole, sum(gather(A)), 1e-6)
-    side_by_side = one_shot_all_gather(A, 1, world())
+    side_by_side = fused_ops.one_shot_all_gather(A, 1, world())
     check("all_gather", side_by_side, torch.cat(gather(A), 1), 0)
-    part = one_shot_reduce_scatter(A, "sum", 0, world(), out=A.new_empty(3, 5))
+    part = fused_ops.one_shot_reduce_scatter(A, "sum", 0, world(), out=A.new_empty(3, 5))
     check("reduce_scatter", part, sum(gather(A)).chunk(world_size)[rank], 1e-6)
-    exchanged = one_shot_all_to_all(A, 0, 1, world())
+    exchanged = fused_ops.one_shot_all_to_all(A, 0, 1, world())
     check("all_to_all", exchanged, torch.cat([x.chunk(world_size)[rank] for x in gather(A)], 1), 0)
-    _, sums = fused_all_reduce_rms_norm(A, A, A[0], 1e-5, world())
+    _, sums = fused_ops.fused_all_reduce_rms_norm(A, A, A[0], 1e-5, world())
     check("all_reduce_rms_norm", sums, sum(gather(A)) + A.double(), 1e-6)
-    *_, sums = fused_all_reduce_rms_norm_quant(A, A, A[0], 1e-5, world())
+    *_, sums = fused_ops.fused_all_reduce_rms_norm_quant(A, A, A[0], 1e-5, world())
     check("all_reduce_rms_norm_quant", sums, sum(gather(A)) + A.double(), 1e-6)
-    _, sums = fused_all_reduce_layer_norm(A, A, A[0], None, 1e-5, world())
+    _, sums = fused_ops.fused_all_reduce_layer_norm(A, A, A[0], None, 1e-5, world())
     check("all_reduce_layer_norm", sums, sum(gather(A)) + A.double(), 1e-6)
     if grad:
         (gathered.sum() + scattered.sum() + reduced.sum()).backward()
         assert weight.grad is not None and weight.grad.isfinite().all()
-    check("in place", one_shot_all_reduce_(A.clone(), "sum", world()), whole.double(), 0)
+    check("in place", fused_ops.one_shot_all_reduce_(A.clone(), "sum", world()), whole.double(), 0)
 
 
 def inference(rank: int, world_size: int) -> None:
@@ -139,7 +126,7 @@ def test_a_tangent_is_not_dropped(rank: int, world_size: int) -> None:
                 of_one(call, given, i, forward_ad.make_dual(x, torch.ones_like(x)))
         with forward_ad.dual_level():
             call(*[x.clone() for x in given])  # none of them has a tangent
-        assert (one_shot_all_reduce(torch.ones(3), "sum", world()) == world_size).all(), name
+        assert (fused_ops.one_shot_all_reduce(torch.ones(3), "sum", world()) == world_size).all(), name
 
 
 def test_the_fast_path_drops_no_tangent(stage: Stage, op: matmuls.Op) -> None:
@@ -162,10 +149,10 @@ def test_autocast_that_casts_nothing_is_told_once(
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     with torch.autocast("cpu"):
         for _ in range(2):
-            assert fused_all_gather_matmul(x, [w], 0, None)[1][0].dtype == torch.float32
-        one_shot_all_reduce(x.bfloat16(), "sum", None)
+            assert fused_ops.fused_all_gather_matmul(x, [w], 0, None)[1][0].dtype == torch.float32
+        fused_ops.one_shot_all_reduce(x.bfloat16(), "sum", None)
         with pytest.raises(TypeError, match=r"Bs\[0\]: is torch.float32, must be torch.bfloat16"):
-            fused_all_gather_matmul(x.bfloat16(), [w], 0, None)
+            fused_ops.fused_all_gather_matmul(x.bfloat16(), [w], 0, None)
     dist.destroy_process_group()
     told = [m for m in caplog.messages if "autocast" in m]
     assert len(told) == 1 and told[0].startswith("weft::fused_all_gather_matmul: autocast casts nothing")
