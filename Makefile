@@ -6,7 +6,6 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
-SPHINX_ARGS ?=
 BENCH_ARGS ?= ops
 SOAK_ARGS ?=
 SANITIZER_ARGS ?=
@@ -78,7 +77,7 @@ programs: $(STAMP)
 		tests/kernels/test_cuda_compile.py tests/kernels/test_gemm_compile.py \
 		tests/kernels/test_scaled_gemm_compile.py tests/fused_ops/passes/test_ranks_compiled.py \
 		tests/fused_ops/passes/graph/test_called_graphs.py tests/fused_ops/passes/agreement/test_unasked.py \
-		tests/fused_ops/process_groups/test_like_gloo.py tests/test_tutorial.py $(PYTEST_ARGS)
+		tests/fused_ops/process_groups/test_like_gloo.py $(PYTEST_ARGS)
 
 # Those of the frameworks that are installed: minutes.
 frameworks: $(STAMP)
@@ -134,10 +133,9 @@ typecheck: $(STAMP)
 	$(PY) -m mypy -p weft.symm_mem -p weft.kernels -p weft.fused_ops
 	$(PY) -m mypy bench examples
 
-# build/docs/index.html: the pages of docs/, and the API from the docstrings. A warning is an error. Links to edit the
-# pages: SPHINX_ARGS="-D html_theme_options.source_repository=URL".
+# build/docs/index.html: the pages of docs/, and the API from the docstrings. A warning is an error.
 docs: $(STAMP)
-	$(PY) -m sphinx --fail-on-warning --keep-going --quiet --fresh-env $(SPHINX_ARGS) docs build/docs
+	$(PY) -m sphinx --fail-on-warning --keep-going --quiet --fresh-env docs build/docs
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

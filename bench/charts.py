@@ -1,12 +1,13 @@
-"""A chart of a run of the suite ops: every contender and the limit of the hardware over the size, on two log axes."""
+"""A chart of what a suite has measured: every contender and the limit of the hardware over the size, on log axes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import cycle
 from typing import Any, NamedTuple
 
-from suite import CPU_NOTE
+from machine import CPU_NOTE
 from weft.fused_ops.pictures.svg import box, framed, label, legend_svg, path, stroke
 
 CURVES = {
@@ -17,11 +18,15 @@ CURVES = {
     "torch native": ("torch native", "violet"),
     "torch copies": ("torch copies", "violet"),
 }
+OTHERS = ("ochre", "brown", "violet", "green", "red")  # of contenders that have no colour above
 LIMIT = "limit"
+NO_TIME = "has no row with a time of weft ('weft_us', microseconds), so there is nothing to draw"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALONE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 Row = dict[str, Any]
-Points = dict[str, list[tuple[float, float]]]
+Curve = list[tuple[float, float]]  # (size, value)
+Points = dict[str, Curve]
+Pen = tuple[str, float, str]
 _WIDTH, _LEFT, _RIGHT, _GAP = 760, 54, 26, 26  # of the picture, beside a panel, below it
 _LETTER = 6.7
 
@@ -57,7 +62,7 @@ class Measure(NamedTuple):
 
 def measure_of(meta: dict[str, Any], row: Row) -> Measure:
     """FLOP/s of ops with a matmul, else microseconds; over rows, or bytes of a collective alone."""
-    if row["K"]:
+    if row.get("K"):
         unit, scale = ("GFLOP/s a rank", 1e3) if meta["device"] == "cpu" else ("TFLOP/s a GPU", 1e6)
         scale *= meta["world"]
 
@@ -65,7 +70,7 @@ def measure_of(meta: dict[str, Any], row: Row) -> Measure:
             return float(2 * r["M"] * r["K"] * r["N"] / us / scale)
 
         return Measure(unit, rate, lambda r: r["M"], in_bytes=False)
-    if row["op"] in ALONE:
+    if row.get("op") in ALONE:
         return Measure("us", lambda r, us: us, lambda r: r["M"] * r["N"] * BYTES[r["dtype"]], in_bytes=True)
     return Measure("us", lambda r, us: us, lambda r: r["M"], in_bytes=False)
 
@@ -76,66 +81,85 @@ def chosen_rows(rows: Sequence[Row], mode: str | None) -> tuple[str, list[Row]]:
     Raises:
         ValueError: there is none.
     """
-    modes = sorted({row["mode"] for row in rows}, key=lambda of: of != "graph")
+    modes = sorted({row.get("mode", "") for row in rows if times_of(row)}, key=lambda of: of != "graph")
     if not modes:
-        raise ValueError("rows: there is none, must be what bench/run.py ops --results writes")
+        raise ValueError(NO_TIME)
     if mode is not None and mode not in modes:
         raise ValueError(f"mode: no row is of mode {mode!r}; --mode may be {' or '.join(modes)}")
     mode = mode or modes[0]
-    return mode, [row for row in rows if row["mode"] == mode]
+    return mode, [row for row in rows if row.get("mode", "") == mode]
+
+
+def times_of(row: Row) -> dict[str, float]:
+    """Microseconds of each contender, and of the limit, else of the product alone; none without weft's time."""
+    named = {name.removesuffix("_us"): us for name, us in row.items() if name.endswith("_us")}
+    product = named.pop("product", None)
+    limit = named.pop(LIMIT, product)
+    times = {**row.get("contenders_us", named), LIMIT: limit}
+    return {name: us for name, us in times.items() if us and us > 0} if times.get("weft") else {}
 
 
 def points(rows: Sequence[Row], measure: Measure) -> Points:
     """(size, value) of each contender, and of the limit, by size; without those that have no time."""
     found: Points = {}
     for row in rows:
-        for name, us in {**row["contenders_us"], LIMIT: row["limit_us"]}.items():
-            if us is not None and us > 0:
-                found.setdefault(name, []).append((measure.size(row), measure.of(row, us)))
+        for name, us in times_of(row).items():
+            found.setdefault(name, []).append((measure.size(row), measure.of(row, us)))
     return {name: sorted(of) for name, of in found.items()}
 
 
-def chart(content: dict[str, Any], mode: str | None = None) -> str:
-    """The SVG of a results file of one op: a panel for each layer, or hidden size.
+def chart(content: dict[str, Any], name: str, mode: str | None = None) -> str:
+    """The SVG of a results file: a panel for all rows that differ in M alone.
+
+    Args:
+        name: of the op or the suite, for the title.
 
     Raises:
         ValueError: no row is of this mode, or none has a time.
-        KeyError: it is no such file.
+        KeyError, TypeError: it is no such file.
     """
     meta, (mode, rows) = content["meta"], chosen_rows(content["rows"], mode)
     measure = measure_of(meta, rows[0])
     panels: dict[str, list[Row]] = {}
     for row in rows:
-        shape = f", N = {row['N']}" if not measure.in_bytes else ""
-        shape = f", K = {row['K']}{shape}" if row["K"] else shape
-        panels.setdefault(row["name"] + shape, []).append(row)
+        panels.setdefault(_title(row, measure), []).append(row)
     drawn = {title: _seen(points(of, measure)) for title, of in panels.items()}
     drawn = {title: curves for title, curves in drawn.items() if curves}
-    if not drawn:
-        raise ValueError("rows: none has a time, so there is nothing to draw")
     cpu, columns = meta["device"] == "cpu", 1 if len(drawn) == 1 else 2
     device = f"{meta['world']} CPU ranks" if cpu else f"{meta['world']} {meta['device'].upper()}"
     better = "lower" if measure.unit == "us" else "higher"
-    title = f"{rows[0]['op']} on {device}, {mode}, {meta['date'][:10]}: {measure.unit} ({better} is better)"
+    how = ", ".join(filter(None, [mode, meta["date"][:10]]))
+    title = f"{name} on {device}, {how}: {measure.unit} ({better} is better)"
     there = dict.fromkeys(name for curves in drawn.values() for name in curves)
     names = {n: _words(n, rows[0], cpu) for n in sorted(there, key=[*CURVES, *there].index)}
-    marks = {words: stroke(*_pen(name)) for name, words in names.items()}
+    pens = _pens(names)
+    marks = {words: stroke(*pens[n]) for n, words in names.items()}
     parts, y = legend_svg(marks, (10, 52 if cpu else 36), _WIDTH)
     width, height = _WIDTH / columns, 330 if columns == 1 else 230
     for i, (words, of_name) in enumerate(drawn.items()):
         top = y + 12 + i // columns * (height + _GAP)
-        curves = {name: of_name[name] for name in names if name in of_name}
+        curves = {words_of: (pens[n], of_name[n]) for n, words_of in names.items() if n in of_name}
         parts.append(label(i % columns * width + 10, top + 12, words, bold=True))
-        parts += _panel(curves, names, measure, (i % columns * width, top, width, height))
+        parts += _panel(curves, measure, (i % columns * width, top, width, height))
     bottom = y + 12 + -(-len(drawn) // columns) * (height + _GAP)
     return framed(title, (_WIDTH, bottom), parts, CPU_NOTE if cpu else "")
 
 
+def _title(row: Row, measure: Measure) -> str:
+    """Of a panel: what its rows have in common."""
+    if "name" not in row:
+        words = [" ".join(row[key] for key in ("op", "model") if key in row)]
+        sizes = [f"{key} = {value}" for key, value in row.items() if len(key) == 1 and key != "M"]
+        return ", ".join(filter(None, words if "model" in row else [*words, *sizes]))
+    shape = f", N = {row['N']}" if not measure.in_bytes else ""
+    return f"{row['name']}, K = {row['K']}{shape}" if row["K"] else f"{row['name']}{shape}"
+
+
 def _seen(curves: Points) -> Points:
-    """Without the limit where it is below all times, as that of small sizes is by far."""
+    """Without the limit where it is far below all times, as that of small sizes is."""
     timed = [value for name, of in curves.items() if name != LIMIT for _, value in of]
     seen = {
-        name: [(size, value) for size, value in of if timed and value >= min(timed)]
+        name: [(size, value) for size, value in of if timed and value >= min(timed) / 2]
         for name, of in curves.items()
     }
     return {name: of for name, of in seen.items() if of}
@@ -143,6 +167,8 @@ def _seen(curves: Points) -> Points:
 
 def _words(name: str, row: Row, cpu: bool) -> str:
     """A contender as the legend names it."""
+    if "contenders_us" not in row:  # as its suite calls it
+        return name
     if name == LIMIT:
         return "limit: cuBLAS alone, or bytes / link" if row["K"] else "limit: bytes / link"
     if name != "unfused":
@@ -151,10 +177,11 @@ def _words(name: str, row: Row, cpu: bool) -> str:
     return f"{backend} + {'torch.mm' if cpu else 'cuBLAS'}" if row["K"] else backend
 
 
-def _pen(name: str) -> tuple[str, float, str]:
-    if name == LIMIT:
-        return "ink", 1.3, "4 2"
-    return CURVES.get(name, (name, "violet"))[1], 2.5 if name == "weft" else 1.3, ""
+def _pens(names: Collection[str]) -> dict[str, Pen]:
+    """Colour, width and dashes of each contender."""
+    others = cycle([of for of in OTHERS if of not in {CURVES[n][1] for n in names if n in CURVES}])
+    found = {n: (CURVES[n][1] if n in CURVES else next(others), 1.3, "") for n in names if n != LIMIT}
+    return {**found, "weft": ("blue", 2.5, ""), LIMIT: ("ink", 1.3, "4 2")}
 
 
 def _steps(first: float, last: float) -> list[float]:
@@ -174,10 +201,10 @@ def _size(value: float, in_bytes: bool) -> str:
 
 
 def _panel(
-    curves: Points, names: Mapping[str, str], measure: Measure, place: tuple[float, float, float, float]
+    curves: Mapping[str, tuple[Pen, Curve]], measure: Measure, place: tuple[float, float, float, float]
 ) -> list[str]:
     left, top, width, height = place
-    every = [point for of in curves.values() for point in of]
+    every = [point for _, of in curves.values() for point in of]
     sizes = [size for size, _ in every]
     steps = _steps(min(value for _, value in every), max(value for _, value in every))
     x = Scale(min(sizes), max(sizes), left + _LEFT, left + width - _RIGHT)
@@ -185,7 +212,7 @@ def _panel(
     parts = []
     powers = range(math.ceil(math.log2(x.first)), math.floor(math.log2(x.last)) + 1)
     every_nth = 1 + len(powers) * int(_LETTER * 9) // int(x.end - x.begin)
-    for size in (2.0**power for power in powers[::every_nth]):
+    for size in [2.0**power for power in powers[::every_nth]] or [x.first]:
         parts.append(path(f"M{x.at(size):.1f} {y.begin:.1f}V{y.end:.1f}", "grid"))
         parts.append(label(round(x.at(size), 1), y.begin + 15, _size(size, measure.in_bytes), "middle"))
     for step in steps:
@@ -193,13 +220,12 @@ def _panel(
         parts.append(label(x.begin - 6, round(y.at(step) + 4, 1), f"{step:g}", "end"))
     axis = "bytes" if measure.in_bytes else "rows (M)"
     parts.append(label(x.end, y.begin + 31, f"{measure.unit} over {axis}", "end"))
-    for name in reversed(curves):
-        colour, thick, dashes = _pen(name)
-        places = [(f"{x.at(size):.1f}", f"{y.at(value):.1f}") for size, value in curves[name]]
+    for words, ((colour, thick, dashes), curve) in reversed([*curves.items()]):
+        places = [(f"{x.at(size):.1f}", f"{y.at(value):.1f}") for size, value in curve]
         parts.append(path("M" + "L".join(map(" ".join, places)), colour, thick, dashes))
-        if name == LIMIT:
+        if dashes:  # the limit
             continue
-        for (cx, cy), (size, value) in zip(places, curves[name], strict=True):
-            tip = f"{names[name]}, {_size(size, measure.in_bytes)}: {value:.4g} {measure.unit}"
+        for (cx, cy), (size, value) in zip(places, curve, strict=True):
+            tip = f"{words}, {_size(size, measure.in_bytes)}: {value:.4g} {measure.unit}"
             parts.append(box(float(cx) - 2.5, float(cy) - 2.5, (5, 5), colour, tip))
     return parts

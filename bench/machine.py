@@ -17,6 +17,7 @@ import triton
 
 ROOT = Path(__file__).resolve().parent.parent
 UNKNOWN = "unknown"
+CPU_NOTE = "CPU ranks: the protocol, for tests; such times say nothing of GPUs"
 _SETTINGS = ("WEFT_", "NCCL_", "TORCH_SYMM_MEM_")
 _OF_A_HOST = ("NCCL_COMM_ID", "NCCL_HOSTID")
 

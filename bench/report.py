@@ -66,6 +66,14 @@ def keep_under_its_date(path: Path) -> None:
         path.rename(path.with_stem("-".join((path.stem, *(date.groups() if date else ("undated",))))))
 
 
+def by_file(rows: list[dict[str, Any]], suite: str) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each results file, by its op or by the suite."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["op"] if suite == "ops" else suite, []).append(row)
+    return dict(sorted(found.items()))
+
+
 def write(
     rows: list[dict[str, Any]], meta: dict[str, Any], folder: Path, suite: str, more: dict[str, Any]
 ) -> list[Path]:
@@ -75,11 +83,10 @@ def write(
         more: stands beside the rows in the file.
     """
     written = []
-    by_op = suite in ("ops", "scaled")
-    for name in sorted({row["op"] if by_op else suite for row in rows}):
+    for name, of in by_file(rows, suite).items():
         path = folder / f"{meta['device']}-x{meta['world']}-{name}.json"
         keep_under_its_date(path)
-        lines = ",\n".join("    " + json.dumps(row) for row in rows if not by_op or row["op"] == name)
+        lines = ",\n".join("    " + json.dumps(row) for row in of)
         parts = "".join(f',\n  "{key}": {json.dumps(value)}' for key, value in more.items())
         path.write_text(f'{{\n  "meta": {json.dumps(meta)},\n  "rows": [\n{lines}\n  ]{parts}\n}}\n')
         written.append(path)

@@ -40,7 +40,7 @@ SUITES = {
     "alone": "the matmul ops of one rank on one GPU that stands for several",
     "compare": "this checkout's ops beside those of another commit",
     "pages": "the tables and pictures of README.md and docs/, from bench/results/",
-    "plot": "a picture of an all-reduce's time over its size, from a results file",
+    "plot": "a chart of a results file: weft, its peers and the limit over the size",
 }
 
 

@@ -17,9 +17,9 @@ import machine
 import report
 import torch
 import torch.distributed as dist
+from charts import chart
 
 RUN = Path(__file__).resolve().parent / "run.py"
-CPU_NOTE = "CPU ranks: the protocol, for tests; such times say nothing of GPUs"
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -78,12 +78,27 @@ class Run:
             written = [report.write_text(folder / f"{name}.txt", self._printed)]
         print(*(f"wrote {path}" for path in written), sep="\n", flush=True)
 
+    def draw(self) -> None:
+        """A chart of each results file, beside it or in the current folder."""
+        if self.rank or not self.given.plot:
+            return
+        folder: Path = self.given.results or Path()
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, rows in report.by_file(self.rows, self.given.suite).items():
+            path = folder / f"{self.meta['device']}-x{self.world}-{name}.svg"
+            try:
+                path.write_text(chart({"meta": self.meta, "rows": rows}, name))
+                print(f"wrote {path}", flush=True)
+            except ValueError as e:
+                print(f"{name}: {e}", flush=True)
+
 
 class Suite:
     """A table: its options, its rows, and how one of them is measured. A subclass's docstring is its help."""
 
     ranks: ClassVar[int | None] = None  # of a suite that is of so many
     device: ClassVar[str | None] = None
+    plots: ClassVar[bool] = False  # its rows have "weft_us": charts.py draws them
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """A subclass adds its own."""
@@ -91,6 +106,11 @@ class Suite:
         parser.add_argument("--ranks", type=int, help="default: one a GPU, or 2")
         parser.add_argument("--device", choices=("cuda", "cpu"), default=on)
         parser.add_argument("--results", type=Path, metavar="FOLDER", help="where the results are written")
+        parser.set_defaults(plot=False)
+        if self.plots:
+            parser.add_argument(
+                "--plot", action="store_true", help="an SVG of the results, in the same folder"
+            )
 
     def rows(self, given: argparse.Namespace) -> Sequence[Any]:
         """What is measured, one after the other.
@@ -133,12 +153,13 @@ class Suite:
         run = Run(given, self.join(given))
         begun = time.perf_counter()
         meta = {name: value for name, value in run.meta.items() if name not in ("date", "command")}
-        run.say(run.meta["date"], run.meta["command"], meta, *([] if run.on_gpus else [CPU_NOTE]), "")
+        run.say(run.meta["date"], run.meta["command"], meta, *([] if run.on_gpus else [machine.CPU_NOTE]), "")
         self.begin(run)
         for row in given.rows:
             self.measure(row, run)
         self.end(run)
         run.write()
+        run.draw()
         run.say(f"{len(given.rows)} rows in {time.perf_counter() - begun:.0f} s")
         dist.barrier()
         dist.destroy_process_group()

@@ -21,8 +21,12 @@ html_theme = "furo"
 html_title = f"weft {release}"
 html_static_path = ["_static"]
 html_css_files = ["weft.css"]
-# No public repository is known: -D html_theme_options.source_repository=URL makes links to edit each page.
 html_theme_options = {"source_branch": "main", "source_directory": "docs/"}
+# Links to edit each page, once [project.urls] says where the repository is.
+if url := re.search(
+    r'^Repository = "(.+)"$', (Path(__file__).parents[1] / "pyproject.toml").read_text(), re.M
+):
+    html_theme_options["source_repository"] = url[1]
 highlight_language = "none"  # what has no language is no Python
 myst_heading_anchors = 3
 smartquotes_action = "D"  # dashes alone: [..., K] stays that

@@ -7,9 +7,10 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..kernels.moe_dispatch import BACK, OP
 from ..symm_mem import Group, group_name
 from . import validation
-from .dispatch.callers import of_graph, world_size_of
+from .dispatch.callers import of_graph, refuse_child_of, world_size_of
 from .library import schema
 
 
@@ -57,7 +58,7 @@ def moe_dispatch(
     True
 
     The experts are shared out evenly, in rank order. A token travels once to each rank that has one of its experts,
-    however many these are. All ranks' ``topk_ids`` are all-gathered first, so no size goes to the host: graphs can be
+    however many these are. All ranks' ``topk_ids`` are gathered first, so no size goes to the host: graphs can be
     captured, and replays may route otherwise.
 
     Differentiable once: the gradient is ``moe_combine`` without weights. Works under torch.compile. Several dispatches
@@ -78,7 +79,8 @@ def moe_dispatch(
     Returns:
         (rows, offs, handle).
 
-        - rows [C, H]: by expert, then by rank, then in the order of ``topk_ids``; zeros from ``offs[-1]`` on.
+        - rows [C, H]: by expert, then by rank, then in the order of ``topk_ids``; they hold anything from
+          ``offs[-1]`` on.
         - offs [num_experts / W], int32: the number of rows up to the end of each of this rank's experts, as
           ``grouped_matmul`` and ``torch.nn.functional.grouped_mm`` take it.
         - handle: for ``moe_combine``.
@@ -105,6 +107,7 @@ def moe_dispatch(
                 raise ValueError(f"{argument}: has {tensor.dim()} dimensions, must have 2")
         if max_tokens < x.shape[0]:
             raise ValueError(f"max_tokens: is {max_tokens}, must be at least {x.shape[0]}, as x has rows")
+        refuse_child_of(group_name(group), OP)
         more = max_tokens - x.shape[0]
         x, topk_ids = pad(x, (0, 0, 0, more)), pad(topk_ids, (0, 0, 0, more), value=-1)
     name = group_name(group)
@@ -155,6 +158,7 @@ def moe_combine(y: Tensor, handle: MoeHandle, weights: Tensor, group: Group = No
     if tokens > most:
         raise ValueError(f"weights: has {tokens} rows, must have at most {most}, as tokens were dispatched")
     if tokens < most:
+        refuse_child_of(name, BACK)
         weights = pad(weights, (0, 0, 0, most - tokens))
     found, _ = schema.moe_combine(y, *handle, weights, name, **of_graph(name))
     return found if tokens == most else found[:tokens]

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..symm_mem import Group, group_name, is_checked
+from ..symm_mem import Group, group_name
 from . import validation
 from .dispatch.callers import of_graph
-from .dispatch.tensor_guards import needs_no_dispatch
+from .dispatch.tensor_guards import may_look_at
 from .library import schema
 
 
@@ -128,7 +128,7 @@ def grouped_matmul(
 
 def check_offs(A: Tensor, offs: Tensor, rows: Tensor | None = None) -> None:
     """Their numbers, in the checked mode, which may wait for data."""
-    if torch.compiler.is_compiling() or not is_checked() or not needs_no_dispatch(A, offs):
+    if not may_look_at(A, offs):
         return
     most = (A if rows is None else rows).shape[0]
     before = 0

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ..symm_mem import Group, group_name, is_checked
+from ..symm_mem import Group, group_name
 from . import validation
 from .dispatch.callers import known_name, of_graph
-from .dispatch.tensor_guards import needs_no_dispatch
+from .dispatch.tensor_guards import may_look_at
 from .experts import check_offs
 from .functional import ReduceOp
 from .library import schema
@@ -326,7 +325,7 @@ def _check_grouped(
             validation.tensor(term, given)
     _check(("A", A), slots, weights, shared)
     check_offs(A, offs)
-    if torch.compiler.is_compiling() or not is_checked() or not needs_no_dispatch(slots):
+    if not may_look_at(slots):
         return
     used = slots[slots >= 0]
     counts = used.long().bincount(minlength=1)
@@ -346,7 +345,7 @@ def _check(named: tuple[str, Tensor], slots: Tensor, weights: Tensor, shared: Te
         validation.tensor(name, tensor, 2)
     if shared is not None:
         validation.tensor("shared", shared)
-    if torch.compiler.is_compiling() or not is_checked() or not needs_no_dispatch(slots):
+    if not may_look_at(slots):
         return
     wrong = slots[(slots < -1) | (slots >= y.shape[0])]
     if wrong.numel():

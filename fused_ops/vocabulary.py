@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.linear_cross_entropy.reference import Loss
-from ..symm_mem import Group, group_name, is_checked, resolve_group
+from ..symm_mem import Group, group_name, resolve_group
 from . import validation
-from .dispatch.callers import of_graph
-from .dispatch.tensor_guards import needs_no_dispatch
+from .dispatch.callers import of_graph, refuse_child_of
+from .dispatch.tensor_guards import may_look_at
 from .library import schema
 from .ops.vocabulary.linear_cross_entropy import LINEAR_CROSS_ENTROPY, LinearCrossEntropyCall
 
@@ -44,17 +44,19 @@ def fused_linear_cross_entropy(
     >>> torch.testing.assert_close(loss, torch.tensor(4.0 * dist.get_world_size()).log())
     >>> loss.backward()
 
-    No rank has all logits: each makes its own columns, 2048 rows at a time. The ranks send each other two float32
-    numbers of each row (four with ``label_smoothing``), by one all-gather a call, or for "mean" and "sum" one for
-    every 2048 rows. There the gradients of x and weight are made in the forward, while a chunk's logits are there:
-    three products in all. So the backward can run once only. For "none" the backward makes the logits again, a fourth
-    product.
+    No rank has all logits: each makes its own columns, of 2048 rows at a time, or where it makes the weight's gradient
+    of H rows if these are more. The first such chunk lies in the memory of that gradient. The ranks send each other two
+    float32 numbers of each row (four with ``label_smoothing``), by one all-gather a call, or for "mean" and "sum" one a
+    chunk. There the gradients of x and weight are made in the forward, while a chunk's logits are there: three products
+    in all. So the backward can run once only. For "none" the backward makes the logits again, a fourth product.
 
     Logits are rounded to x's dtype; all else is float32. Gradients of logits are rounded to x's dtype too, and that of
-    the weight after every 2048 rows, as the sum of parts of a batch is, each time by half a unit in the last place of
-    the sum so far: a sum in float32 would take twice the weight's memory. Every rank gets the same bits.
+    the weight after every chunk, as the sum of parts of a batch is, each time by half a unit in the last place of the
+    sum so far: a sum in float32 would take twice the weight's memory. That of x is rounded twice where the first chunk
+    has more than 8192 columns. An infinite factor leaves it 0 where a row is ignored. Every rank gets the same bits.
 
-    Differentiable once. Works under torch.compile. Every rank must call it with the same shapes, but for V.
+    Differentiable once. Works under torch.compile. Every rank must call it with the same shapes, but for V, and want
+    the same gradients.
 
     Args:
         x: [..., H], 2 or more dimensions; float32, bfloat16 or float16. The same on all ranks, whose gradients are
@@ -91,7 +93,7 @@ def fused_linear_cross_entropy(
     named = _scored(vocab_start, softcap, temperature)
     given, summed = (weight_shard, bias, targets, group_name(group)), reduction != "none"
     named |= {"partial_x": sequence_dim is not None, **_of_loss(loss), **of_graph(given[-1])}
-    whole = _gathered(x, sequence_dim, given, named)
+    whole = _gathered("fused_linear_cross_entropy", x, sequence_dim, given, named)
     # Of float16, a mean's gradients of logits may be too small for numbers: then it is divided at the end.
     mean = reduction == "mean" and x.dtype != torch.float16
     values, bounds, _ = schema.linear_cross_entropy(whole, *given, summed=summed, mean=mean, **named)
@@ -153,7 +155,7 @@ def fused_linear_log_probs(
     validation.flags(return_entropy=return_entropy)
     given, extra = (weight_shard, bias, targets, group_name(group)), "entropy" if return_entropy else ""
     named |= {"partial_x": sequence_dim is not None, "extra": extra, "ignore_index": ignore_index}
-    whole = _gathered(x, sequence_dim, given, named)
+    whole = _gathered("fused_linear_log_probs", x, sequence_dim, given, named)
     values, bounds, _ = schema.linear_log_probs(whole, *given, **named, **of_graph(given[-1]))
     _check_targets(targets, bounds, ignore_index)
     counts = targets != ignore_index
@@ -225,7 +227,7 @@ def _tensors(bias: Any, targets: Any, **named: Any) -> None:
 
 def _check_targets(targets: Tensor, bounds: Tensor, ignore_index: int) -> None:
     """In the checked mode, which may wait for data: they are columns of the vocabulary."""
-    if torch.compiler.is_compiling() or not is_checked() or not needs_no_dispatch(targets):
+    if not may_look_at(targets):
         return
     count = int(bounds[1])
     wrong = targets[((targets < 0) | (targets >= count)) & (targets != ignore_index)]
@@ -262,7 +264,7 @@ def _scored(vocab_start: Any, softcap: Any, temperature: Any) -> dict[str, Any]:
     return {"vocab_start": vocab_start, "softcap": softcap, "temperature": temperature}
 
 
-def _gathered(x: Tensor, sequence_dim: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+def _gathered(op: str, x: Tensor, sequence_dim: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
     """x of all ranks. What else the op is given is refused before."""
     if sequence_dim is None:
         return x
@@ -270,6 +272,7 @@ def _gathered(x: Tensor, sequence_dim: Any, given: tuple[Any, ...], named: dict[
     if sequence_dim % x.dim() == x.dim() - 1:
         raise ValueError(f"sequence_dim: is {sequence_dim}, must not be the last dimension of x")
     if not torch.compiler.is_compiling():
+        refuse_child_of(given[-1], op)
         shape = [*x.shape]
         shape[sequence_dim] *= resolve_group(given[-1]).size()
         LINEAR_CROSS_ENTROPY.validate(LinearCrossEntropyCall(x.new_empty(1).expand(shape), *given, **named))

@@ -88,7 +88,7 @@ def _is_float(x: object) -> bool:
 def sent_to_experts_and_back(x: Tensor, topk_ids: Tensor, weights: Tensor, group: Any) -> Any:
     """To experts that change nothing."""
     rows, offs, handle = moe_dispatch(x, topk_ids, 6, group, align=2)
-    return moe_combine(rows, handle, weights, group), rows, offs, *handle
+    return moe_combine(rows, handle, weights, group), offs, *handle
 
 
 def op_calls(size: int = 2, group: Any = None) -> dict[str, OpCall]:
@@ -98,6 +98,7 @@ def op_calls(size: int = 2, group: Any = None) -> dict[str, OpCall]:
     part = {"bias": torch.randn(5), "residual": torch.randn(6 // size, 5)}
     slots, shares = _integers([[2, 0], [1, -1], [3, 3], [-1, 2], [5, 4], [0, 1]]), torch.rand(6, 2)
     ids = torch.tensor([[0, 1], [3, 2], [1, 3], [6, 0], [4, 5], [1, 0]])
+    even = torch.tensor([[0, 1], [2, 3], [4, 5], [5, 4], [3, 2], [1, 0]])  # no row is left over
     experts, ends, shared = torch.randn(2, 8, 24), _integers([2, 6]), {"shared": rows}
     product = x, experts, ends, _integers([[2], [0], [-1], [3], [5], [1]]), shares[:, :1]
     more = {"bias": torch.randn(2, 24), "residual": torch.randn(6, 24), "shared": torch.randn(6, 24)}
@@ -136,7 +137,7 @@ def op_calls(size: int = 2, group: Any = None) -> dict[str, OpCall]:
         "cross_entropy_of_sharded_logits": (torch.randn(6, 5), targets, g, {"reduction": "none"}),
         "fused_all_gather_scaled_matmul": (A8, [B8], one, [another], 0, g, of_each),
         "fused_scaled_matmul_reduce_scatter": (A8, B8, one, another, "sum", 0, g, {"bias": bias}),
-        "moe_dispatch": (x, ids, 6, g),
+        "moe_dispatch": (x, even, 6, g, {"capacity": 12}),
         "moe_combine": (x, handle, shares, g),
         "sent_to_experts_and_back": (x, ids, shares, g),
     }

@@ -181,6 +181,68 @@ def test_the_version_is_that_of_the_package() -> None:
     assert f"## [{weft.__version__}] - " in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_the_repository_is_named_in_one_place() -> None:
+    """[project.urls], for the site's links to edit pages; what cannot read it has the same, or none."""
+    named = re.findall(r"^repository-code: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    url = PYPROJECT["project"].get("urls", {}).get("Repository")
+    assert named == ([url] if url else [])
+
+
+def git(folder: Path, *arguments: str) -> str:
+    who = "-c", "user.name=a", "-c", "user.email=a@b"
+    return subprocess.run(
+        ["git", *who, *arguments], cwd=folder, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+
+
+@pytest.mark.skipif(
+    not shutil.which("git") or not (ROOT / ".git").exists(), reason="wants git and a checkout"
+)
+def test_a_tag_is_the_version() -> None:
+    assert set(git(ROOT, "tag", "--points-at", "HEAD", "--list", "v*").split()) <= {f"v{weft.__version__}"}
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="wants git")
+def test_a_release_is_refused_or_built(unpacked: Path, tmp_path: Path) -> None:
+    """By its tag: another version, a day that the changelog has not, and what is right."""
+    folder = tmp_path / "release"
+    shutil.copytree(unpacked, folder)
+    git(folder, "init", "--quiet")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "-m", "a release")
+    environment = {**os.environ, "PYTHON": sys.executable}
+
+    def released() -> subprocess.CompletedProcess[str]:
+        command = "bash", ".ci/release"
+        return subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+        )
+
+    git(folder, "tag", "v9.9")
+    done = released()
+    assert done.returncode == 1 and f"tag v9.9: must be v{weft.__version__}, " in done.stderr
+    git(folder, "tag", "-d", "v9.9")
+    git(folder, "tag", f"v{weft.__version__}")
+    changes = folder / "CHANGELOG.md"
+    head = f"## [{weft.__version__}] - "
+    changes.write_text(re.sub(rf"{re.escape(head)}.*", f"{head}unreleased", changes.read_text()))
+    done = released()
+    assert done.returncode == 1 and "CHANGELOG.md: must have the day of " in done.stderr
+    assert not (folder / "dist").exists()
+    pytest.importorskip("twine")
+    pytest.importorskip("check_wheel_contents")
+    changes.write_text(changes.read_text().replace(f"{head}unreleased", f"{head}2027-01-31"))
+    done = released()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(f.suffix for f in (folder / "dist").iterdir()) == [".gz", ".whl"]
+
+
+def test_the_workflow_builds_a_release_of_a_tag() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    assert 'tags: ["v*"]' in workflow and "run: bash .ci/release" in workflow
+    assert all(tool in workflow for tool in ("setuptools", "twine", "check-wheel-contents"))
+
+
 def succeeds(*command: str | Path, folder: Path | None = None) -> str:
     """What it prints, without the checkout on its path."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -94,6 +95,20 @@ def test_the_site(tmp_path: Path) -> None:
     if BROWSER is not None:  # CI installs none
         found += too_wide(site, tmp_path / "frames.html")
     assert not found, "\n".join(found)
+
+
+def test_pages_can_be_edited_where_the_repository_is_known(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx")
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for name in ("conf.py", "notebooks.py"):
+        shutil.copy(ROOT / "docs" / name, docs)
+    project = (ROOT / "pyproject.toml").read_text().split("[project.urls]")[0]
+    url = "https://example.org/of/weft"
+    for added, options in (("", {}), (f'[project.urls]\nRepository = "{url}"\n', {"source_repository": url})):
+        (tmp_path / "pyproject.toml").write_text(project + added)
+        found = runpy.run_path(str(docs / "conf.py"))["html_theme_options"]
+        assert found == {"source_branch": "main", "source_directory": "docs/", **options}
 
 
 @pytest.mark.parametrize(

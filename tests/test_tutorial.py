@@ -47,7 +47,6 @@ def test_output_that_is_not_printed_is_found() -> None:
     assert not_printed(page, "matmuls  2.25 ms\nas the whole model: True\n3 of 4\n") == [["4 of 4"]]
 
 
-@pytest.mark.slow
 def test_a_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient = pytest.importorskip("nbclient")
     import nbformat

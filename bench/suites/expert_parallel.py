@@ -68,6 +68,8 @@ class ExpertParallel(Suite):
     rank receives if each token comes once, over the links. M: tokens of a rank. Every result is compared with float64.
     """
 
+    plots = True
+
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         super().add_options(parser)
         parser.add_argument("--ops", type=words, default=OPS, help=f"of {', '.join(OPS)}; by commas")

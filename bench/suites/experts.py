@@ -35,6 +35,8 @@ class ExpertsSuite(Suite):
     the time of weft's products alone. Results are sampled and compared with float64. M: tokens of all ranks.
     """
 
+    plots = True
+
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         super().add_options(parser)
         parser.add_argument(

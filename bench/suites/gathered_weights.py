@@ -18,6 +18,10 @@ from suite import Run, Suite, words
 from timer import meet
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.func import functional_call
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
@@ -34,28 +38,18 @@ _PASSES = {
 _AGAIN = (c10d.all_gather_into_tensor.default, c10d.wait_tensor.default)
 
 
-class _GatheredWeight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor) -> Tensor:
-        world, group = dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
-        return c10d.wait_tensor(c10d.all_gather_into_tensor(shard, world, group))
+class _Whole(nn.Module):
+    """A parameter that is a DTensor, read whole, as SimpleFSDP of torchtitan writes it."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        world, group = dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
-        return c10d.wait_tensor(c10d.reduce_scatter_tensor(grad.contiguous(), "avg", world, group))
+    def forward(self, shard: DTensor) -> Tensor:
+        return shard.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
 
 
-class ShardedLinear(nn.Module):
-    """``nn.Linear`` without bias, of which each rank has some rows of the weight."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        parts = linear.weight.detach().chunk(dist.get_world_size())
-        self.shard = nn.Parameter(parts[dist.get_rank()].clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, _GatheredWeight.apply(self.shard))
+def shard_weights(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Each rank keeps some rows of each weight, which a product gathers."""
+    for linear in [m for m in module.modules() if isinstance(m, nn.Linear)]:
+        linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Shard(0)]))
+        register_parametrization(linear, "weight", _Whole(), unsafe=True)
 
 
 def _again(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -64,22 +58,40 @@ def _again(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 class GatheredLlama(nn.Module):
-    """Blocks alone, each of which gathers its weights again in the backward."""
+    """Blocks alone, each of which gathers its weights, and again in the backward."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        blocks = [LlamaBlock(sizes) for _ in range(sizes.layers)]
-        for block in blocks:
-            for part in (block.attention, block.feed_forward):
-                for name, linear in list(part.named_children()):
-                    if isinstance(linear, nn.Linear):
-                        setattr(part, name, ShardedLinear(linear))
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.ModuleList(LlamaBlock(sizes) for _ in range(sizes.layers))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         contexts = functools.partial(create_selective_checkpoint_contexts, _again)
         for block in self.blocks:
             x = checkpoint(block, x, cos, sin, use_reentrant=False, context_fn=contexts)
+        return x
+
+
+class JoinedLlama(GatheredLlama):
+    """Blocks of which each gathers all of its parameters by one call, and cuts what comes."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        world, rank = dist.get_world_size(), dist.get_rank()
+        for block in self.blocks:
+            for parameter in block.parameters():
+                parameter.data = parameter.data.chunk(world)[rank].clone()
+            block.requires_grad_(False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        world, group = dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
+        for block in self.blocks:
+            shards = dict(block.named_parameters())
+            joined = torch.cat([shard.reshape(-1) for shard in shards.values()])
+            whole = c10d.wait_tensor(c10d.all_gather_into_tensor(joined, world, group)).view(world, -1)
+            parts = whole.split([shard.numel() for shard in shards.values()], 1)
+            named = zip(shards.items(), parts, strict=True)
+            weights = {name: part.reshape(-1, *shard.shape[1:]) for (name, shard), part in named}
+            x = functional_call(block, weights, (x, cos, sin))
         return x
 
 
@@ -103,14 +115,18 @@ def options_for_order(order: str) -> tuple[dict[str, Any], FusionPass | None]:
 
 def _step_of(
     model: nn.Module, inputs: tuple[Tensor, ...], order: str
-) -> tuple[Callable[[], None], Any, float]:
-    """A compiled training step, what the pass reports, and the seconds of its first run."""
+) -> tuple[Callable[[], Tensor], Any, float]:
+    """A compiled step, of training where the model trains, what the pass reports, and the seconds of its first run."""
     options, fusion = options_for_order(order)
     compiled = torch.compile(model, options=options, dynamic=False)
 
-    def step() -> None:
-        compiled(*inputs).float().square().mean().backward()
-        model.zero_grad(set_to_none=True)
+    def step() -> Tensor:
+        with torch.set_grad_enabled(inputs[0].requires_grad):
+            y = compiled(*inputs)
+        if y.requires_grad:
+            y.float().square().mean().backward()
+            model.zero_grad(set_to_none=True)
+        return y.detach()
 
     begin = time.perf_counter()
     with inductor_config.patch(fx_graph_cache=False):  # a graph from there has no report
@@ -119,11 +135,11 @@ def _step_of(
 
 
 class GatheredWeights(Suite):
-    """A Llama whose weights are gathered inside of the compiled graph: a training step in several orders, in turns.
+    """A Llama whose weights are gathered inside of the compiled graph, in several orders, in turns.
 
-    Each weight is a shard of a rank; it is gathered for its product, again in the backward, and its gradient is
-    scattered (FSDP, as SimpleFSDP writes it). What is compared is where collectives start and are waited for, and who
-    carries them.
+    A training step: each weight is a DTensor, gathered for its product and again in the backward, and its gradient is
+    scattered (SimpleFSDP). With --joined inference: all shards of a block are joined, gathered by one call, and cut.
+    What is compared is where collectives start and are waited for, and who carries them.
 
     | order | is |
     |---|---|
@@ -144,6 +160,8 @@ class GatheredWeights(Suite):
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         super().add_options(parser)
         parser.add_argument("--layers", type=int, default=8)
+        parser.add_argument("--seq", type=int, help="tokens; by default the model's")
+        parser.add_argument("--joined", action="store_true", help="inference, a gather for each block")
         parser.add_argument("--orders", type=words, default=ORDERS, help="by commas")
         parser.add_argument("--steps", type=int, default=5)
         parser.add_argument("--measure", action="store_true", help="weft.passes.measure_costs() first")
@@ -159,14 +177,19 @@ class GatheredWeights(Suite):
         if run.given.measure:
             run.say(weft.passes.measure_costs())
         base = LLAMA_8B if run.on_gpus else SMALL
-        sizes = Sizes(**{**vars(base), "layers": run.given.layers})
+        given = {"layers": run.given.layers, "seq": run.given.seq or base.seq}
+        sizes = Sizes(**{**vars(base), **given})
         dtype = getattr(torch, sizes.dtype)
         torch.manual_seed(0)
+        trains = not run.given.joined
         with run.device:
-            self._model = GatheredLlama(sizes).to(dtype)
-            x = torch.randn(sizes.batch, sizes.seq, sizes.dim, dtype=dtype, requires_grad=True)
+            self._model = (GatheredLlama if trains else JoinedLlama)(sizes).to(dtype)
+            x = torch.randn(sizes.batch, sizes.seq, sizes.dim, dtype=dtype, requires_grad=trains)
+        if trains:
+            shard_weights(self._model, init_device_mesh(run.device.type, (run.world,)))
         self._inputs = (x, *rotary_tables(sizes, run.device))
-        self._made: dict[str, tuple[Callable[[], None], float, int]] = {}
+        self._made: dict[str, tuple[Callable[[], Tensor], float, int]] = {}
+        self._expected: Tensor | None = None
 
     def measure(self, row: str, run: Run) -> None:
         """Compiles the order; ``end`` times all."""
@@ -181,7 +204,16 @@ class GatheredWeights(Suite):
             step()
             peak = torch.cuda.max_memory_allocated()
         self._made[row] = step, seconds, peak
-        orders = fusion.report().orders if fusion else ()
+        y = step().float()
+        if self._expected is None:
+            self._expected = y
+        off = slowest(float((y - self._expected).abs().max()), run.device)
+        run.say(
+            f"{row}: results differ from the first order's by {off:.3g} of {float(y.abs().max()):.3g} at most"
+        )
+        report = fusion.report() if fusion else None
+        run.say(*(line for line in str(report).splitlines() if line.startswith("heap")))
+        orders = report.orders if report else ()
         for change in orders:
             run.say(*str(change).splitlines()[:4])
         if run.given.picture and orders and run.rank == 0:
@@ -203,7 +235,7 @@ class GatheredWeights(Suite):
             run.rows.append(row)
             run.say(row)
 
-    def _step_time(self, step: Callable[[], None], run: Run) -> float:
+    def _step_time(self, step: Callable[[], Tensor], run: Run) -> float:
         """Milliseconds of a step, of the slowest rank."""
         step()
         meet(run.device)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import registry
 import report
 import torch
-from charts import chart
 from contenders import LINK_BYTES_PER_US, TABLE
 from measure import timed
 from parts import HIDDEN
@@ -63,21 +61,16 @@ def line_of(row: Row, group: str, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _drawn(content: dict[str, Any], folder: Path | None, name: str) -> Path:
-    path = (folder or Path()) / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(chart(content))
-    return path
-
-
 class Ops(Suite):
     """Every op, layer and size: weft, "unfused" (NCCL + cuBLAS, of CPU ranks gloo + torch.mm), torch.ops.symm_mem.
 
     Microseconds a call: the median of the rounds, of the slowest rank, eager or in a CUDA graph ("graph"). Results are
     compared with float64; an op whose result is wrong gets no time, and the exit status is 1. The limit is the larger
     of cuBLAS's time of the product alone and of the bytes' time over the links. Lists are separated by commas. With
-    --plot it draws a chart of each op, as the suite plot does, in the folder of --results or the current one.
+    --plot there is a chart of each op, in the folder of --results or the current one.
     """
+
+    plots = True
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         super().add_options(parser)
@@ -91,7 +84,6 @@ class Ops(Suite):
             "--kib-sizes", type=numbers, default=(), help="of a collective alone: the tensor's KiB"
         )
         parser.add_argument("--modes", type=words, default=(), help="/".join(registry.MODES))
-        parser.add_argument("--plot", action="store_true", help="an SVG of each op")
 
     def rows(self, given: argparse.Namespace) -> Sequence[Row]:
         selection = given.ops, given.layers, given.m_sizes, given.kib_sizes, given.modes
@@ -109,11 +101,6 @@ class Ops(Suite):
     def end(self, run: Run) -> None:
         if run.on_gpus:
             run.say(*report.means(run.rows))
-        if run.given.plot and run.rank == 0:
-            for op in dict.fromkeys(line["op"] for line in run.rows if line["weft_us"]):
-                of = [line for line in run.rows if line["op"] == op]
-                name = f"{run.meta['device']}-x{run.world}-{op}.svg"
-                run.say(f"wrote {_drawn({'meta': run.meta, 'rows': of}, run.given.results, name)}")
 
 
 SUITE = Ops()

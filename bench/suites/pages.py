@@ -269,7 +269,7 @@ def with_tables(page: str) -> str:
 
 
 def _all_reduce(results: Path, machine: str) -> str:
-    return chart(json.loads((results / f"{machine}-all_reduce.json").read_text()))
+    return chart(json.loads((results / f"{machine}-all_reduce.json").read_text()), "all_reduce")
 
 
 PICTURES: dict[str, Callable[[Path], str]] = {

@@ -1,4 +1,4 @@
-"""A picture of what the suite ops has measured."""
+"""A chart of what a suite has measured."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from suite import Suite
 
 
 class Plot(Suite):
-    """weft, its peers and the limit of the hardware over the size, on log axes: an SVG from a JSON file of suite ops.
+    """weft, its peers and the limit of the hardware over the size, on log axes: an SVG from a results file.
 
-    Of ops with a matmul it has FLOP/s over rows, else microseconds. It lies beside the JSON, as .svg, or where --output
-    says. ``ops --plot`` draws what it has just measured.
+    It takes every JSON whose rows have "weft_us", as those of ops, experts, expert_parallel and vocabulary. Of ops'
+    matmuls it has FLOP/s over rows, else microseconds. It lies beside the JSON, as .svg, or where --output says.
+    ``--plot`` of these suites draws what they have just measured.
     """
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
@@ -30,9 +31,11 @@ class Plot(Suite):
         file: Path = given.file
         output = given.output or file.with_suffix(".svg")
         try:
-            output.write_text(chart(json.loads(file.read_text()), given.mode))
-        except KeyError as e:
-            print(f"{file}: has no {e}, must be what bench/run.py ops --results writes", file=sys.stderr)
+            content = json.loads(file.read_text())
+            name = file.stem.removeprefix(f"{content['meta']['device']}-x{content['meta']['world']}-")
+            output.write_text(chart(content, name, given.mode))
+        except (KeyError, TypeError) as e:
+            print(f"{file}: {e!r}: must be what --results of a suite writes as JSON", file=sys.stderr)
             return 1
         except (OSError, ValueError) as e:
             print(f"{file}: {e}", file=sys.stderr)

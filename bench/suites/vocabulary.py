@@ -160,6 +160,8 @@ class Vocabulary(Suite):
     on GPUs the peak of memory beyond what is there before a step, "weight_gradient_bytes" of which are the gradient's.
     """
 
+    plots = True
+
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         super().add_options(parser)
         parser.add_argument("--shapes", nargs="+", type=numbers, help="M,H,V ...")

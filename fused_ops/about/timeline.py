@@ -69,6 +69,7 @@ def timeline(
         the page, the same on all ranks.
 
     Raises:
+        TypeError: ``call`` cannot be called.
         ValueError: ``warm_up`` is below 0, or the name of ``file`` has another ending than .html.
         OSError: the file cannot be written.
     """
@@ -76,6 +77,23 @@ def timeline(
         raise ValueError(f"warm_up: is {warm_up}, must be 0 or more")
     if file is not None and Path(file).suffix.lower() not in ("", ".html", ".htm"):
         raise ValueError(f"file: is {os.fspath(file)!r}, must end in .html: the picture is a page")
+    title, panel = _measured(call, group, warm_up)
+    written = page(title, [lanes_html("", [panel], _COLOURS)])
+    if file is not None and resolve_group(group).rank() == 0:
+        Path(file).write_text(written)
+    return written
+
+
+def timeline_html(call: Callable[[], object], *, group: Group = None) -> str:
+    """The same as a part of a page. Collective."""
+    title, panel = _measured(call, group, warm_up=2)
+    return lanes_html(f"{title}, as measured", [panel], _COLOURS)
+
+
+def _measured(call: Callable[[], object], group: Group, warm_up: int) -> tuple[str, Panel]:
+    """A title, and the lanes of all ranks."""
+    if not callable(call):
+        raise TypeError(f"call: is {call!r}, must be a function that takes nothing")
     pg = resolve_group(group)
     for _ in range(warm_up):
         call()
@@ -94,11 +112,7 @@ def timeline(
     for lane, kind, name, first, last in spans:
         lanes[lane].append((kind, name, (first - begin) / 1e3, (last - begin) / 1e3))
     took = (max((span.end for span in spans), default=0) - begin) / 1e3
-    title = f"One call on {pg.size()} ranks: {took / 1e3:.4g} ms"
-    written = page(title, [lanes_html("", [Panel("", lanes)], _COLOURS)])
-    if file is not None and pg.rank() == 0:
-        Path(file).write_text(written)
-    return written
+    return f"One call on {pg.size()} ranks: {took / 1e3:.4g} ms", Panel("", lanes)
 
 
 def _synchronize() -> None:

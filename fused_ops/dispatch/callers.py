@@ -10,7 +10,7 @@ from torch.autograd import profiler
 from torch.distributed import ProcessGroup
 from torch.utils._device import DeviceContext
 
-from ...symm_mem import Group, group_name, resolve_group
+from ...symm_mem import Group, forks, group_name, resolve_group
 
 _is_compiling, _is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
 _function_modes = torch._C._len_torch_function_stack
@@ -64,6 +64,13 @@ def _rank_in(name: str) -> int | None:
         return resolve_group(name).rank()
     except ValueError:  # the op refuses it
         return None
+
+
+@constant_in_graphs
+def refuse_child_of(name: str, op: str) -> None:
+    """Before what ``op`` does by itself on a GPU, as a copy: ``forks.refuse_child``, of what may be no group."""
+    if forks.inherited and _rank_in(name) is not None:
+        forks.refuse_child(resolve_group(name), op)
 
 
 def of_rank_in_graph(name: str) -> dict[str, int | None]:

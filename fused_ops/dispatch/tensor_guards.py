@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from ...symm_mem import forks, is_checked
 from ...symm_mem.backends import cuda_state
 from .stream_order import stream_on
 
@@ -142,6 +143,14 @@ def _wants_gradient(tensors: Sequence[Any]) -> bool | None:
 def needs_no_dispatch(*tensors: Any) -> bool:
     """Whether nothing has to run between a call with these, which may be anything, and the kernels."""
     return _wants_gradient(tensors) is False
+
+
+def may_look_at(*tensors: Tensor) -> bool:
+    """Whether the checked mode, which may wait for data, looks at what these hold before a call. On a GPU a forked
+    child cannot, and its call is refused."""
+    if torch.compiler.is_compiling() or not is_checked() or (forks.inherited and tensors[0].is_cuda):
+        return False
+    return needs_no_dispatch(*tensors)
 
 
 def needs_autograd_alone(*tensors: Any) -> bool:

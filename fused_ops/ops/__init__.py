@@ -15,7 +15,8 @@ from .experts.combine_all_reduce import MOE_COMBINE_ALL_REDUCE
 from .experts.combine_all_reduce_rms_norm import MOE_COMBINE_ALL_REDUCE_RMS_NORM
 from .experts.combine_reduce_scatter import MOE_COMBINE_REDUCE_SCATTER
 from .experts.grouped_matmul_sums import GROUPED_MATMUL_ALL_REDUCE, GROUPED_MATMUL_REDUCE_SCATTER
-from .experts.moe_dispatch import MOE_COMBINE, MOE_DISPATCH, MOE_DISPATCH_AGAIN
+from .experts.moe_combine import MOE_COMBINE
+from .experts.moe_dispatch import MOE_DISPATCH, MOE_DISPATCH_AGAIN
 from .matmul_all_reduce import MATMUL_ALL_REDUCE
 from .matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from .op import Op

@@ -16,7 +16,7 @@ from torch import fx
 from torch._inductor import config as inductor_config
 
 from .fusion import FusionPass
-from .keep_grouped import grouped_options
+from .keep_grouped import BEFORE_FUSION, grouped_options
 from .norms.eps_as_number import eps_options
 from .pass_sequence import SLOT, in_sequence, passes_of
 from .records.models import chosen
@@ -168,14 +168,14 @@ def fusion_report(model: Any = None) -> Report:
         return Report()
     reports = [fusion._report(graphs) for fusion, graphs in zip(made, seen, strict=True)]
     entries = [entry for report in reports for entry in report.entries]
-    graphs, keys, loaded = (
-        sum(getattr(r.runs, count) for r in reports) for count in ("graphs", "keys", "loaded")
+    graphs, keys, loaded, again = (
+        sum(getattr(r.runs, count) for r in reports) for count in ("graphs", "keys", "loaded", "again")
     )
     ops = tuple(dict.fromkeys(op for r in reports for op in r.runs.custom_ops))
     # Of the process, so those of any one pass; that made first has seen the most.
     orders = [order for report in reports for order in report.orders]
     first, outcomes = reports[0], made[0]._outcomes
-    runs = PassRuns(graphs, keys, ops, loaded=loaded)
+    runs = PassRuns(graphs, keys, ops, loaded=loaded, again=again)
     if model is None:
         return Report(entries, first.disagreements, first.questions, runs, orders, first.programs)
     names = {entry.signature for entry in entries} - {""}
@@ -260,5 +260,6 @@ def _with_pass(
     if has_one:
         return {**of_mode, **options, SLOT: in_sequence(there)}
     joint = joint_options(fusion, options.get(JOINT_SLOT, getattr(inductor_config, JOINT_SLOT)))
-    given = {**grouped_options(fusion), **options, SLOT: in_sequence([*there, fusion])}
+    given = {**options, **grouped_options(fusion, options.get(BEFORE_FUSION))}
+    given[SLOT] = in_sequence([*there, fusion])
     return {**of_mode, **given, **eps_options(options), **joint}

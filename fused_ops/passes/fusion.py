@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -35,6 +36,7 @@ from .order.copy_engines import start_when_needed
 from .order.in_pass import changed_order, keep_what_is_ordered
 from .origin import fields_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
+from .patterns.joined import take_apart
 from .patterns.pattern import Pattern, why_not_called_from_cpp
 from .patterns.rivals import yielding
 from .records.entry import Entry
@@ -64,6 +66,7 @@ class FusionPass(OnePass, CustomGraphPass):
     graph 0  all_gather_into_tensor      1  0.25 KiB  fused_all_gather_matmul
     <BLANKLINE>
     1 of 1 collectives fused: 1 with a matmul
+    votes: 1 run asked the other ranks, ... ms each
     >>> torch.testing.assert_close(y, model(x, w))
 
     What is not exactly the function that a fused op computes is left alone, and the report says why. Exactly, but for
@@ -145,7 +148,7 @@ class FusionPass(OnePass, CustomGraphPass):
         **rewrites: Unpack[Rewrites],
     ) -> None:
         super().__init__(groups, strict, fuse, agree, **rewrites)
-        self._joint = {**grouped_options(self), **joint_options(self)}
+        self._joint = joint_options(self)
         self._seen = SeenGraphs()
         self._called = Called()
         self._outcomes = RunOutcomes()
@@ -158,7 +161,7 @@ class FusionPass(OnePass, CustomGraphPass):
         Warns if torch._inductor.config.post_grad_custom_post_pass is set to other passes, which do not run then.
         """
         self._warn_of_dropped(())
-        return {SLOT: self, **eps_options(), **self._joint}
+        return {SLOT: self, **eps_options(), **grouped_options(self), **self._joint}
 
     def options_with(self, *others: Callable[[fx.Graph], None]) -> dict[str, Any]:
         """``options`` for a model that has graph passes of its own, too: Inductor has one place for all of them.
@@ -179,16 +182,15 @@ class FusionPass(OnePass, CustomGraphPass):
             TypeError: one of them cannot be called.
         """
         self._warn_of_dropped(others)
-        return {SLOT: in_sequence([*others, self]), **eps_options(), **self._joint}
+        return {SLOT: in_sequence([*others, self]), **eps_options(), **grouped_options(self), **self._joint}
 
     def _warn_of_dropped(self, others: Sequence[Any]) -> None:
         there = passes_of(getattr(inductor_config, SLOT))
         dropped = [each for each in there if each is not self and each not in others]
         if dropped:
             warnings.warn(
-                f"{names_of(dropped)} will not run in models that are compiled with these options: they replace what "
-                f"torch._inductor.config.{SLOT} is set to. options_with({names_of(dropped)}) runs all of them, as do "
-                'weft.compile and backend="weft"',
+                f"{names_of(dropped)} will not run in models compiled with these options: they replace what "
+                f"torch._inductor.config.{SLOT} is set to. options_with({names_of(dropped)}) and weft.compile run all",
                 stacklevel=3,
             )
 
@@ -207,10 +209,10 @@ class FusionPass(OnePass, CustomGraphPass):
     def _report(self, graphs: SeenGraphs) -> Report:
         others = [each for each in passes_of(getattr(inductor_config, SLOT)) if each is not self]
         ops = tuple(dict.fromkeys(op for ops in graphs.custom_ops.values() for op in ops))
-        runs = PassRuns(graphs.ran, len(graphs.keys), ops, names_of(others), graphs.loaded)
+        runs = PassRuns(graphs.ran, len(graphs.keys), ops, names_of(others), graphs.loaded, graphs.again)
         seen = self._outcomes
-        outcomes = seen.disagreements(), seen.questions(), runs, graphs.orders, seen.programs()
-        return Report(seen.applied(graphs.entries), *outcomes)
+        said = seen.disagreements(), seen.questions(), runs, graphs.orders, seen.programs()
+        return Report(seen.applied(graphs.entries), *said)
 
     def clear(self) -> None:
         """Empties the report of this pass; its graphs are counted from 0 again.
@@ -285,8 +287,8 @@ class FusionPass(OnePass, CustomGraphPass):
         Returns:
             what became of each collective, and what travels, and in which order.
         """
-        notes = rewritten(graph, self, lambda group: self._why_not_changed(group, None, why_not))
-        notes |= notes_of(graph)
+        asked = partial(self._why_not_changed, op=None, why_not_kept=why_not)
+        notes = {**rewritten(graph, self, asked), **notes_of(graph), **take_apart(graph, self, asked)}
         left = canonicalize(graph, self._find, lambda match: self._why_not(match, why_not))
         nodes = list(collectives(graph))
         fields = {n: fields_of(n, number) for n in nodes}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import fx
+from torch._inductor import config as inductor_config
 from torch._inductor import custom_graph_pass
 
 from .cache_key import pass_key
@@ -71,7 +73,51 @@ def _origins(node: Any) -> Iterable[fx.Node]:
     return getattr(getattr(node, "node", None), "origins", ())
 
 
-def grouped_options(settings: PassSettings) -> dict[str, Any]:
-    """Inductor's option with which its scheduler keeps groups; empty without a setting that orders collectives."""
-    orders = settings.reorder is not None or settings.buckets
-    return {BEFORE_FUSION: KeepGrouped(**settings)} if orders else {}
+class _InTurn:
+    """The program's own passes on what the scheduler has, then the one that keeps groups."""
+
+    def __init__(self, passes: Sequence[Any]) -> None:
+        self.passes = tuple(passes)
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        for each in self.passes:
+            nodes = each(nodes)
+        return nodes
+
+    def __eq__(self, other: object) -> bool:
+        # For options that differ torch compiles anew.
+        return type(self) is type(other) and self.passes == other.passes  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(self.passes)
+
+
+class _InTurnByKey(_InTurn, _SchedulerPass):
+    """Those that Inductor's cache knows by their keys: with others it keeps no graph."""
+
+    def uuid(self) -> Any:
+        return [each.uuid() for each in self.passes]
+
+
+def grouped_options(settings: PassSettings, given: Any = None) -> dict[str, Any]:
+    """Inductor's option with which its scheduler keeps groups; empty without a setting that orders collectives.
+
+    Args:
+        given: what the option has, which runs before; None for what Inductor's configuration has.
+    """
+    if settings.reorder is None and not settings.buckets:
+        return {}
+    given = getattr(inductor_config, BEFORE_FUSION) if given is None else given
+    others = [
+        each for each in getattr(given, "passes", [given]) if each and not isinstance(each, KeepGrouped)
+    ]
+    return {BEFORE_FUSION: _in_turn(*others, KeepGrouped(**settings))}
+
+
+@lru_cache
+def _in_turn(*passes: Any) -> Any:
+    """The same for the same passes."""
+    if len(passes) == 1:
+        return passes[0]
+    by_key = all(isinstance(each, _SchedulerPass) for each in passes)
+    return (_InTurnByKey if by_key else _InTurn)(passes)

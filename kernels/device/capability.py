@@ -133,7 +133,7 @@ KERNELS: dict[str, KernelRow] = {
     ),
     "linear_cross_entropy/triton_kernel.py": KernelRow((), ALL, "", *_H200, "h200-x2-vocabulary.json"),
     "moe_dispatch/kernel.cu": KernelRow(
-        ("moe_dispatch",), ALL, _PEERS, "H200", "2026-11-29", "h200-x1-moe-dispatch.txt"
+        ("moe_dispatch",), ALL, _PEERS, "2 H200", "2026-11-29", "h200-x2-expert_parallel.json"
     ),
     "moe_route/kernel.cu": KernelRow(
         ("moe_route",), _FROM_HOPPER, "clusters", "H200", "2026-11-29", "h200-x1-grouped-matmul.txt"

@@ -43,12 +43,14 @@ class Columns(NamedTuple):
         start: [1], int64: the first column of this rank.
         scores: how logits are scored.
         extra: one of EXTRAS.
+        first: how many of this rank's columns are before these logits'.
     """
 
     targets: Tensor
     start: Tensor
     scores: Scores
     extra: str
+    first: int = 0
 
     def rows(self, some: slice) -> Columns:
         return self._replace(targets=self.targets[some])
@@ -70,7 +72,7 @@ def reference_statistics(logits: Tensor, columns: Columns) -> Tensor:
     if not count:
         scores = scores.new_full((logits.shape[0], 1), -torch.inf)
     log_sum = scores.logsumexp(1)
-    at = columns.targets - columns.start
+    at = columns.targets - columns.start - columns.first
     here = (at >= 0) & (at < count)
     target = scores.gather(1, torch.where(here, at, 0).unsqueeze(1)).squeeze(1).where(here, -torch.inf)
     sent = [log_sum, target]
@@ -124,9 +126,8 @@ def reference_gradient(logits: Tensor, columns: Columns, terms: Tensor, out: Ten
     log_sum, a, b, c, d = terms.unsqueeze(2)
     p = (scores - log_sum).exp()
     gradient = (p * (a - b * scores) if columns.extra == "entropy" else p * a).where(p != 0, 0) + c
-    here = torch.arange(logits.shape[1], device=logits.device) == (columns.targets - columns.start).unsqueeze(
-        1
-    )
+    at = columns.targets - columns.start - columns.first
+    here = torch.arange(logits.shape[1], device=logits.device) == at.unsqueeze(1)
     out.copy_((gradient + here * d) * columns.scores.slopes(scores))
 
 

@@ -1,13 +1,17 @@
 """What reads every logit of a rank on CUDA: statistics of rows, and the gradient in place of the logits. And what lies
 between: rows' losses, of all ranks' statistics. And what multiplies gradients by what the backward brings.
 
-``statistics_kernel`` reads logits [M, V] once, one program a row, with a running maximum. ``loss_kernel`` has one
-program for BLOCK rows, in place of some thirty operators, which the host would launch while the GPU waits.
-``gradient_kernel`` has one program for each BLOCK columns of a row. All compute in float32, wait for nobody and are
-graph-safe; ``reference.py`` says what of.
+``statistics_kernel`` reads logits [M, V] once, in tiles; along the rows or along the columns these are contiguous. A
+program has one tile's rows and SPAN columns, with a maximum and a sum for each element of the tile: nothing is reduced
+before the end. ``combine_kernel`` joins what the programs of a row have found. ``loss_kernel`` has one program for
+BLOCK rows, in place of some thirty operators, which the host would launch while the GPU waits. ``gradient_kernel`` has
+one program a tile. All compute in float32, wait for nobody and are graph-safe; ``reference.py`` says what of.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,10 +20,23 @@ from torch import Tensor
 
 from .reference import Columns, Loss, count_statistics
 
-_ROW_BLOCK, _ROW_WARPS = 8192, 16
-_BLOCK, _WARPS = 4096, 8
+
+class LogitTile(NamedTuple):
+    """Of logits."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+# Statistics, gradient: of logits whose rows are contiguous, and of such whose columns are. 16 bytes a thread and load.
+_STATISTICS = LogitTile(1, 1024, 4), LogitTile(32, 32, 4)
+_GRADIENT = LogitTile(1, 2048, 4), LogitTile(64, 64, 4)
+_LOADS = 4  # at once, before their maximum is taken
+_SPAN = 16384, 1024  # a multiple of the loads' columns
+_COMBINE_BLOCK = 32
 _LOSS_BLOCK = 128
-_MULTIPLY_BLOCK = 16384
+_MULTIPLY_BLOCK, _MULTIPLY_WARPS = 16384, 16
 
 
 @triton.jit
@@ -32,49 +49,112 @@ def _scores(logits, CAP: tl.constexpr, TEMPERATURE: tl.constexpr):
 
 
 @triton.jit
+def _scores_at(of_row, column, there, column_stride, CAP: tl.constexpr, TEMPERATURE: tl.constexpr):
+    at = of_row[:, None] + column.to(tl.int64)[None, :] * column_stride
+    score = _scores(tl.load(at, mask=there, other=float("-inf")), CAP, TEMPERATURE)
+    if CAP > 0:  # which -inf does not pass
+        score = tl.where(there, score, float("-inf"))
+    return score
+
+
+@triton.jit
 def statistics_kernel(
     logits,  # [M, V]
     targets,  # [M]
     start,  # [1]
-    out,  # [K, M]
+    out,  # [programs of a row, 3 or 4, M]
+    rows,
     columns,
+    first,  # column of these logits, of this rank's
     row_stride,
+    column_stride,
     CAP: tl.constexpr,
     TEMPERATURE: tl.constexpr,
     MEAN: tl.constexpr,
     ENTROPY: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LOADS: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    has = row < rows
+    of_row = logits + row.to(tl.int64) * row_stride
+    begin = tl.program_id(1) * SPAN
+    end = tl.minimum(begin + SPAN, columns)
+    top = tl.full((ROWS, COLUMNS), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    extra = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for at in range(begin, end, LOADS * COLUMNS):
+        scores = ()
+        higher = top
+        for i in tl.static_range(LOADS):
+            column = at + i * COLUMNS + tl.arange(0, COLUMNS)
+            there = has[:, None] & (column < end)[None, :]
+            score = _scores_at(of_row, column, there, column_stride, CAP, TEMPERATURE)
+            if MEAN:
+                extra += tl.where(there, score, 0.0)
+            higher = tl.maximum(higher, score)
+            scores = scores + (score,)  # type: ignore[assignment]  # noqa: RUF005
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # no score is above -inf yet
+        scale = tl.exp(top - base)
+        total *= scale
+        if ENTROPY:
+            extra *= scale
+        for i in tl.static_range(LOADS):
+            weight = tl.exp(scores[i] - base)
+            total += weight
+            if ENTROPY:
+                extra += tl.where(weight > 0, weight * scores[i], 0.0)
+        top = higher
+    highest = tl.max(top, 1)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    scale = tl.exp(top - base[:, None])
+    at = tl.load(targets + row, mask=has, other=0) - tl.load(start) - first
+    here = has & (at >= begin) & (at < end)
+    target = _scores(tl.load(of_row + at * column_stride, mask=here, other=0.0), CAP, TEMPERATURE)
+    of_program = out + tl.program_id(1).to(tl.int64) * (4 if MEAN or ENTROPY else 3) * rows + row
+    tl.store(of_program, highest, mask=has)
+    tl.store(of_program + rows, tl.sum(total * scale, 1), mask=has)
+    tl.store(of_program + 2 * rows, tl.where(here, target, float("-inf")), mask=has)
+    if MEAN:
+        tl.store(of_program + 3 * rows, tl.sum(extra, 1), mask=has)
+    if ENTROPY:
+        tl.store(of_program + 3 * rows, tl.sum(extra * scale, 1), mask=has)
+
+
+@triton.jit
+def combine_kernel(
+    found,  # [programs of a row, 3 or 4, M]
+    out,  # [K, M]
+    rows,
+    columns,
+    programs,
+    MEAN: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    rows = tl.num_programs(0)
-    at = tl.load(targets + row) - tl.load(start)
-    top = tl.full((), float("-inf"), tl.float32)
-    target = tl.full((), float("-inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    extra = tl.full((), 0.0, tl.float32)
-    for first in range(0, columns, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        there = column < columns
-        score = _scores(tl.load(logits + row * row_stride + column, mask=there, other=0.0), CAP, TEMPERATURE)
-        if MEAN:
-            extra += tl.sum(tl.where(there, score, 0.0), 0)
-        score = tl.where(there, score, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # no score is above -inf yet
-        weight, scale = tl.exp(score - base), tl.exp(top - base)
-        total = total * scale + tl.sum(weight, 0)
-        if ENTROPY:
-            extra = extra * scale + tl.sum(tl.where(weight > 0, weight * score, 0.0), 0)
-        target = tl.maximum(target, tl.max(tl.where(column == at, score, float("-inf")), 0))
-        top = higher
-    log_sum = top + tl.log(total)
-    tl.store(out + row, log_sum)
-    tl.store(out + rows + row, target)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    has = row < rows
+    program = tl.arange(0, PROGRAMS)
+    there = (program < programs)[:, None] & has[None, :]
+    at = found + program.to(tl.int64)[:, None] * (4 if MEAN or ENTROPY else 3) * rows + row[None, :]
+    tops = tl.load(at, mask=there, other=float("-inf"))
+    top = tl.max(tops, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    scale = tl.exp(tops - base[None, :])
+    total = tl.sum(tl.load(at + rows, mask=there, other=0.0) * scale, 0)
+    log_sum = base + tl.log(total)
+    tl.store(out + row, log_sum, mask=has)
+    target = tl.max(tl.load(at + 2 * rows, mask=there, other=float("-inf")), 0)
+    tl.store(out + rows + row, target, mask=has)
     if MEAN:
-        tl.store(out + 2 * rows + row, extra)
-        tl.store(out + 3 * rows + row, tl.zeros((), tl.float32) + columns)
+        tl.store(out + 2 * rows + row, tl.sum(tl.load(at + 3 * rows, mask=there, other=0.0), 0), mask=has)
+        tl.store(out + 3 * rows + row, tl.zeros((BLOCK,), tl.float32) + columns, mask=has)
     if ENTROPY:
-        tl.store(out + 2 * rows + row, tl.where(total > 0, log_sum - extra / total, 0.0))
+        extra = tl.sum(tl.load(at + 3 * rows, mask=there, other=0.0) * scale, 0)
+        tl.store(out + 2 * rows + row, tl.where(total > 0, log_sum - extra / total, 0.0), mask=has)
 
 
 @triton.jit
@@ -138,33 +218,45 @@ def gradient_kernel(
     start,  # [1]
     terms,  # [5, M]
     out,  # [M, V]; may be the logits
+    rows,
     columns,
+    first,
     row_stride,
-    out_stride,
+    column_stride,
+    out_row_stride,
+    out_column_stride,
     CAP: tl.constexpr,
     TEMPERATURE: tl.constexpr,
     ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    rows = tl.num_programs(0)
-    at = tl.load(targets + row) - tl.load(start)
-    log_sum, a, b = tl.load(terms + row), tl.load(terms + rows + row), tl.load(terms + 2 * rows + row)
-    c, d = tl.load(terms + 3 * rows + row), tl.load(terms + 4 * rows + row)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = column < columns
-    score = _scores(tl.load(logits + row * row_stride + column, mask=there, other=0.0), CAP, TEMPERATURE)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    has = row < rows
+    there = has[:, None] & (column < columns)[None, :]
+    at = tl.load(targets + row, mask=has, other=0) - tl.load(start) - first
+    at = tl.where((at >= 0) & (at < columns), at, -1).to(tl.int32)  # compared with each column
+    log_sum = tl.load(terms + row, mask=has, other=0.0)[:, None]
+    a = tl.load(terms + rows + row, mask=has, other=0.0)[:, None]
+    b = tl.load(terms + 2 * rows + row, mask=has, other=0.0)[:, None]
+    c = tl.load(terms + 3 * rows + row, mask=has, other=0.0)[:, None]
+    d = tl.load(terms + 4 * rows + row, mask=has, other=0.0)[:, None]
+    wide_row, wide_column = row.to(tl.int64)[:, None], column.to(tl.int64)[None, :]
+    score = tl.load(logits + wide_row * row_stride + wide_column * column_stride, mask=there, other=0.0)
+    score = _scores(score, CAP, TEMPERATURE)
     p = tl.exp(score - log_sum)
     if ENTROPY:
         gradient = p * (a - b * score)
     else:
         gradient = p * a
     gradient = tl.where(p == 0, 0.0, gradient) + c
-    gradient = tl.where(column == at, gradient + d, gradient)
+    gradient = tl.where(column[None, :] == at[:, None], gradient + d, gradient)
     if CAP > 0:
         capped = score * (TEMPERATURE / CAP)
         gradient *= 1 - capped * capped
-    tl.store(out + row * out_stride + column, (gradient / TEMPERATURE).to(out.dtype.element_ty), mask=there)
+    at_out = out + wide_row * out_row_stride + wide_column * out_column_stride
+    tl.store(at_out, (gradient / TEMPERATURE).to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -173,8 +265,14 @@ def multiply_kernel(x, factor, count, BLOCK: tl.constexpr):
     if by != 1.0:  # a loss whose backward is called is not multiplied by anything: then nothing is read
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         there = at < count
-        value = tl.load(x + at, mask=there, other=0.0).to(tl.float32) * by
+        value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+        value = tl.where(value == 0, 0.0, value * by)  # those of an ignored row stay, whatever the factor is
         tl.store(x + at, value.to(x.dtype.element_ty), mask=there)
+
+
+def _along_rows(logits: Tensor) -> bool:
+    """Whether it is a column, not a row, that is contiguous."""
+    return logits.stride(1) != 1
 
 
 def _constants(columns: Columns) -> dict[str, float | bool]:
@@ -186,18 +284,40 @@ def _constants(columns: Columns) -> dict[str, float | bool]:
     }
 
 
-def launch_statistics(logits: Tensor, columns: Columns) -> Tensor:
-    """As ``reference_statistics``; each row of logits is contiguous."""
-    rows, count = logits.shape
-    out = torch.empty(count_statistics(columns.extra), rows, device=logits.device)
-    if rows:
-        statistics_kernel[(rows,)](
-            *(logits, columns.targets, columns.start, out, count, logits.stride(0)),
+def launch_statistics(parts: Sequence[Tensor], columns: Columns) -> Tensor:
+    """As ``reference_statistics``, of logits whose parts' columns follow each other."""
+    rows = parts[0].shape[0]
+    out = torch.empty(count_statistics(columns.extra), rows, device=parts[0].device)
+    if not rows:
+        return out
+    by_rows = [_along_rows(logits) for logits in parts]
+    programs = [
+        triton.cdiv(max(t.shape[1], 1), _SPAN[along]) for t, along in zip(parts, by_rows, strict=True)
+    ]
+    mean, entropy = columns.extra == "mean", columns.extra == "entropy"
+    found = torch.empty(sum(programs), 4 if mean or entropy else 3, rows, device=out.device)
+    first = done = 0
+    for logits, along, count in zip(parts, by_rows, programs, strict=True):
+        tile = _STATISTICS[along]
+        statistics_kernel[(triton.cdiv(rows, tile.rows), count)](
+            *(logits, columns.targets, columns.start, found[done:], rows, logits.shape[1], first),
+            *logits.stride(),
             **_constants(columns),
-            MEAN=columns.extra == "mean",
-            BLOCK=_ROW_BLOCK,
-            num_warps=_ROW_WARPS,
+            MEAN=mean,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            LOADS=_LOADS,
+            SPAN=_SPAN[along],
+            num_warps=tile.warps,
         )
+        first, done = first + logits.shape[1], done + count
+    combine_kernel[(triton.cdiv(rows, _COMBINE_BLOCK),)](
+        *(found, out, rows, first, done),
+        MEAN=mean,
+        ENTROPY=entropy,
+        PROGRAMS=triton.next_power_of_2(done),
+        BLOCK=_COMBINE_BLOCK,
+    )
     return out
 
 
@@ -220,20 +340,24 @@ def launch_losses(
 
 
 def launch_gradient(logits: Tensor, columns: Columns, terms: Tensor, out: Tensor) -> None:
-    """As ``reference_gradient``; each row of both is contiguous, and so are ``terms``."""
+    """As ``reference_gradient``; ``terms`` are contiguous."""
     rows, count = logits.shape
     if rows and count:
-        gradient_kernel[(rows, triton.cdiv(count, _BLOCK))](
-            *(logits, columns.targets, columns.start, terms, out, count, logits.stride(0), out.stride(0)),
+        tile = _GRADIENT[_along_rows(logits)]
+        gradient_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(count, tile.columns))](
+            *(logits, columns.targets, columns.start, terms, out, rows, count, columns.first),
+            *logits.stride(),
+            *out.stride(),
             **_constants(columns),
-            BLOCK=_BLOCK,
-            num_warps=_WARPS,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            num_warps=tile.warps,
         )
 
 
 def launch_multiply(x: Tensor, factor: Tensor) -> None:
-    """x, which is dense, by a number in float32, in place."""
+    """x, which is dense, by a number in float32, in place; zeros stay."""
     if x.numel():
         multiply_kernel[(triton.cdiv(x.numel(), _MULTIPLY_BLOCK),)](
-            *(x, factor, x.numel()), BLOCK=_MULTIPLY_BLOCK, num_warps=_ROW_WARPS
+            *(x, factor, x.numel()), BLOCK=_MULTIPLY_BLOCK, num_warps=_MULTIPLY_WARPS
         )

@@ -19,7 +19,8 @@ _TIME_RATIO = {"dispatch": 1.1, "combine": 1.05}
 class MoeProblem(NamedTuple):
     """Tokens of each rank, of ``hidden`` numbers and ``choices`` experts each, and rows of this rank's experts.
 
-    ``way``: "dispatch", or "combine"; ``wide``: weights of float32 beside 16 bits.
+    ``way``: "dispatch", or "combine"; ``wide``: weights of float32 beside 16 bits; ``experts``: of this rank, where
+    their rows are filled up.
     """
 
     way: str
@@ -29,6 +30,7 @@ class MoeProblem(NamedTuple):
     choices: int
     dtype: torch.dtype
     wide: bool = True
+    experts: int = 0
 
     @property
     def row(self) -> int:

@@ -27,8 +27,8 @@ class MoeParams(ctypes.Structure):
 
     _fields_ = (
         ("slots", ExchangeSlots),
-        *((name, ctypes.c_uint64) for name in ("given", "index", "more", "ranks", "out")),
-        *((name, ctypes.c_uint32) for name in ("vectors", "room", "row", "tokens", "rows")),
+        *((name, ctypes.c_uint64) for name in ("out", "given", "index", "ranks", "more", "offs")),
+        *((name, ctypes.c_uint32) for name in ("vectors", "room", "row", "tokens", "rows", "experts")),
     )
 
 
@@ -69,6 +69,7 @@ class MoeLauncher:
         self._params = MoeParams(slots_of(place))
         self._params.vectors, self._params.room = problem.vectors, launch.room
         self._params.row, self._params.tokens, self._params.rows = problem.row, problem.tokens, problem.rows
+        self._params.experts = problem.experts
         program = launched_moe(place.layout.world_size, place.rank, problem.defined)
         function: Function = program.function(f"{problem.way}_{launch.kernel}")
         self._bound = function.bound(
@@ -83,8 +84,8 @@ class MoeLauncher:
 
         Args:
             buffer: not used; epochs alternate by themselves.
-            operands: addresses of x, slots, choices and ranks, or of y, slots, weights and ranks: contiguous tensors,
-                multiples of 16.
+            operands: addresses of x, slots and ranks, and choices and offs where experts' rows are filled up; or of y,
+                slots, ranks and weights: contiguous tensors, multiples of 16.
             results: that of the result, likewise.
             timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
             stream: a CUstream as an integer.
@@ -94,5 +95,5 @@ class MoeLauncher:
         """
         with self._lock:
             self._params.slots.watch.timeout_ns = timeout_ns
-            struct.pack_into("5Q", self._params, MoeParams.given.offset, *operands, *results)
+            struct.pack_into(f"{1 + len(operands)}Q", self._params, MoeParams.out.offset, *results, *operands)
             self._bound(stream)

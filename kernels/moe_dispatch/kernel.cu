@@ -1,8 +1,8 @@
 // Tokens to the ranks of their experts, and back; of each token [row] once to, and from, each rank that has one of them.
 //
-// dispatch: out[slots[r * T + t][j]] = token t of rank r, for each choice j that is this rank's; rows of no choice are
-// zeros. combine: out[t] = the sum over ranks r, in their order in float32, of what r's rows of the token add up to
-// with their weights (collective/combine.cuh), rounded once.
+// dispatch: out[slots[r * T + t][j]] = token t of rank r, for each choice j that is this rank's; rows that fill an
+// expert's up are zeros, those past the last expert's are not written. combine: out[t] = the sum over ranks r, in their
+// order in float32, of what r's rows of the token add up to with their weights (collective/combine.cuh), rounded once.
 //
 // `ranks` says on both sides which ranks have an expert of a token: so a receiver waits for what is sent, and for no
 // more. Slot 0 of a block is sent in every epoch, needed or not: each block hears from every peer.
@@ -29,16 +29,18 @@ using weft::u64;
 
 struct Params {
     weft::ExchangeSlots slots;
+    uint4* out;  // [C, row], or [T, row]
     const uint4* given;  // x [T, row], or y [C, row]
     const u32* index;  // [W * T, CHOICES]: the row of each choice
-    const void* more;  // choices [C], -1 where a row has none; or weights [W * T, CHOICES]
     const u32* ranks;  // [W * T]: bit r says that rank r has an expert of the token
-    uint4* out;  // [C, row], or [T, row]
+    const void* more;  // choices [C], -1 where a row has none, or null; or weights [W * T, CHOICES]
+    const u32* offs;  // [experts]: rows up to the end of each of this rank's; with choices
     u32 vectors;  // of a rank's tokens
     u32 room;  // slots of a sender in one epoch, that data takes
     u32 row;  // vectors of a token
     u32 tokens;  // T
     u32 rows;  // C
+    u32 experts;  // of this rank, whose rows are filled up; else 0
 
     // Which ranks have an expert of rank r's token whose vector `at` is.
     __device__ __forceinline__ u32 needed(int r, u32 at) const { return ranks[r * tokens + at / row]; }
@@ -54,32 +56,81 @@ struct Sent {
     __device__ __forceinline__ bool operator()(int k, int src) const { return has(by[k], src); }
 };
 
+// The rows of a token's choices on this rank, and a column of them.
+struct Places {
+    u32 slot[CHOICES];
+    u32 column;
+
+    // Of rank r's token whose vector `at` is.
+    __device__ __forceinline__ void load(const Params& p, int r, u32 at) {
+        const u32 token = at / p.row, *slots = p.index + static_cast<u64>(r * p.tokens + token) * CHOICES;
+        column = at - token * p.row;
+        if constexpr (CHOICES % 4 == 0) {
+#pragma unroll
+            for (int j = 0; j < CHOICES; j += 4) {
+                const uint4 four = *reinterpret_cast<const uint4*>(slots + j);
+                slot[j] = four.x, slot[j + 1] = four.y, slot[j + 2] = four.z, slot[j + 3] = four.w;
+            }
+        } else {
+#pragma unroll
+            for (int j = 0; j < CHOICES; ++j) slot[j] = slots[j];
+        }
+    }
+
+    __device__ __forceinline__ void store(const Params& p, const uint4& v) const {
+#pragma unroll
+        for (int j = 0; j < CHOICES; ++j) {
+            if (slot[j] < p.rows) weft::store_vector(p.out + static_cast<u64>(slot[j]) * p.row + column, v);
+        }
+    }
+};
+
+// HELD: vectors that a thread loads ahead.
+template <int HELD>
 struct Dispatch {
     static constexpr u32 TRIPS = 1;
     const Params& p;
-    uint4 next;  // of x, loaded ahead
-    u32 cleared = 0;  // rows, by all blocks
+    uint4 next[HELD];  // of x, and who needs it: loaded ahead
+    u32 needed[HELD];
+    bool cleared = false;
 
     __device__ __forceinline__ explicit Dispatch(const Params& params) : p(params) {}
 
-    __device__ __forceinline__ void load(const ThreadShare& s, u32 end, u32) {
-        if (s.at < end) next = weft::load_vector(p.given + s.at);
+    __device__ __forceinline__ void load(const ThreadShare& s, u32 end, u32 threads) {
+#pragma unroll
+        for (int k = 0; k < HELD; ++k) {
+            const u32 at = s.at + k * gridDim.x * threads;
+            if (at < end) next[k] = weft::load_vector(p.given + at), needed[k] = p.needed(RANK, at);
+        }
     }
 
     __device__ __forceinline__ void send(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) {
         const weft::ExactEpoch exact{epoch, p.room};
         while (s.at < end) {
-            const u32 needed = p.needed(RANK, s.at);
+            Places places;  // one vector's, as registers allow
+            places.load(p, RANK, s.at);
 #pragma unroll
-            for (int i = 1; i < WORLD_SIZE; ++i) {
-                const int peer = weft::peer_of(i);
-                if (has(needed, peer) || s.index == 0) exact.send(peer, s.index, next);
+            for (int k = 0; k < HELD; ++k) {
+                if (s.at + k * gridDim.x * threads >= end) break;
+                const u32 index = s.index + k * threads;
+#pragma unroll
+                for (int i = 1; i < WORLD_SIZE; ++i) {
+                    const int peer = weft::peer_of(i);
+                    if (has(needed[k], peer) || index == 0) exact.send(peer, index, next[k]);
+                }
             }
-            store(RANK, s.at, next);
-            s.skip(threads);
+#pragma unroll
+            for (int k = 0; k < HELD; ++k) {
+                const u32 at = s.at + k * gridDim.x * threads;
+                if (at >= end) break;
+                if (k > 0) places.load(p, RANK, at);
+                places.store(p, next[k]);
+            }
+            s.skip(threads, HELD);
             load(s, end, threads);
         }
-        clear(end, threads);
+        if (!cleared) clear(threads);
+        cleared = true;
     }
 
     template <int COUNT>
@@ -89,12 +140,15 @@ struct Dispatch {
         for (; s.at + (COUNT - 1) * stride < end; s.skip(threads, COUNT)) {
             uint4 in[COUNT * WORLD_SIZE];
             Sent<COUNT> sent;
+            Places places[AHEAD ? COUNT * WORLD_SIZE : 1];
 #pragma unroll
             for (int k = 0; k < COUNT; ++k) {
                 sent.by[k] = s.index == 0 && k == 0 ? ~0u : 0;
 #pragma unroll
                 for (int src = 0; src < WORLD_SIZE; ++src) {
-                    if (src != RANK) sent.by[k] |= (p.needed(src, s.at + k * stride) >> RANK & 1) << src;
+                    if (src == RANK) continue;
+                    sent.by[k] |= (p.needed(src, s.at + k * stride) >> RANK & 1) << src;
+                    if (AHEAD) places[AHEAD ? k * WORLD_SIZE + src : 0].load(p, src, s.at + k * stride);
                 }
             }
             epoch.take_all<COUNT>(s.index, in, threads, sent);
@@ -102,64 +156,95 @@ struct Dispatch {
             for (int i = 0; i < COUNT * WORLD_SIZE; ++i) {
                 const int src = i % WORLD_SIZE, k = i / WORLD_SIZE;
                 if (src == RANK || !sent(k, src)) continue;
-                store(src, s.at + k * stride, exact.corrected(src, s.index + k * threads, in[i]));
+                if (!AHEAD) places[0].load(p, src, s.at + k * stride);
+                places[AHEAD ? i : 0].store(p, exact.corrected(src, s.index + k * threads, in[i]));
             }
         }
         if constexpr (COUNT > 1) receive<1>(epoch, s, end, threads);
     }
 
 private:
-    // Vector `at` of rank r's tokens, to the rows of its choices here.
-    __device__ __forceinline__ void store(int r, u32 at, const uint4& v) const {
-        const u32 token = at / p.row, column = at - token * p.row;
-        const u32* slots = p.index + static_cast<u64>(r * p.tokens + token) * CHOICES;
-#pragma unroll
-        for (int j = 0; j < CHOICES; ++j) {
-            const u32 slot = slots[j];
-            if (slot < p.rows) weft::store_vector(p.out + static_cast<u64>(slot) * p.row + column, v);
-        }
-    }
+    static constexpr bool AHEAD = HELD * (WORLD_SIZE - 1) * CHOICES <= 8;  // as registers allow
 
-    // Zeros into rows of no choice, a share of them with each chunk, while data is under way.
-    __device__ __forceinline__ void clear(u32 end, u32 threads) {
-        const u32 until = static_cast<u32>(static_cast<u64>(p.rows) * end / p.vectors), warps = threads / 32;
-        for (u32 r = cleared + blockIdx.x * warps + threadIdx.x / 32; r < until; r += gridDim.x * warps) {
-            if (static_cast<const int*>(p.more)[r] >= 0) continue;
-            for (u32 i = threadIdx.x % 32; i < p.row; i += 32) {
-                weft::store_vector(p.out + static_cast<u64>(r) * p.row + i, make_uint4(0, 0, 0, 0));
+    // Zeros into rows that fill experts' up, while data is under way. A warp looks at 32 rows at once.
+    __device__ __forceinline__ void clear(u32 threads) const {
+        if (p.experts == 0) return;
+        const u32 used = p.offs[p.experts - 1], lane = threadIdx.x % 32;
+        for (u32 first = (threadIdx.x / 32 * gridDim.x + blockIdx.x) * 32; first < used; first += gridDim.x * threads) {
+            const bool fills = first + lane < used && static_cast<const int*>(p.more)[first + lane] < 0;
+            for (u32 left = __ballot_sync(~0u, fills); left != 0; left &= left - 1) {
+                uint4* row = p.out + (static_cast<u64>(first) + __ffs(left) - 1) * p.row;
+                for (u32 i = lane; i < p.row; i += 32) weft::store_vector(row + i, make_uint4(0, 0, 0, 0));
             }
         }
-        cleared = until;
     }
 };
 
+template <int HELD>
 struct Combine {
     static constexpr u32 TRIPS = 1;
     const Params& p;
     const weft::Combine combine;
-    weft::Parts next;  // loaded ahead
+    uint4 next[WORLD_SIZE - 1][HELD];  // what this rank's rows of each peer's tokens add up to, loaded ahead
 
     __device__ __forceinline__ explicit Combine(const Params& params)
         : p(params), combine{p.given, p.index, p.more, nullptr, p.rows, WORLD_SIZE * p.tokens, 0, p.row} {}
 
-    // What this rank's rows of a rank's token add up to; zeros where it has none.
-    __device__ __forceinline__ uint4 load_part(int r, u32 at) const {
-        if (!has(p.needed(r, at), RANK)) return make_uint4(0, 0, 0, 0);
-        const u32 token = at / p.row;
-        return combine.load(r * p.tokens + token, at - token * p.row);
+    // What this rank's rows of rank r's tokens add up to, of vectors `stride` apart; zeros where it has none. All loads are
+    // in flight at once.
+    template <int COUNT>
+    __device__ __forceinline__ void load_parts(uint4 (&parts)[COUNT], int r, u32 at, u32 end, u32 stride) const {
+        using weft::Numbers;
+        if (COUNT == 1 && !has(p.needed(r, at), RANK)) {
+            parts[0] = make_uint4(0, 0, 0, 0);
+            return;
+        }
+        u32 token[COUNT], column[COUNT];
+        Numbers total[COUNT];
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k) {
+            const u32 v = at + k * stride < end ? at + k * stride : at;
+            token[k] = v / p.row, column[k] = v - token[k] * p.row;
+            total[k] = Numbers(make_uint4(0, 0, 0, 0));
+        }
+#pragma unroll
+        for (int from = 0; from < CHOICES; from += combine.MOST) {
+            weft::Combine::Chosen chosen[COUNT];
+#pragma unroll
+            for (int k = 0; k < COUNT; ++k) combine.find(chosen[k], r * p.tokens + token[k], from);
+#pragma unroll
+            for (int k = 0; k < COUNT; ++k) combine.load(chosen[k], column[k]);
+#pragma unroll
+            for (int k = 0; k < COUNT; ++k) combine.add(total[k], chosen[k]);
+        }
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k) parts[k] = total[k].rounded();
     }
 
-    __device__ __forceinline__ void load(const ThreadShare& s, u32 end, u32) {
-        if (s.at < end) next.load_all([&](int r, u32 at) { return load_part(r, at); }, s.at);
+    __device__ __forceinline__ void load(const ThreadShare& s, u32 end, u32 threads) {
+        if (s.at >= end) return;
+        const u32 stride = gridDim.x * threads;
+#pragma unroll
+        for (int i = 1; i < WORLD_SIZE; ++i) {
+            load_parts(next[i - 1], weft::peer_of(i), s.at, end, stride);
+        }
     }
 
     __device__ __forceinline__ void send(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) {
-        while (s.at < end) {
-            next.each([&](int r, u32 at) { return load_part(r, at); }, s.at, [&](int peer, const uint4& v) {
-                if (has(p.needed(peer, s.at), RANK) || s.index == 0) epoch.send(peer, s.index, weft::ll_encode(v));
-            });
-            s.skip(threads);
-            load(s, end, threads);
+        for (; s.at < end; load(s, end, threads)) {
+#pragma unroll
+            for (int k = 0; k < HELD; ++k) {
+                const u32 index = s.index + k * threads, at = s.at + k * gridDim.x * threads;
+                if (at >= end) break;
+#pragma unroll
+                for (int i = 1; i < WORLD_SIZE; ++i) {
+                    const int peer = weft::peer_of(i);
+                    if (has(p.needed(peer, at), RANK) || index == 0) {
+                        epoch.send(peer, index, weft::ll_encode(next[i - 1][k]));
+                    }
+                }
+            }
+            s.skip(threads, HELD);
         }
     }
 
@@ -167,19 +252,19 @@ struct Combine {
     __device__ __forceinline__ void receive(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) const {
         const u32 stride = gridDim.x * threads;
         for (; s.at + (COUNT - 1) * stride < end; s.skip(threads, COUNT)) {
-            uint4 in[COUNT * WORLD_SIZE];
+            uint4 in[COUNT * WORLD_SIZE], own[COUNT];
             Sent<COUNT> sent;
 #pragma unroll
             for (int i = 0; i < COUNT * WORLD_SIZE; ++i) in[i] = make_uint4(0, 0, 0, 0);
 #pragma unroll
             for (int k = 0; k < COUNT; ++k) {
                 sent.by[k] = s.index == 0 && k == 0 ? ~0u : p.needed(RANK, s.at + k * stride);
-                in[k * WORLD_SIZE + RANK] = load_part(RANK, s.at + k * stride);
             }
+            load_parts(own, RANK, s.at, end, stride);
             epoch.take_all<COUNT>(s.index, in, threads, sent);
 #pragma unroll
             for (int k = 0; k < COUNT; ++k) {
-                const auto take = [&](int src) { return in[k * WORLD_SIZE + src]; };
+                const auto take = [&](int src) { return src == RANK ? own[k] : in[k * WORLD_SIZE + src]; };
                 weft::store_vector(p.out + s.at + k * stride, weft::reduced<weft::reduce::sum>(take).rounded());
             }
         }
@@ -190,17 +275,17 @@ struct Combine {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(512, 1) dispatch_one_shot(const __grid_constant__ Params p) {
-    weft::one_epoch_of<Dispatch>(p);
+    weft::one_epoch_of<Dispatch<1>>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) dispatch_rounds(const __grid_constant__ Params p) {
-    weft::rounds_of<Dispatch, AT_ONCE>(p);
+    weft::rounds_of<Dispatch<AT_ONCE>, AT_ONCE>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(512, 1) combine_one_shot(const __grid_constant__ Params p) {
-    weft::one_epoch_of<Combine>(p);
+    weft::one_epoch_of<Combine<1>>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) combine_rounds(const __grid_constant__ Params p) {
-    weft::rounds_of<Combine, AT_ONCE>(p);
+    weft::rounds_of<Combine<AT_ONCE>, AT_ONCE>(p);
 }

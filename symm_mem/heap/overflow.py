@@ -33,6 +33,17 @@ class _Note:
 _notes: dict[tuple[torch.device, str], _Note] = {}
 
 
+def overflow_note(device: torch.device, group_name: str) -> Tensor:
+    """What a group's calls on a GPU write such rows to: ``kept`` of its ``_Note``."""
+    key = device, group_name
+    if key not in _notes:
+        from ..backends.vmm import relaxed_capture
+
+        with relaxed_capture(), torch.inference_mode(False):
+            _notes[key] = _Note(torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=True))
+    return _notes[key].kept
+
+
 def refuse_overflow(needed: Tensor, capacity: int, group_name: str) -> None:
     """Every rank's rows must be ``capacity`` at most: on the CPU now, on CUDA at the next look.
 
@@ -40,16 +51,11 @@ def refuse_overflow(needed: Tensor, capacity: int, group_name: str) -> None:
         ValueError: naming both counts.
     """
     most = needed.max()
-    if not needed.is_cuda:
+    if needed.is_cuda:
+        overflow_note(needed.device, group_name)
+        _notes[needed.device, group_name].add(most, capacity)
+    else:
         _refuse(int(most), capacity)
-        return
-    key = needed.device, group_name
-    if key not in _notes:
-        from ..backends.vmm import relaxed_capture
-
-        with relaxed_capture(), torch.inference_mode(False):
-            _notes[key] = _Note(torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=True))
-    _notes[key].add(most, capacity)
 
 
 def raise_noted(group_name: str | None = None) -> None:

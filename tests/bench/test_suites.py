@@ -98,8 +98,10 @@ def test_experts() -> None:
     assert "wrong" not in printed and "3 rows in" in printed
 
 
-def test_expert_parallel() -> None:
-    printed = output_of("expert_parallel")
+def test_expert_parallel(tmp_path: Path) -> None:
+    printed = output_of("expert_parallel", "--plot", f"--results={tmp_path}")
+    picture = (tmp_path / "cpu-x2-expert_parallel.svg").read_text()
+    assert ">moe_combine small<" in picture and ">backend<" in picture and "say nothing of GPUs" in picture
     for op in ("moe_dispatch", "moe_combine"):
         assert re.search(rf"^{op} small +6(?: +[\d.]+){{2}} *$", printed, re.MULTILINE), printed
     assert "wrong" not in printed and "2 rows in" in printed

@@ -333,14 +333,14 @@ def _sent_to_experts(
         handles.append(fused_ops.MoeHandle(*rows_by_expert(ids, (routed[0], routed[1]), of, capacity)[1:4]))
     own = slice(rank * tokens, (rank + 1) * tokens)
     if not back:
-        every = torch.cat(xs)
+        # A forked child may not even slice on a GPU.
+        every, given, there = torch.cat(xs), (xs[rank], ids[own], experts, group), handles[rank].choices
+        there = there[there >= 0]
 
         def rows(align: int) -> torch.Tensor:
-            return fused_ops.moe_dispatch(xs[rank], ids[own], experts, group, capacity=capacity, align=align)[
-                0
-            ]
+            return fused_ops.moe_dispatch(*given, capacity=capacity, align=align)[0][: len(there)]
 
-        return Case(lambda: rows(1), lambda: take_tokens(every, handles[rank].choices, 2), lambda: rows(2))
+        return Case(lambda: rows(1), lambda: take_tokens(every, there, 2), lambda: rows(2))
     ys = [numbers(9800 + r, capacity, hidden) for r in range(size)]
     parts = [Combined(y, h.slots[own], weights, None).total() for y, h in zip(ys, handles, strict=True)]
     return Case(

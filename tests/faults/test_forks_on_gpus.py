@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,11 +11,31 @@ from faults.forked import in_child, refusal
 from faults.ops import OPS
 from ranks import on_ranks
 from weft import symm_mem
-from weft.fused_ops import last_plan
+from weft.fused_ops import (
+    MoeHandle,
+    fused_linear_cross_entropy,
+    fused_linear_log_probs,
+    last_plan,
+    moe_combine,
+    moe_dispatch,
+)
 from weft.fused_ops.dispatch.plan import forced
 
 pytestmark = pytest.mark.gpu
 CULPRIT = 1
+
+
+def with_work_of_their_own() -> dict[str, Callable[[], object]]:
+    """Calls that pad or gather on the GPU before their op."""
+    x, ids, weights = torch.randn(3, 8), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
+    handle = MoeHandle(ids.new_zeros(8, 1), ids.new_zeros(3), ids.new_zeros(8))
+    args: Any = x, torch.randn(4, 8), torch.zeros(6, dtype=torch.int64)
+    return {
+        "moe_dispatch padded": lambda: moe_dispatch(x, ids, 2, max_tokens=4),
+        "moe_combine padded": lambda: moe_combine(x, handle, weights),
+        "fused_linear_cross_entropy gathered": lambda: fused_linear_cross_entropy(*args, sequence_dim=0),
+        "fused_linear_log_probs gathered": lambda: fused_linear_log_probs(*args, sequence_dim=0),
+    }
 
 
 @pytest.mark.parametrize("checked", [False, True])
@@ -41,13 +62,12 @@ def test_a_child_is_refused_and_the_parent_goes_on(rank: int, world_size: int, c
             calls: dict[str, Any] = {name: case.call for name, case in short.items()}
             calls |= {"barrier": peers.barrier, "empty": lambda: symm_mem.empty(3), "check": symm_mem.check}
             calls |= {"reset": symm_mem.reset, "put": lambda: peers.put(0), "wait": lambda: peers.wait(0)}
+            calls |= with_work_of_their_own()
             for name, error in in_child(
                 lambda: {n: refusal(call) for n, call in calls.items()}, "exit"
             ).items():
-                assert error is not None and (error["kind"], error.get("op")) == ("ForkedProcess", name), (
-                    name,
-                    error,
-                )
+                found = error and (error["kind"], error.get("op"))
+                assert found == ("ForkedProcess", name.split()[0]), (name, error)
         right()
         symm_mem.set_checked(False)
         symm_mem.reset()

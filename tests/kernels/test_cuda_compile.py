@@ -108,6 +108,10 @@ PROGRAMS: dict[str, Program] = {
     },
     **{f"route-{dtype}": moe_route.route_program(dtype) for dtype in (torch.int32, torch.int64)},
     **{
+        f"dispatch_route-{size}-{dtype}": moe_route.dispatch_route_program(size, size - 1, dtype)
+        for size, dtype in ((2, torch.int64), (8, torch.int32))
+    },
+    **{
         f"all_reduce-{size}-{dtype}-{reduce_op}": cuda_kernel.all_reduce_program(
             size, size - 1, TORCH[dtype], reduce_op
         )
@@ -211,7 +215,8 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
     "alone_scatter": (COLLECTIVE, CollectiveParams),
     "all_to_all": (COLLECTIVE, CollectiveParams),
     "norm": ({"one_shot", "two_shot"}, norm_kernel._Params),
-    "route": ({"moe_route"}, moe_route._Params),
+    "route": ({"moe_route"}, moe_route.RouteParams),
+    "dispatch_route": ({"moe_dispatch_route"}, moe_route.DispatchRouteParams),
     "cast": ({"largest", "cast"}, float8_cast.CastParams),
     "take": ({"take_rows", "split_experts"}, take_rows.TakeParams),
     "combine_all_reduce": (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from itertools import product
+from typing import Any
 
 import aot
 import interpreter
@@ -31,31 +33,38 @@ def close(got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
 
 def kernels(rank: int, size: int, dtype: torch.dtype) -> None:
     from weft.kernels.linear_cross_entropy import triton_kernel
+    from weft.kernels.linear_cross_entropy.triton_kernel import LogitTile
 
     interpreter.install()
-    triton_kernel._ROW_BLOCK = triton_kernel._BLOCK = 64
-    for count in (1, 5, 64, 130, 0):
-        for extra in EXTRAS:
-            for how in (Scores(None, 1.0), Scores(3.0, 0.7)):
-                logits = torch.randn(4, count + 3).to(dtype)[:, 1 : count + 1]  # rows of a larger tensor
-                logits[2, : count // 2] = -9e9 if extra == "mean" else -torch.inf
-                targets = torch.tensor([10, 9 + count, 11 + count, -100])
-                columns = Columns(targets, torch.tensor([10]), how, extra)
-                exact = logits.double()
-                want = reference_statistics(exact, columns)
-                close(
-                    triton_kernel.launch_statistics(logits, columns), want, 2e-6 * (1 + 100 * (extra != ""))
-                )
-                terms = torch.randn(5, 4)
-                terms[0] = want[0].float().clamp(-50, 50)
-                wanted = torch.empty_like(exact)
-                reference_gradient(exact, columns, terms.double(), wanted)
-                triton_kernel.launch_gradient(logits, columns, terms, logits)
-                close(logits, wanted, BOUND[dtype])
+    triton_kernel._STATISTICS = LogitTile(1, 8, 1), LogitTile(2, 4, 1)
+    triton_kernel._GRADIENT = LogitTile(1, 64, 1), LogitTile(4, 16, 1)
+    triton_kernel._SPAN = 64, 32
+    for count, extra, turned in product((1, 5, 64, 130, 0), EXTRAS, (False, True)):
+        for how in (Scores(None, 1.0), Scores(3.0, 0.7)):
+            logits = torch.randn(5, count + 3).to(dtype)[:, 1 : count + 1]  # a part of a larger tensor
+            if turned:
+                logits = torch.randn(count, 8).to(dtype)[:, 1:6].t()
+            logits[2, : count // 2] = -9e9 if extra == "mean" else -torch.inf
+            targets = torch.tensor([10, 9 + count, 11 + count, -100, 10 + count // 3])
+            columns = Columns(targets, torch.tensor([10]), how, extra)
+            exact = logits.double()
+            want = reference_statistics(exact, columns)
+            for cut in {0, count // 3, count}:
+                parts = [logits[:, :cut], logits[:, cut:]]
+                got = triton_kernel.launch_statistics(parts, columns)
+                close(got, want, 2e-6 * (1 + 100 * (extra != "")))
+            terms = torch.randn(5, 5)
+            terms[0] = want[0].float().clamp(-50, 50)
+            wanted = torch.empty_like(exact)
+            reference_gradient(exact, columns, terms.double(), wanted)
+            for part, first in ((logits[:, :cut], 0), (logits[:, cut:], cut)):
+                triton_kernel.launch_gradient(part, columns._replace(first=first), terms, part)
+            close(logits, wanted, BOUND[dtype])
     triton_kernel._MULTIPLY_BLOCK = 64
-    for factor in (1.0, 0.3):
+    for factor in (1.0, 0.3, torch.inf):
         x = torch.randn(7, 33).to(dtype).t()
-        wanted = x.double() * factor
+        x[5] = 0
+        wanted = (x.double() * factor).where(x != 0, 0)
         triton_kernel.launch_multiply(x, torch.tensor(factor))
         close(x, wanted, BOUND[dtype])
 
@@ -98,17 +107,33 @@ def test_they_compile_for_hopper(extra: str, cap: float) -> None:
     """As the launches have it, nothing is spilled."""
     from weft.kernels.linear_cross_entropy import triton_kernel
 
-    common = {"logits": "*bf16", "targets": "*i64", "start": "*i64"}
-    sizes, constants = dict.fromkeys(("columns", "row_stride"), "i32"), {"CAP": cap, "TEMPERATURE": 0.5}
-    constants["ENTROPY"] = extra == "entropy"
-    signature = {**common, "out": "*fp32", **sizes}
-    block, warps = triton_kernel._ROW_BLOCK, triton_kernel._ROW_WARPS
-    more = {**constants, "MEAN": extra == "mean", "BLOCK": block}
-    rows = aot.compile_kernel(triton_kernel.statistics_kernel, signature, more, tuple(signature), warps, 3)
-    signature = {**common, "terms": "*fp32", "out": "*bf16", **sizes, "out_stride": "i32"}
-    more = {**constants, "BLOCK": triton_kernel._BLOCK}
-    warps = triton_kernel._WARPS
-    elements = aot.compile_kernel(triton_kernel.gradient_kernel, signature, more, tuple(signature), warps, 3)
+    sizes = dict.fromkeys(("rows", "columns", "first", "row_stride", "column_stride"), "i32")
+    given = {"logits": "*bf16", "targets": "*i64", "start": "*i64"}
+    constants = {"CAP": cap, "TEMPERATURE": 0.5, "ENTROPY": extra == "entropy"}
+    both = []
+    for along, one in enumerate(("column_stride", "row_stride")):
+
+        def compiled(kernel: Any, signature: dict[str, str], tile: Any, **named: Any) -> aot.Compiled:
+            aligned = tuple(name for name in signature if not name.endswith(one))  # noqa: B023
+            ones = {name: 1 for name in signature if name not in aligned}
+            named |= {**constants, **ones, "ROWS": tile.rows, "COLUMNS": tile.columns}
+            return aot.compile_kernel(kernel, signature, named, aligned, tile.warps, 3)
+
+        named = {"MEAN": extra == "mean", "LOADS": triton_kernel._LOADS, "SPAN": triton_kernel._SPAN[along]}
+        tile = triton_kernel._STATISTICS[along]
+        both.append(
+            compiled(triton_kernel.statistics_kernel, {**given, "out": "*fp32", **sizes}, tile, **named)
+        )
+        signature = {**given, "terms": "*fp32", "out": "*bf16", **sizes}
+        signature |= dict.fromkeys(("out_row_stride", "out_column_stride"), "i32")
+        both.append(compiled(triton_kernel.gradient_kernel, signature, triton_kernel._GRADIENT[along]))
+    named = {"MEAN": extra == "mean", "ENTROPY": extra == "entropy", "PROGRAMS": 256}
+    named["BLOCK"] = triton_kernel._COMBINE_BLOCK
+    signature = {"found": "*fp32", "out": "*fp32", "rows": "i32", "columns": "i32", "programs": "i32"}
+    assert (
+        aot.compile_kernel(triton_kernel.combine_kernel, signature, named, tuple(signature), 4, 3).spilled
+        == 0
+    )
     signature = {"gathered": "*fp32", "targets": "*i64", "count": "*i64", "losses": "*fp32", "terms": "*fp32"}
     signature |= {"rows": "i32", "ignore_index": "i32"}
     smoothing, statistics = (0.1, 4) if extra == "mean" else (0.0, 2)
@@ -116,7 +141,7 @@ def test_they_compile_for_hopper(extra: str, cap: float) -> None:
     more["BLOCK"] = triton_kernel._LOSS_BLOCK
     between = aot.compile_kernel(triton_kernel.loss_kernel, signature, more, tuple(signature), 4, 3)
     assert between.spilled == 0
-    for kernel in (rows, elements):
+    for kernel in both:
         print(f"{kernel.registers} registers, {kernel.shared} bytes of shared memory")
         assert kernel.spilled == 0
         assert "ld.global.v4" in kernel.ptx  # 16 bytes at a time

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 _log = logging.getLogger("weft.passes")
+
+
+@dataclass
+class _Coalesced:
+    """A coalesced collective.
+
+    Attributes:
+        pending: its results that were not waited for by their names.
+        done: whether one of them was, so that it reads and writes nothing any more.
+    """
+
+    pending: set[str]
+    done: bool = False
 
 
 class CodeWatch:
@@ -39,6 +53,7 @@ class CodeWatch:
         self._dying: list[tuple[str, StorageWeakRef, int]] = []
         self._before: dict[str, Any] = {}
         self._in_heap = HeapRanges()
+        self._calls: dict[str, _Coalesced] = {}  # by operand and by result
 
     def made(self, name: str, value: Any, size: int | None, within: Collection[str] | None = ()) -> None:
         """A name stands for a tensor, or several, from here on.
@@ -77,6 +92,17 @@ class CodeWatch:
         self._in_heap.leave(name)
         return f"{name}, which was released"
 
+    def begun(self, operands: list[str], results: list[str]) -> None:
+        """A coalesced collective was started, which holds operands and results until each of these is waited for."""
+        call = _Coalesced({*results})
+        self._calls |= dict.fromkeys([*operands, *results], call)
+
+    def waited(self, result: str) -> None:
+        """A result was waited for. Of a coalesced collective all are there with the first one."""
+        if (call := self._calls.get(result)) is not None:
+            call.pending.discard(result)
+            call.done = True
+
     def alone(self, name: str, tensor: Tensor) -> Tensor:
         """Another tensor of memory that is about to be used again. Whatever holds the one given then shows."""
         if name in self._names:
@@ -89,9 +115,12 @@ class CodeWatch:
         if storages is None:
             return  # an input's, which its owner may hold
         self._names[new] = storages
-        before = self._before.pop(old)
+        before, call = self._before.pop(old), self._calls.pop(old, None)
         if any(name != new for ref in storages for name in self._holders(ref)):
             return  # planned so: another name is there for it
+        if call is not None and call.done and call.pending:
+            self._calls[new] = call
+            return  # it only holds it
         if not comes(lambda: before.expired() and _held(tensor) == 1):
             self.problems.append(f"{old} is used again as {new} while something still holds it")
 
@@ -104,10 +133,13 @@ class CodeWatch:
 
     def settle(self) -> None:
         """Before what allocates: what was freed must be gone."""
-        for name, ref, size in self._dying:
-            if not comes(ref.expired):
+        dying, self._dying = self._dying, []
+        for name, ref, size in dying:
+            call = self._calls.get(name)
+            if call is not None and call.done and call.pending:
+                self._dying.append((name, ref, size))  # when all of its results were waited for
+            elif not comes(ref.expired):
                 self.problems.append(f"the {size} bytes of {name} are still held after its end")
-        self._dying.clear()
 
     def end(self, planned: int | None) -> None:
         """

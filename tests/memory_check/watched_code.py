@@ -155,6 +155,9 @@ class _Lines:
             self.held[name] = set()
             yield f"weft_watch.placed({name!r}, {name}, {node.inputs[0].get_name()!r})"
             return
+        if op is torch.ops._c10d_functional.wait_tensor.default:
+            yield f"weft_watch.waited({node.inputs[0].get_name()!r})"
+            return
         if isinstance(layout, ir.NoneLayout) or name in V.graph.removed_buffers:
             return
         if node.get_inputs_that_alias_output() or node.get_mutation_names():
@@ -170,6 +173,8 @@ class _Lines:
             numbers = self._new([_size_of(V.graph.name_to_buffer[part]) for part in parts])
             self._parts |= {part: {number} for part, number in zip(parts, numbers, strict=True)}
             yield self._made(name, None, (), {*numbers})
+            if getattr(op, "_opname", "").endswith("_coalesced"):
+                yield f"weft_watch.begun({[given.get_name() for given in node.inputs]}, {parts})"
 
     def _within(self, name: str, other: str, held: set[int] | None = None) -> str:
         """A name for memory, or a part of it, that another name is there for."""

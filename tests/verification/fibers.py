@@ -114,7 +114,9 @@ def build(
     for place, content in texts.items():
         # Kernels of two sources may have one name, and each block has memory of its own.
         named = content.replace('extern "C" ', "")
-        place.write_text(re.sub(r"__shared__ bool (\w+);", r"bool& \1 = weft::of_block<bool>();", named))
+        named = re.sub(r"__shared__ bool (\w+);", r"bool& \1 = weft::of_block<bool>();", named)
+        dynamic = r"int* \1 = weft::of_block<weft::Dynamic>().words;"
+        place.write_text(re.sub(r"extern __shared__ int (\w+)\[\];", dynamic, named))
     every = [name for _, names, _ in sources for name in names]
     lines, cases = ["#define RANK current->number"], []
     for i, (file, names, its_params) in enumerate(sources):

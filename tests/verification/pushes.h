@@ -47,6 +47,16 @@ unsigned __ballot_sync(unsigned, bool said);
 float __shfl_sync(unsigned, float x, int from);
 inline float __shfl_xor_sync(unsigned, float x, int mask) { return __shfl_sync(0, x, running->thread % 32 ^ mask); }
 unsigned __reduce_max_sync(unsigned, unsigned word);
+long long __shfl_sync(unsigned, long long x, int from);
+inline long long __shfl_xor_sync(unsigned, long long x, int mask) {
+    return __shfl_sync(0, x, running->thread % 32 ^ mask);
+}
+inline long long __shfl_up_sync(unsigned, long long x, int by) {
+    const int lane = running->thread % 32;
+    return __shfl_sync(0, x, lane < by ? lane : lane - by);
+}
+unsigned __match_any_sync(unsigned, int word);
+static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 
 unsigned atomicAdd(unsigned* place, unsigned more);
 static void atomicMax(unsigned* place, unsigned value) { *place = max(*place, value); }
@@ -85,6 +95,7 @@ static void begin_after_previous() {}
 
 void barrier_sync(int id, u32 threads);
 void barrier_arrive(int id, u32 threads);
+void sync_cluster(u32 blocks);
 
 struct float16 : bfloat16 {};  // compiled, and not run
 

@@ -110,6 +110,26 @@ float __shfl_sync(unsigned, float x, int from) {
     return given;
 }
 
+long long __shfl_sync(unsigned, long long x, int from) {
+    std::vector<float>& lanes = warp().values;
+    lanes.resize(64);
+    std::memcpy(&lanes[running->thread % 32 * 2], &x, sizeof x);
+    meet_warp();
+    std::memcpy(&x, &lanes[from * 2], sizeof x);
+    meet_warp();
+    return x;
+}
+
+unsigned __match_any_sync(unsigned, int word) {
+    float* lanes = warp_lanes();
+    std::memcpy(&lanes[running->thread % 32], &word, sizeof word);
+    meet_warp();
+    unsigned bits = 0;
+    for (int i = 0; i < 32; ++i) bits |= unsigned(std::memcmp(&lanes[i], &word, sizeof word) == 0) << i;
+    meet_warp();
+    return bits;
+}
+
 unsigned __reduce_max_sync(unsigned, unsigned word) {
     float* lanes = warp_lanes();
     lanes[running->thread % 32] = weft::as_float(word);
@@ -182,6 +202,12 @@ void barrier_arrive(int id, u32 threads) {
     comes_to_a_barrier();
     if (++named(id).waiting == threads) ends(named(id));
     go_on_later();
+}
+
+// Of a cluster of so many blocks: a barrier of its first one.
+void sync_cluster(u32 blocks) {
+    comes_to_a_barrier();
+    meet(current->barriers[running->block / blocks * blocks * 16], launched().threads * blocks);
 }
 
 // By steps between numbers, from the smallest ones on.

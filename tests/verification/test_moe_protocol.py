@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,28 +17,50 @@ from weft.kernels.device.collective.rounds import RoundsConfig
 from weft.kernels.device.comm.ll_exchange import ExchangeLayout
 from weft.kernels.moe_dispatch import cuda_kernel
 from weft.kernels.moe_dispatch.configs import MoeProblem
-from weft.kernels.moe_dispatch.cuda_kernel import SOURCE, MoeLauncher, MoeParams, moe_defines
+from weft.kernels.moe_dispatch.cuda_kernel import (
+    SOURCE,
+    MoeLauncher,
+    MoeParams,
+    moe_defines,
+)
 from weft.kernels.moe_dispatch.reference import ExpertRanks, rows_by_expert, sum_by_rank, take_tokens
+from weft.kernels.moe_route import cuda_kernel as route
 from weft.kernels.moe_route.reference import reference_route
 from weft.symm_mem.failure.fault import Fault
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
-KERNELS = ("dispatch_one_shot", "dispatch_rounds", "combine_one_shot", "combine_rounds")
+KERNELS = ("dispatch_one_shot", "dispatch_rounds", "combine_one_shot", "combine_rounds", "moe_dispatch_route")
+CLUSTER, THREADS = 2, 64  # that route
 MISTAKES = {
     "a block that hears from no peer": (
-        "if (has(needed, peer) || s.index == 0) exact",
-        "if (has(needed, peer)) exact",
+        "if (has(needed[k], peer) || index == 0) exact",
+        "if (has(needed[k], peer)) exact",
     ),
     "a token goes to the wrong rank": (
-        "if (has(needed, peer) || s",
-        "if (has(needed, weft::peer_of(1)) || s",
+        "if (has(needed[k], peer) || i",
+        "if (has(needed[k], weft::peer_of(1)) || i",
     ),
-    "an own token is not stored": ("            store(RANK, s.at, next);\n", ""),
-    "rows of no choice stay as they were": ("        clear(end, threads);\n", ""),
-    "a part that is not needed is added": (
-        "if (!has(p.needed(r, at), RANK)) return make_uint4(0, 0, 0, 0);",
-        "if (!has(p.needed(r, at), RANK)) return make_uint4(~0u, 0, 0, 0);",
+    "a block that hears no ids": ("s.at < vectors || s.index == 0;", "s.at < vectors;"),
+    "ids that a block has not read are overwritten": (
+        "    weft::sync_cluster();  // all blocks have read",
+        "    __syncthreads();  // all blocks have read",
+    ),
+    "rows past the capacity": ("fits ? static_cast<int>(place) : -1", "static_cast<int>(place)"),
+    "rows that fill an expert's up are of a choice": (
+        "p.rows[i] = -1;\n        }",
+        "p.rows[i] = 0;\n        }",
+    ),
+    "no overflow is noted": ("lane != 0 || most <= p.capacity", "true"),
+    "an own token is not stored": ("places.store(p, next[k]);", ";"),
+    "rows that fill experts' up stay as they were": ("if (!cleared) clear(threads);", ";"),
+    "rows past the last one are written": (
+        "used = p.offs[p.experts - 1], lane",
+        "used = p.rows, lane",
+    ),
+    "a part that no rows are of is added": (
+        "return src == RANK ? own[k] : in",
+        "return src == RANK ? own[k] : !sent(k, src) ? own[k] : in",
     ),
 }
 
@@ -46,7 +69,7 @@ class Kernels:
     """A stand-in for a loaded program."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.function = ranks.function
+        self.function = lambda name, shared=0: ranks.function(name)
 
 
 def compiled(
@@ -54,7 +77,9 @@ def compiled(
 ) -> Library:
     size, dtype, choices, wide = case
     defines = moe_defines(size, TORCH[dtype], choices, wide)
-    return build(folder, SOURCE, KERNELS, MoeParams, defines, instead=instead)
+    defines |= {"ID": "long" if size > 2 else "int", "CLUSTER": CLUSTER, "THREADS": THREADS}
+    beside = [(route.SOURCE, KERNELS[-1:], route.DispatchRouteParams)]
+    return build(folder, SOURCE, KERNELS[:-1], MoeParams, defines, beside, instead)
 
 
 class Call:
@@ -70,29 +95,44 @@ class Call:
             ids = (torch.arange(size).repeat_interleave(tokens) * 2)[:, None].expand(-1, choices)
         elif kind != "random":
             ids = torch.full_like(ids, {"one": experts - 1, "none": -1}[kind])
-        self.rows = random.choice([1, 2]) * size * tokens * choices + 3
-        self.places = []
+        self.rows = random.choice([1, 2, 4]) * size * tokens * choices // 2 + 3
+        self.ids, self.align = (
+            ids.to(torch.int64 if size > 2 else torch.int32).contiguous(),
+            random.choice([1, 3]),
+        )
+        self.offs, self.places = [], []
         for rank in range(size):
-            of = ExpertRanks(experts, size, rank, 1)
+            of = self.of(rank)
             routed = reference_route(ids, of.first, of.each)[1:]
-            self.places.append(rows_by_expert(ids, routed, of, self.rows)[1:4])
+            offs, *places, needed = rows_by_expert(ids, routed, of, self.rows)
+            self.offs.append(offs)
+            self.places.append(places)
+        most = int(needed.max())
+        self.noted = [1, most, self.rows] if most > self.rows else [0, 0, 0]
         self.x = any_bits(size * tokens * hidden, self.dtype).view(size, tokens, hidden)
         self.y = torch.randn(size, self.rows, hidden).to(self.dtype)
         self.weights = torch.rand(size * tokens, choices).to(torch.float32 if wide else self.dtype)
         self.wide, self.choices = wide, choices
+        self.found: dict[int, list[torch.Tensor]] = {}  # of each rank: what its routing kernel has written
+
+    def of(self, rank: int) -> ExpertRanks:
+        return ExpertRanks(2 * self.size, self.size, rank, self.align)
 
     def problem(self, way: str) -> MoeProblem:
-        return MoeProblem(way, self.tokens, self.hidden, self.rows, self.choices, self.dtype, self.wide)
+        given = self.tokens, self.hidden, self.rows, self.choices, self.dtype, self.wide
+        return MoeProblem(way, *given, 2 if self.align > 1 else 0)
 
     def operands(self, way: str, rank: int) -> list[torch.Tensor]:
         slots, choices, ranks = self.places[rank]
         if way == "dispatch":
-            return [self.x[rank], slots, choices, ranks]
-        return [self.y[rank], slots, self.weights, ranks]
+            return [self.x[rank], slots, ranks, *((choices, self.offs[rank]) if self.align > 1 else ())]
+        return [self.y[rank], slots, ranks, self.weights]
 
     def wanted(self, way: str, rank: int) -> torch.Tensor:
-        if way == "dispatch":
-            return take_tokens(self.x.flatten(0, 1), self.places[rank][1], self.choices)
+        if way != "combine":
+            rows = take_tokens(self.x.flatten(0, 1), self.places[rank][1], self.choices)
+            rows[self.offs[rank][-1] :] = 7  # they stay as they were
+            return rows
         parts = []
         for r in range(self.size):
             total = Combined(self.y[r], self.places[r][0], self.weights, None).total()
@@ -101,10 +141,21 @@ class Call:
 
 
 def launch(ranks: Ranks, call: Call, way: str, rank: int, config: RoundsConfig, polls: int) -> torch.Tensor:
-    rows = call.rows if way == "dispatch" else call.tokens
+    rows = call.tokens if way == "combine" else call.rows
     out = torch.full((rows + 1, call.hidden), 7.0, dtype=call.dtype)
-    kernel = MoeLauncher(ranks.places[rank], call.problem(way), config)
-    kernel.launch(0, [t.data_ptr() for t in call.operands(way, rank)], [out.data_ptr()], polls, rank)
+    place, problem = ranks.places[rank], call.problem("combine" if way == "combine" else "dispatch")
+    kernel: Any = MoeLauncher(place, problem, config)
+    given, results = call.operands(way, rank), [out]
+    if way == "routed":
+        call.found[rank] = [
+            torch.full_like(t, 7) for t in (call.offs[rank], *call.places[rank], torch.zeros(3).long())
+        ]
+        *index, note = call.found[rank]
+        of = call.of(rank)
+        sizes = of.first, of.each, call.ids.numel(), call.choices, of.num_experts, call.rows, of.align
+        kernel = route.DispatchLauncher(kernel, place, route.RouteSizes(*sizes), call.ids.dtype, note.zero_())
+        given, results = [call.x[rank], call.ids.chunk(call.size)[rank]], [out, *index]
+    kernel.launch(0, [t.data_ptr() for t in given], [t.data_ptr() for t in results], polls, rank)
     return out
 
 
@@ -116,13 +167,16 @@ def right(library: Library, case: tuple[int, str, int, bool], seed: int, calls: 
     ranks = Ranks(library, ExchangeLayout(size, 256))
     with pytest.MonkeyPatch.context() as monkey:
         monkey.setattr(cuda_kernel, "launched_moe", lambda *a: Kernels(ranks))
+        monkey.setattr(route, "dispatch_route_program", lambda *a: Kernels(ranks))
+        monkey.setattr(route, "BLOCKS", CLUSTER)
+        monkey.setattr(route, "THREADS", THREADS)
         for i in range(calls):
             tokens, row = random.choice([1, 2, 7]), random.choice([1, 3, 5])
             if large := i % 3 == 2:  # by rounds
                 tokens, row = random.choice([40, 61]), 5
             call = Call(size, tokens, row * 16 // TORCH[case[1]].itemsize, case)
-            for way in random.sample(["dispatch", "combine"], 2):
-                config = RoundsConfig(64, 1 if large else random.choice([1, 2]), 32, way == "dispatch")
+            for way in random.sample(["dispatch", "routed", "combine"], 3):
+                config = RoundsConfig(64, 1 if large else random.choice([1, 2]), 32, way != "combine")
                 outs = [
                     launch(ranks, call, way, r, config, PATIENT if calls > 8 else 500) for r in range(size)
                 ]
@@ -134,6 +188,10 @@ def right(library: Library, case: tuple[int, str, int, bool], seed: int, calls: 
         for rank, out in enumerate(outs):
             assert bool((out[-1] == 7).all()), "written past the end"
             want = call.wanted(way, rank)
+            if way == "routed":
+                index = call.offs[rank], *call.places[rank], torch.tensor(call.noted)
+                if not all(map(torch.equal, call.found[rank], index)):
+                    return False
             bits = torch.int16 if out.dtype.itemsize == 2 else torch.int32
             if not (
                 same(out[:-1], want)

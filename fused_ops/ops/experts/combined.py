@@ -141,6 +141,18 @@ def launch_combined(
 ) -> Tensor:
     """The result, of this shape and the dtype of the first tensor. ``arguments``: by which the fast path knows the
     call, with the tensors; None: it does not look for it."""
+    return launch_for_several(op, choice, where, tensors, [(shape, tensors[0].dtype)], arguments)[0]
+
+
+def launch_for_several(
+    op: str,
+    choice: Choice,
+    where: Heap,
+    tensors: Sequence[Tensor],
+    results: Sequence[tuple[Sequence[int], torch.dtype]],
+    arguments: Hashable,
+) -> list[Tensor]:
+    """The same of several results, by their shapes and dtypes."""
     from ....kernels.device.tuning.choice import make_together
 
     how: CombineHow = choice.how
@@ -154,12 +166,12 @@ def launch_combined(
         ran(plan)
         if kernel is None:
             kernel = make_together(place, op, key, key, lambda: how.make(place))
-        out = used[0].new_empty(shape)
+        made = [used[0].new_empty(shape, dtype=dtype) for shape, dtype in results]
         timeout_ns = timeout_in_ns(where.group_name)
         place.raise_if_broken(op, grids=kernel.grids)
         addresses = [t.data_ptr() for t in used]
-        kernel.launch(0, addresses, [out.data_ptr()], timeout_ns, current_stream_of(used[0]))
+        kernel.launch(0, addresses, [t.data_ptr() for t in made], timeout_ns, current_stream_of(used[0]))
     if arguments is not None:
-        made = launch_cache.LaunchedCall(op, arguments, [*tensors], used, [out])
-        launch_cache.remember_call(made, place, kernel, plan)
-    return out
+        launched = launch_cache.LaunchedCall(op, arguments, [*tensors], used, made)
+        launch_cache.remember_call(launched, place, kernel, plan)
+    return made

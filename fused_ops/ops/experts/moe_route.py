@@ -29,9 +29,13 @@ def validate_route(ids: Tensor, num_experts: int, first: int, count: int) -> Non
         raise ValueError(f"topk_ids: has {ids.numel()} elements, must have fewer than 2**31")
 
 
+def has_route_kernel(ids: Tensor) -> bool:
+    return ids.device.type == "cuda" and why_no_kernel_on("moe_route", ids.device) is None
+
+
 def run_route(ids: Tensor, num_experts: int, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """As the op, of what was validated, on the current device."""
-    if ids.device.type != "cuda" or why_no_kernel_on("moe_route", ids.device) is not None:
+    if not has_route_kernel(ids):
         return reference_route(ids, first, count)
     from ....kernels.moe_route.cuda_kernel import launch_route
 

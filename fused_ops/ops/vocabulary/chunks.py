@@ -1,9 +1,13 @@
-"""Logits of a chunk of rows, one chunk after the other in one buffer, and the gradients that are made of them."""
+"""Logits of a chunk of rows, one chunk after the other in the same memory, and the gradients that are made of them.
+
+They are made as [V, rows], transposed: those of up to H rows take no more memory than the gradient of the weight,
+[V, H], and the first chunk lies in its place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -19,13 +23,22 @@ from ....kernels.linear_cross_entropy.reference import (
 )
 from ..op import on_device
 
-#: Of a chunk: a constant, so that all ranks cut alike, whatever they have of the vocabulary. Its products fill a GPU.
+#: Of a chunk, at least: not by what a rank has of the vocabulary, as all must cut alike. Its products fill a GPU.
 ROWS = 2048
+#: Of a block of the weight's gradient, where it is made in the place of logits.
+COLUMNS = 8192
+_PITCH = 64  # elements: whole lines of memory, from which matmuls and kernels load 16 bytes at a time
 
 
-def chunks_of(rows: int) -> list[slice]:
-    """At least one, so that ranks meet also over no rows."""
-    return [slice(first, min(first + ROWS, rows)) for first in range(0, max(rows, 1), ROWS)]
+def chunks_of(rows: int, hidden: int = 0) -> list[slice]:
+    """At least one, so that ranks meet also over no rows.
+
+    Args:
+        hidden: columns of the weight, if its gradient is made. With as many rows a chunk's logits are as large as that
+            gradient, which each chunk but the first one reads and adds to.
+    """
+    size = max(ROWS, hidden)
+    return [slice(*ends) for ends in pairwise([0, *range(size, rows, size), rows])]
 
 
 def with_rows(logits: Tensor) -> Tensor:
@@ -33,12 +46,13 @@ def with_rows(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-def statistics(logits: Tensor, columns: Columns) -> Tensor:
-    if logits.device.type == "cpu":
-        return reference_statistics(logits, columns)
+def statistics(blocks: Sequence[Tensor], columns: Columns) -> Tensor:
+    """Of logits whose blocks of columns follow each other."""
+    if blocks[0].device.type == "cpu":
+        return reference_statistics(torch.cat([*blocks], 1), columns)
     from ....kernels.linear_cross_entropy import triton_kernel
 
-    return triton_kernel.launch_statistics(logits, columns)
+    return triton_kernel.launch_statistics(blocks, columns)
 
 
 def row_losses(gathered: Tensor, targets: Tensor, loss: Loss, count: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -58,35 +72,26 @@ def gradient(logits: Tensor, columns: Columns, terms: Tensor, out: Tensor) -> No
     triton_kernel.launch_gradient(logits, columns, terms, out)
 
 
+def gradient_(blocks: Sequence[Tensor], columns: Columns, terms: Tensor) -> None:
+    """In place of the logits, whose blocks of columns follow each other."""
+    for own, logits in _numbered(blocks):
+        gradient(logits, columns._replace(first=own.start), terms, logits)
+
+
+def multiplied(gradient: Tensor, factor: Tensor) -> Tensor:
+    """By a number in float32: of 16 bits, torch would round that before. Zeros stay, as those of ignored rows must."""
+    return (gradient.float() * factor).where(gradient != 0, 0).to(gradient.dtype)
+
+
 def multiply_(gradient: Tensor, factor: Tensor) -> Tensor:
-    """By a number in float32: of 16 bits, torch would round that before."""
+    """``multiplied``, in place."""
     if gradient.device.type == "cpu":
-        return gradient if factor.item() == 1 else gradient.copy_(gradient.float() * factor)
+        return gradient if factor.item() == 1 else gradient.copy_(multiplied(gradient, factor))
     from ....kernels.linear_cross_entropy import triton_kernel
 
     with on_device(gradient):
         triton_kernel.launch_multiply(gradient, factor)
     return gradient
-
-
-def logits_by_chunks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of x [M, H], and their logits, which the next chunk overwrites.
-
-    The call itself launches the first product, so that it hides what the host prepares for what follows.
-    """
-    chunks = chunks_of(x.shape[0])
-    buffer = x.new_empty(chunks[0].stop, weight.shape[0])
-
-    def logits(rows: slice) -> tuple[slice, Tensor]:
-        part = x[rows]
-        out = buffer[: part.shape[0]]
-        if bias is None:
-            torch.mm(part, weight.t(), out=out)
-        else:
-            torch.addmm(bias, part, weight.t(), out=out)
-        return rows, out
-
-    return chain([logits(chunks[0])], map(logits, chunks[1:]))
 
 
 class Gradients:
@@ -100,22 +105,74 @@ class Gradients:
         self._of_bias = None
         if of_bias and bias is not None:
             self._of_bias = torch.zeros_like(bias, dtype=torch.float32)
+        self.chunks = chunks_of(self._rows.shape[0], weight.shape[1] if of_weight else 0)
+        self._buffer = x.new_empty(0)
 
-    def add(self, rows: slice, gradient: Tensor) -> None:
+    def places(self, rows: slice) -> list[Tensor]:
+        """For logits [rows, V], blocks of columns that follow each other, in the memory of the last chunk's.
+
+        The first chunk's lie in the weight's gradient, COLUMNS further on than it will be, and the last COLUMNS in a
+        buffer: each block of the gradient then overwrites only such logits as blocks before were made of.
+        """
+        count, columns = rows.stop - rows.start, self._weight.shape[0]
+        of_weight = self._of_weight if rows.start == 0 and count <= self._weight.shape[1] else None
+        own = columns if of_weight is None else min(columns, COLUMNS)
+        pitch = -(-count // _PITCH) * _PITCH
+        if self._buffer.numel() < own * pitch:
+            self._buffer = self._buffer.new_empty(own * pitch)
+        last = self._buffer[: own * pitch].view(own, pitch)[:, :count].t()
+        return [last] if of_weight is None or own == columns else [of_weight[own:, :count].t(), last]
+
+    def add(self, rows: slice, blocks: Sequence[Tensor]) -> None:
+        part = self._rows[rows]
         if self._of_x is not None:
-            torch.mm(gradient, self._weight, out=self._of_x.view(self._rows.shape)[rows])
-        if self._of_weight is not None:
-            part = self._rows[rows]
-            if rows.start == 0:
-                torch.mm(gradient.t(), part, out=self._of_weight)
-            else:
-                self._of_weight.addmm_(gradient.t(), part)
+            out = self._of_x.view(self._rows.shape)[rows]
+            for columns, gradient in _numbered(blocks):
+                if columns.start:
+                    out.addmm_(gradient, self._weight[columns])
+                else:
+                    torch.mm(gradient, self._weight[columns], out=out)
         if self._of_bias is not None:
-            self._of_bias += gradient.sum(0, dtype=torch.float32)
+            self._of_bias += torch.cat([gradient.sum(0, dtype=torch.float32) for gradient in blocks])
+        if self._of_weight is not None:
+            for columns, gradient in _numbered(chain(*(block.split(COLUMNS, 1) for block in blocks))):
+                out = self._of_weight[columns]
+                if rows.start:
+                    out.addmm_(gradient.t(), part)
+                else:
+                    torch.mm(gradient.t(), part, out=out)
 
     def found(self) -> list[Tensor]:
         of_bias = None if self._of_bias is None else self._of_bias.to(self._rows.dtype)
         return [g for g in (self._of_x, self._of_weight, of_bias) if g is not None]
+
+
+def logits_by_chunks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gradients: Gradients
+) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Rows of x [M, H], and their logits in ``gradients.places``, which the next chunk overwrites.
+
+    The call itself launches the first product, so that it hides what the host prepares for what follows.
+    """
+
+    def logits(rows: slice) -> tuple[slice, list[Tensor]]:
+        part, blocks = x[rows].t(), gradients.places(rows)
+        for columns, out in _numbered(blocks):
+            if bias is None:
+                torch.mm(weight[columns], part, out=out.t())
+            else:
+                torch.addmm(bias[columns].unsqueeze(1), weight[columns], part, out=out.t())
+        return rows, blocks
+
+    return chain([logits(gradients.chunks[0])], map(logits, gradients.chunks[1:]))
+
+
+def _numbered(blocks: Iterable[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of columns that follow each other, with their columns."""
+    first = 0
+    for block in blocks:
+        yield slice(first, first + block.shape[1]), block
+        first += block.shape[1]
 
 
 class GradientsCall(NamedTuple):
@@ -146,9 +203,9 @@ def _run(call: GradientsCall) -> list[Tensor]:
             gradient(logits, columns, terms, out)
             return [out.view(call.x.shape)]
         found = Gradients(call.x, weight, call.bias, call.wanted)
-        for rows, logits in logits_by_chunks(x, weight, call.bias):
-            gradient(logits, columns.rows(rows), terms[:, rows].contiguous(), logits)
-            found.add(rows, logits)
+        for rows, blocks in logits_by_chunks(x, weight, call.bias, found):
+            gradient_(blocks, columns.rows(rows), terms[:, rows].contiguous())
+            found.add(rows, blocks)
         return found.found()
 
 

@@ -136,7 +136,8 @@ def _validate_numbers(call: LinearCrossEntropyCall) -> None:
 def _choose(call: LinearCrossEntropyCall, group: ProcessGroup) -> Choice:
     """That of the first exchange of statistics."""
     rows = call.targets.numel()
-    first = chunks.chunks_of(rows)[0].stop if call.summed else rows
+    hidden = call.x.shape[-1] if call.of_weight else 0
+    first = chunks.chunks_of(rows, hidden)[0].stop if call.summed else rows
     sent = call.x.new_empty(count_statistics(call.extra), first, dtype=torch.float32)
     return all_gather.choose_gather(all_gather.AllGatherCall(sent, 0, call.group_name), group)
 
@@ -149,26 +150,25 @@ def _run(
     x = call.x.flatten(0, -2)
     with on_device(x):
         if call.weight is None:
-            parts = iter([(slice(None), chunks.with_rows(x))])
+            parts = iter([(slice(None), [chunks.with_rows(x)])])
         else:
-            parts = chunks.logits_by_chunks(x, call.weight, call.bias)
+            found = chunks.Gradients(call.x, call.weight, call.bias, call.wanted)
+            parts = chunks.logits_by_chunks(x, call.weight, call.bias, found)
         bounds, scores = _bounds(call, gather, group.rank()), Scores(call.softcap, call.temperature)
         columns = Columns(call.targets.reshape(-1), bounds[:1], scores, call.extra)
         if call.summed:
-            total, gradients = _sum_with_gradients(call, columns, gather, parts)
-            return total, bounds, gradients
+            return _sum(call, columns, gather, parts, found), bounds, found.found()
         sent = torch.cat([chunks.statistics(logits, columns.rows(rows)) for rows, logits in parts], 1)
         return combine(_gathered(sent, gather), call.extra), bounds, []
 
 
-def _sum_with_gradients(
+def _sum(
     call: LinearCrossEntropyCall,
     columns: Columns,
     gather: Gather,
-    parts: Iterator[tuple[slice, Tensor]],
-) -> tuple[Tensor, list[Tensor]]:
-    assert call.weight is not None
-    found = chunks.Gradients(call.x, call.weight, call.bias, call.wanted)
+    parts: Iterator[tuple[slice, list[Tensor]]],
+    found: chunks.Gradients,
+) -> Tensor:
     losses, count = [], (columns.targets != call.ignore_index).sum() if call.mean else None
     for rows, logits in parts:
         part = columns.rows(rows)
@@ -176,10 +176,10 @@ def _sum_with_gradients(
         of_rows, terms = chunks.row_losses(gathered, part.targets, call.loss, count)
         losses.append(of_rows)
         if any(call.wanted):
-            chunks.gradient(logits, part, terms, logits)
+            chunks.gradient_(logits, part, terms)
             found.add(rows, logits)
     total = torch.cat(losses).sum()
-    return total if count is None else total / count, found.found()
+    return total if count is None else total / count
 
 
 def _bounds(call: LinearCrossEntropyCall, gather: Gather, rank: int) -> Tensor:
@@ -246,7 +246,7 @@ class SummedLossFunction(torch.autograd.Function):
             ctx.multiplied = True  # in place: the weight's gradient is the largest tensor of all
             gradients = [chunks.multiply_(g, grad) for g in gradients]
         else:
-            gradients = [(g.float() * grad).to(g.dtype) for g in gradients]
+            gradients = [chunks.multiplied(g, grad) for g in gradients]
         return None, None, *_spread(gradients, ctx.wanted)
 
 

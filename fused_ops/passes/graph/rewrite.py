@@ -21,25 +21,30 @@ from .index_map import Digits, flat_dims, refined
 from .nodes import LeftAlone, Size, aten, is_contiguous, is_val, known, same_shape, val
 
 
+def value(target: Any, args: Any, kwargs: Any) -> Any:
+    """What the fake implementation of ``target`` gives for nodes.
+
+    Raises:
+        LeftAlone: as ``call``.
+    """
+    fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
+    mode = detect_fake_mode(torch.utils._pytree.tree_leaves((fake_args, fake_kwargs)))
+    try:
+        with mode or contextlib.nullcontext():
+            return target(*fake_args, **fake_kwargs)
+    except GuardOnDataDependentSymNode as e:
+        raise LeftAlone(f"whether {target} takes its sizes depends on data") from e
+    except (RuntimeError, TypeError, ValueError) as e:
+        raise LeftAlone(f"{target} does not take what it would get: {e}") from e
+
+
 def call(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A call of ``target`` before the given node.
 
     Raises:
         LeftAlone: it cannot be called with these arguments, or whether it can depends on data.
     """
-
-    def value(node: fx.Node) -> Any:
-        return node.meta["val"]
-
-    fake_args, fake_kwargs = fx.map_arg(args, value), fx.map_arg(kwargs, value)
-    mode = detect_fake_mode(torch.utils._pytree.tree_leaves((fake_args, fake_kwargs)))
-    try:
-        with mode or contextlib.nullcontext():
-            result = target(*fake_args, **fake_kwargs)
-    except GuardOnDataDependentSymNode as e:
-        raise LeftAlone(f"whether {target} takes its sizes depends on data") from e
-    except (RuntimeError, TypeError, ValueError) as e:
-        raise LeftAlone(f"{target} does not take what it would get: {e}") from e
+    result = value(target, args, kwargs)
     # As tracers write them: Inductor of torch 2.11 takes no tuple of tensors to concatenate.
     args = tuple(list(arg) if isinstance(arg, tuple) else arg for arg in args)
     with before.graph.inserting_before(before):

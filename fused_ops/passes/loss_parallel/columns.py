@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -120,13 +120,18 @@ def cut_from(node: fx.Node) -> tuple[fx.Node, int, Size] | None:
     return None
 
 
+def has_columns(node: Any) -> TypeGuard[fx.Node]:
+    """Whether the node is a tensor with more than a number, or one of each row."""
+    return is_val(node) and val(node).dim() > 0 and not known(val(node).shape[-1] == 1)
+
+
 def keeps_columns(node: fx.Node) -> bool:
-    """Whether the node has its one input's columns: all that is in another shape, some of its rows, or pointwise."""
-    inputs = [a for a in node.args if is_val(a)]
+    """Whether the node has one input's columns: all that is in another shape, some of its rows, or pointwise."""
+    inputs = [a for a in node.args if has_columns(a)]
     if not is_val(node) or len(inputs) != 1 or not val(node).dtype.is_floating_point:
         return False
     before, after = val(inputs[0]), val(node)
-    if not after.dim() or not before.dim() or not known(before.shape[-1] == after.shape[-1]):
+    if not after.dim() or not known(before.shape[-1] == after.shape[-1]):
         return False
     if calls(node, aten.slice.Tensor):
         return argument(node, 1, "dim", 0) % after.dim() != after.dim() - 1  # type: ignore[no-any-return]
@@ -156,7 +161,7 @@ class OwnColumns:
         if node not in self._made:
             if not keeps_columns(node) and not is_pointwise(node):
                 raise LeftAlone(f"its columns meet {what(node)}")
-            inputs = [self.of(a, before) for a in node.args if is_val(a)]
+            inputs = [self.of(a, before) for a in node.args if has_columns(a)]
             self._made[node] = self.step(node, inputs, before)
         return self._made[node]
 
@@ -167,10 +172,12 @@ class OwnColumns:
         return self.of(uncast(node), before)
 
     def step(self, node: fx.Node, inputs: Iterable[fx.Node], before: fx.Node) -> fx.Node:
-        """The node, of its inputs' own columns."""
+        """The node, of its inputs' own columns. What inputs have none are all ranks' alike."""
         left = iter(inputs)
         if calls(node, *_COPIES):
             return next(left)
         if calls(node, *FLAT):
             return reshape(next(left), [*val(node).shape[:-1], self.columns.width], before)
-        return call(before, node.target, *(next(left) if is_val(a) else a for a in node.args), **node.kwargs)
+        return call(
+            before, node.target, *(next(left) if has_columns(a) else a for a in node.args), **node.kwargs
+        )

@@ -23,7 +23,7 @@ from ..graph.nodes import (
     what,
 )
 from ..graph.split_cat import SPLITS
-from .columns import CAST, GatheredColumns, cut_from, keeps_columns
+from .columns import CAST, GatheredColumns, cut_from, has_columns, keeps_columns
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ def path_of(gradient: fx.Node, columns: GatheredColumns) -> Path:
 
 
 def _is_multiple(node: fx.Node, source: fx.Node) -> bool:
-    """Whether the node has the source's columns, each multiplied by a number or by one of each row and column."""
+    """Whether the node has the source's columns, each multiplied by a number, or one of each row, column or both."""
     if keeps_columns(node) and calls(node, CAST, aten.slice.Tensor, *FLAT):
         return True
     divides = calls(node, aten.div.Tensor, aten.div.Scalar) and node.args[0] is source
     if not divides and not calls(node, aten.neg.default, aten.mul.Tensor, aten.mul.Scalar):
         return False
-    inputs = [a for a in node.args if is_val(a)]
+    inputs = [a for a in node.args if has_columns(a)]
     return inputs.count(source) == 1 and all(same_shape(val(a).shape, val(node).shape) for a in inputs)
 
 

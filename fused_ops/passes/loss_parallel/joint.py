@@ -7,7 +7,7 @@ settings. Targets, and rows that are cut out of the logits, are taken to be the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..settings import LOGITS_BYTES, PassSettings
 from .columns import gathered_columns, keeps_columns
 from .gradient import path_of
 from .linear import put_on_product
+from .log_sum import elements_of, log_sum_of, put_log_sum_on_columns
 from .replace import ColumnLoss, put_on_columns
 from .sharded import put_on_statistics, sharded_loss
 from .softmax import log_softmax_of
@@ -77,21 +78,28 @@ class JointLosses(PassSettings, CustomGraphPass):
             return
         detail = f"loss parallel, {columns.width} columns of {sum(columns.widths)}"
         entry = Entry(**fields_of(node, 0), detail=detail)
-        seen: set[fx.Node] = set()
-        pending = [columns.whole]
         try:
-            while pending:
-                x = pending.pop()
+            for x in _with_columns(columns.whole):
                 if (softmax := log_softmax_of(x)) is not None:
                     paths = [path_of(gradient.result, columns) for gradient in softmax.gradients]
+                    logits = elements_of(x)
                     loss = put_on_columns(columns, softmax, paths)
+                    self._put_log_sums(loss, logits)
                     _note(*self._put_on_product(loss, entry))
                     return
-                found = [u for u in x.users if keeps_columns(u) and u not in seen]
-                seen.update(found)
-                pending += found
         except LeftAlone as e:
             node.meta[_LEFT] = f"not loss parallel: {e}"
+
+    def _put_log_sums(self, loss: ColumnLoss, logits: fx.Node) -> None:
+        """Those of the same logits."""
+        columns = loss.columns
+        for x in () if columns.whole._erased else [*_with_columns(columns.whole)]:
+            try:
+                if elements_of(x) is logits and (found := log_sum_of(x)) is not None:
+                    paths = [path_of(gradient, columns) for gradient, _ in found.gradients]
+                    put_log_sum_on_columns(loss, found, paths)
+            except LeftAlone as e:
+                columns.c.node.meta[_LEFT] = f"not loss parallel: {e}"
 
     def _put_on_product(self, loss: ColumnLoss, entry: Entry) -> tuple[fx.Node, list[Entry]]:
         widths, itemsize = loss.columns.widths, val(loss.columns.c.x).itemsize
@@ -104,6 +112,16 @@ class JointLosses(PassSettings, CustomGraphPass):
             return put_on_product(loss), [replace(entry, detail=f"{entry.detail}, by chunks of rows")]
         except LeftAlone as e:
             return loss.op, [replace(entry, detail=f"{entry.detail}; its logits are whole: {e}")]
+
+
+def _with_columns(whole: fx.Node) -> Iterator[fx.Node]:
+    """What has gathered columns, each of one other's alone."""
+    seen, pending = {whole}, [whole]
+    for x in pending:
+        yield x
+        found = [u for u in x.users if keeps_columns(u) and u not in seen]
+        seen.update(found)
+        pending += found
 
 
 def _note(op: fx.Node, entries: Sequence[Entry]) -> None:

@@ -72,6 +72,8 @@ def put_on_product(loss: ColumnLoss) -> fx.Node:
         for old, unit in zip(products.values(), units, strict=True):
             with put_for(old):
                 wide = call(old, aten.mul.Tensor, cast(unit, [torch.float32], old), factor)
+                # An infinite factor leaves the zeros of ignored rows.
+                wide = call(old, aten.where.ScalarOther, call(old, aten.ne.Scalar, unit, 0), wide, 0.0)
                 new.append(cast(wide, [val(unit).dtype], old))
     for old, by in zip(replaced, new, strict=True):
         old.replace_all_uses_with(by)

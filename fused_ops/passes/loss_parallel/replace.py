@@ -11,11 +11,11 @@ from torch import fx
 
 from ...library import schema
 from ..graph.collectives import Collective, communicates
-from ..graph.nodes import LeftAlone, aten, c10d, calls, check_no_write, is_val, val
+from ..graph.nodes import LeftAlone, aten, c10d, calls, check_no_write, val
 from ..graph.rewrite import call, cast, erase_unused, fused, reshape, reshape_sizes, undone_if_left
 from ..origin import put_for
 from ..patterns.pattern import why_not_called_from_cpp
-from .columns import GatheredColumns, OwnColumns
+from .columns import GatheredColumns, OwnColumns, has_columns
 from .gradient import Path
 from .softmax import Gradient, LogSoftmax
 
@@ -26,8 +26,9 @@ class ColumnLoss(NamedTuple):
     """A loss of each rank's own columns; each gradient with its way to these, and what they are now."""
 
     columns: GatheredColumns
-    op: fx.Node  # of logits [M, own columns]
-    picked: fx.Node  # log-probabilities of targets, [M, 1]
+    op: fx.Node  # of logits [..., own columns]
+    log_sum: fx.Node  # [..., 1]
+    picked: fx.Node  # log-probabilities of targets, [..., 1]
     gradients: Sequence[tuple[Gradient, Path, fx.Node]]
 
 
@@ -48,12 +49,11 @@ def put_on_columns(columns: GatheredColumns, softmax: LogSoftmax, paths: Sequenc
             x = own_of.narrow(softmax.x, at)
             named = {"vocab_start": columns.start, "extra": "" if softmax.total is None else "mean"}
             op, (log_sum, *more), picked = exchanged(at, c, x, softmax.targets, **named)
-            replaced = {softmax.picked: picked}
+            replaced = {softmax.picked: _signed(picked, softmax.sign, at)}
             if softmax.total is not None:
-                total = call(
-                    at, aten.mul.Tensor, call(at, aten.sub.Tensor, more[1], log_sum), sum(columns.widths)
-                )
-                replaced[softmax.total] = call(at, aten.squeeze.dim, total, 1)
+                mean = call(at, aten.sub.Tensor, more[1], log_sum)
+                total = call(at, aten.mul.Tensor, mean, softmax.sign * sum(columns.widths))
+                replaced[softmax.total] = reshape(total, val(softmax.total).shape, at)
         for gradient, path in zip(softmax.gradients, paths, strict=True):
             with put_for(path.end):
                 replaced[path.end] = _own_part(gradient, path, own_of, x, log_sum)
@@ -66,23 +66,26 @@ def put_on_columns(columns: GatheredColumns, softmax: LogSoftmax, paths: Sequenc
             first.replace_all_uses_with(_rest(first, path))
     erase_unused(gone)
     _after(op, columns)
-    return ColumnLoss(columns, op, picked, gradients)
+    return ColumnLoss(columns, op, log_sum, replaced[softmax.picked], gradients)
 
 
 def exchanged(
     at: fx.Node, c: Collective, x: fx.Node, targets: fx.Node, **named: Any
 ) -> tuple[fx.Node, list[fx.Node], fx.Node]:
-    """Before a node the op on own columns x [M, columns], its statistics, and the targets' log-probabilities, [M, 1].
+    """Before a node the op on own columns x [..., columns], its statistics, and the targets' log-probabilities.
 
     Raises:
         LeftAlone: it does not take them.
     """
     if (why := why_not_called_from_cpp(schema.cross_entropy_of_sharded_logits)) is not None:
         raise LeftAlone(why)
-    operands = x, None, None, reshape(targets, val(targets).shape[:1], at)
-    op = fused(at, schema.cross_entropy_of_sharded_logits, c, *operands, **named)
+    lead = val(targets).shape[:-1]
+    op = fused(
+        at, schema.cross_entropy_of_sharded_logits, c, x, None, None, reshape(targets, lead, at), **named
+    )
     values = call(at, aten.unsqueeze.default, call(at, operator.getitem, op, 0), 2)
     rows = [call(at, aten.select.int, values, 0, i) for i in range(val(values).shape[0])]
+    rows = [reshape(row, [*lead, 1], at, [targets]) for row in rows]
     return op, rows, call(at, aten.sub.Tensor, rows[1], rows[0])
 
 
@@ -92,17 +95,22 @@ def of_all_ranks(node: fx.Node, c: Collective, before: fx.Node) -> fx.Node:
     return call(before, c10d.wait_tensor.default, pending)
 
 
+def _signed(node: fx.Node, sign: int, before: fx.Node) -> fx.Node:
+    return node if sign > 0 else call(before, aten.neg.default, node)
+
+
 def _own_part(gradient: Gradient, path: Path, own_of: OwnColumns, x: fx.Node, log_sum: fx.Node) -> fx.Node:
     """This rank's columns of the gradient, and what is then made of them.
 
     ``scale * by * (onehot - softmax) + each * (1 - columns * softmax)``
     """
-    at, columns, last = path.end, own_of.columns, gradient.result
+    at, columns = path.end, own_of.columns
     by, each = reshape(gradient.by, val(gradient.targets).shape, at), gradient.each
     if path.summed:
         # Ranks have the same rows and targets; what their gradients are multiplied by may differ.
         by = of_all_ranks(by, columns.c, at)
         each = None if each is None else of_all_ranks(each, columns.c, at)
+    each = None if each is None else _signed(each, gradient.sign, at)
     p = call(at, aten.exp.default, call(at, aten.sub.Tensor, cast(x, [torch.float32], at), log_sum))
     named = {"start": columns.start, "step": 1, "dtype": torch.int64, "device": val(x).device}
     number = call(at, _iota, columns.width, **named, requires_grad=False)
@@ -112,13 +120,19 @@ def _own_part(gradient: Gradient, path: Path, own_of: OwnColumns, x: fx.Node, lo
     if each is not None:
         rest = call(at, aten.sub.Tensor, 1, call(at, aten.mul.Tensor, p, sum(columns.widths)))
         node = call(at, aten.add.Tensor, node, call(at, aten.mul.Tensor, rest, each))
+    return follow(path, node, gradient.result, own_of)
+
+
+def follow(path: Path, node: fx.Node, last: fx.Node, own_of: OwnColumns) -> fx.Node:
+    """What a path makes of ``last``, of this rank's columns of that, ``node``."""
+    at, columns = path.end, own_of.columns
     for step in path.steps:
         if calls(step, aten.slice_scatter.default):
             sizes = reshape_sizes([*val(step).shape[:-1], columns.width], at, [step])
-            zeros = call(at, aten.full.default, sizes, 0, dtype=val(step).dtype, device=val(x).device)
+            zeros = call(at, aten.full.default, sizes, 0, dtype=val(step).dtype, device=val(node).device)
             node = call(at, aten.slice_scatter.default, zeros, node, *step.args[2:])
         elif step not in path.sums:
-            inputs = [node if a is last else own_of.of(a, at) for a in step.args if is_val(a)]
+            inputs = [node if a is last else own_of.of(a, at) for a in step.args if has_columns(a)]
             node = own_of.step(step, inputs, at)
         last = step
     return call(at.next, aten.add.Tensor, at, node) if path.sums else node

@@ -4,7 +4,8 @@ torch decomposes ``cross_entropy``.
     shifted = x - amax(x); log_probs = shifted - log(sum(exp(shifted))); picked = gather(log_probs, targets)
     of_x = of_log_probs - exp(log_probs) * sum(of_log_probs), where of_log_probs is a number at the target, 0 elsewhere
 
-Smoothed labels take the log-probabilities' sum, too, whose gradient all columns of ``of_log_probs`` have.
+Smoothed labels take the log-probabilities' sum, too, whose gradient all columns of ``of_log_probs`` have. What is
+picked and summed may be negated before, as transformers' ``LabelSmoother`` does it.
 """
 
 from __future__ import annotations
@@ -22,28 +23,31 @@ from ..graph.nodes import LeftAlone, aten, calls, known, only_user, same_shape, 
 
 @dataclass(frozen=True)
 class Gradient:
-    """``scale * onehot(targets) * by``, and ``each`` in all columns, through a log-softmax: ``result``, of all."""
+    """``scale * onehot(targets) * by + sign * each`` through a log-softmax: ``result``, of all columns."""
 
     result: fx.Node
-    targets: fx.Node  # [M, 1]
+    targets: fx.Node  # [..., 1]
     scale: float
-    by: fx.Node  # [M, 1]
-    each: fx.Node | None  # [M, 1]
+    by: fx.Node  # as many
+    each: fx.Node | None  # [..., 1]
+    sign: int
 
 
 @dataclass(frozen=True)
 class LogSoftmax:
     """
     Attributes:
-        x: [M, V], float32.
+        x: [..., V], float32.
         log_probs: of all columns.
-        picked: those of targets, [M, 1].
-        total: the sum of all columns' [M], for smoothed labels.
+        sign: what picked and total are multiplied with: 1 or -1.
+        picked: those of targets, [..., 1].
+        total: the sum of all columns', for smoothed labels.
         gradients: what the backward makes of ``log_probs``.
     """
 
     x: fx.Node
     log_probs: fx.Node
+    sign: int
     picked: fx.Node
     total: fx.Node | None
     gradients: tuple[Gradient, ...]
@@ -63,22 +67,23 @@ def log_softmax_of(x: fx.Node) -> LogSoftmax | None:
     log_probs = next((found for found in every if found is not None), None)
     if log_probs is None:
         return None
-    if val(x).dim() != 2 or val(x).dtype != torch.float32:
-        raise LeftAlone(
-            f"its log-softmax is of {val(x).dim()} dimensions in {val(x).dtype}, not of rows in float32"
-        )
-    picked = [u for u in log_probs.users if calls(u, aten.gather.default) and u.args[:2] == (log_probs, 1)]
+    if val(x).dim() < 2 or val(x).dtype != torch.float32:
+        raise LeftAlone(f"its log-softmax is in {val(x).dtype}, not of rows in float32")
+    last = val(x).dim() - 1
     exponentials = [u for u in log_probs.users if calls(u, aten.exp.default)]
-    totals = [u for u in log_probs.users if calls(u, aten.sum.dim_IntList) and u.args == (log_probs, [1])]
-    if others := [u for u in log_probs.users if u not in (*picked, *exponentials, *totals[:1])]:
+    used: Any = next((u for u in log_probs.users if calls(u, aten.neg.default)), log_probs)
+    others = [u for u in log_probs.users if u not in (*exponentials, used)] if used is not log_probs else []
+    picked = [u for u in used.users if calls(u, aten.gather.default) and u.args[1] in (last, -1)]
+    totals = [u for u in used.users if calls(u, aten.sum.dim_IntList) and u.args[1] in ([last], [-1])]
+    if others := others + [u for u in used.users if u not in (*picked, *exponentials, *totals[:1])]:
         raise LeftAlone(f"its log-softmax is used by {some(others)}, too")
-    if len(picked) != 1 or not known(val(picked[0]).shape[1] == 1):
+    if len(picked) != 1 or not same_shape(val(picked[0]).shape, [*val(x).shape[:-1], 1]):
         raise LeftAlone("of its log-softmax not one target's in each row is used")
     total = totals[0] if totals else None
-    if total is not None and total < picked[0]:
+    if total is not None and (total < picked[0] or val(total).dtype != torch.float32):
         raise LeftAlone("its log-softmax is summed before the targets' log-probabilities are taken")
     gradients = tuple(_gradient(u) for e in exponentials for u in e.users)
-    return LogSoftmax(x, log_probs, picked[0], total, gradients)
+    return LogSoftmax(x, log_probs, 1 if used is log_probs else -1, picked[0], total, gradients)
 
 
 def log_probs_of(x: fx.Node, amax: fx.Node, of_all: Callable[[fx.Node], fx.Node | None]) -> fx.Node | None:
@@ -125,17 +130,31 @@ def _gradient(of_sum: Any) -> Gradient:
     of_targets, total = result.args[0], of_sum.args[1]
     if not along_rows(total, aten.sum.dim_IntList, of_targets):
         raise why
-    each = None
+    each, sign = None, 1
+    if calls(of_targets, aten.neg.default):
+        of_targets, sign = of_targets.args[0], -1
     if calls(of_targets, aten.add.Tensor) and calls(of_targets.args[0], aten.expand.default):
         each, of_targets = of_targets.args[0].args[0], of_targets.args[1]
         if not same_shape(val(each).shape, val(total).shape):
             raise why
-    if not calls(of_targets, aten.mul.Tensor):
+    if (found := _scattered(of_targets)) is None:
         raise why
-    for hot, by in (of_targets.args, of_targets.args[::-1]):
-        if (found := _hot(hot)) is not None and known(val(by).numel() == val(total).numel()):
-            return Gradient(result, found[0], found[1], by, each)
-    raise why
+    targets, scale, by = found
+    if not known(val(by).numel() == val(total).numel()):
+        raise why
+    return Gradient(result, targets, sign * scale, by, each, sign)
+
+
+def _scattered(node: Any) -> tuple[fx.Node, float, fx.Node] | None:
+    """(targets [..., 1], number, by) of what is a number times ``by`` at each row's target, and 0 elsewhere."""
+    if calls(node, aten.scatter_add.default):
+        zeros, dim, targets, by = node.args
+        along = number_of(zeros) == 0 and dim in (-1, val(node).dim() - 1)
+        return (targets, 1.0, by) if along and known(val(targets).shape[-1] == 1) else None
+    for hot, by in (node.args, node.args[::-1]) if calls(node, aten.mul.Tensor) else ():
+        if (found := _hot(hot)) is not None:
+            return *found, by
+    return None
 
 
 def _hot(node: Any) -> tuple[fx.Node, float] | None:

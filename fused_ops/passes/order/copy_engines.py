@@ -20,11 +20,11 @@ from ....symm_mem.layout import NUM_BUFFERS
 from ...dispatch import profitability
 from ...library import schema
 from ..graph.nodes import c10d, is_custom, val
-from ..memory.alias_sets import AliasSet, AliasSets
+from ..memory.alias_sets import AliasSet, AliasSets, size_of
 from ..memory.hazards import Hazards
 from ..memory.live_bytes import body, put_in_order
 from .least_memory import order_of_least_memory
-from .transports import NETWORK, Transfer, transfers
+from .transports import NETWORK, Transfer, transfers, transport_of
 
 _KINDS = (c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default)
 
@@ -45,18 +45,17 @@ def start_when_needed(graph: fx.Graph) -> bool:
 
 def _too_many(order: Sequence[fx.Node], found: Sequence[Transfer]) -> bool:
     at = {node: i for i, node in enumerate(order)}
-    lives = [(at[t.start], at[t.waits[0]]) for t in found if len(t.waits) == 1 and _is_large(t)]
+    lives = [(at[t.start], at[t.waits[0]]) for t in found if len(t.waits) == 1 and is_large(t.start)]
     return any(sum(begin <= start < end for begin, end in lives) > NUM_BUFFERS for start, _ in lives)
 
 
-def _is_large(transfer: Transfer) -> bool:
-    """Whether copy engines would carry it."""
-    (given,) = transfer.start.all_input_nodes
+def is_large(start: fx.Node) -> bool:
+    """Whether copy engines would carry a gather or scatter."""
+    (given,) = start.all_input_nodes
     x = val(given)
-    if transfer.transport == NETWORK or not isinstance(x.numel(), int):
+    if transport_of(start) == NETWORK or not isinstance(x.numel(), int):
         return False
-    part = min(transfer.given, transfer.made)
-    return profitability.why_not_async(part, x.device.type) is None
+    return profitability.why_not_async(min(size_of(given), size_of(start)), x.device.type) is None
 
 
 def gathers_in_buffers(order: Sequence[fx.Node], sets: AliasSets) -> dict[fx.Node, AliasSet]:

@@ -22,7 +22,6 @@ from ..memory.live_bytes import body
 MARK = "weft grouped"  #: in the meta of what ``mark_grouped`` has found
 _COPIES = {
     aten._to_copy.default,
-    aten._unsafe_view.default,
     aten.cat.default,
     aten.clone.default,
     aten.constant_pad_nd.default,
@@ -33,13 +32,16 @@ _COPIES = {
 
 def is_copy(node: fx.Node) -> bool:
     """Whether the node only copies, casts, joins or cuts: a view, too."""
-    return _is_view(node) or node.target in _COPIES
+    return is_view(node) or node.target in _COPIES
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """Whether its value lies in the memory of what it is made of."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return target is operator.getitem
+    if target is aten._unsafe_view.default:  # its schema does not say so
+        return True
     aliases = any(returned.alias_info is not None for returned in target._schema.returns)
     return aliases and not (target._schema.is_mutable or waits(node) or communicates(node))
 
@@ -68,7 +70,7 @@ def _run(
         if near and is_copy(other) and other not in taken and own.issuperset(near):
             run.append(other)
             own.add(other)
-        elif tensors_of(other) and not _is_view(other):
+        elif tensors_of(other) and not is_view(other):
             break
     taken |= own
     return run

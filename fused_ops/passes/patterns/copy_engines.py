@@ -6,6 +6,7 @@ import math
 from functools import partial
 from typing import Any
 
+import torch
 from torch._inductor import config as inductor_config
 
 from ....symm_mem.layout import NUM_BUFFERS
@@ -15,6 +16,7 @@ from ..graph import rewrite
 from ..graph.collectives import Collective
 from ..graph.index_map import plain
 from ..graph.nodes import LeftAlone, c10d, val
+from ..order.copy_engines import is_large
 from ..order.transports import NETWORK, transport_of_group
 from .pattern import Pattern
 
@@ -33,18 +35,8 @@ def match_by_copy_engines(c: Collective, why: str = "") -> Pattern:
         raise LeftAlone("its input is a number")
     if [*c.node.users] != [c.wait]:
         raise LeftAlone("what is pending is used by more than one wait")
-    if transport_of_group(c.group) == NETWORK:
-        raise LeftAlone("its ranks are on several hosts, whose memory copy engines do not reach")
-    if not isinstance(x.numel(), int):
-        raise LeftAlone("its size is not known before the run")
-    if inductor_config.triton.cudagraphs:
-        raise LeftAlone("torch._inductor.config.triton.cudagraphs is True, which may part it from its wait")
-    if inductor_config.cpp_wrapper:
-        raise LeftAlone("the C++ wrapper loses what a collective leaves to its wait")
     gathers = c.node.target is c10d.all_gather_into_tensor.default
-    part = x.nbytes if gathers else x.nbytes // c.world
-    if (small := profitability.why_not_async(part, x.device.type)) is not None:
-        raise LeftAlone(small)
+    check_carried(c, x)
     if _begun_before_its_wait(c) >= NUM_BUFFERS:
         raise LeftAlone(f"more than {NUM_BUFFERS} of its kind are on their way at once")
     return Pattern(
@@ -61,6 +53,28 @@ def match_by_copy_engines(c: Collective, why: str = "") -> Pattern:
     )
 
 
+def check_carried(c: Collective, x: torch.Tensor) -> None:
+    """Refuses what copy engines do not carry, or not faster.
+
+    Args:
+        x: the operand of such a collective as ``c``.
+
+    Raises:
+        LeftAlone: why.
+    """
+    if transport_of_group(c.group) == NETWORK:
+        raise LeftAlone("its ranks are on several hosts, whose memory copy engines do not reach")
+    if not isinstance(x.numel(), int):
+        raise LeftAlone("its size is not known before the run")
+    if inductor_config.triton.cudagraphs:
+        raise LeftAlone("torch._inductor.config.triton.cudagraphs is True, which may part it from its wait")
+    if inductor_config.cpp_wrapper:
+        raise LeftAlone("the C++ wrapper loses what a collective leaves to its wait")
+    part = x.nbytes if c.node.target is c10d.all_gather_into_tensor.default else x.nbytes // c.world
+    if (small := profitability.why_not_async(part, x.device.type)) is not None:
+        raise LeftAlone(small)
+
+
 def _replace(c: Collective) -> None:
     start, wait = _OPS[c.node.target]
     reduce_op = [c.reduce_op] if c.reduce_op else []
@@ -72,10 +86,10 @@ def _replace(c: Collective) -> None:
 
 
 def _begun_before_its_wait(c: Collective) -> int:
-    """How many of its kind begin between it and its wait."""
+    """How many of its kind, also by copy engines, begin between it and its wait."""
     count, node = 0, c.node.next
     while node is not c.wait:
-        count += node.target in (c.node.target, _OPS[c.node.target][0])
+        count += node.target is _OPS[c.node.target][0] or (node.target is c.node.target and is_large(node))
         node = node.next
     return count
 

@@ -86,6 +86,14 @@ def models_of_now() -> tuple[Model, ...]:
     return _compiled[now]
 
 
+def compilation_of_now() -> tuple[int, int] | None:
+    """Which frame Dynamo compiles, and how many times it has before; None where no frame is compiled."""
+    now = torch._guards.CompileContext.current_compile_id()
+    if now is None or now.frame_id is None or now.frame_compile_id is None:
+        return None
+    return now.frame_id, now.frame_compile_id
+
+
 def chosen(model: Any, seen: Collection[tuple[Model, ...]]) -> Callable[[tuple[Model, ...]], bool]:
     """Which of the graphs with these models are of this one, or of those that have compiled for it.
 

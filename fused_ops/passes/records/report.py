@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 from ....kernels.device.jit.ahead import NO_PROGRAMS, ProgramCounts
+from ....symm_mem import Group
+from ...about.timeline import timeline_html
 from ...pictures.page import details_html, page, table_html, text_html
 from ..order.change import OrderChange
 from . import table
@@ -54,6 +56,12 @@ class VoteCounts:
     seconds: float = 0.0
     known: int = 0
 
+    def __str__(self) -> str:
+        asked = self.count - self.known
+        each = f", {self.seconds / asked * 1e3:.2f} ms each" if asked else ""
+        known = f"; {self.known} did not, as all ranks know the graph" if self.known else ""
+        return f"votes: {asked} run{'s' * (asked != 1)} asked the other ranks{each}{known}"
+
 
 NONE_ASKED = VoteCounts()
 
@@ -68,6 +76,7 @@ class PassRuns:
         custom_ops: operators, neither torch's nor weft's, of the graphs without functional collectives.
         others: passes that torch._inductor.config has in its place, by name.
         loaded: graphs with functional collectives that Inductor took from its cache, as the pass makes them.
+        again: compilations of what was compiled before for other shapes or values.
     """
 
     graphs: int = 0
@@ -75,6 +84,7 @@ class PassRuns:
     custom_ops: tuple[str, ...] = ()
     others: str = ""
     loaded: int = 0
+    again: int = 0
 
     def why_no_entries(self) -> str:
         if self.graphs:
@@ -138,8 +148,8 @@ class Report:
     (0, 0)
 
     ``str()`` is a table by layer (``layers.0-31`` is one row), what was left alone by reason with what to do about it,
-    and what the run itself said. ``details()`` says all of each collective, ``to_json()`` is for programs and
-    ``to_html()`` for browsers.
+    and what the run itself said: votes, graphs that ran unfused, recompilations, kernels. ``table()`` is the table
+    alone, ``details()`` says all of each collective, ``to_json()`` is for programs and ``to_html()`` for browsers.
 
     Attributes:
         entries: what became of each collective.
@@ -195,9 +205,16 @@ class Report:
         if not self.entries:
             return self.details()
         counts = [table.summary_of(self.entries), *table.advice_of(self.entries)]
-        return "\n".join(
-            [*table.table_lines(self._shown), "", *counts, *self._told(), *map(str, self.orders)]
-        )
+        return "\n".join([self.table(), "", *table.wrapped([*counts, *self._told(), *map(str, self.orders)])])
+
+    def table(self) -> str:
+        """A row for each collective of a kind of layer: what became of it, and what that saves.
+
+        >>> from weft.fused_ops import FusionPass
+        >>> print(FusionPass().report().table())
+        in  collective  times  each  became  saves
+        """
+        return "\n".join(table.table_lines(self._shown))
 
     def details(self) -> str:
         """One line for each collective, those that differ in numbers of graphs, nodes and modules only as one.
@@ -225,35 +242,52 @@ class Report:
         """
         return json.dumps(asdict(self), default=str)
 
-    def to_html(self) -> str:
-        """A page for a browser, in one file: the table, the picture of each order that ``reorder`` made, the details.
+    def to_html(self, call: Callable[[], object] | None = None, *, group: Group = None) -> str:
+        """A page for a browser, in one file: the table, the timeline of a call, the picture of each order, the details.
 
         >>> from weft.fused_ops import FusionPass
-        >>> FusionPass().report().to_html().startswith("<!doctype html>")
+        >>> page = FusionPass().report().to_html()
+        >>> page.startswith("<!doctype html>")
         True
 
-        The picture has what is predicted: when each collective and matmul runs, bytes held over time, and what hides
-        each collective. ``weft.passes.timeline`` draws what was measured.
+        Given a call, all ranks of the group make it, and the page has what was measured of it, as
+        ``weft.passes.timeline`` draws it. The picture of an order that ``reorder`` made has what is predicted: when
+        each collective and matmul runs, bytes held over time, and what hides each collective.
+
+        Args:
+            call: takes nothing, as a training step; None for a page without its timeline, made by one rank alone.
+            group: of the call: a name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
+
+        Returns:
+            the page as text.
+
+        Raises:
+            TypeError: ``call`` cannot be called.
         """
+        measured = [] if call is None else [timeline_html(call, group=group)]
         counts = [table.summary_of(self.entries), *table.advice_of(self.entries), *self._told()]
         rows = table_html(table.HEAD, table.table_rows(self._shown), table.NUMBERS)
         return page(
             "weft: what became of each collective",
             [
                 *([rows, text_html("\n".join(counts))] if self.entries else []),
+                *measured,
                 *(order.html() for order in self.orders),
                 details_html("each collective", self.details(), opened=not self.entries),
             ],
         )
 
     def _ran(self) -> list[str]:
+        votes = [str(self.questions)] if self.questions.count else []
+        times = "once" if self.runs.again == 1 else f"{self.runs.again} times"
+        again = [f"torch compiled again {times}: TORCH_LOGS=recompiles says why"] if self.runs.again else []
         kernels = [f"kernels: {self.programs}"] if self.programs != NO_PROGRAMS else []
-        return [*map(str, self.disagreements), *kernels]
+        return [*votes, *map(str, self.disagreements), *again, *kernels]
 
     def _told(self) -> list[str]:
         """What is said once, of all entries and of the run."""
         heap = [str(self.heap)] if self.heap.calls else []
-        return [*heap, *self._ran(), *table.reasons_of(self.entries)]
+        return [*table.reasons_of(self.entries), *heap, *self._ran()]
 
     def __repr__(self) -> str:
         return f"Report(fused={self.fused}, left={self.left}, disagreements={len(self.disagreements)})"

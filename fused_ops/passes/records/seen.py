@@ -12,7 +12,7 @@ from torch._inductor import config as inductor_config
 from ..order.change import OrderChange
 from ..pass_sequence import SLOT, passes_of
 from .entry import Entry
-from .models import Model, models_of_now
+from .models import Model, compilation_of_now, models_of_now
 from .node import is_kept, packed, put_record, unpacked
 from .report import Report
 from .report_file import log_line, write_reports
@@ -27,6 +27,7 @@ class SeenGraphs:
         loaded: how many with collectives came from a cache.
         models: of each of these graphs, by its number.
         from_cache: the numbers of those that were loaded.
+        compilations: by number of graph, the frame and which of its compilations it is from.
         keys: the models for whose graphs Inductor asked for the pass's key, each time.
         custom_ops: by number of graph, operators of graphs without collectives.
     """
@@ -40,6 +41,7 @@ class SeenGraphs:
         self.orders: list[OrderChange] = []
         self.models: dict[int, tuple[Model, ...]] = {}
         self.from_cache: set[int] = set()
+        self.compilations: dict[int, tuple[int, int]] = {}
         self.keys: list[tuple[Model, ...]] = []
         self.custom_ops: dict[int, Sequence[str]] = {}
 
@@ -51,6 +53,12 @@ class SeenGraphs:
     def loaded(self) -> int:
         return len(self.from_cache)
 
+    @property
+    def again(self) -> int:
+        """Compilations of frames that were compiled for this before; those of other passes do not count."""
+        found = {*self.compilations.values()}
+        return len(found) - len({frame for frame, _ in found})
+
     def only(self, wanted: Callable[[tuple[Model, ...]], bool]) -> SeenGraphs:
         """Those of which the models are wanted."""
         found = SeenGraphs()
@@ -58,6 +66,7 @@ class SeenGraphs:
         found.entries = [e for e in self.entries if e.graph in found.models]
         found.orders = [o for o in self.orders if o.graph in found.models]
         found.from_cache = self.from_cache & found.models.keys()
+        found.compilations = {n: of for n, of in self.compilations.items() if n in found.models}
         found.keys = [models for models in self.keys if wanted(models)]
         found.custom_ops = {n: ops for n, ops in self.custom_ops.items() if n in found.models}
         return found
@@ -67,7 +76,12 @@ class SeenGraphs:
         models = models_of_now()
         number = len(self.models)
         self.models[number] = models
+        self._note_compilation([number])
         return number
+
+    def _note_compilation(self, numbers: Iterable[int]) -> None:
+        if now := compilation_of_now():
+            self.compilations |= dict.fromkeys(numbers, now)
 
     def enter(self, entries: Iterable[Entry], order: OrderChange | None) -> None:
         for e in entries:
@@ -107,6 +121,7 @@ class SeenGraphs:
         numbers = range(first, first + count)
         self.models |= dict.fromkeys(numbers, models_of_now())
         self.from_cache.update(numbers)
+        self._note_compilation(numbers)
         self.enter((replace(e, graph=first + e.graph) for e in entries), None)
         self.orders += (replace(o, graph=first + o.graph) for o in orders)
         for number in numbers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from textwrap import wrap
 
 from .entry import Entry
 from .ranges import as_ranges, without_numbers
@@ -11,6 +12,7 @@ from .ranges import as_ranges, without_numbers
 HEAD = ("in", "collective", "times", "each", "became", "saves")
 NUMBERS = ("times", "each", "saves")
 _WIDEST = 56  # of a cell
+_WIDTH = 120  # of a line of text
 #: What a reason holds, and what a user can do about it; the first that fits.
 _HINTS = (
     ("too little is ", "nothing, unfused it is as fast; FusionPass(fuse='always') fuses it all the same"),
@@ -81,6 +83,15 @@ def table_lines(entries: Sequence[Entry]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def wrapped(texts: Iterable[str]) -> Iterator[str]:
+    """Lines that fit beside the table."""
+    for line in "\n".join(texts).splitlines():
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        yield from wrap(
+            line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
 
 
 def summary_of(entries: Sequence[Entry]) -> str:

@@ -32,40 +32,52 @@ struct Combine {
     u32 vectors;  // of a row
 
 #if CHOICES
+    static constexpr int MOST = CHOICES < 8 ? CHOICES : 8;  // choices whose vectors are in flight at once
+
+    // Some of a row's choices, and a vector of each.
+    struct Chosen {
+        u64 begin;
+        u32 slot[MOST];
+        uint4 in[MOST];
+    };
+
+    // Those from the `from`-th on.
+    __device__ __forceinline__ void find(Chosen& c, u32 row, int from = 0) const {
+        c.begin = (static_cast<u64>(first) + row) * CHOICES + from;
+#pragma unroll
+        for (int j = 0; j < MOST; ++j) c.slot[j] = from + j < CHOICES ? slots[c.begin + j] : rows;
+    }
+
+    __device__ __forceinline__ void load(Chosen& c, u32 at) const {
+#pragma unroll
+        for (int j = 0; j < MOST; ++j) {
+            c.in[j] = make_uint4(0, 0, 0, 0);
+            if (c.slot[j] < rows) c.in[j] = load_vector(y + static_cast<u64>(c.slot[j]) * vectors + at);
+        }
+    }
+
+    __device__ __forceinline__ void add(Numbers& total, const Chosen& c) const {
+#pragma unroll
+        for (int j = 0; j < MOST; ++j) {
+            const float weight = c.slot[j] < rows ? weight_of(c.begin + j) : 0;
+            const Numbers numbers(c.in[j]);
+#pragma unroll
+            for (int i = 0; i < ELEMENTS; ++i) total.of[i] += weight * numbers.of[i];
+        }
+    }
+
     // Vector `at` of a row.
     __device__ __forceinline__ uint4 load(u32 row, u32 at) const {
-        constexpr int MOST = CHOICES < 8 ? CHOICES : 8;  // whose vectors are in flight at once
-        const u64 token = first + row, begin = token * CHOICES;
         Numbers total(make_uint4(0, 0, 0, 0));
 #pragma unroll
         for (int from = 0; from < CHOICES; from += MOST) {
-            u32 slot[MOST];
-            float weight[MOST];
-            uint4 in[MOST];
-#pragma unroll
-            for (int j = 0; j < MOST; ++j) {
-                const bool there = from + j < CHOICES;
-                slot[j] = there ? slots[begin + from + j] : rows;
-                weight[j] = there ? weight_of(begin + from + j) : 0;
-            }
-#pragma unroll
-            for (int j = 0; j < MOST; ++j) {
-                in[j] = make_uint4(0, 0, 0, 0);
-                if (slot[j] < rows) {
-                    in[j] = load_vector(y + static_cast<u64>(slot[j]) * vectors + at);
-                } else {
-                    weight[j] = 0;
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < MOST; ++j) {
-                const Numbers numbers(in[j]);
-#pragma unroll
-                for (int i = 0; i < ELEMENTS; ++i) total.of[i] += weight[j] * numbers.of[i];
-            }
+            Chosen chosen;
+            find(chosen, row, from);
+            load(chosen, at);
+            add(total, chosen);
         }
 #if SHARED_EXPERT
-        const Numbers more(load_vector(shared + token * vectors + at));
+        const Numbers more(load_vector(shared + (static_cast<u64>(first) + row) * vectors + at));
 #pragma unroll
         for (int i = 0; i < ELEMENTS; ++i) total.of[i] += more.of[i];
 #endif

@@ -230,6 +230,8 @@ __device__ __forceinline__ void store_all(const Epoch& epoch, u32 index, const S
 struct Numbers {
     float of[ELEMENTS];
 
+    Numbers() = default;
+
     __device__ __forceinline__ explicit Numbers(uint4 v) {
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) {

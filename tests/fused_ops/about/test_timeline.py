@@ -87,6 +87,25 @@ def test_a_compiled_step_has_its_forward_and_its_backward() -> None:
         assert any(x < first for x in products) and any(first < x < last for x in products)
 
 
+def reported(rank: int, world_size: int) -> tuple[str, str]:
+    x, w = torch.randn(32, 24), torch.randn(24, 16)
+    fusion = weft.FusionPass()
+    compiled = torch.compile(lambda x: gather(x) @ w, options=fusion.options)
+    compiled(x)
+    with pytest.raises(TypeError, match="call: is 3, must be a function that takes nothing"):
+        fusion.report().to_html(3)  # type: ignore[arg-type]
+    return fusion.report().to_html(lambda: compiled(x)), fusion.report().to_html()
+
+
+def test_a_report_has_the_timeline_of_a_call() -> None:
+    for measured, plain in run_ranks(reported, 2):
+        assert "One call on 2 ranks: " in measured and "One call" not in plain
+        assert "fused_all_gather_matmul<" in plain and "fused_all_gather_matmul<" in measured
+        for rank in (0, 1):
+            lane = measured.split(f"<div class=lane>rank {rank}, host 1<")[1].split("<div class=lane>")[0]
+            assert any(name == "aten::mm" for *_, name in BAR.findall(lane))
+
+
 def test_threads_that_follow_each_other_share_a_lane() -> None:
     spans = [(7, 0.0, 9.0), (3, 1.0, 2.0), (4, 2.0, 3.0), (5, 2.5, 6.0), (7, 10.0, 12.0), (6, 11.0, 13.0)]
     assert lanes_of_threads(spans) == {7: 1, 3: 2, 4: 2, 5: 3, 6: 2}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,9 +32,23 @@ def test_losses_and_gradients(world_size: int, device: str, dtype: torch.dtype) 
 
 @on_ranks([1, 3], fresh=True)
 def test_rows_come_in_chunks(rank: int, size: int) -> None:
-    chunks.ROWS = 5
-    for rows in (4, 5, 6, 23):
-        losses(rank, size, torch.float32, (rows,), 65)
+    """Of 24 columns of x: the first chunk lies in the weight's gradient, unless it has more rows than these."""
+    chunks.COLUMNS = 7
+    for chunks.ROWS, some in ((5, (4, 24, 25, 41)), (30, (23, 29, 31, 70))):
+        for rows in some:
+            losses(rank, size, torch.float32, (rows,), 65)
+
+
+def test_logits_lie_in_the_gradient_of_the_weight() -> None:
+    x, weight = torch.randn(2100, 2150), torch.randn(chunks.COLUMNS + 100, 2150)
+    found = chunks.Gradients(x, weight, None, (True, True, False))
+    ((rows, blocks),) = chunks.logits_by_chunks(x, weight, None, found)
+    torch.testing.assert_close(torch.cat(blocks, 1), x @ weight.t())
+    first, buffer = blocks
+    of_weight = found.found()[1]
+    assert rows == slice(0, 2100) and first.shape[1] == 100
+    assert first.untyped_storage().data_ptr() == of_weight.untyped_storage().data_ptr()
+    assert buffer.untyped_storage().nbytes() <= 4 * chunks.COLUMNS * (2100 + 64)
 
 
 @pytest.mark.parametrize("dtype", BOUND)
@@ -155,6 +170,20 @@ def frozen(rank: int, size: int) -> None:
                 assert torch.equal(mine.grad, whole.grad) if g else mine.grad is None  # type: ignore[arg-type]
 
 
+def turned(rank: int, size: int) -> None:
+    """A weight whose columns are contiguous, whose gradient has its strides, and logits that lie in that."""
+    case = problem((9,), 60, torch.float32)
+    _, of_weight, *_ = operands = case.whole()
+    reference(operands[3], case.targets, {}).backward()
+    x, w, b = case.parts()
+    w = w.detach().t().contiguous().t().requires_grad_()
+    with mock.patch.object(chunks, "COLUMNS", 7):
+        fused_linear_cross_entropy(x, w, case.targets, bias=b).backward()
+    assert w.grad is not None and of_weight.grad is not None
+    check("weight", w.grad, of_weight.grad[case.mine], 3e-6)
+    check("x", x.grad, operands[0].grad, 3e-6)  # type: ignore[arg-type]
+
+
 def padded(rank: int, size: int) -> None:
     """Rows of a weight that only fill it up, one of them NaN."""
     x, targets = same_on_all(5, 6, dtype=torch.float32), torch.arange(5) % (3 * size)
@@ -174,7 +203,7 @@ def unfused(rank: int, size: int) -> None:
         assert last_plan().algorithm == "unfused"
 
 
-@pytest.mark.parametrize("fn", [frozen, padded, unfused])
+@pytest.mark.parametrize("fn", [frozen, turned, padded, unfused])
 @pytest.mark.parametrize("device", DEVICES)
 def test_parts(fn: Any, device: str) -> None:
     run_row(fn, 2, device=device)

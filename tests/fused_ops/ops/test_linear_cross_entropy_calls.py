@@ -135,6 +135,18 @@ def no_target(rank: int, size: int) -> None:
     losses(rank, size, torch.float32, (3,), 20)  # the group is whole
 
 
+def infinite(rank: int, size: int) -> None:
+    """As of torch's loss, ignored rows have gradients of 0, whatever the loss is multiplied with."""
+    for factor in (torch.inf, torch.nan):
+        for reduction in ("mean", "sum", "none"):
+            x, w = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+            loss = fused_linear_cross_entropy(x, w, torch.tensor([0, IGNORED, 2, 1]), reduction=reduction)
+            (loss.sum() * factor).backward()
+            assert x.grad is not None and w.grad is not None
+            assert x.grad[1].eq(0).all() and not x.grad[[0, 2, 3]].isfinite().any()
+            assert not w.grad.isfinite().any()
+
+
 def absent(rank: int, size: int) -> None:
     losses(rank, size, torch.float32, (3,), 20)
     before = get_timeout()
@@ -148,7 +160,7 @@ def absent(rank: int, size: int) -> None:
     losses(rank, size, torch.float32, (3,), 20)
 
 
-@pytest.mark.parametrize("fn", [twice, no_target, absent])
+@pytest.mark.parametrize("fn", [twice, no_target, infinite, absent])
 def test_errors(fn: Any) -> None:
     run_row(fn, 2)
 
@@ -162,11 +174,12 @@ def test_the_sum_of_chunks_is_rounded_once_a_chunk(rank: int, size: int) -> None
     own = weight[columns * rank : columns * (rank + 1)].clone().requires_grad_()
     with mock.patch.object(chunks, "ROWS", chunk):
         fused_linear_cross_entropy(x, own, targets, world(), reduction="sum").backward()
+        cuts = chunks.chunks_of(len(x), x.shape[1])
     whole = (x.double() @ weight.double().t()).requires_grad_()
     torch.nn.functional.cross_entropy(whole, targets, reduction="sum").backward()
     assert whole.grad is not None and own.grad is not None
     of_logits = whole.grad[:, columns * rank : columns * (rank + 1)]
-    parts = [g.t() @ rows for g, rows in zip(of_logits.split(chunk), x.double().split(chunk), strict=True)]
+    parts = [of_logits[rows].t() @ x[rows].double() for rows in cuts]
     sums = torch.stack(parts).cumsum(0)
     # Logits of up to 4 are rounded, too, and so are their gradients.
     bound = 2**-9 * sums.abs().sum(0) + 2**-6 * of_logits.abs().t() @ x.double().abs()

@@ -89,7 +89,6 @@ def right(rank: int, world_size: int, sizes: Sizes, dtype: torch.dtype) -> None:
             assert rows.shape == (-(-most // align) * align, sizes.hidden) and rows.dtype == dtype
             if want:
                 assert torch.equal(rows[: len(want)].double(), torch.stack(want)), "every bit"
-            assert not rows[len(want) :].any(), "rows past the last one"
 
             # What the experts make of a row, exactly: of another hidden size, each its own.
             y = torch.full((rows.shape[0], 2 * sizes.hidden), float("nan"), dtype=dtype)
@@ -278,12 +277,14 @@ def test_under_torch_compile(device: str) -> None:
 
 @on_ranks(2, device=DEVICES)
 def test_opcheck(rank: int, world_size: int) -> None:
-    ops, name, sizes = torch.ops.weft, world().group_name, Sizes(4, 2, 8, 2)
-    ids = chosen(sizes, world_size, "random")
-    _, _, *places = ops.moe_dispatch(torch.randn(4, 8), ids, 4, name, capacity=16)
+    ops, name, first = torch.ops.weft, world().group_name, torch.arange(4) % 2
+    ids = torch.stack(
+        [first, first + 2], 1
+    )  # each expert gets four rows: what lies past the last one is not compared
+    _, _, *places = ops.moe_dispatch(torch.randn(4, 8), ids, 4, name, capacity=8)
     for grad in (False, True):
-        x, y = torch.randn(4, 8, requires_grad=grad), torch.randn(16, 8, requires_grad=grad)
-        for named in ({}, {"capacity": 24, "align": 4}):
+        x, y = torch.randn(4, 8, requires_grad=grad), torch.randn(8, 8, requires_grad=grad)
+        for named in ({"capacity": 8}, {"capacity": 8, "align": 4}):
             torch.library.opcheck(ops.moe_dispatch, (x, ids, 4, name), named)
         for weights in (None, torch.rand(4, 2, requires_grad=grad)):
             torch.library.opcheck(ops.moe_combine, (y, *places, weights, name))

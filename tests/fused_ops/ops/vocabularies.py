@@ -121,6 +121,6 @@ def losses(
                 again = fused_linear_cross_entropy(
                     x, w, case.targets, world(), bias=b, vocab_start=start, **how
                 )
-            assert torch.equal(again, loss)
+            check(f"{how}, without gradients", again, wanted[0], BOUND[dtype])  # in other chunks
             every = gather(loss)
             assert all(torch.equal(each, every[0]) for each in every), "ranks have other bits"

@@ -95,6 +95,38 @@ def smoothed(gathered: Gathered, x: Tensor, w: Tensor, targets: Tensor) -> Any:
     return flat_loss(gathered(x, w), targets, label_smoothing=0.1)
 
 
+def with_z_loss(gathered: Gathered, x: Tensor, w: Tensor, targets: Tensor) -> Any:
+    """Of the rows that count."""
+    logits = gathered(x, w)
+    z = logits.float() if logits.dtype != torch.float64 else logits
+    squares = z.logsumexp(-1).square().where(targets != -100, 0)
+    return flat_loss(logits, targets) + 0.1 * squares.sum() / 11
+
+
+def with_z_loss_of_flat_rows(gathered: Gathered, x: Tensor, w: Tensor, targets: Tensor) -> Any:
+    logits = gathered(x, w).flatten(0, -2)
+    z = logits.float() if logits.dtype != torch.float64 else logits
+    return flat_loss(logits, targets) + 0.1 * z.logsumexp(-1, keepdim=True).pow(2).mean()
+
+
+def smoothed_by_hand(gathered: Gathered, x: Tensor, w: Tensor, targets: Tensor) -> Any:
+    """As transformers' LabelSmoother."""
+    log_probs = -gathered(x, w).log_softmax(-1)
+    padding = targets.unsqueeze(-1).eq(-100)
+    of_targets = log_probs.gather(-1, targets.unsqueeze(-1).clamp(min=0)).masked_fill(padding, 0.0)
+    total = log_probs.sum(-1, keepdim=True, dtype=None if log_probs.dtype == torch.float64 else torch.float32)
+    total = total.masked_fill(padding, 0.0)
+    count = padding.numel() - padding.long().sum()
+    return 0.9 * of_targets.sum() / count + 0.1 * total.sum() / (count * log_probs.shape[-1])
+
+
+def by_temperature(gathered: Gathered, x: Tensor, w: Tensor, targets: Tensor) -> Any:
+    """A tensor, and then one of each row."""
+    size = x.detach().abs()
+    logits = gathered(x, w) / (size.mean() + 0.5)
+    return flat_loss(logits * (size.mean(-1, keepdim=True) + 0.5), targets)
+
+
 def of_each_row(gathered: Gathered, x: Tensor, w: Tensor, targets: Tensor) -> Any:
     losses = flat_loss(gathered(x, w), targets, reduction="none")
     return (losses * torch.linspace(-1, 2, losses.numel(), dtype=losses.dtype)).sum()

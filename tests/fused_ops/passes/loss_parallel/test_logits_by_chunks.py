@@ -26,10 +26,12 @@ from gathered_losses import (
     shifted_logits,
     shifted_targets,
     smoothed,
+    smoothed_by_hand,
     softcapped,
     summed_gradient,
     uneven,
     with_logits,
+    with_z_loss,
 )
 from graphs import captured, fake_ranks
 from opcommon import check
@@ -84,8 +86,21 @@ def nothing_counts(rank: int, world: int) -> None:
     assert loss.isnan() and x.grad.eq(0).all() and w.grad.eq(0).all()
 
 
-def test_chunks_of_rows_that_do_not_count() -> None:
-    run_row(nothing_counts, 2)
+def infinite(rank: int, world: int) -> None:
+    torch._dynamo.reset()
+    options = FusionPass(loss_parallel=1).options
+    fn = torch.compile(lambda *given: mean(summed_gradient, *given), options=options)
+    x, w = (torch.randn(*shape, requires_grad=True) for shape in ((*ROWS, HIDDEN), (WIDTH, HIDDEN)))
+    targets = torch.zeros(ROWS, dtype=torch.int64)
+    targets[1, :3] = -100
+    with inductor_config.patch(force_disable_caches=True):
+        (fn(x, w, targets) * torch.inf).backward()
+    assert x.grad[1, :3].eq(0).all() and not x.grad[1, 3:].isfinite().any() and not w.grad.isfinite().any()
+
+
+@pytest.mark.parametrize("fn", [nothing_counts, infinite])
+def test_chunks_of_rows_that_do_not_count(fn: Any) -> None:
+    run_row(fn, 2)
 
 
 def test_logits_by_chunks_without_gradients() -> None:
@@ -126,6 +141,8 @@ def own(program: Any) -> Callable[..., Any]:
         (own(softcapped), torch.float32, "they are no product alone, "),
         (own(with_logits), torch.float32, "they are needed for more than the loss"),
         (own(of_each_row), torch.float32, "its rows' losses are not only summed, or count differently"),
+        (own(with_z_loss), torch.float32, "they are needed for more than the loss"),
+        (own(smoothed_by_hand), torch.float32, "its rows' losses are not only summed, or count differently"),
         (own(smoothed), torch.float32, "its rows' losses are not only summed, or count differently"),
         (halved_gradient, torch.float32, "their gradient is changed"),
         (written, torch.float32, "they are needed for more than the loss"),

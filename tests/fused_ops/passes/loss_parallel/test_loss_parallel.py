@@ -18,6 +18,7 @@ from gathered_losses import (
     ROWS,
     WIDTH,
     Gathered,
+    by_temperature,
     flat_loss,
     mean,
     of_each_row,
@@ -26,11 +27,14 @@ from gathered_losses import (
     shifted_logits,
     shifted_targets,
     smoothed,
+    smoothed_by_hand,
     softcapped,
     summed_gradient,
     uneven,
     with_logits,
     with_what_is_made_of_logits,
+    with_z_loss,
+    with_z_loss_of_flat_rows,
 )
 from graphs import captured, fake_ranks
 from opcommon import check
@@ -58,6 +62,13 @@ CASES = [
     (smoothed, own_gradient, torch.bfloat16),
     (smoothed, summed_gradient, torch.float32),
     (mean, uneven, torch.float32),
+    (with_z_loss, own_gradient, torch.bfloat16),
+    (with_z_loss, summed_gradient, torch.float32),
+    (with_z_loss_of_flat_rows, own_gradient, torch.float32),
+    (smoothed_by_hand, own_gradient, torch.float32),
+    (smoothed_by_hand, summed_gradient, torch.float32),
+    (by_temperature, own_gradient, torch.float32),
+    (by_temperature, summed_gradient, torch.bfloat16),
 ]
 
 
@@ -144,14 +155,16 @@ def test_losses_of_sharded_logits(
     run_row(sharded_loss, world_size, given, width, dtype, -1.5)
 
 
-def smoothed_by_hand(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
-    """As transformers' LabelSmoother."""
-    log_probs = -own_gradient(x, w).float().flatten(0, 1).log_softmax(-1)
-    return log_probs.gather(1, targets.reshape(-1, 1)).mean() + log_probs.sum(-1).mean()
-
-
 def log_probabilities(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     return own_gradient(x, w).float().flatten(0, 1).log_softmax(-1)
+
+
+def smoothed_in_16_bits(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    return smoothed_by_hand(lambda *given: own_gradient(*given).bfloat16(), x, w, targets)
+
+
+def learned_temperature(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    return flat_loss(own_gradient(x, w) / w.sum(), targets)
 
 
 def gradient_of_all_columns(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
@@ -184,7 +197,8 @@ def squared_gradient(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     ("program", "reason"),
     [
         (squared_gradient, "all columns of its gradient are used, by "),
-        (smoothed_by_hand, "its log-softmax is used by neg"),
+        (smoothed_in_16_bits, "its log-softmax is used by convert_element_type"),
+        (learned_temperature, "all columns of its gradient are used, by "),
         (log_probabilities, "its log-softmax is used by the graph's output"),
         (gradient_of_all_columns, "all columns of its gradient are used, by "),
     ],
@@ -196,6 +210,34 @@ def test_left_alone(program: Callable[..., Any], reason: str) -> None:
         captured(program, x, w, torch.zeros(ROWS, dtype=torch.int64), fusion=fusion, runs=False)
     (entry,) = (e for e in fusion.report().entries if e.collective == "all_gather_into_tensor")
     assert f"not loss parallel: {reason}" in (entry.reason or entry.detail), entry
+
+
+def early_z_loss(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    """The loss needs it."""
+    logits = own_gradient(x, w)
+    z = logits.logsumexp(-1)
+    return flat_loss(logits, targets + (z > 3)) + z.mean()
+
+
+def z_loss_of_other_rows(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    return shifted_logits(own_gradient, x, w, targets) + own_gradient(x, w).logsumexp(-1).mean()
+
+
+def z_loss_otherwise(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    """Its gradient is another one."""
+    logits = own_gradient(x, w)
+    return flat_loss(logits, targets) + (logits - logits.logsumexp(-1, keepdim=True)).exp().square().sum()
+
+
+@pytest.mark.parametrize("program", [early_z_loss, z_loss_of_other_rows, z_loss_otherwise])
+def test_logsumexps_that_stay(program: Callable[..., Any]) -> None:
+    """With the gathered logits, which they take."""
+    fusion = FusionPass(agree=False, loss_parallel=True)
+    x, w = (torch.randn(*shape, requires_grad=True) for shape in ((*ROWS, HIDDEN), (WIDTH, HIDDEN)))
+    with fake_ranks(2), inductor_config.patch(joint_options(fusion)):
+        captured(program, x, w, torch.zeros(ROWS, dtype=torch.int64), fusion=fusion, runs=False)
+    entries = [e for e in fusion.report().entries if e.collective == "all_gather_into_tensor"]
+    assert any(e.fused_into != OP for e in entries), fusion.report()
 
 
 def by_hand(filled: int, first: int, x: Tensor, w: Tensor, targets: Tensor) -> Tensor:

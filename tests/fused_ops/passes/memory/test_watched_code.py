@@ -156,3 +156,24 @@ def test_sizes_and_the_peak_are_compared() -> None:
     watch.made("a", a, 44)
     with pytest.raises(Exception, match="a has 40 bytes, 44 were planned; the peak was 40 bytes, 44 were"):
         watch.end(44)
+
+
+@pytest.mark.parametrize("waited", [False, True])
+def test_a_coalesced_call_may_hold_what_it_is_done_with(waited: bool) -> None:
+    """Once one of its results was waited for, and until all were."""
+    watch = CodeWatch()
+    tensors = {name: torch.empty(4) for name in ("a", "b", "out_a", "out_b")}
+    for name, tensor in tensors.items():
+        watch.made(name, tensor, 16)
+    held = [*tensors.values()]
+    watch.begun(["a", "b"], ["out_a", "out_b"])
+    if waited:
+        watch.waited("out_a")
+    again = watch.alone("a", tensors.pop("a"))
+    watch.reused("a", "c", again)
+    assert bool(watch.problems) is not waited
+    watch.waited("out_a")
+    watch.waited("out_b")
+    again = watch.alone("b", tensors.pop("b"))
+    watch.reused("b", "d", again)
+    assert "b is used again as d while something still holds it" in watch.problems and held

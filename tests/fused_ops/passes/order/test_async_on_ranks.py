@@ -75,7 +75,7 @@ def test_weights_and_gradients() -> None:
 
 
 def split(x: Tensor, *shards: Tensor) -> Tensor:
-    """Two weights of a layer in one gather."""
+    """Two weights of a layer in one gather, which is taken apart."""
     for a, b in zip(shards[::2], shards[1::2], strict=True):
         up, down = by_columns(torch.cat([a, b], 1)).split(WIDTH, 1)
         x = torch.tanh(x @ up) @ down
@@ -97,9 +97,33 @@ def inferred(rank: int, world_size: int) -> None:
         for _ in range(3):
             assert torch.equal(program(x, *shards), want)
     (order,) = fusion.report().orders
-    assert [p.after > 0 for p in order.placed] == [True, *[False] * 4], order
+    assert [p.after > 0 for p in order.placed] == [True, *[False] * 9], order
     assert order.peak_after < order.peak_before
 
 
 def test_weights_that_are_split() -> None:
     run_ranks(verified, 2, inferred)
+
+
+def differing(rank: int, world_size: int) -> int:
+    """Rank 0 alone reads all that was gathered, so its gather stays joined."""
+
+    def fn(x: Tensor, *shards: Tensor) -> Tensor:
+        whole = by_columns(torch.cat(shards, 1))
+        up, down = whole.split(WIDTH, 1)
+        y = torch.tanh(x @ up) @ down
+        return y + whole.sum() if rank == 0 else y
+
+    torch.manual_seed(rank)
+    x, shards = torch.randn(15, WIDTH), [torch.randn(WIDTH // world_size, WIDTH) / 20 for _ in range(2)]
+    fusion = FusionPass(reorder=True)
+    with torch.no_grad():
+        program = torch.compile(fn, options=fusion.options)
+        for _ in range(2):
+            torch.testing.assert_close(program(x, *shards), fn(x, *shards), atol=1e-3, rtol=1e-3)
+    return len(fusion.report().disagreements)
+
+
+def test_a_rank_that_takes_nothing_apart() -> None:
+    """Both run their graphs as they were."""
+    assert all(run_ranks(differing, 2))

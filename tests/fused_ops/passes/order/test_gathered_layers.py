@@ -49,6 +49,11 @@ def by_rank(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     return tuple(part.reshape(-1, a.shape[1]) for part in whole.split(a.numel(), 1))
 
 
+def by_halves(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    """Of each weight a half."""
+    return tuple(gathered(t.to(torch.bfloat16)).split(D // 2, dim)[0] for dim, t in ((1, a), (0, b)))
+
+
 class Sharded(torch.autograd.Function):
     """Its gradients are scattered together."""
 
@@ -104,14 +109,14 @@ def most_on_heap(graph: fx.Graph) -> int:
 
 @pytest.mark.parametrize("whole", [by_columns, by_rank])
 def test_one_gather_of_sixteen_is_exposed_in_inference(whole: Callable[..., Any]) -> None:
-    """By copy engines: two layers' weights are on the heap, and torch's memory is that of the plain graph or less."""
+    """By copy engines, each weight by itself: two are on the heap, and no layer's are in torch's memory."""
     ((graph, change),) = changed(16, whole, reorder=True)
-    assert exposed(change) == [True, *[False] * 15]
-    assert change.before == pytest.approx(16 * change.after)
-    assert most_on_heap(graph) == (2 if whole is by_columns else 1)  # the other copies both parts at once
+    assert exposed(change) == [True, *[False] * 31]
+    assert change.before == pytest.approx(32 * change.after)
+    assert most_on_heap(graph) == 2
     ((_, few),) = changed(4, whole, reorder=True)
     assert change.peak_after == few.peak_after < change.peak_before
-    assert change.peak_after < 2 * WHOLE
+    assert change.peak_after < WHOLE
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -125,11 +130,21 @@ def test_a_backend_holds_one_layer_and_the_next_one(dynamic: bool) -> None:
 
 
 def test_training() -> None:
-    forward, backward = (change for _, change in changed(6, Sharded.apply, train=True, reorder=1.0))
+    forward, backward = (c for _, c in changed(6, Sharded.apply, train=True, reorder=1.0, groups=[]))
     assert exposed(forward) == [True, *[False] * 5]
     assert sum(exposed(backward)) == 1  # of the scatters: after the last one there is no product
     for change in (forward, backward):
         assert change.peak_after <= 2 * change.peak_before
+
+
+def test_training_by_copy_engines() -> None:
+    """The gathers of both weights of a layer; their gradients are scattered inside of the products."""
+    (_, forward), (graph, _) = changed(6, Sharded.apply, train=True, reorder=True)
+    assert exposed(forward) == [True, *[False] * 11]
+    assert forward.peak_after <= forward.peak_before
+    assert (
+        len(graph.find_nodes(op="call_function", target=weft_ops.fused_matmul_reduce_scatter.default)) == 12
+    )
 
 
 @pytest.mark.parametrize("whole", [Sharded.apply, by_columns])
@@ -162,7 +177,7 @@ def test_copy_ins_are_loops_of_their_own(whole: Callable[..., Any]) -> None:
 
 
 def test_what_is_split_is_released_after_its_last_part_was_read() -> None:
-    ((graph, _),) = changed(2, by_columns, reorder=True)
+    ((graph, _),) = changed(2, by_halves, reorder=True)
     at = {n: i for i, n in enumerate(graph.nodes)}
     for release in graph.find_nodes(op="call_function", target=weft_ops.all_gather_release.default):
         (split,) = (u for u in release.args[1].users if u is not release)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 from weft.fused_ops import FusionPass
-from weft.fused_ops.passes.keep_grouped import BEFORE_FUSION
+from weft.fused_ops.passes.backend import _with_pass
+from weft.fused_ops.passes.keep_grouped import BEFORE_FUSION, KeepGrouped
 from weft.fused_ops.passes.order.grouped import MARK
 
 c10d = torch.ops._c10d_functional
@@ -108,3 +110,42 @@ def test_beside_streams_that_the_program_names_nothing_is_grouped() -> None:
 
     nodes = [at(None, (True, "gather")), at(None, (True, "gather")), at(3, None)]
     assert FusionPass(reorder=1.0).options[BEFORE_FUSION](nodes) == nodes
+
+
+def test_passes_of_the_program_run_before() -> None:
+    """What Inductor's configuration or the options have before it fuses stays, however often options are made."""
+    seen: list[str] = []
+
+    def named(name: str) -> Callable[[list[Any]], list[Any]]:
+        def run(nodes: list[Any]) -> list[Any]:
+            seen.append(name)
+            return nodes[::-1]
+
+        return run
+
+    own, other = named("configuration"), named("options")
+    fusion = FusionPass(reorder=1.0)
+    with inductor_config.patch({BEFORE_FUSION: own}):
+        options = fusion.options
+        assert fusion.options[BEFORE_FUSION] is options[BEFORE_FUSION]
+        with inductor_config.patch({BEFORE_FUSION: options[BEFORE_FUSION]}):
+            assert fusion.options[BEFORE_FUSION] is options[BEFORE_FUSION]
+        given = _with_pass(None, {BEFORE_FUSION: other}, fusion)
+    nodes = [type("Node", (), {"node": None})() for _ in range(3)]
+    assert options[BEFORE_FUSION](nodes) == given[BEFORE_FUSION](nodes) == nodes[::-1]
+    assert seen == ["configuration", "options"]
+    assert isinstance(fusion.options[BEFORE_FUSION], KeepGrouped)
+
+
+def test_a_program_s_pass_runs_in_compiled_graphs() -> None:
+    seen: list[int] = []
+
+    def own(nodes: list[Any]) -> list[Any]:
+        seen.append(len(nodes))
+        return nodes
+
+    x = torch.randn(5)
+    with inductor_config.patch({BEFORE_FUSION: own, "fx_graph_cache": False}):
+        torch._dynamo.reset()
+        y = torch.compile(torch.sin, options=FusionPass(reorder=True).options)(x)
+    assert torch.equal(y, x.sin()) and seen == [1]

@@ -124,10 +124,7 @@ def _check_exact(exact: nn.Module, x: Tensor, mesh: DeviceMesh, got: list[Tensor
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits_in_another_order(case: str, codegen: bool) -> None:
     world, policy = CASES[case]
-    # Not generated code: it uses an operand of a coalesced call again once its result was waited for. That is right,
-    # as one wait is for all, but the call still holds it.
-    run = [both_ways] if codegen else [verified, both_ways]
-    for report in run_ranks(run[0], world, *run[1:], case, codegen):
+    for report in run_ranks(verified, world, both_ways, case, codegen):
         forward, backward = report.orders
         for order in (forward, backward):
             assert order.after < order.before / 2

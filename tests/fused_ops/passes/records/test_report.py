@@ -149,6 +149,9 @@ def test_a_pass_reports_what_its_own_time_has_seen() -> None:
     assert second.report().disagreements == () and second.report().questions.count == 0
     assert [(d.graph, d.runs) for d in first.report().disagreements] == [("g", 2), ("h", 1)]
     assert first.report().questions == VoteCounts(2, 1, 0.75)
+    assert str(VoteCounts(2, 1, 0.75)) == "votes: 2 runs asked the other ranks, 375.00 ms each"
+    told = "votes: 1 run asked the other ranks, 500.00 ms each; 2 did not, as all ranks know the graph"
+    assert str(VoteCounts(3, 3, 0.5, 2)) == told
 
 
 def test_a_graph_that_runs_known_after_a_reset_has_run_fused() -> None:

@@ -118,6 +118,32 @@ def test_what_is_compiled_later_is_of_its_model(how: str) -> None:
     assert report_of(first).runs.graphs == before + 1
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_recompilations_are_told(cached: bool) -> None:
+    """A forward and a backward count once."""
+    with inductor_config.patch(force_disable_caches=not cached), fresh_cache():
+        for _ in range(1 + cached):
+            torch._dynamo.reset()
+            backend._made.clear()
+            model, other = weft.compile(Gathers(), dynamic=False), weft.compile(reduces)
+            model(torch.randn(4, 8, requires_grad=True)).sum().backward()
+            assert report_of(model).runs.again == 0 and "compiled again" not in str(report_of(model))
+            for rows in (6, 10):
+                model(torch.randn(rows, 8, requires_grad=True)).sum().backward()
+            other(torch.randn(3))
+            assert (report_of(model).runs.again, report_of(other).runs.again, report_of().runs.again) == (
+                2,
+                0,
+                2,
+            )
+            said = "torch compiled again 2 times: TORCH_LOGS=recompiles says why"
+            assert said in str(report_of(model)).splitlines()
+        assert report_of(model).runs.loaded == 6 * cached
+        again = weft.compile(model, fuse="always")
+        again(torch.randn(4, 8, requires_grad=True))
+        assert report_of(again).runs.again == 2, "another pass sees it for the first time"
+
+
 def test_models_that_share_graphs() -> None:
     """One model twice, and a second of its class: Dynamo compiles once."""
     model, other = Gathers(), Gathers()
