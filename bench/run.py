@@ -35,6 +35,7 @@ SUITES = {
     "frameworks": "programs of transformers, DDP and FSDP2, without weft and with it",
     "vocabulary": "the loss of a vocabulary that the ranks share",
     "experts": "the ops of experts, a layer of them, the tail of decoding",
+    "exchanges": "heads to sequence and back, alone and around their products",
     "expert_parallel": "tokens to the ranks of their experts, and back",
     "forms": "which programs weft's pass and torch's own fuse; not timed",
     "alone": "the matmul ops of one rank on one GPU that stands for several",

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from .. import hooks
 from . import async_collectives as async_collectives  # torch.ops.weft has them
 from .about.timeline import timeline
-from .collectives import one_shot_all_gather, one_shot_all_to_all, one_shot_reduce_scatter
+from .collectives import one_shot_all_gather, one_shot_all_to_all, one_shot_gather, one_shot_reduce_scatter
 from .dispatch.choice import plan
 from .dispatch.plan import Plan, last_plan
 from .drop_in.calls_taken import CallsTaken
 from .drop_in.installation import install, install_if_asked, installed, installed_calls, uninstall
 from .drop_in.transformers_experts import register_transformers_experts
+from .exchanges import fused_all_to_all_matmul, fused_matmul_all_to_all
 from .expert_parallel import MoeHandle, moe_combine, moe_dispatch
 from .experts import fused_all_gather_grouped_matmul, grouped_matmul, moe_route
 from .experts_sums import (
@@ -91,11 +92,13 @@ __all__ = [
     "fused_all_reduce_layer_norm",
     "fused_all_reduce_rms_norm",
     "fused_all_reduce_rms_norm_quant",
+    "fused_all_to_all_matmul",
     "fused_grouped_matmul_all_reduce",
     "fused_grouped_matmul_reduce_scatter",
     "fused_linear_cross_entropy",
     "fused_linear_log_probs",
     "fused_matmul_all_reduce",
+    "fused_matmul_all_to_all",
     "fused_matmul_reduce_scatter",
     "fused_moe_combine_all_reduce",
     "fused_moe_combine_all_reduce_rms_norm",
@@ -117,6 +120,7 @@ __all__ = [
     "one_shot_all_reduce",
     "one_shot_all_reduce_",
     "one_shot_all_to_all",
+    "one_shot_gather",
     "one_shot_reduce_scatter",
     "plan",
     "process_group",

@@ -12,7 +12,8 @@ from . import validation
 from .dispatch.callers import known_name, of_graph, of_rank_in_graph
 from .functional import ReduceOp
 from .library import schema
-from .ops import all_gather, all_to_all, reduce_scatter
+from .ops import all_gather, gather, reduce_scatter
+from .ops.exchanges import all_to_all
 
 
 def one_shot_all_gather(
@@ -144,6 +145,56 @@ def one_shot_reduce_scatter(
     validation.tensor("out", out)
     schema.reduce_scatter_out(out, x, reduce_op, scatter_dim, name, **_given(counts, name), **of_graph(name))
     return out
+
+
+def one_shot_gather(
+    x: Tensor, gather_dim: int, root: int, group: Group = None, *, counts: Sequence[int] | None = None
+) -> Tensor:
+    """All ranks' x, one after the other along a dimension, on one rank alone.
+
+    >>> import torch, torch.distributed as dist
+    >>> from weft.fused_ops import one_shot_gather
+    >>> rank, W = dist.get_rank(), dist.get_world_size()
+    >>> y = one_shot_gather(torch.full((2, 3), float(rank)), 1, 0)
+    >>> y.shape == (2, 3 * W if rank == 0 else 0)
+    True
+
+    As ``one_shot_all_gather``, but nothing is sent to the other ranks: logits to the rank that samples, metrics to the
+    one that writes them. Every bit arrives as it was.
+
+    Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes, but for ``counts``.
+
+    Args:
+        x: 1 or more dimensions, any strides and alignment; any dtype of real numbers. It need not lie on the heap, and
+            must not require a gradient.
+        gather_dim: may be negative.
+        root: the rank in the group that receives.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
+        counts: every rank's size of x along ``gather_dim``, the same list on every rank; 0 is a size. None: x has the
+            same shape on every rank. Where they differ it is on CUDA an all-to-all by the group's backend.
+
+    Returns:
+        a new contiguous tensor; of the other ranks with a size of 0 along ``gather_dim``.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it.
+        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
+            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
+        PeerTimeout: a rank did not come.
+    """
+    if counts is not None:
+        counts = validation.integers("counts", counts)
+    name = known_name(group)
+    if name is not None and type(gather_dim) is int and type(root) is int:
+        done = gather.fast_gather(x, gather_dim, root, name, counts)
+        if done is not None:
+            return done
+    validation.tensor("x", x, 1)
+    validation.dimension("gather_dim", gather_dim, "x", x.dim())
+    validation.integer("root", root)
+    name = group_name(group)
+    given = {} if counts is None else {"counts": counts}
+    return schema.gather(x, gather_dim, root, name, **given, **of_rank_in_graph(name), **of_graph(name))
 
 
 def _given(counts: Sequence[int] | None, group_name: str) -> dict[str, Any]:

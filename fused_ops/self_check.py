@@ -1,4 +1,4 @@
-"""The check of a group's first heap before kernels are taken that were never run on such GPUs.
+"""The check of a group's first heap before kernels are taken that were never run on such GPUs, or over PCIe.
 
 PCIe peer access has been seen to return wrong data on patched drivers, and an architecture that a kernel only compiles
 for may order memory in another way than those it was run on. So every pair of ranks first exchanges patterns by plain
@@ -15,43 +15,44 @@ import torch
 from torch import Tensor
 
 from ..kernels.all_reduce_rms_norm.reference import Affine, NormKind, add_residual_and_norm
-from ..kernels.device.capability import arch_of, is_untested, takes_untested
+from ..kernels.device.capability import arch_of, has_tensor_memory, is_untested, takes_untested
 from ..symm_mem import HeapUnavailable, PeerTimeout, WeftError
 from ..symm_mem.heap.heap import Heap
 from .ops import OP_OF
+from .ops.experts.grouped_matmul import multiply
 
 _PATTERN = 1 << 18  # words from each rank to each, in each round
 _ROUNDS = 3
 _SMALL, _LARGE = 1 << 10, 2 << 20  # elements of all-reduces: in one trip, and in two
 _ROWS, _HIDDEN, _EPS = 64, 1024, 1e-5
+_PART_ROWS, _DEPTH, _COLUMNS = 384, 256, 1280  # of products
 _CLOSE = 2**-7  # of numbers of bfloat16 that are rounded once
 _log = logging.getLogger("weft.ops")
 _warned: set[str] = set()
 
 
 def check_new_heap(heap: Heap) -> None:
-    """Does nothing but on GPUs that no kernel was run on, with WEFT_UNTESTED=1. Collective.
+    """Does nothing but on GPUs that no kernel was run on, with WEFT_UNTESTED=1, and over PCIe. Collective.
 
     Raises:
         HeapUnavailable: on all ranks, if a check failed on one.
         PeerTimeout: a rank does not come.
     """
-    if heap.device.type != "cuda" or not (takes_untested() and is_untested(heap.device)):
+    if heap.device.type != "cuda":
         return
-    arch = arch_of(heap.device)
-    if arch not in _warned:
-        _warned.add(arch)
-        _log.warning(
-            "WEFT_UNTESTED=1: weft's kernels were compiled for %s, but never run there; each group's first heap is "
-            "checked",
-            arch,
-        )
+    untested = [f"on {arch_of(heap.device)}"] * (takes_untested() and is_untested(heap.device))
+    where = " ".join([*untested, *["over PCIe"] * heap.backend.over_pcie])
+    if not where:
+        return
+    if where not in _warned:
+        _warned.add(where)
+        _log.warning("weft's kernels were never run %s: each group's first heap is checked", where)
     try:
         run_checks(heap)
     except PeerTimeout:
         raise
     except WeftError as e:
-        raise HeapUnavailable(f"kernels that were never run on {arch} failed their check: {e}") from e
+        raise HeapUnavailable(f"kernels that were never run {where} failed their check: {e}") from e
 
 
 def run_checks(heap: Heap) -> None:
@@ -61,7 +62,8 @@ def run_checks(heap: Heap) -> None:
         WeftError: on all ranks, if a check failed on one.
     """
     _check_patterns(heap)
-    for check in (_all_reduce, _all_gather, _reduce_scatter, _norm):
+    collectives = (_all_reduce, _all_gather, _reduce_scatter, _norm)
+    for check in (*collectives, _gathered_products, _scattered_products):
         step = partial(check, heap)
         heap.rendezvous.run_on_all(f"check {check.__name__.lstrip('_')}", step)
 
@@ -159,3 +161,35 @@ def _norm(heap: Heap) -> None:
     wanted, wanted_sums = add_residual_and_norm(total, residual, affine, NormKind(_EPS))
     _compare(sums, wanted_sums)
     _compare(normed, wanted, _CLOSE)
+
+
+def _weight(heap: Heap) -> Tensor | None:
+    """Sums of its columns have at most 64 numbers up to 4. None where products are not by tcgen05."""
+    if heap.device.type == "cuda" and not has_tensor_memory(heap.device):
+        return None
+    b = _sent(9, (_DEPTH, _COLUMNS), heap) // 4
+    b[torch.arange(_DEPTH, device=heap.device) % 4 != 0] = 0
+    return b
+
+
+def _gathered_products(heap: Heap) -> None:
+    """A call as no other algorithm takes, and a grouped product of the same rows."""
+    if (b := _weight(heap)) is None:
+        return
+    shards = [_sent(rank, (_PART_ROWS, _DEPTH), heap) for rank in range(heap.world_size)]
+    A, (C,) = _run(heap, "fused_all_gather_matmul", shards[heap.rank], [b], 0)
+    _compare(A, torch.cat(shards))
+    _compare(C, torch.cat(shards).float() @ b.float())
+    ends = torch.tensor([100, 100, _PART_ROWS], dtype=torch.int32, device=heap.device)
+    (grouped,) = multiply(A[:_PART_ROWS], [(torch.stack([b, b, -b]), None)], ends, None)
+    _compare(grouped, torch.cat([C[:100], -C[100:_PART_ROWS]]))
+
+
+def _scattered_products(heap: Heap) -> None:
+    """A call as no other algorithm takes."""
+    if (b := _weight(heap)) is None:
+        return
+    parts = [_sent(rank, (2, heap.world_size * _PART_ROWS, _DEPTH), heap) for rank in range(heap.world_size)]
+    total = torch.stack([part.float() @ b.float() for part in parts]).sum(0).to(torch.bfloat16)
+    scattered = _run(heap, "fused_matmul_reduce_scatter", parts[heap.rank], b, "sum", 1)[0]
+    _compare(scattered, total.chunk(heap.world_size, 1)[heap.rank])

@@ -156,11 +156,15 @@ def integers(name: str, values: Any) -> tuple[int, ...]:
 
 def counts_of_ranks(counts: Sequence[int], group_rank: int | None, group: ProcessGroup) -> None:
     """Sizes along a dimension, one for each rank; and the rank of which a graph has them."""
-    size, rank = group.size(), group.rank()
-    if group_rank not in (None, rank):
-        raise ValueError(f"group_rank: is {group_rank}, must be {rank}: the graph is another rank's")
+    size = group.size()
+    rank_of_graph(group_rank, group)
     if len(integers("counts", counts)) != size:
         raise ValueError(f"counts: has {len(counts)} sizes, must have {size}, one for each rank")
+
+
+def rank_of_graph(group_rank: int | None, group: ProcessGroup) -> None:
+    if group_rank not in (None, group.rank()):
+        raise ValueError(f"group_rank: is {group_rank}, must be {group.rank()}: the graph is another rank's")
 
 
 def like_tensor(name: str, tensor: torch.Tensor, like: torch.Tensor, like_name: str) -> None:

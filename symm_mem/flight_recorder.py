@@ -24,11 +24,12 @@ from torch.distributed import ProcessGroup
 
 from .call_site import Site
 
-GATHER, SCATTER, REDUCE, EXCHANGE = (
+GATHER, SCATTER, REDUCE, EXCHANGE, TO_ROOT = (
     "_all_gather_base",
     "_reduce_scatter_base",
     "all_reduce",
     "all_to_all",
+    "gather",
 )  # as torch's analyzer calls them
 
 
@@ -100,7 +101,7 @@ this_thread = _ThisThread()
 
 def collective_of(op: str) -> str:
     """As what torch's analyzer takes a call of an op of weft's."""
-    kinds = {"all_gather": GATHER, "reduce_scatter": SCATTER, EXCHANGE: EXCHANGE}
+    kinds = {"all_gather": GATHER, "reduce_scatter": SCATTER, EXCHANGE: EXCHANGE, "one_shot_gather": TO_ROOT}
     return next((kind for word, kind in kinds.items() if word in op), REDUCE)
 
 
@@ -108,7 +109,7 @@ def shape_of(op: str, tensors: Sequence[Tensor]) -> CallShape:
     """Of a call of one of weft's ops, whose first tensor is x, or A before B."""
     x, kind = tensors[0], collective_of(op)
     sizes = tuple(x.shape)
-    if "matmul" in op and kind != GATHER:
+    if "matmul_" in op:  # what is sent is the product
         sizes = (*sizes[:-1], tensors[1].shape[-1])
     return CallShape(kind, sizes, x.dtype, x.device.type)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from weft import fused_ops
 from weft.fused_ops import MoeHandle, moe_combine, moe_dispatch
 
-_WITHOUT_GRADIENT = "all_reduce_$|quant|scaled| max$| out$"
+_WITHOUT_GRADIENT = "all_reduce_$|one_shot_gather|quant|scaled| max$| out$"
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,9 @@ def op_calls(size: int = 2, group: Any = None) -> dict[str, OpCall]:
         "one_shot_reduce_scatter": (x, "avg", 0, g),
         "one_shot_reduce_scatter out": (x, "min", -2, g, {"out": into[: 6 // size].clone()}),
         "one_shot_all_to_all": (x, 0, -1, g),
+        "one_shot_gather": (x, -1, 0, g),
+        "fused_matmul_all_to_all": (x, torch.randn(8, 12), 0, g),
+        "fused_all_to_all_matmul": (x, torch.randn(8 * size, 5), 0, g),
         "fused_all_reduce_rms_norm": normed,
         "fused_all_reduce_rms_norm_quant": normed,
         "fused_all_reduce_rms_norm_quant scale": (*normed, {"scale": one}),

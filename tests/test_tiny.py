@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
+import tiny_exchanges
 import tiny_experts
 import torch
 import torch.distributed as dist
@@ -122,16 +123,6 @@ def reduce_scatter(dim: int, *, into: bool = False) -> Op:
         return (torch.stack(list(xs)).sum(0).chunk(WORLD_SIZE, dim)[rank],)
 
     return Op(((6, 3, 10),), call, reference, not into)
-
-
-def all_to_all(scatter_dim: int, gather_dim: int) -> Op:
-    def call(x: Tensor) -> Outputs:
-        return (fused_ops.one_shot_all_to_all(x, scatter_dim, gather_dim, world()),)
-
-    def reference(rank: int, xs: Sequence[Tensor]) -> Outputs:
-        return (torch.cat([x.chunk(WORLD_SIZE, scatter_dim)[rank] for x in xs], gather_dim),)
-
-    return Op(((6, 3, 10),), call, reference)
 
 
 def all_reduce_rms_norm() -> Op:
@@ -247,7 +238,10 @@ OPS = {
     "reduce_scatter": reduce_scatter(0),
     "reduce_scatter-last_dim": reduce_scatter(2),
     "reduce_scatter_out": reduce_scatter(0, into=True),
-    "all_to_all": all_to_all(2, 1),
+    "all_to_all": Op(*tiny_exchanges.all_to_all(2, 1)),
+    "all_to_all_matmul": Op(*tiny_exchanges.all_to_all_matmul()),
+    "matmul_all_to_all": Op(*tiny_exchanges.matmul_all_to_all()),
+    "gather": Op(*tiny_exchanges.gathered_to_one(1), differentiable=False),
     "all_reduce_rms_norm": all_reduce_rms_norm(),
     "all_reduce_rms_norm_quant": all_reduce_rms_norm_quant(),
     "all_reduce_layer_norm": all_reduce_layer_norm(),

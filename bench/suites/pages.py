@@ -166,8 +166,10 @@ def _op_gains() -> dict[str, list[str]]:
         word = public.removeprefix("fused_").removeprefix("one_shot_")
         if public in from_text:
             gains = _scaled(from_text[public])
-        elif word == "all_reduce_rms_norm_quant":  # no results
+        elif word in ("all_reduce_rms_norm_quant", "gather"):  # no results
             gains = ["-", "-"]
+        elif word in ("matmul_all_to_all", "all_to_all_matmul"):
+            gains = _exchanged(word)
         else:
             gains = _against(_captured("h200-x2", word)[1])[:2]
         found[names] = gains
@@ -199,10 +201,18 @@ OPS = {
     "`one_shot_all_gather`": "`all_gather(x)`",
     "`one_shot_reduce_scatter`": "`reduce_scatter(x)`",
     "`one_shot_all_to_all`": "`all_to_all_single(x)`, parts of any dimension joined along any",
+    "`one_shot_gather`": "`gather(x)` to one rank",
+    "`fused_matmul_all_to_all`": "`all_to_all_single(x @ w)`, heads to their ranks",
+    "`fused_all_to_all_matmul`": "`all_to_all_single(x) @ w`, heads back to the sequence",
     "`fused_all_reduce_rms_norm`": "`rms_norm(residual + all_reduce(x))`",
     "`fused_all_reduce_rms_norm_quant`": "the same in fp8, by a given scale or one of each row",
     "`fused_all_reduce_layer_norm`": "`layer_norm(residual + all_reduce(x))`",
 }
+
+
+def _exchanged(op: str) -> list[str]:
+    content = json.loads((RESULTS / "h200-x2-exchanges.json").read_text())
+    return [_mean([row for row in content["rows"] if row["op"] == op], "backend_us", "weft_us"), "-"]
 
 
 def _scaled(op: str) -> list[str]:

@@ -33,7 +33,7 @@ _OPS = {
     "routing of experts": "moe_route",
     "tokens to experts": "moe_dispatch",
 }
-_WITHOUT_GEMM = "around cuBLAS's, by one-shot exchanges or copy engines, in 16 bits"
+_WITHOUT_GEMM = "around cuBLAS's, by one-shot exchanges or copy engines"
 _GEMM = "all_gather_matmul/kernel.cu"
 
 

@@ -151,6 +151,11 @@ def _ops(gpus: list[Gpu] | str) -> Iterator[str]:
         first, *more = what_runs_on(gpus[0].capability)
         yield f"on GPUs: {first}"
         yield from more
+        if any(gpu.reaches != gpu.by_nvlink for gpu in gpus):
+            yield (
+                "over PCIe: a group's first heap is checked; "
+                "large matmuls go by copy engines, to one peer after the other"
+            )
     yield "between CPU ranks: float32, bfloat16 and float16, as the GPUs' protocol"
     ops = [name for name in weft.fused_ops.__all__ if name.startswith(("fused_", "one_shot_"))]
     yield f"ops: {', '.join(ops)}"

@@ -25,7 +25,7 @@ from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.errors import tell_progress
 from ...symm_mem.failure.fault import refuse_if_broken
 from ...symm_mem.heap.heap import Heap
-from ...symm_mem.heap.registry import get_heap, why_no_heap
+from ...symm_mem.heap.registry import get_heap, known_heap, why_no_heap
 from .call_check import compare_first_call, compare_plan, plan_is_compared, take_begun
 
 
@@ -108,6 +108,7 @@ HOPPER_SMS = cuda_state.HOPPER_SMS
 _unfused_calls = 0
 this_thread = _ThisThread()
 _KERNELS = "push", "one_shot", "copy_engine"  # around matmuls of 16 and of 8 bits
+_LEAST_IN_TURN = 512 << 10  # bytes that a rank sends over PCIe by copy engines: not measured
 _forced: str | None = None  # "unfused" or "fused", of the body entered last
 _preferred: str | None = None  # likewise, one of _KERNELS
 _forcing: list[list[str]] = []  # of all bodies that threads are in
@@ -151,9 +152,9 @@ def ran(plan: Plan) -> None:
 def forced(algorithm: str) -> Iterator[None]:
     """Inside the body every call that can takes ``algorithm``, profitable or not.
 
-    It is "unfused", "fused", or, of the fused ones, that of 16-bit all-gathers before matmuls and reduce-scatters
-    after them: "push" or "one_shot"; before scaled ones and experts also "copy_engine". Calls that cannot take this one
-    take another that is fused.
+    It is "unfused", "fused", or, of the fused ones, that of all-gathers before matmuls, also scaled ones and experts,
+    and of reduce-scatters after them: "push", "one_shot" or "copy_engine". Calls that cannot take this one take another
+    that is fused.
 
     Calls of all threads do: the backward of a forward in the body runs in another one. Of bodies that threads are in at
     the same time the one entered last counts. Every rank must do so. For tests and measurements.
@@ -261,6 +262,15 @@ def should_fuse(profitable: bool) -> bool:
 def preferred_kernel() -> str | None:
     """The algorithm of those around 16-bit matmuls that ``forced`` asks for; None if the model chooses."""
     return _preferred
+
+
+def preferred_between(group: ProcessGroup, device: torch.device, sent: int) -> str | None:
+    """The same of a call in which a rank sends so many bytes. Over PCIe, as far as a call of the group has found it,
+    large ones go by copy engines, which serve one peer after the other: ranks then do not meet at one root port."""
+    if _preferred is not None or sent < _LEAST_IN_TURN:
+        return _preferred
+    known = known_heap(group.group_name, device.index or 0)
+    return "copy_engine" if known is not None and known[1].backend.over_pcie else None
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

@@ -21,11 +21,7 @@ from ...kernels.device.collective import combine
 from ...kernels.device.device_spec import DeviceSpec, device_spec_of
 from ...kernels.device.gemm.gemm_tiles import LINK, MULTIPLY_ADDS, matmul_us, nccl_us, product_us
 from ...kernels.device.gemm.scaling import ScaledProducts, has_block_product
-from ...kernels.device.gemm.supported import (
-    WHY_NO_FLOAT32,
-    why_last_dim_not_gathered,
-    why_last_dim_not_scattered,
-)
+from ...kernels.device.gemm.supported import why_last_dim_not_gathered, why_last_dim_not_scattered
 from ...kernels.matmul_all_reduce import configs as few_rows
 from ...kernels.matmul_reduce_scatter import configs as scatter
 from ...kernels.matmul_reduce_scatter import to_all
@@ -137,8 +133,6 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
     problem = _problem(candidate, _spec())
     if isinstance(problem, gather.AllGatherMatmulProblem):
         return None if gather.gather_is_profitable(problem) else _too_little(candidate)
-    if not scatter.rank_scatter_kernels(problem) and not buffers:
-        return WHY_NO_FLOAT32
     return None if scatter.scatter_is_profitable(problem) else _too_little(candidate)
 
 
@@ -191,8 +185,8 @@ def _why_not_scaled(candidate: FusionCandidate, scaled: ScaledProducts) -> str |
 def _why_not_last_dim(candidate: FusionCandidate) -> str | None:
     c = candidate
     if c.op in _GATHERING:
-        return why_last_dim_not_gathered(c.dtype, c.scaled)
-    return why_last_dim_not_scattered(c.dtype, c.scaled, c.n // c.world_size)
+        return why_last_dim_not_gathered(c.scaled)
+    return why_last_dim_not_scattered(c.scaled, c.n // c.world_size)
 
 
 def _too_little(candidate: FusionCandidate) -> str:

@@ -7,7 +7,9 @@ from .all_reduce import ALL_REDUCE, ALL_REDUCE_IN_PLACE
 from .all_reduce_layer_norm import ALL_REDUCE_LAYER_NORM
 from .all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
 from .all_reduce_rms_norm_quant import ALL_REDUCE_RMS_NORM_QUANT
-from .all_to_all import ALL_TO_ALL
+from .exchanges.all_to_all import ALL_TO_ALL
+from .exchanges.all_to_all_matmul import ALL_TO_ALL_MATMUL
+from .exchanges.matmul_all_to_all import MATMUL_ALL_TO_ALL
 from .experts import grouped_matmul as grouped_matmul  # torch.ops.weft has it
 from .experts import moe_route as moe_route  # likewise
 from .experts.all_gather_grouped_matmul import ALL_GATHER_GROUPED_MATMUL
@@ -17,6 +19,7 @@ from .experts.combine_reduce_scatter import MOE_COMBINE_REDUCE_SCATTER
 from .experts.grouped_matmul_sums import GROUPED_MATMUL_ALL_REDUCE, GROUPED_MATMUL_REDUCE_SCATTER
 from .experts.moe_combine import MOE_COMBINE
 from .experts.moe_dispatch import MOE_DISPATCH, MOE_DISPATCH_AGAIN
+from .gather import GATHER
 from .matmul_all_reduce import MATMUL_ALL_REDUCE
 from .matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from .op import Op
@@ -38,9 +41,12 @@ OPS: tuple[Op, ...] = (
     ALL_REDUCE_IN_PLACE,
     ALL_GATHER,
     ALL_GATHER_OUT,
+    GATHER,
     REDUCE_SCATTER,
     REDUCE_SCATTER_OUT,
     ALL_TO_ALL,
+    ALL_TO_ALL_MATMUL,
+    MATMUL_ALL_TO_ALL,
     ALL_REDUCE_RMS_NORM,
     ALL_REDUCE_RMS_NORM_QUANT,
     ALL_REDUCE_LAYER_NORM,

@@ -78,7 +78,7 @@ class AllGatherOutCall(NamedTuple):
         return AllGatherCall(*self[1:])
 
 
-def _validate(call: AllGatherCall) -> tuple[AllGatherCall, ProcessGroup]:
+def validate_gathered(call: AllGatherCall) -> tuple[AllGatherCall, ProcessGroup]:
     """The call with a dimension that is not negative, and the group."""
     group, x = resolve_group(call.group_name), call.x
     if x.dim() < 1:
@@ -98,7 +98,7 @@ def _validate(call: AllGatherCall) -> tuple[AllGatherCall, ProcessGroup]:
 
 def _validate_out(call: AllGatherOutCall) -> tuple[AllGatherCall, Tensor, ProcessGroup]:
     """The same, for an ``out`` that the result is written to."""
-    found, group = _validate(call.without_out)
+    found, group = validate_gathered(call.without_out)
     validation.result_tensor(call.out, found.whole_shape(group.size()), call.x)
     return found, call.out, group
 
@@ -264,7 +264,7 @@ ALL_GATHER = Op(
     "one_shot_all_gather(Tensor x, int gather_dim, str group_name, *, int? group_size=None, SymInt[]? counts=None,"
     " int? group_rank=None) -> Tensor",
     record=AllGatherCall,
-    validate=_validate,
+    validate=validate_gathered,
     fake=_fake,
     kernel="all_gather",
     sends_nothing=lambda call, group: sends_no_counts(call.x, call.gather_dim, call.counts),

@@ -19,7 +19,7 @@ from ...symm_mem.heap.heap import Heap
 from .. import validation
 from ..dispatch import launch_cache
 from ..dispatch.choice import Choice, KernelUse, choose_kernel, launch_kernel, on_host
-from ..dispatch.plan import num_sms, preferred_kernel
+from ..dispatch.plan import num_sms, preferred_between
 from ..dispatch.staging import Staging, in_rows, in_rows_or_columns, rows_of
 from ..dispatch.stream_order import in_stream_order
 from . import op
@@ -96,7 +96,8 @@ def _choose_on_cuda(call: AllGatherMatmulCall, group: ProcessGroup) -> Choice:
     alike = front.dtype.itemsize > 2 or len({is_transposed(B) for B in Bs}) == 1
     fits = in_rows_or_columns if alike else in_rows
     bs = [staging.take(f"Bs[{i}]", B, fits=fits) for i, B in enumerate(Bs)]
-    used = GatherKernelCall(a, bs, num_sms(a.device), split_k, call.return_A, preferred_kernel())
+    preferred = preferred_between(group, a.device, (group.size() - 1) * a.nbytes)
+    used = GatherKernelCall(a, bs, num_sms(a.device), split_k, call.return_A, preferred)
     return choose_kernel(on_cuda.GATHER_STEPS, used, staging, group, "too little is gathered and multiplied")
 
 

@@ -28,7 +28,7 @@ from ...symm_mem.heap.heap import Heap
 from .. import validation
 from ..dispatch import launch_cache
 from ..dispatch.choice import Choice, KernelUse, choose_kernel, launch_kernel, on_host, unfused
-from ..dispatch.plan import num_sms, preferred_kernel
+from ..dispatch.plan import num_sms, preferred_between
 from ..dispatch.staging import Staging, aligned, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..scaled_calls import (
@@ -162,7 +162,7 @@ def _scaled_products(gather: ScaledGather) -> ScaledProducts | str:
         travels=gather.sent is not None,
         torch_has_blocks=has_block_product(gather.size * gather.m, types, gather.a.device),
     )
-    reason = why_last_dim_not_gathered(gather.a.dtype, products) if gather.last else None
+    reason = why_last_dim_not_gathered(products) if gather.last else None
     return products if reason is None else reason
 
 
@@ -177,8 +177,9 @@ def _choose_on_cuda(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: Pr
     pairs = as_pairs(gather.front, products.pairs)
     a = staging.take("A_shard", pairs, rows_of, on_cuda.takes_rows)
     bs = [staging.take(f"Bs[{i}]", as_pairs(B.t(), products.pairs)).t() for i, B in enumerate(call.Bs)]
+    preferred = preferred_between(group, a.device, (group.size() - 1) * a.nbytes)
     used = GatherKernelCall(
-        *(a, bs, num_sms(a.device), gather.last, call.return_A, preferred_kernel()), scaled=products
+        *(a, bs, num_sms(a.device), gather.last, call.return_A, preferred), scaled=products
     )
     too_little = why_unfused(products, "gathered and multiplied")
     return choose_kernel(on_cuda.GATHER_STEPS, used, staging, group, too_little)

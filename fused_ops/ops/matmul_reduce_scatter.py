@@ -19,7 +19,7 @@ from ...symm_mem.heap.heap import Heap
 from .. import validation
 from ..dispatch import launch_cache
 from ..dispatch.choice import Choice, KernelUse, choose_kernel, launch_kernel, on_host
-from ..dispatch.plan import num_sms, preferred_kernel
+from ..dispatch.plan import num_sms, preferred_between
 from ..dispatch.staging import Staging, aligned, in_rows_or_columns
 from ..dispatch.stream_order import in_stream_order
 from . import op
@@ -245,8 +245,11 @@ def _choose_on_cuda(call: MatmulReduceScatterCall, group: ProcessGroup) -> Choic
 
     parts, b = taken("A", A, 0), taken("B", B, 1)
     more = [taken(f"more[{i}]", factor, i % 2) for i, factor in enumerate(call.more or ())]
+    preferred = preferred_between(
+        group, B.device, (size - 1) * prod(call.local_shape(size)) * A.element_size()
+    )
     used = ScatterKernelCall(
-        parts, b, num_sms(B.device), _epilogue(call), call.terms, split_n, more, preferred_kernel()
+        parts, b, num_sms(B.device), _epilogue(call), call.terms, split_n, more, preferred
     )
     if not on_cuda.adds_products(used, size):
         return _choose_on_cuda(call.stacked, group)

@@ -201,7 +201,7 @@ def _choose_on_cuda(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group
         promote=rows.kind is ScaleKind.BLOCKS or not call.use_fast_accum,
         torch_has_blocks=has_block_product(prod(lead), types, call.A.device),
     )
-    if split_n and (reason := why_last_dim_not_scattered(types[0], products, n // size)) is not None:
+    if split_n and (reason := why_last_dim_not_scattered(products, n // size)) is not None:
         return unfused(reason)
     before = prod(lead[:dim])
     parts = (1, 1, prod(lead)) if split_n else (before, size, prod(lead) // (before * size))

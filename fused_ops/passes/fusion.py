@@ -185,8 +185,7 @@ class FusionPass(OnePass, CustomGraphPass):
         return {SLOT: in_sequence([*others, self]), **eps_options(), **grouped_options(self), **self._joint}
 
     def _warn_of_dropped(self, others: Sequence[Any]) -> None:
-        there = passes_of(getattr(inductor_config, SLOT))
-        dropped = [each for each in there if each is not self and each not in others]
+        dropped = [p for p in passes_of(getattr(inductor_config, SLOT)) if p is not self and p not in others]
         if dropped:
             warnings.warn(
                 f"{names_of(dropped)} will not run in models compiled with these options: they replace what "

@@ -43,7 +43,7 @@ from ..dispatch.stream_order import (
 )
 from ..dispatch.workspaces import GROUP
 from ..ops.all_gather import choose_gather_on_cuda
-from ..ops.all_to_all import choose_exchange_on_cuda
+from ..ops.exchanges.all_to_all import choose_exchange_on_cuda
 from ..ops.reduce_scatter import choose_scatter_on_cuda
 from .calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, GroupCall, flat, index_of
 from .work import DoneWork, StreamWork

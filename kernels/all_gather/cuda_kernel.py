@@ -18,12 +18,14 @@ def all_gather_defines(world_size: int) -> dict[str, str | int]:
 
 
 @cache
-def all_gather_program(world_size: int, rank: int, *, dependent: bool = False) -> Program:
-    """kernel.cu for one rank. ``dependent``: to be launched so (ll_exchange.py)."""
-    of_rank = {"RANK": rank, "DEPENDENT": int(dependent)}
+def all_gather_program(
+    world_size: int, rank: int, *, dependent: bool = False, root: int | None = None
+) -> Program:
+    """kernel.cu for one rank. ``dependent``: to be launched so (ll_exchange.py). ``root``: who alone receives."""
+    of_rank = {"RANK": rank, "DEPENDENT": int(dependent)} | ({} if root is None else {"ROOT": root})
     return Program(SOURCE, defines=all_gather_defines(world_size) | of_rank)
 
 
-def launched_all_gather(world_size: int, rank: int) -> Program:
+def launched_all_gather(world_size: int, rank: int, root: int | None = None) -> Program:
     """The one that this process launches."""
-    return all_gather_program(world_size, rank, dependent=ll_exchange.dependent())
+    return all_gather_program(world_size, rank, dependent=ll_exchange.dependent(), root=root)

@@ -41,3 +41,14 @@ def reference_all_gather_uneven(x: torch.Tensor, sizes: Sequence[int], group: Pr
         if len(part) and group.size() > 1:
             dist.broadcast(part, group=group, group_src=rank)
     return out
+
+
+def reference_gather(x: torch.Tensor, sizes: Sequence[int], root: int, group: ProcessGroup) -> torch.Tensor:
+    """The same on rank ``root`` alone, none on the others. By an all-to-all, which backends have for any sizes."""
+    rank, size = group.rank(), group.size()
+    received = [*sizes] if rank == root else [0] * size
+    out = x.new_empty(sum(received))
+    if size == 1:
+        return out.copy_(x)
+    dist.all_to_all_single(out, x, received, [len(x) if r == root else 0 for r in range(size)], group=group)
+    return out

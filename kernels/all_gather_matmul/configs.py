@@ -12,6 +12,7 @@ from typing import TypeAlias, TypeVar
 import torch
 
 from ...symm_mem.layout import Layout
+from ..device.comm.copy_engine import CopiedConfig
 from ..device.comm.ll_exchange import VECTOR
 from ..device.device_spec import device_spec_of
 from ..device.gemm import gemm_tiles, one_shot
@@ -22,7 +23,6 @@ from .estimate import (
     FIT_ROWS,
     RASTER_GROUP,
     AllGatherMatmulProblem,
-    CopiedConfig,
     GatherPushConfig,
     clusters_of,
     estimate_copied_us,
@@ -31,6 +31,7 @@ from .estimate import (
     slot_bytes,
 )
 
+EXCHANGED_OP = "fused_all_to_all_matmul"  #: of rows that each rank has for each
 MOST_BS = 4  # of one launch
 # Rows of a chunk and columns of a k-chunk (which has at most 32 chunks of a row of tiles): with communication SMs and
 # without, each for one wave of tiles and for more. Measured with one rank of 2 and of 4 alone. Between more than four a
@@ -76,7 +77,7 @@ class GatherKernelCall:
     """What a kernel is called with.
 
     Attributes:
-        a: the own shard, [m, K], contiguous, or as ``takes_rows`` allows.
+        a: the own shard, [m, K], contiguous, or as ``takes_rows`` allows; with ``exchanged`` [W * m, K].
         bs: each [K, N_i]; with ``split_k`` [W * K, N_i]. All tensors begin at multiples of 16 bytes.
         num_sms: SMs that it may use.
         split_k: shards lie side by side: ``A = cat(shards, 1)``, and the products add up over them.
@@ -84,6 +85,7 @@ class GatherKernelCall:
         preferred: the algorithm to take where it can be, "push", "one_shot" or "copy_engine"; None for the fastest.
         scaled: the operands are fp8, two of them each number here.
         scales: theirs; given when the call is tuned and launched.
+        exchanged: each rank gets rows of its own of every rank's A; with ``split_k``.
     """
 
     a: torch.Tensor
@@ -94,14 +96,21 @@ class GatherKernelCall:
     preferred: str | None = None
     scaled: ScaledProducts | None = None
     scales: GatherScales | None = None
+    exchanged: bool = False
+
+    def rows(self, world_size: int) -> int:
+        """That a rank sends to another one."""
+        return self.a.shape[0] // world_size if self.exchanged else self.a.shape[0]
 
     def problem(self, world_size: int) -> AllGatherMatmulProblem:
-        (m, k), ns = self.a.shape, tuple(b.shape[1] for b in self.bs)
+        m, k, ns = self.rows(world_size), self.a.shape[1], tuple(b.shape[1] for b in self.bs)
         return AllGatherMatmulProblem(
             *(m, ns, k, world_size, self.num_sms, self.split_k, self.return_A),
-            spec=device_spec_of(self.a.device),
+            spec=device_spec_of(self.a.device, scaled=self.scaled is not None),
             scaled=self.scaled,
             itemsize=self.a.dtype.itemsize,
+            copies=self.preferred == "copy_engine",
+            exchanged=self.exchanged,
         )
 
 
@@ -119,7 +128,7 @@ def choose_one_shot_gather(problem: AllGatherMatmulProblem) -> OneShotConfig | N
     # What is gathered in one shot is for the products alone: a pair of NaNs with all bits set arrives as another pair
     # (ll_exchange.cuh), which makes no difference to them, but A must be bit for bit what the shards are.
     shard = problem.m * problem.k * 2
-    if problem.split_k or problem.return_A or problem.itemsize > 2:
+    if problem.return_A or problem.itemsize > 2 or (problem.split_k and problem.scaled is not None):
         return None
     if problem.world_size * shard > one_shot.MOST_BYTES:
         return None
@@ -136,7 +145,8 @@ def estimate_one_shot_gather_us(problem: AllGatherMatmulProblem) -> float:
     kernel that does both hides best, it was measured to lose 2 to 4 % of them more than the sum says (8b.upgate up to
     M = 2048, bench/results/h200-x2-choices.txt); longer ones are taken to lose no larger share."""
     sent, size = problem.moved, problem.world_size
-    products = gemm_tiles.matmuls_us(size * problem.m, problem.ns, problem.k, problem.spec)
+    rows, depth = (problem.m, size * problem.k) if problem.split_k else (size * problem.m, problem.k)
+    products = gemm_tiles.matmuls_us(rows, problem.ns, depth, problem.spec)
     if problem.scaled is not None:
         products *= problem.scaled.torch_slowdown
         sent += problem.scaled.sent_bytes(problem.m, problem.k) * (size - 1)
@@ -152,7 +162,7 @@ def choose_copied_gather(problem: AllGatherMatmulProblem) -> CopiedConfig | None
     have to be put in torch's order."""
     scaled = problem.scaled
     if scaled is None:
-        return None if problem.split_k or problem.has_gemm else CopiedConfig()
+        return None if problem.has_gemm and not problem.copies else CopiedConfig()
     if scaled.kind is ScaleKind.BLOCKS or not scaled.torch_has_it:
         return None
     return None if problem.split_k or problem.return_A else CopiedConfig()
@@ -204,7 +214,8 @@ def gather_is_profitable(problem: AllGatherMatmulProblem) -> bool:
         return gather_saves_us(problem) > 0
     elements = problem.world_size * problem.m * problem.k
     gathered, multiplying = elements * problem.itemsize, elements * sum(problem.ns) / gemm_tiles.MULTIPLY_ADDS
-    return gathered >= 32 << 20 or (gathered >= 4 << 20 and multiplying >= 80)
+    overlapped = not problem.split_k and gathered >= 4 << 20 and multiplying >= 80
+    return gathered >= 32 << 20 or overlapped
 
 
 def gather_saves_us(problem: AllGatherMatmulProblem) -> float:
@@ -215,6 +226,12 @@ def gather_saves_us(problem: AllGatherMatmulProblem) -> float:
     if not (ranked := rank_gather_kernels(problem)):
         return 0.0
     fused, _ = ranked[0]
+    if problem.exchanged:
+        return (
+            one_shot.exchange_us(problem.moved, size)
+            + gemm_tiles.matmul_us(m, n, size * k, problem.spec)
+            - fused
+        )
     if not problem.split_k:
         unfused = gemm_tiles.unfused_us(size * m, n, k, problem.moved, problem.spec, problem.scaled)
     else:
@@ -277,6 +294,7 @@ def push_candidates(problem: AllGatherMatmulProblem) -> list[GatherPushConfig]:
                         split_k=split_k,
                         skipped_steps=skipped_steps,
                         scaled=problem.scaled,
+                        exchanged=problem.exchanged,
                     )
                     shortened = _with_first_wave(config, problem)
                     configs += [config] if shortened is None else [shortened, config]

@@ -4,6 +4,8 @@ not run 16 bits.
 On the current stream: acquire kernel, the products of the own rows, for each peer a wait for its slot and the products
 of its rows, and the end of the epoch. On the copy stream: the own rows, of fp8 their scales, and then a flag, to one
 peer after the other (device/comm/copy_engine.py). Who waits: `arrive` of acquire.cu.
+
+Columns that are gathered are put side by side as they come, and multiplied when all have: products are rounded once.
 """
 
 from __future__ import annotations
@@ -17,22 +19,13 @@ import torch
 from ...symm_mem.layout import NUM_BUFFERS, Layout
 from ...symm_mem.workspace import Workspace
 from ..device.comm import acquire
-from ..device.comm.copy_engine import CopiedPiece, CopyEngine
+from ..device.comm.copy_engine import CopiedPiece, engine_of
 from ..device.gemm.scaling import ScaledProducts, ScaledTensors, ScaleKind, scaled_mm_out
 from . import OP
 from .configs import GatherKernelCall, copied_layout
 from .estimate import scales_offset, slot_bytes
 
 SCALED_OP = "fused_all_gather_scaled_matmul"
-_ENGINE = "copy engine"
-
-
-def engine_of(workspace: Workspace[Layout]) -> CopyEngine:
-    """That of a workspace whose buffers copy engines write."""
-    if _ENGINE not in workspace.copy_streams:
-        workspace.copy_streams[_ENGINE] = CopyEngine(workspace)
-    found: CopyEngine = workspace.copy_streams[_ENGINE]
-    return found
 
 
 class _Arriving(NamedTuple):
@@ -66,6 +59,7 @@ class AllGatherProductsCopied:
         self._engine = engine_of(workspace)
         acquire.load()
         self.workspace, self._scaled, self._biased = workspace, scaled, list(biased)
+        self._split_k, self._return_A = example.split_k, example.return_A
         self._rows, self._columns = m, columns
         self._stride = example.a.stride(0) * (columns // k)
         slot, offset = slot_bytes(problem), scales_offset(problem)
@@ -93,11 +87,16 @@ class AllGatherProductsCopied:
         stream: int,
     ) -> None:
         """The copies, and the products; as ``AllGatherScaledMatmulOneShot.call``. Where the operands are not fp8, the
-        gathered shards [W, m, K] are the last result if they are wanted."""
+        gathered shards [W, m, K], with ``split_k`` [m, W * K], are the last result if they are wanted."""
         scaled, m = self._scaled, self._rows
         own = tensors[0].as_strided((m, self._columns), (self._stride, 1)).contiguous()
         multiply: Callable[[int, torch.Tensor, torch.Tensor | None], None]
-        if scaled is None:
+        beside: torch.Tensor | None = None
+        if self._split_k:
+            wide = self.workspace.world_size * self._columns
+            beside = own.new_empty(m, wide) if not self._return_A else _part(results[-1], 0, m, wide)
+            given, multiply = None, partial(_put_beside, beside)
+        elif scaled is None:
             given, multiply = None, partial(_multiply, tensors[1:], results)
         else:
             of = ScaledTensors.of(tensors, self._biased)
@@ -108,6 +107,9 @@ class AllGatherProductsCopied:
         # Three frames: this and two more, on the fast path and on the slow one.
         self.workspace.raise_if_broken(OP if scaled is None else SCALED_OP, inside=3)
         self.as_they_come(own, given, multiply, timeout_ns, stream)
+        if beside is not None:
+            for b, result in zip(tensors[1:], results, strict=False):
+                torch.mm(beside, b, out=_part(result, 0, m, b.shape[1]))
 
     def as_they_come(
         self,
@@ -126,7 +128,7 @@ class AllGatherProductsCopied:
         try:
             with workspace.lock:
                 buffer = workspace.next_buffer()
-                self._engine.start_pieces(buffer, pieces, timeout_ns)
+                self._engine.start_pieces(buffer, lambda peer: pieces, timeout_ns)
                 multiply(workspace.rank, own, given)
                 for src, arrival, rows, scales in self._arriving[buffer]:
                     arrival.launch(timeout_ns, stream)
@@ -150,6 +152,12 @@ def _multiply(
         torch.mm(rows, b, out=_part(result, src, rows.shape[0], b.shape[1]))
     if len(results) > len(bs):
         _part(results[-1], src, *rows.shape).copy_(rows)
+
+
+def _put_beside(beside: torch.Tensor, src: int, rows: torch.Tensor, _: torch.Tensor | None) -> None:
+    """Rank ``src``'s columns between the others'."""
+    columns = rows.shape[1]
+    beside[:, src * columns : (src + 1) * columns].copy_(rows)
 
 
 def _multiply_scaled(

@@ -77,6 +77,7 @@ def gather_defines(
         ("CHUNK_COLUMNS", CHUNK_COLUMNS),
         ("K_CHUNK_COLUMNS", config.k_chunk_columns),
         ("RETURN_A", int(return_A)),
+        ("ALL_TO_ALL", int(config.exchanged)),
         *(scaled.defines.items() if scaled else ()),
         *([("OUT_FLOAT32", int(scaled.out_dtype == torch.float32))] if scaled else ()),
     )
@@ -109,11 +110,11 @@ def row_stride(a: torch.Tensor) -> int:
     return a.shape[1] if a.is_contiguous() else a.stride(0)
 
 
-def boxes_returned(a: torch.Tensor, world_size: int, *, split_k: bool) -> Boxes:
+def boxes_returned(shard: tuple[int, int], dtype: torch.dtype, world_size: int, *, split_k: bool) -> Boxes:
     """Of the gathered shards [W, m, K], with ``split_k`` [m, W * K]: what a warpgroup stores of a stage."""
-    m, k = a.shape
-    shard, row = (k, world_size * k) if split_k else (m * k, k)
-    return Boxes(a.dtype, (1, world_size, m, k), (0, shard, row, 1), (1, 1, ROWS, BLOCK_K))
+    m, k = shard
+    distance, row = (k, world_size * k) if split_k else (m * k, k)
+    return Boxes(dtype, (1, world_size, m, k), (0, distance, row, 1), (1, 1, ROWS, BLOCK_K))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +139,8 @@ class AllGatherMatmulPush:
     Args:
         workspace: with room for ``configs.gather_push_layout``, the same call site on every rank.
         a, bs: examples of the operands: the shard [m, K] as ``can_take`` wants it, and up to MOST_BS matrices [K, N_i]
-            (with the configuration's ``split_k`` [W * K, N_i]), all with K contiguous or all with N. Every launch gets
-            tensors of these sizes, strides and dtype.
+            (with the configuration's ``split_k`` [W * K, N_i], with ``exchanged`` the shard [W * m, K]), all with K
+            contiguous or all with N. Every launch gets tensors of these sizes, strides and dtype.
         config: the same on every rank.
         num_sms: blocks to launch. Those that send first must find an SM each.
         return_A: each launch writes the gathered shards, too.
@@ -161,7 +162,8 @@ class AllGatherMatmulPush:
         return_A: bool = False,
     ) -> None:
         (m, k), size, dtype, tile = a.shape, workspace.world_size, a.dtype, config.tile
-        layout = workspace.layout
+        layout, parts = workspace.layout, size if config.exchanged else 1
+        m //= parts
         flags = push_flags_per_rank(m, k, config)
         if layout.flags_per_rank < flags or layout.buffer_bytes < size * m * k * dtype.itemsize:
             raise ValueError(f"workspace: {layout} is too small for shards of {m} x {k} {dtype}")
@@ -169,21 +171,25 @@ class AllGatherMatmulPush:
         sends = (config.comm_sms, config.skipped_steps, config.first_wave, not config.comm_sms)
         self._sends = sends, (0, 0, 0, False)
         self._timeouts_ns = [0, 0]
-        rows = (1, 1, m, k)
-        strides = (0, 0, *a.stride())
+        rows, strides = (1, parts, m, k), (0, m * row_stride(a) * config.exchanged, *a.stride())
         self._own = Maps(boxes_of_rows(dtype, rows, strides, tile))
-        parts = size if config.split_k else 0
-        self._bs = [Maps(boxes_of_b(b, tile, is_whole(bs, tile), parts)) for b in bs]
-        self._returned = Maps(boxes_returned(a, size, split_k=config.split_k)) if return_A else None
-        self._params = [self._fixed(buffer, a, bs, config) for buffer in (0, 1)]
+        parts_of_b = size if config.split_k else 0
+        self._bs = [Maps(boxes_of_b(b, tile, is_whole(bs, tile), parts_of_b)) for b in bs]
+        returned = boxes_returned((m, k), dtype, size, split_k=config.split_k)
+        self._returned = Maps(returned) if return_A else None
+        self._params = [self._fixed(buffer, (a, m), bs, config) for buffer in (0, 1)]
         self._put_bs, self._put_cs = put_maps(len(bs)), struct.Struct(f"{len(bs)}Q").pack_into
         (program,) = push_programs(bs, config, return_A=return_A)
         self._launches = gemm.launches(program, "all_gather_matmul", self._params, num_sms, tile.shared)
 
     def _fixed(
-        self, buffer: int, a: torch.Tensor, bs: Sequence[torch.Tensor], config: GatherPushConfig
+        self,
+        buffer: int,
+        shard: tuple[torch.Tensor, int],
+        bs: Sequence[torch.Tensor],
+        config: GatherPushConfig,
     ) -> _Params:
-        w, tile, (m, k) = self.workspace, config.tile, a.shape
+        w, tile, (a, m), k = self.workspace, config.tile, shard, shard[0].shape[1]
         offset, shape = w.layout.buffer(buffer), (w.world_size, m, k)
         gathered = boxes_of_rows(a.dtype, (1, *shape), (0, *contiguous_strides(shape)), tile)
         p = self.params()

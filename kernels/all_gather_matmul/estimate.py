@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import ClassVar
 
+from ..device.comm.copy_engine import CALL_US, PEER_US, STARTS_US
 from ..device.device_spec import H200, DeviceSpec
 from ..device.gemm import gemm_tiles
 from ..device.gemm.scaling import ScaledProducts
 
 RASTER_GROUP = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
 _ALIGNMENT = 16  # bytes, of what torch's product takes and of a rank's slot
-# Microseconds of a call of copied_products.py without products and copies: the acquire kernel and the epoch's end;
-# a wait for a peer; and until the first bytes of a copy engine and the flag after its last are there.
-_COPIED_CALL, _COPIED_PEER, _COPY_STARTS = 10.0, 3.0, 12.0
+_PUT = 0.7  # of memory bandwidth, that torch's copy of strided rows gets: not fitted
 _MOST_WAVES = 256  # of one prediction; the waves of longer matmuls are taken several at once
 
 
@@ -28,6 +26,8 @@ class AllGatherMatmulProblem:
         return_A: the gathered A is returned, too.
         scaled: the operands are fp8, two of them each number here.
         itemsize: bytes of a number.
+        copies: copy engines are preferred, also where kernel.cu runs.
+        exchanged: each rank gets rows of its own; with ``split_k``.
     """
 
     m: int
@@ -40,6 +40,8 @@ class AllGatherMatmulProblem:
     spec: DeviceSpec = H200
     scaled: ScaledProducts | None = None
     itemsize: int = 2
+    copies: bool = False
+    exchanged: bool = False
 
     @property
     def has_gemm(self) -> bool:
@@ -70,6 +72,7 @@ class GatherPushConfig:
         k_chunk_columns: of a k-chunk, which is waited for as a whole.
         raster_group, remote_raster_group: pairs of local rows of tiles, and of the peers', in a raster group.
         split_k: shards lie side by side along K; then no row is all local.
+        exchanged: each rank gets rows of its own.
         skipped_steps: tiles that the others compute while the communication SMs send.
         first_wave: steps of the first wave, all of local rows; 0: a full wave.
         scaled: the operands are fp8.
@@ -86,6 +89,7 @@ class GatherPushConfig:
     skipped_steps: int = 0
     first_wave: int = 0
     scaled: ScaledProducts | None = None
+    exchanged: bool = False
 
 
 @dataclass(frozen=True)
@@ -206,13 +210,6 @@ def estimate_gather_push_us(config: GatherPushConfig, problem: AllGatherMatmulPr
     return costs.launch + max(now, streamed_us)
 
 
-@dataclass(frozen=True)
-class CopiedConfig:
-    """Copy engines send rows, of fp8 with scales, while torch's product multiplies: there is nothing to choose."""
-
-    algorithm: ClassVar[str] = "copy_engine"
-
-
 def scales_offset(problem: AllGatherMatmulProblem) -> int:
     """Where a rank's scales lie after its rows, in bytes."""
     return -(-problem.itemsize * problem.m * problem.k // _ALIGNMENT) * _ALIGNMENT
@@ -227,12 +224,19 @@ def slot_bytes(problem: AllGatherMatmulProblem) -> int:
 
 
 def estimate_copied_us(problem: AllGatherMatmulProblem) -> float:
-    """Microseconds: one rank's rows are multiplied after the other's, the own first, each when they have come."""
+    """Microseconds: one rank's rows are multiplied after the other's, the own first, each when they have come. Columns
+    are multiplied when all have come, and the last ones are put beside the others."""
+    if problem.split_k:
+        others = problem.world_size - 1
+        slot, whole = slot_bytes(problem), problem.world_size * problem.k
+        sent = CALL_US + STARTS_US + others * (slot / gemm_tiles.LINK + PEER_US)
+        put = 2 * slot / (_PUT * problem.spec.memory)
+        return sent + put + gemm_tiles.matmuls_us(problem.m, problem.ns, whole, problem.spec)
     each = gemm_tiles.matmuls_us(problem.m, problem.ns, problem.k, problem.spec)
     if problem.scaled is not None:
         each *= problem.scaled.torch_slowdown
-    arrival, now = _COPIED_CALL + _COPY_STARTS, _COPIED_CALL + each
+    arrival, now = CALL_US + STARTS_US, CALL_US + each
     for _ in range(problem.world_size - 1):
         arrival += slot_bytes(problem) / gemm_tiles.LINK
-        now = max(now, arrival) + _COPIED_PEER + each
+        now = max(now, arrival) + PEER_US + each
     return now

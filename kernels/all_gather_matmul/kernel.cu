@@ -2,12 +2,13 @@
 //
 // Computes C[src] = A[src] @ B for every rank src: A[src] [m, K] are the rows of rank src, B [K, N] is this rank's, C
 // [W, m, N]. Up to MOST_BS matrices B share one A. Accumulators are float32. With SPLIT_K shards lie side by side along
-// K: B is [W, K, N], and C [m, N] the sum of A[src] @ B[src] in rank order, so ranks with equal B get equal bits.
+// K: B is [W, K, N], and C [m, N] the sum of A[src] @ B[src] in rank order, so ranks with equal B get equal bits; with
+// ALL_TO_ALL, too, each rank gets rows of its own of every rank's A [W, m, K].
 //
 // With RETURN_A also writes the gathered A, [W, m, K], with SPLIT_K [m, W * K]: whoever computes a tile stores its share
 // of the rows of A that it has loaded for that.
 //
-// Of fp8 operands (gemm/scales.cuh) the local rows' scales, if each rank has its own, travel with the first chunk of
+// Of fp8 operands (gemm/sm90/scales.cuh) the local rows' scales, if each rank has its own, travel with the first chunk of
 // their rows, under its flag, to [W, S, m] after the buffer's rows; S: a scale for each row, or one a block of K.
 // Products are scaled and get a bias.
 //
@@ -24,12 +25,12 @@
 
 // Per thread; data that is pushed passes through them.
 #define SERVE_REGISTERS 72
-#define MULTIPLY_REGISTERS 216
 #include "gemm/gemm.cuh"
 #include "comm/rate_limiter.cuh"
+#include "returning.cuh"
 #include "tile_order.cuh"
 #ifdef FP8_TYPES
-#include "gemm/scales.cuh"
+#include "gemm/sm90/scales.cuh"
 #endif
 
 using weft::CHUNKS;
@@ -55,13 +56,13 @@ static_assert(weft::CHUNKS <= 32, "a lane waits for each");
 static_assert(BM % CHUNK_ROWS == 0 && K_CHUNK_COLUMNS % CHUNK_COLUMNS == 0 && K_CHUNK_COLUMNS % weft::BK == 0);
 
 struct Params {
-    weft::TensorMap own;  // A [1, 1, m, K], boxes of a stage
+    weft::TensorMap own;  // A [1, 1, m, K], with ALL_TO_ALL [1, W, m, K], boxes of a stage
     weft::TensorMap gathered;  // the local buffer [1, W, m, K], boxes of a stage
     weft::TensorMap returned;  // with RETURN_A [1, W, m, K], boxes of a warpgroup's rows of a stage
     weft::TensorMap b[MOST_BS];  // with SPLIT_K [W, K, N] each
     weft::WaitParams watch;
     weft::BufferWords buffer;
-    const weft::u16* a;  // A [m, K], rows `stride` elements apart
+    const weft::u16* a;  // A [m, K], with ALL_TO_ALL [W, m, K], rows `stride` elements apart
     weft::u16* data;  // the local buffer [W, m, K]
     weft::u16* c[MOST_BS];  // [W, m, N], with SPLIT_K [m, N]
     int n[MOST_BS];
@@ -101,13 +102,12 @@ __device__ __forceinline__ Steps steps_of(const Params& p, const Order& order) {
     return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), p.comm_sms, p.skipped_steps, first_wave};
 }
 
-#ifdef FP8_TYPES
 #if OUT_FLOAT32
 using Out = float;
 #else
 using Out = weft::u16;
 #endif
-
+#ifdef FP8_TYPES
 // By all lanes of a pushing warp: the scales of a chunk's rows to all peers.
 __device__ __forceinline__ void push_scales(const Params& p, const Chunk& chunk) {
     const int world_size = p.buffer.world_size, rank = p.watch.rank, end = min(chunk.row + CHUNK_ROWS, p.m);
@@ -129,8 +129,6 @@ __device__ __forceinline__ weft::TileScales scales_of(const Params& p, const Til
     const float* a = t.src == p.watch.rank ? p.own_scales : p.scales + static_cast<u64>(t.src) * p.of_blocks;
     return {p.of_b[t.b], a, p.m, t.row * BM, p.m, t.column * BN, p.n[t.b]};
 }
-#else
-using Out = weft::u16;
 #endif
 
 // Pushing warp `pusher` of the launch's `pushers`: its chunks, from the local rows to all peers. Ordinary stores: where
@@ -160,16 +158,20 @@ __device__ __forceinline__ void push(
             for (int row = chunk.row + lane / LANES; row < chunk.row + CHUNK_ROWS; row += ROWS * VECTORS) {
                 uint4 v[VECTORS];
                 const int left = p.m - row;
-                const weft::u16* from = p.a + static_cast<u64>(row) * p.stride + column;
+                const auto load = [&](u64 first) {
+                    const weft::u16* from = p.a + (first + row) * p.stride + column;
 #pragma unroll
-                for (int i = 0; i < VECTORS; ++i) {
-                    if (i * ROWS < left) v[i] = __ldg(reinterpret_cast<const uint4*>(from + i * from_stride));
-                }
+                    for (int i = 0; i < VECTORS; ++i) {
+                        if (i * ROWS < left) v[i] = __ldg(reinterpret_cast<const uint4*>(from + i * from_stride));
+                    }
+                };
+                if (!ALL_TO_ALL) load(0);
                 weft::u16* slot = p.data + (static_cast<u64>(rank) * p.m + row) * p.k + column;
 #pragma unroll 1
                 for (int offset = 1; offset < world_size; ++offset) {
                     const int peer = rank >= offset ? rank - offset : rank - offset + world_size;
                     weft::u16* to = weft::on_rank(slot, p.watch, p.buffer, peer);
+                    if (ALL_TO_ALL) load(static_cast<u64>(peer) * p.m);
                     limiter.wait();
 #pragma unroll
                     for (int i = 0; i < VECTORS; ++i) {
@@ -269,7 +271,7 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
         const Tile t = order.tile(p, steps.step, s.block);
         each_part(p, t, [&](int src) {
             const bool own = src == p.watch.rank;
-            const weft::Rows rows{t.row * BM, own ? 0 : src, 0};
+            const weft::Rows rows{t.row * BM, own && !ALL_TO_ALL ? 0 : src, 0};
             const weft::TensorMap& a = own ? p.own : p.gathered;
             for (int i = 0; i < depth; ++i) {
                 if (!own && i % (K_CHUNK_COLUMNS / weft::BK) == 0) weft::wait_count(s.counts + ARRIVED, ++needed);
@@ -309,44 +311,25 @@ __device__ __forceinline__ void count_arrivals(const Params& p, const weft::Shar
     }
 }
 
-// What a compute warpgroup does with the rows of A of its tile: one thread stores them as they lie in shared memory, and
-// lets go of a stage when they have been read there. The tiles of a row, one for each column of tiles
-// of the first B, take turns by stages, so that none of them takes much longer than the others.
-struct Returning {
-    const Params& p;
-    const Tile& t;
-    int warpgroup, depth;
-    bool mine;
-    mutable int next;  // stage to store
-    mutable bool storing = false;
-
-    __device__ __forceinline__ Returning(const Params& p, const Tile& t, int warp)
-        : p(p), t(t), warpgroup(warp / 4), depth((p.k + weft::BK - 1) / weft::BK),
-          // With BM = 64 both warpgroups have the same rows.
-          mine(t.b == 0 && warp % 4 == 0 && warpgroup < weft::WARPGROUPS_M), next(t.column) {}
-
-    __device__ __forceinline__ void begin(int i, const u8* rows) const {
-        storing = mine && i == next;
-        if (!storing) return;
-        next += p.columns[0];
-        if (!weft::elected()) return;
-        const int src = SPLIT_K ? i / depth : t.src, k = SPLIT_K ? i % depth : i;
-        weft::tma_store(p.returned, rows, k * weft::BK, t.row * BM + warpgroup * 64, src, 0);
-    }
-
-    __device__ __forceinline__ void end() const {
-        if (!storing) return;
-        if (weft::elected()) weft::tma_stores_have_read();
-        __syncwarp();
-    }
-};
-
 #if RETURN_A
-using MainloopHook = Returning;
+using MainloopHook = weft::Returning<Params>;
 #else
 struct MainloopHook : weft::NoMainloopHook {
     __device__ __forceinline__ MainloopHook(const Params&, const Tile&, int) {}
 };
+#endif
+
+#if TENSOR_MEMORY
+// Warp 12: has the tensor cores multiply.
+__device__ __forceinline__ void issue(const Params& p, const weft::Shared& s, const Order& order) {
+    const int depth = (p.k + weft::BK - 1) / weft::BK * (SPLIT_K ? p.buffer.world_size : 1);
+    weft::Issuer issuer(s);
+    for (Steps steps = steps_of(p, order); steps.step < order.steps(); steps.next()) {
+        const Tile t = order.tile(p, steps.step, s.block);
+        issuer.multiply(depth, MainloopHook(p, t, 0), MainloopHook(p, t, 4));
+    }
+    issuer.end();
+}
 #endif
 
 }  // namespace
@@ -374,9 +357,14 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         if (role == 1 && p.push) push_shares(p, s, order, epoch);
         if (role == 2) count_arrivals(p, s, order, epoch);
         if (role == 3 && p.push) post_shares(p, s, order, epoch);
+#if TENSOR_MEMORY
+    } else if (warpgroup == 3) {
+        weft::warpgroup_reg_dealloc<weft::ISSUE_REGISTERS>();
+        if (role == 0) issue(p, s, order);
+#endif
     } else {
-        weft::warpgroup_reg_alloc<MULTIPLY_REGISTERS>();
-        weft::PipelineState<STAGES> state;
+        weft::warpgroup_reg_alloc<weft::MULTIPLY_REGISTERS>();
+        weft::MultiplyState state;
         const int depth = (p.k + weft::BK - 1) / weft::BK * (SPLIT_K ? p.buffer.world_size : 1);
         for (Steps steps = steps_of(p, order); steps.step < order.steps(); steps.next()) {
             const Tile t = order.tile(p, steps.step, s.block);

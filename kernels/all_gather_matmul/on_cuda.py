@@ -2,7 +2,6 @@
 
 16-bit operands go to kernel.cu; or, where little is gathered and A is not returned, to a one-shot all-gather with
 cuBLAS after it; or, where kernel.cu does not run, to copy engines with cuBLAS beside them, as float32 does everywhere.
-These take whole rows only: with the last dimension gathered such calls run unfused.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def _choose(
         return f"K: rows of {k} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
     if a.dtype in gemm.DTYPES and len({is_transposed(b) for b in bs}) > 1:
         return "Bs: some lie in rows and some in columns"
-    if call.split_k and (reason := why_last_dim_not_gathered(a.dtype, call.scaled)) is not None:
+    if call.split_k and (reason := why_last_dim_not_gathered(call.scaled)) is not None:
         return reason
     if not (ranked := configs.rank_gather_kernels(problem)):
         return WHY_NO_GEMM
@@ -86,7 +85,7 @@ def tuned_gather(
     a, bs, num_sms, split_k = call.a, call.bs, call.num_sms, call.split_k
     problem = call.problem(heap.world_size)
     m, k, ns, size = problem.m, problem.k, problem.ns, problem.world_size
-    op = f"{OP} of the last dimension" if split_k else OP
+    op = configs.EXCHANGED_OP if call.exchanged else f"{OP} of the last dimension" if split_k else OP
     kind = f"{op} {m} x {k} @ {bs[0].shape[0]} x {'+'.join(map(str, ns))}, {a.dtype}, {num_sms} SMs"
     if call.return_A:
         kind += ", A returned"
@@ -123,7 +122,7 @@ def fused_gather(
     scales = call.scales
     if isinstance(config, OneShotConfig):
         if scales is None:
-            return AllGatherMatmulOneShot(workspace, call.a, config)
+            return AllGatherMatmulOneShot(workspace, call.a, config, split_k=call.split_k)
         return AllGatherScaledMatmulOneShot(workspace, call, scales, config)
     if isinstance(config, configs.CopiedConfig):
         biases = [] if scales is None else scales.biases
@@ -185,7 +184,7 @@ def gather_operands(config: configs.AnyConfig, call: configs.GatherKernelCall) -
 def results_of(call: configs.GatherKernelCall, world_size: int) -> list[torch.Tensor]:
     """Memory for the products and, after them, for the gathered shards if they are wanted."""
     a, bs = call.a, call.bs
-    rows = a.shape[:1] if call.split_k else (world_size, a.shape[0])
+    rows = (call.rows(world_size),) if call.split_k else (world_size, a.shape[0])
     dtype = a.dtype if call.scaled is None else call.scaled.out_dtype
     products = [a.new_empty((*rows, b.shape[1]), dtype=dtype) for b in bs]
     return [*products, a.new_empty((*rows, bs[0].shape[0]))] if call.return_A else products

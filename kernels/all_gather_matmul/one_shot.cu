@@ -1,4 +1,5 @@
-// all_gather(A) in one shot, for a cuBLAS matmul after it: gathered[src] = A[src] [m, K] of every rank src.
+// all_gather(A) in one shot, for a cuBLAS matmul after it: gathered[src] = A[src] [m, K] of every rank src; or with
+// `side_by_side` gathered[:, src] of [m, W, K].
 //
 // Who writes and who waits: LL exchange (ll_exchange.cuh). Every rank sends its vectors to all peers, and stores its
 // own and those that arrive into `gathered`: the matmul may read that while peers already send for the next call.
@@ -21,11 +22,12 @@ using weft::u64;
 struct Params {
     weft::ExchangeSlots slots;
     const uint4* a;  // A [m, K], rows `stride` vectors apart
-    uint4* gathered;  // [W, m, K]
+    uint4* gathered;  // [W, m, K], or [m, W, K]
     u32 vectors;  // of a shard
     u32 columns;  // vectors of a row
     u32 stride;
     u32 scale_vectors;  // of a shard
+    u32 side_by_side;
 #if SCALED
     const uint4* scales;  // [m]
     uint4* gathered_scales;  // [W, m]
@@ -51,7 +53,12 @@ extern "C" __global__ void __launch_bounds__(512, 1) all_gather_one_shot(const _
                               : p.gathered_scales + static_cast<u64>(src) * p.scale_vectors + (at - rows);
         weft::store_vector(to, v);
 #else
-        weft::store_vector(p.gathered + static_cast<u64>(src) * p.vectors + at, v);
+        u64 to = static_cast<u64>(src) * p.vectors + at;
+        if (p.side_by_side) {
+            const u32 row = at / p.columns;
+            to = (static_cast<u64>(row) * WORLD_SIZE + src) * p.columns + (at - row * p.columns);
+        }
+        weft::store_vector(p.gathered + to, v);
 #endif
     };
     uint4 v = make_uint4(0, 0, 0, 0);

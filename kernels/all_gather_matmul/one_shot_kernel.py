@@ -33,6 +33,7 @@ class _Params(ctypes.Structure):
         ("columns", ctypes.c_uint32),
         ("stride", ctypes.c_uint32),
         ("scale_vectors", ctypes.c_uint32),
+        ("side_by_side", ctypes.c_uint32),
     )
 
 
@@ -54,6 +55,7 @@ class AllGatherMatmulOneShot:
         a: an example of the shard, [m, K] of 16 bits as ``cuda_kernel.can_take`` wants it. Every call gets one of these
             sizes and strides.
         config: of ``configs.choose_one_shot_gather``, the same on every rank.
+        split_k: shards lie side by side: what is gathered is [m, W * K], the Bs are [W * K, N_i].
 
     Raises:
         ValueError: the workspace is too small.
@@ -62,13 +64,22 @@ class AllGatherMatmulOneShot:
     params = _Params  #: the twin of what the kernel takes
     more_defines: Defines = ()
 
-    def __init__(self, workspace: Workspace[ExchangeLayout], a: torch.Tensor, config: OneShotConfig) -> None:
+    def __init__(
+        self,
+        workspace: Workspace[ExchangeLayout],
+        a: torch.Tensor,
+        config: OneShotConfig,
+        *,
+        split_k: bool = False,
+    ) -> None:
         (m, k), size = a.shape, workspace.world_size
-        self.workspace, self._rows, self._k = workspace, size * m, k
+        self.workspace = workspace
+        self._rows, self._k = (m, size * k) if split_k else (size * m, k)
         self._empty, self._timeout_ns = empty_on(a.device), 0
         elements = VECTOR // a.element_size()
         p = self._params = self.params(slots_of(workspace))
         p.vectors, p.columns, p.stride = config.vectors, k // elements, row_stride(a) // elements
+        p.side_by_side = split_k
         program, layout = self.program(size, workspace.rank), workspace.layout
         self._launch, self._grids = one_shot.launch_of(program, "all_gather_one_shot", p, config, layout)
 
@@ -89,7 +100,8 @@ class AllGatherMatmulOneShot:
 
         Args:
             tensors: the local shard, in any number of dimensions, and the Bs, each [K, N_i].
-            results: the products [W, m, N_i]: each a whole storage, whatever its sizes and strides say.
+            results: the products [W, m, N_i], with ``split_k`` [m, N_i]: each a whole storage, whatever its sizes and
+                strides say.
             stream: the current one, a CUstream as an integer.
 
         Raises:
@@ -109,11 +121,11 @@ class AllGatherMatmulOneShot:
             torch.mm(gathered, b, out=self._matrix(result, b.shape[1]))
 
     def _matrix(self, x: torch.Tensor, columns: int) -> torch.Tensor:
-        """The storage of a result as [W * m, columns]."""
+        """The storage of a result as [rows, columns]."""
         return x if x.dim() == 2 else x.as_strided((self._rows, columns), (columns, 1))
 
     def launch(self, a: int, gathered: int, timeout_ns: int, stream: int) -> None:
-        """The exchange alone, from the address of the shard to that of the gathered ones [W, m, K]."""
+        """The exchange alone, from the address of the shard to that of the gathered ones."""
         with self.workspace.lock:
             p = self._params
             if timeout_ns != self._timeout_ns:

@@ -14,13 +14,12 @@ from ...symm_mem.backends import cuda_state
 from ...symm_mem.layout import NUM_BUFFERS, Layout
 from ...symm_mem.workspace import Workspace
 from ..device.comm import acquire
-from ..device.comm.copy_engine import CopiedParts, CopyEngine
+from ..device.comm.copy_engine import CopiedParts, engine_of
 from ..device.jit.program import Program, WaitParams
 
 VECTOR = 16  #: bytes, of which a part has a multiple
 _THREADS, _AT_ONCE = 512, 4  # as in kernel.cu
 _BLOCKS_OF_AN_SM = 4
-_ENGINE = "async"
 
 
 class _Params(ctypes.Structure):
@@ -70,10 +69,7 @@ class AsyncCollective:
     """The launches of such calls in one workspace. Made by all ranks together, as it compiles."""
 
     def __init__(self, workspace: Workspace[Layout], problem: AsyncProblem) -> None:
-        if _ENGINE not in workspace.copy_streams:
-            workspace.copy_streams[_ENGINE] = CopyEngine(workspace)
-        self._engine: CopyEngine = workspace.copy_streams[_ENGINE]
-        self._problem = problem
+        self._engine, self._problem = engine_of(workspace), problem
         acquire.load()
         function = async_program(workspace.world_size).function(problem.kernel)
         vectors = problem.part_bytes // VECTOR

@@ -69,6 +69,7 @@ BLOCK_PRODUCTS: tuple[Capability, ...] = (HOPPER,)
 ALL = tuple(ARCHS)
 _FROM_ADA = tuple(c for c in ALL if c >= (8, 9))
 _FROM_HOPPER = tuple(c for c in ALL if c >= HOPPER)
+_WITH_GEMM = (HOPPER, (10, 0), (10, 3))  # wgmma, or tcgen05 and tensor memory
 _GATHERS = ("all_gather_matmul", "all_gather_scaled_matmul")
 _SCATTERS = ("matmul_reduce_scatter", "scaled_matmul_reduce_scatter")
 _PEERS, _COPIES = "peer access", "peer access, copy engines"
@@ -77,7 +78,11 @@ _H200 = "2 H200", "2026-11-28"
 KERNELS: dict[str, KernelRow] = {
     "all_gather/kernel.cu": KernelRow(("all_gather",), ALL, _PEERS, *_H200, "h200-x2-all_gather.json"),
     "all_gather_matmul/kernel.cu": KernelRow(
-        _GATHERS, (HOPPER,), "peer access, clusters, TMA, wgmma", *_H200, "h200-x2-all_gather_matmul.json"
+        _GATHERS,
+        _WITH_GEMM,
+        "peer access, clusters, TMA, wgmma or tcgen05",
+        *_H200,
+        "h200-x2-all_gather_matmul.json",
     ),
     "all_gather_matmul/scaled.py": KernelRow(
         _GATHERS[1:], _FROM_ADA, "peer access, torch's scaled product", *_H200, "h200-x2-scaled.txt"
@@ -103,13 +108,17 @@ KERNELS: dict[str, KernelRow] = {
         ("async_collectives",), ALL, _COPIES, "2 H100", "2026-11-27", "h100-x2-gathered-weights.txt"
     ),
     "device/comm/acquire.cu": KernelRow(
-        ("all_gather_matmul", "async_collectives"), ALL, _COPIES, *_H200, "h200-x2-sanitizer.txt"
+        ("all_gather_matmul", "matmul_reduce_scatter", "async_collectives"),
+        ALL,
+        _COPIES,
+        *_H200,
+        "h200-x2-sanitizer.txt",
     ),
     "float8_cast/kernel.cu": KernelRow((), _FROM_ADA, "fp8", "H200", "2026-11-29", "h200-x1-float8-cast.txt"),
     "grouped_matmul/kernel.cu": KernelRow(
         ("grouped_matmul",),
-        (HOPPER,),
-        "clusters, TMA, wgmma",
+        _WITH_GEMM,
+        "clusters, TMA, wgmma or tcgen05",
         "H200",
         "2026-11-29",
         "h200-x1-grouped-matmul.txt",
@@ -120,8 +129,8 @@ KERNELS: dict[str, KernelRow] = {
     ),
     "matmul_reduce_scatter/kernel.cu": KernelRow(
         (*_SCATTERS, "matmul_all_reduce"),
-        (HOPPER,),
-        "peer access, clusters, TMA, wgmma",
+        _WITH_GEMM,
+        "peer access, clusters, TMA, wgmma or tcgen05",
         *_H200,
         "h200-x2-matmul_reduce_scatter.json",
     ),
@@ -187,6 +196,11 @@ def runs_on(kernel: str, device: torch.device) -> bool:
     1."""
     capability, row = capability_of(device), KERNELS[kernel]
     return capability in row.archs and (capability in row.ran or takes_untested())
+
+
+def has_tensor_memory(device: torch.device) -> bool:
+    """Whether products add up in tensor memory there, by tcgen05."""
+    return capability_of(device)[0] == 10
 
 
 def has_clusters(device: torch.device) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..device.gemm.gemm_tiles import TILES, Tile
+from ..device.gemm.gemm_tiles import Tile, tiles_of
 
 MOST_EXPERTS, MOST_PARTS = 2048, 2  #: of a rank, and groups of each, whose steps lie in shared memory
 _FEW_ROWS = 48  # of an expert, on average: tiles of 64 rows
@@ -45,14 +45,14 @@ class GroupedConfig:
         return self.tile.shared + 4 * groups
 
 
-def choose_grouped(rows: int, experts: int, ns: Sequence[int], k: int, num_sms: int) -> GroupedConfig:
+def choose_grouped(
+    rows: int, experts: int, ns: Sequence[int], k: int, num_sms: int, *, tensor_memory: bool = False
+) -> GroupedConfig:
     """For ``rows`` rows of so many experts, whose counts the host does not know: as if they had about the same."""
     each, clusters = rows / experts, max(1, num_sms // 2)
-    candidates = [
-        tile
-        for tile in TILES
-        if (tile.block_m == 64 if each <= _FEW_ROWS else tile.block_m == 128 and tile.block_n >= _NARROWEST)
-    ]
+    tiles = tiles_of(tensor_memory)
+    narrow = [tile for tile in tiles if tile.block_m == 64] if each <= _FEW_ROWS else []
+    candidates = narrow or [tile for tile in tiles if tile.block_m == 128 and tile.block_n >= _NARROWEST]
 
     def predicted_us(tile: Tile) -> float:
         columns, stage_us = sum(-(-n // tile.block_n) for n in ns), tile.stage_us

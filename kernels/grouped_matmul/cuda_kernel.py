@@ -96,10 +96,12 @@ class GroupedMatmul:
         self._a = Maps(boxes_of_rows(a.dtype, (1, 1, *a.shape), (0, 0, *a.stride()), tile))
         self._bs = [Maps(boxes_of_experts(b, tile, whole)) for b in bs]
         self._shared = config.shared(MOST_PARTS * experts)
-        self._function: Function = grouped_program(bs, config).function(
+        program = grouped_program(bs, config)
+        self._threads = gemm.threads_of(program)
+        self._function: Function = program.function(
             "grouped_matmul", shared=config.shared(MOST_PARTS * MOST_EXPERTS)
         )
-        clusters = self._function.most_clusters(2, gemm.THREADS, self._shared)
+        clusters = self._function.most_clusters(2, self._threads, self._shared)
         self._blocks = 2 * min(num_sms // 2, clusters)
         self._ns = [b.shape[2] for b in bs]
         self._columns = [-(-n // tile.block_n) for n in self._ns]
@@ -123,4 +125,4 @@ class GroupedMatmul:
         p.begins = 0 if groups.begins is None else groups.begins.data_ptr()
         p.ends, p.groups, p.parts = groups.ends.data_ptr(), groups.ends.shape[0], groups.parts
         p.total, (p.k, p.raster_group) = outs[0].shape[0], self._fixed
-        self._function.launch(self._blocks, gemm.THREADS, p, current_stream_of(a), self._shared)
+        self._function.launch(self._blocks, self._threads, p, current_stream_of(a), self._shared)

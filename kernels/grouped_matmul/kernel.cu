@@ -12,7 +12,6 @@
 // It waits for no other rank. Whatever `begins` and `ends` hold, nothing outside of the tensors is read or written.
 
 #define SERVE_REGISTERS 72
-#define MULTIPLY_REGISTERS 216
 #include "gemm/gemm.cuh"
 #include "groups.cuh"
 
@@ -63,14 +62,14 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, Gro
     weft::drain(s, state);
 }
 
-// Adds an expert's bias to 16 sums of a thread, of 32 columns from `column` on.
+// Adds an expert's bias to a set of sums, the first of which are of column `column`.
 __device__ __forceinline__ void add_bias(const u16* bias, int column, int n, float* v) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        float more[2];
-        weft::Number::unpack(__ldg(reinterpret_cast<const u32*>(bias + min(column + 8 * j, n - 2))), more);
+    for (int j = 0; j < weft::SET_PAIRS; ++j) {
+        const int at = min(column + weft::PAIR_COLUMNS * j, n - 2);
+        const u32 word = __ldg(reinterpret_cast<const u32*>(bias + at));
 #pragma unroll
-        for (int e = 0; e < 4; ++e) v[4 * j + e] += more[e % 2];
+        for (int r = 0; r < weft::SET_ROWS; ++r) weft::add_pair(word, v + weft::pair_of_set(r, j));
     }
 }
 
@@ -92,9 +91,21 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         load(p, s, groups);
         return;
     }
-    weft::warpgroup_reg_alloc<MULTIPLY_REGISTERS>();
-    weft::PipelineState<STAGES> state;
     const int depth = (p.k + weft::BK - 1) / weft::BK;
+#if TENSOR_MEMORY
+    if (warpgroup == 3) {
+        weft::warpgroup_reg_dealloc<weft::ISSUE_REGISTERS>();
+        if (warp != 12) return;
+        weft::Issuer issuer(s);
+        for (int step = blockIdx.x / weft::CLUSTER; step < groups.steps(); step += gridDim.x / weft::CLUSTER) {
+            issuer.multiply(depth);
+        }
+        issuer.end();
+        return;
+    }
+#endif
+    weft::warpgroup_reg_alloc<weft::MULTIPLY_REGISTERS>();
+    weft::MultiplyState state;
     for (int step = blockIdx.x / weft::CLUSTER; step < groups.steps(); step += gridDim.x / weft::CLUSTER) {
         const GroupTile t = groups.tile(step, s.block);
         float sums[weft::ACC_REGS];
@@ -104,7 +115,7 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         const int of_thread = column + weft::place_of_sums(warpgroup).column;
         u16* c = p.c[t.b] + static_cast<u64>(t.row) * n + column;
         weft::store_rows(c, n, t.end - t.row, n - column, warpgroup, sums, [&](int i, float* v) {
-            if (bias != nullptr) add_bias(bias, of_thread + 32 * i, n, v);
+            if (bias != nullptr) add_bias(bias, of_thread + weft::SET_COLUMNS * i, n, v);
         });
     }
 }

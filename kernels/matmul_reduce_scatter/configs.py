@@ -11,12 +11,14 @@ from typing import TypeAlias
 import torch
 
 from ...symm_mem.layout import Layout
+from ..device.comm.copy_engine import CALL_US, PEER_US, STARTS_US, CopiedConfig
 from ..device.device_spec import H200, DeviceSpec, device_spec_of
 from ..device.gemm import gemm_tiles, one_shot
 from ..device.gemm.one_shot import OneShotConfig
 from ..device.gemm.scaling import ScaledProducts, ScaleKind
 
 SCALED_OP = "fused_scaled_matmul_reduce_scatter"  #: of fp8 operands
+APART_OP = "fused_matmul_all_to_all"  #: of products that are not summed
 MOST_PRODUCTS = 4  # that kernel.cu adds
 # Rows of a rank from which on wide raster groups are as fast or up to 4 % faster; with 1024 rows 8 to 30 % slower.
 # (Between 2 ranks, bench/results/h100-x2-sustained.txt. Between 4 2 to 4 % faster, in one row of six 2 % slower.)
@@ -27,6 +29,7 @@ _TALL = 2048
 _LONG_SCALED, _SCALED_FEELS, _SCALED_PRODUCT = 3584, 0.25, 0.96
 # Columns of a warpgroup whose partial results are sent in float32: with more, registers are spilled.
 _SENT_WIDE = 192
+_SUMMED = 0.7  # of memory bandwidth, that torch's sum of the parts gets: not fitted
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,14 @@ class Epilogue:
     """What becomes of the local part of the sum: divided by the number of ranks or not; a ``bias`` [N] and a
     ``residual`` [L, m, N] of the operands' dtype added in float32, if there are; rounded to ``out_dtype``, that of the
     operands, or kept as it is in float32. ``to_all``: sent to all ranks, for an all-reduce; of the operands' dtype,
-    with nothing added."""
+    with nothing added. ``apart``: not summed, for an all-to-all; likewise."""
 
     out_dtype: torch.dtype
     average: bool = False
     bias: bool = False
     residual: bool = False
     to_all: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class MatmulReduceScatterProblem:
     an all-reduce, A [m, K] and B [K, N]. What is estimated is estimated for products of 16 bits.
 
     ``num_sms``: SMs to use, of a device as in ``spec``. ``scaled``: the operands are fp8, two of them each number here.
-    ``itemsize``: bytes of a number.
+    ``itemsize``: bytes of a number. ``copies``: copy engines are preferred, also where kernel.cu runs.
     """
 
     m: int
@@ -83,11 +87,17 @@ class MatmulReduceScatterProblem:
     spec: DeviceSpec = H200
     scaled: ScaledProducts | None = None
     itemsize: int = 2
+    copies: bool = False
 
     @property
     def scaled_in_epilogue(self) -> bool:
         """Whether operands are fp8 with scales that multiply finished sums: tensor-wise or row-wise ones."""
         return self.scaled is not None and self.scaled.kind is not ScaleKind.BLOCKS
+
+    @property
+    def has_gemm(self) -> bool:
+        """Whether kernel.cu takes such numbers, and runs on the device."""
+        return self.spec.has_gemm and self.itemsize == 2
 
     @property
     def rows(self) -> int:
@@ -124,7 +134,7 @@ class ScatterKernelCall:
         terms: the bias and the residual that the epilogue names; with ``scaled`` the scales of A and of B, and the bias
             of each partial result if there is one. When it is launched contiguous, from multiples of 16 bytes on.
         split_n: ranks have columns of B of their own, not rows of A.
-        preferred: the algorithm to take where it can be, "push" or "one_shot"; None for the fastest.
+        preferred: the algorithm to take where it can be, "push", "one_shot" or "copy_engine"; None for the fastest.
         scaled: the operands are fp8, two of them each number here.
     """
 
@@ -154,13 +164,14 @@ class ScatterKernelCall:
             batches=batched[0] if batched else 1,
             split_n=self.split_n,
             to_all=self.epilogue.to_all,
-            spec=device_spec_of(self.b.device),
+            spec=device_spec_of(self.b.device, scaled=self.scaled is not None),
             scaled=self.scaled,
             itemsize=self.a.dtype.itemsize,
+            copies=self.preferred == "copy_engine",
         )
 
 
-AnyConfig: TypeAlias = ScatterPushConfig | OneShotConfig
+AnyConfig: TypeAlias = ScatterPushConfig | OneShotConfig | CopiedConfig
 
 
 def push_config(tile: gemm_tiles.Tile, problem: MatmulReduceScatterProblem) -> ScatterPushConfig:
@@ -201,9 +212,27 @@ def estimate_one_shot_scatter_us(problem: MatmulReduceScatterProblem) -> float:
     return exchanged + slowdown * gemm_tiles.matmul_us(problem.rows, problem.n, problem.k, problem.spec)
 
 
+def choose_copied_scatter(problem: MatmulReduceScatterProblem) -> CopiedConfig | None:
+    """The configuration; None where no such call is taken. kernel.cu is faster where it runs."""
+    refused = problem.scaled is not None or (problem.has_gemm and not problem.copies)
+    return None if refused else CopiedConfig()
+
+
+def estimate_copied_scatter_us(problem: MatmulReduceScatterProblem) -> float:
+    """Microseconds: one peer's part is multiplied after the other's, and sent during the next ones, the own one last.
+    That between two ranks it is cut makes no difference here, where sending takes less time than the product."""
+    size, part = problem.world_size, problem.moved / (problem.world_size - 1)
+    each = gemm_tiles.matmul_us(problem.rows // size, problem.n, problem.k, problem.spec)
+    sent = now = CALL_US
+    for _ in range(size - 1):
+        now += each
+        sent = max(sent, now) + part / gemm_tiles.LINK
+    summed = (size + 1) * part / (_SUMMED * problem.spec.memory)
+    return max(now + each, sent + STARTS_US) + PEER_US * (size - 1) + summed
+
+
 def rank_scatter_kernels(problem: MatmulReduceScatterProblem) -> list[tuple[float, AnyConfig]]:
-    """All candidates of both kernels with their predicted microseconds, the fastest first; none where none takes such a
-    call.
+    """All candidates with their predicted microseconds, the fastest first; none where none takes such a call.
 
     A pure function: all ranks choose alike.
     """
@@ -211,16 +240,29 @@ def rank_scatter_kernels(problem: MatmulReduceScatterProblem) -> list[tuple[floa
     scatter = choose_one_shot_scatter(problem)
     if scatter is not None:
         ranked.append((estimate_one_shot_scatter_us(problem), scatter))
+    if (copied := choose_copied_scatter(problem)) is not None:
+        ranked.append((estimate_copied_scatter_us(problem), copied))
     return sorted(ranked, key=itemgetter(0))
 
 
 def scatter_layout(config: AnyConfig, problem: MatmulReduceScatterProblem) -> Layout | None:
     """The workspace; None of a OneShotConfig, which has one of its own."""
-    return None if isinstance(config, OneShotConfig) else scatter_push_layout(config, problem)
+    if isinstance(config, OneShotConfig):
+        return None
+    return (
+        copied_parts_layout(problem)
+        if isinstance(config, CopiedConfig)
+        else scatter_push_layout(config, problem)
+    )
+
+
+def copied_parts_layout(problem: MatmulReduceScatterProblem) -> Layout:
+    """The workspace: a slot for each rank, and a flag."""
+    return Layout(problem.world_size, 1, problem.world_size * problem.moved // (problem.world_size - 1))
 
 
 def scatter_is_profitable(problem: MatmulReduceScatterProblem) -> bool:
-    """Whether the better of both kernels is predicted to beat a matmul and a reduce-scatter after it."""
+    """Whether the fastest candidate is predicted to beat a matmul and a reduce-scatter after it."""
     return scatter_saves_us(problem) > 0
 
 
@@ -238,7 +280,7 @@ def scatter_saves_us(problem: MatmulReduceScatterProblem) -> float:
 @lru_cache(maxsize=4096)
 def rank_scatter_pushes(problem: MatmulReduceScatterProblem) -> tuple[tuple[float, ScatterPushConfig], ...]:
     """All candidates with the microseconds that ``estimate_scatter_push_us`` predicts, the fastest first."""
-    if not problem.spec.has_gemm or problem.itemsize > 2:
+    if not problem.has_gemm:
         return ()
     n, k, size = problem.n, problem.k, problem.world_size
     tiles = gemm_tiles.suited_to(

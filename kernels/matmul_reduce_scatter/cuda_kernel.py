@@ -70,6 +70,7 @@ def scatter_defines(
         ("BIAS", int(epilogue.bias)),
         ("RESIDUAL", int(epilogue.residual)),
         ("ALL_REDUCE", int(epilogue.to_all)),
+        ("ALL_TO_ALL", int(epilogue.apart)),
         ("STAGING", int(config.staged)),
         *(config.scaled.defines.items() if config.scaled else ()),
     )
@@ -152,7 +153,7 @@ class MatmulReduceScatterPush:
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
         """A whole epoch of the buffer, from the addresses of the factors and what the epilogue adds, to that of out
-        [L, m, N] ([M, N] with ``epilogue.to_all``), contiguous.
+        [L, m, N] ([M, N] with ``epilogue.to_all``, [W, L, m, N] with ``epilogue.apart``), contiguous.
 
         ``stream``: a CUstream as an integer.
         """

@@ -6,9 +6,10 @@
 // be sent, summed in float32 in rank order, and rounded once to A's dtype, or with OUT_FLOAT32 not at all. Before that
 // BIAS adds a row of N numbers and RESIDUAL a matrix [L, m, N], both of A's dtype. With SPLIT_N rank r owns the N
 // columns of B from N r on: A [1, 1, m, K], B [K, W N]. With ALL_REDUCE the sums go to all ranks, rounded, and out is
-// [M, N] on each: A [1, 1, M, K], of which rank r owns the m rows from r m on, as far as there are.
+// [M, N] on each: A [1, 1, M, K], of which rank r owns the m rows from r m on, as far as there are. With ALL_TO_ALL
+// nothing is summed: out [W, L, m, N] has the ranks' results, each rounded once.
 //
-// Of fp8 operands (gemm/scales.cuh) a partial result is scaled, gets a bias, and is sent in the result's dtype.
+// Of fp8 operands (gemm/sm90/scales.cuh) a partial result is scaled, gets a bias, and is sent in the result's dtype.
 //
 // Who writes: a tile for rank dst leaves as two accumulator fragments, one of each compute warpgroup, into dst's buffer
 // [W - 1][tiles][2][PART_BYTES] (slot: the sender's rank, less one above dst), by the LL protocol: there are no flags.
@@ -22,7 +23,6 @@
 
 // Per thread; data that is copied, and data that arrives, passes through them.
 #define SERVE_REGISTERS 56
-#define MULTIPLY_REGISTERS 224
 #include "gemm/gemm.cuh"
 #include "gemm/step_queue.cuh"
 #include "comm/rate_limiter.cuh"
@@ -30,7 +30,7 @@
 #include "parts.cuh"
 #include "sums.cuh"
 #ifdef FP8_TYPES
-#include "gemm/scales.cuh"
+#include "gemm/sm90/scales.cuh"
 #endif
 
 using weft::u16;
@@ -61,6 +61,9 @@ using Out = u16;
 #if ALL_REDUCE && (OUT_FLOAT32 || BIAS || RESIDUAL || SPLIT_N || !STAGING)
 #error "ALL_REDUCE: sums of 16 bits of rows, to which nothing is added, and which are staged"
 #endif
+#if ALL_TO_ALL && (ALL_REDUCE || OUT_FLOAT32 || BIAS || RESIDUAL)
+#error "ALL_TO_ALL: results of 16 bits, to which nothing is added"
+#endif
 
 struct Params {
     weft::TensorMap a[MOST_PRODUCTS];  // each [L, W, m, K] (SPLIT_N: [1, 1, m, K]), boxes of a stage
@@ -69,7 +72,7 @@ struct Params {
     weft::BufferWords buffer;
     uint4* receive_buffer;  // the local buffer
     uint4* staging;  // [blocks][2][PART], if there is any
-    Out* out;  // [L, m, N]
+    Out* out;  // [L, m, N], with ALL_TO_ALL [W, L, m, N]
     int batches, m, n;
     int products;  // how many
     int depths[MOST_PRODUCTS];  // of each, in stages
@@ -128,66 +131,11 @@ __device__ __forceinline__ void to_receivers(const Params& p, const Tile& t, con
     }
 }
 
-__device__ __forceinline__ uint4* staged(const Params& p, int warpgroup) {
-    return p.staging + (2 * blockIdx.x + warpgroup) * PART;
-}
+}  // namespace
 
-// Warps 1 and 2: send to the peers what their warpgroup has staged.
-__device__ __forceinline__ void push(
-    const Params& p, const weft::Shared& s, const Order& order, int warpgroup, u32 epoch) {
-    const int lane = threadIdx.x % 32;
-    u32* sent = s.counts + SENT + warpgroup;
-    if (!weft::may_send(p.watch, p.buffer, epoch)) {
-        if (lane == 0) weft::set_count(sent, weft::CLOSED);
-        return;
-    }
-    constexpr int AHEAD = 8;  // vectors of a lane, in flight at once
-    static_assert(PART % (32 * AHEAD) == 0);
-    const uint4* from = staged(p, warpgroup) + lane;
-    weft::SharedTokenBucket limiter(p.watch, p.buffer, AHEAD * 32 * 16, RATE);
-    for (;;) {
-        // How many have been sent stands in `sent` alone, for want of registers.
-        if (weft::wait_count(s.counts + STAGED + warpgroup, weft::read_count(sent) + 1) == weft::CLOSED) {
-            if (lane == 0) weft::set_count(sent, weft::CLOSED);
-            return;
-        }
-        const Tile t = order.tile(p, weft::read_count(s.counts + STEP + warpgroup), s.block);
-        const int receivers = ALL_REDUCE && t.dst == p.watch.rank ? WORLD_SIZE - 1 : 1;
-        limiter.ask(receivers);
-#pragma unroll 1
-        for (u32 first = 0; first < PART; first += 32 * AHEAD) {
-            uint4 v[AHEAD];
-#pragma unroll
-            for (int i = 0; i < AHEAD; ++i) v[i] = __ldcg(from + first + 32 * i);
-            limiter.wait();
-            if (first + 32 * AHEAD < PART) limiter.ask(receivers);
-            to_receivers(p, t, [&](int dst) {
-                uint4* to = at_peer(p, order, t, warpgroup, dst) + lane + first;
-#pragma unroll
-                for (int i = 0; i < AHEAD; ++i) to[32 * i] = v[i];
-            });
-        }
-        // The limiter's __syncwarp came after all lanes' last loads.
-        if (lane == 0) weft::set_count(sent, weft::read_count(sent) + 1);
-        __syncwarp();
-    }
-}
+#include "push.cuh"
 
-// To the warp that sends for this warpgroup: `count` fragments are staged, the last one at `step`; CLOSED: no more
-// will be.
-__device__ __forceinline__ void tell(const weft::Shared& s, int warpgroup, u32 count, int step = 0) {
-    weft::sync_warpgroup(warpgroup);
-    if (threadIdx.x % weft::GROUP != 0) return;
-    weft::set_count(s.counts + STEP + warpgroup, step);
-    weft::set_count(s.counts + STAGED + warpgroup, count);
-}
-
-// After the last tile: the warp that sends for this warpgroup may end when all has been sent.
-__device__ __forceinline__ void end_sending(const weft::Shared& s, int warpgroup, u32 sent) {
-    if (sent == weft::CLOSED) return;
-    weft::wait_count(s.counts + SENT + warpgroup, sent);
-    tell(s, warpgroup, weft::CLOSED);
-}
+namespace {
 
 // Sends or stages a compute warpgroup's fragment of a tile.
 __device__ __forceinline__ void send(
@@ -271,33 +219,6 @@ __device__ __forceinline__ void report_and_leave(
     weft::leave(p.watch, p.buffer, epoch);
 }
 
-// Adds all peers' fragments to a warpgroup's one of a local tile. False: a wait has expired. As many loads in flight as
-// there are registers for: each trip keeps the tensor cores waiting for half a microsecond and more.
-__device__ __forceinline__ bool add_parts(
-    const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup,
-    float (&sums)[weft::ACC_REGS]) {
-    constexpr int ALL = weft::VECTORS, PEERS = WORLD_SIZE - 1;
-    constexpr int ROOM = ALL_REDUCE ? 8 : PEERS == 1 ? 16 : BIAS ? 9 : 12;
-    constexpr int AHEAD = PEERS > ROOM ? 1 : ROOM / PEERS < ALL ? ROOM / PEERS : ALL;
-    const u32 slot = 2 * order.each() * PART;
-    uint4* at = p.receive_buffer + (2 * t.index + warpgroup) * PART + threadIdx.x % weft::GROUP;
-    bool there = true;
-#pragma unroll
-    for (int first = 0; first < ALL; first += AHEAD) {
-        uint4 parts[AHEAD * PEERS];
-        const int count = first + AHEAD < ALL ? AHEAD : ALL - first;
-        there &= weft::take(receive_buffer(p, s), parts, count * PEERS, [&](int i) {
-            return at + i % PEERS * u64{slot} + i / PEERS * weft::GROUP;
-        });
-#pragma unroll
-        for (int i = 0; i < count; ++i) {
-            weft::add_up(parts + i * PEERS, p.scale, sums + weft::PART_ELEMENTS * (first + i));
-        }
-        at += AHEAD * weft::GROUP;
-    }
-    return there;
-}
-
 #ifdef FP8_TYPES
 __device__ __forceinline__ weft::TileScales scales_of(const Params& p, const Tile& t) {
     const int part = SPLIT_N ? 0 : t.batch * WORLD_SIZE + t.dst, parts = SPLIT_N ? 1 : p.batches * WORLD_SIZE;
@@ -306,12 +227,30 @@ __device__ __forceinline__ weft::TileScales scales_of(const Params& p, const Til
 }
 #endif
 
+// Stores a compute warpgroup's fragment of a local tile, and from every peer that of the tile with the same index.
+__device__ __forceinline__ void store_each(
+    const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup,
+    float (&sums)[weft::ACC_REGS]) {
+    const int row = t.row * BM, column = t.column * BN, rows = rows_from(p, p.watch.rank, row);
+    u16* out = reinterpret_cast<u16*>(p.out) + (static_cast<u64>(t.batch) * p.m + row) * p.n + column;
+    const u64 each = static_cast<u64>(p.batches) * p.m * p.n;
+    weft::store_rows(out + RANK * each, p.n, rows, p.n - column, warpgroup, sums, [](int, float*) {});
+#pragma unroll 1
+    for (int i = 1; i < WORLD_SIZE; ++i) {
+        const int src = (RANK + i) % WORLD_SIZE;
+        uint4* part = p.receive_buffer + place_of(order, t, warpgroup, src, RANK);
+        weft::store_rows(out + src * each, p.n, rows, p.n - column, warpgroup, receive_buffer(p, s), part);
+    }
+    count_up(s, PARTS, warpgroup);
+}
+
 // Finishes a compute warpgroup's fragment of a local tile: adds the peers', stores the sum to `out`, with ALL_REDUCE
 // sends it.
 __device__ __forceinline__ void finish(
     const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 epoch, u32& sent,
     float (&sums)[weft::ACC_REGS]) {
-    const bool there = add_parts(p, s, order, t, warpgroup, sums);
+    uint4* parts = p.receive_buffer + (2 * t.index + warpgroup) * PART + threadIdx.x % weft::GROUP;
+    const bool there = weft::add_parts(receive_buffer(p, s), parts, 2 * order.each() * PART, p.scale, sums);
     count_up(s, PARTS, warpgroup);
     if constexpr (ALL_REDUCE) {
         if (!weft::all_of_warpgroup(warpgroup, there)) tell(s, warpgroup, sent = weft::CLOSED);
@@ -363,9 +302,18 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         if (role == 0) load(p, s, order, steps);
         if (STAGING && (role == 1 || role == 2)) push(p, s, order, role - 1, epoch);
         if (role == 3) report_and_leave(p, s, order, epoch);
+#if TENSOR_MEMORY
+    } else if (warpgroup == 3) {
+        weft::warpgroup_reg_dealloc<weft::ISSUE_REGISTERS>();
+        if (role == 0) {
+            weft::Issuer issuer(s);
+            for (weft::StepQueue queue{s.counts + SLOTS}; queue.next() < order.steps();) issuer.multiply(p.depth);
+            issuer.end();
+        }
+#endif
     } else {
-        weft::warpgroup_reg_alloc<MULTIPLY_REGISTERS>();
-        weft::PipelineState<STAGES> state;
+        weft::warpgroup_reg_alloc<weft::MULTIPLY_REGISTERS>();
+        weft::MultiplyState state;
         weft::StepQueue queue{s.counts + SLOTS};
         u32 sent = 0;
         int before = -1;
@@ -386,7 +334,13 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
             weft::multiply(s, state, warpgroup, p.depth, sums);
 #endif
             if (t.inside && t.dst != p.watch.rank) send(p, s, order, t, warpgroup, epoch, sent, sums);
-            if (t.inside && t.dst == p.watch.rank) finish(p, s, order, t, warpgroup, epoch, sent, sums);
+            if (t.inside && t.dst == p.watch.rank) {
+#if ALL_TO_ALL
+                store_each(p, s, order, t, warpgroup, sums);
+#else
+                finish(p, s, order, t, warpgroup, epoch, sent, sums);
+#endif
+            }
             if (ALL_REDUCE) take_sums(p, s, order, before, warpgroup);
         }
         if (ALL_REDUCE) take_sums(p, s, order, before, warpgroup);

@@ -1,7 +1,7 @@
 """Which kernel computes reduce_scatter(A @ B) on CUDA, and its call.
 
-16-bit operands go to kernel.cu; or, where little is scattered, to cuBLAS with a one-shot reduce-scatter after it, as
-float32 does.
+16-bit operands go to kernel.cu; or, where little is scattered, to cuBLAS with a one-shot reduce-scatter after it; or,
+where kernel.cu does not run, to cuBLAS with copy engines beside it, as float32 does everywhere.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ import torch
 
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
+from ..device.comm import acquire
+from ..device.comm.copy_engine import CopiedConfig
 from ..device.gemm import gemm
 from ..device.gemm.one_shot import OneShotConfig, algorithm_of, launch_prepared, likeliest
 from ..device.gemm.operands import ALIGNMENT, is_transposed, why_not
-from ..device.gemm.supported import WHY_NO_FLOAT32, WHY_NO_GEMM, why_last_dim_not_scattered
+from ..device.gemm.supported import WHY_NO_GEMM, why_last_dim_not_scattered
 from ..device.jit.ahead import CompilableProgram
 from ..device.tuning import tuner
 from ..device.tuning.benchmark import Candidate
 from ..device.tuning.choice import KernelChoice, KernelChoices, KernelSteps, make_together
 from . import OP, configs
+from .copied_products import MatmulReduceScatterCopied
 from .cuda_kernel import MatmulReduceScatterPush, ScaledMatmulReduceScatterPush, scatter_program
 from .one_shot_kernel import MatmulReduceScatterOneShot, ScaledMatmulReduceScatterOneShot
 
@@ -50,13 +53,24 @@ def _choose(
     if problem.split_n and problem.n * a.element_size() % ALIGNMENT:
         return f"scatter_dim: rows of {problem.n} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
     is_modelled = a.dtype in gemm.DTYPES
-    if problem.split_n and (why := why_last_dim_not_scattered(a.dtype, call.scaled, problem.n)) is not None:
+    if problem.split_n and (why := why_last_dim_not_scattered(call.scaled, problem.n)) is not None:
         return why
+    if call.epilogue.apart:
+        return _apart(problem)
     if not (ranked := configs.rank_scatter_kernels(problem)):
-        return WHY_NO_GEMM if is_modelled else WHY_NO_FLOAT32
+        return WHY_NO_GEMM
     us, config = likeliest(ranked, call.preferred)
     layout, profitable = configs.scatter_layout(config, problem), configs.scatter_is_profitable(problem)
     return KernelChoice(algorithm_of(config), config, layout, profitable, us if is_modelled else None)
+
+
+def _apart(problem: configs.MatmulReduceScatterProblem) -> KernelChoice[configs.AnyConfig] | str:
+    """Of products that are not summed: kernel.cu, profitable where it beats cuBLAS with an exchange after it."""
+    if not (pushes := configs.rank_scatter_pushes(problem)):
+        return WHY_NO_GEMM
+    us, config = pushes[0]
+    profitable = us < configs.estimate_one_shot_scatter_us(problem)
+    return KernelChoice("push", config, configs.scatter_push_layout(config, problem), profitable, us)
 
 
 def adds_products(call: configs.ScatterKernelCall, world_size: int) -> bool:
@@ -82,14 +96,14 @@ def tuned_scatter(
 ) -> tuple[KernelChoice[configs.AnyConfig], str]:
     """What to run instead of the model's choice, if the tuner is on, and where it comes from; "" where nothing is
     tuned."""
-    if choice.predicted_us is None:  # of float32 there is one kernel
+    if choice.algorithm == "copy_engine" or choice.predicted_us is None:  # float32 has no model
         return choice, ""
     if call.preferred or not tuner.is_tuning():
         return choice, tuner.FROM_MODEL
     a, epilogue, num_sms = call.a, call.epilogue, call.num_sms
     problem = call.problem(heap.world_size)
     batches, m, n, k, size = problem.batches, problem.m, problem.n, problem.k, problem.world_size
-    op = f"{OP} of the last dimension" if call.split_n else OP
+    op = configs.APART_OP if epilogue.apart else f"{OP} of the last dimension" if call.split_n else OP
     kind = f"{op} {batches} x {size} x {m} x {k} @ {k} x {n}, {a.dtype} to {epilogue.out_dtype}"
     kind += f"{' + bias' * epilogue.bias}{' + residual' * epilogue.residual}, {num_sms} SMs"
     if call.more:
@@ -99,28 +113,29 @@ def tuned_scatter(
     candidates: list[Candidate[configs.AnyConfig]] = [
         Candidate(c, configs.scatter_layout(c, problem), algorithm_of(c))
         for _, config in configs.rank_scatter_kernels(problem)
-        if not (call.more and isinstance(config, OneShotConfig))
+        if not ((call.more or epilogue.apart) and isinstance(config, OneShotConfig))
+        if not isinstance(config, CopiedConfig)  # the tuner's workspaces are not for copy engines
         for c in _both_ways(config)
     ]
     results: list[torch.Tensor] = []
 
     def make(workspace: Workspace[Any], config: configs.AnyConfig, timeout_ns: int) -> Callable[[], None]:
         if not results:
-            results.append(a.new_empty((batches, m, n), dtype=epilogue.out_dtype))
+            results.append(_result_of(call, size))
         kernel, given = fused_scatter(workspace, call, config), scatter_operands(config, call)
         return lambda: launch_prepared(workspace, config, kernel, given, results, timeout_ns)
 
     return tuner.tuned(heap, kind, choice, candidates, make)
 
 
-def _both_ways(config: configs.AnyConfig) -> list[configs.AnyConfig]:
+def _both_ways(config: OneShotConfig | configs.ScatterPushConfig) -> list[configs.AnyConfig]:
     """With fragments staged and not, where that makes a difference."""
     if isinstance(config, OneShotConfig):
         return [config]
     return [config, replace(config, staged=not config.staged)]
 
 
-Kernel: TypeAlias = MatmulReduceScatterPush | MatmulReduceScatterOneShot
+Kernel: TypeAlias = MatmulReduceScatterPush | MatmulReduceScatterOneShot | MatmulReduceScatterCopied
 
 
 def fused_scatter(
@@ -132,6 +147,8 @@ def fused_scatter(
         if call.scaled is not None:
             return ScaledMatmulReduceScatterOneShot(workspace, call, config)
         return MatmulReduceScatterOneShot(workspace, a, b, config, epilogue, split_n=call.split_n)
+    if isinstance(config, CopiedConfig):
+        return MatmulReduceScatterCopied(workspace, call)
     if call.scaled is not None:
         return ScaledMatmulReduceScatterPush(workspace, call, call.terms[1].stride(), config)
     return MatmulReduceScatterPush(workspace, call.factors, config, epilogue, num_sms=num_sms)
@@ -145,6 +162,8 @@ def scatter_programs(
     if isinstance(config, OneShotConfig):
         sent = call.a.dtype if call.scaled is None else epilogue.out_dtype
         return [MatmulReduceScatterOneShot.program(sent, epilogue, ranks)]
+    if isinstance(config, CopiedConfig):
+        return [acquire.PROGRAM]
     return [scatter_program(call.b, config, epilogue, ranks)]
 
 
@@ -155,10 +174,10 @@ def launch_matmul_reduce_scatter(
     timeout_ns: int,
     op: str,
 ) -> torch.Tensor:
-    """The own part of the sum with what the epilogue makes of it, [L, m, N]. ``op``: whose call it is."""
+    """The own part of the sum with what the epilogue makes of it, [L, m, N]; or of each rank apart, [W, L, m, N].
+    ``op``: whose call it is."""
     a, config, key = call.a, choice.config, _key(choice, call)
-    columns, given = call.columns(workspace.world_size), scatter_operands(config, call)
-    out = a.new_empty((a.shape[0], a.shape[2], columns), dtype=call.epilogue.out_dtype)
+    given, out = scatter_operands(config, call), _result_of(call, workspace.world_size)
     kernel: Any = workspace.prepared.get(key)
     if kernel is None:
         # Of all products: whether a rank stacks their factors or not is its own affair.
@@ -168,6 +187,12 @@ def launch_matmul_reduce_scatter(
         kernel = make_together(workspace, op, key, same, lambda: fused_scatter(workspace, call, config))
     launch_prepared(workspace, config, kernel, given, [out], timeout_ns)
     return out
+
+
+def _result_of(call: configs.ScatterKernelCall, world_size: int) -> torch.Tensor:
+    apart = (world_size,) * call.epilogue.apart
+    shape = (*apart, call.a.shape[0], call.a.shape[2], call.columns(world_size))
+    return call.a.new_empty(shape, dtype=call.epilogue.out_dtype)
 
 
 def scatter_launcher(

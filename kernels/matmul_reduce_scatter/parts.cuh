@@ -83,8 +83,7 @@ __device__ __forceinline__ bool take(const ReceiveBuffer& receive_buffer, uint4 
 __device__ __forceinline__ void store_rows(
     u16* out, u64 stride, int rows, int columns, int warpgroup, const ReceiveBuffer& receive_buffer, uint4* part) {
     constexpr int AHEAD = VECTORS < 8 ? VECTORS : 8;  // of a thread, in flight at once
-    const int row = place_of_sums(warpgroup).row;
-    const int column = warpgroup / WARPGROUPS_M * WN + threadIdx.x % 4 * 8;
+    const Place at = place_of_vectors(warpgroup);
     part += threadIdx.x % GROUP;
 #pragma unroll 1
     for (int first = 0; first < VECTORS; first += AHEAD) {
@@ -94,13 +93,11 @@ __device__ __forceinline__ void store_rows(
 #pragma unroll
         for (int i = 0; i < AHEAD; i += 2) {
             if (i >= count) break;
-            const uint4 upper = ll_decode(transposed(v[i].x, v[i].z, v[i + 1].x, v[i + 1].z));
-            const uint4 lower = ll_decode(transposed(v[i].y, v[i].w, v[i + 1].y, v[i + 1].w));
-            const int right = 16 * (first + i);
-            if (column + right >= columns) continue;
-            u16* to = out + row * stride + column + right;
-            if (row < rows) *reinterpret_cast<uint4*>(to) = upper;
-            if (row + 8 < rows) *reinterpret_cast<uint4*>(to + 8 * stride) = lower;
+            const Vectors both = vectors_of(
+                {v[i].x, v[i].y, v[i].z, v[i].w, v[i + 1].x, v[i + 1].y, v[i + 1].z, v[i + 1].w});
+            const int column = at.column + SET_COLUMNS / 2 * (first + i);
+            store_vectors(
+                out, stride, rows, columns, {at.row, column}, {ll_decode(both.first), ll_decode(both.second)});
         }
     }
 }

@@ -35,46 +35,64 @@ __device__ __forceinline__ void add_up(const uint4* parts, float scale, float* o
     for (int e = 0; e < PART_ELEMENTS; ++e) own[e] = total[e] * scale;
 }
 
-// values[0] and [1] += the two numbers of a word.
-__device__ __forceinline__ void add_pair(u32 word, float* values) {
-    float pair[2];
-    Number::unpack(word, pair);
-    values[0] += pair[0];
-    values[1] += pair[1];
+// Adds all peers' fragments, `slot` vectors apart, to a warpgroup's one of a local tile. False: a wait has expired. As
+// many loads in flight as there are registers for: each trip keeps the tensor cores waiting for half a microsecond and
+// more.
+__device__ __forceinline__ bool add_parts(
+    const ReceiveBuffer& receive_buffer, uint4* at, u32 slot, float scale, float (&sums)[ACC_REGS]) {
+    constexpr int ALL = VECTORS, PEERS = WORLD_SIZE - 1;
+    constexpr int FEWER = TENSOR_MEMORY ? 4 : 0;
+    constexpr int ROOM = (ALL_REDUCE ? 8 : PEERS == 1 ? 16 : BIAS ? 9 : 12) - FEWER;
+    constexpr int AHEAD = PEERS > ROOM ? 1 : ROOM / PEERS < ALL ? ROOM / PEERS : ALL;
+    bool there = true;
+#pragma unroll
+    for (int first = 0; first < ALL; first += AHEAD) {
+        uint4 parts[AHEAD * PEERS];
+        const int count = first + AHEAD < ALL ? AHEAD : ALL - first;
+        there &= take(receive_buffer, parts, count * PEERS, [&](int i) {
+            return at + i % PEERS * u64{slot} + i / PEERS * GROUP;
+        });
+#pragma unroll
+        for (int i = 0; i < count; ++i) add_up(parts + i * PEERS, scale, sums + PART_ELEMENTS * (first + i));
+        at += AHEAD * GROUP;
+    }
+    return there;
 }
 
 // Bias and residual of a local tile, for `finish` of store_rows. The residual's rows come as the result's are stored, a
-// vector a lane, and those of several groups of 32 columns at once: each alone would take a trip to memory. Past the end
+// vector a lane, and those of several sets at once: each alone would take a trip to memory. Past the end
 // the last numbers are loaded, by whole warps (see `take`), and not stored.
 template <typename Params>
 struct Terms {
-    static constexpr int ALL = WN / 32, AT_ONCE = 8;
+    static constexpr int ALL = ACC_REGS / 16, AT_ONCE = TENSOR_MEMORY ? 1 : 8;
     const Params& p;
-    int row, column;  // of this lane's first vector
+    Place vectors, sums;  // of this lane's first ones
     const u16* residual;  // of the tile's part
-    uint4 upper[AT_ONCE], lower[AT_ONCE];
+    Vectors loaded[AT_ONCE];
 
     __device__ __forceinline__ Terms(const Params& p, const ScatterTile& t, int warpgroup)
-        : p(p), row(t.row * BM + place_of_sums(warpgroup).row),
-          column(t.column * BN + warpgroup / WARPGROUPS_M * WN + threadIdx.x % 4 * 8),
-          residual(RESIDUAL ? p.residual + static_cast<u64>(t.batch) * p.m * p.n : nullptr) {}
+        : p(p), vectors(place_of_vectors(warpgroup)), sums(place_of_sums(warpgroup)),
+          residual(RESIDUAL ? p.residual + static_cast<u64>(t.batch) * p.m * p.n : nullptr) {
+        vectors.row += t.row * BM;
+        vectors.column += t.column * BN;
+        sums.column += t.column * BN;
+    }
 
     __device__ __forceinline__ void operator()(int i, float* values) {
         if constexpr (BIAS) {
-            const int first = column - threadIdx.x % 4 * 6 + 32 * i;  // of this lane's first pair
+            const int first = sums.column + SET_COLUMNS * i;
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const u32 word = __ldg(reinterpret_cast<const u32*>(p.bias + min(first + 8 * j, p.n - 2)));
-                add_pair(word, values + 4 * j);
-                add_pair(word, values + 4 * j + 2);
+            for (int j = 0; j < SET_PAIRS; ++j) {
+                const int at = min(first + PAIR_COLUMNS * j, p.n - 2);
+                const u32 word = __ldg(reinterpret_cast<const u32*>(p.bias + at));
+#pragma unroll
+                for (int r = 0; r < SET_ROWS; ++r) add_pair(word, values + pair_of_set(r, j));
             }
         }
         if constexpr (RESIDUAL) {
             if (i % AT_ONCE == 0) load(i);
-            const uint4 up = upper[i % AT_ONCE], low = lower[i % AT_ONCE];
-            // To where sums lie: the exchange is its own inverse.
-            const uint4 above = transposed(up.x, up.y, up.z, up.w), below = transposed(low.x, low.y, low.z, low.w);
-            const u32 words[8] = {above.x, below.x, above.y, below.y, above.z, below.z, above.w, below.w};
+            u32 words[8];
+            words_of(loaded[i % AT_ONCE], words);
 #pragma unroll
             for (int j = 0; j < 8; ++j) add_pair(words[j], values + 2 * j);
         }
@@ -84,12 +102,16 @@ struct Terms {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             if (first + i < ALL) {
-                const u16* at = residual + min(column + 32 * (first + i), p.n - 8);
-                upper[i] = load_vector(reinterpret_cast<const uint4*>(at + static_cast<u64>(min(row, p.m - 1)) * p.n));
-                lower[i] =
-                    load_vector(reinterpret_cast<const uint4*>(at + static_cast<u64>(min(row + 8, p.m - 1)) * p.n));
+                const int column = vectors.column + SET_COLUMNS * (first + i);
+                loaded[i].first = load(vectors.row, column);
+                loaded[i].second = load(vectors.row + VECTOR_ROWS, column + VECTOR_COLUMNS);
             }
         }
+    }
+
+    __device__ __forceinline__ uint4 load(int row, int column) const {
+        const u16* at = residual + min(column, p.n - 8) + static_cast<u64>(min(row, p.m - 1)) * p.n;
+        return load_vector(reinterpret_cast<const uint4*>(at));
     }
 };
 

@@ -24,11 +24,11 @@ _IDS = {torch.int32: "int", torch.int64: "long"}
 
 
 class RouteSizes(NamedTuple):
-    """Of ``choices`` ids, k of each token: those of this rank's ``count`` experts from ``first`` on, of ``experts`` in
+    """Of ``choices`` ids, k of each token: those of this rank's ``own`` experts from ``first`` on, of ``experts`` in
     all, go to rows below ``capacity``; each expert's are filled up to a multiple of ``align``."""
 
     first: int
-    count: int
+    own: int
     choices: int
     k: int
     experts: int
@@ -115,7 +115,7 @@ class DispatchLauncher:
         self._params = DispatchRouteParams(slots_of(place), route)
         program = dispatch_route_program(place.layout.world_size, place.rank, dtype)
         function: Function = program.function("moe_dispatch_route", shared=MOST_SHARED)
-        self._bound = function.bound(BLOCKS, THREADS, self._params, shared_bytes(sizes.experts, sizes.count))
+        self._bound = function.bound(BLOCKS, THREADS, self._params, shared_bytes(sizes.experts, sizes.own))
         self._lock = threading.Lock()  # a launch takes what stands in its struct
 
     def launch(

@@ -15,6 +15,7 @@ class Backend(Protocol):
     chunk: int  #: bytes; the heap grows by at least this much
     span: int  #: bytes of address range for each rank: what a heap can grow to
     to_be_tried: bool  #: ``refuse`` cannot tell whether a peer's memory can be mapped: mapping it shows
+    over_pcie: bool  #: a peer's memory is reached over PCIe, as ``refuse`` has found
 
     def identity(self) -> dict[str, Any]:
         """What the other ranks need to know of this one to judge whether memory can be shared (JSON)."""

@@ -32,7 +32,7 @@ class HostBackend:
         self.device = device
         self.granularity = mmap.ALLOCATIONGRANULARITY
         self.chunk = 8 << 20
-        self.to_be_tried = False
+        self.to_be_tried = self.over_pcie = False
         self.span = 64 << 30
 
     def identity(self) -> dict[str, Any]:

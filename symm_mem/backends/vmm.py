@@ -107,7 +107,7 @@ class VmmBackend:
         minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         self.granularity = check_driver(driver.cuMemGetAllocationGranularity(self._prop, minimum))
         self.chunk = 32 << 20
-        self.to_be_tried = False
+        self.to_be_tried = self.over_pcie = False
         total = torch.cuda.get_device_properties(self.device).total_memory
         self.span = -(-total // (1 << 30)) << 30
         self._side = own_stream(self, self.device)
@@ -153,6 +153,11 @@ class VmmBackend:
                 self.to_be_tried = True
             elif not check_driver(driver.cuDeviceCanAccessPeer(self._handle, other)):
                 return f"the GPUs of rank {rank} and rank {peer} have no peer-to-peer access"
+            else:
+                atomic = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+                self.over_pcie |= not check_driver(
+                    driver.cuDeviceGetP2PAttribute(atomic, self._handle, other)
+                )
         return None
 
     def reserve(self, size: int) -> int:

@@ -18,7 +18,7 @@ from .rendezvous import Rendezvous
 def open_together(rendezvous: Rendezvous, device: torch.device) -> tuple[Backend, str]:
     """The backend and the group's secret, or HeapUnavailable on every rank, in the same words.
 
-    ``to_be_tried`` then says whether it is so on any rank.
+    ``to_be_tried`` and ``over_pcie`` then say whether it is so on any rank.
     """
     backend: Backend | None = None
     problem: str | None = None
@@ -50,11 +50,12 @@ def open_together(rendezvous: Rendezvous, device: torch.device) -> tuple[Backend
             )
     assert backend is not None
     reason = backend.refuse([post["identity"] for post in posts], rendezvous.rank)
-    answers = rendezvous.gather("share memory", [reason, backend.to_be_tried])
-    for answer, _ in answers:
+    answers = rendezvous.gather("share memory", [reason, backend.to_be_tried, backend.over_pcie])
+    for answer, *_ in answers:
         if answer is not None:
             raise HeapUnavailable(f"no heap for group {rendezvous.group_name!r}: {answer}")
-    backend.to_be_tried = any(tried for _, tried in answers)
+    backend.to_be_tried = any(tried for _, tried, _ in answers)
+    backend.over_pcie = any(over_pcie for *_, over_pcie in answers)
     return backend, posts[0]["secret"]
 
 

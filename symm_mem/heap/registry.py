@@ -32,9 +32,9 @@ def get_heap(group: Group = None, device: torch.device | str | None = None) -> H
 
     Raises:
         HeapUnavailable: the ranks cannot address each other's memory: several hosts, no peer access, a
-            process group without processes; or two of them share a GPU and WEFT_SHARE_GPUS is not 1; or with
-            WEFT_UNTESTED=1 the check of kernels that were never run on such GPUs failed. Every rank gets the same
-            answer, at once from then on; after a reset ranks try again.
+            process group without processes; or two of them share a GPU and WEFT_SHARE_GPUS is not 1; or the check
+            failed that is made over PCIe, and with WEFT_UNTESTED=1 of kernels that were never run on such GPUs. Every
+            rank gets the same answer, at once from then on; after a reset ranks try again.
         ForkedProcess: this process was forked from the one that joined the group.
         ValueError, TypeError: there is no such group, or no longer, ``device`` is neither a CUDA device that is there
             nor the CPU, or WEFT_SHARE_GPUS is neither 0 nor 1.
@@ -171,7 +171,7 @@ def _make(pg: ProcessGroup, device: torch.device) -> Heap | HeapUnavailable:
     checked = device.type == "cuda" and is_on("WEFT_UNTESTED")
     try:
         made = Heap(pg, device)
-        if checked:
+        if checked or made.backend.over_pcie:
             hooks.check_new_heap(made)
         return made
     except HeapUnavailable as e:

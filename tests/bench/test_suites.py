@@ -98,6 +98,12 @@ def test_experts() -> None:
     assert "wrong" not in printed and "3 rows in" in printed
 
 
+def test_exchanges() -> None:
+    printed = output_of("exchanges")
+    for op in ("heads 2", "heads_back 2", "matmul_all_to_all 2", "all_to_all_matmul 2"):
+        assert re.search(rf"^{op} .* 12( +[\d.]+| +-){{5}} +host$", printed, re.MULTILINE), printed
+
+
 def test_expert_parallel(tmp_path: Path) -> None:
     printed = output_of("expert_parallel", "--plot", f"--results={tmp_path}")
     picture = (tmp_path / "cpu-x2-expert_parallel.svg").read_text()

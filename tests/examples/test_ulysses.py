@@ -10,7 +10,7 @@ from torchrun import run_program
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_heads_and_sequence(ranks: int) -> None:
     done = run_program(EXAMPLES / "ulysses.py", ranks)
     assert done.returncode == 0, done.stdout + done.stderr

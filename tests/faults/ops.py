@@ -6,32 +6,15 @@ Numbers are so small that every sum is exact: a result that a call returns is ri
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from case import Case, numbers
+from exchange_ops import exchanged, exchanged_and_multiplied, gathered_to_one, product_exchanged
 from weft import fused_ops
 from weft.kernels.device.collective.combine import Combined
 from weft.kernels.moe_dispatch.reference import ExpertRanks, rows_by_expert, take_tokens
-
-
-def numbers(seed: int, *shape: int) -> torch.Tensor:
-    """-1, 0 and 1, the same for the same seed on every rank; bfloat16 on CUDA, whose kernels are made for it."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    x = torch.randint(-1, 2, shape, generator=generator, device="cpu")
-    device = torch.get_default_device()
-    return x.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-
-
-@dataclass
-class Case:
-    """A call of an op at one step: ``call()`` is this rank's, ``want()`` its exact result, ``other()`` a call with
-    another argument."""
-
-    call: Callable[[], torch.Tensor]
-    want: Callable[[], torch.Tensor]
-    other: Callable[[], torch.Tensor]
 
 
 def _gathered(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
@@ -141,15 +124,6 @@ def _scattered_alone(rank: int, size: int, step: int, unit: int, group: Any, mor
         lambda: fused_ops.one_shot_reduce_scatter(xs[rank], "sum", 1, group),
         lambda: sum(xs).chunk(size, 1)[rank],
         lambda: fused_ops.one_shot_reduce_scatter(xs[rank], "sum", 0, group),
-    )
-
-
-def _exchanged(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
-    xs = [numbers(100 * step + r, size, (7 * unit + more) * size) for r in range(size)]
-    return Case(
-        lambda: fused_ops.one_shot_all_to_all(xs[rank], 1, 0, group),
-        lambda: torch.cat([x.chunk(size, 1)[rank] for x in xs]),
-        lambda: fused_ops.one_shot_all_to_all(xs[rank], 0, 1, group),
     )
 
 
@@ -373,7 +347,10 @@ OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
     "fused_moe_combine_all_reduce": _combined,
     "fused_moe_combine_all_reduce_rms_norm": partial(_combined, kind="norm"),
     "fused_moe_combine_reduce_scatter": partial(_combined, kind="part"),
-    "one_shot_all_to_all": _exchanged,
+    "one_shot_all_to_all": exchanged,
+    "one_shot_gather": gathered_to_one,
+    "fused_matmul_all_to_all": product_exchanged,
+    "fused_all_to_all_matmul": exchanged_and_multiplied,
     "moe_dispatch": partial(_sent_to_experts, back=False),
     "moe_combine": partial(_sent_to_experts, back=True),
 }

@@ -46,11 +46,11 @@ def expect_timeout(op: str, seen: Seen, deadline: float) -> None:
     error = seen.error
     assert error is not None and error["kind"] == "PeerTimeout", seen
     assert error["op"] == op, error
-    assert re.search(r"faults/ops\.py:\d+$", error["site"]), error
+    assert re.search(r"faults/\w*ops\.py:\d+$", error["site"]), error
     words = (
         rf"{op}: rank \d of group '\w+' waited [\d.]+ s for rank \d: "
         r"(flag \d+|'done') of rank \d \(buffer [01]\) is \d+, expected \d+"
-        r"(, and its process has ended|, and it has given up( on rank \d)?)? \(called at .*faults/ops\.py:\d+\)"
+        r"(, and its process has ended|, and it has given up( on rank \d)?)? \(called at .*faults/\w*ops\.py:\d+\)"
         r"(; it is late, or has made other calls, or in another order: WEFT_CHECK=1 names the first one that differs)?"
     )
     assert re.fullmatch(words, error["text"]), error
@@ -66,7 +66,9 @@ def expect_mismatch(op: str, seen: Seen, nth: int) -> None:
     # The calls before the fault are equal; a call that was left out shows at the next one.
     call = STRIKES_AT + 1 + nth * (STRIKES_AT + 1 + STEPS)
     assert error["text"].startswith(f"call {call} in group"), error
-    assert error["text"].count(f"{op}(") == 2 and len(re.findall(r"ops\.py:\d+", error["text"])) == 2, error
+    assert error["text"].count(f"{op}(") == 2 and len(re.findall(r"\w*ops\.py:\d+", error["text"])) == 2, (
+        error
+    )
     assert seen.seconds < SLOW
 
 
@@ -79,7 +81,7 @@ def expect_refusals(op: str, seen: Seen) -> None:
         words = (
             rf"{op}: this process, {error['child']}, was forked from process {error['parent']}, which joined group "
             rf"'0' as rank {CULPRIT}: a forked child is no rank; make what it needs before the fork, use the 'spawn' "
-            r"start method, or let the child join a group of its own \(called at .*faults/ops\.py:\d+\)"
+            r"start method, or let the child join a group of its own \(called at .*faults/\w*ops\.py:\d+\)"
         )
         assert re.fullmatch(words, error["text"]), error
 

@@ -221,6 +221,7 @@ class Stage:
         self.where: Any = SimpleNamespace(
             workspaces=self.workspaces, world_size=WORLD_SIZE, group_name=NAME, lock=threading.RLock(),
             device=torch.device("cuda", 0), prepare=lambda name, *_: self.together.append(name),
+            backend=SimpleNamespace(over_pcie=False),
         )  # fmt: skip
         self.together: list[str] = []  # the names under which ranks would have made something together
         for kind in (*AROUND_MATMULS, ALL_REDUCE):
@@ -252,7 +253,7 @@ class Stage:
 def run_on_cuda(op: ModuleType, where: Any, *call: Any, group: Any = None) -> Any:
     """A call on the slow path, of what validation returns; or why no kernel takes it. ``op``: its module."""
     rank = getattr(where, "rank", 0)
-    group = group or SimpleNamespace(size=lambda: where.world_size, rank=lambda: rank)
+    group = group or SimpleNamespace(size=lambda: where.world_size, rank=lambda: rank, group_name="")
     choice = op._choose_on_cuda(*call, group)
     return choice.reason if choice.is_unfused else OP_OF[op.OP].run(choice, where, *call, group)
 

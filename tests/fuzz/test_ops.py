@@ -18,7 +18,17 @@ from weft.fused_ops.dispatch import plan
 
 sys.path.insert(0, str(Path(__file__).parent))
 import values as v
-from collective_calls import RANKS, all_gather, all_reduce, all_to_all, reduce_scatter
+from collective_calls import (
+    RANKS,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    all_to_all_matmul,
+    gather,
+    matmul_all_to_all,
+    reduce_scatter,
+    sent,
+)
 
 ENV = {"WEFT_TIMEOUT": "20"}
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -153,6 +163,9 @@ CALLS = {
     "one_shot_all_gather": all_gather(),
     "one_shot_reduce_scatter": reduce_scatter(),
     "one_shot_all_to_all": all_to_all(),
+    "one_shot_gather": gather(),
+    "fused_matmul_all_to_all": matmul_all_to_all(),
+    "fused_all_to_all_matmul": all_to_all_matmul(),
     "fused_all_reduce_rms_norm": all_reduce_rms_norm(),
     "fused_all_reduce_rms_norm_quant": all_reduce_rms_norm_quant(),
     "fused_all_reduce_layer_norm": all_reduce_layer_norm(),
@@ -185,12 +198,8 @@ def reference(op: str, every: list[list[Any]], rank: int) -> Any:
     first = [args[0].detach().double() for args in every]
     if op.startswith("one_shot_all_reduce"):
         return sum(first) / (len(every) if every[0][1] == "avg" else 1), first
-    if op == "one_shot_all_gather":
-        return torch.cat(first, every[rank][1]), None
-    if op == "one_shot_all_to_all":
-        scatter_dim, gather_dim = every[rank][1:3]
-        parts = [x.chunk(len(every), scatter_dim)[rank] if x.shape[scatter_dim] else x for x in first]
-        return torch.cat(parts, gather_dim), None
+    if "all_to_all" in op or op in ("one_shot_all_gather", "one_shot_gather"):
+        return sent(op, every, rank), None
     if op == "one_shot_reduce_scatter":
         dim = int(every[0][2])
         size = first[0].shape[dim]

@@ -21,6 +21,10 @@ from weft.kernels.all_gather_matmul.copied_products import AllGatherProductsCopi
 from weft.kernels.device.device_spec import H100
 from weft.kernels.device.gemm.scaling import ScaledProducts, ScaleKind, as_pairs
 from weft.kernels.device.jit.program import Program
+from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
+from weft.kernels.matmul_reduce_scatter import copied_products
+from weft.kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
+from weft.kernels.matmul_reduce_scatter.copied_products import MatmulReduceScatterCopied
 from weft.symm_mem.backends import cuda_state
 from weft.symm_mem.layout import Layout
 
@@ -72,7 +76,7 @@ class Gpus(cuda_state.CudaState):
     def workspace(self, rank: int) -> Any:
         def buffer(of: int, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             assert of == rank
-            size = shape[0] * shape[1]
+            size = shape[0] * shape[1] * dtype.itemsize
             return self.of_ranks[rank][self.layout.buffer(number) :][:size].view(dtype).view(shape)
 
         return SimpleNamespace(
@@ -127,30 +131,109 @@ def test_each_rank_multiplies_all_rows(monkeypatch: pytest.MonkeyPatch, kind: st
                 assert (result.double() - exact).abs().max() <= 2 * ROUNDED[BF16] * exact.abs().max()
 
 
+@pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("returned", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 def test_each_rank_multiplies_all_rows_that_have_no_scales(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, returned: bool
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, returned: bool, dim: int
 ) -> None:
-    whole = torch.randn(W * M, K + 16).to(dtype)
-    shards = [whole[r * M :][:M, 16:] if r else whole[:M, 16:].clone() for r in range(W)]
-    bs = [torch.randn(K, 40).to(dtype), torch.randn(24, K).to(dtype).t()]
-    call = [configs.GatherKernelCall(a, bs, 108, return_A=returned) for a in shards]
+    wide = torch.randn(W * M, K + 16).to(dtype)
+    shards = [wide[r * M :][:M, 16:] if r else wide[:M, 16:].clone() for r in range(W)]
+    whole = torch.cat(shards, dim)
+    rows, deep = whole.shape
+    bs = [torch.randn(deep, 40).to(dtype), torch.randn(24, deep).to(dtype).t()]
+    call = [configs.GatherKernelCall(a, bs, 108, split_k=dim == 1, return_A=returned) for a in shards]
     gpus = Gpus(configs.copied_layout(call[0].problem(W)), monkeypatch)
     kernels: list[Any] = [AllGatherProductsCopied(gpus.workspace(rank), call[rank]) for rank in range(W)]
     for turn in range(2):
         for rank, kernel in enumerate(kernels):
-            results = [torch.full((W * M, n), float("nan")).to(dtype) for n in (40, 24, *[K] * returned)]
+            results = [torch.full((rows, n), float("nan")).to(dtype) for n in (40, 24, *[deep] * returned)]
             gpus.said.clear()
             kernel.call([shards[rank], *bs], results, 5, STREAM)
             assert gpus.said[0] == "fused_all_gather_matmul" and gpus.said[-2] == "leave"
             if not turn:  # the rows of those after have not come
                 continue
             for b, result in zip(bs, results, strict=False):
-                exact = whole[:, 16:].double() @ b.double()
+                exact = whole.double() @ b.double()
                 assert (result.double() - exact).abs().max() <= 2 * ROUNDED[dtype] * exact.abs().max()
             if returned:
-                assert torch.equal(results[-1], whole[:, 16:])
+                assert torch.equal(results[-1], whole)
+
+
+N = 24
+PLAIN = Epilogue(BF16)
+ADDED = Epilogue(BF16, average=True, bias=True, residual=True)
+
+
+def test_between_two_ranks_long_parts_are_cut() -> None:
+    cuts = copied_products._cuts
+    assert cuts(1, 1023, 2) == [slice(1023)] and cuts(2, 4096, 2) == cuts(1, 4096, 3) == [slice(4096)]
+    assert cuts(1, 1025, 2) == [slice(512), slice(512, 1025)]
+
+
+def parts_of(form: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A as the kernels take it, B, and the product as parts [W, L, m, N]; of whole numbers, in any order exact."""
+    b = torch.randint(-3, 4, (K, N * (W if form == "columns" else 1))).to(dtype)
+    if form == "columns":
+        a = torch.randint(-3, 4, (1, 1, M, K)).to(dtype)
+        return a, b, (a[0, 0].double() @ b.double()).unflatten(1, (W, N)).movedim(1, 0).unsqueeze(1)
+    a = torch.randint(-3, 4, (2 if form == "batches" else 1, W, M, K + 16)).to(dtype)[..., 16:]
+    return a, b.t().contiguous().t(), (a.double() @ b.double()).movedim(1, 0)
+
+
+@pytest.mark.parametrize("form", ["rows", "rows that are cut", "batches", "columns"])
+@pytest.mark.parametrize(
+    "epilogue",
+    [PLAIN, ADDED, replace(PLAIN, out_dtype=torch.float32), replace(PLAIN, residual=True)],
+    ids=["sum", "average with terms", "float32", "residual"],
+)
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_each_rank_adds_up_its_part(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, epilogue: Epilogue, form: str
+) -> None:
+    if epilogue.out_dtype == BF16:
+        epilogue = replace(epilogue, out_dtype=dtype)
+    cuts = 2 if form == "rows that are cut" else 1
+    if cuts == 2:
+        monkeypatch.setattr(copied_products, "_cuts", lambda *_: [slice(2), slice(2, M)])
+    given = [parts_of(form, dtype) for _ in range(W)]
+    lead = given[0][2].shape[1]
+    bias, residual = torch.randint(-9, 9, (N,)).to(dtype), torch.randint(-9, 9, (W, lead, M, N)).to(dtype)
+    calls = [ScatterKernelCall(a, b, 108, epilogue, split_n=form == "columns") for a, b, _ in given]
+    gpus = Gpus(scatter_configs.copied_parts_layout(calls[0].problem(W)), monkeypatch)
+    kernels = [MatmulReduceScatterCopied(gpus.workspace(rank), calls[rank]) for rank in range(W)]
+    for turn in range(2):  # in the first one the parts of those after have not come
+        for rank, kernel in enumerate(kernels):
+            terms = [bias] * epilogue.bias + [residual[rank]] * epilogue.residual
+            out = torch.full((lead, M, N), float("nan"), dtype=epilogue.out_dtype)
+            gpus.said.clear()
+            kernel.call([*given[rank][:2], *terms], [out], 5, STREAM)
+            sent, (op, begins, *said, ends, joined) = (STREAM + 1, "waits for"), gpus.said
+            assert (op, begins, ends) == ("fused_matmul_reduce_scatter", "acquire", "leave")
+            waits = 1 + (W - 1) * cuts  # copies come after the acquire kernel, and each after its product
+            assert [x[:2] for x in said[:waits]] == [sent] * waits
+            assert [x[:2] for x in said[waits:]] == [("arrive", (rank + step) % W) for step in range(1, W)]
+            assert joined[:2] == (STREAM, "waits for")
+            if not turn:
+                continue
+            total = torch.stack([parts[rank] for _, _, parts in given]).sum(0)
+            exact = sum((term.double() for term in terms), start=total / (W if epilogue.average else 1))
+            if epilogue.average:  # thirds are no numbers of float32
+                assert (out.double() - exact).abs().max() <= 2 * ROUNDED[dtype] * exact.abs().max()
+            else:
+                assert torch.equal(out, exact.to(out.dtype))
+
+
+def test_a_product_that_fails_breaks_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, _ = parts_of("rows", BF16)
+    call = ScatterKernelCall(a, b, 108, PLAIN)
+    gpus = Gpus(scatter_configs.copied_parts_layout(call.problem(W)), monkeypatch)
+    kernel = MatmulReduceScatterCopied(gpus.workspace(0), call)
+    with pytest.raises(RuntimeError):
+        kernel.call([a, b[1:]], [torch.empty(1, M, N, dtype=BF16)], 5, STREAM)
+    assert isinstance(gpus.said[-1], RuntimeError)
+    with pytest.raises(ValueError, match=r"workspace: is .*, must hold "):
+        MatmulReduceScatterCopied(gpus.workspace(0), replace(call, a=torch.cat([a, a], 2)))
 
 
 def test_an_error_on_the_way_breaks_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,10 +281,11 @@ def test_what_copy_engines_do_not_take() -> None:
     assert configs.choose_copied_gather(replace(of_16_bits, return_A=True)) is not None
     of_float32 = replace(problem, scaled=None, itemsize=4)
     assert configs.choose_copied_gather(of_float32) is not None
-    assert configs.rank_gather_kernels(replace(of_float32, split_k=True)) == []
+    assert configs.choose_copied_gather(replace(of_float32, split_k=True)) is not None
+    assert configs.choose_copied_gather(replace(of_16_bits, split_k=True)) is not None
+    assert configs.choose_copied_gather(replace(problem, scaled=None, copies=True)) is not None
     others = [
         replace(problem, scaled=None),
-        replace(of_16_bits, split_k=True),
         replace(problem, split_k=True),
         replace(problem, return_A=True),
         replace(problem, scaled=replace(ROWS, kind=ScaleKind.BLOCKS, torch_has_blocks=True)),

@@ -176,6 +176,10 @@ PROGRAMS: dict[str, Program] = {
     },
     "alone_gather-4-early": all_gather_kernel.all_gather_program(4, 3, dependent=True),
     **{
+        f"alone_gather-{size}-to-{root}": all_gather_kernel.all_gather_program(size, 1, root=root)
+        for size, root in ((2, 0), (4, 1), (9, 8))
+    },
+    **{
         f"alone_scatter-{size}-{dtype}-{reduce_op}": reduce_scatter_kernel.reduce_scatter_program(
             size, size - 1, TORCH[dtype], reduce_op
         )

@@ -32,12 +32,15 @@ ORDERS = {
 ROUNDED = Epilogue(torch.bfloat16)
 
 
-def gather(tile: Tile, order: str, split_k: bool = False, *, return_A: bool = False) -> Program:
+def gather(
+    tile: Tile, order: str, split_k: bool = False, *, return_A: bool = False, exchanged: bool = False
+) -> Program:
     config = replace(
         gather_configs.choose_gather_push(
             gather_configs.AllGatherMatmulProblem(1024, (1024,), 1024, 4, 132, split_k)
         ),
         tile=tile,
+        exchanged=exchanged,
     )
     defines = all_gather_matmul.gather_defines([ORDERS[order]], config, return_A=return_A)
     return gemm.gemm_program(all_gather_matmul.SOURCE, defines)
@@ -98,6 +101,22 @@ PROGRAMS: dict[str, Program] = {
     "matmul_reduce_scatter-split-4": scatter(LARGEST, "columns", 4, split_n=True),
     "matmul_reduce_scatter-to-all-2": scatter(LARGEST, "rows", 2, replace(ROUNDED, to_all=True)),
     "matmul_reduce_scatter-to-all-4": scatter(LARGEST, "columns", 4, replace(ROUNDED, to_all=True)),
+    **{
+        f"matmul_reduce_scatter-apart-{order}-{size}": scatter(
+            tile, order, size, replace(ROUNDED, apart=True), split_n=True
+        )
+        for order, size, tile in (
+            ("rows", 2, LARGEST),
+            ("columns", 4, OTHERS[0]),
+            ("odd_rows", 8, OTHERS[-1]),
+        )
+    },
+    **{
+        f"all_gather_matmul-exchanged-{order}": gather(
+            tile, order, split_k=True, return_A=order == "columns", exchanged=True
+        )
+        for order, tile in zip(ORDERS, (LARGEST, WIDEST, OTHERS[-1]), strict=True)
+    },
     "matmul_reduce_scatter-all-float32": scatter(
         LARGEST, "odd_rows", 8, Epilogue(torch.float32, average=True, bias=True, residual=True)
     ),

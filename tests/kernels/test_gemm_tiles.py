@@ -19,7 +19,6 @@ from weft.kernels.device.gemm import gemm
 from weft.kernels.device.gemm.gemm_tiles import MOST_SHARED
 from weft.kernels.device.gemm.one_shot import OneShotConfig
 from weft.kernels.device.gemm.scaling import ScaledProducts, ScaleKind
-from weft.kernels.device.gemm.supported import WHY_NO_FLOAT32
 from weft.kernels.matmul_reduce_scatter import configs as scatter
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatter_on_cuda
 from weft.kernels.matmul_reduce_scatter import to_all
@@ -289,7 +288,7 @@ def test_a_choice_takes_no_time_that_a_first_call_would_show() -> None:
 
 def test_it_steps_aside_where_little_is_gathered() -> None:
     assert not gather.gather_is_profitable(
-        gather.AllGatherMatmulProblem(1, (2560,), 2048, 4, 132, split_k=True)
+        gather.AllGatherMatmulProblem(1, (2560,), 2048, 4, 132, split_k=True, return_A=True)
     )
     assert gather.gather_is_profitable(
         gather.AllGatherMatmulProblem(2048, (2560,), 2048, 4, 132, split_k=True)
@@ -325,7 +324,6 @@ def test_one_shot_is_one_launch_in_which_no_block_goes_without_a_vector(
             assert blocks <= sms and threads <= THREADS and passes * threads <= slots
             assert (blocks - 1) * 32 < config.vectors
         assert layout.bytes < 5 * moved + (3 << 20) * world_size
-    assert gather.choose_one_shot_gather(replace(gathered, split_k=True)) is None
     assert gather.choose_one_shot_gather(replace(gathered, return_A=True)) is None
     assert scatter.choose_one_shot_scatter(replace(scattered, batches=2)) is None
 
@@ -378,10 +376,8 @@ def test_both_ops_take_one_shot_where_little_is_moved(m: int) -> None:
     batched = scatter_on_cuda.choose_scatter_kernel(replace(scatters, a=wide.view(2, 2, -1, 2048)), 2)
     assert not isinstance(batched, str) and batched.algorithm == "push"
     single = scatter_on_cuda.choose_scatter_kernel(replace(scatters, a=wide.float(), b=narrow.float()), 2)
-    if m == 8192:
-        assert single == WHY_NO_FLOAT32
-    else:
-        assert not isinstance(single, str) and (single.algorithm, single.predicted_us) == ("one_shot", None)
+    assert not isinstance(single, str) and single.predicted_us is None
+    assert single.algorithm == ("copy_engine" if m == 8192 else "one_shot")
     single = gather_on_cuda.choose_gather_kernel(replace(gathers, a=a.float(), bs=[b.float()]), 2)
     assert not isinstance(single, str) and (single.algorithm, single.predicted_us) == ("copy_engine", None)
     assert single.profitable is (m == 8192)

@@ -141,3 +141,28 @@ def test_matmul_reduce_scatter(done: list[tuple[Any, ...]], more: tuple[int, ...
             assert params.bias == (A * turn + 1024 if bias else 0)
             assert params.residual == (A * turn + 2048 if residual else 0)
             assert params.watch.timeout_ns == turn
+
+
+def test_products_around_an_all_to_all(done: list[tuple[Any, ...]]) -> None:
+    """Sizes are those of the part that a rank sends to another one."""
+    rows = gather_configs.GatherKernelCall(
+        bfloat16(WORLD_SIZE * M, K), [bfloat16(WORLD_SIZE * K, N)], 132, True, True, exchanged=True
+    )
+    gathers = gather_configs.choose_gather_push(rows.problem(WORLD_SIZE))
+    kernel: Any = fused_gather(workspace(1), rows, gathers)
+    kernel.launch(0, [A, 2 * A], [OUT, 2 * OUT], 5, STREAM)
+    _, params, _ = done.pop()
+    assert (params.m, params.k, params.n[0], params.a, params.own[0]) == (M, K, N, A, A)
+    assert (params.c[0], params.returned[0]) == (OUT, 2 * OUT)
+
+    epilogue = scatter_configs.Epilogue(torch.bfloat16, apart=True)
+    columns = scatter_configs.ScatterKernelCall(
+        bfloat16(1, 1, M, K), bfloat16(K, WORLD_SIZE * N), 8, epilogue, split_n=True
+    )
+    problem = columns.problem(WORLD_SIZE)
+    scatters = scatter_configs.choose_scatter_push(problem)
+    layout = scatter_configs.scatter_push_layout(scatters, problem)
+    kernel = fused_scatter(workspace(1, layout), columns, scatters)
+    kernel.launch(0, [A, 2 * A], [OUT], 5, STREAM)
+    _, params, _ = done.pop()
+    assert (params.batches, params.m, params.n, params.out) == (1, M, N, OUT)

@@ -29,7 +29,7 @@ from weft.kernels.all_reduce.configs import AllReduceConfig
 from weft.kernels.device.collective import launch, rounds
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from algorithms import ALGORITHMS
+from algorithms import EVERY
 
 USES = 3  # of a workspace: both buffers, one of them again
 # What larger inputs take; here on small ones.
@@ -74,7 +74,7 @@ def matmul_reduce_scatter(rank: int, size: int, seed: int) -> None:
         (67, 72, 136, DTYPES[0], False, "sum"),
         (65, 36, 68, DTYPES[1], True, "avg"),
     ]:
-        for dim in (0, 1, 2) if dtype.itemsize == 2 else (0, 1):
+        for dim in (0, 1, 2):
             shape = ((size * m, 2, k), (2, size * m, k), (2, m, k))[dim]
             columns = size * n if dim == 2 else n
             As = [numbers(seed, r, dtype, *shape) for r in range(size)]
@@ -196,6 +196,10 @@ def alone(rank: int, size: int, seed: int) -> None:
                         gathered = fused_ops.one_shot_all_gather(put(xs[rank]), dim, dist.group.WORLD)
                         fused()
                         same(f"all-gather {more} {dim}", gathered, torch.cat(xs, dim))
+                        out = fused_ops.one_shot_gather(put(xs[rank]), dim, dim % size, dist.group.WORLD)
+                        fused()
+                        if rank == dim % size:
+                            same(f"gather {more} {dim}", out, torch.cat(xs, dim))
                         if more[dim] % size == 0:
                             out = fused_ops.one_shot_reduce_scatter(
                                 put(xs[rank]), "sum", dim, dist.group.WORLD
@@ -342,7 +346,7 @@ def main() -> None:
                 started,
             ):
                 products = run in (all_gather_matmul, matmul_reduce_scatter) and not CPU
-                for algorithm in ALGORITHMS if products else ALGORITHMS[:1]:
+                for algorithm in EVERY if products else EVERY[:1]:
                     begin = time.monotonic()
                     with forced(algorithm) if products else nullcontext():
                         run(rank, size, 10 * use)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from dispatched import expected_dispatched, run_dispatched
+from exchanged import OF_EXCHANGES, expected_exchanged, run_exchanged
 from losses import expected_loss, run_loss
 from torch import Tensor
 from weft import fused_ops
@@ -26,7 +27,7 @@ OPS = (
     "all_reduce",
     "all_gather",
     "reduce_scatter",
-    "all_to_all",
+    *OF_EXCHANGES,
     "all_gather_scaled_matmul",
     "scaled_matmul_reduce_scatter",
     "all_gather_started",
@@ -43,7 +44,8 @@ EXPERTS, CHOICES = 3, 2  # of each token
 SCALED = ("all_gather_scaled_matmul", "scaled_matmul_reduce_scatter")  # operands of fp8, results of 16 bits
 # As reordered graphs call them: a start and its wait.
 STARTED = ("all_gather_started", "reduce_scatter_started")
-ALONE = ("all_gather", "reduce_scatter", "all_to_all", *STARTED)  # of a part [*lead, n]
+FIRST = (*STARTED, *OF_EXCHANGES[2:])  # of the first dimension
+ALONE = ("all_gather", "gather", "reduce_scatter", "all_to_all", *STARTED)  # of a part [*lead, n]
 POOL = 1 << 22  #: elements
 
 
@@ -156,7 +158,7 @@ def draw(rng: random.Random, device: str, op: str, big: bool = False) -> Call:
         lead,
         k,
         n,
-        0 if op in (*STARTED, *OF_EXPERTS, *OF_A_VOCABULARY) else rng.randrange(len(lead) + last_too),
+        0 if op in (*FIRST, *OF_EXPERTS, *OF_A_VOCABULARY) else rng.randrange(len(lead) + last_too),
         rng.random() < 0.3,
         rng.choice((1, 1, 1, 2)),
         rng.random() < 0.3,
@@ -187,12 +189,12 @@ def operands(call: Call, pool: Pool, world_size: int) -> tuple[Tensor, list[Tens
         a = pool.window(*where, w, rows, k, grain=call.grain)
         b = pool.window(call.dtype, call.starts[1], w, EXPERTS, n, k, grain=call.grain)
         return a, [b.transpose(2, 3)]
-    if call.unscaled == "matmul_reduce_scatter":
-        if call.split:
-            n *= w
-        else:
-            lead[call.dim] *= w
-    elif call.split and call.unscaled == "all_gather_matmul":
+    scatters = call.unscaled == "matmul_reduce_scatter"
+    if call.op == "matmul_all_to_all" or (scatters and call.split):
+        n *= w
+    elif scatters or call.op == "all_to_all_matmul":
+        lead[call.dim] *= w
+    if call.op == "all_to_all_matmul" or (call.split and call.unscaled == "all_gather_matmul"):
         k *= w
     a = pool.window(*where, w, *lead, call.k, grain=call.grain)
     bs = []
@@ -311,8 +313,8 @@ def run(call: Call, a: Tensor, bs: list[Tensor], rank: int, group: dist.ProcessG
         return [fused_ops.one_shot_all_reduce(a[rank], call.reduce_op(a.shape[0]), group)]
     if call.op in STARTED:
         return [_run_started(call, a[rank], a.shape[0], group.group_name)]
-    if call.op == "all_to_all":
-        return [fused_ops.one_shot_all_to_all(a[rank], call.dim, 0, group)]
+    if call.op in OF_EXCHANGES:
+        return [run_exchanged(call.op, a, bs, (rank, call.dim), group)]
     if call.op in ALONE:
         # Every other one into a given tensor.
         into = None if call.return_A else a.new_empty(_alone_shape(call, a.shape[0]))
@@ -349,8 +351,8 @@ def expected(call: Call, a: Tensor, bs: list[Tensor], rank: int) -> list[Tensor]
         return [torch.cat(list(a), call.dim)]
     if call.unscaled == "reduce_scatter":
         return [(a.float().sum(0).chunk(w, call.dim)[rank] / scale).to(call.dtype)]
-    if call.op == "all_to_all":
-        return [torch.cat([x.chunk(w, call.dim)[rank] for x in a])]
+    if call.op in OF_EXCHANGES:
+        return [expected_exchanged(call.op, a, bs, (rank, call.dim))]
     if call.op in SCALED:
         return _expected_scaled(call, a, bs, rank)
     scattered = call.op == "matmul_reduce_scatter"

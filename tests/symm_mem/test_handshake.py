@@ -95,6 +95,20 @@ def hidden_gpus(rank: int, world_size: int, fails: bool) -> tuple[str | None, st
         HostBackend.refuse, HostBackend.adopt = refuse, adopt  # type: ignore[method-assign]
 
 
+@on_ranks(3, fresh=True)
+def test_what_one_rank_reaches_over_pcie_all_do(rank: int, world_size: int) -> None:
+    from weft.symm_mem.backends.host import HostBackend
+
+    refuse = HostBackend.refuse
+
+    def reached(self: HostBackend, *args: Any) -> str | None:
+        self.over_pcie = rank == 1
+        return refuse(self, *args)
+
+    with mock.patch.object(HostBackend, "refuse", reached):
+        assert get_heap().backend.over_pcie
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_calls_run_unfused_where_memory_turns_out_not_to_be_mapped(fails: bool) -> None:
     texts = run_ranks(hidden_gpus, 3, fails, fresh=True)

@@ -26,20 +26,22 @@ def ranks(*gpus: str, mps: bool = False) -> list[dict[str, Any]]:
     return [{**alike, "gpu": gpu.encode().hex()} for gpu in gpus]
 
 
-def backend(monkeypatch: pytest.MonkeyPatch, index: int, peers: bool) -> vmm.VmmBackend:
+def backend(monkeypatch: pytest.MonkeyPatch, index: int, peers: bool, nvlink: bool = True) -> vmm.VmmBackend:
     """On GPU ``index`` of "a" and "b", which have peer access to each other or not, and never to themselves."""
     fake = SimpleNamespace(
         CUresult=driver.CUresult,
         CUdevice_attribute=driver.CUdevice_attribute,
+        CUdevice_P2PAttribute=driver.CUdevice_P2PAttribute,
         cuDeviceGetAttribute=lambda *_: (_OK, 1),
         cuDeviceGetCount=lambda: (_OK, 2),
         cuDeviceGet=lambda i: (_OK, i),
         cuDeviceGetUuid=lambda i: (_OK, SimpleNamespace(bytes=b"ab"[i : i + 1])),
         cuDeviceCanAccessPeer=lambda mine, other: (_OK, int(peers and mine != other)),
+        cuDeviceGetP2PAttribute=lambda asked, mine, other: (_OK, int(nvlink and mine != other)),
     )
     monkeypatch.setattr(vmm, "driver", fake)
     made = object.__new__(vmm.VmmBackend)
-    made._handle, made.to_be_tried = index, False
+    made._handle, made.to_be_tried, made.over_pcie = index, False, False
     return made
 
 
@@ -76,6 +78,15 @@ def test_a_shared_gpu_needs_no_peer_access_to_itself(monkeypatch: pytest.MonkeyP
         made = backend(monkeypatch, 0, peers=False)
         assert made.refuse(ranks(*others), 0) is None
         assert made.to_be_tried is tried
+
+
+@pytest.mark.parametrize("nvlink", [False, True])
+def test_links_that_are_no_nvlink(monkeypatch: pytest.MonkeyPatch, nvlink: bool) -> None:
+    for others, over_pcie in ((("a", "b"), not nvlink), (("a", "a"), False), (("a", "hidden"), False)):
+        monkeypatch.setenv("WEFT_SHARE_GPUS", "1")
+        made = backend(monkeypatch, 0, peers=True, nvlink=nvlink)
+        assert made.refuse(ranks(*others), 0) is None
+        assert made.over_pcie is over_pcie
 
 
 @pytest.mark.parametrize(

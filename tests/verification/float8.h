@@ -1,4 +1,4 @@
-// What kernels of fp8 operands use besides (gemm/scales.cuh), as plain arithmetic. For matmuls.cpp.
+// What kernels of fp8 operands use besides (gemm/sm90/scales.cuh), as plain arithmetic. For matmuls.cpp.
 
 #pragma once
 

@@ -1,5 +1,5 @@
 // Runs a kernel around gemm.cuh on the CPU (fibers.h): matmuls.py compiles it as it is, with this file's stand-ins in
-// place of hopper.cuh, sync.cuh and numbers.cuh. Tensor copies and products of warpgroups are done by plain arithmetic.
+// place of hopper.cuh, blackwell.cuh, sync.cuh and numbers.cuh. Tensor copies and products of warpgroups are done by plain arithmetic.
 //
 // What a thread stores at a peer becomes visible late, in any order, unless a fence of system scope orders it: that of
 // a thread which knows of the store, because it is its own or because barriers or counts lie between. (Votes and shuffles
@@ -13,6 +13,9 @@
 #include "float8.h"
 #else
 #include "bfloat16.h"
+#endif
+#ifdef __CUDA_ARCH__
+#include "tensor_memory.h"
 #endif
 
 static void __nanosleep(unsigned nanoseconds) {

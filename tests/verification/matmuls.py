@@ -19,15 +19,18 @@ from weft.kernels.device.jit.program import Function, Program
 from weft.symm_mem.backends import cuda_state
 from weft.symm_mem.layout import Layout
 
-STAND_INS = ("ptx/hopper.cuh", "ptx/sync.cuh", "math/numbers.cuh")
+STAND_INS = ("ptx/hopper.cuh", "ptx/blackwell.cuh", "ptx/sync.cuh", "math/numbers.cuh")
 AROUND = (
     "gemm/gemm.cuh",
+    "gemm/stages.cuh",
     "gemm/step_queue.cuh",
     "comm/double_buffer.cuh",
     "comm/rate_limiter.cuh",
     "gemm/tile_scheduler.cuh",
     "comm/ll_protocol.cuh",
 )
+SM90 = ("gemm/sm90/accumulator.cuh", "gemm/sm90/main_loop.cuh")
+SM100 = ("gemm/sm100/accumulator.cuh", "gemm/sm100/descriptors.cuh", "gemm/sm100/main_loop.cuh")
 FLAGS = [
     *("-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing"),
     *("-w", "-Wno-psabi", "-fPIC", "-fvisibility=hidden"),
@@ -71,12 +74,14 @@ def _build(
     instead: tuple[str, str] | None,
 ) -> Library:
     name = source.parent.name
-    for new in (*(f"device/{room}" for room in ("comm", "gemm", "math", "ptx")), name):
+    for new in (*(f"device/{room}" for room in ("comm", "gemm/sm90", "gemm/sm100", "math", "ptx")), name):
         (folder / new).mkdir(parents=True, exist_ok=True)
     for stand_in in STAND_INS:
         (folder / "device" / stand_in).touch()
     kernel = folder / name / source.name
-    around_it = (*AROUND, *(("gemm/scales.cuh",) if "FP8_TYPES" in dict(defines) else ()))
+    around_it = (*AROUND, *(SM100 if "__CUDA_ARCH__" in dict(defines) else SM90))
+    if "FP8_TYPES" in dict(defines):
+        around_it += ("gemm/sm90/scales.cuh",)
     texts = {folder / "device" / around: (DEVICE / around).read_text() for around in around_it}
     for file in source.parent.glob("*.cuh"):
         texts[folder / name / file.name] = file.read_text()

@@ -172,7 +172,7 @@ def call(driver: Driver, engine: Any, buffer: int, x: torch.Tensor, out: torch.T
     gpu = driver.gpu
     at, slot, first = x.data_ptr(), gpu.rank * x.nbytes, x[0].nbytes
     pieces = [CopiedPiece(at, slot, first), CopiedPiece(at + first, slot + first, x.nbytes - first)]
-    engine.start_pieces(buffer, pieces, 3)
+    engine.start_pieces(buffer, lambda peer: pieces, 3)
     for peer in gpu.peers:
         gpu.enqueue(CURRENT, "read", buffer, peer, x, out)
     acquire.end_epoch_launcher(engine.workspace, buffer)(CURRENT)

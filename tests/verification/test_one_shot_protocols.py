@@ -93,12 +93,15 @@ class Calls:
         for rank, place in enumerate(self.ranks.places):
             out = torch.full((self.size + 1, m, k), float("nan")).to(BF16)
             out[-1] = 1.5
-            kernel = gather.AllGatherMatmulOneShot(place, shards[rank], config)
+            beside = apart > 0  # shards lie side by side then
+            kernel = gather.AllGatherMatmulOneShot(place, shards[rank], config, split_k=beside)
             kernel.launch(shards[rank].data_ptr(), out.data_ptr(), polls, rank)
             want = torch.stack([*shards, out[-1].clone()]).view(torch.int32)
             sent = want.clone()
             sent[want == -1] = -2  # what stands for empty, on its way from a peer
             sent[rank] = want[rank]
+            if beside:
+                sent[:-1] = sent[:-1].movedim(0, 1).reshape(self.size, m, -1).clone()
             done.append((out.view(torch.int32), sent))
         return done
 

@@ -319,7 +319,7 @@ def test_epochs_of_both_buffers_scaled(
                 ("scales.load(factors[1 - set], i + 2, depth)", "scales.load(factors[1 - set], i, depth)"),
             ),
             ("gather-rows-of-all", ("p.scales + static_cast<u64>(t.src) * p.of_blocks", "p.scales")),
-            ("gather-tensor", ("v[2] += pair[0]", "v[2] += pair[1]")),
+            ("gather-tensor", ("(words[i], sums + 4 * (j + i) + 2)", "v[2] += pair[1]")),
             ("scatter-rows", ("lower = __ldcg(t.of_row(first + 8))", "lower = __ldcg(t.of_row(first))")),
             ("gather-rows", ("lane = j % 8 * 4 + threadIdx.x % 4", "lane = j % 8 * 4")),
             (

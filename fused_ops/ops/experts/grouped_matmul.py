@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ....kernels.device.capability import why_no_kernel_on
+from ....kernels.device.capability import has_tensor_memory, why_no_kernel_on
 from ....kernels.grouped_matmul.configs import MOST_EXPERTS, choose_grouped
 from ....kernels.grouped_matmul.groups import Groups
 from ....kernels.grouped_matmul.reference import ends_within, experts_of_rows, reference_grouped_matmul
@@ -140,7 +140,9 @@ def _prepared(layout: tuple[Any, ...], sms: int) -> Any:
     of_a, of_bs, dtype, _ = layout
     a, *bs = (torch.empty_strided(*lies, dtype=dtype, device="meta") for lies in (of_a, *of_bs))
     experts, k, _ = bs[0].shape
-    config = choose_grouped(a.shape[0], experts, [b.shape[2] for b in bs], k, sms)
+    config = choose_grouped(
+        *(a.shape[0], experts, [b.shape[2] for b in bs], k, sms), tensor_memory=has_tensor_memory(a.device)
+    )
     return GroupedMatmul(a, bs, config, sms)
 
 

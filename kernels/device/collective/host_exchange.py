@@ -90,6 +90,19 @@ def gather(
     return out
 
 
+def gather_to(
+    workspace: Workspace, x: torch.Tensor, sizes: Sequence[int], root: int, op: str
+) -> torch.Tensor:
+    """The same on rank ``root``, none on the others. ``sizes``: of all ranks' x."""
+    workspace.begins(op)
+    size = workspace.world_size
+    received = [*sizes] if workspace.rank == root else [0] * size
+    out, none = x.new_empty(sum(received)), x.new_empty(0)
+    sent = [x if rank == root else none for rank in range(size)]
+    exchange_into(workspace, sent, out.split(received), op, max(sizes))
+    return out
+
+
 def exchange_parts(workspace: Workspace, parts: torch.Tensor, op: str) -> torch.Tensor:
     """What every rank has for this one, [W, n]; parts: [W, n], the q-th for rank q."""
     received = torch.empty_like(parts)

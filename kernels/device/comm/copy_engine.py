@@ -1,7 +1,7 @@
 """Pushes rows into the peers' buffers by the GPU's copy engines, on a stream of their own: no SM takes part.
 
     engine.start(buffer, parts, timeout_ns)  # a part for each rank, after which anything may run
-    engine.start_pieces(buffer, pieces, timeout_ns)  # or the same pieces for all
+    engine.start_pieces(buffer, of, timeout_ns)  # or the pieces that `of` returns for each peer
     engine.join(buffer)  # what was sent may be overwritten after this
 
 Who writes: rank r's engine copies into every peer's buffer, then EPOCH_TICKET, the epoch, into flag 0 of rank r there;
@@ -15,9 +15,10 @@ write (abort_notice.cuh). docs/protocol.md#copy-engines-and-the-acquire-kernel h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -25,6 +26,18 @@ from ....symm_mem.backends import cuda_state
 from ....symm_mem.layout import Layout
 from ....symm_mem.workspace import Workspace
 from .acquire import Acquire
+
+#: Microseconds of a call without products and copies: the acquire kernel and the epoch's end; a wait for a peer; and
+#: until the first bytes of a copy and the flag after its last are there.
+CALL_US, PEER_US, STARTS_US = 10.0, 3.0, 12.0
+_ENGINE = "copy engine"
+
+
+@dataclass(frozen=True)
+class CopiedConfig:
+    """Copy engines send rows, of fp8 with scales, while torch's product multiplies: there is nothing to choose."""
+
+    algorithm: ClassVar[str] = "copy_engine"
 
 
 class CopiedParts(NamedTuple):
@@ -56,6 +69,7 @@ class CopyEngine:
         self._handle = cuda_state.state.own_stream(self, workspace.heap.device)
         # Of each buffer: its acquire kernel, and the events after that and after the pushes.
         self._known: dict[int, tuple[Acquire, torch.cuda.Event, torch.cuda.Event]] = {}
+        self._made = cuda_state.state.event()
 
     @cached_property
     def _stream(self) -> Any:
@@ -69,7 +83,7 @@ class CopyEngine:
         """
         rank, size = self.workspace.rank, parts.size
 
-        def of(peer: int) -> Sequence[CopiedPiece]:
+        def of(peer: int) -> Iterable[CopiedPiece]:
             slot = rank if parts.with_own else rank - (rank > peer)
             return (CopiedPiece(parts.first + peer * parts.step, slot * size, size),)
 
@@ -80,11 +94,17 @@ class CopyEngine:
             cuda_state.state.copy(slots + rank * size, parts.first + rank * parts.step, size, self._handle)
         self._pushed(buffer)
 
-    def start_pieces(self, buffer: int, pieces: Sequence[CopiedPiece], timeout_ns: int) -> None:
-        """As ``start``, of the same pieces for every peer."""
+    def start_pieces(self, buffer: int, of: Callable[[int], Iterable[CopiedPiece]], timeout_ns: int) -> None:
+        """As ``start``, of the pieces that ``of(peer)`` returns. It may launch what makes one before it yields it, and
+        then calls ``follow``."""
         self._fork(buffer, timeout_ns)
-        self._send(buffer, lambda peer: pieces)
+        self._send(buffer, of)
         self._pushed(buffer)
+
+    def follow(self) -> None:
+        """Further copies come after what is on the current stream."""
+        self._made.record(self._current())
+        self._stream.wait_event(self._made)
 
     def join(self, buffer: int) -> None:
         """What follows on the current stream comes after the pushes."""
@@ -109,7 +129,7 @@ class CopyEngine:
     def _pushed(self, buffer: int) -> None:
         self._known[buffer][2].record(self._stream)
 
-    def _send(self, buffer: int, of: Callable[[int], Sequence[CopiedPiece]]) -> None:
+    def _send(self, buffer: int, of: Callable[[int], Iterable[CopiedPiece]]) -> None:
         """Each peer's pieces, and after them the epoch into flag 0 of this rank there."""
         w, stream, copy = self.workspace, self._handle, cuda_state.state.copy
         ticket = w.address + 4 * (Layout.EPOCH_TICKET + buffer)
@@ -121,3 +141,11 @@ class CopyEngine:
             for piece in of(peer):
                 copy(here + piece.offset + there, piece.address, piece.size, stream)
             copy(flag + there, ticket, 4, stream)
+
+
+def engine_of(workspace: Workspace[Layout]) -> CopyEngine:
+    """That of a workspace whose buffers copy engines write."""
+    if _ENGINE not in workspace.copy_streams:
+        workspace.copy_streams[_ENGINE] = CopyEngine(workspace)
+    found: CopyEngine = workspace.copy_streams[_ENGINE]
+    return found

@@ -17,7 +17,8 @@ from .tensor_map import Boxes
 
 Defines: TypeAlias = tuple[tuple[str, str | int], ...]
 
-THREADS = 384
+THREADS = 384  # of a block
+_THREADS_WITH_TENSOR_MEMORY = 512
 _CLUSTER = 2  # blocks
 
 DTYPES = {torch.bfloat16: ("bfloat16", '"bf16"'), torch.float16: ("float16", '"f16"')}
@@ -82,6 +83,11 @@ def gemm_program(path: Path, defines: Defines) -> Program:
     return Program(path, defines=dict(defines))
 
 
+def threads_of(program: Program) -> int:
+    """Of a block."""
+    return _THREADS_WITH_TENSOR_MEMORY if program.arch.startswith("sm_10") else THREADS
+
+
 def launches(
     program: Program, name: str, params: Sequence[ctypes.Structure], num_sms: int, shared: int
 ) -> list[Callable[[int], None]]:
@@ -93,5 +99,6 @@ def launches(
     if shared > MOST_SHARED:
         raise ValueError(f"shared: is {shared} bytes, must be at most {MOST_SHARED}")
     function = program.function(name, shared=shared)
-    clusters = min(num_sms // _CLUSTER, function.most_clusters(_CLUSTER, THREADS, shared))
-    return [function.bound(clusters * _CLUSTER, THREADS, p, shared) for p in params]
+    threads = threads_of(program)
+    clusters = min(num_sms // _CLUSTER, function.most_clusters(_CLUSTER, threads, shared))
+    return [function.bound(clusters * _CLUSTER, threads, p, shared) for p in params]

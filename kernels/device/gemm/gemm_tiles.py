@@ -85,6 +85,8 @@ TILES = (
     Tile(128, 160, 5, 0.465),
     Tile(128, 224, 4, 0.65),
 )
+# Their rows are lanes of tensor memory, of which they fill half.
+_IN_TENSOR_MEMORY = ((128, 128), (128, 192), (128, 256))
 # Its accumulators leave a thread no registers for an epilogue that does more than store them.
 WIDEST = Tile(128, 320, 4, 0.92)
 
@@ -94,6 +96,11 @@ WIDEST = Tile(128, 320, 4, 0.92)
 _STAGES_OF_TWO = {(64, 256): 0.382, (128, 320): 0.89}
 
 
+def tiles_of(tensor_memory: bool) -> tuple[Tile, ...]:
+    """Those that sm100/ can be compiled for, or all of TILES."""
+    return tuple(t for t in TILES if not tensor_memory or (t.block_m, t.block_n) in _IN_TENSOR_MEMORY)
+
+
 def suited(
     m: int, n: int, k: int, world_size: int, *, stores_only: bool = False, spec: DeviceSpec = H200
 ) -> list[Tile]:
@@ -101,7 +108,7 @@ def suited(
 
     ``stores_only``: all that an epilogue does is to store a tile.
     """
-    every = (*TILES, WIDEST) if stores_only else TILES
+    every = (*TILES, WIDEST) if stores_only and not spec.tensor_memory else tiles_of(spec.tensor_memory)
     tiles = [tile for tile in every if tile.block_m == 128 or m * n * k < 50e9]
     if world_size == 2:
         tiles = [replace(t, stage_us=_STAGES_OF_TWO.get((t.block_m, t.block_n), t.stage_us)) for t in tiles]

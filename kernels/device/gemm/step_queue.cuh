@@ -2,7 +2,7 @@
 // whichever cluster is there. So no step waits for a cluster that has found no room on the GPU while other kernels run.
 //
 // Who writes: lane 0 of the loader of the cluster's first block, into a ring of slots in both blocks.
-// Who waits: the loader and the compute warpgroups of both blocks, for their own next slot. Nothing here waits for
+// Who waits: the loader, who issues products, and the compute warpgroups of both blocks, for their own next slot. Nothing here waits for
 // another rank. The last block to leave the buffer sets the counter back (comm/double_buffer.cuh).
 
 #pragma once
@@ -13,9 +13,9 @@ namespace weft {
 
 // A slot holds 2 * step and a bit that flips with each lap: 1 in the first one, over slots that are 0 at first.
 struct StepQueue {
-    // The loader is at most STAGES stages ahead of the slowest warpgroup, each of another tile, and draws one more.
+    // The loader is at most STAGES stages ahead of their readers, each of another tile, and draws one more.
     static constexpr u32 SLOTS = 16;
-    static_assert(SLOTS >= STAGES + 2);
+    static_assert(SLOTS >= STAGES + 2 + TILES_AHEAD);
 
     u32* slots;
     u32 taken = 0;  // steps that this role has taken

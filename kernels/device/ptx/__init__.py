@@ -1,1 +1,1 @@
-"""Inline assembly: barriers, wgmma, TMA, loads and stores with scope and order."""
+"""Inline assembly: barriers, wgmma, tcgen05, TMA, loads and stores with scope and order."""

@@ -52,6 +52,9 @@ def calls(size: int, dtype: torch.dtype, m: int, k: int, n: int) -> list[Call]:
         ("one_shot_all_gather", (x(m, k), 1, None), {}),
         ("one_shot_reduce_scatter", (x(m * size, k), "sum", 0, None), {}),
         ("one_shot_all_to_all", (x(m * size, k), 0, 1, None), {}),
+        ("one_shot_gather", (x(m, k), 1, 0, None), {}),
+        ("fused_matmul_all_to_all", (x(m, k), x(k, n * size), 0, None), {}),
+        ("fused_all_to_all_matmul", (x(m * size, k), x(k * size, n), 0, None), {}),
         (
             "moe_dispatch",
             (x(m, k), x(m, 2, dtype=torch.int64), size, None),
@@ -141,6 +144,9 @@ def test_gpus_that_are_not_there(of_two: Any, monkeypatch: pytest.MonkeyPatch) -
         "one_shot_all_gather": "push",
         "one_shot_reduce_scatter": "push",
         "one_shot_all_to_all": "push",
+        "one_shot_gather": "push",
+        "fused_matmul_all_to_all": "push",
+        "fused_all_to_all_matmul": "push",
         "moe_dispatch": "push",
         "fused_all_reduce_rms_norm": "push",
         "fused_all_reduce_rms_norm_quant": "push",
@@ -248,6 +254,8 @@ def test_each_call_says_which_programs_it_launches(of_two: Any, dtype: torch.dty
         "fused_scaled_matmul_reduce_scatter": "matmul_reduce_scatter",
         "fused_all_reduce_rms_norm_quant": "all_reduce_rms_norm",
         "fused_all_reduce_layer_norm": "all_reduce_rms_norm",
+        "fused_matmul_all_to_all": "matmul_reduce_scatter",
+        "fused_all_to_all_matmul": "all_gather_matmul",
     }
     for op, args, named in [*made, *started]:
         planned, choice = choice_of_call(op, args, named)
@@ -258,6 +266,8 @@ def test_each_call_says_which_programs_it_launches(of_two: Any, dtype: torch.dty
         word = folders.get(name, name.removeprefix("fused_").removeprefix("one_shot_").rstrip("_"))
         if planned.algorithm == "copy_engine":
             word = "acquire"
+        if planned.algorithm == "one_shot" and "all_to_all" in name:
+            word = "all_to_all"
         if programs and "start" not in name and "matmul_all_reduce" not in name:
             assert any(word in str(program) for program in programs), (word, programs)
     assert fused_ops.one_shot_all_reduce(torch.ones(3, device="meta"), "sum", None).shape == (3,)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +17,10 @@ from weft.fused_ops.dispatch.profitability import OPS, FusionCandidate, expected
 from weft.kernels.all_gather_matmul import on_cuda as gathers
 from weft.kernels.device.capability import ARCHS, HOPPER
 from weft.kernels.device.device_spec import device_spec_of
-from weft.kernels.device.gemm.supported import WHY_NO_FLOAT32, WHY_NO_GEMM
+from weft.kernels.device.gemm.gemm_tiles import suited
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatters
 from weft.symm_mem.backends import cuda_state
+from weft.symm_mem.heap.registry import _heaps, register_heap
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="of a GPU that is there there is more to say"
@@ -78,7 +81,7 @@ def test_nothing_runs_that_was_not_asked_for(on: Callable[..., None], of: tuple[
         assert why_not_profitable(FusionCandidate(op, 8192, 8192, 4096, 2, BF16, "cuda")) is not None
 
 
-@pytest.mark.parametrize("of", [A100, L40S, B200])
+@pytest.mark.parametrize("of", [A100, L40S])
 def test_collectives_on_kernels_and_products_around_cublas(
     on: Callable[..., None], monkeypatch: pytest.MonkeyPatch, of: tuple[int, int]
 ) -> None:
@@ -88,7 +91,7 @@ def test_collectives_on_kernels_and_products_around_cublas(
     assert {found[name].algorithm for name in COLLECTIVES} == {"push"}
     assert found["fused_matmul_all_reduce"].algorithm == "two_kernels"
     assert found["fused_all_gather_matmul"].algorithm in ("one_shot", "copy_engine")
-    assert found["fused_matmul_reduce_scatter"].algorithm == "one_shot"
+    assert found["fused_matmul_reduce_scatter"].algorithm in ("one_shot", "copy_engine")
     fp8 = {name: each for name, each in found.items() if "scaled" in name or "quant" in name}
     assert len(fp8) == 3
     for name, each in fp8.items():
@@ -103,17 +106,61 @@ def test_large_products(on: Callable[..., None], monkeypatch: pytest.MonkeyPatch
     on(A100)
     found = plans(m=8192)
     assert found["fused_all_gather_matmul"].algorithm == "copy_engine"
-    assert found["fused_matmul_reduce_scatter"].reason == WHY_NO_GEMM
+    assert found["fused_matmul_reduce_scatter"].algorithm == "copy_engine"
     assert found["fused_matmul_all_reduce"].algorithm == "two_kernels"
     gather = FusionCandidate("all_gather_matmul", 16384, 3072, 4096, 2, BF16, "cuda")
     assert why_not_profitable(gather) is None and expected_gain(gather) > 0
     scatter = FusionCandidate("matmul_reduce_scatter", 16384, 3072, 4096, 2, BF16, "cuda")
-    assert why_not_profitable(scatter) is not None and expected_gain(scatter) == 0
+    assert why_not_profitable(scatter) is None and expected_gain(scatter) > 0
     name, args, named = on_gpu(calls(2, BF16, 8192, 4096, 3072)[0])
     assert plan(getattr(fused_ops, name), *args, **{**named, "return_A": True}).algorithm == "copy_engine"
-    x, (w,), _, group = args
-    along_k = plan(fused_ops.fused_all_gather_matmul, x, [torch.cat([w, w])], 1, group)
-    assert (along_k.algorithm, along_k.reason) == ("unfused", WHY_NO_GEMM)
+    group = args[-1]
+    for rows, algorithm in ((8192, "copy_engine"), (1024, "one_shot")):
+        x, w = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((rows, 4096), (8192, 3072)))
+        given = on_gpu(("fused_all_gather_matmul", (x, [w], 1, group), {"return_A": False}))
+        along_k = plan(fused_ops.fused_all_gather_matmul, *given[1], **given[2])
+        assert along_k.algorithm == algorithm
+        given = on_gpu(("fused_matmul_reduce_scatter", (x, w[:4096], "sum", 1, group), {}))
+        along_n = plan(fused_ops.fused_matmul_reduce_scatter, *given[1], **given[2])
+        assert along_n.algorithm == algorithm
+
+
+@pytest.mark.parametrize("of", [A100, HOPPER])
+def test_over_pcie_peers_are_served_one_after_the_other(
+    on: Callable[..., None], monkeypatch: pytest.MonkeyPatch, of: tuple[int, int]
+) -> None:
+    monkeypatch.setenv("WEFT_UNTESTED", "1")
+    on(of)
+    heap: Any = SimpleNamespace(backend=SimpleNamespace(over_pcie=True))
+    group = dist.distributed_c10d._get_default_group()
+    for m, overlapped in ((16, False), (1024, True)):
+        first = plans(m=m)
+        register_heap(group, "cuda", 0, heap)
+        found = plans(m=m)
+        _heaps.clear()
+        for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+            assert found[name].algorithm == ("copy_engine" if overlapped else first[name].algorithm)
+            assert first[name].algorithm != "push" or of == HOPPER
+
+
+def test_products_by_tcgen05(on: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_UNTESTED", "1")
+    on(B200)
+    spec = device_spec_of(torch.device("cuda", 0))
+    assert spec.has_gemm and spec.tensor_memory
+    assert not device_spec_of(torch.device("cuda", 0), scaled=True).has_gemm
+    for m in (1024, 8192):
+        assert {(t.block_m, t.block_n) for t in suited(m, 8192, 4096, 2, stores_only=True, spec=spec)} <= {
+            (128, 128),
+            (128, 192),
+            (128, 256),
+        }
+    found = plans(m=8192)
+    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        assert found[name].algorithm == "push", found[name]
+    for name, each in found.items():
+        if "scaled" in name:
+            assert each.algorithm != "push", each
 
 
 @pytest.mark.parametrize("of", [A100, HOPPER, B200])
@@ -122,17 +169,13 @@ def test_products_of_float32(
 ) -> None:
     monkeypatch.setenv("WEFT_UNTESTED", "1")
     on(of)
-    for m, scatters_fused in ((1024, True), (8192, False)):
+    for m, way in ((64, "one_shot"), (8192, "copy_engine")):
         found = plans(torch.float32, m)
         gather, scatter = found["fused_all_gather_matmul"], found["fused_matmul_reduce_scatter"]
-        assert (gather.algorithm, gather.predicted_us) == ("copy_engine", None)
+        assert gather.algorithm == ("unfused" if m == 64 else "copy_engine") and gather.predicted_us is None
         candidate = FusionCandidate("matmul_reduce_scatter", 2 * m, 3072, 4096, 2, torch.float32, "cuda")
-        if scatters_fused:
-            assert (scatter.algorithm, scatter.predicted_us) == ("one_shot", None)
-            assert why_not_profitable(candidate) is None
-        else:
-            assert (scatter.algorithm, scatter.reason) == ("unfused", WHY_NO_FLOAT32)
-            assert why_not_profitable(candidate) == WHY_NO_FLOAT32
+        assert (scatter.algorithm, scatter.predicted_us) == (way, None)
+        assert why_not_profitable(candidate) is None
 
 
 def test_long_rows_are_normed_without_clusters_by_torch(

@@ -19,7 +19,15 @@ from weft.symm_mem.heap import registry
 from weft.symm_mem.heap.heap import Heap
 from weft.symm_mem.heap.registry import known_heap_of
 
-CHECKS = ("all_reduce", "all_gather", "reduce_scatter", "norm")
+#: And the op whose results are wrong.
+CHECKS = {
+    "all_reduce": "one_shot_all_reduce",
+    "all_gather": "one_shot_all_gather",
+    "reduce_scatter": "one_shot_reduce_scatter",
+    "norm": "fused_all_reduce_rms_norm",
+    "gathered_products": "fused_all_gather_matmul",
+    "scattered_products": "fused_matmul_reduce_scatter",
+}
 
 
 def passes(rank: int, size: int) -> None:
@@ -54,7 +62,7 @@ def fails(rank: int, size: int) -> list[str]:
 
         def wrong(heap: Heap, name: str, *arguments: object, check: str = check) -> list[torch.Tensor]:
             results = run(heap, name, *arguments)
-            if rank == 1 and check in name.replace("all_reduce_rms_norm", "norm"):
+            if rank == 1 and name == CHECKS[check]:
                 results[0].view(-1)[-1] += 1
             return results
 
@@ -93,7 +101,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
 def test_when_it_is_made(
     use: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    on_gpu, on_cpu = (SimpleNamespace(device=torch.device(kind)) for kind in ("cuda", "cpu"))
+    nvlink, pcie = (SimpleNamespace(over_pcie=over) for over in (False, True))
+    on_gpu, on_cpu = (SimpleNamespace(device=torch.device(kind), backend=nvlink) for kind in ("cuda", "cpu"))
     checked: list[Any] = []
     monkeypatch.setattr(self_check, "run_checks", checked.append)
     use("80")
@@ -104,11 +113,15 @@ def test_when_it_is_made(
         for heap in (on_gpu, on_cpu, on_gpu):
             self_check.check_new_heap(heap)  # type: ignore[arg-type]
     assert checked == [on_gpu] * 2 and len(caplog.records) == 1
-    assert "compiled for compute_80, but never run there" in caplog.text
+    assert "never run on compute_80: each group's first heap is checked" in caplog.text
     monkeypatch.delenv("WEFT_ARCH")
     capability.simulated_capability.cache_clear()
     self_check.check_new_heap(on_gpu)  # type: ignore[arg-type]
     assert len(checked) == 2
+    monkeypatch.delenv("WEFT_UNTESTED")  # Hoppers over PCIe are checked whatever it says
+    with caplog.at_level(logging.WARNING):
+        self_check.check_new_heap(SimpleNamespace(device=on_gpu.device, backend=pcie))  # type: ignore[arg-type]
+    assert len(checked) == 3 and "never run over PCIe: each group's" in caplog.text
 
 
 @pytest.mark.parametrize("arch", ["89", None])
@@ -118,7 +131,10 @@ def test_a_heap_is_checked_as_it_is_made(
     def allocate(size: int, tag: str) -> None:
         raise WeftError(f"nothing for the {tag}")
 
-    made = SimpleNamespace(device=torch.device("cuda"), world_size=2, rank=0, allocate=allocate)
+    links = SimpleNamespace(over_pcie=False)
+    made = SimpleNamespace(
+        device=torch.device("cuda"), world_size=2, rank=0, allocate=allocate, backend=links
+    )
     monkeypatch.setattr(registry, "Heap", lambda group, device: made)
     group: Any = SimpleNamespace(
         name=lambda: "nccl", group_name="0", _get_backend=lambda device: SimpleNamespace(name=lambda: "nccl")
@@ -135,3 +151,6 @@ def test_a_heap_is_checked_as_it_is_made(
         assert "never run on compute_89 failed their check: nothing for the check of peer access" in str(
             found
         )
+    monkeypatch.delenv("WEFT_UNTESTED")
+    links.over_pcie = True
+    assert "never run over PCIe failed their check" in str(registry._make(group, made.device))

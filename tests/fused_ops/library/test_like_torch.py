@@ -56,12 +56,16 @@ def test_results_may_be_changed_in_place(device: str) -> None:
 def test_gradients_lie_as_torch_lays_them_out(rank: int, world_size: int) -> None:
     """A matrix's gradient lies as torch.mm's: as the matrix, a weight's as the weight, so that nobody copies it."""
     a = torch.randn(4, 3, 6)
-    for op in PRODUCTS:
-        b, found = torch.randn(6, 8), []
+    cut = (
+        (lambda a, b: fused_ops.fused_matmul_all_to_all(a, b, 0, world()), torch.randn(6, 8)),
+        (lambda a, b: fused_ops.fused_all_to_all_matmul(a, b, 0, world()), torch.randn(12, 3)),
+    )
+    for op, b in (*((op, torch.randn(6, 8)) for op in PRODUCTS), *cut):
+        found = []
         for matrix in (b, b.t().contiguous().t(), torch.stack([b, b], 2)[..., 0]):
             B = matrix.detach().requires_grad_()
             (grad,) = torch.autograd.grad(op(a, B).square().sum(), B)
-            (like,) = torch.autograd.grad((a.flatten(0, -2) @ B).square().sum(), B)
+            (like,) = torch.autograd.grad((a.new_ones(3, len(B)) @ B).square().sum(), B)
             assert grad.stride() == like.stride(), (grad.stride(), like.stride(), B.stride())
             found.append(grad)
         for other in found[1:]:

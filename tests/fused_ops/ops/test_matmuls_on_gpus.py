@@ -14,7 +14,7 @@ from unittest import mock
 import ahead
 import pytest
 import torch
-from algorithms import ALGORITHMS, choose_anew
+from algorithms import ALGORITHMS, choose_anew, needs_gemm
 from opcommon import gathered, matrix, poison, same_on_all, whole, world
 from ranks import on_ranks, run_ranks
 from weft import symm_mem
@@ -27,7 +27,7 @@ from weft.kernels.device.gemm.gemm_tiles import TILES, WIDEST, Tile
 from weft.kernels.device.gemm.one_shot import MOST_BYTES
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall, push_config
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_gemm]
 
 SHAPES = [  # m, K, N of each B
     (1, 8, [8]),

@@ -1,4 +1,5 @@
-"""Both products in one shot on GPUs, beside calls that push: random numbers at odd sizes, eager and captured."""
+"""Both products in one shot and by copy engines on GPUs, beside calls that push: random numbers at odd sizes, eager and
+captured."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from algorithms import ALGORITHMS
+from algorithms import EVERY, OVERLAPS
 from opcommon import BOUND, check, gather, poison, world
 from ranks import on_ranks
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, last_plan
@@ -35,27 +36,41 @@ class Problem:
         self.Bs = [torch.randn(n, k).to(dtype).t() if m % 2 else torch.randn(k, n).to(dtype) for n in ns]
         self.bias, self.residual = torch.randn(ns[0]).to(dtype), torch.randn(m, ns[0]).to(dtype)
         self.rank, self.size = rank, size
+        self.deep, self.long = (torch.randn(shape).to(dtype) for shape in ((size * k, 40), (k, size * 40)))
 
     def run(self, algorithm: str) -> list[torch.Tensor]:
-        """The gathered A and the products; the sum, and the average in float32 with bias and residual."""
+        """The gathered A and the products; that of columns that are gathered; the sum, the average in float32 with bias
+        and residual, and of columns that are scattered."""
         with forced(algorithm):
             A, outs = fused_all_gather_matmul(self.shard, self.Bs, 0, world())
-            assert last_plan().algorithm == "push" and A is not None, "it must be bit for bit"
+            with_A = OVERLAPS if algorithm == "one_shot" else algorithm  # it must be bit for bit
+            assert last_plan().algorithm == with_A and A is not None
             _, again = fused_all_gather_matmul(self.shard, self.Bs, 0, world(), return_A=False)
+            assert last_plan().algorithm == algorithm
+            _, (along,) = fused_all_gather_matmul(self.shard, [self.deep], 1, world(), return_A=False)
             assert last_plan().algorithm == algorithm
             total = fused_matmul_reduce_scatter(self.wide, self.Bs[0], "sum", 0, world())
             assert last_plan().algorithm == algorithm
             named = {"bias": self.bias, "residual": self.residual, "out_dtype": torch.float32}
             mean = fused_matmul_reduce_scatter(self.wide, self.Bs[0], "avg", 0, world(), **named)
             assert last_plan().algorithm == algorithm
-        return [A, *outs, *again, total, mean]
+            columns = fused_matmul_reduce_scatter(self.wide, self.long, "sum", 1, world())
+            assert last_plan().algorithm == algorithm
+        return [A, *outs, *again, along, total, mean, columns]
 
     def judge(self, what: str, results: list[torch.Tensor]) -> None:
         want_A = torch.cat(gather(self.shard))
-        A, *products, total, mean = results
+        A, *products, along, total, mean, columns = results
         assert torch.equal(A.double(), want_A), f"gathered A, {what}"
         for out, B in zip(products, [*self.Bs, *self.Bs], strict=True):
             check(f"all-gather + matmul, {what}", out, want_A @ B.double(), self.bound)
+        beside = torch.cat(gather(self.shard), 1)
+        check(f"columns gathered, {what}", along, beside @ self.deep.double(), self.bound)
+        parts = [
+            (a @ b).chunk(self.size, 1)[self.rank]
+            for a, b in zip(gather(self.wide), gather(self.long), strict=True)
+        ]
+        check(f"columns scattered, {what}", columns, sum(parts), self.bound, parts)
         parts = [
             (a @ b).chunk(self.size)[self.rank]
             for a, b in zip(gather(self.wide), gather(self.Bs[0]), strict=True)
@@ -71,18 +86,18 @@ def test_odd_sizes(rank: int, world_size: int) -> None:
     for shape in SHAPES:
         for dtype in (torch.bfloat16, torch.float16):
             problem = Problem(*shape, dtype)
-            for algorithm in order.sample((*ALGORITHMS, *ALGORITHMS), 4):
+            for algorithm in order.sample((*EVERY, *EVERY), 4):
                 poison(rank)
                 problem.judge(f"{algorithm} {shape} {dtype}", problem.run(algorithm))
 
 
 @on_ranks([2, 4], device="cuda")
 def test_graph_replays_between_eager_calls(rank: int, world_size: int) -> None:
-    """Graphs of one algorithm and of the other, on one stream, with eager calls of both between their replays."""
+    """Graphs of every algorithm, on one stream, with eager calls of all between their replays."""
     order, mine, graphs = random.Random(4), random.Random(rank), []
     for shape in SHAPES[1:4]:
         problem = Problem(*shape, torch.bfloat16)
-        for algorithm in ALGORITHMS:
+        for algorithm in EVERY:
             problem.run(algorithm)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -99,7 +114,7 @@ def test_graph_replays_between_eager_calls(rank: int, world_size: int) -> None:
             torch.cuda._sleep(mine.randrange(2_000_000))
         graph.replay()
         problem.judge(f"replayed {algorithm}", results)
-        other = order.choice(ALGORITHMS)
+        other = order.choice(EVERY)
         problem.judge(f"eager {other}", problem.run(other))
 
 
@@ -137,7 +152,7 @@ def test_special_numbers(rank: int, world_size: int) -> None:
         _, (out,) = fused_all_gather_matmul(shard, [B], 0, world(), return_A=False)
         assert last_plan().algorithm == "one_shot"
         A, _ = fused_all_gather_matmul(shard, [B], 0, world())
-        assert last_plan().algorithm == "push" and A is not None
+        assert last_plan().algorithm == OVERLAPS and A is not None
     mine = A.chunk(world_size)[rank]
     assert torch.equal(mine.view(torch.int16), shard.view(torch.int16)), "bit for bit"
     for part, first in zip(out.chunk(world_size), A.chunk(world_size), strict=True):

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from algorithms import choose_anew
+from algorithms import choose_anew, needs_gemm
 from opcommon import BOUND, check, gather, gathered, matrix, poison, whole, world
 from ranks import on_ranks
 from weft import symm_mem
@@ -51,6 +51,7 @@ def exact(
     assert torch.equal(out, sum(terms.values(), start=total).to(dtype)), what
 
 
+@needs_gemm
 @on_ranks([2, pytest.param(4, marks=pytest.mark.gpu(4))], device="cuda", fresh=True)
 def test_every_tile(rank: int, world_size: int) -> None:
     ranked = configs.rank_scatter_pushes
@@ -70,9 +71,15 @@ def test_every_tile(rank: int, world_size: int) -> None:
 
 @on_ranks(2, device="cuda")
 def test_what_no_kernel_takes(rank: int, world_size: int) -> None:
-    for dtype, n, why in ((torch.float32, 64, "torch.float32"), (torch.bfloat16, 12, "rows of 12 x")):
-        A, B = torch.randn(130, 64).to(dtype), torch.randn(64, world_size * n).to(dtype)
-        out = fused_matmul_reduce_scatter(A, B, "sum", 1, world())
-        assert last_plan().algorithm == "unfused" and why in last_plan().reason, last_plan()
-        parts = [(a @ b).chunk(world_size, 1)[rank] for a, b in zip(gather(A), gather(B), strict=True)]
-        check(why, out, sum(parts), BOUND[dtype], parts)
+    A, B = torch.randn(130, 64).bfloat16(), torch.randn(64, world_size * 12).bfloat16()
+    out = fused_matmul_reduce_scatter(A, B, "sum", 1, world())
+    assert last_plan().algorithm == "unfused" and "rows of 12 x" in last_plan().reason, last_plan()
+    parts = [(a @ b).chunk(world_size, 1)[rank] for a, b in zip(gather(A), gather(B), strict=True)]
+    check("rows of 12", out, sum(parts), BOUND[A.dtype], parts)
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "copy_engine"])
+@on_ranks([2, 4], device="cuda")
+def test_columns_of_float32(rank: int, world_size: int, algorithm: str) -> None:
+    for i, (shape, n) in enumerate(SHAPES):
+        exact(shape, n, torch.float32, i % 2 == 0, algorithm, added=i % 3 == 0)

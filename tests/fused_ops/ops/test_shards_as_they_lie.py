@@ -44,8 +44,8 @@ class OneShot(Kernels):
 
 def noted(workspace: Any, call: GatherKernelCall, config: Any) -> Kernels:
     if isinstance(config, OneShotConfig):
-        return OneShot(False, call.a)
-    return Kernels(config.split_k, call.a)
+        return OneShot(call.split_k, call.a)
+    return Kernels(call.split_k, call.a)
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_rows_at_one_distance_are_not_copied(
         done = run_on_cuda(all_gather_matmul, where, AllGatherMatmulCall(shard, bs, dim, NAME, return_A))
     assert not isinstance(done, str)
     A, outs = done
-    assert isinstance(kernels(where), OneShot) is (algorithm == "one_shot" and not last and not return_A)
+    assert isinstance(kernels(where), OneShot) is (algorithm == "one_shot" and not return_A)
     rows = shard if last else shard.movedim(dim, 0)
     assert kernels(where).sizes == [last, (shard.numel() // 24, 24), (stride or 24, 1)]
     assert Kernels.operands[1:] == [b.data_ptr() for b in bs]
@@ -110,10 +110,3 @@ def test_rows_at_one_distance_are_not_copied(
         assert list(out.shape) == shape
         assert (out if last else out.movedim(dim, 0)).is_contiguous()
     assert (A is None) is not return_A
-
-
-def test_float32_of_the_last_dimension_is_left(where: SimpleNamespace) -> None:
-    shard, b = torch.randn(6, 24), torch.randn(48, 16)
-    with forced("fused"):
-        said = run_on_cuda(all_gather_matmul, where, AllGatherMatmulCall(shard, [b], 1, NAME, False))
-    assert said == "the kernels do not gather the last dimension of torch.float32"

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.all_gather.configs import choose_all_gather
-from ...kernels.all_gather.reference import as_bytes
-from ...kernels.all_to_all import OP
-from ...kernels.all_to_all.reference import reference_all_to_all
-from ...kernels.device.collective.host_exchange import exchange_layout, exchange_parts
-from ...symm_mem import resolve_group
-from ...symm_mem.heap.heap import Heap
-from .. import validation
-from ..dispatch.choice import Choice, on_host
-from ..dispatch.launch_cache import launch_again
-from ..dispatch.plan import num_sms, ran
-from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
-from ..dispatch.workspaces import ALL_REDUCE
-from .op import Op
+from ....kernels.all_gather.configs import choose_all_gather
+from ....kernels.all_gather.reference import as_bytes
+from ....kernels.all_to_all import OP
+from ....kernels.all_to_all.reference import reference_all_to_all
+from ....kernels.device.collective.host_exchange import exchange_layout, exchange_parts
+from ....symm_mem import resolve_group
+from ....symm_mem.heap.heap import Heap
+from ... import validation
+from ...dispatch.choice import Choice, on_host
+from ...dispatch.launch_cache import launch_again
+from ...dispatch.plan import num_sms, ran
+from ...dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
+from ...dispatch.workspaces import ALL_REDUCE
+from ..op import Op
 
 if TYPE_CHECKING:
-    from ...kernels.device.jit.program import Program
+    from ....kernels.device.jit.program import Program
 
 _ops = torch.ops.weft
 
@@ -46,11 +49,18 @@ class AllToAllCall(NamedTuple):
 
     def shapes(self, world_size: int) -> tuple[list[int], list[int]]:
         """Those of a part and of the result; the dimensions are not negative."""
-        part = list(self.x.shape)
-        part[self.scatter_dim] = part[self.scatter_dim] // world_size
-        result = part.copy()
-        result[self.gather_dim] = result[self.gather_dim] * world_size
-        return part, result
+        return exchanged_shapes(self.x.shape, self.dims, world_size)
+
+
+def exchanged_shapes(
+    shape: Sequence[int], dims: tuple[int, int], world_size: int
+) -> tuple[list[int], list[int]]:
+    """Those of a part and of the result, by the dimensions that are scattered and gathered."""
+    part, (scatter_dim, gather_dim) = list(shape), dims
+    part[scatter_dim] = part[scatter_dim] // world_size
+    result = part.copy()
+    result[gather_dim] = result[gather_dim] * world_size
+    return part, result
 
 
 def _validate(call: AllToAllCall) -> tuple[AllToAllCall, ProcessGroup]:
@@ -87,7 +97,7 @@ def choose_exchange_on_cuda(alone: StandAlone, group: ProcessGroup, kind: str = 
     size, rank = group.size(), group.rank()
 
     def program() -> Program:
-        from ...kernels.all_to_all.cuda_kernel import launched_all_to_all
+        from ....kernels.all_to_all.cuda_kernel import launched_all_to_all
 
         return launched_all_to_all(size, rank)
 
@@ -97,12 +107,42 @@ def choose_exchange_on_cuda(alone: StandAlone, group: ProcessGroup, kind: str = 
 
 
 def _alone(call: AllToAllCall, size: int) -> StandAlone:
-    part, result = call.shapes(size)
-    return StandAlone(OP, OP, call.dims, [call.x], result, part, *call.dims)
+    return _alone_of(OP, call.x, call.x.shape, call.dims, size)
 
 
-def run_all_to_all(choice: Choice, where: Heap, call: AllToAllCall, group: ProcessGroup) -> Tensor:
-    """As the op; the call is what validation returns."""
+def _alone_of(op: str, x: Tensor, shape: Sequence[int], dims: tuple[int, int], size: int) -> StandAlone:
+    part, result = exchanged_shapes(shape, dims, size)
+    return StandAlone(op, op, dims, [x], result, part, *dims)
+
+
+def choose_exchange_beside(
+    op: str, like: Tensor, shape: Sequence[int], dims: tuple[int, int], group: ProcessGroup
+) -> Choice:
+    """Of the exchange of a tensor of such a shape, as a part of a call of another op, next to a product of cuBLAS.
+    ``like``: one of its dtype and on its device."""
+    size = group.size()
+    if like.device.type == "cpu":
+        return on_host(exchange_layout(prod(shape) * like.element_size() // size, size))
+    choice = choose_exchange_on_cuda(_alone_of(op, like, shape, dims, size), group)
+    return choice if choice.is_unfused else replace(choice, algorithm="one_shot", predicted_us=None)
+
+
+def exchange_by_choice(
+    choice: Choice, where: Heap, call: AllToAllCall, group: ProcessGroup, op: str
+) -> Tensor:
+    """The exchange of such a call."""
+    if choice.algorithm == "one_shot":
+        done = launch_again(op, call.dims, (call.x,), group.group_name, KINDS)
+        if done is not None:
+            return done[0]
+        return run_alone(choice, where, _alone_of(op, call.x, call.x.shape, call.dims, group.size()))
+    return run_all_to_all(choice, where, call, group, op)
+
+
+def run_all_to_all(
+    choice: Choice, where: Heap, call: AllToAllCall, group: ProcessGroup, op: str = OP
+) -> Tensor:
+    """As the op; the call is what validation returns. ``op``: whose call it is."""
     if choice.algorithm == "push":
         return run_alone(choice, where, _alone(call, where.world_size))
     x, size = call.x, group.size()
@@ -113,7 +153,7 @@ def run_all_to_all(choice: Choice, where: Heap, call: AllToAllCall, group: Proce
         ran(choice.plan_in(None))
         received = reference_all_to_all(sent, group)
     else:
-        received = exchange_parts(choice.begin_on(where), sent, OP)
+        received = exchange_parts(choice.begin_on(where), sent, op)
     joined = received.view(-1).view(x.dtype).view(size, *part).movedim(0, call.gather_dim)
     return joined.reshape(-1).view(result)
 

@@ -1,4 +1,4 @@
-// What fp8 operands add to gemm.cuh: their scales, a bias, and sums that are promoted.
+// What fp8 operands add to the main loop of Hopper: their scales, a bias, and sums that are promoted.
 //
 // To gemm.cuh two fp8 numbers side by side are one of 16 bits: tensor maps, stages and strides of K are those of half
 // as many numbers, and a stage is 128 of them deep. Both operands have K contiguous.
@@ -63,12 +63,12 @@ struct BlockScales {
     }
 };
 
-// `multiply` of gemm.cuh with sums that are promoted after each stage. Block-wise scales are loaded for two stages at
+// `multiply` of main_loop.cuh with sums that are promoted after each stage. Block-wise scales are loaded for two stages at
 // once, two or three ahead, alternately into two sets of registers: where they moved from one to the other, tensor
 // instructions would wait for the loads.
 template <typename MainloopHook>
 __device__ __forceinline__ void multiply_promoting(
-    const Shared& s, PipelineState<STAGES>& state, int warpgroup, int depth, float (&sums)[ACC_REGS],
+    const Shared& s, MultiplyState& state, int warpgroup, int depth, float (&sums)[ACC_REGS],
     const TileScales& t, const MainloopHook& hook) {
     constexpr int UNROLLED = SCALES == BLOCK_WISE ? 4 : 1;
     const int m = warpgroup % WARPGROUPS_M, n = warpgroup / WARPGROUPS_M;
@@ -177,12 +177,8 @@ __device__ __forceinline__ void add_bias(const TileScales& t, int warpgroup, flo
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             if (j + i < ALL) {
-                float pair[2], *v = sums + 4 * (j + i);
-                Number::unpack(words[i], pair);
-                v[0] += pair[0];
-                v[1] += pair[1];
-                v[2] += pair[0];
-                v[3] += pair[1];
+                add_pair(words[i], sums + 4 * (j + i));
+                add_pair(words[i], sums + 4 * (j + i) + 2);
             }
         }
     }
@@ -191,7 +187,7 @@ __device__ __forceinline__ void add_bias(const TileScales& t, int warpgroup, flo
 // A tile's product, scaled and with its bias.
 template <typename MainloopHook = NoMainloopHook>
 __device__ __forceinline__ void multiply_scaled(
-    const Shared& s, PipelineState<STAGES>& state, int warpgroup, int depth, float (&sums)[ACC_REGS],
+    const Shared& s, MultiplyState& state, int warpgroup, int depth, float (&sums)[ACC_REGS],
     const TileScales& t, const MainloopHook& hook = {}) {
     if constexpr (SCALES == BLOCK_WISE) {
         multiply_promoting(s, state, warpgroup, depth, sums, t, hook);

@@ -1,0 +1,1 @@
+"""Ops that exchange parts of two dimensions, alone and around a product."""

@@ -1,0 +1,175 @@
+"""fused_matmul_all_to_all: from the op's tensors to a kernel's, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ....kernels.matmul_reduce_scatter.configs import APART_OP, Epilogue, ScatterKernelCall
+from ....symm_mem import resolve_group
+from ....symm_mem.heap.heap import Heap
+from ... import validation
+from ...dispatch import launch_cache
+from ...dispatch.choice import Choice, KernelUse, choose_kernel, launch_kernel
+from ...dispatch.plan import num_sms, preferred_kernel
+from ...dispatch.staging import Staging, in_rows_or_columns
+from ...dispatch.stream_order import in_stream_order
+from .. import op
+from ..op import Op
+from .all_to_all import AllToAllCall, choose_exchange_beside, exchange_by_choice
+
+_ops = torch.ops.weft
+
+
+class MatmulAllToAllCall(NamedTuple):
+    A: Tensor
+    B: Tensor
+    gather_dim: int
+    group_name: str
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.A, self.B]
+
+    @property
+    def front(self) -> Tensor:
+        """A with the gathered dimension in front."""
+        return self.A.movedim(self.gather_dim, 0)
+
+    def result_shape(self, world_size: int) -> list[int]:
+        """With the gathered dimension in front."""
+        rows, *others = self.front.shape[:-1]
+        return [rows * world_size, *others, self.B.shape[1] // world_size]
+
+
+def checked_rows_dim(name: str, dim: int, A: Tensor) -> int:
+    """A dimension of A but for the last one, as one that is not negative."""
+    if A.dim() < 2:
+        raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
+    found = validation.checked_dim(name, dim, "A", A.dim())
+    if found == A.dim() - 1:
+        raise ValueError(f"{name}: is {dim}, the last dimension of A, must be one of its rows")
+    return found
+
+
+def _validate(call: MatmulAllToAllCall) -> tuple[MatmulAllToAllCall, ProcessGroup]:
+    """The call with a dimension that is not negative, and the group."""
+    group, A, B = resolve_group(call.group_name), call.A, call.B
+    validation.float_dtype("A", A)
+    dim = checked_rows_dim("gather_dim", call.gather_dim, A)
+    validation.validate_matrix("B", B, A.shape[-1], A, "A")
+    if B.shape[1] % group.size():
+        raise ValueError(f"B: has {B.shape[1]} columns, must have a multiple of {group.size()} ranks")
+    return call._replace(gather_dim=dim), group
+
+
+def fast_matmul_all_to_all(A: Tensor, B: Tensor, dim: int, group_name: str) -> Tensor | None:
+    """As the op, if such a call was made before; else None, and nothing happened. All may be anything."""
+    if dim < 0 and isinstance(A, Tensor):
+        dim += A.dim()
+    results = launch_cache.launch_again(APART_OP, dim, (A, B), group_name)
+    return None if results is None else results[0]
+
+
+def _choose(call: MatmulAllToAllCall, group: ProcessGroup) -> Choice:
+    """The call is what validation returns."""
+    if call.A.device.type == "cuda" and preferred_kernel() != "one_shot":
+        choice = _choose_kernel(call, group)
+        if not choice.is_unfused:
+            return choice
+    front = call.front
+    shape = [*front.shape[:-1], call.B.shape[1]]
+    return choose_exchange_beside(APART_OP, call.A, shape, (front.dim() - 1, 0), group)
+
+
+def _choose_kernel(call: MatmulAllToAllCall, group: ProcessGroup) -> Choice:
+    from ....kernels.matmul_reduce_scatter import on_cuda
+
+    A, B, staging = call.front, call.B, Staging()
+    a = staging.take("A", A, lambda x: x.view(1, 1, x.shape[:-1].numel(), x.shape[-1]))
+    b = staging.take("B", B, fits=in_rows_or_columns)
+    epilogue = Epilogue(A.dtype, apart=True)
+    used = ScatterKernelCall(a, b, num_sms(B.device), epilogue, split_n=True, preferred=preferred_kernel())
+    return choose_kernel(on_cuda.SCATTER_STEPS, used, staging, group, "too little is multiplied and sent")
+
+
+def run_matmul_all_to_all(
+    choice: Choice, where: Heap, call: MatmulAllToAllCall, group: ProcessGroup
+) -> Tensor:
+    """As the op; the call is what validation returns."""
+    if choice.algorithm == "push":
+        return _on_cuda(choice, where, call)
+    front, B = call.front, call.B
+    if choice.algorithm == "host":  # as the kernel: torch's own may add up in 16 bits
+        product = (front.float() @ B.float()).to(front.dtype)
+    else:
+        product = op.matmul_without_autocast(front, B)
+    exchange = AllToAllCall(product, front.dim() - 1, 0, call.group_name)
+    return exchange_by_choice(choice, where, exchange, group, APART_OP).movedim(0, call.gather_dim)
+
+
+def _on_cuda(choice: Choice, where: Heap, call: MatmulAllToAllCall) -> Tensor:
+    from ....kernels.matmul_reduce_scatter import on_cuda
+
+    how: KernelUse = choice.how
+    with in_stream_order(how.call.b.device):
+        how.staging.copy()
+        made, remember = launch_kernel(on_cuda.SCATTER_STEPS, choice, where, how.call, APART_OP)
+    out: Tensor = made.view(call.result_shape(where.world_size)).movedim(0, call.gather_dim)
+    remember((call.gather_dim, call.tensors), [out])
+    return out
+
+
+def _fake(call: MatmulAllToAllCall, group: ProcessGroup) -> Tensor:
+    return call.A.new_empty(call.result_shape(group.size())).movedim(0, call.gather_dim)
+
+
+class MatmulAllToAllFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: MatmulAllToAllCall, A: Tensor, B: Tensor) -> Tensor:
+        ctx.how = call.gather_dim % A.dim(), call.group_name
+        ctx.group_size, ctx.transposed = call.group_size, op.is_transposed_matrix(B)
+        _, of_A, of_B = ctx.needs_input_grad
+        done: Tensor = MATMUL_ALL_TO_ALL.run_below_autograd(call)
+        ctx.save_for_backward(A if of_B else None, B if of_A else None)
+        return done
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        A, B = ctx.saved_tensors
+        (dim, name), size, grad_A, grad_B = ctx.how, ctx.group_size, None, None
+        if B is not None:
+            named = {"return_A": A is not None, "group_size": size}
+            grad_A, back = _ops.fused_all_to_all_matmul(grad, B.t(), dim, name, **named)
+        else:
+            back = _ops.one_shot_all_to_all(grad, dim, grad.dim() - 1, name, group_size=size)
+        if A is not None:
+            grad_B = op.gradient_of_matrix(A, back, ctx.transposed)
+        return None, grad_A, grad_B
+
+
+def product_flops(A: Sequence[int], B: Sequence[int], *_: Any, **__: Any) -> int:
+    """Of the rows of A that are on all ranks, and of which each multiplies as much."""
+    return 2 * prod(A) * B[1]
+
+
+MATMUL_ALL_TO_ALL = Op(
+    "fused_matmul_all_to_all(Tensor A, Tensor B, int gather_dim, str group_name, *, int? group_size=None) -> Tensor",
+    record=MatmulAllToAllCall,
+    validate=_validate,
+    fake=_fake,
+    kernel="all_to_all",
+    sends_nothing=lambda call, group: 0 in call.result_shape(group.size()),
+    choose=_choose,
+    run=run_matmul_all_to_all,
+    fast=lambda call: fast_matmul_all_to_all(*call[:4]),
+    known_by=lambda call, group: (call.gather_dim, call.tensors),
+    with_gradient=lambda call: MatmulAllToAllFunction.apply(call, call.A, call.B),
+    flops=product_flops,
+)

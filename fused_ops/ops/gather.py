@@ -1,0 +1,144 @@
+"""one_shot_gather: from the op's tensor to a kernel's, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...kernels.all_gather import TO_ROOT, configs
+from ...kernels.all_gather.reference import as_bytes, reference_gather
+from ...kernels.device.collective.host_exchange import exchange_layout, gather_to
+from ...symm_mem.heap.heap import Heap
+from .. import validation
+from ..dispatch.choice import Choice, on_host, unfused
+from ..dispatch.launch_cache import launch_again
+from ..dispatch.plan import num_sms, ran
+from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
+from . import op
+from .all_gather import UNEVEN, AllGatherCall, key_with_counts, sends_no_counts, validate_gathered
+from .op import Op
+
+if TYPE_CHECKING:
+    from ...kernels.device.jit.program import Program
+
+#: Why a call has no gradient.
+WITHOUT_ROOT = ": the other ranks have no result of which they could ask for it; pass x.detach()"
+
+
+class GatherCall(NamedTuple):
+    x: Tensor
+    gather_dim: int
+    root: int
+    group_name: str
+    group_size: int | None = None
+    counts: Sequence[int] | None = None
+    group_rank: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.x]
+
+    @property
+    def key(self) -> Hashable:
+        """By which the launch cache knows the call."""
+        return key_with_counts((self.gather_dim, self.root), self.counts)
+
+    def counts_of(self, group: ProcessGroup) -> Sequence[int]:
+        """All ranks' sizes in ``gather_dim``, which is not negative."""
+        return self.counts or [self.x.shape[self.gather_dim]] * group.size()
+
+    def result_shape(self, group: ProcessGroup) -> list[int]:
+        shape = list(self.x.shape)
+        shape[self.gather_dim] = sum(self.counts_of(group)) if group.rank() == self.root else 0
+        return shape
+
+
+def _validate(call: GatherCall) -> tuple[GatherCall, ProcessGroup]:
+    """The call with a dimension and a rank that are not negative, and the group."""
+    of_all = AllGatherCall(call.x, call.gather_dim, call.group_name, None, call.counts, call.group_rank)
+    found, group = validate_gathered(of_all)
+    if not 0 <= call.root < group.size():
+        raise ValueError(f"root: is {call.root}, must be from 0 to {group.size() - 1}, a rank of the group")
+    validation.rank_of_graph(call.group_rank, group)
+    return call._replace(gather_dim=found.gather_dim), group
+
+
+def fast_gather(
+    x: Tensor, dim: int, root: int, group_name: str, counts: Sequence[int] | None = None
+) -> Tensor | None:
+    """As the op, if such a call was made before; else None, and nothing happened. All may be anything."""
+    if dim < 0 and isinstance(x, Tensor):
+        dim += x.dim()
+    if counts is not None and any(type(n) is not int for n in counts):
+        return None  # symbolic
+    results = launch_again(TO_ROOT, key_with_counts((dim, root), counts), (x,), group_name, KINDS)
+    return None if results is None else results[0]
+
+
+def _choose(call: GatherCall, group: ProcessGroup) -> Choice:
+    """The call is what validation returns."""
+    size, rank, root = group.size(), group.rank(), call.root
+    if call.x.device.type == "cpu":
+        return on_host(exchange_layout(max(_bytes_of_ranks(call, group)), size))
+    if len(set(call.counts_of(group))) > 1:
+        return unfused(UNEVEN)
+
+    def program() -> Program:
+        from ...kernels.all_gather.cuda_kernel import launched_all_gather
+
+        return launched_all_gather(size, rank, root)
+
+    config = configs.choose_all_gather(size, num_sms(call.x.device))
+    return choose_alone(_alone(call, group), size, config, program, (root,))
+
+
+def _alone(call: GatherCall, group: ProcessGroup) -> StandAlone:
+    shape = call.result_shape(group)
+    return StandAlone(TO_ROOT, TO_ROOT, call.key, [call.x], shape, call.x.shape, gather_dim=call.gather_dim)
+
+
+def _bytes_of_ranks(call: GatherCall, group: ProcessGroup) -> list[int]:
+    dim, shape = call.gather_dim, call.x.shape
+    row = prod(shape[:dim] + shape[dim + 1 :]) * call.x.element_size()
+    return [n * row for n in call.counts_of(group)]
+
+
+def run_gather(choice: Choice, where: Heap, call: GatherCall, group: ProcessGroup) -> Tensor:
+    """As the op; the call is what validation returns."""
+    if choice.algorithm == "push":
+        return run_alone(choice, where, _alone(call, group))
+    x, dim, shape = call.x, call.gather_dim, call.result_shape(group)
+    sent, sizes = as_bytes(x.movedim(dim, 0).contiguous()), _bytes_of_ranks(call, group)
+    if choice.is_unfused:
+        ran(choice.plan_in(None))
+        stacked = reference_gather(sent, sizes, call.root, group) if sum(sizes) else sent
+    else:
+        stacked = gather_to(choice.begin_on(where), sent, sizes, call.root, TO_ROOT)
+    rows = stacked.view(x.dtype).view(shape[dim], *shape[:dim], *shape[dim + 1 :])
+    return rows.movedim(0, dim).reshape(-1).view(shape)
+
+
+def _fake(call: GatherCall, group: ProcessGroup) -> Tensor:
+    return call.x.new_empty(call.result_shape(group))
+
+
+GATHER = Op(
+    "one_shot_gather(Tensor x, int gather_dim, int root, str group_name, *, int? group_size=None,"
+    " SymInt[]? counts=None, int? group_rank=None) -> Tensor",
+    record=GatherCall,
+    validate=_validate,
+    fake=_fake,
+    kernel="all_gather",
+    sends_nothing=lambda call, group: sends_no_counts(call.x, call.gather_dim, call.counts),
+    choose=_choose,
+    run=run_gather,
+    fast=lambda call: fast_gather(call.x, call.gather_dim, call.root, call.group_name, call.counts),
+    known_by=lambda call, group: (call.key, [call.x]),
+    with_gradient=lambda call: op.refuse_gradient(_validate, call, WITHOUT_ROOT),
+    own_values=("group_rank",),
+    own_by_counts={"x": "gather_dim"},
+)
