@@ -280,4 +280,4 @@ def _gathered(op: str, x: Tensor, sequence_dim: Any, given: tuple[Any, ...], nam
 
 
 def _rows(loss: Loss, values: Tensor, targets: Tensor) -> Tensor:
-    return loss.rows(values, targets.reshape(-1)).view(targets.shape)
+    return loss.rows(values.view(values.shape[0], *targets.shape), targets)

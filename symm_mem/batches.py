@@ -51,7 +51,7 @@ def batch_put(puts: Sequence[Put]) -> None:
         for i, (x, source, peer) in enumerate(given)
     ]
     _refuse_twice("puts", list(zip(handles, peers, strict=True)))
-    handles[0]._engine().move_all(accesses)
+    handles[0]._engine().move(accesses)
 
 
 def batch_signal(signals: Sequence[Pair]) -> None:
@@ -80,7 +80,7 @@ def batch_signal(signals: Sequence[Pair]) -> None:
         torch.ops.weft.batch_signal(xs, peers, name, group_size=size)
         return
     _checked("batch_signal", "signals", given)
-    given[0][0]._engine().signal_all([(x.of, peer) for x, peer in given])
+    given[0][0]._engine().signal([(x.of, peer) for x, peer in given], "batch_signal")
 
 
 def batch_wait(waits: Sequence[Pair]) -> None:
@@ -110,7 +110,7 @@ def batch_wait(waits: Sequence[Pair]) -> None:
         torch.ops.weft.batch_wait(xs, peers, name, group_size=size)
         return
     _checked("batch_wait", "waits", given)
-    given[0][0]._engine().wait_all([(x.of, peer) for x, peer in given])
+    given[0][0]._engine().wait([(x.of, peer) for x, peer in given], "batch_wait")
 
 
 def _given(name: str, values: Any, parts: tuple[str, ...]) -> list[Any]:

@@ -91,7 +91,7 @@ MUTANTS = [
     ),
     Mutant(
         "symm_mem/registration/engine.py",
-        'self._wait(of, "wait", peer, DONE, expected)',
+        "self._wait(of, op, peer, DONE, expected)",
         "",
         _SEGMENTS,
     ),

@@ -11,15 +11,7 @@ from ...kernels.all_reduce_rms_norm import LAYER_NORM
 from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind
 from ..dispatch import launch_cache
 from ..dispatch.workspaces import ALL_REDUCE
-from .all_reduce_rms_norm import (
-    choose_norm_call,
-    fake_norm,
-    named_layer_norm,
-    norm_is_known_by,
-    norm_sends_nothing,
-    run_norm_call,
-    validate_all_reduce_norm,
-)
+from . import all_reduce_rms_norm
 from .op import Op
 
 
@@ -54,7 +46,7 @@ def fast_all_reduce_layer_norm(call: AllReduceLayerNormCall) -> tuple[Tensor, Te
     """As the op, if such a call was made before; else None, and nothing happened. Tensors may be anything."""
     x, residual, weight, bias, eps, group_name, weight_offset, _ = call
     there = residual is not None, weight is not None, bias is not None
-    name = named_layer_norm(eps, weight_offset, *there)
+    name = all_reduce_rms_norm.named_layer_norm(eps, weight_offset, *there)
     tensors = [t for t in (x, residual, weight, bias) if t is not None]
     results = launch_cache.launch_again(LAYER_NORM, name, tensors, group_name, (ALL_REDUCE,))
     return None if results is None else (results[0], results[1])
@@ -99,13 +91,13 @@ ALL_REDUCE_LAYER_NORM = Op(
     "fused_all_reduce_layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps,"
     " str group_name, *, float weight_offset=0.0, int? group_size=None) -> (Tensor, Tensor)",
     record=AllReduceLayerNormCall,
-    validate=lambda call: (call, validate_all_reduce_norm(call)),
-    fake=fake_norm,
+    validate=lambda call: (call, all_reduce_rms_norm.validate_all_reduce_norm(call)),
+    fake=all_reduce_rms_norm.fake_norm,
     kernel="all_reduce_rms_norm",
-    sends_nothing=norm_sends_nothing,
-    choose=choose_norm_call,
-    run=run_norm_call,
+    sends_nothing=all_reduce_rms_norm.norm_sends_nothing,
+    choose=all_reduce_rms_norm.choose_norm_call,
+    run=all_reduce_rms_norm.run_norm_call,
     fast=fast_all_reduce_layer_norm,
-    known_by=norm_is_known_by,
+    known_by=all_reduce_rms_norm.norm_is_known_by,
     with_gradient=lambda call: AllReduceLayerNormFunction.apply(call, call.x, call.residual, *call.affine),
 )

@@ -16,15 +16,8 @@ from typing_extensions import Unpack
 from ...symm_mem import Group
 from ..library.communicating import why_unordered
 from . import matching
+from .agreement import fallback_graph
 from .agreement.fallback.run import is_fallback_graph
-from .agreement.fallback_graph import (
-    FallbackGraph,
-    has_ranks,
-    why_bucketed,
-    why_captured_without_vote,
-    why_not_asked,
-    why_not_generated,
-)
 from .agreement.outcomes import RunOutcomes
 from .agreement.signature import Order
 from .cache_key import pass_key
@@ -251,7 +244,7 @@ class FusionPass(OnePass, CustomGraphPass):
                 self._keep(graph, numbers, None)
             return
         rewrites: list[Written | MovedPadding] = [*write_out(graph), *move_padding(graph)]
-        original = FallbackGraph(graph, list(collectives(graph))) if self.agree else None
+        original = fallback_graph.FallbackGraph(graph, list(collectives(graph))) if self.agree else None
         why_not = None if original is None else self._why_not_kept(original)
         entries, orders = self._fused(graph, numbers[0], why_not)
         for each in rewrites:
@@ -281,11 +274,11 @@ class FusionPass(OnePass, CustomGraphPass):
                 self._tell(called.numbers[0])
         return numbers
 
-    def _why_not_kept(self, original: FallbackGraph) -> str | None:
+    def _why_not_kept(self, original: fallback_graph.FallbackGraph) -> str | None:
         """Why nothing can be fused that ranks must be asked about; None if it can."""
-        if self.agree != CAPTURE and (why := why_captured_without_vote()) is not None:
+        if self.agree != CAPTURE and (why := fallback_graph.why_captured_without_vote()) is not None:
             return why
-        return why_not_generated() or why_bucketed() or original.why_not_kept()
+        return fallback_graph.why_not_generated() or fallback_graph.why_bucketed() or original.why_not_kept()
 
     def _fused(self, graph: fx.Graph, number: int, why_not: str | None) -> tuple[list[Entry], list[Order]]:
         """Fuses what can be and should be.
@@ -320,7 +313,7 @@ class FusionPass(OnePass, CustomGraphPass):
         if not self.agree:
             return None
         groups = {e.group for e in entries if e.group is not None and why_not is None}
-        return {g for g in groups if has_ranks(g) and why_not_asked(g) is None}
+        return {g for g in groups if fallback_graph.has_ranks(g) and fallback_graph.why_not_asked(g) is None}
 
     def _tell(self, number: int) -> None:
         """
@@ -387,7 +380,7 @@ class FusionPass(OnePass, CustomGraphPass):
             return reason
         group = match.collective.group
         reason = self._why_not_changed(group, match.op, why_not_kept)
-        if reason is not None or not self.agree or not has_ranks(group):
+        if reason is not None or not self.agree or not fallback_graph.has_ranks(group):
             return reason
         return match.why_not_compared()
 
@@ -395,6 +388,6 @@ class FusionPass(OnePass, CustomGraphPass):
         """Why no op of this group should take the place of what is in the graph."""
         if (unordered := why_unordered()) is not None:
             return f"{unordered}, with which ranks may communicate in different orders"
-        why_not = why_not_asked(group) if self.agree else None
+        why_not = fallback_graph.why_not_asked(group) if self.agree else None
         why_not = why_not or (why_not_called_from_cpp(op) if op is not None else None)
-        return why_not or (why_not_kept if self.agree and has_ranks(group) else None)
+        return why_not or (why_not_kept if self.agree and fallback_graph.has_ranks(group) else None)

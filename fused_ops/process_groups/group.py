@@ -20,6 +20,7 @@ from ...symm_mem import CallAbandoned, flight_recorder
 from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.heap.registry import has_name, heaps_of
 from ...symm_mem.timeouts import call_timeout
+from . import options
 from .batches import Batch, operations_of_batch
 from .calls import (
     ALL_GATHER,
@@ -33,19 +34,6 @@ from .calls import (
 )
 from .cuda_calls import DeviceLines
 from .host_calls import HostLine, prepare_on_host
-from .options import (
-    UNSET,
-    all_gather_options,
-    all_gathers,
-    all_reduce_options,
-    all_reduces,
-    all_to_all_options,
-    all_to_alls,
-    reduce_scatter_options,
-    reduce_scatters,
-    seconds_of,
-    set_group_timeout,
-)
 from .taken import GroupCalls
 from .work import DoneWork
 
@@ -129,15 +117,15 @@ class WeftProcessGroup(ProcessGroup):
             x = tensors[0]
             if (cached := self._launch_cached(ALL_REDUCE, x, x, args[0])) is not False:
                 return cached
-        opts = all_reduce_options(args, named)
-        work = self._take(ALL_REDUCE, all_reduces(tensors, opts), opts)
+        opts = options.all_reduce_options(args, named)
+        work = self._take(ALL_REDUCE, options.all_reduces(tensors, opts), opts)
         if work is not None:
             return work
         return self._delegate("allreduce", tensors, *args, **named)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
-        work = self._take(ALL_REDUCE, all_reduces(tensors, opts), opts)
+        work = self._take(ALL_REDUCE, options.all_reduces(tensors, opts), opts)
         return self._delegate("allreduce_coalesced", tensors, opts) if work is None else work
 
     def _allgather_base(  # type: ignore[override]
@@ -146,17 +134,17 @@ class WeftProcessGroup(ProcessGroup):
         input: Tensor,  # noqa: A002
         opts: Any = None,
     ) -> Work | None:
-        opts = all_gather_options(opts)
+        opts = options.all_gather_options(opts)
         if (cached := self._launch_cached(ALL_GATHER, input, output, opts)) is not False:
             return cached
-        work = self._take(ALL_GATHER, all_gathers([output], [input]), opts)
+        work = self._take(ALL_GATHER, options.all_gathers([output], [input]), opts)
         return self._delegate(_GATHER, output, input, opts) if work is None else work
 
     def allgather_into_tensor_coalesced(
         self, output_lists: list[Tensor], input_list: list[Tensor], opts: Any = None
     ) -> Work:
-        opts = all_gather_options(opts)
-        work = self._take(ALL_GATHER, all_gathers(output_lists, input_list), opts)
+        opts = options.all_gather_options(opts)
+        work = self._take(ALL_GATHER, options.all_gathers(output_lists, input_list), opts)
         if work is not None:
             return work
         return self._delegate(_GATHERS, output_lists, input_list, opts)
@@ -164,10 +152,10 @@ class WeftProcessGroup(ProcessGroup):
     def _reduce_scatter_base(  # type: ignore[override]
         self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None
     ) -> Work | None:
-        opts = reduce_scatter_options(opts)
+        opts = options.reduce_scatter_options(opts)
         if (cached := self._launch_cached(REDUCE_SCATTER, inputTensor, outputTensor, opts)) is not False:
             return cached
-        work = self._take(REDUCE_SCATTER, reduce_scatters([outputTensor], [inputTensor], opts), opts)
+        work = self._take(REDUCE_SCATTER, options.reduce_scatters([outputTensor], [inputTensor], opts), opts)
         if work is not None:
             return work
         return self._delegate(_SCATTER, outputTensor, inputTensor, opts)
@@ -175,8 +163,8 @@ class WeftProcessGroup(ProcessGroup):
     def reduce_scatter_tensor_coalesced(
         self, outputTensors: list[Tensor], inputTensors: list[Tensor], opts: Any = None
     ) -> Work:
-        opts = reduce_scatter_options(opts)
-        work = self._take(REDUCE_SCATTER, reduce_scatters(outputTensors, inputTensors, opts), opts)
+        opts = options.reduce_scatter_options(opts)
+        work = self._take(REDUCE_SCATTER, options.reduce_scatters(outputTensors, inputTensors, opts), opts)
         if work is not None:
             return work
         return self._delegate(_SCATTERS, outputTensors, inputTensors, opts)
@@ -190,7 +178,7 @@ class WeftProcessGroup(ProcessGroup):
         *args: Any,
         **named: Any,
     ) -> Work | None:
-        opts = all_to_all_options(args, named)
+        opts = options.all_to_all_options(args, named)
         splits = [*output_split_sizes, *input_split_sizes]
         cached: Any = False
         # What is cached is known by its number of elements alone.
@@ -199,7 +187,7 @@ class WeftProcessGroup(ProcessGroup):
             cached = self._launch_cached(ALL_TO_ALL, input, output, opts)
         if cached is not False:
             return cached
-        work = self._take(ALL_TO_ALL, all_to_alls(output, input, splits), opts)
+        work = self._take(ALL_TO_ALL, options.all_to_alls(output, input, splits), opts)
         if work is not None:
             return work
         return self._delegate(_EXCHANGE, output, input, output_split_sizes, input_split_sizes, *args, **named)
@@ -221,7 +209,7 @@ class WeftProcessGroup(ProcessGroup):
             return False
         if self._coalescing or x.layout is not torch.strided or out.layout is not torch.strided:
             return False
-        if profiler._is_profiler_enabled or opts.timeout != UNSET:
+        if profiler._is_profiler_enabled or opts.timeout != options.UNSET:
             return False
         op: str | None = ""
         if name in (ALL_REDUCE, REDUCE_SCATTER):
@@ -252,7 +240,7 @@ class WeftProcessGroup(ProcessGroup):
             why = next((why for call in calls if (why := why_left(self._size, call)) is not None), None)
         if why is None:
             assert isinstance(calls, list)
-            seconds = seconds_of(opts.timeout)
+            seconds = options.seconds_of(opts.timeout)
             with (
                 record_function(f"weft:{name}") if profiler._is_profiler_enabled else nullcontext(),
                 nullcontext() if seconds is None else call_timeout(seconds),
@@ -338,7 +326,7 @@ class WeftProcessGroup(ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.inner.set_timeout(timeout)
-        set_group_timeout(timeout, self.group_name)
+        options.set_group_timeout(timeout, self.group_name)
 
     def shutdown(self) -> None:
         invalidate_calls()
@@ -359,7 +347,7 @@ class WeftProcessGroup(ProcessGroup):
         if made is None:
             return None
         for kind in self.record.taken_on:
-            set_group_timeout(made._get_backend(torch.device(kind)).options._timeout, made.group_name)
+            options.set_group_timeout(made._get_backend(torch.device(kind)).options._timeout, made.group_name)
         return WeftProcessGroup._wrap(made, self.record.taken_on)
 
     def merge_remote_group(self, *args: Any, **named: Any) -> WeftProcessGroup:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from ...symm_mem.backends import cuda_state
 from ..device.collective.combine import CombinedSum, CombineLauncher, CombineSource, choice_defines
 from ..device.comm import ll_exchange
+from ..device.comm.exchange_launcher import ExchangeLauncher
 from ..device.comm.ll_exchange import DTYPES, VECTOR, ExchangeSlots, ExchangeWorkspace, slots_of
 from ..device.jit.program import Function, Program
 from . import configs
@@ -92,17 +92,16 @@ def _function(
         return launched_all_reduce(world_size, rank, dtype, reduce_op).function(name)
 
 
-class AllReduceLauncher:
-    """This op on one workspace, number of elements, dtype and operation: prepared once, launched often.
+class AllReduceLauncher(ExchangeLauncher[_Params]):
+    """This op: ``out`` = what all ranks' ``x`` make together, the same bits on every rank: in float32, in rank order.
+
+    Its operand is x, its result is out: contiguous tensors, aligned like their elements; out may be x.
 
     Args:
         place: a workspace with room for ``configs.all_reduce_layout``; the same call site on every rank.
         numel: elements of x, 1 or more.
         reduce_op: "sum", "avg" (divided by the number of ranks), "max" or "min".
         config: the same on every rank; if None, that of ``choose_all_reduce``.
-
-    Attributes:
-        grids: the blocks of a launch, once for each epoch of their slots.
 
     Raises:
         TypeError, ValueError: naming the argument, what it was and what it must be.
@@ -123,51 +122,24 @@ class AllReduceLauncher:
         if dtype not in DTYPES:
             raise TypeError(f"x: is {dtype}, must be float32, bfloat16 or float16")
         config = config or choose_all_reduce(numel * width, layout.world_size)
-        self._timeout_ns = 0
-        self._lock = threading.Lock()  # a launch takes what stands in its struct
+        super().__init__()
         parts = layout.world_size if config.form == "two_shot" else 1
         count = -(-numel * width // (VECTOR * parts))
         launch = configs.launch(count, layout, config)
         self.grids = (launch.blocks,) * launch.epochs
         # Whole vectors at aligned addresses are a kernel of their own.
-        self._launches: list[Callable[[int], None]] = []
-        self._params: list[_Params] = []
         for aligned in (False, True):
             whole = aligned and numel * width == count * VECTOR * parts
             name = launch.kernel if whole else f"{launch.kernel}_any"
             function = _function(layout.world_size, place.rank, dtype, reduce_op, name, device)
             params = _Params(slots_of(place), 0, 0, numel, count, aligned)
-            ready = function.bound(launch.blocks, launch.threads, params, dependent=ll_exchange.dependent())
-            self._launches.append(ready)
-            self._params.append(params)
+            self._prepare(function, launch.blocks, launch.threads, params)
 
-    def launch(
-        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
-    ) -> None:
-        """``out`` = what all ranks' ``x`` make together, the same bits on every rank: in float32, in rank order.
-
-        Every rank makes the same calls on a workspace, in one order and on one stream at a time. Safe to capture
-        in a CUDA graph. The current device must be that of the tensors.
-
-        Args:
-            buffer: not used; epochs alternate by themselves.
-            operands, results: the address of x, and that of out: contiguous tensors, aligned like their elements; out
-                may be x.
-            timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
-            stream: a CUstream as an integer.
-
-        Raises:
-            RuntimeError: the kernel cannot be launched.
-        """
+    def _put(self, operands: Sequence[int], results: Sequence[int]) -> Callable[[int], None]:
         (x,), (out,) = operands, results
         aligned = (x | out) % VECTOR == 0
-        with self._lock:
-            if timeout_ns != self._timeout_ns:
-                for params in self._params:
-                    params.slots.watch.timeout_ns = timeout_ns
-                self._timeout_ns = timeout_ns
-            _put_addresses(self._params[aligned], _X, x, out)
-            self._launches[aligned](stream)
+        _put_addresses(self._params[aligned], _X, x, out)
+        return self._launches[aligned]
 
 
 def combine_all_reduce_launcher(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 
 from ..device.collective.combine import CombineSource, put_operands
 from ..device.comm import ll_exchange
+from ..device.comm.exchange_launcher import ExchangeLauncher
 from ..device.comm.ll_exchange import DTYPES, VECTOR, ExchangeSlots, ExchangeWorkspace, slots_of
 from ..device.jit.program import Program
 from .configs import (
@@ -165,17 +165,18 @@ def launched_norm(
     return _program(size, rank, dtype, share, switches, dependent=ll_exchange.dependent())
 
 
-class AllReduceRmsNormLauncher:
-    """This op on one workspace, number of rows, row and dtype: prepared once, launched often.
+class AllReduceRmsNormLauncher(ExchangeLauncher[_Params]):
+    """This op: ``sums`` = the local residual + all_reduce(x), ``normed`` = their norm by the local weight and bias.
+
+    Its operands are x, or y, slots and weights, and those of residual, weight, bias, a given scale and shared that
+    there are. Its results are normed, the rows' scales if there are some, and sums. All are contiguous tensors at
+    multiples of 16; sums may be residual or x, unless what is normed becomes fp8 or x is put together.
 
     Args:
         place: a workspace with room for ``all_reduce_rms_norm_layout``; the same call site on every rank.
         rows, hidden: x is [rows, hidden], 1 or more each; ``why_no_norm_kernel`` must be None.
         norm: what is computed.
         config: the same on every rank; if None, that of ``choose_all_reduce_rms_norm``.
-
-    Attributes:
-        grids: blocks of each launch.
 
     Raises:
         ValueError: the kernel does not take such rows, or the workspace is too small.
@@ -200,14 +201,11 @@ class AllReduceRmsNormLauncher:
             raise ValueError(f"workspace: is {place.layout}, must hold {needed}")
         self._given = norm.residual, norm.weight, norm.bias
         self._combine = combine = norm.combine
-        self._timeout_ns = 0
-        self._lock = threading.Lock()  # a launch takes what stands in its struct
-        self.grids: tuple[int, ...] = ()
-        self._chunks: list[tuple[_Offsets, Callable[[int], None], _Params]] = []
+        super().__init__()
+        self._offsets: list[_Offsets] = []  # of each launch
         for start in range(0, rows, wanted.rows):
             count = min(wanted.rows, rows - start)
             now = shape(count, vectors, size, config)
-            early = ll_exchange.dependent()
             program = launched_norm(vectors, dtype, norm, config, (size, place.rank))
             function = program.function(config.form)
             taken = _Params if combine is None else _CombineParams
@@ -217,29 +215,11 @@ class AllReduceRmsNormLauncher:
             params.offset = norm.weight_offset
             if norm.quant is not None and norm.quant.smallest is not None:
                 params.smallest = norm.quant.smallest
-            ready = function.bound(now.blocks, wanted.threads, params, dependent=early)
+            self._prepare(function, now.blocks, wanted.threads, params)
             self.grids += (now.blocks,)
-            self._chunks.append((_Offsets.of(start, hidden, dtype, norm), ready, params))
+            self._offsets.append(_Offsets.of(start, hidden, dtype, norm))
 
-    def launch(
-        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
-    ) -> None:
-        """``sums`` = the local residual + all_reduce(x), ``normed`` = their norm by the local weight and bias.
-
-        Safe to capture in a CUDA graph. The current device must be that of the tensors.
-
-        Args:
-            buffer: of no account; there are none.
-            operands: addresses of x, or of y, slots and weights, and of those of residual, weight, bias, a given scale
-                and shared that there are; results: of normed, the rows' scales if there are some, and sums. All of
-                contiguous tensors, multiples of 16; sums may be residual or x, unless what is normed becomes fp8 or x
-                is put together.
-            timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
-            stream: a CUstream as an integer.
-
-        Raises:
-            RuntimeError: the kernel cannot be launched.
-        """
+    def _put(self, operands: Sequence[int], results: Sequence[int]) -> Callable[[int], None]:
         x, rest, parts = operands[0], operands[1:], list(operands[:3])
         if (combine := self._combine) is not None:
             rest = operands[3:]
@@ -250,15 +230,14 @@ class AllReduceRmsNormLauncher:
         residual, weight, bias = (next(given) if there else 0 for there in self._given)
         normed, *written, sums = results
         scales = written[0] if written else next(given, 0)
-        with self._lock:
-            if timeout_ns != self._timeout_ns:
-                for _, _, params in self._chunks:
-                    params.slots.watch.timeout_ns = timeout_ns
-                self._timeout_ns = timeout_ns
-            for (start, of_normed, of_scales), ready, params in self._chunks:
-                added = residual + start if residual else 0
-                to = normed + of_normed, sums + start, scales + of_scales
-                if combine is not None:
-                    put_operands(params, _COMBINE, parts)
-                _put_addresses(params, _X, x + start, added, weight, bias, *to)
-                ready(stream)
+        for (start, of_normed, of_scales), params in zip(self._offsets, self._params, strict=True):
+            added = residual + start if residual else 0
+            to = normed + of_normed, sums + start, scales + of_scales
+            if combine is not None:
+                put_operands(params, _COMBINE, parts)
+            _put_addresses(params, _X, x + start, added, weight, bias, *to)
+        return self._launch_all if len(self._launches) > 1 else self._launches[0]
+
+    def _launch_all(self, stream: int) -> None:
+        for ready in self._launches:
+            ready(stream)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from ..device.comm import ll_exchange
+from ..device.comm.exchange_launcher import ExchangeLauncher
 from ..device.comm.ll_exchange import WARP, ExchangeSlots, ExchangeWorkspace, slots_of
 from ..device.gemm.gemm import DTYPES
 from ..device.gemm.operands import is_transposed, why_not
@@ -86,19 +86,17 @@ def why_no_few_rows_kernel(a: torch.Tensor, b: torch.Tensor) -> str | None:
     return why_not(a, b)
 
 
-class MatmulAllReduceLauncher:
-    """This op on one problem and one workspace: prepared once, launched often.
+class MatmulAllReduceLauncher(ExchangeLauncher[_Params]):
+    """This op: the same bits on every rank. Its operands are A and B, its result is out [M, N], contiguous.
+
+    Addresses are multiples of 16.
 
     Args:
         place: a workspace with room for ``config.layout``, the same call site on every rank.
         a, b: examples of the operands, for which ``why_no_few_rows_kernel`` is None: A [M, K] and B [K, N]. Every
-        launch
-            gets tensors of these sizes, strides and dtype.
+            launch gets tensors of these sizes, strides and dtype.
         reduce_op: "sum" or "avg".
         config: of ``configs.choose_matmul_all_reduce``, the same on every rank.
-
-    Attributes:
-        grids: the blocks of a launch.
 
     Raises:
         ValueError: naming the argument, what it was and what it must be.
@@ -120,36 +118,15 @@ class MatmulAllReduceLauncher:
         if not layout.holds(needed := config.layout(m, layout.world_size)):
             raise ValueError(f"workspace: is {layout}, must hold {needed} for {m} rows and {config}")
         b_rows = not is_transposed(b)
-        p = self._params = _Params(slots_of(place))
+        super().__init__()
+        p = _Params(slots_of(place))
         # The stride of a single row may be anything.
         p.a_stride, p.b_stride = k if m == 1 else a.stride(0), b.stride(0) if b_rows else b.stride(1)
         p.m, p.n, p.k = m, n, k
-        self._timeout_ns, self.grids = 0, (config.blocks,)
-        self._lock = threading.Lock()  # a launch takes what stands in its struct
+        self.grids = (config.blocks,)
         program = launched_few_rows(a, b, reduce_op, config, (layout.world_size, place.rank))
-        function, threads = program.function("matmul_all_reduce"), config.warps * WARP
-        self._launch = function.bound(config.blocks, threads, p, dependent=ll_exchange.dependent())
+        self._prepare(program.function("matmul_all_reduce"), config.blocks, config.warps * WARP, p)
 
-    def launch(
-        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
-    ) -> None:
-        """The sum over ranks, the same bits on every rank. Safe to capture in a CUDA graph.
-
-        Every rank makes the same calls on a workspace, in one order and on one stream at a time. The current device
-        must be that of the tensors.
-
-        Args:
-            buffer: of no account; there are none.
-            operands: addresses of A and B; results: of out [M, N], contiguous. All multiples of 16.
-            timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
-            stream: a CUstream as an integer.
-
-        Raises:
-            RuntimeError: the kernel cannot be launched.
-        """
-        p = self._params
-        with self._lock:
-            if timeout_ns != self._timeout_ns:
-                self._timeout_ns = p.slots.watch.timeout_ns = timeout_ns
-            _put_addresses(p, _A, *operands, *results)
-            self._launch(stream)
+    def _put(self, operands: Sequence[int], results: Sequence[int]) -> Callable[[int], None]:
+        _put_addresses(self._params[0], _A, *operands, *results)
+        return self._launches[0]

@@ -20,14 +20,7 @@ from ..device.gemm.scaling import ScaleKind
 from ..device.gemm.scaling_params import ScalesParams
 from ..device.gemm.tensor_map import Maps, TensorMap, put_maps
 from ..device.jit.program import Program, WaitParams
-from .configs import (
-    MOST_PRODUCTS,
-    Epilogue,
-    MatmulReduceScatterProblem,
-    ScatterKernelCall,
-    ScatterPushConfig,
-    scatter_push_layout,
-)
+from . import configs
 
 SOURCE = Path(__file__).parent / "kernel.cu"
 
@@ -36,8 +29,8 @@ class _Params(ctypes.Structure):
     """The twin of ``Params`` in kernel.cu."""
 
     _fields_ = (
-        ("a", TensorMap * MOST_PRODUCTS),
-        ("b", TensorMap * MOST_PRODUCTS),
+        ("a", TensorMap * configs.MOST_PRODUCTS),
+        ("b", TensorMap * configs.MOST_PRODUCTS),
         ("watch", WaitParams),
         ("buffer", BufferWords),
         ("receive_buffer", ctypes.c_uint64),
@@ -47,7 +40,7 @@ class _Params(ctypes.Structure):
         ("m", ctypes.c_int32),
         ("n", ctypes.c_int32),
         ("products", ctypes.c_int32),
-        ("depths", ctypes.c_int32 * MOST_PRODUCTS),
+        ("depths", ctypes.c_int32 * configs.MOST_PRODUCTS),
         ("depth", ctypes.c_int32),
         ("raster_group", ctypes.c_int32),
         ("scale", ctypes.c_float),
@@ -65,7 +58,7 @@ _put_address = struct.Struct("Q").pack_into  # a store to a ctypes field costs t
 
 
 def scatter_defines(
-    b: torch.Tensor, config: ScatterPushConfig, world_size: int, rank: int, epilogue: Epilogue
+    b: torch.Tensor, config: configs.ScatterPushConfig, world_size: int, rank: int, epilogue: configs.Epilogue
 ) -> gemm.Defines:
     """What kernel.cu is compiled with for B [K, N] and its like, or with ``split_n`` for a rank's columns of it."""
     return (
@@ -84,13 +77,13 @@ def scatter_defines(
 
 
 def scatter_program(
-    b: torch.Tensor, config: ScatterPushConfig, epilogue: Epilogue, ranks: tuple[int, int]
+    b: torch.Tensor, config: configs.ScatterPushConfig, epilogue: configs.Epilogue, ranks: tuple[int, int]
 ) -> Program:
     """That which is launched for the whole B. ``ranks``: how many, and which this is."""
     return gemm.gemm_program(SOURCE, scatter_defines(_of_one(b, config, ranks[0]), config, *ranks, epilogue))
 
 
-def _of_one(b: torch.Tensor, config: ScatterPushConfig, world_size: int) -> torch.Tensor:
+def _of_one(b: torch.Tensor, config: configs.ScatterPushConfig, world_size: int) -> torch.Tensor:
     """The columns of B that one rank's results have."""
     return b.narrow(1, 0, b.shape[1] // world_size) if config.split_n else b
 
@@ -117,8 +110,8 @@ class MatmulReduceScatterPush:
         self,
         workspace: Workspace[Layout],
         factors: Sequence[torch.Tensor],
-        config: ScatterPushConfig,
-        epilogue: Epilogue,
+        config: configs.ScatterPushConfig,
+        epilogue: configs.Epilogue,
         *,
         num_sms: int,
     ) -> None:
@@ -128,11 +121,11 @@ class MatmulReduceScatterPush:
         size, layout = workspace.world_size, workspace.layout
         of_one = _of_one(b, config, size)
         n, whole = of_one.shape[1], is_whole([of_one], tile)
-        problem = MatmulReduceScatterProblem(
+        problem = configs.MatmulReduceScatterProblem(
             *(rows, n, sum(ks), size, num_sms, batches), split_n=config.split_n, to_all=epilogue.to_all
         )
         m = problem.rows_per_rank
-        if not layout.holds(scatter_push_layout(config, problem)):
+        if not layout.holds(configs.scatter_push_layout(config, problem)):
             raise ValueError(f"workspace: {layout} is too small for results of {batches} x {m} x {n} {dtype}")
         self.workspace = workspace
         self._a = [Maps(boxes_of_rows(dtype, tuple(x.shape), x.stride(), tile)) for x in factors[::2]]
@@ -201,9 +194,9 @@ class ScaledMatmulReduceScatterPush(MatmulReduceScatterPush):
     def __init__(
         self,
         workspace: Workspace[Layout],
-        call: ScatterKernelCall,
+        call: configs.ScatterKernelCall,
         strides: tuple[int, ...],
-        config: ScatterPushConfig,
+        config: configs.ScatterPushConfig,
     ) -> None:
         super().__init__(workspace, call.factors, config, call.epilogue, num_sms=call.num_sms)
         assert call.scaled is not None

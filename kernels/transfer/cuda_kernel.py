@@ -138,19 +138,11 @@ class CudaTransfers:
             for name in ("post", "await", "move", "post_all", "await_all", "move_all"):
                 _program.function(name)
 
-    def signal(self, of: Registration, peer: int) -> None:
-        self._begin(of, "signal")
-        self._run("post", of, peer, (SENT, ALLOWED))
+    def signal(self, signals: list[tuple[Registration, int]], op: str = "signal") -> None:
+        self._run_all("post", op, signals, (SENT, ALLOWED))
 
-    def wait(self, of: Registration, peer: int) -> None:
-        self._begin(of, "wait")
-        self._run("await", of, peer, (WAITED, DONE))
-
-    def signal_all(self, signals: list[tuple[Registration, int]]) -> None:
-        self._run_all("post", "batch_signal", signals, (SENT, ALLOWED))
-
-    def wait_all(self, waits: list[tuple[Registration, int]]) -> None:
-        self._run_all("await", "batch_wait", waits, (WAITED, DONE))
+    def wait(self, waits: list[tuple[Registration, int]], op: str = "wait") -> None:
+        self._run_all("await", op, waits, (WAITED, DONE))
 
     def _run_all(
         self, name: str, op: str, of_each: list[tuple[Registration, int]], rows: tuple[int, int]
@@ -166,6 +158,9 @@ class CudaTransfers:
 
     def _together(self, of_each: list[tuple[Registration, int]]) -> Iterator[list[tuple[Registration, int]]]:
         """Those of a slab, as many as go into one launch."""
+        if len(of_each) == 1:
+            yield of_each
+            return
         slabs: dict[int, list[tuple[Registration, int]]] = {}
         for of, peer in of_each:
             slabs.setdefault(self._semaphores.slab(of.slot).address, []).append((of, peer))
@@ -173,14 +168,13 @@ class CudaTransfers:
             for i in range(0, len(some), _MOST_AT_ONCE):
                 yield some[i : i + _MOST_AT_ONCE]
 
-    def move(self, of: Registration, access: Access) -> None:
-        self._begin(of, access.op)
-        self._move(_Move.made(of, access))
-
-    def move_all(self, moves: list[tuple[Registration, Access]]) -> None:
+    def move(self, moves: list[tuple[Registration, Access]]) -> None:
         for of, access in moves:
             self._begin(of, access.op)
         made = [_Move.made(of, access) for of, access in moves]
+        if len(made) == 1:
+            self._move(made[0])
+            return
         little = {(move.of, move.peer): move for move in made if move.by_sms(self.copy_engine_from)}
         for some in self._together(list(little)):
             self._move_together([little[each] for each in some])

@@ -39,30 +39,18 @@ class Access:
 
 
 class TransferEngine(Protocol):
-    """See semaphores.py for the protocol. ``peer`` may be this rank."""
+    """See semaphores.py for the protocol. Of several at once none is there twice; ``peer`` may be this rank."""
 
-    def signal(self, of: Registration, peer: int) -> None:
-        """Let ``peer`` access this rank's tensor once more, after all that this rank has done."""
+    def signal(self, signals: list[tuple[Registration, int]], op: str = "signal") -> None:
+        """Let each ``peer`` access this rank's tensor once more, after all that this rank has done."""
         ...
 
-    def wait(self, of: Registration, peer: int) -> None:
-        """Until the next access of ``peer`` to this rank's tensor is over."""
+    def wait(self, waits: list[tuple[Registration, int]], op: str = "wait") -> None:
+        """Until the next access of each ``peer`` to this rank's tensor is over."""
         ...
 
-    def move(self, of: Registration, access: Access) -> None:
-        """Wait until the owner lets this rank access its tensor once more; move; tell the owner."""
-        ...
-
-    def signal_all(self, signals: list[tuple[Registration, int]]) -> None:
-        """``signal`` for several. None is there twice, here and below."""
-        ...
-
-    def wait_all(self, waits: list[tuple[Registration, int]]) -> None:
-        """``wait`` for several."""
-        ...
-
-    def move_all(self, moves: list[tuple[Registration, Access]]) -> None:
-        """``move`` for several, in any order."""
+    def move(self, moves: list[tuple[Registration, Access]]) -> None:
+        """Wait until the owner lets this rank access its tensor once more; move; tell the owner. In any order."""
         ...
 
 
@@ -81,45 +69,35 @@ class HostEngine:
         self._heap, self._semaphores = registry.heap, registry.semaphores
         self._fault = fault_of(registry.heap)
 
-    def signal(self, of: Registration, peer: int) -> None:
-        with self._whole("signal"):
-            sent = self._word(of, SENT, peer)
-            sent.value += 1
-            self._at(of, ALLOWED, peer).value = sent.value
-
-    def wait(self, of: Registration, peer: int) -> None:
-        with self._whole("wait"):
-            waited = self._word(of, WAITED, peer)
-            expected = (waited.value + 1) & 0xFFFFFFFF
-            self._wait(of, "wait", peer, DONE, expected)
-            waited.value = expected
-
-    def move(self, of: Registration, access: Access) -> None:
-        with self._whole(access.op):
-            moved = self._word(of, MOVED, access.peer)
-            expected = (moved.value + 1) & 0xFFFFFFFF
-            self._wait(of, access.op, access.peer, ALLOWED, expected)
-            moved.value = expected
-            try:
-                _copy(access)
-            except ProcessLookupError:
-                wait = self._about(of, access.op, access.peer, expected)
-                raise self._fault.breaks(
-                    PeerTimeout(wait, WaitOutcome(expected, 0.0, True))
-                ).again() from None
-            self._at(of, DONE, access.peer).value = expected
-
-    def signal_all(self, signals: list[tuple[Registration, int]]) -> None:
+    def signal(self, signals: list[tuple[Registration, int]], op: str = "signal") -> None:
         for of, peer in signals:
-            self.signal(of, peer)
+            with self._whole(op):
+                sent = self._word(of, SENT, peer)
+                sent.value += 1
+                self._at(of, ALLOWED, peer).value = sent.value
 
-    def wait_all(self, waits: list[tuple[Registration, int]]) -> None:
+    def wait(self, waits: list[tuple[Registration, int]], op: str = "wait") -> None:
         for of, peer in waits:
-            self.wait(of, peer)
+            with self._whole(op):
+                waited = self._word(of, WAITED, peer)
+                expected = (waited.value + 1) & 0xFFFFFFFF
+                self._wait(of, op, peer, DONE, expected)
+                waited.value = expected
 
-    def move_all(self, moves: list[tuple[Registration, Access]]) -> None:
+    def move(self, moves: list[tuple[Registration, Access]]) -> None:
         for of, access in moves:
-            self.move(of, access)
+            with self._whole(access.op):
+                moved = self._word(of, MOVED, access.peer)
+                expected = (moved.value + 1) & 0xFFFFFFFF
+                self._wait(of, access.op, access.peer, ALLOWED, expected)
+                moved.value = expected
+                try:
+                    _copy(access)
+                except ProcessLookupError:
+                    wait = self._about(of, access.op, access.peer, expected)
+                    gone = PeerTimeout(wait, WaitOutcome(expected, 0.0, True))
+                    raise self._fault.breaks(gone).again() from None
+                self._at(of, DONE, access.peer).value = expected
 
     def _word(self, of: Registration, row: int, rank: int) -> ctypes.c_uint32:
         return ctypes.c_uint32.from_address(self._semaphores.address(of.slot, row, rank))
@@ -161,9 +139,9 @@ class HostEngine:
 
 def count_of(of: Registration, op: str, rank: int, peer: int) -> str:
     """The count that ``op`` of ``rank`` waits for, in words."""
-    owner = rank if op == "wait" else peer
-    tensor = f"registered {of.named(owner)}"
-    if op == "wait":
+    waits = op in ("wait", "batch_wait")
+    tensor = f"registered {of.named(rank if waits else peer)}"
+    if waits:
         return f"the count of accesses by rank {peer} for {tensor}"
     return f"the count of signals by rank {peer} for {tensor}"
 

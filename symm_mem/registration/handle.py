@@ -89,7 +89,7 @@ class RegisteredTensor:
             torch.ops.weft.signal(self._in_graphs, peer, self._group_name, group_size=self.world_size)
             return
         self._check("signal", peer)
-        self._engine().signal(self.of, peer)
+        self._engine().signal([(self.of, peer)])
 
     def wait(self, peer: int) -> None:
         """Wait until the next ``put`` or ``get`` of ``peer`` on this rank's tensor is over.
@@ -115,7 +115,7 @@ class RegisteredTensor:
             torch.ops.weft.wait(self._in_graphs, peer, self._group_name, group_size=self.world_size)
             return
         self._check("wait", peer)
-        self._engine().wait(self.of, peer)
+        self._engine().wait([(self.of, peer)])
 
     def put(self, source: torch.Tensor, peer: int) -> None:
         """Copy ``source`` into the tensor of ``peer``, when that lets this rank.
@@ -147,7 +147,7 @@ class RegisteredTensor:
             define_ops()
             torch.ops.weft.put(self._in_graphs, source, peer, self._group_name, group_size=self.world_size)
             return
-        self._engine().move(self.of, self._access("put", "source", source, peer))
+        self._engine().move([(self.of, self._access("put", "source", source, peer))])
 
     def get(self, out: torch.Tensor, peer: int) -> torch.Tensor:
         """Copy the tensor of ``peer`` into ``out``, when that lets this rank.
@@ -175,7 +175,7 @@ class RegisteredTensor:
             define_ops()
             torch.ops.weft.get(self._in_graphs, out, peer, self._group_name, group_size=self.world_size)
             return out
-        self._engine().move(self.of, self._access("get", "out", out, peer))
+        self._engine().move([(self.of, self._access("get", "out", out, peer))])
         return out
 
     def _check(self, op: str, peer: int, name: str = "peer") -> None:

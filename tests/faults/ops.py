@@ -12,33 +12,7 @@ from typing import Any
 import torch
 from case import Case, numbers
 from exchange_ops import exchanged, exchanged_and_multiplied, gathered_to_one, product_exchanged
-from weft.fused_ops import (
-    MoeHandle,
-    cross_entropy_of_sharded_logits,
-    fused_all_gather_grouped_matmul,
-    fused_all_gather_matmul,
-    fused_all_gather_scaled_matmul,
-    fused_all_reduce_layer_norm,
-    fused_all_reduce_rms_norm,
-    fused_all_reduce_rms_norm_quant,
-    fused_grouped_matmul_all_reduce,
-    fused_grouped_matmul_reduce_scatter,
-    fused_linear_cross_entropy,
-    fused_linear_log_probs,
-    fused_matmul_all_reduce,
-    fused_matmul_reduce_scatter,
-    fused_moe_combine_all_reduce,
-    fused_moe_combine_all_reduce_rms_norm,
-    fused_moe_combine_reduce_scatter,
-    fused_scaled_matmul_reduce_scatter,
-    moe_combine,
-    moe_dispatch,
-    moe_route,
-    one_shot_all_gather,
-    one_shot_all_reduce,
-    one_shot_all_reduce_,
-    one_shot_reduce_scatter,
-)
+from weft import fused_ops
 from weft.kernels.device.collective.combine import Combined
 from weft.kernels.moe_dispatch.reference import ExpertRanks, rows_by_expert, take_tokens
 
@@ -49,7 +23,7 @@ def _gathered(rank: int, size: int, step: int, unit: int, group: Any, more: int)
     b = numbers(1000 + rank, k, n)
 
     def call(a: torch.Tensor) -> torch.Tensor:
-        return fused_all_gather_matmul(a, [b], 0, group, return_A=False)[1][0]
+        return fused_ops.fused_all_gather_matmul(a, [b], 0, group, return_A=False)[1][0]
 
     longer = torch.cat([shards[rank], shards[rank][:1]])
     return Case(lambda: call(shards[rank]), lambda: torch.cat(shards) @ b, lambda: call(longer))
@@ -63,7 +37,7 @@ def _scattered(rank: int, size: int, step: int, unit: int, group: Any, more: int
     wide = torch.cat([b[rank], b[rank][:, : 8 if unit > 1 else 1]], 1)
 
     def call(b: torch.Tensor) -> torch.Tensor:
-        return fused_matmul_reduce_scatter(a[rank], b, "sum", 0, group)
+        return fused_ops.fused_matmul_reduce_scatter(a[rank], b, "sum", 0, group)
 
     def want() -> torch.Tensor:
         return sum(x @ y for x, y in zip(a, b, strict=True)).chunk(size)[rank]
@@ -82,7 +56,9 @@ def _gathered_fp8(rank: int, size: int, step: int, unit: int, group: Any, more: 
 
     def call(a: torch.Tensor, a_scale: torch.Tensor) -> torch.Tensor:
         given = a, [weight], a_scale, [scale], 0, group
-        return fused_all_gather_scaled_matmul(*given, out_dtypes=[torch.float32], return_A=False)[1][0]
+        return fused_ops.fused_all_gather_scaled_matmul(*given, out_dtypes=[torch.float32], return_A=False)[
+            1
+        ][0]
 
     def want() -> torch.Tensor:
         return torch.cat(shards).float() @ b.float().t() * torch.cat(scales) * scale
@@ -104,7 +80,7 @@ def _scattered_fp8(rank: int, size: int, step: int, unit: int, group: Any, more:
 
     def call(reduce_op: str) -> torch.Tensor:
         given = mine, weight, one, one, reduce_op, 0, group
-        return fused_scaled_matmul_reduce_scatter(*given, out_dtype=a[rank].dtype)
+        return fused_ops.fused_scaled_matmul_reduce_scatter(*given, out_dtype=a[rank].dtype)
 
     def want() -> torch.Tensor:
         return sum(x @ y.t() for x, y in zip(a, b, strict=True)).chunk(size)[rank]
@@ -115,9 +91,9 @@ def _scattered_fp8(rank: int, size: int, step: int, unit: int, group: Any, more:
 def _reduced(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
     xs = [numbers(100 * step + r, 7 * unit + more) for r in range(size)]
     return Case(
-        lambda: one_shot_all_reduce(xs[rank], "sum", group),
+        lambda: fused_ops.one_shot_all_reduce(xs[rank], "sum", group),
         lambda: sum(xs),
-        lambda: one_shot_all_reduce(xs[rank], "avg", group),
+        lambda: fused_ops.one_shot_all_reduce(xs[rank], "avg", group),
     )
 
 
@@ -127,7 +103,7 @@ def _reduced_in_place(rank: int, size: int, step: int, unit: int, group: Any, mo
 
     def call(reduce_op: str) -> torch.Tensor:
         mine.copy_(xs[rank])
-        assert one_shot_all_reduce_(mine, reduce_op, group) is mine
+        assert fused_ops.one_shot_all_reduce_(mine, reduce_op, group) is mine
         return mine
 
     return Case(lambda: call("sum"), lambda: sum(xs), lambda: call("max"))
@@ -136,18 +112,18 @@ def _reduced_in_place(rank: int, size: int, step: int, unit: int, group: Any, mo
 def _gathered_alone(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
     xs = [numbers(100 * step + r, 3, 7 * unit + more) for r in range(size)]
     return Case(
-        lambda: one_shot_all_gather(xs[rank], 1, group),
+        lambda: fused_ops.one_shot_all_gather(xs[rank], 1, group),
         lambda: torch.cat(xs, 1),
-        lambda: one_shot_all_gather(xs[rank], 0, group),
+        lambda: fused_ops.one_shot_all_gather(xs[rank], 0, group),
     )
 
 
 def _scattered_alone(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
     xs = [numbers(100 * step + r, size, (7 * unit + more) * size) for r in range(size)]
     return Case(
-        lambda: one_shot_reduce_scatter(xs[rank], "sum", 1, group),
+        lambda: fused_ops.one_shot_reduce_scatter(xs[rank], "sum", 1, group),
         lambda: sum(xs).chunk(size, 1)[rank],
-        lambda: one_shot_reduce_scatter(xs[rank], "sum", 0, group),
+        lambda: fused_ops.one_shot_reduce_scatter(xs[rank], "sum", 0, group),
     )
 
 
@@ -157,9 +133,9 @@ def _reduced_product(rank: int, size: int, step: int, unit: int, group: Any, mor
     a = [numbers(100 * step + r, m, k) for r in range(size)]
     b = [numbers(1000 + r, k, n) for r in range(size)]
     return Case(
-        lambda: fused_matmul_all_reduce(a[rank], b[rank], "sum", group),
+        lambda: fused_ops.fused_matmul_all_reduce(a[rank], b[rank], "sum", group),
         lambda: sum(x @ y for x, y in zip(a, b, strict=True)),
-        lambda: fused_matmul_all_reduce(a[rank], b[rank], "avg", group),
+        lambda: fused_ops.fused_matmul_all_reduce(a[rank], b[rank], "avg", group),
     )
 
 
@@ -171,7 +147,7 @@ def _normed(rank: int, size: int, step: int, unit: int, group: Any, more: int) -
     residual, weight = 8 * signs - sum(xs), 3 + numbers(3000 + rank, hidden)
 
     def call(eps: float) -> torch.Tensor:
-        return torch.stack(fused_all_reduce_rms_norm(xs[rank], residual, weight, eps, group))
+        return torch.stack(fused_ops.fused_all_reduce_rms_norm(xs[rank], residual, weight, eps, group))
 
     return Case(lambda: call(0.0), lambda: torch.stack([signs * weight, 8 * signs]), lambda: call(1.0))
 
@@ -186,7 +162,9 @@ def _layer_normed(rank: int, size: int, step: int, unit: int, group: Any, more: 
     weight, bias = (3 + numbers(seed + rank, hidden) for seed in (5000, 6000))
 
     def call(eps: float) -> torch.Tensor:
-        return torch.stack(fused_all_reduce_layer_norm(xs[rank], residual, weight, bias, eps, group))
+        return torch.stack(
+            fused_ops.fused_all_reduce_layer_norm(xs[rank], residual, weight, bias, eps, group)
+        )
 
     return Case(
         lambda: call(0.0), lambda: torch.stack([signs * weight + bias, 16 + 8 * signs]), lambda: call(1.0)
@@ -203,7 +181,7 @@ def _normed_in_fp8(rank: int, size: int, step: int, unit: int, group: Any, more:
 
     def call(scale_op: str) -> torch.Tensor:
         given = xs[rank], residual, weight, 0.0, group
-        quantized, _, sums = fused_all_reduce_rms_norm_quant(*given, scale=one, scale_op=scale_op)
+        quantized, _, sums = fused_ops.fused_all_reduce_rms_norm_quant(*given, scale=one, scale_op=scale_op)
         return torch.stack([quantized.float(), sums])
 
     return Case(
@@ -226,12 +204,12 @@ def _loss(rank: int, size: int, step: int, unit: int, group: Any, more: int, of:
     def call(temperature: float) -> torch.Tensor:
         given = x, weights[rank], targets, group
         if of == "log-probabilities":
-            return -fused_linear_log_probs(*given, temperature=temperature)
+            return -fused_ops.fused_linear_log_probs(*given, temperature=temperature)
         if of == "logits":
-            return cross_entropy_of_sharded_logits(
+            return fused_ops.cross_entropy_of_sharded_logits(
                 logits, targets, group, reduction="none", temperature=temperature
             )
-        return fused_linear_cross_entropy(*given, reduction="none", temperature=temperature)
+        return fused_ops.fused_linear_cross_entropy(*given, reduction="none", temperature=temperature)
 
     return Case(lambda: call(1.0), lambda: wanted, lambda: call(2.0))
 
@@ -242,11 +220,11 @@ def _gathered_to_experts(rank: int, size: int, step: int, unit: int, group: Any,
     shards = [numbers(100 * step + r, tokens // size, k) for r in range(size)]
     B = numbers(9500 + rank, 3, k, n)
     ids = torch.stack([torch.arange(tokens) % 3, torch.arange(tokens) // 2 % 3], 1).to(B.device)
-    rows, offs, slots = moe_route(ids, 3)
+    rows, offs, slots = fused_ops.moe_route(ids, 3)
 
     def call(return_A: bool) -> torch.Tensor:
         given = shards[rank], [B], rows, offs, 0, group
-        return fused_all_gather_grouped_matmul(*given, return_A=return_A)[1][0][slots.long()]
+        return fused_ops.fused_all_gather_grouped_matmul(*given, return_A=return_A)[1][0][slots.long()]
 
     def wanted() -> torch.Tensor:
         return torch.einsum("tk,tjkn->tjn", torch.cat(shards), B[ids])
@@ -266,12 +244,14 @@ def _combined(rank: int, size: int, step: int, unit: int, group: Any, more: int,
 
     def call(number: int) -> torch.Tensor:
         if kind == "norm":
-            normed = fused_moe_combine_all_reduce_rms_norm(*given, residual, weight, float(number), group)
+            normed = fused_ops.fused_moe_combine_all_reduce_rms_norm(
+                *given, residual, weight, float(number), group
+            )
             return torch.stack(normed)
         if kind == "part":
-            return fused_moe_combine_reduce_scatter(*given, number, group)
+            return fused_ops.fused_moe_combine_reduce_scatter(*given, number, group)
         half = [*given] if not number else [ys[rank], slots[: tokens // 2], weights[: tokens // 2]]
-        return fused_moe_combine_all_reduce(*half, group)
+        return fused_ops.fused_moe_combine_all_reduce(*half, group)
 
     def want() -> torch.Tensor:
         if kind == "norm":
@@ -289,16 +269,18 @@ def _multiplied_and_combined(
     As = [numbers(100 * step + r, 2 * tokens, k) for r in range(size)]
     Bs = [numbers(9700 + r, 3, k, n) for r in range(size)]
     ids = torch.stack([torch.arange(tokens) % 3, torch.arange(tokens) // 2 % 3], 1).to(As[0].device)
-    _, offs, slots = moe_route(ids, 3)
+    _, offs, slots = fused_ops.moe_route(ids, 3)
     weights = torch.tensor([[1.0, 2.0]], device=As[0].device).expand(tokens, 2)
     product = As[rank], Bs[rank], offs
 
     def call(number: int) -> torch.Tensor:
         if part:
-            return fused_grouped_matmul_reduce_scatter(*product, slots, weights, "sum", number, group)
+            return fused_ops.fused_grouped_matmul_reduce_scatter(
+                *product, slots, weights, "sum", number, group
+            )
         half = tokens // 2
         chosen = (slots[:half], weights[:half]) if number else (slots, weights)
-        return fused_grouped_matmul_all_reduce(*product, *chosen, "sum", group)
+        return fused_ops.fused_grouped_matmul_all_reduce(*product, *chosen, "sum", group)
 
     def want() -> torch.Tensor:
         rows = zip(As, Bs, strict=True)
@@ -321,8 +303,8 @@ def _sent_to_experts(
     handles = []
     for r in range(size):
         of = ExpertRanks(experts, size, r, 1)
-        _, *routed = moe_route(ids, experts, first_expert=of.first, num_local_experts=of.each)
-        handles.append(MoeHandle(*rows_by_expert(ids, (routed[0], routed[1]), of, capacity)[1:4]))
+        _, *routed = fused_ops.moe_route(ids, experts, first_expert=of.first, num_local_experts=of.each)
+        handles.append(fused_ops.MoeHandle(*rows_by_expert(ids, (routed[0], routed[1]), of, capacity)[1:4]))
     own = slice(rank * tokens, (rank + 1) * tokens)
     if not back:
         # A forked child may not even slice on a GPU.
@@ -330,15 +312,15 @@ def _sent_to_experts(
         there = there[there >= 0]
 
         def rows(align: int) -> torch.Tensor:
-            return moe_dispatch(*given, capacity=capacity, align=align)[0][: len(there)]
+            return fused_ops.moe_dispatch(*given, capacity=capacity, align=align)[0][: len(there)]
 
         return Case(lambda: rows(1), lambda: take_tokens(every, there, 2), lambda: rows(2))
     ys = [numbers(9800 + r, capacity, hidden) for r in range(size)]
     parts = [Combined(y, h.slots[own], weights, None).total() for y, h in zip(ys, handles, strict=True)]
     return Case(
-        lambda: moe_combine(ys[rank], handles[rank], weights, group),
+        lambda: fused_ops.moe_combine(ys[rank], handles[rank], weights, group),
         lambda: sum(parts),
-        lambda: moe_combine(ys[rank][:, :8].repeat(1, 2), handles[rank], weights, group),
+        lambda: fused_ops.moe_combine(ys[rank][:, :8].repeat(1, 2), handles[rank], weights, group),
     )
 
 

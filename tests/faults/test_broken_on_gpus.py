@@ -11,13 +11,7 @@ import torch.distributed as dist
 from faults.cases import other_group
 from faults.ops import numbers
 from ranks import run_ranks
-from weft import symm_mem
-from weft.fused_ops import (
-    fused_all_gather_matmul,
-    fused_matmul_all_reduce,
-    fused_matmul_reduce_scatter,
-    one_shot_all_reduce,
-)
+from weft import fused_ops, symm_mem
 from weft.fused_ops.dispatch.plan import forced
 
 pytestmark = pytest.mark.gpu
@@ -61,12 +55,12 @@ def product_then_all_reduce(
     def call() -> torch.Tensor:
         with forced("fused"):
             if op == "scatter":
-                h = fused_matmul_reduce_scatter(x, w, "sum", 0, None)
+                h = fused_ops.fused_matmul_reduce_scatter(x, w, "sum", 0, None)
             elif op == "reduce":
-                h = fused_matmul_all_reduce(x, w, "sum", None)
+                h = fused_ops.fused_matmul_all_reduce(x, w, "sum", None)
             else:
-                h = fused_all_gather_matmul(x, [w], 0, None, return_A=False)[1][0]
-            return one_shot_all_reduce(h, "sum", None)
+                h = fused_ops.fused_all_gather_matmul(x, [w], 0, None, return_A=False)[1][0]
+            return fused_ops.one_shot_all_reduce(h, "sum", None)
 
     def right(out: torch.Tensor, step: int) -> bool:
         return torch.equal(out.double(), wanted(op, step, size).to(out.dtype).double())
@@ -109,7 +103,7 @@ def product_then_all_reduce(
         heard = str(e)
     found = right(result, 2)
     symm_mem.set_timeout(60)
-    beside = one_shot_all_reduce(torch.ones(1000), "sum", other_group())
+    beside = fused_ops.one_shot_all_reduce(torch.ones(1000), "sum", other_group())
     others_go_on = bool((beside == size).all())
     dist.barrier()
     symm_mem.reset()
@@ -146,20 +140,20 @@ def signals_then_all_reduce(rank: int, size: int) -> str | None:
     symm_mem.set_timeout(60)
     peers = symm_mem.rendezvous(symm_mem.empty(1000))
     mine = peers.tensors[rank].fill_(1.0 + rank)
-    assert (one_shot_all_reduce(mine, "sum", None) == size * (size + 1) / 2).all()
+    assert (fused_ops.one_shot_all_reduce(mine, "sum", None) == size * (size + 1) / 2).all()
     torch.cuda.synchronize()
     dist.barrier()
     symm_mem.set_timeout(DEADLINE if rank == 0 else VOTE_DEADLINE)
     if rank == 0:
         peers.wait(1)
-    one_shot_all_reduce(mine, "sum", None)
+    fused_ops.one_shot_all_reduce(mine, "sum", None)
     torch.cuda.synchronize()
     with pytest.raises(symm_mem.PeerTimeout) as error:
         symm_mem.check()
     symm_mem.set_timeout(60)
     dist.barrier()
     symm_mem.reset()
-    assert (one_shot_all_reduce(mine, "sum", None) == size * (size + 1) / 2).all()
+    assert (fused_ops.one_shot_all_reduce(mine, "sum", None) == size * (size + 1) / 2).all()
     torch.cuda.synchronize()
     symm_mem.check()
     return str(error.value)

@@ -19,13 +19,7 @@ from faults.cases import STRIKES_AT, Seen, expect_whole, kills, other_group, sto
 from faults.inject import Fault
 from faults.ops import OPS
 from ranks import on_ranks, run_ranks
-from weft import symm_mem
-from weft.fused_ops import (
-    fused_all_gather_matmul,
-    fused_matmul_reduce_scatter,
-    last_plan,
-    one_shot_all_reduce,
-)
+from weft import fused_ops, symm_mem
 from weft.fused_ops.dispatch.plan import forced
 from weft.symm_mem.heap.heap import Heap
 from weft.symm_mem.heap.registry import get_heap
@@ -75,8 +69,10 @@ def graph_survives(rank: int, world_size: int) -> str | None:
 
     def layer() -> torch.Tensor:
         with forced("fused"):
-            _, (h,) = fused_all_gather_matmul(x, [up], 0, group, return_A=False)
-            return one_shot_all_reduce(fused_matmul_reduce_scatter(h, down, "sum", 0, group), "avg", group)
+            _, (h,) = fused_ops.fused_all_gather_matmul(x, [up], 0, group, return_A=False)
+            return fused_ops.one_shot_all_reduce(
+                fused_ops.fused_matmul_reduce_scatter(h, down, "sum", 0, group), "avg", group
+            )
 
     layer()
     beside = torch.ones(1000)
@@ -110,7 +106,7 @@ def graph_survives(rank: int, world_size: int) -> str | None:
         with pytest.raises(symm_mem.PeerTimeout):
             symm_mem.check()
     # Another group of the same ranks goes on meanwhile.
-    assert (one_shot_all_reduce(beside, "sum", other_group()) == world_size).all()
+    assert (fused_ops.one_shot_all_reduce(beside, "sum", other_group()) == world_size).all()
     symm_mem.reset()
     symm_mem.check()
     for _ in range(5):
@@ -201,7 +197,7 @@ def test_growth_during_a_capture_works_or_is_refused(rank: int, world_size: int)
     gc.collect()  # of an earlier test: a graph that is destroyed during a capture ends it
     heap = get_heap(None, "cuda")
     x = torch.ones(1 << 22)
-    one_shot_all_reduce(x[:100], "sum", None)
+    fused_ops.one_shot_all_reduce(x[:100], "sum", None)
     torch.cuda.synchronize()
     filler = symm_mem.empty(heap.capacity, dtype=torch.uint8)  # so that the workspace needs another chunk
     create = heap.backend.create
@@ -212,7 +208,7 @@ def test_growth_during_a_capture_works_or_is_refused(rank: int, world_size: int)
     def capture() -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         graph = torch.cuda.CUDAGraph()
         with forced("fused"), torch.cuda.graph(graph):
-            out = one_shot_all_reduce(x, "sum", None)
+            out = fused_ops.one_shot_all_reduce(x, "sum", None)
         return graph, out
 
     while True:  # until nothing of the heap is free
@@ -244,7 +240,7 @@ def test_captures_work_on_every_stream_of_torchs_pool(rank: int, world_size: int
     for stream in [torch.cuda.Stream() for _ in range(33)]:
         graph = torch.cuda.CUDAGraph()
         with forced("fused"), torch.cuda.graph(graph, stream=stream):
-            out = one_shot_all_reduce(x, "sum", None)
+            out = fused_ops.one_shot_all_reduce(x, "sum", None)
         graph.replay()
         assert (out == sum(range(world_size))).all()
 
@@ -253,8 +249,8 @@ def test_captures_work_on_every_stream_of_torchs_pool(rank: int, world_size: int
 def test_the_first_call_of_a_group_may_be_captured(rank: int, world_size: int) -> None:
     x, graph = torch.full((64,), float(rank)), torch.cuda.CUDAGraph()
     with forced("fused"), torch.cuda.graph(graph):
-        out = one_shot_all_reduce(x, "sum", None)
-        assert last_plan().algorithm != "unfused", last_plan()
+        out = fused_ops.one_shot_all_reduce(x, "sum", None)
+        assert fused_ops.last_plan().algorithm != "unfused", fused_ops.last_plan()
     graph.replay()
     assert (out == sum(range(world_size))).all()
 

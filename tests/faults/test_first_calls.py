@@ -13,14 +13,7 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks, run_ranks
 from test_checked import ODD, PAIRS, gather, reduce
-from weft import symm_mem
-from weft.fused_ops import (
-    fused_all_reduce_rms_norm,
-    fused_matmul_all_reduce,
-    last_plan,
-    one_shot_all_reduce,
-    one_shot_all_reduce_,
-)
+from weft import fused_ops, symm_mem
 from weft.fused_ops.dispatch import plan
 from weft.symm_mem.failure import call_check
 from weft.symm_mem.heap.registry import get_heap
@@ -30,11 +23,11 @@ Call = Callable[[], object]
 
 def norm(rows: int = 3, eps: float = 1e-5) -> Call:
     x = torch.ones(rows, 4)
-    return lambda: fused_all_reduce_rms_norm(x, x, torch.ones(4), eps, None)
+    return lambda: fused_ops.fused_all_reduce_rms_norm(x, x, torch.ones(4), eps, None)
 
 
 def product(n: int = 3, op: str = "sum") -> Call:
-    return lambda: fused_matmul_all_reduce(torch.ones(2, 6), torch.ones(6, n), op, None)
+    return lambda: fused_ops.fused_matmul_all_reduce(torch.ones(2, 6), torch.ones(6, n), op, None)
 
 
 MORE = [
@@ -76,7 +69,7 @@ def test_ops_that_reduce_leave_the_first_all_reduce_to_be_compared(rank: int, wo
     norm()()
     product()()
     with pytest.raises(symm_mem.RankMismatch, match=r"x=float32\[4\]"):
-        one_shot_all_reduce(torch.ones(4 * (1 + rank)), "sum", None)
+        fused_ops.one_shot_all_reduce(torch.ones(4 * (1 + rank)), "sum", None)
 
 
 @on_ranks(2, fresh=True)
@@ -91,7 +84,7 @@ def test_first_plans_that_differ_are_named(rank: int, world_size: int) -> None:
     ):
         reduce()()
     reduce()()
-    assert last_plan().algorithm == "host"
+    assert fused_ops.last_plan().algorithm == "host"
 
 
 @on_ranks(2, fresh=True)
@@ -106,12 +99,12 @@ def test_later_calls_are_not_compared(rank: int, world_size: int) -> None:
     reduce()()
     assert checks._count == count + 2, "arguments and plan"
     x = torch.ones(3, 4).t()
-    one_shot_all_reduce_(x if rank else x.contiguous(), "sum", None)
+    fused_ops.one_shot_all_reduce_(x if rank else x.contiguous(), "sum", None)
     assert checks._count == count + 2, "in place it is another one's first call"
     other = dist.new_group(list(range(world_size)))
     with pytest.raises(symm_mem.RankMismatch, match="first call of an op in group"):
-        one_shot_all_reduce(torch.ones(5 + rank), "sum", other)
-    assert (one_shot_all_reduce(torch.ones(5), "sum", other) == world_size).all()
+        fused_ops.one_shot_all_reduce(torch.ones(5 + rank), "sum", other)
+    assert (fused_ops.one_shot_all_reduce(torch.ones(5), "sum", other) == world_size).all()
     # The checked mode may come later, and end.
     symm_mem.set_checked(True)
     with pytest.raises(symm_mem.RankMismatch, match="call 1 in group"):
@@ -190,7 +183,7 @@ def test_compiled_calls(rank: int, world_size: int) -> None:
 
     @torch.compile(backend="aot_eager")
     def f(x: torch.Tensor) -> torch.Tensor:
-        return one_shot_all_reduce(x * 2, "sum", "0")
+        return fused_ops.one_shot_all_reduce(x * 2, "sum", "0")
 
     with pytest.raises(symm_mem.RankMismatch, match="first call of an op"):
         f(torch.ones(7 + rank))

@@ -10,15 +10,7 @@ import torch
 from faults.forked import in_child, refusal
 from faults.ops import OPS
 from ranks import on_ranks
-from weft import symm_mem
-from weft.fused_ops import (
-    MoeHandle,
-    fused_linear_cross_entropy,
-    fused_linear_log_probs,
-    last_plan,
-    moe_combine,
-    moe_dispatch,
-)
+from weft import fused_ops, symm_mem
 from weft.fused_ops.dispatch.plan import forced
 
 pytestmark = pytest.mark.gpu
@@ -28,13 +20,15 @@ CULPRIT = 1
 def with_work_of_their_own() -> dict[str, Callable[[], object]]:
     """Calls that pad or gather on the GPU before their op."""
     x, ids, weights = torch.randn(3, 8), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
-    handle = MoeHandle(ids.new_zeros(8, 1), ids.new_zeros(3), ids.new_zeros(8))
+    handle = fused_ops.MoeHandle(ids.new_zeros(8, 1), ids.new_zeros(3), ids.new_zeros(8))
     args: Any = x, torch.randn(4, 8), torch.zeros(6, dtype=torch.int64)
     return {
-        "moe_dispatch padded": lambda: moe_dispatch(x, ids, 2, max_tokens=4),
-        "moe_combine padded": lambda: moe_combine(x, handle, weights),
-        "fused_linear_cross_entropy gathered": lambda: fused_linear_cross_entropy(*args, sequence_dim=0),
-        "fused_linear_log_probs gathered": lambda: fused_linear_log_probs(*args, sequence_dim=0),
+        "moe_dispatch padded": lambda: fused_ops.moe_dispatch(x, ids, 2, max_tokens=4),
+        "moe_combine padded": lambda: fused_ops.moe_combine(x, handle, weights),
+        "fused_linear_cross_entropy gathered": lambda: fused_ops.fused_linear_cross_entropy(
+            *args, sequence_dim=0
+        ),
+        "fused_linear_log_probs gathered": lambda: fused_ops.fused_linear_log_probs(*args, sequence_dim=0),
     }
 
 
@@ -51,7 +45,7 @@ def test_a_child_is_refused_and_the_parent_goes_on(rank: int, world_size: int, c
             for name, case in cases.items():
                 for _ in range(3):  # the slow path, then the fast one
                     assert torch.equal(case.call(), case.want()), name
-                    assert last_plan().algorithm != "unfused", last_plan()
+                    assert fused_ops.last_plan().algorithm != "unfused", fused_ops.last_plan()
             peers.barrier()
             torch.cuda.synchronize()
             symm_mem.check()

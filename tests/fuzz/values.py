@@ -5,9 +5,10 @@ A case is plain data, drawn in the test's process and sent to the ranks, where `
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
+from weft import fused_ops
 
 #: Cases of each test; `make fuzz` takes many.
 EXAMPLES = int(os.environ.get("WEFT_FUZZ", "60"))
@@ -132,6 +136,49 @@ def check_said(said: list[tuple[str, str]], names: str, others: tuple[str, ...] 
     if kind not in ("fine", *others):
         assert kind in ("ValueError", "TypeError"), said[0]
         assert re.match(rf"({names}): ", text), f"names no argument: {said[0]}"
+
+
+def invoke(op: str, args: dict[str, Any]) -> Any:
+    return getattr(fused_ops, op)(**args)
+
+
+def outcome(call: Callable[[], Any]) -> tuple[str, Any, Any]:
+    """An error's type and text, or "fine" and what a fake result must tell rightly; and the result."""
+    try:
+        got = call()
+    except Exception as e:
+        return type(e).__name__, str(e).replace("FakeTensor", "Tensor"), None
+    return "fine", _described(got), got
+
+
+def _described(value: Any) -> Any:
+    """Strides where they mean something."""
+    if isinstance(value, torch.Tensor):
+        strides = (
+            [s for s, n in zip(value.stride(), value.shape, strict=True) if n > 1] if value.numel() else []
+        )
+        return tuple(value.shape), strides, value.dtype, value.requires_grad
+    return [_described(x) for x in value] if isinstance(value, (list, tuple)) else value
+
+
+def fake_outcome(call: Callable[[Any], Any], given: Any) -> tuple[str, Any]:
+    """Of a call with fake tensors in place of those that are given. Whatever it says, the next call is right."""
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it tells of every refusal
+    with FakeTensorMode() as mode:
+        fakes = tree_map_only(torch.Tensor, mode.from_tensor, given)
+        said = outcome(lambda: call(fakes))[:2]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.full((7,), float(rank))
+    assert fused_ops.one_shot_all_reduce(x, "sum", None).tolist() == [float(sum(range(size)))] * 7
+    return said
+
+
+def check_alike(said: list[tuple[Any, Any]], names: Iterable[str]) -> None:
+    """What each rank says to real and to fake tensors: a result, or what is wrong with one of these arguments."""
+    for real, fake in said:
+        assert fake == real, f"fake tensors say {fake}, real ones {real}"
+        if real[0] != "fine":
+            check_said([real, real], rf"({'|'.join(names)})(\[\d+\])?")
 
 
 sizes = st.integers(0, 6)

@@ -7,16 +7,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from exact import DTYPES, fused, numbers, put, same
-from weft.fused_ops import (
-    fused_all_gather_grouped_matmul,
-    fused_grouped_matmul_all_reduce,
-    fused_grouped_matmul_reduce_scatter,
-    fused_moe_combine_all_reduce_rms_norm,
-    grouped_matmul,
-    moe_combine,
-    moe_dispatch,
-    moe_route,
-)
+from weft import fused_ops
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.ops.experts import arriving_tokens
 
@@ -30,8 +21,8 @@ def sent_to_experts(rank: int, size: int, seed: int) -> None:
         first = torch.arange(tokens) * 5 % (experts + 1)
         ids = torch.stack([first, (first + 1 + torch.arange(tokens) % experts) % (experts + 1)], 1)
         x, weights = numbers(seed, rank, dtype, tokens, hidden), torch.tensor([[1.0, 2.0]]).expand(tokens, 2)
-        rows, _, handle = moe_dispatch(put(x), put(ids), experts, dist.group.WORLD, align=4)
-        out = moe_combine(rows, handle, put(weights), dist.group.WORLD)
+        rows, _, handle = fused_ops.moe_dispatch(put(x), put(ids), experts, dist.group.WORLD, align=4)
+        out = fused_ops.moe_combine(rows, handle, put(weights), dist.group.WORLD)
         fused()
         same("to experts and back", out, x.float() * (weights * (ids < experts)).sum(1, keepdim=True))
 
@@ -49,8 +40,8 @@ def experts(rank: int, size: int, seed: int) -> None:
         ids = (numbers(seed, 0, torch.int64, tokens, CHOICES) + 1) * 2 - (
             numbers(seed + 1, 0, torch.int64, tokens, 1) > 0
         ).long()
-        on_cpu = moe_route(ids, EXPERTS)
-        rows, offs, slots = moe_route(put(ids), EXPERTS)
+        on_cpu = fused_ops.moe_route(ids, EXPERTS)
+        rows, offs, slots = fused_ops.moe_route(put(ids), EXPERTS)
         for found, want in zip((rows, offs, slots), on_cpu, strict=True):
             same("routes", found, want)
         shards = [numbers(seed + 2, r, dtype, part, k) for r in range(size)]
@@ -59,12 +50,12 @@ def experts(rank: int, size: int, seed: int) -> None:
         there, of = (ids >= 0)[..., None], ids.clamp(min=0)
         want = (torch.einsum("tk,tjkn->tjn", x.float(), B.float()[of]) + bias.float()[of]) * there
         place = on_cpu[2].long().clamp(min=0)
-        y = grouped_matmul(put(x), put(B), offs, rows=rows, bias=put(bias))
+        y = fused_ops.grouped_matmul(put(x), put(B), offs, rows=rows, bias=put(bias))
         same("grouped matmul", y.cpu()[place] * there, want)
         for algorithm, own_first in (("fused", False), ("copy_engine", False), ("copy_engine", True)):
             first = mock.patch.object(arriving_tokens, "multiplies_own_first", return_value=own_first)
             with forced(algorithm), first:
-                _, (y, z) = fused_all_gather_grouped_matmul(
+                _, (y, z) = fused_ops.fused_all_gather_grouped_matmul(
                     put(shards[rank]), [put(B)] * 2, rows, offs, 0, group, biases=[put(bias)] * 2
                 )
             fused()
@@ -84,14 +75,18 @@ def experts(rank: int, size: int, seed: int) -> None:
             numbers(seed + 6, rank, dtype, EXPERTS, n, k).mT,
         )
         product = put(A), put(B), offs, slots, put(weights)
-        same("grouped matmul + all-reduce", fused_grouped_matmul_all_reduce(*product, "sum", group), total)
+        same(
+            "grouped matmul + all-reduce",
+            fused_ops.fused_grouped_matmul_all_reduce(*product, "sum", group),
+            total,
+        )
         fused()
         for dim in (0, 1):
-            out = fused_grouped_matmul_reduce_scatter(*product, "sum", dim, group)
+            out = fused_ops.fused_grouped_matmul_reduce_scatter(*product, "sum", dim, group)
             fused()
             same("grouped matmul + reduce-scatter", out, total.chunk(size, dim)[rank])
         given = (
-            grouped_matmul(*product[:3]),
+            fused_ops.grouped_matmul(*product[:3]),
             slots,
             put(weights),
             None,
@@ -99,5 +94,5 @@ def experts(rank: int, size: int, seed: int) -> None:
             1e-5,
             group,
         )
-        same("combine + norm", fused_moe_combine_all_reduce_rms_norm(*given)[1], total)
+        same("combine + norm", fused_ops.fused_moe_combine_all_reduce_rms_norm(*given)[1], total)
         fused()

@@ -22,22 +22,7 @@ import triton
 import triton.language as tl
 from exact import CPU, DTYPES, fused, numbers, put, same
 from expert_runs import experts, sent_to_experts
-from weft import symm_mem
-from weft.fused_ops import (
-    fused_all_gather_matmul,
-    fused_all_gather_scaled_matmul,
-    fused_all_reduce_layer_norm,
-    fused_all_reduce_rms_norm,
-    fused_all_reduce_rms_norm_quant,
-    fused_matmul_all_reduce,
-    fused_matmul_reduce_scatter,
-    fused_scaled_matmul_reduce_scatter,
-    one_shot_all_gather,
-    one_shot_all_reduce,
-    one_shot_all_to_all,
-    one_shot_gather,
-    one_shot_reduce_scatter,
-)
+from weft import fused_ops, symm_mem
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.ops.all_reduce import run_all_reduce
 from weft.kernels.all_reduce.configs import AllReduceConfig
@@ -75,7 +60,7 @@ def all_gather_matmul(rank: int, size: int, seed: int) -> None:
             for i, transposed in enumerate(layouts, start=1)
         ]
         on_gpu, shard = [put(B) for B in Bs], put(wider[rank])[:, :k]
-        A, outs = fused_all_gather_matmul(shard, on_gpu, dim, dist.group.WORLD, return_A=return_A)
+        A, outs = fused_ops.fused_all_gather_matmul(shard, on_gpu, dim, dist.group.WORLD, return_A=return_A)
         fused()
         if A is not None:
             same("gathered A", A, whole)
@@ -100,13 +85,13 @@ def matmul_reduce_scatter(rank: int, size: int, seed: int) -> None:
                 for r in range(size)
             ]
             a, b = put(As[rank]), put(Bs[rank])
-            out = fused_matmul_reduce_scatter(a, b, reduce_op, dim, dist.group.WORLD)
+            out = fused_ops.fused_matmul_reduce_scatter(a, b, reduce_op, dim, dist.group.WORLD)
             fused()
             total = sum(a.float() @ b.float() for a, b in zip(As, Bs, strict=True))
             part = total.chunk(size, dim)[rank] / (size if reduce_op == "avg" else 1)
             bias, residual = numbers(seed + 2, rank, dtype, n), numbers(seed + 3, rank, dtype, *part.shape)
             terms = {"bias": put(bias), "residual": put(residual)}
-            more = fused_matmul_reduce_scatter(a, b, reduce_op, dim, dist.group.WORLD, **terms)
+            more = fused_ops.fused_matmul_reduce_scatter(a, b, reduce_op, dim, dist.group.WORLD, **terms)
             fused()
             if reduce_op == "sum" or size & (size - 1) == 0:  # else the average is not exact
                 same("matmul + reduce-scatter", out, part)
@@ -162,7 +147,7 @@ def scaled_matmuls(rank: int, size: int, seed: int) -> None:
             wide_b = b * of_b.repeat_interleave(128, 0)[:k].repeat_interleave(128, 1)[:, :n].t()
         matrix, a_scale = put(b.to(fp8)).t(), scales[rank] if kind == "tensor" else scales[rank][:m]
         for return_A in (False, True):
-            A, (out,) = fused_all_gather_scaled_matmul(
+            A, (out,) = fused_ops.fused_all_gather_scaled_matmul(
                 *(put(As[rank][:m].to(fp8)), [matrix], put(a_scale), [put(of_b)], 0, group),
                 *(None, None, [torch.float32], [fast]),
                 return_A=return_A,
@@ -172,7 +157,9 @@ def scaled_matmuls(rank: int, size: int, seed: int) -> None:
             if A is not None:
                 same("gathered fp8", A.float(), torch.cat([a[:m] for a in As]))
         given = put(As[rank].to(fp8)), matrix, put(scales[rank]), put(of_b), "sum", 0, group
-        part = fused_scaled_matmul_reduce_scatter(*given, out_dtype=torch.float16, use_fast_accum=fast)
+        part = fused_ops.fused_scaled_matmul_reduce_scatter(
+            *given, out_dtype=torch.float16, use_fast_accum=fast
+        )
         fused()
         total = sum(a @ wide_b.t() for a in wide).chunk(size)[rank]
         same(f"scaled matmul + reduce-scatter, {kind}", part, total.half())
@@ -186,7 +173,7 @@ def all_reduce(rank: int, size: int, seed: int) -> None:
                 on_gpu = put(numbers(seed, rank, dtype, count + 1))[1:]  # at an address that no vector fits
                 for x in (on_gpu, on_gpu.clone()):
                     if config is None:
-                        out = one_shot_all_reduce(x, "sum", dist.group.WORLD)
+                        out = fused_ops.one_shot_all_reduce(x, "sum", dist.group.WORLD)
                     else:
                         out = run_all_reduce(x, "sum", dist.group.WORLD, config=config)
                     fused()
@@ -206,19 +193,21 @@ def alone(rank: int, size: int, seed: int) -> None:
                 for dim in range(3):
                     for dtype in DTYPES:
                         xs = [numbers(seed, r, dtype, *more) for r in range(size)]
-                        gathered = one_shot_all_gather(put(xs[rank]), dim, dist.group.WORLD)
+                        gathered = fused_ops.one_shot_all_gather(put(xs[rank]), dim, dist.group.WORLD)
                         fused()
                         same(f"all-gather {more} {dim}", gathered, torch.cat(xs, dim))
-                        out = one_shot_gather(put(xs[rank]), dim, dim % size, dist.group.WORLD)
+                        out = fused_ops.one_shot_gather(put(xs[rank]), dim, dim % size, dist.group.WORLD)
                         fused()
                         if rank == dim % size:
                             same(f"gather {more} {dim}", out, torch.cat(xs, dim))
                         if more[dim] % size == 0:
-                            out = one_shot_reduce_scatter(put(xs[rank]), "sum", dim, dist.group.WORLD)
+                            out = fused_ops.one_shot_reduce_scatter(
+                                put(xs[rank]), "sum", dim, dist.group.WORLD
+                            )
                             fused()
                             want = sum(x.float() for x in xs).chunk(size, dim)[rank]
                             same(f"reduce-scatter {more} {dim}", out, want)
-                            out = one_shot_all_to_all(put(xs[rank]), dim, 2 - dim, dist.group.WORLD)
+                            out = fused_ops.one_shot_all_to_all(put(xs[rank]), dim, 2 - dim, dist.group.WORLD)
                             fused()
                             want = torch.cat([x.chunk(size, dim)[rank] for x in xs], 2 - dim)
                             same(f"all-to-all {more} {dim}", out, want)
@@ -230,7 +219,7 @@ def all_reduce_rms_norm(rank: int, size: int, seed: int) -> None:
         xs = [numbers(seed, r, DTYPES[0], rows, hidden) for r in range(size)]
         residual = numbers(seed + 1, 0, DTYPES[0], rows, hidden)
         weight = torch.ones(hidden, dtype=DTYPES[0])
-        normed, sums = fused_all_reduce_rms_norm(
+        normed, sums = fused_ops.fused_all_reduce_rms_norm(
             put(xs[rank]), put(residual), put(weight), 1e-5, dist.group.WORLD
         )
         fused()
@@ -240,7 +229,7 @@ def all_reduce_rms_norm(rank: int, size: int, seed: int) -> None:
         torch.testing.assert_close(normed.cpu().float(), scaled, rtol=2e-2, atol=1e-3)
         # The other switches of the kernel, at once; the weight is one again.
         for given in (put(residual), None):
-            normed, sums = fused_all_reduce_rms_norm(
+            normed, sums = fused_ops.fused_all_reduce_rms_norm(
                 put(xs[rank]),
                 given,
                 put(torch.full((hidden,), 0.5)),
@@ -253,7 +242,7 @@ def all_reduce_rms_norm(rank: int, size: int, seed: int) -> None:
             scaled = want * torch.rsqrt(want.square().mean(-1, keepdim=True) + 1e-5)
             torch.testing.assert_close(normed.cpu().float(), scaled, rtol=2e-2, atol=1e-3)
         for scale in (None, put(torch.full((1,), 0.01))):
-            quantized, scales, sums = fused_all_reduce_rms_norm_quant(
+            quantized, scales, sums = fused_ops.fused_all_reduce_rms_norm_quant(
                 put(xs[rank]), put(residual), put(weight), 1e-5, dist.group.WORLD, scale=scale
             )
             fused()
@@ -265,7 +254,7 @@ def all_reduce_rms_norm(rank: int, size: int, seed: int) -> None:
             )
         for columns in (DTYPES[0], torch.float32):
             bias = numbers(seed + 2, 0, columns, 1, hidden)[0]
-            normed, sums = fused_all_reduce_layer_norm(
+            normed, sums = fused_ops.fused_all_reduce_layer_norm(
                 put(xs[rank]), put(residual), put(weight.to(columns)), put(bias), 1e-5, dist.group.WORLD
             )
             fused()
@@ -282,7 +271,7 @@ def matmul_all_reduce(rank: int, size: int, seed: int) -> None:
         # By itself a small one of many rows is cuBLAS's, with an all-reduce after it.
         for algorithm in (nullcontext(), forced("fused")):
             with algorithm:
-                out = fused_matmul_all_reduce(put(As[rank]), B, "sum", dist.group.WORLD)
+                out = fused_ops.fused_matmul_all_reduce(put(As[rank]), B, "sum", dist.group.WORLD)
             fused()
             same(f"matmul + all-reduce, {rows} rows", out, total)
 

@@ -16,20 +16,7 @@ from dispatched import expected_dispatched, run_dispatched
 from exchanged import OF_EXCHANGES, expected_exchanged, run_exchanged
 from losses import expected_loss, run_loss
 from torch import Tensor
-from weft.fused_ops import (
-    fused_all_gather_grouped_matmul,
-    fused_all_gather_matmul,
-    fused_all_gather_scaled_matmul,
-    fused_grouped_matmul_all_reduce,
-    fused_grouped_matmul_reduce_scatter,
-    fused_matmul_all_reduce,
-    fused_matmul_reduce_scatter,
-    fused_scaled_matmul_reduce_scatter,
-    moe_route,
-    one_shot_all_gather,
-    one_shot_all_reduce,
-    one_shot_reduce_scatter,
-)
+from weft import fused_ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAST_DIMENSION = ("all_gather_matmul", "matmul_reduce_scatter")  # what has a kernel for it
@@ -242,8 +229,8 @@ def _run_scaled(call: Call, a: Tensor, bs: list[Tensor], rank: int, group: dist.
     pairs = [_scales(call, mine, b, rank) for b in matrices]
     if call.unscaled == "matmul_reduce_scatter":
         given = mine, matrices[0], *pairs[0], call.reduce_op(size), call.dim, group
-        return [fused_scaled_matmul_reduce_scatter(*given, out_dtype=call.dtype)]
-    gathered, outs = fused_all_gather_scaled_matmul(
+        return [fused_ops.fused_scaled_matmul_reduce_scatter(*given, out_dtype=call.dtype)]
+    gathered, outs = fused_ops.fused_all_gather_scaled_matmul(
         *(mine, matrices, pairs[0][0], [of_b for _, of_b in pairs], call.dim, group),
         out_dtypes=[call.dtype] * len(bs),
         return_A=call.return_A,
@@ -281,16 +268,16 @@ def _run_experts(
     if call.op == "moe_dispatch":
         return run_dispatched(a, rank, group, 2 if call.columns else 1)
     ids, weights = _chosen(call, a)
-    rows, offs, slots = moe_route(ids, EXPERTS)
+    rows, offs, slots = fused_ops.moe_route(ids, EXPERTS)
     if call.op == "all_gather_grouped_matmul":
         given = a[rank], [bs[0][rank]], rows, offs, 0, group
-        gathered, (out,) = fused_all_gather_grouped_matmul(*given, return_A=call.return_A)
+        gathered, (out,) = fused_ops.fused_all_gather_grouped_matmul(*given, return_A=call.return_A)
         out = torch.where((slots >= 0)[..., None], out[slots.clamp(min=0).long()], 0)
         return [out] if gathered is None else [gathered, out]
     product, reduce_op = (a[rank], bs[0][rank], offs, slots, weights), call.reduce_op(a.shape[0])
     if call.op == "grouped_matmul_all_reduce":
-        return [fused_grouped_matmul_all_reduce(*product, reduce_op, group)]
-    return [fused_grouped_matmul_reduce_scatter(*product, reduce_op, 0, group)]
+        return [fused_ops.fused_grouped_matmul_all_reduce(*product, reduce_op, group)]
+    return [fused_ops.fused_grouped_matmul_reduce_scatter(*product, reduce_op, 0, group)]
 
 
 def _expected_experts(call: Call, a: Tensor, bs: list[Tensor], rank: int) -> list[Tensor]:
@@ -303,7 +290,7 @@ def _expected_experts(call: Call, a: Tensor, bs: list[Tensor], rank: int) -> lis
         every = torch.einsum("tk,ekn->ten", whole.float(), bs[0][rank].float())
         out = (every.gather(1, of[..., None].expand(*of.shape, call.n)) * there).to(call.dtype)
         return [whole, out] if call.return_A else [out]
-    *_, slots = moe_route(ids, EXPERTS)
+    *_, slots = fused_ops.moe_route(ids, EXPERTS)
     total = torch.zeros(len(ids), call.n, device=a.device)
     for x, b in zip(a.float(), bs[0].float(), strict=True):
         every = torch.einsum("tjk,ekn->tjen", x[slots.clamp(min=0).long()], b)
@@ -323,7 +310,7 @@ def run(call: Call, a: Tensor, bs: list[Tensor], rank: int, group: dist.ProcessG
     if call.op in SCALED:
         return _run_scaled(call, a, bs, rank, group)
     if call.op == "all_reduce":
-        return [one_shot_all_reduce(a[rank], call.reduce_op(a.shape[0]), group)]
+        return [fused_ops.one_shot_all_reduce(a[rank], call.reduce_op(a.shape[0]), group)]
     if call.op in STARTED:
         return [_run_started(call, a[rank], a.shape[0], group.group_name)]
     if call.op in OF_EXCHANGES:
@@ -332,15 +319,19 @@ def run(call: Call, a: Tensor, bs: list[Tensor], rank: int, group: dist.ProcessG
         # Every other one into a given tensor.
         into = None if call.return_A else a.new_empty(_alone_shape(call, a.shape[0]))
         if call.op == "all_gather":
-            return [one_shot_all_gather(a[rank], call.dim, group, out=into)]
-        return [one_shot_reduce_scatter(a[rank], call.reduce_op(a.shape[0]), call.dim, group, out=into)]
+            return [fused_ops.one_shot_all_gather(a[rank], call.dim, group, out=into)]
+        return [
+            fused_ops.one_shot_reduce_scatter(a[rank], call.reduce_op(a.shape[0]), call.dim, group, out=into)
+        ]
     if call.op == "matmul_all_reduce":
-        return [fused_matmul_all_reduce(a[rank], bs[0][rank], call.reduce_op(a.shape[0]), group)]
+        return [fused_ops.fused_matmul_all_reduce(a[rank], bs[0][rank], call.reduce_op(a.shape[0]), group)]
     if call.op == "matmul_reduce_scatter":
         return [
-            fused_matmul_reduce_scatter(a[rank], bs[0][rank], call.reduce_op(a.shape[0]), call.dim, group)
+            fused_ops.fused_matmul_reduce_scatter(
+                a[rank], bs[0][rank], call.reduce_op(a.shape[0]), call.dim, group
+            )
         ]
-    gathered, outs = fused_all_gather_matmul(
+    gathered, outs = fused_ops.fused_all_gather_matmul(
         a[rank], [b[rank] for b in bs], call.dim, group, return_A=call.return_A
     )
     return outs if gathered is None else [gathered, *outs]

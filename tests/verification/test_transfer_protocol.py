@@ -139,14 +139,9 @@ class Group:
                 for remote, mine in zip(there, local, strict=True)
             ]
             self.kept += [sent, local]
-            if len(which) == 1:
-                engine.signal(of[0], left)
-                engine.move(of[0], moves[0])
-                engine.wait(of[0], left)
-            else:
-                engine.signal_all([(x, left) for x in of])
-                engine.move_all(list(zip(of, moves, strict=True)))
-                engine.wait_all([(x, left) for x in of])
+            engine.signal([(x, left) for x in of])
+            engine.move(list(zip(of, moves, strict=True)))
+            engine.wait([(x, left) for x in of])
             for x, mine, from_left, from_right in zip(own, local, sent[left], sent[right], strict=True):
                 self.reads(x if puts else mine, from_left if puts else from_right)
                 # What was sent, or given, is used again.
@@ -288,19 +283,16 @@ def test_a_broken_group_moves_and_posts_nothing(
     group.memory.faults[0, Fault.BROKEN] = 3
     before = group.memory.bytes[1:].clone()
     with call_timeout(PATIENT * 1e-9):
-        if name == "post":
-            engine.signal(of[0], 1)
-        elif name == "await":
-            engine.wait(of[0], 1)
+        some = [(x, 1) for x in (of if name.endswith("_all") else of[:1])]
+        if name.startswith("post"):
+            engine.signal(some)
+        elif name.startswith("await"):
+            engine.wait(some)
         elif name == "move":
-            engine.move(of[0], access[0])
-            engine.move(of[3], access[1])
-        elif name == "post_all":
-            engine.signal_all([(x, 1) for x in of])
-        elif name == "await_all":
-            engine.wait_all([(x, 1) for x in of])
+            engine.move([(of[0], access[0])])
+            engine.move([(of[3], access[1])])
         else:
-            engine.move_all([(of[0], access[0]), (of[3], access[1])])
+            engine.move([(of[0], access[0]), (of[3], access[1])])
     assert group.streams.run(1)
     assert torch.equal(group.memory.bytes[1:], before)
     counts = group.memory.bytes[0].view(torch.int32)[: group.ranks[0].layout.words]

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..comm.ll_exchange import VECTOR, dependent
+from ..comm.exchange_launcher import ExchangeLauncher
+from ..comm.ll_exchange import VECTOR
 from ..jit.program import Function
 
 MOST_VECTORS = 1 << 31  #: of all tokens: kernels count them in 32 bits, rounded up to a pass of all blocks
@@ -160,45 +160,27 @@ def why_not_combined(tokens: int, hidden: int, dtype: torch.dtype) -> str | None
     return None
 
 
-class CombineLauncher:
-    """A collective of what is put together, on one workspace and one shape: prepared once, launched often.
+class CombineLauncher(ExchangeLauncher[Any]):
+    """A collective of what is put together: of y, slots, weights and, if there is one, shared.
+
+    Addresses are those of contiguous tensors, multiples of 16.
 
     Args:
         params: of the kernel, with a field ``combine``.
         result: where in it the result's address stands.
         function, launch: the kernel, loaded, and its grid.
-
-    Attributes:
-        grids: the blocks of a launch, once for each epoch that it takes.
     """
 
     def __init__(self, params: Any, result: int, function: Function, launch: CollectiveLaunch) -> None:
-        self.grids = (launch.blocks,) * launch.epochs
-        self._params, self._result = params, result
-        self._bound = function.bound(launch.blocks, launch.threads, params, dependent=dependent())
+        super().__init__()
+        self.grids, self._result = (launch.blocks,) * launch.epochs, result
+        self._prepare(function, launch.blocks, launch.threads, params)
         self._combine = type(params).combine.offset
-        self._lock = threading.Lock()  # a launch takes what stands in its struct
 
-    def launch(
-        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
-    ) -> None:
-        """The whole collective. Safe to capture in a CUDA graph. The current device must be that of the tensors.
-
-        Args:
-            buffer: not used; epochs alternate by themselves.
-            operands, results: addresses of y, slots, weights and, if there is one, shared; and of the result. All of
-                contiguous tensors, multiples of 16.
-            timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
-            stream: a CUstream as an integer.
-
-        Raises:
-            RuntimeError: the kernel cannot be launched.
-        """
-        with self._lock:
-            self._params.slots.watch.timeout_ns = timeout_ns
-            put_operands(self._params, self._combine, operands)
-            struct.pack_into("Q", self._params, self._result, results[0])
-            self._bound(stream)
+    def _put(self, operands: Sequence[int], results: Sequence[int]) -> Callable[[int], None]:
+        put_operands(self._params[0], self._combine, operands)
+        struct.pack_into("Q", self._params[0], self._result, results[0])
+        return self._launches[0]
 
 
 def put_operands(params: ctypes.Structure, at: int, operands: Sequence[int]) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..comm import ll_exchange
+from ..comm.exchange_launcher import ExchangeLauncher
 from ..comm.ll_exchange import VECTOR, ExchangeSlots, ExchangeWorkspace, at_once, slots_of, workers
 from ..jit.program import Function
 from .rounds import RoundsConfig, rounds_launch
@@ -83,16 +82,15 @@ def rounds_defines(world_size: int) -> dict[str, str | int]:
     return {"WORLD_SIZE": world_size, "WORKERS": workers(world_size), "AT_ONCE": at_once(world_size)}
 
 
-class CollectiveLauncher:
-    """One of these ops on one workspace and one problem: prepared once, launched often.
+class CollectiveLauncher(ExchangeLauncher[CollectiveParams]):
+    """One of these ops. Its operand is x, its result is out: contiguous tensors, aligned like their elements.
+
+    The part of the other that lies where the one will be may be the other itself; they must not overlap else.
 
     Args:
         place: a workspace with room for ``rounds_layout``; the same call site on every rank.
         function: returns the kernel of a name, on the device of the tensors.
         config: the same on every rank.
-
-    Attributes:
-        grids: the blocks of a launch, once for each epoch that it takes.
     """
 
     def __init__(
@@ -102,55 +100,26 @@ class CollectiveLauncher:
         function: Callable[[str], Function],
         config: RoundsConfig,
     ) -> None:
+        super().__init__()
         layout = place.layout
         launch = rounds_launch(problem.vectors, layout, config)
         self.grids = (launch.blocks,) * launch.epochs
-        self._timeout_ns = 0
-        self._lock = threading.Lock()  # a launch takes what stands in its struct
         self._any_unit = max(unit for unit in _UNITS[1:] if not any(row % unit for row in problem.rows))
         # Whole vectors at aligned addresses are a kernel of their own.
-        self._launches: list[Callable[[int], None]] = []
-        self._params: list[CollectiveParams] = []
         self._has_whole = not any(row % VECTOR for row in problem.rows)
         for name in (f"{launch.kernel}_any", *([launch.kernel] if self._has_whole else ())):
             params = CollectiveParams(slots_of(place), *problem.slices(layout.world_size))
             params.vectors, params.room = problem.vectors, launch.room
-            ready = function(name).bound(
-                launch.blocks, launch.threads, params, dependent=ll_exchange.dependent()
-            )
-            self._launches.append(ready)
-            self._params.append(params)
+            self._prepare(function(name), launch.blocks, launch.threads, params)
 
-    def launch(
-        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
-    ) -> None:
-        """The whole collective.
-
-        Every rank makes the same calls on a workspace, in one order and on one stream at a time. Safe to capture in a
-        CUDA graph. The current device must be that of the tensors.
-
-        Args:
-            buffer: not used; epochs alternate by themselves.
-            operands, results: the address of x, and that of out: contiguous tensors, aligned like their elements. The
-                part of the other that lies where the one will be may be the other itself; they must not overlap else.
-            timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
-            stream: a CUstream as an integer.
-
-        Raises:
-            RuntimeError: the kernel cannot be launched.
-        """
+    def _put(self, operands: Sequence[int], results: Sequence[int]) -> Callable[[int], None]:
         (x,), (out,) = operands, results
-        with self._lock:
-            if timeout_ns != self._timeout_ns:
-                for params in self._params:
-                    params.slots.watch.timeout_ns = timeout_ns
-                self._timeout_ns = timeout_ns
-            whole = self._has_whole and (x | out) % VECTOR == 0
-            params = self._params[whole]
-            params.x.first, params.out.first = x, out
-            if not whole:
-                unit = self._any_unit
-                while (x | out) % unit:
-                    unit //= 2
-                params.x.unit = params.out.unit = unit
-            self._launches[whole](stream)
+        whole = self._has_whole and (x | out) % VECTOR == 0
+        params = self._params[whole]
+        params.x.first, params.out.first = x, out
+        if not whole:
+            unit = self._any_unit
+            while (x | out) % unit:
+                unit //= 2
+            params.x.unit = params.out.unit = unit
+        return self._launches[whole]

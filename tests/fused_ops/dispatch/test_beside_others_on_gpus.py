@@ -15,15 +15,7 @@ import torch
 from opcommon import BOUND, check, gathered, world
 from ranks import run_ranks
 from torch import Tensor
-from weft import symm_mem
-from weft.fused_ops import (
-    fused_all_gather_matmul,
-    fused_all_reduce_rms_norm,
-    fused_matmul_all_reduce,
-    fused_matmul_reduce_scatter,
-    last_plan,
-    one_shot_all_reduce,
-)
+from weft import fused_ops, symm_mem
 from weft.fused_ops.dispatch.plan import forced
 from weft.kernels.device.jit.program import Program
 
@@ -57,7 +49,7 @@ def beside(rank: int, world_size: int, folder: str, sms: int) -> None:
 
     def ends(call: Callable[..., Tensor], *operands: Tensor) -> Tensor:
         call(*operands)  # nothing is compiled or exchanged beside the kernel
-        assert last_plan().algorithm != "unfused", last_plan()
+        assert fused_ops.last_plan().algorithm != "unfused", fused_ops.last_plan()
         torch.cuda.synchronize()
         over.zero_()
         torch.distributed.barrier(device_ids=[torch.cuda.current_device()])
@@ -68,7 +60,7 @@ def beside(rank: int, world_size: int, folder: str, sms: int) -> None:
             result, done = call(*operands), torch.cuda.Event()
             done.record()
             done.synchronize()
-            assert not aside.query(), f"nothing was beside {last_plan()}"
+            assert not aside.query(), f"nothing was beside {fused_ops.last_plan()}"
         finally:
             over.fill_(1)
         torch.cuda.synchronize()
@@ -76,13 +68,13 @@ def beside(rank: int, world_size: int, folder: str, sms: int) -> None:
         return result
 
     def product_of_gathered(shard: Tensor, B: Tensor) -> Tensor:
-        return fused_all_gather_matmul(shard, [B], 0, world(), return_A=False)[1][0]
+        return fused_ops.fused_all_gather_matmul(shard, [B], 0, world(), return_A=False)[1][0]
 
     def scattered(x: Tensor, B: Tensor) -> Tensor:
-        return fused_matmul_reduce_scatter(x, B, "sum", 0, world())
+        return fused_ops.fused_matmul_reduce_scatter(x, B, "sum", 0, world())
 
     def reduced(x: Tensor, B: Tensor) -> Tensor:
-        return fused_matmul_all_reduce(x, B, "sum", world())
+        return fused_ops.fused_matmul_all_reduce(x, B, "sum", world())
 
     bound = BOUND[torch.bfloat16]
     for m, k, n in [(2048, 4096, 3072), (4096, 1032, 4104), (1044, 2048, 2056)]:
@@ -101,9 +93,11 @@ def beside(rank: int, world_size: int, folder: str, sms: int) -> None:
     for rows in (1, 64, 2048):
         x = torch.randn(rows, 4096).bfloat16()
         want = gathered(x.double()).sum(0)
-        got = ends(lambda x: one_shot_all_reduce(x, "sum", world()), x)
+        got = ends(lambda x: fused_ops.one_shot_all_reduce(x, "sum", world()), x)
         check(f"all-reduce of {rows} rows", got, want, bound, list(gathered(x.double())))
-        sums = ends(lambda x: fused_all_reduce_rms_norm(x, torch.zeros_like(x), w, 1e-6, world())[1], x)
+        sums = ends(
+            lambda x: fused_ops.fused_all_reduce_rms_norm(x, torch.zeros_like(x), w, 1e-6, world())[1], x
+        )
         check(f"all-reduce of {rows} rows, and a norm", sums, want, bound, list(gathered(x.double())))
 
 

@@ -15,28 +15,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from op_table import op_calls
 from ranks import run_ranks
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch.distributed.distributed_c10d import _get_process_group_store
-from weft import symm_mem
-from weft.fused_ops import (
-    FusionPass,
-    fused_all_gather_matmul,
-    fused_all_reduce_layer_norm,
-    fused_all_reduce_rms_norm,
-    fused_all_reduce_rms_norm_quant,
-    fused_all_to_all_matmul,
-    fused_matmul_all_reduce,
-    fused_matmul_all_to_all,
-    fused_matmul_reduce_scatter,
-    one_shot_all_gather,
-    one_shot_all_reduce,
-    one_shot_all_reduce_,
-    one_shot_all_to_all,
-    one_shot_gather,
-    one_shot_reduce_scatter,
-)
+from weft import fused_ops, symm_mem
 from weft.fused_ops.ops import op as op_module
 
 SIZE = 2
@@ -46,13 +30,13 @@ _kept: list[Any] = []  # what a program keeps beyond its groups' end
 def every_op() -> None:
     x, w = torch.ones(4, 8), torch.ones(8, 4)
     group = dist.group.WORLD
-    fused_all_gather_matmul(x, [w], 0, group)
-    fused_matmul_reduce_scatter(x, w, "sum", 0, group)
-    fused_matmul_all_reduce(x, w, "sum", group)
-    fused_all_reduce_rms_norm(x, x, torch.ones(8), 1e-5, group)
-    fused_all_reduce_rms_norm_quant(x, x, torch.ones(8), 1e-5, group)
-    fused_all_reduce_layer_norm(x, None, None, torch.ones(8), 1e-5, group)
-    assert (one_shot_all_reduce(x, "sum", group) == SIZE).all()
+    fused_ops.fused_all_gather_matmul(x, [w], 0, group)
+    fused_ops.fused_matmul_reduce_scatter(x, w, "sum", 0, group)
+    fused_ops.fused_matmul_all_reduce(x, w, "sum", group)
+    fused_ops.fused_all_reduce_rms_norm(x, x, torch.ones(8), 1e-5, group)
+    fused_ops.fused_all_reduce_rms_norm_quant(x, x, torch.ones(8), 1e-5, group)
+    fused_ops.fused_all_reduce_layer_norm(x, None, None, torch.ones(8), 1e-5, group)
+    assert (fused_ops.one_shot_all_reduce(x, "sum", group) == SIZE).all()
 
 
 def tensors_that_stay() -> None:
@@ -70,7 +54,7 @@ def a_graph_of_the_pass() -> None:
     def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return c10d.wait_tensor(c10d.all_gather_into_tensor(x, SIZE, name)) @ w
 
-    fusion = FusionPass(fuse="always")
+    fusion = fused_ops.FusionPass(fuse="always")
     torch._dynamo.reset()
     with inductor_config.patch(fx_graph_cache=False):
         compiled = torch.compile(layer, options=fusion.options)
@@ -82,14 +66,14 @@ def a_graph_of_the_pass() -> None:
 def groups_of_its_own() -> None:
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     for group in groups:
-        one_shot_all_reduce(torch.ones(3), "sum", group)
+        fused_ops.one_shot_all_reduce(torch.ones(3), "sum", group)
     symm_mem.reset(groups[0])
 
 
 def a_call_that_is_compared() -> None:
     symm_mem.set_checked(True)
     try:
-        one_shot_all_reduce(torch.ones(3), "sum", dist.group.WORLD)
+        fused_ops.one_shot_all_reduce(torch.ones(3), "sum", dist.group.WORLD)
     finally:
         symm_mem.set_checked(False)
 
@@ -144,45 +128,20 @@ def test_a_group_is_made_anew_at_the_same_port(tmp_path: Path) -> None:
     run_ranks(again_and_again, SIZE, port, USES, tmp_path, fresh=True, timeout=100)
 
 
-# Of each op a call of two operands. Those of one have the second for `out`, or not at all.
-CALLS: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "all_gather_matmul": lambda x, w: fused_all_gather_matmul(x, [w], 0, None),
-    "matmul_reduce_scatter": lambda x, w: fused_matmul_reduce_scatter(x, w, "sum", 0, None),
-    "matmul_all_reduce": lambda x, w: fused_matmul_all_reduce(x, w, "sum", None),
-    "all_reduce": lambda x, w: one_shot_all_reduce(x, "sum", None),
-    "all_reduce_": lambda x, w: one_shot_all_reduce_(x, "sum", None),
-    "all_reduce_rms_norm": lambda x, w: fused_all_reduce_rms_norm(x, None, w[:, 0].contiguous(), 1e-5, None),
-    "all_reduce_rms_norm_quant": lambda x, w: fused_all_reduce_rms_norm_quant(
-        x, None, w[:, 0].contiguous(), 1e-5, None
-    ),
-    "all_reduce_layer_norm": lambda x, w: fused_all_reduce_layer_norm(
-        x, None, None, w[:, 0].contiguous(), 1e-5, None
-    ),
-    "all_gather": lambda x, w: one_shot_all_gather(x, 0, None),
-    "all_gather_out": lambda x, w: one_shot_all_gather(x, 0, None, out=w),
-    "reduce_scatter": lambda x, w: one_shot_reduce_scatter(x, "sum", 0, None),
-    "all_to_all": lambda x, w: one_shot_all_to_all(x, 0, 0, None),
-    "gather": lambda x, w: one_shot_gather(x, 0, 0, None),
-    "matmul_all_to_all": lambda x, w: fused_matmul_all_to_all(x, w, 0, None),
-    "all_to_all_matmul": lambda x, w: fused_all_to_all_matmul(x, torch.cat([w, w]), 0, None),
-    "reduce_scatter_out": lambda x, w: one_shot_reduce_scatter(w, "sum", 0, None, out=x),
-}
-
-
 def failing(rank: int, world_size: int, op: str) -> None:
     """A call that fails before it has come to its heap keeps no operand."""
-    x, w = torch.randn(4, 8), torch.randn(8, 8)
-    operands = [weakref.ref(t) for t in (x, w)]
+    call = op_calls()[op]
+    operands = [weakref.ref(t) for t in call.arguments.values() if isinstance(t, Tensor)]
     with (
         mock.patch.object(op_module, "heap_or_reason", side_effect=MemoryError),
         pytest.raises(MemoryError),
     ):
-        CALLS[op](x, w)
-    del x, w
+        call(*call.tensors)
+    del call
     gc.collect(1)  # of these objects; older ones are many
-    assert [ref() for ref in operands] == [None, None]
+    assert operands and all(ref() is None for ref in operands)
 
 
-@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("op", op_calls())
 def test_a_call_that_fails_keeps_no_operand(op: str) -> None:
     run_ranks(failing, 2, op)

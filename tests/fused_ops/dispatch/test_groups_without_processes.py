@@ -6,14 +6,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from weft import symm_mem
-from weft.fused_ops import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    fused_all_reduce_rms_norm,
-    last_plan,
-    one_shot_all_reduce,
-)
+from weft import fused_ops, symm_mem
 
 
 def one_of_four(rank: int, world_size: int) -> None:
@@ -23,15 +16,15 @@ def one_of_four(rank: int, world_size: int) -> None:
         words = symm_mem.unavailable(group, "cpu")
         assert words is not None and "its backend 'fake' has no processes" in words
         size = symm_mem.resolve_group(group).size()
-        up = ColumnParallelLinear(8, 12, group=group, sequence_parallel=True)
-        down = RowParallelLinear(12, 8, group=group, sequence_parallel=True)
+        up = fused_ops.ColumnParallelLinear(8, 12, group=group, sequence_parallel=True)
+        down = fused_ops.RowParallelLinear(12, 8, group=group, sequence_parallel=True)
         x = torch.randn(3, 8, requires_grad=True)
         y = up(x)
-        assert last_plan().algorithm == "unfused" and y.shape == (3 * size, 12 // size)
+        assert fused_ops.last_plan().algorithm == "unfused" and y.shape == (3 * size, 12 // size)
         down(y).sum().backward()
         assert x.grad is not None and x.grad.shape == x.shape
-        assert one_shot_all_reduce(y.detach(), "max", group).shape == y.shape
-        assert fused_all_reduce_rms_norm(x, x, up.weight[0], 0.1, group)[1].shape == x.shape
+        assert fused_ops.one_shot_all_reduce(y.detach(), "max", group).shape == y.shape
+        assert fused_ops.fused_all_reduce_rms_norm(x, x, up.weight[0], 0.1, group)[1].shape == x.shape
         symm_mem.reset(group)
 
 

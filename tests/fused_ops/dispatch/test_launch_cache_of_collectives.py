@@ -14,13 +14,7 @@ import torch
 from fake_gpu import DEADLINE, NAME, SLOW, STREAM, Kernel, Stage, Workspace, assert_slow
 from test_launch_cache_of_matmuls import CHANGES, OTHERS
 from torch import Tensor
-from weft import symm_mem
-from weft.fused_ops import (
-    one_shot_all_gather,
-    one_shot_all_reduce,
-    one_shot_all_reduce_,
-    one_shot_reduce_scatter,
-)
+from weft import fused_ops, symm_mem
 from weft.fused_ops.dispatch import all_reduces, launch_cache, plan
 from weft.fused_ops.ops import all_gather, all_reduce, reduce_scatter
 from weft.symm_mem import call_cache, flight_recorder
@@ -46,19 +40,19 @@ class Op:
         self.through_torch: Callable[[Tensor], Tensor]
         if name == "all_reduce":
             self.names, self.arguments, self.out = [op, f"{op}_"], "sum", self.x
-            self.call = lambda x: one_shot_all_reduce(x, "sum", NAME)
+            self.call = lambda x: fused_ops.one_shot_all_reduce(x, "sum", NAME)
             self.through_torch = lambda x: WEFT.one_shot_all_reduce(x, "sum", NAME)
-            self.into: Callable[..., Tensor] = lambda x, out: one_shot_all_reduce_(x, "sum", NAME)
+            self.into: Callable[..., Tensor] = lambda x, out: fused_ops.one_shot_all_reduce_(x, "sum", NAME)
         elif name == "all_gather":
             self.names, self.arguments, self.out = [op, f"{op}_out"], 1, torch.empty(6, 16)
-            self.call = lambda x: one_shot_all_gather(x, 1, NAME)
+            self.call = lambda x: fused_ops.one_shot_all_gather(x, 1, NAME)
             self.through_torch = lambda x: WEFT.one_shot_all_gather(x, -1, NAME)
-            self.into = lambda x, out: one_shot_all_gather(x, 1, NAME, out=out)
+            self.into = lambda x, out: fused_ops.one_shot_all_gather(x, 1, NAME, out=out)
         else:
             self.names, self.arguments, self.out = [op, f"{op}_out"], (1, "sum"), torch.empty(6, 4)
-            self.call = lambda x: one_shot_reduce_scatter(x, "sum", -1, NAME)
+            self.call = lambda x: fused_ops.one_shot_reduce_scatter(x, "sum", -1, NAME)
             self.through_torch = lambda x: WEFT.one_shot_reduce_scatter(x, "sum", 1, NAME)
-            self.into = lambda x, out: one_shot_reduce_scatter(x, "sum", 1, NAME, out=out)
+            self.into = lambda x, out: fused_ops.one_shot_reduce_scatter(x, "sum", 1, NAME, out=out)
         given = [self.x] if self.out is self.x else [self.out, self.x]
         self.remember(self.names[0], [self.x], [torch.empty_like(self.out)])
         self.remember(self.names[1], given, None)
@@ -184,8 +178,8 @@ def test_wrong_arguments_are_refused_as_ever(gpu_stage: Stage) -> None:
     op = Op(gpu_stage, "all_reduce")
     for wrong in ((op.x.tolist(), "sum"), (op.x, ["sum"])):
         with pytest.raises(TypeError):
-            one_shot_all_reduce(*wrong, NAME)
-    assert_slow(lambda: one_shot_all_reduce(op.x, "max", NAME))
+            fused_ops.one_shot_all_reduce(*wrong, NAME)
+    assert_slow(lambda: fused_ops.one_shot_all_reduce(op.x, "max", NAME))
     assert not op.launched()
 
 
@@ -248,8 +242,8 @@ def test_a_call_that_ranks_would_run_differently_is_not_noted(
     # The ranks prepare it under one name: one may make it in place and another one not.
     assert stage.together == ["one_shot_all_reduce"] * 2
     if agree:  # then the next ones are launched at once
-        out = one_shot_all_reduce(x, "sum", NAME)
-        one_shot_all_reduce_(x, "sum", NAME)
+        out = fused_ops.one_shot_all_reduce(x, "sum", NAME)
+        fused_ops.one_shot_all_reduce_(x, "sum", NAME)
         assert [launch[1:3] for launch in kernel.launched[2:]] == [
             ([x.data_ptr()], [out.data_ptr()]),
             ([x.data_ptr()], [x.data_ptr()]),

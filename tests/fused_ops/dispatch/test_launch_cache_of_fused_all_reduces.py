@@ -12,13 +12,7 @@ import pytest
 import torch
 from fake_gpu import DEADLINE, NAME, SLOW, STREAM, TAKEN, Kernel, Stage, assert_slow, run_on_cuda
 from test_launch_cache_of_matmuls import CHANGES, OTHERS
-from weft import symm_mem
-from weft.fused_ops import (
-    fused_all_reduce_layer_norm,
-    fused_all_reduce_rms_norm,
-    fused_all_reduce_rms_norm_quant,
-    fused_matmul_all_reduce,
-)
+from weft import fused_ops, symm_mem
 from weft.fused_ops.dispatch import launch_cache, plan
 from weft.fused_ops.dispatch.workspaces import AROUND_MATMULS
 from weft.fused_ops.ops import (
@@ -71,7 +65,7 @@ def stage(gpu_stage: Fused) -> Fused:
 def test_the_matmul_is_summed_where_it_lies(stage: Fused) -> None:
     A, B = stage.product
     for a in (A, A.flatten(0, 1), torch.randn_like(A)):
-        for call in (fused_matmul_all_reduce, torch.ops.weft.fused_matmul_all_reduce):
+        for call in (fused_ops.fused_matmul_all_reduce, torch.ops.weft.fused_matmul_all_reduce):
             out = call(a, B, "sum", NAME)
             assert torch.equal(out, a @ B) and out.is_contiguous()
             (launched,) = stage.kernel.launched
@@ -86,7 +80,7 @@ def test_errors_name_the_line_of_the_matmul(stage: Fused, monkeypatch: pytest.Mo
     fault = SimpleNamespace(error=None, written=SimpleNamespace(value=0))
     real: Any = SimpleNamespace(fault=fault, _calls=calls, _is_double_buffered=False)
     monkeypatch.setattr(stage.workspace, "raise_if_broken", partial(HeapWorkspace.raise_if_broken, real))
-    for call in (fused_matmul_all_reduce, torch.ops.weft.fused_matmul_all_reduce):
+    for call in (fused_ops.fused_matmul_all_reduce, torch.ops.weft.fused_matmul_all_reduce):
         calls.begins("", None)
         call(*stage.product, "sum", NAME)
         assert calls.op == "fused_matmul_all_reduce" and calls.site is not None
@@ -102,13 +96,13 @@ def test_a_launch_behind_the_matmul_that_fails_breaks_the_workspace(
 
     monkeypatch.setattr(stage.kernel, "launch", refused)
     with pytest.raises(type(error)):
-        fused_matmul_all_reduce(*stage.product, "sum", NAME)
+        fused_ops.fused_matmul_all_reduce(*stage.product, "sum", NAME)
     with pytest.raises(symm_mem.WeftError, match="a call was ended by"):
-        fused_matmul_all_reduce(*stage.product, "sum", NAME)
+        fused_ops.fused_matmul_all_reduce(*stage.product, "sum", NAME)
 
 
 def test_a_matmul_that_must_run_in_one_kernel_is_no_matmul_and_sum(stage: Fused) -> None:
-    assert fused_matmul_all_reduce(*stage.product, "sum", NAME) is not None
+    assert fused_ops.fused_matmul_all_reduce(*stage.product, "sum", NAME) is not None
     with plan.forced("fused"):
         assert matmul_all_reduce.fast_matmul_all_reduce(*stage.product, "sum", NAME) is None
     assert matmul_all_reduce.fast_matmul_all_reduce(*stage.product, "sum", NAME) is not None
@@ -116,20 +110,20 @@ def test_a_matmul_that_must_run_in_one_kernel_is_no_matmul_and_sum(stage: Fused)
 
 def test_the_norm_is_launched_as_on_the_slow_path(stage: Fused) -> None:
     given = [t.clone() for t in stage.norm]
-    for call in (fused_all_reduce_rms_norm, torch.ops.weft.fused_all_reduce_rms_norm):
+    for call in (fused_ops.fused_all_reduce_rms_norm, torch.ops.weft.fused_all_reduce_rms_norm):
         normed, sums = call(*given, EPS, NAME)
         assert normed.shape == sums.shape == given[0].shape and normed.data_ptr() != sums.data_ptr()
         operands, results = [[t.data_ptr() for t in ts] for ts in (given, (normed, sums))]
         assert stage.kernel.launched.pop() == (0, operands, results, DEADLINE, STREAM)
     symm_mem.set_timeout(0.5, NAME)
-    fused_all_reduce_rms_norm(*given, EPS, NAME)
+    fused_ops.fused_all_reduce_rms_norm(*given, EPS, NAME)
     assert stage.kernel.launched.pop()[-2] == 500_000_000
 
 
 def calls(stage: Fused) -> list[Any]:
     return [
-        lambda: fused_matmul_all_reduce(*stage.product, "sum", NAME),
-        lambda: fused_all_reduce_rms_norm(*stage.norm, EPS, NAME),
+        lambda: fused_ops.fused_matmul_all_reduce(*stage.product, "sum", NAME),
+        lambda: fused_ops.fused_all_reduce_rms_norm(*stage.norm, EPS, NAME),
     ]
 
 
@@ -162,28 +156,28 @@ def test_other_tensors_take_the_slow_path(stage: Fused, other: str, position: in
 
 def test_other_arguments_take_the_slow_path(stage: Fused) -> None:
     with pytest.raises(SLOW, match=TAKEN):
-        fused_matmul_all_reduce(*stage.product, "avg", NAME)
+        fused_ops.fused_matmul_all_reduce(*stage.product, "avg", NAME)
     with pytest.raises(SLOW, match=TAKEN):
-        fused_all_reduce_rms_norm(*stage.norm, 1e-6, NAME)
+        fused_ops.fused_all_reduce_rms_norm(*stage.norm, 1e-6, NAME)
     with pytest.raises(TypeError, match="eps: is"):
-        fused_all_reduce_rms_norm(*stage.norm, True, NAME)
+        fused_ops.fused_all_reduce_rms_norm(*stage.norm, True, NAME)
     with pytest.raises(TypeError, match="must be a tensor"):
-        fused_matmul_all_reduce([1.0], stage.product[1], "sum", NAME)
+        fused_ops.fused_matmul_all_reduce([1.0], stage.product[1], "sum", NAME)
     assert not stage.kernel.launched
 
 
 def test_true_is_no_eps_where_one_was(stage: Fused) -> None:
     results = [torch.empty_like(stage.norm[0]) for _ in range(2)]
     stage.remember(stage.kernel, op_names.OP, 1.0, stage.norm, results)
-    fused_all_reduce_rms_norm(*stage.norm, 1.0, NAME)
+    fused_ops.fused_all_reduce_rms_norm(*stage.norm, 1.0, NAME)
     assert len(stage.kernel.launched) == 1
     with pytest.raises(TypeError, match="eps: is"):
-        fused_all_reduce_rms_norm(*stage.norm, True, NAME)
+        fused_ops.fused_all_reduce_rms_norm(*stage.norm, True, NAME)
 
 
 def test_what_is_remembered_already_makes_no_end_of_what_was_found(stage: Fused) -> None:
     """A rank's own slow path, for a call that others make for the first time, say."""
-    fused_all_reduce_rms_norm(*stage.norm, EPS, NAME)
+    fused_ops.fused_all_reduce_rms_norm(*stage.norm, EPS, NAME)
     results = [torch.empty_like(stage.norm[0]) for _ in range(2)]
     for ran, is_kept in (("push", True), ("one_shot", False)):
         kept = call_cache.cached_calls
@@ -220,7 +214,7 @@ def test_a_norm_that_cannot_be_ordered_is_not_noted(stage: Fused, monkeypatch: p
     stage.gpu.orders[0] = SimpleNamespace(steps=lambda stream, external: (refused, None))
     monkeypatch.setattr(stage.workspace, "raise_if_broken", lambda *_: pytest.fail("it is noted"))
     with pytest.raises(RuntimeError, match="refuses"):
-        fused_all_reduce_rms_norm(*stage.norm, EPS, NAME)
+        fused_ops.fused_all_reduce_rms_norm(*stage.norm, EPS, NAME)
     assert not stage.kernel.launched and stage.workspace.error is None
 
 
@@ -232,17 +226,19 @@ def test_a_layer_norm_is_that_of_the_same_operands(stage: Fused) -> None:
     results = [torch.empty_like(row) for _ in range(2)]
     name = all_reduce_rms_norm.name_of_norm(kind)
     stage.remember(stage.kernel, op_names.LAYER_NORM, name, given, results)
-    for op in (fused_all_reduce_layer_norm, torch.ops.weft.fused_all_reduce_layer_norm):
+    for op in (fused_ops.fused_all_reduce_layer_norm, torch.ops.weft.fused_all_reduce_layer_norm):
         normed, sums = op(*given, None, None, EPS, NAME)
         operands, results_ = [[t.data_ptr() for t in ts] for ts in (given, (normed, sums))]
         assert stage.kernel.launched.pop() == (0, operands, results_, DEADLINE, STREAM)
     for there in ("weight", "bias"):
         with pytest.raises(SLOW, match=TAKEN):
-            fused_all_reduce_layer_norm(row, *(row if n == there else None for n in names), EPS, NAME)
+            fused_ops.fused_all_reduce_layer_norm(
+                row, *(row if n == there else None for n in names), EPS, NAME
+            )
     with pytest.raises(SLOW, match=TAKEN):
-        fused_all_reduce_layer_norm(*given, None, None, 1e-6, NAME)
+        fused_ops.fused_all_reduce_layer_norm(*given, None, None, 1e-6, NAME)
     with pytest.raises(SLOW, match=TAKEN):
-        fused_all_reduce_rms_norm(row, None, row, EPS, NAME)
+        fused_ops.fused_all_reduce_rms_norm(row, None, row, EPS, NAME)
     assert not stage.kernel.launched
 
 
@@ -263,7 +259,7 @@ def test_a_norm_in_fp8_is_that_of_the_same_arguments(stage: Fused, scale: torch.
     others: list[Any] = [{"scale_op": "multiply"}, {"weight_offset": 1.0}, {"round_sum": False}]
     others += [{"out_dtype": torch.float8_e5m2}, {"scale": torch.ones(1) if scale is None else None}]
     others += [{"smallest": 0.5}] if scale is None else []
-    for call in (fused_all_reduce_rms_norm_quant, torch.ops.weft.fused_all_reduce_rms_norm_quant):
+    for call in (fused_ops.fused_all_reduce_rms_norm_quant, torch.ops.weft.fused_all_reduce_rms_norm_quant):
         quantized, scales, sums = call(*stage.norm, EPS, NAME, **named)
         assert (quantized.shape, quantized.dtype, sums.dtype) == (x.shape, torch.float8_e4m3fn, x.dtype)
         written = [quantized, sums] if scale is not None else [quantized, scales, sums]

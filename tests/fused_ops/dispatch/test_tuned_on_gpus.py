@@ -10,14 +10,7 @@ import torch
 from opcommon import world
 from ranks import run_ranks
 from test_matmuls_on_gpus import gathered, whole
-from weft import symm_mem
-from weft.fused_ops import (
-    fused_all_gather_matmul,
-    fused_all_gather_scaled_matmul,
-    fused_matmul_reduce_scatter,
-    fused_scaled_matmul_reduce_scatter,
-    last_plan,
-)
+from weft import fused_ops, symm_mem
 from weft.fused_ops.dispatch.plan import forced
 from weft.kernels.device.tuning import benchmark, tuner
 from weft.kernels.device.tuning.tuned_file import TunedFile
@@ -38,10 +31,10 @@ def products(given: Operands) -> tuple[list[torch.Tensor], list[str]]:
     """The results of both, and how their configurations were come by."""
     shard, B, wide = given
     with forced("fused"):
-        _, (up,) = fused_all_gather_matmul(shard, [B], 0, world(), return_A=False)
-        how = [last_plan().chosen]
-        down = fused_matmul_reduce_scatter(wide, B, "sum", 0, world())
-        return [up, down], [*how, last_plan().chosen]
+        _, (up,) = fused_ops.fused_all_gather_matmul(shard, [B], 0, world(), return_A=False)
+        how = [fused_ops.last_plan().chosen]
+        down = fused_ops.fused_matmul_reduce_scatter(wide, B, "sum", 0, world())
+        return [up, down], [*how, fused_ops.last_plan().chosen]
 
 
 def right(got: list[torch.Tensor], given: Operands) -> bool:
@@ -97,12 +90,12 @@ def scaled_products(
     shard, B, wide = given[0].to(fp8), given[1].t().to(fp8).t(), given[2].to(fp8)
     of_rows, of_columns, one = scales
     with forced("fused"):
-        _, (up,) = fused_all_gather_scaled_matmul(
+        _, (up,) = fused_ops.fused_all_gather_scaled_matmul(
             shard, [B], of_rows, [of_columns], 0, world(), return_A=False
         )
-        how = [last_plan().chosen]
-        down = fused_scaled_matmul_reduce_scatter(wide, B, one, one, "sum", 0, world())
-        return [up, down], [*how, last_plan().chosen]
+        how = [fused_ops.last_plan().chosen]
+        down = fused_ops.fused_scaled_matmul_reduce_scatter(wide, B, one, one, "sum", 0, world())
+        return [up, down], [*how, fused_ops.last_plan().chosen]
 
 
 def tuned_scaled(rank: int, world_size: int) -> None:

@@ -15,16 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import silu
 from torch.nn.utils import parametrize
-from weft.fused_ops import (
-    ColumnParallelExperts,
-    RowParallelExperts,
-    local_state_dict,
-    one_shot_all_gather,
-    sharded_state_dict,
-)
+from weft import fused_ops
 
 HIDDEN, WIDTH, EXPERTS, CHOICES = 16, 48, 6, 3
-Layers = tuple[ColumnParallelExperts, RowParallelExperts]
+Layers = tuple[fused_ops.ColumnParallelExperts, fused_ops.RowParallelExperts]
 
 
 def whole_experts(dtype: torch.dtype) -> list[Tensor]:
@@ -34,8 +28,8 @@ def whole_experts(dtype: torch.dtype) -> list[Tensor]:
 
 
 def layers_of(whole: list[Tensor], **options: bool) -> Layers:
-    up = ColumnParallelExperts.from_weights(whole[0], whole[1], world(), **options)
-    return up, RowParallelExperts.from_weights(whole[2], whole[3], world(), **options)
+    up = fused_ops.ColumnParallelExperts.from_weights(whole[0], whole[1], world(), **options)
+    return up, fused_ops.RowParallelExperts.from_weights(whole[2], whole[3], world(), **options)
 
 
 def run(layers: Layers, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None = None) -> Tensor:
@@ -66,7 +60,7 @@ def like_plain(rank: int, size: int, dtype: torch.dtype, expert: bool, sequence:
     shared = torch.randn(tokens, HIDDEN).to(dtype)
     own_x, own_weights, own_on = ((t.chunk(size)[rank] if sequence else t) for t in (x, weights, on))
     leaves = [t.clone().requires_grad_() for t in (own_x, own_weights, shared)]
-    used = one_shot_all_gather(leaves[1], 0, world()) if sequence else leaves[1]
+    used = fused_ops.one_shot_all_gather(leaves[1], 0, world()) if sequence else leaves[1]
     poison(rank)
     y = run(layers, leaves[0], ids, used, leaves[2])
     y.backward(own_on)
@@ -143,17 +137,17 @@ def test_under_torch_compile(device: str) -> None:
 def checkpoints(rank: int, size: int, folder: Path) -> None:
     whole = whole_experts(torch.float32)
     sliced = torch.nn.ModuleList(layers_of(whole))
-    state = sharded_state_dict(sliced)
+    state = fused_ops.sharded_state_dict(sliced)
     for name, want in zip(("0.weight", "0.bias", "1.weight", "1.bias"), whole, strict=True):
         assert torch.equal(state[name].full_tensor(), want), name
     dcp.save(state, checkpoint_id=folder)
     placed = torch.nn.ModuleList(layers_of([torch.zeros_like(t) for t in whole], expert_parallel=True))
-    dcp.load(sharded_state_dict(placed), checkpoint_id=folder)
+    dcp.load(fused_ops.sharded_state_dict(placed), checkpoint_id=folder)
     for layer, (weight, bias) in zip(placed, (whole[:2], whole[2:]), strict=True):
         each = EXPERTS // size
         assert torch.equal(layer.weight, weight[rank * each :][:each])
         assert torch.equal(layer.bias, bias[rank * each :][:each])
-    placed.load_state_dict(local_state_dict(sharded_state_dict(placed)))
+    placed.load_state_dict(fused_ops.local_state_dict(fused_ops.sharded_state_dict(placed)))
     with pytest.raises(RuntimeError, match=r"0.weight: is a DTensor .*must have shape \(6, 2, 48, 16\)"):
         placed.load_state_dict(state)
 
@@ -194,10 +188,12 @@ def drawn(rank: int, size: int) -> None:
     found = []
     for expert in (False, True):
         torch.manual_seed(3)
-        up = ColumnParallelExperts(HIDDEN, WIDTH, EXPERTS, group=world(), gated=True, expert_parallel=expert)
-        down = RowParallelExperts(WIDTH, HIDDEN, EXPERTS, group=world(), expert_parallel=expert)
+        up = fused_ops.ColumnParallelExperts(
+            HIDDEN, WIDTH, EXPERTS, group=world(), gated=True, expert_parallel=expert
+        )
+        down = fused_ops.RowParallelExperts(WIDTH, HIDDEN, EXPERTS, group=world(), expert_parallel=expert)
         assert bool(down.bias.count_nonzero()) == expert
-        found.append([sharded_state_dict(m)["weight"].full_tensor() for m in (up, down)])
+        found.append([fused_ops.sharded_state_dict(m)["weight"].full_tensor() for m in (up, down)])
         assert up.weight.abs().max() <= HIDDEN**-0.5 < 1.2 * up.weight.abs().max()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -208,21 +204,21 @@ def test_ranks_that_are_seeded_alike_have_parts_of_the_same_experts() -> None:
 
 def refused(rank: int, size: int) -> None:
     for make, args, options, words in [
-        (ColumnParallelExperts, (12, 16, 4), {}, "in_features: is 12, must be a multiple of 8"),
+        (fused_ops.ColumnParallelExperts, (12, 16, 4), {}, "in_features: is 12, must be a multiple of 8"),
         (
-            ColumnParallelExperts,
+            fused_ops.ColumnParallelExperts,
             (8, 24, 4),
             {},
             "out_features: is 24, must be a multiple of 16: 8 for each of 2",
         ),
-        (RowParallelExperts, (24, 8, 4), {}, "in_features: is 24, must be a multiple of 16"),
+        (fused_ops.RowParallelExperts, (24, 8, 4), {}, "in_features: is 24, must be a multiple of 16"),
         (
-            RowParallelExperts,
+            fused_ops.RowParallelExperts,
             (8, 8, 3),
             {"expert_parallel": True},
             "num_experts: is 3, must be a multiple of 2",
         ),
-        (RowParallelExperts, (8, 8, 0), {}, "num_experts: is 0, must be at least 1"),
+        (fused_ops.RowParallelExperts, (8, 8, 0), {}, "num_experts: is 0, must be at least 1"),
     ]:
         with pytest.raises(ValueError, match=words):
             make(*args, group=world(), **options)
@@ -237,21 +233,21 @@ def refused(rank: int, size: int) -> None:
         ),
     ]:
         with pytest.raises(kind, match=words):
-            ColumnParallelExperts.from_weights(*given, group=world())
+            fused_ops.ColumnParallelExperts.from_weights(*given, group=world())
     mesh = DeviceMesh("cpu", list(range(size)))
     part = distribute_tensor(weight, mesh, [Shard(0)])
     for given, name in (((part,), "weight"), ((weight, part[..., 0]), "bias")):
         with pytest.raises(
             TypeError, match=f"{name}: is a DTensor, must be whole on every rank: its full_ten"
         ):
-            ColumnParallelExperts.from_weights(*given, group=world())
+            fused_ops.ColumnParallelExperts.from_weights(*given, group=world())
     with pytest.raises(TypeError, match="gated: is an option, must not be one: the shape of weight says it"):
-        ColumnParallelExperts.from_weights(weight, group=world(), gated=True)
+        fused_ops.ColumnParallelExperts.from_weights(weight, group=world(), gated=True)
     with pytest.raises(
         ValueError, match=r"weight: has shape \(4, 2, 8, 16\), must be \[E, out_features, in_feat"
     ):
-        RowParallelExperts.from_weights(torch.ones(4, 2, 8, 16), group=world())
-    layer = ColumnParallelExperts.from_weights(weight, group=world())
+        fused_ops.RowParallelExperts.from_weights(torch.ones(4, 2, 8, 16), group=world())
+    layer = fused_ops.ColumnParallelExperts.from_weights(weight, group=world())
     rows, offs, _ = layer.route(torch.tensor([[1], [0]]))
     for x, kind, words in [
         (torch.ones(2, 7), ValueError, "x: has 7 columns, must have 8"),
@@ -260,7 +256,7 @@ def refused(rank: int, size: int) -> None:
         with pytest.raises(kind, match=words):
             layer(x, rows, offs)
     with pytest.raises(TypeError, match="expert_parallel: is of type int, must be True or False"):
-        ColumnParallelExperts(8, 16, 4, group=world(), expert_parallel=1)  # type: ignore[arg-type]
+        fused_ops.ColumnParallelExperts(8, 16, 4, group=world(), expert_parallel=1)  # type: ignore[arg-type]
 
 
 def test_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,33 +12,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from op_table import OpCall, op_calls
 from opcommon import check, gather, world
 from ranks import on_ranks, run_ranks
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from weft.fused_ops import (
-    fused_all_gather_grouped_matmul,
+    cross_entropy_of_sharded_logits,
     fused_all_gather_matmul,
-    fused_all_reduce_layer_norm,
-    fused_all_reduce_rms_norm,
-    fused_all_to_all_matmul,
-    fused_grouped_matmul_all_reduce,
-    fused_grouped_matmul_reduce_scatter,
-    fused_linear_cross_entropy,
-    fused_matmul_all_reduce,
-    fused_matmul_all_to_all,
     fused_matmul_reduce_scatter,
-    fused_moe_combine_all_reduce,
-    fused_moe_combine_all_reduce_rms_norm,
-    fused_moe_combine_reduce_scatter,
-    moe_combine,
-    moe_dispatch,
-    one_shot_all_gather,
-    one_shot_all_reduce,
-    one_shot_all_reduce_,
-    one_shot_all_to_all,
-    one_shot_reduce_scatter,
 )
 from weft.fused_ops.dispatch.callers import constant_in_graphs
 
@@ -80,84 +64,25 @@ def test_a_cache_on_disk_serves_as_many_ranks_as_it_was_filled_by(tmp_path: Path
     run_ranks(restarted, 2, str(tmp_path), fresh=True)
 
 
-def normed(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
-    return fused_all_reduce_rms_norm(x, x, W[:, 0], 1e-5, GROUP)[0]
-
-
-def layer_normed(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
-    return fused_all_reduce_layer_norm(x, None, W[:, 0], W[:, 1], 1e-5, GROUP)[0]
-
-
-def losses(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
-    targets = torch.zeros(x.shape[0], dtype=torch.int64)
-    return fused_linear_cross_entropy(x, W.t(), targets, GROUP, reduction="none")
-
-
-def grouped(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
-    rows, offs = torch.arange(6, dtype=torch.int32), torch.tensor([2, 6], dtype=torch.int32)
-    tokens, experts = torch.cat([x, x], 1), torch.stack([W, W]).repeat(1, 2, 2)[:, :, :8]
-    return fused_all_gather_grouped_matmul(tokens, [experts], rows, offs, 0, GROUP)[1][0]
-
-
-def combined(op: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any) -> torch.Tensor:
-    slots = torch.zeros(x.shape[0], 2, dtype=torch.int32)
-    return op(x, slots, x.new_ones(x.shape[0], 2), *args)
-
-
-def combined_and_normed(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
-    return combined(lambda *xs: fused_moe_combine_all_reduce_rms_norm(*xs)[0], x, x, W[:, 0], 1e-5, GROUP)
-
-
-def multiplied(op: Callable[..., torch.Tensor], x: torch.Tensor, W: torch.Tensor, *args: Any) -> torch.Tensor:
-    offs, slots = torch.tensor([2, 6], dtype=torch.int32), torch.arange(6, dtype=torch.int32)[:, None]
-    rows, experts = torch.cat([x, x], 1), torch.stack([W, W]).repeat(1, 2, 2)[:, :, :8]
-    return op(rows, experts, offs, slots, x.new_ones(6, 1), "avg", *args, GROUP)
-
-
-def mixed(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
-    rows, _, handle = moe_dispatch(x, torch.zeros(x.shape[0], 1, dtype=torch.int32), 6, GROUP)
-    return moe_combine(rows, handle, x[:, :1], GROUP)
-
-
 #: By its name: of a ProcessGroup, and the default one, Dynamo sees that it is another one and makes a graph anew.
 GROUP = "0"
-PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "all_gather_matmul": lambda x, W: fused_all_gather_matmul(x, [W], 0, GROUP, return_A=False)[1][0],
-    "matmul_reduce_scatter": lambda x, W: fused_matmul_reduce_scatter(x, W, "avg", 0, GROUP),
-    "all_reduce": lambda x, W: one_shot_all_reduce(x, "avg", GROUP),
-    "all_reduce_": lambda x, W: one_shot_all_reduce_(x + 1, "avg", GROUP),
-    "all_gather": lambda x, W: one_shot_all_gather(x, 1, GROUP),
-    "reduce_scatter": lambda x, W: one_shot_reduce_scatter(x, "avg", 0, GROUP),
-    "all_to_all": lambda x, W: one_shot_all_to_all(x, 0, 1, GROUP),
-    "matmul_all_to_all": lambda x, W: fused_matmul_all_to_all(x, W.repeat(1, 6), 0, GROUP),
-    "all_to_all_matmul": lambda x, W: fused_all_to_all_matmul(x, W.repeat(2, 1), 0, GROUP),
-    "all_reduce_rms_norm": normed,
-    "all_reduce_layer_norm": layer_normed,
-    "all_gather_grouped_matmul": grouped,
-    "grouped_matmul_all_reduce": lambda x, W: multiplied(fused_grouped_matmul_all_reduce, x, W),
-    "grouped_matmul_reduce_scatter": lambda x, W: multiplied(fused_grouped_matmul_reduce_scatter, x, W, 0),
-    "linear_cross_entropy": losses,
-    "moe_combine_all_reduce": lambda x, W: combined(fused_moe_combine_all_reduce, x, GROUP),
-    "moe_combine_all_reduce_rms_norm": combined_and_normed,
-    "moe_combine_reduce_scatter": lambda x, W: combined(fused_moe_combine_reduce_scatter, x, 0, GROUP),
-    "moe_dispatch and moe_combine": mixed,
-    "matmul_all_reduce": lambda x, W: fused_matmul_all_reduce(x, W, "avg", GROUP),
-}
 
 
 class Program(nn.Module):
-    def __init__(self, name: str) -> None:
+    def __init__(self, call: OpCall) -> None:
         super().__init__()
-        self.name = name
+        self.call = call
 
-    def forward(self, x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
-        return PROGRAMS[self.name](x, W)
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return self.call.first(*tensors)
 
 
 def exported(rank: int, world_size: int) -> dict[str, bytes]:
     files = {}
-    for name, strict in product(PROGRAMS, (False, True)):
-        program = torch.export.export(Program(name), (torch.randn(6, 4), torch.randn(4, 5)), strict=strict)
+    for (name, call), strict in product(op_calls(world_size, GROUP).items(), (False, True)):
+        if name == "one_shot_gather":  # its graph is one rank's
+            continue
+        program = torch.export.export(Program(call), tuple(call.tensors), strict=strict)
         torch.export.save(program, file := io.BytesIO())
         files[f"{name}, strict={strict}"] = file.getvalue()
     return files
@@ -165,14 +90,15 @@ def exported(rank: int, world_size: int) -> dict[str, bytes]:
 
 def loaded(rank: int, world_size: int, programs: dict[str, bytes]) -> None:
     """By one rank more than have exported it, and by others than those, they would compute something else."""
+    calls = op_calls(2, GROUP)
     for name, program in programs.items():
-        module = torch.export.load(io.BytesIO(program)).module()
-        x, W = torch.randn(6, 4), torch.randn(4, 5)
+        module, call = torch.export.load(io.BytesIO(program)).module(), calls[name.split(",")[0]]
         if world_size == 2:
-            assert torch.equal(module(x, W), PROGRAMS[name.split(",")[0]](x, W)), name
+            found, wanted = (of(*[x.clone() for x in call.tensors]).float() for of in (module, call.first))
+            assert torch.equal(found, wanted), name
             continue
         with pytest.raises(ValueError, match="group_size: is 2, must be 3, the number of ranks of group '0'"):
-            module(x, W)
+            module(*call.tensors)
 
 
 def test_an_exported_program_names_the_number_of_ranks() -> None:
@@ -185,22 +111,24 @@ def kept(rank: int, world_size: int, folder: str) -> None:
     """What was compiled stays in the process, whose group is made anew: of one rank."""
     torch._dynamo.reset()
     runs = []
-    for name, program in PROGRAMS.items():
-        inputs = [torch.randn(s, requires_grad=name != "all_reduce_") for s in ((6, 4), (4, 5))]
-        compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
-        runs.append((name, compiled, inputs, compiled(*inputs)))
+    for call in op_calls(world_size, GROUP).values():
+        inputs = [with_gradient(call, x) for x in call.tensors]
+        compiled = torch.compile(call.first, backend="aot_eager", fullgraph=True)
+        with torch._dynamo.config.patch(recompile_limit=64):  # they are one function's
+            runs.append((call, compiled, inputs, compiled(*inputs)))
     dist.destroy_process_group()
     store = f"file://{folder}/store-{rank}"
     dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    for name, compiled, inputs, y in runs:
+    for call, compiled, inputs, y in runs:
         words = f"^group_size: is {world_size}, must be 1, the number of ranks of group '0'"
         with pytest.raises(ValueError, match=words):
             compiled(*inputs)
-        if y.requires_grad:
+        assert y.requires_grad == call.has_gradient
+        if (
+            y.requires_grad and call.function is not cross_entropy_of_sharded_logits
+        ):  # its backward sends nothing
             with pytest.raises(ValueError, match=words):
                 y.sum().backward()
-        else:
-            assert name == "all_reduce_"
     torch._dynamo.reset()
 
 
@@ -208,33 +136,25 @@ def test_what_was_compiled_is_refused_in_another_group_both_ways(tmp_path: Path)
     run_ranks(kept, 2, str(tmp_path), fresh=True)
 
 
+def with_gradient(call: OpCall, x: torch.Tensor) -> torch.Tensor:
+    return x.detach().requires_grad_(call.has_gradient and x.is_floating_point())
+
+
 @on_ranks(2)
 def test_another_number_of_ranks_is_refused(rank: int, world_size: int) -> None:
-    x, W, name = torch.randn(4, 6), torch.randn(6, 5), world().group_name
-    mode, weft = FakeTensorMode(), torch.ops.weft
-    for A, B in ((x, W), (x, W.clone().requires_grad_()), tuple(map(mode.from_tensor, (x, W)))):
-        calls = (
-            lambda n, A=A, B=B: weft.fused_all_gather_matmul(A, [B], 0, name, group_size=n)[1][0],
-            lambda n, A=A, B=B: weft.fused_matmul_reduce_scatter(A, B, "sum", 0, name, group_size=n),
-            lambda n, A=A, B=B: weft.fused_matmul_all_reduce(A, B, "sum", name, group_size=n),
-            lambda n, A=A, B=B: weft.one_shot_all_reduce(B, "avg", name, group_size=n),
-            lambda n, A=A, B=B: weft.one_shot_all_reduce_(A, "avg", name, group_size=n) or A,
-            lambda n, A=A, B=B: weft.one_shot_all_gather(B, 1, name, group_size=n),
-            lambda n, A=A, B=B: weft.one_shot_reduce_scatter(B, "avg", 0, name, group_size=n),
-            lambda n, A=A, B=B: weft.one_shot_reduce_scatter_out(A[:2], A, "sum", 0, name, group_size=n) or A,
-            lambda n, A=A, B=B: weft.one_shot_all_to_all(B, 0, 1, name, group_size=n),
-            lambda n, A=A, B=B: weft.one_shot_gather(B.detach(), 0, 1, name, group_size=n),
-            lambda n, A=A, B=B: weft.fused_matmul_all_to_all(A, B[:, :4], 0, name, group_size=n),
-            lambda n, A=A, B=B: weft.fused_all_to_all_matmul(A[:, :3], B, 0, name, group_size=n)[0],
-            lambda n, A=A, B=B: weft.fused_all_reduce_rms_norm(B, B, B[0], 1e-5, name, group_size=n)[0],
-            lambda n, A=A, B=B: weft.fused_all_reduce_rms_norm_quant(
-                B.detach(), None, B[0].detach(), 1e-5, name, group_size=n
-            )[0],
-            lambda n, A=A, B=B: weft.fused_all_reduce_layer_norm(B, B, None, None, 1e-5, name, group_size=n)[
-                0
-            ],
-        )
-        for call in calls:
-            assert call(world_size).shape == call(None).shape
+    mode, asked = FakeTensorMode(), set()
+    for call in op_calls(world_size).values():
+        if (found := call.of_torch(world().group_name)) is None:
+            continue
+        op, given = found
+        asked.add(op)
+        for change in (torch.clone, partial(with_gradient, call), mode.from_tensor):
+            named = tree_map_only(torch.Tensor, change, given)
+
+            def shapes(size: int | None, op: Any = op, named: dict[str, Any] = named) -> list[object]:
+                return [x.shape for x in tree_leaves(op(**named, group_size=size)) if x is not None]
+
+            assert shapes(world_size) == shapes(None)
             with pytest.raises(ValueError, match="group_size: is 7, must be 2, the number of ranks of group"):
-                call(7)
+                shapes(7)
+    assert len(asked) >= 12

@@ -8,90 +8,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from op_table import op_calls
 from opcommon import DEVICES, gather, world
 from ranks import on_ranks, run_ranks
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
-from weft.fused_ops import (
-    fused_all_gather_matmul,
-    fused_all_reduce_layer_norm,
-    fused_all_reduce_rms_norm,
-    fused_all_to_all_matmul,
-    fused_grouped_matmul_all_reduce,
-    fused_grouped_matmul_reduce_scatter,
-    fused_matmul_all_reduce,
-    fused_matmul_all_to_all,
-    fused_matmul_reduce_scatter,
-    fused_moe_combine_all_reduce,
-    fused_moe_combine_all_reduce_rms_norm,
-    fused_moe_combine_reduce_scatter,
-    moe_combine,
-    moe_dispatch,
-    one_shot_all_gather,
-    one_shot_all_reduce,
-    one_shot_all_reduce_,
-    one_shot_all_to_all,
-    one_shot_reduce_scatter,
-)
+from weft import fused_ops
 from weft.fused_ops.dispatch import plan
 
-Op = tuple[Callable[..., Tensor], list[Tensor]]
-
-
-ENDS = torch.tensor([1, 3], dtype=torch.int32)
-SLOTS = torch.tensor([[2, 0], [1, -1], [0, 1]], dtype=torch.int32)
-
-
-def mixed(x: Tensor, weights: Tensor) -> Tensor:
-    """Sent to experts that change nothing, and back."""
-    rows, _, handle = moe_dispatch(x, SLOTS.clamp(min=0), 4, world())
-    return moe_combine(rows, handle, weights, world())
-
-
-def ops() -> list[Op]:
-    A, B, x = torch.randn(4, 3, 6), torch.randn(6, 8), torch.randn(5, 7)
-    return [
-        (lambda a, b: fused_all_gather_matmul(a, [b], 1, world(), return_A=False)[1][0], [A, B]),
-        (lambda a, b: fused_matmul_reduce_scatter(a, b, "sum", 0, world()), [A, B]),
-        (lambda a, b: fused_matmul_all_reduce(a, b, "sum", world()), [A, B]),
-        (lambda a: one_shot_all_reduce(a, "sum", world()), [x]),
-        (lambda a: one_shot_all_gather(a, 1, world()), [x]),
-        (lambda a: one_shot_reduce_scatter(a, "sum", 0, world()), [B]),
-        (lambda a: one_shot_all_to_all(a, 0, 1, world()), [B]),
-        (lambda a, b: fused_matmul_all_to_all(a, b, 0, world()), [A, B]),
-        (lambda a, b: fused_all_to_all_matmul(a, b, 0, world()), [A, torch.randn(12, 3)]),
-        (lambda a, r, w: fused_all_reduce_rms_norm(a, r, w, 1e-5, world())[0], [x, x + 1, x[0]]),
-        (
-            lambda a, w, s: fused_moe_combine_all_reduce(a, SLOTS, w, world(), shared=s),
-            [A[0], x[:3, :2], A[1]],
-        ),
-        (
-            lambda a, w, s: fused_moe_combine_reduce_scatter(a, SLOTS[:2], w, 0, world(), shared=s),
-            [A[0], x[:2, :2], A[1][:2]],
-        ),
-        (
-            lambda a, b, w: fused_grouped_matmul_all_reduce(a, b, ENDS, SLOTS[:2], w, "sum", world()),
-            [torch.randn(3, 8), torch.randn(2, 8, 8), x[:2, :2]],
-        ),
-        (
-            lambda a, b, w: fused_grouped_matmul_reduce_scatter(a, b, ENDS, SLOTS[:2], w, "sum", 0, world()),
-            [torch.randn(3, 8), torch.randn(2, 8, 8), x[:2, :2]],
-        ),
-        (
-            lambda a, w, n: fused_moe_combine_all_reduce_rms_norm(a, SLOTS, w, None, n, 1e-5, world())[0],
-            [A[0], x[:3, :2], B[:, 0]],
-        ),
-        (lambda a, w, s: mixed(a, w) + s, [x[:3], B[:3, :2], x[3]]),
-        (lambda a, w, b: fused_all_reduce_layer_norm(a, None, w, b, 1e-5, world())[0], [x, x[0], x[1]]),
-    ]
+# Of two matrices.
+PRODUCTS: tuple[Callable[..., Tensor], ...] = (
+    lambda a, b: fused_ops.fused_all_gather_matmul(a, [b], 0, world(), return_A=False)[1][0],
+    lambda a, b: fused_ops.fused_matmul_reduce_scatter(a, b, "sum", 0, world()),
+    lambda a, b: fused_ops.fused_matmul_all_reduce(a, b, "sum", world()),
+)
 
 
 def changed(rank: int, world_size: int) -> None:
     """A result is changed in place: gradients are those of the same out of place."""
     for fused in (True, False):
-        for op, inputs in ops():
-            results = []
+        for call in op_calls(world_size).values():
+            if not call.has_gradient:
+                continue
+            op, inputs, results = call.first, call.tensors, []
             for change in (lambda y: y.mul_(2).relu_(), lambda y: (y * 2).relu()):
                 given = [t.clone().requires_grad_() for t in inputs]
                 if fused:
@@ -115,7 +55,12 @@ def test_results_may_be_changed_in_place(device: str) -> None:
 @on_ranks(2, device=DEVICES)
 def test_gradients_lie_as_torch_lays_them_out(rank: int, world_size: int) -> None:
     """A matrix's gradient lies as torch.mm's: as the matrix, a weight's as the weight, so that nobody copies it."""
-    for op, (a, b) in [(op, inputs) for op, inputs in ops() if len(inputs) == 2]:
+    a = torch.randn(4, 3, 6)
+    cut = (
+        (lambda a, b: fused_ops.fused_matmul_all_to_all(a, b, 0, world()), torch.randn(6, 8)),
+        (lambda a, b: fused_ops.fused_all_to_all_matmul(a, b, 0, world()), torch.randn(12, 3)),
+    )
+    for op, b in (*((op, torch.randn(6, 8)) for op in PRODUCTS), *cut):
         found = []
         for matrix in (b, b.t().contiguous().t(), torch.stack([b, b], 2)[..., 0]):
             B = matrix.detach().requires_grad_()
@@ -130,24 +75,18 @@ def test_gradients_lie_as_torch_lays_them_out(rank: int, world_size: int) -> Non
 @on_ranks(2, device=DEVICES)
 def test_what_no_gradient_flows_through_requires_none(rank: int, world_size: int) -> None:
     A, B, C = torch.randn(3, 4), torch.randn(4, 5), torch.randn(4, 2)
-    whole, (first, second) = fused_all_gather_matmul(A, [B.requires_grad_(), C], 0, world())
+    whole, (first, second) = fused_ops.fused_all_gather_matmul(A, [B.requires_grad_(), C], 0, world())
     assert [t.requires_grad for t in (whole, first, second)] == [False, True, False]
     (grad,) = torch.autograd.grad(first.sum(), B)
     assert torch.allclose(grad, torch.cat(gather(A)).sum(0)[:, None].expand(4, 5).to(grad), atol=1e-5)
-    whole, (first, second) = fused_all_gather_matmul(A.requires_grad_(), [B, C], 0, world())
+    whole, (first, second) = fused_ops.fused_all_gather_matmul(A.requires_grad_(), [B, C], 0, world())
     assert whole.requires_grad and first.requires_grad and second.requires_grad
 
 
 def kept(rank: int, world_size: int) -> None:
     """An operand is kept for the gradient of the other alone: else it may be changed, and nobody keeps it."""
     A, B = torch.randn(4, 6), torch.randn(6, 8)
-    products: list[Callable[..., Tensor]] = [
-        torch.matmul,
-        lambda a, b: fused_all_gather_matmul(a, [b], 0, world(), return_A=False)[1][0],
-        lambda a, b: fused_matmul_reduce_scatter(a, b, "sum", 0, world()),
-        lambda a, b: fused_matmul_all_reduce(a, b, "sum", world()),
-    ]
-    for op in products:
+    for op in (torch.matmul, *PRODUCTS):
         for free in (0, 1):
             saved: list[Tensor] = []
             given = [A.clone(), B.clone()]
@@ -161,16 +100,16 @@ def kept(rank: int, world_size: int) -> None:
             assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
     saved, weight = [], torch.ones(6, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t):
-        fused_all_reduce_rms_norm(A, A, weight, 1e-5, world())
-        fused_all_reduce_layer_norm(A, A, weight, weight, 1e-5, world())
+        fused_ops.fused_all_reduce_rms_norm(A, A, weight, 1e-5, world())
+        fused_ops.fused_all_reduce_layer_norm(A, A, weight, weight, 1e-5, world())
     assert [t.shape for t in saved] == [A.shape] * 2, "the weight is for the gradients of the others"
     W = B.detach().requires_grad_()
     with torch.inference_mode():
         A = A.clone()  # that autograd may not keep
         with torch.enable_grad():
-            assert not fused_matmul_reduce_scatter(A, W, "sum", 0, world()).requires_grad
+            assert not fused_ops.fused_matmul_reduce_scatter(A, W, "sum", 0, world()).requires_grad
     bias = torch.zeros(8, requires_grad=True)
-    fused_matmul_reduce_scatter(A, B, "sum", 0, world(), bias=bias).sum().backward()
+    fused_ops.fused_matmul_reduce_scatter(A, B, "sum", 0, world(), bias=bias).sum().backward()
     assert bias.grad is not None and bias.grad.eq(A.shape[0]).all()
 
 
@@ -184,12 +123,8 @@ def test_gradients_under_autocast(rank: int, world_size: int) -> None:
     """Under autocast gradients are cast no more than results are: eager, and traced under it."""
     A, B = torch.randn(4, 33), torch.randn(33, 6)
     kind = A.device.type
-    for op, inputs in (
-        (lambda a, b: fused_all_gather_matmul(a, [b], 0, world())[1][0], [A, B]),
-        (lambda a, b: fused_matmul_reduce_scatter(a, b, "sum", 0, world()), [A, B]),
-        (lambda a, b: fused_matmul_all_reduce(a, b, "sum", world()), [A, B]),
-    ):
-        given = [t.clone().requires_grad_() for t in inputs]
+    for op in PRODUCTS:
+        given = [t.clone().requires_grad_() for t in (A, B)]
         want = torch.autograd.grad(op(*given).sum(), given)
         torch.compiler.reset()
         compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
@@ -207,10 +142,10 @@ def test_an_average_of_large_numbers(rank: int, world_size: int) -> None:
     x, eye = torch.full((2 * world_size, 4), 40_000.0).half(), torch.eye(4).half()
     for forced in (None, "unfused"):
         for op in (
-            lambda: one_shot_all_reduce(x, "avg", world()),
-            lambda: one_shot_reduce_scatter(x, "avg", 0, world()),
-            lambda: fused_matmul_all_reduce(x, eye, "avg", world()),
-            lambda: fused_matmul_reduce_scatter(x, eye, "avg", 0, world()),
+            lambda: fused_ops.one_shot_all_reduce(x, "avg", world()),
+            lambda: fused_ops.one_shot_reduce_scatter(x, "avg", 0, world()),
+            lambda: fused_ops.fused_matmul_all_reduce(x, eye, "avg", world()),
+            lambda: fused_ops.fused_matmul_reduce_scatter(x, eye, "avg", 0, world()),
         ):
             if forced:
                 with plan.forced("unfused"):
@@ -226,22 +161,22 @@ def test_what_is_overwritten(rank: int, world_size: int) -> None:
     for _ in range(3):  # on CUDA by the fast path, too
         w, t = torch.full((3,), 2.0, requires_grad=True), torch.full((3,), 3.0)
         y = (w * t).sum()
-        one_shot_all_reduce_(t, "sum", group)
+        fused_ops.one_shot_all_reduce_(t, "sum", group)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward()
     with torch.inference_mode():
         x = torch.ones(5)
-        one_shot_all_reduce_(x, "sum", group)
+        fused_ops.one_shot_all_reduce_(x, "sum", group)
     with pytest.raises(ValueError, match="x: is an inference tensor, must be overwritten in inference mode"):
-        one_shot_all_reduce_(x, "sum", group)
+        fused_ops.one_shot_all_reduce_(x, "sum", group)
     z = torch.full((3,), 2 + 3j, dtype=torch.complex64)
-    assert one_shot_all_reduce_(z.conj().imag, "sum", group).eq(-3 * world_size).all()
+    assert fused_ops.one_shot_all_reduce_(z.conj().imag, "sum", group).eq(-3 * world_size).all()
     assert z.eq(complex(2, 3 * world_size)).all()
-    assert one_shot_all_reduce(x, "sum", group).eq(world_size**2).all(), "nothing is broken"
+    assert fused_ops.one_shot_all_reduce(x, "sum", group).eq(world_size**2).all(), "nothing is broken"
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def of_unknown_size(x: Tensor, mask: Tensor) -> Tensor:
-        return one_shot_all_reduce_(x[mask], "sum", group)
+        return fused_ops.one_shot_all_reduce_(x[mask], "sum", group)
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         out = of_unknown_size(torch.arange(6.0), torch.arange(6) % 2 == 0)
@@ -251,9 +186,9 @@ def test_what_is_overwritten(rank: int, world_size: int) -> None:
 def counted(rank: int, world_size: int) -> list[int]:
     A, B = torch.ones(4, 6), torch.ones(6, 5)
     calls: list[Callable[[], Any]] = [
-        lambda: fused_all_gather_matmul(A, [B, B[:, :1]], 0, world()),
-        lambda: fused_matmul_reduce_scatter(A, B, "sum", 0, world(), bias=B[0]),
-        lambda: fused_matmul_all_reduce(A, B, "sum", world()),
+        lambda: fused_ops.fused_all_gather_matmul(A, [B, B[:, :1]], 0, world()),
+        lambda: fused_ops.fused_matmul_reduce_scatter(A, B, "sum", 0, world(), bias=B[0]),
+        lambda: fused_ops.fused_matmul_all_reduce(A, B, "sum", world()),
     ]
     flops = []
     for call in calls:
@@ -275,19 +210,19 @@ def test_a_tensor_is_no_sequence_of_tensors(kind: str) -> None:
     if kind == "parameter":
         B = torch.nn.Parameter(B)
     with pytest.raises(TypeError, match="Bs: is a tensor, must be a sequence of tensors"):
-        fused_all_gather_matmul(torch.ones(2, 3), B, 0, None)
+        fused_ops.fused_all_gather_matmul(torch.ones(2, 3), B, 0, None)
 
 
 def test_a_number_of_numpy_is_named_in_full() -> None:
     """Its bool is called bool, too: what is refused must not read like what is asked for."""
     A: Any = torch.ones(2, 3)
     with pytest.raises(TypeError, match=r"return_A: is of type numpy\.bool_?, must be True or False"):
-        fused_all_gather_matmul(A, [A], 0, None, return_A=np.bool_(True))  # type: ignore[arg-type]
+        fused_ops.fused_all_gather_matmul(A, [A], 0, None, return_A=np.bool_(True))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"gather_dim: is of type numpy\.int64, must be an integer"):
-        fused_all_gather_matmul(A, [A], np.int64(0), None)  # type: ignore[arg-type]
+        fused_ops.fused_all_gather_matmul(A, [A], np.int64(0), None)  # type: ignore[arg-type]
 
 
 def test_an_eps_that_is_too_large_is_named() -> None:
     x = torch.ones(3)
     with pytest.raises(ValueError, match="eps: is too large for a float"):
-        fused_all_reduce_rms_norm(x, x, x, 10**400, None)
+        fused_ops.fused_all_reduce_rms_norm(x, x, x, 10**400, None)

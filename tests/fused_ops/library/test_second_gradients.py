@@ -9,17 +9,7 @@ import pytest
 import torch
 from opcommon import DEVICES, check, gather, world
 from ranks import run_ranks
-from weft.fused_ops import (
-    fused_all_gather_matmul,
-    fused_all_reduce_layer_norm,
-    fused_all_reduce_rms_norm,
-    fused_matmul_all_reduce,
-    fused_matmul_reduce_scatter,
-    one_shot_all_gather,
-    one_shot_all_reduce,
-    one_shot_all_to_all,
-    one_shot_reduce_scatter,
-)
+from weft import fused_ops
 
 EPS = 0.1
 Ranks = list[list[torch.Tensor]]  # what each rank gives, or gets
@@ -61,7 +51,7 @@ def gathers(rank: int, world_size: int) -> None:
         for return_A in (False, True):
 
             def call(A: torch.Tensor, B: torch.Tensor, dim: int = dim, keep: bool = return_A) -> Any:
-                gathered, outs = fused_all_gather_matmul(A, [B], dim, world(), return_A=keep)
+                gathered, outs = fused_ops.fused_all_gather_matmul(A, [B], dim, world(), return_A=keep)
                 return outs if gathered is None else [gathered, *outs]
 
             def whole(given: Ranks, dim: int = dim, keep: bool = return_A) -> Ranks:
@@ -75,7 +65,7 @@ def gathers(rank: int, world_size: int) -> None:
 def scatters(rank: int, world_size: int) -> None:
     # A bias of columns that are cut. One that all ranks hold alike is that of a row-parallel layer.
     def call(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> Any:
-        return [fused_matmul_reduce_scatter(A, B, "avg", 1, world(), bias=bias, residual=residual)]
+        return [fused_ops.fused_matmul_reduce_scatter(A, B, "avg", 1, world(), bias=bias, residual=residual)]
 
     def whole(given: Ranks) -> Ranks:
         parts = (sum(xs[0] @ xs[1] for xs in given) / world_size).chunk(world_size, 1)
@@ -86,7 +76,7 @@ def scatters(rank: int, world_size: int) -> None:
     everybody = gather(A)
     compare(
         "of B alone",
-        lambda B: [fused_matmul_reduce_scatter(A, B, "sum", 1, world())],
+        lambda B: [fused_ops.fused_matmul_reduce_scatter(A, B, "sum", 1, world())],
         lambda given: list(
             zip(
                 sum(a @ B for a, (B,) in zip(everybody, given, strict=True)).chunk(world_size, 1), strict=True
@@ -110,43 +100,43 @@ def reduces(rank: int, world_size: int) -> None:
 
     compare(
         "all_reduce",
-        lambda x: [one_shot_all_reduce(x, "avg", world())],
+        lambda x: [fused_ops.one_shot_all_reduce(x, "avg", world())],
         lambda given: [[sum(x for (x,) in given) / world_size]] * world_size,
         [(4, 3)],
     )
     compare(
         "all_gather",
-        lambda x: [one_shot_all_gather(x, 1, world())],
+        lambda x: [fused_ops.one_shot_all_gather(x, 1, world())],
         lambda given: [[torch.cat([x for (x,) in given], 1)]] * world_size,
         [(4, 3)],
     )
     compare(
         "reduce_scatter",
-        lambda x: [one_shot_reduce_scatter(x, "avg", 1, world())],
+        lambda x: [fused_ops.one_shot_reduce_scatter(x, "avg", 1, world())],
         lambda given: [[part] for part in (sum(x for (x,) in given) / world_size).chunk(world_size, 1)],
         [(4, 3 * world_size)],
     )
     compare(
         "all_to_all",
-        lambda x: [one_shot_all_to_all(x, 1, 0, world())],
+        lambda x: [fused_ops.one_shot_all_to_all(x, 1, 0, world())],
         lambda given: [[torch.cat([x.chunk(world_size, 1)[r] for (x,) in given])] for r in range(world_size)],
         [(4, 3 * world_size)],
     )
     compare(
         "matmul_all_reduce",
-        lambda A, B: [fused_matmul_all_reduce(A, B, "sum", world())],
+        lambda A, B: [fused_ops.fused_matmul_all_reduce(A, B, "sum", world())],
         lambda given: [[sum(A @ B for A, B in given)]] * world_size,
         [(4, 3), (3, 5)],
     )
     compare(
         "all_reduce_rms_norm",
-        lambda *xs: list(fused_all_reduce_rms_norm(*xs, EPS, world())),
+        lambda *xs: list(fused_ops.fused_all_reduce_rms_norm(*xs, EPS, world())),
         normed,
         [(4, 6), (4, 6), (6,)],
     )
     compare(
         "all_reduce_layer_norm",
-        lambda *xs: list(fused_all_reduce_layer_norm(*xs, EPS, world())),
+        lambda *xs: list(fused_ops.fused_all_reduce_layer_norm(*xs, EPS, world())),
         layer_normed,
         [(4, 6), (4, 6), (6,), (6,)],
     )

@@ -10,14 +10,7 @@ from opcommon import world
 from ranks import on_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from weft.fused_ops import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    fused_all_gather_matmul,
-    fused_all_reduce_rms_norm,
-    fused_matmul_all_reduce,
-    fused_matmul_reduce_scatter,
-)
+from weft import fused_ops
 
 GATHER, SCATTER, REDUCE = "fused_all_gather_matmul", "fused_matmul_reduce_scatter", "one_shot_all_reduce"
 PRODUCT = "fused_matmul_all_reduce"
@@ -53,19 +46,19 @@ def sent(call: Callable[..., Tensor], shapes: list[tuple[int, ...]], wanted: lis
 
 
 def gather(A: Tensor, B: Tensor) -> Tensor:
-    return fused_all_gather_matmul(A, [B], 0, world(), return_A=False)[1][0]
+    return fused_ops.fused_all_gather_matmul(A, [B], 0, world(), return_A=False)[1][0]
 
 
 def scatter(A: Tensor, B: Tensor, bias: Tensor) -> Tensor:
-    return fused_matmul_reduce_scatter(A, B, "avg", 0, world(), bias=bias)
+    return fused_ops.fused_matmul_reduce_scatter(A, B, "avg", 0, world(), bias=bias)
 
 
 def norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-    return fused_all_reduce_rms_norm(x, residual, weight, 0.1, world())[0]
+    return fused_ops.fused_all_reduce_rms_norm(x, residual, weight, 0.1, world())[0]
 
 
 def product(A: Tensor, B: Tensor) -> Tensor:
-    return fused_matmul_all_reduce(A, B, "sum", world())
+    return fused_ops.fused_matmul_all_reduce(A, B, "sum", world())
 
 
 @on_ranks(2)
@@ -87,7 +80,7 @@ def test_nothing_is_sent_that_nobody_wants(rank: int, world_size: int) -> None:
 def test_layers_whose_activations_are_whole(rank: int, world_size: int) -> None:
     """Activations are whole on every rank: one op on the way out, of gradients on the way back."""
     options: dict[str, Any] = {"group": world(), "sequence_parallel": False}
-    down, up = RowParallelLinear(6, 8, **options), ColumnParallelLinear(6, 8, **options)
+    down, up = fused_ops.RowParallelLinear(6, 8, **options), fused_ops.ColumnParallelLinear(6, 8, **options)
     for layer, forward, backward in ((down, [PRODUCT], []), (up, [], [PRODUCT])):
         shapes = [(2, 3, layer.weight.shape[1])]
         assert sent(layer, shapes, [True]) == [forward, backward]

@@ -165,19 +165,6 @@ def test_under_torch_compile(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2, device=DEVICES)
-def test_opcheck(rank: int, world_size: int) -> None:
-    op, into, name = (
-        torch.ops.weft.one_shot_all_gather,
-        torch.ops.weft.one_shot_all_gather_out,
-        world().group_name,
-    )
-    x = torch.randn(5, 6)
-    torch.library.opcheck(op, (x.clone().requires_grad_().t(), -1, name))
-    torch.library.opcheck(op, (torch.arange(6).view(2, 3), 1, name))
-    torch.library.opcheck(into, (torch.zeros(5, 6 * world_size), x, 1, name))
-
-
-@on_ranks(2, device=DEVICES)
 def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     x, name, out = torch.randn(4, 3), world().group_name, torch.zeros(8, 3)
     op, into = torch.ops.weft.one_shot_all_gather, torch.ops.weft.one_shot_all_gather_out

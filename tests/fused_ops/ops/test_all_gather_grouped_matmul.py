@@ -210,23 +210,6 @@ def test_under_torch_compile(device: str) -> None:
     run_row(compiled, 2, device=device)
 
 
-def opcheck(rank: int, size: int) -> None:
-    x, bs, ids = drawn(ROWS[0], torch.float32, rank)
-    rows, offs, _ = moe_route(ids[:, :1] % 9, 9)
-    for grad in (False, True):
-        given = x.detach().requires_grad_(grad), [b.detach().requires_grad_(grad) for b in bs], rows, offs, 0
-        for return_A in (False, True):
-            torch.library.opcheck(
-                torch.ops.weft.fused_all_gather_grouped_matmul,
-                (*given, world().group_name),
-                {"return_A": return_A, "biases": drawn_biases(bs) if return_A else None},
-            )
-
-
-def test_opcheck() -> None:
-    run_row(opcheck, 2)
-
-
 def plans(rank: int, size: int) -> None:
     x, bs, ids = drawn(ROWS[0], torch.float32, rank)
     rows, offs, _ = moe_route(ids, 9)

@@ -141,13 +141,6 @@ def test_under_torch_compile(rank: int, world_size: int) -> None:
     check("compiled in place", torch.compile(in_place, fullgraph=True)(x), want, 1e-6)
 
 
-@on_ranks(2, device=DEVICES)
-def test_opcheck(rank: int, world_size: int) -> None:
-    x, name = torch.randn(5, 6), world().group_name
-    torch.library.opcheck(torch.ops.weft.one_shot_all_reduce, (x.clone().requires_grad_().t(), "avg", name))
-    torch.library.opcheck(torch.ops.weft.one_shot_all_reduce_, (x, "min", name))
-
-
 @on_ranks(1, device=DEVICES)
 def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     x, name = torch.randn(4), world().group_name

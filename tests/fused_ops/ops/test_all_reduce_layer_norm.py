@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from opcommon import (
@@ -152,15 +150,6 @@ def test_under_torch_compile(rank: int, world_size: int) -> None:
         return one + two + sums
 
     compiled_like_eager(f, lambda n: [torch.randn(s) for s in ((n, 8), (n, 8), (8,), (8,))], (4, 7))
-
-
-@on_ranks(2, device=DEVICES)
-def test_opcheck(rank: int, world_size: int) -> None:
-    for name, grad in (("usual", True), ("neither", False), ("only a bias", True)):
-        x, residual, *columns = operands(name, (5, 8), torch.float32)
-        given = [t if t is None else t.requires_grad_(grad) for t in (x, *columns)]
-        args: Any = (given[0], residual, *given[1:], EPS, world().group_name)
-        torch.library.opcheck(torch.ops.weft.fused_all_reduce_layer_norm, args)
 
 
 @on_ranks(1, device=DEVICES)

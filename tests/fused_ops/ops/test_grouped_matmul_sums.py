@@ -206,23 +206,6 @@ def test_under_torch_compile(device: str) -> None:
     run_row(compiled, 2, device=device)
 
 
-def opcheck(rank: int, size: int) -> None:
-    given = drawn(ROWS[0], torch.float32, rank, spread=False)
-    A, B, weights, bias, shared = given.A, given.B, given.weights, given.bias, given.shared
-    for grad in (False, True):
-        A, B, weights, bias, shared = (
-            t.detach().nan_to_num().requires_grad_(grad) for t in (A, B, weights, bias, shared)
-        )
-        first, name = (A, B, given.offs, given.slots, weights, "sum"), world().group_name
-        named = {"bias": bias, "shared": shared}
-        torch.library.opcheck(torch.ops.weft.fused_grouped_matmul_all_reduce, (*first, name), named)
-        torch.library.opcheck(torch.ops.weft.fused_grouped_matmul_reduce_scatter, (*first, 0, name), named)
-
-
-def test_opcheck() -> None:
-    run_row(opcheck, 2)
-
-
 def planned_and_late(rank: int, size: int) -> None:
     first = drawn(ROWS[0], torch.float32, rank, spread=False)[:5]
     for op, more in (

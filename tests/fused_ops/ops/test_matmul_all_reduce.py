@@ -95,14 +95,6 @@ def test_under_torch_compile(rank: int, world_size: int) -> None:
     compiled_like_eager(f, lambda m: [torch.randn(m, 6), torch.randn(6, 4)], (4, 7))
 
 
-@on_ranks(2, device=DEVICES)
-def test_opcheck(rank: int, world_size: int) -> None:
-    for grad in (False, True):
-        A, B = torch.randn(3, 5, 4, requires_grad=grad), torch.randn(4, 6, requires_grad=grad)
-        args = (A, B, "avg", world().group_name)
-        torch.library.opcheck(torch.ops.weft.fused_matmul_all_reduce, args)
-
-
 @on_ranks(1, device=DEVICES)
 def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     A, B, name = torch.randn(4, 8), torch.randn(8, 2), world().group_name

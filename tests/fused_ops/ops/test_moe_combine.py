@@ -201,28 +201,6 @@ def test_under_torch_compile(device: str) -> None:
     run_row(compiled, 2, device=device)
 
 
-def opcheck(rank: int, world_size: int) -> None:
-    name = world().group_name
-    for grad in (False, True):
-        given = [
-            t.nan_to_num().requires_grad_(grad and t.is_floating_point())
-            for t in routed((4, 2, 8, 4), torch.float32, True)
-        ]
-        *first, shared = given
-        weight = torch.randn(8, requires_grad=grad)
-        for op, args in (
-            ("fused_moe_combine_all_reduce", (name,)),
-            ("fused_moe_combine_all_reduce_rms_norm", (shared.detach() + 1, weight, EPS, name)),
-            ("fused_moe_combine_reduce_scatter", (0, name)),
-        ):
-            torch.library.opcheck(getattr(torch.ops.weft, op), (*first, *args), {"shared": shared})
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    run_row(opcheck, 2, device=device)
-
-
 def refused(rank: int, world_size: int) -> None:
     y, slots, weights, name = (
         torch.randn(6, 8),

@@ -138,15 +138,6 @@ def test_under_torch_compile(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2, device=DEVICES)
-def test_opcheck(rank: int, world_size: int) -> None:
-    ops, name = torch.ops.weft, world().group_name
-    x = torch.randn(4, 6)
-    torch.library.opcheck(ops.one_shot_reduce_scatter, (x, "sum", 0, name))
-    torch.library.opcheck(ops.one_shot_reduce_scatter, (x.clone().requires_grad_().t(), "avg", -1, name))
-    torch.library.opcheck(ops.one_shot_reduce_scatter_out, (torch.zeros(2, 6), x, "min", 0, name))
-
-
-@on_ranks(2, device=DEVICES)
 def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     x, name, out = torch.randn(4, 3), world().group_name, torch.zeros(2, 3)
     before = last_plan()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -145,21 +144,6 @@ def test_under_torch_compile(rank: int, world_size: int) -> None:
         return [torch.randn(3, s, 8), torch.randn(8, 5), torch.randn(5), torch.randn(3, s // 2, 5)]
 
     compiled_like_eager(f, operands, (12, 8))  # 8 first would be one symbol with the columns
-
-
-@on_ranks(2, device=DEVICES)
-def test_opcheck(rank: int, world_size: int) -> None:
-    for grad, dim, given in ((False, 0, "both"), (True, 0, "bias"), (True, 2, "residual")):
-        A = torch.randn(4, 6, 5, requires_grad=grad)
-        B = torch.randn(5, 8, requires_grad=grad)
-        shape = own_shape((4, 6, 5), 8, dim, world_size)
-        terms: dict[str, Any] = {
-            "bias": torch.randn(shape[-1], requires_grad=grad),
-            "residual": torch.randn(shape, requires_grad=grad),
-        }
-        named = {name: term for name, term in terms.items() if given in ("both", name)}
-        args = (A, B, "avg", dim, world().group_name)
-        torch.library.opcheck(torch.ops.weft.fused_matmul_reduce_scatter, args, named)
 
 
 @on_ranks(2, device=DEVICES)

@@ -8,15 +8,7 @@ import pytest
 import torch
 from ranks import on_ranks
 from torch import Tensor
-from weft.fused_ops import (
-    fused_all_gather_matmul,
-    fused_all_reduce_layer_norm,
-    fused_all_reduce_rms_norm,
-    fused_all_reduce_rms_norm_quant,
-    fused_matmul_all_reduce,
-    fused_matmul_reduce_scatter,
-    one_shot_all_reduce,
-)
+from weft import fused_ops
 
 
 def zeros(seed: int, *shape: int) -> Tensor:
@@ -52,26 +44,26 @@ def test_negative_zeros_stay(rank: int, size: int, name: str) -> None:
         return total
 
     if name == "one_shot_all_reduce":
-        got, want = one_shot_all_reduce(a[rank], "sum", None), summed(lambda r: a[r])
+        got, want = fused_ops.one_shot_all_reduce(a[rank], "sum", None), summed(lambda r: a[r])
     elif name.startswith("fused_all_reduce"):
         x = [zeros(20 + r, m, n) for r in range(size)]
         if "quant" in name:
-            *_, got = fused_all_reduce_rms_norm_quant(x[rank], residual, torch.ones(n), 1e-5, None)
+            *_, got = fused_ops.fused_all_reduce_rms_norm_quant(x[rank], residual, torch.ones(n), 1e-5, None)
         elif "rms" in name:
-            _, got = fused_all_reduce_rms_norm(x[rank], residual, torch.ones(n), 1e-5, None)
+            _, got = fused_ops.fused_all_reduce_rms_norm(x[rank], residual, torch.ones(n), 1e-5, None)
         else:
-            _, got = fused_all_reduce_layer_norm(x[rank], residual, None, None, 1e-5, None)
+            _, got = fused_ops.fused_all_reduce_layer_norm(x[rank], residual, None, None, 1e-5, None)
         want = summed(lambda r: x[r]) + residual
-        assert torch.equal(bits(one_shot_all_reduce(x[rank], "sum", None) + residual), bits(want))
+        assert torch.equal(bits(fused_ops.one_shot_all_reduce(x[rank], "sum", None) + residual), bits(want))
     elif name == "fused_matmul_all_reduce":
-        got = fused_matmul_all_reduce(a[rank], b[rank], "sum", None)
+        got = fused_ops.fused_matmul_all_reduce(a[rank], b[rank], "sum", None)
         want = summed(lambda r: torch.mm(a[r], b[r]))
     elif name == "fused_matmul_reduce_scatter":
-        got = fused_matmul_reduce_scatter(a[rank], b[rank], "sum", 0, None, residual=residual[:4])
+        got = fused_ops.fused_matmul_reduce_scatter(a[rank], b[rank], "sum", 0, None, residual=residual[:4])
         want = summed(lambda r: torch.mm(a[r], b[r])).chunk(size)[rank] + residual[:4]
     else:
         B = torch.cat(b)
-        got = fused_all_gather_matmul(a[rank], [B], 1, None)[1][0]
+        got = fused_ops.fused_all_gather_matmul(a[rank], [B], 1, None)[1][0]
         want = summed(lambda r: torch.mm(a[r], b[r]))
     assert torch.signbit(want).any() and not torch.signbit(want).all(), "it shows something"
     assert torch.equal(bits(got), bits(want))

@@ -11,15 +11,7 @@ import weft
 from opcommon import BOUND, DTYPES, assert_fused, check, gather, poison, world
 from ranks import run_ranks
 from torch import Tensor
-from weft import symm_mem
-from weft.fused_ops import (
-    fused_all_gather_matmul,
-    fused_all_gather_scaled_matmul,
-    fused_matmul_all_reduce,
-    fused_matmul_reduce_scatter,
-    fused_scaled_matmul_reduce_scatter,
-    one_shot_all_reduce,
-)
+from weft import fused_ops, symm_mem
 from weft.fused_ops.dispatch.call_check import OpCall
 from weft.fused_ops.ops import ALL_GATHER_MATMUL
 
@@ -34,7 +26,7 @@ def gathers(rank: int, mine: int, dtype: torch.dtype) -> None:
         x = torch.randn(shape).to(dtype).requires_grad_()
         k = shape[-1] * (size if dim == len(shape) - 1 else 1)
         Bs = [torch.randn(k, n).to(dtype).requires_grad_() for n in (mine, 2 * mine, 4)]
-        A, outs = fused_all_gather_matmul(x, Bs, dim, None)
+        A, outs = fused_ops.fused_all_gather_matmul(x, Bs, dim, None)
         assert_fused()
         whole = torch.cat(gather(x), dim)
         assert A is not None
@@ -59,7 +51,7 @@ def reduces(rank: int, mine: int, dtype: torch.dtype) -> None:
         poison(rank)
         a = torch.randn(shape).to(dtype).requires_grad_()
         b = torch.randn(mine, 4 * size).to(dtype).requires_grad_()
-        y = fused_matmul_reduce_scatter(a, b, "sum", dim, None)
+        y = fused_ops.fused_matmul_reduce_scatter(a, b, "sum", dim, None)
         assert_fused()
         products = gather(a.detach().double() @ b.detach().double())
         parts = [p.chunk(size, dim)[rank] for p in products]
@@ -70,7 +62,7 @@ def reduces(rank: int, mine: int, dtype: torch.dtype) -> None:
         whole = torch.cat(gather(grad), dim)
         assert a.grad is not None
         check("grad of A", a.grad, whole @ b.detach().double().t(), BOUND[dtype])
-        total = fused_matmul_all_reduce(a.detach(), b.detach(), "avg", None)
+        total = fused_ops.fused_matmul_all_reduce(a.detach(), b.detach(), "avg", None)
         assert_fused()
         check("mean", total, sum(products) / size, BOUND[dtype], [p / size for p in products])
 
@@ -81,13 +73,15 @@ def scaled(rank: int, mine: int) -> None:
     x, w = torch.randn(3, 32).to(FP8), torch.randn(n, 32).to(FP8).t()
     scales, of_w = torch.rand(3, 1) + 0.5, torch.rand(1, n) + 0.5
     given = ([None], [None], [torch.bfloat16], [False])
-    _, (y,) = fused_all_gather_scaled_matmul(x, [w], scales, [of_w], 0, None, *given)
+    _, (y,) = fused_ops.fused_all_gather_scaled_matmul(x, [w], scales, [of_w], 0, None, *given)
     assert_fused()
     whole = torch.cat(gather(x.float() * scales))
     check("scaled product", y, whole @ (w.double() * of_w), BOUND[torch.bfloat16])
     a, b = torch.randn(2 * size, n).to(FP8), torch.randn(16, n).to(FP8).t()
     of_a, of_b = torch.rand(2 * size, 1) + 0.5, torch.rand(1, 16) + 0.5
-    z = fused_scaled_matmul_reduce_scatter(a, b, of_a, of_b, "sum", 0, None, out_dtype=torch.bfloat16)
+    z = fused_ops.fused_scaled_matmul_reduce_scatter(
+        a, b, of_a, of_b, "sum", 0, None, out_dtype=torch.bfloat16
+    )
     assert_fused()
     parts = [p.chunk(size)[rank] for p in gather((a.double() * of_a) @ (b.double() * of_b))]
     check("scaled part", z, sum(parts), 2 * BOUND[torch.bfloat16], parts)
@@ -127,15 +121,15 @@ def refuses(rank: int, world_size: int) -> list[str]:
     texts = []
     a, b = torch.randn(4, 6), torch.randn(6, 4 + 2 * rank)
     calls: list[Callable[[], Tensor]] = [
-        lambda: fused_matmul_reduce_scatter(a, b, "sum", 0, None),
-        lambda: fused_matmul_all_reduce(a, b, "sum", None),
+        lambda: fused_ops.fused_matmul_reduce_scatter(a, b, "sum", 0, None),
+        lambda: fused_ops.fused_matmul_all_reduce(a, b, "sum", None),
     ]
     for call in calls:
         symm_mem.reset()
         with pytest.raises(symm_mem.RankMismatch) as error:
             call()
         texts.append(str(error.value))
-        assert (one_shot_all_reduce(torch.ones(3), "sum", None) == world_size).all()
+        assert (fused_ops.one_shot_all_reduce(torch.ones(3), "sum", None) == world_size).all()
     return texts
 
 

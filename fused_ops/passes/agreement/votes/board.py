@@ -21,59 +21,23 @@ from torch.distributed import ProcessGroup
 from .....symm_mem import WeftError, forks, get_timeout
 from .....symm_mem.bootstrap.processes import has_ended
 from .....symm_mem.heap.registry import has_name
+from . import vote, vote_rows
 from .board_file import BoardFile
 from .board_store import WHAT, BoardStore
 from .file_lock import backoff, lock, unlock
 from .known import KnownGraphs
-from .vote import (
-    ABSENT,
-    CANNOT_FUSE,
-    ENDED,
-    FUSED,
-    LATE,
-    LEFT,
-    LOCKED,
-    NO_BOARD,
-    PLAIN,
-    UNDECIDED,
-    Answer,
-    Vote,
-)
-from .vote_rows import (
-    _ANSWER,
-    _BEGUN,
-    _CAME,
-    _DIFFERED,
-    _EXPECTED,
-    _GO_ON,
-    _HISTORY,
-    _KEPT,
-    _LEAVER,
-    _LEAVES,
-    _PEER,
-    _POSTS,
-    _RING,
-    _RUN,
-    _SESSION,
-    _SIGNATURE,
-    _TURNS,
-    _WHY,
-    VoteRows,
-    row_of,
-)
 
-__all__ = ["_KEPT", "VoteBoard", "vote_board"]
 ABSENCE = 1.0  # seconds that a rank is waited for which has not voted since it was waited for in vain
 
 
-class VoteBoard(BoardStore, VoteRows):
+class VoteBoard(BoardStore, vote_rows.VoteRows):
     """One rank's view of its group's board. Calls of several threads take turns."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group)
         self.connected = False  # the group's backend can be captured
         self._file = BoardFile(self.rank, self.size)
-        self._own = row_of(self.rank)
+        self._own = vote_rows.row_of(self.rank)
         # Ranks that were waited for in vain, and how often they had voted by then.
         self._absent: dict[int, int] = {}
         self._shut = False  # the lock was waited for in vain, and has not been had since
@@ -95,7 +59,7 @@ class VoteBoard(BoardStore, VoteRows):
     def turns(self) -> int:
         """As in ``Vote``."""
         words = self._file.words
-        return 0 if words is None else words[self._own + _RUN]
+        return 0 if words is None else words[self._own + vote_rows._RUN]
 
     def _make(self) -> None:
         """On rank 0; once more where an exception has ended it: others may have found the board."""
@@ -106,7 +70,7 @@ class VoteBoard(BoardStore, VoteRows):
             if (note := self._note(peer)) is None:
                 continue
             with suppress(WeftError), self._lock(lambda: get_timeout(self._name)) as words:
-                if not words[row_of(peer) + _POSTS]:
+                if not words[vote_rows.row_of(peer) + vote_rows._POSTS]:
                     self._post(words, peer, note)
 
     def attached(self) -> bool:
@@ -136,10 +100,10 @@ class VoteBoard(BoardStore, VoteRows):
         """What the signature that ``rank`` posted last stands for."""
         if self._words is None:
             return None
-        return self.said(self._words[row_of(rank) + _SIGNATURE])
+        return self.said(self._words[vote_rows.row_of(rank) + vote_rows._SIGNATURE])
 
     def _votes(self, rank: int) -> int:
-        return 0 if self._words is None else self._words[row_of(rank) + _POSTS]
+        return 0 if self._words is None else self._words[vote_rows.row_of(rank) + vote_rows._POSTS]
 
     def absent(self) -> int | None:
         """A rank that has not voted since it was waited for in vain: it runs its program in eager mode, say."""
@@ -149,7 +113,7 @@ class VoteBoard(BoardStore, VoteRows):
             del self._absent[rank]
         return None
 
-    def ask(self, post: Vote, timeout: Callable[[], float]) -> Answer:
+    def ask(self, post: vote.Vote, timeout: Callable[[], float]) -> vote.Answer:
         """Post, and wait for the answer, for ``timeout`` seconds at most. A rank that cannot fuse does not wait.
 
         For a rank that is ``absent`` the wait is short. That is safe whatever the others wait: FUSED takes the posts of
@@ -166,16 +130,16 @@ class VoteBoard(BoardStore, VoteRows):
                 answer = self._ask(post, patience)
             except BaseException:  # Ctrl-C, say: nobody shall count on this rank
                 with suppress(WeftError), self._lock(timeout) as words:
-                    self._take_back(words, LATE, self.rank)
+                    self._take_back(words, vote.LATE, self.rank)
                 raise
         return answer if answer.fused else self._noted(answer)
 
-    def _noted(self, answer: Answer) -> Answer:
-        if answer.why in (LATE, ABSENT, NO_BOARD) and answer.peer != self.rank:
+    def _noted(self, answer: vote.Answer) -> vote.Answer:
+        if answer.why in (vote.LATE, vote.ABSENT, vote.NO_BOARD) and answer.peer != self.rank:
             self._absent.setdefault(answer.peer, self._votes(answer.peer))
         return answer
 
-    def _attach_or_give_up(self, post: Vote, patience: _Patience) -> Answer | None:
+    def _attach_or_give_up(self, post: vote.Vote, patience: _Patience) -> vote.Answer | None:
         """None once the board is there."""
         noted = post.can_fuse
         while not self.attached():
@@ -184,28 +148,33 @@ class VoteBoard(BoardStore, VoteRows):
                 noted = True
                 continue
             if post.can_fuse and (ended := self._ended()) is not None:
-                return Answer(False, ENDED, ended)
+                return vote.Answer(False, vote.ENDED, ended)
             if patience.over() or self._is_blind:
                 return self._noted(
-                    Answer(False, NO_BOARD, 0) if post.can_fuse else Answer(False, CANNOT_FUSE, self.rank)
+                    vote.Answer(False, vote.NO_BOARD, 0)
+                    if post.can_fuse
+                    else vote.Answer(False, vote.CANNOT_FUSE, self.rank)
                 )
             time.sleep(0.01)
         return None
 
-    def _ask(self, post: Vote, patience: _Patience) -> Answer:
+    def _ask(self, post: vote.Vote, patience: _Patience) -> vote.Answer:
         answer = self._answer_to(post, patience)
-        if answer.why == LEFT:
+        if answer.why == vote.LEFT:
             words = self._words
             assert words is not None
-            self._leaves, words[self._own + _RUN] = words[_LEAVES], words[_GO_ON]
+            self._leaves, words[self._own + vote_rows._RUN] = (
+                words[vote_rows._LEAVES],
+                words[vote_rows._GO_ON],
+            )
         return answer
 
-    def _answer_to(self, post: Vote, patience: _Patience) -> Answer:
+    def _answer_to(self, post: vote.Vote, patience: _Patience) -> vote.Answer:
         try:
             with self._lock(patience.timeout) as words:
-                if words[_LEAVES] != self._leaves:
-                    return Answer(False, LEFT, words[_LEAVER])
-                turns = words[self._own + _RUN]
+                if words[vote_rows._LEAVES] != self._leaves:
+                    return vote.Answer(False, vote.LEFT, words[vote_rows._LEAVER])
+                turns = words[self._own + vote_rows._RUN]
                 if post.turns < turns:  # another thread has run a graph meanwhile
                     post = post._replace(turns=turns)
                 self._post(words, self.rank, post)
@@ -213,11 +182,11 @@ class VoteBoard(BoardStore, VoteRows):
             if self._words is not None and self._most(self._words) > post.turns:
                 raise  # others count on this rank
             # No rank has seen this post.
-            return Answer(False, LOCKED if post.can_fuse else CANNOT_FUSE, self.rank)
+            return vote.Answer(False, vote.LOCKED if post.can_fuse else vote.CANNOT_FUSE, self.rank)
         answer = self._answer()
         return self._awaited(post, patience) if answer is None else answer
 
-    def _awaited(self, post: Vote, patience: _Patience) -> Answer:
+    def _awaited(self, post: vote.Vote, patience: _Patience) -> vote.Answer:
         waits = backoff()
         while (answer := self._answer()) is None:
             look = next(waits)
@@ -226,49 +195,56 @@ class VoteBoard(BoardStore, VoteRows):
             gives_up = patience.over() or in_vain or ended is not None
             if gives_up or self._most(self._words) > post.turns:  # type: ignore[arg-type]
                 with self._lock(patience.timeout) as words:
-                    if words[self._own + _ANSWER] != UNDECIDED or self._follow(words, self.rank, post):
+                    if words[self._own + vote_rows._ANSWER] != vote.UNDECIDED or self._follow(
+                        words, self.rank, post
+                    ):
                         continue  # one that does not ask has come meanwhile
                     if not gives_up:
                         continue
                     absent = self.absent()
-                    late = (LATE, self._missing(words, post)) if absent is None else (ABSENT, absent)
-                    late = late if ended is None else (ENDED, ended)
-                    why = late if self._blind is None or not in_vain else (NO_BOARD, self._blind[0])
+                    late = (
+                        (vote.LATE, self._missing(words, post)) if absent is None else (vote.ABSENT, absent)
+                    )
+                    late = late if ended is None else (vote.ENDED, ended)
+                    why = late if self._blind is None or not in_vain else (vote.NO_BOARD, self._blind[0])
                     self._take_back(words, *why)
         return answer
 
     def left(self) -> tuple[int, str | None, str | None]:
         """The rank that has left, what it came with, and what others ran there."""
         assert self._words is not None
-        came, expected = (self.said(self._words[at]) for at in (_CAME, _EXPECTED))
-        return self._words[_LEAVER], came, expected
+        came, expected = (self.said(self._words[at]) for at in (vote_rows._CAME, vote_rows._EXPECTED))
+        return self._words[vote_rows._LEAVER], came, expected
 
     def notes_session(self, session: int) -> bool:
         """Which session the group's heap has when a rank leaves; whether it is the one that the rank found."""
         assert self._words is not None
-        if self._words[_LEAVER] == self.rank:
-            self._words[_SESSION] = session
-        return self._words[_SESSION] in (0, session)
+        if self._words[vote_rows._LEAVER] == self.rank:
+            self._words[vote_rows._SESSION] = session
+        return self._words[vote_rows._SESSION] in (0, session)
 
     def _take_back(self, words: memoryview, why: int, peer: int) -> None:
         """This rank's post, unless there is an answer to it."""
-        if words[self._own + _ANSWER] == UNDECIDED:
-            self._decide(words, self.rank, PLAIN, why, peer)
+        if words[self._own + vote_rows._ANSWER] == vote.UNDECIDED:
+            self._decide(words, self.rank, vote.PLAIN, why, peer)
             self._spread(words)
 
-    def came_after_all(self, peer: int, post: Vote) -> bool | None:
+    def came_after_all(self, peer: int, post: vote.Vote) -> bool | None:
         """Whether ``peer``, for which this rank once waited in vain, has posted the same since; None: not known yet.
 
         If it has not, the ranks have run different graphs, which the board then says: a word that is only ever set."""
         words = self._words
         if words is None:
             return None
-        row = row_of(peer)
-        if post.digest in words[row + _HISTORY : row + _RING].tolist():
+        row = vote_rows.row_of(peer)
+        if post.digest in words[row + vote_rows._HISTORY : row + vote_rows._RING].tolist():
             return True
-        if not words[row + _POSTS] or (words[row + _TURNS], words[row + _BEGUN]) <= (post.turns, post.begun):
+        if not words[row + vote_rows._POSTS] or (
+            words[row + vote_rows._TURNS],
+            words[row + vote_rows._BEGUN],
+        ) <= (post.turns, post.begun):
             return None
-        words[_DIFFERED] = 1
+        words[vote_rows._DIFFERED] = 1
         return False
 
     def _lock(self, timeout: Callable[[], float]) -> _BoardLock:
@@ -293,19 +269,19 @@ class VoteBoard(BoardStore, VoteRows):
             )
         return self._words
 
-    def _answer(self) -> Answer | None:
+    def _answer(self) -> vote.Answer | None:
         words, row = self._file.words, self._own
         assert words is not None
-        answer = words[row + _ANSWER]
-        if answer == UNDECIDED:
+        answer = words[row + vote_rows._ANSWER]
+        if answer == vote.UNDECIDED:
             return None
-        return Answer(answer == FUSED, words[row + _WHY], words[row + _PEER])
+        return vote.Answer(answer == vote.FUSED, words[row + vote_rows._WHY], words[row + vote_rows._PEER])
 
 
 class _Patience:
     """How long a rank waits; its clock begins when it is first asked: most often the others are there at once."""
 
-    def __init__(self, board: VoteBoard, post: Vote, timeout: Callable[[], float]) -> None:
+    def __init__(self, board: VoteBoard, post: vote.Vote, timeout: Callable[[], float]) -> None:
         self._board, self._can_fuse, self.timeout = board, post.can_fuse, timeout
         self._begin = self._longest = -1.0
 

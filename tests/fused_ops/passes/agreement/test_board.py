@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 from weft import symm_mem
 from weft.fused_ops.passes.agreement.votes import board as boards
-from weft.fused_ops.passes.agreement.votes import board_file
+from weft.fused_ops.passes.agreement.votes import board_file, vote_rows
 from weft.fused_ops.passes.agreement.votes.board import VoteBoard
 from weft.fused_ops.passes.agreement.votes.vote import (
     ANOTHER_GRAPH,
@@ -173,11 +173,11 @@ def test_who_may_still_come_is_not_known_to_have_run_something_else() -> None:
 def test_the_last_posts_are_remembered_however_many_there_were() -> None:
     where = make(2)
     assert where[1].attached()
-    for i in range(3 * boards._KEPT):
+    for i in range(3 * vote_rows._KEPT):
         where[1].ask(post(2 * i, can_fuse=False), lambda: LONG)
-    missed = post(6 * boards._KEPT)
+    missed = post(6 * vote_rows._KEPT)
     assert where[0].ask(missed, lambda: 0.05).why == LATE
-    for i in range(boards._KEPT // 2):
+    for i in range(vote_rows._KEPT // 2):
         where[1].ask(post(missed.begun + 2 * i, can_fuse=False), lambda: LONG)
     assert where[0].came_after_all(1, missed) is True
 
