@@ -307,7 +307,7 @@ def test_a_broken_workspace_is_not_used(stage: Stage, op: Op) -> None:
 def test_copy_engines_around_cublas_where_kernel_cu_does_not_run(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gather_configs, "device_spec_of", lambda device: replace(H200, has_gemm=False))
+    monkeypatch.setattr(gather_configs, "device_spec_of", lambda device, **_: replace(H200, has_gemm=False))
     given = x, *ws = [numbers(16, 32), numbers(32, 24), numbers(32, 8)]
     with plan.forced("copy_engine"):
         found = [

@@ -207,6 +207,7 @@ def test_every_op_that_the_pass_puts_in_has_a_word() -> None:
     others = {"fused_linear_cross_entropy", "fused_linear_log_probs", "cross_entropy_of_sharded_logits"}
     others |= {f"fused_{what}" for what in ("all_gather_grouped_matmul", "grouped_matmul_all_reduce")}
     others |= {"fused_grouped_matmul_reduce_scatter", "moe_dispatch", "moe_dispatch_again", "moe_combine"}
+    others |= {"one_shot_gather", "fused_matmul_all_to_all", "fused_all_to_all_matmul"}
     others |= {
         f"fused_moe_combine_{what}" for what in ("all_reduce", "all_reduce_rms_norm", "reduce_scatter")
     }
