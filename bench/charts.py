@@ -149,7 +149,8 @@ def _title(row: Row, measure: Measure) -> str:
     """Of a panel: what its rows have in common."""
     if "name" not in row:
         words = [" ".join(row[key] for key in ("op", "model") if key in row)]
-        sizes = [f"{key} = {value}" for key, value in row.items() if len(key) == 1 and key != "M"]
+        keys = [key for key, value in row.items() if isinstance(value, int) and key != "M" and "_" not in key]
+        sizes = [f"{key} = {row[key]}" for key in keys]
         return ", ".join(filter(None, words if "model" in row else [*words, *sizes]))
     shape = f", N = {row['N']}" if not measure.in_bytes else ""
     return f"{row['name']}, K = {row['K']}{shape}" if row["K"] else f"{row['name']}{shape}"

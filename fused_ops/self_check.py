@@ -15,11 +15,18 @@ import torch
 from torch import Tensor
 
 from ..kernels.all_reduce_rms_norm.reference import Affine, NormKind, add_residual_and_norm
-from ..kernels.device.capability import arch_of, has_tensor_memory, is_untested, takes_untested
+from ..kernels.device.capability import (
+    arch_of,
+    has_tensor_memory,
+    is_untested,
+    takes_untested,
+    why_no_kernel_on,
+)
 from ..symm_mem import HeapUnavailable, PeerTimeout, WeftError
 from ..symm_mem.heap.heap import Heap
 from .ops import OP_OF
 from .ops.experts.grouped_matmul import multiply
+from .ops.op import on_device
 
 _PATTERN = 1 << 18  # words from each rank to each, in each round
 _ROUNDS = 3
@@ -40,7 +47,8 @@ def check_new_heap(heap: Heap) -> None:
     """
     if heap.device.type != "cuda":
         return
-    untested = [f"on {arch_of(heap.device)}"] * (takes_untested() and is_untested(heap.device))
+    is_new = takes_untested() and is_untested(heap.device)
+    untested = [f"on {arch_of(heap.device)}"] if is_new else []
     where = " ".join([*untested, *["over PCIe"] * heap.backend.over_pcie])
     if not where:
         return
@@ -56,12 +64,14 @@ def check_new_heap(heap: Heap) -> None:
 
 
 def run_checks(heap: Heap) -> None:
-    """Patterns between all ranks, then each collective.
+    """Patterns between all ranks, then each collective, where its kernels are taken.
 
     Raises:
         WeftError: on all ranks, if a check failed on one.
     """
     _check_patterns(heap)
+    if why_no_kernel_on("all_reduce", heap.device) is not None:
+        return
     collectives = (_all_reduce, _all_gather, _reduce_scatter, _norm)
     for check in (*collectives, _gathered_products, _scattered_products):
         step = partial(check, heap)
@@ -181,7 +191,8 @@ def _gathered_products(heap: Heap) -> None:
     _compare(A, torch.cat(shards))
     _compare(C, torch.cat(shards).float() @ b.float())
     ends = torch.tensor([100, 100, _PART_ROWS], dtype=torch.int32, device=heap.device)
-    (grouped,) = multiply(A[:_PART_ROWS], [(torch.stack([b, b, -b]), None)], ends, None)
+    with on_device(A):
+        (grouped,) = multiply(A[:_PART_ROWS], [(torch.stack([b, b, -b]), None)], ends, None)
     _compare(grouped, torch.cat([C[:100], -C[100:_PART_ROWS]]))
 
 

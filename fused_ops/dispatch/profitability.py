@@ -197,7 +197,7 @@ def _too_little(candidate: FusionCandidate) -> str:
 
 def _saved(candidate: FusionCandidate) -> float:
     """Microseconds by the model of the kernels for 16 bits and fp8, with which their calls are planned."""
-    problem = _problem(candidate, _spec())
+    problem = _problem(candidate, _spec(scaled=candidate.scaled is not None))
     if isinstance(problem, gather.AllGatherMatmulProblem):
         return gather.gather_saves_us(problem)
     return scatter.scatter_saves_us(problem)
@@ -285,15 +285,18 @@ def predicted_us(candidate: FusionCandidate, spec: DeviceSpec | None = None) -> 
         return norms.estimate_all_reduce_rms_norm_us(c.m, vectors, size)
     if (c.dtype.itemsize != 2 and c.scaled is None) or 0 in (c.m, c.n, c.k):
         return None
-    spec = spec or _spec()
+    spec = spec or _spec(scaled=c.scaled is not None)
     if c.op == "matmul_all_reduce":
         return _matmul_all_reduce_us(c, spec)
     if 0 in (c.m // size, c.n // size, c.k // size):
         return None
     problem = _problem(c, spec)
+    ranked: Sequence[tuple[float, object]]
     if isinstance(problem, gather.AllGatherMatmulProblem):
-        return gather.rank_gather_kernels(problem)[0][0]
-    return scatter.rank_scatter_kernels(problem)[0][0]
+        ranked = gather.rank_gather_kernels(problem)
+    else:
+        ranked = scatter.rank_scatter_kernels(problem)
+    return ranked[0][0] if ranked else None
 
 
 def _matmul_all_reduce_us(candidate: FusionCandidate, spec: DeviceSpec) -> float:
@@ -338,6 +341,6 @@ def _current_gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
 
 
-def _spec() -> DeviceSpec:
-    """Of the current device."""
-    return device_spec_of(_current_gpu())
+def _spec(*, scaled: bool = False) -> DeviceSpec:
+    """Of the current device, as calls ask for it."""
+    return device_spec_of(_current_gpu(), scaled=scaled)

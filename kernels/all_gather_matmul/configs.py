@@ -130,6 +130,8 @@ def choose_one_shot_gather(problem: AllGatherMatmulProblem) -> OneShotConfig | N
     shard = problem.m * problem.k * 2
     if problem.return_A or problem.itemsize > 2 or (problem.split_k and problem.scaled is not None):
         return None
+    if problem.exchanged:  # here each peer gets the same rows
+        return None
     if problem.world_size * shard > one_shot.MOST_BYTES:
         return None
     if (scaled := problem.scaled) is not None:
@@ -161,6 +163,8 @@ def choose_copied_gather(problem: AllGatherMatmulProblem) -> CopiedConfig | None
     """The configuration; None where no such call is taken. kernel.cu is faster where it runs. Scales of blocks would
     have to be put in torch's order."""
     scaled = problem.scaled
+    if problem.exchanged:  # here each peer gets the same rows
+        return None
     if scaled is None:
         return None if problem.has_gemm and not problem.copies else CopiedConfig()
     if scaled.kind is ScaleKind.BLOCKS or not scaled.torch_has_it:

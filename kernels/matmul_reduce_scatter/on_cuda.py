@@ -40,7 +40,8 @@ def choose_scatter_kernel(
     The same on all ranks whose tensors have the same sizes, strides and dtypes.
     """
     problem = call.problem(world_size)
-    key = (problem, call.preferred, call.a.dtype, *((x.shape, x.stride()) for x in call.factors))
+    kind = call.preferred, call.epilogue.apart, call.a.dtype
+    key = (problem, *kind, *((x.shape, x.stride()) for x in call.factors))
     return _choices.get(key, _choose, call, problem)
 
 

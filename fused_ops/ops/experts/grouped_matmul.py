@@ -137,11 +137,11 @@ def _prepared(layout: tuple[Any, ...], sms: int) -> Any:
     """The launcher of such operands, which lie as ``layout`` says; in the current context."""
     from ....kernels.grouped_matmul.cuda_kernel import GroupedMatmul
 
-    of_a, of_bs, dtype, _ = layout
+    of_a, of_bs, dtype, device = layout
     a, *bs = (torch.empty_strided(*lies, dtype=dtype, device="meta") for lies in (of_a, *of_bs))
     experts, k, _ = bs[0].shape
     config = choose_grouped(
-        *(a.shape[0], experts, [b.shape[2] for b in bs], k, sms), tensor_memory=has_tensor_memory(a.device)
+        *(a.shape[0], experts, [b.shape[2] for b in bs], k, sms), tensor_memory=has_tensor_memory(device)
     )
     return GroupedMatmul(a, bs, config, sms)
 
