@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from weft.fused_ops.dispatch.plan import Plan, forced
 from weft.fused_ops.dispatch.profitability import FusionCandidate, predicted_us
 from weft.kernels.all_gather_matmul import configs
 from weft.kernels.all_reduce_rms_norm.configs import estimate_all_reduce_rms_norm_us
+from weft.kernels.matmul_reduce_scatter import on_cuda
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -276,6 +278,35 @@ def test_each_call_says_which_programs_it_launches(of_two: Any, dtype: torch.dty
 def refuse(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a GPU that is there there is more to say")
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("m", [64, 16384])
+def test_products_around_all_to_alls(of_two: Any, dtype: torch.dtype, m: int) -> None:
+    """Their choices are their own, whichever op of such operands was asked for before; their runs have two forms."""
+    with FakeTensorMode():
+        x, w = (torch.empty(*shape, dtype=dtype, device="cuda") for shape in ((m, 2048), (2048, 4096)))
+        wide = torch.empty(4096, 4096, dtype=dtype, device="cuda")
+
+    def asked(*ops: str) -> dict[str, tuple[str, str]]:
+        on_cuda._choices.clear()
+        given = {
+            "fused_matmul_reduce_scatter": (x, w, "sum", 1, None),
+            "fused_matmul_all_to_all": (x, w, 0, None),
+        }
+        found = {op: plan(getattr(fused_ops, op), *given[op]) for op in ops}
+        return {op: (each.algorithm, each.reason) for op, each in found.items()}
+
+    both = "fused_matmul_reduce_scatter", "fused_matmul_all_to_all"
+    assert asked(*both) == asked(*both[::-1])
+    for way in ("copy_engine", "fused", None):
+        with forced(way) if way else nullcontext():
+            to, back = (
+                plan(fused_ops.fused_matmul_all_to_all, x, w, 0, None),
+                plan(fused_ops.fused_all_to_all_matmul, x, wide, 0, None),
+            )
+            assert {to.algorithm, back.algorithm} <= {"push", "one_shot", "unfused"}, (way, to, back)
 
 
 def test_what_is_refused(of_two: Any) -> None:

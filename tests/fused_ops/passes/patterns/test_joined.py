@@ -95,7 +95,6 @@ def columns(cut: Callable[[Tensor], Any], dim: int = 1) -> Callable[..., Any]:
         (lambda a, b: (lambda j: (j.sin(), *gathered(j).split(256, 1)))(torch.cat([a, b], 1)), False),
         (lambda a, b: by_rank(a.bfloat16(), b), False),
     ],
-    ids=str,
 )
 def test_what_is_cut_where_it_was_joined(fn: Callable[..., Any], said: bool) -> None:
     _, graph = passed(fn, torch.randn(512, 256), torch.randn(512, 256))
