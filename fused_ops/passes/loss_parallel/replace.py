@@ -61,9 +61,9 @@ def put_on_columns(columns: GatheredColumns, softmax: LogSoftmax, paths: Sequenc
     gone = made_of([*replaced])
     for old, new in replaced.items():
         old.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)  # type: ignore[misc]
-    for path in paths:
+    for gradient, path in zip(softmax.gradients, paths, strict=True):
         for first in path.sums[:1]:
-            first.replace_all_uses_with(_rest(first, path))
+            first.replace_all_uses_with(_rest(first, (gradient.result, *path.steps)))
     erase_unused(gone)
     _after(op, columns)
     return ColumnLoss(columns, op, log_sum, replaced[softmax.picked], gradients)
@@ -138,12 +138,11 @@ def follow(path: Path, node: fx.Node, last: fx.Node, own_of: OwnColumns) -> fx.N
     return call(at.next, aten.add.Tensor, at, node) if path.sums else node
 
 
-def _rest(add: fx.Node, path: Path) -> fx.Node:
-    """What a sum adds to the gradient of the loss."""
-    at = path.steps.index(add)
-    source = path.steps[at - 1] if at else None
+def _rest(add: fx.Node, passed: Sequence[fx.Node]) -> fx.Node:
+    """What a sum adds to the last node before it of those that the loss's gradient passes."""
+    source = passed[passed.index(add) - 1]
     a, b = add.args
-    return a if b is source or (source is None and a not in path.steps) else b  # type: ignore[return-value]
+    return a if b is source else b  # type: ignore[return-value]
 
 
 def made_of(nodes: Sequence[fx.Node]) -> set[fx.Node]:

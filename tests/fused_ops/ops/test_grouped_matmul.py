@@ -11,6 +11,8 @@ import torch
 from opcommon import check
 from torch import Tensor
 from weft.fused_ops import grouped_matmul, moe_route
+from weft.fused_ops.ops.experts import grouped_matmul as of_grouped_matmul
+from weft.kernels.grouped_matmul import cuda_kernel
 from weft.symm_mem import set_checked
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
@@ -309,3 +311,13 @@ def test_numbers_that_the_checked_mode_refuses() -> None:
             grouped_matmul(A, B, offs, rows=rows.index_fill(0, torch.tensor(1), 53))
     finally:
         set_checked(False)
+
+
+def test_a_launcher_is_made_for_the_operands_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(cuda_kernel, "GroupedMatmul", lambda *given: made.append(given))
+    for device in (torch.device("cuda", 0), torch.device("cuda", 1)):
+        layout = ((64, 64), (64, 1)), (((2, 64, 64), (4096, 64, 1)),), torch.bfloat16, device
+        of_grouped_matmul._prepared(layout, 132)
+    assert len(made) == 2
+    of_grouped_matmul._prepared.cache_clear()

@@ -109,6 +109,14 @@ def with_z_loss_of_flat_rows(gathered: Gathered, x: Tensor, w: Tensor, targets: 
     return flat_loss(logits, targets) + 0.1 * z.logsumexp(-1, keepdim=True).pow(2).mean()
 
 
+def with_z_loss_before(gathered: Gathered, x: Tensor, w: Tensor, targets: Tensor) -> Any:
+    """Computed first, so that its gradient is added to that of the loss."""
+    logits = gathered(x, w).flatten(0, -2)
+    z = logits.float() if logits.dtype != torch.float64 else logits
+    squares = 0.1 * z.logsumexp(-1).pow(2).mean()
+    return flat_loss(z, targets) + squares
+
+
 def smoothed_by_hand(gathered: Gathered, x: Tensor, w: Tensor, targets: Tensor) -> Any:
     """As transformers' LabelSmoother."""
     log_probs = -gathered(x, w).log_softmax(-1)

@@ -34,6 +34,7 @@ from gathered_losses import (
     with_logits,
     with_what_is_made_of_logits,
     with_z_loss,
+    with_z_loss_before,
     with_z_loss_of_flat_rows,
 )
 from graphs import captured, fake_ranks
@@ -65,6 +66,8 @@ CASES = [
     (with_z_loss, own_gradient, torch.bfloat16),
     (with_z_loss, summed_gradient, torch.float32),
     (with_z_loss_of_flat_rows, own_gradient, torch.float32),
+    (with_z_loss_before, own_gradient, torch.float32),
+    (with_z_loss_before, summed_gradient, torch.bfloat16),
     (smoothed_by_hand, own_gradient, torch.float32),
     (smoothed_by_hand, summed_gradient, torch.float32),
     (by_temperature, own_gradient, torch.float32),
