@@ -287,13 +287,14 @@ class FusionPass(OnePass, CustomGraphPass):
             what became of each collective, and what travels, and in which order.
         """
         asked = partial(self._why_not_changed, op=None, why_not_kept=why_not)
-        notes = {**rewritten(graph, self, asked), **notes_of(graph), **take_apart(graph, self, asked)}
+        orders: list[Order] = []
+        notes = {**rewritten(graph, self, asked), **notes_of(graph), **take_apart(graph, self, asked, orders)}
         left = canonicalize(graph, self._find, lambda match: self._why_not(match, why_not))
         nodes = list(collectives(graph))
         fields = {n: fields_of(n, number) for n in nodes}
         entries = {n: Entry(**fields[n], reason=reason) for n, reason in left.items()}
         # Reductions first, but for those that leave their product to the gather before it.
-        orders, late = [], yielding([n for n in nodes if n not in entries], self._find_product)
+        late = yielding([n for n in nodes if n not in entries], self._find_product)
         for node in sorted(nodes, key=lambda n: 2 if n in late else "gather" in kind_of(n)):
             if node not in entries and (order := self._fuse(node, fields, entries, why_not)) is not None:
                 orders.append(order)
@@ -304,8 +305,7 @@ class FusionPass(OnePass, CustomGraphPass):
                 entries[node] = replace(entries[node], reason=why)
             elif not entries[node].k:
                 entries[node] = replace(entries[node], detail=f"with no product: {why}")
-        for node in notes.keys() & entries.keys():
-            entries[node] = entries[node].noted(notes[node])
+        entries |= {n: entries[n].noted(notes[n]) for n in notes.keys() & entries.keys()}
         return [entries[n] for n in nodes], orders
 
     def _voted(self, entries: Iterable[Entry], why_not: str | None) -> set[str] | None:

@@ -108,9 +108,8 @@ def grouped_options(settings: PassSettings, given: Any = None) -> dict[str, Any]
     if settings.reorder is None and not settings.buckets:
         return {}
     given = getattr(inductor_config, BEFORE_FUSION) if given is None else given
-    others = [
-        each for each in getattr(given, "passes", [given]) if each and not isinstance(each, KeepGrouped)
-    ]
+    there = given.passes if isinstance(given, _InTurn) else [given]
+    others = [each for each in there if each is not None and not isinstance(each, KeepGrouped)]
     return {BEFORE_FUSION: _in_turn(*others, KeepGrouped(**settings))}
 
 

@@ -144,6 +144,9 @@ def put_on_statistics(loss: ShardedLoss) -> fx.Node:
     check_no_write(loss.c.node, at)
     with undone_if_left(), put_for(at):
         op, rows, picked = exchanged(at, loss.c, uncast(x), loss.targets, vocab_start=loss.start)
+        # No rank has those of ignored rows, as -100: their sum is 0.
+        none = call(at, aten.lt.Scalar, loss.targets, 0)
+        picked = call(at, aten.where.ScalarSelf, none, 0.0, picked)
         log_probs = call(at, aten.sub.Tensor, x, rows[0])
     gone = made_of([loss.picked, loss.log_probs])
     loss.picked.replace_all_uses_with(picked)

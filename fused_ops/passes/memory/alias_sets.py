@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..graph.collectives import communicates, fills_what_it_waits_for, is_placed, waits
 from ..graph.disjoint_sets import DisjointSets
-from ..graph.nodes import hint_or_one
+from ..graph.nodes import aten, hint_or_one
 
 HEAP = "heap"  #: the pool of what copy engines have gathered, read where it came
 
@@ -130,7 +130,8 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 
 def _same_memory(node: fx.Node) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs of an operand and a result that the operator's schema calls aliases."""
-    if fills_what_it_waits_for(node):
+    # The schema of an _unsafe_view does not say so, and its operand may be another one than its value was made of.
+    if fills_what_it_waits_for(node) or node.target is aten._unsafe_view.default:
         yield from zip(
             (t for a in node.all_input_nodes for t in tensors_of(a)), tensors_of(node), strict=False
         )

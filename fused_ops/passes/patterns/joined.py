@@ -17,8 +17,10 @@ from typing import Any
 from torch import fx
 from torch._inductor import config as inductor_config
 
+from ..agreement.signature import Order
 from ..graph import rewrite
 from ..graph.collectives import Collective, collectives
+from ..graph.index_map import plain
 from ..graph.nodes import (
     LeftAlone,
     argument,
@@ -44,12 +46,13 @@ _CUTS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
 def take_apart(
-    graph: fx.Graph, settings: PassSettings, why_not: Callable[[str], str | None]
+    graph: fx.Graph, settings: PassSettings, why_not: Callable[[str], str | None], orders: list[Order]
 ) -> dict[fx.Node, str]:
     """Has each large part of what is joined gathered or scattered by itself, where ``reorder`` has copy engines do it.
 
     Args:
         why_not: why nothing of a group should be changed.
+        orders: gets the order in which parts are sent, for the vote: ranks may use them in different ones.
 
     Returns:
         the new collectives, and what is said of them.
@@ -64,7 +67,10 @@ def take_apart(
             c = Collective.from_node(node, settings.groups)
             if why_not(c.group) is None:
                 joined = _Joined.of(c)
-                notes |= dict.fromkeys(joined.replace(), f"one of {len(joined.parts)} that were joined")
+                starts, places = joined.replace(strict=settings.strict)
+                # Digits of a size of 1 would be left out.
+                orders.append((plain(sizes := tuple(2 + place for place in places)), sizes))
+                notes |= dict.fromkeys(starts, f"one of {len(joined.parts)} that were joined")
         except LeftAlone:
             continue
     if notes:
@@ -133,14 +139,15 @@ class _Joined:
             raise LeftAlone("it is joined by ranks")
         return cls(c, cat, parts, dim, ranks, after, _cuts(node, cut, sizes))
 
-    def replace(self) -> list[fx.Node]:
+    def replace(self, *, strict: bool) -> tuple[list[fx.Node], list[int]]:
         """Puts a collective for each large part, and one for all others, in its place.
 
         Returns:
-            these.
+            these, and the parts' places in the cat in the order in which they are sent.
 
         Raises:
-            LeftAlone: fewer than two are large enough for copy engines, or a result is read by its strides.
+            LeftAlone: fewer than two are large enough for copy engines, a result is read by its strides, or others
+                would be left to the backend, which a ``strict`` pass does not allow.
         """
         c = self.c
         large = [i for i, part in enumerate(self.parts) if self._is_carried(part)]
@@ -149,6 +156,8 @@ class _Joined:
         if any(calls(n, aten.as_strided.default) for cut in self.cuts for n in _readers(cut)):
             raise LeftAlone("a part of its result is read by strides")
         small = [i for i in range(len(self.parts)) if i not in large]
+        if small and strict:
+            raise LeftAlone("copy engines would not carry all of its parts")
         # Collectives keep their order: what is used first is to be first.
         used = [
             min((n for n in _readers(cut, is_copy) if not is_copy(n)), default=c.wait) for cut in self.cuts
@@ -168,7 +177,7 @@ class _Joined:
         gone = [n for cut in self.cuts for n in cut]
         gone += [n.args[0] for n in gone if calls(n, operator.getitem)]  # type: ignore[misc]
         rewrite.erase_unused([*gone, *self.after, c.wait, c.node, c.x, self.cat])
-        return starts
+        return starts, [i for which in groups for i in which]
 
     def _is_carried(self, part: fx.Node) -> bool:
         try:

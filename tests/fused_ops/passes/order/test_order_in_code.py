@@ -124,6 +124,7 @@ def test_passes_of_the_program_run_before() -> None:
         return run
 
     own, other = named("configuration"), named("options")
+    own.passes = ("names", "of its own")  # type: ignore[attr-defined]
     fusion = FusionPass(reorder=1.0)
     with inductor_config.patch({BEFORE_FUSION: own}):
         options = fusion.options

@@ -178,7 +178,7 @@ def alike(rank: int, world: int, seeds: range) -> int:
 
 
 def test_random_parts_are_the_same_bits() -> None:
-    for apart in run_ranks(alike, 2, range(40)):
+    for apart in run_ranks(alike, 2, range(20, 60)):
         assert apart > 20
 
 
@@ -208,3 +208,38 @@ def test_no_operand_is_copied_wherever_parameters_lie() -> None:
     """Only its own rank reads an operand, so parameters may move, and the ranks need not know."""
     for own, same in run_ranks(operands, 2):
         assert own == [True] * 4 and same == [True, True]
+
+
+def in_another_order(rank: int, world: int) -> tuple[list[bool], int]:
+    """Whether results are those without the pass, and disagreements; rank 1 uses the parts in the other order."""
+
+    def fn(a: Tensor, b: Tensor) -> list[Tensor]:
+        whole = c10d.wait_tensor(c10d.all_gather_into_tensor(torch.cat([a.flatten(), b.flatten()]), 2, "0"))
+        wa, wb = (w.reshape(-1, 256) for w in whole.view(2, -1).split([a.numel(), b.numel()], 1))
+        first, second = (wa, wb) if rank else (wb, wa)
+        y = first @ first.t()[:, :8]
+        z = second @ y[:256].contiguous()
+        return [y, z] if rank else [z, y]
+
+    given = [torch.full((512, 256), v + rank) for v in (1.0, 10.0)]
+    fusion = FusionPass(reorder=True)
+    compiled = torch.compile(fn, options=fusion.options, fullgraph=True)
+    want, got = fn(*given), compiled(*given)
+    return [torch.allclose(a, b) for a, b in zip(want, got, strict=True)], len(fusion.report().disagreements)
+
+
+def test_ranks_that_use_the_parts_in_another_order_run_the_joined_one() -> None:
+    for right, disagreements in run_ranks(in_another_order, 2):
+        assert right == [True, True] and disagreements == 1
+
+
+@two
+def test_a_strict_pass_leaves_no_small_part_to_the_backend() -> None:
+    def fn(x: Tensor, w: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        a, b, c = by_rank(w, v, bias)
+        return x @ a.t() + x @ b.t() + c
+
+    given = torch.randn(8, 256), *[torch.randn(512, 256)] * 2, torch.randn(512)
+    for strict in (False, True):
+        _, graph = passed(fn, *given, strict=strict)
+        assert len(starts(graph)) == (1 if strict else 2)
