@@ -87,8 +87,8 @@ def moe_dispatch(
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it. So it is if a rank's rows are more than
-            ``capacity``: all ranks raise that, between CPU ranks at once, on CUDA at the next call of it or of
-            ``symm_mem.check``; what did not fit is left out until then.
+            ``capacity``: all ranks raise that, between CPU ranks at once, on CUDA at the next call that finds the GPU
+            past it, at the latest ``symm_mem.check`` after a synchronization; what did not fit is left out until then.
         NotImplementedError: a second gradient is asked for.
         RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
             (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.

@@ -297,3 +297,33 @@ def test_a_gather_that_stays_begins_after_the_loss() -> None:
         )
     names = [getattr(n.target, "_opname", "") for n in forward.before.nodes]
     assert names.index("cross_entropy_of_sharded_logits") < names.index("all_gather_into_tensor")
+
+
+def masked_by_hand(rank: int, world: int) -> None:
+    """A target of -100 is on no rank, and its row does not count."""
+    start, group = rank * WIDTH, dist.distributed_c10d._get_default_group()
+
+    def loss(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+        logits = F.linear(x, w)
+        shifted = logits - funcol.all_reduce(logits.amax(1, True), "max", group)
+        log_probs = shifted - funcol.all_reduce(shifted.exp().sum(1, True), "sum", group).log()
+        at = targets.reshape(-1, 1)
+        outside = (at < start) | (at >= start + WIDTH)
+        picked = log_probs.gather(1, torch.where(outside, 0, at - start))
+        picked = funcol.all_reduce(torch.where(outside, 0, picked), "sum", group)
+        return -(picked.squeeze(1) * (targets >= 0)).sum()
+
+    torch.manual_seed(7)
+    x, w = torch.randn(5, HIDDEN), torch.randn(world * WIDTH, HIDDEN)
+    targets = torch.tensor([0, WIDTH + 1, -100, 2, 2 * WIDTH - 1])
+    fusion = FusionPass(loss_parallel=True)
+    compiled = torch.compile(loss, options=fusion.options)
+    with torch.no_grad(), inductor_config.patch(force_disable_caches=True):
+        got = compiled(x, w[start : start + WIDTH], targets)
+    rows = [0, 1, 3, 4]
+    check("loss", got, F.cross_entropy((x @ w.t()).double()[rows], targets[rows], reduction="sum"), 1e-5)
+    assert {e.fused_into for e in fusion.report().entries} == {OP}
+
+
+def test_rows_that_are_masked_by_hand() -> None:
+    run_row(masked_by_hand, 2)
