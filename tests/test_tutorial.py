@@ -1,4 +1,4 @@
-"""The pages of docs/tutorial run as they are printed, print what they show, and one does as a notebook."""
+"""The pages of docs/tutorial run as they are printed, print what they show, and do so as notebooks."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ def not_printed(page: str, printed: str) -> list[list[str]]:
     return [block for block in map(lines_of, shown) if not block or not set(block) <= set(lines)]
 
 
+def check_printed(page: Path, printed: str) -> None:
+    # A framework that is not installed has no output.
+    assert len(not_printed(page.read_text(), printed)) <= printed.count("skipped: "), printed
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_runs_and_prints_what_it_shows(page: Path, tmp_path: Path) -> None:
     program = tmp_path / f"{page.stem}.py"
@@ -37,9 +42,7 @@ def test_a_page_runs_and_prints_what_it_shows(page: Path, tmp_path: Path) -> Non
     done = run_program(program, 2, env=OFFLINE, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "False" not in done.stdout, done.stdout
-    # A framework that is not installed has no output.
-    skipped = done.stdout.count("skipped: ")
-    assert len(not_printed(page.read_text(), done.stdout)) <= skipped, done.stdout
+    check_printed(page, done.stdout)
 
 
 def test_output_that_is_not_printed_is_found() -> None:
@@ -47,21 +50,23 @@ def test_output_that_is_not_printed_is_found() -> None:
     assert not_printed(page, "matmuls  2.25 ms\nas the whole model: True\n3 of 4\n") == [["4 of 4"]]
 
 
-def test_a_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_notebook_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient = pytest.importorskip("nbclient")
     import nbformat
 
-    notebook = nbformat.from_dict(notebook_of(PAGES[0]))
+    notebook = nbformat.from_dict(notebook_of(page))
     nbformat.validate(notebook)
     # torchrun is found as in an environment that is activated; another program may have its usual port.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    for name, value in {"PET_STANDALONE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}.items():
+    here = {"PET_STANDALONE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for name, value in {**OFFLINE, **here}.items():
         monkeypatch.setenv(name, value)
     nbclient.execute(notebook, cwd=tmp_path, timeout=200)
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     printed = "".join(output.text for output in outputs)
-    assert not not_printed(PAGES[0].read_text(), printed), printed
-    assert (tmp_path / f"{PAGES[0].stem}.py").read_text() == program_of(PAGES[0])
+    check_printed(page, printed)
+    assert (tmp_path / f"{page.stem}.py").read_text() == program_of(page)
 
 
 def test_every_page_is_written_as_a_program_and_as_a_notebook(tmp_path: Path) -> None:
