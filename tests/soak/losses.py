@@ -42,6 +42,6 @@ def expected_loss(op: str, x: Tensor, weights: Tensor) -> list[Tensor]:
     for rank, (rows, weight) in enumerate(zip(x, weights, strict=True)):
         start = torch.full((1,), rank * len(weight), device=x.device)
         columns = Columns(targets, start, Scores(None, 1.0), "")
-        statistics.append(chunks.statistics(rows @ weight.t(), columns))
+        statistics.append(chunks.statistics([rows @ weight.t()], columns))
     losses, _ = chunks.row_losses(torch.stack(statistics), targets, Loss(IGNORED, 0.0, 0.0), None)
     return [losses if op == "cross_entropy" else losses.sum()]

@@ -39,11 +39,11 @@ struct NoMainloopHook {
 
 }  // namespace weft
 
-#define TENSOR_MEMORY (__CUDA_ARCH__ / 100 == 10)
-
-#if TENSOR_MEMORY
+#if __CUDA_ARCH__ / 100 == 10
+#define TENSOR_MEMORY 1
 #include "gemm/sm100/main_loop.cuh"
 #else
+#define TENSOR_MEMORY 0
 #include "gemm/sm90/main_loop.cuh"
 #endif
 
