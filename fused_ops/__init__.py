@@ -14,7 +14,7 @@ from .dispatch.plan import Plan, last_plan
 from .drop_in.calls_taken import CallsTaken
 from .drop_in.installation import install, install_if_asked, installed, installed_calls, uninstall
 from .drop_in.transformers_experts import register_transformers_experts
-from .exchanges import fused_all_to_all_matmul, fused_matmul_all_to_all
+from .exchanges import fused_all_to_all_matmul, fused_matmul_all_gather, fused_matmul_all_to_all
 from .expert_parallel import MoeHandle, moe_combine, moe_dispatch
 from .experts import fused_all_gather_grouped_matmul, grouped_matmul, moe_route
 from .experts_sums import (
@@ -97,6 +97,7 @@ __all__ = [
     "fused_grouped_matmul_reduce_scatter",
     "fused_linear_cross_entropy",
     "fused_linear_log_probs",
+    "fused_matmul_all_gather",
     "fused_matmul_all_reduce",
     "fused_matmul_all_to_all",
     "fused_matmul_reduce_scatter",

@@ -10,7 +10,7 @@ from .graph.nodes import LeftAlone, c10d
 from .order.costs import counted_flops
 from .patterns.all_gather_matmul import match_all_gather_matmul
 from .patterns.all_reduce import match_all_reduce
-from .patterns.alone import match_alone
+from .patterns.alone import match_alone, match_matmul_all_gather
 from .patterns.copy_engines import match_by_copy_engines
 from .patterns.experts import match_experts_reduce_scatter
 from .patterns.matmul_reduce_scatter import match_matmul_reduce_scatter
@@ -92,6 +92,8 @@ def with_product(c: Collective, settings: PassSettings) -> Pattern:
             return match_scaled_matmul_reduce_scatter(c) or match_matmul_reduce_scatter(c)
         return match_all_gather_matmul(c, settings.groups)
     except LeftAlone as e:
+        if not scatters and (found := match_matmul_all_gather(c)) is not None:
+            return found
         raise (why or e) from e
 
 

@@ -120,6 +120,16 @@ class CudaState:
         driver, check = _driver()
         check(driver.cuMemcpyDtoDAsync(to, source, size, stream))
 
+    def copy_rows(self, to: int, source: int, shape: tuple[int, int], step: int, stream: int) -> None:
+        """The same of rows of so many bytes that lie ``step`` bytes apart, one after the other to ``to``."""
+        driver, check = _driver()
+        rows, size = shape
+        copy = driver.CUDA_MEMCPY2D()
+        copy.srcMemoryType = copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        copy.srcDevice, copy.srcPitch, copy.dstDevice, copy.dstPitch = source, step, to, size
+        copy.WidthInBytes, copy.Height = size, rows
+        check(driver.cuMemcpy2DAsync(copy, stream))
+
     def clear(self, at: int, size: int, stream: int) -> None:
         """Let ``size`` bytes be zeros, after what is on the stream."""
         driver, check = _driver()

@@ -27,6 +27,7 @@ _WORDS = {
     "weft::fused_all_gather_scaled_matmul": "all_gather_scaled_matmul",
     "weft::fused_scaled_matmul_reduce_scatter": "scaled_matmul_reduce_scatter",
     "weft::fused_matmul_all_reduce": "matmul_all_reduce",
+    "weft::fused_matmul_all_gather": "matmul_all_gather",
     # What reduces without a product.
     "weft::one_shot_all_reduce": "all_reduce",
     "weft::fused_all_reduce_rms_norm": "all_reduce",
