@@ -7,9 +7,9 @@ choose alike. The run of a call, ``plan()``, the graph pass and what compiles ke
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -19,10 +19,9 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...kernels.device.gemm.one_shot import OneShotConfig
+from ...kernels.device.gemm.one_shot import OneShotConfig, launch_prepared
 from ...kernels.device.jit.ahead import CompilableProgram
-from ...kernels.device.tuning.choice import KernelChoice, KernelSteps
-from ...kernels.device.tuning.tuner import FROM_MODEL
+from ...kernels.device.tuning.choice import KernelChoice, KernelSteps, make_together
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.heap.registry import default_device
@@ -39,7 +38,7 @@ class Choice:
     """How a call runs.
 
     Attributes:
-        algorithm, reason, chosen, predicted_us: as ``Plan`` has them.
+        algorithm, reason, predicted_us: as ``Plan`` has them.
         kind: of its workspace; "" if it has none.
         layout: what that must hold.
         programs: returns those that the call launches, and those of the all-reduce that an unfused norm makes.
@@ -51,7 +50,6 @@ class Choice:
     reason: str = ""
     kind: str = ""
     layout: Any = None
-    chosen: str = ""
     predicted_us: float | None = None
     programs: Callable[[], Sequence[CompilableProgram]] = tuple
     how: Any = None
@@ -90,11 +88,7 @@ class Choice:
         return self._plan(0 if self.layout is None else least_layout(self.kind, self.layout, device).bytes)
 
     def _plan(self, nbytes: int) -> Plan:
-        return Plan(self.algorithm, self.reason, nbytes, self.chosen, self.predicted_us, self.kind)
-
-    def by(self, kernel: KernelChoice[Any], chosen: str) -> Choice:
-        """The same by another configuration, such as the tuner's, and where that comes from."""
-        return replace(self, **_of_kernel(kernel, self.layout.world_size), chosen=chosen)
+        return Plan(self.algorithm, self.reason, nbytes, self.predicted_us, self.kind)
 
 
 def unfused(reason: str) -> Choice:
@@ -122,32 +116,19 @@ class KernelUse:
     given: Any = None
 
 
-def by_kernel(
-    use: KernelUse, world_size: int, programs: Callable[[], Sequence[CompilableProgram]], chosen: str = ""
-) -> Choice:
+def by_kernel(use: KernelUse, world_size: int, programs: Callable[[], Sequence[CompilableProgram]]) -> Choice:
     """Of the ops around a matmul."""
-    return Choice(
-        **_of_kernel(use.kernel, world_size),
-        reason=use.staging.reason,
-        chosen=chosen,
-        programs=programs,
-        how=use,
-    )
-
-
-def _of_kernel(kernel: KernelChoice[Any], world_size: int) -> dict[str, Any]:
-    layout: Any = kernel.layout
+    kernel, layout = use.kernel, cast(Any, use.kernel.layout)
     if isinstance(kernel.config, OneShotConfig):
         kind, layout = ONE_SHOT, kernel.config.layout(world_size)
     else:
-        assert layout is not None
         kind = COPIED if kernel.algorithm == "copy_engine" else LL_PROTOCOL if layout.ll_protocol else MATMUL
-    return {
-        "algorithm": kernel.algorithm,
-        "kind": kind,
-        "layout": layout,
-        "predicted_us": kernel.predicted_us,
-    }
+    return Choice(
+        *(kernel.algorithm, use.staging.reason, kind, layout),
+        predicted_us=kernel.predicted_us,
+        programs=programs,
+        how=use,
+    )
 
 
 def choose_kernel(
@@ -165,13 +146,8 @@ def choose_kernel(
         return unfused(kernel)
     if not should_fuse(kernel.profitable):
         return unfused(too_little)
-    tunable = kernel.algorithm != "copy_engine" and kernel.predicted_us is not None
-    return by_kernel(
-        KernelUse(kernel, used, staging, given),
-        size,
-        partial(steps.programs, kernel.config, used, size, group.rank()),
-        chosen=FROM_MODEL if tunable else "",
-    )
+    programs = partial(steps.programs, kernel.config, used, size, group.rank())
+    return by_kernel(KernelUse(kernel, used, staging, given), size, programs)
 
 
 Known: TypeAlias = tuple[Hashable, Sequence[Tensor]] | None
@@ -179,26 +155,30 @@ Known: TypeAlias = tuple[Hashable, Sequence[Tensor]] | None
 
 def launch_kernel(
     steps: KernelSteps, choice: Choice, where: Heap, used: Any, op: str
-) -> tuple[Any, Callable[[Known, list[Tensor]], None]]:
-    """What the kernel of ``choose_kernel``, or the tuner's, returns for these operands; and what remembers the call.
+) -> tuple[list[Tensor], Callable[[Known, list[Tensor]], None]]:
+    """What the kernel of ``choose_kernel`` has written for these operands; and what remembers the call.
 
     That takes what such calls are remembered by, None if they are not, and the results as the caller gets them.
     """
-    kernel, chosen = steps.tuned(choice.how.kernel, where, used)
-    choice = choice.by(kernel, chosen)
-    workspace = choice.workspace_on(where)
+    kernel = choice.how.kernel
+    workspace, key = choice.workspace_on(where), steps.key(kernel, used)
     workspace.raise_if_broken(op if kernel.algorithm == "push" else None)  # others say it themselves
     plan = choice.plan_in(workspace)
     ran(plan)
-    made = steps.launch(kernel, workspace, used, timeout_in_ns(where.group_name), op)
+    launcher = workspace.prepared.get(key)
+    if launcher is None:
+        same = op, *steps.same(kernel.config, used)
+        launcher = make_together(workspace, op, key, same, lambda: steps.make(workspace, used, kernel.config))
+    operands, results = steps.operands(kernel.config, used), steps.results(used, workspace.world_size)
+    launch_prepared(workspace, kernel.config, launcher, operands, results, timeout_in_ns(where.group_name))
 
-    def remember(known: Known, results: list[Tensor]) -> None:
-        launcher = steps.launcher(kernel, workspace, used)
-        if launcher is not None and known is not None:
-            call = LaunchedCall(op, *known, steps.operands(kernel.config, used), results)
-            remember_call(call, workspace, launcher, plan, kernel.profitable)
+    def remember(known: Known, shaped: list[Tensor]) -> None:
+        if known is not None:
+            remember_call(
+                LaunchedCall(op, *known, operands, shaped), workspace, launcher, plan, kernel.profitable
+            )
 
-    return made, remember
+    return results, remember
 
 
 #: The choice of a call of an op of ``torch.ops.weft`` that communicates, and its device.
@@ -228,7 +208,7 @@ def plan(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
 
     What ``last_plan()`` is after the call, but for what only a call finds out: whether the ranks can address each
     other's memory, if no call of the group has found it yet; that an operand begins at an address for which it is
-    copied; and what the tuner has measured. Each rank may ask by itself. Where there is no GPU, one that is asked about
+    copied. Each rank may ask by itself. Where there is no GPU, one that is asked about
     is taken to be an H200. A group of torch's "fake" backend stands for one of as many ranks.
 
     Args:

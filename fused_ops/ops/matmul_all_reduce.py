@@ -25,7 +25,7 @@ from ...symm_mem.workspace import Workspace
 from .. import validation
 from ..dispatch import launch_cache, plan
 from ..dispatch.all_reduces import NotYet, choose_sum_on_cuda
-from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host
+from ..dispatch.choice import Choice, KernelUse, by_kernel, launch_kernel, on_host
 from ..dispatch.plan import num_sms, on, ran, should_fuse
 from ..dispatch.staging import Staging, in_rows_or_columns, rows_of
 from ..dispatch.stream_order import in_stream_order
@@ -252,21 +252,12 @@ def _run_one_kernel(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> T
     from ...kernels.matmul_reduce_scatter import on_cuda
 
     how: KernelUse = choice.how
-    kernel, A, B, used = how.kernel, call.A, call.B, how.call
-    with in_stream_order(A.device):
+    used = replace(how.call, a=how.call.a.unsqueeze(0).unsqueeze(0))  # as one part
+    with in_stream_order(call.A.device):
         how.staging.copy()
-        workspace = choice.workspace_on(where)
-        workspace.raise_if_broken(OP)
-        fused = choice.plan_in(workspace)
-        ran(fused)
-        timeout_ns = timeout_in_ns(where.group_name)
-        as_one_part = replace(used, a=used.a.unsqueeze(0).unsqueeze(0))
-        out = on_cuda.launch_matmul_reduce_scatter(kernel, workspace, as_one_part, timeout_ns, OP)
-    launcher = on_cuda.scatter_launcher(kernel, workspace, as_one_part)
-    shaped = out.view(*A.shape[:-1], B.shape[1])
-    if launcher is not None:
-        made = launch_cache.LaunchedCall(OP, call.reduce_op, (A, B), (used.a, used.b), [shaped])
-        launch_cache.remember_call(made, workspace, launcher, fused, kernel.profitable)
+        (out,), remember = launch_kernel(on_cuda.SCATTER_STEPS, choice, where, used, OP)
+    shaped = out.view(*call.A.shape[:-1], call.B.shape[1])
+    remember((call.reduce_op, call.tensors), [shaped])
     return shaped
 
 
