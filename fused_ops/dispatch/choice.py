@@ -23,13 +23,15 @@ from ...kernels.device.gemm.one_shot import OneShotConfig, launch_prepared
 from ...kernels.device.jit.ahead import CompilableProgram
 from ...kernels.device.tuning.choice import KernelChoice, KernelSteps, make_together
 from ...symm_mem import resolve_group
+from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.heap.registry import default_device
 from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
-from .launch_cache import LaunchedCall, remember_call
+from .launch_cache import LaunchedCall, PreparedKernel, remember_call
 from .plan import Plan, ran, should_fuse, this_thread
-from .staging import Staging
+from .staging import Staging, aligned
+from .stream_order import in_stream_order
 from .workspaces import COPIED, LL_PROTOCOL, MATMUL, ONE_SHOT, least_layout, workspace_of
 
 
@@ -150,6 +152,65 @@ def choose_kernel(
     return by_kernel(KernelUse(kernel, used, staging, given), size, programs)
 
 
+def prepare_kernel(
+    choice: Choice, where: Heap, op: str, key: Any, make: Callable[[Workspace[Any]], Any], same: Any = None
+) -> PreparedKernel:
+    """What launches calls by a choice, made by all ranks together in its workspace; the plan is noted.
+
+    ``same``: as for ``make_together``, where each rank may have its own ``key``.
+    """
+    workspace = choice.workspace_on(where)
+    workspace.raise_if_broken()
+    kernel, plan = workspace.prepared.get(key), choice.plan_in(workspace)
+    ran(plan)
+    if kernel is None:
+        kernel = make_together(workspace, op, key, same or key, lambda: make(workspace))
+    return PreparedKernel(workspace, kernel, plan)
+
+
+def launch_exchange(
+    ready: PreparedKernel, op: str, where: Heap, used: Sequence[Tensor], results: Sequence[Tensor]
+) -> None:
+    """A kernel around the LL protocol, on the current stream."""
+    operands, to = ([t.data_ptr() for t in tensors] for tensors in (used, results))
+    timeout_ns = timeout_in_ns(where.group_name)
+    ready.workspace.raise_if_broken(op, grids=ready.kernel.grids)
+    ready.kernel.launch(0, operands, to, timeout_ns, current_stream_of(used[0]))
+
+
+@dataclass(frozen=True)
+class KernelOf:
+    """``key``: what a kernel of ``launch_push`` is made for; ``make``: makes it in a workspace."""
+
+    key: Hashable
+    make: Callable[[Any], Any]
+
+
+def launch_push(
+    op: str,
+    choice: Choice,
+    where: Heap,
+    tensors: Sequence[Tensor],
+    results: Sequence[tuple[Sequence[int], torch.dtype | None]],
+    arguments: Hashable,
+) -> list[Tensor]:
+    """What the kernel of a choice, whose ``how`` is a ``KernelOf``, makes of tensors, which it takes contiguous.
+
+    Args:
+        results: their shapes and dtypes; None for that of the first tensor.
+        arguments: by which the fast path knows the call, with the tensors; None: it does not look for it.
+    """
+    how: KernelOf = choice.how
+    used = [aligned(t.contiguous()) for t in tensors]
+    with in_stream_order(used[0].device):
+        ready = prepare_kernel(choice, where, op, (op, how.key), how.make)
+        made = [used[0].new_empty(shape, dtype=dtype) for shape, dtype in results]
+        launch_exchange(ready, op, where, used, made)
+    if arguments is not None:
+        remember_call(LaunchedCall(op, arguments, [*tensors], used, made), *ready)
+    return made
+
+
 Known: TypeAlias = tuple[Hashable, Sequence[Tensor]] | None
 
 
@@ -161,22 +222,18 @@ def launch_kernel(
     That takes what such calls are remembered by, None if they are not, and the results as the caller gets them.
     """
     kernel = choice.how.kernel
-    workspace, key = choice.workspace_on(where), steps.key(kernel, used)
+    key, same = steps.key(kernel, used), (op, *steps.same(kernel.config, used))
+    ready = prepare_kernel(
+        choice, where, op, key, lambda workspace: steps.make(workspace, used, kernel.config), same
+    )
+    workspace, launcher, _ = ready
     workspace.raise_if_broken(op if kernel.algorithm == "push" else None)  # others say it themselves
-    plan = choice.plan_in(workspace)
-    ran(plan)
-    launcher = workspace.prepared.get(key)
-    if launcher is None:
-        same = op, *steps.same(kernel.config, used)
-        launcher = make_together(workspace, op, key, same, lambda: steps.make(workspace, used, kernel.config))
     operands, results = steps.operands(kernel.config, used), steps.results(used, workspace.world_size)
     launch_prepared(workspace, kernel.config, launcher, operands, results, timeout_in_ns(where.group_name))
 
     def remember(known: Known, shaped: list[Tensor]) -> None:
         if known is not None:
-            remember_call(
-                LaunchedCall(op, *known, operands, shaped), workspace, launcher, plan, kernel.profitable
-            )
+            remember_call(LaunchedCall(op, *known, operands, shaped), *ready, kernel.profitable)
 
     return results, remember
 
