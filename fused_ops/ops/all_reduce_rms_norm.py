@@ -181,7 +181,7 @@ def choose_norm(x: Tensor, sums: Sequence[int], kind: NormKind, group: ProcessGr
         kind=ALL_REDUCE,
         layout=configs.all_reduce_rms_norm_layout(rows, vectors, size, config),
         predicted_us=configs.estimate_all_reduce_rms_norm_us(rows, vectors, size, config),
-        programs=lambda: [cuda_kernel.launched_norm(vectors, x.dtype, kind, config, ranks)],
+        programs=lambda: [cuda_kernel.norm_program(vectors, x.dtype, kind, config, ranks)],
         how=KernelOf(
             (rows, hidden, x.dtype, kind),
             lambda place: cuda_kernel.AllReduceRmsNormLauncher(place, rows, hidden, x.dtype, kind, config),

@@ -162,7 +162,7 @@ def _few_rows(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice | None:
         ALL_REDUCE,
         config.layout(m, size),
         predicted_us=configs.estimate_few_rows_us(m, n, k, size, device_spec_of(A.device)),
-        programs=lambda: [cuda_kernel.launched_few_rows(a, b, call.reduce_op, config, ranks)],
+        programs=lambda: [cuda_kernel.few_rows_program(a, b, call.reduce_op, config, ranks)],
         how=_FewRows(config, a, b, staging, profitable),
     )
 

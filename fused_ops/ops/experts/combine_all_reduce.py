@@ -63,7 +63,7 @@ def choose_combined_sum(combined: Combined, reduce_op: str, group: ProcessGroup)
     config, wanted = chosen.how.config, wanted_sum(combined, reduce_op)
 
     def programs() -> list[Program]:
-        return [cuda_kernel.launched_all_reduce(group.size(), group.rank(), *wanted.defined)]
+        return [cuda_kernel.all_reduce_program(group.size(), group.rank(), *wanted.defined)]
 
     def make(place: Any) -> Any:
         return cuda_kernel.combine_all_reduce_launcher(place, wanted, config)

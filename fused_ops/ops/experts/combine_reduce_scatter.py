@@ -97,7 +97,7 @@ def choose_combined_part(combined: Combined, reduce_op: str, dim: int, group: Pr
     if (reason := why_not_combined(tokens, part, y.dtype)) is not None:
 
         def alone() -> list[Program]:
-            return [cuda_kernel.launched_reduce_scatter(size, group.rank(), y.dtype, reduce_op)]
+            return [cuda_kernel.reduce_scatter_program(size, group.rank(), y.dtype, reduce_op)]
 
         return replace(unfused(reason), programs=alone)  # that of the reduce-scatter by itself
     if nbytes > MOST_BYTES:
@@ -105,7 +105,7 @@ def choose_combined_part(combined: Combined, reduce_op: str, dim: int, group: Pr
     config, wanted = configs.choose_reduce_scatter(size, num_sms(y.device)), wanted_sum(combined, reduce_op)
 
     def programs() -> list[Program]:
-        return [cuda_kernel.launched_reduce_scatter(size, group.rank(), *wanted.defined)]
+        return [cuda_kernel.reduce_scatter_program(size, group.rank(), *wanted.defined)]
 
     def make(place: Any) -> Any:
         return cuda_kernel.combine_reduce_scatter_launcher(place, wanted, dim, config)
