@@ -43,10 +43,7 @@ def fused_matmul_all_to_all(A: Tensor, B: Tensor, gather_dim: int, group: Group 
         a new tensor, in memory with ``gather_dim`` in front.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        ValueError, TypeError, RankMismatch, PeerTimeout: as ``fused_all_gather_matmul``.
     """
     name = known_name(group)
     if name is not None and type(gather_dim) is int:
@@ -91,10 +88,7 @@ def fused_all_to_all_matmul(A: Tensor, B: Tensor, scatter_dim: int, group: Group
         a new tensor, in memory with ``scatter_dim`` in front.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        ValueError, TypeError, RankMismatch, PeerTimeout: as ``fused_all_gather_matmul``.
     """
     name = known_name(group)
     if name is not None and type(scatter_dim) is int:

@@ -15,15 +15,14 @@ from torch.distributed import ProcessGroup
 
 from ....kernels.all_gather_matmul.configs import CopiedConfig, GatherKernelCall, copied_layout
 from ....kernels.device.capability import runs_on, why_no_kernel_on
-from ....kernels.device.tuning.choice import make_together
 from ....kernels.grouped_matmul import OP
 from ....kernels.grouped_matmul.configs import multiplies_own_first, sends_by_copies
 from ....kernels.grouped_matmul.groups import Groups
 from ....symm_mem.backends.cuda_state import current_stream_of
 from ....symm_mem.heap.heap import Heap
 from ....symm_mem.timeouts import timeout_in_ns
-from ...dispatch.choice import Choice
-from ...dispatch.plan import num_sms, preferred_kernel, ran
+from ...dispatch.choice import Choice, prepare_kernel
+from ...dispatch.plan import num_sms, preferred_kernel
 from ...dispatch.stream_order import in_stream_order
 from ...dispatch.workspaces import COPIED
 from .grouped_matmul import Term, as_the_kernel_takes, launch_groups, prepare_groups
@@ -74,20 +73,16 @@ def multiply_arriving(
         call = ArrivingTokens(
             own, terms, rows.contiguous(), offs.contiguous(), (where.rank, size), return_A=return_A
         )
-        workspace = choice.workspace_on(where)
-        workspace.raise_if_broken()
-        ran(choice.plan_in(workspace))
 
-        def make() -> AllGatherProductsCopied:
+        def make(workspace: Any) -> AllGatherProductsCopied:
             call.prepare()
             return AllGatherProductsCopied(workspace, _example(own))
 
-        kernel = workspace.prepared.get(key := ("grouped", m, k, own.dtype))
-        if kernel is None:
-            kernel = make_together(workspace, OP, key, key, make)
+        ready = prepare_kernel(choice, where, OP, ("grouped", m, k, own.dtype), make)
+        kernel: AllGatherProductsCopied = ready.kernel
         call.prepare()
         timeout_ns = timeout_in_ns(where.group_name)
-        workspace.raise_if_broken(OP)
+        ready.workspace.raise_if_broken(OP)
         kernel.as_they_come(own, None, call.take, timeout_ns, current_stream_of(own))
     return call.every, call.outs
 

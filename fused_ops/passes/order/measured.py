@@ -1,6 +1,6 @@
 """The table of costs of the machine: measured once by all ranks together, agreed by them, and kept on disk.
 
-The tuner's mechanism: rank 0 alone reads and writes the file, and each time is that of the slowest rank.
+Rank 0 alone reads and writes the file, and each time is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ....kernels.device.tuning.benchmark import median_us
-from ....kernels.device.tuning.tuner import slowest_times
+from ....kernels.device.tuning.measured import median_us, slowest_times
 from ....symm_mem import Group, resolve_group
 from ....symm_mem.heap.registry import default_device, get_heap
 from .costs import TABLES, CostTable, table_of, use_table
@@ -52,7 +51,7 @@ def measure_costs(group: Group = None) -> CostTable:
 
     All ranks measure at the same time: a matmul, a copy, all-gathers of the group's backend, and a matmul beside one.
     The slowest rank's times count, so that all ranks have the same table and choose alike. What was measured is kept
-    beside the tuner's configurations, by GPU, number of ranks and version; who comes again reads it. It takes about a
+    in the folder of compiled kernels, by GPU, number of ranks and version; who comes again reads it. It takes about a
     second, and half a GiB on CUDA.
 
     To be called by all ranks of the program before they compile, of the group that has all of them: graphs that were

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from ....symm_mem.switches import is_on
 from ..jit import program
-from ..jit.program import WaitParams
+from ..jit.program import Program, WaitParams
 
 VECTOR = 16  #: bytes of a slot
 #: What ll_exchange.cuh calls the dtypes whose numbers it reads.
@@ -32,6 +34,16 @@ def dependent() -> bool:
         ValueError: WEFT_PDL is neither 0 nor 1.
     """
     return is_on("WEFT_PDL")
+
+
+def exchange_program(source: Path, rank: int, defines: Mapping[str, str | int]) -> Program:
+    """``source`` for one rank, with all else that it must know, as this process launches it; always the same object."""
+    return _program(source, (*defines.items(), ("RANK", rank), ("DEPENDENT", int(dependent()))))
+
+
+@cache
+def _program(source: Path, defines: tuple[tuple[str, str | int], ...]) -> Program:
+    return Program(source, defines=dict(defines))
 
 
 class ExchangeSlots(ctypes.Structure):

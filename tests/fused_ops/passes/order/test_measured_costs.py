@@ -49,7 +49,7 @@ def test_all_ranks_have_the_slowest_ones_table(tmp_path: Path) -> None:
     assert ranks[0][1] == 1  # the second time it was there
     assert json.loads(ranks[0][2]) == {"latency": 200.0, "contention": 1.5}
     assert "measured=True" in ranks[0][0]
-    (file,) = tmp_path.glob("tuned-cpu-x2-*.json")
+    (file,) = tmp_path.glob("times-cpu-x2-*.json")
     ((kind, kept),) = json.loads(file.read_text())["kinds"].items()
     assert kind.startswith("costs of NVLink: ")
     # Another run of the program measures nothing.
