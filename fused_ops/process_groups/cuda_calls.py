@@ -75,6 +75,7 @@ class DeviceLines:
         self._group, self._rank = weakref.ref(group), group.rank()
         self._name = group_name
         self._others: weakref.ref[Work] | None = None
+        self._ordered: tuple[int, int] | None = None  # device and stream that wait for all calls by now
         self._lines: dict[int, CallLine] = {}  # of each device, outside of graphs
         self._captured: dict[int, CallLine] = {}
         self._sides: dict[int, _Side] = {}
@@ -113,9 +114,14 @@ class DeviceLines:
 
     def order_after(self, device: torch.device) -> None:
         """The current stream waits for the group's calls."""
-        line = self._lines.get(device.index)
-        if line is not None and not cuda_state.state.is_capturing():
-            line.wait(cuda_state.state.current_stream(device.index))
+        index = device.index
+        line = self._lines.get(index)
+        if line is None or cuda_state.state.is_capturing():
+            return
+        stream = cuda_state.state.current_stream(index)
+        if self._ordered != (index, stream) or is_external(stream, index):
+            line.wait(stream)
+            self._ordered = index, stream
 
     def order_before(self, work: Work | None) -> None:
         """weft's next call waits for this work of the group's own backend, if it is still referenced then."""
@@ -172,7 +178,7 @@ class DeviceLines:
         with self._lock:
             if side is not None:
                 side.wait(current)
-            given = (x,)
+            given, self._ordered = (x,), None
             if launch(name, given, given if x is out else (out,)) is None:
                 return False
             return True if side is None else side.work([out], [] if x is out else [x])
@@ -211,6 +217,7 @@ class DeviceLines:
                 else (TimedName(call.name, seconds), int(seconds * 1e9))
             )
             workspace.raise_if_broken(name, grids=kernel.grids)
+            self._ordered = None
             kernel.launch(0, (x.data_ptr(),), (out.data_ptr(),), ns, stream)
             if external:
                 line.end(stream, external=True)
