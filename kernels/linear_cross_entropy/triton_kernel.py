@@ -167,6 +167,7 @@ def loss_kernel(
     rows,
     ignore_index,
     SMOOTHING: tl.constexpr,
+    TARGET_WEIGHT: tl.constexpr,
     Z_LOSS: tl.constexpr,
     RANKS: tl.constexpr,
     STATISTICS: tl.constexpr,
@@ -191,7 +192,7 @@ def loss_kernel(
             scores += tl.load(of_rank + 2 * rows + row, mask=there, other=0.0)
             columns += tl.load(of_rank + 3 * rows + row, mask=there, other=1.0)
     log_sum = base + tl.log(total)
-    loss = log_sum - (1 - SMOOTHING) * target
+    loss = log_sum - TARGET_WEIGHT * target
     if SMOOTHING > 0:
         loss -= SMOOTHING * (scores / columns)
     if Z_LOSS > 0:
@@ -331,6 +332,7 @@ def launch_losses(
         loss_kernel[(triton.cdiv(rows, _LOSS_BLOCK),)](
             *(gathered, targets, count, losses, terms, rows, loss.ignore_index),
             SMOOTHING=loss.label_smoothing,
+            TARGET_WEIGHT=loss.target_weight,
             Z_LOSS=loss.z_loss,
             RANKS=ranks,
             STATISTICS=statistics,

@@ -75,7 +75,7 @@ def losses(rank: int, size: int, ranks: int) -> None:
     interpreter.install()
     triton_kernel._LOSS_BLOCK = 16
     for rows in (1, 16, 37):
-        for loss in (Loss(-100, 0.0, 0.0), Loss(3, 0.2, 0.0), Loss(-100, 0.3, 0.01)):
+        for loss in (Loss(-100, 0.0, 0.0), Loss(3, 0.2, 0.0), Loss(-100, 0.3, 0.01), Loss(-100, 1.0, 0.0)):
             gathered = torch.randn(ranks, 4 if loss.label_smoothing else 2, rows)
             gathered[:, 3:] = torch.arange(5.0, 5 + ranks)[:, None, None]
             gathered[0, 0, 0] = -torch.inf  # a rank that has no columns
@@ -137,7 +137,7 @@ def test_they_compile_for_hopper(extra: str, cap: float) -> None:
     signature = {"gathered": "*fp32", "targets": "*i64", "count": "*i64", "losses": "*fp32", "terms": "*fp32"}
     signature |= {"rows": "i32", "ignore_index": "i32"}
     smoothing, statistics = (0.1, 4) if extra == "mean" else (0.0, 2)
-    more = {"SMOOTHING": smoothing, "Z_LOSS": 0.01, "RANKS": 2, "STATISTICS": statistics}
+    more = {"SMOOTHING": smoothing, "TARGET_WEIGHT": 1 - smoothing, "Z_LOSS": 0.01, "RANKS": 2, "STATISTICS": statistics}
     more["BLOCK"] = triton_kernel._LOSS_BLOCK
     between = aot.compile_kernel(triton_kernel.loss_kernel, signature, more, tuple(signature), 4, 3)
     assert between.spilled == 0

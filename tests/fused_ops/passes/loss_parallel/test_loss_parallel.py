@@ -20,6 +20,7 @@ from gathered_losses import (
     Gathered,
     by_temperature,
     flat_loss,
+    in_16_bits,
     mean,
     of_each_row,
     own_gradient,
@@ -28,6 +29,7 @@ from gathered_losses import (
     shifted_targets,
     smoothed,
     smoothed_by_hand,
+    smoothed_in_16_bits,
     softcapped,
     summed_gradient,
     uneven,
@@ -70,6 +72,9 @@ CASES = [
     (with_z_loss_before, summed_gradient, torch.bfloat16),
     (smoothed_by_hand, own_gradient, torch.float32),
     (smoothed_by_hand, summed_gradient, torch.float32),
+    (smoothed_by_hand, own_gradient, torch.bfloat16),
+    (in_16_bits, own_gradient, torch.bfloat16),
+    (smoothed_in_16_bits, summed_gradient, torch.bfloat16),
     (by_temperature, own_gradient, torch.float32),
     (by_temperature, summed_gradient, torch.bfloat16),
 ]
@@ -162,10 +167,6 @@ def log_probabilities(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     return own_gradient(x, w).float().flatten(0, 1).log_softmax(-1)
 
 
-def smoothed_in_16_bits(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
-    return smoothed_by_hand(lambda *given: own_gradient(*given).bfloat16(), x, w, targets)
-
-
 def learned_temperature(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     return flat_loss(own_gradient(x, w) / w.sum(), targets)
 
@@ -200,7 +201,6 @@ def squared_gradient(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     ("program", "reason"),
     [
         (squared_gradient, "all columns of its gradient are used, by "),
-        (smoothed_in_16_bits, "its log-softmax is used by convert_element_type"),
         (learned_temperature, "all columns of its gradient are used, by "),
         (log_probabilities, "its log-softmax is used by the graph's output"),
         (gradient_of_all_columns, "all columns of its gradient are used, by "),
