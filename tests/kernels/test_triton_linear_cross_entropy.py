@@ -137,7 +137,13 @@ def test_they_compile_for_hopper(extra: str, cap: float) -> None:
     signature = {"gathered": "*fp32", "targets": "*i64", "count": "*i64", "losses": "*fp32", "terms": "*fp32"}
     signature |= {"rows": "i32", "ignore_index": "i32"}
     smoothing, statistics = (0.1, 4) if extra == "mean" else (0.0, 2)
-    more = {"SMOOTHING": smoothing, "TARGET_WEIGHT": 1 - smoothing, "Z_LOSS": 0.01, "RANKS": 2, "STATISTICS": statistics}
+    more = {
+        "SMOOTHING": smoothing,
+        "TARGET_WEIGHT": 1 - smoothing,
+        "Z_LOSS": 0.01,
+        "RANKS": 2,
+        "STATISTICS": statistics,
+    }
     more["BLOCK"] = triton_kernel._LOSS_BLOCK
     between = aot.compile_kernel(triton_kernel.loss_kernel, signature, more, tuple(signature), 4, 3)
     assert between.spilled == 0

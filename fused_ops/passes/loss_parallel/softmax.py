@@ -5,8 +5,8 @@ torch decomposes ``cross_entropy``.
     of_x = of_log_probs - exp(log_probs) * sum(of_log_probs), where of_log_probs is a number at the target, 0 elsewhere
 
 Smoothed labels take the log-probabilities' sum, too, whose gradient all columns of ``of_log_probs`` have. What is
-picked and summed may be negated before, as transformers' ``LabelSmoother`` does it. Of logits in 16 bits log-probabilities
-are rounded, too: those of targets stay so, a sum is made of them before.
+picked and summed may be negated before, as transformers' ``LabelSmoother`` does it. Of logits in 16 bits
+log-probabilities are rounded, too: those of targets stay so, a sum is made of them before.
 """
 
 from __future__ import annotations

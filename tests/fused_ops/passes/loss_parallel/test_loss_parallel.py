@@ -125,7 +125,7 @@ def sharded_loss(
     wanted = want, wide[0].grad, wide[1].grad[own]
 
     torch._dynamo.reset()
-    fusion = FusionPass(loss_parallel=True)
+    fusion = FusionPass(loss_parallel=1)
     fn = torch.compile(
         lambda *tensors: dtensor_loss(given, columns, *tensors) * factor,
         options=fusion.options,
@@ -143,6 +143,7 @@ def sharded_loss(
     report = fusion.report()
     taken = [e for e in report.entries if e.fused_into == OP]
     assert len(taken) == 3 and {e.collective for e in taken} == {"all_reduce"}, report
+    assert all("its logits are whole: how many columns other ranks have" in e.detail for e in taken), report
     assert [e.graph for e in report.entries if e not in taken] == [1], report  # x's gradient
     assert not report.disagreements
 
@@ -201,7 +202,7 @@ def squared_gradient(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     ("program", "reason"),
     [
         (squared_gradient, "all columns of its gradient are used, by "),
-        (learned_temperature, "all columns of its gradient are used, by "),
+        (learned_temperature, "its temperature is learned, and the gradient of that sums up all columns"),
         (log_probabilities, "its log-softmax is used by the graph's output"),
         (gradient_of_all_columns, "all columns of its gradient are used, by "),
     ],
