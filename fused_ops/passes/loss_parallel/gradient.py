@@ -59,6 +59,8 @@ def path_of(gradient: fx.Node, columns: GatheredColumns) -> Path:
         if (end := _end(node, columns)) is not None:
             return Path(tuple(steps), *end)
         user = only_user(node)
+        if user is None and any(map(_is_summed, node.users)):
+            raise LeftAlone("its temperature is learned, and the gradient of that sums up all columns")
         if user is None or not (_is_multiple(user, node) or _is_put_into_zeros(user, node) or _is_sum(user)):
             raise LeftAlone(f"all columns of its gradient are used, by {' and '.join(map(what, node.users))}")
         steps.append(user)
@@ -74,6 +76,12 @@ def _is_multiple(node: fx.Node, source: fx.Node) -> bool:
         return False
     inputs = [a for a in node.args if has_columns(a)]
     return inputs.count(source) == 1 and all(same_shape(val(a).shape, val(node).shape) for a in inputs)
+
+
+def _is_summed(node: Any) -> bool:
+    while calls(node, CAST, aten.neg.default, aten.mul.Tensor):
+        node = only_user(node)
+    return calls(node, aten.sum.default, aten.sum.dim_IntList)
 
 
 def _is_put_into_zeros(node: fx.Node, source: fx.Node) -> bool:

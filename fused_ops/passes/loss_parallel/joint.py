@@ -19,11 +19,11 @@ from ..agreement.fallback.run import is_fallback_graph
 from ..cache_key import pass_key
 from ..canonicalize import by_position, name_groups, wait_once
 from ..graph.collectives import Collective
-from ..graph.nodes import LeftAlone, c10d, hint, val
+from ..graph.nodes import LeftAlone, c10d, hint, hint_or_one, val
 from ..origin import fields_of
 from ..records.entry import Entry
 from ..settings import LOGITS_BYTES, PassSettings
-from .columns import gathered_columns, keeps_columns
+from .columns import gathered_columns, keeps_columns, uncast
 from .gradient import path_of
 from .linear import put_on_product
 from .log_sum import elements_of, log_sum_of, put_log_sum_on_columns
@@ -64,6 +64,8 @@ class JointLosses(PassSettings, CustomGraphPass):
             if (loss := sharded_loss(c)) is None:
                 return
             detail = f"loss parallel, {val(loss.x).shape[1]} columns"
+            if hint_or_one(val(loss.x).numel()) * val(uncast(loss.x)).itemsize >= self.logits:
+                detail += "; its logits are whole: how many columns other ranks have is not in this graph"
             entries = [Entry(**fields_of(n, 0), detail=detail) for n in (node, *loss.later)]
             _note(put_on_statistics(loss), entries)
         except LeftAlone as e:

@@ -55,13 +55,13 @@ def put_on_product(loss: ColumnLoss) -> fx.Node:
             operands = [logits.args[0], call(at, aten.permute.default, logits.args[1], [1, 0]), None]
             operands.append(reshape(targets, [val(logits).shape[0]], at))
             op = fused(at, schema.linear_cross_entropy, c, *operands, **named)
-            new = [call(at, operator.getitem, op, 0) if loss.gradients else op]
+            new = [cast(call(at, operator.getitem, op, 0), [val(total).dtype], at) if loss.gradients else op]
             made = call(at, operator.getitem, op, 2)
             units = [call(at, operator.getitem, made, i) for i in range(len(products))]
         if products:
             (gradient, path, _), first = loss.gradients[0], min(products.values())
             with put_for(first):
-                factor = reshape(factor, [1], first)
+                factor = cast(reshape(factor, [1], first), [torch.float32], first)
                 factor = of_all_ranks(factor, c, first) if path.summed else factor
                 factor = call(first, aten.mul.Tensor, factor, -gradient.scale)
                 # The mean of no row is NaN, with gradients of 0.

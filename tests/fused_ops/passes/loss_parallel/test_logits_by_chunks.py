@@ -19,6 +19,7 @@ from gathered_losses import (
     Gathered,
     GatheredLogits,
     flat_loss,
+    in_16_bits,
     mean,
     of_each_row,
     own_gradient,
@@ -50,6 +51,7 @@ from weft.fused_ops.passes.regather import joint_options
     [
         (mean, summed_gradient, torch.bfloat16),
         (shifted_targets, own_gradient, torch.float32),
+        (in_16_bits, summed_gradient, torch.bfloat16),
     ],
     ids=lambda v: getattr(v, "__name__", str(v).removeprefix("torch.")),
 )
