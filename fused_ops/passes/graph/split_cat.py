@@ -37,13 +37,7 @@ class Parts:
 
     @classmethod
     def from_cat(cls, cat: fx.Node) -> Parts:
-        """
-        Args:
-            cat: an aten.cat.
-
-        Raises:
-            LeftAlone: it does not join exactly the parts of one tensor, once each and in order.
-        """
+        """LeftAlone: it does not join exactly the parts of one tensor, once each and in order."""
         inputs = cat.args[0]
         if not isinstance(inputs, (list, tuple)) or not all(is_val(n) for n in inputs):
             raise LeftAlone(f"the inputs of {what(cat)} are not known")

@@ -49,10 +49,7 @@ class Path:
 
 
 def path_of(gradient: fx.Node, columns: GatheredColumns) -> Path:
-    """
-    Raises:
-        LeftAlone: all columns of the gradient are needed.
-    """
+    """LeftAlone: all columns of the gradient are needed."""
     steps: list[fx.Node] = []
     node = gradient
     while True:

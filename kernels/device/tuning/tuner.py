@@ -9,9 +9,7 @@ known is kept with the heap, where all ranks learn it in the same call, and a re
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
@@ -20,14 +18,12 @@ import torch
 
 from ....symm_mem import switches
 from ....symm_mem.backends import cuda_state
-from ....symm_mem.errors import WeftError, tell_progress
 from ....symm_mem.failure.call_log import running
 from ....symm_mem.heap.heap import Heap
 from .benchmark import Candidate, Make, TuningBenchmark
 from .choice import C, KernelChoice
 from .tuned_file import TunedFile
 
-_log = logging.getLogger("weft.tuner")
 FROM_MODEL = "from the model"
 TUNED = "tuned"
 
@@ -62,21 +58,6 @@ def tuned(
     """
     found, how = _tuner_of(heap).find(kind, candidates[:_MOST], make)
     return (choice if found is None else _with(choice, found)), how
-
-
-def slowest_times(heap: Heap, kind: str, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """What ``measure`` gives on the slowest rank of each of its times, or what is kept of an earlier one. Collective.
-
-    Args:
-        kind: as for ``tuned``.
-        measure: microseconds by name; of the same names on all ranks, which measure at the same time.
-
-    Raises:
-        RankMismatch: the ranks want different kinds.
-        PeerTimeout: a rank does not come.
-        WeftError: a rank could not measure, or captures a CUDA graph.
-    """
-    return _tuner_of(heap).slowest(kind, measure)
 
 
 def _tuner_of(heap: Heap) -> Tuner:
@@ -119,23 +100,6 @@ class Tuner:
             finally:
                 running.workspace = None  # the call itself has launched nothing yet
 
-    def slowest(self, kind: str, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """As ``slowest_times``."""
-        with self._heap.lock, self._heap.rendezvous.poison_on_error("measure"):
-            rendezvous, first = self._heap.rendezvous, self._heap.rank == 0
-            kept = _times_in(self._file.read().get(kind)) if first else None
-            posts = rendezvous.gather("measure", [{"kind": kind}, kept])
-            rendezvous.check_equal("measure", [post[0] for post in posts])
-            if posts[0][1] is not None:
-                return dict(posts[0][1])
-            tell_progress(_log, f"measures {kind}", speaks=first)
-            times = rendezvous.run_on_all("measure", lambda: _outside_of_graphs(self._heap, measure))
-            all_times = rendezvous.gather("compare times", times)
-            slowest = {name: max(each[name] for each in all_times) for name in times}
-            if first:
-                self._file.add({kind: json.dumps(slowest)})
-            return slowest
-
     def _find(
         self, kind: str, candidates: Sequence[Candidate[Any]], make: Make
     ) -> tuple[Candidate[Any] | None, str]:
@@ -157,24 +121,6 @@ class Tuner:
                 self._file.add({kind: str(best.config)})
             self._known[kind] = (None, f"{FROM_MODEL}: {why}") if best is None else (best, TUNED)
         return self._known[kind]
-
-
-def _outside_of_graphs(heap: Heap, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-    if _is_capturing(heap):
-        raise WeftError("a CUDA graph is being captured, in which nothing can be measured")
-    return measure()
-
-
-def _times_in(text: str | None) -> dict[str, float] | None:
-    """What ``slowest`` has kept; None where it has not, or where it is something else."""
-    try:
-        found = json.loads(text or "null")
-    except ValueError:
-        return None
-    good = (
-        isinstance(found, dict) and found and all(isinstance(us, float) and us > 0 for us in found.values())
-    )
-    return found if good else None
 
 
 def _is_capturing(heap: Heap) -> bool:
