@@ -56,15 +56,15 @@ def _cut_after(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     has the node's shape."""
     args: Any = node.args
     *addend, left, right = args
-    *copied, cut = _flat(left, copies=True)
+    *_, cut = _flat(left, copies=True)
     if not calls(cut, aten.slice.Tensor) or any(is_val(a) and val(a).dim() != 1 for a in addend):
-        return None
-    if any(calls(n, aten.clone.default) and first_write(n, node) is not None for n in copied):
         return None
     source: Any = cut.args[0]
     gather = _gather_of(source)
     kept, there = _rows(left), _rows(source)
     if gather is None or kept is None or there is None or not _first_rows(cut):
+        return None
+    if first_write(gather, node) is not None:
         return None
     width, shape, dim = val(left).shape[1], list(val(source).shape), argument(cut, 1, "dim", 0)
     few = val(cut).shape[dim]
