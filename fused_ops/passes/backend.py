@@ -22,14 +22,13 @@ from .norms.eps_as_number import eps_options
 from .pass_sequence import SLOT, in_sequence, passes_of
 from .records.models import chosen
 from .records.report import PassRuns, Report
-from .settings import AUTO, CAPTURE, DEFAULTS, FUSE, PassSettings, refused_as_options
+from .settings import DEFAULTS, PassSettings, refused_as_options
 
 #: What names a setting of the pass among the options of a compilation.
 PREFIX = "weft."
 _VARIABLE = "WEFT_PASS"
 _FLAGS: dict[str, bool] = {"0": False, "1": True}
-_WORDS = {"fuse": FUSE, "agree": (CAPTURE,), "collectives": (AUTO,), "sequence_parallel": (AUTO,)}
-_NUMBERS = {"reorder": "a number of 0 or more", "loss_parallel": "a number of bytes"}
+_NUMBERS: dict[str, Any] = {"reorder": float, "loss_parallel": int}
 _IN_ENVIRONMENT = tuple(name for name in DEFAULTS if name != "groups")
 _OF_TORCH_COMPILE = ("fullgraph", "dynamic", "disable", "name", "recompile_limit", "isolate_recompiles")
 
@@ -204,26 +203,15 @@ def _environment() -> dict[str, Any]:
         if setting not in _IN_ENVIRONMENT or not text:
             known = ", ".join(_IN_ENVIRONMENT)
             raise ValueError(f"{_VARIABLE}: has {part!r}, must have setting=value of {known}")
-        found[setting] = _value(f"{_VARIABLE}: {setting} is", setting, text)
+        found[setting] = _FLAGS.get(text, text)
+        if setting in _NUMBERS and text not in _FLAGS:
+            with suppress(ValueError):
+                found[setting] = _NUMBERS[setting](text)
+    try:
+        PassSettings(**found)
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"{_VARIABLE}: {e}; True and False are 1 and 0 there") from e
     return found
-
-
-def _value(what: str, setting: str, text: str) -> Any:
-    """
-    Raises:
-        ValueError: ``text`` is no value of the setting. ``what`` names the variable.
-    """
-    flags = {} if setting == "fuse" else _FLAGS
-    words = _WORDS.get(setting, ())
-    if text in flags or text in words:
-        return flags.get(text, text)
-    with suppress(ValueError):
-        if setting == "reorder" and 0 <= float(text) < float("inf"):
-            return float(text)
-    if setting == "loss_parallel" and text.isdecimal():
-        return int(text)
-    *known, last = (*flags, *words, *(number for name, number in _NUMBERS.items() if name == setting))
-    raise ValueError(f"{what} {text!r}, must be {', '.join(known)}{' or ' if known else ''}{last}")
 
 
 def _pass_of(settings: Mapping[str, Any]) -> FusionPass:

@@ -12,7 +12,6 @@ from uuid import uuid4
 from ...symm_mem import Group, group_name
 
 AUTO = "auto"
-FUSE = (AUTO, "always")
 CAPTURE = "capture"
 #: All of them, in the order in which they are said.
 DEFAULTS: dict[str, Any] = {
@@ -70,7 +69,7 @@ class PassSettings(dict[str, Any]):
             ("loss_parallel", int, "the bytes of a rank's logits"),
         ):
             _check_number(name, chosen[name], kind, must)
-        if chosen["fuse"] not in FUSE:
+        if chosen["fuse"] not in (AUTO, "always"):
             raise ValueError(f"fuse: is {chosen['fuse']!r}, must be 'auto' or 'always'")
         names = None if groups is None else sorted({group_name(g) for g in groups})
         super().__init__(chosen | {"groups": names})
