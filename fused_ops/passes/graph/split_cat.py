@@ -78,7 +78,7 @@ def _split(cat: fx.Node, parts: list[fx.Node]) -> tuple[fx.Node, int, tuple[fx.N
 
 
 def _slices(cat: fx.Node, parts: list[fx.Node]) -> tuple[fx.Node, int, tuple[fx.Node, ...]]:
-    source: Any = parts[0].args[0]
+    source: fx.Node = parts[0].args[0]  # type: ignore[assignment]
     dims = set()
     for part in parts:
         if part.target is not parts[0].target or part.args[0] is not source:
