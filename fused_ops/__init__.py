@@ -56,7 +56,6 @@ if TYPE_CHECKING:
         Report,
         compile,  # noqa: A004
         fusion_report,
-        measure_costs,
     )
 else:
     # Type checkers must not see it: to them any name would be there.
@@ -113,7 +112,6 @@ __all__ = [
     "is_weft_group",
     "last_plan",
     "local_state_dict",
-    "measure_costs",
     "moe_combine",
     "moe_dispatch",
     "moe_route",
@@ -130,7 +128,7 @@ __all__ = [
     "timeline",
     "uninstall",
 ]
-_OF_THE_PASS = ("FusionError", "FusionPass", "Report", "compile", "fusion_report", "measure_costs")
+_OF_THE_PASS = ("FusionError", "FusionPass", "Report", "compile", "fusion_report")
 
 
 def __dir__() -> list[str]:

@@ -40,14 +40,8 @@ from .pattern import Pattern, word_of
 
 
 def match_alone(c: Collective, why: str = "", *, decided: bool = False) -> Pattern:
-    """
-    Args:
-        why: no product takes it.
-        decided: whether its size is not weighed.
-
-    Raises:
-        LeftAlone: it is a number, or waited for later: then the group's own backend runs it beside the rest.
-    """
+    """``why``: no product takes it; ``decided``: its size is not weighed. LeftAlone: it is a number, or waited for
+    later: then the group's own backend runs it beside the rest."""
     if val(c.x).dim() == 0:
         raise LeftAlone("its input is a number")
     if (between := c.beside) is not None:
