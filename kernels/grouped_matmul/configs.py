@@ -16,6 +16,7 @@ _READ_US, _STAGE_US = (
 )  # of a column of a stage that all SMs read from memory, and of a stage, on H200
 _NARROWEST = 160  # of tiles of 128 rows: narrower ones load too much
 _RASTER_GROUP = 8
+_GATED = 128  # columns of a tile, or a multiple: a quarter is whole sets of sums
 # From how many bytes on copy engines send a rank's tokens: what their start and their flags cost is little then.
 _LEAST_COPIED = 8 << 20
 _LEAST_OWN = 256  # own rows of an expert, on average, which fill a pair of tiles
@@ -35,10 +36,12 @@ def multiplies_own_first(rows: int, experts: int, world_size: int) -> bool:
 class GroupedConfig:
     """Attributes:
     raster_group: pairs of rows of tiles of an expert that are computed column by column.
+    gated: results are silu of products with the first half of B's columns, times those with the second.
     """
 
     tile: Tile
     raster_group: int = _RASTER_GROUP
+    gated: bool = False
 
     def shared(self, groups: int) -> int:
         """Bytes of shared memory."""
@@ -46,11 +49,18 @@ class GroupedConfig:
 
 
 def choose_grouped(
-    rows: int, experts: int, ns: Sequence[int], k: int, num_sms: int, *, tensor_memory: bool = False
+    rows: int,
+    experts: int,
+    ns: Sequence[int],
+    k: int,
+    num_sms: int,
+    *,
+    gated: bool = False,
+    tensor_memory: bool = False,
 ) -> GroupedConfig:
     """For ``rows`` rows of so many experts, whose counts the host does not know: as if they had about the same."""
     each, clusters = rows / experts, max(1, num_sms // 2)
-    tiles = tiles_of(tensor_memory)
+    tiles = [tile for tile in tiles_of(tensor_memory) if not gated or tile.block_n % _GATED == 0]
     narrow = [tile for tile in tiles if tile.block_m == 64] if each <= _FEW_ROWS else []
     candidates = narrow or [tile for tile in tiles if tile.block_m == 128 and tile.block_n >= _NARROWEST]
 
@@ -63,4 +73,4 @@ def choose_grouped(
         waves = max(1.0, steps / clusters + 0.5)  # the last one is half full, on average
         return waves * -(-k // 64) * stage_us
 
-    return GroupedConfig(min(candidates, key=predicted_us))
+    return GroupedConfig(min(candidates, key=predicted_us), gated=gated)

@@ -55,12 +55,15 @@ def lies_well(x: Tensor) -> bool:
     return aligned and step == 1 and apart[-1] >= x.shape[-1]
 
 
-def boxes_of_experts(b: Tensor, tile: Tile, whole: bool) -> Boxes:
+def boxes_of_experts(b: Tensor, tile: Tile, whole: bool, gated: bool = False) -> Boxes:
     """Of B [E, K, N]: what one block of a cluster loads; ``whole`` as ``is_whole`` has it for all B of a launch.
 
     Experts are a dimension of their own: past the end of K there are zeros, and not the next one's numbers.
     """
     (experts, k, n), (apart, *_), half = b.shape, b.stride(), BLOCK_K // 2
+    if gated:
+        halves, strides = (experts, 2, n // 2, k), (apart, n // 2 * b.stride(2), b.stride(2), 1)
+        return Boxes(b.dtype, halves, strides, (1, 2, tile.block_n // 4, BLOCK_K))
     if is_transposed(b[0]):
         shape, strides, box = (experts, n, k), (apart, b.stride(2), 1), (1, tile.block_n // 2, BLOCK_K)
         return Boxes(b.dtype, shape, strides, box)
@@ -78,6 +81,8 @@ def may_share(bs: Sequence[Tensor]) -> bool:
 def grouped_program(bs: Sequence[Tensor], config: GroupedConfig) -> Program:
     """For these B [E, K, N_i] and their like."""
     defines = gemm.gemm_defines(config.tile, [b[0] for b in bs], split_k=True)
+    if config.gated:
+        defines["GATED"] = 1
     return gemm.gemm_program(SOURCE, tuple(defines.items()))
 
 
@@ -94,7 +99,7 @@ class GroupedMatmul:
         tile, (experts, k, _) = config.tile, bs[0].shape
         whole = is_whole([b[0] for b in bs], tile)
         self._a = Maps(boxes_of_rows(a.dtype, (1, 1, *a.shape), (0, 0, *a.stride()), tile))
-        self._bs = [Maps(boxes_of_experts(b, tile, whole)) for b in bs]
+        self._bs = [Maps(boxes_of_experts(b, tile, whole, config.gated)) for b in bs]
         self._shared = config.shared(MOST_PARTS * experts)
         program = grouped_program(bs, config)
         self._threads = gemm.threads_of(program)
@@ -103,8 +108,8 @@ class GroupedMatmul:
         )
         clusters = self._function.most_clusters(2, self._threads, self._shared)
         self._blocks = 2 * min(num_sms // 2, clusters)
-        self._ns = [b.shape[2] for b in bs]
-        self._columns = [-(-n // tile.block_n) for n in self._ns]
+        self._columns = [-(-b.shape[2] // tile.block_n) for b in bs]
+        self._ns = [b.shape[2] // (1 + config.gated) for b in bs]
         self._fixed = (k, config.raster_group)
 
     def launch(

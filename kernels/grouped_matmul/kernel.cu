@@ -110,12 +110,32 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         const GroupTile t = groups.tile(step, s.block);
         float sums[weft::ACC_REGS];
         weft::multiply(s, state, warpgroup, depth, sums);
-        const int column = t.column * BN, n = p.n[t.b];
-        const u16* bias = p.bias[t.b] == nullptr ? nullptr : p.bias[t.b] + static_cast<u64>(t.expert) * n;
+        // `apart`: of a warpgroup's columns those that are before it, but in no tile of C.
+        const int apart = GATED ? weft::place_of_sums(warpgroup).column / weft::WN * (weft::WN / 2) : 0;
+        const int column = t.column * (GATED ? BN / 2 : BN) - apart, n = p.n[t.b];
+        const u16* bias =
+            p.bias[t.b] == nullptr ? nullptr : p.bias[t.b] + static_cast<u64>(t.expert) * (GATED + 1) * n;
         const int of_thread = column + weft::place_of_sums(warpgroup).column;
         u16* c = p.c[t.b] + static_cast<u64>(t.row) * n + column;
-        weft::store_rows(c, n, t.end - t.row, n - column, warpgroup, sums, [&](int i, float* v) {
-            if (bias != nullptr) add_bias(bias, of_thread + weft::SET_COLUMNS * i, n, v);
+        constexpr int NUMBERS = weft::ACC_REGS / (GATED + 1);
+        const auto& first = reinterpret_cast<const float(&)[NUMBERS]>(sums);
+        weft::store_rows(c, n, t.end - t.row, n - column, warpgroup, first, [&](int i, float* v) {
+            const int of_set = of_thread + weft::SET_COLUMNS * i;
+#if GATED
+            constexpr int SETS = BN / 4 / weft::SET_COLUMNS;  // of the gate, which those that it multiplies follow
+            float up[16];
+#pragma unroll
+            for (int e = 0; e < 16; ++e) {
+                v[e] = sums[16 * (i / SETS * 2 * SETS + i % SETS) + e];
+                up[e] = sums[16 * (i / SETS * 2 * SETS + i % SETS + SETS) + e];
+            }
+            if (bias != nullptr) add_bias(bias + n, of_set, n, up);
+#endif
+            if (bias != nullptr) add_bias(bias, of_set, n, v);
+#if GATED
+#pragma unroll
+            for (int e = 0; e < 16; ++e) v[e] = up[e] * __fdividef(v[e], 1 + __expf(-v[e]));
+#endif
         });
     }
 }
