@@ -36,8 +36,8 @@ def fused_all_gather_grouped_matmul(
     >>> A, (y,) = fused_all_gather_grouped_matmul(x, [w], rows, offs, return_A=True)
     >>> torch.testing.assert_close(y[slots[2, 0]], A[2] @ w[0])
 
-    On Hopper GPUs copy engines send many tokens of 16 bits, while rows of own ones are copied into their order and, if
-    they are many, multiplied. Else weft's all-gather runs before the products of ``grouped_matmul``.
+    On Hopper GPUs copy engines send many tokens of 16 bits, while rows of own ones are copied into their order. Else
+    weft's all-gather runs before the products of ``grouped_matmul``.
 
     Differentiable once. Works under torch.compile and, as ``grouped_matmul``, in CUDA graphs. Every rank must call it
     with the same shape of ``A_shard`` and the same N_i; experts and rows may differ.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..device.gemm.gemm_tiles import Tile, tiles_of
 
-MOST_EXPERTS, MOST_PARTS = 2048, 2  #: of a rank, and groups of each, whose steps lie in shared memory
+MOST_EXPERTS = 2048  #: of a rank, whose steps lie in shared memory
 _FEW_ROWS = 48  # of an expert, on average: tiles of 64 rows
 _ALL_WIDE = 0.8  # of a tile's rows, on average: no expert has more than a tile
 _READ_US, _STAGE_US = (
@@ -19,17 +19,11 @@ _RASTER_GROUP = 8
 _GATED = 128  # columns of a tile, or a multiple: a quarter is whole sets of sums
 # From how many bytes on copy engines send a rank's tokens: what their start and their flags cost is little then.
 _LEAST_COPIED = 8 << 20
-_LEAST_OWN = 256  # own rows of an expert, on average, which fill a pair of tiles
 
 
 def sends_by_copies(m: int, k: int) -> bool:
     """Whether copy engines send a rank's tokens [m, K] of 16 bits while it works on those that are there."""
     return 2 * m * k >= _LEAST_COPIED
-
-
-def multiplies_own_first(rows: int, experts: int, world_size: int) -> bool:
-    """Whether rows of own tokens are multiplied before the others, for which weights are read once more."""
-    return rows >= _LEAST_OWN * experts * world_size
 
 
 @dataclass(frozen=True)
@@ -43,9 +37,9 @@ class GroupedConfig:
     raster_group: int = _RASTER_GROUP
     gated: bool = False
 
-    def shared(self, groups: int) -> int:
+    def shared(self, experts: int) -> int:
         """Bytes of shared memory."""
-        return self.tile.shared + 4 * groups
+        return self.tile.shared + 4 * experts
 
 
 def choose_grouped(

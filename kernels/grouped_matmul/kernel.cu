@@ -1,7 +1,6 @@
-// A grouped product: C[i] = A[i] @ B[e] + bias[e] for the rows i of each expert e: those of each of its groups g, from
-// begins[g] to ends[g], or, without begins, from ends[g - 1].
+// A grouped product: C[i] = A[i] @ B[e] + bias[e] for the rows i of each expert e, from ends[e - 1] to ends[e].
 //
-// A [R, K], B [E, K, N], C [R, N], begins and ends [E * parts] int32. Up to MOST_BS B share one A. Accumulators are
+// A [R, K], B [E, K, N], C [R, N], ends [E] int32. Up to MOST_BS B share one A. Accumulators are
 // float32. Groups may have any number of rows, also none. Rows of C that no group has are not written.
 //
 // Which tiles there are is found from the groups by each block (groups.cuh), so a captured launch may be replayed with
@@ -9,7 +8,7 @@
 // (take_rows.cu). Copied to shared memory while stages are loaded they cost more, by threads as by boxes of one row
 // (bench/results/h200-x1-grouped-matmul.txt).
 //
-// It waits for no other rank. Whatever `begins` and `ends` hold, nothing outside of the tensors is read or written.
+// It waits for no other rank. Whatever `ends` hold, nothing outside of the tensors is read or written.
 
 #define SERVE_REGISTERS 72
 #include "gemm/gemm.cuh"
@@ -27,7 +26,6 @@ constexpr int MOST_BS = 4;
 struct Params {
     weft::TensorMap a;  // [1, 1, R, K], boxes of a stage
     weft::TensorMap b[MOST_BS];  // [E, K, N] each
-    const int* begins;  // or null
     const int* ends;
     const u16* bias[MOST_BS];  // [E, N], or null
     u16* c[MOST_BS];
@@ -35,7 +33,7 @@ struct Params {
     int columns[MOST_BS];  // of tiles, of each
     int bs, all_columns;
     int total;  // R
-    int groups, parts;  // parts: groups of an expert, which follow one another
+    int groups;  // experts
     int k;
     int raster_group;  // pairs of rows of tiles in a raster group
 };

@@ -1,7 +1,7 @@
-"""All ranks' tokens multiplied on CUDA while they come: copy engines send them, and own ones are multiplied first.
+"""All ranks' tokens multiplied on CUDA while they come: copy engines send them.
 
 Who writes and who waits is as for ``AllGatherProductsCopied``. Rows are copied into their order in two steps: those of
-own tokens, and those of peers' when all have come. Where own rows are many, their products come in between.
+own tokens, and those of peers' when all have come.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from ....kernels.all_gather_matmul.configs import CopiedConfig, GatherKernelCall
 from ....kernels.device.capability import runs_on, why_no_kernel_on
 from ....kernels.device.tuning.choice import make_together
 from ....kernels.grouped_matmul import OP
-from ....kernels.grouped_matmul.configs import multiplies_own_first, sends_by_copies
-from ....kernels.grouped_matmul.groups import Groups
+from ....kernels.grouped_matmul.configs import sends_by_copies
 from ....symm_mem.backends.cuda_state import current_stream_of
 from ....symm_mem.heap.heap import Heap
 from ....symm_mem.timeouts import timeout_in_ns
@@ -26,7 +25,7 @@ from ...dispatch.choice import Choice
 from ...dispatch.plan import num_sms, preferred_kernel, ran
 from ...dispatch.stream_order import in_stream_order
 from ...dispatch.workspaces import COPIED
-from .grouped_matmul import Term, as_the_kernel_takes, launch_groups, prepare_groups
+from .grouped_matmul import Term, as_the_kernel_takes, multiply_in_order, prepare_groups
 
 if TYPE_CHECKING:
     from ....kernels.all_gather_matmul.copied_products import AllGatherProductsCopied
@@ -112,8 +111,6 @@ class ArrivingTokens:
         self._rank, self._last = rank, (rank - 1) % size
         self._own = Own(rank * m, (rank + 1) * m, size * m)
         self._taken = own.new_empty(total, k)
-        self._rest = Groups(offs)  # what is multiplied at the end
-        self._splits = multiplies_own_first(total, offs.shape[0], size)
         self.outs = [own.new_empty(total, B.shape[2]) for B, _ in terms]
         self.every = own.new_empty(size * m, k) if return_A else None
 
@@ -121,34 +118,23 @@ class ArrivingTokens:
         """Compiles, in the current context, what peers would else wait for."""
         from ....kernels.grouped_matmul.take_rows import take_rows_program
 
-        for name in ("take_rows", "split_experts"):
-            take_rows_program().function(name)
+        take_rows_program().function("take_rows")
         if self._rows.shape[0]:
             prepare_groups(self._taken, self._terms)
 
     def take(self, src: int, tokens: Tensor, _: Tensor | None) -> None:
         """Those of rank ``src`` are there; those of the rank before this one come last."""
+        from ....kernels.grouped_matmul.take_rows import take_rows
+
         m, k = tokens.shape
         if self.every is not None:
             self.every[src * m : (src + 1) * m].copy_(tokens)
         if self._rows.shape[0] == 0:
             return
         if src == self._rank:
-            self._take_own(tokens)
+            take_rows(tokens, self._rows, self._offs, self._taken, self._own)
         elif src == self._last:
             place = tokens.storage_offset() - src * m * k  # of rank 0's
-            self._take_others(tokens.as_strided((self._own.tokens, k), (k, 1), place))
-
-    def _take_own(self, tokens: Tensor) -> None:
-        from ....kernels.grouped_matmul.take_rows import split_experts, take_rows
-
-        take_rows(tokens, self._rows, self._offs, self._taken, self._own)
-        if self._splits:
-            here, self._rest = split_experts(self._rows, self._offs, self._own)
-            launch_groups(self._taken, self._terms, self.outs, here)
-
-    def _take_others(self, tokens: Tensor) -> None:
-        from ....kernels.grouped_matmul.take_rows import take_rows
-
-        take_rows(tokens, self._rows, self._offs, self._taken, self._own, takes_own=False)
-        launch_groups(self._taken, self._terms, self.outs, self._rest)
+            every = tokens.as_strided((self._own.tokens, k), (k, 1), place)
+            take_rows(every, self._rows, self._offs, self._taken, self._own, takes_own=False)
+            multiply_in_order(self._taken, self._terms, self.outs, self._offs)

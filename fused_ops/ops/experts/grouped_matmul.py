@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ....kernels.device.capability import has_tensor_memory, why_no_kernel_on
 from ....kernels.grouped_matmul.configs import MOST_EXPERTS, choose_grouped
-from ....kernels.grouped_matmul.groups import Groups
 from ....kernels.grouped_matmul.reference import ends_within, experts_of_rows, reference_grouped_matmul
 from ... import validation
 from ...dispatch.plan import num_sms
@@ -88,7 +87,7 @@ def multiply(A: Tensor, terms: Sequence[Term], offs: Tensor, rows: Tensor | None
         taken = A.new_empty(rows.shape[0], A.shape[1])
         take_rows(A, rows.contiguous(), offs, taken)
         A = taken
-    launch_groups(A, terms, outs, Groups(offs))
+    multiply_in_order(A, terms, outs, offs)
     return outs
 
 
@@ -108,14 +107,14 @@ def as_the_kernel_takes(A: Tensor, terms: Sequence[Term]) -> tuple[Tensor, list[
     return taken(A), found
 
 
-def launch_groups(A: Tensor, terms: Sequence[Term], outs: Sequence[Tensor], groups: Groups) -> None:
+def multiply_in_order(A: Tensor, terms: Sequence[Term], outs: Sequence[Tensor], offs: Tensor) -> None:
     """By one launch where the Bs may share it, else one for each; the operands as the kernel takes them."""
     for some, kernel in _launchers(A, terms):
-        kernel.launch(A, terms[some], outs[some], groups)
+        kernel.launch(A, terms[some], outs[some], offs)
 
 
 def prepare_groups(A: Tensor, terms: Sequence[Term]) -> None:
-    """What ``launch_groups`` launches for such operands in their order, compiled and loaded."""
+    """What ``multiply_in_order`` launches for such operands in their order, compiled and loaded."""
     for _ in _launchers(A, terms):
         pass
 
