@@ -16,7 +16,7 @@ _READ_US, _STAGE_US = (
 )  # of a column of a stage that all SMs read from memory, and of a stage, on H200
 _NARROWEST = 160  # of tiles of 128 rows: narrower ones load too much
 _RASTER_GROUP = 8
-_GATED = 128  # columns of a tile, or a multiple: a quarter is whole sets of sums
+_GATED = 64  # columns of a warpgroup are a multiple: half of them are whole sets of sums
 # From how many bytes on copy engines send a rank's tokens: what their start and their flags cost is little then.
 _LEAST_COPIED = 8 << 20
 
@@ -31,11 +31,13 @@ class GroupedConfig:
     """Attributes:
     raster_group: pairs of rows of tiles of an expert that are computed column by column.
     gated: results are silu of products with the first half of B's columns, times those with the second.
+    turns: a tile of 64 rows is a warpgroup's: while one stores its own, the other one multiplies.
     """
 
     tile: Tile
     raster_group: int = _RASTER_GROUP
     gated: bool = False
+    turns: bool = False
 
     def shared(self, experts: int) -> int:
         """Bytes of shared memory."""
@@ -54,7 +56,7 @@ def choose_grouped(
 ) -> GroupedConfig:
     """For ``rows`` rows of so many experts, whose counts the host does not know: as if they had about the same."""
     each, clusters = rows / experts, max(1, num_sms // 2)
-    tiles = [tile for tile in tiles_of(tensor_memory) if not gated or tile.block_n % _GATED == 0]
+    tiles = [tile for tile in tiles_of(tensor_memory) if not gated or tile.warpgroup_columns % _GATED == 0]
     narrow = [tile for tile in tiles if tile.block_m == 64] if each <= _FEW_ROWS else []
     candidates = narrow or [tile for tile in tiles if tile.block_m == 128 and tile.block_n >= _NARROWEST]
 

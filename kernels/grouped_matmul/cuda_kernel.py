@@ -50,15 +50,16 @@ def lies_well(x: Tensor) -> bool:
     return aligned and step == 1 and apart[-1] >= x.shape[-1]
 
 
-def boxes_of_experts(b: Tensor, tile: Tile, whole: bool, gated: bool = False) -> Boxes:
+def boxes_of_experts(b: Tensor, tile: Tile, whole: bool, gated: int = 0) -> Boxes:
     """Of B [E, K, N]: what one block of a cluster loads; ``whole`` as ``is_whole`` has it for all B of a launch.
+    ``gated``: N is two halves, of so many of which a box has columns.
 
     Experts are a dimension of their own: past the end of K there are zeros, and not the next one's numbers.
     """
     (experts, k, n), (apart, *_), half = b.shape, b.stride(), BLOCK_K // 2
     if gated:
-        halves, strides = (experts, 2, n // 2, k), (apart, n // 2 * b.stride(2), b.stride(2), 1)
-        return Boxes(b.dtype, halves, strides, (1, 2, tile.block_n // 4, BLOCK_K))
+        both = (experts, 2, n // 2, k), (apart, n // 2 * b.stride(2), b.stride(2), 1)
+        return Boxes(b.dtype, *both, (1, gated, tile.block_n // 2 // gated, BLOCK_K))
     if is_transposed(b[0]):
         shape, strides, box = (experts, n, k), (apart, b.stride(2), 1), (1, tile.block_n // 2, BLOCK_K)
         return Boxes(b.dtype, shape, strides, box)
@@ -76,8 +77,7 @@ def may_share(bs: Sequence[Tensor]) -> bool:
 def grouped_program(bs: Sequence[Tensor], config: GroupedConfig) -> Program:
     """For these B [E, K, N_i] and their like."""
     defines = gemm.gemm_defines(config.tile, [b[0] for b in bs], split_k=True)
-    if config.gated:
-        defines["GATED"] = 1
+    defines |= {name: 1 for name, has in (("GATED", config.gated), ("TURNS", config.turns)) if has}
     return gemm.gemm_program(SOURCE, tuple(defines.items()))
 
 
@@ -94,10 +94,13 @@ class GroupedMatmul:
         tile, (experts, k, _) = config.tile, bs[0].shape
         whole = is_whole([b[0] for b in bs], tile)
         self._a = Maps(boxes_of_rows(a.dtype, (1, 1, *a.shape), (0, 0, *a.stride()), tile))
-        self._bs = [Maps(boxes_of_experts(b, tile, whole, config.gated)) for b in bs]
-        self._shared = config.shared(experts)
         program = grouped_program(bs, config)
         self._threads = gemm.threads_of(program)
+        # Where a warpgroup has all of a tile's columns, each block of a cluster loads one of gate and up.
+        has_all = self._threads == gemm.THREADS and (tile.block_m == 128 or config.turns)
+        halves = config.gated * (1 if has_all else 2)
+        self._bs = [Maps(boxes_of_experts(b, tile, whole, halves)) for b in bs]
+        self._shared = config.shared(experts)
         self._function: Function = program.function("grouped_matmul", shared=config.shared(MOST_EXPERTS))
         clusters = self._function.most_clusters(2, self._threads, self._shared)
         self._blocks = 2 * min(num_sms // 2, clusters)

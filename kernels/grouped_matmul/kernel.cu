@@ -1,7 +1,8 @@
 // A grouped product: C[i] = A[i] @ B[e] + bias[e] for the rows i of each expert e, from ends[e - 1] to ends[e].
 //
-// A [R, K], B [E, K, N], C [R, N], ends [E] int32. Up to MOST_BS B share one A. Accumulators are
-// float32. Groups may have any number of rows, also none. Rows of C that no group has are not written.
+// A [R, K], B [E, K, N], C [R, N], ends [E] int32. Up to MOST_BS B share one A. Accumulators are float32. Experts may
+// have any number of rows, also none. Rows of C that no expert has are not written. GATED: B's columns are those of gate
+// and of up; C is silu(gate) * up, of N / 2 columns, where neither is rounded.
 //
 // Which tiles there are is found from the groups by each block (groups.cuh), so a captured launch may be replayed with
 // other counts. TMA of Hopper gathers no rows: those that are taken by index are copied into their order before
@@ -22,6 +23,10 @@ using weft::u8;
 namespace {
 
 constexpr int MOST_BS = 4;
+constexpr int WIDTH = GATED + 1;  // columns of B for one of C
+constexpr int NUMBERS = weft::ACC_REGS / WIDTH;  // of C, of a thread
+
+static_assert(!GATED || weft::WN / 2 % weft::SET_COLUMNS == 0);
 
 struct Params {
     weft::TensorMap a;  // [1, 1, R, K], boxes of a stage
@@ -104,33 +109,31 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
 #endif
     weft::warpgroup_reg_alloc<weft::MULTIPLY_REGISTERS>();
     weft::MultiplyState state;
+    const int part = TURNS ? 0 : warpgroup;  // of a tile
     for (int step = blockIdx.x / weft::CLUSTER; step < groups.steps(); step += gridDim.x / weft::CLUSTER) {
+#if TURNS
+        if (state.turn++ % 2 != warpgroup) {
+            state.skip(depth);
+            continue;
+        }
+#endif
         const GroupTile t = groups.tile(step, s.block);
         float sums[weft::ACC_REGS];
-        weft::multiply(s, state, warpgroup, depth, sums);
-        // `apart`: of a warpgroup's columns those that are before it, but in no tile of C.
-        const int apart = GATED ? weft::place_of_sums(warpgroup).column / weft::WN * (weft::WN / 2) : 0;
-        const int column = t.column * (GATED ? BN / 2 : BN) - apart, n = p.n[t.b];
-        const u16* bias =
-            p.bias[t.b] == nullptr ? nullptr : p.bias[t.b] + static_cast<u64>(t.expert) * (GATED + 1) * n;
-        const int of_thread = column + weft::place_of_sums(warpgroup).column;
+        weft::multiply(s, state, part, depth, sums);
+        // Of C a warpgroup has half as many columns as of gate and up.
+        const int of_part = weft::place_of_sums(part).column, apart = GATED * (of_part / weft::WN) * (weft::WN / 2);
+        const int column = t.column * (BN / WIDTH) - apart, n = p.n[t.b];
+        const u16* bias = p.bias[t.b] == nullptr ? nullptr : p.bias[t.b] + static_cast<u64>(t.expert) * WIDTH * n;
         u16* c = p.c[t.b] + static_cast<u64>(t.row) * n + column;
-        constexpr int NUMBERS = weft::ACC_REGS / (GATED + 1);
         const auto& first = reinterpret_cast<const float(&)[NUMBERS]>(sums);
-        weft::store_rows(c, n, t.end - t.row, n - column, warpgroup, first, [&](int i, float* v) {
-            const int of_set = of_thread + weft::SET_COLUMNS * i;
-#if GATED
-            constexpr int SETS = BN / 4 / weft::SET_COLUMNS;  // of the gate, which those that it multiplies follow
-            float up[16];
-#pragma unroll
-            for (int e = 0; e < 16; ++e) {
-                v[e] = sums[16 * (i / SETS * 2 * SETS + i % SETS) + e];
-                up[e] = sums[16 * (i / SETS * 2 * SETS + i % SETS + SETS) + e];
-            }
-            if (bias != nullptr) add_bias(bias + n, of_set, n, up);
-#endif
+        weft::store_rows(c, n, t.end - t.row, n - column, part, first, [&](int i, float* v) {
+            const int of_set = column + of_part + weft::SET_COLUMNS * i;
             if (bias != nullptr) add_bias(bias, of_set, n, v);
 #if GATED
+            float up[16];
+#pragma unroll
+            for (int e = 0; e < 16; ++e) up[e] = sums[NUMBERS + 16 * i + e];
+            if (bias != nullptr) add_bias(bias + n, of_set, n, up);
 #pragma unroll
             for (int e = 0; e < 16; ++e) v[e] = up[e] * __fdividef(v[e], 1 + __expf(-v[e]));
 #endif

@@ -63,6 +63,8 @@ def take_rows(
         own: ``rows`` names tokens of all ranks. With ``takes_own`` those of this rank alone are taken, and ``a`` has
             these; else all others are, and ``a`` has all ranks'. None: all of ``a`` are this rank's.
     """
+    if rows.shape[0] == 0:
+        return
     size, experts = a.element_size(), offs.shape[0]
     first, end, tokens = own or (0, a.shape[0], a.shape[0])
     begin = a.data_ptr() - (first * a.stride(0) * size if takes_own else 0)

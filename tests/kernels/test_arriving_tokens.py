@@ -118,9 +118,9 @@ def test_each_rank_multiplies_all_tokens(
         for rank, kernel in enumerate(kernels):
             gpus.said.clear()
             terms = [(b, None) for b in bs]
-            call = ArrivingTokens(shards[rank], terms, rows, offs, (rank, W), return_A=turn == 1)
-            for out in (*call.outs, *([] if call.every is None else [call.every])):
-                out.fill_(float("nan"))
+            call = ArrivingTokens(shards[rank], terms, (rows, offs), (rank, W), return_A=turn == 1)
+            if call.every is not None:
+                call.every.fill_(float("nan"))
             kernel.as_they_come(shards[rank], None, call.take, 5, STREAM)
             names = [said if isinstance(said, str) else said[0] for said in gpus.said]
             arrive = ["arrive"] * (W - 1)
@@ -148,9 +148,8 @@ def test_without_rows_tokens_are_still_sent(monkeypatch: pytest.MonkeyPatch) -> 
     gpus = Kernels(bs, configs.copied_layout(example.problem(W)), monkeypatch)
     kernel: Any = AllGatherProductsCopied(gpus.workspace(0), example)
     none = torch.zeros(0, dtype=torch.int32)
-    call = ArrivingTokens(
-        tokens, [(bs[0], None)], none, torch.zeros(1, dtype=torch.int32), (0, W), return_A=False
-    )
+    index = none, torch.zeros(1, dtype=torch.int32)
+    call = ArrivingTokens(tokens, [(bs[0], None)], index, (0, W), return_A=False)
     kernel.as_they_come(tokens, None, call.take, 5, STREAM)
     assert "take_rows" not in gpus.said and gpus.said[-2] == "leave" and call.outs[0].shape == (0, 8)
 

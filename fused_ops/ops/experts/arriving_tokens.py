@@ -63,6 +63,7 @@ def multiply_arriving(
     index: tuple[Tensor, Tensor],
     *,
     return_A: bool,
+    swiglu: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
     """As the op. ``index``: rows and offs."""
     from ....kernels.all_gather_matmul.copied_products import AllGatherProductsCopied
@@ -70,9 +71,8 @@ def multiply_arriving(
     (m, k), size, (rows, offs) = A_shard.shape, where.world_size, index
     with in_stream_order(A_shard.device):
         own, terms = as_the_kernel_takes(A_shard.contiguous(), terms)
-        call = ArrivingTokens(
-            own, terms, rows.contiguous(), offs.contiguous(), (where.rank, size), return_A=return_A
-        )
+        order, of = (rows.contiguous(), offs.contiguous()), (where.rank, size)
+        call = ArrivingTokens(own, terms, order, of, return_A=return_A, swiglu=swiglu)
         workspace = choice.workspace_on(where)
         workspace.raise_if_broken()
         ran(choice.plan_in(workspace))
@@ -98,20 +98,20 @@ class ArrivingTokens:
         self,
         own: Tensor,
         terms: Sequence[Term],
-        rows: Tensor,
-        offs: Tensor,
+        index: tuple[Tensor, Tensor],
         of: tuple[int, int],
         *,
         return_A: bool,
+        swiglu: bool = False,
     ) -> None:
         from ....kernels.grouped_matmul.take_rows import Own
 
-        (m, k), (rank, size), total = own.shape, of, rows.shape[0]
-        self._terms, self._rows, self._offs = terms, rows, offs
+        (m, k), (rank, size), (self._rows, self._offs) = own.shape, of, index
+        self._terms, self._swiglu = terms, swiglu
         self._rank, self._last = rank, (rank - 1) % size
         self._own = Own(rank * m, (rank + 1) * m, size * m)
-        self._taken = own.new_empty(total, k)
-        self.outs = [own.new_empty(total, B.shape[2]) for B, _ in terms]
+        self._taken = own.new_empty(self._rows.shape[0], k)
+        self.outs = list[Tensor]()
         self.every = own.new_empty(size * m, k) if return_A else None
 
     def prepare(self) -> None:
@@ -120,7 +120,7 @@ class ArrivingTokens:
 
         take_rows_program().function("take_rows")
         if self._rows.shape[0]:
-            prepare_groups(self._taken, self._terms)
+            prepare_groups(self._taken, self._terms, swiglu=self._swiglu)
 
     def take(self, src: int, tokens: Tensor, _: Tensor | None) -> None:
         """Those of rank ``src`` are there; those of the rank before this one come last."""
@@ -129,12 +129,10 @@ class ArrivingTokens:
         m, k = tokens.shape
         if self.every is not None:
             self.every[src * m : (src + 1) * m].copy_(tokens)
-        if self._rows.shape[0] == 0:
-            return
         if src == self._rank:
             take_rows(tokens, self._rows, self._offs, self._taken, self._own)
         elif src == self._last:
             place = tokens.storage_offset() - src * m * k  # of rank 0's
             every = tokens.as_strided((self._own.tokens, k), (k, 1), place)
             take_rows(every, self._rows, self._offs, self._taken, self._own, takes_own=False)
-            multiply_in_order(self._taken, self._terms, self.outs, self._offs)
+            self.outs = multiply_in_order(self._taken, self._terms, self._offs, swiglu=self._swiglu)

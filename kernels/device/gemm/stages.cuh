@@ -87,6 +87,10 @@ struct PipelineState {
             parity ^= 1;
         }
     }
+    __device__ __forceinline__ void skip(int stages) {
+        parity ^= (at + stages) / N & 1;
+        at = (at + stages) % N;
+    }
 };
 
 // A tile's rows of A: box coordinates (k is added) in the map that the caller names.
@@ -108,8 +112,8 @@ __device__ __forceinline__ void load_b(const TensorMap& b, void* to, u64* full, 
 }
 
 // Loads a half of B of a stage, by one thread: of k, or of the columns. With N contiguous it lies in shared memory as two
-// halves of k, each [columns / 64][32][64]; with B_WHOLE one box has all of a half. GATED: a half has as many columns of
-// the first half of B as, after them, of its second. `part`: of B, if it has several; k is counted inside of it.
+// halves of k, each [columns / 64][32][64]; with B_WHOLE one box has all of a half. GATED: a warpgroup has as many columns
+// of the first half of B as, after them, of its second. `part`: of B, if it has several; k is counted inside of it.
 template <bool SHARED>
 __device__ __forceinline__ void load_half_of_b(
     int half, u8* stage, u64* full, const TensorMap& b, int column, int k, int part) {
@@ -124,7 +128,7 @@ __device__ __forceinline__ void load_half_of_b(
     } else {
         u8* to = stage + A_BYTES + half * (BN / 2 * 128);
         if constexpr (GATED) {
-            load_b<SHARED>(b, to, full, part, k, column / 2 + half * (BN / 4), 0);
+            load_b<SHARED>(b, to, full, part, k, column / 2 + (WN == BN ? 0 : half * (BN / 4)), WN == BN ? half : 0);
         } else {
             load_b<SHARED>(b, to, full, part, k, column + half * (BN / 2));
         }
