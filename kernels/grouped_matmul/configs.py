@@ -31,13 +31,11 @@ class GroupedConfig:
     """Attributes:
     raster_group: pairs of rows of tiles of an expert that are computed column by column.
     gated: results are silu of products with the first half of B's columns, times those with the second.
-    turns: a tile of 64 rows is a warpgroup's: while one stores its own, the other one multiplies.
     """
 
     tile: Tile
     raster_group: int = _RASTER_GROUP
     gated: bool = False
-    turns: bool = False
 
     def shared(self, experts: int) -> int:
         """Bytes of shared memory."""

@@ -77,7 +77,8 @@ def may_share(bs: Sequence[Tensor]) -> bool:
 def grouped_program(bs: Sequence[Tensor], config: GroupedConfig) -> Program:
     """For these B [E, K, N_i] and their like."""
     defines = gemm.gemm_defines(config.tile, [b[0] for b in bs], split_k=True)
-    defines |= {name: 1 for name, has in (("GATED", config.gated), ("TURNS", config.turns)) if has}
+    if config.gated:
+        defines["GATED"] = 1
     return gemm.gemm_program(SOURCE, tuple(defines.items()))
 
 
@@ -97,7 +98,7 @@ class GroupedMatmul:
         program = grouped_program(bs, config)
         self._threads = gemm.threads_of(program)
         # Where a warpgroup has all of a tile's columns, each block of a cluster loads one of gate and up.
-        has_all = self._threads == gemm.THREADS and (tile.block_m == 128 or config.turns)
+        has_all = self._threads == gemm.THREADS and tile.block_m == 128
         halves = config.gated * (1 if has_all else 2)
         self._bs = [Maps(boxes_of_experts(b, tile, whole, halves)) for b in bs]
         self._shared = config.shared(experts)

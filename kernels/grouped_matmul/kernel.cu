@@ -109,24 +109,17 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
 #endif
     weft::warpgroup_reg_alloc<weft::MULTIPLY_REGISTERS>();
     weft::MultiplyState state;
-    const int part = TURNS ? 0 : warpgroup;  // of a tile
     for (int step = blockIdx.x / weft::CLUSTER; step < groups.steps(); step += gridDim.x / weft::CLUSTER) {
-#if TURNS
-        if (state.turn++ % 2 != warpgroup) {
-            state.skip(depth);
-            continue;
-        }
-#endif
         const GroupTile t = groups.tile(step, s.block);
         float sums[weft::ACC_REGS];
-        weft::multiply(s, state, part, depth, sums);
+        weft::multiply(s, state, warpgroup, depth, sums);
         // Of C a warpgroup has half as many columns as of gate and up.
-        const int of_part = weft::place_of_sums(part).column, apart = GATED * (of_part / weft::WN) * (weft::WN / 2);
+        const int of_part = weft::place_of_sums(warpgroup).column, apart = GATED * (of_part / weft::WN) * (weft::WN / 2);
         const int column = t.column * (BN / WIDTH) - apart, n = p.n[t.b];
         const u16* bias = p.bias[t.b] == nullptr ? nullptr : p.bias[t.b] + static_cast<u64>(t.expert) * WIDTH * n;
         u16* c = p.c[t.b] + static_cast<u64>(t.row) * n + column;
         const auto& first = reinterpret_cast<const float(&)[NUMBERS]>(sums);
-        weft::store_rows(c, n, t.end - t.row, n - column, part, first, [&](int i, float* v) {
+        weft::store_rows(c, n, t.end - t.row, n - column, warpgroup, first, [&](int i, float* v) {
             const int of_set = column + of_part + weft::SET_COLUMNS * i;
             if (bias != nullptr) add_bias(bias, of_set, n, v);
 #if GATED

@@ -62,9 +62,9 @@ def scatter(
     return gemm.gemm_program(matmul_reduce_scatter.SOURCE, defines)
 
 
-def grouped(tile: Tile, order: str, **how: bool) -> Program:
+def grouped(tile: Tile, order: str, gated: bool = False) -> Program:
     b = ORDERS[order].expand(2, *ORDERS[order].shape)
-    return grouped_matmul.grouped_program([b], GroupedConfig(tile, **how))
+    return grouped_matmul.grouped_program([b], GroupedConfig(tile, gated=gated))
 
 
 def with_barriers(program: Program) -> Program:
@@ -130,12 +130,6 @@ PROGRAMS: dict[str, Program] = {
         if tile.warpgroup_columns % 64 == 0
     },
     **{
-        f"grouped_matmul-turns-{order}-{gated}": grouped(
-            Tile(64, 256, 5, 0.0), order, gated=gated, turns=True
-        )
-        for order, gated in (("rows", False), ("columns", True))
-    },
-    **{
         f"matmul_reduce_scatter-{tile.block_m}x{tile.block_n}": scatter(tile, list(ORDERS)[-i % 3], 4)
         for i, tile in enumerate(OTHERS)
     },
@@ -182,7 +176,6 @@ def test_matmuls_of_a_stage_run_one_behind_the_other(name: str, instructions: di
     waits, products = (
         len(re.findall(what, instructions[name])) for what in (r"WARPGROUP\.DEPBAR", r"HGMMA\.")
     )
-    waits -= "turns" in name  # and one after the last stage
     of_a_stage = 8 if name.endswith(f"x{WIDEST.block_n}") else 4  # no instruction has more than 256 columns
     assert 0 < products == of_a_stage * waits, f"{waits} waits for {products} products"
 

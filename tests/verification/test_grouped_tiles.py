@@ -35,10 +35,9 @@ class Grouped:
     blocks: int = 4
     more: tuple[int, ...] = ()  # N of further Bs
     gated: bool = False
-    turns: bool = False
 
     def config(self) -> GroupedConfig:
-        return GroupedConfig(self.tile, self.raster_group, self.gated, self.turns)
+        return GroupedConfig(self.tile, self.raster_group, self.gated)
 
     def bs(self) -> list[torch.Tensor]:
         experts, k, ns = len(self.counts), self.k, (self.n, *self.more)
@@ -92,9 +91,6 @@ CASES = {
     "gated": Grouped((70, 0, 1, 300, 64), 272, 72, Tile(128, 256, 2, 0.0), bias=True, gated=True),
     "gated-two-bs": Grouped((70, 0, 1, 130), 144, 72, Tile(64, 128, 2, 0.0), more=(16,), gated=True),
     "gated-few-columns": Grouped((70, 200), 48, 72, Tile(128, 128, 2, 0.0), bias=True, gated=True),
-    "turns": Grouped((70, 0, 1, 300, 64), 136, 200, SMALL, bias=True, turns=True, blocks=2),
-    "turns-n-contiguous": Grouped((70, 130), 72, 72, SMALL, rows=True, turns=True),
-    "turns-gated": Grouped((70, 130), 144, 200, Tile(64, 128, 3, 0.0), gated=True, turns=True),
     "in-order-wide": Grouped((3, 260, 0), 136, 72, WIDE, rows=False, blocks=2),
 }
 

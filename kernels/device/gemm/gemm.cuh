@@ -15,8 +15,7 @@
 // Defined by the includer: DTYPE (bfloat16 or float16) and PRODUCT_TYPE, BM, BN, STAGES, B_ROWS (1: N is contiguous in
 // B, 0: K), B_WHOLE (N is a multiple of 64) and SPLIT_K (1: B is a stack of parts along K, each with rows of A of its
 // own), GATED (1: B is two halves along N, its maps have one more dimension for them, and each warpgroup has the same
-// columns of both), TURNS (1: warpgroups 0 and 1 have tiles in turns, not one together; BM is 64); SERVE_REGISTERS per
-// thread of warpgroup 2: warpgroups 0 and 1 get what is left, MULTIPLY_REGISTERS.
+// columns of both); SERVE_REGISTERS per thread of warpgroup 2: warpgroups 0 and 1 get what is left, MULTIPLY_REGISTERS.
 
 #pragma once
 
@@ -24,9 +23,6 @@
 
 #ifndef GATED
 #define GATED 0
-#endif
-#ifndef TURNS
-#define TURNS 0
 #endif
 
 namespace weft {

@@ -87,10 +87,6 @@ struct PipelineState {
             parity ^= 1;
         }
     }
-    __device__ __forceinline__ void skip(int stages) {
-        parity ^= (at + stages) / N & 1;
-        at = (at + stages) % N;
-    }
 };
 
 // A tile's rows of A: box coordinates (k is added) in the map that the caller names.

@@ -10,14 +10,14 @@ namespace weft {
 constexpr int GROUP = 128;  // threads of a warpgroup
 constexpr int THREADS = 3 * GROUP;
 constexpr int MULTIPLY_REGISTERS = (504 - SERVE_REGISTERS) / 2;
-constexpr int STAGE_READERS = TURNS ? 8 : 16;  // compute warps of both blocks
-constexpr int ACCUMULATOR_WORDS = 2 * TURNS;  // of shared memory
+constexpr int STAGE_READERS = 16;  // the compute warps of both blocks
+constexpr int ACCUMULATOR_WORDS = 0;  // of shared memory
 constexpr int TILES_AHEAD = 0;  // of the stages' readers to the warpgroups that have the sums
 constexpr int WARPGROUPS_M = BM / 64;
-constexpr int WN = TURNS ? BN : BN / (2 / WARPGROUPS_M);  // columns of a warpgroup
+constexpr int WN = BN / (2 / WARPGROUPS_M);  // columns of a warpgroup
 constexpr int ACC_REGS = WN / 2;  // registers of a thread
 
-static_assert(BM == 64 || (BM == 128 && !TURNS));
+static_assert(BM == 64 || BM == 128);
 static_assert(WN % 32 == 0 && (!B_ROWS || WARPGROUPS_M == 2 || WN % 64 == 0));
 
 constexpr int SET_COLUMNS = 32;

@@ -8,17 +8,9 @@
 
 namespace weft {
 
-struct MultiplyState : PipelineState<STAGES> {
-    int turn = 0;  // tiles that the block has begun
-};
+using MultiplyState = PipelineState<STAGES>;
 
-// In turns: of each warpgroup one that it waits for, until the other one has seen all its stages. It would take an older
-// one for its own.
-__device__ __forceinline__ void begin_accumulators(const Shared& s) {
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < ACCUMULATOR_WORDS; ++i) init_barrier(s.accumulators + i, GROUP / 32);
-    }
-}
+__device__ __forceinline__ void begin_accumulators(const Shared&) {}
 
 // A warp has read a stage: arrives at the barriers of both blocks' loaders.
 __device__ __forceinline__ void release(u64* empty) {
@@ -42,8 +34,7 @@ __device__ __forceinline__ void product(float (&sums)[N / 2], u64 a, u64 b, int 
 // The main loop of a tile, by a compute warpgroup. It waits for its wgmma of a stage before it takes the next: the
 // other warpgroup's keep the tensor cores busy meanwhile, and the stage is released a stage's time earlier, on which
 // the loads depend: one takes as long as two stages of wgmma. `hook` gets the number of the stage and the warpgroup's
-// rows of A, 64 of 128 bytes, and has done with them at its end. In turns the other warpgroup is at its epilogue: the
-// next stage's wgmma are issued before this one's are done.
+// rows of A, 64 of 128 bytes, and has done with them at its end.
 template <typename MainloopHook = NoMainloopHook>
 __device__ __forceinline__ void multiply(
     const Shared& s, MultiplyState& state, int warpgroup, int depth, float (&sums)[ACC_REGS],
@@ -52,8 +43,6 @@ __device__ __forceinline__ void multiply(
     const bool first_lane = threadIdx.x % 32 == 0;
     constexpr u32 LEADING = B_ROWS ? 4096 : 0;
     constexpr int B_COLUMNS = B_ROWS ? WN * 64 : WN * 128;  // bytes of a warpgroup's columns, in a half of k or in all
-    if (TURNS && state.turn > 1) wait(s.accumulators + (state.turn - 1) % 2, (state.turn - 2) / 2 & 1);
-    int done = 0;  // in turns: the stage before
     for (int i = 0; i < depth; ++i) {
         u8* stage = s.stages + state.at * STAGE_BYTES;
         const u64 a = smem_descriptor(stage + m * 64 * 128, 0, 1024);
@@ -67,16 +56,10 @@ __device__ __forceinline__ void multiply(
             product<WN>(sums, a + k * 2, b + (b_at >> 4), i + k);
         }
         warpgroup_commit_batch();
-        warpgroup_wait<TURNS>();
-        hook.end();
-        if (first_lane && i >= TURNS) release(s.empty + (TURNS ? done : state.at));
-        done = state.at;
-        state.next();
-    }
-    if constexpr (TURNS) {
-        if (first_lane) arrive_at(s.accumulators + state.turn % 2, s.block);
         warpgroup_wait<0>();
-        if (first_lane) release(s.empty + done);
+        hook.end();
+        if (first_lane) release(s.empty + state.at);
+        state.next();
     }
 }
 
