@@ -138,18 +138,6 @@ def test_under_torch_compile(device: str) -> None:
     run_row(compiled, 2, device=device)
 
 
-@on_ranks(2, device=DEVICES)
-def test_opcheck(rank: int, world_size: int) -> None:
-    ops, name = torch.ops.weft, world().group_name
-    for grad in (False, True):
-        A, B = (torch.randn(*shape, requires_grad=grad) for shape in ((2, 4, 6), (6, 8)))
-        for dim in (0, -2):
-            torch.library.opcheck(ops.fused_matmul_all_to_all, (A, B, dim, name))
-            C = torch.randn(12, 3, requires_grad=grad)
-            torch.library.opcheck(ops.fused_all_to_all_matmul, (A, C, dim, name))
-            torch.library.opcheck(ops.fused_all_to_all_matmul, (A, C, dim, name), {"return_A": True})
-
-
 @on_ranks(2)
 def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     A, B, name, ops = torch.randn(4, 3), torch.randn(3, 6), world().group_name, torch.ops.weft
@@ -178,30 +166,6 @@ def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int)
         with pytest.raises(TypeError, match="B: is of type list, must be a tensor"):
             call(A, [B], 0, world())  # type: ignore[arg-type]
     assert last_plan() is before, "refused after it was launched"
-
-
-def late(rank: int, world_size: int) -> list[str]:
-    texts = []
-    for call, A, B in (
-        (fused_matmul_all_to_all, torch.ones(4, 3), torch.ones(3, 4)),
-        (fused_all_to_all_matmul, torch.ones(4, 3), torch.ones(6, 4)),
-    ):
-        symm_mem.set_timeout(60)
-        symm_mem.reset()
-        call(A, B, 0)
-        symm_mem.check()
-        symm_mem.set_timeout(0.5)
-        if rank == 0:
-            with pytest.raises(symm_mem.PeerTimeout) as error:
-                call(A, B, 0)
-            texts.append(str(error.value))
-    return texts
-
-
-def test_a_missing_rank_is_an_error_with_a_name() -> None:
-    texts = run_ranks(late, 2, fresh=True)[0]
-    for text, op in zip(texts, ("fused_matmul_all_to_all", "fused_all_to_all_matmul"), strict=True):
-        assert text.startswith(f"{op}: rank 0") and "waited 0.5 s for rank 1" in text
 
 
 def test_plans() -> None:
