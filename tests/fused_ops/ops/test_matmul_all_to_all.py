@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from opcommon import BOUND, DEVICES, check, compiled_like_eager, gather, poison, refuses, same_on_all, world
 from ranks import on_ranks, run_ranks, run_row
+from references import held_gradients
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft import symm_mem
@@ -65,26 +66,13 @@ def test_products_around_all_to_alls(world_size: int, algorithm: str) -> None:
 
 @on_ranks([2, 3], device=DEVICES)
 def test_gradients(rank: int, world_size: int) -> None:
-    W = world_size
     for dim in (0, 1):
-        A = torch.randn(2, 3, 5).requires_grad_()
-        B = same_on_all(5, 4 * W, dtype=torch.float32).requires_grad_()
-        weight = torch.randn(*(2 * W, 3) if dim == 0 else (2, 3 * W), 4)
-        (fused_matmul_all_to_all(A, B, dim) * weight).sum().backward()
-        back = exchanged(weight, dim, -1)
-        assert A.grad is not None and B.grad is not None
-        check("A.grad", A.grad, back @ B.detach().double().t(), 1e-6)
-        check("B.grad", B.grad, A.detach().double().flatten(0, 1).t() @ back.flatten(0, 1), 1e-6)
-
-        heads = torch.randn(2 * W, 3 * W, 5).requires_grad_()
-        C = torch.randn(5 * W, 4).requires_grad_()
-        y = fused_all_to_all_matmul(heads, C, dim)
-        weight = torch.randn_like(y)
-        (y * weight).sum().backward()
-        assert heads.grad is not None and C.grad is not None
-        there = exchanged(heads, dim, -1)
-        check("heads.grad", heads.grad, exchanged(weight.double() @ C.detach().double().t(), -1, dim), 1e-6)
-        check("C.grad", C.grad, there.flatten(0, 1).t() @ weight.double().flatten(0, 1), 1e-6)
+        A, heads = torch.randn(2, 3, 5), torch.randn(2 * world_size, 3 * world_size, 5)
+        B, C = torch.randn(5, 4 * world_size), torch.randn(5 * world_size, 4)
+        for t in (A, B, heads, C):
+            t.requires_grad_()
+        held_gradients(fused_matmul_all_to_all, A=A, B=B, gather_dim=dim, group=world())
+        held_gradients(fused_all_to_all_matmul, A=heads, B=C, scatter_dim=dim, group=world())
 
 
 @on_ranks(2)
