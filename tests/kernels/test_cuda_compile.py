@@ -69,7 +69,7 @@ CHOICES = [
     (8, "float32", (1, False, True)),
 ]
 CHOICES += [(9, "bfloat16", (10, False, True))]
-ONE_SHOT = (2, 3, 4, 5, 8, 9)
+ONE_SHOT = (2, 3, 4, 8, 9)
 FEW_ROWS = [
     (size, dtype, reduce_op, n, b_rows)
     for size, dtype, reduce_op, n in [
