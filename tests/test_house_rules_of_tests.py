@@ -12,9 +12,7 @@ from mutations import MUTANTS
 TESTS = Path(__file__).parent
 
 # What patches more, and how much. It may become less: a seam that is real beats a patch, as fake_gpu.py has one.
-PATCH_MORE = {
-    "fused_ops/dispatch/test_tuned_matmuls.py::stage": 3,
-}
+PATCH_MORE = {"fused_ops/dispatch/test_tuned_matmuls.py::stage": 3}
 
 
 PATCHES = ("setattr", "setitem", "delattr", "patch", "object")

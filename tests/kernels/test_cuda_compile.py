@@ -207,10 +207,7 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
         {"arrive", "gather", *(f"{op}_{dtype}" for op in ("sum", "avg") for dtype in TORCH)},
         async_kernel._Params,
     ),
-    "transfer": (
-        {"post", "await", "move", "post_all", "await_all", "move_all"},
-        transfer._Params,
-    ),
+    "transfer": ({"post", "await", "move", "post_all", "await_all", "move_all"}, transfer._Params),
     "all_reduce": (
         {f"{form}{kind}" for form in ("one_shot", "two_shot", "two_shot_rounds") for kind in ("", "_any")},
         cuda_kernel._Params,

@@ -39,15 +39,7 @@ def test_others_have_files_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"",
-        b"\xff\xfe\x00",
-        b"{",
-        b"[]",
-        b"null",
-        b'{"for": {}, "kinds": {"kind": "config"}}',
-        b"[" * 100_000,
-    ],
+    [b"", b"\xff\xfe\x00", b"{", b"[]", b"null", b'{"for": {}, "kinds": {"kind": "config"}}', b"[" * 100_000],
 )
 def test_what_is_not_ours_is_ignored_and_replaced(content: bytes) -> None:
     file = TunedFile("GPU", 2)

@@ -15,11 +15,7 @@ from test_launch_cache_of_matmuls import CHANGES, OTHERS
 from weft import fused_ops, symm_mem
 from weft.fused_ops.dispatch import launch_cache, plan
 from weft.fused_ops.dispatch.workspaces import AROUND_MATMULS
-from weft.fused_ops.ops import (
-    all_reduce_rms_norm,
-    all_reduce_rms_norm_quant,
-    matmul_all_reduce,
-)
+from weft.fused_ops.ops import all_reduce_rms_norm, all_reduce_rms_norm_quant, matmul_all_reduce
 from weft.fused_ops.ops.all_reduce_rms_norm_quant import AllReduceRmsNormQuantCall
 from weft.fused_ops.ops.matmul_all_reduce import MatmulAllReduceCall
 from weft.kernels import all_reduce_rms_norm as op_names

@@ -139,11 +139,7 @@ def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int)
     x, name = torch.randn(4), world().group_name
     for args, kind, words in [
         ((x.double(), "sum", name), TypeError, "x: is torch.float64, must be float32, bfloat16 or float16"),
-        (
-            (x, "product", name),
-            ValueError,
-            "reduce_op: is 'product', must be one of 'sum', 'avg', 'max' or 'min'",
-        ),
+        ((x, "product", name), ValueError, "reduce_op: is 'product', must be one of 'sum', 'avg', 'max'"),
         ((x, "sum", "nobody"), ValueError, "group: no process group is named"),
     ]:
         refuses(torch.ops.weft.one_shot_all_reduce, args, kind, words)

@@ -115,16 +115,8 @@ def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int)
         ((x[0, 0], "sum", 0, name), ValueError, "x: has no dimension, must have 1 or more"),
         ((x, "sum", -3, name), ValueError, "scatter_dim: is -3, must be from -2 to 1 for a 2-D x"),
         ((x, "sum", 1, name), ValueError, "scatter_dim: x has size 3 there, must be a multiple of 2 ranks"),
-        (
-            (x, "product", 0, name),
-            ValueError,
-            "reduce_op: is 'product', must be one of 'sum', 'avg', 'max' or",
-        ),
-        (
-            (x.double(), "sum", 0, name),
-            TypeError,
-            "x: is torch.float64, must be float32, bfloat16 or float16",
-        ),
+        ((x, "product", 0, name), ValueError, "reduce_op: is 'product', must be one of 'sum', 'avg', 'max'"),
+        ((x.double(), "sum", 0, name), TypeError, "x: is torch.float64, must be float32, bfloat16"),
         ((x, "sum", 0, "nobody"), ValueError, "group: no process group is named"),
     ]:
         refuses(torch.ops.weft.one_shot_reduce_scatter, args, kind, words)
