@@ -142,6 +142,10 @@ def _product_exchanged(first: Sequence[Tensor], every: Sequence[Arguments], rank
     return _exchanged(products, (-1, every[rank]["gather_dim"]), rank)
 
 
+def _product_gathered(first: Sequence[Tensor], every: Sequence[Arguments], rank: int) -> Tensor:
+    return torch.cat([a @ args["B"] for a, args in zip(first, every, strict=True)], -1)
+
+
 def _exchanged_product(first: Sequence[Tensor], every: Sequence[Arguments], rank: int) -> Tensor:
     product: Tensor = _exchanged(first, (every[rank]["scatter_dim"], -1), rank) @ every[rank]["B"]
     return product
@@ -196,6 +200,7 @@ _SENT: dict[str, Callable[[Sequence[Tensor], Sequence[Arguments], int], Tensor |
     "one_shot_gather": _gathered_to_one,
     "one_shot_all_to_all": _all_to_all,
     "fused_matmul_all_to_all": _product_exchanged,
+    "fused_matmul_all_gather": _product_gathered,
     "fused_all_to_all_matmul": _exchanged_product,
     "fused_all_gather_matmul": _gathered_product,
     "fused_all_gather_scaled_matmul": _gathered_scaled,

@@ -156,6 +156,11 @@ def _product_exchanged(at: At) -> Made:
     return every, {"A": every[at.rank]["A"][:-1]}
 
 
+def _multiplied_and_gathered(at: At) -> Made:
+    k, x = 8 * at.unit, numbers(100 * at.step, 3 * at.unit + at.more, 8 * at.unit)
+    return [{"A": x, "B": b} for b in at.fixed(1000, k, 8 * at.unit)], {"A": x[:-1]}
+
+
 def _exchanged_and_multiplied(at: At) -> Made:
     k, n, rows = 8 * at.unit, 8 * at.unit, at.size * (3 * at.unit + at.more)
     pairs = zip(at.of_ranks(0, rows, k), at.fixed(1000, k * at.size, n), strict=True)
@@ -324,6 +329,7 @@ _MADE: dict[str, Callable[[At], Made]] = {
     "one_shot_all_to_all": _exchanged,
     "one_shot_gather": _gathered_to_one,
     "fused_matmul_all_to_all": _product_exchanged,
+    "fused_matmul_all_gather": _multiplied_and_gathered,
     "fused_all_to_all_matmul": _exchanged_and_multiplied,
 }
 # Rank, ranks, step, unit of the sizes, group, and by how much the sizes are larger.

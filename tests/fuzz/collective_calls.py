@@ -68,6 +68,12 @@ def matmul_all_to_all(draw: st.DrawFn) -> list[Any]:
 
 
 @st.composite
+def matmul_all_gather(draw: st.DrawFn) -> list[Any]:
+    A, B, _, group = draw(matmul_all_to_all())
+    return [A, B, group]
+
+
+@st.composite
 def all_to_all_matmul(draw: st.DrawFn) -> list[Any]:
     lead = draw(st.lists(v.sizes, min_size=1, max_size=3))
     dim, k, dtype = draw(st.integers(0, len(lead) - 1)), draw(v.sizes), draw(v.dtypes)

@@ -27,6 +27,7 @@ from collective_calls import (
     all_to_all,
     all_to_all_matmul,
     gather,
+    matmul_all_gather,
     matmul_all_to_all,
     reduce_scatter,
 )
@@ -165,6 +166,7 @@ CALLS = {
     "one_shot_reduce_scatter": reduce_scatter(),
     "one_shot_all_to_all": all_to_all(),
     "one_shot_gather": gather(),
+    "fused_matmul_all_gather": matmul_all_gather(),
     "fused_matmul_all_to_all": matmul_all_to_all(),
     "fused_all_to_all_matmul": all_to_all_matmul(),
     "fused_all_reduce_rms_norm": all_reduce_rms_norm(),
