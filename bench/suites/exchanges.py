@@ -62,8 +62,9 @@ class Exchanges(Suite):
     """Heads to sequence and back, alone and around their products.
 
     weft: the op; parts: torch's product and weft's exchange; backend: torch's product, NCCL and what permutes around
-    it. Of matmul_all_gather a model's head: all ranks have all tokens, and get the logits of the whole vocabulary. ``limit_us``: the time of the bytes that a rank receives over the links; ``product_us``: the product alone. M:
-    the whole sequence; a model has as many columns as its heads. Every result is compared with float64.
+    it. Of matmul_all_gather a model's head: all ranks have all tokens, and get the logits of the whole vocabulary.
+    ``limit_us``: the time of the bytes that a rank receives over the links; ``product_us``: the product alone. M: the
+    whole sequence; a model has as many columns as its heads. Every result is compared with float64.
     """
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:

@@ -2,13 +2,14 @@
 
 The product is cut into pieces of columns, or of rows where it has more of these. Of each, on the current stream: the
 product, put where it belongs in the result; acquire kernel; after the next piece's product a wait for each peer's
-piece, a copy of it to where it belongs, and the end of the epoch. On the copy stream: the piece, and then a flag, to one peer
-after the other (device/comm/copy_engine.py). Who waits: `arrive` of acquire.cu. A call has as many epochs as pieces.
+piece, a copy of it to where it belongs, and the end of the epoch. On the copy stream: the piece, and then a flag, to
+one peer after the other (device/comm/copy_engine.py). Who waits: `arrive` of acquire.cu. A call has as many epochs as
+pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,9 +17,8 @@ from ...symm_mem.layout import NUM_BUFFERS, Layout
 from ...symm_mem.workspace import Workspace
 from ..device.comm import acquire
 from ..device.comm.copy_engine import CopiedConfig, CopiedPiece, engine_of
-from ..device.gemm.one_shot import launch_prepared
 from ..device.jit.ahead import CompilableProgram
-from ..device.tuning.choice import KernelChoice, KernelSteps, make_together
+from ..device.tuning.choice import KernelChoice, KernelSteps
 from . import OP
 from .configs import (
     MatmulAllGatherKernelCall,
@@ -85,8 +85,8 @@ class MatmulAllGatherCopied:
                     buffer = workspace.next_buffer()
                     width, height = made.shape[1] * made.itemsize, made.shape[0]
                     step = made.stride(0) * made.itemsize
-                    piece = CopiedPiece(made.data_ptr(), self._offset, width, height, step)
-                    self._engine.start_pieces(buffer, lambda peer, piece=piece: [piece], timeout_ns)
+                    sent = [CopiedPiece(made.data_ptr(), self._offset, width, height, step)]
+                    self._engine.start_pieces(buffer, _same_for_all(sent), timeout_ns)
                     if before is not None:
                         self._put(*before, timeout_ns, stream)
                     before = buffer, parts[rows, :, columns]
@@ -105,6 +105,10 @@ class MatmulAllGatherCopied:
             slot = self._slots[buffer][src, : height * width].view(height, width)
             parts[:, src].view(self._wide).copy_(slot.view(self._wide))
         self._ends[buffer](stream)
+
+
+def _same_for_all(sent: list[CopiedPiece]) -> Callable[[int], list[CopiedPiece]]:
+    return lambda peer: sent
 
 
 def choose_copied_pieces(
@@ -128,28 +132,6 @@ def copied_pieces_programs(
     return [acquire.PROGRAM]
 
 
-def launch_copied_pieces(
-    choice: KernelChoice[CopiedConfig],
-    workspace: Workspace[Layout],
-    call: MatmulAllGatherKernelCall,
-    timeout_ns: int,
-    op: str,
-) -> torch.Tensor:
-    """All ranks' products side by side, [m, W * N]."""
-    a, b = call
-    out = a.new_empty(a.shape[0], workspace.world_size * b.shape[1])
-    kernel = workspace.prepared.get(_key(choice, call))
-    if kernel is None:
-        same = op, a.shape, b.shape[1], a.dtype
-
-        def make() -> MatmulAllGatherCopied:
-            return MatmulAllGatherCopied(workspace, call)
-
-        kernel = make_together(workspace, op, _key(choice, call), same, make)
-    launch_prepared(workspace, choice.config, kernel, [a, b], [out], timeout_ns)
-    return out
-
-
 def _key(choice: KernelChoice[CopiedConfig], call: MatmulAllGatherKernelCall) -> tuple[object, ...]:
     return OP, choice.config, call.a.shape, call.a.stride(), call.b.shape[1], call.a.dtype
 
@@ -157,8 +139,9 @@ def _key(choice: KernelChoice[CopiedConfig], call: MatmulAllGatherKernelCall) ->
 COPIED_STEPS = KernelSteps(
     choose_copied_pieces,
     copied_pieces_programs,
-    lambda choice, where, call: (choice, ""),
-    launch_copied_pieces,
-    lambda choice, workspace, call: workspace.prepared.get(_key(choice, call)),
+    lambda workspace, call, config: MatmulAllGatherCopied(workspace, call),
+    _key,
+    lambda config, call: (*call.a.shape, call.b.shape[1], call.a.dtype),
     lambda config, call: [*call],
+    lambda call, world_size: [call.a.new_empty(call.a.shape[0], world_size * call.b.shape[1])],
 )

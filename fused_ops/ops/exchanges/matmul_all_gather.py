@@ -108,7 +108,7 @@ def _by_copy_engines(choice: Choice, where: Heap, call: MatmulAllGatherCall) -> 
     how: KernelUse = choice.how
     with in_stream_order(how.call.b.device):
         how.staging.copy()
-        made, remember = launch_kernel(COPIED_STEPS, choice, where, how.call, OP)
+        (made,), remember = launch_kernel(COPIED_STEPS, choice, where, how.call, OP)
     out: Tensor = made.view(call.shape(where.world_size))
     remember((None, call.tensors), [out])
     return out
