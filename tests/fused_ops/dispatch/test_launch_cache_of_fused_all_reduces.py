@@ -201,19 +201,6 @@ def test_a_broken_group_is_not_used(stage: Fused) -> None:
     assert not stage.kernel.launched
 
 
-def test_a_norm_that_cannot_be_ordered_is_not_noted(stage: Fused, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Errors name calls by how often kernels were launched."""
-
-    def refused(stream: int) -> None:
-        raise RuntimeError("the driver refuses")
-
-    stage.gpu.orders[0] = SimpleNamespace(steps=lambda stream, external: (refused, None))
-    monkeypatch.setattr(stage.workspace, "raise_if_broken", lambda *_: pytest.fail("it is noted"))
-    with pytest.raises(RuntimeError, match="refuses"):
-        fused_ops.fused_all_reduce_rms_norm(*stage.norm, EPS, NAME)
-    assert not stage.kernel.launched and stage.workspace.error is None
-
-
 def test_a_layer_norm_is_that_of_the_same_operands(stage: Fused) -> None:
     """Of rows of one dimension a residual, a weight and a bias are alike."""
     row = torch.randn(8)

@@ -160,18 +160,6 @@ def test_under_torch_compile(rank: int, world_size: int) -> None:
                 assert torch.equal(got, want)
 
 
-@on_ranks(2, device=DEVICES)
-def test_opcheck(rank: int, world_size: int) -> None:
-    x, weight, name = torch.randn(5, 8), torch.randn(8), world().group_name
-    for residual, named in (
-        (torch.randn(5, 8), {}),
-        (None, {"scale": torch.tensor(0.1), "out_dtype": E5M2}),
-        (x, {"scale_op": "divide", "smallest": 0.5, "round_sum": False, "weight_offset": 1.0}),
-    ):
-        args = (x, residual, weight, EPS, name)
-        torch.library.opcheck(torch.ops.weft.fused_all_reduce_rms_norm_quant, args, named)
-
-
 @on_ranks(1, device=DEVICES)
 def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     op = torch.ops.weft.fused_all_reduce_rms_norm_quant
