@@ -27,7 +27,7 @@ def compiled_ahead(request: pytest.FixtureRequest) -> None:
 def test_epochs_of_both_buffers(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    assert not wrong(op, uses(op, monkeypatch, op.compiled().result(), seed))
+    assert not wrong(op, uses(op, monkeypatch, op.compiled().result(), seed, count=4))
 
 
 @pytest.mark.parametrize("op", OF_EIGHT.values(), ids=OF_EIGHT)

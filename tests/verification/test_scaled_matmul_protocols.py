@@ -322,10 +322,7 @@ def test_epochs_of_both_buffers_scaled(
             ("gather-tensor", ("(words[i], sums + 4 * (j + i) + 2)", "v[2] += pair[1]")),
             ("scatter-rows", ("lower = __ldcg(t.of_row(first + 8))", "lower = __ldcg(t.of_row(first))")),
             ("gather-rows", ("lane = j % 8 * 4 + threadIdx.x % 4", "lane = j % 8 * 4")),
-            (
-                "scatter-blocks-columns",
-                ("first = SPLIT_N ? p.n * t.dst : 0", "first = 0"),
-            ),
+            ("scatter-blocks-columns", ("first = SPLIT_N ? p.n * t.dst : 0", "first = 0")),
             ("scatter-rows-batches", ("t.batch * WORLD_SIZE + t.dst, parts", "t.dst, parts")),
             ("scatter-float32", ("sums + weft::PART_ELEMENTS * (first + i)", "sums + 8 * (first + i)")),
         ],
