@@ -227,7 +227,7 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
     "route": ({"moe_route"}, moe_route.RouteParams),
     "dispatch_route": ({"moe_dispatch_route"}, moe_route.DispatchRouteParams),
     "cast": ({"largest", "cast"}, float8_cast.CastParams),
-    "take": ({"take_rows", "split_experts"}, take_rows.TakeParams),
+    "take": ({"take_rows"}, take_rows.TakeParams),
     "combine_all_reduce": (
         {f"{form}{kind}" for form in ("one_shot", "two_shot", "two_shot_rounds") for kind in ("", "_any")},
         cuda_kernel._CombineParams,
@@ -244,7 +244,7 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
 }
 OTHER_PARAMS: dict[str, type[ctypes.Structure]] = dict.fromkeys(
     ("post_all", "await_all", "move_all"), transfer._Batch
-) | {"split_experts": take_rows.SplitParams}
+)
 ONCE = ("norm", "combine", "moe", "few_rows", "gather", "scatter")  # blocks of theirs have an SM each
 
 

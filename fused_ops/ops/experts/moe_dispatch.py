@@ -155,7 +155,7 @@ def choose_rows(given: Tensor, problem: MoeProblem, group: ProcessGroup) -> Choi
         return unfused(reason)
     from ....kernels.moe_dispatch import cuda_kernel
 
-    config = choose_moe(problem.way, size, num_sms(given.device))
+    config = choose_moe(problem, size, num_sms(given.device))
     return Choice(
         "push",
         kind=ALL_REDUCE,
@@ -169,9 +169,15 @@ def choose_rows(given: Tensor, problem: MoeProblem, group: ProcessGroup) -> Choi
 def _choose_dispatch(call: MoeDispatchCall, group: ProcessGroup) -> Choice:
     (tokens, hidden), rows = call.x.shape, call.rows(group.size())
     given = tokens, hidden, rows, call.topk_ids.shape[1], call.x.dtype
-    filled = call.num_experts // group.size() if call.align > 1 else 0
-    choice = choose_rows(call.x, MoeProblem("dispatch", *given, experts=filled), group)
-    if choice.algorithm != "push" or not _is_routed(call, group):
+    each, routed = call.num_experts // group.size(), _is_routed(call, group)
+    problem = MoeProblem(
+        "dispatch",
+        *given,
+        experts=each if call.align > 1 else 0,
+        by_ids=(each, call.topk_ids.dtype.itemsize // 4) if routed else None,
+    )
+    choice = choose_rows(call.x, problem, group)
+    if choice.algorithm != "push" or not routed:
         return choice
     from ....kernels.moe_route import cuda_kernel as route
 
@@ -189,7 +195,9 @@ def _choose_dispatch(call: MoeDispatchCall, group: ProcessGroup) -> Choice:
     slots = up(slots_for(-(-ids.numel() // 4), route.BLOCKS), 2 * WARP)
     return replace(
         choice,
-        layout=choice.layout.joined(ExchangeLayout(of.world_size, slots, route.BLOCKS)),
+        layout=choice.layout.joined(
+            ExchangeLayout(of.world_size, slots, choice.layout.blocks + route.BLOCKS)
+        ),
         programs=programs,
         how=KernelOf((moe.key, sizes, ids.dtype), make),
     )

@@ -84,9 +84,14 @@ class ExchangeLayout:
         check_grid(self.blocks)
 
     @property
+    def words_of_block(self) -> int:
+        """Of its slots."""
+        return 2 * self.world_size * self.slots * VECTOR // 4
+
+    @property
     def emptied(self) -> int:
         """+ block * W + rank: the last epoch of the block's slots that the rank has reset (credits.cuh)."""
-        return self.FIRST + self.blocks * 2 * self.world_size * self.slots * VECTOR // 4
+        return self.FIRST + self.blocks * self.words_of_block
 
     @property
     def bytes(self) -> int:
@@ -110,7 +115,7 @@ class ExchangeLayout:
         """The block whose slots a word belongs to."""
         if word >= self.emptied:
             return (word - self.emptied) // self.world_size
-        return (word - self.FIRST) * 4 // VECTOR // (2 * self.world_size * self.slots)
+        return (word - self.FIRST) // self.words_of_block
 
     def describe(self, word: int) -> str:
         """What a word is, for an error message about a wait for it."""
@@ -131,12 +136,12 @@ class ExchangeWorkspace(program.WorkspaceLike, Protocol):
     span: int
 
 
-def slots_of(place: ExchangeWorkspace) -> ExchangeSlots:
-    """What kernels need of ``place``; each launch puts its deadline in."""
+def slots_of(place: ExchangeWorkspace, block: int = 0) -> ExchangeSlots:
+    """What kernels need of ``place``; each launch puts its deadline in. ``block``: whose slots block 0 of a kernel of
+    one epoch takes."""
     layout, watch = place.layout, WaitParams.of(place, 0)
-    return ExchangeSlots(
-        watch, place.span, layout.slots, ExchangeLayout.EPOCHS, ExchangeLayout.FIRST, layout.emptied
-    )
+    first = layout.FIRST + block * layout.words_of_block
+    return ExchangeSlots(watch, place.span, layout.slots, layout.EPOCHS + block, first, layout.emptied)
 
 
 def check_grid(blocks: int, threads: int = THREADS) -> None:
