@@ -115,7 +115,7 @@ def _as_16_bits(x: Tensor) -> Tensor:
     return x.view(x.shape[0], x.shape[1:].numel()).view(torch.uint8).view(torch.bfloat16)
 
 
-def call_of(name: str, args: Sequence[Any]) -> _Call:
+def vdev_call(name: str, args: Sequence[Any]) -> _Call:
     """``args``: in the schema's order."""
     x, out, given, found, group_name, *more = args
     align = 0
@@ -138,7 +138,7 @@ def exchange_on_weft(name: str) -> Callable[..., None]:
             own.call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args)
             return
         with torch.no_grad():
-            call_of(name, args).run()
+            vdev_call(name, args).run()
         plan = last_plan()
         counts.add(name, "weft", plan.reason if plan.algorithm == "unfused" else "")
 
@@ -147,6 +147,6 @@ def exchange_on_weft(name: str) -> Callable[..., None]:
 
 def exchange_on_meta(name: str) -> Callable[..., None]:
     def exchange(*args: Any) -> None:
-        call_of(name, args).validate()
+        vdev_call(name, args).validate()
 
     return exchange
