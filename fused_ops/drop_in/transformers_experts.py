@@ -88,7 +88,9 @@ class ExpertsOfRanks:
 def _multiply_experts(experts: Any, x: Tensor, offs: Tensor, rows: Tensor | None) -> Tensor:
     """What experts make of rows of x that are sorted by expert, without routing weights."""
     if experts.has_gate:
-        hidden = experts._apply_gate(_multiply(experts, "gate_up_proj", x, offs, rows))
+        swiglu = _is_swiglu(experts)
+        hidden = _multiply(experts, "gate_up_proj", x, offs, rows, swiglu=swiglu)
+        hidden = hidden if swiglu else experts._apply_gate(hidden)
     else:
         hidden = experts.act_fn(_multiply(experts, "up_proj", x, offs, rows))
     y = _multiply(experts, "down_proj", hidden, offs, None)
@@ -98,8 +100,18 @@ def _multiply_experts(experts: Any, x: Tensor, offs: Tensor, rows: Tensor | None
     return y
 
 
-def _multiply(experts: Any, name: str, x: Tensor, offs: Tensor, rows: Tensor | None) -> Tensor:
+def _is_swiglu(experts: Any) -> bool:
+    """Whether its gate is ``_default_apply_gate`` of SiLU, of sizes that ``grouped_matmul`` takes so."""
+    if type(experts)._apply_gate.__name__ != "_default_apply_gate":
+        return False
+    is_silu = type(experts.act_fn).__name__ in ("SiLU", "SiLUActivation")
+    return is_silu and experts.gate_up_proj.shape[2 if experts.is_transposed else 1] % 16 == 0
+
+
+def _multiply(
+    experts: Any, name: str, x: Tensor, offs: Tensor, rows: Tensor | None, *, swiglu: bool = False
+) -> Tensor:
     weight = getattr(experts, name)
     B = weight if experts.is_transposed else weight.mT
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
-    return grouped_matmul(x.to(weight.dtype), B, offs, rows=rows, bias=bias)
+    return grouped_matmul(x.to(weight.dtype), B, offs, rows=rows, bias=bias, swiglu=swiglu)
