@@ -10,6 +10,7 @@
 
 #define SERVE_REGISTERS 72
 #include "gemm/gemm.cuh"
+#include "ptx/transpose.cuh"
 
 using weft::u16;
 using weft::u32;
@@ -41,12 +42,6 @@ struct Params {
     float scale;  // log2(e) / temperature
     int reserved[7];
 };
-
-__device__ __forceinline__ float exp2_of(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 __device__ __forceinline__ float quad_sum(float x) {
     x += __shfl_xor_sync(~0u, x, 1);
@@ -85,10 +80,8 @@ __device__ __forceinline__ void store_set(u8* buffer, const u32 (&words)[8], u16
     const auto place = [](int column, int half) { return column * 32 + (half ^ (column / 4 & 1)) * 16; };
 #pragma unroll
     for (int j = 0; j < 4; j += 2) {
-        const u32 at = weft::shared_address(buffer) + place(8 * (j + lane / 16) + lane % 8, lane / 8 % 2);
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
-                     "r"(words[2 * j]), "r"(words[2 * j + 1]), "r"(words[2 * j + 2]), "r"(words[2 * j + 3])
-                     : "memory");
+        u8* at = buffer + place(8 * (j + lane / 16) + lane % 8, lane / 8 % 2);
+        weft::store_transposed(at, words[2 * j], words[2 * j + 1], words[2 * j + 2], words[2 * j + 3]);
     }
     __syncwarp();
 #pragma unroll
@@ -127,7 +120,7 @@ __device__ __forceinline__ void finish(
         for (int j = 0; j < 8; ++j) {
             const float* pair = sums + 16 * i + 2 * j;
             const float e[2] = {
-                exp2_of(fmaf(pair[0], p.scale, -base[j % 2])), exp2_of(fmaf(pair[1], p.scale, -base[j % 2]))};
+                weft::exp2_of(fmaf(pair[0], p.scale, -base[j % 2])), weft::exp2_of(fmaf(pair[1], p.scale, -base[j % 2]))};
             total[j % 2] += e[0] + e[1];
             words[j] = weft::Number::pack(e);
         }
