@@ -10,6 +10,7 @@ from ..device.collective.combine import MOST_VECTORS
 from ..device.collective.rounds import RoundsConfig, epoch_of
 from ..device.comm.exchange_time import exchange_time_us
 from ..device.comm.ll_exchange import BLOCKS, VECTOR
+from ..moe_route.reference import BLOCKS as ROUTE_BLOCKS
 
 MOST_RANKS = 8  #: whose vectors fit into a thread's registers
 #: To the time of an all-reduce that sends as many bytes, as all-gathers and reduce-scatters have it. Not measured.
@@ -20,7 +21,8 @@ class MoeProblem(NamedTuple):
     """Tokens of each rank, of ``hidden`` numbers and ``choices`` experts each, and rows of this rank's experts.
 
     ``way``: "dispatch", or "combine"; ``wide``: weights of float32 beside 16 bits; ``experts``: of this rank, where
-    their rows are filled up.
+    their rows are filled up; ``by_ids``: experts of a rank, and words of an id, where a dispatch sends by them while
+    its routes are found.
     """
 
     way: str
@@ -31,6 +33,7 @@ class MoeProblem(NamedTuple):
     dtype: torch.dtype
     wide: bool = True
     experts: int = 0
+    by_ids: tuple[int, int] | None = None
 
     @property
     def row(self) -> int:
@@ -58,9 +61,12 @@ class MoeProblem(NamedTuple):
         return None
 
 
-def choose_moe(way: str, world_size: int, num_sms: int) -> RoundsConfig:
+def choose_moe(problem: MoeProblem, world_size: int, num_sms: int) -> RoundsConfig:
     """The configuration; the same on every rank."""
-    return RoundsConfig(epoch_of(world_size), min(BLOCKS, num_sms), exact=way == "dispatch")
+    blocks = min(BLOCKS, num_sms)
+    if problem.by_ids is not None:
+        blocks = max(blocks - ROUTE_BLOCKS, 1)  # the others, and their slots, are the route's
+    return RoundsConfig(epoch_of(world_size), blocks, exact=problem.way == "dispatch")
 
 
 def estimate_moe_us(way: str, nbytes: int, world_size: int) -> float:

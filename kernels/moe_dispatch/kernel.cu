@@ -35,15 +35,32 @@ struct Params {
     const u32* ranks;  // [W * T]: bit r says that rank r has an expert of the token
     const void* more;  // choices [C], -1 where a row has none, or null; or weights [W * T, CHOICES]
     const u32* offs;  // [experts]: rows up to the end of each of this rank's; with choices
+    const u32* ids;  // own tokens' [T, CHOICES], of `words` words each; null: they are known by `ranks`
     u32 vectors;  // of a rank's tokens
     u32 room;  // slots of a sender in one epoch, that data takes
     u32 row;  // vectors of a token
     u32 tokens;  // T
     u32 rows;  // C
     u32 experts;  // of this rank, whose rows are filled up; else 0
+    u32 each;  // experts of a rank; with ids
+    u32 words;
 
     // Which ranks have an expert of rank r's token whose vector `at` is.
     __device__ __forceinline__ u32 needed(int r, u32 at) const { return ranks[r * tokens + at / row]; }
+
+    // The same of an own token, before there are routes: as they say it.
+    __device__ __forceinline__ u32 needed_of_own(u32 at) const {
+        if (ids == nullptr) return needed(RANK, at);
+        const u32* chosen = ids + static_cast<u64>(at / row) * CHOICES * words;
+        u32 by = 0;
+#pragma unroll
+        for (int j = 0; j < CHOICES; ++j) {
+            const u32 expert = words == 2 && chosen[2 * j + 1] != 0 ? ~0u : chosen[words * j];
+#pragma unroll
+            for (int r = 0; r < WORLD_SIZE; ++r) by |= static_cast<u32>(expert - r * each < each) << r;
+        }
+        return by;
+    }
 };
 
 __device__ __forceinline__ bool has(u32 ranks, int rank) { return ranks >> rank & 1; }
@@ -88,7 +105,7 @@ struct Places {
 // HELD: vectors that a thread loads ahead.
 template <int HELD>
 struct Dispatch {
-    static constexpr u32 TRIPS = 1;
+    static constexpr u32 SENDERS = 4;
     const Params& p;
     uint4 next[HELD];  // of x, and who needs it: loaded ahead
     u32 needed[HELD];
@@ -100,15 +117,13 @@ struct Dispatch {
 #pragma unroll
         for (int k = 0; k < HELD; ++k) {
             const u32 at = s.at + k * gridDim.x * threads;
-            if (at < end) next[k] = weft::load_vector(p.given + at), needed[k] = p.needed(RANK, at);
+            if (at < end) next[k] = weft::load_vector(p.given + at), needed[k] = p.needed_of_own(at);
         }
     }
 
     __device__ __forceinline__ void send(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) {
         const weft::ExactEpoch exact{epoch, p.room};
-        while (s.at < end) {
-            Places places;  // one vector's, as registers allow
-            places.load(p, RANK, s.at);
+        for (; s.at < end; load(s, end, threads)) {
 #pragma unroll
             for (int k = 0; k < HELD; ++k) {
                 if (s.at + k * gridDim.x * threads >= end) break;
@@ -119,58 +134,53 @@ struct Dispatch {
                     if (has(needed[k], peer) || index == 0) exact.send(peer, index, next[k]);
                 }
             }
-#pragma unroll
-            for (int k = 0; k < HELD; ++k) {
-                const u32 at = s.at + k * gridDim.x * threads;
-                if (at >= end) break;
-                if (k > 0) places.load(p, RANK, at);
-                places.store(p, next[k]);
-            }
             s.skip(threads, HELD);
-            load(s, end, threads);
         }
-        if (!cleared) clear(threads);
-        cleared = true;
     }
 
+    // Own vectors, too.
     template <int COUNT>
-    __device__ __forceinline__ void receive(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) const {
+    __device__ __forceinline__ void receive(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) {
+        constexpr int MOST = COUNT * WORLD_SIZE;
+        if (p.ids != nullptr) weft::wait_for_previous();
+        if (!cleared) clear(s.index, threads);
+        cleared = true;
         const weft::ExactEpoch exact{epoch, p.room};
         const u32 stride = gridDim.x * threads;
         for (; s.at + (COUNT - 1) * stride < end; s.skip(threads, COUNT)) {
-            uint4 in[COUNT * WORLD_SIZE];
+            uint4 in[MOST];
             Sent<COUNT> sent;
-            Places places[AHEAD ? COUNT * WORLD_SIZE : 1];
+            Places places[2];  // of one vector, and of the next one: as registers allow
 #pragma unroll
             for (int k = 0; k < COUNT; ++k) {
                 sent.by[k] = s.index == 0 && k == 0 ? ~0u : 0;
 #pragma unroll
                 for (int src = 0; src < WORLD_SIZE; ++src) {
-                    if (src == RANK) continue;
                     sent.by[k] |= (p.needed(src, s.at + k * stride) >> RANK & 1) << src;
-                    if (AHEAD) places[AHEAD ? k * WORLD_SIZE + src : 0].load(p, src, s.at + k * stride);
                 }
+                if (sent(k, RANK)) in[k * WORLD_SIZE + RANK] = weft::load_vector(p.given + s.at + k * stride);
             }
+            places[0].load(p, 0, s.at);
             epoch.take_all<COUNT>(s.index, in, threads, sent);
 #pragma unroll
-            for (int i = 0; i < COUNT * WORLD_SIZE; ++i) {
+            for (int i = 0; i < MOST; ++i) {
                 const int src = i % WORLD_SIZE, k = i / WORLD_SIZE;
-                if (src == RANK || !sent(k, src)) continue;
-                if (!AHEAD) places[0].load(p, src, s.at + k * stride);
-                places[AHEAD ? i : 0].store(p, exact.corrected(src, s.index + k * threads, in[i]));
+                if (i + 1 < MOST) places[(i + 1) % 2].load(p, (i + 1) % WORLD_SIZE, s.at + (i + 1) / WORLD_SIZE * stride);
+                if (!sent(k, src)) continue;
+                if (src != RANK) in[i] = exact.corrected(src, s.index + k * threads, in[i]);
+                places[i % 2].store(p, in[i]);
             }
         }
         if constexpr (COUNT > 1) receive<1>(epoch, s, end, threads);
     }
 
 private:
-    static constexpr bool AHEAD = HELD * (WORLD_SIZE - 1) * CHOICES <= 8;  // as registers allow
-
-    // Zeros into rows that fill experts' up, while data is under way. A warp looks at 32 rows at once.
-    __device__ __forceinline__ void clear(u32 threads) const {
+    // By `threads` of a block: zeros into rows that fill experts' up, while data is under way. A warp looks at 32 rows at
+    // once.
+    __device__ __forceinline__ void clear(u32 thread, u32 threads) const {
         if (p.experts == 0) return;
-        const u32 used = p.offs[p.experts - 1], lane = threadIdx.x % 32;
-        for (u32 first = (threadIdx.x / 32 * gridDim.x + blockIdx.x) * 32; first < used; first += gridDim.x * threads) {
+        const u32 used = p.offs[p.experts - 1], lane = thread % 32;
+        for (u32 first = (thread / 32 * gridDim.x + blockIdx.x) * 32; first < used; first += gridDim.x * threads) {
             const bool fills = first + lane < used && static_cast<const int*>(p.more)[first + lane] < 0;
             for (u32 left = __ballot_sync(~0u, fills); left != 0; left &= left - 1) {
                 uint4* row = p.out + (static_cast<u64>(first) + __ffs(left) - 1) * p.row;
@@ -182,7 +192,7 @@ private:
 
 template <int HELD>
 struct Combine {
-    static constexpr u32 TRIPS = 1;
+    static constexpr u32 SENDERS = 2;
     const Params& p;
     const weft::Combine combine;
     uint4 next[WORLD_SIZE - 1][HELD];  // what this rank's rows of each peer's tokens add up to, loaded ahead
@@ -272,20 +282,35 @@ struct Combine {
     }
 };
 
+// A kernel that has ids is launched while the one that finds the routes still runs, and waits for it by itself.
+template <class Steps>
+__device__ __forceinline__ void at_once(const Params& p) {
+    if (p.ids == nullptr) weft::begin();
+    Steps steps{p};
+    weft::in_one_epoch(p.slots, p.vectors, steps);
+}
+
+template <class Steps>
+__device__ __forceinline__ void by_rounds(const Params& p) {
+    if (p.ids == nullptr) weft::begin();
+    Steps steps{p};
+    weft::in_rounds_apart<AT_ONCE>(p.slots, p.vectors, p.room, steps);
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(512, 1) dispatch_one_shot(const __grid_constant__ Params p) {
-    weft::one_epoch_of<Dispatch<1>>(p);
+    at_once<Dispatch<1>>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) dispatch_rounds(const __grid_constant__ Params p) {
-    weft::rounds_of<Dispatch<AT_ONCE>, AT_ONCE>(p);
+    by_rounds<Dispatch<2 * AT_ONCE>>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(512, 1) combine_one_shot(const __grid_constant__ Params p) {
-    weft::one_epoch_of<Combine<1>>(p);
+    at_once<Combine<1>>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) combine_rounds(const __grid_constant__ Params p) {
-    weft::rounds_of<Combine<AT_ONCE>, AT_ONCE>(p);
+    by_rounds<Combine<AT_ONCE>>(p);
 }

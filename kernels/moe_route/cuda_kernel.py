@@ -16,10 +16,10 @@ from torch import Tensor
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ..device.comm.ll_exchange import ExchangeSlots, ExchangeWorkspace, slots_of
 from ..device.jit.program import Function, Program
-from .reference import MOST_EXPERTS
+from .reference import BLOCKS, MOST_EXPERTS
 
 SOURCE = Path(__file__).parent / "kernel.cu"
-BLOCKS, THREADS = 8, 512
+THREADS = 512
 _IDS = {torch.int32: "int", torch.int64: "long"}
 
 
@@ -94,7 +94,8 @@ def launch_route(ids: Tensor, first_expert: int, count: int) -> tuple[Tensor, Te
 
 
 class DispatchLauncher:
-    """Gathers all ranks' ids and routes their tokens, and then has ``moe`` send these; prepared once, launched often.
+    """Gathers all ranks' ids and routes their tokens, and meanwhile has ``moe`` send these; prepared once, launched
+    often.
 
     Args:
         moe: of moe_dispatch, on the same workspace.
@@ -110,9 +111,9 @@ class DispatchLauncher:
         self, moe: Any, place: ExchangeWorkspace, sizes: RouteSizes, dtype: torch.dtype, note: Tensor
     ) -> None:
         self._moe, self._note = moe, note
-        self.grids = (BLOCKS, *moe.grids)
+        self.grids = (moe.grids[0] + BLOCKS, *moe.grids[1:])  # the route's are behind the others
         route = RouteParams(note.data_ptr(), *(0,) * 5, *sizes)
-        self._params = DispatchRouteParams(slots_of(place), route)
+        self._params = DispatchRouteParams(slots_of(place, moe.grids[0]), route)
         program = dispatch_route_program(place.layout.world_size, place.rank, dtype)
         function: Function = program.function("moe_dispatch_route", shared=MOST_SHARED)
         self._bound = function.bound(BLOCKS, THREADS, self._params, shared_bytes(sizes.experts, sizes.own))
@@ -133,4 +134,4 @@ class DispatchLauncher:
             self._params.exchange.watch.timeout_ns = timeout_ns
             struct.pack_into("5Q", self._params, at, ids, choices, offs, slots, ranks)
             self._bound(stream)
-        self._moe.launch(buffer, (x, slots, ranks, choices, offs), (rows,), timeout_ns, stream)
+        self._moe.launch(buffer, (x, slots, ranks, choices, offs, ids), (rows,), timeout_ns, stream)

@@ -226,6 +226,7 @@ struct DispatchParams {
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) moe_dispatch_route(
     const __grid_constant__ DispatchParams p) {
+    weft::let_next_begin();
     gather_ids(p.exchange, p.route);
     route<true>(p.route, p.route.slots);
 }

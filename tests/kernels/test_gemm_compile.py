@@ -63,9 +63,9 @@ def scatter(
     return gemm.gemm_program(matmul_reduce_scatter.SOURCE, defines)
 
 
-def grouped(tile: Tile, order: str) -> Program:
+def grouped(tile: Tile, order: str, gated: bool = False) -> Program:
     b = ORDERS[order].expand(2, *ORDERS[order].shape)
-    return grouped_matmul.grouped_program([b], GroupedConfig(tile))
+    return grouped_matmul.grouped_program([b], GroupedConfig(tile, gated=gated))
 
 
 def with_barriers(program: Program) -> Program:
@@ -125,6 +125,11 @@ PROGRAMS: dict[str, Program] = {
     **{
         f"grouped_matmul-{tile.block_m}x{tile.block_n}": grouped(tile, list(ORDERS)[i % 3])
         for i, tile in enumerate(TILES)
+    },
+    **{
+        f"grouped_matmul-gated-{tile.block_m}x{tile.block_n}": grouped(tile, "columns", gated=True)
+        for tile in TILES
+        if tile.warpgroup_columns % 64 == 0
     },
     **{
         f"matmul_reduce_scatter-{tile.block_m}x{tile.block_n}": scatter(tile, list(ORDERS)[-i % 3], 4)

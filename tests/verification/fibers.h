@@ -55,6 +55,7 @@ struct Fiber {
     unsigned thread, block, number;
     std::vector<unsigned> knows;  // matmuls.cpp: how many stores of each fiber of the launch lie before what it does next
     bool done = false;
+    bool early = false;    // of the second of two launches that run at once
     size_t place_in_rank;  // among those that are ready
 };
 
@@ -70,6 +71,7 @@ struct Launch {
     int kernel, blocks, threads;
     unsigned broken;  // whether a wait of this rank had expired when it ended
     char params[2624];
+    int early;  // whether it begins with the one before it, and waits for that by itself
 };
 
 struct Meeting {
@@ -79,11 +81,11 @@ struct Meeting {
 };
 
 struct Rank {
-    alignas(64) char params[sizeof(Launch::params)];  // of the launch that runs
+    alignas(64) char params[2][sizeof(Launch::params)];  // of the launch that runs, and of one that began with it
     std::vector<Launch*> launches;
     size_t next = 0;
     std::vector<std::unique_ptr<Fiber>> fibers;
-    size_t unfinished = 0;      // of them
+    size_t unfinished[2] = {};  // of them, of each of these launches
     std::vector<Fiber*> ready;  // neither parked nor at their end
     std::vector<Wait> waits;    // of those
     std::vector<Meeting> blocks, warps, barriers;
@@ -163,7 +165,7 @@ static void go_on_all(std::vector<Fiber*>& parked) {
     parked.clear();
 }
 
-static const Launch& launched() { return *current->launches[current->next]; }
+static const Launch& launched() { return *current->launches[current->next + running->early]; }
 
 static void ends(Meeting& meeting) {
     meeting.waiting = 0;

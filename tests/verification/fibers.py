@@ -67,6 +67,7 @@ class Launch(ctypes.Structure):
         ("threads", ctypes.c_int32),
         ("broken", ctypes.c_uint32),
         ("params", ctypes.c_char * 2624),
+        ("early", ctypes.c_int32),
     )
 
 
@@ -284,7 +285,7 @@ class Noted(Function):
         self, grid: int, block: int, args: ctypes.Structure, shared: int = 0, *, dependent: bool = False
     ) -> Callable[[int], None]:
         def note(rank: int) -> None:
-            launch = Launch(self.kernel, grid, block)
+            launch = Launch(self.kernel, grid, block, early=dependent)
             assert ctypes.sizeof(args) <= Launch.params.size
             ctypes.memmove(ctypes.addressof(launch) + 16, ctypes.addressof(args), ctypes.sizeof(args))
             self.ranks.places[rank].launches.append(launch)

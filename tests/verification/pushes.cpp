@@ -45,7 +45,7 @@ static T& of_block() {
     static const size_t place = std::exchange(taken, taken + (sizeof(T) + 7) / 8 * 8);
     if (taken > SHARED) std::abort();
     std::vector<char>& shared = current->shared;
-    if (shared.empty()) shared.assign(launched().blocks * SHARED, -1);  // NaNs
+    if (shared.empty()) shared.assign(current->blocks.size() * SHARED, -1);  // NaNs
     return *reinterpret_cast<T*>(shared.data() + running->block * SHARED + place);
 }
 

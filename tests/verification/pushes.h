@@ -91,7 +91,9 @@ static void post_flag(u32* word, u32 value) {
 }
 void post_after_fence(u32* word, u32 value);
 void fence_system();
-static void begin_after_previous() {}
+static void let_next_begin() {}
+void wait_for_previous();
+inline void begin_after_previous() { wait_for_previous(); }
 
 void barrier_sync(int id, u32 threads);
 void barrier_arrive(int id, u32 threads);

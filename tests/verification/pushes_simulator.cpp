@@ -5,7 +5,7 @@
 #include "pushes.h"
 
 Meeting& warp() {
-    return current->warps[running->block * (launched().threads / 32) + running->thread / 32];
+    return current->warps[running->block * 32 + running->thread / 32];
 }
 
 void meet_warp() { meet(warp(), 32); }
@@ -198,6 +198,10 @@ void barrier_sync(int id, u32 threads) {
     comes_to_a_barrier();
     meet(named(id), threads);
 }
+void wait_for_previous() {
+    if (!running->early) return;
+    go_on_when([&before = current->unfinished[0]] { return before == 0; });
+}
 void barrier_arrive(int id, u32 threads) {
     comes_to_a_barrier();
     if (++named(id).waiting == threads) ends(named(id));
@@ -232,7 +236,7 @@ const weft::WaitParams& watch_of(const void* params) { return *static_cast<const
 // One warp of each block gets few turns, or none does; and one block begins late, or none does.
 static void launch_begins(Rank& rank) {
     rank.slow = dice() % (rank.launches[rank.next]->threads / 32 + 1);
-    rank.late = dice() % (rank.launches[rank.next]->blocks + 1);
+    rank.late = dice() % (rank.blocks.size() + 1);
 }
 static bool rests(const Rank& rank, const Fiber& fiber) {
     if (!fiber.begun && fiber.block == rank.late) return dice() % 64 != 0;

@@ -15,37 +15,47 @@ static bool comes_later();  // whether something is on its way that no fiber doe
 static bool has_no_room(const Rank& rank, const Fiber& fiber);  // before others have ended
 
 static void body() {
-    call(current->number, launched().kernel, current->params);
+    call(current->number, launched().kernel, current->params[running->early]);
     running->done = true;
     go_on_later();
 }
 
+// Launches that the next one begins with, and itself.
+static size_t at_once(const Rank& rank) {
+    return rank.next + 1 < rank.launches.size() && rank.launches[rank.next + 1]->early ? 2 : 1;
+}
+
 static void start(Rank& rank) {
-    const Launch& launch = *rank.launches[rank.next];
-    std::memcpy(rank.params, launch.params, sizeof rank.params);
-    rank.blocks.assign(launch.blocks, Meeting());
-    rank.barriers.assign(launch.blocks * 16, Meeting());
-    rank.shared.clear();
-    rank.begun.assign(launch.blocks, 0);
-    rank.warps.assign(launch.blocks * ((launch.threads + 31) / 32), Meeting());
-    launch_begins(rank);
-    for (int i = 0; i < launch.blocks * launch.threads; ++i) {
-        auto fiber = std::make_unique<Fiber>();
-        fiber->rank = &rank;
-        constexpr size_t STACK = 16 << 10;
-        fiber->stack.reset(new char[STACK]);
-        fiber->number = i;
-        fiber->thread = i % launch.threads;
-        fiber->block = i / launch.threads;
-        getcontext(&fiber->context);
-        fiber->context.uc_stack.ss_sp = fiber->stack.get();
-        fiber->context.uc_stack.ss_size = STACK;
-        fiber->context.uc_link = nullptr;
-        makecontext(&fiber->context, body, 0);
-        is_ready(fiber.get());
-        rank.fibers.push_back(std::move(fiber));
+    int blocks = 0;
+    for (size_t l = 0; l < at_once(rank); ++l) {
+        const Launch& launch = *rank.launches[rank.next + l];
+        std::memcpy(rank.params[l], launch.params, sizeof launch.params);
+        for (int i = 0; i < launch.blocks * launch.threads; ++i) {
+            auto fiber = std::make_unique<Fiber>();
+            fiber->rank = &rank;
+            constexpr size_t STACK = 16 << 10;
+            fiber->stack.reset(new char[STACK]);
+            fiber->number = rank.fibers.size();
+            fiber->thread = i % launch.threads;
+            fiber->block = blocks + i / launch.threads;
+            fiber->early = l > 0;
+            getcontext(&fiber->context);
+            fiber->context.uc_stack.ss_sp = fiber->stack.get();
+            fiber->context.uc_stack.ss_size = STACK;
+            fiber->context.uc_link = nullptr;
+            makecontext(&fiber->context, body, 0);
+            is_ready(fiber.get());
+            rank.fibers.push_back(std::move(fiber));
+        }
+        rank.unfinished[l] = launch.blocks * launch.threads;
+        blocks += launch.blocks;
     }
-    rank.unfinished = rank.fibers.size();
+    rank.blocks.assign(blocks, Meeting());
+    rank.barriers.assign(blocks * 16, Meeting());
+    rank.shared.clear();
+    rank.begun.assign(blocks, 0);
+    rank.warps.assign(blocks * 32, Meeting());
+    launch_begins(rank);
 }
 
 static bool waits_in_vain(const Rank& rank) {
@@ -83,10 +93,9 @@ static bool run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long w
         }
         for (long turns = dice.below(turns_a_rank); turns >= 0 && rank.next < rank.launches.size();) {
             if (rank.fibers.empty()) start(rank);
-            Launch& launch = *rank.launches[rank.next];
             // Turns are dealt to all: so many go, on average, to those that are parked before one does to another.
             const unsigned ready = std::max<size_t>(rank.ready.size(), 1);
-            const unsigned passed = (rank.unfinished + dice.below(ready)) / ready;
+            const unsigned passed = (rank.unfinished[0] + rank.unfinished[1] + dice.below(ready)) / ready;
             turns -= passed;
             wanted -= passed;
             all_turns += passed;
@@ -100,7 +109,8 @@ static bool run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long w
             current = &rank;
             running = &fiber;
             threadIdx.x = fiber.thread;
-            blockIdx.x = fiber.block;
+            Launch& launch = *rank.launches[rank.next + fiber.early];
+            blockIdx.x = fiber.block - (fiber.early ? rank.launches[rank.next]->blocks : 0);
             blockDim.x = launch.threads;
             gridDim.x = launch.blocks;
             since = all_turns;
@@ -108,12 +118,14 @@ static bool run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long w
             if (fiber.done) {
                 is_not_ready(&fiber);
                 fiber.stack.reset();
-                if (--rank.unfinished == 0) {
-                    rank.fibers.clear();
+                if (--rank.unfinished[fiber.early] == 0) {
                     launch_ends(rank);
-                    const auto* fault = watch_of(rank.params).fault;
+                    const auto* fault = watch_of(rank.params[fiber.early]).fault;
                     launch.broken = fault != nullptr && fault[weft::BROKEN];
-                    ++rank.next;
+                    if (rank.unfinished[0] + rank.unfinished[1] == 0) {
+                        rank.next += at_once(rank);
+                        rank.fibers.clear();
+                    }
                 }
             }
         }

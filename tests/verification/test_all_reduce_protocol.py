@@ -134,10 +134,10 @@ MISTAKES = {
     "buffer": ("++epoch;\n", "epoch += 2;\n"),
     "one-chunk": ("passes / 2", "passes"),
     "beginning-unsaid": ("say(epoch - 1);\n        for", "for"),
-    "not-heard": ("hear(epoch - 1);\n            barrier_arrive", "barrier_arrive"),
+    "not-heard": ("hear(epoch - 1);\n            barrier_sync", "barrier_sync"),
     "said-early": (
-        "barrier_sync(EMPTY, blockDim.x);\n            say(epoch);",
-        "say(epoch);\n            barrier_sync(EMPTY, blockDim.x);",
+        "barrier_sync(EMPTY, receivers);\n            say(epoch);",
+        "say(epoch);\n            barrier_sync(EMPTY, receivers);",
     ),
     "no-fence": ("__threadfence_system();\n        if (is_broken", "if (is_broken"),
     "end-not-heard": ("hear(epoch - 1);\n    }", "}"),

@@ -52,8 +52,17 @@ MISTAKES = {
         "p.rows[i] = 0;\n        }",
     ),
     "no overflow is noted": ("lane != 0 || most <= p.capacity", "true"),
-    "an own token is not stored": ("places.store(p, next[k]);", ";"),
-    "rows that fill experts' up stay as they were": ("if (!cleared) clear(threads);", ";"),
+    "an own token is not stored": (
+        "if (!sent(k, src)) continue;",
+        "if (src == RANK || !sent(k, src)) continue;",
+    ),
+    "tokens are stored before their places are known": (
+        "if (p.ids != nullptr) weft::wait_for_previous();",
+        ";",
+    ),
+    "an id of two words is taken for its first one": ("words == 2 && chosen[2 * j + 1] != 0", "false"),
+    "who receives is an epoch ahead of the credits": ("credit_warp.all_emptied()", "credit_warp.emptied()"),
+    "rows that fill experts' up stay as they were": ("if (!cleared) clear(s.index, threads);", ";"),
     "rows past the last one are written": (
         "used = p.offs[p.experts - 1], lane",
         "used = p.rows, lane",
@@ -90,6 +99,8 @@ class Call:
         self.size, self.tokens, self.hidden, self.dtype = size, tokens, hidden, TORCH[dtype]
         experts = 2 * size
         ids = torch.randint(-1, experts + 1, (size * tokens, choices))
+        if size > 2:
+            ids += torch.randint(10, ids.shape).eq(0).long() << 32
         kind = random.choice(["random", "random", "one", "none", "own"])
         if kind == "own":
             ids = (torch.arange(size).repeat_interleave(tokens) * 2)[:, None].expand(-1, choices)
@@ -120,7 +131,9 @@ class Call:
 
     def problem(self, way: str) -> MoeProblem:
         given = self.tokens, self.hidden, self.rows, self.choices, self.dtype, self.wide
-        return MoeProblem(way, *given, 2 if self.align > 1 else 0)
+        by_ids = (2, self.ids.itemsize // 4) if way == "routed" else None
+        of = "combine" if way == "combine" else "dispatch"
+        return MoeProblem(of, *given, 2 if self.align > 1 else 0, by_ids)
 
     def operands(self, way: str, rank: int) -> list[torch.Tensor]:
         slots, choices, ranks = self.places[rank]
@@ -143,8 +156,8 @@ class Call:
 def launch(ranks: Ranks, call: Call, way: str, rank: int, config: RoundsConfig, polls: int) -> torch.Tensor:
     rows = call.tokens if way == "combine" else call.rows
     out = torch.full((rows + 1, call.hidden), 7.0, dtype=call.dtype)
-    place, problem = ranks.places[rank], call.problem("combine" if way == "combine" else "dispatch")
-    kernel: Any = MoeLauncher(place, problem, config)
+    place = ranks.places[rank]
+    kernel: Any = MoeLauncher(place, call.problem(way), config)
     given, results = call.operands(way, rank), [out]
     if way == "routed":
         call.found[rank] = [
@@ -176,7 +189,8 @@ def right(library: Library, case: tuple[int, str, int, bool], seed: int, calls: 
                 tokens, row = random.choice([40, 61]), 5
             call = Call(size, tokens, row * 16 // TORCH[case[1]].itemsize, case)
             for way in random.sample(["dispatch", "routed", "combine"], 3):
-                config = RoundsConfig(64, 1 if large else random.choice([1, 2]), 32, way != "combine")
+                grid = (128, 1, 64) if large else (64, random.choice([1, 2]), 32)
+                config = RoundsConfig(*grid, way != "combine")
                 outs = [
                     launch(ranks, call, way, r, config, PATIENT if calls > 8 else 500) for r in range(size)
                 ]

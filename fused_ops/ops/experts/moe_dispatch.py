@@ -30,14 +30,13 @@ from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ....symm_mem.heap.overflow import overflow_note, raise_noted, refuse_overflow
 from ... import validation
-from ...dispatch.choice import Choice, on_host, unfused
+from ...dispatch.choice import Choice, KernelOf, launch_push, on_host, unfused
 from ...dispatch.launch_cache import launch_again
 from ...dispatch.plan import num_sms, ran
 from ...dispatch.stand_alone import KINDS
 from ...dispatch.workspaces import ALL_REDUCE
 from ..all_gather import gather_within
 from ..op import Op, on_device, refuse_gradient, refuse_second_gradient
-from .combined import CombineHow, launch_combined, launch_for_several
 from .grouped_matmul import validate_index
 from .moe_route import has_route_kernel, run_route, validate_route
 
@@ -156,23 +155,29 @@ def choose_rows(given: Tensor, problem: MoeProblem, group: ProcessGroup) -> Choi
         return unfused(reason)
     from ....kernels.moe_dispatch import cuda_kernel
 
-    config = choose_moe(problem.way, size, num_sms(given.device))
+    config = choose_moe(problem, size, num_sms(given.device))
     return Choice(
         "push",
         kind=ALL_REDUCE,
         layout=rounds_layout(problem.vectors, size, config),
         predicted_us=estimate_moe_us(problem.way, nbytes, size),
         programs=lambda: [cuda_kernel.launched_moe(size, rank, problem.defined)],
-        how=CombineHow(problem, lambda place: cuda_kernel.MoeLauncher(place, problem, config)),
+        how=KernelOf(problem, lambda place: cuda_kernel.MoeLauncher(place, problem, config)),
     )
 
 
 def _choose_dispatch(call: MoeDispatchCall, group: ProcessGroup) -> Choice:
     (tokens, hidden), rows = call.x.shape, call.rows(group.size())
     given = tokens, hidden, rows, call.topk_ids.shape[1], call.x.dtype
-    filled = call.num_experts // group.size() if call.align > 1 else 0
-    choice = choose_rows(call.x, MoeProblem("dispatch", *given, experts=filled), group)
-    if choice.algorithm != "push" or not _is_routed(call, group):
+    each, routed = call.num_experts // group.size(), _is_routed(call, group)
+    problem = MoeProblem(
+        "dispatch",
+        *given,
+        experts=each if call.align > 1 else 0,
+        by_ids=(each, call.topk_ids.dtype.itemsize // 4) if routed else None,
+    )
+    choice = choose_rows(call.x, problem, group)
+    if choice.algorithm != "push" or not routed:
         return choice
     from ....kernels.moe_route import cuda_kernel as route
 
@@ -190,9 +195,11 @@ def _choose_dispatch(call: MoeDispatchCall, group: ProcessGroup) -> Choice:
     slots = up(slots_for(-(-ids.numel() // 4), route.BLOCKS), 2 * WARP)
     return replace(
         choice,
-        layout=choice.layout.joined(ExchangeLayout(of.world_size, slots, route.BLOCKS)),
+        layout=choice.layout.joined(
+            ExchangeLayout(of.world_size, slots, choice.layout.blocks + route.BLOCKS)
+        ),
         programs=programs,
-        how=CombineHow((moe.key, sizes, ids.dtype), make),
+        how=KernelOf((moe.key, sizes, ids.dtype), make),
     )
 
 
@@ -220,7 +227,7 @@ def _run_dispatch(
         if choice.algorithm == "push" and where is not None and _is_routed(call, group):
             shapes: list[Any] = [((capacity, call.x.shape[1]), call.x.dtype)]
             shapes += [(each, torch.int32) for each in call.index_sizes(group.size())]
-            return (*launch_for_several(OP, choice, where, call.tensors, shapes, call.arguments),)
+            return (*launch_push(OP, choice, where, call.tensors, shapes, call.arguments),)
         ids = gather_within(call.topk_ids, group, OP)
         if choice.algorithm == "host" and where is not None:
             # All ranks have the ids: they find the same, also an overflow.
@@ -247,7 +254,7 @@ def _run_again(
     if where is not None and choice.algorithm == "push":
         given = [call.x, call.slots, call.ranks, *(() if offs is None else (call.choices, offs))]
         shape = call.choices.shape[0], call.x.shape[1]
-        return launch_combined(OP, choice, where, given, shape, None)
+        return launch_push(OP, choice, where, given, [(shape, None)], None)[0]
     ran(choice.plan_in(None))
     return take_tokens(reference_all_gather(call.x, 0, group), call.choices, k)
 

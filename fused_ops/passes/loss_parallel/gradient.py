@@ -35,13 +35,11 @@ class Path:
             or a sum with other gradients (``add``).
         end: this rank's columns.
         summed: whether these are of the sum of all ranks' gradients.
-        passed: the nodes between the last step and the end.
     """
 
     steps: tuple[fx.Node, ...]
     end: fx.Node
     summed: bool
-    passed: tuple[fx.Node, ...]
 
     @property
     def sums(self) -> list[fx.Node]:
@@ -49,10 +47,7 @@ class Path:
 
 
 def path_of(gradient: fx.Node, columns: GatheredColumns) -> Path:
-    """
-    Raises:
-        LeftAlone: all columns of the gradient are needed.
-    """
+    """LeftAlone: all columns of the gradient are needed."""
     steps: list[fx.Node] = []
     node = gradient
     while True:
@@ -98,8 +93,8 @@ def _is_sum(node: fx.Node) -> bool:
     return all(same_shape(val(a).shape, val(node).shape) for a in node.args)  # type: ignore[arg-type]
 
 
-def _end(node: fx.Node, columns: GatheredColumns) -> tuple[fx.Node, bool, tuple[fx.Node, ...]] | None:
-    """(this rank's part, whether it is of the sum of all ranks', what lies between), if nothing else is used."""
+def _end(node: fx.Node, columns: GatheredColumns) -> tuple[fx.Node, bool] | None:
+    """(this rank's part, whether it is of the sum of all ranks'), if nothing else is used."""
     cuts = list(node.users)
     splits = [u for u in cuts if calls(u, *SPLITS[:2])]
     if len(splits) == len(cuts) == 1:
@@ -116,7 +111,7 @@ def _end(node: fx.Node, columns: GatheredColumns) -> tuple[fx.Node, bool, tuple[
         return known(places[cut][2] == start) and known(val(cut).shape[-1] == columns.widths[rank])
 
     if len(cuts) == 1 and is_of(cuts[0], columns.rank):
-        return cuts[0], False, tuple(splits)
+        return cuts[0], False
     joined: Any = only_user(cuts[0])
     if not calls(joined, aten.cat.default) or set(joined.all_input_nodes) != set(cuts):
         return None
@@ -130,4 +125,4 @@ def _end(node: fx.Node, columns: GatheredColumns) -> tuple[fx.Node, bool, tuple[
         return None
     if scatter.args[1:] != ("sum", columns.c.world, columns.c.group):
         return None
-    return wait, True, (*splits, *cuts, joined, scatter)
+    return wait, True

@@ -33,14 +33,8 @@ class ColumnLoss(NamedTuple):
 
 
 def put_on_columns(columns: GatheredColumns, softmax: LogSoftmax, paths: Sequence[Path]) -> ColumnLoss:
-    """Changes the graph.
-
-    Args:
-        paths: of ``softmax.gradients``.
-
-    Raises:
-        LeftAlone: the op does not take what it would get. The graph is as it was.
-    """
+    """Puts the loss of own columns into the graph. ``paths``: of ``softmax.gradients``. LeftAlone: the op does not take
+    what it would get. The graph is as it was."""
     at, c = softmax.picked, columns.c
     check_no_write(c.node, max([at, *(path.end for path in paths)]))
     own_of, gradients = OwnColumns(columns), []
@@ -75,10 +69,7 @@ def exchanged(
     at: fx.Node, c: Collective, x: fx.Node, targets: fx.Node, **named: Any
 ) -> tuple[fx.Node, list[fx.Node], fx.Node]:
     """Before a node the op on own columns x [..., columns], its statistics, and the targets' log-probabilities.
-
-    Raises:
-        LeftAlone: it does not take them.
-    """
+    LeftAlone: it does not take them."""
     if (why := why_not_called_from_cpp(schema.cross_entropy_of_sharded_logits)) is not None:
         raise LeftAlone(why)
     lead = val(targets).shape[:-1]

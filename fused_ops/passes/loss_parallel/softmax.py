@@ -58,10 +58,7 @@ class LogSoftmax:
 
 
 def log_softmax_of(x: fx.Node) -> LogSoftmax | None:
-    """
-    Raises:
-        LeftAlone: more than targets' log-probabilities is needed.
-    """
+    """LeftAlone: more than targets' log-probabilities is needed."""
     maxima = (u for u in x.users if along_rows(u, aten.amax.default, x))
     every = (log_probs_of(x, amax, lambda total: total) for amax in maxima)
     log_probs = next((found for found in every if found is not None), None)
@@ -90,11 +87,8 @@ def log_softmax_of(x: fx.Node) -> LogSoftmax | None:
 
 
 def log_probs_of(x: fx.Node, amax: fx.Node, of_all: Callable[[fx.Node], fx.Node | None]) -> fx.Node | None:
-    """What a log-softmax of ``x``, whose maximum this is, results in.
-
-    Args:
-        of_all: from a sum of columns to that of all columns.
-    """
+    """What a log-softmax of ``x``, whose maximum this is, results in. ``of_all``: from a sum of columns to that of all
+    columns."""
     shifted: Any = only_user(amax)
     if not calls(shifted, aten.sub.Tensor) or shifted.args != (x, amax) or len(shifted.users) != 2:
         return None
@@ -117,11 +111,7 @@ def along_rows(node: Any, target: Any, x: Any) -> bool:
 
 
 def _gradient(of_sum: Any) -> Gradient:
-    """``of_log_probs - exp(log_probs) * sum(of_log_probs)``, of its product.
-
-    Raises:
-        LeftAlone: it is something else.
-    """
+    """``of_log_probs - exp(log_probs) * sum(of_log_probs)``, of its product. LeftAlone: it is something else."""
     result = only_user(of_sum)
     why = LeftAlone(f"the backward uses its softmax otherwise, in {what(of_sum)}")
     if (

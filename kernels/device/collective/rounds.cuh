@@ -64,7 +64,7 @@ __device__ __forceinline__ void in_one_epoch(const ExchangeSlots& slots, u32 vec
 template <int COUNT, typename Steps>
 __device__ __forceinline__ void in_rounds(const ExchangeSlots& slots, u32 vectors, u32 room, Steps& steps) {
     const u32 workers = blockDim.x - 32;
-    const CreditWarp credit_warp{slots};
+    const CreditWarp credit_warp{slots, blockDim.x, blockDim.x};
     const Chunks chunks(vectors, workers, room / workers, COUNT);
     const u32 count = chunks.count(), epochs = chunks.epochs();
     Epoch epoch(slots);
@@ -97,6 +97,42 @@ __device__ __forceinline__ void in_rounds(const ExchangeSlots& slots, u32 vector
                 if (received.begins_epoch(chunks) && i + 1 < count + Steps::TRIPS) credit_warp.emptied();
             }
         }
+    }
+    epoch.leave();
+}
+
+// The same, but some threads send and the others receive, so that neither waits for the other's memory or peers: who
+// sends is two epochs ahead at most. `workers`: 64 or more. Steps::SENDERS: one thread of so many sends.
+template <int COUNT, typename Steps>
+__device__ __forceinline__ void in_rounds_apart(const ExchangeSlots& slots, u32 vectors, u32 room, Steps& steps) {
+    const u32 workers = blockDim.x - 32, senders = max(workers / Steps::SENDERS / 32, 1u) * 32;
+    const CreditWarp credit_warp{slots, senders + 32, blockDim.x - senders};
+    const Chunks chunks(vectors, workers, room / workers, COUNT);
+    const u32 epochs = chunks.epochs(), of_epoch = chunks.of_epoch * chunks.slots;
+    Epoch epoch(slots);
+    // `what(i, share, end)` of each epoch, of the `index`-th thread of those who send or receive.
+    const auto each = [&](u32 index, const auto& what) {
+        for (u32 i = 0; i < epochs; ++i) {
+            const u32 first = i * of_epoch * gridDim.x;
+            if (i > 0) epoch.begin(epoch.number + 1);
+            what(i, ThreadShare(first + (index / 32 * gridDim.x + blockIdx.x) * 32 + index % 32, index),
+                 min(first + of_epoch * gridDim.x, vectors));
+        }
+    };
+
+    if (threadIdx.x >= workers) {
+        if (epochs > 1) credit_warp.serve(epoch.number, epochs);
+    } else if (threadIdx.x < senders) {
+        each(threadIdx.x, [&](u32 i, const ThreadShare& share, u32 end) {
+            steps.load(share, end, senders);
+            if (i > 0) epoch.lost |= !credit_warp.may_send();
+            steps.send(epoch, share, end, senders);
+        });
+    } else {
+        each(threadIdx.x - senders, [&](u32 i, const ThreadShare& share, u32 end) {
+            steps.template receive<COUNT>(epoch, share, end, workers - senders);
+            if (i + 1 < epochs) credit_warp.all_emptied();
+        });
     }
     epoch.leave();
 }

@@ -13,24 +13,28 @@ namespace weft {
 // i, i + 32, ...
 struct CreditWarp {
     const ExchangeSlots& s;
+    u32 senders, receivers;  // the threads of the warp and of those who send, of those who receive: all, or a part each
     static constexpr int MAY_SEND = 1, EMPTY = 2;  // barriers of the block
 
-    // By the workers, before they send for the next epoch. False: a wait has expired.
+    // By who sends, before they do so for the next epoch. False: a wait has expired.
     __device__ __forceinline__ bool may_send() const {
-        barrier_sync(MAY_SEND, blockDim.x);
+        barrier_sync(MAY_SEND, senders);
         return !is_broken(s.watch);
     }
 
-    // By the workers, when they have reset the slots of an epoch, but not of the last one.
-    __device__ __forceinline__ void emptied() const { barrier_arrive(EMPTY, blockDim.x); }
+    // By who receives, when they have reset the slots of an epoch, but not of the last one.
+    __device__ __forceinline__ void emptied() const { barrier_arrive(EMPTY, receivers); }
+
+    // The same where others send: only these keep the warp and who receives at one epoch.
+    __device__ __forceinline__ void all_emptied() const { barrier_sync(EMPTY, receivers); }
 
     // By the warp itself, for `epochs` epochs, 2 or more, of which `epoch` is the first.
     __device__ __forceinline__ void serve(u32 epoch, u32 epochs) const {
         say(epoch - 1);
         for (; epochs > 1; ++epoch, --epochs) {
             hear(epoch - 1);
-            barrier_arrive(MAY_SEND, blockDim.x);
-            barrier_sync(EMPTY, blockDim.x);
+            barrier_sync(MAY_SEND, senders);
+            barrier_sync(EMPTY, receivers);
             say(epoch);
         }
         hear(epoch - 1);

@@ -13,6 +13,7 @@
 #include "math/numbers.cuh"
 #include "math/reduce.cuh"
 #include "comm/ll_protocol.cuh"
+#include "ptx/dependent.cuh"
 
 #if !defined(WORLD_SIZE) || !defined(RANK)
 #error "WORLD_SIZE, RANK: ranks of the group, 2 or more, and which of them this is"
@@ -42,9 +43,8 @@ struct ExchangeSlots {
 // With DEPENDENT a kernel may start while the one before it in its stream still runs. It touches no memory before that
 // one has ended, which gives the order that the proof needs, and lets the next one start as early.
 __device__ __forceinline__ void begin() {
-#if DEPENDENT && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+#if DEPENDENT
+    begin_after_previous();
 #endif
 }
 

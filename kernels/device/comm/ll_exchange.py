@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from ....symm_mem.switches import is_on
 from ..jit import program
-from ..jit.program import WaitParams
+from ..jit.program import Program, WaitParams
 
 VECTOR = 16  #: bytes of a slot
 #: What ll_exchange.cuh calls the dtypes whose numbers it reads.
@@ -32,6 +34,16 @@ def dependent() -> bool:
         ValueError: WEFT_PDL is neither 0 nor 1.
     """
     return is_on("WEFT_PDL")
+
+
+def exchange_program(source: Path, rank: int, defines: Mapping[str, str | int]) -> Program:
+    """``source`` for one rank, with all else that it must know, as this process launches it; always the same object."""
+    return _program(source, (*defines.items(), ("RANK", rank), ("DEPENDENT", int(dependent()))))
+
+
+@cache
+def _program(source: Path, defines: tuple[tuple[str, str | int], ...]) -> Program:
+    return Program(source, defines=dict(defines))
 
 
 class ExchangeSlots(ctypes.Structure):
@@ -73,9 +85,14 @@ class ExchangeLayout:
             raise ValueError(f"blocks: is {self.blocks}, must be from 1 to {BLOCKS}")
 
     @property
+    def words_of_block(self) -> int:
+        """Of its slots."""
+        return 2 * self.world_size * self.slots * VECTOR // 4
+
+    @property
     def emptied(self) -> int:
         """+ block * W + rank: the last epoch of the block's slots that the rank has reset (credits.cuh)."""
-        return self.FIRST + self.blocks * 2 * self.world_size * self.slots * VECTOR // 4
+        return self.FIRST + self.blocks * self.words_of_block
 
     @property
     def bytes(self) -> int:
@@ -99,7 +116,7 @@ class ExchangeLayout:
         """The block whose slots a word belongs to."""
         if word >= self.emptied:
             return (word - self.emptied) // self.world_size
-        return (word - self.FIRST) * 4 // VECTOR // (2 * self.world_size * self.slots)
+        return (word - self.FIRST) // self.words_of_block
 
     def describe(self, word: int) -> str:
         """What a word is, for an error message about a wait for it."""
@@ -120,12 +137,12 @@ class ExchangeWorkspace(program.WorkspaceLike, Protocol):
     span: int
 
 
-def slots_of(place: ExchangeWorkspace) -> ExchangeSlots:
-    """What kernels need of ``place``; each launch puts its deadline in."""
+def slots_of(place: ExchangeWorkspace, block: int = 0) -> ExchangeSlots:
+    """What kernels need of ``place``; each launch puts its deadline in. ``block``: whose slots block 0 of a kernel of
+    one epoch takes."""
     layout, watch = place.layout, WaitParams.of(place, 0)
-    return ExchangeSlots(
-        watch, place.span, layout.slots, ExchangeLayout.EPOCHS, ExchangeLayout.FIRST, layout.emptied
-    )
+    first = layout.FIRST + block * layout.words_of_block
+    return ExchangeSlots(watch, place.span, layout.slots, layout.EPOCHS + block, first, layout.emptied)
 
 
 def slots_for(count: int, blocks: int = BLOCKS, threads: int = THREADS) -> int:

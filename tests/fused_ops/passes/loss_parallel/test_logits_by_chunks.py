@@ -42,7 +42,7 @@ from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import DeviceMesh
 from weft.fused_ops import FusionPass
 from weft.fused_ops.ops.vocabulary import chunks
-from weft.fused_ops.passes.regather import joint_options
+from weft.fused_ops.passes.joint import joint_options
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

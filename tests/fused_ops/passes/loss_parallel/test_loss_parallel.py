@@ -48,7 +48,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from weft.fused_ops import FusionPass
-from weft.fused_ops.passes.regather import joint_options
+from weft.fused_ops.passes.joint import joint_options
 
 CASES = [
     (mean, summed_gradient, torch.float32),
