@@ -13,7 +13,8 @@
 //
 // Who writes: a tile for rank dst leaves as two accumulator fragments, one of each compute warpgroup, into dst's buffer
 // [W - 1][tiles][2][PART_BYTES] (slot: the sender's rank, less one above dst), by the LL protocol: there are no flags.
-// The warpgroup stores it into local memory, from where warp 1 or 2 copies it while the next tile is computed. With ALL_REDUCE sums travel in the same way, into as many slots after those.
+// The warpgroup stores it into local memory, from where warp 1 or 2 copies it while the next tile is computed. With
+// ALL_REDUCE sums travel in the same way, into as many slots after those.
 // Who waits: senders, for done(buffer)[p] >= e - 1 of every peer; each thread of a compute warpgroup, for the same
 // thread's vectors of a local tile of every peer, with ALL_REDUCE a step later for the peers' sums. It resets the slots
 // it has read. Warp 3 of the last block ends the epoch (weft::leave). Graph-safe.
