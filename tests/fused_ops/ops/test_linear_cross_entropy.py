@@ -95,7 +95,7 @@ def test_of_logits(world_size: int, device: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu(2)
-@on_ranks([1, 2], device="cuda")
+@on_ranks([1, 2], device="cuda", env={"WEFT_UNTESTED": "1"}, fresh=True)
 def test_exponentials_made_by_the_product(rank: int, size: int) -> None:
     """A weight with rows far longer than those by which the bases of exponentials are guessed, and two chunks."""
     for rows, how in ((1000, {}), (1000, {"reduction": "sum", "temperature": 0.7}), (3096, {})):
