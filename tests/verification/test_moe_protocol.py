@@ -16,7 +16,7 @@ from weft.kernels.device.collective.combine import Combined
 from weft.kernels.device.collective.rounds import RoundsConfig
 from weft.kernels.device.comm.ll_exchange import ExchangeLayout
 from weft.kernels.moe_dispatch import cuda_kernel
-from weft.kernels.moe_dispatch.configs import MoeProblem
+from weft.kernels.moe_dispatch.configs import MoeProblem, Routed
 from weft.kernels.moe_dispatch.cuda_kernel import (
     SOURCE,
     MoeLauncher,
@@ -42,10 +42,6 @@ MISTAKES = {
         "if (has(needed[k], weft::peer_of(1)) || i",
     ),
     "a block that hears no ids": ("s.at < vectors || s.index == 0;", "s.at < vectors;"),
-    "ids that a block has not read are overwritten": (
-        "    weft::sync_cluster();  // all blocks have read",
-        "    __syncthreads();  // all blocks have read",
-    ),
     "rows past the capacity": ("fits ? static_cast<int>(place) : -1", "static_cast<int>(place)"),
     "rows that fill an expert's up are of a choice": (
         "p.rows[i] = -1;\n        }",
@@ -53,14 +49,15 @@ MISTAKES = {
     ),
     "no overflow is noted": ("lane != 0 || most <= p.capacity", "true"),
     "an own token is not stored": (
-        "if (!sent(k, src)) continue;",
-        "if (src == RANK || !sent(k, src)) continue;",
+        "if (sent(k, src)) {",
+        "if (src != RANK && sent(k, src)) {",
     ),
     "tokens are stored before their places are known": (
-        "if (p.ids != nullptr) weft::wait_for_previous();",
+        "if (p.words != 0) weft::wait_for_previous();",
         ";",
     ),
-    "an id of two words is taken for its first one": ("words == 2 && chosen[2 * j + 1] != 0", "false"),
+    "an id of two words is taken for its first one": ("more == 0 ? expert : ~0u", "expert"),
+    "a warp's second token goes where its first one does": ("== at / row ? 0 : 16", "== at / row ? 0 : 0"),
     "who receives is an epoch ahead of the credits": ("credit_warp.all_emptied()", "credit_warp.emptied()"),
     "rows that fill experts' up stay as they were": ("if (!cleared) clear(s.index, threads);", ";"),
     "rows past the last one are written": (
@@ -131,9 +128,9 @@ class Call:
 
     def problem(self, way: str) -> MoeProblem:
         given = self.tokens, self.hidden, self.rows, self.choices, self.dtype, self.wide
-        by_ids = (2, self.ids.itemsize // 4) if way == "routed" else None
+        routed = Routed(2, self.ids.itemsize // 4, CLUSTER) if way == "routed" else None
         of = "combine" if way == "combine" else "dispatch"
-        return MoeProblem(of, *given, 2 if self.align > 1 else 0, by_ids)
+        return MoeProblem(of, *given, 2 if self.align > 1 else 0, routed)
 
     def operands(self, way: str, rank: int) -> list[torch.Tensor]:
         slots, choices, ranks = self.places[rank]
@@ -184,9 +181,9 @@ def right(library: Library, case: tuple[int, str, int, bool], seed: int, calls: 
         monkey.setattr(route, "BLOCKS", CLUSTER)
         monkey.setattr(route, "THREADS", THREADS)
         for i in range(calls):
-            tokens, row = random.choice([1, 2, 7]), random.choice([1, 3, 5])
+            tokens, row = random.choice([1, 2, 7]), random.choice([1, 3, 5, 33])
             if large := i % 3 == 2:  # by rounds
-                tokens, row = random.choice([40, 61]), 5
+                tokens, row = random.choice([(40, 5), (61, 5), (10, 33)])
             call = Call(size, tokens, row * 16 // TORCH[case[1]].itemsize, case)
             for way in random.sample(["dispatch", "routed", "combine"], 3):
                 grid = (128, 1, 64) if large else (64, random.choice([1, 2]), 32)

@@ -126,8 +126,8 @@ class ExchangeWorkspace(program.WorkspaceLike, Protocol):
 
 
 def slots_of(place: ExchangeWorkspace, block: int = 0) -> ExchangeSlots:
-    """What kernels need of ``place``; each launch puts its deadline in. ``block``: whose slots block 0 of a kernel of one
-    epoch takes."""
+    """What kernels need of ``place``; each launch puts its deadline in. ``block``: the one whose slots block 0 of a
+    kernel of one epoch takes."""
     layout, watch = place.layout, WaitParams.of(place, 0)
     first = layout.FIRST + block * layout.words_of_block
     return ExchangeSlots(watch, place.span, layout.slots, layout.EPOCHS + block, first, layout.emptied)
