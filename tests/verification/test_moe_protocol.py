@@ -182,11 +182,11 @@ def right(library: Library, case: tuple[int, str, int, bool], seed: int, calls: 
         monkey.setattr(route, "THREADS", THREADS)
         for i in range(calls):
             tokens, row = random.choice([1, 2, 7]), random.choice([1, 3, 5, 33])
-            if large := i % 3 == 2:  # by rounds
+            if i % 3 == 2:  # by rounds
                 tokens, row = random.choice([(40, 5), (61, 5), (10, 33)])
             call = Call(size, tokens, row * 16 // TORCH[case[1]].itemsize, case)
             for way in random.sample(["dispatch", "routed", "combine"], 3):
-                grid = (128, 1, 64) if large else (64, random.choice([1, 2]), 32)
+                grid = (128, 1, 64) if tokens * row > 64 else (64, random.choice([1, 2]), 32)
                 config = RoundsConfig(*grid, way != "combine")
                 outs = [
                     launch(ranks, call, way, r, config, PATIENT if calls > 8 else 500) for r in range(size)
