@@ -8,6 +8,7 @@ brought it.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from weft.kernels.all_gather_matmul.configs import (
     GatherPushConfig,
     gather_push_layout,
     rank_gather_pushes,
-    varied,
 )
 from weft.kernels.all_gather_matmul.cuda_kernel import AllGatherMatmulPush, EpochStep
 from weft.kernels.all_gather_matmul.estimate import CHUNK_COLUMNS
@@ -50,6 +50,16 @@ class _Params(ctypes.Structure):
         ("trip", ctypes.c_int32),
         ("deadline", ctypes.c_uint64),
     )
+
+
+def varied(ranked: Iterable[tuple[float, GatherPushConfig]]) -> list[tuple[float, GatherPushConfig]]:
+    """First the likeliest of each tile with which all blocks send, or some."""
+    likeliest: dict[object, tuple[float, GatherPushConfig]] = {}
+    others = []
+    for us, config in ranked:
+        if likeliest.setdefault((config.tile, config.comm_sms > 0), (us, config))[1] is not config:
+            others.append((us, config))
+    return [*likeliest.values(), *others]
 
 
 def alone_program() -> Program:

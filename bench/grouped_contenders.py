@@ -89,8 +89,8 @@ def layer_forms(compiles: bool) -> dict[str, dict[str, Form]]:
     activated = torch.compile(_activated, dynamic=False) if compiles else _activated
     combined = torch.compile(_combined, dynamic=False) if compiles else _combined
 
-    def up(p: Experts) -> Tensor:
-        return fused_all_gather_grouped_matmul(p.shard, [p.up], p.rows, p.offs)[1][0]
+    def up(p: Experts, *, swiglu: bool = False) -> Tensor:
+        return fused_all_gather_grouped_matmul(p.shard, [p.up], p.rows, p.offs, swiglu=swiglu)[1][0]
 
     def down(p: Experts, between: Tensor) -> Tensor:
         return fused_grouped_matmul_reduce_scatter(between, p.down, p.offs, p.slots, p.weights, "sum", 0)
@@ -118,7 +118,7 @@ def layer_forms(compiles: bool) -> dict[str, dict[str, Form]]:
             "product": lambda p: grouped_matmul(p.between, p.down, p.offs),
         },
         "layer": {
-            "weft": lambda p: down(p, activated(up(p))),
+            "weft": lambda p: down(p, up(p, swiglu=True)),
             "torch": lambda p: torch_down(p, _activated(torch_up(p)), _combined),
             "compiled": lambda p: torch_down(p, activated(torch_up(p)), combined),
             "product": products,

@@ -14,7 +14,7 @@ from .dispatch.plan import Plan, last_plan
 from .drop_in.calls_taken import CallsTaken
 from .drop_in.installation import install, install_if_asked, installed, installed_calls, uninstall
 from .drop_in.transformers_experts import register_transformers_experts
-from .exchanges import fused_all_to_all_matmul, fused_matmul_all_to_all
+from .exchanges import fused_all_to_all_matmul, fused_matmul_all_gather, fused_matmul_all_to_all
 from .expert_parallel import MoeHandle, moe_combine, moe_dispatch
 from .experts import fused_all_gather_grouped_matmul, grouped_matmul, moe_route
 from .experts_sums import (
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
         Report,
         compile,  # noqa: A004
         fusion_report,
-        measure_costs,
     )
 else:
     # Type checkers must not see it: to them any name would be there.
@@ -97,6 +96,7 @@ __all__ = [
     "fused_grouped_matmul_reduce_scatter",
     "fused_linear_cross_entropy",
     "fused_linear_log_probs",
+    "fused_matmul_all_gather",
     "fused_matmul_all_reduce",
     "fused_matmul_all_to_all",
     "fused_matmul_reduce_scatter",
@@ -112,7 +112,6 @@ __all__ = [
     "is_weft_group",
     "last_plan",
     "local_state_dict",
-    "measure_costs",
     "moe_combine",
     "moe_dispatch",
     "moe_route",
@@ -129,7 +128,7 @@ __all__ = [
     "timeline",
     "uninstall",
 ]
-_OF_THE_PASS = ("FusionError", "FusionPass", "Report", "compile", "fusion_report", "measure_costs")
+_OF_THE_PASS = ("FusionError", "FusionPass", "Report", "compile", "fusion_report")
 
 
 def __dir__() -> list[str]:

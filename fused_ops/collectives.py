@@ -56,10 +56,7 @@ def one_shot_all_gather(
         ``out``, or a new contiguous tensor.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        ValueError, TypeError, RankMismatch, PeerTimeout: as ``fused_all_gather_matmul``.
     """
     if counts is not None:
         counts = validation.integers("counts", counts)
@@ -122,10 +119,7 @@ def one_shot_reduce_scatter(
         ``out``, or a new contiguous tensor.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        ValueError, TypeError, RankMismatch, PeerTimeout: as ``fused_all_gather_matmul``.
     """
     if counts is not None:
         counts = validation.integers("counts", counts)
@@ -177,10 +171,7 @@ def one_shot_gather(
         a new contiguous tensor; of the other ranks with a size of 0 along ``gather_dim``.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        ValueError, TypeError, RankMismatch, PeerTimeout: as ``fused_all_gather_matmul``.
     """
     if counts is not None:
         counts = validation.integers("counts", counts)
@@ -236,10 +227,7 @@ def one_shot_all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group: Gro
         a new contiguous tensor.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        ValueError, TypeError, RankMismatch, PeerTimeout: as ``fused_all_gather_matmul``.
     """
     name = known_name(group)
     if name is not None and type(scatter_dim) is int and type(gather_dim) is int:

@@ -1,4 +1,4 @@
-"""Products around an all-to-all as functions; collectives.py has the all-to-all alone."""
+"""Products around an all-to-all, and before an all-gather, as functions; collectives.py has these alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..symm_mem import Group, group_name
 from . import validation
 from .dispatch.callers import known_name, of_graph
 from .library import schema
-from .ops.exchanges import all_to_all_matmul, matmul_all_to_all
+from .ops.exchanges import all_to_all_matmul, matmul_all_gather, matmul_all_to_all
 
 
 def fused_matmul_all_to_all(A: Tensor, B: Tensor, gather_dim: int, group: Group = None) -> Tensor:
@@ -43,10 +43,7 @@ def fused_matmul_all_to_all(A: Tensor, B: Tensor, gather_dim: int, group: Group 
         a new tensor, in memory with ``gather_dim`` in front.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        ValueError, TypeError, RankMismatch, PeerTimeout: as ``fused_all_gather_matmul``.
     """
     name = known_name(group)
     if name is not None and type(gather_dim) is int:
@@ -91,10 +88,7 @@ def fused_all_to_all_matmul(A: Tensor, B: Tensor, scatter_dim: int, group: Group
         a new tensor, in memory with ``scatter_dim`` in front.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        ValueError, TypeError, RankMismatch, PeerTimeout: as ``fused_all_gather_matmul``.
     """
     name = known_name(group)
     if name is not None and type(scatter_dim) is int:
@@ -107,3 +101,47 @@ def fused_all_to_all_matmul(A: Tensor, B: Tensor, scatter_dim: int, group: Group
     name = group_name(group)
     out, _ = schema.all_to_all_matmul(A, B, scatter_dim, name, **of_graph(name))
     return out  # type: ignore[no-any-return]
+
+
+def fused_matmul_all_gather(A: Tensor, B: Tensor, group: Group = None) -> Tensor:
+    """``one_shot_all_gather(A @ B, -1)``: the columns of all ranks' products.
+
+    >>> import torch, torch.distributed as dist
+    >>> from weft.fused_ops import fused_matmul_all_gather
+    >>> W = dist.get_world_size()
+    >>> x, w = torch.ones(5, 16), torch.randn(16, 8)  # the same tokens on all ranks; this rank's columns of the head
+    >>> logits = fused_matmul_all_gather(x, w)
+    >>> logits.shape == (5, 8 * W)
+    True
+
+    A column-parallel layer whose output is gathered, such as the head of a language model.
+
+    On CUDA the product is cut into pieces, which copy engines send while cuBLAS multiplies the next ones; small ones
+    are sent by ``one_shot_all_gather``'s kernel after the product. Rounded once, to A's dtype.
+
+    Differentiable; the gradient begins with a ``one_shot_reduce_scatter``. Works under torch.compile and in a CUDA
+    graph. Every rank must call it with the same shapes.
+
+    Args:
+        A: [..., K], 2 or more dimensions, any strides; float32, bfloat16 or float16.
+        B: [K, N] of A's dtype, this rank's columns.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
+
+    Returns:
+        a new tensor [..., W * N] for W ranks, rank 0's columns first.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it.
+        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
+            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
+        PeerTimeout: a rank did not come.
+    """
+    name = known_name(group)
+    if name is not None:
+        done = matmul_all_gather.fast_matmul_all_gather(A, B, name)
+        if done is not None:
+            return done
+    validation.tensor("A", A, 2)
+    validation.tensor("B", B)
+    name = group_name(group)
+    return schema.matmul_all_gather(A, B, name, **of_graph(name))

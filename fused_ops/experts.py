@@ -25,6 +25,7 @@ def fused_all_gather_grouped_matmul(
     *,
     return_A: bool = False,
     biases: Sequence[Tensor] | None = None,
+    swiglu: bool = False,
 ) -> tuple[Tensor | None, list[Tensor]]:
     """``A = all_gather(A_shard)`` and ``A[rows] @ B[e] + bias[e]`` for each B: all ranks' tokens, this rank's experts.
 
@@ -36,8 +37,8 @@ def fused_all_gather_grouped_matmul(
     >>> A, (y,) = fused_all_gather_grouped_matmul(x, [w], rows, offs, return_A=True)
     >>> torch.testing.assert_close(y[slots[2, 0]], A[2] @ w[0])
 
-    On Hopper GPUs copy engines send many tokens of 16 bits, while rows of own ones are copied into their order and, if
-    they are many, multiplied. Else weft's all-gather runs before the products of ``grouped_matmul``.
+    On Hopper GPUs copy engines send many tokens of 16 bits, while rows of own ones are copied into their order. Else
+    weft's all-gather runs before the products of ``grouped_matmul``.
 
     Differentiable once. Works under torch.compile and, as ``grouped_matmul``, in CUDA graphs. Every rank must call it
     with the same shape of ``A_shard`` and the same N_i; experts and rows may differ.
@@ -52,9 +53,11 @@ def fused_all_gather_grouped_matmul(
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
         return_A: whether the gathered A is wanted, too.
         biases: one for each B, [E, N_i] of the same dtype; None adds nothing. All ranks pass some or none does.
+        swiglu: as of ``grouped_matmul``, for each B.
 
     Returns:
-        A [T, K] (None without ``return_A``), and the products [R, N_i]. Their rows from ``offs[-1]`` on hold anything.
+        A [T, K] (None without ``return_A``), and the products [R, N_i], with ``swiglu`` [R, N_i / 2]. Their rows from
+        ``offs[-1]`` on hold anything.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
@@ -68,17 +71,24 @@ def fused_all_gather_grouped_matmul(
     validation.tensor("offs", offs)
     Bs = validation.tensors("Bs", Bs)
     validation.integer("gather_dim", gather_dim)
-    validation.flags(return_A=return_A)
+    validation.flags(return_A=return_A, swiglu=swiglu)
     if biases is not None:
         biases = validation.tensors("biases", biases)
     name = group_name(group)
     given = A_shard, Bs, rows, offs, gather_dim, name
-    A, outs = schema.all_gather_grouped_matmul(*given, return_A=return_A, biases=biases, **of_graph(name))
+    named = {"return_A": return_A, "biases": biases, "swiglu": swiglu}
+    A, outs = schema.all_gather_grouped_matmul(*given, **named, **of_graph(name))
     return A, outs
 
 
 def grouped_matmul(
-    A: Tensor, B: Tensor, offs: Tensor, *, rows: Tensor | None = None, bias: Tensor | None = None
+    A: Tensor,
+    B: Tensor,
+    offs: Tensor,
+    *,
+    rows: Tensor | None = None,
+    bias: Tensor | None = None,
+    swiglu: bool = False,
 ) -> Tensor:
     """``A[rows[i]] @ B[e] + bias[e]`` for each row i of each expert e: the rows are sorted by expert.
 
@@ -105,9 +115,11 @@ def grouped_matmul(
             ``torch.nn.functional.grouped_mm`` have it.
         rows: [R], int32: the row of A that each row of the result is made of. None: R is T, and rows are in order.
         bias: [E, N], of the same dtype.
+        swiglu: B's columns are those of gate, and then as many of up; what is wanted is ``silu(gate) * up``. On Hopper,
+            where K is contiguous in B and no gradient is wanted, neither goes through memory or is rounded.
 
     Returns:
-        [R, N]. Rows from ``offs[-1]`` on hold anything; no gradient comes from them.
+        [R, N], with ``swiglu`` [R, N / 2]. Rows from ``offs[-1]`` on hold anything; no gradient comes from them.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it. In the checked mode
@@ -121,8 +133,9 @@ def grouped_matmul(
     for name, given in (("rows", rows), ("bias", bias)):
         if given is not None:
             validation.tensor(name, given)
+    validation.flags(swiglu=swiglu)
     check_offs(A, offs, rows)
-    found: Tensor = torch.ops.weft.grouped_matmul(A, B, offs, rows, bias)
+    found: Tensor = torch.ops.weft.grouped_matmul(A, B, offs, rows, bias, swiglu)
     return found
 
 

@@ -139,10 +139,7 @@ def fused_matmul_reduce_scatter(
         the local part, contiguous.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        ValueError, TypeError, RankMismatch, PeerTimeout: as ``fused_all_gather_matmul``.
     """
     name = known_name(group)
     if name is not None and out_dtype is None and type(reduce_op) is str and type(scatter_dim) is int:
@@ -198,10 +195,7 @@ def one_shot_all_reduce(x: Tensor, reduce_op: ReduceOp, group: Group = None) -> 
         a new contiguous tensor.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        ValueError, TypeError, RankMismatch, PeerTimeout: as ``fused_all_gather_matmul``.
     """
     name = known_name(group)
     if name is not None and type(reduce_op) is str:
@@ -280,10 +274,7 @@ def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: ReduceOp, group: Gr
         [..., N], contiguous.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        ValueError, TypeError, RankMismatch, PeerTimeout: as ``fused_all_gather_matmul``.
     """
     name = known_name(group)
     if name is not None and type(reduce_op) is str:

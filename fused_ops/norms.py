@@ -62,10 +62,7 @@ def fused_all_reduce_rms_norm(
         (normed, sums), contiguous, of the dtype of x; sums is the next residual.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        ValueError, TypeError, RankMismatch, PeerTimeout: as ``fused_all_gather_matmul``.
     """
     name = known_name(group)
     if name is not None and type(eps) is float and type(weight_offset) is float and type(round_sum) is bool:
@@ -145,10 +142,7 @@ def fused_all_reduce_rms_norm_quant(
         given scale are contiguous.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        ValueError, TypeError, RankMismatch, PeerTimeout: as ``fused_all_gather_matmul``.
     """
     name = known_name(group)
     quant = scale, out_dtype, scale_op, smallest
@@ -222,10 +216,7 @@ def fused_all_reduce_layer_norm(
         (normed, sums), contiguous, of the dtype of x; sums is the next residual.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        ValueError, TypeError, RankMismatch, PeerTimeout: as ``fused_all_gather_matmul``.
     """
     name = known_name(group)
     if name is not None and type(eps) is float and type(weight_offset) is float:

@@ -74,10 +74,7 @@ def fused_all_gather_scaled_matmul(
         the front; for the last dimension as they are.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        ValueError, TypeError, RankMismatch, PeerTimeout: as ``fused_all_gather_matmul``.
     """
     known, lists = known_name(group), (biases, result_scales, out_dtypes, use_fast_accum)
     exact = (
@@ -163,10 +160,7 @@ def fused_scaled_matmul_reduce_scatter(
         the local part, contiguous.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        ValueError, TypeError, RankMismatch, PeerTimeout: as ``fused_all_gather_matmul``.
     """
     known, exact = known_name(group), type(reduce_op) is str and type(scatter_dim) is int
     if known is not None and exact and type(use_fast_accum) is bool:

@@ -71,16 +71,8 @@ def batch_signal(signals: Sequence[Pair]) -> None:
         WeftError: as ``RegisteredTensor.signal``.
         ValueError, TypeError: as that; they are of several groups, or one is there twice.
     """
-    given = _given("signals", signals, ("registered tensor", "peer"))
-    if not given:
-        return
-    if torch.compiler.is_compiling():
-        define_ops()
-        xs, peers, name, size = _for_graphs(given)
-        torch.ops.weft.batch_signal(xs, peers, name, group_size=size)
-        return
-    _checked("batch_signal", "signals", given)
-    given[0][0]._engine().signal([(x.of, peer) for x, peer in given], "batch_signal")
+    if given := _calls_now("batch_signal", "signals", signals):
+        given[0][0]._engine().signal([(x.of, peer) for x, peer in given], "batch_signal")
 
 
 def batch_wait(waits: Sequence[Pair]) -> None:
@@ -101,16 +93,23 @@ def batch_wait(waits: Sequence[Pair]) -> None:
         PeerTimeout, WeftError: as ``RegisteredTensor.wait``.
         ValueError, TypeError: as ``batch_signal``.
     """
-    given = _given("waits", waits, ("registered tensor", "peer"))
-    if not given:
-        return
-    if torch.compiler.is_compiling():
+    if given := _calls_now("batch_wait", "waits", waits):
+        given[0][0]._engine().wait([(x.of, peer) for x, peer in given], "batch_wait")
+
+
+def _calls_now(op: str, name: str, values: Any) -> list[Pair]:
+    """What ``op`` is to be made for, checked: nothing while a graph is compiled, which gets it as an op."""
+    given = _given(name, values, ("registered tensor", "peer"))
+    if given and torch.compiler.is_compiling():
         define_ops()
-        xs, peers, name, size = _for_graphs(given)
-        torch.ops.weft.batch_wait(xs, peers, name, group_size=size)
-        return
-    _checked("batch_wait", "waits", given)
-    given[0][0]._engine().wait([(x.of, peer) for x, peer in given], "batch_wait")
+        (xs, peers), first = zip(*given, strict=True), given[0][0]
+        tensors, name = [x._in_graphs for x in xs], first._group_name
+        getattr(torch.ops.weft, op)(tensors, list(peers), name, group_size=first.world_size)
+        return []
+    for i, (x, peer) in enumerate(given):
+        x._check(op, peer, f"{name}[{i}]: peer")
+    _refuse_twice(name, given)
+    return given
 
 
 def _given(name: str, values: Any, parts: tuple[str, ...]) -> list[Any]:
@@ -128,17 +127,6 @@ def _given(name: str, values: Any, parts: tuple[str, ...]) -> list[Any]:
         if value[0].registry is not values[0][0].registry:
             raise ValueError(f"{name}[{i}]: is of another group or device than {name}[0], must be of one")
     return [tuple(value) for value in values]
-
-
-def _for_graphs(given: list[Pair]) -> tuple[list[torch.Tensor], list[int], str, int]:
-    first = given[0][0]
-    return [x._in_graphs for x, _ in given], [peer for _, peer in given], first._group_name, first.world_size
-
-
-def _checked(op: str, name: str, given: list[Pair]) -> None:
-    for i, (x, peer) in enumerate(given):
-        x._check(op, peer, f"{name}[{i}]: peer")
-    _refuse_twice(name, given)
 
 
 def _refuse_twice(name: str, given: list[Pair]) -> None:

@@ -16,14 +16,12 @@ After these words come as many for users' own kernels. weft zeroes them, also at
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from .call_site import call_site, text
-from .errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
+from .errors import PeerTimeout, PeerWait, WaitOutcome, WeftError
 from .failure.fault import WORD, Fault, fault_of
 from .failure.spin_wait import Expired, PeerLiveness, spin
 from .failure.stream_watchdog import stream_watchdog_of
@@ -63,42 +61,29 @@ class Pad:
         heap = self._heap
         return heap.address(owner) + self._offset + 4 * (channel * heap.world_size + writer)
 
-    def _check(self, op: str, peer: int, channel: int) -> None:
+    def _check(self, peer: int, channel: int) -> None:
         if not (isinstance(peer, int) and 0 <= peer < self._heap.world_size):
             raise ValueError(f"peer: is {peer!r}, must be a rank from 0 to {self._heap.world_size - 1}")
         if not (isinstance(channel, int) and 0 <= channel < CHANNELS):
             raise ValueError(f"channel: is {channel!r}, must be from 0 to {CHANNELS - 1}")
-        self._fault.raise_if_broken(op)
         if self._watch is not None and torch.cuda.is_current_stream_capturing():
             raise WeftError("signals count on the host and cannot be captured; weft's ops can")
 
-    @contextmanager
-    def _whole(self, op: str) -> Iterator[None]:
-        try:
-            yield
-        except WeftError:
-            raise  # it has broken the group already
-        except BaseException as e:
-            heap = self._heap
-            site = text(call_site(3))  # this, contextlib, and the method that is whole
-            self._fault.breaks(CallAbandoned(op, heap.group_name, heap.rank, describe(e), site))
-            raise
-
     def put(self, peer: int, channel: int) -> None:
-        self._check("put", peer, channel)
-        with self._whole("put"):
+        self._check(peer, channel)
+        with self._fault.whole("put"):
             self._put(peer, channel)
 
     def wait(self, peer: int, channel: int) -> None:
-        self._check("wait", peer, channel)
-        with self._whole("wait"):
+        self._check(peer, channel)
+        with self._fault.whole("wait"):
             self._wait(peer, channel, "wait")
 
     def barrier(self, channel: int) -> None:
         rank, size = self._heap.rank, self._heap.world_size
-        self._check("barrier", rank, channel)
+        self._check(rank, channel)
         others = [(rank + step) % size for step in range(1, size)]
-        with self._whole("barrier"):
+        with self._fault.whole("barrier"):
             for peer in others:
                 self._put(peer, channel)
             for peer in others:

@@ -11,6 +11,7 @@ from .failure.fault import fault_of
 from .groups import Group, resolve_group
 from .heap.heap import Block, heap_of
 from .heap.registry import get_heap
+from .registration.segments import extent
 from .signals import Pad
 
 _pads: weakref.WeakKeyDictionary[Block, Pad] = weakref.WeakKeyDictionary()
@@ -101,7 +102,10 @@ class Peers:
         self.tensors = [
             tensor
             if rank == where.rank
-            else _like(tensor, where.tensor(rank, offset, (_extent(tensor),), tensor.dtype, block))
+            else _like(
+                tensor,
+                where.tensor(rank, offset, (extent(tensor.shape, tensor.stride()),), tensor.dtype, block),
+            )
             for rank in range(where.world_size)
         ]
         self._pad = _pads.get(block) or _pads.setdefault(block, Pad(block))
@@ -236,13 +240,6 @@ def rendezvous(tensor: torch.Tensor, group: Group = None) -> Peers:
         raise ValueError(f"group: the tensor lies on the heap of group {block.heap.group_name!r}")
     block.heap.owner.refuse_child("rendezvous")
     return Peers(tensor, block)
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Elements from a tensor's first to its last one in memory."""
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _like(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:

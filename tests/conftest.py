@@ -48,7 +48,6 @@ _FIRST = {
     "test_random_programs.py",
     "test_hugging_face.py",
     "test_known_on_ranks.py",
-    "test_buckets_on_ranks.py",
     "test_matmul_mistakes.py",
 }
 

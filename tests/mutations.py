@@ -329,10 +329,10 @@ MUTANTS = [
         "tests/fused_ops/passes/records/test_report_groups.py",
     ),
     Mutant(
-        "fused_ops/passes/patterns/rivals.py",
-        "if lost > own_gain:",
-        "if lost < own_gain:",
-        "tests/fused_ops/passes/patterns/test_rivals.py",
+        "fused_ops/passes/patterns/one_product.py",
+        "if i > 1 and early > 2 * (largest + _made_and_used(at, node)):",
+        "if i > 1 and early > 20 * (largest + _made_and_used(at, node)):",
+        "tests/fused_ops/passes/order/test_at_once.py",
     ),
     Mutant(
         "fused_ops/passes/order/exposure.py",

@@ -124,6 +124,7 @@ def op_calls(size: int = 2, group: Any = None) -> dict[str, OpCall]:
         "one_shot_all_to_all": (x, 0, -1, g),
         "one_shot_gather": (x, -1, 0, g),
         "fused_matmul_all_to_all": (x, torch.randn(8, 12), 0, g),
+        "fused_matmul_all_gather": (x, B, g),
         "fused_all_to_all_matmul": (x, torch.randn(8 * size, 5), 0, g),
         "fused_all_reduce_rms_norm": normed,
         "fused_all_reduce_rms_norm_quant": normed,

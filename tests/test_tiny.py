@@ -240,6 +240,7 @@ OPS = {
     "reduce_scatter_out": reduce_scatter(0, into=True),
     "all_to_all": Op(*tiny_exchanges.all_to_all(2, 1)),
     "all_to_all_matmul": Op(*tiny_exchanges.all_to_all_matmul()),
+    "matmul_all_gather": Op(*tiny_exchanges.matmul_all_gather()),
     "matmul_all_to_all": Op(*tiny_exchanges.matmul_all_to_all()),
     "gather": Op(*tiny_exchanges.gathered_to_one(1), differentiable=False),
     "all_reduce_rms_norm": all_reduce_rms_norm(),

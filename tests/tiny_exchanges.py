@@ -43,6 +43,16 @@ def matmul_all_to_all() -> Case:
     return ((3, 5, 17), (17, 22)), call, reference
 
 
+def matmul_all_gather() -> Case:
+    def call(A: Tensor, B: Tensor) -> Outputs:
+        return (fused_ops.fused_matmul_all_gather(A, B, world()),)
+
+    def reference(rank: int, A: Sequence[Tensor], B: Sequence[Tensor]) -> Outputs:
+        return (torch.cat([a @ b for a, b in zip(A, B, strict=True)], -1),)
+
+    return ((3, 5, 17), (17, 11)), call, reference
+
+
 def all_to_all_matmul() -> Case:
     def call(A: Tensor, B: Tensor) -> Outputs:
         return (fused_ops.fused_all_to_all_matmul(A, B, 1, world()),)

@@ -1,4 +1,4 @@
-"""Heads to sequence and back, alone and around their products."""
+"""Heads to sequence and back, alone and around their products, and the head whose columns are gathered."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ from parts import Bench, random_tensor
 from suite import Run, Suite, numbers, words
 from timer import Schedule
 from torch import Tensor
-from weft.fused_ops import fused_all_to_all_matmul, fused_matmul_all_to_all, one_shot_all_to_all
+from weft.fused_ops import (
+    fused_all_to_all_matmul,
+    fused_matmul_all_gather,
+    fused_matmul_all_to_all,
+    one_shot_all_gather,
+    one_shot_all_to_all,
+)
 
-OPS = "heads", "heads_back", "matmul_all_to_all", "all_to_all_matmul"
+OPS = "heads", "heads_back", "matmul_all_to_all", "all_to_all_matmul", "matmul_all_gather"
 CONTENDERS = "weft", "parts", "backend"
 SIZE = 128  # of a head
+VOCABULARY = 128256  # columns of what is gathered
 
 Row = tuple[str, int, int]  # op, heads, M
 
@@ -40,6 +47,13 @@ def _to_sequence(x: Tensor) -> Tensor:
     return out.unflatten(0, (world, -1)).movedim(0, 1).flatten(1)
 
 
+def _of_all(x: Tensor) -> Tensor:
+    """Columns of all ranks."""
+    out = x.new_empty(dist.get_world_size(), *x.shape)
+    dist.all_gather_into_tensor(out.flatten(0, 1), x)
+    return out.movedim(0, 1).flatten(1)
+
+
 def _listed(call: Callable[[], Tensor], _: int) -> list[Tensor]:
     return [call()]
 
@@ -47,9 +61,10 @@ def _listed(call: Callable[[], Tensor], _: int) -> list[Tensor]:
 class Exchanges(Suite):
     """Heads to sequence and back, alone and around their products.
 
-    weft: the op; parts: torch's product and weft's all-to-all; backend: torch's product, NCCL and what permutes around
-    it. ``limit_us``: the time of the bytes that a rank receives over the links; ``product_us``: the product alone. M:
-    the whole sequence; a model has as many columns as its heads. Every result is compared with float64.
+    weft: the op; parts: torch's product and weft's exchange; backend: torch's product, NCCL and what permutes around
+    it. Of matmul_all_gather a model's head: all ranks have all tokens, and get the logits of the whole vocabulary.
+    ``limit_us``: the time of the bytes that a rank receives over the links; ``product_us``: the product alone. M: the
+    whole sequence; a model has as many columns as its heads. Every result is compared with float64.
     """
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
@@ -75,11 +90,14 @@ class Exchanges(Suite):
         hidden, world = heads * SIZE, run.world
         dtype = torch.bfloat16 if run.on_gpus else torch.float32
         back = op in ("heads_back", "all_to_all_matmul")
-        x = random_tensor((m, hidden // world) if back else (m // world, hidden), dtype, run.device)
-        weight = random_tensor((hidden, hidden), dtype, run.device) / hidden**0.5
-        dist.broadcast(weight, 0)
+        head = op == "matmul_all_gather"
+        columns = VOCABULARY // world if head and run.on_gpus else hidden
+        rows = m if back or head else m // world
+        x = random_tensor((rows, hidden // world if back else hidden), dtype, run.device)
+        weight = random_tensor((hidden, columns), dtype, run.device) / hidden**0.5
+        dist.broadcast(x if head else weight, 0)
         calls, expected = _bench_of(op, x, weight)
-        flops = 2.0 * x.numel() * hidden if "matmul" in op else 0.0
+        flops = 2.0 * x.numel() * columns if "matmul" in op else 0.0
         short = m * heads <= 1 << 18
         schedule = Schedule(10 if short else 4) if run.on_gpus else Schedule(2, 1)
         found = timed(
@@ -87,7 +105,7 @@ class Exchanges(Suite):
             *(schedule, run.mode, run.device),
         )
         cells = {f"{name}_us": found.medians.get(name) for name in (*CONTENDERS, "product")}
-        received = x.nbytes * (world - 1) / world
+        received = rows * columns * x.itemsize * (world - 1) if head else x.nbytes * (world - 1) / world
         limit = round(received / LINK_BYTES_PER_US, 2) if run.on_gpus else None
         run.rows.append({"op": op, "heads": heads, "M": m, **cells, "limit_us": limit})
         text = found.cells([*CONTENDERS, "product"]) + f"{limit or '-':>10}"
@@ -109,6 +127,14 @@ def _bench_of(op: str, x: Tensor, weight: Tensor) -> tuple[dict[str, Callable[[]
             "weft": lambda: fused_matmul_all_to_all(x, weight, 0),
             "parts": lambda: one_shot_all_to_all(x @ weight, 1, 0),
             "backend": lambda: _to_heads(x @ weight),
+            "product": lambda: x @ weight,
+        }
+    elif op == "matmul_all_gather":
+        want = _of_all(x.double() @ weight.double())
+        calls = {
+            "weft": lambda: fused_matmul_all_gather(x, weight),
+            "parts": lambda: one_shot_all_gather(x @ weight, -1),
+            "backend": lambda: _of_all(x @ weight),
             "product": lambda: x @ weight,
         }
     else:

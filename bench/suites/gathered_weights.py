@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import weft
 from suite import Run, Suite, words
 from timer import meet
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from llama_profile import busy, intervals, kernels_of, slowest
 from weft.fused_ops import FusionPass
 
 c10d = torch.ops._c10d_functional
-ORDERS = ("plain", "weft", "moved", "moved 0.1", "buckets", "greedy", "iterative", "scheduled")
+ORDERS = ("plain", "weft", "moved", "moved 0.1", "greedy", "iterative", "scheduled")
 _PASSES = {
     "greedy": ["raise_comms", "sink_waits", "reorder_compute_for_overlap"],
     "iterative": ["reorder_communication_preserving_peak_memory", "sink_waits_iterative"],
@@ -109,7 +108,7 @@ def options_for_order(order: str) -> tuple[dict[str, Any], FusionPass | None]:
     if order == "weft":
         fusion = FusionPass(reorder=True)
     else:
-        fusion = FusionPass([], reorder=True if order == "moved" else 0.1, buckets=order == "buckets")
+        fusion = FusionPass([], reorder=True if order == "moved" else 0.1)
     return fusion.options, fusion
 
 
@@ -147,14 +146,13 @@ class GatheredWeights(Suite):
     | weft | ``FusionPass(reorder=True)``: copy engines carry what no product takes |
     | moved | ``FusionPass([], reorder=True)``: the group's backend carries all |
     | moved 0.1 | that, with a tenth more memory |
-    | buckets | that, and small collectives in buckets |
     | greedy | torch's ``raise_comms``, ``sink_waits``, ``reorder_compute_for_overlap`` |
     | iterative | torch's ``reorder_communication_preserving_peak_memory``, ``sink_waits_iterative`` |
     | scheduled | torch's ``enable_overlap_scheduling`` |
 
     Rows: {"order", "ms", "peak_bytes", "compile_s", "exposed_ms"}; ``ms`` is a median over alternate series, of the
     slowest rank; ``exposed_ms`` what a step takes beyond the kernels of the first order that are none of NCCL's, from a
-    profile of the rank where these take longest. With --measure weft's orders are by costs that are measured first.
+    profile of the rank where these take longest.
     """
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
@@ -164,7 +162,6 @@ class GatheredWeights(Suite):
         parser.add_argument("--joined", action="store_true", help="inference, a gather for each block")
         parser.add_argument("--orders", type=words, default=ORDERS, help="by commas")
         parser.add_argument("--steps", type=int, default=5)
-        parser.add_argument("--measure", action="store_true", help="weft.passes.measure_costs() first")
         parser.add_argument("--picture", help="an SVG of the last order of weft's, of its largest graph")
 
     def rows(self, given: argparse.Namespace) -> tuple[str, ...]:
@@ -174,8 +171,6 @@ class GatheredWeights(Suite):
         return orders
 
     def begin(self, run: Run) -> None:
-        if run.given.measure:
-            run.say(weft.passes.measure_costs())
         base = LLAMA_8B if run.on_gpus else SMALL
         given = {"layers": run.given.layers, "seq": run.given.seq or base.seq}
         sizes = Sizes(**{**vars(base), **given})

@@ -168,7 +168,7 @@ def _op_gains() -> dict[str, list[str]]:
             gains = _scaled(from_text[public])
         elif word in ("all_reduce_rms_norm_quant", "gather"):  # no results
             gains = ["-", "-"]
-        elif word in ("matmul_all_to_all", "all_to_all_matmul"):
+        elif word in ("matmul_all_to_all", "all_to_all_matmul", "matmul_all_gather"):
             gains = _exchanged(word)
         else:
             gains = _against(_captured("h200-x2", word)[1])[:2]
@@ -204,6 +204,7 @@ OPS = {
     "`one_shot_gather`": "`gather(x)` to one rank",
     "`fused_matmul_all_to_all`": "`all_to_all_single(x @ w)`, heads to their ranks",
     "`fused_all_to_all_matmul`": "`all_to_all_single(x) @ w`, heads back to the sequence",
+    "`fused_matmul_all_gather`": "`all_gather(x @ w)`, columns of all ranks",
     "`fused_all_reduce_rms_norm`": "`rms_norm(residual + all_reduce(x))`",
     "`fused_all_reduce_rms_norm_quant`": "the same in fp8, by a given scale or one of each row",
     "`fused_all_reduce_layer_norm`": "`layer_norm(residual + all_reduce(x))`",

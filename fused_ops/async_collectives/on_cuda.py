@@ -15,9 +15,9 @@ from ...symm_mem.layout import NUM_BUFFERS, Layout
 from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from ..dispatch import plan
-from ..dispatch.choice import Choice, unfused
+from ..dispatch.choice import Choice, prepare_kernel, unfused
 from ..dispatch.launch_cache import LaunchedCall, remember_call
-from ..dispatch.plan import Plan, ran
+from ..dispatch.plan import Plan
 from ..dispatch.staging import aligned
 from ..dispatch.stream_order import in_stream_order
 from .call import AsyncCall
@@ -95,24 +95,16 @@ def choose_async(call: AsyncCall, world_size: int) -> Choice:
 
 def start_on_cuda(choice: Choice, where: Heap, call: AsyncCall) -> Started:
     from ...kernels.async_collectives.cuda_kernel import AsyncCollective, AsyncProblem
-    from ...kernels.device.tuning.choice import make_together
 
     problem = AsyncProblem(call.part_bytes(where.world_size), call.reduce_op, call.x.dtype, call.placed)
     with in_stream_order(call.x.device):
-        workspace = choice.workspace_on(where)
-        workspace.raise_if_broken()
-        ran(choice.plan_in(workspace))
-        key = problem, tuple(call.result_shape(where.world_size))
-        on: CallsOnStream | None = workspace.prepared.get(key)
-        if on is None:
-
-            def make() -> CallsOnStream:
-                return CallsOnStream(workspace, AsyncCollective(workspace, problem), call)
-
-            on = make_together(workspace, call.start, key, key, make)
+        ready = prepare_kernel(
+            *(choice, where, call.start, (problem, tuple(call.result_shape(where.world_size)))),
+            lambda workspace: CallsOnStream(workspace, AsyncCollective(workspace, problem), call),
+        )
         sent = aligned(call.x.contiguous())
-        started = on.start(call, sent, timeout_in_ns(where.group_name))
+        started: Started = ready.kernel.start(call, sent, timeout_in_ns(where.group_name))
     arguments = call.reduce_op, call.placed, call.group_size
     made = LaunchedCall(call.start, arguments, [call.x], [sent], [call.x.new_empty(0)])
-    remember_call(made, workspace, on, choice.plan_in(workspace))
+    remember_call(made, *ready)
     return started

@@ -76,9 +76,9 @@ def choose_sum_on_cuda(
     used = config or choose_all_reduce(nbytes, size, num_sms(x.device))
 
     def programs() -> list[Program]:
-        from ...kernels.all_reduce.cuda_kernel import launched_all_reduce
+        from ...kernels.all_reduce.cuda_kernel import all_reduce_program
 
-        return [launched_all_reduce(size, rank, x.dtype, reduce_op)]
+        return [all_reduce_program(size, rank, x.dtype, reduce_op)]
 
     return Choice(
         "push",

@@ -7,9 +7,9 @@ choose alike. The run of a call, ``plan()``, the graph pass and what compiles ke
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -19,18 +19,19 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...kernels.device.gemm.one_shot import OneShotConfig
+from ...kernels.device.gemm.one_shot import OneShotConfig, launch_prepared
 from ...kernels.device.jit.ahead import CompilableProgram
-from ...kernels.device.tuning.choice import KernelChoice, KernelSteps
-from ...kernels.device.tuning.tuner import FROM_MODEL
+from ...kernels.device.tuning.choice import KernelChoice, KernelSteps, make_together
 from ...symm_mem import resolve_group
+from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.heap.registry import default_device
 from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
-from .launch_cache import LaunchedCall, remember_call
+from .launch_cache import LaunchedCall, PreparedKernel, remember_call
 from .plan import Plan, ran, should_fuse, this_thread
-from .staging import Staging
+from .staging import Staging, aligned
+from .stream_order import in_stream_order
 from .workspaces import COPIED, LL_PROTOCOL, MATMUL, ONE_SHOT, least_layout, workspace_of
 
 
@@ -39,7 +40,7 @@ class Choice:
     """How a call runs.
 
     Attributes:
-        algorithm, reason, chosen, predicted_us: as ``Plan`` has them.
+        algorithm, reason, predicted_us: as ``Plan`` has them.
         kind: of its workspace; "" if it has none.
         layout: what that must hold.
         programs: returns those that the call launches, and those of the all-reduce that an unfused norm makes.
@@ -51,7 +52,6 @@ class Choice:
     reason: str = ""
     kind: str = ""
     layout: Any = None
-    chosen: str = ""
     predicted_us: float | None = None
     programs: Callable[[], Sequence[CompilableProgram]] = tuple
     how: Any = None
@@ -90,11 +90,7 @@ class Choice:
         return self._plan(0 if self.layout is None else least_layout(self.kind, self.layout, device).bytes)
 
     def _plan(self, nbytes: int) -> Plan:
-        return Plan(self.algorithm, self.reason, nbytes, self.chosen, self.predicted_us, self.kind)
-
-    def by(self, kernel: KernelChoice[Any], chosen: str) -> Choice:
-        """The same by another configuration, such as the tuner's, and where that comes from."""
-        return replace(self, **_of_kernel(kernel, self.layout.world_size), chosen=chosen)
+        return Plan(self.algorithm, self.reason, nbytes, self.predicted_us, self.kind)
 
 
 def unfused(reason: str) -> Choice:
@@ -122,32 +118,19 @@ class KernelUse:
     given: Any = None
 
 
-def by_kernel(
-    use: KernelUse, world_size: int, programs: Callable[[], Sequence[CompilableProgram]], chosen: str = ""
-) -> Choice:
+def by_kernel(use: KernelUse, world_size: int, programs: Callable[[], Sequence[CompilableProgram]]) -> Choice:
     """Of the ops around a matmul."""
-    return Choice(
-        **_of_kernel(use.kernel, world_size),
-        reason=use.staging.reason,
-        chosen=chosen,
-        programs=programs,
-        how=use,
-    )
-
-
-def _of_kernel(kernel: KernelChoice[Any], world_size: int) -> dict[str, Any]:
-    layout: Any = kernel.layout
+    kernel, layout = use.kernel, cast(Any, use.kernel.layout)
     if isinstance(kernel.config, OneShotConfig):
         kind, layout = ONE_SHOT, kernel.config.layout(world_size)
     else:
-        assert layout is not None
         kind = COPIED if kernel.algorithm == "copy_engine" else LL_PROTOCOL if layout.ll_protocol else MATMUL
-    return {
-        "algorithm": kernel.algorithm,
-        "kind": kind,
-        "layout": layout,
-        "predicted_us": kernel.predicted_us,
-    }
+    return Choice(
+        *(kernel.algorithm, use.staging.reason, kind, layout),
+        predicted_us=kernel.predicted_us,
+        programs=programs,
+        how=use,
+    )
 
 
 def choose_kernel(
@@ -165,13 +148,67 @@ def choose_kernel(
         return unfused(kernel)
     if not should_fuse(kernel.profitable):
         return unfused(too_little)
-    tunable = kernel.algorithm != "copy_engine" and kernel.predicted_us is not None
-    return by_kernel(
-        KernelUse(kernel, used, staging, given),
-        size,
-        partial(steps.programs, kernel.config, used, size, group.rank()),
-        chosen=FROM_MODEL if tunable else "",
-    )
+    programs = partial(steps.programs, kernel.config, used, size, group.rank())
+    return by_kernel(KernelUse(kernel, used, staging, given), size, programs)
+
+
+def prepare_kernel(
+    choice: Choice, where: Heap, op: str, key: Any, make: Callable[[Workspace[Any]], Any], same: Any = None
+) -> PreparedKernel:
+    """What launches calls by a choice, made by all ranks together in its workspace; the plan is noted.
+
+    ``same``: as for ``make_together``, where each rank may have its own ``key``.
+    """
+    workspace = choice.workspace_on(where)
+    workspace.raise_if_broken()
+    kernel, plan = workspace.prepared.get(key), choice.plan_in(workspace)
+    ran(plan)
+    if kernel is None:
+        kernel = make_together(workspace, op, key, same or key, lambda: make(workspace))
+    return PreparedKernel(workspace, kernel, plan)
+
+
+def launch_exchange(
+    ready: PreparedKernel, op: str, where: Heap, used: Sequence[Tensor], results: Sequence[Tensor]
+) -> None:
+    """A kernel around the LL protocol, on the current stream."""
+    operands, to = ([t.data_ptr() for t in tensors] for tensors in (used, results))
+    timeout_ns = timeout_in_ns(where.group_name)
+    ready.workspace.raise_if_broken(op, grids=ready.kernel.grids)
+    ready.kernel.launch(0, operands, to, timeout_ns, current_stream_of(used[0]))
+
+
+@dataclass(frozen=True)
+class KernelOf:
+    """``key``: what a kernel of ``launch_push`` is made for; ``make``: makes it in a workspace."""
+
+    key: Hashable
+    make: Callable[[Any], Any]
+
+
+def launch_push(
+    op: str,
+    choice: Choice,
+    where: Heap,
+    tensors: Sequence[Tensor],
+    results: Sequence[tuple[Sequence[int], torch.dtype | None]],
+    arguments: Hashable,
+) -> list[Tensor]:
+    """What the kernel of a choice, whose ``how`` is a ``KernelOf``, makes of tensors, which it takes contiguous.
+
+    Args:
+        results: their shapes and dtypes; None for that of the first tensor.
+        arguments: by which the fast path knows the call, with the tensors; None: it does not look for it.
+    """
+    how: KernelOf = choice.how
+    used = [aligned(t.contiguous()) for t in tensors]
+    with in_stream_order(used[0].device):
+        ready = prepare_kernel(choice, where, op, (op, how.key), how.make)
+        made = [used[0].new_empty(shape, dtype=dtype) for shape, dtype in results]
+        launch_exchange(ready, op, where, used, made)
+    if arguments is not None:
+        remember_call(LaunchedCall(op, arguments, [*tensors], used, made), *ready)
+    return made
 
 
 Known: TypeAlias = tuple[Hashable, Sequence[Tensor]] | None
@@ -179,26 +216,26 @@ Known: TypeAlias = tuple[Hashable, Sequence[Tensor]] | None
 
 def launch_kernel(
     steps: KernelSteps, choice: Choice, where: Heap, used: Any, op: str
-) -> tuple[Any, Callable[[Known, list[Tensor]], None]]:
-    """What the kernel of ``choose_kernel``, or the tuner's, returns for these operands; and what remembers the call.
+) -> tuple[list[Tensor], Callable[[Known, list[Tensor]], None]]:
+    """What the kernel of ``choose_kernel`` has written for these operands; and what remembers the call.
 
     That takes what such calls are remembered by, None if they are not, and the results as the caller gets them.
     """
-    kernel, chosen = steps.tuned(choice.how.kernel, where, used)
-    choice = choice.by(kernel, chosen)
-    workspace = choice.workspace_on(where)
+    kernel = choice.how.kernel
+    key, same = steps.key(kernel, used), (op, *steps.same(kernel.config, used))
+    ready = prepare_kernel(
+        choice, where, op, key, lambda workspace: steps.make(workspace, used, kernel.config), same
+    )
+    workspace, launcher, _ = ready
     workspace.raise_if_broken(op if kernel.algorithm == "push" else None)  # others say it themselves
-    plan = choice.plan_in(workspace)
-    ran(plan)
-    made = steps.launch(kernel, workspace, used, timeout_in_ns(where.group_name), op)
+    operands, results = steps.operands(kernel.config, used), steps.results(used, workspace.world_size)
+    launch_prepared(workspace, kernel.config, launcher, operands, results, timeout_in_ns(where.group_name))
 
-    def remember(known: Known, results: list[Tensor]) -> None:
-        launcher = steps.launcher(kernel, workspace, used)
-        if launcher is not None and known is not None:
-            call = LaunchedCall(op, *known, steps.operands(kernel.config, used), results)
-            remember_call(call, workspace, launcher, plan, kernel.profitable)
+    def remember(known: Known, shaped: list[Tensor]) -> None:
+        if known is not None:
+            remember_call(LaunchedCall(op, *known, operands, shaped), *ready, kernel.profitable)
 
-    return made, remember
+    return results, remember
 
 
 #: The choice of a call of an op of ``torch.ops.weft`` that communicates, and its device.
@@ -228,7 +265,7 @@ def plan(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
 
     What ``last_plan()`` is after the call, but for what only a call finds out: whether the ranks can address each
     other's memory, if no call of the group has found it yet; that an operand begins at an address for which it is
-    copied; and what the tuner has measured. Each rank may ask by itself. Where there is no GPU, one that is asked about
+    copied. Each rank may ask by itself. Where there is no GPU, one that is asked about
     is taken to be an H200. A group of torch's "fake" backend stands for one of as many ranks.
 
     Args:

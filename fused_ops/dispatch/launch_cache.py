@@ -23,8 +23,7 @@ difference sends the call to the slow path. It is either asked anew at each call
 - tensors like those of one of the last few cached calls are not checked one by one for type, flags, sizes,
   strides, dtype and device: guards check all at once (tensor_guards.py).
 - a process forked from a rank: invalidates, and takes the slow path from then on (stream_order.py).
-- the checked mode and ``forced``: invalidate. WEFT_RESERVED_SMS and WEFT_TUNE are read once in a process, on the slow
-  path, too; there a kind of call is tuned before it is stored.
+- the checked mode and ``forced``: invalidate. WEFT_RESERVED_SMS is read once in a process, on the slow path, too.
 
 A broken group raises on both paths: asked anew. The deadline is that of ``set_timeout``, which invalidates; without
 one, WEFT_TIMEOUT as it was at the call that was stored; between CPU ranks as it is.

@@ -35,7 +35,7 @@ class Plan:
 
     >>> from weft.fused_ops import Plan, last_plan
     >>> Plan("unfused", reason="the group has one rank")
-    Plan(algorithm='unfused', reason='the group has one rank', workspace_bytes=0, chosen='', predicted_us=None)
+    Plan(algorithm='unfused', reason='the group has one rank', workspace_bytes=0, predicted_us=None)
 
     Attributes:
         algorithm: "none" before the first call, then one of
@@ -50,8 +50,6 @@ class Plan:
               and 16 bits on GPUs other than Hopper), each rank's rows when they are there.
         reason: why it is "unfused"; of a kernel, which operands each call copies, and why. Ranks' may differ.
         workspace_bytes: bytes of the heap, on each rank; calls of one stream share them.
-        chosen: how the configuration of a kernel that can be tuned was chosen: "tuned" (WEFT_TUNE=1), or "from the
-            model", and why if it was to be tuned; "" for all others.
         predicted_us: microseconds that the kernels' model predicts, without the host's; None of what it does not know:
             backends, CPU ranks and matmuls of float32.
         workspace: of a fused call the kind of its workspace: calls of one kind share.
@@ -60,7 +58,6 @@ class Plan:
     algorithm: str
     reason: str = ""
     workspace_bytes: int = 0
-    chosen: str = ""
     predicted_us: float | None = None
     workspace: str = field(default="", repr=False, compare=False)
 

@@ -22,6 +22,11 @@ from ...kernels.device.device_spec import DeviceSpec, device_spec_of
 from ...kernels.device.gemm.gemm_tiles import LINK, MULTIPLY_ADDS, matmul_us, nccl_us, product_us
 from ...kernels.device.gemm.scaling import ScaledProducts, has_block_product
 from ...kernels.device.gemm.supported import why_last_dim_not_gathered, why_last_dim_not_scattered
+from ...kernels.matmul_all_gather.configs import (
+    MatmulAllGatherProblem,
+    copied_pieces_save_us,
+    estimate_copied_pieces_us,
+)
 from ...kernels.matmul_all_reduce import configs as few_rows
 from ...kernels.matmul_reduce_scatter import configs as scatter
 from ...kernels.matmul_reduce_scatter import to_all
@@ -34,6 +39,7 @@ OPS = (
     "all_gather_scaled_matmul",
     "scaled_matmul_reduce_scatter",
     "matmul_all_reduce",
+    "matmul_all_gather",
     "all_reduce",
     "all_gather",
     "reduce_scatter",
@@ -63,7 +69,7 @@ class FusionCandidate:
     Attributes:
         op: one of ``OPS``.
         m, n, k: the product that a rank computes, [m, k] @ [k, n]: of all_gather_matmul the gathered A and the
-            columns of all Bs, of the others the own partial product. Collectives alone are of [m, n], the whole
+            columns of all Bs, of the others the own product. Collectives alone are of [m, n], the whole
             tensor; their k is 0.
         last_dim: whether the last dimension is gathered or scattered.
         return_A: whether what is gathered is wanted, too.
@@ -116,6 +122,9 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
             if to_all.choose_sum_to_all_push(of_sum)[1]:
                 return None
         return _too_large("reduced", size, most)
+    if op == "matmul_all_gather":
+        saves = copied_pieces_save_us(_pieces_of(candidate)) > 0
+        return None if saves else f"too little is multiplied and gathered ({m} x {k} @ {k} x {n})"
     if candidate.scaled is not None:
         return _why_not_scaled(candidate, candidate.scaled)
     if last_dim and (reason := _why_not_last_dim(candidate)) is not None:
@@ -227,6 +236,10 @@ def _problem(
     )
 
 
+def _pieces_of(c: FusionCandidate) -> MatmulAllGatherProblem:
+    return MatmulAllGatherProblem(c.m, c.n, c.k, c.world_size, c.dtype.itemsize, _spec())
+
+
 def _too_large(verb: str, size: int, most: int) -> str:
     return f"{size >> 20} MiB are {verb}: beyond {most >> 20} MiB that is left to the backend"
 
@@ -238,6 +251,8 @@ def expected_gain(candidate: FusionCandidate) -> float:
     others what is hidden.
     """
     c = candidate
+    if c.op == "matmul_all_gather" and c.device_type == "cuda":
+        return max(0.0, copied_pieces_save_us(_pieces_of(c)))
     modelled = c.dtype.itemsize == 2 or c.scaled is not None
     if c.device_type != "cuda" or not modelled or c.op in (*_ALONE, "all_reduce"):
         return hidden_us(c)
@@ -273,6 +288,9 @@ def predicted_us(candidate: FusionCandidate, spec: DeviceSpec | None = None) -> 
     if c.device_type != "cuda":
         return None
     nbytes = c.m * c.n * c.dtype.itemsize
+    if c.op == "matmul_all_gather":
+        found = _pieces_of(c)
+        return estimate_copied_pieces_us(found) if found.pieces() else None
     if c.op == "all_reduce":
         return estimate_all_reduce_us(nbytes, size)
     if c.op in _ALONE:
@@ -324,6 +342,7 @@ def hidden_us(candidate: FusionCandidate) -> float:
         "all_gather_scaled_matmul": k,
         "matmul_reduce_scatter": n,
         "scaled_matmul_reduce_scatter": n,
+        "matmul_all_gather": n * world_size,
     }
     sent = m * columns.get(candidate.op, 2 * n) * candidate.dtype.itemsize * (world_size - 1) / world_size
     if candidate.scaled is not None and candidate.device_type == "cuda":

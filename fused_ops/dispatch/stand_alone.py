@@ -13,12 +13,9 @@ from ...kernels.all_gather.configs import estimate_all_gather_us
 from ...kernels.device.collective.rounds import RoundsConfig, rounds_layout
 from ...kernels.reduce_scatter.configs import estimate_reduce_scatter_us
 from ...symm_mem.backends import cuda_state
-from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
-from ...symm_mem.timeouts import timeout_in_ns
-from .choice import Choice, unfused
+from .choice import Choice, launch_exchange, prepare_kernel, unfused
 from .launch_cache import LaunchedCall, PreparedKernel, overlap, remember_call
-from .plan import ran
 from .stream_order import in_stream_order
 from .workspaces import ALL_REDUCE
 
@@ -125,27 +122,18 @@ def choose_alone(
 def prepare_alone(choice: Choice, where: Heap, call: StandAlone) -> PreparedKernel:
     """The kernel of such calls in the choice's workspace, made by all ranks together."""
     from ...kernels.device.collective import launch
-    from ...kernels.device.tuning.choice import make_together
 
     how: _How = choice.how
-    place = choice.workspace_on(where)
-    place.raise_if_broken()
+
+    def function(name: str) -> Function:
+        with cuda_state.state.make_current(call.x.device):
+            return how.program().function(name)
+
+    def make(place: Any) -> CollectiveLauncher:
+        return launch.CollectiveLauncher(place, how.problem, function, how.config)
+
     # Under one name: one rank may give an `out` and another one not.
-    key: Any = (call.name, *astuple(how.problem), *how.of_program)
-    kernel = place.prepared.get(key)
-    plan = choice.plan_in(place)
-    ran(plan)
-    if kernel is None:
-
-        def function(name: str) -> Function:
-            with cuda_state.state.make_current(call.x.device):
-                return how.program().function(name)
-
-        def make() -> CollectiveLauncher:
-            return launch.CollectiveLauncher(place, how.problem, function, how.config)
-
-        kernel = make_together(place, call.name, key, key, make)
-    return PreparedKernel(place, kernel, plan)
+    return prepare_kernel(choice, where, call.name, (call.name, *astuple(how.problem), *how.of_program), make)
 
 
 def run_alone(choice: Choice, where: Heap, call: StandAlone) -> Tensor:
@@ -153,7 +141,6 @@ def run_alone(choice: Choice, where: Heap, call: StandAlone) -> Tensor:
     x, into = call.x, call.out
     with in_stream_order(x.device):
         ready = prepare_alone(choice, where, call)
-        place, kernel = ready.workspace, ready.kernel
         source = x.contiguous()
         if into is not None and into.is_contiguous():
             out = into
@@ -161,9 +148,7 @@ def run_alone(choice: Choice, where: Heap, call: StandAlone) -> Tensor:
                 source = source.clone()
         else:
             out = x.new_empty(call.shape)
-        timeout_ns = timeout_in_ns(where.group_name)
-        place.raise_if_broken(call.op, grids=kernel.grids)
-        kernel.launch(0, (source.data_ptr(),), (out.data_ptr(),), timeout_ns, current_stream_of(source))
+        launch_exchange(ready, call.op, where, (source,), (out,))
     used, results = ([source], [out]) if into is None else ([out, source], None)
     made = LaunchedCall(call.op, call.arguments, call.given, used, results, alignment=1)
     remember_call(made, *ready)

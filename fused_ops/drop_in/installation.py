@@ -18,8 +18,9 @@ import torch.compiler.config
 
 from ...symm_mem.switches import is_on
 from ..library import compiled
+from .all_to_all_vdev import EXCHANGES, exchange_on_meta, exchange_on_weft
 from .calls_taken import CallsTaken, counts
-from .symm_mem_ops import DEVICES, OPS, Switch, TorchImplementation, kernel_of, torch_implementation
+from .symm_mem_ops import DEVICES, OPS, Switch, kernel_of, torch_implementation
 
 #: Part of the key of torch.compile's caches: a graph is ordered otherwise. These ops have a group's name only, and a
 #: cached program of so many ranks would be taken for one of others.
@@ -47,6 +48,9 @@ def install() -> None:
     other dtypes (float64), GPUs that are no Hopper or cannot address each other's memory. ``installed_calls()`` counts
     both. CPU ranks have the ops, too: torch has none for them.
 
+    So do ``all_to_all_vdev``, ``all_to_all_vdev_2d`` and ``all_to_all_vdev_2d_offset``, whose splits stay on the
+    device: on CUDA they need no NVSHMEM then. An ``out`` that is too small is an error, and nothing is written past it.
+
     All ranks must install, or none. In graphs that are compiled from now on these ops keep the order of the program,
     like all of weft's. The all-reduces of ``torch.ops.symm_mem`` stay torch's.
 
@@ -65,7 +69,13 @@ def install() -> None:
             kernel = kernel_of(name, before)
             for key in DEVICES:
                 library.impl(name, kernel, key, allow_override=True)
-            library.impl(name, _known_on_meta(before), "Meta", allow_override=True)
+            library.impl(name, _known_on_meta(before.functional), "Meta", allow_override=True)
+            compiled.declare_communicating(op)
+        for name, op in EXCHANGES.items():
+            exchange = exchange_on_weft(name)
+            for key in DEVICES:
+                library.impl(name, exchange, key, allow_override=True)
+            library.impl(name, _known_on_meta(exchange_on_meta(name)), "Meta", allow_override=True)
             compiled.declare_communicating(op)
     torch.compiler.config.cache_key_tag += _TAG
     _library, Switch.on = library, True
@@ -84,7 +94,7 @@ def uninstall() -> None:
         return
     library, _library, Switch.on = _library, None, False
     library._destroy()
-    for op in OPS.values():
+    for op in (*OPS.values(), *EXCHANGES.values()):
         compiled.withdraw_communicating(op)
     tag = torch.compiler.config.cache_key_tag
     torch.compiler.config.cache_key_tag = tag.replace(_TAG, "")
@@ -130,10 +140,10 @@ def install_if_asked() -> None:
         install()
 
 
-def _known_on_meta(before: TorchImplementation) -> Callable[..., Any]:
-    """What fake tensors get: torch's, and Inductor is told of the op before it lowers one that its own pass put in."""
+def _known_on_meta(fake: Callable[..., Any]) -> Callable[..., Any]:
+    """What fake tensors get, and Inductor is told of the op before it lowers one that its own pass put in."""
 
     def on_meta(*args: Any, **named: Any) -> Any:
-        return before.functional(*args, **named)
+        return fake(*args, **named)
 
     return compiled.known_to_inductor(on_meta)

@@ -21,30 +21,30 @@ from ..ops.experts.grouped_matmul_sums import ALL_REDUCE_OP, SavedProduct
 from ..ops.op import SumGradient, all_gather, refuse_second_gradient
 
 
-class GatherColumns(torch.autograd.Function):
-    """Joins the columns of all ranks. All of them use the result alike: its gradient is already whole."""
+class GatherShards(torch.autograd.Function):
+    """Joins what the ranks have, along a dimension. All of them use the result alike: its gradient is already whole."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, rank: int, size: int) -> Tensor:
-        ctx.group, ctx.rank, ctx.size = group, rank, size
-        return all_gather(x, -1, size, group).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return SplitColumns.apply(grad, ctx.group, ctx.rank, ctx.size), None, None, None
-
-
-class SplitColumns(torch.autograd.Function):
-    """The local columns of what every rank holds whole; its gradient is whole again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, rank: int, size: int) -> Tensor:
-        ctx.group, ctx.rank, ctx.size = group, rank, size
-        return x.chunk(size, -1)[rank].contiguous()
+    def forward(ctx: Any, x: Tensor, dim: int, group: str, rank: int, size: int) -> Tensor:
+        ctx.dim, ctx.of = dim, (group, rank, size)
+        return all_gather(x, dim, size, group).contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return GatherColumns.apply(grad, ctx.group, ctx.rank, ctx.size), None, None, None
+        return SplitShards.apply(grad, ctx.dim, *ctx.of), None, None, None, None
+
+
+class SplitShards(torch.autograd.Function):
+    """The local part of what every rank holds whole; its gradient is whole again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: str, rank: int, size: int) -> Tensor:
+        ctx.dim, ctx.of = dim, (group, rank, size)
+        return x.chunk(size, dim)[rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return GatherShards.apply(grad, ctx.dim, *ctx.of), None, None, None, None
 
 
 class SumOfMatmulsOverRanks(torch.autograd.Function):

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...symm_mem import Group
 from .. import validation
 from ..functional import fused_all_gather_matmul, fused_matmul_reduce_scatter
-from .conjugates import GatherColumns, MatmulOfWhole, SplitColumns, SumOfMatmulsOverRanks
+from .conjugates import GatherShards, MatmulOfWhole, SplitShards, SumOfMatmulsOverRanks
 from .parallel_layer import linear_dtype
 from .parallel_linear import ParallelLinear, ParallelLinearOptions
 
@@ -126,7 +126,7 @@ class ColumnParallelLinear(ParallelLinear):
         else:
             y = MatmulOfWhole.apply(torch.atleast_2d(x), weight, bias, self.group, self.world_size)
             y = y if x.dim() > 1 else y[0]
-        return GatherColumns.apply(y, self.group, self.rank, self.world_size) if self.gather_output else y
+        return GatherShards.apply(y, -1, self.group, self.rank, self.world_size) if self.gather_output else y
 
 
 class RowParallelLinear(ParallelLinear):
@@ -211,7 +211,7 @@ class RowParallelLinear(ParallelLinear):
         bias: Tensor | None = self.bias
         self._check(x, weight, weight.shape[1] if self.input_is_parallel else self.in_features)
         if not self.input_is_parallel:
-            x = SplitColumns.apply(x, self.group, self.rank, self.world_size)
+            x = SplitShards.apply(x, -1, self.group, self.rank, self.world_size)
         dtype = linear_dtype(x)
         x, weight = x.to(dtype), weight.to(dtype)
         if not self.sequence_parallel:

@@ -109,7 +109,7 @@ def _functionalized(op: OpOverload) -> Callable[..., Any]:
         if op not in OF_REGISTERED:  # of those a graph keeps copies (inductor.py)
             increment_version(_written(op, args))
         kept = next((t for t in tree_leaves(result) if isinstance(t, Tensor)), None)
-        kept = tensors[0] if op._schema.is_mutable else kept  # written in place
+        kept = [*_written(op, args), *tensors][0] if op._schema.is_mutable else kept  # written in place
         if kept is None:
             return result
         with mode:

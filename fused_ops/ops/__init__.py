@@ -9,6 +9,7 @@ from .all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
 from .all_reduce_rms_norm_quant import ALL_REDUCE_RMS_NORM_QUANT
 from .exchanges.all_to_all import ALL_TO_ALL
 from .exchanges.all_to_all_matmul import ALL_TO_ALL_MATMUL
+from .exchanges.matmul_all_gather import MATMUL_ALL_GATHER
 from .exchanges.matmul_all_to_all import MATMUL_ALL_TO_ALL
 from .experts import grouped_matmul as grouped_matmul  # torch.ops.weft has it
 from .experts import moe_route as moe_route  # likewise
@@ -47,6 +48,7 @@ OPS: tuple[Op, ...] = (
     ALL_TO_ALL,
     ALL_TO_ALL_MATMUL,
     MATMUL_ALL_TO_ALL,
+    MATMUL_ALL_GATHER,
     ALL_REDUCE_RMS_NORM,
     ALL_REDUCE_RMS_NORM_QUANT,
     ALL_REDUCE_LAYER_NORM,

@@ -173,9 +173,9 @@ def choose_gather_on_cuda(alone: StandAlone, group: ProcessGroup, kind: str = AL
     size, rank = group.size(), group.rank()
 
     def program() -> Program:
-        from ...kernels.all_gather.cuda_kernel import launched_all_gather
+        from ...kernels.all_gather.cuda_kernel import all_gather_program
 
-        return launched_all_gather(size, rank)
+        return all_gather_program(size, rank)
 
     config = configs.choose_all_gather(size, num_sms(alone.x.device))
     return choose_alone(alone, size, config, program, kind=kind)

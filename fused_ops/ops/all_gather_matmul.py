@@ -132,13 +132,13 @@ def _on_cuda(choice: Choice, where: Heap, call: AllGatherMatmulCall) -> Result:
     used, dim = how.call, call.gather_dim
     with in_stream_order(used.a.device):
         how.staging.copy()
-        (gathered, products), remember = launch_kernel(on_cuda.GATHER_STEPS, choice, where, used, OP)
-    A, outs = _shaped(gathered, products, _front(call), dim, where.world_size)
-    remember(((dim, call.return_A), call.tensors), outs if A is None else [*outs, A])
-    return A, outs
+        written, remember = launch_kernel(on_cuda.GATHER_STEPS, choice, where, used, OP)
+    shaped = _shaped(written, _front(call), dim, where.world_size)
+    remember(((dim, call.return_A), call.tensors), shaped)
+    return (shaped.pop() if call.return_A else None), shaped
 
 
-def _shaped(gathered: Tensor | None, products: list[Tensor], front: Tensor, dim: int, size: int) -> Result:
+def _shaped(written: list[Tensor], front: Tensor, dim: int, size: int) -> list[Tensor]:
     """Rows of all ranks as the op returns them; ``front`` is the shard with ``dim`` in front, unless it is the last."""
 
     def shaped(flat: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def _shaped(gathered: Tensor | None, products: list[Tensor], front: Tensor, dim:
             return flat.view(*front.shape[:-1], flat.shape[-1])
         return flat.view(size * front.shape[0], *front.shape[1:-1], flat.shape[-1]).movedim(0, dim)
 
-    return (None if gathered is None else shaped(gathered)), [shaped(p) for p in products]
+    return [shaped(flat) for flat in written]
 
 
 def empty_gathered(

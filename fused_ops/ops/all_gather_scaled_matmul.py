@@ -201,13 +201,12 @@ def _on_cuda(choice: Choice, where: Heap, gather: ScaledGather) -> Result:
             biases=[None if bias is None else aligned(bias.contiguous()) for bias in call.biases],
         )
         used = replace(used, scales=scales)
-        (gathered, products), remember = launch_kernel(on_cuda.GATHER_STEPS, choice, where, used, OP)
-    A = None if gathered is None else gathered.view(gather.a.dtype)
-    if A is not None:
-        A = gather.shaped(A if gather.last else A.flatten(0, 1))
-    outs = [gather.shaped(out if gather.last else out.flatten(0, 1)) for out in products]
-    remember(_known_by(call), outs if A is None else [*outs, A])
-    return A, outs
+        written, remember = launch_kernel(on_cuda.GATHER_STEPS, choice, where, used, OP)
+    if call.return_A:
+        written[-1] = written[-1].view(gather.a.dtype)
+    shaped = [gather.shaped(flat if gather.last else flat.flatten(0, 1)) for flat in written]
+    remember(_known_by(call), shaped)
+    return (shaped.pop() if call.return_A else None), shaped
 
 
 def _sum_of_parts(gather: ScaledGather, i: int, gathered: Tensor, scales: Sequence[Tensor]) -> Tensor:

@@ -14,12 +14,10 @@ from ...kernels.all_reduce.configs import AllReduceConfig
 from ...kernels.all_reduce.reference import reference_all_reduce
 from ...kernels.device.collective.host_exchange import reduce_parts
 from ...symm_mem import resolve_group
-from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
-from ...symm_mem.timeouts import timeout_in_ns
 from .. import validation
 from ..dispatch.all_reduces import choose_sum, choose_sum_on_cuda, prepare_all_reduce
-from ..dispatch.choice import Choice, unfused
+from ..dispatch.choice import Choice, launch_exchange, unfused
 from ..dispatch.launch_cache import LaunchedCall, PreparedKernel, launch_again, remember_call
 from ..dispatch.plan import heap_or_reason, ran
 from ..dispatch.stand_alone import KINDS
@@ -113,6 +111,18 @@ def run_by_choice(
     return out
 
 
+def sum_without_kernel(
+    choice: Choice, where: Heap | None, x: Tensor, reduce_op: str, group: ProcessGroup, op: str
+) -> Tensor:
+    """As a part of a call of ``op`` that runs unfused or between CPU ranks: where that has no kernel of its own, the
+    all-reduce may have one."""
+    if choice.algorithm == "host":
+        return run_by_choice(choice, where, AllReduceCall(x, reduce_op, group.group_name), group, op=op)
+    total = run_all_reduce(x, reduce_op, group, op=op)
+    ran(choice.plan_in(None))
+    return total
+
+
 def all_reduce_on_cuda(
     choice: Choice, where: Heap, tensors: tuple[Tensor, Tensor], reduce_op: str, op: str
 ) -> PreparedKernel:
@@ -125,10 +135,7 @@ def all_reduce_on_cuda(
     with in_stream_order(x.device):
         prepared = prepare_all_reduce(choice, where, x, reduce_op)
         ran(prepared.plan)  # ranks may differ here: then nothing is launched, and nothing may be noted
-        prepared.workspace.raise_if_broken(op, grids=prepared.kernel.grids)
-        timeout_ns = timeout_in_ns(where.group_name)
-        stream = current_stream_of(x)
-        prepared.kernel.launch(0, (x.data_ptr(),), (out.data_ptr(),), timeout_ns, stream)
+        launch_exchange(prepared, op, where, (x,), (out,))
     return prepared
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,23 +20,15 @@ from ...kernels.device.collective.combine import Combined
 from ...kernels.device.collective.host_exchange import exchange_layout
 from ...kernels.device.comm.ll_exchange import VECTOR
 from ...symm_mem import resolve_group
-from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
-from ...symm_mem.timeouts import timeout_in_ns
-from ...symm_mem.workspace import Workspace
 from .. import validation
 from ..dispatch import launch_cache
 from ..dispatch.all_reduces import NotYet, choose_sum
-from ..dispatch.choice import Choice, on_host, unfused
-from ..dispatch.plan import Plan, num_sms, ran
-from ..dispatch.staging import aligned
-from ..dispatch.stream_order import in_stream_order
+from ..dispatch.choice import Choice, KernelOf, launch_push, on_host, unfused
+from ..dispatch.plan import num_sms
 from ..dispatch.workspaces import ALL_REDUCE
 from . import all_reduce
 from .op import Op
-
-if TYPE_CHECKING:
-    from ...kernels.all_reduce_rms_norm.cuda_kernel import AllReduceRmsNormLauncher
 
 
 class AllReduceRmsNormCall(NamedTuple):
@@ -139,8 +131,7 @@ def name_of_norm(kind: NormKind) -> float | tuple[float, ...]:
 
 
 class NormOperands(NamedTuple):
-    """What an op is given, where it is there; also as the kernels take it, with x of two dimensions. ``combined``: what
-    x is put together from, by the kernel; x stands for its y."""
+    """What an op is given, where it is there. ``combined``: what the kernel puts x together from; x is its y."""
 
     x: Tensor
     residual: Tensor | None
@@ -160,18 +151,6 @@ class NormOperands(NamedTuple):
     def shape(self) -> Sequence[int]:
         """Of the sums."""
         return self.x.shape if self.combined is None else self.combined.result_shape
-
-    def contiguous(self, rows: int, hidden: int) -> NormOperands:
-        residual, (weight, bias), combined = self.residual, self.affine, self.combined
-        if combined is not None:
-            combined = Combined(*(None if t is None else t.contiguous() for t in combined))  # type: ignore[arg-type]
-            x = combined.y
-        else:
-            x = self.x.reshape(rows, hidden).contiguous()
-        residual = None if residual is None else residual.reshape(rows, hidden).contiguous()
-        weight = None if weight is None else weight.contiguous()
-        bias = None if bias is None else bias.contiguous()
-        return NormOperands(x, residual, Affine(weight, bias), self.scale, combined)
 
     def normed(self, total: Tensor, kind: NormKind) -> list[Tensor]:
         """What is made of what all ranks' x add up to."""
@@ -202,8 +181,11 @@ def choose_norm(x: Tensor, sums: Sequence[int], kind: NormKind, group: ProcessGr
         kind=ALL_REDUCE,
         layout=configs.all_reduce_rms_norm_layout(rows, vectors, size, config),
         predicted_us=configs.estimate_all_reduce_rms_norm_us(rows, vectors, size, config),
-        programs=lambda: [cuda_kernel.launched_norm(vectors, x.dtype, kind, config, ranks)],
-        how=config,
+        programs=lambda: [cuda_kernel.norm_program(vectors, x.dtype, kind, config, ranks)],
+        how=KernelOf(
+            (rows, hidden, x.dtype, kind),
+            lambda place: cuda_kernel.AllReduceRmsNormLauncher(place, rows, hidden, x.dtype, kind, config),
+        ),
     )
 
 
@@ -216,65 +198,16 @@ def run_norm(
     group: ProcessGroup,
 ) -> list[Tensor]:
     """The results as kernels write them; ``name`` returns that by which the launch cache knows the call."""
-    if choice.algorithm != "push" and given.combined is not None:
-        given = given._replace(x=given.combined.total(), combined=None)
-    op, x = kind.op, given.x
-    on_host = choice.algorithm == "host"
-    if where is None or (not on_host and choice.is_unfused):
-        total = all_reduce.run_all_reduce(x, "sum", group, op=op)
-        ran(choice.plan_in(None))
+    op, x, quant = kind.op, given.x, kind.quant
+    if where is None or choice.algorithm != "push":
+        x = x if given.combined is None else given.combined.total()
+        total = all_reduce.sum_without_kernel(choice, where, x, "sum", group, op)
         return [t.contiguous() for t in given.normed(total, kind)]
-    *_, hidden = shape = given.shape
-    rows = prod(shape[:-1])
-    used = given.contiguous(rows, hidden)
-    if on_host:
-        summed = all_reduce.AllReduceCall(used.x, "sum", group.group_name)
-        results = used.normed(all_reduce.run_by_choice(choice, where, summed, group, op=op), kind)
-        return results if len(shape) == 2 else _of_shape(shape, results)
-    operands = [aligned(t) for t in used.tensors]
-    place, kernel, plan, results = _on_cuda(choice, where, operands, kind, (rows, hidden))
-    results = _of_shape(shape, results)
-    made = launch_cache.LaunchedCall(op, name(), given.tensors, operands, results)
-    launch_cache.remember_call(made, place, kernel, plan)
-    return results
-
-
-def _of_shape(shape: Sequence[int], results: list[Tensor]) -> list[Tensor]:
-    """Results of two dimensions, with those of a shape before the last one."""
-    return [r.view(*shape[:-1], r.shape[-1]) for r in results]
-
-
-def _on_cuda(
-    choice: Choice, where: Heap, operands: list[Tensor], kind: NormKind, sizes: tuple[int, int]
-) -> tuple[Workspace[Any], AllReduceRmsNormLauncher, Plan, list[Tensor]]:
-    from ...kernels.all_reduce_rms_norm.cuda_kernel import AllReduceRmsNormLauncher
-    from ...kernels.device.tuning.choice import make_together
-
-    op, x, config = kind.op, operands[0], choice.how
-    rows, hidden = sizes
-    with in_stream_order(x.device):
-        place = choice.workspace_on(where)
-        place.raise_if_broken()
-        key: Any = (op, rows, hidden, x.dtype, kind)
-        kernel = place.prepared.get(key)
-        plan = choice.plan_in(place)
-        ran(plan)
-        if kernel is None:
-
-            def make() -> AllReduceRmsNormLauncher:
-                return AllReduceRmsNormLauncher(place, rows, hidden, x.dtype, kind, config)
-
-            kernel = make_together(place, op, key, key, make)
-        quant = kind.quant
-        results = [x.new_empty(sizes, dtype=None if quant is None else quant.out_dtype)]
-        if quant is not None and quant.dynamic:
-            results.append(x.new_empty(rows, 1, dtype=torch.float32))
-        results.append(x.new_empty(sizes))
-        timeout_ns = timeout_in_ns(where.group_name)
-        place.raise_if_broken(op, grids=kernel.grids)
-        addresses, to = ([t.data_ptr() for t in ts] for ts in (operands, results))
-        kernel.launch(0, addresses, to, timeout_ns, current_stream_of(x))
-    return place, kernel, plan, results
+    shape, results = given.shape, list[tuple[Sequence[int], Any]]()
+    results.append((shape, x.dtype if quant is None else quant.out_dtype))
+    if quant is not None and quant.dynamic:
+        results.append(((*shape[:-1], 1), torch.float32))
+    return launch_push(op, choice, where, given.tensors, [*results, (shape, x.dtype)], name())
 
 
 def fake_norm(call: NormCall, group: ProcessGroup) -> tuple[Tensor, Tensor]:

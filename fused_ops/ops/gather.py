@@ -88,9 +88,9 @@ def _choose(call: GatherCall, group: ProcessGroup) -> Choice:
         return unfused(UNEVEN)
 
     def program() -> Program:
-        from ...kernels.all_gather.cuda_kernel import launched_all_gather
+        from ...kernels.all_gather.cuda_kernel import all_gather_program
 
-        return launched_all_gather(size, rank, root)
+        return all_gather_program(size, rank, root)
 
     config = configs.choose_all_gather(size, num_sms(call.x.device))
     return choose_alone(_alone(call, group), size, config, program, (root,))

@@ -14,19 +14,25 @@ from torch.distributed import ProcessGroup
 from ...kernels.device.collective.host_exchange import exchange_layout
 from ...kernels.device.device_spec import device_spec_of
 from ...kernels.device.gemm.gemm_tiles import matmul_us
-from ...kernels.device.tuning.choice import make_together
 from ...kernels.matmul_all_reduce import OP, configs
 from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from ...symm_mem import resolve_group
-from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
-from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from .. import validation
-from ..dispatch import launch_cache, plan
+from ..dispatch import plan
 from ..dispatch.all_reduces import NotYet, choose_sum_on_cuda
-from ..dispatch.choice import Choice, KernelUse, by_kernel, on_host
-from ..dispatch.plan import num_sms, on, ran, should_fuse
+from ..dispatch.choice import (
+    Choice,
+    KernelUse,
+    by_kernel,
+    launch_exchange,
+    launch_kernel,
+    on_host,
+    prepare_kernel,
+)
+from ..dispatch.launch_cache import LaunchedCall, launch_again, remember_call
+from ..dispatch.plan import num_sms, on, should_fuse
 from ..dispatch.staging import Staging, in_rows_or_columns, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import ALL_REDUCE, AROUND_MATMULS
@@ -90,7 +96,7 @@ def fast_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group_name: str
     Tensors and operation may be anything.
     """
     kinds = AROUND_MATMULS if plan._forced == "fused" else _ALL
-    results = launch_cache.launch_again(OP, reduce_op, (A, B), group_name, kinds)
+    results = launch_again(OP, reduce_op, (A, B), group_name, kinds)
     return None if results is None else results[0]
 
 
@@ -156,7 +162,7 @@ def _few_rows(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice | None:
         ALL_REDUCE,
         config.layout(m, size),
         predicted_us=configs.estimate_few_rows_us(m, n, k, size, device_spec_of(A.device)),
-        programs=lambda: [cuda_kernel.launched_few_rows(a, b, call.reduce_op, config, ranks)],
+        programs=lambda: [cuda_kernel.few_rows_program(a, b, call.reduce_op, config, ranks)],
         how=_FewRows(config, a, b, staging, profitable),
     )
 
@@ -213,9 +219,9 @@ def _run_two_kernels(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> 
     both = replace(of_sum, algorithm=choice.algorithm, predicted_us=choice.predicted_us)
     plan.this_thread.plan = both
     shaped = out.view(*A.shape[:-1], B.shape[1])
-    made = launch_cache.LaunchedCall(OP, reduce_op, (A, B), (A, B), [shaped], alignment=1)
+    made = LaunchedCall(OP, reduce_op, (A, B), (A, B), [shaped], alignment=1)
     caller = _MatmulThenSum(workspace, kernel)
-    launch_cache.remember_call(made, workspace, caller, both)
+    remember_call(made, workspace, caller, both)
     return shaped
 
 
@@ -226,25 +232,15 @@ def _run_few_rows(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> Ten
     A, B, reduce_op, config, a, b = call.A, call.B, call.reduce_op, how.config, how.a, how.b
     with in_stream_order(A.device):
         how.staging.copy()
-        workspace = choice.workspace_on(where)
-        key = (OP, a.shape, a.stride(), b.shape, b.stride(), a.dtype, reduce_op, config)
-        kernel = workspace.prepared.get(key)
-        if kernel is None:
-            same = (OP, a.shape, b.shape, a.dtype, reduce_op, config)
-            kernel = make_together(
-                *(workspace, OP, key, same),
-                lambda: cuda_kernel.MatmulAllReduceLauncher(workspace, a, b, reduce_op, config),
-            )
-        fused = choice.plan_in(workspace)
-        ran(fused)
-        workspace.raise_if_broken(OP, grids=kernel.grids)
+        ready = prepare_kernel(
+            *(choice, where, OP, (OP, a.shape, a.stride(), b.shape, b.stride(), a.dtype, reduce_op, config)),
+            lambda place: cuda_kernel.MatmulAllReduceLauncher(place, a, b, reduce_op, config),
+            same=(OP, a.shape, b.shape, a.dtype, reduce_op, config),
+        )
         out = a.new_empty(a.shape[0], b.shape[1])
-        timeout_ns = timeout_in_ns(where.group_name)
-        operands = a.data_ptr(), b.data_ptr()
-        kernel.launch(0, operands, (out.data_ptr(),), timeout_ns, current_stream_of(a))
+        launch_exchange(ready, OP, where, (a, b), (out,))
     shaped = out.view(*A.shape[:-1], b.shape[1])
-    made = launch_cache.LaunchedCall(OP, reduce_op, (A, B), (a, b), [shaped])
-    launch_cache.remember_call(made, workspace, kernel, fused, how.profitable)
+    remember_call(LaunchedCall(OP, reduce_op, (A, B), (a, b), [shaped]), *ready, how.profitable)
     return shaped
 
 
@@ -252,21 +248,12 @@ def _run_one_kernel(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> T
     from ...kernels.matmul_reduce_scatter import on_cuda
 
     how: KernelUse = choice.how
-    kernel, A, B, used = how.kernel, call.A, call.B, how.call
-    with in_stream_order(A.device):
+    used = replace(how.call, a=how.call.a.unsqueeze(0).unsqueeze(0))  # as one part
+    with in_stream_order(call.A.device):
         how.staging.copy()
-        workspace = choice.workspace_on(where)
-        workspace.raise_if_broken(OP)
-        fused = choice.plan_in(workspace)
-        ran(fused)
-        timeout_ns = timeout_in_ns(where.group_name)
-        as_one_part = replace(used, a=used.a.unsqueeze(0).unsqueeze(0))
-        out = on_cuda.launch_matmul_reduce_scatter(kernel, workspace, as_one_part, timeout_ns, OP)
-    launcher = on_cuda.scatter_launcher(kernel, workspace, as_one_part)
-    shaped = out.view(*A.shape[:-1], B.shape[1])
-    if launcher is not None:
-        made = launch_cache.LaunchedCall(OP, call.reduce_op, (A, B), (used.a, used.b), [shaped])
-        launch_cache.remember_call(made, workspace, launcher, fused, kernel.profitable)
+        (out,), remember = launch_kernel(on_cuda.SCATTER_STEPS, choice, where, used, OP)
+    shaped = out.view(*call.A.shape[:-1], call.B.shape[1])
+    remember((call.reduce_op, call.tensors), [shaped])
     return shaped
 
 

@@ -265,7 +265,7 @@ def _on_cuda(choice: Choice, where: Heap, _: MatmulReduceScatterCall) -> Tensor:
     with in_stream_order(used.b.device):
         how.staging.copy()
         used = replace(used, terms=[aligned(term.contiguous()) for term in call.terms])
-        made, remember = launch_kernel(on_cuda.SCATTER_STEPS, choice, where, used, OP)
+        (made,), remember = launch_kernel(on_cuda.SCATTER_STEPS, choice, where, used, OP)
         out: Tensor = made.view(call.local_shape(where.world_size))
     remember(_known_by(call), [out])
     return out

@@ -149,9 +149,9 @@ def choose_scatter_on_cuda(
     size, rank, dtype = group.size(), group.rank(), alone.x.dtype
 
     def program() -> Program:
-        from ...kernels.reduce_scatter.cuda_kernel import launched_reduce_scatter
+        from ...kernels.reduce_scatter.cuda_kernel import reduce_scatter_program
 
-        return launched_reduce_scatter(size, rank, dtype, reduce_op)
+        return reduce_scatter_program(size, rank, dtype, reduce_op)
 
     config = configs.choose_reduce_scatter(size, num_sms(alone.x.device))
     return choose_alone(alone, size, config, program, (dtype, reduce_op), kind)

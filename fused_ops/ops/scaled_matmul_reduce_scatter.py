@@ -233,7 +233,7 @@ def _on_cuda(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, r
         ]
         bias = [] if call.bias is None else [aligned(call.bias.contiguous())]
         used = replace(used, terms=[*scales, *bias])
-        made, remember = launch_kernel(on_cuda.SCATTER_STEPS, choice, where, used, OP)
+        (made,), remember = launch_kernel(on_cuda.SCATTER_STEPS, choice, where, used, OP)
         out: Tensor = made.view(call.local_shape(where.world_size))
     remember(_known_by(call), [out])
     return out

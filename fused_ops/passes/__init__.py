@@ -3,15 +3,11 @@
 from ...kernels.device.jit.ahead import ProgramCounts
 from .backend import compile, fusion_report  # noqa: A004
 from .fusion import FusionPass
-from .order.change import Bucket, OrderChange, Placed
-from .order.costs import CostTable
-from .order.measured import measure_costs
+from .order.change import OrderChange, Placed
 from .records.entry import Entry
 from .records.report import Disagreement, FusionError, HeapUse, PassRuns, Report, VoteCounts
 
 __all__ = [
-    "Bucket",
-    "CostTable",
     "Disagreement",
     "Entry",
     "FusionError",
@@ -25,5 +21,4 @@ __all__ = [
     "VoteCounts",
     "compile",
     "fusion_report",
-    "measure_costs",
 ]

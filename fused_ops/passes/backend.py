@@ -16,27 +16,20 @@ from torch import fx
 from torch._inductor import config as inductor_config
 
 from .fusion import FusionPass
+from .joint import JOINT_SLOT, joint_options
 from .keep_grouped import BEFORE_FUSION, grouped_options
 from .norms.eps_as_number import eps_options
 from .pass_sequence import SLOT, in_sequence, passes_of
 from .records.models import chosen
 from .records.report import PassRuns, Report
-from .regather import JOINT_SLOT, joint_options
-from .settings import AUTO, CAPTURE, FUSE, REWRITES, PassSettings, refused_as_options
+from .settings import DEFAULTS, PassSettings, refused_as_options
 
 #: What names a setting of the pass among the options of a compilation.
 PREFIX = "weft."
 _VARIABLE = "WEFT_PASS"
 _FLAGS: dict[str, bool] = {"0": False, "1": True}
-_WORDS = {"fuse": FUSE, "agree": (CAPTURE,), "collectives": (AUTO,), "sequence_parallel": (AUTO,)}
-_NUMBERS = {
-    "reorder": "a number of 0 or more",
-    "gathers": "a whole number from 1",
-    "buckets": "a number of bytes",
-    "loss_parallel": "a number of bytes",
-}
-_IN_ENVIRONMENT = ("strict", "fuse", "agree", *REWRITES)
-_SETTINGS = ("groups", *_IN_ENVIRONMENT)
+_NUMBERS: dict[str, Any] = {"reorder": float, "loss_parallel": int}
+_IN_ENVIRONMENT = tuple(name for name in DEFAULTS if name != "groups")
 _OF_TORCH_COMPILE = ("fullgraph", "dynamic", "disable", "name", "recompile_limit", "isolate_recompiles")
 
 _made: dict[Any, FusionPass] = {}
@@ -70,9 +63,9 @@ def compile(  # noqa: A001
         options: Inductor's, by name.
         fusion: the pass, to read its report. None takes that of the settings, whose report is in ``fusion_report()``.
         settings: of ``FusionPass`` (groups, strict, fuse, agree, regather, collectives, sequence_parallel,
-            loss_parallel, reorder, gathers, buckets; those not given by the environment:
-            ``WEFT_PASS="fuse=always,agree=0"``), or of ``torch.compile`` (fullgraph, dynamic, disable, name,
-            recompile_limit, isolate_recompiles; as far as the installed torch has them).
+            loss_parallel, reorder; those not given by the environment: ``WEFT_PASS="fuse=always,agree=0"``), or of
+            ``torch.compile`` (fullgraph, dynamic, disable, name, recompile_limit, isolate_recompiles; as far as the
+            installed torch has them).
 
     Returns:
         what torch.compile returns.
@@ -83,8 +76,8 @@ def compile(  # noqa: A001
     """
     for_torch = {name: value for name, value in settings.items() if name in _OF_TORCH_COMPILE}
     for_pass = {name: value for name, value in settings.items() if name not in _OF_TORCH_COMPILE}
-    if unknown := sorted(for_pass.keys() - set(_SETTINGS)):
-        known = ", ".join([*_SETTINGS, *_OF_TORCH_COMPILE])
+    if unknown := sorted(for_pass.keys() - DEFAULTS.keys()):
+        known = ", ".join([*DEFAULTS, *_OF_TORCH_COMPILE])
         raise TypeError(f"{unknown[0]}: is no setting, must be one of {known}")
     if fusion is not None and not isinstance(fusion, FusionPass):
         raise TypeError(f"fusion: is {fusion!r}, must be a FusionPass")
@@ -195,8 +188,8 @@ def _settings_of(
         if not name.startswith(PREFIX):
             given[name.replace("-", "_")] = value
             continue
-        if (setting := name.removeprefix(PREFIX)) not in _SETTINGS:
-            known = ", ".join(PREFIX + each for each in _SETTINGS)
+        if (setting := name.removeprefix(PREFIX)) not in DEFAULTS:
+            known = ", ".join(PREFIX + each for each in DEFAULTS)
             raise ValueError(f"options: has {name!r}, must have one of {known}")
         chosen[setting] = value
     return chosen, given
@@ -210,35 +203,20 @@ def _environment() -> dict[str, Any]:
         if setting not in _IN_ENVIRONMENT or not text:
             known = ", ".join(_IN_ENVIRONMENT)
             raise ValueError(f"{_VARIABLE}: has {part!r}, must have setting=value of {known}")
-        found[setting] = _value(f"{_VARIABLE}: {setting} is", setting, text)
+        found[setting] = _FLAGS.get(text, text)
+        if setting in _NUMBERS and text not in _FLAGS:
+            with suppress(ValueError):
+                found[setting] = _NUMBERS[setting](text)
+    try:
+        PassSettings(**found)
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"{_VARIABLE}: {e}; True and False are 1 and 0 there") from e
     return found
-
-
-def _value(what: str, setting: str, text: str) -> Any:
-    """
-    Raises:
-        ValueError: ``text`` is no value of the setting. ``what`` names the variable.
-    """
-    flags = {} if setting in ("fuse", "gathers") else _FLAGS
-    words = _WORDS.get(setting, ())
-    if text in flags or text in words:
-        return flags.get(text, text)
-    with suppress(ValueError):
-        if setting == "reorder" and 0 <= float(text) < float("inf"):
-            return float(text)
-    if (
-        setting in ("gathers", "buckets", "loss_parallel")
-        and text.isdecimal()
-        and (setting != "gathers" or int(text))
-    ):
-        return int(text)
-    *known, last = (*flags, *words, *(number for name, number in _NUMBERS.items() if name == setting))
-    raise ValueError(f"{what} {text!r}, must be {', '.join(known)}{' or ' if known else ''}{last}")
 
 
 def _pass_of(settings: Mapping[str, Any]) -> FusionPass:
     """One pass for equal settings: torch.compile compares options, and would compile once more for another."""
-    checked = PassSettings(**{"groups": None, "strict": False, **settings})
+    checked = PassSettings(**settings)
     key = repr(checked)
     if key not in _made:
         _made[key] = FusionPass(**checked)

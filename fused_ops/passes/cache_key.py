@@ -10,7 +10,6 @@ from pathlib import Path
 import torch.distributed as dist
 import weft
 
-from .order.costs import tables_key
 from .settings import PassSettings
 
 _ROOT = Path(__file__).parents[2]
@@ -25,7 +24,7 @@ def pass_key(settings: PassSettings) -> str:
     own = settings.sequence_parallel or settings.loss_parallel
     ranks = [(name, pg.rank()) for name, pg in groups] if own else None
     return (
-        f"weft {weft.__version__} {_sources()} {settings!r} costs={tables_key()} "
+        f"weft {weft.__version__} {_sources()} {settings!r} "
         f"ranks={ranks} sizes={sizes} environment={_environment()}"
     )
 

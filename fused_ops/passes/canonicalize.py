@@ -66,11 +66,8 @@ def by_position(graph: fx.Graph) -> None:
 
 
 def make_functional(graph: fx.Graph) -> None:
-    """A collective whose ``out`` torch.compile has found to be new memory becomes one that returns new memory.
-
-    The two are the same, and what else the pass does with a graph, such as to find its collectives, knows no
-    higher-order operator.
-    """
+    """A collective whose ``out`` torch.compile has found to be new memory becomes one that returns new memory: what
+    else the pass does with a graph knows no higher-order operator."""
     for node in list(graph.nodes):
         if not calls(node, _FUNCTIONALIZED) or node.args[0] not in _OUT:
             continue
@@ -131,10 +128,8 @@ def _is_part(node: Any) -> bool:
 
 
 def wait_once(graph: fx.Graph) -> None:
-    """A tensor that was waited for already is the result of waiting for it.
-
-    ``funcol.wait_tensor`` leaves that in a graph, where torch.compile lets a wait follow each collective anyway.
-    """
+    """A tensor that was waited for already is the result of waiting for it. ``funcol.wait_tensor`` leaves that in a
+    graph, where torch.compile lets a wait follow each collective anyway."""
     first: dict[fx.Node, fx.Node] = {}
     for node in graph.find_nodes(op="call_function", target=c10d.wait_tensor.default):
         source = node.args[0]
@@ -179,13 +174,7 @@ def canonicalize(
     graph: fx.Graph, find: Callable[[fx.Node], Pattern], why_not: Callable[[Pattern], str | None]
 ) -> dict[fx.Node, str]:
     """Takes coalesced collectives apart, and gives those with an ``out`` new memory, where all of them will be fused.
-
-    Args:
-        find: the pattern of a collective.
-        why_not: why a pattern that was found will not be used; None if it will.
-
-    Returns:
-        why others stay as they are.
+    Gives why others stay. ``find``: the pattern of a collective; ``why_not``: why one that was found will not be used.
     """
     reasons: dict[fx.Node, str] = {}
     for node in [n for n in graph.nodes if n.op == "call_function" and n.target in (*_COALESCED, *_OUT)]:
@@ -207,11 +196,8 @@ def _replace_if_fused(
     find: Callable[[fx.Node], Pattern],
     why_not: Callable[[Pattern], str | None],
 ) -> None:
-    """Puts collectives, as (target, arguments), in place of nodes.
-
-    Raises:
-        LeftAlone: not all of them are fused. The graph is as it was.
-    """
+    """Puts collectives, as (target, arguments), in place of nodes. LeftAlone: not all of them are fused. The graph is
+    as it was."""
     new: dict[fx.Node, fx.Node] = {}
     (at,) = {old.args[0] if calls(old, operator.getitem) else old for old in parts}
     assert isinstance(at, fx.Node)

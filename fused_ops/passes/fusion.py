@@ -11,7 +11,6 @@ from typing import Any
 from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from typing_extensions import Unpack
 
 from ...symm_mem import Group
 from ..library.communicating import why_unordered
@@ -22,12 +21,13 @@ from .agreement.outcomes import RunOutcomes
 from .agreement.signature import Order
 from .cache_key import pass_key
 from .canonicalize import canonicalize, to_one_spelling
-from .decompositions import Written, write_out
+from .decompositions import write_out
 from .graph.collectives import Collective, collectives, kind_of
 from .graph.nodes import LeftAlone, custom_ops
 from .graph.rewrite import created_nodes
 from .graph.subgraphs import WHY, Called
-from .graph.uneven_shards import MovedPadding, move_padding
+from .graph.uneven_shards import move_padding
+from .joint import joint_options
 from .keep_grouped import grouped_options
 from .kernels_ahead.graph_kernels import GraphKernels, note_collective
 from .loss_parallel.joint import losses_of, notes_of
@@ -38,16 +38,14 @@ from .origin import fields_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns.joined import take_apart
 from .patterns.pattern import Pattern, why_not_called_from_cpp
-from .patterns.rivals import yielding
 from .records.entry import Entry
 from .records.models import models_of_now
 from .records.node import take_record
 from .records.report import FusionError, PassRuns, Report
 from .records.report_file import log_line, put_into_file, write_reports
 from .records.seen import SeenGraphs
-from .regather import joint_options
-from .sequence_parallel.joint import rewritten
-from .settings import AUTO, CAPTURE, OnePass, Rewrites
+from .sequence_parallel.find import rewritten
+from .settings import AUTO, CAPTURE, OnePass
 
 
 class FusionPass(OnePass, CustomGraphPass):
@@ -69,25 +67,19 @@ class FusionPass(OnePass, CustomGraphPass):
     votes: 1 run asked the other ranks, ... ms each
     >>> torch.testing.assert_close(y, model(x, w))
 
-    What is not exactly the function that a fused op computes is left alone, and the report says why. Exactly, but for
-    rounding: a sum of products may be summed in another order, and in float32 where it was rounded between; a norm is
-    taken in float32 and rounded once; a bias and a residual after a reduce-scatter are added before it is rounded. A
-    number 0 that is added or taken away (Python's ``sum`` begins with one) and a factor or divisor of 1 are left out.
-    So the sign of a zero may differ. A scale of fp8 that is an input of one number is taken to be the same on all
-    ranks.
+    What is not exactly the function that a fused op computes, but for rounding, is left alone, and the report says why.
+    A scale of fp8 that is an input of one number is taken to be the same on all ranks.
 
     Before each run a graph asks whether the other ranks of its groups are about to run the same one; if not, all of
-    them run theirs unfused, and the report says what differs (``fallback_graph.py`` has the reasons).
+    them run theirs unfused, and the report says what differs.
 
-    Inductor keeps compiled graphs in a cache. A graph that it takes from there is as this pass made it (``uuid``
-    covers weft's sources, the pass's configuration, the sizes of the groups, and the environment that weft reads), and
-    has its entries of the report with it.
+    A graph that Inductor takes from its cache is as this pass made it (``uuid`` covers weft's sources, the pass's
+    settings, the sizes of the groups, and the environment that weft reads), and has its entries of the report with it.
 
-    A pass is a dict of its settings, for json alone. Its copies are the pass itself, so that they fill the same
-    report, and so is what is unpickled in a process that has it; in another one that is a pass of the same settings,
-    with groups by name.
-    The logger ``weft.passes`` writes a line for each graph (INFO, by rank 0 of each group; the other ranks at DEBUG;
-    ``TORCH_LOGS=weft`` shows the former) and for each new disagreement (WARNING).
+    A pass is a dict of its settings, for json alone. Its copies are the pass itself, so that they fill the same report,
+    and so is what is unpickled in a process that has it; in another one that is a pass of the same settings, with
+    groups by name. The logger ``weft.passes`` writes a line for each graph and for each new disagreement. docs/pass.md
+    says more of each setting.
 
     Args:
         groups: fuse collectives of these groups only: names, ProcessGroups, 1-D DeviceMeshes or (mesh, dim).
@@ -98,56 +90,30 @@ class FusionPass(OnePass, CustomGraphPass):
             whose result it reduces, if that can be.
         agree: whether graphs ask. False is for programs of which you know that all ranks run the same graphs in the
             same order: where they do not, a fused op waits for a rank that does not come, until its deadline.
-            Ranks that have agreed often enough do not wait for each other before graphs that they all know; whoever
-            then comes with another graph is named in an error. "capture" is for programs of which you know that what
-            is captured in CUDA graphs is the same on all ranks: a captured graph keeps the answer that it got at its
-            capture. Else it is captured unfused, as its replays cannot ask; Inductor's own CUDA graphs
-            (``triton.cudagraphs``) ask before each run, if it makes partitions.
+            "capture" is for programs of which you know that what is captured in CUDA graphs is the same on all ranks:
+            else it is captured unfused, as its replays cannot ask.
         regather: where a gathered activation would be kept for the gradient of a weight alone, keep the shard and
             gather again in the backward, inside of the product. It needs less memory, and more time.
-        collectives: all-gathers and reduce-scatters that are fused with no matmul become ``one_shot_all_gather`` and
-            ``one_shot_reduce_scatter``: True whatever their size is, "auto" where that was measured to be faster, and
-            neither ``reorder`` nor Inductor's ``reorder_for_compute_comm_overlap`` is to hide them. One after which
-            something is computed before it is waited for, and several that are coalesced, are left alone: their
-            group's own backend runs them beside that and each other.
+        collectives: all-gathers, reduce-scatters and all-to-alls that are fused with no matmul become weft's own: True
+            whatever their size is, "auto" where that was measured to be faster.
         sequence_parallel: an all-reduce and what follows it row by row, such as a residual and a norm, become a
-            reduce-scatter, that on each rank's own rows, and all-gathers where all rows are needed, as by a product:
-            True wherever that is right and sends no more, "auto" where it should be faster by the estimate. What meets
-            a reduced tensor there, if it is made of the graph's inputs without a product, or is a gradient made with
-            one weight, **is taken to be the same on all ranks**: a residual, the weight of a norm, of a router.
-        loss_parallel: where gathered logits are needed for a cross entropy, as torch decomposes it, each rank takes its
-            own columns of them instead, forward and backward, and sends two numbers of each row
-            (``cross_entropy_of_sharded_logits``). The targets **are taken to be the same on all ranks**. Logits that
-            the graph returns, too, are gathered after that. The report says why a gather of logits stays. Where a
-            rank's logits are 256 MiB or more for True, or that many bytes, they are made by chunks of rows if nothing
-            else needs them (``fused_linear_cross_entropy``).
-        reorder: whether what is not fused starts earlier and is waited for later, so that what is computed between
-            hides it: True without a byte more of peak memory, 0.1 with a tenth more, as far as the graph shows. Copy
-            engines carry what is large enough. The report has what was moved, and why not further.
-        gathers: how many all-gathers of a transport ``reorder`` may have on their way at once.
-        buckets: whether small collectives of one operator, group and dtype that are not fused become one call, whose
-            operands and results lie as they would without: True up to 32 MiB a call, or the bytes. Within the peak
-            memory that ``reorder`` allows.
+            reduce-scatter, that on each rank's own rows, and all-gathers where all rows are needed: True wherever that
+            is right and sends no more, "auto" where it should be faster. What meets a reduced tensor there **is taken
+            to be the same on all ranks**, if it is made of the graph's inputs without a product, or is a gradient made
+            with one weight.
+        loss_parallel: the cross entropy of gathered logits becomes that of each rank's own columns, forward and
+            backward. The targets **are taken to be the same on all ranks**. Where a rank's logits are 256 MiB or more
+            for True, or that many bytes, they are made by chunks of rows if nothing else needs them.
+        reorder: what is not fused starts earlier and is waited for later, so that what is computed between hides it:
+            True without a byte more of peak memory, 0.1 with a tenth more. Copy engines carry what is large enough.
 
     Raises:
-        TypeError: ``groups`` is one name or no list, ``strict``, ``agree``, ``regather``, ``collectives``,
-            ``sequence_parallel``, ``loss_parallel``, ``reorder``, ``gathers`` or ``buckets`` is no bool (or string, or
-            number), or there is no such setting.
-        ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "capture",
-            ``collectives`` or ``sequence_parallel`` one other than "auto", ``loss_parallel``, ``reorder`` or
-            ``buckets`` less than 0, ``gathers`` less than 1.
+        TypeError: a setting is of another type, or there is no such setting.
+        ValueError: a setting takes no such word or number.
     """
 
-    def __init__(
-        self,
-        groups: Iterable[Group] | None = None,
-        strict: bool = False,
-        *,
-        fuse: str = "auto",
-        agree: bool | str = True,
-        **rewrites: Unpack[Rewrites],
-    ) -> None:
-        super().__init__(groups, strict, fuse, agree, **rewrites)
+    def __init__(self, groups: Iterable[Group] | None = None, strict: bool = False, **settings: Any) -> None:
+        super().__init__(groups=groups, strict=strict, **settings)
         self._joint = joint_options(self)
         self._seen = SeenGraphs()
         self._called = Called()
@@ -160,8 +126,7 @@ class FusionPass(OnePass, CustomGraphPass):
 
         Warns if torch._inductor.config.post_grad_custom_post_pass is set to other passes, which do not run then.
         """
-        self._warn_of_dropped(())
-        return {SLOT: self, **eps_options(), **grouped_options(self), **self._joint}
+        return self._options(())
 
     def options_with(self, *others: Callable[[fx.Graph], None]) -> dict[str, Any]:
         """``options`` for a model that has graph passes of its own, too: Inductor has one place for all of them.
@@ -181,10 +146,9 @@ class FusionPass(OnePass, CustomGraphPass):
         Raises:
             TypeError: one of them cannot be called.
         """
-        self._warn_of_dropped(others)
-        return {SLOT: in_sequence([*others, self]), **eps_options(), **grouped_options(self), **self._joint}
+        return self._options(others)
 
-    def _warn_of_dropped(self, others: Sequence[Any]) -> None:
+    def _options(self, others: Sequence[Any]) -> dict[str, Any]:
         dropped = [p for p in passes_of(getattr(inductor_config, SLOT)) if p is not self and p not in others]
         if dropped:
             warnings.warn(
@@ -192,6 +156,7 @@ class FusionPass(OnePass, CustomGraphPass):
                 f"torch._inductor.config.{SLOT} is set to. options_with({names_of(dropped)}) and weft.compile run all",
                 stacklevel=3,
             )
+        return {SLOT: in_sequence([*others, self]), **eps_options(), **grouped_options(self), **self._joint}
 
     def report(self) -> Report:
         """What became of every collective of the graphs seen since the pass was made or cleared.
@@ -243,12 +208,11 @@ class FusionPass(OnePass, CustomGraphPass):
                 self._tell(numbers[0])
                 self._keep(graph, numbers, None)
             return
-        rewrites: list[Written | MovedPadding] = [*write_out(graph), *move_padding(graph)]
+        write_out(graph)
+        move_padding(graph)
         original = fallback_graph.FallbackGraph(graph, list(collectives(graph))) if self.agree else None
         why_not = None if original is None else self._why_not_kept(original)
         entries, orders = self._fused(graph, numbers[0], why_not)
-        for each in rewrites:
-            each.put_back()
         change = changed_order(graph, self, numbers[0], self._voted(entries, why_not))
         kernels = GraphKernels(graph)
         entries = [e.planned(kernels.plans.get(e.node)) for e in entries]
@@ -293,18 +257,11 @@ class FusionPass(OnePass, CustomGraphPass):
         nodes = list(collectives(graph))
         fields = {n: fields_of(n, number) for n in nodes}
         entries = {n: Entry(**fields[n], reason=reason) for n, reason in left.items()}
-        # Reductions first, but for those that leave their product to the gather before it.
-        late = yielding([n for n in nodes if n not in entries], self._find_product)
-        for node in sorted(nodes, key=lambda n: 2 if n in late else "gather" in kind_of(n)):
+        for node in sorted(
+            nodes, key=lambda n: "gather" in kind_of(n)
+        ):  # a reduction takes its products as a whole
             if node not in entries and (order := self._fuse(node, fields, entries, why_not)) is not None:
                 orders.append(order)
-        for node, (gathers, why) in late.items():
-            if not all(entries[g].fused_into for g in gathers):
-                continue
-            if entries[node].fused_into is None:
-                entries[node] = replace(entries[node], reason=why)
-            elif not entries[node].k:
-                entries[node] = replace(entries[node], detail=f"with no product: {why}")
         entries |= {n: entries[n].noted(notes[n]) for n in notes.keys() & entries.keys()}
         return [entries[n] for n in nodes], orders
 
@@ -333,9 +290,6 @@ class FusionPass(OnePass, CustomGraphPass):
 
     def _find(self, node: fx.Node) -> Pattern:
         return matching.find(Collective.from_node(node, self.groups), self)
-
-    def _find_product(self, node: fx.Node) -> Pattern:
-        return matching.with_product(Collective.from_node(node, self.groups), self)
 
     def _fuse(
         self,

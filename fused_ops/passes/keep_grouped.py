@@ -100,12 +100,9 @@ class _InTurnByKey(_InTurn, _SchedulerPass):
 
 
 def grouped_options(settings: PassSettings, given: Any = None) -> dict[str, Any]:
-    """Inductor's option with which its scheduler keeps groups; empty without a setting that orders collectives.
-
-    Args:
-        given: what the option has, which runs before; None for what Inductor's configuration has.
-    """
-    if settings.reorder is None and not settings.buckets:
+    """Inductor's option with which its scheduler keeps groups; empty without ``reorder``. ``given``: what the option
+    has, which runs before; None for what Inductor's configuration has."""
+    if settings.reorder is None:
         return {}
     given = getattr(inductor_config, BEFORE_FUSION) if given is None else given
     there = given.passes if isinstance(given, _InTurn) else [given]

@@ -10,7 +10,7 @@ from .graph.nodes import LeftAlone, c10d
 from .order.costs import counted_flops
 from .patterns.all_gather_matmul import match_all_gather_matmul
 from .patterns.all_reduce import match_all_reduce
-from .patterns.alone import match_alone
+from .patterns.alone import match_alone, match_matmul_all_gather
 from .patterns.copy_engines import match_by_copy_engines
 from .patterns.experts import match_experts_reduce_scatter
 from .patterns.matmul_reduce_scatter import match_matmul_reduce_scatter
@@ -22,11 +22,8 @@ from .settings import AUTO, PassSettings
 
 def find(c: Collective, settings: PassSettings) -> Pattern:
     """What takes the place of a collective: a product with it, or, as far as the settings say so, the collective alone
-    or by copy engines, where no product can take it or gains by it. The graph is not changed.
-
-    Raises:
-        LeftAlone: nothing can exactly.
-    """
+    or by copy engines, where no product can take it or gains by it. The graph is not changed. LeftAlone: nothing can
+    exactly."""
     always, by_itself = settings.fuse == "always", settings.collectives == AUTO
     # By itself it leaves them to what runs them beside products.
     if not settings.collectives or (by_itself and inductor_config.reorder_for_compute_comm_overlap):
@@ -65,11 +62,8 @@ def _profitable(found: Pattern) -> Pattern:
 
 
 def with_product(c: Collective, settings: PassSettings) -> Pattern:
-    """What the collective can be fused into, also where that is not profitable.
-
-    Raises:
-        LeftAlone: it is none that can be fused exactly.
-    """
+    """What the collective can be fused into, also where that is not profitable. LeftAlone: it is none that can be fused
+    exactly."""
     if c.node.target is c10d.all_reduce.default:
         # Where several ops could take it, the one that takes most, whether that is profitable or not.
         return match_all_reduce(c, settings.groups, always=settings.fuse == "always")
@@ -92,6 +86,8 @@ def with_product(c: Collective, settings: PassSettings) -> Pattern:
             return match_scaled_matmul_reduce_scatter(c) or match_matmul_reduce_scatter(c)
         return match_all_gather_matmul(c, settings.groups)
     except LeftAlone as e:
+        if not scatters and (found := match_matmul_all_gather(c)) is not None:
+            return found
         raise (why or e) from e
 
 

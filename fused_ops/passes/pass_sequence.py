@@ -43,11 +43,8 @@ class PassSequence(CustomGraphPass):
 
 
 def in_sequence(passes: Sequence[Callable[[fx.Graph], None]]) -> Any:
-    """What ``post_grad_custom_post_pass`` is set to, so that all of them run, in this order.
-
-    Raises:
-        TypeError: one of them cannot be called.
-    """
+    """What ``post_grad_custom_post_pass`` is set to, so that all of them run, in this order. TypeError: one of them
+    cannot be called."""
     for each in passes:
         if not callable(each):
             raise TypeError(f"others: has {each!r}, must be passes: each a function of a torch.fx.Graph")

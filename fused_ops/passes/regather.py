@@ -11,88 +11,57 @@ the vote, as always.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..dispatch import profitability
-from .agreement.fallback.run import is_fallback_graph
-from .cache_key import pass_key
 from .graph.collectives import Collective
 from .graph.gathered_tensor import Gathered
 from .graph.index_map import numel
 from .graph.nodes import LeftAlone, after_tangents, c10d, hint, val
-from .loss_parallel.joint import JointLosses
-from .pass_sequence import in_sequence, passes_of
 from .patterns.all_gather_matmul import REGATHERED, contracting
-from .sequence_parallel.joint import JointRows
 from .settings import PassSettings
 
-#: The option of Inductor for passes on the graph of forward and backward.
-JOINT_SLOT = "joint_custom_post_pass"
 _gather = c10d.all_gather_into_tensor.default
 
 
-class Regather(PassSettings, CustomGraphPass):
-    """Marks the all-gathers of a joint graph that the backward shall repeat. Made by ``FusionPass(regather=True)``."""
-
-    def uuid(self) -> Any:
-        return f"{pass_key(self)} joint"
-
-    def __call__(self, graph: fx.Graph) -> None:
-        if is_fallback_graph():
-            return
-        backward = after_tangents(graph)
-        if not backward:
-            return
-        for node in graph.find_nodes(op="call_function", target=_gather):
-            if node in backward or node.meta.get("recompute") is not None:
-                continue
-            try:
-                again = self._again(node, backward)
-            except LeftAlone:
-                continue
-            for each in again:
-                each.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta[REGATHERED] = True
-
-    def _again(self, node: fx.Node, backward: set[fx.Node]) -> set[fx.Node]:
-        """What is computed again: an all-gather and the views of it that the backward multiplies.
-
-        Raises:
-            LeftAlone: something else than such products uses it there, or it is kept anyway, or that is not profitable.
-        """
-        c = Collective.from_node(node, self.groups)
-        tensor = Gathered.by(c, self.groups)
-        users = tensor.outside()
-        if any(user.op == "output" for user in users):
-            raise LeftAlone("the graph returns it")
-        products = [user for user in users if user in backward]
-        if len(tensor.collectives) > 1 or not products or len(products) == len(users):
-            raise LeftAlone("it is no all-gather of the forward that the backward uses")
-        uses = contracting(tensor, products)
-        first = uses[0]
-        columns = sum(use.width for use in uses)
-        m, k, n = (hint(size) for size in (numel(first.rows), numel(first.columns), columns))
-        candidate = profitability.FusionCandidate(
-            *("all_gather_matmul", m, n, k, c.world, val(first.product.node).dtype, val(c.x).device.type),
-            last_dim=True,
-        )
-        if self.fuse == "auto" and (reason := profitability.why_not_profitable(candidate)) is not None:
-            raise LeftAlone(reason)
-        again = {c.node, c.wait}
-        for product in products:
-            for operand in product.all_input_nodes:
-                again |= tensor.made_of(operand)
-        return again
+def mark_gathered_again(graph: fx.Graph, settings: PassSettings) -> None:
+    """Marks the all-gathers of a joint graph that the backward shall repeat."""
+    backward = after_tangents(graph)
+    if not backward:
+        return
+    for node in graph.find_nodes(op="call_function", target=_gather):
+        if node in backward or node.meta.get("recompute") is not None:
+            continue
+        try:
+            again = _gathered_again(node, backward, settings)
+        except LeftAlone:
+            continue
+        for each in again:
+            each.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta[REGATHERED] = True
 
 
-def joint_options(settings: PassSettings, others: Any = None) -> dict[str, Any]:
-    """Inductor's option for what ``regather``, ``sequence_parallel`` and ``loss_parallel`` ask for, after ``others``,
-    to which it is set; empty without these."""
-    passes: list[Any] = [JointLosses(**settings)] if settings.loss_parallel else []
-    passes += [JointRows(**settings)] if settings.sequence_parallel else []
-    passes += [Regather(**settings)] if settings.regather else []
-    return {JOINT_SLOT: in_sequence([*passes_of(others), *passes])} if passes else {}
+def _gathered_again(node: fx.Node, backward: set[fx.Node], settings: PassSettings) -> set[fx.Node]:
+    """What is computed again: an all-gather and the views of it that the backward multiplies. LeftAlone: something else
+    than such products uses it there, or it is kept anyway, or that is not profitable."""
+    c = Collective.from_node(node, settings.groups)
+    tensor = Gathered.by(c, settings.groups)
+    users = tensor.outside()
+    if any(user.op == "output" for user in users):
+        raise LeftAlone("the graph returns it")
+    products = [user for user in users if user in backward]
+    if len(tensor.collectives) > 1 or not products or len(products) == len(users):
+        raise LeftAlone("it is no all-gather of the forward that the backward uses")
+    uses = contracting(tensor, products)
+    first = uses[0]
+    columns = sum(use.width for use in uses)
+    m, k, n = (hint(size) for size in (numel(first.rows), numel(first.columns), columns))
+    candidate = profitability.FusionCandidate(
+        *("all_gather_matmul", m, n, k, c.world, val(first.product.node).dtype, val(c.x).device.type),
+        last_dim=True,
+    )
+    if settings.fuse == "auto" and (reason := profitability.why_not_profitable(candidate)) is not None:
+        raise LeftAlone(reason)
+    operands = (operand for product in products for operand in product.all_input_nodes)
+    return {c.node, c.wait}.union(*map(tensor.made_of, operands))

@@ -6,40 +6,27 @@ import sys
 import weakref
 from collections.abc import ItemsView, Iterable
 from functools import partial
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
-
-from typing_extensions import Unpack
 
 from ...symm_mem import Group, group_name
 
 AUTO = "auto"
-FUSE = (AUTO, "always")
 CAPTURE = "capture"
-REWRITES: dict[str, Any] = {
+#: All of them, in the order in which they are said.
+DEFAULTS: dict[str, Any] = {
+    "groups": None,
+    "strict": False,
+    "fuse": AUTO,
+    "agree": True,
     "regather": False,
     "collectives": AUTO,
     "sequence_parallel": False,
     "loss_parallel": False,
     "reorder": False,
-    "gathers": 1,
-    "buckets": False,
 }
 LOGITS_BYTES = 256 << 20  # 2048 rows of 65,536 columns in 16 bits: what a chunk of them takes anyway
-BUCKET_BYTES = 32 << 20  # by default: NVLink then takes ten times as long as a collective of nothing
 _Self = TypeVar("_Self", bound="PassSettings")
-
-
-class Rewrites(TypedDict, total=False):
-    """What else the pass does with a graph than to fuse a collective with a product."""
-
-    regather: bool
-    collectives: bool | str
-    sequence_parallel: bool | str
-    loss_parallel: bool | int
-    reorder: bool | float
-    gathers: int
-    buckets: bool | int
 
 
 def _setting(name: str, default: Any = True) -> Any:
@@ -61,43 +48,31 @@ class PassSettings(dict[str, Any]):
     sequence_parallel: bool | str = _setting("sequence_parallel")
     loss_parallel: bool | int = _setting("loss_parallel")
     regather: bool = _setting("regather")
-    gathers: int = _setting("gathers")  #: that may be on their way at once
-    buckets: int = _setting("buckets", BUCKET_BYTES)  #: bytes of one; 0 for none
     logits: int = _setting("loss_parallel", LOGITS_BYTES)  #: bytes of a rank's that go by chunks
 
-    def __init__(
-        self,
-        groups: Iterable[Group] | None,
-        strict: bool,
-        fuse: str = AUTO,
-        agree: bool | str = True,
-        **rewrites: Unpack[Rewrites],
-    ) -> None:
-        if unknown := sorted(rewrites.keys() - REWRITES.keys()):
-            known = ", ".join(REWRITES)
-            raise TypeError(
-                f"{unknown[0]}: is no setting, must be one of groups, strict, fuse, agree, {known}"
-            )
-        chosen = {**REWRITES, **rewrites}
+    def __init__(self, **settings: Any) -> None:
+        if unknown := sorted(settings.keys() - DEFAULTS.keys()):
+            raise TypeError(f"{unknown[0]}: is no setting, must be one of {', '.join(DEFAULTS)}")
+        chosen = {**DEFAULTS, **settings}
+        groups: Iterable[Group] | None = chosen["groups"]
         if isinstance(groups, str):
             raise TypeError(f"groups: is the string {groups!r}, must be a list of groups")
         if groups is not None and not isinstance(groups, Iterable):
             raise TypeError(f"groups: is {groups!r}, must be a list of groups")
-        if not isinstance(strict, bool):
-            raise TypeError(f"strict: is {strict!r}, must be True or False")
-        for name in ("collectives", "sequence_parallel"):
-            _check_or_word(name, chosen[name], AUTO)
-        _check_or_word("agree", agree, CAPTURE)
-        if not isinstance(chosen["regather"], bool):
-            raise TypeError(f"regather: is {chosen['regather']!r}, must be True or False")
-        _check_reorder(chosen["reorder"])
-        _check_whole("gathers", chosen["gathers"], isinstance(chosen["gathers"], bool), "a whole number")
-        for name, what in (("loss_parallel", "a rank's logits"), ("buckets", "a bucket")):
-            _check_whole(name, chosen[name], False, f"True or False, or the bytes of {what}")
-        if fuse not in FUSE:
-            raise ValueError(f"fuse: is {fuse!r}, must be 'auto' or 'always'")
+        for name in ("strict", "regather"):
+            if not isinstance(chosen[name], bool):
+                raise TypeError(f"{name}: is {chosen[name]!r}, must be True or False")
+        for name, word in (("agree", CAPTURE), ("collectives", AUTO), ("sequence_parallel", AUTO)):
+            _check_or_word(name, chosen[name], word)
+        for name, kind, must in (
+            ("reorder", float, "how much more memory it may need, as a part of it"),
+            ("loss_parallel", int, "the bytes of a rank's logits"),
+        ):
+            _check_number(name, chosen[name], kind, must)
+        if chosen["fuse"] not in (AUTO, "always"):
+            raise ValueError(f"fuse: is {chosen['fuse']!r}, must be 'auto' or 'always'")
         names = None if groups is None else sorted({group_name(g) for g in groups})
-        super().__init__(groups=names, strict=strict, fuse=fuse, agree=agree, **chosen)
+        super().__init__(chosen | {"groups": names})
 
     @property
     def groups(self) -> frozenset[str] | None:
@@ -136,8 +111,8 @@ class PassSettings(dict[str, Any]):
 class OnePass(PassSettings):
     """Settings of a pass that is one of its own, with what it has seen: equal to itself alone, also after pickling."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
         self._enter(uuid4().hex)
 
     def _enter(self, name: str) -> None:
@@ -180,17 +155,8 @@ def _check_or_word(name: str, value: Any, word: str) -> None:
         raise ValueError(f"{name}: is {value!r}, must be True, False or {word!r}")
 
 
-def _check_reorder(value: Any) -> None:
-    if not isinstance(value, bool | float):
-        raise TypeError(
-            f"reorder: is {value!r}, must be True or False, or how much more memory it may need, as a part of it"
-        )
+def _check_number(name: str, value: Any, kind: Any, must: str) -> None:
+    if not isinstance(value, bool | kind):
+        raise TypeError(f"{name}: is {value!r}, must be True or False, or {must}")
     if not 0 <= value < float("inf"):
-        raise ValueError(f"reorder: is {value!r}, must be 0 or more")
-
-
-def _check_whole(name: str, value: Any, refused: bool, must: str) -> None:
-    if refused or not isinstance(value, int):
-        raise TypeError(f"{name}: is {value!r}, must be {must}")
-    if value < (least := 1 if name == "gathers" else 0):
-        raise ValueError(f"{name}: is {value!r}, must be {least} or more")
+        raise ValueError(f"{name}: is {value!r}, must be 0 or more")

@@ -53,19 +53,19 @@ class _Side:
     """The stream of a group's asynchronous calls on one device."""
 
     def __init__(self, device: int) -> None:
-        self.stream = cuda_state.state.side_stream(device)
-        self._device, self._begins = device, CallLine()
+        self.stream, self._begins = cuda_state.state.side_stream(device), cuda_state.state.event()
+        self._device = device
 
     def wait(self, stream: int) -> None:
         """What follows on it comes after what ``stream`` has now."""
-        self._begins.end(stream)
-        self._begins.wait(self.stream.cuda_stream)
+        self._begins.record(cuda_state.state.stream(stream, self._device))
+        self._begins.wait(self.stream)
 
     def work(self, written: list[Tensor], read: list[Tensor]) -> StreamWork:
         """Of the calls that it has now."""
         ended = cuda_state.state.event()
         ended.record(self.stream)
-        return StreamWork(written, read, ended, self.stream, self._device)
+        return StreamWork(written, read, ended, self.stream)
 
 
 class DeviceLines:
@@ -75,6 +75,7 @@ class DeviceLines:
         self._group, self._rank = weakref.ref(group), group.rank()
         self._name = group_name
         self._others: weakref.ref[Work] | None = None
+        self._ordered: tuple[int, int] | None = None  # device and stream that wait for all calls by now
         self._lines: dict[int, CallLine] = {}  # of each device, outside of graphs
         self._captured: dict[int, CallLine] = {}
         self._sides: dict[int, _Side] = {}
@@ -95,7 +96,9 @@ class DeviceLines:
             with cuda_state.state.make_stream_current(side.stream):
                 side.wait(current)
                 why = self._launch_all(calls, seconds)
-            return side.work(written, [call.x for call in calls]) if why is None else why
+            if why is not None:
+                return why
+            return side.work(written, [call.x for call in calls if call.x is not call.out])
 
     def _launch_all(self, calls: list[GroupCall], seconds: float | None) -> str | None:
         self._wait_for_others()
@@ -111,9 +114,14 @@ class DeviceLines:
 
     def order_after(self, device: torch.device) -> None:
         """The current stream waits for the group's calls."""
-        line = self._lines.get(device.index)
-        if line is not None and not cuda_state.state.is_capturing():
-            line.wait(cuda_state.state.current_stream(device.index))
+        index = device.index
+        line = self._lines.get(index)
+        if line is None or cuda_state.state.is_capturing():
+            return
+        stream = cuda_state.state.current_stream(index)
+        if self._ordered != (index, stream) or is_external(stream, index):
+            line.wait(stream)
+            self._ordered = index, stream
 
     def order_before(self, work: Work | None) -> None:
         """weft's next call waits for this work of the group's own backend, if it is still referenced then."""
@@ -134,22 +142,20 @@ class DeviceLines:
             line.begins(graph)
         return line
 
-    def start_again(self, name: str, x: Tensor, out: Tensor, reduce_op: str) -> StreamWork | None:
-        """The work of an asynchronous call, if such a one was made before."""
-        side = self._sides.get(cuda_state.state.index_of(x))
-        if side is None:
-            return None
-        with self._lock:
-            again = self.launch_again(name, x, out, reduce_op, side)
-            return side.work([out], [x]) if again else None
-
     def launch_again(
-        self, name: str, x: Tensor, out: Tensor, reduce_op: str, side: _Side | None = None
-    ) -> bool:
-        """Whether such a call was made before on the current stream; then it is launched there. The tensors are torch's
-        own, and anything else than that may be wrong with them. ``side``: instead of the current stream, after it."""
+        self, name: str, x: Tensor, out: Tensor, reduce_op: str, asynchronous: bool = False
+    ) -> StreamWork | bool:
+        """Launches a call if such a one was made before, on the current stream, or ``asynchronous``. The tensors are
+        torch's own, and anything else than that may be wrong with them.
+
+        Returns:
+            the work of an asynchronous call, else True; False if nothing was launched.
+        """
         cuda = cuda_state.state
         index = cuda.index_of(x)
+        side = self._sides.get(index) if asynchronous else None
+        if asynchronous and side is None:
+            return False
         # As ``stream_on``, whose call takes as long as it does.
         if forks.inherited or cuda.current_device() != index or cuda.is_capturing():
             return False
@@ -172,8 +178,10 @@ class DeviceLines:
         with self._lock:
             if side is not None:
                 side.wait(current)
-            given = (x,)
-            return launch(name, given, given if x is out else (out,)) is not None
+            given, self._ordered = (x,), None
+            if launch(name, given, given if x is out else (out,)) is None:
+                return False
+            return True if side is None else side.work([out], [] if x is out else [x])
 
     @poison_on_error
     def _launch_first(self, call: GroupCall, seconds: float | None) -> str | None:
@@ -209,6 +217,7 @@ class DeviceLines:
                 else (TimedName(call.name, seconds), int(seconds * 1e9))
             )
             workspace.raise_if_broken(name, grids=kernel.grids)
+            self._ordered = None
             kernel.launch(0, (x.data_ptr(),), (out.data_ptr(),), ns, stream)
             if external:
                 line.end(stream, external=True)

@@ -26,6 +26,7 @@ from .calls import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
+    MOST_BYTES,
     REDUCE_SCATTER,
     GroupCall,
     index_of,
@@ -209,6 +210,8 @@ class WeftProcessGroup(ProcessGroup):
             return False
         if self._coalescing or x.layout is not torch.strided or out.layout is not torch.strided:
             return False
+        if x.nbytes > MOST_BYTES or out.nbytes > MOST_BYTES:
+            return False
         if profiler._is_profiler_enabled or opts.timeout != options.UNSET:
             return False
         op: str | None = ""
@@ -216,16 +219,16 @@ class WeftProcessGroup(ProcessGroup):
             op = "sum" if opts.reduceOp == _SUM else reduction_of(opts.reduceOp)
         if op is None:
             return False
-        work = None
-        if opts.asyncOp:  # as all functional collectives are
-            if (work := self._device.start_again(name, x, out, op)) is None:
-                return False
-            if _allow_inflight_collective_as_graph_input():
-                work.wait()
-        elif not self._device.launch_again(name, x, out, op):
+        # All functional collectives are asynchronous.
+        done = self._device.launch_again(name, x, out, op, opts.asyncOp)
+        if done is False:
             return False
         self.record.cached[name] += 1
-        return work
+        if done is True:
+            return None
+        if _allow_inflight_collective_as_graph_input():
+            done.wait()
+        return done
 
     def _take(self, name: str, calls: list[GroupCall] | str, opts: Any) -> Work | None:
         """The call's work, if weft takes it."""

@@ -160,7 +160,6 @@ class StreamWork(DoneWork):
         read: tensors that must stay until a stream waits for the call, in addition to those that are written.
         ended: the event after it.
         side: its stream.
-        device: where that is.
     """
 
     def __init__(
@@ -169,12 +168,10 @@ class StreamWork(DoneWork):
         read: list[Tensor],
         ended: torch.cuda.Event,
         side: torch.cuda.Stream,
-        device: int,
     ) -> None:
         super().__init__(tensors)
         self._held = [*tensors, *read]
-        self._ended = ended
-        self._side, self._device = side, device
+        self._ended, self._side = ended, side
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """The current stream waits for the call; the host only with a ``timeout``, as for NCCL's.
@@ -182,8 +179,8 @@ class StreamWork(DoneWork):
         Raises:
             WeftError: it has not ended within ``timeout``. It goes on, until its own deadline.
         """
-        cuda = cuda_state.state
-        self._ended.wait(cuda.stream(cuda.current_stream(self._device), self._device))
+        cuda, device = cuda_state.state, self._side.device_index
+        self._ended.wait(cuda.stream(cuda.current_stream(device), device))
         self._held = []
         if (seconds := seconds_of(timeout)) is not None:
             end = time.monotonic() + seconds
@@ -200,7 +197,7 @@ class StreamWork(DoneWork):
         return self.is_completed()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        with torch.cuda.stream(self._side):  # what follows it waits for this stream
+        with cuda_state.state.make_stream_current(self._side):  # what follows it waits for this stream
             return super().get_future()
 
     def __del__(self) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 from ..device.collective.launch import rounds_defines
-from ..device.comm import ll_exchange
+from ..device.comm.ll_exchange import exchange_program
 from ..device.jit.program import Program
 
 SOURCE = Path(__file__).with_name("kernel.cu")
@@ -17,15 +16,7 @@ def all_gather_defines(world_size: int) -> dict[str, str | int]:
     return {"DTYPE": "bfloat16", **rounds_defines(world_size)}
 
 
-@cache
-def all_gather_program(
-    world_size: int, rank: int, *, dependent: bool = False, root: int | None = None
-) -> Program:
-    """kernel.cu for one rank. ``dependent``: to be launched so (ll_exchange.py). ``root``: who alone receives."""
-    of_rank = {"RANK": rank, "DEPENDENT": int(dependent)} | ({} if root is None else {"ROOT": root})
-    return Program(SOURCE, defines=all_gather_defines(world_size) | of_rank)
-
-
-def launched_all_gather(world_size: int, rank: int, root: int | None = None) -> Program:
-    """The one that this process launches."""
-    return all_gather_program(world_size, rank, dependent=ll_exchange.dependent(), root=root)
+def all_gather_program(world_size: int, rank: int, root: int | None = None) -> Program:
+    """kernel.cu for one rank. ``root``: who alone receives."""
+    receiver = {} if root is None else {"ROOT": root}
+    return exchange_program(SOURCE, rank, all_gather_defines(world_size) | receiver)

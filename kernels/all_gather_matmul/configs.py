@@ -3,11 +3,11 @@ arrive."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 
@@ -115,7 +115,6 @@ class GatherKernelCall:
 
 
 AnyConfig: TypeAlias = GatherPushConfig | OneShotConfig | CopiedConfig
-F = TypeVar("F", bound=AnyConfig)
 
 
 def choose_gather_push(problem: AllGatherMatmulProblem) -> GatherPushConfig:
@@ -184,17 +183,6 @@ def rank_gather_kernels(problem: AllGatherMatmulProblem) -> list[tuple[float, An
     if (copied := choose_copied_gather(problem)) is not None:
         ranked.append((estimate_copied_us(problem), copied))
     return sorted(ranked, key=itemgetter(0))
-
-
-def varied(ranked: Iterable[tuple[float, F]]) -> list[tuple[float, F]]:
-    """First the likeliest of each tile with which all blocks send, or some: for callers that measure a few."""
-    likeliest: dict[object, tuple[float, F]] = {}
-    others = []
-    for us, config in ranked:
-        kind = (config.tile, config.comm_sms > 0) if isinstance(config, GatherPushConfig) else None
-        if likeliest.setdefault(kind, (us, config))[1] is not config:
-            others.append((us, config))
-    return [*likeliest.values(), *others]
 
 
 def gather_layout(problem: AllGatherMatmulProblem, config: AnyConfig) -> Layout | None:

@@ -13,7 +13,7 @@ import torch
 
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import Workspace
-from ..device.comm.double_buffer import BufferWords, wait_params
+from ..device.comm.double_buffer import BufferWords
 from ..device.gemm import gemm
 from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole
 from ..device.gemm.gemm_tiles import BLOCK_K
@@ -195,7 +195,7 @@ class AllGatherMatmulPush:
         p = self.params()
         p.gathered = gathered.encode(w.address + offset)
         p.data = w.address + offset
-        p.watch, p.buffer = wait_params(w), BufferWords.of(w, buffer)
+        p.watch, p.buffer = WaitParams.of(w), BufferWords.of(w, buffer)
         p.bs, p.m, p.k, p.stride = len(bs), m, k, row_stride(a)
         for i, b in enumerate(bs):
             p.n[i] = b.shape[1]

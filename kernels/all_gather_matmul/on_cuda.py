@@ -6,23 +6,20 @@ cuBLAS after it; or, where kernel.cu does not run, to copy engines with cuBLAS b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 
-from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
 from ..device.comm import acquire
 from ..device.gemm import gemm
-from ..device.gemm.one_shot import OneShotConfig, algorithm_of, launch_prepared, likeliest
+from ..device.gemm.one_shot import OneShotConfig, algorithm_of, likeliest
 from ..device.gemm.operands import ALIGNMENT, is_transposed, why_not
 from ..device.gemm.supported import WHY_NO_GEMM, why_last_dim_not_gathered
 from ..device.jit.ahead import CompilableProgram
-from ..device.tuning import tuner
-from ..device.tuning.benchmark import Candidate
-from ..device.tuning.choice import KernelChoice, KernelChoices, KernelSteps, make_together
-from . import OP, configs, cuda_kernel
+from ..device.tuning.choice import KernelChoice, KernelChoices, KernelSteps
+from . import configs, cuda_kernel
 from .copied_products import AllGatherProductsCopied
 from .one_shot_kernel import AllGatherMatmulOneShot
 from .scaled import AllGatherScaledMatmulOneShot, AllGatherScaledMatmulPush
@@ -71,42 +68,6 @@ def _choose(
     return KernelChoice(algorithm_of(config), config, layout, profitable, predicted_us)
 
 
-def tuned_gather(
-    choice: KernelChoice[configs.AnyConfig],
-    heap: Heap,
-    call: configs.GatherKernelCall,
-) -> tuple[KernelChoice[configs.AnyConfig], str]:
-    """What to run instead of the model's choice, if the tuner is on, and where it comes from; "" where nothing is
-    tuned."""
-    if choice.algorithm == "copy_engine":
-        return choice, ""
-    if call.preferred or not tuner.is_tuning():
-        return choice, tuner.FROM_MODEL
-    a, bs, num_sms, split_k = call.a, call.bs, call.num_sms, call.split_k
-    problem = call.problem(heap.world_size)
-    m, k, ns, size = problem.m, problem.k, problem.ns, problem.world_size
-    op = configs.EXCHANGED_OP if call.exchanged else f"{OP} of the last dimension" if split_k else OP
-    kind = f"{op} {m} x {k} @ {bs[0].shape[0]} x {'+'.join(map(str, ns))}, {a.dtype}, {num_sms} SMs"
-    if call.return_A:
-        kind += ", A returned"
-    if call.scaled is not None:
-        kind += f", {call.scaled}"
-    candidates: list[Candidate[configs.AnyConfig]] = [
-        Candidate(config, configs.gather_layout(problem, config), algorithm_of(config))
-        for _, config in configs.varied(configs.rank_gather_kernels(problem))
-        if not isinstance(config, configs.CopiedConfig)  # the tuner's workspaces are not for copy engines
-    ]
-    results: list[torch.Tensor] = []
-
-    def make(workspace: Workspace[Any], config: configs.AnyConfig, timeout_ns: int) -> Callable[[], None]:
-        if not results:
-            results.extend(results_of(call, size))
-        kernel, given = fused_gather(workspace, call, config), gather_operands(config, call)
-        return lambda: launch_prepared(workspace, config, kernel, given, results, timeout_ns)
-
-    return tuner.tuned(heap, kind, choice, candidates, make)
-
-
 Kernel: TypeAlias = (
     cuda_kernel.AllGatherMatmulPushes
     | AllGatherMatmulOneShot
@@ -146,31 +107,6 @@ def gather_programs(
     return cuda_kernel.push_programs(call.bs, config, return_A=call.return_A)
 
 
-def launch_all_gather_matmul(
-    choice: KernelChoice[configs.AnyConfig],
-    workspace: Workspace[Any],
-    call: configs.GatherKernelCall,
-    timeout_ns: int,
-    op: str,
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """The gathered shards [W, m, K] if wanted, of fp8 in numbers of 16 bits, and the products, each [W, m, N_i].
-
-    With ``split_k`` [m, W * K] and [m, N_i].
-
-    Args:
-        op: whose call it is.
-    """
-    config, key = choice.config, _key(choice, call)
-    kernel = workspace.prepared.get(key)
-    if kernel is None:
-        sizes = call.a.shape, *(b.shape for b in call.bs), call.a.dtype
-        same = (op, *sizes, config, call.num_sms, call.return_A)
-        kernel = make_together(workspace, op, key, same, lambda: fused_gather(workspace, call, config))
-    results = results_of(call, workspace.world_size)
-    launch_prepared(workspace, config, kernel, gather_operands(config, call), results, timeout_ns)
-    return (results.pop() if call.return_A else None), results
-
-
 def gather_operands(config: configs.AnyConfig, call: configs.GatherKernelCall) -> list[torch.Tensor]:
     """The shard, the Bs, and the scales' tensors: fp8 for kernel.cu in numbers of 16 bits, for torch's kernel as it
     is."""
@@ -182,19 +118,13 @@ def gather_operands(config: configs.AnyConfig, call: configs.GatherKernelCall) -
 
 
 def results_of(call: configs.GatherKernelCall, world_size: int) -> list[torch.Tensor]:
-    """Memory for the products and, after them, for the gathered shards if they are wanted."""
+    """Memory for the products [W, m, N_i], and after them for the gathered shards [W, m, K] if they are wanted, fp8 in
+    numbers of 16 bits; with ``split_k`` [m, N_i] and [m, W * K]."""
     a, bs = call.a, call.bs
     rows = (call.rows(world_size),) if call.split_k else (world_size, a.shape[0])
     dtype = a.dtype if call.scaled is None else call.scaled.out_dtype
     products = [a.new_empty((*rows, b.shape[1]), dtype=dtype) for b in bs]
     return [*products, a.new_empty((*rows, bs[0].shape[0]))] if call.return_A else products
-
-
-def gather_launcher(
-    choice: KernelChoice[configs.AnyConfig], workspace: Workspace[Any], call: configs.GatherKernelCall
-) -> Kernel | None:
-    """What ``launch_all_gather_matmul`` launched, for further such calls; None once it is dropped."""
-    return workspace.prepared.get(_key(choice, call))
 
 
 def _key(choice: KernelChoice[configs.AnyConfig], call: configs.GatherKernelCall) -> tuple[Any, ...]:
@@ -205,11 +135,10 @@ def _key(choice: KernelChoice[configs.AnyConfig], call: configs.GatherKernelCall
     return (choice, call.return_A, *(b.stride() for b in call.scales.bs), *biased)
 
 
+def _same(config: configs.AnyConfig, call: configs.GatherKernelCall) -> tuple[Any, ...]:
+    return (call.a.shape, *(b.shape for b in call.bs), call.a.dtype, config, call.num_sms, call.return_A)
+
+
 GATHER_STEPS = KernelSteps(
-    choose_gather_kernel,
-    gather_programs,
-    tuned_gather,
-    launch_all_gather_matmul,
-    gather_launcher,
-    gather_operands,
+    choose_gather_kernel, gather_programs, fused_gather, _key, _same, gather_operands, results_of
 )

@@ -16,10 +16,10 @@ from ..device.gemm.scaling import (
     ScaledTensors,
     ScaleKind,
     Scales,
+    ScalesParams,
     block_product,
     scaled_mm_out,
 )
-from ..device.gemm.scaling_params import ScalesParams
 from . import configs, one_shot_kernel
 from .configs import MOST_BS, GatherPushConfig, GatherScales
 from .copied_products import SCALED_OP as OP

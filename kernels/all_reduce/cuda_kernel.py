@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +14,14 @@ from ...symm_mem.backends import cuda_state
 from ..device.collective.combine import CombinedSum, CombineLauncher, CombineSource, choice_defines
 from ..device.comm import ll_exchange
 from ..device.comm.exchange_launcher import ExchangeLauncher
-from ..device.comm.ll_exchange import DTYPES, VECTOR, ExchangeSlots, ExchangeWorkspace, slots_of
+from ..device.comm.ll_exchange import (
+    DTYPES,
+    VECTOR,
+    ExchangeSlots,
+    ExchangeWorkspace,
+    exchange_program,
+    slots_of,
+)
 from ..device.jit.program import Function, Program
 from . import configs
 from .configs import AllReduceConfig, choose_all_reduce
@@ -54,42 +60,23 @@ def all_reduce_defines(world_size: int, dtype: str, reduce_op: str) -> dict[str,
     return {"WORLD_SIZE": world_size, "DTYPE": dtype, "REDUCE": reduce_op, **rounds}
 
 
-@cache
 def all_reduce_program(
     world_size: int,
     rank: int,
     dtype: torch.dtype,
     reduce_op: str,
     choices: tuple[int, bool, bool] | None = None,
-    *,
-    dependent: bool = False,
 ) -> Program:
-    """kernel.cu for one rank, dtype and operation.
-
-    Args:
-        choices: those of a CombineShape: of what is put together while it is loaded.
-        dependent: to be launched so (ll_exchange.py).
-    """
+    """kernel.cu for one rank, dtype and operation. ``choices``: of a CombineShape, if x is put together."""
     defines = all_reduce_defines(world_size, DTYPES[dtype], reduce_op) | choice_defines(choices)
-    return Program(SOURCE, defines=defines | {"RANK": rank, "DEPENDENT": int(dependent)})
-
-
-def launched_all_reduce(
-    world_size: int,
-    rank: int,
-    dtype: torch.dtype,
-    reduce_op: str,
-    choices: tuple[int, bool, bool] | None = None,
-) -> Program:
-    """The one that this process launches."""
-    return all_reduce_program(world_size, rank, dtype, reduce_op, choices, dependent=ll_exchange.dependent())
+    return exchange_program(SOURCE, rank, defines)
 
 
 def _function(
     world_size: int, rank: int, dtype: torch.dtype, reduce_op: str, name: str, device: torch.device
 ) -> Function:
     with cuda_state.state.make_current(device):
-        return launched_all_reduce(world_size, rank, dtype, reduce_op).function(name)
+        return all_reduce_program(world_size, rank, dtype, reduce_op).function(name)
 
 
 class AllReduceLauncher(ExchangeLauncher[_Params]):
@@ -154,7 +141,7 @@ def combine_all_reduce_launcher(
     parts = layout.world_size if config.form == "two_shot" else 1
     count = -(-vectors // parts)
     launch = configs.launch(count, layout, config)
-    program = launched_all_reduce(layout.world_size, place.rank, *wanted.defined)
+    program = all_reduce_program(layout.world_size, place.rank, *wanted.defined)
     function = program.function(launch.kernel if vectors == count * parts else f"{launch.kernel}_any")
     params = _CombineParams(slots_of(place), 0, 0, wanted.tokens * wanted.hidden, count, 1)
     params.combine = wanted.source

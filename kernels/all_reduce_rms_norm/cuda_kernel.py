@@ -5,16 +5,21 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from ..device.collective.combine import CombineSource, put_operands
-from ..device.comm import ll_exchange
 from ..device.comm.exchange_launcher import ExchangeLauncher
-from ..device.comm.ll_exchange import DTYPES, VECTOR, ExchangeSlots, ExchangeWorkspace, slots_of
+from ..device.comm.ll_exchange import (
+    DTYPES,
+    VECTOR,
+    ExchangeSlots,
+    ExchangeWorkspace,
+    exchange_program,
+    slots_of,
+)
 from ..device.jit.program import Program
 from .configs import (
     CLUSTERS,
@@ -124,45 +129,25 @@ def why_no_norm_kernel(
 
 
 def all_reduce_rms_norm_program(
-    world_size: int,
-    rank: int,
-    dtype: torch.dtype,
-    share: tuple[int, int],
-    switches: NormSwitches = USUAL,
-    *,
-    dependent: bool = False,
+    world_size: int, rank: int, dtype: torch.dtype, share: tuple[int, int], switches: NormSwitches = USUAL
 ) -> Program:
-    """kernel.cu for one rank and dtype.
-
-    Args:
-        share: blocks of a team, and vectors of a row that a thread holds.
-        dependent: to be launched so (ll_exchange.py).
-    """
-    return Program(
-        SOURCE,
-        defines={
-            "WORLD_SIZE": world_size,
-            "RANK": rank,
-            "DTYPE": DTYPES[dtype],
-            "CLUSTER": share[0],
-            "VECTORS": share[1],
-            **{name.upper(): int(on) for name, on in switches._asdict().items()},
-            "DEPENDENT": int(dependent),
-        },
-    )
+    """kernel.cu for one rank and dtype. ``share``: blocks of a team, and vectors of a row that a thread holds."""
+    defines: dict[str, str | int] = {
+        "WORLD_SIZE": world_size,
+        "DTYPE": DTYPES[dtype],
+        "CLUSTER": share[0],
+        "VECTORS": share[1],
+        **{name.upper(): int(on) for name, on in switches._asdict().items()},
+    }
+    return exchange_program(SOURCE, rank, defines)
 
 
-_program = cache(all_reduce_rms_norm_program)
-
-
-def launched_norm(
+def norm_program(
     vectors: int, dtype: torch.dtype, norm: NormKind, config: AllReduceRmsNormConfig, ranks: tuple[int, int]
 ) -> Program:
-    """The one that this process launches for rows of so many vectors. ``ranks``: how many, and which this is."""
-    size, rank = ranks
-    share = config.cluster, shape(1, vectors, size, config).per_thread
-    switches = NormSwitches.of(norm, dtype)
-    return _program(size, rank, dtype, share, switches, dependent=ll_exchange.dependent())
+    """That for rows of so many vectors. ``ranks``: how many, and which this is."""
+    share = config.cluster, shape(1, vectors, ranks[0], config).per_thread
+    return all_reduce_rms_norm_program(*ranks, dtype, share, NormSwitches.of(norm, dtype))
 
 
 class AllReduceRmsNormLauncher(ExchangeLauncher[_Params]):
@@ -206,7 +191,7 @@ class AllReduceRmsNormLauncher(ExchangeLauncher[_Params]):
         for start in range(0, rows, wanted.rows):
             count = min(wanted.rows, rows - start)
             now = shape(count, vectors, size, config)
-            program = launched_norm(vectors, dtype, norm, config, (size, place.rank))
+            program = norm_program(vectors, dtype, norm, config, (size, place.rank))
             function = program.function(config.form)
             taken = _Params if combine is None else _CombineParams
             params = taken(slots_of(place), rows=count, vectors=vectors, eps=norm.eps, elements=hidden)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 from ..device.collective.launch import rounds_defines
-from ..device.comm import ll_exchange
+from ..device.comm.ll_exchange import exchange_program
 from ..device.jit.program import Program
 
 SOURCE = Path(__file__).with_name("kernel.cu")
@@ -17,13 +16,6 @@ def all_to_all_defines(world_size: int) -> dict[str, str | int]:
     return {"DTYPE": "bfloat16", **rounds_defines(world_size)}
 
 
-@cache
-def all_to_all_program(world_size: int, rank: int, *, dependent: bool = False) -> Program:
-    """kernel.cu for one rank. ``dependent``: to be launched so (ll_exchange.py)."""
-    of_rank = {"RANK": rank, "DEPENDENT": int(dependent)}
-    return Program(SOURCE, defines=all_to_all_defines(world_size) | of_rank)
-
-
-def launched_all_to_all(world_size: int, rank: int) -> Program:
-    """The one that this process launches."""
-    return all_to_all_program(world_size, rank, dependent=ll_exchange.dependent())
+def all_to_all_program(world_size: int, rank: int) -> Program:
+    """kernel.cu for one rank."""
+    return exchange_program(SOURCE, rank, all_to_all_defines(world_size))

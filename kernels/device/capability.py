@@ -76,7 +76,9 @@ _PEERS, _COPIES = "peer access", "peer access, copy engines"
 _H200 = "2 H200", "2026-11-28"
 #: By the file below kernels/. "peer access" is what a heap needs, over NVLink or PCIe.
 KERNELS: dict[str, KernelRow] = {
-    "all_gather/kernel.cu": KernelRow(("all_gather",), ALL, _PEERS, *_H200, "h200-x2-all_gather.json"),
+    "all_gather/kernel.cu": KernelRow(
+        ("all_gather", "matmul_all_gather"), ALL, _PEERS, *_H200, "h200-x2-all_gather.json"
+    ),
     "all_gather_matmul/kernel.cu": KernelRow(
         _GATHERS,
         _WITH_GEMM,
@@ -108,7 +110,7 @@ KERNELS: dict[str, KernelRow] = {
         ("async_collectives",), ALL, _COPIES, "2 H100", "2026-11-27", "h100-x2-gathered-weights.txt"
     ),
     "device/comm/acquire.cu": KernelRow(
-        ("all_gather_matmul", "matmul_reduce_scatter", "async_collectives"),
+        ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_gather", "async_collectives"),
         ALL,
         _COPIES,
         *_H200,
@@ -139,6 +141,14 @@ KERNELS: dict[str, KernelRow] = {
     ),
     "matmul_reduce_scatter/one_shot.cu": KernelRow(
         _SCATTERS[:1], ALL, "peer access, cuBLAS", *_H200, "h200-x2-matmul_reduce_scatter.json"
+    ),
+    "linear_cross_entropy/exponentials.cu": KernelRow(
+        (),
+        (HOPPER,),
+        "clusters, TMA, wgmma",
+        "2 H200",
+        "2026-11-30",
+        "h200-x2-vocabulary-exponentials.txt",
     ),
     "linear_cross_entropy/triton_kernel.py": KernelRow((), ALL, "", *_H200, "h200-x2-vocabulary.json"),
     "moe_dispatch/kernel.cu": KernelRow(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..device.gemm.gemm_tiles import Tile, tiles_of
 
-MOST_EXPERTS, MOST_PARTS = 2048, 2  #: of a rank, and groups of each, whose steps lie in shared memory
+MOST_EXPERTS = 2048  #: of a rank, whose steps lie in shared memory
 _FEW_ROWS = 48  # of an expert, on average: tiles of 64 rows
 _ALL_WIDE = 0.8  # of a tile's rows, on average: no expert has more than a tile
 _READ_US, _STAGE_US = (
@@ -16,9 +16,9 @@ _READ_US, _STAGE_US = (
 )  # of a column of a stage that all SMs read from memory, and of a stage, on H200
 _NARROWEST = 160  # of tiles of 128 rows: narrower ones load too much
 _RASTER_GROUP = 8
+_GATED = 64  # columns of a warpgroup are a multiple: half of them are whole sets of sums
 # From how many bytes on copy engines send a rank's tokens: what their start and their flags cost is little then.
 _LEAST_COPIED = 8 << 20
-_LEAST_OWN = 256  # own rows of an expert, on average, which fill a pair of tiles
 
 
 def sends_by_copies(m: int, k: int) -> bool:
@@ -26,31 +26,35 @@ def sends_by_copies(m: int, k: int) -> bool:
     return 2 * m * k >= _LEAST_COPIED
 
 
-def multiplies_own_first(rows: int, experts: int, world_size: int) -> bool:
-    """Whether rows of own tokens are multiplied before the others, for which weights are read once more."""
-    return rows >= _LEAST_OWN * experts * world_size
-
-
 @dataclass(frozen=True)
 class GroupedConfig:
     """Attributes:
     raster_group: pairs of rows of tiles of an expert that are computed column by column.
+    gated: results are silu of products with the first half of B's columns, times those with the second.
     """
 
     tile: Tile
     raster_group: int = _RASTER_GROUP
+    gated: bool = False
 
-    def shared(self, groups: int) -> int:
+    def shared(self, experts: int) -> int:
         """Bytes of shared memory."""
-        return self.tile.shared + 4 * groups
+        return self.tile.shared + 4 * experts
 
 
 def choose_grouped(
-    rows: int, experts: int, ns: Sequence[int], k: int, num_sms: int, *, tensor_memory: bool = False
+    rows: int,
+    experts: int,
+    ns: Sequence[int],
+    k: int,
+    num_sms: int,
+    *,
+    gated: bool = False,
+    tensor_memory: bool = False,
 ) -> GroupedConfig:
     """For ``rows`` rows of so many experts, whose counts the host does not know: as if they had about the same."""
     each, clusters = rows / experts, max(1, num_sms // 2)
-    tiles = tiles_of(tensor_memory)
+    tiles = [tile for tile in tiles_of(tensor_memory) if not gated or tile.warpgroup_columns % _GATED == 0]
     narrow = [tile for tile in tiles if tile.block_m == 64] if each <= _FEW_ROWS else []
     candidates = narrow or [tile for tile in tiles if tile.block_m == 128 and tile.block_n >= _NARROWEST]
 
@@ -63,4 +67,4 @@ def choose_grouped(
         waves = max(1.0, steps / clusters + 0.5)  # the last one is half full, on average
         return waves * -(-k // 64) * stage_us
 
-    return GroupedConfig(min(candidates, key=predicted_us))
+    return GroupedConfig(min(candidates, key=predicted_us), gated=gated)

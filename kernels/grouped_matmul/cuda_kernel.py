@@ -15,8 +15,7 @@ from ..device.gemm.gemm_tiles import BLOCK_K, Tile
 from ..device.gemm.operands import ALIGNMENT, is_transposed
 from ..device.gemm.tensor_map import Boxes, Maps, TensorMap, put_map
 from ..device.jit.program import Function, Program
-from .configs import MOST_EXPERTS, MOST_PARTS, GroupedConfig
-from .groups import Groups
+from .configs import MOST_EXPERTS, GroupedConfig
 
 SOURCE = Path(__file__).parent / "kernel.cu"
 MOST_BS = 4  # as in kernel.cu
@@ -28,7 +27,6 @@ class _Params(ctypes.Structure):
     _fields_ = (
         ("a", TensorMap),
         ("b", TensorMap * MOST_BS),
-        ("begins", ctypes.c_uint64),
         ("ends", ctypes.c_uint64),
         ("bias", ctypes.c_uint64 * MOST_BS),
         ("c", ctypes.c_uint64 * MOST_BS),
@@ -38,11 +36,8 @@ class _Params(ctypes.Structure):
         ("all_columns", ctypes.c_int32),
         ("total", ctypes.c_int32),
         ("groups", ctypes.c_int32),
-        ("parts", ctypes.c_int32),
         ("k", ctypes.c_int32),
         ("raster_group", ctypes.c_int32),
-        # Tensor maps are aligned to 64 bytes, so there its size is a multiple of that.
-        ("reserved", ctypes.c_int32 * 13),
     )
 
 
@@ -55,12 +50,16 @@ def lies_well(x: Tensor) -> bool:
     return aligned and step == 1 and apart[-1] >= x.shape[-1]
 
 
-def boxes_of_experts(b: Tensor, tile: Tile, whole: bool) -> Boxes:
+def boxes_of_experts(b: Tensor, tile: Tile, whole: bool, gated: int = 0) -> Boxes:
     """Of B [E, K, N]: what one block of a cluster loads; ``whole`` as ``is_whole`` has it for all B of a launch.
+    ``gated``: N is two halves, of so many of which a box has columns.
 
     Experts are a dimension of their own: past the end of K there are zeros, and not the next one's numbers.
     """
     (experts, k, n), (apart, *_), half = b.shape, b.stride(), BLOCK_K // 2
+    if gated:
+        both = (experts, 2, n // 2, k), (apart, n // 2 * b.stride(2), b.stride(2), 1)
+        return Boxes(b.dtype, *both, (1, gated, tile.block_n // 2 // gated, BLOCK_K))
     if is_transposed(b[0]):
         shape, strides, box = (experts, n, k), (apart, b.stride(2), 1), (1, tile.block_n // 2, BLOCK_K)
         return Boxes(b.dtype, shape, strides, box)
@@ -78,6 +77,8 @@ def may_share(bs: Sequence[Tensor]) -> bool:
 def grouped_program(bs: Sequence[Tensor], config: GroupedConfig) -> Program:
     """For these B [E, K, N_i] and their like."""
     defines = gemm.gemm_defines(config.tile, [b[0] for b in bs], split_k=True)
+    if config.gated:
+        defines["GATED"] = 1
     return gemm.gemm_program(SOURCE, tuple(defines.items()))
 
 
@@ -94,17 +95,18 @@ class GroupedMatmul:
         tile, (experts, k, _) = config.tile, bs[0].shape
         whole = is_whole([b[0] for b in bs], tile)
         self._a = Maps(boxes_of_rows(a.dtype, (1, 1, *a.shape), (0, 0, *a.stride()), tile))
-        self._bs = [Maps(boxes_of_experts(b, tile, whole)) for b in bs]
-        self._shared = config.shared(MOST_PARTS * experts)
         program = grouped_program(bs, config)
         self._threads = gemm.threads_of(program)
-        self._function: Function = program.function(
-            "grouped_matmul", shared=config.shared(MOST_PARTS * MOST_EXPERTS)
-        )
+        # Where a warpgroup has all of a tile's columns, each block of a cluster loads one of gate and up.
+        has_all = self._threads == gemm.THREADS and tile.block_m == 128
+        halves = config.gated * (1 if has_all else 2)
+        self._bs = [Maps(boxes_of_experts(b, tile, whole, halves)) for b in bs]
+        self._shared = config.shared(experts)
+        self._function: Function = program.function("grouped_matmul", shared=config.shared(MOST_EXPERTS))
         clusters = self._function.most_clusters(2, self._threads, self._shared)
         self._blocks = 2 * min(num_sms // 2, clusters)
-        self._ns = [b.shape[2] for b in bs]
-        self._columns = [-(-n // tile.block_n) for n in self._ns]
+        self._columns = [-(-b.shape[2] // tile.block_n) for b in bs]
+        self._ns = [b.shape[2] // (1 + config.gated) for b in bs]
         self._fixed = (k, config.raster_group)
 
     def launch(
@@ -112,7 +114,7 @@ class GroupedMatmul:
         a: Tensor,
         terms: Sequence[tuple[Tensor, Tensor | None]],
         outs: Sequence[Tensor],
-        groups: Groups,
+        offs: Tensor,
     ) -> None:
         """On the current stream. ``terms``: each B and its bias."""
         p = _Params()
@@ -122,7 +124,6 @@ class GroupedMatmul:
             p.c[i], p.n[i], p.columns[i] = out.data_ptr(), self._ns[i], self._columns[i]
             p.bias[i] = 0 if bias is None else bias.data_ptr()
         p.bs, p.all_columns = len(terms), sum(self._columns)
-        p.begins = 0 if groups.begins is None else groups.begins.data_ptr()
-        p.ends, p.groups, p.parts = groups.ends.data_ptr(), groups.ends.shape[0], groups.parts
+        p.ends, p.groups = offs.data_ptr(), offs.shape[0]
         p.total, (p.k, p.raster_group) = outs[0].shape[0], self._fixed
         self._function.launch(self._blocks, self._threads, p, current_stream_of(a), self._shared)

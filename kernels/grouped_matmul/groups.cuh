@@ -13,12 +13,12 @@ struct GroupTile {
     bool wide;
 };
 
-// The order of tiles. A group is rows of an expert. A step is two of its tiles, for the two blocks of a cluster: one below
+// The order of tiles. A group is the rows of an expert. A step is two of its tiles, for the two blocks of a cluster: one below
 // the other, or side by side where the last rows fill no more than one. Columns of several B stand in a list. All steps
 // of an expert come before those of the next one, and those of the same columns together, so its weights are read from
 // memory once.
 //
-// Whatever `begins` and `ends` say, a tile's rows lie from 0 to `p.total`.
+// Whatever `ends` say, a tile's rows lie from 0 to `p.total`.
 template <typename Params>
 struct GroupScheduler {
     const Params& p;
@@ -28,8 +28,7 @@ struct GroupScheduler {
     __device__ __forceinline__ GroupScheduler(const Params& p, const int* steps_up_to) : p(p), steps_up_to(steps_up_to) {}
 
     __device__ __forceinline__ static int begin_of(const Params& p, int group) {
-        if (p.begins == nullptr && group == 0) return 0;
-        return min(max(p.begins == nullptr ? p.ends[group - 1] : p.begins[group], 0), p.total);
+        return group == 0 ? 0 : min(max(p.ends[group - 1], 0), p.total);
     }
     __device__ __forceinline__ static int end_of(const Params& p, int group) { return min(p.ends[group], p.total); }
     __device__ __forceinline__ static int rows_of(const Params& p, int group) {
@@ -95,7 +94,7 @@ struct GroupScheduler {
         const int row = begin_of(p, group) + (2 * pair + (wide ? 0 : block)) * BM;
         int b = 0;
         while (b + 1 < p.bs && column >= p.columns[b]) column -= p.columns[b++];
-        return {group / p.parts, row, end_of(p, group), b, column, wide};
+        return {group, row, end_of(p, group), b, column, wide};
     }
 };
 

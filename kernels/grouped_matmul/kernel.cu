@@ -1,15 +1,15 @@
-// A grouped product: C[i] = A[i] @ B[e] + bias[e] for the rows i of each expert e: those of each of its groups g, from
-// begins[g] to ends[g], or, without begins, from ends[g - 1].
+// A grouped product: C[i] = A[i] @ B[e] + bias[e] for the rows i of each expert e, from ends[e - 1] to ends[e].
 //
-// A [R, K], B [E, K, N], C [R, N], begins and ends [E * parts] int32. Up to MOST_BS B share one A. Accumulators are
-// float32. Groups may have any number of rows, also none. Rows of C that no group has are not written.
+// A [R, K], B [E, K, N], C [R, N], ends [E] int32. Up to MOST_BS B share one A. Accumulators are float32. Experts may
+// have any number of rows, also none. Rows of C that no expert has are not written. GATED: B's columns are those of gate
+// and of up; C is silu(gate) * up, of N / 2 columns, where neither is rounded.
 //
 // Which tiles there are is found from the groups by each block (groups.cuh), so a captured launch may be replayed with
 // other counts. TMA of Hopper gathers no rows: those that are taken by index are copied into their order before
 // (take_rows.cu). Copied to shared memory while stages are loaded they cost more, by threads as by boxes of one row
 // (bench/results/h200-x1-grouped-matmul.txt).
 //
-// It waits for no other rank. Whatever `begins` and `ends` hold, nothing outside of the tensors is read or written.
+// It waits for no other rank. Whatever `ends` hold, nothing outside of the tensors is read or written.
 
 #define SERVE_REGISTERS 72
 #include "gemm/gemm.cuh"
@@ -23,11 +23,14 @@ using weft::u8;
 namespace {
 
 constexpr int MOST_BS = 4;
+constexpr int WIDTH = GATED + 1;  // columns of B for one of C
+constexpr int NUMBERS = weft::ACC_REGS / WIDTH;  // of C, of a thread
+
+static_assert(!GATED || weft::WN / 2 % weft::SET_COLUMNS == 0);
 
 struct Params {
     weft::TensorMap a;  // [1, 1, R, K], boxes of a stage
     weft::TensorMap b[MOST_BS];  // [E, K, N] each
-    const int* begins;  // or null
     const int* ends;
     const u16* bias[MOST_BS];  // [E, N], or null
     u16* c[MOST_BS];
@@ -35,7 +38,7 @@ struct Params {
     int columns[MOST_BS];  // of tiles, of each
     int bs, all_columns;
     int total;  // R
-    int groups, parts;  // parts: groups of an expert, which follow one another
+    int groups;  // experts
     int k;
     int raster_group;  // pairs of rows of tiles in a raster group
 };
@@ -110,12 +113,23 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         const GroupTile t = groups.tile(step, s.block);
         float sums[weft::ACC_REGS];
         weft::multiply(s, state, warpgroup, depth, sums);
-        const int column = t.column * BN, n = p.n[t.b];
-        const u16* bias = p.bias[t.b] == nullptr ? nullptr : p.bias[t.b] + static_cast<u64>(t.expert) * n;
-        const int of_thread = column + weft::place_of_sums(warpgroup).column;
+        // Of C a warpgroup has half as many columns as of gate and up.
+        const int of_part = weft::place_of_sums(warpgroup).column, apart = GATED * (of_part / weft::WN) * (weft::WN / 2);
+        const int column = t.column * (BN / WIDTH) - apart, n = p.n[t.b];
+        const u16* bias = p.bias[t.b] == nullptr ? nullptr : p.bias[t.b] + static_cast<u64>(t.expert) * WIDTH * n;
         u16* c = p.c[t.b] + static_cast<u64>(t.row) * n + column;
-        weft::store_rows(c, n, t.end - t.row, n - column, warpgroup, sums, [&](int i, float* v) {
-            if (bias != nullptr) add_bias(bias, of_thread + weft::SET_COLUMNS * i, n, v);
+        const auto& first = reinterpret_cast<const float(&)[NUMBERS]>(sums);
+        weft::store_rows(c, n, t.end - t.row, n - column, warpgroup, first, [&](int i, float* v) {
+            const int of_set = column + of_part + weft::SET_COLUMNS * i;
+            if (bias != nullptr) add_bias(bias, of_set, n, v);
+#if GATED
+            float up[16];
+#pragma unroll
+            for (int e = 0; e < 16; ++e) up[e] = sums[NUMBERS + 16 * i + e];
+            if (bias != nullptr) add_bias(bias + n, of_set, n, up);
+#pragma unroll
+            for (int e = 0; e < 16; ++e) v[e] = up[e] * __fdividef(v[e], 1 + __expf(-v[e]));
+#endif
         });
     }
 }

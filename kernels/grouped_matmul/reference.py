@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 
 def ends_within(offs: Tensor, rows: int) -> Tensor:
@@ -29,3 +30,11 @@ def reference_grouped_matmul(
     if bias is not None:
         out = out + bias.to(dtype)[experts_of_rows(offs, out.shape[0]).clamp(max=B.shape[0] - 1)]
     return out.to(A.dtype)
+
+
+def activated(both: Tensor, *, swiglu: bool) -> Tensor:
+    """With ``swiglu`` silu of the first half of columns, times the second."""
+    if not swiglu:
+        return both
+    gate, up = both.chunk(2, -1)
+    return silu(gate) * up

@@ -3,10 +3,7 @@
 // copies a slice of an expert's rows. First slices come first: of an order by token all experts' rows of the same tokens
 // are copied at about the same time, and all but one of them are read from the L2 cache.
 //
-// split_experts: of each expert, by a block of its own, a run of rows whose tokens are this rank's (of an order by token
-// all of them), and the rows before and after it.
-//
-// They wait for no other rank. Whatever `rows` and `offs` hold, nothing outside of the tensors is read or written.
+// It waits for no other rank. Whatever `rows` and `offs` hold, nothing outside of the tensors is read or written.
 
 using u64 = unsigned long long;
 
@@ -68,46 +65,4 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) take_rows(const __grid_
             if (first + 32 * i < p.width) to[first + 32 * i] = taken[i];
         }
     }
-}
-
-struct SplitParams {
-    const int* rows;
-    const int* offs;
-    int* own;  // [2, E]: where runs begin, and where they end
-    int* others;  // [2, E, 2]: the same of what is before and after them
-    int tokens, total;
-    Own of;
-};
-
-// The first row from `begin` on of which it is `wanted` whether its token is this rank's, else `end`; by the whole block.
-__device__ __forceinline__ int first_row(const SplitParams& p, int begin, int end, bool wanted) {
-    __shared__ int found;
-    for (int at = begin; at < end; at += blockDim.x) {
-        const int row = at + threadIdx.x;
-        const bool is = row < end && p.of.has(token_of(p.rows, row, p.tokens)) == wanted;
-        if (!__syncthreads_or(is)) continue;
-        if (threadIdx.x == 0) found = end;
-        __syncthreads();
-        if (is) atomicMin(&found, row);
-        __syncthreads();
-        const int first = found;
-        __syncthreads();
-        return first;
-    }
-    return end;
-}
-
-extern "C" __global__ void __launch_bounds__(512) split_experts(const __grid_constant__ SplitParams p) {
-    const int expert = blockIdx.x, experts = gridDim.x;
-    const Range range = rows_of(p.offs, expert, p.total);
-    const int first = first_row(p, range.begin, range.end, true), last = first_row(p, first, range.end, false);
-    if (threadIdx.x != 0) return;
-    p.own[expert] = first;
-    p.own[experts + expert] = last;
-    int* begins = p.others + 2 * expert;
-    int* ends = begins + 2 * experts;
-    begins[0] = range.begin;
-    ends[0] = first;
-    begins[1] = last;
-    ends[1] = range.end;
 }

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ..device.jit.program import Program
-from .groups import Groups
 
 SOURCE = Path(__file__).parent / "take_rows.cu"
 _WARPS, _BYTES, _VECTOR = 4, 4096, 16  # of a block; of a row, by a warp; of an access
 _MOST_SLICES = 256  # of an expert's rows
-_SPLITTING = 512  # threads
 
 
 class Own(NamedTuple):
@@ -48,21 +46,6 @@ class TakeParams(ctypes.Structure):
     )
 
 
-class SplitParams(ctypes.Structure):
-    """The twin of ``SplitParams`` in take_rows.cu."""
-
-    _fields_ = (
-        ("rows", ctypes.c_uint64),
-        ("offs", ctypes.c_uint64),
-        ("own", ctypes.c_uint64),
-        ("others", ctypes.c_uint64),
-        ("tokens", ctypes.c_int32),
-        ("total", ctypes.c_int32),
-        ("first", ctypes.c_int32),
-        ("end", ctypes.c_int32),
-    )
-
-
 @cache
 def take_rows_program() -> Program:
     return Program(SOURCE)
@@ -80,6 +63,8 @@ def take_rows(
         own: ``rows`` names tokens of all ranks. With ``takes_own`` those of this rank alone are taken, and ``a`` has
             these; else all others are, and ``a`` has all ranks'. None: all of ``a`` are this rank's.
     """
+    if rows.shape[0] == 0:
+        return
     size, experts = a.element_size(), offs.shape[0]
     first, end, tokens = own or (0, a.shape[0], a.shape[0])
     begin = a.data_ptr() - (first * a.stride(0) * size if takes_own else 0)
@@ -90,16 +75,3 @@ def take_rows(
     params = TakeParams(*addresses, *sizes, first, end, int(takes_own))
     function = take_rows_program().function("take_rows")
     function.launch(experts * slices, 32 * _WARPS, params, current_stream_of(a))
-
-
-def split_experts(rows: Tensor, offs: Tensor, own: Own) -> tuple[Groups, Groups]:
-    """Of each expert's rows a run of this rank's tokens, and what is before and after it; on the current stream.
-
-    Of an order by token, such as ``moe_route`` has, the run is all of them.
-    """
-    experts = offs.shape[0]
-    here, others = offs.new_empty(2, experts), offs.new_empty(2, 2 * experts)
-    addresses = (x.data_ptr() for x in (rows, offs, here, others))
-    params = SplitParams(*addresses, own.tokens, rows.shape[0], own.first, own.end)
-    take_rows_program().function("split_experts").launch(experts, _SPLITTING, params, current_stream_of(rows))
-    return Groups(here[1], here[0]), Groups(others[1], others[0], 2)

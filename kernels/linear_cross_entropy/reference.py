@@ -145,9 +145,14 @@ class Loss:
     label_smoothing: float
     z_loss: float
 
+    @property
+    def target_weight(self) -> float:
+        """Above 0, so that a target of no rank, of score -inf, makes a loss infinite, not NaN."""
+        return max(1 - self.label_smoothing, torch.finfo(torch.float32).tiny)
+
     def rows(self, values: Tensor, targets: Tensor) -> Tensor:
         """[M], 0 where a row is ignored. Differentiable."""
-        loss = values[0] - (1 - self.label_smoothing) * values[1]
+        loss = values[0] - self.target_weight * values[1]
         if self.label_smoothing:
             loss = loss - self.label_smoothing * values[2]
         if self.z_loss:

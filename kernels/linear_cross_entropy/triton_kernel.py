@@ -30,10 +30,10 @@ class LogitTile(NamedTuple):
 
 
 # Statistics, gradient: of logits whose rows are contiguous, and of such whose columns are. 16 bytes a thread and load.
-_STATISTICS = LogitTile(1, 1024, 4), LogitTile(32, 32, 4)
-_GRADIENT = LogitTile(1, 2048, 4), LogitTile(64, 64, 4)
-_LOADS = 4  # at once, before their maximum is taken
-_SPAN = 16384, 1024  # a multiple of the loads' columns
+_STATISTICS = LogitTile(1, 1024, 4), LogitTile(64, 16, 4)
+_GRADIENT = LogitTile(1, 2048, 4), LogitTile(64, 64, 2)
+_LOADS = 4, 8  # at once, before their maximum is taken
+_SPAN = 16384, 2048  # a multiple of the loads' columns
 _COMBINE_BLOCK = 32
 _LOSS_BLOCK = 128
 _MULTIPLY_BLOCK, _MULTIPLY_WARPS = 16384, 16
@@ -167,6 +167,7 @@ def loss_kernel(
     rows,
     ignore_index,
     SMOOTHING: tl.constexpr,
+    TARGET_WEIGHT: tl.constexpr,
     Z_LOSS: tl.constexpr,
     RANKS: tl.constexpr,
     STATISTICS: tl.constexpr,
@@ -191,7 +192,7 @@ def loss_kernel(
             scores += tl.load(of_rank + 2 * rows + row, mask=there, other=0.0)
             columns += tl.load(of_rank + 3 * rows + row, mask=there, other=1.0)
     log_sum = base + tl.log(total)
-    loss = log_sum - (1 - SMOOTHING) * target
+    loss = log_sum - TARGET_WEIGHT * target
     if SMOOTHING > 0:
         loss -= SMOOTHING * (scores / columns)
     if Z_LOSS > 0:
@@ -296,7 +297,7 @@ def launch_statistics(parts: Sequence[Tensor], columns: Columns) -> Tensor:
     ]
     mean, entropy = columns.extra == "mean", columns.extra == "entropy"
     found = torch.empty(sum(programs), 4 if mean or entropy else 3, rows, device=out.device)
-    first = done = 0
+    first, done = columns.first, 0
     for logits, along, count in zip(parts, by_rows, programs, strict=True):
         tile = _STATISTICS[along]
         statistics_kernel[(triton.cdiv(rows, tile.rows), count)](
@@ -306,13 +307,13 @@ def launch_statistics(parts: Sequence[Tensor], columns: Columns) -> Tensor:
             MEAN=mean,
             ROWS=tile.rows,
             COLUMNS=tile.columns,
-            LOADS=_LOADS,
+            LOADS=_LOADS[along],
             SPAN=_SPAN[along],
             num_warps=tile.warps,
         )
         first, done = first + logits.shape[1], done + count
     combine_kernel[(triton.cdiv(rows, _COMBINE_BLOCK),)](
-        *(found, out, rows, first, done),
+        *(found, out, rows, first - columns.first, done),
         MEAN=mean,
         ENTROPY=entropy,
         PROGRAMS=triton.next_power_of_2(done),
@@ -331,6 +332,7 @@ def launch_losses(
         loss_kernel[(triton.cdiv(rows, _LOSS_BLOCK),)](
             *(gathered, targets, count, losses, terms, rows, loss.ignore_index),
             SMOOTHING=loss.label_smoothing,
+            TARGET_WEIGHT=loss.target_weight,
             Z_LOSS=loss.z_loss,
             RANKS=ranks,
             STATISTICS=statistics,

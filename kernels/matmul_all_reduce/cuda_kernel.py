@@ -5,14 +5,12 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 
 import torch
 
-from ..device.comm import ll_exchange
 from ..device.comm.exchange_launcher import ExchangeLauncher
-from ..device.comm.ll_exchange import WARP, ExchangeSlots, ExchangeWorkspace, slots_of
+from ..device.comm.ll_exchange import WARP, ExchangeSlots, ExchangeWorkspace, exchange_program, slots_of
 from ..device.gemm.gemm import DTYPES
 from ..device.gemm.operands import is_transposed, why_not
 from ..device.jit.program import Program
@@ -60,23 +58,15 @@ def matmul_all_reduce_defines(
     }
 
 
-@cache
-def _program(items: tuple[tuple[str, str | int], ...]) -> Program:
-    return Program(SOURCE, defines=dict(items))
-
-
-def matmul_all_reduce_program(items: dict[str, str | int], rank: int, *, dependent: bool = False) -> Program:
-    """kernel.cu for one rank of ``matmul_all_reduce_defines``. ``dependent``: see ll_exchange.py."""
-    return _program((*items.items(), ("RANK", rank), ("DEPENDENT", int(dependent))))
-
-
-def launched_few_rows(
+def few_rows_program(
     a: torch.Tensor, b: torch.Tensor, reduce_op: str, config: MatmulAllReduceConfig, ranks: tuple[int, int]
 ) -> Program:
-    """The one that this process launches. ``ranks``: how many, and which this is."""
+    """kernel.cu for such operands. ``ranks``: how many, and which this is."""
+    size, rank = ranks
     b_rows = not is_transposed(b)
-    items = matmul_all_reduce_defines(a.dtype, ranks[0], reduce_op, config, b_rows=b_rows)
-    return matmul_all_reduce_program(items, ranks[1], dependent=ll_exchange.dependent())
+    return exchange_program(
+        SOURCE, rank, matmul_all_reduce_defines(a.dtype, size, reduce_op, config, b_rows=b_rows)
+    )
 
 
 def why_no_few_rows_kernel(a: torch.Tensor, b: torch.Tensor) -> str | None:
@@ -124,7 +114,7 @@ class MatmulAllReduceLauncher(ExchangeLauncher[_Params]):
         p.a_stride, p.b_stride = k if m == 1 else a.stride(0), b.stride(0) if b_rows else b.stride(1)
         p.m, p.n, p.k = m, n, k
         self.grids = (config.blocks,)
-        program = launched_few_rows(a, b, reduce_op, config, (layout.world_size, place.rank))
+        program = few_rows_program(a, b, reduce_op, config, (layout.world_size, place.rank))
         self._prepare(program.function("matmul_all_reduce"), config.blocks, config.warps * WARP, p)
 
     def _put(self, operands: Sequence[int], results: Sequence[int]) -> Callable[[int], None]:

@@ -12,12 +12,11 @@ import torch
 
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import Workspace
-from ..device.comm.double_buffer import BufferWords, wait_params
+from ..device.comm.double_buffer import BufferWords
 from ..device.gemm import gemm
 from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole
 from ..device.gemm.gemm_tiles import BLOCK_K
-from ..device.gemm.scaling import ScaleKind
-from ..device.gemm.scaling_params import ScalesParams
+from ..device.gemm.scaling import ScaleKind, ScalesParams
 from ..device.gemm.tensor_map import Maps, TensorMap, put_maps
 from ..device.jit.program import Program, WaitParams
 from . import configs
@@ -134,7 +133,7 @@ class MatmulReduceScatterPush:
         self._params, self._timeouts_ns = [], [0, 0]
         for buffer in (0, 1):
             p = self.params()
-            p.watch, p.buffer = wait_params(workspace), BufferWords.of(workspace, buffer)
+            p.watch, p.buffer = WaitParams.of(workspace), BufferWords.of(workspace, buffer)
             p.receive_buffer = workspace.address + layout.buffer(buffer)
             p.staging = workspace.address + layout.staging
             p.batches, p.m, p.n, p.raster_group, p.products = batches, m, n, config.raster_group, len(ks)

@@ -6,25 +6,21 @@ where kernel.cu does not run, to cuBLAS with copy engines beside it, as float32 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 
-from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
 from ..device.comm import acquire
 from ..device.comm.copy_engine import CopiedConfig
 from ..device.gemm import gemm
-from ..device.gemm.one_shot import OneShotConfig, algorithm_of, launch_prepared, likeliest
+from ..device.gemm.one_shot import OneShotConfig, algorithm_of, likeliest
 from ..device.gemm.operands import ALIGNMENT, is_transposed, why_not
 from ..device.gemm.supported import WHY_NO_GEMM, why_last_dim_not_scattered
 from ..device.jit.ahead import CompilableProgram
-from ..device.tuning import tuner
-from ..device.tuning.benchmark import Candidate
-from ..device.tuning.choice import KernelChoice, KernelChoices, KernelSteps, make_together
-from . import OP, configs
+from ..device.tuning.choice import KernelChoice, KernelChoices, KernelSteps
+from . import configs
 from .copied_products import MatmulReduceScatterCopied
 from .cuda_kernel import MatmulReduceScatterPush, ScaledMatmulReduceScatterPush, scatter_program
 from .one_shot_kernel import MatmulReduceScatterOneShot, ScaledMatmulReduceScatterOneShot
@@ -90,52 +86,6 @@ def adds_products(call: configs.ScatterKernelCall, world_size: int) -> bool:
     return isinstance(choice, KernelChoice) and isinstance(choice.config, configs.ScatterPushConfig)
 
 
-def tuned_scatter(
-    choice: KernelChoice[configs.AnyConfig],
-    heap: Heap,
-    call: configs.ScatterKernelCall,
-) -> tuple[KernelChoice[configs.AnyConfig], str]:
-    """What to run instead of the model's choice, if the tuner is on, and where it comes from; "" where nothing is
-    tuned."""
-    if choice.algorithm == "copy_engine" or choice.predicted_us is None:  # float32 has no model
-        return choice, ""
-    if call.preferred or not tuner.is_tuning():
-        return choice, tuner.FROM_MODEL
-    a, epilogue, num_sms = call.a, call.epilogue, call.num_sms
-    problem = call.problem(heap.world_size)
-    batches, m, n, k, size = problem.batches, problem.m, problem.n, problem.k, problem.world_size
-    op = configs.APART_OP if epilogue.apart else f"{OP} of the last dimension" if call.split_n else OP
-    kind = f"{op} {batches} x {size} x {m} x {k} @ {k} x {n}, {a.dtype} to {epilogue.out_dtype}"
-    kind += f"{' + bias' * epilogue.bias}{' + residual' * epilogue.residual}, {num_sms} SMs"
-    if call.more:
-        kind += f", K of {'+'.join(str(x.shape[-1]) for x in call.factors[::2])}"
-    if call.scaled is not None:
-        kind += f", {call.scaled}{' + bias' * (len(call.terms) > 2)}"
-    candidates: list[Candidate[configs.AnyConfig]] = [
-        Candidate(c, configs.scatter_layout(c, problem), algorithm_of(c))
-        for _, config in configs.rank_scatter_kernels(problem)
-        if not ((call.more or epilogue.apart) and isinstance(config, OneShotConfig))
-        if not isinstance(config, CopiedConfig)  # the tuner's workspaces are not for copy engines
-        for c in _both_ways(config)
-    ]
-    results: list[torch.Tensor] = []
-
-    def make(workspace: Workspace[Any], config: configs.AnyConfig, timeout_ns: int) -> Callable[[], None]:
-        if not results:
-            results.append(_result_of(call, size))
-        kernel, given = fused_scatter(workspace, call, config), scatter_operands(config, call)
-        return lambda: launch_prepared(workspace, config, kernel, given, results, timeout_ns)
-
-    return tuner.tuned(heap, kind, choice, candidates, make)
-
-
-def _both_ways(config: OneShotConfig | configs.ScatterPushConfig) -> list[configs.AnyConfig]:
-    """With fragments staged and not, where that makes a difference."""
-    if isinstance(config, OneShotConfig):
-        return [config]
-    return [config, replace(config, staged=not config.staged)]
-
-
 Kernel: TypeAlias = MatmulReduceScatterPush | MatmulReduceScatterOneShot | MatmulReduceScatterCopied
 
 
@@ -168,41 +118,12 @@ def scatter_programs(
     return [scatter_program(call.b, config, epilogue, ranks)]
 
 
-def launch_matmul_reduce_scatter(
-    choice: KernelChoice[configs.AnyConfig],
-    workspace: Workspace[Any],
-    call: configs.ScatterKernelCall,
-    timeout_ns: int,
-    op: str,
-) -> torch.Tensor:
-    """The own part of the sum with what the epilogue makes of it, [L, m, N]; or of each rank apart, [W, L, m, N].
-    ``op``: whose call it is."""
-    a, config, key = call.a, choice.config, _key(choice, call)
-    given, out = scatter_operands(config, call), _result_of(call, workspace.world_size)
-    kernel: Any = workspace.prepared.get(key)
-    if kernel is None:
-        # Of all products: whether a rank stacks their factors or not is its own affair.
-        depth = sum(x.shape[-1] for x in call.factors[::2])
-        sizes = a.shape[:-1], depth, call.b.shape[1], a.dtype
-        same = (op, *sizes, call.epilogue, config, call.num_sms, call.split_n)
-        kernel = make_together(workspace, op, key, same, lambda: fused_scatter(workspace, call, config))
-    launch_prepared(workspace, config, kernel, given, [out], timeout_ns)
-    return out
-
-
-def _result_of(call: configs.ScatterKernelCall, world_size: int) -> torch.Tensor:
+def _results_of(call: configs.ScatterKernelCall, world_size: int) -> list[torch.Tensor]:
+    """Memory for the own part of the sum with what the epilogue makes of it, [L, m, N]; or of each rank apart,
+    [W, L, m, N]."""
     apart = (world_size,) * call.epilogue.apart
     shape = (*apart, call.a.shape[0], call.a.shape[2], call.columns(world_size))
-    return call.a.new_empty(shape, dtype=call.epilogue.out_dtype)
-
-
-def scatter_launcher(
-    choice: KernelChoice[configs.AnyConfig],
-    workspace: Workspace[Any],
-    call: configs.ScatterKernelCall,
-) -> Kernel | None:
-    """What ``launch_matmul_reduce_scatter`` launched, for further such calls; None once it is dropped."""
-    return workspace.prepared.get(_key(choice, call))
+    return [call.a.new_empty(shape, dtype=call.epilogue.out_dtype)]
 
 
 def _key(choice: KernelChoice[configs.AnyConfig], call: configs.ScatterKernelCall) -> tuple[Any, ...]:
@@ -221,11 +142,13 @@ def scatter_operands(config: configs.AnyConfig, call: configs.ScatterKernelCall)
     return [*factors, *call.terms]
 
 
+def _same(config: configs.AnyConfig, call: configs.ScatterKernelCall) -> tuple[Any, ...]:
+    # Of all products: whether a rank stacks their factors or not is its own affair.
+    depth = sum(x.shape[-1] for x in call.factors[::2])
+    sizes = call.a.shape[:-1], depth, call.b.shape[1], call.a.dtype
+    return (*sizes, call.epilogue, config, call.num_sms, call.split_n)
+
+
 SCATTER_STEPS = KernelSteps(
-    choose_scatter_kernel,
-    scatter_programs,
-    tuned_scatter,
-    launch_matmul_reduce_scatter,
-    scatter_launcher,
-    scatter_operands,
+    choose_scatter_kernel, scatter_programs, fused_scatter, _key, _same, scatter_operands, _results_of
 )

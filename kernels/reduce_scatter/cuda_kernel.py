@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,8 +10,7 @@ import torch
 from ..device.collective.combine import CombinedSum, CombineLauncher, CombineSource, choice_defines
 from ..device.collective.launch import CollectiveParams, Slices, SlicesProblem, rounds_defines
 from ..device.collective.rounds import RoundsConfig, rounds_launch
-from ..device.comm import ll_exchange
-from ..device.comm.ll_exchange import ExchangeWorkspace, slots_of
+from ..device.comm.ll_exchange import DTYPES, ExchangeWorkspace, exchange_program, slots_of
 from ..device.jit.program import Program
 
 SOURCE = Path(__file__).with_name("kernel.cu")
@@ -29,38 +27,16 @@ def reduce_scatter_defines(world_size: int, dtype: str, reduce_op: str) -> dict[
     return {"DTYPE": dtype, "REDUCE": reduce_op, **rounds_defines(world_size)}
 
 
-@cache
 def reduce_scatter_program(
     world_size: int,
     rank: int,
     dtype: torch.dtype,
     reduce_op: str,
     choices: tuple[int, bool, bool] | None = None,
-    *,
-    dependent: bool = False,
 ) -> Program:
-    """kernel.cu for one rank, dtype and operation.
-
-    Args:
-        choices: those of a CombineShape: of what is put together while it is loaded.
-        dependent: to be launched so (ll_exchange.py).
-    """
-    defines = reduce_scatter_defines(world_size, ll_exchange.DTYPES[dtype], reduce_op)
-    defines |= choice_defines(choices)
-    return Program(SOURCE, defines=defines | {"RANK": rank, "DEPENDENT": int(dependent)})
-
-
-def launched_reduce_scatter(
-    world_size: int,
-    rank: int,
-    dtype: torch.dtype,
-    reduce_op: str,
-    choices: tuple[int, bool, bool] | None = None,
-) -> Program:
-    """The one that this process launches."""
-    return reduce_scatter_program(
-        world_size, rank, dtype, reduce_op, choices, dependent=ll_exchange.dependent()
-    )
+    """kernel.cu for one rank, dtype and operation. ``choices``: of a CombineShape, if x is put together."""
+    defines = reduce_scatter_defines(world_size, DTYPES[dtype], reduce_op) | choice_defines(choices)
+    return exchange_program(SOURCE, rank, defines)
 
 
 def combine_reduce_scatter_launcher(
@@ -75,7 +51,7 @@ def combine_reduce_scatter_launcher(
     layout = place.layout
     problem = scatter_problem(wanted, dim, layout.world_size)
     launch = rounds_launch(problem.vectors, layout, config)
-    program = launched_reduce_scatter(layout.world_size, place.rank, *wanted.defined)
+    program = reduce_scatter_program(layout.world_size, place.rank, *wanted.defined)
     params = _CombineParams(slots_of(place), *problem.slices(layout.world_size))
     params.vectors, params.room = problem.vectors, launch.room
     params.combine = wanted.source

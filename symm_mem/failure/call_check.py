@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..call_cache import invalidate_calls
 from ..call_site import call_site, text
-from ..errors import CallAbandoned, RankMismatch, WeftError, describe
+from ..errors import RankMismatch
 from ..switches import is_on
 from .fault import fault_of
 from .rank_pages import FIRST, RankPages
@@ -143,13 +143,8 @@ class CallCheck:
             self._calls += begins
             digest = hashlib.blake2b(said.encode(), digest_size=_DIGEST).digest()
             shown = f"{said}{remark}{where}".encode()[: _PLACE - _DIGEST - 2]
-            try:
+            with self._fault.whole(op):  # the others may take this rank to make the call
                 entries = self._post(op, digest + len(shown).to_bytes(2, "little") + shown, site)
-            except WeftError:
-                raise  # it has broken the group already
-            except BaseException as e:  # the others may take this rank to make the call
-                self._fault.breaks(CallAbandoned(op, self._group, self._rank, describe(e), site))
-                raise
             first = entries[0]
             for rank, entry in enumerate(entries):
                 if entry[:_DIGEST] != first[:_DIGEST]:

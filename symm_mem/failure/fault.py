@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,8 @@ import torch
 
 from .. import flight_recorder, forks
 from ..bootstrap.processes import has_ended
-from ..errors import PeerTimeout, PeerWait, WaitOutcome, WeftError
+from ..call_site import call_site, text
+from ..errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
 from ..layout import WORD
 from ..switches import is_on
 
@@ -138,6 +141,20 @@ class Fault:
                     )
             flight_recorder.failed(error)
         return self.error
+
+    @contextmanager
+    def whole(self, op: str) -> Iterator[None]:
+        """A call that is left half-way breaks the group: the counts of the two sides would not meet again."""
+        self.raise_if_broken(op)
+        try:
+            yield
+        except WeftError:
+            raise  # it has broken the group already
+        except BaseException as e:
+            heap = self._heap
+            site = text(call_site(3))  # this, contextlib, and the method that is whole
+            self.breaks(CallAbandoned(op, heap.group_name, heap.rank, describe(e), site))
+            raise
 
     def causes(self, seconds: float) -> str:
         """Why a rank may not have come to a call for so long, as far as this one can say."""

@@ -83,7 +83,6 @@ class Heap:
         self.fault: Any = None  #: of all that is on it: fault.py
         self.watch: Any = None  #: of stream waits, on CUDA
         self.call_check: Any = None  #: of the checked mode
-        self.tuner: Any = None  #: of the kernels: what the ranks have measured together
         self.registrations: Any = None  #: of tensors that lie elsewhere
         self._ready: set[Any] = set()
         self._free = FreeList()
@@ -319,9 +318,8 @@ class Heap:
                     self.backend.zero(self.address(self.rank) + placed.offset, placed.zero)
             for user in users:
                 user.reset_state()
-            for kept in (self.call_check, self.tuner):
-                if kept is not None:
-                    kept.reset_state()
+            if self.call_check is not None:
+                self.call_check.reset_state()
 
         here.run_on_all("reset", zero)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,7 +10,7 @@ import torch
 
 from ... import hooks
 from ..call_site import call_site, text
-from ..errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
+from ..errors import PeerTimeout, PeerWait, WaitOutcome
 from ..failure.fault import fault_of
 from ..failure.spin_wait import Expired, PeerLiveness, spin
 from ..timeouts import get_timeout
@@ -71,14 +69,14 @@ class HostEngine:
 
     def signal(self, signals: list[tuple[Registration, int]], op: str = "signal") -> None:
         for of, peer in signals:
-            with self._whole(op):
+            with self._fault.whole(op):
                 sent = self._word(of, SENT, peer)
                 sent.value += 1
                 self._at(of, ALLOWED, peer).value = sent.value
 
     def wait(self, waits: list[tuple[Registration, int]], op: str = "wait") -> None:
         for of, peer in waits:
-            with self._whole(op):
+            with self._fault.whole(op):
                 waited = self._word(of, WAITED, peer)
                 expected = (waited.value + 1) & 0xFFFFFFFF
                 self._wait(of, op, peer, DONE, expected)
@@ -86,7 +84,7 @@ class HostEngine:
 
     def move(self, moves: list[tuple[Registration, Access]]) -> None:
         for of, access in moves:
-            with self._whole(access.op):
+            with self._fault.whole(access.op):
                 moved = self._word(of, MOVED, access.peer)
                 expected = (moved.value + 1) & 0xFFFFFFFF
                 self._wait(of, access.op, access.peer, ALLOWED, expected)
@@ -122,19 +120,6 @@ class HostEngine:
         heap = self._heap
         flag = count_of(of, op, heap.rank, peer)
         return PeerWait(op, heap.group_name, heap.rank, peer, flag, expected, text(call_site()))
-
-    @contextmanager
-    def _whole(self, op: str) -> Iterator[None]:
-        """A call that is left half-way breaks the group: the counts of the two sides would not meet again."""
-        self._fault.raise_if_broken(op)
-        try:
-            yield
-        except WeftError:
-            raise
-        except BaseException as e:
-            heap = self._heap
-            self._fault.breaks(CallAbandoned(op, heap.group_name, heap.rank, describe(e), text(call_site(3))))
-            raise
 
 
 def count_of(of: Registration, op: str, rank: int, peer: int) -> str:

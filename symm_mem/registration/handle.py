@@ -11,7 +11,6 @@ from .. import forks
 from ..errors import WeftError
 from .cross_process import ProcessTensor
 from .engine import Access, TransferEngine
-from .mapping import process_tensor
 from .registry import Registration, Registry
 from .segments import named_dtype
 
@@ -241,5 +240,5 @@ def _remote(registry: Registry, of: Registration, rank: int) -> torch.Tensor | P
             return torch.empty(place.shape, dtype=named_dtype(place.dtype), device=heap.device)
     if known.mapping.address is None:
         process = heap.rendezvous.processes[rank]
-        return process_tensor(process, known.segment.base, place)
+        return ProcessTensor(process, known.segment.base + place.offset, place)
     return known.mapping.tensor(place, heap.device)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..backends.base import tensor_over
-from .cross_process import ProcessTensor
 from .segments import Place, named_dtype
 
 
@@ -31,8 +28,3 @@ class Mapping:
             tensor = torch.empty(0, dtype=dtype, device=device)
         storage = tensor_over(self.address + place.offset, place.bytes, device, self)
         return tensor.set_(storage, 0, place.shape, place.strides)
-
-
-def process_tensor(process: dict[str, Any] | None, base: int, place: Place) -> ProcessTensor:
-    """The peer's tensor where the kernel copies."""
-    return ProcessTensor(process, base + place.offset, place)

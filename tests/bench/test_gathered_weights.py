@@ -23,11 +23,10 @@ def test_orders_are_options_of_inductor() -> None:
     for order in gathered_weights.ORDERS:
         options, fusion = gathered_weights.options_for_order(order)
         assert set(options) <= known
-        assert (fusion is None) is (order not in ("weft", "moved", "moved 0.1", "buckets"))
+        assert (fusion is None) is (order not in ("weft", "moved", "moved 0.1"))
         if fusion is not None:
             assert fusion.groups == (None if order == "weft" else frozenset())
             assert fusion.reorder == (0.0 if order in ("weft", "moved") else 0.1)
-            assert (fusion.buckets > 0) is (order == "buckets")
 
 
 def gradient(rank: int, world: int) -> float:

@@ -38,6 +38,17 @@ def product_exchanged(rank: int, size: int, step: int, unit: int, group: Any, mo
     )
 
 
+def multiplied_and_gathered(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
+    k, n = 8 * unit, 8 * unit
+    x = numbers(100 * step, 3 * unit + more, k)
+    bs = [numbers(1000 + r, k, n) for r in range(size)]
+    return Case(
+        lambda: fused_ops.fused_matmul_all_gather(x, bs[rank], group),
+        lambda: x @ torch.cat(bs, 1),
+        lambda: fused_ops.fused_matmul_all_gather(x[:-1], bs[rank], group),
+    )
+
+
 def exchanged_and_multiplied(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
     k, n = 8 * unit, 8 * unit
     xs = [numbers(100 * step + r, size * (3 * unit + more), k) for r in range(size)]

@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 from case import Case, numbers
-from exchange_ops import exchanged, exchanged_and_multiplied, gathered_to_one, product_exchanged
+from exchange_ops import (
+    exchanged,
+    exchanged_and_multiplied,
+    gathered_to_one,
+    multiplied_and_gathered,
+    product_exchanged,
+)
 from weft import fused_ops
 from weft.kernels.device.collective.combine import Combined
 from weft.kernels.moe_dispatch.reference import ExpertRanks, rows_by_expert, take_tokens
@@ -350,6 +356,7 @@ OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
     "one_shot_all_to_all": exchanged,
     "one_shot_gather": gathered_to_one,
     "fused_matmul_all_to_all": product_exchanged,
+    "fused_matmul_all_gather": multiplied_and_gathered,
     "fused_all_to_all_matmul": exchanged_and_multiplied,
     "moe_dispatch": partial(_sent_to_experts, back=False),
     "moe_combine": partial(_sent_to_experts, back=True),

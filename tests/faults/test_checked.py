@@ -105,7 +105,7 @@ def test_calls_that_differ_are_named_and_nothing_breaks(rank: int, world_size: i
 
 def one_alone(rank: int, world_size: int) -> str:
     """The mode itself, and any other setting, must be the same on all ranks."""
-    for name in ("WEFT_RESERVED_SMS", "WEFT_TUNE"):
+    for name in ("WEFT_RESERVED_SMS", "WEFT_PDL"):
         words = rf"make a heap .* asked for {name}=1, rank 0 for .*=0"
         with (
             mock.patch.dict(os.environ, {name: str(rank)}),

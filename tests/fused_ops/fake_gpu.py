@@ -120,7 +120,7 @@ class Gpu(cuda_state.CudaState):
         return self.sms
 
     def side_stream(self, device: int) -> Any:
-        return SimpleNamespace(cuda_stream=SIDE, work=self.on.setdefault(SIDE, []))
+        return SimpleNamespace(cuda_stream=SIDE, device_index=device, work=self.on.setdefault(SIDE, []))
 
     @contextmanager
     def make_stream_current(self, stream: Any) -> Iterator[None]:

@@ -95,7 +95,7 @@ class Workspaces(dict[Any, Any]):
 def heap_of(group: dist.ProcessGroup) -> Any:
     workspaces = Workspaces()
     workspaces.heap = SimpleNamespace(
-        device=CUDA, workspaces=workspaces, world_size=group.size(), rank=group.rank(), tuner=None,
+        device=CUDA, workspaces=workspaces, world_size=group.size(), rank=group.rank(),
         group_name=group.group_name, prepare=lambda op, same, make: make(),
     )  # fmt: skip
     return workspaces.heap

@@ -69,6 +69,12 @@ def matmul_all_to_all(draw: st.DrawFn) -> list[Any]:
 
 
 @st.composite
+def matmul_all_gather(draw: st.DrawFn) -> list[Any]:
+    A, B, _, group = draw(matmul_all_to_all())
+    return [A, B, group]
+
+
+@st.composite
 def all_to_all_matmul(draw: st.DrawFn) -> list[Any]:
     lead = draw(st.lists(v.sizes, min_size=1, max_size=3))
     dim, k, dtype = draw(st.integers(0, len(lead) - 1)), draw(v.sizes), draw(v.dtypes)
@@ -86,6 +92,8 @@ def sent(op: str, every: list[list[Any]], rank: int) -> torch.Tensor:
     if op == "one_shot_gather":
         dim, root = every[rank][1:3]
         return torch.cat(xs, dim) if rank == root else xs[rank].narrow(dim, 0, 0)
+    if op == "fused_matmul_all_gather":
+        return torch.cat([x @ args[1].detach().double() for x, args in zip(xs, every, strict=True)], -1)
     scatter_dim, gather_dim = every[rank][1:3]
     if op == "fused_matmul_all_to_all":
         xs = [x @ args[1].detach().double() for x, args in zip(xs, every, strict=True)]

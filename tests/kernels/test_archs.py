@@ -207,5 +207,6 @@ def test_dependent_launches_begin_with_hopper(
 
 
 def test_nothing_of_hopper_is_left_where_there_is_none() -> None:
-    early = all_reduce.all_reduce_program(2, 1, torch.float32, "sum", dependent=True)
-    assert "griddepcontrol" not in compile_cubin(early.path, "compute_80", early.defines).decode()
+    program = all_reduce.all_reduce_program(2, 1, torch.float32, "sum")
+    early = program.defines | {"DEPENDENT": 1}
+    assert "griddepcontrol" not in compile_cubin(program.path, "compute_80", early).decode()

@@ -24,7 +24,7 @@ from weft.fused_ops.ops.experts.arriving_tokens import ArrivingTokens
 from weft.kernels.all_gather_matmul import configs
 from weft.kernels.all_gather_matmul.copied_products import AllGatherProductsCopied
 from weft.kernels.device.jit.program import Program
-from weft.kernels.grouped_matmul.take_rows import SOURCE, Own, split_experts, take_rows
+from weft.kernels.grouped_matmul.take_rows import SOURCE, Own, take_rows
 
 W, K, NS = 3, 48, (40, 24)
 BF16 = torch.bfloat16
@@ -79,20 +79,14 @@ class Kernels(Gpus):
     def take_rows(self, grid: int, p: Any) -> None:
         compiled().run_take_rows(grid, 128, ctypes.byref(p))
 
-    def split_experts(self, grid: int, p: Any) -> None:
-        compiled().run_split_experts(
-            grid, 32, ctypes.byref(p)
-        )  # fewer threads than on a GPU: they are the CPU's
-
     def grouped_matmul(self, grid: int, p: Any) -> None:
         a = at(p.a[0], (p.total, p.k), (p.k, 1), BF16)
         ends = integers(p.ends, p.groups)
-        begins = integers(p.begins, p.groups) if p.begins else [0, *ends[:-1]]
         for i in range(p.bs):
             b, c = self.bs[p.b[i][0]], at(p.c[i], (p.total, p.n[i]), (p.n[i], 1), BF16)
-            for g, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            for g, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
                 if begin < end:
-                    c[begin:end] = (a[begin:end].double() @ b[g // p.parts].double()).to(BF16)
+                    c[begin:end] = (a[begin:end].double() @ b[g].double()).to(BF16)
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +102,7 @@ def prepared_anew() -> Iterator[None]:
 def test_each_rank_multiplies_all_tokens(
     monkeypatch: pytest.MonkeyPatch, m: int, experts: int, in_order: bool
 ) -> None:
-    splits, tokens = m == 1000, torch.randn(W * m, K).to(BF16)
+    tokens = torch.randn(W * m, K).to(BF16)
     bs = [torch.randn(experts, n, K).to(BF16).mT for n in NS]
     expert = torch.randint(experts + 1, (W * m,))  # the last one is another rank's
     rows = torch.cat([torch.where(expert == e)[0] for e in range(experts)]).int()
@@ -124,16 +118,15 @@ def test_each_rank_multiplies_all_tokens(
         for rank, kernel in enumerate(kernels):
             gpus.said.clear()
             terms = [(b, None) for b in bs]
-            call = ArrivingTokens(shards[rank], terms, rows, offs, (rank, W), return_A=turn == 1)
-            for out in (*call.outs, *([] if call.every is None else [call.every])):
-                out.fill_(float("nan"))
+            call = ArrivingTokens(shards[rank], terms, (rows, offs), (rank, W), return_A=turn == 1)
+            if call.every is not None:
+                call.every.fill_(float("nan"))
             kernel.as_they_come(shards[rank], None, call.take, 5, STREAM)
             names = [said if isinstance(said, str) else said[0] for said in gpus.said]
-            own = ["take_rows", *(["split_experts", "grouped_matmul"] if splits else [])]
             arrive = ["arrive"] * (W - 1)
             assert names[:1] + names[2:-1] == [
                 "acquire",
-                *own,
+                "take_rows",
                 *arrive,
                 "take_rows",
                 "grouped_matmul",
@@ -155,9 +148,8 @@ def test_without_rows_tokens_are_still_sent(monkeypatch: pytest.MonkeyPatch) -> 
     gpus = Kernels(bs, configs.copied_layout(example.problem(W)), monkeypatch)
     kernel: Any = AllGatherProductsCopied(gpus.workspace(0), example)
     none = torch.zeros(0, dtype=torch.int32)
-    call = ArrivingTokens(
-        tokens, [(bs[0], None)], none, torch.zeros(1, dtype=torch.int32), (0, W), return_A=False
-    )
+    index = none, torch.zeros(1, dtype=torch.int32)
+    call = ArrivingTokens(tokens, [(bs[0], None)], index, (0, W), return_A=False)
     kernel.as_they_come(tokens, None, call.take, 5, STREAM)
     assert "take_rows" not in gpus.said and gpus.said[-2] == "leave" and call.outs[0].shape == (0, 8)
 
@@ -212,11 +204,3 @@ def test_wild_numbers_stay_inside(monkeypatch: pytest.MonkeyPatch, name: str, de
         want[1000:-1000][taken] = a.cpu()[token[taken].long()]
         take_rows(of, rows, offs, out, given, takes_own=takes_own)
         assert torch.equal(around.cpu(), want)
-    here, others = split_experts(rows, offs, own)
-    assert here.begins is not None and others.begins is not None
-    for e, (begin, end) in enumerate(ranges(WILD[name], total)):
-        first = next((i for i in range(begin, end) if is_own[i]), end)
-        last = next((i for i in range(first, end) if not is_own[i]), end)
-        assert (here.begins[e], here.ends[e]) == (first, last)
-        assert others.begins[2 * e : 2 * e + 2].tolist() == [begin, last]
-        assert others.ends[2 * e : 2 * e + 2].tolist() == [first, end]

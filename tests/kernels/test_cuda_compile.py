@@ -20,6 +20,7 @@ from weft.kernels.all_to_all import cuda_kernel as all_to_all_kernel
 from weft.kernels.async_collectives import cuda_kernel as async_kernel
 from weft.kernels.device.collective.launch import CollectiveParams
 from weft.kernels.device.comm import acquire
+from weft.kernels.device.comm.ll_exchange import exchange_program
 from weft.kernels.device.gemm import one_shot
 from weft.kernels.device.jit.program import Program
 from weft.kernels.float8_cast import cuda_kernel as float8_cast
@@ -88,12 +89,16 @@ EPILOGUES = {
 }
 
 
+def early(program: Program) -> Program:
+    """The same with WEFT_PDL=1."""
+    return Program(program.path, defines=program.defines | {"DEPENDENT": 1})
+
+
 def few_rows_program(size: int, dtype: str, reduce_op: str, n: int, b_rows: bool) -> Program:
     config = few_rows_configs.choose_matmul_all_reduce(16, n, 132)
     assert config is not None
-    return few_rows.matmul_all_reduce_program(
-        few_rows.matmul_all_reduce_defines(TORCH[dtype], size, reduce_op, config, b_rows=b_rows), size - 1
-    )
+    defines = few_rows.matmul_all_reduce_defines(TORCH[dtype], size, reduce_op, config, b_rows=b_rows)
+    return exchange_program(few_rows.SOURCE, size - 1, defines)
 
 
 PROGRAMS: dict[str, Program] = {
@@ -158,8 +163,8 @@ PROGRAMS: dict[str, Program] = {
         ]
     },
     **{f"few_rows-{'-'.join(map(str, case))}": few_rows_program(*case) for case in FEW_ROWS},
-    "all_reduce-early": cuda_kernel.all_reduce_program(4, 3, torch.bfloat16, "sum", dependent=True),
-    "norm-early": norm_kernel.all_reduce_rms_norm_program(4, 1, torch.bfloat16, (2, 1), dependent=True),
+    "all_reduce-early": early(cuda_kernel.all_reduce_program(4, 3, torch.bfloat16, "sum")),
+    "norm-early": early(norm_kernel.all_reduce_rms_norm_program(4, 1, torch.bfloat16, (2, 1))),
     **{
         f"alone_gather-{size}-bytes": all_gather_kernel.all_gather_program(size, size - 1)
         for size in ONE_SHOT
@@ -174,7 +179,7 @@ PROGRAMS: dict[str, Program] = {
             (8, "bfloat16", 8, True),
         ]
     },
-    "alone_gather-4-early": all_gather_kernel.all_gather_program(4, 3, dependent=True),
+    "alone_gather-4-early": early(all_gather_kernel.all_gather_program(4, 3)),
     **{
         f"alone_gather-{size}-to-{root}": all_gather_kernel.all_gather_program(size, 1, root=root)
         for size, root in ((2, 0), (4, 1), (9, 8))
@@ -222,7 +227,7 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
     "route": ({"moe_route"}, moe_route.RouteParams),
     "dispatch_route": ({"moe_dispatch_route"}, moe_route.DispatchRouteParams),
     "cast": ({"largest", "cast"}, float8_cast.CastParams),
-    "take": ({"take_rows", "split_experts"}, take_rows.TakeParams),
+    "take": ({"take_rows"}, take_rows.TakeParams),
     "combine_all_reduce": (
         {f"{form}{kind}" for form in ("one_shot", "two_shot", "two_shot_rounds") for kind in ("", "_any")},
         cuda_kernel._CombineParams,
@@ -239,7 +244,7 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
 }
 OTHER_PARAMS: dict[str, type[ctypes.Structure]] = dict.fromkeys(
     ("post_all", "await_all", "move_all"), transfer._Batch
-) | {"split_experts": take_rows.SplitParams}
+)
 ONCE = ("norm", "combine", "moe", "few_rows", "gather", "scatter")  # blocks of theirs have an SM each
 
 

@@ -15,6 +15,7 @@ import triton
 from cuda.bindings import driver
 from weft.kernels.all_reduce import cuda_kernel as all_reduce
 from weft.kernels.all_reduce_rms_norm import cuda_kernel as norm
+from weft.kernels.device.comm.ll_exchange import exchange_program
 from weft.kernels.device.jit.program import Function, Program
 from weft.kernels.matmul_all_reduce import cuda_kernel as few_rows
 from weft.kernels.matmul_all_reduce.configs import MatmulAllReduceConfig
@@ -23,13 +24,9 @@ _FEW_ROWS = few_rows.matmul_all_reduce_defines(
     torch.bfloat16, 2, "sum", MatmulAllReduceConfig(1, 1), b_rows=True
 )
 PROGRAMS = {
-    "all_reduce": lambda dependent: all_reduce.all_reduce_program(
-        2, 1, torch.bfloat16, "sum", dependent=dependent
-    ),
-    "norm": lambda dependent: norm.all_reduce_rms_norm_program(
-        2, 1, torch.bfloat16, (2, 1), dependent=dependent
-    ),
-    "few_rows": lambda dependent: few_rows.matmul_all_reduce_program(_FEW_ROWS, 1, dependent=dependent),
+    "all_reduce": all_reduce.all_reduce_program(2, 1, torch.bfloat16, "sum"),
+    "norm": norm.all_reduce_rms_norm_program(2, 1, torch.bfloat16, (2, 1)),
+    "few_rows": exchange_program(few_rows.SOURCE, 1, _FEW_ROWS),
 }
 
 
@@ -103,20 +100,21 @@ def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch, de
         Function("kernel", driver.CUfunction(0)).bound(96, 512, Args(5), 64, dependent=dependent)(0)
 
 
-def waits(program: Program, folder: Path) -> list[bool]:
-    """For each kernel of a program: whether its machine code waits for the kernel before it."""
+def waits(program: Program, folder: Path, *, dependent: bool) -> list[bool]:
+    """For each kernel of a program, made to be launched so: whether its machine code waits for the kernel before it."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"  # where its wheel has them
     tool = shutil.which("cuobjdump", path=f"{tools}{os.pathsep}{os.environ['PATH']}")
     if tool is None:
         pytest.skip("cuobjdump is not installed")
     cubin = folder / "kernel.cubin"
-    cubin.write_bytes(program.cubin())
+    made = Program(program.path, defines=program.defines | {"DEPENDENT": int(dependent)})
+    cubin.write_bytes(made.cubin())
     text = subprocess.run([tool, "-sass", cubin], check=True, capture_output=True, text=True).stdout
     return ["ACQBULK" in kernel for kernel in text.split("Function :")[1:]]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_kernel_waits(name: str, tmp_path: Path) -> None:
-    early = waits(PROGRAMS[name](True), tmp_path)
+    early = waits(PROGRAMS[name], tmp_path, dependent=True)
     assert len(early) >= (1 if name == "few_rows" else 2) and all(early)
-    assert not any(waits(PROGRAMS[name](False), tmp_path))
+    assert not any(waits(PROGRAMS[name], tmp_path, dependent=False))

@@ -18,6 +18,7 @@ from weft.kernels.device.gemm.gemm_tiles import TILES, WIDEST, Tile
 from weft.kernels.device.jit.program import Program
 from weft.kernels.grouped_matmul import cuda_kernel as grouped_matmul
 from weft.kernels.grouped_matmul.configs import GroupedConfig
+from weft.kernels.linear_cross_entropy import cuda_kernel as linear_cross_entropy
 from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
 from weft.kernels.matmul_reduce_scatter import cuda_kernel as matmul_reduce_scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
@@ -62,9 +63,9 @@ def scatter(
     return gemm.gemm_program(matmul_reduce_scatter.SOURCE, defines)
 
 
-def grouped(tile: Tile, order: str) -> Program:
+def grouped(tile: Tile, order: str, gated: bool = False) -> Program:
     b = ORDERS[order].expand(2, *ORDERS[order].shape)
-    return grouped_matmul.grouped_program([b], GroupedConfig(tile))
+    return grouped_matmul.grouped_program([b], GroupedConfig(tile, gated=gated))
 
 
 def with_barriers(program: Program) -> Program:
@@ -120,9 +121,15 @@ PROGRAMS: dict[str, Program] = {
     "matmul_reduce_scatter-all-float32": scatter(
         LARGEST, "odd_rows", 8, Epilogue(torch.float32, average=True, bias=True, residual=True)
     ),
+    "exponentials": linear_cross_entropy.exponentials_program(ORDERS["rows"]),
     **{
         f"grouped_matmul-{tile.block_m}x{tile.block_n}": grouped(tile, list(ORDERS)[i % 3])
         for i, tile in enumerate(TILES)
+    },
+    **{
+        f"grouped_matmul-gated-{tile.block_m}x{tile.block_n}": grouped(tile, "columns", gated=True)
+        for tile in TILES
+        if tile.warpgroup_columns % 64 == 0
     },
     **{
         f"matmul_reduce_scatter-{tile.block_m}x{tile.block_n}": scatter(tile, list(ORDERS)[-i % 3], 4)
@@ -133,6 +140,7 @@ PROGRAMS: dict[str, Program] = {
 
 PARAMS = {
     "all_gather_matmul": all_gather_matmul._Params,
+    "exponentials": linear_cross_entropy._Params,
     "grouped_matmul": grouped_matmul._Params,
     "matmul_reduce_scatter": matmul_reduce_scatter._Params,
 }

@@ -328,19 +328,6 @@ def test_one_shot_is_one_launch_in_which_no_block_goes_without_a_vector(
     assert scatter.choose_one_shot_scatter(replace(scattered, batches=2)) is None
 
 
-@given(SIZES, SIZES, SIZES, RANKS, st.booleans())
-def test_who_measures_a_few_gets_different_ones(
-    m: int, n: int, k: int, world_size: int, split_k: bool
-) -> None:
-    ranked = gather.rank_gather_kernels(gather.AllGatherMatmulProblem(m, (n,), k, world_size, 132, split_k))
-    found = gather.varied(ranked)
-    assert found[0] == ranked[0]
-    assert sorted(map(str, found)) == sorted(map(str, ranked))
-    pushes = [c for _, c in found if isinstance(c, gather.GatherPushConfig)]
-    kinds = [(c.tile, c.comm_sms > 0) for c in pushes]
-    assert len(set(kinds[: len(set(kinds))])) == len(set(kinds))
-
-
 @given(SIZES, st.lists(SIZES, min_size=1, max_size=4), SIZES, RANKS, st.booleans())
 def test_the_faster_kernel_is_taken(m: int, ns: list[int], k: int, world_size: int, split_k: bool) -> None:
     problem = gather.AllGatherMatmulProblem(m, tuple(ns), k, world_size, 132, split_k)

@@ -60,7 +60,7 @@ def of_all_reduce(monkeypatch: pytest.MonkeyPatch, launched: Launched) -> Callab
 def of_rms_norm(monkeypatch: pytest.MonkeyPatch, launched: Launched) -> Callable[[int], None]:
     vectors = HIDDEN * 2 // ll_exchange.VECTOR
     config = choose_all_reduce_rms_norm(ROWS, vectors, SIZE)
-    monkeypatch.setattr(rms_norm, "_program", launches(launched, ("x", "sums")))
+    monkeypatch.setattr(rms_norm, "norm_program", launches(launched, ("x", "sums")))
     place = workspace(all_reduce_rms_norm_layout(ROWS, vectors, SIZE, config))
     kernel = rms_norm.AllReduceRmsNormLauncher(place, ROWS, HIDDEN, BF16, NormKind(1e-5), config)
     return lambda own: kernel.launch(0, (own << 20, 16, 16), (16, own << 21), own, own)
@@ -70,7 +70,7 @@ def of_few_rows(monkeypatch: pytest.MonkeyPatch, launched: Launched) -> Callable
     config = choose_matmul_all_reduce(ROWS, N, 132)
     assert config is not None
     program = launches(launched, ("a", "out"))
-    monkeypatch.setattr(matmul_all_reduce, "matmul_all_reduce_program", program)
+    monkeypatch.setattr(matmul_all_reduce, "few_rows_program", program)
     a, b = torch.empty(ROWS, HIDDEN, dtype=BF16), torch.empty(HIDDEN, N, dtype=BF16)
     place = workspace(config.layout(ROWS, SIZE))
     kernel = matmul_all_reduce.MatmulAllReduceLauncher(place, a, b, "sum", config)

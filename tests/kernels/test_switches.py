@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import pytest
 from weft.kernels.device.comm import ll_exchange
-from weft.kernels.device.tuning import tuner
 
 
 @pytest.mark.parametrize(("said", "on"), [(None, False), ("0", False), ("1", True), ("yes", None)])
 @pytest.mark.parametrize(
     ("name", "ask"),
-    [("WEFT_PDL", ll_exchange.dependent.__wrapped__), ("WEFT_TUNE", tuner.is_tuning.__wrapped__)],
+    [("WEFT_PDL", ll_exchange.dependent.__wrapped__)],
 )
 def test_a_switch(
     monkeypatch: pytest.MonkeyPatch, name: str, ask: Callable[[], bool], said: str | None, on: bool | None

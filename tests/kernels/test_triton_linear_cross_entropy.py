@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from itertools import product
 from typing import Any
@@ -75,7 +76,7 @@ def losses(rank: int, size: int, ranks: int) -> None:
     interpreter.install()
     triton_kernel._LOSS_BLOCK = 16
     for rows in (1, 16, 37):
-        for loss in (Loss(-100, 0.0, 0.0), Loss(3, 0.2, 0.0), Loss(-100, 0.3, 0.01)):
+        for loss in (Loss(-100, 0.0, 0.0), Loss(3, 0.2, 0.0), Loss(-100, 0.3, 0.01), Loss(-100, 1.0, 0.0)):
             gathered = torch.randn(ranks, 4 if loss.label_smoothing else 2, rows)
             gathered[:, 3:] = torch.arange(5.0, 5 + ranks)[:, None, None]
             gathered[0, 0, 0] = -torch.inf  # a rank that has no columns
@@ -88,6 +89,46 @@ def losses(rank: int, size: int, ranks: int) -> None:
                     close(a, b, 1e-6)
 
 
+def exponentials(rank: int, size: int, temperature: float) -> None:
+    """From exponentials of many columns, some less a raised base, and the logits of few, to the gradient of all."""
+    from weft.kernels.linear_cross_entropy import exponential_rows, triton_kernel
+
+    interpreter.install()
+    exponential_rows._JOIN_BLOCK, exponential_rows._PARTS = 16, 2
+    rows, many, few = 37, 90, 20
+    x, logits = torch.randn(rows, 24), torch.randn(rows, many + few)
+    targets = torch.randint(5, 5 + many + few + 9, (rows,)).where(torch.rand(rows) > 0.2, -100)
+    columns = Columns(targets, torch.tensor([5]), Scores(None, temperature), "")
+    want = reference_statistics(logits.double(), columns)
+    sent = triton_kernel.launch_statistics([logits[:, many:]], columns._replace(first=many))
+    excess = torch.randn(rows).clamp(min=0) * 9
+    bases = sent[0].clone()
+    found = (logits[:, :many] / temperature - bases[:, None] - excess[:, None] * math.log(2)).exp()
+    sums = torch.stack([part.sum(1) for part in found.split(32, 1)])
+    exponential_rows.launch_join(sums, excess, bases, sent[0])
+    close(sent[0], want[0], 2e-6)
+    _, terms = losses_and_terms(want.float()[None], targets, Loss(-100, 0.0, 0.0), torch.tensor(rows))
+    made = found.t().contiguous()
+    scaled, factors, of_few = exponential_rows.launch_factors(
+        x, columns, terms, (bases, want[1].float()), made
+    )
+    close(scaled, x.double() * factors.double()[:, None], 1e-6)
+    rest = logits[:, many:].t().contiguous().t()
+    triton_kernel.launch_gradient(rest, columns._replace(first=many), of_few, rest)
+    got = torch.cat([made.t(), rest], 1)
+    wanted = torch.empty_like(logits, dtype=torch.float64)
+    reference_gradient(logits.double(), columns, terms.double(), wanted)
+    close(got * factors[:, None], wanted, 2e-6)
+    got[targets == -100] = torch.inf
+    exponential_rows.launch_by_factor(got, factors)
+    close(got, wanted, 2e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_exponentials_of_rows(temperature: float) -> None:
+    run_ranks(exponentials, 1, temperature, env=ENV)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_losses_of_rows(ranks: int) -> None:
     run_ranks(losses, 1, ranks, env=ENV)
@@ -96,6 +137,22 @@ def test_losses_of_rows(ranks: int) -> None:
 @pytest.mark.parametrize("dtype", BOUND)
 def test_statistics_and_gradient(dtype: torch.dtype) -> None:
     run_ranks(kernels, 1, dtype, env=ENV)
+
+
+def _of_exponentials(temperature: float) -> list[aot.Compiled]:
+    from weft.kernels.linear_cross_entropy import exponential_rows
+
+    numbers = dict.fromkeys(("rows", "columns", "row_stride", "column_stride"), "i32")
+    vectors = dict.fromkeys(("terms", "bases", "scores", "factors", "of_others"), "*fp32")
+    given = {"x": "*bf16", "targets": "*i64", "start": "*i64", "exponentials": "*bf16", "out": "*bf16"}
+    given |= vectors | numbers
+    found = []
+    for kernel in (exponential_rows.factor_kernel, exponential_rows.by_factor_kernel):
+        signature = {name: given[name] for name in kernel.arg_names if name in given}
+        named = {"HIDDEN": 4096, "BLOCK": 4096, "TEMPERATURE": temperature}
+        named = {name: value for name, value in named.items() if name in kernel.arg_names}
+        found.append(aot.compile_kernel(kernel, signature, named, tuple(signature), 4, 3))
+    return found
 
 
 @pytest.mark.skipif(
@@ -119,7 +176,11 @@ def test_they_compile_for_hopper(extra: str, cap: float) -> None:
             named |= {**constants, **ones, "ROWS": tile.rows, "COLUMNS": tile.columns}
             return aot.compile_kernel(kernel, signature, named, aligned, tile.warps, 3)
 
-        named = {"MEAN": extra == "mean", "LOADS": triton_kernel._LOADS, "SPAN": triton_kernel._SPAN[along]}
+        named = {
+            "MEAN": extra == "mean",
+            "LOADS": triton_kernel._LOADS[along],
+            "SPAN": triton_kernel._SPAN[along],
+        }
         tile = triton_kernel._STATISTICS[along]
         both.append(
             compiled(triton_kernel.statistics_kernel, {**given, "out": "*fp32", **sizes}, tile, **named)
@@ -137,10 +198,17 @@ def test_they_compile_for_hopper(extra: str, cap: float) -> None:
     signature = {"gathered": "*fp32", "targets": "*i64", "count": "*i64", "losses": "*fp32", "terms": "*fp32"}
     signature |= {"rows": "i32", "ignore_index": "i32"}
     smoothing, statistics = (0.1, 4) if extra == "mean" else (0.0, 2)
-    more = {"SMOOTHING": smoothing, "Z_LOSS": 0.01, "RANKS": 2, "STATISTICS": statistics}
+    more = {
+        "SMOOTHING": smoothing,
+        "TARGET_WEIGHT": 1 - smoothing,
+        "Z_LOSS": 0.01,
+        "RANKS": 2,
+        "STATISTICS": statistics,
+    }
     more["BLOCK"] = triton_kernel._LOSS_BLOCK
     between = aot.compile_kernel(triton_kernel.loss_kernel, signature, more, tuple(signature), 4, 3)
     assert between.spilled == 0
+    both += _of_exponentials(temperature=constants["TEMPERATURE"])
     for kernel in both:
         print(f"{kernel.registers} registers, {kernel.shared} bytes of shared memory")
         assert kernel.spilled == 0

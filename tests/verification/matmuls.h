@@ -87,6 +87,9 @@ static void atomicMax(T* place, T least) {
     ++stores;
 }
 
+#define __expf(x) std::exp(x)
+static float __fdividef(float x, float y) { return x / y; }
+
 struct uint4 {
     unsigned x, y, z, w;
     // Its words arrive in no order.

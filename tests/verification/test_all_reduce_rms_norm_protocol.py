@@ -145,7 +145,7 @@ def calls_of_changing_size(
     defines |= {name.upper(): int(on) for name, on in switches._asdict().items()}
     library = build(folder, cuda_kernel.SOURCE, FORMS, cuda_kernel._Params, defines, instead=instead)
     ranks = Ranks(library, ExchangeLayout(world_size, 64 * 20 * per_thread))
-    monkeypatch.setattr(cuda_kernel, "_program", lambda *a, dependent: Kernels(ranks))
+    monkeypatch.setattr(cuda_kernel, "norm_program", lambda *a: Kernels(ranks))
     hidden = vectors * 16 // TORCH[dtype].itemsize
     calls = []
     for _ in range(8):
@@ -220,7 +220,7 @@ def test_the_forms_give_the_same_bits(
         library = build(tmp_path / str(cluster), cuda_kernel.SOURCE, FORMS, cuda_kernel._Params, defines)
         for form in FORMS:
             ranks = Ranks(library, ExchangeLayout(world_size, 64 * 20 * per_thread))
-            monkeypatch.setattr(cuda_kernel, "_program", lambda *a, dependent, found=ranks: Kernels(found))
+            monkeypatch.setattr(cuda_kernel, "norm_program", lambda *a, found=ranks: Kernels(found))
             outs = []
             for rank, x in enumerate(xs):
                 config = AllReduceRmsNormConfig(form, cluster, 2 * cluster, threads=32)

@@ -101,7 +101,7 @@ def test_all_reduces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Any)
     defines = all_reduce_kernel.all_reduce_defines(size, case[1], reduced_by(of)) | of.defines
     library = build(tmp_path, all_reduce_kernel.SOURCE, kernels, all_reduce_kernel._CombineParams, defines)
     ranks = Ranks(library, ExchangeLayout(size, 512))
-    monkeypatch.setattr(all_reduce_kernel, "launched_all_reduce", lambda *a: Kernels(ranks))
+    monkeypatch.setattr(all_reduce_kernel, "all_reduce_program", lambda *a: Kernels(ranks))
     calls = []
     for form in ("one_shot", "two_shot", "two_shot", "two_shot", "one_shot"):
         sizes = random.choice([1, size, 5, 2 * size, 7 * size]), of.choices, 8 * random.choice([1, 3, 17])
@@ -134,7 +134,7 @@ def test_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Any, resid
     defines |= {name.upper(): int(on) for name, on in switches._asdict().items()}
     library = build(tmp_path, norm_kernel.SOURCE, FORMS, norm_kernel._CombineParams, defines)
     ranks = Ranks(library, ExchangeLayout(size, 64 * 20 * per_thread))
-    monkeypatch.setattr(norm_kernel, "_program", lambda *a, dependent: Kernels(ranks))
+    monkeypatch.setattr(norm_kernel, "norm_program", lambda *a: Kernels(ranks))
     hidden, calls = vectors * 16 // dtype.itemsize, []
     for form in (*FORMS, *FORMS):
         call = Call(size, (random.randrange(1, 9), of.choices, hidden), dtype, of)
@@ -170,7 +170,7 @@ def test_reduce_scatters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: 
         tmp_path, reduce_scatter_kernel.SOURCE, kernels, reduce_scatter_kernel._CombineParams, defines
     )
     ranks = Ranks(library, ExchangeLayout(size, 256))
-    monkeypatch.setattr(reduce_scatter_kernel, "launched_reduce_scatter", lambda *a: Kernels(ranks))
+    monkeypatch.setattr(reduce_scatter_kernel, "reduce_scatter_program", lambda *a: Kernels(ranks))
     calls = []
     for dim, tokens, hidden in (
         (0, size, 8),

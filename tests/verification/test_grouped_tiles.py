@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -10,10 +11,10 @@ import torch
 from fibers import Library
 from matmul_ops import numbers, result
 from matmuls import BROAD, SMALL, TWO_AND_A_HALF, WIDE, Matmuls, build
+from torch.nn.functional import silu
 from weft.kernels.device.gemm.gemm_tiles import Tile
 from weft.kernels.grouped_matmul import cuda_kernel
 from weft.kernels.grouped_matmul.configs import GroupedConfig
-from weft.kernels.grouped_matmul.groups import Groups
 from weft.symm_mem.layout import Layout
 
 DEEP = Tile(64, 64, 5, 0.0)
@@ -33,10 +34,10 @@ class Grouped:
     raster_group: int = 1
     blocks: int = 4
     more: tuple[int, ...] = ()  # N of further Bs
-    split: bool = False  # experts' rows are two groups, between which some are left out
+    gated: bool = False
 
     def config(self) -> GroupedConfig:
-        return GroupedConfig(self.tile, self.raster_group)
+        return GroupedConfig(self.tile, self.raster_group, self.gated)
 
     def bs(self) -> list[torch.Tensor]:
         experts, k, ns = len(self.counts), self.k, (self.n, *self.more)
@@ -53,24 +54,19 @@ class Grouped:
         a = numbers(total, self.k + 8)[:, 8:]
         offs = torch.tensor(self.counts).cumsum(0).int()
         terms = [(b, numbers(len(self.counts), b.shape[2]) if self.bias else None) for b in self.bs()]
-        wanted = [torch.full((total, b.shape[2]), float("nan"), dtype=torch.bfloat16) for b, _ in terms]
-        groups = self.groups(offs)
-        for g, (begin, end) in enumerate(pairs_of(groups)):
-            e = g // groups.parts
+        ns = [b.shape[2] // (1 + self.gated) for b, _ in terms]
+        wanted = [torch.full((total, n), float("nan"), dtype=torch.bfloat16) for n in ns]
+        for e, (begin, end) in enumerate(itertools.pairwise([0, *offs.tolist()])):
             for (b, bias), want in zip(terms, wanted, strict=True):
-                product = a[begin:end].double() @ b[e].double()
-                want[begin:end] = (product + (0 if bias is None else bias[e])).bfloat16()
+                product = a[begin:end].double() @ b[e].double() + (0 if bias is None else bias[e])
+                if self.gated:
+                    gate, up = product.chunk(2, 1)
+                    product = silu(gate) * up
+                want[begin:end] = product.bfloat16()
         results = [result(want) for want in wanted]
-        self.launch(monkeypatch, library, seed, (a, terms, [out[:total] for out, _ in results], groups))
-        return all(torch.allclose(out, want, rtol=0, atol=0, equal_nan=True) for out, want in results)
-
-    def groups(self, offs: torch.Tensor) -> Groups:
-        if not self.split:
-            return Groups(offs)
-        begins = torch.cat([offs.new_zeros(1), offs[:-1]])
-        apart = begins + (offs - begins) // 3
-        both = torch.stack([begins, apart + 1], 1).flatten(), torch.stack([apart, offs], 1).flatten()
-        return Groups(both[1], both[0], 2)
+        self.launch(monkeypatch, library, seed, (a, terms, [out[:total] for out, _ in results], offs))
+        rounded = 2**-7 * self.gated  # of what lies between two numbers; else products are exact
+        return all(torch.allclose(out, want, rtol=rounded, atol=0, equal_nan=True) for out, want in results)
 
     def launch(self, monkeypatch: pytest.MonkeyPatch, library: Library, seed: int, given: tuple) -> None:  # type: ignore[type-arg]
         ranks = Matmuls(monkeypatch, library, Layout(1, 1, 64), (1, 2000))
@@ -79,13 +75,6 @@ class Grouped:
         kernel.launch(*given)
         ranks.run(seed)
         assert not ranks.strays
-
-
-def pairs_of(groups: Groups) -> list[tuple[int, int]]:
-    """The first row of each group and the one after its last, which is not before it."""
-    ends = groups.ends.tolist()
-    begins = [0, *ends[:-1]] if groups.begins is None else groups.begins.tolist()
-    return [(begin, max(begin, end)) for begin, end in zip(begins, ends, strict=True)]
 
 
 CASES = {
@@ -99,8 +88,9 @@ CASES = {
     "in-order": Grouped((70, 0, 1, 130, 64), 72, 200, bias=True),
     "three-bs": Grouped((70, 1, 200), 72, 72, bias=True, more=(200, 8), raster_group=2),
     "two-bs-n-contiguous": Grouped((65, 0, 140), 64, 136, BROAD, rows=True, bias=True, more=(192,)),
-    "split": Grouped((70, 0, 1, 200, 64), 72, 72, bias=True, split=True, raster_group=2),
-    "split-wide": Grouped((3, 150, 0), 40, 72, WIDE, split=True),
+    "gated": Grouped((70, 0, 1, 300, 64), 272, 72, Tile(128, 256, 2, 0.0), bias=True, gated=True),
+    "gated-two-bs": Grouped((70, 0, 1, 130), 144, 72, Tile(64, 128, 2, 0.0), more=(16,), gated=True),
+    "gated-few-columns": Grouped((70, 200), 48, 72, Tile(128, 128, 2, 0.0), bias=True, gated=True),
     "in-order-wide": Grouped((3, 260, 0), 136, 72, WIDE, rows=False, blocks=2),
 }
 

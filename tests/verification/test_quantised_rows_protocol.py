@@ -71,7 +71,7 @@ class Launches:
     def launch(
         self, monkeypatch: pytest.MonkeyPatch, rank: int, form: str, tensors: list[list[torch.Tensor]]
     ) -> None:
-        monkeypatch.setattr(cuda_kernel, "_program", lambda *a, dependent: Kernels(self.ranks))
+        monkeypatch.setattr(cuda_kernel, "norm_program", lambda *a: Kernels(self.ranks))
         given, results = ([t.data_ptr() for t in ts] for ts in tensors)
         rows = tensors[0][0].shape[0]
         config = AllReduceRmsNormConfig(form, self.cluster, 2 * self.cluster, threads=self.threads)

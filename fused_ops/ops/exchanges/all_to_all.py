@@ -97,9 +97,9 @@ def choose_exchange_on_cuda(alone: StandAlone, group: ProcessGroup, kind: str = 
     size, rank = group.size(), group.rank()
 
     def program() -> Program:
-        from ....kernels.all_to_all.cuda_kernel import launched_all_to_all
+        from ....kernels.all_to_all.cuda_kernel import all_to_all_program
 
-        return launched_all_to_all(size, rank)
+        return all_to_all_program(size, rank)
 
     # A rank sends and stores as many bytes as in an all-gather of its parts.
     config = choose_all_gather(size, num_sms(alone.x.device))

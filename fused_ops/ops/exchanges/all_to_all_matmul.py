@@ -116,12 +116,9 @@ def _on_cuda(choice: Choice, where: Heap, call: AllToAllMatmulCall) -> Result:
     how: KernelUse = choice.how
     with in_stream_order(how.call.a.device):
         how.staging.copy()
-        (A, (out,)), remember = launch_kernel(on_cuda.GATHER_STEPS, choice, where, how.call, EXCHANGED_OP)
-    results: list[Tensor] = []
-    for flat in (out, A):
-        if flat is not None:
-            shape = call.result_shape(where.world_size, flat.shape[-1])
-            results.append(flat.view(shape).movedim(0, call.scatter_dim))
+        written, remember = launch_kernel(on_cuda.GATHER_STEPS, choice, where, how.call, EXCHANGED_OP)
+    shapes = [call.result_shape(where.world_size, flat.shape[-1]) for flat in written]
+    results = [x.view(shape).movedim(0, call.scatter_dim) for x, shape in zip(written, shapes, strict=True)]
     remember(((call.scatter_dim, call.return_A), call.tensors), results)
     return results[0], (results[1] if call.return_A else None)
 

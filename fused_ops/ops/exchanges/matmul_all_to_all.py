@@ -120,7 +120,7 @@ def _on_cuda(choice: Choice, where: Heap, call: MatmulAllToAllCall) -> Tensor:
     how: KernelUse = choice.how
     with in_stream_order(how.call.b.device):
         how.staging.copy()
-        made, remember = launch_kernel(on_cuda.SCATTER_STEPS, choice, where, how.call, APART_OP)
+        (made,), remember = launch_kernel(on_cuda.SCATTER_STEPS, choice, where, how.call, APART_OP)
     out: Tensor = made.view(call.result_shape(where.world_size)).movedim(0, call.gather_dim)
     remember((call.gather_dim, call.tensors), [out])
     return out

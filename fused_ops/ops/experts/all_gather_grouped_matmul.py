@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from ....kernels.all_gather_matmul.configs import CopiedConfig
 from ....kernels.grouped_matmul import OP
-from ....kernels.grouped_matmul.reference import experts_of_rows
+from ....kernels.grouped_matmul.reference import activated, experts_of_rows
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ... import validation
@@ -34,6 +34,7 @@ class AllGatherGroupedMatmulCall(NamedTuple):
     group_name: str
     return_A: bool = False
     biases: list[Tensor] | None = None
+    swiglu: bool = False
     group_size: int | None = None
 
     @property
@@ -56,7 +57,7 @@ def _validate(call: AllGatherGroupedMatmulCall) -> tuple[AllGatherGroupedMatmulC
     if not call.Bs:
         raise ValueError("Bs: is empty, must hold at least one tensor of matrices")
     for i, B in enumerate(call.Bs):
-        validate_experts(f"Bs[{i}]", B, A_shard, "A_shard")
+        validate_experts(f"Bs[{i}]", B, A_shard, "A_shard", swiglu=call.swiglu)
     validate_index("offs", call.offs, A_shard, "A_shard")
     for i, B in enumerate(call.Bs):
         if B.shape[0] != call.offs.shape[0]:
@@ -88,11 +89,11 @@ def _run(choice: Choice, where: Heap | None, call: AllGatherGroupedMatmulCall, g
     terms = list(zip(call.Bs, biases, strict=True))
     if choice.algorithm == CopiedConfig.algorithm:
         assert where is not None
-        index = call.rows, call.offs
-        return multiply_arriving(choice, where, call.A_shard, terms, index, return_A=call.return_A)
+        given, index = (choice, where, call.A_shard, terms), (call.rows, call.offs)
+        return multiply_arriving(*given, index, return_A=call.return_A, swiglu=call.swiglu)
     with on_device(call.A_shard):
         A = all_gather.gather_within(call.A_shard, group, OP)
-        outs = multiply(A, terms, call.offs, call.rows)
+        outs = multiply(A, terms, call.offs, call.rows, swiglu=call.swiglu)
     return (A if call.return_A else None), outs
 
 
@@ -100,7 +101,7 @@ def _fake(call: AllGatherGroupedMatmulCall, group: ProcessGroup) -> Result:
     A_shard = call.A_shard
     m, k = A_shard.shape
     A = A_shard.new_empty(m * group.size(), k) if call.return_A else None
-    return A, [A_shard.new_empty(call.rows.shape[0], B.shape[2]) for B in call.Bs]
+    return A, [A_shard.new_empty(call.rows.shape[0], B.shape[2] // (1 + call.swiglu)) for B in call.Bs]
 
 
 class AllGatherGroupedMatmulFunction(torch.autograd.Function):
@@ -172,8 +173,9 @@ def _gradient_of_shard(
 
 
 def _with_gradient(call: AllGatherGroupedMatmulCall) -> Result:
-    A, *outs = AllGatherGroupedMatmulFunction.apply(call, call.A_shard, *call.Bs, *call.added)
-    return (A if call.return_A else None), outs
+    products = call._replace(swiglu=False)
+    A, *outs = AllGatherGroupedMatmulFunction.apply(products, call.A_shard, *call.Bs, *call.added)
+    return (A if call.return_A else None), [activated(y, swiglu=call.swiglu) for y in outs]
 
 
 def _flops(
@@ -184,7 +186,8 @@ def _flops(
 
 ALL_GATHER_GROUPED_MATMUL = Op(
     "fused_all_gather_grouped_matmul(Tensor A_shard, Tensor[] Bs, Tensor rows, Tensor offs, int gather_dim,"
-    " str group_name, *, bool return_A=False, Tensor[]? biases=None, int? group_size=None) -> (Tensor?, Tensor[])",
+    " str group_name, *, bool return_A=False, Tensor[]? biases=None, bool swiglu=False, int? group_size=None)"
+    " -> (Tensor?, Tensor[])",
     record=AllGatherGroupedMatmulCall,
     validate=_validate,
     fake=_fake,

@@ -1,7 +1,7 @@
-"""All ranks' tokens multiplied on CUDA while they come: copy engines send them, and own ones are multiplied first.
+"""All ranks' tokens multiplied on CUDA while they come: copy engines send them.
 
 Who writes and who waits is as for ``AllGatherProductsCopied``. Rows are copied into their order in two steps: those of
-own tokens, and those of peers' when all have come. Where own rows are many, their products come in between.
+own tokens, and those of peers' when all have come.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ from torch.distributed import ProcessGroup
 
 from ....kernels.all_gather_matmul.configs import CopiedConfig, GatherKernelCall, copied_layout
 from ....kernels.device.capability import runs_on, why_no_kernel_on
-from ....kernels.device.tuning.choice import make_together
 from ....kernels.grouped_matmul import OP
-from ....kernels.grouped_matmul.configs import multiplies_own_first, sends_by_copies
-from ....kernels.grouped_matmul.groups import Groups
+from ....kernels.grouped_matmul.configs import sends_by_copies
 from ....symm_mem.backends.cuda_state import current_stream_of
 from ....symm_mem.heap.heap import Heap
 from ....symm_mem.timeouts import timeout_in_ns
-from ...dispatch.choice import Choice
-from ...dispatch.plan import num_sms, preferred_kernel, ran
+from ...dispatch.choice import Choice, prepare_kernel
+from ...dispatch.plan import num_sms, preferred_kernel
 from ...dispatch.stream_order import in_stream_order
 from ...dispatch.workspaces import COPIED
-from .grouped_matmul import Term, as_the_kernel_takes, launch_groups, prepare_groups
+from .grouped_matmul import Term, as_the_kernel_takes, multiply_in_order, prepare_groups
 
 if TYPE_CHECKING:
     from ....kernels.all_gather_matmul.copied_products import AllGatherProductsCopied
@@ -64,6 +62,7 @@ def multiply_arriving(
     index: tuple[Tensor, Tensor],
     *,
     return_A: bool,
+    swiglu: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
     """As the op. ``index``: rows and offs."""
     from ....kernels.all_gather_matmul.copied_products import AllGatherProductsCopied
@@ -71,23 +70,18 @@ def multiply_arriving(
     (m, k), size, (rows, offs) = A_shard.shape, where.world_size, index
     with in_stream_order(A_shard.device):
         own, terms = as_the_kernel_takes(A_shard.contiguous(), terms)
-        call = ArrivingTokens(
-            own, terms, rows.contiguous(), offs.contiguous(), (where.rank, size), return_A=return_A
-        )
-        workspace = choice.workspace_on(where)
-        workspace.raise_if_broken()
-        ran(choice.plan_in(workspace))
+        order, of = (rows.contiguous(), offs.contiguous()), (where.rank, size)
+        call = ArrivingTokens(own, terms, order, of, return_A=return_A, swiglu=swiglu)
 
-        def make() -> AllGatherProductsCopied:
+        def make(workspace: Any) -> AllGatherProductsCopied:
             call.prepare()
             return AllGatherProductsCopied(workspace, _example(own))
 
-        kernel = workspace.prepared.get(key := ("grouped", m, k, own.dtype))
-        if kernel is None:
-            kernel = make_together(workspace, OP, key, key, make)
+        ready = prepare_kernel(choice, where, OP, ("grouped", m, k, own.dtype), make)
+        kernel: AllGatherProductsCopied = ready.kernel
         call.prepare()
         timeout_ns = timeout_in_ns(where.group_name)
-        workspace.raise_if_broken(OP)
+        ready.workspace.raise_if_broken(OP)
         kernel.as_they_come(own, None, call.take, timeout_ns, current_stream_of(own))
     return call.every, call.outs
 
@@ -99,56 +93,41 @@ class ArrivingTokens:
         self,
         own: Tensor,
         terms: Sequence[Term],
-        rows: Tensor,
-        offs: Tensor,
+        index: tuple[Tensor, Tensor],
         of: tuple[int, int],
         *,
         return_A: bool,
+        swiglu: bool = False,
     ) -> None:
         from ....kernels.grouped_matmul.take_rows import Own
 
-        (m, k), (rank, size), total = own.shape, of, rows.shape[0]
-        self._terms, self._rows, self._offs = terms, rows, offs
+        (m, k), (rank, size), (self._rows, self._offs) = own.shape, of, index
+        self._terms, self._swiglu = terms, swiglu
         self._rank, self._last = rank, (rank - 1) % size
         self._own = Own(rank * m, (rank + 1) * m, size * m)
-        self._taken = own.new_empty(total, k)
-        self._rest = Groups(offs)  # what is multiplied at the end
-        self._splits = multiplies_own_first(total, offs.shape[0], size)
-        self.outs = [own.new_empty(total, B.shape[2]) for B, _ in terms]
+        self._taken = own.new_empty(self._rows.shape[0], k)
+        self.outs = list[Tensor]()
         self.every = own.new_empty(size * m, k) if return_A else None
 
     def prepare(self) -> None:
         """Compiles, in the current context, what peers would else wait for."""
         from ....kernels.grouped_matmul.take_rows import take_rows_program
 
-        for name in ("take_rows", "split_experts"):
-            take_rows_program().function(name)
+        take_rows_program().function("take_rows")
         if self._rows.shape[0]:
-            prepare_groups(self._taken, self._terms)
+            prepare_groups(self._taken, self._terms, swiglu=self._swiglu)
 
     def take(self, src: int, tokens: Tensor, _: Tensor | None) -> None:
         """Those of rank ``src`` are there; those of the rank before this one come last."""
+        from ....kernels.grouped_matmul.take_rows import take_rows
+
         m, k = tokens.shape
         if self.every is not None:
             self.every[src * m : (src + 1) * m].copy_(tokens)
-        if self._rows.shape[0] == 0:
-            return
         if src == self._rank:
-            self._take_own(tokens)
+            take_rows(tokens, self._rows, self._offs, self._taken, self._own)
         elif src == self._last:
             place = tokens.storage_offset() - src * m * k  # of rank 0's
-            self._take_others(tokens.as_strided((self._own.tokens, k), (k, 1), place))
-
-    def _take_own(self, tokens: Tensor) -> None:
-        from ....kernels.grouped_matmul.take_rows import split_experts, take_rows
-
-        take_rows(tokens, self._rows, self._offs, self._taken, self._own)
-        if self._splits:
-            here, self._rest = split_experts(self._rows, self._offs, self._own)
-            launch_groups(self._taken, self._terms, self.outs, here)
-
-    def _take_others(self, tokens: Tensor) -> None:
-        from ....kernels.grouped_matmul.take_rows import take_rows
-
-        take_rows(tokens, self._rows, self._offs, self._taken, self._own, takes_own=False)
-        launch_groups(self._taken, self._terms, self.outs, self._rest)
+            every = tokens.as_strided((self._own.tokens, k), (k, 1), place)
+            take_rows(every, self._rows, self._offs, self._taken, self._own, takes_own=False)
+            self.outs = multiply_in_order(self._taken, self._terms, self._offs, swiglu=self._swiglu)

@@ -13,20 +13,11 @@ from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ...dispatch import launch_cache
 from ...dispatch.all_reduces import NotYet, choose_sum
-from ...dispatch.choice import Choice, unfused
-from ...dispatch.plan import ran
+from ...dispatch.choice import Choice, KernelOf, launch_push, unfused
 from ...dispatch.workspaces import ALL_REDUCE
 from .. import all_reduce
 from ..op import Op
-from .combined import (
-    CombineFunction,
-    CombineHow,
-    Reduction,
-    combined_of,
-    launch_combined,
-    validate_combined,
-    wanted_sum,
-)
+from .combined import CombineFunction, Reduction, combined_of, validate_combined, wanted_sum
 
 if TYPE_CHECKING:
     from ....kernels.device.jit.program import Program
@@ -72,12 +63,12 @@ def choose_combined_sum(combined: Combined, reduce_op: str, group: ProcessGroup)
     config, wanted = chosen.how.config, wanted_sum(combined, reduce_op)
 
     def programs() -> list[Program]:
-        return [cuda_kernel.launched_all_reduce(group.size(), group.rank(), *wanted.defined)]
+        return [cuda_kernel.all_reduce_program(group.size(), group.rank(), *wanted.defined)]
 
     def make(place: Any) -> Any:
         return cuda_kernel.combine_all_reduce_launcher(place, wanted, config)
 
-    return replace(chosen, programs=programs, how=CombineHow(wanted, make))
+    return replace(chosen, programs=programs, how=KernelOf(wanted, make))
 
 
 def fast_moe_combine_all_reduce(call: CombineAllReduceCall) -> Tensor | None:
@@ -86,23 +77,11 @@ def fast_moe_combine_all_reduce(call: CombineAllReduceCall) -> Tensor | None:
     return None if results is None else results[0]
 
 
-def reduced_on_host_or_unfused(
-    choice: Choice, where: Heap | None, total: Tensor, reduce_op: str, group: ProcessGroup, op: str
-) -> Tensor:
-    """The all-reduce of what torch has put together. ``op``: whose call it is, for errors."""
-    if choice.algorithm == "host":
-        given = all_reduce.AllReduceCall(total, reduce_op, group.group_name)
-        return all_reduce.run_by_choice(choice, where, given, group, op=op)
-    total = all_reduce.run_all_reduce(total, reduce_op, group, op=op)
-    ran(choice.plan_in(None))
-    return total
-
-
 def _run(choice: Choice, where: Heap | None, call: CombineAllReduceCall, group: ProcessGroup) -> Tensor:
     combined = combined_of(call)
     if where is not None and choice.algorithm == "push":
-        return launch_combined(OP, choice, where, combined.tensors, combined.result_shape, "sum")
-    return reduced_on_host_or_unfused(choice, where, combined.total(), "sum", group, OP)
+        return launch_push(OP, choice, where, combined.tensors, [(combined.result_shape, None)], "sum")[0]
+    return all_reduce.sum_without_kernel(choice, where, combined.total(), "sum", group, OP)
 
 
 MOE_COMBINE_ALL_REDUCE: Op = Op(

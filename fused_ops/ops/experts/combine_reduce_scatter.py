@@ -17,21 +17,13 @@ from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ... import validation
 from ...dispatch import launch_cache
-from ...dispatch.choice import Choice, on_host, unfused
+from ...dispatch.choice import Choice, KernelOf, launch_push, on_host, unfused
 from ...dispatch.plan import num_sms, ran
 from ...dispatch.stand_alone import KINDS
 from ...dispatch.workspaces import ALL_REDUCE
 from .. import reduce_scatter
 from ..op import Op
-from .combined import (
-    CombineFunction,
-    CombineHow,
-    Reduction,
-    combined_of,
-    launch_combined,
-    validate_combined,
-    wanted_sum,
-)
+from .combined import CombineFunction, Reduction, combined_of, validate_combined, wanted_sum
 
 if TYPE_CHECKING:
     from ....kernels.device.jit.program import Program
@@ -105,7 +97,7 @@ def choose_combined_part(combined: Combined, reduce_op: str, dim: int, group: Pr
     if (reason := why_not_combined(tokens, part, y.dtype)) is not None:
 
         def alone() -> list[Program]:
-            return [cuda_kernel.launched_reduce_scatter(size, group.rank(), y.dtype, reduce_op)]
+            return [cuda_kernel.reduce_scatter_program(size, group.rank(), y.dtype, reduce_op)]
 
         return replace(unfused(reason), programs=alone)  # that of the reduce-scatter by itself
     if nbytes > MOST_BYTES:
@@ -113,7 +105,7 @@ def choose_combined_part(combined: Combined, reduce_op: str, dim: int, group: Pr
     config, wanted = configs.choose_reduce_scatter(size, num_sms(y.device)), wanted_sum(combined, reduce_op)
 
     def programs() -> list[Program]:
-        return [cuda_kernel.launched_reduce_scatter(size, group.rank(), *wanted.defined)]
+        return [cuda_kernel.reduce_scatter_program(size, group.rank(), *wanted.defined)]
 
     def make(place: Any) -> Any:
         return cuda_kernel.combine_reduce_scatter_launcher(place, wanted, dim, config)
@@ -124,7 +116,7 @@ def choose_combined_part(combined: Combined, reduce_op: str, dim: int, group: Pr
         layout=rounds_layout(cuda_kernel.scatter_problem(wanted, dim, size).vectors, size, config),
         predicted_us=configs.estimate_reduce_scatter_us(nbytes, size),
         programs=programs,
-        how=CombineHow((wanted, dim), make),
+        how=KernelOf((wanted, dim), make),
     )
 
 
@@ -132,7 +124,7 @@ def _run(choice: Choice, where: Heap | None, call: CombineReduceScatterCall, gro
     combined, dim = combined_of(call), call.scatter_dim
     if where is not None and choice.algorithm == "push":
         shape = part_shape(combined, dim, group.size())
-        return launch_combined(OP, choice, where, combined.tensors, shape, dim)
+        return launch_push(OP, choice, where, combined.tensors, [(shape, None)], dim)[0]
     given = reduce_scatter.ReduceScatterCall(combined.total(), "sum", dim, call.group_name)
     return scattered_on_host_or_unfused(choice, where, given, group, OP)
 

@@ -1,10 +1,8 @@
-"""What ops of experts' outputs have in common: what is put together and reduced, what is refused, gradients, and the
-launch."""
+"""What ops of experts' outputs have in common: what is put together and reduced, what is refused, and gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,15 +10,7 @@ from torch import Tensor
 
 from ....kernels.device.collective.combine import Combined, CombinedSum
 from ....symm_mem import resolve_group
-from ....symm_mem.backends.cuda_state import current_stream_of
-from ....symm_mem.heap.heap import Heap
-from ....symm_mem.timeouts import timeout_in_ns
 from ... import validation
-from ...dispatch import launch_cache
-from ...dispatch.choice import Choice
-from ...dispatch.plan import ran
-from ...dispatch.staging import aligned
-from ...dispatch.stream_order import in_stream_order
 from ..op import Op, refuse_second_gradient
 
 _ops = torch.ops.weft
@@ -121,57 +111,3 @@ class CombineFunction(torch.autograd.Function):
         refuse_second_gradient(ctx.op)
         whole = ctx.reduction.gradient(grad)
         return None, None, *combined_gradients(ctx.saved_tensors, whole, ctx.needs_input_grad[2:])
-
-
-@dataclass(frozen=True)
-class CombineHow:
-    """``key``: what the kernel is made for; ``make``: makes it in a workspace."""
-
-    key: Hashable
-    make: Callable[[Any], Any]
-
-
-def launch_combined(
-    op: str,
-    choice: Choice,
-    where: Heap,
-    tensors: Sequence[Tensor],
-    shape: Sequence[int],
-    arguments: Hashable,
-) -> Tensor:
-    """The result, of this shape and the dtype of the first tensor. ``arguments``: by which the fast path knows the
-    call, with the tensors; None: it does not look for it."""
-    return launch_for_several(op, choice, where, tensors, [(shape, tensors[0].dtype)], arguments)[0]
-
-
-def launch_for_several(
-    op: str,
-    choice: Choice,
-    where: Heap,
-    tensors: Sequence[Tensor],
-    results: Sequence[tuple[Sequence[int], torch.dtype]],
-    arguments: Hashable,
-) -> list[Tensor]:
-    """The same of several results, by their shapes and dtypes."""
-    from ....kernels.device.tuning.choice import make_together
-
-    how: CombineHow = choice.how
-    used = [aligned(t.contiguous()) for t in tensors]
-    with in_stream_order(used[0].device):
-        place = choice.workspace_on(where)
-        place.raise_if_broken()
-        key: Any = (op, how.key)
-        kernel = place.prepared.get(key)
-        plan = choice.plan_in(place)
-        ran(plan)
-        if kernel is None:
-            kernel = make_together(place, op, key, key, lambda: how.make(place))
-        made = [used[0].new_empty(shape, dtype=dtype) for shape, dtype in results]
-        timeout_ns = timeout_in_ns(where.group_name)
-        place.raise_if_broken(op, grids=kernel.grids)
-        addresses = [t.data_ptr() for t in used]
-        kernel.launch(0, addresses, [t.data_ptr() for t in made], timeout_ns, current_stream_of(used[0]))
-    if arguments is not None:
-        launched = launch_cache.LaunchedCall(op, arguments, [*tensors], used, made)
-        launch_cache.remember_call(launched, place, kernel, plan)
-    return made

@@ -11,9 +11,14 @@ import torch
 from torch import Tensor
 
 from ....kernels.device.capability import has_tensor_memory, why_no_kernel_on
+from ....kernels.device.gemm.operands import is_transposed
 from ....kernels.grouped_matmul.configs import MOST_EXPERTS, choose_grouped
-from ....kernels.grouped_matmul.groups import Groups
-from ....kernels.grouped_matmul.reference import ends_within, experts_of_rows, reference_grouped_matmul
+from ....kernels.grouped_matmul.reference import (
+    activated,
+    ends_within,
+    experts_of_rows,
+    reference_grouped_matmul,
+)
 from ... import validation
 from ...dispatch.plan import num_sms
 from ..op import refuse_second_gradient
@@ -24,11 +29,13 @@ _UNIT = 8  # numbers of 16 bits that TMA and torch's grouped product want rows t
 _MOST_PREPARED = 256
 
 
-def validate_grouped(A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None) -> None:
+def validate_grouped(
+    A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None, swiglu: bool = False
+) -> None:
     validation.float_dtype("A", A)
     if A.dim() != 2:
         raise ValueError(f"A: has {A.dim()} dimensions, must be a matrix [T, K]")
-    validate_experts("B", B, A, "A")
+    validate_experts("B", B, A, "A", swiglu=swiglu)
     validate_index("offs", offs, A, "A")
     if offs.shape[0] != B.shape[0]:
         raise ValueError(f"offs: has {offs.shape[0]} elements, must have {B.shape[0]}, as B has experts")
@@ -40,8 +47,8 @@ def validate_grouped(A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bi
         validate_experts_bias("bias", bias, B, A, "A")
 
 
-def validate_experts(name: str, B: Tensor, A: Tensor, like_name: str) -> None:
-    """B is [E, K, N], of matrices that a matrix A can be multiplied with."""
+def validate_experts(name: str, B: Tensor, A: Tensor, like_name: str, *, swiglu: bool = False) -> None:
+    """B is [E, K, N], of matrices that a matrix A can be multiplied with. ``swiglu``: of gate and up."""
     k = A.shape[1]
     if B.dim() != 3 or B.shape[1] != k:
         raise ValueError(
@@ -50,9 +57,12 @@ def validate_experts(name: str, B: Tensor, A: Tensor, like_name: str) -> None:
     validation.like_tensor(name, B, A, like_name)
     if not 1 <= B.shape[0] <= MOST_EXPERTS:
         raise ValueError(f"{name}: has {B.shape[0]} experts, must have from 1 to {MOST_EXPERTS}")
-    for dim, size in (("K", k), ("N", B.shape[2])):
-        if size == 0 or size % _UNIT:
-            raise ValueError(f"{name}: has {dim} = {size}, must be a multiple of {_UNIT} from {_UNIT} on")
+    for dim, size, unit in (("K", k, _UNIT), ("N", B.shape[2], _UNIT * (1 + swiglu))):
+        if size == 0 or size % unit:
+            of_both = ", gate and up" if unit > _UNIT else ""
+            raise ValueError(
+                f"{name}: has {dim} = {size}, must be a multiple of {unit} from {unit} on{of_both}"
+            )
 
 
 def validate_experts_bias(name: str, bias: Tensor, B: Tensor, A: Tensor, like_name: str) -> None:
@@ -72,24 +82,23 @@ def validate_index(name: str, index: Tensor, A: Tensor, like_name: str) -> None:
 Term: TypeAlias = tuple[Tensor, Tensor | None]  # each B and its bias
 
 
-def multiply(A: Tensor, terms: Sequence[Term], offs: Tensor, rows: Tensor | None) -> list[Tensor]:
+def multiply(
+    A: Tensor, terms: Sequence[Term], offs: Tensor, rows: Tensor | None, *, swiglu: bool = False
+) -> list[Tensor]:
     """As the op for each B [E, K, N_i], on the current device; the arguments are what validation has seen."""
     by_kernel = A.device.type == "cuda" and A.dtype != torch.float32
     if not by_kernel or why_no_kernel_on("grouped_matmul", A.device) is not None:
-        return [reference_grouped_matmul(A, B, offs, rows, bias) for B, bias in terms]
+        found = [reference_grouped_matmul(A, B, offs, rows, bias) for B, bias in terms]
+        return [activated(y, swiglu=swiglu) for y in found]
     from ....kernels.grouped_matmul.take_rows import take_rows
 
-    outs = [A.new_empty((A if rows is None else rows).shape[0], B.shape[2]) for B, _ in terms]
-    if outs[0].shape[0] == 0:
-        return outs
     A, terms = as_the_kernel_takes(A, terms)
     offs = offs.contiguous()
     if rows is not None:
         taken = A.new_empty(rows.shape[0], A.shape[1])
         take_rows(A, rows.contiguous(), offs, taken)
         A = taken
-    launch_groups(A, terms, outs, Groups(offs))
-    return outs
+    return multiply_in_order(A, terms, offs, swiglu=swiglu)
 
 
 def as_the_kernel_takes(A: Tensor, terms: Sequence[Term]) -> tuple[Tensor, list[Term]]:
@@ -108,51 +117,61 @@ def as_the_kernel_takes(A: Tensor, terms: Sequence[Term]) -> tuple[Tensor, list[
     return taken(A), found
 
 
-def launch_groups(A: Tensor, terms: Sequence[Term], outs: Sequence[Tensor], groups: Groups) -> None:
+def multiply_in_order(A: Tensor, terms: Sequence[Term], offs: Tensor, *, swiglu: bool) -> list[Tensor]:
     """By one launch where the Bs may share it, else one for each; the operands as the kernel takes them."""
-    for some, kernel in _launchers(A, terms):
-        kernel.launch(A, terms[some], outs[some], groups)
+    if A.shape[0] == 0:
+        return [A.new_empty(0, B.shape[2] // (1 + swiglu)) for B, _ in terms]
+    outs = list[Tensor]()
+    for some, gated, kernel in _launchers(A, terms, swiglu):
+        made = [A.new_empty(A.shape[0], B.shape[2] // (1 + gated)) for B, _ in terms[some]]
+        kernel.launch(A, terms[some], made, offs)
+        outs += [activated(y, swiglu=swiglu and not gated) for y in made]
+    return outs
 
 
-def prepare_groups(A: Tensor, terms: Sequence[Term]) -> None:
-    """What ``launch_groups`` launches for such operands in their order, compiled and loaded."""
-    for _ in _launchers(A, terms):
+def prepare_groups(A: Tensor, terms: Sequence[Term], *, swiglu: bool) -> None:
+    """What ``multiply_in_order`` launches for such operands in their order, compiled and loaded."""
+    for _ in _launchers(A, terms, swiglu):
         pass
 
 
-def _launchers(A: Tensor, terms: Sequence[Term]) -> Iterator[tuple[slice, Any]]:
-    """Each with its part of the terms."""
+def _launchers(A: Tensor, terms: Sequence[Term], swiglu: bool) -> Iterator[tuple[slice, bool, Any]]:
+    """Each with its part of the terms, and whether it is one of SwiGLU."""
     from ....kernels.grouped_matmul.cuda_kernel import may_share
 
     at_once = len(terms) if may_share([B for B, _ in terms]) else 1
     for first in range(0, len(terms), at_once):
         some = slice(first, first + at_once)
         of_bs = tuple((B.shape, B.stride()) for B, _ in terms[some])
+        gated = swiglu and is_transposed(terms[first][0][0])
         layout = (A.shape, A.stride()), of_bs, A.dtype, A.device
-        yield some, _prepared(layout, num_sms(A.device))
+        yield some, gated, _prepared(layout, num_sms(A.device), gated)
 
 
 @lru_cache(_MOST_PREPARED)
-def _prepared(layout: tuple[Any, ...], sms: int) -> Any:
+def _prepared(layout: tuple[Any, ...], sms: int, gated: bool) -> Any:
     """The launcher of such operands, which lie as ``layout`` says; in the current context."""
     from ....kernels.grouped_matmul.cuda_kernel import GroupedMatmul
 
     of_a, of_bs, dtype, device = layout
     a, *bs = (torch.empty_strided(*lies, dtype=dtype, device="meta") for lies in (of_a, *of_bs))
     experts, k, _ = bs[0].shape
-    config = choose_grouped(
-        *(a.shape[0], experts, [b.shape[2] for b in bs], k, sms), tensor_memory=has_tensor_memory(device)
-    )
+    given = a.shape[0], experts, [b.shape[2] for b in bs], k, sms
+    config = choose_grouped(*given, gated=gated, tensor_memory=has_tensor_memory(device))
     return GroupedMatmul(a, bs, config, sms)
 
 
-def _multiply_one(A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None) -> Tensor:
-    (out,) = multiply(A, [(B, bias)], offs, rows)
+def _multiply_one(
+    A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None, swiglu: bool = False
+) -> Tensor:
+    (out,) = multiply(A, [(B, bias)], offs, rows, swiglu=swiglu)
     return out
 
 
-def _fake(A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None) -> Tensor:
-    return A.new_empty((A if rows is None else rows).shape[0], B.shape[2])
+def _fake(
+    A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None, swiglu: bool = False
+) -> Tensor:
+    return A.new_empty((A if rows is None else rows).shape[0], B.shape[2] // (1 + swiglu))
 
 
 def sum_by_index(values: Tensor, index: Tensor, count: int) -> Tensor:
@@ -199,6 +218,12 @@ class GroupedMatmulFunction(torch.autograd.Function):
         return of_a, of_b, None, None, of_bias
 
 
+def _with_gradient(
+    A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None, swiglu: bool = False
+) -> Tensor:
+    return activated(GroupedMatmulFunction.apply(A, B, offs, rows, bias), swiglu=swiglu)
+
+
 def _gradient_of_b(A: Tensor, grad: Tensor, offs: Tensor, rows: Tensor | None, transposed: bool) -> Tensor:
     """[E, K, N], of each expert's rows. It lies as B does. Whatever offs and rows hold, nothing else is read."""
     taken = A.contiguous() if rows is None else A[rows.long().clamp(0, A.shape[0] - 1)]
@@ -220,11 +245,11 @@ def _fake_sums(values: Tensor, index: Tensor, count: int) -> Tensor:
 
 
 define(
-    "grouped_matmul(Tensor A, Tensor B, Tensor offs, Tensor? rows, Tensor? bias) -> Tensor",
+    "grouped_matmul(Tensor A, Tensor B, Tensor offs, Tensor? rows, Tensor? bias, bool swiglu=False) -> Tensor",
     validate_grouped,
     _multiply_one,
     _fake,
-    GroupedMatmulFunction.apply,
+    _with_gradient,
 )
 define(
     "grouped_matmul_gradient_of_b(Tensor A, Tensor grad, Tensor offs, Tensor? rows, bool transposed) -> Tensor",

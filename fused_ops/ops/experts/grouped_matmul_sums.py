@@ -15,17 +15,18 @@ from ....kernels.grouped_matmul.reference import experts_of_rows
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ... import validation
-from ...dispatch.choice import Choice
+from ...dispatch.choice import Choice, launch_push
+from .. import all_reduce
 from ..op import Op, on_device, refuse_second_gradient
 from ..reduce_scatter import ReduceScatterCall
-from .combine_all_reduce import choose_combined_sum, reduced_on_host_or_unfused
+from .combine_all_reduce import choose_combined_sum
 from .combine_reduce_scatter import (
     choose_combined_part,
     part_shape,
     scattered_on_host_or_unfused,
     validated_dim,
 )
-from .combined import Reduction, launch_combined, validate_combined
+from .combined import Reduction, validate_combined
 from .grouped_matmul import multiply, validate_grouped
 
 ALL_REDUCE_OP = "fused_grouped_matmul_all_reduce"
@@ -134,10 +135,11 @@ def _run_sum(
 ) -> Tensor:
     combined = _multiplied(call)
     if where is not None and choice.algorithm == "push":
-        out = launch_combined(ALL_REDUCE_OP, choice, where, combined.tensors, combined.result_shape, None)
+        results = [(combined.result_shape, None)]
+        (out,) = launch_push(ALL_REDUCE_OP, choice, where, combined.tensors, results, None)
     else:
         total = combined.total()
-        out = reduced_on_host_or_unfused(choice, where, total, call.reduce_op, group, ALL_REDUCE_OP)
+        out = all_reduce.sum_without_kernel(choice, where, total, call.reduce_op, group, ALL_REDUCE_OP)
     return out if call.residual is None else out + call.residual
 
 
@@ -147,7 +149,7 @@ def _run_part(
     combined, dim = _multiplied(call), call.scatter_dim
     if where is not None and choice.algorithm == "push":
         shape = part_shape(combined, dim, group.size())
-        out = launch_combined(REDUCE_SCATTER_OP, choice, where, combined.tensors, shape, None)
+        (out,) = launch_push(REDUCE_SCATTER_OP, choice, where, combined.tensors, [(shape, None)], None)
     else:
         given = ReduceScatterCall(combined.total(), call.reduce_op, dim, call.group_name)
         out = scattered_on_host_or_unfused(choice, where, given, group, REDUCE_SCATTER_OP)

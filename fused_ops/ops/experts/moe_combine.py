@@ -16,11 +16,10 @@ from ....kernels.moe_dispatch.configs import MoeProblem
 from ....kernels.moe_dispatch.reference import host_moe_combine, sum_by_rank
 from ....symm_mem.heap.heap import Heap
 from ... import validation
-from ...dispatch.choice import Choice
+from ...dispatch.choice import Choice, launch_push
 from ...dispatch.plan import ran
 from ..all_gather import gather_within
 from ..op import Op, on_device, refuse_second_gradient
-from .combined import launch_combined
 from .moe_dispatch import KNOWN, choose_rows, listed_again, validate_places
 
 _ops = torch.ops.weft
@@ -81,7 +80,7 @@ def _run_combine(
             return host_moe_combine(choice.begin_on(where), combined, call.ranks), weights
         if where is not None and choice.algorithm == "push":
             shape, given = (slots.shape[0] // size, call.y.shape[1]), (call.y, slots, call.ranks, weights)
-            return launch_combined(BACK, choice, where, given, shape, None), weights
+            return launch_push(BACK, choice, where, given, [(shape, None)], None)[0], weights
         ran(choice.plan_in(None))
         total = combined.total()
         if total.numel() == 0:

@@ -30,14 +30,13 @@ from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ....symm_mem.heap.overflow import overflow_note, raise_noted, refuse_overflow
 from ... import validation
-from ...dispatch.choice import Choice, on_host, unfused
+from ...dispatch.choice import Choice, KernelOf, launch_push, on_host, unfused
 from ...dispatch.launch_cache import launch_again
 from ...dispatch.plan import num_sms, ran
 from ...dispatch.stand_alone import KINDS
 from ...dispatch.workspaces import ALL_REDUCE
 from ..all_gather import gather_within
 from ..op import Op, on_device, refuse_gradient, refuse_second_gradient
-from .combined import CombineHow, launch_combined, launch_for_several
 from .grouped_matmul import validate_index
 from .moe_route import has_route_kernel, run_route, validate_route
 
@@ -163,7 +162,7 @@ def choose_rows(given: Tensor, problem: MoeProblem, group: ProcessGroup) -> Choi
         layout=rounds_layout(problem.vectors, size, config),
         predicted_us=estimate_moe_us(problem.way, nbytes, size),
         programs=lambda: [cuda_kernel.launched_moe(size, rank, problem.defined)],
-        how=CombineHow(problem, lambda place: cuda_kernel.MoeLauncher(place, problem, config)),
+        how=KernelOf(problem, lambda place: cuda_kernel.MoeLauncher(place, problem, config)),
     )
 
 
@@ -198,7 +197,7 @@ def _choose_dispatch(call: MoeDispatchCall, group: ProcessGroup) -> Choice:
         choice,
         layout=choice.layout.joined(ExchangeLayout(of.world_size, slots, choice.layout.blocks + BLOCKS)),
         programs=programs,
-        how=CombineHow((moe.key, sizes, ids.dtype), make),
+        how=KernelOf((moe.key, sizes, ids.dtype), make),
     )
 
 
@@ -226,7 +225,7 @@ def _run_dispatch(
         if choice.algorithm == "push" and where is not None and _is_routed(call, group):
             shapes: list[Any] = [((capacity, call.x.shape[1]), call.x.dtype)]
             shapes += [(each, torch.int32) for each in call.index_sizes(group.size())]
-            return (*launch_for_several(OP, choice, where, call.tensors, shapes, call.arguments),)
+            return (*launch_push(OP, choice, where, call.tensors, shapes, call.arguments),)
         ids = gather_within(call.topk_ids, group, OP)
         if choice.algorithm == "host" and where is not None:
             # All ranks have the ids: they find the same, also an overflow.
@@ -253,7 +252,7 @@ def _run_again(
     if where is not None and choice.algorithm == "push":
         given = [call.x, call.slots, call.ranks, *(() if offs is None else (call.choices, offs))]
         shape = call.choices.shape[0], call.x.shape[1]
-        return launch_combined(OP, choice, where, given, shape, None)
+        return launch_push(OP, choice, where, given, [(shape, None)], None)[0]
     ran(choice.plan_in(None))
     return take_tokens(reference_all_gather(call.x, 0, group), call.choices, k)
 

@@ -34,6 +34,7 @@ from ...dispatch.tensor_guards import needs_no_dispatch
 from .. import all_gather
 from ..op import Op, SumGradient, on_device, refuse_second_gradient
 from . import chunks
+from .exponentials import makes_exponentials
 
 Gather: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -152,7 +153,8 @@ def _run(
         if call.weight is None:
             parts = iter([(slice(None), [chunks.with_rows(x)])])
         else:
-            found = chunks.Gradients(call.x, call.weight, call.bias, call.wanted)
+            made = makes_exponentials(call)
+            found = chunks.Gradients(call.x, call.weight, call.bias, call.wanted, exponentials=made)
             parts = chunks.logits_by_chunks(x, call.weight, call.bias, found)
         bounds, scores = _bounds(call, gather, group.rank()), Scores(call.softcap, call.temperature)
         columns = Columns(call.targets.reshape(-1), bounds[:1], scores, call.extra)
@@ -172,10 +174,14 @@ def _sum(
     losses, count = [], (columns.targets != call.ignore_index).sum() if call.mean else None
     for rows, logits in parts:
         part = columns.rows(rows)
-        gathered = _gathered(chunks.statistics(logits, part), gather)
+        exponentials = found.exponentials(rows, logits, part)
+        sent = chunks.statistics(logits, part) if exponentials is None else exponentials.sent
+        gathered = _gathered(sent, gather)
         of_rows, terms = chunks.row_losses(gathered, part.targets, call.loss, count)
         losses.append(of_rows)
-        if any(call.wanted):
+        if exponentials is not None:
+            found.add(rows, logits, exponentials.factors(terms))
+        elif any(call.wanted):
             chunks.gradient_(logits, part, terms)
             found.add(rows, logits)
     total = torch.cat(losses).sum()

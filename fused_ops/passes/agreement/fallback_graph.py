@@ -25,6 +25,7 @@ from ....symm_mem.groups import native_backends
 from ..graph.collectives import collectives, group_of, kind_of, point_to_point
 from ..graph.nodes import argument, calls, what
 from ..records.entry import Entry
+from ..records.node import packed
 from ..settings import CAPTURE
 from .fallback.kept import (
     CALLERS,
@@ -38,17 +39,14 @@ from .fallback.kept import (
     graph_copy,
     why_not_pickled,
 )
-from .guard import SIZES, GraphGuard, GroupQuestion, pack
+from .guard import SIZES, GraphGuard, GraphQuestion, GroupQuestion
 from .signature import Order, Signature
 from .votes.vote import backend_of
 
 
 def _ask_eagerly(packed: str, fused: bool) -> None:
     """The op ``weft::agree`` where it is run and not generated: this rank's graph runs as it is, whatever others do.
-
-    Raises:
-        WeftError: it must not, because something in it was fused.
-    """
+    WeftError: it must not, because something in it was fused."""
     if fused:
         raise WeftError(
             "weft::agree: a graph in which collectives were fused is run without Inductor's generated code, so the "
@@ -200,7 +198,6 @@ class FallbackGraph:
         Args:
             orders: as ``Signature`` has them.
             passed: groups whose collectives have changed their order against those of others.
-            agree: as the pass has it.
             calls: whose kernels are compiled when the graph is loaded.
 
         Returns:
@@ -225,11 +222,15 @@ class FallbackGraph:
         with unset_fake_temporarily():  # the constants are real
             redraws = _drawn_elsewhere(self._graph) is not None
             original = KeptGraph.of(self._graph, self._owner, redraws) if kept else None
-            packed = pack(asked, signature, original, captured=agree == CAPTURE, unasked=unasked, calls=calls)
+            question = GraphQuestion(
+                *(asked, signature.digest, signature.sizes, signature.what, original),
+                *(agree == CAPTURE, unasked, [*calls]),
+            )
+            text = packed(question)
         first = next(n for n in graph.nodes if n.op != "placeholder")
         with graph.inserting_before(first):
-            question = graph.call_function(_agree, (packed, kept))
-        question.meta["val"], question.meta[SIZES] = None, signature.symbolic
+            node = graph.call_function(_agree, (text, kept))
+        node.meta["val"], node.meta[SIZES] = None, signature.symbolic
         return signature.name
 
 

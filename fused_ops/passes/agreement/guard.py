@@ -31,12 +31,12 @@ from ....symm_mem.groups import native_backends
 from ....symm_mem.heap.registry import has_name
 from ...dispatch.plan import GraphTurn
 from ..kernels_ahead.graph_kernels import KernelsOnTheirWay
-from ..records.node import packed, unpacked
+from ..records.node import unpacked
 from . import outcomes
 from .fallback.kept import KeptGraph
 from .fallback.run import FallbackRuns
 from .reasons import broken_by_leaving, reason_of
-from .signature import Signature, digest, name_of
+from .signature import digest, name_of
 from .votes.board import VoteBoard, vote_board
 from .votes.vote import ABSENT, LATE, LEFT, NO_BOARD, Answer, Vote, begun
 
@@ -75,58 +75,43 @@ class GroupQuestion:
     size: int
 
 
-def pack(
-    groups: Sequence[GroupQuestion],
-    signature: Signature,
-    original: KeptGraph | None,
-    *,
-    captured: bool = False,
-    unasked: bool = True,
-    calls: Sequence[str] = (),
-) -> str:
-    """The argument of ``GraphGuard``.
+class GraphQuestion(NamedTuple):
+    """What a graph's code keeps of what it asks: packed, the argument of ``GraphGuard``.
 
-    Args:
+    Attributes:
         groups: in the order in which they first occur in the graph.
-        signature: of the graph that may run fused.
+        signature: of the graph that may run fused, as ``sizes`` and ``what``.
         original: the graph as it was; None if nothing was fused.
         captured: whether the graph may run fused while a CUDA graph is captured, whose replays will not ask.
         unasked: whether the graph may run without asking once all ranks know it.
         calls: those whose kernels are compiled when the graph is loaded, as ``text_of_call`` gives them.
     """
-    return packed(
-        {
-            "groups": groups,
-            "signature": signature.digest,
-            "sizes": signature.sizes,
-            "what": signature.what,
-            "original": original,
-            "captured": captured,
-            "unasked": unasked,
-            "calls": [*calls],
-        }
-    )
+
+    groups: list[GroupQuestion]
+    signature: int
+    sizes: list[int | str | None]
+    what: list[str]
+    original: KeptGraph | None
+    captured: bool
+    unasked: bool
+    calls: list[str]
 
 
 class GraphGuard:
     """Asks for one compiled graph. Made once by the generated module; used by whatever thread runs the graph."""
 
     def __init__(self, text: str) -> None:
-        data = unpacked(text)
-        self._groups: list[GroupQuestion] = [*data["groups"]]
-        self._signature: int = data["signature"]
-        self._sizes: list[int | str | None] = data["sizes"]
+        asks: GraphQuestion = unpacked(text)
+        self._groups, self._signature, self._sizes = asks.groups, asks.signature, asks.sizes
         self._signed: tuple[tuple[int, ...], int] | None = None  # sizes, and the signature with them
-        self._what: list[str] = data["what"]
-        kept = data["original"]
-        self._original = None if kept is None else FallbackRuns(self.name, kept)
-        self._captured: bool = data["captured"]
+        self._what, self._captured = asks.what, asks.captured
+        self._original = None if asks.original is None else FallbackRuns(self.name, asks.original)
         fused = [g for g in self._groups if g.fused]
         # Each group's answer depends on the others': they go round until every rank that shares any of them has the
         # same.
         self._rounds = [*fused, *fused[-2::-1]]
         # Not where the answer of one group's ranks depends on another's.
-        self._unasked: bool = data["unasked"] and len(self._rounds) < 2
+        self._unasked = asks.unasked and len(self._rounds) < 2
         self._resolved: dict[str, weakref.ref[ProcessGroup]] = {}
         self._boards: dict[str, weakref.ref[VoteBoard]] = {}  # of these groups
         self._told: set[tuple[str, int]] = set()
@@ -134,7 +119,7 @@ class GraphGuard:
         # Of each group, the fused one last: there it may run without asking. Empty where it must ask.
         self._known_by: list[tuple[GroupQuestion, weakref.ref[ProcessGroup], weakref.ref[VoteBoard]]] = []
         self._why_not_fuse: str | None = None
-        self._kernels: KernelsOnTheirWay | None = KernelsOnTheirWay(data["calls"])
+        self._kernels: KernelsOnTheirWay | None = KernelsOnTheirWay(asks.calls)
 
     @property
     def name(self) -> str:
@@ -143,13 +128,12 @@ class GraphGuard:
     def fused(self, sizes: tuple[int, ...] = ()) -> bool:
         """Whether every rank is about to run this graph, and so may run it fused. Every rank gets the same answer.
 
-        Ranks that have agreed for long do not ask before a graph that they all know.
-
-        ``sizes`` are those that the graph was compiled without. The ranks must have the same.
-
         A rank that does not come is waited for once: ``VOTE_DEADLINE`` seconds, or the group's deadline if that is
         less; not at all if its process has ended. Then the graph runs unfused until that rank has shown that it was
         only late, or for good if it ran something else.
+
+        Args:
+            sizes: those that the graph was compiled without. The ranks must have the same.
 
         Raises:
             ValueError: a group in which something was fused has another number of ranks than the graph was made for.
@@ -214,9 +198,7 @@ class GraphGuard:
         return signed[1]
 
     def _look_up_groups(self) -> dict[str, Voters]:
-        """Of each group, by its name.
-
-        Groups are known by name, and after destroy_process_group another may have it: of its ranks nothing is known.
+        """Of each group, by its name: after destroy_process_group another may have it, of whose ranks nothing is known.
 
         Where something was fused, both ways are for as many ranks as there were. A group in which all was left alone
         goes on as without the pass.

@@ -90,10 +90,7 @@ def reset_outcomes() -> None:
 
 
 def count_vote(graph: str, fused: bool, seconds: float) -> None:
-    """
-    Args:
-        graph: the name of what was voted on.
-    """
+    """Of a graph by its name."""
     with _lock:
         _count(graph, fused, seconds, 0)
 

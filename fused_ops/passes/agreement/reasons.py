@@ -14,13 +14,8 @@ from .votes.vote import ABSENT, ANOTHER_GRAPH, CANNOT_FUSE, ENDED, LATE, LOCKED,
 
 
 def reason_of(answer: Answer, where: VoteBoard, what: list[str], own: str | None, deadline: float) -> str:
-    """Why this rank was answered that it cannot run its graph fused.
-
-    Args:
-        what: became of the graph's collectives.
-        own: why this rank itself could not.
-        deadline: that of the vote, in seconds.
-    """
+    """Why this rank was answered that it cannot run its graph fused. ``what``: became of the graph's collectives;
+    ``own``: why this rank itself could not."""
     peer = answer.peer
     if answer.why == CANNOT_FUSE and peer == where.rank:
         return own or "another group's ranks differ"

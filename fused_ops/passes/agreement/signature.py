@@ -54,10 +54,9 @@ class Signature:
         *,
         before: Collection[fx.Node],
     ) -> None:
-        """
+        """``graph``: as the pass leaves it; ``before``: the nodes that it had before.
+
         Args:
-            graph: as the pass leaves it.
-            before: the nodes that it had before the pass.
             index: the groups' numbers; their names may differ from rank to rank.
             fused: the groups in which something was fused.
             orders: of each op that the pass has put in.
@@ -105,10 +104,7 @@ class Signature:
         )
 
     def _word(self, value: Any, shapes: bool, own: tuple[int, ...] = ()) -> str:
-        """
-        Args:
-            own: dimensions in which each rank may have a size of its own, as ``Op.own_dims`` has them.
-        """
+        """``own``: dimensions in which each rank may have a size of its own, as ``Op.own_dims`` has them."""
         if isinstance(value, (list, tuple)):
             if not shapes:
                 return f"[{len(value)}]"

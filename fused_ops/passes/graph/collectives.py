@@ -69,10 +69,7 @@ class Collective:
 
     @classmethod
     def from_node(cls, node: fx.Node, groups: frozenset[str] | None) -> Collective:
-        """
-        Raises:
-            LeftAlone: it is none that can be fused.
-        """
+        """LeftAlone: it is none that can be fused."""
         if node.target not in _FUSIBLE:
             raise LeftAlone(
                 "weft fuses all_gather, reduce_scatter, all_reduce and all_to_all of one tensor into new memory only"

@@ -42,10 +42,7 @@ class GatherLayout:
 
     @classmethod
     def of(cls, rows: Digits, columns: Digits, world: int, changes: tuple[Change, ...] = ()) -> GatherLayout:
-        """
-        Raises:
-            LeftAlone: the op has none for that.
-        """
+        """LeftAlone: the op has none for that."""
         if (part := part_of_rank(rows, columns, world)) is None:
             raise LeftAlone("the gathered dimension is contracted, but is not the outermost one")
         return cls(*part, changes)
@@ -76,10 +73,7 @@ class Gathered:
 
     @classmethod
     def by(cls, c: Collective, groups: frozenset[str] | None) -> Gathered:
-        """
-        Raises:
-            LeftAlone: the input is a number.
-        """
+        """LeftAlone: the input is a number."""
         if val(c.x).dim() == 0:
             raise LeftAlone("its input is a number")
         result = cls([c, *_repeats(c, groups)], {}, [], {})
@@ -126,14 +120,8 @@ class Gathered:
         return {c.node for c in self.collectives}
 
     def needed_before(self, at: fx.Node, operand: fx.Node, *, begun: bool = False) -> set[fx.Node]:
-        """The nodes that must be moved to before ``at`` for an operand to be there.
-
-        Args:
-            begun: what has begun before ``at`` may be waited for there, such as the maximum of a weight that is cast.
-
-        Raises:
-            LeftAlone: one of them cannot be.
-        """
+        """The nodes that must be moved to before ``at`` for an operand to be there. LeftAlone: one of them cannot be.
+        With ``begun`` what has begun before may be waited for there, such as the maximum of a weight that is cast."""
         own = self.views.keys() | self.cut.keys() | self._gathers()
         needed: set[fx.Node] = set()
         pending = [operand]
@@ -200,10 +188,8 @@ class Gathered:
         return best and best[1]
 
     def _unwritten(self, view: View) -> bool:
-        """Whether the view has what was gathered, or what has since been written to the gathered tensor itself.
-
-        A copy that was made after something was written may have neither.
-        """
+        """Whether the view has what was gathered, or what has since been written to the gathered tensor itself: a copy
+        that was made after something was written may have neither."""
         while view.step is not None and memory(view.step.source) == memory(view.node):
             view = self.views[view.step.source]
         return view.step is None or first_write(self.collectives[0].node, view.node) is None

@@ -78,11 +78,8 @@ def same_size(a: Digits, b: Digits) -> bool:
 
 
 def reshaped(dims: Dims, shape: Sequence[Size]) -> Dims:
-    """The dimensions of the same elements, in the same order, in another shape of as many.
-
-    Raises:
-        LeftAlone: an end of a dimension of ``shape`` is not known to fall between two digits.
-    """
+    """The dimensions of the same elements, in the same order, in another shape of as many. LeftAlone: an end of a
+    dimension of ``shape`` is not known to fall between two digits."""
     pending = [digit for digits in dims for digit in digits]
     front: list[Digits] = []
     back: list[Digits] = []
@@ -139,11 +136,8 @@ def permuted(dims: Dims, permutation: Sequence[int]) -> Dims:
 
 
 def moved_dims(dims: Dims, count: Size, source: int, target: int) -> Dims:
-    """What is cut into ``count`` equal parts along ``source``, the parts joined along ``target``.
-
-    Raises:
-        LeftAlone: the parts are not known to end where a digit ends.
-    """
+    """What is cut into ``count`` equal parts along ``source``, the parts joined along ``target``. LeftAlone: the parts
+    are not known to end where a digit ends."""
     if source == target:
         return dims
     rest = list(dims[source])
@@ -157,11 +151,8 @@ def moved_dims(dims: Dims, count: Size, source: int, target: int) -> Dims:
 
 
 def around_rank(digits: Digits, world: int) -> tuple[Digits, Digits] | None:
-    """The digits before and after the ranks, of which there are ``world``, or None where there are no ranks.
-
-    Raises:
-        LeftAlone: the ranks are there in part only.
-    """
+    """The digits before and after the ranks, of which there are ``world``, or None where there are no ranks. LeftAlone:
+    the ranks are there in part only."""
     at = [i for i, digit in enumerate(digits) if digit.axis == RANK]
     if not at:
         return None
@@ -171,13 +162,8 @@ def around_rank(digits: Digits, world: int) -> tuple[Digits, Digits] | None:
 
 
 def part_of_rank(rows: Digits, columns: Digits, world: int) -> tuple[Dims, int] | None:
-    """The dimensions of a rank's part of a matrix, and along which of these the ranks' parts stand side by side.
-
-    None where they are columns of the matrix that do not stand side by side.
-
-    Raises:
-        LeftAlone: the ranks are there in part only.
-    """
+    """The dimensions of a rank's part of a matrix, and along which of these the ranks' parts stand side by side; None
+    where they are columns of the matrix that do not. LeftAlone: the ranks are there in part only."""
     if (around := around_rank(rows, world)) is not None:
         before, after = around
         return ((before, after, columns), 1) if before else ((after, columns), 0)
@@ -186,11 +172,8 @@ def part_of_rank(rows: Digits, columns: Digits, world: int) -> tuple[Dims, int] 
 
 
 def refined(have: Digits, want: Digits) -> tuple[Digits, Digits]:
-    """Both, split so that each digit of the one is a digit of the other.
-
-    Raises:
-        LeftAlone: that is not known to be possible.
-    """
+    """Both, split so that each digit of the one is a digit of the other. LeftAlone: that is not known to be
+    possible."""
     parts: tuple[dict[Digit, list[Digit]], ...] = ({}, {})
     for axis in dict.fromkeys(digit.axis for digit in (*have, *want)):
         # What is left of each side's digits of the axis, and which digit it is a piece of.

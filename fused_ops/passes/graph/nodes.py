@@ -42,11 +42,7 @@ def known(fact: Any) -> bool:
 
 
 def hint(size: Size) -> int:
-    """What a size is in the example that the graph was made with.
-
-    Raises:
-        LeftAlone: it depends on data.
-    """
+    """What a size is in the example that the graph was made with. LeftAlone: it depends on data."""
     if isinstance(size, int):
         return size
     if not size.node.has_hint():
@@ -121,6 +117,13 @@ def only_user(node: Any) -> Any:
     return users[0] if len(users) == 1 else None
 
 
+def flattened(node: Any) -> Any:
+    """What the node has the elements of, in this order."""
+    while calls(node, *FLAT):
+        node = node.args[0]
+    return node
+
+
 def what(node: fx.Node) -> str:
     """The node in words, for a reason."""
     if node.op == "output":
@@ -184,10 +187,7 @@ def first_write(first: fx.Node, last: fx.Node) -> fx.Node | None:
 
 
 def check_no_write(first: fx.Node, last: fx.Node) -> None:
-    """Between the two nodes, in graph order, nothing writes to memory: they can be moved against each other.
-
-    Raises:
-        LeftAlone: something does.
-    """
+    """Between the two nodes, in graph order, nothing writes to memory: they can be moved against each other. LeftAlone:
+    something does."""
     if (node := first_write(first, last)) is not None:
         raise LeftAlone(f"{what(node)} writes to memory between {first.name} and {last.name}")

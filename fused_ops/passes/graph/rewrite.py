@@ -22,11 +22,7 @@ from .nodes import LeftAlone, Size, aten, is_contiguous, is_val, known, same_sha
 
 
 def value(target: Any, args: Any, kwargs: Any) -> Any:
-    """What the fake implementation of ``target`` gives for nodes.
-
-    Raises:
-        LeftAlone: as ``call``.
-    """
+    """What the fake implementation of ``target`` gives for nodes. LeftAlone: as ``call``."""
     fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
     mode = detect_fake_mode(torch.utils._pytree.tree_leaves((fake_args, fake_kwargs)))
     try:
@@ -39,11 +35,8 @@ def value(target: Any, args: Any, kwargs: Any) -> Any:
 
 
 def call(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A call of ``target`` before the given node.
-
-    Raises:
-        LeftAlone: it cannot be called with these arguments, or whether it can depends on data.
-    """
+    """A call of ``target`` before the given node. LeftAlone: it cannot be called with these arguments, or whether it
+    can depends on data."""
     result = value(target, args, kwargs)
     # As tracers write them: Inductor of torch 2.11 takes no tuple of tensors to concatenate.
     args = tuple(list(arg) if isinstance(arg, tuple) else arg for arg in args)
@@ -106,13 +99,10 @@ def _holder(
 
 
 def reshape_sizes(shape: Iterable[Size], before: fx.Node, near: Sequence[fx.Node] = ()) -> list[Any]:
-    """``shape`` as the argument of a reshape before the given node.
+    """``shape`` as the argument of a reshape before the given node. LeftAlone: a size is held by none.
 
-    One symbolic size is left to the reshape. Others are read from nodes that hold them, or from the shape of the
-    nodes ``near`` and of the graph's inputs.
-
-    Raises:
-        LeftAlone: a size is held by none.
+    One symbolic size is left to the reshape. Others are read from nodes that hold them, or from the shape of the nodes
+    ``near`` and of the graph's inputs.
     """
     result: list[Any] = list(shape)
     holders = {i: _holder(s, before, near) for i, s in enumerate(result) if isinstance(s, torch.SymInt)}
@@ -131,14 +121,8 @@ def reshape_sizes(shape: Iterable[Size], before: fx.Node, near: Sequence[fx.Node
 
 
 def fused(before: fx.Node, op: Any, c: Collective, *args: Any, **kwargs: Any) -> fx.Node:
-    """A call of one of weft's ops in place of a collective, for as many ranks.
-
-    Args:
-        args: those before the group.
-
-    Raises:
-        LeftAlone: as ``call``.
-    """
+    """A call of one of weft's ops in place of a collective, for as many ranks. ``args``: those before the group.
+    LeftAlone: as ``call``."""
     return call(before, op, *args, c.group, **kwargs, group_size=c.world)
 
 
@@ -178,11 +162,8 @@ def rearrange(
     before: fx.Node,
     near: Sequence[fx.Node] = (),
 ) -> fx.Node:
-    """A node of dimensions ``have`` as one of dimensions ``want``, whose sizes are ``shape``; any strides.
-
-    Raises:
-        LeftAlone: it is not known how one is made from the other.
-    """
+    """A node of dimensions ``have`` as one of dimensions ``want``, whose sizes are ``shape``; any strides. LeftAlone:
+    it is not known how one is made from the other."""
     ours, theirs = refined(flat_dims(have), flat_dims(want))
     order = [ours.index(piece) for piece in theirs]
     if order != sorted(order):

@@ -88,11 +88,7 @@ Leads = Mapping[fx.Node, int]
 
 def lead_of_step(node: fx.Node, leads: Leads, layout: RowLayout, same: Collection[fx.Node]) -> int | None:
     """How many first dimensions count the rows of a node that is made of such; None if it is not computed by rows.
-
-    Args:
-        leads: of those that are known.
-        same: what all ranks have alike.
-    """
+    ``leads``: of those that are known; ``same``: what all ranks have alike."""
     if node.op != "call_function" or not any(n in leads for n in node.all_input_nodes):
         return None
     source = node.args[0] if node.args else None
@@ -120,15 +116,8 @@ def sums_rows(node: fx.Node, leads: Leads) -> bool:
 
 
 def step_by_rows(node: fx.Node, own: Mapping[fx.Node, fx.Node], leads: Leads, layout: RowLayout) -> fx.Node:
-    """The node of a rank's own rows, before the node itself.
-
-    Args:
-        own: what stands for the nodes of which it is made.
-        leads: with that of the node.
-
-    Raises:
-        LeftAlone: it cannot be called with these.
-    """
+    """The node of a rank's own rows, before the node itself. ``own``: what stands for the nodes of which it is made;
+    ``leads``: with that of the node. LeftAlone: it cannot be called with these."""
     if calls(node, operator.getitem):
         return call(node, operator.getitem, own[node.args[0]], node.args[1])  # type: ignore[index]
     lead, count = leads[node], len(layout.lead)

@@ -41,10 +41,8 @@ Change: TypeAlias = "torch.dtype | Scaling"
 
 
 def scaling(node: fx.Node) -> tuple[fx.Node, Scaling] | None:
-    """The tensor that the node multiplies by a number, and how; None if it does something else.
-
-    A factor that is 0 or no number is none: it does not leave what an infinite element is.
-    """
+    """The tensor that the node multiplies by a number, and how; None if it does something else. A factor that is 0 or
+    no number is none: it does not leave what an infinite element is."""
     if not calls(node, *_FACTORS, *_DIVISORS, *_MINUS) or not is_val(node):
         return None
     source, *numbers = node.args
@@ -87,11 +85,8 @@ def changed(node: fx.Node, changes: tuple[Change, ...], before: fx.Node) -> fx.N
 
 
 def check_factor(factor: float, dtype: torch.dtype, what: str) -> None:
-    """An operand of this dtype may be multiplied by the factor before its product is taken.
-
-    Raises:
-        LeftAlone: it may then be too large for the dtype, or too small.
-    """
+    """An operand of this dtype may be multiplied by the factor before its product is taken. LeftAlone: it may then be
+    too large for the dtype, or too small."""
     if abs(factor) == 1:
         return
     if dtype == torch.float16:

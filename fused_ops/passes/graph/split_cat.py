@@ -10,6 +10,7 @@ import operator
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -27,7 +28,6 @@ class Parts:
     The parts are equal if the two differ, and if they have not that dimension (``dropped``); else they may be anything.
     """
 
-    cat: fx.Node
     source: fx.Node
     count: int
     cut_dim: int
@@ -37,19 +37,11 @@ class Parts:
 
     @classmethod
     def from_cat(cls, cat: fx.Node) -> Parts:
-        """
-        Args:
-            cat: an aten.cat.
-
-        Raises:
-            LeftAlone: it does not join exactly the parts of one tensor, once each and in order.
-        """
+        """LeftAlone: it does not join exactly the parts of one tensor, once each and in order."""
         inputs = cat.args[0]
-        if not isinstance(inputs, (list, tuple)) or not all(is_val(n) for n in inputs):
+        if not isinstance(inputs, list | tuple) or not all(map(is_val, inputs)):
             raise LeftAlone(f"the inputs of {what(cat)} are not known")
         parts: list[fx.Node] = list(inputs)  # type: ignore[arg-type]
-        if not parts:
-            raise LeftAlone(f"{what(cat)} joins nothing")
         if calls(parts[0], operator.getitem):
             source, cut_dim, nodes = _split(cat, parts)
         elif calls(parts[0], *SLICES):
@@ -61,7 +53,7 @@ class Parts:
         # dimension and joined along another are equal, and those of a split cover all of it. Joined along the
         # dimension they were cut along, they are the tensor itself.
         dropped = calls(nodes[0], aten.unbind.int, aten.select.int)
-        return cls(cat, source, len(parts), cut_dim, join_dim, dropped, nodes)
+        return cls(source, len(parts), cut_dim, join_dim, dropped, nodes)
 
 
 def _in_order(cat: fx.Node, order: list[int]) -> None:
@@ -70,29 +62,23 @@ def _in_order(cat: fx.Node, order: list[int]) -> None:
 
 
 def _split(cat: fx.Node, parts: list[fx.Node]) -> tuple[fx.Node, int, tuple[fx.Node, ...]]:
-    split = parts[0].args[0]
-    if not isinstance(split, fx.Node) or not calls(split, *SPLITS):
+    split: Any = parts[0].args[0]
+    if not calls(split, *SPLITS):
         raise LeftAlone(f"{what(cat)} joins {what(parts[0])}, not a part of a tensor")
     for part in parts:
         if not calls(part, operator.getitem) or part.args[0] is not split:
             raise LeftAlone(f"{what(cat)} joins {what(part)}, which is no part of {what(split)}")
-    pieces = split.meta.get("val")
-    number = len(pieces) if isinstance(pieces, (list, tuple)) else -1
-    if number != len(parts):
+    if (number := len(split.meta["val"])) != len(parts):
         raise LeftAlone(f"{what(split)} makes {number} parts, not {len(parts)}")
     _in_order(cat, [part.args[1] for part in parts])  # type: ignore[misc]
     source = split.args[0]
-    if not isinstance(source, fx.Node):
-        raise LeftAlone(f"what {what(split)} cuts is not known")
     at = 1 if calls(split, aten.unbind.int) else 2
     dim = argument(split, at, "dim", 0) % val(source).dim()
     return source, dim, (split, *parts)
 
 
 def _slices(cat: fx.Node, parts: list[fx.Node]) -> tuple[fx.Node, int, tuple[fx.Node, ...]]:
-    source = parts[0].args[0]
-    if not isinstance(source, fx.Node):
-        raise LeftAlone(f"what {what(parts[0])} cuts is not known")
+    source: fx.Node = parts[0].args[0]  # type: ignore[assignment]
     dims = set()
     for part in parts:
         if part.target is not parts[0].target or part.args[0] is not source:

@@ -2,8 +2,7 @@
 
 Padding moves to the other side of the product, so that this stands beside its collective: rows that were cut off the
 gathered tensor are cut off the product, and zeros after the product's rows are put after its operand's. They are the
-last rows, of each sequence of a batch where that is not sharded, fewer than there are ranks. Where no op takes the
-product, the graph gets back what it had.
+last rows, of each sequence of a batch where that is not sharded, fewer than there are ranks.
 
 A row of zeros times a matrix is zero, or NaN in columns of the matrix that are not finite. There each other row of the
 product is infinite or NaN, too.
@@ -12,8 +11,7 @@ product is infinite or NaN, too.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
@@ -36,44 +34,8 @@ _FAR = 16  # nodes between a collective and its padding
 _GATHER, _SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 
 
-@dataclass(frozen=True)
-class MovedPadding:
-    """What stands for a product and the padding beside it.
-
-    Attributes:
-        product: with the rows of all shards.
-        result: with those that there were.
-        original: writes what there was before ``result``, from what the product is now of.
-    """
-
-    product: fx.Node
-    result: fx.Node
-    original: Callable[[], fx.Node]
-
-    @classmethod
-    def of(
-        cls, node: fx.Node, product: fx.Node, result: fx.Node, original: Callable[[], fx.Node]
-    ) -> MovedPadding:
-        """``result`` takes the place of ``node``, with which goes what only that has used."""
-        product.meta = {**_product_of(node).meta, "val": val(product)}
-        node.replace_all_uses_with(result)
-        erase_unused([*_made_of(node)])
-        return cls(product, result, original)
-
-    def put_back(self) -> None:
-        """Unless an op has taken the product."""
-        if self.product._erased or self.result._erased:
-            return
-        new = self.original()
-        product = _product_of(new)
-        product.meta = {**self.product.meta, "val": val(product)}
-        self.result.replace_all_uses_with(new)
-        erase_unused([*_made_of(self.result)])
-
-
-def move_padding(graph: fx.Graph) -> list[MovedPadding]:
-    """Moves it wherever it stands between a collective and a product; gives what may be put back."""
-    found = []
+def move_padding(graph: fx.Graph) -> None:
+    """Moves it wherever it stands between a collective and a product."""
     for node in list(graph.nodes):
         if node._erased or not calls(node, *_PRODUCTS, aten.cat.default):
             continue
@@ -83,23 +45,26 @@ def move_padding(graph: fx.Graph) -> list[MovedPadding]:
         except LeftAlone:
             continue
         if moved is not None:
-            found.append(moved)
-    return found
+            product, result = moved
+            product.meta = {**_product_of(node).meta, "val": val(product)}
+            node.replace_all_uses_with(result)
+            erase_unused([*_made_of(node)])
 
 
-def _cut_after(node: fx.Node) -> MovedPadding | None:
-    """``gathered[..., :n, :] @ w`` is ``(gathered @ w)[..., :n, :]``."""
+def _cut_after(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """``gathered[..., :n, :] @ w`` is ``(gathered @ w)[..., :n, :]``: the product of all rows, and what is cut off it
+    has the node's shape."""
     args: Any = node.args
     *addend, left, right = args
-    *copied, cut = _flat(left, copies=True)
+    *_, cut = _flat(left, copies=True)
     if not calls(cut, aten.slice.Tensor) or any(is_val(a) and val(a).dim() != 1 for a in addend):
-        return None
-    if any(calls(n, aten.clone.default) and first_write(n, node) is not None for n in copied):
         return None
     source: Any = cut.args[0]
     gather = _gather_of(source)
     kept, there = _rows(left), _rows(source)
     if gather is None or kept is None or there is None or not _first_rows(cut):
+        return None
+    if first_write(gather, node) is not None:
         return None
     width, shape, dim = val(left).shape[1], list(val(source).shape), argument(cut, 1, "dim", 0)
     few = val(cut).shape[dim]
@@ -109,20 +74,12 @@ def _cut_after(node: fx.Node) -> MovedPadding | None:
     columns = val(product).shape[1]
     whole = reshape(product, [*shape[:-1], columns], node)
     result = reshape(call(node, aten.slice.Tensor, whole, dim, 0, few), [kept, columns], node)
-
-    def original() -> fx.Node:
-        *addend, whole, right = product.args
-        rows: Any = next((n for n in (left, cut) if not n._erased and n < result), None)
-        if rows is None:
-            rows = call(result, aten.slice.Tensor, reshape(whole, shape, result), dim, 0, few)  # type: ignore[arg-type]
-        rows = reshape(rows, [kept, width], result)
-        return call(result, product.target, *addend, rows, right, **product.kwargs)
-
-    return MovedPadding.of(node, product, result, original)
+    return product, result
 
 
-def _padded_before(node: fx.Node) -> MovedPadding | None:
-    """``pad(a @ w)`` is ``pad(a) @ w``, where it is cut into parts, the last of which are padded, and joined again."""
+def _padded_before(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """``pad(a @ w)`` is ``pad(a) @ w``, where it is cut into parts, the last of which are padded, and joined again: the
+    product, and that in its shape."""
     parts: Any = node.args[0]
     if not isinstance(parts, list | tuple) or len(parts) < 2:
         return None
@@ -166,22 +123,7 @@ def _padded_before(node: fx.Node) -> MovedPadding | None:
     rows = reshape(a, [*shape[:-1], depth], node)
     padded = call(node, aten.constant_pad_nd.default, rows, [*after, 0, missing], 0.0)
     new = call(node, aten.mm.default, reshape(padded, [want, depth], node), w)
-    result = reshape(new, wanted, node)
-
-    def original() -> fx.Node:
-        *_, padded = _flat(new.args[0])
-        *_, a = (n for n in _flat(padded.args[0]) if list(val(n).shape) == [have, depth])
-        rows = call(result, aten.mm.default, a, new.args[1])
-        cut = call(result, aten.split.Tensor, reshape(rows, shape, result), size, dim)
-        parts = [call(result, operator.getitem, cut, i) for i in range(number)]
-        if empty := wanted[dim] // size - number:
-            parts += [call(result, aten.slice.Tensor, parts[0], dim, 0, 0)] * empty
-        for i, part in enumerate(parts):
-            if short := size - int(val(part).shape[dim]):
-                parts[i] = call(result, aten.constant_pad_nd.default, part, [*after, 0, short], 0.0)
-        return call(result, aten.cat.default, parts, dim)
-
-    return MovedPadding.of(node, new, result, original)
+    return new, reshape(new, wanted, node)
 
 
 def _product_of(node: fx.Node) -> fx.Node:

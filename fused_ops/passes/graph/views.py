@@ -15,7 +15,7 @@ from .scaling import Change, scaling
 from .split_cat import SLICES, SPLITS, Parts
 
 CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
-_PERMUTES = (aten.permute.default, aten.transpose.int, aten.t.default)
+PERMUTES = (aten.permute.default, aten.transpose.int, aten.t.default)
 _WHOLE = (aten.slice.Tensor, aten.expand.default)
 # The number that leaves an operand as it is, and whether it may stand on the left, too.
 _NEUTRAL = {
@@ -52,10 +52,7 @@ class ViewStep:
 
 def view_step(node: fx.Node) -> ViewStep | None:
     """The step to this node from what it is made of; None if it holds other elements than that, or than multiples.
-
-    Raises:
-        LeftAlone: it joins parts, but not all of one tensor in order.
-    """
+    LeftAlone: it joins parts, but not all of one tensor in order."""
     if not is_val(node) or node.op != "call_function" or not node.args:
         return None
     if calls(node, aten.cat.default):
@@ -84,7 +81,7 @@ def view_step(node: fx.Node) -> ViewStep | None:
     have, want = val(source).shape, val(node).shape
     if node.target in FLAT or (node.target in _WHOLE and _same_but_ones(have, want)):
         return ViewStep(node, source, lambda dims: reshaped(dims, want), lambda dims: reshaped(dims, have))
-    if calls(node, *_PERMUTES):
+    if calls(node, *PERMUTES):
         permutation = _permutation(node, len(have))
         inverse = [permutation.index(i) for i in range(len(have))]
         return ViewStep(node, source, lambda d: permuted(d, permutation), lambda d: permuted(d, inverse))

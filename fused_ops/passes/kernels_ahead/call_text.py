@@ -29,12 +29,8 @@ def is_planned(node: fx.Node) -> bool:
 
 
 def text_of_call(node: fx.Node) -> str:
-    """The call of a node, symbolic sizes as they are now.
-
-    Raises:
-        LeftAlone: one of them depends on data.
-        TypeError: it takes something else.
-    """
+    """The call of a node, symbolic sizes as they are now. LeftAlone: one of them depends on data. TypeError: it takes
+    something else."""
     args = node.args, node.kwargs
     return json.dumps([str(node.target._schema.name), *map(_as_json, args)])  # type: ignore[union-attr]
 
@@ -63,11 +59,8 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def planned_text(text: str) -> tuple[Plan, list[CompilableProgram]]:
-    """How a call would run here, and the programs that it would launch. Nothing is loaded, launched or sent.
-
-    Raises:
-        ValueError, TypeError: what the call would raise.
-    """
+    """How a call would run here, and the programs that it would launch. Nothing is loaded, launched or sent. It raises
+    what the call would raise."""
     name, args, kwargs = json.loads(text)
     op = getattr(torch.ops.weft, name.removeprefix("weft::")).default
     # A compiler may have a mode of its own, and what makes programs looks at parts of operands.

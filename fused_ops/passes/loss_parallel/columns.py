@@ -152,10 +152,7 @@ class OwnColumns:
         self._made: dict[fx.Node, fx.Node] = {}
 
     def of(self, node: fx.Node, before: fx.Node) -> fx.Node:
-        """
-        Raises:
-            LeftAlone: it is not computed of gathered ones column by column.
-        """
+        """LeftAlone: it is not computed of gathered ones column by column."""
         if node is self.columns.whole:
             self._made.setdefault(node, self.columns.shard(before))
         if node not in self._made:

@@ -35,13 +35,11 @@ class Path:
             or a sum with other gradients (``add``).
         end: this rank's columns.
         summed: whether these are of the sum of all ranks' gradients.
-        passed: the nodes between the last step and the end.
     """
 
     steps: tuple[fx.Node, ...]
     end: fx.Node
     summed: bool
-    passed: tuple[fx.Node, ...]
 
     @property
     def sums(self) -> list[fx.Node]:
@@ -49,16 +47,15 @@ class Path:
 
 
 def path_of(gradient: fx.Node, columns: GatheredColumns) -> Path:
-    """
-    Raises:
-        LeftAlone: all columns of the gradient are needed.
-    """
+    """LeftAlone: all columns of the gradient are needed."""
     steps: list[fx.Node] = []
     node = gradient
     while True:
         if (end := _end(node, columns)) is not None:
             return Path(tuple(steps), *end)
         user = only_user(node)
+        if user is None and any(map(_is_summed, node.users)):
+            raise LeftAlone("its temperature is learned, and the gradient of that sums up all columns")
         if user is None or not (_is_multiple(user, node) or _is_put_into_zeros(user, node) or _is_sum(user)):
             raise LeftAlone(f"all columns of its gradient are used, by {' and '.join(map(what, node.users))}")
         steps.append(user)
@@ -76,6 +73,12 @@ def _is_multiple(node: fx.Node, source: fx.Node) -> bool:
     return inputs.count(source) == 1 and all(same_shape(val(a).shape, val(node).shape) for a in inputs)
 
 
+def _is_summed(node: Any) -> bool:
+    while calls(node, CAST, aten.neg.default, aten.mul.Tensor):
+        node = only_user(node)
+    return calls(node, aten.sum.default, aten.sum.dim_IntList)
+
+
 def _is_put_into_zeros(node: fx.Node, source: fx.Node) -> bool:
     if not calls(node, aten.slice_scatter.default) or node.args[1] is not source:
         return False
@@ -90,8 +93,8 @@ def _is_sum(node: fx.Node) -> bool:
     return all(same_shape(val(a).shape, val(node).shape) for a in node.args)  # type: ignore[arg-type]
 
 
-def _end(node: fx.Node, columns: GatheredColumns) -> tuple[fx.Node, bool, tuple[fx.Node, ...]] | None:
-    """(this rank's part, whether it is of the sum of all ranks', what lies between), if nothing else is used."""
+def _end(node: fx.Node, columns: GatheredColumns) -> tuple[fx.Node, bool] | None:
+    """(this rank's part, whether it is of the sum of all ranks'), if nothing else is used."""
     cuts = list(node.users)
     splits = [u for u in cuts if calls(u, *SPLITS[:2])]
     if len(splits) == len(cuts) == 1:
@@ -108,7 +111,7 @@ def _end(node: fx.Node, columns: GatheredColumns) -> tuple[fx.Node, bool, tuple[
         return known(places[cut][2] == start) and known(val(cut).shape[-1] == columns.widths[rank])
 
     if len(cuts) == 1 and is_of(cuts[0], columns.rank):
-        return cuts[0], False, tuple(splits)
+        return cuts[0], False
     joined: Any = only_user(cuts[0])
     if not calls(joined, aten.cat.default) or set(joined.all_input_nodes) != set(cuts):
         return None
@@ -122,4 +125,4 @@ def _end(node: fx.Node, columns: GatheredColumns) -> tuple[fx.Node, bool, tuple[
         return None
     if scatter.args[1:] != ("sum", columns.c.world, columns.c.group):
         return None
-    return wait, True, (*splits, *cuts, joined, scatter)
+    return wait, True

@@ -1,29 +1,23 @@
 """Loss parallelism on the graph of forward and backward, before AOTAutograd's partitioner: what is kept for the
 backward are a rank's own columns.
 
-As ``sequence_parallel/joint.py`` it changes what all ranks must change alike, by the graph, the group's size and the
-settings. Targets, and rows that are cut out of the logits, are taken to be the same on all ranks.
+Targets, and rows that are cut out of the logits, are taken to be the same on all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from ...ops.vocabulary import chunks
-from ..agreement.fallback.run import is_fallback_graph
-from ..cache_key import pass_key
-from ..canonicalize import by_position, name_groups, wait_once
 from ..graph.collectives import Collective
-from ..graph.nodes import LeftAlone, c10d, hint, val
+from ..graph.nodes import LeftAlone, c10d, hint, hint_or_one, val
 from ..origin import fields_of
 from ..records.entry import Entry
 from ..settings import LOGITS_BYTES, PassSettings
-from .columns import gathered_columns, keeps_columns
+from .columns import gathered_columns, keeps_columns, uncast
 from .gradient import path_of
 from .linear import put_on_product
 from .log_sum import elements_of, log_sum_of, put_log_sum_on_columns
@@ -37,81 +31,76 @@ _ENTRIES = "weft_loss_parallel"
 _LEFT = "weft_not_loss_parallel"
 
 
-class JointLosses(PassSettings, CustomGraphPass):
-    """Made by ``FusionPass(loss_parallel=True)``."""
+def put_losses_on_columns(graph: fx.Graph, settings: PassSettings) -> None:
+    for node in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
+        _put_on_columns(node, settings)
+    for node in graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
+        if not node._erased:
+            _put_on_statistics(node, settings)
 
-    def uuid(self) -> Any:
-        return f"{pass_key(self)} losses"
 
-    def __call__(self, graph: fx.Graph) -> None:
-        if is_fallback_graph():
+def _put_on_statistics(node: fx.Node, settings: PassSettings) -> None:
+    try:
+        c = Collective.from_node(node, settings.groups)
+    except LeftAlone:
+        return
+    try:
+        if (loss := sharded_loss(c)) is None:
             return
-        by_position(graph)
-        name_groups(graph)
-        wait_once(graph)
-        for node in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
-            self._put_on_columns(node)
-        for node in graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
-            if not node._erased:
-                self._put_on_statistics(node)
+        detail = f"loss parallel, {val(loss.x).shape[1]} columns"
+        if hint_or_one(val(loss.x).numel()) * val(uncast(loss.x)).itemsize >= settings.logits:
+            detail += "; its logits are whole: how many columns other ranks have is not in this graph"
+        entries = [Entry(**fields_of(n, 0), detail=detail) for n in (node, *loss.later)]
+        _note(put_on_statistics(loss), entries)
+    except LeftAlone as e:
+        node.meta[_LEFT] = f"not one exchange of a loss: {e}"
 
-    def _put_on_statistics(self, node: fx.Node) -> None:
-        try:
-            c = Collective.from_node(node, self.groups)
-        except LeftAlone:
-            return
-        try:
-            if (loss := sharded_loss(c)) is None:
+
+def _put_on_columns(node: fx.Node, settings: PassSettings) -> None:
+    try:
+        c = Collective.from_node(node, settings.groups)
+    except LeftAlone:
+        return
+    if (columns := gathered_columns(c)) is None:
+        return
+    detail = f"loss parallel, {columns.width} columns of {sum(columns.widths)}"
+    entry = Entry(**fields_of(node, 0), detail=detail)
+    try:
+        for x in _with_columns(columns.whole):
+            if (softmax := log_softmax_of(x)) is not None:
+                paths = [path_of(gradient.result, columns) for gradient in softmax.gradients]
+                logits = elements_of(x)
+                loss = put_on_columns(columns, softmax, paths)
+                _put_log_sums(loss, logits)
+                _note(*_put_on_product(loss, entry, settings.logits))
                 return
-            detail = f"loss parallel, {val(loss.x).shape[1]} columns"
-            entries = [Entry(**fields_of(n, 0), detail=detail) for n in (node, *loss.later)]
-            _note(put_on_statistics(loss), entries)
-        except LeftAlone as e:
-            node.meta[_LEFT] = f"not one exchange of a loss: {e}"
+    except LeftAlone as e:
+        node.meta[_LEFT] = f"not loss parallel: {e}"
 
-    def _put_on_columns(self, node: fx.Node) -> None:
-        try:
-            c = Collective.from_node(node, self.groups)
-        except LeftAlone:
-            return
-        if (columns := gathered_columns(c)) is None:
-            return
-        detail = f"loss parallel, {columns.width} columns of {sum(columns.widths)}"
-        entry = Entry(**fields_of(node, 0), detail=detail)
-        try:
-            for x in _with_columns(columns.whole):
-                if (softmax := log_softmax_of(x)) is not None:
-                    paths = [path_of(gradient.result, columns) for gradient in softmax.gradients]
-                    logits = elements_of(x)
-                    loss = put_on_columns(columns, softmax, paths)
-                    self._put_log_sums(loss, logits)
-                    _note(*self._put_on_product(loss, entry))
-                    return
-        except LeftAlone as e:
-            node.meta[_LEFT] = f"not loss parallel: {e}"
 
-    def _put_log_sums(self, loss: ColumnLoss, logits: fx.Node) -> None:
-        """Those of the same logits."""
-        columns = loss.columns
-        for x in () if columns.whole._erased else [*_with_columns(columns.whole)]:
-            try:
-                if elements_of(x) is logits and (found := log_sum_of(x)) is not None:
-                    paths = [path_of(gradient, columns) for gradient, _ in found.gradients]
-                    put_log_sum_on_columns(loss, found, paths)
-            except LeftAlone as e:
-                columns.c.node.meta[_LEFT] = f"not loss parallel: {e}"
-
-    def _put_on_product(self, loss: ColumnLoss, entry: Entry) -> tuple[fx.Node, list[Entry]]:
-        widths, itemsize = loss.columns.widths, val(loss.columns.c.x).itemsize
+def _put_log_sums(loss: ColumnLoss, logits: fx.Node) -> None:
+    """Those of the same logits."""
+    columns = loss.columns
+    for x in () if columns.whole._erased else [*_with_columns(columns.whole)]:
         try:
-            rows = hint(val(loss.op.args[3]).numel())  # type: ignore[arg-type]
-            # Of a mean rank, as all must choose alike.
-            small = rows * sum(widths) * itemsize < len(widths) * self.logits
-            if small or (self.logits == LOGITS_BYTES and rows <= chunks.ROWS):  # one chunk has them all
-                return loss.op, [entry]
-            return put_on_product(loss), [replace(entry, detail=f"{entry.detail}, by chunks of rows")]
+            if elements_of(x) is logits and (found := log_sum_of(x)) is not None:
+                paths = [path_of(gradient, columns) for gradient, _ in found.gradients]
+                put_log_sum_on_columns(loss, found, paths)
         except LeftAlone as e:
-            return loss.op, [replace(entry, detail=f"{entry.detail}; its logits are whole: {e}")]
+            columns.c.node.meta[_LEFT] = f"not loss parallel: {e}"
+
+
+def _put_on_product(loss: ColumnLoss, entry: Entry, most: int) -> tuple[fx.Node, list[Entry]]:
+    widths, itemsize = loss.columns.widths, val(loss.columns.c.x).itemsize
+    try:
+        rows = hint(val(loss.op.args[3]).numel())  # type: ignore[arg-type]
+        # Of a mean rank, as all must choose alike.
+        small = rows * sum(widths) * itemsize < len(widths) * most
+        if small or (most == LOGITS_BYTES and rows <= chunks.ROWS):  # one chunk has them all
+            return loss.op, [entry]
+        return put_on_product(loss), [replace(entry, detail=f"{entry.detail}, by chunks of rows")]
+    except LeftAlone as e:
+        return loss.op, [replace(entry, detail=f"{entry.detail}; its logits are whole: {e}")]
 
 
 def _with_columns(whole: fx.Node) -> Iterator[fx.Node]:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ...library import schema
-from ..graph.nodes import FLAT, LeftAlone, aten, calls, known, only_user, same_shape, val, writes
+from ..graph.nodes import FLAT, LeftAlone, aten, calls, flattened, known, only_user, same_shape, val, writes
 from ..graph.rewrite import call, cast, erase_unused, fused, reshape, undone_if_left
 from ..origin import put_for
 from .columns import CAST
@@ -24,16 +24,10 @@ _MORE = "they are needed for more than the loss"
 
 
 def put_on_product(loss: ColumnLoss) -> fx.Node:
-    """Changes the graph.
-
-    Returns:
-        the op that now computes the loss.
-
-    Raises:
-        LeftAlone: the logits are needed as they are. The graph is as it was.
-    """
+    """Puts the op that computes the loss into the graph and gives it. LeftAlone: the logits are needed as they are. The
+    graph is as it was."""
     at, c = loss.op, loss.columns.c
-    logits = _flat(at.args[0])
+    logits = flattened(at.args[0])
     if not calls(logits, aten.mm.default) or val(logits).dtype not in (torch.float32, torch.bfloat16):
         raise LeftAlone("they are no product alone, of float32 or bfloat16")
     if len({*loss.columns.widths}) > 1:
@@ -55,13 +49,13 @@ def put_on_product(loss: ColumnLoss) -> fx.Node:
             operands = [logits.args[0], call(at, aten.permute.default, logits.args[1], [1, 0]), None]
             operands.append(reshape(targets, [val(logits).shape[0]], at))
             op = fused(at, schema.linear_cross_entropy, c, *operands, **named)
-            new = [call(at, operator.getitem, op, 0) if loss.gradients else op]
+            new = [cast(call(at, operator.getitem, op, 0), [val(total).dtype], at) if loss.gradients else op]
             made = call(at, operator.getitem, op, 2)
             units = [call(at, operator.getitem, made, i) for i in range(len(products))]
         if products:
             (gradient, path, _), first = loss.gradients[0], min(products.values())
             with put_for(first):
-                factor = reshape(factor, [1], first)
+                factor = cast(reshape(factor, [1], first), [torch.float32], first)
                 factor = of_all_ranks(factor, c, first) if path.summed else factor
                 factor = call(first, aten.mul.Tensor, factor, -gradient.scale)
                 # The mean of no row is NaN, with gradients of 0.
@@ -91,11 +85,8 @@ def _has_loss(weight: fx.Node) -> bool:
 
 
 def _one_factor(loss: ColumnLoss) -> tuple[fx.Node, fx.Node, int, fx.Node]:
-    """(the sum of rows' losses, targets, the ignored one, the gradient of each other row's loss)
-
-    Raises:
-        LeftAlone: rows have factors of their own.
-    """
+    """(the sum of rows' losses, targets, the ignored one, the gradient of each other row's loss) LeftAlone: rows have
+    factors of their own."""
     (gradient, path, _), *more = loss.gradients
     why = LeftAlone("its rows' losses are not only summed, or count differently")
     negated = only_user(loss.picked)
@@ -113,7 +104,7 @@ def _one_factor(loss: ColumnLoss) -> tuple[fx.Node, fx.Node, int, fx.Node]:
         raise why
     if (
         total.kwargs
-        or any(_flat(each) is not targets for _, each in chosen)
+        or any(flattened(each) is not targets for _, each in chosen)
         or not known(val(factor).numel() == 1)
     ):
         raise why
@@ -122,19 +113,17 @@ def _one_factor(loss: ColumnLoss) -> tuple[fx.Node, fx.Node, int, fx.Node]:
 
 def _masked(node: Any) -> Any:
     """((targets, the ignored one), value) of a value of each row, or 0 where it is ignored; None of what is none."""
-    node = _flat(node)
+    node = flattened(node)
     if not calls(node, aten.where.self) or number_of(node.args[2]) != 0:
         return None
-    counts = _flat(node.args[0])
-    return ((_flat(counts.args[0]), counts.args[1]), node.args[1]) if calls(counts, aten.ne.Scalar) else None
+    counts = flattened(node.args[0])
+    return (
+        ((flattened(counts.args[0]), counts.args[1]), node.args[1]) if calls(counts, aten.ne.Scalar) else None
+    )
 
 
 def _products(loss: ColumnLoss, logits: fx.Node) -> dict[str, fx.Node]:
-    """Of the logits' gradient, in the order in which the op gives them.
-
-    Raises:
-        LeftAlone: it is used otherwise.
-    """
+    """Of the logits' gradient, in the order in which the op gives them. LeftAlone: it is used otherwise."""
     _, path, own = loss.gradients[0]
     dtypes = {val(step).dtype for step in path.steps} - {torch.float32, val(logits).dtype}
     if dtypes or not all(calls(step, CAST, *FLAT) for step in path.steps):
@@ -142,8 +131,8 @@ def _products(loss: ColumnLoss, logits: fx.Node) -> dict[str, fx.Node]:
     operands: Any = logits.args
     (x, right), (weight, turned) = operands, _matrix(operands[1])
     wanted = {
-        "of_x": ((_flat(own), False), (weight, not turned), val(x).shape),
-        "of_weight": ((_flat(own), True), _matrix(x), val(right).shape[::-1]),
+        "of_x": ((flattened(own), False), (weight, not turned), val(x).shape),
+        "of_weight": ((flattened(own), True), _matrix(x), val(right).shape[::-1]),
     }
     found: dict[str, fx.Node] = {}
     pending = [own]
@@ -159,13 +148,6 @@ def _products(loss: ColumnLoss, logits: fx.Node) -> dict[str, fx.Node]:
     return {name: found[name] for name in wanted if name in found}
 
 
-def _flat(node: Any) -> Any:
-    """What the node has the elements of, in this order."""
-    while calls(node, *FLAT):
-        node = node.args[0]
-    return node
-
-
 def _matrix(node: Any) -> tuple[fx.Node, bool]:
     """(what the node has the elements of, whether it is transposed)."""
     turned = False
@@ -173,15 +155,12 @@ def _matrix(node: Any) -> tuple[fx.Node, bool]:
         if calls(node, aten.permute.default) and node.args[1] == [1, 0]:
             turned = not turned
         elif not calls(node, *FLAT) or not same_shape(val(node).shape, val(node.args[0]).shape):
-            return _flat(node), turned
+            return flattened(node), turned
         node = node.args[0]
 
 
 def _check_unneeded(node: fx.Node, replaced: list[fx.Node]) -> None:
-    """
-    Raises:
-        LeftAlone: the node has a part in more than what is replaced.
-    """
+    """LeftAlone: the node has a part in more than what is replaced."""
     pending, seen = [node], {*replaced}
     while pending:
         users = [user for user in pending.pop().users if user not in seen]

@@ -45,10 +45,7 @@ def elements_of(node: fx.Node) -> fx.Node:
 
 
 def log_sum_of(x: fx.Node) -> LogSum | None:
-    """
-    Raises:
-        LeftAlone: the backward uses it otherwise.
-    """
+    """LeftAlone: the backward uses it otherwise."""
     maxima = [u for u in x.users if along_rows(u, aten.amax.default, x)]
     found = (_result(x, top) for amax in maxima for top in amax.users if _is_finite(top, amax))
     result: Any = next((each for each in found if each is not None), None)
@@ -108,14 +105,8 @@ def _put_off(result: fx.Node, loss: ColumnLoss) -> None:
 
 
 def put_log_sum_on_columns(loss: ColumnLoss, found: LogSum, paths: list[Path]) -> None:
-    """Changes the graph: the loss's exchange has the logarithms of the same rows' sums.
-
-    Args:
-        paths: of ``found.gradients``.
-
-    Raises:
-        LeftAlone: the loss needs it. The graph computes what it did.
-    """
+    """Has the loss's exchange give the logarithms of the same rows' sums. ``paths``: of ``found.gradients``. LeftAlone:
+    the loss needs it. The graph computes what it did."""
     _put_off(found.result, loss)
     own_of, at = OwnColumns(loss.columns), min(found.result.users)
     with undone_if_left():

@@ -33,14 +33,8 @@ class ColumnLoss(NamedTuple):
 
 
 def put_on_columns(columns: GatheredColumns, softmax: LogSoftmax, paths: Sequence[Path]) -> ColumnLoss:
-    """Changes the graph.
-
-    Args:
-        paths: of ``softmax.gradients``.
-
-    Raises:
-        LeftAlone: the op does not take what it would get. The graph is as it was.
-    """
+    """Puts the loss of own columns into the graph. ``paths``: of ``softmax.gradients``. LeftAlone: the op does not take
+    what it would get. The graph is as it was."""
     at, c = softmax.picked, columns.c
     check_no_write(c.node, max([at, *(path.end for path in paths)]))
     own_of, gradients = OwnColumns(columns), []
@@ -49,10 +43,12 @@ def put_on_columns(columns: GatheredColumns, softmax: LogSoftmax, paths: Sequenc
             x = own_of.narrow(softmax.x, at)
             named = {"vocab_start": columns.start, "extra": "" if softmax.total is None else "mean"}
             op, (log_sum, *more), picked = exchanged(at, c, x, softmax.targets, **named)
+            picked = cast(picked, [val(softmax.picked).dtype], at)
             replaced = {softmax.picked: _signed(picked, softmax.sign, at)}
             if softmax.total is not None:
                 mean = call(at, aten.sub.Tensor, more[1], log_sum)
                 total = call(at, aten.mul.Tensor, mean, softmax.sign * sum(columns.widths))
+                total = cast(total, [val(softmax.total).dtype], at)
                 replaced[softmax.total] = reshape(total, val(softmax.total).shape, at)
         for gradient, path in zip(softmax.gradients, paths, strict=True):
             with put_for(path.end):
@@ -73,10 +69,7 @@ def exchanged(
     at: fx.Node, c: Collective, x: fx.Node, targets: fx.Node, **named: Any
 ) -> tuple[fx.Node, list[fx.Node], fx.Node]:
     """Before a node the op on own columns x [..., columns], its statistics, and the targets' log-probabilities.
-
-    Raises:
-        LeftAlone: it does not take them.
-    """
+    LeftAlone: it does not take them."""
     if (why := why_not_called_from_cpp(schema.cross_entropy_of_sharded_logits)) is not None:
         raise LeftAlone(why)
     lead = val(targets).shape[:-1]
@@ -105,7 +98,8 @@ def _own_part(gradient: Gradient, path: Path, own_of: OwnColumns, x: fx.Node, lo
     ``scale * by * (onehot - softmax) + each * (1 - columns * softmax)``
     """
     at, columns = path.end, own_of.columns
-    by, each = reshape(gradient.by, val(gradient.targets).shape, at), gradient.each
+    by = cast(reshape(gradient.by, val(gradient.targets).shape, at), [torch.float32], at)
+    each = None if gradient.each is None else cast(gradient.each, [torch.float32], at)
     if path.summed:
         # Ranks have the same rows and targets; what their gradients are multiplied by may differ.
         by = of_all_ranks(by, columns.c, at)

@@ -46,11 +46,7 @@ class ShardedLoss:
 
 
 def sharded_loss(c: Collective) -> ShardedLoss | None:
-    """That whose maxima an all-reduce reduces.
-
-    Raises:
-        LeftAlone: more than targets' log-probabilities is needed.
-    """
+    """That whose maxima an all-reduce reduces. LeftAlone: more than targets' log-probabilities is needed."""
     amax: Any = c.x
     if c.reduce_op != "max" or not calls(amax, aten.amax.default):
         return None
@@ -102,10 +98,7 @@ def _zeroed(node: Any) -> tuple[fx.Node, fx.Node] | None:
 
 def _start(shifted: Any, outside: Any, width: int) -> tuple[int, fx.Node]:
     """The first column, and the targets, of ``targets - start`` that are outside of ``width`` columns, or of fewer.
-
-    Raises:
-        LeftAlone: it is something else.
-    """
+    LeftAlone: it is something else."""
     why = LeftAlone("its targets are not taken from this rank's first column on")
     if not calls(outside, aten.bitwise_or.Tensor, aten.logical_or.default):
         raise why
@@ -130,14 +123,8 @@ def _start(shifted: Any, outside: Any, width: int) -> tuple[int, fx.Node]:
 
 
 def put_on_statistics(loss: ShardedLoss) -> fx.Node:
-    """Changes the graph: one exchange of two numbers a row instead of three all-reduces.
-
-    Returns:
-        the op that now computes the loss.
-
-    Raises:
-        LeftAlone: the op does not take what it would get. The graph is as it was.
-    """
+    """Puts one exchange of two numbers a row in place of three all-reduces, and gives its op. LeftAlone: the op does
+    not take what it would get. The graph is as it was."""
     at, x = loss.picked, loss.x
     if any(u < at and u is not loss.own for u in loss.log_probs.users):
         raise LeftAlone("its log-softmax is used before the targets' log-probabilities are known")

@@ -5,7 +5,8 @@ torch decomposes ``cross_entropy``.
     of_x = of_log_probs - exp(log_probs) * sum(of_log_probs), where of_log_probs is a number at the target, 0 elsewhere
 
 Smoothed labels take the log-probabilities' sum, too, whose gradient all columns of ``of_log_probs`` have. What is
-picked and summed may be negated before, as transformers' ``LabelSmoother`` does it.
+picked and summed may be negated before, as transformers' ``LabelSmoother`` does it. Of logits in 16 bits
+log-probabilities are rounded, too: those of targets stay so, a sum is made of them before.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 
 from ..graph.nodes import LeftAlone, aten, calls, known, only_user, same_shape, some, val, what
+from .columns import CAST
 
 
 @dataclass(frozen=True)
@@ -38,15 +40,13 @@ class LogSoftmax:
     """
     Attributes:
         x: [..., V], float32.
-        log_probs: of all columns.
         sign: what picked and total are multiplied with: 1 or -1.
         picked: those of targets, [..., 1].
         total: the sum of all columns', for smoothed labels.
-        gradients: what the backward makes of ``log_probs``.
+        gradients: what the backward makes of the log-softmax.
     """
 
     x: fx.Node
-    log_probs: fx.Node
     sign: int
     picked: fx.Node
     total: fx.Node | None
@@ -58,10 +58,7 @@ class LogSoftmax:
 
 
 def log_softmax_of(x: fx.Node) -> LogSoftmax | None:
-    """
-    Raises:
-        LeftAlone: more than targets' log-probabilities is needed.
-    """
+    """LeftAlone: more than targets' log-probabilities is needed."""
     maxima = (u for u in x.users if along_rows(u, aten.amax.default, x))
     every = (log_probs_of(x, amax, lambda total: total) for amax in maxima)
     log_probs = next((found for found in every if found is not None), None)
@@ -70,28 +67,28 @@ def log_softmax_of(x: fx.Node) -> LogSoftmax | None:
     if val(x).dim() < 2 or val(x).dtype != torch.float32:
         raise LeftAlone(f"its log-softmax is in {val(x).dtype}, not of rows in float32")
     last = val(x).dim() - 1
-    exponentials = [u for u in log_probs.users if calls(u, aten.exp.default)]
-    used: Any = next((u for u in log_probs.users if calls(u, aten.neg.default)), log_probs)
-    others = [u for u in log_probs.users if u not in (*exponentials, used)] if used is not log_probs else []
+    rounded: Any = only_user(log_probs)
+    source = rounded if calls(rounded, CAST) else log_probs
+    wide = [u for u in source.users if calls(u, CAST)]
+    exponentials = [u for n in (source, *wide) for u in n.users if calls(u, aten.exp.default)]
+    used: Any = next((u for u in source.users if calls(u, aten.neg.default)), source)
+    others = [u for n in {source, *wide} - {used} for u in n.users if u not in (*exponentials, *wide, used)]
     picked = [u for u in used.users if calls(u, aten.gather.default) and u.args[1] in (last, -1)]
     totals = [u for u in used.users if calls(u, aten.sum.dim_IntList) and u.args[1] in ([last], [-1])]
-    if others := others + [u for u in used.users if u not in (*picked, *exponentials, *totals[:1])]:
+    if others := others + [u for u in used.users if u not in (*picked, *exponentials, *wide, *totals[:1])]:
         raise LeftAlone(f"its log-softmax is used by {some(others)}, too")
     if len(picked) != 1 or not same_shape(val(picked[0]).shape, [*val(x).shape[:-1], 1]):
         raise LeftAlone("of its log-softmax not one target's in each row is used")
     total = totals[0] if totals else None
-    if total is not None and (total < picked[0] or val(total).dtype != torch.float32):
+    if total is not None and total < picked[0]:
         raise LeftAlone("its log-softmax is summed before the targets' log-probabilities are taken")
     gradients = tuple(_gradient(u) for e in exponentials for u in e.users)
-    return LogSoftmax(x, log_probs, 1 if used is log_probs else -1, picked[0], total, gradients)
+    return LogSoftmax(x, 1 if used is source else -1, picked[0], total, gradients)
 
 
 def log_probs_of(x: fx.Node, amax: fx.Node, of_all: Callable[[fx.Node], fx.Node | None]) -> fx.Node | None:
-    """What a log-softmax of ``x``, whose maximum this is, results in.
-
-    Args:
-        of_all: from a sum of columns to that of all columns.
-    """
+    """What a log-softmax of ``x``, whose maximum this is, results in. ``of_all``: from a sum of columns to that of all
+    columns."""
     shifted: Any = only_user(amax)
     if not calls(shifted, aten.sub.Tensor) or shifted.args != (x, amax) or len(shifted.users) != 2:
         return None
@@ -114,11 +111,7 @@ def along_rows(node: Any, target: Any, x: Any) -> bool:
 
 
 def _gradient(of_sum: Any) -> Gradient:
-    """``of_log_probs - exp(log_probs) * sum(of_log_probs)``, of its product.
-
-    Raises:
-        LeftAlone: it is something else.
-    """
+    """``of_log_probs - exp(log_probs) * sum(of_log_probs)``, of its product. LeftAlone: it is something else."""
     result = only_user(of_sum)
     why = LeftAlone(f"the backward uses its softmax otherwise, in {what(of_sum)}")
     if (
@@ -130,11 +123,11 @@ def _gradient(of_sum: Any) -> Gradient:
     of_targets, total = result.args[0], of_sum.args[1]
     if not along_rows(total, aten.sum.dim_IntList, of_targets):
         raise why
-    each, sign = None, 1
+    each, sign, of_targets = None, 1, _uncast(of_targets)
     if calls(of_targets, aten.neg.default):
         of_targets, sign = of_targets.args[0], -1
-    if calls(of_targets, aten.add.Tensor) and calls(of_targets.args[0], aten.expand.default):
-        each, of_targets = of_targets.args[0].args[0], of_targets.args[1]
+    if calls(of_targets, aten.add.Tensor) and calls(_uncast(of_targets.args[0]), aten.expand.default):
+        each, of_targets = _uncast(of_targets.args[0]).args[0], of_targets.args[1]
         if not same_shape(val(each).shape, val(total).shape):
             raise why
     if (found := _scattered(of_targets)) is None:
@@ -145,6 +138,10 @@ def _gradient(of_sum: Any) -> Gradient:
     return Gradient(result, targets, sign * scale, by, each, sign)
 
 
+def _uncast(node: Any) -> Any:
+    return node.args[0] if calls(node, CAST) else node
+
+
 def _scattered(node: Any) -> tuple[fx.Node, float, fx.Node] | None:
     """(targets [..., 1], number, by) of what is a number times ``by`` at each row's target, and 0 elsewhere."""
     if calls(node, aten.scatter_add.default):
@@ -152,7 +149,7 @@ def _scattered(node: Any) -> tuple[fx.Node, float, fx.Node] | None:
         along = number_of(zeros) == 0 and dim in (-1, val(node).dim() - 1)
         return (targets, 1.0, by) if along and known(val(targets).shape[-1] == 1) else None
     for hot, by in (node.args, node.args[::-1]) if calls(node, aten.mul.Tensor) else ():
-        if (found := _hot(hot)) is not None:
+        if (found := _hot(_uncast(hot))) is not None:
             return *found, by
     return None
 

@@ -95,11 +95,7 @@ class FollowingNorm:
         cls, collectives: list[Collective], result: fx.Node, rest: list[fx.Node]
     ) -> FollowingNorm | None:
         """What follows the sum of collectives, their one result or all they and the ``rest`` add up to; None if no norm
-        does.
-
-        Raises:
-            LeftAlone: one does, and is not what the op computes.
-        """
+        does. LeftAlone: one does, and is not what the op computes."""
         dtype = val(result).dtype
         total = _Sum(result, result, rest[0], [result], [], []) if rest else _sum_after(result)
         found = norm_of(total.node, dtype)
@@ -146,13 +142,8 @@ class FollowingNorm:
     def replaced(
         self, c: Collective, op: Any, given: Sequence[fx.Node], rows: Sequence[Size] = (), **named: Any
     ) -> dict[fx.Node, fx.Node]:
-        """What takes the place of which node: results of the op, in place of a collective.
-
-        Args:
-            given: the op's first arguments.
-            rows: the shape of the residual and the results, where it is not that in the graph.
-            named: more arguments of the op.
-        """
+        """What takes the place of which node: results of the op, in place of a collective. ``given``: the op's first
+        arguments; ``rows``: the shape of the residual and the results, where it is not that in the graph."""
         at, residual, shape = self.sum.at, self.sum.residual, val(self.sum.node).shape
         if residual is not None:
             residual = rewrite.reshape(residual, rows or shape, at)
@@ -216,10 +207,7 @@ def _sum_after(reduced: fx.Node) -> _Sum:
 
 
 def _unless_normed(alone: _Sum, add: fx.Node, why: str) -> _Sum:
-    """
-    Raises:
-        LeftAlone: the sum that is not what the op adds is normed.
-    """
+    """LeftAlone: the sum that is not what the op adds is normed."""
     try:
         normed = norm_of(add, val(alone.node).dtype) is not None
     except LeftAlone:
@@ -230,11 +218,7 @@ def _unless_normed(alone: _Sum, add: fx.Node, why: str) -> _Sum:
 
 
 def norm_of(x: fx.Node, dtype: torch.dtype) -> FoundNorm | None:
-    """The norm of a node, of the given dtype; None if there is none.
-
-    Raises:
-        LeftAlone: it is none that an op computes.
-    """
+    """The norm of a node, of the given dtype; None if there is none. LeftAlone: it is none that an op computes."""
     for user in x.users:
         wide = user if calls(user, *CASTS) and val(user).dtype == torch.float32 else x
         found = layer_norm_of(x, wide, dtype) or rms_norm_of(x, wide, dtype)

@@ -43,11 +43,8 @@ class FoundNorm:
 
 
 def rms_norm_of(x: fx.Node, wide: fx.Node, dtype: torch.dtype) -> FoundNorm | None:
-    """The RMSNorm of ``x``, of the given dtype, read by way of ``wide``; None if there is none.
-
-    Raises:
-        LeftAlone: there is one, and it is none that the op computes.
-    """
+    """The RMSNorm of ``x``, of the given dtype, read by way of ``wide``; None if there is none. LeftAlone: there is
+    one, and it is none that the op computes."""
     if val(wide).dtype != torch.float32:
         return None
     for square in wide.users:
@@ -88,11 +85,8 @@ class _Moments:
 
 
 def layer_norm_of(x: fx.Node, wide: fx.Node, dtype: torch.dtype) -> FoundNorm | None:
-    """The LayerNorm of ``x``, of the given dtype, read by way of ``wide``; None if there is none.
-
-    Raises:
-        LeftAlone: there is one, and it is none that the op computes.
-    """
+    """The LayerNorm of ``x``, of the given dtype, read by way of ``wide``; None if there is none. LeftAlone: there is
+    one, and it is none that the op computes."""
     for reader in wide.users:
         if calls(reader, aten.native_layer_norm.default) and reader.args[0] is wide:
             return _not_decomposed(x, wide, reader, dtype)

@@ -75,11 +75,8 @@ class FollowingQuant:
 
     @classmethod
     def after(cls, norm: FoundNorm, at: fx.Node) -> FollowingQuant | None:
-        """What makes fp8 of a norm whose op stands before ``at``, the sum; None if nothing does.
-
-        Raises:
-            LeftAlone: something does, and it is not what the op computes.
-        """
+        """What makes fp8 of a norm whose op stands before ``at``, the sum; None if nothing does. LeftAlone: something
+        does, and it is not what the op computes."""
         if not (casts := _casts_to_fp8(norm.normed)):
             return None
         if norm.layer:
@@ -93,10 +90,7 @@ class FollowingQuant:
         return found
 
     def check(self, normed: fx.Node, at: fx.Node) -> None:
-        """
-        Raises:
-            LeftAlone: more is needed than the op gives, or at another place.
-        """
+        """LeftAlone: more is needed than the op gives, or at another place."""
         results = (self.numbers, self.scale)
         for node in (normed, *self.nodes):
             if node in results:
@@ -347,11 +341,8 @@ _SCALES = {"reciprocal": _Steps._reciprocal, "divide": _Steps._divide, "multiply
 
 
 def _late(scale: fx.Node, at: fx.Node) -> list[fx.Node]:
-    """What a given scale is computed by after ``at``, in the graph's order, which can be done before it.
-
-    Raises:
-        LeftAlone: it cannot be.
-    """
+    """What a given scale is computed by after ``at``, in the graph's order, which can be done before it. LeftAlone: it
+    cannot be."""
     found, pending = list[fx.Node](), [scale]
     while pending:
         node = pending.pop()

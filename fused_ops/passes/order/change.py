@@ -91,24 +91,6 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Collectives that one call starts.
-
-    Attributes:
-        node: its name in the graph.
-        of: the names of those that it took the place of.
-        size: bytes that they move: of the operands or of the results, whichever are larger.
-    """
-
-    node: str
-    of: tuple[str, ...]
-    size: int
-
-    def __str__(self) -> str:
-        return f"{self.node}: {len(self.of)} in a bucket of {self.size} bytes: {', '.join(self.of)}"
-
-
-@dataclass(frozen=True)
 class OrderChange:
     """What was moved in a graph.
 
@@ -117,10 +99,8 @@ class OrderChange:
         placed: its collectives, in the order given.
         before, after: microseconds that the compute stream would wait for all of them.
         peak_before, peak_after: bytes of torch's memory that the graph makes and holds at once.
-        crossed: groups whose collectives are in buckets, or have changed their order against others'.
-        buckets: what was put into one call.
+        crossed: groups whose collectives have changed their order against others'.
         drawn: what pictures show of the order before and after.
-        measured: whether microseconds are by what ``measure_costs`` has measured; else by constants.
         kept: why the order given was kept; "" where it was changed.
     """
 
@@ -132,8 +112,6 @@ class OrderChange:
     peak_after: int
     kept: str = ""
     crossed: frozenset[str] = frozenset()
-    buckets: tuple[Bucket, ...] = ()
-    measured: bool = False
     drawn: tuple[DrawnOrder, DrawnOrder] = field(default=(DrawnOrder(), DrawnOrder()), repr=False)
 
     @property
@@ -194,12 +172,11 @@ class OrderChange:
         return {**_COLOURS, **dict.fromkeys(sorted(others), "grey")}
 
     def __str__(self) -> str:
-        by = "predicted by measured costs" if self.measured else "predicted"
         head = f"graph {self.graph}: order kept: {self.kept}" if self.kept else f"graph {self.graph}: "
         if not self.kept:
             head += (
                 f"{self.moved} of {len(self.placed)} collectives moved, exposed {self.before:.3g} us -> "
                 f"{self.after:.3g} us, peak {self.peak_before} -> {self.peak_after} bytes "
-                f"({by}; a picture: report().orders[i].svg())"
+                f"(predicted; a picture: report().orders[i].svg())"
             )
-        return "\n".join([head, *(f"    {each}" for each in (*self.buckets, *self.placed))])
+        return "\n".join([head, *(f"    {each}" for each in self.placed)])

@@ -31,10 +31,7 @@ _KINDS = (c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.defaul
 
 def start_when_needed(graph: fx.Graph) -> bool:
     """Puts each start just before its wait, where copy engines could otherwise not carry all that is large enough.
-
-    Returns:
-        whether the order has changed. Collectives keep theirs.
-    """
+    Gives whether the order has changed. Collectives keep theirs."""
     order = body(graph)
     found = transfers(order)
     if not any(_too_many(order, [t for t in found if t.start.target is kind]) for kind in _KINDS):
@@ -59,11 +56,7 @@ def is_large(start: fx.Node) -> bool:
 
 
 def gathers_in_buffers(order: Sequence[fx.Node], sets: AliasSets) -> dict[fx.Node, AliasSet]:
-    """The gathers that can stay where they come to, in this order of the nodes.
-
-    Returns:
-        the start of each, and what it gathers.
-    """
+    """The start of each gather that can stay where it comes to, in this order of the nodes, and what it gathers."""
     at = {node: i for i, node in enumerate(order)}
     ends: list[int] = []  # the last readers of those that stay
     found: dict[fx.Node, AliasSet] = {}
@@ -89,11 +82,8 @@ def mark_placed(starts: Iterable[fx.Node]) -> None:
 
 
 def place_gathers(graph: fx.Graph) -> int:
-    """The order of the graph is final: releases what is marked, or as many as can stay if nothing is.
-
-    Returns:
-        how many are placed.
-    """
+    """The order of the graph is final: releases what is marked, or as many as can stay if nothing is; gives how
+    many."""
     sets = AliasSets(graph)
     at = {node: i for i, node in enumerate(graph.nodes)}
     starts = [n for n in graph.nodes if n.target is schema.all_gather_start and n.kwargs.get("placed")]

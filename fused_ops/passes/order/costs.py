@@ -1,13 +1,12 @@
 """How long the nodes of a graph take: from a table of numbers that is the same on every rank.
 
-The estimate orders nodes; it is no promise. Each rank must come to the same one, so nothing is measured here: the table
-is one of constants, or what ``measure_costs`` has given all ranks. Sizes that depend on data count as what the graph
-was made with, or as 1.
+The estimate orders nodes; it is no promise. Each rank must come to the same one, so the table is one of
+constants. Sizes that depend on data count as what the graph was made with, or as 1.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -39,7 +38,6 @@ class CostTable:
         latency: microseconds of a collective of nothing, but for weft's kernels on CUDA, of which their model knows.
         launch: microseconds of a kernel of nothing.
         contention: how much longer a kernel takes beside a collective.
-        measured: by ``measure_costs``.
         late: transports whose collectives begin when the kernel after their start ends. cuBLAS's products occupy each
             SM of Hopper until they end, and NCCL's kernel is ready only once such a product has begun.
     """
@@ -51,12 +49,7 @@ class CostTable:
     latency: float = 15.0
     launch: float = 2.0
     contention: float = 1.35
-    measured: bool = False
     late: tuple[str, ...] = ()
-
-    def key(self) -> str:
-        """All of it, for comparison across ranks."""
-        return " ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
 
 
 #: Hopper GPUs; and CPU ranks, of the order of one core each.
@@ -66,33 +59,13 @@ TABLES = {
 }
 
 
-_measured: dict[str, CostTable] = {}  # by the device's type, of this process
-
-
-def table_of(device: str) -> CostTable:
-    """What was measured of a device's type, else constants."""
-    return _measured.get(device, TABLES[device])
-
-
-def use_table(device: str, table: CostTable | None) -> None:
-    """Takes what was measured from now on; None for the constants."""
-    _measured.pop(device, None)
-    if table is not None:
-        _measured[device] = table
-
-
-def tables_key() -> str:
-    """What was measured, for the keys of graphs."""
-    return " ".join(f"{device} {table.key()}" for device, table in sorted(_measured.items()))
-
-
 def table_for(graph: fx.Graph) -> CostTable:
     """That of the device on which the graph's collectives are."""
     for node in graph.nodes:
         if communicates(node):
             devices = [t.device.type for t in tensors_of(node)]
-            return table_of("cuda" if "cuda" in devices else "cpu")
-    return table_of("cpu")
+            return TABLES["cuda" if "cuda" in devices else "cpu"]
+    return TABLES["cpu"]
 
 
 def transfer_time(node: fx.Node, transport: str, table: CostTable) -> float:
@@ -100,7 +73,7 @@ def transfer_time(node: fx.Node, transport: str, table: CostTable) -> float:
     given, made = sum(map(size_of, node.all_input_nodes)), size_of(node)
     kind = kind_of(node)
     world = _world(node)
-    if transport == WEFT and _on_cuda(node) and not _is_measured(table, WEFT):
+    if transport == WEFT and _on_cuda(node):
         op = next((op for op in _EXCHANGES if op in kind), None)
         if op is not None:
             whole = given * world if op == "all_gather" else given
@@ -175,10 +148,6 @@ def _world(node: fx.Node) -> int:
 
 def _on_cuda(node: fx.Node) -> bool:
     return any(t.device.type == "cuda" for n in (node, *node.all_input_nodes) for t in tensors_of(n))
-
-
-def _is_measured(table: CostTable, transport: str) -> bool:
-    return table.measured and dict(table.links)[transport] != dict(TABLES["cuda"].links)[transport]
 
 
 def counted_flops(node: fx.Node) -> int:

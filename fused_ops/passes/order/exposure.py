@@ -50,9 +50,7 @@ def timeline_of(
     """What runs when: kernels follow each other on one stream, collectives of a transport on another.
 
     A kernel beside a collective takes longer. One of a late transport begins when the kernel after its start ends.
-
-    Args:
-        times: microseconds of the kernels.
+    ``times``: microseconds of the kernels.
     """
     starts = {t.start: t for t in found}
     ends: dict[fx.Node, float] = {}

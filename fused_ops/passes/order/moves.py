@@ -27,6 +27,8 @@ from .least_memory import is_light, order_of_least_memory
 from .transports import COPIED, Transfer, transfers
 
 _TAKEN_ALONG = 32  # nodes, at most, that move with a start or a wait
+_IN_FLIGHT = 2  # collectives of a transport that may be on their way at once, of which one gathers
+_COVER = 1.5  # how much longer than a collective what runs beside it should take, as it is estimated
 _FOR_LESS_MEMORY = 0.02  # of the graph's time that may be exposed more, where less memory is needed
 _COVERED = "what overlaps with it takes as long"
 
@@ -36,22 +38,14 @@ class OrderLimits:
     """What a new order may need.
 
     Attributes:
-        in_flight: collectives of a transport that may be on their way at once.
-        gathers: all-gathers among them.
-        cover: how much longer than a collective what runs beside it should take, as it is estimated.
         memory: how much the peak may grow, as a part of it.
-        most: bytes that the peak may have, also where the above allows more.
         beside: whether collectives may be on their way while an op of weft runs: on CUDA its kernel takes all SMs but
             those that are reserved.
         voted: groups whose ranks compare the order before each run. Only their collectives may pass one of another
             transport. None: all.
     """
 
-    in_flight: int = 2
-    gathers: int = 1
-    cover: float = 1.5
     memory: float = 0.0
-    most: int | None = None
     beside: bool = False
     voted: Collection[str] | None = ()
 
@@ -74,15 +68,13 @@ class _Walk:
         self.bound = self._bound(self.live.peak)
         self.placed: dict[fx.Node, AliasSet] = {}
         self.buffers = LiveBytes((), self.given)
-        self._most = {t.transport: max(limits.in_flight, self._at_most(t.transport)) for t in self.transfers}
+        self._most = {t.transport: max(_IN_FLIGHT, self._at_most(t.transport)) for t in self.transfers}
         if COPIED in self._most:
             self._most[COPIED] = NUM_BUFFERS  # a workspace has no more for each kind
 
     def start_from_least_memory(self) -> None:
-        """Takes the order that needs the least memory, or the given one if that needs less, and allows no more.
-
-        What copy engines then gather on the heap is not torch's memory, in this order and in each that follows.
-        """
+        """Takes the order that needs the least memory, or the given one if that needs less, and allows no more. What
+        copy engines then gather on the heap is not torch's memory, in this order and in each that follows."""
         least = LiveBytes(self.sets.sets, order_of_least_memory(self.given, self.hazards, self.transfers))
         self.bound = self._bound(min(least.peak, self.live.peak))
         order = least.order if least.peak <= self.bound else self.given
@@ -97,8 +89,7 @@ class _Walk:
         return [AliasSet(i, 1, nodes=[n, *s.nodes]) for i, (n, s) in enumerate(self.placed.items())]
 
     def _bound(self, peak: int) -> int:
-        allowed = int(peak * (1 + self.limits.memory))
-        return allowed if self.limits.most is None else max(peak, min(allowed, self.limits.most))
+        return int(peak * (1 + self.limits.memory))
 
     def kernels_before(self) -> dict[fx.Node, int]:
         """How many kernels that may hide something stand before each node."""
@@ -161,17 +152,10 @@ class _Walk:
         return [together] if own.issuperset(together) else [[w] for w in reversed(waits_in_order)]
 
     def move(self, transfer: Transfer, nodes: list[fx.Node], up: bool) -> str:
-        """Moves a start up, or waits down.
-
-        Args:
-            nodes: they stand next to each other.
-
-        Returns:
-            why not further.
-        """
+        """Moves a start up, or waits down, ``nodes`` that stand next to each other; gives why not further."""
         live, block = self.live, [*nodes]
         events: list[tuple[fx.Node, bool]] = []  # what was passed, or taken along
-        useful, needed = 0, self.limits.cover * transfer.time - self.covered(transfer)
+        useful, needed = 0, _COVER * transfer.time - self.covered(transfer)
         next_one = self._between(transfer)[:1] if self._late(transfer) else []
         while needed > 0:
             edge = live.at[block[0]] - 1 if up else live.at[block[-1]] + 1
@@ -264,9 +248,8 @@ class _Walk:
         there = [t for t in there if t is not transfer and t is not met]
         if len(there) + 2 > self._most[transfer.transport]:
             return f"with {met.start.name} more than {self._most[transfer.transport]} would be on their way"
-        gathers = sum(t.gathers for t in (*there, met, transfer))
-        if transfer.gathers and met.gathers and gathers > self.limits.gathers:
-            return f"with {met.start.name} more than {self.limits.gathers} all-gathers would be on their way"
+        if transfer.gathers and met.gathers:
+            return f"with {met.start.name} two all-gathers would be on their way"
         return None
 
     def _may_pass(self, transfer: Transfer, other: fx.Node) -> bool:
@@ -300,35 +283,17 @@ class _Walk:
         return None
 
 
-@dataclass(frozen=True)
-class OrderEstimate:
-    """A graph as it is.
-
-    Attributes:
-        exposed: microseconds that the compute stream would wait for collectives.
-        peak: bytes that the graph makes and holds at once.
-        drawn: what a picture shows of it.
-    """
-
-    exposed: float
-    peak: int
-    drawn: DrawnOrder
-
-    @staticmethod
-    def of(graph: fx.Graph, table: CostTable) -> OrderEstimate:
-        walk = _Walk(graph, table, OrderLimits())
-        return OrderEstimate(sum(walk.timeline().exposed.values()), walk.live.peak, walk.drawn())
+def estimate(graph: fx.Graph, table: CostTable) -> tuple[int, DrawnOrder]:
+    """Bytes that a graph, as it is, makes and holds at once, and what a picture shows of it."""
+    walk = _Walk(graph, table, OrderLimits())
+    return walk.live.peak, walk.drawn()
 
 
 def reorder(
     graph: fx.Graph, table: CostTable, limits: OrderLimits | None = None, number: int = 0
 ) -> OrderChange:
-    """Changes the order of a graph's nodes, if that hides more of its collectives; else leaves it.
-
-    Args:
-        graph: its nodes have fake tensors in ``meta["val"]``.
-        number: the graph's, for the report.
-    """
+    """Changes the order of a graph's nodes, if that hides more of its collectives; else leaves it. ``number``: the
+    graph's."""
     walk = _Walk(graph, table, limits or OrderLimits())
     peak, line, given, shown = walk.live.peak, walk.timeline(), walk.kernels_before(), walk.drawn()
     before = line.exposed

@@ -37,10 +37,7 @@ REGATHERED = "weft_regathered"
 
 
 def match_all_gather_matmul(c: Collective, groups: frozenset[str] | None = None) -> Pattern:
-    """
-    Raises:
-        LeftAlone: no product of the gathered tensor is exactly what the op computes.
-    """
+    """LeftAlone: no product of the gathered tensor is exactly what the op computes."""
     tensor = Gathered.by(c, groups)
     candidates, reasons = _candidates(tensor)
     if not candidates:
@@ -80,14 +77,8 @@ class _Replacement:
     def of(
         cls, tensor: Gathered, layout: GatherLayout, uses: list[Use], reasons: dict[fx.Node, str]
     ) -> _Replacement:
-        """
-        Args:
-            uses: those of this layout.
-            reasons: why other products are none.
-
-        Raises:
-            LeftAlone: none of them can be moved to the op, or something else needs what the op does not return.
-        """
+        """``uses``: those of this layout; ``reasons``: why other products are none. LeftAlone: none of them can be
+        moved to the op, or something else needs what the op does not return."""
         c, at = tensor.collectives[0], tensor.first_user()
         chosen, needed = [], []
         written = first_write(c.node, uses[-1].product.node)
@@ -131,7 +122,7 @@ class _Replacement:
             dim=layout.dim,
             last_dim=layout.contracted,
             returns_A=bool(self.kept),
-            uses=uses,
+            transposes=transposes,
         )
 
     def replace(self) -> None:
@@ -164,12 +155,8 @@ class _Replacement:
         self.tensor.reset_state(after)
 
     def _of(self, A: fx.Node, view: View, lent: list[int]) -> fx.Node:
-        """A view of the gathered tensor, made of what the op returns.
-
-        Args:
-            lent: the memory for which that of A could stand; it does for the first. What is other memory in the graph
-                stays other memory.
-        """
+        """A view of the gathered tensor, made of what the op returns. ``lent``: the memory for which that of A could
+        stand; it does for the first. What is other memory in the graph stays other memory."""
         c, at = self.collective, self.at
         new = rewrite.rearrange(A, self.layout.joined(c.world), view.dims, val(view.node).shape, at, [c.x])
         fits = is_contiguous(val(new))
@@ -213,11 +200,8 @@ def _candidate(tensor: Gathered, taken: Product, view: View) -> tuple[Use, Gathe
 
 
 def contracting(tensor: Gathered, products: list[fx.Node]) -> list[Use]:
-    """How these products use a gathered tensor, if one op can compute all of them by contracting the ranks.
-
-    Raises:
-        LeftAlone: it cannot.
-    """
+    """How these products use a gathered tensor, if one op can compute all of them by contracting the ranks. LeftAlone:
+    it cannot."""
     found = {used.product.node: (used, layout) for used, layout in _candidates(tensor)[0]}
     if not all(node in found for node in products):
         raise LeftAlone("not all of them are products that the op computes")

@@ -54,13 +54,8 @@ MATMUL_FROM = 1 << 20  #: bytes: what takes longer to send than to start is wort
 
 
 def match_all_reduce(c: Collective, groups: frozenset[str] | None = None, *, always: bool = False) -> Pattern:
-    """
-    Args:
-        always: into the product where that is right, else in one shot, whether it pays or not.
-
-    Raises:
-        LeftAlone: no op of weft is faster, or the result is waited for later.
-    """
+    """``always``: into the product where that is right, else in one shot, whether it pays or not. LeftAlone: no op of
+    weft is faster, or the result is waited for later."""
     x = val(c.x)
     if x.dim() == 0 and c.sums:
         raise LeftAlone("its input is a number")
@@ -140,10 +135,7 @@ class _Replacement:
         return math.prod(shape[:-1]), next(reversed(shape), 1), 0
 
     def choose(self, always: bool) -> None:
-        """
-        Raises:
-            LeftAlone: no op pays.
-        """
+        """LeftAlone: no op pays."""
         x = val(self.collectives[0].x)
         reasons = []
         norm = self._norm()
@@ -201,10 +193,7 @@ class _Replacement:
             return None
 
     def _check_profitable(self, op: str) -> FusionCandidate:
-        """
-        Raises:
-            LeftAlone: it is not.
-        """
+        """LeftAlone: it is not."""
         c, x = self.collectives[0], val(self.collectives[0].x)
         m, n, k = map(hint, self._sizes)
         candidate = FusionCandidate(op, m, n, k, c.world, x.dtype, x.device.type)
@@ -293,10 +282,8 @@ def merge_what_is_summed(c: Collective, groups: frozenset[str] | None) -> Collec
 
 
 def why_not_joined(total: SumOfMatmuls, candidate: FusionCandidate) -> str | None:
-    """Why the weights of several products should not be copied to stand side by side; None if they should.
-
-    Few rows are reduced in less time than that takes: of LoRA's two products, say.
-    """
+    """Why the weights of several products should not be copied to stand side by side; None if they should. Few rows are
+    reduced in less time than that takes: of LoRA's two products, say."""
     if candidate.device_type != "cuda" or len(total.products) == 1:
         return None
     weights = [val(p.right) for p in total.products]

@@ -2,35 +2,46 @@
 
 torch gathers along dimension 0 only, then cuts and joins for another one; it joins what it has cut before it scatters.
 The ops do that as they store and load, so both go.
+
+A product whose columns are gathered along the last dimension, and that nothing else takes, is a part of the op.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from ... import validation
 from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import Collective
 from ..graph.index_map import RANK, Digit, Dims, gathered_dims, plain, same_size
-from ..graph.nodes import LeftAlone, aten, c10d, calls, is_contiguous, val, what
+from ..graph.nodes import (
+    FLAT,
+    LeftAlone,
+    aten,
+    c10d,
+    calls,
+    check_no_write,
+    is_contiguous,
+    known,
+    only_user,
+    val,
+    what,
+)
 from ..graph.views import ViewStep, steps_back, views
+from .matmuls import product
 from .pattern import Pattern, word_of
 
 
 def match_alone(c: Collective, why: str = "", *, decided: bool = False) -> Pattern:
-    """
-    Args:
-        why: no product takes it.
-        decided: whether its size is not weighed.
-
-    Raises:
-        LeftAlone: it is a number, or waited for later: then the group's own backend runs it beside the rest.
-    """
+    """``why``: no product takes it; ``decided``: its size is not weighed. LeftAlone: it is a number, or waited for
+    later: then the group's own backend runs it beside the rest."""
     if val(c.x).dim() == 0:
         raise LeftAlone("its input is a number")
     if (between := c.beside) is not None:
@@ -56,6 +67,42 @@ def match_alone(c: Collective, why: str = "", *, decided: bool = False) -> Patte
     )
 
 
+def match_matmul_all_gather(c: Collective) -> Pattern | None:
+    """``fused_matmul_all_gather``; None where what is gathered is no such product."""
+    path = [c.x]
+    while calls(path[-1], *FLAT) and known(val(path[-1]).shape[-1] == val(path[-1].args[0]).shape[-1]):  # type: ignore[arg-type]
+        path.append(path[-1].args[0])  # type: ignore[arg-type]
+    found, taken = _gathered(c), product(path[-1])
+    last = val(c.x).dim() - 1
+    if taken is None or taken.node.target is not aten.mm.default or found.dims != (last,) or last == 0:
+        return None
+    if taken.addend is not None or any(only_user(node) is None for node in path):
+        return None
+    if val(c.x).dtype not in validation.DTYPES or not is_contiguous(val(c.x)):
+        return None
+    check_no_write(taken.node, c.node)
+    (m, k), n = val(taken.left).shape, val(taken.right).shape[1]
+
+    def replace() -> None:
+        with rewrite.undone_if_left():
+            out = rewrite.fused(c.node, schema.matmul_all_gather, c, taken.left, taken.right)
+            out = rewrite.reshape(out, [*val(found.result).shape], c.node, [taken.left, c.x])
+        found.put(out, path)
+
+    return Pattern(
+        collective=c,
+        op=schema.matmul_all_gather,
+        form="product → all_gather of columns",
+        detail="",
+        sizes=(m, n, k),
+        dtype=val(c.x).dtype,
+        order=(plain(val(c.x).shape), tuple(val(c.x).shape)),
+        replace=replace,
+        dim=last,
+        last_dim=True,
+    )
+
+
 @dataclass
 class _Replacement:
     """The op along dimensions from ``x`` to ``result``; ``steps`` lie between these and the collective."""
@@ -76,9 +123,13 @@ class _Replacement:
             # The sizes of what is pending are those of the result along dimension 0, which nobody has here otherwise.
             if user is not c.wait and not self.steps:
                 user.replace_input_with(c.node, out)
+        self.put(out, ())
+
+    def put(self, out: fx.Node, before: Sequence[fx.Node]) -> None:
+        """In place of the result, and of what stood ``before`` the collective for it alone."""
         self.result.replace_all_uses_with(out)
         nodes = [n for step in self.steps for n in step.nodes]
-        rewrite.erase_unused([*nodes, c.wait, c.node])
+        rewrite.erase_unused([*nodes, self.collective.wait, self.collective.node, *before])
 
 
 def _along(shape: torch.Size, dim: int, world: int) -> Dims:

@@ -22,14 +22,8 @@ from .pattern import Pattern
 
 
 def match_by_copy_engines(c: Collective, why: str = "") -> Pattern:
-    """``all_gather_start`` or ``reduce_scatter_start`` where it stands, and its wait where that stands.
-
-    Args:
-        why: no product takes it.
-
-    Raises:
-        LeftAlone: the group's own backend is better for it, or nothing tells what becomes of its token.
-    """
+    """Its start where it stands, and its wait where that stands. ``why``: no product takes it. LeftAlone: the group's
+    own backend is better for it, or nothing tells what becomes of its token."""
     x = val(c.x)
     if x.dim() == 0:
         raise LeftAlone("its input is a number")
@@ -54,14 +48,7 @@ def match_by_copy_engines(c: Collective, why: str = "") -> Pattern:
 
 
 def check_carried(c: Collective, x: torch.Tensor) -> None:
-    """Refuses what copy engines do not carry, or not faster.
-
-    Args:
-        x: the operand of such a collective as ``c``.
-
-    Raises:
-        LeftAlone: why.
-    """
+    """LeftAlone: copy engines do not carry ``x`` as the operand of such a collective, or not faster."""
     if transport_of_group(c.group) == NETWORK:
         raise LeftAlone("its ranks are on several hosts, whose memory copy engines do not reach")
     if not isinstance(x.numel(), int):

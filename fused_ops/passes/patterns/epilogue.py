@@ -57,11 +57,8 @@ class Terms:
 
     @classmethod
     def after(cls, c: Collective, part: Dims) -> Terms:
-        """What follows a reduce-scatter.
-
-        Args:
-            part: the dimensions of what the op gives, as digits of those of the collective's result.
-        """
+        """What follows a reduce-scatter. ``part``: the dimensions of what the op gives, as digits of those of the
+        result."""
         found = cls(c.node)
         # Moved to the order of the op's result, a residual would be copied: nothing would be gained.
         if not c.only_waited_for or not same_size(flat_dims(part), flat_dims(plain(val(c.wait).shape))):
@@ -105,11 +102,7 @@ class Terms:
         return True
 
     def arguments(self, part: Dims, near: list[fx.Node]) -> dict[str, fx.Node]:
-        """The op's, before ``at``.
-
-        Raises:
-            LeftAlone: a size is not there where it is needed.
-        """
+        """The op's, before ``at``. LeftAlone: a size is not there where it is needed."""
         found = {}
         if self.bias is not None:
             found["bias"] = rewrite.reshape(self.bias, [val(self.bias).shape[-1]], self.at, near)

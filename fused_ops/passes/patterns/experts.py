@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
@@ -30,6 +31,7 @@ from ..graph.nodes import (
     aten,
     calls,
     check_no_write,
+    flattened,
     hint,
     is_val,
     known,
@@ -43,15 +45,6 @@ from ..graph.row_wise import reduced_dims
 from ..graph.views import CASTS
 from .epilogue import stays_after
 from .pattern import Pattern
-
-
-class ExpertOperands(NamedTuple):
-    """Of an op, and in its order."""
-
-    y: fx.Node
-    slots: fx.Node
-    weights: fx.Node
-    shared: fx.Node | None
 
 
 @dataclass
@@ -88,10 +81,7 @@ class ExpertsSum:
 
     def check(self, x: fx.Node, at: fx.Node, world: int, *, norm: bool = False) -> None:
         """The op may take the place of what reduces ``x``, where ``at`` is, and perhaps of the norm after that.
-
-        Raises:
-            LeftAlone: it may not, or the sum by itself should be faster.
-        """
+        LeftAlone: it may not, or the sum by itself should be faster."""
         tokens, columns = self.rows
         if not known(val(x).shape[-1] == columns):
             raise LeftAlone(f"what is reduced has other rows than {what(self.total)}")
@@ -102,12 +92,9 @@ class ExpertsSum:
         if (why := why_combined_before(candidate, norm=norm)) is not None:
             raise LeftAlone(why)
 
-    def operands(self, at: fx.Node) -> ExpertOperands:
-        """Those of an op before ``at``.
-
-        Raises:
-            LeftAlone: a size is not there where it is needed.
-        """
+    def operands(self, at: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node | None]:
+        """y, slots, weights and what is shared, of an op before ``at``. LeftAlone: a size is not there where it is
+        needed."""
         tokens, near = self.rows[0], [self.y, self.index]
         slots: fx.Node = self.index
         if calls(slots, aten.index_put.default):
@@ -131,15 +118,12 @@ class ExpertsSum:
         shared: fx.Node | None = None
         for term in (rewrite.reshape(each, self.rows, at, near) for each in self.terms):
             shared = term if shared is None else call(at, aten.add.Tensor, shared, term)
-        return ExpertOperands(self.y, slots, weights, shared)
+        return self.y, slots, weights, shared
 
 
 def experts_sum(x: fx.Node) -> ExpertsSum | None:
     """What is reduced, if it is what experts' outputs add up to, perhaps with a term; None if it is something else.
-
-    Raises:
-        LeftAlone: it is that, and not as the ops put it together.
-    """
+    LeftAlone: it is that, and not as the ops put it together."""
     nodes, node = [], x
     while calls(node, *FLAT, *CASTS) and is_val(node.args[0]):
         nodes.append(node)
@@ -180,11 +164,8 @@ def experts_sum_of(collectives: list[Collective]) -> ExpertsSum | None:
 
 
 def match_experts_reduce_scatter(c: Collective) -> Pattern | None:
-    """None where something else is reduced, or the group's own backend runs it beside something.
-
-    Raises:
-        LeftAlone: it is what experts add up to, and not as the op puts it together.
-    """
+    """None where something else is reduced, or the group's own backend runs it beside something. LeftAlone: it is what
+    experts add up to, and not as the op puts it together."""
     if c.reduce_op != "sum" or c.beside is not None or (experts := experts_sum(c.x)) is None:
         return None
     experts.check(c.x, c.node, c.world)
@@ -197,24 +178,19 @@ def match_experts_reduce_scatter(c: Collective) -> Pattern | None:
         sizes=(math.prod(shape[:-1]), shape[-1], 0),
         dtype=val(c.x).dtype,
         order=(plain(shape), tuple(shape)),
-        replace=_Scattered(c, experts).replace,
+        replace=partial(_replace, c, experts),
         dim=0,
     )
 
 
-@dataclass
-class _Scattered:
-    collective: Collective
-    experts: ExpertsSum
-
-    def replace(self) -> None:
-        c, at = self.collective, self.collective.node
-        with rewrite.undone_if_left():
-            *given, shared = self.experts.operands(at)
-            out = rewrite.fused(at, schema.moe_combine_reduce_scatter, c, *given, 0, shared=shared)
-            out = rewrite.reshape(out, val(c.wait).shape, at)
-        rewrite.replace_result(c, out)
-        rewrite.erase_unused([*self.experts.nodes, c.node, c.wait])
+def _replace(c: Collective, experts: ExpertsSum) -> None:
+    at = c.node
+    with rewrite.undone_if_left():
+        *given, shared = experts.operands(at)
+        out = rewrite.fused(at, schema.moe_combine_reduce_scatter, c, *given, 0, shared=shared)
+        out = rewrite.reshape(out, val(c.wait).shape, at)
+    rewrite.replace_result(c, out)
+    rewrite.erase_unused([*experts.nodes, c.node, c.wait])
 
 
 def _sum_of_choices(total: fx.Node, dtype: torch.dtype) -> ExpertsSum | None:
@@ -231,7 +207,7 @@ def _sum_of_choices(total: fx.Node, dtype: torch.dtype) -> ExpertsSum | None:
             place = places[0] if len(places) == 1 else None
             if not is_val(place) or val(node.args[0]).dim() != 2:  # type: ignore[arg-type]
                 return None
-            before, index = node.args[0], _flat(place)
+            before, index = node.args[0], flattened(place)
         elif calls(node, aten.mul.Tensor) and weights is None:
             if (pair := _weighted(node)) is None:
                 return None
@@ -254,7 +230,7 @@ def _sum_of_choices(total: fx.Node, dtype: torch.dtype) -> ExpertsSum | None:
         raise LeftAlone(f"{what(index)} does not take each row of {what(node)} once")
     if (order := _inverse_of(index)) is None:
         raise LeftAlone(f"nothing shows that {what(index)} is the inverse of an order that was sorted")
-    return ExpertsSum(total, node, index, order, _flat(weights), by_rows, nodes)
+    return ExpertsSum(total, node, index, order, flattened(weights), by_rows, nodes)
 
 
 def _weighted(product: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -272,13 +248,6 @@ def _weighted(product: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 def _keeps_columns(node: fx.Node) -> bool:
     source = node.args[0]
     return is_val(source) and same_shape(val(source).shape[-1:], val(node).shape[-1:])
-
-
-def _flat(node: fx.Node) -> fx.Node:
-    """What the node was reshaped from."""
-    while calls(node, *FLAT) and is_val(node.args[0]):
-        node = node.args[0]
-    return node
 
 
 def _taken(node: fx.Node) -> tuple[fx.Node, fx.Node | None]:

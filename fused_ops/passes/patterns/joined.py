@@ -51,7 +51,6 @@ def take_apart(
     """Has each large part of what is joined gathered or scattered by itself, where ``reorder`` has copy engines do it.
 
     Args:
-        why_not: why nothing of a group should be changed.
         orders: gets the order in which parts are sent, for the vote: ranks may use them in different ones.
 
     Returns:
@@ -99,10 +98,7 @@ class _Joined:
 
     @classmethod
     def of(cls, c: Collective) -> _Joined:
-        """
-        Raises:
-            LeftAlone: it is none, or has no two parts for copy engines.
-        """
+        """LeftAlone: it is none, or has no two parts for copy engines."""
         gathers = c.node.target is c10d.all_gather_into_tensor.default
         if not gathers and c.node.target is not c10d.reduce_scatter_tensor.default:
             raise LeftAlone("neither gathered nor scattered")
@@ -140,14 +136,11 @@ class _Joined:
         return cls(c, cat, parts, dim, ranks, after, _cuts(node, cut, sizes))
 
     def replace(self, *, strict: bool) -> tuple[list[fx.Node], list[int]]:
-        """Puts a collective for each large part, and one for all others, in its place.
+        """Puts a collective for each large part, and one for all others, in its place; gives these, and the parts'
+        places in the cat in the order in which they are sent.
 
-        Returns:
-            these, and the parts' places in the cat in the order in which they are sent.
-
-        Raises:
-            LeftAlone: fewer than two are large enough for copy engines, a result is read by its strides, or others
-                would be left to the backend, which a ``strict`` pass does not allow.
+        LeftAlone: fewer than two are large enough for copy engines, a result is read by its strides, or others would be
+        left to the backend, which a ``strict`` pass does not allow.
         """
         c = self.c
         large = [i for i, part in enumerate(self.parts) if self._is_carried(part)]
@@ -214,11 +207,8 @@ def _merged(shape: Iterable[Any]) -> list[Any]:
 
 
 def _cuts(node: fx.Node, dim: int, sizes: list[int]) -> list[list[fx.Node]]:
-    """Of each part along a dimension the nodes that are it.
-
-    Raises:
-        LeftAlone: a part is used by none, or something else uses the whole.
-    """
+    """Of each part along a dimension the nodes that are it. LeftAlone: a part is used by none, or something else uses
+    the whole."""
     found: list[list[fx.Node]] = [[] for _ in sizes]
     at = {begin: i for i, begin in enumerate(accumulate(sizes[:-1], initial=0))}
     for user in node.users:

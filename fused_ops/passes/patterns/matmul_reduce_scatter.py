@@ -11,7 +11,7 @@ float32 result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ....kernels.matmul_reduce_scatter.configs import MOST_PRODUCTS
@@ -26,10 +26,7 @@ from .sum_of_matmuls import SumOfMatmuls, sum_of
 
 
 def match_matmul_reduce_scatter(c: Collective) -> Pattern:
-    """
-    Raises:
-        LeftAlone: what is reduced is not exactly a product that the op computes.
-    """
+    """LeftAlone: what is reduced is not exactly a product that the op computes."""
     total = sum_of(c.x, parts_of_input(c), c.node)
     part, dim = scattered_part(c, total.rows, total.columns)
     of_columns = dim == len(part) - 1
@@ -49,7 +46,7 @@ def match_matmul_reduce_scatter(c: Collective) -> Pattern:
         sizes=(total.m, total.n, total.k),
         dtype=total.dtype,
         order=((total.rows, total.columns), tuple(val(c.wait).shape)),
-        replace=_Replacement(c, total, dim, part, terms).replace,
+        replace=partial(_replace, c, total, dim, part, terms),
         dim=dim,
         last_dim=of_columns,
         sum=total,
@@ -57,11 +54,8 @@ def match_matmul_reduce_scatter(c: Collective) -> Pattern:
 
 
 def parts_of_input(c: Collective) -> Dims:
-    """The dimensions of what a reduce-scatter sums up, as digits of those of its result and the rank.
-
-    Raises:
-        LeftAlone: the ranks' parts are not equal.
-    """
+    """The dimensions of what a reduce-scatter sums up, as digits of those of its result and the rank. LeftAlone: the
+    ranks' parts are not equal."""
     rows = val(c.x).shape[0]
     if known(rows != c.world * val(c.wait).shape[0]):
         raise LeftAlone(f"its input has {rows} rows, no multiple of {c.world} ranks")
@@ -69,49 +63,34 @@ def parts_of_input(c: Collective) -> Dims:
 
 
 def scattered_part(c: Collective, rows: Digits, columns: Digits) -> tuple[Dims, int]:
-    """The dimensions of a rank's part of a product, and along which the op scatters it.
-
-    Raises:
-        LeftAlone: the op has none for that.
-    """
+    """The dimensions of a rank's part of a product, and along which the op scatters it. LeftAlone: the op has none for
+    that."""
     if (found := part_of_rank(rows, columns, c.world)) is None:
         raise LeftAlone("each rank gets columns of the product that do not stand side by side")
     return found
 
 
-@dataclass
-class _Replacement:
-    """``part`` are the dimensions of what the op gives, this rank's part of ``sum``, to which it adds ``terms``."""
-
-    collective: Collective
-    sum: SumOfMatmuls
-    dim: int  # of A @ B, where the op scatters it
-    part: Dims
-    terms: Terms
-
-    @property
-    def _adds_products(self) -> bool:
-        """Whether the op is given each product's factors: its kernel of 16 bits needs no copy of them side by side."""
-        return self.sum.dtype.itemsize == 2 and len(self.sum.products) <= MOST_PRODUCTS
-
-    def replace(self) -> None:
-        c, at = self.collective, self.terms.at
-        with rewrite.undone_if_left():
-            pairs = self.sum.pairs(at) if self._adds_products else [self.sum.operands(at)]
-            near = [*(A for A, _ in pairs), *(p.left for p in self.sum.products)]
-            if len(self.part) > 2:
-                lead = [numel(self.part[0]), c.world * numel(self.part[1])]
-                pairs = [(rewrite.reshape(A, [*lead, val(A).shape[-1]], at, near), B) for A, B in pairs]
-            (A, B), *others = pairs
-            want = val(c.wait).dtype
-            named: dict[str, Any] = {"out_dtype": want} if want != self.sum.dtype else {}
-            if others:
-                named["more"] = [factor for pair in others for factor in pair]
-            named |= self.terms.arguments(self.part, [A, B])
-            out = rewrite.fused(at, schema.matmul_reduce_scatter, c, A, B, c.reduce_op, self.dim, **named)
-            out = self.sum.finished(out, c, at)
-            out = rewrite.rearrange(out, self.part, plain(val(c.wait).shape), val(c.wait).shape, at, near)
-            out = rewrite.make_contiguous(out, at)
-        self.terms.replace()
-        rewrite.replace_result(c, out)
-        rewrite.erase_unused([*self.terms.added, *self.terms.path, *self.sum.nodes, c.node, c.wait])
+def _replace(c: Collective, total: SumOfMatmuls, dim: int, part: Dims, terms: Terms) -> None:
+    """``part`` are the dimensions of what the op gives, this rank's part of ``total``, to which it adds ``terms``."""
+    at = terms.at
+    # The kernel of 16 bits is given each product's factors, and needs no copy of them side by side.
+    apart = total.dtype.itemsize == 2 and len(total.products) <= MOST_PRODUCTS
+    with rewrite.undone_if_left():
+        pairs = total.pairs(at) if apart else [total.operands(at)]
+        near = [*(A for A, _ in pairs), *(p.left for p in total.products)]
+        if len(part) > 2:
+            lead = [numel(part[0]), c.world * numel(part[1])]
+            pairs = [(rewrite.reshape(A, [*lead, val(A).shape[-1]], at, near), B) for A, B in pairs]
+        (A, B), *others = pairs
+        want = val(c.wait).dtype
+        named: dict[str, Any] = {"out_dtype": want} if want != total.dtype else {}
+        if others:
+            named["more"] = [factor for pair in others for factor in pair]
+        named |= terms.arguments(part, [A, B])
+        out = rewrite.fused(at, schema.matmul_reduce_scatter, c, A, B, c.reduce_op, dim, **named)
+        out = total.finished(out, c, at)
+        out = rewrite.rearrange(out, part, plain(val(c.wait).shape), val(c.wait).shape, at, near)
+        out = rewrite.make_contiguous(out, at)
+    terms.replace()
+    rewrite.replace_result(c, out)
+    rewrite.erase_unused([*terms.added, *terms.path, *total.nodes, c.node, c.wait])

@@ -37,11 +37,8 @@ def together(at: fx.Node, products: Sequence[fx.Node]) -> int:
 
 
 def why_not_one_product(products: Sequence[Product], candidate: FusionCandidate | None) -> str | None:
-    """Why products that are summed should not be computed as one by an op; None if they may.
-
-    Args:
-        candidate: the op's call; None where its sizes are not known before the run.
-    """
+    """Why products that are summed should not be computed as one by an op; None if they may. ``candidate``: the op's
+    call; None where its sizes are not known before the run."""
     lefts = _sizes(p.left for p in products)
     at_once, largest = sum(lefts.values()), max(lefts.values())
     if len(lefts) > 2 and at_once > 2 * largest and at_once > 2 * (largest + _needed(products)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,31 +17,10 @@ from ...dispatch import profitability
 from ..agreement.signature import Order
 from ..graph.collectives import Collective
 from ..graph.nodes import LeftAlone, Size, hint, val
-from .matmuls import Use
 from .one_product import copies_us, why_not_one_product
 from .sum_of_matmuls import SumOfMatmuls
 
-_WORDS = {
-    "weft::fused_all_gather_matmul": "all_gather_matmul",
-    "weft::fused_matmul_reduce_scatter": "matmul_reduce_scatter",
-    "weft::fused_all_gather_scaled_matmul": "all_gather_scaled_matmul",
-    "weft::fused_scaled_matmul_reduce_scatter": "scaled_matmul_reduce_scatter",
-    "weft::fused_matmul_all_reduce": "matmul_all_reduce",
-    # What reduces without a product.
-    "weft::one_shot_all_reduce": "all_reduce",
-    "weft::fused_all_reduce_rms_norm": "all_reduce",
-    "weft::fused_all_reduce_layer_norm": "all_reduce",
-    "weft::fused_all_reduce_rms_norm_quant": "all_reduce",
-    "weft::fused_moe_combine_all_reduce": "all_reduce",
-    "weft::fused_moe_combine_all_reduce_rms_norm": "all_reduce",
-    "_c10d_functional::all_reduce": "all_reduce",
-    "weft::one_shot_all_gather": "all_gather",
-    "weft::one_shot_reduce_scatter": "reduce_scatter",
-    "weft::one_shot_all_to_all": "all_to_all",
-    "weft::fused_moe_combine_reduce_scatter": "reduce_scatter",
-    "weft::all_gather_start": "all_gather",
-    "weft::reduce_scatter_start": "reduce_scatter",
-}
+_EXCHANGES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 @dataclass(kw_only=True)
@@ -63,7 +42,7 @@ class Pattern:
         last_dim: whether that is the last one.
         decided: whether it is not weighed: it is profitable in any case, or that was settled when it was found.
         returns_A: whether the op returns what is gathered.
-        uses: the products of what is gathered.
+        transposes: whether what is gathered is the right operand: the op computes the transposed product.
         sum: the products that are reduced.
         scaled: how the operands of scaled products are scaled.
     """
@@ -81,14 +60,9 @@ class Pattern:
     last_dim: bool = False
     decided: bool = False
     returns_A: bool = False
-    uses: Sequence[Use] = ()
+    transposes: bool = False
     sum: SumOfMatmuls | None = None
     scaled: ScaledProducts | None = None
-
-    @property
-    def transposes(self) -> bool:
-        """Whether what is gathered is the right operand: the op computes the transposed product."""
-        return bool(self.uses) and all(use.transposed for use in self.uses)
 
     @property
     def problem(self) -> tuple[int, int, int] | None:
@@ -118,10 +92,8 @@ class Pattern:
         return None if candidate is None else profitability.why_not_profitable(candidate)
 
     def why_not_compared(self) -> str | None:
-        """Why ranks cannot tell, before the run, whether they have the same shapes; None if they can.
-
-        One size that depends on data is no reason: without the pass, too, all ranks send as many elements.
-        """
+        """Why ranks cannot tell, before the run, whether they have the same shapes; None if they can. One size that
+        depends on data is no reason: without the pass, too, all ranks send as many elements."""
         sent = free_unbacked_symbols(val(self.collective.x).numel())
         others = free_unbacked_symbols(self.sizes) - sent
         if len(sent) <= 1 and not others:
@@ -145,15 +117,9 @@ class Pattern:
 
 
 def word_of(op: Any) -> str:
-    """The word by which ``profitability`` knows an op.
-
-    Raises:
-        KeyError: ``_WORDS`` has none.
-    """
-    name = str(op._schema.name)
-    if name not in _WORDS:
-        raise KeyError(f"{name} is not in _WORDS, so nobody knows whether it is profitable")
-    return _WORDS[name]
+    """The word by which ``profitability`` knows an op: without a product that of what it exchanges."""
+    name = str(op._schema.name).rpartition("::")[2]
+    return name.removeprefix("fused_") if "matmul" in name else next(e for e in _EXCHANGES if e in name)
 
 
 def why_not_called_from_cpp(op: Any) -> str | None:

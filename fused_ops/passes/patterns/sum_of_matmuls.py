@@ -100,11 +100,7 @@ class SumOfMatmuls:
         return min(p.node for p in self.products)
 
     def join(self, other: SumOfMatmuls) -> None:
-        """Adds what another reduction sums up.
-
-        Raises:
-            LeftAlone: its products have another shape or dtype.
-        """
+        """Adds what another reduction sums up. LeftAlone: its products have another shape or dtype."""
         alike = same_size(self.rows, other.rows) and same_size(self.columns, other.columns)
         if not alike or self.dtype != other.dtype:
             raise LeftAlone("the products that are summed have different shapes or dtypes")
@@ -116,10 +112,7 @@ class SumOfMatmuls:
         self.check_factors()
 
     def check_factors(self) -> None:
-        """
-        Raises:
-            LeftAlone: what the op sends, or an operand, may be out of its dtype's range.
-        """
+        """LeftAlone: what the op sends, or an operand, may be out of its dtype's range."""
         if self.factor != 1:
             # The ranks' sum without its factor may be too large where that with it is not.
             if self.total_dtype == torch.float16 and abs(self.factor) < 1:
@@ -163,11 +156,8 @@ class SumOfMatmuls:
 
 
 def sum_of(node: fx.Node, dims: Dims, user: fx.Node) -> SumOfMatmuls:
-    """What a node of these dimensions sums up for its only user.
-
-    Raises:
-        LeftAlone: it is no sum of products, or others use a part of it.
-    """
+    """What a node of these dimensions sums up for its only user. LeftAlone: it is no sum of products, or others use a
+    part of it."""
     total = SumOfMatmuls(total_dtype=val(node).dtype)
     terms: list[tuple[Digits, Digits]] = []
     rows_of_vectors: list[Digits] = []
@@ -252,10 +242,7 @@ def _added(node: fx.Node) -> list[tuple[Any, Any]]:
 
 
 def _times(factor: float, number: object, node: fx.Node) -> float:
-    """
-    Raises:
-        LeftAlone: the node multiplies by what is no factor.
-    """
+    """LeftAlone: the node multiplies by what is no factor."""
     if not isinstance(number, int | float) or not is_factor(number) or not is_factor(factor * number):
         raise LeftAlone(f"{what(node)} multiplies what it adds by {number}")
     return factor * number
@@ -311,11 +298,7 @@ def _check_dtype(have: torch.dtype, want: torch.dtype) -> None:
 
 
 def _is_vector(term: object, node: fx.Node) -> bool:
-    """Whether a term is added to each row of the node, rather than element by element.
-
-    Raises:
-        LeftAlone: neither.
-    """
+    """Whether a term is added to each row of the node, rather than element by element. LeftAlone: neither."""
     if not is_val(term):
         raise LeftAlone(f"{what(node)} adds {term}")
     have, want = val(term), val(node)

@@ -95,12 +95,8 @@ def compilation_of_now() -> tuple[int, int] | None:
 
 
 def chosen(model: Any, seen: Collection[tuple[Model, ...]]) -> Callable[[tuple[Model, ...]], bool]:
-    """Which of the graphs with these models are of this one, or of those that have compiled for it.
-
-    Raises:
-        TypeError: it cannot be called, or hashed, or weakly referenced.
-        ValueError: none is.
-    """
+    """Which of the graphs with these models are of this one, or of those that have compiled for it. ValueError: none
+    is."""
     if not callable(model):
         raise TypeError(f"model: is {model!r}, must be a module or a function")
     mine = _of(_unwrapped(model))

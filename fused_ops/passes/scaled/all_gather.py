@@ -36,10 +36,7 @@ def match_all_gather_scaled_matmul(
     c: Collective, groups: frozenset[str] | None, *, again: bool = False
 ) -> Pattern | None:
     """None where no scaled product depends on what is gathered. For a gather of scales that of what they scale.
-
-    Raises:
-        LeftAlone: those that do are not exactly what the op computes.
-    """
+    LeftAlone: those that do are not exactly what the op computes."""
     graph = c.node.graph
     if not any(graph.find_nodes(op="call_function", target=target) for target in SCALED_MMS):
         return None
@@ -82,10 +79,7 @@ class _Replacement:
 
     @classmethod
     def of(cls, c: Collective, rows: RowByRow, layout: GatherLayout, uses: list[ScaledMm]) -> _Replacement:
-        """
-        Raises:
-            LeftAlone: something else needs what the op does not return, or comes between.
-        """
+        """LeftAlone: something else needs what the op does not return, or comes between."""
         first = uses[0]
         inside = rows.nodes([first.left, first.left_scale])
         views = _quantised(first.left, c.wait)
@@ -233,11 +227,8 @@ def _quantised(left: fx.Node, wait: fx.Node) -> list[fx.Node]:
 def _other_users(
     tensor: Gathered, uses: list[ScaledMm], views: list[fx.Node]
 ) -> dict[fx.Node, list[fx.Node]]:
-    """What else uses views of the quantised tensor, which the op then returns.
-
-    Raises:
-        LeftAlone: something uses what it is made of, or its scales.
-    """
+    """What else uses views of the quantised tensor, which the op then returns. LeftAlone: something uses what it is
+    made of, or its scales."""
     taken = tensor.views.keys() | {use.node for use in uses}
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in sorted(tensor.views):

@@ -6,7 +6,7 @@ before it is reduced is the op's with such a result: it is rounded to be sent, a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import fx
@@ -26,13 +26,9 @@ from .scaled_mm import ScaledMm, scaled_mm
 
 
 def match_scaled_matmul_reduce_scatter(c: Collective) -> Pattern | None:
-    """None where what is reduced is no scaled product.
-
-    Raises:
-        LeftAlone: it is one, but not exactly what the op computes.
-    """
-    steps, product = _product_before(c.x)
-    if product is None:
+    """None where what is reduced is no scaled product. LeftAlone: it is one, but not exactly what the op computes."""
+    steps = list(steps_back(c.x))
+    if (product := scaled_mm(steps[-1].source if steps else c.x)) is None:
         return None
     dims = parts_of_input(c)
     try:
@@ -63,49 +59,35 @@ def match_scaled_matmul_reduce_scatter(c: Collective) -> Pattern | None:
         sizes=(m, product.width, k),
         dtype=out_dtype,
         order=(part, tuple(val(c.wait).shape)),
-        replace=_Replacement(c, product, dim, part, nodes).replace,
+        replace=partial(_replace, c, product, dim, part, nodes),
         dim=dim,
         last_dim=of_columns,
         scaled=product.products(out_dtype, travels=False),
     )
 
 
-@dataclass
-class _Replacement:
-    """``part`` are the dimensions of what the op gives, this rank's part of ``product``."""
-
-    collective: Collective
-    product: ScaledMm
-    dim: int  # of the product in the shape that the op is told, where it scatters it
-    part: Dims
-    nodes: list[fx.Node]  # between the product and the collective
-
-    def replace(self) -> None:
-        c, at, taken = self.collective, self.collective.node, self.product
-        with rewrite.undone_if_left():
-            left, scale = taken.left, taken.left_scale
-            if len(self.part) > 2:
-                lead = [numel(self.part[0]), c.world * numel(self.part[1])]
-                left = rewrite.reshape(left, [*lead, val(left).shape[1]], at)
-                if taken.kind is not ScaleKind.TENSOR:
-                    scale = rewrite.reshape(scale, [*lead, val(scale).shape[1]], at, [left])
-            if taken.kind is ScaleKind.TENSOR:  # of no dimension: none could be taken for a row's
-                scale = rewrite.reshape(scale, [], at)
-            operands = left, taken.right, scale, taken.right_scale
-            more = None, taken.bias, None, val(c.x).dtype, taken.fast
-            where = c.reduce_op, self.dim, self.dim, c.group
-            out = call(at, schema.scaled_matmul_reduce_scatter, *operands, *where, *more, group_size=c.world)
-            want = val(c.wait).shape
-            out = rewrite.rearrange(out, self.part, plain(want), want, at, [taken.left])
-            out = rewrite.make_contiguous(out, at)
-        rewrite.replace_result(c, out)
-        rewrite.erase_unused([taken.node, *self.nodes, c.node, c.wait])
-
-
-def _product_before(node: fx.Node) -> tuple[list[ViewStep], ScaledMm | None]:
-    """The steps back from what is reduced to the scaled product that it is made of, if it is made of one."""
-    steps = list(steps_back(node))
-    return steps, scaled_mm(steps[-1].source if steps else node)
+def _replace(c: Collective, product: ScaledMm, dim: int, part: Dims, nodes: list[fx.Node]) -> None:
+    """``part`` are the dimensions of what the op gives, this rank's part of ``product``, which it scatters along
+    ``dim`` of the shape that it is told; ``nodes`` stand between the product and the collective."""
+    at = c.node
+    with rewrite.undone_if_left():
+        left, scale = product.left, product.left_scale
+        if len(part) > 2:
+            lead = [numel(part[0]), c.world * numel(part[1])]
+            left = rewrite.reshape(left, [*lead, val(left).shape[1]], at)
+            if product.kind is not ScaleKind.TENSOR:
+                scale = rewrite.reshape(scale, [*lead, val(scale).shape[1]], at, [left])
+        if product.kind is ScaleKind.TENSOR:  # of no dimension: none could be taken for a row's
+            scale = rewrite.reshape(scale, [], at)
+        operands = left, product.right, scale, product.right_scale
+        more = None, product.bias, None, val(c.x).dtype, product.fast
+        where = c.reduce_op, dim, dim, c.group
+        out = call(at, schema.scaled_matmul_reduce_scatter, *operands, *where, *more, group_size=c.world)
+        want = val(c.wait).shape
+        out = rewrite.rearrange(out, part, plain(want), want, at, [product.left])
+        out = rewrite.make_contiguous(out, at)
+    rewrite.replace_result(c, out)
+    rewrite.erase_unused([product.node, *nodes, c.node, c.wait])
 
 
 def _check_dtypes(product: ScaledMm, steps: list[ViewStep], want: torch.dtype) -> None:

@@ -21,7 +21,7 @@ from ..graph.nodes import LeftAlone, argument, aten, c10d, calls, is_val, known,
 from ..graph.rewrite import call
 from ..graph.row_wise import is_pointwise, reduced_dims
 from ..graph.split_cat import SPLITS
-from ..graph.views import steps_back, unchanged, view_step
+from ..graph.views import PERMUTES, steps_back, unchanged, view_step
 from .scaled_mm import SCALED_MMS, ScaledMm, scaled_mm
 
 _FAR = 128  # nodes between a gather and its products
@@ -49,11 +49,8 @@ class RowByRow:
         self.products: list[ScaledMm] = [each for each in found if each is not None]
 
     def dims(self, node: fx.Node) -> Dims | None:
-        """Where the node has the rows of which rank; None where it does not depend on the gathered tensor.
-
-        Raises:
-            LeftAlone: it is not computed row by row.
-        """
+        """Where the node has the rows of which rank; None where it does not depend on the gathered tensor. LeftAlone:
+        it is not computed row by row."""
         if node not in self._dims:
             self._dims[node] = self._find(node)
         return self._dims[node]
@@ -173,11 +170,7 @@ class RowByRow:
         ]
 
     def shard(self, node: fx.Node, at: fx.Node) -> fx.Node:
-        """The same of this rank's shard, before ``at``.
-
-        Raises:
-            LeftAlone: a size is not there where it is needed.
-        """
+        """The same of this rank's shard, before ``at``. LeftAlone: a size is not there where it is needed."""
         if (done := self._shards.get(node)) is None:
             done = self._shards[node] = self._of_shard(node, at)
         return done
@@ -201,14 +194,11 @@ class RowByRow:
         source = self.shard(step.source, at)
         have, want = (of_shard(self._needed(n)) for n in (step.source, node))
         shape = [numel(digits) for digits in want]
-        if not step.between and len(want) == len(have) and calls(node, *_PERMUTES):
+        if not step.between and len(want) == len(have) and calls(node, *PERMUTES):
             return call(at, node.target, source, *node.args[1:])
         if not step.between:
             return rewrite.reshape(source, shape, at, [self._c.x])
         return rewrite.rearrange(source, have, want, shape, at, [self._c.x])
-
-
-_PERMUTES = (aten.permute.default, aten.transpose.int, aten.t.default)
 
 
 def of_shard(dims: Dims) -> Dims:

@@ -63,10 +63,7 @@ class ScaledMm:
         )
 
     def check(self) -> None:
-        """
-        Raises:
-            LeftAlone: weft's ops compute no such product.
-        """
+        """LeftAlone: weft's ops compute no such product."""
         if self.why_not:
             raise LeftAlone(self.why_not)
         if self.out_dtype not in OUT_DTYPES:

@@ -75,11 +75,8 @@ def why_not_faster(region: Region) -> str | None:
 
 
 def _saved(region: Region) -> tuple[float, float]:
-    """Microseconds that own rows save, and those of the region's products.
-
-    Raises:
-        LeftAlone: a product should not be fused with what it would get.
-    """
+    """Microseconds that own rows save, and those of the region's products. LeftAlone: a product should not be fused
+    with what it would get."""
     first = region.collectives[0]
     size, norms = nbytes(val(first.x)), region.norms
     saved = multiplied = 0.0
@@ -131,11 +128,8 @@ def _alone_us(candidate: FusionCandidate) -> float:
 
 
 def _of_reduction(c: Collective) -> tuple[FusionCandidate, FusionCandidate]:
-    """What a reduction is, with the product before it, if there is one: as the graph is, and on own rows.
-
-    Raises:
-        LeftAlone: it should not be fused with a reduce-scatter.
-    """
+    """What a reduction is, with the product before it, if there is one: as the graph is, and on own rows. LeftAlone: it
+    should not be fused with a reduce-scatter."""
     total, x = _products(c), val(c.x)
     where = c.world, x.dtype, x.device.type
     if total is None:
@@ -154,11 +148,8 @@ def _of_reduction(c: Collective) -> tuple[FusionCandidate, FusionCandidate]:
 
 
 def _of_gather(node: fx.Node, region: Region) -> FusionCandidate:
-    """The products of what is gathered, and its gather; the gather alone if there are none.
-
-    Raises:
-        LeftAlone: it should not be fused with these.
-    """
+    """The products of what is gathered, and its gather; the gather alone if there are none. LeftAlone: it should not be
+    fused with these."""
     columns, tensor, kept = 0, val(node), False
     pending = [node]
     while pending:

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from torch import fx
 
 from ....symm_mem import resolve_group
-from ..graph.collectives import Collective
-from ..graph.nodes import LeftAlone, Size, c10d, calls, known, same_shape, val
+from ..graph.collectives import Collective, collectives
+from ..graph.nodes import LeftAlone, Size, c10d, calls, known, same_shape, tangents, val
 from ..graph.row_wise import RowLayout
 from ..patterns.all_reduce import merge_what_is_summed
-from ..settings import AUTO
+from ..settings import AUTO, PassSettings
 from .estimate import why_more_bytes, why_not_faster
 from .region import Region, regions
 from .replace import put_on_rows
@@ -33,6 +33,34 @@ SEEN = "weft_sequence_parallel"
 BY_ROWS = "of an all-reduce, sequence parallel"
 
 
+def put_joint_graph_on_rows(graph: fx.Graph, settings: PassSettings) -> None:
+    """Of a training step: what is kept for the backward is on a rank's own rows, too. What an all-reduce becomes does
+    not depend on the rank: a slice is none of "each rank's own rows" here."""
+    if not tangents(graph):
+        return
+    notes = put_sequences_on_rows(graph, settings.sequence_parallel, settings.groups)
+    for target in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            node.meta[SEEN] = notes.get(node, "")
+
+
+def rewritten(
+    graph: fx.Graph, settings: PassSettings, why_not: Callable[[str], str | None]
+) -> dict[fx.Node, str]:
+    """Does the same to a graph that Inductor's last passes get, unless the joint graph had it. ``why_not``: why nothing
+    of a group should be changed."""
+    if not settings.sequence_parallel:
+        return {}
+    seen = {node: str(node.meta[SEEN]) for node in collectives(graph) if node.meta.get(SEEN)}
+    # What a forward graph has kept for a backward one, the ranks need not have alike.
+    if tangents(graph):
+        return seen
+    own_chunks = bool(settings.agree)
+    return seen | put_sequences_on_rows(
+        graph, settings.sequence_parallel, settings.groups, why_not, own_chunks=own_chunks
+    )
+
+
 def put_sequences_on_rows(
     graph: fx.Graph,
     choice: bool | str,
@@ -41,16 +69,12 @@ def put_sequences_on_rows(
     *,
     own_chunks: bool = False,
 ) -> dict[fx.Node, str]:
-    """Changes the graph.
+    """Changes the graph; gives what became of an all-reduce: for the reduce-scatters and for those that stay.
 
     Args:
         choice: True for what sends no more, or "auto" for what should be faster by the estimate, too.
-        groups: all-reduces of these only. None for all.
-        why_not: why those of a group should stay, whatever follows them.
+        why_not: why all-reduces of a group should stay, whatever follows them.
         own_chunks: whether ranks compare what the graph has become before they run it, see ``RowLayout``.
-
-    Returns:
-        what became of an all-reduce: for the reduce-scatters and for those that stay.
     """
     notes: dict[fx.Node, str] = {}
     found: dict[str, list[Collective]] = {}

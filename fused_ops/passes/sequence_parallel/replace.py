@@ -17,14 +17,8 @@ from .region import Region
 
 
 def put_on_rows(region: Region) -> dict[fx.Node, fx.Node]:
-    """Changes the graph.
-
-    Returns:
-        the reduce-scatters by the all-reduces in the place of which they are.
-
-    Raises:
-        LeftAlone: a size is not there where it is needed. The graph is as it was.
-    """
+    """Changes the graph; gives the reduce-scatters by the all-reduces in the place of which they are. LeftAlone: a size
+    is not there where it is needed. The graph is as it was."""
     layout = region.layout
     own: dict[fx.Node, fx.Node] = {}
     whole: dict[fx.Node, fx.Node] = {}

@@ -11,7 +11,7 @@ from ..graph.collectives import group_of
 from ..graph.nodes import FLAT, after_tangents, argument, aten, c10d, calls, is_val
 from ..graph.row_wise import REDUCTIONS, is_pointwise
 from ..graph.split_cat import SLICES, SPLITS
-from ..graph.views import CASTS, steps_back
+from ..graph.views import CASTS, PERMUTES, steps_back
 from ..patterns.matmuls import product
 
 _DETERMINED = (
@@ -19,9 +19,7 @@ _DETERMINED = (
     *SLICES,
     *SPLITS,
     *CASTS,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
+    *PERMUTES,
     aten.expand.default,
     aten.cat.default,
     aten.embedding.default,
@@ -44,11 +42,8 @@ _ROUTES = (
 
 
 def same_on_all_ranks(graph: fx.Graph, group: str) -> set[fx.Node]:
-    """What all ranks of a group have alike, if they have the graph's inputs alike.
-
-    Matrix products are not: of which a rank has a part, by its own weights. But for the gradients of a router's input,
-    see ``_whole_gradients``.
-    """
+    """What all ranks of a group have alike, if they have the graph's inputs alike. Matrix products are not: of which a
+    rank has a part, by its own weights; but for gradients of a router's input, see ``_whole_gradients``."""
     found: set[fx.Node] = set()
     uncut: set[fx.Node] = set()  # of these what has no part of a gradient, which may be each rank's own
     reduced: set[fx.Node] = set()  # gradients, and sums of such

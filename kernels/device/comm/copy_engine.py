@@ -53,11 +53,14 @@ class CopiedParts(NamedTuple):
 
 
 class CopiedPiece(NamedTuple):
-    """``size`` bytes at ``address`` that a peer gets, ``offset`` bytes into its buffer."""
+    """``rows`` times ``size`` bytes that a peer gets one after the other, ``offset`` bytes into its buffer: the first
+    at ``address``, each of the others ``step`` bytes after the one before."""
 
     address: int
     offset: int
     size: int
+    rows: int = 1
+    step: int = 0
 
 
 class CopyEngine:
@@ -131,16 +134,19 @@ class CopyEngine:
 
     def _send(self, buffer: int, of: Callable[[int], Iterable[CopiedPiece]]) -> None:
         """Each peer's pieces, and after them the epoch into flag 0 of this rank there."""
-        w, stream, copy = self.workspace, self._handle, cuda_state.state.copy
+        w, stream, state = self.workspace, self._handle, cuda_state.state
         ticket = w.address + 4 * (Layout.EPOCH_TICKET + buffer)
         here = w.address + w.layout.buffer(buffer)
         flag = w.address + 4 * (w.layout.flags(buffer) + w.rank * w.layout.flags_per_rank)
-        for step in range(1, w.world_size):
-            peer = (w.rank - step) % w.world_size
+        for distance in range(1, w.world_size):
+            peer = (w.rank - distance) % w.world_size
             there = (peer - w.rank) * w.span
-            for piece in of(peer):
-                copy(here + piece.offset + there, piece.address, piece.size, stream)
-            copy(flag + there, ticket, 4, stream)
+            for address, offset, size, rows, step in of(peer):
+                if rows == 1:
+                    state.copy(here + offset + there, address, size, stream)
+                else:
+                    state.copy_rows(here + offset + there, address, (rows, size), step, stream)
+            state.copy(flag + there, ticket, 4, stream)
 
 
 def engine_of(workspace: Workspace[Layout]) -> CopyEngine:

@@ -6,7 +6,6 @@ import ctypes
 
 from ....symm_mem.layout import Layout
 from ....symm_mem.workspace import Workspace
-from ..jit.program import WaitParams
 
 
 class BufferWords(ctypes.Structure):
@@ -38,8 +37,3 @@ class BufferWords(ctypes.Structure):
             Layout.DRAWN + buffer,
             workspace.span,
         )
-
-
-def wait_params(workspace: Workspace[Layout]) -> WaitParams:
-    """What a kernel needs for its waits; the launcher sets the timeout."""
-    return WaitParams.of(workspace)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from ....symm_mem.switches import is_on
 from ..jit import program
-from ..jit.program import WaitParams
+from ..jit.program import Program, WaitParams
 
 VECTOR = 16  #: bytes of a slot
 #: What ll_exchange.cuh calls the dtypes whose numbers it reads.
@@ -32,6 +34,16 @@ def dependent() -> bool:
         ValueError: WEFT_PDL is neither 0 nor 1.
     """
     return is_on("WEFT_PDL")
+
+
+def exchange_program(source: Path, rank: int, defines: Mapping[str, str | int]) -> Program:
+    """``source`` for one rank, with all else that it must know, as this process launches it; always the same object."""
+    return _program(source, (*defines.items(), ("RANK", rank), ("DEPENDENT", int(dependent()))))
+
+
+@cache
+def _program(source: Path, defines: tuple[tuple[str, str | int], ...]) -> Program:
+    return Program(source, defines=dict(defines))
 
 
 class ExchangeSlots(ctypes.Structure):
@@ -126,8 +138,8 @@ class ExchangeWorkspace(program.WorkspaceLike, Protocol):
 
 
 def slots_of(place: ExchangeWorkspace, block: int = 0) -> ExchangeSlots:
-    """What kernels need of ``place``; each launch puts its deadline in. ``block``: the one whose slots block 0 of a
-    kernel of one epoch takes."""
+    """What kernels need of ``place``; each launch puts its deadline in. ``block``: whose slots block 0 of a kernel of
+    one epoch takes."""
     layout, watch = place.layout, WaitParams.of(place, 0)
     first = layout.FIRST + block * layout.words_of_block
     return ExchangeSlots(watch, place.span, layout.slots, layout.EPOCHS + block, first, layout.emptied)

@@ -14,11 +14,16 @@
 //
 // Defined by the includer: DTYPE (bfloat16 or float16) and PRODUCT_TYPE, BM, BN, STAGES, B_ROWS (1: N is contiguous in
 // B, 0: K), B_WHOLE (N is a multiple of 64) and SPLIT_K (1: B is a stack of parts along K, each with rows of A of its
-// own); SERVE_REGISTERS per thread of warpgroup 2: warpgroups 0 and 1 get what is left, MULTIPLY_REGISTERS.
+// own), GATED (1: B is two halves along N, its maps have one more dimension for them, and each warpgroup has the same
+// columns of both); SERVE_REGISTERS per thread of warpgroup 2: warpgroups 0 and 1 get what is left, MULTIPLY_REGISTERS.
 
 #pragma once
 
 #include "ptx/hopper.cuh"
+
+#ifndef GATED
+#define GATED 0
+#endif
 
 namespace weft {
 
@@ -59,12 +64,12 @@ __device__ __forceinline__ void add_pair(u32 word, float* values) {
 
 // Stores a warpgroup's sums of a tile to `out`, where the tile begins in a matrix with rows of `stride` elements, as far
 // as it has `rows` and `columns`. `finish(i, values)` gets those of set i before they are rounded.
-template <typename Finish>
+template <int NUMBERS, typename Finish>
 __device__ __forceinline__ void store_rows(
-    u16* out, u64 stride, int rows, int columns, int warpgroup, const float (&sums)[ACC_REGS], Finish&& finish) {
+    u16* out, u64 stride, int rows, int columns, int warpgroup, const float (&sums)[NUMBERS], Finish&& finish) {
     const Place first = place_of_vectors(warpgroup);
 #pragma unroll
-    for (int i = 0; i < ACC_REGS / 16; ++i) {
+    for (int i = 0; i < NUMBERS / 16; ++i) {
         float v[16];
 #pragma unroll
         for (int e = 0; e < 16; ++e) v[e] = sums[16 * i + e];

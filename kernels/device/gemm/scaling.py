@@ -5,6 +5,7 @@ An operand times its scales is what it stands for. Layouts are those of ``torch.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -23,6 +24,17 @@ _FLOAT32 = 25e6  # multiply-adds of float32 per microsecond, of cuBLAS on H100; 
 _MULTIPLE = 4  # of rows and of blocks along K: torch's kernel wants 16 bytes of scales
 # As torch.nn.functional.ScalingType numbers them.
 _BY_1X128, _BY_128X128 = 4, 5
+
+
+class ScalesParams(ctypes.Structure):
+    """The twin of ``weft::Scales`` in scales.cuh."""
+
+    _fields_ = (
+        ("b", ctypes.c_uint64),
+        ("bias", ctypes.c_uint64),
+        ("b_block", ctypes.c_int32),
+        ("b_column", ctypes.c_int32),
+    )
 
 
 class ScaleKind(Enum):

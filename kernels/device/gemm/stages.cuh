@@ -108,8 +108,8 @@ __device__ __forceinline__ void load_b(const TensorMap& b, void* to, u64* full, 
 }
 
 // Loads a half of B of a stage, by one thread: of k, or of the columns. With N contiguous it lies in shared memory as two
-// halves of k, each [columns / 64][32][64]; with B_WHOLE one box has all of a half. `part`: of B, if it has several; k is
-// counted inside of it.
+// halves of k, each [columns / 64][32][64]; with B_WHOLE one box has all of a half. GATED: a warpgroup has as many columns
+// of the first half of B as, after them, of its second. `part`: of B, if it has several; k is counted inside of it.
 template <bool SHARED>
 __device__ __forceinline__ void load_half_of_b(
     int half, u8* stage, u64* full, const TensorMap& b, int column, int k, int part) {
@@ -123,7 +123,11 @@ __device__ __forceinline__ void load_half_of_b(
         }
     } else {
         u8* to = stage + A_BYTES + half * (BN / 2 * 128);
-        load_b<SHARED>(b, to, full, part, k, column + half * (BN / 2));
+        if constexpr (GATED) {
+            load_b<SHARED>(b, to, full, part, k, column / 2 + (WN == BN ? 0 : half * (BN / 4)), WN == BN ? half : 0);
+        } else {
+            load_b<SHARED>(b, to, full, part, k, column + half * (BN / 2));
+        }
     }
 }
 

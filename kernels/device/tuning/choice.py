@@ -35,14 +35,18 @@ class KernelChoice(Generic[C]):
 
 
 class KernelSteps(NamedTuple):
-    """How calls with kernels of several kinds are made: the functions of an ``on_cuda.py``."""
+    """How calls with kernels of several kinds are made: the functions of an ``on_cuda.py``.
+
+    ``make``: what launches such calls; it is kept under ``key``, and made under ``same``, which is so on all ranks.
+    """
 
     choose: Callable[..., KernelChoice[Any] | str]
     programs: Callable[..., Sequence[CompilableProgram]]
-    tuned: Callable[..., tuple[KernelChoice[Any], str]]
-    launch: Callable[..., Any]
-    launcher: Callable[..., Any]
+    make: Callable[..., Any]
+    key: Callable[..., Hashable]
+    same: Callable[..., tuple[Any, ...]]
     operands: Callable[..., list[torch.Tensor]]
+    results: Callable[..., list[torch.Tensor]]
 
 
 class KernelChoices(Generic[C]):

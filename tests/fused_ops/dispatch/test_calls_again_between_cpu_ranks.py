@@ -28,6 +28,7 @@ MOST = {
     "one_shot_reduce_scatter": 52,
     "one_shot_all_to_all": 58,
     "one_shot_gather": 58,
+    "fused_matmul_all_gather": 64,
     "fused_matmul_all_to_all": 64,
     "fused_all_to_all_matmul": 64,
     "moe_dispatch": 200,

@@ -56,6 +56,7 @@ def calls(size: int, dtype: torch.dtype, m: int, k: int, n: int) -> list[Call]:
         ("one_shot_all_to_all", (x(m * size, k), 0, 1, None), {}),
         ("one_shot_gather", (x(m, k), 1, 0, None), {}),
         ("fused_matmul_all_to_all", (x(m, k), x(k, n * size), 0, None), {}),
+        ("fused_matmul_all_gather", (x(m, k), x(k, n), None), {}),
         ("fused_all_to_all_matmul", (x(m * size, k), x(k * size, n), 0, None), {}),
         (
             "moe_dispatch",
@@ -148,6 +149,7 @@ def test_gpus_that_are_not_there(of_two: Any, monkeypatch: pytest.MonkeyPatch) -
         "one_shot_all_to_all": "push",
         "one_shot_gather": "push",
         "fused_matmul_all_to_all": "push",
+        "fused_matmul_all_gather": "one_shot",
         "fused_all_to_all_matmul": "push",
         "moe_dispatch": "push",
         "fused_all_reduce_rms_norm": "push",
@@ -258,6 +260,7 @@ def test_each_call_says_which_programs_it_launches(of_two: Any, dtype: torch.dty
         "fused_all_reduce_layer_norm": "all_reduce_rms_norm",
         "fused_matmul_all_to_all": "matmul_reduce_scatter",
         "fused_all_to_all_matmul": "all_gather_matmul",
+        "fused_matmul_all_gather": "all_gather",
     }
     for op, args, named in [*made, *started]:
         planned, choice = choice_of_call(op, args, named)

@@ -217,8 +217,6 @@ def test_every_op_that_the_pass_puts_in_has_a_word() -> None:
         if not (op._schema.is_mutable or "scaled" in name or name.endswith("_wait") or name in others):
             assert word_of(op) in OPS
     assert word_of(c10d.all_reduce.default) == "all_reduce"
-    with pytest.raises(KeyError, match="aten::mm is not in _WORDS"):
-        word_of(torch.ops.aten.mm.default)
 
 
 def test_collectives_alone_up_to_what_was_measured() -> None:

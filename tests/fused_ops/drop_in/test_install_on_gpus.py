@@ -8,6 +8,7 @@ import torch.distributed._symmetric_memory as torch_symm
 import weft
 from opcommon import BOUND, check, gather, world
 from ranks import on_ranks
+from weft import symm_mem
 
 pytestmark = pytest.mark.gpu
 # torch's ops would take it for small inputs.
@@ -79,4 +80,47 @@ def test_in_a_cuda_graph(rank: int, size: int) -> None:
         x.copy_(torch.randn(512, 1024))
         graph.replay()
         check("y", y, torch.cat(gather(x)) @ w.double(), BOUND[torch.bfloat16])
+    weft.drop_in.uninstall()
+
+
+@on_ranks(2, device="cuda", env=ENV)
+def test_all_to_all_vdev_in_a_cuda_graph(rank: int, size: int) -> None:
+    """On torch's symmetric memory, without NVSHMEM: replays have other splits, and one that does not fit is named."""
+    weft.install()
+    group, device = world().group_name, torch.device("cuda", torch.cuda.current_device())
+    x, out, back = (torch_symm.empty(n, 256, dtype=torch.bfloat16, device=device) for n in (512, 768, 512))
+    given = torch_symm.empty(4, dtype=torch.int64, device=device)
+    found, found_back = (torch_symm.empty(2, 4, dtype=torch.int64, device=device) for _ in range(2))
+    for tensor in (x, out, back, given, found, found_back):
+        torch_symm.rendezvous(tensor, group)
+
+    def call() -> None:
+        ops.all_to_all_vdev_2d(x, out, given, found, group, 16)
+        ops.all_to_all_vdev_2d_offset(out, back, found, found_back, group)
+
+    given.fill_(1)
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for most in (100, 3, 0, 128):
+        given.copy_(torch.randint(0, most + 1, (4,)))
+        x.normal_()
+        graph.replay()
+        n = int(given.sum())
+        assert torch.equal(back[:n], x[:n])
+        assert found_back[0].tolist() == given.tolist()
+        assert (
+            found[0].view(2, 2).t().tolist()
+            == torch.stack(gather(given))[:, 2 * rank : 2 * rank + 2].tolist()
+        )
+    assert {by for _, by in counted()} == {"weft"}
+    symm_mem.check()
+    given.copy_(torch.tensor([512, 0, 0, 0]))
+    graph.replay()
+    torch.cuda.synchronize()
+    with pytest.raises(
+        ValueError, match=r"out.shape\[0\]: is 768, must be at least 1040, the rows of the rank"
+    ):
+        symm_mem.check()
     weft.drop_in.uninstall()

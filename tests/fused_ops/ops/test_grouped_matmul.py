@@ -10,6 +10,7 @@ import pytest
 import torch
 from opcommon import check
 from torch import Tensor
+from torch.nn.functional import silu
 from weft.fused_ops import grouped_matmul, moe_route
 from weft.fused_ops.ops.experts import grouped_matmul as of_grouped_matmul
 from weft.kernels.grouped_matmul import cuda_kernel
@@ -73,6 +74,41 @@ def test_products(kind: str, dtype: torch.dtype, device: str) -> None:
                     got = grouped_matmul(of, b, offs, **named, **more)
                     assert got.shape == (rows.shape[0], kn[1]) and got.dtype == dtype
                     check(f"{kn} {[*named, *more]}", got[: want.shape[0]], want, BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("kind", COUNTS)
+def test_swiglu(kind: str, dtype: torch.dtype, device: str) -> None:
+    """With a gradient, on the CPU, and of B with N contiguous, gate and up are rounded before."""
+    for i, kn in enumerate([(72, 80), (8, 16), (264, 544), (128, 192)]):
+        A, B, offs, rows, bias = drawn(COUNTS[kind], 5 * (i % 2), dtype, device, kn)
+        A, B = A / kn[0] ** 0.25, B / kn[0] ** 0.25
+        for b, added in itertools.product(
+            (B, B.contiguous(), torch.cat([B, B], 2)[:, :, : kn[1]]), (None, bias)
+        ):
+            given = [x.detach().requires_grad_() for x in (A, b)]
+            exact = [x.detach().double().requires_grad_() for x in (A, b)]
+            gate, up = in_float64(exact[0][rows.long()], exact[1], offs, added).chunk(2, 1)
+            want = silu(gate) * up
+            for of in ((A, b), given):
+                got = grouped_matmul(*of, offs, rows=rows, bias=added, swiglu=True)
+                assert got.shape == (rows.shape[0], kn[1] // 2) and got.dtype == dtype
+                check(f"{kn}", got[: want.shape[0]], want, 3 * BOUNDS[dtype])
+            grad = torch.randn_like(got)
+            got.backward(grad)
+            want.backward(grad[: want.shape[0]].double())
+            for name, x, like in zip("AB", given, exact, strict=True):
+                assert x.grad is not None and like.grad is not None
+                check(f"gradient of {name}", x.grad, like.grad, 4 * BOUNDS[dtype])
+
+
+def test_swiglu_of_what_is_none() -> None:
+    A, B, offs, rows, _ = drawn((3, 5), 0, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="B: has N = 24, must be a multiple of 16 from 16 on, gate and up"):
+        grouped_matmul(A, B[:, :, :24], offs, rows=rows, swiglu=True)
+    with pytest.raises(TypeError, match="swiglu: is of type int, must be True or False"):
+        grouped_matmul(A, B, offs, rows=rows, swiglu=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -219,7 +255,9 @@ def test_opcheck() -> None:
     A, B, offs, rows, bias = drawn((3, 0, 5), 0, torch.float32, "cpu", (16, 24))
     for grad in (False, True):
         given = [x.detach().requires_grad_(grad) for x in (A, B, bias)]
-        torch.library.opcheck(torch.ops.weft.grouped_matmul, (given[0], given[1], offs, rows, given[2]))
+        for swiglu in (False, True):
+            of = given[0], given[1][..., :16], offs, rows, given[2][:, :16], swiglu
+            torch.library.opcheck(torch.ops.weft.grouped_matmul, of)
     grad = torch.randn(8, 24)
     for transposed in (False, True):
         torch.library.opcheck(torch.ops.weft.grouped_matmul_gradient_of_b, (A, grad, offs, rows, transposed))

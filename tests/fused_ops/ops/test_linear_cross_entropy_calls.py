@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -123,9 +124,12 @@ def no_target(rank: int, size: int) -> None:
     x, w = same_on_all(3, 4, dtype=torch.float32), torch.randn(5, 4)
     for wrong in (5 * size, -1, -99):
         targets = torch.tensor([0, wrong, IGNORED])
-        for reduction in ("none", "mean"):
-            loss = fused_linear_cross_entropy(x, w, targets, reduction=reduction)
-            assert loss.flatten()[-2:].isinf().any()
+        for reduction, smoothing in product(("none", "mean"), (0.0, 1.0)):
+            how: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
+            loss = fused_linear_cross_entropy(x, w, targets, **how)
+            of_logits = cross_entropy_of_sharded_logits(x @ w.t(), targets, **how)
+            for found in (loss, of_logits):
+                assert found.flatten()[-2:].isinf().any() and not found.isnan().any()
             set_checked(True)
             with pytest.raises(
                 ValueError, match=rf"targets: holds {wrong}, must be from 0 to 9, or ignore_index"

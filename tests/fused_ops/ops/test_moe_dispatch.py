@@ -177,8 +177,8 @@ def test_an_overflow_names_counts_on_all_ranks(rank: int, world_size: int) -> No
 
 
 def test_an_overflow_on_a_gpu_is_raised_once_when_the_host_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    note = overflow._Note(torch.zeros(3, dtype=torch.int64))
-    monkeypatch.setattr(overflow, "_notes", {(torch.device("cuda", 0), "a"): note})
+    note = overflow._Note(torch.zeros(3, dtype=torch.int64), "capacity")
+    monkeypatch.setattr(overflow, "_notes", {(torch.device("cuda", 0), "a", "capacity"): note})
     for most in (3, 9, 12, 2):  # of a capacity of 8
         note.add(torch.tensor(most), 8)
     overflow.raise_noted("b")  # another group's

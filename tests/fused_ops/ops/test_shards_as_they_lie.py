@@ -53,7 +53,7 @@ def where(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A heap whose workspace is empty."""
     prepared = stage.workspace.prepared = CachedDict()  # type: ignore[assignment]
     stage.workspace.heap = SimpleNamespace(prepare=lambda op, same, step: step())
-    monkeypatch.setattr(on_cuda, "fused_gather", noted)
+    monkeypatch.setattr(on_cuda, "GATHER_STEPS", on_cuda.GATHER_STEPS._replace(make=noted))
     return SimpleNamespace(**vars(stage.where), prepared=prepared)
 
 

@@ -204,7 +204,7 @@ def where(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A heap whose workspace is empty."""
     prepared = stage.workspace.prepared = CachedDict()  # type: ignore[assignment]
     stage.workspace.heap = SimpleNamespace(prepare=lambda op, same, step: step())
-    monkeypatch.setattr(on_cuda, "fused_scatter", Kernel)
+    monkeypatch.setattr(on_cuda, "SCATTER_STEPS", on_cuda.SCATTER_STEPS._replace(make=Kernel))
     return SimpleNamespace(**vars(stage.where), prepared=prepared)
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 from weft.fused_ops import FusionPass
+from weft.fused_ops.passes.joint import JOINT_SLOT, joint_options
 from weft.fused_ops.passes.pass_sequence import passes_of
-from weft.fused_ops.passes.regather import JOINT_SLOT, joint_options
 
 Fn = Callable[..., Any]
 ROWS = 6  # of a shard

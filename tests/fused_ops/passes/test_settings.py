@@ -21,17 +21,16 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from weft.fused_ops.passes import FusionPass, pass_sequence
 from weft.fused_ops.passes.backend import _with_pass, weft_backend
+from weft.fused_ops.passes.joint import JOINT_SLOT
 from weft.fused_ops.passes.keep_grouped import BEFORE_FUSION
 from weft.fused_ops.passes.norms.eps_as_number import eps_options
-from weft.fused_ops.passes.order.costs import TABLES
 from weft.fused_ops.passes.pass_sequence import SLOT, passes_of
-from weft.fused_ops.passes.regather import JOINT_SLOT
 
 
 def test_the_text_of_a_pass_is_its_settings() -> None:
     named = (
         "groups=None, strict=False, fuse='auto', agree=True, regather=False, collectives='auto', "
-        "sequence_parallel=False, loss_parallel=False, reorder=False, gathers=1, buckets=False"
+        "sequence_parallel=False, loss_parallel=False, reorder=False"
     )
     assert repr(FusionPass()) == f"FusionPass({named})"
     settings = {"strict": True, "fuse": "always", "agree": "capture", "regather": True, "collectives": True}
@@ -41,7 +40,7 @@ def test_the_text_of_a_pass_is_its_settings() -> None:
         "groups=['a', 'b'], strict=True, fuse='always', agree='capture', regather=True, collectives=True, "
         "sequence_parallel='auto'"
     )
-    assert repr(given) == f"FusionPass({named}, loss_parallel=False, reorder=0.5, gathers=1, buckets=False)"
+    assert repr(given) == f"FusionPass({named}, loss_parallel=False, reorder=0.5)"
 
 
 def test_a_copy_is_the_pass_itself() -> None:
@@ -104,8 +103,6 @@ def test_json_has_the_settings() -> None:
         "sequence_parallel": False,
         "loss_parallel": False,
         "reorder": False,
-        "gathers": 1,
-        "buckets": False,
     }
     assert written["post_grad_custom_post_pass"] == settings
 
@@ -188,10 +185,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     *[({name: 1}, TypeError, f"is 1, must be True, False or {one}") for name, one in ONE_OF_THREE.items()],
     ({"reorder": 1}, TypeError, "is 1, must be True or False, or how much more memory"),
     ({"reorder": -0.5}, ValueError, "is -0.5, must be 0 or more"),
-    ({"buckets": 1.5}, TypeError, "is 1.5, must be True or False, or the bytes of a bucket"),
-    ({"buckets": -1}, ValueError, "is -1, must be 0 or more"),
-    ({"gathers": True}, TypeError, "is True, must be a whole number"),
-    ({"gathers": 0}, ValueError, "is 0, must be 1 or more"),
+    ({"loss_parallel": 1.5}, TypeError, "is 1.5, must be True or False, or the bytes of a rank's logits"),
+    ({"loss_parallel": -1}, ValueError, "is -1, must be 0 or more"),
     ({"order": True}, TypeError, "is no setting, must be one of groups, strict"),
 ]
 
@@ -206,8 +201,7 @@ def test_what_is_no_setting_is_refused(given: dict[str, Any], error: type[Except
 def test_what_settings_stand_for() -> None:
     assert FusionPass().sequence_parallel is False
     assert [FusionPass(reorder=r).reorder for r in (False, True, 0.0, 0.5)] == [None, 0.0, 0.0, 0.5]
-    assert [FusionPass(buckets=b).buckets for b in (False, True, 0, 500)] == [0, 32 << 20, 0, 500]
-    assert TABLES["cpu"].key() != TABLES["cuda"].key()
+    assert [FusionPass(loss_parallel=b).logits for b in (False, True, 0, 500)] == [0, 256 << 20, 0, 500]
     with fake_ranks(2):
         changed: list[dict[str, Any]] = [
             {"collectives": True},

@@ -41,10 +41,7 @@ class KeptGraph(NamedTuple):
 
     @staticmethod
     def of(graph: fx.Graph, owner: Any, redraws: bool = False) -> KeptGraph:
-        """
-        Args:
-            owner: the module that has the graph's attributes.
-        """
+        """``owner``: the module that has the graph's attributes."""
         graph = graph_copy(graph)
         seeds = _take_states(graph)
         return KeptGraph(pickled(graph, owner), redraws, None if seeds is None else pickled(seeds, owner))

@@ -47,17 +47,12 @@ class FallbackRuns:
         _ = self.module
 
     def run(self, args: list[Any], *, compiles: bool) -> Sequence[Any]:
-        """The graph's results. ``args`` are emptied.
+        """The graph's results. ``args`` are emptied; ``compiles``: whether a compilation may begin now, not in a
+        capture.
 
         Op by op at first: ranks that differ once need no second compilation. Random numbers are drawn by Inductor
         wherever that can be. Others would be as good for this graph, but they move the generator on by another step:
-        what ranks draw alike later, they would not any more.
-
-        Args:
-            compiles: whether a compilation may begin now; not in a capture.
-
-        Raises:
-            WeftError: the graph must be compiled, and cannot be.
+        what ranks draw alike later, they would not any more. WeftError: the graph must be compiled, and cannot be.
         """
         if self._kept.redraws and not (compiles and self._compiles):
             raise WeftError(

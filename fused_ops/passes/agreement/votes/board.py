@@ -19,7 +19,6 @@ from contextlib import suppress
 from torch.distributed import ProcessGroup
 
 from .....symm_mem import WeftError, forks, get_timeout
-from .....symm_mem.bootstrap.processes import has_ended
 from .....symm_mem.heap.registry import has_name
 from . import vote, vote_rows
 from .board_file import BoardFile
@@ -90,11 +89,7 @@ class VoteBoard(BoardStore, vote_rows.VoteRows):
 
     def _ended(self) -> int | None:
         """A rank whose process has ended: it does not vote any more."""
-        self._look_up_processes()
-        return next((r for r in range(self.size) if r != self.rank and self._has_ended(r)), None)
-
-    def _has_ended(self, rank: int) -> bool:
-        return has_ended(self._processes.get(rank)) or self._file.has_ended(rank)
+        return next((r for r in range(self.size) if r != self.rank and self._file.has_ended(r)), None)
 
     def told(self, rank: int) -> str | None:
         """What the signature that ``rank`` posted last stands for."""
@@ -147,8 +142,6 @@ class VoteBoard(BoardStore, vote_rows.VoteRows):
                 self._leave_note(post)
                 noted = True
                 continue
-            if post.can_fuse and (ended := self._ended()) is not None:
-                return vote.Answer(False, vote.ENDED, ended)
             if patience.over() or self._is_blind:
                 return self._noted(
                     vote.Answer(False, vote.NO_BOARD, 0)
@@ -249,11 +242,8 @@ class VoteBoard(BoardStore, vote_rows.VoteRows):
 
     def _lock(self, timeout: Callable[[], float]) -> _BoardLock:
         """A context with the words, for this rank alone. The kernel gives the lock back once no process has the
-        holder's file open.
-
-        Raises:
-            WeftError: another rank's process has held it all the time, or a child that C code has forked from it.
-        """
+        holder's file open. WeftError: another rank's process has held it all the time, or a child that C code has
+        forked from it."""
         self._owner.refuse_child(WHAT)
         return _BoardLock(self, timeout)
 
@@ -317,11 +307,8 @@ _making: dict[int, threading.Lock] = {}  # by process: in a forked child the thr
 
 
 def vote_board(group: ProcessGroup) -> VoteBoard:
-    """The group's board, as this rank sees it.
-
-    Raises:
-        ForkedProcess: this process was forked from the one that joined the group.
-    """
+    """The group's board, as this rank sees it. ForkedProcess: this process was forked from the one that joined the
+    group."""
     forks.refuse_child(group, WHAT)
     known = _boards.get(group)
     if known is None:

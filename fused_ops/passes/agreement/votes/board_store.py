@@ -6,12 +6,11 @@ import json
 import secrets
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch.distributed import ProcessGroup, Store
 
 from .....symm_mem import forks, get_timeout
-from .....symm_mem.bootstrap.processes import identity
 from .....symm_mem.bootstrap.store import GroupStore, StoreQuestions, peek
 from .vote import Vote
 
@@ -32,7 +31,6 @@ class BoardStore:
         self._store = GroupStore(group)
         self._prefix = self._new_prefix(_tokens.setdefault(group, secrets.token_hex(8)))
         self._blind: tuple[int, str] | None = None
-        self._processes: dict[int, dict[str, Any] | None] = {}  # the other ranks', once they are known
 
     def _asked(self, question: Callable[[Store], T]) -> T:
         self._owner.refuse_child(WHAT)
@@ -53,7 +51,6 @@ class BoardStore:
             if last != token:
                 number = str(int(number or 0) + 1)
                 store.set(key, f"{number} {token}")
-            store.set(f"{prefix}/{number}/process/{self.rank}", json.dumps(_process()))
             return number
 
         return f"{prefix}/{self._asked(count)}"
@@ -99,17 +96,3 @@ class BoardStore:
             rank, why = json.loads(found)
             self._blind = rank, why
         return self._blind is None
-
-    def _look_up_processes(self) -> None:
-        unknown = [r for r in range(self.size) if r != self.rank and r not in self._processes]
-        if unknown:
-            keys = {rank: f"{self._prefix}/process/{rank}" for rank in unknown}
-            found = self._asked(lambda s: {rank: peek(s, key) for rank, key in keys.items()})
-            self._processes.update((rank, json.loads(text)) for rank, text in found.items() if text)
-
-
-def _process() -> dict[str, Any] | None:
-    try:
-        return identity()
-    except OSError:  # nothing can be seen from here
-        return None

@@ -50,10 +50,8 @@ def backoff() -> Iterator[bool]:
 
 
 def show_presence(fd: int, rank: int) -> bool:
-    """Have the others see that ``rank`` is there, for as long as its file description is; whether that can be done.
-
-    Its byte of the file is locked, which lies after the end if need be.
-    """
+    """Have the others see that ``rank`` is there, for as long as its file description is; whether that can be done. Its
+    byte of the file is locked, which lies after the end if need be."""
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _byte(fcntl.F_WRLCK, rank))
     except OSError:

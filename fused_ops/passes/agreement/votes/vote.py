@@ -51,11 +51,7 @@ class Answer(NamedTuple):
 
 
 def begun(group: ProcessGroup) -> int:
-    """Collectives that the backend has begun in the group.
-
-    Raises:
-        RuntimeError: the backend does not count them.
-    """
+    """Collectives that the backend has begun in the group. RuntimeError: the backend does not count them."""
     return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 

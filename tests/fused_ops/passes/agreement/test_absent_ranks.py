@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import time
 
 import pytest
@@ -20,7 +19,6 @@ from weft.fused_ops.passes.agreement.votes import board_file
 from weft.fused_ops.passes.agreement.votes.board import ABSENCE, VoteBoard
 from weft.fused_ops.passes.agreement.votes.vote import ABSENT, ENDED, LATE, NO_BOARD, Answer
 from weft.symm_mem.backends.host import host_identity
-from weft.symm_mem.bootstrap import processes
 
 __all__ = ["stores"]  # the fixture
 LONG = 2.5 * ABSENCE
@@ -97,20 +95,6 @@ def test_a_rank_at_its_recompile_limit_is_waited_for_once() -> None:
 
 
 def test_a_rank_whose_process_has_ended_is_not_waited_for() -> None:
-    where = make(3)
-    with subprocess.Popen(["sleep", "60"]) as child:
-        stat = processes._stat(child.pid)
-        where[0]._processes[2] = {**processes.identity(), "pid": child.pid, "started": stat[1]}
-        assert where[0].ask(post(4), lambda: 0.5) == Answer(False, LATE, 1)
-        child.kill()
-    begin = time.monotonic()
-    # Rank 1, which does not know, has the same answer.
-    answers = ask_all(where[:2], [post(6)] * 2, 60.0)
-    assert answers == [Answer(False, ENDED, 2)] * 2
-    assert time.monotonic() - begin < 30
-
-
-def test_a_rank_whose_process_cannot_be_seen_is_gone_with_its_file() -> None:
     where = make(3)
     assert [b.attached() for b in where] == [True] * 3
     where[2]._file.close()  # as the kernel does when the process ends

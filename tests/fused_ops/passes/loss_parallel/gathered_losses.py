@@ -95,6 +95,15 @@ def smoothed(gathered: Gathered, x: Tensor, w: Tensor, targets: Tensor) -> Any:
     return flat_loss(gathered(x, w), targets, label_smoothing=0.1)
 
 
+def in_16_bits(gathered: Gathered, x: Tensor, w: Tensor, targets: Tensor) -> Any:
+    """Its log-softmax is rounded."""
+    return F.cross_entropy(gathered(x, w).flatten(0, -2), targets.reshape(-1))
+
+
+def smoothed_in_16_bits(gathered: Gathered, x: Tensor, w: Tensor, targets: Tensor) -> Any:
+    return F.cross_entropy(gathered(x, w).flatten(0, -2), targets.reshape(-1), label_smoothing=0.1)
+
+
 def with_z_loss(gathered: Gathered, x: Tensor, w: Tensor, targets: Tensor) -> Any:
     """Of the rows that count."""
     logits = gathered(x, w)

@@ -19,6 +19,7 @@ from gathered_losses import (
     Gathered,
     GatheredLogits,
     flat_loss,
+    in_16_bits,
     mean,
     of_each_row,
     own_gradient,
@@ -41,7 +42,7 @@ from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import DeviceMesh
 from weft.fused_ops import FusionPass
 from weft.fused_ops.ops.vocabulary import chunks
-from weft.fused_ops.passes.regather import joint_options
+from weft.fused_ops.passes.joint import joint_options
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -50,6 +51,7 @@ from weft.fused_ops.passes.regather import joint_options
     [
         (mean, summed_gradient, torch.bfloat16),
         (shifted_targets, own_gradient, torch.float32),
+        (in_16_bits, summed_gradient, torch.bfloat16),
     ],
     ids=lambda v: getattr(v, "__name__", str(v).removeprefix("torch.")),
 )

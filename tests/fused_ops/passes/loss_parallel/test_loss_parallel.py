@@ -20,6 +20,7 @@ from gathered_losses import (
     Gathered,
     by_temperature,
     flat_loss,
+    in_16_bits,
     mean,
     of_each_row,
     own_gradient,
@@ -28,6 +29,7 @@ from gathered_losses import (
     shifted_targets,
     smoothed,
     smoothed_by_hand,
+    smoothed_in_16_bits,
     softcapped,
     summed_gradient,
     uneven,
@@ -46,7 +48,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from weft.fused_ops import FusionPass
-from weft.fused_ops.passes.regather import joint_options
+from weft.fused_ops.passes.joint import joint_options
 
 CASES = [
     (mean, summed_gradient, torch.float32),
@@ -70,6 +72,9 @@ CASES = [
     (with_z_loss_before, summed_gradient, torch.bfloat16),
     (smoothed_by_hand, own_gradient, torch.float32),
     (smoothed_by_hand, summed_gradient, torch.float32),
+    (smoothed_by_hand, own_gradient, torch.bfloat16),
+    (in_16_bits, own_gradient, torch.bfloat16),
+    (smoothed_in_16_bits, summed_gradient, torch.bfloat16),
     (by_temperature, own_gradient, torch.float32),
     (by_temperature, summed_gradient, torch.bfloat16),
 ]
@@ -120,7 +125,7 @@ def sharded_loss(
     wanted = want, wide[0].grad, wide[1].grad[own]
 
     torch._dynamo.reset()
-    fusion = FusionPass(loss_parallel=True)
+    fusion = FusionPass(loss_parallel=1)
     fn = torch.compile(
         lambda *tensors: dtensor_loss(given, columns, *tensors) * factor,
         options=fusion.options,
@@ -138,6 +143,7 @@ def sharded_loss(
     report = fusion.report()
     taken = [e for e in report.entries if e.fused_into == OP]
     assert len(taken) == 3 and {e.collective for e in taken} == {"all_reduce"}, report
+    assert all("its logits are whole: how many columns other ranks have" in e.detail for e in taken), report
     assert [e.graph for e in report.entries if e not in taken] == [1], report  # x's gradient
     assert not report.disagreements
 
@@ -160,10 +166,6 @@ def test_losses_of_sharded_logits(
 
 def log_probabilities(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     return own_gradient(x, w).float().flatten(0, 1).log_softmax(-1)
-
-
-def smoothed_in_16_bits(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
-    return smoothed_by_hand(lambda *given: own_gradient(*given).bfloat16(), x, w, targets)
 
 
 def learned_temperature(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
@@ -200,8 +202,7 @@ def squared_gradient(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     ("program", "reason"),
     [
         (squared_gradient, "all columns of its gradient are used, by "),
-        (smoothed_in_16_bits, "its log-softmax is used by convert_element_type"),
-        (learned_temperature, "all columns of its gradient are used, by "),
+        (learned_temperature, "its temperature is learned, and the gradient of that sums up all columns"),
         (log_probabilities, "its log-softmax is used by the graph's output"),
         (gradient_of_all_columns, "all columns of its gradient are used, by "),
     ],

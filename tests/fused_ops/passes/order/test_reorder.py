@@ -24,7 +24,6 @@ from orders import (
     words,
 )
 from torch import Tensor, fx
-from weft.fused_ops.passes.order.buckets import fill_buckets
 from weft.fused_ops.passes.order.change import OrderChange
 from weft.fused_ops.passes.order.moves import OrderLimits, reorder
 from weft.fused_ops.passes.order.transports import transfers
@@ -63,16 +62,14 @@ def test_a_gather_starts_before_the_product_before() -> None:
     assert second.start < 0
 
 
-def test_a_gather_may_start_beside_another_one() -> None:
+def test_one_gather_is_on_its_way_at_a_time() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         a = gathered(x)
         b = gathered(w.t().contiguous())
         return a.sum() + b.sum()
 
     _, change = moved(fn)
-    assert "more than 1 all-gathers would be on their way" in change.placed[1].why_start
-    _, change = moved(fn, OrderLimits(memory=10.0, gathers=2))
-    assert "more than 1 all-gathers" not in str(change)
+    assert "two all-gathers would be on their way" in change.placed[1].why_start
 
 
 def test_a_wait_sinks_to_its_user_with_what_scales_it() -> None:
@@ -213,7 +210,7 @@ def test_several_groups_keep_their_order() -> None:
         b = gathered(x, second)
         return a.sum() + b.sum() + z.sum()
 
-    order, _ = moved(fn, OrderLimits(memory=10.0, gathers=2))
+    order, _ = moved(fn)
     assert order.index("all_gather_into_tensor") < order.index("all_gather_into_tensor_1")
 
 
@@ -230,21 +227,15 @@ def _random(seed: int, limits: OrderLimits | None = None) -> fx.Graph:
 
 
 def test_random_programs() -> None:
-    """In other orders and in buckets."""
-    seeds = range(24)
-    changed, filled = zip(*map(check_random, seeds), strict=True)
-    assert sum(changed) > len(seeds) and sum(filled) > len(seeds) // 4
+    assert sum(map(check_random, range(24))) > 24
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_thousand_random_programs() -> None:
-    changed = filled = 0
-    for seed in range(24, 1024):
-        moved, with_buckets = check_random(seed, filled=(0.2,))
-        changed, filled = changed + moved, filled + with_buckets
-    print(f"1000 programs: another order in {changed} of 2000 cases, buckets in {filled} of 1000")
-    assert changed > 1000 and filled > 250
+    changed = sum(map(check_random, range(24, 1024)))
+    print(f"1000 programs: another order in {changed} of 2000 cases")
+    assert changed > 1000
 
 
 def test_thousands_of_nodes() -> None:
@@ -258,11 +249,6 @@ def test_thousands_of_nodes() -> None:
 
     graph = graph_of(fn)
     assert len(graph.nodes) > 4000
-    filling, (buckets, _) = in_copies(lambda g: fill_buckets(g, 1 << 30, 1000.0, None), graph)
-    assert filling < 20, (
-        f"as long as {filling:.1f} copies of the graph"
-    )  # 10; a copy is 0.04 s of a core of 2026
-    assert sum(len(b.of) for b in buckets) == 160 and len(buckets) > 4  # each within some hundred nodes
     moving, change = in_copies(lambda g: reorder(g, TABLE, OrderLimits(memory=0.2)), graph)
     assert moving < 20, f"as long as {moving:.1f} copies of the graph"  # 8
     assert change.moved == 159

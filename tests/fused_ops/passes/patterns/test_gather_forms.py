@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import AG, captured, check_same, fake_ranks, gather
-from spelled import Fn, ag, gathering, only, reducing, seen_of, wait
+from spelled import Fn, ag, check_left, gathering, only, reducing, wait
 from torch import Tensor
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -302,9 +302,7 @@ def test_an_operand_that_needs_a_later_collective_stays() -> None:
         y = ag(x)
         return y @ wait(reducing(w.sin(), "product"))
 
-    seen = only(fn, (6, 8), (8, 5))
-    assert "which comes later" in seen.reasons
-    assert str(seen.after) == str(seen.before)
+    check_left(fn, "which comes later", (6, 8), (8, 5))
 
 
 @pytest.mark.usefixtures("two")
@@ -321,9 +319,7 @@ def test_an_operand_that_is_not_moved(operand: Fn, reason: str) -> None:
         y = ag(x)
         return y.sum(), y @ operand(w)
 
-    seen = seen_of(fn, (6, 8), (8, 5))
-    assert reason in seen.reasons
-    assert str(seen.after) == str(seen.before)
+    check_left(fn, reason, (6, 8), (8, 5))
     assert only(lambda x, w: (ag(x).sum(), ag(x) @ w.sin()), (6, 8), (8, 5)).fused == [AG, AG]
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import AG, AR, RS, applied, c10d, captured, check_same, fake_ranks, gather, scatter, traced
+from graphs import AG, RS, captured, check_same, fake_ranks, gather, scatter
+from spelled import ag, only, rs
 from torch import Tensor
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -210,130 +211,85 @@ def test_average() -> None:
         check_same(seen, 2)
 
 
-def test_biases_that_differ_between_ranks_are_summed() -> None:
-    with fake_ranks(2) as group:
-
-        def fn(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-            y = torch.addmm(b, x, w)
-            return c10d.wait_tensor(c10d.reduce_scatter_tensor(y, "sum", 2, group))
-
-        seen = applied(traced(fn, *inputs(((12, 8), (8, 5), (5,)), grad=False)))
-        assert seen.count(AR) == 1
-        check_same(seen, 2)
+def a_flat_sum(x: Tensor, w: Tensor) -> Tensor:
+    return rs((x @ w).reshape(-1) + (x.sin() @ w).reshape(-1))
 
 
-def test_a_sum_of_flattened_products() -> None:
-    with fake_ranks(2) as group:
-
-        def fn(x: Tensor, w: Tensor) -> Tensor:
-            y = (x @ w).reshape(-1) + (x.sin() @ w).reshape(-1)
-            return c10d.wait_tensor(c10d.reduce_scatter_tensor(y, "sum", 2, group))
-
-        seen = applied(traced(fn, *inputs(((6, 8), (8, 5)), grad=False)))
-        assert seen.fused == [RS]
-        check_same(seen, 2)
+def a_product_added_to_itself(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w
+    return rs(y + y)
 
 
-def test_a_product_added_to_itself() -> None:
-    with fake_ranks(2) as group:
-
-        def fn(x: Tensor, w: Tensor) -> Tensor:
-            y = x @ w
-            return c10d.wait_tensor(c10d.reduce_scatter_tensor(y + y, "sum", 2, group))
-
-        seen = applied(traced(fn, *inputs(((6, 8), (8, 5)), grad=False)))
-        assert seen.fused == [RS]
-        check_same(seen, 2)
-
-
-def test_another_shape_after_the_product_is_kept() -> None:
+def another_shape(x: Tensor, w: Tensor) -> Tensor:
     """4 x 32 x 16 from rows of 2 x 64: the parts are those of the flat result, whatever shapes stand between."""
-    with fake_ranks(2) as group:
-
-        def fn(x: Tensor, w: Tensor) -> Tensor:
-            y = (x.reshape(128, 8) @ w).reshape(4, 32, 16)
-            return c10d.wait_tensor(c10d.reduce_scatter_tensor(y, "sum", 2, group))
-
-        seen = applied(traced(fn, *inputs(((2, 64, 8), (8, 16)), grad=False)))
-        assert seen.fused == [RS]
-        check_same(seen, 2)
+    return rs((x.reshape(128, 8) @ w).reshape(4, 32, 16))
 
 
-def test_a_bias_computed_between_gather_and_product() -> None:
-    with fake_ranks(2) as group:
-
-        def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-            y = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, group))
-            first = y @ w
-            return first, torch.addmm(first.sum(0) + y.sum(), y, w)
-
-        seen = applied(traced(fn, *inputs(((6, 8), (8, 5)), grad=False)))
-        assert seen.fused == [AG]
-        assert seen.entries[0].detail == "2 products, A returned"
-        check_same(seen, 2)
+def a_bias_of_what_is_gathered(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y = ag(x)
+    first = y @ w
+    return first, torch.addmm(first.sum(0) + y.sum(), y, w)
 
 
-def test_a_weight_computed_from_the_gathered_tensor_stays_out() -> None:
-    with fake_ranks(2) as group:
-
-        def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-            y = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, group))
-            first = y @ w
-            return first, y @ (first.t() @ y).t()
-
-        seen = applied(traced(fn, *inputs(((6, 8), (8, 5)), grad=False)))
-        assert seen.entries[0].detail == "1 product, A returned"
-        check_same(seen, 2)
+def a_weight_of_what_is_gathered(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y = ag(x)
+    first = y @ w
+    return first, y @ (first.t() @ y).t()
 
 
-@pytest.mark.parametrize("use", ["gathered", "joined", "rows", "transposed"])
-def test_what_else_uses_the_gathered_tensor_gets_it(use: str) -> None:
-    with fake_ranks(2) as group:
+def used(what: str) -> Callable[..., tuple[Tensor, ...]]:
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        wait = ag(x)
+        y = wait if what == "gathered" else torch.cat(wait.split(2), 1)
+        rows = y.reshape(-1, 8)
+        extra = {"gathered": y, "joined": y, "rows": rows, "transposed": rows.t()}[what]
+        return rows @ w, extra, extra.sin()
 
-        def fn(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-            wait = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, group))
-            y = wait if use == "gathered" else torch.cat(wait.split(2), 1)
-            rows = y.reshape(-1, 8)
-            extra = {"gathered": y, "joined": y, "rows": rows, "transposed": rows.t()}[use]
-            return rows @ w, extra, extra.sin()
+    return fn
 
-        seen = applied(traced(fn, *inputs(((2, 6, 8), (8, 5)), grad=False)))
-        assert seen.fused == [AG]
-        check_same(seen, 2)
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize(
+    ("fn", "shapes", "detail"),
+    [
+        (lambda x, w, b: rs(torch.addmm(b, x, w)), ((12, 8), (8, 5), (5,)), "1 product, 1 added vector"),
+        (a_flat_sum, ((6, 8), (8, 5)), "2 products, summed as one"),
+        (a_product_added_to_itself, ((6, 8), (8, 5)), "2 products, summed as one"),
+        (another_shape, ((2, 64, 8), (8, 16)), "1 product"),
+        (a_bias_of_what_is_gathered, ((6, 8), (8, 5)), "2 products, A returned"),
+        (a_weight_of_what_is_gathered, ((6, 8), (8, 5)), "1 product, A returned"),
+        *(
+            (used(what), ((2, 6, 8), (8, 5)), "A returned")
+            for what in ("gathered", "joined", "rows", "transposed")
+        ),
+    ],
+)
+def test_what_is_said_of_them(fn: Callable[..., Any], shapes: Shapes, detail: str) -> None:
+    (entry,) = only(fn, *shapes).entries
+    assert entry.fused_into in (AG, RS), entry.reason
+    assert detail in entry.detail
 
 
 PERMUTATIONS = [p for p in itertools.permutations(range(3)) if p[0] != 0]
 
 
-@pytest.mark.parametrize("used", [False, True], ids=["alone", "also used"])
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("kind", ["gathered", "gathered and used", "scattered"])
 @pytest.mark.parametrize("permutation", PERMUTATIONS, ids=str)
-def test_gathered_and_permuted(permutation: tuple[int, ...], used: bool) -> None:
-    with fake_ranks(2) as group:
+def test_permuted(permutation: tuple[int, ...], kind: str) -> None:
+    def gathered(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y = ag(x).permute(permutation)
+        out = y.reshape(-1, y.shape[-1]) @ w[: y.shape[-1]]
+        return (out, y, y.sin()) if "used" in kind else (out,)
 
-        def fn(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-            y = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, group)).permute(permutation)
-            out = y.reshape(-1, y.shape[-1]) @ w[: y.shape[-1]]
-            return (out, y, y.sin()) if used else (out,)
+    def scattered(x: Tensor, w: Tensor) -> Tensor:
+        return rs((x @ w).reshape(2, 4, 6).permute(permutation).contiguous())
 
-        seen = applied(traced(fn, *inputs(((3, 4, 5), (20, 7)), grad=False)))
-        assert seen.fused == [AG]
-        # Of the matrix: rows, and the columns along which it is gathered; else what stands before, and the rows.
-        assert seen.entries[0].dim == 1
-        check_same(seen, 2)
-
-
-@pytest.mark.parametrize("permutation", PERMUTATIONS, ids=str)
-def test_permuted_and_scattered(permutation: tuple[int, ...]) -> None:
-    with fake_ranks(2) as group:
-
-        def fn(x: Tensor, w: Tensor) -> Tensor:
-            y = (x @ w).reshape(2, 4, 6).permute(permutation).contiguous()
-            return c10d.wait_tensor(c10d.reduce_scatter_tensor(y, "sum", 2, group))
-
-        seen = applied(traced(fn, *inputs(((8, 5), (5, 6)), grad=False)))
-        assert seen.fused == [RS]
-        assert seen.entries[0].dim == 1
-        check_same(seen, 2)
+    scatters = kind == "scattered"
+    seen = only(scattered, (8, 5), (5, 6)) if scatters else only(gathered, (3, 4, 5), (20, 7))
+    assert seen.fused == [RS if scatters else AG]
+    # Of the matrix: rows, and the columns along which it is gathered; else what stands before, and the rows.
+    assert seen.entries[0].dim == 1
 
 
 def test_the_joined_tensor_serves_a_weight_gradient() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from graphs import AG, AR, RS, applied, c10d, captured, check_same, copied, traced
-from spelled import ag, ar, only, rs, seen_of
+from spelled import ag, ar, check_left, only, rs
 from torch import Tensor
 from torch_versions import needs_compiled_out_collectives
 
@@ -28,9 +28,7 @@ def test_coalesced() -> None:
         first, second = map(c10d.wait_tensor, c10d.all_gather_into_tensor_coalesced([x, y], 2, "0"))
         return [first @ w, second.sin()]
 
-    seen = only(fn, (6, 8), (4, 8), (8, 5))
-    assert "coalesced with others, of which number 1" in seen.reasons
-    assert str(seen.after) == str(seen.before)
+    check_left(fn, "coalesced with others, of which number 1", (6, 8), (4, 8), (8, 5))
 
 
 @pytest.fixture
@@ -85,10 +83,9 @@ def test_a_coalesced_one_that_is_not_profitable_says_why(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         "weft.fused_ops.dispatch.profitability.why_not_profitable", lambda *args, **kwargs: "it is too small"
     )
-    seen = only(both, (6, 8), (4, 8), (8, 5), (8, 3))
-    assert seen.fused == [None]
-    assert "coalesced with others, of which number 0: it is too small" in seen.reasons
-    assert str(seen.after) == str(seen.before)
+    check_left(
+        both, "coalesced with others, of which number 0: it is too small", (6, 8), (4, 8), (8, 5), (8, 3)
+    )
 
 
 def test_into_new_memory() -> None:
@@ -103,9 +100,7 @@ def test_into_new_memory() -> None:
     seen = only(fn, (6, 8), (8, 5))
     assert seen.fused == [AG], seen.reasons
     assert not any(n.target is torch.ops.aten.empty.memory_format for n in seen.after.nodes)
-    seen = only(fn_that_returns_it, (6, 8), (8, 5))
-    assert "which others may use" in seen.reasons
-    assert str(seen.after) == str(seen.before)
+    check_left(fn_that_returns_it, "which others may use", (6, 8), (8, 5))
 
 
 def test_into_new_memory_with_strides_of_its_own() -> None:
@@ -116,10 +111,7 @@ def test_into_new_memory_with_strides_of_its_own() -> None:
         gathered = c10d.wait_tensor(c10d.all_gather_into_tensor_out(x, 2, "0", out=out))
         return gathered @ w, gathered
 
-    seen = seen_of(fn, (6, 8), (8, 5))
-    assert seen.fused == [None]
-    assert "which has strides of its own" in seen.reasons
-    assert str(seen.after) == str(seen.before)
+    check_left(fn, "which has strides of its own", (6, 8), (8, 5))
 
 
 def test_coalesced_of_which_one_is_taken_twice() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import AG, RS, captured, check_same, fake_ranks, gather, scatter, traced
+from graphs import AG, RS, captured, check_same, gather, scatter, traced
 from spelled import Fn, Shape, additions, aten, only, rs, taken
 from spelled import reduced as ar
 from torch import Tensor
@@ -17,6 +17,7 @@ from weft.fused_ops import FusionPass
 from weft.fused_ops.passes.graph.nodes import calls
 from weft.fused_ops.passes.graph.views import unchanged
 
+pytestmark = pytest.mark.usefixtures("two")
 X, W = (12, 8), (8, 6)
 MAR = "weft::fused_matmul_all_reduce"
 TWO = (X, W, X, W)
@@ -57,7 +58,6 @@ FORMS: dict[str, tuple[Fn, tuple[Shape, ...], list[str], int]] = {
 }
 
 
-@pytest.mark.usefixtures("two")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMS)
 def test_fused(name: str, dtype: torch.dtype) -> None:
@@ -68,7 +68,6 @@ def test_fused(name: str, dtype: torch.dtype) -> None:
     check_same(seen, 2)
 
 
-@pytest.mark.usefixtures("two")
 @pytest.mark.parametrize("name", ["two", "columns", "of reduce-scatters", "gathered"])
 def test_in_training(name: str) -> None:
     fn, shapes, into, _ = FORMS[name]
@@ -88,7 +87,6 @@ ZEROS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.usefixtures("two")
 @pytest.mark.parametrize("name", ZEROS)
 def test_before_a_reduce_scatter_and_after_it(name: str) -> None:
     """After it the op adds the residual, and nothing is left to add a 0."""
@@ -97,13 +95,11 @@ def test_before_a_reduce_scatter_and_after_it(name: str) -> None:
     assert seen.entries[0].form == "product → reduce_scatter → add"
 
 
-@pytest.mark.usefixtures("two")
 def test_after_a_reduce_scatter_alone() -> None:
     seen = only(lambda x, w: aten.add.Tensor(rs(x @ w), 0), X, W)
     assert (seen.fused, additions(seen.after)) == ([RS], 1)
 
 
-@pytest.mark.usefixtures("two")
 def test_all_reduces_in_another_order_than_their_sum() -> None:
     """The 0 is added to what is reduced last."""
 
@@ -116,7 +112,6 @@ def test_all_reduces_in_another_order_than_their_sum() -> None:
     check_same(seen, 2)
 
 
-@pytest.mark.usefixtures("two")
 def test_summed_with_a_residual_and_normed() -> None:
     def normed(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         y = sum([ar(x @ w), residual])
@@ -141,7 +136,6 @@ LEFT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 }
 
 
-@pytest.mark.usefixtures("two")
 @pytest.mark.parametrize("name", LEFT)
 def test_left_alone(name: str) -> None:
     fn, reason = LEFT[name]
@@ -150,7 +144,6 @@ def test_left_alone(name: str) -> None:
     assert reason in seen.reasons, seen.reasons
 
 
-@pytest.mark.usefixtures("two")
 def test_a_sum_that_others_use() -> None:
     (seen,) = captured(lambda x, w: (scatter(y := sum([x @ w])), y), torch.randn(X), torch.randn(W))
     assert seen.fused == [None]
@@ -175,15 +168,14 @@ def test_a_number_of_another_dtype(fn: Callable[[Tensor], Tensor], same: bool) -
 
 def test_dtensors() -> None:
     """Summed as they are reduced. What is not reduced yet DTensor reduces itself, before it adds a number."""
-    with fake_ranks(2):
-        mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (2,))
 
-        def summed(*given: Tensor) -> Tensor:
-            xs = [DTensor.from_local(x, mesh, [Shard(1)]) for x in given[::2]]
-            ws = [DTensor.from_local(w, mesh, [Shard(0)]) for w in given[1::2]]
-            each = ((x @ w).redistribute(mesh, [Replicate()]) for x, w in zip(xs, ws, strict=True))
-            return sum(each).to_local()
+    def summed(*given: Tensor) -> Tensor:
+        xs = [DTensor.from_local(x, mesh, [Shard(1)]) for x in given[::2]]
+        ws = [DTensor.from_local(w, mesh, [Shard(0)]) for w in given[1::2]]
+        each = ((x @ w).redistribute(mesh, [Replicate()]) for x, w in zip(xs, ws, strict=True))
+        return sum(each).to_local()
 
-        (seen,) = captured(summed, *(torch.randn(s) for s in TWO), fusion=always())
-        assert (seen.fused, seen.count(MAR)) == ([MAR, MAR], 1), seen.reasons
-        check_same(seen, 2)
+    (seen,) = captured(summed, *(torch.randn(s) for s in TWO), fusion=always())
+    assert (seen.fused, seen.count(MAR)) == ([MAR, MAR], 1), seen.reasons
+    check_same(seen, 2)

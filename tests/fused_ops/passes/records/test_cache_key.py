@@ -43,7 +43,7 @@ def test_the_sizes_of_the_groups() -> None:
 
 @pytest.mark.parametrize(
     ("name", "matters"),
-    [("WEFT_RESERVED_SMS", True), ("WEFT_TUNE", True), ("WEFT_TIMEOUT", False), ("HOME", False)],
+    [("WEFT_RESERVED_SMS", True), ("WEFT_PDL", True), ("WEFT_TIMEOUT", False), ("HOME", False)],
 )
 def test_the_environment(monkeypatch: pytest.MonkeyPatch, name: str, matters: bool) -> None:
     key = FusionPass().uuid()

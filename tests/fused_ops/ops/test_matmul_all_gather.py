@@ -1,0 +1,194 @@
+"""fused_matmul_all_gather on real processes, against float64."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from opcommon import BOUND, DEVICES, check, compiled_like_eager, gather, poison, refuses, same_on_all, world
+from ranks import on_ranks, run_ranks, run_row
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from weft import symm_mem
+from weft.fused_ops import fused_matmul_all_gather, last_plan, one_shot_all_gather, plan
+from weft.fused_ops.dispatch.plan import forced
+
+SHAPES = [((5,), 7, 3), ((4, 3), 17, 1), ((1, 1, 6), 8, 16), ((0, 2), 3, 2), ((3,), 0, 4), ((2,), 3, 0)]
+
+
+def of_all(A: Tensor, B: Tensor) -> Tensor:
+    return torch.cat(gather(A.double() @ B.double()), -1)
+
+
+def right(rank: int, world_size: int, dtype: torch.dtype, algorithm: str) -> None:
+    for lead, k, n in SHAPES:
+        poison(rank)
+        A, B = torch.randn(*lead, k).to(dtype), torch.randn(n, k).to(dtype).t()
+        spread = A.new_zeros(*lead, 2 * k)[..., ::2].copy_(A)
+        for a, b in ((A, B), (spread, B.contiguous())):
+            with nullcontext() if algorithm == "host" else forced(algorithm):
+                y = fused_matmul_all_gather(a, b)
+            assert y.dtype == dtype and y.is_contiguous()
+            check(f"{lead} {k} {n}", y, of_all(A, B), BOUND[dtype])
+            if world_size > 1 and y.numel():
+                assert last_plan().algorithm == algorithm
+
+
+@pytest.mark.parametrize("algorithm", ["host", "unfused"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results(world_size: int, algorithm: str) -> None:
+    for dtype in BOUND:
+        run_row(right, world_size, dtype, algorithm)
+
+
+def gradients(call: object, A: Tensor, B: Tensor) -> list[Tensor]:
+    """The first ones, then the second ones."""
+    A, B = A.clone().requires_grad_(), B.clone().requires_grad_()
+    first = torch.autograd.grad(call(A, B).pow(3).sum(), (A, B), create_graph=True)  # type: ignore[operator]
+    return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), (A, B))]
+
+
+@on_ranks([2, 3], device=DEVICES)
+def test_gradients(rank: int, world_size: int) -> None:
+    A, B = torch.randn(2, 3, 5), torch.randn(5, 4)
+    weight = torch.randn(2, 3, 4 * world_size)
+    a, b = A.clone().requires_grad_(), B.clone().requires_grad_()
+    (fused_matmul_all_gather(a, b) * weight).sum().backward()
+    own = sum(x.double().chunk(world_size, -1)[rank] for x in gather(weight))
+    assert a.grad is not None and b.grad is not None and isinstance(own, Tensor)
+    check("A.grad", a.grad, own @ B.double().t(), 1e-6)
+    check("B.grad", b.grad, A.double().flatten(0, 1).t() @ own.flatten(0, 1), 1e-6)
+    by_parts = gradients(lambda A, B: one_shot_all_gather(A @ B, -1), A, B)
+    for got, want in zip(gradients(fused_matmul_all_gather, A, B), by_parts, strict=True):
+        check("second", got, want.double(), 1e-5)
+    for which, x in enumerate((a, b)):
+        alone = [A.clone(), B.clone()]
+        alone[which].requires_grad_()
+        (fused_matmul_all_gather(*alone) * weight).sum().backward()
+        assert alone[which].grad is not None and x.grad is not None
+        check("alone", alone[which].grad, x.grad.double(), 1e-6)  # type: ignore[arg-type]
+
+
+def compiled(rank: int, world_size: int) -> None:
+    def program(A: Tensor, B: Tensor) -> Tensor:
+        return fused_matmul_all_gather(A * 2, B).sin() + 1
+
+    compiled_like_eager(program, lambda n: [torch.randn(n, 4), torch.randn(4, 6)], (8, 3, 12), 1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_under_torch_compile(device: str) -> None:
+    run_row(compiled, 2, device=device)
+
+
+@on_ranks(2, device=DEVICES)
+def test_opcheck(rank: int, world_size: int) -> None:
+    for grad in (False, True):
+        A, B = (torch.randn(*shape, requires_grad=grad) for shape in ((2, 4, 6), (6, 8)))
+        torch.library.opcheck(torch.ops.weft.fused_matmul_all_gather, (A, B, world().group_name))
+
+
+@on_ranks(2)
+def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
+    A, B, name, op = torch.randn(4, 3), torch.randn(3, 6), world().group_name, torch.ops.weft
+    before = last_plan()
+    for args, kind, words in [
+        ((A[0], B, name), ValueError, "A: has 1 dimensions, must have 2 or more"),
+        ((A, B[0], name), ValueError, "B: has 1 dimensions, must be a matrix"),
+        ((A, B[:2], name), ValueError, "B: has 2 rows, must have 3"),
+        ((A.long(), B, name), TypeError, "A: is torch.int64"),
+        ((A, B.double(), name), TypeError, "B: is torch.float64"),
+        ((A, B, "nobody"), ValueError, "group: no process group is named"),
+    ]:
+        refuses(op.fused_matmul_all_gather, args, kind, words)
+    with pytest.raises(TypeError, match="B: is of type list, must be a tensor"):
+        fused_matmul_all_gather(A, [B])  # type: ignore[arg-type]
+    assert last_plan() is before, "refused after it was launched"
+
+
+def late(rank: int, world_size: int) -> str:
+    A, B = torch.ones(4, 3), torch.ones(3, 4)
+    fused_matmul_all_gather(A, B)
+    symm_mem.check()
+    symm_mem.set_timeout(0.5)
+    if rank:
+        return ""
+    with pytest.raises(symm_mem.PeerTimeout) as error:
+        fused_matmul_all_gather(A, B)
+    return str(error.value)
+
+
+def test_a_missing_rank_is_an_error_with_a_name() -> None:
+    text = run_ranks(late, 2, fresh=True)[0]
+    assert text.startswith("fused_matmul_all_gather: rank 0") and "waited 0.5 s for rank 1" in text
+
+
+def test_plans() -> None:
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        for device, rows, columns, algorithm in (
+            ("cpu", 64, 64, "host"),
+            ("cuda", 4096, 75968, "copy_engine"),
+            ("cuda", 16, 75968, "one_shot"),
+            ("cuda", 2048, 1024, "one_shot"),
+        ):
+            with torch._subclasses.FakeTensorMode():
+                A, B = (
+                    torch.empty(*s, device=device, dtype=torch.bfloat16)
+                    for s in ((rows, 4096), (4096, columns))
+                )
+                found = plan(fused_matmul_all_gather, A, B)
+            assert found.algorithm == algorithm and found.workspace_bytes > 0, found
+    finally:
+        dist.destroy_process_group()
+
+
+#: Rows, K, and columns of a rank: cut by columns, by rows, and with rows that are no multiple of 16 bytes.
+ON_GPUS = [(2048, 4096, 16640), (8200, 4096, 4104), (3001, 2048, 20003)]
+
+
+def on_gpus(rank: int, world_size: int, dtype: torch.dtype, algorithm: str) -> None:
+    for m, k, n in ON_GPUS:
+        A, B = same_on_all(m, k).to(dtype), torch.randn(n, k).to(dtype).t()
+        want = torch.cat(gather(A.double() @ B.double()), -1)
+        with forced(algorithm):
+            for _ in range(3):
+                poison(rank)
+                y = fused_matmul_all_gather(A, B)
+                assert last_plan().algorithm == algorithm
+                check(f"{m} {k} {n}", y, want, BOUND[dtype])
+    symm_mem.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("algorithm", ["copy_engine", "one_shot"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_kernels(world_size: int, dtype: torch.dtype, algorithm: str) -> None:
+    run_ranks(on_gpus, world_size, dtype, algorithm, device="cuda")
+
+
+@pytest.mark.gpu
+@on_ranks([2, 4], device="cuda", fresh=True)
+def test_replays_of_graphs_between_eager_calls(rank: int, world_size: int) -> None:
+    """Small integers, so that every product is exact."""
+    A, B = torch.zeros(2048, 4096).bfloat16(), torch.randint(-1, 2, (4096, 16640)).bfloat16()
+
+    def call() -> Tensor:
+        with forced("copy_engine"):
+            return fused_matmul_all_gather(A, B)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call()
+    for step in range(4):
+        torch.manual_seed(step)
+        A.copy_(torch.randint(-1, 2, A.shape))
+        want = torch.cat(gather((A.float() @ B.float()).bfloat16()), -1)
+        graph.replay()
+        assert torch.equal(y, want) and torch.equal(call(), want)
+    symm_mem.check()

@@ -1,0 +1,158 @@
+"""fused_matmul_all_gather by copy engines, without a GPU: how a product is cut, and what is put where.
+
+Ranks are threads. Copies and products are made at once; the kernels of acquire.cu wait as those do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from weft.kernels.device.jit.program import Program
+from weft.kernels.matmul_all_gather import configs
+from weft.kernels.matmul_all_gather.configs import MatmulAllGatherKernelCall, MatmulAllGatherProblem
+from weft.kernels.matmul_all_gather.copied_products import MatmulAllGatherCopied, choose_copied_pieces
+from weft.symm_mem.backends import cuda_state
+from weft.symm_mem.layout import NUM_BUFFERS, Layout
+
+W, STREAM, LATE = 3, 7, 30  # ranks; the current stream; seconds of a wait
+
+
+class Gpus(cuda_state.CudaState):
+    def __init__(self, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.layout, self.memory = layout, torch.zeros(W, layout.bytes, dtype=torch.uint8)
+        self.words = self.memory[:, : layout.words * 4].view(torch.int32)
+        self.now = threading.local()  # its rank
+        monkeypatch.setattr(cuda_state, "state", self)
+
+    def own_stream(self, owner: object, device: torch.device) -> int:
+        return STREAM + 1
+
+    def current_stream(self, device: int | None) -> int:
+        return STREAM
+
+    def stream(self, handle: int, device: int) -> Any:  # type: ignore[override]
+        return SimpleNamespace(wait_event=lambda event: None)
+
+    def event(self) -> Any:
+        return SimpleNamespace(record=lambda stream: None)
+
+    def copy(self, to: int, source: int, size: int, stream: int) -> None:
+        assert stream == STREAM + 1
+        ctypes.memmove(to, source, size)
+
+    def copy_rows(self, to: int, source: int, shape: tuple[int, int], step: int, stream: int) -> None:
+        for row in range(shape[0]):
+            self.copy(to + row * shape[1], source + row * step, shape[1], stream)
+
+    def function(self, program: Program, name: str, shared: int) -> Any:
+        def bound(grid: int, block: int, params: Any) -> Callable[[int], None]:
+            return lambda stream: getattr(self, name)(params)
+
+        return SimpleNamespace(bound=bound)
+
+    def until(self, there: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LATE
+        while not there():
+            assert time.monotonic() < deadline, "a wait expired"
+            time.sleep(0)
+
+    def acquire(self, params: Any) -> None:
+        words = self.words[self.now.rank]
+        epoch = int(words[params.epoch])
+        self.until(lambda: all(words[params.done + p] >= epoch for p in range(W) if p != self.now.rank))
+        words[params.ticket] = epoch + 1
+
+    def arrive(self, params: Any) -> None:
+        words = self.words[self.now.rank]
+        self.until(lambda: bool(words[params.flag] > words[params.epoch]))
+
+    def leave(self, params: Any) -> None:
+        words = self.words[self.now.rank]
+        words[params.epoch] += 1
+        for peer in range(W):
+            self.words[peer][params.done + self.now.rank] = words[params.epoch]
+
+    def workspace(self, rank: int) -> Any:
+        self.now.rank, calls = rank, iter(range(1 << 20))
+
+        def buffer(of: int, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            size = shape[0] * shape[1] * dtype.itemsize
+            return self.memory[of][self.layout.buffer(number) :][:size].view(dtype).view(shape)
+
+        return SimpleNamespace(
+            rank=rank, world_size=W, layout=self.layout, address=self.memory[rank].data_ptr(),
+            span=self.memory.stride(0), heap=SimpleNamespace(device=torch.device("cuda", 0)), copy_streams={},
+            fault=SimpleNamespace(address=1 << 19, record=0), buffer=buffer, lock=nullcontext(),
+            next_buffer=lambda: next(calls) % NUM_BUFFERS, raise_if_broken=lambda op, inside: None, abandon=print,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("m", "n"),
+    [(5, 1000), (700, 96), (300, 333), (8, 257)],
+    ids=["columns", "rows", "no multiple of 16 bytes", "one column in the last"],
+)
+def test_all_ranks_have_all_columns(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, m: int, n: int
+) -> None:
+    monkeypatch.setattr(configs, "_LEAST_US", 1e-3)
+    k = 24
+    wide = torch.randint(-3, 4, (m, k + 8)).to(dtype)
+    bs = [torch.randint(-3, 4, (n, k)).to(dtype).t() for _ in range(W)]
+    calls = [MatmulAllGatherKernelCall(wide[:, 8:], b) for b in bs]
+    problem = calls[0].problem(W)
+    assert len(problem.pieces()) > 1
+    gpus = Gpus(configs.copied_pieces_layout(problem), monkeypatch)
+    want = torch.cat([wide[:, 8:].double() @ b.double() for b in bs], 1)
+
+    def rank_of(rank: int) -> list[torch.Tensor]:
+        gpus.now.rank = rank
+        kernel = MatmulAllGatherCopied(gpus.workspace(rank), calls[rank])
+        outs = [torch.full((m, W * n), float("nan")).to(dtype) for _ in range(3)]
+        for out in outs:
+            kernel.call([*calls[rank]], [out], 5, STREAM)
+        return outs
+
+    with ThreadPoolExecutor(W) as pool:
+        for outs in pool.map(rank_of, range(W)):
+            assert all(torch.equal(out, want.to(dtype)) for out in outs)
+
+
+@pytest.mark.parametrize(("m", "n"), [(4096, 75968), (75968, 4096), (4096, 64128), (1024, 75968)])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_pieces_are_the_whole_product(m: int, n: int, world_size: int) -> None:
+    problem = MatmulAllGatherProblem(m, n, 4096, world_size)
+    seen, pieces = torch.zeros(m // 64, n // 64, dtype=torch.int8), problem.pieces()
+    for rows, columns in pieces:
+        assert not (rows.start % 128 or columns.start % 128)
+        seen[rows.start // 64 : rows.stop // 64, columns.start // 64 : columns.stop // 64] += 1
+    assert bool((seen == 1).all()) and 2 <= len(pieces) <= configs.MOST_PIECES
+    assert configs.copied_pieces_save_us(problem) > 0
+
+
+def test_small_products_are_not_cut() -> None:
+    for m, n in ((64, 75968), (0, 4096), (4096, 0), (1, 1)):
+        problem = MatmulAllGatherProblem(m, n, 4096, 2)
+        assert problem.pieces() == [] and configs.copied_pieces_save_us(problem) == 0
+    a, b = torch.empty(64, 4096), torch.empty(4096, 512)
+    assert choose_copied_pieces(MatmulAllGatherKernelCall(a, b), 2) == "too little is multiplied and gathered"
+
+
+def test_a_workspace_for_a_smaller_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "_LEAST_US", 1e-3)
+    call = MatmulAllGatherKernelCall(torch.empty(8, 16), torch.empty(16, 512))
+    gpus = Gpus(configs.copied_pieces_layout(replace(call.problem(W), m=4)), monkeypatch)
+    with pytest.raises(ValueError, match=r"workspace: is .*, must hold "):
+        MatmulAllGatherCopied(gpus.workspace(0), call)
