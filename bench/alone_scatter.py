@@ -143,6 +143,4 @@ class ScatterProblem(RankProblem[ScatterPushConfig]):
         return Trial(product, candidates, outs[:1], expected, sets)
 
     def text(self, config: ScatterPushConfig) -> str:
-        c = config
-        staged = "" if c.staged else " not staged"
-        return f"{c.tile.block_m}x{c.tile.block_n} raster_group {c.raster_group}{staged}"
+        return f"{config.tile.block_m}x{config.tile.block_n} raster_group {config.raster_group}"

@@ -12,16 +12,10 @@ from typing import TypeAlias
 import torch
 from opcommon import meet, world
 from weft.kernels.all_gather_matmul import cuda_kernel as gather_kernel
-from weft.kernels.all_gather_matmul.configs import (
-    MOST_BS,
-    GatherPushConfig,
-)
+from weft.kernels.all_gather_matmul.configs import MOST_BS, GatherPushConfig
 from weft.kernels.device.gemm.gemm import Defines, gemm_program
 from weft.kernels.matmul_reduce_scatter import cuda_kernel as scatter_kernel
-from weft.kernels.matmul_reduce_scatter.configs import (
-    Epilogue,
-    ScatterPushConfig,
-)
+from weft.kernels.matmul_reduce_scatter.configs import Epilogue, ScatterPushConfig
 
 Source: TypeAlias = tuple[Path, Defines]
 

@@ -89,12 +89,7 @@ MUTANTS = [
         "",
         _SEGMENTS,
     ),
-    Mutant(
-        "symm_mem/registration/engine.py",
-        "self._wait(of, op, peer, DONE, expected)",
-        "",
-        _SEGMENTS,
-    ),
+    Mutant("symm_mem/registration/engine.py", "self._wait(of, op, peer, DONE, expected)", "", _SEGMENTS),
     Mutant(
         "symm_mem/heap/free_list.py", "if hole >= size:", "if hole > size:", "tests/symm_mem/test_heap.py"
     ),

@@ -32,14 +32,18 @@ class OpCall:
         ]
         return [x for x in flat if _is_float(x)]
 
-    def __call__(self, *tensors: Tensor) -> Any:
+    def put(self, *tensors: Tensor) -> dict[str, Any]:
+        """The arguments with these in place of ``tensors``."""
         given = iter(tensors)
         named = {}
         for name, value in self.arguments.items():
             several = isinstance(value, list)
             put = [next(given) if _is_float(x) else x for x in (value if several else [value])]
             named[name] = put if several else put[0]
-        return self.function(**named)
+        return named
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        return self.function(**self.put(*tensors))
 
     def first(self, *tensors: Tensor) -> Tensor:
         """The first result, or the sum of several products."""

@@ -8,11 +8,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MAY_IMPORT = {
-    "symm_mem": set[str](),
-    "kernels": {"symm_mem"},
-    "fused_ops": {"kernels", "symm_mem"},
-}
+MAY_IMPORT = {"symm_mem": set[str](), "kernels": {"symm_mem"}, "fused_ops": {"kernels", "symm_mem"}}
 FOR_ALL = {"hooks", "__version__", "__file__"}  # of the root package
 USERS = ("bench", "examples", "tests")
 MOST_FILES = 13  # of a room, its __init__.py not counted

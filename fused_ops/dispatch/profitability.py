@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...kernels.all_gather.configs import estimate_all_gather_us
 from ...kernels.all_gather_matmul import configs as gather
 from ...kernels.all_reduce.configs import estimate_all_reduce_us
 from ...kernels.all_reduce_rms_norm import configs as norms
 from ...kernels.device.capability import why_no_kernel_on
 from ...kernels.device.collective import combine
+from ...kernels.device.comm.exchange_time import estimate_all_gather_us, estimate_reduce_scatter_us
 from ...kernels.device.device_spec import DeviceSpec, device_spec_of
 from ...kernels.device.gemm.gemm_tiles import LINK, MULTIPLY_ADDS, matmul_us, nccl_us, product_us
 from ...kernels.device.gemm.scaling import ScaledProducts, has_block_product
@@ -30,7 +30,6 @@ from ...kernels.matmul_all_gather.configs import (
 from ...kernels.matmul_all_reduce import configs as few_rows
 from ...kernels.matmul_reduce_scatter import configs as scatter
 from ...kernels.matmul_reduce_scatter import to_all
-from ...kernels.reduce_scatter.configs import estimate_reduce_scatter_us
 from .plan import HOPPER_SMS
 
 OPS = (

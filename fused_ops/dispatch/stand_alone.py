@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ...kernels.all_gather.configs import estimate_all_gather_us
-from ...kernels.device.collective.rounds import RoundsConfig, rounds_layout
-from ...kernels.reduce_scatter.configs import estimate_reduce_scatter_us
+from ...kernels.device.collective.rounds import RoundsConfig, choose_rounds, rounds_layout
+from ...kernels.device.comm.exchange_time import estimate_all_gather_us, estimate_reduce_scatter_us
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.heap.heap import Heap
 from .choice import Choice, launch_exchange, prepare_kernel, unfused
 from .launch_cache import LaunchedCall, PreparedKernel, overlap, remember_call
+from .plan import num_sms
 from .stream_order import in_stream_order
 from .workspaces import ALL_REDUCE
 
@@ -90,7 +90,6 @@ class _How:
 def choose_alone(
     call: StandAlone,
     world_size: int,
-    config: RoundsConfig,
     program: Callable[[], Program],
     of_program: tuple[Any, ...] = (),
     kind: str = ALL_REDUCE,
@@ -108,7 +107,9 @@ def choose_alone(
         return unfused(f"a part has {nbytes} bytes, more than the {launch.MOST_BYTES} that the kernels take")
     rows = call.row_bytes(call.scatter_dim), call.row_bytes(call.gather_dim)
     problem = launch.SlicesProblem(nbytes, *rows)
-    estimate = estimate_reduce_scatter_us if call.gather_dim is None else estimate_all_gather_us
+    sums = call.gather_dim is None
+    estimate = estimate_reduce_scatter_us if sums else estimate_all_gather_us
+    config = choose_rounds(world_size, num_sms(call.x.device), exact=not sums)
     return Choice(
         "push",
         kind=kind,

@@ -41,6 +41,11 @@ class _Call(NamedTuple):
     offset: bool
 
     @property
+    def flat(self) -> bool:
+        """Whether there is one split for each rank."""
+        return not self.offset and self.align == 0
+
+    @property
     def given_name(self) -> str:
         return "in_splits_offsets" if self.offset else "in_splits"
 
@@ -67,11 +72,9 @@ class _Call(NamedTuple):
                 f"out: is {out.dtype} of {list(out.shape)}, must have rows like input, {x.dtype} of {list(x.shape)}"
             )
         shape = [2, splits] if self.offset else [splits]
-        if list(self.given.shape) != shape or splits == 0 or splits % size:
-            rows = "2 rows and " if self.offset else ""
-            raise ValueError(
-                f"{self.given_name}: has shape {list(self.given.shape)}, must have {rows}a multiple of {size} splits"
-            )
+        if list(self.given.shape) != shape or splits == 0 or splits % size or (self.flat and splits != size):
+            must = f"{'2 rows and ' * self.offset}{'' if self.flat else 'a multiple of '}{size} splits"
+            raise ValueError(f"{self.given_name}: has shape {list(self.given.shape)}, must have {must}")
         if list(self.found.shape) != [2, splits]:
             raise ValueError(
                 f"out_splits_offsets: has shape {list(self.found.shape)}, must have {[2, splits]}"
@@ -85,9 +88,7 @@ class _Call(NamedTuple):
         group, capacity = self.validate(), self.out.shape[0]
         raise_noted(self.group_name)
         size, splits = group.size(), self.given.shape[-1]
-        every = _ops.one_shot_all_gather(self.given.view(-1, splits), 0, self.group_name).view(
-            size, -1, splits
-        )
+        every = _ops.one_shot_all_gather(self.given.flatten(), 0, self.group_name).view(size, -1, splits)
         of_all = Splits(every[:, 0], every[:, 1] if self.offset else None, not self.offset, self.align)
         found = rows_of_splits(of_all, group.rank(), self.input.shape[0], capacity)
         self._refuse(found.wrong, every)
@@ -114,14 +115,15 @@ def _as_16_bits(x: Tensor) -> Tensor:
     return x.view(x.shape[0], x.shape[1:].numel()).view(torch.uint8).view(torch.bfloat16)
 
 
-def call_of(name: str, args: Sequence[Any]) -> _Call:
+def vdev_call(name: str, args: Sequence[Any]) -> _Call:
     """``args``: in the schema's order."""
-    align = None if name == "all_to_all_vdev_2d" else 0
-    if align is None:
-        align = args[5] if len(args) > 5 and args[5] is not None else 1
+    x, out, given, found, group_name, *more = args
+    align = 0
+    if name == "all_to_all_vdev_2d":
+        align = more[0] if more and more[0] is not None else 1
         if align < 1:
             raise ValueError(f"major_align: is {align}, must be at least 1")
-    return _Call(*args[:5], align, name == "all_to_all_vdev_2d_offset")
+    return _Call(x, out, given, found, group_name, align, name == "all_to_all_vdev_2d_offset")
 
 
 def exchange_on_weft(name: str) -> Callable[..., None]:
@@ -136,7 +138,7 @@ def exchange_on_weft(name: str) -> Callable[..., None]:
             own.call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args)
             return
         with torch.no_grad():
-            call_of(name, args).run()
+            vdev_call(name, args).run()
         plan = last_plan()
         counts.add(name, "weft", plan.reason if plan.algorithm == "unfused" else "")
 
@@ -145,6 +147,6 @@ def exchange_on_weft(name: str) -> Callable[..., None]:
 
 def exchange_on_meta(name: str) -> Callable[..., None]:
     def exchange(*args: Any) -> None:
-        call_of(name, args).validate()
+        vdev_call(name, args).validate()
 
     return exchange

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
-from ...kernels.all_gather import INTO, OP, configs
+from ...kernels.all_gather import INTO, OP
 from ...kernels.all_gather.reference import as_bytes, reference_all_gather, reference_all_gather_uneven
 from ...kernels.device.collective.host_exchange import exchange_layout, gather
 from ...symm_mem import resolve_group
@@ -20,7 +20,7 @@ from ...symm_mem.heap.heap import Heap
 from .. import validation
 from ..dispatch.choice import Choice, on_host, unfused
 from ..dispatch.launch_cache import launch_again
-from ..dispatch.plan import heap_or_reason, num_sms, ran
+from ..dispatch.plan import heap_or_reason, ran
 from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
 from ..dispatch.workspaces import ALL_REDUCE
 from . import op
@@ -177,8 +177,7 @@ def choose_gather_on_cuda(alone: StandAlone, group: ProcessGroup, kind: str = AL
 
         return all_gather_program(size, rank)
 
-    config = configs.choose_all_gather(size, num_sms(alone.x.device))
-    return choose_alone(alone, size, config, program, kind=kind)
+    return choose_alone(alone, size, program, kind=kind)
 
 
 def _alone(call: AllGatherCall, out: Tensor | None, size: int) -> StandAlone:

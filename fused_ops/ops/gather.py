@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.all_gather import TO_ROOT, configs
+from ...kernels.all_gather import TO_ROOT
 from ...kernels.all_gather.reference import as_bytes, reference_gather
 from ...kernels.device.collective.host_exchange import exchange_layout, gather_to
 from ...symm_mem.heap.heap import Heap
 from .. import validation
 from ..dispatch.choice import Choice, on_host, unfused
 from ..dispatch.launch_cache import launch_again
-from ..dispatch.plan import num_sms, ran
+from ..dispatch.plan import ran
 from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
 from . import op
 from .all_gather import UNEVEN, AllGatherCall, key_with_counts, sends_no_counts, validate_gathered
@@ -92,8 +92,7 @@ def _choose(call: GatherCall, group: ProcessGroup) -> Choice:
 
         return all_gather_program(size, rank, root)
 
-    config = configs.choose_all_gather(size, num_sms(call.x.device))
-    return choose_alone(_alone(call, group), size, config, program, (root,))
+    return choose_alone(_alone(call, group), size, program, (root,))
 
 
 def _alone(call: GatherCall, group: ProcessGroup) -> StandAlone:

@@ -11,14 +11,14 @@ from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from ...kernels.device.collective.host_exchange import exchange_layout, reduce_scatter_parts
-from ...kernels.reduce_scatter import INTO, OP, configs
+from ...kernels.reduce_scatter import INTO, OP
 from ...kernels.reduce_scatter.reference import reference_reduce_scatter, reference_reduce_scatter_uneven
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
 from ..dispatch.choice import Choice, on_host, unfused
 from ..dispatch.launch_cache import launch_again
-from ..dispatch.plan import num_sms, ran
+from ..dispatch.plan import ran
 from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
 from ..dispatch.workspaces import ALL_REDUCE
 from . import op
@@ -153,8 +153,7 @@ def choose_scatter_on_cuda(
 
         return reduce_scatter_program(size, rank, dtype, reduce_op)
 
-    config = configs.choose_reduce_scatter(size, num_sms(alone.x.device))
-    return choose_alone(alone, size, config, program, (dtype, reduce_op), kind)
+    return choose_alone(alone, size, program, (dtype, reduce_op), kind)
 
 
 def _alone(call: ReduceScatterCall, out: Tensor | None, size: int) -> StandAlone:

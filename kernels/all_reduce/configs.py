@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..device.collective.rounds import EPOCH_BYTES, by_rounds
+from ..device.collective.rounds import EPOCH_BYTES, CollectiveLaunch, by_rounds
 from ..device.comm import ll_exchange
 from ..device.comm.exchange_time import all_reduce_time_us
 from ..device.comm.ll_exchange import BLOCKS, THREADS, VECTOR, WARP, ExchangeLayout, up
@@ -43,10 +43,7 @@ class AllReduceConfig:
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise ValueError(f"form: is {self.form!r}, must be one of {FORMS}")
-        if not 1 <= self.blocks <= BLOCKS:
-            raise ValueError(f"blocks: is {self.blocks}, must be from 1 to {BLOCKS}")
-        if self.threads % WARP or not WARP <= self.threads <= THREADS:
-            raise ValueError(f"threads: is {self.threads}, must be a multiple of {WARP} up to {THREADS}")
+        ll_exchange.check_grid(self.blocks, self.threads)
 
 
 @lru_cache(maxsize=4096)
@@ -95,17 +92,7 @@ def all_reduce_grid(count: int, layout: ExchangeLayout, config: AllReduceConfig)
     )
 
 
-@dataclass(frozen=True)
-class AllReduceLaunch:
-    """The kernel for a number of vectors, of those for whole ones, its grid, and of how many epochs it is."""
-
-    kernel: str
-    blocks: int
-    threads: int
-    epochs: int = 1
-
-
-def launch(count: int, layout: ExchangeLayout, config: AllReduceConfig) -> AllReduceLaunch:
+def launch(count: int, layout: ExchangeLayout, config: AllReduceConfig) -> CollectiveLaunch:
     """The launch that moves ``count`` vectors: of the input in one_shot, of each rank's part in two_shot.
 
     Raises:
@@ -120,7 +107,7 @@ def launch(count: int, layout: ExchangeLayout, config: AllReduceConfig) -> AllRe
         rounds = by_rounds(count, layout.world_size, blocks, threads, room)
         if rounds is not None:
             threads, epochs = rounds
-            return AllReduceLaunch("two_shot_rounds", blocks, threads + WARP, epochs)
+            return CollectiveLaunch("two_shot_rounds", blocks, threads + WARP, epochs)
     elif count > (most := vectors(layout, config)):
         raise ValueError(f"numel: is {count} vectors, must be at most {most} in one_shot")
-    return AllReduceLaunch(config.form, blocks, threads)
+    return CollectiveLaunch(config.form, blocks, threads)

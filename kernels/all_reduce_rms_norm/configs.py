@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..device.comm.exchange_time import all_reduce_time_us
-from ..device.comm.ll_exchange import BLOCKS, VECTOR, WARP, ExchangeLayout, up
+from ..device.comm.ll_exchange import BLOCKS, VECTOR, WARP, ExchangeLayout, check_grid, up
 
 FORMS = ("one_shot", "two_shot")
 CLUSTERS = (1, 2, 4, 8)  #: blocks that work on a row together
@@ -41,10 +41,7 @@ class AllReduceRmsNormConfig:
             raise ValueError(f"form: is {self.form!r}, must be one of {FORMS}")
         if self.cluster not in CLUSTERS:
             raise ValueError(f"cluster: is {self.cluster}, must be one of {CLUSTERS}")
-        if not 1 <= self.blocks <= BLOCKS:
-            raise ValueError(f"blocks: is {self.blocks}, must be from 1 to {BLOCKS}")
-        if self.threads % WARP or not WARP <= self.threads <= THREADS:
-            raise ValueError(f"threads: is {self.threads}, must be a multiple of {WARP} up to {THREADS}")
+        check_grid(self.blocks, self.threads)
 
 
 @dataclass(frozen=True)

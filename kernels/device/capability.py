@@ -146,7 +146,7 @@ KERNELS: dict[str, KernelRow] = {
         (),
         (HOPPER,),
         "clusters, TMA, wgmma",
-        "2 H200",
+        "H200",
         "2026-11-30",
         "h200-x2-vocabulary-exponentials.txt",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..device.gemm.gemm_tiles import Tile, tiles_of
+from ..device.gemm.gemm_tiles import TILES, Tile, tiles_of
 
 MOST_EXPERTS = 2048  #: of a rank, whose steps lie in shared memory
 _FEW_ROWS = 48  # of an expert, on average: tiles of 64 rows
@@ -42,19 +42,16 @@ class GroupedConfig:
         return self.tile.shared + 4 * experts
 
 
+def tiles_for(*, gated: bool, tensor_memory: bool) -> list[Tile]:
+    """Those that ``choose_grouped`` chooses from."""
+    return [tile for tile in tiles_of(tensor_memory) if not gated or tile.warpgroup_columns % _GATED == 0]
+
+
 def choose_grouped(
-    rows: int,
-    experts: int,
-    ns: Sequence[int],
-    k: int,
-    num_sms: int,
-    *,
-    gated: bool = False,
-    tensor_memory: bool = False,
+    rows: int, experts: int, ns: Sequence[int], k: int, num_sms: int, tiles: Sequence[Tile] = TILES
 ) -> GroupedConfig:
     """For ``rows`` rows of so many experts, whose counts the host does not know: as if they had about the same."""
     each, clusters = rows / experts, max(1, num_sms // 2)
-    tiles = [tile for tile in tiles_of(tensor_memory) if not gated or tile.warpgroup_columns % _GATED == 0]
     narrow = [tile for tile in tiles if tile.block_m == 64] if each <= _FEW_ROWS else []
     candidates = narrow or [tile for tile in tiles if tile.block_m == 128 and tile.block_n >= _NARROWEST]
 
@@ -67,4 +64,4 @@ def choose_grouped(
         waves = max(1.0, steps / clusters + 0.5)  # the last one is half full, on average
         return waves * -(-k // 64) * stage_us
 
-    return GroupedConfig(min(candidates, key=predicted_us), gated=gated)
+    return GroupedConfig(min(candidates, key=predicted_us))

@@ -1,6 +1,6 @@
-// Exponentials of x @ weight.t() in place of logits: out[v, m] = exp(score[m, v] - base[m]), where a score is a logit by
-// the temperature, of x [m, K] and weight [n, K] in bfloat16. With them each row's sum of a tile's columns, and the score
-// of its target, in float32, as accumulators are.
+// Exponentials of x @ weight.t() in place of logits: out[v, m] = exp(score[m, v] - base[m]), where a score is a logit
+// by the temperature, of x [m, K] and weight [n, K] in bfloat16. With them each row's sum of a tile's columns, and the
+// score of its target, in float32, as accumulators are.
 //
 // Where a row's exponentials would overflow, its base is raised by `excess`, which a first launch finds. A second one,
 // `again`, computes those pairs of tiles once more, or ends at once where there are none.
@@ -10,6 +10,7 @@
 
 #define SERVE_REGISTERS 72
 #include "gemm/gemm.cuh"
+#include "ptx/transpose.cuh"
 
 using weft::u16;
 using weft::u32;
@@ -42,12 +43,6 @@ struct Params {
     int reserved[7];
 };
 
-__device__ __forceinline__ float exp2_of(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 __device__ __forceinline__ float quad_sum(float x) {
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
@@ -79,16 +74,15 @@ __device__ __forceinline__ void each_tile(const Params& p, const weft::Shared& s
     }
 }
 
-// By a warp: 16 rows of a set of 32 columns, transposed. Each lane has words of two columns, in rows lane / 4 and 8 more.
-__device__ __forceinline__ void store_set(u8* buffer, const u32 (&words)[8], u16* to, u64 stride, int rows, int columns) {
+// By a warp: 16 rows of a set of 32 columns, transposed. Each lane has words of two columns, in rows lane / 4 and 8 on.
+__device__ __forceinline__ void store_set(
+    u8* buffer, const u32 (&words)[8], u16* to, u64 stride, int rows, int columns) {
     const int lane = threadIdx.x % 32;
     const auto place = [](int column, int half) { return column * 32 + (half ^ (column / 4 & 1)) * 16; };
 #pragma unroll
     for (int j = 0; j < 4; j += 2) {
-        const u32 at = weft::shared_address(buffer) + place(8 * (j + lane / 16) + lane % 8, lane / 8 % 2);
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
-                     "r"(words[2 * j]), "r"(words[2 * j + 1]), "r"(words[2 * j + 2]), "r"(words[2 * j + 3])
-                     : "memory");
+        u8* at = buffer + place(8 * (j + lane / 16) + lane % 8, lane / 8 % 2);
+        weft::store_transposed(at, words[2 * j], words[2 * j + 1], words[2 * j + 2], words[2 * j + 3]);
     }
     __syncwarp();
 #pragma unroll
@@ -126,8 +120,9 @@ __device__ __forceinline__ void finish(
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const float* pair = sums + 16 * i + 2 * j;
+            const float b = base[j % 2];
             const float e[2] = {
-                exp2_of(fmaf(pair[0], p.scale, -base[j % 2])), exp2_of(fmaf(pair[1], p.scale, -base[j % 2]))};
+                weft::exp2_of(fmaf(pair[0], p.scale, -b)), weft::exp2_of(fmaf(pair[1], p.scale, -b))};
             total[j % 2] += e[0] + e[1];
             words[j] = weft::Number::pack(e);
         }

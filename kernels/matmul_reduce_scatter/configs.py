@@ -54,15 +54,12 @@ class ScatterPushConfig:
     Attributes:
         raster_group: pairs of rows of tiles in a raster group; local rows follow those for the peers in chunks of as
             many rows of tiles.
-        staged: accumulator fragments for peers are staged in local memory, from where a warp of the block sends them;
-            else the compute warpgroups send them.
         split_n: ranks own columns of B, not rows of A.
         scaled: the operands are fp8.
     """
 
     tile: gemm_tiles.Tile
     raster_group: int
-    staged: bool
     split_n: bool = False
     scaled: ScaledProducts | None = None
 
@@ -176,17 +173,14 @@ AnyConfig: TypeAlias = ScatterPushConfig | OneShotConfig | CopiedConfig
 
 def push_config(tile: gemm_tiles.Tile, problem: MatmulReduceScatterProblem) -> ScatterPushConfig:
     """That of a tile. A band is a wave of tiles, so what an own tile waits for was computed a wave before; of many rows
-    it is wide: all of B is read once a band. Parts are staged: only of very long products with few rows it was faster
-    to send them from registers."""
+    it is wide: all of B is read once a band."""
     raster_group = max(round(problem.num_sms / 2 / -(-problem.n // tile.block_n)), 2)
     tall = problem.batches * problem.rows_per_rank >= _TALL
     if tall and problem.world_size > 2:
         raster_group *= 2
     elif tall and (problem.scaled is None or (problem.scaled_in_epilogue and problem.k >= _LONG_SCALED)):
         raster_group = 8
-    return ScatterPushConfig(
-        tile, min(raster_group, 8), staged=True, split_n=problem.split_n, scaled=problem.scaled
-    )
+    return ScatterPushConfig(tile, min(raster_group, 8), split_n=problem.split_n, scaled=problem.scaled)
 
 
 def choose_scatter_push(problem: MatmulReduceScatterProblem) -> ScatterPushConfig:
@@ -333,7 +327,7 @@ def scatter_push_layout(config: ScatterPushConfig, problem: MatmulReduceScatterP
     tiles = _tile_rows(config, problem) * -(-problem.n // tile.block_n)
     part = tile.part_numbers * problem.sent_itemsize
     receive_buffer = slots * tiles * 2 * part
-    staging = problem.num_sms * 2 * part if config.staged else 0
+    staging = problem.num_sms * 2 * part
     return Layout(problem.world_size, 0, receive_buffer, ll_protocol=True, staging_bytes=staging)
 
 

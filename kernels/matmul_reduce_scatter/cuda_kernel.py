@@ -70,7 +70,6 @@ def scatter_defines(
         ("RESIDUAL", int(epilogue.residual)),
         ("ALL_REDUCE", int(epilogue.to_all)),
         ("ALL_TO_ALL", int(epilogue.apart)),
-        ("STAGING", int(config.staged)),
         *(config.scaled.defines.items() if config.scaled else ()),
     )
 

@@ -13,8 +13,8 @@
 //
 // Who writes: a tile for rank dst leaves as two accumulator fragments, one of each compute warpgroup, into dst's buffer
 // [W - 1][tiles][2][PART_BYTES] (slot: the sender's rank, less one above dst), by the LL protocol: there are no flags.
-// The warpgroup stores it from its registers, or with STAGING into local memory, from where warp 1 or 2 copies it while
-// the next tile is computed. With ALL_REDUCE sums travel in the same way, into as many slots after those.
+// The warpgroup stores it into local memory, from where warp 1 or 2 copies it while the next tile is computed. With
+// ALL_REDUCE sums travel in the same way, into as many slots after those.
 // Who waits: senders, for done(buffer)[p] >= e - 1 of every peer; each thread of a compute warpgroup, for the same
 // thread's vectors of a local tile of every peer, with ALL_REDUCE a step later for the peers' sums. It resets the slots
 // it has read. Warp 3 of the last block ends the epoch (weft::leave). Graph-safe.
@@ -58,8 +58,8 @@ using Out = float;
 using Out = u16;
 #endif
 
-#if ALL_REDUCE && (OUT_FLOAT32 || BIAS || RESIDUAL || SPLIT_N || !STAGING)
-#error "ALL_REDUCE: sums of 16 bits of rows, to which nothing is added, and which are staged"
+#if ALL_REDUCE && (OUT_FLOAT32 || BIAS || RESIDUAL || SPLIT_N)
+#error "ALL_REDUCE: sums of 16 bits of rows, to which nothing is added"
 #endif
 #if ALL_TO_ALL && (ALL_REDUCE || OUT_FLOAT32 || BIAS || RESIDUAL)
 #error "ALL_TO_ALL: results of 16 bits, to which nothing is added"
@@ -137,21 +137,14 @@ __device__ __forceinline__ void to_receivers(const Params& p, const Tile& t, con
 
 namespace {
 
-// Sends or stages a compute warpgroup's fragment of a tile.
+// Stages a compute warpgroup's fragment of a tile.
 __device__ __forceinline__ void send(
-    const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 epoch, u32& sent,
+    const Params& p, const weft::Shared& s, const Tile& t, int warpgroup, u32& sent,
     const float (&sums)[weft::ACC_REGS]) {
     if (sent == weft::CLOSED) return;
-    if constexpr (STAGING) {
-        weft::wait_count(s.counts + SENT + warpgroup, sent);  // the staging memory has been read
-        weft::store_part(staged(p, warpgroup), sums);
-        tell(s, warpgroup, ++sent, t.step);
-    } else {
-        // Warps may differ around a deadline: each sends everything, or nothing.
-        if (sent == 0) sent = weft::may_send(p.watch, p.buffer, epoch) ? 1 : weft::CLOSED;
-        if (sent == weft::CLOSED) return;
-        weft::store_part(at_peer(p, order, t, warpgroup, t.dst), sums);
-    }
+    weft::wait_count(s.counts + SENT + warpgroup, sent);  // the staging memory has been read
+    weft::store_part(staged(p, warpgroup), sums);
+    tell(s, warpgroup, ++sent, t.step);
 }
 
 // Whether the last vectors of a local tile's parts have arrived, by all lanes of a warp: a guess that all have.
@@ -247,14 +240,14 @@ __device__ __forceinline__ void store_each(
 // Finishes a compute warpgroup's fragment of a local tile: adds the peers', stores the sum to `out`, with ALL_REDUCE
 // sends it.
 __device__ __forceinline__ void finish(
-    const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 epoch, u32& sent,
+    const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32& sent,
     float (&sums)[weft::ACC_REGS]) {
     uint4* parts = p.receive_buffer + (2 * t.index + warpgroup) * PART + threadIdx.x % weft::GROUP;
     const bool there = weft::add_parts(receive_buffer(p, s), parts, 2 * order.each() * PART, p.scale, sums);
     count_up(s, PARTS, warpgroup);
     if constexpr (ALL_REDUCE) {
         if (!weft::all_of_warpgroup(warpgroup, there)) tell(s, warpgroup, sent = weft::CLOSED);
-        send(p, s, order, t, warpgroup, epoch, sent, sums);
+        send(p, s, t, warpgroup, sent, sums);
     }
     const int row = t.row * BM, column = t.column * BN, part = ALL_REDUCE ? p.watch.rank : t.batch;
     Out* out = p.out + (static_cast<u64>(part) * p.m + row) * p.n + column;
@@ -300,7 +293,7 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
     if (warpgroup == 2) {
         weft::warpgroup_reg_dealloc<SERVE_REGISTERS>();
         if (role == 0) load(p, s, order, steps);
-        if (STAGING && (role == 1 || role == 2)) push(p, s, order, role - 1, epoch);
+        if (role == 1 || role == 2) push(p, s, order, role - 1, epoch);
         if (role == 3) report_and_leave(p, s, order, epoch);
 #if TENSOR_MEMORY
     } else if (warpgroup == 3) {
@@ -333,19 +326,19 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
             const Tile t = order.tile(p, step, s.block);
             weft::multiply(s, state, warpgroup, p.depth, sums);
 #endif
-            if (t.inside && t.dst != p.watch.rank) send(p, s, order, t, warpgroup, epoch, sent, sums);
+            if (t.inside && t.dst != p.watch.rank) send(p, s, t, warpgroup, sent, sums);
             if (t.inside && t.dst == p.watch.rank) {
 #if ALL_TO_ALL
                 store_each(p, s, order, t, warpgroup, sums);
 #else
-                finish(p, s, order, t, warpgroup, epoch, sent, sums);
+                finish(p, s, order, t, warpgroup, sent, sums);
 #endif
             }
             if (ALL_REDUCE) take_sums(p, s, order, before, warpgroup);
         }
         if (ALL_REDUCE) take_sums(p, s, order, before, warpgroup);
         count_up(s, DRAINED, warpgroup);
-        if (STAGING) end_sending(s, warpgroup, sent);
+        end_sending(s, warpgroup, sent);
     }
 #ifdef RACECHECK  // which knows barriers alone: the other block's loader stores no slot into a block that has ended
     weft::sync_cluster();

@@ -26,8 +26,8 @@ from weft.kernels.matmul_reduce_scatter.cuda_kernel import scatter_defines
 @pytest.mark.parametrize(
     "op",
     [
-        Scatter(2, 147, 136, 72, SMALL, blocks=2, staged=True),
-        Scatter(3, 67, 40, 136, WIDE, blocks=2, staged=True),
+        Scatter(2, 147, 136, 72, SMALL, blocks=2),
+        Scatter(3, 67, 40, 136, WIDE, blocks=2),
         Scatter(4, 65, 136, 72, SMALL, raster_group=2),
     ],
     ids=["2", "3", "4"],
@@ -48,7 +48,7 @@ def test_a_rank_alone_sums_its_own_matmuls(op: Scatter, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_kernel_of_a_rank_alone_compiles(world_size: int) -> None:
     b = torch.empty(256, 256, dtype=torch.bfloat16)
-    config, epilogue = ScatterPushConfig(TILES[0], 2, staged=True), Epilogue(torch.bfloat16)
+    config, epilogue = ScatterPushConfig(TILES[0], 2), Epilogue(torch.bfloat16)
     given = dict(scatter_defines(b, config, world_size, 0, epilogue))
     assert Program(alone_scatter.source(world_size), defines=given).cubin()
 

@@ -144,15 +144,7 @@ def verdict(rank: int, world_size: int, compile_: Callable[..., Any], fused_into
     torch.compile = compile_
     llama_block.FusionPass = lambda: PassThatSays(fused_into)  # type: ignore[assignment,misc]
     sizes = llama_model.Sizes(
-        layers=1,
-        vocabulary=64,
-        dim=64,
-        heads=4,
-        kv_heads=2,
-        hidden=96,
-        seq=32,
-        batch=1,
-        dtype="float32",
+        layers=1, vocabulary=64, dim=64, heads=4, kv_heads=2, hidden=96, seq=32, batch=1, dtype="float32"
     )
     # Each rank asks for another seed, as under torchrun.
     args = argparse.Namespace(iterations=1, updates=2, seed=rank)

@@ -24,11 +24,7 @@ from weft.symm_mem.workspace import HostEpoch
 KINDS = ("delay", "stop", "kill", "skip", "corrupt", "raise", "fork")
 
 #: Where in a call of a CPU rank: the method of an epoch after or before which it comes.
-POINTS: dict[str, str | None] = {
-    "before the call": None,
-    "after a push": "post",
-    "before the end": "leave",
-}
+POINTS: dict[str, str | None] = {"before the call": None, "after a push": "post", "before the end": "leave"}
 
 
 class Injected(Exception):

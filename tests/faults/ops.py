@@ -5,296 +5,270 @@ Numbers are so small that every sum is exact: a result that a call returns is ri
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from case import Case, numbers
-from exchange_ops import (
-    exchanged,
-    exchanged_and_multiplied,
-    gathered_to_one,
-    multiplied_and_gathered,
-    product_exchanged,
-)
+from references import Arguments, exact, results_of
+from torch import Tensor
 from weft import fused_ops
 from weft.kernels.device.collective.combine import Combined
 from weft.kernels.moe_dispatch.reference import ExpertRanks, rows_by_expert, take_tokens
 
-
-def _gathered(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
-    m, k, n = 2 * unit + 3 * more, 8 * unit, 5 * unit if unit == 1 else 8 * unit
-    shards = [numbers(100 * step + r, m, k) for r in range(size)]
-    b = numbers(1000 + rank, k, n)
-
-    def call(a: torch.Tensor) -> torch.Tensor:
-        return fused_ops.fused_all_gather_matmul(a, [b], 0, group, return_A=False)[1][0]
-
-    longer = torch.cat([shards[rank], shards[rank][:1]])
-    return Case(lambda: call(shards[rank]), lambda: torch.cat(shards) @ b, lambda: call(longer))
+FP8 = torch.float8_e4m3fn
 
 
-def _scattered(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
-    rows = unit + more if unit == 1 else 2 * unit + 8 * more
-    m, k, n = rows * size, 8 * unit, 6 * unit if unit == 1 else 8 * unit
-    a = [numbers(100 * step + r, m, k) for r in range(size)]
-    b = [numbers(1000 + r, k, n) for r in range(size)]
-    wide = torch.cat([b[rank], b[rank][:, : 8 if unit > 1 else 1]], 1)
+@dataclass
+class Case:
+    """A call of an op at one step: ``call()`` is this rank's, ``want()`` its exact result, ``other()`` a call with
+    another argument."""
 
-    def call(b: torch.Tensor) -> torch.Tensor:
-        return fused_ops.fused_matmul_reduce_scatter(a[rank], b, "sum", 0, group)
-
-    def want() -> torch.Tensor:
-        return sum(x @ y for x, y in zip(a, b, strict=True)).chunk(size)[rank]
-
-    return Case(lambda: call(b[rank]), want, lambda: call(wide))
+    call: Callable[[], Tensor]
+    want: Callable[[], Tensor]
+    other: Callable[[], Tensor]
 
 
-def _gathered_fp8(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
-    m, k, n = 2 * unit + 3 * more, 16 * unit, 16
-    shards = [numbers(100 * step + r, m, k) for r in range(size)]
-    b, scale = numbers(1000 + rank, n, k), 3 + numbers(2000 + rank, 1, n).float()
-    scales = [
-        3 + numbers(200 * step + r, m, 1).float() for r in range(size)
-    ]  # of rows, which travel with them
-    weight = b.to(torch.float8_e4m3fn).t()
+@dataclass(frozen=True)
+class At:
+    """A rank of so many at a step, which says which numbers; the unit of the sizes, and by how much they are larger."""
 
-    def call(a: torch.Tensor, a_scale: torch.Tensor) -> torch.Tensor:
-        given = a, [weight], a_scale, [scale], 0, group
-        return fused_ops.fused_all_gather_scaled_matmul(*given, out_dtypes=[torch.float32], return_A=False)[
-            1
-        ][0]
+    rank: int
+    size: int
+    step: int
+    unit: int
+    more: int
 
-    def want() -> torch.Tensor:
-        return torch.cat(shards).float() @ b.float().t() * torch.cat(scales) * scale
+    @property
+    def tokens(self) -> int:
+        return 2 * self.unit + self.more
 
-    # Cast before a call: in a forked child CUDA itself would refuse that.
-    mine = shards[rank].to(torch.float8_e4m3fn)
-    longer = torch.cat([shards[rank], shards[rank][:1]]).to(torch.float8_e4m3fn)
-    more_scales = torch.cat([scales[rank], scales[rank][:1]])
-    return Case(lambda: call(mine, scales[rank]), want, lambda: call(longer, more_scales))
+    def of_ranks(self, seed: int, *shape: int) -> list[Tensor]:
+        """Of every rank, others in each step."""
+        return [numbers(seed + 100 * self.step + r, *shape) for r in range(self.size)]
+
+    def fixed(self, seed: int, *shape: int) -> list[Tensor]:
+        return [numbers(seed + r, *shape) for r in range(self.size)]
 
 
-def _scattered_fp8(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
-    rows = unit + more if unit == 1 else 2 * unit + 8 * more
-    m, k, n = rows * size, 16 * unit, 16
-    a = [numbers(100 * step + r, m, k) for r in range(size)]
-    b = [numbers(1000 + r, n, k) for r in range(size)]
-    one, dtype = torch.ones(()), torch.float8_e4m3fn
-    mine, weight = a[rank].to(dtype), b[rank].to(dtype).t()
-
-    def call(reduce_op: str) -> torch.Tensor:
-        given = mine, weight, one, one, reduce_op, 0, group
-        return fused_ops.fused_scaled_matmul_reduce_scatter(*given, out_dtype=a[rank].dtype)
-
-    def want() -> torch.Tensor:
-        return sum(x @ y.t() for x, y in zip(a, b, strict=True)).chunk(size)[rank]
-
-    return Case(lambda: call("sum"), want, lambda: call("avg"))
+def numbers(seed: int, *shape: int) -> Tensor:
+    """-1, 0 and 1, the same for the same seed on every rank; bfloat16 on CUDA, whose kernels are made for it."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    x = torch.randint(-1, 2, shape, generator=generator, device="cpu")
+    device = torch.get_default_device()
+    return x.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
-def _reduced(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
-    xs = [numbers(100 * step + r, 7 * unit + more) for r in range(size)]
-    return Case(
-        lambda: fused_ops.one_shot_all_reduce(xs[rank], "sum", group),
-        lambda: sum(xs),
-        lambda: fused_ops.one_shot_all_reduce(xs[rank], "avg", group),
-    )
+Made = tuple[Sequence[Arguments], Arguments]  # of every rank; and what is other than this rank's
 
 
-def _reduced_in_place(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
-    xs = [numbers(100 * step + r, 7 * unit + more) for r in range(size)]
-    mine = xs[rank].clone()
+def case_of(made: Callable[[At], Made], op: str, of: tuple[int, int, int, int, Any, int]) -> Case:
+    rank, size, step, unit, group, more = of
+    every, other = made(At(rank, size, step, unit, more))
+    mine, function = {**every[rank], "group": group}, getattr(fused_ops, op)
+    into = mine["x"].clone() if op.endswith("_") else None
 
-    def call(reduce_op: str) -> torch.Tensor:
-        mine.copy_(xs[rank])
-        assert fused_ops.one_shot_all_reduce_(mine, reduce_op, group) is mine
-        return mine
+    def call(arguments: Arguments) -> Tensor:
+        if into is not None:
+            arguments = {**arguments, "x": into.copy_(arguments["x"])}
+        results = results_of(function(**arguments))
+        results = [results[0].float(), results[-1]] if "quant" in op else results
+        return torch.stack(results) if "norm" in op else results[0]
 
-    return Case(lambda: call("sum"), lambda: sum(xs), lambda: call("max"))
+    def want() -> Tensor:
+        results = [want.to(dtype) for want, _ in exact(op, every, rank)]
+        results = [results[0], results[-1]] if "quant" in op else results
+        return torch.stack(results) if "norm" in op else results[0]
 
-
-def _gathered_alone(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
-    xs = [numbers(100 * step + r, 3, 7 * unit + more) for r in range(size)]
-    return Case(
-        lambda: fused_ops.one_shot_all_gather(xs[rank], 1, group),
-        lambda: torch.cat(xs, 1),
-        lambda: fused_ops.one_shot_all_gather(xs[rank], 0, group),
-    )
-
-
-def _scattered_alone(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
-    xs = [numbers(100 * step + r, size, (7 * unit + more) * size) for r in range(size)]
-    return Case(
-        lambda: fused_ops.one_shot_reduce_scatter(xs[rank], "sum", 1, group),
-        lambda: sum(xs).chunk(size, 1)[rank],
-        lambda: fused_ops.one_shot_reduce_scatter(xs[rank], "sum", 0, group),
-    )
+    of_loss = "entropy" in op or "log_probs" in op
+    dtype = mine.get("out_dtype") or (torch.float32 if of_loss else results_of(mine)[0].dtype)
+    dtype = mine.get("out_dtypes", [dtype])[0]
+    return Case(lambda: call(mine), want, lambda: call({**mine, **other}))
 
 
-def _reduced_product(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
-    # Between CPU ranks the parts of the rows are uneven, and the last ranks may have none.
-    m, k, n = (1 if unit == 1 else 2 * unit) + 3 * more, 8 * unit, 6 * unit if unit == 1 else 8 * unit
-    a = [numbers(100 * step + r, m, k) for r in range(size)]
-    b = [numbers(1000 + r, k, n) for r in range(size)]
-    return Case(
-        lambda: fused_ops.fused_matmul_all_reduce(a[rank], b[rank], "sum", group),
-        lambda: sum(x @ y for x, y in zip(a, b, strict=True)),
-        lambda: fused_ops.fused_matmul_all_reduce(a[rank], b[rank], "avg", group),
-    )
+def _gathered(at: At) -> Made:
+    m, k, n = 2 * at.unit + 3 * at.more, 8 * at.unit, 5 * at.unit if at.unit == 1 else 8 * at.unit
+    pairs = zip(at.of_ranks(0, m, k), at.fixed(1000, k, n), strict=True)
+    every = [{"A_shard": a, "Bs": [b], "gather_dim": 0, "return_A": False} for a, b in pairs]
+    a = every[at.rank]["A_shard"]
+    return every, {"A_shard": torch.cat([a, a[:1]])}
 
 
-def _normed(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
-    """Every sum is 8 or -8, so that the norm is exact, too. Residuals and weights differ from rank to rank."""
-    rows, hidden = 2 * unit + more, 5 if unit == 1 else 8 * unit
-    xs = [numbers(100 * step + r, rows, hidden) for r in range(size)]
-    signs = 2 * numbers(2000 + 100 * step + rank, rows, hidden).abs() - 1
-    residual, weight = 8 * signs - sum(xs), 3 + numbers(3000 + rank, hidden)
-
-    def call(eps: float) -> torch.Tensor:
-        return torch.stack(fused_ops.fused_all_reduce_rms_norm(xs[rank], residual, weight, eps, group))
-
-    return Case(lambda: call(0.0), lambda: torch.stack([signs * weight, 8 * signs]), lambda: call(1.0))
+def _scattered(at: At) -> Made:
+    rows = at.unit + at.more if at.unit == 1 else 2 * at.unit + 8 * at.more
+    k, n = 8 * at.unit, 6 * at.unit if at.unit == 1 else 8 * at.unit
+    pairs = zip(at.of_ranks(0, rows * at.size, k), at.fixed(1000, k, n), strict=True)
+    every = [{"A": a, "B": b, "reduce_op": "sum", "scatter_dim": 0} for a, b in pairs]
+    b = every[at.rank]["B"]
+    return every, {"B": torch.cat([b, b[:, : 8 if at.unit > 1 else 1]], 1)}
 
 
-def _layer_normed(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
+def _gathered_fp8(at: At) -> Made:
+    """Scales of rows travel with them. Cast before a call: in a forked child CUDA itself would refuse that."""
+    m, k, n = 2 * at.unit + 3 * at.more, 16 * at.unit, 16
+    every: list[Arguments] = []
+    for r, (a, b) in enumerate(zip(at.of_ranks(0, m, k), at.fixed(1000, n, k), strict=True)):
+        scale, of_b = 3 + numbers(200 * at.step + r, m, 1).float(), 3 + numbers(2000 + r, 1, n).float()
+        every.append({"A_shard": a.to(FP8), "Bs": [b.to(FP8).t()], "A_scale": scale, "B_scales": [of_b]})
+        every[-1] |= {"gather_dim": 0, "out_dtypes": [torch.float32], "return_A": False}
+    a, scale = (every[at.rank][name] for name in ("A_shard", "A_scale"))
+    longer = torch.cat([a.float(), a[:1].float()]).to(FP8)
+    return every, {"A_shard": longer, "A_scale": torch.cat([scale, scale[:1]])}
+
+
+def _scattered_fp8(at: At) -> Made:
+    rows = at.unit + at.more if at.unit == 1 else 2 * at.unit + 8 * at.more
+    pairs = zip(at.of_ranks(0, rows * at.size, 16 * at.unit), at.fixed(1000, 16, 16 * at.unit), strict=True)
+    one = torch.ones(())
+    how = {"A_scale": one, "B_scale": one, "reduce_op": "sum", "scatter_dim": 0}
+    return [{"A": a.to(FP8), "B": b.to(FP8).t(), **how, "out_dtype": a.dtype} for a, b in pairs], {
+        "reduce_op": "avg"
+    }
+
+
+def _reduced(at: At, other: str = "avg") -> Made:
+    return [{"x": x, "reduce_op": "sum"} for x in at.of_ranks(0, 7 * at.unit + at.more)], {"reduce_op": other}
+
+
+def _gathered_alone(at: At) -> Made:
+    return [{"x": x, "gather_dim": 1} for x in at.of_ranks(0, 3, 7 * at.unit + at.more)], {"gather_dim": 0}
+
+
+def _gathered_to_one(at: At) -> Made:
+    xs = at.of_ranks(0, 3, 7 * at.unit + at.more)
+    return [{"x": x, "gather_dim": 1, "root": at.size - 1} for x in xs], {"root": 0}
+
+
+def _scattered_alone(at: At) -> Made:
+    xs = at.of_ranks(0, at.size, (7 * at.unit + at.more) * at.size)
+    return [{"x": x, "reduce_op": "sum", "scatter_dim": 1} for x in xs], {"scatter_dim": 0}
+
+
+def _exchanged(at: At) -> Made:
+    xs = at.of_ranks(0, at.size, (7 * at.unit + at.more) * at.size)
+    return [{"x": x, "scatter_dim": 1, "gather_dim": 0} for x in xs], {"scatter_dim": 0, "gather_dim": 1}
+
+
+def _product_exchanged(at: At) -> Made:
+    k, b = 8 * at.unit, numbers(1000, 8 * at.unit, 8 * at.unit * at.size)
+    every = [{"A": a, "B": b, "gather_dim": 0} for a in at.of_ranks(0, 3 * at.unit + at.more, k)]
+    return every, {"A": every[at.rank]["A"][:-1]}
+
+
+def _multiplied_and_gathered(at: At) -> Made:
+    k, x = 8 * at.unit, numbers(100 * at.step, 3 * at.unit + at.more, 8 * at.unit)
+    return [{"A": x, "B": b} for b in at.fixed(1000, k, 8 * at.unit)], {"A": x[:-1]}
+
+
+def _exchanged_and_multiplied(at: At) -> Made:
+    k, n, rows = 8 * at.unit, 8 * at.unit, at.size * (3 * at.unit + at.more)
+    pairs = zip(at.of_ranks(0, rows, k), at.fixed(1000, k * at.size, n), strict=True)
+    every = [{"A": a, "B": b, "scatter_dim": 0} for a, b in pairs]
+    return every, {"A": every[at.rank]["A"][: -at.size]}
+
+
+def _reduced_product(at: At) -> Made:
+    """Between CPU ranks the parts of the rows are uneven, and the last ranks may have none."""
+    m, k = (1 if at.unit == 1 else 2 * at.unit) + 3 * at.more, 8 * at.unit
+    pairs = zip(at.of_ranks(0, m, k), at.fixed(1000, k, 6 if at.unit == 1 else 8 * at.unit), strict=True)
+    return [{"A": a, "B": b, "reduce_op": "sum"} for a, b in pairs], {"reduce_op": "avg"}
+
+
+def _signs(at: At, seed: int, *shape: int) -> list[Tensor]:
+    return [2 * x.abs() - 1 for x in at.of_ranks(seed, *shape)]
+
+
+def _normed(at: At, seed: int = 2000, quantized: bool = False) -> Made:
+    """Every sum is 8 or -8, so that the norm is exact, too: 2 to 4, numbers of fp8. Residuals and weights differ from
+    rank to rank."""
+    rows, hidden = at.tokens, 5 if at.unit == 1 else 8 * at.unit
+    xs, weights = at.of_ranks(0, rows, hidden), at.fixed(seed + 1000, hidden)
+    every: list[Arguments] = []
+    for x, signs, weight in zip(xs, _signs(at, seed, rows, hidden), weights, strict=True):
+        every.append({"x": x, "residual": 8 * signs - sum(xs), "weight": 3 + weight, "eps": 0.0})
+        every[-1] |= {"scale": torch.ones(()), "scale_op": "divide"} if quantized else {}
+    return every, {"scale_op": "multiply"} if quantized else {"eps": 1.0}
+
+
+def _layer_normed(at: At) -> Made:
     """Every sum is 24 or 8, each in half of its row, so that mean and root are exact."""
-    rows, hidden = 2 * unit + more, 6 if unit == 1 else 8 * unit
-    xs = [numbers(100 * step + r, rows, hidden) for r in range(size)]
-    signs = 2 * numbers(4000 + 100 * step + rank, rows, hidden // 2).abs() - 1
-    signs = torch.cat([signs, -signs], 1)
-    residual = 16 + 8 * signs - sum(xs)
-    weight, bias = (3 + numbers(seed + rank, hidden) for seed in (5000, 6000))
-
-    def call(eps: float) -> torch.Tensor:
-        return torch.stack(
-            fused_ops.fused_all_reduce_layer_norm(xs[rank], residual, weight, bias, eps, group)
-        )
-
-    return Case(
-        lambda: call(0.0), lambda: torch.stack([signs * weight + bias, 16 + 8 * signs]), lambda: call(1.0)
-    )
+    rows, hidden = at.tokens, 6 if at.unit == 1 else 8 * at.unit
+    xs, terms = at.of_ranks(0, rows, hidden), (at.fixed(seed, hidden) for seed in (5000, 6000))
+    every = []
+    for x, signs, weight, bias in zip(xs, _signs(at, 4000, rows, hidden // 2), *terms, strict=True):
+        residual = 16 + 8 * torch.cat([signs, -signs], 1) - sum(xs)
+        every.append({"x": x, "residual": residual, "weight": 3 + weight, "bias": 3 + bias, "eps": 0.0})
+    return every, {"eps": 1.0}
 
 
-def _normed_in_fp8(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
-    """As ``_normed``: what is 2 to 4, or its negative, is a number of fp8."""
-    rows, hidden = 2 * unit + more, 5 if unit == 1 else 8 * unit
-    xs = [numbers(100 * step + r, rows, hidden) for r in range(size)]
-    signs = 2 * numbers(7000 + 100 * step + rank, rows, hidden).abs() - 1
-    residual, weight = 8 * signs - sum(xs), 3 + numbers(8000 + rank, hidden)
-    one = torch.ones((), device=residual.device)
-
-    def call(scale_op: str) -> torch.Tensor:
-        given = xs[rank], residual, weight, 0.0, group
-        quantized, _, sums = fused_ops.fused_all_reduce_rms_norm_quant(*given, scale=one, scale_op=scale_op)
-        return torch.stack([quantized.float(), sums])
-
-    return Case(
-        lambda: call("divide"), lambda: torch.stack([signs * weight, 8 * signs]), lambda: call("multiply")
-    )
-
-
-def _loss(rank: int, size: int, step: int, unit: int, group: Any, more: int, of: str = "loss") -> Case:
+def _loss(at: At, of_logits: bool = False) -> Made:
     """One column of the last rank is so far above all others that a row's sum of exponentials is its own."""
-    rows, hidden, columns = 2 * unit + more, 8, 5 * unit
-    x = numbers(100 * step, rows, hidden)
+    rows, columns = at.tokens, 5 * at.unit
+    x, weights = numbers(100 * at.step, rows, 8), at.fixed(9000, columns, 8)
     x[:, 0] = 1
-    weights = [numbers(9000 + r, columns, hidden) for r in range(size)]
     weights[-1][0] = 0
     weights[-1][0, 0] = 1024
-    targets = torch.arange(rows, device=x.device) % (columns * size)
-    logits = x @ weights[rank].t()
-    wanted = 1024 - (x @ torch.cat(weights).t()).gather(1, targets.unsqueeze(1)).squeeze(1).float()
-
-    def call(temperature: float) -> torch.Tensor:
-        given = x, weights[rank], targets, group
-        if of == "log-probabilities":
-            return -fused_ops.fused_linear_log_probs(*given, temperature=temperature)
-        if of == "logits":
-            return fused_ops.cross_entropy_of_sharded_logits(
-                logits, targets, group, reduction="none", temperature=temperature
-            )
-        return fused_ops.fused_linear_cross_entropy(*given, reduction="none", temperature=temperature)
-
-    return Case(lambda: call(1.0), lambda: wanted, lambda: call(2.0))
+    how: Arguments = {"targets": torch.arange(rows, device=x.device) % (columns * at.size)}
+    if of_logits:
+        return [{"logits_shard": x @ w.t(), **how, "reduction": "none"} for w in weights], {
+            "temperature": 2.0
+        }
+    return [{"x": x, "weight_shard": w, **how} for w in weights], {"temperature": 2.0}
 
 
-def _gathered_to_experts(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
-    """Each token goes to two of three experts."""
-    tokens, k, n = (2 * unit + more) * size, 8 * unit, 16
-    shards = [numbers(100 * step + r, tokens // size, k) for r in range(size)]
-    B = numbers(9500 + rank, 3, k, n)
-    ids = torch.stack([torch.arange(tokens) % 3, torch.arange(tokens) // 2 % 3], 1).to(B.device)
-    rows, offs, slots = fused_ops.moe_route(ids, 3)
-
-    def call(return_A: bool) -> torch.Tensor:
-        given = shards[rank], [B], rows, offs, 0, group
-        return fused_ops.fused_all_gather_grouped_matmul(*given, return_A=return_A)[1][0][slots.long()]
-
-    def wanted() -> torch.Tensor:
-        return torch.einsum("tk,tjkn->tjn", torch.cat(shards), B[ids])
-
-    return Case(lambda: call(False), wanted, lambda: call(True))
+def _rows_of_losses(at: At) -> Made:
+    every, other = _loss(at)
+    return [{**each, "reduction": "none"} for each in every], other
 
 
-def _combined(rank: int, size: int, step: int, unit: int, group: Any, more: int, kind: str = "sum") -> Case:
-    """Two choices of each token, in reverse, and the second one's weight is 2; the norm's sums are 8 or -8."""
-    tokens, hidden = (2 * unit + more) * size, (5 if unit == 1 else 8 * unit) * size
-    ys = [numbers(100 * step + r, 2 * tokens, hidden) for r in range(size)]
+def _chosen(tokens: int, device: torch.device) -> Arguments:
+    """Each token goes to two of three experts; the second choice's weight is 2."""
+    ids = torch.stack([torch.arange(tokens) % 3, torch.arange(tokens) // 2 % 3], 1).to(device)
+    return dict(zip(("rows", "offs", "slots"), fused_ops.moe_route(ids, 3), strict=True))
+
+
+def _weights(tokens: int, device: torch.device) -> Tensor:
+    return torch.tensor([[1.0, 2.0]], device=device).expand(tokens, 2)
+
+
+def _gathered_to_experts(at: At) -> Made:
+    shards, Bs = at.of_ranks(0, at.tokens, 8 * at.unit), at.fixed(9500, 3, 8 * at.unit, 16)
+    index = _chosen(at.tokens * at.size, Bs[0].device)
+    index.pop("slots")
+    pairs = zip(shards, Bs, strict=True)
+    return [{"A_shard": a, "Bs": [B], **index, "gather_dim": 0} for a, B in pairs], {"return_A": True}
+
+
+def _combined(at: At, kind: str = "sum") -> Made:
+    """Two choices of each token, in reverse; the norm's sums are 8 or -8."""
+    tokens, hidden = at.tokens * at.size, (5 if at.unit == 1 else 8 * at.unit) * at.size
+    ys = at.of_ranks(0, 2 * tokens, hidden)
     slots = torch.arange(2 * tokens, dtype=torch.int32, device=ys[0].device).flip(0).view(tokens, 2)
-    weights = torch.tensor([[1.0, 2.0]], device=ys[0].device).expand(tokens, 2)
+    weights = _weights(tokens, slots.device)
+    every: list[Arguments] = [{"y": y, "slots": slots, "weights": weights} for y in ys]
+    if kind == "part":
+        return [{**each, "scatter_dim": 0} for each in every], {"scatter_dim": 1}
+    if kind == "sum":
+        return every, {"slots": slots[: tokens // 2], "weights": weights[: tokens // 2]}
     total = sum(y.flip(0)[0::2] + 2 * y.flip(0)[1::2] for y in ys)
-    signs = 2 * numbers(2000 + 100 * step + rank, tokens, hidden).abs() - 1
-    residual, weight, given = 8 * signs - total, 3 + numbers(3000 + rank, hidden), (ys[rank], slots, weights)
-
-    def call(number: int) -> torch.Tensor:
-        if kind == "norm":
-            normed = fused_ops.fused_moe_combine_all_reduce_rms_norm(
-                *given, residual, weight, float(number), group
-            )
-            return torch.stack(normed)
-        if kind == "part":
-            return fused_ops.fused_moe_combine_reduce_scatter(*given, number, group)
-        half = [*given] if not number else [ys[rank], slots[: tokens // 2], weights[: tokens // 2]]
-        return fused_ops.fused_moe_combine_all_reduce(*half, group)
-
-    def want() -> torch.Tensor:
-        if kind == "norm":
-            return torch.stack([signs * weight, 8 * signs])
-        return total.chunk(size)[rank] if kind == "part" else total
-
-    return Case(lambda: call(0), want, lambda: call(1))
+    for each, signs, weight in zip(
+        every, _signs(at, 2000, tokens, hidden), at.fixed(3000, hidden), strict=True
+    ):
+        each |= {"residual": 8 * signs - total, "weight": 3 + weight, "eps": 0.0}
+    return every, {"eps": 1.0}
 
 
-def _multiplied_and_combined(
-    rank: int, size: int, step: int, unit: int, group: Any, more: int, *, part: bool
-) -> Case:
-    """Two of three experts of each token; the second choice's weight is 2."""
-    tokens, k, n = (2 * unit + more) * size, 8 * unit, 8 * size
-    As = [numbers(100 * step + r, 2 * tokens, k) for r in range(size)]
-    Bs = [numbers(9700 + r, 3, k, n) for r in range(size)]
-    ids = torch.stack([torch.arange(tokens) % 3, torch.arange(tokens) // 2 % 3], 1).to(As[0].device)
-    _, offs, slots = fused_ops.moe_route(ids, 3)
-    weights = torch.tensor([[1.0, 2.0]], device=As[0].device).expand(tokens, 2)
-    product = As[rank], Bs[rank], offs
-
-    def call(number: int) -> torch.Tensor:
-        if part:
-            return fused_ops.fused_grouped_matmul_reduce_scatter(
-                *product, slots, weights, "sum", number, group
-            )
-        half = tokens // 2
-        chosen = (slots[:half], weights[:half]) if number else (slots, weights)
-        return fused_ops.fused_grouped_matmul_all_reduce(*product, *chosen, "sum", group)
-
-    def want() -> torch.Tensor:
-        rows = zip(As, Bs, strict=True)
-        ys = [torch.einsum("tjk,tjkn->tjn", A[slots.long()], B[ids]) for A, B in rows]
-        total = sum(y[:, 0] + 2 * y[:, 1] for y in ys)
-        return total.chunk(size)[rank] if part else total
-
-    return Case(lambda: call(0), want, lambda: call(1))
+def _multiplied_and_combined(at: At, part: bool) -> Made:
+    tokens, k, n = at.tokens * at.size, 8 * at.unit, 8 * at.size
+    As, Bs = at.of_ranks(0, 2 * tokens, k), at.fixed(9700, 3, k, n)
+    index = _chosen(tokens, As[0].device) | {"weights": _weights(tokens, As[0].device), "reduce_op": "sum"}
+    index.pop("rows")
+    every = [{"A": A, "B": B, **index} for A, B in zip(As, Bs, strict=True)]
+    if part:
+        return [{**each, "scatter_dim": 0} for each in every], {"scatter_dim": 1}
+    half = tokens // 2
+    return every, {"slots": index["slots"][:half], "weights": index["weights"][:half]}
 
 
 def _sent_to_experts(
@@ -330,34 +304,37 @@ def _sent_to_experts(
     )
 
 
-# Rank, ranks, step (which numbers), unit of the sizes, group, and by how much the sizes are larger.
-OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
+_MADE: dict[str, Callable[[At], Made]] = {
     "fused_all_gather_matmul": _gathered,
     "fused_matmul_reduce_scatter": _scattered,
     "fused_all_gather_scaled_matmul": _gathered_fp8,
     "fused_scaled_matmul_reduce_scatter": _scattered_fp8,
     "fused_matmul_all_reduce": _reduced_product,
     "one_shot_all_reduce": _reduced,
-    "one_shot_all_reduce_": _reduced_in_place,
+    "one_shot_all_reduce_": partial(_reduced, other="max"),
     "one_shot_all_gather": _gathered_alone,
     "one_shot_reduce_scatter": _scattered_alone,
     "fused_all_reduce_rms_norm": _normed,
     "fused_all_reduce_layer_norm": _layer_normed,
-    "fused_all_reduce_rms_norm_quant": _normed_in_fp8,
+    "fused_all_reduce_rms_norm_quant": partial(_normed, seed=7000, quantized=True),
     "fused_all_gather_grouped_matmul": _gathered_to_experts,
     "fused_grouped_matmul_all_reduce": partial(_multiplied_and_combined, part=False),
     "fused_grouped_matmul_reduce_scatter": partial(_multiplied_and_combined, part=True),
-    "fused_linear_cross_entropy": _loss,
-    "fused_linear_log_probs": partial(_loss, of="log-probabilities"),
-    "cross_entropy_of_sharded_logits": partial(_loss, of="logits"),
+    "fused_linear_cross_entropy": _rows_of_losses,
+    "fused_linear_log_probs": _loss,
+    "cross_entropy_of_sharded_logits": partial(_loss, of_logits=True),
     "fused_moe_combine_all_reduce": _combined,
     "fused_moe_combine_all_reduce_rms_norm": partial(_combined, kind="norm"),
     "fused_moe_combine_reduce_scatter": partial(_combined, kind="part"),
-    "one_shot_all_to_all": exchanged,
-    "one_shot_gather": gathered_to_one,
-    "fused_matmul_all_to_all": product_exchanged,
-    "fused_matmul_all_gather": multiplied_and_gathered,
-    "fused_all_to_all_matmul": exchanged_and_multiplied,
+    "one_shot_all_to_all": _exchanged,
+    "one_shot_gather": _gathered_to_one,
+    "fused_matmul_all_to_all": _product_exchanged,
+    "fused_matmul_all_gather": _multiplied_and_gathered,
+    "fused_all_to_all_matmul": _exchanged_and_multiplied,
+}
+# Rank, ranks, step, unit of the sizes, group, and by how much the sizes are larger.
+OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
+    **{op: lambda *of, op=op, made=made: case_of(made, op, of) for op, made in _MADE.items()},  # type: ignore[misc]
     "moe_dispatch": partial(_sent_to_experts, back=False),
     "moe_combine": partial(_sent_to_experts, back=True),
 }

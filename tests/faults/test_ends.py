@@ -75,9 +75,7 @@ def test_an_interrupted_rank_comes_out_at_once_and_the_others_are_told(rank: int
                 call()
             assert time.monotonic() - begin < LONG / 4
             assert not [t.name for t in threading.enumerate() if t.name.startswith("weft")]
-            with pytest.raises(
-                symm_mem.CallAbandoned, match=rf"{name}: rank 0 .* left a call half-way: Keyboard"
-            ):
+            with pytest.raises(symm_mem.CallAbandoned, match=rf"{name}: rank 0 .* left a call half-way:"):
                 call()
         dist.barrier()
         if rank == 1:
@@ -142,9 +140,7 @@ def loses_the_store(rank: int, world_size: int) -> str | None:
     with pytest.raises(symm_mem.WeftError) as again:
         CALLS["allocate"]()
     for what, call in [("reset", symm_mem.reset), ("make a heap", lambda: symm_mem.empty(4, group=other))]:
-        with pytest.raises(
-            symm_mem.WeftError, match=rf"^{what} in group .*: rank \d cannot reach the group's store"
-        ):
+        with pytest.raises(symm_mem.WeftError, match=rf"^{what} in group .*: rank \d cannot reach"):
             call()
     assert time.monotonic() - begin < 10
     return f"{error.value} | {again.value}"
@@ -243,9 +239,7 @@ def prepares(rank: int, world_size: int) -> list[str]:
 
     symm_mem.set_timeout(LONG)
     for _ in range(2):  # what has failed is tried again
-        with pytest.raises(
-            symm_mem.WeftError, match="prepare an_op in group '0': rank 1: RuntimeError: ptxas is"
-        ):
+        with pytest.raises(symm_mem.WeftError, match="prepare an_op in group '0': rank 1: RuntimeError:"):
             heap.prepare("an_op", "fails", fails)
     symm_mem.set_timeout(0.5)
     texts = []
@@ -279,9 +273,7 @@ def resets(rank: int, world_size: int) -> tuple[int, ...]:
     # A rank that does not come to a reset is named, and the reset can be called again.
     if rank == 0:
         symm_mem.set_timeout(0.3)
-        with pytest.raises(
-            symm_mem.PeerTimeout, match=r"reset: rank 0 of group '0' waited 0.3 s for rank 1: its call"
-        ):
+        with pytest.raises(symm_mem.PeerTimeout, match=r"reset: rank 0 of group '0' waited 0.3 s for rank"):
             symm_mem.reset()
     dist.barrier()
     symm_mem.set_timeout(LONG)
@@ -304,9 +296,7 @@ def resets(rank: int, world_size: int) -> tuple[int, ...]:
     # One that rank 1 has long given up when the others come.
     if rank == 1:
         symm_mem.set_timeout(0.3)
-        with pytest.raises(
-            symm_mem.PeerTimeout, match=r"allocate: rank 1 of group '0' waited 0.3 s for rank 0"
-        ):
+        with pytest.raises(symm_mem.PeerTimeout, match=r"allocate: rank 1 of group '0' waited 0.3 s for"):
             symm_mem.empty(8)
         symm_mem.set_timeout(LONG)
     dist.barrier()

@@ -105,9 +105,7 @@ def test_a_rank_that_does_not_register(rank: int, world_size: int) -> None:
     symm_mem.set_timeout(DEADLINE)
     (x,) = symm_mem.register([torch.zeros(2)])
     if rank:
-        with pytest.raises(
-            symm_mem.PeerTimeout, match=r"register: .* rank 0: its count of .* is 1, expected 2"
-        ):
+        with pytest.raises(symm_mem.PeerTimeout, match=r"register: .* rank 0: its count of .* is 1"):
             symm_mem.register([torch.zeros(3)])
     else:
         time.sleep(2 * DEADLINE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import values as v
 from hypothesis import strategies as st
 
@@ -82,27 +81,6 @@ def all_to_all_matmul(draw: st.DrawFn) -> list[Any]:
     A = v.Tensor((*lead, k), dtype, draw(v.layouts), draw(v.seeds))
     B = v.Tensor((RANKS * k, draw(v.sizes)), dtype, draw(v.layouts), draw(v.seeds))
     return [A, B, dim - draw(st.sampled_from((0, len(lead) + 1))), draw(v.groups)]
-
-
-def sent(op: str, every: list[list[Any]], rank: int) -> torch.Tensor:
-    """The result of what sums nothing of the ranks', in float64, from what every rank gives."""
-    xs = [args[0].detach().double() for args in every]
-    if op == "one_shot_all_gather":
-        return torch.cat(xs, every[rank][1])
-    if op == "one_shot_gather":
-        dim, root = every[rank][1:3]
-        return torch.cat(xs, dim) if rank == root else xs[rank].narrow(dim, 0, 0)
-    if op == "fused_matmul_all_gather":
-        return torch.cat([x @ args[1].detach().double() for x, args in zip(xs, every, strict=True)], -1)
-    scatter_dim, gather_dim = every[rank][1:3]
-    if op == "fused_matmul_all_to_all":
-        xs = [x @ args[1].detach().double() for x, args in zip(xs, every, strict=True)]
-        scatter_dim, gather_dim = -1, every[rank][2]
-    elif op == "fused_all_to_all_matmul":
-        scatter_dim, gather_dim = every[rank][2], -1
-    parts = [x.chunk(len(every), scatter_dim)[rank] if x.shape[scatter_dim] else x for x in xs]
-    joined = torch.cat(parts, gather_dim)
-    return joined @ every[rank][1].detach().double() if op == "fused_all_to_all_matmul" else joined
 
 
 def _outs(shape: list[int], dtype: str) -> st.SearchStrategy[Any]:

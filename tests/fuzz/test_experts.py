@@ -14,15 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opcommon import BOUND, check
 from ranks import run_ranks
+from references import exact, norm, results_of
+from torch.utils._pytree import tree_map_only
 from weft import fused_ops
 from weft.fused_ops.dispatch import plan
-from weft.kernels.all_reduce_rms_norm.reference import rms_norm
 
 sys.path.insert(0, str(Path(__file__).parent))
 import values as v
 
 RANKS = 2
 ENV = {"WEFT_TIMEOUT": "20"}
+OPS = (
+    *("grouped_matmul", "fused_all_gather_grouped_matmul", "fused_moe_combine_all_reduce"),
+    *("fused_moe_combine_all_reduce_rms_norm", "fused_moe_combine_reduce_scatter"),
+    *("fused_grouped_matmul_all_reduce", "fused_grouped_matmul_reduce_scatter"),
+)
 
 
 @dataclass(frozen=True)
@@ -53,9 +59,7 @@ Case = tuple[str, Routes, Arguments, bool]
 def calls(draw: st.DrawFn) -> Case:
     """An op, routes, arguments that fit, and whether some of them are then exchanged."""
     part, choices, experts = (
-        draw(st.integers(0, 4)),
-        draw(st.sampled_from((1, 2, 8))),
-        draw(st.integers(1, 5)),
+        draw(of) for of in (st.integers(0, 4), st.sampled_from((1, 2, 8)), st.integers(1, 5))
     )
     kind = draw(st.sampled_from(("random", "random", "one", "none")))
     routes = Routes(RANKS * part, choices, experts, kind, draw(v.seeds))
@@ -68,19 +72,7 @@ def calls(draw: st.DrawFn) -> Case:
     def perhaps(*shape: int) -> v.Tensor | None:
         return tensor(*shape) if draw(st.booleans()) else None
 
-    op = draw(
-        st.sampled_from(
-            (
-                "grouped_matmul",
-                "fused_all_gather_grouped_matmul",
-                "fused_moe_combine_all_reduce",
-                "fused_moe_combine_all_reduce_rms_norm",
-                "fused_moe_combine_reduce_scatter",
-                "fused_grouped_matmul_all_reduce",
-                "fused_grouped_matmul_reduce_scatter",
-            )
-        )
-    )
+    op = draw(st.sampled_from(OPS))
     weights = tensor(tokens, choices, of=draw(st.sampled_from((dtype, "float32"))))
     dim, group = draw(st.integers(-2, 1)), draw(v.groups)
     shape = [tokens, n]
@@ -124,60 +116,20 @@ def built(routes: Routes, args: Arguments, rank: int) -> Arguments:
     }
 
 
-def product(A: torch.Tensor, B: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """In float64; zeros in rows of no expert."""
-    out, first = A.new_zeros(A.shape[0], B.shape[2], dtype=torch.float64), 0
-    for e, end in enumerate(offs.tolist()):
-        out[first:end] = A[first:end].double() @ B[e].double()
-        out[first:end] += 0 if bias is None else bias[e].double()
-        first = end
-    return out
-
-
-def summed(args: Arguments, y: torch.Tensor) -> torch.Tensor:
-    total = y.new_zeros(args["slots"].shape[0], y.shape[1])
-    for slot, weight in zip(args["slots"].unbind(1), args["weights"].double().unbind(1), strict=True):
-        if y.shape[0]:
-            total += torch.where(slot >= 0, weight, 0)[:, None] * y[slot.clamp(min=0).long()]
-    return total if args["shared"] is None else total + args["shared"].double()
-
-
-def compare(op: str, got: Any, every: list[Arguments], rank: int) -> None:
-    mine = every[rank]
-    if "gather" in op or op == "grouped_matmul":
-        shards = [args["A_shard" if "gather" in op else "A"] for args in every]
-        A = torch.cat(shards) if "gather" in op else shards[rank]
-        Bs, biases = (mine["Bs"], mine["biases"]) if "gather" in op else ([mine["B"]], [mine["bias"]])
-        if "gather" in op:
-            assert mine["return_A"] == (got[0] is not None)
-            assert got[0] is None or torch.equal(got[0], A)
-            got = got[1]
-        else:
-            got = [got]
-        count, taken = int(mine["offs"][-1]), A[mine["rows"].long()] if A.shape[0] else A
-        for out, B, bias in zip(got, Bs, biases or [None] * len(Bs), strict=True):
-            want = product(taken, B, mine["offs"], bias)
-            check(op, out[:count].double(), want[:count], 4 * BOUND[out.dtype])
-        return
-    if "combine" in op:
-        products = [args["y"].double() for args in every]
-    else:
-        products = [product(args["A"], args["B"], args["offs"], args["bias"]) for args in every]
-    parts = [summed(args, y) for args, y in zip(every, products, strict=True)]
-    total = sum(parts) / (RANKS if mine.get("reduce_op") == "avg" else 1)
-    norms = [*parts, total, *(args["shared"].double() for args in every if args["shared"] is not None)]
-    for y, args in zip(products, every, strict=True):
-        norms += [y * args["weights"].abs().max().double()] if y.numel() else []
-    if op.endswith("scatter"):
-        total = total.tensor_split(RANKS, mine["scatter_dim"])[rank]
-    if mine.get("residual") is not None:
-        total = total + mine["residual"].double()
-        norms.append(mine["residual"].double())
+def compare(op: str, results: list[torch.Tensor], every: list[Arguments], rank: int) -> None:
+    mine, wanted = every[rank], exact(op, every, rank)
+    if "gather" in op:
+        assert len(results) == len(mine["Bs"]) + mine["return_A"]
     if op.endswith("norm"):
-        normed, got = got
-        want = rms_norm(got.double(), mine["weight"].double(), float(mine["eps"]))
-        check(op, normed.double(), want, 4 * BOUND[normed.dtype])
-    check(op, got.double(), total, 4 * BOUND[got.dtype], norms)
+        wanted[0] = norm(op, mine, results[1].double()), []
+    # What cancels out in a sum of products was rounded all the same.
+    sums = [
+        args["y"].double() * args["weights"].abs().max().double()
+        for args in every
+        if "combine" in op and args["y"].numel()
+    ]
+    for got, (want, parts) in zip(results, wanted, strict=True):
+        check(op, got[: len(want)].double(), want, 4 * BOUND[got.dtype], [*parts, *sums] if parts else None)
 
 
 def attempt(rank: int, world_size: int, case: Case) -> tuple[Any, Any]:
@@ -190,9 +142,8 @@ def attempt(rank: int, world_size: int, case: Case) -> tuple[Any, Any]:
     assert kind == "fine" or plan.last_plan() is untouched, f"{text}: refused after {plan.last_plan()}"
     assert exchanged or kind == "fine", text
     if not exchanged:
-        got = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, got)
-        plain = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, every)
-        compare(op, got, plain, rank)
+        got, plain = tree_map_only(torch.Tensor, torch.Tensor.detach, (got, every))
+        compare(op, results_of(got), plain, rank)
     return (kind, text), v.fake_outcome(partial(v.invoke, op), every[rank])
 
 

@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opcommon import BOUND, check
 from ranks import run_ranks
+from references import exact, norm, results_of
+from torch.utils._pytree import tree_map_only
 from weft import fused_ops
 from weft.fused_ops.dispatch import plan
 
@@ -28,7 +30,6 @@ from collective_calls import (
     matmul_all_gather,
     matmul_all_to_all,
     reduce_scatter,
-    sent,
 )
 
 ENV = {"WEFT_TIMEOUT": "20"}
@@ -195,119 +196,38 @@ def named(op: str, args: list[Any]) -> dict[str, Any]:
     return dict(zip(signature(getattr(fused_ops, op)).parameters, args, strict=True))
 
 
-def reference(op: str, every: list[list[Any]], rank: int) -> Any:
-    """In float64, from what every rank gives. Strides of the shards aside, this is what the docstrings promise."""
-    first = [args[0].detach().double() for args in every]
-    if op.startswith("one_shot_all_reduce"):
-        return sum(first) / (len(every) if every[0][1] == "avg" else 1), first
-    if "all_to_all" in op or op in ("one_shot_all_gather", "one_shot_gather"):
-        return sent(op, every, rank), None
-    if op == "one_shot_reduce_scatter":
-        dim = int(every[0][2])
-        size = first[0].shape[dim]
-        counts = every[0][5] or [size // len(every)] * len(every)
-        mine = [x.split(counts, dim)[rank] if size else x for x in first]
-        return sum(mine) / (len(every) if every[0][1] == "avg" else 1), mine
-    if "norm" in op:
-        residual = every[rank][1]
-        added = [] if residual is None else [residual.detach().double()]
-        return sum(added, start=sum(first)), [*first, *added]
-    if op == "fused_all_gather_scaled_matmul":
-        shards, dim = (
-            [a * args[2].detach().double() for a, args in zip(first, every, strict=True)],
-            every[rank][4],
-        )
-        if every[0][2].numel() == 1 and every[0][2].shape != (*first[0].shape[:-1], 1):
-            shards = [a * every[rank][2].detach().double() for a in first]  # a rank's own for all
-        pairs = zip(every[rank][1], every[rank][3], strict=True)
-        outs = [torch.cat(shards, dim) @ (B.detach().double() * s.detach().double()) for B, s in pairs]
-        return [torch.cat(first, dim) if every[rank][10] else None, outs], None
-    if op == "fused_scaled_matmul_reduce_scatter":
-        products = [
-            (a * args[2].detach().double()) @ (args[1].detach().double() * args[3].detach().double())
-            for a, args in zip(first, every, strict=True)
-        ]
-        dim, scale = int(every[0][5]), len(every) if every[0][4] == "avg" else 1
-        mine = [p.chunk(len(every), dim)[rank] if p.shape[dim] else p for p in products]
-        return sum(mine) / scale, mine
-    if op == "fused_all_gather_matmul":
-        A = torch.cat(first, every[rank][2])
-        return [A if every[rank][4] else None, [A @ B.detach().double() for B in every[rank][1]]], None
-    products = [a @ args[1].detach().double() for a, args in zip(first, every, strict=True)]
-    if op == "fused_matmul_all_reduce":
-        return sum(products) / (len(every) if every[0][2] == "avg" else 1), products
-    mine = [p.chunk(len(every), int(every[0][3]))[rank] if p.shape[int(every[0][3])] else p for p in products]
-    terms = [t.detach().double() for t in every[rank][6:] if t is not None]
-    total = sum(mine) / (len(every) if every[0][2] == "avg" else 1)
-    return sum(terms, start=total), [*mine, *(t.expand(mine[0].shape) for t in terms)]
-
-
-def compare(op: str, got: Any, want: Any, dtype: torch.dtype, parts: list[torch.Tensor] | None) -> None:
-    """``dtype``: of what is sent; the result may be float32."""
-    if isinstance(want, list):
-        assert len(got) == len(want)
-        for g, w in zip(got, want, strict=True):
-            compare(op, g, w, dtype, parts)
-    elif want is None:
-        assert got is None
-    else:
-        # Of few terms any may be rounded at its worst. All-gathers take other dtypes, too, and round nothing.
-        check(op, got.detach(), want, 4 * BOUND.get(dtype, 0.0), parts)
-
-
-def layer_normed(sums: torch.Tensor, weight: Any, bias: Any, eps: Any, offset: Any) -> torch.Tensor:
-    wide = sums.detach().double()
-    wide = wide - wide.mean(-1, keepdim=True)
-    wide = wide / (wide.square().mean(-1, keepdim=True) + float(eps)).sqrt()
-    wide = wide if weight is None else wide * (weight.detach().double() + float(offset))
-    return wide if bias is None else wide + bias.detach().double()
-
-
 def attempt(rank: int, world_size: int, op: str, args: list[Any]) -> tuple[Any, Any]:
     """What the op says to real and to fake tensors. Whatever it says, the next call is right."""
-    every = [v.build(args, r) for r in range(world_size)]
+    mine = named(op, v.build(args, rank))
     untouched = plan.Plan("nothing was launched")
     plan.ran(untouched)
-    kind, text, got = v.outcome(partial(v.invoke, op, named(op, every[rank])))
+    kind, text, got = v.outcome(partial(v.invoke, op, mine))
     launched = plan.last_plan() is not untouched
-    every = [v.build(args, r) for r in range(world_size)]  # the op may have overwritten its own
+    every = [named(op, v.build(args, r)) for r in range(world_size)]  # the op may have overwritten its own
     if kind == "fine" and launched:
-        (want, parts), dtype = reference(op, every, rank), every[rank][0].dtype
-        if "scaled" in op:
-            dtype = torch.bfloat16  # at least; A is as it was
-        if op == "fused_all_reduce_rms_norm":
-            _, residual, weight, eps, _, offset, rounded = every[rank]
-            normed, got = got
-            wide = got.detach().double()
-            if residual is not None and not rounded:
-                total = every[0][0].detach().float()
-                for args_ in every[1:]:
-                    total = total + args_[0].detach().float()
-                wide = total.to(dtype).double() + residual.detach().double()
-            unit = wide / (wide.square().mean(-1, keepdim=True) + float(eps)).sqrt()
-            # Of a huge eps nothing is left in the dtype.
-            compare(
-                op,
-                normed,
-                (unit * (weight.detach().double() + float(offset))).to(dtype).double(),
-                dtype,
-                None,
-            )
-        if op == "fused_all_reduce_rms_norm_quant":
-            *_, got = got
-        if op == "fused_all_reduce_layer_norm":
-            normed, got = got
-            compare(
-                op,
-                normed,
-                layer_normed(got, *every[rank][2:5], every[rank][6]).to(dtype).double(),
-                dtype,
-                None,
-            )
-        compare(op, got, want, dtype, parts)
+        compare(op, results_of(got), every, rank)
     assert kind == "fine" or not launched, f"{text}: refused after {plan.last_plan()}"
+    return (kind, text), v.fake_outcome(partial(v.invoke, op), named(op, v.build(args, rank)))
 
-    return (kind, text), v.fake_outcome(partial(v.invoke, op), named(op, every[rank]))
+
+def compare(op: str, results: list[torch.Tensor], every: list[dict[str, Any]], rank: int) -> None:
+    plain = tree_map_only(torch.Tensor, torch.Tensor.detach, every)
+    mine, wanted = plain[rank], exact(op, plain, rank)
+    dtype = results_of(mine)[0].dtype
+    if "quant" in op:  # its numbers have tests of their own
+        results, wanted = results[-1:], wanted[-1:]
+    elif "norm" in op:
+        # The norm is that of the rounded sums. Of a huge eps nothing is left in the dtype.
+        wide = results[1].detach().double()
+        if mine["residual"] is not None and not mine.get("round_sum", True):
+            total = sum(args["x"].float() for args in plain)
+            wide = total.to(dtype).double() + mine["residual"].double()
+        wanted[0] = norm(op, mine, wide).to(dtype).double(), []
+    for got, (want, parts) in zip(results, wanted, strict=True):
+        # fp8 operands have results of 16 bits at least. Of few terms any may be rounded at its worst. All-gathers
+        # take other dtypes, too, and round nothing.
+        bound = 4 * BOUND.get(torch.bfloat16 if "scaled" in op else dtype, 0.0)
+        check(op, got.detach(), want, bound, parts or None)
 
 
 @v.SETTINGS

@@ -70,7 +70,7 @@ CHOICES = [
     (8, "float32", (1, False, True)),
 ]
 CHOICES += [(9, "bfloat16", (10, False, True))]
-ONE_SHOT = (2, 3, 4, 5, 8, 9)
+ONE_SHOT = (2, 3, 4, 8, 9)
 FEW_ROWS = [
     (size, dtype, reduce_op, n, b_rows)
     for size, dtype, reduce_op, n in [
@@ -212,10 +212,7 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
         {"arrive", "gather", *(f"{op}_{dtype}" for op in ("sum", "avg") for dtype in TORCH)},
         async_kernel._Params,
     ),
-    "transfer": (
-        {"post", "await", "move", "post_all", "await_all", "move_all"},
-        transfer._Params,
-    ),
+    "transfer": ({"post", "await", "move", "post_all", "await_all", "move_all"}, transfer._Params),
     "all_reduce": (
         {f"{form}{kind}" for form in ("one_shot", "two_shot", "two_shot_rounds") for kind in ("", "_any")},
         cuda_kernel._Params,

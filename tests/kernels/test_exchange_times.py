@@ -11,7 +11,6 @@ from statistics import fmean
 from typing import NamedTuple
 
 import pytest
-from weft.kernels.all_gather.configs import estimate_all_gather_us
 from weft.kernels.all_reduce.configs import (
     MAX_BYTES,
     AllReduceConfig,
@@ -20,8 +19,8 @@ from weft.kernels.all_reduce.configs import (
 )
 from weft.kernels.all_reduce_rms_norm import configs as norms
 from weft.kernels.all_reduce_rms_norm.configs import estimate_all_reduce_rms_norm_us
+from weft.kernels.device.comm.exchange_time import estimate_all_gather_us, estimate_reduce_scatter_us
 from weft.kernels.device.comm.ll_exchange import VECTOR
-from weft.kernels.reduce_scatter.configs import estimate_reduce_scatter_us
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 FILES = [

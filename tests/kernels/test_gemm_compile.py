@@ -55,8 +55,8 @@ def scatter(
             scatter_configs.MatmulReduceScatterProblem(1024, 1024, 1024, world_size, 132)
         ),
         tile=tile,
+        split_n=split_n,
     )
-    config = replace(config, staged=config.staged or epilogue.to_all, split_n=split_n)
     defines = matmul_reduce_scatter.scatter_defines(
         ORDERS[order], config, world_size, world_size // 2, epilogue
     )

@@ -63,7 +63,7 @@ def test_matmul_reduce_scatter_fits_and_has_a_slot_for_each_peer(
     layout = scatter.scatter_push_layout(config, replace(problem, num_sms=132))
     assert layout.ll_protocol and layout.flags_per_rank == 0
     part = 2 * config.tile.part_numbers
-    assert layout.staging_bytes == (132 * 2 * part if config.staged else 0)
+    assert layout.staging_bytes == 132 * 2 * part
     assert layout.buffer_bytes % (2 * part * (world_size - 1)) == 0
     assert layout.buffer_bytes >= (world_size - 1) * batches * m * n * 2
 

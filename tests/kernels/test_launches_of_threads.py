@@ -13,10 +13,7 @@ import torch
 from weft.kernels.all_reduce import cuda_kernel as all_reduce
 from weft.kernels.all_reduce.configs import all_reduce_layout, choose_all_reduce
 from weft.kernels.all_reduce_rms_norm import cuda_kernel as rms_norm
-from weft.kernels.all_reduce_rms_norm.configs import (
-    all_reduce_rms_norm_layout,
-    choose_all_reduce_rms_norm,
-)
+from weft.kernels.all_reduce_rms_norm.configs import all_reduce_rms_norm_layout, choose_all_reduce_rms_norm
 from weft.kernels.all_reduce_rms_norm.reference import NormKind
 from weft.kernels.device.comm import ll_exchange
 from weft.kernels.matmul_all_reduce import cuda_kernel as matmul_all_reduce

@@ -87,10 +87,7 @@ def test_matmuls_of_what_was_gathered(driver: Driver, lead: tuple[int, ...]) -> 
         results = [torch.full((WORLD_SIZE, *lead, b.shape[1]), float("nan")).to(BF16) for b in bs]
         # In the sizes that the op gives them, the ranks' dimension joined to the first one.
         kernel.call(
-            (shards[1], *bs),
-            [x.flatten(0, 1) for x in results] if len(lead) == 1 else results,
-            5,
-            STREAM,
+            (shards[1], *bs), [x.flatten(0, 1) for x in results] if len(lead) == 1 else results, 5, STREAM
         )
         params, stream = driver.launched[-1]
         assert stream == STREAM and params.a == shards[1].data_ptr() and params.slots.watch.timeout_ns == 5

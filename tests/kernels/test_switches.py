@@ -9,10 +9,7 @@ from weft.kernels.device.comm import ll_exchange
 
 
 @pytest.mark.parametrize(("said", "on"), [(None, False), ("0", False), ("1", True), ("yes", None)])
-@pytest.mark.parametrize(
-    ("name", "ask"),
-    [("WEFT_PDL", ll_exchange.dependent.__wrapped__)],
-)
+@pytest.mark.parametrize(("name", "ask"), [("WEFT_PDL", ll_exchange.dependent.__wrapped__)])
 def test_a_switch(
     monkeypatch: pytest.MonkeyPatch, name: str, ask: Callable[[], bool], said: str | None, on: bool | None
 ) -> None:

@@ -120,12 +120,7 @@ def test_what_launches_say_to_kernels(rank: int, world_size: int) -> None:
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     wide = torch.zeros(2 * 3000).share_memory_()
     small, large, strided, empty = symm_mem.register(
-        [
-            torch.zeros(37 + rank).share_memory_(),
-            torch.zeros(3000).share_memory_(),
-            wide[::2],
-            torch.zeros(0),
-        ]
+        [torch.zeros(37 + rank).share_memory_(), torch.zeros(3000).share_memory_(), wide[::2], torch.zeros(0)]
     )
     stage = Stage()
     with mock.patch.object(cuda_state, "state", stage):

@@ -28,11 +28,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-TOOLS = {
-    "memcheck": [],
-    "racecheck": ["--racecheck-report", "all"],
-    "synccheck": [],
-}
+TOOLS = {"memcheck": [], "racecheck": ["--racecheck-report", "all"], "synccheck": []}
 FOUND = 97  # what a tool exits with when it has found something
 # Kernels of torch are not looked at: they are many, and not ours.
 NOT_OURS = "2at6native"  # of the namespace at::native, mangled

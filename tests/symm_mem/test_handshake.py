@@ -21,9 +21,7 @@ def test_ranks_that_have_tried_another_number_of_times_meet(rank: int, world_siz
     """Rank 0 has asked for a heap twice before rank 1 comes."""
     symm_mem.set_timeout(0.2)
     for _ in range(2 * (rank == 0)):
-        with pytest.raises(
-            symm_mem.PeerTimeout, match=r"make a heap: rank 0 of group '0' waited 0\.2 s for rank 1"
-        ):
+        with pytest.raises(symm_mem.PeerTimeout, match=r"make a heap: rank 0 of group '0' waited 0\.2 s for"):
             get_heap()
     dist.barrier()
     symm_mem.set_timeout(20)

@@ -221,9 +221,7 @@ def test_ctrl_c_ends_a_wait_for_a_silent_store(store: Store) -> None:
         with pytest.raises(KeyboardInterrupt):
             where[0].gather("ask", None)
         assert time.monotonic() - begin < 20
-        with pytest.raises(
-            symm_mem.CallAbandoned, match="ask: rank 0 of group 'g' left a call half-way: Keyboard"
-        ):
+        with pytest.raises(symm_mem.CallAbandoned, match="ask: rank 0 of group 'g' left a call half-way:"):
             where[0].gather("ask", None)
     finally:
         signal.signal(signal.SIGINT, before)

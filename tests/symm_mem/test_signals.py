@@ -43,9 +43,7 @@ def test_puts_are_counted(rank: int, world_size: int) -> None:
         for _ in range(5):
             peers.wait(0, 2)
         symm_mem.set_timeout(0.5)
-        with pytest.raises(
-            symm_mem.PeerTimeout, match=r"wait: rank 1 .* for rank 0: channel 2 is 5, expected 6"
-        ):
+        with pytest.raises(symm_mem.PeerTimeout, match=r"wait: rank 1 .* for rank 0: channel 2 is 5"):
             peers.wait(0, 2)
 
 

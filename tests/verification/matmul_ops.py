@@ -108,7 +108,6 @@ class Scatter:
     epilogue: Epilogue = ROUNDED
     blocks: int = 4
     raster_group: int = 1
-    staged: bool = False
     split_n: bool = False  # ranks have columns of B of their own
     rows: bool = False  # N is contiguous in B, not K
     nans: bool = False  # in the first row of each part of A
@@ -116,9 +115,7 @@ class Scatter:
     more: tuple[int, ...] = ()  # K of further products that are added
 
     def __post_init__(self) -> None:
-        self.config = scatter_configs.ScatterPushConfig(
-            self.tile, self.raster_group, self.staged, self.split_n
-        )
+        self.config = scatter_configs.ScatterPushConfig(self.tile, self.raster_group, self.split_n)
 
     def operand(self, k: int = 0) -> torch.Tensor:
         parts = 1 if self.epilogue.to_all or self.split_n else self.size
@@ -230,31 +227,27 @@ GATHERS = {
 }
 SCATTERS = {
     "2": Scatter(2, 147, 72, 200, raster_group=2),
-    "staged": Scatter(2, 147, 136, 72, blocks=2, staged=True),
-    "staged-3": Scatter(
-        3, 67, 40, 136, WIDE, blocks=2, staged=True, epilogue=Epilogue(torch.float32, average=True)
-    ),
+    "two-blocks": Scatter(2, 147, 136, 72, blocks=2),
+    "two-blocks-3": Scatter(3, 67, 40, 136, WIDE, blocks=2, epilogue=Epilogue(torch.float32, average=True)),
     "3": Scatter(3, 65, 136, 72, epilogue=Epilogue(torch.bfloat16, average=True, bias=True)),
     "4": Scatter(4, 67, 40, 136, WIDE, blocks=2, epilogue=Epilogue(torch.bfloat16, residual=True)),
-    "to-all": Scatter(2, 275, 136, 72, blocks=2, staged=True, epilogue=replace(ROUNDED, to_all=True)),
+    "to-all": Scatter(2, 275, 136, 72, blocks=2, epilogue=replace(ROUNDED, to_all=True)),
     "to-all-3": Scatter(
         *(3, 391, 40, 136, WIDE),
         blocks=2,
         raster_group=2,
-        staged=True,
         epilogue=Epilogue(torch.bfloat16, average=True, to_all=True),
     ),
-    "to-all-few-rows": Scatter(4, 5, 72, 72, staged=True, epilogue=replace(ROUNDED, to_all=True)),
+    "to-all-few-rows": Scatter(4, 5, 72, 72, epilogue=replace(ROUNDED, to_all=True)),
     "sum": Scatter(2, 147, 72, 200, raster_group=2, more=(8, 72)),
     "sum-rows": Scatter(
         *(3, 67, 64, 40, BROAD),
-        staged=True,
         rows=True,
         more=(136, 64, 72),
         epilogue=Epilogue(torch.float32, residual=True),
     ),
     "sum-columns": Scatter(3, 65, 72, 136, split_n=True, more=(72,)),
-    "columns": Scatter(2, 147, 72, 200, staged=True, raster_group=2, split_n=True),
+    "columns": Scatter(2, 147, 72, 200, raster_group=2, split_n=True),
     "columns-odd-rows": Scatter(
         *(3, 300, 72, 136, BROAD),
         split_n=True,
@@ -262,7 +255,7 @@ SCATTERS = {
         epilogue=Epilogue(torch.float32, average=True, bias=True, residual=True),
     ),
     "columns-whole": Scatter(4, 65, 64, 72, BROAD, blocks=2, raster_group=3, split_n=True, rows=True),
-    "nans": Scatter(2, 67, 72, 72, staged=True, nans=True),
+    "nans": Scatter(2, 67, 72, 72, nans=True),
     "order-of-ranks": Scatter(3, 67, 72, 72, epilogue=Epilogue(torch.float32), scales=LARGE_BUT_ONE),
     "batches": Scatter(2, 33, 72, 72, batches=3, epilogue=Epilogue(torch.float32, bias=True, residual=True)),
 }
@@ -271,8 +264,8 @@ Op = Gather | Scatter
 OF_EIGHT: dict[str, Op] = {
     "comm_sms": Gather(8, 67, (8,), 72, push(SMALL, 2, 2, skipped_steps=1, first_wave=1)),
     "split": Gather(8, 5, (8,), 72, push(SMALL, 0, 1, split_k=True), blocks=2),
-    "parts": Scatter(8, 67, 72, 72, blocks=2, staged=True),
-    "to-all": Scatter(8, 463, 72, 72, blocks=2, staged=True, epilogue=replace(ROUNDED, to_all=True)),
+    "parts": Scatter(8, 67, 72, 72, blocks=2),
+    "to-all": Scatter(8, 463, 72, 72, blocks=2, epilogue=replace(ROUNDED, to_all=True)),
 }
 #: How long stores take, and how far ranks drift apart (matmuls.cpp).
 PACES = [(store, rank) for store in (1, 10, 100) for rank in (2000, 200_000)]

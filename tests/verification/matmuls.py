@@ -49,10 +49,7 @@ _built: dict[tuple[Path, gemm.Defines, tuple[str, str] | None], Future[Library]]
 
 
 def build(
-    source: Path,
-    params: type,
-    defines: gemm.Defines,
-    instead: tuple[str, str] | None = None,
+    source: Path, params: type, defines: gemm.Defines, instead: tuple[str, str] | None = None
 ) -> Future[Library]:
     """Compile ``source``, called like its folder; the same one once. It takes seconds: ask early.
 
@@ -67,11 +64,7 @@ def build(
 
 
 def _build(
-    folder: Path,
-    source: Path,
-    params: type,
-    defines: gemm.Defines,
-    instead: tuple[str, str] | None,
+    folder: Path, source: Path, params: type, defines: gemm.Defines, instead: tuple[str, str] | None
 ) -> Library:
     name = source.parent.name
     for new in (*(f"device/{room}" for room in ("comm", "gemm/sm90", "gemm/sm100", "math", "ptx")), name):

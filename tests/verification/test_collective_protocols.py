@@ -15,12 +15,16 @@ import torch
 from fibers import PATIENT, TORCH, Library, Ranks, build, inputs, mistakes, same
 from test_all_reduce_protocol import reference
 from weft.kernels.all_gather import cuda_kernel as all_gather_kernel
-from weft.kernels.all_gather.configs import choose_all_gather
 from weft.kernels.device.collective.launch import CollectiveLauncher, CollectiveParams, SlicesProblem
-from weft.kernels.device.collective.rounds import RoundsConfig, epoch_of, rounds_launch, rounds_layout
+from weft.kernels.device.collective.rounds import (
+    RoundsConfig,
+    choose_rounds,
+    epoch_of,
+    rounds_launch,
+    rounds_layout,
+)
 from weft.kernels.device.comm.ll_exchange import BLOCKS, VECTOR, ExchangeLayout, at_once, workers
 from weft.kernels.reduce_scatter import cuda_kernel as reduce_scatter_kernel
-from weft.kernels.reduce_scatter.configs import choose_reduce_scatter
 from weft.symm_mem.failure.fault import Fault
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -286,12 +290,12 @@ def test_a_correction_that_does_not_come_is_named(tmp_path: Path) -> None:
     assert layout.describe(int(ranks.records[0, 3])) == "epoch of the data of rank 1 for block 0 (buffer 1)"
 
 
-@pytest.mark.parametrize("choose", [choose_all_gather, choose_reduce_scatter])
+@pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("num_sms", [2, 64, 132, 144])
-def test_the_layout_takes_what_it_was_made_for(choose: object, num_sms: int) -> None:
+def test_the_layout_takes_what_it_was_made_for(exact: bool, num_sms: int) -> None:
     for nbytes in (1, 16, 4096, 1 << 20, 7 << 20, 1 << 27):
         for world_size in (2, 4, 8, 12):
-            config = choose(world_size, num_sms)  # type: ignore[operator]
+            config = choose_rounds(world_size, num_sms, exact=exact)
             assert config.blocks == min(num_sms, BLOCKS)
             count = -(-nbytes // VECTOR)
             layout = rounds_layout(count, world_size, config)

@@ -167,9 +167,7 @@ def test_bad_arguments_are_named() -> None:
         cuda_kernel.MatmulAllReduceLauncher(stand_in, A, B, "max", MatmulAllReduceConfig(1, 1))
     with pytest.raises(ValueError, match="a: has 17 rows, must have 1 to 16"):
         cuda_kernel.MatmulAllReduceLauncher(stand_in, A, B, "sum", MatmulAllReduceConfig(1, 1))
-    with pytest.raises(
-        ValueError, match=r"workspace: is ExchangeLayout\(.* slots=64, .* must hold .* slots=128, "
-    ):
+    with pytest.raises(ValueError, match=r"workspace: is ExchangeLayout\(.* slots=64, .* must hold .*"):
         cuda_kernel.MatmulAllReduceLauncher(stand_in, A[:16], B, "sum", MatmulAllReduceConfig(2, 1))
     assert cuda_kernel.why_no_few_rows_kernel(A.float(), B.float()) == "no kernel takes torch.float32"
     assert "K: rows of 7" in str(cuda_kernel.why_no_few_rows_kernel(A[:, :7], B[:7]))

@@ -65,7 +65,6 @@ MISTAKES = {
     "sum-other-rows": ("p.a[of], rows", "p.a[0], rows"),
     "columns-of-another-rank": ("(SPLIT_N ? t.dst * p.n : 0)", "(SPLIT_N ? p.watch.rank * p.n : 0)"),
     "columns-rows-of-another-rank": ("SPLIT_N ? 0 : t.dst", "t.dst"),
-    "scatter-buffer-not-free": ("buffer.done + lane, epoch - 1", "buffer.done + lane, epoch - 2"),
     "staged-buffer-not-free": ("buffer.done + lane, epoch - 1", "buffer.done + lane, epoch - 2"),
     "staged-place-not-read": (
         "weft::wait_count(s.counts + SENT + warpgroup, sent);  // the staging memory has been read",
@@ -118,7 +117,7 @@ def may_show(mistake: str) -> Op:
     if mistake.startswith("columns"):
         return SCATTERS["columns"]
     if mistake.startswith("staged"):
-        return SCATTERS["staged"]
+        return SCATTERS["two-blocks"]
     if mistake.startswith("scatter"):
         return Scatter(2, 67, 200, 72)
     if mistake.startswith("gather-not-drained"):  # all stages are under way at once

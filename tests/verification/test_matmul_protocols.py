@@ -27,7 +27,7 @@ def compiled_ahead(request: pytest.FixtureRequest) -> None:
 def test_epochs_of_both_buffers(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    assert not wrong(op, uses(op, monkeypatch, op.compiled().result(), seed))
+    assert not wrong(op, uses(op, monkeypatch, op.compiled().result(), seed, count=4))
 
 
 @pytest.mark.parametrize("op", OF_EIGHT.values(), ids=OF_EIGHT)
@@ -44,7 +44,7 @@ OF_CROWDED = (
     "split",
     "returned-split",
     "2",
-    "staged-3",
+    "two-blocks-3",
     "4",
     "to-all",
     "to-all-3",
@@ -82,8 +82,8 @@ def test_ranks_with_equal_bs_get_equal_bits(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     "op",
-    [GATHERS["beside"], GATHERS["comm_sms"], SCATTERS["3"], SCATTERS["staged"], SCATTERS["to-all"]],
-    ids=["beside", "comm_sms", "parts", "staged", "to-all"],
+    [GATHERS["beside"], GATHERS["comm_sms"], SCATTERS["3"], SCATTERS["two-blocks"], SCATTERS["to-all"]],
+    ids=["beside", "comm_sms", "parts", "two-blocks", "to-all"],
 )
 @pytest.mark.parametrize("told", [False, True], ids=["expires", "had-expired"])
 def test_a_rank_that_gives_up_sends_nothing(op: Op, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +144,15 @@ def test_flags_that_were_not_written_for_very_long(op: Op, monkeypatch: pytest.M
     "op",
     [
         *(GATHERS["beside"], GATHERS["comm_sms"], GATHERS["split-comm_sms"]),
-        *(SCATTERS["3"], SCATTERS["staged"], SCATTERS["columns"], SCATTERS["to-all"], SCATTERS["to-all-3"]),
+        *(
+            SCATTERS["3"],
+            SCATTERS["two-blocks"],
+            SCATTERS["columns"],
+            SCATTERS["to-all"],
+            SCATTERS["to-all-3"],
+        ),
     ],
-    ids=["beside", "comm_sms", "split", "parts", "staged", "columns", "to-all", "to-all-3"],
+    ids=["beside", "comm_sms", "split", "parts", "two-blocks", "columns", "to-all", "to-all-3"],
 )
 def test_a_late_rank_is_right_or_told(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 begins in the midst of what the others do, one of which waits for longer than the other."""

@@ -17,12 +17,7 @@ from weft.kernels.device.collective.rounds import RoundsConfig
 from weft.kernels.device.comm.ll_exchange import ExchangeLayout
 from weft.kernels.moe_dispatch import cuda_kernel
 from weft.kernels.moe_dispatch.configs import MoeProblem, Routed
-from weft.kernels.moe_dispatch.cuda_kernel import (
-    SOURCE,
-    MoeLauncher,
-    MoeParams,
-    moe_defines,
-)
+from weft.kernels.moe_dispatch.cuda_kernel import SOURCE, MoeLauncher, MoeParams, moe_defines
 from weft.kernels.moe_dispatch.reference import ExpertRanks, rows_by_expert, sum_by_rank, take_tokens
 from weft.kernels.moe_route import cuda_kernel as route
 from weft.kernels.moe_route.reference import reference_route
@@ -60,10 +55,7 @@ MISTAKES = {
     "a warp's second token goes where its first one does": ("== at / row ? 0 : 16", "== at / row ? 0 : 0"),
     "who receives is an epoch ahead of the credits": ("credit_warp.all_emptied()", "credit_warp.emptied()"),
     "rows that fill experts' up stay as they were": ("if (!cleared) clear(s.index, threads);", ";"),
-    "rows past the last one are written": (
-        "used = p.offs[p.experts - 1], lane",
-        "used = p.rows, lane",
-    ),
+    "rows past the last one are written": ("used = p.offs[p.experts - 1], lane", "used = p.rows, lane"),
     "a part that no rows are of is added": (
         "return src == RANK ? own[k] : in",
         "return src == RANK ? own[k] : !sent(k, src) ? own[k] : in",

@@ -253,10 +253,7 @@ def test_a_late_rank_is_right_or_told(tmp_path: Path, monkeypatch: pytest.Monkey
 # What must stand in the kernels' text or in ll_exchange.cuh, and what a mistake would look like there.
 MISTAKES = {
     "one-buffer-alone": ("(2 * blockIdx.x + (number & 1))", "(2 * blockIdx.x)"),
-    "slots-not-emptied": (
-        "store_vector(place(src, slot), make_uint4(0, 0, 0, 0));",
-        "",
-    ),
+    "slots-not-emptied": ("store_vector(place(src, slot), make_uint4(0, 0, 0, 0));", ""),
     "the-empty-word-sent": ("max(~v.x, 1u)", "~v.x"),
     "wrong-part-sent": ("p.c + static_cast<u64>(part) * p.vectors", "p.c"),
     "own-shard-not-stored": ("store(RANK, s.at, v);", ""),

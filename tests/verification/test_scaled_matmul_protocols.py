@@ -156,16 +156,13 @@ class ScaledScatter:
     products: ScaledProducts
     tile: Tile = SMALL
     batches: int = 1
-    staged: bool = False
     split_n: bool = False
     average: bool = False
     blocks: int = 4
 
     def __post_init__(self) -> None:
         self.epilogue = Epilogue(self.products.out_dtype, self.average)
-        self.config = scatter_configs.ScatterPushConfig(
-            self.tile, 2, self.staged, self.split_n, self.products
-        )
+        self.config = scatter_configs.ScatterPushConfig(self.tile, 2, self.split_n, self.products)
 
     @property
     def parts(self) -> int:
@@ -265,16 +262,14 @@ OPS = {
         return_A=True,
     ),
     "gather-split": ScaledGather(3, 147, (80,), 144, products(TENSOR, promote=True), split_k=True),
-    "scatter-tensor": ScaledScatter(2, 147, 80, 400, products(TENSOR, promote=False), staged=True),
+    "scatter-tensor": ScaledScatter(2, 147, 80, 400, products(TENSOR, promote=False)),
     "scatter-rows": ScaledScatter(
         *(3, 67, 80, 144, products(ROWS, promote=False, types=(E4M3, E5M2)), WIDE), average=True, blocks=2
     ),
-    "scatter-rows-batches": ScaledScatter(
-        2, 33, 80, 144, products(ROWS, promote=True), batches=3, staged=True
-    ),
+    "scatter-rows-batches": ScaledScatter(2, 33, 80, 144, products(ROWS, promote=True), batches=3),
     "scatter-rows-columns": ScaledScatter(3, 147, 80, 144, products(ROWS, promote=True), split_n=True),
     "scatter-float32": ScaledScatter(
-        *(2, 147, 80, 400, products(ROWS, promote=False, out=torch.float32)), average=True, staged=True
+        *(2, 147, 80, 400, products(ROWS, promote=False, out=torch.float32)), average=True
     ),
     "scatter-float32-4": ScaledScatter(
         *(4, 67, 80, 272, products(TENSOR, promote=True, out=torch.float32), WIDE), blocks=2
@@ -282,13 +277,11 @@ OPS = {
     "scatter-float32-columns": ScaledScatter(
         *(3, 67, 128, 272, products(BLOCKS, promote=True, out=torch.float32)), split_n=True
     ),
-    "scatter-blocks": ScaledScatter(2, 147, 208, 400, products(BLOCKS, promote=True), BROAD, staged=True),
+    "scatter-blocks": ScaledScatter(2, 147, 208, 400, products(BLOCKS, promote=True), BROAD),
     "scatter-blocks-batches": ScaledScatter(
         4, 33, 208, 272, products(BLOCKS, promote=True), batches=2, blocks=2
     ),
-    "scatter-blocks-columns": ScaledScatter(
-        2, 67, 128, 272, products(BLOCKS, promote=True), split_n=True, staged=True
-    ),
+    "scatter-blocks-columns": ScaledScatter(2, 67, 128, 272, products(BLOCKS, promote=True), split_n=True),
 }
 
 
@@ -322,10 +315,7 @@ def test_epochs_of_both_buffers_scaled(
             ("gather-tensor", ("(words[i], sums + 4 * (j + i) + 2)", "v[2] += pair[1]")),
             ("scatter-rows", ("lower = __ldcg(t.of_row(first + 8))", "lower = __ldcg(t.of_row(first))")),
             ("gather-rows", ("lane = j % 8 * 4 + threadIdx.x % 4", "lane = j % 8 * 4")),
-            (
-                "scatter-blocks-columns",
-                ("first = SPLIT_N ? p.n * t.dst : 0", "first = 0"),
-            ),
+            ("scatter-blocks-columns", ("first = SPLIT_N ? p.n * t.dst : 0", "first = 0")),
             ("scatter-rows-batches", ("t.batch * WORLD_SIZE + t.dst, parts", "t.dst, parts")),
             ("scatter-float32", ("sums + weft::PART_ELEMENTS * (first + i)", "sums + 8 * (first + i)")),
         ],

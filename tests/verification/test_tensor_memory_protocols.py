@@ -27,12 +27,12 @@ OPS: dict[str, Op] = {
     "gather-odd-rows": Gather(2, 130, (200,), 72, push(BROAD, 0, 1), rows=True),
     "many-tiles": Gather(2, 300, (136, 40), 72, push(TILE, 0, 1), blocks=2),
     "returned": Gather(3, 147, (136,), 136, push(TILE, 0, 1), blocks=2, return_A=True),
-    "split": Gather(2, 147, (136,), 136, push(TILE, 0, 1, split_k=True)),
+    "split": Gather(2, 147, (136,), 136, push(TILE, 0, 1, split_k=True), blocks=2),
     "scatter": Scatter(2, 147, 136, 200, TILE, raster_group=2),
     "terms": Scatter(3, 67, 136, 72, TILE, blocks=2, epilogue=replace(ROUNDED, bias=True, residual=True)),
-    "float32": Scatter(2, 147, 200, 72, BROAD, rows=True, epilogue=EVERY),
-    "columns": Scatter(2, 147, 72, 136, TILE, staged=True, split_n=True),
-    "to-all": Scatter(2, 275, 136, 72, TILE, blocks=2, staged=True, epilogue=replace(ROUNDED, to_all=True)),
+    "float32": Scatter(2, 147, 200, 72, BROAD, blocks=2, rows=True, epilogue=EVERY),
+    "columns": Scatter(2, 147, 72, 136, TILE, blocks=2, split_n=True),
+    "to-all": Scatter(2, 275, 136, 72, TILE, blocks=2, epilogue=replace(ROUNDED, to_all=True)),
 }
 LOADED = "    tensor_loads_done(sums);\n    order_before_sync();\n    __syncwarp();\n"
 TAKEN = "    if (threadIdx.x % 32 == 0) arrive_at(all.taken + state.at, s.block);\n"

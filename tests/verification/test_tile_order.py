@@ -33,17 +33,7 @@ def program(folder: Path, scatter: Path, block_m: int, world_size: int, *, split
     out = folder / "order"
     arguments = [f"-D{name}={value}" for name, value in defines.items()]
     subprocess.run(
-        [
-            compiler,
-            "-std=c++17",
-            "-O1",
-            "-w",
-            f"-I{DEVICE}",
-            *arguments,
-            HERE / "tile_order.cpp",
-            "-o",
-            out,
-        ],
+        [compiler, "-std=c++17", "-O1", "-w", f"-I{DEVICE}", *arguments, HERE / "tile_order.cpp", "-o", out],
         check=True,
     )
     return out

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ....kernels.all_gather.configs import choose_all_gather
 from ....kernels.all_gather.reference import as_bytes
 from ....kernels.all_to_all import OP
 from ....kernels.all_to_all.reference import reference_all_to_all
@@ -21,7 +20,7 @@ from ....symm_mem.heap.heap import Heap
 from ... import validation
 from ...dispatch.choice import Choice, on_host
 from ...dispatch.launch_cache import launch_again
-from ...dispatch.plan import num_sms, ran
+from ...dispatch.plan import ran
 from ...dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
 from ...dispatch.workspaces import ALL_REDUCE
 from ..op import Op
@@ -102,8 +101,7 @@ def choose_exchange_on_cuda(alone: StandAlone, group: ProcessGroup, kind: str = 
         return all_to_all_program(size, rank)
 
     # A rank sends and stores as many bytes as in an all-gather of its parts.
-    config = choose_all_gather(size, num_sms(alone.x.device))
-    return choose_alone(alone, size, config, program, kind=kind)
+    return choose_alone(alone, size, program, kind=kind)
 
 
 def _alone(call: AllToAllCall, size: int) -> StandAlone:

@@ -89,8 +89,9 @@ def _run(choice: Choice, where: Heap | None, call: AllGatherGroupedMatmulCall, g
     terms = list(zip(call.Bs, biases, strict=True))
     if choice.algorithm == CopiedConfig.algorithm:
         assert where is not None
-        given, index = (choice, where, call.A_shard, terms), (call.rows, call.offs)
-        return multiply_arriving(*given, index, return_A=call.return_A, swiglu=call.swiglu)
+        given = call.A_shard, call.rows, call.offs
+        named = {"return_A": call.return_A, "swiglu": call.swiglu}
+        return multiply_arriving(choice, where, given, terms, **named)
     with on_device(call.A_shard):
         A = all_gather.gather_within(call.A_shard, group, OP)
         outs = multiply(A, terms, call.offs, call.rows, swiglu=call.swiglu)

@@ -57,17 +57,17 @@ def _example(A_shard: Tensor) -> GatherKernelCall:
 def multiply_arriving(
     choice: Choice,
     where: Heap,
-    A_shard: Tensor,
+    given: tuple[Tensor, Tensor, Tensor],
     terms: Sequence[Term],
-    index: tuple[Tensor, Tensor],
     *,
     return_A: bool,
     swiglu: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """As the op. ``index``: rows and offs."""
+    """As the op. ``given``: this rank's tokens, rows and offs."""
     from ....kernels.all_gather_matmul.copied_products import AllGatherProductsCopied
 
-    (m, k), size, (rows, offs) = A_shard.shape, where.world_size, index
+    (A_shard, rows, offs), size = given, where.world_size
+    m, k = A_shard.shape
     with in_stream_order(A_shard.device):
         own, terms = as_the_kernel_takes(A_shard.contiguous(), terms)
         order, of = (rows.contiguous(), offs.contiguous()), (where.rank, size)

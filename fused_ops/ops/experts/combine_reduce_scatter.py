@@ -10,8 +10,8 @@ from torch.distributed import ProcessGroup
 
 from ....kernels.device.collective.combine import Combined, why_not_combined
 from ....kernels.device.collective.host_exchange import exchange_layout
-from ....kernels.device.collective.rounds import rounds_layout
-from ....kernels.reduce_scatter import configs
+from ....kernels.device.collective.rounds import choose_rounds, rounds_layout
+from ....kernels.device.comm.exchange_time import estimate_reduce_scatter_us
 from ....kernels.reduce_scatter.reference import reference_reduce_scatter
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
@@ -102,7 +102,8 @@ def choose_combined_part(combined: Combined, reduce_op: str, dim: int, group: Pr
         return replace(unfused(reason), programs=alone)  # that of the reduce-scatter by itself
     if nbytes > MOST_BYTES:
         return unfused(f"a part has {nbytes} bytes, more than the {MOST_BYTES} that the kernels take")
-    config, wanted = configs.choose_reduce_scatter(size, num_sms(y.device)), wanted_sum(combined, reduce_op)
+    config = choose_rounds(size, num_sms(y.device), exact=False)
+    wanted = wanted_sum(combined, reduce_op)
 
     def programs() -> list[Program]:
         return [cuda_kernel.reduce_scatter_program(size, group.rank(), *wanted.defined)]
@@ -114,7 +115,7 @@ def choose_combined_part(combined: Combined, reduce_op: str, dim: int, group: Pr
         "push",
         kind=ALL_REDUCE,
         layout=rounds_layout(cuda_kernel.scatter_problem(wanted, dim, size).vectors, size, config),
-        predicted_us=configs.estimate_reduce_scatter_us(nbytes, size),
+        predicted_us=estimate_reduce_scatter_us(nbytes, size),
         programs=programs,
         how=KernelOf((wanted, dim), make),
     )

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ....kernels.device.capability import has_tensor_memory, why_no_kernel_on
 from ....kernels.device.gemm.operands import is_transposed
-from ....kernels.grouped_matmul.configs import MOST_EXPERTS, choose_grouped
+from ....kernels.grouped_matmul.configs import MOST_EXPERTS, choose_grouped, tiles_for
 from ....kernels.grouped_matmul.reference import (
     activated,
     ends_within,
@@ -156,9 +157,9 @@ def _prepared(layout: tuple[Any, ...], sms: int, gated: bool) -> Any:
     of_a, of_bs, dtype, device = layout
     a, *bs = (torch.empty_strided(*lies, dtype=dtype, device="meta") for lies in (of_a, *of_bs))
     experts, k, _ = bs[0].shape
-    given = a.shape[0], experts, [b.shape[2] for b in bs], k, sms
-    config = choose_grouped(*given, gated=gated, tensor_memory=has_tensor_memory(device))
-    return GroupedMatmul(a, bs, config, sms)
+    tiles = tiles_for(gated=gated, tensor_memory=has_tensor_memory(device))
+    config = choose_grouped(a.shape[0], experts, [b.shape[2] for b in bs], k, sms, tiles)
+    return GroupedMatmul(a, bs, replace(config, gated=gated), sms)
 
 
 def _multiply_one(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,27 +17,15 @@ from ....kernels.device.gemm.operands import why_not
 from ....kernels.linear_cross_entropy.reference import Columns
 from ...dispatch.plan import num_sms
 
-if TYPE_CHECKING:
-    from .linear_cross_entropy import LinearCrossEntropyCall
-
 _MOST_PREPARED = 64
 _KERNEL = "linear_cross_entropy/exponentials.cu"
 
 
-def makes_exponentials(call: LinearCrossEntropyCall) -> bool:
-    """Whether its chunks are made so: both gradients are wanted, and a row's are one factor times its exponentials."""
-    weight, loss = call.weight, call.loss
-    if (
-        weight is None
-        or not (call.of_x and call.of_weight)
-        or call.bias is not None
-        or call.softcap is not None
-    ):
+def exponentials_made_of(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel takes x [..., H] and weight [V, H]."""
+    if x.dtype != torch.bfloat16 or x.device.type != "cuda" or weight.stride(1) != 1:
         return False
-    if loss.label_smoothing or loss.z_loss or call.x.dtype != torch.bfloat16 or call.x.device.type != "cuda":
-        return False
-    rows = call.x.flatten(0, -2)
-    return weight.stride(1) == 1 and why_not(rows, weight.t()) is None and runs_on(_KERNEL, call.x.device)
+    return why_not(x.flatten(0, -2), weight.t()) is None and runs_on(_KERNEL, x.device)
 
 
 class ExponentialRows:

@@ -34,7 +34,7 @@ from ...dispatch.tensor_guards import needs_no_dispatch
 from .. import all_gather
 from ..op import Op, SumGradient, on_device, refuse_second_gradient
 from . import chunks
-from .exponentials import makes_exponentials
+from .exponentials import exponentials_made_of
 
 Gather: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -81,6 +81,12 @@ class LinearCrossEntropyCall(NamedTuple):
     @property
     def loss(self) -> Loss:
         return Loss(self.ignore_index, self.label_smoothing, self.z_loss)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether both gradients are made, and a row's are exponentials by one factor, but for its target's."""
+        changed = self.bias is not None or self.softcap is not None or self.label_smoothing or self.z_loss
+        return self.of_x and self.of_weight and not changed
 
     @property
     def columns_here(self) -> int:
@@ -153,7 +159,7 @@ def _run(
         if call.weight is None:
             parts = iter([(slice(None), [chunks.with_rows(x)])])
         else:
-            made = makes_exponentials(call)
+            made = call.is_plain and exponentials_made_of(call.x, call.weight)
             found = chunks.Gradients(call.x, call.weight, call.bias, call.wanted, exponentials=made)
             parts = chunks.logits_by_chunks(x, call.weight, call.bias, found)
         bounds, scores = _bounds(call, gather, group.rank()), Scores(call.softcap, call.temperature)

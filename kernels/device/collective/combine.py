@@ -6,13 +6,14 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from ..comm.exchange_launcher import ExchangeLauncher
 from ..comm.ll_exchange import VECTOR
 from ..jit.program import Function
+from .rounds import CollectiveLaunch
 
 MOST_VECTORS = 1 << 31  #: of all tokens: kernels count them in 32 bits, rounded up to a pass of all blocks
 
@@ -76,17 +77,6 @@ class CombinedSum(NamedTuple):
 def choice_defines(choices: tuple[int, bool, bool] | None) -> dict[str, str | int]:
     """Those of a CombineShape, after its rows; None of a kernel that puts nothing together."""
     return {} if choices is None else CombineShape(0, *choices).defines
-
-
-class CollectiveLaunch(Protocol):
-    """The grid of a launch, and of how many epochs it is."""
-
-    @property
-    def blocks(self) -> int: ...
-    @property
-    def threads(self) -> int: ...
-    @property
-    def epochs(self) -> int: ...
 
 
 class Combined(NamedTuple):

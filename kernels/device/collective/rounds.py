@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..comm.ll_exchange import (
     BLOCKS,
@@ -11,6 +12,7 @@ from ..comm.ll_exchange import (
     WARP,
     ExchangeLayout,
     at_once,
+    check_grid,
     exchange_grid,
     slots_for,
     up,
@@ -40,10 +42,17 @@ class RoundsConfig:
     def __post_init__(self) -> None:
         if self.epoch < 1:
             raise ValueError(f"epoch: is {self.epoch}, must be 1 or more")
-        if not 1 <= self.blocks <= BLOCKS:
-            raise ValueError(f"blocks: is {self.blocks}, must be from 1 to {BLOCKS}")
-        if self.threads % WARP or not WARP <= self.threads <= THREADS:
-            raise ValueError(f"threads: is {self.threads}, must be a multiple of {WARP} up to {THREADS}")
+        check_grid(self.blocks, self.threads)
+
+
+@lru_cache(maxsize=4096)
+def choose_rounds(world_size: int, num_sms: int = BLOCKS, *, exact: bool) -> RoundsConfig:
+    """The configuration on ``world_size`` ranks; the same on every rank.
+
+    ``num_sms``: blocks at most. They keep their SMs while they wait for a peer, which may wait for what another stream
+    of this rank has to compute first.
+    """
+    return RoundsConfig(epoch_of(world_size), min(BLOCKS, num_sms), exact=exact)
 
 
 def epoch_of(world_size: int) -> int:
@@ -99,18 +108,18 @@ def _wanted_room(count: int, config: RoundsConfig) -> int:
 
 
 @dataclass(frozen=True)
-class RoundsLaunch:
+class CollectiveLaunch:
     """The kernel, of those for whole vectors, its grid, and of how many epochs it is; ``room``: slots of a sender that
-    data takes in one of them."""
+    data takes in one of them, where the kernel asks."""
 
     kernel: str
     blocks: int
     threads: int
-    room: int
     epochs: int = 1
+    room: int = 0
 
 
-def rounds_launch(count: int, layout: ExchangeLayout, config: RoundsConfig) -> RoundsLaunch:
+def rounds_launch(count: int, layout: ExchangeLayout, config: RoundsConfig) -> CollectiveLaunch:
     """The launch that moves ``count`` vectors to each peer.
 
     Raises:
@@ -123,6 +132,6 @@ def rounds_launch(count: int, layout: ExchangeLayout, config: RoundsConfig) -> R
     blocks, threads = exchange_grid(count, room, config.blocks, config.threads)
     rounds = by_rounds(count, layout.world_size, blocks, threads, room)
     if rounds is None:
-        return RoundsLaunch("one_shot", blocks, threads, room)
+        return CollectiveLaunch("one_shot", blocks, threads, room=room)
     threads, epochs = rounds
-    return RoundsLaunch("rounds", blocks, threads + WARP, room, epochs)
+    return CollectiveLaunch("rounds", blocks, threads + WARP, epochs, room)

@@ -13,6 +13,9 @@ FIRST_TRIP, SECOND_TRIP = 3.2, 1.3
 #: and of the others, at the links' rate.
 FIRST_RATE, RATE = 320e3, 355e3
 FILL = 24e6
+#: To the time of an all-reduce that sends as many bytes: an all-gather stores more (h100-x2-all_gather.json,
+#: h100-x2-reduce_scatter.json).
+ALL_GATHER, REDUCE_SCATTER = 1.1, 1.05
 
 
 def exchange_time_us(sent: float, trips: int = 1) -> float:
@@ -28,3 +31,13 @@ def all_reduce_time_us(nbytes: float, world_size: int, form: str) -> float:
     if form == "one_shot":
         return exchange_time_us(others * nbytes)
     return exchange_time_us(2 * others * nbytes / world_size, trips=2)
+
+
+def estimate_all_gather_us(nbytes: int, world_size: int) -> float:
+    """Microseconds of an all-gather of parts of ``nbytes``."""
+    return exchange_time_us(ALL_GATHER * (world_size - 1) * nbytes)
+
+
+def estimate_reduce_scatter_us(nbytes: int, world_size: int) -> float:
+    """Microseconds of a reduce-scatter of which each rank has a part of ``nbytes``."""
+    return exchange_time_us(REDUCE_SCATTER * (world_size - 1) * nbytes)

@@ -81,8 +81,7 @@ class ExchangeLayout:
             raise ValueError(f"world_size: is {self.world_size}, must be 2 or more")
         if self.slots < 2 * WARP or self.slots % (2 * WARP):
             raise ValueError(f"slots: is {self.slots}, must be a multiple of 64")
-        if not 1 <= self.blocks <= BLOCKS:
-            raise ValueError(f"blocks: is {self.blocks}, must be from 1 to {BLOCKS}")
+        check_grid(self.blocks)
 
     @property
     def words_of_block(self) -> int:
@@ -143,6 +142,14 @@ def slots_of(place: ExchangeWorkspace, block: int = 0) -> ExchangeSlots:
     layout, watch = place.layout, WaitParams.of(place, 0)
     first = layout.FIRST + block * layout.words_of_block
     return ExchangeSlots(watch, place.span, layout.slots, layout.EPOCHS + block, first, layout.emptied)
+
+
+def check_grid(blocks: int, threads: int = THREADS) -> None:
+    """Raises: ValueError: no launch may have so many."""
+    if not 1 <= blocks <= BLOCKS:
+        raise ValueError(f"blocks: is {blocks}, must be from 1 to {BLOCKS}")
+    if threads % WARP or not WARP <= threads <= THREADS:
+        raise ValueError(f"threads: is {threads}, must be a multiple of {WARP} up to {THREADS}")
 
 
 def slots_for(count: int, blocks: int = BLOCKS, threads: int = THREADS) -> int:

@@ -16,10 +16,7 @@ HERE = Path(__file__).parent
 
 
 #: The first case of a process compiles its first graphs; the others are spared the imports.
-CASES = {
-    "weft first": ("op:swaps", "pass:swaps"),
-    "Inductor first": ("op:greedy",),
-}
+CASES = {"weft first": ("op:swaps", "pass:swaps"), "Inductor first": ("op:greedy",)}
 
 
 @functools.cache

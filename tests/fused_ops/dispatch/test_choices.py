@@ -23,16 +23,7 @@ from weft.kernels.device.gemm.scaling import ScaledProducts, ScaleKind
 from weft.symm_mem.backends import cuda_state
 
 sys.path.append(str(Path(__file__).parents[3] / "bench"))
-from registry import (
-    ALONE,
-    LAST_DIMENSION,
-    LAYER_NORM,
-    OPS,
-    SCALED_OPS,
-    SPLITS,
-    Row,
-    select_rows,
-)
+from registry import ALONE, LAST_DIMENSION, LAYER_NORM, OPS, SCALED_OPS, SPLITS, Row, select_rows
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 EVERY = (*OPS, LAYER_NORM, *SCALED_OPS)

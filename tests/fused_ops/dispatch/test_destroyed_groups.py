@@ -132,10 +132,7 @@ def failing(rank: int, world_size: int, op: str) -> None:
     """A call that fails before it has come to its heap keeps no operand."""
     call = op_calls()[op]
     operands = [weakref.ref(t) for t in call.arguments.values() if isinstance(t, Tensor)]
-    with (
-        mock.patch.object(op_module, "heap_or_reason", side_effect=MemoryError),
-        pytest.raises(MemoryError),
-    ):
+    with mock.patch.object(op_module, "heap_or_reason", side_effect=MemoryError), pytest.raises(MemoryError):
         call(*call.tensors)
     del call
     gc.collect(1)  # of these objects; older ones are many

@@ -15,9 +15,7 @@ stage = fake_gpu.stage
 
 
 def test_on_gpus(
-    stage: fake_gpu.Stage,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    stage: fake_gpu.Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(plan, "_logged_reasons", set())
     stage.where.fault = None

@@ -15,11 +15,7 @@ from test_launch_cache_of_matmuls import CHANGES, OTHERS
 from weft import fused_ops, symm_mem
 from weft.fused_ops.dispatch import launch_cache, plan
 from weft.fused_ops.dispatch.workspaces import AROUND_MATMULS
-from weft.fused_ops.ops import (
-    all_reduce_rms_norm,
-    all_reduce_rms_norm_quant,
-    matmul_all_reduce,
-)
+from weft.fused_ops.ops import all_reduce_rms_norm, all_reduce_rms_norm_quant, matmul_all_reduce
 from weft.fused_ops.ops.all_reduce_rms_norm_quant import AllReduceRmsNormQuantCall
 from weft.fused_ops.ops.matmul_all_reduce import MatmulAllReduceCall
 from weft.kernels import all_reduce_rms_norm as op_names
@@ -203,19 +199,6 @@ def test_a_broken_group_is_not_used(stage: Fused) -> None:
         with pytest.raises(symm_mem.WeftError, match="expired"):
             call()
     assert not stage.kernel.launched
-
-
-def test_a_norm_that_cannot_be_ordered_is_not_noted(stage: Fused, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Errors name calls by how often kernels were launched."""
-
-    def refused(stream: int) -> None:
-        raise RuntimeError("the driver refuses")
-
-    stage.gpu.orders[0] = SimpleNamespace(steps=lambda stream, external: (refused, None))
-    monkeypatch.setattr(stage.workspace, "raise_if_broken", lambda *_: pytest.fail("it is noted"))
-    with pytest.raises(RuntimeError, match="refuses"):
-        fused_ops.fused_all_reduce_rms_norm(*stage.norm, EPS, NAME)
-    assert not stage.kernel.launched and stage.workspace.error is None
 
 
 def test_a_layer_norm_is_that_of_the_same_operands(stage: Fused) -> None:

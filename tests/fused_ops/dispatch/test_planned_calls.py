@@ -58,11 +58,7 @@ def calls(size: int, dtype: torch.dtype, m: int, k: int, n: int) -> list[Call]:
         ("fused_matmul_all_to_all", (x(m, k), x(k, n * size), 0, None), {}),
         ("fused_matmul_all_gather", (x(m, k), x(k, n), None), {}),
         ("fused_all_to_all_matmul", (x(m * size, k), x(k * size, n), 0, None), {}),
-        (
-            "moe_dispatch",
-            (x(m, k), x(m, 2, dtype=torch.int64), size, None),
-            {"capacity": 2 * size * m},
-        ),
+        ("moe_dispatch", (x(m, k), x(m, 2, dtype=torch.int64), size, None), {"capacity": 2 * size * m}),
         ("fused_all_reduce_rms_norm", (x(m, k), x(m, k), x(k), 1e-5, None), {}),
         ("fused_all_reduce_rms_norm_quant", (x(m, k), x(m, k), x(k), 1e-5, None), {}),
         ("fused_all_reduce_layer_norm", (x(m, k), x(m, k), x(k), x(k), 1e-5, None), {}),

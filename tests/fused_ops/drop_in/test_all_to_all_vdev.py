@@ -14,6 +14,7 @@ from test_install import in_place, taken
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
+from weft import symm_mem
 
 ops = torch.ops.symm_mem
 LEFT = 7.0  # what lies where nothing is written
@@ -142,6 +143,10 @@ def test_what_is_refused_of_real_and_fake_tensors(rank: int, size: int, name: st
             mode = FakeTensorMode()
             with mode, pytest.raises((ValueError, TypeError), match=message):
                 getattr(ops, name)(*map(mode.from_tensor, given.values()), group)
+        if name == "all_to_all_vdev":
+            two = small(rank, size, "all_to_all_vdev_2d")
+            with pytest.raises(ValueError, match=r"in_splits: has shape \[4\], must have 2 splits"):
+                ops.all_to_all_vdev(*two.values(), group)
         if name == "all_to_all_vdev_2d":
             with pytest.raises(ValueError, match="major_align: is 0, must be at least 1"):
                 ops.all_to_all_vdev_2d(*whole.values(), group, 0)
@@ -172,6 +177,27 @@ def test_rows_that_do_not_fit_and_splits_that_cannot_be(rank: int, size: int, na
                 op(*{**whole, splits: wrong}.values(), group)
         op(*whole.values(), group)
         assert whole["out"].any()
+
+
+@on_ranks(2, fresh=True)
+def test_a_rank_that_does_not_come(rank: int, size: int) -> None:
+    """Named after the deadline; the group is right again after a reset."""
+    whole = small(rank, size, "all_to_all_vdev")
+    with in_place() as group:
+        ops.all_to_all_vdev(*whole.values(), group)
+        want = whole["out"].clone()
+        symm_mem.set_timeout(0.3, group)
+        if rank == 0:
+            with pytest.raises(symm_mem.PeerTimeout, match="rank 1"):
+                ops.all_to_all_vdev(*whole.values(), group)
+            with pytest.raises(symm_mem.WeftError):
+                ops.all_to_all_vdev(*whole.values(), group)
+        dist.barrier()
+        symm_mem.set_timeout(60, group)
+        symm_mem.reset(group)
+        whole["out"].zero_()
+        ops.all_to_all_vdev(*whole.values(), group)
+        assert torch.equal(whole["out"], want)
 
 
 @on_ranks(2)

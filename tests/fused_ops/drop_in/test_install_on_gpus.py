@@ -88,6 +88,7 @@ def test_all_to_all_vdev_in_a_cuda_graph(rank: int, size: int) -> None:
     """On torch's symmetric memory, without NVSHMEM: replays have other splits, and one that does not fit is named."""
     weft.install()
     group, device = world().group_name, torch.device("cuda", torch.cuda.current_device())
+    torch_symm.enable_symm_mem_for_group(group)
     x, out, back = (torch_symm.empty(n, 256, dtype=torch.bfloat16, device=device) for n in (512, 768, 512))
     given = torch_symm.empty(4, dtype=torch.int64, device=device)
     found, found_back = (torch_symm.empty(2, 4, dtype=torch.int64, device=device) for _ in range(2))

@@ -109,9 +109,7 @@ def test_a_part_of_another_group_is_refused_on_all_ranks(rank: int, size: int) -
             kept, before = layer.weight, layer.weight.clone()
             state = {"weight": DTensor.from_local(mine, where, placements, run_check=False)}
             for assign in (False, True):
-                with pytest.raises(
-                    RuntimeError, match=r"weight: is a DTensor .* must have shape .*, the layer's"
-                ):
+                with pytest.raises(RuntimeError, match=r"weight: is a DTensor .* must have shape .*"):
                     layer.load_state_dict(state, assign=assign)
                 assert layer.weight is kept and torch.equal(layer.weight, before)
     whole_bias = RowParallelLinear(HIDDEN, HIDDEN, group=mesh["model"])
@@ -214,9 +212,7 @@ def test_what_may_be_a_part_is_not_saved_as_the_same_on_every_rank(rank: int, si
         narrow = RowParallelLinear(HIDDEN, 1, group=None, bias=False)
         of_narrow = torch.optim.Adafactor(narrow.parameters())
         step(narrow, of_narrow, torch.ones(ROWS, HIDDEN // size))
-        with pytest.raises(
-            ValueError, match=r"^state: has .* shape \(1, 1\) under 'weight', must be a number"
-        ):
+        with pytest.raises(ValueError, match=r"^state: has .* shape \(1, 1\) under 'weight'"):
             sharded_state_dict(narrow, both(narrow, of_narrow))
     state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     if size == 1:
@@ -237,9 +233,7 @@ def test_refused(rank: int, size: int) -> None:
         sharded_state_dict(model, [model.state_dict()])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^state: has no tensor .* must have one under 'module.1.0.weight'"):
         sharded_state_dict(nn.ModuleDict({"module": model}), model.state_dict())
-    with pytest.raises(
-        TypeError, match=r"^state: has a DTensor under '1.0.weight', must have this rank's own"
-    ):
+    with pytest.raises(TypeError, match=r"^state: has a DTensor under '1.0.weight', must have this"):
         sharded_state_dict(model, sharded_state_dict(model))
     assert sharded_state_dict(whole(0), {}) == {}
     meta = sharded_state_dict(parallel(whole(0), None).to("meta"))["1.0.weight"]
@@ -249,9 +243,7 @@ def test_refused(rank: int, size: int) -> None:
     # What the weight is made of are parts, too: saved as plain tensors they would be those of rank 0.
     for change in (weight_norm, lambda layer: l1_unstructured(layer, "weight", 0.2)):
         layer = change(ColumnParallelLinear(IN, HIDDEN, group=None))
-        with pytest.raises(
-            ValueError, match=r"^module: 'weight' is computed from other tensors, must be the"
-        ):
+        with pytest.raises(ValueError, match=r"^module: 'weight' is computed from other tensors"):
             sharded_state_dict(layer)
         with pytest.raises(ValueError, match=r"^module: '1.weight' is computed from other tensors"):
             sharded_state_dict(nn.Sequential(nn.ReLU(), layer))

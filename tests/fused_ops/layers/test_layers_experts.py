@@ -226,26 +226,18 @@ def refused(rank: int, size: int) -> None:
     for given, kind, words in [
         ((weight[0],), ValueError, r"weight: has shape \(16, 8\), must be \[E, out_features"),
         ((weight.double(),), TypeError, "weight: is torch.float64, must be float32"),
-        (
-            (weight, torch.ones(4, 8)),
-            ValueError,
-            r"bias: has shape \(4, 8\), must have \(4, 16\) like weight",
-        ),
+        ((weight, torch.ones(4, 8)), ValueError, r"bias: has shape \(4, 8\), must have \(4, 16\)"),
     ]:
         with pytest.raises(kind, match=words):
             fused_ops.ColumnParallelExperts.from_weights(*given, group=world())
     mesh = DeviceMesh("cpu", list(range(size)))
     part = distribute_tensor(weight, mesh, [Shard(0)])
     for given, name in (((part,), "weight"), ((weight, part[..., 0]), "bias")):
-        with pytest.raises(
-            TypeError, match=f"{name}: is a DTensor, must be whole on every rank: its full_ten"
-        ):
+        with pytest.raises(TypeError, match=f"{name}: is a DTensor, must be whole on every rank: its"):
             fused_ops.ColumnParallelExperts.from_weights(*given, group=world())
     with pytest.raises(TypeError, match="gated: is an option, must not be one: the shape of weight says it"):
         fused_ops.ColumnParallelExperts.from_weights(weight, group=world(), gated=True)
-    with pytest.raises(
-        ValueError, match=r"weight: has shape \(4, 2, 8, 16\), must be \[E, out_features, in_feat"
-    ):
+    with pytest.raises(ValueError, match=r"weight: has shape \(4, 2, 8, 16\), must be \[E, out_features"):
         fused_ops.RowParallelExperts.from_weights(torch.ones(4, 2, 8, 16), group=world())
     layer = fused_ops.ColumnParallelExperts.from_weights(weight, group=world())
     rows, offs, _ = layer.route(torch.tensor([[1], [0]]))

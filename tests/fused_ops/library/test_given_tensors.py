@@ -27,17 +27,13 @@ def test_dtensors_nested_and_quantized_ones_are_refused(rank: int, world_size: i
     given = [each for call in calls for each in call.with_each()]
     for name, call in [*given, ("x", fused_ops.ColumnParallelLinear(6, 8, group=world()))]:
         sharded = DTensor.from_local(A, mesh, [Shard(0)])
-        with pytest.raises(
-            TypeError, match=f"^{re.escape(name)}: is a DTensor, must be what this rank holds"
-        ):
+        with pytest.raises(TypeError, match=f"^{re.escape(name)}: is a DTensor, must be what this rank"):
             call(sharded)
         nested = torch.nested.nested_tensor([A, A])
         with pytest.raises(ValueError, match=f"^{re.escape(name)}: is nested, must be one dense tensor"):
             call(nested)
         quantized = torch.quantize_per_tensor(A, 0.1, 0, torch.qint8)
-        with pytest.raises(
-            TypeError, match=f"^{re.escape(name)}: is torch.qint8, must be float32, bfloat16 or"
-        ):
+        with pytest.raises(TypeError, match=f"^{re.escape(name)}: is torch.qint8, must be float32, bfloat16"):
             call(quantized)
     compiled = torch.compile(
         lambda x: fused_ops.one_shot_all_reduce(x, "sum", world()), backend="eager", fullgraph=True

@@ -16,6 +16,7 @@ from opcommon import (
     world,
 )
 from ranks import on_ranks, run_row
+from references import held_gradients
 from torch import Tensor
 from weft import symm_mem
 from weft.fused_ops import last_plan, one_shot_all_gather
@@ -66,18 +67,16 @@ def right(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype
         assert list(y.shape) == sizes and y.dtype == dtype and y.is_contiguous()
         assert want is None or torch.equal(bits(y), bits(want)), (shape, dim, dtype)
         assert not x.numel() or y.data_ptr() != x.data_ptr()
-        out = torch.zeros_like(y)
-        assert one_shot_all_gather(x, dim, world(), out=out) is out
-        assert torch.equal(bits(out), bits(y))
-        # x is the part of the result that becomes x; and a result that does not lie in one piece.
+        apart = y.new_zeros((*y.shape[:-1], 2 * y.shape[-1]))[..., ::2]
+        for out in (torch.zeros_like(y), apart):  # the latter does not lie in one piece
+            assert one_shot_all_gather(x, dim, world(), out=out) is out
+            assert torch.equal(bits(out), bits(y))
+        # x is the part of the result that becomes x.
         out = torch.zeros_like(y)
         own = out.chunk(world_size, dim)[rank] if out.numel() else x
         own.copy_(x)
         assert one_shot_all_gather(own, dim, world(), out=out) is out
         assert torch.equal(bits(out), bits(y))
-        apart = y.new_zeros((*y.shape[:-1], 2 * y.shape[-1]))[..., ::2]
-        assert one_shot_all_gather(x, dim, world(), out=apart) is apart
-        assert torch.equal(bits(apart), bits(y))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -126,10 +125,7 @@ def test_gradients(rank: int, world_size: int) -> None:
     for dtype in (torch.float32, torch.float64):
         for dim in (0, 1, -1):
             x = torch.randn(4, 3, 2, dtype=dtype).requires_grad_()
-            weight = torch.randn_like(one_shot_all_gather(x, dim, world()))
-            (one_shot_all_gather(x, dim, world()) * weight).sum().backward()
-            assert x.grad is not None
-            check("x.grad", x.grad, sum(gather(weight)).chunk(world_size, dim)[rank], 1e-6)
+            held_gradients(one_shot_all_gather, x=x, gather_dim=dim, group=world())
     out = torch.zeros(4 * world_size, 3, 2, dtype=torch.float64)
     with pytest.raises(ValueError, match="x: requires a gradient, must not where the result is written"):
         one_shot_all_gather(x, 0, world(), out=out)

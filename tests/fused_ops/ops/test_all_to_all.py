@@ -6,18 +6,9 @@ from itertools import product
 
 import pytest
 import torch
-from opcommon import (
-    DEVICES,
-    assert_fused,
-    check,
-    compiled_like_eager,
-    gather,
-    gathered,
-    poison,
-    refuses,
-    world,
-)
+from opcommon import DEVICES, assert_fused, compiled_like_eager, gathered, poison, refuses, world
 from ranks import on_ranks, run_row
+from references import held_gradients
 from test_all_gather import any_bits, bits
 from torch import Tensor
 from weft import symm_mem
@@ -27,14 +18,10 @@ SHAPES = [(12,), (24, 5), (12, 3, 12), (0, 12), (36, 12, 1), (2, 12, 1, 24)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn]
 
 
-def joined(every: list[Tensor], scatter_dim: int, gather_dim: int, rank: int) -> Tensor:
-    return torch.cat([x.chunk(len(every), scatter_dim)[rank] for x in every], gather_dim)
-
-
 def wanted(x: Tensor, scatter_dim: int, gather_dim: int, rank: int) -> Tensor:
     """By torch, which knows nothing of the dtype."""
     every = [part.view(x.dtype).view(x.shape) for part in gathered(bits(x))]
-    return joined(every, scatter_dim, gather_dim, rank)
+    return torch.cat([each.chunk(len(every), scatter_dim)[rank] for each in every], gather_dim)
 
 
 def right(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -90,11 +77,8 @@ def test_gradients(rank: int, world_size: int) -> None:
         (torch.float32, torch.float64), ((0, 1), (1, 0), (-1, 1), (0, 0))
     ):
         x = torch.randn(6, 3, 3, dtype=dtype).requires_grad_()
-        weight = torch.randn_like(one_shot_all_to_all(x, scatter_dim, gather_dim, world()))
-        (one_shot_all_to_all(x, scatter_dim, gather_dim, world()) * weight).sum().backward()
-        assert x.grad is not None
-        want = joined(gather(weight), gather_dim, scatter_dim, rank)
-        check("x.grad", x.grad, want, 1e-6)
+        given = {"x": x, "scatter_dim": scatter_dim, "gather_dim": gather_dim, "group": world()}
+        held_gradients(one_shot_all_to_all, **given)
 
 
 def compiled(rank: int, world_size: int) -> None:

@@ -139,23 +139,6 @@ def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int)
     assert last_plan() is before, "refused after it was launched"
 
 
-def late(rank: int, world_size: int) -> str | None:
-    x = torch.ones(4)
-    one_shot_gather(x, 0, 0)
-    symm_mem.check()
-    symm_mem.set_timeout(0.5)
-    if rank == 1:
-        return None
-    with pytest.raises(symm_mem.PeerTimeout) as error:
-        one_shot_gather(x, 0, 0)
-    return str(error.value)
-
-
-def test_a_missing_rank_is_an_error_with_a_name() -> None:
-    text = run_ranks(late, 2, fresh=True)[0]
-    assert text.startswith("one_shot_gather: rank 0") and "waited 0.5 s for rank 1" in text
-
-
 def differ(rank: int, world_size: int) -> str:
     with pytest.raises(symm_mem.RankMismatch) as error:
         one_shot_gather(torch.ones(2, 3), 0, rank)

@@ -36,7 +36,7 @@ from weft.fused_ops import (
 )
 from weft.fused_ops.dispatch.choice import choice_of_call
 from weft.fused_ops.ops.experts import grouped_matmul_sums
-from weft.symm_mem import PeerTimeout, get_timeout, reset, set_checked, set_timeout
+from weft.symm_mem import set_checked
 
 # Tokens of a rank, choices, K, N of a rank, experts.
 ROWS = [(3, 2, 40, 8, 5), (16, 8, 16, 24, 9), (1, 1, 8, 8, 1), (33, 4, 72, 16, 4), (0, 2, 8, 8, 3)]
@@ -206,26 +206,16 @@ def test_under_torch_compile(device: str) -> None:
     run_row(compiled, 2, device=device)
 
 
-def planned_and_late(rank: int, size: int) -> None:
+def planned(rank: int, size: int) -> None:
     first = drawn(ROWS[0], torch.float32, rank, spread=False)[:5]
-    for op, more in (
-        (fused_grouped_matmul_all_reduce, ("sum",)),
-        (fused_grouped_matmul_reduce_scatter, ("sum", 0)),
-    ):
-        expected = plan(op, *first, *more, world())
-        op(*first, *more, world())
+    for op, more in ((fused_grouped_matmul_all_reduce, ()), (fused_grouped_matmul_reduce_scatter, (0,))):
+        expected = plan(op, *first, "sum", *more, world())
+        op(*first, "sum", *more, world())
         assert last_plan() == expected and expected.algorithm == "host" and expected.workspace_bytes > 0
-        before = get_timeout(world())
-        set_timeout(0.5, world())
-        if rank == 0:
-            with pytest.raises(PeerTimeout, match=op.__name__):
-                op(*first, *more, world())
-        set_timeout(before, world())
-        reset(world())
 
 
-def test_plan_and_a_rank_that_stays_away() -> None:
-    run_row(planned_and_late, 2)
+def test_plan() -> None:
+    run_row(planned, 2)
 
 
 def refused(rank: int, size: int) -> None:

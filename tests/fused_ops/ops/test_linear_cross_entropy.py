@@ -11,11 +11,7 @@ from opcommon import DEVICES, check, gather, same_on_all, world
 from ranks import on_ranks, run_row
 from torch.nn.functional import cross_entropy
 from vocabularies import BOUND, HOWS, IGNORED, compare, factor_of, losses, problem, reference, scored
-from weft.fused_ops import (
-    cross_entropy_of_sharded_logits,
-    fused_linear_cross_entropy,
-    fused_linear_log_probs,
-)
+from weft.fused_ops import cross_entropy_of_sharded_logits, fused_linear_cross_entropy, fused_linear_log_probs
 from weft.fused_ops.dispatch.plan import forced, last_plan
 from weft.fused_ops.ops.vocabulary import chunks
 

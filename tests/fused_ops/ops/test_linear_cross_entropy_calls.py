@@ -12,13 +12,9 @@ from opcommon import DEVICES, check, refuses, same_on_all, world
 from ranks import on_ranks, run_row
 from torch import Tensor
 from vocabularies import IGNORED, losses, problem
-from weft.fused_ops import (
-    cross_entropy_of_sharded_logits,
-    fused_linear_cross_entropy,
-    fused_linear_log_probs,
-)
+from weft.fused_ops import cross_entropy_of_sharded_logits, fused_linear_cross_entropy, fused_linear_log_probs
 from weft.fused_ops.ops.vocabulary import chunks
-from weft.symm_mem import PeerTimeout, get_timeout, reset, set_checked, set_timeout
+from weft.symm_mem import set_checked
 
 
 def compiled(rank: int, size: int) -> None:
@@ -131,9 +127,7 @@ def no_target(rank: int, size: int) -> None:
             for found in (loss, of_logits):
                 assert found.flatten()[-2:].isinf().any() and not found.isnan().any()
             set_checked(True)
-            with pytest.raises(
-                ValueError, match=rf"targets: holds {wrong}, must be from 0 to 9, or ignore_index"
-            ):
+            with pytest.raises(ValueError, match=rf"targets: holds {wrong}, must be from 0 to 9"):
                 fused_linear_cross_entropy(x, w, targets, reduction=reduction)
             set_checked(False)
     losses(rank, size, torch.float32, (3,), 20)  # the group is whole
@@ -151,20 +145,7 @@ def infinite(rank: int, size: int) -> None:
             assert not w.grad.isfinite().any()
 
 
-def absent(rank: int, size: int) -> None:
-    losses(rank, size, torch.float32, (3,), 20)
-    before = get_timeout()
-    if rank == 0:
-        set_timeout(0.2)
-        x, w = torch.randn(3, 4), torch.randn(5, 4)
-        with pytest.raises(PeerTimeout, match=r"fused_linear_cross_entropy.*waited 0\.2 s for rank 1"):
-            fused_linear_cross_entropy(x, w, torch.zeros(3, dtype=torch.int64))
-        set_timeout(before)
-    reset()
-    losses(rank, size, torch.float32, (3,), 20)
-
-
-@pytest.mark.parametrize("fn", [twice, no_target, infinite, absent])
+@pytest.mark.parametrize("fn", [twice, no_target, infinite])
 def test_errors(fn: Any) -> None:
     run_row(fn, 2)
 

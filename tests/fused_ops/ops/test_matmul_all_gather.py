@@ -146,7 +146,7 @@ def test_plans() -> None:
 
 
 #: Rows, K, and columns of a rank: cut by columns, by rows, and with rows that are no multiple of 16 bytes.
-ON_GPUS = [(2048, 4096, 16640), (8200, 4096, 4104), (3001, 2048, 20003)]
+ON_GPUS = [(2048, 2048, 33280), (8200, 2048, 8208), (3001, 2048, 20003)]
 
 
 def on_gpus(rank: int, world_size: int, dtype: torch.dtype, algorithm: str) -> None:

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opcommon import (
-    BOUND,
-    DEVICES,
-    assert_fused,
-    cells,
-    check,
-    compiled_like_eager,
-    gather,
-    poison,
-    refuses,
-    world,
-)
+from opcommon import DEVICES, assert_fused, cells, compiled_like_eager, gather, poison, refuses, world
 from ranks import on_ranks
+from references import held, held_gradients
 from weft.fused_ops import fused_matmul_all_reduce
 from weft.kernels.matmul_reduce_scatter.configs import MatmulReduceScatterProblem, ScatterPushConfig
 from weft.kernels.matmul_reduce_scatter.to_all import choose_sum_to_all_push
@@ -40,18 +30,15 @@ def test_fused_matmul_all_reduce(
 ) -> None:
     for reduce_op in ("sum", "avg"):
         poison(rank)
-        A, B = torch.randn(*shape).to(dtype), torch.randn(shape[-1], n).to(dtype)
-        scale = world_size if reduce_op == "avg" else 1
-        parts = [a @ b / scale for a, b in zip(gather(A), gather(B), strict=True)]
-        out = fused_matmul_all_reduce(A, B, reduce_op, world())
+        given = {"A": torch.randn(*shape).to(dtype), "B": torch.randn(shape[-1], n).to(dtype)}
+        given |= {"reduce_op": reduce_op, "group": world()}
+        out = held(fused_matmul_all_reduce, **given)
         if out.numel() and world_size > 1:
             assert_fused()
         assert out.dtype == dtype and out.is_contiguous()
-        check(f"{shape} {dtype} {reduce_op}", out, sum(parts), BOUND[dtype], parts)
         bits = gather(out.view(torch.int16 if dtype.itemsize == 2 else torch.int32))
         assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
-        again = fused_matmul_all_reduce(A, B, reduce_op, world())
-        assert torch.equal(out, again), "other bits in another run"
+        assert torch.equal(out, fused_matmul_all_reduce(**given)), "other bits in another run"
 
 
 @on_ranks(3)
@@ -68,21 +55,14 @@ def test_own_parts_are_not_rounded(rank: int, world_size: int) -> None:
 def test_any_strides(rank: int, world_size: int) -> None:
     base, weight = torch.randn(6, 5, 9), torch.randn(12, 9)
     for A in (base.transpose(0, 1), base[::2, 1:], base[0]):
-        parts = [a @ b.t() for a, b in zip(gather(A), gather(weight), strict=True)]
-        got = fused_matmul_all_reduce(A, weight.t(), "sum", world())
-        check(str(A.stride()), got, sum(parts), 1e-6, parts)
+        held(fused_matmul_all_reduce, A=A, B=weight.t(), reduce_op="sum", group=world())
 
 
 @on_ranks(3, device=DEVICES)
 def test_gradients(rank: int, world_size: int) -> None:
     for reduce_op in ("sum", "avg"):
         A, B = torch.randn(2, 5, 4, requires_grad=True), torch.randn(4, 3, requires_grad=True)
-        weight = torch.randn(2, 5, 3)
-        (fused_matmul_all_reduce(A, B, reduce_op, world()) * weight).sum().backward()
-        grad = sum(gather(weight)) / (world_size if reduce_op == "avg" else 1)
-        check("A.grad", A.grad, grad @ B.detach().double().t(), 1e-6)
-        want = A.detach().double().flatten(0, 1).t() @ grad.flatten(0, 1)
-        check("B.grad", B.grad, want, 1e-6)
+        held_gradients(fused_matmul_all_reduce, A=A, B=B, reduce_op=reduce_op, group=world())
 
 
 @on_ranks(2, device=DEVICES)
@@ -120,6 +100,5 @@ def test_the_choice(world_size: int) -> None:
 
     for n, k in ((4096, 4096), (4096, 14336), (8192, 8192)):
         assert not choose(16, n, k)[1]
-        config, profitable = choose(4096, n, k)
-        assert profitable and config.staged
+        assert choose(4096, n, k)[1]
     assert not choose(1 << 17, 8192, 8192)[1]

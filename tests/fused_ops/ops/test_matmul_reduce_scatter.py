@@ -17,6 +17,7 @@ from opcommon import (
     world,
 )
 from ranks import on_ranks, run_row
+from references import held, held_gradients
 from weft.fused_ops import fused_matmul_reduce_scatter
 from weft.fused_ops.dispatch.plan import forced
 
@@ -46,18 +47,14 @@ ROWS = [(row,) for row in range(len(shapes(1)))]
 def right(rank: int, world_size: int, shape: tuple[int, ...], n: int, dim: int, dtype: torch.dtype) -> None:
     for reduce_op in ("sum", "avg"):
         poison(rank)
-        A, B = torch.randn(*shape).to(dtype), torch.randn(shape[-1], n).to(dtype)
-        scale = world_size if reduce_op == "avg" else 1
-        products = [a @ b / scale for a, b in zip(gather(A), gather(B), strict=True)]
-        parts = [p.chunk(world_size, dim)[rank] for p in products]
+        given = {"A": torch.randn(*shape).to(dtype), "B": torch.randn(shape[-1], n).to(dtype)}
+        given |= {"reduce_op": reduce_op, "scatter_dim": dim, "group": world()}
         with forced("fused"):
-            out = fused_matmul_reduce_scatter(A, B, reduce_op, dim, world())
+            out = held(fused_matmul_reduce_scatter, **given)
+            again = fused_matmul_reduce_scatter(**given)
         if out.numel() and world_size > 1:
             assert_fused()
         assert out.dtype == dtype and out.is_contiguous()
-        check(f"{shape} {dim} {dtype} {reduce_op}", out, sum(parts), BOUND[dtype], parts)
-        with forced("fused"):
-            again = fused_matmul_reduce_scatter(A, B, reduce_op, dim, world())
         assert torch.equal(out, again), "other bits in another run"
 
 
@@ -89,30 +86,25 @@ def wide(rank: int, world_size: int, shape: tuple[int, ...], n: int, dim: int, d
     """A float32 result of 16-bit operands: parts are rounded as they were, their sum is not."""
     for algorithm in ("fused", "unfused"):
         poison(rank)
-        A, B = torch.randn(*shape).to(dtype), torch.randn(shape[-1], n).to(dtype)
-        products = [a @ b for a, b in zip(gather(A), gather(B), strict=True)]
-        parts = [p.chunk(world_size, dim)[rank] for p in products]
+        given = {"A": torch.randn(*shape).to(dtype), "B": torch.randn(shape[-1], n).to(dtype)}
+        given |= {"reduce_op": "sum", "scatter_dim": dim, "group": world()}
         with forced(algorithm):
-            out = fused_matmul_reduce_scatter(A, B, "sum", dim, world(), out_dtype=torch.float32)
-        what = f"{shape} {dim} {dtype} {algorithm}"
+            out = held(fused_matmul_reduce_scatter, **given, out_dtype=torch.float32)
         assert out.dtype == torch.float32 and out.is_contiguous()
-        check(what, out, sum(parts), BOUND[dtype], parts)
         if out.numel() >= 64 and world_size > 1:
-            assert not torch.equal(out, out.to(dtype).float()), f"the sum is rounded, {what}"
-        again = fused_matmul_reduce_scatter(A, B, "sum", dim, world(), out_dtype=dtype)
-        assert again.dtype == dtype
+            assert not torch.equal(out, out.to(dtype).float()), f"the sum is rounded, {shape} {dim} {dtype}"
+        assert fused_matmul_reduce_scatter(**given, out_dtype=dtype).dtype == dtype
 
 
 @on_ranks([1, 2, 3], device=DEVICES)
 def test_gradients_of_a_wider_result(rank: int, world_size: int) -> None:
-    A, B = torch.randn(4 * world_size, 8), torch.randn(8, 5)
-    A16, B16 = (t.bfloat16().requires_grad_() for t in (A, B))
-    out = fused_matmul_reduce_scatter(A16, B16, "sum", 0, world(), out_dtype=torch.float32)
+    A, B = (torch.randn(*s).bfloat16().requires_grad_() for s in ((4 * world_size, 8), (8, 5)))
+    out = fused_matmul_reduce_scatter(A, B, "sum", 0, world(), out_dtype=torch.float32)
     weight = torch.randn(out.shape).bfloat16().float()
     (out * weight).sum().backward()
     grad = torch.cat(gather(weight))
-    check("A.grad", A16.grad, grad @ B16.detach().double().t(), BOUND[torch.bfloat16])
-    check("B.grad", B16.grad, A16.detach().double().t() @ grad, BOUND[torch.bfloat16])
+    check("A.grad", A.grad, grad @ B.detach().double().t(), BOUND[torch.bfloat16])
+    check("B.grad", B.grad, A.detach().double().t() @ grad, BOUND[torch.bfloat16])
 
 
 @pytest.mark.parametrize(
@@ -152,15 +144,10 @@ def test_gradients(rank: int, world_size: int, reduce_op: str) -> None:
         ((3, 4), 2 * world_size, 1),
         ((2, world_size, 5), 4, 1),
     ]:
-        A, B = torch.randn(*shape).requires_grad_(), torch.randn(shape[-1], n).requires_grad_()
-        out = fused_matmul_reduce_scatter(A, B, reduce_op, dim, world())
-        weight = torch.randn(out.shape)
-        (out * weight).sum().backward()
-        scale = world_size if reduce_op == "avg" else 1
-        grad = torch.cat(gather(weight), dim) / scale
-        rows = grad.reshape(-1, n)
-        check("A.grad", A.grad, grad @ B.detach().double().t(), 1e-6)
-        check("B.grad", B.grad, A.detach().double().reshape(-1, shape[-1]).t() @ rows, 1e-6)
+        given = {"A": torch.randn(*shape).requires_grad_(), "B": torch.randn(shape[-1], n).requires_grad_()}
+        held_gradients(
+            fused_matmul_reduce_scatter, **given, reduce_op=reduce_op, scatter_dim=dim, group=world()
+        )
 
 
 @on_ranks(2, device=DEVICES)
@@ -171,16 +158,6 @@ def test_under_torch_compile(rank: int, world_size: int) -> None:
         return fused_matmul_reduce_scatter(A.cos(), B, "sum", 1, group) * 2
 
     compiled_like_eager(f, lambda s: [torch.randn(3, s, 8), torch.randn(8, 5)], (4, 6, 10))
-
-
-@on_ranks(2, device=DEVICES)
-def test_opcheck(rank: int, world_size: int) -> None:
-    name = world().group_name
-    A, B = torch.randn(4, 6, 5), torch.randn(5, 8)
-    torch.library.opcheck(torch.ops.weft.fused_matmul_reduce_scatter, (A, B, "avg", 1, name))
-    A, B = (t.bfloat16().requires_grad_() for t in (A, B))
-    kwargs = {"out_dtype": torch.float32}
-    torch.library.opcheck(torch.ops.weft.fused_matmul_reduce_scatter, (A, B, "sum", 0, name), kwargs)
 
 
 @on_ranks(2, device=DEVICES)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from combines import SIZES, Routed, routed
+import torch.distributed as dist
+from combines import SIZES, routed
 from opcommon import (
     BOUND,
     DEVICES,
@@ -19,7 +20,9 @@ from opcommon import (
     world,
 )
 from ranks import run_row
+from references import held_gradients
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from weft.fused_ops import (
     fused_moe_combine_all_reduce,
     fused_moe_combine_all_reduce_rms_norm,
@@ -109,9 +112,7 @@ def any_layout(rank: int, world_size: int) -> None:
     far[0, 0] = 1 << 30
     set_checked(True)
     try:
-        with pytest.raises(
-            ValueError, match=r"slots: holds 1073741824, must be from -1 to 17, as y has rows"
-        ):
+        with pytest.raises(ValueError, match=r"slots: holds 1073741824, must be from -1 to 17, as y"):
             fused_moe_combine_all_reduce(given.y, far, given.weights, world())
     finally:
         set_checked(False)
@@ -124,50 +125,22 @@ def test_any_strides_and_slots(device: str) -> None:
 
 def gradients(rank: int, world_size: int, scatter_dim: int | None) -> None:
     tokens, hidden = 4 * world_size, 3 * world_size
-    given = routed((tokens, 3, hidden, 5), torch.float32, True)
-    given = Routed(*(t.nan_to_num() for t in given))
-    leaves = [given.y, given.weights, given.shared, torch.randn(tokens, hidden), torch.randn(hidden)]
-    y, weights, shared, residual, weight = (t.clone().requires_grad_() for t in leaves)
-    on_normed, on_sums = torch.randn(2, tokens, hidden).unbind()
+    y, slots, weights, shared = routed((tokens, 3, hidden, 5), torch.float32, True)
+    given = {"y": y.nan_to_num(), "slots": slots, "weights": weights.nan_to_num(), "shared": shared}
     if scatter_dim is None:
-        args = residual, weight, EPS, world()
-        normed, sums = fused_moe_combine_all_reduce_rms_norm(y, given.slots, weights, *args, shared=shared)
-        loss = (normed * on_normed).sum() + (sums * on_sums).sum()
+        op = fused_moe_combine_all_reduce_rms_norm
+        given |= {"residual": torch.randn(tokens, hidden), "weight": torch.randn(hidden), "eps": EPS}
     else:
-        part = fused_moe_combine_reduce_scatter(y, given.slots, weights, scatter_dim, world(), shared=shared)
-        loss = (part * on_sums.chunk(world_size, scatter_dim)[rank]).sum()
-    loss.backward(retain_graph=True)
-
-    # The sum of all ranks' losses, of this rank's leaves; the other ranks' rows and weights are numbers.
-    exact = [t.double().requires_grad_() for t in leaves]
-    rows = torch.cat([exact[0], torch.zeros(1, hidden)])[given.slots.long()]
-    own = (rows * exact[1][..., None]).sum(1) + exact[2]
-    total = sum(gather(own)) + own - own.detach()
-    if scatter_dim is None:
-        for r, (res, scale, a, b) in enumerate(
-            zip(*map(gather, (residual, weight, on_normed, on_sums)), strict=True)
-        ):
-            of_rank = (exact[3], exact[4]) if r == rank else (res, scale)
-            wide = total + of_rank[0]
-            ((rms_norm(wide, of_rank[1], EPS) * a).sum() + (wide * b).sum()).backward(retain_graph=True)
-    else:
-        on = torch.cat(
-            [g.chunk(world_size, scatter_dim)[r] for r, g in enumerate(gather(on_sums))], scatter_dim
-        )
-        (total * on).sum().backward()
-    for name, got, want in zip(
-        ("y", "weights", "shared", "residual", "weight"),
-        (y, weights, shared, residual, weight),
-        exact,
-        strict=True,
-    ):
-        if want.grad is None:
-            assert got.grad is None
-            continue
-        assert got.grad is not None, name
-        check(f"{name}.grad", got.grad, want.grad, 1e-6)
+        op, given["scatter_dim"] = fused_moe_combine_reduce_scatter, scatter_dim
+    for t in given.values():
+        if isinstance(t, Tensor) and t.is_floating_point():
+            t.requires_grad_()
+    # Slots are each rank's own: all ranks have those of one.
+    dist.broadcast(given["slots"], 0)
+    held_gradients(op, **given, group=world())
+    first, *_ = tree_leaves(op(**given, group=world()))
     with pytest.raises(NotImplementedError, match=r"fused_moe_combine_.*: has no second gradient"):
-        torch.autograd.grad(loss, y, create_graph=True)
+        torch.autograd.grad(first.sum(), given["y"], create_graph=True)
 
 
 @pytest.mark.parametrize("scatter_dim", [None, 0, 1])
@@ -217,11 +190,7 @@ def refused(rank: int, world_size: int) -> None:
         ((y, slots[:, :0], weights[:, :0]), ValueError, r"slots: has shape \(3, 0\), must have a column"),
         ((y, slots, weights[:2]), ValueError, r"weights: has shape \(2, 2\), must have \(3, 2\) like slots"),
         ((y, slots, weights.half()), TypeError, "weights: is torch.float16, must be torch.float32 like y"),
-        (
-            (y.half(), slots, weights.bfloat16()),
-            TypeError,
-            "weights: is torch.bfloat16, must be torch.float16",
-        ),
+        ((y.half(), slots, weights.bfloat16()), TypeError, "weights: is torch.bfloat16"),
     ]:
         refuses(ops.fused_moe_combine_all_reduce, (*args, name), kind, words)
         refuses(ops.fused_moe_combine_reduce_scatter, (*args, 0, name), kind, words)
@@ -233,11 +202,7 @@ def refused(rank: int, world_size: int) -> None:
 
     for args, kind, words in [
         ((torch.randn(2, 8), name), ValueError, r"shared: has shape \(2, 8\), must have \(3, 8\)"),
-        (
-            (torch.randn(3, 8).half(), name),
-            TypeError,
-            "shared: is torch.float16, must be torch.float32 like y",
-        ),
+        ((torch.randn(3, 8).half(), name), TypeError, "shared: is torch.float16, must be torch.float32"),
         ((torch.randn(3, 8), "nobody"), ValueError, "group: no process group is named"),
     ]:
         with pytest.raises(kind, match=words):

@@ -166,9 +166,7 @@ def test_an_overflow_names_counts_on_all_ranks(rank: int, world_size: int) -> No
     rows, _, handle = moe_dispatch(x, ids, 6, world(), capacity=15)  # rank 0 gets 5 rows of each rank
     assert rows.shape == (15, 8) and rows.any(1).sum() == [15, 6, 3][rank]
     for capacity, align, most in ((14, 1, 15), (17, 4, 20), (0, 1, 15)):
-        with pytest.raises(
-            ValueError, match=f"capacity: is {capacity}, must be at least {most}, the rows of"
-        ):
+        with pytest.raises(ValueError, match=f"capacity: is {capacity}, must be at least {most}, the rows"):
             moe_dispatch(x, ids, 6, world(), capacity=capacity, align=align)
     assert torch.equal(moe_combine(rows, handle, torch.ones(4, 2), world()), 2 * x)
     twice = torch.zeros(4, 2, dtype=torch.int32)  # no room is made for one expert twice in a token
@@ -317,37 +315,14 @@ def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int)
     weights = torch.rand(3, 2)
     for given, kind, words in [
         ((rows[:3], *handle, weights), ValueError, "y: has 3 rows, must have 12, as moe_dispatch returned"),
-        (
-            (rows, handle[0][:5], *handle[1:], weights),
-            ValueError,
-            r"slots: has shape \(5, 2\), must have a row",
-        ),
-        (
-            (rows, *handle[:2], handle[2][:5], weights),
-            ValueError,
-            "ranks: has 5 elements, must have 6 as slots",
-        ),
-        (
-            (rows, *handle, weights[:2]),
-            ValueError,
-            r"weights: has shape \(2, 2\), must have \(3, 2\) like topk_ids",
-        ),
-        (
-            (rows, *handle, weights.half()),
-            TypeError,
-            "weights: is torch.float16, must be torch.float32 like y",
-        ),
+        ((rows, handle[0][:5], *handle[1:], weights), ValueError, r"slots: has shape \(5, 2\), must have"),
+        ((rows, *handle[:2], handle[2][:5], weights), ValueError, "ranks: has 5 elements, must have 6"),
+        ((rows, *handle, weights[:2]), ValueError, r"weights: has shape \(2, 2\), must have \(3, 2\)"),
+        ((rows, *handle, weights.half()), TypeError, "weights: is torch.float16, must be torch.float32"),
     ]:
         refuses(ops.moe_combine, (*given, name), kind, words)
-    refuses(
-        ops.moe_dispatch_again,
-        (x[:2], *handle, name),
-        ValueError,
-        "x: has 2 rows, must have 3, as were",
-    )
+    refuses(ops.moe_dispatch_again, (x[:2], *handle, name), ValueError, "x: has 2 rows, must have 3, as were")
     with pytest.raises(TypeError, match="handle: is a tensor, must be what moe_dispatch returned"):
         moe_combine(rows, rows, weights, world())
-    with pytest.raises(
-        ValueError, match="weights: has 6 rows, must have at most 3, as tokens were dispatched"
-    ):
+    with pytest.raises(ValueError, match="weights: has 6 rows, must have at most 3, as tokens were"):
         moe_combine(rows, MoeHandle(*handle), torch.cat([weights, weights]), world())

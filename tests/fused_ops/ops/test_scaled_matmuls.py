@@ -224,12 +224,7 @@ def test_what_is_refused(rank: int, size: int) -> None:
     half, rows = torch.zeros(4, 32).half(), b.numbers.contiguous()
     for at, value, kind, words in (
         (0, half, TypeError, "A_shard: is torch.float16, must be torch.float8_e4m3fn or"),
-        (
-            0,
-            left("rows", 4, 40).numbers,
-            ValueError,
-            "A_shard: its last size, K, is 40, must be a multiple of 16",
-        ),
+        (0, left("rows", 4, 40).numbers, ValueError, "A_shard: its last size, K, is 40, must be a multiple"),
         (0, a.numbers[0], ValueError, "A_shard: has 1 dimensions"),
         (1, [rows], ValueError, r"Bs\[0\]: has strides .* must be column-major"),
         (1, [], ValueError, "Bs: is empty"),
@@ -237,26 +232,11 @@ def test_what_is_refused(rank: int, size: int) -> None:
         (1, [right("rows", 32, 40).numbers], ValueError, "N, is 40, must be a multiple of 16"),
         (2, a.scale.double(), TypeError, "A_scale: is torch.float64, must be torch.float32"),
         (2, torch.ones(3, 1), ValueError, r"A_scale: has shape \(3, 1\), must have one element, or \(4, 1\)"),
-        (
-            2,
-            torch.ones(()),
-            ValueError,
-            r"B_scales\[0\]: has shape \(1, 48\), must have one element, as A_scale",
-        ),
-        (
-            3,
-            [torch.ones(())],
-            ValueError,
-            r"B_scales\[0\]: has shape \(\), must have \(1, 48\), one for each",
-        ),
+        (2, torch.ones(()), ValueError, r"B_scales\[0\]: has shape \(1, 48\), must have one element"),
+        (3, [torch.ones(())], ValueError, r"B_scales\[0\]: has shape \(\), must have \(1, 48\), one for"),
         (3, [], ValueError, "B_scales: has 0 elements, must have 1, as many as Bs"),
         (4, 2, ValueError, "gather_dim: is 2, must be from -2 to 1"),
-        (
-            6,
-            [torch.zeros(48)],
-            TypeError,
-            r"biases\[0\]: is torch.float32, must be torch.bfloat16 like the result",
-        ),
+        (6, [torch.zeros(48)], TypeError, r"biases\[0\]: is torch.float32, must be torch.bfloat16"),
         (6, [torch.zeros(47).bfloat16()], ValueError, r"biases\[0\]: has shape \(47,\), must have \(48,\)"),
         (7, [torch.zeros(2)], ValueError, r"result_scales\[0\]: is torch.float32 of shape \(2,\)"),
         (8, [E4M3], TypeError, r"out_dtypes\[0\]: is .*, must be torch.bfloat16, torch.float16 or"),

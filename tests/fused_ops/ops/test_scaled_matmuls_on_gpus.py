@@ -9,11 +9,7 @@ import torch
 from opcommon import gather, poison, world
 from ranks import on_ranks, run_row
 from scaled_operands import E4M3, E5M2, KINDS, Scaled, left, right
-from weft.fused_ops import (
-    fused_all_gather_scaled_matmul,
-    fused_scaled_matmul_reduce_scatter,
-    last_plan,
-)
+from weft.fused_ops import fused_all_gather_scaled_matmul, fused_scaled_matmul_reduce_scatter, last_plan
 from weft.fused_ops.dispatch.plan import forced
 
 pytestmark = pytest.mark.gpu

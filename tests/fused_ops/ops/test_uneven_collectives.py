@@ -16,13 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.distributed import _functional_collectives as funcol
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft import symm_mem
-from weft.fused_ops import (
-    last_plan,
-    one_shot_all_gather,
-    one_shot_all_reduce,
-    one_shot_reduce_scatter,
-    plan,
-)
+from weft.fused_ops import last_plan, one_shot_all_gather, one_shot_all_reduce, one_shot_reduce_scatter, plan
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.passes import FusionPass
 

@@ -148,9 +148,7 @@ def test_callbacks_that_differ_between_ranks(rank: int, world_size: int) -> None
     begin = time.monotonic()
     future = started(group, torch.ones(4)).get_future().then(again)
     if rank == 0:
-        with pytest.raises(
-            RuntimeError, match=r"all_reduce: rank 0 of group .* waited 1 s for rank 1: flag 0"
-        ):
+        with pytest.raises(RuntimeError, match=r"all_reduce: rank 0 of group .* waited 1 s for rank 1: flag"):
             future.wait()
     else:
         future.wait()

@@ -67,10 +67,7 @@ _TRANSFERS = "W=2 TURNS=3 AGAIN=2"
 _TWO_WORKERS = "W=2 WORKERS=2 CALLS=1 LEAST=3 MOST=3 PARTS=1 TRIPS=1 PROMPT=1"
 
 #: Part of `make test` where SPIN is there. The others change with the models alone, not with the library.
-SMALL = [
-    Case("workspace", "W=2 CALLS=4 CHUNKS=2 GROWTHS=0"),
-    Case("workspace", _W2, WRONG, "REUSE"),
-]
+SMALL = [Case("workspace", "W=2 CALLS=4 CHUNKS=2 GROWTHS=0"), Case("workspace", _W2, WRONG, "REUSE")]
 LARGE = [
     Case("workspace", _W2, WRONG, "FLAG"),
     Case("workspace", _W2, STUCK, "LOST_DONE"),
@@ -166,10 +163,7 @@ def check(case: Case, seconds: float) -> Finding:
         # States are kept as 64-bit hashes: that two of 10^7 are taken for one has a chance of about 10^-6 or 10^-5.
         quick = "-Og" if case in SMALL else "-O2"  # gcc takes longer than the search
         options = [quick, "-w", "-DSAFETY", "-DHC4", "-DVECTORSZ=4096", f"-DMEMLIM={MEMORY}"]
-        for command in (
-            [program, *case.defines(), "-a", model],
-            [cc, *options, "-o", "pan", "pan.c"],
-        ):
+        for command in ([program, *case.defines(), "-a", model], [cc, *options, "-o", "pan", "pan.c"]):
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise RuntimeError(f"{case}: {' '.join(command)}\n{done.stdout}{done.stderr}")

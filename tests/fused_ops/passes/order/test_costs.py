@@ -14,9 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from weft.fused_ops import plan
 from weft.fused_ops.passes.order.costs import TABLES, kernel_time, transfer_time
 from weft.fused_ops.passes.order.transports import NVLINK, WEFT
-from weft.kernels.all_gather.configs import estimate_all_gather_us
 from weft.kernels.all_reduce.configs import estimate_all_reduce_us
-from weft.kernels.reduce_scatter.configs import estimate_reduce_scatter_us
+from weft.kernels.device.comm.exchange_time import estimate_all_gather_us, estimate_reduce_scatter_us
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 CUDA = TABLES["cuda"]
