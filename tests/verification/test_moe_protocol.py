@@ -228,11 +228,11 @@ def test_a_rank_that_does_not_come_is_named(
 ) -> None:
     """Also by ranks that need nothing of it."""
     case = (3, "float32", 1, False)
-    ranks = Ranks(compiled(tmp_path, case), ExchangeLayout(3, 128))
+    ranks = Ranks(compiled(tmp_path, case), ExchangeLayout(3, 256))
     monkeypatch.setattr(cuda_kernel, "launched_moe", lambda *a: Kernels(ranks))
     monkeypatch.setattr(random, "choice", lambda among: among[-1])  # each token stays where it is
     call = Call(3, tokens, 12, case)
-    kept = [launch(ranks, call, "dispatch", rank, RoundsConfig(64, 2, 32, True), 500) for rank in range(3)]
+    kept = [launch(ranks, call, "dispatch", rank, RoundsConfig(128, 1, 64, True), 500) for rank in range(3)]
     # Rank 1 comes, but what it sends goes nowhere.
     elsewhere = torch.zeros_like(ranks.memory)
     params = MoeParams.from_buffer(ranks.places[1].launches[0], 16)
