@@ -9,20 +9,27 @@ import torch
 from ..device.collective.combine import MOST_VECTORS
 from ..device.collective.rounds import RoundsConfig, epoch_of
 from ..device.comm.exchange_time import exchange_time_us
-from ..device.comm.ll_exchange import BLOCKS, VECTOR
-from ..moe_route.reference import BLOCKS as ROUTE_BLOCKS
+from ..device.comm.ll_exchange import BLOCKS, VECTOR, WARP
 
 MOST_RANKS = 8  #: whose vectors fit into a thread's registers
 #: To the time of an all-reduce that sends as many bytes, as all-gathers and reduce-scatters have it. Not measured.
 _TIME_RATIO = {"dispatch": 1.1, "combine": 1.05}
 
 
+class Routed(NamedTuple):
+    """Of a dispatch that sends by ids while its routes are found: experts of a rank, words of an id, and blocks of the
+    kernel that finds them."""
+
+    each: int
+    words: int
+    blocks: int
+
+
 class MoeProblem(NamedTuple):
     """Tokens of each rank, of ``hidden`` numbers and ``choices`` experts each, and rows of this rank's experts.
 
     ``way``: "dispatch", or "combine"; ``wide``: weights of float32 beside 16 bits; ``experts``: of this rank, where
-    their rows are filled up; ``by_ids``: experts of a rank, and words of an id, where a dispatch sends by them while
-    its routes are found.
+    their rows are filled up.
     """
 
     way: str
@@ -33,7 +40,7 @@ class MoeProblem(NamedTuple):
     dtype: torch.dtype
     wide: bool = True
     experts: int = 0
-    by_ids: tuple[int, int] | None = None
+    routed: Routed | None = None
 
     @property
     def row(self) -> int:
@@ -50,6 +57,11 @@ class MoeProblem(NamedTuple):
         """What a program is made for."""
         return self.dtype, self.choices, self.wide
 
+    @property
+    def sends_by_ids(self) -> Routed | None:
+        """How, if it does: a warp's lanes look at the ids of two tokens."""
+        return self.routed if self.row >= WARP and self.choices <= WARP // 2 else None
+
     def why_not(self, world_size: int) -> str | None:
         """Why there is no kernel for it; None if there is one."""
         if world_size > MOST_RANKS:
@@ -63,9 +75,8 @@ class MoeProblem(NamedTuple):
 
 def choose_moe(problem: MoeProblem, world_size: int, num_sms: int) -> RoundsConfig:
     """The configuration; the same on every rank."""
-    blocks = min(BLOCKS, num_sms)
-    if problem.by_ids is not None:
-        blocks = max(blocks - ROUTE_BLOCKS, 1)  # the others, and their slots, are the route's
+    beside = 0 if problem.routed is None else problem.routed.blocks
+    blocks = max(min(BLOCKS, num_sms) - beside, 1)
     return RoundsConfig(epoch_of(world_size), blocks, exact=problem.way == "dispatch")
 
 

@@ -73,10 +73,13 @@ class MoeLauncher:
         self._params.vectors, self._params.room = problem.vectors, launch.room
         self._params.row, self._params.tokens, self._params.rows = problem.row, problem.tokens, problem.rows
         self._params.experts = problem.experts
-        self._params.each, self._params.words = problem.by_ids or (0, 0)
+        # Later epochs wait for routes anyway, and would look at ids for longer than at ranks.
+        by_ids = problem.sends_by_ids if launch.epochs <= 2 else None
+        if by_ids is not None:
+            self._params.each, self._params.words, _ = by_ids
         program = launched_moe(place.layout.world_size, place.rank, problem.defined)
         function: Function = program.function(f"{problem.way}_{launch.kernel}")
-        early = problem.by_ids is not None or ll_exchange.dependent()
+        early = by_ids is not None or ll_exchange.dependent()
         self._bound = function.bound(launch.blocks, launch.threads, self._params, dependent=early)
         self._lock = threading.Lock()  # a launch takes what stands in its struct
 
@@ -85,16 +88,20 @@ class MoeLauncher:
     ) -> None:
         """The whole exchange. Safe to capture in a CUDA graph. The current device must be that of the tensors.
 
-        Args:
-            buffer: not used; epochs alternate by themselves.
-            operands: addresses of x, slots and ranks, choices and offs where experts' rows are filled up, and this
-                rank's ids where it sends by them; or of y, slots, ranks and weights: contiguous, multiples of 16.
-            results: that of the result, likewise.
-            timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
-            stream: a CUstream as an integer.
+                Args:
+                    buffer: not used; epochs alternate by themselves.
+                    operands: addresses of x, slots and ranks, choices and offs where experts' rows are filled up, and this
+        <<<<<<< HEAD
+                        rank's ids where it is routed; or of y, slots, ranks and weights: contiguous tensors, multiples of 16.
+        =======
+                        rank's ids where it sends by them; or of y, slots, ranks and weights: contiguous, multiples of 16.
+        >>>>>>> main
+                    results: that of the result, likewise.
+                    timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
+                    stream: a CUstream as an integer.
 
-        Raises:
-            RuntimeError: the kernel cannot be launched.
+                Raises:
+                    RuntimeError: the kernel cannot be launched.
         """
         with self._lock:
             self._params.slots.watch.timeout_ns = timeout_ns

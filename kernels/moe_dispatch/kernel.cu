@@ -35,29 +35,37 @@ struct Params {
     const u32* ranks;  // [W * T]: bit r says that rank r has an expert of the token
     const void* more;  // choices [C], -1 where a row has none, or null; or weights [W * T, CHOICES]
     const u32* offs;  // [experts]: rows up to the end of each of this rank's; with choices
-    const u32* ids;  // own tokens' [T, CHOICES], of `words` words each; null: they are known by `ranks`
+    const u32* ids;  // own tokens' [T, CHOICES], of `words` words each
     u32 vectors;  // of a rank's tokens
     u32 room;  // slots of a sender in one epoch, that data takes
     u32 row;  // vectors of a token
     u32 tokens;  // T
     u32 rows;  // C
     u32 experts;  // of this rank, whose rows are filled up; else 0
-    u32 each;  // experts of a rank; with ids
-    u32 words;
+    u32 each;  // experts of a rank; with words
+    u32 words;  // 0: who needs own tokens is known by `ranks` alone; else rows have 32 vectors or more
 
     // Which ranks have an expert of rank r's token whose vector `at` is.
     __device__ __forceinline__ u32 needed(int r, u32 at) const { return ranks[r * tokens + at / row]; }
 
-    // The same of an own token, before there are routes: as they say it.
-    __device__ __forceinline__ u32 needed_of_own(u32 at) const {
-        if (ids == nullptr) return needed(RANK, at);
-        const u32* chosen = ids + static_cast<u64>(at / row) * CHOICES * words;
+    // One id of the two own tokens that a warp's 32 vectors from `first` on may be of: of the one by lanes 0 to 15, of the
+    // next by the others.
+    __device__ __forceinline__ u32 chosen_by_lane(u32 first) const {
+        const u32 lane = threadIdx.x % 32, token = first / row + lane / 16, j = lane % 16;
+        if (token >= tokens || j >= CHOICES) return ~0u;
+        const u32* id = ids + (static_cast<u64>(token) * CHOICES + j) * words;
+        const u32 expert = id[0], more = words == 2 ? id[1] : 0;
+        return more == 0 ? expert : ~0u;
+    }
+
+    // Which peers have an expert of the own token whose vector `at` is, by all lanes' ids: as `ranks` will say it.
+    __device__ __forceinline__ u32 peers_of(u32 at, u32 expert) const {
+        const u32 second = (at - threadIdx.x % 32) / row == at / row ? 0 : 16;
         u32 by = 0;
 #pragma unroll
-        for (int j = 0; j < CHOICES; ++j) {
-            const u32 expert = words == 2 && chosen[2 * j + 1] != 0 ? ~0u : chosen[words * j];
-#pragma unroll
-            for (int r = 0; r < WORLD_SIZE; ++r) by |= static_cast<u32>(expert - r * each < each) << r;
+        for (int i = 1; i < WORLD_SIZE; ++i) {
+            const u32 there = __ballot_sync(~0u, expert - weft::peer_of(i) * each < each);
+            by |= static_cast<u32>((there >> second & 0xffff) != 0) << weft::peer_of(i);
         }
         return by;
     }
@@ -114,16 +122,28 @@ struct Dispatch {
     __device__ __forceinline__ explicit Dispatch(const Params& params) : p(params) {}
 
     __device__ __forceinline__ void load(const ThreadShare& s, u32 end, u32 threads) {
+        const u32 stride = gridDim.x * threads, lane = threadIdx.x % 32;
 #pragma unroll
         for (int k = 0; k < HELD; ++k) {
-            const u32 at = s.at + k * gridDim.x * threads;
-            if (at < end) next[k] = weft::load_vector(p.given + at), needed[k] = p.needed_of_own(at);
+            if (s.at + k * stride < end) next[k] = weft::load_vector(p.given + s.at + k * stride);
         }
+        if (p.words == 0) {
+#pragma unroll
+            for (int k = 0; k < HELD; ++k) {
+                if (s.at + k * stride < end) needed[k] = p.needed(RANK, s.at + k * stride);
+            }
+            return;
+        }
+        u32 expert[HELD];
+#pragma unroll
+        for (int k = 0; k < HELD; ++k) expert[k] = p.chosen_by_lane(s.at + k * stride - lane);
+#pragma unroll
+        for (int k = 0; k < HELD; ++k) needed[k] = p.peers_of(s.at + k * stride, expert[k]);
     }
 
     __device__ __forceinline__ void send(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) {
         const weft::ExactEpoch exact{epoch, p.room};
-        for (; s.at < end; load(s, end, threads)) {
+        for (; s.at - threadIdx.x % 32 < end; load(s, end, threads)) {  // a warp's lanes load together
 #pragma unroll
             for (int k = 0; k < HELD; ++k) {
                 if (s.at + k * gridDim.x * threads >= end) break;
@@ -141,8 +161,8 @@ struct Dispatch {
     // Own vectors, too.
     template <int COUNT>
     __device__ __forceinline__ void receive(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) {
-        constexpr int MOST = COUNT * WORLD_SIZE;
-        if (p.ids != nullptr) weft::wait_for_previous();
+        constexpr int MOST = COUNT * WORLD_SIZE, AHEAD = MOST * CHOICES <= 32 ? MOST : 2;  // as registers allow
+        if (p.words != 0) weft::wait_for_previous();
         if (!cleared) clear(s.index, threads);
         cleared = true;
         const weft::ExactEpoch exact{epoch, p.room};
@@ -150,25 +170,27 @@ struct Dispatch {
         for (; s.at + (COUNT - 1) * stride < end; s.skip(threads, COUNT)) {
             uint4 in[MOST];
             Sent<COUNT> sent;
-            Places places[2];  // of one vector, and of the next one: as registers allow
+            Places places[AHEAD];
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) places[i].load(p, i % WORLD_SIZE, s.at + i / WORLD_SIZE * stride);
 #pragma unroll
             for (int k = 0; k < COUNT; ++k) {
+                in[k * WORLD_SIZE + RANK] = weft::load_vector(p.given + s.at + k * stride);
                 sent.by[k] = s.index == 0 && k == 0 ? ~0u : 0;
 #pragma unroll
                 for (int src = 0; src < WORLD_SIZE; ++src) {
                     sent.by[k] |= (p.needed(src, s.at + k * stride) >> RANK & 1) << src;
                 }
-                if (sent(k, RANK)) in[k * WORLD_SIZE + RANK] = weft::load_vector(p.given + s.at + k * stride);
             }
-            places[0].load(p, 0, s.at);
             epoch.take_all<COUNT>(s.index, in, threads, sent);
 #pragma unroll
             for (int i = 0; i < MOST; ++i) {
-                const int src = i % WORLD_SIZE, k = i / WORLD_SIZE;
-                if (i + 1 < MOST) places[(i + 1) % 2].load(p, (i + 1) % WORLD_SIZE, s.at + (i + 1) / WORLD_SIZE * stride);
-                if (!sent(k, src)) continue;
-                if (src != RANK) in[i] = exact.corrected(src, s.index + k * threads, in[i]);
-                places[i % 2].store(p, in[i]);
+                const int src = i % WORLD_SIZE, k = i / WORLD_SIZE, more = i + AHEAD;
+                if (sent(k, src)) {
+                    if (src != RANK) in[i] = exact.corrected(src, s.index + k * threads, in[i]);
+                    places[i % AHEAD].store(p, in[i]);
+                }
+                if (more < MOST) places[i % AHEAD].load(p, more % WORLD_SIZE, s.at + more / WORLD_SIZE * stride);
             }
         }
         if constexpr (COUNT > 1) receive<1>(epoch, s, end, threads);
@@ -282,17 +304,17 @@ struct Combine {
     }
 };
 
-// A kernel that has ids is launched while the one that finds the routes still runs, and waits for it by itself.
+// A kernel that sends by ids is launched while the one that finds the routes still runs, and waits for it by itself.
 template <class Steps>
 __device__ __forceinline__ void at_once(const Params& p) {
-    if (p.ids == nullptr) weft::begin();
+    if (p.words == 0) weft::begin();
     Steps steps{p};
     weft::in_one_epoch(p.slots, p.vectors, steps);
 }
 
 template <class Steps>
 __device__ __forceinline__ void by_rounds(const Params& p) {
-    if (p.ids == nullptr) weft::begin();
+    if (p.words == 0) weft::begin();
     Steps steps{p};
     weft::in_rounds_apart<AT_ONCE>(p.slots, p.vectors, p.room, steps);
 }

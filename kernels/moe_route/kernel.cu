@@ -51,21 +51,32 @@ __device__ __forceinline__ int expert_of(const Id* ids, int index, int end, int 
     return expert >= 0 && expert < count ? static_cast<int>(expert) : -1;
 }
 
-// `what(index, expert)` of a warp's part of the ids, 32 after 32. Loads are under way for several times at once.
-template <typename Id, typename What>
-__device__ __forceinline__ void in_order(const Id* ids, int begin, int end, int from, int count, const What& what) {
-    constexpr int AHEAD = 8;
-    const int lane = threadIdx.x % 32;
-    for (int i = begin; i < end; i += 32 * AHEAD) {
-        int expert[AHEAD];
+// The ids from `begin` to `end`, a warp's part, as experts' numbers from `from` on.
+template <typename Id>
+struct Part {
+    static constexpr int AHEAD = 8;  // times 32: loads under way at once
+    const Id* ids;
+    int begin, end, from, count;
+    int loaded = -1;  // the first one of those that are here: a small part is loaded once
+    int experts[AHEAD];
+
+    // `what(index, expert)` of each, 32 after 32.
+    template <typename What>
+    __device__ __forceinline__ void in_order(const What& what) {
+        const int lane = threadIdx.x % 32;
+        for (int i = begin; i < end; i += 32 * AHEAD) {
 #pragma unroll
-        for (int k = 0; k < AHEAD; ++k) expert[k] = expert_of(ids, i + 32 * k + lane, end, from, count);
+            for (int k = 0; k < AHEAD; ++k) {
+                if (loaded != i) experts[k] = expert_of(ids, i + 32 * k + lane, end, from, count);
+            }
+            loaded = i;
 #pragma unroll
-        for (int k = 0; k < AHEAD; ++k) {
-            if (i + 32 * k < end) what(i + 32 * k + lane, expert[k]);
+            for (int k = 0; k < AHEAD; ++k) {
+                if (i + 32 * k < end) what(i + 32 * k + lane, experts[k]);
+            }
         }
     }
-}
+};
 
 __device__ __forceinline__ i64 padded(const Params& p, int rows) {
     return (static_cast<i64>(rows) + p.align - 1) / p.align * p.align;
@@ -131,9 +142,23 @@ __device__ __forceinline__ void route(const Params& p, const Id* ids) {
     const int share = (p.choices + CLUSTER * THREADS - 1) / (CLUSTER * THREADS) * 32;
     const int begin = min((block * WARPS + warp) * share, p.choices), end = min(begin + share, p.choices);
 
+    Part<Id> part{ids, begin, end, from, counted};
+
+    if constexpr (DISPATCH) {
+        const int tokens = p.choices / p.k;
+        for (int t = block * THREADS + threadIdx.x; t < tokens; t += CLUSTER * THREADS) {
+            int ranks = 0;
+#pragma unroll 8
+            for (int j = 0; j < p.k; ++j) {
+                const int expert = ids[t * p.k + j];
+                if (expert >= 0) ranks |= 1 << expert / p.count;
+            }
+            p.ranks[t] = ranks;
+        }
+    }
     for (int e = lane; e < counted; e += 32) of_warp[e] = 0;
     __syncwarp();
-    in_order(ids, begin, end, from, counted, [&](int, int expert) {
+    part.in_order([&](int, int expert) {
         const unsigned same = __match_any_sync(~0u, expert);
         if (expert >= 0 && lane == __ffs(same) - 1) of_warp[expert] += __popc(same);
         __syncwarp();
@@ -148,7 +173,7 @@ __device__ __forceinline__ void route(const Params& p, const Id* ids) {
         }
         of_block[e] = before;
     }
-    weft::sync_cluster();
+    weft::sync_cluster();  // all blocks have read the ids in whose place slots are written
     for (int e = threadIdx.x; e < counted; e += THREADS) {
         int before = 0, total = 0;
         for (int b = 0; b < CLUSTER; ++b) {
@@ -159,18 +184,7 @@ __device__ __forceinline__ void route(const Params& p, const Id* ids) {
         for (int w = 0; w < WARPS; ++w) memory[w * counted + e] += before;
         totals[e] = total;
     }
-    if constexpr (DISPATCH) {
-        const int tokens = p.choices / p.k;
-        for (int t = block * THREADS + threadIdx.x; t < tokens; t += CLUSTER * THREADS) {
-            int ranks = 0;
-            for (int j = 0; j < p.k; ++j) {
-                const int expert = ids[t * p.k + j];
-                if (expert >= 0) ranks |= 1 << expert / p.count;
-            }
-            p.ranks[t] = ranks;
-        }
-    }
-    weft::sync_cluster();  // all blocks have read the ids in whose place slots are written
+    __syncthreads();
     if (warp == 0) {
         i64 before = 0;
         for (int first = 0; first < p.count; first += 32) {
@@ -193,7 +207,8 @@ __device__ __forceinline__ void route(const Params& p, const Id* ids) {
         note_overflow(p, totals);
     }
     __syncthreads();
-    in_order(ids, begin, end, p.first, p.count, [&](int index, int expert) {
+    part.in_order([&](int index, int counted_as) {
+        const int number = counted_as - own, expert = number >= 0 && number < p.count ? number : -1;
         const unsigned same = __match_any_sync(~0u, expert);
         const int earlier = __popc(same & ((1u << lane) - 1));
         const unsigned place = expert >= 0 ? starts[expert] + of_warp[own + expert] + earlier : ~0u;
@@ -213,6 +228,7 @@ __device__ __forceinline__ void route(const Params& p, const Id* ids) {
             for (i64 i = first + lane; i < next; i += 32) p.rows[i] = -1;
         }
     }
+    weft::sync_cluster();  // others may still read what this block has counted
 }
 
 #ifdef WORLD_SIZE

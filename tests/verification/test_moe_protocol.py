@@ -16,7 +16,7 @@ from weft.kernels.device.collective.combine import Combined
 from weft.kernels.device.collective.rounds import RoundsConfig
 from weft.kernels.device.comm.ll_exchange import ExchangeLayout
 from weft.kernels.moe_dispatch import cuda_kernel
-from weft.kernels.moe_dispatch.configs import MoeProblem
+from weft.kernels.moe_dispatch.configs import MoeProblem, Routed
 from weft.kernels.moe_dispatch.cuda_kernel import SOURCE, MoeLauncher, MoeParams, moe_defines
 from weft.kernels.moe_dispatch.reference import ExpertRanks, rows_by_expert, sum_by_rank, take_tokens
 from weft.kernels.moe_route import cuda_kernel as route
@@ -37,10 +37,6 @@ MISTAKES = {
         "if (has(needed[k], weft::peer_of(1)) || i",
     ),
     "a block that hears no ids": ("s.at < vectors || s.index == 0;", "s.at < vectors;"),
-    "ids that a block has not read are overwritten": (
-        "    weft::sync_cluster();  // all blocks have read",
-        "    __syncthreads();  // all blocks have read",
-    ),
     "rows past the capacity": ("fits ? static_cast<int>(place) : -1", "static_cast<int>(place)"),
     "rows that fill an expert's up are of a choice": (
         "p.rows[i] = -1;\n        }",
@@ -48,14 +44,15 @@ MISTAKES = {
     ),
     "no overflow is noted": ("lane != 0 || most <= p.capacity", "true"),
     "an own token is not stored": (
-        "if (!sent(k, src)) continue;",
-        "if (src == RANK || !sent(k, src)) continue;",
+        "if (sent(k, src)) {",
+        "if (src != RANK && sent(k, src)) {",
     ),
     "tokens are stored before their places are known": (
-        "if (p.ids != nullptr) weft::wait_for_previous();",
+        "if (p.words != 0) weft::wait_for_previous();",
         ";",
     ),
-    "an id of two words is taken for its first one": ("words == 2 && chosen[2 * j + 1] != 0", "false"),
+    "an id of two words is taken for its first one": ("more == 0 ? expert : ~0u", "expert"),
+    "a warp's second token goes where its first one does": ("== at / row ? 0 : 16", "== at / row ? 0 : 0"),
     "who receives is an epoch ahead of the credits": ("credit_warp.all_emptied()", "credit_warp.emptied()"),
     "rows that fill experts' up stay as they were": ("if (!cleared) clear(s.index, threads);", ";"),
     "rows past the last one are written": ("used = p.offs[p.experts - 1], lane", "used = p.rows, lane"),
@@ -123,9 +120,9 @@ class Call:
 
     def problem(self, way: str) -> MoeProblem:
         given = self.tokens, self.hidden, self.rows, self.choices, self.dtype, self.wide
-        by_ids = (2, self.ids.itemsize // 4) if way == "routed" else None
+        routed = Routed(2, self.ids.itemsize // 4, CLUSTER) if way == "routed" else None
         of = "combine" if way == "combine" else "dispatch"
-        return MoeProblem(of, *given, 2 if self.align > 1 else 0, by_ids)
+        return MoeProblem(of, *given, 2 if self.align > 1 else 0, routed)
 
     def operands(self, way: str, rank: int) -> list[torch.Tensor]:
         slots, choices, ranks = self.places[rank]
@@ -176,12 +173,12 @@ def right(library: Library, case: tuple[int, str, int, bool], seed: int, calls: 
         monkey.setattr(route, "BLOCKS", CLUSTER)
         monkey.setattr(route, "THREADS", THREADS)
         for i in range(calls):
-            tokens, row = random.choice([1, 2, 7]), random.choice([1, 3, 5])
-            if large := i % 3 == 2:  # by rounds
-                tokens, row = random.choice([40, 61]), 5
+            tokens, row = random.choice([1, 2, 7]), random.choice([1, 3, 5, 33])
+            if i % 3 == 2:  # by rounds
+                tokens, row = random.choice([(40, 5), (61, 5), (10, 33)])
             call = Call(size, tokens, row * 16 // TORCH[case[1]].itemsize, case)
             for way in random.sample(["dispatch", "routed", "combine"], 3):
-                grid = (128, 1, 64) if large else (64, random.choice([1, 2]), 32)
+                grid = (128, 1, 64) if tokens * row > 64 else (64, random.choice([1, 2]), 32)
                 config = RoundsConfig(*grid, way != "combine")
                 outs = [
                     launch(ranks, call, way, r, config, PATIENT if calls > 8 else 500) for r in range(size)
@@ -231,11 +228,11 @@ def test_a_rank_that_does_not_come_is_named(
 ) -> None:
     """Also by ranks that need nothing of it."""
     case = (3, "float32", 1, False)
-    ranks = Ranks(compiled(tmp_path, case), ExchangeLayout(3, 128))
+    ranks = Ranks(compiled(tmp_path, case), ExchangeLayout(3, 256))
     monkeypatch.setattr(cuda_kernel, "launched_moe", lambda *a: Kernels(ranks))
     monkeypatch.setattr(random, "choice", lambda among: among[-1])  # each token stays where it is
     call = Call(3, tokens, 12, case)
-    kept = [launch(ranks, call, "dispatch", rank, RoundsConfig(64, 2, 32, True), 500) for rank in range(3)]
+    kept = [launch(ranks, call, "dispatch", rank, RoundsConfig(128, 1, 64, True), 500) for rank in range(3)]
     # Rank 1 comes, but what it sends goes nowhere.
     elsewhere = torch.zeros_like(ranks.memory)
     params = MoeParams.from_buffer(ranks.places[1].launches[0], 16)

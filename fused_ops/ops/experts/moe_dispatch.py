@@ -18,14 +18,14 @@ from ....kernels.device.collective.host_exchange import exchange_layout
 from ....kernels.device.collective.rounds import rounds_layout
 from ....kernels.device.comm.ll_exchange import WARP, ExchangeLayout, slots_for, up
 from ....kernels.moe_dispatch import OP
-from ....kernels.moe_dispatch.configs import MoeProblem, choose_moe, estimate_moe_us
+from ....kernels.moe_dispatch.configs import MoeProblem, Routed, choose_moe, estimate_moe_us
 from ....kernels.moe_dispatch.reference import (
     ExpertRanks,
     host_moe_dispatch,
     rows_by_expert,
     take_tokens,
 )
-from ....kernels.moe_route.reference import MOST_EXPERTS
+from ....kernels.moe_route.reference import BLOCKS, MOST_EXPERTS
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ....symm_mem.heap.overflow import overflow_note, raise_noted, refuse_overflow
@@ -174,7 +174,7 @@ def _choose_dispatch(call: MoeDispatchCall, group: ProcessGroup) -> Choice:
         "dispatch",
         *given,
         experts=each if call.align > 1 else 0,
-        by_ids=(each, call.topk_ids.dtype.itemsize // 4) if routed else None,
+        routed=Routed(each, call.topk_ids.dtype.itemsize // 4, BLOCKS) if routed else None,
     )
     choice = choose_rows(call.x, problem, group)
     if choice.algorithm != "push" or not routed:
@@ -192,12 +192,10 @@ def _choose_dispatch(call: MoeDispatchCall, group: ProcessGroup) -> Choice:
     def programs() -> list[Any]:
         return [*choice.programs(), route.dispatch_route_program(of.world_size, of.rank, ids.dtype)]
 
-    slots = up(slots_for(-(-ids.numel() // 4), route.BLOCKS), 2 * WARP)
+    slots = up(slots_for(-(-ids.numel() // 4), BLOCKS), 2 * WARP)
     return replace(
         choice,
-        layout=choice.layout.joined(
-            ExchangeLayout(of.world_size, slots, choice.layout.blocks + route.BLOCKS)
-        ),
+        layout=choice.layout.joined(ExchangeLayout(of.world_size, slots, choice.layout.blocks + BLOCKS)),
         programs=programs,
         how=KernelOf((moe.key, sizes, ids.dtype), make),
     )
