@@ -212,7 +212,8 @@ OPS = {
 
 
 def _exchanged(op: str) -> list[str]:
-    content = json.loads((RESULTS / "h200-x2-exchanges.json").read_text())
+    name = "columns" if op == "matmul_all_gather" else "exchanges"
+    content = json.loads((RESULTS / f"h200-x2-{name}.json").read_text())
     return [_mean([row for row in content["rows"] if row["op"] == op], "backend_us", "weft_us"), "-"]
 
 
