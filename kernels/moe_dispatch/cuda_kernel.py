@@ -88,20 +88,16 @@ class MoeLauncher:
     ) -> None:
         """The whole exchange. Safe to capture in a CUDA graph. The current device must be that of the tensors.
 
-                Args:
-                    buffer: not used; epochs alternate by themselves.
-                    operands: addresses of x, slots and ranks, choices and offs where experts' rows are filled up, and this
-        <<<<<<< HEAD
-                        rank's ids where it is routed; or of y, slots, ranks and weights: contiguous tensors, multiples of 16.
-        =======
-                        rank's ids where it sends by them; or of y, slots, ranks and weights: contiguous, multiples of 16.
-        >>>>>>> main
-                    results: that of the result, likewise.
-                    timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
-                    stream: a CUstream as an integer.
+        Args:
+            buffer: not used; epochs alternate by themselves.
+            operands: addresses of x, slots and ranks, choices and offs where experts' rows are filled up, and this
+                rank's ids where it sends by them; or of y, slots, ranks and weights: contiguous, multiples of 16.
+            results: that of the result, likewise.
+            timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
+            stream: a CUstream as an integer.
 
-                Raises:
-                    RuntimeError: the kernel cannot be launched.
+        Raises:
+            RuntimeError: the kernel cannot be launched.
         """
         with self._lock:
             self._params.slots.watch.timeout_ns = timeout_ns

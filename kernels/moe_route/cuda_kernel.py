@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ...symm_mem.backends.cuda_state import current_stream_of
-from ..device.comm.ll_exchange import ExchangeSlots, ExchangeWorkspace, slots_of
+from ..device.comm.ll_exchange import ROUTE_BLOCKS, ExchangeSlots, ExchangeWorkspace, slots_of
 from ..device.jit.program import Function, Program
-from .reference import BLOCKS, MOST_EXPERTS
+from .reference import MOST_EXPERTS
 
 SOURCE = Path(__file__).parent / "kernel.cu"
 THREADS = 512
@@ -78,7 +78,7 @@ def dispatch_route_program(world_size: int, rank: int, dtype: torch.dtype) -> Pr
 
 
 def _defines(dtype: torch.dtype) -> dict[str, str | int]:
-    return {"ID": _IDS[dtype], "CLUSTER": BLOCKS, "THREADS": THREADS}
+    return {"ID": _IDS[dtype], "CLUSTER": ROUTE_BLOCKS, "THREADS": THREADS}
 
 
 def launch_route(ids: Tensor, first_expert: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,7 +89,7 @@ def launch_route(ids: Tensor, first_expert: int, count: int) -> tuple[Tensor, Te
     sizes = RouteSizes(first_expert, count, ids.numel(), ids.shape[1], count, ids.numel(), 1)
     function = route_program(ids.dtype).function("moe_route", shared=MOST_SHARED)
     params = RouteParams(0, *addresses, 0, *sizes)
-    function.launch(BLOCKS, THREADS, params, current_stream_of(ids), shared_bytes(count, count))
+    function.launch(ROUTE_BLOCKS, THREADS, params, current_stream_of(ids), shared_bytes(count, count))
     return rows, offs, slots
 
 
@@ -111,12 +111,14 @@ class DispatchLauncher:
         self, moe: Any, place: ExchangeWorkspace, sizes: RouteSizes, dtype: torch.dtype, note: Tensor
     ) -> None:
         self._moe, self._note = moe, note
-        self.grids = (moe.grids[0] + BLOCKS, *moe.grids[1:])  # the route's are behind the others
+        self.grids = (moe.grids[0] + ROUTE_BLOCKS, *moe.grids[1:])  # the route's are behind the others
         route = RouteParams(note.data_ptr(), *(0,) * 5, *sizes)
         self._params = DispatchRouteParams(slots_of(place, moe.grids[0]), route)
         program = dispatch_route_program(place.layout.world_size, place.rank, dtype)
         function: Function = program.function("moe_dispatch_route", shared=MOST_SHARED)
-        self._bound = function.bound(BLOCKS, THREADS, self._params, shared_bytes(sizes.experts, sizes.own))
+        self._bound = function.bound(
+            ROUTE_BLOCKS, THREADS, self._params, shared_bytes(sizes.experts, sizes.own)
+        )
         self._lock = threading.Lock()  # a launch takes what stands in its struct
 
     def launch(

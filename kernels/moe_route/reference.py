@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCKS = 8  #: on CUDA, of one cluster
 MOST_EXPERTS = 2048  #: of a rank, whose counts of every warp lie in shared memory on CUDA
 
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from ....kernels.all_gather.reference import reference_all_gather
 from ....kernels.device.collective.host_exchange import exchange_layout
 from ....kernels.device.collective.rounds import rounds_layout
-from ....kernels.device.comm.ll_exchange import WARP, ExchangeLayout, slots_for, up
+from ....kernels.device.comm.ll_exchange import ROUTE_BLOCKS, WARP, ExchangeLayout, slots_for, up
 from ....kernels.moe_dispatch import OP
 from ....kernels.moe_dispatch.configs import MoeProblem, Routed, choose_moe, estimate_moe_us
 from ....kernels.moe_dispatch.reference import (
@@ -25,7 +25,7 @@ from ....kernels.moe_dispatch.reference import (
     rows_by_expert,
     take_tokens,
 )
-from ....kernels.moe_route.reference import BLOCKS, MOST_EXPERTS
+from ....kernels.moe_route.reference import MOST_EXPERTS
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ....symm_mem.heap.overflow import overflow_note, raise_noted, refuse_overflow
@@ -174,7 +174,7 @@ def _choose_dispatch(call: MoeDispatchCall, group: ProcessGroup) -> Choice:
         "dispatch",
         *given,
         experts=each if call.align > 1 else 0,
-        routed=Routed(each, call.topk_ids.dtype.itemsize // 4, BLOCKS) if routed else None,
+        routed=Routed(each, call.topk_ids.dtype.itemsize // 4, ROUTE_BLOCKS) if routed else None,
     )
     choice = choose_rows(call.x, problem, group)
     if choice.algorithm != "push" or not routed:
@@ -192,10 +192,12 @@ def _choose_dispatch(call: MoeDispatchCall, group: ProcessGroup) -> Choice:
     def programs() -> list[Any]:
         return [*choice.programs(), route.dispatch_route_program(of.world_size, of.rank, ids.dtype)]
 
-    slots = up(slots_for(-(-ids.numel() // 4), BLOCKS), 2 * WARP)
+    slots = up(slots_for(-(-ids.numel() // 4), ROUTE_BLOCKS), 2 * WARP)
     return replace(
         choice,
-        layout=choice.layout.joined(ExchangeLayout(of.world_size, slots, choice.layout.blocks + BLOCKS)),
+        layout=choice.layout.joined(
+            ExchangeLayout(of.world_size, slots, choice.layout.blocks + ROUTE_BLOCKS)
+        ),
         programs=programs,
         how=KernelOf((moe.key, sizes, ids.dtype), make),
     )

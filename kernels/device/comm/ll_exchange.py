@@ -21,6 +21,7 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 # The largest grid. An H100 or H200 has 132 SMs: while a kernel waits on so many, a matmul before what its peer
 # waits for may find room on the others. 132 blocks are no faster (bench/NOTES.md).
 BLOCKS = 128
+ROUTE_BLOCKS = 8  #: of one cluster, that find experts' rows
 THREADS = 512  #: the largest block, of those that send
 WARP = 32
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 import weft
 from graphs import fake_ranks
 from weft.fused_ops.passes import FusionPass, cache_key
-from weft.fused_ops.passes.settings import FUSE
 
 
 def test_the_configuration() -> None:
@@ -25,7 +24,7 @@ def test_the_configuration() -> None:
     keys = [p.uuid() for p in passes]
     assert len(set(keys)) == len(keys)
     assert FusionPass(groups=["b", "a"]).uuid() == keys[5]
-    assert FusionPass(fuse=FUSE[0]).uuid() == keys[0]
+    assert FusionPass(fuse="auto").uuid() == keys[0]
 
 
 def test_the_sizes_of_the_groups() -> None:
