@@ -50,12 +50,10 @@ def fused_linear_cross_entropy(
     chunk. There the gradients of x and weight are made in the forward, while a chunk's logits are there: three products
     in all. So the backward can run once only. For "none" the backward makes the logits again, a fourth product.
 
-    Logits are rounded to x's dtype; all else is float32. With WEFT_UNTESTED=1 on Hopper, in bfloat16 without bias,
-    softcap, smoothing and z-loss, their exponentials are rounded instead, and for the weight's gradient rows of x by a
-    factor. Gradients of logits are rounded to x's dtype too, and that of the weight after every chunk, as the sum of
-    parts of a batch is, each time by half a unit in the last place of the sum so far: a sum in float32 would take twice
-    the weight's memory. That of x is rounded twice where the first chunk has more than 8192 columns. An infinite factor
-    leaves it 0 where a row is ignored. Every rank gets the same bits.
+    Logits are rounded to x's dtype; all else is float32. Gradients of logits are rounded to x's dtype too, and that of
+    the weight after every chunk, as the sum of parts of a batch is, each time by half a unit in the last place of the
+    sum so far: a sum in float32 would take twice the weight's memory. That of x is rounded twice where the first chunk
+    has more than 8192 columns. An infinite factor leaves it 0 where a row is ignored. Every rank gets the same bits.
 
     Differentiable once. Works under torch.compile. Every rank must call it with the same shapes, but for V, and want
     the same gradients.

@@ -297,7 +297,7 @@ def launch_statistics(parts: Sequence[Tensor], columns: Columns) -> Tensor:
     ]
     mean, entropy = columns.extra == "mean", columns.extra == "entropy"
     found = torch.empty(sum(programs), 4 if mean or entropy else 3, rows, device=out.device)
-    first, done = columns.first, 0
+    first = done = 0
     for logits, along, count in zip(parts, by_rows, programs, strict=True):
         tile = _STATISTICS[along]
         statistics_kernel[(triton.cdiv(rows, tile.rows), count)](
@@ -313,7 +313,7 @@ def launch_statistics(parts: Sequence[Tensor], columns: Columns) -> Tensor:
         )
         first, done = first + logits.shape[1], done + count
     combine_kernel[(triton.cdiv(rows, _COMBINE_BLOCK),)](
-        *(found, out, rows, first - columns.first, done),
+        *(found, out, rows, first, done),
         MEAN=mean,
         ENTROPY=entropy,
         PROGRAMS=triton.next_power_of_2(done),

@@ -18,7 +18,6 @@ from weft.kernels.device.gemm.gemm_tiles import TILES, WIDEST, Tile
 from weft.kernels.device.jit.program import Program
 from weft.kernels.grouped_matmul import cuda_kernel as grouped_matmul
 from weft.kernels.grouped_matmul.configs import GroupedConfig
-from weft.kernels.linear_cross_entropy import cuda_kernel as linear_cross_entropy
 from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
 from weft.kernels.matmul_reduce_scatter import cuda_kernel as matmul_reduce_scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
@@ -121,7 +120,6 @@ PROGRAMS: dict[str, Program] = {
     "matmul_reduce_scatter-all-float32": scatter(
         LARGEST, "odd_rows", 8, Epilogue(torch.float32, average=True, bias=True, residual=True)
     ),
-    "exponentials": linear_cross_entropy.exponentials_program(ORDERS["rows"]),
     **{
         f"grouped_matmul-{tile.block_m}x{tile.block_n}": grouped(tile, list(ORDERS)[i % 3])
         for i, tile in enumerate(TILES)
@@ -140,7 +138,6 @@ PROGRAMS: dict[str, Program] = {
 
 PARAMS = {
     "all_gather_matmul": all_gather_matmul._Params,
-    "exponentials": linear_cross_entropy._Params,
     "grouped_matmul": grouped_matmul._Params,
     "matmul_reduce_scatter": matmul_reduce_scatter._Params,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from itertools import product
 from typing import Any
@@ -89,46 +88,6 @@ def losses(rank: int, size: int, ranks: int) -> None:
                     close(a, b, 1e-6)
 
 
-def exponentials(rank: int, size: int, temperature: float) -> None:
-    """From exponentials of many columns, some less a raised base, and the logits of few, to the gradient of all."""
-    from weft.kernels.linear_cross_entropy import exponential_rows, triton_kernel
-
-    interpreter.install()
-    exponential_rows._JOIN_BLOCK, exponential_rows._PARTS = 16, 2
-    rows, many, few = 37, 90, 20
-    x, logits = torch.randn(rows, 24), torch.randn(rows, many + few)
-    targets = torch.randint(5, 5 + many + few + 9, (rows,)).where(torch.rand(rows) > 0.2, -100)
-    columns = Columns(targets, torch.tensor([5]), Scores(None, temperature), "")
-    want = reference_statistics(logits.double(), columns)
-    sent = triton_kernel.launch_statistics([logits[:, many:]], columns._replace(first=many))
-    excess = torch.randn(rows).clamp(min=0) * 9
-    bases = sent[0].clone()
-    found = (logits[:, :many] / temperature - bases[:, None] - excess[:, None] * math.log(2)).exp()
-    sums = torch.stack([part.sum(1) for part in found.split(32, 1)])
-    exponential_rows.launch_join(sums, excess, bases, sent[0])
-    close(sent[0], want[0], 2e-6)
-    _, terms = losses_and_terms(want.float()[None], targets, Loss(-100, 0.0, 0.0), torch.tensor(rows))
-    made = found.t().contiguous()
-    scaled, factors, of_few = exponential_rows.launch_factors(
-        x, columns, terms, (bases, want[1].float()), made
-    )
-    close(scaled, x.double() * factors.double()[:, None], 1e-6)
-    rest = logits[:, many:].t().contiguous().t()
-    triton_kernel.launch_gradient(rest, columns._replace(first=many), of_few, rest)
-    got = torch.cat([made.t(), rest], 1)
-    wanted = torch.empty_like(logits, dtype=torch.float64)
-    reference_gradient(logits.double(), columns, terms.double(), wanted)
-    close(got * factors[:, None], wanted, 2e-6)
-    got[targets == -100] = torch.inf
-    exponential_rows.launch_by_factor(got, factors)
-    close(got, wanted, 2e-6)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_exponentials_of_rows(temperature: float) -> None:
-    run_ranks(exponentials, 1, temperature, env=ENV)
-
-
 def test_losses_of_rows() -> None:
     run_ranks(losses, 1, 3, env=ENV)
 
@@ -136,22 +95,6 @@ def test_losses_of_rows() -> None:
 @pytest.mark.parametrize("dtype", BOUND)
 def test_statistics_and_gradient(dtype: torch.dtype) -> None:
     run_ranks(kernels, 1, dtype, env=ENV)
-
-
-def _of_exponentials(temperature: float) -> list[aot.Compiled]:
-    from weft.kernels.linear_cross_entropy import exponential_rows
-
-    numbers = dict.fromkeys(("rows", "columns", "row_stride", "column_stride"), "i32")
-    vectors = dict.fromkeys(("terms", "bases", "scores", "factors", "of_others"), "*fp32")
-    given = {"x": "*bf16", "targets": "*i64", "start": "*i64", "exponentials": "*bf16", "out": "*bf16"}
-    given |= vectors | numbers
-    found = []
-    for kernel in (exponential_rows.factor_kernel, exponential_rows.by_factor_kernel):
-        signature = {name: given[name] for name in kernel.arg_names if name in given}
-        named = {"HIDDEN": 4096, "BLOCK": 4096, "TEMPERATURE": temperature}
-        named = {name: value for name, value in named.items() if name in kernel.arg_names}
-        found.append(aot.compile_kernel(kernel, signature, named, tuple(signature), 4, 3))
-    return found
 
 
 @pytest.mark.skipif(
@@ -207,7 +150,6 @@ def test_they_compile_for_hopper(extra: str, cap: float) -> None:
     more["BLOCK"] = triton_kernel._LOSS_BLOCK
     between = aot.compile_kernel(triton_kernel.loss_kernel, signature, more, tuple(signature), 4, 3)
     assert between.spilled == 0
-    both += _of_exponentials(temperature=constants["TEMPERATURE"])
     for kernel in both:
         print(f"{kernel.registers} registers, {kernel.shared} bytes of shared memory")
         assert kernel.spilled == 0

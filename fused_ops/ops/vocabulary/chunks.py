@@ -22,7 +22,6 @@ from ....kernels.linear_cross_entropy.reference import (
     reference_statistics,
 )
 from ..op import on_device
-from .exponentials import ExponentialRows, multiply_rows_
 
 #: Of a chunk, at least: not by what a rank has of the vocabulary, as all must cut alike. Its products fill a GPU.
 ROWS = 2048
@@ -96,23 +95,10 @@ def multiply_(gradient: Tensor, factor: Tensor) -> Tensor:
 
 
 class Gradients:
-    """Those of x [..., H], weight and bias that are wanted, of gradients of logits that come chunk by chunk.
+    """Those of x [..., H], weight and bias that are wanted, of gradients of logits that come chunk by chunk."""
 
-    Args:
-        exponentials: chunks may have ``ExponentialRows``.
-    """
-
-    def __init__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        wanted: Sequence[bool],
-        *,
-        exponentials: bool = False,
-    ) -> None:
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> None:
         self._rows, self._weight = x.flatten(0, -2), weight
-        self._exponentials = exponentials and weight.shape[0] > COLUMNS
         of_x, of_weight, of_bias = wanted
         self._of_x = x.new_empty(x.shape) if of_x else None
         self._of_weight = torch.empty_like(weight) if of_weight else None
@@ -121,15 +107,6 @@ class Gradients:
             self._of_bias = torch.zeros_like(bias, dtype=torch.float32)
         self.chunks = chunks_of(self._rows.shape[0], weight.shape[1] if of_weight else 0)
         self._buffer = x.new_empty(0)
-
-    def has_exponentials(self, rows: slice) -> bool:
-        """Whether those columns that are not the last COLUMNS have exponentials in place of logits."""
-        return self._exponentials and (rows.stop - rows.start) % 8 == 0
-
-    def exponentials(self, rows: slice, blocks: Sequence[Tensor], columns: Columns) -> ExponentialRows | None:
-        if not self.has_exponentials(rows):
-            return None
-        return ExponentialRows(self._rows[rows], self._weight, blocks, columns)
 
     def places(self, rows: slice) -> list[Tensor]:
         """For logits [rows, V], blocks of columns that follow each other, in the memory of the last chunk's.
@@ -144,13 +121,10 @@ class Gradients:
         if self._buffer.numel() < own * pitch:
             self._buffer = self._buffer.new_empty(own * pitch)
         last = self._buffer[: own * pitch].view(own, pitch)[:, :count].t()
-        if of_weight is not None and own < columns:
-            return [of_weight[own:, :count].t(), last]
-        return [last[:, :-COLUMNS], last[:, -COLUMNS:]] if self.has_exponentials(rows) else [last]
+        return [last] if of_weight is None or own == columns else [of_weight[own:, :count].t(), last]
 
-    def add(self, rows: slice, blocks: Sequence[Tensor], scaled: tuple[Tensor, Tensor] | None = None) -> None:
-        """``scaled``: rows of x, and of its gradient, have factors, as ``ExponentialRows`` gives them."""
-        part, factors = scaled or (self._rows[rows], None)
+    def add(self, rows: slice, blocks: Sequence[Tensor]) -> None:
+        part = self._rows[rows]
         if self._of_x is not None:
             out = self._of_x.view(self._rows.shape)[rows]
             for columns, gradient in _numbered(blocks):
@@ -158,8 +132,6 @@ class Gradients:
                     out.addmm_(gradient, self._weight[columns])
                 else:
                     torch.mm(gradient, self._weight[columns], out=out)
-            if factors is not None:
-                multiply_rows_(out, factors)
         if self._of_bias is not None:
             self._of_bias += torch.cat([gradient.sum(0, dtype=torch.float32) for gradient in blocks])
         if self._of_weight is not None:
@@ -186,8 +158,6 @@ def logits_by_chunks(
     def logits(rows: slice) -> tuple[slice, list[Tensor]]:
         part, blocks = x[rows].t(), gradients.places(rows)
         for columns, out in _numbered(blocks):
-            if columns.start == 0 and gradients.has_exponentials(rows):
-                continue  # ExponentialRows makes them
             if bias is None:
                 torch.mm(weight[columns], part, out=out.t())
             else:

@@ -34,7 +34,6 @@ from ...dispatch.tensor_guards import needs_no_dispatch
 from .. import all_gather
 from ..op import Op, SumGradient, on_device, refuse_second_gradient
 from . import chunks
-from .exponentials import exponentials_made_of
 
 Gather: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -81,12 +80,6 @@ class LinearCrossEntropyCall(NamedTuple):
     @property
     def loss(self) -> Loss:
         return Loss(self.ignore_index, self.label_smoothing, self.z_loss)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether both gradients are made, and a row's are exponentials by one factor, but for its target's."""
-        changed = self.bias is not None or self.softcap is not None or self.label_smoothing or self.z_loss
-        return self.of_x and self.of_weight and not changed
 
     @property
     def columns_here(self) -> int:
@@ -159,8 +152,7 @@ def _run(
         if call.weight is None:
             parts = iter([(slice(None), [chunks.with_rows(x)])])
         else:
-            made = call.is_plain and exponentials_made_of(call.x, call.weight)
-            found = chunks.Gradients(call.x, call.weight, call.bias, call.wanted, exponentials=made)
+            found = chunks.Gradients(call.x, call.weight, call.bias, call.wanted)
             parts = chunks.logits_by_chunks(x, call.weight, call.bias, found)
         bounds, scores = _bounds(call, gather, group.rank()), Scores(call.softcap, call.temperature)
         columns = Columns(call.targets.reshape(-1), bounds[:1], scores, call.extra)
@@ -180,14 +172,10 @@ def _sum(
     losses, count = [], (columns.targets != call.ignore_index).sum() if call.mean else None
     for rows, logits in parts:
         part = columns.rows(rows)
-        exponentials = found.exponentials(rows, logits, part)
-        sent = chunks.statistics(logits, part) if exponentials is None else exponentials.sent
-        gathered = _gathered(sent, gather)
+        gathered = _gathered(chunks.statistics(logits, part), gather)
         of_rows, terms = chunks.row_losses(gathered, part.targets, call.loss, count)
         losses.append(of_rows)
-        if exponentials is not None:
-            found.add(rows, logits, exponentials.factors(terms))
-        elif any(call.wanted):
+        if any(call.wanted):
             chunks.gradient_(logits, part, terms)
             found.add(rows, logits)
     total = torch.cat(losses).sum()

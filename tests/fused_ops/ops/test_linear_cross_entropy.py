@@ -94,28 +94,6 @@ def test_of_logits(world_size: int, device: str, dtype: torch.dtype) -> None:
     run_row(of_logits, world_size, dtype, device=device)
 
 
-@pytest.mark.gpu(2)
-@on_ranks([1, 2], device="cuda", env={"WEFT_UNTESTED": "1"}, fresh=True)
-def test_exponentials_made_by_the_product(rank: int, size: int) -> None:
-    """A weight with rows far longer than those by which the bases of exponentials are guessed, and two chunks."""
-    for rows, how in ((1000, {}), (1000, {"reduction": "sum", "temperature": 0.7}), (3096, {})):
-        case = problem((rows,), 20_000 * size, torch.bfloat16, hidden=512)
-        for row in (3, 500):
-            case.weight[11 * row] = case.x[row] * (300 / case.x[row].float().square().sum())
-        x, weight, *_ = case.whole()
-        want = reference(x @ weight.t(), case.targets, how)
-        of_x, of_weight = torch.autograd.grad(want, (x, weight))
-        x, w, _ = case.parts()
-        with mock.patch.object(chunks, "ExponentialRows", wraps=chunks.ExponentialRows) as made:
-            loss = fused_linear_cross_entropy(x, w, case.targets, world(), **how)
-        assert made.called == (len(w) > chunks.COLUMNS)
-        loss.backward()
-        check("loss", loss.detach(), want.detach(), 1e-5)
-        # Exponentials, rows of x by their factors and the result are rounded, and the target's part of a factor.
-        check("x", x.grad, of_x, 1.5e-2)  # type: ignore[arg-type]
-        check("weight", w.grad, of_weight[case.mine], 1.5e-2)  # type: ignore[arg-type]
-
-
 def sequence(rank: int, size: int, dim: int) -> None:
     shape = [2, 3]
     shape[dim] *= size
