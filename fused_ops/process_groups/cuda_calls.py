@@ -75,7 +75,9 @@ class DeviceLines:
         self._group, self._rank = weakref.ref(group), group.rank()
         self._name = group_name
         self._others: weakref.ref[Work] | None = None
-        self._ordered: tuple[int, int] | None = None  # device and stream that wait for all calls by now
+        self._launched = 0
+        # Device and stream that wait for so many of them, or more: another thread may launch one meanwhile.
+        self._ordered: tuple[int, int, int] | None = None
         self._lines: dict[int, CallLine] = {}  # of each device, outside of graphs
         self._captured: dict[int, CallLine] = {}
         self._sides: dict[int, _Side] = {}
@@ -119,9 +121,10 @@ class DeviceLines:
         if line is None or cuda_state.state.is_capturing():
             return
         stream = cuda_state.state.current_stream(index)
-        if self._ordered != (index, stream) or is_external(stream, index):
+        now = index, stream, self._launched
+        if self._ordered != now or is_external(stream, index):
             line.wait(stream)
-            self._ordered = index, stream
+            self._ordered = now
 
     def order_before(self, work: Work | None) -> None:
         """weft's next call waits for this work of the group's own backend, if it is still referenced then."""
@@ -178,9 +181,10 @@ class DeviceLines:
         with self._lock:
             if side is not None:
                 side.wait(current)
-            given, self._ordered = (x,), None
+            given = (x,)
             if launch(name, given, given if x is out else (out,)) is None:
                 return False
+            self._launched += 1
             return True if side is None else side.work([out], [] if x is out else [x])
 
     @poison_on_error
@@ -217,10 +221,10 @@ class DeviceLines:
                 else (TimedName(call.name, seconds), int(seconds * 1e9))
             )
             workspace.raise_if_broken(name, grids=kernel.grids)
-            self._ordered = None
             kernel.launch(0, (x.data_ptr(),), (out.data_ptr(),), ns, stream)
             if external:
                 line.end(stream, external=True)
+            self._launched += 1
         if not graph and not external and not is_checked():
             kind = flight_recorder.collective_of(call.name)
             shape = flight_recorder.CallShape(kind, (x.numel(),), x.dtype, "cuda")

@@ -1,1 +1,1 @@
-"""Which configuration runs: choices, measured or predicted."""
+"""Which configuration runs: choices, by predicted times."""

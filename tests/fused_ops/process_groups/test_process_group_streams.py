@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fake_gpu import NAME, SIDE, STREAM, Event, Stage
 from weft import symm_mem
 from weft.fused_ops.dispatch import all_reduces, plan
+from weft.fused_ops.dispatch.call_lines import CallLine
 from weft.fused_ops.dispatch.launch_cache import PreparedKernel
 from weft.fused_ops.process_groups import cuda_calls
 from weft.fused_ops.process_groups.calls import ALL_GATHER, ALL_REDUCE, GroupCall
@@ -148,6 +149,28 @@ def test_one_call_runs_behind_the_other_on_whatever_stream(stage: GroupStage) ->
         assert stage.gpu.on[9].count(("wait", "kernel")) == waits
         stage.gpu.now = OTHER
         run(stage, all_reduce(x))
+
+
+def test_the_groups_own_backend_comes_after_calls_of_other_threads(
+    stage: GroupStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, wait = torch.randn(4), CallLine.wait
+    run(stage, all_reduce(x))
+
+    def another_call_meanwhile(line: CallLine, stream: int) -> None:
+        wait(line, stream)
+        if stage.gpu.now == 9:
+            stage.gpu.now = OTHER
+            run(stage, all_reduce(x))
+            stage.gpu.now = 9
+
+    stage.gpu.now = 9
+    with monkeypatch.context() as patched:
+        patched.setattr(CallLine, "wait", another_call_meanwhile)
+        stage.lines.order_after(torch.device("cuda", 0))
+    before = stage.gpu.on[9].count(("wait", "kernel"))
+    stage.lines.order_after(torch.device("cuda", 0))
+    assert stage.gpu.on[9].count(("wait", "kernel")) == before + 1
 
 
 def test_calls_in_a_graph_have_a_line_of_their_own(stage: GroupStage) -> None:
