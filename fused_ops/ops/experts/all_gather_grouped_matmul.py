@@ -174,6 +174,7 @@ def _gradient_of_shard(
 
 
 def _with_gradient(call: AllGatherGroupedMatmulCall) -> Result:
+    _validate(call)  # the products alone take more
     products = call._replace(swiglu=False)
     A, *outs = AllGatherGroupedMatmulFunction.apply(products, call.A_shard, *call.Bs, *call.added)
     return (A if call.return_A else None), [activated(y, swiglu=call.swiglu) for y in outs]

@@ -222,6 +222,7 @@ class GroupedMatmulFunction(torch.autograd.Function):
 def _with_gradient(
     A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None, swiglu: bool = False
 ) -> Tensor:
+    validate_grouped(A, B, offs, rows, bias, swiglu)  # the product alone takes more
     return activated(GroupedMatmulFunction.apply(A, B, offs, rows, bias), swiglu=swiglu)
 
 

@@ -70,11 +70,13 @@ def match_alone(c: Collective, why: str = "", *, decided: bool = False) -> Patte
 def match_matmul_all_gather(c: Collective) -> Pattern | None:
     """``fused_matmul_all_gather``; None where what is gathered is no such product."""
     path = [c.x]
-    while calls(path[-1], *FLAT) and known(val(path[-1]).shape[-1] == val(path[-1].args[0]).shape[-1]):  # type: ignore[arg-type]
+    while calls(path[-1], *FLAT) and _keeps_columns(path[-1]):
         path.append(path[-1].args[0])  # type: ignore[arg-type]
-    found, taken = _gathered(c), product(path[-1])
-    last = val(c.x).dim() - 1
-    if taken is None or taken.node.target is not aten.mm.default or found.dims != (last,) or last == 0:
+    taken, last = product(path[-1]), val(c.x).dim() - 1
+    if taken is None or taken.node.target is not aten.mm.default or last < 1:
+        return None
+    found = _gathered(c)
+    if found.dims != (last,):
         return None
     if taken.addend is not None or any(only_user(node) is None for node in path):
         return None
@@ -101,6 +103,12 @@ def match_matmul_all_gather(c: Collective) -> Pattern | None:
         dim=last,
         last_dim=True,
     )
+
+
+def _keeps_columns(view: fx.Node) -> bool:
+    """Whether the last dimension of what is viewed is that of the view."""
+    before, after = val(view.args[0]).shape, val(view).shape  # type: ignore[arg-type]
+    return bool(before and after) and known(before[-1] == after[-1])
 
 
 @dataclass

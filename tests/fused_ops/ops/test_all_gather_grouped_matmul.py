@@ -242,6 +242,10 @@ def refused(rank: int, size: int) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             fused_all_gather_grouped_matmul(A, [B], index, index, 0, world(), biases=biases)
+    for grad in (False, True):
+        of = torch.ones_like(B).requires_grad_(grad)
+        with pytest.raises(ValueError, match=r"Bs\[0\]: has N = 8, must be a multiple of 16"):
+            fused_all_gather_grouped_matmul(A, [of], index, index, 0, world(), swiglu=True)
     with pytest.raises(TypeError, match="return_A: is of type int, must be True or False"):
         fused_all_gather_grouped_matmul(A, [B], index, index, 0, world(), return_A=1)  # type: ignore[arg-type]
 

@@ -105,8 +105,11 @@ def test_swiglu(kind: str, dtype: torch.dtype, device: str) -> None:
 
 def test_swiglu_of_what_is_none() -> None:
     A, B, offs, rows, _ = drawn((3, 5), 0, torch.float32, "cpu")
-    with pytest.raises(ValueError, match="B: has N = 24, must be a multiple of 16 from 16 on, gate and up"):
-        grouped_matmul(A, B[:, :, :24], offs, rows=rows, swiglu=True)
+    for of in (B, B.clone().requires_grad_()):
+        with pytest.raises(
+            ValueError, match="B: has N = 24, must be a multiple of 16 from 16 on, gate and up"
+        ):
+            grouped_matmul(A, of[:, :, :24], offs, rows=rows, swiglu=True)
     with pytest.raises(TypeError, match="swiglu: is of type int, must be True or False"):
         grouped_matmul(A, B, offs, rows=rows, swiglu=1)  # type: ignore[arg-type]
 
