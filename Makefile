@@ -83,7 +83,7 @@ programs: $(STAMP)
 frameworks: $(STAMP)
 	$(PY) -m pytest -m "slow or not slow" tests/frameworks $(PYTEST_ARGS)
 
-# 3,000 random programs, each with and without the pass, and 1,000 in other orders and in buckets.
+# 3,000 random programs, each with and without the pass, and 1,000 in other orders.
 fuzz-pass: $(STAMP)
 	$(PY) -m pytest -m slow -s tests/fused_ops/passes/test_random_programs.py \
 		tests/fused_ops/passes/order/test_reorder.py tests/fused_ops/passes/order/test_gathered_layers.py \

@@ -257,9 +257,8 @@ class FusionPass(OnePass, CustomGraphPass):
         nodes = list(collectives(graph))
         fields = {n: fields_of(n, number) for n in nodes}
         entries = {n: Entry(**fields[n], reason=reason) for n, reason in left.items()}
-        for node in sorted(
-            nodes, key=lambda n: "gather" in kind_of(n)
-        ):  # a reduction takes its products as a whole
+        # Reductions first: each takes its products as a whole.
+        for node in sorted(nodes, key=lambda n: "gather" in kind_of(n)):
             if node not in entries and (order := self._fuse(node, fields, entries, why_not)) is not None:
                 orders.append(order)
         entries |= {n: entries[n].noted(notes[n]) for n in notes.keys() & entries.keys()}

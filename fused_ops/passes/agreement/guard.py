@@ -129,8 +129,8 @@ class GraphGuard:
         """Whether every rank is about to run this graph, and so may run it fused. Every rank gets the same answer.
 
         A rank that does not come is waited for once: ``VOTE_DEADLINE`` seconds, or the group's deadline if that is
-        less; not at all if its process has ended. Then the graph runs unfused until that rank has shown that it was
-        only late, or for good if it ran something else.
+        less; not at all if it has voted and its process has ended since. Then the graph runs unfused until that rank
+        has shown that it was only late, or for good if it ran something else.
 
         Args:
             sizes: those that the graph was compiled without. The ranks must have the same.
