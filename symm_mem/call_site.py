@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ _LIBRARIES = (
     *(f"{_WEFT / part}{os.sep}" for part in ("symm_mem", "kernels", "fused_ops")),
     f"{Path(torch.__file__).parent}{os.sep}",
     threading.__file__,
+    contextlib.__file__,
     typing_extensions.__file__,  # around deprecated functions of torch
 )
 _known: dict[str, bool] = {}

@@ -170,7 +170,7 @@ def right(library: Library, case: tuple[int, str, int, bool], seed: int, calls: 
     with pytest.MonkeyPatch.context() as monkey:
         monkey.setattr(cuda_kernel, "launched_moe", lambda *a: Kernels(ranks))
         monkey.setattr(route, "dispatch_route_program", lambda *a: Kernels(ranks))
-        monkey.setattr(route, "BLOCKS", CLUSTER)
+        monkey.setattr(route, "ROUTE_BLOCKS", CLUSTER)
         monkey.setattr(route, "THREADS", THREADS)
         for i in range(calls):
             tokens, row = random.choice([1, 2, 7]), random.choice([1, 3, 5, 33])

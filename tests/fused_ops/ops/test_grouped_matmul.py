@@ -359,6 +359,6 @@ def test_a_launcher_is_made_for_the_operands_own_gpu(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cuda_kernel, "GroupedMatmul", lambda *given: made.append(given))
     for device in (torch.device("cuda", 0), torch.device("cuda", 1)):
         layout = ((64, 64), (64, 1)), (((2, 64, 64), (4096, 64, 1)),), torch.bfloat16, device
-        of_grouped_matmul._prepared(layout, 132)
+        of_grouped_matmul._prepared(layout, 132, gated=False)
     assert len(made) == 2
     of_grouped_matmul._prepared.cache_clear()

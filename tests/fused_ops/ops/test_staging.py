@@ -138,7 +138,7 @@ def test_why_is_in_the_plan(stage: Stage) -> None:
     stage.workspace.prepared.kernel = Kernel()
     run_on_cuda(all_gather_matmul, stage.where, AllGatherMatmulCall(A, [B], 0, NAME, True))
     why = "each call copies operands: Bs[0] begins 2 bytes after a multiple of 16"
-    assert replace(plan.last_plan(), predicted_us=None) == plan.Plan("push", why, 0, "from the model")
+    assert replace(plan.last_plan(), predicted_us=None) == plan.Plan("push", why, 0)
     assert torch.equal(torch.frombuffer(bytearray(seen[0]), dtype=B.dtype).view(8, 16), B), (
         "filled at the launch"
     )

@@ -19,6 +19,7 @@ from weft.fused_ops.passes.patterns import all_reduce
 
 pytestmark = pytest.mark.usefixtures("two")
 MM_AR = "weft::fused_matmul_all_reduce"
+MM_AG = "weft::fused_matmul_all_gather"
 X, W, V, R = (6, 8), (8, 6), (6,), (6, 6)
 CASES = Cases()
 case = CASES.case
@@ -203,7 +204,7 @@ CASES |= {
         [None],
     ),
     "one_row_repeated": (lambda x, w: rs((x @ w)[:1].expand(4, 6).contiguous()), ((4, 8), W), [None]),
-    "logits_gathered_along_the_vocabulary": (lambda x, w: torch.cat(ag(x @ w).split(6), 1), (X, W), [None]),
+    "logits_gathered_along_the_vocabulary": (lambda x, w: torch.cat(ag(x @ w).split(6), 1), (X, W), [MM_AG]),
     "waited_for_once_more": (
         lambda x, w: (wait(ag(x)) @ w, wait(rs(x @ w)) + 1, wait(wait(ar(x @ w))) + 1),
         (X, W),
