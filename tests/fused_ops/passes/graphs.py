@@ -275,6 +275,8 @@ class Ranks:
             norm = getattr(self, target._opname.removeprefix("fused_all_reduce_"))
             total = self.reduced(first, "sum")
             return [norm(total, a[0], **a[1]) for a in args]
+        if target is torch.ops.weft.fused_matmul_all_gather.default:
+            return [torch.cat([a[0][0] @ a[0][1] for a in args], -1) for _ in args]
         if target is torch.ops.weft.one_shot_all_gather.default:
             return [torch.cat(first, args[0][0][1]) for _ in first]
         if target in (c10d.all_to_all_single.default, torch.ops.weft.one_shot_all_to_all.default):
