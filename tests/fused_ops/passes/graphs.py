@@ -242,12 +242,13 @@ class Ranks:
             # The pass says of each op that it puts in for how many ranks.
             args = [(a, dict(named)) for a, named in args]
             assert [named.pop("group_size") for _, named in args] == [self.world] * len(args), target
-        if isinstance(target, torch._ops.OpOverload) and target._opname in ("wait_tensor", "wait_tensors"):
+        name = target._opname if isinstance(target, torch._ops.OpOverload) else ""
+        if name in ("wait_tensor", "wait_tensors"):
             return first
         if target is c10d.all_gather_into_tensor.default:
             return [torch.cat(first) for _ in first]
-        if isinstance(target, torch._ops.OpOverload) and target._opname.endswith("_coalesced"):
-            single = getattr(c10d, target._opname.removesuffix("_coalesced")).default
+        if name.endswith("_coalesced"):
+            single = getattr(c10d, name.removesuffix("_coalesced")).default
             each = [[((x, *a[0][1:]), a[1]) for x in a[0][0]] for a in args]
             return [
                 list(r)
@@ -268,11 +269,11 @@ class Ranks:
             return list(self.reduced(first, args[0][0][1]).contiguous().chunk(self.world))
         if target is c10d.all_reduce.default or target is torch.ops.weft.one_shot_all_reduce.default:
             return [self.reduced(first, args[0][0][1]) for _ in first]
-        if isinstance(target, torch._ops.OpOverload) and target._opname == "fused_matmul_all_reduce":
+        if name == "fused_matmul_all_reduce":
             whole = self.reduced([a[0][0] @ a[0][1] for a in args], args[0][0][2])
             return [whole.clone() for _ in args]
-        if isinstance(target, torch._ops.OpOverload) and target._opname.startswith("fused_all_reduce_"):
-            norm = getattr(self, target._opname.removeprefix("fused_all_reduce_"))
+        if name.startswith("fused_all_reduce_"):
+            norm = getattr(self, name.removeprefix("fused_all_reduce_"))
             total = self.reduced(first, "sum")
             return [norm(total, a[0], **a[1]) for a in args]
         if target is torch.ops.weft.fused_matmul_all_gather.default:
@@ -292,10 +293,9 @@ class Ranks:
             sums = [sum(A @ B for A, B in zip(f[::2], f[1::2], strict=True)) for f in factors]
             whole = self.reduced(sums, op)
             parts = [p.contiguous() for p in whole.chunk(self.world, dim)]
-            for name in ("bias", "residual"):
-                parts = [
-                    p if (t := a[1].get(name)) is None else p + t for p, a in zip(parts, args, strict=True)
-                ]
+            for term in ("bias", "residual"):
+                given = [a[1].get(term) for a in args]
+                parts = [p if t is None else p + t for p, t in zip(parts, given, strict=True)]
             return parts
         return [target(*a, **k) for a, k in args]
 
