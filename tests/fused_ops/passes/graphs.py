@@ -250,10 +250,8 @@ class Ranks:
         if name.endswith("_coalesced"):
             single = getattr(c10d, name.removesuffix("_coalesced")).default
             each = [[((x, *a[0][1:]), a[1]) for x in a[0][0]] for a in args]
-            return [
-                list(r)
-                for r in zip(*(self.call(single, list(e)) for e in zip(*each, strict=True)), strict=True)
-            ]
+            results = (self.call(single, list(e)) for e in zip(*each, strict=True))
+            return [list(r) for r in zip(*results, strict=True)]
         if target is torch.ops.aten.empty.memory_format:
             return [torch.full(a[0], math.nan, dtype=torch.float64) for a, _ in args]
         if target is c10d.all_gather_into_tensor_out.default:
