@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,10 +24,6 @@ class MatmulAllGatherKernelCall(NamedTuple):
 
     a: torch.Tensor
     b: torch.Tensor
-
-    @property
-    def terms(self) -> Sequence[torch.Tensor]:
-        return ()
 
     def problem(self, world_size: int) -> MatmulAllGatherProblem:
         (m, k), n = self.a.shape, self.b.shape[1]

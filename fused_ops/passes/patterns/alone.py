@@ -78,7 +78,7 @@ def match_matmul_all_gather(c: Collective) -> Pattern | None:
     found = _gathered(c)
     if found.dims != (last,):
         return None
-    if taken.addend is not None or any(only_user(node) is None for node in path):
+    if any(only_user(node) is None for node in path):
         return None
     if val(c.x).dtype not in validation.DTYPES or not is_contiguous(val(c.x)):
         return None
