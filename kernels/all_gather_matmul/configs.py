@@ -84,7 +84,7 @@ class GatherKernelCall:
         return_A: what is gathered is wanted, too.
         preferred: the algorithm to take where it can be, "push", "one_shot" or "copy_engine"; None for the fastest.
         scaled: the operands are fp8, two of them each number here.
-        scales: theirs; given when the call is tuned and launched.
+        scales: theirs; given when the call is launched.
         exchanged: each rank gets rows of its own of every rank's A; with ``split_k``.
     """
 
