@@ -23,6 +23,8 @@ def reference_grouped_matmul(
 ) -> Tensor:
     """[R, N] of A [T, K], B [E, K, N], offs [E], rows [R] and bias [E, N]. Rows of no expert hold anything."""
     taken = A.contiguous() if rows is None else A[rows.long().clamp(0, A.shape[0] - 1)]
+    if taken.shape[0] == 0:  # torch's looks at strides of nothing, too
+        return A.new_empty(0, B.shape[2])
     B = B if B.is_contiguous() or B.mT.is_contiguous() else B.contiguous()
     # On the CPU as the kernel: rounded once, with the bias. A GPU that has none multiplies 16 bits at its own speed.
     dtype = torch.float32 if bias is not None and A.device.type == "cpu" else A.dtype

@@ -362,3 +362,9 @@ def test_a_launcher_is_made_for_the_operands_own_gpu(monkeypatch: pytest.MonkeyP
         of_grouped_matmul._prepared(layout, 132, gated=False)
     assert len(made) == 2
     of_grouped_matmul._prepared.cache_clear()
+
+
+def test_no_rows_with_any_strides() -> None:
+    A, B, offs = torch.empty(8, 0).t(), torch.randn(1, 8, 8), torch.zeros(1, dtype=torch.int32)
+    assert grouped_matmul(A, B, offs).shape == (0, 8)
+    assert grouped_matmul(A, B, offs, bias=torch.randn(1, 8)).shape == (0, 8)
