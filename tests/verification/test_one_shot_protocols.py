@@ -17,11 +17,12 @@ import pytest
 import torch
 from fibers import PATIENT, Library, Ranks, build, inputs, mistakes, same
 from weft.kernels.all_gather_matmul import one_shot_kernel as gather
+from weft.kernels.all_gather_matmul.configs import GatherKernelCall
 from weft.kernels.device.comm.ll_exchange import VECTOR, ExchangeLayout
 from weft.kernels.device.gemm import one_shot
 from weft.kernels.device.gemm.one_shot import OneShotConfig
 from weft.kernels.matmul_reduce_scatter import one_shot_kernel as scatter
-from weft.kernels.matmul_reduce_scatter.configs import Epilogue
+from weft.kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from weft.symm_mem.failure.fault import Fault
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -94,8 +95,9 @@ class Calls:
             out = torch.full((self.size + 1, m, k), float("nan")).to(BF16)
             out[-1] = 1.5
             beside = apart > 0  # shards lie side by side then
-            kernel = gather.AllGatherMatmulOneShot(place, shards[rank], config, split_k=beside)
-            kernel.launch(shards[rank].data_ptr(), out.data_ptr(), polls, rank)
+            example = GatherKernelCall(shards[rank], [], 1, split_k=beside)
+            kernel = gather.AllGatherMatmulOneShot(place, example, config)
+            kernel.launch((shards[rank].data_ptr(), out.data_ptr()), polls, rank)
             want = torch.stack([*shards, out[-1].clone()]).view(torch.int32)
             sent = want.clone()
             sent[want == -1] = -2  # what stands for empty, on its way from a peer
@@ -124,9 +126,9 @@ class Calls:
                 total = total + term.float()
             out = torch.full((m + 1, n), float("nan"), dtype=epilogue.out_dtype)
             out[-1] = 1.5
-            kernel = scatter.MatmulReduceScatterOneShot(place, a, b, config, epilogue)
-            addresses = [term.data_ptr() for term in terms]
-            kernel.launch(partial[rank].data_ptr(), addresses, out.data_ptr(), polls, rank)
+            example = ScatterKernelCall(a, b, 1, epilogue)
+            kernel = scatter.MatmulReduceScatterOneShot(place, example, config)
+            kernel.launch([x.data_ptr() for x in (partial[rank], out, *terms)], polls, rank)
             done.append((out, torch.cat([total.to(epilogue.out_dtype), out[-1:]])))
         return done
 
