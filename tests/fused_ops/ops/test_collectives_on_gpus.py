@@ -17,7 +17,7 @@ from weft.kernels.all_reduce.cuda_kernel import all_reduce_program
 from weft.kernels.all_to_all.cuda_kernel import all_to_all_program
 from weft.kernels.device.comm.ll_exchange import in_turn
 from weft.kernels.reduce_scatter.cuda_kernel import reduce_scatter_program
-from weft.symm_mem import get_heap
+from weft.symm_mem.heap.registry import get_heap
 
 pytestmark = pytest.mark.gpu
 
