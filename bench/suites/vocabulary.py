@@ -190,7 +190,9 @@ class Vocabulary(Suite):
         if run.on_gpus and find_spec("liger_kernel"):
             self._calls["liger"] = by_liger
         run.say(
-            f"{'M':>6}{'H':>6}{'V':>8}" + "".join(f"{name:>15}" for name in (*self._calls, "product")) + "  us"
+            f"{'M':>6}{'H':>6}{'V':>8}"
+            + "".join(f"{name:>15}" for name in (*self._calls, "product"))
+            + "  us"
         )
 
     def measure(self, row: tuple[int, int, int], run: Run) -> None:
@@ -208,7 +210,9 @@ class Vocabulary(Suite):
             right = [name for name in self._calls if name in found.rounds]
             cells |= {f"{name}_peak_bytes": peak_bytes(self._calls[name], p) for name in right}
         sizes = dict(zip("MHV", row, strict=True))
-        run.rows.append({"op": "linear_cross_entropy", **sizes, **cells, "weight_gradient_bytes": p.weight.nbytes})
+        run.rows.append(
+            {"op": "linear_cross_entropy", **sizes, **cells, "weight_gradient_bytes": p.weight.nbytes}
+        )
         run.say(f"{row[0]:>6}{row[1]:>6}{row[2]:>8}{found.cells(list(calls), 15)}", *found.problems)
         run.wrong |= bool(found.problems)
 

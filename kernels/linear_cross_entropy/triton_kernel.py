@@ -270,7 +270,8 @@ def multiply_kernel(x, factor, count, BLOCK: tl.constexpr):
             at = first + tl.arange(0, BLOCK)
             there = at < count
             value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
-            value = tl.where(value == 0, 0.0, value * by)  # those of an ignored row stay, whatever the factor is
+            # Those of an ignored row stay, whatever the factor is.
+            value = tl.where(value == 0, 0.0, value * by)
             tl.store(x + at, value.to(x.dtype.element_ty), mask=there)
 
 
