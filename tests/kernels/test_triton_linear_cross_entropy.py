@@ -61,7 +61,7 @@ def kernels(rank: int, size: int, dtype: torch.dtype) -> None:
         for part, first in ((logits[:, :cut], 0), (logits[:, cut:], cut)):
             triton_kernel.launch_gradient(part, columns._replace(first=first), terms, part)
         close(logits, wanted, BOUND[dtype])
-    triton_kernel._MULTIPLY_BLOCK = 64
+    triton_kernel._MULTIPLY_BLOCK, triton_kernel._MULTIPLY_PROGRAMS = 64, 3
     for factor in (1.0, 0.3, torch.inf):
         x = torch.randn(7, 33).to(dtype).t()
         x[5] = 0
