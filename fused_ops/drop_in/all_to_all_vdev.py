@@ -96,7 +96,7 @@ class _Call(NamedTuple):
         x, out = map(_as_16_bits, (self.input, self.out))
         rows = _ops.moe_dispatch_again(x, found.slots, found.choices, found.ranks, self.group_name)
         out.copy_(torch.where((found.choices >= 0)[:, None], rows, out))
-        # Of rows that did not fit, which the host raises later, nothing may be sent back meanwhile: those sizes are zero.
+        # Of rows that did not fit, which the host raises later, nothing may be sent back meanwhile.
         sizes = torch.where((found.needed <= capacity).all(), found.sizes, 0)
         self.found.copy_(torch.stack([sizes, found.starts]))
 
