@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from .agreement.fallback.run import is_fallback_graph
+from .agreement.fallback import is_fallback_graph
 from .cache_key import pass_key
 from .canonicalize import by_position, name_groups, wait_once
 from .loss_parallel.joint import put_losses_on_columns

@@ -178,7 +178,7 @@ def test_the_boards_of_graphs(rank: int, world_size: int) -> None:
         def work() -> bool:
             with pytest.raises(ForkedProcess), made._lock(lambda: 1.0):
                 pass
-            for ask in (lambda: made.tell(1, "x"), lambda: VoteBoard(dist.group.WORLD)):
+            for ask in (lambda: made.tell(1, ["x"]), lambda: VoteBoard(dist.group.WORLD)):
                 with pytest.raises(ForkedProcess, match=r"^agree on a graph: "):
                     ask()
             try:

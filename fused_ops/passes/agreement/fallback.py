@@ -1,19 +1,27 @@
-"""A graph that is kept as it was, as bytes, which Inductor's caches keep and any process of the program can run."""
+"""The graph as it was before the pass, for ranks that do not agree: kept as bytes in the generated code, and run op by
+op at first, then compiled without the pass.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import io
-import operator
+import logging
 import pickle
-from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
 from torch._inductor import inductor_prims
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from ...graph.collectives import collectives
-from ...graph.nodes import is_val, val, what
+from ....symm_mem import WeftError
+from ..graph.collectives import collectives
+from ..graph.nodes import calls, what
 
 #: Operators that call graphs, and which run op by op as well as compiled.
 CALLERS = ("cond", "while_loop", "invoke_subgraph", "flex_attention", "flex_attention_backward")
@@ -22,29 +30,12 @@ DRAWS = {inductor_prims.random: (1, "seed"), inductor_prims.randint: (3, "seed")
 #: What an activation checkpoint makes of operators that may draw random numbers, and at which argument the operator is.
 STATEFUL = {"run_and_save_rng_state": 0, "run_with_rng_state": 1, "graphsafe_run_with_rng_state": 0}
 _KEPT = "which cannot be kept for ranks that do not agree"
-
-
-class KeptGraph(NamedTuple):
-    """A fallback graph.
-
-    What draws a checkpoint's seeds, or saves the generator's state, is a graph of its own, which runs first.
-
-    Attributes:
-        graph: as ``pickled`` gives it.
-        redraws: whether it draws random numbers that another graph draws, too, from the same seed.
-        seeds: of what draws seeds, which are the last inputs of the graph; None where nothing is drawn.
-    """
-
-    graph: bytes
-    redraws: bool = False
-    seeds: bytes | None = None
-
-    @staticmethod
-    def of(graph: fx.Graph, owner: Any, redraws: bool = False) -> KeptGraph:
-        """``owner``: the module that has the graph's attributes."""
-        graph = graph_copy(graph)
-        seeds = _take_states(graph)
-        return KeptGraph(pickled(graph, owner), redraws, None if seeds is None else pickled(seeds, owner))
+_log = logging.getLogger("weft.passes")
+_OP_BY_OP = 2  # runs with inputs of the same sizes until it is compiled for them
+_KNOWN = 32  # inputs of different sizes whose runs are counted, or for which it is kept compiled
+#: Op by op they write out all scores: a graph that calls them is compiled before it runs.
+_AT_ONCE = ("flex_attention", "flex_attention_backward")
+_state = threading.local()
 
 
 def why_not_pickled(graph: fx.Graph, owner: Any) -> str | None:
@@ -136,64 +127,6 @@ def draws_nothing(node: fx.Node) -> bool:
     return False
 
 
-def _take_states(graph: fx.Graph) -> fx.Graph | None:
-    """Has a graph take the seeds, and the generator's states, as its last inputs, and call what draws nothing as it is;
-    gives the graph that makes the former."""
-    drawing = [n for n in graph.nodes if draws_seeds(n)]
-    saving = [n for n in graph.nodes if caller_of(n) in STATEFUL and n not in drawing and draws_nothing(n)]
-    seeds = fx.Graph()
-    copies = {n: seeds.node_copy(n) for n in graph.nodes if n.op == "placeholder"}
-    begin = next(n for n in graph.nodes if n.op != "placeholder")
-    made: list[fx.Node] = []
-
-    def take(part: fx.Node, copy: fx.Node) -> None:
-        made.append(copy)
-        with graph.inserting_before(begin):
-            given = graph.placeholder(f"drawn_{len(made)}")
-        given.meta = dict(part.meta)
-        part.replace_all_uses_with(given)
-
-    for node in drawing:
-        copies[node] = seeds.node_copy(node, copies.__getitem__)
-        parts = list(node.users) if caller_of(node) == "run_and_save_rng_state" else [node]
-        for part in parts:
-            take(part, copies.get(part) or seeds.node_copy(part, copies.__getitem__))
-            if part is not node:
-                graph.erase_node(part)
-    for node in drawing:
-        graph.erase_node(node)
-    for node in saving:
-        for part in _called_as_it_is(node):
-            # As it is before the graph: what starts from it draws nothing either.
-            where: dict[str, Any] = {"device": next(val(n).device for n in node.all_input_nodes if is_val(n))}
-            saved = seeds.call_function(node.target, (torch.ops.aten.empty.memory_format, [0]), where)
-            take(part, seeds.call_function(operator.getitem, (saved, 0)))
-            graph.erase_node(part)
-        graph.erase_node(node)
-    seeds.output(tuple(made))
-    return seeds if made else None
-
-
-def _called_as_it_is(node: fx.Node) -> list[fx.Node]:
-    """Has the graph call what a checkpoint's operator calls; the states that this one has saved are left."""
-    op, *args = node.args[STATEFUL[caller_of(node) or ""] :]
-    kwargs = {name: value for name, value in node.kwargs.items() if name != "rng_state"}
-    with node.graph.inserting_before(node):
-        plain = node.graph.call_function(op, tuple(args), kwargs)  # type: ignore[arg-type]
-    saves = caller_of(node) == "run_and_save_rng_state"
-    plain.meta = {
-        **node.meta,
-        "val": node.meta["val"][1] if saves and "val" in node.meta else node.meta.get("val"),
-    }
-    if not saves:
-        node.replace_all_uses_with(plain)
-        return []
-    for part in [part for part in node.users if part.args[1] == 1]:
-        part.replace_all_uses_with(plain)
-        node.graph.erase_node(part)
-    return list(node.users)
-
-
 def graph_copy(graph: fx.Graph, without: Collection[fx.Node] = ()) -> fx.Graph:
     """Where the graph returns a node that is left out, the copy returns None."""
     copy = fx.Graph()
@@ -237,3 +170,106 @@ def _why_not_called(graph: fx.Graph) -> str | None:
         if not isinstance(value, fx.GraphModule):
             return f"the graph reads {node.target}, {_KEPT}"
     return None
+
+
+class FallbackRuns:
+    """Of one graph.
+
+    One that ``redraws`` must draw the random numbers that another graph draws. Inductor draws a number by its seed and
+    its place in the tensor, wherever it stands; op by op the seed is not looked at.
+
+    Args:
+        name: of the graph, for messages.
+        graph: as ``pickled`` gives it.
+    """
+
+    def __init__(self, name: str, graph: bytes, redraws: bool) -> None:
+        self._name, self._graph, self._redraws = name, graph, redraws
+        # By the inputs' sizes: how often it has run op by op, or what was compiled.
+        self._runs: dict[Any, int | Callable[[list[Any]], Sequence[Any]]] = {}
+        self._compiles = True  # until it is tried in vain
+
+    def prepare(self) -> None:
+        """Makes what is on the device, which cannot be made while a CUDA graph is captured."""
+        _ = self.module
+
+    def run(self, args: list[Any], *, compiles: bool) -> Sequence[Any]:
+        """The graph's results. ``args`` are emptied; ``compiles``: whether a compilation may begin now, not in a
+        capture.
+
+        Op by op at first: ranks that differ once need no second compilation. Random numbers are drawn by Inductor
+        wherever that can be. Others would be as good for this graph, but they move the generator on by another step:
+        what ranks draw alike later, they would not any more. WeftError: the graph must be compiled, and cannot be.
+        """
+        if self._redraws and not (compiles and self._compiles):
+            raise WeftError(
+                f"graph {self._name}: runs unfused, as ranks do not agree or a CUDA graph is captured, and draws "
+                "random numbers that another graph draws, too, as for dropout that is recomputed; op by op it would "
+                'draw others. FusionPass(agree="capture") or agree=False fuse it, where all ranks run the same graphs'
+            )
+        sizes = tuple(_kind_of(value) for value in args)
+        run = self._runs.get(sizes, 0)
+        if isinstance(run, int):
+            if compiles and self._compiles and (self._draws or run >= _OP_BY_OP):
+                run = self._compile(args)
+            if len(self._runs) >= _KNOWN:
+                self._runs.clear()
+            self._runs[sizes] = run + 1 if isinstance(run, int) else run
+        if isinstance(run, int):
+            return fx.Interpreter(self.module).boxed_run(args)  # type: ignore[no-any-return]
+        return run(args)
+
+    def _compile(self, args: list[Any]) -> Any:
+        """What was compiled; 0 if that cannot be."""
+        from torch._inductor.compile_fx import compile_fx_inner  # takes seconds
+
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, torch.Tensor) else a for a in args]
+        graph = unpickled(self._graph)
+        try:
+            with mode:  # what stands in graphs that it calls gets fake values, too
+                graph = make_fx(graph)(*fakes)
+            with compiling_fallback():
+                return compile_fx_inner(graph, fakes)
+        except Exception as e:
+            self._compiles = False
+            said = f"{type(e).__name__}: {e}"
+            if self._redraws:
+                raise WeftError(
+                    f"graph {self._name}: cannot be compiled as it was, and op by op would draw other random numbers "
+                    f"than the graph that draws them, too: {said}"
+                ) from e
+            _log.warning("graph %s: cannot be compiled as it was, and runs op by op: %s", self._name, said)
+        return 0
+
+    @cached_property
+    def _draws(self) -> bool:
+        """Whether it is compiled at its first run."""
+        nodes = self.module.graph.nodes
+        return self._redraws or any(calls(n, *DRAWS) or caller_of(n) in _AT_ONCE for n in nodes)
+
+    @cached_property
+    def module(self) -> fx.GraphModule:
+        return unpickled(self._graph)
+
+
+def _kind_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return value
+
+
+@contextlib.contextmanager
+def compiling_fallback() -> Iterator[None]:
+    """What is compiled inside is a graph as it was: for the pass, too, where Inductor's settings name one for all that
+    is compiled. It would be fused and ask once more, and its fallback graph be compiled in turn."""
+    _state.in_fallback = True
+    try:
+        yield
+    finally:
+        _state.in_fallback = False
+
+
+def is_fallback_graph() -> bool:
+    """Whether what this thread compiles is a fallback graph."""
+    return getattr(_state, "in_fallback", False)
