@@ -211,9 +211,9 @@ class FusionPass(OnePass, CustomGraphPass):
         write_out(graph)
         move_padding(graph)
         original = fallback_graph.FallbackGraph(graph, list(collectives(graph))) if self.agree else None
-        why_not = original and (
-            fallback_graph.why_not_voted(self.agree == CAPTURE) or original.why_not_kept()
-        )
+        why_not = None
+        if original is not None:
+            why_not = fallback_graph.why_not_voted(self.agree == CAPTURE) or original.why_not_kept()
         entries, orders = self._fused(graph, numbers[0], why_not)
         change = changed_order(graph, self, numbers[0], self._voted(entries, why_not))
         kernels = GraphKernels(graph)
