@@ -23,12 +23,16 @@ from ....symm_mem import WeftError
 from ..graph.collectives import collectives
 from ..graph.nodes import calls, what
 
-#: Operators that call graphs, and which run op by op as well as compiled.
-CALLERS = ("cond", "while_loop", "invoke_subgraph", "flex_attention", "flex_attention_backward")
+# Operators that call graphs, and which run op by op as well as compiled.
+_CALLERS = ("cond", "while_loop", "invoke_subgraph", "flex_attention", "flex_attention_backward")
 #: What draws by a seed that is a tensor, and which argument it is. Op by op they take no notice of it.
 DRAWS = {inductor_prims.random: (1, "seed"), inductor_prims.randint: (3, "seed")}
-#: What an activation checkpoint makes of operators that may draw random numbers, and at which argument the operator is.
-STATEFUL = {"run_and_save_rng_state": 0, "run_with_rng_state": 1, "graphsafe_run_with_rng_state": 0}
+# What an activation checkpoint makes of operators that may draw random numbers, and at which argument the operator is.
+_STATEFUL = {"run_and_save_rng_state": 0, "run_with_rng_state": 1, "graphsafe_run_with_rng_state": 0}
+# Operators of higher order that take no graphs, objects or numbers of this process's tables: a user's operator that
+# writes to its arguments.
+_AS_BYTES = ("auto_functionalized_v2",)
+_CONSTANT_BYTES = 1 << 20
 _KEPT = "which cannot be kept for ranks that do not agree"
 _log = logging.getLogger("weft.passes")
 _OP_BY_OP = 2  # runs with inputs of the same sizes until it is compiled for them
@@ -38,21 +42,42 @@ _AT_ONCE = ("flex_attention", "flex_attention_backward")
 _state = threading.local()
 
 
-def why_not_pickled(graph: fx.Graph, owner: Any) -> str | None:
-    """Why the bytes would not do in another process; None if they would."""
-    for _, module in attributes(graph, owner):
-        if isinstance(module, fx.GraphModule):
-            why = _why_not_called(module.graph) or why_not_pickled(module.graph, module)
-            if why is not None:
-                return why
+def why_not_kept(graph: fx.Graph, owner: Any, called: bool = False) -> str | None:
+    """Why the bytes would not do in another process, or compute something else; None if they would do. ``called``: the
+    graph is called by the one that is kept."""
+    size = 0
+    communicating = {*collectives(graph)} if called else set()
     for node in graph.nodes:
+        name = _caller_of(node)
+        if node in communicating:
+            return f"{what(node)} is in a graph that this one calls, {_KEPT}"
+        if called and node.target in DRAWS:
+            return f"{what(node)} draws random numbers in a graph that this one calls, {_KEPT}"
+        if name in _STATEFUL and not called:
+            if not _draws_seeds(node) and not _draws_nothing(node):
+                return (
+                    f"{what(node)} draws random numbers that another graph draws again, as for dropout that is "
+                    "recomputed: in their order in memory, which fusing may change in one of the two graphs"
+                )
+        elif name is not None and name not in _CALLERS and (called or name not in _AS_BYTES):
+            return f"the graph calls {name}, {_KEPT}"
+        if node.op == "call_module":
+            return f"the graph calls the module {node.target}"
         try:
             _Pickler(io.BytesIO()).dump((node.target, node.args, node.kwargs))
         except Exception:
-            named = getattr(
-                node.target, "__name__", node.target
-            )  # no address: reasons are the same on every rank
-            return f"the graph uses {named}, {_KEPT}"
+            # No address: reasons are the same on every rank.
+            return f"the graph uses {getattr(node.target, '__name__', node.target)}, {_KEPT}"
+    for node, value in attributes(graph, owner):
+        if isinstance(value, fx.GraphModule):
+            if (why := why_not_kept(value.graph, value, called=True)) is not None:
+                return why
+        elif called or not isinstance(value, torch.Tensor):
+            return f"the graph reads {node.target}, {_KEPT}"
+        else:
+            size += value.nbytes
+    if size > _CONSTANT_BYTES:
+        return f"the graph holds {size} bytes of constants, too many to be kept for ranks that do not agree"
     return None
 
 
@@ -109,18 +134,18 @@ def unpickled(data: bytes) -> fx.GraphModule:
     return fx.GraphModule(read, graph)
 
 
-def draws_seeds(node: fx.Node) -> bool:
+def _draws_seeds(node: fx.Node) -> bool:
     """Whether a checkpoint's operator draws seeds, of nothing but the graph's inputs: the numbers after them are drawn
     by seed and place in the tensor, wherever that lies in memory."""
-    if (at := STATEFUL.get(caller_of(node) or "")) is None:
+    if (at := _STATEFUL.get(_caller_of(node) or "")) is None:
         return False
     of_inputs = all(n.op == "placeholder" for n in node.all_input_nodes)
     return of_inputs and node.args[at] in (inductor_prims.seed, inductor_prims.seeds)
 
 
-def draws_nothing(node: fx.Node) -> bool:
+def _draws_nothing(node: fx.Node) -> bool:
     """Whether a checkpoint's operator is attention without dropout."""
-    op, *args = node.args[STATEFUL[node.target.name()] :]  # type: ignore[union-attr]
+    op, *args = node.args[_STATEFUL[node.target.name()] :]  # type: ignore[union-attr]
     for i, a in enumerate(op._schema.arguments):  # type: ignore[union-attr]
         if a.name == "dropout_p":
             return bool((args[i] if i < len(args) else node.kwargs.get(a.name, a.default_value)) == 0)
@@ -149,27 +174,9 @@ def attributes(graph: fx.Graph, owner: Any) -> Iterator[tuple[fx.Node, Any]]:
         yield node, value
 
 
-def caller_of(node: fx.Node) -> str | None:
+def _caller_of(node: fx.Node) -> str | None:
     """The operator of higher order that a node is, by its name."""
     return node.target.name() if isinstance(node.target, torch._ops.HigherOrderOperator) else None
-
-
-def _why_not_called(graph: fx.Graph) -> str | None:
-    """Why a graph that another one calls cannot be kept with it."""
-    owner = graph.owning_module
-    for node in collectives(graph):
-        return f"{what(node)} is in a graph that this one calls, {_KEPT}"
-    for node in graph.nodes:
-        if node.target in DRAWS:
-            return f"{what(node)} draws random numbers in a graph that this one calls, {_KEPT}"
-        if (name := caller_of(node)) is not None and name not in CALLERS:
-            return f"the graph calls {name}, {_KEPT}"
-        if node.op == "call_module":
-            return f"the graph calls the module {node.target}"
-    for node, value in attributes(graph, owner):
-        if not isinstance(value, fx.GraphModule):
-            return f"the graph reads {node.target}, {_KEPT}"
-    return None
 
 
 class FallbackRuns:
@@ -246,7 +253,7 @@ class FallbackRuns:
     def _draws(self) -> bool:
         """Whether it is compiled at its first run."""
         nodes = self.module.graph.nodes
-        return self._redraws or any(calls(n, *DRAWS) or caller_of(n) in _AT_ONCE for n in nodes)
+        return self._redraws or any(calls(n, *DRAWS) or _caller_of(n) in _AT_ONCE for n in nodes)
 
     @cached_property
     def module(self) -> fx.GraphModule:

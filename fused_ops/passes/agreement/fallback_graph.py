@@ -27,18 +27,7 @@ from ..graph.nodes import argument, calls, what
 from ..records.entry import Entry
 from ..records.node import packed
 from ..settings import CAPTURE
-from .fallback import (
-    CALLERS,
-    DRAWS,
-    STATEFUL,
-    attributes,
-    caller_of,
-    draws_nothing,
-    draws_seeds,
-    graph_copy,
-    pickled,
-    why_not_pickled,
-)
+from .fallback import DRAWS, attributes, graph_copy, pickled, why_not_kept
 from .guard import SIZES, GraphGuard, GraphQuestion, GroupQuestion
 from .signature import Order, Signature
 from .votes.vote import uncounting_backend
@@ -67,11 +56,6 @@ _lib.impl("agree", _ask_eagerly, "CompositeExplicitAutograd")
 torch.library.register_fake("weft::agree", lambda packed, fused: None, lib=_lib)
 _agree = torch.ops.weft.agree.default
 fx.node.has_side_effect(_agree)
-
-_CONSTANT_BYTES = 1 << 20
-# Operators of higher order that take no graphs, objects or numbers of this process's tables: a user's operator that
-# writes to its arguments.
-_AS_TEXT = ("auto_functionalized_v2",)
 
 
 def why_not_asked(group: str) -> str | None:
@@ -147,31 +131,7 @@ class FallbackGraph:
                 "that is recomputed: with align_random_eager, which the graph that is kept for ranks that do not agree "
                 "is compiled without"
             )
-        size = 0
-        for node in self._graph.nodes:
-            name = caller_of(node)
-            if draws_seeds(node):
-                continue
-            if name in STATEFUL:
-                if not draws_nothing(node):
-                    return (
-                        f"{what(node)} draws random numbers that another graph draws again, as for dropout that is "
-                        "recomputed: in their order in memory, which fusing may change in one of the two graphs"
-                    )
-            elif name is not None and name not in (*_AS_TEXT, *CALLERS):
-                return f"the graph calls {name}, which cannot be kept for ranks that do not agree"
-            if node.op == "call_module":
-                return f"the graph calls the module {node.target}"
-        for node, value in attributes(self._graph, self._owner):
-            if isinstance(value, torch.Tensor):
-                size += value.nbytes
-            elif not isinstance(value, fx.GraphModule):
-                return f"the graph reads {node.target}, which cannot be kept for ranks that do not agree"
-        if size > _CONSTANT_BYTES:
-            return (
-                f"the graph holds {size} bytes of constants, too many to be kept for ranks that do not agree"
-            )
-        return why_not_pickled(self._graph, self._owner)
+        return why_not_kept(self._graph, self._owner)
 
     def ask_first(
         self,

@@ -148,17 +148,21 @@ class VoteRows:
         if turn != words[own + _TURN] or (begun, count, signature) == post[:3]:
             return  # it is on its way here, or the answer to one is the answer to the other
         waits = words[row + _ANSWER] == UNDECIDED
+        in_vain = words[row + _WHY] in (LATE, ABSENT) and words[row + _PEER] == self.rank
         if begun + count <= post.begun:
             if waits:  # where this rank has been without a post
                 self._decide(words, peer, PASSED_BY, self.rank)
-            elif words[row + _WHY] in (LATE, ABSENT) and words[row + _PEER] == self.rank:
-                words[_DIFFERED] = 1  # it has waited there in vain
+            elif in_vain:
+                words[_DIFFERED] = 1
             return
-        why = PASSED_BY if post.begun + post.count <= begun else ANOTHER_GRAPH
-        if waits and why == ANOTHER_GRAPH:
-            self._decide(words, peer, why, self.rank)
+        passed = post.begun + post.count <= begun
+        if waits and not passed:
+            self._decide(words, peer, ANOTHER_GRAPH, self.rank)
         if words[own + _ANSWER] == UNDECIDED:
-            self._decide(words, self.rank, why, peer)
+            if passed and in_vain and not waits:  # this rank was only late
+                self._decide(words, self.rank, LATE, self.rank)
+            else:
+                self._decide(words, self.rank, PASSED_BY if passed else ANOTHER_GRAPH, peer)
 
     def _spread(self, words: memoryview) -> None:
         """Equal posts have the same answer."""
@@ -168,9 +172,9 @@ class VoteRows:
             source = plain.get(_post_of(words, row))
             if source is not None and words[row + _ANSWER] == UNDECIDED:
                 why, peer = words[source + _WHY], words[source + _PEER]
+                if peer == rank:  # it was only late
+                    words[source + _WHY], why = NOTHING, LATE
                 self._decide(words, rank, why, peer)
-                if peer == rank:
-                    words[source + _WHY] = NOTHING  # it was only late
 
     def _missing(self, words: memoryview) -> int:
         """The first rank that does not wait where this one does."""

@@ -16,8 +16,8 @@ from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 from weft.fused_ops.passes import Entry, FusionPass
-from weft.fused_ops.passes.agreement import fallback_graph
-from weft.fused_ops.passes.agreement.fallback import FallbackRuns, compiling_fallback, pickled
+from weft.fused_ops.passes.agreement import fallback, fallback_graph
+from weft.fused_ops.passes.agreement.fallback import compiling_fallback
 from weft.fused_ops.passes.agreement.guard import SIZES, GraphGuard
 from weft.fused_ops.passes.agreement.votes.vote import uncounting_backend
 
@@ -88,19 +88,6 @@ def test_the_kept_graph_runs(group: str) -> None:
         assert args == []
         assert out.shape == (12, 5)
         assert out.stride() == (1, 12)
-
-
-def test_the_constants_of_a_kept_graph() -> None:
-    """Op by op and compiled."""
-    graph = fx.Graph()
-    x, c = graph.placeholder("x"), graph.get_attr("constant")
-    graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (x, c)),))
-    module = torch.nn.Module()
-    module.register_buffer("constant", constant := torch.randn(5))
-    runs = FallbackRuns("g", pickled(graph, module), redraws=False)
-    for _ in range(4):
-        assert torch.equal(runs.run([X[:, :5]], compiles=True)[0], X[:, :5] * constant)
-    assert callable(*runs._runs.values())
 
 
 @pytest.mark.parametrize("fn", [math.ceil, abs, round])
@@ -341,7 +328,7 @@ def test_dropout(recomputed: bool) -> None:
 
 
 def test_many_constants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fallback_graph, "_CONSTANT_BYTES", 16)
+    monkeypatch.setattr(fallback, "_CONSTANT_BYTES", 16)
     module = with_constant(torch.randn(5))
     check_left(module.graph, "20 bytes of constants")
 

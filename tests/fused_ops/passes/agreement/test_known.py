@@ -12,6 +12,7 @@ from test_board import at_once, make, post, stores, turns
 from weft.fused_ops.passes.agreement.votes import known, vote_rows
 from weft.fused_ops.passes.agreement.votes.board import VoteBoard
 from weft.fused_ops.passes.agreement.votes.vote import (
+    ABSENT,
     ANOTHER_GRAPH,
     CANNOT_FUSE,
     LATE,
@@ -120,6 +121,19 @@ def test_a_rank_that_was_late_as_it_ran_something_else_has_run_a_different_graph
     for _ in range(3 * TRUSTED):
         answers = at_once(*(lambda b=b: ask(b, begun=4) for b in where))  # type: ignore[misc]
         assert all(a == Answer(True, NOTHING, a.peer) for a in answers)
+
+
+def test_a_rank_that_was_only_late_has_run_the_same_graphs() -> None:
+    """It compiles for long, and the hosts of others do not wait for what they have launched."""
+    where = met(2)
+    for begun, why in ((0, LATE), (2, ABSENT)):
+        vote = post(begun, signature=8)
+        assert where[0].ask(vote, lambda: 0.05) == Answer(False, why, 1)
+    for begun in (0, 2):
+        assert where[1].ask(post(begun, signature=8), lambda: 10.0).why == LATE
+    for _ in range(TRUSTED):
+        assert all(a.fused for a in at_once(*(lambda b=b: ask(b, begun=4) for b in where)))  # type: ignore[misc]
+    assert ask(where[0], begun=4) == UNASKED
 
 
 def test_ranks_that_change_together_vote_where_they_do() -> None:
