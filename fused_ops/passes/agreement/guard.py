@@ -232,11 +232,9 @@ class GraphGuard:
         """One group's ranks. Why they do not agree is noted."""
         group, board = voters
         board.tell(signature, self._what)
-
-        def patience() -> float:
-            longest = _vote_deadline(asked.name)
-            return min(longest, ABSENCE) if board in self._in_vain else longest
-
+        patience = _vote_deadline(asked.name)
+        if board in self._in_vain:
+            patience = min(patience, ABSENCE)
         while True:
             answer = board.ask(Vote(begun(group), asked.count, signature, can_fuse), patience)
             if answer.why != LEFT:
@@ -244,9 +242,7 @@ class GraphGuard:
             if (error := broken_by_leaving(board, group)) is not None:
                 raise error
         if can_fuse and not answer.fused:
-            outcomes.note(
-                self.name, asked.name, answer.peer, reason_of(answer, board, self._what, patience())
-            )
+            outcomes.note(self.name, asked.name, answer.peer, reason_of(answer, board, self._what, patience))
             if answer.why in (LATE, ABSENT, NO_BOARD):
                 self._in_vain.add(board)
         return answer

@@ -124,7 +124,7 @@ class VoteBoard(vote_rows.VoteRows):
             del self._absent[rank]
         return None
 
-    def ask(self, post: vote.Vote, timeout: Callable[[], float]) -> vote.Answer:
+    def ask(self, post: vote.Vote, timeout: float) -> vote.Answer:
         """Post, and wait for the answer, for ``timeout`` seconds at most. A rank that cannot fuse does not wait.
 
         For a rank that is ``absent`` the wait is short. That is safe whatever the others wait: FUSED takes the posts of
@@ -139,14 +139,14 @@ class VoteBoard(vote_rows.VoteRows):
             try:
                 answer = self._ask(post, timeout)
             except BaseException:  # Ctrl-C, say: nobody shall count on this rank
-                with suppress(WeftError), self._lock(lambda: ABSENCE) as words:
+                with suppress(WeftError), self._lock(ABSENCE) as words:
                     self._take_back(words, vote.LATE, self.rank)
                 raise
         if answer.why in (vote.LATE, vote.ABSENT) and answer.peer != self.rank:
             self._absent.setdefault(answer.peer, self._votes(answer.peer))
         return answer
 
-    def _ask(self, post: vote.Vote, timeout: Callable[[], float]) -> vote.Answer:
+    def _ask(self, post: vote.Vote, timeout: float) -> vote.Answer:
         with self._lock(timeout) as words:
             if words[vote_rows._LEAVES] == self._leaves:
                 self._post(words, post)
@@ -160,8 +160,8 @@ class VoteBoard(vote_rows.VoteRows):
             )
         return answer
 
-    def _awaited(self, post: vote.Vote, timeout: Callable[[], float]) -> vote.Answer:
-        waits, begin, longest = backoff(), time.monotonic(), timeout()
+    def _awaited(self, post: vote.Vote, timeout: float) -> vote.Answer:
+        waits, begin = backoff(), time.monotonic()
         while (answer := self._answer()) is None:
             in_vain = None
             if next(waits):
@@ -173,7 +173,7 @@ class VoteBoard(vote_rows.VoteRows):
                 elif self._sees_blind():
                     in_vain = vote.NO_BOARD, self.blind[0]  # type: ignore[index]
             absent = self.absent()
-            limit = longest if absent is None else min(longest, ABSENCE)
+            limit = timeout if absent is None else min(timeout, ABSENCE)
             late = time.monotonic() >= begin + limit
             words = self._file.words
             assert words is not None
@@ -217,15 +217,15 @@ class VoteBoard(vote_rows.VoteRows):
         return words[vote_rows._SESSION] in (0, session)
 
     @contextmanager
-    def _lock(self, timeout: Callable[[], float]) -> Iterator[memoryview]:
+    def _lock(self, timeout: float) -> Iterator[memoryview]:
         """The words, for this rank alone. The kernel gives the lock back once no process has the holder's file open.
         WeftError: another rank's process has held it all the time, or a child that C code has forked from it."""
         self._owner.refuse_child(WHAT)
         assert self._file.words is not None
         try:
-            if (waited := lock(self._file.fd, timeout)) is not None:
+            if not lock(self._file.fd, timeout):
                 raise WeftError(
-                    f"{WHAT}: rank {self.rank} of group {self._name!r} waited {waited:g} s for the lock of the ranks' "
+                    f"{WHAT}: rank {self.rank} of group {self._name!r} waited {timeout:g} s for the lock of the ranks' "
                     "board: it is held, expected free"
                 )
             yield self._file.words

@@ -14,7 +14,7 @@ import secrets
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from io import FileIO
 from typing import Any
 
@@ -109,18 +109,18 @@ class BoardFile:
             return memoryview(mmap.mmap(file.fileno(), self._bytes)).cast("Q")
 
 
-def lock(fd: int, timeout: Callable[[], float]) -> float | None:
-    """None: the caller has the lock, until ``unlock``; else the seconds that were waited in vain."""
-    begin, seconds, waits = 0.0, 0.0, None
+def lock(fd: int, seconds: float) -> bool:
+    """Whether the caller has the lock, until ``unlock``; False after so many seconds."""
+    begin, waits = 0.0, None
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return None
+            return True
         except BlockingIOError:
             if waits is None:
-                begin, seconds, waits = time.monotonic(), timeout(), backoff()
+                begin, waits = time.monotonic(), backoff()
             if time.monotonic() - begin > seconds:
-                return seconds
+                return False
             next(waits)
 
 

@@ -33,18 +33,18 @@ def test_a_rank_that_was_waited_for_in_vain_is_not_waited_for_long_again() -> No
         assert ask_all(where[:2], [post(begun)] * 2, 60.0) == [Answer(False, ABSENT, 2)] * 2
     assert time.monotonic() - begin < 30
     # Once it votes, at whichever graph, the others wait for it as before.
-    assert not where[2].ask(post(8), lambda: 60.0).fused
+    assert not where[2].ask(post(8), 60.0).fused
     assert [b.absent() for b in where[:2]] == [None] * 2
     assert [a.fused for a in ask_all(where, [post(10)] * 3)] == [True] * 3
 
 
 def test_a_rank_that_comes_while_it_is_waited_for_briefly_has_the_others_wait_on() -> None:
     where = make(3)
-    assert where[0].ask(post(4), lambda: 0.05) == Answer(False, LATE, 1)
+    assert where[0].ask(post(4), 0.05) == Answer(False, LATE, 1)
     assert where[0].absent() == 1
-    where[1].ask(post(4), lambda: 0.0)
+    where[1].ask(post(4), 0.0)
     begin = time.monotonic()
-    assert where[0].ask(post(6), lambda: LONG).why == LATE
+    assert where[0].ask(post(6), LONG).why == LATE
     assert time.monotonic() - begin >= LONG
 
 

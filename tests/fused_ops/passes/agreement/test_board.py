@@ -93,7 +93,7 @@ def turns(where: list[VoteBoard]) -> list[int]:
 
 
 def ask_all(where: list[VoteBoard], posts: list[Vote], timeout: float = 10.0) -> list[Answer]:
-    return at_once(*(lambda b=b, p=p: b.ask(p, lambda: timeout) for b, p in zip(where, posts, strict=True)))
+    return at_once(*(lambda b=b, p=p: b.ask(p, timeout) for b, p in zip(where, posts, strict=True)))
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
@@ -114,39 +114,39 @@ def test_another_graph() -> None:
 
 def test_a_graph_that_begins_within() -> None:
     where = make(2)
-    first = threading.Thread(target=where[0].ask, args=(post(4, count=3), lambda: LONG), daemon=True)
+    first = threading.Thread(target=where[0].ask, args=(post(4, count=3), LONG), daemon=True)
     first.start()
-    assert where[1].ask(post(5, count=2, signature=8), lambda: LONG).why == ANOTHER_GRAPH
+    assert where[1].ask(post(5, count=2, signature=8), LONG).why == ANOTHER_GRAPH
     first.join(LONG / 2)
     assert not first.is_alive()
 
 
 def test_who_is_not_willing_does_not_wait_and_stops_the_others() -> None:
     where = make(2)
-    assert where[0].ask(post(0, can_fuse=False), lambda: LONG).why == CANNOT_FUSE
+    assert where[0].ask(post(0, can_fuse=False), LONG).why == CANNOT_FUSE
     begin = time.monotonic()
-    assert where[1].ask(post(0), lambda: LONG) == Answer(False, CANNOT_FUSE, 0)
+    assert where[1].ask(post(0), LONG) == Answer(False, CANNOT_FUSE, 0)
     assert time.monotonic() - begin < LONG / 2
 
 
 def test_who_has_passed_by_is_not_waited_for() -> None:
     where = make(2)
     waiting: list[Answer] = []
-    thread = threading.Thread(target=lambda: waiting.append(where[0].ask(post(4), lambda: LONG)), daemon=True)
+    thread = threading.Thread(target=lambda: waiting.append(where[0].ask(post(4), LONG)), daemon=True)
     thread.start()
     time.sleep(0.05)
-    assert where[1].ask(post(6, can_fuse=False), lambda: LONG).why == CANNOT_FUSE
+    assert where[1].ask(post(6, can_fuse=False), LONG).why == CANNOT_FUSE
     thread.join(LONG / 2)
     assert waiting == [Answer(False, PASSED_BY, 1)]
     # And when the other one has come and gone before.
-    assert where[0].ask(post(4), lambda: LONG) == Answer(False, PASSED_BY, 1)
+    assert where[0].ask(post(4), LONG) == Answer(False, PASSED_BY, 1)
 
 
 def test_who_does_not_come_is_waited_for_once_and_may_be_late() -> None:
     where = make(2)
     missed = post(4)
-    assert where[0].ask(missed, lambda: 0.05) == Answer(False, LATE, 1)
-    assert not where[1].ask(missed, lambda: LONG).fused  # late: it gets the answer that rank 0 has
+    assert where[0].ask(missed, 0.05) == Answer(False, LATE, 1)
+    assert not where[1].ask(missed, LONG).fused  # late: it gets the answer that rank 0 has
     assert [a.fused for a in ask_all(where, [post(6)] * 2)] == [True] * 2
 
 
@@ -154,17 +154,17 @@ def test_who_has_passed_by_before_there_was_a_board_is_not_waited_for() -> None:
     store = dist.HashStore()
     early, also = (VoteBoard(Group(rank, 3, store)) for rank in (1, 2))  # type: ignore[arg-type]
     for begun in (0, 4):  # the last of them counts
-        assert early.ask(post(begun, can_fuse=False), lambda: LONG) == Answer(False, CANNOT_FUSE, 1)
+        assert early.ask(post(begun, can_fuse=False), LONG) == Answer(False, CANNOT_FUSE, 1)
     waiting: list[Answer] = []
-    thread = threading.Thread(target=lambda: waiting.append(also.ask(post(4), lambda: LONG)), daemon=True)
+    thread = threading.Thread(target=lambda: waiting.append(also.ask(post(4), LONG)), daemon=True)
     thread.start()
     kept = VoteBoard(Group(0, 3, store))  # type: ignore[arg-type]
     begin = time.monotonic()
-    assert kept.ask(post(4), lambda: LONG) == Answer(False, CANNOT_FUSE, 1)
+    assert kept.ask(post(4), LONG) == Answer(False, CANNOT_FUSE, 1)
     thread.join(LONG / 2)
     assert waiting == [Answer(False, CANNOT_FUSE, 1)]
     assert time.monotonic() - begin < LONG / 2
-    answers = at_once(*(lambda b=b: b.ask(post(6), lambda: LONG) for b in (kept, early, also)))  # type: ignore[misc]
+    answers = at_once(*(lambda b=b: b.ask(post(6), LONG) for b in (kept, early, also)))  # type: ignore[misc]
     assert all(a.fused for a in answers)
 
 
@@ -176,15 +176,15 @@ def test_an_interrupted_question_counts_on_all_ranks_or_on_none(late: bool) -> N
     def interrupts() -> Answer | None:
         where[0]._answer = real  # type: ignore[method-assign]
         if late:  # all have the answer
-            assert where[1].ask(post(4), lambda: LONG).fused
+            assert where[1].ask(post(4), LONG).fused
         raise KeyboardInterrupt
 
     where[0]._answer = interrupts  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        where[0].ask(post(4), lambda: LONG)
+        where[0].ask(post(4), LONG)
     assert turns(where) == [int(late)] * 2
     if not late:  # nobody counts on what was taken back
-        assert where[1].ask(post(4), lambda: 0.2) == Answer(False, LATE, 0)
+        assert where[1].ask(post(4), 0.2) == Answer(False, LATE, 0)
     assert [a.fused for a in ask_all(where, [post(6)] * 2)] == [True] * 2
 
 
@@ -199,8 +199,8 @@ def test_ctrl_c_just_after_a_lock_gives_it_back(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(fcntl, "flock", interrupts)
     with pytest.raises(KeyboardInterrupt):
-        where[0].ask(post(4), lambda: LONG)
-    assert where[1].ask(post(4), lambda: 0.2) == Answer(False, LATE, 0)
+        where[0].ask(post(4), LONG)
+    assert where[1].ask(post(4), 0.2) == Answer(False, LATE, 0)
 
 
 def test_a_rank_that_is_interrupted_in_the_midst_of_its_post_is_named(
@@ -211,8 +211,8 @@ def test_a_rank_that_is_interrupted_in_the_midst_of_its_post_is_named(
         patch.setattr(where[0], "_meet", Mock(side_effect=KeyboardInterrupt))
         patch.setattr(where[0], "_spread", lambda words: None)
         with pytest.raises(KeyboardInterrupt):
-            where[0].ask(post(4), lambda: LONG)
-    assert where[1].ask(post(4), lambda: 0.1) == Answer(False, LATE, 0)
+            where[0].ask(post(4), LONG)
+    assert where[1].ask(post(4), 0.1) == Answer(False, LATE, 0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -292,6 +292,6 @@ def test_a_rank_that_cannot_see_the_board_is_not_waited_for(monkeypatch: pytest.
 def test_what_stands_after_a_signature() -> None:
     where = make(2)
     where[0].tell(8, ["a gather"])
-    where[0].ask(post(0, signature=8, can_fuse=False), lambda: 1.0)
+    where[0].ask(post(0, signature=8, can_fuse=False), 1.0)
     assert where[1].told(0) == ["a gather"]
     assert where[1].told(1) is None

@@ -54,7 +54,7 @@ def ask(
     vote = post(begun, count, signature, can_fuse and fused)
     if vote.can_fuse and where.known.run(signature, count, begun):
         return UNASKED
-    answer = where.ask(vote, lambda: timeout)
+    answer = where.ask(vote, timeout)
     if answer.fused:
         where.known.learn(signature)
     return answer
@@ -106,7 +106,7 @@ def test_a_graph_that_is_new_to_the_ranks_is_voted_on() -> None:
 
 def test_ranks_that_have_run_different_graphs_ask_for_good() -> None:
     where = met(2)
-    answers = at_once(lambda: where[0].ask(post(0), lambda: 10.0), lambda: ask(where[1], 8))
+    answers = at_once(lambda: where[0].ask(post(0), 10.0), lambda: ask(where[1], 8))
     assert [a.why for a in answers] == [ANOTHER_GRAPH] * 2
     for _ in range(3 * TRUSTED):
         answers = at_once(*(lambda b=b: ask(b, begun=2) for b in where))  # type: ignore[misc]
@@ -116,7 +116,7 @@ def test_ranks_that_have_run_different_graphs_ask_for_good() -> None:
 def test_a_rank_that_was_late_as_it_ran_something_else_has_run_a_different_graph() -> None:
     where = met(2)
     missed = post(0)
-    assert where[0].ask(missed, lambda: 0.05).why == LATE
+    assert where[0].ask(missed, 0.05).why == LATE
     ask(where[1], 5, begun=2, fused=False)
     for _ in range(3 * TRUSTED):
         answers = at_once(*(lambda b=b: ask(b, begun=4) for b in where))  # type: ignore[misc]
@@ -128,9 +128,9 @@ def test_a_rank_that_was_only_late_has_run_the_same_graphs() -> None:
     where = met(2)
     for begun, why in ((0, LATE), (2, ABSENT)):
         vote = post(begun, signature=8)
-        assert where[0].ask(vote, lambda: 0.05) == Answer(False, why, 1)
+        assert where[0].ask(vote, 0.05) == Answer(False, why, 1)
     for begun in (0, 2):
-        assert where[1].ask(post(begun, signature=8), lambda: 10.0).why == LATE
+        assert where[1].ask(post(begun, signature=8), 10.0).why == LATE
     for _ in range(TRUSTED):
         assert all(a.fused for a in at_once(*(lambda b=b: ask(b, begun=4) for b in where)))  # type: ignore[misc]
     assert ask(where[0], begun=4) == UNASKED
@@ -291,7 +291,7 @@ def test_who_comes_while_another_one_looks_whether_it_may_run(signature: int) ->
     """With the same graph both run it, with another one neither does."""
     where = met(2)
     second: list[Answer] = []
-    thread = threading.Thread(target=lambda: second.append(where[1].ask(post(0, 2, signature), lambda: 10.0)))
+    thread = threading.Thread(target=lambda: second.append(where[1].ask(post(0, 2, signature), 10.0)))
 
     def comes() -> None:
         thread.start()
@@ -317,7 +317,7 @@ def test_who_waits_follows_one_that_does_not_ask() -> None:
     """It has waited for a rank that needs not ask."""
     where = met(2)
     missed = post(0)
-    waiting = threading.Thread(target=lambda: answers.append(where[0].ask(missed, lambda: 10.0)))
+    waiting = threading.Thread(target=lambda: answers.append(where[0].ask(missed, 10.0)))
     answers: list[Answer] = []
     words = where[1]._file.words
     assert words is not None
