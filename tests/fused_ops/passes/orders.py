@@ -12,7 +12,7 @@ import torch.distributed as dist
 from graphs import Ranks, copied, traced
 from memory_check.verifier import MemoryVerifier
 from torch import Tensor, fx
-from weft.fused_ops.passes.graph.collectives import communicates, starts, waits
+from weft.fused_ops.passes.graph.collectives import communicates, starts
 from weft.fused_ops.passes.memory.live_bytes import body
 from weft.fused_ops.passes.order.costs import CostTable
 from weft.fused_ops.passes.order.grouped import grouped, is_copy
