@@ -43,7 +43,7 @@ def launch(
     config: AllReduceConfig,
     polls: int = PATIENT,
 ) -> None:
-    monkeypatch.setattr(cuda_kernel, "_function", lambda w, r, d, op, name, device: ranks.function(name))
+    monkeypatch.setattr(cuda_kernel, "_function", lambda program, name, device: ranks.function(name))
     kernel = cuda_kernel.AllReduceLauncher(
         ranks.places[rank], x.numel(), x.dtype, reduce_op, x.device, config
     )

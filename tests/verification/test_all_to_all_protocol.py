@@ -24,7 +24,7 @@ MISTAKES = {
         "correct(peer, index, v);\n    }\n\n    //",
         "correct(peer_of(1), index, v);\n    }\n\n    //",
     ),
-    "part of another peer": ("send(peer, FEW ? of[FEW ? i : 0]", "send(peer, FEW ? of[FEW ? 1 : 0]"),
+    "part of another peer": ("send(peer, AHEAD ? of[AHEAD ? i : 0]", "send(peer, AHEAD ? of[AHEAD ? 1 : 0]"),
     "own part is not stored": (".store(RANK, load_part(RANK, s.at));", ".offset(0);"),
 }
 
