@@ -18,7 +18,7 @@ from ..experts import fused_all_gather_grouped_matmul, grouped_matmul
 from ..experts_sums import fused_grouped_matmul_reduce_scatter
 from ..ops.op import SumGradient
 from .conjugates import OfFirstRank, SumOfExpertsOverRanks
-from .parallel_experts import ParallelExperts, ParallelExpertsOptions
+from .parallel_experts import ParallelExperts
 
 
 class ColumnParallelExperts(ParallelExperts):
@@ -79,7 +79,7 @@ class ColumnParallelExperts(ParallelExperts):
         dtype: torch.dtype | None = None,
     ) -> None:
         sizes, how = (in_features, out_features, num_experts), (gated, expert_parallel, sequence_parallel)
-        super().__init__(ParallelExpertsOptions(sizes, group, bias, *how, device, dtype))
+        super().__init__(sizes, group, bias, how, (device, dtype))
 
     def forward(self, x: Tensor, rows: Tensor, offs: Tensor) -> Any:
         """The rows of this rank's experts or slices; if gated, those of gate and of up.
@@ -164,7 +164,7 @@ class RowParallelExperts(ParallelExperts):
         dtype: torch.dtype | None = None,
     ) -> None:
         sizes, how = (in_features, out_features, num_experts), (False, expert_parallel, sequence_parallel)
-        super().__init__(ParallelExpertsOptions(sizes, group, bias, *how, device, dtype))
+        super().__init__(sizes, group, bias, how, (device, dtype))
 
     def forward(
         self, x: Tensor, offs: Tensor, slots: Tensor, weights: Tensor, shared: Tensor | None = None

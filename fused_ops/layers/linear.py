@@ -19,7 +19,7 @@ from .. import validation
 from ..functional import fused_all_gather_matmul, fused_matmul_reduce_scatter
 from .conjugates import GatherShards, MatmulOfWhole, SplitShards, SumOfMatmulsOverRanks
 from .parallel_layer import linear_dtype
-from .parallel_linear import ParallelLinear, ParallelLinearOptions
+from .parallel_linear import ParallelLinear
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -88,10 +88,8 @@ class ColumnParallelLinear(ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        sequence = sequence_parallel, sequence_dim
-        super().__init__(
-            ParallelLinearOptions(in_features, out_features, group, bias, *sequence, device, dtype)
-        )
+        sequence, factory = (sequence_parallel, sequence_dim), (device, dtype)
+        super().__init__(in_features, out_features, group, bias, sequence, factory)
         validation.flags(gather_output=gather_output)
         self.gather_output = gather_output
 
@@ -181,10 +179,8 @@ class RowParallelLinear(ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        sequence = sequence_parallel, sequence_dim
-        super().__init__(
-            ParallelLinearOptions(in_features, out_features, group, bias, *sequence, device, dtype)
-        )
+        sequence, factory = (sequence_parallel, sequence_dim), (device, dtype)
+        super().__init__(in_features, out_features, group, bias, sequence, factory)
         validation.flags(input_is_parallel=input_is_parallel)
         self.input_is_parallel = input_is_parallel
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,47 +14,36 @@ from ...symm_mem import Group
 from .. import validation
 from ..experts import moe_route
 from ..library import group_checks
-from .parallel_layer import ParallelLayer, check_dtype, check_factory, linear_dtype
+from .parallel_layer import Factory, ParallelLayer, check_dtype, check_factory, linear_dtype
 
 _UNIT = 8  # what sizes of a grouped product are multiples of
-
-
-@dataclass(frozen=True)
-class ParallelExpertsOptions:
-    """What the layers are made with, as it was given; documented there.
-
-    Raises:
-        ValueError, TypeError: naming the argument, what it was and what it must be.
-    """
-
-    sizes: tuple[int, int, int]  # in_features, out_features and num_experts
-    group: Group
-    bias: bool
-    gated: bool
-    expert_parallel: bool
-    sequence_parallel: bool
-    device: torch.device | str | None
-    dtype: torch.dtype | None
-
-    def __post_init__(self) -> None:
-        in_features, out_features, num_experts = self.sizes
-        validation.validate_sizes(in_features=in_features, out_features=out_features, num_experts=num_experts)
-        flags = {name: getattr(self, name) for name in ("expert_parallel", "sequence_parallel")}
-        validation.flags(bias=self.bias, gated=self.gated, **flags)
-        check_factory(self.device, self.dtype)
 
 
 class ParallelExperts(ParallelLayer):
     cut: int  # the dimension of an expert's weight [.., out_features, in_features] that is cut
 
-    def __init__(self, options: ParallelExpertsOptions) -> None:
-        super().__init__(options.group)
-        self.in_features, self.out_features, self.num_experts = options.sizes
-        self.expert_parallel, self.sequence_parallel = options.expert_parallel, options.sequence_parallel
-        self.gated = options.gated
-        own = [self.num_experts, *(2,) * options.gated, self.out_features, self.in_features]
+    def __init__(
+        self,
+        sizes: tuple[int, int, int],
+        group: Group,
+        bias: bool,
+        how: tuple[bool, bool, bool],
+        factory: Factory,
+    ) -> None:
+        """As the layers document it. ``sizes``: in_features, out_features and num_experts; ``how``: gated,
+        expert_parallel and sequence_parallel."""
+        in_features, out_features, num_experts = sizes
+        validation.validate_sizes(in_features=in_features, out_features=out_features, num_experts=num_experts)
+        gated, expert_parallel, sequence_parallel = how
+        flags = {"expert_parallel": expert_parallel, "sequence_parallel": sequence_parallel}
+        validation.flags(bias=bias, gated=gated, **flags)
+        check_factory(*factory)
+        super().__init__(group)
+        self.in_features, self.out_features, self.num_experts = sizes
+        self.gated, self.expert_parallel, self.sequence_parallel = how
+        own = [self.num_experts, *(2,) * gated, self.out_features, self.in_features]
         # Of a bias [E, .., out_features] the same dimension is cut, unless it is that of in_features.
-        self.shard_dim = 0 if options.expert_parallel else len(own) + self.cut
+        self.shard_dim = 0 if expert_parallel else len(own) + self.cut
         self.bias_dim = self.shard_dim if self.shard_dim < len(own) - 1 else None
         names = {0: "num_experts", len(own) - 2: "out_features", len(own) - 1: "in_features"}
         for dim, name in names.items():
@@ -65,8 +53,7 @@ class ParallelExperts(ParallelLayer):
                 each = f" {ranks} ranks" if not dim else f" {unit}: {_UNIT} for each of {ranks} ranks"
                 raise ValueError(f"{name}: is {own[dim]}, must be a multiple of{each}")
         own[self.shard_dim] //= self.world_size
-        bias = own[:-1] if options.bias else None
-        self._make_parameters(own, bias, device=options.device, dtype=options.dtype)
+        self._make_parameters(own, own[:-1] if bias else None, factory)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

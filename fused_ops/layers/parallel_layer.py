@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ...symm_mem import Group, group_name, resolve_group
 from .. import validation
 from ..library import group_checks
+
+Factory: TypeAlias = tuple[torch.device | str | None, torch.dtype | None]  # what parameters are made with
 
 
 def _is_autocast(x: Tensor) -> bool:
@@ -54,10 +56,14 @@ class ParallelLayer(nn.Module):
         found = resolve_group(group)
         self.rank, self.world_size = found.rank(), found.size()
 
-    def _make_parameters(self, own: list[int], bias: list[int] | None, **factory: Any) -> None:
+    def _make_parameters(self, own: list[int], bias: list[int] | None, factory: Factory) -> None:
         """Of these sizes; ``bias``: None without one."""
-        self.weight = nn.Parameter(torch.empty(own, **factory))
-        self.register_parameter("bias", None if bias is None else nn.Parameter(torch.empty(bias, **factory)))
+        made = (
+            None if sizes is None else nn.Parameter(torch.empty(sizes, device=factory[0], dtype=factory[1]))
+            for sizes in (own, bias)
+        )
+        for name, parameter in zip(("weight", "bias"), made, strict=True):
+            self.register_parameter(name, parameter)
 
     def _part(self, name: str, whole: Tensor) -> Tensor:
         """A view of this rank's part of the whole layer's parameter of that name."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,46 +13,34 @@ from typing_extensions import Self
 from ...symm_mem import Group
 from .. import validation
 from ..library import group_checks
-from .parallel_layer import ParallelLayer, check_dtype, check_factory
-
-
-@dataclass(frozen=True)
-class ParallelLinearOptions:
-    """What column- and row-parallel layers are made with, as it was given; documented there.
-
-    Raises:
-        ValueError, TypeError: naming the argument, what it was and what it must be.
-    """
-
-    in_features: int
-    out_features: int
-    group: Group
-    bias: bool
-    sequence_parallel: bool
-    sequence_dim: int
-    device: torch.device | str | None
-    dtype: torch.dtype | None
-
-    def __post_init__(self) -> None:
-        validation.validate_sizes(in_features=self.in_features, out_features=self.out_features)
-        validation.flags(bias=self.bias, sequence_parallel=self.sequence_parallel)
-        validation.integer("sequence_dim", self.sequence_dim)
-        check_factory(self.device, self.dtype)
+from .parallel_layer import Factory, ParallelLayer, check_dtype, check_factory
 
 
 class ParallelLinear(ParallelLayer):
-    def __init__(self, options: ParallelLinearOptions) -> None:
-        super().__init__(options.group)
-        in_features, out_features = options.in_features, options.out_features
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: Group,
+        bias: bool,
+        sequence: tuple[bool, int],
+        factory: Factory,
+    ) -> None:
+        """As column- and row-parallel layers document it. ``sequence``: whether it is cut, and where."""
+        sequence_parallel, sequence_dim = sequence
+        validation.validate_sizes(in_features=in_features, out_features=out_features)
+        validation.flags(bias=bias, sequence_parallel=sequence_parallel)
+        validation.integer("sequence_dim", sequence_dim)
+        check_factory(*factory)
+        super().__init__(group)
         name, size = ("out_features", out_features) if self.shard_dim == 0 else ("in_features", in_features)
         if size % self.world_size:
             raise ValueError(f"{name}: is {size}, must be a multiple of {self.world_size} ranks")
         self.in_features, self.out_features = in_features, out_features
-        self.sequence_parallel, self.sequence_dim = options.sequence_parallel, options.sequence_dim
+        self.sequence_parallel, self.sequence_dim = sequence
         own = [out_features, in_features]
         own[self.shard_dim] //= self.world_size
-        bias = own[:1] if options.bias else None
-        self._make_parameters(own, bias, device=options.device, dtype=options.dtype)
+        self._make_parameters(own, own[:1] if bias else None, factory)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
