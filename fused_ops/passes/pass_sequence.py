@@ -15,32 +15,27 @@ SLOT = "post_grad_custom_post_pass"
 _TAKES_A_LIST = hasattr(custom_graph_pass, "get_custom_graph_passes")
 
 
-class InTurn:
-    """Runs one pass after the other, on the same or on what the one before returns."""
+class PassSequence(CustomGraphPass):
+    """Runs one pass after the other, for a torch whose option takes one."""
 
-    def __init__(self, passes: Sequence[Callable[[Any], Any]]) -> None:
+    def __init__(self, passes: Sequence[Callable[[fx.Graph], None]]) -> None:
         self.passes = tuple(passes)
 
-    def __call__(self, given: Any) -> Any:
+    def __call__(self, graph: fx.Graph) -> None:
         for each in self.passes:
-            given = given if (made := each(given)) is None else made
-        return given
-
-    def __eq__(self, other: object) -> bool:
-        # As lists of them: for options that differ torch compiles anew.
-        return isinstance(other, InTurn) and type(self) is type(other) and self.passes == other.passes
-
-    def __hash__(self) -> int:
-        return hash(self.passes)
-
-
-class PassSequence(InTurn, CustomGraphPass):
-    """For a torch whose option takes one pass."""
+            each(graph)
 
     def uuid(self) -> Any:
         """None, with which nothing is cached, where one of them has none."""
         keys = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.passes]
         return keys if all(keys) else None
+
+    def __eq__(self, other: object) -> bool:
+        # As lists of them: for options that differ torch compiles anew.
+        return isinstance(other, PassSequence) and self.passes == other.passes
+
+    def __hash__(self) -> int:
+        return hash(self.passes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PassSequence:
         # Like FusionPass, so that its report stays the one that the user holds.
