@@ -120,11 +120,6 @@ class GatherKernelCall:
 AnyConfig: TypeAlias = GatherPushConfig | OneShotConfig | CopiedConfig
 
 
-def choose_gather_push(problem: AllGatherMatmulProblem) -> GatherPushConfig:
-    """The configuration. A pure function: all ranks choose alike."""
-    return rank_gather_pushes(problem)[0][1]
-
-
 def choose_one_shot_gather(problem: AllGatherMatmulProblem) -> OneShotConfig | None:
     """The configuration of a gather in one shot; None if that takes no such call."""
     # What is gathered in one shot is for the products alone: a pair of NaNs with all bits set arrives as another pair
