@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from contextlib import nullcontext
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -75,14 +74,6 @@ def by_gathered_logits(p: Problem) -> Tensor:
 
 def by_weft(p: Problem) -> Tensor:
     return fused_linear_cross_entropy(p.x, p.weight, p.targets)
-
-
-def by_liger(p: Problem) -> Tensor:
-    """Of this rank's columns alone."""
-    from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction as Liger
-
-    loss: Tensor = Liger.apply(p.x, p.weight, p.targets % len(p.weight))[0]
-    return loss
 
 
 def contenders(device: torch.device) -> dict[str, LossOf]:
@@ -166,10 +157,9 @@ class Vocabulary(Suite):
 
     Contenders: ``fused_linear_cross_entropy``; torch.compile of the logits' all-gather before ``cross_entropy``, whose
     backward sums the gradient of x; DTensor's ``loss_parallel``; the second by the pass, with whole logits of a rank's
-    columns and with chunks of them; where it is installed, Liger Kernel's fused loss of one rank's columns, which sends
-    nothing. The others' gradients of x and weight are compared with float64. Rows: microseconds in turns of the slowest
-    rank, "product" and "limit" those of the three products that all need, and on GPUs the peak of memory beyond what is
-    there before a step, "weight_gradient_bytes" of which are the gradient's.
+    columns and with chunks of them. The gradients of x and weight are compared with float64. Rows: microseconds in
+    turns of the slowest rank, "product" and "limit" those of the three products that all need, and on GPUs the peak of
+    memory beyond what is there before a step, "weight_gradient_bytes" of which are the gradient's.
     """
 
     plots = True
@@ -187,12 +177,8 @@ class Vocabulary(Suite):
     def begin(self, run: Run) -> None:
         torch._dynamo.config.recompile_limit = 64  # three contenders compile one function anew for each row
         self._calls = contenders(run.device)
-        if run.on_gpus and find_spec("liger_kernel"):
-            self._calls["liger"] = by_liger
         run.say(
-            f"{'M':>6}{'H':>6}{'V':>8}"
-            + "".join(f"{name:>15}" for name in (*self._calls, "product"))
-            + "  us"
+            f"{'M':>6}{'H':>6}{'V':>8}" + "".join(f"{name:>15}" for name in (*CONTENDERS, "product")) + "  us"
         )
 
     def measure(self, row: tuple[int, int, int], run: Run) -> None:
@@ -202,8 +188,7 @@ class Vocabulary(Suite):
         }
         calls["product"] = lambda _: products(p)
         plan = Schedule(4) if run.on_gpus else Schedule(2, 1)
-        wanted = dict.fromkeys(CONTENDERS, expected(p, p.x.dtype))
-        found = timed(Bench(calls, wanted, 1), plan, "eager", run.device)
+        found = timed(Bench(calls, expected(p, p.x.dtype), 1), plan, "eager", run.device)
         cells = {f"{name}_us": found.medians.get(name) for name in calls}
         cells["limit_us"] = cells["product_us"]
         if run.on_gpus:

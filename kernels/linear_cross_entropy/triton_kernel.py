@@ -33,7 +33,11 @@ class LogitTile(NamedTuple):
 _STATISTICS = LogitTile(1, 1024, 4), LogitTile(64, 16, 4)
 _GRADIENT = LogitTile(1, 2048, 4), LogitTile(64, 64, 2)
 _LOADS = 4, 8  # at once, before their maximum is taken
-_SPAN = 16384, 2048  # a multiple of the loads' columns
+_SPAN = (
+    16384,
+    2048,
+)  # a multiple of the loads' columns, as is a quarter of it, which a program has where few would run
+_FEW = 1024
 _COMBINE_BLOCK = 32
 _LOSS_BLOCK = 128
 _MULTIPLY_BLOCK, _MULTIPLY_WARPS = 16384, 16
@@ -289,20 +293,27 @@ def _constants(columns: Columns) -> dict[str, float | bool]:
     }
 
 
+def _span(logits: Tensor) -> int:
+    """Columns of a program."""
+    along, (rows, count) = _along_rows(logits), logits.shape
+    span = _SPAN[along]
+    few = triton.cdiv(rows, _STATISTICS[along].rows) * triton.cdiv(count, span) < _FEW
+    return span // 4 if few and count <= 32 * span else span  # all that a row has found are combined at once
+
+
 def launch_statistics(parts: Sequence[Tensor], columns: Columns) -> Tensor:
     """As ``reference_statistics``, of logits whose parts' columns follow each other."""
     rows = parts[0].shape[0]
     out = torch.empty(count_statistics(columns.extra), rows, device=parts[0].device)
     if not rows:
         return out
-    by_rows = [_along_rows(logits) for logits in parts]
-    programs = [
-        triton.cdiv(max(t.shape[1], 1), _SPAN[along]) for t, along in zip(parts, by_rows, strict=True)
-    ]
+    spans = [_span(logits) for logits in parts]
+    programs = [triton.cdiv(max(t.shape[1], 1), span) for t, span in zip(parts, spans, strict=True)]
     mean, entropy = columns.extra == "mean", columns.extra == "entropy"
     found = torch.empty(sum(programs), 4 if mean or entropy else 3, rows, device=out.device)
     first = done = 0
-    for logits, along, count in zip(parts, by_rows, programs, strict=True):
+    for logits, span, count in zip(parts, spans, programs, strict=True):
+        along = _along_rows(logits)
         tile = _STATISTICS[along]
         statistics_kernel[(triton.cdiv(rows, tile.rows), count)](
             *(logits, columns.targets, columns.start, found[done:], rows, logits.shape[1], first),
@@ -312,7 +323,7 @@ def launch_statistics(parts: Sequence[Tensor], columns: Columns) -> Tensor:
             ROWS=tile.rows,
             COLUMNS=tile.columns,
             LOADS=_LOADS[along],
-            SPAN=_SPAN[along],
+            SPAN=span,
             num_warps=tile.warps,
         )
         first, done = first + logits.shape[1], done + count

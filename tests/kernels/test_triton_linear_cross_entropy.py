@@ -39,7 +39,7 @@ def kernels(rank: int, size: int, dtype: torch.dtype) -> None:
     interpreter.install()
     triton_kernel._STATISTICS = LogitTile(1, 8, 1), LogitTile(2, 4, 1)
     triton_kernel._GRADIENT = LogitTile(1, 64, 1), LogitTile(4, 16, 1)
-    triton_kernel._SPAN = 64, 32
+    triton_kernel._SPAN, triton_kernel._FEW = (128, 128), 6
     # Scores and cuts by turns: each of them meets each size, extra and order.
     for i, (count, extra, turned) in enumerate(product((1, 5, 64, 130, 0), EXTRAS, (False, True))):
         how = (Scores(None, 1.0), Scores(3.0, 0.7))[(i + i // 2 + i // 6) % 2]

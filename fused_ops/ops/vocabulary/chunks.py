@@ -27,7 +27,8 @@ from ..op import on_device
 ROWS = 2048
 #: Of a block of the weight's gradient, where it is made in the place of logits.
 COLUMNS = 8192
-_PITCH = 64  # elements: whole lines of memory, from which matmuls and kernels load 16 bytes at a time
+_PITCH = 64  # elements: whole lines of memory
+_LOAD = 8  # elements: matmuls and kernels load 16 bytes at a time
 
 
 def chunks_of(rows: int, hidden: int = 0) -> list[slice]:
@@ -107,21 +108,35 @@ class Gradients:
             self._of_bias = torch.zeros_like(bias, dtype=torch.float32)
         self.chunks = chunks_of(self._rows.shape[0], weight.shape[1] if of_weight else 0)
         self._buffer = x.new_empty(0)
+        self._blocks: list[int] = []  # of columns, in which the weight's gradient is made
 
     def places(self, rows: slice) -> list[Tensor]:
         """For logits [rows, V], blocks of columns that follow each other, in the memory of the last chunk's.
 
-        The first chunk's lie in the weight's gradient, COLUMNS further on than it will be, and the last COLUMNS in a
-        buffer: each block of the gradient then overwrites only such logits as blocks before were made of.
+        The first chunk's lie at the end of the weight's gradient, and the last COLUMNS in a buffer: that gradient is
+        made in blocks, each of which overwrites only such logits as blocks before were made of.
         """
-        count, columns = rows.stop - rows.start, self._weight.shape[0]
-        of_weight = self._of_weight if rows.start == 0 and count <= self._weight.shape[1] else None
+        count, (columns, hidden) = rows.stop - rows.start, self._weight.shape
+        of_weight = self._of_weight if rows.start == 0 and count <= hidden else None
+        if of_weight is not None and not of_weight.is_contiguous():
+            of_weight = None
         own = columns if of_weight is None else min(columns, COLUMNS)
         pitch = -(-count // _PITCH) * _PITCH
         if self._buffer.numel() < own * pitch:
             self._buffer = self._buffer.new_empty(own * pitch)
         last = self._buffer[: own * pitch].view(own, pitch)[:, :count].t()
-        return [last] if of_weight is None or own == columns else [of_weight[own:, :count].t(), last]
+        self._blocks = [own]
+        if of_weight is None or own == columns:
+            return [last]
+        pitch, within = min(pitch, hidden), columns - own
+        begin = (columns * hidden - within * pitch) // _LOAD * _LOAD
+        done = 0
+        while done < within:
+            end = min((begin + done * pitch) // hidden, within)
+            self._blocks.insert(-1, end - done)
+            done = end
+        logits = of_weight.view(-1)[begin : begin + within * pitch].view(within, pitch)
+        return [logits[:, :count].t(), last]
 
     def add(self, rows: slice, blocks: Sequence[Tensor]) -> None:
         part = self._rows[rows]
@@ -135,7 +150,9 @@ class Gradients:
         if self._of_bias is not None:
             self._of_bias += torch.cat([gradient.sum(0, dtype=torch.float32) for gradient in blocks])
         if self._of_weight is not None:
-            for columns, gradient in _numbered(chain(*(block.split(COLUMNS, 1) for block in blocks))):
+            *within, last = blocks
+            parts = (block.split(self._blocks[:-1], 1) for block in within)
+            for columns, gradient in _numbered(chain(*parts, [last])):
                 out = self._of_weight[columns]
                 if rows.start:
                     out.addmm_(gradient.t(), part)
