@@ -37,6 +37,7 @@ _SPAN = 16384, 2048  # a multiple of the loads' columns
 _COMBINE_BLOCK = 32
 _LOSS_BLOCK = 128
 _MULTIPLY_BLOCK, _MULTIPLY_WARPS = 16384, 16
+_MULTIPLY_PROGRAMS = 1024
 
 
 @triton.jit
@@ -264,11 +265,14 @@ def gradient_kernel(
 def multiply_kernel(x, factor, count, BLOCK: tl.constexpr):
     by = tl.load(factor)
     if by != 1.0:  # a loss whose backward is called is not multiplied by anything: then nothing is read
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        there = at < count
-        value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
-        value = tl.where(value == 0, 0.0, value * by)  # those of an ignored row stay, whatever the factor is
-        tl.store(x + at, value.to(x.dtype.element_ty), mask=there)
+        begin, step = tl.program_id(0).to(tl.int64) * BLOCK, tl.num_programs(0).to(tl.int64) * BLOCK
+        for first in range(begin, count, step):
+            at = first + tl.arange(0, BLOCK)
+            there = at < count
+            value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+            # Those of an ignored row stay, whatever the factor is.
+            value = tl.where(value == 0, 0.0, value * by)
+            tl.store(x + at, value.to(x.dtype.element_ty), mask=there)
 
 
 def _along_rows(logits: Tensor) -> bool:
@@ -360,6 +364,6 @@ def launch_gradient(logits: Tensor, columns: Columns, terms: Tensor, out: Tensor
 def launch_multiply(x: Tensor, factor: Tensor) -> None:
     """x, which is dense, by a number in float32, in place; zeros stay."""
     if x.numel():
-        multiply_kernel[(triton.cdiv(x.numel(), _MULTIPLY_BLOCK),)](
+        multiply_kernel[(min(triton.cdiv(x.numel(), _MULTIPLY_BLOCK), _MULTIPLY_PROGRAMS),)](
             *(x, factor, x.numel()), BLOCK=_MULTIPLY_BLOCK, num_warps=_MULTIPLY_WARPS
         )

@@ -18,7 +18,7 @@ from ...symm_mem.workspace import Workspace
 from ..device.comm import acquire
 from ..device.comm.copy_engine import CopiedConfig, CopiedPiece, engine_of
 from ..device.jit.ahead import CompilableProgram
-from ..device.tuning.choice import KernelChoice, KernelSteps
+from ..device.kernel_choice import KernelChoice, KernelSteps
 from . import OP
 from .configs import (
     MatmulAllGatherKernelCall,

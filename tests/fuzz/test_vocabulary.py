@@ -63,7 +63,10 @@ def calls(draw: st.DrawFn) -> Case:
         named["return_entropy"] = draw(st.booleans())
     else:
         named["reduction"] = draw(st.sampled_from(("none", "sum", "mean")))
-        named |= {name: draw(st.sampled_from((0.0, 0.1))) for name in ("label_smoothing", "z_loss")}
+        named |= {
+            "label_smoothing": draw(st.sampled_from((0.0, 0.1, 1))),
+            "z_loss": draw(st.sampled_from((0.0, 0.1))),
+        }
     if op.startswith("fused") and draw(st.booleans()):
         lead[0] *= RANKS
         named["sequence_dim"] = 0

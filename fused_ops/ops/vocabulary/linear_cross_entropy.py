@@ -118,10 +118,6 @@ def _validate(call: LinearCrossEntropyCall) -> tuple[LinearCrossEntropyCall, Pro
 def _validate_numbers(call: LinearCrossEntropyCall) -> None:
     if call.extra not in EXTRAS:
         raise ValueError(f"extra: is {call.extra!r}, must be {validation.one_of(EXTRAS)}")
-    if call.summed and (call.weight is None or (call.extra == "mean") != (call.label_smoothing > 0)):
-        raise ValueError(
-            "summed: is True, must be False without a weight, or with another extra than the loss has"
-        )
     if call.vocab_start is not None and call.vocab_start < 0:
         raise ValueError(f"vocab_start: is {call.vocab_start}, must be 0 or more")
     if not 0 <= call.label_smoothing <= 1:
@@ -131,6 +127,10 @@ def _validate_numbers(call: LinearCrossEntropyCall) -> None:
     for name, value in (("softcap", call.softcap), ("temperature", call.temperature)):
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name}: is {value}, must be finite and above 0")
+    if call.summed and (call.weight is None or (call.extra == "mean") != (call.label_smoothing > 0)):
+        raise ValueError(
+            "summed: is True, must be False without a weight, or with another extra than the loss has"
+        )
 
 
 def _choose(call: LinearCrossEntropyCall, group: ProcessGroup) -> Choice:

@@ -94,6 +94,7 @@ def test_what_is_refused(rank: int, size: int) -> None:
     bad(ValueError, "sequence_dim: is 1, must not be the last dimension of x", sequence_dim=1)
     bad(ValueError, "reduction: is 'avg', must be one of 'none', 'mean' or 'sum'", reduction="avg")
     bad(ValueError, "label_smoothing: is 1.5, must be from 0 to 1", label_smoothing=1.5)
+    bad(ValueError, "label_smoothing: is -0.5, must be from 0 to 1", label_smoothing=-0.5)
     bad(ValueError, "z_loss: is -1.0, must be finite, and 0 or more", z_loss=-1)
     bad(ValueError, "softcap: is 0.0, must be finite and above 0", softcap=0.0)
     bad(ValueError, "temperature: is inf, must be finite and above 0", temperature=float("inf"))
