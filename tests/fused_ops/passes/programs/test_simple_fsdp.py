@@ -30,8 +30,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "hsdp": (4, {"reshard": True}),
     "fsdp and tensor": (4, MIXED),
 }
-#: Of the time of collectives what may stay exposed. Sums of tensor parallelism are used at once, and the last sums over
-#: HSDP's replicas follow the last product.
+#: Of the time of collectives what may stay exposed. Of HSDP the last sums over replicas follow the last product; sums
+#: of tensor parallelism are used at once.
 EXPOSED = {"hsdp": 0.6, "fsdp and tensor": 0.9}
 
 
