@@ -75,7 +75,7 @@ programs: $(STAMP)
 	$(PY) -m pytest -m "slow or not slow" tests/fused_ops/passes/programs tests/fused_ops/passes/test_cost.py \
 		tests/fused_ops/passes/agreement/test_ranks_that_differ.py tests/examples/test_llama_block.py \
 		tests/kernels/test_cuda_compile.py tests/kernels/test_gemm_compile.py \
-		tests/kernels/test_scaled_gemm_compile.py tests/fused_ops/passes/test_ranks_compiled.py \
+		tests/kernels/test_scaled_gemm_compile.py tests/kernels/test_tensor_memory.py tests/fused_ops/passes/test_ranks_compiled.py \
 		tests/fused_ops/passes/graph/test_called_graphs.py tests/fused_ops/passes/agreement/test_unasked.py \
 		tests/fused_ops/process_groups/test_like_gloo.py $(PYTEST_ARGS)
 

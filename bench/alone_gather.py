@@ -19,6 +19,7 @@ from registry import SPLITS, Row
 from torch import Tensor
 from weft.kernels.all_gather_matmul.configs import (
     AllGatherMatmulProblem,
+    GatherKernelCall,
     GatherPushConfig,
     gather_push_layout,
     rank_gather_pushes,
@@ -118,7 +119,7 @@ class GatherCandidate(Alone):
         step = EpochStep(push=True, final=True, bs=slice(1, None), outs=slice(None))
         for buffer in (0, 1):
             workspace.buffer(0, buffer, tuple(peers.shape), peers.dtype).copy_(peers)
-        kernel = AllGatherMatmulPush(workspace, shards[0], weights[0], config, num_sms=num_sms)
+        kernel = AllGatherMatmulPush(workspace, GatherKernelCall(shards[0], weights[0], num_sms), config)
         self._use = torch.zeros(2, dtype=torch.int32, device=peers.device)
         chunks = torch.tensor(announcements(config, m, k, workspace.world_size)).int().to(peers.device)
         self._chunks, self._due = (x.contiguous() for x in chunks.unbind(1))

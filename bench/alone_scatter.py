@@ -23,6 +23,7 @@ from weft.kernels.matmul_reduce_scatter import cuda_kernel
 from weft.kernels.matmul_reduce_scatter.configs import (
     Epilogue,
     MatmulReduceScatterProblem,
+    ScatterKernelCall,
     ScatterPushConfig,
     rank_scatter_pushes,
     scatter_push_layout,
@@ -82,9 +83,8 @@ class Scatter(Alone):
         ]
         a, b = lefts[0], weights[0]
         with mock.patch.object(cuda_kernel, "SOURCE", source(workspace.world_size)):
-            kernel = cuda_kernel.MatmulReduceScatterPush(
-                workspace, (a, b), config, Epilogue(a.dtype), num_sms=num_sms
-            )
+            example = ScatterKernelCall(a, b, num_sms, Epilogue(a.dtype))
+            kernel = cuda_kernel.MatmulReduceScatterPush(workspace, example, config)
 
         def launch(buffer: int, i: int) -> None:
             kernel.launch(buffer, *addresses[i], TIMEOUT_NS, torch.cuda.current_stream().cuda_stream)

@@ -28,6 +28,7 @@ KINDS = {
     "eager": GROUPS,
     "ddp": GROUPS,
     "fsdp2": GROUPS,
+    "experts": ("plain", "weft"),
 }
 NEW_TOKENS = 48
 _HEADS: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 8}
@@ -36,6 +37,17 @@ SIZES: dict[str, dict[str, Any]] = {
     "Llama": _8B,
     "Qwen3": {**_8B, "intermediate_size": 12288, "vocab_size": 151936, "head_dim": 128},
     "Mixtral": {**_8B, "hidden_size": 1024, "intermediate_size": 3584, "vocab_size": 32000},
+    # As Qwen3-30B's, but for the vocabulary.
+    "Qwen3Moe": {
+        "hidden_size": 2048,
+        "vocab_size": 1024,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
 }
 #: What DDP and FSDP2 train, each rank all of it: 1.2 billion parameters.
 WHOLE: dict[str, Any] = {**_8B, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
@@ -46,6 +58,11 @@ SMALL: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+}
+_SMALL_HEADS: dict[str, Any] = {"head_dim": 8}
+SMALL_OF: dict[str, dict[str, Any]] = {
+    "Qwen3": _SMALL_HEADS,
+    "Qwen3Moe": {**_SMALL_HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }
 
 
@@ -92,27 +109,40 @@ def make_programs(
     dist.broadcast(ids, 0)
     if case.kind in ("ddp", "fsdp2", "eager"):
         return {name: partial(_in_eager_mode, case, name, layers, ids) for name in names}
+    if case.kind == "experts":
+        return {name: partial(_of_experts, case, name, layers, ids) for name in names}
     mesh = DeviceMesh(device.type, list(range(dist.get_world_size())), mesh_dim_names=("tp",))
     model = model_of(case.model, layers, device, mesh)
     make = _generating if case.kind == "generate" else _compiled
     return {name: partial(make, case.kind, model, COMPILED[name], ids) for name in names}
 
 
-def model_of(kind: str, layers: int, device: torch.device, mesh: DeviceMesh | None) -> Any:
-    """transformers' model of random weights: under ``tp_plan="auto"`` of the mesh, without one that of WHOLE."""
+def model_of(
+    kind: str, layers: int, device: torch.device, mesh: DeviceMesh | None, experts: str | None = None
+) -> Any:
+    """transformers' model of random weights: under ``tp_plan="auto"`` of the mesh, without one that of WHOLE.
+
+    ``experts``: they are placed by rank, and so does their ``ep_implementation`` exchange tokens.
+    """
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     import transformers
     from transformers.distributed import DistributedConfig
 
     small = device.type == "cpu"
-    sizes = SMALL if small else WHOLE if mesh is None else {**SIZES[kind], "num_hidden_layers": layers}
-    if small and kind == "Qwen3":
-        sizes = {**sizes, "head_dim": 8}
+    whole = mesh is None and experts is None
+    sizes = WHOLE if whole else {**SIZES[kind], "num_hidden_layers": layers}
+    if small:
+        sizes = SMALL | SMALL_OF.get(kind, {})
     config = getattr(transformers, f"{kind}Config")(**sizes, max_position_embeddings=8192)
     sharded: dict[str, Any] = {}
     if mesh is not None:
         plan = DistributedConfig(tp_plan="auto", tp_size=mesh.size())
         sharded = {"distributed_config": plan, "device_mesh": mesh}
+    if experts is not None:
+        size = dist.get_world_size()
+        sharded["distributed_config"] = DistributedConfig(
+            tp_size=size, ep_size=size, ep_implementation=experts
+        )
     torch.manual_seed(17)
     with device:
         return getattr(transformers, f"{kind}ForCausalLM").from_pretrained(
@@ -129,12 +159,22 @@ def _compiled(kind: str, model: Any, settings: dict[str, Any] | None, ids: Tenso
     run = torch.compile(model, dynamic=False, options=fusion.options if fusion else None)
     if kind == "train":
         return _training(model, run, ids, lambda: _fused(fusion))
+    return _prefill(run, ids, lambda: _fused(fusion))
 
+
+def _of_experts(case: FrameworkCase, name: str, layers: int, ids: Tensor) -> FrameworkProgram:
+    weft.drop_in.register_transformers_experts()
+    in_one_graph = name == "weft"
+    model = model_of(case.model, layers, ids.device, None, "weft" if in_one_graph else "all_to_all")
+    return _prefill(torch.compile(model, dynamic=False, fullgraph=in_one_graph), ids, lambda: (0, 0))
+
+
+def _prefill(run: Callable[..., Any], ids: Tensor, counts: Callable[[], tuple[int, int]]) -> FrameworkProgram:
     def step() -> Tensor:
         with torch.no_grad():
             return run(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
 
-    return FrameworkProgram(step, lambda: [step()], lambda: _fused(fusion))
+    return FrameworkProgram(step, lambda: [step()], counts)
 
 
 def _training(

@@ -25,7 +25,7 @@ SUITES = {
     "scaled": "the ops of fp8 operands",
     "norm_kinds": "the norms after an all-reduce, of every kind",
     "gathered_a": "all-gather + matmul with the gathered A; sums and terms of matmul + reduce-scatter",
-    "process_group": "all-reduces and DDP by the process group weft, and by NCCL",
+    "process_group": "all-reduces by the process group weft, and by NCCL",
     "installed": "layers that call torch.ops.symm_mem by name, with weft in its place",
     "transfers": "put and get between registered tensors, NCCL's send and recv",
     "rings": "several puts at once; a ring of puts beside the fused op",

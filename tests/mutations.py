@@ -20,6 +20,8 @@ _ASYNC = "tests/verification/test_async_protocol.py"
 _CALLS = f"{_ASYNC}::test_calls_of_changing_kind"
 _ACQUIRE = "tests/verification/test_acquire.py"
 _LATE = "tests/verification/test_late_copies.py"
+_IN_TURN = "tests/verification/test_sends_in_turn.py"
+_CHOICES = "tests/fused_ops/dispatch/test_choices.py"
 _ROUNDS = "tests/verification/test_collective_protocols.py"
 _NORMS = "tests/fused_ops/ops/test_all_reduce_rms_norm.py"
 _FIBER_NORMS = "tests/verification/test_all_reduce_rms_norm_protocol.py"
@@ -247,6 +249,24 @@ MUTANTS = [
         "reset_payload_word(word);",
         "",
         f"{_ROUNDS}::test_many_epochs_in_a_launch -k None",
+    ),
+    Mutant(
+        "kernels/device/comm/ll_exchange.cuh",
+        "return IN_TURN ? turn : WORLD_SIZE - 1;",
+        "return WORLD_SIZE - 1;",
+        f"{_IN_TURN}::test_one_peer_after_the_other",
+    ),
+    Mutant(
+        "kernels/all_reduce/kernel.cu",
+        "load_from<WHOLE>(p, p.out,",
+        "load_from<WHOLE>(p, p.x,",
+        f"{_IN_TURN}::test_results_are_the_same -k all_reduce",
+    ),
+    Mutant(
+        "fused_ops/dispatch/plan.py",
+        "where.world_size > 2 and where",
+        "where",
+        f"{_CHOICES}::test_over_pcie_collectives_send_in_turn",
     ),
     Mutant(
         "kernels/all_reduce_rms_norm/rows.cuh",

@@ -140,6 +140,7 @@ class Frameworks(Suite):
     | prefill, train, generate | torch.compile under ``tp_plan="auto"`` | plain, weft, agree=False |
     | eager | that training step, not compiled; transformers 5.17 | process groups: plain alone, plain, process group |
     | ddp, fsdp2 | a whole model of 1.2 billion parameters on each rank | the same groups |
+    | experts | a prefill with experts placed by rank, compiled | their all-to-all, and weft's in one graph |
 
     Between CPU ranks models are tiny. A training step is a forward and a backward; there is no optimizer. Each
     contender's results (logits, or loss and gradients) are compared with the first one's before and after. Contenders
@@ -166,7 +167,9 @@ class Frameworks(Suite):
             FrameworkCase(model, kind, 9 if given.device == "cpu" else 1024)
             for model in SIZES
             for kind in KINDS
-            if (model == "Llama" or kind not in ("ddp", "fsdp2")) and kind != "eager"
+            if (model == "Llama" or kind not in ("ddp", "fsdp2"))
+            and kind != "eager"
+            and (model == "Qwen3Moe") == (kind == "experts")
         ]
 
     def begin(self, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""All-reduces and DDP by the process group."""
+"""All-reduces by the process group."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch.distributed as dist
 import weft
 from suite import Run, Suite, numbers
 from timer import Call, Schedule, Series, host_and_device, medians
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 SIZES = (*(2048 << (2 * i) for i in range(8)), 64 << 20, 128 << 20)
 Groups = dict[str, dist.ProcessGroup]
@@ -32,41 +31,22 @@ def _all_reduce(nbytes: int, group: dist.ProcessGroup, run: Run) -> tuple[Call, 
     return call, right
 
 
-def _training(width: int, group: dist.ProcessGroup, run: Run) -> Call:
-    torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())]
-    model = nn.Sequential(*layers).to(run.device)
-    ddp = DistributedDataParallel(model, process_group=group)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    x: Tensor = torch.randn(64, width, device=run.device)
-
-    def call(_: int) -> list[Tensor]:
-        ddp(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        return []
-
-    return call
-
-
 class ProcessGroup(Suite):
-    """Eager all-reduces and DDP over the process group "weft", and over NCCL alone (between CPU ranks gloo).
+    """Eager all-reduces over the process group "weft", and over NCCL alone (between CPU ranks gloo).
 
     Each line has microseconds of dist.all_reduce in place: of the host, which launches a round without waiting; of the
-    device, eager, after a sleep that lets the host run ahead; and in a CUDA graph. The last lines have those of a
-    training step of a small model in DDP. The median of the rounds, the slowest rank's; every sum is compared with what
-    it must be. Between CPU ranks one clock measures all. NCCL (gloo) comes first, as without weft, and again beside
-    weft's group.
+    device, eager, after a sleep that lets the host run ahead; and in a CUDA graph. The median of the rounds, the
+    slowest rank's; every sum is compared with what it must be. Between CPU ranks one clock measures all. NCCL (gloo)
+    comes first, as without weft, and again beside weft's group.
     """
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         super().add_options(parser)
         parser.add_argument("--sizes", type=numbers, default=SIZES, help="bytes, by commas")
-        parser.add_argument("--width", type=int, default=1024, help="of the layers of the model in DDP")
 
     def rows(self, given: argparse.Namespace) -> list[tuple[bool, int]]:
-        """Whether a group "weft" is there, and bytes, 0 of DDP."""
-        return [(beside, nbytes) for beside in (False, True) for nbytes in (*given.sizes, 0)]
+        """Whether a group "weft" is there, and bytes."""
+        return [(beside, nbytes) for beside in (False, True) for nbytes in given.sizes]
 
     def begin(self, run: Run) -> None:
         self._own = "nccl" if run.on_gpus else "gloo"
@@ -80,23 +60,18 @@ class ProcessGroup(Suite):
         if beside and "weft" not in self._groups:
             weft_group = dist.new_group(backend="weft")
             self._groups = {f"{self._own} beside": self._groups[self._own], "weft": weft_group}
-        made: dict[str, tuple[Call, bool]] = {
-            name: _all_reduce(nbytes, group, run)
-            if nbytes
-            else (_training(run.given.width, group, run), True)
-            for name, group in self._groups.items()
-        }
-        plan = Schedule(20, cycles=3) if nbytes else Schedule(5, cycles=3)
+        made = {name: _all_reduce(nbytes, group, run) for name, group in self._groups.items()}
+        plan = Schedule(20, cycles=3)
         eager = self._series(made, plan, "eager", run)
         found = {name: list(us) for name, us in host_and_device(eager, plan.cycles, run.device).items()}
-        if run.on_gpus and nbytes:
+        if run.on_gpus:
             graphs = medians(self._series(made, plan, "graph", run), plan.cycles, run.device)
             for name, us in graphs.items():
                 found[name].append(us)
         for name, (_, right) in made.items():
             run.wrong |= not right
             cells = [f"{us:10.1f}" for us in (found[name] if run.on_gpus else found[name][:1])]
-            run.say(" ".join([f"{nbytes or 'DDP step':>10} {name:<12}", *cells, "" if right else "WRONG"]))
+            run.say(" ".join([f"{nbytes:>10} {name:<12}", *cells, "" if right else "WRONG"]))
 
     def _series(self, made: dict[str, Any], plan: Schedule, mode: str, run: Run) -> dict[str, Series]:
         return {name: Series(call, 1, plan, mode, run.device) for name, (call, _) in made.items()}

@@ -27,12 +27,15 @@ _OPS = {
     "matmul + all-reduce": "matmul_all_reduce",
     "all-gather + matmul": "all_gather_matmul",
     "matmul + reduce-scatter": "matmul_reduce_scatter",
+    "matmul + all-gather": "matmul_all_gather",
     "all-gather + fp8 matmul": "all_gather_scaled_matmul",
     "fp8 matmul + reduce-scatter": "scaled_matmul_reduce_scatter",
     "grouped matmul": "grouped_matmul",
     "routing of experts": "moe_route",
     "tokens to experts": "moe_dispatch",
+    "losses of a shared vocabulary": "linear_cross_entropy",
 }
+_OF_ONE_RANK = "grouped matmul", "routing of experts"  # between exchanges
 _WITHOUT_GEMM = "around cuBLAS's, by one-shot exchanges or copy engines"
 _GEMM = "all_gather_matmul/kernel.cu"
 
@@ -88,7 +91,7 @@ def what_runs_on(capability: Capability) -> Iterator[str]:
         yield f"matmuls: {_WITHOUT_GEMM}"
     for what, why in whys.items():
         if why is not None:
-            yield f"{what} unfused: {why}"
+            yield f"{what} {'by torch' if what in _OF_ONE_RANK else 'unfused'}: {why}"
 
 
 def _compiles(op: str, capability: Capability) -> bool:

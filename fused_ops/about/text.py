@@ -153,8 +153,8 @@ def _ops(gpus: list[Gpu] | str) -> Iterator[str]:
         yield from more
         if any(gpu.reaches != gpu.by_nvlink for gpu in gpus):
             yield (
-                "over PCIe: a group's first heap is checked; "
-                "large matmuls go by copy engines, to one peer after the other"
+                "over PCIe: a group's first heap is checked; collectives send to one peer after the other, "
+                "as copy engines do for large matmuls"
             )
     yield "between CPU ranks: float32, bfloat16 and float16, as the GPUs' protocol"
     ops = [name for name in weft.fused_ops.__all__ if name.startswith(("fused_", "one_shot_"))]

@@ -4,6 +4,7 @@ workspace keeps."""
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -22,7 +23,7 @@ from ...kernels.device.collective.host_exchange import exchange_layout
 from ...symm_mem.heap.heap import Heap
 from .choice import Choice, on_host, unfused
 from .launch_cache import PreparedKernel
-from .plan import num_sms
+from .plan import num_sms, sends_in_turn
 from .workspaces import ALL_REDUCE
 
 if TYPE_CHECKING:
@@ -109,7 +110,8 @@ def _prepared(choice: Choice, where: Heap, x: Tensor, reduce_op: str) -> Prepare
     key: Any = (x.numel(), x.dtype, reduce_op, *((how.config,) if how.given else ()))
     found: PreparedKernel | None = workspace.prepared.get(key)
     if found is None:
-        kernel = AllReduceLauncher(workspace, x.numel(), x.dtype, reduce_op, x.device, how.config)
+        config = replace(how.config, in_turn=sends_in_turn(where))
+        kernel = AllReduceLauncher(workspace, x.numel(), x.dtype, reduce_op, x.device, config)
         found = PreparedKernel(workspace, kernel, choice.plan_in(workspace))
         workspace.keep(key, found)
     return found

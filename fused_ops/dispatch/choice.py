@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...kernels.device.gemm.one_shot import OneShotConfig, launch_prepared
 from ...kernels.device.jit.ahead import CompilableProgram
-from ...kernels.device.tuning.choice import KernelChoice, KernelSteps, make_together
+from ...kernels.device.kernel_choice import KernelChoice, KernelSteps, make_together
 from ...symm_mem import resolve_group
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap

@@ -270,6 +270,11 @@ def preferred_between(group: ProcessGroup, device: torch.device, sent: int) -> s
     return "copy_engine" if known is not None and known[1].backend.over_pcie else None
 
 
+def sends_in_turn(where: Heap) -> bool:
+    """Whether kernels of collectives send to one peer after the other: over PCIe, where there are several."""
+    return where.world_size > 2 and where.backend.over_pcie
+
+
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Makes a CUDA device the current one, if it is not."""
     cuda = cuda_state.state

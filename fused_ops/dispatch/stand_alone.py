@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ...kernels.device.collective.rounds import RoundsConfig, choose_rounds, rounds_layout
 from ...kernels.device.comm.exchange_time import estimate_all_gather_us, estimate_reduce_scatter_us
+from ...kernels.device.comm.ll_exchange import in_turn
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.heap.heap import Heap
 from .choice import Choice, launch_exchange, prepare_kernel, unfused
 from .launch_cache import LaunchedCall, PreparedKernel, overlap, remember_call
-from .plan import num_sms
+from .plan import num_sms, sends_in_turn
 from .stream_order import in_stream_order
 from .workspaces import ALL_REDUCE
 
@@ -127,8 +128,9 @@ def prepare_alone(choice: Choice, where: Heap, call: StandAlone) -> PreparedKern
     how: _How = choice.how
 
     def function(name: str) -> Function:
+        program = in_turn(how.program()) if sends_in_turn(where) else how.program()
         with cuda_state.state.make_current(call.x.device):
-            return how.program().function(name)
+            return program.function(name)
 
     def make(place: Any) -> CollectiveLauncher:
         return launch.CollectiveLauncher(place, how.problem, function, how.config)

@@ -96,7 +96,9 @@ class _Call(NamedTuple):
         x, out = map(_as_16_bits, (self.input, self.out))
         rows = _ops.moe_dispatch_again(x, found.slots, found.choices, found.ranks, self.group_name)
         out.copy_(torch.where((found.choices >= 0)[:, None], rows, out))
-        self.found.copy_(torch.stack([found.sizes, found.starts]))
+        # Of rows that did not fit, which the host raises later, nothing may be sent back meanwhile.
+        sizes = torch.where((found.needed <= capacity).all(), found.sizes, 0)
+        self.found.copy_(torch.stack([sizes, found.starts]))
 
     def _refuse(self, wrong: Tensor, every: Tensor) -> None:
         """On CUDA as torch's kernels do: by an assertion of the device."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...symm_mem import Group
+from .. import validation
 from ..experts import fused_all_gather_grouped_matmul, grouped_matmul
 from ..experts_sums import fused_grouped_matmul_reduce_scatter
 from ..ops.op import SumGradient
@@ -31,10 +32,10 @@ class ColumnParallelExperts(ParallelExperts):
     >>> down = RowParallelExperts(16 * W, 8, 4, group=None)
     >>> x, weights = torch.ones(3, 8), torch.full((3, 2), 0.5)  # 3 tokens, the same on every rank
     >>> rows, offs, slots = up.route(torch.tensor([[1, 0], [3, 1], [2, 0]]))
-    >>> gate, value = up(x, rows, offs)
-    >>> gate.shape
+    >>> hidden = up(x, rows, offs, swiglu=True)
+    >>> hidden.shape
     torch.Size([6, 16])
-    >>> down(torch.nn.functional.silu(gate) * value, offs, slots, weights).shape
+    >>> down(hidden, offs, slots, weights).shape
     torch.Size([3, 8])
 
     The forward is a ``grouped_matmul``, the gradient of x summed over the ranks. With ``sequence_parallel`` the forward
@@ -81,7 +82,7 @@ class ColumnParallelExperts(ParallelExperts):
         sizes, how = (in_features, out_features, num_experts), (gated, expert_parallel, sequence_parallel)
         super().__init__(ParallelExpertsOptions(sizes, group, bias, *how, device, dtype))
 
-    def forward(self, x: Tensor, rows: Tensor, offs: Tensor) -> Any:
+    def forward(self, x: Tensor, rows: Tensor, offs: Tensor, *, swiglu: bool = False) -> Any:
         """The rows of this rank's experts or slices; if gated, those of gate and of up.
 
         >>> import torch
@@ -95,22 +96,26 @@ class ColumnParallelExperts(ParallelExperts):
             x: [T, in_features]; with ``sequence_parallel`` [T / W, in_features], all-gathered.
             rows: of ``route``.
             offs: of ``route``.
+            swiglu: whether ``silu(gate) * up`` of a gated layer is wanted, as of ``grouped_matmul``.
 
         Returns:
-            [T * k, out_features / W], or out_features with ``expert_parallel``; if gated, a tuple of two. Rows from
-            ``offs[-1]`` on hold anything.
+            [T * k, out_features / W], or out_features with ``expert_parallel``; if gated without ``swiglu``, a tuple of
+            two. Rows from ``offs[-1]`` on hold anything.
 
         Raises:
             ValueError, TypeError: an argument does not fit, or the layer was made by another rank.
         """
+        validation.flags(swiglu=swiglu)
+        if swiglu and not self.gated:
+            raise ValueError("swiglu: is True, must be False: the layer is not gated")
         x, B, bias = self._operands(x)
         if self.sequence_parallel:
-            biases = None if bias is None else [bias]
-            _, (y,) = fused_all_gather_grouped_matmul(x, [B], rows, offs, 0, self.group, biases=biases)
+            named: dict[str, Any] = {"biases": None if bias is None else [bias], "swiglu": swiglu}
+            _, (y,) = fused_all_gather_grouped_matmul(x, [B], rows, offs, 0, self.group, **named)
         else:
             x = SumGradient.apply(x, self.group, self.world_size)
-            y = grouped_matmul(x, B, offs, rows=rows, bias=bias)
-        return y.view(y.shape[0], 2, y.shape[1] // 2).unbind(1) if self.gated else y
+            y = grouped_matmul(x, B, offs, rows=rows, bias=bias, swiglu=swiglu)
+        return y.chunk(2, 1) if self.gated and not swiglu else y
 
 
 class RowParallelExperts(ParallelExperts):

@@ -65,12 +65,8 @@ class ParallelExperts(ParallelLayer):
                 each = f" {ranks} ranks" if not dim else f" {unit}: {_UNIT} for each of {ranks} ranks"
                 raise ValueError(f"{name}: is {own[dim]}, must be a multiple of{each}")
         own[self.shard_dim] //= self.world_size
-        factory: dict[str, Any] = {"device": options.device, "dtype": options.dtype}
-        self.weight = nn.Parameter(torch.empty(own, **factory))
-        if options.bias:
-            self.bias = nn.Parameter(torch.empty(own[:-1], **factory))
-        else:
-            self.register_parameter("bias", None)
+        bias = own[:-1] if options.bias else None
+        self._make_parameters(own, bias, device=options.device, dtype=options.dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -42,6 +42,8 @@ def check_factory(device: Any, dtype: Any) -> None:
 class ParallelLayer(nn.Module):
     """``weight``, and perhaps ``bias``."""
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
     shard_dim: int  # the weight's
     bias_dim: int | None  # None: every rank has the whole bias
 
@@ -51,6 +53,11 @@ class ParallelLayer(nn.Module):
         self.group = group_name(group)
         found = resolve_group(group)
         self.rank, self.world_size = found.rank(), found.size()
+
+    def _make_parameters(self, own: list[int], bias: list[int] | None, **factory: Any) -> None:
+        """Of these sizes; ``bias``: None without one."""
+        self.weight = nn.Parameter(torch.empty(own, **factory))
+        self.register_parameter("bias", None if bias is None else nn.Parameter(torch.empty(bias, **factory)))
 
     def _part(self, name: str, whole: Tensor) -> Tensor:
         """A view of this rank's part of the whole layer's parameter of that name."""

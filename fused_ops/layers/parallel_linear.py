@@ -52,12 +52,8 @@ class ParallelLinear(ParallelLayer):
         self.sequence_parallel, self.sequence_dim = options.sequence_parallel, options.sequence_dim
         own = [out_features, in_features]
         own[self.shard_dim] //= self.world_size
-        factory: dict[str, Any] = {"device": options.device, "dtype": options.dtype}
-        self.weight = nn.Parameter(torch.empty(own, **factory))
-        if options.bias:
-            self.bias = nn.Parameter(torch.empty(own[0], **factory))
-        else:
-            self.register_parameter("bias", None)
+        bias = own[:1] if options.bias else None
+        self._make_parameters(own, bias, device=options.device, dtype=options.dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -16,7 +16,7 @@ from ...symm_mem import Group
 from ..library.communicating import why_unordered
 from . import matching
 from .agreement import fallback_graph
-from .agreement.fallback.run import is_fallback_graph
+from .agreement.fallback import is_fallback_graph
 from .agreement.outcomes import RunOutcomes
 from .agreement.signature import Order
 from .cache_key import pass_key
@@ -211,7 +211,9 @@ class FusionPass(OnePass, CustomGraphPass):
         write_out(graph)
         move_padding(graph)
         original = fallback_graph.FallbackGraph(graph, list(collectives(graph))) if self.agree else None
-        why_not = None if original is None else self._why_not_kept(original)
+        why_not = None
+        if original is not None:
+            why_not = fallback_graph.why_not_voted(self.agree == CAPTURE) or original.why_not_kept()
         entries, orders = self._fused(graph, numbers[0], why_not)
         change = changed_order(graph, self, numbers[0], self._voted(entries, why_not))
         kernels = GraphKernels(graph)
@@ -237,12 +239,6 @@ class FusionPass(OnePass, CustomGraphPass):
                 self._seen.put_back(called.numbers[0], WHY)
                 self._tell(called.numbers[0])
         return numbers
-
-    def _why_not_kept(self, original: fallback_graph.FallbackGraph) -> str | None:
-        """Why nothing can be fused that ranks must be asked about; None if it can."""
-        if self.agree != CAPTURE and (why := fallback_graph.why_captured_without_vote()) is not None:
-            return why
-        return fallback_graph.why_not_generated() or fallback_graph.why_bucketed() or original.why_not_kept()
 
     def _fused(self, graph: fx.Graph, number: int, why_not: str | None) -> tuple[list[Entry], list[Order]]:
         """Fuses what can be and should be.

@@ -11,7 +11,6 @@ from typing import Any
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from .agreement.fallback.run import is_fallback_graph
 from .cache_key import pass_key
 from .canonicalize import by_position, name_groups, wait_once
 from .loss_parallel.joint import put_losses_on_columns
@@ -31,8 +30,6 @@ class JointPass(PassSettings, CustomGraphPass):
         return f"{pass_key(self)} joint"
 
     def __call__(self, graph: fx.Graph) -> None:
-        if is_fallback_graph():
-            return
         by_position(graph)
         name_groups(graph)
         wait_once(graph)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch._inductor import custom_graph_pass
 from .cache_key import pass_key
 from .graph.collectives import communicates, waits
 from .order.grouped import MARK, only_holds
+from .pass_sequence import InTurn, passes_of
 from .settings import PassSettings
 
 #: The option of Inductor for a pass on what its scheduler has, before it fuses.
@@ -73,26 +74,7 @@ def _origins(node: Any) -> Iterable[fx.Node]:
     return getattr(getattr(node, "node", None), "origins", ())
 
 
-class _InTurn:
-    """The program's own passes on what the scheduler has, then the one that keeps groups."""
-
-    def __init__(self, passes: Sequence[Any]) -> None:
-        self.passes = tuple(passes)
-
-    def __call__(self, nodes: list[Any]) -> list[Any]:
-        for each in self.passes:
-            nodes = each(nodes)
-        return nodes
-
-    def __eq__(self, other: object) -> bool:
-        # For options that differ torch compiles anew.
-        return type(self) is type(other) and self.passes == other.passes  # type: ignore[attr-defined]
-
-    def __hash__(self) -> int:
-        return hash(self.passes)
-
-
-class _InTurnByKey(_InTurn, _SchedulerPass):
+class _InTurnByKey(InTurn, _SchedulerPass):
     """Those that Inductor's cache knows by their keys: with others it keeps no graph."""
 
     def uuid(self) -> Any:
@@ -105,8 +87,7 @@ def grouped_options(settings: PassSettings, given: Any = None) -> dict[str, Any]
     if settings.reorder is None:
         return {}
     given = getattr(inductor_config, BEFORE_FUSION) if given is None else given
-    there = given.passes if isinstance(given, _InTurn) else [given]
-    others = [each for each in there if each is not None and not isinstance(each, KeepGrouped)]
+    others = [each for each in passes_of(given) if not isinstance(each, KeepGrouped)]
     return {BEFORE_FUSION: _in_turn(*others, KeepGrouped(**settings))}
 
 
@@ -116,4 +97,4 @@ def _in_turn(*passes: Any) -> Any:
     if len(passes) == 1:
         return passes[0]
     by_key = all(isinstance(each, _SchedulerPass) for each in passes)
-    return (_InTurnByKey if by_key else _InTurn)(passes)
+    return (_InTurnByKey if by_key else InTurn)(passes)

@@ -15,11 +15,31 @@ SLOT = "post_grad_custom_post_pass"
 _TAKES_A_LIST = hasattr(custom_graph_pass, "get_custom_graph_passes")
 
 
-class PassSequence(CustomGraphPass):
-    """Runs one pass after the other, for a torch whose option takes one."""
+class InTurn:
+    """Runs one pass after the other, each on what the one before returns."""
 
-    def __init__(self, passes: Sequence[Callable[[fx.Graph], None]]) -> None:
+    def __init__(self, passes: Sequence[Any]) -> None:
         self.passes = tuple(passes)
+
+    def __call__(self, given: Any) -> Any:
+        for each in self.passes:
+            given = each(given)
+        return given
+
+    def __eq__(self, other: object) -> bool:
+        # As lists of them: for options that differ torch compiles anew.
+        return type(self) is type(other) and self.passes == other.passes  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(self.passes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InTurn:
+        # Like FusionPass, so that its report stays the one that the user holds.
+        return self
+
+
+class PassSequence(InTurn, CustomGraphPass):
+    """All on the same graph, for a torch whose option takes one."""
 
     def __call__(self, graph: fx.Graph) -> None:
         for each in self.passes:
@@ -29,17 +49,6 @@ class PassSequence(CustomGraphPass):
         """None, with which nothing is cached, where one of them has none."""
         keys = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.passes]
         return keys if all(keys) else None
-
-    def __eq__(self, other: object) -> bool:
-        # As lists of them: for options that differ torch compiles anew.
-        return isinstance(other, PassSequence) and self.passes == other.passes
-
-    def __hash__(self) -> int:
-        return hash(self.passes)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PassSequence:
-        # Like FusionPass, so that its report stays the one that the user holds.
-        return self
 
 
 def in_sequence(passes: Sequence[Callable[[fx.Graph], None]]) -> Any:
@@ -57,7 +66,7 @@ def passes_of(value: Any) -> list[Any]:
     """The passes that ``post_grad_custom_post_pass`` is set to."""
     if value is None:
         return []
-    if isinstance(value, PassSequence):
+    if isinstance(value, InTurn):
         return [*value.passes]
     return [*value] if isinstance(value, list | tuple) else [value]
 

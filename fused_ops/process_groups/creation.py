@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, ProcessGroup, distributed_c10d
 from ...symm_mem import Group, resolve_group
 from ...symm_mem.switches import is_on
 from .group import WeftProcessGroup
+from .in_ddp import see_reducer
 from .in_dynamo import see_group_class
 from .options import set_group_timeout
 from .out_ops import see_out_ops
@@ -107,6 +108,7 @@ def create_process_group(options: Any, backend_options: Any) -> WeftProcessGroup
     asked = _Asked(sys._getframe(1))
     see_out_ops()
     see_group_class()
+    see_reducer()
     names = _inner_names(asked.backends)
     _check_options(backend_options, names.values())
     store = PrefixStore("weft/", options.store)

@@ -9,6 +9,9 @@
 // Who writes and who waits: LL exchange (ll_exchange.cuh, credits.cuh), with corrections (exact.cuh). x may be the part
 // of `out` that becomes x. Graph-safe. docs/protocol.md#ll-exchange, #exact-data, #credits
 
+#ifdef ROOT
+#undef IN_TURN  // there is one to send to
+#endif
 #include "collective/exact.cuh"
 
 #if !defined(WORKERS) || !defined(AT_ONCE)

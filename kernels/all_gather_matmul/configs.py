@@ -49,6 +49,9 @@ _ORDER = 2.5  # microseconds of a kernel that puts the ranks' scales of blocks s
 _SCALED_PUSH = {ScaleKind.TENSOR: 1.06, ScaleKind.ROWS: 1.07, ScaleKind.BLOCKS: 1.0}
 _LONG_ROWS_PUSH, _SHORT_US, _LONG_US = 1.12, 250.0, 700.0
 _SCALED_ONE_SHOT = {ScaleKind.TENSOR: 0.96, ScaleKind.ROWS: 0.97, ScaleKind.BLOCKS: 1.0}
+# Rows of all ranks of which one shot is faster, whatever the model says: a tile is not full of them
+# (bench/results/h200-x2-sm80.txt).
+_FEW_ROWS = 128
 # Of estimate_one_shot_gather_us: matmuls that take so many times as long as the sending, and the share that counts.
 _HIDES, _MOST_NOT_HIDDEN = 12, 0.04
 
@@ -117,11 +120,6 @@ class GatherKernelCall:
 AnyConfig: TypeAlias = GatherPushConfig | OneShotConfig | CopiedConfig
 
 
-def choose_gather_push(problem: AllGatherMatmulProblem) -> GatherPushConfig:
-    """The configuration. A pure function: all ranks choose alike."""
-    return rank_gather_pushes(problem)[0][1]
-
-
 def choose_one_shot_gather(problem: AllGatherMatmulProblem) -> OneShotConfig | None:
     """The configuration of a gather in one shot; None if that takes no such call."""
     # What is gathered in one shot is for the products alone: a pair of NaNs with all bits set arrives as another pair
@@ -146,8 +144,8 @@ def estimate_one_shot_gather_us(problem: AllGatherMatmulProblem) -> float:
     kernel that does both hides best, it was measured to lose 2 to 4 % of them more than the sum says (8b.upgate up to
     M = 2048, bench/results/h200-x2-choices.txt); longer ones are taken to lose no larger share."""
     sent, size = problem.moved, problem.world_size
-    rows, depth = (problem.m, size * problem.k) if problem.split_k else (size * problem.m, problem.k)
-    products = gemm_tiles.matmuls_us(rows, problem.ns, depth, problem.spec)
+    depth = size * problem.k if problem.split_k else problem.k
+    products = gemm_tiles.matmuls_us(problem.rows, problem.ns, depth, problem.spec)
     if problem.scaled is not None:
         products *= problem.scaled.torch_slowdown
         sent += problem.scaled.sent_bytes(problem.m, problem.k) * (size - 1)
@@ -182,7 +180,8 @@ def rank_gather_kernels(problem: AllGatherMatmulProblem) -> list[tuple[float, An
         ranked.append((estimate_one_shot_gather_us(problem), gather))
     if (copied := choose_copied_gather(problem)) is not None:
         ranked.append((estimate_copied_us(problem), copied))
-    return sorted(ranked, key=itemgetter(0))
+    few = gather is not None and problem.scaled is None and problem.rows <= _FEW_ROWS
+    return sorted(ranked, key=lambda each: (few and isinstance(each[1], GatherPushConfig), each[0]))
 
 
 def gather_layout(problem: AllGatherMatmulProblem, config: AnyConfig) -> Layout | None:

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from ...symm_mem.layout import NUM_BUFFERS, Layout
 from ...symm_mem.workspace import Workspace
-from ..device.comm import acquire
-from ..device.comm.copy_engine import CopiedPiece, engine_of
+from ..device.comm.copy_engine import CopiedCall, CopiedPiece
 from ..device.gemm.scaling import ScaledProducts, ScaledTensors, ScaleKind, scaled_mm_out
 from . import OP
 from .configs import GatherKernelCall, copied_layout
@@ -28,16 +26,7 @@ from .estimate import scales_offset, slot_bytes
 SCALED_OP = "fused_all_gather_scaled_matmul"
 
 
-class _Arriving(NamedTuple):
-    """What comes from a rank: the wait for it, and where its rows and their scales lie then."""
-
-    src: int
-    arrival: acquire.Arrival
-    rows: torch.Tensor
-    scales: torch.Tensor | None
-
-
-class AllGatherProductsCopied:
+class AllGatherProductsCopied(CopiedCall):
     """This op on one problem and one workspace: prepared once, called often.
 
     Args:
@@ -52,32 +41,26 @@ class AllGatherProductsCopied:
         scaled, (m, k), size = example.scaled, example.a.shape, workspace.world_size
         problem = example.problem(size)
         dtype, columns = (example.a.dtype, k) if scaled is None else (scaled.types[0], 2 * k)
-        if not workspace.layout.holds(copied_layout(problem)):
-            raise ValueError(
-                f"workspace: {workspace.layout} is too small for shards of {m} x {columns} numbers"
-            )
-        self._engine = engine_of(workspace)
-        acquire.load()
-        self.workspace, self._scaled, self._biased = workspace, scaled, list(biased)
+        super().__init__(workspace, copied_layout(problem))
+        self._scaled, self._biased = scaled, list(biased)
         self._split_k, self._return_A = example.split_k, example.return_A
         self._rows, self._columns = m, columns
         self._stride = example.a.stride(0) * (columns // k)
         slot, offset = slot_bytes(problem), scales_offset(problem)
         # In a peer's buffer: of the own rows, and of their scales.
         self._places = workspace.rank * slot, workspace.rank * slot + offset
-        self._arriving: list[list[_Arriving]] = []  # of each buffer, in the order in which rows come
-        for buffer in range(NUM_BUFFERS):
-            slots = workspace.buffer(workspace.rank, buffer, (size, slot), torch.uint8)
-            self._arriving.append([])
-            for src in ((workspace.rank + step) % size for step in range(1, size)):
-                rows = slots[src, : m * columns * dtype.itemsize].view(dtype).view(m, columns)
-                scales = None
-                if scaled is not None:
-                    sent = scaled.sent_bytes(m, k)
-                    scales = slots[src, offset : offset + sent].view(torch.float32).view(-1, 1)
-                arrival = acquire.Arrival(workspace, buffer, src)
-                self._arriving[buffer].append(_Arriving(src, arrival, rows, scales))
-        self._ends = [acquire.end_epoch_launcher(workspace, buffer) for buffer in range(NUM_BUFFERS)]
+        rows, sent = m * columns * dtype.itemsize, 0 if scaled is None else scaled.sent_bytes(m, k)
+        # Of each buffer and rank the rows and their scales.
+        self._slots = [
+            [
+                (
+                    x[:rows].view(dtype).view(m, columns),
+                    x[offset : offset + sent].view(torch.float32).view(-1, 1),
+                )
+                for x in workspace.buffer(workspace.rank, buffer, (size, slot), torch.uint8)
+            ]
+            for buffer in range(NUM_BUFFERS)
+        ]
 
     def call(
         self,
@@ -125,19 +108,15 @@ class AllGatherProductsCopied:
         pieces = [CopiedPiece(own.data_ptr(), self._places[0], own.nbytes)]
         if given is not None and self._scaled is not None and self._scaled.travels:
             pieces.append(CopiedPiece(given.data_ptr(), self._places[1], 4 * self._rows))
-        try:
-            with workspace.lock:
-                buffer = workspace.next_buffer()
-                self._engine.start_pieces(buffer, lambda peer: pieces, timeout_ns)
-                multiply(workspace.rank, own, given)
-                for src, arrival, rows, scales in self._arriving[buffer]:
-                    arrival.launch(timeout_ns, stream)
-                    multiply(src, rows, scales)
-                self._ends[buffer](stream)
-                self._engine.join(buffer)  # the shard may be overwritten then
-        except BaseException as e:
-            workspace.abandon(e)  # the peers may wait for what was not launched
-            raise
+        with self._whole():
+            buffer = workspace.next_buffer()
+            self._engine.start_pieces(buffer, lambda peer: pieces, timeout_ns)
+            multiply(workspace.rank, own, given)
+            for src, arrival in self._arrivals[buffer]:
+                arrival.launch(timeout_ns, stream)
+                multiply(src, *self._slots[buffer][src])
+            self._ends[buffer](stream)
+            self._engine.join(buffer)  # the shard may be overwritten then
 
 
 def _multiply(

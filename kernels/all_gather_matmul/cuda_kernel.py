@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from ..device.gemm.gemm_tiles import BLOCK_K
 from ..device.gemm.operands import ALIGNMENT
 from ..device.gemm.tensor_map import Boxes, Maps, TensorMap, contiguous_strides, put_map, put_maps
 from ..device.jit.program import Program, WaitParams
-from .configs import MOST_BS, GatherPushConfig, push_flags_per_rank
+from .configs import MOST_BS, GatherKernelCall, GatherPushConfig, push_flags_per_rank
 from .estimate import CHUNK_COLUMNS
 
 SOURCE = Path(__file__).parent / "kernel.cu"
@@ -138,12 +138,9 @@ class AllGatherMatmulPush:
 
     Args:
         workspace: with room for ``configs.gather_push_layout``, the same call site on every rank.
-        a, bs: examples of the operands: the shard [m, K] as ``can_take`` wants it, and up to MOST_BS matrices [K, N_i]
-            (with the configuration's ``split_k`` [W * K, N_i], with ``exchanged`` the shard [W * m, K]), all with K
-            contiguous or all with N. Every launch gets tensors of these sizes, strides and dtype.
+        example: a call of the sizes, strides and dtype that every launch has, with up to MOST_BS Bs, all with K
+            contiguous or all with N. Blocks that send first must find one of its SMs each.
         config: the same on every rank.
-        num_sms: blocks to launch. Those that send first must find an SM each.
-        return_A: each launch writes the gathered shards, too.
 
     Raises:
         ValueError: the workspace is too small.
@@ -152,15 +149,9 @@ class AllGatherMatmulPush:
     params = _Params  #: the twin of what the kernel takes
 
     def __init__(
-        self,
-        workspace: Workspace[Layout],
-        a: torch.Tensor,
-        bs: Sequence[torch.Tensor],
-        config: GatherPushConfig,
-        *,
-        num_sms: int,
-        return_A: bool = False,
+        self, workspace: Workspace[Layout], example: GatherKernelCall, config: GatherPushConfig
     ) -> None:
+        a, bs, return_A = example.a, example.bs, example.return_A
         (m, k), size, dtype, tile = a.shape, workspace.world_size, a.dtype, config.tile
         layout, parts = workspace.layout, size if config.exchanged else 1
         m //= parts
@@ -180,7 +171,8 @@ class AllGatherMatmulPush:
         self._params = [self._fixed(buffer, (a, m), bs, config) for buffer in (0, 1)]
         self._put_bs, self._put_cs = put_maps(len(bs)), struct.Struct(f"{len(bs)}Q").pack_into
         (program,) = push_programs(bs, config, return_A=return_A)
-        self._launches = gemm.launches(program, "all_gather_matmul", self._params, num_sms, tile.shared)
+        grid = example.num_sms, tile.shared
+        self._launches = gemm.launches(program, "all_gather_matmul", self._params, *grid)
 
     def _fixed(
         self,
@@ -242,23 +234,15 @@ class AllGatherMatmulPushes:
     """
 
     def __init__(
-        self,
-        workspace: Workspace[Layout],
-        a: torch.Tensor,
-        bs: Sequence[torch.Tensor],
-        config: GatherPushConfig,
-        *,
-        num_sms: int,
-        return_A: bool = False,
+        self, workspace: Workspace[Layout], example: GatherKernelCall, config: GatherPushConfig
     ) -> None:
         self._steps = []  # (kernel, its step)
-        for first in range(0, len(bs), MOST_BS):
-            end = min(first + MOST_BS, len(bs))
-            kernel = AllGatherMatmulPush(
-                *(workspace, a, bs[first:end], config), num_sms=num_sms, return_A=return_A and first == 0
-            )
-            step = EpochStep(first == 0, end == len(bs), slice(first + 1, end + 1), slice(first, end))
-            self._steps.append((kernel, step))
+        count = len(example.bs)
+        for first in range(0, count, MOST_BS):
+            end = min(first + MOST_BS, count)
+            part = replace(example, bs=example.bs[first:end], return_A=example.return_A and first == 0)
+            step = EpochStep(first == 0, end == count, slice(first + 1, end + 1), slice(first, end))
+            self._steps.append((AllGatherMatmulPush(workspace, part, config), step))
 
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int

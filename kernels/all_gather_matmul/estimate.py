@@ -53,6 +53,11 @@ class AllGatherMatmulProblem:
         """Bytes that a rank receives."""
         return (self.world_size - 1) * self.m * self.k * self.itemsize
 
+    @property
+    def rows(self) -> int:
+        """Of a product."""
+        return self.m if self.split_k else self.world_size * self.m
+
     def tiles(self, tile: gemm_tiles.Tile) -> tuple[int, int]:
         """Rows of a shard and columns of all Bs."""
         return -(-self.m // tile.block_m), sum(-(-n // tile.block_n) for n in self.ns)

@@ -18,7 +18,7 @@ from ..device.gemm.one_shot import OneShotConfig, algorithm_of, likeliest
 from ..device.gemm.operands import ALIGNMENT, is_transposed, why_not
 from ..device.gemm.supported import WHY_NO_GEMM, why_last_dim_not_gathered
 from ..device.jit.ahead import CompilableProgram
-from ..device.tuning.choice import KernelChoice, KernelChoices, KernelSteps
+from ..device.kernel_choice import KernelChoice, KernelChoices, KernelSteps
 from . import configs, cuda_kernel
 from .copied_products import AllGatherProductsCopied
 from .one_shot_kernel import AllGatherMatmulOneShot
@@ -83,16 +83,14 @@ def fused_gather(
     scales = call.scales
     if isinstance(config, OneShotConfig):
         if scales is None:
-            return AllGatherMatmulOneShot(workspace, call.a, config, split_k=call.split_k)
+            return AllGatherMatmulOneShot(workspace, call, config)
         return AllGatherScaledMatmulOneShot(workspace, call, scales, config)
     if isinstance(config, configs.CopiedConfig):
         biases = [] if scales is None else scales.biases
         return AllGatherProductsCopied(workspace, call, [bias is not None for bias in biases])
     if scales is not None:
         return AllGatherScaledMatmulPush(workspace, call, scales, config)
-    return cuda_kernel.AllGatherMatmulPushes(
-        workspace, call.a, call.bs, config, num_sms=call.num_sms, return_A=call.return_A
-    )
+    return cuda_kernel.AllGatherMatmulPushes(workspace, call, config)
 
 
 def gather_programs(

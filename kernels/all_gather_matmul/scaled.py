@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Sequence
 
 import torch
@@ -70,9 +69,7 @@ class AllGatherScaledMatmulPush:
         self.workspace, self._scaled, self._count = workspace, scaled, len(call.bs)
         self._has_bias = [bias is not None for bias in scales.biases]
         self._own = 4 * m * workspace.rank if scaled.kind is ScaleKind.ROWS and not scaled.travels else 0
-        self._push = _ScaledPush(
-            workspace, call.a, call.bs, config, num_sms=call.num_sms, return_A=call.return_A
-        )
+        self._push = _ScaledPush(workspace, call, config)
         blocks = scaled.blocks(k)
         for buffer, p in enumerate(self._push._params):
             p.blocks = blocks
@@ -114,7 +111,6 @@ class _OneShotParams(one_shot_kernel._Params):
 
 
 _SCALES = _OneShotParams.scales.offset
-_put_pair = struct.Struct("2Q").pack_into
 
 
 class AllGatherScaledMatmulOneShot(one_shot_kernel.AllGatherMatmulOneShot):
@@ -126,6 +122,7 @@ class AllGatherScaledMatmulOneShot(one_shot_kernel.AllGatherMatmulOneShot):
         config: of ``configs.choose_one_shot_gather``, the same on every rank.
     """
 
+    op = OP
     params = _OneShotParams
     more_defines = (("SCALED", 1),)
 
@@ -139,8 +136,12 @@ class AllGatherScaledMatmulOneShot(one_shot_kernel.AllGatherMatmulOneShot):
         assert example.scaled is not None
         self._biased = [bias is not None for bias in scales.biases]
         self._scaled, self._size = example.scaled, workspace.world_size
-        super().__init__(workspace, example.a, config)
+        super().__init__(workspace, example, config)
         self._params.scale_vectors = self._scaled.sent_bytes(*example.a.shape) // VECTOR
+
+    def _put(self, *addresses: int) -> None:
+        super()._put(*addresses[:2])
+        one_shot_kernel._put_pair(self._params, _SCALES, *addresses[2:])
 
     def call(
         self,
@@ -160,15 +161,7 @@ class AllGatherScaledMatmulOneShot(one_shot_kernel.AllGatherMatmulOneShot):
             scales = self._empty((numbers, 1), (1, 1), torch.float32)
         elif scaled.kind is ScaleKind.ROWS:
             scales = a_scale.reshape(self._rows, 1)
-        # Three frames: this and two more, on the fast path and on the slow one.
-        self.workspace.raise_if_broken(OP, inside=3, grids=self._grids)
-        try:
-            with self.workspace.lock:
-                _put_pair(self._params, _SCALES, a_scale.data_ptr(), scales.data_ptr())
-                self.launch(a.data_ptr(), gathered.data_ptr(), timeout_ns, stream)
-        except BaseException as e:
-            self.workspace.abandon(e)  # the peers may wait for what was not launched
-            raise
+        self._exchange([x.data_ptr() for x in (a, gathered, a_scale, scales)], timeout_ns, stream)
         self.workspace.launched()
         if scaled.kind is ScaleKind.BLOCKS:
             by_rank = scales.view(self._size, -1, self._rows // self._size)

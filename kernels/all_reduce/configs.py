@@ -34,11 +34,13 @@ class AllReduceConfig:
     Attributes:
         form: of FORMS.
         blocks, threads: what the grid of a kernel may have at most.
+        in_turn: each rank sends to one peer after the other.
     """
 
     form: str
     blocks: int = BLOCKS
     threads: int = THREADS
+    in_turn: bool = False
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:

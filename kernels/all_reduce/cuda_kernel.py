@@ -20,6 +20,7 @@ from ..device.comm.ll_exchange import (
     ExchangeSlots,
     ExchangeWorkspace,
     exchange_program,
+    in_turn,
     slots_of,
 )
 from ..device.jit.program import Function, Program
@@ -72,11 +73,9 @@ def all_reduce_program(
     return exchange_program(SOURCE, rank, defines)
 
 
-def _function(
-    world_size: int, rank: int, dtype: torch.dtype, reduce_op: str, name: str, device: torch.device
-) -> Function:
+def _function(program: Program, name: str, device: torch.device) -> Function:
     with cuda_state.state.make_current(device):
-        return all_reduce_program(world_size, rank, dtype, reduce_op).function(name)
+        return program.function(name)
 
 
 class AllReduceLauncher(ExchangeLauncher[_Params]):
@@ -114,11 +113,14 @@ class AllReduceLauncher(ExchangeLauncher[_Params]):
         count = -(-numel * width // (VECTOR * parts))
         launch = configs.launch(count, layout, config)
         self.grids = (launch.blocks,) * launch.epochs
+        program = all_reduce_program(layout.world_size, place.rank, dtype, reduce_op)
+        if config.in_turn:
+            program = in_turn(program)
         # Whole vectors at aligned addresses are a kernel of their own.
         for aligned in (False, True):
             whole = aligned and numel * width == count * VECTOR * parts
             name = launch.kernel if whole else f"{launch.kernel}_any"
-            function = _function(layout.world_size, place.rank, dtype, reduce_op, name, device)
+            function = _function(program, name, device)
             params = _Params(slots_of(place), 0, 0, numel, count, aligned)
             self._prepare(function, launch.blocks, launch.threads, params)
 

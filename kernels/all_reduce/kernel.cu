@@ -48,25 +48,31 @@ struct Params {
 #endif
 };
 
-// Vector `at` of the input; elements past its end are 0.
+// Vector `at` of x or out; elements past its end are 0.
 template <bool WHOLE>
-__device__ __forceinline__ uint4 load(const Params& p, u64 at) {
-#if CHOICES
-    return p.combine.load(static_cast<u32>(at));
-#else
+__device__ __forceinline__ uint4 load_from(const Params& p, const Element* from, u64 at) {
     const u64 start = at * ELEMENTS;
     if (WHOLE || (p.aligned && start + ELEMENTS <= p.numel)) {
-        return weft::load_vector(reinterpret_cast<const uint4*>(p.x) + at);
+        return weft::load_vector(reinterpret_cast<const uint4*>(from) + at);
     }
     uint4 v = make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) {
         if (start + i < p.numel) {
-            const u32 bits = p.x[start + i];
+            const u32 bits = from[start + i];
             weft::word(v, i / Number::PER_WORD) |= bits << (16 * (i % Number::PER_WORD));
         }
     }
     return v;
+}
+
+// Of the input.
+template <bool WHOLE>
+__device__ __forceinline__ uint4 load(const Params& p, u64 at) {
+#if CHOICES
+    return p.combine.load(static_cast<u32>(at));
+#else
+    return load_from<WHOLE>(p, p.x, at);
 #endif
 }
 
@@ -93,12 +99,14 @@ __device__ __forceinline__ void one_shot_of(const Params& p) {
     if (const ThreadShare s; s.at < p.vectors) own = load<WHOLE>(p, s.at);
     const Epoch epoch(p.slots);
 
-    uint4 v = own;
-    for (ThreadShare s; s.at < p.vectors;) {
-        epoch.send_to_all(s.index, weft::ll_encode(v));
-        s.next();
-        if (s.at < p.vectors) v = load<WHOLE>(p, s.at);
-    }
+    do {
+        uint4 v = own;
+        for (ThreadShare s; s.at < p.vectors;) {
+            epoch.send_to_all(s.index, weft::ll_encode(v));
+            s.next();
+            if (s.at < p.vectors) v = load<WHOLE>(p, s.at);
+        }
+    } while (epoch.next_turn());
 
     for (ThreadShare s; s.at < p.vectors;) {
         store<WHOLE>(p, s.at, weft::take_reduced<Reduce>(epoch, s.index, own).rounded());
@@ -187,6 +195,18 @@ struct TwoShot {
         if constexpr (COUNT > 1) reduce_all<1>(epoch, s, end);
     }
 
+    // The same; with IN_TURN the other peers get what was sent to the first one.
+    template <int COUNT>
+    __device__ __forceinline__ void reduce_in_turn(const Epoch& epoch, const ThreadShare& first, u32 end) const {
+        reduce_all<COUNT>(epoch, first, end);
+        while (epoch.next_turn()) {
+            for (ThreadShare s = first; s.at < end; skip(s)) {
+                const uint4 result = load_from<WHOLE>(p, p.out, static_cast<u64>(RANK) * p.vectors + s.at);
+                epoch.send_to_all(results + s.index, weft::ll_encode(result));
+            }
+        }
+    }
+
     template <int COUNT>
     __device__ __forceinline__ void collect_all(const Epoch& epoch, ThreadShare s, u32 end) const {
         for (; s.at + (COUNT - 1) * stride < end; skip(s, COUNT)) collect<COUNT>(epoch, s);
@@ -201,8 +221,9 @@ __device__ __forceinline__ void two_shot_of(const Params& p) {
     const ThreadShare first;
     if (first.at < p.vectors) steps.load_all(first.at);
     const Epoch epoch(p.slots);
-    steps.send(epoch, first, p.vectors);
-    steps.template reduce_all<1>(epoch, first, p.vectors);
+    do steps.send(epoch, first, p.vectors);
+    while (epoch.next_turn());
+    steps.template reduce_in_turn<1>(epoch, first, p.vectors);
     steps.template collect_all<1>(epoch, first, p.vectors);
     epoch.leave();
 }
@@ -223,7 +244,7 @@ struct Steps : TwoShot<WHOLE> {
 
     template <int COUNT>
     __device__ __forceinline__ void answer(const Epoch& epoch, const ThreadShare& s, u32 end, u32) const {
-        this->template reduce_all<COUNT>(epoch, s, end);
+        this->template reduce_in_turn<COUNT>(epoch, s, end);
     }
 
     template <int COUNT>

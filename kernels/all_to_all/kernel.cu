@@ -47,7 +47,7 @@ struct Steps {
     __device__ __forceinline__ void send(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) {
         const weft::ExactEpoch exact{epoch, p.room};
         while (s.at < end) {
-            next.each([&](int part, u32 at) { return load_part(part, at); }, s.at,
+            next.each([&](int part, u32 at) { return load_part(part, at); }, epoch, s.at,
                 [&](int peer, const uint4& v) { exact.send(peer, s.index, v); });
             weft::SliceVector<WHOLE>(p.out, s.at).store(RANK, load_part(RANK, s.at));
             s.skip(threads);

@@ -142,7 +142,9 @@ KERNELS: dict[str, KernelRow] = {
     "matmul_reduce_scatter/one_shot.cu": KernelRow(
         _SCATTERS[:1], ALL, "peer access, cuBLAS", *_H200, "h200-x2-matmul_reduce_scatter.json"
     ),
-    "linear_cross_entropy/triton_kernel.py": KernelRow((), ALL, "", *_H200, "h200-x2-vocabulary.json"),
+    "linear_cross_entropy/triton_kernel.py": KernelRow(
+        ("linear_cross_entropy",), ALL, "", *_H200, "h200-x2-vocabulary.json"
+    ),
     "moe_dispatch/kernel.cu": KernelRow(
         ("moe_dispatch",), ALL, _PEERS, "2 H200", "2026-11-29", "h200-x2-expert_parallel.json"
     ),

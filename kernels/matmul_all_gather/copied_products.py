@@ -16,9 +16,9 @@ import torch
 from ...symm_mem.layout import NUM_BUFFERS, Layout
 from ...symm_mem.workspace import Workspace
 from ..device.comm import acquire
-from ..device.comm.copy_engine import CopiedConfig, CopiedPiece, engine_of
+from ..device.comm.copy_engine import CopiedCall, CopiedConfig, CopiedPiece
 from ..device.jit.ahead import CompilableProgram
-from ..device.tuning.choice import KernelChoice, KernelSteps
+from ..device.kernel_choice import KernelChoice, KernelSteps
 from . import OP
 from .configs import (
     MatmulAllGatherKernelCall,
@@ -30,7 +30,7 @@ from .configs import (
 VECTOR = torch.complex128  #: 16 bytes, as any
 
 
-class MatmulAllGatherCopied:
+class MatmulAllGatherCopied(CopiedCall):
     """This op on one problem and one workspace: prepared once, called often.
 
     Args:
@@ -44,11 +44,8 @@ class MatmulAllGatherCopied:
     def __init__(self, workspace: Workspace[Layout], example: MatmulAllGatherKernelCall) -> None:
         size, rank, a = workspace.world_size, workspace.rank, example.a
         problem = example.problem(size)
-        if not workspace.layout.holds(needed := copied_pieces_layout(problem)):
-            raise ValueError(f"workspace: is {workspace.layout}, must hold {needed}")
-        self._engine = engine_of(workspace)
-        acquire.load()
-        self.workspace, self._lies, self._part = workspace, (a.shape, a.stride()), (problem.m, problem.n)
+        super().__init__(workspace, copied_pieces_layout(problem))
+        self._lies, self._part = (a.shape, a.stride()), (problem.m, problem.n)
         self._pieces = problem.pieces()
         slot = problem.most_in_piece // a.dtype.itemsize
         # Torch copies rows that do not follow one another element by element: fewer, wider ones take half the time.
@@ -56,11 +53,6 @@ class MatmulAllGatherCopied:
         self._wide = VECTOR if vectors else a.dtype
         self._offset = rank * problem.most_in_piece
         self._slots = [workspace.buffer(rank, i, (size, slot), a.dtype) for i in range(NUM_BUFFERS)]
-        order = [(rank + step) % size for step in range(1, size)]
-        self._arrivals = [
-            [(src, acquire.Arrival(workspace, buffer, src)) for src in order] for buffer in range(NUM_BUFFERS)
-        ]
-        self._ends = [acquire.end_epoch_launcher(workspace, buffer) for buffer in range(NUM_BUFFERS)]
 
     def call(
         self,
@@ -76,26 +68,22 @@ class MatmulAllGatherCopied:
         own = parts[:, workspace.rank]
         # Three frames: this and two more, on the fast path and on the slow one.
         workspace.raise_if_broken(OP, inside=3)
-        try:
-            with workspace.lock:
-                before = None
-                for rows, columns in self._pieces:
-                    made = own[rows, columns]
-                    torch.mm(a[rows], b[:, columns], out=made)
-                    buffer = workspace.next_buffer()
-                    width, height = made.shape[1] * made.itemsize, made.shape[0]
-                    step = made.stride(0) * made.itemsize
-                    sent = [CopiedPiece(made.data_ptr(), self._offset, width, height, step)]
-                    self._engine.start_pieces(buffer, _same_for_all(sent), timeout_ns)
-                    if before is not None:
-                        self._put(*before, timeout_ns, stream)
-                    before = buffer, parts[rows, :, columns]
-                assert before is not None
-                self._put(*before, timeout_ns, stream)
-                self._engine.join(before[0])  # the own columns may be overwritten then
-        except BaseException as e:
-            workspace.abandon(e)  # the peers may wait for what was not launched
-            raise
+        with self._whole():
+            before = None
+            for rows, columns in self._pieces:
+                made = own[rows, columns]
+                torch.mm(a[rows], b[:, columns], out=made)
+                buffer = workspace.next_buffer()
+                width, height = made.shape[1] * made.itemsize, made.shape[0]
+                step = made.stride(0) * made.itemsize
+                sent = [CopiedPiece(made.data_ptr(), self._offset, width, height, step)]
+                self._engine.start_pieces(buffer, _same_for_all(sent), timeout_ns)
+                if before is not None:
+                    self._put(*before, timeout_ns, stream)
+                before = buffer, parts[rows, :, columns]
+            assert before is not None
+            self._put(*before, timeout_ns, stream)
+            self._engine.join(before[0])  # the own columns may be overwritten then
 
     def _put(self, buffer: int, parts: torch.Tensor, timeout_ns: int, stream: int) -> None:
         """Waits for the peers' pieces of an epoch, copies them to where they belong, and ends it."""

@@ -183,11 +183,6 @@ def push_config(tile: gemm_tiles.Tile, problem: MatmulReduceScatterProblem) -> S
     return ScatterPushConfig(tile, min(raster_group, 8), split_n=problem.split_n, scaled=problem.scaled)
 
 
-def choose_scatter_push(problem: MatmulReduceScatterProblem) -> ScatterPushConfig:
-    """The configuration. A pure function: all ranks choose alike."""
-    return rank_scatter_pushes(problem)[0][1]
-
-
 def choose_one_shot_scatter(problem: MatmulReduceScatterProblem) -> OneShotConfig | None:
     """The configuration of a reduce-scatter in one shot; None if that takes no such call."""
     part = problem.m * problem.n * problem.sent_itemsize

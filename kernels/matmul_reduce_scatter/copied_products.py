@@ -14,15 +14,14 @@ import torch
 
 from ...symm_mem.layout import NUM_BUFFERS, Layout
 from ...symm_mem.workspace import Workspace
-from ..device.comm import acquire
-from ..device.comm.copy_engine import CopiedPiece, engine_of
+from ..device.comm.copy_engine import CopiedCall, CopiedPiece
 from . import OP
 from .configs import ScatterKernelCall, copied_parts_layout
 
 _LEAST_ROWS = 512  # of a product that is cut
 
 
-class MatmulReduceScatterCopied:
+class MatmulReduceScatterCopied(CopiedCall):
     """This op on one problem and one workspace: prepared once, called often.
 
     Args:
@@ -35,23 +34,14 @@ class MatmulReduceScatterCopied:
 
     def __init__(self, workspace: Workspace[Layout], example: ScatterKernelCall) -> None:
         size, rank, a = workspace.world_size, workspace.rank, example.a
-        needed = copied_parts_layout(example.problem(size))
-        if not workspace.layout.holds(needed):
-            raise ValueError(f"workspace: is {workspace.layout}, must hold {needed}")
-        self._engine = engine_of(workspace)
-        acquire.load()
-        self.workspace, self._epilogue, self._split_n = workspace, example.epilogue, example.split_n
+        super().__init__(workspace, copied_parts_layout(example.problem(size)))
+        self._epilogue, self._split_n = example.epilogue, example.split_n
         self._lies = a.shape, a.stride()
         self._part = a.shape[0], a.shape[2], example.columns(size)
         self._cuts = _cuts(*self._part[:2], size)
-        order = [(rank + step) % size for step in range(1, size)]
         shape = size, a.shape[0] * a.shape[2] * self._part[2]
         slots = [workspace.buffer(rank, buffer, shape, a.dtype) for buffer in range(NUM_BUFFERS)]
         self._slots = [x.view(size, *self._part) for x in slots]
-        self._arrivals = [
-            [acquire.Arrival(workspace, buffer, src) for src in order] for buffer in range(NUM_BUFFERS)
-        ]
-        self._ends = [acquire.end_epoch_launcher(workspace, buffer) for buffer in range(NUM_BUFFERS)]
 
     def call(
         self,
@@ -76,20 +66,16 @@ class MatmulReduceScatterCopied:
 
         # Three frames: this and two more, on the fast path and on the slow one.
         workspace.raise_if_broken(OP, inside=3)
-        try:
-            with workspace.lock:
-                buffer = workspace.next_buffer()
-                slots = self._slots[buffer]
-                self._engine.start_pieces(buffer, pieces, timeout_ns)
-                _multiply(*self._factors(parts, b, workspace.rank), slots[workspace.rank])
-                for arrival in self._arrivals[buffer]:
-                    arrival.launch(timeout_ns, stream)
-                self._add_up(slots, terms, results[0].view(self._part))
-                self._ends[buffer](stream)
-                self._engine.join(buffer)  # what was sent may be overwritten then
-        except BaseException as e:
-            workspace.abandon(e)  # the peers may wait for what was not launched
-            raise
+        with self._whole():
+            buffer = workspace.next_buffer()
+            slots = self._slots[buffer]
+            self._engine.start_pieces(buffer, pieces, timeout_ns)
+            _multiply(*self._factors(parts, b, workspace.rank), slots[workspace.rank])
+            for _, arrival in self._arrivals[buffer]:
+                arrival.launch(timeout_ns, stream)
+            self._add_up(slots, terms, results[0].view(self._part))
+            self._ends[buffer](stream)
+            self._engine.join(buffer)  # what was sent may be overwritten then
 
     def _factors(self, parts: torch.Tensor, b: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Those of the part of a rank, [L, m, K] and [K, N]."""

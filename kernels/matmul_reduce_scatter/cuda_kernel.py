@@ -91,12 +91,9 @@ class MatmulReduceScatterPush:
 
     Args:
         workspace: with room for ``configs.scatter_push_layout``, the same call site on every rank.
-        factors: examples of the operands: A [L, W, m, K], or [1, 1, M, K] with ``epilogue.to_all``, and B [K, N]; with
-            the configuration's ``split_n`` [1, 1, m, K] and [K, W * N]. Then those of further products that are added,
-            MOST_PRODUCTS in all, which may have other K. Every launch gets tensors of these sizes, strides and dtype.
-        config: of ``configs.choose_scatter_push``, the same on every rank.
-        epilogue: what becomes of the sum. Every launch gets the bias and the residual that it names, contiguous.
-        num_sms: blocks to launch at most.
+        example: a call of the sizes, strides and dtype that every launch has, of MOST_PRODUCTS at most; with
+            ``epilogue.to_all`` A is [1, 1, M, K]. Every launch gets the bias and the residual that its epilogue names.
+        config: the same on every rank.
 
     Raises:
         ValueError: the workspace is too small.
@@ -107,22 +104,14 @@ class MatmulReduceScatterPush:
     def __init__(
         self,
         workspace: Workspace[Layout],
-        factors: Sequence[torch.Tensor],
+        example: configs.ScatterKernelCall,
         config: configs.ScatterPushConfig,
-        epilogue: configs.Epilogue,
-        *,
-        num_sms: int,
     ) -> None:
-        a, b = factors[:2]
-        ks = [x.shape[-1] for x in factors[::2]]
-        (batches, _, rows, _), dtype, tile = a.shape, a.dtype, config.tile
-        size, layout = workspace.world_size, workspace.layout
-        of_one = _of_one(b, config, size)
-        n, whole = of_one.shape[1], is_whole([of_one], tile)
-        problem = configs.MatmulReduceScatterProblem(
-            *(rows, n, sum(ks), size, num_sms, batches), split_n=config.split_n, to_all=epilogue.to_all
-        )
-        m = problem.rows_per_rank
+        factors, epilogue, size = example.factors, example.epilogue, workspace.world_size
+        (a, b), ks = factors[:2], [x.shape[-1] for x in factors[::2]]
+        (batches, _, rows, _), dtype, tile, layout = a.shape, a.dtype, config.tile, workspace.layout
+        of_one, problem = _of_one(b, config, size), example.problem(size)
+        n, whole, m = problem.n, is_whole([of_one], tile), problem.rows_per_rank
         if not layout.holds(configs.scatter_push_layout(config, problem)):
             raise ValueError(f"workspace: {layout} is too small for results of {batches} x {m} x {n} {dtype}")
         self.workspace = workspace
@@ -145,7 +134,8 @@ class MatmulReduceScatterPush:
         terms = epilogue.bias + epilogue.residual
         self._put_terms = struct.Struct(f"{terms}Q").pack_into if terms else None
         program = scatter_program(b, config, epilogue, (size, workspace.rank))
-        self._launches = gemm.launches(program, "matmul_reduce_scatter", self._params, num_sms, tile.shared)
+        grid = example.num_sms, tile.shared
+        self._launches = gemm.launches(program, "matmul_reduce_scatter", self._params, *grid)
 
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
@@ -196,7 +186,7 @@ class ScaledMatmulReduceScatterPush(MatmulReduceScatterPush):
         strides: tuple[int, ...],
         config: configs.ScatterPushConfig,
     ) -> None:
-        super().__init__(workspace, call.factors, config, call.epilogue, num_sms=call.num_sms)
+        super().__init__(workspace, call, config)
         assert call.scaled is not None
         if call.scaled.kind is ScaleKind.BLOCKS:
             for p in self._params:

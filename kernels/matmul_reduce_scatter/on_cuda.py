@@ -19,11 +19,11 @@ from ..device.gemm.one_shot import OneShotConfig, algorithm_of, likeliest
 from ..device.gemm.operands import ALIGNMENT, is_transposed, why_not
 from ..device.gemm.supported import WHY_NO_GEMM, why_last_dim_not_scattered
 from ..device.jit.ahead import CompilableProgram
-from ..device.tuning.choice import KernelChoice, KernelChoices, KernelSteps
+from ..device.kernel_choice import KernelChoice, KernelChoices, KernelSteps
 from . import configs
 from .copied_products import MatmulReduceScatterCopied
 from .cuda_kernel import MatmulReduceScatterPush, ScaledMatmulReduceScatterPush, scatter_program
-from .one_shot_kernel import MatmulReduceScatterOneShot, ScaledMatmulReduceScatterOneShot
+from .one_shot_kernel import MatmulReduceScatterOneShot, ScaledMatmulReduceScatterOneShot, sent_as
 
 _choices: KernelChoices[configs.AnyConfig] = KernelChoices()
 
@@ -93,16 +93,16 @@ def fused_scatter(
     workspace: Workspace[Any], call: configs.ScatterKernelCall, config: configs.AnyConfig
 ) -> Kernel:
     """What launches calls like this one."""
-    a, b, epilogue, num_sms = call.a, call.b, call.epilogue, call.num_sms
     if isinstance(config, OneShotConfig):
-        if call.scaled is not None:
-            return ScaledMatmulReduceScatterOneShot(workspace, call, config)
-        return MatmulReduceScatterOneShot(workspace, a, b, config, epilogue, split_n=call.split_n)
+        plain = call.scaled is None
+        return (MatmulReduceScatterOneShot if plain else ScaledMatmulReduceScatterOneShot)(
+            workspace, call, config
+        )
     if isinstance(config, CopiedConfig):
         return MatmulReduceScatterCopied(workspace, call)
     if call.scaled is not None:
         return ScaledMatmulReduceScatterPush(workspace, call, call.terms[1].stride(), config)
-    return MatmulReduceScatterPush(workspace, call.factors, config, epilogue, num_sms=num_sms)
+    return MatmulReduceScatterPush(workspace, call, config)
 
 
 def scatter_programs(
@@ -111,8 +111,7 @@ def scatter_programs(
     """What such calls launch."""
     epilogue, ranks = call.epilogue, (world_size, rank)
     if isinstance(config, OneShotConfig):
-        sent = call.a.dtype if call.scaled is None else epilogue.out_dtype
-        return [MatmulReduceScatterOneShot.program(sent, epilogue, ranks)]
+        return [MatmulReduceScatterOneShot.program(sent_as(call), epilogue, ranks)]
     if isinstance(config, CopiedConfig):
         return [acquire.PROGRAM]
     return [scatter_program(call.b, config, epilogue, ranks)]

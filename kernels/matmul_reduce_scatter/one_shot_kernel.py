@@ -40,7 +40,6 @@ class _Params(ctypes.Structure):
 
 
 _C = _Params.c.offset
-# From c to residual, at once: a store to a ctypes field costs as much.
 _put_addresses = struct.Struct("4Q").pack_into
 
 
@@ -56,45 +55,36 @@ def one_shot_scatter_defines(dtype: torch.dtype, world_size: int, rank: int, epi
     )
 
 
-class MatmulReduceScatterOneShot:
+class MatmulReduceScatterOneShot(one_shot.OneShotCall):
     """This op on one problem and one workspace: prepared once, called often.
 
     Args:
         workspace: with room for ``config.layout``, the same call site on every rank.
-        a, b: examples of the operands: A [1, W, m, K] and B [K, N] of 16 or 32 bits, or with ``split_n``
-            [1, 1, m, K] and [K, W * N]. Every call gets tensors of these sizes, strides and dtype.
+        example: a call of the sizes, strides and dtype that every call has, of 16 or 32 bits and one product. Every
+            call gets the bias and the residual that its epilogue names, contiguous.
         config: of ``configs.choose_one_shot_scatter``, the same on every rank.
-        epilogue: what becomes of the sum. Every call gets the bias and the residual that it names, contiguous.
 
     Raises:
         ValueError: the workspace is too small.
     """
 
-    op = OP  #: what errors say
+    op = OP
 
     def __init__(
-        self,
-        workspace: Workspace[ExchangeLayout],
-        a: torch.Tensor,
-        b: torch.Tensor,
-        config: OneShotConfig,
-        epilogue: Epilogue,
-        *,
-        split_n: bool = False,
+        self, workspace: Workspace[ExchangeLayout], example: ScatterKernelCall, config: OneShotConfig
     ) -> None:
-        size, m = workspace.world_size, a.shape[2]
-        n = b.shape[1] // size if split_n else b.shape[1]
-        self.workspace, self._epilogue, self._split_n = workspace, epilogue, split_n
+        a, size, epilogue = example.a, workspace.world_size, example.epilogue
+        m, n = a.shape[2], example.columns(size)
+        self._epilogue, self._split_n, self._scaled = epilogue, example.split_n, example.scaled
         self._partial, self._size, self._empty = (size * m, n), size, empty_on(a.device)
-        self._timeout_ns = 0
         self._parts = a.shape[1:], a.stride()[1:]
-        self._rows = None if split_n else _rows(a)
-        self._dtype = self._sent_as(a, epilogue)
+        self._rows = None if example.split_n else _rows(a)
+        self._dtype = sent_as(example)
         elements = VECTOR // self._dtype.itemsize
-        p = self._params = _Params(slots_of(workspace))
+        p = _Params(slots_of(workspace))
         p.vectors, p.columns, p.average = config.vectors, n // elements, epilogue.average
-        program, layout = self.program(self._dtype, epilogue, (size, workspace.rank)), workspace.layout
-        self._launch, self._grids = one_shot.launch_of(program, "reduce_scatter_one_shot", p, config, layout)
+        program = self.program(self._dtype, epilogue, (size, workspace.rank))
+        super().__init__(workspace, config, program, "reduce_scatter_one_shot", p)
 
     @staticmethod
     def program(dtype: torch.dtype, epilogue: Epilogue, ranks: tuple[int, int]) -> Program:
@@ -114,22 +104,9 @@ class MatmulReduceScatterOneShot:
             tensors: A, in any number of dimensions; B; and what the epilogue adds.
             results: out, with as many elements as [m, N], contiguous.
             stream: the current one, a CUstream as an integer.
-
-        Raises:
-            PeerTimeout, CallAbandoned: as ``Workspace.raise_if_broken``.
         """
-        partial = self._product(tensors)
-        # Three frames: this and two more, on the fast path and on the slow one.
-        self.workspace.raise_if_broken(self.op, inside=3, grids=self._grids)
-        try:
-            terms = [term.data_ptr() for term in tensors[2:]]
-            self.launch(partial.data_ptr(), terms, results[0].data_ptr(), timeout_ns, stream)
-        except BaseException as e:
-            self.workspace.abandon(e)  # the peers may wait for what was not launched
-            raise
-
-    def _sent_as(self, a: torch.Tensor, epilogue: Epilogue) -> torch.dtype:
-        return a.dtype
+        given = self._product(tensors), results[0], *tensors[2:]
+        self._exchange([x.data_ptr() for x in given], timeout_ns, stream)
 
     def _product(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         a, b = tensors[:2]
@@ -149,17 +126,12 @@ class MatmulReduceScatterOneShot:
             torch.mm(a if a.dim() == 2 else a.as_strided(*self._rows), b, out=partial)
         return partial
 
-    def launch(self, partial: int, terms: Sequence[int], out: int, timeout_ns: int, stream: int) -> None:
-        """The exchange alone, from the addresses of the partial result [W, m, N] and of what the epilogue adds, to that
-        of out [m, N]."""
-        with self.workspace.lock:
-            p = self._params
-            if timeout_ns != self._timeout_ns:
-                self._timeout_ns = p.slots.watch.timeout_ns = timeout_ns
-            bias = terms[0] if self._epilogue.bias else 0
-            residual = terms[-1] if self._epilogue.residual else 0
-            _put_addresses(p, _C, partial, out, bias, residual)
-            self._launch(stream)
+    def _put(self, *addresses: int) -> None:
+        """Of the partial result [W, m, N], of out [m, N], and of what the epilogue adds."""
+        partial, out, *terms = addresses
+        bias = terms[0] if self._epilogue.bias else 0
+        residual = terms[-1] if self._epilogue.residual else 0
+        _put_addresses(self._params, _C, partial, out, bias, residual)
 
 
 class ScaledMatmulReduceScatterOneShot(MatmulReduceScatterOneShot):
@@ -171,19 +143,10 @@ class ScaledMatmulReduceScatterOneShot(MatmulReduceScatterOneShot):
 
     op = SCALED_OP
 
-    def __init__(
-        self, workspace: Workspace[ExchangeLayout], example: ScatterKernelCall, config: OneShotConfig
-    ) -> None:
-        assert example.scaled is not None
-        super().__init__(workspace, example.a, example.b, config, example.epilogue)
-        self._scaled = example.scaled
-
-    def _sent_as(self, a: torch.Tensor, epilogue: Epilogue) -> torch.dtype:
-        return epilogue.out_dtype
-
     def _product(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         a, b, a_scale, b_scale, *bias = tensors
         scaled, (m, n) = self._scaled, self._partial
+        assert scaled is not None
         partial = self._empty((m, n), (n, 1), self._dtype)
         rows = a.reshape(m, a.shape[-1])
         if scaled.kind is ScaleKind.ROWS:
@@ -193,6 +156,11 @@ class ScaledMatmulReduceScatterOneShot(MatmulReduceScatterOneShot):
             rows, b, aligned_scale(a_scale), aligned_scale(b_scale), *how, out=partial
         )
         return partial
+
+
+def sent_as(call: ScatterKernelCall) -> torch.dtype:
+    """That of partial results."""
+    return call.a.dtype if call.scaled is None else call.epilogue.out_dtype
 
 
 def _rows(a: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

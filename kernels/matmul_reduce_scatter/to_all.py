@@ -15,7 +15,7 @@ import torch
 from ..device.gemm import gemm, gemm_tiles
 from ..device.gemm.operands import why_not
 from ..device.gemm.supported import WHY_NO_GEMM
-from ..device.tuning.choice import KernelChoice, KernelChoices
+from ..device.kernel_choice import KernelChoice, KernelChoices
 from .configs import (
     MatmulReduceScatterProblem,
     ScatterKernelCall,

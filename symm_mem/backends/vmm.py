@@ -17,6 +17,7 @@ from cuda.bindings import driver
 from ..forks import finalize
 from ..switches import is_on
 from .host import host_identity, refuse_hosts
+from .nvml import are_joined_by_nvlink
 
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _FORBIDDEN_BY_CAPTURE = range(900, 910)  # CUresult: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and those after it
@@ -151,6 +152,7 @@ class VmmBackend:
             other = visible.get(identity["gpu"])
             if other is None:  # hidden from this process: what it maps then is seen by doing it
                 self.to_be_tried = True
+                self.over_pcie |= not are_joined_by_nvlink(ranks[rank]["gpu"], identity["gpu"])
             elif not check_driver(driver.cuDeviceCanAccessPeer(self._handle, other)):
                 return f"the GPUs of rank {rank} and rank {peer} have no peer-to-peer access"
             else:

@@ -20,8 +20,7 @@ from .. import forks
 from ..backends.vmm import check_driver, relaxed_capture
 from ..bootstrap.fd_exchange import close_fds
 from .local import Described, OwnSegments
-from .mapping import Mapping
-from .segments import Segment
+from .segments import Mapping, Segment
 
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _ASKS = driver.CUpointer_attribute

@@ -11,8 +11,7 @@ import torch
 from ..backends.host import map_file, unmap_file
 from ..forks import finalize
 from .local import Described, OwnSegments
-from .mapping import Mapping
-from .segments import Segment
+from .segments import Mapping, Segment
 
 
 class HostSegments(OwnSegments):

@@ -10,8 +10,7 @@ import torch
 
 from ..bootstrap.fd_exchange import close_fds
 from ..heap.heap import heap_of
-from .mapping import Mapping
-from .segments import Place, Segment, extent, name_of_dtype
+from .segments import Mapping, Place, Segment, extent, name_of_dtype
 from .table import SegmentTable
 
 if TYPE_CHECKING:

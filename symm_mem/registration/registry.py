@@ -21,8 +21,7 @@ from ..errors import WeftError, describe
 from .cross_process import Probe, probe
 from .hit_check import HitCheck
 from .local import OwnSegments, RegisteredBatch, open_peer
-from .mapping import Mapping
-from .segments import Place, Segment, read_place, read_segment
+from .segments import Mapping, Place, Segment, read_place, read_segment
 from .semaphores import Semaphores
 from .table import KnownSegment, SegmentKey, SegmentTable
 

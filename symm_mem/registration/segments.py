@@ -1,4 +1,7 @@
-"""What ranks tell each other of their tensors' memory. Nothing that is received is taken on trust."""
+"""What ranks tell each other of their tensors' memory, and how they reach it.
+
+Nothing that is received is taken on trust.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..backends.base import tensor_over
 from ..errors import WeftError
 
 KINDS = ("heap", "file", "process", "ipc", "vmm", "empty")
@@ -125,3 +129,25 @@ def _natural(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
         raise ValueError(f"{value!r} is no size")
     return value
+
+
+class Mapping:
+    """A segment of a peer in this process. The memory stays mapped while this object or a tensor in it is there.
+
+    Attributes:
+        address: where it begins here; None where the kernel copies.
+        bytes: of address space that it takes.
+    """
+
+    def __init__(self, address: int | None, keep: object = None, size: int = 0) -> None:
+        self.address, self.bytes = address, size
+        self._keep = keep
+
+    def tensor(self, place: Place, device: torch.device) -> torch.Tensor:
+        """The peer's tensor at this place."""
+        assert self.address is not None
+        dtype = named_dtype(place.dtype)
+        with torch.inference_mode(False):
+            tensor = torch.empty(0, dtype=dtype, device=device)
+        storage = tensor_over(self.address + place.offset, place.bytes, device, self)
+        return tensor.set_(storage, 0, place.shape, place.strides)

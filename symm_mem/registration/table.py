@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .mapping import Mapping
-from .segments import LASTING, Segment
+from .segments import LASTING, Mapping, Segment
 
 SegmentKey: TypeAlias = tuple[int, tuple[str, str, int]]  # the owner's rank, and what names it there
 

@@ -176,9 +176,9 @@ def test_the_boards_of_graphs(rank: int, world_size: int) -> None:
     if rank == 0:
 
         def work() -> bool:
-            with pytest.raises(ForkedProcess), made._lock(lambda: 1.0):
+            with pytest.raises(ForkedProcess), made._lock(1.0):
                 pass
-            for ask in (lambda: made.tell(1, "x"), lambda: VoteBoard(dist.group.WORLD)):
+            for ask in (lambda: made.tell(1, ["x"]), lambda: VoteBoard(dist.group.WORLD)):
                 with pytest.raises(ForkedProcess, match=r"^agree on a graph: "):
                     ask()
             try:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from faults.ops import OPS
 from ranks import on_ranks
 from weft import symm_mem
-from weft.kernels.device.tuning.choice import make_together
+from weft.kernels.device.kernel_choice import make_together
 from weft.symm_mem.heap.registry import get_heap
 from weft.symm_mem.layout import Layout
 from weft.symm_mem.workspace import Workspace

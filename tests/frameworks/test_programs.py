@@ -18,6 +18,7 @@ CASES = {
     "Mixtral train 9": COMPILED,
     "Llama ddp 9": GROUPS,
     "Llama fsdp2 9": GROUPS,
+    "Qwen3Moe experts 9": {"plain", "weft"},
 }
 
 
@@ -25,6 +26,8 @@ CASES = {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES)
 def test_a_case(case: str, tmp_path: Path) -> None:
+    if "experts" in case:
+        pytest.importorskip("transformers.distributed.expert_parallel")
     short = ("--rounds", "1", "--steps", "1", "--warmup", "2")
     given = ("--device=cpu", "--cases", case, "--results", str(tmp_path), *short)
     done = run_program(RUN, 2, "frameworks", *given, timeout=800)
@@ -34,4 +37,4 @@ def test_a_case(case: str, tmp_path: Path) -> None:
     assert rows.keys() == CASES[case]
     for name, row in rows.items():
         assert row["error"] < 1e-4, name
-        assert (row["fused"] > 0) is not name.startswith("plain"), name
+        assert "experts" in case or (row["fused"] > 0) is not name.startswith("plain"), name

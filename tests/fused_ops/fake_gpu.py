@@ -25,7 +25,7 @@ from weft.fused_ops.dispatch.launch_cache import ALIGNMENT, LaunchedCall, rememb
 from weft.fused_ops.dispatch.workspaces import ALL_REDUCE, AROUND_MATMULS
 from weft.fused_ops.ops import OP_OF
 from weft.kernels.device.gemm.one_shot import algorithm_of
-from weft.kernels.device.tuning.choice import KernelChoice
+from weft.kernels.device.kernel_choice import KernelChoice
 from weft.symm_mem import call_cache, flight_recorder
 from weft.symm_mem.backends import cuda_state
 from weft.symm_mem.call_cache import CachedDict

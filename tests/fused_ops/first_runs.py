@@ -92,20 +92,24 @@ class Workspaces(dict[Any, Any]):
         return Workspace(self.heap)
 
 
-def heap_of(group: dist.ProcessGroup) -> Any:
+def heap_of(group: dist.ProcessGroup, *, over_pcie: bool) -> Any:
     workspaces = Workspaces()
     workspaces.heap = SimpleNamespace(
         device=CUDA, workspaces=workspaces, world_size=group.size(), rank=group.rank(),
         group_name=group.group_name, prepare=lambda op, same, make: make(),
+        backend=SimpleNamespace(over_pcie=over_pcie),
     )  # fmt: skip
     return workspaces.heap
 
 
-def loaded_at_first_run(op: Any, args: Any, kwargs: Any, *, compiles: bool = False) -> list[Any]:
+def loaded_at_first_run(
+    op: Any, args: Any, kwargs: Any, *, compiles: bool = False, over_pcie: bool = False
+) -> list[Any]:
     """The programs that a call of ``torch.ops.weft`` loads; its tensors are fake, on CUDA.
 
     Args:
         compiles: they are compiled, too.
+        over_pcie: it is how the ranks reach each other.
     """
     of, driver = OP_OF[op._schema.name.removeprefix("weft::")], Driver(compiles=compiles)
     args, kwargs = tree_map_only(torch.SymInt, int, (args, kwargs))
@@ -117,5 +121,5 @@ def loaded_at_first_run(op: Any, args: Any, kwargs: Any, *, compiles: bool = Fal
         if choice.is_unfused:
             return []
         with pytest.raises(MadeError):
-            of.run(choice, heap_of(found[-1]), *found)
+            of.run(choice, heap_of(found[-1], over_pcie=over_pcie), *found)
     return driver.loaded

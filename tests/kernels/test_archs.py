@@ -43,22 +43,7 @@ SMALL = {
     "reduce_scatter/kernel.cu": "alone_scatter-2-float32-sum",
     "transfer/kernel.cu": "transfer",
 }
-SECONDS = (
-    "all_gather/",
-    "all_reduce/",
-    "all_reduce_rms_norm/",
-    "all_to_all/",
-    "reduce_scatter/",
-)  # each takes one or two
-# Every file for the first and the last of its architectures; with -m slow those in between that take long.
-BUILDS = [
-    pytest.param(kernel, ARCHS[of], marks=pytest.mark.slow)
-    if kernel.startswith(SECONDS) and of not in (KERNELS[kernel].archs[0], ALL[-1])
-    else (kernel, ARCHS[of])
-    for kernel in SMALL
-    for of in KERNELS[kernel].archs
-    if of != HOPPER
-]
+BUILDS = [(kernel, ARCHS[of]) for kernel in SMALL for of in KERNELS[kernel].archs if of != HOPPER]
 
 
 def built(kernel: str, arch: str) -> Program:

@@ -20,7 +20,7 @@ from weft.kernels.all_to_all import cuda_kernel as all_to_all_kernel
 from weft.kernels.async_collectives import cuda_kernel as async_kernel
 from weft.kernels.device.collective.launch import CollectiveParams
 from weft.kernels.device.comm import acquire
-from weft.kernels.device.comm.ll_exchange import exchange_program
+from weft.kernels.device.comm.ll_exchange import exchange_program, in_turn
 from weft.kernels.device.gemm import one_shot
 from weft.kernels.device.jit.program import Program
 from weft.kernels.float8_cast import cuda_kernel as float8_cast
@@ -179,6 +179,12 @@ PROGRAMS: dict[str, Program] = {
             (8, "bfloat16", 8, True),
         ]
     },
+    "all_reduce-4-in-turn": in_turn(cuda_kernel.all_reduce_program(4, 3, torch.bfloat16, "sum")),
+    "alone_gather-4-in-turn": in_turn(all_gather_kernel.all_gather_program(4, 3)),
+    "alone_scatter-4-in-turn": in_turn(
+        reduce_scatter_kernel.reduce_scatter_program(4, 3, torch.bfloat16, "sum")
+    ),
+    "all_to_all-4-in-turn": in_turn(all_to_all_kernel.all_to_all_program(4, 3)),
     "alone_gather-4-early": early(all_gather_kernel.all_gather_program(4, 3)),
     **{
         f"alone_gather-{size}-to-{root}": all_gather_kernel.all_gather_program(size, 1, root=root)

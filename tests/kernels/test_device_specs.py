@@ -40,9 +40,9 @@ def test_all_gather_matmul_takes_what_was_fast_for_an_h100_alone(
 ) -> None:
     """The tiles that were the fastest where one H100 was one of so many ranks, or within 5 % of them
     (bench/results/h100-x1-alone.txt). What an H200 gets takes 2 to 18 % more in four of these."""
-    tile = gather.choose_gather_push(
-        gather.AllGatherMatmulProblem(m, (n,), k, world_size, 132, spec=H100)
-    ).tile
+    tile = gather.rank_gather_pushes(gather.AllGatherMatmulProblem(m, (n,), k, world_size, 132, spec=H100))[
+        0
+    ][1].tile
     assert (tile.block_m, tile.block_n) in blocks
 
 
@@ -74,7 +74,7 @@ def test_wide_gathers_have_the_widest_tile_on_an_h100(
 ) -> None:
     """2 to 3 % faster between two, where its last wave is as full (bench/results/h100-x2-sustained.txt)."""
     problem = gather.AllGatherMatmulProblem(m, (n,), k, 2, 132, return_A=return_A, spec=H100)
-    assert gather.choose_gather_push(problem).tile.block_n == columns
+    assert gather.rank_gather_pushes(problem)[0][1].tile.block_n == columns
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_wide_gathers_have_the_widest_tile_on_an_h100(
 def test_scatters_of_many_rows_have_wide_raster_groups(m: int, n: int, k: int, raster_group: int) -> None:
     """Up to 4 % faster between two (bench/results/h100-x2-sustained.txt)."""
     problem = scatter.MatmulReduceScatterProblem(m, n, k, 2, 132, spec=H100)
-    assert scatter.choose_scatter_push(problem).raster_group == raster_group
+    assert scatter.rank_scatter_pushes(problem)[0][1].raster_group == raster_group
 
 
 @pytest.mark.parametrize("of", [H100, H200])

@@ -36,9 +36,9 @@ def gather(
     tile: Tile, order: str, split_k: bool = False, *, return_A: bool = False, exchanged: bool = False
 ) -> Program:
     config = replace(
-        gather_configs.choose_gather_push(
+        gather_configs.rank_gather_pushes(
             gather_configs.AllGatherMatmulProblem(1024, (1024,), 1024, 4, 132, split_k)
-        ),
+        )[0][1],
         tile=tile,
         exchanged=exchanged,
     )
@@ -50,9 +50,9 @@ def scatter(
     tile: Tile, order: str, world_size: int, epilogue: Epilogue = ROUNDED, *, split_n: bool = False
 ) -> Program:
     config = replace(
-        scatter_configs.choose_scatter_push(
+        scatter_configs.rank_scatter_pushes(
             scatter_configs.MatmulReduceScatterProblem(1024, 1024, 1024, world_size, 132)
-        ),
+        )[0][1],
         tile=tile,
         split_n=split_n,
     )

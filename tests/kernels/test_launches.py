@@ -91,9 +91,9 @@ def bfloat16(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("count", [1, 4, 6])
 def test_all_gather_matmul(done: list[tuple[Any, ...]], count: int, return_A: bool, rank: int) -> None:
     bs = [bfloat16(K, N) for _ in range(count)]
-    config = gather_configs.choose_gather_push(
+    config = gather_configs.rank_gather_pushes(
         gather_configs.AllGatherMatmulProblem(M, (N,) * count, K, WORLD_SIZE, 132)
-    )
+    )[0][1]
     call = gather_configs.GatherKernelCall(bfloat16(M, K), bs, 132, return_A=return_A)
     kernels: Any = fused_gather(workspace(rank), call, config)
     for turn in (1, 2):  # other addresses at every launch
@@ -119,7 +119,7 @@ def test_all_gather_matmul(done: list[tuple[Any, ...]], count: int, return_A: bo
 def test_matmul_reduce_scatter(done: list[tuple[Any, ...]], more: tuple[int, ...]) -> None:
     ks = (K, *more)
     problem = scatter_configs.MatmulReduceScatterProblem(M, N, sum(ks), WORLD_SIZE, 132)
-    config = scatter_configs.choose_scatter_push(problem)
+    config = scatter_configs.rank_scatter_pushes(problem)[0][1]
     factors = [x for k in ks for x in (bfloat16(1, WORLD_SIZE, M, k), bfloat16(k, N))]
     for bias, residual in product((False, True), repeat=2):
         epilogue = scatter_configs.Epilogue(torch.bfloat16, bias=bias, residual=residual)
@@ -148,7 +148,7 @@ def test_products_around_an_all_to_all(done: list[tuple[Any, ...]]) -> None:
     rows = gather_configs.GatherKernelCall(
         bfloat16(WORLD_SIZE * M, K), [bfloat16(WORLD_SIZE * K, N)], 132, True, True, exchanged=True
     )
-    gathers = gather_configs.choose_gather_push(rows.problem(WORLD_SIZE))
+    gathers = gather_configs.rank_gather_pushes(rows.problem(WORLD_SIZE))[0][1]
     kernel: Any = fused_gather(workspace(1), rows, gathers)
     kernel.launch(0, [A, 2 * A], [OUT, 2 * OUT], 5, STREAM)
     _, params, _ = done.pop()
@@ -160,7 +160,7 @@ def test_products_around_an_all_to_all(done: list[tuple[Any, ...]]) -> None:
         bfloat16(1, 1, M, K), bfloat16(K, WORLD_SIZE * N), 8, epilogue, split_n=True
     )
     problem = columns.problem(WORLD_SIZE)
-    scatters = scatter_configs.choose_scatter_push(problem)
+    scatters = scatter_configs.rank_scatter_pushes(problem)[0][1]
     layout = scatter_configs.scatter_push_layout(scatters, problem)
     kernel = fused_scatter(workspace(1, layout), columns, scatters)
     kernel.launch(0, [A, 2 * A], [OUT], 5, STREAM)

@@ -167,11 +167,11 @@ def test_only_a_launch_that_fails_breaks_the_group(
     kernel: AllGatherMatmulOneShot | MatmulReduceScatterOneShot
     if op == "gather":
         a, out = numbers(M, K), numbers(WORLD_SIZE * M, N)
-        kernel = AllGatherMatmulOneShot(workspace, a, OneShotConfig(M * K // 8))
+        kernel = AllGatherMatmulOneShot(workspace, GatherKernelCall(a, [b], 132), OneShotConfig(M * K // 8))
     else:
         a, out = numbers(1, WORLD_SIZE, M, K), numbers(M, N)
-        config = OneShotConfig(M * N // 8)
-        kernel = MatmulReduceScatterOneShot(workspace, a, b, config, Epilogue(BF16))
+        call = ScatterKernelCall(a, b, 132, Epilogue(BF16))
+        kernel = MatmulReduceScatterOneShot(workspace, call, OneShotConfig(M * N // 8))
     with pytest.raises(RuntimeError, match="no memory"):
         kernel.call((a, b), (out,), 5, STREAM)
     if what == "launch":

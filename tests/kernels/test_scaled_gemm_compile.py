@@ -39,14 +39,14 @@ def products(
 
 def gather_of(tile: Tile, what: ScaledProducts, *, split_k: bool = False, return_A: bool = False) -> Program:
     problem = gather_configs.AllGatherMatmulProblem(1024, (1024,), 1024, 4, 132, split_k, scaled=what)
-    config = replace(gather_configs.choose_gather_push(problem), tile=tile)
+    config = replace(gather_configs.rank_gather_pushes(problem)[0][1], tile=tile)
     defines = all_gather_matmul.gather_defines([B.to(what.pairs)], config, return_A=return_A)
     return gemm.gemm_program(all_gather_matmul.SOURCE, defines)
 
 
 def scatter_of(tile: Tile, size: int, what: ScaledProducts, *, split_n: bool = False) -> Program:
     problem = scatter_configs.MatmulReduceScatterProblem(1024, 1024, 1024, size, 132, scaled=what)
-    config = replace(scatter_configs.choose_scatter_push(problem), tile=tile, split_n=split_n)
+    config = replace(scatter_configs.rank_scatter_pushes(problem)[0][1], tile=tile, split_n=split_n)
     epilogue = Epilogue(what.out_dtype)
     defines = matmul_reduce_scatter.scatter_defines(B.to(what.pairs), config, size, size // 2, epilogue)
     return gemm.gemm_program(matmul_reduce_scatter.SOURCE, defines)

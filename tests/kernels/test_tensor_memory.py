@@ -23,12 +23,12 @@ PROGRAMS = {
     for name, program in test_gemm_compile.PROGRAMS.items()
     if (program.defines["BM"], program.defines["BN"]) in TILES and not name.endswith("racecheck")
 }
-#: In every run these; with -m slow all.
+#: In every run these, some of each file; with -m slow all.
 SOME = ("all_gather_matmul-rows", "all_gather_matmul-returned-128x192", "matmul_reduce_scatter-columns-2")
 SOME += ("matmul_reduce_scatter-float32", "matmul_reduce_scatter-to-all-4", "grouped_matmul-128x128")
 BUILDS = [
-    pytest.param(name, arch, marks=() if name in SOME and arch == ARCHS[i % 2] else pytest.mark.slow)
-    for i, name in enumerate(PROGRAMS)
+    pytest.param(name, arch, marks=() if name in SOME else pytest.mark.slow)
+    for name in PROGRAMS
     for arch in ARCHS
 ]
 _FEW = 16  # bytes of stack, in the epilogue that adds the widest tiles' parts

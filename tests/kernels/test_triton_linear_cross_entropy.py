@@ -11,6 +11,7 @@ import interpreter
 import pytest
 import torch
 from ranks import run_ranks
+from weft.kernels.device.capability import ALL, HOPPER
 from weft.kernels.linear_cross_entropy.reference import (
     EXTRAS,
     Columns,
@@ -159,7 +160,7 @@ def test_they_compile_for_hopper(extra: str, cap: float) -> None:
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled in the interpreter"
 )
-@pytest.mark.parametrize("arch", [80, 89, 120])
+@pytest.mark.parametrize("arch", [10 * major + minor for major, minor in ALL if (major, minor) != HOPPER])
 def test_they_compile_for_other_gpus(arch: int) -> None:
     with aot.compiled_for(arch):
         test_they_compile_for_hopper("entropy", 30.0)

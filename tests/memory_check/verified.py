@@ -23,7 +23,7 @@ from memory_check import report
 from memory_check.verifier import MemoryVerifier
 from torch import Tensor, fx
 from torch._library.fake_class_registry import FakeScriptObject
-from weft.fused_ops.passes.agreement.fallback.run import is_fallback_graph
+from weft.fused_ops.passes.agreement.fallback import is_fallback_graph
 from weft.fused_ops.passes.fusion import FusionPass
 from weft.fused_ops.passes.graph.collectives import communicates
 

@@ -14,8 +14,7 @@ import torch
 from cuda.bindings import driver
 from weft.symm_mem.registration import cuda_segments
 from weft.symm_mem.registration.cuda_segments import CudaSegments
-from weft.symm_mem.registration.mapping import Mapping
-from weft.symm_mem.registration.segments import Segment
+from weft.symm_mem.registration.segments import Mapping, Segment
 from weft.symm_mem.registration.table import KnownSegment, SegmentTable
 
 _OK, _NOT_FOUND = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_INVALID_VALUE

@@ -6,8 +6,7 @@ import gc
 import weakref
 
 import pytest
-from weft.symm_mem.registration.mapping import Mapping
-from weft.symm_mem.registration.segments import KINDS, LASTING, Segment
+from weft.symm_mem.registration.segments import KINDS, LASTING, Mapping, Segment
 from weft.symm_mem.registration.table import UNUSED, UNUSED_BYTES, KnownSegment, SegmentKey, SegmentTable
 
 MIB = 1 << 20

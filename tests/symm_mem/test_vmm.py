@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -82,11 +83,68 @@ def test_a_shared_gpu_needs_no_peer_access_to_itself(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("nvlink", [False, True])
 def test_links_that_are_no_nvlink(monkeypatch: pytest.MonkeyPatch, nvlink: bool) -> None:
-    for others, over_pcie in ((("a", "b"), not nvlink), (("a", "a"), False), (("a", "hidden"), False)):
+    for others, over_pcie in ((("a", "b"), not nvlink), (("a", "a"), False)):
         monkeypatch.setenv("WEFT_SHARE_GPUS", "1")
         made = backend(monkeypatch, 0, peers=True, nvlink=nvlink)
         assert made.refuse(ranks(*others), 0) is None
         assert made.over_pcie is over_pcie
+
+
+class Nvml:
+    """A library that knows two GPUs by their UUIDs. ``status``: of NVLink between them, 0 is that there is one."""
+
+    def __init__(self, status: int, answers: int = 0) -> None:
+        self.status, self.answers, self.open = status, answers, 0
+
+    def nvmlInit_v2(self) -> int:
+        self.open += 1
+        return 0
+
+    def nvmlShutdown(self) -> int:
+        self.open -= 1
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:
+        known = [b"GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", b"GPU-f0f1f2f3-f4f5-f6f7-f8f9-fafbfcfdfeff"]
+        if uuid not in known:
+            return 6
+        handle._obj.value = 7 + known.index(uuid)
+        return 0
+
+    def nvmlDeviceGetP2PStatus(self, gpu: Any, other: Any, index: int, status: Any) -> int:
+        assert (gpu.value, other.value, index) == (7, 8, 2)
+        status._obj.value = self.status
+        return self.answers
+
+
+MINE, HIDDEN = bytes(range(16)), bytes(range(0xF0, 0x100))
+
+
+@pytest.mark.parametrize(
+    ("library", "other", "over_pcie"),
+    [
+        (Nvml(0), HIDDEN, False),
+        (Nvml(5), HIDDEN, True),
+        (Nvml(0, answers=3), HIDDEN, True),
+        (Nvml(0), MINE[::-1], True),
+        (None, HIDDEN, True),
+    ],
+)
+def test_hidden_gpus_are_asked_of_nvml(
+    monkeypatch: pytest.MonkeyPatch, library: Nvml | None, other: bytes, over_pcie: bool
+) -> None:
+    def load(name: str) -> Nvml:
+        assert name == "libnvidia-ml.so.1"
+        if library is None:
+            raise OSError(name)
+        return library
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    made = backend(monkeypatch, 0, peers=True)
+    found = [{**of, "gpu": gpu.hex()} for of, gpu in zip(ranks("a", "b"), (MINE, other), strict=True)]
+    assert made.refuse(found, 0) is None
+    assert made.to_be_tried and made.over_pcie is over_pcie
+    assert library is None or library.open == 0
 
 
 @pytest.mark.parametrize(

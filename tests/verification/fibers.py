@@ -270,6 +270,30 @@ class Ranks:
         assert ended, f"seed {seed}: a launch does not end"
         return [[bool(run[rank * count + i].broken) for i in range(count)] for rank in range(size)]
 
+    def check_that_rank_1_is_missed(self, params: Any) -> None:
+        """Of 3 ranks: it comes, but what its launch sends goes nowhere. ``params``: what kernels take."""
+        elsewhere = torch.zeros_like(self.memory)
+        params.from_buffer(self.places[1].launches[0], 16).slots.watch.words = elsewhere[1].data_ptr()
+        self.run(2)
+        for rank in (0, 2):
+            written, where, peer, word, *_ = self.records[rank].tolist()
+            assert (written, where, peer) == (1, self.places[rank].address, 1)
+            assert self.faults[rank, fault.Fault.BROKEN] == 1 + 1
+            assert re.search(r"rank 1 .*for block [01]", self.layout.describe(word))
+
+    def check_that_two_epochs_are_sent(self) -> torch.Tensor:
+        """By three epochs of 10, 20 and 30 in a launch of rank 0: all that it takes comes, but rank 1 does not say that
+        it has emptied any slots. Gives all numbers that it has sent."""
+        words = self.memory.view(torch.int32)
+        slots = words[:, ExchangeLayout.FIRST : self.layout.emptied]
+        slots[0] = ~torch.tensor(1.0).view(torch.int32)
+        self.library.library.run_one(ctypes.byref(self.places[0].launches[0]), 0)
+        assert self.faults[0, fault.Fault.BROKEN] == 1 + 1
+        sent = (~slots[1]).view(torch.float32)
+        assert all(bool((sent == x).any()) for x in (10, 20)) and not (sent >= 30).any()
+        assert words[1, self.layout.emptied] == 1, "what it says to be empty behind the expired wait"
+        return sent
+
     def slots_are_empty(self) -> bool:
         return not self.memory[:, 4 * ExchangeLayout.FIRST : 4 * self.layout.emptied].any()
 

@@ -66,12 +66,11 @@ class Gather:
     def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Matmuls:
         layout = gather_configs.gather_push_layout(self.m, self.k, self.size, self.config)
         self.ranks = Matmuls(monkeypatch, library, layout, pace)
-        a, bs = self.shard(), self.bs()
+        example = gather_configs.GatherKernelCall(
+            self.shard(), self.bs(), self.blocks, return_A=self.return_A
+        )
         self.kernels = [
-            gather.AllGatherMatmulPush(
-                *(place, a, bs, self.config), num_sms=self.blocks, return_A=self.return_A
-            )
-            for place in self.ranks.places
+            gather.AllGatherMatmulPush(place, example, self.config) for place in self.ranks.places
         ]
         self.kept: list[object] = []
         self.wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -143,10 +142,12 @@ class Scatter:
         )
         layout = scatter_configs.scatter_push_layout(self.config, problem)
         self.ranks = Matmuls(monkeypatch, library, layout, pace)
-        factors = self.factors()
+        a, b, *more = self.factors()
+        example = scatter_configs.ScatterKernelCall(
+            *(a, b, self.blocks, self.epilogue), split_n=self.split_n, more=more
+        )
         self.kernels = [
-            scatter.MatmulReduceScatterPush(place, factors, self.config, self.epilogue, num_sms=self.blocks)
-            for place in self.ranks.places
+            scatter.MatmulReduceScatterPush(place, example, self.config) for place in self.ranks.places
         ]
         self.kept: list[object] = []
         self.wanted: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
-import re
 import shutil
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from weft.kernels.all_reduce.configs import (
     vectors,
 )
 from weft.kernels.device.comm.ll_exchange import BLOCKS, VECTOR, ExchangeLayout
-from weft.symm_mem.failure.fault import Fault
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -46,7 +43,7 @@ def launch(
     config: AllReduceConfig,
     polls: int = PATIENT,
 ) -> None:
-    monkeypatch.setattr(cuda_kernel, "_function", lambda w, r, d, op, name, device: ranks.function(name))
+    monkeypatch.setattr(cuda_kernel, "_function", lambda program, name, device: ranks.function(name))
     kernel = cuda_kernel.AllReduceLauncher(
         ranks.places[rank], x.numel(), x.dtype, reduce_op, x.device, config
     )
@@ -180,7 +177,6 @@ def test_many_epochs_in_a_launch(
 def test_nothing_is_sent_to_slots_that_are_not_known_to_be_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three epochs in a launch of rank 0: all that it takes comes, but rank 1 does not say that it has emptied any."""
     layout = ExchangeLayout(2, 128)
     ranks = Ranks(compiled(tmp_path, 2, "float32", "sum"), layout)
     config = AllReduceConfig("two_shot", 1, 32)
@@ -188,17 +184,8 @@ def test_nothing_is_sent_to_slots_that_are_not_known_to_be_empty(
     x = torch.cat([torch.full((part,), float(epoch)) for epoch in (10, 20, 30)] * 2)
     out = torch.empty_like(x)
     launch(monkeypatch, ranks, 0, x, out, "sum", config, polls=50)
-    words = ranks.memory.view(torch.int32)
-    slots = words[:, ExchangeLayout.FIRST : layout.emptied]
-    slots[0] = ~torch.tensor(1.0).view(torch.int32)
-    ranks.library.library.run_one(ctypes.byref(ranks.places[0].launches[0]), 0)
-    assert ranks.faults[0, Fault.BROKEN] == 1 + 1
-    sent = (~slots[1]).view(torch.float32)
-    assert [bool((sent == x).any()) for x in (10, 10 + 1, 20, 20 + 1)] == [True] * 4, (
-        "of the first two epochs"
-    )
-    assert not (sent >= 30).any(), "of the third one"
-    assert words[1, layout.emptied] == 1, "what it says to be empty behind the expired wait"
+    sent = ranks.check_that_two_epochs_are_sent()
+    assert (sent == 10 + 1).any() and (sent == 20 + 1).any(), "their sums, too"
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -210,20 +197,8 @@ def test_a_rank_that_does_not_come_is_named(
     outs = [torch.empty_like(x) for x in xs]
     for rank in range(3):
         launch(monkeypatch, ranks, rank, xs[rank], outs[rank], "sum", AllReduceConfig(form), polls=2000)
-    # Rank 1 comes, but what it sends goes nowhere.
-    elsewhere = torch.zeros_like(ranks.memory)
-    note = ranks.places[1].launches[0]
-    params = cuda_kernel._Params.from_buffer(note, 16)
-    params.slots.watch.words = elsewhere[1].data_ptr()
-    ranks.run(2)
-    for rank in (0, 2):
-        written, where, peer, word, expected, seen, kind, _ = ranks.records[rank].tolist()
-        assert (written, where) == (1, ranks.places[rank].address)
-        assert (peer, expected, seen, kind) == (1, 1, 0, 1)
-        assert ranks.faults[rank, Fault.BROKEN] == 1 + 1
-        assert re.fullmatch(
-            r"epoch of the data of rank 1 for block [01] \(buffer 1\)", ranks.layout.describe(word)
-        )
+    ranks.check_that_rank_1_is_missed(cuda_kernel._Params)
+    assert ranks.records[0, 4:7].tolist() == [1, 0, 1], "expected, seen, kind"
 
 
 @pytest.mark.parametrize("num_sms", [2, 64, 132, 144])

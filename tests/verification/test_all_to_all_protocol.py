@@ -16,7 +16,6 @@ from weft.kernels.all_to_all.cuda_kernel import SOURCE, all_to_all_defines
 from weft.kernels.device.collective.launch import CollectiveLauncher, CollectiveParams, SlicesProblem
 from weft.kernels.device.collective.rounds import RoundsConfig
 from weft.kernels.device.comm.ll_exchange import ExchangeLayout
-from weft.symm_mem.failure.fault import Fault
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -25,7 +24,7 @@ MISTAKES = {
         "correct(peer, index, v);\n    }\n\n    //",
         "correct(peer_of(1), index, v);\n    }\n\n    //",
     ),
-    "part of another peer": ("send(peer, FEW ? of[FEW ? i : 0]", "send(peer, FEW ? of[FEW ? 1 : 0]"),
+    "part of another peer": ("send(peer, AHEAD ? of[AHEAD ? i : 0]", "send(peer, AHEAD ? of[AHEAD ? 1 : 0]"),
     "own part is not stored": (".store(RANK, load_part(RANK, s.at));", ".offset(0);"),
 }
 
@@ -100,12 +99,4 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path, n: int) -> None:
     kept = [(torch.randn(3 * n), torch.empty(3 * n)) for _ in range(3)]
     for rank in range(3):
         launch(ranks, rank, *kept[rank], how, 500)
-    # Rank 1 comes, but what it sends goes nowhere.
-    elsewhere = torch.zeros_like(ranks.memory)
-    params = CollectiveParams.from_buffer(ranks.places[1].launches[0], 16)
-    params.slots.watch.words = elsewhere[1].data_ptr()
-    ranks.run(2)
-    for rank in (0, 2):
-        written, where, peer, *_ = ranks.records[rank].tolist()
-        assert (written, where, peer) == (1, ranks.places[rank].address, 1)
-        assert ranks.faults[rank, Fault.BROKEN] == 1 + 1
+    ranks.check_that_rank_1_is_missed(CollectiveParams)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,7 +233,6 @@ def test_many_epochs_in_a_launch(tmp_path: Path, mistake: str | None) -> None:
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_nothing_is_sent_to_slots_that_are_not_known_to_be_empty(tmp_path: Path, gathers: bool) -> None:
-    """Three epochs in a launch of rank 0: all that it takes comes, but rank 1 does not say that it has emptied any."""
     layout = ExchangeLayout(2, 128)
     ranks = Ranks(compiled(tmp_path, 2, gathers, dtype="float32"), layout)
     config = RoundsConfig(64, 1, 32, gathers)
@@ -243,15 +241,7 @@ def test_nothing_is_sent_to_slots_that_are_not_known_to_be_empty(tmp_path: Path,
     case = Case(ranks, 1, 3 * part, torch.float32, config, 50)
     given, out = (x if gathers else x.repeat(2)), x.new_empty(6 * part)
     case.launch(0, given, out, gathers)
-    words = ranks.memory.view(torch.int32)
-    slots = words[:, ExchangeLayout.FIRST : layout.emptied]
-    slots[0] = ~torch.tensor(1.0).view(torch.int32)
-    ranks.library.library.run_one(ctypes.byref(ranks.places[0].launches[0]), 0)
-    assert ranks.faults[0, Fault.BROKEN] == 1 + 1
-    sent = (~slots[1]).view(torch.float32)
-    assert [bool((sent == x).any()) for x in (10, 20)] == [True] * 2, "of the first two epochs"
-    assert not (sent >= 30).any(), "of the third one"
-    assert words[1, layout.emptied] == 1, "what it says to be empty behind the expired wait"
+    ranks.check_that_two_epochs_are_sent()
 
 
 @pytest.mark.parametrize("rounds", [False, True])
@@ -264,16 +254,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path, gathers: bool, round
     case = Case(ranks, 1, n, torch.float32, RoundsConfig(64, 2, 32, gathers), 2000)
     for rank in range(3):
         case.launch(rank, xs[rank], outs[rank], gathers)
-    # Rank 1 comes, but what it sends goes nowhere.
-    elsewhere = torch.zeros_like(ranks.memory)
-    params = CollectiveParams.from_buffer(ranks.places[1].launches[0], 16)
-    params.slots.watch.words = elsewhere[1].data_ptr()
-    ranks.run(2)
-    for rank in (0, 2):
-        written, where, peer, word, _, _, _, _ = ranks.records[rank].tolist()
-        assert (written, where, peer) == (1, ranks.places[rank].address, 1)
-        assert ranks.faults[rank, Fault.BROKEN] == 1 + 1
-        assert re.search(r"rank 1 .*for block [01]", ranks.layout.describe(word))
+    ranks.check_that_rank_1_is_missed(CollectiveParams)
 
 
 def test_a_correction_that_does_not_come_is_named(tmp_path: Path) -> None:

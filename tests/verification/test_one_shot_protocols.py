@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +16,12 @@ import pytest
 import torch
 from fibers import PATIENT, Library, Ranks, build, inputs, mistakes, same
 from weft.kernels.all_gather_matmul import one_shot_kernel as gather
+from weft.kernels.all_gather_matmul.configs import GatherKernelCall
 from weft.kernels.device.comm.ll_exchange import VECTOR, ExchangeLayout
 from weft.kernels.device.gemm import one_shot
 from weft.kernels.device.gemm.one_shot import OneShotConfig
 from weft.kernels.matmul_reduce_scatter import one_shot_kernel as scatter
-from weft.kernels.matmul_reduce_scatter.configs import Epilogue
+from weft.kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from weft.symm_mem.failure.fault import Fault
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -94,8 +94,9 @@ class Calls:
             out = torch.full((self.size + 1, m, k), float("nan")).to(BF16)
             out[-1] = 1.5
             beside = apart > 0  # shards lie side by side then
-            kernel = gather.AllGatherMatmulOneShot(place, shards[rank], config, split_k=beside)
-            kernel.launch(shards[rank].data_ptr(), out.data_ptr(), polls, rank)
+            example = GatherKernelCall(shards[rank], [], 1, split_k=beside)
+            kernel = gather.AllGatherMatmulOneShot(place, example, config)
+            kernel.launch((shards[rank].data_ptr(), out.data_ptr()), polls, rank)
             want = torch.stack([*shards, out[-1].clone()]).view(torch.int32)
             sent = want.clone()
             sent[want == -1] = -2  # what stands for empty, on its way from a peer
@@ -124,9 +125,9 @@ class Calls:
                 total = total + term.float()
             out = torch.full((m + 1, n), float("nan"), dtype=epilogue.out_dtype)
             out[-1] = 1.5
-            kernel = scatter.MatmulReduceScatterOneShot(place, a, b, config, epilogue)
-            addresses = [term.data_ptr() for term in terms]
-            kernel.launch(partial[rank].data_ptr(), addresses, out.data_ptr(), polls, rank)
+            example = ScatterKernelCall(a, b, 1, epilogue)
+            kernel = scatter.MatmulReduceScatterOneShot(place, example, config)
+            kernel.launch([x.data_ptr() for x in (partial[rank], out, *terms)], polls, rank)
             done.append((out, torch.cat([total.to(epilogue.out_dtype), out[-1:]])))
         return done
 
@@ -199,19 +200,8 @@ def test_parts_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size:
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str) -> None:
     calls = Calls(monkeypatch, compiled(tmp_path, 3), ExchangeLayout(3, 64))
     calls.launch(op, 5, 72, (2, 32), polls=2000)
-    ranks = calls.ranks
-    # Rank 1 comes, but what it sends goes nowhere.
-    elsewhere = torch.zeros_like(ranks.memory)
-    params = (gather._Params, scatter._Params)[OPS.index(op)].from_buffer(ranks.places[1].launches[0], 16)
-    params.slots.watch.words = elsewhere[1].data_ptr()
-    ranks.run(2)
-    for rank in (0, 2):
-        written, where, peer, word, expected, seen, kind, _ = ranks.records[rank].tolist()
-        assert (written, where) == (1, ranks.places[rank].address)
-        assert (peer, expected, seen, kind) == (1, 1, 0, 1)
-        assert ranks.faults[rank, Fault.BROKEN] == 1 + 1
-        said = ranks.layout.describe(word)
-        assert re.fullmatch(r"epoch of the data of rank 1 for block [01] \(buffer 1\)", said)
+    calls.ranks.check_that_rank_1_is_missed((gather._Params, scatter._Params)[OPS.index(op)])
+    assert calls.ranks.records[0, 4:7].tolist() == [1, 0, 1], "expected, seen, kind"
 
 
 @pytest.mark.parametrize("op", OPS)

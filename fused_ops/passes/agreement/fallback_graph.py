@@ -27,21 +27,10 @@ from ..graph.nodes import argument, calls, what
 from ..records.entry import Entry
 from ..records.node import packed
 from ..settings import CAPTURE
-from .fallback.kept import (
-    CALLERS,
-    DRAWS,
-    STATEFUL,
-    KeptGraph,
-    attributes,
-    caller_of,
-    draws_nothing,
-    draws_seeds,
-    graph_copy,
-    why_not_pickled,
-)
+from .fallback import DRAWS, attributes, graph_copy, pickled, why_not_kept
 from .guard import SIZES, GraphGuard, GraphQuestion, GroupQuestion
 from .signature import Order, Signature
-from .votes.vote import backend_of
+from .votes.vote import uncounting_backend
 
 
 def _ask_eagerly(packed: str, fused: bool) -> None:
@@ -68,28 +57,37 @@ torch.library.register_fake("weft::agree", lambda packed, fused: None, lib=_lib)
 _agree = torch.ops.weft.agree.default
 fx.node.has_side_effect(_agree)
 
-_CONSTANT_BYTES = 1 << 20
-# Operators of higher order that take no graphs, objects or numbers of this process's tables: a user's operator that
-# writes to its arguments.
-_AS_TEXT = ("auto_functionalized_v2",)
-
 
 def why_not_asked(group: str) -> str | None:
     """Why ranks of ``group`` cannot be asked at run time; None if they can, or if there are no other ranks to ask."""
-    backend = backend_of(resolve_group(group))
-    if backend.is_fake:
+    backend = uncounting_backend(resolve_group(group))
+    if backend == "fake":
         return None
     if inductor_config.cpp_wrapper:
         return "the C++ wrapper cannot ask the other ranks whether they run the same graph"
     if inductor_config.fx_wrapper:
         return "the FX wrapper cannot ask the other ranks whether they run the same graph"
-    if not backend.counts:
-        return f"its backend {backend.name!r} does not count collectives, so ranks cannot agree"
+    if backend is not None:
+        return f"its backend {backend!r} does not count collectives, so ranks cannot agree"
     return None
 
 
-def why_bucketed() -> str | None:
-    """Why a graph as it was would communicate otherwise than without the pass, as another rank may run it."""
+def why_not_voted(captured: bool) -> str | None:
+    """Why no graph that Inductor makes now can vote before each run and run as it was; None if they can. ``captured``:
+    whether what is captured in CUDA graphs needs no vote."""
+    partitions = (
+        inductor_config.graph_partition and getattr(inductor_config, "cudagraph_policy", None) is None
+    )
+    if inductor_config.triton.cudagraphs and not partitions and not captured:
+        return (
+            "the graph is captured whole, in a CUDA graph whose replays cannot ask the other ranks; "
+            "graph_partition leaves the question outside of it"
+        )
+    if inductor_config.fallback_by_default:
+        return (
+            "with fallback_by_default (lite mode) Inductor runs each op as it is, so the graph cannot leave "
+            "for its fallback graph where ranks differ"
+        )
     for kind in ("all_gathers", "reduce_scatters", "all_reduces"):
         said = getattr(inductor_config, setting := f"bucket_{kind}_fx", "none")
         if said != "none":
@@ -97,28 +95,6 @@ def why_bucketed() -> str | None:
                 f"torch._inductor.config.{setting} is {said!r}: this rank's graph as it was, which has no buckets, "
                 "would not meet other ranks' graphs"
             )
-    return None
-
-
-def why_captured_without_vote() -> str | None:
-    """Why the question would be asked when a CUDA graph is captured and never again; None if it is asked each time."""
-    if not inductor_config.triton.cudagraphs:
-        return None
-    if inductor_config.graph_partition and getattr(inductor_config, "cudagraph_policy", None) is None:
-        return None
-    return (
-        "the graph is captured whole, in a CUDA graph whose replays cannot ask the other ranks; "
-        "graph_partition leaves the question outside of it"
-    )
-
-
-def why_not_generated() -> str | None:
-    """Why Inductor would call the question's op and not write its code; None if it writes it."""
-    if inductor_config.fallback_by_default:
-        return (
-            "with fallback_by_default (lite mode) Inductor runs each op as it is, so the graph cannot leave "
-            "for its fallback graph where ranks differ"
-        )
     return None
 
 
@@ -155,31 +131,7 @@ class FallbackGraph:
                 "that is recomputed: with align_random_eager, which the graph that is kept for ranks that do not agree "
                 "is compiled without"
             )
-        size = 0
-        for node in self._graph.nodes:
-            name = caller_of(node)
-            if draws_seeds(node):
-                continue
-            if name in STATEFUL:
-                if not draws_nothing(node):
-                    return (
-                        f"{what(node)} draws random numbers that another graph draws again, as for dropout that is "
-                        "recomputed: in their order in memory, which fusing may change in one of the two graphs"
-                    )
-            elif name is not None and name not in (*_AS_TEXT, *CALLERS):
-                return f"the graph calls {name}, which cannot be kept for ranks that do not agree"
-            if node.op == "call_module":
-                return f"the graph calls the module {node.target}"
-        for node, value in attributes(self._graph, self._owner):
-            if isinstance(value, torch.Tensor):
-                size += value.nbytes
-            elif not isinstance(value, fx.GraphModule):
-                return f"the graph reads {node.target}, which cannot be kept for ranks that do not agree"
-        if size > _CONSTANT_BYTES:
-            return (
-                f"the graph holds {size} bytes of constants, too many to be kept for ranks that do not agree"
-            )
-        return why_not_pickled(self._graph, self._owner)
+        return why_not_kept(self._graph, self._owner)
 
     def ask_first(
         self,
@@ -221,9 +173,9 @@ class FallbackGraph:
         signature = Signature(graph, index, fused, entries, orders, before=self._before)
         with unset_fake_temporarily():  # the constants are real
             redraws = _drawn_elsewhere(self._graph) is not None
-            original = KeptGraph.of(self._graph, self._owner, redraws) if kept else None
+            original = pickled(self._graph, self._owner) if kept else None
             question = GraphQuestion(
-                *(asked, signature.digest, signature.sizes, signature.what, original),
+                *(asked, signature.digest, signature.sizes, signature.what, original, redraws),
                 *(agree == CAPTURE, unasked, [*calls]),
             )
             text = packed(question)
@@ -241,8 +193,7 @@ def has_ranks(group: str) -> bool:
         pg = resolve_group(group)
     except ValueError:
         return False
-    backend = backend_of(pg)
-    return not backend.is_fake and pg.size() > 1 and backend.counts and not V.aot_compilation
+    return uncounting_backend(pg) is None and pg.size() > 1 and not V.aot_compilation
 
 
 def _begins(node: fx.Node, group: str) -> int:

@@ -14,8 +14,6 @@ takes its graph from there asks like one that compiled it.
 
 from __future__ import annotations
 
-import json
-import logging
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -33,21 +31,16 @@ from ...dispatch.plan import GraphTurn
 from ..kernels_ahead.graph_kernels import KernelsOnTheirWay
 from ..records.node import unpacked
 from . import outcomes
-from .fallback.kept import KeptGraph
-from .fallback.run import FallbackRuns
+from .fallback import FallbackRuns
 from .reasons import broken_by_leaving, reason_of
 from .signature import digest, name_of
-from .votes.board import VoteBoard, vote_board
+from .votes.board import ABSENCE, VoteBoard, vote_board
 from .votes.vote import ABSENT, LATE, LEFT, NO_BOARD, Answer, Vote, begun
 
-_log = logging.getLogger("weft.passes")
 #: Seconds until a rank that does not come is taken to run something else; less if the group's deadline is less.
 VOTE_DEADLINE = 30.0
 #: What the question's node has in its ``meta``: the sizes that are known when the graph runs.
 SIZES = "weft_sizes"
-_TOLD = (
-    64  # sizes of which a graph tells the others what its signature stands for: each is an entry in the store
-)
 # Backends that make a group's communicator at its first collective, which they cannot while a CUDA graph is captured;
 # and where their tensors lie.
 _CONNECT_AT_FIRST = {"nccl": "cuda"}
@@ -81,7 +74,8 @@ class GraphQuestion(NamedTuple):
     Attributes:
         groups: in the order in which they first occur in the graph.
         signature: of the graph that may run fused, as ``sizes`` and ``what``.
-        original: the graph as it was; None if nothing was fused.
+        original: the graph as it was, pickled; None if nothing was fused.
+        redraws: whether that draws random numbers that another graph draws, too, from the same seed.
         captured: whether the graph may run fused while a CUDA graph is captured, whose replays will not ask.
         unasked: whether the graph may run without asking once all ranks know it.
         calls: those whose kernels are compiled when the graph is loaded, as ``text_of_call`` gives them.
@@ -91,7 +85,8 @@ class GraphQuestion(NamedTuple):
     signature: int
     sizes: list[int | str | None]
     what: list[str]
-    original: KeptGraph | None
+    original: bytes | None
+    redraws: bool
     captured: bool
     unasked: bool
     calls: list[str]
@@ -105,20 +100,19 @@ class GraphGuard:
         self._groups, self._signature, self._sizes = asks.groups, asks.signature, asks.sizes
         self._signed: tuple[tuple[int, ...], int] | None = None  # sizes, and the signature with them
         self._what, self._captured = asks.what, asks.captured
-        self._original = None if asks.original is None else FallbackRuns(self.name, asks.original)
+        self._original = (
+            None if asks.original is None else FallbackRuns(self.name, asks.original, asks.redraws)
+        )
         fused = [g for g in self._groups if g.fused]
         # Each group's answer depends on the others': they go round until every rank that shares any of them has the
         # same.
         self._rounds = [*fused, *fused[-2::-1]]
         # Not where the answer of one group's ranks depends on another's.
         self._unasked = asks.unasked and len(self._rounds) < 2
-        self._resolved: dict[str, weakref.ref[ProcessGroup]] = {}
-        self._boards: dict[str, weakref.ref[VoteBoard]] = {}  # of these groups
-        self._told: set[tuple[str, int]] = set()
-        self._late: dict[str, tuple[int, Vote]] = {}
+        # Where a rank did not come to this graph in time.
+        self._in_vain: weakref.WeakSet[VoteBoard] = weakref.WeakSet()
         # Of each group, the fused one last: there it may run without asking. Empty where it must ask.
         self._known_by: list[tuple[GroupQuestion, weakref.ref[ProcessGroup], weakref.ref[VoteBoard]]] = []
-        self._why_not_fuse: str | None = None
         self._kernels: KernelsOnTheirWay | None = KernelsOnTheirWay(asks.calls)
 
     @property
@@ -129,8 +123,7 @@ class GraphGuard:
         """Whether every rank is about to run this graph, and so may run it fused. Every rank gets the same answer.
 
         A rank that does not come is waited for once: ``VOTE_DEADLINE`` seconds, or the group's deadline if that is
-        less; not at all if it has voted and its process has ended since. Then the graph runs unfused until that rank
-        has shown that it was only late, or for good if it ran something else.
+        less; then ``ABSENCE`` seconds. One that has voted, and whose process has ended since, is not waited for.
 
         Args:
             sizes: those that the graph was compiled without. The ranks must have the same.
@@ -161,7 +154,7 @@ class GraphGuard:
                 self._ask(asked, Voters(group, board), signature, can_fuse=False)
             elif not board.known.run(signature, asked.count, begun(group)):
                 return None
-        outcomes.count_known_run(self.name)
+        outcomes.count_vote(self.name, True, 0.0, known=True)
         return True
 
     def _asks(self, sizes: tuple[int, ...]) -> bool:
@@ -198,29 +191,19 @@ class GraphGuard:
         return signed[1]
 
     def _look_up_groups(self) -> dict[str, Voters]:
-        """Of each group, by its name: after destroy_process_group another may have it, of whose ranks nothing is known.
+        """Of each group, by its name: after destroy_process_group another may have it.
 
         Where something was fused, both ways are for as many ranks as there were. A group in which all was left alone
         goes on as without the pass.
         """
-        found = {}
-        for asked in self._groups:
-            resolved = self._resolved.get(asked.name)
-            group = None if resolved is None else resolved()
-            if group is None or not has_name(group, asked.name):
-                group = resolve_group(asked.name)
-                if asked.fused and group.size() != asked.size:
-                    raise ValueError(
-                        f"graph {self.name}: was made for {asked.size} ranks, group {asked.name!r} has "
-                        f"{group.size()}: after torch._dynamo.reset() it is made anew"
-                    )
-                self._boards[asked.name] = weakref.ref(vote_board(group))
-                self._resolved[asked.name] = weakref.ref(group)
-                self._told = {told for told in self._told if told[0] != asked.name}
-                self._late.pop(asked.name, None)
-                self._why_not_fuse = None
-            found[asked.name] = Voters(group, self._boards[asked.name]() or vote_board(group))
-        return found
+        groups = {asked: resolve_group(asked.name) for asked in self._groups}
+        for asked, group in groups.items():
+            if asked.fused and group.size() != asked.size:
+                raise ValueError(
+                    f"graph {self.name}: was made for {asked.size} ranks, group {asked.name!r} has "
+                    f"{group.size()}: after torch._dynamo.reset() it is made anew"
+                )
+        return {asked.name: Voters(group, vote_board(group)) for asked, group in groups.items()}
 
     def _agreed(self, signature: int, voters: Mapping[str, Voters]) -> bool:
         """Whether all ranks say that the graph may run fused."""
@@ -236,10 +219,7 @@ class GraphGuard:
             outcomes.note(self.name, first, voters[first].board.rank, _IN_CAPTURE)
         for i, asked in enumerate(self._rounds):
             turn = (signature + i) % (1 << 63)
-            answer = self._ask(asked, voters[asked.name], turn, can_fuse and self._may_wait(asked.name))
-            if can_fuse and not answer.fused:
-                self._explain(asked.name, answer)
-            can_fuse = can_fuse and answer.fused
+            can_fuse = self._ask(asked, voters[asked.name], turn, can_fuse).fused and can_fuse
         agreed = can_fuse and bool(self._rounds)
         if agreed and not capturing:
             for asked in self._groups:
@@ -249,41 +229,23 @@ class GraphGuard:
         return agreed
 
     def _ask(self, asked: GroupQuestion, voters: Voters, signature: int, can_fuse: bool) -> Answer:
-        group, where = voters
-        if (asked.name, signature) not in self._told and len(self._told) < _TOLD:
-            where.tell(signature, json.dumps(self._what))
-            self._told.add((asked.name, signature))
+        """One group's ranks. Why they do not agree is noted."""
+        group, board = voters
+        board.tell(signature, self._what)
+        patience = _vote_deadline(asked.name)
+        if board in self._in_vain:
+            patience = min(patience, ABSENCE)
         while True:
-            post = Vote(where.turns, begun(group), asked.count, signature, can_fuse)
-            answer = where.ask(post, lambda: _vote_deadline(asked.name))
+            answer = board.ask(Vote(begun(group), asked.count, signature, can_fuse), patience)
             if answer.why != LEFT:
                 break
-            if (error := broken_by_leaving(where, group)) is not None:
+            if (error := broken_by_leaving(board, group)) is not None:
                 raise error
-        if can_fuse and answer.why in (LATE, ABSENT, NO_BOARD):
-            self._late[asked.name] = (answer.peer, post)
+        if can_fuse and not answer.fused:
+            outcomes.note(self.name, asked.name, answer.peer, reason_of(answer, board, self._what, patience))
+            if answer.why in (LATE, ABSENT, NO_BOARD):
+                self._in_vain.add(board)
         return answer
-
-    def _may_wait(self, name: str) -> bool:
-        """Whether no rank has been waited for in vain, or only one that was late."""
-        if self._why_not_fuse is not None and name not in self._late:
-            return False
-        if name in self._late:
-            peer, post = self._late[name]
-            came = vote_board(resolve_group(name)).came_after_all(peer, post)
-            if came is None:
-                self._why_not_fuse = f"rank {peer} has not come since it was waited for"
-                return False
-            del self._late[name]
-            self._why_not_fuse = (
-                None if came else f"rank {peer} did not come to this graph but ran something else"
-            )
-        return self._why_not_fuse is None
-
-    def _explain(self, name: str, answer: Answer) -> None:
-        where = vote_board(resolve_group(name))
-        reason = reason_of(answer, where, self._what, self._why_not_fuse, _vote_deadline(name))
-        outcomes.note(self.name, name, answer.peer, reason)
 
     def fallback(
         self,

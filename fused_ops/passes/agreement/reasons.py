@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-import json
-
 from torch.distributed import ProcessGroup
 
 from ....symm_mem import WeftError
 from ....symm_mem.heap.registry import heaps_of
 from .signature import digest
 from .votes.board import VoteBoard
-from .votes.vote import ABSENT, ANOTHER_GRAPH, CANNOT_FUSE, ENDED, LATE, LOCKED, NO_BOARD, PASSED_BY, Answer
+from .votes.vote import ABSENT, ANOTHER_GRAPH, CANNOT_FUSE, ENDED, LATE, NO_BOARD, PASSED_BY, Answer
 
 
-def reason_of(answer: Answer, where: VoteBoard, what: list[str], own: str | None, deadline: float) -> str:
-    """Why this rank was answered that it cannot run its graph fused. ``what``: became of the graph's collectives;
-    ``own``: why this rank itself could not."""
+def reason_of(answer: Answer, where: VoteBoard, what: list[str], waited: float) -> str:
+    """Why this rank was answered that it cannot run its graph fused. ``what``: became of the graph's collectives."""
     peer = answer.peer
-    if answer.why == CANNOT_FUSE and peer == where.rank:
-        return own or "another group's ranks differ"
     if answer.why == NO_BOARD and where.blind is not None:
-        return f"rank {where.blind[0]} cannot open rank 0's board: {where.blind[1]}"
+        return f"rank {where.blind[0]} cannot open the ranks' board: {where.blind[1]}"
     if answer.why == ANOTHER_GRAPH and peer != where.rank:
-        return f"rank {peer} runs another graph: {differing_collective(what, where.told(peer), peer)}"
+        return f"rank {peer} runs another graph: {differing_collective(what, where.told(peer))}"
     return {
-        LATE: f"rank {peer} did not come within {deadline:g} s",
+        LATE: f"rank {peer} did not come within {waited:g} s",
         ENDED: f"the process of rank {peer} has ended",
         ABSENT: f"rank {peer} runs without graphs of this pass since it was waited for in vain",
-        NO_BOARD: f"rank {peer} has not run a graph of this pass, or is not to be seen from here",
+        NO_BOARD: "the rank that made the ranks' board does not hand it over",
         PASSED_BY: f"rank {peer} does this graph's collectives outside of a graph of this pass",
-        LOCKED: "another process holds the lock of the ranks' board",
         CANNOT_FUSE: f"rank {peer} runs this graph unfused",
     }.get(answer.why, "ranks run different graphs")
 
 
-def differing_collective(own: list[str], told: str | None, peer: int) -> str:
+def differing_collective(own: list[str], other: list[str] | None) -> str:
     """The first collective in which two graphs differ."""
-    if told is None:
+    if other is None:
         return "which one is not known"
-    other = json.loads(told)
     for i, (a, b) in enumerate(zip(own, other, strict=False)):
         if a != b:
             return f"collective {i} is {b} there, {a} here"
@@ -56,7 +49,7 @@ def broken_by_leaving(where: VoteBoard, group: ProcessGroup) -> WeftError | None
     if came is None or expected is None or came == expected:
         how = "it did the same collectives elsewhere, outside of a graph of this pass, say"
     else:
-        how = differing_collective(json.loads(expected), came, rank)
+        how = differing_collective(expected, came)
     error = WeftError(
         f"agree on a graph in group {group.group_name!r}: rank {rank} came to another graph than others, which have "
         f"begun to run one fused that all ranks know: {how}; symm_mem.reset() by all ranks makes the group usable "

@@ -74,11 +74,9 @@ class Signature:
                 lines.append(f"{kind_of(node)} {self._word(group_of(node), False)} {point_to_point(node)}")
             elif node in plain or getattr(node.target, "namespace", "") == "weft":
                 shapes = node not in plain  # of an all_to_all the ranks' may differ
-                named, own = zip(_names(node), node.args, strict=False), _own_values(node)
-                words = [self._word(a, shapes, _own_dims(node, name)) for name, a in named]
-                words += [
-                    f"{n}={a is not None if n in own else self._word(a, shapes, _own_dims(node, n))}"
-                    for n, a in node.kwargs.items()
+                words = [
+                    f"{n}={a is not None if n in _own_values(node) else self._word(a, shapes, _own_dims(node, n))}"
+                    for n, a in _given(node).items()
                 ]
                 lines.append(f"{kind_of(node)} {' '.join(words)}")
         lines += [_computed(node) for node in graph.nodes if node not in before and _computes(node)]
@@ -141,8 +139,10 @@ class Signature:
         return f"{len(self.sizes) - count}d"
 
 
-def _names(node: fx.Node) -> list[str]:
-    return [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+def _given(node: fx.Node) -> dict[str, Any]:
+    """Arguments by name."""
+    names = (argument.name for argument in node.target._schema.arguments)  # type: ignore[union-attr]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def _own_dims(node: fx.Node, argument: str) -> tuple[int, ...]:
@@ -154,8 +154,7 @@ def _own_dims(node: fx.Node, argument: str) -> tuple[int, ...]:
     if known is None:
         return ()
     if node.kwargs.get("counts") is not None and argument in known.own_by_counts:
-        given = dict(zip(_names(node), node.args, strict=False))
-        return (given[known.own_by_counts[argument]],)  # type: ignore[return-value]
+        return (_given(node)[known.own_by_counts[argument]],)
     return own_dims_on(first.device.type, known).get(argument, ())
 
 

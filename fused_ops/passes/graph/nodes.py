@@ -6,7 +6,7 @@ put in: what its fake implementation checks holds for the inputs that the graph 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -108,6 +108,17 @@ def after_tangents(graph: fx.Graph) -> set[fx.Node]:
     for node in graph.nodes if found else ():
         if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
             found.add(node)
+    return found
+
+
+def walk(roots: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> dict[fx.Node, None]:
+    """The roots, what follows them, and so on: each once, in the order met."""
+    found = dict.fromkeys(roots)
+    pending = [*found]
+    for node in pending:
+        new = dict.fromkeys(n for n in following(node) if n not in found)
+        found |= new
+        pending += new
     return found
 
 

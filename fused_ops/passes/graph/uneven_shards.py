@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from .nodes import FLAT, LeftAlone, argument, aten, c10d, calls, first_write, is_val, val
+from .nodes import FLAT, LeftAlone, argument, aten, c10d, calls, first_write, is_val, val, walk
 from .rewrite import call, erase_unused, reshape, undone_if_left
 from .split_cat import SPLITS
 
@@ -48,7 +48,7 @@ def move_padding(graph: fx.Graph) -> None:
             product, result = moved
             product.meta = {**_product_of(node).meta, "val": val(product)}
             node.replace_all_uses_with(result)
-            erase_unused([*_made_of(node)])
+            erase_unused(_made_of(node))
 
 
 def _cut_after(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -131,17 +131,10 @@ def _product_of(node: fx.Node) -> fx.Node:
     return next(n for n in _made_of(node) if calls(n, *_PRODUCTS))
 
 
-def _made_of(node: fx.Node) -> Iterator[fx.Node]:
+def _made_of(node: fx.Node) -> list[fx.Node]:
     """The node and what it is made of, the last first, as far as that is padding beside a product and the product."""
-    pending, seen = [node], {node}
-    while pending:
-        each = max(pending)
-        pending.remove(each)
-        yield each
-        for other in each.all_input_nodes:
-            if other not in seen and calls(other, *FLAT, *_PADDING, *_PRODUCTS):
-                seen.add(other)
-                pending.append(other)
+    made_of = walk([node], lambda n: (a for a in n.all_input_nodes if calls(a, *FLAT, *_PADDING, *_PRODUCTS)))
+    return sorted(made_of, reverse=True)
 
 
 def _flat(node: Any, *, copies: bool = False) -> Iterator[fx.Node]:

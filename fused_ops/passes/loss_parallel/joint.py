@@ -6,14 +6,14 @@ Targets, and rows that are cut out of the logits, are taken to be the same on al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torch import fx
 
 from ...ops.vocabulary import chunks
 from ..graph.collectives import Collective
-from ..graph.nodes import LeftAlone, c10d, hint, hint_or_one, val
+from ..graph.nodes import LeftAlone, c10d, hint, hint_or_one, val, walk
 from ..origin import fields_of
 from ..records.entry import Entry
 from ..settings import LOGITS_BYTES, PassSettings
@@ -81,7 +81,7 @@ def _put_on_columns(node: fx.Node, settings: PassSettings) -> None:
 def _put_log_sums(loss: ColumnLoss, logits: fx.Node) -> None:
     """Those of the same logits."""
     columns = loss.columns
-    for x in () if columns.whole._erased else [*_with_columns(columns.whole)]:
+    for x in () if columns.whole._erased else _with_columns(columns.whole):
         try:
             if elements_of(x) is logits and (found := log_sum_of(x)) is not None:
                 paths = [path_of(gradient, columns) for gradient, _ in found.gradients]
@@ -103,14 +103,9 @@ def _put_on_product(loss: ColumnLoss, entry: Entry, most: int) -> tuple[fx.Node,
         return loss.op, [replace(entry, detail=f"{entry.detail}; its logits are whole: {e}")]
 
 
-def _with_columns(whole: fx.Node) -> Iterator[fx.Node]:
+def _with_columns(whole: fx.Node) -> Iterable[fx.Node]:
     """What has gathered columns, each of one other's alone."""
-    seen, pending = {whole}, [whole]
-    for x in pending:
-        yield x
-        found = [u for u in x.users if keeps_columns(u) and u not in seen]
-        seen.update(found)
-        pending += found
+    return walk([whole], lambda n: filter(keeps_columns, n.users))
 
 
 def _note(op: fx.Node, entries: Sequence[Entry]) -> None:

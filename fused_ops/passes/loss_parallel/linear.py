@@ -7,13 +7,26 @@ backward multiplies them. So all rows must have one factor, or be ignored.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from ...library import schema
-from ..graph.nodes import FLAT, LeftAlone, aten, calls, flattened, known, only_user, same_shape, val, writes
+from ..graph.nodes import (
+    FLAT,
+    LeftAlone,
+    aten,
+    calls,
+    flattened,
+    known,
+    only_user,
+    same_shape,
+    val,
+    walk,
+    writes,
+)
 from ..graph.rewrite import call, cast, erase_unused, fused, reshape, undone_if_left
 from ..origin import put_for
 from .columns import CAST
@@ -75,13 +88,13 @@ def put_on_product(loss: ColumnLoss) -> fx.Node:
     return op
 
 
+def _views(node: fx.Node) -> Iterator[fx.Node]:
+    """Of the node, and of these."""
+    return (user for user in node.users if calls(user, *FLAT, aten.permute.default))
+
+
 def _has_loss(weight: fx.Node) -> bool:
-    pending = [weight]
-    for node in pending:
-        if any(calls(user, schema.linear_cross_entropy) for user in node.users):
-            return True
-        pending += [user for user in node.users if calls(user, *FLAT, aten.permute.default)]
-    return False
+    return any(calls(u, schema.linear_cross_entropy) for n in walk([weight], _views) for u in n.users)
 
 
 def _one_factor(loss: ColumnLoss) -> tuple[fx.Node, fx.Node, int, fx.Node]:
@@ -135,11 +148,8 @@ def _products(loss: ColumnLoss, logits: fx.Node) -> dict[str, fx.Node]:
         "of_weight": ((flattened(own), True), _matrix(x), val(right).shape[::-1]),
     }
     found: dict[str, fx.Node] = {}
-    pending = [own]
-    for node in pending:
-        views = [user for user in node.users if calls(user, *FLAT, aten.permute.default)]
-        pending += views
-        for user in node.users.keys() - views:
+    for node in walk([own], _views):
+        for user in node.users.keys() - {*_views(node)}:
             parts = tuple(map(_matrix, user.args)) if calls(user, aten.mm.default) else ()
             names = [name for name, (*both, shape) in wanted.items() if parts == tuple(both)]
             if not names or names[0] in found or not same_shape(val(user).shape, wanted[names[0]][2]):
@@ -161,10 +171,6 @@ def _matrix(node: Any) -> tuple[fx.Node, bool]:
 
 def _check_unneeded(node: fx.Node, replaced: list[fx.Node]) -> None:
     """LeftAlone: the node has a part in more than what is replaced."""
-    pending, seen = [node], {*replaced}
-    while pending:
-        users = [user for user in pending.pop().users if user not in seen]
-        if any(user.op == "output" or writes(user) for user in users):
-            raise LeftAlone(_MORE)
-        seen.update(users)
-        pending += users
+    made = walk([node], lambda n: (user for user in n.users if user not in replaced))
+    if any(n.op == "output" or writes(n) for n in made):
+        raise LeftAlone(_MORE)

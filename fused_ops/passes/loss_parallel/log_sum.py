@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from ..graph.collectives import communicates
-from ..graph.nodes import FLAT, LeftAlone, aten, calls, only_user, same_shape, val, what, writes
+from ..graph.nodes import FLAT, LeftAlone, aten, calls, only_user, same_shape, val, walk, what, writes
 from ..graph.rewrite import call, cast, erase_unused, reshape, undone_if_left
 from ..origin import put_for
 from .columns import OwnColumns, uncast
@@ -93,14 +93,10 @@ def _gradient(shifted: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 def _put_off(result: fx.Node, loss: ColumnLoss) -> None:
     """What is made of the result is computed after the loss's exchange."""
-    made, pending = {result}, [result]
-    for node in pending:
-        found = [u for u in node.users if u < loss.log_sum and u not in made]
-        made.update(found)
-        pending += found
+    made = walk([result], lambda n: (u for u in n.users if u < loss.log_sum))
     if loss.op in made or any(writes(n) or communicates(n) for n in made):
         raise LeftAlone("its logsumexp is needed before the loss is known")
-    for node in sorted(made - {result}, reverse=True):
+    for node in sorted(made.keys() - {result}, reverse=True):
         loss.log_sum.append(node)
 
 

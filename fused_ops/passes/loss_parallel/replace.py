@@ -11,7 +11,7 @@ from torch import fx
 
 from ...library import schema
 from ..graph.collectives import Collective, communicates
-from ..graph.nodes import LeftAlone, aten, c10d, calls, check_no_write, val
+from ..graph.nodes import LeftAlone, aten, c10d, calls, check_no_write, val, walk
 from ..graph.rewrite import call, cast, erase_unused, fused, reshape, reshape_sizes, undone_if_left
 from ..origin import put_for
 from ..patterns.pattern import why_not_called_from_cpp
@@ -141,14 +141,7 @@ def _rest(add: fx.Node, passed: Sequence[fx.Node]) -> fx.Node:
 
 def made_of(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """Nodes, and all that they are made of by calls."""
-    found: set[fx.Node] = set()
-    pending = [*nodes]
-    while pending:
-        node = pending.pop()
-        if node.op == "call_function" and node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
+    return {n for n in walk(nodes, lambda n: n.all_input_nodes) if n.op == "call_function"}
 
 
 def _after(op: fx.Node, columns: GatheredColumns) -> None:

@@ -30,6 +30,7 @@ from ..graph.nodes import (
     same_shape,
     some,
     val,
+    walk,
     what,
     writes,
 )
@@ -130,14 +131,12 @@ def _casts_to_fp8(normed: fx.Node) -> list[fx.Node]:
 
 def _rows_of(normed: fx.Node) -> set[fx.Node]:
     """The norm, and views of it that have the same rows."""
-    found, pending = {normed}, [normed]
-    while pending:
-        for user in pending.pop().users:
-            same = user.target in FLAT and is_val(user) and user not in found and val(user).dim() > 0
-            if same and known(val(user).shape[-1] == val(normed).shape[-1]):
-                found.add(user)
-                pending.append(user)
-    return found
+
+    def is_same(user: fx.Node) -> bool:
+        view = user.target in FLAT and is_val(user) and val(user).dim() > 0
+        return view and known(val(user).shape[-1] == val(normed).shape[-1])
+
+    return {*walk([normed], lambda n: filter(is_same, n.users))}
 
 
 @dataclass
@@ -239,14 +238,9 @@ class _Steps:
 
     def _inner(self, after: set[fx.Node], scale: fx.Node | None = None) -> list[fx.Node]:
         """Those of them that lead to the cast, but not by way of the scale alone, which the op gives."""
-        found, pending = list[fx.Node](), [self.cast, *([] if scale is None else [scale])]
-        within = {*after, self.cast} - {self.normed}
-        while pending:
-            node = pending.pop()
-            if node in found or node not in within:
-                continue
-            found.append(node)
-            pending += [n for n in node.all_input_nodes if n is not scale]
+        within = after - {self.normed, scale}
+        ends = [self.cast, *([] if scale is None else [scale])]
+        found = walk(ends, lambda n: (a for a in n.all_input_nodes if a in within))
         derived = set[fx.Node]()
         for node in sorted(found):
             inputs = [n for n in node.all_input_nodes if n in after]

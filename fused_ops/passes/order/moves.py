@@ -27,7 +27,6 @@ from .least_memory import is_light, order_of_least_memory
 from .transports import COPIED, Transfer, transfers
 
 _TAKEN_ALONG = 32  # nodes, at most, that move with a start or a wait
-_IN_FLIGHT = 2  # collectives of a transport that may be on their way at once, of which one gathers
 _COVER = 1.5  # how much longer than a collective what runs beside it should take, as it is estimated
 _FOR_LESS_MEMORY = 0.02  # of the graph's time that may be exposed more, where less memory is needed
 _COVERED = "what overlaps with it takes as long"
@@ -68,9 +67,6 @@ class _Walk:
         self.bound = self._bound(self.live.peak)
         self.placed: dict[fx.Node, AliasSet] = {}
         self.buffers = LiveBytes((), self.given)
-        self._most = {t.transport: max(_IN_FLIGHT, self._at_most(t.transport)) for t in self.transfers}
-        if COPIED in self._most:
-            self._most[COPIED] = NUM_BUFFERS  # a workspace has no more for each kind
 
     def start_from_least_memory(self) -> None:
         """Takes the order that needs the least memory, or the given one if that needs less, and allows no more. What
@@ -132,14 +128,27 @@ class _Walk:
             and (not t.waits or place <= max(at[w] for w in t.waits))
         ]
 
-    def _at_most(self, transport: str) -> int:
+    def _queued(self, transfer: Transfer) -> float:
+        """Microseconds of what its transport carries out first of all that is on its way where it starts."""
+        return sum(t.time for t in self.in_flight(self.live.at[transfer.start], transfer.transport))
+
+    def _queued_more(self, other: fx.Node, transfer: Transfer) -> float:
+        """By how much that changes where the start moves up past ``other``."""
+        met = self.of_wait.get(other, self.of_start.get(other))
+        if met is None or met.transport != transfer.transport:
+            return 0.0
+        last = max(met.waits, key=self.live.at.__getitem__, default=None)
+        return met.time * ((other is last) - (other is met.start))
+
+    def _most_copied(self) -> int:
+        """How many collectives are on their way by copy engines at once."""
         there = most = 0
         last = {max(t.waits, key=self.live.at.__getitem__) for t in self.transfers if t.waits}
         for node in self.live.order:
-            if node in self.of_start and self.of_start[node].transport == transport:
+            if node in self.of_start and self.of_start[node].transport == COPIED:
                 there += 1
                 most = max(most, there)
-            elif node in last and self.of_wait[node].transport == transport:
+            elif node in last and self.of_wait[node].transport == COPIED:
                 there -= 1
         return most
 
@@ -155,7 +164,7 @@ class _Walk:
         """Moves a start up, or waits down, ``nodes`` that stand next to each other; gives why not further."""
         live, block = self.live, [*nodes]
         events: list[tuple[fx.Node, bool]] = []  # what was passed, or taken along
-        useful, needed = 0, _COVER * transfer.time - self.covered(transfer)
+        useful, needed = 0, _COVER * transfer.time + self._queued(transfer) - self.covered(transfer)
         next_one = self._between(transfer)[:1] if self._late(transfer) else []
         while needed > 0:
             edge = live.at[block[0]] - 1 if up else live.at[block[-1]] + 1
@@ -163,11 +172,7 @@ class _Walk:
                 why = f"it is at the {'beginning' if up else 'end'}"
                 break
             other = live.order[edge]
-            if (
-                self._depends(other, block, up)
-                and is_light(other, self.hazards)
-                and len(block) < _TAKEN_ALONG
-            ):
+            if len(block) < _TAKEN_ALONG and self._goes_along(other, block, transfer, up):
                 block = [other, *block] if up else [*block, other]
                 events.append((other, False))
                 continue
@@ -185,6 +190,8 @@ class _Walk:
                 break
             self._rearrange(first, window, after)
             events.append((other, True))
+            if up:
+                needed += self._queued_more(other, transfer)
             if time := self.times[other]:
                 if self._late(transfer):  # after the first kernel of all that are passed nothing is hidden
                     kernels = [time, *next_one] if up else [*next_one, time]
@@ -226,6 +233,15 @@ class _Walk:
         before = self.hazards.before
         return any(other in before[n] if up else n in before[other] for n in block)
 
+    def _goes_along(self, other: fx.Node, block: list[fx.Node], transfer: Transfer, up: bool) -> bool:
+        """What is light and belongs to what moves; and a start above, which the one that moves may not pass."""
+        if self._depends(other, block, up):
+            return is_light(other, self.hazards)
+        met = self.of_start.get(other) if up else None
+        if met is None or met.transport != transfer.transport or met.transport == COPIED:
+            return False
+        return not self._may_pass(transfer, other)
+
     def _why_not_past(self, transfer: Transfer, other: fx.Node, block: list[fx.Node], up: bool) -> str | None:
         if self.hazards.segment[other] != self.hazards.segment[block[0]]:
             return f"nothing moves past {what(other)}"
@@ -236,25 +252,25 @@ class _Walk:
         blocking = communicates(other) and other not in self.of_start
         if blocking and not (self.limits.beside or transfer.transport == COPIED):
             return f"{other.name} runs with nothing on its way"
-        if communicates(other) and up and not self._may_pass(transfer, other):
+        raised = [self.of_start[n] for n in block if n in self.of_start] if up else []
+        if communicates(other) and not all(self._may_pass(t, other) for t in raised):
             return f"collectives keep their order after {other.name}"
         # Up past a wait, or down past a start: one more is on its way.
         met = self.of_wait.get(other) if up else self.of_start.get(other)
-        if met is None or met is transfer or met.transport != transfer.transport:
+        if transfer.transport != COPIED or met is None or met is transfer or met.transport != COPIED:
             return None
         if up and other is not max(met.waits, key=self.live.at.__getitem__):
             return None
-        there = self.in_flight(self.live.at[other], transfer.transport)
-        there = [t for t in there if t is not transfer and t is not met]
-        if len(there) + 2 > self._most[transfer.transport]:
-            return f"with {met.start.name} more than {self._most[transfer.transport]} would be on their way"
+        there = [t for t in self.in_flight(self.live.at[other], COPIED) if t is not transfer and t is not met]
+        if len(there) + 2 > NUM_BUFFERS:
+            return f"with {met.start.name} more than {NUM_BUFFERS} would be on their way"
         if transfer.gathers and met.gathers:
             return f"with {met.start.name} two all-gathers would be on their way"
         return None
 
     def _may_pass(self, transfer: Transfer, other: fx.Node) -> bool:
         met = self.of_start.get(other)
-        if met is not None and met.transport == transfer.transport:
+        if met is not None and met.transport == transfer.transport and (met.gathers or not transfer.gathers):
             return False
         voted = self.limits.voted
         return voted is None or (transfer.group in voted and group_of(other) in voted)
@@ -272,9 +288,8 @@ class _Walk:
             transfer = self.of_start.get(late)
             if transfer is None or not self._may_pass(transfer, early):
                 return f"{late.name} has passed {early.name}"
-        for transport, most in self._most.items():
-            if self._at_most(transport) > most:
-                return f"more than {most} collectives of {transport} would be on their way"
+        if self._most_copied() > NUM_BUFFERS:
+            return f"more than {NUM_BUFFERS} collectives of {COPIED} would be on their way"
         anew = LiveBytes(self.sets.sets, self.live.order)
         if anew.peak > self.bound:
             return f"the peak would be {anew.peak} bytes, {self.bound} are allowed"

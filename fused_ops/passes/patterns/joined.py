@@ -32,6 +32,7 @@ from ..graph.nodes import (
     is_val,
     only_user,
     val,
+    walk,
     writes,
 )
 from ..graph.views import CASTS
@@ -234,13 +235,7 @@ def _cuts(node: fx.Node, dim: int, sizes: list[int]) -> list[list[fx.Node]]:
 
 def _readers(nodes: Iterable[fx.Node], through: Callable[[fx.Node], bool] = is_view) -> set[fx.Node]:
     """All that reads these or views of them, or what else it is to look through."""
-    found: set[fx.Node] = set()
-    queue = [*nodes]
-    while queue:
-        users = [user for user in queue.pop().users if user not in found]
-        found.update(users)
-        queue += filter(through, users)
-    return found
+    return {user for node in walk(nodes, lambda n: filter(through, n.users)) for user in node.users}
 
 
 def _without_copy(result: fx.Node) -> None:
@@ -256,8 +251,5 @@ def _without_copy(result: fx.Node) -> None:
 
 def _renew(changed: fx.Node) -> None:
     """Gives views of it the values that they now have: other strides, in other memory."""
-    queue = [changed]
-    while queue:
-        for user in filter(is_view, queue.pop().users):
-            user.meta["val"] = rewrite.value(user.target, user.args, user.kwargs)
-            queue.append(user)
+    for view in [*walk([changed], lambda n: filter(is_view, n.users))][1:]:
+        view.meta["val"] = rewrite.value(view.target, view.args, view.kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..graph.nodes import (
     same_shape,
     some,
     val,
+    walk,
     what,
 )
 from ..graph.rewrite import call
@@ -268,18 +269,14 @@ def why_no_product(node: fx.Node) -> str:
 
 def has_product(node: fx.Node) -> bool:
     """Whether a sum has a matrix product among what it sums, through casts, factors and whatever orders elements."""
-    pending, seen = [node], {node}
-    while pending:
-        node = pending.pop()
-        if product(node) is not None:
-            return True
+
+    def sources(node: fx.Node) -> Iterator[fx.Node]:
         step = next(steps_back(node), None)
-        sources = node.args[:2] if calls(node, *_SUMS) else () if step is None else (step.source,)
-        for source in sources:
-            if is_val(source) and source not in seen:
-                seen.add(source)
-                pending.append(source)
-    return False
+        return filter(
+            is_val, node.args[:2] if calls(node, *_SUMS) else () if step is None else (step.source,)
+        )
+
+    return any(product(n) is not None for n in walk([node], sources))
 
 
 def _check_users(node: fx.Node, users: Iterable[fx.Node]) -> None:

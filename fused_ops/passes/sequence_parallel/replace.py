@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 
 from torch import fx
 
 from ..agreement.signature import COMPARED
 from ..graph import rewrite
 from ..graph.collectives import Collective, communicates
-from ..graph.nodes import FLAT, Size, aten, c10d, calls, memory, same_shape, val
+from ..graph.nodes import FLAT, Size, aten, c10d, calls, memory, same_shape, val, walk
 from ..graph.rewrite import call
 from ..graph.row_wise import step_by_rows, sum_of_own_rows
 from ..origin import put_for
@@ -77,14 +78,13 @@ def _scattered(c: Collective, region: Region) -> tuple[fx.Node, fx.Node]:
 
 def _compare_what_meets(region: Region) -> None:
     """Has the ranks compare how they compute what is not computed by rows: its numbers, and what is cut of what."""
-    pending = [n for node in region.leads for n in node.all_input_nodes if n not in region.leads]
-    while pending:
-        node = pending.pop()
-        by_rows = node in region.leads or communicates(node)
-        if node.op != "call_function" or by_rows or COMPARED in node.meta:
-            continue
+
+    def computed(node: fx.Node) -> Iterator[fx.Node]:
+        calls_ = (n for n in node.all_input_nodes if n.op == "call_function")
+        return (n for n in calls_ if n not in region.leads and not communicates(n))
+
+    for node in walk((n for lead in region.leads for n in computed(lead)), computed):
         node.meta[COMPARED] = True
-        pending += node.all_input_nodes
 
 
 def _in_shape(x: fx.Node, shape: list[Size], at: fx.Node) -> fx.Node:

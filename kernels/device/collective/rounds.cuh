@@ -50,12 +50,23 @@ struct Chunk {
     }
 };
 
+// All that `steps` sends, the first of it loaded already.
+template <typename Steps>
+__device__ __forceinline__ void send_in_turn(
+    Steps& steps, const Epoch& epoch, const ThreadShare& s, u32 end, u32 threads) {
+    for (;;) {
+        steps.send(epoch, s, end, threads);
+        if (!epoch.next_turn()) return;
+        steps.load(s, end, threads);
+    }
+}
+
 template <typename Steps>
 __device__ __forceinline__ void in_one_epoch(const ExchangeSlots& slots, u32 vectors, Steps& steps) {
     const ThreadShare first;
     steps.load(first, vectors, blockDim.x);  // under way while the epoch's number comes
     const Epoch epoch(slots);
-    steps.send(epoch, first, vectors, blockDim.x);
+    send_in_turn(steps, epoch, first, vectors, blockDim.x);
     steps.template receive<1>(epoch, first, vectors, blockDim.x);
     epoch.leave();
 }
@@ -79,7 +90,7 @@ __device__ __forceinline__ void in_rounds(const ExchangeSlots& slots, u32 vector
             if (i < count) {
                 if (i > 0 && sent.begins_epoch(chunks)) epoch.lost |= !credit_warp.may_send();
                 epoch.begin(sent.epoch);
-                steps.send(epoch, sent.share, chunks.end(i), workers);
+                send_in_turn(steps, epoch, sent.share, chunks.end(i), workers);
                 sent.next(chunks);
                 steps.load(sent.share, chunks.end(i + 1), workers);
             }

@@ -15,7 +15,8 @@ write (abort_notice.cuh). docs/protocol.md#copy-engines-and-the-acquire-kernel h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -23,9 +24,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ....symm_mem.backends import cuda_state
-from ....symm_mem.layout import Layout
+from ....symm_mem.layout import NUM_BUFFERS, Layout
 from ....symm_mem.workspace import Workspace
-from .acquire import Acquire
+from . import acquire
 
 #: Microseconds of a call without products and copies: the acquire kernel and the epoch's end; a wait for a peer; and
 #: until the first bytes of a copy and the flag after its last are there.
@@ -71,7 +72,7 @@ class CopyEngine:
         self._device = workspace.heap.device.index
         self._handle = cuda_state.state.own_stream(self, workspace.heap.device)
         # Of each buffer: its acquire kernel, and the events after that and after the pushes.
-        self._known: dict[int, tuple[Acquire, torch.cuda.Event, torch.cuda.Event]] = {}
+        self._known: dict[int, tuple[acquire.Acquire, torch.cuda.Event, torch.cuda.Event]] = {}
         self._made = cuda_state.state.event()
 
     @cached_property
@@ -122,10 +123,10 @@ class CopyEngine:
         """Pushes come after the acquire kernel on the current stream."""
         state = cuda_state.state
         if buffer not in self._known:
-            self._known[buffer] = Acquire(self.workspace, buffer), state.event(), state.event()
-        acquire, begin, _ = self._known[buffer]
+            self._known[buffer] = acquire.Acquire(self.workspace, buffer), state.event(), state.event()
+        kernel, begin, _ = self._known[buffer]
         handle: int = state.current_stream(self._device)
-        acquire.launch(timeout_ns, handle)
+        kernel.launch(timeout_ns, handle)
         begin.record(state.stream(handle, self._device))
         self._stream.wait_event(begin)
 
@@ -155,3 +156,35 @@ def engine_of(workspace: Workspace[Layout]) -> CopyEngine:
         workspace.copy_streams[_ENGINE] = CopyEngine(workspace)
     found: CopyEngine = workspace.copy_streams[_ENGINE]
     return found
+
+
+class CopiedCall:
+    """A call whose rows or products copy engines send beside torch's kernels: prepared once, called often.
+
+    Args:
+        workspace: with room for ``needed``; copy engines write its buffers.
+
+    Raises:
+        ValueError: the workspace is too small.
+    """
+
+    def __init__(self, workspace: Workspace[Layout], needed: Layout) -> None:
+        if not workspace.layout.holds(needed):
+            raise ValueError(f"workspace: is {workspace.layout}, must hold {needed}")
+        self.workspace, self._engine = workspace, engine_of(workspace)
+        acquire.load()
+        size, buffers = workspace.world_size, range(NUM_BUFFERS)
+        order = [(workspace.rank + step) % size for step in range(1, size)]
+        # Of each buffer the waits for what the peers send, in the order in which that comes.
+        self._arrivals = [[(src, acquire.Arrival(workspace, i, src)) for src in order] for i in buffers]
+        self._ends = [acquire.end_epoch_launcher(workspace, i) for i in buffers]
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """An exception inside breaks the group: the peers may wait for what was not launched."""
+        try:
+            with self.workspace.lock:
+                yield
+        except BaseException as e:
+            self.workspace.abandon(e)
+            raise

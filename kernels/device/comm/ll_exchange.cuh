@@ -21,6 +21,9 @@
 #ifndef DTYPE
 #error "DTYPE: float32, bfloat16 or float16"
 #endif
+#ifndef IN_TURN
+#define IN_TURN 0  // 1: a thread sends all that it has to one peer before it sends to the next one
+#endif
 
 namespace weft {
 
@@ -70,6 +73,7 @@ struct Epoch {
     // A wait of this thread, or of an earlier kernel of the group, has expired. Nothing is sent then: a peer misses the
     // data and reports it, instead of taking a wrong number for a right one.
     mutable bool lost;
+    mutable int turn = 1;  // with IN_TURN the one i of peer_of(i) that is sent to
 
     __device__ __forceinline__ explicit Epoch(const ExchangeSlots& slots) : s(slots), lost(is_broken(slots.watch)) {
         begin(load_relaxed(s.watch.words + s.epochs + blockIdx.x) + 1);
@@ -84,6 +88,22 @@ struct Epoch {
         return reinterpret_cast<uint4*>(s.watch.words + s.first) + (mine + sender * s.capacity + index);
     }
 
+    // What is sent now goes to peer_of(i) for i from first_peer() to last_peer(): to all, or with IN_TURN to one.
+    __device__ __forceinline__ int first_peer() const { return IN_TURN ? turn : 1; }
+
+    __device__ __forceinline__ int last_peer() const { return IN_TURN ? turn : WORLD_SIZE - 1; }
+
+    // After all is sent: whether the same has to be sent again, to the next peer. After the last one it is the first's
+    // turn.
+    __device__ __forceinline__ bool next_turn() const {
+#if IN_TURN
+        turn = turn % (WORLD_SIZE - 1) + 1;
+        return turn > 1;
+#else
+        return false;
+#endif
+    }
+
     __device__ __forceinline__ void send(int peer, u32 index, const uint4& wire) const {
         if (lost) return;
         char* here = reinterpret_cast<char*>(place(RANK, index));
@@ -92,7 +112,7 @@ struct Epoch {
 
     __device__ __forceinline__ void send_to_all(u32 index, const uint4& wire) const {
 #pragma unroll(FEW ? 8 : 4)
-        for (int i = 1; i < WORLD_SIZE; ++i) send(peer_of(i), index, wire);
+        for (int i = first_peer(); i <= last_peer(); ++i) send(peer_of(i), index, wire);
     }
 
     // After a failed poll for slot `index` of `sender`. True: go on without it.
@@ -179,31 +199,32 @@ struct ThreadShare {
     }
 };
 
-// One vector for every peer, in the order of peer_of; with many ranks each is loaded when it is sent. `load(peer, at)`
-// returns it.
+// One vector for every peer, in the order of peer_of; with many ranks, or in turn, each is loaded when it is sent.
+// `load(peer, at)` returns it.
 struct Parts {
-    uint4 of[FEW ? WORLD_SIZE : 1];
+    static constexpr bool AHEAD = FEW && !IN_TURN;
+    uint4 of[AHEAD ? WORLD_SIZE : 1];
 
     template <typename Load>
     __device__ __forceinline__ void load_all(const Load& load, u32 at) {
-        if constexpr (FEW) {
+        if constexpr (AHEAD) {
 #pragma unroll
             for (int i = 1; i < WORLD_SIZE; ++i) of[i] = load(peer_of(i), at);
         }
     }
 
     template <typename Load, typename Send>
-    __device__ __forceinline__ void each(const Load& load, u32 at, const Send& send) const {
+    __device__ __forceinline__ void each(const Load& load, const Epoch& epoch, u32 at, const Send& send) const {
 #pragma unroll(FEW ? 8 : 1)
-        for (int i = 1; i < WORLD_SIZE; ++i) {
+        for (int i = epoch.first_peer(); i <= epoch.last_peer(); ++i) {
             const int peer = peer_of(i);
-            send(peer, FEW ? of[FEW ? i : 0] : load(peer, at));
+            send(peer, AHEAD ? of[AHEAD ? i : 0] : load(peer, at));
         }
     }
 
     template <typename Load>
     __device__ __forceinline__ void send_all(const Load& load, const Epoch& epoch, const ThreadShare& s) const {
-        each(load, s.at, [&](int peer, const uint4& v) { epoch.send(peer, s.index, ll_encode(v)); });
+        each(load, epoch, s.at, [&](int peer, const uint4& v) { epoch.send(peer, s.index, ll_encode(v)); });
     }
 };
 

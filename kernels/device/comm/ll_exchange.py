@@ -42,6 +42,11 @@ def exchange_program(source: Path, rank: int, defines: Mapping[str, str | int]) 
     return _program(source, (*defines.items(), ("RANK", rank), ("DEPENDENT", int(dependent()))))
 
 
+def in_turn(program: Program) -> Program:
+    """The same, with which a thread sends all that it has to one peer before it sends to the next one."""
+    return _program(program.path, (*program.defines.items(), ("IN_TURN", 1)))
+
+
 @cache
 def _program(source: Path, defines: tuple[tuple[str, str | int], ...]) -> Program:
     return Program(source, defines=dict(defines))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from ctypes import Structure
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -79,19 +79,60 @@ def one_shot_program(path: Path, defines: Defines) -> Program:
     return Program(path, defines=dict(defines))
 
 
-def launch_of(
-    program: Program, name: str, params: Structure, config: OneShotConfig, layout: ExchangeLayout
-) -> tuple[Callable[[int], None], tuple[int]]:
-    """A launch in a workspace of ``layout``, on a stream; and how many blocks it has.
+class OneShotCall(ABC):
+    """One exchange beside torch's products, on one problem and one workspace: prepared once, called often.
+
+    Args:
+        workspace: with room for ``config.layout``, the same call site on every rank.
+        config: the same on every rank.
+        function: the kernel's name in ``program``; ``params`` are its arguments, but for addresses.
 
     Raises:
         ValueError: the workspace is too small.
     """
-    needed = config.layout(layout.world_size)
-    if not layout.holds(needed):
-        raise ValueError(f"workspace: is {layout}, must hold {needed} for {config}")
-    blocks, threads = exchange_grid(config.vectors, layout.slots, config.blocks, config.threads)
-    return program.function(name).bound(blocks, threads, params), (blocks,)
+
+    op: str  #: what errors say
+
+    def __init__(
+        self,
+        workspace: Workspace[ExchangeLayout],
+        config: OneShotConfig,
+        program: Program,
+        function: str,
+        params: Any,
+    ) -> None:
+        self.workspace, self._params, self._timeout_ns = workspace, params, 0
+        layout = workspace.layout
+        if not layout.holds(needed := config.layout(layout.world_size)):
+            raise ValueError(f"workspace: is {layout}, must hold {needed} for {config}")
+        blocks, threads = exchange_grid(config.vectors, layout.slots, config.blocks, config.threads)
+        self._launch, self._grids = program.function(function).bound(blocks, threads, params), (blocks,)
+
+    @abstractmethod
+    def _put(self, *addresses: int) -> None:
+        """Writes them into the arguments, at once: a store to a ctypes field costs as much."""
+
+    def launch(self, addresses: Sequence[int], timeout_ns: int, stream: int) -> None:
+        """The exchange alone."""
+        with self.workspace.lock:
+            if timeout_ns != self._timeout_ns:
+                self._timeout_ns = self._params.slots.watch.timeout_ns = timeout_ns
+            self._put(*addresses)
+            self._launch(stream)
+
+    def _exchange(self, addresses: Sequence[int], timeout_ns: int, stream: int) -> None:
+        """The exchange as a part of a call.
+
+        Raises:
+            PeerTimeout, CallAbandoned: as ``Workspace.raise_if_broken``.
+        """
+        # Four frames: this, the call, and two more, on the fast path and on the slow one.
+        self.workspace.raise_if_broken(self.op, inside=4, grids=self._grids)
+        try:
+            self.launch(addresses, timeout_ns, stream)
+        except BaseException as e:
+            self.workspace.abandon(e)  # the peers may wait for what was not launched
+            raise
 
 
 def launch_prepared(

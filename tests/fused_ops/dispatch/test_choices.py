@@ -181,3 +181,25 @@ def test_the_first_run_loads_the_programs_of_the_choice(op: str, how: str | None
         names = [*map(str, choice.programs())]
         assert set(names) == set(map(str, loaded)), (row, found)
         assert bool(names) == (found.algorithm != "unfused")
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+def test_over_pcie_collectives_send_in_turn(op: str, ranks: int) -> None:
+    """Where there is more than one peer."""
+    for row in select_rows("cuda", (op,), modes=("eager",))[::3]:
+        with FakeTensorMode():
+            called, given, named = call_of(row, ranks)
+            loaded = loaded_at_first_run(called.default, given, named, over_pcie=True)
+        assert loaded and all(("IN_TURN" in program.defines) == (ranks > 2) for program in loaded)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8], indirect=True)
+def test_few_rows_are_gathered_in_one_shot(ranks: int) -> None:
+    for n, k in ((3072, 4096), (14336, 4096), (28672, 8192)):
+        for rows in (16, 64, 128, 2048):
+            with FakeTensorMode():
+                given = tensor(rows // ranks, k), [tensor(k, n)], 0, "0"
+            found = plan(weft.fused_all_gather_matmul, *given, return_A=False)
+            assert found.algorithm == ("one_shot" if rows <= 128 else "push"), (ranks, rows, n)
+            kept = plan(weft.fused_all_gather_matmul, *given, return_A=True)
+            assert kept.algorithm != "one_shot"

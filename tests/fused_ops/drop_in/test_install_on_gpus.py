@@ -121,7 +121,8 @@ def test_all_to_all_vdev_in_a_cuda_graph(rank: int, size: int) -> None:
     graph.replay()
     torch.cuda.synchronize()
     with pytest.raises(
-        ValueError, match=r"out.shape\[0\]: is 768, must be at least 1040, the rows of the rank"
+        ValueError, match=r"out.shape\[0\]: is 768, must be at least 1024, the rows of the rank"
     ):
         symm_mem.check()
+    assert not found[0].any() and not found_back[0].any()
     weft.drop_in.uninstall()

@@ -35,8 +35,12 @@ def layers_of(whole: list[Tensor], **options: bool) -> Layers:
 def run(layers: Layers, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None = None) -> Tensor:
     up, down = layers
     rows, offs, slots = up.route(ids)
-    gate, value = up(x, rows, offs)
-    y: Tensor = down(silu(gate) * value, offs, slots, weights, shared)
+    if up.expert_parallel:
+        hidden = up(x, rows, offs, swiglu=True)
+    else:
+        gate, value = up(x, rows, offs)
+        hidden = silu(gate) * value
+    y: Tensor = down(hidden, offs, slots, weights, shared)
     return y
 
 
@@ -247,6 +251,8 @@ def refused(rank: int, size: int) -> None:
     ]:
         with pytest.raises(kind, match=words):
             layer(x, rows, offs)
+    with pytest.raises(ValueError, match="swiglu: is True, must be False: the layer is not gated"):
+        layer(torch.ones(2, 8), rows, offs, swiglu=True)
     with pytest.raises(TypeError, match="expert_parallel: is of type int, must be True or False"):
         fused_ops.ColumnParallelExperts(8, 16, 4, group=world(), expert_parallel=1)  # type: ignore[arg-type]
 

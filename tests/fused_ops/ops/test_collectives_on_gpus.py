@@ -12,6 +12,12 @@ from ranks import on_ranks
 from test_all_gather import bits
 from torch import Tensor
 from weft import fused_ops
+from weft.kernels.all_gather.cuda_kernel import all_gather_program
+from weft.kernels.all_reduce.cuda_kernel import all_reduce_program
+from weft.kernels.all_to_all.cuda_kernel import all_to_all_program
+from weft.kernels.device.comm.ll_exchange import in_turn
+from weft.kernels.reduce_scatter.cuda_kernel import reduce_scatter_program
+from weft.symm_mem.heap.registry import get_heap
 
 pytestmark = pytest.mark.gpu
 
@@ -100,3 +106,27 @@ def test_every_bit_arrives_where_it_is_exchanged(rank: int, world_size: int) -> 
                     y = fused_ops.one_shot_all_to_all(x, scatter_dim, gather_dim, world())
                     assert fused_ops.last_plan().algorithm == "push"
                     assert torch.equal(bits(y), bits(want)), (shape, x.dtype, scatter_dim, gather_dim)
+
+
+@on_ranks([3, 4], device="cuda")
+def test_one_peer_after_the_other_as_over_pcie(rank: int, world_size: int) -> None:
+    group = dist.new_group()
+    get_heap(group).backend.over_pcie = True
+    programs = (
+        all_gather_program(world_size, rank),
+        all_to_all_program(world_size, rank),
+        all_reduce_program(world_size, rank, torch.float32, "sum"),
+        reduce_scatter_program(world_size, rank, torch.float32, "sum"),
+    )
+    before = [len(in_turn(program)._functions) for program in programs]
+    for n in (4, 31, 4096, 1 << 20):
+        x = torch.randn(world_size, n)
+        everyones = list(gathered(x))
+        total = sum(everyones[1:], everyones[0])
+        assert torch.equal(fused_ops.one_shot_all_reduce(x, "sum", group), total), n
+        assert torch.equal(fused_ops.one_shot_all_gather(x, 0, group), torch.cat(everyones)), n
+        assert torch.equal(fused_ops.one_shot_reduce_scatter(x, "sum", 0, group)[0], total[rank]), n
+        exchanged = torch.stack([each[rank] for each in everyones])
+        assert torch.equal(fused_ops.one_shot_all_to_all(x, 0, 0, group), exchanged), n
+        assert fused_ops.last_plan().algorithm == "push"
+    assert all(len(in_turn(p)._functions) > b for p, b in zip(programs, before, strict=True))

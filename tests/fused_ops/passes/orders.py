@@ -12,7 +12,7 @@ import torch.distributed as dist
 from graphs import Ranks, copied, traced
 from memory_check.verifier import MemoryVerifier
 from torch import Tensor, fx
-from weft.fused_ops.passes.graph.collectives import communicates, starts, waits
+from weft.fused_ops.passes.graph.collectives import communicates, starts
 from weft.fused_ops.passes.memory.live_bytes import body
 from weft.fused_ops.passes.order.costs import CostTable
 from weft.fused_ops.passes.order.grouped import grouped, is_copy
@@ -153,14 +153,6 @@ def check_copied_in(before: fx.Graph, after: fx.Graph) -> int:
     return found
 
 
-def most_on_their_way(graph: fx.Graph) -> int:
-    there = most = 0
-    for node in graph.nodes:
-        there += communicates(node) - waits(node)
-        most = max(most, there)
-    return most
-
-
 def check_alike(before: fx.Graph, *changed: fx.Graph) -> None:
     """All compute the same bits, however late collectives read and write."""
     inputs = Ranks(WORLD).inputs(before)
@@ -181,25 +173,31 @@ def measured_peak(graph: fx.Graph, predicted: int) -> int:
 
 
 def check_random(seed: int) -> int:
-    """How often a random program got another order, within two limits of memory: it computes the same."""
+    """How often a random program got another order, within two limits of memory: it computes the same. With the larger
+    one all ranks vote, and gathers may pass what does not gather."""
     before = graph_of(program(seed))
-    orders = [after for memory in (0.0, 0.2) if (after := _reordered(before, memory)) is not None]
+    found = [_reordered(before, OrderLimits()), _reordered(before, OrderLimits(memory=0.2, voted=None))]
+    orders = [after for after in found if after is not None]
     if orders:
         check_alike(before, *orders)
     return len(orders)
 
 
-def _reordered(before: fx.Graph, memory: float) -> fx.Graph | None:
+def _reordered(before: fx.Graph, limits: OrderLimits) -> fx.Graph | None:
     """The graph in another order; None where its own is kept."""
     after = copied(before)
-    change = reorder(after, TABLE, OrderLimits(memory=memory))
+    change = reorder(after, TABLE, limits)
     after.lint()
-    assert order_of(after) == order_of(before)
+    mine, theirs = order_of(after), order_of(before)
+    for gathers in (True, False):  # each of both kinds keep theirs
+        assert [n for n in mine if ("gather" in n) is gathers] == [
+            n for n in theirs if ("gather" in n) is gathers
+        ]
+    assert mine == theirs or limits.voted is None
     less = change.peak_after < change.peak_before
     assert change.after <= change.before * (1.1 if less else 1)
-    assert change.peak_after <= change.peak_before * (1 + memory)
+    assert change.peak_after <= change.peak_before * (1 + limits.memory)
     check_copied_in(before, after)
-    assert most_on_their_way(after) <= max(2, most_on_their_way(before))
     if change.kept:
         assert words(after) == words(before)
         return None

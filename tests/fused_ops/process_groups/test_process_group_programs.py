@@ -55,7 +55,8 @@ def _by_weft(group: Any) -> dict[str, int]:
 def _on_both(
     program: Callable[[Any, int], tuple[Losses, list[torch.Tensor]]], rank: int, *expected: str
 ) -> None:
-    """The program's losses and tensors are gloo's within rounding, and weft took these collectives."""
+    """The program's losses and tensors are gloo's within rounding, and weft took these collectives; none if not one
+    is expected."""
     over_gloo = program(dist.new_group(backend="gloo"), rank)
     group = dist.new_group(backend="weft")
     over_weft = program(group, rank)
@@ -63,7 +64,7 @@ def _on_both(
     for mine, theirs in zip(over_weft[1], over_gloo[1], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
     taken = _by_weft(group)
-    assert set(expected) <= set(taken), taken
+    assert set(expected) <= set(taken) and bool(expected) == bool(taken), taken
 
 
 def _ddp(group: Any, rank: int) -> tuple[Losses, list[torch.Tensor]]:
@@ -114,7 +115,8 @@ def _chained(group: Any, rank: int) -> tuple[Losses, list[torch.Tensor]]:
 
 
 def check_ddp(rank: int, world_size: int) -> None:
-    for program in (_ddp, _fp16, _chained, _power_sgd):
+    _on_both(_ddp, rank)
+    for program in (_fp16, _chained, _power_sgd):
         _on_both(program, rank, "all_reduce")
 
 

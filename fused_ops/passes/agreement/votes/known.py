@@ -11,7 +11,7 @@ import threading
 from ....dispatch.plan import unfused_calls
 from .board_file import BoardFile
 from .vote import FUSED, PLAIN, UNDECIDED
-from .vote_rows import _ANSWER, _BEGUN, _COUNT, _RUN, _TURNS, FARTHEST, ring_of, row_of, trusted
+from .vote_rows import _ANSWER, _BEGUN, _COUNT, _RUN, _TURN, FARTHEST, ring_of, row_of, trusted
 
 _fence = threading.Lock()  # taking it is a full fence: what was written is seen before what follows is read
 _MOST_KNOWN = 1 << 16
@@ -88,7 +88,7 @@ class KnownGraphs:
             if run > turn:
                 if tuple(words[row + ring : row + ring + 3]) != graph:
                     return False
-            elif answer == PLAIN and words[row + _TURNS] == turn and _end(words, row) > graph[0]:
+            elif answer == PLAIN and words[row + _TURN] == turn and _end(words, row) > graph[0]:
                 return False
         return True
 

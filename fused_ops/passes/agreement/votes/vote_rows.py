@@ -7,14 +7,25 @@ when they come there. Whoever comes with another one has left: nobody can take b
 
 from __future__ import annotations
 
-from .vote import ANOTHER_GRAPH, CANNOT_FUSE, FUSED, LEFT, NOTHING, PASSED_BY, PLAIN, UNDECIDED, Vote
+from .vote import (
+    ABSENT,
+    ANOTHER_GRAPH,
+    CANNOT_FUSE,
+    FUSED,
+    LATE,
+    LEFT,
+    NOTHING,
+    PASSED_BY,
+    PLAIN,
+    UNDECIDED,
+    Vote,
+)
 
-# A rank's words: its post (from which a count of 1 on there is one), the answer, and digests of its last posts.
-_TURNS, _BEGUN, _COUNT, _SIGNATURE, _CAN_FUSE, _ANSWER, _WHY, _PEER, _POSTS = range(9)
+# A rank's words: its post (from which a count of 1 on there is one) and the answer.
+_TURN, _BEGUN, _COUNT, _SIGNATURE, _CAN_FUSE, _ANSWER, _WHY, _PEER, _POSTS = range(9)
 _PRESENT = 9  # 1 once the rank has shown its presence
 _RUN = 10  # graphs that it has run fused: here, so that one who is interrupted while it asks has it, too
-_HISTORY, _KEPT = 16, 112
-_RING, _TURNS_KEPT = _HISTORY + _KEPT, 128  # the graphs of its last turns
+_RING, _TURNS_KEPT = 16, 128  # the graphs of its last turns
 _ROW = _RING + 3 * _TURNS_KEPT
 
 _SECRET = 4  # words before all
@@ -45,6 +56,10 @@ def trusted(words: memoryview) -> bool:
     return words[_AGREED] >= TRUSTED and not words[_DIFFERED]
 
 
+def _post_of(words: memoryview, row: int) -> tuple[int, ...]:
+    return tuple(words[row + _TURN : row + _SIGNATURE + 1])
+
+
 class VoteRows:
     """The rules by which posts become answers. Whoever calls them has the board's lock."""
 
@@ -55,131 +70,117 @@ class VoteRows:
         """Graphs that any rank has run fused."""
         return max(words[row_of(rank) + _RUN] for rank in range(self.size))
 
-    def _decide(self, words: memoryview, rank: int, answer: int, why: int, peer: int) -> None:
+    def _decide(self, words: memoryview, rank: int, why: int, peer: int) -> None:
+        """The rank is told to run its graph unfused."""
         row = row_of(rank)
         words[row + _WHY], words[row + _PEER] = why, peer
-        words[row + _ANSWER] = answer
-        if answer == PLAIN and words[row + _CAN_FUSE]:
+        words[row + _ANSWER] = PLAIN
+        if words[row + _CAN_FUSE]:
             words[_AGREED] = 0
             if why in (ANOTHER_GRAPH, PASSED_BY):
                 words[_DIFFERED] = 1
 
-    def _post(self, words: memoryview, rank: int, post: Vote) -> None:
-        row = row_of(rank)
+    def _post(self, words: memoryview, post: Vote) -> None:
+        row = row_of(self.rank)
         words[row + _ANSWER] = UNDECIDED
-        words[row + _TURNS], words[row + _BEGUN], words[row + _COUNT], words[row + _SIGNATURE] = post[:4]
+        turn = words[row + _TURN] = words[row + _RUN]
+        words[row + _BEGUN], words[row + _COUNT], words[row + _SIGNATURE] = post[:3]
         words[row + _CAN_FUSE] = int(post.can_fuse)
-        posts = words[row + _POSTS]
-        words[row + _HISTORY + posts % _KEPT] = post.digest
-        words[row + _POSTS] = posts + 1
+        words[row + _POSTS] += 1
         if not post.can_fuse:
-            self._decide(words, rank, PLAIN, CANNOT_FUSE, rank)
-        if self._follow(words, rank, post):
+            self._decide(words, self.rank, CANNOT_FUSE, self.rank)
+        if self._follow(words, post):
             return
-        waiting = self._waiting(words, post)
-        if waiting is None:
-            for peer in range(self.size):
-                if peer != rank:
-                    self._meet(words, rank, post, peer)
-            self._spread(words)
-        if waiting == self.size:
+        mine, rows = (turn, *post[:3]), [row_of(rank) for rank in range(self.size)]
+        if all(words[r + _ANSWER] == UNDECIDED and _post_of(words, r) == mine for r in rows):
             words[_AGREED] += 1
-            for each in range(self.size):
-                self._run(words, each, post)
-
-    def _waiting(self, words: memoryview, post: Vote) -> int | None:
-        """How many ranks wait with this post, if all others run a graph fused or have run it, as in most votes; else
-        None."""
-        count, mine = 0, post[:4]
-        for row in range(_HEADER, _HEADER + self.size * _ROW, _ROW):
-            answer = words[row + _ANSWER]
-            if answer == UNDECIDED and self._post_of(words, row) == mine:
-                count += 1
-            elif answer != FUSED:
-                return None
-        return count
+            for rank in range(self.size):
+                self._run(words, rank, post)
+            return
+        for peer in range(self.size):
+            if peer != self.rank:
+                self._meet(words, post, peer)
+        self._spread(words)
 
     def _run(self, words: memoryview, rank: int, post: Vote) -> None:
-        """The rank runs its graph fused, in this turn."""
+        """The rank runs its graph fused, in its turn."""
         row = row_of(rank)
-        at = row + ring_of(post.turns)
-        words[at], words[at + 1], words[at + 2] = post.graph
-        words[row + _RUN] = post.turns + 1
+        turn = words[row + _RUN]
+        at = row + ring_of(turn)
+        words[at], words[at + 1], words[at + 2] = post[:3]
+        words[row + _RUN] = turn + 1
         words[row + _WHY], words[row + _PEER], words[row + _ANSWER] = NOTHING, rank, FUSED
 
-    def _follow(self, words: memoryview, rank: int, post: Vote) -> bool:
+    def _follow(self, words: memoryview, post: Vote) -> bool:
         """Whether others run this turn's graph fused, or have run it. Then it is this one, or comes later, or this rank
         has left."""
-        for first in range(self.size):
-            if words[row_of(first) + _RUN] > post.turns:
-                break
-        else:
+        turn = words[row_of(self.rank) + _RUN]
+        first = next((r for r in range(self.size) if words[row_of(r) + _RUN] > turn), None)
+        if first is None:
             return False
-        at = row_of(first) + ring_of(post.turns)
+        at = row_of(first) + ring_of(turn)
         there = tuple(words[at : at + 3])
-        if post.can_fuse and post.graph == there:
-            self._run(words, rank, post)
+        if post.can_fuse and post[:3] == there:
+            self._run(words, self.rank, post)
         elif post.begun + post.count > there[0]:
-            self._leave(words, rank, post, there[2])
+            self._leave(words, post, there[2])
         elif post.can_fuse:
-            self._decide(words, rank, PLAIN, PASSED_BY, first)
+            self._decide(words, self.rank, PASSED_BY, first)
         return True
 
-    def _leave(self, words: memoryview, rank: int, post: Vote, expected: int) -> None:
+    def _leave(self, words: memoryview, post: Vote, expected: int) -> None:
         """Others wait in vain inside of their graphs. All ranks hear of it, and go on as if none had run more."""
-        words[_LEAVER], words[_CAME], words[_EXPECTED] = rank, post.signature, expected
+        words[_LEAVER], words[_CAME], words[_EXPECTED] = self.rank, post.signature, expected
         words[_SESSION] = 0
         words[_LEAVES] += 1
         words[_DIFFERED] = 1
         words[_GO_ON] = self._most(words)
         for each in range(self.size):
-            if each == rank or words[row_of(each) + _ANSWER] == UNDECIDED:
-                self._decide(words, each, PLAIN, LEFT, rank)
+            if each == self.rank or words[row_of(each) + _ANSWER] == UNDECIDED:
+                self._decide(words, each, LEFT, self.rank)
 
-    @staticmethod
-    def _post_of(words: memoryview, row: int) -> tuple[int, ...]:
-        return tuple(words[row + _TURNS : row + _SIGNATURE + 1])
-
-    def _meet(self, words: memoryview, rank: int, post: Vote, peer: int) -> None:
-        """What the peer's last post says about this one, and the other way round."""
-        row, own = row_of(peer), row_of(rank)
+    def _meet(self, words: memoryview, post: Vote, peer: int) -> None:
+        """What the peer's last post says about this rank's, and the other way round."""
+        row, own = row_of(peer), row_of(self.rank)
         if not words[row + _POSTS] or words[row + _ANSWER] == FUSED:
             return  # it has not come yet
-        turns, begun, count, signature = self._post_of(words, row)
-        undecided = words[row + _ANSWER] == UNDECIDED
-        own_why = NOTHING
-        if (turns, begun, count, signature) == (post.turns, *post.graph):
-            return  # the answer to one is the answer to the other
-        if turns != post.turns:
-            return  # nor has one that is on its way to this turn
+        turn, begun, count, signature = _post_of(words, row)
+        if turn != words[own + _TURN] or (begun, count, signature) == post[:3]:
+            return  # it is on its way here, or the answer to one is the answer to the other
+        waits = words[row + _ANSWER] == UNDECIDED
+        in_vain = words[row + _WHY] in (LATE, ABSENT) and words[row + _PEER] == self.rank
         if begun + count <= post.begun:
-            if undecided:  # it waits where this rank has been without a post
-                self._decide(words, peer, PLAIN, PASSED_BY, rank)
+            if waits:  # where this rank has been without a post
+                self._decide(words, peer, PASSED_BY, self.rank)
+            elif in_vain:
+                words[_DIFFERED] = 1
             return
-        if post.begun + post.count <= begun:
-            own_why = PASSED_BY
-        else:
-            own_why = ANOTHER_GRAPH
-            if undecided:
-                self._decide(words, peer, PLAIN, ANOTHER_GRAPH, rank)
+        passed = post.begun + post.count <= begun
+        if waits and not passed:
+            self._decide(words, peer, ANOTHER_GRAPH, self.rank)
         if words[own + _ANSWER] == UNDECIDED:
-            self._decide(words, rank, PLAIN, own_why, peer)
+            if passed and in_vain and not waits:  # this rank was only late
+                self._decide(words, self.rank, LATE, self.rank)
+            else:
+                self._decide(words, self.rank, PASSED_BY if passed else ANOTHER_GRAPH, peer)
 
     def _spread(self, words: memoryview) -> None:
         """Equal posts have the same answer."""
-        rows = [row_of(r) for r in range(self.size) if words[row_of(r) + _POSTS]]
-        plain = {self._post_of(words, r): r for r in rows if words[r + _ANSWER] == PLAIN}
-        for row in rows if plain else ():
-            source = plain.get(self._post_of(words, row))
+        rows = [(r, row_of(r)) for r in range(self.size) if words[row_of(r) + _POSTS]]
+        plain = {_post_of(words, row): row for _, row in rows if words[row + _ANSWER] == PLAIN}
+        for rank, row in rows if plain else ():
+            source = plain.get(_post_of(words, row))
             if source is not None and words[row + _ANSWER] == UNDECIDED:
-                rank = (row - _HEADER) // _ROW
-                self._decide(words, rank, PLAIN, words[source + _WHY], words[source + _PEER])
+                why, peer = words[source + _WHY], words[source + _PEER]
+                if peer == rank:  # it was only late
+                    words[source + _WHY], why = NOTHING, LATE
+                self._decide(words, rank, why, peer)
 
-    def _missing(self, words: memoryview, post: Vote) -> int:
-        mine = post[:4]
+    def _missing(self, words: memoryview) -> int:
+        """The first rank that does not wait where this one does."""
+        mine = _post_of(words, row_of(self.rank))
         for rank in range(self.size):
             row = row_of(rank)
-            # Not here, or left again.
-            if self._post_of(words, row) != mine or words[row + _ANSWER] != UNDECIDED:
+            if _post_of(words, row) != mine or words[row + _ANSWER] != UNDECIDED:
                 return rank
         return self.rank

@@ -16,7 +16,8 @@ from ranks import run_ranks
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from weft.fused_ops.passes import FusionPass
-from weft.fused_ops.passes.agreement import guard, outcomes
+from weft.fused_ops.passes.agreement import guard
+from weft.fused_ops.passes.agreement.outcomes import RunOutcomes
 
 RANKS, FEWER = 3, 2
 ASKED = r"^graph \w{16}: was made for 3 ranks, group '0' has 2: "
@@ -88,7 +89,6 @@ def test_what_is_put_in_says_for_how_many_ranks(fn: Callable[..., Tensor]) -> No
 
 def restarted(rank: int, size: int, folder: str) -> None:
     torch._dynamo.reset()
-    outcomes.reset_outcomes()
     runs: list[tuple[str, Any, list[Tensor], Tensor]] = []
     with inductor_config.patch(fx_graph_cache=False):
         for agree, words in ((True, ASKED), (False, CALLED)):
@@ -127,7 +127,7 @@ def test_a_restart_with_fewer_ranks(tmp_path: Path) -> None:
 def late_before(rank: int, size: int, folder: str) -> None:
     """Rank 0 waits once in vain. Of the new group's ranks that says nothing."""
     torch._dynamo.reset()
-    outcomes.reset_outcomes()
+    counted = RunOutcomes()
     patience, guard.VOTE_DEADLINE = guard.VOTE_DEADLINE, 30.0
     with inductor_config.patch(fx_graph_cache=False):
         compiled = torch.compile(sequence, options=FusionPass(fuse="always").options, fullgraph=True)
@@ -136,15 +136,15 @@ def late_before(rank: int, size: int, folder: str) -> None:
     if rank == 0:
         guard.VOTE_DEADLINE = 0.1
     (compiled if rank == 0 else sequence)(*inputs)
-    assert outcomes.questions().fused == 1
-    assert len(outcomes.disagreements()) == (rank == 0)
+    assert counted.questions().fused == 1
+    assert len(counted.disagreements()) == (rank == 0)
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     guard.VOTE_DEADLINE = 30.0
-    outcomes.reset_outcomes()
+    counted.reset()
     compiled(*inputs)
     guard.VOTE_DEADLINE = patience
-    assert outcomes.questions().fused == 1, outcomes.disagreements()
+    assert counted.questions().fused == 1, counted.disagreements()
 
 
 def test_who_was_late_before_a_restart_is_waited_for(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 from weft.fused_ops.passes import Entry, FusionPass
+from weft.fused_ops.passes.agreement.fallback import FallbackRuns, pickled
 from weft.fused_ops.passes.agreement.fallback_graph import FallbackGraph
 from weft.fused_ops.passes.agreement.guard import GraphGuard
 
@@ -69,3 +70,16 @@ def test_a_graph_whose_collectives_are_left_in_another_order_asks_each_time(cros
     FallbackGraph(after, [node]).ask_first(after, [entry], [], crossed)
     (question,) = questions(after)
     assert GraphGuard(str(question.args[0]))._unasked is not bool(crossed)
+
+
+def test_the_constants_of_a_kept_graph() -> None:
+    """Op by op and compiled."""
+    graph = fx.Graph()
+    x, c = graph.placeholder("x"), graph.get_attr("constant")
+    graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (x, c)),))
+    module = torch.nn.Module()
+    module.register_buffer("constant", constant := torch.randn(5))
+    runs = FallbackRuns("g", pickled(graph, module), redraws=False)
+    for _ in range(4):
+        assert torch.equal(runs.run([X[:, :5]], compiles=True)[0], X[:, :5] * constant)
+    assert callable(*runs._runs.values())

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from test_board import at_once, make, post, stores
+from test_board import at_once, make, post, stores, turns
 from weft.fused_ops.passes.agreement.votes import known, vote_rows
 from weft.fused_ops.passes.agreement.votes.board import VoteBoard
 from weft.fused_ops.passes.agreement.votes.vote import (
+    ABSENT,
     ANOTHER_GRAPH,
     CANNOT_FUSE,
     LATE,
@@ -50,19 +51,19 @@ def ask(
 
     ``fused``: whether anything in the graph is.
     """
-    vote = post(begun, count, signature, can_fuse and fused, where.turns)
+    vote = post(begun, count, signature, can_fuse and fused)
     if vote.can_fuse and where.known.run(signature, count, begun):
         return UNASKED
-    answer = where.ask(vote, lambda: timeout)
+    answer = where.ask(vote, timeout)
     if answer.fused:
         where.known.learn(signature)
     return answer
 
 
-def met(count: int, turns: int = 12) -> list[VoteBoard]:
+def met(count: int, runs: int = 12) -> list[VoteBoard]:
     """Ranks that have run the same graph so often, and another one before."""
     where = make(count)
-    for signature in (9, *[7] * turns):
+    for signature in (9, *[7] * runs):
         answers = at_once(*(lambda b=b, s=signature: ask(b, s) for b in where))  # type: ignore[misc]
         assert all(a.fused for a in answers)
     return where
@@ -71,13 +72,13 @@ def met(count: int, turns: int = 12) -> list[VoteBoard]:
 @pytest.mark.parametrize("count", [2, 3])
 def test_who_is_early_does_not_wait_and_the_others_find_what_it_ran(count: int) -> None:
     where = met(count)
-    turns = where[0].turns
+    before = turns(where)[0]
     for _ in range(10):
         assert ask(where[0]) == UNASKED
     for rank in range(1, count):
         for _ in range(10):
             assert ask(where[rank]).fused
-    assert [b.turns for b in where] == [turns + 10] * count
+    assert turns(where) == [before + 10] * count
     assert ask(where[1]) == UNASKED
 
 
@@ -88,8 +89,9 @@ def test_one_rank_by_itself() -> None:
 
 
 def test_all_ask_before_the_ranks_have_agreed_often_enough() -> None:
-    where = met(2, turns=4)
+    where = met(2, runs=4)
     assert ask(where[0], timeout=0.05) == Answer(False, LATE, 1)
+    assert ask(where[1]) == Answer(False, LATE, 1)
     # As often again once one was late. That has run over the backend on both.
     for _ in range(TRUSTED):
         answers = at_once(*(lambda b=b: ask(b, begun=2) for b in where))  # type: ignore[misc]
@@ -104,9 +106,7 @@ def test_a_graph_that_is_new_to_the_ranks_is_voted_on() -> None:
 
 def test_ranks_that_have_run_different_graphs_ask_for_good() -> None:
     where = met(2)
-    answers = at_once(
-        lambda: where[0].ask(post(0, turns=where[0].turns), lambda: 10.0), lambda: ask(where[1], 8)
-    )
+    answers = at_once(lambda: where[0].ask(post(0), 10.0), lambda: ask(where[1], 8))
     assert [a.why for a in answers] == [ANOTHER_GRAPH] * 2
     for _ in range(3 * TRUSTED):
         answers = at_once(*(lambda b=b: ask(b, begun=2) for b in where))  # type: ignore[misc]
@@ -115,13 +115,25 @@ def test_ranks_that_have_run_different_graphs_ask_for_good() -> None:
 
 def test_a_rank_that_was_late_as_it_ran_something_else_has_run_a_different_graph() -> None:
     where = met(2)
-    missed = post(0, turns=where[0].turns)
-    assert where[0].ask(missed, lambda: 0.05).why == LATE
+    missed = post(0)
+    assert where[0].ask(missed, 0.05).why == LATE
     ask(where[1], 5, begun=2, fused=False)
-    assert where[0].came_after_all(1, missed) is False
     for _ in range(3 * TRUSTED):
         answers = at_once(*(lambda b=b: ask(b, begun=4) for b in where))  # type: ignore[misc]
         assert all(a == Answer(True, NOTHING, a.peer) for a in answers)
+
+
+def test_a_rank_that_was_only_late_has_run_the_same_graphs() -> None:
+    """It compiles for long, and the hosts of others do not wait for what they have launched."""
+    where = met(2)
+    for begun, why in ((0, LATE), (2, ABSENT)):
+        vote = post(begun, signature=8)
+        assert where[0].ask(vote, 0.05) == Answer(False, why, 1)
+    for begun in (0, 2):
+        assert where[1].ask(post(begun, signature=8), 10.0).why == LATE
+    for _ in range(TRUSTED):
+        assert all(a.fused for a in at_once(*(lambda b=b: ask(b, begun=4) for b in where)))  # type: ignore[misc]
+    assert ask(where[0], begun=4) == UNASKED
 
 
 def test_ranks_that_change_together_vote_where_they_do() -> None:
@@ -175,7 +187,7 @@ def test_who_comes_with_something_else_where_others_run_already_is_named_on_all(
     assert other(where[2]) == Answer(False, LEFT, 2)
     # The others hear of it, whether they have been there or not. Then all of them vote, for good.
     assert ask(where[0]) == ask(where[1]) == Answer(False, LEFT, 2)
-    assert len({b.turns for b in where}) == 1
+    assert len(set(turns(where))) == 1
     for _ in range(3 * TRUSTED):
         answers = at_once(*(lambda b=b: ask(b) for b in where))  # type: ignore[misc]
         assert [a.why for a in answers] == [NOTHING] * 3
@@ -261,8 +273,8 @@ class Meanwhile:
     """The board's words, with something that happens as soon as a rank has written its turn."""
 
     def __init__(self, where: VoteBoard, happens: Callable[[], None]) -> None:
-        assert where._words is not None
-        self._words, self._turn, self._happens = where._words, row_of(where.rank) + _RUN, [happens]
+        assert where._file.words is not None
+        self._words, self._turn, self._happens = where._file.words, row_of(where.rank) + _RUN, [happens]
         where._file.words = self  # type: ignore[assignment]
 
     def __getitem__(self, at: int | slice) -> Any:
@@ -278,11 +290,8 @@ class Meanwhile:
 def test_who_comes_while_another_one_looks_whether_it_may_run(signature: int) -> None:
     """With the same graph both run it, with another one neither does."""
     where = met(2)
-    turns = where[1].turns
     second: list[Answer] = []
-    thread = threading.Thread(
-        target=lambda: second.append(where[1].ask(post(0, 2, signature, turns=turns), lambda: 10.0))
-    )
+    thread = threading.Thread(target=lambda: second.append(where[1].ask(post(0, 2, signature), 10.0)))
 
     def comes() -> None:
         thread.start()
@@ -292,7 +301,7 @@ def test_who_comes_while_another_one_looks_whether_it_may_run(signature: int) ->
     first = ask(where[0])
     thread.join(10)
     assert [first.fused, second[0].fused] == [signature == 7] * 2
-    assert where[0].turns == where[1].turns
+    assert len(set(turns(where))) == 1
 
 
 def test_two_that_know_different_graphs_do_not_both_run() -> None:
@@ -307,16 +316,15 @@ def test_two_that_know_different_graphs_do_not_both_run() -> None:
 def test_who_waits_follows_one_that_does_not_ask() -> None:
     """It has waited for a rank that needs not ask."""
     where = met(2)
-    missed = post(0, turns=where[0].turns)
-    waiting = threading.Thread(target=lambda: answers.append(where[0].ask(missed, lambda: 10.0)))
+    missed = post(0)
+    waiting = threading.Thread(target=lambda: answers.append(where[0].ask(missed, 10.0)))
     answers: list[Answer] = []
-    where[1].attached()
-    words = where[1]._words
+    words = where[1]._file.words
     assert words is not None
     waiting.start()
     time.sleep(0.05)
     assert not answers
-    turn = where[1].turns
+    turn = turns(where)[1]
     at = row_of(1) + ring_of(turn)
     words[at], words[at + 1], words[at + 2] = 0, 2, 7  # as ``KnownGraphs.run`` does
     words[row_of(1) + _RUN] = turn + 1
@@ -364,11 +372,3 @@ def test_what_goes_over_the_backend_is_voted_on(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(known, "unfused_calls", counted)
     where = met(2)
     assert ask(where[0], timeout=0.05).why == LATE
-
-
-def test_a_thread_that_was_overtaken_has_not_left() -> None:
-    where = met(2)
-    stale = post(0, signature=8, turns=where[1].turns)
-    for rank in (0, 1):
-        assert ask(where[rank]).fused
-    assert where[1].ask(stale, lambda: 0.05) == Answer(False, LATE, 0)

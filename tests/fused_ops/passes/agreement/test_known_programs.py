@@ -96,7 +96,7 @@ def rank_main(group: Group, stream: Stream, program: list[Part], seed: int, pati
             signature = (100 if fuses else 200) + count
             runs_fused = fuses and where.known.run(signature, count, begun)
             if not runs_fused:
-                answer = where.ask(Vote(where.turns, begun, count, signature, fuses), lambda: patience)
+                answer = where.ask(Vote(begun, count, signature, fuses), patience)
                 if answer.why == LEFT:
                     raise Named
                 runs_fused = answer.fused
@@ -111,7 +111,7 @@ def rank_main(group: Group, stream: Stream, program: list[Part], seed: int, pati
                 stream.run(place + i, False, 1)
         place += count
     # As the first graph of what comes next would find it.
-    if where is not None and where.ask(Vote(where.turns, begun, 1, 5, False), lambda: 10.0).why == LEFT:
+    if where is not None and where.ask(Vote(begun, 1, 5, False), 10.0).why == LEFT:
         raise Named
     return fused
 

@@ -14,7 +14,6 @@ from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from weft.fused_ops.passes import FusionPass
 from weft.fused_ops.passes.agreement import fallback_graph
-from weft.fused_ops.passes.agreement.votes.vote import GroupBackend
 from weft.fused_ops.passes.decompositions import write_out
 
 X, W = torch.randn(6, 8), torch.randn(8, 8)
@@ -24,7 +23,7 @@ X, W = torch.randn(6, 8), torch.randn(8, 8)
 def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two ranks that look as if they could be asked."""
     with fake_ranks(2), inductor_config.patch(max_autotune=True):
-        monkeypatch.setattr(fallback_graph, "backend_of", lambda group: GroupBackend("gloo", counts=True))
+        monkeypatch.setattr(fallback_graph, "uncounting_backend", lambda group: None)
         monkeypatch.setattr(graphs, "applied", applied_and_written)
         yield
 

@@ -21,7 +21,7 @@ from torch._inductor import config as inductor_config
 from weft.fused_ops import Plan, last_plan
 from weft.fused_ops.dispatch import plan
 from weft.fused_ops.passes import FusionPass
-from weft.fused_ops.passes.agreement import guard, outcomes
+from weft.fused_ops.passes.agreement import guard
 from weft.fused_ops.passes.agreement.outcomes import Disagreement
 
 
@@ -31,7 +31,6 @@ def compiler(cached: bool = False) -> Iterator[None]:
 
     What a C++ compiler has made of Inductor's code is kept in both cases: that code is written anew."""
     before = guard.VOTE_DEADLINE
-    outcomes.reset_outcomes()
     torch._dynamo.reset()
     try:
         with (
@@ -215,9 +214,7 @@ def test_a_rank_that_leaves_its_graph_in_some_steps(device: str) -> None:
     assert sum(d.runs for d in second if d.reason == "rank 0 did not come within 2 s") == 1
     reasons = {d.reason for d in second}
     assert "rank 0 runs without graphs of this pass since it was waited for in vain" in reasons
-    assert "rank 0 has not come since it was waited for" in reasons
-    assert "rank 0 did not come to this graph but ran something else" in reasons
-    assert {d.reason for d in first} == {"rank 1 runs this graph unfused"}
+    assert not first  # as soon as it votes again, they run fused
 
 
 def from_the_cache(rank: int, size: int, folder: str) -> list[tuple[bool, int, str, list[str]]]:

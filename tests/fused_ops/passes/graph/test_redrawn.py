@@ -13,12 +13,11 @@ from ranks import run_ranks
 from test_pass_on_gpus import gather, scatter
 from test_ranks_that_differ import compiler
 from torch import Tensor, fx
-from torch._inductor import inductor_prims
+from torch._inductor import compile_fx, inductor_prims
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from weft.fused_ops.passes import FusionPass, Report
-from weft.fused_ops.passes.agreement.fallback.kept import KeptGraph
-from weft.fused_ops.passes.agreement.fallback.run import FallbackRuns
+from weft.fused_ops.passes.agreement.fallback import FallbackRuns, pickled
 from weft.fused_ops.passes.agreement.guard import GraphGuard
 from weft.symm_mem import WeftError
 
@@ -83,13 +82,13 @@ def test_what_must_be_compiled_and_cannot_be() -> None:
     """Op by op other numbers would be drawn, so it is an error."""
     graph = fx.Graph()
     graph.output(())
-    runs = FallbackRuns("g", KeptGraph.of(graph, None, redraws=True))
+    runs = FallbackRuns("g", pickled(graph, None), redraws=True)
     with pytest.raises(
         WeftError, match=r"graph g: runs unfused, .* a CUDA graph is captured, and draws random"
     ):
         runs.run([], compiles=False)
 
-    with mock.patch.object(torch._inductor, "compile", side_effect=RuntimeError("no")):
+    with mock.patch.object(compile_fx, "compile_fx_inner", side_effect=RuntimeError("no")):
         for _ in range(2):
             with pytest.raises(WeftError, match=r"graph g: .* random numbers"):
                 runs.run([], compiles=True)
@@ -103,7 +102,7 @@ def drawing(graph: fx.Graph, seeds: fx.Node, x: fx.Node) -> fx.Node:
 
 
 def runs_of(graph: fx.Graph) -> FallbackRuns:
-    return FallbackRuns("g", KeptGraph.of(graph, None, redraws=True))
+    return FallbackRuns("g", pickled(graph, None), redraws=True)
 
 
 def test_seeds_that_a_checkpoint_draws_again() -> None:

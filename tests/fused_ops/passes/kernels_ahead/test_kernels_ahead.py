@@ -28,7 +28,6 @@ from weft.fused_ops.dispatch.plan import Plan
 from weft.fused_ops.passes import FusionPass, backend
 from weft.fused_ops.passes.agreement import fallback_graph
 from weft.fused_ops.passes.agreement.guard import GraphGuard, Voters
-from weft.fused_ops.passes.agreement.votes.vote import GroupBackend
 from weft.fused_ops.passes.kernels_ahead import call_text
 from weft.fused_ops.passes.kernels_ahead.call_text import is_planned, text_of_call
 from weft.fused_ops.passes.kernels_ahead.graph_kernels import (
@@ -95,7 +94,7 @@ def join_threads() -> None:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are asked whether they run the same, though there are none."""
-    monkeypatch.setattr(fallback_graph, "backend_of", lambda group: GroupBackend("nccl", counts=True))
+    monkeypatch.setattr(fallback_graph, "uncounting_backend", lambda group: None)
 
 
 def layer(x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:

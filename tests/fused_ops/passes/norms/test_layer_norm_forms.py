@@ -161,15 +161,6 @@ def test_weight_and_bias_may_be_float32() -> None:
     check_same(seen, 2)
 
 
-def test_of_what_is_no_product() -> None:
-    def embedded(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
-        return usual(ar(residual.cumsum(0)), residual, weight, bias)
-
-    (seen,) = captured(embedded, *inputs(torch.bfloat16))
-    assert (seen.fused, seen.entries[0].form) == ([NORM], "all_reduce → add → layer_norm")
-    check_same(seen, 2)
-
-
 def test_sizes_may_be_symbolic() -> None:
     operands = inputs(torch.bfloat16)
     for t in (operands[0], operands[2]):

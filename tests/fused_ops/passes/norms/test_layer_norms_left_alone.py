@@ -15,7 +15,6 @@ from test_layer_norm_forms import (
     of_product,
     only,
     torch_norm,
-    usual,
 )
 from torch import Tensor
 from torch.nn import functional as F
@@ -181,14 +180,6 @@ def test_along_the_other_dimension_of_a_square() -> None:
 def test_of_two_dimensions_it_stays_whole() -> None:
     seen = only(of_product(two_dimensions))
     assert seen.fused == [AR] and "is not of its rows" in seen.entries[0].detail, seen.entries
-
-
-def test_an_average_is_only_reduced() -> None:
-    (seen,) = captured(lambda x, w, *more: usual(ar(x @ w, "avg"), *more), *inputs(torch.bfloat16))
-    assert (seen.fused, seen.entries[0].detail) == (
-        [AR],
-        "the norm after it stays: the collective reduces by 'avg'",
-    )
 
 
 def test_a_mean_of_what_is_not_decomposed() -> None:

@@ -209,6 +209,11 @@ def sum_and_norm_of_two_variances(x: Tensor, residual: Tensor, weight: Tensor) -
     return (y.float() * scale * weight * scale).to(x.dtype)
 
 
+def weight_added(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+    y = residual + x
+    return (weight + y.float() * torch.rsqrt(y.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
 # Near misses, which are only reduced, and what the report says of the norm; "" where it is seen to be none.
 LEFT: dict[Fn, str] = {
     unrounded_sum_used: "the unrounded sum is also used by sin (sin.default)",
@@ -221,6 +226,7 @@ LEFT: dict[Fn, str] = {
     weight_first: "",
     part_of_the_row: "",
     sum_and_norm_of_two_variances: "is used by",
+    weight_added: "is another step than a norm has there",
 }
 
 

@@ -23,6 +23,7 @@ SQUARES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "of everything": (lambda y: (y * y).mean(None, keepdim=True) + 0.1, False),
     "of no dimension": (lambda y: aten.mean.dim(y * y, [], True) + 0.1, False),
     "scaled": (lambda y: aten.add.Scalar((y * y).mean(-1, keepdim=True), 0.1, 2), False),
+    "no mean": (lambda y: (y * y).sum(-1, keepdim=True) + 0.1, False),
     "second power": (lambda y: usual(y.pow(2)), True),
     "fourth power": (lambda y: usual(y.pow(4)), False),
 }

@@ -127,3 +127,25 @@ def differing(rank: int, world_size: int) -> int:
 def test_a_rank_that_takes_nothing_apart() -> None:
     """Both run their graphs as they were."""
     assert all(run_ranks(differing, 2))
+
+
+def narrow(x: Tensor, *shards: Tensor, gather: Callable[[Tensor], Tensor] = by_columns) -> Tensor:
+    for shard in shards:
+        x = torch.tanh(x @ gather(shard).to(x.dtype) / 8).repeat(1, 4)
+    return x
+
+
+def in_fp8(rank: int, world_size: int) -> None:
+    torch.manual_seed(rank)
+    x = torch.randn(16, 4 * WIDTH)
+    shards = [torch.randn(4 * WIDTH // world_size, WIDTH).to(torch.float8_e4m3fn) for _ in range(3)]
+    want = narrow(x.double(), *shards, gather=lambda t: by_torch(t.float()).flatten(0, 1))
+    fusion = FusionPass(reorder=True)
+    with torch.no_grad(), inductor_config.patch(fx_graph_cache=False):
+        got = torch.compile(narrow, options=fusion.options)(x, *shards)
+    torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-4)
+    assert [e.form for e in fusion.report().entries] == ["all_gather by copy engines"] * 3
+
+
+def test_weights_that_are_sent_in_fp8() -> None:
+    run_ranks(verified, 2, in_fp8)

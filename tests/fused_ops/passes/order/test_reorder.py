@@ -62,14 +62,32 @@ def test_a_gather_starts_before_the_product_before() -> None:
     assert second.start < 0
 
 
-def test_one_gather_is_on_its_way_at_a_time() -> None:
-    def fn(x: Tensor, w: Tensor) -> Tensor:
-        a = gathered(x)
-        b = gathered(w.t().contiguous())
-        return a.sum() + b.sum()
+def test_gathers_that_stand_together_start_together() -> None:
+    """Each would otherwise stay after the one before, which had moved as far as it needs alone."""
 
-    _, change = moved(fn)
-    assert "two all-gathers would be on their way" in change.placed[1].why_start
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w @ w @ w @ w @ w
+        for shard in w[:32], w[32:]:
+            y = y @ (gathered(shard) + gathered(shard + 1))
+        return y
+
+    order, change = moved(fn)
+    last = order.index("all_gather_into_tensor_1")
+    assert order.index("all_gather_into_tensor") < last < order.index("mm_4") - 1
+    assert change.after == 0 < change.before
+
+
+def test_a_gather_is_not_behind_a_scatter_that_is_needed_later(group: str) -> None:
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        parts = []
+        for shard in w[:32], w[32:], w[:32] + 1, w[32:] + 1:
+            x = x @ gathered(shard) @ w
+            parts.append(scattered(x + 1))
+        return x, *parts
+
+    kept, moved_past = (moved(fn, OrderLimits(memory=10.0, voted=voted))[1] for voted in ((), {group}))
+    assert [p.after > 0 for p in moved_past.placed] == [True, *[False] * 6, True]
+    assert moved_past.after < kept.after / 2 and moved_past.crossed == {group} and not kept.crossed
 
 
 def test_a_wait_sinks_to_its_user_with_what_scales_it() -> None:

@@ -184,11 +184,9 @@ def test_gathers_of_weights_pass_fused_ops_where_all_ranks_vote() -> None:
     assert all(graph == ranks[0][1] for _, graph in ranks)
     order = [name for name in ranks[0][1] if name not in ("agree", "verify_memory", "watch_memory")]
     ops = ["fused_all_gather_matmul", "fused_matmul_reduce_scatter"] * 3
-    expected = ["all_gather_into_tensor", "wait_tensor"]
-    for op in ops[:-1]:  # beside each op that of the next weight is on its way
-        expected += ["all_gather_into_tensor", op, "wait_tensor"]
-    assert order == [*expected, ops[-1]]
-    assert ranks[0][0].orders[0].after < ranks[0][0].orders[0].before
+    assert [name for name in order if name in ops] == ops
+    (change,) = ranks[0][0].orders
+    assert [p.after > 1 for p in change.placed] == [True, *[False] * 5], "the first has nothing to hide it"
 
 
 def test_ranks_of_other_orders_run_unfused_in_that_of_the_program() -> None:

@@ -226,13 +226,6 @@ def test_numbers_and_other_dtypes_are_left_alone() -> None:
     assert seen.fused == [None] and "its input is torch.int64" in seen.reasons
 
 
-def test_views_of_numbers_are_gathered() -> None:
-    """As losses are, of all ranks."""
-    seen = applied(traced(lambda x: _ag(x.sum().view(1)), X), fusion())
-    assert seen.fused == [GATHER]
-    check_same(seen, WORLD)
-
-
 def model(x: Tensor) -> Tensor:
     return scatter(F.rms_norm(gather(x, -1).sin(), (2 * x.shape[-1],)), 0)
 

@@ -279,15 +279,6 @@ def test_an_operand_that_comes_too_late_leaves_the_product_of_another_layout() -
 
 
 @pytest.mark.usefixtures("two")
-def test_a_batch_of_matrices() -> None:
-    def fn(x: Tensor, w: Tensor) -> Tensor:
-        return torch.bmm(ag(x), w)
-
-    assert "a batch of products" in only(fn, (2, 6, 8), (4, 8, 5)).reasons
-    assert only(lambda x, w: torch.bmm(ag(x)[None], w), (6, 8), (1, 8, 5)).fused == [AG]
-
-
-@pytest.mark.usefixtures("two")
 def test_contracted_between_other_dimensions_is_left() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         return torch.cat(ag(x).split(2), 1).reshape(-1, 8).t() @ w
@@ -297,22 +288,14 @@ def test_contracted_between_other_dimensions_is_left() -> None:
 
 
 @pytest.mark.usefixtures("two")
-def test_an_operand_that_needs_a_later_collective_stays() -> None:
-    def fn(x: Tensor, w: Tensor) -> Tensor:
-        y = ag(x)
-        return y @ wait(reducing(w.sin(), "product"))
-
-    check_left(fn, "which comes later", (6, 8), (8, 5))
-
-
-@pytest.mark.usefixtures("two")
 @pytest.mark.parametrize(
     ("operand", "reason"),
     [
         (lambda w: torch.bernoulli(w.sigmoid()), "which comes later"),
         (lambda w: [w := w.sin() for _ in range(80)][-1], "needs too much that comes later"),
+        (lambda w: wait(reducing(w.sin(), "product")), "which comes later"),
     ],
-    ids=["random", "long"],
+    ids=["random", "long", "reduced"],
 )
 def test_an_operand_that_is_not_moved(operand: Fn, reason: str) -> None:
     def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

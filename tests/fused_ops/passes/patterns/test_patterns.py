@@ -155,14 +155,6 @@ def test_a_dynamic_size_stays_dynamic(name: str) -> None:
             check_same(seen, 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
-    with fake_ranks(2):
-        fn, shapes, ops = CASES["swiglu"]
-        (seen,) = captured(fn, *(torch.randn(s).to(dtype) for s in shapes))
-        assert seen.fused == ops, seen.reasons
-
-
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
 def test_products_of_one_gather_are_one_op_and_their_gradients_too(count: int) -> None:
     with fake_ranks(2):
@@ -196,18 +188,6 @@ def test_a_tensor_gathered_along_two_dimensions_is_gathered_once() -> None:
             "1 product, A returned",
             "merged with all_gather_into_tensor",
         ]
-        check_same(seen, 2)
-
-
-def test_average() -> None:
-    with fake_ranks(2):
-        (seen,) = captured(out_of_linear(1, "avg"), *inputs(((2, 12, 8), (5, 8), (5,)), grad=False))
-        assert seen.fused == [RS]
-        assert [
-            n.args[2]
-            for n in seen.after.nodes
-            if n.target is torch.ops.weft.fused_matmul_reduce_scatter.default
-        ] == ["avg"]
         check_same(seen, 2)
 
 

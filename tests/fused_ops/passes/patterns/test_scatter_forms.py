@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import AG, RS, c10d, captured, check_same, fake_ranks, gather, scatter
-from spelled import Fn, ag, check_left, only, rs, scattering, wait
+from graphs import AG, RS, captured, check_same, fake_ranks, gather, scatter
+from spelled import Fn, ag, check_left, only, rs
 from torch import Tensor
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -240,34 +240,6 @@ def test_products_in_different_orders_are_left() -> None:
         return rs(y + (x.sin() @ w).reshape(2, 4, 8).transpose(0, 1).reshape(8, 8))
 
     assert "have their rows or columns in different orders" in only(fn, (8, 8), (8, 8)).reasons
-
-
-@pytest.mark.usefixtures("two")
-def test_a_part_or_the_product_used_elsewhere() -> None:
-    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        y = x @ w
-        return rs(torch.cat(y.split(2, 1))), y.split(2, 1)[0]
-
-    assert "is also used by" in only(fn, (6, 8), (8, 4)).reasons
-
-
-@pytest.mark.usefixtures("two")
-def test_what_is_pending_is_returned_too() -> None:
-    """Selective checkpointing saves it so."""
-
-    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        pending = scattering(x @ w)
-        return wait(pending).sin(), pending
-
-    assert only(fn, (6, 8), (8, 5)).fused == [RS]
-
-
-@pytest.mark.usefixtures("two")
-def test_coalesced() -> None:
-    def fn(x: Tensor, w: Tensor, u: Tensor) -> list[Tensor]:
-        return [*map(wait, c10d.reduce_scatter_tensor_coalesced([x @ w, x @ u], "sum", 2, "0"))]
-
-    assert only(fn, (6, 8), (8, 5), (8, 3)).fused == [RS, RS]
 
 
 @pytest.mark.parametrize("rows", [2, 3])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import AG, RS, applied, c10d, captured, check_same, fake_ranks, gather, scatter, traced
+from graphs import AG, RS, applied, c10d, captured, check_same, gather, scatter, traced
 from spelled import Fn, Shape, additions, aten, group, only, rs, scattering, taken, wait
 from torch import Tensor
 
@@ -74,21 +74,6 @@ def test_added_by_the_op(name: str) -> None:
     (entry,) = seen.entries
     assert entry.form.endswith("→ add") and entry.form.count("→ add") == len(terms)
     assert entry.detail.endswith(f", {' and '.join(sorted(terms))} added")
-
-
-@pytest.mark.parametrize(
-    ("fn", "shapes", "terms"),
-    [
-        (lambda x, w, r: scatter(x @ w, 1) + r, ((3, 6, 8), W, (3, 2, 6)), RESIDUAL),
-        (of_columns, ((2, 5, 8), (8, 18), B, (2, 5, 6)), BOTH),
-        (after_two_reshapes, ((18, 8), W, B, (3, 2, 6)), BOTH),
-    ],
-    ids=["dimension 1", "columns", "after two reshapes"],
-)
-def test_added_by_the_op_of_three_ranks(fn: Fn, shapes: tuple[Shape, ...], terms: set[str]) -> None:
-    with fake_ranks(3):
-        seen = only(fn, *shapes)
-        assert (taken(seen), additions(seen.after)) == ([terms], 0)
 
 
 def feed_forward(x: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:

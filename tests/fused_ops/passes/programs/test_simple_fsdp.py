@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 from weft.fused_ops import Report
 
-DIM, HIDDEN, LAYERS, STEPS, ROWS = 64, 96, 3, 2, 256
+DIM, HIDDEN, LAYERS, STEPS, ROWS = 64, 96, 3, 2, 512
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 #: By name: the ranks, and the policy.
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -30,6 +30,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "hsdp": (4, {"reshard": True}),
     "fsdp and tensor": (4, MIXED),
 }
+#: Of the time of collectives what may stay exposed. Sums of tensor parallelism are used at once, and the last sums over
+#: HSDP's replicas follow the last product.
+EXPOSED = {"hsdp": 0.6, "fsdp and tensor": 0.9}
 
 
 class Block(nn.Module):
@@ -126,7 +129,7 @@ def test_the_same_bits_in_another_order(case: str, codegen: bool) -> None:
     for report in run_ranks(verified, world, both_ways, case, codegen):
         forward, backward = report.orders
         for order in (forward, backward):
-            assert order.after < 0.95 * order.before
+            assert order.after < EXPOSED.get(case, 0.5) * order.before
             assert order.peak_after <= 2 * order.peak_before
         again = any("all_gather" in p.node for p in backward.placed)
         assert again == (policy.get("reshard", False) or "checkpoints" in case)

@@ -160,9 +160,9 @@ def test_a_graph_that_runs_known_after_a_reset_has_run_fused() -> None:
     (entry,) = fusion.report().entries
     outcomes.count_vote(entry.signature, True, 0.0)
     for known in (True, False):
-        outcomes.reset_outcomes()
+        fusion._outcomes.reset()
         if known:
-            outcomes.count_known_run(entry.signature)
+            outcomes.count_vote(entry.signature, True, 0.0, known=True)
         outcomes.note(entry.signature, "0", 1, "it is late")
         assert [e.unfused for e in fusion.report().entries] == [not known]
 

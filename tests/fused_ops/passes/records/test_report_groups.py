@@ -16,7 +16,7 @@ from torch._inductor.virtualized import V
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft.fused_ops.dispatch.plan import Plan
 from weft.fused_ops.passes import Entry, FusionPass, Report
-from weft.fused_ops.passes.agreement.fallback.run import compiling_fallback
+from weft.fused_ops.passes.agreement.fallback import compiling_fallback
 
 pytestmark = pytest.mark.usefixtures("two")
 

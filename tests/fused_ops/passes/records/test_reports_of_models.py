@@ -211,7 +211,7 @@ def gathers_otherwise(x: Tensor, w: Tensor, rank: int) -> Tensor:
 
 
 def test_votes_are_of_the_model_whose_graph_asked() -> None:
-    for first, second, both in run_ranks(on_ranks, 2):
+    for first, second, both in run_ranks(on_ranks, 2, fresh=True):
         assert first == (2, 2, 0)
         assert second[1] == 0 and second[0] == second[2]
         assert both == tuple(a + b for a, b in zip(first, second, strict=True))

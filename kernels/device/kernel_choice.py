@@ -8,9 +8,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from ....symm_mem.layout import Layout
-from ....symm_mem.workspace import Workspace
-from ..jit.ahead import CompilableProgram
+from ...symm_mem.layout import Layout
+from ...symm_mem.workspace import Workspace
+from .jit.ahead import CompilableProgram
 
 _MOST_CHOICES = 4096  # kept before all are dropped
 

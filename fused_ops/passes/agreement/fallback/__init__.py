@@ -1,1 +1,0 @@
-"""Fallback graphs, pickled, and their runs."""

@@ -1,1 +1,0 @@
-"""Which configuration runs: choices, by predicted times."""

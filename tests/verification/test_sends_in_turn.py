@@ -1,0 +1,142 @@
+"""Over PCIe a rank sends all to one peer before it sends to the next one: the kernels with IN_TURN on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_all_reduce_protocol as sums
+import test_all_to_all_protocol as exchanges
+import test_collective_protocols as parts
+import torch
+from fibers import Library, Ranks, build
+from weft.kernels.all_gather import cuda_kernel as all_gather
+from weft.kernels.all_reduce import cuda_kernel as all_reduce
+from weft.kernels.all_reduce.configs import FORMS, AllReduceConfig
+from weft.kernels.all_to_all import cuda_kernel as all_to_all
+from weft.kernels.device.collective.launch import CollectiveParams
+from weft.kernels.device.collective.rounds import RoundsConfig
+from weft.kernels.device.comm.ll_exchange import ExchangeLayout, in_turn
+from weft.kernels.device.jit.program import compile_cubin
+from weft.kernels.reduce_scatter import cuda_kernel as reduce_scatter
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+PROGRAMS = {
+    "all_reduce": lambda size: all_reduce.all_reduce_program(size, 0, torch.float32, "sum"),
+    "all_gather": lambda size: all_gather.all_gather_program(size, 0),
+    "reduce_scatter": lambda size: reduce_scatter.reduce_scatter_program(size, 0, torch.float32, "sum"),
+    "all_to_all": lambda size: all_to_all.all_to_all_program(size, 0),
+}
+
+
+def compiled(folder: Path, op: str, size: int, instead: tuple[str, str] | None = None) -> Library:
+    program = in_turn(PROGRAMS[op](size))
+    kernels, params = (
+        (sums.KERNELS, all_reduce._Params) if op == "all_reduce" else (parts.KERNELS, CollectiveParams)
+    )
+    defines = {name: value for name, value in program.defines.items() if name not in ("RANK", "DEPENDENT")}
+    return build(folder, program.path, kernels, params, defines, instead=instead)
+
+
+def launch(
+    monkeypatch: pytest.MonkeyPatch, ranks: Ranks, rank: int, op: str, x: torch.Tensor, how: Any
+) -> torch.Tensor:
+    """A call with float32 numbers; its result is still to come."""
+    size = ranks.layout.world_size
+    if op == "all_reduce":
+        out = torch.zeros_like(x)
+        sums.launch(monkeypatch, ranks, rank, x, out, "sum", how)
+        return out
+    if op == "all_to_all":
+        n = x.numel() // size
+        out = torch.zeros_like(x)
+        problem = exchanges.SlicesProblem(4 * n, 4 * n, 4 * n)
+        exchanges.launch(ranks, rank, x, out, (problem, how), 100_000)
+        return out
+    gathers = op == "all_gather"
+    n = x.numel() if gathers else x.numel() // size
+    out = torch.zeros(n * size if gathers else n)
+    parts.Case(ranks, 1, n, x.dtype, how).launch(rank, x, out, gathers)
+    return out
+
+
+def expected(op: str, xs: list[torch.Tensor], rank: int) -> torch.Tensor:
+    if op == "all_gather":
+        return torch.cat(xs)
+    if op == "all_to_all":
+        return torch.cat([x.chunk(len(xs))[rank] for x in xs])
+    total = sums.reference(xs, "sum")
+    return total if op == "all_reduce" else total.chunk(len(xs))[rank]
+
+
+def configs_of(op: str) -> list[Any]:
+    if op == "all_reduce":
+        return [
+            AllReduceConfig(form, blocks, threads) for form in FORMS for blocks, threads in ((1, 32), (3, 64))
+        ]
+    return [RoundsConfig(32, 1, 32, op != "reduce_scatter"), RoundsConfig(200, 3, 64, op != "reduce_scatter")]
+
+
+@pytest.mark.parametrize("size", [3, 4, 9])
+@pytest.mark.parametrize("op", PROGRAMS)
+def test_results_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str, size: int) -> None:
+    """Whole vectors and others, in one epoch and in several of a launch."""
+    ranks, seed = Ranks(compiled(tmp_path, op, size), ExchangeLayout(size, 256)), random.randrange(1 << 30)
+    print(f"seed {seed}")
+    torch.manual_seed(seed)
+    calls = []
+    for n in (4, 31, 280, 281, 1600, 5001):
+        for how in configs_of(op):
+            if isinstance(how, AllReduceConfig) and how.form == "one_shot" and n > 100:
+                continue
+            numel = n if op == "all_gather" or (op == "all_reduce" and n % 2) else n * size
+            xs = [torch.randn(numel) for _ in range(size)]
+            calls.append((xs, [launch(monkeypatch, ranks, rank, op, x, how) for rank, x in enumerate(xs)]))
+    ranks.run(seed)
+    assert not ranks.records.any(), f"a wait has expired: {ranks.records.tolist()}"
+    kernels = {ranks.library.kernels[n.kernel] for place in ranks.places for n in place.launches}
+    assert kernels == set(ranks.library.kernels)
+    for xs, outs in calls:
+        for rank, out in enumerate(outs):
+            assert torch.equal(out, expected(op, xs, rank)), (op, rank, len(out))
+    assert ranks.slots_are_empty()
+
+
+def sent(folder: Path, monkeypatch: pytest.MonkeyPatch, op: str, how: Any, turns: int) -> list[torch.Tensor]:
+    """By peer, what rank 0 of 4 sends in so many turns, where all that it takes is there."""
+    folder.mkdir()
+    library = compiled(folder, op, 4, ("if (lost) return;", f"if (lost || turn > {turns}) return;"))
+    layout = ExchangeLayout(4, 256)
+    ranks = Ranks(library, layout)
+    x = torch.arange(1.0, 401 if op == "all_gather" else 1601)
+    out = launch(monkeypatch, ranks, 0, op, x, how)
+    slots = ranks.memory.view(torch.int32)[:, ExchangeLayout.FIRST : layout.emptied]
+    slots[0] = ~torch.tensor(1.0).view(torch.int32)
+    library.library.run_one(ctypes.byref(ranks.places[0].launches[0]), 0)
+    assert not ranks.faults.any() and out.any()
+    return [slots[peer].clone() for peer in range(1, 4)]
+
+
+@pytest.mark.parametrize("op", PROGRAMS)
+def test_one_peer_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    for i, how in enumerate(
+        [AllReduceConfig("one_shot", 3, 64), AllReduceConfig("two_shot", 3, 64)]
+        if op == "all_reduce"
+        else [RoundsConfig(200, 3, 64, op != "reduce_scatter")]
+    ):
+        whole = sent(tmp_path / f"{i}-all", monkeypatch, op, how, 3)
+        first = sent(tmp_path / f"{i}-2", monkeypatch, op, how, 2)
+        assert all(slots.any() for slots in whole)
+        assert torch.equal(first[0], whole[0]) and torch.equal(first[1], whole[1]), "the first two have all"
+        assert not first[2].any(), "the last one has nothing yet"
+
+
+def test_what_one_rank_gets_alone_takes_no_turns() -> None:
+    program = all_gather.all_gather_program(4, 1, root=2)
+    ptx = [compile_cubin(p.path, "compute_80", p.defines) for p in (program, in_turn(program))]
+    assert ptx[0] == ptx[1]
