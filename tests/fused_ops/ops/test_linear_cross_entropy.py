@@ -47,6 +47,22 @@ def test_logits_lie_in_the_gradient_of_the_weight() -> None:
     assert buffer.untyped_storage().nbytes() <= 4 * chunks.COLUMNS * (2100 + 64)
 
 
+@pytest.mark.parametrize("rows", [1, 60, 100, 190, 199])
+@pytest.mark.parametrize("hidden", [199, 200])
+def test_blocks_overwrite_only_what_is_used(rows: int, hidden: int) -> None:
+    """The logits as their own gradient."""
+    x, weight = torch.randn(rows, hidden), torch.randn(300, hidden)
+    found = chunks.Gradients(x, weight, None, (True, True, False))
+    with mock.patch.object(chunks, "COLUMNS", 7):
+        ((part, blocks),) = chunks.logits_by_chunks(x, weight, None, found)
+        assert len(blocks) == 2 and blocks[1].shape == (rows, 7)
+        found.add(part, blocks)
+    logits = x.double() @ weight.double().t()
+    of_x, of_weight = found.found()
+    check("x", of_x, logits @ weight.double(), 2e-6)
+    check("weight", of_weight, logits.t() @ x.double(), 2e-6)
+
+
 @pytest.mark.parametrize("dtype", BOUND)
 @on_ranks([1, 2, 3], device=DEVICES)
 def test_log_probs_and_entropy(rank: int, size: int, dtype: torch.dtype) -> None:
