@@ -16,6 +16,7 @@ from opcommon import (
     check,
     compiled_like_eager,
     gather,
+    gathered,
     poison,
     refuses,
     same_on_all,
@@ -326,3 +327,51 @@ def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int)
         moe_combine(rows, rows, weights, world())
     with pytest.raises(ValueError, match="weights: has 6 rows, must have at most 3, as tokens were"):
         moe_combine(rows, MoeHandle(*handle), torch.cat([weights, weights]), world())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [Sizes(64, 8, 2048, 64), Sizes(2048, 8, 2048, 64), Sizes(2048, 2, 4096, 4)])
+def test_bits_of_many_rows_in_cuda_graphs(sizes: Sizes) -> None:
+    run_row(bits_in_graphs, 2, sizes, device="cuda")
+
+
+def bits_in_graphs(rank: int, world_size: int, sizes: Sizes) -> None:
+    """Sent by ids and by known places in turn, in graphs and between them; every seventh row needs corrections."""
+    experts, first = sizes.each * world_size, rank * sizes.each
+    x = torch.randint(-(1 << 15), 1 << 15, (sizes.tokens, sizes.hidden)).to(torch.int16)
+    x[::7, :8], x[::5, 8:16] = -1, torch.tensor([-2, -1] * 4).to(torch.int16)
+    ids = torch.rand(sizes.tokens, experts).argsort(1)[:, : sizes.choices]
+    xs = gathered(x.view(torch.int32)).view(torch.int16).view(-1, sizes.hidden)
+    every = gathered(ids).flatten()
+    here = ((every >= first) & (every < first + sizes.each)).nonzero()[:, 0]
+    by_expert = here[every[here].argsort(stable=True)]
+    want = xs[by_expert // sizes.choices]
+    x = x.view(torch.bfloat16)
+
+    def dispatched() -> list[Tensor]:
+        rows, _, handle = moe_dispatch(x, ids, experts, world())
+        return [rows, *handle]
+
+    places = dispatched()[1:]
+
+    def again() -> list[Tensor]:
+        return [torch.ops.weft.moe_dispatch_again(x, *places, world().group_name)]
+
+    def right(found: Sequence[Tensor]) -> None:
+        assert torch.equal(found[0][: len(want)].view(torch.int16), want), "every bit"
+
+    for _ in range(2):
+        graphs = []
+        for send in (dispatched, again):
+            for _ in range(3):
+                right(send())
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found = [send() for _ in range(3)]
+            graphs.append((graph, found))
+        for graph, found in graphs * 2:
+            for each in found:
+                each[0].fill_(float("nan"))
+            graph.replay()
+            for each in found:
+                right(each)
