@@ -138,8 +138,6 @@ class WeftProcessGroup(ProcessGroup):
         opts = options.all_gather_options(opts)
         if (cached := self._launch_cached(ALL_GATHER, input, output, opts)) is not False:
             return cached
-        if self._is_large(ALL_GATHER, input, output):
-            return self._delegate(_GATHER, output, input, opts)
         work = self._take(ALL_GATHER, options.all_gathers([output], [input]), opts)
         return self._delegate(_GATHER, output, input, opts) if work is None else work
 
@@ -158,8 +156,6 @@ class WeftProcessGroup(ProcessGroup):
         opts = options.reduce_scatter_options(opts)
         if (cached := self._launch_cached(REDUCE_SCATTER, inputTensor, outputTensor, opts)) is not False:
             return cached
-        if self._is_large(REDUCE_SCATTER, inputTensor, outputTensor):
-            return self._delegate(_SCATTER, outputTensor, inputTensor, opts)
         work = self._take(REDUCE_SCATTER, options.reduce_scatters([outputTensor], [inputTensor], opts), opts)
         if work is not None:
             return work
@@ -233,15 +229,6 @@ class WeftProcessGroup(ProcessGroup):
         if _allow_inflight_collective_as_graph_input():
             done.wait()
         return done
-
-    def _is_large(self, name: str, x: Any, out: Any) -> bool:
-        """Whether a call is left for its size, and counted, with minimal overhead: FSDP2 makes such calls."""
-        if self._coalescing or type(x) is not Tensor or type(out) is not Tensor:
-            return False
-        if max(x.nbytes, out.nbytes) <= MOST_BYTES or (kind := x.device.type) not in self.record.taken_on:
-            return False
-        self.record.count_left(name, f"more than {MOST_BYTES >> 20} MiB", kind)
-        return True
 
     def _take(self, name: str, calls: list[GroupCall] | str, opts: Any) -> Work | None:
         """The call's work, if weft takes it."""
