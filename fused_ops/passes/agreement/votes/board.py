@@ -131,7 +131,7 @@ class VoteBoard(vote_rows.VoteRows):
         all ranks, and who goes on alone has taken its own back.
 
         Raises:
-            WeftError: another rank's process holds the lock all the time; or there is no store.
+            WeftError: another rank's process holds the lock until the group's deadline; or there is no store.
         """
         if not self.attached():
             return vote.Answer(False, vote.NO_BOARD if post.can_fuse else vote.CANNOT_FUSE, self.rank)
@@ -147,7 +147,7 @@ class VoteBoard(vote_rows.VoteRows):
         return answer
 
     def _ask(self, post: vote.Vote, timeout: float) -> vote.Answer:
-        with self._lock(timeout) as words:
+        with self._lock(get_timeout(self._name)) as words:
             if words[vote_rows._LEAVES] == self._leaves:
                 self._post(words, post)
             else:
@@ -179,7 +179,7 @@ class VoteBoard(vote_rows.VoteRows):
             assert words is not None
             if not late and in_vain is None and self._most(words) == words[self._own + vote_rows._RUN]:
                 continue
-            with self._lock(timeout):
+            with self._lock(get_timeout(self._name)):
                 # One that does not ask may have come meanwhile.
                 if self._answer() is None and not self._follow(words, post) and (late or in_vain):
                     why = (vote.LATE, self._missing(words)) if absent is None else (vote.ABSENT, absent)

@@ -26,6 +26,7 @@ from weft.fused_ops.passes.agreement.votes.vote import (
     Answer,
     Vote,
 )
+from weft.symm_mem import WeftError
 from weft.symm_mem.backends.host import host_identity
 from weft.symm_mem.bootstrap import store as store_module
 
@@ -166,6 +167,22 @@ def test_who_has_passed_by_before_there_was_a_board_is_not_waited_for() -> None:
     assert time.monotonic() - begin < LONG / 2
     answers = at_once(*(lambda b=b: b.ask(post(6), LONG) for b in (kept, early, also)))  # type: ignore[misc]
     assert all(a.fused for a in answers)
+
+
+def test_a_lock_is_waited_for_until_the_groups_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short the wait for other ranks is: one that is busy for a moment is no error."""
+    where = make(2)
+    with where[1]._lock(LONG) as words:
+        first = threading.Thread(target=where[0].ask, args=(post(4), 0.01), daemon=True)
+        first.start()
+        first.join(0.3)
+        assert first.is_alive() and not words[where[0]._own + vote_rows._POSTS]
+    first.join(LONG / 2)
+    assert not first.is_alive() and words[where[0]._own + vote_rows._POSTS] == 1
+    monkeypatch.setattr(boards, "get_timeout", lambda group: 0.2)
+    said = "^agree on a graph: rank 0 of group 'g' waited 0.2 s for the lock of the ranks' board"
+    with where[1]._lock(LONG), pytest.raises(WeftError, match=said):
+        where[0].ask(post(6), LONG)
 
 
 @pytest.mark.parametrize("late", [False, True])
