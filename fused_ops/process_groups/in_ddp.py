@@ -28,8 +28,15 @@ def see_reducer() -> None:
             *args: Any,
             **named: Any,
         ) -> None:
-            if isinstance(process_group, WeftProcessGroup):
-                process_group = process_group.inner
-            super().__init__(params, bucket_indices, per_bucket_size_limits, process_group, *args, **named)
+            inner = _inner_of(process_group)
+            super().__init__(params, bucket_indices, per_bucket_size_limits, inner, *args, **named)
+
+        def _update_process_group(self, new_process_group: Any) -> None:
+            # Ranks that make their DDP anew, as these others join, send the same buckets.
+            super()._update_process_group(_inner_of(new_process_group))
 
     dist.Reducer = Reducer  # type: ignore[misc]
+
+
+def _inner_of(group: Any) -> Any:
+    return group.inner if isinstance(group, WeftProcessGroup) else group

@@ -72,6 +72,16 @@ def _ddp(group: Any, rank: int) -> tuple[Losses, list[torch.Tensor]]:
     return _train(model, model.parameters(), rank), [p.detach() for p in model.parameters()]
 
 
+def _moved_ddp(group: Any, rank: int) -> tuple[Losses, list[torch.Tensor]]:
+    """One rank makes its DDP of the group, the other one gets it later."""
+    alone = [dist.new_group([r], backend="gloo") for r in range(dist.get_world_size())][rank]
+    first = alone if rank == 0 else group
+    model = DistributedDataParallel(_model()[:3], process_group=first, init_sync=False)
+    if rank == 0:
+        model._update_process_group(group)
+    return _train(model, model.parameters(), rank), [p.detach() for p in model.parameters()]
+
+
 def _ddp_hook(
     group: Any, rank: int, hook: Callable[[Any, Any], Any], state: Any
 ) -> tuple[Losses, list[torch.Tensor]]:
@@ -116,6 +126,7 @@ def _chained(group: Any, rank: int) -> tuple[Losses, list[torch.Tensor]]:
 
 def check_ddp(rank: int, world_size: int) -> None:
     _on_both(_ddp, rank)
+    _on_both(_moved_ddp, rank)
     for program in (_fp16, _chained, _power_sgd):
         _on_both(program, rank, "all_reduce")
 
