@@ -229,7 +229,7 @@ def _of_a_vocabulary(op: str, every: Sequence[Arguments], rank: int) -> list[Ten
         entropy = [-(log_probs.exp() * log_probs).sum(-1)] if mine.get("return_entropy") else []
         return [each.where(counts, 0) for each in (own, *entropy)]
     smoothing = mine.get("label_smoothing", 0.0)
-    rows = -(1 - smoothing) * own
+    rows = (-(1 - smoothing) * own).where(own > -torch.inf, torch.inf)  # also of a target that has no weight
     if smoothing:
         rows = rows - smoothing * log_probs.mean(-1)
     rows = (rows + mine.get("z_loss", 0.0) * scores.logsumexp(-1).square()).where(counts, 0)
