@@ -252,14 +252,14 @@ MUTANTS = [
     ),
     Mutant(
         "kernels/device/comm/ll_exchange.cuh",
-        "return IN_TURN ? turn : WORLD_SIZE - 1;",
-        "return WORLD_SIZE - 1;",
+        "return turn + 1;",
+        "return WORLD_SIZE;",
         f"{_IN_TURN}::test_one_peer_after_the_other",
     ),
     Mutant(
         "kernels/all_reduce/kernel.cu",
-        "load_from<WHOLE>(p, p.out,",
-        "load_from<WHOLE>(p, p.x,",
+        "load_from<WHOLE, true>",
+        "load_from<WHOLE, false>",
         f"{_IN_TURN}::test_results_are_the_same -k all_reduce",
     ),
     Mutant(

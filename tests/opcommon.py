@@ -73,6 +73,10 @@ def gather(x: torch.Tensor) -> list[torch.Tensor]:
     return out
 
 
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm().clamp_min(1e-30)).item()
+
+
 def check(
     name: str, got: torch.Tensor, want: torch.Tensor, bound: float, parts: list[torch.Tensor] | None = None
 ) -> None:

@@ -49,17 +49,17 @@ struct Params {
 };
 
 // Vector `at` of x or out; elements past its end are 0.
-template <bool WHOLE>
-__device__ __forceinline__ uint4 load_from(const Params& p, const Element* from, u64 at) {
+template <bool WHOLE, bool OUT>
+__device__ __forceinline__ uint4 load_from(const Params& p, u64 at) {
     const u64 start = at * ELEMENTS;
     if (WHOLE || (p.aligned && start + ELEMENTS <= p.numel)) {
-        return weft::load_vector(reinterpret_cast<const uint4*>(from) + at);
+        return weft::load_vector(reinterpret_cast<const uint4*>(OUT ? p.out : p.x) + at);
     }
     uint4 v = make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) {
         if (start + i < p.numel) {
-            const u32 bits = from[start + i];
+            const u32 bits = (OUT ? p.out : p.x)[start + i];
             weft::word(v, i / Number::PER_WORD) |= bits << (16 * (i % Number::PER_WORD));
         }
     }
@@ -72,7 +72,7 @@ __device__ __forceinline__ uint4 load(const Params& p, u64 at) {
 #if CHOICES
     return p.combine.load(static_cast<u32>(at));
 #else
-    return load_from<WHOLE>(p, p.x, at);
+    return load_from<WHOLE, false>(p, at);
 #endif
 }
 
@@ -199,12 +199,14 @@ struct TwoShot {
     template <int COUNT>
     __device__ __forceinline__ void reduce_in_turn(const Epoch& epoch, const ThreadShare& first, u32 end) const {
         reduce_all<COUNT>(epoch, first, end);
+#if IN_TURN
         while (epoch.next_turn()) {
             for (ThreadShare s = first; s.at < end; skip(s)) {
-                const uint4 result = load_from<WHOLE>(p, p.out, static_cast<u64>(RANK) * p.vectors + s.at);
+                const uint4 result = load_from<WHOLE, true>(p, static_cast<u64>(RANK) * p.vectors + s.at);
                 epoch.send_to_all(results + s.index, weft::ll_encode(result));
             }
         }
+#endif
     }
 
     template <int COUNT>
@@ -221,8 +223,10 @@ __device__ __forceinline__ void two_shot_of(const Params& p) {
     const ThreadShare first;
     if (first.at < p.vectors) steps.load_all(first.at);
     const Epoch epoch(p.slots);
-    do steps.send(epoch, first, p.vectors);
-    while (epoch.next_turn());
+    steps.send(epoch, first, p.vectors);
+#if IN_TURN
+    while (epoch.next_turn()) steps.send(epoch, first, p.vectors);
+#endif
     steps.template reduce_in_turn<1>(epoch, first, p.vectors);
     steps.template collect_all<1>(epoch, first, p.vectors);
     epoch.leave();

@@ -20,7 +20,7 @@ struct ExactEpoch {
         epoch.send_to_all(index, ll_encode(v));
         if (!needs_correction(v)) return;
 #pragma unroll 1
-        for (int i = epoch.first_peer(); i <= epoch.last_peer(); ++i) correct(peer_of(i), index, v);
+        for (int i = epoch.first_peer(); i < epoch.end_peer(); ++i) correct(peer_of(i), index, v);
     }
 
     __device__ __forceinline__ void send(int peer, u32 index, const uint4& v) const {

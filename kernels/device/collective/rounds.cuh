@@ -54,11 +54,13 @@ struct Chunk {
 template <typename Steps>
 __device__ __forceinline__ void send_in_turn(
     Steps& steps, const Epoch& epoch, const ThreadShare& s, u32 end, u32 threads) {
-    for (;;) {
-        steps.send(epoch, s, end, threads);
-        if (!epoch.next_turn()) return;
+    steps.send(epoch, s, end, threads);
+#if IN_TURN
+    while (epoch.next_turn()) {
         steps.load(s, end, threads);
+        steps.send(epoch, s, end, threads);
     }
+#endif
 }
 
 template <typename Steps>

@@ -73,7 +73,9 @@ struct Epoch {
     // A wait of this thread, or of an earlier kernel of the group, has expired. Nothing is sent then: a peer misses the
     // data and reports it, instead of taking a wrong number for a right one.
     mutable bool lost;
-    mutable int turn = 1;  // with IN_TURN the one i of peer_of(i) that is sent to
+#if IN_TURN
+    mutable int turn = 1;  // the one i of peer_of(i) that is sent to
+#endif
 
     __device__ __forceinline__ explicit Epoch(const ExchangeSlots& slots) : s(slots), lost(is_broken(slots.watch)) {
         begin(load_relaxed(s.watch.words + s.epochs + blockIdx.x) + 1);
@@ -88,10 +90,14 @@ struct Epoch {
         return reinterpret_cast<uint4*>(s.watch.words + s.first) + (mine + sender * s.capacity + index);
     }
 
-    // What is sent now goes to peer_of(i) for i from first_peer() to last_peer(): to all, or with IN_TURN to one.
-    __device__ __forceinline__ int first_peer() const { return IN_TURN ? turn : 1; }
-
-    __device__ __forceinline__ int last_peer() const { return IN_TURN ? turn : WORLD_SIZE - 1; }
+    // What is sent now goes to peer_of(i) for i from first_peer() to end_peer() - 1: to all, or with IN_TURN to one.
+#if IN_TURN
+    __device__ __forceinline__ int first_peer() const { return turn; }
+    __device__ __forceinline__ int end_peer() const { return turn + 1; }
+#else
+    __device__ __forceinline__ static constexpr int first_peer() { return 1; }
+    __device__ __forceinline__ static constexpr int end_peer() { return WORLD_SIZE; }
+#endif
 
     // After all is sent: whether the same has to be sent again, to the next peer. After the last one it is the first's
     // turn.
@@ -112,7 +118,7 @@ struct Epoch {
 
     __device__ __forceinline__ void send_to_all(u32 index, const uint4& wire) const {
 #pragma unroll(FEW ? 8 : 4)
-        for (int i = first_peer(); i <= last_peer(); ++i) send(peer_of(i), index, wire);
+        for (int i = first_peer(); i < end_peer(); ++i) send(peer_of(i), index, wire);
     }
 
     // After a failed poll for slot `index` of `sender`. True: go on without it.
@@ -216,7 +222,7 @@ struct Parts {
     template <typename Load, typename Send>
     __device__ __forceinline__ void each(const Load& load, const Epoch& epoch, u32 at, const Send& send) const {
 #pragma unroll(FEW ? 8 : 1)
-        for (int i = epoch.first_peer(); i <= epoch.last_peer(); ++i) {
+        for (int i = epoch.first_peer(); i < epoch.end_peer(); ++i) {
             const int peer = peer_of(i);
             send(peer, AHEAD ? of[AHEAD ? i : 0] : load(peer, at));
         }

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from opcommon import check, same_on_all, world
+from opcommon import check, relative_error, same_on_all, world
 from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -56,6 +56,10 @@ def norms(model: nn.Module) -> list[nn.Parameter]:
     return [p for m in model.modules() if isinstance(m, kinds) for p in m.parameters()]
 
 
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
 def blocks(rank: int, size: int, seed: int) -> None:
     torch.manual_seed(seed)
     whole = plain(HIDDEN * size)
@@ -64,6 +68,11 @@ def blocks(rank: int, size: int, seed: int) -> None:
     for x in steps:
         (reference(x.double()).square() * x.double()).sum().backward()
         (uncut(x).square() * x).sum().backward()
+    each = zip(gradients(uncut), gradients(reference), strict=True)
+    lost = max(relative_error(plain_grad, exact) for plain_grad, exact in each)
+    # float32 through two blocks. Of some data terms cancel out, which costs the model that is not cut as many bits; over
+    # 1,200 seeds the layers lose up to four times what it loses.
+    bound = max(2e-5, 8 * lost)
     for options in ({}, {"sequence_parallel": True, "sequence_dim": 1}):
         model = cut_along(whole, **options)
         for x in steps:
@@ -72,13 +81,11 @@ def blocks(rank: int, size: int, seed: int) -> None:
         if options:
             all_reduce_gradients(norms(model), None)
         for name, parameter in model.named_parameters():
-            exact, whole_grad = (m.get_parameter(name).grad for m in (reference, uncut))
-            assert exact is not None and whole_grad is not None and parameter.grad is not None
-            if (dim := CUT.get(name.partition(".")[2])) is not None:
-                exact, whole_grad = (grad.chunk(size, dim)[rank] for grad in (exact, whole_grad))
-            # float32 through two blocks; where terms cancel out, as much is lost in the model that is not cut
-            lost = ((whole_grad.double() - exact).norm() / exact.norm()).item()
-            check(f"{options}: {name}", parameter.grad, exact, max(2e-5, 3 * lost))
+            wanted = reference.get_parameter(name).grad
+            assert wanted is not None and parameter.grad is not None
+            dim = CUT.get(name.partition(".")[2])
+            wanted = wanted if dim is None else wanted.chunk(size, dim)[rank]
+            check(f"{options}: {name}", parameter.grad, wanted, bound)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from opcommon import check
+from opcommon import check, relative_error
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import DeviceMesh
@@ -186,15 +186,20 @@ def right(
     fusion = FusionPass(loss_parallel=int(by_chunks) or True)
     fn = torch.compile(lambda *given: program(gathered, *given), options=fusion.options)
     bound = 1e-5 if dtype == torch.float32 else 0.02
-    for run in (fn, lambda *given: program(gathered, *given)):
+    lost = [0.0] * 4  # by the program itself, in its dtype: more bits of some data than of other
+    for run in (lambda *given: program(gathered, *given), fn):
         given = x.clone().requires_grad_(), w[own].clone().requires_grad_()
         with inductor_config.patch(force_disable_caches=True):
             found = run(*given, targets)
             loss, *others = found if isinstance(found, tuple) else (found,)
             (loss * (rank + 1)).backward()
         got = [loss, *(g.grad for g in given), *others]
-        for name, a, b in zip(("loss", "of x", "of w", "logits"), got, wanted, strict=False):
-            check(f"{name}, {'fused' if run is fn else 'eager'}", a, b.detach(), bound)
+        for i, (name, a, b) in enumerate(zip(("loss", "of x", "of w", "logits"), got, wanted, strict=False)):
+            if run is fn:
+                check(f"{name}, fused", a, b.detach(), max(bound, 2 * lost[i]))
+            else:
+                check(f"{name}, eager", a, b.detach(), 2 * bound)
+                lost[i] = relative_error(a, b.detach())
     entries = [e for e in fusion.report().entries if e.collective == "all_gather_into_tensor"]
     assert entries[0].fused_into == (LINEAR if by_chunks else OP), fusion.report()
     assert f"loss parallel, {WIDTH} columns" in entries[0].detail or gathered is uneven, fusion.report()
