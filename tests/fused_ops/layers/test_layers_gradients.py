@@ -70,8 +70,8 @@ def blocks(rank: int, size: int, seed: int) -> None:
         (uncut(x).square() * x).sum().backward()
     each = zip(gradients(uncut), gradients(reference), strict=True)
     lost = max(relative_error(plain_grad, exact) for plain_grad, exact in each)
-    # float32 through two blocks. Of some data terms cancel out, which costs the model that is not cut as many bits; over
-    # 1,200 seeds the layers lose up to four times what it loses.
+    # float32 through two blocks. Of some data terms cancel out, which costs the model that is not cut as many bits:
+    # over thousands of seeds the layers lose up to five times what it loses.
     bound = max(2e-5, 8 * lost)
     for options in ({}, {"sequence_parallel": True, "sequence_dim": 1}):
         model = cut_along(whole, **options)
@@ -81,11 +81,13 @@ def blocks(rank: int, size: int, seed: int) -> None:
         if options:
             all_reduce_gradients(norms(model), None)
         for name, parameter in model.named_parameters():
-            wanted = reference.get_parameter(name).grad
-            assert wanted is not None and parameter.grad is not None
+            exact = reference.get_parameter(name).grad
+            assert exact is not None and parameter.grad is not None
             dim = CUT.get(name.partition(".")[2])
-            wanted = wanted if dim is None else wanted.chunk(size, dim)[rank]
-            check(f"{options}: {name}", parameter.grad, wanted, bound)
+            wanted = exact if dim is None else exact.chunk(size, dim)[rank]
+            assert wanted.shape == parameter.grad.shape
+            difference = ((parameter.grad.double() - wanted).norm() / exact.norm()).item()
+            assert difference <= bound, f"{options}: {name}: {difference:.3g} above {bound:.3g}"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
