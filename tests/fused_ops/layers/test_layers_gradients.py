@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from opcommon import check, relative_error, same_on_all, world
+from opcommon import relative_error, same_on_all, world
 from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
