@@ -145,10 +145,14 @@ class VoteRows:
         if not words[row + _POSTS] or words[row + _ANSWER] == FUSED:
             return  # it has not come yet
         turn, begun, count, signature = _post_of(words, row)
-        if turn != words[own + _TURN] or (begun, count, signature) == post[:3]:
-            return  # it is on its way here, or the answer to one is the answer to the other
+        if turn != words[own + _TURN]:
+            return  # it is on its way here
         waits = words[row + _ANSWER] == UNDECIDED
         in_vain = words[row + _WHY] in (LATE, ABSENT) and words[row + _PEER] == self.rank
+        if (begun, count, signature) == post[:3]:  # the answer to one is the answer to the other
+            if in_vain:  # this rank was only late
+                words[row + _WHY] = NOTHING
+            return
         if begun + count <= post.begun:
             if waits:  # where this rank has been without a post
                 self._decide(words, peer, PASSED_BY, self.rank)
@@ -171,9 +175,8 @@ class VoteRows:
         for rank, row in rows if plain else ():
             source = plain.get(_post_of(words, row))
             if source is not None and words[row + _ANSWER] == UNDECIDED:
-                why, peer = words[source + _WHY], words[source + _PEER]
-                if peer == rank:  # it was only late
-                    words[source + _WHY], why = NOTHING, LATE
+                peer = words[source + _PEER]
+                why = LATE if peer == rank else words[source + _WHY] or LATE  # NOTHING: the peer has come since
                 self._decide(words, rank, why, peer)
 
     def _missing(self, words: memoryview) -> int:
