@@ -25,6 +25,7 @@ from .vote import (
 _TURN, _BEGUN, _COUNT, _SIGNATURE, _CAN_FUSE, _ANSWER, _WHY, _PEER, _POSTS = range(9)
 _PRESENT = 9  # 1 once the rank has shown its presence
 _RUN = 10  # graphs that it has run fused: here, so that one who is interrupted while it asks has it, too
+_IN_VAIN = 11  # 1 + the rank that it has waited for in vain and that has not come there since; 0: none
 _RING, _TURNS_KEPT = 16, 128  # the graphs of its last turns
 _ROW = _RING + 3 * _TURNS_KEPT
 
@@ -74,6 +75,7 @@ class VoteRows:
         """The rank is told to run its graph unfused."""
         row = row_of(rank)
         words[row + _WHY], words[row + _PEER] = why, peer
+        words[row + _IN_VAIN] = peer + 1 if why in (LATE, ABSENT) and peer != rank else 0
         words[row + _ANSWER] = PLAIN
         if words[row + _CAN_FUSE]:
             words[_AGREED] = 0
@@ -148,10 +150,10 @@ class VoteRows:
         if turn != words[own + _TURN]:
             return  # it is on its way here
         waits = words[row + _ANSWER] == UNDECIDED
-        in_vain = words[row + _WHY] in (LATE, ABSENT) and words[row + _PEER] == self.rank
+        in_vain = words[row + _IN_VAIN] == self.rank + 1
         if (begun, count, signature) == post[:3]:  # the answer to one is the answer to the other
             if in_vain:  # this rank was only late
-                words[row + _WHY] = NOTHING
+                words[row + _IN_VAIN] = 0
             return
         if begun + count <= post.begun:
             if waits:  # where this rank has been without a post
@@ -175,9 +177,9 @@ class VoteRows:
         for rank, row in rows if plain else ():
             source = plain.get(_post_of(words, row))
             if source is not None and words[row + _ANSWER] == UNDECIDED:
-                peer = words[source + _PEER]
-                why = LATE if peer == rank else words[source + _WHY] or LATE  # NOTHING: the peer has come since
-                self._decide(words, rank, why, peer)
+                why, peer = words[source + _WHY], words[source + _PEER]
+                self._decide(words, rank, LATE if peer == rank else why, peer)
+                words[row + _IN_VAIN] = words[source + _IN_VAIN]
 
     def _missing(self, words: memoryview) -> int:
         """The first rank that does not wait where this one does."""
