@@ -18,32 +18,11 @@
 #ifndef CLUSTER
 #error "CLUSTER, VECTORS: blocks of a team; vectors of a row that a thread holds"
 #endif
-#ifndef RESIDUAL
-#define RESIDUAL 1
-#endif
-#ifndef ROUND_SUM
-#define ROUND_SUM 1
-#endif
-#ifndef SUBTRACT_MEAN
-#define SUBTRACT_MEAN 0
-#endif
 #if SUBTRACT_MEAN && !ROUND_SUM
 #error "SUBTRACT_MEAN: is of the rounded sum"
 #endif
 #if SUBTRACT_MEAN && QUANT
 #error "QUANT: is of RMSNorms"
-#endif
-#ifndef WEIGHT
-#define WEIGHT 1
-#endif
-#ifndef BIAS
-#define BIAS 0
-#endif
-#ifndef WIDE_WEIGHT
-#define WIDE_WEIGHT 0
-#endif
-#ifndef OFFSET
-#define OFFSET 0
 #endif
 
 namespace {

@@ -77,7 +77,7 @@ class MatmulAllGatherCopied(CopiedCall):
                 width, height = made.shape[1] * made.itemsize, made.shape[0]
                 step = made.stride(0) * made.itemsize
                 sent = [CopiedPiece(made.data_ptr(), self._offset, width, height, step)]
-                self._engine.start_pieces(buffer, _same_for_all(sent), timeout_ns)
+                self._engine.start(buffer, _same_for_all(sent), timeout_ns)
                 if before is not None:
                     self._put(*before, timeout_ns, stream)
                 before = buffer, parts[rows, :, columns]

@@ -16,8 +16,11 @@ from weft.kernels.all_gather_matmul import one_shot_kernel as gather
 from weft.kernels.all_reduce import cuda_kernel
 from weft.kernels.all_reduce_rms_norm import cuda_kernel as norm_kernel
 from weft.kernels.all_reduce_rms_norm.configs import CLUSTERS, most_per_thread
+from weft.kernels.all_reduce_rms_norm.quant import QuantKind
+from weft.kernels.all_reduce_rms_norm.reference import NormKind
 from weft.kernels.all_to_all import cuda_kernel as all_to_all_kernel
 from weft.kernels.async_collectives import cuda_kernel as async_kernel
+from weft.kernels.device.collective.combine import CombineShape
 from weft.kernels.device.collective.launch import CollectiveParams
 from weft.kernels.device.comm import acquire
 from weft.kernels.device.comm.ll_exchange import exchange_program, in_turn
@@ -45,22 +48,24 @@ NORM = [
     for size, cluster in [(2, 1), *((4, cluster) for cluster in CLUSTERS), (8, 8)]
 ]
 NORM += [(4, "float32", 8, 1)]
-NORM_SWITCHES = {
-    "unrounded": norm_kernel.NormSwitches(round_sum=False),
-    "gemma": norm_kernel.NormSwitches(wide_weight=True, offset=True),
-    "all": norm_kernel.NormSwitches(round_sum=False, wide_weight=True, offset=True),
-    "alone": norm_kernel.NormSwitches(residual=False, wide_weight=True),
-    "layer": norm_kernel.NormSwitches(subtract_mean=True, bias=True),
-    "layer-wide": norm_kernel.NormSwitches(wide_weight=True, offset=True, subtract_mean=True, bias=True),
-    "layer-bare": norm_kernel.NormSwitches(residual=False, subtract_mean=True, weight=False),
-    "static": norm_kernel.NormSwitches(quant=1),
-    "static-all": norm_kernel.NormSwitches(
-        round_sum=False, wide_weight=True, offset=True, quant=1, scale_op=1
+EPS = 1e-6
+USUAL = NormKind(EPS)
+NORM_KINDS = {
+    "unrounded": NormKind(EPS, round_sum=False),
+    "gemma": NormKind(EPS, 1.0, wide_weight=True),
+    "all": NormKind(EPS, 1.0, round_sum=False, wide_weight=True),
+    "alone": NormKind(EPS, residual=False, wide_weight=True),
+    "layer": NormKind(EPS, subtract_mean=True, bias=True),
+    "layer-wide": NormKind(EPS, 1.0, wide_weight=True, subtract_mean=True, bias=True),
+    "layer-bare": NormKind(EPS, residual=False, subtract_mean=True, weight=False),
+    "static": NormKind(EPS, quant=QuantKind(torch.float8_e4m3fn, "reciprocal")),
+    "static-all": NormKind(
+        EPS, 1.0, round_sum=False, wide_weight=True, quant=QuantKind(torch.float8_e4m3fn, "divide")
     ),
-    "rows": norm_kernel.NormSwitches(quant=2),
-    "rows-divided": norm_kernel.NormSwitches(residual=False, quant=2, scale_op=1),
-    "rows-all": norm_kernel.NormSwitches(
-        round_sum=False, wide_weight=True, offset=True, quant=2, scale_op=2, e5m2=True
+    "rows": NormKind(EPS, quant=QuantKind(torch.float8_e4m3fn, "reciprocal", EPS)),
+    "rows-divided": NormKind(EPS, residual=False, quant=QuantKind(torch.float8_e4m3fn, "divide", EPS)),
+    "rows-all": NormKind(
+        EPS, 1.0, round_sum=False, wide_weight=True, quant=QuantKind(torch.float8_e5m2, "multiply", EPS)
     ),
 }
 # Choices, whether their weights are float32, and whether there is a shared expert.
@@ -101,6 +106,10 @@ def few_rows_program(size: int, dtype: str, reduce_op: str, n: int, b_rows: bool
     return exchange_program(few_rows.SOURCE, size - 1, defines)
 
 
+def norm_program(size: int, dtype: torch.dtype, share: tuple[int, int], kind: NormKind = USUAL) -> Program:
+    return exchange_program(norm_kernel.SOURCE, 1, norm_kernel.norm_defines(size, dtype, share, kind))
+
+
 PROGRAMS: dict[str, Program] = {
     "acquire": Program(KERNELS / "device" / "comm" / "acquire.cu"),
     **{f"async-{size}": async_kernel.async_program(size) for size in (2, 3, 8)},
@@ -123,16 +132,14 @@ PROGRAMS: dict[str, Program] = {
         for size, dtype, reduce_op in ALL_REDUCE
     },
     **{
-        f"norm-{size}-{dtype}-{cluster}-{held}": norm_kernel.all_reduce_rms_norm_program(
-            size, 1, TORCH[dtype], (cluster, held)
-        )
+        f"norm-{size}-{dtype}-{cluster}-{held}": norm_program(size, TORCH[dtype], (cluster, held))
         for size, dtype, cluster, held in NORM
     },
     **{
-        f"norm-{size}-{name}-{cluster}": norm_kernel.all_reduce_rms_norm_program(
-            size, 1, torch.bfloat16, (cluster, most_per_thread(size)), switches
+        f"norm-{size}-{name}-{cluster}": norm_program(
+            size, torch.bfloat16, (cluster, most_per_thread(size)), kind
         )
-        for i, (name, switches) in enumerate(NORM_SWITCHES.items())
+        for i, (name, kind) in enumerate(NORM_KINDS.items())
         for size, cluster in [((2, 1), (4, 8))[i % 2], (8, 8)]
     },
     **{
@@ -146,14 +153,11 @@ PROGRAMS: dict[str, Program] = {
         for size, dtype, choices in CHOICES
     },
     **{
-        f"combine_norm-{size}-{choices}-{held}-{rounded}": norm_kernel.all_reduce_rms_norm_program(
+        f"combine_norm-{size}-{choices}-{held}-{rounded}": norm_program(
             size,
-            1,
             torch.bfloat16,
             (4, held),
-            norm_kernel.NormSwitches(
-                round_sum=rounded, choices=choices, wide_choices=rounded, shared_expert=choices == 8
-            ),
+            NormKind(EPS, round_sum=rounded, combine=CombineShape(1, choices, rounded, choices == 8)),
         )
         for size, choices, held, rounded in [
             (2, 8, 1, True),
@@ -164,7 +168,7 @@ PROGRAMS: dict[str, Program] = {
     },
     **{f"few_rows-{'-'.join(map(str, case))}": few_rows_program(*case) for case in FEW_ROWS},
     "all_reduce-early": early(cuda_kernel.all_reduce_program(4, 3, torch.bfloat16, "sum")),
-    "norm-early": early(norm_kernel.all_reduce_rms_norm_program(4, 1, torch.bfloat16, (2, 1))),
+    "norm-early": early(norm_program(4, torch.bfloat16, (2, 1))),
     **{
         f"alone_gather-{size}-bytes": all_gather_kernel.all_gather_program(size, size - 1)
         for size in ONE_SHOT

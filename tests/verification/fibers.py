@@ -37,6 +37,7 @@ REAL = (
     "comm/ll_exchange.cuh",
     "comm/credits.cuh",
     "comm/abort_notice.cuh",
+    "comm/double_buffer.cuh",
     "collective/slices.cuh",
     "collective/rounds.cuh",
     "collective/exact.cuh",

@@ -128,10 +128,7 @@ def test_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Any, resid
     kind = NormKind(EPS, round_sum=residual, residual=residual, combine=of)
     of_one = AllReduceRmsNormConfig("one_shot", cluster, threads=32)
     per_thread = shape(1, vectors, size, of_one).per_thread
-    defines: dict[str, str | int] = {"WORLD_SIZE": size, "DTYPE": case[1]}
-    defines |= {"CLUSTER": cluster, "VECTORS": per_thread}
-    switches = norm_kernel.NormSwitches.of(kind, dtype)
-    defines |= {name.upper(): int(on) for name, on in switches._asdict().items()}
+    defines = norm_kernel.norm_defines(size, dtype, (cluster, per_thread), kind)
     library = build(tmp_path, norm_kernel.SOURCE, FORMS, norm_kernel._CombineParams, defines)
     ranks = Ranks(library, ExchangeLayout(size, 64 * 20 * per_thread))
     monkeypatch.setattr(norm_kernel, "norm_program", lambda *a: Kernels(ranks))

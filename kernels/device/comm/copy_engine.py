@@ -1,7 +1,6 @@
 """Pushes rows into the peers' buffers by the GPU's copy engines, on a stream of their own: no SM takes part.
 
-    engine.start(buffer, parts, timeout_ns)  # a part for each rank, after which anything may run
-    engine.start_pieces(buffer, of, timeout_ns)  # or the pieces that `of` returns for each peer
+    engine.start(buffer, of, timeout_ns)  # the pieces that `of` returns for each peer, after which anything may run
     engine.join(buffer)  # what was sent may be overwritten after this
 
 Who writes: rank r's engine copies into every peer's buffer, then EPOCH_TICKET, the epoch, into flag 0 of rank r there;
@@ -41,20 +40,8 @@ class CopiedConfig:
     algorithm: ClassVar[str] = "copy_engine"
 
 
-class CopiedParts(NamedTuple):
-    """A part for each rank, of ``size`` bytes: that for rank q lies at ``first + q * step``.
-
-    ``with_own``: slot r of a buffer is rank r's, also this rank's own; else that of peer p is ``p - (p > rank)``.
-    """
-
-    first: int
-    step: int
-    size: int
-    with_own: bool
-
-
 class CopiedPiece(NamedTuple):
-    """``rows`` times ``size`` bytes that a peer gets one after the other, ``offset`` bytes into its buffer: the first
+    """``rows`` times ``size`` bytes that a rank gets one after the other, ``offset`` bytes into its buffer: the first
     at ``address``, each of the others ``step`` bytes after the one before."""
 
     address: int
@@ -72,38 +59,43 @@ class CopyEngine:
         self._device = workspace.heap.device.index
         self._handle = cuda_state.state.own_stream(self, workspace.heap.device)
         # Of each buffer: its acquire kernel, and the events after that and after the pushes.
-        self._known: dict[int, tuple[acquire.Acquire, torch.cuda.Event, torch.cuda.Event]] = {}
+        self._known: dict[int, tuple[acquire.StreamWait, torch.cuda.Event, torch.cuda.Event]] = {}
         self._made = cuda_state.state.event()
 
     @cached_property
     def _stream(self) -> Any:
         return cuda_state.state.stream(self._handle, self._device)
 
-    def start(self, buffer: int, parts: CopiedParts, timeout_ns: int) -> None:
-        """Send each peer its part while what follows runs on the current stream.
+    def start(
+        self,
+        buffer: int,
+        of: Callable[[int], Iterable[CopiedPiece]],
+        timeout_ns: int,
+        own: CopiedPiece | None = None,
+    ) -> None:
+        """Send each peer the pieces that ``of(peer)`` returns, while what follows runs on the current stream.
 
-        They go into this rank's slot of its buffer, then the epoch into flag 0 of this rank there. Until the current
-        stream has passed a ``join`` they must not be overwritten.
+        They go into its buffer, then the epoch into flag 0 of this rank there. Until the current stream has passed a
+        ``join`` they must not be overwritten. ``of`` may launch what makes one before it yields it, and then calls
+        ``follow``.
+
+        Args:
+            own: what goes into this rank's own buffer, whole.
         """
-        rank, size = self.workspace.rank, parts.size
-
-        def of(peer: int) -> Iterable[CopiedPiece]:
-            slot = rank if parts.with_own else rank - (rank > peer)
-            return (CopiedPiece(parts.first + peer * parts.step, slot * size, size),)
-
-        self._fork(buffer, timeout_ns)
+        state = cuda_state.state
+        if buffer not in self._known:
+            kernel = acquire.StreamWait("acquire", self.workspace, buffer)
+            self._known[buffer] = kernel, state.event(), state.event()
+        kernel, begin, end = self._known[buffer]
+        handle: int = state.current_stream(self._device)
+        kernel.launch(timeout_ns, handle)
+        begin.record(state.stream(handle, self._device))
+        self._stream.wait_event(begin)
         self._send(buffer, of)
-        if parts.with_own:
-            slots = self.workspace.address + self.workspace.layout.buffer(buffer)
-            cuda_state.state.copy(slots + rank * size, parts.first + rank * parts.step, size, self._handle)
-        self._pushed(buffer)
-
-    def start_pieces(self, buffer: int, of: Callable[[int], Iterable[CopiedPiece]], timeout_ns: int) -> None:
-        """As ``start``, of the pieces that ``of(peer)`` returns. It may launch what makes one before it yields it, and
-        then calls ``follow``."""
-        self._fork(buffer, timeout_ns)
-        self._send(buffer, of)
-        self._pushed(buffer)
+        if own is not None:
+            place = self.workspace.address + self.workspace.layout.buffer(buffer) + own.offset
+            state.copy(place, own.address, own.size, self._handle)
+        end.record(self._stream)
 
     def follow(self) -> None:
         """Further copies come after what is on the current stream."""
@@ -118,20 +110,6 @@ class CopyEngine:
         state = cuda_state.state
         stream: torch.cuda.Stream = state.stream(state.current_stream(self._device), self._device)
         return stream
-
-    def _fork(self, buffer: int, timeout_ns: int) -> None:
-        """Pushes come after the acquire kernel on the current stream."""
-        state = cuda_state.state
-        if buffer not in self._known:
-            self._known[buffer] = acquire.Acquire(self.workspace, buffer), state.event(), state.event()
-        kernel, begin, _ = self._known[buffer]
-        handle: int = state.current_stream(self._device)
-        kernel.launch(timeout_ns, handle)
-        begin.record(state.stream(handle, self._device))
-        self._stream.wait_event(begin)
-
-    def _pushed(self, buffer: int) -> None:
-        self._known[buffer][2].record(self._stream)
 
     def _send(self, buffer: int, of: Callable[[int], Iterable[CopiedPiece]]) -> None:
         """Each peer's pieces, and after them the epoch into flag 0 of this rank there."""
@@ -176,7 +154,9 @@ class CopiedCall:
         size, buffers = workspace.world_size, range(NUM_BUFFERS)
         order = [(workspace.rank + step) % size for step in range(1, size)]
         # Of each buffer the waits for what the peers send, in the order in which that comes.
-        self._arrivals = [[(src, acquire.Arrival(workspace, i, src)) for src in order] for i in buffers]
+        self._arrivals = [
+            [(src, acquire.StreamWait("arrive", workspace, i, src)) for src in order] for i in buffers
+        ]
         self._ends = [acquire.end_epoch_launcher(workspace, i) for i in buffers]
 
     @contextmanager

@@ -24,24 +24,16 @@ _TYPES = {
     torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
     torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
 }
-_SWIZZLES = {
-    0: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
-    128: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-}
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """A tensor's sizes and strides in elements, outermost dimension first, and the sizes of a box.
-
-    ``swizzle``: bytes of a row within which 16-byte units trade places in shared memory; 0 for none.
-    """
+    """A tensor's sizes and strides in elements, outermost dimension first, and the sizes of a box."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
-    swizzle: int = 128
 
     def encode(self, address: int) -> ctypes.Array[ctypes.c_uint64]:
         """The map of a tensor of these sizes at ``address``.
@@ -64,7 +56,7 @@ class Boxes:
             [driver.cuuint32_t(extent) for extent in self.box[::-1]],
             [driver.cuuint32_t(1)] * dimensions,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            _SWIZZLES[self.swizzle],
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
