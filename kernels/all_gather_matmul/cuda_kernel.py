@@ -19,7 +19,7 @@ from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole
 from ..device.gemm.gemm_tiles import BLOCK_K
 from ..device.gemm.operands import ALIGNMENT
 from ..device.gemm.tensor_map import Boxes, Maps, TensorMap, contiguous_strides, put_map, put_maps
-from ..device.jit.program import Program, WaitParams
+from ..device.jit.program import Defines, Program, WaitParams, program_of
 from .configs import MOST_BS, GatherKernelCall, GatherPushConfig, push_flags_per_rank
 from .estimate import CHUNK_COLUMNS
 
@@ -68,19 +68,19 @@ _put_address, _put_schedule = struct.Struct("Q").pack_into, struct.Struct("5i").
 
 def gather_defines(
     bs: Sequence[torch.Tensor], config: GatherPushConfig, *, return_A: bool = False
-) -> gemm.Defines:
+) -> Defines:
     """What kernel.cu is compiled with for these B [K, N_i] and their like."""
-    scaled = config.scaled
-    return (
-        *gemm.gemm_defines(config.tile, bs, split_k=config.split_k).items(),
-        ("CHUNK_ROWS", config.chunk_rows),
-        ("CHUNK_COLUMNS", CHUNK_COLUMNS),
-        ("K_CHUNK_COLUMNS", config.k_chunk_columns),
-        ("RETURN_A", int(return_A)),
-        ("ALL_TO_ALL", int(config.exchanged)),
-        *(scaled.defines.items() if scaled else ()),
-        *([("OUT_FLOAT32", int(scaled.out_dtype == torch.float32))] if scaled else ()),
-    )
+    defines = {
+        **gemm.gemm_defines(config.tile, bs, split_k=config.split_k),
+        "CHUNK_ROWS": config.chunk_rows,
+        "CHUNK_COLUMNS": CHUNK_COLUMNS,
+        "K_CHUNK_COLUMNS": config.k_chunk_columns,
+        "RETURN_A": int(return_A),
+        "ALL_TO_ALL": int(config.exchanged),
+    }
+    if (scaled := config.scaled) is not None:
+        defines |= {**scaled.defines, "OUT_FLOAT32": int(scaled.out_dtype == torch.float32)}
+    return defines
 
 
 def push_programs(
@@ -88,8 +88,8 @@ def push_programs(
 ) -> list[Program]:
     """Those of the launches for any number of Bs."""
     return [
-        gemm.gemm_program(
-            SOURCE, gather_defines(bs[first : first + MOST_BS], config, return_A=return_A and not first)
+        program_of(
+            SOURCE, **gather_defines(bs[first : first + MOST_BS], config, return_A=return_A and not first)
         )
         for first in range(0, len(bs), MOST_BS)
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -19,6 +20,7 @@ from ..device.gemm.scaling import (
     block_product,
     scaled_mm_out,
 )
+from ..device.jit.program import Defines
 from . import configs, one_shot_kernel
 from .configs import MOST_BS, GatherPushConfig, GatherScales
 from .copied_products import SCALED_OP as OP
@@ -124,7 +126,7 @@ class AllGatherScaledMatmulOneShot(one_shot_kernel.AllGatherMatmulOneShot):
 
     op = OP
     params = _OneShotParams
-    more_defines = (("SCALED", 1),)
+    more_defines: ClassVar[Defines] = {"SCALED": 1}
 
     def __init__(
         self,

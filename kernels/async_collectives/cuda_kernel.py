@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from ...symm_mem.workspace import Workspace
 from ..device.comm import acquire
 from ..device.comm.copy_engine import CopiedPiece, engine_of
 from ..device.comm.double_buffer import BufferWords
-from ..device.jit.program import Program, WaitParams
+from ..device.jit.program import Program, WaitParams, program_of
 
 VECTOR = 16  #: bytes, of which a part has a multiple
 _THREADS, _AT_ONCE = 512, 4  # as in kernel.cu
@@ -36,10 +35,9 @@ class _Params(ctypes.Structure):
     )
 
 
-@cache
 def async_program(world_size: int) -> Program:
     """kernel.cu for a number of ranks."""
-    return Program(Path(__file__).with_name("kernel.cu"), defines={"WORLD_SIZE": world_size})
+    return program_of(Path(__file__).with_name("kernel.cu"), WORLD_SIZE=world_size)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ..device.gemm.gemm import boxes_of_rows, is_whole
 from ..device.gemm.gemm_tiles import BLOCK_K, Tile
 from ..device.gemm.operands import ALIGNMENT, is_transposed
 from ..device.gemm.tensor_map import Boxes, Maps, TensorMap, put_map
-from ..device.jit.program import Function, Program
+from ..device.jit.program import Function, Program, program_of
 from .configs import MOST_EXPERTS, GroupedConfig
 
 SOURCE = Path(__file__).parent / "kernel.cu"
@@ -79,7 +79,7 @@ def grouped_program(bs: Sequence[Tensor], config: GroupedConfig) -> Program:
     defines = gemm.gemm_defines(config.tile, [b[0] for b in bs], split_k=True)
     if config.gated:
         defines["GATED"] = 1
-    return gemm.gemm_program(SOURCE, tuple(defines.items()))
+    return program_of(SOURCE, **defines)
 
 
 class GroupedMatmul:

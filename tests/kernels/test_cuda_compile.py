@@ -24,7 +24,6 @@ from weft.kernels.device.collective.combine import CombineShape
 from weft.kernels.device.collective.launch import CollectiveParams
 from weft.kernels.device.comm import acquire
 from weft.kernels.device.comm.ll_exchange import exchange_program, in_turn
-from weft.kernels.device.gemm import one_shot
 from weft.kernels.device.jit.program import Program
 from weft.kernels.float8_cast import cuda_kernel as float8_cast
 from weft.kernels.grouped_matmul import take_rows
@@ -102,8 +101,8 @@ def early(program: Program) -> Program:
 def few_rows_program(size: int, dtype: str, reduce_op: str, n: int, b_rows: bool) -> Program:
     config = few_rows_configs.choose_matmul_all_reduce(16, n, 132)
     assert config is not None
-    defines = few_rows.matmul_all_reduce_defines(TORCH[dtype], size, reduce_op, config, b_rows=b_rows)
-    return exchange_program(few_rows.SOURCE, size - 1, defines)
+    b = torch.empty(8, 16, dtype=TORCH[dtype])
+    return few_rows.few_rows_program(b, b if b_rows else b.t(), reduce_op, config, (size, size - 1))
 
 
 def norm_program(size: int, dtype: torch.dtype, share: tuple[int, int], kind: NormKind = USUAL) -> Program:
@@ -114,7 +113,7 @@ PROGRAMS: dict[str, Program] = {
     "acquire": Program(KERNELS / "device" / "comm" / "acquire.cu"),
     **{f"async-{size}": async_kernel.async_program(size) for size in (2, 3, 8)},
     "transfer": Program(KERNELS / "transfer" / "kernel.cu"),
-    "take": take_rows.take_rows_program(),
+    "take": take_rows.PROGRAM,
     **{
         f"cast-{dtype}-{to}": float8_cast.cast_program(dtype, to)
         for dtype in TORCH.values()
@@ -200,16 +199,9 @@ PROGRAMS: dict[str, Program] = {
         )
         for size, dtype, reduce_op in ALL_REDUCE
     },
+    **{f"gather-{size}": gather.AllGatherMatmulOneShot.program(size, size - 1) for size in ONE_SHOT},
     **{
-        f"gather-{size}": one_shot.one_shot_program(
-            gather.SOURCE, gather.one_shot_gather_defines(size, size - 1)
-        )
-        for size in ONE_SHOT
-    },
-    **{
-        f"scatter-{size}-{name}": one_shot.one_shot_program(
-            scatter.SOURCE, scatter.one_shot_scatter_defines(dtype, size, 1, epilogue)
-        )
+        f"scatter-{size}-{name}": scatter.MatmulReduceScatterOneShot.program(dtype, epilogue, (size, 1))
         for i, size in enumerate(ONE_SHOT)
         for j, (name, (dtype, epilogue)) in enumerate(EPILOGUES.items())
         if (i + j) % 4 < 2

@@ -21,13 +21,11 @@ from weft.kernels.device.jit.program import Function, Program
 from weft.kernels.matmul_all_reduce import cuda_kernel as few_rows
 from weft.kernels.matmul_all_reduce.configs import MatmulAllReduceConfig
 
-_FEW_ROWS = few_rows.matmul_all_reduce_defines(
-    torch.bfloat16, 2, "sum", MatmulAllReduceConfig(1, 1), b_rows=True
-)
+_B = torch.empty(8, 16, dtype=torch.bfloat16)
 PROGRAMS = {
     "all_reduce": all_reduce.all_reduce_program(2, 1, torch.bfloat16, "sum"),
     "norm": exchange_program(norm.SOURCE, 1, norm.norm_defines(2, torch.bfloat16, (2, 1), NormKind(1e-6))),
-    "few_rows": exchange_program(few_rows.SOURCE, 1, _FEW_ROWS),
+    "few_rows": few_rows.few_rows_program(_B, _B, "sum", MatmulAllReduceConfig(1, 1), (2, 1)),
 }
 
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import cache
-from pathlib import Path
-from typing import TypeAlias
 
 import torch
 
-from ..jit.program import Program
+from ..jit.program import Defines, Program
 from .gemm_tiles import BLOCK_K, MOST_SHARED, Tile
 from .operands import is_transposed
 from .tensor_map import Boxes
-
-Defines: TypeAlias = tuple[tuple[str, str | int], ...]
 
 THREADS = 384  # of a block
 _THREADS_WITH_TENSOR_MEMORY = 512
@@ -29,7 +24,7 @@ def is_whole(bs: Sequence[torch.Tensor], tile: Tile) -> bool:
     return tile.block_n % 64 == 0 and all(b.shape[1] % 64 == 0 for b in bs)
 
 
-def gemm_defines(tile: Tile, bs: Sequence[torch.Tensor], *, split_k: bool = False) -> dict[str, str | int]:
+def gemm_defines(tile: Tile, bs: Sequence[torch.Tensor], *, split_k: bool = False) -> Defines:
     """What gemm.cuh is compiled with for these B [K, N_i] and their like, all of one order.
 
     ``split_k``: each B is a stack of parts along K.
@@ -75,12 +70,6 @@ def boxes_of_b(b: torch.Tensor, tile: Tile, whole: bool, parts: int = 0) -> Boxe
 def boxes_of_rows(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], tile: Tile) -> Boxes:
     """Of A, as [batch, part, m, K]."""
     return Boxes(dtype, shape, strides, (1, 1, tile.block_m, BLOCK_K))
-
-
-@cache
-def gemm_program(path: Path, defines: Defines) -> Program:
-    """A kernel around gemm.cuh; one for each set of defines."""
-    return Program(path, defines=dict(defines))
 
 
 def threads_of(program: Program) -> int:

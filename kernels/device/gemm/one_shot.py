@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -15,7 +13,6 @@ from ....symm_mem.backends.cuda_state import current_stream_of
 from ....symm_mem.workspace import Workspace
 from ..comm.ll_exchange import BLOCKS, THREADS, VECTOR, WARP, ExchangeLayout, exchange_grid, slots_for, up
 from ..jit.program import Program
-from .gemm import Defines
 
 C = TypeVar("C")
 
@@ -71,12 +68,6 @@ def sending_us(sent: int, world_size: int) -> float:
 
 def _exchange(world_size: int) -> tuple[float, float]:
     return _OF_TWO if world_size == 2 else _OF_MORE
-
-
-@cache
-def one_shot_program(path: Path, defines: Defines) -> Program:
-    """A kernel around ll_exchange.cuh; one for each set of defines."""
-    return Program(path, defines=dict(defines))
 
 
 class OneShotCall(ABC):
