@@ -18,7 +18,7 @@ from ..device.gemm import gemm
 from ..device.gemm.one_shot import OneShotConfig, algorithm_of, likeliest
 from ..device.gemm.operands import ALIGNMENT, is_transposed, why_not
 from ..device.gemm.supported import WHY_NO_GEMM, why_last_dim_not_scattered
-from ..device.jit.ahead import CompilableProgram
+from ..device.jit.program import Program
 from ..device.kernel_choice import KernelChoice, KernelChoices, KernelSteps
 from . import configs
 from .copied_products import MatmulReduceScatterCopied
@@ -107,7 +107,7 @@ def fused_scatter(
 
 def scatter_programs(
     config: configs.AnyConfig, call: configs.ScatterKernelCall, world_size: int, rank: int
-) -> Sequence[CompilableProgram]:
+) -> Sequence[Program]:
     """What such calls launch."""
     epilogue, ranks = call.epilogue, (world_size, rank)
     if isinstance(config, OneShotConfig):

@@ -186,10 +186,6 @@ class Program:
                 self._cubins[arch] = _cached(self, arch)
             return self._cubins[arch]
 
-    def compile(self) -> None:
-        """As ``cubin``, for ``Compilation``."""
-        self.cubin()
-
     def __str__(self) -> str:
         return f"{self.path.parent.name}/{self.path.name} with {self.defines}"
 
