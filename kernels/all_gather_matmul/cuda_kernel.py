@@ -164,8 +164,8 @@ class AllGatherMatmulPush:
         self._timeouts_ns = [0, 0]
         rows, strides = (1, parts, m, k), (0, m * row_stride(a) * config.exchanged, *a.stride())
         self._own = Maps(boxes_of_rows(dtype, rows, strides, tile))
-        parts_of_b = size if config.split_k else 0
-        self._bs = [Maps(boxes_of_b(b, tile, is_whole(bs, tile), parts_of_b)) for b in bs]
+        stacks = [b.unflatten(0, (size, -1)) if config.split_k else b for b in bs]
+        self._bs = [Maps(boxes_of_b(b, tile, is_whole(bs, tile))) for b in stacks]
         returned = boxes_returned((m, k), dtype, size, split_k=config.split_k)
         self._returned = Maps(returned) if return_A else None
         self._params = [self._fixed(buffer, (a, m), bs, config) for buffer in (0, 1)]
