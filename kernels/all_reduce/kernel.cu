@@ -21,9 +21,6 @@
 #ifndef REDUCE
 #error "REDUCE: sum, avg, max or min"
 #endif
-#if !defined(WORKERS) || !defined(AT_ONCE)
-#error "WORKERS, AT_ONCE: threads of a block of two_shot_rounds that send, and vectors of a part that each takes at once"
-#endif
 
 namespace {
 

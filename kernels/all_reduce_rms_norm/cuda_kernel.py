@@ -6,7 +6,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -61,22 +61,6 @@ _X = _Params.x.offset
 _COMBINE = _CombineParams.combine.offset
 # From x to scales, at once: a store to a ctypes field costs as much.
 _put_addresses = struct.Struct("7Q").pack_into
-
-
-class _Offsets(NamedTuple):
-    """Of a chunk of rows, in bytes: in tensors like x, in what is normed, and in the rows' scales."""
-
-    like_x: int
-    normed: int
-    scales: int
-
-    @classmethod
-    def of(cls, row: int, hidden: int, dtype: torch.dtype, norm: NormKind) -> _Offsets:
-        elements, quant = row * hidden, norm.quant
-        like_x = elements * dtype.itemsize
-        if quant is None:
-            return cls(like_x, like_x, 0)
-        return cls(like_x, elements * quant.out_dtype.itemsize, row * torch.float32.itemsize * quant.dynamic)
 
 
 def why_no_norm_kernel(
@@ -167,7 +151,10 @@ class AllReduceRmsNormLauncher(ExchangeLauncher[_Params]):
         self._given = norm.residual, norm.weight, norm.bias
         self._combine = combine = norm.combine
         super().__init__()
-        self._offsets: list[_Offsets] = []  # of each launch
+        # Of each launch, in bytes: in tensors like x, in what is normed, and in the rows' scales.
+        self._offsets: list[tuple[int, int, int]] = []
+        of_normed = dtype if norm.quant is None else norm.quant.out_dtype
+        has_scales = norm.quant is not None and norm.quant.dynamic
         for start in range(0, rows, wanted.rows):
             count = min(wanted.rows, rows - start)
             now = shape(count, vectors, size, config)
@@ -182,7 +169,10 @@ class AllReduceRmsNormLauncher(ExchangeLauncher[_Params]):
                 params.smallest = norm.quant.smallest
             self._prepare(function, now.blocks, wanted.threads, params)
             self.grids += (now.blocks,)
-            self._offsets.append(_Offsets.of(start, hidden, dtype, norm))
+            elements = start * hidden
+            self._offsets.append(
+                (elements * dtype.itemsize, elements * of_normed.itemsize, 4 * start * has_scales)
+            )
 
     def _put(self, operands: Sequence[int], results: Sequence[int]) -> Callable[[int], None]:
         x, rest, parts = operands[0], operands[1:], list(operands[:3])

@@ -180,11 +180,8 @@ __device__ __forceinline__ RowSum plus(const uint4& reduced, const uint4& residu
     return sum;
 }
 
-__device__ __forceinline__ const uint4* vector(const uint4* rows, const Params& p, u32 row, u32 at) {
-    return rows + static_cast<weft::u64>(row) * p.vectors + at;
-}
-
-__device__ __forceinline__ uint4* vector(uint4* rows, const Params& p, u32 row, u32 at) {
+template <typename Vector>
+__device__ __forceinline__ Vector* vector(Vector* rows, const Params& p, u32 row, u32 at) {
     return rows + static_cast<weft::u64>(row) * p.vectors + at;
 }
 

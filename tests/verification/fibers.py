@@ -42,6 +42,7 @@ REAL = (
     "collective/rounds.cuh",
     "collective/exact.cuh",
     "collective/combine.cuh",
+    "collective/entries.cuh",
     "math/cluster_moments.cuh",
     "math/cluster_reduce.cuh",
     "math/warp.cuh",
