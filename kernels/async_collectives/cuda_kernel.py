@@ -64,7 +64,6 @@ class AsyncCollective:
 
     def __init__(self, workspace: Workspace[Layout], problem: AsyncProblem) -> None:
         self._engine, self._problem, self._rank = engine_of(workspace), problem, workspace.rank
-        acquire.load()
         function = async_program(workspace.world_size).function(problem.kernel)
         vectors = problem.part_bytes // VECTOR
         most = _BLOCKS_OF_AN_SM * cuda_state.state.num_sms(workspace.heap.device)

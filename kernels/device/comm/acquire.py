@@ -26,12 +26,6 @@ class _Params(ctypes.Structure):
     )
 
 
-def load() -> None:
-    """Compile the kernels and load them into the current context, without a launch."""
-    for name in ("acquire", "leave", "arrive"):
-        PROGRAM.function(name)
-
-
 def end_epoch_launcher(workspace: Workspace[Layout], buffer: int) -> Callable[[int], None]:
     """Called with a stream, ends this rank's epoch of ``buffer``: work before it on the stream has read everything
     there. Safe to capture in a CUDA graph.

@@ -58,9 +58,12 @@ class CopyEngine:
         self.workspace = workspace
         self._device = workspace.heap.device.index
         self._handle = cuda_state.state.own_stream(self, workspace.heap.device)
+        event = cuda_state.state.event
         # Of each buffer: its acquire kernel, and the events after that and after the pushes.
-        self._known: dict[int, tuple[acquire.StreamWait, torch.cuda.Event, torch.cuda.Event]] = {}
-        self._made = cuda_state.state.event()
+        self._buffers: list[tuple[acquire.StreamWait, torch.cuda.Event, torch.cuda.Event]] = [
+            (acquire.StreamWait("acquire", workspace, i), event(), event()) for i in range(NUM_BUFFERS)
+        ]
+        self._made = event()
 
     @cached_property
     def _stream(self) -> Any:
@@ -83,10 +86,7 @@ class CopyEngine:
             own: what goes into this rank's own buffer, whole.
         """
         state = cuda_state.state
-        if buffer not in self._known:
-            kernel = acquire.StreamWait("acquire", self.workspace, buffer)
-            self._known[buffer] = kernel, state.event(), state.event()
-        kernel, begin, end = self._known[buffer]
+        kernel, begin, end = self._buffers[buffer]
         handle: int = state.current_stream(self._device)
         kernel.launch(timeout_ns, handle)
         begin.record(state.stream(handle, self._device))
@@ -104,7 +104,7 @@ class CopyEngine:
 
     def join(self, buffer: int) -> None:
         """What follows on the current stream comes after the pushes."""
-        self._current().wait_event(self._known[buffer][2])
+        self._current().wait_event(self._buffers[buffer][2])
 
     def _current(self) -> torch.cuda.Stream:
         state = cuda_state.state
@@ -150,7 +150,6 @@ class CopiedCall:
         if not workspace.layout.holds(needed):
             raise ValueError(f"workspace: is {workspace.layout}, must hold {needed}")
         self.workspace, self._engine = workspace, engine_of(workspace)
-        acquire.load()
         size, buffers = workspace.world_size, range(NUM_BUFFERS)
         order = [(workspace.rank + step) % size for step in range(1, size)]
         # Of each buffer the waits for what the peers send, in the order in which that comes.
