@@ -20,7 +20,7 @@ from ..device.gemm.gemm_tiles import BLOCK_K
 from ..device.gemm.operands import ALIGNMENT
 from ..device.gemm.tensor_map import Boxes, Maps, TensorMap, contiguous_strides, put_map, put_maps
 from ..device.jit.program import Defines, Program, WaitParams, program_of
-from .configs import MOST_BS, GatherKernelCall, GatherPushConfig, push_flags_per_rank
+from .configs import MOST_BS, GatherKernelCall, GatherPushConfig, gather_push_layout
 from .estimate import CHUNK_COLUMNS
 
 SOURCE = Path(__file__).parent / "kernel.cu"
@@ -153,11 +153,10 @@ class AllGatherMatmulPush:
     ) -> None:
         a, bs, return_A = example.a, example.bs, example.return_A
         (m, k), size, dtype, tile = a.shape, workspace.world_size, a.dtype, config.tile
-        layout, parts = workspace.layout, size if config.exchanged else 1
+        parts = size if config.exchanged else 1
         m //= parts
-        flags = push_flags_per_rank(m, k, config)
-        if layout.flags_per_rank < flags or layout.buffer_bytes < size * m * k * dtype.itemsize:
-            raise ValueError(f"workspace: {layout} is too small for shards of {m} x {k} {dtype}")
+        if not workspace.layout.holds(gather_push_layout(m, k, size, config)):
+            raise ValueError(f"workspace: {workspace.layout} is too small for shards of {m} x {k} {dtype}")
         self.workspace = workspace
         sends = (config.comm_sms, config.skipped_steps, config.first_wave, not config.comm_sms)
         self._sends = sends, (0, 0, 0, False)
@@ -196,7 +195,7 @@ class AllGatherMatmulPush:
         p.remote_raster_group = config.remote_raster_group
         return p
 
-    def launch(
+    def launch_step(
         self,
         buffer: int,
         operands: Sequence[int],
@@ -256,4 +255,4 @@ class AllGatherMatmulPushes:
             stream: a CUstream as an integer.
         """
         for kernel, step in self._steps:
-            kernel.launch(buffer, operands, results, step, timeout_ns, stream)
+            kernel.launch_step(buffer, operands, results, step, timeout_ns, stream)
