@@ -18,7 +18,7 @@ from ..device.gemm import gemm
 from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole
 from ..device.gemm.gemm_tiles import BLOCK_K
 from ..device.gemm.operands import ALIGNMENT
-from ..device.gemm.tensor_map import Boxes, Maps, TensorMap, contiguous_strides, put_map, put_maps
+from ..device.gemm.tensor_map import Boxes, Maps, TensorMap, put_map, put_maps
 from ..device.jit.program import Defines, Program, WaitParams, program_of
 from .configs import MOST_BS, GatherKernelCall, GatherPushConfig, gather_push_layout
 from .estimate import CHUNK_COLUMNS
@@ -181,8 +181,8 @@ class AllGatherMatmulPush:
         config: GatherPushConfig,
     ) -> _Params:
         w, tile, (a, m), k = self.workspace, config.tile, shard, shard[0].shape[1]
-        offset, shape = w.layout.buffer(buffer), (w.world_size, m, k)
-        gathered = boxes_of_rows(a.dtype, (1, *shape), (0, *contiguous_strides(shape)), tile)
+        offset = w.layout.buffer(buffer)
+        gathered = boxes_of_rows(a.dtype, (1, w.world_size, m, k), (0, m * k, k, 1), tile)
         p = self.params()
         p.gathered = gathered.encode(w.address + offset)
         p.data = w.address + offset

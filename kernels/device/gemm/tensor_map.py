@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from cuda.bindings import driver
 
 from ....symm_mem.backends import cuda_state
+from .operands import ALIGNMENT
 
 TensorMap = ctypes.c_uint64 * 16
 
-_ALIGNMENT = 16  # bytes, of addresses and of all strides but the last
 _MOST_KEPT = 256  # maps kept for each operand before all are dropped
 _TYPES = {
     torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -44,7 +44,7 @@ class Boxes:
         size, dimensions = self.dtype.itemsize, len(self.shape)
         # The stride of a dimension of size 1 may be anything, yet the driver checks it.
         strides = [
-            _ALIGNMENT if extent == 1 else stride * size
+            ALIGNMENT if extent == 1 else stride * size
             for extent, stride in zip(self.shape[:-1], self.strides[:-1], strict=True)
         ]
         made = cuda_state.state.tensor_map(
@@ -61,14 +61,6 @@ class Boxes:
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
         return TensorMap.from_buffer_copy(made)
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    strides = [1]
-    for extent in reversed(shape[1:]):
-        strides.append(strides[-1] * extent)
-    return tuple(reversed(strides))
 
 
 class Maps(dict[int, bytes]):
