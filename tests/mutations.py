@@ -152,14 +152,14 @@ MUTANTS = [
     ),
     Mutant(
         "kernels/device/collective/host_exchange.py",
-        "into.copy_(total / len(arrived) if",
-        "into.copy_(total if",
+        "return total / len(parts) if",
+        "return total if",
         "tests/fused_ops/ops/test_all_reduce.py",
     ),
     Mutant(
         "kernels/device/collective/host_exchange.py",
-        "part[: into.shape[0]].to(torch.float32)",
-        "part[: into.shape[0]].to(torch.bfloat16).to(torch.float32)",
+        "part.to(torch.float32)",
+        "part.to(torch.bfloat16).to(torch.float32)",
         "tests/fused_ops/ops/test_reduce_scatter.py",
     ),
     # kernels of GPUs, as fibers
@@ -234,7 +234,7 @@ MUTANTS = [
     ),
     Mutant(
         "kernels/device/comm/abort_notice.cuh",
-        "post_flag(fault + ABORT_NOTICE + watch.rank, 1 + blamed);",
+        "post_flag(on_rank(watch.fault, watch, buffer, peer) + ABORT_NOTICE + watch.rank, 1 + blamed);",
         "",
         f"{_ACQUIRE} {_LATE}",
     ),
