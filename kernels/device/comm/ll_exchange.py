@@ -6,11 +6,12 @@ import ctypes
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
 from ....symm_mem.switches import is_on
+from ....symm_mem.workspace import Workspace
 from ..jit import program
 from ..jit.program import Program, WaitParams
 
@@ -129,11 +130,7 @@ class ExchangeLayout:
         return f"epoch of the data of rank {sender} for block {row // 2} (buffer {row % 2})"
 
 
-class ExchangeWorkspace(program.WorkspaceLike, Protocol):
-    """A ``Workspace`` made with an ``ExchangeLayout``."""
-
-    layout: ExchangeLayout
-    span: int
+ExchangeWorkspace: TypeAlias = Workspace[ExchangeLayout]
 
 
 def slots_of(place: ExchangeWorkspace, block: int = 0) -> ExchangeSlots:
