@@ -64,7 +64,7 @@ class AllGatherScaledMatmulPush(AllGatherMatmulPush):
         super().__init__(workspace, call, config)
         self._count = len(call.bs)
         self._has_bias = [bias is not None for bias in scales.biases]
-        self._own = 4 * m * workspace.rank if scaled.kind is ScaleKind.ROWS and not scaled.travels else 0
+        self._own_scales = 4 * m * workspace.rank if scaled.kind is ScaleKind.ROWS and not scaled.travels else 0
         blocks = scaled.blocks(k)
         for p in self._params:
             p.blocks = blocks
@@ -87,7 +87,7 @@ class AllGatherScaledMatmulPush(AllGatherMatmulPush):
         a_scale, *rest = operands[self._count + 1 :]
         with self.workspace.lock:
             p = self._params[buffer]
-            p.own_scales = a_scale + self._own
+            p.own_scales = a_scale + self._own_scales
             p.scales = p.arriving or a_scale
             biases = iter(rest[self._count :])
             for i, has_bias in enumerate(self._has_bias):
