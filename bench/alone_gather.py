@@ -127,7 +127,7 @@ class GatherCandidate(Alone):
 
         def launch(buffer: int, i: int) -> None:
             stream = torch.cuda.current_stream().cuda_stream
-            kernel.launch(buffer, *addresses[i], step, TIMEOUT_NS, stream)
+            kernel.launch_step(buffer, *addresses[i], step, TIMEOUT_NS, stream)
 
         self._announce = [announce.bound(1, 1024, self._params(workspace, buffer), 0) for buffer in (0, 1)]
         self._side = torch.cuda.Stream()

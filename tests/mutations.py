@@ -152,14 +152,14 @@ MUTANTS = [
     ),
     Mutant(
         "kernels/device/collective/host_exchange.py",
-        "into.copy_(total / len(arrived) if",
-        "into.copy_(total if",
+        "return total / len(parts) if",
+        "return total if",
         "tests/fused_ops/ops/test_all_reduce.py",
     ),
     Mutant(
         "kernels/device/collective/host_exchange.py",
-        "part[: into.shape[0]].to(torch.float32)",
-        "part[: into.shape[0]].to(torch.bfloat16).to(torch.float32)",
+        "part.to(torch.float32)",
+        "part.to(torch.bfloat16).to(torch.float32)",
         "tests/fused_ops/ops/test_reduce_scatter.py",
     ),
     # kernels of GPUs, as fibers
@@ -193,14 +193,12 @@ MUTANTS = [
         f"{_TRANSFER}::test_a_broken_group_moves_and_posts_nothing",
     ),
     Mutant("kernels/transfer/cuda_kernel.py", "            data.ours,\n", "            1,\n", _MOVES),
-    Mutant(
-        "kernels/transfer/cuda_kernel.py", "params.of[i].first = blocks", "params.of[i].first = 0", _MOVES
-    ),
+    Mutant("kernels/transfer/cuda_kernel.py", "transfer.first = blocks", "transfer.first = 0", _MOVES),
     Mutant("kernels/transfer/cuda_kernel.py", "int(count == SENT),", "1,", _MOVES),
     Mutant(
         "kernels/async_collectives/kernel.cu",
-        "there = weft::wait_flag(p.watch, peer, p.flags + peer * p.flags_per_rank, epoch, weft::WAIT_DATA);",
-        "there = true;",
+        "p.buffer.flags + peer * p.buffer.flags_per_rank, epoch, weft::WAIT_DATA);",
+        "0, epoch, weft::WAIT_FREE), there = true;",
         _CALLS,
     ),
     Mutant(
@@ -210,9 +208,14 @@ MUTANTS = [
         f"{_ASYNC}::test_a_broken_group_uses_nothing",
     ),
     Mutant("kernels/async_collectives/kernel.cu", "== gridDim.x - 1", "== 0", f"{_ASYNC} -k changing"),
-    Mutant("kernels/async_collectives/kernel.cu", "if (peer == 0) p.watch.words[p.left] = 0;", "", _CALLS),
     Mutant(
-        "kernels/async_collectives/kernel.cu", "if (peer == 0) p.watch.words[p.epoch] = epoch;", "", _CALLS
+        "kernels/async_collectives/kernel.cu", "if (peer == 0) p.watch.words[p.buffer.left] = 0;", "", _CALLS
+    ),
+    Mutant(
+        "kernels/async_collectives/kernel.cu",
+        "if (peer == 0) p.watch.words[p.buffer.epoch] = epoch;",
+        "",
+        _CALLS,
     ),
     Mutant(
         "kernels/async_collectives/cuda_kernel.py",
@@ -222,8 +225,8 @@ MUTANTS = [
     ),
     Mutant(
         "kernels/device/comm/acquire.cu",
-        "p.done + peer, last, weft::WAIT_FREE",
-        "p.done + peer, last - 1, weft::WAIT_FREE",
+        "p.buffer.done + peer, last, weft::WAIT_FREE",
+        "p.buffer.done + peer, last - 1, weft::WAIT_FREE",
         f"{_ACQUIRE}::test_the_gate_stays_shut_for_one_that_has_not",
     ),
     Mutant(
@@ -231,7 +234,7 @@ MUTANTS = [
     ),
     Mutant(
         "kernels/device/comm/abort_notice.cuh",
-        "post_flag(fault + ABORT_NOTICE + watch.rank, 1 + blamed);",
+        "post_flag(on_rank(watch.fault, watch, buffer, peer) + ABORT_NOTICE + watch.rank, 1 + blamed);",
         "",
         f"{_ACQUIRE} {_LATE}",
     ),

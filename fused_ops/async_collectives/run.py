@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from ...kernels.all_gather.reference import as_bytes
 from ...kernels.async_collectives import host
+from ...kernels.device.collective.host_exchange import reduced
 from ...symm_mem.heap.heap import Heap
 from ..dispatch.choice import Choice, unfused
 from ..dispatch.launch_cache import launch_again
@@ -118,7 +119,8 @@ def _on_cpu(choice: Choice, where: Heap, call: AsyncCall) -> Started:
             host.arrive(workspace, epoch)
             return workspace.buffer(rank, buffer, tuple(shape), dtype)
         typed = [part.view(dtype) for part in host.received(workspace, epoch, parts[rank])]
-        return (torch.cat(typed) if call.gathers else host.reduced(typed, call.reduce_op)).view(shape)
+        made = torch.cat(typed) if call.gathers else reduced(typed, call.reduce_op).to(dtype)
+        return made.view(shape)
 
     started = Started(call, finish, (lambda gathered: epoch.leave()) if call.placed else None)
     started.holds(workspace, buffer)

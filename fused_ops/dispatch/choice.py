@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...kernels.device.gemm.one_shot import OneShotConfig, launch_prepared
-from ...kernels.device.jit.ahead import CompilableProgram
+from ...kernels.device.jit.program import Program
 from ...kernels.device.kernel_choice import KernelChoice, KernelSteps, make_together
 from ...symm_mem import resolve_group
 from ...symm_mem.backends.cuda_state import current_stream_of
@@ -53,7 +53,7 @@ class Choice:
     kind: str = ""
     layout: Any = None
     predicted_us: float | None = None
-    programs: Callable[[], Sequence[CompilableProgram]] = tuple
+    programs: Callable[[], Sequence[Program]] = tuple
     how: Any = None
     found: tuple[Workspace[Any], Plan] | None = None
 
@@ -118,7 +118,7 @@ class KernelUse:
     given: Any = None
 
 
-def by_kernel(use: KernelUse, world_size: int, programs: Callable[[], Sequence[CompilableProgram]]) -> Choice:
+def by_kernel(use: KernelUse, world_size: int, programs: Callable[[], Sequence[Program]]) -> Choice:
     """Of the ops around a matmul."""
     kernel, layout = use.kernel, cast(Any, use.kernel.layout)
     if isinstance(kernel.config, OneShotConfig):

@@ -169,14 +169,14 @@ def _few_rows(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice | None:
 
 def _one_kernel(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice | None:
     """By the kernel for large products; None if it cannot take the call, or a product and an all-reduce are faster."""
-    from ...kernels.matmul_reduce_scatter import on_cuda, to_all
+    from ...kernels.matmul_reduce_scatter import on_cuda
 
     staging = Staging()
     a = staging.take("A", call.A, rows_of)
     b = staging.take("B", call.B, fits=in_rows_or_columns)
     epilogue = Epilogue(a.dtype, call.reduce_op == "avg", to_all=True)
     used = ScatterKernelCall(a, b, num_sms(a.device), epilogue)
-    kernel = to_all.choose_sum_to_all(used, group.size())
+    kernel = on_cuda.choose_scatter_kernel(used, group.size())
     if isinstance(kernel, str) or not should_fuse(kernel.profitable):
         return None
     return by_kernel(

@@ -11,12 +11,7 @@ from ..device.jit.program import Program
 SOURCE = Path(__file__).with_name("kernel.cu")
 
 
-def all_gather_defines(world_size: int) -> dict[str, str | int]:
-    """What kernel.cu must know, in addition to the rank."""
-    return {"DTYPE": "bfloat16", **rounds_defines(world_size)}
-
-
 def all_gather_program(world_size: int, rank: int, root: int | None = None) -> Program:
     """kernel.cu for one rank. ``root``: who alone receives."""
     receiver = {} if root is None else {"ROOT": root}
-    return exchange_program(SOURCE, rank, all_gather_defines(world_size) | receiver)
+    return exchange_program(SOURCE, rank, {"DTYPE": "bfloat16", **rounds_defines(world_size), **receiver})

@@ -14,9 +14,6 @@
 #endif
 #include "collective/exact.cuh"
 
-#if !defined(WORKERS) || !defined(AT_ONCE)
-#error "WORKERS, AT_ONCE: threads of a block of rounds that send, and vectors that each takes at once"
-#endif
 #ifndef ROOT
 #define ROOT -1  // all ranks receive
 #endif
@@ -84,16 +81,4 @@ private:
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(512, 1) one_shot(const __grid_constant__ Params p) { weft::one_epoch_of<Steps<true>>(p); }
-
-extern "C" __global__ void __launch_bounds__(512, 1) one_shot_any(const __grid_constant__ Params p) {
-    weft::one_epoch_of<Steps<false>>(p);
-}
-
-extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) rounds(const __grid_constant__ Params p) {
-    weft::rounds_of<Steps<true>, AT_ONCE>(p);
-}
-
-extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) rounds_any(const __grid_constant__ Params p) {
-    weft::rounds_of<Steps<false>, AT_ONCE>(p);
-}
+#include "collective/entries.cuh"

@@ -110,7 +110,7 @@ class AllGatherProductsCopied(CopiedCall):
             pieces.append(CopiedPiece(given.data_ptr(), self._places[1], 4 * self._rows))
         with self._whole():
             buffer = workspace.next_buffer()
-            self._engine.start_pieces(buffer, lambda peer: pieces, timeout_ns)
+            self._engine.start(buffer, lambda peer: pieces, timeout_ns)
             multiply(workspace.rank, own, given)
             for src, arrival in self._arrivals[buffer]:
                 arrival.launch(timeout_ns, stream)

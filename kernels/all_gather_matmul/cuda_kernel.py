@@ -18,9 +18,9 @@ from ..device.gemm import gemm
 from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole
 from ..device.gemm.gemm_tiles import BLOCK_K
 from ..device.gemm.operands import ALIGNMENT
-from ..device.gemm.tensor_map import Boxes, Maps, TensorMap, contiguous_strides, put_map, put_maps
-from ..device.jit.program import Program, WaitParams
-from .configs import MOST_BS, GatherKernelCall, GatherPushConfig, push_flags_per_rank
+from ..device.gemm.tensor_map import Boxes, Maps, TensorMap, put_map, put_maps
+from ..device.jit.program import Defines, Program, WaitParams, program_of
+from .configs import MOST_BS, GatherKernelCall, GatherPushConfig, gather_push_layout
 from .estimate import CHUNK_COLUMNS
 
 SOURCE = Path(__file__).parent / "kernel.cu"
@@ -68,19 +68,19 @@ _put_address, _put_schedule = struct.Struct("Q").pack_into, struct.Struct("5i").
 
 def gather_defines(
     bs: Sequence[torch.Tensor], config: GatherPushConfig, *, return_A: bool = False
-) -> gemm.Defines:
+) -> Defines:
     """What kernel.cu is compiled with for these B [K, N_i] and their like."""
-    scaled = config.scaled
-    return (
-        *gemm.gemm_defines(config.tile, bs, split_k=config.split_k).items(),
-        ("CHUNK_ROWS", config.chunk_rows),
-        ("CHUNK_COLUMNS", CHUNK_COLUMNS),
-        ("K_CHUNK_COLUMNS", config.k_chunk_columns),
-        ("RETURN_A", int(return_A)),
-        ("ALL_TO_ALL", int(config.exchanged)),
-        *(scaled.defines.items() if scaled else ()),
-        *([("OUT_FLOAT32", int(scaled.out_dtype == torch.float32))] if scaled else ()),
-    )
+    defines = {
+        **gemm.gemm_defines(config.tile, bs, split_k=config.split_k),
+        "CHUNK_ROWS": config.chunk_rows,
+        "CHUNK_COLUMNS": CHUNK_COLUMNS,
+        "K_CHUNK_COLUMNS": config.k_chunk_columns,
+        "RETURN_A": int(return_A),
+        "ALL_TO_ALL": int(config.exchanged),
+    }
+    if (scaled := config.scaled) is not None:
+        defines |= {**scaled.defines, "OUT_FLOAT32": int(scaled.out_dtype == torch.float32)}
+    return defines
 
 
 def push_programs(
@@ -88,8 +88,8 @@ def push_programs(
 ) -> list[Program]:
     """Those of the launches for any number of Bs."""
     return [
-        gemm.gemm_program(
-            SOURCE, gather_defines(bs[first : first + MOST_BS], config, return_A=return_A and not first)
+        program_of(
+            SOURCE, **gather_defines(bs[first : first + MOST_BS], config, return_A=return_A and not first)
         )
         for first in range(0, len(bs), MOST_BS)
     ]
@@ -153,19 +153,18 @@ class AllGatherMatmulPush:
     ) -> None:
         a, bs, return_A = example.a, example.bs, example.return_A
         (m, k), size, dtype, tile = a.shape, workspace.world_size, a.dtype, config.tile
-        layout, parts = workspace.layout, size if config.exchanged else 1
+        parts = size if config.exchanged else 1
         m //= parts
-        flags = push_flags_per_rank(m, k, config)
-        if layout.flags_per_rank < flags or layout.buffer_bytes < size * m * k * dtype.itemsize:
-            raise ValueError(f"workspace: {layout} is too small for shards of {m} x {k} {dtype}")
+        if not workspace.layout.holds(gather_push_layout(m, k, size, config)):
+            raise ValueError(f"workspace: {workspace.layout} is too small for shards of {m} x {k} {dtype}")
         self.workspace = workspace
         sends = (config.comm_sms, config.skipped_steps, config.first_wave, not config.comm_sms)
         self._sends = sends, (0, 0, 0, False)
         self._timeouts_ns = [0, 0]
         rows, strides = (1, parts, m, k), (0, m * row_stride(a) * config.exchanged, *a.stride())
         self._own = Maps(boxes_of_rows(dtype, rows, strides, tile))
-        parts_of_b = size if config.split_k else 0
-        self._bs = [Maps(boxes_of_b(b, tile, is_whole(bs, tile), parts_of_b)) for b in bs]
+        stacks = [b.unflatten(0, (size, -1)) if config.split_k else b for b in bs]
+        self._bs = [Maps(boxes_of_b(b, tile, is_whole(bs, tile))) for b in stacks]
         returned = boxes_returned((m, k), dtype, size, split_k=config.split_k)
         self._returned = Maps(returned) if return_A else None
         self._params = [self._fixed(buffer, (a, m), bs, config) for buffer in (0, 1)]
@@ -182,8 +181,8 @@ class AllGatherMatmulPush:
         config: GatherPushConfig,
     ) -> _Params:
         w, tile, (a, m), k = self.workspace, config.tile, shard, shard[0].shape[1]
-        offset, shape = w.layout.buffer(buffer), (w.world_size, m, k)
-        gathered = boxes_of_rows(a.dtype, (1, *shape), (0, *contiguous_strides(shape)), tile)
+        offset = w.layout.buffer(buffer)
+        gathered = boxes_of_rows(a.dtype, (1, w.world_size, m, k), (0, m * k, k, 1), tile)
         p = self.params()
         p.gathered = gathered.encode(w.address + offset)
         p.data = w.address + offset
@@ -196,7 +195,7 @@ class AllGatherMatmulPush:
         p.remote_raster_group = config.remote_raster_group
         return p
 
-    def launch(
+    def launch_step(
         self,
         buffer: int,
         operands: Sequence[int],
@@ -256,4 +255,4 @@ class AllGatherMatmulPushes:
             stream: a CUstream as an integer.
         """
         for kernel, step in self._steps:
-            kernel.launch(buffer, operands, results, step, timeout_ns, stream)
+            kernel.launch_step(buffer, operands, results, step, timeout_ns, stream)

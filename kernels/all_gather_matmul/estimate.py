@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from ..device.comm.copy_engine import CALL_US, PEER_US, STARTS_US
+from ..device.comm.ll_exchange import up
 from ..device.device_spec import H200, DeviceSpec
 from ..device.gemm import gemm_tiles
+from ..device.gemm.operands import ALIGNMENT
 from ..device.gemm.scaling import ScaledProducts
 
 RASTER_GROUP = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
-_ALIGNMENT = 16  # bytes, of what torch's product takes and of a rank's slot
 _PUT = 0.7  # of memory bandwidth, that torch's copy of strided rows gets: not fitted
 _MOST_WAVES = 256  # of one prediction; the waves of longer matmuls are taken several at once
 
@@ -217,7 +218,7 @@ def estimate_gather_push_us(config: GatherPushConfig, problem: AllGatherMatmulPr
 
 def scales_offset(problem: AllGatherMatmulProblem) -> int:
     """Where a rank's scales lie after its rows, in bytes."""
-    return -(-problem.itemsize * problem.m * problem.k // _ALIGNMENT) * _ALIGNMENT
+    return up(problem.itemsize * problem.m * problem.k, ALIGNMENT)
 
 
 def slot_bytes(problem: AllGatherMatmulProblem) -> int:
@@ -225,7 +226,7 @@ def slot_bytes(problem: AllGatherMatmulProblem) -> int:
     end = scales_offset(problem)
     if problem.scaled is not None:
         end += problem.scaled.sent_bytes(problem.m, problem.k)
-    return -(-end // _ALIGNMENT) * _ALIGNMENT
+    return up(end, ALIGNMENT)  # what torch's product takes
 
 
 def estimate_copied_us(problem: AllGatherMatmulProblem) -> float:

@@ -17,7 +17,7 @@ from ..device.gemm import gemm
 from ..device.gemm.one_shot import OneShotConfig, algorithm_of, likeliest
 from ..device.gemm.operands import ALIGNMENT, is_transposed, why_not
 from ..device.gemm.supported import WHY_NO_GEMM, why_last_dim_not_gathered
-from ..device.jit.ahead import CompilableProgram
+from ..device.jit.program import Program
 from ..device.kernel_choice import KernelChoice, KernelChoices, KernelSteps
 from . import configs, cuda_kernel
 from .copied_products import AllGatherProductsCopied
@@ -95,7 +95,7 @@ def fused_gather(
 
 def gather_programs(
     config: configs.AnyConfig, call: configs.GatherKernelCall, world_size: int, rank: int
-) -> Sequence[CompilableProgram]:
+) -> Sequence[Program]:
     """What such calls launch."""
     if isinstance(config, OneShotConfig):
         kernel = AllGatherMatmulOneShot if call.scaled is None else AllGatherScaledMatmulOneShot

@@ -6,16 +6,17 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 from ...symm_mem.workspace import Workspace
 from ..device.comm.ll_exchange import VECTOR, ExchangeLayout, ExchangeSlots, slots_of
 from ..device.gemm import one_shot
-from ..device.gemm.gemm import Defines
 from ..device.gemm.one_shot import OneShotConfig
+from ..device.jit import program
 from ..device.jit.empty import empty_on
-from ..device.jit.program import Program
+from ..device.jit.program import Defines, Program
 from . import OP
 from .configs import GatherKernelCall
 from .cuda_kernel import row_stride
@@ -42,11 +43,6 @@ _A = _Params.a.offset
 _put_pair = struct.Struct("2Q").pack_into
 
 
-def one_shot_gather_defines(world_size: int, rank: int) -> Defines:
-    """What one_shot.cu is compiled with: any dtype of 16 bits, it only moves them."""
-    return (("DTYPE", "bfloat16"), ("WORLD_SIZE", world_size), ("RANK", rank))
-
-
 class AllGatherMatmulOneShot(one_shot.OneShotCall):
     """This op on one problem and one workspace: prepared once, called often.
 
@@ -61,7 +57,7 @@ class AllGatherMatmulOneShot(one_shot.OneShotCall):
 
     op = OP
     params = _Params  #: the twin of what the kernel takes
-    more_defines: Defines = ()
+    more_defines: ClassVar[Defines] = {}
 
     def __init__(
         self, workspace: Workspace[ExchangeLayout], example: GatherKernelCall, config: OneShotConfig
@@ -77,9 +73,9 @@ class AllGatherMatmulOneShot(one_shot.OneShotCall):
 
     @classmethod
     def program(cls, world_size: int, rank: int) -> Program:
-        """That which is launched."""
-        defines = (*one_shot_gather_defines(world_size, rank), *cls.more_defines)
-        return one_shot.one_shot_program(SOURCE, defines)
+        """That which is launched, of any dtype of 16 bits: it only moves them."""
+        ranks = {"WORLD_SIZE": world_size, "RANK": rank}
+        return program.program_of(SOURCE, DTYPE="bfloat16", **ranks, **cls.more_defines)
 
     def _put(self, *addresses: int) -> None:
         _put_pair(self._params, _A, *addresses)

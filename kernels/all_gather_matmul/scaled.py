@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -19,6 +20,7 @@ from ..device.gemm.scaling import (
     block_product,
     scaled_mm_out,
 )
+from ..device.jit.program import Defines
 from . import configs, one_shot_kernel
 from .configs import MOST_BS, GatherPushConfig, GatherScales
 from .copied_products import SCALED_OP as OP
@@ -38,11 +40,7 @@ class _ScaledParams(_Params):
     )
 
 
-class _ScaledPush(AllGatherMatmulPush):
-    params = _ScaledParams
-
-
-class AllGatherScaledMatmulPush:
+class AllGatherScaledMatmulPush(AllGatherMatmulPush):
     """This op on one problem and one workspace: prepared once, launched often.
 
     Args:
@@ -51,6 +49,8 @@ class AllGatherScaledMatmulPush:
         scales: examples, too.
         config: the same on every rank.
     """
+
+    params = _ScaledParams
 
     def __init__(
         self,
@@ -61,20 +61,15 @@ class AllGatherScaledMatmulPush:
     ) -> None:
         scaled, (m, k), size = call.scaled, call.a.shape, workspace.world_size
         assert scaled is not None
-        layout, kept = workspace.layout, scaled.sent_bytes(m, k)
-        if layout.buffer_bytes < size * (m * k * 2 + kept):
-            raise ValueError(
-                f"workspace: {layout} is too small for shards of {m} x {2 * k} numbers with scales"
-            )
-        self.workspace, self._scaled, self._count = workspace, scaled, len(call.bs)
+        super().__init__(workspace, call, config)
+        self._count = len(call.bs)
         self._has_bias = [bias is not None for bias in scales.biases]
-        self._own = 4 * m * workspace.rank if scaled.kind is ScaleKind.ROWS and not scaled.travels else 0
-        self._push = _ScaledPush(workspace, call, config)
+        self._own_scales = 4 * m * workspace.rank if scaled.kind is ScaleKind.ROWS and not scaled.travels else 0
         blocks = scaled.blocks(k)
-        for buffer, p in enumerate(self._push._params):
+        for p in self._params:
             p.blocks = blocks
             p.of_blocks = 0 if scaled.kind is ScaleKind.TENSOR else blocks * m
-            p.arriving = workspace.address + layout.buffer(buffer) + size * m * k * 2 if scaled.travels else 0
+            p.arriving = p.data + size * m * k * 2 if scaled.travels else 0
             for i, b in enumerate(scales.bs):
                 if scaled.kind is ScaleKind.BLOCKS:
                     p.of_b[i].b_block, p.of_b[i].b_column = b.stride()
@@ -91,14 +86,14 @@ class AllGatherScaledMatmulPush:
         """
         a_scale, *rest = operands[self._count + 1 :]
         with self.workspace.lock:
-            p = self._push._params[buffer]
-            p.own_scales = a_scale + self._own
+            p = self._params[buffer]
+            p.own_scales = a_scale + self._own_scales
             p.scales = p.arriving or a_scale
             biases = iter(rest[self._count :])
             for i, has_bias in enumerate(self._has_bias):
                 p.of_b[i].b = rest[i]
                 p.of_b[i].bias = next(biases) if has_bias else 0
-            self._push.launch(buffer, operands[: self._count + 1], results, self._step, timeout_ns, stream)
+            self.launch_step(buffer, operands[: self._count + 1], results, self._step, timeout_ns, stream)
 
 
 class _OneShotParams(one_shot_kernel._Params):
@@ -124,7 +119,7 @@ class AllGatherScaledMatmulOneShot(one_shot_kernel.AllGatherMatmulOneShot):
 
     op = OP
     params = _OneShotParams
-    more_defines = (("SCALED", 1),)
+    more_defines: ClassVar[Defines] = {"SCALED": 1}
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ import torch
 
 from ...symm_mem.backends import cuda_state
 from ..device.collective.combine import CombinedSum, CombineLauncher, CombineSource, choice_defines
-from ..device.comm import ll_exchange
+from ..device.collective.launch import rounds_defines
 from ..device.comm.exchange_launcher import ExchangeLauncher
 from ..device.comm.ll_exchange import (
     DTYPES,
@@ -55,12 +55,6 @@ _X = _Params.x.offset
 _put_addresses = struct.Struct("2Q").pack_into
 
 
-def all_reduce_defines(world_size: int, dtype: str, reduce_op: str) -> dict[str, str | int]:
-    """What kernel.cu must know, in addition to the rank."""
-    rounds = {"WORKERS": ll_exchange.workers(world_size), "AT_ONCE": ll_exchange.at_once(world_size)}
-    return {"WORLD_SIZE": world_size, "DTYPE": dtype, "REDUCE": reduce_op, **rounds}
-
-
 def all_reduce_program(
     world_size: int,
     rank: int,
@@ -69,8 +63,8 @@ def all_reduce_program(
     choices: tuple[int, bool, bool] | None = None,
 ) -> Program:
     """kernel.cu for one rank, dtype and operation. ``choices``: of a CombineShape, if x is put together."""
-    defines = all_reduce_defines(world_size, DTYPES[dtype], reduce_op) | choice_defines(choices)
-    return exchange_program(SOURCE, rank, defines)
+    of = {"DTYPE": DTYPES[dtype], "REDUCE": reduce_op}
+    return exchange_program(SOURCE, rank, {**of, **rounds_defines(world_size), **choice_defines(choices)})
 
 
 def _function(program: Program, name: str, device: torch.device) -> Function:

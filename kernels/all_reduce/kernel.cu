@@ -21,9 +21,6 @@
 #ifndef REDUCE
 #error "REDUCE: sum, avg, max or min"
 #endif
-#if !defined(WORKERS) || !defined(AT_ONCE)
-#error "WORKERS, AT_ONCE: threads of a block of two_shot_rounds that send, and vectors of a part that each takes at once"
-#endif
 
 namespace {
 
@@ -68,7 +65,7 @@ __device__ __forceinline__ uint4 load_from(const Params& p, u64 at) {
 
 // Of the input.
 template <bool WHOLE>
-__device__ __forceinline__ uint4 load(const Params& p, u64 at) {
+__device__ __forceinline__ uint4 input_of(const Params& p, u64 at) {
 #if CHOICES
     return p.combine.load(static_cast<u32>(at));
 #else
@@ -96,7 +93,7 @@ template <bool WHOLE>
 __device__ __forceinline__ void one_shot_of(const Params& p) {
     weft::begin();
     uint4 own = make_uint4(0, 0, 0, 0);
-    if (const ThreadShare s; s.at < p.vectors) own = load<WHOLE>(p, s.at);
+    if (const ThreadShare s; s.at < p.vectors) own = input_of<WHOLE>(p, s.at);
     const Epoch epoch(p.slots);
 
     do {
@@ -104,21 +101,22 @@ __device__ __forceinline__ void one_shot_of(const Params& p) {
         for (ThreadShare s; s.at < p.vectors;) {
             epoch.send_to_all(s.index, weft::ll_encode(v));
             s.next();
-            if (s.at < p.vectors) v = load<WHOLE>(p, s.at);
+            if (s.at < p.vectors) v = input_of<WHOLE>(p, s.at);
         }
     } while (epoch.next_turn());
 
     for (ThreadShare s; s.at < p.vectors;) {
         store<WHOLE>(p, s.at, weft::take_reduced<Reduce>(epoch, s.index, own).rounded());
         s.next();
-        if (s.at < p.vectors) own = load<WHOLE>(p, s.at);
+        if (s.at < p.vectors) own = input_of<WHOLE>(p, s.at);
     }
     epoch.leave();
 }
 
-// The steps of two_shot for the vectors of each part that one of `threads` threads of a block has before `end`.
+// The steps of two_shot, as rounds.cuh asks for them, with `threads` of a block that take part.
 template <bool WHOLE>
 struct TwoShot {
+    static constexpr u32 TRIPS = 2;
     const Params& p;
     const u32 threads;
     const u32 stride = gridDim.x * threads;  // to a thread's next vector
@@ -128,11 +126,11 @@ struct TwoShot {
     __device__ __forceinline__ TwoShot(const Params& params, u32 threads) : p(params), threads(threads) {}
 
     __device__ __forceinline__ uint4 load_part(int part, u32 at) const {
-        return load<WHOLE>(p, static_cast<u64>(part) * p.vectors + at);
+        return input_of<WHOLE>(p, static_cast<u64>(part) * p.vectors + at);
     }
 
-    __device__ __forceinline__ void load_all(u32 at) {
-        parts.load_all([&](int part, u32 i) { return load_part(part, i); }, at);
+    __device__ __forceinline__ void load(const ThreadShare& s, u32 end, u32) {
+        if (s.at < end) parts.load_all([&](int part, u32 i) { return load_part(part, i); }, s.at);
     }
 
     __device__ __forceinline__ void skip(ThreadShare& s, u32 count = 1) const {
@@ -140,12 +138,11 @@ struct TwoShot {
         s.index += count * threads;
     }
 
-    // All from `s` on; the first are loaded already.
-    __device__ __forceinline__ void send(const Epoch& epoch, ThreadShare s, u32 end) {
+    __device__ __forceinline__ void send(const Epoch& epoch, ThreadShare s, u32 end, u32) {
         while (s.at < end) {
             parts.send_all([&](int part, u32 i) { return load_part(part, i); }, epoch, s);
             skip(s);
-            if (s.at < end) load_all(s.at);
+            load(s, end, threads);
         }
     }
 
@@ -159,11 +156,11 @@ struct TwoShot {
             store<WHOLE>(p, own + k * stride, result);
         };
         if constexpr (COUNT == 1) {
-            give(0, weft::take_reduced<Reduce>(epoch, s.index, load<WHOLE>(p, own)));
+            give(0, weft::take_reduced<Reduce>(epoch, s.index, input_of<WHOLE>(p, own)));
         } else {
             uint4 in[COUNT * WORLD_SIZE];
 #pragma unroll
-            for (int k = 0; k < COUNT; ++k) in[k * WORLD_SIZE + RANK] = load<WHOLE>(p, own + k * stride);
+            for (int k = 0; k < COUNT; ++k) in[k * WORLD_SIZE + RANK] = input_of<WHOLE>(p, own + k * stride);
             epoch.take_all<COUNT>(s.index, in, threads);
 #pragma unroll
             for (int k = 0; k < COUNT; ++k) {
@@ -195,9 +192,9 @@ struct TwoShot {
         if constexpr (COUNT > 1) reduce_all<1>(epoch, s, end);
     }
 
-    // The same; with IN_TURN the other peers get what was sent to the first one.
+    // With IN_TURN the other peers get what was sent to the first one.
     template <int COUNT>
-    __device__ __forceinline__ void reduce_in_turn(const Epoch& epoch, const ThreadShare& first, u32 end) const {
+    __device__ __forceinline__ void answer(const Epoch& epoch, const ThreadShare& first, u32 end, u32) const {
         reduce_all<COUNT>(epoch, first, end);
 #if IN_TURN
         while (epoch.next_turn()) {
@@ -210,9 +207,9 @@ struct TwoShot {
     }
 
     template <int COUNT>
-    __device__ __forceinline__ void collect_all(const Epoch& epoch, ThreadShare s, u32 end) const {
+    __device__ __forceinline__ void receive(const Epoch& epoch, ThreadShare s, u32 end, u32) const {
         for (; s.at + (COUNT - 1) * stride < end; skip(s, COUNT)) collect<COUNT>(epoch, s);
-        if constexpr (COUNT > 1) collect_all<1>(epoch, s, end);
+        if constexpr (COUNT > 1) receive<1>(epoch, s, end, threads);
     }
 };
 
@@ -221,46 +218,21 @@ __device__ __forceinline__ void two_shot_of(const Params& p) {
     weft::begin();
     TwoShot<WHOLE> steps(p, blockDim.x);
     const ThreadShare first;
-    if (first.at < p.vectors) steps.load_all(first.at);
+    steps.load(first, p.vectors, blockDim.x);
     const Epoch epoch(p.slots);
-    steps.send(epoch, first, p.vectors);
+    steps.send(epoch, first, p.vectors, blockDim.x);
 #if IN_TURN
-    while (epoch.next_turn()) steps.send(epoch, first, p.vectors);
+    while (epoch.next_turn()) steps.send(epoch, first, p.vectors, blockDim.x);
 #endif
-    steps.template reduce_in_turn<1>(epoch, first, p.vectors);
-    steps.template collect_all<1>(epoch, first, p.vectors);
+    steps.template answer<1>(epoch, first, p.vectors, blockDim.x);
+    steps.template receive<1>(epoch, first, p.vectors, blockDim.x);
     epoch.leave();
 }
-
-// What rounds.cuh asks for.
-template <bool WHOLE>
-struct Steps : TwoShot<WHOLE> {
-    static constexpr u32 TRIPS = 2;
-    using TwoShot<WHOLE>::TwoShot;
-
-    __device__ __forceinline__ void load(const ThreadShare& s, u32 end, u32) {
-        if (s.at < end) this->load_all(s.at);
-    }
-
-    __device__ __forceinline__ void send(const Epoch& epoch, const ThreadShare& s, u32 end, u32) {
-        TwoShot<WHOLE>::send(epoch, s, end);
-    }
-
-    template <int COUNT>
-    __device__ __forceinline__ void answer(const Epoch& epoch, const ThreadShare& s, u32 end, u32) const {
-        this->template reduce_in_turn<COUNT>(epoch, s, end);
-    }
-
-    template <int COUNT>
-    __device__ __forceinline__ void receive(const Epoch& epoch, const ThreadShare& s, u32 end, u32) const {
-        this->template collect_all<COUNT>(epoch, s, end);
-    }
-};
 
 template <bool WHOLE>
 __device__ __forceinline__ void two_shot_rounds_of(const Params& p) {
     weft::begin();
-    Steps<WHOLE> steps(p, blockDim.x - 32);
+    TwoShot<WHOLE> steps(p, blockDim.x - 32);
     weft::in_rounds<AT_ONCE>(p.slots, p.vectors, steps.results, steps);
 }
 

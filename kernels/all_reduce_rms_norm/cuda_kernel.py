@@ -6,11 +6,11 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
-from ..device.collective.combine import CombineSource, put_operands
+from ..device.collective.combine import CombineShape, CombineSource, put_operands
 from ..device.comm.exchange_launcher import ExchangeLauncher
 from ..device.comm.ll_exchange import (
     DTYPES,
@@ -63,58 +63,6 @@ _COMBINE = _CombineParams.combine.offset
 _put_addresses = struct.Struct("7Q").pack_into
 
 
-class NormSwitches(NamedTuple):
-    """Those of rows.cuh."""
-
-    residual: bool = True
-    round_sum: bool = True
-    wide_weight: bool = False
-    offset: bool = False
-    subtract_mean: bool = False
-    weight: bool = True
-    bias: bool = False
-    quant: int = 0
-    scale_op: int = 0
-    e5m2: bool = False
-    choices: int = 0
-    wide_choices: bool = False
-    shared_expert: bool = False
-
-    @classmethod
-    def of(cls, kind: NormKind, dtype: torch.dtype) -> NormSwitches:
-        # In float32, and where nothing is added, the rounded sum is the sum.
-        rounded = kind.round_sum or not kind.residual or dtype == torch.float32
-        wide = kind.wide_weight and dtype != torch.float32
-        of_columns = kind.subtract_mean, kind.weight, kind.bias
-        found = cls(kind.residual, rounded, wide, kind.weight_offset != 0, *of_columns)
-        if kind.combine is not None:
-            _, choices, wide_choices, shared = kind.combine
-            found = found._replace(choices=choices, wide_choices=wide_choices, shared_expert=shared)
-        if (quant := kind.quant) is None:
-            return found
-        scale_op, e5m2 = SCALE_OPS.index(quant.scale_op), quant.out_dtype == torch.float8_e5m2
-        return found._replace(quant=1 + quant.dynamic, scale_op=scale_op, e5m2=e5m2)
-
-
-USUAL = NormSwitches()
-
-
-class _Offsets(NamedTuple):
-    """Of a chunk of rows, in bytes: in tensors like x, in what is normed, and in the rows' scales."""
-
-    like_x: int
-    normed: int
-    scales: int
-
-    @classmethod
-    def of(cls, row: int, hidden: int, dtype: torch.dtype, norm: NormKind) -> _Offsets:
-        elements, quant = row * hidden, norm.quant
-        like_x = elements * dtype.itemsize
-        if quant is None:
-            return cls(like_x, like_x, 0)
-        return cls(like_x, elements * quant.out_dtype.itemsize, row * torch.float32.itemsize * quant.dynamic)
-
-
 def why_no_norm_kernel(
     hidden: int, dtype: torch.dtype, world_size: int, most_cluster: int = CLUSTERS[-1]
 ) -> str | None:
@@ -128,26 +76,42 @@ def why_no_norm_kernel(
     return None
 
 
-def all_reduce_rms_norm_program(
-    world_size: int, rank: int, dtype: torch.dtype, share: tuple[int, int], switches: NormSwitches = USUAL
-) -> Program:
-    """kernel.cu for one rank and dtype. ``share``: blocks of a team, and vectors of a row that a thread holds."""
-    defines: dict[str, str | int] = {
-        "WORLD_SIZE": world_size,
-        "DTYPE": DTYPES[dtype],
-        "CLUSTER": share[0],
-        "VECTORS": share[1],
-        **{name.upper(): int(on) for name, on in switches._asdict().items()},
+def norm_defines(
+    world_size: int, dtype: torch.dtype, share: tuple[int, int], norm: NormKind
+) -> dict[str, str | int]:
+    """What kernel.cu must know, in addition to the rank. ``share``: blocks of a team, and vectors of a row that a
+    thread holds."""
+    # In float32, and where nothing is added, the rounded sum is the sum.
+    rounded = norm.round_sum or not norm.residual or dtype == torch.float32
+    quant, combine = norm.quant, norm.combine or CombineShape(0, 0, False, False)
+    switches = {
+        "RESIDUAL": norm.residual,
+        "ROUND_SUM": rounded,
+        "WIDE_WEIGHT": norm.wide_weight and dtype != torch.float32,
+        "OFFSET": norm.weight_offset != 0,
+        "SUBTRACT_MEAN": norm.subtract_mean,
+        "WEIGHT": norm.weight,
+        "BIAS": norm.bias,
+        "QUANT": 0 if quant is None else 1 + quant.dynamic,
+        "SCALE_OP": 0 if quant is None else SCALE_OPS.index(quant.scale_op),
+        "E5M2": quant is not None and quant.out_dtype == torch.float8_e5m2,
     }
-    return exchange_program(SOURCE, rank, defines)
+    sizes = {"WORLD_SIZE": world_size, "CLUSTER": share[0], "VECTORS": share[1]}
+    return {
+        "DTYPE": DTYPES[dtype],
+        **sizes,
+        **{name: int(on) for name, on in switches.items()},
+        **combine.defines,
+    }
 
 
 def norm_program(
     vectors: int, dtype: torch.dtype, norm: NormKind, config: AllReduceRmsNormConfig, ranks: tuple[int, int]
 ) -> Program:
     """That for rows of so many vectors. ``ranks``: how many, and which this is."""
-    share = config.cluster, shape(1, vectors, ranks[0], config).per_thread
-    return all_reduce_rms_norm_program(*ranks, dtype, share, NormSwitches.of(norm, dtype))
+    size, rank = ranks
+    share = config.cluster, shape(1, vectors, size, config).per_thread
+    return exchange_program(SOURCE, rank, norm_defines(size, dtype, share, norm))
 
 
 class AllReduceRmsNormLauncher(ExchangeLauncher[_Params]):
@@ -187,7 +151,10 @@ class AllReduceRmsNormLauncher(ExchangeLauncher[_Params]):
         self._given = norm.residual, norm.weight, norm.bias
         self._combine = combine = norm.combine
         super().__init__()
-        self._offsets: list[_Offsets] = []  # of each launch
+        # Of each launch, in bytes: in tensors like x, in what is normed, and in the rows' scales.
+        self._offsets: list[tuple[int, int, int]] = []
+        of_normed = dtype if norm.quant is None else norm.quant.out_dtype
+        has_scales = norm.quant is not None and norm.quant.dynamic
         for start in range(0, rows, wanted.rows):
             count = min(wanted.rows, rows - start)
             now = shape(count, vectors, size, config)
@@ -202,7 +169,10 @@ class AllReduceRmsNormLauncher(ExchangeLauncher[_Params]):
                 params.smallest = norm.quant.smallest
             self._prepare(function, now.blocks, wanted.threads, params)
             self.grids += (now.blocks,)
-            self._offsets.append(_Offsets.of(start, hidden, dtype, norm))
+            elements = start * hidden
+            self._offsets.append(
+                (elements * dtype.itemsize, elements * of_normed.itemsize, 4 * start * has_scales)
+            )
 
     def _put(self, operands: Sequence[int], results: Sequence[int]) -> Callable[[int], None]:
         x, rest, parts = operands[0], operands[1:], list(operands[:3])

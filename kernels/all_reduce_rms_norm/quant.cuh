@@ -8,16 +8,6 @@
 
 #include "ptx/float8.cuh"
 
-#ifndef QUANT
-#define QUANT 0
-#endif
-#ifndef SCALE_OP
-#define SCALE_OP 0
-#endif
-#ifndef E5M2
-#define E5M2 0
-#endif
-
 namespace {
 
 constexpr int QUANT_WORDS = weft::ELEMENTS / 4;  // of a vector's numbers in fp8

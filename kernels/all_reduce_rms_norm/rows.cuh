@@ -18,32 +18,11 @@
 #ifndef CLUSTER
 #error "CLUSTER, VECTORS: blocks of a team; vectors of a row that a thread holds"
 #endif
-#ifndef RESIDUAL
-#define RESIDUAL 1
-#endif
-#ifndef ROUND_SUM
-#define ROUND_SUM 1
-#endif
-#ifndef SUBTRACT_MEAN
-#define SUBTRACT_MEAN 0
-#endif
 #if SUBTRACT_MEAN && !ROUND_SUM
 #error "SUBTRACT_MEAN: is of the rounded sum"
 #endif
 #if SUBTRACT_MEAN && QUANT
 #error "QUANT: is of RMSNorms"
-#endif
-#ifndef WEIGHT
-#define WEIGHT 1
-#endif
-#ifndef BIAS
-#define BIAS 0
-#endif
-#ifndef WIDE_WEIGHT
-#define WIDE_WEIGHT 0
-#endif
-#ifndef OFFSET
-#define OFFSET 0
 #endif
 
 namespace {
@@ -201,11 +180,8 @@ __device__ __forceinline__ RowSum plus(const uint4& reduced, const uint4& residu
     return sum;
 }
 
-__device__ __forceinline__ const uint4* vector(const uint4* rows, const Params& p, u32 row, u32 at) {
-    return rows + static_cast<weft::u64>(row) * p.vectors + at;
-}
-
-__device__ __forceinline__ uint4* vector(uint4* rows, const Params& p, u32 row, u32 at) {
+template <typename Vector>
+__device__ __forceinline__ Vector* vector(Vector* rows, const Params& p, u32 row, u32 at) {
     return rows + static_cast<weft::u64>(row) * p.vectors + at;
 }
 

@@ -11,11 +11,6 @@ from ..device.jit.program import Program
 SOURCE = Path(__file__).with_name("kernel.cu")
 
 
-def all_to_all_defines(world_size: int) -> dict[str, str | int]:
-    """What kernel.cu must know, in addition to the rank."""
-    return {"DTYPE": "bfloat16", **rounds_defines(world_size)}
-
-
 def all_to_all_program(world_size: int, rank: int) -> Program:
     """kernel.cu for one rank."""
-    return exchange_program(SOURCE, rank, all_to_all_defines(world_size))
+    return exchange_program(SOURCE, rank, {"DTYPE": "bfloat16", **rounds_defines(world_size)})

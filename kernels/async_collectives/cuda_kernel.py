@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,8 +13,9 @@ from ...symm_mem.backends import cuda_state
 from ...symm_mem.layout import NUM_BUFFERS, Layout
 from ...symm_mem.workspace import Workspace
 from ..device.comm import acquire
-from ..device.comm.copy_engine import CopiedParts, engine_of
-from ..device.jit.program import Program, WaitParams
+from ..device.comm.copy_engine import CopiedPiece, engine_of
+from ..device.comm.double_buffer import BufferWords
+from ..device.jit.program import Program, WaitParams, program_of
 
 VECTOR = 16  #: bytes, of which a part has a multiple
 _THREADS, _AT_ONCE = 512, 4  # as in kernel.cu
@@ -27,23 +27,17 @@ class _Params(ctypes.Structure):
 
     _fields_ = (
         ("watch", WaitParams),
+        ("buffer", BufferWords),
         ("own", ctypes.c_uint64),
-        ("buffer", ctypes.c_uint64),
+        ("slots", ctypes.c_uint64),
         ("out", ctypes.c_uint64),
         ("vectors", ctypes.c_uint64),
-        ("span", ctypes.c_uint64),
-        ("flags", ctypes.c_int32),
-        ("flags_per_rank", ctypes.c_int32),
-        ("done", ctypes.c_int32),
-        ("epoch", ctypes.c_int32),
-        ("left", ctypes.c_int32),
     )
 
 
-@cache
 def async_program(world_size: int) -> Program:
     """kernel.cu for a number of ranks."""
-    return Program(Path(__file__).with_name("kernel.cu"), defines={"WORLD_SIZE": world_size})
+    return program_of(Path(__file__).with_name("kernel.cu"), WORLD_SIZE=world_size)
 
 
 @dataclass(frozen=True)
@@ -69,24 +63,31 @@ class AsyncCollective:
     """The launches of such calls in one workspace. Made by all ranks together, as it compiles."""
 
     def __init__(self, workspace: Workspace[Layout], problem: AsyncProblem) -> None:
-        self._engine, self._problem = engine_of(workspace), problem
-        acquire.load()
+        self._engine, self._problem, self._rank = engine_of(workspace), problem, workspace.rank
         function = async_program(workspace.world_size).function(problem.kernel)
         vectors = problem.part_bytes // VECTOR
         most = _BLOCKS_OF_AN_SM * cuda_state.state.num_sms(workspace.heap.device)
         grid = max(1, min(most, -(-vectors // (_THREADS * _AT_ONCE))))
         shape = (1, 32) if problem.placed else (grid, _THREADS)
-        self._params = [_params(workspace, buffer, vectors) for buffer in range(NUM_BUFFERS)]
+        self._params: list[_Params] = []
+        self._leaves: list[Callable[[int], None]] = []
+        for buffer in range(NUM_BUFFERS):
+            params = _Params(WaitParams.of(workspace), BufferWords.of(workspace, buffer), vectors=vectors)
+            params.slots = workspace.address + workspace.layout.buffer(buffer)
+            self._params.append(params)
+            self._leaves.append(acquire.end_epoch_launcher(workspace, buffer))
         self._receives = [function.bound(*shape, params) for params in self._params]
-        self._leaves: list[Callable[[int], None]] = [
-            acquire.end_epoch_launcher(workspace, buffer) for buffer in range(NUM_BUFFERS)
-        ]
 
     def send(self, buffer: int, address: int, timeout_ns: int) -> None:
         """Send what lies at ``address``: the same part to each rank, or to each the one of its number."""
-        problem = self._problem
-        step, size = (problem.part_bytes if problem.reduce_op else 0), problem.part_bytes
-        self._engine.start(buffer, CopiedParts(address, step, size, problem.placed), timeout_ns)
+        rank, size, placed = self._rank, self._problem.part_bytes, self._problem.placed
+        step = size if self._problem.reduce_op else 0
+
+        def of(peer: int) -> list[CopiedPiece]:
+            slot = rank if placed else rank - (rank > peer)
+            return [CopiedPiece(address + peer * step, slot * size, size)]
+
+        self._engine.start(buffer, of, timeout_ns, of(rank)[0] if placed else None)
 
     def receive(self, buffer: int, own: int, out: int, timeout_ns: int, stream: int) -> None:
         """Wait for the peers' parts; unless they are placed, make the result of them, and end the epoch.
@@ -106,20 +107,3 @@ class AsyncCollective:
     def release(self, buffer: int, stream: int) -> None:
         """End the epoch of what was placed."""
         self._leaves[buffer](stream)
-
-
-def _params(workspace: Workspace[Layout], buffer: int, vectors: int) -> _Params:
-    layout = workspace.layout
-    return _Params(
-        WaitParams.of(workspace),
-        0,
-        workspace.address + layout.buffer(buffer),
-        0,
-        vectors,
-        workspace.span,
-        layout.flags(buffer),
-        layout.flags_per_rank,
-        layout.done(buffer),
-        Layout.EPOCH + buffer,
-        Layout.LEFT + buffer,
-    )

@@ -63,11 +63,3 @@ def _slots(
 ) -> torch.Tensor:
     shape = (workspace.world_size - 1 + with_own, part.numel())
     return workspace.buffer(rank, buffer, shape, torch.uint8)
-
-
-def reduced(parts: Sequence[torch.Tensor], reduce_op: str) -> torch.Tensor:
-    """The sum of the parts in float32 and in rank order, or their average."""
-    total = parts[0].to(torch.float32, copy=True)
-    for part in parts[1:]:
-        total += part.to(torch.float32)
-    return (total / len(parts) if reduce_op == "avg" else total).to(parts[0].dtype)

@@ -25,16 +25,11 @@ using weft::u64;
 
 struct Params {
     weft::WaitParams watch;
+    weft::BufferWords buffer;
     const uint4* own;
-    const uint4* buffer;
+    const uint4* slots;  // of the buffer
     uint4* out;
     u64 vectors;  // of a part
-    u64 span;  // bytes from this rank's copy of an address to the next rank's
-    int flags;  // index of the buffer's first flag
-    int flags_per_rank;
-    int done;  // index of the buffer's first done word
-    int epoch;  // index of the buffer's EPOCH word
-    int left;  // index of the buffer's LEFT word
 };
 
 constexpr int THREADS = 512;
@@ -45,7 +40,8 @@ __device__ __forceinline__ bool arrived(const Params& p, u32 epoch) {
     const int peer = threadIdx.x;
     bool there = true;
     if (peer < WORLD_SIZE && peer != p.watch.rank)
-        there = weft::wait_flag(p.watch, peer, p.flags + peer * p.flags_per_rank, epoch, weft::WAIT_DATA);
+        there = weft::wait_flag(
+            p.watch, peer, p.buffer.flags + peer * p.buffer.flags_per_rank, epoch, weft::WAIT_DATA);
     return __syncthreads_and(there && !weft::is_broken(p.watch));
 }
 
@@ -55,32 +51,27 @@ __device__ __forceinline__ void leave(const Params& p, u32 epoch) {
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
-        last = atomicAdd(p.watch.words + p.left, 1) == gridDim.x - 1;
+        last = atomicAdd(p.watch.words + p.buffer.left, 1) == gridDim.x - 1;
         __threadfence();
     }
     __syncthreads();
     if (!last || threadIdx.x >= 32) return;
     const int peer = threadIdx.x;
-    if (peer == 0) p.watch.words[p.left] = 0;
-    if (peer == 0) p.watch.words[p.epoch] = epoch;
-    if (peer < WORLD_SIZE) {
-        weft::check_abort_notice(p.watch, peer, p.done, epoch);
-        const u64 there = static_cast<u64>(static_cast<long long>(peer - p.watch.rank)) * p.span;
-        char* words = reinterpret_cast<char*>(p.watch.words) + there;
-        weft::post_flag(reinterpret_cast<u32*>(words) + p.done + p.watch.rank, epoch);
-    }
+    if (peer == 0) p.watch.words[p.buffer.left] = 0;
+    if (peer == 0) p.watch.words[p.buffer.epoch] = epoch;
+    if (peer < WORLD_SIZE) weft::end_epoch_at(p.watch, p.buffer, peer, epoch);
 }
 
 __device__ __forceinline__ const uint4* part(const Params& p, int rank) {
-    return rank == p.watch.rank ? p.own : p.buffer + static_cast<u64>(rank - (rank > p.watch.rank)) * p.vectors;
+    return rank == p.watch.rank ? p.own : p.slots + static_cast<u64>(rank - (rank > p.watch.rank)) * p.vectors;
 }
 
 extern "C" __global__ void __launch_bounds__(32) arrive(const __grid_constant__ Params p) {
-    arrived(p, p.watch.words[p.epoch] + 1);
+    arrived(p, p.watch.words[p.buffer.epoch] + 1);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) gather(const __grid_constant__ Params p) {
-    const u32 epoch = p.watch.words[p.epoch] + 1;
+    const u32 epoch = p.watch.words[p.buffer.epoch] + 1;
     const bool there = arrived(p, epoch);
     const u64 step = static_cast<u64>(gridDim.x) * THREADS;
     for (int i = 0; there && i < WORLD_SIZE; ++i) {
@@ -111,7 +102,7 @@ __device__ __forceinline__ void unpack(const uint4& vector, float* to) {
 template <class T, class Reduce>
 __device__ __forceinline__ void reduce_parts(const Params& p) {
     constexpr int COUNT = 4 * T::PER_WORD;
-    const u32 epoch = p.watch.words[p.epoch] + 1;
+    const u32 epoch = p.watch.words[p.buffer.epoch] + 1;
     const bool there = arrived(p, epoch);
     const u64 step = static_cast<u64>(gridDim.x) * THREADS;
     for (u64 at = static_cast<u64>(blockIdx.x) * THREADS + threadIdx.x; there && at < p.vectors; at += step) {

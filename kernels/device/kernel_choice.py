@@ -10,7 +10,7 @@ import torch
 
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import Workspace
-from .jit.ahead import CompilableProgram
+from .jit.program import Program
 
 _MOST_CHOICES = 4096  # kept before all are dropped
 
@@ -41,7 +41,7 @@ class KernelSteps(NamedTuple):
     """
 
     choose: Callable[..., KernelChoice[Any] | str]
-    programs: Callable[..., Sequence[CompilableProgram]]
+    programs: Callable[..., Sequence[Program]]
     make: Callable[..., Any]
     key: Callable[..., Hashable]
     same: Callable[..., tuple[Any, ...]]

@@ -5,22 +5,21 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ...symm_mem.backends import cuda_state
+from ..device.comm.ll_exchange import DTYPES
 from ..device.jit.empty import empty_on
-from ..device.jit.program import Program
+from ..device.jit.program import Program, program_of
 from .reference import MOST, Float8
 
 SOURCE = Path(__file__).parent / "kernel.cu"
 _THREADS, _TILE = 256, (128, 64)  # as in kernel.cu
 _BLOCKS = 1056  # eight for each SM of a Hopper
 _VECTOR = 16
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class _Matrix(ctypes.Structure):
@@ -47,9 +46,8 @@ class CastParams(ctypes.Structure):
     )
 
 
-@cache
 def cast_program(of: torch.dtype, to: torch.dtype) -> Program:
-    return Program(SOURCE, defines={"DTYPE": _DTYPES[of], "E5M2": int(to == torch.float8_e5m2)})
+    return program_of(SOURCE, DTYPE=DTYPES[of], E5M2=int(to == torch.float8_e5m2))
 
 
 class Float8Cast:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ..device.gemm import gemm
-from ..device.gemm.gemm import boxes_of_rows, is_whole
+from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole
 from ..device.gemm.gemm_tiles import BLOCK_K, Tile
 from ..device.gemm.operands import ALIGNMENT, is_transposed
 from ..device.gemm.tensor_map import Boxes, Maps, TensorMap, put_map
-from ..device.jit.program import Function, Program
+from ..device.jit.program import Function, Program, program_of
 from .configs import MOST_EXPERTS, GroupedConfig
 
 SOURCE = Path(__file__).parent / "kernel.cu"
@@ -51,22 +51,12 @@ def lies_well(x: Tensor) -> bool:
 
 
 def boxes_of_experts(b: Tensor, tile: Tile, whole: bool, gated: int = 0) -> Boxes:
-    """Of B [E, K, N]: what one block of a cluster loads; ``whole`` as ``is_whole`` has it for all B of a launch.
-    ``gated``: N is two halves, of so many of which a box has columns.
-
-    Experts are a dimension of their own: past the end of K there are zeros, and not the next one's numbers.
-    """
-    (experts, k, n), (apart, *_), half = b.shape, b.stride(), BLOCK_K // 2
-    if gated:
-        both = (experts, 2, n // 2, k), (apart, n // 2 * b.stride(2), b.stride(2), 1)
-        return Boxes(b.dtype, *both, (1, gated, tile.block_n // 2 // gated, BLOCK_K))
-    if is_transposed(b[0]):
-        shape, strides, box = (experts, n, k), (apart, b.stride(2), 1), (1, tile.block_n // 2, BLOCK_K)
-        return Boxes(b.dtype, shape, strides, box)
-    if whole:
-        wide = (experts, n // 64, k, 64), (apart, 64, b.stride(1), 1), (1, -(-tile.block_n // 64), half, 64)
-        return Boxes(b.dtype, *wide)
-    return Boxes(b.dtype, (experts, k, n), (apart, b.stride(1), 1), (1, half, 64))
+    """Of B [E, K, N], as ``boxes_of_b``. ``gated``: N is two halves, of so many of which a box has columns."""
+    if not gated:
+        return boxes_of_b(b, tile, whole)
+    (experts, k, n), (apart, _, row) = b.shape, b.stride()
+    both = (experts, 2, n // 2, k), (apart, n // 2 * row, row, 1)
+    return Boxes(b.dtype, *both, (1, gated, tile.block_n // 2 // gated, BLOCK_K))
 
 
 def may_share(bs: Sequence[Tensor]) -> bool:
@@ -79,7 +69,7 @@ def grouped_program(bs: Sequence[Tensor], config: GroupedConfig) -> Program:
     defines = gemm.gemm_defines(config.tile, [b[0] for b in bs], split_k=True)
     if config.gated:
         defines["GATED"] = 1
-    return gemm.gemm_program(SOURCE, tuple(defines.items()))
+    return program_of(SOURCE, **defines)
 
 
 class GroupedMatmul:

@@ -65,17 +65,6 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, Gro
     weft::drain(s, state);
 }
 
-// Adds an expert's bias to a set of sums, the first of which are of column `column`.
-__device__ __forceinline__ void add_bias(const u16* bias, int column, int n, float* v) {
-#pragma unroll
-    for (int j = 0; j < weft::SET_PAIRS; ++j) {
-        const int at = min(column + weft::PAIR_COLUMNS * j, n - 2);
-        const u32 word = __ldg(reinterpret_cast<const u32*>(bias + at));
-#pragma unroll
-        for (int r = 0; r < weft::SET_ROWS; ++r) weft::add_pair(word, v + weft::pair_of_set(r, j));
-    }
-}
-
 }  // namespace
 
 extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds__(weft::THREADS, 1)
@@ -121,12 +110,12 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         const auto& first = reinterpret_cast<const float(&)[NUMBERS]>(sums);
         weft::store_rows(c, n, t.end - t.row, n - column, warpgroup, first, [&](int i, float* v) {
             const int of_set = column + of_part + weft::SET_COLUMNS * i;
-            if (bias != nullptr) add_bias(bias, of_set, n, v);
+            if (bias != nullptr) weft::add_bias(bias, of_set, n, v);
 #if GATED
             float up[16];
 #pragma unroll
             for (int e = 0; e < 16; ++e) up[e] = sums[NUMBERS + 16 * i + e];
-            if (bias != nullptr) add_bias(bias + n, of_set, n, up);
+            if (bias != nullptr) weft::add_bias(bias + n, of_set, n, up);
 #pragma unroll
             for (int e = 0; e < 16; ++e) v[e] = up[e] * __fdividef(v[e], 1 + __expf(-v[e]));
 #endif

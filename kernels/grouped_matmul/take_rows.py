@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ..device.jit.program import Program
 
-SOURCE = Path(__file__).parent / "take_rows.cu"
+PROGRAM = Program(Path(__file__).parent / "take_rows.cu")
 _WARPS, _BYTES, _VECTOR = 4, 4096, 16  # of a block; of a row, by a warp; of an access
 _MOST_SLICES = 256  # of an expert's rows
 
@@ -46,11 +45,6 @@ class TakeParams(ctypes.Structure):
     )
 
 
-@cache
-def take_rows_program() -> Program:
-    return Program(SOURCE)
-
-
 def take_rows(
     a: Tensor, rows: Tensor, offs: Tensor, out: Tensor, own: Own | None = None, *, takes_own: bool = True
 ) -> None:
@@ -73,5 +67,5 @@ def take_rows(
     addresses = begin, rows.data_ptr(), offs.data_ptr(), out.data_ptr()
     sizes = a.stride(0) * size // _VECTOR, tokens, rows.shape[0], width, pieces, experts, slices
     params = TakeParams(*addresses, *sizes, first, end, int(takes_own))
-    function = take_rows_program().function("take_rows")
+    function = PROGRAM.function("take_rows")
     function.launch(experts * slices, 32 * _WARPS, params, current_stream_of(a))

@@ -17,7 +17,7 @@ from ...symm_mem.layout import NUM_BUFFERS, Layout
 from ...symm_mem.workspace import Workspace
 from ..device.comm import acquire
 from ..device.comm.copy_engine import CopiedCall, CopiedConfig, CopiedPiece
-from ..device.jit.ahead import CompilableProgram
+from ..device.jit.program import Program
 from ..device.kernel_choice import KernelChoice, KernelSteps
 from . import OP
 from .configs import (
@@ -77,7 +77,7 @@ class MatmulAllGatherCopied(CopiedCall):
                 width, height = made.shape[1] * made.itemsize, made.shape[0]
                 step = made.stride(0) * made.itemsize
                 sent = [CopiedPiece(made.data_ptr(), self._offset, width, height, step)]
-                self._engine.start_pieces(buffer, _same_for_all(sent), timeout_ns)
+                self._engine.start(buffer, _same_for_all(sent), timeout_ns)
                 if before is not None:
                     self._put(*before, timeout_ns, stream)
                 before = buffer, parts[rows, :, columns]
@@ -115,7 +115,7 @@ def choose_copied_pieces(
 
 def copied_pieces_programs(
     config: CopiedConfig, call: MatmulAllGatherKernelCall, world_size: int, rank: int
-) -> Sequence[CompilableProgram]:
+) -> Sequence[Program]:
     """What such calls launch besides torch's kernels."""
     return [acquire.PROGRAM]
 

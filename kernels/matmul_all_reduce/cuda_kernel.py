@@ -13,7 +13,7 @@ from ..device.comm.exchange_launcher import ExchangeLauncher
 from ..device.comm.ll_exchange import WARP, ExchangeSlots, ExchangeWorkspace, exchange_program, slots_of
 from ..device.gemm.gemm import DTYPES
 from ..device.gemm.operands import is_transposed, why_not
-from ..device.jit.program import Program
+from ..device.jit.program import Defines, Program
 from .configs import MOST_ROWS, MatmulAllReduceConfig
 
 SOURCE = Path(__file__).with_name("kernel.cu")
@@ -42,31 +42,21 @@ _A = _Params.a.offset
 _put_addresses = struct.Struct("3Q").pack_into
 
 
-def matmul_all_reduce_defines(
-    dtype: torch.dtype, world_size: int, reduce_op: str, config: MatmulAllReduceConfig, *, b_rows: bool
-) -> dict[str, str | int]:
-    """What kernel.cu must know, in addition to the rank. ``b_rows``: N is contiguous in B, not K."""
-    name, product = DTYPES[dtype]
-    return {
-        "DTYPE": name,
-        "PRODUCT_TYPE": product,
-        "WORLD_SIZE": world_size,
-        "REDUCE": reduce_op,
-        "B_ROWS": int(b_rows),
-        "GROUPS": config.groups,
-        "WARPS": config.warps,
-    }
-
-
 def few_rows_program(
     a: torch.Tensor, b: torch.Tensor, reduce_op: str, config: MatmulAllReduceConfig, ranks: tuple[int, int]
 ) -> Program:
     """kernel.cu for such operands. ``ranks``: how many, and which this is."""
-    size, rank = ranks
-    b_rows = not is_transposed(b)
-    return exchange_program(
-        SOURCE, rank, matmul_all_reduce_defines(a.dtype, size, reduce_op, config, b_rows=b_rows)
-    )
+    (size, rank), (name, product) = ranks, DTYPES[a.dtype]
+    defines: Defines = {
+        "DTYPE": name,
+        "PRODUCT_TYPE": product,
+        "WORLD_SIZE": size,
+        "REDUCE": reduce_op,
+        "B_ROWS": int(not is_transposed(b)),
+        "GROUPS": config.groups,
+        "WARPS": config.warps,
+    }
+    return exchange_program(SOURCE, rank, defines)
 
 
 def why_no_few_rows_kernel(a: torch.Tensor, b: torch.Tensor) -> str | None:

@@ -69,7 +69,7 @@ class MatmulReduceScatterCopied(CopiedCall):
         with self._whole():
             buffer = workspace.next_buffer()
             slots = self._slots[buffer]
-            self._engine.start_pieces(buffer, pieces, timeout_ns)
+            self._engine.start(buffer, pieces, timeout_ns)
             _multiply(*self._factors(parts, b, workspace.rank), slots[workspace.rank])
             for _, arrival in self._arrivals[buffer]:
                 arrival.launch(timeout_ns, stream)

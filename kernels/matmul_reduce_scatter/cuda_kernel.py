@@ -18,7 +18,7 @@ from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole
 from ..device.gemm.gemm_tiles import BLOCK_K
 from ..device.gemm.scaling import ScaleKind, ScalesParams
 from ..device.gemm.tensor_map import Maps, TensorMap, put_maps
-from ..device.jit.program import Program, WaitParams
+from ..device.jit.program import Defines, Program, WaitParams, program_of
 from . import configs
 
 SOURCE = Path(__file__).parent / "kernel.cu"
@@ -58,27 +58,27 @@ _put_address = struct.Struct("Q").pack_into  # a store to a ctypes field costs t
 
 def scatter_defines(
     b: torch.Tensor, config: configs.ScatterPushConfig, world_size: int, rank: int, epilogue: configs.Epilogue
-) -> gemm.Defines:
+) -> Defines:
     """What kernel.cu is compiled with for B [K, N] and its like, or with ``split_n`` for a rank's columns of it."""
-    return (
-        *gemm.gemm_defines(config.tile, [b]).items(),
-        ("SPLIT_N", int(config.split_n)),
-        ("WORLD_SIZE", world_size),
-        ("RANK", rank),
-        ("OUT_FLOAT32", int(epilogue.out_dtype == torch.float32)),
-        ("BIAS", int(epilogue.bias)),
-        ("RESIDUAL", int(epilogue.residual)),
-        ("ALL_REDUCE", int(epilogue.to_all)),
-        ("ALL_TO_ALL", int(epilogue.apart)),
-        *(config.scaled.defines.items() if config.scaled else ()),
-    )
+    return {
+        **gemm.gemm_defines(config.tile, [b]),
+        "SPLIT_N": int(config.split_n),
+        "WORLD_SIZE": world_size,
+        "RANK": rank,
+        "OUT_FLOAT32": int(epilogue.out_dtype == torch.float32),
+        "BIAS": int(epilogue.bias),
+        "RESIDUAL": int(epilogue.residual),
+        "ALL_REDUCE": int(epilogue.to_all),
+        "ALL_TO_ALL": int(epilogue.apart),
+        **(config.scaled.defines if config.scaled else {}),
+    }
 
 
 def scatter_program(
     b: torch.Tensor, config: configs.ScatterPushConfig, epilogue: configs.Epilogue, ranks: tuple[int, int]
 ) -> Program:
     """That which is launched for the whole B. ``ranks``: how many, and which this is."""
-    return gemm.gemm_program(SOURCE, scatter_defines(_of_one(b, config, ranks[0]), config, *ranks, epilogue))
+    return program_of(SOURCE, **scatter_defines(_of_one(b, config, ranks[0]), config, *ranks, epilogue))
 
 
 def _of_one(b: torch.Tensor, config: configs.ScatterPushConfig, world_size: int) -> torch.Tensor:

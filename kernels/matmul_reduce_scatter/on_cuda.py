@@ -18,12 +18,13 @@ from ..device.gemm import gemm
 from ..device.gemm.one_shot import OneShotConfig, algorithm_of, likeliest
 from ..device.gemm.operands import ALIGNMENT, is_transposed, why_not
 from ..device.gemm.supported import WHY_NO_GEMM, why_last_dim_not_scattered
-from ..device.jit.ahead import CompilableProgram
+from ..device.jit.program import Program
 from ..device.kernel_choice import KernelChoice, KernelChoices, KernelSteps
 from . import configs
 from .copied_products import MatmulReduceScatterCopied
 from .cuda_kernel import MatmulReduceScatterPush, ScaledMatmulReduceScatterPush, scatter_program
 from .one_shot_kernel import MatmulReduceScatterOneShot, ScaledMatmulReduceScatterOneShot, sent_as
+from .to_all import choose_sum_to_all_push, fastest_sum_to_all
 
 _choices: KernelChoices[configs.AnyConfig] = KernelChoices()
 
@@ -54,6 +55,8 @@ def _choose(
         return why
     if call.epilogue.apart:
         return _apart(problem)
+    if call.epilogue.to_all:
+        return _to_all(problem)
     if not (ranked := configs.rank_scatter_kernels(problem)):
         return WHY_NO_GEMM
     us, config = likeliest(ranked, call.preferred)
@@ -67,6 +70,15 @@ def _apart(problem: configs.MatmulReduceScatterProblem) -> KernelChoice[configs.
         return WHY_NO_GEMM
     us, config = pushes[0]
     profitable = us < configs.estimate_one_shot_scatter_us(problem)
+    return KernelChoice("push", config, configs.scatter_push_layout(config, problem), profitable, us)
+
+
+def _to_all(problem: configs.MatmulReduceScatterProblem) -> KernelChoice[configs.AnyConfig] | str:
+    """Of sums for all ranks: kernel.cu, profitable where it beats cuBLAS with an all-reduce after it."""
+    if not problem.has_gemm:
+        return WHY_NO_GEMM
+    config, profitable = choose_sum_to_all_push(problem)
+    us, _ = fastest_sum_to_all(problem)
     return KernelChoice("push", config, configs.scatter_push_layout(config, problem), profitable, us)
 
 
@@ -107,7 +119,7 @@ def fused_scatter(
 
 def scatter_programs(
     config: configs.AnyConfig, call: configs.ScatterKernelCall, world_size: int, rank: int
-) -> Sequence[CompilableProgram]:
+) -> Sequence[Program]:
     """What such calls launch."""
     epilogue, ranks = call.epilogue, (world_size, rank)
     if isinstance(config, OneShotConfig):

@@ -12,9 +12,9 @@ import torch
 from ...symm_mem.workspace import Workspace
 from ..device.comm.ll_exchange import DTYPES, VECTOR, ExchangeLayout, ExchangeSlots, slots_of
 from ..device.gemm import one_shot
-from ..device.gemm.gemm import Defines
 from ..device.gemm.one_shot import OneShotConfig
-from ..device.gemm.scaling import ScaleKind, aligned_scale
+from ..device.gemm.scaling import ScaleKind, scaled_mm_out
+from ..device.jit import program
 from ..device.jit.empty import empty_on
 from ..device.jit.program import Program
 from . import OP
@@ -41,18 +41,6 @@ class _Params(ctypes.Structure):
 
 _C = _Params.c.offset
 _put_addresses = struct.Struct("4Q").pack_into
-
-
-def one_shot_scatter_defines(dtype: torch.dtype, world_size: int, rank: int, epilogue: Epilogue) -> Defines:
-    """What one_shot.cu is compiled with for partial results of ``dtype``."""
-    return (
-        ("DTYPE", DTYPES[dtype]),
-        ("WORLD_SIZE", world_size),
-        ("RANK", rank),
-        ("OUT_FLOAT32", int(epilogue.out_dtype == torch.float32)),
-        ("BIAS", int(epilogue.bias)),
-        ("RESIDUAL", int(epilogue.residual)),
-    )
 
 
 class MatmulReduceScatterOneShot(one_shot.OneShotCall):
@@ -83,13 +71,22 @@ class MatmulReduceScatterOneShot(one_shot.OneShotCall):
         elements = VECTOR // self._dtype.itemsize
         p = _Params(slots_of(workspace))
         p.vectors, p.columns, p.average = config.vectors, n // elements, epilogue.average
-        program = self.program(self._dtype, epilogue, (size, workspace.rank))
-        super().__init__(workspace, config, program, "reduce_scatter_one_shot", p)
+        made = self.program(self._dtype, epilogue, (size, workspace.rank))
+        super().__init__(workspace, config, made, "reduce_scatter_one_shot", p)
 
     @staticmethod
     def program(dtype: torch.dtype, epilogue: Epilogue, ranks: tuple[int, int]) -> Program:
         """That which is launched for partial results of ``dtype``. ``ranks``: how many, and which this is."""
-        return one_shot.one_shot_program(SOURCE, one_shot_scatter_defines(dtype, *ranks, epilogue))
+        size, rank = ranks
+        return program.program_of(
+            SOURCE,
+            DTYPE=DTYPES[dtype],
+            WORLD_SIZE=size,
+            RANK=rank,
+            OUT_FLOAT32=int(epilogue.out_dtype == torch.float32),
+            BIAS=int(epilogue.bias),
+            RESIDUAL=int(epilogue.residual),
+        )
 
     def call(
         self,
@@ -151,10 +148,7 @@ class ScaledMatmulReduceScatterOneShot(MatmulReduceScatterOneShot):
         rows = a.reshape(m, a.shape[-1])
         if scaled.kind is ScaleKind.ROWS:
             a_scale = a_scale.reshape(m, 1)
-        how = bias[0] if bias else None, None, self._dtype, not scaled.promote
-        torch.ops.aten._scaled_mm.out(
-            rows, b, aligned_scale(a_scale), aligned_scale(b_scale), *how, out=partial
-        )
+        scaled_mm_out(scaled, rows, b, (a_scale, b_scale), bias[0] if bias else None, partial)
         return partial
 
 

@@ -79,16 +79,7 @@ struct Terms {
     }
 
     __device__ __forceinline__ void operator()(int i, float* values) {
-        if constexpr (BIAS) {
-            const int first = sums.column + SET_COLUMNS * i;
-#pragma unroll
-            for (int j = 0; j < SET_PAIRS; ++j) {
-                const int at = min(first + PAIR_COLUMNS * j, p.n - 2);
-                const u32 word = __ldg(reinterpret_cast<const u32*>(p.bias + at));
-#pragma unroll
-                for (int r = 0; r < SET_ROWS; ++r) add_pair(word, values + pair_of_set(r, j));
-            }
-        }
+        if constexpr (BIAS) add_bias(p.bias, sums.column + SET_COLUMNS * i, p.n, values);
         if constexpr (RESIDUAL) {
             if (i % AT_ONCE == 0) load(i);
             u32 words[8];

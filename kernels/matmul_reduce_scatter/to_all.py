@@ -10,15 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
 
-import torch
-
-from ..device.gemm import gemm, gemm_tiles
-from ..device.gemm.operands import why_not
-from ..device.gemm.supported import WHY_NO_GEMM
-from ..device.kernel_choice import KernelChoice, KernelChoices
+from ..device.gemm import gemm_tiles
 from .configs import (
     MatmulReduceScatterProblem,
-    ScatterKernelCall,
     ScatterPushConfig,
     matmul_while_sending_us,
     push_config,
@@ -29,31 +23,6 @@ from .configs import (
 _ALL_REDUCE_LAUNCH = 2.5
 _ALL_REDUCE_LINK = 310e3
 _MOST_WORKSPACE = 1 << 30  # bytes
-
-_choices: KernelChoices[ScatterPushConfig] = KernelChoices()
-
-
-def choose_sum_to_all(call: ScatterKernelCall, world_size: int) -> KernelChoice[ScatterPushConfig] | str:
-    """How to run a call, or why the kernel cannot. It is profitable if predicted to beat an all-reduce after a matmul.
-
-    The same on all ranks whose tensors have the same sizes, strides and dtypes.
-    """
-    a, b, problem = call.a, call.b, call.problem(world_size)
-    return _choices.get((problem, a.stride(), a.dtype, b.shape, b.stride()), _choose, a, b, problem)
-
-
-def _choose(
-    a: torch.Tensor, b: torch.Tensor, problem: MatmulReduceScatterProblem
-) -> KernelChoice[ScatterPushConfig] | str:
-    if a.dtype not in gemm.DTYPES:
-        return f"no kernel takes {a.dtype}"
-    if not problem.spec.has_gemm:
-        return WHY_NO_GEMM
-    if (reason := why_not(a, b)) is not None:
-        return reason
-    config, profitable = choose_sum_to_all_push(problem)
-    us, _ = fastest_sum_to_all(problem)
-    return KernelChoice("push", config, scatter_push_layout(config, problem), profitable, predicted_us=us)
 
 
 def choose_sum_to_all_push(problem: MatmulReduceScatterProblem) -> tuple[ScatterPushConfig, bool]:

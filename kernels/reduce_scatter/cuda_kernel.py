@@ -22,11 +22,6 @@ class _CombineParams(CollectiveParams):
     _fields_: ClassVar[Any] = (("combine", CombineSource),)
 
 
-def reduce_scatter_defines(world_size: int, dtype: str, reduce_op: str) -> dict[str, str | int]:
-    """What kernel.cu must know, in addition to the rank."""
-    return {"DTYPE": dtype, "REDUCE": reduce_op, **rounds_defines(world_size)}
-
-
 def reduce_scatter_program(
     world_size: int,
     rank: int,
@@ -35,8 +30,8 @@ def reduce_scatter_program(
     choices: tuple[int, bool, bool] | None = None,
 ) -> Program:
     """kernel.cu for one rank, dtype and operation. ``choices``: of a CombineShape, if x is put together."""
-    defines = reduce_scatter_defines(world_size, DTYPES[dtype], reduce_op) | choice_defines(choices)
-    return exchange_program(SOURCE, rank, defines)
+    of = {"DTYPE": DTYPES[dtype], "REDUCE": reduce_op}
+    return exchange_program(SOURCE, rank, {**of, **rounds_defines(world_size), **choice_defines(choices)})
 
 
 def combine_reduce_scatter_launcher(

@@ -8,7 +8,7 @@ little is moved by one kernel together.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,14 +86,21 @@ class _Data(NamedTuple):
 _NO_DATA = _Data()
 
 
-class _Move(NamedTuple):
-    """What goes through one registered tensor; ``data`` is None where a side is not contiguous."""
+class _Part(NamedTuple):
+    """What a launch does through one registered tensor."""
 
     of: Registration
     peer: int
+    data: _Data = _NO_DATA
+
+
+class _Move(NamedTuple):
+    """``flat``: both sides are contiguous, of bytes as they lie."""
+
+    part: _Part
     source: torch.Tensor
     target: torch.Tensor
-    data: _Data | None
+    flat: bool
 
     @staticmethod
     def made(of: Registration, access: Access) -> _Move:
@@ -103,12 +110,12 @@ class _Move(NamedTuple):
         size = local.numel() * local.element_size()
         flat = source.is_contiguous() and target.is_contiguous() and not (local.is_conj() or local.is_neg())
         data = _Data(source.data_ptr(), target.data_ptr(), size, access.into) if size else _NO_DATA
-        return _Move(of, access.peer, source, target, data if flat else None)
+        return _Move(_Part(of, access.peer, data), source, target, flat)
 
     def by_sms(self, below: int) -> bool:
         """Whether a kernel of weft moves it: less than ``below`` bytes, in whole vectors."""
-        data = self.data
-        return data is not None and data.source % _VECTOR == data.target % _VECTOR == 0 and data.size < below
+        data = self.part.data
+        return self.flat and data.source % _VECTOR == data.target % _VECTOR == 0 and data.size < below
 
 
 class CudaTransfers:
@@ -149,59 +156,28 @@ class CudaTransfers:
     ) -> None:
         for of, _ in of_each:
             self._begin(of, op)
-        for some in self._together(of_each):
-            if len(some) == 1:
-                self._run(name, *some[0], rows)
-                continue
-            key = f"{name}_all", rows, tuple((of.number, peer) for of, peer in some)
-            self._launched(key, lambda some=some: self._launch_all(name, some, rows))  # type: ignore[misc]
-
-    def _together(self, of_each: list[tuple[Registration, int]]) -> Iterator[list[tuple[Registration, int]]]:
-        """Those of a slab, as many as go into one launch."""
-        if len(of_each) == 1:
-            yield of_each
-            return
-        slabs: dict[int, list[tuple[Registration, int]]] = {}
-        for of, peer in of_each:
-            slabs.setdefault(self._semaphores.slab(of.slot).address, []).append((of, peer))
-        for some in slabs.values():
-            for i in range(0, len(some), _MOST_AT_ONCE):
-                yield some[i : i + _MOST_AT_ONCE]
+        self._run(name, rows, [_Part(of, peer) for of, peer in of_each])
 
     def move(self, moves: list[tuple[Registration, Access]]) -> None:
         for of, access in moves:
             self._begin(of, access.op)
         made = [_Move.made(of, access) for of, access in moves]
-        if len(made) == 1:
-            self._move(made[0])
-            return
-        little = {(move.of, move.peer): move for move in made if move.by_sms(self.copy_engine_from)}
-        for some in self._together(list(little)):
-            self._move_together([little[each] for each in some])
+        little = [move.part for move in made if move.by_sms(self.copy_engine_from)]
+        self._run("move", (MOVED, ALLOWED), little)
         for move in made:
             if not move.by_sms(self.copy_engine_from):
                 self._move(move)
 
     def _move(self, move: _Move) -> None:
-        of, peer, source, target, data = move
-        if data is not None and move.by_sms(self.copy_engine_from):
-            self._run("move", of, peer, (MOVED, ALLOWED), data)
-            return
-        self._run("await", of, peer, (MOVED, ALLOWED))
-        if data is not None:
+        """By a copy engine or torch's kernel, between two of weft's."""
+        around, data = [_Part(*move.part[:2])], move.part.data
+        self._run("await", (MOVED, ALLOWED), around)
+        if move.flat:
             cuda_state.state.copy(data.target, data.source, data.size, self._stream())
         else:
             with torch.no_grad():
-                target.copy_(source)
-        self._run("post", of, peer, (MOVED, DONE))
-
-    def _move_together(self, moves: list[_Move]) -> None:
-        """In one launch."""
-        if len(moves) == 1:
-            self._move(moves[0])
-            return
-        of_each = tuple((move.of.number, move.peer, move.data) for move in moves)
-        self._launched(("move_all", of_each), lambda: self._launch_together(moves))
+                move.target.copy_(move.source)
+        self._run("post", (MOVED, DONE), around)
 
     def _begin(self, of: Registration, op: str) -> None:
         slab = self._semaphores.slab(of.slot)
@@ -217,89 +193,61 @@ class CudaTransfers:
         stream: int = cuda_state.state.current_stream(self._heap.device.index)
         return stream
 
-    def _run(
-        self,
-        name: str,
-        of: Registration,
-        peer: int,
-        rows: tuple[int, int],
-        data: _Data = _NO_DATA,
-    ) -> None:
+    def _run(self, name: str, rows: tuple[int, int], parts: list[_Part]) -> None:
         """``rows``: that of the count, and that of the word which is awaited here or written at the peer."""
-        key = name, of.number, peer, rows, data
-        self._launched(key, lambda: self._launch(name, of, peer, rows, data))
+        for some in self._together(parts):
+            which = tuple([(part.of.number, part.peer, part.data) for part in some])
+            key = name, rows, which, timeout_in_ns(self._heap.group_name)
+            launch = self._launches.get(key)
+            if launch is None:
+                if len(self._launches) >= _MOST_LAUNCHES:
+                    self._launches.clear()
+                with cuda_state.state.make_current(self._heap.device):
+                    launch = self._launches[key] = self._launch(name, rows, some)
+            launch(self._stream())
 
-    def _launched(self, key: Any, make: Callable[[], Callable[[int], None]]) -> None:
-        key = *key, timeout_in_ns(self._heap.group_name)
-        launch = self._launches.get(key)
-        if launch is None:
-            if len(self._launches) >= _MOST_LAUNCHES:
-                self._launches.clear()
-            with cuda_state.state.make_current(self._heap.device):
-                launch = self._launches[key] = make()
-        launch(self._stream())
+    def _together(self, parts: list[_Part]) -> Iterator[list[_Part]]:
+        """Those of a slab, as many as go into one launch."""
+        if len(parts) == 1:
+            yield parts
+            return
+        slabs: dict[int, list[_Part]] = {}
+        for part in parts:
+            slabs.setdefault(self._semaphores.slab(part.of.slot).address, []).append(part)
+        for some in slabs.values():
+            for i in range(0, len(some), _MOST_AT_ONCE):
+                yield some[i : i + _MOST_AT_ONCE]
 
-    def _launch(
-        self, name: str, of: Registration, peer: int, rows: tuple[int, int], data: _Data
-    ) -> Callable[[int], None]:
-        most = _MOST_BLOCKS if name == "move" else 0
-        transfer = self._transfer(of, peer, rows, data, most)
-        if name == "await":
-            transfer.told = 0
-        params = _Params(self._watch(of), transfer)
-        function = _program.function(name)
-        if name != "move":
-            return function.bound(1, 32, params, dependent=self._is_dependent(1))
-        threads = _THREADS
-        if transfer.blocks == 1:
-            threads = min(_MOST_THREADS, max(32, -(-transfer.vectors // 32) * 32))
-        dependent = self._is_dependent(transfer.blocks)
-        return function.bound(transfer.blocks, threads, params, dependent=dependent)
+    def _launch(self, name: str, rows: tuple[int, int], parts: list[_Part]) -> Callable[[int], None]:
+        count, moves = len(parts), name == "move"
+        transfers = [self._transfer(name, rows, part, count) for part in parts]
+        blocks, threads = (0, _THREADS) if moves else (1, 32)
+        for transfer in transfers if moves else ():
+            transfer.first = blocks
+            blocks += transfer.blocks
+        if moves and blocks == 1:
+            threads = min(_MOST_THREADS, max(32, -(-transfers[0].vectors // 32) * 32))
+        slab = self._semaphores.slab(parts[0].of.slot)
+        watch = WaitParams.of(slab, timeout_in_ns(self._heap.group_name))
+        params: ctypes.Structure = _Params(watch, *transfers[:1])
+        if count > 1:
+            name, params = f"{name}_all", _Batch(watch, count, 0, (_Transfer * _MOST_AT_ONCE)(*transfers))
+        dependent = blocks <= self.most_dependent
+        return _program.function(name).bound(blocks, threads, params, dependent=dependent)
 
-    def _is_dependent(self, blocks: int) -> bool:
-        return blocks <= self.most_dependent
-
-    def _launch_together(self, moves: Sequence[_Move]) -> Callable[[int], None]:
-        params, blocks = _Batch(self._watch(moves[0].of), len(moves)), 0
-        for i, move in enumerate(moves):
-            most = min(_MOST_BLOCKS, _MOST_BLOCKS_AT_ONCE // len(moves))
-            assert move.data is not None
-            params.of[i] = self._transfer(move.of, move.peer, (MOVED, ALLOWED), move.data, most)
-            params.of[i].first = blocks
-            blocks += params.of[i].blocks
-        return _program.function("move_all").bound(
-            blocks, _THREADS, params, dependent=self._is_dependent(blocks)
-        )
-
-    def _launch_all(
-        self, name: str, of_each: list[tuple[Registration, int]], rows: tuple[int, int]
-    ) -> Callable[[int], None]:
-        """``post`` or ``await``, a thread each."""
-        params = _Batch(self._watch(of_each[0][0]), len(of_each))
-        for i, (of, peer) in enumerate(of_each):
-            params.of[i] = self._transfer(of, peer, rows, _NO_DATA, 0)
-            if name == "await":
-                params.of[i].told = 0
-        return _program.function(f"{name}_all").bound(1, 32, params, dependent=self._is_dependent(1))
-
-    def _watch(self, of: Registration) -> WaitParams:
-        return WaitParams.of(self._semaphores.slab(of.slot), timeout_in_ns(self._heap.group_name))
-
-    def _transfer(
-        self, of: Registration, peer: int, rows: tuple[int, int], data: _Data, most_blocks: int
-    ) -> _Transfer:
-        """``most_blocks``: 0 for a kernel that moves nothing itself."""
-        heap, semaphores, slot = self._heap, self._semaphores, of.slot
-        count, word = rows
-        # Whose access it is, at the peer; what moves awaits one word and tells another.
-        told = DONE if most_blocks else word
-        there = (peer - heap.rank) * heap.span
+    def _transfer(self, name: str, rows: tuple[int, int], part: _Part, at_once: int) -> _Transfer:
+        heap, semaphores, (of, peer, data) = self._heap, self._semaphores, part
+        slot, (count, word) = of.slot, rows
+        # At the peer whose access it is; what moves awaits one word and tells another.
+        told = semaphores.address(slot, DONE if name == "move" else word, heap.rank)
+        told += (peer - heap.rank) * heap.span
         vectors = data.size // _VECTOR
+        most_blocks = min(_MOST_BLOCKS, _MOST_BLOCKS_AT_ONCE // at_once)
         # As long as the threads of one block hold all vectors at once: several wait for the last.
         most_alone = _AT_ONCE * (_MOST_THREADS if most_blocks == _MOST_BLOCKS else _THREADS)
         return _Transfer(
             semaphores.address(slot, count, peer),
-            semaphores.address(slot, told, heap.rank) + there,
+            0 if name == "await" else told,
             semaphores.address(slot, TICKET, peer),
             data.source,
             data.target,

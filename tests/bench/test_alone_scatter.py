@@ -49,7 +49,7 @@ def test_a_rank_alone_sums_its_own_matmuls(op: Scatter, monkeypatch: pytest.Monk
 def test_the_kernel_of_a_rank_alone_compiles(world_size: int) -> None:
     b = torch.empty(256, 256, dtype=torch.bfloat16)
     config, epilogue = ScatterPushConfig(TILES[0], 2), Epilogue(torch.bfloat16)
-    given = dict(scatter_defines(b, config, world_size, 0, epilogue))
+    given = scatter_defines(b, config, world_size, 0, epilogue)
     assert Program(alone_scatter.source(world_size), defines=given).cubin()
 
 

@@ -24,7 +24,7 @@ from weft.fused_ops.ops.experts.arriving_tokens import ArrivingTokens
 from weft.kernels.all_gather_matmul import configs
 from weft.kernels.all_gather_matmul.copied_products import AllGatherProductsCopied
 from weft.kernels.device.jit.program import Program
-from weft.kernels.grouped_matmul.take_rows import SOURCE, Own, take_rows
+from weft.kernels.grouped_matmul.take_rows import PROGRAM, Own, take_rows
 
 W, K, NS = 3, 48, (40, 24)
 BF16 = torch.bfloat16
@@ -48,8 +48,8 @@ def compiled() -> ctypes.CDLL:
         Path(__file__).with_name("taken_rows.cpp"),
         ["-std=c++20", "-O1", "-w", "-fPIC", "-shared"],
     )
-    command = ["g++", *flags, "-pthread", f'-DKERNELS="{SOURCE}"', around, "-o"]
-    texts = [around.read_text(), SOURCE.read_text()]
+    command = ["g++", *flags, "-pthread", f'-DKERNELS="{PROGRAM.path}"', around, "-o"]
+    texts = [around.read_text(), PROGRAM.path.read_text()]
     return ctypes.CDLL(
         str(made_once([*flags, *texts], lambda to: subprocess.run([*command, to], check=True)))
     )

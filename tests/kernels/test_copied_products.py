@@ -66,8 +66,9 @@ class Gpus(cuda_state.CudaState):
                 assert stream == STREAM
                 words = ctypes.cast(params.watch.words, ctypes.POINTER(ctypes.c_uint32))
                 if name == "acquire":
-                    words[params.ticket] = words[params.epoch] + 1
-                self.said.append((name, params.peer, words[params.flag]) if name == "arrive" else name)
+                    words[params.ticket] = words[params.buffer.epoch] + 1
+                flag = params.buffer.flags + params.peer * params.buffer.flags_per_rank
+                self.said.append((name, params.peer, words[flag]) if name == "arrive" else name)
 
             return run
 

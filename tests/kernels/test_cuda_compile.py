@@ -16,12 +16,14 @@ from weft.kernels.all_gather_matmul import one_shot_kernel as gather
 from weft.kernels.all_reduce import cuda_kernel
 from weft.kernels.all_reduce_rms_norm import cuda_kernel as norm_kernel
 from weft.kernels.all_reduce_rms_norm.configs import CLUSTERS, most_per_thread
+from weft.kernels.all_reduce_rms_norm.quant import QuantKind
+from weft.kernels.all_reduce_rms_norm.reference import NormKind
 from weft.kernels.all_to_all import cuda_kernel as all_to_all_kernel
 from weft.kernels.async_collectives import cuda_kernel as async_kernel
+from weft.kernels.device.collective.combine import CombineShape
 from weft.kernels.device.collective.launch import CollectiveParams
 from weft.kernels.device.comm import acquire
 from weft.kernels.device.comm.ll_exchange import exchange_program, in_turn
-from weft.kernels.device.gemm import one_shot
 from weft.kernels.device.jit.program import Program
 from weft.kernels.float8_cast import cuda_kernel as float8_cast
 from weft.kernels.grouped_matmul import take_rows
@@ -45,22 +47,24 @@ NORM = [
     for size, cluster in [(2, 1), *((4, cluster) for cluster in CLUSTERS), (8, 8)]
 ]
 NORM += [(4, "float32", 8, 1)]
-NORM_SWITCHES = {
-    "unrounded": norm_kernel.NormSwitches(round_sum=False),
-    "gemma": norm_kernel.NormSwitches(wide_weight=True, offset=True),
-    "all": norm_kernel.NormSwitches(round_sum=False, wide_weight=True, offset=True),
-    "alone": norm_kernel.NormSwitches(residual=False, wide_weight=True),
-    "layer": norm_kernel.NormSwitches(subtract_mean=True, bias=True),
-    "layer-wide": norm_kernel.NormSwitches(wide_weight=True, offset=True, subtract_mean=True, bias=True),
-    "layer-bare": norm_kernel.NormSwitches(residual=False, subtract_mean=True, weight=False),
-    "static": norm_kernel.NormSwitches(quant=1),
-    "static-all": norm_kernel.NormSwitches(
-        round_sum=False, wide_weight=True, offset=True, quant=1, scale_op=1
+EPS = 1e-6
+USUAL = NormKind(EPS)
+NORM_KINDS = {
+    "unrounded": NormKind(EPS, round_sum=False),
+    "gemma": NormKind(EPS, 1.0, wide_weight=True),
+    "all": NormKind(EPS, 1.0, round_sum=False, wide_weight=True),
+    "alone": NormKind(EPS, residual=False, wide_weight=True),
+    "layer": NormKind(EPS, subtract_mean=True, bias=True),
+    "layer-wide": NormKind(EPS, 1.0, wide_weight=True, subtract_mean=True, bias=True),
+    "layer-bare": NormKind(EPS, residual=False, subtract_mean=True, weight=False),
+    "static": NormKind(EPS, quant=QuantKind(torch.float8_e4m3fn, "reciprocal")),
+    "static-all": NormKind(
+        EPS, 1.0, round_sum=False, wide_weight=True, quant=QuantKind(torch.float8_e4m3fn, "divide")
     ),
-    "rows": norm_kernel.NormSwitches(quant=2),
-    "rows-divided": norm_kernel.NormSwitches(residual=False, quant=2, scale_op=1),
-    "rows-all": norm_kernel.NormSwitches(
-        round_sum=False, wide_weight=True, offset=True, quant=2, scale_op=2, e5m2=True
+    "rows": NormKind(EPS, quant=QuantKind(torch.float8_e4m3fn, "reciprocal", EPS)),
+    "rows-divided": NormKind(EPS, residual=False, quant=QuantKind(torch.float8_e4m3fn, "divide", EPS)),
+    "rows-all": NormKind(
+        EPS, 1.0, round_sum=False, wide_weight=True, quant=QuantKind(torch.float8_e5m2, "multiply", EPS)
     ),
 }
 # Choices, whether their weights are float32, and whether there is a shared expert.
@@ -97,15 +101,19 @@ def early(program: Program) -> Program:
 def few_rows_program(size: int, dtype: str, reduce_op: str, n: int, b_rows: bool) -> Program:
     config = few_rows_configs.choose_matmul_all_reduce(16, n, 132)
     assert config is not None
-    defines = few_rows.matmul_all_reduce_defines(TORCH[dtype], size, reduce_op, config, b_rows=b_rows)
-    return exchange_program(few_rows.SOURCE, size - 1, defines)
+    b = torch.empty(8, 16, dtype=TORCH[dtype])
+    return few_rows.few_rows_program(b, b if b_rows else b.t(), reduce_op, config, (size, size - 1))
+
+
+def norm_program(size: int, dtype: torch.dtype, share: tuple[int, int], kind: NormKind = USUAL) -> Program:
+    return exchange_program(norm_kernel.SOURCE, 1, norm_kernel.norm_defines(size, dtype, share, kind))
 
 
 PROGRAMS: dict[str, Program] = {
     "acquire": Program(KERNELS / "device" / "comm" / "acquire.cu"),
     **{f"async-{size}": async_kernel.async_program(size) for size in (2, 3, 8)},
     "transfer": Program(KERNELS / "transfer" / "kernel.cu"),
-    "take": take_rows.take_rows_program(),
+    "take": take_rows.PROGRAM,
     **{
         f"cast-{dtype}-{to}": float8_cast.cast_program(dtype, to)
         for dtype in TORCH.values()
@@ -123,16 +131,14 @@ PROGRAMS: dict[str, Program] = {
         for size, dtype, reduce_op in ALL_REDUCE
     },
     **{
-        f"norm-{size}-{dtype}-{cluster}-{held}": norm_kernel.all_reduce_rms_norm_program(
-            size, 1, TORCH[dtype], (cluster, held)
-        )
+        f"norm-{size}-{dtype}-{cluster}-{held}": norm_program(size, TORCH[dtype], (cluster, held))
         for size, dtype, cluster, held in NORM
     },
     **{
-        f"norm-{size}-{name}-{cluster}": norm_kernel.all_reduce_rms_norm_program(
-            size, 1, torch.bfloat16, (cluster, most_per_thread(size)), switches
+        f"norm-{size}-{name}-{cluster}": norm_program(
+            size, torch.bfloat16, (cluster, most_per_thread(size)), kind
         )
-        for i, (name, switches) in enumerate(NORM_SWITCHES.items())
+        for i, (name, kind) in enumerate(NORM_KINDS.items())
         for size, cluster in [((2, 1), (4, 8))[i % 2], (8, 8)]
     },
     **{
@@ -146,14 +152,11 @@ PROGRAMS: dict[str, Program] = {
         for size, dtype, choices in CHOICES
     },
     **{
-        f"combine_norm-{size}-{choices}-{held}-{rounded}": norm_kernel.all_reduce_rms_norm_program(
+        f"combine_norm-{size}-{choices}-{held}-{rounded}": norm_program(
             size,
-            1,
             torch.bfloat16,
             (4, held),
-            norm_kernel.NormSwitches(
-                round_sum=rounded, choices=choices, wide_choices=rounded, shared_expert=choices == 8
-            ),
+            NormKind(EPS, round_sum=rounded, combine=CombineShape(1, choices, rounded, choices == 8)),
         )
         for size, choices, held, rounded in [
             (2, 8, 1, True),
@@ -164,7 +167,7 @@ PROGRAMS: dict[str, Program] = {
     },
     **{f"few_rows-{'-'.join(map(str, case))}": few_rows_program(*case) for case in FEW_ROWS},
     "all_reduce-early": early(cuda_kernel.all_reduce_program(4, 3, torch.bfloat16, "sum")),
-    "norm-early": early(norm_kernel.all_reduce_rms_norm_program(4, 1, torch.bfloat16, (2, 1))),
+    "norm-early": early(norm_program(4, torch.bfloat16, (2, 1))),
     **{
         f"alone_gather-{size}-bytes": all_gather_kernel.all_gather_program(size, size - 1)
         for size in ONE_SHOT
@@ -196,16 +199,9 @@ PROGRAMS: dict[str, Program] = {
         )
         for size, dtype, reduce_op in ALL_REDUCE
     },
+    **{f"gather-{size}": gather.AllGatherMatmulOneShot.program(size, size - 1) for size in ONE_SHOT},
     **{
-        f"gather-{size}": one_shot.one_shot_program(
-            gather.SOURCE, gather.one_shot_gather_defines(size, size - 1)
-        )
-        for size in ONE_SHOT
-    },
-    **{
-        f"scatter-{size}-{name}": one_shot.one_shot_program(
-            scatter.SOURCE, scatter.one_shot_scatter_defines(dtype, size, 1, epilogue)
-        )
+        f"scatter-{size}-{name}": scatter.MatmulReduceScatterOneShot.program(dtype, epilogue, (size, 1))
         for i, size in enumerate(ONE_SHOT)
         for j, (name, (dtype, epilogue)) in enumerate(EPILOGUES.items())
         if (i + j) % 4 < 2

@@ -15,18 +15,17 @@ import triton
 from cuda.bindings import driver
 from weft.kernels.all_reduce import cuda_kernel as all_reduce
 from weft.kernels.all_reduce_rms_norm import cuda_kernel as norm
+from weft.kernels.all_reduce_rms_norm.reference import NormKind
 from weft.kernels.device.comm.ll_exchange import exchange_program
 from weft.kernels.device.jit.program import Function, Program
 from weft.kernels.matmul_all_reduce import cuda_kernel as few_rows
 from weft.kernels.matmul_all_reduce.configs import MatmulAllReduceConfig
 
-_FEW_ROWS = few_rows.matmul_all_reduce_defines(
-    torch.bfloat16, 2, "sum", MatmulAllReduceConfig(1, 1), b_rows=True
-)
+_B = torch.empty(8, 16, dtype=torch.bfloat16)
 PROGRAMS = {
     "all_reduce": all_reduce.all_reduce_program(2, 1, torch.bfloat16, "sum"),
-    "norm": norm.all_reduce_rms_norm_program(2, 1, torch.bfloat16, (2, 1)),
-    "few_rows": exchange_program(few_rows.SOURCE, 1, _FEW_ROWS),
+    "norm": exchange_program(norm.SOURCE, 1, norm.norm_defines(2, torch.bfloat16, (2, 1), NormKind(1e-6))),
+    "few_rows": few_rows.few_rows_program(_B, _B, "sum", MatmulAllReduceConfig(1, 1), (2, 1)),
 }
 
 

@@ -69,19 +69,22 @@ class Gpus(cuda_state.CudaState):
 
     def acquire(self, params: Any) -> None:
         words = self.words[self.now.rank]
-        epoch = int(words[params.epoch])
-        self.until(lambda: all(words[params.done + p] >= epoch for p in range(W) if p != self.now.rank))
+        epoch = int(words[params.buffer.epoch])
+        self.until(
+            lambda: all(words[params.buffer.done + p] >= epoch for p in range(W) if p != self.now.rank)
+        )
         words[params.ticket] = epoch + 1
 
     def arrive(self, params: Any) -> None:
         words = self.words[self.now.rank]
-        self.until(lambda: bool(words[params.flag] > words[params.epoch]))
+        flag = params.buffer.flags + params.peer * params.buffer.flags_per_rank
+        self.until(lambda: bool(words[flag] > words[params.buffer.epoch]))
 
     def leave(self, params: Any) -> None:
         words = self.words[self.now.rank]
-        words[params.epoch] += 1
+        words[params.buffer.epoch] += 1
         for peer in range(W):
-            self.words[peer][params.done + self.now.rank] = words[params.epoch]
+            self.words[peer][params.buffer.done + self.now.rank] = words[params.buffer.epoch]
 
     def workspace(self, rank: int) -> Any:
         self.now.rank, calls = rank, iter(range(1 << 20))

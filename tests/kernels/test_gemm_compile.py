@@ -13,9 +13,8 @@ import torch
 from cubins import ARGUMENTS, compile_ahead, disassembled, instructions_of, names_of, usage
 from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_gather_matmul import cuda_kernel as all_gather_matmul
-from weft.kernels.device.gemm import gemm
 from weft.kernels.device.gemm.gemm_tiles import TILES, WIDEST, Tile
-from weft.kernels.device.jit.program import Program
+from weft.kernels.device.jit.program import Program, program_of
 from weft.kernels.grouped_matmul import cuda_kernel as grouped_matmul
 from weft.kernels.grouped_matmul.configs import GroupedConfig
 from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
@@ -43,7 +42,7 @@ def gather(
         exchanged=exchanged,
     )
     defines = all_gather_matmul.gather_defines([ORDERS[order]], config, return_A=return_A)
-    return gemm.gemm_program(all_gather_matmul.SOURCE, defines)
+    return program_of(all_gather_matmul.SOURCE, **defines)
 
 
 def scatter(
@@ -59,7 +58,7 @@ def scatter(
     defines = matmul_reduce_scatter.scatter_defines(
         ORDERS[order], config, world_size, world_size // 2, epilogue
     )
-    return gemm.gemm_program(matmul_reduce_scatter.SOURCE, defines)
+    return program_of(matmul_reduce_scatter.SOURCE, **defines)
 
 
 def grouped(tile: Tile, order: str, gated: bool = False) -> Program:

@@ -13,8 +13,8 @@ from weft.kernels.all_gather_matmul.configs import GatherKernelCall
 from weft.kernels.all_gather_matmul.on_cuda import fused_gather, takes_rows
 from weft.kernels.all_gather_matmul.one_shot_kernel import AllGatherMatmulOneShot
 from weft.kernels.device.comm.ll_exchange import ExchangeLayout
-from weft.kernels.device.gemm import one_shot
 from weft.kernels.device.gemm.one_shot import OneShotConfig
+from weft.kernels.device.jit import program
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from weft.kernels.matmul_reduce_scatter.on_cuda import fused_scatter
 from weft.kernels.matmul_reduce_scatter.one_shot_kernel import MatmulReduceScatterOneShot
@@ -37,9 +37,8 @@ class Driver:
         self.told: list[Any] = []
         self.launch: Callable[[Any], None] = lambda params: None
         self.grids: list[tuple[int, int]] = []
-        monkeypatch.setattr(
-            one_shot, "one_shot_program", lambda *_: SimpleNamespace(function=lambda name: self)
-        )
+        loaded = SimpleNamespace(function=lambda name: self)
+        monkeypatch.setattr(program, "program_of", lambda *_, **__: loaded)
 
     def bound(self, blocks: int, threads: int, params: Any) -> Callable[[int], None]:
         self.grids.append((blocks, threads))

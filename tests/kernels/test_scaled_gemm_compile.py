@@ -12,11 +12,10 @@ import torch
 from cubins import ARGUMENTS, compile_ahead, disassembled, instructions_of, names_of, usage
 from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_gather_matmul import cuda_kernel as all_gather_matmul
-from weft.kernels.all_gather_matmul import one_shot_kernel, scaled
-from weft.kernels.device.gemm import gemm
+from weft.kernels.all_gather_matmul import scaled
 from weft.kernels.device.gemm.gemm_tiles import TILES, Tile
 from weft.kernels.device.gemm.scaling import ScaledProducts, ScaleKind
-from weft.kernels.device.jit.program import Program
+from weft.kernels.device.jit.program import Program, program_of
 from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
 from weft.kernels.matmul_reduce_scatter import cuda_kernel as matmul_reduce_scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
@@ -41,7 +40,7 @@ def gather_of(tile: Tile, what: ScaledProducts, *, split_k: bool = False, return
     problem = gather_configs.AllGatherMatmulProblem(1024, (1024,), 1024, 4, 132, split_k, scaled=what)
     config = replace(gather_configs.rank_gather_pushes(problem)[0][1], tile=tile)
     defines = all_gather_matmul.gather_defines([B.to(what.pairs)], config, return_A=return_A)
-    return gemm.gemm_program(all_gather_matmul.SOURCE, defines)
+    return program_of(all_gather_matmul.SOURCE, **defines)
 
 
 def scatter_of(tile: Tile, size: int, what: ScaledProducts, *, split_n: bool = False) -> Program:
@@ -49,7 +48,7 @@ def scatter_of(tile: Tile, size: int, what: ScaledProducts, *, split_n: bool = F
     config = replace(scatter_configs.rank_scatter_pushes(problem)[0][1], tile=tile, split_n=split_n)
     epilogue = Epilogue(what.out_dtype)
     defines = matmul_reduce_scatter.scatter_defines(B.to(what.pairs), config, size, size // 2, epilogue)
-    return gemm.gemm_program(matmul_reduce_scatter.SOURCE, defines)
+    return program_of(matmul_reduce_scatter.SOURCE, **defines)
 
 
 def of_tiles(what: ScaledProducts) -> list[Tile]:
@@ -133,7 +132,7 @@ def test_types_are_those_of_A_and_B(tmp_path: Path) -> None:
 
 
 def test_the_exchange_of_rows_and_scales(tmp_path: Path) -> None:
-    defines = (*one_shot_kernel.one_shot_gather_defines(4, 1), ("SCALED", 1))
-    ((kernel, numbers),) = usage(Program(one_shot_kernel.SOURCE, defines=dict(defines)), tmp_path)
+    program = scaled.AllGatherScaledMatmulOneShot.program(4, 1)
+    ((kernel, numbers),) = usage(program, tmp_path)
     assert kernel == "all_gather_one_shot" and numbers["STACK"] == numbers["LOCAL"] == 0
     assert numbers["CONSTANT[0]"] == ARGUMENTS + ctypes.sizeof(scaled._OneShotParams)

@@ -18,7 +18,7 @@ import torch
 import weft.kernels.device
 from once import made_once
 from weft.kernels.device.comm.ll_exchange import ExchangeLayout
-from weft.kernels.device.jit.program import Function
+from weft.kernels.device.jit.program import Defines, Function, Program
 from weft.symm_mem import workspace
 from weft.symm_mem.failure import fault
 
@@ -37,10 +37,12 @@ REAL = (
     "comm/ll_exchange.cuh",
     "comm/credits.cuh",
     "comm/abort_notice.cuh",
+    "comm/double_buffer.cuh",
     "collective/slices.cuh",
     "collective/rounds.cuh",
     "collective/exact.cuh",
     "collective/combine.cuh",
+    "collective/entries.cuh",
     "math/cluster_moments.cuh",
     "math/cluster_reduce.cuh",
     "math/warp.cuh",
@@ -58,6 +60,11 @@ def mistakes(each: Iterable[Any], every: int) -> list[Any]:
     return [
         pytest.param(*row, marks=() if i % every == 0 else pytest.mark.slow) for i, row in enumerate(rows)
     ]
+
+
+def defines_of(program: Program) -> Defines:
+    """All but those of one rank: one program runs as each of them."""
+    return {name: value for name, value in program.defines.items() if name not in ("RANK", "DEPENDENT")}
 
 
 class Launch(ctypes.Structure):

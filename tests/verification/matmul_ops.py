@@ -89,7 +89,7 @@ class Gather:
                 if self.return_A:
                     pairs.append(result(whole.bfloat16()))
                 given, to = [x.data_ptr() for x in (shards[rank], *bs)], [c.data_ptr() for c, _ in pairs]
-                kernel.launch(buffer, given, to, step, polls, rank)
+                kernel.launch_step(buffer, given, to, step, polls, rank)
                 self.kept += [bs, shards]
                 self.wanted += pairs
 

@@ -6,6 +6,7 @@ import ctypes
 import os
 import struct
 import tempfile
+from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from fibers import DEVICE, Library, Ranks, compiled, simulator
-from weft.kernels.device.gemm import gemm
 from weft.kernels.device.gemm.gemm_tiles import Tile
-from weft.kernels.device.jit.program import Function, Program
+from weft.kernels.device.jit.program import Defines, Function, Program
 from weft.symm_mem.backends import cuda_state
 from weft.symm_mem.layout import Layout
 
@@ -45,18 +45,18 @@ WIDEST = Tile(128, 320, 2, 0.0)  # of two instructions
 
 _libraries = tempfile.TemporaryDirectory(prefix="weft-products-")
 _compilers = ThreadPoolExecutor(os.cpu_count())
-_built: dict[tuple[Path, gemm.Defines, tuple[str, str] | None], Future[Library]] = {}
+_built: dict[Hashable, Future[Library]] = {}
 
 
 def build(
-    source: Path, params: type, defines: gemm.Defines, instead: tuple[str, str] | None = None
+    source: Path, params: type, defines: Defines, instead: tuple[str, str] | None = None
 ) -> Future[Library]:
     """Compile ``source``, called like its folder; the same one once. It takes seconds: ask early.
 
     Args:
         instead: a text in it or in what it is made around, and what shall stand there.
     """
-    key = (source, defines, instead)
+    key = (source, tuple(defines.items()), instead)
     if key not in _built:
         folder = Path(_libraries.name) / str(len(_built))
         _built[key] = _compilers.submit(_build, folder, source, params, defines, instead)
@@ -64,7 +64,7 @@ def build(
 
 
 def _build(
-    folder: Path, source: Path, params: type, defines: gemm.Defines, instead: tuple[str, str] | None
+    folder: Path, source: Path, params: type, defines: Defines, instead: tuple[str, str] | None
 ) -> Library:
     name = source.parent.name
     for new in (*(f"device/{room}" for room in ("comm", "gemm/sm90", "gemm/sm100", "math", "ptx")), name):
@@ -72,8 +72,8 @@ def _build(
     for stand_in in STAND_INS:
         (folder / "device" / stand_in).touch()
     kernel = folder / name / source.name
-    around_it = (*AROUND, *(SM100 if "__CUDA_ARCH__" in dict(defines) else SM90))
-    if "FP8_TYPES" in dict(defines):
+    around_it = (*AROUND, *(SM100 if "__CUDA_ARCH__" in defines else SM90))
+    if "FP8_TYPES" in defines:
         around_it += ("gemm/sm90/scales.cuh",)
     texts = {folder / "device" / around: (DEVICE / around).read_text() for around in around_it}
     for file in source.parent.glob("*.cuh"):
@@ -88,7 +88,7 @@ def _build(
     for file, text in texts.items():
         file.write_text(text)
     options = {
-        **dict(defines),
+        **defines,
         "KERNEL": name,
         "PARAMS_BYTES": ctypes.sizeof(params),
         "RANK": "current->number",  # one program for all

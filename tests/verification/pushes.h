@@ -44,6 +44,7 @@ static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 static void __threadfence() {}
 void __threadfence_system();
 unsigned __ballot_sync(unsigned, bool said);
+inline bool __all_sync(unsigned, bool said) { return __ballot_sync(~0u, said) == ~0u; }
 float __shfl_sync(unsigned, float x, int from);
 inline float __shfl_xor_sync(unsigned, float x, int mask) { return __shfl_sync(0, x, running->thread % 32 ^ mask); }
 unsigned __reduce_max_sync(unsigned, unsigned word);

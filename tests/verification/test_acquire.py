@@ -60,7 +60,7 @@ class Ranks:
     def opened(self) -> bool:
         """Whether the acquire kernel counts an epoch; else it only posts an abort notice."""
         before = self.memory.clone()
-        acquire.Acquire(self.place, BUFFER).launch(50, 0)
+        acquire.StreamWait("acquire", self.place, BUFFER).launch(50, 0)
         before[:, LAYOUT.bytes // 4 :] = self.faults
         ticket = self.words[RANK, LAYOUT.EPOCH_TICKET + BUFFER].item()
         before[RANK, LAYOUT.EPOCH_TICKET + BUFFER] = ticket

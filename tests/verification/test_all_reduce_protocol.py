@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fibers import PATIENT, TORCH, Library, Ranks, build, inputs, mistakes, same
+from fibers import PATIENT, TORCH, Library, Ranks, build, defines_of, inputs, mistakes, same
 from weft.kernels.all_reduce import configs, cuda_kernel
 from weft.kernels.all_reduce.configs import (
     MAX_BYTES,
@@ -29,7 +29,7 @@ KERNELS = tuple(form + suffix for form in (*FORMS, "two_shot_rounds") for suffix
 def compiled(
     folder: Path, world_size: int, dtype: str, reduce_op: str, instead: tuple[str, str] | None = None
 ) -> Library:
-    defines = cuda_kernel.all_reduce_defines(world_size, dtype, reduce_op)
+    defines = defines_of(cuda_kernel.all_reduce_program(world_size, 0, TORCH[dtype], reduce_op))
     return build(folder, cuda_kernel.SOURCE, KERNELS, cuda_kernel._Params, defines, instead=instead)
 
 

@@ -139,10 +139,7 @@ def calls_of_changing_size(
     vectors = 32 * (chunks * cluster - 1) - 5 if chunks * cluster > 2 else 40
     of_one = AllReduceRmsNormConfig("one_shot", cluster, threads=32)
     per_thread = shape(1, vectors, world_size, of_one).per_thread
-    defines: dict[str, str | int] = {"WORLD_SIZE": world_size, "DTYPE": dtype}
-    defines |= {"CLUSTER": cluster, "VECTORS": per_thread}
-    switches = cuda_kernel.NormSwitches.of(kind, TORCH[dtype])
-    defines |= {name.upper(): int(on) for name, on in switches._asdict().items()}
+    defines = cuda_kernel.norm_defines(world_size, TORCH[dtype], (cluster, per_thread), kind)
     library = build(folder, cuda_kernel.SOURCE, FORMS, cuda_kernel._Params, defines, instead=instead)
     ranks = Ranks(library, ExchangeLayout(world_size, 64 * 20 * per_thread))
     monkeypatch.setattr(cuda_kernel, "norm_program", lambda *a: Kernels(ranks))
@@ -209,14 +206,11 @@ def test_the_forms_give_the_same_bits(
     rows, vectors = 7, 70
     xs = [torch.randn(rows, vectors * 4) + 4096 / world_size for _ in range(world_size)]
     residual, *columns = torch.randn(rows, vectors * 4), torch.randn(vectors * 4), torch.randn(vectors * 4)
-    switches = cuda_kernel.NormSwitches.of(kind, torch.float32)
     results = []
     for cluster in (1, 2):
         of_one = AllReduceRmsNormConfig("one_shot", cluster, threads=32)
         per_thread = shape(1, vectors, world_size, of_one).per_thread
-        defines: dict[str, str | int] = {"WORLD_SIZE": world_size, "DTYPE": "float32"}
-        defines |= {"CLUSTER": cluster, "VECTORS": per_thread}
-        defines |= {name.upper(): int(on) for name, on in switches._asdict().items()}
+        defines = cuda_kernel.norm_defines(world_size, torch.float32, (cluster, per_thread), kind)
         library = build(tmp_path / str(cluster), cuda_kernel.SOURCE, FORMS, cuda_kernel._Params, defines)
         for form in FORMS:
             ranks = Ranks(library, ExchangeLayout(world_size, 64 * 20 * per_thread))

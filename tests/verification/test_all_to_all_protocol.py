@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fibers import PATIENT, Library, Ranks, build
+from fibers import PATIENT, Library, Ranks, build, defines_of
 from test_collective_protocols import KERNELS, any_bits, is_guarded, shifted, small
-from weft.kernels.all_to_all.cuda_kernel import SOURCE, all_to_all_defines
+from weft.kernels.all_to_all.cuda_kernel import SOURCE, all_to_all_program
 from weft.kernels.device.collective.launch import CollectiveLauncher, CollectiveParams, SlicesProblem
 from weft.kernels.device.collective.rounds import RoundsConfig
 from weft.kernels.device.comm.ll_exchange import ExchangeLayout
@@ -30,7 +30,14 @@ MISTAKES = {
 
 
 def compiled(folder: Path, world_size: int, instead: tuple[str, str] | None = None) -> Library:
-    return build(folder, SOURCE, KERNELS, CollectiveParams, all_to_all_defines(world_size), instead=instead)
+    return build(
+        folder,
+        SOURCE,
+        KERNELS,
+        CollectiveParams,
+        defines_of(all_to_all_program(world_size, 0)),
+        instead=instead,
+    )
 
 
 def launch(

@@ -149,15 +149,16 @@ def test_calls_of_changing_kind(library: Library, monkeypatch: pytest.MonkeyPatc
         assert not words[:, Layout.LEFT : Layout.LEFT + NUM_BUFFERS].any()
 
 
-_WAIT = "there = weft::wait_flag(p.watch, peer, p.flags + peer * p.flags_per_rank, epoch, weft::WAIT_DATA);"
+_WAIT = "p.buffer.flags + peer * p.buffer.flags_per_rank, epoch, weft::WAIT_DATA);"
+_END = "weft::end_epoch_at(p.watch, p.buffer, peer, epoch);"
 MISTAKES = {
-    "nobody waits for the parts": (_WAIT, "there = true;"),
+    "nobody waits for the parts": (_WAIT, "0, epoch, weft::WAIT_FREE), there = true;"),
     "one peer is not waited for": (
         "if (peer < WORLD_SIZE && peer != p.watch.rank)\n",
         "if (peer < WORLD_SIZE - 1 && peer != p.watch.rank)\n",
     ),
     "an older epoch will do": ("epoch, weft::WAIT_DATA", "epoch - 1, weft::WAIT_FREE"),
-    "what is placed is not waited for": ("    arrived(p, p.watch.words[p.epoch] + 1);\n", ""),
+    "what is placed is not waited for": ("    arrived(p, p.watch.words[p.buffer.epoch] + 1);\n", ""),
     "left before the block has read": (
         "    __shared__ bool last;\n    __syncthreads();",
         "    __shared__ bool last;",
@@ -167,13 +168,10 @@ MISTAKES = {
         "if (!last || threadIdx.x >= 32) return;",
         "if (threadIdx.x >= 32) return;",
     ),
-    "the count of blocks stays": ("if (peer == 0) p.watch.words[p.left] = 0;", ""),
-    "epochs are not counted": ("if (peer == 0) p.watch.words[p.epoch] = epoch;", ""),
-    "nobody is told of the end": (
-        "weft::post_flag(reinterpret_cast<u32*>(words) + p.done + p.watch.rank, epoch);",
-        "",
-    ),
-    "an end of the next epoch": ("p.done + p.watch.rank, epoch);", "p.done + p.watch.rank, epoch + 1);"),
+    "the count of blocks stays": ("if (peer == 0) p.watch.words[p.buffer.left] = 0;", ""),
+    "epochs are not counted": ("if (peer == 0) p.watch.words[p.buffer.epoch] = epoch;", ""),
+    "nobody is told of the end": (f"(peer < WORLD_SIZE) {_END}", "(false) {}"),
+    "an end of the next epoch": (f"(peer < WORLD_SIZE) {_END}", f"(peer < WORLD_SIZE) {_END[:-2]} + 1);"),
     "the slot of another rank": ("(rank - (rank > p.watch.rank))", "(rank - (rank < p.watch.rank))"),
     "the place of another rank": ("uint4* target = p.out + rank *", "uint4* target = p.out + i *"),
     "a part is left out of the sum": (
@@ -194,9 +192,8 @@ def test_a_mistake_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mist
     raise AssertionError(f"nothing goes wrong with: {mistake}")
 
 
-_NOTICE = "weft::check_abort_notice(p.watch, peer, p.done, epoch);"
-_THERE = "        const u64 there"
-LATE_MISTAKES = {"nobody listens to notices": (f"{_NOTICE}\n{_THERE}", _THERE)}
+_NOTICE = "if (said != 0) report(watch, peer, buffer.done + peer, epoch, said, ABORTED);"
+LATE_MISTAKES = {"nobody listens to notices": (_NOTICE, "")}
 
 
 @pytest.mark.parametrize("mistake", [None, *LATE_MISTAKES])

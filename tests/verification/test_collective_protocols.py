@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fibers import PATIENT, TORCH, Library, Ranks, build, inputs, mistakes, same
+from fibers import PATIENT, TORCH, Library, Ranks, build, defines_of, inputs, mistakes, same
 from test_all_reduce_protocol import reference
 from weft.kernels.all_gather import cuda_kernel as all_gather_kernel
 from weft.kernels.device.collective.launch import CollectiveLauncher, CollectiveParams, SlicesProblem
@@ -41,11 +41,10 @@ def compiled(
     reduce_op: str = "sum",
 ) -> Library:
     if gathers:
-        source, defines = all_gather_kernel.SOURCE, all_gather_kernel.all_gather_defines(world_size)
+        program = all_gather_kernel.all_gather_program(world_size, 0)
     else:
-        source = reduce_scatter_kernel.SOURCE
-        defines = reduce_scatter_kernel.reduce_scatter_defines(world_size, dtype, reduce_op)
-    return build(folder, source, KERNELS, CollectiveParams, defines, instead=instead)
+        program = reduce_scatter_kernel.reduce_scatter_program(world_size, 0, TORCH[dtype], reduce_op)
+    return build(folder, program.path, KERNELS, CollectiveParams, defines_of(program), instead=instead)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from combines import Routed, routed
-from fibers import PATIENT, TORCH, Ranks, build, same
+from fibers import PATIENT, TORCH, Ranks, build, defines_of, same
 from opcommon import BOUND, check
 from weft.kernels.all_reduce import cuda_kernel as all_reduce_kernel
 from weft.kernels.all_reduce.configs import AllReduceConfig
@@ -98,7 +98,7 @@ def end(ranks: Ranks) -> None:
 def test_all_reduces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Any) -> None:
     size, dtype, of = begin(case)
     kernels = tuple(form + suffix for form in (*FORMS, "two_shot_rounds") for suffix in ("", "_any"))
-    defines = all_reduce_kernel.all_reduce_defines(size, case[1], reduced_by(of)) | of.defines
+    defines = defines_of(all_reduce_kernel.all_reduce_program(size, 0, dtype, reduced_by(of), of[1:]))
     library = build(tmp_path, all_reduce_kernel.SOURCE, kernels, all_reduce_kernel._CombineParams, defines)
     ranks = Ranks(library, ExchangeLayout(size, 512))
     monkeypatch.setattr(all_reduce_kernel, "all_reduce_program", lambda *a: Kernels(ranks))
@@ -128,10 +128,7 @@ def test_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Any, resid
     kind = NormKind(EPS, round_sum=residual, residual=residual, combine=of)
     of_one = AllReduceRmsNormConfig("one_shot", cluster, threads=32)
     per_thread = shape(1, vectors, size, of_one).per_thread
-    defines: dict[str, str | int] = {"WORLD_SIZE": size, "DTYPE": case[1]}
-    defines |= {"CLUSTER": cluster, "VECTORS": per_thread}
-    switches = norm_kernel.NormSwitches.of(kind, dtype)
-    defines |= {name.upper(): int(on) for name, on in switches._asdict().items()}
+    defines = norm_kernel.norm_defines(size, dtype, (cluster, per_thread), kind)
     library = build(tmp_path, norm_kernel.SOURCE, FORMS, norm_kernel._CombineParams, defines)
     ranks = Ranks(library, ExchangeLayout(size, 64 * 20 * per_thread))
     monkeypatch.setattr(norm_kernel, "norm_program", lambda *a: Kernels(ranks))
@@ -165,7 +162,7 @@ def test_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Any, resid
 def test_reduce_scatters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Any) -> None:
     size, dtype, of = begin(case)
     kernels = ("one_shot", "one_shot_any", "rounds", "rounds_any")
-    defines = reduce_scatter_kernel.reduce_scatter_defines(size, case[1], reduced_by(of)) | of.defines
+    defines = defines_of(reduce_scatter_kernel.reduce_scatter_program(size, 0, dtype, reduced_by(of), of[1:]))
     library = build(
         tmp_path, reduce_scatter_kernel.SOURCE, kernels, reduce_scatter_kernel._CombineParams, defines
     )

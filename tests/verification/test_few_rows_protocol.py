@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fibers import PATIENT, Library, Ranks, build, mistakes
+from fibers import PATIENT, Library, Ranks, build, defines_of, mistakes
 from test_all_reduce_protocol import KERNELS as ALL_REDUCES
 from test_all_reduce_protocol import launch, reference
 from weft.kernels.all_reduce import cuda_kernel as all_reduce
@@ -29,10 +29,10 @@ VECTOR = 8  # elements: what a kernel that goes too far stores past the end
 def compiled(
     folder: Path, size: int, groups: int, b_rows: bool, reduce_op: str, instead: tuple[str, str] | None = None
 ) -> Library:
-    few = cuda_kernel.matmul_all_reduce_defines(
-        BF16, size, reduce_op, MatmulAllReduceConfig(groups, 1, warps=4), b_rows=b_rows
-    )
-    defines = few | all_reduce.all_reduce_defines(size, "bfloat16", reduce_op)
+    a = b = torch.empty(8, 16, dtype=BF16)
+    of = b if b_rows else b.t(), reduce_op, MatmulAllReduceConfig(groups, 1, warps=4), (size, 0)
+    defines = defines_of(cuda_kernel.few_rows_program(a, *of))
+    defines |= defines_of(all_reduce.all_reduce_program(size, 0, BF16, reduce_op))
     beside = [(all_reduce.SOURCE, ALL_REDUCES, all_reduce._Params)]
     return build(folder, cuda_kernel.SOURCE, KERNELS, cuda_kernel._Params, defines, beside, instead)
 

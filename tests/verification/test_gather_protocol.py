@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fibers import PATIENT, Library, Ranks, build
+from fibers import PATIENT, Library, Ranks, build, defines_of
 from test_collective_protocols import KERNELS, any_bits, is_guarded, shifted, small
-from weft.kernels.all_gather.cuda_kernel import SOURCE, all_gather_defines
+from weft.kernels.all_gather.cuda_kernel import SOURCE, all_gather_program
 from weft.kernels.device.collective.launch import CollectiveLauncher, CollectiveParams, SlicesProblem
 from weft.kernels.device.collective.rounds import RoundsConfig
 from weft.kernels.device.comm.ll_exchange import ExchangeLayout
@@ -29,7 +29,7 @@ MISTAKES = {
 
 
 def compiled(folder: Path, world_size: int, root: int, instead: tuple[str, str] | None = None) -> Library:
-    defines = all_gather_defines(world_size) | {"ROOT": root}
+    defines = defines_of(all_gather_program(world_size, 0, root))
     return build(folder, SOURCE, KERNELS, CollectiveParams, defines, instead=instead)
 
 

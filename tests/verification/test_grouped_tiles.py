@@ -45,7 +45,7 @@ class Grouped:
 
     def compiled(self, instead: tuple[str, str] | None = None) -> Future[Library]:
         program = cuda_kernel.grouped_program(self.bs(), self.config())
-        return build(cuda_kernel.SOURCE, cuda_kernel._Params, tuple(program.defines.items()), instead)
+        return build(cuda_kernel.SOURCE, cuda_kernel._Params, program.defines, instead)
 
     def is_right(self, monkeypatch: pytest.MonkeyPatch, library: Library, seed: int) -> bool:
         """Of one launch; the offsets and rows of ``wild`` ones are looked at by ``stays_inside``."""

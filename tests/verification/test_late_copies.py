@@ -78,7 +78,9 @@ class Gpu:
             return self.passed.get(rest[0], 0) >= rest[1]
         if kind == "acquire":
             params = rest[1]
-            return all(self.words[params.done + p] >= self.words[params.epoch] for p in self.peers)
+            return all(
+                self.words[params.buffer.done + p] >= self.words[params.buffer.epoch] for p in self.peers
+            )
         if kind == "read":
             buffer, peer, *_ = rest
             return bool(self.words[self.flag(buffer, peer)] > self.words[Layout.EPOCH + buffer])
@@ -172,7 +174,7 @@ def call(driver: Driver, engine: Any, buffer: int, x: torch.Tensor, out: torch.T
     gpu = driver.gpu
     at, slot, first = x.data_ptr(), gpu.rank * x.nbytes, x[0].nbytes
     pieces = [CopiedPiece(at, slot, first), CopiedPiece(at + first, slot + first, x.nbytes - first)]
-    engine.start_pieces(buffer, lambda peer: pieces, 3)
+    engine.start(buffer, lambda peer: pieces, 3)
     for peer in gpu.peers:
         gpu.enqueue(CURRENT, "read", buffer, peer, x, out)
     acquire.end_epoch_launcher(engine.workspace, buffer)(CURRENT)
@@ -258,8 +260,11 @@ def test_all_are_right_where_nobody_is_late(tmp_path: Path, driver: Driver) -> N
 
 
 MISTAKES = {
-    "no abort notice": ("post_flag(fault + ABORT_NOTICE + watch.rank, 1 + blamed);", ""),
-    "nobody listens": ("weft::check_abort_notice(p.watch, peer, p.done, epoch);", ""),
+    "no abort notice": (
+        "post_flag(on_rank(watch.fault, watch, buffer, peer) + ABORT_NOTICE + watch.rank, 1 + blamed);",
+        "",
+    ),
+    "nobody listens": ("if (said != 0) report(watch, peer, buffer.done + peer, epoch, said, ABORTED);", ""),
     "acquire kernels of a broken group pass": ("bool free = !serves || blamed == 0;", "bool free = true;"),
 }
 

@@ -112,7 +112,7 @@ def test_what_one_workspace_has_lost_is_not_sent_in_another(
 
 
 def norms(folder: Path) -> Library:
-    defines: dict[str, str | int] = {"WORLD_SIZE": 3, "DTYPE": "float32", "CLUSTER": 1, "VECTORS": 1}
+    defines = cuda_kernel.norm_defines(3, torch.float32, (1, 1), NormKind(1e-6))
     return build(folder, cuda_kernel.SOURCE, configs.FORMS, cuda_kernel._Params, defines)
 
 

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fibers import PATIENT, Library, Ranks, build, inputs, mistakes, same
+from fibers import PATIENT, Library, Ranks, build, defines_of, inputs, mistakes, same
 from weft.kernels.all_gather_matmul import one_shot_kernel as gather
 from weft.kernels.all_gather_matmul.configs import GatherKernelCall
 from weft.kernels.device.comm.ll_exchange import VECTOR, ExchangeLayout
-from weft.kernels.device.gemm import one_shot
 from weft.kernels.device.gemm.one_shot import OneShotConfig
+from weft.kernels.device.jit import program
 from weft.kernels.matmul_reduce_scatter import one_shot_kernel as scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from weft.symm_mem.failure.fault import Fault
@@ -39,9 +39,9 @@ def compiled(
     instead: tuple[str, str] | None = None,
     dtype: torch.dtype = BF16,
 ) -> Library:
-    defines = dict(scatter.one_shot_scatter_defines(dtype, size, 0, epilogue))
-    assert dtype != BF16 or set(gather.one_shot_gather_defines(size, 0)) <= set(defines.items())
-    del defines["RANK"]  # one after the other
+    defines = defines_of(scatter.MatmulReduceScatterOneShot.program(dtype, epilogue, (size, 0)))
+    of_gather = defines_of(gather.AllGatherMatmulOneShot.program(size, 0))
+    assert dtype != BF16 or of_gather.items() <= defines.items()
     first = gather.SOURCE, KERNELS[:1], gather._Params
     return build(folder, *first, defines, [(scatter.SOURCE, KERNELS[1:], scatter._Params)], instead)
 
@@ -69,8 +69,8 @@ class Calls:
     def __post_init__(self) -> None:
         self.size = self.layout.world_size
         self.ranks = Ranks(self.library, self.layout)
-        program = SimpleNamespace(function=self.ranks.function)
-        self.monkeypatch.setattr(one_shot, "one_shot_program", lambda *_: program)
+        loaded = SimpleNamespace(function=self.ranks.function)
+        self.monkeypatch.setattr(program, "program_of", lambda *_, **__: loaded)
 
     def launch(
         self, op: str, m: int, columns: int, grid: tuple[int, int], polls: int = PATIENT, apart: int = 0

@@ -58,9 +58,7 @@ class Launches:
         self.vectors = 32 * (chunks * self.cluster - 1) - 5 if chunks * self.cluster > 2 else 40
         of_one = AllReduceRmsNormConfig("one_shot", self.cluster, threads=self.threads)
         per_thread = shape(1, self.vectors, world, of_one).per_thread
-        defines: dict[str, str | int] = {"WORLD_SIZE": world, "DTYPE": dtype, "CLUSTER": self.cluster}
-        switches = cuda_kernel.NormSwitches.of(kind, self.dtype)
-        defines |= {"VECTORS": per_thread, **{n.upper(): int(on) for n, on in switches._asdict().items()}}
+        defines = cuda_kernel.norm_defines(world, self.dtype, (self.cluster, per_thread), kind)
         library = build(folder, cuda_kernel.SOURCE, FORMS, cuda_kernel._Params, defines, instead=instead)
         self.ranks = Ranks(library, ExchangeLayout(world, 64 * 20 * per_thread))
 

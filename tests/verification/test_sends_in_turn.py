@@ -13,7 +13,7 @@ import test_all_reduce_protocol as sums
 import test_all_to_all_protocol as exchanges
 import test_collective_protocols as parts
 import torch
-from fibers import Library, Ranks, build
+from fibers import Library, Ranks, build, defines_of
 from weft.kernels.all_gather import cuda_kernel as all_gather
 from weft.kernels.all_reduce import cuda_kernel as all_reduce
 from weft.kernels.all_reduce.configs import FORMS, AllReduceConfig
@@ -39,8 +39,7 @@ def compiled(folder: Path, op: str, size: int, instead: tuple[str, str] | None =
     kernels, params = (
         (sums.KERNELS, all_reduce._Params) if op == "all_reduce" else (parts.KERNELS, CollectiveParams)
     )
-    defines = {name: value for name, value in program.defines.items() if name not in ("RANK", "DEPENDENT")}
-    return build(folder, program.path, kernels, params, defines, instead=instead)
+    return build(folder, program.path, kernels, params, defines_of(program), instead=instead)
 
 
 def launch(

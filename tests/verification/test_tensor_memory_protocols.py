@@ -76,9 +76,9 @@ def library_of(op: Op, instead: tuple[str, str] | None = None) -> Future[Library
     """For sm_100a."""
     if isinstance(op, Gather):
         of_a = gather.gather_defines(op.bs(), op.config, return_A=op.return_A)
-        return build(gather.SOURCE, gather._Params, (*of_a, ("__CUDA_ARCH__", 1000)), instead)
+        return build(gather.SOURCE, gather._Params, {**of_a, "__CUDA_ARCH__": 1000}, instead)
     defines = scatter.scatter_defines(op.columns(of_all=False), op.config, op.size, 0, op.epilogue)
-    return build(scatter.SOURCE, scatter._Params, (*defines, ("__CUDA_ARCH__", 1000)), instead)
+    return build(scatter.SOURCE, scatter._Params, {**defines, "__CUDA_ARCH__": 1000}, instead)
 
 
 @pytest.fixture(autouse=True)

@@ -42,9 +42,9 @@ def choose_copies(A_shard: Tensor, group: ProcessGroup) -> Choice | None:
 
     def programs() -> Sequence[Any]:
         from ....kernels.device.comm import acquire
-        from ....kernels.grouped_matmul.take_rows import take_rows_program
+        from ....kernels.grouped_matmul import take_rows
 
-        return [acquire.PROGRAM, take_rows_program()]
+        return [acquire.PROGRAM, take_rows.PROGRAM]
 
     problem = _example(A_shard).problem(group.size())
     return Choice(CopiedConfig.algorithm, kind=COPIED, layout=copied_layout(problem), programs=programs)
@@ -111,9 +111,9 @@ class ArrivingTokens:
 
     def prepare(self) -> None:
         """Compiles, in the current context, what peers would else wait for."""
-        from ....kernels.grouped_matmul.take_rows import take_rows_program
+        from ....kernels.grouped_matmul import take_rows
 
-        take_rows_program().function("take_rows")
+        take_rows.PROGRAM.function("take_rows")
         if self._rows.shape[0]:
             prepare_groups(self._taken, self._terms, swiglu=self._swiglu)
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ....kernels.device.jit.ahead import CompilableProgram
+from ....kernels.device.jit.program import Program
 from ...dispatch.choice import CHOOSERS, choice_of_call
 from ...dispatch.plan import Plan
 from ..graph.nodes import hint
@@ -58,7 +58,7 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def planned_text(text: str) -> tuple[Plan, list[CompilableProgram]]:
+def planned_text(text: str) -> tuple[Plan, list[Program]]:
     """How a call would run here, and the programs that it would launch. Nothing is loaded, launched or sent. It raises
     what the call would raise."""
     name, args, kwargs = json.loads(text)
@@ -69,7 +69,7 @@ def planned_text(text: str) -> tuple[Plan, list[CompilableProgram]]:
         return plan, [*choice.programs()]
 
 
-def programs_of(texts: Iterable[str]) -> list[CompilableProgram]:
+def programs_of(texts: Iterable[str]) -> list[Program]:
     """Those that several calls would launch."""
     return [program for text in texts for program in planned_text(text)[1]]
 

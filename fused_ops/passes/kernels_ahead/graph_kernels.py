@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from torch import Tensor, fx
 from torch._inductor.virtualized import V
 
-from ....kernels.device.jit.ahead import CompilableProgram, Compilation
+from ....kernels.device.jit.ahead import Compilation
+from ....kernels.device.jit.program import Program
 from ...dispatch.plan import Plan
 from .call_text import is_planned, planned_text, programs_of, text_of_call
 
@@ -34,7 +35,7 @@ class GraphKernels:
     def __init__(self, graph: fx.Graph) -> None:
         self.plans: dict[str, Plan] = {}
         self.calls: list[str] = []
-        self._programs: list[CompilableProgram] = []
+        self._programs: list[Program] = []
         known: dict[str, Plan | None] = {}
         for node in graph.nodes:
             if not is_planned(node) or _is_on_cpu(node):

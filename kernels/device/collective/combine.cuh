@@ -2,21 +2,11 @@
 // weights[t][j] * y[slots[t][j]] over its CHOICES j, in their order, and with SHARED_EXPERT of shared[t], in float32,
 // rounded once. A slot that is no row of y adds nothing. Included after comm/ll_exchange.cuh.
 //
-//   CHOICES        of a row; 0: there is an input
+//   CHOICES        of a row; 0, or not defined: there is an input
 //   WIDE_CHOICES   1: their weights are float32, else of the dtype of y
 //   SHARED_EXPERT  1: there is a row of the shared expert for each token
 
 #pragma once
-
-#ifndef CHOICES
-#define CHOICES 0
-#endif
-#ifndef WIDE_CHOICES
-#define WIDE_CHOICES 0
-#endif
-#ifndef SHARED_EXPERT
-#define SHARED_EXPERT 0
-#endif
 
 namespace weft {
 

@@ -113,18 +113,23 @@ def exchange_parts(workspace: Workspace, parts: torch.Tensor, op: str) -> torch.
 def reduce_parts(
     workspace: Workspace, parts: Sequence[torch.Tensor], out: torch.Tensor, reduce_op: str, op: str
 ) -> None:
-    """``out`` = what all ranks' parts for this one make together, in float32 and in rank order."""
-    combine = {"max": torch.maximum, "min": torch.minimum}.get(reduce_op, torch.add)
+    """``out`` = what all ranks' parts for this one make together, as ``reduced``."""
 
     def take(chunk: slice, arrived: list[torch.Tensor]) -> None:
         into = out[chunk]
-        # From 0.0 on, a sum of -0.0 would be 0.0.
-        total = arrived[0][: into.shape[0]].to(torch.float32, copy=True)
-        for part in arrived[1:]:
-            combine(total, part[: into.shape[0]].to(torch.float32), out=total)
-        into.copy_(total / len(arrived) if reduce_op == "avg" else total)
+        into.copy_(reduced([part[: into.shape[0]] for part in arrived], reduce_op))
 
     _exchange(workspace, parts, max(parts, key=torch.numel).numel(), op, take)
+
+
+def reduced(parts: Sequence[torch.Tensor], reduce_op: str) -> torch.Tensor:
+    """What all ranks' parts make together, in float32 and in rank order."""
+    combine = {"max": torch.maximum, "min": torch.minimum}.get(reduce_op, torch.add)
+    # From 0.0 on, a sum of -0.0 would be 0.0.
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        combine(total, part.to(torch.float32), out=total)
+    return total / len(parts) if reduce_op == "avg" else total
 
 
 def reduce_scatter_parts(

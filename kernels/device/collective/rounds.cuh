@@ -13,6 +13,10 @@
 
 #include "comm/credits.cuh"
 
+#if !defined(WORKERS) || !defined(AT_ONCE)
+#error "WORKERS, AT_ONCE: threads of a block of rounds that send, and vectors that each takes at once"
+#endif
+
 namespace weft {
 
 // How vectors are cut; the host's twin is `_epochs` in rounds.py.

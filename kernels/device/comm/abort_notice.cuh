@@ -7,24 +7,27 @@
 
 #pragma once
 
-#include "ptx/sync.cuh"
+#include "comm/double_buffer.cuh"
 
 namespace weft {
 
 constexpr u32 ABORT_NOTICE = 32;  // index of rank 0's word; up to 32 ranks
 
-// To one peer. `span`: bytes from this rank's copy of an address to the next rank's.
-__device__ __forceinline__ void post_abort_notice(const WaitParams& watch, u64 span, int peer, int blamed) {
-    const u64 there = static_cast<u64>(static_cast<long long>(peer - watch.rank)) * span;
-    u32* fault = reinterpret_cast<u32*>(reinterpret_cast<u64>(watch.fault) + there);
-    post_flag(fault + ABORT_NOTICE + watch.rank, 1 + blamed);
+// To one peer.
+__device__ __forceinline__ void post_abort_notice(
+    const WaitParams& watch, const BufferWords& buffer, int peer, int blamed) {
+    post_flag(on_rank(watch.fault, watch, buffer, peer) + ABORT_NOTICE + watch.rank, 1 + blamed);
 }
 
-// By one thread, after all reads of the buffer by any thread in epoch `epoch`. `done`: the buffer's first done word.
-__device__ __forceinline__ void check_abort_notice(const WaitParams& watch, int peer, u32 done, u32 epoch) {
-    if (peer == watch.rank) return;
-    const u32 said = load_acquire(watch.fault + ABORT_NOTICE + peer);
-    if (said != 0) report(watch, peer, done + peer, epoch, said, ABORTED);
+// The end of an epoch, by one thread for each rank, after all reads of the buffer by any thread: asks for that rank's
+// notice, and writes its done word.
+__device__ __forceinline__ void end_epoch_at(
+    const WaitParams& watch, const BufferWords& buffer, int peer, u32 epoch) {
+    if (peer != watch.rank) {
+        const u32 said = load_acquire(watch.fault + ABORT_NOTICE + peer);
+        if (said != 0) report(watch, peer, buffer.done + peer, epoch, said, ABORTED);
+    }
+    post_flag(on_rank(watch.words, watch, buffer, peer) + buffer.done + watch.rank, epoch);
 }
 
 }  // namespace weft

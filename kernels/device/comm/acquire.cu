@@ -19,46 +19,37 @@
 
 struct Params {
     weft::WaitParams watch;
-    int world_size;  // up to 32: a lane for each rank
+    weft::BufferWords buffer;
     int ticket;  // index of the buffer's EPOCH_TICKET word
-    int done;  // index of the buffer's first done word
-    int epoch;  // index of the buffer's EPOCH word
-    weft::u64 span;  // bytes from this rank's copy of an address to the next rank's
     int peer;  // of `arrive`: who is waited for
-    int flag;  // of `arrive`: index of its flag
 };
 
 extern "C" __global__ void __launch_bounds__(32) acquire(const __grid_constant__ Params p) {
     const int peer = threadIdx.x;
-    const weft::u32 last = p.watch.words[p.epoch];
-    const bool serves = peer < p.world_size && peer != p.watch.rank;
+    const weft::u32 last = p.watch.words[p.buffer.epoch];
+    const bool serves = peer < p.buffer.world_size && peer != p.watch.rank;
     const weft::u32 blamed = weft::broken_by(p.watch);
     // A lane may find the group broken where another did not, by a kernel of another stream meanwhile.
     bool free = !serves || blamed == 0;
-    if (serves && free) free = weft::wait_flag(p.watch, peer, p.done + peer, last, weft::WAIT_FREE);
+    if (serves && free) free = weft::wait_flag(p.watch, peer, p.buffer.done + peer, last, weft::WAIT_FREE);
     const unsigned late = __ballot_sync(~0u, !free);
     if (late == 0) {
         if (peer == 0) p.watch.words[p.ticket] = last + 1;
     } else if (serves) {
-        weft::post_abort_notice(p.watch, p.span, peer, blamed != 0 ? blamed - 1 : __ffs(late) - 1);
+        weft::post_abort_notice(p.watch, p.buffer, peer, blamed != 0 ? blamed - 1 : __ffs(late) - 1);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(32) leave(const __grid_constant__ Params p) {
     const int peer = threadIdx.x;
-    const int rank = p.watch.rank;
-    weft::u32* counted = p.watch.words + p.epoch;
+    weft::u32* counted = p.watch.words + p.buffer.epoch;
     const weft::u32 epoch = *counted + 1;
     __syncwarp();
     if (peer == 0) *counted = epoch;
-    if (peer < p.world_size) {
-        weft::check_abort_notice(p.watch, peer, p.done, epoch);
-        const weft::u64 there = static_cast<weft::u64>(static_cast<long long>(peer - rank)) * p.span;
-        char* words = reinterpret_cast<char*>(p.watch.words) + there;
-        weft::post_flag(reinterpret_cast<weft::u32*>(words) + p.done + rank, epoch);
-    }
+    if (peer < p.buffer.world_size) weft::end_epoch_at(p.watch, p.buffer, peer, epoch);
 }
 
 extern "C" __global__ void __launch_bounds__(32) arrive(const __grid_constant__ Params p) {
-    if (threadIdx.x == 0) weft::wait_flag(p.watch, p.peer, p.flag, p.watch.words[p.epoch] + 1, weft::WAIT_DATA);
+    const int flag = p.buffer.flags + p.peer * p.buffer.flags_per_rank;
+    if (threadIdx.x == 0) weft::wait_flag(p.watch, p.peer, flag, p.watch.words[p.buffer.epoch] + 1, weft::WAIT_DATA);
 }

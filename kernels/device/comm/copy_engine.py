@@ -1,7 +1,6 @@
 """Pushes rows into the peers' buffers by the GPU's copy engines, on a stream of their own: no SM takes part.
 
-    engine.start(buffer, parts, timeout_ns)  # a part for each rank, after which anything may run
-    engine.start_pieces(buffer, of, timeout_ns)  # or the pieces that `of` returns for each peer
+    engine.start(buffer, of, timeout_ns)  # the pieces that `of` returns for each peer, after which anything may run
     engine.join(buffer)  # what was sent may be overwritten after this
 
 Who writes: rank r's engine copies into every peer's buffer, then EPOCH_TICKET, the epoch, into flag 0 of rank r there;
@@ -41,20 +40,8 @@ class CopiedConfig:
     algorithm: ClassVar[str] = "copy_engine"
 
 
-class CopiedParts(NamedTuple):
-    """A part for each rank, of ``size`` bytes: that for rank q lies at ``first + q * step``.
-
-    ``with_own``: slot r of a buffer is rank r's, also this rank's own; else that of peer p is ``p - (p > rank)``.
-    """
-
-    first: int
-    step: int
-    size: int
-    with_own: bool
-
-
 class CopiedPiece(NamedTuple):
-    """``rows`` times ``size`` bytes that a peer gets one after the other, ``offset`` bytes into its buffer: the first
+    """``rows`` times ``size`` bytes that a rank gets one after the other, ``offset`` bytes into its buffer: the first
     at ``address``, each of the others ``step`` bytes after the one before."""
 
     address: int
@@ -71,39 +58,44 @@ class CopyEngine:
         self.workspace = workspace
         self._device = workspace.heap.device.index
         self._handle = cuda_state.state.own_stream(self, workspace.heap.device)
+        event = cuda_state.state.event
         # Of each buffer: its acquire kernel, and the events after that and after the pushes.
-        self._known: dict[int, tuple[acquire.Acquire, torch.cuda.Event, torch.cuda.Event]] = {}
-        self._made = cuda_state.state.event()
+        self._buffers: list[tuple[acquire.StreamWait, torch.cuda.Event, torch.cuda.Event]] = [
+            (acquire.StreamWait("acquire", workspace, i), event(), event()) for i in range(NUM_BUFFERS)
+        ]
+        self._made = event()
 
     @cached_property
     def _stream(self) -> Any:
         return cuda_state.state.stream(self._handle, self._device)
 
-    def start(self, buffer: int, parts: CopiedParts, timeout_ns: int) -> None:
-        """Send each peer its part while what follows runs on the current stream.
+    def start(
+        self,
+        buffer: int,
+        of: Callable[[int], Iterable[CopiedPiece]],
+        timeout_ns: int,
+        own: CopiedPiece | None = None,
+    ) -> None:
+        """Send each peer the pieces that ``of(peer)`` returns, while what follows runs on the current stream.
 
-        They go into this rank's slot of its buffer, then the epoch into flag 0 of this rank there. Until the current
-        stream has passed a ``join`` they must not be overwritten.
+        They go into its buffer, then the epoch into flag 0 of this rank there. Until the current stream has passed a
+        ``join`` they must not be overwritten. ``of`` may launch what makes one before it yields it, and then calls
+        ``follow``.
+
+        Args:
+            own: what goes into this rank's own buffer, whole.
         """
-        rank, size = self.workspace.rank, parts.size
-
-        def of(peer: int) -> Iterable[CopiedPiece]:
-            slot = rank if parts.with_own else rank - (rank > peer)
-            return (CopiedPiece(parts.first + peer * parts.step, slot * size, size),)
-
-        self._fork(buffer, timeout_ns)
+        state = cuda_state.state
+        kernel, begin, end = self._buffers[buffer]
+        handle: int = state.current_stream(self._device)
+        kernel.launch(timeout_ns, handle)
+        begin.record(state.stream(handle, self._device))
+        self._stream.wait_event(begin)
         self._send(buffer, of)
-        if parts.with_own:
-            slots = self.workspace.address + self.workspace.layout.buffer(buffer)
-            cuda_state.state.copy(slots + rank * size, parts.first + rank * parts.step, size, self._handle)
-        self._pushed(buffer)
-
-    def start_pieces(self, buffer: int, of: Callable[[int], Iterable[CopiedPiece]], timeout_ns: int) -> None:
-        """As ``start``, of the pieces that ``of(peer)`` returns. It may launch what makes one before it yields it, and
-        then calls ``follow``."""
-        self._fork(buffer, timeout_ns)
-        self._send(buffer, of)
-        self._pushed(buffer)
+        if own is not None:
+            place = self.workspace.address + self.workspace.layout.buffer(buffer) + own.offset
+            state.copy(place, own.address, own.size, self._handle)
+        end.record(self._stream)
 
     def follow(self) -> None:
         """Further copies come after what is on the current stream."""
@@ -112,26 +104,12 @@ class CopyEngine:
 
     def join(self, buffer: int) -> None:
         """What follows on the current stream comes after the pushes."""
-        self._current().wait_event(self._known[buffer][2])
+        self._current().wait_event(self._buffers[buffer][2])
 
     def _current(self) -> torch.cuda.Stream:
         state = cuda_state.state
         stream: torch.cuda.Stream = state.stream(state.current_stream(self._device), self._device)
         return stream
-
-    def _fork(self, buffer: int, timeout_ns: int) -> None:
-        """Pushes come after the acquire kernel on the current stream."""
-        state = cuda_state.state
-        if buffer not in self._known:
-            self._known[buffer] = acquire.Acquire(self.workspace, buffer), state.event(), state.event()
-        kernel, begin, _ = self._known[buffer]
-        handle: int = state.current_stream(self._device)
-        kernel.launch(timeout_ns, handle)
-        begin.record(state.stream(handle, self._device))
-        self._stream.wait_event(begin)
-
-    def _pushed(self, buffer: int) -> None:
-        self._known[buffer][2].record(self._stream)
 
     def _send(self, buffer: int, of: Callable[[int], Iterable[CopiedPiece]]) -> None:
         """Each peer's pieces, and after them the epoch into flag 0 of this rank there."""
@@ -172,11 +150,12 @@ class CopiedCall:
         if not workspace.layout.holds(needed):
             raise ValueError(f"workspace: is {workspace.layout}, must hold {needed}")
         self.workspace, self._engine = workspace, engine_of(workspace)
-        acquire.load()
         size, buffers = workspace.world_size, range(NUM_BUFFERS)
         order = [(workspace.rank + step) % size for step in range(1, size)]
         # Of each buffer the waits for what the peers send, in the order in which that comes.
-        self._arrivals = [[(src, acquire.Arrival(workspace, i, src)) for src in order] for i in buffers]
+        self._arrivals = [
+            [(src, acquire.StreamWait("arrive", workspace, i, src)) for src in order] for i in buffers
+        ]
         self._ends = [acquire.end_epoch_launcher(workspace, i) for i in buffers]
 
     @contextmanager

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
 from ....symm_mem.switches import is_on
+from ....symm_mem.workspace import Workspace
 from ..jit import program
 from ..jit.program import Program, WaitParams
 
@@ -37,19 +37,14 @@ def dependent() -> bool:
     return is_on("WEFT_PDL")
 
 
-def exchange_program(source: Path, rank: int, defines: Mapping[str, str | int]) -> Program:
-    """``source`` for one rank, with all else that it must know, as this process launches it; always the same object."""
-    return _program(source, (*defines.items(), ("RANK", rank), ("DEPENDENT", int(dependent()))))
+def exchange_program(source: Path, rank: int, defines: program.Defines) -> Program:
+    """``source`` for one rank, with all else that it must know, as this process launches it."""
+    return program.program_of(source, **defines, RANK=rank, DEPENDENT=int(dependent()))
 
 
-def in_turn(program: Program) -> Program:
+def in_turn(of: Program) -> Program:
     """The same, with which a thread sends all that it has to one peer before it sends to the next one."""
-    return _program(program.path, (*program.defines.items(), ("IN_TURN", 1)))
-
-
-@cache
-def _program(source: Path, defines: tuple[tuple[str, str | int], ...]) -> Program:
-    return Program(source, defines=dict(defines))
+    return program.program_of(of.path, **of.defines, IN_TURN=1)
 
 
 class ExchangeSlots(ctypes.Structure):
@@ -135,11 +130,7 @@ class ExchangeLayout:
         return f"epoch of the data of rank {sender} for block {row // 2} (buffer {row % 2})"
 
 
-class ExchangeWorkspace(program.WorkspaceLike, Protocol):
-    """A ``Workspace`` made with an ``ExchangeLayout``."""
-
-    layout: ExchangeLayout
-    span: int
+ExchangeWorkspace: TypeAlias = Workspace[ExchangeLayout]
 
 
 def slots_of(place: ExchangeWorkspace, block: int = 0) -> ExchangeSlots:

@@ -62,6 +62,17 @@ __device__ __forceinline__ void add_pair(u32 word, float* values) {
     values[1] += pair[1];
 }
 
+// Adds a bias [n] to a set of sums, the first of which are of column `column`; columns past the end get that of the last.
+__device__ __forceinline__ void add_bias(const u16* bias, int column, int n, float* values) {
+#pragma unroll
+    for (int j = 0; j < SET_PAIRS; ++j) {
+        const int at = min(column + PAIR_COLUMNS * j, n - 2);
+        const u32 word = __ldg(reinterpret_cast<const u32*>(bias + at));
+#pragma unroll
+        for (int r = 0; r < SET_ROWS; ++r) add_pair(word, values + pair_of_set(r, j));
+    }
+}
+
 // Stores a warpgroup's sums of a tile to `out`, where the tile begins in a matrix with rows of `stride` elements, as far
 // as it has `rows` and `columns`. `finish(i, values)` gets those of set i before they are rounded.
 template <int NUMBERS, typename Finish>

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import cache
-from pathlib import Path
-from typing import TypeAlias
 
 import torch
 
-from ..jit.program import Program
+from ..jit.program import Defines, Program
 from .gemm_tiles import BLOCK_K, MOST_SHARED, Tile
 from .operands import is_transposed
 from .tensor_map import Boxes
-
-Defines: TypeAlias = tuple[tuple[str, str | int], ...]
 
 THREADS = 384  # of a block
 _THREADS_WITH_TENSOR_MEMORY = 512
@@ -29,7 +24,7 @@ def is_whole(bs: Sequence[torch.Tensor], tile: Tile) -> bool:
     return tile.block_n % 64 == 0 and all(b.shape[1] % 64 == 0 for b in bs)
 
 
-def gemm_defines(tile: Tile, bs: Sequence[torch.Tensor], *, split_k: bool = False) -> dict[str, str | int]:
+def gemm_defines(tile: Tile, bs: Sequence[torch.Tensor], *, split_k: bool = False) -> Defines:
     """What gemm.cuh is compiled with for these B [K, N_i] and their like, all of one order.
 
     ``split_k``: each B is a stack of parts along K.
@@ -48,39 +43,27 @@ def gemm_defines(tile: Tile, bs: Sequence[torch.Tensor], *, split_k: bool = Fals
     }
 
 
-def boxes_of_b(b: torch.Tensor, tile: Tile, whole: bool, parts: int = 0) -> Boxes:
-    """Of B [K, N]: what one block of a cluster loads.
+def boxes_of_b(b: torch.Tensor, tile: Tile, whole: bool) -> Boxes:
+    """Of B [K, N], or with ``split_k`` in ``gemm_defines`` of a stack of such [P, K, N]: what one block of a cluster
+    loads. ``whole``: as ``is_whole`` has it for all B of a launch.
 
-    Args:
-        whole: as ``is_whole`` has it for all B of a launch.
-        parts: B is a stack of so many along K, with ``split_k`` in ``gemm_defines``. They are a dimension of their own:
-            where a stage goes past the end of one it is filled with zeros, not with rows of the next.
+    A stack is a dimension of its own: where a stage goes past the end of one it is filled with zeros, not with rows of
+    the next.
     """
-    k, n, half = b.shape[0] // max(parts, 1), b.shape[1], BLOCK_K // 2
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
+    if b.dim() == 3:
+        one = boxes_of_b(b[0], tile, whole)
+        return Boxes(b.dtype, (b.shape[0], *one.shape), (b.stride(0), *one.strides), (1, *one.box))
+    (k, n), half = b.shape, BLOCK_K // 2
     if is_transposed(b):
-        shape, strides, box = (n, k), b.t().stride(), (tile.block_n // 2, BLOCK_K)
-    elif whole:
-        shape, strides = (n // 64, k, 64), (64, b.stride(0), 1)
-        box = (-(-tile.block_n // 64), half, 64)
-    else:
-        shape, strides, box = (k, n), b.stride(), (half, 64)
-    if parts:
-        shape, strides, box = (parts, *shape), (k * b.stride(0), *strides), (1, *box)
-    return Boxes(b.dtype, shape, strides, box)
+        return Boxes(b.dtype, (n, k), b.t().stride(), (tile.block_n // 2, BLOCK_K))
+    if whole:
+        return Boxes(b.dtype, (n // 64, k, 64), (64, b.stride(0), 1), (-(-tile.block_n // 64), half, 64))
+    return Boxes(b.dtype, (k, n), b.stride(), (half, 64))
 
 
 def boxes_of_rows(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], tile: Tile) -> Boxes:
     """Of A, as [batch, part, m, K]."""
     return Boxes(dtype, shape, strides, (1, 1, tile.block_m, BLOCK_K))
-
-
-@cache
-def gemm_program(path: Path, defines: Defines) -> Program:
-    """A kernel around gemm.cuh; one for each set of defines."""
-    return Program(path, defines=dict(defines))
 
 
 def threads_of(program: Program) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -15,16 +13,15 @@ from ....symm_mem.backends.cuda_state import current_stream_of
 from ....symm_mem.workspace import Workspace
 from ..comm.ll_exchange import BLOCKS, THREADS, VECTOR, WARP, ExchangeLayout, exchange_grid, slots_for, up
 from ..jit.program import Program
-from .gemm import Defines
 
 C = TypeVar("C")
 
 MOST_BYTES = 32 << 20  #: gathered or scattered in all; beyond, the kernels that overlap are faster
 
-# Microseconds of an exchange of nothing, and bytes that a rank sends a microsecond, between two and between more.
+# Microseconds of an exchange of nothing, and bytes that a rank sends a microsecond between two and between more.
 # Fitted to which kernel is faster, of 193 matmuls between 2 H200 (bench/results/h200-x2-choices.txt). Between 4, 13
 # calls took 3 to 7 us more than the limit and the bytes; what is lacking here is what the model of cuBLAS has too much.
-_OF_TWO, _OF_MORE = (3.0, 300e3), (3.0, 305e3)
+_EXCHANGE, _OF_TWO, _OF_MORE = 3.0, 300e3, 305e3
 
 
 @dataclass(frozen=True)
@@ -61,22 +58,12 @@ def likeliest(ranked: Sequence[tuple[float, C]], preferred: str | None) -> tuple
 
 def exchange_us(sent: int, world_size: int) -> float:
     """Microseconds of an exchange in which each rank sends so many bytes."""
-    return _exchange(world_size)[0] + sending_us(sent, world_size)
+    return _EXCHANGE + sending_us(sent, world_size)
 
 
 def sending_us(sent: int, world_size: int) -> float:
     """What of it grows with the bytes."""
-    return sent / _exchange(world_size)[1]
-
-
-def _exchange(world_size: int) -> tuple[float, float]:
-    return _OF_TWO if world_size == 2 else _OF_MORE
-
-
-@cache
-def one_shot_program(path: Path, defines: Defines) -> Program:
-    """A kernel around ll_exchange.cuh; one for each set of defines."""
-    return Program(path, defines=dict(defines))
+    return sent / (_OF_TWO if world_size == 2 else _OF_MORE)
 
 
 class OneShotCall(ABC):

@@ -8,40 +8,32 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from cuda.bindings import driver
 
 from ....symm_mem.backends import cuda_state
+from .operands import ALIGNMENT
 
 TensorMap = ctypes.c_uint64 * 16
 
-_ALIGNMENT = 16  # bytes, of addresses and of all strides but the last
 _MOST_KEPT = 256  # maps kept for each operand before all are dropped
 _TYPES = {
     torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
     torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
 }
-_SWIZZLES = {
-    0: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
-    128: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-}
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """A tensor's sizes and strides in elements, outermost dimension first, and the sizes of a box.
-
-    ``swizzle``: bytes of a row within which 16-byte units trade places in shared memory; 0 for none.
-    """
+    """A tensor's sizes and strides in elements, outermost dimension first, and the sizes of a box."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
-    swizzle: int = 128
 
     def encode(self, address: int) -> ctypes.Array[ctypes.c_uint64]:
         """The map of a tensor of these sizes at ``address``.
@@ -52,7 +44,7 @@ class Boxes:
         size, dimensions = self.dtype.itemsize, len(self.shape)
         # The stride of a dimension of size 1 may be anything, yet the driver checks it.
         strides = [
-            _ALIGNMENT if extent == 1 else stride * size
+            ALIGNMENT if extent == 1 else stride * size
             for extent, stride in zip(self.shape[:-1], self.strides[:-1], strict=True)
         ]
         made = cuda_state.state.tensor_map(
@@ -64,19 +56,11 @@ class Boxes:
             [driver.cuuint32_t(extent) for extent in self.box[::-1]],
             [driver.cuuint32_t(1)] * dimensions,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            _SWIZZLES[self.swizzle],
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
         return TensorMap.from_buffer_copy(made)
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    strides = [1]
-    for extent in reversed(shape[1:]):
-        strides.append(strides[-1] * extent)
-    return tuple(reversed(strides))
 
 
 class Maps(dict[int, bytes]):

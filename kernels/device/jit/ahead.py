@@ -12,20 +12,16 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ....symm_mem import forks
 from ....symm_mem.errors import tell_progress
 
+if TYPE_CHECKING:
+    from .program import Program
+
 _log = logging.getLogger("weft.ops")
 _MOST_THREADS = 4
-
-
-class CompilableProgram(Protocol):
-    """A program: what `Program` is, without its module."""
-
-    def compile(self) -> None:
-        """Compiles it, unless that is done. Needs no CUDA context."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ class Compilation:
         count: how many.
     """
 
-    def __init__(self, programs: Iterable[CompilableProgram]) -> None:
+    def __init__(self, programs: Iterable[Program]) -> None:
         wanted = list(dict.fromkeys(programs))
         self.count = self._left = len(wanted)
         self._done = threading.Condition()
@@ -100,12 +96,12 @@ class _Threads:
     def forked(self) -> None:
         """A child has none of its parent's threads."""
         self.lock = threading.Lock()
-        self._queue: deque[CompilableProgram] = deque()
+        self._queue: deque[Program] = deque()
         # For those in the queue, and those being compiled.
-        self._waiting: dict[CompilableProgram, list[Compilation]] = {}
+        self._waiting: dict[Program, list[Compilation]] = {}
         self._running = 0
 
-    def take(self, programs: Iterable[CompilableProgram], on_behalf: Compilation) -> None:
+    def take(self, programs: Iterable[Program], on_behalf: Compilation) -> None:
         with self.lock:
             for program in programs:
                 if program not in self._waiting:
@@ -143,7 +139,7 @@ class _Threads:
                     return
                 program = self._queue.popleft()
             try:
-                program.compile()
+                program.cubin()
             except Exception as e:
                 count_program(failed=True)
                 _log.warning(
@@ -152,7 +148,7 @@ class _Threads:
             finally:
                 self._ended(program)
 
-    def _ended(self, program: CompilableProgram) -> None:
+    def _ended(self, program: Program) -> None:
         with self.lock:
             ended = self._waiting.pop(program)
         for each in ended:

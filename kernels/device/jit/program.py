@@ -17,9 +17,9 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from cuda.bindings import driver, nvrtc
@@ -28,6 +28,8 @@ from ....symm_mem.backends import cuda_state
 from ....symm_mem.backends.vmm import bind_context, check_driver, relaxed_capture
 from ..capability import ARCHS, HOPPER, arch_of, capability_of
 from .ahead import count_program, tell_of_compilation
+
+Defines: TypeAlias = dict[str, str | int]
 
 _HERE = torch.device("cuda")  # the current device
 DEVICE_FOLDER = Path(__file__).parents[1]
@@ -184,10 +186,6 @@ class Program:
                 self._cubins[arch] = _cached(self, arch)
             return self._cubins[arch]
 
-    def compile(self) -> None:
-        """As ``cubin``, for ``Compilation``."""
-        self.cubin()
-
     def __str__(self) -> str:
         return f"{self.path.parent.name}/{self.path.name} with {self.defines}"
 
@@ -220,6 +218,12 @@ class Program:
                 most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 check_driver(driver.cuFuncSetAttribute(handle, most, shared))
             return self._functions.setdefault((context, name), Function(name, handle))
+
+
+@cache
+def program_of(path: Path, **defines: str | int) -> Program:
+    """That of a source and its defines, always the same object."""
+    return Program(path, defines=defines)
 
 
 def cache_folder() -> Path:

@@ -35,8 +35,6 @@ from weft.fused_ops.passes.kernels_ahead.graph_kernels import (
     KernelsOnTheirWay,
 )
 from weft.kernels.all_gather.cuda_kernel import all_gather_program
-from weft.kernels.device.comm import ll_exchange
-from weft.kernels.device.gemm import gemm, one_shot
 from weft.kernels.device.jit import program
 from weft.kernels.device.jit.ahead import Compilation, ProgramCounts, program_counts
 
@@ -69,8 +67,7 @@ class Machine:
         self.is_another_process()
 
     def is_another_process(self) -> None:
-        for known in (gemm.gemm_program, one_shot.one_shot_program, ll_exchange._program):
-            known.cache_clear()
+        program.program_of.cache_clear()
 
 
 @pytest.fixture
