@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakValueDictionary
@@ -30,7 +30,6 @@ from .call_site import calling, site_from
 from .errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
 from .failure.call_log import CallLog, Grids, running
 from .failure.fault import Fault, fault_of
-from .failure.spin_wait import Expired, PeerLiveness, spin
 from .layout import NUM_BUFFERS, WORD, AnyLayout, Layout
 from .timeouts import ThreadLock, get_timeout
 
@@ -138,23 +137,19 @@ class Workspace(Generic[L]):
         """The call has done all that a peer may wait for: an exception in the rest of it breaks nothing."""
         running.workspace = None
 
-    def expired(self, op: str, peer: int, word: int, expected: int, outcome: WaitOutcome) -> PeerTimeout:
-        """The error of a CPU rank's wait."""
-        causes = self.fault.causes(outcome.seconds)
-        return PeerTimeout(replace(self.about(op, peer, word, expected), causes=causes), outcome)
-
-    def about(self, op: str, peer: int, word: int, expected: int) -> PeerWait:
-        """A CPU rank's wait."""
-        flag, site = self.layout.describe(word), self._calls.site
-        return PeerWait(op, self.heap.group_name, self.rank, peer, flag, expected, site)
+    def about(self, waiting: tuple[str, int, int, int], seconds: float) -> PeerWait:
+        """A CPU rank's wait, after so many seconds."""
+        op, peer, word, expected = waiting
+        flag, site, causes = self.layout.describe(word), self._calls.site, self.fault.causes(seconds)
+        return PeerWait(op, self.heap.group_name, self.rank, peer, flag, expected, site, causes)
 
     def still_waiting(self, seconds: float) -> PeerTimeout | None:
         """The error of a thread that did not want to wait longer than ``seconds`` for the call that another one makes
         here. That call goes on."""
-        if self.waiting is None:
+        if (waiting := self.waiting) is None:
             return None
-        op, peer, word, expected = self.waiting
-        return self.expired(op, peer, word, expected, WaitOutcome(self.word(self.rank, word).value, seconds))
+        seen = self.word(self.rank, waiting[2]).value
+        return PeerTimeout(self.about(waiting, seconds), WaitOutcome(seen, seconds))
 
     def word(self, rank: int, index: int) -> ctypes.c_uint32:
         """A word of rank's copy, on the CPU."""
@@ -284,20 +279,12 @@ class HostEpoch:
             self._spin(peer, index, expected, exactly)
 
     def _spin(self, peer: int, index: int, expected: int, exactly: bool) -> None:
-        ws, address = self.ws, self.ws.address + WORD * index
-        liveness = PeerLiveness(
-            ws.heap.rendezvous.processes[peer],
-            ws.fault.abort_notice(peer),
-            lambda: ws.about(self.op, peer, index, expected),
-        )
-        timeout = get_timeout(ws.heap.group_name)
-        ws.waiting = self.op, peer, index, expected
+        ws = self.ws
+        ws.waiting = waiting = self.op, peer, index, expected
+        about = partial(ws.about, waiting)
         ws.lock.goes_on()
         try:
-            # It ends early if the call's other thread, or a call in another workspace, has failed.
-            spin(address, expected, timeout, liveness, ws.raise_if_broken, exactly=exactly)
-        except Expired as e:
-            raise ws.fault.breaks(ws.expired(self.op, peer, index, expected, e.outcome)).again() from None
+            ws.fault.wait_until(ws.address + WORD * index, expected, peer, about, exactly=exactly)
         finally:
             ws.waiting = None
 

@@ -54,15 +54,7 @@ class HostBackend:
         _libc.munmap(address, size)
 
     def create(self, size: int) -> tuple[int, int]:
-        fd = os.memfd_create("weft", os.MFD_CLOEXEC)
-        try:
-            # Take the pages now: a full machine is then an error here and no SIGBUS at the first store.
-            os.posix_fallocate(fd, 0, size)
-        except BaseException as e:
-            os.close(fd)
-            if isinstance(e, OSError):
-                raise OSError(e.errno, f"no shared memory for {size} bytes: {e.strerror}") from e
-            raise  # Ctrl-C: this takes its time
+        fd = shared_memory(size)
         return fd, fd
 
     def adopt(self, fd: int, size: int) -> int:
@@ -90,6 +82,20 @@ class HostBackend:
 
     def new_record(self) -> None:
         return None
+
+
+def shared_memory(size: int) -> int:
+    """Memory in a file of no name, as a descriptor."""
+    fd = os.memfd_create("weft", os.MFD_CLOEXEC)
+    try:
+        # Take the pages now: a full machine is then an error here and no SIGBUS at the first store.
+        os.posix_fallocate(fd, 0, size)
+    except BaseException as e:
+        os.close(fd)
+        if isinstance(e, OSError):
+            raise OSError(e.errno, f"no shared memory for {size} bytes: {e.strerror}") from e
+        raise  # Ctrl-C: this takes its time
+    return fd
 
 
 def map_file(fd: int, size: int) -> int:

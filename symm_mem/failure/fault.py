@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ from ..call_site import call_site, text
 from ..errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
 from ..layout import WORD
 from ..switches import is_on
+from ..timeouts import get_timeout
+from .spin_wait import Expired, PeerLiveness, spin
 
 if TYPE_CHECKING:
     from ..heap.heap import Heap
@@ -156,6 +158,33 @@ class Fault:
             self.breaks(CallAbandoned(op, heap.group_name, heap.rank, describe(e), site))
             raise
 
+    def wait_until(
+        self,
+        address: int,
+        expected: int,
+        peer: int,
+        about: Callable[[float], PeerWait],
+        *,
+        exactly: bool = False,
+    ) -> None:
+        """A rank's host waits until the word at ``address``, which ``peer`` writes, has reached ``expected``.
+
+        Args:
+            about: the wait, when it has taken so many seconds.
+            exactly: as for ``spin``.
+
+        Raises:
+            PeerTimeout: the rank does not come, has ended or has posted an abort notice. It breaks the group.
+            WeftError: another wait, or another thread, has broken the group meanwhile.
+        """
+        heap = self._heap
+        liveness = PeerLiveness(heap.rendezvous.processes[peer], self._abort_notice(peer), about)
+        timeout = get_timeout(heap.group_name)
+        try:
+            spin(address, expected, timeout, liveness, self.raise_if_broken, exactly=exactly)
+        except Expired as e:
+            raise self.breaks(PeerTimeout(about(e.outcome.seconds), e.outcome)).again() from None
+
     def causes(self, seconds: float) -> str:
         """Why a rank may not have come to a call for so long, as far as this one can say."""
         said = "" if is_on("WEFT_CHECK") else ": WEFT_CHECK=1 names the first one that differs"
@@ -169,9 +198,11 @@ class Fault:
             text += "the calls of all threads"
         return text
 
-    def abort_notice(self, peer: int) -> int | None:
-        """Address of the local word for the abort notice of ``peer``; None if it has none."""
-        return self.address + WORD * (self.ABORT_NOTICE + peer) if peer < self.MAX_ABORT_NOTICES else None
+    def _abort_notice(self, peer: int) -> int | None:
+        """Address of the local word for the abort notice of ``peer``; None if it has none that the host can read."""
+        if self._record is not None or peer >= self.MAX_ABORT_NOTICES:
+            return None
+        return self.address + WORD * (self.ABORT_NOTICE + peer)
 
     def reset_state(self) -> None:
         """Back to the initial state: the heap is being reset, and the words are zero on every rank."""

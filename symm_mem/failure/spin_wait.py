@@ -39,12 +39,12 @@ class PeerLiveness:
     Attributes:
         process: that rank's; once it has ended nobody waits for it.
         abort_notice: address of the word in which that rank says that it takes no further part: 1 + whom it blames.
-        about: the wait, for a warning of a rank that is late.
+        about: the wait after so many seconds, for a warning of a rank that is late.
     """
 
     process: dict[str, Any] | None
     abort_notice: int | None
-    about: Callable[[], PeerWait] | None = None
+    about: Callable[[float], PeerWait] | None = None
 
 
 def spin(
@@ -93,7 +93,7 @@ def spin(
             look = now + _LOOK
         if not warned and now - begin > errors.SILENT:
             assert peer.about is not None
-            errors.name_late_rank(peer.about(), now - begin)
+            errors.name_late_rank(peer.about(now - begin), now - begin)
             warned = True
         if now - begin < _YIELDING:
             os.sched_yield()

@@ -318,8 +318,6 @@ class Heap:
                     self.backend.zero(self.address(self.rank) + placed.offset, placed.zero)
             for user in users:
                 user.reset_state()
-            if self.call_check is not None:
-                self.call_check.reset_state()
 
         here.run_on_all("reset", zero)
 

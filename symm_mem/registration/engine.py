@@ -12,8 +12,6 @@ from ... import hooks
 from ..call_site import call_site, text
 from ..errors import PeerTimeout, PeerWait, WaitOutcome
 from ..failure.fault import fault_of
-from ..failure.spin_wait import Expired, PeerLiveness, spin
-from ..timeouts import get_timeout
 from .cross_process import ProcessTensor
 from .semaphores import ALLOWED, DONE, MOVED, SENT, WAITED
 
@@ -107,14 +105,8 @@ class HostEngine:
         return ctypes.c_uint32.from_address(own + (peer - heap.rank) * heap.span)
 
     def _wait(self, of: Registration, op: str, peer: int, row: int, expected: int) -> None:
-        heap, address = self._heap, self._semaphores.address(of.slot, row, peer)
-        process, notice = heap.rendezvous.processes[peer], self._fault.abort_notice(peer)
-        liveness = PeerLiveness(process, notice, lambda: self._about(of, op, peer, expected))
-        try:
-            spin(address, expected, get_timeout(heap.group_name), liveness, self._fault.raise_if_broken)
-        except Expired as e:
-            wait = self._about(of, op, peer, expected)
-            raise self._fault.breaks(PeerTimeout(wait, e.outcome)).again() from None
+        address = self._semaphores.address(of.slot, row, peer)
+        self._fault.wait_until(address, expected, peer, lambda _: self._about(of, op, peer, expected))
 
     def _about(self, of: Registration, op: str, peer: int, expected: int) -> PeerWait:
         heap = self._heap

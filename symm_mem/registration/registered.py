@@ -56,7 +56,7 @@ class Registrations:
             return None
         heap.owner.refuse_child("register")
         refuse_if_broken(heap)
-        self.registry.hits.post(f"tensors [{', '.join([handle.said for handle in found])}]")
+        self.registry.begin(", ".join([handle.said for handle in found]))
         return found
 
     def handle_of(self, tensor: torch.Tensor) -> RegisteredTensor | None:
@@ -70,9 +70,9 @@ class Registrations:
         first = {key: i for i, key in reversed(list(enumerate(keys)))}
         new = [i for i, key in enumerate(keys) if found[i] is None and first[key] == i]
         said = (h.said if h else "new" if i in new else "the same" for i, h in enumerate(found))
-        registry.hits.post(f"tensors [{', '.join(said)}]")
+        registry.begin(", ".join(said))
         if new or is_checked():
-            registry.hits.compare("register")
+            registry.compare()
         if new:
             made = registry.add([given[i] for i in new])
             if registry.heap.device.type == "cuda":  # its kernels are compiled by all ranks together

@@ -1,7 +1,8 @@
 """The registrations of one heap: which tensors of each rank are peers, agreed on by all ranks.
 
-Registering is collective. A tensor that is registered already is found without a word to the others (hit_check.py looks
-that it is so everywhere). For others there is one exchange for all tensors of the call: each rank posts where its
+Registering is collective. A tensor that is registered already is found without a word to the others: at every call each
+rank writes to its page (rank_pages.py) which of the tensors it knows, and one that does not know all of them compares
+that. For others there is one exchange for all tensors of the call: each rank posts where its
 tensors lie; all find from the same posts and the same table which segments are new, and map those. What a rank has
 dropped it says along with that, once its queued work is done; a registration ends when all have dropped it, on all
 ranks in the same step. Until then the memory is kept. docs/protocol.md#registered-tensors
@@ -18,8 +19,8 @@ import torch
 
 from ..bootstrap.fd_exchange import close_fds, exchange_many
 from ..errors import WeftError, describe
+from ..failure.rank_pages import RankPages
 from .cross_process import Probe, probe
-from .hit_check import HitCheck
 from .local import OwnSegments, RegisteredBatch, open_peer
 from .segments import Mapping, Place, Segment, read_place, read_segment
 from .semaphores import Semaphores
@@ -27,6 +28,8 @@ from .table import KnownSegment, SegmentKey, SegmentTable
 
 if TYPE_CHECKING:
     from ..heap.heap import Heap
+
+_KEPT, _ENTRY = 64, 256  # calls that stand on a page, and bytes of each
 
 
 @dataclass(eq=False)
@@ -66,7 +69,8 @@ class Registry:
 
     def __init__(self, heap: Heap) -> None:
         self.heap = heap
-        self.hits = HitCheck(heap)
+        what = "the pages of registrations", "its count of registrations"
+        self._hits = RankPages(heap, _KEPT, _ENTRY, what)
         self.table = SegmentTable()
         self.own = _own_segments(heap, self.table)
         self.semaphores = Semaphores(heap)
@@ -82,8 +86,20 @@ class Registry:
 
     def reset_state(self) -> None:
         """The heap is being reset. An error may have left some ranks with registrations that others lack."""
-        self.hits.reset_state()
         self._after_reset = True
+
+    def begin(self, found: str) -> None:
+        """The next call of ``register``: which of its tensors this rank knows."""
+        self._hits.post(f"tensors [{found}]".encode())
+
+    def compare(self) -> None:
+        """All ranks must know the same of this call's tensors. A rank that knows all of them does not ask.
+
+        Raises:
+            RankMismatch: the first rank that has found otherwise than rank 0.
+            PeerTimeout: a rank did not come.
+        """
+        self._hits.compare("register", f"register, call {self._hits.count}")
 
     def add(self, tensors: list[torch.Tensor]) -> list[Registration]:
         """Register tensors of which no rank knows any. Collective.

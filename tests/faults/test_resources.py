@@ -220,7 +220,9 @@ def test_a_call_check_that_one_rank_cannot_make_leaves_no_file_open(rank: int, w
     symm_mem.set_checked(True)
     with ExitStack() as stack:
         if rank == SHORT:
-            stack.enter_context(mock.patch.object(rank_pages, "make_page", side_effect=OSError("no page")))
+            stack.enter_context(
+                mock.patch.object(rank_pages, "shared_memory", side_effect=OSError("no page"))
+            )
         for _ in range(3):
             with pytest.raises(
                 symm_mem.WeftError, match=f"make the call check .* rank {SHORT}: OSError: no page"
