@@ -82,7 +82,7 @@ class Layout:
             staging_bytes=max(self.staging_bytes, other.staging_bytes),
         )
 
-    def buffer_of(self, word: int) -> int | None:
+    def counter_of(self, word: int) -> int | None:
         """The buffer that a 'done' word, a flag, or a word of LL data belongs to."""
         for buffer in range(NUM_BUFFERS):
             if (
@@ -117,6 +117,10 @@ class AnyLayout(Protocol):
     @property
     def words(self) -> int:
         """32-bit words from the start on that are zero before the first use."""
+        ...
+
+    def counter_of(self, word: int) -> int | None:
+        """What counts the epochs of a word, as calls take it (``CallLog``): a buffer, or a block."""
         ...
 
     def describe(self, word: int) -> str: ...

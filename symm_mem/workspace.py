@@ -30,7 +30,7 @@ from .call_site import calling, site_from
 from .errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
 from .failure.call_log import CallLog, Grids, running
 from .failure.fault import Fault, fault_of
-from .layout import NUM_BUFFERS, WORD, AnyLayout, Layout
+from .layout import WORD, AnyLayout, Layout
 from .timeouts import ThreadLock, get_timeout
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Workspace(Generic[L]):
         self.last_buffer = 0
         self.host_words: dict[int, _BufferWords] = {}
         self._is_double_buffered = isinstance(layout, Layout)
-        self._calls = CallLog(NUM_BUFFERS, lambda: get_timeout(heap.group_name), graph is not None)
+        self._calls = CallLog(lambda: get_timeout(heap.group_name), graph is not None)
         self.fault.knows(self.address, layout, self._calls)
         heap.users.add(self)
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -113,14 +113,9 @@ class Fault:
         name, site, flag, seconds, blames = "a call", None, f"word {word}", 0.0, None
         if record.workspace in self._places:
             layout, calls = self._places[record.workspace]
-            buffer_of: Any = getattr(layout, "buffer_of", None)
-            block_of: Any = getattr(layout, "block_of", None)
             # A wait for memory to become free expects the count of the epoch before.
             epoch = expected + (record.kind == _WAIT_FREE)
-            if block_of is not None:
-                name, site = calls.find_push(block_of(word), epoch)
-            else:
-                name, site = calls.find(buffer_of and buffer_of(word), epoch)
+            name, site = calls.find(layout.counter_of(word), epoch)
             flag, seconds = layout.describe(word), getattr(name, "seconds", calls.seconds)
         if record.kind == _ABORTED:  # nothing was waited for; what it says is 1 + the rank that it blames
             flag, expected, seconds, blames = f"abort notice of rank {peer}", 0, 0.0, seen - 1

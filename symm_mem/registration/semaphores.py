@@ -24,13 +24,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..failure.call_log import CallLog
-from ..failure.fault import fault_of
 from ..layout import WORD
-from ..timeouts import get_timeout
+from ..workspace import Workspace
 
 if TYPE_CHECKING:
-    from ..heap.heap import Block, Heap
+    from ..heap.heap import Heap
 
 ROWS = 6
 SENT, ALLOWED, MOVED, DONE, WAITED, TICKET = range(ROWS)  # TICKET: by which a kernel's last block is known
@@ -59,6 +57,10 @@ class SlabLayout:
     def index(self, slot: int, row: int, rank: int) -> int:
         return (slot % SLOTS * ROWS + row) * self.world_size + rank
 
+    def counter_of(self, word: int) -> int | None:
+        """Words count for themselves."""
+        return None
+
     def describe(self, word: int) -> str:
         slot, rest = divmod(word, ROWS * self.world_size)
         row, rank = divmod(rest, self.world_size)
@@ -67,27 +69,12 @@ class SlabLayout:
         return f"the count of {what} by rank {rank} for registered {named}"
 
 
-class Slab:
-    """A slab on the heap. Making one is collective."""
-
-    def __init__(self, heap: Heap, first: int, named: dict[int, str]) -> None:
-        self.layout = SlabLayout(heap.world_size, first, named)
-        fault = fault_of(heap)
-        self.block: Block = heap.allocate(
-            self.layout.bytes, "semaphores of registered tensors", zero=self.layout.bytes
-        )
-        self.address = heap.address(heap.rank) + self.block.offset
-        self.calls = CallLog(1, lambda: get_timeout(heap.group_name), False)
-        self.fault, self.rank = fault, heap.rank
-        fault.knows(self.address, self.layout, self.calls)
-
-
 class Semaphores:
     """The slots of one heap. Ranks that take and give in the same order have the same ones."""
 
     def __init__(self, heap: Heap) -> None:
         self._heap = heap
-        self.slabs: list[Slab] = []
+        self.slabs: list[Workspace[SlabLayout]] = []
         self._free: list[int] = []
         self.named: dict[int, str] = {}  #: what has each slot, in words
 
@@ -95,7 +82,8 @@ class Semaphores:
         """The next ``count`` slots, which are free until ``take``. Collective where that needs another slab."""
         while len(self._free) < count:
             first = len(self.slabs) * SLOTS
-            self.slabs.append(Slab(self._heap, first, self.named))
+            layout = SlabLayout(self._heap.world_size, first, self.named)
+            self.slabs.append(Workspace(self._heap, layout, "semaphores of registered tensors"))
             self._free += range(first, first + SLOTS)
         return self._free[:count]
 
@@ -116,7 +104,7 @@ class Semaphores:
         """All others are free."""
         self._free = [slot for slot in range(len(self.slabs) * SLOTS) if slot not in slots]
 
-    def slab(self, slot: int) -> Slab:
+    def slab(self, slot: int) -> Workspace[SlabLayout]:
         return self.slabs[slot // SLOTS]
 
     def address(self, slot: int, row: int, rank: int) -> int:

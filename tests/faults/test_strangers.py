@@ -71,10 +71,10 @@ def is_bound(name: str) -> bool:
 
 def test_an_offer_is_for_those_who_know_the_secret_and_ends() -> None:
     fd = os.memfd_create("offered")
-    offer = fd_exchange.Offer(fd, "secret")
+    offer = fd_exchange.Offer([fd], "secret", lasting=True)
     with pytest.raises(symm_mem.WeftError, match=r"^rank 0 refused its descriptor"):
         fd_exchange.take("rank 0", offer.name, "Secret", 10.0)
-    taken = fd_exchange.take("rank 0", offer.name, "secret", 10.0)
+    (taken,) = fd_exchange.take("rank 0", offer.name, "secret", 10.0)
     assert os.path.samestat(os.fstat(fd), os.fstat(taken))
     fcntl.flock(fd, fcntl.LOCK_EX)
     with pytest.raises(BlockingIOError):  # a description of its own

@@ -102,10 +102,10 @@ def test_ll_data_belongs_to_its_buffer() -> None:
     for buffer in range(NUM_BUFFERS):
         for byte in (0, 1020):
             word = (layout.buffer(buffer) + byte) // 4
-            assert layout.buffer_of(word) == buffer
+            assert layout.counter_of(word) == buffer
             assert layout.describe(word) == f"epoch of the data at byte {byte} (buffer {buffer})"
-    assert replace(layout, ll_protocol=False).buffer_of(layout.buffer(0) // 4) is None
-    assert layout.buffer_of(Layout.EPOCH) is None
+    assert replace(layout, ll_protocol=False).counter_of(layout.buffer(0) // 4) is None
+    assert layout.counter_of(Layout.EPOCH) is None
 
 
 def test_a_workspace_for_both_has_room_for_both() -> None:
