@@ -30,8 +30,8 @@ from ..errors import HeapUnavailable, PeerTimeout, WeftError, describe
 from ..timeouts import ThreadLock, get_timeout, preparing_timeout
 from .captured import release_gone_graphs
 from .free_list import FreeList
+from .mapped_range import MappedRange, close_later, close_what_is_gone
 from .placement import Placement
-from .unmapping import HeapRange, unmap_gone_heaps, unmap_later
 
 ALIGNMENT = 256
 
@@ -93,21 +93,20 @@ class Heap:
         self._quiesced: set[int] = set()
         self._number = 0
         self._chunks: list[tuple[int, int]] = []  # (offset, size)
-        unmap: list[Callable[[], Any]] = []
+        end: Callable[[], Any] | None = None
 
-        def reserve() -> int:
-            base = self.backend.reserve(self.span * self.world_size)
+        def reserve() -> None:
+            nonlocal end
+            self._range = MappedRange(self.backend, self.span * self.world_size)
             # The process's end unmaps everything anyway, and tensors may outlive this. A forked child has no driver.
-            where = HeapRange(self.backend, base, self.span, self.world_size, self._chunks)
-            unmap.append(forks.finalize(self, unmap_later, where))
-            return base
+            end = forks.finalize(self, close_later, self.backend, self._range.close)
 
         try:
-            self._base = self.rendezvous.run_on_all("reserve addresses", reserve)
+            self.rendezvous.run_on_all("reserve addresses", reserve)
             if self.backend.to_be_tried:
                 self._try_to_share()
         except BaseException:
-            for end in unmap:  # now: the error's traceback keeps this heap
+            if end is not None:  # now: the error's traceback keeps this heap
                 end()
             raise
 
@@ -122,7 +121,7 @@ class Heap:
 
     def address(self, rank: int) -> int:
         """Where rank's memory begins in this process."""
-        return self._base + rank * self.span
+        return self._range.base + rank * self.span
 
     def allocate(self, size: int, tag: str, *, zero: int = 0) -> Block:
         """``size`` bytes at the same offset on every rank. Collective; not for the hot path.
@@ -146,7 +145,7 @@ class Heap:
 
     def _allocate(self, size: int, tag: str, zero: int) -> Block:
         want = -(-size // ALIGNMENT) * ALIGNMENT
-        unmap_gone_heaps()
+        close_what_is_gone()
         release_gone_graphs(self.workspaces, self._quiesced)
         while self._falling:
             self._dropped.add(self._falling.popleft())
@@ -218,7 +217,6 @@ class Heap:
 
         mine: tuple[int, Any] | None = None
         fds: list[int] = []
-        mapped: list[int] = []
         try:
             try:
                 mine = create()
@@ -231,22 +229,18 @@ class Heap:
 
             def map_all() -> None:
                 for rank, fd in enumerate(fds):
-                    handle = mine[1] if rank == self.rank else self.backend.adopt(fd, size)
-                    try:
-                        address = self.address(rank) + start
-                        self.backend.map(address, handle, size)
-                        mapped.append(address)
-                    finally:
-                        if rank != self.rank:
-                            self.backend.drop(handle)
+                    address = self.address(rank) + start
+                    if rank == self.rank:
+                        self._range.map(address, mine[1], size)
+                    else:
+                        self._range.adopt(address, fd, size)
 
             self.rendezvous.run_on_all("map memory", map_all)
             self._enter_chunk(start, size)
         except BaseException:
             # What has been entered is there until a reset says otherwise.
             if (start, size) not in self._chunks:
-                for address in mapped:
-                    self.backend.unmap(address, size)
+                self._unmap(start, size)
             raise
         finally:
             if mine is not None:  # mappings keep the memory
@@ -257,6 +251,10 @@ class Heap:
         self._chunks.append((start, size))
         self.capacity += size
         self._free.give(start, size)
+
+    def _unmap(self, start: int, size: int) -> None:
+        for rank in range(self.world_size):
+            self._range.unmap(self.address(rank) + start, size)
 
     def reset(self, here: Rendezvous, session: str) -> None:
         """Zero every word that ranks count in or wait for, on all ranks, and agree on what lies where. Collective.
@@ -341,9 +339,8 @@ class Heap:
         common = 0
         while all(len(c) > common and c[common] == chunks[0][common] for c in chunks):
             common += 1
-        for start, size in self._chunks[common:]:
-            for rank in range(self.world_size):
-                self.backend.unmap(self.address(rank) + start, size)
+        for chunk in self._chunks[common:]:
+            self._unmap(*chunk)
         del self._chunks[common:]
         self.capacity = sum(size for _, size in self._chunks)
         self._blocks = {

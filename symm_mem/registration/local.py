@@ -111,9 +111,6 @@ class OwnSegments:
         """
         raise NotImplementedError
 
-    def unmap_dropped(self) -> None:
-        """Unmap what nobody refers to any more. This rank's queued work is done."""
-
 
 def open_peer(own: OwnSegments, rank: int, segment: Segment, fds: list[int]) -> Mapping:
     """As ``open``, also of what needs no mapping."""

@@ -20,6 +20,7 @@ import torch
 from ..bootstrap.fd_exchange import close_fds, exchange_many
 from ..errors import WeftError, describe
 from ..failure.rank_pages import RankPages
+from ..heap.mapped_range import close_what_is_gone
 from .cross_process import Probe, probe
 from .local import OwnSegments, RegisteredBatch, open_peer
 from .segments import Mapping, Place, Segment, read_place, read_segment
@@ -247,7 +248,7 @@ class Registry:
         dropped = set.intersection(*(set(post["dropped"]) for post in posts))
         for number in sorted(dropped.union(ending) & self.entries.keys()):
             self._release(number)
-        self.own.unmap_dropped()
+        close_what_is_gone(quiet=self.heap.backend if dropped or ending else None)
         return posts
 
     def _release(self, number: int) -> None:
