@@ -96,11 +96,7 @@ def set_checked(on: bool) -> None:
 
 def call_check_of(heap: Heap) -> CallCheck:
     """The heap's call check; made by all ranks together at the first call."""
-    with heap.lock:
-        if heap.call_check is None:
-            with heap.rendezvous.poison_on_error("make the call check"):
-                heap.call_check = CallCheck(heap)
-        return heap.call_check
+    return heap.make_once("call_check", CallCheck, "make the call check")
 
 
 class CallCheck:

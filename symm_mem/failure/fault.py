@@ -218,7 +218,4 @@ def refuse_if_broken(heap: Heap) -> None:
 
 def fault_of(heap: Heap) -> Fault:
     """The heap's; all ranks make it together, with the first memory that counts."""
-    with heap.lock:
-        if heap.fault is None:
-            heap.fault = Fault(heap)
-        return heap.fault
+    return heap.make_once("fault", Fault, "make the words of a fault")

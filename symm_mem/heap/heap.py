@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses import FakeTensor
@@ -34,6 +34,8 @@ from .mapped_range import MappedRange, close_later, close_what_is_gone
 from .placement import Placement
 
 ALIGNMENT = 256
+T = TypeVar("T")
+_PARTS = ("fault", "call_check", "registrations")  # that all ranks make together, when they need them first
 
 
 @dataclass(eq=False)
@@ -175,6 +177,20 @@ class Heap:
         self.rendezvous.gather("finish an allocation", None)
         return block
 
+    def make_once(self, part: str, make: Callable[[Heap], T], what: str) -> T:
+        """A part that all ranks make together when it is first needed.
+
+        Args:
+            part: the attribute that keeps it.
+            what: the step, for errors.
+        """
+        with self.lock:
+            if getattr(self, part) is None:
+                with self.rendezvous.poison_on_error(what):
+                    setattr(self, part, make(self))
+            made: T = getattr(self, part)
+            return made
+
     def held(self) -> list[Placement]:
         """All blocks but those that this rank has dropped."""
         dropped = {*self._dropped, *self._falling}
@@ -215,23 +231,19 @@ class Heap:
                 )
             return self.backend.create(size)
 
-        mine: tuple[int, Any] | None = None
+        mine: list[tuple[int, Any]] = []
         fds: list[int] = []
         try:
-            try:
-                mine = create()
-                problem = None
-            except Exception as e:
-                problem = describe(e)
-            self.rendezvous.report_outcome(f"grow the heap by {size} bytes", problem)
-            assert mine is not None
-            fds = exchange(self.rendezvous, mine[0], self.secret)
+            # Entered before the ranks hear of each other: another one's problem must not leave it open.
+            self.rendezvous.run_on_all(f"grow the heap by {size} bytes", lambda: mine.append(create()))
+            ((own, handle),) = mine
+            fds = exchange(self.rendezvous, own, self.secret)
 
             def map_all() -> None:
                 for rank, fd in enumerate(fds):
                     address = self.address(rank) + start
                     if rank == self.rank:
-                        self._range.map(address, mine[1], size)
+                        self._range.map(address, handle, size)
                     else:
                         self._range.adopt(address, fd, size)
 
@@ -243,9 +255,9 @@ class Heap:
                 self._unmap(start, size)
             raise
         finally:
-            if mine is not None:  # mappings keep the memory
-                self.backend.drop(mine[1])
-                close_fds([*fds, mine[0]] if mine[0] not in fds else fds)
+            for own, handle in mine:  # mappings keep the memory
+                self.backend.drop(handle)
+                close_fds([*fds, own] if own not in fds else fds)
 
     def _enter_chunk(self, start: int, size: int) -> None:
         self._chunks.append((start, size))
@@ -290,17 +302,13 @@ class Heap:
         users = list(self.users)
         problem = self._quiesce(users, held)
         blocks = {str(number): list(placed) for number, placed in self._blocks.items()}
-        fault = None if self.fault is None else self.fault.block.number
         known = [*self._quiesced, *(workspace.block.number for workspace in self.workspaces.values())]
-        made = [self.call_check is not None, self.registrations is not None]
-        posts = here.gather("reset", [problem, blocks, self._chunks, self._number, fault, known, made])
+        made = [part for part in _PARTS if getattr(self, part) is not None]
+        posts = here.gather("reset", [problem, blocks, self._chunks, self._number, made, known])
         here.refuse("reset", [post[0] for post in posts])
-        if any(post[4] != fault for post in posts):
-            self.fault = None  # an error came while it was made, before there was anything that uses it
-        if not all(post[6][0] for post in posts):
-            self.call_check = None  # likewise
-        if not all(post[6][1] for post in posts):
-            self.registrations = None
+        for part in made:
+            if not all(part in post[4] for post in posts):
+                setattr(self, part, None)  # an error came while it was made: nothing uses it
         self._keep_what_all_have([post[1] for post in posts], [post[2] for post in posts])
         # Of a workspace all ranks may have the block, and one of them gave up in the last step of making it.
         known_to_all = set.intersection(*(set(post[5]) for post in posts)) & self._blocks.keys()

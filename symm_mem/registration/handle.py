@@ -180,7 +180,7 @@ class RegisteredTensor:
     def _check(self, op: str, peer: int, name: str = "peer") -> None:
         self._heap.owner.refuse_child(op)
         refuse_peer(name, peer, self.world_size)
-        if self.of.closed or self._heap.registrations.registry is not self.registry:
+        if self.of.closed or self._heap.registrations is not self.registry:
             raise WeftError(f"{op}: the registration of tensor {self.number} has ended")
 
     def _access(self, op: str, name: str, local: torch.Tensor, peer: int) -> Access:

@@ -124,7 +124,7 @@ def test_what_launches_say_to_kernels(rank: int, world_size: int) -> None:
     )
     stage = Stage()
     with mock.patch.object(cuda_state, "state", stage):
-        engine = CudaTransfers(get_heap().registrations.registry)
+        engine = CudaTransfers(get_heap().registrations)
         engine.copy_engine_from = COPY_ENGINE
         get_heap().registrations._engine = engine
         for turn in range(6):
@@ -164,7 +164,7 @@ def test_what_launches_of_batches_say(rank: int, world_size: int) -> None:
     xs = [*handles[:40], *handles[260:]]
     stage = Stage()
     with mock.patch.object(cuda_state, "state", stage):
-        engine = CudaTransfers(get_heap().registrations.registry)
+        engine = CudaTransfers(get_heap().registrations)
         engine.copy_engine_from = COPY_ENGINE
         get_heap().registrations._engine = engine
         for turn in range(2):

@@ -144,7 +144,7 @@ def test_what_cudamalloc_gave_is_told_of_whole(gpu: Driver) -> None:
     assert found.fds == [] and found.segment[:4] == ("ipc", "31", FIRST, 5000)
     assert bytes.fromhex(found.segment.handle) == f"{FIRST:064x}".encode()
     # While it is in use all of it is there, and nobody is asked.
-    own.table._known[0, found.segment.key] = KnownSegment(0, found.segment, Mapping(None), users=1)
+    own.table[0, found.segment.key] = KnownSegment(0, found.segment, Mapping(None), users=1)
     gpu.allocations = []
     assert own.outside_the_heap(at(FIRST + 4000), 1000).segment is found.segment
     with pytest.raises(RuntimeError, match="neither of cudaMalloc nor of the driver's"):
