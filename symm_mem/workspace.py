@@ -29,7 +29,7 @@ from .call_cache import CachedDict
 from .call_site import calling, site_from
 from .errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
 from .failure.call_log import CallLog, Grids, running
-from .failure.fault import Fault, fault_of
+from .failure.fault import fault_of
 from .layout import WORD, AnyLayout, Layout
 from .timeouts import ThreadLock, get_timeout
 
@@ -56,7 +56,6 @@ class Workspace(Generic[L]):
 
     Args:
         graph: the captured graph that it belongs to alone, whose replays repeat the calls that were captured.
-        fault: what breaks along with it; default all of the heap.
 
     Attributes:
         prepared: what launchers have made for calls of this workspace, until a reset: ranks make them together, and an
@@ -67,18 +66,10 @@ class Workspace(Generic[L]):
         host_words: of a CPU rank's epochs, by buffer.
     """
 
-    def __init__(
-        self,
-        heap: Heap,
-        layout: L,
-        tag: str,
-        *,
-        graph: CapturedGraph | None = None,
-        fault: Fault | None = None,
-    ) -> None:
+    def __init__(self, heap: Heap, layout: L, tag: str, *, graph: CapturedGraph | None = None) -> None:
         self.heap = heap
         self.graph = graph
-        self.fault = fault or fault_of(heap)
+        self.fault = fault_of(heap)
         self.layout = layout
         self.rank = heap.rank
         self.world_size = heap.world_size

@@ -93,7 +93,7 @@ MUTANTS = [
     ),
     Mutant("symm_mem/registration/engine.py", "self._wait(of, op, peer, DONE, expected)", "", _SEGMENTS),
     Mutant(
-        "symm_mem/heap/free_list.py", "if hole >= size:", "if hole > size:", "tests/symm_mem/test_heap.py"
+        "symm_mem/heap/placement.py", "if hole >= size:", "if hole > size:", "tests/symm_mem/test_heap.py"
     ),
     # kernels between CPU ranks
     Mutant(

@@ -26,7 +26,7 @@ from ..errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftErro
 from ..layout import WORD
 from ..switches import is_on
 from ..timeouts import get_timeout
-from .spin_wait import Expired, PeerLiveness, spin
+from .spin_wait import PeerLiveness, spin
 
 if TYPE_CHECKING:
     from ..heap.heap import Heap
@@ -175,10 +175,9 @@ class Fault:
         heap = self._heap
         liveness = PeerLiveness(heap.rendezvous.processes[peer], self._abort_notice(peer), about)
         timeout = get_timeout(heap.group_name)
-        try:
-            spin(address, expected, timeout, liveness, self.raise_if_broken, exactly=exactly)
-        except Expired as e:
-            raise self.breaks(PeerTimeout(about(e.outcome.seconds), e.outcome)).again() from None
+        outcome = spin(address, expected, timeout, liveness, self.raise_if_broken, exactly=exactly)
+        if outcome is not None:
+            raise self.breaks(PeerTimeout(about(outcome.seconds), outcome)).again()
 
     def causes(self, seconds: float) -> str:
         """Why a rank may not have come to a call for so long, as far as this one can say."""

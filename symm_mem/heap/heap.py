@@ -29,9 +29,8 @@ from ..call_cache import CachedDict
 from ..errors import HeapUnavailable, PeerTimeout, WeftError, describe
 from ..timeouts import ThreadLock, get_timeout, preparing_timeout
 from .captured import release_gone_graphs
-from .free_list import FreeList
 from .mapped_range import MappedRange, close_later, close_what_is_gone
-from .placement import Placement
+from .placement import FreeList, Placement
 
 ALIGNMENT = 256
 T = TypeVar("T")

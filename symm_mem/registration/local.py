@@ -10,8 +10,7 @@ import torch
 
 from ..bootstrap.fd_exchange import close_fds
 from ..heap.heap import heap_of
-from .segments import Mapping, Place, Segment, extent, name_of_dtype
-from .table import SegmentTable
+from .segments import Mapping, Place, Segment, SegmentTable, extent, name_of_dtype
 
 if TYPE_CHECKING:
     from ..heap.heap import Heap

@@ -23,9 +23,17 @@ from ..failure.rank_pages import RankPages
 from ..heap.mapped_range import close_what_is_gone
 from .cross_process import Probe, probe
 from .local import OwnSegments, RegisteredBatch, open_peer
-from .segments import Mapping, Place, Segment, read_place, read_segment
+from .segments import (
+    KnownSegment,
+    Mapping,
+    Place,
+    Segment,
+    SegmentKey,
+    SegmentTable,
+    read_place,
+    read_segment,
+)
 from .semaphores import Semaphores
-from .table import KnownSegment, SegmentKey, SegmentTable
 
 if TYPE_CHECKING:
     from ..heap.heap import Heap

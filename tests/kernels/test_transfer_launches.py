@@ -26,7 +26,8 @@ def word(address: int) -> ctypes.c_uint32:
 
 def arrives(p: Any) -> None:
     """What kernel.cu waits for; the words of this rank's slab are the only ones that it polls."""
-    spin(p.watch.words + 4 * p.of.awaited, word(p.of.count).value + 1, 20.0, PeerLiveness(None, None))
+    expected = word(p.of.count).value + 1
+    assert not spin(p.watch.words + 4 * p.of.awaited, expected, 20.0, PeerLiveness(None, None))
 
 
 def post(p: Any) -> None:

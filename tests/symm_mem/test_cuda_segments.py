@@ -15,8 +15,7 @@ from cuda.bindings import driver
 from weft.symm_mem.heap.mapped_range import close_what_is_gone
 from weft.symm_mem.registration import cuda_segments
 from weft.symm_mem.registration.cuda_segments import CudaSegments
-from weft.symm_mem.registration.segments import Mapping, Segment
-from weft.symm_mem.registration.table import KnownSegment, SegmentTable
+from weft.symm_mem.registration.segments import KnownSegment, Mapping, Segment, SegmentTable
 
 _OK, _NOT_FOUND = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_INVALID_VALUE
 _ASKS = driver.CUpointer_attribute

@@ -21,8 +21,8 @@ from weft import symm_mem
 from weft.symm_mem import timeouts
 from weft.symm_mem.bootstrap import handshake
 from weft.symm_mem.call_cache import CachedDict
-from weft.symm_mem.heap.free_list import FreeList
 from weft.symm_mem.heap.heap import heap_of
+from weft.symm_mem.heap.placement import FreeList
 from weft.symm_mem.heap.registry import get_heap
 
 

@@ -10,7 +10,7 @@ import torch
 from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.symm_mem.heap.registry import get_heap
-from weft.symm_mem.registration.table import UNUSED, UNUSED_BYTES
+from weft.symm_mem.registration.segments import UNUSED, UNUSED_BYTES
 
 pytestmark = pytest.mark.gpu(2)
 
