@@ -8,9 +8,9 @@ little is moved by one kernel together.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -83,6 +83,7 @@ class _Data(NamedTuple):
 
 
 _NO_DATA = _Data()
+_Part: TypeAlias = tuple[Registration, int, _Data]  # of a launch: what one rank's access moves
 
 
 class _Move(NamedTuple):
@@ -148,59 +149,27 @@ class CudaTransfers:
     ) -> None:
         for of, _ in of_each:
             self._begin(of, op)
-        for some in self._together(of_each):
-            if len(some) == 1:
-                self._run(name, *some[0], rows)
-                continue
-            key = f"{name}_all", rows, tuple((of.number, peer) for of, peer in some)
-            self._launched(key, lambda some=some: self._launch_all(name, some, rows))  # type: ignore[misc]
-
-    def _together(self, of_each: list[tuple[Registration, int]]) -> Iterator[list[tuple[Registration, int]]]:
-        """Those of a slab, as many as go into one launch."""
-        if len(of_each) == 1:
-            yield of_each
-            return
-        slabs: dict[int, list[tuple[Registration, int]]] = {}
-        for of, peer in of_each:
-            slabs.setdefault(self._semaphores.slab(of.slot).address, []).append((of, peer))
-        for some in slabs.values():
-            for i in range(0, len(some), _MOST_AT_ONCE):
-                yield some[i : i + _MOST_AT_ONCE]
+        self._run(name, [(of, peer, _NO_DATA) for of, peer in of_each], rows)
 
     def move(self, moves: list[tuple[Registration, Access]]) -> None:
         for of, access in moves:
             self._begin(of, access.op)
         made = [_Move.made(of, access) for of, access in moves]
-        if len(made) == 1:
-            self._move(made[0])
-            return
-        little = {(move.of, move.peer): move for move in made if move.by_sms(self.copy_engine_from)}
-        for some in self._together(list(little)):
-            self._move_together([little[each] for each in some])
-        for move in made:
+        little = [move for move in made if move.by_sms(self.copy_engine_from)]
+        self._run("move", [(m.of, m.peer, m.data or _NO_DATA) for m in little], (MOVED, ALLOWED))
+        for move in made if len(little) < len(made) else ():
             if not move.by_sms(self.copy_engine_from):
-                self._move(move)
+                self._move_much(move)
 
-    def _move(self, move: _Move) -> None:
+    def _move_much(self, move: _Move) -> None:
         of, peer, source, target, data = move
-        if data is not None and move.by_sms(self.copy_engine_from):
-            self._run("move", of, peer, (MOVED, ALLOWED), data)
-            return
-        self._run("await", of, peer, (MOVED, ALLOWED))
+        self._run("await", [(of, peer, _NO_DATA)], (MOVED, ALLOWED))
         if data is not None:
             cuda_state.state.copy(data.target, data.source, data.size, self._stream())
         else:
             with torch.no_grad():
                 target.copy_(source)
-        self._run("post", of, peer, (MOVED, DONE))
-
-    def _move_together(self, moves: list[_Move]) -> None:
-        """In one launch."""
-        if len(moves) == 1:
-            self._move(moves[0])
-            return
-        of_each = tuple((move.of.number, move.peer, move.data) for move in moves)
-        self._launched(("move_all", of_each), lambda: self._launch_together(moves))
+        self._run("post", [(of, peer, _NO_DATA)], (MOVED, DONE))
 
     def _begin(self, of: Registration, op: str) -> None:
         self._semaphores.slab(of.slot).raise_if_broken(op, 2)
@@ -214,70 +183,53 @@ class CudaTransfers:
         stream: int = cuda_state.state.current_stream(self._heap.device.index)
         return stream
 
-    def _run(
-        self,
-        name: str,
-        of: Registration,
-        peer: int,
-        rows: tuple[int, int],
-        data: _Data = _NO_DATA,
-    ) -> None:
+    def _run(self, name: str, of_each: list[_Part], rows: tuple[int, int]) -> None:
         """``rows``: that of the count, and that of the word which is awaited here or written at the peer."""
-        key = name, of.number, peer, rows, data
-        self._launched(key, lambda: self._launch(name, of, peer, rows, data))
+        for some in self._together(of_each):
+            key = (
+                name,
+                rows,
+                timeout_in_ns(self._heap.group_name),
+                tuple([(of.number, peer, data) for of, peer, data in some]),
+            )
+            launch = self._launches.get(key)
+            if launch is None:
+                if len(self._launches) >= _MOST_LAUNCHES:
+                    self._launches.clear()
+                with cuda_state.state.make_current(self._heap.device):
+                    launch = self._launches[key] = self._launch(name, some, rows)
+            launch(self._stream())
 
-    def _launched(self, key: Any, make: Callable[[], Callable[[int], None]]) -> None:
-        key = *key, timeout_in_ns(self._heap.group_name)
-        launch = self._launches.get(key)
-        if launch is None:
-            if len(self._launches) >= _MOST_LAUNCHES:
-                self._launches.clear()
-            with cuda_state.state.make_current(self._heap.device):
-                launch = self._launches[key] = make()
-        launch(self._stream())
+    def _together(self, of_each: list[_Part]) -> Iterator[list[_Part]]:
+        """Those of a slab, as many as go into one launch."""
+        if len(of_each) == 1:
+            yield of_each
+            return
+        slabs: dict[int, list[_Part]] = {}
+        for part in of_each:
+            slabs.setdefault(self._semaphores.slab(part[0].slot).address, []).append(part)
+        for some in slabs.values():
+            for i in range(0, len(some), _MOST_AT_ONCE):
+                yield some[i : i + _MOST_AT_ONCE]
 
-    def _launch(
-        self, name: str, of: Registration, peer: int, rows: tuple[int, int], data: _Data
-    ) -> Callable[[int], None]:
-        most = _MOST_BLOCKS if name == "move" else 0
-        transfer = self._transfer(of, peer, rows, data, most)
-        if name == "await":
-            transfer.told = 0
-        params = _Params(self._watch(of), transfer)
-        function = _program.function(name)
-        if name != "move":
-            return function.bound(1, 32, params, dependent=self._is_dependent(1))
-        threads = _THREADS
-        if transfer.blocks == 1:
-            threads = min(_MOST_THREADS, max(32, -(-transfer.vectors // 32) * 32))
-        dependent = self._is_dependent(transfer.blocks)
-        return function.bound(transfer.blocks, threads, params, dependent=dependent)
-
-    def _is_dependent(self, blocks: int) -> bool:
-        return blocks <= self.most_dependent
-
-    def _launch_together(self, moves: Sequence[_Move]) -> Callable[[int], None]:
-        params, blocks = _Batch(self._watch(moves[0].of), len(moves)), 0
-        for i, move in enumerate(moves):
-            most = min(_MOST_BLOCKS, _MOST_BLOCKS_AT_ONCE // len(moves))
-            assert move.data is not None
-            params.of[i] = self._transfer(move.of, move.peer, (MOVED, ALLOWED), move.data, most)
-            params.of[i].first = blocks
-            blocks += params.of[i].blocks
-        return _program.function("move_all").bound(
-            blocks, _THREADS, params, dependent=self._is_dependent(blocks)
-        )
-
-    def _launch_all(
-        self, name: str, of_each: list[tuple[Registration, int]], rows: tuple[int, int]
-    ) -> Callable[[int], None]:
-        """``post`` or ``await``, a thread each."""
-        params = _Batch(self._watch(of_each[0][0]), len(of_each))
-        for i, (of, peer) in enumerate(of_each):
-            params.of[i] = self._transfer(of, peer, rows, _NO_DATA, 0)
+    def _launch(self, name: str, of_each: list[_Part], rows: tuple[int, int]) -> Callable[[int], None]:
+        """Of several ``post`` and ``await`` have a thread each, ``move`` blocks of its own."""
+        alone, moves = len(of_each) == 1, name == "move"
+        most = min(_MOST_BLOCKS, _MOST_BLOCKS_AT_ONCE // len(of_each)) if moves else 0
+        params, blocks = _Batch(self._watch(of_each[0][0]), len(of_each)), 0
+        for i, (of, peer, data) in enumerate(of_each):
+            params.of[i] = self._transfer(of, peer, rows, data, most)
             if name == "await":
                 params.of[i].told = 0
-        return _program.function(f"{name}_all").bound(1, 32, params, dependent=self._is_dependent(1))
+            if moves:
+                params.of[i].first = blocks
+                blocks += params.of[i].blocks
+        function, threads = _program.function(name if alone else f"{name}_all"), _THREADS if moves else 32
+        if moves and alone and blocks == 1:
+            threads = min(_MOST_THREADS, max(32, -(-params.of[0].vectors // 32) * 32))
+        given = _Params(params.watch, params.of[0]) if alone else params
+        blocks = max(1, blocks)
+        return function.bound(blocks, threads, given, dependent=blocks <= self.most_dependent)
 
     def _watch(self, of: Registration) -> WaitParams:
         return WaitParams.of(self._semaphores.slab(of.slot), timeout_in_ns(self._heap.group_name))
