@@ -76,7 +76,8 @@ class Workspace(Generic[L]):
         self.span = heap.span
         self.block = heap.allocate(layout.bytes, tag, zero=layout.words * WORD)
         self.address = heap.address(self.rank) + self.block.offset
-        self.words = self.words_of(self.rank)
+        #: Control words and flags as an int32 tensor, with the LL protocol the buffers, too.
+        self.words = heap.tensor(self.rank, self.block.offset, (layout.words,), torch.int32, None)
         #: CPU ranks hold it through a call: threads take turns. Reentrant: Ctrl-C may keep one from releasing it.
         self.lock = ThreadLock(
             f"a workspace of group {heap.group_name!r}", lambda: get_timeout(heap.group_name)
@@ -190,10 +191,6 @@ class Workspace(Generic[L]):
         if running.inside:  # from here on that call must come to its end, or the group is broken
             running.workspace = self
         return buffer
-
-    def words_of(self, rank: int) -> torch.Tensor:
-        """Rank's control words and flags as an int32 tensor, with the LL protocol the buffers, too."""
-        return self.heap.tensor(rank, self.block.offset, (self.layout.words,), torch.int32, None)
 
     def buffer(
         self: Workspace[Layout], rank: int, buffer: int, shape: tuple[int, ...], dtype: torch.dtype

@@ -16,6 +16,7 @@ from cuda.bindings import driver
 
 from ..forks import finalize
 from ..switches import is_on
+from .base import Backend
 from .host import host_identity, refuse_hosts
 from .nvml import are_joined_by_nvlink
 
@@ -89,7 +90,7 @@ def _destroy_stream(handle: Any) -> None:
         driver.cuStreamDestroy(handle)
 
 
-class VmmBackend:
+class VmmBackend(Backend):
     """The twin of ``HostBackend`` on NVIDIA GPUs."""
 
     def __init__(self, device: torch.device) -> None:
@@ -108,7 +109,6 @@ class VmmBackend:
         minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         self.granularity = check_driver(driver.cuMemGetAllocationGranularity(self._prop, minimum))
         self.chunk = 32 << 20
-        self.to_be_tried = self.over_pcie = False
         total = torch.cuda.get_device_properties(self.device).total_memory
         self.span = -(-total // (1 << 30)) << 30
         self._side = own_stream(self, self.device)

@@ -85,16 +85,14 @@ class OwnSegments:
         return batch
 
     def _segment_of(self, tensor: torch.Tensor, batch: RegisteredBatch) -> Described:
-        if not tensor.numel():
-            return Described(Segment("empty", "", 0, 0), [])
         address = tensor.data_ptr()
         size = extent(tuple(tensor.shape), tensor.stride()) * tensor.element_size()
         block = heap_of(tensor)
-        if block is not None and block.heap is self.heap:
+        if not tensor.numel() or (block is not None and block.heap is self.heap):
             return Described(Segment("heap", "", self.heap.address(self.rank), self.heap.capacity), [])
         for known in batch.segments:
             s = known.segment
-            if s.kind not in ("heap", "empty") and s.base <= address and address + size <= s.base + s.size:
+            if s.kind != "heap" and s.base <= address and address + size <= s.base + s.size:
                 return Described(s, [])
         return self.outside_the_heap(tensor, size)
 
@@ -114,8 +112,6 @@ class OwnSegments:
 def open_peer(own: OwnSegments, rank: int, segment: Segment, fds: list[int]) -> Mapping:
     """As ``open``, also of what needs no mapping."""
     heap = own.heap
-    if segment.kind == "empty":
-        return Mapping(None)
     if segment.kind == "heap":
         if segment.size > heap.capacity:
             raise ValueError(

@@ -14,7 +14,7 @@ import torch
 from ..backends.base import tensor_over
 from ..errors import WeftError
 
-KINDS = ("heap", "file", "process", "ipc", "vmm", "empty")
+KINDS = ("heap", "file", "process", "ipc", "vmm")
 #: Unused mappings of these are kept: they keep the file or the physical memory as well, whose owner keeps its handles,
 #: so that no other can take its name meanwhile. Not of what cudaMalloc gave: its owner must not free what is mapped.
 LASTING = ("file", "vmm")
@@ -29,8 +29,8 @@ class Segment(NamedTuple):
     """A stretch of a rank's memory that its peers reach as a whole, as its owner tells of it (JSON).
 
     Attributes:
-        kind: "heap" (of the group), "file" (shared memory), "process" (what the kernel copies), "ipc" (cudaMalloc),
-            "vmm" (physical handles), "empty" (of a tensor without elements).
+        kind: "heap" (of the group, also for a tensor without elements), "file" (shared memory), "process" (what the
+            kernel copies), "ipc" (cudaMalloc), "vmm" (physical handles).
         name: its generation. While anybody uses the segment its owner gives this name to no other, also not to one
             that is later at the same address.
         base: the address in the owner's process.
