@@ -14,8 +14,10 @@ class Backend(Protocol):
     granularity: int  #: bytes; sizes and offsets of chunks are multiples of it
     chunk: int  #: bytes; the heap grows by at least this much
     span: int  #: bytes of address range for each rank: what a heap can grow to
-    to_be_tried = False  #: ``refuse`` cannot tell whether a peer's memory can be mapped: mapping it shows
-    over_pcie = False  #: a peer's memory is reached over PCIe, as ``refuse`` has found
+    to_be_tried: bool = (
+        False  #: ``refuse`` cannot tell whether a peer's memory can be mapped: mapping it shows
+    )
+    over_pcie: bool = False  #: a peer's memory is reached over PCIe, as ``refuse`` has found
 
     def identity(self) -> dict[str, Any]:
         """What the other ranks need to know of this one to judge whether memory can be shared (JSON)."""
@@ -45,6 +47,7 @@ class Backend(Protocol):
 
     def drop(self, handle: Any) -> None:
         """Give up a handle; the memory lives on while it is mapped somewhere. A descriptor is its holder's to close."""
+        return
 
     def zero(self, address: int, size: int) -> None:
         """Fill with zeros and return when that is done, also while a CUDA graph is being captured."""
