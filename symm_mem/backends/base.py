@@ -14,9 +14,7 @@ class Backend(Protocol):
     granularity: int  #: bytes; sizes and offsets of chunks are multiples of it
     chunk: int  #: bytes; the heap grows by at least this much
     span: int  #: bytes of address range for each rank: what a heap can grow to
-    to_be_tried: bool = (
-        False  #: ``refuse`` cannot tell whether a peer's memory can be mapped: mapping it shows
-    )
+    to_be_tried: bool = False  #: ``refuse`` cannot tell if a peer's memory can be mapped: mapping it shows
     over_pcie: bool = False  #: a peer's memory is reached over PCIe, as ``refuse`` has found
 
     def identity(self) -> dict[str, Any]:

@@ -169,7 +169,7 @@ class Registry:
             self._number += 1
             entry = Registration(self._number, slots[i], each, keys, tensor.untyped_storage())
             self.entries[entry.number] = entry
-            self.semaphores.named[entry.slot] = entry.named(self.heap.rank)
+            self.semaphores.named[entry.slot] = entry.named
             made.append(entry)
         return made
 

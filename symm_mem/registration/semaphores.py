@@ -21,6 +21,7 @@ docs/protocol.md#registered-tensors has the proof.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,14 +38,15 @@ SLOTS = 256  # of a slab
 
 @dataclass(frozen=True)
 class SlabLayout:
-    """What a slab's words are, for errors. ``words``: that are zero before the first use.
+    """What the words of a slab of ``rank`` are, for errors. ``words``: that are zero before the first use.
 
-    ``named``: what has each slot.
+    ``named``: what has each slot, as a rank has it.
     """
 
     world_size: int
     first: int
-    named: dict[int, str]
+    named: dict[int, Callable[[int], str]]
+    rank: int = 0
 
     @property
     def words(self) -> int:
@@ -65,8 +67,10 @@ class SlabLayout:
         slot, rest = divmod(word, ROWS * self.world_size)
         row, rank = divmod(rest, self.world_size)
         what = {ALLOWED: "signals", DONE: "accesses"}.get(row, f"row {row}")
-        named = self.named.get(self.first + slot, f"slot {self.first + slot}")
-        return f"the count of {what} by rank {rank} for registered {named}"
+        named, slot = self.named.get(self.first + slot), self.first + slot
+        # A signal is of the tensor of the rank that sends it.
+        of = f"slot {slot}" if named is None else named(rank if row == ALLOWED else self.rank)
+        return f"the count of {what} by rank {rank} for registered {of}"
 
 
 class Semaphores:
@@ -76,13 +80,13 @@ class Semaphores:
         self._heap = heap
         self.slabs: list[Workspace[SlabLayout]] = []
         self._free: list[int] = []
-        self.named: dict[int, str] = {}  #: what has each slot, in words
+        self.named: dict[int, Callable[[int], str]] = {}  #: what has each slot, in words, as a rank has it
 
     def reserve(self, count: int) -> list[int]:
         """The next ``count`` slots, which are free until ``take``. Collective where that needs another slab."""
         while len(self._free) < count:
             first = len(self.slabs) * SLOTS
-            layout = SlabLayout(self._heap.world_size, first, self.named)
+            layout = SlabLayout(self._heap.world_size, first, self.named, self._heap.rank)
             self.slabs.append(Workspace(self._heap, layout, "semaphores of registered tensors"))
             self._free += range(first, first + SLOTS)
         return self._free[:count]
