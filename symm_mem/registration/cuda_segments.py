@@ -46,7 +46,7 @@ class CudaSegments(OwnSegments):
                 )
             return _by_handles(address, size)
 
-    def open(self, rank: int, segment: Segment, fds: list[int]) -> Mapping:
+    def open_outside_the_heap(self, rank: int, segment: Segment, fds: list[int]) -> Mapping:
         with relaxed_capture(), torch.cuda.device(self.heap.device):
             if segment.kind == "ipc":
                 return self._open_ipc(rank, segment)

@@ -22,7 +22,7 @@ from ..errors import WeftError, describe
 from ..failure.rank_pages import RankPages
 from ..heap.mapped_range import close_what_is_gone
 from .cross_process import Probe, probe
-from .local import OwnSegments, RegisteredBatch, open_peer
+from .local import OwnSegments, RegisteredBatch
 from .segments import (
     KnownSegment,
     Mapping,
@@ -123,7 +123,7 @@ class Registry:
             batch, problem = RegisteredBatch(), None
             try:
                 try:
-                    batch = self.own.describe(tensors)
+                    self.own.describe(tensors, batch)
                 except Exception as e:
                     problem = describe(e)
                 return self._add(tensors, batch, problem)
@@ -194,7 +194,7 @@ class Registry:
                     if rank == heap.rank:
                         mapping = Mapping(None, keep[segment.key])
                     else:
-                        mapping = open_peer(self.own, rank, segment, fds)
+                        mapping = self.own.open(rank, segment, fds)
                     found[rank, segment.key] = KnownSegment(rank, segment, mapping)
 
         try:

@@ -50,6 +50,9 @@ class Segment(NamedTuple):
     def key(self) -> tuple[str, str, int]:
         return self.kind, self.name, self.size
 
+    def holds(self, address: int, size: int) -> bool:
+        return self.base <= address and address + size <= self.base + self.size
+
 
 class Place(NamedTuple):
     """Where a tensor lies: which of the rank's segments, how many bytes after its start, strides in elements."""
@@ -185,10 +188,9 @@ class SegmentTable(dict[SegmentKey, KnownSegment]):
     def holding(self, rank: int, kind: str, address: int, size: int) -> Segment | None:
         """The segment of ``rank`` in use that holds these bytes."""
         for known in self.values():
-            s = known.segment
-            there = s.base <= address and address + size <= s.base + s.size
-            if there and known.rank == rank and s.kind == kind and known.users:
-                return s
+            of = known.rank, known.segment.kind
+            if of == (rank, kind) and known.users and known.segment.holds(address, size):
+                return known.segment
         return None
 
     def use(self, key: SegmentKey, segment: Segment, make: Callable[[], KnownSegment]) -> None:
