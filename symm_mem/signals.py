@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from .call_site import call_site, text
-from .errors import PeerTimeout, PeerWait, WaitOutcome, WeftError
-from .failure.fault import WORD, Fault, fault_of
+from .errors import PeerWait, WeftError
+from .failure.fault import fault_of
 from .failure.stream_watchdog import stream_watchdog_of
 from .timeouts import get_timeout
 
@@ -106,9 +106,4 @@ class Pad:
         if self._watch is None:
             self._fault.wait_until(address, count, peer, lambda _: wait)
         else:
-
-            def expired(outcome: WaitOutcome) -> None:
-                self._fault.breaks(PeerTimeout(wait, outcome))
-
-            broken = self._fault.address + WORD * Fault.BROKEN, 1 + peer
-            self._watch.wait(address, count, get_timeout(heap.group_name), (expired, wait), broken)
+            self._watch.wait(address, count, get_timeout(heap.group_name), self._fault, wait)
