@@ -10,9 +10,11 @@ used again once every rank has dropped it. docs/protocol.md#allocation has the p
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -282,22 +284,17 @@ class Heap:
             PeerTimeout: a rank did not come.
             WeftError: a rank could not zero its words, in the driver's words.
         """
-        held: list[Any] = []
         try:
-            with self.lock:
+            with self.lock, ExitStack() as held:
                 self.rendezvous.begin(session)
-                try:
-                    self._reset(here, held)
-                finally:
-                    for lock in held:
-                        lock.release()
+                self._reset(here, held)
         except BaseException as e:  # what is half-made is used by nobody until a reset has succeeded
             refused = self.rendezvous.abandon("reset", e)
             if self.fault is not None:
                 self.fault.breaks(refused)
             raise
 
-    def _reset(self, here: Rendezvous, held: list[Any]) -> None:
+    def _reset(self, here: Rendezvous, held: ExitStack) -> None:
         users = list(self.users)
         problem = self._quiesce(users, held)
         blocks = {str(number): list(placed) for number, placed in self._blocks.items()}
@@ -326,15 +323,15 @@ class Heap:
 
         here.run_on_all("reset", zero)
 
-    def _quiesce(self, users: list[Any], held: list[Any]) -> str | None:
-        """Until nothing of this rank writes to a peer any more; or why not. ``held``: takes the locks."""
+    def _quiesce(self, users: list[Any], held: ExitStack) -> str | None:
+        """Until nothing of this rank writes to a peer any more; or why not. ``held``: releases the locks."""
         try:
             for user in users:
                 if (lock := getattr(user, "lock", None)) is not None:
                     # A thread in a call comes out of it: its waits are bounded.
                     if not lock.acquire(timeout=get_timeout(self.group_name)):
                         return "another thread is in a call"
-                    held.append(lock)
+                    held.callback(lock.release)
             if not self.backend.quiesce():
                 return "a CUDA graph is being captured"
         except Exception as e:
@@ -372,12 +369,8 @@ class Heap:
         # Also in inference mode one that may be written outside of it: by a call that comes later.
         with torch.inference_mode(False):
             tensor = torch.empty(0, dtype=dtype, device=self.device)
-        strides, step, count = [], 1, 1
-        for n in reversed(shape):
-            strides.append(step)
-            step, count = step * max(1, n), count * n
-        storage = tensor_over(self.address(rank) + offset, count * dtype.itemsize, self.device, owner)
-        return tensor.set_(storage, 0, shape, strides[::-1])
+        size = math.prod(shape) * dtype.itemsize
+        return tensor.set_(tensor_over(self.address(rank) + offset, size, self.device, owner), 0, shape)
 
 
 def heap_of(tensor: torch.Tensor) -> Block | None:
