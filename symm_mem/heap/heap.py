@@ -300,12 +300,15 @@ class Heap:
         blocks = {str(number): list(placed) for number, placed in self._blocks.items()}
         known = [*self._quiesced, *(workspace.block.number for workspace in self.workspaces.values())]
         made = [part for part in _PARTS if getattr(self, part) is not None]
-        posts = here.gather("reset", [problem, blocks, self._chunks, self._number, made, known])
+        had = None if self.registrations is None else self.registrations.had
+        posts = here.gather("reset", [problem, blocks, self._chunks, self._number, made, known, had])
         here.refuse("reset", [post[0] for post in posts])
         for part in made:
             if not all(part in post[4] for post in posts):
                 setattr(self, part, None)  # an error came while it was made: nothing uses it
         self._keep_what_all_have([post[1] for post in posts], [post[2] for post in posts])
+        if self.registrations is not None:
+            self.registrations.keep_what_all_have([post[6] for post in posts])
         # Of a workspace all ranks may have the block, and one of them gave up in the last step of making it.
         known_to_all = set.intersection(*(set(post[5]) for post in posts)) & self._blocks.keys()
         for key, workspace in list(self.workspaces.items()):

@@ -90,12 +90,6 @@ class Registry:
         self._number = 0
         self._probe = Probe()
         self._copies = False  # whether the ranks have tried to copy from each other's processes
-        self._after_reset = False
-        heap.users.add(self)
-
-    def reset_state(self) -> None:
-        """The heap is being reset. An error may have left some ranks with registrations that others lack."""
-        self._after_reset = True
 
     def begin(self, found: str) -> None:
         """The next call of ``register``: which of its tensors this rank knows."""
@@ -244,13 +238,9 @@ class Registry:
                 f"a captured CUDA graph uses registered tensor {min(kept)}; drop the graph first"
             )
         said["dropped"] = sorted(self._dropped.difference(replayed)) if quiet else []
-        if self._after_reset:
-            said["had"] = [self._number, len(self.semaphores.slabs), sorted(self.entries)]
         rendezvous = self.heap.rendezvous
         posts = rendezvous.gather(what, said)
         self._leaving.clear()  # all have come here after the step in which they have unmapped it
-        if self._after_reset:
-            self._keep_what_all_have([post["had"] for post in posts])
         rendezvous.refuse(what, [post["problem"] for post in posts])
         rendezvous.check_equal(what, [post["alike"] for post in posts])
         dropped = set.intersection(*(set(post["dropped"]) for post in posts))
@@ -268,8 +258,13 @@ class Registry:
         self.semaphores.give(entry.slot)
         self.table.give_back(entry.keys)
 
-    def _keep_what_all_have(self, found: list[Any]) -> None:
-        """After a reset: an error may have left some ranks with what others lack, which nobody was given."""
+    @property
+    def had(self) -> list[Any]:
+        """For all ranks, when the heap is being reset: the last number, the slabs, the registrations."""
+        return [self._number, len(self.semaphores.slabs), sorted(self.entries)]
+
+    def keep_what_all_have(self, found: list[Any]) -> None:
+        """An error may have left some ranks with what others lack, which nobody was given."""
         self._number = max(number for number, _, _ in found)
         del self.semaphores.slabs[min(slabs for _, slabs, _ in found) :]
         common = set.intersection(*(set(numbers) for _, _, numbers in found))
@@ -278,7 +273,6 @@ class Registry:
             entry.closed, entry.keep = True, None
         self.semaphores.keep_only({entry.slot for entry in self.entries.values()})
         self.table.keep_only(dict(Counter(key for entry in self.entries.values() for key in entry.keys)))
-        self._after_reset = False
 
 
 def _own_segments(heap: Heap, table: SegmentTable) -> OwnSegments:
