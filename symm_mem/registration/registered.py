@@ -59,7 +59,7 @@ class Registrations(Registry):
             return None
         heap.owner.refuse_child("register")
         refuse_if_broken(heap)
-        self.begin(", ".join([handle.said for handle in found]))
+        self.hits.post(f"tensors [{', '.join([handle.said for handle in found])}]".encode())
         return found
 
     def handle_of(self, tensor: torch.Tensor) -> RegisteredTensor | None:
@@ -73,9 +73,9 @@ class Registrations(Registry):
         first = {key: i for i, key in reversed(list(enumerate(keys)))}
         new = [i for i, key in enumerate(keys) if found[i] is None and first[key] == i]
         said = (h.said if h else "new" if i in new else "the same" for i, h in enumerate(found))
-        self.begin(", ".join(said))
+        self.hits.post(f"tensors [{', '.join(said)}]".encode())
         if new or is_checked():
-            self.compare()
+            self.hits.compare("register", f"register, call {self.hits.count}")
         if new:
             made = self.add([given[i] for i in new])
             if self.heap.device.type == "cuda":  # its kernels are compiled by all ranks together

@@ -79,7 +79,7 @@ class Registry:
     def __init__(self, heap: Heap) -> None:
         self.heap = heap
         what = "the pages of registrations", "its count of registrations"
-        self._hits = RankPages(heap, _KEPT, _ENTRY, what)
+        self.hits = RankPages(heap, _KEPT, _ENTRY, what)  #: which tensors of each call a rank knows
         self.table = SegmentTable()
         self.own = _own_segments(heap, self.table)
         self.semaphores = Semaphores(heap)
@@ -90,19 +90,6 @@ class Registry:
         self._number = 0
         self._probe = Probe()
         self._copies = False  # whether the ranks have tried to copy from each other's processes
-
-    def begin(self, found: str) -> None:
-        """The next call of ``register``: which of its tensors this rank knows."""
-        self._hits.post(f"tensors [{found}]".encode())
-
-    def compare(self) -> None:
-        """All ranks must know the same of this call's tensors. A rank that knows all of them does not ask.
-
-        Raises:
-            RankMismatch: the first rank that has found otherwise than rank 0.
-            PeerTimeout: a rank did not come.
-        """
-        self._hits.compare("register", f"register, call {self._hits.count}")
 
     def add(self, tensors: list[torch.Tensor]) -> list[Registration]:
         """Register tensors of which no rank knows any. Collective.
