@@ -62,12 +62,13 @@ class CudaSegments(OwnSegments):
         ctypes.memmove(handle.getPtr(), said, _IPC_BYTES)
         lazy = int(driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
         base = int(check_driver(driver.cuIpcOpenMemHandle(handle, lazy)))
+        device = self.heap.device
 
         def close() -> None:
             with relaxed_capture(), torch.cuda.device(device):
                 driver.cuIpcCloseMemHandle(base)
 
-        mapping, device = self._mapping(base, segment.size, close), self.heap.device
+        mapping = self._mapping(base, segment.size, close)
         there = int(check_driver(driver.cuMemGetAddressRange(base))[1])
         if there < segment.size:
             raise ValueError(f"rank {rank} has posted {segment.size} bytes of an allocation that has {there}")
