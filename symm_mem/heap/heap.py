@@ -32,7 +32,7 @@ from ..errors import HeapUnavailable, PeerTimeout, WeftError, describe
 from ..timeouts import ThreadLock, get_timeout, preparing_timeout
 from .captured import release_gone_graphs
 from .mapped_range import MappedRange, close_later, close_what_is_gone
-from .placement import FreeList, Placement
+from .placement import Placement, first_gap
 
 ALIGNMENT = 256
 T = TypeVar("T")
@@ -88,7 +88,6 @@ class Heap:
         self.call_check: Any = None  #: of the checked mode
         self.registrations: Any = None  #: of tensors that lie elsewhere
         self._ready: set[Any] = set()
-        self._free = FreeList()
         self._blocks: dict[int, Placement] = {}  # by number: all that is not free
         self._falling: deque[int] = deque()  # dropped since the last allocation: finalizers run at any moment
         self._dropped: set[int] = set()
@@ -161,12 +160,11 @@ class Heap:
         for number in sorted(set.intersection(*(set(post[1]) for post in posts))):
             self._dropped.discard(number)
             self._quiesced.discard(number)
-            placed = self._blocks.pop(number)
-            self._free.give(placed.offset, placed.size)
-        if (offset := self._free.take(want)) is None:
-            self._grow(want - self._free.tail(self.capacity))
-            offset = self._free.take(want)
-            assert offset is not None
+            del self._blocks[number]
+        # The same on all ranks, which have the same blocks.
+        offset = first_gap(self._blocks.values(), want)
+        if (missing := offset + want - self.capacity) > 0:
+            self._grow(missing)
         self._number += 1
         block = Block(self, offset, want, self._number)
         weakref.finalize(block, self._falling.append, block.number)  # first: what is entered can be dropped
@@ -263,7 +261,6 @@ class Heap:
     def _enter_chunk(self, start: int, size: int) -> None:
         self._chunks.append((start, size))
         self.capacity += size
-        self._free.give(start, size)
 
     def _unmap(self, start: int, size: int) -> None:
         for rank in range(self.world_size):
@@ -356,14 +353,6 @@ class Heap:
             if all(b.get(str(number)) == list(placed) for b in blocks)
         }
         self._quiesced &= self._blocks.keys()
-        self._free = FreeList()
-        at = 0
-        for placed in sorted(self._blocks.values()):
-            if placed.offset > at:
-                self._free.give(at, placed.offset - at)
-            at = placed.offset + placed.size
-        if self.capacity > at:
-            self._free.give(at, self.capacity - at)
 
     def tensor(
         self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype, owner: object

@@ -1,7 +1,8 @@
-"""Where blocks lie, what they are for, and what is free between them."""
+"""Where blocks lie, what they are for, and where there is room for another one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -22,28 +23,11 @@ class Placement(NamedTuple):
         return f"{kind} workspace" if found else self.tag.partition(" in ")[0]
 
 
-class FreeList:
-    """First fit over one growing range. Ranks that make the same calls in the same order hold the same list."""
-
-    def __init__(self) -> None:
-        self.holes: list[tuple[int, int]] = []  # (offset, size), sorted, never adjacent
-
-    def take(self, size: int) -> int | None:
-        for i, (offset, hole) in enumerate(self.holes):
-            if hole >= size:
-                self.holes[i : i + 1] = [(offset + size, hole - size)] if hole > size else []
-                return offset
-        return None
-
-    def give(self, offset: int, size: int) -> None:
-        merged: list[tuple[int, int]] = []
-        for start, length in sorted([*self.holes, (offset, size)]):
-            if merged and sum(merged[-1]) == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + length)
-            else:
-                merged.append((start, length))
-        self.holes = merged
-
-    def tail(self, end: int) -> int:
-        """Bytes free at the very end of the range."""
-        return self.holes[-1][1] if self.holes and sum(self.holes[-1]) == end else 0
+def first_gap(placed: Iterable[Placement], size: int) -> int:
+    """The offset of the first ``size`` bytes that are free, which may be behind all blocks."""
+    end = 0
+    for block in sorted(placed):
+        if block.offset - end >= size:
+            break
+        end = block.offset + block.size
+    return end
