@@ -136,11 +136,10 @@ class Registry:
             probes = [post["probe"] for post in posts]
             rendezvous.run_on_all("reach the memory of all ranks", lambda: self._try_copies(probes))
             self._copies = True
-        slots = self.semaphores.reserve(len(tensors))
+        slots = self.semaphores.free(len(tensors), {entry.slot for entry in self.entries.values()})
         found = self._map(new, batch, slots)
         made = []
         # All ranks have completed every step: from here on nothing can fail.
-        self.semaphores.take(slots)
         for i, tensor in enumerate(tensors):
             each = [places[rank][i] for rank in range(self.heap.world_size)]
             keys = [(rank, segments[rank][place.segment].key) for rank, place in enumerate(each)]
@@ -242,7 +241,6 @@ class Registry:
             self._leaving.append(entry.keep)
         entry.closed, entry.keep = True, None
         self._dropped.discard(number)
-        self.semaphores.give(entry.slot)
         self.table.give_back(entry.keys)
 
     @property
@@ -258,7 +256,6 @@ class Registry:
         for number in [number for number in self.entries if number not in common]:
             entry = self.entries.pop(number)
             entry.closed, entry.keep = True, None
-        self.semaphores.keep_only({entry.slot for entry in self.entries.values()})
         self.table.keep_only(dict(Counter(key for entry in self.entries.values() for key in entry.keys)))
 
 

@@ -74,39 +74,25 @@ class SlabLayout:
 
 
 class Semaphores:
-    """The slots of one heap. Ranks that take and give in the same order have the same ones."""
+    """The slots of one heap. Ranks with the same registrations have the same free ones."""
 
     def __init__(self, heap: Heap) -> None:
         self._heap = heap
         self.slabs: list[Workspace[SlabLayout]] = []
-        self._free: list[int] = []
         self.named: dict[int, Callable[[int], str]] = {}  #: what has each slot, in words, as a rank has it
 
-    def reserve(self, count: int) -> list[int]:
-        """The next ``count`` slots, which are free until ``take``. Collective where that needs another slab."""
-        while len(self._free) < count:
-            first = len(self.slabs) * SLOTS
+    def free(self, count: int, taken: set[int]) -> list[int]:
+        """The first ``count`` slots that are not ``taken``. Collective where that needs another slab."""
+        while (first := len(self.slabs) * SLOTS) - len(taken) < count:
             layout = SlabLayout(self._heap.world_size, first, self.named, self._heap.rank)
             self.slabs.append(Workspace(self._heap, layout, "semaphores of registered tensors"))
-            self._free += range(first, first + SLOTS)
-        return self._free[:count]
+        return [slot for slot in range(first) if slot not in taken][:count]
 
     def zero(self, slots: list[int]) -> None:
         """Of this rank's words; nobody uses the slots."""
         size = ROWS * self._heap.world_size * WORD
         for slot in slots:
             self._heap.backend.zero(self.address(slot, 0, 0), size)
-
-    def take(self, slots: list[int]) -> None:
-        taken = set(slots)
-        self._free = [slot for slot in self._free if slot not in taken]
-
-    def give(self, slot: int) -> None:
-        self._free = sorted([*self._free, slot])
-
-    def keep_only(self, slots: set[int]) -> None:
-        """All others are free."""
-        self._free = [slot for slot in range(len(self.slabs) * SLOTS) if slot not in slots]
 
     def slab(self, slot: int) -> Workspace[SlabLayout]:
         return self.slabs[slot // SLOTS]

@@ -122,7 +122,7 @@ STEPS = {
     "describe": (registry.OwnSegments, "describe"),
     "map": (registry.Registry, "_map"),
     "zero": (registry.Semaphores, "zero"),
-    "take": (registry.Semaphores, "take"),
+    "use": (registry.SegmentTable, "use"),
     "release": (registry.Registry, "_release"),
 }
 
