@@ -362,7 +362,8 @@ class Heap:
         with torch.inference_mode(False):
             tensor = torch.empty(0, dtype=dtype, device=self.device)
         size = math.prod(shape) * dtype.itemsize
-        return tensor.set_(tensor_over(self.address(rank) + offset, size, self.device, owner), 0, shape)
+        storage = tensor_over(self.address(rank) + offset, size, self.device, owner)
+        return tensor.set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
 
 
 def heap_of(tensor: torch.Tensor) -> Block | None:
