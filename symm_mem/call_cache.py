@@ -14,7 +14,8 @@ stream, whether a graph is being captured.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import wraps
 from typing import Any, TypeVar
 
 _MOST = 4096  # entries before all are dropped
@@ -41,37 +42,16 @@ def keep(where: dict[Hashable, Any], key: Hashable, found: Any) -> None:
 class CachedDict(dict[K, V]):
     """A dictionary on which cached calls rest: each change of it drops them."""
 
-    def __setitem__(self, key: K, value: V) -> None:
-        super().__setitem__(key, value)
-        invalidate_calls()
 
-    def __delitem__(self, key: K) -> None:
-        super().__delitem__(key)
-        invalidate_calls()
-
-    def __ior__(self, other: Any) -> CachedDict[K, V]:  # type: ignore[override, misc]
-        self.update(other)
-        return self
-
-    def clear(self) -> None:
-        super().clear()
-        invalidate_calls()
-
-    def pop(self, *args: Any) -> Any:
-        value = super().pop(*args)
+def _then_invalidates(change: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(change)
+    def changes(*args: Any, **named: Any) -> Any:
+        value = change(*args, **named)
         invalidate_calls()
         return value
 
-    def popitem(self) -> tuple[K, V]:
-        item = super().popitem()
-        invalidate_calls()
-        return item
+    return changes
 
-    def setdefault(self, *args: Any) -> Any:
-        value = super().setdefault(*args)
-        invalidate_calls()
-        return value
 
-    def update(self, *args: Any, **named: Any) -> None:
-        super().update(*args, **named)
-        invalidate_calls()
+for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+    setattr(CachedDict, _name, _then_invalidates(getattr(dict, _name)))

@@ -6,9 +6,10 @@ import logging
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
+from typing_extensions import Self
 
 from .call_site import call_site, text
 
@@ -33,6 +34,15 @@ class WeftError(RuntimeError):
 
     #: Whether every rank has this error, each in another place, so that none of them takes the step that it was at.
     out_of_step = False
+    _fields: tuple[Any, ...]  # of which it is made
+
+    def __new__(cls, *fields: Any) -> Self:
+        made = super().__new__(cls, *fields)
+        made._fields = fields
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._fields
 
     def again(self, op: str | None = None) -> WeftError:
         """A copy of the error without its traceback, for a state in which every call is refused.
@@ -44,8 +54,7 @@ class WeftError(RuntimeError):
         Args:
             op: what is refused now, where the error is about that.
         """
-        kind, fields, *_ = cast("tuple[Any, ...]", self.__reduce__())
-        return kind(*fields)
+        return type(self)(*self._fields)
 
 
 @dataclass(frozen=True)
@@ -121,14 +130,10 @@ class PeerTimeout(WeftError):
             f"{w.op}: rank {w.rank} of group {w.group!r} waited {round(o.seconds, 3):g} s for rank {w.peer}: "
             f"{w.flag} is {o.seen}, expected {w.expected}{more}{_called_at(w.site)}{causes}"
         )
-        self._wait, self._outcome = w, o
         self.op, self.group, self.rank, self.peer, self.site = w.op, w.group, w.rank, w.peer, w.site
         self.flag, self.expected, self.seen, self.seconds = w.flag, w.expected, o.seen, o.seconds
         self.ended, self.blames = o.ended, o.blames
         self.culprit = w.peer if o.blames is None else o.blames
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._wait, self._outcome)
 
 
 class RankMismatch(WeftError):
@@ -154,9 +159,6 @@ class RankMismatch(WeftError):
         super().__init__(f"{what} in group {group!r}: rank {rank} asked for {value}, rank 0 for {expected}")
         self.what, self.group = what, group
         self.rank, self.value, self.expected = rank, value, expected
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.what, self.group, self.rank, self.value, self.expected)
 
 
 class CallAbandoned(WeftError):
@@ -198,9 +200,6 @@ class CallAbandoned(WeftError):
         self.op, self.group, self.rank, self.cause, self.site = op, group, rank, cause, site
         self.culprit = rank
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.op, self.group, self.rank, self.cause, self.site)
-
 
 class ForkedProcess(WeftError):
     """A process that was forked from a rank used what belongs to that rank: a group's memory, signals or store.
@@ -240,9 +239,6 @@ class ForkedProcess(WeftError):
     def again(self, op: str | None = None) -> WeftError:
         site = text(call_site())
         return ForkedProcess(op or self.op, self.group, self.rank, self.parent, self.child, site)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.op, self.group, self.rank, self.parent, self.child, self.site)
 
 
 class HeapUnavailable(WeftError):

@@ -82,30 +82,27 @@ class Layout:
             staging_bytes=max(self.staging_bytes, other.staging_bytes),
         )
 
-    def buffer_of(self, word: int) -> int | None:
+    def counter_of(self, word: int) -> int | None:
         """The buffer that a 'done' word, a flag, or a word of LL data belongs to."""
-        for buffer in range(NUM_BUFFERS):
-            if (
-                word - self.done(buffer) in range(self.world_size)
-                or word - self.flags(buffer) in range(self.world_size * self.flags_per_rank)
-                or self._is_payload(word, buffer)
-            ):
-                return buffer
-        return None
-
-    def _is_payload(self, word: int, buffer: int) -> bool:
-        return self.ll_protocol and word * WORD - self.buffer(buffer) in range(self.buffer_bytes)
+        return next((buffer for buffer in range(NUM_BUFFERS) if self._part(buffer, word)), None)
 
     def describe(self, word: int) -> str:
         """What a word is, for an error message."""
-        for buffer in range(NUM_BUFFERS):
-            if (i := word - self.flags(buffer)) in range(self.world_size * self.flags_per_rank):
-                return f"flag {i % self.flags_per_rank} of rank {i // self.flags_per_rank} (buffer {buffer})"
-            if word - self.done(buffer) in range(self.world_size):
-                return f"'done' of rank {word - self.done(buffer)} (buffer {buffer})"
-            if self._is_payload(word, buffer):
-                return f"epoch of the data at byte {word * WORD - self.buffer(buffer)} (buffer {buffer})"
-        return f"word {word}"
+        buffer = self.counter_of(word)
+        return f"word {word}" if buffer is None else f"{self._part(buffer, word)} (buffer {buffer})"
+
+    def _part(self, buffer: int, word: int) -> str | None:
+        """What a word of a buffer is; None: it is none."""
+        if (i := word - self.flags(buffer)) in range(self.world_size * self.flags_per_rank):
+            return f"flag {i % self.flags_per_rank} of rank {i // self.flags_per_rank}"
+        if (rank := word - self.done(buffer)) in range(self.world_size):
+            return f"'done' of rank {rank}"
+        byte = word * WORD - self.buffer(buffer)
+        return (
+            f"epoch of the data at byte {byte}"
+            if self.ll_protocol and byte in range(self.buffer_bytes)
+            else None
+        )
 
 
 class AnyLayout(Protocol):
@@ -117,6 +114,10 @@ class AnyLayout(Protocol):
     @property
     def words(self) -> int:
         """32-bit words from the start on that are zero before the first use."""
+        ...
+
+    def counter_of(self, word: int) -> int | None:
+        """What counts the epochs of a word, as calls take it (``CallLog``): a buffer, or a block."""
         ...
 
     def describe(self, word: int) -> str: ...

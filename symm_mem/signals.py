@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from .call_site import call_site, text
-from .errors import PeerTimeout, PeerWait, WaitOutcome, WeftError
-from .failure.fault import WORD, Fault, fault_of
-from .failure.spin_wait import Expired, PeerLiveness, spin
+from .errors import PeerWait, WeftError
+from .failure.fault import fault_of
 from .failure.stream_watchdog import stream_watchdog_of
 from .timeouts import get_timeout
 
@@ -103,19 +102,8 @@ class Pad:
         self._waits[channel][peer] += 1
         count = self._waits[channel][peer] & 0xFFFFFFFF
         address = self._word(heap.rank, channel, peer)
-        timeout = get_timeout(heap.group_name)
         wait = PeerWait(op, heap.group_name, heap.rank, peer, f"channel {channel}", count, text(call_site()))
-
-        def expired(outcome: WaitOutcome) -> WeftError:
-            return self._fault.breaks(PeerTimeout(wait, outcome))
-
-        if self._watch is not None:
-            broken = self._fault.address + WORD * Fault.BROKEN, 1 + peer
-            self._watch.wait(address, count, timeout, (expired, wait), broken)
-            return
-        try:
-            process, notice = heap.rendezvous.processes[peer], self._fault.abort_notice(peer)
-            liveness = PeerLiveness(process, notice, lambda: wait)
-            spin(address, count, timeout, liveness, self._fault.raise_if_broken)
-        except Expired as e:
-            raise expired(e.outcome).again() from None
+        if self._watch is None:
+            self._fault.wait_until(address, count, peer, lambda _: wait)
+        else:
+            self._watch.wait(address, count, get_timeout(heap.group_name), self._fault, wait)

@@ -116,10 +116,11 @@ class Peers:
     def table(self) -> torch.Tensor:
         """The pointers as an int64 tensor of shape [world_size] on the device, for kernels."""
         if self._table is None:
-            self._table = torch.tensor(
-                self.pointers, dtype=torch.int64, device=self.tensors[self.rank].device
-            )
+            self._table = self._on_device(self.pointers)
         return self._table
+
+    def _on_device(self, addresses: list[int]) -> torch.Tensor:
+        return torch.tensor(addresses, dtype=torch.int64, device=self.tensors[self.rank].device)
 
     @property
     def signal_table(self) -> torch.Tensor:
@@ -135,11 +136,8 @@ class Peers:
         same words.
         """
         if self._signal_table is None:
-            self._signal_table = torch.tensor(
-                [self._pad.of_kernels(rank) for rank in range(self.world_size)],
-                dtype=torch.int64,
-                device=self.tensors[self.rank].device,
-            )
+            words = [self._pad.of_kernels(rank) for rank in range(self.world_size)]
+            self._signal_table = self._on_device(words)
         return self._signal_table
 
     def put(self, peer: int, channel: int = 0) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakValueDictionary
@@ -29,9 +29,8 @@ from .call_cache import CachedDict
 from .call_site import calling, site_from
 from .errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
 from .failure.call_log import CallLog, Grids, running
-from .failure.fault import Fault, fault_of
-from .failure.spin_wait import Expired, PeerLiveness, spin
-from .layout import NUM_BUFFERS, WORD, AnyLayout, Layout
+from .failure.fault import fault_of
+from .layout import WORD, AnyLayout, Layout
 from .timeouts import ThreadLock, get_timeout
 
 if TYPE_CHECKING:
@@ -57,7 +56,6 @@ class Workspace(Generic[L]):
 
     Args:
         graph: the captured graph that it belongs to alone, whose replays repeat the calls that were captured.
-        fault: what breaks along with it; default all of the heap.
 
     Attributes:
         prepared: what launchers have made for calls of this workspace, until a reset: ranks make them together, and an
@@ -68,25 +66,18 @@ class Workspace(Generic[L]):
         host_words: of a CPU rank's epochs, by buffer.
     """
 
-    def __init__(
-        self,
-        heap: Heap,
-        layout: L,
-        tag: str,
-        *,
-        graph: CapturedGraph | None = None,
-        fault: Fault | None = None,
-    ) -> None:
+    def __init__(self, heap: Heap, layout: L, tag: str, *, graph: CapturedGraph | None = None) -> None:
         self.heap = heap
         self.graph = graph
-        self.fault = fault or fault_of(heap)
+        self.fault = fault_of(heap)
         self.layout = layout
         self.rank = heap.rank
         self.world_size = heap.world_size
         self.span = heap.span
         self.block = heap.allocate(layout.bytes, tag, zero=layout.words * WORD)
         self.address = heap.address(self.rank) + self.block.offset
-        self.words = self.words_of(self.rank)
+        #: Control words and flags as an int32 tensor, with the LL protocol the buffers, too.
+        self.words = heap.tensor(self.rank, self.block.offset, (layout.words,), torch.int32, None)
         #: CPU ranks hold it through a call: threads take turns. Reentrant: Ctrl-C may keep one from releasing it.
         self.lock = ThreadLock(
             f"a workspace of group {heap.group_name!r}", lambda: get_timeout(heap.group_name)
@@ -99,7 +90,7 @@ class Workspace(Generic[L]):
         self.last_buffer = 0
         self.host_words: dict[int, _BufferWords] = {}
         self._is_double_buffered = isinstance(layout, Layout)
-        self._calls = CallLog(NUM_BUFFERS, lambda: get_timeout(heap.group_name), graph is not None)
+        self._calls = CallLog(lambda: get_timeout(heap.group_name), graph is not None)
         self.fault.knows(self.address, layout, self._calls)
         heap.users.add(self)
 
@@ -138,23 +129,19 @@ class Workspace(Generic[L]):
         """The call has done all that a peer may wait for: an exception in the rest of it breaks nothing."""
         running.workspace = None
 
-    def expired(self, op: str, peer: int, word: int, expected: int, outcome: WaitOutcome) -> PeerTimeout:
-        """The error of a CPU rank's wait."""
-        causes = self.fault.causes(outcome.seconds)
-        return PeerTimeout(replace(self.about(op, peer, word, expected), causes=causes), outcome)
-
-    def about(self, op: str, peer: int, word: int, expected: int) -> PeerWait:
-        """A CPU rank's wait."""
-        flag, site = self.layout.describe(word), self._calls.site
-        return PeerWait(op, self.heap.group_name, self.rank, peer, flag, expected, site)
+    def about(self, waiting: tuple[str, int, int, int], seconds: float) -> PeerWait:
+        """A CPU rank's wait, after so many seconds."""
+        op, peer, word, expected = waiting
+        flag, site, causes = self.layout.describe(word), self._calls.site, self.fault.causes(seconds)
+        return PeerWait(op, self.heap.group_name, self.rank, peer, flag, expected, site, causes)
 
     def still_waiting(self, seconds: float) -> PeerTimeout | None:
         """The error of a thread that did not want to wait longer than ``seconds`` for the call that another one makes
         here. That call goes on."""
-        if self.waiting is None:
+        if (waiting := self.waiting) is None:
             return None
-        op, peer, word, expected = self.waiting
-        return self.expired(op, peer, word, expected, WaitOutcome(self.word(self.rank, word).value, seconds))
+        seen = self.word(self.rank, waiting[2]).value
+        return PeerTimeout(self.about(waiting, seconds), WaitOutcome(seen, seconds))
 
     def word(self, rank: int, index: int) -> ctypes.c_uint32:
         """A word of rank's copy, on the CPU."""
@@ -204,10 +191,6 @@ class Workspace(Generic[L]):
         if running.inside:  # from here on that call must come to its end, or the group is broken
             running.workspace = self
         return buffer
-
-    def words_of(self, rank: int) -> torch.Tensor:
-        """Rank's control words and flags as an int32 tensor, with the LL protocol the buffers, too."""
-        return self.heap.tensor(rank, self.block.offset, (self.layout.words,), torch.int32, None)
 
     def buffer(
         self: Workspace[Layout], rank: int, buffer: int, shape: tuple[int, ...], dtype: torch.dtype
@@ -284,20 +267,12 @@ class HostEpoch:
             self._spin(peer, index, expected, exactly)
 
     def _spin(self, peer: int, index: int, expected: int, exactly: bool) -> None:
-        ws, address = self.ws, self.ws.address + WORD * index
-        liveness = PeerLiveness(
-            ws.heap.rendezvous.processes[peer],
-            ws.fault.abort_notice(peer),
-            lambda: ws.about(self.op, peer, index, expected),
-        )
-        timeout = get_timeout(ws.heap.group_name)
-        ws.waiting = self.op, peer, index, expected
+        ws = self.ws
+        ws.waiting = waiting = self.op, peer, index, expected
+        about = partial(ws.about, waiting)
         ws.lock.goes_on()
         try:
-            # It ends early if the call's other thread, or a call in another workspace, has failed.
-            spin(address, expected, timeout, liveness, ws.raise_if_broken, exactly=exactly)
-        except Expired as e:
-            raise ws.fault.breaks(ws.expired(self.op, peer, index, expected, e.outcome)).again() from None
+            ws.fault.wait_until(ws.address + WORD * index, expected, peer, about, exactly=exactly)
         finally:
             ws.waiting = None
 

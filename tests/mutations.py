@@ -92,9 +92,7 @@ MUTANTS = [
         _SEGMENTS,
     ),
     Mutant("symm_mem/registration/engine.py", "self._wait(of, op, peer, DONE, expected)", "", _SEGMENTS),
-    Mutant(
-        "symm_mem/heap/free_list.py", "if hole >= size:", "if hole > size:", "tests/symm_mem/test_heap.py"
-    ),
+    Mutant("symm_mem/heap/placement.py", "- end >= size:", "- end > size:", "tests/symm_mem/test_heap.py"),
     # kernels between CPU ranks
     Mutant(
         "fused_ops/ops/matmul_reduce_scatter.py",

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ...symm_mem.backends import cuda_state
-from ...symm_mem.call_site import call_site
 from ...symm_mem.errors import HeapUnavailable
 from ...symm_mem.heap.captured import CapturedGraph
 from ...symm_mem.registration.engine import Access
@@ -180,9 +179,7 @@ class CudaTransfers:
         self._run("post", (MOVED, DONE), around)
 
     def _begin(self, of: Registration, op: str) -> None:
-        slab = self._semaphores.slab(of.slot)
-        slab.fault.raise_if_broken(op)
-        slab.calls.begins(op, call_site(3))
+        self._semaphores.slab(of.slot).raise_if_broken(op, 2)
         if cuda_state.state.is_capturing():
             stream = self._stream()
             graph = cuda_state.state.capture_of(stream)[1]

@@ -14,8 +14,8 @@ class Backend(Protocol):
     granularity: int  #: bytes; sizes and offsets of chunks are multiples of it
     chunk: int  #: bytes; the heap grows by at least this much
     span: int  #: bytes of address range for each rank: what a heap can grow to
-    to_be_tried: bool  #: ``refuse`` cannot tell whether a peer's memory can be mapped: mapping it shows
-    over_pcie: bool  #: a peer's memory is reached over PCIe, as ``refuse`` has found
+    to_be_tried: bool = False  #: ``refuse`` cannot tell if a peer's memory can be mapped: mapping it shows
+    over_pcie: bool = False  #: a peer's memory is reached over PCIe, as ``refuse`` has found
 
     def identity(self) -> dict[str, Any]:
         """What the other ranks need to know of this one to judge whether memory can be shared (JSON)."""
@@ -44,8 +44,8 @@ class Backend(Protocol):
     def unmap(self, address: int, size: int) -> None: ...
 
     def drop(self, handle: Any) -> None:
-        """Give up a handle; the memory lives on while it is mapped somewhere."""
-        ...
+        """Give up a handle; the memory lives on while it is mapped somewhere. A descriptor is its holder's to close."""
+        return
 
     def zero(self, address: int, size: int) -> None:
         """Fill with zeros and return when that is done, also while a CUDA graph is being captured."""
@@ -53,11 +53,11 @@ class Backend(Protocol):
 
     def quiesce(self) -> bool:
         """Wait until this rank's queued work is done; False where that is not possible now (capture)."""
-        ...
+        return True
 
     def new_record(self) -> torch.Tensor | None:
         """Host memory of 8 int64 that a kernel can write to when a wait expires; None where none is needed."""
-        ...
+        return None
 
 
 def tensor_over(address: int, size: int, device: torch.device, owner: object) -> Any:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .base import Backend
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [
@@ -25,14 +27,13 @@ _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-class HostBackend:
+class HostBackend(Backend):
     """The twin of ``VmmBackend`` without a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.granularity = mmap.ALLOCATIONGRANULARITY
         self.chunk = 8 << 20
-        self.to_be_tried = self.over_pcie = False
         self.span = 64 << 30
 
     def identity(self) -> dict[str, Any]:
@@ -54,15 +55,7 @@ class HostBackend:
         _libc.munmap(address, size)
 
     def create(self, size: int) -> tuple[int, int]:
-        fd = os.memfd_create("weft", os.MFD_CLOEXEC)
-        try:
-            # Take the pages now: a full machine is then an error here and no SIGBUS at the first store.
-            os.posix_fallocate(fd, 0, size)
-        except BaseException as e:
-            os.close(fd)
-            if isinstance(e, OSError):
-                raise OSError(e.errno, f"no shared memory for {size} bytes: {e.strerror}") from e
-            raise  # Ctrl-C: this takes its time
+        fd = shared_memory(size)
         return fd, fd
 
     def adopt(self, fd: int, size: int) -> int:
@@ -79,17 +72,22 @@ class HostBackend:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         _mmap(address, size, 0, flags, -1, f"cannot unmap {size} bytes")
 
-    def drop(self, handle: int) -> None:
-        pass  # the descriptor is the handle, and whoever holds it closes it
-
     def zero(self, address: int, size: int) -> None:
         ctypes.memset(address, 0, size)
 
-    def quiesce(self) -> bool:
-        return True
 
-    def new_record(self) -> None:
-        return None
+def shared_memory(size: int) -> int:
+    """Memory in a file of no name, as a descriptor."""
+    fd = os.memfd_create("weft", os.MFD_CLOEXEC)
+    try:
+        # Take the pages now: a full machine is then an error here and no SIGBUS at the first store.
+        os.posix_fallocate(fd, 0, size)
+    except BaseException as e:
+        os.close(fd)
+        if isinstance(e, OSError):
+            raise OSError(e.errno, f"no shared memory for {size} bytes: {e.strerror}") from e
+        raise  # Ctrl-C: this takes its time
+    return fd
 
 
 def map_file(fd: int, size: int) -> int:

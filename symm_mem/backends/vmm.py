@@ -6,21 +6,24 @@ multicast is not used anywhere.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from uuid import UUID
 
 import torch
 from cuda.bindings import driver
 
 from ..forks import finalize
 from ..switches import is_on
+from .base import Backend
 from .host import host_identity, refuse_hosts
-from .nvml import are_joined_by_nvlink
 
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _FORBIDDEN_BY_CAPTURE = range(900, 910)  # CUresult: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and those after it
+_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
 _POOL = 32  # streams of each priority that torch hands out in turn
 # What must be equal among a group's GPUs, and its name in messages.
 _ALIKE = {
@@ -89,7 +92,7 @@ def _destroy_stream(handle: Any) -> None:
         driver.cuStreamDestroy(handle)
 
 
-class VmmBackend:
+class VmmBackend(Backend):
     """The twin of ``HostBackend`` on NVIDIA GPUs."""
 
     def __init__(self, device: torch.device) -> None:
@@ -108,7 +111,6 @@ class VmmBackend:
         minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         self.granularity = check_driver(driver.cuMemGetAllocationGranularity(self._prop, minimum))
         self.chunk = 32 << 20
-        self.to_be_tried = self.over_pcie = False
         total = torch.cuda.get_device_properties(self.device).total_memory
         self.span = -(-total // (1 << 30)) << 30
         self._side = own_stream(self, self.device)
@@ -260,6 +262,27 @@ def refuse_unlike(ranks: list[dict[str, Any]]) -> str | None:
             if (found := identity[what]) != first:
                 return f"the GPU of rank {rank} has {found} {named}, that of rank 0 has {first}"
     return None
+
+
+def are_joined_by_nvlink(gpu: str, other: str) -> bool:
+    """Whether NVLink joins two GPUs of this host, named by the hexadecimal digits of their UUIDs, one of which
+    CUDA_VISIBLE_DEVICES may hide from CUDA; False where NVML does not know it."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    if nvml.nvmlInit_v2() != 0:
+        return False
+    try:
+        handles = ctypes.c_void_p(), ctypes.c_void_p()
+        for uuid, handle in zip((gpu, other), handles, strict=True):
+            if nvml.nvmlDeviceGetHandleByUUID(f"GPU-{UUID(uuid)}".encode(), ctypes.byref(handle)) != 0:
+                return False
+        status = ctypes.c_int()
+        said = nvml.nvmlDeviceGetP2PStatus(*handles, _NVLINK, ctypes.byref(status))
+        return said == 0 and status.value == 0
+    finally:
+        nvml.nvmlShutdown()
 
 
 def memory_of(device: Any) -> dict[str, int]:

@@ -17,20 +17,19 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from io import FileIO
-from typing import NamedTuple
 
 from .. import forks
 from ..errors import WeftError, describe
 from ..timeouts import get_timeout
 from .rendezvous import Rendezvous
 
-_SLICE = 0.1  # seconds: how often a giver looks whether it is still wanted
+_SLICE = 0.1  # seconds: how often a giver looks whether it is still wanted, or has files again
 _STRANGER = 2.0  # seconds that whoever connects may take to show the secret
 _AT_ONCE = 250  # descriptors in one message: the kernel takes 253
 _WAITING = 128  # connections that an offer has wait
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ECONNABORTED)  # what an offer that lasts outlives
 
 
 def exchange(rendezvous: Rendezvous, fd: int, secret: str) -> list[int]:
@@ -51,117 +50,60 @@ def exchange_many(rendezvous: Rendezvous, fds: list[int], secret: str, counts: l
     """
     if rendezvous.world_size == 1:
         return [fds]
-    server: socket.socket | None = None
-    name, problem = _new_name(), None
+    offer: Offer | None = None
+    problem: str | None = None
     try:
         try:
-            server = _listening(name, 2 * rendezvous.world_size)
-        except OSError as e:
+            offer = Offer(fds, secret)
+        except Exception as e:
             problem = describe(e)
-        posts = rendezvous.gather("hand out memory", [name, problem])
+        posts = rendezvous.gather("hand out memory", [offer and offer.name, problem])
         rendezvous.refuse("hand out memory", [post[1] for post in posts])
-        assert server is not None
-        give = _Give(fds, secret, [post[0] for post in posts], counts)
-        return _exchange(rendezvous, server, give)
+        assert offer is not None
+        return _exchange(
+            rendezvous, offer, fds, secret, [(post[0], n) for post, n in zip(posts, counts, strict=True)]
+        )
     finally:
-        if server is not None:
-            server.close()
+        if offer is not None:
+            offer.close()
 
 
-class _Give(NamedTuple):
-    """What this rank gives, and where it finds how many of each rank."""
-
-    fds: list[int]
-    secret: str
-    names: list[str]
-    counts: list[int]
-
-
-def _exchange(rendezvous: Rendezvous, server: socket.socket, give: _Give) -> list[list[int]]:
+def _exchange(
+    rendezvous: Rendezvous, offer: Offer, fds: list[int], secret: str, others: list[tuple[str, int]]
+) -> list[list[int]]:
+    """``others``: of each rank the offer's name, and how many it gives."""
     deadline = time.monotonic() + get_timeout(rendezvous.group_name)
     taken: list[list[int]] = []
     problem: str | None = None
     try:
-        with _giving(server, give.fds, give.secret) as refused:
-            try:
-                for rank, (name, count) in enumerate(zip(give.names, give.counts, strict=True)):
-                    if rank == rendezvous.rank:
-                        taken.append(give.fds)
-                    else:
-                        taken.append(_take(rank, name, give.secret, deadline, count))
-            except Exception as e:
-                problem = describe(e)
-            # Nobody stops giving before all have taken.
-            rendezvous.report_outcome("hand out memory", refused[0] if refused else problem)
+        try:
+            for rank, (name, count) in enumerate(others):
+                taken.append(fds if rank == rendezvous.rank else _take(rank, name, secret, deadline, count))
+        except Exception as e:
+            problem = describe(e)
+        # Nobody stops giving before all have taken.
+        rendezvous.report_outcome("hand out memory", next(iter(offer.problems), problem))
+        offer.close()
     except BaseException:  # also Ctrl-C while the giving comes to its end
-        close_fds([fd for fds in taken if fds is not give.fds for fd in fds])
+        close_fds([fd for got in taken if got is not fds for fd in got])
         raise
     return taken
 
 
-@contextmanager
-def _giving(server: socket.socket, fds: list[int], secret: str) -> Iterator[list[str]]:
-    """Inside the body a thread gives ``fds`` to whoever may have it. The list says why it could not go on, if so."""
-    stop = threading.Event()
-    refused: list[str] = []
-    giver = threading.Thread(
-        target=_give, args=(server, fds, secret, stop, refused), name="weft-give", daemon=True
-    )
-    giver.start()
+def _take(rank: int, name: str, secret: str, deadline: float, count: int) -> list[int]:
     try:
-        yield refused
-    finally:
-        stop.set()
-        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-            stranger.setblocking(False)
-            stranger.connect(server.getsockname())
-        giver.join()  # it looks at `stop` between strangers
-
-
-def _give(
-    server: socket.socket, fds: list[int], secret: str, stop: threading.Event, refused: list[str]
-) -> None:
-    server.settimeout(_SLICE)
-    while not stop.is_set():
-        try:
-            connection, _ = server.accept()
-        except TimeoutError:
-            continue
-        except OSError as e:
-            refused.append(describe(e))
-            server.close()  # waiting connections fail at once
-            return
-        with connection, suppress(OSError):
-            if _knows(connection, secret, stop):
-                for at in range(0, len(fds), _AT_ONCE):
-                    socket.send_fds(connection, [b"."], fds[at : at + _AT_ONCE])
-
-
-def _knows(connection: socket.socket, secret: str, stop: threading.Event) -> bool:
-    return _same_user(connection) and hmac.compare_digest(
-        _read_exactly(connection, len(secret), stop), secret.encode()
-    )
-
-
-def _take(rank: int, name: str, secret: str, deadline: float, count: int = 1) -> list[int]:
-    try:
-        return take_many(f"rank {rank}", name, secret, max(0.001, deadline - time.monotonic()), count)
+        return take(f"rank {rank}", name, secret, max(0.001, deadline - time.monotonic()), count)
     except TimeoutError:
         raise WeftError(f"rank {rank} did not hand over its descriptor in time") from None
 
 
-def take(who: str, name: str, secret: str, seconds: float) -> int:
-    """The descriptor that ``who`` gives at the socket ``name``.
+def take(who: str, name: str, secret: str, seconds: float, count: int = 1) -> list[int]:
+    """The ``count`` descriptors that ``who`` offers at the socket ``name``.
 
     Raises:
-        TimeoutError: it was not given in so many seconds.
-        WeftError: it was refused, or nobody is there.
+        TimeoutError: they were not given in so many seconds.
+        WeftError: they were refused, or nobody is there.
     """
-    return take_many(who, name, secret, seconds, 1)[0]
-
-
-def take_many(who: str, name: str, secret: str, seconds: float, count: int) -> list[int]:
-    """The same of ``count`` descriptors."""
     taken: list[int] = []
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -188,21 +130,26 @@ def take_many(who: str, name: str, secret: str, seconds: float, count: int) -> l
 
 
 class Offer:
-    """A file that is given to each who asks for it, until the offer is closed or nobody keeps it any more.
+    """Descriptors that are given to each who asks for them, until the offer is closed or nobody keeps it any more.
 
-    Each gets an open file description of its own, as ``flock`` needs it, that ends with the process that has it.
+    Args:
+        lasting: each gets an open file description of its own of the first one, as ``flock`` needs it, that ends with
+            the process that has it; and who asks while this process has no file left is given it later.
 
     Attributes:
         name: the socket's, for ``take``.
+        problems: why nothing is given any more, if so.
     """
 
-    def __init__(self, fd: int, secret: str) -> None:
-        self.name = _new_name()
+    def __init__(self, fds: list[int], secret: str, *, lasting: bool = False) -> None:
+        self.name = f"weft-{secrets.token_hex(16)}"
+        self.problems: list[str] = []
         # None of the descriptions that are given is that of `fd`, whose locks a forked child must not keep.
-        source = FileIO(f"/proc/self/fd/{fd}")
-        server, stop = _listening(self.name, _WAITING), threading.Event()
+        source = FileIO(f"/proc/self/fd/{fds[0]}") if lasting else None
+        server, stop = _listening(self.name), threading.Event()
+        given = fds if source is None else source.fileno()
         thread = threading.Thread(
-            target=_offer, args=(server, source.fileno(), secret, stop), name="weft-offer", daemon=True
+            target=_give, args=(server, given, secret, stop, self.problems), name="weft-give", daemon=True
         )
         self._end = weakref.finalize(self, _end_offer, forks.pid, server, source, stop, thread)
         self._end.atexit = False
@@ -213,30 +160,46 @@ class Offer:
         self._end()
 
 
-def _offer(server: socket.socket, fd: int, secret: str, stop: threading.Event) -> None:
+def _give(
+    server: socket.socket, given: list[int] | int, secret: str, stop: threading.Event, problems: list[str]
+) -> None:
+    """``given``: the descriptors, or that of a file of which each who asks gets a description of its own."""
+    lasting = isinstance(given, int)
     while not stop.is_set():
         try:
             connection, _ = server.accept()
         except OSError as e:
-            if stop.wait(_SLICE) or e.errno not in (
-                errno.EMFILE,
-                errno.ENFILE,
-                errno.ENOMEM,
-                errno.ECONNABORTED,
-            ):
-                return
-            continue
+            if stop.is_set() or (lasting and e.errno in _PASSING and not stop.wait(_SLICE)):
+                continue
+            problems.append(describe(e))
+            server.close()  # waiting connections fail at once
+            return
         with connection, suppress(OSError):
             if _knows(connection, secret, stop):
-                own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-                try:
-                    socket.send_fds(connection, [b"."], [own])
-                finally:
-                    os.close(own)
+                _send(connection, given)
+
+
+def _send(connection: socket.socket, given: list[int] | int) -> None:
+    if isinstance(given, int):
+        with FileIO(f"/proc/self/fd/{given}", "r+") as own:
+            socket.send_fds(connection, [b"."], [own.fileno()])
+        return
+    for at in range(0, len(given), _AT_ONCE):
+        socket.send_fds(connection, [b"."], given[at : at + _AT_ONCE])
+
+
+def _knows(connection: socket.socket, secret: str, stop: threading.Event) -> bool:
+    return _same_user(connection) and hmac.compare_digest(
+        _read_exactly(connection, len(secret), stop), secret.encode()
+    )
 
 
 def _end_offer(
-    owner: int, server: socket.socket, source: FileIO, stop: threading.Event, thread: threading.Thread
+    owner: int,
+    server: socket.socket,
+    source: FileIO | None,
+    stop: threading.Event,
+    thread: threading.Thread,
 ) -> None:
     stop.set()
     if owner == forks.pid:  # a child has no such thread, and the socket is its parent's, too
@@ -245,18 +208,15 @@ def _end_offer(
         if thread is not threading.current_thread() and thread.ident is not None:
             thread.join()
     server.close()
-    source.close()
+    if source is not None:
+        source.close()
 
 
-def _new_name() -> str:
-    return f"weft-{secrets.token_hex(16)}"
-
-
-def _listening(name: str, waiting: int) -> socket.socket:
+def _listening(name: str) -> socket.socket:
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         server.bind(f"\0{name}".encode())
-        server.listen(waiting)
+        server.listen(_WAITING)
     except BaseException:
         server.close()
         raise

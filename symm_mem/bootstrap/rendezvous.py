@@ -238,15 +238,12 @@ class Rendezvous:
         self._owner.refuse_child(what)
         return StoreQuestions(self._store.get(what), what, self.group_name, self.rank)
 
-    def agree(self, what: str, value: dict[str, Any]) -> None:
-        """Every rank must come with the same ``value``.
+    def check_equal(self, what: str, values: list[dict[str, Any]]) -> None:
+        """All ranks must have come with the same value.
 
         Raises:
             RankMismatch: on every rank, naming the first rank that differs from rank 0 and both values.
         """
-        self.check_equal(what, self.gather(what, value))
-
-    def check_equal(self, what: str, values: list[dict[str, Any]]) -> None:
         for rank, value in enumerate(values):
             if value != values[0]:
                 raise RankMismatch(what, self.group_name, rank, _text(value), _text(values[0]))

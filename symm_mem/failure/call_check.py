@@ -18,15 +18,14 @@ import torch.distributed as dist
 
 from ..call_cache import invalidate_calls
 from ..call_site import call_site, text
-from ..errors import RankMismatch
 from ..switches import is_on
 from .fault import fault_of
-from .rank_pages import FIRST, RankPages
+from .rank_pages import RankPages
 
 if TYPE_CHECKING:
     from ..heap.heap import Heap
 
-_PLACE = 4096  #: bytes of a text, with its digest in front
+_PLACE = 4096  # bytes of a text, with its digest in front
 _DIGEST = 16
 
 _on: bool | None = None
@@ -97,28 +96,24 @@ def set_checked(on: bool) -> None:
 
 def call_check_of(heap: Heap) -> CallCheck:
     """The heap's call check; made by all ranks together at the first call."""
-    with heap.lock:
-        if heap.call_check is None:
-            with heap.rendezvous.poison_on_error("make the call check"):
-                heap.call_check = CallCheck(heap)
-        return heap.call_check
+    return heap.make_once("call_check", CallCheck, "make the call check")
 
 
 class CallCheck:
     """The pages of one group's ranks."""
 
     def __init__(self, heap: Heap) -> None:
-        self._rank, self._group, self._lock = heap.rank, heap.group_name, heap.lock
-        self._fault = fault_of(heap)
-        self._pages = RankPages(heap, 2 * _PLACE, "the call check")
-        self._count = self._calls = 0
+        self._lock, self._fault = heap.lock, fault_of(heap)
+        self._pages = RankPages(heap, 2, _PLACE, ("the call check", "its count of checked calls"))
+        self._calls = 0
         #: Ops of which a call was compared: the same on all ranks.
         self.compared: set[str] = set()
+        heap.users.add(self)
 
     def reset_state(self) -> None:
         """Count from 0 again: the heap is being reset."""
         self.compared.clear()
-        self._count = self._calls = self._pages.own_count.value = 0
+        self._calls = 0
 
     def compare(
         self, op: str, said: str, remark: str = "", *, begins: bool = True, what: str | None = None
@@ -136,32 +131,11 @@ class CallCheck:
             RankMismatch: on every rank, naming the first rank that differs from rank 0.
             PeerTimeout: a rank did not come, or has posted an abort notice; until the group is reset.
         """
-        site = text(call_site())
-        where = f" at {site}" if site else ""
+        where = f" at {site}" if (site := text(call_site())) else ""
         with self._lock:
             self._fault.raise_if_broken(op)
             self._calls += begins
             digest = hashlib.blake2b(said.encode(), digest_size=_DIGEST).digest()
-            shown = f"{said}{remark}{where}".encode()[: _PLACE - _DIGEST - 2]
             with self._fault.whole(op):  # the others may take this rank to make the call
-                entries = self._post(op, digest + len(shown).to_bytes(2, "little") + shown, site)
-            first = entries[0]
-            for rank, entry in enumerate(entries):
-                if entry[:_DIGEST] != first[:_DIGEST]:
-                    raise RankMismatch(
-                        what or f"call {self._calls}", self._group, rank, _shown(entry), _shown(first)
-                    )
-
-    def _post(self, op: str, entry: bytes, site: str | None) -> list[bytes]:
-        self._count += 1
-        count = self._count & 0xFFFFFFFF
-        at, pages = FIRST + (count & 1) * _PLACE, self._pages
-        pages.own[at : at + len(entry)] = entry
-        pages.own_count.value = count
-        flag = "its count of checked calls"
-        return [page[at : at + _PLACE] for page in pages.counted(op, count, flag, site)]
-
-
-def _shown(entry: bytes) -> str:
-    length = int.from_bytes(entry[_DIGEST : _DIGEST + 2], "little")
-    return entry[_DIGEST + 2 : _DIGEST + 2 + length].decode(errors="replace")
+                self._pages.post(digest + f"{said}{remark}{where}".encode())
+                self._pages.compare(op, what or f"call {self._calls}", _DIGEST)

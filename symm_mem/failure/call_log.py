@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -32,23 +32,21 @@ class TimedName(str):
 
 
 class CallLog:
-    """The calls on one workspace, by buffer and epoch; of LL exchanges, by block and epoch.
+    """The calls on one workspace, by what counts its epochs there: a buffer, or of LL exchanges a block.
 
     Args:
         timeout: the deadline that a call begins with.
         replayed: the calls are those of a captured graph, whose replays repeat them.
     """
 
-    def __init__(self, buffers: int, timeout: Callable[[], float], replayed: bool) -> None:
+    def __init__(self, timeout: Callable[[], float], replayed: bool) -> None:
         self.op = "a call"
         self._timeout = timeout
         self._captured_timeout = 0.0
         self.last_site: Site | None = None
         self.replayed = replayed
-        self._kept: list[deque[tuple[str, Site | None]]] = [deque(maxlen=_KEPT) for _ in range(buffers)]
-        self._epochs = [0] * buffers
-        self._pushed: deque[tuple[str, Site | None, Grids]] = deque(maxlen=_KEPT)
-        self._launched: dict[Grids, int] = {}  # how often, all in all
+        self._kept: deque[tuple[str, Site | None, int | Grids]] = deque(maxlen=_KEPT)
+        self._times: defaultdict[int | Grids, int] = defaultdict(int)  # how often, all in all
 
     @property
     def site(self) -> str | None:
@@ -59,8 +57,7 @@ class CallLog:
         """A call. ``grids``: blocks of each of its LL exchanges. A launch is an epoch of every block that it has."""
         self.op, self.last_site = op, site
         if grids:
-            self._pushed.append((op, site, grids))
-            self._launched[grids] = self._launched.get(grids, 0) + 1
+            self.takes(grids)
         if self.replayed:
             self._captured_timeout = self._timeout()
 
@@ -69,47 +66,35 @@ class CallLog:
         """The deadline; of a captured graph the one that it was captured with."""
         return self._captured_timeout or self._timeout()
 
-    def takes(self, buffer: int) -> None:
-        """The call that began last takes a buffer."""
-        self._epochs[buffer] += 1
-        self._kept[buffer].append((self.op, self.last_site))
+    def takes(self, what: int | Grids) -> None:
+        """The call that began last takes a buffer, or so many blocks with each of its launches."""
+        self._times[what] += 1
+        self._kept.append((self.op, self.last_site, what))
 
-    def find(self, buffer: int | None, epoch: int) -> tuple[str, str | None]:
-        """Op and site of epoch ``epoch`` of a buffer, the first one being 1; of the last call if that is not known."""
-        if buffer is not None and (epochs := self._epochs[buffer]):
-            back = self._back(epoch, epochs)
-            kept = self._kept[buffer]
-            if 1 <= back <= len(kept):
-                op, site = kept[-back]
-                return op, text(site)
-        return self.op, self.site
-
-    def find_push(self, block: int, epoch: int) -> tuple[str, str | None]:
-        """The same of an epoch of a block's slots."""
-        if epochs := sum(times * _epochs_of(grids, block) for grids, times in self._launched.items()):
-            back = self._back(epoch, epochs)
-            for op, site, grids in reversed(list(self._pushed)) if back >= 1 else ():
-                back -= _epochs_of(grids, block)
+    def find(self, counter: int | None, epoch: int) -> tuple[str, str | None]:
+        """Op and site of epoch ``epoch`` of a buffer or block, the first one being 1; of the last call if that is not
+        known."""
+        if counter is not None and (
+            epochs := sum(times * _epochs_of(what, counter) for what, times in self._times.items())
+        ):
+            # How many epochs ago; 1: it is the newest.
+            back = epochs - ((epoch - 1) % epochs if self.replayed else epoch - 1)
+            for op, site, what in reversed(list(self._kept)) if back >= 1 else ():
+                back -= _epochs_of(what, counter)
                 if back <= 0:
                     return op, text(site)
         return self.op, self.site
 
-    def _back(self, epoch: int, epochs: int) -> int:
-        """How many epochs ago epoch ``epoch`` was, of ``epochs``; 1: it is the newest."""
-        return epochs - ((epoch - 1) % epochs if self.replayed else epoch - 1)
-
     def reset_state(self) -> None:
         """Epochs count from 0 again. A captured graph keeps its calls."""
         if not self.replayed:
-            self._epochs = [0] * len(self._epochs)
-            for kept in self._kept:
-                kept.clear()
-            self._pushed.clear()
-            self._launched.clear()
+            self._kept.clear()
+            self._times.clear()
 
 
-def _epochs_of(grids: Grids, block: int) -> int:
-    return sum(block < grid for grid in grids)
+def _epochs_of(what: int | Grids, counter: int) -> int:
+    """Of a buffer or block, in a call that takes ``what``."""
+    return int(what == counter) if isinstance(what, int) else sum(counter < grid for grid in what)
 
 
 class _Taken(Protocol):

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +25,8 @@ from ..call_site import call_site, text
 from ..errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
 from ..layout import WORD
 from ..switches import is_on
+from ..timeouts import get_timeout
+from .spin_wait import PeerLiveness, spin
 
 if TYPE_CHECKING:
     from ..heap.heap import Heap
@@ -111,14 +113,9 @@ class Fault:
         name, site, flag, seconds, blames = "a call", None, f"word {word}", 0.0, None
         if record.workspace in self._places:
             layout, calls = self._places[record.workspace]
-            buffer_of: Any = getattr(layout, "buffer_of", None)
-            block_of: Any = getattr(layout, "block_of", None)
             # A wait for memory to become free expects the count of the epoch before.
             epoch = expected + (record.kind == _WAIT_FREE)
-            if block_of is not None:
-                name, site = calls.find_push(block_of(word), epoch)
-            else:
-                name, site = calls.find(buffer_of and buffer_of(word), epoch)
+            name, site = calls.find(layout.counter_of(word), epoch)
             flag, seconds = layout.describe(word), getattr(name, "seconds", calls.seconds)
         if record.kind == _ABORTED:  # nothing was waited for; what it says is 1 + the rank that it blames
             flag, expected, seconds, blames = f"abort notice of rank {peer}", 0, 0.0, seen - 1
@@ -156,6 +153,32 @@ class Fault:
             self.breaks(CallAbandoned(op, heap.group_name, heap.rank, describe(e), site))
             raise
 
+    def wait_until(
+        self,
+        address: int,
+        expected: int,
+        peer: int,
+        about: Callable[[float], PeerWait],
+        *,
+        exactly: bool = False,
+    ) -> None:
+        """A rank's host waits until the word at ``address``, which ``peer`` writes, has reached ``expected``.
+
+        Args:
+            about: the wait, when it has taken so many seconds.
+            exactly: as for ``spin``.
+
+        Raises:
+            PeerTimeout: the rank does not come, has ended or has posted an abort notice. It breaks the group.
+            WeftError: another wait, or another thread, has broken the group meanwhile.
+        """
+        heap = self._heap
+        liveness = PeerLiveness(heap.rendezvous.processes[peer], self._abort_notice(peer), about)
+        timeout = get_timeout(heap.group_name)
+        outcome = spin(address, expected, timeout, liveness, self.raise_if_broken, exactly=exactly)
+        if outcome is not None:
+            raise self.breaks(PeerTimeout(about(outcome.seconds), outcome)).again()
+
     def causes(self, seconds: float) -> str:
         """Why a rank may not have come to a call for so long, as far as this one can say."""
         said = "" if is_on("WEFT_CHECK") else ": WEFT_CHECK=1 names the first one that differs"
@@ -169,9 +192,11 @@ class Fault:
             text += "the calls of all threads"
         return text
 
-    def abort_notice(self, peer: int) -> int | None:
-        """Address of the local word for the abort notice of ``peer``; None if it has none."""
-        return self.address + WORD * (self.ABORT_NOTICE + peer) if peer < self.MAX_ABORT_NOTICES else None
+    def _abort_notice(self, peer: int) -> int | None:
+        """Address of the local word for the abort notice of ``peer``; None if it has none that the host can read."""
+        if self._record is not None or peer >= self.MAX_ABORT_NOTICES:
+            return None
+        return self.address + WORD * (self.ABORT_NOTICE + peer)
 
     def reset_state(self) -> None:
         """Back to the initial state: the heap is being reset, and the words are zero on every rank."""
@@ -192,7 +217,4 @@ def refuse_if_broken(heap: Heap) -> None:
 
 def fault_of(heap: Heap) -> Fault:
     """The heap's; all ranks make it together, with the first memory that counts."""
-    with heap.lock:
-        if heap.fault is None:
-            heap.fault = Fault(heap)
-        return heap.fault
+    return heap.make_once("fault", Fault, "make the words of a fault")

@@ -24,14 +24,6 @@ def reached(seen: int, expected: int) -> bool:
     return (seen - expected) & 0xFFFFFFFF < 0x80000000
 
 
-class Expired(Exception):
-    """What ``spin`` saw last, at the deadline or earlier; callers make a PeerTimeout of it."""
-
-    def __init__(self, outcome: WaitOutcome) -> None:
-        super().__init__(outcome)
-        self.outcome = outcome
-
-
 @dataclass(frozen=True, slots=True)
 class PeerLiveness:
     """How a wait learns that the rank that it waits for will not come, and what it says until then.
@@ -39,12 +31,12 @@ class PeerLiveness:
     Attributes:
         process: that rank's; once it has ended nobody waits for it.
         abort_notice: address of the word in which that rank says that it takes no further part: 1 + whom it blames.
-        about: the wait, for a warning of a rank that is late.
+        about: the wait after so many seconds, for a warning of a rank that is late.
     """
 
     process: dict[str, Any] | None
     abort_notice: int | None
-    about: Callable[[], PeerWait] | None = None
+    about: Callable[[float], PeerWait] | None = None
 
 
 def spin(
@@ -55,7 +47,7 @@ def spin(
     give_up: Callable[[], None] | None = None,
     *,
     exactly: bool = False,
-) -> None:
+) -> WaitOutcome | None:
     """Wait until the word at a CPU address has reached ``expected``.
 
     Args:
@@ -64,8 +56,8 @@ def spin(
         give_up: called now and then; what it raises ends the wait.
         exactly: it is waited for itself: the word cannot be past it, and may be as old as one that is.
 
-    Raises:
-        Expired: the deadline has passed, or the word is not there and its writer has ended or posted an abort notice.
+    Returns:
+        None; or what was seen last, where the deadline has passed, or the writer has ended or posted an abort notice.
     """
     word = ctypes.c_uint32.from_address(address)
     begin = look = 0.0
@@ -75,16 +67,16 @@ def spin(
     while True:
         for _ in range(_SPINS):
             if there(word.value, expected):
-                return
+                return None
         now = time.monotonic()
         if ended or blames:
-            raise Expired(WaitOutcome(word.value, now - begin, ended, None if ended else blames - 1))
+            return WaitOutcome(word.value, now - begin, ended, None if ended else blames - 1)
         if give_up is not None:
             give_up()
         if not begin:
             begin, look = now, now + _LOOK
         elif now - begin > timeout:
-            raise Expired(WaitOutcome(word.value, timeout))
+            return WaitOutcome(word.value, timeout)
         # The peer may have written the word just before it went: look at that once more.
         elif notice is not None and notice.value:
             blames = notice.value
@@ -93,7 +85,7 @@ def spin(
             look = now + _LOOK
         if not warned and now - begin > errors.SILENT:
             assert peer.about is not None
-            errors.name_late_rank(peer.about(), now - begin)
+            errors.name_late_rank(peer.about(now - begin), now - begin)
             warned = True
         if now - begin < _YIELDING:
             os.sched_yield()

@@ -1,9 +1,9 @@
 """Stream memory operations whose waits end.
 
 A stream's wait for a word cannot be given a deadline. So a thread watches the pending ones. When a deadline passes,
-which counts from when the stream has reached the wait, it reports the expiry to the caller, sets the word by which
-kernels know that their input is invalid (fault.py), and writes the awaited count itself, so that the stream goes on and
-the context stays usable. One thread for each heap, and only while a wait is pending.
+which counts from when the stream has reached the wait, it breaks the group, sets the word by which kernels know that
+their input is invalid (fault.py), and writes the awaited count itself, so that the stream goes on and the context stays
+usable. One thread for each heap, and only while a wait is pending.
 """
 
 from __future__ import annotations
@@ -11,24 +11,19 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
 from .. import errors
-from ..errors import PeerWait, WaitOutcome
+from ..errors import PeerTimeout, PeerWait, WaitOutcome
+from ..layout import WORD
+from .fault import Fault
 from .spin_wait import reached
 
 if TYPE_CHECKING:
     from ..heap.heap import Heap
-
-# Called with an expired wait's outcome, the word's value and the seconds waited; and the wait, which a warning names
-# before it expires.
-Expiry: TypeAlias = tuple[Callable[[WaitOutcome], object], PeerWait]
-# Address, and what is written there.
-Word: TypeAlias = tuple[int, int]
 
 _PERIOD = 0.02  # seconds between two looks
 
@@ -37,10 +32,10 @@ _PERIOD = 0.02  # seconds between two looks
 class _Wait:
     begins: torch.cuda.Event  # after all that the stream does before
     ends: torch.cuda.Event | None  # None: it is being put on the stream, or an exception came meanwhile
-    awaited: Word
+    awaited: tuple[int, int]  # address, and what is to be there
     timeout: float
-    expiry: Expiry
-    broken: Word
+    fault: Fault
+    about: PeerWait
     begun: float | None = None  # when the stream has come to it
     warned: bool = False
 
@@ -77,8 +72,8 @@ class StreamWatchdog:
         # The default flag orders everything earlier in the stream before the word, for the whole system.
         self._call(self._driver.cuStreamWriteValue32(self._stream(), address, value, 0))
 
-    def wait(self, address: int, value: int, timeout: float, expiry: Expiry, broken: Word) -> None:
-        """``broken``: what is written if the deadline passes, before the stream goes on.
+    def wait(self, address: int, value: int, timeout: float, fault: Fault, about: PeerWait) -> None:
+        """``fault``: what breaks if the deadline passes, before the stream goes on. ``about``: the wait, for errors.
 
         It is watched before it is put on the stream: whatever exception comes in between, it ends.
         """
@@ -86,7 +81,7 @@ class StreamWatchdog:
         begins, ends = torch.cuda.Event(), torch.cuda.Event()
         begins.record(stream)
         greater_or_equal = int(self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
-        wait = _Wait(begins, None, (address, value), timeout, expiry, broken)
+        wait = _Wait(begins, None, (address, value), timeout, fault, about)
         self._watch(wait)
         result = self._driver.cuStreamWaitValue32(stream.cuda_stream, address, value, greater_or_equal)
         try:
@@ -151,7 +146,7 @@ class StreamWatchdog:
                 wait.begun = now
             return False
         if not wait.warned and now - wait.begun > errors.SILENT:
-            errors.name_late_rank(wait.expiry[1], now - wait.begun)
+            errors.name_late_rank(wait.about, now - wait.begun)
             wait.warned = True
         return now - wait.begun > wait.timeout
 
@@ -161,8 +156,10 @@ class StreamWatchdog:
         self._call(self._driver.cuMemcpyDtoHAsync(ctypes.addressof(seen), late.awaited[0], 4, stream))
         self._call(self._driver.cuStreamSynchronize(stream))
         if not reached(seen.value, late.awaited[1]):
-            late.expiry[0](WaitOutcome(seen.value, late.timeout))
-            for address, value in (late.broken, late.awaited):
+            fault = late.fault
+            fault.breaks(PeerTimeout(late.about, WaitOutcome(seen.value, late.timeout)))
+            broken = fault.address + WORD * fault.BROKEN, 1 + late.about.peer
+            for address, value in (broken, late.awaited):
                 self._call(self._driver.cuMemsetD32Async(address, value, 1, stream))
         if late.ends is not None:
             late.ends.synchronize()

@@ -10,11 +10,13 @@ used again once every rank has dropped it. docs/protocol.md#allocation has the p
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses import FakeTensor
@@ -29,11 +31,12 @@ from ..call_cache import CachedDict
 from ..errors import HeapUnavailable, PeerTimeout, WeftError, describe
 from ..timeouts import ThreadLock, get_timeout, preparing_timeout
 from .captured import release_gone_graphs
-from .free_list import FreeList
-from .placement import Placement
-from .unmapping import HeapRange, unmap_gone_heaps, unmap_later
+from .mapped_range import MappedRange, close_later, close_what_is_gone
+from .placement import Placement, first_gap
 
 ALIGNMENT = 256
+T = TypeVar("T")
+_PARTS = ("fault", "call_check", "registrations")  # that all ranks make together, when they need them first
 
 
 @dataclass(eq=False)
@@ -85,7 +88,6 @@ class Heap:
         self.call_check: Any = None  #: of the checked mode
         self.registrations: Any = None  #: of tensors that lie elsewhere
         self._ready: set[Any] = set()
-        self._free = FreeList()
         self._blocks: dict[int, Placement] = {}  # by number: all that is not free
         self._falling: deque[int] = deque()  # dropped since the last allocation: finalizers run at any moment
         self._dropped: set[int] = set()
@@ -93,21 +95,20 @@ class Heap:
         self._quiesced: set[int] = set()
         self._number = 0
         self._chunks: list[tuple[int, int]] = []  # (offset, size)
-        unmap: list[Callable[[], Any]] = []
+        end: Callable[[], Any] | None = None
 
-        def reserve() -> int:
-            base = self.backend.reserve(self.span * self.world_size)
+        def reserve() -> None:
+            nonlocal end
+            self._range = MappedRange(self.backend, self.span * self.world_size)
             # The process's end unmaps everything anyway, and tensors may outlive this. A forked child has no driver.
-            where = HeapRange(self.backend, base, self.span, self.world_size, self._chunks)
-            unmap.append(forks.finalize(self, unmap_later, where))
-            return base
+            end = forks.finalize(self, close_later, self.backend, self._range.close)
 
         try:
-            self._base = self.rendezvous.run_on_all("reserve addresses", reserve)
+            self.rendezvous.run_on_all("reserve addresses", reserve)
             if self.backend.to_be_tried:
                 self._try_to_share()
         except BaseException:
-            for end in unmap:  # now: the error's traceback keeps this heap
+            if end is not None:  # now: the error's traceback keeps this heap
                 end()
             raise
 
@@ -122,7 +123,7 @@ class Heap:
 
     def address(self, rank: int) -> int:
         """Where rank's memory begins in this process."""
-        return self._base + rank * self.span
+        return self._range.base + rank * self.span
 
     def allocate(self, size: int, tag: str, *, zero: int = 0) -> Block:
         """``size`` bytes at the same offset on every rank. Collective; not for the hot path.
@@ -146,7 +147,7 @@ class Heap:
 
     def _allocate(self, size: int, tag: str, zero: int) -> Block:
         want = -(-size // ALIGNMENT) * ALIGNMENT
-        unmap_gone_heaps()
+        close_what_is_gone()
         release_gone_graphs(self.workspaces, self._quiesced)
         while self._falling:
             self._dropped.add(self._falling.popleft())
@@ -159,12 +160,11 @@ class Heap:
         for number in sorted(set.intersection(*(set(post[1]) for post in posts))):
             self._dropped.discard(number)
             self._quiesced.discard(number)
-            placed = self._blocks.pop(number)
-            self._free.give(placed.offset, placed.size)
-        if (offset := self._free.take(want)) is None:
-            self._grow(want - self._free.tail(self.capacity))
-            offset = self._free.take(want)
-            assert offset is not None
+            del self._blocks[number]
+        # The same on all ranks, which have the same blocks.
+        offset = first_gap(self._blocks.values(), want)
+        if (missing := offset + want - self.capacity) > 0:
+            self._grow(missing)
         self._number += 1
         block = Block(self, offset, want, self._number)
         weakref.finalize(block, self._falling.append, block.number)  # first: what is entered can be dropped
@@ -175,6 +175,20 @@ class Heap:
         # Nobody is given a block that a rank has not entered: a reset would take its memory away.
         self.rendezvous.gather("finish an allocation", None)
         return block
+
+    def make_once(self, part: str, make: Callable[[Heap], T], what: str) -> T:
+        """A part that all ranks make together when it is first needed.
+
+        Args:
+            part: the attribute that keeps it.
+            what: the step, for errors.
+        """
+        with self.lock:
+            if getattr(self, part) is None:
+                with self.rendezvous.poison_on_error(what):
+                    setattr(self, part, make(self))
+            made: T = getattr(self, part)
+            return made
 
     def held(self) -> list[Placement]:
         """All blocks but those that this rank has dropped."""
@@ -216,47 +230,41 @@ class Heap:
                 )
             return self.backend.create(size)
 
-        mine: tuple[int, Any] | None = None
+        mine: list[tuple[int, Any]] = []
         fds: list[int] = []
-        mapped: list[int] = []
         try:
-            try:
-                mine = create()
-                problem = None
-            except Exception as e:
-                problem = describe(e)
-            self.rendezvous.report_outcome(f"grow the heap by {size} bytes", problem)
-            assert mine is not None
-            fds = exchange(self.rendezvous, mine[0], self.secret)
+            # Entered before the ranks hear of each other: another one's problem must not leave it open.
+            self.rendezvous.run_on_all(f"grow the heap by {size} bytes", lambda: mine.append(create()))
+            ((own, handle),) = mine
+            fds = exchange(self.rendezvous, own, self.secret)
 
             def map_all() -> None:
                 for rank, fd in enumerate(fds):
-                    handle = mine[1] if rank == self.rank else self.backend.adopt(fd, size)
-                    try:
-                        address = self.address(rank) + start
-                        self.backend.map(address, handle, size)
-                        mapped.append(address)
-                    finally:
-                        if rank != self.rank:
-                            self.backend.drop(handle)
+                    address = self.address(rank) + start
+                    if rank == self.rank:
+                        self._range.map(address, handle, size)
+                    else:
+                        self._range.adopt(address, fd, size)
 
             self.rendezvous.run_on_all("map memory", map_all)
             self._enter_chunk(start, size)
         except BaseException:
             # What has been entered is there until a reset says otherwise.
             if (start, size) not in self._chunks:
-                for address in mapped:
-                    self.backend.unmap(address, size)
+                self._unmap(start, size)
             raise
         finally:
-            if mine is not None:  # mappings keep the memory
-                self.backend.drop(mine[1])
-                close_fds([*fds, mine[0]] if mine[0] not in fds else fds)
+            for own, handle in mine:  # mappings keep the memory
+                self.backend.drop(handle)
+                close_fds([*fds, own] if own not in fds else fds)
 
     def _enter_chunk(self, start: int, size: int) -> None:
         self._chunks.append((start, size))
         self.capacity += size
-        self._free.give(start, size)
+
+    def _unmap(self, start: int, size: int) -> None:
+        for rank in range(self.world_size):
+            self._range.unmap(self.address(rank) + start, size)
 
     def reset(self, here: Rendezvous, session: str) -> None:
         """Zero every word that ranks count in or wait for, on all ranks, and agree on what lies where. Collective.
@@ -273,37 +281,31 @@ class Heap:
             PeerTimeout: a rank did not come.
             WeftError: a rank could not zero its words, in the driver's words.
         """
-        held: list[Any] = []
         try:
-            with self.lock:
+            with self.lock, ExitStack() as held:
                 self.rendezvous.begin(session)
-                try:
-                    self._reset(here, held)
-                finally:
-                    for lock in held:
-                        lock.release()
+                self._reset(here, held)
         except BaseException as e:  # what is half-made is used by nobody until a reset has succeeded
             refused = self.rendezvous.abandon("reset", e)
             if self.fault is not None:
                 self.fault.breaks(refused)
             raise
 
-    def _reset(self, here: Rendezvous, held: list[Any]) -> None:
+    def _reset(self, here: Rendezvous, held: ExitStack) -> None:
         users = list(self.users)
         problem = self._quiesce(users, held)
         blocks = {str(number): list(placed) for number, placed in self._blocks.items()}
-        fault = None if self.fault is None else self.fault.block.number
         known = [*self._quiesced, *(workspace.block.number for workspace in self.workspaces.values())]
-        made = [self.call_check is not None, self.registrations is not None]
-        posts = here.gather("reset", [problem, blocks, self._chunks, self._number, fault, known, made])
+        made = [part for part in _PARTS if getattr(self, part) is not None]
+        had = None if self.registrations is None else self.registrations.had
+        posts = here.gather("reset", [problem, blocks, self._chunks, self._number, made, known, had])
         here.refuse("reset", [post[0] for post in posts])
-        if any(post[4] != fault for post in posts):
-            self.fault = None  # an error came while it was made, before there was anything that uses it
-        if not all(post[6][0] for post in posts):
-            self.call_check = None  # likewise
-        if not all(post[6][1] for post in posts):
-            self.registrations = None
+        for part in made:
+            if not all(part in post[4] for post in posts):
+                setattr(self, part, None)  # an error came while it was made: nothing uses it
         self._keep_what_all_have([post[1] for post in posts], [post[2] for post in posts])
+        if self.registrations is not None:
+            self.registrations.keep_what_all_have([post[6] for post in posts])
         # Of a workspace all ranks may have the block, and one of them gave up in the last step of making it.
         known_to_all = set.intersection(*(set(post[5]) for post in posts)) & self._blocks.keys()
         for key, workspace in list(self.workspaces.items()):
@@ -318,20 +320,18 @@ class Heap:
                     self.backend.zero(self.address(self.rank) + placed.offset, placed.zero)
             for user in users:
                 user.reset_state()
-            if self.call_check is not None:
-                self.call_check.reset_state()
 
         here.run_on_all("reset", zero)
 
-    def _quiesce(self, users: list[Any], held: list[Any]) -> str | None:
-        """Until nothing of this rank writes to a peer any more; or why not. ``held``: takes the locks."""
+    def _quiesce(self, users: list[Any], held: ExitStack) -> str | None:
+        """Until nothing of this rank writes to a peer any more; or why not. ``held``: releases the locks."""
         try:
             for user in users:
                 if (lock := getattr(user, "lock", None)) is not None:
                     # A thread in a call comes out of it: its waits are bounded.
                     if not lock.acquire(timeout=get_timeout(self.group_name)):
                         return "another thread is in a call"
-                    held.append(lock)
+                    held.callback(lock.release)
             if not self.backend.quiesce():
                 return "a CUDA graph is being captured"
         except Exception as e:
@@ -343,9 +343,8 @@ class Heap:
         common = 0
         while all(len(c) > common and c[common] == chunks[0][common] for c in chunks):
             common += 1
-        for start, size in self._chunks[common:]:
-            for rank in range(self.world_size):
-                self.backend.unmap(self.address(rank) + start, size)
+        for chunk in self._chunks[common:]:
+            self._unmap(*chunk)
         del self._chunks[common:]
         self.capacity = sum(size for _, size in self._chunks)
         self._blocks = {
@@ -354,14 +353,6 @@ class Heap:
             if all(b.get(str(number)) == list(placed) for b in blocks)
         }
         self._quiesced &= self._blocks.keys()
-        self._free = FreeList()
-        at = 0
-        for placed in sorted(self._blocks.values()):
-            if placed.offset > at:
-                self._free.give(at, placed.offset - at)
-            at = placed.offset + placed.size
-        if self.capacity > at:
-            self._free.give(at, self.capacity - at)
 
     def tensor(
         self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype, owner: object
@@ -370,12 +361,9 @@ class Heap:
         # Also in inference mode one that may be written outside of it: by a call that comes later.
         with torch.inference_mode(False):
             tensor = torch.empty(0, dtype=dtype, device=self.device)
-        strides, step, count = [], 1, 1
-        for n in reversed(shape):
-            strides.append(step)
-            step, count = step * max(1, n), count * n
-        storage = tensor_over(self.address(rank) + offset, count * dtype.itemsize, self.device, owner)
-        return tensor.set_(storage, 0, shape, strides[::-1])
+        size = math.prod(shape) * dtype.itemsize
+        storage = tensor_over(self.address(rank) + offset, size, self.device, owner)
+        return tensor.set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
 
 
 def heap_of(tensor: torch.Tensor) -> Block | None:

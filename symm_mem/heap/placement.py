@@ -1,7 +1,8 @@
-"""Where blocks lie, and what they are for."""
+"""Where blocks lie, what they are for, and where there is room for another one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -20,3 +21,13 @@ class Placement(NamedTuple):
             return "symm_mem.empty"
         kind, found, _ = self.tag.partition(" workspace ")
         return f"{kind} workspace" if found else self.tag.partition(" in ")[0]
+
+
+def first_gap(placed: Iterable[Placement], size: int) -> int:
+    """The offset of the first ``size`` bytes that are free, which may be behind all blocks."""
+    end = 0
+    for block in sorted(placed):
+        if block.offset - end >= size:
+            break
+        end = block.offset + block.size
+    return end

@@ -8,9 +8,7 @@ a tensor lies travel as file descriptors, as the heap's do, and a peer maps them
 from __future__ import annotations
 
 import ctypes
-from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from cuda.bindings import driver
 from .. import forks
 from ..backends.vmm import check_driver, relaxed_capture
 from ..bootstrap.fd_exchange import close_fds
+from ..heap.mapped_range import MappedRange, close_later
 from .local import Described, OwnSegments
 from .segments import Mapping, Segment
 
@@ -26,8 +25,6 @@ _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _ASKS = driver.CUpointer_attribute
 _STEP = 2 << 20  # bytes: physical allocations begin and end at multiples of it
 _IPC_BYTES = 64
-# What finalizers leave to be unmapped, as they must not call the driver; by process: a forked child has none.
-_to_close: deque[tuple[int, Callable[[], Any]]] = deque()
 
 
 class CudaSegments(OwnSegments):
@@ -49,20 +46,13 @@ class CudaSegments(OwnSegments):
                 )
             return _by_handles(address, size)
 
-    def open(self, rank: int, segment: Segment, fds: list[int]) -> Mapping:
+    def open_outside_the_heap(self, rank: int, segment: Segment, fds: list[int]) -> Mapping:
         with relaxed_capture(), torch.cuda.device(self.heap.device):
             if segment.kind == "ipc":
                 return self._open_ipc(rank, segment)
             if segment.kind == "vmm":
                 return self._map_handles(rank, segment, fds)
         raise ValueError(f"rank {rank} has posted a segment of kind {segment.kind!r}, which no GPU has")
-
-    def unmap_dropped(self) -> None:
-        with relaxed_capture(), torch.cuda.device(self.heap.device):
-            while _to_close:
-                process, close = _to_close.popleft()
-                if process == forks.pid:
-                    close()
 
     def _open_ipc(self, rank: int, segment: Segment) -> Mapping:
         said = bytes.fromhex(segment.handle)
@@ -72,7 +62,13 @@ class CudaSegments(OwnSegments):
         ctypes.memmove(handle.getPtr(), said, _IPC_BYTES)
         lazy = int(driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
         base = int(check_driver(driver.cuIpcOpenMemHandle(handle, lazy)))
-        mapping = self._mapping(base, segment.size, lambda: driver.cuIpcCloseMemHandle(base))
+        device = self.heap.device
+
+        def close() -> None:
+            with relaxed_capture(), torch.cuda.device(device):
+                driver.cuIpcCloseMemHandle(base)
+
+        mapping = self._mapping(base, segment.size, close)
         there = int(check_driver(driver.cuMemGetAddressRange(base))[1])
         if there < segment.size:
             raise ValueError(f"rank {rank} has posted {segment.size} bytes of an allocation that has {there}")
@@ -81,25 +77,21 @@ class CudaSegments(OwnSegments):
     def _map_handles(self, rank: int, segment: Segment, fds: list[int]) -> Mapping:
         if any(part % _STEP or not part for part in segment.parts):
             raise ValueError(f"rank {rank} has posted physical allocations of {segment.parts} bytes")
-        backend, total = self.heap.backend, sum(segment.parts)
-        base = backend.reserve(total)
-        with ExitStack() as undo:
-            undo.callback(backend.release, base, total)
-            at = base
+        total = sum(segment.parts)
+        where = MappedRange(self.heap.backend, total)
+        try:
+            at = where.base
             for fd, part in zip(fds, segment.parts, strict=True):
-                handle = backend.adopt(fd, part)
-                try:
-                    backend.map(at, handle, part)
-                finally:
-                    backend.drop(handle)
-                undo.callback(backend.unmap, at, part)
+                where.adopt(at, fd, part)
                 at += part
-            end = undo.pop_all()
-        return self._mapping(base, total, end.close)
+        except BaseException:
+            where.close()
+            raise
+        return self._mapping(where.base, total, where.close)
 
     def _mapping(self, base: int, size: int, close: Callable[[], Any]) -> Mapping:
         mapping = Mapping(base, self.heap, size)
-        forks.finalize(mapping, _to_close.append, (forks.pid, close))
+        forks.finalize(mapping, close_later, self.heap.backend, close)
         return mapping
 
 

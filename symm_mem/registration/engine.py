@@ -12,8 +12,6 @@ from ... import hooks
 from ..call_site import call_site, text
 from ..errors import PeerTimeout, PeerWait, WaitOutcome
 from ..failure.fault import fault_of
-from ..failure.spin_wait import Expired, PeerLiveness, spin
-from ..timeouts import get_timeout
 from .cross_process import ProcessTensor
 from .semaphores import ALLOWED, DONE, MOVED, SENT, WAITED
 
@@ -92,7 +90,7 @@ class HostEngine:
                 try:
                     _copy(access)
                 except ProcessLookupError:
-                    wait = self._about(of, access.op, access.peer, expected)
+                    wait = self._about(of, access.op, access.peer, ALLOWED, expected)
                     gone = PeerTimeout(wait, WaitOutcome(expected, 0.0, True))
                     raise self._fault.breaks(gone).again() from None
                 self._at(of, DONE, access.peer).value = expected
@@ -107,28 +105,13 @@ class HostEngine:
         return ctypes.c_uint32.from_address(own + (peer - heap.rank) * heap.span)
 
     def _wait(self, of: Registration, op: str, peer: int, row: int, expected: int) -> None:
-        heap, address = self._heap, self._semaphores.address(of.slot, row, peer)
-        process, notice = heap.rendezvous.processes[peer], self._fault.abort_notice(peer)
-        liveness = PeerLiveness(process, notice, lambda: self._about(of, op, peer, expected))
-        try:
-            spin(address, expected, get_timeout(heap.group_name), liveness, self._fault.raise_if_broken)
-        except Expired as e:
-            wait = self._about(of, op, peer, expected)
-            raise self._fault.breaks(PeerTimeout(wait, e.outcome)).again() from None
+        address = self._semaphores.address(of.slot, row, peer)
+        self._fault.wait_until(address, expected, peer, lambda _: self._about(of, op, peer, row, expected))
 
-    def _about(self, of: Registration, op: str, peer: int, expected: int) -> PeerWait:
-        heap = self._heap
-        flag = count_of(of, op, heap.rank, peer)
+    def _about(self, of: Registration, op: str, peer: int, row: int, expected: int) -> PeerWait:
+        heap, layout = self._heap, self._semaphores.slab(of.slot).layout
+        flag = layout.describe(layout.index(of.slot, row, peer))
         return PeerWait(op, heap.group_name, heap.rank, peer, flag, expected, text(call_site()))
-
-
-def count_of(of: Registration, op: str, rank: int, peer: int) -> str:
-    """The count that ``op`` of ``rank`` waits for, in words."""
-    waits = op in ("wait", "batch_wait")
-    tensor = f"registered {of.named(rank if waits else peer)}"
-    if waits:
-        return f"the count of accesses by rank {peer} for {tensor}"
-    return f"the count of signals by rank {peer} for {tensor}"
 
 
 def _copy(access: Access) -> None:

@@ -12,7 +12,6 @@ from ..errors import WeftError
 from .cross_process import ProcessTensor
 from .engine import Access, TransferEngine
 from .registry import Registration, Registry
-from .segments import named_dtype
 
 
 class RegisteredTensor:
@@ -180,7 +179,7 @@ class RegisteredTensor:
     def _check(self, op: str, peer: int, name: str = "peer") -> None:
         self._heap.owner.refuse_child(op)
         refuse_peer(name, peer, self.world_size)
-        if self.of.closed or self._heap.registrations.registry is not self.registry:
+        if self.of.closed or self._heap.registrations is not self.registry:
             raise WeftError(f"{op}: the registration of tensor {self.number} has ended")
 
     def _access(self, op: str, name: str, local: torch.Tensor, peer: int) -> Access:
@@ -235,9 +234,6 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 def _remote(registry: Registry, of: Registration, rank: int) -> torch.Tensor | ProcessTensor:
     place, heap = of.places[rank], registry.heap
     known = registry.table[of.keys[rank]]
-    if known.segment.kind == "empty":
-        with torch.inference_mode(False):
-            return torch.empty(place.shape, dtype=named_dtype(place.dtype), device=heap.device)
     if known.mapping.address is None:
         process = heap.rendezvous.processes[rank]
         return ProcessTensor(process, known.segment.base + place.offset, place)

@@ -23,10 +23,10 @@ class HostSegments(OwnSegments):
             return found
         known = self.table.holding(self.rank, "process", address, size)
         if known is None:
-            known = Segment("process", self.new_name(), storage.data_ptr(), storage.nbytes())
+            known = Segment("process", str(next(self.names)), storage.data_ptr(), storage.nbytes())
         return Described(known, [])
 
-    def open(self, rank: int, segment: Segment, fds: list[int]) -> Mapping:
+    def open_outside_the_heap(self, rank: int, segment: Segment, fds: list[int]) -> Mapping:
         if segment.kind == "process":
             return Mapping(None)
         if segment.kind != "file":

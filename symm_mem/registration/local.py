@@ -10,8 +10,7 @@ import torch
 
 from ..bootstrap.fd_exchange import close_fds
 from ..heap.heap import heap_of
-from .segments import Mapping, Place, Segment, extent, name_of_dtype
-from .table import SegmentTable
+from .segments import Mapping, Place, Segment, SegmentTable, extent, name_of_dtype
 
 if TYPE_CHECKING:
     from ..heap.heap import Heap
@@ -65,38 +64,26 @@ class OwnSegments:
 
     def __init__(self, heap: Heap, table: SegmentTable) -> None:
         self.heap, self.table, self.rank = heap, table, heap.rank
-        self._names = itertools.count()
+        self.names = itertools.count()
 
-    def new_name(self) -> str:
-        return str(next(self._names))
-
-    def describe(self, tensors: list[torch.Tensor]) -> RegisteredBatch:
-        """Where the tensors lie.
+    def describe(self, tensors: list[torch.Tensor], batch: RegisteredBatch) -> None:
+        """Where the tensors lie, into ``batch``.
 
         Raises:
             OSError, RuntimeError: memory of this kind cannot be a peer's, and why.
         """
-        batch = RegisteredBatch()
-        try:
-            for tensor in tensors:
-                batch.add(tensor, self._segment_of(tensor, batch))
-        except BaseException:
-            batch.close()
-            raise
-        return batch
+        for tensor in tensors:
+            batch.add(tensor, self._segment_of(tensor, batch))
 
     def _segment_of(self, tensor: torch.Tensor, batch: RegisteredBatch) -> Described:
-        if not tensor.numel():
-            return Described(Segment("empty", "", 0, 0), [])
         address = tensor.data_ptr()
         size = extent(tuple(tensor.shape), tensor.stride()) * tensor.element_size()
         block = heap_of(tensor)
-        if block is not None and block.heap is self.heap:
+        if not tensor.numel() or (block is not None and block.heap is self.heap):
             return Described(Segment("heap", "", self.heap.address(self.rank), self.heap.capacity), [])
         for known in batch.segments:
-            s = known.segment
-            if s.kind not in ("heap", "empty") and s.base <= address and address + size <= s.base + s.size:
-                return Described(s, [])
+            if known.segment.kind != "heap" and known.segment.holds(address, size):
+                return Described(known.segment, [])
         return self.outside_the_heap(tensor, size)
 
     def outside_the_heap(self, tensor: torch.Tensor, size: int) -> Described:
@@ -109,21 +96,11 @@ class OwnSegments:
         Raises:
             OSError, RuntimeError, ValueError: it cannot be mapped here, or is not what the peer says.
         """
+        if segment.kind != "heap":
+            return self.open_outside_the_heap(rank, segment, fds)
+        if segment.size > (here := self.heap.capacity):
+            raise ValueError(f"rank {rank} has posted a heap of {segment.size} bytes, here it has {here}")
+        return Mapping(self.heap.address(rank), self.heap)
+
+    def open_outside_the_heap(self, rank: int, segment: Segment, fds: list[int]) -> Mapping:
         raise NotImplementedError
-
-    def unmap_dropped(self) -> None:
-        """Unmap what nobody refers to any more. This rank's queued work is done."""
-
-
-def open_peer(own: OwnSegments, rank: int, segment: Segment, fds: list[int]) -> Mapping:
-    """As ``open``, also of what needs no mapping."""
-    heap = own.heap
-    if segment.kind == "empty":
-        return Mapping(None)
-    if segment.kind == "heap":
-        if segment.size > heap.capacity:
-            raise ValueError(
-                f"rank {rank} has posted a heap of {segment.size} bytes, here it has {heap.capacity}"
-            )
-        return Mapping(heap.address(rank), heap)
-    return own.open(rank, segment, fds)

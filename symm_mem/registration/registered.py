@@ -21,29 +21,32 @@ from .handle import RegisteredTensor, overlaps_itself
 from .registry import Registry
 
 
-class Registrations:
-    """A heap's, as handles: what is found again without an exchange."""
+class Registrations(Registry):
+    """As handles, which are found again without an exchange."""
 
     def __init__(self, heap: Heap) -> None:
-        self.registry = Registry(heap)
+        super().__init__(heap)
         self.handles: weakref.WeakValueDictionary[Any, RegisteredTensor] = weakref.WeakValueDictionary()
         self._engine: TransferEngine | None = None
 
     @property
     def engine(self) -> TransferEngine:
         if self._engine is None:
-            self._engine = make_engine(self.registry)
+            self._engine = make_engine(self)
         return self._engine
 
     @property
     def counts(self) -> dict[str, int]:
         """For ``stats``."""
-        table = self.registry.table
-        return {"registered": len(self.registry.entries), "segments": len(table), "reserved": table.bytes}
+        return {
+            "registered": len(self.entries),
+            "segments": len(self.table),
+            "reserved": self.table.bytes,
+        }
 
     def find_again(self, tensors: Any) -> list[RegisteredTensor] | None:
         """Of tensors all of which are registered; None where that takes a closer look."""
-        heap, found = self.registry.heap, []
+        heap, found = self.heap, []
         if type(tensors) not in (list, tuple) or not has_name(heap.group, heap.group_name) or is_checked():
             return None
         for tensor in tensors:
@@ -56,7 +59,7 @@ class Registrations:
             return None
         heap.owner.refuse_child("register")
         refuse_if_broken(heap)
-        self.registry.hits.post(f"tensors [{', '.join([handle.said for handle in found])}]")
+        self.hits.post(f"tensors [{', '.join([handle.said for handle in found])}]".encode())
         return found
 
     def handle_of(self, tensor: torch.Tensor) -> RegisteredTensor | None:
@@ -65,25 +68,25 @@ class Registrations:
 
     def register(self, given: list[torch.Tensor]) -> list[RegisteredTensor]:
         """As the function of this name."""
-        keys, registry = [_key(tensor) for tensor in given], self.registry
+        keys = [_key(tensor) for tensor in given]
         found = [self.handle_of(tensor) for tensor in given]
         first = {key: i for i, key in reversed(list(enumerate(keys)))}
         new = [i for i, key in enumerate(keys) if found[i] is None and first[key] == i]
         said = (h.said if h else "new" if i in new else "the same" for i, h in enumerate(found))
-        registry.hits.post(f"tensors [{', '.join(said)}]")
+        self.hits.post(f"tensors [{', '.join(said)}]".encode())
         if new or is_checked():
-            registry.hits.compare("register")
+            self.hits.compare("register", f"register, call {self.hits.count}")
         if new:
-            made = registry.add([given[i] for i in new])
-            if registry.heap.device.type == "cuda":  # its kernels are compiled by all ranks together
-                registry.heap.prepare("transfers", "transfers of registered tensors", lambda: self.engine)
+            made = self.add([given[i] for i in new])
+            if self.heap.device.type == "cuda":  # its kernels are compiled by all ranks together
+                self.heap.prepare("transfers", "transfers of registered tensors", lambda: self.engine)
             try:
                 for i, of in zip(new, made, strict=True):
                     found[i] = self.handles[keys[i]] = RegisteredTensor(
-                        given[i], of, registry, lambda: self.engine
+                        given[i], of, self, lambda: self.engine
                     )
             except BaseException:  # Ctrl-C: nobody holds what has no handle
-                registry.falling.extend(of.number for of in made)
+                self.falling.extend(of.number for of in made)
                 raise
         return [handle or self.handles[key] for handle, key in zip(found, keys, strict=True)]
 
@@ -134,7 +137,7 @@ def register(tensors: Sequence[torch.Tensor], group: Group = None) -> list[Regis
     by = cache.get((register, name)) if plain else None
     if (
         by is not None
-        and (name is group or by.registry.heap.group is group)
+        and (name is group or by.heap.group is group)
         and (hit := by.find_again(tensors)) is not None
     ):
         return hit
@@ -142,7 +145,9 @@ def register(tensors: Sequence[torch.Tensor], group: Group = None) -> list[Regis
     forks.refuse_child(resolve_group(group), "register")
     heap = get_heap(group, given[0].device)
     refuse_if_broken(heap)
-    by = heap.registrations or _make(heap)
+    if (by := heap.registrations) is None:
+        fault_of(heap)
+        by = heap.make_once("registrations", Registrations, "register")
     found = by.register(given)
     if plain:
         call_cache.keep(cache, (register, name), by)
@@ -206,16 +211,6 @@ def registered_as(tensor: torch.Tensor, group: str) -> RegisteredTensor | None:
         return None
     found: RegisteredTensor | None = heap.registrations.handle_of(tensor)
     return found
-
-
-def _make(heap: Heap) -> Registrations:
-    with heap.lock:
-        if heap.registrations is None:
-            fault_of(heap)
-            with heap.rendezvous.poison_on_error("register"):
-                heap.registrations = Registrations(heap)
-        made: Registrations = heap.registrations
-        return made
 
 
 def _given(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,7 +1,8 @@
 """The registrations of one heap: which tensors of each rank are peers, agreed on by all ranks.
 
-Registering is collective. A tensor that is registered already is found without a word to the others (hit_check.py looks
-that it is so everywhere). For others there is one exchange for all tensors of the call: each rank posts where its
+Registering is collective. A tensor that is registered already is found without a word to the others: at every call each
+rank writes to its page (rank_pages.py) which of the tensors it knows, and one that does not know all of them compares
+that. For others there is one exchange for all tensors of the call: each rank posts where its
 tensors lie; all find from the same posts and the same table which segments are new, and map those. What a rank has
 dropped it says along with that, once its queued work is done; a registration ends when all have dropped it, on all
 ranks in the same step. Until then the memory is kept. docs/protocol.md#registered-tensors
@@ -18,15 +19,26 @@ import torch
 
 from ..bootstrap.fd_exchange import close_fds, exchange_many
 from ..errors import WeftError, describe
+from ..failure.rank_pages import RankPages
+from ..heap.mapped_range import close_what_is_gone
 from .cross_process import Probe, probe
-from .hit_check import HitCheck
-from .local import OwnSegments, RegisteredBatch, open_peer
-from .segments import Mapping, Place, Segment, read_place, read_segment
+from .local import OwnSegments, RegisteredBatch
+from .segments import (
+    KnownSegment,
+    Mapping,
+    Place,
+    Segment,
+    SegmentKey,
+    SegmentTable,
+    read_place,
+    read_segment,
+)
 from .semaphores import Semaphores
-from .table import KnownSegment, SegmentKey, SegmentTable
 
 if TYPE_CHECKING:
     from ..heap.heap import Heap
+
+_KEPT, _ENTRY = 64, 256  # calls that stand on a page, and bytes of each
 
 
 @dataclass(eq=False)
@@ -66,7 +78,8 @@ class Registry:
 
     def __init__(self, heap: Heap) -> None:
         self.heap = heap
-        self.hits = HitCheck(heap)
+        what = "the pages of registrations", "its count of registrations"
+        self.hits = RankPages(heap, _KEPT, _ENTRY, what)  #: which tensors of each call a rank knows
         self.table = SegmentTable()
         self.own = _own_segments(heap, self.table)
         self.semaphores = Semaphores(heap)
@@ -77,13 +90,6 @@ class Registry:
         self._number = 0
         self._probe = Probe()
         self._copies = False  # whether the ranks have tried to copy from each other's processes
-        self._after_reset = False
-        heap.users.add(self)
-
-    def reset_state(self) -> None:
-        """The heap is being reset. An error may have left some ranks with registrations that others lack."""
-        self.hits.reset_state()
-        self._after_reset = True
 
     def add(self, tensors: list[torch.Tensor]) -> list[Registration]:
         """Register tensors of which no rank knows any. Collective.
@@ -98,7 +104,7 @@ class Registry:
             batch, problem = RegisteredBatch(), None
             try:
                 try:
-                    batch = self.own.describe(tensors)
+                    self.own.describe(tensors, batch)
                 except Exception as e:
                     problem = describe(e)
                 return self._add(tensors, batch, problem)
@@ -130,11 +136,10 @@ class Registry:
             probes = [post["probe"] for post in posts]
             rendezvous.run_on_all("reach the memory of all ranks", lambda: self._try_copies(probes))
             self._copies = True
-        slots = self.semaphores.reserve(len(tensors))
+        slots = self.semaphores.free(len(tensors), {entry.slot for entry in self.entries.values()})
         found = self._map(new, batch, slots)
         made = []
         # All ranks have completed every step: from here on nothing can fail.
-        self.semaphores.take(slots)
         for i, tensor in enumerate(tensors):
             each = [places[rank][i] for rank in range(self.heap.world_size)]
             keys = [(rank, segments[rank][place.segment].key) for rank, place in enumerate(each)]
@@ -144,7 +149,7 @@ class Registry:
             self._number += 1
             entry = Registration(self._number, slots[i], each, keys, tensor.untyped_storage())
             self.entries[entry.number] = entry
-            self.semaphores.named[entry.slot] = entry.named(self.heap.rank)
+            self.semaphores.named[entry.slot] = entry.named
             made.append(entry)
         return made
 
@@ -169,7 +174,7 @@ class Registry:
                     if rank == heap.rank:
                         mapping = Mapping(None, keep[segment.key])
                     else:
-                        mapping = open_peer(self.own, rank, segment, fds)
+                        mapping = self.own.open(rank, segment, fds)
                     found[rank, segment.key] = KnownSegment(rank, segment, mapping)
 
         try:
@@ -219,19 +224,15 @@ class Registry:
                 f"a captured CUDA graph uses registered tensor {min(kept)}; drop the graph first"
             )
         said["dropped"] = sorted(self._dropped.difference(replayed)) if quiet else []
-        if self._after_reset:
-            said["had"] = [self._number, len(self.semaphores.slabs), sorted(self.entries)]
         rendezvous = self.heap.rendezvous
         posts = rendezvous.gather(what, said)
         self._leaving.clear()  # all have come here after the step in which they have unmapped it
-        if self._after_reset:
-            self._keep_what_all_have([post["had"] for post in posts])
         rendezvous.refuse(what, [post["problem"] for post in posts])
         rendezvous.check_equal(what, [post["alike"] for post in posts])
         dropped = set.intersection(*(set(post["dropped"]) for post in posts))
         for number in sorted(dropped.union(ending) & self.entries.keys()):
             self._release(number)
-        self.own.unmap_dropped()
+        close_what_is_gone(quiet=self.heap.backend if dropped or ending else None)
         return posts
 
     def _release(self, number: int) -> None:
@@ -240,20 +241,22 @@ class Registry:
             self._leaving.append(entry.keep)
         entry.closed, entry.keep = True, None
         self._dropped.discard(number)
-        self.semaphores.give(entry.slot)
         self.table.give_back(entry.keys)
 
-    def _keep_what_all_have(self, found: list[Any]) -> None:
-        """After a reset: an error may have left some ranks with what others lack, which nobody was given."""
+    @property
+    def had(self) -> list[Any]:
+        """For all ranks, when the heap is being reset: the last number, the slabs, the registrations."""
+        return [self._number, len(self.semaphores.slabs), sorted(self.entries)]
+
+    def keep_what_all_have(self, found: list[Any]) -> None:
+        """An error may have left some ranks with what others lack, which nobody was given."""
         self._number = max(number for number, _, _ in found)
         del self.semaphores.slabs[min(slabs for _, slabs, _ in found) :]
         common = set.intersection(*(set(numbers) for _, _, numbers in found))
         for number in [number for number in self.entries if number not in common]:
             entry = self.entries.pop(number)
             entry.closed, entry.keep = True, None
-        self.semaphores.keep_only({entry.slot for entry in self.entries.values()})
         self.table.keep_only(dict(Counter(key for entry in self.entries.values() for key in entry.keys)))
-        self._after_reset = False
 
 
 def _own_segments(heap: Heap, table: SegmentTable) -> OwnSegments:

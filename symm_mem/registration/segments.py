@@ -5,26 +5,32 @@ Nothing that is received is taken on trust.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from ..backends.base import tensor_over
 from ..errors import WeftError
 
-KINDS = ("heap", "file", "process", "ipc", "vmm", "empty")
+KINDS = ("heap", "file", "process", "ipc", "vmm")
 #: Unused mappings of these are kept: they keep the file or the physical memory as well, whose owner keeps its handles,
 #: so that no other can take its name meanwhile. Not of what cudaMalloc gave: its owner must not free what is mapped.
 LASTING = ("file", "vmm")
 _MOST_FDS = 4096
+UNUSED = 32  #: so many segments that nobody uses are kept, to be found mapped the next time
+UNUSED_BYTES = 256 << 20  #: and so many bytes of them: they keep memory that may be nobody's otherwise
+
+SegmentKey: TypeAlias = tuple[int, tuple[str, str, int]]  # the owner's rank, and what names it there
 
 
 class Segment(NamedTuple):
     """A stretch of a rank's memory that its peers reach as a whole, as its owner tells of it (JSON).
 
     Attributes:
-        kind: "heap" (of the group), "file" (shared memory), "process" (what the kernel copies), "ipc" (cudaMalloc),
-            "vmm" (physical handles), "empty" (of a tensor without elements).
+        kind: "heap" (of the group, also for a tensor without elements), "file" (shared memory), "process" (what the
+            kernel copies), "ipc" (cudaMalloc), "vmm" (physical handles).
         name: its generation. While anybody uses the segment its owner gives this name to no other, also not to one
             that is later at the same address.
         base: the address in the owner's process.
@@ -43,6 +49,9 @@ class Segment(NamedTuple):
     @property
     def key(self) -> tuple[str, str, int]:
         return self.kind, self.name, self.size
+
+    def holds(self, address: int, size: int) -> bool:
+        return self.base <= address and address + size <= self.base + self.size
 
 
 class Place(NamedTuple):
@@ -151,3 +160,65 @@ class Mapping:
             tensor = torch.empty(0, dtype=dtype, device=device)
         storage = tensor_over(self.address + place.offset, place.bytes, device, self)
         return tensor.set_(storage, 0, place.shape, place.strides)
+
+
+@dataclass
+class KnownSegment:
+    """A segment of ``rank``, how this rank reaches it, and how many registrations use it."""
+
+    rank: int
+    segment: Segment
+    mapping: Mapping
+    users: int = 0
+
+
+class SegmentTable(dict[SegmentKey, KnownSegment]):
+    """The segments that a group's registrations use, the same table on every rank, in the order of their last use.
+
+    Each rank decides from it, and from what all have posted, which segments are new. So it changes only after a step
+    that all ranks have completed, in one order: segments are taken, given back, and dropped by the same calls
+    everywhere.
+    """
+
+    @property
+    def bytes(self) -> int:
+        """Of address space that mappings of peers' segments take."""
+        return sum(known.mapping.bytes for known in self.values())
+
+    def holding(self, rank: int, kind: str, address: int, size: int) -> Segment | None:
+        """The segment of ``rank`` in use that holds these bytes."""
+        for known in self.values():
+            of = known.rank, known.segment.kind
+            if of == (rank, kind) and known.users and known.segment.holds(address, size):
+                return known.segment
+        return None
+
+    def use(self, key: SegmentKey, segment: Segment, make: Callable[[], KnownSegment]) -> None:
+        """``segment``: as its owner tells of it now; an unused one may have come to lie elsewhere."""
+        known = self.pop(key, None) or make()
+        known.segment = segment
+        known.users += 1
+        self[key] = known
+
+    def give_back(self, keys: Iterable[SegmentKey]) -> None:
+        for key in keys:
+            known = self[key]
+            known.users -= 1
+            if not known.users:
+                del self[key]
+                if known.segment.kind in LASTING:
+                    self[key] = known
+        unused = [key for key, known in self.items() if not known.users]
+        left = sum(self[key].segment.size for key in unused)
+        for i, key in enumerate(unused):
+            if len(unused) - i <= UNUSED and left <= UNUSED_BYTES:
+                break
+            left -= self[key].segment.size
+            del self[key]
+
+    def keep_only(self, used: dict[SegmentKey, int]) -> None:
+        """After a reset: those that so many registrations of all ranks use."""
+        for key in self.keys() - used:
+            del self[key]
+        for key, users in used.items():
+            self[key].users = users

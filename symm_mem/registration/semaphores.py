@@ -21,16 +21,15 @@ docs/protocol.md#registered-tensors has the proof.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..failure.call_log import CallLog
-from ..failure.fault import fault_of
 from ..layout import WORD
-from ..timeouts import get_timeout
+from ..workspace import Workspace
 
 if TYPE_CHECKING:
-    from ..heap.heap import Block, Heap
+    from ..heap.heap import Heap
 
 ROWS = 6
 SENT, ALLOWED, MOVED, DONE, WAITED, TICKET = range(ROWS)  # TICKET: by which a kernel's last block is known
@@ -39,14 +38,15 @@ SLOTS = 256  # of a slab
 
 @dataclass(frozen=True)
 class SlabLayout:
-    """What a slab's words are, for errors. ``words``: that are zero before the first use.
+    """What the words of a slab of ``rank`` are, for errors. ``words``: that are zero before the first use.
 
-    ``named``: what has each slot.
+    ``named``: what has each slot, as a rank has it.
     """
 
     world_size: int
     first: int
-    named: dict[int, str]
+    named: dict[int, Callable[[int], str]]
+    rank: int = 0
 
     @property
     def words(self) -> int:
@@ -59,45 +59,34 @@ class SlabLayout:
     def index(self, slot: int, row: int, rank: int) -> int:
         return (slot % SLOTS * ROWS + row) * self.world_size + rank
 
+    def counter_of(self, word: int) -> int | None:
+        """Words count for themselves."""
+        return None
+
     def describe(self, word: int) -> str:
         slot, rest = divmod(word, ROWS * self.world_size)
         row, rank = divmod(rest, self.world_size)
         what = {ALLOWED: "signals", DONE: "accesses"}.get(row, f"row {row}")
-        named = self.named.get(self.first + slot, f"slot {self.first + slot}")
-        return f"the count of {what} by rank {rank} for registered {named}"
-
-
-class Slab:
-    """A slab on the heap. Making one is collective."""
-
-    def __init__(self, heap: Heap, first: int, named: dict[int, str]) -> None:
-        self.layout = SlabLayout(heap.world_size, first, named)
-        fault = fault_of(heap)
-        self.block: Block = heap.allocate(
-            self.layout.bytes, "semaphores of registered tensors", zero=self.layout.bytes
-        )
-        self.address = heap.address(heap.rank) + self.block.offset
-        self.calls = CallLog(1, lambda: get_timeout(heap.group_name), False)
-        self.fault, self.rank = fault, heap.rank
-        fault.knows(self.address, self.layout, self.calls)
+        named, slot = self.named.get(self.first + slot), self.first + slot
+        # A signal is of the tensor of the rank that sends it.
+        of = f"slot {slot}" if named is None else named(rank if row == ALLOWED else self.rank)
+        return f"the count of {what} by rank {rank} for registered {of}"
 
 
 class Semaphores:
-    """The slots of one heap. Ranks that take and give in the same order have the same ones."""
+    """The slots of one heap. Ranks with the same registrations have the same free ones."""
 
     def __init__(self, heap: Heap) -> None:
         self._heap = heap
-        self.slabs: list[Slab] = []
-        self._free: list[int] = []
-        self.named: dict[int, str] = {}  #: what has each slot, in words
+        self.slabs: list[Workspace[SlabLayout]] = []
+        self.named: dict[int, Callable[[int], str]] = {}  #: what has each slot, in words, as a rank has it
 
-    def reserve(self, count: int) -> list[int]:
-        """The next ``count`` slots, which are free until ``take``. Collective where that needs another slab."""
-        while len(self._free) < count:
-            first = len(self.slabs) * SLOTS
-            self.slabs.append(Slab(self._heap, first, self.named))
-            self._free += range(first, first + SLOTS)
-        return self._free[:count]
+    def free(self, count: int, taken: set[int]) -> list[int]:
+        """The first ``count`` slots that are not ``taken``. Collective where that needs another slab."""
+        while (first := len(self.slabs) * SLOTS) - len(taken) < count:
+            layout = SlabLayout(self._heap.world_size, first, self.named, self._heap.rank)
+            self.slabs.append(Workspace(self._heap, layout, "semaphores of registered tensors"))
+        return [slot for slot in range(first) if slot not in taken][:count]
 
     def zero(self, slots: list[int]) -> None:
         """Of this rank's words; nobody uses the slots."""
@@ -105,18 +94,7 @@ class Semaphores:
         for slot in slots:
             self._heap.backend.zero(self.address(slot, 0, 0), size)
 
-    def take(self, slots: list[int]) -> None:
-        taken = set(slots)
-        self._free = [slot for slot in self._free if slot not in taken]
-
-    def give(self, slot: int) -> None:
-        self._free = sorted([*self._free, slot])
-
-    def keep_only(self, slots: set[int]) -> None:
-        """All others are free."""
-        self._free = [slot for slot in range(len(self.slabs) * SLOTS) if slot not in slots]
-
-    def slab(self, slot: int) -> Slab:
+    def slab(self, slot: int) -> Workspace[SlabLayout]:
         return self.slabs[slot // SLOTS]
 
     def address(self, slot: int, row: int, rank: int) -> int:

@@ -22,6 +22,7 @@ from ranks import on_ranks, run_ranks
 from weft import fused_ops, symm_mem
 from weft.fused_ops.dispatch.plan import forced
 from weft.symm_mem.heap.heap import Heap
+from weft.symm_mem.heap.placement import first_gap
 from weft.symm_mem.heap.registry import get_heap
 
 pytestmark = pytest.mark.gpu
@@ -216,7 +217,8 @@ def test_growth_during_a_capture_works_or_is_refused(rank: int, world_size: int)
         filler = (filler, symm_mem.empty(1 << 20, dtype=torch.uint8))
         if heap.capacity > before:
             break
-    filler = (filler, symm_mem.empty(heap._free.tail(heap.capacity) - (1 << 20), dtype=torch.uint8))
+    tail = heap.capacity - first_gap(heap._blocks.values(), heap.span)
+    filler = (filler, symm_mem.empty(tail - (1 << 20), dtype=torch.uint8))
     before = heap.capacity
     heap.backend.create = full if rank == CULPRIT else create
     with pytest.raises(symm_mem.WeftError, match="rank 1: MemoryError: no memory is left"):

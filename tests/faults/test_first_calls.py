@@ -92,15 +92,15 @@ def test_later_calls_are_not_compared(rank: int, world_size: int) -> None:
     """Later calls post nothing and wait for nobody. Those of other groups are first calls of their own."""
     gather()()
     checks = get_heap(None, "cpu").call_check
-    count = checks._count
+    count = checks._pages.count
     for n in (1, 2, 3):
         gather(m=n)()
-    assert checks._count == count
+    assert checks._pages.count == count
     reduce()()
-    assert checks._count == count + 2, "arguments and plan"
+    assert checks._pages.count == count + 2, "arguments and plan"
     x = torch.ones(3, 4).t()
     fused_ops.one_shot_all_reduce_(x if rank else x.contiguous(), "sum", None)
-    assert checks._count == count + 2, "in place it is another one's first call"
+    assert checks._pages.count == count + 2, "in place it is another one's first call"
     other = dist.new_group(list(range(world_size)))
     with pytest.raises(symm_mem.RankMismatch, match="first call of an op in group"):
         fused_ops.one_shot_all_reduce(torch.ones(5 + rank), "sum", other)

@@ -17,7 +17,7 @@ from weft import symm_mem
 from weft.fused_ops import one_shot_all_reduce
 from weft.symm_mem.backends.host import HostBackend
 from weft.symm_mem.bootstrap.store import StoreQuestions
-from weft.symm_mem.failure import call_check, rank_pages
+from weft.symm_mem.failure import call_check, fault, rank_pages
 from weft.symm_mem.heap.heap import Heap
 from weft.symm_mem.heap.registry import get_heap
 from weft.symm_mem.layout import Layout
@@ -71,9 +71,9 @@ def grows() -> None:
 # What is called, whether the group has memory before, and where it is interrupted.
 CASES: dict[str, tuple[Callable[[], None], bool, Any, str]] = {
     "make a heap": (makes_a_heap, False, HostBackend, "reserve"),
-    "make the call check": (checked, True, rank_pages, "make_page"),
+    "make the call check": (checked, True, rank_pages, "shared_memory"),
     "exchange the call checks": (checked, True, rank_pages, "exchange"),
-    "compare calls": (checked, True, rank_pages, "spin"),
+    "compare calls": (checked, True, fault, "spin"),
     "prepare": (prepares, True, StoreQuestions, "__enter__"),
     "grow": (grows, True, Heap, "_enter_chunk"),
     "reset": (symm_mem.reset, True, Heap, "_quiesce"),

@@ -122,7 +122,7 @@ STEPS = {
     "describe": (registry.OwnSegments, "describe"),
     "map": (registry.Registry, "_map"),
     "zero": (registry.Semaphores, "zero"),
-    "take": (registry.Semaphores, "take"),
+    "use": (registry.SegmentTable, "use"),
     "release": (registry.Registry, "_release"),
 }
 
@@ -158,7 +158,7 @@ def test_an_interrupt_in_each_step(rank: int, world_size: int, step: str) -> Non
         y.number,
         z.number,
         z.of.slot,
-        sorted(get_heap().registrations.registry.entries),
+        sorted(get_heap().registrations.entries),
     )
     found: list[Any] = [None] * world_size
     torch.distributed.all_gather_object(found, numbers)

@@ -177,17 +177,15 @@ def test_an_interrupt_between_two_descriptors(rank: int, world_size: int) -> Non
     works(rank, world_size)
 
 
-@contextmanager
-def gives_and_is_interrupted(*args: Any, real: Any = fd_exchange._giving) -> Iterator[list[str]]:
-    with real(*args) as refused:
-        yield refused
+def closes_and_is_interrupted(offer: fd_exchange.Offer, real: Any = fd_exchange.Offer.close) -> None:
+    real(offer)
     raise KeyboardInterrupt
 
 
 # Steps in which a rank comes by new memory.
 TAKEN_AT = {
     "posix_fallocate": (os, mock.Mock(side_effect=KeyboardInterrupt)),
-    "_giving": (fd_exchange, gives_and_is_interrupted),
+    "close": (fd_exchange.Offer, closes_and_is_interrupted),
     "_enter_chunk": (Heap, mock.Mock(side_effect=KeyboardInterrupt)),
 }
 
@@ -220,7 +218,9 @@ def test_a_call_check_that_one_rank_cannot_make_leaves_no_file_open(rank: int, w
     symm_mem.set_checked(True)
     with ExitStack() as stack:
         if rank == SHORT:
-            stack.enter_context(mock.patch.object(rank_pages, "make_page", side_effect=OSError("no page")))
+            stack.enter_context(
+                mock.patch.object(rank_pages, "shared_memory", side_effect=OSError("no page"))
+            )
         for _ in range(3):
             with pytest.raises(
                 symm_mem.WeftError, match=f"make the call check .* rank {SHORT}: OSError: no page"

@@ -26,10 +26,10 @@ def grow_beside_a_stranger(rank: int, world_size: int, arguments: list[str]) -> 
     if rank == 0:
         command = [sys.executable, str(STRANGER), "3", *arguments]
         stranger = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    heap = get_heap()
+    kept = []  # so that each turn grows the heap
     for _ in range(60):
-        symm_mem.rendezvous(symm_mem.empty(9 << 20, dtype=torch.uint8)).barrier()
-        heap._free.holes.clear()  # so that each turn grows the heap
+        kept.append(symm_mem.empty(9 << 20, dtype=torch.uint8))
+        symm_mem.rendezvous(kept[-1]).barrier()
         ended = [None] * world_size
         torch.distributed.all_gather_object(ended, stranger is not None and stranger.poll() is not None)
         if any(ended):
@@ -71,10 +71,10 @@ def is_bound(name: str) -> bool:
 
 def test_an_offer_is_for_those_who_know_the_secret_and_ends() -> None:
     fd = os.memfd_create("offered")
-    offer = fd_exchange.Offer(fd, "secret")
+    offer = fd_exchange.Offer([fd], "secret", lasting=True)
     with pytest.raises(symm_mem.WeftError, match=r"^rank 0 refused its descriptor"):
         fd_exchange.take("rank 0", offer.name, "Secret", 10.0)
-    taken = fd_exchange.take("rank 0", offer.name, "secret", 10.0)
+    (taken,) = fd_exchange.take("rank 0", offer.name, "secret", 10.0)
     assert os.path.samestat(os.fstat(fd), os.fstat(taken))
     fcntl.flock(fd, fcntl.LOCK_EX)
     with pytest.raises(BlockingIOError):  # a description of its own

@@ -26,7 +26,8 @@ def word(address: int) -> ctypes.c_uint32:
 
 def arrives(p: Any) -> None:
     """What kernel.cu waits for; the words of this rank's slab are the only ones that it polls."""
-    spin(p.watch.words + 4 * p.of.awaited, word(p.of.count).value + 1, 20.0, PeerLiveness(None, None))
+    expected = word(p.of.count).value + 1
+    assert not spin(p.watch.words + 4 * p.of.awaited, expected, 20.0, PeerLiveness(None, None))
 
 
 def post(p: Any) -> None:
@@ -124,7 +125,7 @@ def test_what_launches_say_to_kernels(rank: int, world_size: int) -> None:
     )
     stage = Stage()
     with mock.patch.object(cuda_state, "state", stage):
-        engine = CudaTransfers(get_heap().registrations.registry)
+        engine = CudaTransfers(get_heap().registrations)
         engine.copy_engine_from = COPY_ENGINE
         get_heap().registrations._engine = engine
         for turn in range(6):
@@ -164,7 +165,7 @@ def test_what_launches_of_batches_say(rank: int, world_size: int) -> None:
     xs = [*handles[:40], *handles[260:]]
     stage = Stage()
     with mock.patch.object(cuda_state, "state", stage):
-        engine = CudaTransfers(get_heap().registrations.registry)
+        engine = CudaTransfers(get_heap().registrations)
         engine.copy_engine_from = COPY_ENGINE
         get_heap().registrations._engine = engine
         for turn in range(2):

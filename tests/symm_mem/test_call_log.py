@@ -26,7 +26,7 @@ def at(line: int) -> Site:
 
 def test_the_count_of_a_use_tells_which_call_it_was() -> None:
     order = random.Random()
-    calls = CallLog(2, lambda: 7.0, replayed=False)
+    calls = CallLog(lambda: 7.0, replayed=False)
     made: tuple[list[int], list[int]] = ([], [])
     for line in range(200):
         buffer = order.randrange(2)
@@ -47,7 +47,7 @@ def test_the_count_of_a_use_tells_which_call_it_was() -> None:
 
 def test_replays_of_a_graph_repeat_its_calls() -> None:
     deadline = [0.5]
-    calls = CallLog(2, lambda: deadline[0], replayed=True)
+    calls = CallLog(lambda: deadline[0], replayed=True)
     for line, buffer in enumerate([1, 0, 1, 1]):
         calls.begins("op", at(line))
         calls.takes(buffer)
@@ -73,45 +73,46 @@ def uses_of(block: int, grids: list[tuple[int, ...]]) -> list[int]:
 
 def test_pushes_are_told_apart_by_block_and_count() -> None:
     grids = pushes(random.Random(), 300)
-    calls = CallLog(2, lambda: 7.0, replayed=False)
+    calls = CallLog(lambda: 7.0, replayed=False)
     for line, launches in enumerate(grids):
         calls.begins(f"op {line % 3}", at(line), launches)
     for block in (0, 1, 2, 5, 7):
         uses = uses_of(block, grids)
         for use, line in enumerate(uses, start=1):
-            assert calls.find_push(block, use) == (f"op {line % 3}", f"model.py:{line}")
-        assert calls.find_push(block, len(uses) + 1) == ("op 2", "model.py:299"), "never launched"
-    assert calls.find_push(8, 1) == ("op 2", "model.py:299")
+            assert calls.find(block, use) == (f"op {line % 3}", f"model.py:{line}")
+        assert calls.find(block, len(uses) + 1) == ("op 2", "model.py:299"), "never launched"
+    assert calls.find(8, 1) == ("op 2", "model.py:299")
     calls.reset_state()
     calls.begins("op x", at(500), (2,))
     calls.begins("op y", at(501), (1,))
-    assert calls.find_push(1, 1) == ("op x", "model.py:500"), "a reset counts from 0 again"
+    assert calls.find(1, 1) == ("op x", "model.py:500"), "a reset counts from 0 again"
 
 
 def test_replays_repeat_pushes() -> None:
     grids = [*pushes(random.Random(), 20), (8,)]
-    calls = CallLog(2, lambda: 7.0, replayed=True)
+    calls = CallLog(lambda: 7.0, replayed=True)
     for line, launches in enumerate(grids):
         calls.begins("op", at(line), launches)
     calls.reset_state()
     for block in (0, 2, 7):
         uses = uses_of(block, grids)
         for use, line in enumerate(3 * uses, start=1):
-            assert calls.find_push(block, use) == ("op", f"model.py:{line}")
+            assert calls.find(block, use) == ("op", f"model.py:{line}")
 
 
 def test_old_calls_are_forgotten_and_never_mistaken() -> None:
-    calls = CallLog(1, lambda: 1.0, replayed=False)
+    calls = CallLog(lambda: 1.0, replayed=False)
     for line in range(10000):
         calls.begins("op", at(line))
         calls.takes(0)
     assert calls.find(0, 9000) == ("op", "model.py:8999")
     assert calls.find(0, 3) == ("op", "model.py:9999")
+    calls = CallLog(lambda: 1.0, replayed=False)
     for line in range(10000):
         calls.begins("push", at(line), (4, 2))
-    assert calls.find_push(3, 9000) == ("push", "model.py:8999")
-    assert calls.find_push(1, 18001) == ("push", "model.py:9000")
-    assert calls.find_push(1, 3) == ("push", "model.py:9999")
+    assert calls.find(3, 9000) == ("push", "model.py:8999")
+    assert calls.find(1, 18001) == ("push", "model.py:9000")
+    assert calls.find(1, 3) == ("push", "model.py:9999")
 
 
 @pytest.mark.parametrize(

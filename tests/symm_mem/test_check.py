@@ -126,7 +126,7 @@ def breaks_one(rank: int, world_size: int) -> tuple[str, float]:
             with pytest.raises(symm_mem.PeerTimeout) as again:
                 call()
             assert str(again.value) == text
-        assert not spaces[1].words_of(1).any()
+        assert not heap.tensor(1, spaces[1].block.offset, (spaces[1].layout.words,), torch.int32, None).any()
     with HostEpoch(beside, "beside") as use:  # another group of the same ranks
         for peer in range(world_size):
             if peer != rank:

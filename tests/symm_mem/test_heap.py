@@ -21,8 +21,8 @@ from weft import symm_mem
 from weft.symm_mem import timeouts
 from weft.symm_mem.bootstrap import handshake
 from weft.symm_mem.call_cache import CachedDict
-from weft.symm_mem.heap.free_list import FreeList
 from weft.symm_mem.heap.heap import heap_of
+from weft.symm_mem.heap.placement import Placement, first_gap
 from weft.symm_mem.heap.registry import get_heap
 
 
@@ -225,7 +225,7 @@ def test_groups_that_cannot_share_memory_are_refused_and_run_unfused(key: str, w
 @on_ranks(2, fresh=True)
 def test_strangers_get_no_memory(rank: int, world_size: int) -> None:
     """A process without the secret gets no descriptor, and the ranks do not notice."""
-    heap = get_heap()
+    get_heap()
     answers: list[bytes] = []
     stop = threading.Event()
 
@@ -246,9 +246,10 @@ def test_strangers_get_no_memory(rank: int, world_size: int) -> None:
     if rank == 0:
         thread = threading.Thread(target=probe)
         thread.start()
+    kept = []  # so that each turn grows the heap
     for _ in range(10):
-        symm_mem.rendezvous(symm_mem.empty(9 << 20, dtype=torch.uint8)).barrier()
-        heap._free.holes.clear()  # so that each turn grows the heap
+        kept.append(symm_mem.empty(9 << 20, dtype=torch.uint8))
+        symm_mem.rendezvous(kept[-1]).barrier()
     if rank == 0:
         stop.set()
         thread.join()
@@ -335,16 +336,11 @@ def test_ranks_may_have_deadlines_and_caches_of_their_own(monkeypatch: pytest.Mo
     assert handshake._settings().keys() & {"WEFT_TIMEOUT", "WEFT_CACHE_DIR", "WEFT_PDL"} == {"WEFT_PDL"}
 
 
-def test_free_list() -> None:
-    free = FreeList()
-    free.give(0, 100)
-    assert [free.take(30), free.take(30), free.take(50), free.take(40)] == [0, 30, None, 60]
-    assert free.tail(100) == 0
-    free.give(30, 30)
-    free.give(60, 40)
-    assert free.holes == [(30, 70)] and free.tail(100) == 70
-    free.give(0, 30)
-    assert free.holes == [(0, 100)]
+def test_the_first_gap_that_has_room() -> None:
+    assert first_gap([], 50) == 0
+    blocks = [Placement(offset, size, 0, "") for offset, size in ((60, 30), (0, 30), (100, 10))]
+    assert [first_gap(blocks, size) for size in (10, 30, 31)] == [30, 30, 110]
+    assert [first_gap(blocks[::2], size) for size in (60, 61)] == [0, 110]
 
 
 @on_ranks(2, fresh=True)

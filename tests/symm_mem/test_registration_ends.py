@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from weft import symm_mem
-from weft.symm_mem.registration.table import UNUSED
+from weft.symm_mem.registration.segments import UNUSED
 
 
 def neighbours(rank: int, world_size: int) -> tuple[int, int]:

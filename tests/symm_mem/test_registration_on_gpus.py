@@ -10,7 +10,7 @@ import torch
 from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.symm_mem.heap.registry import get_heap
-from weft.symm_mem.registration.table import UNUSED, UNUSED_BYTES
+from weft.symm_mem.registration.segments import UNUSED, UNUSED_BYTES
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -152,7 +152,7 @@ def test_in_a_graph_between_eager_calls(rank: int, world_size: int, count: int) 
     held.clear()
     for _ in range(50):
         symm_mem.register([torch.zeros(1)])
-        if number not in get_heap().registrations.registry.entries:
+        if number not in get_heap().registrations.entries:
             break
         time.sleep(0.02)
     else:

@@ -6,8 +6,17 @@ import gc
 import weakref
 
 import pytest
-from weft.symm_mem.registration.segments import KINDS, LASTING, Mapping, Segment
-from weft.symm_mem.registration.table import UNUSED, UNUSED_BYTES, KnownSegment, SegmentKey, SegmentTable
+from weft.symm_mem.registration.segments import (
+    KINDS,
+    LASTING,
+    UNUSED,
+    UNUSED_BYTES,
+    KnownSegment,
+    Mapping,
+    Segment,
+    SegmentKey,
+    SegmentTable,
+)
 
 MIB = 1 << 20
 

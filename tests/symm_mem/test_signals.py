@@ -11,7 +11,7 @@ import torch
 from opcommon import DEVICES
 from ranks import on_ranks, run_ranks
 from weft import symm_mem
-from weft.symm_mem.failure.spin_wait import Expired, PeerLiveness, reached, spin
+from weft.symm_mem.failure.spin_wait import PeerLiveness, reached, spin
 from weft.symm_mem.heap.registry import get_heap
 from weft.symm_mem.layout import NUM_BUFFERS, Layout
 from weft.symm_mem.workspace import HostEpoch, Workspace
@@ -65,8 +65,7 @@ def test_nobody_leaves_a_barrier_early(rank: int, world_size: int) -> None:
 def test_a_long_wait_leaves_the_core_to_others() -> None:
     word = ctypes.c_uint32(0)
     used = time.thread_time()
-    with pytest.raises(Expired):
-        spin(ctypes.addressof(word), 1, 1.0, PeerLiveness(None, None))
+    assert spin(ctypes.addressof(word), 1, 1.0, PeerLiveness(None, None)) is not None
     assert time.thread_time() - used < 0.25, "of the second that the wait took"
 
 
@@ -102,10 +101,10 @@ def test_ll_data_belongs_to_its_buffer() -> None:
     for buffer in range(NUM_BUFFERS):
         for byte in (0, 1020):
             word = (layout.buffer(buffer) + byte) // 4
-            assert layout.buffer_of(word) == buffer
+            assert layout.counter_of(word) == buffer
             assert layout.describe(word) == f"epoch of the data at byte {byte} (buffer {buffer})"
-    assert replace(layout, ll_protocol=False).buffer_of(layout.buffer(0) // 4) is None
-    assert layout.buffer_of(Layout.EPOCH) is None
+    assert replace(layout, ll_protocol=False).counter_of(layout.buffer(0) // 4) is None
+    assert layout.counter_of(Layout.EPOCH) is None
 
 
 def test_a_workspace_for_both_has_room_for_both() -> None:

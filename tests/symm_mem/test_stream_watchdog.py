@@ -37,7 +37,7 @@ def test_a_deadline_counts_from_when_the_stream_has_come_to_the_wait(monkeypatch
         ends.done.set()
 
     looks._device, looks._lock, looks._running, looks._release = None, threading.Lock(), True, release
-    arguments: Any = (begins, ends, (0, 1), 0.2, (None, None), (0, 1))
+    arguments: Any = (begins, ends, (0, 1), 0.2, None, None)
     looks._waiting = [stream_watchdog._Wait(*arguments)]
     thread = threading.Thread(target=looks._run)
     thread.start()
@@ -103,9 +103,8 @@ class Stage:
         return (driver.CUresult.CUDA_SUCCESS,)
 
     def wait(self, timeout: float) -> None:
-        self.watch.wait(
-            100, 5, timeout, (lambda outcome: self.told.append(outcome.seen), self.about), (200, 1)
-        )
+        fault: Any = SimpleNamespace(address=200, BROKEN=0, breaks=lambda error: self.told.append(error.seen))
+        self.watch.wait(100, 5, timeout, fault, self.about)
 
     def at_rest(self) -> bool:
         end = time.monotonic() + 10
@@ -124,7 +123,7 @@ def test_a_wait_ends_whatever_exception_comes_while_it_is_put_on_the_stream(
         stage.wait(0.1)
     assert stage.watched == [1], "watched before it is there"
     assert stage.at_rest() and stage.told == [0]
-    assert stage.on_stream[-2:] == ["200 is 1", "100 is 5"]
+    assert stage.on_stream[-2:] == ["200 is 2", "100 is 5"]
 
 
 def test_a_wait_that_the_driver_refuses_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,12 +61,10 @@ class Rank:
             rank=rank, world_size=SIZE, span=memory.span, device=device, group_name="ranks"
         )
         self.semaphores = self
-        calls = SimpleNamespace(begins=lambda op, site: None)
-        fault: Any = memory.fault(rank)
-        fault.raise_if_broken = lambda op: None
         self._slab = SimpleNamespace(
-            address=memory.address(rank), fault=fault, rank=rank, layout=self.layout, calls=calls
-        )
+            address=memory.address(rank), fault=memory.fault(rank), rank=rank, layout=self.layout,
+            raise_if_broken=lambda op, inside: None,
+        )  # fmt: skip
         self.tensors: list[Any] = [Registered(i, i) for i in range(len(SIZES))]
 
     def slab(self, slot: int) -> Any:

@@ -112,7 +112,7 @@ class ExchangeLayout:
         slots, blocks = max(self.slots, other.slots), max(self.blocks, other.blocks)
         return replace(self, slots=slots, blocks=blocks)
 
-    def block_of(self, word: int) -> int:
+    def counter_of(self, word: int) -> int:
         """The block whose slots a word belongs to."""
         if word >= self.emptied:
             return (word - self.emptied) // self.world_size

@@ -72,7 +72,7 @@ def test_it_is_found_in_the_workspace_of_exchanges(stage: Stage, op: matmuls.Op,
 
 
 def test_errors_name_the_line_of_the_call(stage: Stage, op: matmuls.Op) -> None:
-    calls = CallLog(2, lambda: 1.0, replayed=False)
+    calls = CallLog(lambda: 1.0, replayed=False)
     fault = SimpleNamespace(error=None, written=SimpleNamespace(value=0))
     workspace: Any = SimpleNamespace(fault=fault, _calls=calls, _is_double_buffered=False)
 

@@ -72,7 +72,7 @@ def test_the_matmul_is_summed_where_it_lies(stage: Fused) -> None:
 
 
 def test_errors_name_the_line_of_the_matmul(stage: Fused, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = CallLog(2, lambda: 1.0, replayed=False)
+    calls = CallLog(lambda: 1.0, replayed=False)
     fault = SimpleNamespace(error=None, written=SimpleNamespace(value=0))
     real: Any = SimpleNamespace(fault=fault, _calls=calls, _is_double_buffered=False)
     monkeypatch.setattr(stage.workspace, "raise_if_broken", partial(HeapWorkspace.raise_if_broken, real))

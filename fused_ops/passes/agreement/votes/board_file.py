@@ -51,7 +51,7 @@ class BoardFile:
             os.ftruncate(self.fd, self._bytes)
             self._mapped()[:4] = memoryview(secret).cast("Q")
             where = {"host": host_identity(), "rank": self._rank, "secret": secret.hex()}
-            self._offer = Offer(self.fd, secret.hex())
+            self._offer = Offer([self.fd], secret.hex(), lasting=True)
             self._offered = {**where, "socket": self._offer.name}
         return self._offered
 
@@ -68,7 +68,7 @@ class BoardFile:
                 return reason
             self.close()
             try:
-                self._hold(take(f"rank {maker}", where["socket"], where["secret"], _IN_TIME))
+                self._hold(take(f"rank {maker}", where["socket"], where["secret"], _IN_TIME)[0])
                 if os.fstat(self.fd).st_size != self._bytes:
                     raise WeftError(f"rank {maker} offers something else")
                 if self._mapped()[:4].tobytes().hex() != where["secret"]:

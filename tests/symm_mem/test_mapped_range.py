@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch.distributed as dist
 from ranks import on_ranks, run_ranks
 from weft import symm_mem
 from weft.symm_mem import forks
-from weft.symm_mem.heap import unmapping
-from weft.symm_mem.heap.unmapping import HeapRange, unmap_gone_heaps, unmap_later
+from weft.symm_mem.heap import mapped_range
+from weft.symm_mem.heap.mapped_range import MappedRange, close_later, close_what_is_gone
 
 
 class Backend:
@@ -28,6 +29,12 @@ class Backend:
     def quiesce(self) -> bool:
         self.quiet = not self.captures
         return self.quiet
+
+    def reserve(self, size: int) -> int:
+        return 1000
+
+    def map(self, address: int, handle: int, size: int) -> None:
+        pass
 
     def unmap(self, address: int, size: int) -> None:
         assert self.quiet or self.device.type == "cpu", "work may be under way"
@@ -46,47 +53,56 @@ ALL = [
 ]
 
 
-def gone(backend: Any) -> HeapRange:
-    return HeapRange(backend, 1000, 100, 2, [(0, 10), (10, 5)])
+def gone(backend: Any) -> tuple[Any, Callable[[], Any]]:
+    made = MappedRange(backend, 200)
+    for address, size in ((1000, 10), (1100, 10), (1010, 5), (1050, 8), (1110, 5)):
+        made.map(address, 0, size)
+    quiet, backend.quiet = backend.quiet, True
+    made.unmap(1050, 8)
+    made.unmap(1050, 8)
+    assert backend.ended == [("unmap", 1050, 8)], "once"
+    backend.ended.clear()
+    backend.quiet = quiet
+    return backend, made.close
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unmapping, "_put_off", type(unmapping._put_off)())
+    monkeypatch.setattr(mapped_range, "_put_off", type(mapped_range._put_off)())
 
 
 def test_on_a_gpu_a_finalizer_leaves_it_to_the_next_allocation() -> None:
     backend = Backend()
-    collector = threading.Thread(target=unmap_later, args=(gone(backend),))
+    collector = threading.Thread(target=close_later, args=gone(backend))
     collector.start()
     collector.join()
     assert not backend.ended and not backend.quiet, "a finalizer waits for nothing"
     backend.captures = True
-    unmap_gone_heaps()
+    close_what_is_gone()
     assert not backend.ended
     backend.captures = False
-    unmap_gone_heaps()
-    unmap_gone_heaps()
+    close_what_is_gone()
+    close_what_is_gone()
     assert backend.ended == ALL
 
 
 def test_between_cpu_ranks_it_is_done_at_once() -> None:
     backend = Backend("cpu")
-    unmap_later(gone(backend))
+    close_later(*gone(backend))
     assert backend.ended == ALL
 
 
 def test_a_forked_child_unmaps_nothing_of_its_parents(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Backend()
-    unmap_later(gone(backend))
+    close_later(*gone(backend))
     monkeypatch.setattr(forks, "pid", forks.pid + 1)
-    unmap_gone_heaps()
-    assert not backend.ended and not unmapping._put_off
+    close_what_is_gone()
+    assert not backend.ended and not mapped_range._put_off
 
 
 def let_go_of(rank: int, world_size: int) -> list[tuple[str, int, int]]:
     backend = Backend()
-    unmap_later(gone(backend))
+    close_later(*gone(backend))
     symm_mem.empty(3)
     return backend.ended
 
@@ -143,9 +159,9 @@ def test_another_threads_capture_goes_on_while_a_heap_goes(rank: int, world_size
             dist.destroy_process_group(group)
             del group
             gc.collect()
-            assert unmapping._put_off
+            assert mapped_range._put_off
             kept = symm_mem.empty(5)
-            assert unmapping._put_off, "another thread captures"
+            assert mapped_range._put_off, "another thread captures"
         finally:
             goes_on.set()
         captured.result()
@@ -153,4 +169,4 @@ def test_another_threads_capture_goes_on_while_a_heap_goes(rank: int, world_size
     torch.cuda.synchronize()
     assert (x == 2).all() and kept.numel() == 5
     symm_mem.empty(7)
-    assert not unmapping._put_off
+    assert not mapped_range._put_off
