@@ -217,11 +217,6 @@ class AllGatherScaledMatmulCall(NamedTuple):
     return_A: bool = True
     group_size: int | None = None
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        more = [t for t in (*self.biases, *self.result_scales) if t is not None]
-        return [self.A_shard, *self.Bs, self.A_scale, *self.B_scales, *more]
-
 
 class ScaledGather:
     """A call with its shard as rows.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,11 +15,10 @@ from ...kernels.device.collective.host_exchange import exchange_layout, gather_t
 from ...symm_mem.heap.heap import Heap
 from .. import validation
 from ..dispatch.choice import Choice, on_host, unfused
-from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import ran
 from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
-from . import op
-from .all_gather import UNEVEN, AllGatherCall, key_with_counts, sends_no_counts, validate_gathered
+from . import gradients
+from .all_gather import UNEVEN, AllGatherCall, known_with_counts, sends_no_counts, validate_gathered
 from .op import Op
 
 if TYPE_CHECKING:
@@ -37,15 +36,6 @@ class GatherCall(NamedTuple):
     group_size: int | None = None
     counts: Sequence[int] | None = None
     group_rank: int | None = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.x]
-
-    @property
-    def key(self) -> Hashable:
-        """By which the launch cache knows the call."""
-        return key_with_counts((self.gather_dim, self.root), self.counts)
 
     def counts_of(self, group: ProcessGroup) -> Sequence[int]:
         """All ranks' sizes in ``gather_dim``, which is not negative."""
@@ -67,18 +57,6 @@ def _validate(call: GatherCall) -> tuple[GatherCall, ProcessGroup]:
     return call._replace(gather_dim=found.gather_dim), group
 
 
-def fast_gather(
-    x: Tensor, dim: int, root: int, group_name: str, counts: Sequence[int] | None = None
-) -> Tensor | None:
-    """As the op, if such a call was made before; else None, and nothing happened. All may be anything."""
-    if dim < 0 and isinstance(x, Tensor):
-        dim += x.dim()
-    if counts is not None and any(type(n) is not int for n in counts):
-        return None  # symbolic
-    results = launch_again(TO_ROOT, key_with_counts((dim, root), counts), (x,), group_name, KINDS)
-    return None if results is None else results[0]
-
-
 def _choose(call: GatherCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     size, rank, root = group.size(), group.rank(), call.root
@@ -97,7 +75,7 @@ def _choose(call: GatherCall, group: ProcessGroup) -> Choice:
 
 def _alone(call: GatherCall, group: ProcessGroup) -> StandAlone:
     shape = call.result_shape(group)
-    return StandAlone(TO_ROOT, TO_ROOT, call.key, [call.x], shape, call.x.shape, gather_dim=call.gather_dim)
+    return StandAlone(TO_ROOT, TO_ROOT, [call.x], shape, call.x.shape, gather_dim=call.gather_dim)
 
 
 def _bytes_of_ranks(call: GatherCall, group: ProcessGroup) -> list[int]:
@@ -135,9 +113,9 @@ GATHER = Op(
     sends_nothing=lambda call, group: sends_no_counts(call.x, call.gather_dim, call.counts),
     choose=_choose,
     run=run_gather,
-    fast=lambda call: fast_gather(call.x, call.gather_dim, call.root, call.group_name, call.counts),
-    known_by=lambda call, group: (call.key, [call.x]),
-    with_gradient=lambda call: op.refuse_gradient(_validate, call, WITHOUT_ROOT),
+    known_by=lambda call: known_with_counts(call, (call.gather_dim, call.root)),
+    kinds=KINDS,
+    with_gradient=lambda call: gradients.refuse_gradient(_validate, call, WITHOUT_ROOT),
     own_values=("group_rank",),
     own_by_counts={"x": "gather_dim"},
 )

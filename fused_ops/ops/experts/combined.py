@@ -11,7 +11,8 @@ from torch import Tensor
 from ....kernels.device.collective.combine import Combined, CombinedSum
 from ....symm_mem import resolve_group
 from ... import validation
-from ..op import Op, refuse_second_gradient
+from ..gradients import refuse_second_gradient
+from ..op import Op
 
 _ops = torch.ops.weft
 

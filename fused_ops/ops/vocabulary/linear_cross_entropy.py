@@ -32,7 +32,8 @@ from ... import validation
 from ...dispatch.choice import Choice
 from ...dispatch.tensor_guards import needs_no_dispatch
 from .. import all_gather
-from ..op import Op, SumGradient, on_device, refuse_second_gradient
+from ..gradients import SumGradient, refuse_second_gradient
+from ..op import Op, on_device
 from . import chunks
 
 Gather: TypeAlias = Callable[[Tensor], Tensor]
@@ -68,10 +69,6 @@ class LinearCrossEntropyCall(NamedTuple):
     of_weight: bool = False
     of_bias: bool = False
     group_size: int | None = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [t for t in (self.x, self.weight, self.bias, self.targets) if t is not None]
 
     @property
     def wanted(self) -> tuple[bool, bool, bool]:

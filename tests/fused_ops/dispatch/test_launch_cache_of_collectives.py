@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -235,7 +236,7 @@ def test_a_call_that_ranks_would_run_differently_is_not_noted(
     group, workspace = stage.group, stage.workspace
     for out, name in ((None, "one_shot_all_reduce"), (x, "one_shot_all_reduce_")):
         with nullcontext() if agree else pytest.raises(symm_mem.RankMismatch):
-            choice = all_reduces.choose_sum_on_cuda(x, "sum", group)
+            choice = replace(all_reduces.choose_sum_on_cuda(x, "sum", group), known=("sum", [x]))
             call = all_reduce.AllReduceCall(x, "sum", NAME)
             all_reduce.run_by_choice(choice, stage.where, call, group, out, name)
     assert len(workspace.noted) == len(kernel.launched) == (2 if agree else 0)
