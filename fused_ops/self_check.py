@@ -41,11 +41,13 @@ _warned: set[str] = set()
 def check_new_heap(heap: Heap) -> None:
     """Does nothing but on GPUs that no kernel was run on, with WEFT_UNTESTED=1, and over PCIe. Collective.
 
+    A rank by itself has nobody to check with.
+
     Raises:
         HeapUnavailable: on all ranks, if a check failed on one.
         PeerTimeout: a rank does not come.
     """
-    if heap.device.type != "cuda":
+    if heap.device.type != "cuda" or heap.world_size == 1:
         return
     is_new = takes_untested() and is_untested(heap.device)
     untested = [f"on {arch_of(heap.device)}"] if is_new else []

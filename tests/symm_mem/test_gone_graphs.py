@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from algorithms import needs_gemm
 from ranks import on_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, one_shot_all_reduce
@@ -100,6 +101,7 @@ def test_a_graph_is_gone_when_its_last_replay_has_ended(rank: int, size: int) ->
         CapturedGraph(torch.cuda.current_stream().cuda_stream)
 
 
+@needs_gemm
 @pytest.mark.gpu(1)
 @on_ranks([2, 3], device="cuda", gpus=1, fresh=True)
 def test_a_program_that_captures_again_and_again_does_not_grow(rank: int, size: int) -> None:

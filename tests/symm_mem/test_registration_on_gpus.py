@@ -253,6 +253,7 @@ def test_a_wait_for_nothing_on_gpus(rank: int, world_size: int) -> None:
             x.signal(1)
     else:
         time.sleep(2.0)
+    symm_mem.set_timeout(60.0)  # the ranks come here one after the other
     symm_mem.reset()
 
 

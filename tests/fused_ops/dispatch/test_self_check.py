@@ -102,7 +102,10 @@ def test_when_it_is_made(
     use: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     nvlink, pcie = (SimpleNamespace(over_pcie=over) for over in (False, True))
-    on_gpu, on_cpu = (SimpleNamespace(device=torch.device(kind), backend=nvlink) for kind in ("cuda", "cpu"))
+    on_gpu, on_cpu, alone = (
+        SimpleNamespace(device=torch.device(kind), backend=nvlink, world_size=ranks)
+        for kind, ranks in (("cuda", 2), ("cpu", 2), ("cuda", 1))
+    )
     checked: list[Any] = []
     monkeypatch.setattr(self_check, "run_checks", checked.append)
     use("80")
@@ -110,7 +113,7 @@ def test_when_it_is_made(
     assert checked == [] and not caplog.records
     monkeypatch.setenv("WEFT_UNTESTED", "1")
     with caplog.at_level(logging.WARNING):
-        for heap in (on_gpu, on_cpu, on_gpu):
+        for heap in (on_gpu, on_cpu, alone, on_gpu):
             self_check.check_new_heap(heap)  # type: ignore[arg-type]
     assert checked == [on_gpu] * 2 and len(caplog.records) == 1
     assert "never run on compute_80: each group's first heap is checked" in caplog.text
@@ -120,7 +123,7 @@ def test_when_it_is_made(
     assert len(checked) == 2
     monkeypatch.delenv("WEFT_UNTESTED")  # Hoppers over PCIe are checked whatever it says
     with caplog.at_level(logging.WARNING):
-        self_check.check_new_heap(SimpleNamespace(device=on_gpu.device, backend=pcie))  # type: ignore[arg-type]
+        self_check.check_new_heap(SimpleNamespace(device=on_gpu.device, backend=pcie, world_size=2))  # type: ignore[arg-type]
     assert len(checked) == 3 and "never run over PCIe: each group's" in caplog.text
 
 

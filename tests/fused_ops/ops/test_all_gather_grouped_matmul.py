@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from algorithms import needs_gemm
 from opcommon import (
     BOUND,
     DEVICES,
@@ -137,6 +138,7 @@ def by_copy_engines(rank: int, size: int, shape: tuple[int, int, int, int], dtyp
             check("product", out[: want.shape[0]], want, BOUND[dtype])
 
 
+@needs_gemm
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(700, 72, 2, 2), *ROWS[:3]])
 @pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.gpu(size)) for size in (2, 3)])

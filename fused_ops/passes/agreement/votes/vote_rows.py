@@ -25,6 +25,7 @@ from .vote import (
 _TURN, _BEGUN, _COUNT, _SIGNATURE, _CAN_FUSE, _ANSWER, _WHY, _PEER, _POSTS = range(9)
 _PRESENT = 9  # 1 once the rank has shown its presence
 _RUN = 10  # graphs that it has run fused: here, so that one who is interrupted while it asks has it, too
+_IN_VAIN = 11  # 1 + the rank that it has waited for in vain and that has not come there since; 0: none
 _RING, _TURNS_KEPT = 16, 128  # the graphs of its last turns
 _ROW = _RING + 3 * _TURNS_KEPT
 
@@ -74,6 +75,7 @@ class VoteRows:
         """The rank is told to run its graph unfused."""
         row = row_of(rank)
         words[row + _WHY], words[row + _PEER] = why, peer
+        words[row + _IN_VAIN] = peer + 1 if why in (LATE, ABSENT) and peer != rank else 0
         words[row + _ANSWER] = PLAIN
         if words[row + _CAN_FUSE]:
             words[_AGREED] = 0
@@ -145,10 +147,14 @@ class VoteRows:
         if not words[row + _POSTS] or words[row + _ANSWER] == FUSED:
             return  # it has not come yet
         turn, begun, count, signature = _post_of(words, row)
-        if turn != words[own + _TURN] or (begun, count, signature) == post[:3]:
-            return  # it is on its way here, or the answer to one is the answer to the other
+        if turn != words[own + _TURN]:
+            return  # it is on its way here
         waits = words[row + _ANSWER] == UNDECIDED
-        in_vain = words[row + _WHY] in (LATE, ABSENT) and words[row + _PEER] == self.rank
+        in_vain = words[row + _IN_VAIN] == self.rank + 1
+        if (begun, count, signature) == post[:3]:  # the answer to one is the answer to the other
+            if in_vain:  # this rank was only late
+                words[row + _IN_VAIN] = 0
+            return
         if begun + count <= post.begun:
             if waits:  # where this rank has been without a post
                 self._decide(words, peer, PASSED_BY, self.rank)
@@ -172,9 +178,8 @@ class VoteRows:
             source = plain.get(_post_of(words, row))
             if source is not None and words[row + _ANSWER] == UNDECIDED:
                 why, peer = words[source + _WHY], words[source + _PEER]
-                if peer == rank:  # it was only late
-                    words[source + _WHY], why = NOTHING, LATE
-                self._decide(words, rank, why, peer)
+                self._decide(words, rank, LATE if peer == rank else why, peer)
+                words[row + _IN_VAIN] = words[source + _IN_VAIN]
 
     def _missing(self, words: memoryview) -> int:
         """The first rank that does not wait where this one does."""

@@ -136,6 +136,20 @@ def test_a_rank_that_was_only_late_has_run_the_same_graphs() -> None:
     assert ask(where[0], begun=4) == UNASKED
 
 
+def test_a_rank_that_several_waited_for_was_only_late() -> None:
+    where = met(3)
+    vote = post(0, signature=8)
+    for rank in (0, 2):
+        assert where[rank].ask(vote, 0.05).why == LATE
+    assert where[1].ask(vote, 10.0).why == LATE
+    assert where[1].ask(post(2, signature=8), 0.05).why == LATE
+    for rank in (0, 2):
+        assert where[rank].ask(post(2, signature=8), 10.0).why == LATE
+    for _ in range(TRUSTED):
+        assert all(a.fused for a in at_once(*(lambda b=b: ask(b, begun=4) for b in where)))  # type: ignore[misc]
+    assert ask(where[0], begun=4) == UNASKED
+
+
 def test_ranks_that_change_together_vote_where_they_do() -> None:
     where = met(2)
     for _ in range(5):
