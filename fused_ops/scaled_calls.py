@@ -101,8 +101,7 @@ def _multiple(name: str, what: str, size: int) -> None:
 
 
 def validate_operand(name: str, A: Tensor) -> None:
-    if A.dim() < 2:
-        raise ValueError(f"{name}: has {A.dim()} dimensions, must have 2 or more")
+    validation.dimensions(name, A, 2, or_more=True)
     _fp8(name, A)
     _multiple(name, "its last size, K,", A.shape[-1])
 
@@ -179,8 +178,7 @@ def validate_bias(name: str, bias: Tensor | None, n: int, out_dtype: torch.dtype
         return
     if out_dtype == torch.float32:
         raise ValueError(f"{name}: is given, must be None where the result is torch.float32")
-    if tuple(bias.shape) != (n,):
-        raise ValueError(f"{name}: has shape {tuple(bias.shape)}, must have {(n,)}, one for each column")
+    validation.shape_of(name, bias, (n,), ", one for each column")
     if bias.dtype != out_dtype:
         raise TypeError(f"{name}: is {bias.dtype}, must be {out_dtype} like the result")
     validation.same_device(name, bias, A, "A")

@@ -42,6 +42,23 @@ def tensor(name: str, value: Any, ndim: int = 0) -> None:
         raise ValueError(f"{name}: has {value.dim()} dimensions, must have {ndim} or more")
 
 
+def dimensions(name: str, x: torch.Tensor, ndim: int, *, or_more: bool = False) -> None:
+    if x.dim() < ndim or (x.dim() > ndim and not or_more):
+        raise ValueError(f"{name}: has {x.dim()} dimensions, must have {ndim}{' or more' * or_more}")
+
+
+def shape_of(name: str, x: torch.Tensor, shape: Sequence[int], why: str) -> None:
+    """``why``: what asks for the shape."""
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name}: has shape {tuple(x.shape)}, must have {tuple(shape)}{why}")
+
+
+def left_operand(name: str, A: torch.Tensor) -> None:
+    """Of a product [..., K] @ [K, N]."""
+    dimensions(name, A, 2, or_more=True)
+    float_dtype(name, A)
+
+
 def tensors(name: str, values: Any) -> list[torch.Tensor]:
     """``values`` as a list of dense tensors."""
     if isinstance(values, torch.Tensor) or not hasattr(values, "__iter__"):
@@ -211,7 +228,6 @@ def overwritten(name: str, x: torch.Tensor) -> None:
 
 
 def result_tensor(out: torch.Tensor, shape: Sequence[int], x: torch.Tensor) -> None:
-    if tuple(out.shape) != tuple(shape):
-        raise ValueError(f"out: has shape {tuple(out.shape)}, must have {tuple(shape)} for the result")
+    shape_of("out", out, shape, " for the result")
     like_tensor("out", out, x, "x")
     overwritten("out", out)

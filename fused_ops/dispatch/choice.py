@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ...kernels.device.collective.host_exchange import exchange_layout
 from ...kernels.device.gemm.one_shot import OneShotConfig, launch_prepared
 from ...kernels.device.jit.ahead import CompilableProgram
 from ...kernels.device.kernel_choice import KernelChoice, KernelSteps, make_together
@@ -105,6 +106,17 @@ def unfused(reason: str) -> Choice:
 def on_host(layout: Any) -> Choice:
     """Of CPU ranks, whose calls share a workspace."""
     return Choice("host", kind=MATMUL, layout=layout)
+
+
+def host_or(nbytes: Callable[..., int], on_cuda: Callable[..., Choice]) -> Callable[..., Choice]:
+    """An op's ``choose``, by that on CUDA. ``nbytes``: what CPU ranks send each other in one step."""
+
+    def choose(call: Any, *more: Any) -> Choice:
+        if call[0].device.type == "cpu":
+            return on_host(exchange_layout(nbytes(call, *more), more[-1].size()))
+        return on_cuda(call, *more)
+
+    return choose
 
 
 @dataclass(frozen=True)

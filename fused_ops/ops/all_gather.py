@@ -112,7 +112,7 @@ def gather_by_choice(
 def choose_gather(call: AllGatherCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     if call.x.device.type == "cpu":
-        nbytes = call.x.nbytes if call.counts is None else max(_bytes_of_ranks(call))
+        nbytes = call.x.nbytes if call.counts is None else max(bytes_of_ranks(call, call.counts))
         return on_host(exchange_layout(nbytes, group.size()))
     if call.counts is not None and len(set(call.counts)) > 1:
         return unfused(UNEVEN)
@@ -137,11 +137,16 @@ def _alone(call: AllGatherCall, out: Tensor | None, size: int) -> StandAlone:
     return StandAlone(OP, op, given, whole, call.x.shape, gather_dim=dim)
 
 
-def _bytes_of_ranks(call: AllGatherCall) -> list[int]:
-    assert call.counts is not None
+def bytes_of_ranks(call: Any, counts: Sequence[int]) -> list[int]:
     dim, shape = call.gather_dim, call.x.shape
     row = prod(shape[:dim] + shape[dim + 1 :]) * call.x.element_size()
-    return [n * row for n in call.counts]
+    return [n * row for n in counts]
+
+
+def with_dim_in_front(flat: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
+    """What lies with a dimension in front, contiguous in its shape."""
+    rows = flat.view(shape[dim], *shape[:dim], *shape[dim + 1 :])
+    return rows.movedim(0, dim).reshape(-1).view(*shape)
 
 
 def run_all_gather(
@@ -177,10 +182,9 @@ def _on_cpu(choice: Choice, where: Heap, call: AllGatherCall, op: str) -> Tensor
 
 def _unevenly(call: AllGatherCall, gather: Callable[[Tensor, list[int]], Tensor]) -> Tensor:
     """``gather``: puts all ranks' bytes one after the other."""
-    x, dim, shape = call.x, call.gather_dim, call.whole_shape(0)
-    stacked = gather(as_bytes(x.movedim(dim, 0).contiguous()), _bytes_of_ranks(call))
-    rows = stacked.view(x.dtype).view(shape[dim], *shape[:dim], *shape[dim + 1 :])
-    return rows.movedim(0, dim).reshape(-1).view(shape)
+    x, dim = call.x, call.gather_dim
+    stacked = gather(as_bytes(x.movedim(dim, 0).contiguous()), bytes_of_ranks(call, call.counts or ()))
+    return with_dim_in_front(stacked.view(x.dtype), dim, call.whole_shape(0))
 
 
 def _gradient(

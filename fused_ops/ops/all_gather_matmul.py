@@ -13,11 +13,10 @@ from torch.distributed import ProcessGroup
 
 from ...kernels.all_gather_matmul import OP
 from ...kernels.all_gather_matmul.configs import GatherKernelCall
-from ...kernels.device.collective.host_exchange import exchange_layout
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
-from ..dispatch.choice import Choice, choose_kernel, launch_kernel, on_host
+from ..dispatch.choice import Choice, choose_kernel, host_or, launch_kernel
 from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import num_sms, preferred_between
 from ..dispatch.staging import Staging, in_rows, in_rows_or_columns, rows_of
@@ -41,9 +40,7 @@ class AllGatherMatmulCall(NamedTuple):
 def _validate(call: AllGatherMatmulCall) -> tuple[AllGatherMatmulCall, ProcessGroup]:
     """The call with a dimension that is not negative, and the group."""
     group, A_shard = resolve_group(call.group_name), call.A_shard
-    if A_shard.dim() < 2:
-        raise ValueError(f"A_shard: has {A_shard.dim()} dimensions, must have 2 or more")
-    validation.float_dtype("A_shard", A_shard)
+    validation.left_operand("A_shard", A_shard)
     dim = validation.checked_dim("gather_dim", call.gather_dim, "A_shard", A_shard.dim())
     if not call.Bs:
         raise ValueError("Bs: is empty, must hold at least one matrix")
@@ -56,13 +53,6 @@ def _validate(call: AllGatherMatmulCall) -> tuple[AllGatherMatmulCall, ProcessGr
 def _front(call: AllGatherMatmulCall) -> Tensor:
     A_shard, dim = call.A_shard, call.gather_dim
     return A_shard if dim == A_shard.dim() - 1 else A_shard.movedim(dim, 0)
-
-
-def _choose(call: AllGatherMatmulCall, group: ProcessGroup) -> Choice:
-    """The call is what validation returns."""
-    if call.A_shard.device.type == "cpu":
-        return on_host(exchange_layout(call.A_shard.nbytes, group.size()))
-    return _choose_on_cuda(call, group)
 
 
 def _choose_on_cuda(call: AllGatherMatmulCall, group: ProcessGroup) -> Choice:
@@ -202,7 +192,7 @@ ALL_GATHER_MATMUL = Op(
     validate=_validate,
     fake=_fake,
     kernel="all_gather_matmul",
-    choose=_choose,
+    choose=host_or(lambda call, group: call.A_shard.nbytes, _choose_on_cuda),
     run=run_all_gather_matmul,
     known_by=_known_by,
     again=_again,

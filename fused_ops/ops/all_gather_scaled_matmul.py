@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...kernels.all_gather_matmul.configs import MOST_BS, GatherKernelCall, GatherScales
-from ...kernels.device.collective.host_exchange import exchange_layout
 from ...kernels.device.gemm.scaling import (
     BLOCK,
     ScaledProducts,
@@ -26,7 +25,7 @@ from ...kernels.device.gemm.supported import why_last_dim_not_gathered
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
-from ..dispatch.choice import Choice, Known, choose_kernel, launch_kernel, on_host, unfused
+from ..dispatch.choice import Choice, Known, choose_kernel, host_or, launch_kernel, unfused
 from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import num_sms, preferred_between
 from ..dispatch.staging import Staging, aligned, rows_of
@@ -115,13 +114,9 @@ def _known_by(call: AllGatherScaledMatmulCall) -> Known:
     return arguments, (call.A_shard, *call.Bs, call.A_scale, *call.B_scales, *added)
 
 
-def _choose(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup) -> Choice:
-    """Call and rows are what validation returns."""
-    if call.A_shard.device.type != "cpu":
-        return _choose_on_cuda(call, rows, group)
+def _host_bytes(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup) -> int:
     gather = ScaledGather(call, rows, group.size())
-    nbytes = max(gather.a.nbytes, 0 if gather.sent is None else gather.sent.nbytes)
-    return on_host(exchange_layout(nbytes, gather.size))
+    return max(gather.a.nbytes, 0 if gather.sent is None else gather.sent.nbytes)
 
 
 def run_all_gather_scaled_matmul(
@@ -254,7 +249,7 @@ ALL_GATHER_SCALED_MATMUL = Op(
     validate=_validate,
     fake=_fake,
     kernel="all_gather_scaled_matmul",
-    choose=_choose,
+    choose=host_or(_host_bytes, _choose_on_cuda),
     run=run_all_gather_scaled_matmul,
     known_by=_known_by,
     again=_again,

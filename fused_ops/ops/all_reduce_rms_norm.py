@@ -115,9 +115,8 @@ def validate_norm(call: AddedCall, of: str, x: Tensor, sums: Sequence[int]) -> N
     for name, tensor in (("residual", call.residual), ("weight", weight), ("bias", bias)):
         if tensor is None:
             continue
-        shape = tuple(sums if name == "residual" else sums[-1:])
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name}: has shape {tuple(tensor.shape)}, must have {shape} to go with {of}")
+        shape = sums if name == "residual" else sums[-1:]
+        validation.shape_of(name, tensor, shape, f" to go with {of}")
         if name == "bias" and weight is not None:
             validation.dtype_like(name, tensor, weight, "weight")
         elif name == "residual" or tensor.dtype != torch.float32:

@@ -20,7 +20,6 @@ from ..dispatch.launch_cache import launch_again
 from ..dispatch.stand_alone import KINDS
 from ..scaled_calls import validate_scale
 from .all_reduce_rms_norm import (
-    AllReduceRmsNormCall,
     NormOperands,
     choose_norm,
     run_norm,
@@ -54,12 +53,6 @@ class AllReduceRmsNormQuantCall(NamedTuple):
         return Affine(self.weight)
 
     @property
-    def norm(self) -> AllReduceRmsNormCall:
-        """The call without what makes fp8 of the norm."""
-        named = self.weight_offset, self.round_sum, self.group_size
-        return AllReduceRmsNormCall(*self[:5], *named)
-
-    @property
     def kind(self) -> NormKind:
         assert self.out_dtype is not None, "validation has entered it"
         quant = QuantKind(self.out_dtype, self.scale_op, self.smallest)
@@ -85,7 +78,7 @@ def _validate(
     call: AllReduceRmsNormQuantCall,
 ) -> tuple[AllReduceRmsNormQuantCall, ProcessGroup]:
     """The call with a dtype, and without a scale also with what bounds the rows' scales; the group."""
-    group, x, dtype, scale = validate_all_reduce_norm(call.norm), call.x, call.out_dtype, call.scale
+    group, x, dtype, scale = validate_all_reduce_norm(call), call.x, call.out_dtype, call.scale
     dtype = torch.float8_e4m3fn if dtype is None else dtype
     if dtype not in FP8:
         raise TypeError(f"out_dtype: is {dtype}, must be torch.float8_e4m3fn or torch.float8_e5m2")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -18,7 +17,15 @@ from ..dispatch.choice import Choice, on_host, unfused
 from ..dispatch.plan import ran
 from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
 from . import gradients
-from .all_gather import UNEVEN, AllGatherCall, known_with_counts, sends_no_counts, validate_gathered
+from .all_gather import (
+    UNEVEN,
+    AllGatherCall,
+    bytes_of_ranks,
+    known_with_counts,
+    sends_no_counts,
+    validate_gathered,
+    with_dim_in_front,
+)
 from .op import Op
 
 if TYPE_CHECKING:
@@ -61,7 +68,7 @@ def _choose(call: GatherCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     size, rank, root = group.size(), group.rank(), call.root
     if call.x.device.type == "cpu":
-        return on_host(exchange_layout(max(_bytes_of_ranks(call, group)), size))
+        return on_host(exchange_layout(max(bytes_of_ranks(call, call.counts_of(group))), size))
     if len(set(call.counts_of(group))) > 1:
         return unfused(UNEVEN)
 
@@ -78,25 +85,18 @@ def _alone(call: GatherCall, group: ProcessGroup) -> StandAlone:
     return StandAlone(TO_ROOT, TO_ROOT, [call.x], shape, call.x.shape, gather_dim=call.gather_dim)
 
 
-def _bytes_of_ranks(call: GatherCall, group: ProcessGroup) -> list[int]:
-    dim, shape = call.gather_dim, call.x.shape
-    row = prod(shape[:dim] + shape[dim + 1 :]) * call.x.element_size()
-    return [n * row for n in call.counts_of(group)]
-
-
 def run_gather(choice: Choice, where: Heap, call: GatherCall, group: ProcessGroup) -> Tensor:
     """As the op; the call is what validation returns."""
     if choice.algorithm == "push":
         return run_alone(choice, where, _alone(call, group))
     x, dim, shape = call.x, call.gather_dim, call.result_shape(group)
-    sent, sizes = as_bytes(x.movedim(dim, 0).contiguous()), _bytes_of_ranks(call, group)
+    sent, sizes = as_bytes(x.movedim(dim, 0).contiguous()), bytes_of_ranks(call, call.counts_of(group))
     if choice.is_unfused:
         ran(choice.plan_in(None))
         stacked = reference_gather(sent, sizes, call.root, group) if sum(sizes) else sent
     else:
         stacked = gather_to(choice.begin_on(where), sent, sizes, call.root, TO_ROOT)
-    rows = stacked.view(x.dtype).view(shape[dim], *shape[:dim], *shape[dim + 1 :])
-    return rows.movedim(0, dim).reshape(-1).view(shape)
+    return with_dim_in_front(stacked.view(x.dtype), dim, shape)
 
 
 def _fake(call: GatherCall, group: ProcessGroup) -> Tensor:

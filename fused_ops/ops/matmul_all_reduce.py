@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.device.collective.host_exchange import exchange_layout
 from ...kernels.device.device_spec import device_spec_of
 from ...kernels.device.gemm.gemm_tiles import matmul_us
 from ...kernels.matmul_all_reduce import OP, configs
@@ -26,9 +26,9 @@ from ..dispatch.choice import (
     Choice,
     KernelUse,
     by_kernel,
+    host_or,
     launch_exchange,
     launch_kernel,
-    on_host,
     prepare_kernel,
     remember,
 )
@@ -54,9 +54,7 @@ class MatmulAllReduceCall(NamedTuple):
 
 def _validate(call: MatmulAllReduceCall) -> tuple[MatmulAllReduceCall, ProcessGroup]:
     group, A = resolve_group(call.group_name), call.A
-    if A.dim() < 2:
-        raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
-    validation.float_dtype("A", A)
+    validation.left_operand("A", A)
     validation.validate_matrix("B", call.B, A.shape[-1], A, "A")
     validation.reduction(call.reduce_op)
     return call, group
@@ -111,14 +109,6 @@ class _FewRows:
     b: Tensor
     staging: Staging
     profitable: bool
-
-
-def _choose(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice:
-    """The call is what validation returns."""
-    A, (m, n, _) = call.A, _sizes(call.A, call.B)
-    if A.device.type == "cpu":
-        return on_host(exchange_layout(4 * m * n, group.size()))
-    return _choose_on_cuda(call, group)
 
 
 def _choose_on_cuda(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice:
@@ -282,7 +272,7 @@ MATMUL_ALL_REDUCE = Op(
     fake=_fake,
     kernel="matmul_all_reduce",
     sends_nothing=lambda call, group: 0 in (*call.A.shape[:-1], call.B.shape[1]),
-    choose=_choose,
+    choose=host_or(lambda call, group: 4 * prod(_sizes(call.A, call.B)[:2]), _choose_on_cuda),
     run=run_matmul_all_reduce,
     known_by=lambda call: (call.reduce_op, (call.A, call.B)),
     again=lambda call: fast_matmul_all_reduce(*call[:4]),

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.device.collective.host_exchange import exchange_layout
 from ...kernels.matmul_reduce_scatter import OP
 from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
-from ..dispatch.choice import Choice, Known, choose_kernel, launch_kernel, on_host
+from ..dispatch.choice import Choice, Known, choose_kernel, host_or, launch_kernel
 from ..dispatch.plan import num_sms, preferred_between
 from ..dispatch.staging import Staging, aligned, in_rows_or_columns
 from . import gradients
@@ -70,9 +69,7 @@ def _validate(
 ) -> tuple[MatmulReduceScatterCall, ProcessGroup]:
     """The call with a dimension that is not negative and the dtype of its result, and the group."""
     group, A, B = resolve_group(call.group_name), call.A, call.B
-    if A.dim() < 2:
-        raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
-    validation.float_dtype("A", A)
+    validation.left_operand("A", A)
     validation.validate_matrix("B", B, A.shape[-1], A, "A")
     _further_factors(call.more or (), A, B)
     validation.reduction(call.reduce_op)
@@ -86,10 +83,10 @@ def _validate(
         )
     call = call._replace(scatter_dim=dim, out_dtype=call.out_dtype or A.dtype)
     shape = call.local_shape(group.size())
-    if call.bias is not None:
-        _added("bias", call.bias, shape[-1:], A)
-    if call.residual is not None:
-        _added("residual", call.residual, shape, A)
+    for name, term, of_term in (("bias", call.bias, shape[-1:]), ("residual", call.residual, shape)):
+        if term is not None:
+            validation.shape_of(name, term, of_term, " to go with the result")
+            validation.like_tensor(name, term, A, "A")
     return call, group
 
 
@@ -108,14 +105,6 @@ def _further_factors(more: Sequence[Tensor], A: Tensor, B: Tensor) -> None:
             raise ValueError(f"more[{i + 1}]: has {b.shape[1]} columns, must have {B.shape[1]} like B")
 
 
-def _added(name: str, tensor: Tensor, shape: Sequence[int], A: Tensor) -> None:
-    if tuple(tensor.shape) != tuple(shape):
-        raise ValueError(
-            f"{name}: has shape {tuple(tensor.shape)}, must have {tuple(shape)} to go with the result"
-        )
-    validation.like_tensor(name, tensor, A, "A")
-
-
 def _known_by(call: MatmulReduceScatterCall) -> Known:
     if call.out_dtype not in (None, call.A.dtype):
         return None
@@ -124,14 +113,6 @@ def _known_by(call: MatmulReduceScatterCall) -> Known:
     if terms or more:
         how = *how, call.bias is not None, call.residual is not None, len(more or ())
     return how, (call.A, call.B, *(more or ()), *terms)
-
-
-def _choose(call: MatmulReduceScatterCall, group: ProcessGroup) -> Choice:
-    """The call is what validation returns."""
-    if call.A.device.type == "cpu":
-        nbytes = 4 * prod(call.local_shape(group.size()))
-        return on_host(exchange_layout(nbytes, group.size()))
-    return _choose_on_cuda(call, group)
 
 
 def run_matmul_reduce_scatter(
@@ -291,7 +272,7 @@ MATMUL_REDUCE_SCATTER = Op(
     fake=_fake,
     kernel="matmul_reduce_scatter",
     sends_nothing=lambda call, group: 0 in call.local_shape(group.size()),
-    choose=_choose,
+    choose=host_or(lambda call, group: 4 * prod(call.local_shape(group.size())), _choose_on_cuda),
     run=run_matmul_reduce_scatter,
     known_by=_known_by,
     with_gradient=lambda call: MatmulReduceScatterFunction.apply(

@@ -20,7 +20,7 @@ from ..dispatch.plan import ran
 from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
 from ..dispatch.workspaces import ALL_REDUCE
 from . import gradients
-from .all_gather import UNEVEN, known_with_counts
+from .all_gather import UNEVEN, known_with_counts, with_dim_in_front
 from .op import Op, writing_out
 
 if TYPE_CHECKING:
@@ -115,9 +115,8 @@ def run_reduce_scatter(
         if call.counts is None:
             done = reference_reduce_scatter(call.x, call.reduce_op, call.scatter_dim, group)
         else:
-            done = _joined(
-                reference_reduce_scatter_uneven(call.parts, call.reduce_op, group), call, group.rank()
-            )
+            part = reference_reduce_scatter_uneven(call.parts, call.reduce_op, group)
+            done = with_dim_in_front(part, call.scatter_dim, call.part_shape(0, group.rank()))
     elif choice.algorithm == "host":
         done = on_cpu(choice, where, call, OP if out is None else INTO)
     else:
@@ -141,16 +140,9 @@ def on_cpu(choice: Choice, where: Heap, call: ReduceScatterCall, op: str) -> Ten
     shape = call.part_shape(size, where.rank)
     workspace = choice.begin_on(where)
     if call.counts is not None:
-        return _joined(reduce_scatter_parts(workspace, call.parts, call.reduce_op, op), call, where.rank)
+        return with_dim_in_front(reduce_scatter_parts(workspace, call.parts, call.reduce_op, op), dim, shape)
     parts = x.unflatten(dim, (size, shape[dim])).movedim(dim, 0).reshape(size, -1)
     return reduce_scatter_parts(workspace, parts.unbind(), call.reduce_op, op).view(shape)
-
-
-def _joined(part: Tensor, call: ReduceScatterCall, rank: int) -> Tensor:
-    """The result of this rank's part, flat, in which ``scatter_dim`` comes first."""
-    dim, shape = call.scatter_dim, call.part_shape(0, rank)
-    rows = part.view(shape[dim], *shape[:dim], *shape[dim + 1 :])
-    return rows.movedim(0, dim).reshape(-1).view(shape)
 
 
 def _gradient(grad: Tensor, reduce_op: str, scatter_dim: int, group_name: str, *of_ranks: Any) -> Any:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.device.collective.host_exchange import exchange_layout
 from ...kernels.device.gemm.scaling import (
     ScaledProducts,
     ScaleKind,
@@ -25,7 +24,7 @@ from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
-from ..dispatch.choice import Choice, Known, choose_kernel, launch_kernel, on_host, unfused
+from ..dispatch.choice import Choice, Known, choose_kernel, host_or, launch_kernel, unfused
 from ..dispatch.plan import num_sms, preferred_kernel
 from ..dispatch.staging import Staging, aligned
 from ..scaled_calls import (
@@ -133,15 +132,6 @@ def _known_by(call: ScaledMatmulReduceScatterCall) -> Known:
     return how, given if call.bias is None else (*given, call.bias)
 
 
-def _choose(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup) -> Choice:
-    """Call and rows are what validation returns."""
-    if call.A.device.type != "cpu":
-        return _choose_on_cuda(call, rows, group)
-    size = group.size()
-    assert call.out_dtype is not None
-    return on_host(exchange_layout(4 * prod(call.local_shape(size)), size))
-
-
 def run_scaled_matmul_reduce_scatter(
     choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup
 ) -> Tensor:
@@ -225,7 +215,7 @@ SCALED_MATMUL_REDUCE_SCATTER = Op(
     fake=_fake,
     kernel="scaled_matmul_reduce_scatter",
     sends_nothing=lambda call, rows, group: 0 in call.local_shape(group.size()),
-    choose=_choose,
+    choose=host_or(lambda call, rows, group: 4 * prod(call.local_shape(group.size())), _choose_on_cuda),
     run=run_scaled_matmul_reduce_scatter,
     known_by=_known_by,
     with_gradient=lambda call: gradients.refuse_gradient(_validate, call, NO_GRADIENT),

@@ -48,7 +48,6 @@ class AllToAllMatmulCall(NamedTuple):
 def _validate(call: AllToAllMatmulCall) -> tuple[AllToAllMatmulCall, ProcessGroup]:
     """The call with a dimension that is not negative, and the group."""
     group, A = resolve_group(call.group_name), call.A
-    validation.float_dtype("A", A)
     dim, size = checked_rows_dim("scatter_dim", call.scatter_dim, A), group.size()
     if A.shape[dim] % size:
         raise ValueError(f"scatter_dim: A has size {A.shape[dim]} there, must be a multiple of {size} ranks")

@@ -42,9 +42,7 @@ class MatmulAllGatherCall(NamedTuple):
 
 def _validate(call: MatmulAllGatherCall) -> tuple[MatmulAllGatherCall, ProcessGroup]:
     group, A = resolve_group(call.group_name), call.A
-    validation.float_dtype("A", A)
-    if A.dim() < 2:
-        raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
+    validation.left_operand("A", A)
     validation.validate_matrix("B", call.B, A.shape[-1], A, "A")
     return call, group
 

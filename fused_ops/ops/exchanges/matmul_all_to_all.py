@@ -44,8 +44,7 @@ class MatmulAllToAllCall(NamedTuple):
 
 def checked_rows_dim(name: str, dim: int, A: Tensor) -> int:
     """A dimension of A but for the last one, as one that is not negative."""
-    if A.dim() < 2:
-        raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
+    validation.left_operand("A", A)
     found = validation.checked_dim(name, dim, "A", A.dim())
     if found == A.dim() - 1:
         raise ValueError(f"{name}: is {dim}, the last dimension of A, must be one of its rows")
@@ -55,7 +54,6 @@ def checked_rows_dim(name: str, dim: int, A: Tensor) -> int:
 def _validate(call: MatmulAllToAllCall) -> tuple[MatmulAllToAllCall, ProcessGroup]:
     """The call with a dimension that is not negative, and the group."""
     group, A, B = resolve_group(call.group_name), call.A, call.B
-    validation.float_dtype("A", A)
     dim = checked_rows_dim("gather_dim", call.gather_dim, A)
     validation.validate_matrix("B", B, A.shape[-1], A, "A")
     if B.shape[1] % group.size():

@@ -90,13 +90,9 @@ def _validate_operands(call: Call) -> ProcessGroup:
 
 
 def _validate_residual(call: Call, shape: Sequence[int]) -> None:
-    if (residual := call.residual) is None:
-        return
-    if tuple(residual.shape) != tuple(shape):
-        raise ValueError(
-            f"residual: has shape {tuple(residual.shape)}, must have {tuple(shape)} like the result"
-        )
-    validation.like_tensor("residual", residual, call.A, "A")
+    if (residual := call.residual) is not None:
+        validation.shape_of("residual", residual, shape, " like the result")
+        validation.like_tensor("residual", residual, call.A, "A")
 
 
 def _validate_sum(call: GroupedMatmulAllReduceCall) -> tuple[GroupedMatmulAllReduceCall, ProcessGroup]:

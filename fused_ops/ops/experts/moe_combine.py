@@ -48,8 +48,7 @@ def _validate_combine(call: MoeCombineCall) -> tuple[MoeCombineCall, ProcessGrou
         raise ValueError(f"y: has {y.shape[0]} rows, must have {choices.shape[0]}, as moe_dispatch returned")
     if weights is not None:
         shape = slots.shape[0] // group.size(), slots.shape[1]
-        if weights.shape != shape:
-            raise ValueError(f"weights: has shape {tuple(weights.shape)}, must have {shape} like topk_ids")
+        validation.shape_of("weights", weights, shape, " like topk_ids")
         if weights.dtype != torch.float32:
             validation.dtype_like("weights", weights, y, "y", " or torch.float32" * (y.dtype.itemsize == 2))
         validation.same_device("weights", weights, y, "y")

@@ -113,8 +113,7 @@ def validate_places(call: Any) -> ProcessGroup:
     group, (given, slots, choices, ranks) = resolve_group(call.group_name), call[:4]
     name = call._fields[0]
     validation.float_dtype(name, given)
-    if given.dim() != 2:
-        raise ValueError(f"{name}: has {given.dim()} dimensions, must have 2")
+    validation.dimensions(name, given, 2)
     if slots.dtype != torch.int32:
         raise TypeError(f"slots: is {slots.dtype}, must be int32")
     if slots.dim() != 2 or slots.shape[1] == 0 or slots.shape[0] % group.size():

@@ -87,9 +87,7 @@ def _validate(call: LinearCrossEntropyCall) -> tuple[LinearCrossEntropyCall, Pro
     group = resolve_group(call.group_name)
     x, weight, bias, targets = call.x, call.weight, call.bias, call.targets
     name = "logits_shard" if weight is None else "x"
-    if x.dim() < 2:
-        raise ValueError(f"{name}: has {x.dim()} dimensions, must have 2 or more")
-    validation.float_dtype(name, x)
+    validation.left_operand(name, x)
     if weight is not None:
         if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
             raise ValueError(
@@ -103,10 +101,7 @@ def _validate(call: LinearCrossEntropyCall) -> tuple[LinearCrossEntropyCall, Pro
         validation.like_tensor("bias", bias, x, name)
     if targets.dtype != torch.int64:
         raise TypeError(f"targets: is {targets.dtype}, must be int64")
-    if targets.shape != x.shape[:-1]:
-        raise ValueError(
-            f"targets: has shape {tuple(targets.shape)}, must have {tuple(x.shape[:-1])}, as {name} has rows"
-        )
+    validation.shape_of("targets", targets, x.shape[:-1], f", as {name} has rows")
     validation.same_device("targets", targets, x, name)
     _validate_numbers(call)
     return call, group
