@@ -95,18 +95,6 @@ def flags(**values: Any) -> None:
             raise TypeError(f"{name}: is {type_text(value)}, must be True or False")
 
 
-def validate_factory(device: Any, dtype: Any) -> None:
-    """Where parameters may lie, and their dtype; None is torch's default."""
-    if dtype is not None and dtype not in DTYPES:
-        raise TypeError(f"dtype: is {dtype!r}, must be float32, bfloat16 or float16")
-    if device is not None and not isinstance(device, (torch.device, str)):
-        raise TypeError(f"device: is {device!r}, must be a torch.device or its name")
-    try:
-        torch.device(device or "cpu")
-    except RuntimeError as e:
-        raise ValueError(f"device: torch knows none that is called {device!r}") from e
-
-
 def reduction(reduce_op: Any, allowed: Sequence[str] = REDUCE_OPS) -> str:
     """The operation's name, also of a ``torch.distributed.ReduceOp``."""
     if isinstance(reduce_op, (ReduceOp, ReduceOp.RedOpType)):

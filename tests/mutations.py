@@ -277,7 +277,7 @@ MUTANTS = [
     # fused_ops/ops
     Mutant(
         "fused_ops/ops/all_reduce_rms_norm.py",
-        "scale = (wide.square().mean(-1, keepdim=True) + norm.eps).rsqrt()",
+        "scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()",
         "scale = wide.square().mean(-1, keepdim=True).rsqrt()",
         f"{_NORMS}::test_eps_shows",
     ),

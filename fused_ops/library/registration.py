@@ -123,7 +123,7 @@ for _op in OPS:
     if _op.flops is not None:
         register_flop_formula(_op.overload.overloadpacket)(_op.flops)
 # Which send nothing.
-for _name, _gradient in {"linear_cross_entropy_gradients": None, **LOCAL_OPS}.items():
+for _name, _gradient in LOCAL_OPS.items():
     refuse_unsupported(schema.lib, _name)
     if _gradient is not None:
         schema.lib.impl(_name, _local_autograd(_name, _gradient), "Autograd")

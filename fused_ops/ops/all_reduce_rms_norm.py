@@ -3,10 +3,10 @@ a kernel, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -216,9 +216,12 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, op: Op, call: Any, *given: Tensor | None) -> tuple[Tensor, Tensor]:
-        ctx.norm, ctx.group = norm_of(call), (call.group_name, call.group_size)
+        like = given[2] if given[2] is not None else given[-1]
+        layer_norm, dtype = isinstance(call, AllReduceLayerNormCall), None if like is None else like.dtype
+        ctx.norm: Norm = (call.eps, call.weight_offset, layer_norm, dtype)
+        ctx.group = call.group_name, call.group_size
         normed, sums = op.run_below_autograd(call)
-        ctx.save_for_backward(sums, call.affine.weight if any(ctx.needs_input_grad[2:4]) else None)
+        ctx.save_for_backward(sums, given[2] if any(ctx.needs_input_grad[2:4]) else None)
         return normed, sums
 
     @staticmethod
@@ -236,41 +239,32 @@ class NormFunction(torch.autograd.Function):
         return found[: len(ctx.needs_input_grad)]
 
 
-class Norm(NamedTuple):
-    """How sums are normed, as gradients ask for it. ``dtypes``: of weight and bias."""
-
-    eps: float
-    offset: float
-    subtract_mean: bool
-    dtypes: list[torch.dtype | None]
-
-
-def norm_of(call: AddedCall) -> Norm:
-    dtypes = [None if t is None else t.dtype for t in call.affine]
-    return Norm(call.eps, call.weight_offset, call.kind.subtract_mean, dtypes)
+#: Of a norm: eps, what is added to the weight, whether the mean is subtracted; and the dtype of weight and bias.
+Norm: TypeAlias = tuple[float, float, bool, torch.dtype | None]
 
 
 def norm_gradients(
     sums: Tensor, weight: Tensor | None, grads: Sequence[Tensor], norm: Norm, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Of the sums, the weight and the bias, those that are wanted; ``grads``: of the norm and of the sums."""
-    (grad_normed, grad_sums), (of_sums, of_weight, of_bias, *_) = grads, wanted
+    (grad_normed, grad_sums), (eps, offset, subtract_mean, dtype) = grads, norm
+    of_sums, of_weight, of_bias, *_ = wanted
     wide, grad = sums.float(), grad_normed.float()
-    if norm.subtract_mean:
+    if subtract_mean:
         wide = wide - wide.mean(-1, keepdim=True)
-    scale = (wide.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     unit, total, grad_weight, grad_bias = wide * scale, None, None, None
     if of_sums:
         through = grad
         if weight is not None:
-            through = grad * (weight if norm.offset == 0 else weight.float() + norm.offset)
-        centred = through - through.mean(-1, keepdim=True) if norm.subtract_mean else through
+            through = grad * (weight if offset == 0 else weight.float() + offset)
+        centred = through - through.mean(-1, keepdim=True) if subtract_mean else through
         inner = centred - unit * (through * unit).mean(-1, keepdim=True)
         total = (scale * inner + grad_sums).to(sums.dtype)
     if of_weight:
-        grad_weight = (grad * unit).sum_to_size(sums.shape[-1:]).to(norm.dtypes[0])
+        grad_weight = (grad * unit).sum_to_size(sums.shape[-1:]).to(dtype)
     if of_bias:
-        grad_bias = grad.sum_to_size(sums.shape[-1:]).to(norm.dtypes[1])
+        grad_bias = grad.sum_to_size(sums.shape[-1:]).to(dtype)
     return total, grad_weight, grad_bias
 
 
@@ -293,27 +287,31 @@ def layer_norm_known_by(call: AllReduceLayerNormCall) -> Known:
     return (eps, offset, *there), [t for t in (x, residual, weight, bias) if t is not None]
 
 
-_NORM: dict[str, Any] = {
-    "validate": lambda call: (call, validate_all_reduce_norm(call)),
-    "fake": lambda call, group: (call.x.new_empty(call.x.shape), call.x.new_empty(call.x.shape)),
-    "kernel": "all_reduce_rms_norm",
-    "choose": lambda call, group: choose_norm(call.x, call.x.shape, call.kind, group),
-    "run": run_norm_call,
-    "kinds": KINDS,
-}
-ALL_REDUCE_RMS_NORM: Op = Op(
+def _norm(schema: str, record: Callable[..., Any], known_by: Callable[[Any], Known]) -> Op:
+    op = Op(
+        schema,
+        record=record,
+        validate=lambda call: (call, validate_all_reduce_norm(call)),
+        fake=lambda call, group: (call.x.new_empty(call.x.shape), call.x.new_empty(call.x.shape)),
+        kernel="all_reduce_rms_norm",
+        choose=lambda call, group: choose_norm(call.x, call.x.shape, call.kind, group),
+        run=run_norm_call,
+        known_by=known_by,
+        kinds=KINDS,
+        with_gradient=lambda call: NormFunction.apply(op, call, *call[: call._fields.index("eps")]),
+    )
+    return op
+
+
+ALL_REDUCE_RMS_NORM = _norm(
     "fused_all_reduce_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, str group_name, *,"
     " float weight_offset=0.0, bool round_sum=True, int? group_size=None) -> (Tensor, Tensor)",
-    record=AllReduceRmsNormCall,
-    known_by=norm_known_by,
-    with_gradient=lambda call: NormFunction.apply(ALL_REDUCE_RMS_NORM, call, *call[:3]),
-    **_NORM,
+    AllReduceRmsNormCall,
+    norm_known_by,
 )
-ALL_REDUCE_LAYER_NORM: Op = Op(
+ALL_REDUCE_LAYER_NORM = _norm(
     "fused_all_reduce_layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps,"
     " str group_name, *, float weight_offset=0.0, int? group_size=None) -> (Tensor, Tensor)",
-    record=AllReduceLayerNormCall,
-    known_by=layer_norm_known_by,
-    with_gradient=lambda call: NormFunction.apply(ALL_REDUCE_LAYER_NORM, call, *call[:4]),
-    **_NORM,
+    AllReduceLayerNormCall,
+    layer_norm_known_by,
 )

@@ -18,7 +18,6 @@ from ..all_reduce_rms_norm import (
     NormOperands,
     choose_norm,
     norm_gradients,
-    norm_of,
     run_norm,
     validate_norm,
 )
@@ -84,7 +83,8 @@ def _known_by(call: CombineRmsNormCall) -> Known:
 class CombineRmsNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: CombineRmsNormCall, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        ctx.norm, ctx.group = norm_of(call), (call.group_name, call.group_size)
+        ctx.norm = call.eps, call.weight_offset, False, call.weight.dtype
+        ctx.group = call.group_name, call.group_size
         normed, sums = MOE_COMBINE_ALL_REDUCE_RMS_NORM.run_below_autograd(call)
         save_combined(ctx, call, ctx.needs_input_grad[1:4], sums, call.weight)
         return normed, sums
