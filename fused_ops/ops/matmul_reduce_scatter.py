@@ -187,9 +187,10 @@ def _choose_on_cuda(call: MatmulReduceScatterCall, group: ProcessGroup) -> Choic
     return choose_kernel(on_cuda.SCATTER_STEPS, used, staging, group, too_little, call)
 
 
-def _on_cuda(choice: Choice, where: Heap, _: MatmulReduceScatterCall) -> Tensor:
-    call = choice.how.given  # whose products are one where the kernel does not add them
-    shape = call.local_shape(where.world_size)
+def _on_cuda(choice: Choice, where: Heap, given: MatmulReduceScatterCall) -> Tensor:
+    call, shape = choice.how.given, given.local_shape(where.world_size)
+    if given.more and not call.more:  # the kernel does not add products: these are one, of copies
+        choice = replace(choice, known=None)
 
     def with_terms(used: ScatterKernelCall) -> ScatterKernelCall:
         return replace(used, terms=[aligned(term.contiguous()) for term in call.terms])
