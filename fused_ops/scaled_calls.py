@@ -178,7 +178,7 @@ def validate_bias(name: str, bias: Tensor | None, n: int, out_dtype: torch.dtype
         return
     if out_dtype == torch.float32:
         raise ValueError(f"{name}: is given, must be None where the result is torch.float32")
-    validation.shape_of(name, bias, (n,), ", one for each column")
+    validation.must_have_shape(name, bias, (n,), ", one for each column")
     if bias.dtype != out_dtype:
         raise TypeError(f"{name}: is {bias.dtype}, must be {out_dtype} like the result")
     validation.same_device(name, bias, A, "A")

@@ -47,7 +47,7 @@ def dimensions(name: str, x: torch.Tensor, ndim: int, *, or_more: bool = False) 
         raise ValueError(f"{name}: has {x.dim()} dimensions, must have {ndim}{' or more' * or_more}")
 
 
-def shape_of(name: str, x: torch.Tensor, shape: Sequence[int], why: str) -> None:
+def must_have_shape(name: str, x: torch.Tensor, shape: Sequence[int], why: str) -> None:
     """``why``: what asks for the shape."""
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name}: has shape {tuple(x.shape)}, must have {tuple(shape)}{why}")
@@ -216,6 +216,6 @@ def overwritten(name: str, x: torch.Tensor) -> None:
 
 
 def result_tensor(out: torch.Tensor, shape: Sequence[int], x: torch.Tensor) -> None:
-    shape_of("out", out, shape, " for the result")
+    must_have_shape("out", out, shape, " for the result")
     like_tensor("out", out, x, "x")
     overwritten("out", out)

@@ -18,7 +18,7 @@ from ..dispatch.tensor_guards import has_tangents
 from ..ops import OPS, Op
 from ..ops.experts.local import LOCAL_OPS
 from ..ops.gradients import AUTOCAST
-from ..ops.op import tensors_of
+from ..ops.op import tensors_given
 from . import compiled, group_checks, schema
 from .unsupported import refuse_derivative_in_transform, refuse_unsupported
 
@@ -85,9 +85,9 @@ def _autograd(op: Op) -> Callable[[Any], Any]:
     """What the Autograd key does with a call that took no fast path. The graph pass inserts the ops below it."""
 
     def call_with_autograd(call: Any) -> Any:
-        if _wants_grad(op.name, tensors_of(call)):
+        if _wants_grad(op.name, tensors_given(call)):
             return op.with_gradient(call)
-        if op.functional is not None and any(t.is_neg() for t in tensors_of(call)):
+        if op.functional is not None and any(t.is_neg() for t in tensors_given(call)):
             # What resolves that below has no way with ops that return nothing.
             functional, as_functional = op.functional
             call[0].copy_(functional.dispatch(as_functional(call)))

@@ -116,7 +116,7 @@ def validate_norm(call: AddedCall, of: str, x: Tensor, sums: Sequence[int]) -> N
         if tensor is None:
             continue
         shape = sums if name == "residual" else sums[-1:]
-        validation.shape_of(name, tensor, shape, f" to go with {of}")
+        validation.must_have_shape(name, tensor, shape, f" to go with {of}")
         if name == "bias" and weight is not None:
             validation.dtype_like(name, tensor, weight, "weight")
         elif name == "residual" or tensor.dtype != torch.float32:

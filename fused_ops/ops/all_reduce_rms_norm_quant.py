@@ -99,7 +99,7 @@ def _validate(
     return call._replace(out_dtype=dtype, smallest=float(smallest)), group
 
 
-def _known_by(call: AllReduceRmsNormQuantCall) -> tuple[Hashable, Sequence[Tensor]]:
+def quant_known_by(call: AllReduceRmsNormQuantCall) -> tuple[Hashable, Sequence[Tensor]]:
     """Of a call whose numbers and names are of exactly the types that the op takes."""
     norm = call.eps, call.weight_offset, call.round_sum
     there = call.residual is not None, call.scale is not None
@@ -110,7 +110,7 @@ def _known_by(call: AllReduceRmsNormQuantCall) -> tuple[Hashable, Sequence[Tenso
 
 
 def _again(call: AllReduceRmsNormQuantCall) -> QuantResult | None:
-    results = launch_again(QUANT, *_known_by(call), call.group_name, KINDS)
+    results = launch_again(QUANT, *quant_known_by(call), call.group_name, KINDS)
     return None if results is None else _quant_result(results)
 
 
@@ -144,7 +144,7 @@ ALL_REDUCE_RMS_NORM_QUANT = Op(
     kernel="all_reduce_rms_norm_quant",
     choose=lambda call, group: choose_norm(call.x, call.x.shape, call.kind, group),
     run=run_all_reduce_rms_norm_quant,
-    known_by=_known_by,
+    known_by=quant_known_by,
     again=_again,
     with_gradient=lambda call: refuse_gradient(
         _validate, call, ": a norm in fp8 has none; detach it, or call fused_all_reduce_rms_norm"

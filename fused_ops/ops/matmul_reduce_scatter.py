@@ -85,7 +85,7 @@ def _validate(
     shape = call.local_shape(group.size())
     for name, term, of_term in (("bias", call.bias, shape[-1:]), ("residual", call.residual, shape)):
         if term is not None:
-            validation.shape_of(name, term, of_term, " to go with the result")
+            validation.must_have_shape(name, term, of_term, " to go with the result")
             validation.like_tensor(name, term, A, "A")
     return call, group
 

@@ -52,7 +52,7 @@ class OpArguments(Protocol):
     def __getitem__(self, index: Any) -> Any: ...
 
 
-def tensors_of(call: Iterable[Any]) -> list[Tensor]:
+def tensors_given(call: Iterable[Any]) -> list[Tensor]:
     """All that a call is given, in the order of its arguments."""
     found: list[Tensor] = []
     for given in call:
@@ -158,7 +158,7 @@ class Op:
 
     def run_slow(self, call: OpArguments) -> Any:
         """By way of the dispatcher where something else must see the call."""
-        if needs_no_dispatch(*tensors_of(call)):
+        if needs_no_dispatch(*tensors_given(call)):
             return self.slow(call)
         with torch._C._AutoDispatchBelowAutograd():
             return self.dispatch(call)

@@ -67,14 +67,14 @@ def validate_combined(combined: Combined, like_name: str = "y") -> None:
         raise TypeError(f"slots: is {slots.dtype}, must be torch.int32")
     if slots.shape[1] == 0:
         raise ValueError(f"slots: has shape {tuple(slots.shape)}, must have a column for each choice")
-    validation.shape_of("weights", weights, slots.shape, " like slots")
+    validation.must_have_shape("weights", weights, slots.shape, " like slots")
     if weights.dtype != torch.float32:
         validation.dtype_like("weights", weights, y, like_name, " or torch.float32" * (y.dtype.itemsize == 2))
     for name, tensor in (("slots", slots), ("weights", weights)):
         validation.same_device(name, tensor, y, like_name)
     if shared is not None:
         shape = slots.shape[0], y.shape[1]
-        validation.shape_of("shared", shared, shape, ": a row of the sum for each token")
+        validation.must_have_shape("shared", shared, shape, ": a row of the sum for each token")
         validation.like_tensor("shared", shared, y, like_name)
 
 

@@ -91,7 +91,7 @@ def _validate_operands(call: Call) -> ProcessGroup:
 
 def _validate_residual(call: Call, shape: Sequence[int]) -> None:
     if (residual := call.residual) is not None:
-        validation.shape_of("residual", residual, shape, " like the result")
+        validation.must_have_shape("residual", residual, shape, " like the result")
         validation.like_tensor("residual", residual, call.A, "A")
 
 

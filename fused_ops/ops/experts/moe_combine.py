@@ -22,7 +22,7 @@ from ...dispatch.plan import ran
 from ...dispatch.stand_alone import KINDS
 from ..all_gather import gather_within
 from ..gradients import refuse_second_gradient
-from ..op import Op, on_device, tensors_of
+from ..op import Op, on_device, tensors_given
 from .moe_dispatch import KNOWN, choose_rows, validate_places
 
 _ops = torch.ops.weft
@@ -48,7 +48,7 @@ def _validate_combine(call: MoeCombineCall) -> tuple[MoeCombineCall, ProcessGrou
         raise ValueError(f"y: has {y.shape[0]} rows, must have {choices.shape[0]}, as moe_dispatch returned")
     if weights is not None:
         shape = slots.shape[0] // group.size(), slots.shape[1]
-        validation.shape_of("weights", weights, shape, " like topk_ids")
+        validation.must_have_shape("weights", weights, shape, " like topk_ids")
         if weights.dtype != torch.float32:
             validation.dtype_like("weights", weights, y, "y", " or torch.float32" * (y.dtype.itemsize == 2))
         validation.same_device("weights", weights, y, "y")
@@ -137,7 +137,7 @@ MOE_COMBINE = Op(
     sends_nothing=lambda call, group: call.slots.shape[0] * call.y.shape[1] == 0,
     choose=_choose_combine,
     run=_run_combine,
-    known_by=lambda call: (None, tensors_of(call)),
+    known_by=lambda call: (None, tensors_given(call)),
     kinds=KINDS,
     with_gradient=lambda call: MoeCombineFunction.apply(call, call.y, call.weights),
 )

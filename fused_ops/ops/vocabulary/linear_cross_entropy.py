@@ -101,7 +101,7 @@ def _validate(call: LinearCrossEntropyCall) -> tuple[LinearCrossEntropyCall, Pro
         validation.like_tensor("bias", bias, x, name)
     if targets.dtype != torch.int64:
         raise TypeError(f"targets: is {targets.dtype}, must be int64")
-    validation.shape_of("targets", targets, x.shape[:-1], f", as {name} has rows")
+    validation.must_have_shape("targets", targets, x.shape[:-1], f", as {name} has rows")
     validation.same_device("targets", targets, x, name)
     _validate_numbers(call)
     return call, group

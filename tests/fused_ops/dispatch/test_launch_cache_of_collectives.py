@@ -47,13 +47,13 @@ class Op:
         elif name == "all_gather":
             self.names, self.arguments, self.out = [op, f"{op}_out"], 1, torch.empty(6, 16)
             self.call = lambda x: fused_ops.one_shot_all_gather(x, 1, NAME)
-            self.through_torch = lambda x: WEFT.one_shot_all_gather(x, -1, NAME)
+            self.through_torch = lambda x: WEFT.one_shot_all_gather(x, 1, NAME)
             self.into = lambda x, out: fused_ops.one_shot_all_gather(x, 1, NAME, out=out)
         else:
-            self.names, self.arguments, self.out = [op, f"{op}_out"], (1, "sum"), torch.empty(6, 4)
+            self.names, self.arguments, self.out = [op, f"{op}_out"], (-1, "sum"), torch.empty(6, 4)
             self.call = lambda x: fused_ops.one_shot_reduce_scatter(x, "sum", -1, NAME)
-            self.through_torch = lambda x: WEFT.one_shot_reduce_scatter(x, "sum", 1, NAME)
-            self.into = lambda x, out: fused_ops.one_shot_reduce_scatter(x, "sum", 1, NAME, out=out)
+            self.through_torch = lambda x: WEFT.one_shot_reduce_scatter(x, "sum", -1, NAME)
+            self.into = lambda x, out: fused_ops.one_shot_reduce_scatter(x, "sum", -1, NAME, out=out)
         given = [self.x] if self.out is self.x else [self.out, self.x]
         self.remember(self.names[0], [self.x], [torch.empty_like(self.out)])
         self.remember(self.names[1], given, None)

@@ -235,9 +235,8 @@ def test_a_norm_in_fp8_is_that_of_the_same_arguments(stage: Fused, scale: torch.
         torch.empty_like(x),
     ]
     named: Any = {"scale": scale, "scale_op": "divide", "out_dtype": torch.float8_e4m3fn}
-    name = all_reduce_rms_norm_quant.name_of_quant(
-        AllReduceRmsNormQuantCall(x, residual, weight, EPS, NAME, **named)
-    )
+    call = AllReduceRmsNormQuantCall(x, residual, weight, EPS, NAME, **named)
+    name, _ = all_reduce_rms_norm_quant.quant_known_by(call)
     stage.remember(stage.kernel, op_names.QUANT, name, given, results)
     others: list[Any] = [{"scale_op": "multiply"}, {"weight_offset": 1.0}, {"round_sum": False}]
     others += [{"out_dtype": torch.float8_e5m2}, {"scale": torch.ones(1) if scale is None else None}]
