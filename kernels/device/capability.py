@@ -107,7 +107,7 @@ KERNELS: dict[str, KernelRow] = {
         ("all_to_all",), ALL, _PEERS, "H200", "2026-11-29", "h200-x1-all-to-all.txt"
     ),
     "async_collectives/kernel.cu": KernelRow(
-        ("async_collectives",), ALL, _COPIES, "2 H100", "2026-11-27", "h100-x2-gathered-weights.txt"
+        ("async_collectives",), ALL, _COPIES, "2 H200", "2026-11-30", "h200-x2-gathered-weights.txt"
     ),
     "device/comm/acquire.cu": KernelRow(
         ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_gather", "async_collectives"),
@@ -143,7 +143,7 @@ KERNELS: dict[str, KernelRow] = {
         _SCATTERS[:1], ALL, "peer access, cuBLAS", *_H200, "h200-x2-matmul_reduce_scatter.json"
     ),
     "linear_cross_entropy/triton_kernel.py": KernelRow(
-        ("linear_cross_entropy",), ALL, "", *_H200, "h200-x2-vocabulary.json"
+        ("linear_cross_entropy",), ALL, "", "2 H200", "2026-11-30", "h200-x2-vocabulary.json"
     ),
     "moe_dispatch/kernel.cu": KernelRow(
         ("moe_dispatch",), ALL, _PEERS, "2 H200", "2026-11-29", "h200-x2-expert_parallel.json"
