@@ -77,7 +77,8 @@ class Op:
             the same. Sizes may be symbolic: it looks at no data.
         fake: the results without data, of what ``validate`` returns.
         kernel: of an op of ``capability.KERNELS``.
-        sends_nothing: whether, by the same, the ranks have nothing to send each other.
+        sends_nothing: whether, by the same, the ranks have nothing to send each other; by default where the first
+            tensor has no element.
         choose: the ``Choice`` of the same, where the ranks can address each other's memory.
         run: the results, of a choice, the heap (None if that is unfused), and the same.
         with_gradient: the results of a call of which a gradient is wanted; or it raises (``refuse_gradient``).
