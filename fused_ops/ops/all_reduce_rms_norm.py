@@ -218,7 +218,7 @@ class NormFunction(torch.autograd.Function):
     def forward(ctx: Any, op: Op, call: Any, *given: Tensor | None) -> tuple[Tensor, Tensor]:
         like = given[2] if given[2] is not None else given[-1]
         layer_norm, dtype = isinstance(call, AllReduceLayerNormCall), None if like is None else like.dtype
-        ctx.norm: Norm = (call.eps, call.weight_offset, layer_norm, dtype)
+        ctx.norm = (call.eps, call.weight_offset, layer_norm, dtype)
         ctx.group = call.group_name, call.group_size
         normed, sums = op.run_below_autograd(call)
         ctx.save_for_backward(sums, given[2] if any(ctx.needs_input_grad[2:4]) else None)
