@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
+from ..kernels import all_gather, all_to_all, reduce_scatter
 from ..symm_mem import Group, group_name
 from . import validation
 from .dispatch.callers import known_name, of_graph, of_rank_in_graph
+from .dispatch.launch_cache import launch_again
+from .dispatch.stand_alone import KINDS
 from .functional import ReduceOp
 from .library import schema
-from .ops import all_gather, gather, reduce_scatter
-from .ops.exchanges import all_to_all
 
 
 def one_shot_all_gather(
@@ -61,10 +62,12 @@ def one_shot_all_gather(
     if counts is not None:
         counts = validation.integers("counts", counts)
     name = known_name(group)
-    if name is not None and type(gather_dim) is int:
-        done = all_gather.fast_all_gather(x, gather_dim, name, out, counts)
+    if name is not None and type(gather_dim) is int and (counts is None or _are_plain(counts)):
+        how = gather_dim if counts is None else (gather_dim, counts)
+        op, tensors = (all_gather.OP, (x,)) if out is None else (all_gather.INTO, (out, x))
+        done = launch_again(op, how, tensors, name, KINDS)
         if done is not None:
-            return done
+            return done[0] if out is None else out
     validation.tensor("x", x, 1)
     validation.dimension("gather_dim", gather_dim, "x", x.dim())
     name = group_name(group)
@@ -124,10 +127,17 @@ def one_shot_reduce_scatter(
     if counts is not None:
         counts = validation.integers("counts", counts)
     name = known_name(group)
-    if name is not None and type(reduce_op) is str and type(scatter_dim) is int:
-        done = reduce_scatter.fast_reduce_scatter(x, reduce_op, scatter_dim, name, out, counts)
+    if (
+        name is not None
+        and type(reduce_op) is str
+        and type(scatter_dim) is int
+        and (counts is None or _are_plain(counts))
+    ):
+        how = (scatter_dim, reduce_op) if counts is None else ((scatter_dim, reduce_op), counts)
+        op, tensors = (reduce_scatter.OP, (x,)) if out is None else (reduce_scatter.INTO, (out, x))
+        done = launch_again(op, how, tensors, name, KINDS)
         if done is not None:
-            return done
+            return done[0] if out is None else out
     validation.tensor("x", x, 1)
     reduce_op = validation.reduction(reduce_op, validation.ALL_REDUCE_OPS)
     validation.dimension("scatter_dim", scatter_dim, "x", x.dim())
@@ -176,16 +186,27 @@ def one_shot_gather(
     if counts is not None:
         counts = validation.integers("counts", counts)
     name = known_name(group)
-    if name is not None and type(gather_dim) is int and type(root) is int:
-        done = gather.fast_gather(x, gather_dim, root, name, counts)
+    if (
+        name is not None
+        and type(gather_dim) is int
+        and type(root) is int
+        and (counts is None or _are_plain(counts))
+    ):
+        how = (gather_dim, root) if counts is None else ((gather_dim, root), counts)
+        done = launch_again(all_gather.TO_ROOT, how, (x,), name, KINDS)
         if done is not None:
-            return done
+            return done[0]
     validation.tensor("x", x, 1)
     validation.dimension("gather_dim", gather_dim, "x", x.dim())
     validation.integer("root", root)
     name = group_name(group)
     given = {} if counts is None else {"counts": counts}
     return schema.gather(x, gather_dim, root, name, **given, **of_rank_in_graph(name), **of_graph(name))
+
+
+def _are_plain(counts: Sequence[int]) -> bool:
+    """Whether none of them is symbolic."""
+    return all(type(n) is int for n in counts)
 
 
 def _given(counts: Sequence[int] | None, group_name: str) -> dict[str, Any]:
@@ -231,9 +252,9 @@ def one_shot_all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group: Gro
     """
     name = known_name(group)
     if name is not None and type(scatter_dim) is int and type(gather_dim) is int:
-        done = all_to_all.fast_all_to_all(x, scatter_dim, gather_dim, name)
+        done = launch_again(all_to_all.OP, (scatter_dim, gather_dim), (x,), name, KINDS)
         if done is not None:
-            return done
+            return done[0]
     validation.tensor("x", x, 1)
     validation.dimension("scatter_dim", scatter_dim, "x", x.dim())
     validation.dimension("gather_dim", gather_dim, "x", x.dim())

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..kernels.all_gather_matmul.configs import EXCHANGED_OP
+from ..kernels.matmul_all_gather import OP
+from ..kernels.matmul_reduce_scatter.configs import APART_OP
 from ..symm_mem import Group, group_name
 from . import validation
 from .dispatch.callers import known_name, of_graph
+from .dispatch.launch_cache import launch_again
 from .library import schema
-from .ops.exchanges import all_to_all_matmul, matmul_all_gather, matmul_all_to_all
 
 
 def fused_matmul_all_to_all(A: Tensor, B: Tensor, gather_dim: int, group: Group = None) -> Tensor:
@@ -47,9 +50,9 @@ def fused_matmul_all_to_all(A: Tensor, B: Tensor, gather_dim: int, group: Group 
     """
     name = known_name(group)
     if name is not None and type(gather_dim) is int:
-        done = matmul_all_to_all.fast_matmul_all_to_all(A, B, gather_dim, name)
+        done = launch_again(APART_OP, gather_dim, (A, B), name)
         if done is not None:
-            return done
+            return done[0]
     validation.tensor("A", A, 2)
     validation.tensor("B", B)
     validation.dimension("gather_dim", gather_dim, "A", A.dim())
@@ -92,7 +95,7 @@ def fused_all_to_all_matmul(A: Tensor, B: Tensor, scatter_dim: int, group: Group
     """
     name = known_name(group)
     if name is not None and type(scatter_dim) is int:
-        done = all_to_all_matmul.fast_all_to_all_matmul(A, B, scatter_dim, name)
+        done = launch_again(EXCHANGED_OP, (scatter_dim, False), (A, B), name)
         if done is not None:
             return done[0]
     validation.tensor("A", A, 2)
@@ -138,9 +141,9 @@ def fused_matmul_all_gather(A: Tensor, B: Tensor, group: Group = None) -> Tensor
     """
     name = known_name(group)
     if name is not None:
-        done = matmul_all_gather.fast_matmul_all_gather(A, B, name)
+        done = launch_again(OP, None, (A, B), name)
         if done is not None:
-            return done
+            return done[0]
     validation.tensor("A", A, 2)
     validation.tensor("B", B)
     name = group_name(group)

@@ -11,9 +11,10 @@ from .dispatch.tensor_guards import may_look_at
 from .experts import check_offs
 from .functional import ReduceOp
 from .library import schema
-from .ops.experts.combine_all_reduce import CombineAllReduceCall, fast_moe_combine_all_reduce
-from .ops.experts.combine_all_reduce_rms_norm import CombineRmsNormCall, fast_moe_combine_all_reduce_rms_norm
-from .ops.experts.combine_reduce_scatter import CombineReduceScatterCall, fast_moe_combine_reduce_scatter
+from .ops import MOE_COMBINE_ALL_REDUCE, MOE_COMBINE_ALL_REDUCE_RMS_NORM, MOE_COMBINE_REDUCE_SCATTER
+from .ops.experts.combine_all_reduce import CombineAllReduceCall
+from .ops.experts.combine_all_reduce_rms_norm import CombineRmsNormCall
+from .ops.experts.combine_reduce_scatter import CombineReduceScatterCall
 
 
 def fused_moe_combine_all_reduce(
@@ -62,9 +63,9 @@ def fused_moe_combine_all_reduce(
     """
     name = known_name(group)
     if name is not None:
-        done = fast_moe_combine_all_reduce(CombineAllReduceCall(y, slots, weights, name, shared))
+        done = MOE_COMBINE_ALL_REDUCE.fast(CombineAllReduceCall(y, slots, weights, name, shared))
         if done is not None:
-            return done
+            return done  # type: ignore[no-any-return]
     _check(("y", y), slots, weights, shared)
     name = group_name(group)
     return schema.moe_combine_all_reduce(y, slots, weights, name, shared=shared, **of_graph(name))
@@ -122,9 +123,9 @@ def fused_moe_combine_all_reduce_rms_norm(
     if name is not None and type(eps) is float and type(weight_offset) is float and type(round_sum) is bool:
         norm = weight_offset, round_sum
         call = CombineRmsNormCall(y, slots, weights, residual, weight, eps, name, shared, *norm)
-        done = fast_moe_combine_all_reduce_rms_norm(call)
+        done = MOE_COMBINE_ALL_REDUCE_RMS_NORM.fast(call)
         if done is not None:
-            return done
+            return done[0], done[1]
     _check(("y", y), slots, weights, shared)
     if residual is not None:
         validation.tensor("residual", residual)
@@ -179,11 +180,11 @@ def fused_moe_combine_reduce_scatter(
         ValueError, TypeError, NotImplementedError, RankMismatch, PeerTimeout: as ``fused_moe_combine_all_reduce``.
     """
     name = known_name(group)
-    if name is not None and type(scatter_dim) is int and -2 <= scatter_dim < 2:
+    if name is not None and type(scatter_dim) is int:
         call = CombineReduceScatterCall(y, slots, weights, scatter_dim, name, shared)
-        done = fast_moe_combine_reduce_scatter(call)
+        done = MOE_COMBINE_REDUCE_SCATTER.fast(call)
         if done is not None:
-            return done
+            return done  # type: ignore[no-any-return]
     _check(("y", y), slots, weights, shared)
     validation.dimension("scatter_dim", scatter_dim, "result", 2)
     name = group_name(group)

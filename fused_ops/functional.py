@@ -76,9 +76,9 @@ def fused_all_gather_matmul(
     # What was called before has been checked before. True is not 1 there.
     name = known_name(group)
     if name is not None and type(Bs) in _LISTS and type(gather_dim) is int and type(return_A) is bool:
-        done = all_gather_matmul.fast_all_gather_matmul(A_shard, Bs, gather_dim, name, return_A)
+        done = launch_again(all_gather_matmul.OP, (gather_dim, return_A), (A_shard, *Bs), name)
         if done is not None:
-            return done
+            return (done.pop() if return_A else None), done
         if needs_autograd_alone(A_shard, *Bs):  # without the dispatcher; the op checks what it is given
             call = all_gather_matmul.AllGatherMatmulCall(A_shard, [*Bs], gather_dim, name, return_A)
             return ALL_GATHER_MATMUL.with_gradient(call)
@@ -143,12 +143,14 @@ def fused_matmul_reduce_scatter(
     """
     name = known_name(group)
     if name is not None and out_dtype is None and type(reduce_op) is str and type(scatter_dim) is int:
-        done = matmul_reduce_scatter.fast_matmul_reduce_scatter(
-            A, B, reduce_op, scatter_dim, name, (bias, residual)
-        )
+        how: tuple[int | str, ...] = scatter_dim, reduce_op
+        terms = [term for term in (bias, residual) if term is not None]
+        if terms:
+            how = *how, bias is not None, residual is not None, 0
+        done = launch_again(matmul_reduce_scatter.OP, how, (A, B, *terms), name)
         if done is not None:
-            return done
-        if needs_autograd_alone(A, B, *[term for term in (bias, residual) if term is not None]):
+            return done[0]
+        if needs_autograd_alone(A, B, *terms):
             more = None, bias, residual
             return MATMUL_REDUCE_SCATTER.with_gradient(
                 matmul_reduce_scatter.MatmulReduceScatterCall(A, B, reduce_op, scatter_dim, name, *more)

@@ -12,11 +12,11 @@ from ..symm_mem import Group, group_name
 from . import validation
 from .dispatch.callers import known_name, of_graph
 from .dispatch.launch_cache import launch_again
-from .dispatch.workspaces import ALL_REDUCE
+from .dispatch.stand_alone import KINDS
 from .library import schema
-from .ops import all_reduce_rms_norm, all_reduce_rms_norm_quant
-from .ops.all_reduce_layer_norm import AllReduceLayerNormCall, fast_all_reduce_layer_norm
-from .ops.all_reduce_rms_norm_quant import AllReduceRmsNormQuantCall, validate_quantization
+from .ops import ALL_REDUCE_LAYER_NORM, ALL_REDUCE_RMS_NORM_QUANT
+from .ops.all_reduce_rms_norm import AllReduceLayerNormCall
+from .ops.all_reduce_rms_norm_quant import AllReduceRmsNormQuantCall, QuantResult, validate_quantization
 
 
 def fused_all_reduce_rms_norm(
@@ -66,9 +66,9 @@ def fused_all_reduce_rms_norm(
     """
     name = known_name(group)
     if name is not None and type(eps) is float and type(weight_offset) is float and type(round_sum) is bool:
-        norm = all_reduce_rms_norm.named_norm(eps, weight_offset, round_sum)
+        norm = eps if round_sum and weight_offset == 0 else (eps, weight_offset, round_sum)
         tensors = (x, weight) if residual is None else (x, residual, weight)
-        done = launch_again(OP, norm, tensors, name, (ALL_REDUCE,))
+        done = launch_again(OP, norm, tensors, name, KINDS)
         if done is not None:
             return done[0], done[1]
     _check(("residual",), x=x, residual=residual, weight=weight)
@@ -151,7 +151,7 @@ def fused_all_reduce_rms_norm_quant(
     if name is not None and exact and type(smallest) in (float, type(None)):
         args: Any = (x, residual, weight, eps, name, *quant, weight_offset, round_sum)
         call = AllReduceRmsNormQuantCall(*args)
-        done = all_reduce_rms_norm_quant.fast_all_reduce_rms_norm_quant(call)
+        done = ALL_REDUCE_RMS_NORM_QUANT.fast(call)
         if done is not None:
             return _with_scale(done, scale)
     _check(("residual", "scale"), x=x, residual=residual, weight=weight, scale=scale)
@@ -167,9 +167,7 @@ def fused_all_reduce_rms_norm_quant(
     )
 
 
-def _with_scale(
-    results: all_reduce_rms_norm_quant.QuantResult, scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _with_scale(results: QuantResult, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     quantized, scales, sums = results
     found = scale if scales is None else scales
     assert found is not None, "of the two one is there"
@@ -221,8 +219,8 @@ def fused_all_reduce_layer_norm(
     name = known_name(group)
     if name is not None and type(eps) is float and type(weight_offset) is float:
         call = AllReduceLayerNormCall(x, residual, weight, bias, eps, name, weight_offset)
-        if (done := fast_all_reduce_layer_norm(call)) is not None:
-            return done
+        if (done := ALL_REDUCE_LAYER_NORM.fast(call)) is not None:
+            return done[0], done[1]
     _check(("residual", "weight", "bias"), x=x, residual=residual, weight=weight, bias=bias)
     validation.number("eps", eps)
     validation.number("weight_offset", weight_offset)

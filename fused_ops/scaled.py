@@ -13,7 +13,7 @@ from . import validation
 from .dispatch.callers import known_name, of_graph
 from .functional import ReduceOp
 from .library import schema
-from .ops import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
+from .ops import ALL_GATHER_SCALED_MATMUL, SCALED_MATMUL_REDUCE_SCATTER
 from .ops.all_gather_scaled_matmul import AllGatherScaledMatmulCall
 from .ops.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatterCall
 from .scaled_calls import output_dtype
@@ -86,8 +86,8 @@ def fused_all_gather_scaled_matmul(
         ]
         args: Any = (A_shard, Bs, A_scale, B_scales, gather_dim, known, *of_each, return_A)
         call = AllGatherScaledMatmulCall(*args)
-        if (done := all_gather_scaled_matmul.fast_all_gather_scaled_matmul(call)) is not None:
-            return done
+        if (done := ALL_GATHER_SCALED_MATMUL.fast(call)) is not None:
+            return done  # type: ignore[no-any-return]
     validation.tensor("A_shard", A_shard, 2)
     matrices = validation.tensors("Bs", Bs)
     validation.tensor("A_scale", A_scale)
@@ -167,8 +167,8 @@ def fused_scaled_matmul_reduce_scatter(
         more = None, bias, None, out_dtype, use_fast_accum
         args: Any = (A, B, A_scale, B_scale, reduce_op, scatter_dim, scatter_dim, known, *more)
         made = ScaledMatmulReduceScatterCall(*args)
-        if (sent := scaled_matmul_reduce_scatter.fast_scaled_matmul_reduce_scatter(made)) is not None:
-            return sent
+        if (sent := SCALED_MATMUL_REDUCE_SCATTER.fast(made)) is not None:
+            return sent  # type: ignore[no-any-return]
     validation.tensor("A", A, 2)
     for name, value in (("B", B), ("A_scale", A_scale), ("B_scale", B_scale)):
         validation.tensor(name, value)

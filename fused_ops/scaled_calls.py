@@ -101,8 +101,7 @@ def _multiple(name: str, what: str, size: int) -> None:
 
 
 def validate_operand(name: str, A: Tensor) -> None:
-    if A.dim() < 2:
-        raise ValueError(f"{name}: has {A.dim()} dimensions, must have 2 or more")
+    validation.dimensions(name, A, 2, or_more=True)
     _fp8(name, A)
     _multiple(name, "its last size, K,", A.shape[-1])
 
@@ -179,8 +178,7 @@ def validate_bias(name: str, bias: Tensor | None, n: int, out_dtype: torch.dtype
         return
     if out_dtype == torch.float32:
         raise ValueError(f"{name}: is given, must be None where the result is torch.float32")
-    if tuple(bias.shape) != (n,):
-        raise ValueError(f"{name}: has shape {tuple(bias.shape)}, must have {(n,)}, one for each column")
+    validation.must_have_shape(name, bias, (n,), ", one for each column")
     if bias.dtype != out_dtype:
         raise TypeError(f"{name}: is {bias.dtype}, must be {out_dtype} like the result")
     validation.same_device(name, bias, A, "A")
@@ -216,11 +214,6 @@ class AllGatherScaledMatmulCall(NamedTuple):
     use_fast_accum: Sequence[bool]
     return_A: bool = True
     group_size: int | None = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        more = [t for t in (*self.biases, *self.result_scales) if t is not None]
-        return [self.A_shard, *self.Bs, self.A_scale, *self.B_scales, *more]
 
 
 class ScaledGather:

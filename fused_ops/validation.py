@@ -42,6 +42,23 @@ def tensor(name: str, value: Any, ndim: int = 0) -> None:
         raise ValueError(f"{name}: has {value.dim()} dimensions, must have {ndim} or more")
 
 
+def dimensions(name: str, x: torch.Tensor, ndim: int, *, or_more: bool = False) -> None:
+    if x.dim() < ndim or (x.dim() > ndim and not or_more):
+        raise ValueError(f"{name}: has {x.dim()} dimensions, must have {ndim}{' or more' * or_more}")
+
+
+def must_have_shape(name: str, x: torch.Tensor, shape: Sequence[int], why: str) -> None:
+    """``why``: what asks for the shape."""
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name}: has shape {tuple(x.shape)}, must have {tuple(shape)}{why}")
+
+
+def left_operand(name: str, A: torch.Tensor) -> None:
+    """Of a product [..., K] @ [K, N]."""
+    dimensions(name, A, 2, or_more=True)
+    float_dtype(name, A)
+
+
 def tensors(name: str, values: Any) -> list[torch.Tensor]:
     """``values`` as a list of dense tensors."""
     if isinstance(values, torch.Tensor) or not hasattr(values, "__iter__"):
@@ -76,18 +93,6 @@ def flags(**values: Any) -> None:
     for name, value in values.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}: is {type_text(value)}, must be True or False")
-
-
-def validate_factory(device: Any, dtype: Any) -> None:
-    """Where parameters may lie, and their dtype; None is torch's default."""
-    if dtype is not None and dtype not in DTYPES:
-        raise TypeError(f"dtype: is {dtype!r}, must be float32, bfloat16 or float16")
-    if device is not None and not isinstance(device, (torch.device, str)):
-        raise TypeError(f"device: is {device!r}, must be a torch.device or its name")
-    try:
-        torch.device(device or "cpu")
-    except RuntimeError as e:
-        raise ValueError(f"device: torch knows none that is called {device!r}") from e
 
 
 def reduction(reduce_op: Any, allowed: Sequence[str] = REDUCE_OPS) -> str:
@@ -211,7 +216,6 @@ def overwritten(name: str, x: torch.Tensor) -> None:
 
 
 def result_tensor(out: torch.Tensor, shape: Sequence[int], x: torch.Tensor) -> None:
-    if tuple(out.shape) != tuple(shape):
-        raise ValueError(f"out: has shape {tuple(out.shape)}, must have {tuple(shape)} for the result")
+    must_have_shape("out", out, shape, " for the result")
     like_tensor("out", out, x, "x")
     overwritten("out", out)

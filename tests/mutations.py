@@ -283,15 +283,15 @@ MUTANTS = [
         f"{_NORMS}::test_eps_shows",
     ),
     Mutant(
-        "fused_ops/ops/all_reduce_layer_norm.py",
+        "fused_ops/ops/all_reduce_rms_norm.py",
         "- unit * (through * unit).mean(-1, keepdim=True)\n",
         "\n",
         f"tests/fused_ops/ops/test_all_reduce_layer_norm.py {_NORMS} -k 'gradients or eps'",
     ),
     Mutant(
         "fused_ops/ops/reduce_scatter.py",
-        "            grad = grad / resolve_group(ctx.group_name).size()",
-        "            pass",
+        "        grad = grad / resolve_group(group_name).size()",
+        "        pass",
         "tests/fused_ops/ops/test_reduce_scatter.py -k gradient",
     ),
     Mutant(

@@ -21,10 +21,6 @@ class AsyncCall(NamedTuple):
     group_size: int | None = None
 
     @property
-    def tensors(self) -> list[Tensor]:
-        return [self.x]
-
-    @property
     def gathers(self) -> bool:
         return self.kind == "all_gather"
 

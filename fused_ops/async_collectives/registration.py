@@ -67,46 +67,32 @@ def _fake_wait(token: Tensor, call: AsyncCall) -> Tensor:
     return call.x.new_empty(call.result_shape(_checked(call).size()))
 
 
-def _release(started: Tensor, gathered: Tensor, group_name: str, *, group_size: int | None = None) -> None:
-    run_release(started, gathered)
+def _starts(kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A start as torch calls it."""
+
+    def start(x: Tensor, *args: str, placed: bool = False, group_size: int | None = None) -> Any:
+        return run(AsyncCall(kind, x, args[0] if len(args) > 1 else "", args[-1], placed, group_size))
+
+    return start
 
 
-def _fake_release(
-    started: Tensor, gathered: Tensor, group_name: str, *, group_size: int | None = None
-) -> None:
-    return None
-
-
-def _all_gather(run: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """A start and a wait as torch calls them."""
-
-    def start(x: Tensor, group_name: str, *, placed: bool = False, group_size: int | None = None) -> Any:
-        return run(AsyncCall(GATHER, x, "", group_name, placed, group_size))
+def _waits(kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A wait, which takes what the start has made."""
 
     def wait(
         started: Tensor, x: Tensor, group_name: str, *, placed: bool = False, group_size: int | None = None
     ) -> Any:
-        return run(started, AsyncCall(GATHER, x, "", group_name, placed, group_size))
+        return run(started, AsyncCall(kind, x, "sum", group_name, placed, group_size))
 
-    return start, wait
-
-
-def _reduce_scatter(run: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def start(x: Tensor, reduce_op: str, group_name: str, *, group_size: int | None = None) -> Any:
-        return run(AsyncCall(SCATTER, x, reduce_op, group_name, False, group_size))
-
-    def wait(started: Tensor, x: Tensor, group_name: str, *, group_size: int | None = None) -> Any:
-        return run(started, AsyncCall(SCATTER, x, "sum", group_name, False, group_size))
-
-    return start, wait
+    return wait
 
 
 for _op, _run, _fake in (
-    (schema.all_gather_start, _all_gather(_start)[0], _all_gather(_fake_start)[0]),
-    (schema.all_gather_wait, _all_gather(run_wait)[1], _all_gather(_fake_wait)[1]),
-    (schema.all_gather_release, _release, _fake_release),
-    (schema.reduce_scatter_start, _reduce_scatter(_start)[0], _reduce_scatter(_fake_start)[0]),
-    (schema.reduce_scatter_wait, _reduce_scatter(run_wait)[1], _reduce_scatter(_fake_wait)[1]),
+    (schema.all_gather_start, _starts(GATHER, _start), _starts(GATHER, _fake_start)),
+    (schema.all_gather_wait, _waits(GATHER, run_wait), _waits(GATHER, _fake_wait)),
+    (schema.all_gather_release, lambda started, x, *_, **__: run_release(started, x), lambda *_, **__: None),
+    (schema.reduce_scatter_start, _starts(SCATTER, _start), _starts(SCATTER, _fake_start)),
+    (schema.reduce_scatter_wait, _waits(SCATTER, run_wait), _waits(SCATTER, _fake_wait)),
 ):
     _name = str(_op).split(".")[1]  # of weft.NAME.default
     torch.library.register_fake(_op, compiled.known_to_inductor(_fake), lib=schema.lib)
@@ -115,5 +101,5 @@ for _op, _run, _fake in (
     for _key in ("CPU", "CUDA"):
         schema.lib.impl(_name, _run, _key)
     refuse_unsupported(schema.lib, _name)
-CHOOSERS[schema.all_gather_start] = _all_gather(_choice)[0]
-CHOOSERS[schema.reduce_scatter_start] = _reduce_scatter(_choice)[0]
+CHOOSERS[schema.all_gather_start] = _starts(GATHER, _choice)
+CHOOSERS[schema.reduce_scatter_start] = _starts(SCATTER, _choice)

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ...kernels.device.collective.host_exchange import exchange_layout
 from ...kernels.device.gemm.one_shot import OneShotConfig, launch_prepared
 from ...kernels.device.jit.program import Program
 from ...kernels.device.kernel_choice import KernelChoice, KernelSteps, make_together
@@ -34,6 +35,9 @@ from .staging import Staging, aligned
 from .stream_order import in_stream_order
 from .workspaces import COPIED, LL_PROTOCOL, MATMUL, ONE_SHOT, least_layout, workspace_of
 
+#: By what the launch cache knows a call: arguments and tensors as they were given. None: it is not remembered.
+Known: TypeAlias = tuple[Hashable, Sequence[Tensor]] | None
+
 
 @dataclass(frozen=True, eq=False)
 class Choice:
@@ -46,6 +50,7 @@ class Choice:
         programs: returns those that the call launches, and those of the all-reduce that an unfused norm makes.
         how: what the op's ``run`` takes from here: its configuration, and its operands as kernels take them.
         found: of a call like one before, its workspace and its plan.
+        known: the call that is run by it.
     """
 
     algorithm: str
@@ -56,6 +61,7 @@ class Choice:
     programs: Callable[[], Sequence[Program]] = tuple
     how: Any = None
     found: tuple[Workspace[Any], Plan] | None = None
+    known: Known = None
 
     @property
     def is_unfused(self) -> bool:
@@ -102,16 +108,29 @@ def on_host(layout: Any) -> Choice:
     return Choice("host", kind=MATMUL, layout=layout)
 
 
+def host_or(nbytes: Callable[..., int], on_cuda: Callable[..., Choice]) -> Callable[..., Choice]:
+    """An op's ``choose``, by that on CUDA. ``nbytes``: what CPU ranks send each other in one step."""
+
+    def choose(call: Any, *more: Any) -> Choice:
+        if call[0].device.type == "cpu":
+            return on_host(exchange_layout(nbytes(call, *more), more[-1].size()))
+        return on_cuda(call, *more)
+
+    return choose
+
+
 @dataclass(frozen=True)
 class KernelUse:
     """The kernel of an op around a matmul, and its operands as that takes them.
 
     Attributes:
+        steps: from here to its launch.
         call: a GatherKernelCall or ScatterKernelCall.
         staging: the copies among the operands, which the run fills.
         given: the op's call, where it is another one than was given to ``choose``.
     """
 
+    steps: KernelSteps
     kernel: KernelChoice[Any]
     call: Any
     staging: Staging
@@ -149,7 +168,7 @@ def choose_kernel(
     if not should_fuse(kernel.profitable):
         return unfused(too_little)
     programs = partial(steps.programs, kernel.config, used, size, group.rank())
-    return by_kernel(KernelUse(kernel, used, staging, given), size, programs)
+    return by_kernel(KernelUse(steps, kernel, used, staging, given), size, programs)
 
 
 def prepare_kernel(
@@ -192,13 +211,11 @@ def launch_push(
     where: Heap,
     tensors: Sequence[Tensor],
     results: Sequence[tuple[Sequence[int], torch.dtype | None]],
-    arguments: Hashable,
 ) -> list[Tensor]:
     """What the kernel of a choice, whose ``how`` is a ``KernelOf``, makes of tensors, which it takes contiguous.
 
     Args:
         results: their shapes and dtypes; None for that of the first tensor.
-        arguments: by which the fast path knows the call, with the tensors; None: it does not look for it.
     """
     how: KernelOf = choice.how
     used = [aligned(t.contiguous()) for t in tensors]
@@ -206,36 +223,55 @@ def launch_push(
         ready = prepare_kernel(choice, where, op, (op, how.key), how.make)
         made = [used[0].new_empty(shape, dtype=dtype) for shape, dtype in results]
         launch_exchange(ready, op, where, used, made)
-    if arguments is not None:
-        remember_call(LaunchedCall(op, arguments, [*tensors], used, made), *ready)
+    remember(choice, op, used, made, ready)
     return made
 
 
-Known: TypeAlias = tuple[Hashable, Sequence[Tensor]] | None
+def remember(
+    choice: Choice,
+    op: str,
+    used: Sequence[Tensor],
+    results: Sequence[Tensor] | None,
+    ready: PreparedKernel,
+    **more: Any,
+) -> None:
+    """The call that was run by a choice is remembered, unless tensors were copied. ``used``, ``results`` and an
+    ``alignment``: as ``LaunchedCall`` has them; ``profitable``: as ``remember_call``."""
+    if choice.known is not None:
+        profitable = more.pop("profitable", True)
+        remember_call(LaunchedCall(op, *choice.known, used, results, **more), *ready, profitable)
 
 
 def launch_kernel(
-    steps: KernelSteps, choice: Choice, where: Heap, used: Any, op: str
-) -> tuple[list[Tensor], Callable[[Known, list[Tensor]], None]]:
-    """What the kernel of ``choose_kernel`` has written for these operands; and what remembers the call.
+    choice: Choice,
+    where: Heap,
+    op: str,
+    shaped: Callable[[list[Tensor]], list[Tensor]],
+    completed: Callable[[Any], Any] = lambda used: used,
+) -> list[Tensor]:
+    """The results of the kernel of ``choose_kernel``.
 
-    That takes what such calls are remembered by, None if they are not, and the results as the caller gets them.
+    Args:
+        shaped: what the kernel has written, as the caller gets it.
+        completed: the call as the kernel takes it, of that of the choice, whose copies are made.
     """
-    kernel = choice.how.kernel
-    key, same = steps.key(kernel, used), (op, *steps.same(kernel.config, used))
-    ready = prepare_kernel(
-        choice, where, op, key, lambda workspace: steps.make(workspace, used, kernel.config), same
-    )
-    workspace, launcher, _ = ready
-    workspace.raise_if_broken(op if kernel.algorithm == "push" else None)  # others say it themselves
-    operands, results = steps.operands(kernel.config, used), steps.results(used, workspace.world_size)
-    launch_prepared(workspace, kernel.config, launcher, operands, results, timeout_in_ns(where.group_name))
-
-    def remember(known: Known, shaped: list[Tensor]) -> None:
-        if known is not None:
-            remember_call(LaunchedCall(op, *known, operands, shaped), *ready, kernel.profitable)
-
-    return results, remember
+    how: KernelUse = choice.how
+    steps, kernel = how.steps, how.kernel
+    with in_stream_order(how.call.a.device):
+        how.staging.copy()
+        used = completed(how.call)
+        key, same = steps.key(kernel, used), (op, *steps.same(kernel.config, used))
+        ready = prepare_kernel(
+            choice, where, op, key, lambda workspace: steps.make(workspace, used, kernel.config), same
+        )
+        workspace, launcher, _ = ready
+        workspace.raise_if_broken(op if kernel.algorithm == "push" else None)  # others say it themselves
+        operands, written = steps.operands(kernel.config, used), steps.results(used, workspace.world_size)
+        timeout_ns = timeout_in_ns(where.group_name)
+        launch_prepared(workspace, kernel.config, launcher, operands, written, timeout_ns)
+    results = shaped(written)
+    remember(choice, op, operands, results, ready, profitable=kernel.profitable)
+    return results
 
 
 #: The choice of a call of an op of ``torch.ops.weft`` that communicates, and its device.

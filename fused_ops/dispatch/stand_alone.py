@@ -14,8 +14,8 @@ from ...kernels.device.comm.exchange_time import estimate_all_gather_us, estimat
 from ...kernels.device.comm.ll_exchange import in_turn
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.heap.heap import Heap
-from .choice import Choice, launch_exchange, prepare_kernel, unfused
-from .launch_cache import LaunchedCall, PreparedKernel, overlap, remember_call
+from .choice import Choice, launch_exchange, prepare_kernel, remember, unfused
+from .launch_cache import PreparedKernel, overlap
 from .plan import num_sms, sends_in_turn
 from .stream_order import in_stream_order
 from .workspaces import ALL_REDUCE
@@ -33,7 +33,6 @@ class StandAlone:
 
     Attributes:
         name: of the op; ``op`` also says that it is given where the result is written to.
-        arguments: as ``launch_again`` is asked for them.
         given: the tensors as the caller gave them: x, or where the result is written to, and x.
         shape: of the result.
         part: the shape of what each rank gets from another one.
@@ -43,7 +42,6 @@ class StandAlone:
 
     name: str
     op: str
-    arguments: Any
     given: list[Tensor]
     shape: list[int]
     part: Sequence[int]
@@ -153,6 +151,5 @@ def run_alone(choice: Choice, where: Heap, call: StandAlone) -> Tensor:
             out = x.new_empty(call.shape)
         launch_exchange(ready, call.op, where, (source,), (out,))
     used, results = ([source], [out]) if into is None else ([out, source], None)
-    made = LaunchedCall(call.op, call.arguments, call.given, used, results, alignment=1)
-    remember_call(made, *ready)
+    remember(choice, call.op, used, results, ready, alignment=1)
     return out

@@ -26,6 +26,7 @@ from ...symm_mem import HeapUnavailable, forks, resolve_group
 from ...symm_mem.call_site import calling
 from ...symm_mem.heap.registry import get_heap
 from .. import validation
+from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import last_plan
 from ..ops import (
     ALL_GATHER_MATMUL,
@@ -34,9 +35,9 @@ from ..ops import (
     SCALED_MATMUL_REDUCE_SCATTER,
     Op,
 )
-from ..ops.all_gather_matmul import AllGatherMatmulCall, Result, fast_all_gather_matmul
+from ..ops.all_gather_matmul import AllGatherMatmulCall, Result
 from ..ops.all_gather_scaled_matmul import AllGatherScaledMatmulCall
-from ..ops.matmul_reduce_scatter import MatmulReduceScatterCall, fast_matmul_reduce_scatter
+from ..ops.matmul_reduce_scatter import MatmulReduceScatterCall
 from ..ops.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatterCall
 from .calls_taken import counts
 
@@ -103,10 +104,10 @@ def _all_gather_matmul(before: TorchImplementation) -> Callable[..., Result]:
         A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, return_A: bool = True
     ) -> Result:
         if gather_dim >= 0 and Switch.on and not torch_symm._is_test_mode:
-            done = fast_all_gather_matmul(A, Bs, gather_dim, group_name, return_A)
+            done = launch_again(GATHER, (gather_dim, return_A), (A, *Bs), group_name)
             if done is not None:
                 add(GATHER, "weft")
-                return done
+                return (done.pop() if return_A else None), done
         refused = A.dim() < 2 or not 0 <= gather_dim < A.dim() or any(B.dim() != 2 for B in Bs)
         call = AllGatherMatmulCall(A, Bs, gather_dim, group_name, return_A)
         if (why := _why_not(op, call, refused)) is None:
@@ -124,10 +125,10 @@ def _matmul_reduce_scatter(before: TorchImplementation) -> Callable[..., Tensor]
         A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
     ) -> Tensor:
         if scatter_dim >= 0 and Switch.on and not torch_symm._is_test_mode:
-            done = fast_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+            done = launch_again(SCATTER, (scatter_dim, reduce_op), (A, B), group_name)
             if done is not None:
                 add(SCATTER, "weft")
-                return done
+                return done[0]
         known = reduce_op in validation.REDUCE_OPS
         refused = A.dim() < 2 or not 0 <= scatter_dim < A.dim() or B.dim() != 2 or not known
         call = MatmulReduceScatterCall(A, B, reduce_op, scatter_dim, group_name)

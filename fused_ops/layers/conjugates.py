@@ -2,7 +2,8 @@
 
 A backward calls its conjugate, not the conjugate's collective. The gradient can then be differentiated again: by the
 backward of a collective what is whole on each rank already would be summed over the ranks, or not at all. (Experts'
-functions have gradients once.) A further pair, SumGradient and SumOverRanks, is in ops/op.py.
+functions have gradients once.) A further pair, SumGradient and SumOverRanks, is in
+ops/gradients.py.
 
 Rank and size are given: Dynamo does not look for a group by its name in an autograd.Function.
 """
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from ..experts_sums import fused_grouped_matmul_all_reduce
 from ..functional import fused_matmul_all_reduce
 from ..ops.experts.grouped_matmul_sums import ALL_REDUCE_OP, SavedProduct
-from ..ops.op import SumGradient, all_gather, refuse_second_gradient
+from ..ops.gradients import SumGradient, all_gather, refuse_second_gradient
 
 
 class GatherShards(torch.autograd.Function):

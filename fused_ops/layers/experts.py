@@ -17,7 +17,7 @@ from ...symm_mem import Group
 from .. import validation
 from ..experts import fused_all_gather_grouped_matmul, grouped_matmul
 from ..experts_sums import fused_grouped_matmul_reduce_scatter
-from ..ops.op import SumGradient
+from ..ops.gradients import SumGradient
 from .conjugates import OfFirstRank, SumOfExpertsOverRanks
 from .parallel_experts import ParallelExperts
 

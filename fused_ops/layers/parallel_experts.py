@@ -14,7 +14,7 @@ from ...symm_mem import Group
 from .. import validation
 from ..experts import moe_route
 from ..library import group_checks
-from .parallel_layer import Factory, ParallelLayer, check_dtype, check_factory, linear_dtype
+from .parallel_layer import Factory, ParallelLayer, check_factory, linear_dtype
 
 _UNIT = 8  # what sizes of a grouped product are multiples of
 
@@ -127,7 +127,7 @@ class ParallelExperts(ParallelLayer):
         if "gated" in options:
             raise TypeError("gated: is an option, must not be one: the shape of weight says it")
         validation.tensor("weight", weight)
-        check_dtype("weight", weight.dtype)
+        validation.float_dtype("weight", weight)
         gated = weight.dim() == 4
         if weight.dim() not in (3, 4) or (gated and weight.shape[1] != 2):
             raise ValueError(

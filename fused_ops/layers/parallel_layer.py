@@ -28,14 +28,16 @@ def linear_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if _is_autocast(x) else x.dtype
 
 
-def check_dtype(name: str, dtype: torch.dtype) -> None:
-    if dtype not in validation.DTYPES:
-        raise TypeError(f"{name}: is {dtype}, must be float32, bfloat16 or float16")
-
-
 def check_factory(device: Any, dtype: Any) -> None:
-    """What parameters are made with."""
-    validation.validate_factory(device, dtype)
+    """Where parameters may lie, and their dtype; None is torch's default."""
+    if dtype is not None and dtype not in validation.DTYPES:
+        raise TypeError(f"dtype: is {dtype!r}, must be float32, bfloat16 or float16")
+    if device is not None and not isinstance(device, (torch.device, str)):
+        raise TypeError(f"device: is {device!r}, must be a torch.device or its name")
+    try:
+        torch.device(device or "cpu")
+    except RuntimeError as e:
+        raise ValueError(f"device: torch knows none that is called {device!r}") from e
     default = torch.get_default_dtype()
     if dtype is None and default not in validation.DTYPES:
         raise TypeError(f"dtype: is None, torch's default, {default}, must be float32, bfloat16 or float16")
@@ -129,8 +131,8 @@ class ParallelLayer(nn.Module):
         if x.device != weight.device:
             raise ValueError(f"x: lies on {x.device}, must lie on {weight.device} like the weight")
         # Here, not in the constructor alone: module.double() comes later.
-        check_dtype("weight", weight.dtype)
+        validation.float_dtype("weight", weight)
         if _is_autocast(x):
-            check_dtype("x", x.dtype)
+            validation.float_dtype("x", x)
         elif x.dtype != weight.dtype:
             raise TypeError(f"x: is {x.dtype}, must be {weight.dtype} like the weight")

@@ -13,7 +13,7 @@ from typing_extensions import Self
 from ...symm_mem import Group
 from .. import validation
 from ..library import group_checks
-from .parallel_layer import Factory, ParallelLayer, check_dtype, check_factory
+from .parallel_layer import Factory, ParallelLayer, check_factory
 
 
 class ParallelLinear(ParallelLayer):
@@ -98,7 +98,7 @@ class ParallelLinear(ParallelLayer):
             raise TypeError(f"linear: is {type(linear).__name__}, must be an nn.Linear")
         if isinstance(linear.weight, DTensor):
             raise TypeError("linear.weight: is a DTensor, must be whole on every rank: its full_tensor()")
-        check_dtype("linear.weight", linear.weight.dtype)
+        validation.float_dtype("linear.weight", linear.weight)
         make: Callable[..., Self] = cls  # a layer's own constructor
         layer = make(
             linear.in_features,

@@ -17,7 +17,8 @@ from ..dispatch.choice import CHOOSERS
 from ..dispatch.tensor_guards import has_tangents
 from ..ops import OPS, Op
 from ..ops.experts.local import LOCAL_OPS
-from ..ops.op import AUTOCAST
+from ..ops.gradients import AUTOCAST
+from ..ops.op import tensors_given
 from . import compiled, group_checks, schema
 from .unsupported import refuse_derivative_in_transform, refuse_unsupported
 
@@ -84,9 +85,9 @@ def _autograd(op: Op) -> Callable[[Any], Any]:
     """What the Autograd key does with a call that took no fast path. The graph pass inserts the ops below it."""
 
     def call_with_autograd(call: Any) -> Any:
-        if _wants_grad(op.name, call.tensors):
+        if _wants_grad(op.name, tensors_given(call)):
             return op.with_gradient(call)
-        if op.functional is not None and any(t.is_neg() for t in call.tensors):
+        if op.functional is not None and any(t.is_neg() for t in tensors_given(call)):
             # What resolves that below has no way with ops that return nothing.
             functional, as_functional = op.functional
             call[0].copy_(functional.dispatch(as_functional(call)))
@@ -122,7 +123,7 @@ for _op in OPS:
     if _op.flops is not None:
         register_flop_formula(_op.overload.overloadpacket)(_op.flops)
 # Which send nothing.
-for _name, _gradient in {"linear_cross_entropy_gradients": None, **LOCAL_OPS}.items():
+for _name, _gradient in LOCAL_OPS.items():
     refuse_unsupported(schema.lib, _name)
     if _gradient is not None:
         schema.lib.impl(_name, _local_autograd(_name, _gradient), "Autograd")

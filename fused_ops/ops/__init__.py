@@ -4,8 +4,7 @@ from .all_gather import ALL_GATHER, ALL_GATHER_OUT
 from .all_gather_matmul import ALL_GATHER_MATMUL
 from .all_gather_scaled_matmul import ALL_GATHER_SCALED_MATMUL
 from .all_reduce import ALL_REDUCE, ALL_REDUCE_IN_PLACE
-from .all_reduce_layer_norm import ALL_REDUCE_LAYER_NORM
-from .all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
+from .all_reduce_rms_norm import ALL_REDUCE_LAYER_NORM, ALL_REDUCE_RMS_NORM
 from .all_reduce_rms_norm_quant import ALL_REDUCE_RMS_NORM_QUANT
 from .exchanges.all_to_all import ALL_TO_ALL
 from .exchanges.all_to_all_matmul import ALL_TO_ALL_MATMUL

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from ...kernels.all_gather import INTO, OP
@@ -18,19 +17,16 @@ from ...kernels.device.collective.host_exchange import exchange_layout, gather
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
-from ..dispatch.choice import Choice, on_host, unfused
+from ..dispatch.choice import Choice, Known, on_host, unfused
 from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import heap_or_reason, ran
 from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
 from ..dispatch.workspaces import ALL_REDUCE
-from . import op
-from .op import Op
+from . import gradients
+from .op import Op, writing_out
 
 if TYPE_CHECKING:
     from ...kernels.device.jit.program import Program
-
-_ops = torch.ops.weft
-
 
 #: Why calls with ``counts`` that differ run unfused on CUDA.
 UNEVEN = "on CUDA there is no kernel for ranks of different counts"
@@ -44,38 +40,11 @@ class AllGatherCall(NamedTuple):
     counts: Sequence[int] | None = None
     group_rank: int | None = None
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.x]
-
     def whole_shape(self, world_size: int) -> list[int]:
         """That of the result; ``gather_dim`` is not negative."""
         shape, counts = list(self.x.shape), self.counts
         shape[self.gather_dim] = shape[self.gather_dim] * world_size if counts is None else sum(counts)
         return shape
-
-    @property
-    def key(self) -> Hashable:
-        """By which the launch cache knows the call."""
-        return key_with_counts(self.gather_dim, self.counts)
-
-
-class AllGatherOutCall(NamedTuple):
-    out: Tensor
-    x: Tensor
-    gather_dim: int
-    group_name: str
-    group_size: int | None = None
-    counts: Sequence[int] | None = None
-    group_rank: int | None = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.out, self.x]
-
-    @property
-    def without_out(self) -> AllGatherCall:
-        return AllGatherCall(*self[1:])
 
 
 def validate_gathered(call: AllGatherCall) -> tuple[AllGatherCall, ProcessGroup]:
@@ -96,15 +65,12 @@ def validate_gathered(call: AllGatherCall) -> tuple[AllGatherCall, ProcessGroup]
     return call._replace(gather_dim=dim), group
 
 
-def _validate_out(call: AllGatherOutCall) -> tuple[AllGatherCall, Tensor, ProcessGroup]:
-    """The same, for an ``out`` that the result is written to."""
-    found, group = validate_gathered(call.without_out)
-    validation.result_tensor(call.out, found.whole_shape(group.size()), call.x)
-    return found, call.out, group
-
-
-def key_with_counts(arguments: Hashable, counts: Sequence[int] | None) -> Hashable:
-    return arguments if counts is None else (arguments, tuple(counts))
+def known_with_counts(call: Any, arguments: Hashable) -> Known:
+    """By which the launch cache knows a call of x and ``counts``."""
+    if (counts := call.counts) is None:
+        return arguments, [call.x]
+    symbolic = any(type(n) is not int for n in counts)
+    return None if symbolic else ((arguments, tuple(counts)), [call.x])
 
 
 def sends_no_counts(x: Tensor, dim: int, counts: Sequence[int] | None) -> bool:
@@ -112,22 +78,6 @@ def sends_no_counts(x: Tensor, dim: int, counts: Sequence[int] | None) -> bool:
     if counts is None:
         return x.numel() == 0
     return sum(counts) == 0 or prod(x.shape[:dim] + x.shape[dim + 1 :]) == 0
-
-
-def fast_all_gather(
-    x: Tensor, dim: int, group_name: str, out: Tensor | None = None, counts: Sequence[int] | None = None
-) -> Tensor | None:
-    """As the op, or into ``out``, if such a call was made before; else None, and nothing happened. All may be
-    anything."""
-    if dim < 0 and isinstance(x, Tensor):
-        dim += x.dim()
-    if counts is not None and any(type(n) is not int for n in counts):
-        return None  # symbolic
-    op, tensors = (OP, (x,)) if out is None else (INTO, (out, x))
-    results = launch_again(op, key_with_counts(dim, counts), tensors, group_name, KINDS)
-    if results is None:
-        return None
-    return results[0] if out is None else out
 
 
 def gather_within(x: Tensor, group: ProcessGroup, op: str) -> Tensor:
@@ -142,6 +92,7 @@ def gather_within(x: Tensor, group: ProcessGroup, op: str) -> Tensor:
         return reference_all_gather(x, 0, group)
     choice = choose_gather(call, group)
     if choice.algorithm == "push":
+        choice = replace(choice, known=(0, (x,)))
         return run_alone(choice, where, replace(_alone(call, None, where.world_size), op=op))
     return (
         run_all_gather(choice, where, call, group) if choice.is_unfused else _on_cpu(choice, where, call, op)
@@ -161,7 +112,7 @@ def gather_by_choice(
 def choose_gather(call: AllGatherCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     if call.x.device.type == "cpu":
-        nbytes = call.x.nbytes if call.counts is None else max(_bytes_of_ranks(call))
+        nbytes = call.x.nbytes if call.counts is None else max(bytes_of_ranks(call, call.counts))
         return on_host(exchange_layout(nbytes, group.size()))
     if call.counts is not None and len(set(call.counts)) > 1:
         return unfused(UNEVEN)
@@ -183,14 +134,19 @@ def choose_gather_on_cuda(alone: StandAlone, group: ProcessGroup, kind: str = AL
 def _alone(call: AllGatherCall, out: Tensor | None, size: int) -> StandAlone:
     given, op = ([call.x], OP) if out is None else ([out, call.x], INTO)
     dim, whole = call.gather_dim, call.whole_shape(size)
-    return StandAlone(OP, op, call.key, given, whole, call.x.shape, gather_dim=dim)
+    return StandAlone(OP, op, given, whole, call.x.shape, gather_dim=dim)
 
 
-def _bytes_of_ranks(call: AllGatherCall) -> list[int]:
-    assert call.counts is not None
+def bytes_of_ranks(call: Any, counts: Sequence[int]) -> list[int]:
     dim, shape = call.gather_dim, call.x.shape
     row = prod(shape[:dim] + shape[dim + 1 :]) * call.x.element_size()
-    return [n * row for n in call.counts]
+    return [n * row for n in counts]
+
+
+def with_dim_in_front(flat: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
+    """What lies with a dimension in front, contiguous in its shape."""
+    rows = flat.view(shape[dim], *shape[:dim], *shape[dim + 1 :])
+    return rows.movedim(0, dim).reshape(-1).view(*shape)
 
 
 def run_all_gather(
@@ -226,40 +182,30 @@ def _on_cpu(choice: Choice, where: Heap, call: AllGatherCall, op: str) -> Tensor
 
 def _unevenly(call: AllGatherCall, gather: Callable[[Tensor, list[int]], Tensor]) -> Tensor:
     """``gather``: puts all ranks' bytes one after the other."""
-    x, dim, shape = call.x, call.gather_dim, call.whole_shape(0)
-    stacked = gather(as_bytes(x.movedim(dim, 0).contiguous()), _bytes_of_ranks(call))
-    rows = stacked.view(x.dtype).view(shape[dim], *shape[:dim], *shape[dim + 1 :])
-    return rows.movedim(0, dim).reshape(-1).view(shape)
+    x, dim = call.x, call.gather_dim
+    stacked = gather(as_bytes(x.movedim(dim, 0).contiguous()), bytes_of_ranks(call, call.counts or ()))
+    return with_dim_in_front(stacked.view(x.dtype), dim, call.whole_shape(0))
 
 
-class AllGatherFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: AllGatherCall, x: Tensor) -> Tensor:
-        ctx.gather_dim, ctx.group_name, ctx.group_size = call.gather_dim, call.group_name, call.group_size
-        ctx.counts, ctx.group_rank = call.counts, call.group_rank
-        done: Tensor = ALL_GATHER.run_below_autograd(call)
-        return done
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        if grad.dtype not in validation.DTYPES:
-            return None, op.reduce_scatter(grad, ctx.gather_dim, ctx.group_name, ctx.counts)
-        args, named = (grad, "sum", ctx.gather_dim, ctx.group_name), {"group_size": ctx.group_size}
-        return None, _ops.one_shot_reduce_scatter(
-            *args, **named, counts=ctx.counts, group_rank=ctx.group_rank
-        )
+def _gradient(
+    grad: Tensor,
+    gather_dim: int,
+    group_name: str,
+    group_size: int | None,
+    counts: Sequence[int] | None,
+    group_rank: int | None,
+) -> Any:
+    if grad.dtype not in validation.DTYPES:
+        return gradients.reduce_scatter(grad, gather_dim, group_name, counts)
+    named = {"group_size": group_size, "counts": counts, "group_rank": group_rank}
+    return torch.ops.weft.one_shot_reduce_scatter(grad, "sum", gather_dim, group_name, **named)
 
 
 def _fake(call: AllGatherCall, group: ProcessGroup) -> Tensor:
     return call.x.new_empty(call.whole_shape(group.size()))
 
 
-def _run_out(choice: Choice, where: Heap, call: AllGatherCall, out: Tensor, group: ProcessGroup) -> None:
-    run_all_gather(choice, where, call, group, out)
-    increment_version(out)  # as on the fast path
-
-
-ALL_GATHER = Op(
+ALL_GATHER: Op = Op(
     "one_shot_all_gather(Tensor x, int gather_dim, str group_name, *, int? group_size=None, SymInt[]? counts=None,"
     " int? group_rank=None) -> Tensor",
     record=AllGatherCall,
@@ -269,26 +215,12 @@ ALL_GATHER = Op(
     sends_nothing=lambda call, group: sends_no_counts(call.x, call.gather_dim, call.counts),
     choose=choose_gather,
     run=run_all_gather,
-    fast=lambda call: fast_all_gather(call.x, call.gather_dim, call.group_name, None, call.counts),
-    known_by=lambda call, group: (call.key, [call.x]),
-    with_gradient=lambda call: AllGatherFunction.apply(call, call.x),
+    known_by=lambda call: known_with_counts(call, call.gather_dim),
+    kinds=KINDS,
+    with_gradient=lambda call: gradients.OneTensorFunction.apply(ALL_GATHER, _gradient, call, call.x),
     own_values=("group_rank",),
     own_by_counts={"x": "gather_dim"},
 )
-ALL_GATHER_OUT = Op(
-    "one_shot_all_gather_out(Tensor(a!) out, Tensor x, int gather_dim, str group_name, *, int? group_size=None,"
-    " SymInt[]? counts=None, int? group_rank=None) -> ()",
-    record=AllGatherOutCall,
-    validate=_validate_out,
-    fake=lambda *_: None,
-    kernel="all_gather",
-    sends_nothing=lambda call, out, group: sends_no_counts(call.x, call.gather_dim, call.counts),
-    choose=lambda call, out, group: choose_gather(call, group),
-    run=_run_out,
-    fast=lambda call: fast_all_gather(call.x, call.gather_dim, call.group_name, call.out, call.counts),
-    known_by=lambda call, out, group: (call.key, [out, call.x]),
-    with_gradient=lambda call: op.refuse_gradient(_validate_out, call, op.INTO),
-    functional=(ALL_GATHER, lambda call: call.without_out),
-    own_values=("group_rank",),
-    own_by_counts={"x": "gather_dim"},
+ALL_GATHER_OUT = writing_out(
+    ALL_GATHER, lambda call, group: call.whole_shape(group.size()), {"x": "gather_dim"}
 )

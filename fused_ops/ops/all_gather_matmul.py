@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial, reduce
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -13,16 +13,14 @@ from torch.distributed import ProcessGroup
 
 from ...kernels.all_gather_matmul import OP
 from ...kernels.all_gather_matmul.configs import GatherKernelCall
-from ...kernels.device.collective.host_exchange import exchange_layout
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
-from ..dispatch import launch_cache
-from ..dispatch.choice import Choice, KernelUse, choose_kernel, launch_kernel, on_host
+from ..dispatch.choice import Choice, choose_kernel, host_or, launch_kernel
+from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import num_sms, preferred_between
 from ..dispatch.staging import Staging, in_rows, in_rows_or_columns, rows_of
-from ..dispatch.stream_order import in_stream_order
-from . import op
+from . import gradients
 from .all_gather import gather_by_choice
 from .op import Op
 
@@ -38,17 +36,11 @@ class AllGatherMatmulCall(NamedTuple):
     return_A: bool = True
     group_size: int | None = None
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.A_shard, *self.Bs]
-
 
 def _validate(call: AllGatherMatmulCall) -> tuple[AllGatherMatmulCall, ProcessGroup]:
     """The call with a dimension that is not negative, and the group."""
     group, A_shard = resolve_group(call.group_name), call.A_shard
-    if A_shard.dim() < 2:
-        raise ValueError(f"A_shard: has {A_shard.dim()} dimensions, must have 2 or more")
-    validation.float_dtype("A_shard", A_shard)
+    validation.left_operand("A_shard", A_shard)
     dim = validation.checked_dim("gather_dim", call.gather_dim, "A_shard", A_shard.dim())
     if not call.Bs:
         raise ValueError("Bs: is empty, must hold at least one matrix")
@@ -58,31 +50,9 @@ def _validate(call: AllGatherMatmulCall) -> tuple[AllGatherMatmulCall, ProcessGr
     return call._replace(gather_dim=dim), group
 
 
-def fast_all_gather_matmul(
-    A_shard: Tensor, Bs: Sequence[Tensor], dim: int, group_name: str, return_A: bool
-) -> Result | None:
-    """As the op, if such a call was made before on CUDA; else None, and nothing happened.
-
-    Tensors and dimension may be anything.
-    """
-    if dim < 0 and isinstance(A_shard, Tensor):
-        dim += A_shard.dim()
-    results = launch_cache.launch_again(OP, (dim, return_A), (A_shard, *Bs), group_name)
-    if results is None:
-        return None
-    return (results.pop() if return_A else None), results
-
-
 def _front(call: AllGatherMatmulCall) -> Tensor:
     A_shard, dim = call.A_shard, call.gather_dim
     return A_shard if dim == A_shard.dim() - 1 else A_shard.movedim(dim, 0)
-
-
-def _choose(call: AllGatherMatmulCall, group: ProcessGroup) -> Choice:
-    """The call is what validation returns."""
-    if call.A_shard.device.type == "cpu":
-        return on_host(exchange_layout(call.A_shard.nbytes, group.size()))
-    return _choose_on_cuda(call, group)
 
 
 def _choose_on_cuda(call: AllGatherMatmulCall, group: ProcessGroup) -> Choice:
@@ -126,27 +96,25 @@ def _in_rank_order(rows: Tensor, k: int, B: Tensor) -> Tensor:
 
 
 def _on_cuda(choice: Choice, where: Heap, call: AllGatherMatmulCall) -> Result:
-    from ...kernels.all_gather_matmul import on_cuda
-
-    how: KernelUse = choice.how
-    used, dim = how.call, call.gather_dim
-    with in_stream_order(used.a.device):
-        how.staging.copy()
-        written, remember = launch_kernel(on_cuda.GATHER_STEPS, choice, where, used, OP)
-    shaped = _shaped(written, _front(call), dim, where.world_size)
-    remember(((dim, call.return_A), call.tensors), shaped)
-    return (shaped.pop() if call.return_A else None), shaped
-
-
-def _shaped(written: list[Tensor], front: Tensor, dim: int, size: int) -> list[Tensor]:
-    """Rows of all ranks as the op returns them; ``front`` is the shard with ``dim`` in front, unless it is the last."""
+    dim, front, size = call.gather_dim, _front(call), where.world_size
 
     def shaped(flat: Tensor) -> Tensor:
+        """Rows of all ranks as the op returns them."""
         if dim == front.dim() - 1:
             return flat.view(*front.shape[:-1], flat.shape[-1])
         return flat.view(size * front.shape[0], *front.shape[1:-1], flat.shape[-1]).movedim(0, dim)
 
-    return [shaped(flat) for flat in written]
+    outs = launch_kernel(choice, where, OP, lambda written: [*map(shaped, written)])
+    return (outs.pop() if call.return_A else None), outs
+
+
+def _known_by(call: AllGatherMatmulCall) -> tuple[Hashable, Sequence[Tensor]]:
+    return (call.gather_dim, call.return_A), (call.A_shard, *call.Bs)
+
+
+def _again(call: AllGatherMatmulCall) -> Result | None:
+    results = launch_again(OP, *_known_by(call), call.group_name)
+    return None if results is None else ((results.pop() if call.return_A else None), results)
 
 
 def empty_gathered(
@@ -177,7 +145,7 @@ class AllGatherMatmulFunction(torch.autograd.Function):
         ctx.gather_dim, ctx.group_name, ctx.group_size = call.gather_dim, call.group_name, call.group_size
         # Each operand for the gradients of the others alone: else nobody keeps it, and it may be changed, as in torch.
         ctx.save_for_backward(A if needs_A else None, *(Bs if of_A else [None] * len(Bs)))
-        ctx.transposed = [op.is_transposed_matrix(B) for B in Bs]
+        ctx.transposed = [gradients.is_transposed_matrix(B) for B in Bs]
         constants = [out for out, of_B in zip(outs, of_Bs, strict=True) if not (of_A or of_B)]
         ctx.mark_non_differentiable(*([] if of_A or A is None else [A]), *constants)
         # Also where the caller does not want it: to a second backward what is saved and is no result is a constant.
@@ -197,17 +165,17 @@ class AllGatherMatmulFunction(torch.autograd.Function):
                 named = {"more": more} if more else {}
                 grad_shard = _ops.fused_matmul_reduce_scatter(*args, **named, group_size=ctx.group_size)
             if grad_A is not None:
-                rest = op.reduce_scatter(grad_A, ctx.gather_dim, ctx.group_name)
+                rest = gradients.reduce_scatter(grad_A, ctx.gather_dim, ctx.group_name)
                 grad_shard = rest if grad_shard is None else grad_shard + rest
         grad_Bs = [
-            op.gradient_of_matrix(A, g, transposed) if needed and g is not None else None
+            gradients.gradient_of_matrix(A, g, transposed) if needed and g is not None else None
             for needed, g, transposed in zip(of_Bs, grads, ctx.transposed, strict=True)
         ]
         return None, grad_shard, *grad_Bs
 
 
 def _with_gradient(call: AllGatherMatmulCall) -> Result:
-    A, *outs = AllGatherMatmulFunction.apply(call, *call.tensors)
+    A, *outs = AllGatherMatmulFunction.apply(call, call.A_shard, *call.Bs)
     return (A if call.return_A else None), outs
 
 
@@ -224,11 +192,10 @@ ALL_GATHER_MATMUL = Op(
     validate=_validate,
     fake=_fake,
     kernel="all_gather_matmul",
-    sends_nothing=lambda call, group: call.A_shard.numel() == 0,
-    choose=_choose,
+    choose=host_or(lambda call, group: call.A_shard.nbytes, _choose_on_cuda),
     run=run_all_gather_matmul,
-    fast=lambda call: fast_all_gather_matmul(*call[:5]),
-    known_by=lambda call, group: ((call.gather_dim, call.return_A), call.tensors),
+    known_by=_known_by,
+    again=_again,
     with_gradient=_with_gradient,
     flops=gathered_matmul_flops,
     own_dims={"Bs": (1,)},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...kernels.all_gather_matmul.configs import MOST_BS, GatherKernelCall, GatherScales
-from ...kernels.device.collective.host_exchange import exchange_layout
 from ...kernels.device.gemm.scaling import (
     BLOCK,
     ScaledProducts,
@@ -26,11 +25,10 @@ from ...kernels.device.gemm.supported import why_last_dim_not_gathered
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
-from ..dispatch import launch_cache
-from ..dispatch.choice import Choice, KernelUse, choose_kernel, launch_kernel, on_host, unfused
+from ..dispatch.choice import Choice, Known, choose_kernel, host_or, launch_kernel, unfused
+from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import num_sms, preferred_between
 from ..dispatch.staging import Staging, aligned, rows_of
-from ..dispatch.stream_order import in_stream_order
 from ..scaled_calls import (
     NO_GRADIENT,
     AllGatherScaledMatmulCall,
@@ -49,7 +47,7 @@ from ..scaled_calls import (
     validate_scaled_matrix,
     why_unfused,
 )
-from . import all_gather_matmul, op
+from . import all_gather_matmul, gradients
 from .all_gather import gather_by_choice
 from .op import Op
 
@@ -89,49 +87,36 @@ def _validate(
     return call._replace(gather_dim=dim, out_dtypes=out_dtypes), rows, group
 
 
-def fast_all_gather_scaled_matmul(call: AllGatherScaledMatmulCall) -> Result | None:
-    """As the op, if such a call was made before on CUDA; else None, and nothing happened. Tensors may be anything."""
-    if call.gather_dim < 0:
+def _again(call: AllGatherScaledMatmulCall) -> Result | None:
+    if (known := _known_by(call)) is None:
         return None
+    results = launch_again(OP, *known, call.group_name)
+    return None if results is None else ((results.pop() if call.return_A else None), results)
+
+
+def _known_by(call: AllGatherScaledMatmulCall) -> Known:
+    """A dtype may be a number here (scaled_calls.py)."""
     # Loops take less time than ``any``.
     for scale in call.result_scales:
         if scale is not None:
             return None
-    for dtype in call.out_dtypes:
-        if type(dtype_of(dtype)) is not torch.dtype:
+    dtypes = (*map(dtype_of, call.out_dtypes),)
+    for dtype in dtypes:
+        if type(dtype) is not torch.dtype:
             return None
     for fast in call.use_fast_accum:
         if type(fast) is not bool:
             return None
-    results = launch_cache.launch_again(OP, _arguments(call), call.tensors, call.group_name)
-    if results is None:
-        return None
-    return (results.pop() if call.return_A else None), results
-
-
-def _arguments(call: AllGatherScaledMatmulCall) -> tuple[Hashable, ...]:
-    """What such calls are remembered by; a dtype may be a number here (scaled_calls.py)."""
-    dtypes = (*map(dtype_of, call.out_dtypes),)
     biased = tuple([bias is not None for bias in call.biases])
     counts = len(call.Bs), len(call.B_scales)
-    return call.gather_dim, call.return_A, counts, dtypes, (*call.use_fast_accum,), biased
+    arguments = call.gather_dim, call.return_A, counts, dtypes, (*call.use_fast_accum,), biased
+    added = [bias for bias in call.biases if bias is not None]
+    return arguments, (call.A_shard, *call.Bs, call.A_scale, *call.B_scales, *added)
 
 
-def _known_by(
-    call: AllGatherScaledMatmulCall, *_: object
-) -> tuple[tuple[Hashable, ...], Sequence[Tensor]] | None:
-    return (
-        None if any(scale is not None for scale in call.result_scales) else (_arguments(call), call.tensors)
-    )
-
-
-def _choose(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup) -> Choice:
-    """Call and rows are what validation returns."""
-    if call.A_shard.device.type != "cpu":
-        return _choose_on_cuda(call, rows, group)
+def _host_bytes(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup) -> int:
     gather = ScaledGather(call, rows, group.size())
-    nbytes = max(gather.a.nbytes, 0 if gather.sent is None else gather.sent.nbytes)
-    return on_host(exchange_layout(nbytes, gather.size))
+    return max(gather.a.nbytes, 0 if gather.sent is None else gather.sent.nbytes)
 
 
 def run_all_gather_scaled_matmul(
@@ -186,12 +171,9 @@ def _choose_on_cuda(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: Pr
 
 
 def _on_cuda(choice: Choice, where: Heap, gather: ScaledGather) -> Result:
-    from ...kernels.all_gather_matmul import on_cuda
+    call = gather.call
 
-    how: KernelUse = choice.how
-    used, call = how.call, gather.call
-    with in_stream_order(used.a.device):
-        how.staging.copy()
+    def with_scales(used: GatherKernelCall) -> GatherKernelCall:
         scales = GatherScales(
             a=aligned(gather.given.t().contiguous()),
             bs=[
@@ -200,13 +182,15 @@ def _on_cuda(choice: Choice, where: Heap, gather: ScaledGather) -> Result:
             ],
             biases=[None if bias is None else aligned(bias.contiguous()) for bias in call.biases],
         )
-        used = replace(used, scales=scales)
-        written, remember = launch_kernel(on_cuda.GATHER_STEPS, choice, where, used, OP)
-    if call.return_A:
-        written[-1] = written[-1].view(gather.a.dtype)
-    shaped = [gather.shaped(flat if gather.last else flat.flatten(0, 1)) for flat in written]
-    remember(_known_by(call), shaped)
-    return (shaped.pop() if call.return_A else None), shaped
+        return replace(used, scales=scales)
+
+    def shaped(written: list[Tensor]) -> list[Tensor]:
+        if call.return_A:
+            written[-1] = written[-1].view(gather.a.dtype)
+        return [gather.shaped(flat if gather.last else flat.flatten(0, 1)) for flat in written]
+
+    outs = launch_kernel(choice, where, OP, shaped, with_scales)
+    return (outs.pop() if call.return_A else None), outs
 
 
 def _sum_of_parts(gather: ScaledGather, i: int, gathered: Tensor, scales: Sequence[Tensor]) -> Tensor:
@@ -265,12 +249,11 @@ ALL_GATHER_SCALED_MATMUL = Op(
     validate=_validate,
     fake=_fake,
     kernel="all_gather_scaled_matmul",
-    sends_nothing=lambda call, rows, group: call.A_shard.numel() == 0,
-    choose=_choose,
+    choose=host_or(_host_bytes, _choose_on_cuda),
     run=run_all_gather_scaled_matmul,
-    fast=fast_all_gather_scaled_matmul,
     known_by=_known_by,
-    with_gradient=lambda call: op.refuse_gradient(_validate, call, NO_GRADIENT),
+    again=_again,
+    with_gradient=lambda call: gradients.refuse_gradient(_validate, call, NO_GRADIENT),
     flops=_flops,
     own_dims={"Bs": (1,), "B_scales": (-1,), "biases": (-1,), "result_scales": (-1,)},
 )

@@ -17,12 +17,13 @@ from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
 from ..dispatch.all_reduces import choose_sum, choose_sum_on_cuda, prepare_all_reduce
-from ..dispatch.choice import Choice, launch_exchange, unfused
-from ..dispatch.launch_cache import LaunchedCall, PreparedKernel, launch_again, remember_call
+from ..dispatch.choice import Choice, Known, launch_exchange, remember, unfused
+from ..dispatch.launch_cache import PreparedKernel
 from ..dispatch.plan import heap_or_reason, ran
 from ..dispatch.stand_alone import KINDS
 from ..dispatch.stream_order import in_stream_order
-from .op import Op, refuse_gradient, refuse_gradient_of_reduction
+from .gradients import OneTensorFunction, refuse_gradient, refuse_gradient_of_reduction
+from .op import Op
 
 BOTH = (OP, IN_PLACE)  #: the ops that are prepared with each other
 
@@ -35,10 +36,6 @@ class AllReduceCall(NamedTuple):
     group_name: str
     group_size: int | None = None
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.x]
-
 
 def _validate(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]:
     group = resolve_group(call.group_name)
@@ -50,19 +47,6 @@ def _validate(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]:
 def validate_in_place(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]:
     validation.overwritten("x", call.x)
     return _validate(call)
-
-
-def _fast(call: AllReduceCall) -> Tensor | None:
-    """As the op, if such a call was made before; else None, and nothing happened. All may be anything."""
-    x, reduce_op, group_name, _ = call
-    results = launch_again(OP, reduce_op, (x,), group_name, KINDS)
-    return None if results is None else results[0]
-
-
-def _fast_in_place(call: AllReduceCall) -> Tensor | None:
-    """``x``, with the result; likewise."""
-    x, reduce_op, group_name, _ = call
-    return None if launch_again(IN_PLACE, reduce_op, (x,), group_name, KINDS) is None else x
 
 
 def run_all_reduce(
@@ -105,9 +89,7 @@ def run_by_choice(
         reduce_parts(workspace, [source.view(-1)] * where.world_size, out.view(-1), reduce_op, op)
         return out
     prepared = all_reduce_on_cuda(choice, where, (source, out), reduce_op, op)
-    if op in BOTH and not choice.how.given:
-        made = LaunchedCall(op, reduce_op, [x], [source], None if out is x else [out], alignment=1)
-        remember_call(made, *prepared)
+    remember(choice, op, [source], None if out is x else [out], prepared, alignment=1)
     return out
 
 
@@ -139,24 +121,13 @@ def all_reduce_on_cuda(
     return prepared
 
 
-class AllReduceFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: AllReduceCall, x: Tensor) -> Tensor:
-        ctx.reduce_op, ctx.group_name, ctx.group_size = call.reduce_op, call.group_name, call.group_size
-        done: Tensor = ALL_REDUCE.run_below_autograd(call)
-        return done
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        total = torch.ops.weft.one_shot_all_reduce(
-            grad, ctx.reduce_op, ctx.group_name, group_size=ctx.group_size
-        )
-        return None, total
+def _gradient(grad: Tensor, reduce_op: str, group_name: str, group_size: int | None) -> Any:
+    return torch.ops.weft.one_shot_all_reduce(grad, reduce_op, group_name, group_size=group_size)
 
 
 def _with_gradient(call: AllReduceCall) -> Any:
     refuse_gradient_of_reduction(call.reduce_op)
-    return AllReduceFunction.apply(call, call.x)
+    return OneTensorFunction.apply(ALL_REDUCE, _gradient, call, call.x)
 
 
 def _fake(call: AllReduceCall, group: ProcessGroup) -> Tensor:
@@ -172,25 +143,24 @@ def _run_in_place(choice: Choice, where: Heap | None, call: AllReduceCall, group
     increment_version(x)  # as on the fast path
 
 
-def _sends_nothing(call: AllReduceCall, group: ProcessGroup) -> bool:
-    return call.x.numel() == 0
+def _known_by(call: AllReduceCall) -> Known:
+    return call.reduce_op, [call.x]
 
 
 def _choose(call: AllReduceCall, group: ProcessGroup) -> Choice:
     return choose_sum(call.x, call.reduce_op, group)
 
 
-ALL_REDUCE = Op(
+ALL_REDUCE: Op = Op(
     "one_shot_all_reduce(Tensor x, str reduce_op, str group_name, *, int? group_size=None) -> Tensor",
     record=AllReduceCall,
     validate=_validate,
     fake=_fake,
     kernel="all_reduce",
-    sends_nothing=_sends_nothing,
     choose=_choose,
     run=run_by_choice,
-    fast=_fast,
-    known_by=lambda call, group: (call.reduce_op, [call.x]),
+    known_by=_known_by,
+    kinds=KINDS,
     with_gradient=_with_gradient,
     prepares=BOTH,
 )
@@ -200,11 +170,10 @@ ALL_REDUCE_IN_PLACE = Op(
     validate=validate_in_place,
     fake=lambda *_: None,
     kernel="all_reduce",
-    sends_nothing=_sends_nothing,
     choose=_choose,
     run=_run_in_place,
-    fast=_fast_in_place,
-    known_by=lambda call, group: (call.reduce_op, [call.x]),
+    known_by=_known_by,
+    kinds=KINDS,
     with_gradient=lambda call: refuse_gradient(
         validate_in_place, call, " where it is overwritten; use one_shot_all_reduce"
     ),

@@ -1,18 +1,17 @@
-"""fused_all_reduce_rms_norm, and how all norms after an all-reduce run: from tensors to a kernel, and back."""
+"""fused_all_reduce_rms_norm and fused_all_reduce_layer_norm, and how all norms after an all-reduce run: from tensors to
+a kernel, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.all_reduce_rms_norm import OP
 from ...kernels.all_reduce_rms_norm.quant import quantize_rows
 from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind, add_residual_and_norm
 from ...kernels.device.capability import has_clusters
@@ -22,10 +21,10 @@ from ...kernels.device.comm.ll_exchange import VECTOR
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
-from ..dispatch import launch_cache
 from ..dispatch.all_reduces import NotYet, choose_sum
-from ..dispatch.choice import Choice, KernelOf, launch_push, on_host, unfused
+from ..dispatch.choice import Choice, KernelOf, Known, launch_push, on_host, unfused
 from ..dispatch.plan import num_sms
+from ..dispatch.stand_alone import KINDS
 from ..dispatch.workspaces import ALL_REDUCE
 from . import all_reduce
 from .op import Op
@@ -42,10 +41,6 @@ class AllReduceRmsNormCall(NamedTuple):
     group_size: int | None = None
 
     @property
-    def tensors(self) -> list[Tensor]:
-        return [t for t in (self.x, self.residual, self.weight) if t is not None]
-
-    @property
     def affine(self) -> Affine:
         return Affine(self.weight)
 
@@ -53,6 +48,29 @@ class AllReduceRmsNormCall(NamedTuple):
     def kind(self) -> NormKind:
         wide = self.weight.dtype != self.x.dtype
         return NormKind(self.eps, self.weight_offset, self.round_sum, self.residual is not None, wide)
+
+
+class AllReduceLayerNormCall(NamedTuple):
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    group_name: str
+    weight_offset: float = 0.0
+    group_size: int | None = None
+
+    @property
+    def affine(self) -> Affine:
+        return Affine(self.weight, self.bias)
+
+    @property
+    def kind(self) -> NormKind:
+        weight, bias = self.weight, self.bias
+        there = weight is not None, bias is not None
+        like = bias if weight is None else weight  # both are of one dtype
+        wide = like is not None and like.dtype != self.x.dtype
+        return NormKind(self.eps, self.weight_offset, True, self.residual is not None, wide, True, *there)
 
 
 class AddedCall(Protocol):
@@ -66,6 +84,8 @@ class AddedCall(Protocol):
     def weight_offset(self) -> float: ...
     @property
     def group_name(self) -> str: ...
+    @property
+    def group_size(self) -> int | None: ...
     @property
     def affine(self) -> Affine: ...
     @property
@@ -95,9 +115,8 @@ def validate_norm(call: AddedCall, of: str, x: Tensor, sums: Sequence[int]) -> N
     for name, tensor in (("residual", call.residual), ("weight", weight), ("bias", bias)):
         if tensor is None:
             continue
-        shape = tuple(sums if name == "residual" else sums[-1:])
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name}: has shape {tuple(tensor.shape)}, must have {shape} to go with {of}")
+        shape = sums if name == "residual" else sums[-1:]
+        validation.must_have_shape(name, tensor, shape, f" to go with {of}")
         if name == "bias" and weight is not None:
             validation.dtype_like(name, tensor, weight, "weight")
         elif name == "residual" or tensor.dtype != torch.float32:
@@ -111,23 +130,6 @@ def validate_norm(call: AddedCall, of: str, x: Tensor, sums: Sequence[int]) -> N
         raise ValueError(f"weight_offset: is {call.weight_offset!r}, must be finite in float32")
     if weight is None and call.weight_offset != 0:
         raise ValueError(f"weight_offset: is {call.weight_offset!r}, must be 0 where there is no weight")
-
-
-def named_norm(eps: float, weight_offset: float, round_sum: bool) -> float | tuple[float, float, bool]:
-    """By what the fast path knows a norm."""
-    return eps if round_sum and weight_offset == 0 else (eps, weight_offset, round_sum)
-
-
-def named_layer_norm(eps: float, weight_offset: float, *given: bool) -> tuple[float, ...]:
-    """By what it knows a LayerNorm: its numbers, and whether there are residual, weight and bias."""
-    return eps, weight_offset, *given
-
-
-def name_of_norm(kind: NormKind) -> float | tuple[float, ...]:
-    """By what the fast path knows what was computed."""
-    if kind.subtract_mean:
-        return named_layer_norm(kind.eps, kind.weight_offset, kind.residual, kind.weight, kind.bias)
-    return named_norm(kind.eps, kind.weight_offset, kind.round_sum)
 
 
 class NormOperands(NamedTuple):
@@ -194,10 +196,9 @@ def run_norm(
     where: Heap | None,
     given: NormOperands,
     kind: NormKind,
-    name: Callable[[], Hashable],
     group: ProcessGroup,
 ) -> list[Tensor]:
-    """The results as kernels write them; ``name`` returns that by which the launch cache knows the call."""
+    """The results as kernels write them."""
     op, x, quant = kind.op, given.x, kind.quant
     if where is None or choice.algorithm != "push":
         x = x if given.combined is None else given.combined.total()
@@ -207,97 +208,110 @@ def run_norm(
     results.append((shape, x.dtype if quant is None else quant.out_dtype))
     if quant is not None and quant.dynamic:
         results.append(((*shape[:-1], 1), torch.float32))
-    return launch_push(op, choice, where, given.tensors, [*results, (shape, x.dtype)], name())
+    return launch_push(op, choice, where, given.tensors, [*results, (shape, x.dtype)])
 
 
-def fake_norm(call: NormCall, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    return call.x.new_empty(call.x.shape), call.x.new_empty(call.x.shape)
+class NormFunction(torch.autograd.Function):
+    """A call of a norm of x, with its tensors: x, residual, weight and bias."""
 
-
-class AllReduceRmsNormFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, call: AllReduceRmsNormCall, x: Tensor, residual: Tensor | None, weight: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.norm, ctx.group_name, ctx.group_size = (
-            (call.eps, call.weight_offset),
-            call.group_name,
-            call.group_size,
-        )
-        ctx.weight_dtype = weight.dtype
-        normed, sums = ALL_REDUCE_RMS_NORM.run_below_autograd(call)
-        ctx.save_for_backward(sums, weight if any(ctx.needs_input_grad[1:3]) else None)
+    def forward(ctx: Any, op: Op, call: Any, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+        like = given[2] if given[2] is not None else given[-1]
+        layer_norm, dtype = isinstance(call, AllReduceLayerNormCall), None if like is None else like.dtype
+        ctx.norm = (call.eps, call.weight_offset, layer_norm, dtype)
+        ctx.group = call.group_name, call.group_size
+        normed, sums = op.run_below_autograd(call)
+        ctx.save_for_backward(sums, given[2] if any(ctx.needs_input_grad[2:4]) else None)
         return normed, sums
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         sums, weight = ctx.saved_tensors
-        of_x, of_residual, of_weight = ctx.needs_input_grad[1:]
-        total, grad_weight = norm_gradients(sums, weight, grads, ctx.norm, of_weight)
+        _, _, of_x, of_residual, *of_affine = ctx.needs_input_grad
+        total, of_weight, of_bias = norm_gradients(
+            sums, weight, grads, ctx.norm, (of_x or of_residual, *of_affine, False)
+        )
         grad_x = None
         if of_x:
-            grad_x = torch.ops.weft.one_shot_all_reduce(
-                total, "sum", ctx.group_name, group_size=ctx.group_size
-            )
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(ctx.weight_dtype)
-        return None, grad_x, total if of_residual else None, grad_weight
+            name, size = ctx.group
+            grad_x = torch.ops.weft.one_shot_all_reduce(total, "sum", name, group_size=size)
+        found = None, None, grad_x, total if of_residual else None, of_weight, of_bias
+        return found[: len(ctx.needs_input_grad)]
+
+
+#: Of a norm: eps, what is added to the weight, whether the mean is subtracted; and the dtype of weight and bias.
+Norm: TypeAlias = tuple[float, float, bool, torch.dtype | None]
 
 
 def norm_gradients(
-    sums: Tensor, weight: Tensor | None, grads: Sequence[Tensor], norm: tuple[float, float], of_weight: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Of the sums, if there is the weight, and of the weight in float32, if it is wanted; ``grads``: of the norm and of
-    the sums; ``norm``: eps and what is added to the weight."""
-    (eps, offset), (grad_normed, grad_sums) = norm, grads
+    sums: Tensor, weight: Tensor | None, grads: Sequence[Tensor], norm: Norm, wanted: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of the sums, the weight and the bias, those that are wanted; ``grads``: of the norm and of the sums."""
+    (grad_normed, grad_sums), (eps, offset, subtract_mean, dtype) = grads, norm
+    of_sums, of_weight, of_bias, *_ = wanted
     wide, grad = sums.float(), grad_normed.float()
+    if subtract_mean:
+        wide = wide - wide.mean(-1, keepdim=True)
     scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    unit, total = wide * scale, None
-    if weight is not None:
-        through = grad * (weight if offset == 0 else weight.float() + offset)
-        inner = scale * (through - unit * (through * unit).mean(-1, keepdim=True))
-        total = (inner + grad_sums).to(sums.dtype)
-    return total, (grad * unit).sum_to_size(sums.shape[-1:]) if of_weight else None
-
-
-def _fast(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor] | None:
-    norm = named_norm(call.eps, call.weight_offset, call.round_sum)
-    tensors = (call.x, call.weight) if call.residual is None else call[:3]
-    results = launch_cache.launch_again(OP, norm, tensors, call.group_name, (ALL_REDUCE,))
-    return None if results is None else (results[0], results[1])
-
-
-def choose_norm_call(call: NormCall, group: ProcessGroup) -> Choice:
-    return choose_norm(call.x, call.x.shape, call.kind, group)
+    unit, total, grad_weight, grad_bias = wide * scale, None, None, None
+    if of_sums:
+        through = grad
+        if weight is not None:
+            through = grad * (weight if offset == 0 else weight.float() + offset)
+        centred = through - through.mean(-1, keepdim=True) if subtract_mean else through
+        inner = centred - unit * (through * unit).mean(-1, keepdim=True)
+        total = (scale * inner + grad_sums).to(sums.dtype)
+    if of_weight:
+        grad_weight = (grad * unit).sum_to_size(sums.shape[-1:]).to(dtype)
+    if of_bias:
+        grad_bias = grad.sum_to_size(sums.shape[-1:]).to(dtype)
+    return total, grad_weight, grad_bias
 
 
 def run_norm_call(
     choice: Choice, where: Heap | None, call: NormCall, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    operands, kind = NormOperands(call.x, call.residual, call.affine), call.kind
-    normed, sums = run_norm(choice, where, operands, kind, partial(name_of_norm, kind), group)
+    normed, sums = run_norm(choice, where, NormOperands(call.x, call.residual, call.affine), call.kind, group)
     return normed, sums
 
 
-def norm_sends_nothing(call: NormCall, group: ProcessGroup) -> bool:
-    return call.x.numel() == 0
+def norm_known_by(call: AllReduceRmsNormCall) -> Known:
+    x, residual, weight, eps, _, offset, round_sum, _ = call
+    tensors = (x, weight) if residual is None else (x, residual, weight)
+    return (eps if round_sum and offset == 0 else (eps, offset, round_sum)), tensors
 
 
-def norm_is_known_by(call: Any, group: ProcessGroup) -> tuple[Hashable, Sequence[Tensor]]:
-    return name_of_norm(call.kind), call.tensors
+def layer_norm_known_by(call: AllReduceLayerNormCall) -> Known:
+    x, residual, weight, bias, eps, _, offset, _ = call
+    there = residual is not None, weight is not None, bias is not None
+    return (eps, offset, *there), [t for t in (x, residual, weight, bias) if t is not None]
 
 
-ALL_REDUCE_RMS_NORM = Op(
+def _norm(schema: str, record: Callable[..., Any], known_by: Callable[[Any], Known]) -> Op:
+    op = Op(
+        schema,
+        record=record,
+        validate=lambda call: (call, validate_all_reduce_norm(call)),
+        fake=lambda call, group: (call.x.new_empty(call.x.shape), call.x.new_empty(call.x.shape)),
+        kernel="all_reduce_rms_norm",
+        choose=lambda call, group: choose_norm(call.x, call.x.shape, call.kind, group),
+        run=run_norm_call,
+        known_by=known_by,
+        kinds=KINDS,
+        with_gradient=lambda call: NormFunction.apply(op, call, *call[: call._fields.index("eps")]),
+    )
+    return op
+
+
+ALL_REDUCE_RMS_NORM = _norm(
     "fused_all_reduce_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, str group_name, *,"
     " float weight_offset=0.0, bool round_sum=True, int? group_size=None) -> (Tensor, Tensor)",
-    record=AllReduceRmsNormCall,
-    validate=lambda call: (call, validate_all_reduce_norm(call)),
-    fake=fake_norm,
-    kernel="all_reduce_rms_norm",
-    sends_nothing=norm_sends_nothing,
-    choose=choose_norm_call,
-    run=run_norm_call,
-    fast=_fast,
-    known_by=norm_is_known_by,
-    with_gradient=lambda call: AllReduceRmsNormFunction.apply(call, call.x, call.residual, call.weight),
+    AllReduceRmsNormCall,
+    norm_known_by,
+)
+ALL_REDUCE_LAYER_NORM = _norm(
+    "fused_all_reduce_layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps,"
+    " str group_name, *, float weight_offset=0.0, int? group_size=None) -> (Tensor, Tensor)",
+    AllReduceLayerNormCall,
+    layer_norm_known_by,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,18 +15,18 @@ from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind
 from ...kernels.device.gemm.scaling import FP8
 from ...symm_mem.heap.heap import Heap
 from .. import validation
-from ..dispatch import launch_cache
 from ..dispatch.choice import Choice
-from ..dispatch.workspaces import ALL_REDUCE
+from ..dispatch.launch_cache import launch_again
+from ..dispatch.stand_alone import KINDS
 from ..scaled_calls import validate_scale
 from .all_reduce_rms_norm import (
-    AllReduceRmsNormCall,
     NormOperands,
     choose_norm,
     run_norm,
     validate_all_reduce_norm,
 )
-from .op import Op, refuse_gradient
+from .gradients import refuse_gradient
+from .op import Op
 
 # In fp8, the rows' scales if none is given, and the sums.
 QuantResult: TypeAlias = "tuple[Tensor, Tensor | None, Tensor]"
@@ -49,18 +49,8 @@ class AllReduceRmsNormQuantCall(NamedTuple):
     group_size: int | None = None
 
     @property
-    def tensors(self) -> list[Tensor]:
-        return [t for t in (self.x, self.residual, self.weight, self.scale) if t is not None]
-
-    @property
     def affine(self) -> Affine:
         return Affine(self.weight)
-
-    @property
-    def norm(self) -> AllReduceRmsNormCall:
-        """The call without what makes fp8 of the norm."""
-        named = self.weight_offset, self.round_sum, self.group_size
-        return AllReduceRmsNormCall(*self[:5], *named)
 
     @property
     def kind(self) -> NormKind:
@@ -86,10 +76,9 @@ def validate_quantization(out_dtype: Any, scale_op: Any, smallest: Any) -> None:
 
 def _validate(
     call: AllReduceRmsNormQuantCall,
-) -> tuple[AllReduceRmsNormQuantCall, AllReduceRmsNormQuantCall, ProcessGroup]:
-    """The call with a dtype, and without a scale also with what bounds the rows' scales; the call as
-    it was made, by which the fast path knows it; the group."""
-    group, x, dtype, scale = validate_all_reduce_norm(call.norm), call.x, call.out_dtype, call.scale
+) -> tuple[AllReduceRmsNormQuantCall, ProcessGroup]:
+    """The call with a dtype, and without a scale also with what bounds the rows' scales; the group."""
+    group, x, dtype, scale = validate_all_reduce_norm(call), call.x, call.out_dtype, call.scale
     dtype = torch.float8_e4m3fn if dtype is None else dtype
     if dtype not in FP8:
         raise TypeError(f"out_dtype: is {dtype}, must be torch.float8_e4m3fn or torch.float8_e5m2")
@@ -101,41 +90,36 @@ def _validate(
             raise ValueError(f"scale: has shape {tuple(scale.shape)}, must have one element")
         if call.smallest is not None:
             raise ValueError(f"smallest: is {call.smallest!r}, must be None where a scale is given")
-        return call._replace(out_dtype=dtype), call, group
+        return call._replace(out_dtype=dtype), group
     if x.shape[-1] == 0:
         raise ValueError("x: has rows of no element, must have some where no scale is given")
     smallest = default_smallest(call.scale_op, dtype) if call.smallest is None else call.smallest
     if not 0 <= smallest <= torch.finfo(torch.float32).max:
         raise ValueError(f"smallest: is {smallest!r}, must be 0 or more, and finite in float32")
-    return call._replace(out_dtype=dtype, smallest=float(smallest)), call, group
+    return call._replace(out_dtype=dtype, smallest=float(smallest)), group
 
 
-def fast_all_reduce_rms_norm_quant(call: AllReduceRmsNormQuantCall) -> QuantResult | None:
-    """The same of a call whose numbers and names are of exactly the types that the op takes."""
+def quant_known_by(call: AllReduceRmsNormQuantCall) -> tuple[Hashable, Sequence[Tensor]]:
+    """Of a call whose numbers and names are of exactly the types that the op takes."""
+    norm = call.eps, call.weight_offset, call.round_sum
+    there = call.residual is not None, call.scale is not None
     tensors = [call.x, call.weight] if call.residual is None else [call.x, call.residual, call.weight]
     if call.scale is not None:
         tensors.append(call.scale)
-    results = launch_cache.launch_again(QUANT, name_of_quant(call), tensors, call.group_name, (ALL_REDUCE,))
+    return (*norm, call.out_dtype, call.scale_op, call.smallest, *there), tensors
+
+
+def _again(call: AllReduceRmsNormQuantCall) -> QuantResult | None:
+    results = launch_again(QUANT, *quant_known_by(call), call.group_name, KINDS)
     return None if results is None else _quant_result(results)
 
 
-def name_of_quant(call: AllReduceRmsNormQuantCall) -> Hashable:
-    """By what it knows a call whose norm becomes fp8."""
-    norm = call.eps, call.weight_offset, call.round_sum
-    there = call.residual is not None, call.scale is not None
-    return *norm, call.out_dtype, call.scale_op, call.smallest, *there
-
-
 def run_all_reduce_rms_norm_quant(
-    choice: Choice,
-    where: Heap | None,
-    call: AllReduceRmsNormQuantCall,
-    given: AllReduceRmsNormQuantCall,
-    group: ProcessGroup,
+    choice: Choice, where: Heap | None, call: AllReduceRmsNormQuantCall, group: ProcessGroup
 ) -> QuantResult:
     """As the op, of what ``_validate`` returns."""
     operands = NormOperands(call.x, call.residual, Affine(call.weight), call.scale)
-    return _quant_result(run_norm(choice, where, operands, call.kind, lambda: name_of_quant(given), group))
+    return _quant_result(run_norm(choice, where, operands, call.kind, group))
 
 
 def _quant_result(written: list[Tensor]) -> QuantResult:
@@ -143,9 +127,7 @@ def _quant_result(written: list[Tensor]) -> QuantResult:
     return quantized, (scales[0] if scales else None), sums
 
 
-def _fake(
-    call: AllReduceRmsNormQuantCall, given: AllReduceRmsNormQuantCall, group: ProcessGroup
-) -> QuantResult:
+def _fake(call: AllReduceRmsNormQuantCall, group: ProcessGroup) -> QuantResult:
     x, scales = call.x, None
     if call.scale is None:
         scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
@@ -160,11 +142,10 @@ ALL_REDUCE_RMS_NORM_QUANT = Op(
     validate=_validate,
     fake=_fake,
     kernel="all_reduce_rms_norm_quant",
-    sends_nothing=lambda call, given, group: call.x.numel() == 0,
-    choose=lambda call, given, group: choose_norm(call.x, call.x.shape, call.kind, group),
+    choose=lambda call, group: choose_norm(call.x, call.x.shape, call.kind, group),
     run=run_all_reduce_rms_norm_quant,
-    fast=fast_all_reduce_rms_norm_quant,
-    known_by=lambda call, given, group: (name_of_quant(given), call.tensors),
+    known_by=quant_known_by,
+    again=_again,
     with_gradient=lambda call: refuse_gradient(
         _validate, call, ": a norm in fp8 has none; detach it, or call fused_all_reduce_rms_norm"
     ),

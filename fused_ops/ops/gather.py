@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from math import prod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -15,11 +14,18 @@ from ...kernels.device.collective.host_exchange import exchange_layout, gather_t
 from ...symm_mem.heap.heap import Heap
 from .. import validation
 from ..dispatch.choice import Choice, on_host, unfused
-from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import ran
 from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
-from . import op
-from .all_gather import UNEVEN, AllGatherCall, key_with_counts, sends_no_counts, validate_gathered
+from . import gradients
+from .all_gather import (
+    UNEVEN,
+    AllGatherCall,
+    bytes_of_ranks,
+    known_with_counts,
+    sends_no_counts,
+    validate_gathered,
+    with_dim_in_front,
+)
 from .op import Op
 
 if TYPE_CHECKING:
@@ -37,15 +43,6 @@ class GatherCall(NamedTuple):
     group_size: int | None = None
     counts: Sequence[int] | None = None
     group_rank: int | None = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.x]
-
-    @property
-    def key(self) -> Hashable:
-        """By which the launch cache knows the call."""
-        return key_with_counts((self.gather_dim, self.root), self.counts)
 
     def counts_of(self, group: ProcessGroup) -> Sequence[int]:
         """All ranks' sizes in ``gather_dim``, which is not negative."""
@@ -67,23 +64,11 @@ def _validate(call: GatherCall) -> tuple[GatherCall, ProcessGroup]:
     return call._replace(gather_dim=found.gather_dim), group
 
 
-def fast_gather(
-    x: Tensor, dim: int, root: int, group_name: str, counts: Sequence[int] | None = None
-) -> Tensor | None:
-    """As the op, if such a call was made before; else None, and nothing happened. All may be anything."""
-    if dim < 0 and isinstance(x, Tensor):
-        dim += x.dim()
-    if counts is not None and any(type(n) is not int for n in counts):
-        return None  # symbolic
-    results = launch_again(TO_ROOT, key_with_counts((dim, root), counts), (x,), group_name, KINDS)
-    return None if results is None else results[0]
-
-
 def _choose(call: GatherCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     size, rank, root = group.size(), group.rank(), call.root
     if call.x.device.type == "cpu":
-        return on_host(exchange_layout(max(_bytes_of_ranks(call, group)), size))
+        return on_host(exchange_layout(max(bytes_of_ranks(call, call.counts_of(group))), size))
     if len(set(call.counts_of(group))) > 1:
         return unfused(UNEVEN)
 
@@ -97,13 +82,7 @@ def _choose(call: GatherCall, group: ProcessGroup) -> Choice:
 
 def _alone(call: GatherCall, group: ProcessGroup) -> StandAlone:
     shape = call.result_shape(group)
-    return StandAlone(TO_ROOT, TO_ROOT, call.key, [call.x], shape, call.x.shape, gather_dim=call.gather_dim)
-
-
-def _bytes_of_ranks(call: GatherCall, group: ProcessGroup) -> list[int]:
-    dim, shape = call.gather_dim, call.x.shape
-    row = prod(shape[:dim] + shape[dim + 1 :]) * call.x.element_size()
-    return [n * row for n in call.counts_of(group)]
+    return StandAlone(TO_ROOT, TO_ROOT, [call.x], shape, call.x.shape, gather_dim=call.gather_dim)
 
 
 def run_gather(choice: Choice, where: Heap, call: GatherCall, group: ProcessGroup) -> Tensor:
@@ -111,14 +90,13 @@ def run_gather(choice: Choice, where: Heap, call: GatherCall, group: ProcessGrou
     if choice.algorithm == "push":
         return run_alone(choice, where, _alone(call, group))
     x, dim, shape = call.x, call.gather_dim, call.result_shape(group)
-    sent, sizes = as_bytes(x.movedim(dim, 0).contiguous()), _bytes_of_ranks(call, group)
+    sent, sizes = as_bytes(x.movedim(dim, 0).contiguous()), bytes_of_ranks(call, call.counts_of(group))
     if choice.is_unfused:
         ran(choice.plan_in(None))
         stacked = reference_gather(sent, sizes, call.root, group) if sum(sizes) else sent
     else:
         stacked = gather_to(choice.begin_on(where), sent, sizes, call.root, TO_ROOT)
-    rows = stacked.view(x.dtype).view(shape[dim], *shape[:dim], *shape[dim + 1 :])
-    return rows.movedim(0, dim).reshape(-1).view(shape)
+    return with_dim_in_front(stacked.view(x.dtype), dim, shape)
 
 
 def _fake(call: GatherCall, group: ProcessGroup) -> Tensor:
@@ -135,9 +113,9 @@ GATHER = Op(
     sends_nothing=lambda call, group: sends_no_counts(call.x, call.gather_dim, call.counts),
     choose=_choose,
     run=run_gather,
-    fast=lambda call: fast_gather(call.x, call.gather_dim, call.root, call.group_name, call.counts),
-    known_by=lambda call, group: (call.key, [call.x]),
-    with_gradient=lambda call: op.refuse_gradient(_validate, call, WITHOUT_ROOT),
+    known_by=lambda call: known_with_counts(call, (call.gather_dim, call.root)),
+    kinds=KINDS,
+    with_gradient=lambda call: gradients.refuse_gradient(_validate, call, WITHOUT_ROOT),
     own_values=("group_rank",),
     own_by_counts={"x": "gather_dim"},
 )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.device.collective.host_exchange import exchange_layout
 from ...kernels.device.device_spec import device_spec_of
 from ...kernels.device.gemm.gemm_tiles import matmul_us
 from ...kernels.matmul_all_reduce import OP, configs
@@ -26,17 +26,18 @@ from ..dispatch.choice import (
     Choice,
     KernelUse,
     by_kernel,
+    host_or,
     launch_exchange,
     launch_kernel,
-    on_host,
     prepare_kernel,
+    remember,
 )
-from ..dispatch.launch_cache import LaunchedCall, launch_again, remember_call
+from ..dispatch.launch_cache import PreparedKernel, launch_again
 from ..dispatch.plan import num_sms, on, should_fuse
 from ..dispatch.staging import Staging, in_rows_or_columns, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import ALL_REDUCE, AROUND_MATMULS
-from . import all_reduce, op
+from . import all_reduce, gradients
 from .matmul_reduce_scatter import matmul_flops
 from .op import Op
 
@@ -50,16 +51,10 @@ class MatmulAllReduceCall(NamedTuple):
     group_name: str
     group_size: int | None = None
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.A, self.B]
-
 
 def _validate(call: MatmulAllReduceCall) -> tuple[MatmulAllReduceCall, ProcessGroup]:
     group, A = resolve_group(call.group_name), call.A
-    if A.dim() < 2:
-        raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
-    validation.float_dtype("A", A)
+    validation.left_operand("A", A)
     validation.validate_matrix("B", call.B, A.shape[-1], A, "A")
     validation.reduction(call.reduce_op)
     return call, group
@@ -114,14 +109,6 @@ class _FewRows:
     b: Tensor
     staging: Staging
     profitable: bool
-
-
-def _choose(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice:
-    """The call is what validation returns."""
-    A, (m, n, _) = call.A, _sizes(call.A, call.B)
-    if A.device.type == "cpu":
-        return on_host(exchange_layout(4 * m * n, group.size()))
-    return _choose_on_cuda(call, group)
 
 
 def _choose_on_cuda(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice:
@@ -180,7 +167,7 @@ def _one_kernel(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice | None
     if isinstance(kernel, str) or not should_fuse(kernel.profitable):
         return None
     return by_kernel(
-        KernelUse(kernel, used, staging),
+        KernelUse(on_cuda.SCATTER_STEPS, kernel, used, staging),
         group.size(),
         partial(on_cuda.scatter_programs, kernel.config, used, group.size(), group.rank()),
     )
@@ -219,9 +206,8 @@ def _run_two_kernels(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> 
     both = replace(of_sum, algorithm=choice.algorithm, predicted_us=choice.predicted_us)
     plan.this_thread.plan = both
     shaped = out.view(*A.shape[:-1], B.shape[1])
-    made = LaunchedCall(OP, reduce_op, (A, B), (A, B), [shaped], alignment=1)
-    caller = _MatmulThenSum(workspace, kernel)
-    remember_call(made, workspace, caller, both)
+    ready = PreparedKernel(workspace, _MatmulThenSum(workspace, kernel), both)
+    remember(choice, OP, (A, B), [shaped], ready, alignment=1)
     return shaped
 
 
@@ -229,7 +215,7 @@ def _run_few_rows(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> Ten
     from ...kernels.matmul_all_reduce import cuda_kernel
 
     how: _FewRows = choice.how
-    A, B, reduce_op, config, a, b = call.A, call.B, call.reduce_op, how.config, how.a, how.b
+    A, reduce_op, config, a, b = call.A, call.reduce_op, how.config, how.a, how.b
     with in_stream_order(A.device):
         how.staging.copy()
         ready = prepare_kernel(
@@ -240,21 +226,18 @@ def _run_few_rows(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> Ten
         out = a.new_empty(a.shape[0], b.shape[1])
         launch_exchange(ready, OP, where, (a, b), (out,))
     shaped = out.view(*A.shape[:-1], b.shape[1])
-    remember_call(LaunchedCall(OP, reduce_op, (A, B), (a, b), [shaped]), *ready, how.profitable)
+    remember(choice, OP, (a, b), [shaped], ready, profitable=how.profitable)
     return shaped
 
 
 def _run_one_kernel(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> Tensor:
-    from ...kernels.matmul_reduce_scatter import on_cuda
+    shape = *call.A.shape[:-1], call.B.shape[1]
 
-    how: KernelUse = choice.how
-    used = replace(how.call, a=how.call.a.unsqueeze(0).unsqueeze(0))  # as one part
-    with in_stream_order(call.A.device):
-        how.staging.copy()
-        (out,), remember = launch_kernel(on_cuda.SCATTER_STEPS, choice, where, used, OP)
-    shaped = out.view(*call.A.shape[:-1], call.B.shape[1])
-    remember((call.reduce_op, call.tensors), [shaped])
-    return shaped
+    def as_one_part(used: ScatterKernelCall) -> ScatterKernelCall:
+        return replace(used, a=used.a.unsqueeze(0).unsqueeze(0))
+
+    (out,) = launch_kernel(choice, where, OP, lambda made: [made[0].view(shape)], as_one_part)
+    return out
 
 
 def _fake(call: MatmulAllReduceCall, group: ProcessGroup) -> Tensor:
@@ -268,7 +251,7 @@ class MatmulAllReduceFunction(torch.autograd.Function):
         ctx.save_for_backward(A if of_B else None, B if of_A else None)
         ctx.reduce_op, ctx.group_name, ctx.group_size = call.reduce_op, call.group_name, call.group_size
         done: Tensor = MATMUL_ALL_REDUCE.run_below_autograd(call)
-        ctx.transposed = op.is_transposed_matrix(B)
+        ctx.transposed = gradients.is_transposed_matrix(B)
         return done
 
     @staticmethod
@@ -277,8 +260,8 @@ class MatmulAllReduceFunction(torch.autograd.Function):
         total = torch.ops.weft.one_shot_all_reduce(
             grad, ctx.reduce_op, ctx.group_name, group_size=ctx.group_size
         )
-        grad_A = op.matmul_without_autocast(total, B.t()) if ctx.needs_input_grad[1] else None
-        grad_B = op.gradient_of_matrix(A, total, ctx.transposed) if ctx.needs_input_grad[2] else None
+        grad_A = gradients.matmul_without_autocast(total, B.t()) if ctx.needs_input_grad[1] else None
+        grad_B = gradients.gradient_of_matrix(A, total, ctx.transposed) if ctx.needs_input_grad[2] else None
         return None, grad_A, grad_B
 
 
@@ -289,11 +272,11 @@ MATMUL_ALL_REDUCE = Op(
     fake=_fake,
     kernel="matmul_all_reduce",
     sends_nothing=lambda call, group: 0 in (*call.A.shape[:-1], call.B.shape[1]),
-    choose=_choose,
+    choose=host_or(lambda call, group: 4 * prod(_sizes(call.A, call.B)[:2]), _choose_on_cuda),
     run=run_matmul_all_reduce,
-    fast=lambda call: fast_matmul_all_reduce(*call[:4]),
-    known_by=lambda call, group: (call.reduce_op, call.tensors),
-    with_gradient=lambda call: MatmulAllReduceFunction.apply(call, *call.tensors),
+    known_by=lambda call: (call.reduce_op, (call.A, call.B)),
+    again=lambda call: fast_matmul_all_reduce(*call[:4]),
+    with_gradient=lambda call: MatmulAllReduceFunction.apply(call, call.A, call.B),
     flops=matmul_flops,
     own_dims={"A": (-1,), "B": (0,)},
 )

@@ -11,18 +11,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.device.collective.host_exchange import exchange_layout
 from ...kernels.matmul_reduce_scatter import OP
 from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
-from ..dispatch import launch_cache
-from ..dispatch.choice import Choice, KernelUse, choose_kernel, launch_kernel, on_host
+from ..dispatch.choice import Choice, Known, choose_kernel, host_or, launch_kernel
 from ..dispatch.plan import num_sms, preferred_between
 from ..dispatch.staging import Staging, aligned, in_rows_or_columns
-from ..dispatch.stream_order import in_stream_order
-from . import op
+from . import gradients
 from .op import Op
 from .reduce_scatter import ReduceScatterCall, scatter_by_choice
 
@@ -41,10 +38,6 @@ class MatmulReduceScatterCall(NamedTuple):
     residual: Tensor | None = None
     more: Sequence[Tensor] | None = None
     group_size: int | None = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.A, self.B, *self.terms, *(self.more or ())]
 
     @property
     def factors(self) -> list[Tensor]:
@@ -76,9 +69,7 @@ def _validate(
 ) -> tuple[MatmulReduceScatterCall, ProcessGroup]:
     """The call with a dimension that is not negative and the dtype of its result, and the group."""
     group, A, B = resolve_group(call.group_name), call.A, call.B
-    if A.dim() < 2:
-        raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
-    validation.float_dtype("A", A)
+    validation.left_operand("A", A)
     validation.validate_matrix("B", B, A.shape[-1], A, "A")
     _further_factors(call.more or (), A, B)
     validation.reduction(call.reduce_op)
@@ -92,10 +83,10 @@ def _validate(
         )
     call = call._replace(scatter_dim=dim, out_dtype=call.out_dtype or A.dtype)
     shape = call.local_shape(group.size())
-    if call.bias is not None:
-        _added("bias", call.bias, shape[-1:], A)
-    if call.residual is not None:
-        _added("residual", call.residual, shape, A)
+    for name, term, of_term in (("bias", call.bias, shape[-1:]), ("residual", call.residual, shape)):
+        if term is not None:
+            validation.must_have_shape(name, term, of_term, " to go with the result")
+            validation.like_tensor(name, term, A, "A")
     return call, group
 
 
@@ -114,75 +105,14 @@ def _further_factors(more: Sequence[Tensor], A: Tensor, B: Tensor) -> None:
             raise ValueError(f"more[{i + 1}]: has {b.shape[1]} columns, must have {B.shape[1]} like B")
 
 
-def _added(name: str, tensor: Tensor, shape: Sequence[int], A: Tensor) -> None:
-    if tuple(tensor.shape) != tuple(shape):
-        raise ValueError(
-            f"{name}: has shape {tuple(tensor.shape)}, must have {tuple(shape)} to go with the result"
-        )
-    validation.like_tensor(name, tensor, A, "A")
-
-
-def fast_matmul_reduce_scatter(
-    A: Tensor,
-    B: Tensor,
-    reduce_op: str,
-    dim: int,
-    group_name: str,
-    terms: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> Tensor | None:
-    """As the op with a result of A's dtype, if such a call was made before on CUDA; else None, and nothing happened.
-
-    Tensors, dimension and operation may be anything.
-
-    Args:
-        terms: bias and residual.
-    """
-    if dim < 0 and isinstance(A, Tensor):
-        dim += A.dim()
-    bias, residual = terms
-    if bias is None and residual is None:
-        results = launch_cache.launch_again(OP, (dim, reduce_op), (A, B), group_name)
-    else:
-        arguments = _arguments(dim, reduce_op, bias, residual)
-        added = [term for term in terms if term is not None]
-        results = launch_cache.launch_again(OP, arguments, (A, B, *added), group_name)
-    return None if results is None else results[0]
-
-
-def _arguments(
-    dim: int, reduce_op: str, bias: Tensor | None, residual: Tensor | None, more: int = 0
-) -> tuple[int | str, ...]:
-    """What such calls are remembered by."""
-    if bias is None and residual is None and not more:
-        return dim, reduce_op
-    return dim, reduce_op, bias is not None, residual is not None, *(more,) * (more > 0)
-
-
-def _known_by(
-    call: MatmulReduceScatterCall, *_: object
-) -> tuple[tuple[int | str, ...], Sequence[Tensor]] | None:
-    """Of a call as it is after validation."""
-    if call.out_dtype != call.A.dtype:
+def _known_by(call: MatmulReduceScatterCall) -> Known:
+    if call.out_dtype not in (None, call.A.dtype):
         return None
-    arguments = _arguments(call.scatter_dim, call.reduce_op, call.bias, call.residual, len(call.more or ()))
-    return arguments, (*call.factors, *call.terms)
-
-
-def _fast(call: MatmulReduceScatterCall) -> Tensor | None:
-    if call.out_dtype is not None:
-        return None
-    dim = call.scatter_dim + call.A.dim() if call.scatter_dim < 0 else call.scatter_dim
-    arguments = _arguments(dim, call.reduce_op, call.bias, call.residual, len(call.more or ()))
-    results = launch_cache.launch_again(OP, arguments, (*call.factors, *call.terms), call.group_name)
-    return None if results is None else results[0]
-
-
-def _choose(call: MatmulReduceScatterCall, group: ProcessGroup) -> Choice:
-    """The call is what validation returns."""
-    if call.A.device.type == "cpu":
-        nbytes = 4 * prod(call.local_shape(group.size()))
-        return on_host(exchange_layout(nbytes, group.size()))
-    return _choose_on_cuda(call, group)
+    how: tuple[int | str, ...] = call.scatter_dim, call.reduce_op
+    terms, more = call.terms, call.more
+    if terms or more:
+        how = *how, call.bias is not None, call.residual is not None, len(more or ())
+    return how, (call.A, call.B, *(more or ()), *terms)
 
 
 def run_matmul_reduce_scatter(
@@ -257,17 +187,15 @@ def _choose_on_cuda(call: MatmulReduceScatterCall, group: ProcessGroup) -> Choic
     return choose_kernel(on_cuda.SCATTER_STEPS, used, staging, group, too_little, call)
 
 
-def _on_cuda(choice: Choice, where: Heap, _: MatmulReduceScatterCall) -> Tensor:
-    from ...kernels.matmul_reduce_scatter import on_cuda
+def _on_cuda(choice: Choice, where: Heap, given: MatmulReduceScatterCall) -> Tensor:
+    call, shape = choice.how.given, given.local_shape(where.world_size)
+    if given.more and not call.more:  # the kernel does not add products: these are one, of copies
+        choice = replace(choice, known=None)
 
-    how: KernelUse = choice.how
-    call, used = how.given, how.call  # whose products are one where the kernel does not add them
-    with in_stream_order(used.b.device):
-        how.staging.copy()
-        used = replace(used, terms=[aligned(term.contiguous()) for term in call.terms])
-        (made,), remember = launch_kernel(on_cuda.SCATTER_STEPS, choice, where, used, OP)
-        out: Tensor = made.view(call.local_shape(where.world_size))
-    remember(_known_by(call), [out])
+    def with_terms(used: ScatterKernelCall) -> ScatterKernelCall:
+        return replace(used, terms=[aligned(term.contiguous()) for term in call.terms])
+
+    (out,) = launch_kernel(choice, where, OP, lambda made: [made[0].view(shape)], with_terms)
     return out
 
 
@@ -291,7 +219,7 @@ class MatmulReduceScatterFunction(torch.autograd.Function):
         _, _, _, *of_factors = ctx.needs_input_grad
         # Each for the gradient of the other one of its product.
         ctx.save_for_backward(*(x if of_factors[i ^ 1] else None for i, x in enumerate(factors)))
-        ctx.transposed = [op.is_transposed_matrix(B) for B in factors[1::2]]
+        ctx.transposed = [gradients.is_transposed_matrix(B) for B in factors[1::2]]
         return done
 
     @staticmethod
@@ -303,10 +231,10 @@ class MatmulReduceScatterFunction(torch.autograd.Function):
         size = resolve_group(ctx.group_name).size()
         grad_bias = None
         if needs_bias:
-            grad_bias = op.flat_rows(grad).sum(0, dtype=torch.float32)
+            grad_bias = gradients.flat_rows(grad).sum(0, dtype=torch.float32)
             # Each rank has added it to its part of the rows only; of the last dimension to its columns, all rows.
             if not ctx.has_own_bias:
-                grad_bias = op.SumOverRanks.apply(grad_bias, ctx.group_name, ctx.group_size)
+                grad_bias = gradients.SumOverRanks.apply(grad_bias, ctx.group_name, ctx.group_size)
             grad_bias = grad_bias.to(ctx.dtype)
         grad_residual = grad.to(ctx.dtype) if needs_residual else None
         grads: list[Tensor | None] = [None] * len(needed)
@@ -322,9 +250,9 @@ class MatmulReduceScatterFunction(torch.autograd.Function):
                 made = iter(outs)
                 grads[::2] = [next(made) if of_A else None for of_A in of_As]
             else:
-                gathered = op.all_gather(grad, ctx.scatter_dim, size, ctx.group_name)
+                gathered = gradients.all_gather(grad, ctx.scatter_dim, size, ctx.group_name)
             grads[1::2] = [
-                op.gradient_of_matrix(A, gathered, transposed) if of_B else None
+                gradients.gradient_of_matrix(A, gathered, transposed) if of_B else None
                 for A, transposed, of_B in zip(As, ctx.transposed, of_Bs, strict=True)
             ]
         return None, grad_bias, grad_residual, *grads
@@ -345,9 +273,8 @@ MATMUL_REDUCE_SCATTER = Op(
     fake=_fake,
     kernel="matmul_reduce_scatter",
     sends_nothing=lambda call, group: 0 in call.local_shape(group.size()),
-    choose=_choose,
+    choose=host_or(lambda call, group: 4 * prod(call.local_shape(group.size())), _choose_on_cuda),
     run=run_matmul_reduce_scatter,
-    fast=_fast,
     known_by=_known_by,
     with_gradient=lambda call: MatmulReduceScatterFunction.apply(
         call, call.bias, call.residual, *call.factors

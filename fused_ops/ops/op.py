@@ -5,35 +5,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from threading import get_ident
 from time import monotonic
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
+from torch.autograd.graph import increment_version
+from torch.distributed import ProcessGroup
 
-from ...symm_mem import flight_recorder, resolve_group
+from ...symm_mem import flight_recorder
 from ...symm_mem.call_site import calling
 from ...symm_mem.failure.call_log import poison_on_error
+from ...symm_mem.heap.heap import Heap
 from ...symm_mem.heap.registry import GroupRef
 from ...symm_mem.workspace import Workspace
+from .. import validation
 from ..dispatch import launch_cache
 from ..dispatch.call_check import OpCall, begin_call, take_begun
-from ..dispatch.choice import Choice, unfused
+from ..dispatch.choice import Choice, Known, unfused
 from ..dispatch.plan import Plan, heap_or_reason, on, this_thread, why_runs_unfused
-from ..dispatch.tensor_guards import has_tangents, needs_no_dispatch
+from ..dispatch.tensor_guards import needs_no_dispatch
+from ..dispatch.workspaces import AROUND_MATMULS
+from .gradients import INTO, refuse_gradient
 
-AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 _VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
-#: Why an op that writes its result to a given tensor has no gradient.
-INTO = " where the result is written to a given tensor"
-_collectives = torch.ops._c10d_functional
 
 
 class OpArguments(Protocol):
@@ -45,9 +48,21 @@ class OpArguments(Protocol):
     def group_name(self) -> str: ...
     @property
     def group_size(self) -> int | None: ...
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All that are given."""
+    def __iter__(self) -> Iterator[Any]: ...
+    def __getitem__(self, index: Any) -> Any: ...
+
+
+def tensors_given(call: Iterable[Any]) -> list[Tensor]:
+    """All that a call is given, in the order of its arguments."""
+    found: list[Tensor] = []
+    for given in call:
+        if isinstance(given, Tensor):
+            found.append(given)
+        elif isinstance(given, list | tuple):
+            for x in given:
+                if isinstance(x, Tensor):
+                    found.append(x)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +77,16 @@ class Op:
             the same. Sizes may be symbolic: it looks at no data.
         fake: the results without data, of what ``validate`` returns.
         kernel: of an op of ``capability.KERNELS``.
-        sends_nothing: whether, by the same, the ranks have nothing to send each other.
+        sends_nothing: whether, by the same, the ranks have nothing to send each other; by default where the first
+            tensor has no element.
         choose: the ``Choice`` of the same, where the ranks can address each other's memory.
         run: the results, of a choice, the heap (None if that is unfused), and the same.
         with_gradient: the results of a call of which a gradient is wanted; or it raises (``refuse_gradient``).
-        fast: the results, if such a call was made before; else None, and nothing happened. Its tensors may be anything.
-        known_by: of what ``validate`` returns, the arguments and tensors by which ``fast`` knows such a call; None: it
+        known_by: the arguments and tensors by which the launch cache knows such a call, as it was made; or None if it
             does not look for it.
+        kinds: of workspaces in which it does.
+        again: by ``known_by``, the results of a call like one before, where these are not those that kernels write, in
+            their order; else None, and nothing happened.
         functional: of an op that writes to its first argument: the op that returns the same, and its call.
         flops: of shapes in place of tensors, if the op multiplies.
         own_dims: of arguments, the dimensions in which CPU ranks may have sizes of their own, since no rank sends them;
@@ -86,12 +104,13 @@ class Op:
     validate: Callable[[Any], tuple[Any, ...]]
     fake: Callable[..., Any]
     kernel: str
-    sends_nothing: Callable[..., bool]
     choose: Callable[..., Choice]
     run: Callable[..., Any]
     with_gradient: Callable[[Any], Any]
-    fast: Callable[[Any], Any] = lambda call: None
-    known_by: Callable[..., tuple[Hashable, Sequence[Tensor]] | None] = lambda *_: None
+    sends_nothing: Callable[..., bool] = lambda call, *_: call[0].numel() == 0
+    known_by: Callable[[Any], Known] | None = None
+    kinds: tuple[str, ...] = AROUND_MATMULS
+    again: Callable[[Any], Any] | None = None
     functional: tuple[Op, Callable[[Any], Any]] | None = None
     flops: Callable[..., int] | None = None
     own_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -109,13 +128,28 @@ class Op:
         found: OpOverload = getattr(torch.ops.weft, self.name).default
         return found
 
+    @cached_property
+    def fast(self) -> Callable[[Any], Any]:
+        """Returns the results, if such a call was made before; else None, and nothing happened."""
+        if self.again is not None or self.known_by is None:
+            return self.again or (lambda call: None)
+        name, known_by, kinds, one = self.name, self.known_by, self.kinds, self.schema.endswith(" -> Tensor")
+
+        def launched(call: OpArguments) -> Any:
+            if (known := known_by(call)) is None:
+                return None
+            results = launch_cache.launch_again(name, *known, call.group_name, kinds)
+            return results[0] if one and results is not None else results
+
+        return launched
+
     def choice_of(self, call: OpArguments) -> tuple[Choice, torch.device]:
         """How a call would run, as far as it is known without another rank; and where.
 
         Raises:
             ValueError, TypeError: as ``validate``.
         """
-        found, device = self.validate(call), call.tensors[0].device
+        found, device = self.validate(call), call[0].device
         reason = why_runs_unfused(self.kernel, device, found[-1], empty=self.sends_nothing(*found))
         return self.choose(*found) if reason is None else unfused(reason), device
 
@@ -125,7 +159,7 @@ class Op:
 
     def run_slow(self, call: OpArguments) -> Any:
         """By way of the dispatcher where something else must see the call."""
-        if needs_no_dispatch(*call.tensors):
+        if needs_no_dispatch(*tensors_given(call)):
             return self.slow(call)
         with torch._C._AutoDispatchBelowAutograd():
             return self.dispatch(call)
@@ -175,7 +209,7 @@ def _checked_run(op: Op, call: OpArguments) -> Any:
     compared = {name: getattr(checked, name) for name in checked._fields if name not in _OF_GRAPHS}
     for name in compared.keys() & {*op.own_values}:
         compared[name] = compared[name] is not None
-    device = call.tensors[0].device
+    device = call[0].device
     own: tuple[Mapping[str, tuple[int, ...]], bool] = op.own_dims, op.own_on_cuda
     if compared.get("counts") is not None:
         own = {name: (compared[dim],) for name, dim in op.own_by_counts.items()}, True
@@ -183,9 +217,9 @@ def _checked_run(op: Op, call: OpArguments) -> Any:
     where = heap_or_reason(op.name, op.kernel, device, group, empty=op.sends_nothing(*found))
     if isinstance(where, str):
         return op.run(unfused(where), None, *found)
-    choice = op.choose(*found)
-    done = op.run(choice, where, *found)
-    if choice.algorithm == "host" and (known := op.known_by(*found)) is not None:
+    choice, known = op.choose(*found), None if op.known_by is None else op.known_by(call)
+    done = op.run(choice if known is None else replace(choice, known=known), where, *found)
+    if choice.algorithm == "host" and known is not None:
         arguments, tensors = known
         again = _HostCall.of(op, choice, found[:-1], tensors)
         key = launch_cache.key_of(op.name, arguments, tensors)
@@ -276,103 +310,54 @@ def _listed(done: Any) -> list[Tensor]:
     return [x for x in done if x is not None]
 
 
-def refuse_gradient(validate: Callable[[Any], object], call: OpArguments, why: str) -> NoReturn:
-    """Name what else is wrong with the call, else the first argument that requires a gradient; a tangent is torch's to
-    refuse."""
-    validate(call)
-    for argument in call._fields:
-        given = getattr(call, argument)
-        several = isinstance(given, list | tuple)
-        for i, tensor in enumerate(given if several else [given]):
-            if isinstance(tensor, Tensor) and (tensor.requires_grad or has_tangents()):
-                name = f"{argument}[{i}]" if several else argument
-                raise ValueError(f"{name}: requires a gradient, must not{why}")
-    raise AssertionError("no argument requires a gradient")
+def writing_out(
+    op: Op,
+    shape: Callable[[Any, ProcessGroup], Sequence[int]],
+    own_by_counts: Mapping[str, str],
+) -> Op:
+    """An op of one tensor, with the result written to another one, which comes first. Its ``run`` takes that, too.
 
+    Args:
+        shape: that of the result, of a call that is validated.
+    """
+    arguments = op.schema.partition("(")[2].rpartition(" -> ")[0]
+    fields, defaults = op.record._fields, op.record._field_defaults.values()  # type: ignore[attr-defined]
+    record = namedtuple("OutCall", ("out", *fields), defaults=defaults)  # type: ignore[misc]
 
-def refuse_gradient_of_reduction(reduce_op: str) -> None:
-    """Refuse a reduction that has no gradient."""
-    if reduce_op in ("max", "min"):
-        raise ValueError(
-            f"reduce_op: is {reduce_op!r}, must be 'sum' or 'avg' for an x that requires a gradient"
-        )
+    def without_out(call: Any) -> Any:
+        return op.record(*call[1:])
 
+    def validate(call: Any) -> tuple[Any, Tensor, ProcessGroup]:
+        found, group = op.validate(without_out(call))
+        validation.result_tensor(call.out, shape(found, group), call[1])
+        return found, call.out, group
 
-def refuse_second_gradient(op: str) -> None:
-    """By a backward whose own derivative is asked for, too."""
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            f"{op}: has no second gradient, must have its first one without create_graph=True"
-        )
+    def run(choice: Choice, where: Heap | None, call: Any, out: Tensor, group: ProcessGroup) -> None:
+        op.run(choice, where, call, group, out)
+        increment_version(out)  # as on the fast path
+
+    def known_by(call: Any) -> Known:
+        known = op.known_by and op.known_by(call)
+        return known and (known[0], [call.out, *known[1]])
+
+    return Op(
+        f"{op.name}_out(Tensor(a!) out, {arguments} -> ()",
+        record=record,
+        validate=validate,
+        fake=lambda *_: None,
+        kernel=op.kernel,
+        sends_nothing=lambda call, out, group: op.sends_nothing(call, group),
+        choose=lambda call, out, group: op.choose(call, group),
+        run=run,
+        known_by=known_by,
+        kinds=op.kinds,
+        with_gradient=lambda call: refuse_gradient(validate, call, INTO),
+        functional=(op, without_out),
+        own_values=op.own_values,
+        own_by_counts=own_by_counts,
+    )
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
     """Makes a CUDA tensor's device the current one."""
     return on(x.device) if x.device.type == "cuda" else nullcontext()
-
-
-def matmul_without_autocast(x: Tensor, y: Tensor) -> Tensor:
-    """As the ops, which cast nothing where autocast is on."""
-    with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
-        return x @ y
-
-
-def flat_rows(t: Tensor) -> Tensor:
-    return t.flatten(0, -2)
-
-
-def is_transposed_matrix(B: Tensor) -> bool:
-    """Of what an op has taken for a matrix: it refuses other shapes."""
-    return B.stride(0) == 1 and B.stride(1) == B.shape[0]
-
-
-def gradient_of_matrix(A: Tensor, grad: Tensor, transposed: bool) -> Tensor:
-    """That of B in ``A @ B``. It lies as B does, a weight's as the weight: else torch copies it to where it counts.
-
-    A, grad: [..., K] and [..., N], of all rows.
-    """
-    x, g = flat_rows(A), flat_rows(grad)
-    return matmul_without_autocast(g.t(), x).t() if transposed else matmul_without_autocast(x.t(), g)
-
-
-def reduce_scatter(grad: Tensor, dim: int, group_name: str, counts: Sequence[int] | None = None) -> Tensor:
-    """Functional, so that it can be traced."""
-    if counts is not None:
-        total = _collectives.wait_tensor(_collectives.all_reduce(grad.contiguous(), "sum", group_name))
-        return total.split([*counts], dim)[resolve_group(group_name).rank()].clone()
-    moved, size = grad.movedim(dim, 0).contiguous(), resolve_group(group_name).size()
-    part = _collectives.reduce_scatter_tensor(moved, "sum", size, group_name)
-    return _collectives.wait_tensor(part).movedim(0, dim)
-
-
-def all_gather(x: Tensor, dim: int, size: int, group_name: str) -> Tensor:
-    """The same, of ``size`` ranks."""
-    whole = _collectives.all_gather_into_tensor(x.movedim(dim, 0).contiguous(), size, group_name)
-    return _collectives.wait_tensor(whole).movedim(0, dim)
-
-
-class SumGradient(torch.autograd.Function):
-    """Before what every rank uses for a part of the result: each rank's gradient is a part of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group_name: str, size: int | None) -> Tensor:
-        ctx.group = group_name, size
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return SumOverRanks.apply(grad, *ctx.group), None, None
-
-
-class SumOverRanks(torch.autograd.Function):
-    """Sums what the ranks hold. All of them use the sum alike: its gradient is already whole on each rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group_name: str, size: int | None) -> Tensor:
-        ctx.group = group_name, size
-        total: Tensor = torch.ops.weft.one_shot_all_reduce(x, "sum", group_name, group_size=size)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return SumGradient.apply(grad, *ctx.group), None, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.device.collective.host_exchange import exchange_layout
 from ...kernels.device.gemm.scaling import (
     ScaledProducts,
     ScaleKind,
@@ -25,11 +24,9 @@ from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
-from ..dispatch import launch_cache
-from ..dispatch.choice import Choice, KernelUse, choose_kernel, launch_kernel, on_host, unfused
+from ..dispatch.choice import Choice, Known, choose_kernel, host_or, launch_kernel, unfused
 from ..dispatch.plan import num_sms, preferred_kernel
 from ..dispatch.staging import Staging, aligned
-from ..dispatch.stream_order import in_stream_order
 from ..scaled_calls import (
     NO_GRADIENT,
     ScaledRows,
@@ -46,7 +43,7 @@ from ..scaled_calls import (
     validate_scaled_matrix,
     why_unfused,
 )
-from . import op
+from . import gradients
 from .matmul_reduce_scatter import matmul_flops
 from .op import Op
 from .reduce_scatter import ReduceScatterCall, scatter_by_choice
@@ -69,11 +66,6 @@ class ScaledMatmulReduceScatterCall(NamedTuple):
     out_dtype: torch.dtype | None = None
     use_fast_accum: bool = False
     group_size: int | None = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        more = [t for t in (self.bias, self.result_scale) if t is not None]
-        return [self.A, self.B, self.A_scale, self.B_scale, *more]
 
     @property
     def whole_shape(self) -> list[int]:
@@ -126,41 +118,18 @@ def _validate(
     return call, rows, group
 
 
-def fast_scaled_matmul_reduce_scatter(call: ScaledMatmulReduceScatterCall) -> Tensor | None:
-    """As the op, if such a call was made before on CUDA; else None, and nothing happened. Tensors may be anything."""
+def _known_by(call: ScaledMatmulReduceScatterCall) -> Known:
     sizes, dtype = call.output_shape, dtype_of(call.out_dtype)
-    if call.result_scale is not None or call.orig_scatter_dim < 0 or type(dtype) is not torch.dtype:
+    if call.result_scale is not None or type(dtype) is not torch.dtype:
         return None
     if sizes is not None:
-        if any(type(size) is not int for size in sizes) or not isinstance(call.A, Tensor):
+        if any(type(size) is not int for size in sizes):
             return None
-        if not isinstance(call.B, Tensor) or call.B.dim() != 2:
-            return None
-    results = launch_cache.launch_again(OP, _arguments(call), call.tensors, call.group_name)
-    return None if results is None else results[0]
-
-
-def _arguments(call: ScaledMatmulReduceScatterCall) -> tuple[Hashable, ...]:
-    """What such calls are remembered by."""
+        sizes = tuple(sizes)
     dims = call.orig_scatter_dim, call.scatter_dim_after_maybe_reshape
-    how = call.reduce_op, *dims, dtype_of(call.out_dtype), call.use_fast_accum
-    usual = call.output_shape is None or [*call.output_shape] == call._replace(output_shape=None).whole_shape
-    return (*how, None if usual else tuple(call.output_shape or ()), call.bias is not None)
-
-
-def _known_by(
-    call: ScaledMatmulReduceScatterCall, *_: object
-) -> tuple[tuple[Hashable, ...], Sequence[Tensor]] | None:
-    return None if call.result_scale is not None else (_arguments(call), call.tensors)
-
-
-def _choose(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup) -> Choice:
-    """Call and rows are what validation returns."""
-    if call.A.device.type != "cpu":
-        return _choose_on_cuda(call, rows, group)
-    size = group.size()
-    assert call.out_dtype is not None
-    return on_host(exchange_layout(4 * prod(call.local_shape(size)), size))
+    how = call.reduce_op, *dims, dtype, call.use_fast_accum, sizes, call.bias is not None
+    given = call.A, call.B, call.A_scale, call.B_scale
+    return how, given if call.bias is None else (*given, call.bias)
 
 
 def run_scaled_matmul_reduce_scatter(
@@ -220,22 +189,15 @@ def _choose_on_cuda(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group
 
 
 def _on_cuda(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows) -> Tensor:
-    from ...kernels.matmul_reduce_scatter import on_cuda
+    (k, n), shape = call.B.shape, call.local_shape(where.world_size)
 
-    how: KernelUse = choice.how
-    used, (k, n) = how.call, call.B.shape
-    with in_stream_order(used.b.device):
-        how.staging.copy()
+    def with_scales(used: ScatterKernelCall) -> ScatterKernelCall:
         rows_of_A = 1 if rows.kind is ScaleKind.TENSOR else prod(call.whole_shape[:-1])
-        scales = [
-            call.A_scale.reshape(rows_of_A, -1).t().contiguous(),
-            scale_of_B(rows.kind, call.B_scale, k, n),
-        ]
+        a_scale = call.A_scale.reshape(rows_of_A, -1).t().contiguous()
         bias = [] if call.bias is None else [aligned(call.bias.contiguous())]
-        used = replace(used, terms=[*scales, *bias])
-        (made,), remember = launch_kernel(on_cuda.SCATTER_STEPS, choice, where, used, OP)
-        out: Tensor = made.view(call.local_shape(where.world_size))
-    remember(_known_by(call), [out])
+        return replace(used, terms=[a_scale, scale_of_B(rows.kind, call.B_scale, k, n), *bias])
+
+    (out,) = launch_kernel(choice, where, OP, lambda made: [made[0].view(shape)], with_scales)
     return out
 
 
@@ -253,11 +215,10 @@ SCALED_MATMUL_REDUCE_SCATTER = Op(
     fake=_fake,
     kernel="scaled_matmul_reduce_scatter",
     sends_nothing=lambda call, rows, group: 0 in call.local_shape(group.size()),
-    choose=_choose,
+    choose=host_or(lambda call, rows, group: 4 * prod(call.local_shape(group.size())), _choose_on_cuda),
     run=run_scaled_matmul_reduce_scatter,
-    fast=fast_scaled_matmul_reduce_scatter,
     known_by=_known_by,
-    with_gradient=lambda call: op.refuse_gradient(_validate, call, NO_GRADIENT),
+    with_gradient=lambda call: gradients.refuse_gradient(_validate, call, NO_GRADIENT),
     flops=matmul_flops,
     own_dims={"A": (-1,), "B": (0,), "A_scale": (-1,), "B_scale": (0,)},
 )

@@ -269,13 +269,13 @@ def _prepared(
         return made
     shape = list(out.shape)
     if call.name == ALL_GATHER:
-        alone = StandAlone(call.name, call.name, 0, [out, x], shape, x.shape, None, 0)
+        alone = StandAlone(call.name, call.name, [out, x], shape, x.shape, None, 0)
         choice = choose_gather_on_cuda(alone, group, GROUP)
     elif call.name == ALL_TO_ALL:
         part = [x.numel() // group.size()]
-        alone = StandAlone(call.name, call.name, 0, [out, x], shape, part, 0, 0)
+        alone = StandAlone(call.name, call.name, [out, x], shape, part, 0, 0)
         choice = choose_exchange_on_cuda(alone, group, GROUP)
     else:
-        alone = StandAlone(call.name, call.name, 0, [out, x], shape, shape, 0, None)
+        alone = StandAlone(call.name, call.name, [out, x], shape, shape, 0, None)
         choice = choose_scatter_on_cuda(alone, call.reduce_op, group, GROUP)
     return choice.reason if choice.is_unfused else prepare_alone(choice, heap, alone)

@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -250,11 +251,17 @@ class Stage:
         remember_call(made, self.workspace, kernel, plan.Plan(ran))
 
 
-def run_on_cuda(op: ModuleType, where: Any, *call: Any, group: Any = None) -> Any:
-    """A call on the slow path, of what validation returns; or why no kernel takes it. ``op``: its module."""
+def run_on_cuda(op: ModuleType, where: Any, *call: Any, group: Any = None, given: Any = None) -> Any:
+    """A call on the slow path, of what validation returns; or why no kernel takes it.
+
+    Args:
+        op: its module.
+        given: the call as it was made, if it was another one.
+    """
     rank = getattr(where, "rank", 0)
     group = group or SimpleNamespace(size=lambda: where.world_size, rank=lambda: rank, group_name="")
-    choice = op._choose_on_cuda(*call, group)
+    made = given or call[0]
+    choice = replace(op._choose_on_cuda(*call, group), known=OP_OF[op.OP].known_by(made))
     return choice.reason if choice.is_unfused else OP_OF[op.OP].run(choice, where, *call, group)
 
 

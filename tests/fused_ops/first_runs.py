@@ -114,7 +114,7 @@ def loaded_at_first_run(
     of, driver = OP_OF[op._schema.name.removeprefix("weft::")], Driver(compiles=compiles)
     args, kwargs = tree_map_only(torch.SymInt, int, (args, kwargs))
     found = of.validate(of.record(*args, **kwargs))
-    mode = found[0].tensors[0].fake_mode
+    mode = found[0][0].fake_mode
     with pytest.MonkeyPatch.context() as patch, torch.no_grad(), mode:
         patch.setattr(cuda_state, "state", driver)
         choice = of.choose(*found)

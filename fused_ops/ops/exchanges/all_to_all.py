@@ -23,12 +23,11 @@ from ...dispatch.launch_cache import launch_again
 from ...dispatch.plan import ran
 from ...dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
 from ...dispatch.workspaces import ALL_REDUCE
+from ..gradients import OneTensorFunction
 from ..op import Op
 
 if TYPE_CHECKING:
     from ....kernels.device.jit.program import Program
-
-_ops = torch.ops.weft
 
 
 class AllToAllCall(NamedTuple):
@@ -37,10 +36,6 @@ class AllToAllCall(NamedTuple):
     gather_dim: int
     group_name: str
     group_size: int | None = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.x]
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -74,15 +69,6 @@ def _validate(call: AllToAllCall) -> tuple[AllToAllCall, ProcessGroup]:
     return call._replace(scatter_dim=scatter_dim, gather_dim=gather_dim), group
 
 
-def fast_all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group_name: str) -> Tensor | None:
-    """As the op, if such a call was made before; else None, and nothing happened. All may be anything."""
-    if isinstance(x, Tensor):
-        scatter_dim += x.dim() if scatter_dim < 0 else 0
-        gather_dim += x.dim() if gather_dim < 0 else 0
-    results = launch_again(OP, (scatter_dim, gather_dim), (x,), group_name, KINDS)
-    return None if results is None else results[0]
-
-
 def _choose(call: AllToAllCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     size = group.size()
@@ -110,7 +96,7 @@ def _alone(call: AllToAllCall, size: int) -> StandAlone:
 
 def _alone_of(op: str, x: Tensor, shape: Sequence[int], dims: tuple[int, int], size: int) -> StandAlone:
     part, result = exchanged_shapes(shape, dims, size)
-    return StandAlone(op, op, dims, [x], result, part, *dims)
+    return StandAlone(op, op, [x], result, part, *dims)
 
 
 def choose_exchange_beside(
@@ -133,6 +119,7 @@ def exchange_by_choice(
         done = launch_again(op, call.dims, (call.x,), group.group_name, KINDS)
         if done is not None:
             return done[0]
+        choice = replace(choice, known=(call.dims, (call.x,)))
         return run_alone(choice, where, _alone_of(op, call.x, call.x.shape, call.dims, group.size()))
     return run_all_to_all(choice, where, call, group, op)
 
@@ -156,35 +143,24 @@ def run_all_to_all(
     return joined.reshape(-1).view(result)
 
 
-class AllToAllFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: AllToAllCall, x: Tensor) -> Tensor:
-        ctx.dims, ctx.group_name, ctx.group_size = call.dims, call.group_name, call.group_size
-        done: Tensor = ALL_TO_ALL.run_below_autograd(call)
-        return done
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        scatter_dim, gather_dim = ctx.dims
-        args = (grad, gather_dim, scatter_dim, ctx.group_name)
-        return None, _ops.one_shot_all_to_all(*args, group_size=ctx.group_size)
+def _gradient(grad: Tensor, scatter_dim: int, gather_dim: int, name: str, size: int | None) -> Any:
+    return torch.ops.weft.one_shot_all_to_all(grad, gather_dim, scatter_dim, name, group_size=size)
 
 
 def _fake(call: AllToAllCall, group: ProcessGroup) -> Tensor:
     return call.x.new_empty(call.shapes(group.size())[1])
 
 
-ALL_TO_ALL = Op(
+ALL_TO_ALL: Op = Op(
     "one_shot_all_to_all(Tensor x, int scatter_dim, int gather_dim, str group_name, *, int? group_size=None)"
     " -> Tensor",
     record=AllToAllCall,
     validate=_validate,
     fake=_fake,
     kernel="all_to_all",
-    sends_nothing=lambda call, group: call.x.numel() == 0,
     choose=_choose,
     run=run_all_to_all,
-    fast=lambda call: fast_all_to_all(*call[:4]),
-    known_by=lambda call, group: (call.dims, [call.x]),
-    with_gradient=lambda call: AllToAllFunction.apply(call, call.x),
+    known_by=lambda call: (call[1:3], [call.x]),
+    kinds=KINDS,
+    with_gradient=lambda call: OneTensorFunction.apply(ALL_TO_ALL, _gradient, call, call.x),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -12,12 +13,11 @@ from ....kernels.all_gather_matmul.configs import EXCHANGED_OP, GatherKernelCall
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ... import validation
-from ...dispatch import launch_cache
-from ...dispatch.choice import Choice, KernelUse, choose_kernel, launch_kernel
+from ...dispatch.choice import Choice, choose_kernel, launch_kernel
+from ...dispatch.launch_cache import launch_again
 from ...dispatch.plan import num_sms, preferred_kernel
 from ...dispatch.staging import Staging, in_rows_or_columns, rows_of
-from ...dispatch.stream_order import in_stream_order
-from .. import op
+from .. import gradients
 from ..op import Op
 from .all_to_all import AllToAllCall, choose_exchange_beside, exchange_by_choice
 from .matmul_all_to_all import checked_rows_dim, product_flops
@@ -35,10 +35,6 @@ class AllToAllMatmulCall(NamedTuple):
     group_size: int | None = None
 
     @property
-    def tensors(self) -> list[Tensor]:
-        return [self.A, self.B]
-
-    @property
     def front(self) -> Tensor:
         """A with the scattered dimension in front."""
         return self.A.movedim(self.scatter_dim, 0)
@@ -52,7 +48,6 @@ class AllToAllMatmulCall(NamedTuple):
 def _validate(call: AllToAllMatmulCall) -> tuple[AllToAllMatmulCall, ProcessGroup]:
     """The call with a dimension that is not negative, and the group."""
     group, A = resolve_group(call.group_name), call.A
-    validation.float_dtype("A", A)
     dim, size = checked_rows_dim("scatter_dim", call.scatter_dim, A), group.size()
     if A.shape[dim] % size:
         raise ValueError(f"scatter_dim: A has size {A.shape[dim]} there, must be a multiple of {size} ranks")
@@ -60,16 +55,13 @@ def _validate(call: AllToAllMatmulCall) -> tuple[AllToAllMatmulCall, ProcessGrou
     return call._replace(scatter_dim=dim), group
 
 
-def fast_all_to_all_matmul(
-    A: Tensor, B: Tensor, dim: int, group_name: str, return_A: bool = False
-) -> Result | None:
-    """As the op, if such a call was made before; else None, and nothing happened. All may be anything."""
-    if dim < 0 and isinstance(A, Tensor):
-        dim += A.dim()
-    results = launch_cache.launch_again(EXCHANGED_OP, (dim, return_A), (A, B), group_name)
-    if results is None:
-        return None
-    return results[0], (results[1] if return_A else None)
+def _known_by(call: AllToAllMatmulCall) -> tuple[Hashable, Sequence[Tensor]]:
+    return (call.scatter_dim, call.return_A), (call.A, call.B)
+
+
+def _again(call: AllToAllMatmulCall) -> Result | None:
+    results = launch_again(EXCHANGED_OP, *_known_by(call), call.group_name)
+    return None if results is None else (results[0], (results[1] if call.return_A else None))
 
 
 def _choose(call: AllToAllMatmulCall, group: ProcessGroup) -> Choice:
@@ -103,23 +95,15 @@ def run_all_to_all_matmul(
     front, B, dim = call.front, call.B, call.scatter_dim
     exchange = AllToAllCall(front, 0, front.dim() - 1, call.group_name)
     A = exchange_by_choice(choice, where, exchange, group, EXCHANGED_OP)
-    if choice.algorithm == "host":  # as the kernel: torch's own may add up in 16 bits
-        out = (A.float() @ B.float()).to(A.dtype)
-    else:
-        out = op.matmul_without_autocast(A, B)
+    out = gradients.product_beside(choice, A, B)
     return out.movedim(0, dim), (A.movedim(0, dim) if call.return_A else None)
 
 
 def _on_cuda(choice: Choice, where: Heap, call: AllToAllMatmulCall) -> Result:
-    from ....kernels.all_gather_matmul import on_cuda
+    def shaped(x: Tensor) -> Tensor:
+        return x.view(call.result_shape(where.world_size, x.shape[-1])).movedim(0, call.scatter_dim)
 
-    how: KernelUse = choice.how
-    with in_stream_order(how.call.a.device):
-        how.staging.copy()
-        written, remember = launch_kernel(on_cuda.GATHER_STEPS, choice, where, how.call, EXCHANGED_OP)
-    shapes = [call.result_shape(where.world_size, flat.shape[-1]) for flat in written]
-    results = [x.view(shape).movedim(0, call.scatter_dim) for x, shape in zip(written, shapes, strict=True)]
-    remember(((call.scatter_dim, call.return_A), call.tensors), results)
+    results = launch_kernel(choice, where, EXCHANGED_OP, lambda written: [*map(shaped, written)])
     return results[0], (results[1] if call.return_A else None)
 
 
@@ -140,7 +124,7 @@ class AllToAllMatmulFunction(torch.autograd.Function):
         out, exchanged = ALL_TO_ALL_MATMUL.run_below_autograd(call)
         ctx.set_materialize_grads(False)
         ctx.how = call.scatter_dim % A.dim(), call.group_name
-        ctx.group_size, ctx.transposed = call.group_size, op.is_transposed_matrix(B)
+        ctx.group_size, ctx.transposed = call.group_size, gradients.is_transposed_matrix(B)
         ctx.save_for_backward(exchanged if of_B else None, B if of_A else None)
         if exchanged is not None and not of_A:
             ctx.mark_non_differentiable(exchanged)
@@ -156,7 +140,7 @@ class AllToAllMatmulFunction(torch.autograd.Function):
             back = _ops.one_shot_all_to_all(grad_exchanged, grad_exchanged.dim() - 1, dim, name, **named)
             grad_A = back if grad_A is None else grad_A + back
         if grad is not None and exchanged is not None:
-            grad_B = op.gradient_of_matrix(exchanged, grad, ctx.transposed)
+            grad_B = gradients.gradient_of_matrix(exchanged, grad, ctx.transposed)
         return None, grad_A, grad_B
 
 
@@ -172,11 +156,10 @@ ALL_TO_ALL_MATMUL = Op(
     validate=_validate,
     fake=_fake,
     kernel="all_to_all",
-    sends_nothing=lambda call, group: call.A.numel() == 0,
     choose=_choose,
     run=run_all_to_all_matmul,
-    fast=lambda call: fast_all_to_all_matmul(*call[:5]),
-    known_by=lambda call, group: ((call.scatter_dim, call.return_A), call.tensors),
+    known_by=_known_by,
+    again=_again,
     with_gradient=_with_gradient,
     flops=product_flops,
 )

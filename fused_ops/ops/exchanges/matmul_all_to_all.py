@@ -14,12 +14,10 @@ from ....kernels.matmul_reduce_scatter.configs import APART_OP, Epilogue, Scatte
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ... import validation
-from ...dispatch import launch_cache
-from ...dispatch.choice import Choice, KernelUse, choose_kernel, launch_kernel
+from ...dispatch.choice import Choice, choose_kernel, launch_kernel
 from ...dispatch.plan import num_sms, preferred_kernel
 from ...dispatch.staging import Staging, in_rows_or_columns
-from ...dispatch.stream_order import in_stream_order
-from .. import op
+from .. import gradients
 from ..op import Op
 from .all_to_all import AllToAllCall, choose_exchange_beside, exchange_by_choice
 
@@ -34,10 +32,6 @@ class MatmulAllToAllCall(NamedTuple):
     group_size: int | None = None
 
     @property
-    def tensors(self) -> list[Tensor]:
-        return [self.A, self.B]
-
-    @property
     def front(self) -> Tensor:
         """A with the gathered dimension in front."""
         return self.A.movedim(self.gather_dim, 0)
@@ -50,8 +44,7 @@ class MatmulAllToAllCall(NamedTuple):
 
 def checked_rows_dim(name: str, dim: int, A: Tensor) -> int:
     """A dimension of A but for the last one, as one that is not negative."""
-    if A.dim() < 2:
-        raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
+    validation.left_operand("A", A)
     found = validation.checked_dim(name, dim, "A", A.dim())
     if found == A.dim() - 1:
         raise ValueError(f"{name}: is {dim}, the last dimension of A, must be one of its rows")
@@ -61,20 +54,11 @@ def checked_rows_dim(name: str, dim: int, A: Tensor) -> int:
 def _validate(call: MatmulAllToAllCall) -> tuple[MatmulAllToAllCall, ProcessGroup]:
     """The call with a dimension that is not negative, and the group."""
     group, A, B = resolve_group(call.group_name), call.A, call.B
-    validation.float_dtype("A", A)
     dim = checked_rows_dim("gather_dim", call.gather_dim, A)
     validation.validate_matrix("B", B, A.shape[-1], A, "A")
     if B.shape[1] % group.size():
         raise ValueError(f"B: has {B.shape[1]} columns, must have a multiple of {group.size()} ranks")
     return call._replace(gather_dim=dim), group
-
-
-def fast_matmul_all_to_all(A: Tensor, B: Tensor, dim: int, group_name: str) -> Tensor | None:
-    """As the op, if such a call was made before; else None, and nothing happened. All may be anything."""
-    if dim < 0 and isinstance(A, Tensor):
-        dim += A.dim()
-    results = launch_cache.launch_again(APART_OP, dim, (A, B), group_name)
-    return None if results is None else results[0]
 
 
 def _choose(call: MatmulAllToAllCall, group: ProcessGroup) -> Choice:
@@ -104,26 +88,12 @@ def run_matmul_all_to_all(
 ) -> Tensor:
     """As the op; the call is what validation returns."""
     if choice.algorithm == "push":
-        return _on_cuda(choice, where, call)
-    front, B = call.front, call.B
-    if choice.algorithm == "host":  # as the kernel: torch's own may add up in 16 bits
-        product = (front.float() @ B.float()).to(front.dtype)
-    else:
-        product = op.matmul_without_autocast(front, B)
+        shape, dim = call.result_shape(where.world_size), call.gather_dim
+        return launch_kernel(choice, where, APART_OP, lambda made: [made[0].view(shape).movedim(0, dim)])[0]
+    front = call.front
+    product = gradients.product_beside(choice, front, call.B)
     exchange = AllToAllCall(product, front.dim() - 1, 0, call.group_name)
     return exchange_by_choice(choice, where, exchange, group, APART_OP).movedim(0, call.gather_dim)
-
-
-def _on_cuda(choice: Choice, where: Heap, call: MatmulAllToAllCall) -> Tensor:
-    from ....kernels.matmul_reduce_scatter import on_cuda
-
-    how: KernelUse = choice.how
-    with in_stream_order(how.call.b.device):
-        how.staging.copy()
-        (made,), remember = launch_kernel(on_cuda.SCATTER_STEPS, choice, where, how.call, APART_OP)
-    out: Tensor = made.view(call.result_shape(where.world_size)).movedim(0, call.gather_dim)
-    remember((call.gather_dim, call.tensors), [out])
-    return out
 
 
 def _fake(call: MatmulAllToAllCall, group: ProcessGroup) -> Tensor:
@@ -134,7 +104,7 @@ class MatmulAllToAllFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: MatmulAllToAllCall, A: Tensor, B: Tensor) -> Tensor:
         ctx.how = call.gather_dim % A.dim(), call.group_name
-        ctx.group_size, ctx.transposed = call.group_size, op.is_transposed_matrix(B)
+        ctx.group_size, ctx.transposed = call.group_size, gradients.is_transposed_matrix(B)
         _, of_A, of_B = ctx.needs_input_grad
         done: Tensor = MATMUL_ALL_TO_ALL.run_below_autograd(call)
         ctx.save_for_backward(A if of_B else None, B if of_A else None)
@@ -150,7 +120,7 @@ class MatmulAllToAllFunction(torch.autograd.Function):
         else:
             back = _ops.one_shot_all_to_all(grad, dim, grad.dim() - 1, name, group_size=size)
         if A is not None:
-            grad_B = op.gradient_of_matrix(A, back, ctx.transposed)
+            grad_B = gradients.gradient_of_matrix(A, back, ctx.transposed)
         return None, grad_A, grad_B
 
 
@@ -168,8 +138,7 @@ MATMUL_ALL_TO_ALL = Op(
     sends_nothing=lambda call, group: 0 in call.result_shape(group.size()),
     choose=_choose,
     run=run_matmul_all_to_all,
-    fast=lambda call: fast_matmul_all_to_all(*call[:4]),
-    known_by=lambda call, group: (call.gather_dim, call.tensors),
+    known_by=lambda call: (call.gather_dim, (call.A, call.B)),
     with_gradient=lambda call: MatmulAllToAllFunction.apply(call, call.A, call.B),
     flops=product_flops,
 )

@@ -17,7 +17,8 @@ from ....symm_mem.heap.heap import Heap
 from ... import validation
 from ...dispatch.choice import Choice
 from .. import all_gather
-from ..op import Op, on_device, refuse_second_gradient
+from ..gradients import refuse_second_gradient
+from ..op import Op, on_device
 from .arriving_tokens import choose_copies, multiply_arriving
 from .grouped_matmul import multiply, validate_experts, validate_experts_bias, validate_index
 
@@ -36,10 +37,6 @@ class AllGatherGroupedMatmulCall(NamedTuple):
     biases: list[Tensor] | None = None
     swiglu: bool = False
     group_size: int | None = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.A_shard, *self.Bs, self.rows, self.offs, *self.added]
 
     @property
     def added(self) -> list[Tensor]:

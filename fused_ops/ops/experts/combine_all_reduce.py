@@ -11,10 +11,9 @@ from torch.distributed import ProcessGroup
 from ....kernels.device.collective.combine import Combined, why_not_combined
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
-from ...dispatch import launch_cache
 from ...dispatch.all_reduces import NotYet, choose_sum
-from ...dispatch.choice import Choice, KernelOf, launch_push, unfused
-from ...dispatch.workspaces import ALL_REDUCE
+from ...dispatch.choice import Choice, KernelOf, Known, launch_push, unfused
+from ...dispatch.stand_alone import KINDS
 from .. import all_reduce
 from ..op import Op
 from .combined import CombineFunction, Reduction, combined_of, validate_combined, wanted_sum
@@ -32,11 +31,6 @@ class CombineAllReduceCall(NamedTuple):
     group_name: str
     shared: Tensor | None = None
     group_size: int | None = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        given = [self.y, self.slots, self.weights]
-        return given if self.shared is None else [*given, self.shared]
 
     @property
     def reduction(self) -> Reduction:
@@ -71,17 +65,22 @@ def choose_combined_sum(combined: Combined, reduce_op: str, group: ProcessGroup)
     return replace(chosen, programs=programs, how=KernelOf(wanted, make))
 
 
-def fast_moe_combine_all_reduce(call: CombineAllReduceCall) -> Tensor | None:
-    """As the op, if such a call was made before; else None, and nothing happened. Tensors may be anything."""
-    results = launch_cache.launch_again(OP, "sum", call.tensors, call.group_name, (ALL_REDUCE,))
-    return None if results is None else results[0]
-
-
-def _run(choice: Choice, where: Heap | None, call: CombineAllReduceCall, group: ProcessGroup) -> Tensor:
-    combined = combined_of(call)
+def sum_combined(
+    choice: Choice, where: Heap | None, combined: Combined, reduce_op: str, group: ProcessGroup, op: str
+) -> Tensor:
+    """By such a choice. ``op``: whose call it is."""
     if where is not None and choice.algorithm == "push":
-        return launch_push(OP, choice, where, combined.tensors, [(combined.result_shape, None)], "sum")[0]
-    return all_reduce.sum_without_kernel(choice, where, combined.total(), "sum", group, OP)
+        return launch_push(op, choice, where, combined.tensors, [(combined.result_shape, None)])[0]
+    total = combined.total()
+    if choice.algorithm == "host":
+        call = all_reduce.AllReduceCall(total, reduce_op, group.group_name)
+        return all_reduce.run_by_choice(choice, where, call, group, op=op)
+    return all_reduce.sum_without_kernel(choice, where, total, reduce_op, group, op)
+
+
+def _known_by(call: CombineAllReduceCall) -> Known:
+    given, shared = (call.y, call.slots, call.weights), call.shared
+    return "sum", given if shared is None else (*given, shared)
 
 
 MOE_COMBINE_ALL_REDUCE: Op = Op(
@@ -93,9 +92,9 @@ MOE_COMBINE_ALL_REDUCE: Op = Op(
     kernel="all_reduce",
     sends_nothing=lambda call, group: call.slots.shape[0] * call.y.shape[1] == 0,
     choose=lambda call, group: choose_combined_sum(combined_of(call), "sum", group),
-    run=_run,
-    fast=fast_moe_combine_all_reduce,
-    known_by=lambda call, group: ("sum", call.tensors),
+    run=lambda choice, where, call, group: sum_combined(choice, where, combined_of(call), "sum", group, OP),
+    known_by=_known_by,
+    kinds=KINDS,
     with_gradient=lambda call: CombineFunction.apply(
         MOE_COMBINE_ALL_REDUCE, call, call.y, call.weights, call.shared
     ),

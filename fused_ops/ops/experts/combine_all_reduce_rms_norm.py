@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,18 +12,17 @@ from ....kernels.all_reduce_rms_norm import COMBINE as OP
 from ....kernels.all_reduce_rms_norm.reference import Affine, NormKind
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
-from ...dispatch import launch_cache
-from ...dispatch.choice import Choice
-from ...dispatch.workspaces import ALL_REDUCE
+from ...dispatch.choice import Choice, Known
+from ...dispatch.stand_alone import KINDS
 from ..all_reduce_rms_norm import (
     NormOperands,
     choose_norm,
-    named_norm,
     norm_gradients,
     run_norm,
     validate_norm,
 )
-from ..op import Op, refuse_second_gradient
+from ..gradients import refuse_second_gradient
+from ..op import Op
 from .combined import (
     combined_gradients,
     combined_of,
@@ -51,12 +49,6 @@ class CombineRmsNormCall(NamedTuple):
         return NormOperands(self.y, self.residual, self.affine, combined=combined_of(self))
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """In the kernels' order."""
-        given = self.y, self.slots, self.weights, self.residual, self.weight, self.shared
-        return [t for t in given if t is not None]
-
-    @property
     def affine(self) -> Affine:
         return Affine(self.weight)
 
@@ -66,12 +58,6 @@ class CombineRmsNormCall(NamedTuple):
         found = NormKind(self.eps, self.weight_offset, self.round_sum, self.residual is not None, wide)
         return found._replace(combine=combined_of(self).shape)
 
-    @property
-    def name(self) -> Hashable:
-        """By what the fast path knows the call, with the tensors."""
-        norm = named_norm(self.eps, self.weight_offset, self.round_sum)
-        return norm, self.shared is not None, self.residual is not None
-
 
 def _validate(call: CombineRmsNormCall) -> tuple[CombineRmsNormCall, ProcessGroup]:
     group = resolve_group(call.group_name)
@@ -80,27 +66,25 @@ def _validate(call: CombineRmsNormCall) -> tuple[CombineRmsNormCall, ProcessGrou
     return call, group
 
 
-def fast_moe_combine_all_reduce_rms_norm(call: CombineRmsNormCall) -> tuple[Tensor, Tensor] | None:
-    """As the op, if such a call was made before; else None, and nothing happened. Tensors may be anything."""
-    results = launch_cache.launch_again(OP, call.name, call.tensors, call.group_name, (ALL_REDUCE,))
-    return None if results is None else (results[0], results[1])
-
-
 def _run(
     choice: Choice, where: Heap | None, call: CombineRmsNormCall, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    normed, sums = run_norm(choice, where, call.operands, call.kind, lambda: call.name, group)
+    normed, sums = run_norm(choice, where, call.operands, call.kind, group)
     return normed, sums
+
+
+def _known_by(call: CombineRmsNormCall) -> Known:
+    there = call.shared is not None, call.residual is not None
+    given = call.y, call.slots, call.weights, call.residual, call.weight, call.shared
+    tensors = [t for t in given if t is not None]
+    return (call.eps, call.weight_offset, call.round_sum, *there), tensors
 
 
 class CombineRmsNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: CombineRmsNormCall, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        ctx.norm, ctx.group_name, ctx.group_size = (
-            (call.eps, call.weight_offset),
-            call.group_name,
-            call.group_size,
-        )
+        ctx.norm = call.eps, call.weight_offset, False, call.weight.dtype
+        ctx.group = call.group_name, call.group_size
         normed, sums = MOE_COMBINE_ALL_REDUCE_RMS_NORM.run_below_autograd(call)
         save_combined(ctx, call, ctx.needs_input_grad[1:4], sums, call.weight)
         return normed, sums
@@ -110,14 +94,12 @@ class CombineRmsNormFunction(torch.autograd.Function):
         refuse_second_gradient(OP)
         *combined, sums, weight = ctx.saved_tensors
         wanted, (of_residual, of_weight) = ctx.needs_input_grad[1:4], ctx.needs_input_grad[4:]
-        total, grad_weight = norm_gradients(sums, weight, grads, ctx.norm, of_weight)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
+        of_sums = any(wanted) or of_residual
+        total, grad_weight, _ = norm_gradients(sums, weight, grads, ctx.norm, (of_sums, of_weight, False))
         found: tuple[Any, ...] = (None, None, None)
         if any(wanted):
-            whole = torch.ops.weft.one_shot_all_reduce(
-                total, "sum", ctx.group_name, group_size=ctx.group_size
-            )
+            name, size = ctx.group
+            whole = torch.ops.weft.one_shot_all_reduce(total, "sum", name, group_size=size)
             found = combined_gradients(combined, whole, wanted)
         return None, *found, total if of_residual else None, grad_weight
 
@@ -133,8 +115,8 @@ MOE_COMBINE_ALL_REDUCE_RMS_NORM = Op(
     sends_nothing=lambda call, group: call.slots.shape[0] * call.y.shape[1] == 0,
     choose=lambda call, group: choose_norm(call.y, combined_of(call).result_shape, call.kind, group),
     run=_run,
-    fast=fast_moe_combine_all_reduce_rms_norm,
-    known_by=lambda call, group: (call.name, call.tensors),
+    known_by=_known_by,
+    kinds=KINDS,
     with_gradient=lambda call: CombineRmsNormFunction.apply(
         call, call.y, call.weights, call.shared, call.residual, call.weight
     ),

@@ -16,8 +16,7 @@ from ....kernels.reduce_scatter.reference import reference_reduce_scatter
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ... import validation
-from ...dispatch import launch_cache
-from ...dispatch.choice import Choice, KernelOf, launch_push, on_host, unfused
+from ...dispatch.choice import Choice, KernelOf, Known, launch_push, on_host, unfused
 from ...dispatch.plan import num_sms, ran
 from ...dispatch.stand_alone import KINDS
 from ...dispatch.workspaces import ALL_REDUCE
@@ -39,11 +38,6 @@ class CombineReduceScatterCall(NamedTuple):
     group_name: str
     shared: Tensor | None = None
     group_size: int | None = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        given = [self.y, self.slots, self.weights]
-        return given if self.shared is None else [*given, self.shared]
 
     @property
     def reduction(self) -> Reduction:
@@ -73,15 +67,6 @@ def validated_dim(scatter_dim: int, combined: Combined, group: ProcessGroup) -> 
             f"scatter_dim: what is scattered has size {size} there, must be a multiple of {group.size()} ranks"
         )
     return dim
-
-
-def fast_moe_combine_reduce_scatter(call: CombineReduceScatterCall) -> Tensor | None:
-    """As the op, if such a call was made before; else None, and nothing happened. All may be anything."""
-    if not -2 <= call.scatter_dim < 2:
-        return None
-    dim = call.scatter_dim % 2
-    results = launch_cache.launch_again(OP, dim, call.tensors, call.group_name, KINDS)
-    return None if results is None else results[0]
 
 
 def choose_combined_part(combined: Combined, reduce_op: str, dim: int, group: ProcessGroup) -> Choice:
@@ -121,21 +106,17 @@ def choose_combined_part(combined: Combined, reduce_op: str, dim: int, group: Pr
     )
 
 
-def _run(choice: Choice, where: Heap | None, call: CombineReduceScatterCall, group: ProcessGroup) -> Tensor:
-    combined, dim = combined_of(call), call.scatter_dim
+def part_of_combined(
+    choice: Choice, where: Heap | None, combined: Combined, how: tuple[str, int], group: ProcessGroup, op: str
+) -> Tensor:
+    """By such a choice. ``how``: the operation, and a dimension that is not negative; ``op``: whose call it is."""
+    reduce_op, dim = how
     if where is not None and choice.algorithm == "push":
         shape = part_shape(combined, dim, group.size())
-        return launch_push(OP, choice, where, combined.tensors, [(shape, None)], dim)[0]
-    given = reduce_scatter.ReduceScatterCall(combined.total(), "sum", dim, call.group_name)
-    return scattered_on_host_or_unfused(choice, where, given, group, OP)
-
-
-def scattered_on_host_or_unfused(
-    choice: Choice, where: Heap | None, call: reduce_scatter.ReduceScatterCall, group: ProcessGroup, op: str
-) -> Tensor:
-    """The reduce-scatter of what torch has put together. ``op``: whose call it is, for errors."""
+        return launch_push(op, choice, where, combined.tensors, [(shape, None)])[0]
+    call = reduce_scatter.ReduceScatterCall(combined.total(), reduce_op, dim, group.group_name)
     if where is None:
-        part = reference_reduce_scatter(call.x, call.reduce_op, call.scatter_dim, group)
+        part = reference_reduce_scatter(call.x, reduce_op, dim, group)
     elif choice.algorithm == "host":
         return reduce_scatter.on_cpu(choice, where, call, op)
     else:  # the bits of the all-reduce, whatever is put together by a kernel
@@ -143,6 +124,15 @@ def scattered_on_host_or_unfused(
         part = reduce_scatter.run_reduce_scatter(alone, where, call, group)
     ran(choice.plan_in(None))
     return part
+
+
+def _run(choice: Choice, where: Heap | None, call: CombineReduceScatterCall, group: ProcessGroup) -> Tensor:
+    return part_of_combined(choice, where, combined_of(call), ("sum", call.scatter_dim), group, OP)
+
+
+def _known_by(call: CombineReduceScatterCall) -> Known:
+    given, shared = (call.y, call.slots, call.weights), call.shared
+    return call.scatter_dim, given if shared is None else (*given, shared)
 
 
 MOE_COMBINE_REDUCE_SCATTER: Op = Op(
@@ -155,8 +145,8 @@ MOE_COMBINE_REDUCE_SCATTER: Op = Op(
     sends_nothing=lambda call, group: call.slots.shape[0] * call.y.shape[1] == 0,
     choose=lambda call, group: choose_combined_part(combined_of(call), "sum", call.scatter_dim, group),
     run=_run,
-    fast=fast_moe_combine_reduce_scatter,
-    known_by=lambda call, group: (call.scatter_dim, call.tensors),
+    known_by=_known_by,
+    kinds=KINDS,
     with_gradient=lambda call: CombineFunction.apply(
         MOE_COMBINE_REDUCE_SCATTER, call, call.y, call.weights, call.shared
     ),

@@ -11,7 +11,8 @@ from torch import Tensor
 from ....kernels.device.collective.combine import Combined, CombinedSum
 from ....symm_mem import resolve_group
 from ... import validation
-from ..op import Op, refuse_second_gradient
+from ..gradients import refuse_second_gradient
+from ..op import Op
 
 _ops = torch.ops.weft
 
@@ -60,27 +61,20 @@ def validate_combined(combined: Combined, like_name: str = "y") -> None:
     """``like_name``: the argument that has the dtype and the device of y."""
     y, slots, weights, shared = combined
     for name, tensor in (("y", y), ("slots", slots)):
-        if tensor.dim() != 2:
-            raise ValueError(f"{name}: has {tensor.dim()} dimensions, must have 2")
+        validation.dimensions(name, tensor, 2)
     validation.float_dtype("y", y)
     if slots.dtype != torch.int32:
         raise TypeError(f"slots: is {slots.dtype}, must be torch.int32")
     if slots.shape[1] == 0:
         raise ValueError(f"slots: has shape {tuple(slots.shape)}, must have a column for each choice")
-    if weights.shape != slots.shape:
-        raise ValueError(
-            f"weights: has shape {tuple(weights.shape)}, must have {tuple(slots.shape)} like slots"
-        )
+    validation.must_have_shape("weights", weights, slots.shape, " like slots")
     if weights.dtype != torch.float32:
         validation.dtype_like("weights", weights, y, like_name, " or torch.float32" * (y.dtype.itemsize == 2))
     for name, tensor in (("slots", slots), ("weights", weights)):
         validation.same_device(name, tensor, y, like_name)
     if shared is not None:
         shape = slots.shape[0], y.shape[1]
-        if shared.shape != shape:
-            raise ValueError(
-                f"shared: has shape {tuple(shared.shape)}, must have {shape}: a row of the sum for each token"
-            )
+        validation.must_have_shape("shared", shared, shape, ": a row of the sum for each token")
         validation.like_tensor("shared", shared, y, like_name)
 
 

@@ -22,7 +22,7 @@ from ....kernels.grouped_matmul.reference import (
 )
 from ... import validation
 from ...dispatch.plan import num_sms
-from ..op import refuse_second_gradient
+from ..gradients import refuse_second_gradient
 from .local import define
 
 _ops = torch.ops.weft

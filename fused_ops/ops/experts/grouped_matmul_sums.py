@@ -15,15 +15,14 @@ from ....kernels.grouped_matmul.reference import experts_of_rows
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ... import validation
-from ...dispatch.choice import Choice, launch_push
-from .. import all_reduce
-from ..op import Op, on_device, refuse_second_gradient
-from ..reduce_scatter import ReduceScatterCall
-from .combine_all_reduce import choose_combined_sum
+from ...dispatch.choice import Choice
+from ..gradients import refuse_second_gradient
+from ..op import Op, on_device
+from .combine_all_reduce import choose_combined_sum, sum_combined
 from .combine_reduce_scatter import (
     choose_combined_part,
+    part_of_combined,
     part_shape,
-    scattered_on_host_or_unfused,
     validated_dim,
 )
 from .combined import Reduction, validate_combined
@@ -48,10 +47,6 @@ class GroupedMatmulAllReduceCall(NamedTuple):
     group_size: int | None = None
 
     @property
-    def tensors(self) -> list[Tensor]:
-        return [t for t in self if isinstance(t, Tensor)]
-
-    @property
     def reduction(self) -> Reduction:
         return Reduction(self.reduce_op, None, self.group_name, self.group_size)
 
@@ -69,10 +64,6 @@ class GroupedMatmulReduceScatterCall(NamedTuple):
     residual: Tensor | None = None
     shared: Tensor | None = None
     group_size: int | None = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [t for t in self if isinstance(t, Tensor)]
 
     @property
     def reduction(self) -> Reduction:
@@ -99,13 +90,9 @@ def _validate_operands(call: Call) -> ProcessGroup:
 
 
 def _validate_residual(call: Call, shape: Sequence[int]) -> None:
-    if (residual := call.residual) is None:
-        return
-    if tuple(residual.shape) != tuple(shape):
-        raise ValueError(
-            f"residual: has shape {tuple(residual.shape)}, must have {tuple(shape)} like the result"
-        )
-    validation.like_tensor("residual", residual, call.A, "A")
+    if (residual := call.residual) is not None:
+        validation.must_have_shape("residual", residual, shape, " like the result")
+        validation.like_tensor("residual", residual, call.A, "A")
 
 
 def _validate_sum(call: GroupedMatmulAllReduceCall) -> tuple[GroupedMatmulAllReduceCall, ProcessGroup]:
@@ -133,26 +120,15 @@ def _multiplied(call: Call) -> Combined:
 def _run_sum(
     choice: Choice, where: Heap | None, call: GroupedMatmulAllReduceCall, group: ProcessGroup
 ) -> Tensor:
-    combined = _multiplied(call)
-    if where is not None and choice.algorithm == "push":
-        results = [(combined.result_shape, None)]
-        (out,) = launch_push(ALL_REDUCE_OP, choice, where, combined.tensors, results, None)
-    else:
-        total = combined.total()
-        out = all_reduce.sum_without_kernel(choice, where, total, call.reduce_op, group, ALL_REDUCE_OP)
+    out = sum_combined(choice, where, _multiplied(call), call.reduce_op, group, ALL_REDUCE_OP)
     return out if call.residual is None else out + call.residual
 
 
 def _run_part(
     choice: Choice, where: Heap | None, call: GroupedMatmulReduceScatterCall, group: ProcessGroup
 ) -> Tensor:
-    combined, dim = _multiplied(call), call.scatter_dim
-    if where is not None and choice.algorithm == "push":
-        shape = part_shape(combined, dim, group.size())
-        (out,) = launch_push(REDUCE_SCATTER_OP, choice, where, combined.tensors, [(shape, None)], None)
-    else:
-        given = ReduceScatterCall(combined.total(), call.reduce_op, dim, call.group_name)
-        out = scattered_on_host_or_unfused(choice, where, given, group, REDUCE_SCATTER_OP)
+    how = call.reduce_op, call.scatter_dim
+    out = part_of_combined(choice, where, _multiplied(call), how, group, REDUCE_SCATTER_OP)
     return out if call.residual is None else out + call.residual
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..op import AUTOCAST, on_device
+from ..gradients import AUTOCAST
+from ..op import on_device
 
 _lib = torch.library.Library("weft", "FRAGMENT")
 #: By their names: what makes a call of which a gradient is wanted.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +19,11 @@ from ....symm_mem.heap.heap import Heap
 from ... import validation
 from ...dispatch.choice import Choice, launch_push
 from ...dispatch.plan import ran
+from ...dispatch.stand_alone import KINDS
 from ..all_gather import gather_within
-from ..op import Op, on_device, refuse_second_gradient
-from .moe_dispatch import KNOWN, choose_rows, listed_again, validate_places
+from ..gradients import refuse_second_gradient
+from ..op import Op, on_device, tensors_given
+from .moe_dispatch import KNOWN, choose_rows, validate_places
 
 _ops = torch.ops.weft
 
@@ -34,11 +37,6 @@ class MoeCombineCall(NamedTuple):
     group_name: str
     group_size: int | None = None
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        given = [self.y, self.slots, self.choices, self.ranks]
-        return given if self.weights is None else [*given, self.weights]
-
     def combined(self, weights: Tensor) -> Combined:
         """``weights``: of all ranks' tokens."""
         return Combined(self.y, self.slots, weights, None)
@@ -50,8 +48,7 @@ def _validate_combine(call: MoeCombineCall) -> tuple[MoeCombineCall, ProcessGrou
         raise ValueError(f"y: has {y.shape[0]} rows, must have {choices.shape[0]}, as moe_dispatch returned")
     if weights is not None:
         shape = slots.shape[0] // group.size(), slots.shape[1]
-        if weights.shape != shape:
-            raise ValueError(f"weights: has shape {tuple(weights.shape)}, must have {shape} like topk_ids")
+        validation.must_have_shape("weights", weights, shape, " like topk_ids")
         if weights.dtype != torch.float32:
             validation.dtype_like("weights", weights, y, "y", " or torch.float32" * (y.dtype.itemsize == 2))
         validation.same_device("weights", weights, y, "y")
@@ -80,7 +77,7 @@ def _run_combine(
             return host_moe_combine(choice.begin_on(where), combined, call.ranks), weights
         if where is not None and choice.algorithm == "push":
             shape, given = (slots.shape[0] // size, call.y.shape[1]), (call.y, slots, call.ranks, weights)
-            return launch_push(BACK, choice, where, given, [(shape, None)], None)[0], weights
+            return launch_push(BACK, replace(choice, known=None), where, given, [(shape, None)])[0], weights
         ran(choice.plan_in(None))
         total = combined.total()
         if total.numel() == 0:
@@ -140,7 +137,7 @@ MOE_COMBINE = Op(
     sends_nothing=lambda call, group: call.slots.shape[0] * call.y.shape[1] == 0,
     choose=_choose_combine,
     run=_run_combine,
-    fast=lambda call: listed_again(BACK, None, call),
-    known_by=lambda call, group: (None, call.tensors),
+    known_by=lambda call: (None, tensors_given(call)),
+    kinds=KINDS,
     with_gradient=lambda call: MoeCombineFunction.apply(call, call.y, call.weights),
 )

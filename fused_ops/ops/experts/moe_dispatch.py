@@ -36,7 +36,8 @@ from ...dispatch.plan import num_sms, ran
 from ...dispatch.stand_alone import KINDS
 from ...dispatch.workspaces import ALL_REDUCE
 from ..all_gather import gather_within
-from ..op import Op, on_device, refuse_gradient, refuse_second_gradient
+from ..gradients import refuse_gradient, refuse_second_gradient
+from ..op import Op, on_device
 from .grouped_matmul import validate_index
 from .moe_route import has_route_kernel, run_route, validate_route
 
@@ -52,10 +53,6 @@ class MoeDispatchCall(NamedTuple):
     capacity: int | None = None
     align: int = 1
     group_size: int | None = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.x, self.topk_ids]
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -85,10 +82,6 @@ class MoeDispatchAgainCall(NamedTuple):
     ranks: Tensor
     group_name: str
     group_size: int | None = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.x, self.slots, self.choices, self.ranks]
 
 
 def _validate_dispatch(call: MoeDispatchCall) -> tuple[MoeDispatchCall, ProcessGroup]:
@@ -120,8 +113,7 @@ def validate_places(call: Any) -> ProcessGroup:
     group, (given, slots, choices, ranks) = resolve_group(call.group_name), call[:4]
     name = call._fields[0]
     validation.float_dtype(name, given)
-    if given.dim() != 2:
-        raise ValueError(f"{name}: has {given.dim()} dimensions, must have 2")
+    validation.dimensions(name, given, 2)
     if slots.dtype != torch.int32:
         raise TypeError(f"slots: is {slots.dtype}, must be int32")
     if slots.dim() != 2 or slots.shape[1] == 0 or slots.shape[0] % group.size():
@@ -227,7 +219,7 @@ def _run_dispatch(
         if choice.algorithm == "push" and where is not None and _is_routed(call, group):
             shapes: list[Any] = [((capacity, call.x.shape[1]), call.x.dtype)]
             shapes += [(each, torch.int32) for each in call.index_sizes(group.size())]
-            return (*launch_push(OP, choice, where, call.tensors, shapes, call.arguments),)
+            return (*launch_push(OP, choice, where, [call.x, call.topk_ids], shapes),)
         ids = gather_within(call.topk_ids, group, OP)
         if choice.algorithm == "host" and where is not None:
             # All ranks have the ids: they find the same, also an overflow.
@@ -254,7 +246,7 @@ def _run_again(
     if where is not None and choice.algorithm == "push":
         given = [call.x, call.slots, call.ranks, *(() if offs is None else (call.choices, offs))]
         shape = call.choices.shape[0], call.x.shape[1]
-        return launch_push(OP, choice, where, given, [(shape, None)], None)[0]
+        return launch_push(OP, replace(choice, known=None), where, given, [(shape, None)])[0]
     ran(choice.plan_in(None))
     return take_tokens(reference_all_gather(call.x, 0, group), call.choices, k)
 
@@ -278,18 +270,9 @@ class MoeDispatchFunction(torch.autograd.Function):
         return None, _ops.moe_combine(grad, *ctx.saved_tensors, None, name, group_size=size)[0]
 
 
-def listed_again(op: str, arguments: Any, call: Any) -> list[Tensor] | None:
-    return launch_again(op, arguments, call.tensors, call.group_name, KINDS)
-
-
-def _fast_dispatch(call: MoeDispatchCall) -> list[Tensor] | None:
+def _dispatch_again(call: MoeDispatchCall) -> list[Tensor] | None:
     raise_noted(call.group_name)
-    return listed_again(OP, call.arguments, call)
-
-
-def _fast_again(call: MoeDispatchAgainCall) -> Tensor | None:
-    results = listed_again(MOE_DISPATCH_AGAIN.name, None, call)
-    return None if results is None else results[0]
+    return launch_again(OP, call.arguments, (call.x, call.topk_ids), call.group_name, KINDS)
 
 
 def _fake_dispatch(call: MoeDispatchCall, group: ProcessGroup) -> tuple[Tensor, ...]:
@@ -306,11 +289,10 @@ MOE_DISPATCH = Op(
     validate=_validate_dispatch,
     fake=_fake_dispatch,
     kernel="moe_dispatch",
-    sends_nothing=lambda call, group: call.x.numel() == 0,
     choose=_choose_dispatch,
     run=_run_dispatch,
-    fast=_fast_dispatch,
-    known_by=lambda call, group: (call.arguments, call.tensors),
+    known_by=lambda call: (call.arguments, (call.x, call.topk_ids)),
+    again=_dispatch_again,
     with_gradient=lambda call: MoeDispatchFunction.apply(call, call.x),
 )
 MOE_DISPATCH_AGAIN = Op(
@@ -319,10 +301,9 @@ MOE_DISPATCH_AGAIN = Op(
     validate=_validate_again,
     fake=lambda call, group: call.x.new_empty(call.choices.shape[0], call.x.shape[1]),
     kernel="moe_dispatch",
-    sends_nothing=lambda call, group: call.x.numel() == 0,
     choose=_choose_again,
     run=_run_again,
-    fast=_fast_again,
-    known_by=lambda call, group: (None, call.tensors),
+    known_by=lambda call: (None, call[:4]),
+    kinds=KINDS,
     with_gradient=lambda call: refuse_gradient(_validate_again, call, " in the gradient of moe_combine"),
 )

@@ -21,6 +21,7 @@ from ....kernels.linear_cross_entropy.reference import (
     reference_gradient,
     reference_statistics,
 )
+from ..experts.local import define
 from ..op import on_device
 
 #: Of a chunk, at least: not by what a rank has of the vocabulary, as all must cut alike. Its products fill a GPU.
@@ -213,17 +214,16 @@ def _run(call: GradientsCall) -> list[Tensor]:
         call.targets.reshape(-1), call.bounds[:1], Scores(call.softcap, call.temperature), call.extra
     )
     x, weight, terms = call.x.flatten(0, -2), call.weight, call.terms
-    with on_device(x):
-        if weight is None:
-            logits = with_rows(x)
-            out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-            gradient(logits, columns, terms, out)
-            return [out.view(call.x.shape)]
-        found = Gradients(call.x, weight, call.bias, call.wanted)
-        for rows, blocks in logits_by_chunks(x, weight, call.bias, found):
-            gradient_(blocks, columns.rows(rows), terms[:, rows].contiguous())
-            found.add(rows, blocks)
-        return found.found()
+    if weight is None:
+        logits = with_rows(x)
+        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        gradient(logits, columns, terms, out)
+        return [out.view(call.x.shape)]
+    found = Gradients(call.x, weight, call.bias, call.wanted)
+    for rows, blocks in logits_by_chunks(x, weight, call.bias, found):
+        gradient_(blocks, columns.rows(rows), terms[:, rows].contiguous())
+        found.add(rows, blocks)
+    return found.found()
 
 
 def fake_gradients(
@@ -238,17 +238,10 @@ def fake_gradients(
     return found
 
 
-_lib = torch.library.Library("weft", "FRAGMENT")
-_lib.define(
+define(
     "linear_cross_entropy_gradients(Tensor x, Tensor? weight, Tensor? bias, Tensor targets, Tensor bounds,"
     " Tensor terms, str extra, float? softcap, float temperature, bool[] wanted) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
-)
-_lib.impl(
-    "linear_cross_entropy_gradients", lambda *args: _run(GradientsCall(*args)), "CompositeExplicitAutograd"
-)
-torch.library.register_fake(
-    "weft::linear_cross_entropy_gradients",
+    lambda *_: None,
+    lambda *args: _run(GradientsCall(*args)),
     lambda *args: fake_gradients(args[0], args[1], args[2], args[-1]),
-    lib=_lib,
 )

@@ -32,7 +32,8 @@ from ... import validation
 from ...dispatch.choice import Choice
 from ...dispatch.tensor_guards import needs_no_dispatch
 from .. import all_gather
-from ..op import Op, SumGradient, on_device, refuse_second_gradient
+from ..gradients import SumGradient, refuse_second_gradient
+from ..op import Op, on_device
 from . import chunks
 
 Gather: TypeAlias = Callable[[Tensor], Tensor]
@@ -70,10 +71,6 @@ class LinearCrossEntropyCall(NamedTuple):
     group_size: int | None = None
 
     @property
-    def tensors(self) -> list[Tensor]:
-        return [t for t in (self.x, self.weight, self.bias, self.targets) if t is not None]
-
-    @property
     def wanted(self) -> tuple[bool, bool, bool]:
         return self.of_x, self.of_weight, self.of_bias
 
@@ -90,9 +87,7 @@ def _validate(call: LinearCrossEntropyCall) -> tuple[LinearCrossEntropyCall, Pro
     group = resolve_group(call.group_name)
     x, weight, bias, targets = call.x, call.weight, call.bias, call.targets
     name = "logits_shard" if weight is None else "x"
-    if x.dim() < 2:
-        raise ValueError(f"{name}: has {x.dim()} dimensions, must have 2 or more")
-    validation.float_dtype(name, x)
+    validation.left_operand(name, x)
     if weight is not None:
         if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
             raise ValueError(
@@ -106,10 +101,7 @@ def _validate(call: LinearCrossEntropyCall) -> tuple[LinearCrossEntropyCall, Pro
         validation.like_tensor("bias", bias, x, name)
     if targets.dtype != torch.int64:
         raise TypeError(f"targets: is {targets.dtype}, must be int64")
-    if targets.shape != x.shape[:-1]:
-        raise ValueError(
-            f"targets: has shape {tuple(targets.shape)}, must have {tuple(x.shape[:-1])}, as {name} has rows"
-        )
+    validation.must_have_shape("targets", targets, x.shape[:-1], f", as {name} has rows")
     validation.same_device("targets", targets, x, name)
     _validate_numbers(call)
     return call, group

@@ -95,12 +95,12 @@ def test_a_scattered_last_dimension_is_another_call(stage: Stage) -> None:
     """Of operands that another dimension of could be scattered as well."""
     A, B = matmuls.numbers(6, 4, 8), matmuls.numbers(8, 16)
     for dim, shape in ((2, [6, 4, 8]), (0, [3, 4, 16])):
+        call = MatmulReduceScatterCall(A, B, "sum", dim, NAME, A.dtype)
         for way in (dim, dim - 3):
             with pytest.raises(SLOW, match=TAKEN):
                 fused_matmul_reduce_scatter(A, B, "sum", way, NAME)
-        run_on_cuda(
-            matmul_reduce_scatter, stage.where, MatmulReduceScatterCall(A, B, "sum", dim, NAME, A.dtype)
-        )
+            given = call._replace(scatter_dim=way)
+            run_on_cuda(matmul_reduce_scatter, stage.where, call, given=given)
         stage.launched.clear()
         for way in (dim, dim - 3):
             got = fused_matmul_reduce_scatter(A, B, "sum", way, NAME)

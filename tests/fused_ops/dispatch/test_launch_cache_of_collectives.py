@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,13 +47,13 @@ class Op:
         elif name == "all_gather":
             self.names, self.arguments, self.out = [op, f"{op}_out"], 1, torch.empty(6, 16)
             self.call = lambda x: fused_ops.one_shot_all_gather(x, 1, NAME)
-            self.through_torch = lambda x: WEFT.one_shot_all_gather(x, -1, NAME)
+            self.through_torch = lambda x: WEFT.one_shot_all_gather(x, 1, NAME)
             self.into = lambda x, out: fused_ops.one_shot_all_gather(x, 1, NAME, out=out)
         else:
-            self.names, self.arguments, self.out = [op, f"{op}_out"], (1, "sum"), torch.empty(6, 4)
+            self.names, self.arguments, self.out = [op, f"{op}_out"], (-1, "sum"), torch.empty(6, 4)
             self.call = lambda x: fused_ops.one_shot_reduce_scatter(x, "sum", -1, NAME)
-            self.through_torch = lambda x: WEFT.one_shot_reduce_scatter(x, "sum", 1, NAME)
-            self.into = lambda x, out: fused_ops.one_shot_reduce_scatter(x, "sum", 1, NAME, out=out)
+            self.through_torch = lambda x: WEFT.one_shot_reduce_scatter(x, "sum", -1, NAME)
+            self.into = lambda x, out: fused_ops.one_shot_reduce_scatter(x, "sum", -1, NAME, out=out)
         given = [self.x] if self.out is self.x else [self.out, self.x]
         self.remember(self.names[0], [self.x], [torch.empty_like(self.out)])
         self.remember(self.names[1], given, None)
@@ -235,7 +236,7 @@ def test_a_call_that_ranks_would_run_differently_is_not_noted(
     group, workspace = stage.group, stage.workspace
     for out, name in ((None, "one_shot_all_reduce"), (x, "one_shot_all_reduce_")):
         with nullcontext() if agree else pytest.raises(symm_mem.RankMismatch):
-            choice = all_reduces.choose_sum_on_cuda(x, "sum", group)
+            choice = replace(all_reduces.choose_sum_on_cuda(x, "sum", group), known=("sum", [x]))
             call = all_reduce.AllReduceCall(x, "sum", NAME)
             all_reduce.run_by_choice(choice, stage.where, call, group, out, name)
     assert len(workspace.noted) == len(kernel.launched) == (2 if agree else 0)

@@ -43,8 +43,9 @@ def gathered_before(stage: Stage, sizes: tuple[int, int], dtype: torch.dtype, fa
 def scattered_before(stage: Stage, sizes: tuple[int, int], dtype: torch.dtype, fast: bool) -> None:
     (a, b), one = operands(WORLD_SIZE * M, sizes, dtype), torch.ones(())
     given: Any = (a, b, one, one.clone(), "sum", 0, 0, NAME, None, None, None, BF16, fast)
-    call, rows, _ = ops.SCALED_MATMUL_REDUCE_SCATTER.validate(ScaledMatmulReduceScatterCall(*given))
-    run_on_cuda(scaled_matmul_reduce_scatter, stage.where, call, rows)
+    made = ScaledMatmulReduceScatterCall(*given)
+    call, rows, _ = ops.SCALED_MATMUL_REDUCE_SCATTER.validate(made)
+    run_on_cuda(scaled_matmul_reduce_scatter, stage.where, call, rows, given=made)
 
 
 def gathers(x: Tensor, B: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from weft.fused_ops.ops import all_reduce_rms_norm, all_reduce_rms_norm_quant, m
 from weft.fused_ops.ops.all_reduce_rms_norm_quant import AllReduceRmsNormQuantCall
 from weft.fused_ops.ops.matmul_all_reduce import MatmulAllReduceCall
 from weft.kernels import all_reduce_rms_norm as op_names
-from weft.kernels.all_reduce_rms_norm.reference import NormKind
 from weft.symm_mem import call_cache
 from weft.symm_mem.call_cache import CachedDict
 from weft.symm_mem.failure.call_log import CallLog
@@ -205,10 +204,11 @@ def test_a_layer_norm_is_that_of_the_same_operands(stage: Fused) -> None:
     """Of rows of one dimension a residual, a weight and a bias are alike."""
     row = torch.randn(8)
     given, names = [row.clone() for _ in range(2)], ("residual", "weight", "bias")
-    kind = NormKind(EPS, subtract_mean=True, weight=False)
     results = [torch.empty_like(row) for _ in range(2)]
-    name = all_reduce_rms_norm.name_of_norm(kind)
-    stage.remember(stage.kernel, op_names.LAYER_NORM, name, given, results)
+    call = all_reduce_rms_norm.AllReduceLayerNormCall(*given, None, None, EPS, NAME)
+    known = all_reduce_rms_norm.layer_norm_known_by(call)
+    assert known is not None
+    stage.remember(stage.kernel, op_names.LAYER_NORM, known[0], given, results)
     for op in (fused_ops.fused_all_reduce_layer_norm, torch.ops.weft.fused_all_reduce_layer_norm):
         normed, sums = op(*given, None, None, EPS, NAME)
         operands, results_ = [[t.data_ptr() for t in ts] for ts in (given, (normed, sums))]
@@ -235,9 +235,8 @@ def test_a_norm_in_fp8_is_that_of_the_same_arguments(stage: Fused, scale: torch.
         torch.empty_like(x),
     ]
     named: Any = {"scale": scale, "scale_op": "divide", "out_dtype": torch.float8_e4m3fn}
-    name = all_reduce_rms_norm_quant.name_of_quant(
-        AllReduceRmsNormQuantCall(x, residual, weight, EPS, NAME, **named)
-    )
+    call = AllReduceRmsNormQuantCall(x, residual, weight, EPS, NAME, **named)
+    name, _ = all_reduce_rms_norm_quant.quant_known_by(call)
     stage.remember(stage.kernel, op_names.QUANT, name, given, results)
     others: list[Any] = [{"scale_op": "multiply"}, {"weight_offset": 1.0}, {"round_sum": False}]
     others += [{"out_dtype": torch.float8_e5m2}, {"scale": torch.ones(1) if scale is None else None}]

@@ -17,7 +17,12 @@ from fake_gpu import DEADLINE, NAME, SLOW, STREAM, TAKEN, Stage, Workspace, asse
 from weft import symm_mem
 from weft.fused_ops import functional, fused_all_gather_matmul, fused_matmul_reduce_scatter
 from weft.fused_ops.dispatch import launch_cache, plan
-from weft.fused_ops.ops import all_gather_matmul, matmul_reduce_scatter
+from weft.fused_ops.ops import (
+    ALL_GATHER_MATMUL,
+    MATMUL_REDUCE_SCATTER,
+    all_gather_matmul,
+    matmul_reduce_scatter,
+)
 from weft.fused_ops.ops.all_gather_matmul import AllGatherMatmulCall
 from weft.fused_ops.ops.matmul_reduce_scatter import MatmulReduceScatterCall
 from weft.kernels.all_gather_matmul import configs as gather_configs
@@ -129,11 +134,13 @@ def test_where_a_gradient_is_wanted_autograd_launches_it(
 
 def test_dimensions_count_from_either_end(stage: Stage) -> None:
     A, B = numbers(1, 4, 8), numbers(8, 16)
-    _, (first,) = run_on_cuda(all_gather_matmul, stage.where, AllGatherMatmulCall(A, [B], 1, NAME, False))
     for dim in (1, -2):
+        call = AllGatherMatmulCall(A, [B], 1, NAME, False)
+        given = call._replace(gather_dim=dim)
+        _, (first,) = run_on_cuda(all_gather_matmul, stage.where, call, given=given)
         none, (got,) = fused_all_gather_matmul(A, [B], dim, NAME, return_A=False)
         assert none is None and (got.shape, got.stride()) == (first.shape, first.stride())
-    assert len(stage.launched) == 3
+    assert len(stage.launched) == 4
     for dim in (-5, 3):
         with pytest.raises(ValueError, match="gather_dim: is"):
             fused_all_gather_matmul(A, [B], dim, NAME, return_A=False)
@@ -215,16 +222,15 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_other_tensors_take_the_slow_path(stage: Stage, op: Op, other: str, position: int) -> None:
     given, position = list(op.given), position % len(op.given)
     given[position] = OTHERS[other](given[position])
-    fast = (
-        all_gather_matmul.fast_all_gather_matmul
-        if len(given) == 3
-        else matmul_reduce_scatter.fast_matmul_reduce_scatter
-    )
     A, *rest = given
-    arguments = (
-        (rest, 0, NAME, True) if len(given) == 3 else (rest[0], "sum", 0, NAME, (*rest[1:], None, None)[:2])
-    )
-    assert fast(A, *arguments) is None
+    made: Any
+    if len(given) == 3:
+        made = ALL_GATHER_MATMUL, AllGatherMatmulCall(A, rest, 0, NAME)
+    else:
+        terms = (*rest[1:], None, None)[:2]
+        made = MATMUL_REDUCE_SCATTER, MatmulReduceScatterCall(A, rest[0], "sum", 0, NAME, None, *terms)
+    of, call = made
+    assert of.fast(call) is None
     assert not stage.launched
 
 

@@ -13,6 +13,7 @@ from weft.fused_ops import ops
 from weft.fused_ops.dispatch import plan
 from weft.fused_ops.ops import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
 from weft.fused_ops.ops.all_gather_scaled_matmul import AllGatherScaledMatmulCall
+from weft.fused_ops.ops.op import tensors_given
 from weft.fused_ops.ops.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatterCall
 
 stage = fake_gpu.stage
@@ -39,9 +40,9 @@ def first_gather(stage: Stage, call: AllGatherScaledMatmulCall) -> Any:
     return run_on_cuda(all_gather_scaled_matmul, stage.where, call, rows)
 
 
-def first_scatter(stage: Stage, call: ScaledMatmulReduceScatterCall) -> Any:
-    call, rows, _ = ops.SCALED_MATMUL_REDUCE_SCATTER.validate(call)
-    return run_on_cuda(scaled_matmul_reduce_scatter, stage.where, call, rows)
+def first_scatter(stage: Stage, given: ScaledMatmulReduceScatterCall) -> Any:
+    call, rows, _ = ops.SCALED_MATMUL_REDUCE_SCATTER.validate(given)
+    return run_on_cuda(scaled_matmul_reduce_scatter, stage.where, call, rows, given=given)
 
 
 @pytest.mark.parametrize("return_A", [False, True])
@@ -58,7 +59,7 @@ def test_a_gather_is_launched_again(kind: str, return_A: bool, stage: Stage) -> 
     assert [y.shape for y in again[1]] == [y.shape for y in outs] == [(1024, 144), (1024, 48)]
     assert [y.stride() for y in again[1]] == [y.stride() for y in outs]
     (_, operands, *_), (_, same, results, *_) = stage.launched
-    assert operands == same == [x.data_ptr() for x in call.tensors]
+    assert operands == same == [x.data_ptr() for x in tensors_given(call)]
     assert results == [y.data_ptr() for y in (*again[1], *([again[0]] if return_A else []))]
 
 
@@ -71,7 +72,7 @@ def test_copied_products_are_called_again(stage: Stage) -> None:
         again = ops.ALL_GATHER_SCALED_MATMUL.fast(call)
     assert again is not None and [y.shape for y in again[1]] == [y.shape for y in outs]
     (_, operands, *_), (_, same, results, *_) = stage.launched
-    assert operands == same == [x.data_ptr() for x in call.tensors]
+    assert operands == same == [x.data_ptr() for x in tensors_given(call)]
     assert results == [y.data_ptr() for y in again[1]] and stage.workspace.noted == []
 
 
@@ -83,7 +84,7 @@ def test_a_scatter_is_launched_again(kind: str, stage: Stage) -> None:
         again = ops.SCALED_MATMUL_REDUCE_SCATTER.fast(call)
     assert again is not None and (again.shape, again.dtype) == (out.shape, out.dtype) == ((512, 144), BF16)
     (_, operands, *_), (_, same, results, *_) = stage.launched
-    assert operands == same == [x.data_ptr() for x in call.tensors]
+    assert operands == same == [x.data_ptr() for x in tensors_given(call)]
     assert results == [again.data_ptr()]
 
 

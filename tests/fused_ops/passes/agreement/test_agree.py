@@ -187,7 +187,7 @@ def test_inductor_is_told_of_every_op_that_communicates() -> None:
     from weft.fused_ops.ops.experts.local import LOCAL_OPS
 
     ops = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("weft::")}
-    send_nothing = {"agree", "keep_order", "record", "linear_cross_entropy_gradients", *LOCAL_OPS}
+    send_nothing = {"agree", "keep_order", "record", *LOCAL_OPS}
     assert {op.name() for op in COMMUNICATING} == ops - {f"weft::{name}" for name in send_nothing}
     assert all(lowerings[op].__module__ == inductor.__name__ for op in COMMUNICATING)
 

@@ -1,0 +1,138 @@
+"""Gradients of ops, and why some have none; what their backwards have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+
+from ...symm_mem import resolve_group
+from ..dispatch.choice import Choice
+from ..dispatch.tensor_guards import has_tangents
+
+AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+_collectives = torch.ops._c10d_functional
+#: Why an op that writes its result to a given tensor has no gradient.
+INTO = " where the result is written to a given tensor"
+
+
+class OneTensorFunction(torch.autograd.Function):
+    """A call of an op of one tensor, its first argument. ``gradient``: that of the tensor, of the result's gradient and
+    the other arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, gradient: Callable[..., Tensor], call: Any, x: Tensor) -> Tensor:
+        ctx.gradient, ctx.arguments = gradient, call[1:]
+        done: Tensor = op.run_below_autograd(call)
+        return done
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, None, None, ctx.gradient(grad, *ctx.arguments)
+
+
+def refuse_gradient(validate: Callable[[Any], object], call: Any, why: str) -> NoReturn:
+    """Name what else is wrong with the call, else the first argument that requires a gradient; a tangent is torch's to
+    refuse."""
+    validate(call)
+    for argument in call._fields:
+        given = getattr(call, argument)
+        several = isinstance(given, list | tuple)
+        for i, tensor in enumerate(given if several else [given]):
+            if isinstance(tensor, Tensor) and (tensor.requires_grad or has_tangents()):
+                name = f"{argument}[{i}]" if several else argument
+                raise ValueError(f"{name}: requires a gradient, must not{why}")
+    raise AssertionError("no argument requires a gradient")
+
+
+def refuse_gradient_of_reduction(reduce_op: str) -> None:
+    """Refuse a reduction that has no gradient."""
+    if reduce_op in ("max", "min"):
+        raise ValueError(
+            f"reduce_op: is {reduce_op!r}, must be 'sum' or 'avg' for an x that requires a gradient"
+        )
+
+
+def refuse_second_gradient(op: str) -> None:
+    """By a backward whose own derivative is asked for, too."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{op}: has no second gradient, must have its first one without create_graph=True"
+        )
+
+
+def matmul_without_autocast(x: Tensor, y: Tensor) -> Tensor:
+    """As the ops, which cast nothing where autocast is on."""
+    with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+        return x @ y
+
+
+def product_beside(choice: Choice, A: Tensor, B: Tensor) -> Tensor:
+    """``A @ B`` next to a collective. Between CPU ranks as kernels make it: torch's own may add up in 16 bits."""
+    if choice.algorithm == "host":
+        return (A.float() @ B.float()).to(A.dtype)
+    return matmul_without_autocast(A, B)
+
+
+def flat_rows(t: Tensor) -> Tensor:
+    return t.flatten(0, -2)
+
+
+def is_transposed_matrix(B: Tensor) -> bool:
+    """Of what an op has taken for a matrix: it refuses other shapes."""
+    return B.stride(0) == 1 and B.stride(1) == B.shape[0]
+
+
+def gradient_of_matrix(A: Tensor, grad: Tensor, transposed: bool) -> Tensor:
+    """That of B in ``A @ B``. It lies as B does, a weight's as the weight: else torch copies it to where it counts.
+
+    A, grad: [..., K] and [..., N], of all rows.
+    """
+    x, g = flat_rows(A), flat_rows(grad)
+    return matmul_without_autocast(g.t(), x).t() if transposed else matmul_without_autocast(x.t(), g)
+
+
+def reduce_scatter(grad: Tensor, dim: int, group_name: str, counts: Sequence[int] | None = None) -> Tensor:
+    """Functional, so that it can be traced."""
+    if counts is not None:
+        total = _collectives.wait_tensor(_collectives.all_reduce(grad.contiguous(), "sum", group_name))
+        return total.split([*counts], dim)[resolve_group(group_name).rank()].clone()
+    moved, size = grad.movedim(dim, 0).contiguous(), resolve_group(group_name).size()
+    part = _collectives.reduce_scatter_tensor(moved, "sum", size, group_name)
+    return _collectives.wait_tensor(part).movedim(0, dim)
+
+
+def all_gather(x: Tensor, dim: int, size: int, group_name: str) -> Tensor:
+    """The same, of ``size`` ranks."""
+    whole = _collectives.all_gather_into_tensor(x.movedim(dim, 0).contiguous(), size, group_name)
+    return _collectives.wait_tensor(whole).movedim(0, dim)
+
+
+class SumGradient(torch.autograd.Function):
+    """Before what every rank uses for a part of the result: each rank's gradient is a part of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: str, size: int | None) -> Tensor:
+        ctx.group = group_name, size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return SumOverRanks.apply(grad, *ctx.group), None, None
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Sums what the ranks hold. All of them use the sum alike: its gradient is already whole on each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: str, size: int | None) -> Tensor:
+        ctx.group = group_name, size
+        total: Tensor = torch.ops.weft.one_shot_all_reduce(x, "sum", group_name, group_size=size)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return SumGradient.apply(grad, *ctx.group), None, None
