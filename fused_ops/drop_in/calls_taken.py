@@ -37,8 +37,8 @@ class CallCounts:
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str, str]] = Counter()
 
-    def add(self, op: str, by: str, why: str = "", count: int = 1) -> None:
-        self._counts[op, by, why] += count
+    def add(self, op: str, by: str, why: str = "") -> None:
+        self._counts[op, by, why] += 1
 
     def clear(self) -> None:
         self._counts.clear()

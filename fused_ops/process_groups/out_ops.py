@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import _register_work
 from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from .options import all_gather_options, functional_reduction, reduce_scatter_options
+from .options import functional_reduction
 
 _library = torch.library.Library("_c10d_functional", "IMPL")
 
@@ -33,7 +34,7 @@ def see_out_ops() -> None:
 
 
 def _all_gather_into_tensor_out(x: Tensor, group_size: int, group_name: Any, *, out: Tensor) -> Tensor:
-    work = _group_of(group_name)._allgather_base(out, x.contiguous(), all_gather_options(None))
+    work = _group_of(group_name)._allgather_base(out, x.contiguous(), AllgatherOptions())
     _register_work(out, work)
     return out
 
@@ -41,7 +42,7 @@ def _all_gather_into_tensor_out(x: Tensor, group_size: int, group_name: Any, *, 
 def _reduce_scatter_tensor_out(
     x: Tensor, reduce_op: str, group_size: int, group_name: Any, *, out: Tensor
 ) -> Tensor:
-    opts = reduce_scatter_options(None)
+    opts = ReduceScatterOptions()
     opts.reduceOp = functional_reduction(reduce_op)
     work = _group_of(group_name)._reduce_scatter_base(out, x.contiguous(), opts)
     _register_work(out, work)

@@ -23,7 +23,7 @@ class GroupCalls:
 
     Attributes:
         taken_on: the types of devices whose calls weft takes.
-        cached: cached launches since the last ``calls()``, by collective.
+        taken: calls that weft has taken, by collective.
     """
 
     def __init__(self, group_name: str, taken_on: tuple[str, ...], backends: Mapping[str, str]) -> None:
@@ -31,8 +31,8 @@ class GroupCalls:
         self._backends = backends  # their names, by type of device
         self._counts = CallCounts()
         self._told: set[tuple[str, str]] = set()
-        self._taken = 0  # by weft, without those of ``cached``
-        self.cached = dict.fromkeys((ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL), 0)
+        self.taken = dict.fromkeys((ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL), 0)
+        self._cleared = {**self.taken}  # of those
 
     @torch._disable_dynamo
     def calls(self, *, clear: bool = False) -> tuple[CallsTaken, ...]:
@@ -54,27 +54,14 @@ class GroupCalls:
         Returns:
             one entry for each collective, taker and reason. A captured graph that is replayed counts once.
         """
-        for name, count in list(self.cached.items()):
-            self.cached[name] -= count
-            self._taken += count
-            if count:
-                self._counts.add(name, "weft", count=count)
-        taken = self._counts.taken()
+        now = {**self.taken}
+        new = {name: count - self._cleared[name] for name, count in now.items()}
+        of_weft = [CallsTaken(name, "weft", "", count) for name, count in new.items() if count]
+        others = self._counts.taken()
         if clear:
             self._counts.clear()
-        return taken
-
-    def count_taken(self, name: str) -> None:
-        """Counts a call that weft takes.
-
-        >>> from weft.fused_ops import GroupCalls
-        >>> calls = GroupCalls("0", ("cpu",), {"cpu": "gloo"})
-        >>> calls.count_taken("all_reduce")
-        >>> print(*calls.calls())
-        all_reduce: 1 call by weft
-        """
-        self._counts.add(name, "weft")
-        self._taken += 1
+            self._cleared = now
+        return (*of_weft, *others)
 
     def count_left(self, name: str, why: str, kind: str) -> None:
         """Counts a call that the group's own backend on devices of this ``kind`` takes.
@@ -90,12 +77,3 @@ class GroupCalls:
         if why and (name, why) not in self._told:
             self._told.add((name, why))
             _log.info("%s of group %r is left to %s: %s", name, self._group_name, by, why)
-
-    def total_taken(self) -> int:
-        """The number of calls that weft has taken.
-
-        >>> from weft.fused_ops import GroupCalls
-        >>> GroupCalls("0", ("cpu",), {"cpu": "gloo"}).total_taken()
-        0
-        """
-        return self._taken + sum(self.cached.values())
