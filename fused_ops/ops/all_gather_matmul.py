@@ -59,7 +59,7 @@ def _validate(call: AllGatherMatmulCall) -> tuple[AllGatherMatmulCall, ProcessGr
 
 
 def fast_all_gather_matmul(
-    A_shard: Tensor, Bs: Sequence[Tensor], dim: int, group_name: str, return_A: bool
+    A_shard: Tensor, Bs: Sequence[Tensor], dim: int, group_name: str, return_A: bool = True
 ) -> Result | None:
     """As the op, if such a call was made before on CUDA; else None, and nothing happened.
 

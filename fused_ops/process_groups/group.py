@@ -177,9 +177,9 @@ class WeftProcessGroup(ProcessGroup):
         splits = [*output_split_sizes, *input_split_sizes]
         # What is cached is known by its number of elements alone.
         evenly = all(t.dim() and t.shape[0] % self._size == 0 for t in (input, output))
-        if evenly and not splits and output is not input:
-            if (cached := self._launch_cached(ALL_TO_ALL, input, output, opts)) is not False:
-                return cached
+        known = evenly and not splits and output is not input
+        if known and (cached := self._launch_cached(ALL_TO_ALL, input, output, opts)) is not False:
+            return cached
         given = output, input, output_split_sizes, input_split_sizes, *args
         return self._take(
             ALL_TO_ALL, options.all_to_alls(output, input, splits), opts, _EXCHANGE, given, named
