@@ -47,26 +47,6 @@ OPS = {
 DEVICES = ("CUDA", "CPU")
 
 
-class TorchImplementation(NamedTuple):
-    """Of one of the ops, what torch registers.
-
-    Its Python functions, not its kernels (``torch.library.get_kernel``): in a TorchDispatchMode a kernel written in
-    Python leads to the one that was registered last.
-
-    Attributes:
-        on_cuda: that of CUDA.
-        functional: that of "meta" and of the test mode, by functional collectives, which run on any device.
-    """
-
-    on_cuda: Callable[..., Any]
-    functional: Callable[..., Any]
-
-    def call(self, device: torch.device, refused: bool, *args: Any, **named: Any) -> Any:
-        # Of what that of CUDA refuses it looks at no memory, so it says the same of tensors on CPU.
-        run = self.functional if device.type == "cpu" and not refused else self.on_cuda
-        return run(*args, **named)
-
-
 class Switch:
     """Whether the kernels are installed. After ``uninstall`` one may still be called: in a TorchDispatchMode torch
     keeps the kernel that was registered last."""
@@ -74,15 +54,20 @@ class Switch:
     on = False
 
 
-def _torch_implementation(name: str) -> TorchImplementation:
-    """
+def _torchs(name: str) -> list[Callable[..., Any]]:
+    """What torch registers of one of the ops: that of CUDA; and that of "meta" and of the test mode, by functional
+    collectives, which run on any device.
+
+    Its Python functions, not its kernels (``torch.library.get_kernel``): in a TorchDispatchMode a kernel written in
+    Python leads to the one that was registered last.
+
     Raises:
         RuntimeError: the installed torch has none.
     """
     found = [getattr(torch_symm, f"_{name}{kind}", None) for kind in ("", "_fallback")]
     if None in found:
         raise RuntimeError(f"torch {torch.__version__} has no _{name} in torch.distributed._symmetric_memory")
-    return TorchImplementation(*found)  # type: ignore[arg-type]
+    return found  # type: ignore[return-value]
 
 
 class _Taken(NamedTuple):
@@ -126,7 +111,7 @@ _HOW = {
 
 def kernels_of(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What the op then runs on CPU and CUDA, and for fake tensors."""
-    before = _torch_implementation(name)
+    on_cuda, functional = _torchs(name)
     (op, at, refuses, fp8, fast), add = _HOW[name], counts.add
     record = op.record
 
@@ -150,9 +135,11 @@ def kernels_of(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
             add(name, "weft", plan.reason if plan.algorithm == "unfused" else "")
             return result
         add(name, "torch", why)
-        return before.call(first.device, refused, *args, **named)
+        # Of what that of CUDA refuses it looks at no memory, so it says the same of tensors on CPU.
+        run = functional if first.device.type == "cpu" and not refused else on_cuda
+        return run(*args, **named)
 
-    return kernel, before.functional
+    return kernel, functional
 
 
 def _why_not(op: Op, call: Any, refused: bool) -> str | None:

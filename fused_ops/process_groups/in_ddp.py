@@ -19,17 +19,9 @@ def see_reducer() -> None:
     """From now on."""
 
     class Reducer(dist.Reducer):
-        def __init__(
-            self,
-            params: Any,
-            bucket_indices: Any,
-            per_bucket_size_limits: Any,
-            process_group: Any,
-            *args: Any,
-            **named: Any,
-        ) -> None:
-            inner = _inner_of(process_group)
-            super().__init__(params, bucket_indices, per_bucket_size_limits, inner, *args, **named)
+        def __init__(self, *args: Any, **named: Any) -> None:
+            inner = {name: _inner_of(value) for name, value in named.items()}
+            super().__init__(*map(_inner_of, args), **inner)
 
         def _update_process_group(self, new_process_group: Any) -> None:
             # Ranks that make their DDP anew, as these others join, send the same buckets.
@@ -39,4 +31,5 @@ def see_reducer() -> None:
 
 
 def _inner_of(group: Any) -> Any:
+    """Of a group with weft; anything else as it is."""
     return group.inner if isinstance(group, WeftProcessGroup) else group

@@ -31,21 +31,19 @@ def set_group_timeout(timeout: timedelta, group_name: str) -> None:
 
 def all_reduce_options(given: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Of ``allreduce(tensors, opts)`` or ``allreduce(tensors, op, timeout)``; None of what torch refuses."""
-    if len(given) == 1 and not named and isinstance(given[0], dist.AllreduceOptions):
-        return given[0]
-    names = dict(zip(("op", "timeout"), given, strict=False))
-    if len(given) > 2 or set(names) & set(named):
+    opts = given[0] if given else named.get("opts")
+    if isinstance(opts, dist.AllreduceOptions):
+        return opts if len(given) + len(named) == 1 else None
+    try:
+        return _options_of_sum(*given, **named)
+    except TypeError:
         return None
-    names.update(named)
-    opts = names.pop("opts", None)
-    if opts is not None:
-        return opts if isinstance(opts, dist.AllreduceOptions) and not names else None
-    opts, timeout = dist.AllreduceOptions(), names.pop("timeout", None)
-    op = names.pop("op", ReduceOp.SUM)
-    if names or not isinstance(op, (ReduceOp, ReduceOp.RedOpType)):
-        return None
-    opts.reduceOp = op  # type: ignore[assignment]
-    if isinstance(timeout, timedelta):
+
+
+def _options_of_sum(op: Any = ReduceOp.SUM, timeout: timedelta | None = None) -> dist.AllreduceOptions:
+    opts = dist.AllreduceOptions()
+    opts.reduceOp = op
+    if timeout is not None:
         opts.timeout = timeout
     return opts
 
