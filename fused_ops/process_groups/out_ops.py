@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import _register_work
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
+from ...symm_mem import resolve_group
 from .options import functional_reduction
 
 _library = torch.library.Library("_c10d_functional", "IMPL")
@@ -50,6 +51,4 @@ def _reduce_scatter_tensor_out(
 
 
 def _group_of(group: Any) -> ProcessGroup:
-    if isinstance(group, str):
-        return distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    return group if isinstance(group, ProcessGroup) else ProcessGroup.unbox(group)
+    return resolve_group(group if isinstance(group, (str, ProcessGroup)) else ProcessGroup.unbox(group))
