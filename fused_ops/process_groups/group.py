@@ -40,7 +40,7 @@ from .taken import GroupCalls
 from .work import DoneWork
 
 _SUM: Any = dist.ReduceOp.SUM
-_TYPES = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
+BACKEND_TYPES = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
 # From 2.13 on torch has other names for these, and only then has the class below methods of these names.
 _GATHER, _GATHERS, _SCATTER, _SCATTERS, _EXCHANGE = (
     new if hasattr(ProcessGroup, new) else old
@@ -107,8 +107,8 @@ class WeftProcessGroup(ProcessGroup):
             group.bound_device_id = inner.bound_device_id
         for kind in inner._device_types:
             backend = inner._get_backend(kind)
-            group._register_backend(kind, _TYPES[backend.name()], backend)
-        group._set_default_backend(_TYPES[inner.name()])
+            group._register_backend(kind, BACKEND_TYPES[backend.name()], backend)
+        group._set_default_backend(BACKEND_TYPES[inner.name()])
         ProcessGroup._set_group_name(group, inner.group_name)
         ProcessGroup._set_group_desc(group, inner.group_desc)
         return group
