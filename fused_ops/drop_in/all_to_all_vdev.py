@@ -136,13 +136,13 @@ def exchange_on_weft(name: str) -> tuple[Callable[..., None], Callable[..., None
 
     def exchange(*args: Any) -> None:
         if own is not None and args[0].is_cuda and torch_symm.get_backend(args[0].device) == "NVSHMEM":
-            counts.add(name, "torch", "memory of NVSHMEM")
+            counts[name, "torch", "memory of NVSHMEM"] += 1
             own.call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args)
             return
         with torch.no_grad():
             vdev_call(name, args).run()
         plan = last_plan()
-        counts.add(name, "weft", plan.reason if plan.algorithm == "unfused" else "")
+        counts[name, "weft", plan.reason if plan.algorithm == "unfused" else ""] += 1
 
     def on_meta(*args: Any) -> None:
         vdev_call(name, args).validate()

@@ -112,13 +112,13 @@ _HOW = {
 def kernels_of(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What the op then runs on CPU and CUDA, and for fake tensors."""
     on_cuda, functional = _torchs(name)
-    (op, at, refuses, fp8, fast), add = _HOW[name], counts.add
+    op, at, refuses, fp8, fast = _HOW[name]
     record = op.record
 
     def kernel(*args: Any, **named: Any) -> Any:
         mine = Switch.on and not torch_symm._is_test_mode
         if fast is not None and mine and args[at] >= 0 and (done := fast(*args, **named)) is not None:
-            add(name, "weft")
+            counts[name, "weft", ""] += 1
             return done
         call = record(*args, **named)
         first, Bs = call[0], call[1] if isinstance(call[1], list) else [call[1]]
@@ -127,14 +127,14 @@ def kernels_of(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         if fp8 and None in (dtypes if isinstance(dtypes := getattr(call, fp8), list) else [dtypes]):
             why: str | None = f"{fp8}: is None, for which torch's results are fp8"
         elif fp8 and mine and not refused and (done := op.fast(call)) is not None:
-            add(name, "weft")
+            counts[name, "weft", ""] += 1
             return done
         elif (why := _why_not(op, call, refused)) is None:
             result = op.slow(call)
             plan = last_plan()
-            add(name, "weft", plan.reason if plan.algorithm == "unfused" else "")
+            counts[name, "weft", plan.reason if plan.algorithm == "unfused" else ""] += 1
             return result
-        add(name, "torch", why)
+        counts[name, "torch", why] += 1
         # Of what that of CUDA refuses it looks at no memory, so it says the same of tensors on CPU.
         run = functional if first.device.type == "cpu" and not refused else on_cuda
         return run(*args, **named)

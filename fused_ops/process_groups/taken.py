@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
 
-from ..drop_in.calls_taken import CallCounts, CallsTaken
+from ..drop_in.calls_taken import CallsTaken, calls_of
 from .calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 
 _log = logging.getLogger("weft.process_group")
@@ -29,7 +30,7 @@ class GroupCalls:
     def __init__(self, group_name: str, taken_on: tuple[str, ...], backends: Mapping[str, str]) -> None:
         self._group_name, self.taken_on = group_name, taken_on
         self._backends = backends  # their names, by type of device
-        self._counts = CallCounts()
+        self._left: Counter[tuple[str, str, str]] = Counter()
         self._told: set[tuple[str, str]] = set()
         self.taken = dict.fromkeys((ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL), 0)
         self._cleared = {**self.taken}  # of those
@@ -57,9 +58,9 @@ class GroupCalls:
         now = {**self.taken}
         new = {name: count - self._cleared[name] for name, count in now.items()}
         of_weft = [CallsTaken(name, "weft", "", count) for name, count in new.items() if count]
-        others = self._counts.taken()
+        others = calls_of(self._left)
         if clear:
-            self._counts.clear()
+            self._left.clear()
             self._cleared = now
         return (*of_weft, *others)
 
@@ -73,7 +74,7 @@ class GroupCalls:
         broadcast: 1 call by gloo
         """
         by = self._backends.get(kind) or next(iter(self._backends.values()))
-        self._counts.add(name, by, why)
+        self._left[name, by, why] += 1
         if why and (name, why) not in self._told:
             self._told.add((name, why))
             _log.info("%s of group %r is left to %s: %s", name, self._group_name, by, why)
