@@ -18,7 +18,7 @@ from ...symm_mem.switches import is_on
 from ..library import compiled
 from .all_to_all_vdev import EXCHANGES, exchange_on_weft
 from .calls_taken import CallsTaken, calls_of, counts
-from .symm_mem_ops import DEVICES, OPS, Switch, kernels_of
+from .symm_mem_ops import DEVICES, OPS, Switch, matmul_on_weft
 
 #: Part of the key of torch.compile's caches: a graph is ordered otherwise. These ops have a group's name only, and a
 #: cached program of so many ranks would be taken for one of others.
@@ -63,7 +63,7 @@ def install() -> None:
         # torch says once that a kernel replaces another one.
         warnings.filterwarnings("ignore", r"(?s).*previously registered kernel")
         for name, op in {**OPS, **EXCHANGES}.items():
-            kernel, fake = kernels_of(name) if name in OPS else exchange_on_weft(name)
+            kernel, fake = matmul_on_weft(name) if name in OPS else exchange_on_weft(name)
             for key in DEVICES:
                 library.impl(name, kernel, key, allow_override=True)
             # Inductor is told of the op, too, before it lowers one that its own pass put in.

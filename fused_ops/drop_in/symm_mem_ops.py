@@ -109,7 +109,7 @@ _HOW = {
 }
 
 
-def kernels_of(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def matmul_on_weft(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What the op then runs on CPU and CUDA, and for fake tensors."""
     on_cuda, functional = _torchs(name)
     op, at, refuses, fp8, fast = _HOW[name]
