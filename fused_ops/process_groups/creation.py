@@ -123,7 +123,7 @@ def create_process_group(options: Any, backend_options: Any) -> WeftProcessGroup
     inner._set_group_name(options.group_id)
     if "WEFT_TIMEOUT" not in os.environ:
         set_group_timeout(options.timeout, options.group_id)
-    return WeftProcessGroup._wrap(inner, tuple(kind for kind in names if asked.backends[kind] == NAME))
+    return WeftProcessGroup(inner, tuple(kind for kind in names if asked.backends[kind] == NAME))
 
 
 def _check_options(given: Any, names: Collection[str]) -> None:

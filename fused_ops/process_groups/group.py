@@ -98,20 +98,13 @@ class WeftProcessGroup(ProcessGroup):
         self._device = DeviceLines(self, inner.group_name)
         # The last batch of sends and receives, and the work of each that the group is yet to be asked for.
         self._batch: tuple[Any, list[Work]] = None, []
-
-    @staticmethod
-    def _wrap(inner: ProcessGroup, taken_on: tuple[str, ...]) -> WeftProcessGroup:
-        """Returns a group with the ranks, backends and name of ``inner``."""
-        group = WeftProcessGroup(inner, taken_on)
         if inner.bound_device_id is not None:
-            group.bound_device_id = inner.bound_device_id
-        for kind in inner._device_types:
-            backend = inner._get_backend(kind)
-            group._register_backend(kind, BACKEND_TYPES[backend.name()], backend)
-        group._set_default_backend(BACKEND_TYPES[inner.name()])
-        ProcessGroup._set_group_name(group, inner.group_name)
-        ProcessGroup._set_group_desc(group, inner.group_desc)
-        return group
+            self.bound_device_id = inner.bound_device_id
+        for name, backend in self._backends.items():
+            self._register_backend(torch.device(name), BACKEND_TYPES[backend.name()], backend)
+        self._set_default_backend(BACKEND_TYPES[inner.name()])
+        super()._set_group_name(inner.group_name)
+        super()._set_group_desc(inner.group_desc)
 
     # What weft may take. torch's C++ code (functional collectives) calls these by name, too.
 
@@ -353,10 +346,10 @@ class WeftProcessGroup(ProcessGroup):
             return None
         for kind in self.record.taken_on:
             options.set_group_timeout(made._get_backend(torch.device(kind)).options._timeout, made.group_name)
-        return WeftProcessGroup._wrap(made, self.record.taken_on)
+        return WeftProcessGroup(made, self.record.taken_on)
 
     def merge_remote_group(self, *args: Any, **named: Any) -> WeftProcessGroup:
-        return WeftProcessGroup._wrap(self.inner.merge_remote_group(*args, **named), self.record.taken_on)
+        return WeftProcessGroup(self.inner.merge_remote_group(*args, **named), self.record.taken_on)
 
 
 def _left_alone(method: str, collective: str) -> Callable[..., Any]:
