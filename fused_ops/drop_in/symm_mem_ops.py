@@ -124,12 +124,14 @@ def matmul_on_weft(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         first, Bs = call[0], call[1] if isinstance(call[1], list) else [call[1]]
         refused = first.dim() < 2 or not 0 <= args[at] < first.dim() or any(B.dim() != 2 for B in Bs)
         refused = refused or refuses(call)
-        if fp8 and None in (dtypes if isinstance(dtypes := getattr(call, fp8), list) else [dtypes]):
-            why: str | None = f"{fp8}: is None, for which torch's results are fp8"
+        dtypes = getattr(call, fp8) if fp8 else ()
+        why: str | None = None
+        if None in (dtypes if isinstance(dtypes, (list, tuple)) else (dtypes,)):
+            why = f"{fp8}: is None, for which torch's results are fp8"
         elif fp8 and mine and not refused and (done := op.fast(call)) is not None:
             counts[name, "weft", ""] += 1
             return done
-        elif (why := _why_not(op, call, refused)) is None:
+        if (why := why or _why_not(op, call, refused)) is None:
             result = op.slow(call)
             plan = last_plan()
             counts[name, "weft", plan.reason if plan.algorithm == "unfused" else ""] += 1
