@@ -42,54 +42,50 @@ class Gpu:
 def visible_gpus() -> list[Gpu] | str:
     """All that this process sees; or why the driver cannot be asked."""
     try:
-        from cuda.bindings import driver
-
-        from ...symm_mem.backends.vmm import check_driver
-
-        check_driver(driver.cuInit(0))
-        there = [check_driver(driver.cuDeviceGet(i)) for i in range(check_driver(driver.cuDeviceGetCount()))]
+        _asked("cuInit", 0)
+        there = [_asked("cuDeviceGet", i) for i in range(_asked("cuDeviceGetCount"))]
     except Exception as e:  # no package, no library, no driver, no device: the words differ
         return _first_line(e)
     return [_gpu(index, there) for index in range(len(there))]
 
 
-def _gpu(index: int, there: list[Any]) -> Gpu:
+def _asked(what: str, *args: Any) -> Any:
+    """The driver's answer."""
     from cuda.bindings import driver
 
     from ...symm_mem.backends.vmm import check_driver
+
+    return check_driver(getattr(driver, what)(*args))
+
+
+def _gpu(index: int, there: list[Any]) -> Gpu:
+    from cuda.bindings import driver
 
     mine = there[index]
 
     def says(which: str) -> int:
         attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{which}")
-        return int(check_driver(driver.cuDeviceGetAttribute(attribute, mine)))
+        return int(_asked("cuDeviceGetAttribute", attribute, mine))
 
-    reached = [
-        i
-        for i, other in enumerate(there)
-        if i != index and check_driver(driver.cuDeviceCanAccessPeer(mine, other))
-    ]
+    others = (i for i in range(len(there)) if i != index)
+    reached = [i for i in others if _asked("cuDeviceCanAccessPeer", mine, there[i])]
     atomics = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
     return Gpu(
         index,
-        check_driver(driver.cuDeviceGetName(128, mine)).split(b"\0")[0].decode(),
+        _asked("cuDeviceGetName", 128, mine).split(b"\0")[0].decode(),
         (says("COMPUTE_CAPABILITY_MAJOR"), says("COMPUTE_CAPABILITY_MINOR")),
         says("MULTIPROCESSOR_COUNT"),
-        check_driver(driver.cuDeviceTotalMem(mine)),
+        _asked("cuDeviceTotalMem", mine),
         bool(says("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")),
         tuple(reached),
-        tuple(i for i in reached if check_driver(driver.cuDeviceGetP2PAttribute(atomics, mine, there[i]))),
+        tuple(i for i in reached if _asked("cuDeviceGetP2PAttribute", atomics, mine, there[i])),
     )
 
 
 def driver_version() -> str | None:
     """The CUDA version that the driver supports."""
     try:
-        from cuda.bindings import driver
-
-        from ...symm_mem.backends.vmm import check_driver
-
-        version = int(check_driver(driver.cuDriverGetVersion()))
+        version = int(_asked("cuDriverGetVersion"))
     except Exception:
         return None
     return f"{version // 1000}.{version % 1000 // 10}"

@@ -106,7 +106,7 @@ def _measured(call: Callable[[], object], group: Group, warm_up: int) -> tuple[s
         _synchronize()
     found: list[list[Span]] = [[] for _ in range(pg.size())]
     dist.all_gather_object(found, _spans(profiled, pg.rank()), group=pg)
-    spans = [Span(*span) for of_rank in found for span in of_rank]
+    spans = [span for of_rank in found for span in of_rank]
     begin = min((span.begin for span in spans), default=0)
     lanes: dict[str, list[Bar]] = {span.lane: [] for span in spans}
     for lane, kind, name, first, last in spans:
@@ -120,7 +120,7 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _spans(profiled: profile, rank: int) -> list[tuple[str, str, str, int, int]]:
+def _spans(profiled: profile, rank: int) -> list[Span]:
     """In the order in which they are drawn: what is inside of another one after it."""
     results = profiled.profiler
     assert results is not None and results.kineto_results is not None
@@ -136,7 +136,7 @@ def _spans(profiled: profile, rank: int) -> list[tuple[str, str, str, int, int]]
         else:
             lane = BACKWARD if kind == BACKWARD else f"host {threads[event.thread]}"
         times = int(start + event.time_range.start * 1e3), int(start + event.time_range.end * 1e3)
-        spans.append((f"rank {rank}, {lane}", kind, event.name, *times))
+        spans.append(Span(f"rank {rank}, {lane}", kind, event.name, *times))
     return spans
 
 

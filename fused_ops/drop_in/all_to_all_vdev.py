@@ -128,27 +128,23 @@ def vdev_call(name: str, args: Sequence[Any]) -> _Call:
     return _Call(x, out, given, found, group_name, align, name == "all_to_all_vdev_2d_offset")
 
 
-def exchange_on_weft(name: str) -> Callable[..., None]:
-    """What the op then runs on CPU and CUDA."""
+def exchange_on_weft(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    """What the op then runs on CPU and CUDA, and for fake tensors."""
     key = f"symm_mem::{name}"
     has_own = torch._C._dispatch_has_kernel_for_dispatch_key(key, "CUDA")
     own = torch.library.get_kernel(key, "CUDA") if has_own else None
 
     def exchange(*args: Any) -> None:
         if own is not None and args[0].is_cuda and torch_symm.get_backend(args[0].device) == "NVSHMEM":
-            counts.add(name, "torch", "memory of NVSHMEM")
+            counts[name, "torch", "memory of NVSHMEM"] += 1
             own.call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args)
             return
         with torch.no_grad():
             vdev_call(name, args).run()
         plan = last_plan()
-        counts.add(name, "weft", plan.reason if plan.algorithm == "unfused" else "")
+        counts[name, "weft", plan.reason if plan.algorithm == "unfused" else ""] += 1
 
-    return exchange
-
-
-def exchange_on_meta(name: str) -> Callable[..., None]:
-    def exchange(*args: Any) -> None:
+    def on_meta(*args: Any) -> None:
         vdev_call(name, args).validate()
 
-    return exchange
+    return exchange, on_meta

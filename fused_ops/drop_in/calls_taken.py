@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -31,20 +32,10 @@ class CallsTaken:
         return f"{self.op}: {self.count} call{'s' * (self.count != 1)} by {self.by}{more}"
 
 
-class CallCounts:
-    """Counts them. Threads may lose a count to each other: it is not worth a lock in each call."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[tuple[str, str, str]] = Counter()
-
-    def add(self, op: str, by: str, why: str = "", count: int = 1) -> None:
-        self._counts[op, by, why] += count
-
-    def clear(self) -> None:
-        self._counts.clear()
-
-    def taken(self) -> tuple[CallsTaken, ...]:
-        return tuple(CallsTaken(*key, count) for key, count in self._counts.items())
+def calls_of(counts: Mapping[tuple[str, str, str], int]) -> tuple[CallsTaken, ...]:
+    """What was counted by op, taker and reason."""
+    return tuple(CallsTaken(*key, count) for key, count in counts.items())
 
 
-counts = CallCounts()  #: of this process
+#: Of this process. Threads may lose a count to each other: it is not worth a lock in each call.
+counts: Counter[tuple[str, str, str]] = Counter()

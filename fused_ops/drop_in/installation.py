@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.compiler.config
 
 from ...symm_mem.switches import is_on
 from ..library import compiled
-from .all_to_all_vdev import EXCHANGES, exchange_on_meta, exchange_on_weft
-from .calls_taken import CallsTaken, counts
-from .symm_mem_ops import DEVICES, OPS, Switch, kernel_of, torch_implementation
+from .all_to_all_vdev import EXCHANGES, exchange_on_weft
+from .calls_taken import CallsTaken, calls_of, counts
+from .symm_mem_ops import DEVICES, OPS, Switch, matmul_on_weft
 
 #: Part of the key of torch.compile's caches: a graph is ordered otherwise. These ops have a group's name only, and a
 #: cached program of so many ranks would be taken for one of others.
@@ -64,18 +62,12 @@ def install() -> None:
     with warnings.catch_warnings():
         # torch says once that a kernel replaces another one.
         warnings.filterwarnings("ignore", r"(?s).*previously registered kernel")
-        for name, op in OPS.items():
-            before = torch_implementation(name)
-            kernel = kernel_of(name, before)
+        for name, op in {**OPS, **EXCHANGES}.items():
+            kernel, fake = matmul_on_weft(name) if name in OPS else exchange_on_weft(name)
             for key in DEVICES:
                 library.impl(name, kernel, key, allow_override=True)
-            library.impl(name, _known_on_meta(before.functional), "Meta", allow_override=True)
-            compiled.declare_communicating(op)
-        for name, op in EXCHANGES.items():
-            exchange = exchange_on_weft(name)
-            for key in DEVICES:
-                library.impl(name, exchange, key, allow_override=True)
-            library.impl(name, _known_on_meta(exchange_on_meta(name)), "Meta", allow_override=True)
+            # Inductor is told of the op, too, before it lowers one that its own pass put in.
+            library.impl(name, compiled.known_to_inductor(fake), "Meta", allow_override=True)
             compiled.declare_communicating(op)
     torch.compiler.config.cache_key_tag += _TAG
     _library, Switch.on = library, True
@@ -124,7 +116,7 @@ def installed_calls(*, clear: bool = False) -> tuple[CallsTaken, ...]:
     Returns:
         one entry for each op, taker and reason. A captured graph that is replayed counts once.
     """
-    taken = counts.taken()
+    taken = calls_of(counts)
     if clear:
         counts.clear()
     return taken
@@ -138,12 +130,3 @@ def install_if_asked() -> None:
     """
     if is_on("WEFT_INSTALL"):
         install()
-
-
-def _known_on_meta(fake: Callable[..., Any]) -> Callable[..., Any]:
-    """What fake tensors get, and Inductor is told of the op before it lowers one that its own pass put in."""
-
-    def on_meta(*args: Any, **named: Any) -> Any:
-        return fake(*args, **named)
-
-    return compiled.known_to_inductor(on_meta)

@@ -14,7 +14,7 @@ test mode, takes what weft does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -35,37 +35,15 @@ from ..ops import (
     SCALED_MATMUL_REDUCE_SCATTER,
     Op,
 )
-from ..ops.all_gather_matmul import AllGatherMatmulCall, Result
-from ..ops.all_gather_scaled_matmul import AllGatherScaledMatmulCall
-from ..ops.matmul_reduce_scatter import MatmulReduceScatterCall
-from ..ops.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatterCall
 from .calls_taken import counts
 
 GATHER, SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
 SCALED_GATHER, SCALED_SCATTER = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
-_NAMES = (GATHER, SCATTER, SCALED_GATHER, SCALED_SCATTER)
-OPS = {name: getattr(torch.ops.symm_mem, name).default for name in _NAMES}
+OPS = {
+    name: getattr(torch.ops.symm_mem, name).default
+    for name in (GATHER, SCATTER, SCALED_GATHER, SCALED_SCATTER)
+}
 DEVICES = ("CUDA", "CPU")
-
-
-class TorchImplementation(NamedTuple):
-    """Of one of the ops, what torch registers.
-
-    Its Python functions, not its kernels (``torch.library.get_kernel``): in a TorchDispatchMode a kernel written in
-    Python leads to the one that was registered last.
-
-    Attributes:
-        on_cuda: that of CUDA.
-        functional: that of "meta" and of the test mode, by functional collectives, which run on any device.
-    """
-
-    on_cuda: Callable[..., Any]
-    functional: Callable[..., Any]
-
-    def call(self, device: torch.device, refused: bool, *args: Any, **named: Any) -> Any:
-        # Of what that of CUDA refuses it looks at no memory, so it says the same of tensors on CPU.
-        run = self.functional if device.type == "cpu" and not refused else self.on_cuda
-        return run(*args, **named)
 
 
 class Switch:
@@ -75,123 +53,104 @@ class Switch:
     on = False
 
 
-def torch_implementation(name: str) -> TorchImplementation:
-    """
+def _torchs(name: str) -> list[Callable[..., Any]]:
+    """What torch registers of one of the ops: that of CUDA; and that of "meta" and of the test mode, by functional
+    collectives, which run on any device.
+
+    Its Python functions, not its kernels (``torch.library.get_kernel``): in a TorchDispatchMode a kernel written in
+    Python leads to the one that was registered last.
+
     Raises:
         RuntimeError: the installed torch has none.
     """
     found = [getattr(torch_symm, f"_{name}{kind}", None) for kind in ("", "_fallback")]
     if None in found:
         raise RuntimeError(f"torch {torch.__version__} has no _{name} in torch.distributed._symmetric_memory")
-    return TorchImplementation(*found)  # type: ignore[arg-type]
+    return found  # type: ignore[return-value]
 
 
-def kernel_of(name: str, before: TorchImplementation) -> Callable[..., Any]:
-    """What the op then runs on CPU and CUDA."""
-    kernels = (
-        _all_gather_matmul,
-        _matmul_reduce_scatter,
-        _all_gather_scaled_matmul,
-        _scaled_matmul_reduce_scatter,
-    )
-    return kernels[_NAMES.index(name)](before)
+class _Taken(NamedTuple):
+    """How weft takes calls of one of the ops.
+
+    Attributes:
+        dim: which of its arguments is the dimension.
+        refuses: whether torch refuses a call for more than what it says of all four.
+        fp8: where dtypes of results are named; without them torch's results are fp8.
+        fast: launches at once what was launched before, if no record of the call is needed for that.
+    """
+
+    op: Op
+    dim: int
+    refuses: Callable[[Any], bool]
+    fp8: str = ""
+    fast: Callable[..., Any] | None = None
 
 
-def _all_gather_matmul(before: TorchImplementation) -> Callable[..., Result]:
-    add, op = counts.add, ALL_GATHER_MATMUL
-
-    def all_gather_matmul(
-        A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, return_A: bool = True
-    ) -> Result:
-        if gather_dim >= 0 and Switch.on and not torch_symm._is_test_mode:
-            done = launch_again(GATHER, (gather_dim, return_A), (A, *Bs), group_name)
-            if done is not None:
-                add(GATHER, "weft")
-                return (done.pop() if return_A else None), done
-        refused = A.dim() < 2 or not 0 <= gather_dim < A.dim() or any(B.dim() != 2 for B in Bs)
-        call = AllGatherMatmulCall(A, Bs, gather_dim, group_name, return_A)
-        if (why := _why_not(op, call, refused)) is None:
-            return _taken(GATHER, op, call)
-        add(GATHER, "torch", why)
-        return before.call(A.device, refused, A, Bs, gather_dim, group_name, return_A=return_A)  # type: ignore[no-any-return]
-
-    return all_gather_matmul
+def _differ_in_number(call: Any) -> bool:
+    of_each = call.biases, call.result_scales, call.out_dtypes, call.use_fast_accum
+    return any(len(given) != len(call.Bs) for given in of_each)
 
 
-def _matmul_reduce_scatter(before: TorchImplementation) -> Callable[..., Tensor]:
-    add, op = counts.add, MATMUL_REDUCE_SCATTER
-
-    def matmul_reduce_scatter(
-        A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
-    ) -> Tensor:
-        if scatter_dim >= 0 and Switch.on and not torch_symm._is_test_mode:
-            done = launch_again(SCATTER, (scatter_dim, reduce_op), (A, B), group_name)
-            if done is not None:
-                add(SCATTER, "weft")
-                return done[0]
-        known = reduce_op in validation.REDUCE_OPS
-        refused = A.dim() < 2 or not 0 <= scatter_dim < A.dim() or B.dim() != 2 or not known
-        call = MatmulReduceScatterCall(A, B, reduce_op, scatter_dim, group_name)
-        if (why := _why_not(op, call, refused)) is None:
-            return _taken(SCATTER, op, call)
-        add(SCATTER, "torch", why)
-        return before.call(A.device, refused, A, B, reduce_op, scatter_dim, group_name)  # type: ignore[no-any-return]
-
-    return matmul_reduce_scatter
+def _scatters_nothing(call: Any) -> bool:
+    shape = call.output_shape
+    return shape is None or not 0 <= call.orig_scatter_dim < len(shape) or _unknown_sum(call)
 
 
-def _all_gather_scaled_matmul(before: TorchImplementation) -> Callable[..., Any]:
-    op = ALL_GATHER_SCALED_MATMUL
-
-    def all_gather_scaled_matmul(*args: Any) -> Any:
-        call = AllGatherScaledMatmulCall(*args)
-        dim, dims, count = call.gather_dim, call.A_shard.dim(), len(call.Bs)
-        of_each = call.biases, call.result_scales, call.out_dtypes, call.use_fast_accum
-        refused = dims < 2 or not 0 <= dim < dims or any(B.dim() != 2 for B in call.Bs)
-        refused = refused or any(len(given) != count for given in of_each)
-        if all(dtype is not None for dtype in call.out_dtypes):
-            return _scaled(SCALED_GATHER, op, call, refused, before, args)
-        counts.add(SCALED_GATHER, "torch", "out_dtypes: is None, for which torch's results are fp8")
-        return before.call(call.A_shard.device, refused, *args)
-
-    return all_gather_scaled_matmul
+def _unknown_sum(call: Any) -> bool:
+    return call.reduce_op not in validation.REDUCE_OPS
 
 
-def _scaled_matmul_reduce_scatter(before: TorchImplementation) -> Callable[..., Any]:
-    op = SCALED_MATMUL_REDUCE_SCATTER
-
-    def scaled_matmul_reduce_scatter(*args: Any) -> Any:
-        call = ScaledMatmulReduceScatterCall(*args)
-        dims = call.A.dim()
-        refused = dims < 2 or not 0 <= call.scatter_dim_after_maybe_reshape < dims or call.B.dim() != 2
-        refused = refused or call.reduce_op not in validation.REDUCE_OPS or call.output_shape is None
-        refused = refused or not 0 <= call.orig_scatter_dim < len(call.output_shape or ())
-        if call.out_dtype is not None:
-            return _scaled(SCALED_SCATTER, op, call, refused, before, args)
-        counts.add(SCALED_SCATTER, "torch", "out_dtype: is None, for which torch's result is fp8")
-        return before.call(call.A.device, refused, *args)
-
-    return scaled_matmul_reduce_scatter
+def _gathered_again(A: Tensor, Bs: list[Tensor], dim: int, group_name: str, return_A: bool = True) -> Any:
+    done = launch_again(GATHER, (dim, return_A), (A, *Bs), group_name)
+    return None if done is None else ((done.pop() if return_A else None), done)
 
 
-def _scaled(
-    name: str, op: Op, call: Any, refused: bool, before: TorchImplementation, args: Sequence[Any]
-) -> Any:
-    """A call of fp8 operands whose results are none of fp8."""
-    if not refused and Switch.on and not torch_symm._is_test_mode and (done := op.fast(call)) is not None:
-        counts.add(name, "weft")
-        return done
-    if (why := _why_not(op, call, refused)) is None:
-        return _taken(name, op, call)
-    counts.add(name, "torch", why)
-    return before.call(call[0].device, refused, *args)
+def _scattered_again(A: Tensor, B: Tensor, reduce_op: str, dim: int, group_name: str) -> Any:
+    done = launch_again(SCATTER, (dim, reduce_op), (A, B), group_name)
+    return None if done is None else done[0]
 
 
-def _taken(name: str, op: Op, call: Any) -> Any:
-    result = op.slow(call)
-    plan = last_plan()
-    counts.add(name, "weft", plan.reason if plan.algorithm == "unfused" else "")
-    return result
+_HOW = {
+    GATHER: _Taken(ALL_GATHER_MATMUL, 2, lambda call: False, fast=_gathered_again),
+    SCATTER: _Taken(MATMUL_REDUCE_SCATTER, 3, _unknown_sum, fast=_scattered_again),
+    SCALED_GATHER: _Taken(ALL_GATHER_SCALED_MATMUL, 4, _differ_in_number, "out_dtypes"),
+    SCALED_SCATTER: _Taken(SCALED_MATMUL_REDUCE_SCATTER, 6, _scatters_nothing, "out_dtype"),
+}
+
+
+def matmul_on_weft(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What the op then runs on CPU and CUDA, and for fake tensors."""
+    on_cuda, functional = _torchs(name)
+    op, at, refuses, fp8, fast = _HOW[name]
+    record = op.record
+
+    def kernel(*args: Any, **named: Any) -> Any:
+        mine = Switch.on and not torch_symm._is_test_mode
+        if fast is not None and mine and args[at] >= 0 and (done := fast(*args, **named)) is not None:
+            counts[name, "weft", ""] += 1
+            return done
+        call = record(*args, **named)
+        first, Bs = call[0], call[1] if isinstance(call[1], list) else [call[1]]
+        refused = first.dim() < 2 or not 0 <= args[at] < first.dim() or any(B.dim() != 2 for B in Bs)
+        refused = refused or refuses(call)
+        dtypes = getattr(call, fp8) if fp8 else ()
+        why: str | None = None
+        if None in (dtypes if isinstance(dtypes, (list, tuple)) else (dtypes,)):
+            why = f"{fp8}: is None, for which torch's results are fp8"
+        elif fp8 and mine and not refused and (done := op.fast(call)) is not None:
+            counts[name, "weft", ""] += 1
+            return done
+        if (why := why or _why_not(op, call, refused)) is None:
+            result = op.slow(call)
+            plan = last_plan()
+            counts[name, "weft", plan.reason if plan.algorithm == "unfused" else ""] += 1
+            return result
+        counts[name, "torch", why] += 1
+        # Of what that of CUDA refuses it looks at no memory, so it says the same of tensors on CPU.
+        run = functional if first.device.type == "cpu" and not refused else on_cuda
+        return run(*args, **named)
+
+    return kernel, functional
 
 
 def _why_not(op: Op, call: Any, refused: bool) -> str | None:

@@ -107,24 +107,12 @@ def _as_nccl_takes_it(x: Tensor) -> bool:
     return x.is_contiguous() or x.is_contiguous(memory_format=_FORMATS.get(x.dim(), torch.contiguous_format))
 
 
-def _is_dense(x: Tensor) -> bool:
-    """Whether its elements are dense, in any order."""
-    if x.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def flat(x: Tensor) -> Tensor | None:
     """x's elements as they lie in memory, as NCCL takes them; None if there are others in between."""
     x = x.detach()
     if x.is_contiguous():
         return x.view(-1)
-    return x.as_strided((x.numel(),), (1,)) if _is_dense(x) else None
+    return x.as_strided((x.numel(),), (1,)) if torch.ops.aten.is_non_overlapping_and_dense(x) else None
 
 
 def index_of(x: Tensor) -> int:

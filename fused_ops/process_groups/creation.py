@@ -16,16 +16,13 @@ from torch.distributed import PrefixStore, ProcessGroup, distributed_c10d
 
 from ...symm_mem import Group, resolve_group
 from ...symm_mem.switches import is_on
-from .group import WeftProcessGroup
-from .in_ddp import see_reducer
-from .in_dynamo import see_group_class
+from .group import BACKEND_TYPES, WeftProcessGroup
+from .in_torch import see_groups
 from .options import set_group_timeout
-from .out_ops import see_out_ops
 from .taken import GroupCalls
 
 NAME = "weft"
 _HELPER = "_new_process_group_helper"
-_TYPES = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
 
 
 @torch._disable_dynamo
@@ -106,9 +103,7 @@ def create_process_group(options: Any, backend_options: Any) -> WeftProcessGroup
         RuntimeError: there is no device for it.
     """
     asked = _Asked(sys._getframe(1))
-    see_out_ops()
-    see_group_class()
-    see_reducer()
+    see_groups()
     names = _inner_names(asked.backends)
     _check_options(backend_options, names.values())
     store = PrefixStore("weft/", options.store)
@@ -123,12 +118,12 @@ def create_process_group(options: Any, backend_options: Any) -> WeftProcessGroup
             made = make(where, options, backend_options)
             made._set_sequence_number_for_group()
             backend = _watched(made, where, options)
-        inner._register_backend(torch.device(kind), _TYPES[name], backend)
-    inner._set_default_backend(_TYPES["nccl" if "nccl" in names.values() else "gloo"])
+        inner._register_backend(torch.device(kind), BACKEND_TYPES[name], backend)
+    inner._set_default_backend(BACKEND_TYPES["nccl" if "nccl" in names.values() else "gloo"])
     inner._set_group_name(options.group_id)
     if "WEFT_TIMEOUT" not in os.environ:
         set_group_timeout(options.timeout, options.group_id)
-    return WeftProcessGroup._wrap(inner, tuple(kind for kind in names if asked.backends[kind] == NAME))
+    return WeftProcessGroup(inner, tuple(kind for kind in names if asked.backends[kind] == NAME))
 
 
 def _check_options(given: Any, names: Collection[str]) -> None:
@@ -157,7 +152,7 @@ def _inner_names(backends: Mapping[str, str]) -> dict[str, str]:
                 names[kind] = "nccl"
         elif name == NAME and kind == "cpu":
             names[kind] = "gloo"
-        elif name in _TYPES:
+        elif name in BACKEND_TYPES:
             names[kind] = name
         else:
             raise ValueError(f"backend: is {kind}:{name} with weft, must be gloo or nccl, on cpu or cuda")

@@ -15,13 +15,14 @@ from torch._C._distributed_c10d import _allow_inflight_collective_as_graph_input
 from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup, Work
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from ...symm_mem import CallAbandoned, flight_recorder
 from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.heap.registry import has_name, heaps_of
 from ...symm_mem.timeouts import call_timeout
 from . import options
-from .batches import Batch, operations_of_batch
+from .batches import operations_of_batch, send_as_one
 from .calls import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -39,7 +40,7 @@ from .taken import GroupCalls
 from .work import DoneWork
 
 _SUM: Any = dist.ReduceOp.SUM
-_TYPES = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
+BACKEND_TYPES = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
 # From 2.13 on torch has other names for these, and only then has the class below methods of these names.
 _GATHER, _GATHERS, _SCATTER, _SCATTERS, _EXCHANGE = (
     new if hasattr(ProcessGroup, new) else old
@@ -95,21 +96,15 @@ class WeftProcessGroup(ProcessGroup):
         self._coalescing = False
         self._host = HostLine(inner.group_name)
         self._device = DeviceLines(self, inner.group_name)
-        self._batch: Batch | None = None
-
-    @staticmethod
-    def _wrap(inner: ProcessGroup, taken_on: tuple[str, ...]) -> WeftProcessGroup:
-        """Returns a group with the ranks, backends and name of ``inner``."""
-        group = WeftProcessGroup(inner, taken_on)
+        # The last batch of sends and receives, and the work of each that the group is yet to be asked for.
+        self._batch: tuple[Any, list[Work]] = None, []
         if inner.bound_device_id is not None:
-            group.bound_device_id = inner.bound_device_id
-        for kind in inner._device_types:
-            backend = inner._get_backend(kind)
-            group._register_backend(kind, _TYPES[backend.name()], backend)
-        group._set_default_backend(_TYPES[inner.name()])
-        ProcessGroup._set_group_name(group, inner.group_name)
-        ProcessGroup._set_group_desc(group, inner.group_desc)
-        return group
+            self.bound_device_id = inner.bound_device_id
+        for name, backend in self._backends.items():
+            self._register_backend(torch.device(name), BACKEND_TYPES[backend.name()], backend)
+        self._set_default_backend(BACKEND_TYPES[inner.name()])
+        super()._set_group_name(inner.group_name)
+        super()._set_group_desc(inner.group_desc)
 
     # What weft may take. torch's C++ code (functional collectives) calls these by name, too.
 
@@ -119,15 +114,13 @@ class WeftProcessGroup(ProcessGroup):
             if (cached := self._launch_cached(ALL_REDUCE, x, x, args[0])) is not False:
                 return cached
         opts = options.all_reduce_options(args, named)
-        work = self._take(ALL_REDUCE, options.all_reduces(tensors, opts), opts)
-        if work is not None:
-            return work
-        return self._delegate("allreduce", tensors, *args, **named)
+        given = tensors, *args
+        return self._take(ALL_REDUCE, options.all_reduces(tensors, opts), opts, "allreduce", given, named)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
-        work = self._take(ALL_REDUCE, options.all_reduces(tensors, opts), opts)
-        return self._delegate("allreduce_coalesced", tensors, opts) if work is None else work
+        calls = options.all_reduces(tensors, opts)
+        return self._take(ALL_REDUCE, calls, opts, "allreduce_coalesced", (tensors, opts))
 
     def _allgather_base(  # type: ignore[override]
         self,
@@ -135,40 +128,34 @@ class WeftProcessGroup(ProcessGroup):
         input: Tensor,  # noqa: A002
         opts: Any = None,
     ) -> Work | None:
-        opts = options.all_gather_options(opts)
+        opts = AllgatherOptions() if opts is None else opts
         if (cached := self._launch_cached(ALL_GATHER, input, output, opts)) is not False:
             return cached
-        work = self._take(ALL_GATHER, options.all_gathers([output], [input]), opts)
-        return self._delegate(_GATHER, output, input, opts) if work is None else work
+        calls = options.paired_calls(ALL_GATHER, [output], [input])
+        return self._take(ALL_GATHER, calls, opts, _GATHER, (output, input, opts))
 
     def allgather_into_tensor_coalesced(
         self, output_lists: list[Tensor], input_list: list[Tensor], opts: Any = None
     ) -> Work:
-        opts = options.all_gather_options(opts)
-        work = self._take(ALL_GATHER, options.all_gathers(output_lists, input_list), opts)
-        if work is not None:
-            return work
-        return self._delegate(_GATHERS, output_lists, input_list, opts)
+        opts = AllgatherOptions() if opts is None else opts
+        calls = options.paired_calls(ALL_GATHER, output_lists, input_list)
+        return self._take(ALL_GATHER, calls, opts, _GATHERS, (output_lists, input_list, opts))
 
     def _reduce_scatter_base(  # type: ignore[override]
         self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None
     ) -> Work | None:
-        opts = options.reduce_scatter_options(opts)
+        opts = ReduceScatterOptions() if opts is None else opts
         if (cached := self._launch_cached(REDUCE_SCATTER, inputTensor, outputTensor, opts)) is not False:
             return cached
-        work = self._take(REDUCE_SCATTER, options.reduce_scatters([outputTensor], [inputTensor], opts), opts)
-        if work is not None:
-            return work
-        return self._delegate(_SCATTER, outputTensor, inputTensor, opts)
+        calls = options.paired_calls(REDUCE_SCATTER, [outputTensor], [inputTensor], opts.reduceOp)
+        return self._take(REDUCE_SCATTER, calls, opts, _SCATTER, (outputTensor, inputTensor, opts))
 
     def reduce_scatter_tensor_coalesced(
         self, outputTensors: list[Tensor], inputTensors: list[Tensor], opts: Any = None
     ) -> Work:
-        opts = options.reduce_scatter_options(opts)
-        work = self._take(REDUCE_SCATTER, options.reduce_scatters(outputTensors, inputTensors, opts), opts)
-        if work is not None:
-            return work
-        return self._delegate(_SCATTERS, outputTensors, inputTensors, opts)
+        opts = ReduceScatterOptions() if opts is None else opts
+        calls = options.paired_calls(REDUCE_SCATTER, outputTensors, inputTensors, opts.reduceOp)
+        return self._take(REDUCE_SCATTER, calls, opts, _SCATTERS, (outputTensors, inputTensors, opts))
 
     def alltoall_base(  # type: ignore[override]
         self,
@@ -181,17 +168,15 @@ class WeftProcessGroup(ProcessGroup):
     ) -> Work | None:
         opts = options.all_to_all_options(args, named)
         splits = [*output_split_sizes, *input_split_sizes]
-        cached: Any = False
         # What is cached is known by its number of elements alone.
         evenly = all(t.dim() and t.shape[0] % self._size == 0 for t in (input, output))
-        if evenly and not splits and output is not input:
-            cached = self._launch_cached(ALL_TO_ALL, input, output, opts)
-        if cached is not False:
+        known = evenly and not splits and output is not input
+        if known and (cached := self._launch_cached(ALL_TO_ALL, input, output, opts)) is not False:
             return cached
-        work = self._take(ALL_TO_ALL, options.all_to_alls(output, input, splits), opts)
-        if work is not None:
-            return work
-        return self._delegate(_EXCHANGE, output, input, output_split_sizes, input_split_sizes, *args, **named)
+        given = output, input, output_split_sizes, input_split_sizes, *args
+        return self._take(
+            ALL_TO_ALL, options.all_to_alls(output, input, splits), opts, _EXCHANGE, given, named
+        )
 
     if _GATHER == "all_gather_single":
         all_gather_single = _allgather_base  # type: ignore[assignment]
@@ -223,17 +208,26 @@ class WeftProcessGroup(ProcessGroup):
         done = self._device.launch_again(name, x, out, op, opts.asyncOp)
         if done is False:
             return False
-        self.record.cached[name] += 1
+        self.record.taken[name] += 1
         if done is True:
             return None
         if _allow_inflight_collective_as_graph_input():
             done.wait()
         return done
 
-    def _take(self, name: str, calls: list[GroupCall] | str, opts: Any) -> Work | None:
-        """The call's work, if weft takes it."""
+    def _take(
+        self,
+        name: str,
+        calls: list[GroupCall] | str,
+        opts: Any,
+        method: str,
+        given: tuple[Any, ...],
+        named: dict[str, Any] | None = None,
+    ) -> Work:
+        """The call's work, by weft if it takes it, else by this method of the group inside."""
+        named = named or {}
         if self._coalescing:
-            return None
+            return getattr(self.inner, method)(*given, **named)  # type: ignore[no-any-return]
         why: str | None
         if isinstance(calls, str):
             why, kind = calls, ""
@@ -250,12 +244,12 @@ class WeftProcessGroup(ProcessGroup):
             ):
                 done = self._run(calls, opts.asyncOp, seconds)
             if not isinstance(done, str):
-                self.record.count_taken(name)
+                self.record.taken[name] += 1
                 return done
             why = done
             flight_recorder.runs_unfused()
         self.record.count_left(name, why, kind)
-        return None
+        return self._delegate(method, *given, **named)
 
     def _run(self, calls: list[GroupCall], asynchronous: bool, seconds: float | None) -> DoneWork | str:
         if not has_name(self, self.group_name):
@@ -295,11 +289,12 @@ class WeftProcessGroup(ProcessGroup):
         operations = None if device.type == "cpu" else operations_of_batch(sys._getframe(2))
         if operations is None or not self.inner._get_backend(device).supports_coalescing:
             return self._delegate(method, tensors, peer, tag)
-        batch = self._batch
-        if batch is None or batch.is_sent or batch.operations is not operations:
+        batch, works = self._batch
+        if batch is not operations or not works:
             self._device.order_after(device)
-            self._batch = batch = Batch(self.inner, operations, device)
-        return batch.add(lambda: getattr(self.inner, method)(tensors, peer, tag), tensors)
+            works = send_as_one(self.inner, operations, device)
+            self._batch = operations, works
+        return works.pop()
 
     # Delegated to the inner group.
 
@@ -325,7 +320,7 @@ class WeftProcessGroup(ProcessGroup):
     def _get_sequence_number_for_group(self) -> int:
         """The number of collectives that the group has begun, weft's and the others'."""
         inside = int(self.inner._get_sequence_number_for_group())  # type: ignore[attr-defined]
-        return inside + self.record.total_taken()
+        return inside + sum(self.record.taken.values())
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.inner.set_timeout(timeout)
@@ -351,10 +346,10 @@ class WeftProcessGroup(ProcessGroup):
             return None
         for kind in self.record.taken_on:
             options.set_group_timeout(made._get_backend(torch.device(kind)).options._timeout, made.group_name)
-        return WeftProcessGroup._wrap(made, self.record.taken_on)
+        return WeftProcessGroup(made, self.record.taken_on)
 
     def merge_remote_group(self, *args: Any, **named: Any) -> WeftProcessGroup:
-        return WeftProcessGroup._wrap(self.inner.merge_remote_group(*args, **named), self.record.taken_on)
+        return WeftProcessGroup(self.inner.merge_remote_group(*args, **named), self.record.taken_on)
 
 
 def _left_alone(method: str, collective: str) -> Callable[..., Any]:

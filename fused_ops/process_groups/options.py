@@ -8,10 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from ...symm_mem.timeouts import LONGEST, set_timeout
-from .calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, GroupCall, reduction_of, waited_for
+from .calls import ALL_REDUCE, ALL_TO_ALL, GroupCall, reduction_of, waited_for
 
 UNSET = AllgatherOptions().timeout  #: of options that have none: the group's counts
 
@@ -31,21 +31,19 @@ def set_group_timeout(timeout: timedelta, group_name: str) -> None:
 
 def all_reduce_options(given: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Of ``allreduce(tensors, opts)`` or ``allreduce(tensors, op, timeout)``; None of what torch refuses."""
-    if len(given) == 1 and not named and isinstance(given[0], dist.AllreduceOptions):
-        return given[0]
-    names = dict(zip(("op", "timeout"), given, strict=False))
-    if len(given) > 2 or set(names) & set(named):
+    opts = given[0] if given else named.get("opts")
+    if isinstance(opts, dist.AllreduceOptions):
+        return opts if len(given) + len(named) == 1 else None
+    try:
+        return _options_of_sum(*given, **named)
+    except TypeError:
         return None
-    names.update(named)
-    opts = names.pop("opts", None)
-    if opts is not None:
-        return opts if isinstance(opts, dist.AllreduceOptions) and not names else None
-    opts, timeout = dist.AllreduceOptions(), names.pop("timeout", None)
-    op = names.pop("op", ReduceOp.SUM)
-    if names or not isinstance(op, (ReduceOp, ReduceOp.RedOpType)):
-        return None
-    opts.reduceOp = op  # type: ignore[assignment]
-    if isinstance(timeout, timedelta):
+
+
+def _options_of_sum(op: Any = ReduceOp.SUM, timeout: timedelta | None = None) -> dist.AllreduceOptions:
+    opts = dist.AllreduceOptions()
+    opts.reduceOp = op
+    if timeout is not None:
         opts.timeout = timeout
     return opts
 
@@ -59,35 +57,20 @@ def all_reduces(tensors: Any, opts: Any) -> list[GroupCall] | str:
     return [GroupCall(ALL_REDUCE, x, x, op) for x in found]
 
 
-def all_gathers(outputs: Any, inputs: Any) -> list[GroupCall] | str:
-    """Likewise."""
-    if not _paired(outputs, inputs):
-        return "arguments that do not fit each other"
-    return [GroupCall(ALL_GATHER, out, waited_for(x)) for out, x in zip(outputs, inputs, strict=True)]
-
-
-def reduce_scatters(outputs: Any, inputs: Any, opts: Any) -> list[GroupCall] | str:
-    """Likewise."""
-    op = reduction_of(opts.reduceOp)
-    if op is None:
+def paired_calls(name: str, outputs: Any, inputs: Any, op: Any = None) -> list[GroupCall] | str:
+    """The same of other collectives; ``op``: of those that reduce."""
+    if (reduce_op := "" if op is None else reduction_of(op)) is None:
         return "a reduction that weft does not have"
-    if not _paired(outputs, inputs):
+    if len(outputs) != len(inputs) or not all(isinstance(t, Tensor) for t in (*outputs, *inputs)):
         return "arguments that do not fit each other"
-    return [GroupCall(REDUCE_SCATTER, out, waited_for(x), op) for out, x in zip(outputs, inputs, strict=True)]
+    return [GroupCall(name, out, waited_for(x), reduce_op) for out, x in zip(outputs, inputs, strict=True)]
 
 
 def all_to_alls(out: Any, x: Any, splits: Any) -> list[GroupCall] | str:
     """Likewise. With ``splits`` of one rank that are even those of others need not be."""
     if splits:
         return "split sizes are given"
-    if not _paired([out], [x]):
-        return "arguments that do not fit each other"
-    x = waited_for(x)
-    return [GroupCall(ALL_TO_ALL, out, x.clone() if x is out else x)]
-
-
-def all_gather_options(opts: Any) -> Any:
-    return AllgatherOptions() if opts is None else opts
+    return paired_calls(ALL_TO_ALL, [out], [x.clone() if x is out else x])
 
 
 def all_to_all_options(given: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -101,17 +84,9 @@ def all_to_all_options(given: tuple[Any, ...], named: dict[str, Any]) -> Any:
     return opts
 
 
-def reduce_scatter_options(opts: Any) -> Any:
-    return ReduceScatterOptions() if opts is None else opts
-
-
 def functional_reduction(reduce_op: str) -> Any:
     """The ReduceOp that functional collectives call by this name."""
     op = ReduceOp.RedOpType.__members__.get(reduce_op.upper())
     if op is None:
         raise ValueError(f"reduce_op: is {reduce_op!r}, must be the name of a ReduceOp")
     return op
-
-
-def _paired(outputs: Any, inputs: Any) -> bool:
-    return len(outputs) == len(inputs) and all(isinstance(t, Tensor) for t in (*outputs, *inputs))

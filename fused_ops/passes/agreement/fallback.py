@@ -155,13 +155,8 @@ def _draws_nothing(node: fx.Node) -> bool:
 def graph_copy(graph: fx.Graph, without: Collection[fx.Node] = ()) -> fx.Graph:
     """Where the graph returns a node that is left out, the copy returns None."""
     copy = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    outputs = fx.node.map_arg(graph.output_node().args[0], lambda n: None if n in without else n)
-    for node in graph.nodes:
-        if node.op != "output" and node not in without:
-            copies[node] = copy.node_copy(node, copies.__getitem__)
-    output = copy.output(fx.node.map_arg(outputs, copies.__getitem__))
-    output.meta = dict(graph.output_node().meta)
+    copies: dict[fx.Node, Any] = dict.fromkeys(without)
+    copy.output(copy.graph_copy(graph, copies)).meta = dict(graph.output_node().meta)
     return copy
 
 

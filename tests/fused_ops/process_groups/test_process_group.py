@@ -17,7 +17,7 @@ from opcommon import check as close
 from ranks import on_ranks, run_ranks, run_row
 from weft import symm_mem
 from weft.fused_ops.process_groups import calls as group_calls
-from weft.fused_ops.process_groups.batches import operations_of_batch
+from weft.fused_ops.process_groups.batches import operations_of_batch, send_as_one
 
 OPS = {"SUM": torch.sum, "AVG": torch.mean, "MAX": torch.amax, "MIN": torch.amin}
 LAYOUTS = ("contiguous", "strided", "transposed", "unaligned", "of a gradient")
@@ -284,6 +284,43 @@ def in_batches(rank: int, world_size: int) -> None:
 
 def test_batches_of_sends() -> None:
     run_ranks(in_batches, 2)
+
+
+class Inside:
+    """A group that takes a batch as one, and notes what it is asked for."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.seen: list[Any] = []
+        self.fails = fails
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.seen.append(device)
+
+    def _end_coalescing(self, device: torch.device) -> str:
+        self.seen.append("end")
+        return "work"
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+        if self.fails:
+            raise RuntimeError("refused")
+        self.seen.append(("send", tensors[0].shape, peer, tag))
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+        self.seen.append(("recv", tensors[0].shape, peer, tag))
+
+
+@on_ranks(2)
+def test_a_batch_is_sent_at_its_first_operation(rank: int, world_size: int) -> None:
+    x, y, elsewhere = torch.ones(3, dtype=torch.complex64), torch.ones(4), torch.ones(2, device="meta")
+    batch = [dist.P2POp(dist.isend, x, 1, tag=7), dist.P2POp(dist.irecv, y, 0)]
+    others = [dist.P2POp(dist.isend, elsewhere, 1)]
+    inside: Any = Inside()
+    assert send_as_one(inside, batch + others, x.device) == ["work"] * 2
+    assert inside.seen == [x.device, ("send", (3, 2), 1, 7), ("recv", (4,), 0, 0), "end"]
+    inside = Inside(fails=True)
+    with pytest.raises(RuntimeError, match="refused"):
+        send_as_one(inside, batch, x.device)
+    assert inside.seen == [x.device, "end"], "nothing that follows is taken for a part of it"
 
 
 @on_ranks(2)

@@ -218,12 +218,10 @@ def test_another_group_of_the_same_name(stage: GroupStage) -> None:
 
 def start(stage: GroupStage, x: torch.Tensor, opts: Any = None) -> Any:
     """What the group's first look at a call makes of it, as functional collectives call: asynchronously."""
-    cached = dict.fromkeys((ALL_REDUCE,), 0)
-    group: Any = SimpleNamespace(
-        _coalescing=False, _device=stage.lines, record=SimpleNamespace(cached=cached)
-    )
+    taken = dict.fromkeys((ALL_REDUCE,), 0)
+    group: Any = SimpleNamespace(_coalescing=False, _device=stage.lines, record=SimpleNamespace(taken=taken))
     work = WeftProcessGroup._launch_cached(group, ALL_REDUCE, x, x, opts or dist.AllreduceOptions())
-    assert cached[ALL_REDUCE] == (work is not False)
+    assert taken[ALL_REDUCE] == (work is not False)
     return work
 
 
