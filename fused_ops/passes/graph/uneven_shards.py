@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import fx
 
-from .nodes import FLAT, LeftAlone, argument, aten, c10d, calls, first_write, is_val, val, walk
+from .nodes import FLAT, LeftAlone, argument, aten, c10d, calls, first_write, is_val, known, val, walk
 from .rewrite import call, erase_unused, reshape, undone_if_left
-from .split_cat import SPLITS
+from .split_cat import SPLITS, cut_of
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 _PADDING = (
@@ -56,19 +56,23 @@ def _cut_after(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     has the node's shape."""
     args: Any = node.args
     *addend, left, right = args
-    *_, cut = _flat(left, copies=True)
-    if not calls(cut, aten.slice.Tensor) or any(is_val(a) and val(a).dim() != 1 for a in addend):
+    *_, sliced = _flat(left, copies=True)
+    cut = cut_of(sliced)
+    if (
+        not calls(sliced, aten.slice.Tensor)
+        or cut is None
+        or any(is_val(a) and val(a).dim() != 1 for a in addend)
+    ):
         return None
-    source: Any = cut.args[0]
+    source, dim, start, few, _ = cut
     gather = _gather_of(source)
     kept, there = _rows(left), _rows(source)
-    if gather is None or kept is None or there is None or not _first_rows(cut):
+    if gather is None or kept is None or there is None or first_write(gather, node) is not None:
         return None
-    if first_write(gather, node) is not None:
+    width, shape = val(left).shape[1], list(val(source).shape)
+    if not known(start == 0) or dim == len(shape) - 1 or width != shape[-1]:
         return None
-    width, shape, dim = val(left).shape[1], list(val(source).shape), argument(cut, 1, "dim", 0)
-    few = val(cut).shape[dim]
-    if not 0 < shape[dim] - few < gather.args[1] or width != shape[-1]:  # type: ignore[operator]
+    if not 0 < shape[dim] - few < gather.args[1]:  # type: ignore[operator]
         return None
     product = call(node, node.target, *addend, reshape(source, [there, width], node), right, **node.kwargs)
     columns = val(product).shape[1]
@@ -167,13 +171,6 @@ def _rows(node: fx.Node) -> int | None:
     if len(shape) < 2 or not all(isinstance(s, int) for s in shape) or not shape[-1]:
         return None
     return int(val(node).numel() // shape[-1])
-
-
-def _first_rows(cut: fx.Node) -> bool:
-    """Whether a slice takes the first of what lies along another dimension than the last."""
-    dim = argument(cut, 1, "dim", 0)
-    begins = argument(cut, 2, "start") in (None, 0) and argument(cut, 4, "step", 1) == 1
-    return begins and 0 <= dim < val(cut).dim() - 1
 
 
 def _pads_last(node: fx.Node, dim: int) -> bool:

@@ -35,6 +35,7 @@ from ..graph.nodes import (
     walk,
     writes,
 )
+from ..graph.split_cat import SPLITS, cut_of
 from ..graph.views import CASTS
 from ..order.copy_engines import start_when_needed
 from ..order.grouped import is_copy, is_view
@@ -43,7 +44,6 @@ from ..settings import AUTO, PassSettings
 from .copy_engines import check_carried
 
 _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
-_CUTS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
 def take_apart(
@@ -212,22 +212,16 @@ def _cuts(node: fx.Node, dim: int, sizes: list[int]) -> list[list[fx.Node]]:
     the whole."""
     found: list[list[fx.Node]] = [[] for _ in sizes]
     at = {begin: i for i, begin in enumerate(accumulate(sizes[:-1], initial=0))}
-    for user in node.users:
-        sliced = calls(user, aten.slice.Tensor) and argument(user, 4, "step", 1) == 1
-        if not (sliced or calls(user, *_CUTS)):
+    for piece in (n for user in node.users for n in (user.users if calls(user, *SPLITS) else [user])):
+        cut = cut_of(piece)
+        if cut is None or cut.dropped:
             raise LeftAlone("something uses all of its result")
-        if argument(user, 1 if sliced else 2, "dim", 0) % val(node).dim() != dim:
+        if cut.dim != dim:
             raise LeftAlone("it is cut along another dimension")
-        if sliced:
-            i = at.get(argument(user, 2, "start") or 0)
-            if i is None or val(user).shape[dim] != sizes[i]:
-                raise LeftAlone("it is cut elsewhere than it was joined")
-            found[i].append(user)
-        elif [piece.shape[dim] for piece in user.meta["val"]] != sizes:
+        i = at.get(cut.start) if isinstance(cut.start, int) else None
+        if i is None or cut.stop - cut.start != sizes[i]:
             raise LeftAlone("it is cut elsewhere than it was joined")
-        else:
-            for piece in user.users:
-                found[piece.args[1]].append(piece)  # type: ignore[index]
+        found[i].append(piece)
     if not all(found):
         raise LeftAlone("a part of its result is not used")
     return found
