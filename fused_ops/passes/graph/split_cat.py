@@ -49,8 +49,9 @@ def cut_of(node: Any) -> Cut | None:
         return Cut(source, dim, i, i + 1, True) if isinstance(i, int) else None
     size = whole.shape[dim]
     start, stop = _bound(argument(node, 2, "start"), 0, size), _bound(argument(node, 3, "end"), size, size)
-    gapless = None not in (start, stop) and argument(node, 4, "step", 1) == 1
-    return Cut(source, dim, start, stop) if gapless and known(stop - start == val(node).shape[dim]) else None
+    if start is None or stop is None or argument(node, 4, "step", 1) != 1:
+        return None
+    return Cut(source, dim, start, stop) if known(stop - start == val(node).shape[dim]) else None
 
 
 def is_cut(node: fx.Node, source: fx.Node, dim: int, start: Size) -> bool:
@@ -93,12 +94,13 @@ class Parts:
         parts: Any = cat.args[0]
         if not isinstance(parts, list | tuple) or not all(map(is_val, parts)):
             raise LeftAlone(f"the inputs of {what(cat)} are not known")
-        first, end, nodes = cut_of(parts[0]), 0, dict[fx.Node, None]()
+        first, nodes = cut_of(parts[0]), dict[fx.Node, None]()
+        end: Size = 0
         for part in parts:
             cut = cut_of(part)
             if cut is None or first is None or cut.source is not first.source or cut.dropped != first.dropped:
-                whole = "a tensor" if first is None else what(first.source)
-                raise LeftAlone(f"{what(cat)} joins {what(part)}, which is no part of {whole}")
+                of = "a tensor" if first is None else what(first.source)
+                raise LeftAlone(f"{what(cat)} joins {what(part)}, which is no part of {of}")
             if cut.dim != first.dim:
                 raise LeftAlone(f"{what(cat)} joins parts cut along different dimensions")
             if not known(cut.start == end):
