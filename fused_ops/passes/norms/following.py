@@ -35,7 +35,7 @@ from ..graph.nodes import (
 )
 from ..graph.rewrite import call
 from ..graph.views import CASTS, unchanged
-from .norm import FoundNorm, layer_norm_of, rms_norm_of
+from .norm import FoundNorm, norm_of
 from .quant import FollowingQuant
 
 
@@ -215,13 +215,3 @@ def _unless_normed(alone: _Sum, add: fx.Node, why: str) -> _Sum:
     if normed:
         raise LeftAlone(why)
     return alone
-
-
-def norm_of(x: fx.Node, dtype: torch.dtype) -> FoundNorm | None:
-    """The norm of a node, of the given dtype; None if there is none. LeftAlone: it is none that an op computes."""
-    for user in x.users:
-        wide = user if calls(user, *CASTS) and val(user).dtype == torch.float32 else x
-        found = layer_norm_of(x, wide, dtype) or rms_norm_of(x, wide, dtype)
-        if found is not None:
-            return found
-    return None
