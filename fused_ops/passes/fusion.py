@@ -20,7 +20,7 @@ from .agreement.fallback import is_fallback_graph
 from .agreement.outcomes import RunOutcomes
 from .agreement.signature import Order
 from .cache_key import pass_key
-from .canonicalize import canonicalize, to_one_spelling
+from .canonicalize import take_coalesced_apart, to_one_spelling
 from .decompositions import write_out
 from .graph.collectives import Collective, collectives, kind_of
 from .graph.nodes import LeftAlone, custom_ops
@@ -249,7 +249,7 @@ class FusionPass(OnePass, CustomGraphPass):
         asked = partial(self._why_not_changed, op=None, why_not_kept=why_not)
         orders: list[Order] = []
         notes = {**rewritten(graph, self, asked), **notes_of(graph), **take_apart(graph, self, asked, orders)}
-        left = canonicalize(graph, self._find, lambda match: self._why_not(match, why_not))
+        left = take_coalesced_apart(graph, self._find, lambda match: self._why_not(match, why_not))
         nodes = list(collectives(graph))
         fields = {n: fields_of(n, number) for n in nodes}
         entries = {n: Entry(**fields[n], reason=reason) for n, reason in left.items()}

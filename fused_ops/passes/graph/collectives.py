@@ -13,7 +13,7 @@ from ....kernels.device.gemm.scaling import FP8
 from ....symm_mem import resolve_group
 from ... import validation
 from ...library import schema
-from .nodes import LeftAlone, aten, c10d, calls, is_val, known, memory, some, val
+from .nodes import LeftAlone, aten, between, c10d, calls, is_val, known, memory, some, val, what
 
 _WAITS = ("wait_tensor", "wait_tensors")
 _COPIED = {schema.all_gather_start, schema.reduce_scatter_start}  # by copy engines
@@ -55,8 +55,7 @@ class Collective:
     @property
     def beside(self) -> fx.Node | None:
         """What takes its time after it before somebody waits for it: it makes as many elements, or sends."""
-        node = self.node.next
-        while node is not self.wait:
+        for node in between(self.node, self.wait):
             if communicates(node):
                 return node
             made = is_val(node) and not any(
@@ -64,12 +63,15 @@ class Collective:
             )
             if made and not known(val(node).numel() < val(self.x).numel()):
                 return node
-            node = node.next
         return None
 
     @classmethod
     def from_node(cls, node: fx.Node, groups: frozenset[str] | None) -> Collective:
         """LeftAlone: it is none that can be fused."""
+        if isinstance(out := node.kwargs.get("out"), fx.Node):
+            raise LeftAlone(
+                f"it writes into {what(out)}, which others may use, or which has strides of its own"
+            )
         if node.target not in _FUSIBLE:
             raise LeftAlone(
                 "weft fuses all_gather, reduce_scatter, all_reduce and all_to_all of one tensor into new memory only"

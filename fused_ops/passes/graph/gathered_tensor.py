@@ -14,6 +14,7 @@ from .index_map import RANK, Digit, Digits, Dims, flat_dims, gathered_dims, part
 from .nodes import (
     LeftAlone,
     aten,
+    between,
     c10d,
     calls,
     first_write,
@@ -104,10 +105,8 @@ class Gathered:
     def before_others(self, first: fx.Node) -> fx.Node:
         """Where the fused op can stand: before ``first`` and the next collective of the group, whose order so stays."""
         c, own = self.collectives[0], self._gathers()
-        node = c.node.next
-        while node is not first and (node in own or not communicates(node) or group_of(node) != c.group):
-            node = node.next
-        return node
+        others = (n for n in between(c.node, first) if n not in own and communicates(n))
+        return next((n for n in others if group_of(n) == c.group), first)
 
     def made_of(self, node: fx.Node) -> set[fx.Node]:
         """A view and all that it is made of, down to the gathered tensor; nothing for another node."""

@@ -122,6 +122,14 @@ def walk(roots: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.No
     return found
 
 
+def between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    """The nodes after ``first`` and before ``last``, in the order of the graph."""
+    node = first.next
+    while node is not last and node.op != "root":
+        yield node
+        node = node.next
+
+
 def only_user(node: Any) -> Any:
     """The one user of a node, None if it has not one."""
     users = tuple(node.users) if isinstance(node, fx.Node) else ()
@@ -189,12 +197,7 @@ def is_random(node: fx.Node) -> bool:
 
 def first_write(first: fx.Node, last: fx.Node) -> fx.Node | None:
     """The first node after ``first``, up to ``last``, that writes to memory."""
-    node = first
-    while node is not last:
-        node = node.next
-        if writes(node):
-            return node
-    return None
+    return next(filter(writes, between(first, last.next)), None)
 
 
 def check_no_write(first: fx.Node, last: fx.Node) -> None:

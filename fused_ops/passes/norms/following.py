@@ -23,6 +23,7 @@ from ..graph.nodes import (
     alike,
     argument,
     aten,
+    between,
     calls,
     first_write,
     is_contiguous,
@@ -133,11 +134,9 @@ class FollowingNorm:
         if (write := first_write(first, norm.normed)) is not None:
             raise LeftAlone(f"{what(write)} writes to memory before it")
         own = [c.node for c in collectives]
-        node = begin.next
-        while node is not total.at:
+        for node in between(begin, total.at):
             if communicates(node) and group_of(node) == group and node not in own:
                 raise LeftAlone(f"{what(node)} would be overtaken")
-            node = node.next
 
     def replaced(
         self, c: Collective, op: Any, given: Sequence[fx.Node], rows: Sequence[Size] = (), **named: Any

@@ -22,6 +22,7 @@ from ..graph.nodes import (
     FLAT,
     LeftAlone,
     aten,
+    between,
     calls,
     first_write,
     is_contiguous,
@@ -229,11 +230,9 @@ class _Steps:
     def _after_the_norm(self) -> set[fx.Node]:
         """All before the cast that depends on the norm."""
         found = {self.normed}
-        node = self.normed.next
-        while node is not self.cast:
+        for node in between(self.normed, self.cast):
             if any(n in found for n in node.all_input_nodes):
                 found.add(node)
-            node = node.next
         return found
 
     def _inner(self, after: set[fx.Node], scale: fx.Node | None = None) -> list[fx.Node]:

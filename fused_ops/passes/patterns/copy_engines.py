@@ -15,7 +15,7 @@ from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import Collective
 from ..graph.index_map import plain
-from ..graph.nodes import LeftAlone, c10d, val
+from ..graph.nodes import LeftAlone, between, c10d, val
 from ..order.copy_engines import is_large
 from ..order.transports import NETWORK, transport_of_group
 from .pattern import Pattern
@@ -74,11 +74,11 @@ def _replace(c: Collective) -> None:
 
 def _begun_before_its_wait(c: Collective) -> int:
     """How many of its kind, also by copy engines, begin between it and its wait."""
-    count, node = 0, c.node.next
-    while node is not c.wait:
-        count += node.target is _OPS[c.node.target][0] or (node.target is c.node.target and is_large(node))
-        node = node.next
-    return count
+    started = _OPS[c.node.target][0]
+    return sum(
+        node.target is started or (node.target is c.node.target and is_large(node))
+        for node in between(c.node, c.wait)
+    )
 
 
 _OPS: dict[Any, tuple[Any, Any]] = {

@@ -24,6 +24,7 @@ from ..graph.nodes import (
     alike,
     argument,
     aten,
+    between,
     calls,
     first_write,
     is_contiguous,
@@ -152,7 +153,4 @@ def _can_wait(c: Collective, last: fx.Node) -> bool:
     """Whether the op may stand where ``last`` is: nothing needs it before, and no collective would overtake it."""
     if {*c.node.users} != {c.wait}:
         return False
-    node = c.node.next
-    while node is not last and not communicates(node):
-        node = node.next
-    return node is last
+    return not any(map(communicates, between(c.node, last)))
