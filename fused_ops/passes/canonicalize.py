@@ -90,16 +90,17 @@ def make_functional(graph: fx.Graph) -> None:
 
 def name_groups(graph: fx.Graph) -> None:
     """A collective whose group is given as an object, as from torch 2.13 on, gets that one's name."""
+    names: dict[fx.Node, str] = {}
     for given in graph.find_nodes(op="get_attr"):
         value = getattr(graph.owning_module, str(given.target), None)
         value = getattr(value, "real_obj", value)
         # Another group may have got the name since.
-        if not isinstance(value, ProcessGroup) or not has_name(value, value.group_name):
-            continue
-        for user in [u for u in given.users if communicates(u) or calls(u, _FUNCTIONALIZED)]:
-            both = (user.args, user.kwargs)
-            user.args, user.kwargs = fx.map_arg(both, lambda n: str(value.group_name) if n is given else n)
-        erase_unused([given])
+        if isinstance(value, ProcessGroup) and has_name(value, value.group_name):
+            names[given] = str(value.group_name)
+    for node in dict.fromkeys(user for given in names for user in given.users):
+        if communicates(node) or calls(node, _FUNCTIONALIZED):
+            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda n: names.get(n, n))
+    erase_unused(names)
 
 
 def wait_for_each(graph: fx.Graph) -> None:
