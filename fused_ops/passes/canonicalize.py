@@ -204,7 +204,7 @@ def _replace_if_fused(
     at.target, at.args, at.kwargs = operator.pos, (), {}
     try:
         for old, x in parts.items():
-            new[old] = call(after, _COALESCED[saved[0]], x, *rest)
+            new[old] = call(after, _COALESCED[saved[0]], x, *rest)  # type: ignore[index]
             copy_origin(at, new[old])
             old.replace_all_uses_with(new[old])
         for i, single in enumerate(new.values()):

@@ -36,6 +36,7 @@ from .order.copy_engines import start_when_needed
 from .order.in_pass import changed_order, keep_what_is_ordered
 from .origin import fields_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
+from .patterns.all_reduce import MERGED, merge_all_reduces
 from .patterns.joined import take_apart
 from .patterns.pattern import Pattern, why_not_called_from_cpp
 from .records.entry import Entry
@@ -252,6 +253,7 @@ class FusionPass(OnePass, CustomGraphPass):
         left = take_coalesced_apart(graph, self._find, lambda match: self._why_not(match, why_not))
         nodes = list(collectives(graph))
         fields = {n: fields_of(n, number) for n in nodes}
+        merge_all_reduces(nodes, self.groups, asked, orders)
         entries = {n: Entry(**fields[n], reason=reason) for n, reason in left.items()}
         # Reductions first: each takes its products as a whole.
         for node in sorted(nodes, key=lambda n: "gather" in kind_of(n)):
@@ -309,10 +311,12 @@ class FusionPass(OnePass, CustomGraphPass):
             with created_nodes() as created:
                 match.replace()
         except LeftAlone as e:
-            entries[node] = Entry(**fields[node], **found, reason=str(e))
+            for each in (node, *node.meta.pop(MERGED, ())):
+                entries[each] = Entry(**fields[each], **found, reason=str(e))
             return None
         # It may be one that was met before, and left.
         node = match.collective.node
+        node.meta.pop(MERGED, None)
         note_collective(created, fields[node]["node"])
         into: dict[str, Any] = {"dim": match.dim, "fused_into": str(match.op._schema.name), **found}
         gain: dict[str, Any] = {}

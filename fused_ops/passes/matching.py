@@ -66,7 +66,7 @@ def with_product(c: Collective, settings: PassSettings) -> Pattern:
     exactly."""
     if c.node.target is c10d.all_reduce.default:
         # Where several ops could take it, the one that takes most, whether that is profitable or not.
-        return match_all_reduce(c, settings.groups, always=settings.fuse == "always")
+        return match_all_reduce(c, always=settings.fuse == "always")
     if c.node.target is c10d.all_to_all_single.default:
         raise LeftAlone("no product takes it")
     scatters = c.node.target is c10d.reduce_scatter_tensor.default

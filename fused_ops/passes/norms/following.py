@@ -92,33 +92,26 @@ class FollowingNorm:
         return ", ".join(words)
 
     @classmethod
-    def after(
-        cls, collectives: list[Collective], result: fx.Node, rest: list[fx.Node]
-    ) -> FollowingNorm | None:
-        """What follows the sum of collectives, their one result or all they and the ``rest`` add up to; None if no norm
-        does. LeftAlone: one does, and is not what the op computes."""
-        dtype = val(result).dtype
-        total = _Sum(result, result, rest[0], [result], [], []) if rest else _sum_after(result)
+    def after(cls, c: Collective) -> FollowingNorm | None:
+        """What follows a collective; None if no norm does. LeftAlone: one does, and is not what the op computes."""
+        dtype = val(c.wait).dtype
+        total = _sum_after(c.wait)
         found = norm_of(total.node, dtype)
         if found is None:
             return None
-        if len(rest) > 1:
-            raise LeftAlone(f"of what it norms, {some(rest)} are more than one residual")
         follows = cls(total, found, dtype)
-        follows._check(collectives)
+        follows._check(c)
         try:
             follows.quant = FollowingQuant.after(found, total.at)
         except LeftAlone as e:
             follows.stays = f"what makes fp8 of it stays: {e}"
         return follows
 
-    def _check(self, collectives: list[Collective]) -> None:
+    def _check(self, c: Collective) -> None:
         total, norm = self.sum, self.norm
-        begin = min(c.node for c in collectives)
-        group = collectives[0].group
-        if (reduce_op := collectives[0].reduce_op) != "sum":
-            raise LeftAlone(f"the collective reduces by {reduce_op!r}")
-        if not all(c.only_waited_for for c in collectives):
+        if c.reduce_op != "sum":
+            raise LeftAlone(f"the collective reduces by {c.reduce_op!r}")
+        if not c.only_waited_for:
             raise LeftAlone("what is pending is used, too")
         if norm.layer and not self.round_sum:
             raise LeftAlone("it is of the unrounded sum, which no op takes a LayerNorm of")
@@ -130,12 +123,11 @@ class FollowingNorm:
         for read in (total.residual, norm.weight, norm.bias):
             if read is not None and not read < total.at:
                 raise LeftAlone(f"{what(read)} is computed after the sum")
-        first = min([begin, *total.read, *norm.read])
+        first = min([c.node, *total.read, *norm.read])
         if (write := first_write(first, norm.normed)) is not None:
             raise LeftAlone(f"{what(write)} writes to memory before it")
-        own = [c.node for c in collectives]
-        for node in between(begin, total.at):
-            if communicates(node) and group_of(node) == group and node not in own:
+        for node in between(c.node, total.at):
+            if communicates(node) and group_of(node) == c.group:
                 raise LeftAlone(f"{what(node)} would be overtaken")
 
     def replaced(

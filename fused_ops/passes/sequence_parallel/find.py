@@ -22,6 +22,7 @@ from ..graph.collectives import Collective, collectives
 from ..graph.nodes import LeftAlone, Size, c10d, calls, known, same_shape, tangents, val
 from ..graph.row_wise import RowLayout
 from ..patterns.all_reduce import merge_what_is_summed
+from ..patterns.sum_of_matmuls import has_product
 from ..settings import AUTO, PassSettings
 from .estimate import why_more_bytes, why_not_faster
 from .region import Region, regions
@@ -86,7 +87,8 @@ def put_sequences_on_rows(
             if (reason := _why_no_rows(c) or why_not(c.group)) is not None:
                 notes[c.node] = f"not sequence parallel: {reason}"
                 continue
-            c = merge_what_is_summed(c, groups)
+            if has_product(c.x):
+                c, _ = merge_what_is_summed(c, groups)
         except LeftAlone:
             continue
         found.setdefault(c.group, []).append(c)
