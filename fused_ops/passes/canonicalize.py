@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from ...symm_mem.heap.registry import has_name
 from .graph.collectives import communicates, waits
 from .graph.nodes import (
+    RESHAPES,
     LeftAlone,
     alike,
     aten,
@@ -38,7 +39,6 @@ _OUT = {
     c10d.reduce_scatter_tensor_out.default: c10d.reduce_scatter_tensor.default,
 }
 _FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
-_RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_strided.default)
 
 
@@ -151,7 +151,7 @@ def reshape_before_reduced(graph: fx.Graph) -> None:
         view = only_user(wait)
         if (
             not calls(wait, c10d.wait_tensor.default)
-            or not calls(view, *_RESHAPES)
+            or not calls(view, *RESHAPES)
             or not is_val(node.args[0])
         ):
             continue

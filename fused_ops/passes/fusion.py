@@ -36,9 +36,9 @@ from .order.copy_engines import start_when_needed
 from .order.in_pass import changed_order, keep_what_is_ordered
 from .origin import fields_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
-from .patterns.all_reduce import MERGED, merge_all_reduces
 from .patterns.joined import take_apart
 from .patterns.pattern import Pattern, why_not_called_from_cpp
+from .patterns.summed_all_reduces import MERGED, merge_all_reduces
 from .records.entry import Entry
 from .records.models import models_of_now
 from .records.node import take_record

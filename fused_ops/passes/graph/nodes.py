@@ -32,6 +32,9 @@ FLAT = {
 }
 
 
+RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+
+
 class LeftAlone(Exception):
     """Why a collective is not fused."""
 
@@ -104,11 +107,7 @@ def tangents(graph: fx.Graph) -> list[fx.Node]:
 
 def after_tangents(graph: fx.Graph) -> set[fx.Node]:
     """The nodes of the backward: all that depends on the gradients of the results."""
-    found = {*tangents(graph)}
-    for node in graph.nodes if found else ():
-        if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+    return {*walk(tangents(graph), lambda n: (user for user in n.users if user.op != "output"))}
 
 
 def walk(roots: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> dict[fx.Node, None]:

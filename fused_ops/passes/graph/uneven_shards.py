@@ -30,7 +30,6 @@ _PADDING = (
 )
 # How shards are joined along another dimension than the first.
 _JOINING = (aten.permute.default, aten.cat.default, *SPLITS, operator.getitem)
-_FAR = 16  # nodes between a collective and its padding
 _GATHER, _SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 
 
@@ -154,15 +153,11 @@ def _part_of(node: Any) -> Any:
     return node.args[0] if calls(node, aten.clone.default) else node
 
 
-def _gather_of(node: Any) -> fx.Node | None:
+def _gather_of(node: fx.Node) -> fx.Node | None:
     """The gather whose result has these elements, along whichever dimension the shards are joined."""
-    for _ in range(_FAR):
-        if calls(node, c10d.wait_tensor.default):
-            gather: Any = node.args[0]
-            return gather if calls(gather, _GATHER) else None
-        source = node.args[0] if calls(node, *FLAT, *_JOINING) else None
-        node = source[0] if isinstance(source, list | tuple) and source else source
-    return None
+    made_of = walk([node], lambda n: n.all_input_nodes if calls(n, *FLAT, *_JOINING) else ())
+    gathers = {n.args[0] for n in made_of if calls(n, c10d.wait_tensor.default) and calls(n.args[0], _GATHER)}
+    return gathers.pop() if len(gathers) == 1 else None  # type: ignore[return-value]
 
 
 def _rows(node: fx.Node) -> int | None:
@@ -183,14 +178,5 @@ def _pads_last(node: fx.Node, dim: int) -> bool:
 
 def _is_scattered(node: fx.Node) -> bool:
     """Whether a reduce-scatter takes it, maybe cut into parts along this dimension and joined along the first."""
-    pending: list[Any] = [node]
-    seen = 0
-    while pending and seen < _FAR:
-        each = pending.pop()
-        seen += 1
-        for user in each.users:
-            if calls(user, _SCATTER):
-                return True
-            if calls(user, *FLAT, *_JOINING):
-                pending.append(user)
-    return False
+    users = walk([node], lambda n: (u for u in n.users if calls(u, *FLAT, *_JOINING)))
+    return any(calls(user, _SCATTER) for n in users for user in n.users)

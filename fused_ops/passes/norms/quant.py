@@ -22,7 +22,6 @@ from ..graph.nodes import (
     FLAT,
     LeftAlone,
     aten,
-    between,
     calls,
     first_write,
     is_contiguous,
@@ -229,11 +228,7 @@ class _Steps:
 
     def _after_the_norm(self) -> set[fx.Node]:
         """All before the cast that depends on the norm."""
-        found = {self.normed}
-        for node in between(self.normed, self.cast):
-            if any(n in found for n in node.all_input_nodes):
-                found.add(node)
-        return found
+        return {*walk([self.normed], lambda n: (u for u in n.users if u < self.cast))}
 
     def _inner(self, after: set[fx.Node], scale: fx.Node | None = None) -> list[fx.Node]:
         """Those of them that lead to the cast, but not by way of the scale alone, which the op gives."""

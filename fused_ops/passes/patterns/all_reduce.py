@@ -1,8 +1,6 @@
 """all_reduce, mostly of matrix products: what row-parallel layers without sequence parallelism do.
 
-Several all-reduces whose results are added are one all-reduce of the sum, as in the backward pass of projections that
-share an input, or of a mixture's experts and its shared expert; not in float16, in which such a sum may be too large.
-That becomes, by size, ``one_shot_all_reduce``, ``fused_matmul_all_reduce`` of a product, or, with the residual and the
+It becomes, by size, ``one_shot_all_reduce``, ``fused_matmul_all_reduce`` of a product, or, with the residual and the
 norm that follow, ``fused_all_reduce_rms_norm`` or ``fused_all_reduce_layer_norm``. So is what reduces something else
 than products, such as an embedding, unless it is alone and something runs while it is on its way; and what is reduced
 by max or min, whatever it is of. What experts' outputs add up to becomes ``fused_moe_combine_all_reduce``, with or
@@ -12,51 +10,36 @@ without residual and norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...dispatch.profitability import FusionCandidate, gain_of_joining, why_not_profitable
 from ...library import schema
-from ..agreement.signature import Order
 from ..graph import rewrite
 from ..graph.collectives import Collective
 from ..graph.index_map import plain
 from ..graph.nodes import (
     LeftAlone,
     Size,
-    alike,
-    argument,
-    aten,
     c10d,
-    calls,
     check_no_write,
-    first_write,
     hint,
-    is_val,
     nbytes,
     val,
     what,
 )
-from ..graph.rewrite import call
-from ..graph.views import unchanged
 from ..norms.following import FollowingNorm
 from .epilogue import stays_after
 from .experts import ExpertsSum, experts_sum
 from .one_product import why_not_one_product
 from .pattern import Pattern
 from .sum_of_matmuls import SumOfMatmuls, has_product, sum_of, why_no_product
+from .summed_all_reduces import MERGED, read_no_pending
 
 MEMORY = 3e6  #: bytes that a GPU reads or writes in a microsecond
 MATMUL_FROM = 1 << 20  #: bytes: what takes longer to send than to start is worth overlapping with the product
-
-
-#: What an all-reduce has in its ``meta`` that stands for others, too: these, which are no part of the graph any more.
-MERGED = "weft_merged"
 
 
 def match_all_reduce(c: Collective, *, always: bool = False) -> Pattern:
@@ -216,7 +199,7 @@ class _Replacement:
             else:
                 *given, shared = self.experts.operands(self.norm.sum.at)
                 new = self.norm.replaced(c, self.op, given, self.experts.rows, shared=shared)
-        _read_no_pending(c)
+        read_no_pending(c)
         for old, node in new.items():
             old.replace_all_uses_with(node)
         parts = [part for part in (self.norm, self.experts, self.sum) if part is not None]
@@ -237,65 +220,6 @@ class _Replacement:
         return rewrite.make_contiguous(out, at)
 
 
-def _read_no_pending(c: Collective) -> None:
-    """Whoever reads what is pending reads what was waited for; sizes are those of the input."""
-    for user in [u for u in c.node.users if u is not c.wait]:
-        user.replace_input_with(c.node, c.x if calls(user, aten.sym_size.int) else c.wait)
-
-
-def merge_all_reduces(
-    nodes: Iterable[fx.Node],
-    groups: frozenset[str] | None,
-    why_not: Callable[[str], str | None],
-    orders: list[Order],
-) -> None:
-    """Makes one of several all-reduces whose results are added, wherever a graph has them, each with a note of the
-    others. ``orders`` gets what these send, for the vote."""
-    for node in nodes:
-        if node._erased or not calls(node, c10d.all_reduce.default):
-            continue
-        try:
-            c = Collective.from_node(node, groups)
-            # What no vote can compare stays.
-            if why_not(c.group) is not None or len(free_unbacked_symbols(val(c.x).numel())) > 1:
-                continue
-            c, others = merge_what_is_summed(c, groups)
-        except LeftAlone:
-            continue
-        if others:
-            c.node.meta[MERGED] = others
-            orders.append((plain(val(c.x).shape), tuple(val(c.x).shape)))
-
-
-def merge_what_is_summed(
-    c: Collective, groups: frozenset[str] | None
-) -> tuple[Collective, tuple[fx.Node, ...]]:
-    """The collective, which with others whose results are added to its own becomes that of what all of them reduce, and
-    these, which are gone. LeftAlone: a sum cannot be written, and the graph is as it was."""
-    collectives, added, rest = _feeding_one_sum(c, groups) if c.sums else ([c], [], [])
-    c, *others = collectives
-    if not others:
-        return c, ()
-    last, result = others[-1], added[-1]
-    with rewrite.undone_if_left():
-        x, out = c.x, c.wait
-        for other in others:
-            x = call(last.node, aten.add.Tensor, x, other.x)
-        if rest:
-            residual, *more = rest
-            for term in more:
-                residual = call(result, aten.add.Tensor, residual, term)
-            out = call(result, aten.add.Tensor, residual, c.wait)
-    for each in collectives:
-        _read_no_pending(each)
-    last.node.prepend(c.node)
-    last.wait.prepend(c.wait)
-    c.node.update_arg(0, x)
-    result.replace_all_uses_with(out)
-    rewrite.erase_unused([*added, *(node for each in others for node in (each.node, each.wait))])
-    return Collective.from_node(c.node, groups), tuple(each.node for each in others)
-
-
 def why_not_joined(total: SumOfMatmuls, candidate: FusionCandidate) -> str | None:
     """Why the weights of several products should not be copied to stand side by side; None if they should. Few rows are
     reduced in less time than that takes: of LoRA's two products, say."""
@@ -307,53 +231,3 @@ def why_not_joined(total: SumOfMatmuls, candidate: FusionCandidate) -> str | Non
     if copied <= gain:
         return None
     return f"to copy its {len(weights)} weights side by side takes {copied:.3g} us, and fusing saves {gain:.3g} us"
-
-
-def _feeding_one_sum(
-    c: Collective, groups: frozenset[str] | None
-) -> tuple[list[Collective], list[fx.Node], list[fx.Node]]:
-    """The collective and other ones that are added to its result; the additions; what else they add."""
-    collectives, added, rest = [c], [], []
-    met: list[fx.Node] = []
-    also: list[fx.Node] = []
-    node = c.wait
-    while len(node.users) == 1 and c.only_waited_for:
-        (add,) = node.users
-        if unchanged(add) is not None and alike(val(add), val(c.wait)):
-            met.append(add)
-            node = add
-            continue
-        if not calls(add, aten.add.Tensor) or argument(add, 9, "alpha", 1) != 1 or add.args[0] is add.args[1]:
-            break
-        term = add.args[1] if add.args[0] is node else add.args[0]
-        if not is_val(term) or not alike(val(term), val(c.wait)) or not alike(val(add), val(c.wait)):
-            break
-        same, copies = term, []
-        while len(same.users) == 1 and (source := unchanged(same)) is not None:
-            copies.append(same)
-            same = source
-        met += [*copies, add]
-        node = add
-        other = _other(c, same, groups)
-        # What is reduced is read later than it was, what else is added later still.
-        if other is not None and first_write(min(c.node, other.node), add) is None:
-            collectives = sorted([*collectives, other], key=lambda each: each.node)
-            added, rest = list(met), list(also)
-        else:
-            also.append(term)
-    return collectives, added, rest
-
-
-def _other(c: Collective, wait: fx.Node, groups: frozenset[str] | None) -> Collective | None:
-    """The collective of the same kind that is waited for by ``wait``."""
-    if not calls(wait, c10d.wait_tensor.default) or not calls(wait.args[0], c10d.all_reduce.default):
-        return None
-    try:
-        other = Collective.from_node(wait.args[0], groups)  # type: ignore[arg-type]
-    except LeftAlone:
-        return None
-    same = (other.group, other.reduce_op) == (c.group, c.reduce_op) and alike(val(other.x), val(c.x))
-    same = same and other.wait is wait and other.only_waited_for and len(wait.users) == 1
-    # What the ranks' sums leave of it may be in float16's range, and what each rank would sum first may not.
-    same = same and val(c.x).dtype != torch.float16
-    return other if same else None

@@ -22,6 +22,7 @@ from ..graph import rewrite
 from ..graph.collectives import Collective, collectives
 from ..graph.index_map import plain
 from ..graph.nodes import (
+    RESHAPES,
     LeftAlone,
     argument,
     aten,
@@ -42,8 +43,6 @@ from ..order.grouped import is_copy, is_view
 from ..origin import copy_origin
 from ..settings import AUTO, PassSettings
 from .copy_engines import check_carried
-
-_RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
 def take_apart(
@@ -104,7 +103,7 @@ class _Joined:
         if not gathers and c.node.target is not c10d.reduce_scatter_tensor.default:
             raise LeftAlone("neither gathered nor scattered")
         cat = c.x
-        if not gathers and calls(cat, *_RESHAPES) and only_user(cat) is c.node:
+        if not gathers and calls(cat, *RESHAPES) and only_user(cat) is c.node:
             cat = cat.all_input_nodes[0]
         given = cat.args[0] if calls(cat, aten.cat.default) and len(cat.users) == 1 else ()
         parts: list[fx.Node] = [n for n in given if is_val(n)]  # type: ignore[union-attr]
@@ -123,10 +122,10 @@ class _Joined:
         check_no_write(cat, c.wait)
         after, cut, node = [], dim - ranks, c.wait
         by_rank = [c.world, *whole.shape]
-        while calls(user := only_user(node), *CASTS, *(_RESHAPES if gathers else ())):
+        while calls(user := only_user(node), *CASTS, *(RESHAPES if gathers else ())):
             node = user
             after.append(user)
-            if calls(user, *_RESHAPES):
+            if calls(user, *RESHAPES):
                 if [*val(user).shape] != by_rank or cut != dim:
                     raise LeftAlone("its result has another shape")
                 cut = dim + 1
@@ -189,7 +188,7 @@ class _Joined:
         start = rewrite.call(c.node, c.node.target, rewrite.make_contiguous(x, c.node), *c.node.args[1:])
         whole = rewrite.call(c.wait, c10d.wait_tensor.default, start)
         for step in self.after:
-            if calls(step, *_RESHAPES):
+            if calls(step, *RESHAPES):
                 whole, cut = rewrite.reshape(whole, [c.world, *shape], c.wait), self.dim + 1
             else:
                 whole = rewrite.call(c.wait, step.target, whole, *step.args[1:], **step.kwargs)

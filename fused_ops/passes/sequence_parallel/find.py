@@ -21,8 +21,8 @@ from ....symm_mem import resolve_group
 from ..graph.collectives import Collective, collectives
 from ..graph.nodes import LeftAlone, Size, c10d, calls, known, same_shape, tangents, val
 from ..graph.row_wise import RowLayout
-from ..patterns.all_reduce import merge_what_is_summed
 from ..patterns.sum_of_matmuls import has_product
+from ..patterns.summed_all_reduces import merge_what_is_summed
 from ..settings import AUTO, PassSettings
 from .estimate import why_more_bytes, why_not_faster
 from .region import Region, regions
