@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ from torch import fx
 from torch.distributed import ProcessGroup
 
 from ...symm_mem.heap.registry import has_name
-from .graph.collectives import communicates, waits
+from .graph.collectives import collectives, communicates, waits
 from .graph.nodes import (
     RESHAPES,
     LeftAlone,
@@ -21,11 +22,12 @@ from .graph.nodes import (
     calls,
     is_contiguous,
     is_val,
+    known,
     only_user,
     same_shape,
     val,
 )
-from .graph.rewrite import call, erase_unused
+from .graph.rewrite import call, erase_unused, undone_if_left
 from .origin import copy_origin
 from .patterns.pattern import Pattern
 
@@ -49,6 +51,7 @@ def to_one_spelling(graph: fx.Graph) -> None:
     make_functional(graph)
     wait_for_each(graph)
     wait_once(graph)
+    only_wait_for_pending(graph)
     reshape_before_reduced(graph)
 
 
@@ -139,6 +142,37 @@ def wait_once(graph: fx.Graph) -> None:
         if done is not node:
             node.replace_all_uses_with(done)
             graph.erase_node(node)
+
+
+def only_wait_for_pending(graph: fx.Graph) -> None:
+    """Where a pending tensor is waited for, nothing else uses it: who returns it returns what was waited for, and its
+    sizes are read from what is sent."""
+    for node in collectives(graph):
+        wait = next((user for user in node.users if calls(user, c10d.wait_tensor.default)), None)
+        if wait is None:
+            continue
+        for user in list(node.users):
+            if user.op == "output":
+                user.replace_input_with(node, wait)
+            elif calls(user, aten.sym_size.int):
+                with contextlib.suppress(LeftAlone), undone_if_left():
+                    user.replace_all_uses_with(_size_of_sent(node, user))
+                    graph.erase_node(user)
+
+
+def _size_of_sent(node: fx.Node, user: fx.Node) -> fx.Node:
+    """LeftAlone: what is sent does not tell the size that the user reads."""
+    x, dim = node.args[0], user.args[1]
+    if not is_val(x):
+        raise LeftAlone("several are sent")
+    size = call(user, aten.sym_size.int, x, dim)
+    if dim == 0 and calls(node, c10d.all_gather_into_tensor.default):
+        size = call(user, operator.mul, size, node.args[1])
+    elif dim == 0 and calls(node, c10d.reduce_scatter_tensor.default):
+        size = call(user, operator.floordiv, size, node.args[2])
+    if not known(size.meta["val"] == user.meta["val"]):
+        raise LeftAlone("another size")
+    return size
 
 
 def reshape_before_reduced(graph: fx.Graph) -> None:

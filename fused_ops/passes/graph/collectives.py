@@ -13,7 +13,7 @@ from ....kernels.device.gemm.scaling import FP8
 from ....symm_mem import resolve_group
 from ... import validation
 from ...library import schema
-from .nodes import LeftAlone, aten, between, c10d, calls, is_val, known, memory, some, val, what
+from .nodes import LeftAlone, between, c10d, calls, is_val, known, memory, only_user, some, val, what
 
 _WAITS = ("wait_tensor", "wait_tensors")
 _COPIED = {schema.all_gather_start, schema.reduce_scatter_start}  # by copy engines
@@ -46,11 +46,6 @@ class Collective:
     def sums(self) -> bool:
         """Whether it adds or averages: not of an all-gather, nor of an all-reduce by max or min."""
         return self.reduce_op in validation.REDUCE_OPS
-
-    @property
-    def only_waited_for(self) -> bool:
-        """Whether nothing else uses what is pending, but for its sizes."""
-        return all(u is self.wait or calls(u, aten.sym_size.int) for u in self.node.users)
 
     @property
     def beside(self) -> fx.Node | None:
@@ -108,17 +103,14 @@ class Collective:
         taken = validation.REDUCE_OPS if scatters else validation.ALL_REDUCE_OPS
         if reduce_op and reduce_op not in taken:
             raise LeftAlone(f"it reduces by {reduce_op!r}, not {' or '.join(map(repr, taken))}")
-        waits = sorted(u for u in node.users if calls(u, c10d.wait_tensor.default))
-        # What is pending may be returned, too: whoever waits for what is there does not wait.
-        others = [
-            u for u in node.users if u not in waits and u.op != "output" and not calls(u, aten.sym_size.int)
-        ]
-        if not waits or others:
+        # ``canonicalize.py`` has left one wait, and no other use that can be without.
+        wait, others = only_user(node), [u for u in node.users if not calls(u, c10d.wait_tensor.default)]
+        if wait is None or others:
             raise LeftAlone(
                 f"it is used without waiting, by {some(others)}" if others else "nobody waits for it"
             )
-        val(waits[0])
-        return cls(node, waits[0], x, group, world, reduce_op)
+        val(wait)
+        return cls(node, wait, x, group, world, reduce_op)
 
 
 def _has_even_parts(node: fx.Node) -> bool:

@@ -90,12 +90,7 @@ class Gathered:
     def outside(self) -> list[fx.Node]:
         """The users, in the order of the graph, that are no views."""
         inside = self.views.keys() | self.cut.keys()
-        found = {
-            u
-            for n in (*inside, *self._gathers())
-            for u in n.users
-            if u not in inside and not self.size_of_shard(u)
-        }
+        found = {u for n in inside for u in n.users if u not in inside and not self.size_of_shard(u)}
         return sorted(found)
 
     def first_user(self) -> fx.Node:
@@ -152,9 +147,6 @@ class Gathered:
             LeftAlone: one cannot be made from what the op returns.
         """
         used: dict[fx.Node, fx.Node] = {}
-        for c in self.collectives:
-            if any(user is not c.wait and not self.size_of_shard(user) for user in c.node.users):
-                used[c.wait] = c.node
         for node in (*self.views, *self.cut):
             for user in node.users:
                 if user in self.views or user in self.cut or self.size_of_shard(user):
@@ -207,16 +199,10 @@ class Gathered:
                 return dim, factor
         return None
 
-    def wait_for_all(self) -> None:
-        """What uses a pending tensor uses the one that was waited for."""
-        for c in self.collectives:
-            for user in [u for u in c.node.users if u is not c.wait]:
-                user.replace_input_with(c.node, c.wait)
-
     def read_sizes_from_shard(self) -> None:
         """A size of the gathered tensor is read from its input: it is no reason to return it."""
         x = self.collectives[0].x
-        for user in dict.fromkeys(u for n in (*self._gathers(), *self.views, *self.cut) for u in n.users):
+        for user in dict.fromkeys(u for n in (*self.views, *self.cut) for u in n.users):
             if (found := self.size_of_shard(user)) is not None:
                 size = call(user, aten.sym_size.int, x, found[0])
                 if found[1] != 1:

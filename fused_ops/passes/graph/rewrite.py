@@ -186,12 +186,3 @@ def erase_unused(nodes: Iterable[fx.Node]) -> list[fx.Node]:
         else:
             node.graph.erase_node(node)
     return left[::-1]
-
-
-def replace_result(c: Collective, out: fx.Node) -> None:
-    """``out`` in place of the collective's result."""
-    c.wait.replace_all_uses_with(out)
-    for user in list(c.node.users):
-        # The sizes of what is pending are those of the result.
-        if user is not c.wait:
-            user.replace_input_with(c.node, out)

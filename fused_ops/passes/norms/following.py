@@ -111,8 +111,6 @@ class FollowingNorm:
         total, norm = self.sum, self.norm
         if c.reduce_op != "sum":
             raise LeftAlone(f"the collective reduces by {c.reduce_op!r}")
-        if not c.only_waited_for:
-            raise LeftAlone("what is pending is used, too")
         if norm.layer and not self.round_sum:
             raise LeftAlone("it is of the unrounded sum, which no op takes a LayerNorm of")
         others = [u for u in total.node.users if u not in (*norm.nodes, *total.rounded)]

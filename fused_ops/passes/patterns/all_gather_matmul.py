@@ -147,7 +147,6 @@ class _Replacement:
                 out = call(u.product.node, operator.getitem, outs, i)
                 new[u.product.node] = _product(out, u, [shard, Bs[i]])
         self.tensor.read_sizes_from_shard()
-        self.tensor.wait_for_all()
         for old, node in new.items():
             old.replace_all_uses_with(node)
         for u in self.uses:

@@ -36,7 +36,7 @@ from .experts import ExpertsSum, experts_sum
 from .one_product import why_not_one_product
 from .pattern import Pattern
 from .sum_of_matmuls import SumOfMatmuls, has_product, sum_of, why_no_product
-from .summed_all_reduces import MERGED, read_no_pending
+from .summed_all_reduces import MERGED
 
 MEMORY = 3e6  #: bytes that a GPU reads or writes in a microsecond
 MATMUL_FROM = 1 << 20  #: bytes: what takes longer to send than to start is worth overlapping with the product
@@ -199,7 +199,6 @@ class _Replacement:
             else:
                 *given, shared = self.experts.operands(self.norm.sum.at)
                 new = self.norm.replaced(c, self.op, given, self.experts.rows, shared=shared)
-        read_no_pending(c)
         for old, node in new.items():
             old.replace_all_uses_with(node)
         parts = [part for part in (self.norm, self.experts, self.sum) if part is not None]

@@ -27,8 +27,6 @@ def match_by_copy_engines(c: Collective, why: str = "") -> Pattern:
     x = val(c.x)
     if x.dim() == 0:
         raise LeftAlone("its input is a number")
-    if [*c.node.users] != [c.wait]:
-        raise LeftAlone("what is pending is used by more than one wait")
     gathers = c.node.target is c10d.all_gather_into_tensor.default
     check_carried(c, x)
     if _begun_before_its_wait(c) >= NUM_BUFFERS:

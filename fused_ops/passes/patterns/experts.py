@@ -177,7 +177,7 @@ def _replace(c: Collective, experts: ExpertsSum) -> None:
         *given, shared = experts.operands(at)
         out = rewrite.fused(at, schema.moe_combine_reduce_scatter, c, *given, 0, shared=shared)
         out = rewrite.reshape(out, val(c.wait).shape, at)
-    rewrite.replace_result(c, out)
+    c.wait.replace_all_uses_with(out)
     rewrite.erase_unused([*experts.nodes, c.node, c.wait])
 
 

@@ -64,8 +64,6 @@ def merge_what_is_summed(
         if terms:
             residual = reduce(lambda a, b: call(result, aten.add.Tensor, a, b), terms)
             out = call(result, aten.add.Tensor, residual, c.wait)
-        for each in (c, last):
-            read_no_pending(each)
         last.node.prepend(c.node)
         last.wait.prepend(c.wait)
         c.node.update_arg(0, x)
@@ -76,12 +74,6 @@ def merge_what_is_summed(
     return c, tuple(gone)
 
 
-def read_no_pending(c: Collective) -> None:
-    """Whoever reads what is pending reads what was waited for; sizes are those of the input."""
-    for user in [u for u in c.node.users if u is not c.wait]:
-        user.replace_input_with(c.node, c.x if calls(user, aten.sym_size.int) else c.wait)
-
-
 def _added_to(
     c: Collective, groups: frozenset[str] | None
 ) -> tuple[Collective, list[fx.Node], list[fx.Node]] | None:
@@ -89,7 +81,7 @@ def _added_to(
     additions: list[fx.Node] = []
     terms: list[fx.Node] = []
     node = c.wait
-    while c.sums and len(node.users) == 1 and c.only_waited_for:
+    while c.sums and len(node.users) == 1:
         (add,) = node.users
         if unchanged(add) is not None and alike(val(add), val(c.wait)):
             additions.append(add)
@@ -123,7 +115,7 @@ def _other(c: Collective, wait: fx.Node, groups: frozenset[str] | None) -> Colle
     except LeftAlone:
         return None
     same = (other.group, other.reduce_op) == (c.group, c.reduce_op) and alike(val(other.x), val(c.x))
-    same = same and other.wait is wait and other.only_waited_for and len(wait.users) == 1
+    same = same and other.wait is wait and len(wait.users) == 1
     # What the ranks' sums leave of it may be in float16's range, and what each rank would sum first may not.
     same = same and val(c.x).dtype != torch.float16
     return other if same else None

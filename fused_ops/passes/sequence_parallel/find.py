@@ -146,6 +146,4 @@ def _why_no_rows(c: Collective) -> str | None:
     if not known(rows % c.world == 0) or known(rows == 0):
         how = "are no" if isinstance(rows, int) else "are not known to be a"
         return f"its {rows} rows {how} multiple of {c.world} ranks"
-    if not c.only_waited_for:
-        return "what is pending is used, too"
     return None
