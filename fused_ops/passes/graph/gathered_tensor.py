@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from .collectives import Collective, communicates, group_of, waits
-from .index_map import RANK, Digit, Digits, Dims, flat_dims, gathered_dims, part_of_rank, same_size
+from .index_map import Digits, Dims, by_rank, flat_dims, gathered_dims, part_of_rank, same_dims, same_size
 from .nodes import (
     LeftAlone,
     aten,
@@ -53,14 +53,12 @@ class GatherLayout:
         return self.dim == len(self.shard) - 1
 
     def same(self, other: GatherLayout) -> bool:
-        alike = (self.dim, len(self.shard), self.changes) == (other.dim, len(other.shard), other.changes)
-        return alike and all(same_size(a, b) for a, b in zip(self.shard, other.shard, strict=True))
+        alike = (self.dim, self.changes) == (other.dim, other.changes)
+        return alike and same_dims(self.shard, other.shard)
 
     def joined(self, world: int) -> Dims:
         """The dimensions of the gathered tensor as the op gives it."""
-        dims = list(self.shard)
-        dims[self.dim] = (Digit(RANK, world), *dims[self.dim])
-        return tuple(dims)
+        return by_rank(self.shard, world, self.dim)
 
 
 @dataclass

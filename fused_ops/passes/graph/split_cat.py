@@ -1,20 +1,19 @@
-"""The spelling of a gather or scatter along a dimension other than 0: a tensor cut into parts, joined along another.
+"""Parts of a tensor, as programs cut them.
 
-``split`` (or ``split_with_sizes``) with one ``getitem`` a part, or one ``slice`` a part; then ``cat``. Or ``unbind``,
-or one ``select`` a part, which have no dimension any more where they were cut.
+By ``split`` (or ``split_with_sizes``) with one ``getitem`` a part, or one ``slice`` a part. Or by ``unbind``, or one
+``select`` a part, which have no dimension any more where they were cut.
 """
 
 from __future__ import annotations
 
 import operator
 import sys
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from .nodes import LeftAlone, Size, argument, aten, calls, is_val, known, val, what
+from .nodes import Size, argument, aten, calls, is_val, known, val
 
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 SLICES = (aten.slice.Tensor, aten.select.int)
@@ -72,49 +71,3 @@ def _bound(given: Any, default: Size, size: Size) -> Size | None:
     if known(bound < 0):
         return bound + size
     return size if known(bound >= size) else bound
-
-
-@dataclass(frozen=True)
-class Parts:
-    """All of ``source``, cut along ``cut_dim``, the parts joined in order along ``join_dim``.
-
-    The parts are equal if the two differ, and if they have not that dimension (``dropped``); else they may be anything.
-    """
-
-    source: fx.Node
-    count: int
-    cut_dim: int
-    join_dim: int
-    dropped: bool
-    nodes: tuple[fx.Node, ...]  # those between source and cat
-
-    @classmethod
-    def from_cat(cls, cat: fx.Node) -> Parts:
-        """LeftAlone: it does not join exactly the parts of one tensor, once each and in order."""
-        parts: Any = cat.args[0]
-        if not isinstance(parts, list | tuple) or not all(map(is_val, parts)):
-            raise LeftAlone(f"the inputs of {what(cat)} are not known")
-        first, nodes = cut_of(parts[0]), dict[fx.Node, None]()
-        end: Size = 0
-        for part in parts:
-            cut = cut_of(part)
-            if cut is None or first is None or cut.source is not first.source or cut.dropped != first.dropped:
-                of = "a tensor" if first is None else what(first.source)
-                raise LeftAlone(f"{what(cat)} joins {what(part)}, which is no part of {of}")
-            if cut.dim != first.dim:
-                raise LeftAlone(f"{what(cat)} joins parts cut along different dimensions")
-            if not known(cut.start == end):
-                raise LeftAlone(
-                    f"{what(part)} starts at {cut.start}, where {end} is next: parts overlap, miss or swap"
-                )
-            end = cut.stop
-            nodes |= dict.fromkeys([part] if part.args[0] is cut.source else [part.args[0], part])
-        assert first is not None
-        whole = val(first.source).shape[first.dim]
-        if not known(end == whole):
-            raise LeftAlone(f"the parts that {what(cat)} joins end at {end}, {what(first.source)} at {whole}")
-        join_dim = argument(cat, 1, "dim", 0) % val(cat).dim()
-        # Parts can be joined only if their sizes are the same in every other dimension. So the parts cut along one
-        # dimension and joined along another are equal. Joined along the dimension they were cut along, they are the
-        # tensor itself.
-        return cls(first.source, len(parts), first.dim, join_dim, first.dropped, tuple(nodes))

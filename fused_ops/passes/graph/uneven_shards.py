@@ -86,30 +86,23 @@ def _padded_before(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     parts: Any = node.args[0]
     if not isinstance(parts, list | tuple) or len(parts) < 2:
         return None
-    first = _part_of(parts[0])
-    if not calls(first, operator.getitem):
-        return None
-    split: Any = first.args[0]
-    dim = argument(node, 1, "dim", 0)
-    if not calls(split, *SPLITS[:2]) or argument(split, 2, "dim", 0) != dim or not _is_scattered(node):
-        return None
-    size, number = val(parts[0]).shape[dim], len(split.meta["val"])
+    dim, source, end = argument(node, 1, "dim", 0) % val(node).dim(), None, 0
     cut_parts: list[fx.Node] = []
-    for i, part in enumerate(parts):
-        inner = part
-        if calls(part, aten.constant_pad_nd.default):
-            if not _pads_last(part, dim):
+    for part in parts:
+        pads = calls(part, aten.constant_pad_nd.default)
+        inner = part.args[0] if pads or calls(part, aten.clone.default) else part
+        if (pads and not _pads_last(part, dim)) or val(part).shape[dim] != val(parts[0]).shape[dim]:
+            return None
+        cut = cut_of(inner)
+        if cut is not None and cut.source is (source or cut.source) and known(cut.start == end):
+            if cut.dim != dim or cut.dropped:
                 return None
-            inner = part.args[0]
-        elif _part_of(part) is not part:
-            inner = _part_of(part)
-        if val(part).shape[dim] != size:
-            return None
-        if calls(inner, operator.getitem) and inner.args == (split, i):
+            source, end = cut.source, cut.stop
             cut_parts += [inner, part]
-        elif i < number or not calls(part, aten.constant_pad_nd.default) or val(inner).shape[dim] != 0:
+        elif not pads or val(inner).shape[dim] != 0:
             return None
-    source: Any = split.args[0]
+    if source is None or not known(end == val(source).shape[dim]) or not _is_scattered(node):
+        return None
     chain = list(_flat(source))
     product, have, want = chain[-1], _rows(source), _rows(node)
     shape, wanted = list(val(source).shape), list(val(node).shape)
@@ -118,7 +111,8 @@ def _padded_before(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     missing = wanted[dim] - shape[dim]
     if not 0 < missing < len(parts) or have != val(product).shape[0] or shape[-1] != val(product).shape[1]:
         return None
-    if len(split.users) != number or any(len(n.users) != 1 for n in (*chain, *cut_parts)):
+    inside = {*chain, *cut_parts, *(part.args[0] for part in cut_parts)}
+    if any(user not in inside and user is not node for n in inside for user in n.users):  # type: ignore[union-attr]
         return None  # it would be computed twice
     a: Any = product.args[0]
     w = product.args[1]
@@ -146,11 +140,6 @@ def _flat(node: Any, *, copies: bool = False) -> Iterator[fx.Node]:
     while calls(node, *FLAT) and (copies or node.target is not aten.clone.default) and is_val(node.args[0]):
         node = node.args[0]
         yield node
-
-
-def _part_of(node: Any) -> Any:
-    """What the node is, or is a copy of."""
-    return node.args[0] if calls(node, aten.clone.default) else node
 
 
 def _gather_of(node: fx.Node) -> fx.Node | None:
