@@ -27,7 +27,7 @@ from .graph.nodes import (
     same_shape,
     val,
 )
-from .graph.rewrite import call, erase_unused, undone_if_left
+from .graph.rewrite import call, erase_unused, read_size, undone_if_left
 from .origin import copy_origin
 from .patterns.pattern import Pattern
 
@@ -72,7 +72,7 @@ def make_functional(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         target, given = _OUT.get(node.target), node.args  # type: ignore[call-overload]
         out: Any = node.kwargs.get("out")
-        is_new = calls(out, *_EMPTY) and len(out.users) == 1
+        is_new = calls(out, *_EMPTY) and len(out.users) == 1 and is_contiguous(val(out))
         if calls(node, _FUNCTIONALIZED) and given[0] in _OUT:
             # torch.compile has found it to be new. What else the pass does knows no higher-order operator.
             target, is_new = _OUT[given[0]], node.kwargs.get("_all_bases") == []
@@ -146,7 +146,7 @@ def wait_once(graph: fx.Graph) -> None:
 
 def only_wait_for_pending(graph: fx.Graph) -> None:
     """Where a pending tensor is waited for, nothing else uses it: who returns it returns what was waited for, and its
-    sizes are read from what is sent."""
+    sizes are read where they came from."""
     for node in collectives(graph):
         wait = next((user for user in node.users if calls(user, c10d.wait_tensor.default)), None)
         if wait is None:
@@ -156,17 +156,20 @@ def only_wait_for_pending(graph: fx.Graph) -> None:
                 user.replace_input_with(node, wait)
             elif calls(user, aten.sym_size.int):
                 with contextlib.suppress(LeftAlone), undone_if_left():
-                    user.replace_all_uses_with(_size_of_sent(node, user))
+                    user.replace_all_uses_with(_size_of_pending(node, user))
                     graph.erase_node(user)
 
 
-def _size_of_sent(node: fx.Node, user: fx.Node) -> fx.Node:
-    """LeftAlone: what is sent does not tell the size that the user reads."""
-    x, dim = node.args[0], user.args[1]
-    if not is_val(x):
-        raise LeftAlone("several are sent")
-    size = call(user, aten.sym_size.int, x, dim)
-    if dim == 0 and calls(node, c10d.all_gather_into_tensor.default):
+def _size_of_pending(node: fx.Node, user: fx.Node) -> fx.Node:
+    """The size that the user reads, before it. LeftAlone: nothing else tells it."""
+    x: Any = node.args[0]
+    dim: Any = user.args[1]
+    gathers = calls(node, c10d.all_gather_into_tensor.default)
+    # What is gathered stays. A product that is reduced would not.
+    size = read_size(val(x).shape[dim], user, [x] if gathers else []) if is_val(x) else None
+    if size is None:
+        raise LeftAlone("nothing that stays has the size of what is sent")
+    if dim == 0 and gathers:
         size = call(user, operator.mul, size, node.args[1])
     elif dim == 0 and calls(node, c10d.reduce_scatter_tensor.default):
         size = call(user, operator.floordiv, size, node.args[2])

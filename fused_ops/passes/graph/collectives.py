@@ -104,8 +104,9 @@ class Collective:
         if reduce_op and reduce_op not in taken:
             raise LeftAlone(f"it reduces by {reduce_op!r}, not {' or '.join(map(repr, taken))}")
         # ``canonicalize.py`` has left one wait, and no other use that can be without.
-        wait, others = only_user(node), [u for u in node.users if not calls(u, c10d.wait_tensor.default)]
-        if wait is None or others:
+        wait = only_user(node)
+        if not calls(wait, c10d.wait_tensor.default):
+            others = [u for u in node.users if u.op != "output" and not calls(u, c10d.wait_tensor.default)]
             raise LeftAlone(
                 f"it is used without waiting, by {some(others)}" if others else "nobody waits for it"
             )

@@ -74,13 +74,19 @@ def undone_if_left() -> Iterator[None]:
             raise
 
 
-def _holder(
-    size: torch.SymInt, before: fx.Node, near: Sequence[fx.Node]
-) -> tuple[fx.Node, int | None] | None:
+def read_size(size: Size, before: fx.Node, near: Sequence[fx.Node]) -> fx.Node | None:
+    """A node before the given one that is the size, read if need be; None if nothing has it. ``near`` as for shapes."""
+    if (found := _holder(size, before, near)) is None:
+        return None
+    node, dim = found
+    return node if dim is None else call(before, aten.sym_size.int, node, dim)
+
+
+def _holder(size: Size, before: fx.Node, near: Sequence[fx.Node]) -> tuple[fx.Node, int | None] | None:
     """A node before the given one that is the size, or has it in the returned dimension."""
 
     def is_it(other: Any) -> bool:
-        return isinstance(other, torch.SymInt) and known(other == size)
+        return isinstance(other, int | torch.SymInt) and known(other == size)
 
     def in_shape(node: fx.Node) -> tuple[fx.Node, int | None] | None:
         return next(((node, dim) for dim, other in enumerate(val(node).shape) if is_it(other)), None)
