@@ -28,7 +28,7 @@ from .graph.nodes import (
     val,
 )
 from .graph.rewrite import call, erase_unused, read_size, undone_if_left
-from .origin import copy_origin
+from .origin import copy_origin, put_for
 from .patterns.pattern import Pattern
 
 _COALESCED = {
@@ -156,7 +156,9 @@ def only_wait_for_pending(graph: fx.Graph) -> None:
                 user.replace_input_with(node, wait)
             elif calls(user, aten.sym_size.int):
                 with contextlib.suppress(LeftAlone), undone_if_left():
-                    user.replace_all_uses_with(_size_of_pending(node, user))
+                    with put_for(user):
+                        size = _size_of_pending(node, user)
+                    user.replace_all_uses_with(size)
                     graph.erase_node(user)
 
 
