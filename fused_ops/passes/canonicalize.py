@@ -147,7 +147,7 @@ def wait_once(graph: fx.Graph) -> None:
 def only_wait_for_pending(graph: fx.Graph) -> None:
     """Where a pending tensor is waited for, nothing else uses it: who returns it returns what was waited for, and its
     sizes are read where they came from."""
-    for node in collectives(graph):
+    for node in list(collectives(graph)):
         wait = next((user for user in node.users if calls(user, c10d.wait_tensor.default)), None)
         if wait is None:
             continue
