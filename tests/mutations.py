@@ -334,8 +334,8 @@ MUTANTS = [
     ),
     Mutant(
         "fused_ops/passes/norms/norm.py",
-        "return FoundNorm(nodes[-1], weight, eps, nodes, read, offset)",
-        "return FoundNorm(nodes[-1], weight, 1e-5, nodes, read, offset)",
+        "return FoundNorm(nodes[-1], weight.node, eps, nodes, read, weight.offset, bias.node, layer)",
+        "return FoundNorm(nodes[-1], weight.node, 1e-5, nodes, read, weight.offset, bias.node, layer)",
         "tests/fused_ops/passes/norms/test_norm_forms.py",
     ),
     Mutant(

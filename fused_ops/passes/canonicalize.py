@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,9 @@ from torch import fx
 from torch.distributed import ProcessGroup
 
 from ...symm_mem.heap.registry import has_name
-from .graph.collectives import collectives, waits
+from .graph.collectives import collectives, communicates, waits
 from .graph.nodes import (
+    RESHAPES,
     LeftAlone,
     alike,
     aten,
@@ -20,13 +22,13 @@ from .graph.nodes import (
     calls,
     is_contiguous,
     is_val,
+    known,
     only_user,
     same_shape,
     val,
-    what,
 )
-from .graph.rewrite import call
-from .origin import copy_origin
+from .graph.rewrite import call, erase_unused, read_size, undone_if_left
+from .origin import copy_origin, put_for
 from .patterns.pattern import Pattern
 
 _COALESCED = {
@@ -39,17 +41,17 @@ _OUT = {
     c10d.reduce_scatter_tensor_out.default: c10d.reduce_scatter_tensor.default,
 }
 _FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
-_RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_strided.default)
 
 
 def to_one_spelling(graph: fx.Graph) -> None:
     """What needs no knowledge of patterns."""
     by_position(graph)
-    make_functional(graph)
     name_groups(graph)
+    make_functional(graph)
     wait_for_each(graph)
     wait_once(graph)
+    only_wait_for_pending(graph)
     reshape_before_reduced(graph)
 
 
@@ -66,39 +68,42 @@ def by_position(graph: fx.Graph) -> None:
 
 
 def make_functional(graph: fx.Graph) -> None:
-    """A collective whose ``out`` torch.compile has found to be new memory becomes one that returns new memory: what
-    else the pass does with a graph knows no higher-order operator."""
+    """A collective whose ``out`` is new memory that nothing else uses becomes one that returns new memory."""
     for node in list(graph.nodes):
-        if not calls(node, _FUNCTIONALIZED) or node.args[0] not in _OUT:
+        target, given = _OUT.get(node.target), node.args  # type: ignore[call-overload]
+        out: Any = node.kwargs.get("out")
+        is_new = calls(out, *_EMPTY) and len(out.users) == 1 and is_contiguous(val(out))
+        if calls(node, _FUNCTIONALIZED) and given[0] in _OUT:
+            # torch.compile has found it to be new. What else the pass does knows no higher-order operator.
+            target, is_new = _OUT[given[0]], node.kwargs.get("_all_bases") == []
+            given = tuple(node.kwargs[a.name] for a in target._schema.arguments)
+        if target is None or not is_new or not is_val(node) or not is_contiguous(val(node)):
             continue
-        if node.kwargs.get("_all_bases") != [] or not is_val(node) or not is_contiguous(val(node)):
-            continue
-        target = _OUT[node.args[0]]  # type: ignore[index]
         try:
-            new = call(node, target, *(node.kwargs[a.name] for a in target._schema.arguments))
+            made = call(node, target, *given)
         except LeftAlone:
             continue
-        if not alike(val(new), val(node)):
-            graph.erase_node(new)
+        if not alike(val(made), val(node)):
+            graph.erase_node(made)
             continue
-        copy_origin(node, new)
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
+        copy_origin(node, made)
+        node.replace_all_uses_with(made)
+        erase_unused([node, *([out] if calls(out, *_EMPTY) else [])])
 
 
 def name_groups(graph: fx.Graph) -> None:
     """A collective whose group is given as an object, as from torch 2.13 on, gets that one's name."""
-    for node in collectives(graph):
-        for i, given in enumerate(node.args):
-            if not isinstance(given, fx.Node) or given.op != "get_attr":
-                continue
-            value = getattr(graph.owning_module, str(given.target), None)
-            value = getattr(value, "real_obj", value)
-            # Another group may have got the name since.
-            if isinstance(value, ProcessGroup) and has_name(value, value.group_name):
-                node.update_arg(i, str(value.group_name))
-                if not given.users:
-                    graph.erase_node(given)
+    names: dict[fx.Node, str] = {}
+    for given in graph.find_nodes(op="get_attr"):
+        value = getattr(graph.owning_module, str(given.target), None)
+        value = getattr(value, "real_obj", value)
+        # Another group may have got the name since.
+        if isinstance(value, ProcessGroup) and has_name(value, value.group_name):
+            names[given] = str(value.group_name)
+    for node in dict.fromkeys(user for given in names for user in given.users):
+        if communicates(node) or calls(node, _FUNCTIONALIZED):
+            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda n: names.get(n, n))
+    erase_unused(names)
 
 
 def wait_for_each(graph: fx.Graph) -> None:
@@ -139,6 +144,42 @@ def wait_once(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def only_wait_for_pending(graph: fx.Graph) -> None:
+    """Where a pending tensor is waited for, nothing else uses it: who returns it returns what was waited for, and its
+    sizes are read where they came from."""
+    for node in list(collectives(graph)):
+        wait = next((user for user in node.users if calls(user, c10d.wait_tensor.default)), None)
+        if wait is None:
+            continue
+        for user in list(node.users):
+            if user.op == "output":
+                user.replace_input_with(node, wait)
+            elif calls(user, aten.sym_size.int):
+                with contextlib.suppress(LeftAlone), undone_if_left():
+                    with put_for(user):
+                        size = _size_of_pending(node, user)
+                    user.replace_all_uses_with(size)
+                    graph.erase_node(user)
+
+
+def _size_of_pending(node: fx.Node, user: fx.Node) -> fx.Node:
+    """The size that the user reads, before it. LeftAlone: nothing else tells it."""
+    x: Any = node.args[0]
+    dim: Any = user.args[1]
+    gathers = calls(node, c10d.all_gather_into_tensor.default)
+    # What is gathered stays. A product that is reduced would not.
+    size = read_size(val(x).shape[dim], user, [x] if gathers else []) if is_val(x) else None
+    if size is None:
+        raise LeftAlone("nothing that stays has the size of what is sent")
+    if dim == 0 and gathers:
+        size = call(user, operator.mul, size, node.args[1])
+    elif dim == 0 and calls(node, c10d.reduce_scatter_tensor.default):
+        size = call(user, operator.floordiv, size, node.args[2])
+    if not known(size.meta["val"] == user.meta["val"]):
+        raise LeftAlone("another size")
+    return size
+
+
 def reshape_before_reduced(graph: fx.Graph) -> None:
     """What is reduced and then reshaped, row by row, is reshaped before: mixtures reduce their tokens as one list.
 
@@ -149,7 +190,7 @@ def reshape_before_reduced(graph: fx.Graph) -> None:
         view = only_user(wait)
         if (
             not calls(wait, c10d.wait_tensor.default)
-            or not calls(view, *_RESHAPES)
+            or not calls(view, *RESHAPES)
             or not is_val(node.args[0])
         ):
             continue
@@ -170,43 +211,39 @@ def reshape_before_reduced(graph: fx.Graph) -> None:
             graph.erase_node(old)
 
 
-def canonicalize(
+def take_coalesced_apart(
     graph: fx.Graph, find: Callable[[fx.Node], Pattern], why_not: Callable[[Pattern], str | None]
 ) -> dict[fx.Node, str]:
-    """Takes coalesced collectives apart, and gives those with an ``out`` new memory, where all of them will be fused.
-    Gives why others stay. ``find``: the pattern of a collective; ``why_not``: why one that was found will not be used.
-    """
+    """Takes coalesced collectives apart where all of them will be fused; gives why others stay. ``find``: the pattern
+    of a collective; ``why_not``: why one that was found will not be used."""
     reasons: dict[fx.Node, str] = {}
-    for node in [n for n in graph.nodes if n.op == "call_function" and n.target in (*_COALESCED, *_OUT)]:
-        out = node.kwargs.get("out")
+    for node in [n for n in graph.nodes if calls(n, *_COALESCED)]:
         try:
-            parts = _parts(node) if node.target in _COALESCED else {node: _own_memory(node)}
-            _replace_if_fused(parts, find, why_not)
+            parts = _parts(node)
+            _replace_if_fused(node, parts, find, why_not)
         except LeftAlone as e:
             reasons[node] = str(e)
             continue
-        for gone in (*parts, node, out):
-            if isinstance(gone, fx.Node) and not gone._erased and not gone.users:
-                graph.erase_node(gone)
+        erase_unused([*parts, node])
     return reasons
 
 
 def _replace_if_fused(
-    parts: dict[fx.Node, tuple[Any, ...]],
+    at: fx.Node,
+    parts: dict[fx.Node, fx.Node],
     find: Callable[[fx.Node], Pattern],
     why_not: Callable[[Pattern], str | None],
 ) -> None:
-    """Puts collectives, as (target, arguments), in place of nodes. LeftAlone: not all of them are fused. The graph is
-    as it was."""
+    """Puts collectives of the inputs in place of the ``parts`` of one. LeftAlone: not all of them are fused. The graph
+    is as it was."""
     new: dict[fx.Node, fx.Node] = {}
-    (at,) = {old.args[0] if calls(old, operator.getitem) else old for old in parts}
-    assert isinstance(at, fx.Node)
+    rest = at.args[1:]
     # Meanwhile it uses nothing, and does nothing that others must not be moved across.
     saved, after = (at.target, at.args, at.kwargs), at.next
     at.target, at.args, at.kwargs = operator.pos, (), {}
     try:
-        for old, (target, *args) in parts.items():
-            new[old] = call(after, target, *args)
+        for old, x in parts.items():
+            new[old] = call(after, _COALESCED[saved[0]], x, *rest)  # type: ignore[index]
             copy_origin(at, new[old])
             old.replace_all_uses_with(new[old])
         for i, single in enumerate(new.values()):
@@ -225,23 +262,10 @@ def _replace_if_fused(
         raise
 
 
-def _parts(node: fx.Node) -> dict[fx.Node, tuple[Any, ...]]:
-    """The results of a coalesced collective, and the collective that each would be alone."""
-    inputs: Any
-    inputs, *rest = node.args
+def _parts(node: fx.Node) -> dict[fx.Node, fx.Node]:
+    """The results of a coalesced collective, and of what each is the result."""
+    inputs: Any = node.args[0]
     results = {user.args[1]: user for user in node.users if calls(user, operator.getitem)}
     if len(results) != len(node.users) or results.keys() != {*range(len(inputs))}:
         raise LeftAlone("not each of its results is used once")
-    return {results[i]: (_COALESCED[node.target], x, *rest) for i, x in enumerate(inputs)}  # type: ignore[index]
-
-
-def _own_memory(node: fx.Node) -> tuple[Any, ...]:
-    """The collective that returns new memory instead of writing to some that nobody else sees."""
-    out: Any = node.kwargs.get("out")
-    if not calls(out, *_EMPTY) or len(out.users) != 1 or not is_val(node) or not alike(val(out), val(node)):
-        raise LeftAlone(
-            f"it writes into {what(out) if isinstance(out, fx.Node) else out}, which others may use"
-        )
-    if not is_contiguous(val(out)):
-        raise LeftAlone(f"it writes into {what(out)}, which has strides of its own")
-    return (_OUT[node.target], *node.args)  # type: ignore[index]
+    return {results[i]: x for i, x in enumerate(inputs)}

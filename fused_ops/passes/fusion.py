@@ -20,7 +20,7 @@ from .agreement.fallback import is_fallback_graph
 from .agreement.outcomes import RunOutcomes
 from .agreement.signature import Order
 from .cache_key import pass_key
-from .canonicalize import canonicalize, to_one_spelling
+from .canonicalize import take_coalesced_apart, to_one_spelling
 from .decompositions import write_out
 from .graph.collectives import Collective, collectives, kind_of
 from .graph.nodes import LeftAlone, custom_ops
@@ -38,6 +38,7 @@ from .origin import fields_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns.joined import take_apart
 from .patterns.pattern import Pattern, why_not_called_from_cpp
+from .patterns.summed_all_reduces import MERGED, merge_all_reduces
 from .records.entry import Entry
 from .records.models import models_of_now
 from .records.node import take_record
@@ -249,9 +250,10 @@ class FusionPass(OnePass, CustomGraphPass):
         asked = partial(self._why_not_changed, op=None, why_not_kept=why_not)
         orders: list[Order] = []
         notes = {**rewritten(graph, self, asked), **notes_of(graph), **take_apart(graph, self, asked, orders)}
-        left = canonicalize(graph, self._find, lambda match: self._why_not(match, why_not))
+        left = take_coalesced_apart(graph, self._find, lambda match: self._why_not(match, why_not))
         nodes = list(collectives(graph))
         fields = {n: fields_of(n, number) for n in nodes}
+        merge_all_reduces(nodes, self.groups, asked, orders)
         entries = {n: Entry(**fields[n], reason=reason) for n, reason in left.items()}
         # Reductions first: each takes its products as a whole.
         for node in sorted(nodes, key=lambda n: "gather" in kind_of(n)):
@@ -309,10 +311,12 @@ class FusionPass(OnePass, CustomGraphPass):
             with created_nodes() as created:
                 match.replace()
         except LeftAlone as e:
-            entries[node] = Entry(**fields[node], **found, reason=str(e))
+            for each in (node, *node.meta.pop(MERGED, ())):
+                entries[each] = Entry(**fields[each], **found, reason=str(e))
             return None
         # It may be one that was met before, and left.
         node = match.collective.node
+        node.meta.pop(MERGED, None)
         note_collective(created, fields[node]["node"])
         into: dict[str, Any] = {"dim": match.dim, "fused_into": str(match.op._schema.name), **found}
         gain: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from .cache_key import pass_key
-from .canonicalize import by_position, name_groups, wait_once
+from .canonicalize import by_position, name_groups, only_wait_for_pending, wait_once
 from .loss_parallel.joint import put_losses_on_columns
 from .pass_sequence import in_sequence, passes_of
 from .regather import mark_gathered_again
@@ -33,6 +33,7 @@ class JointPass(PassSettings, CustomGraphPass):
         by_position(graph)
         name_groups(graph)
         wait_once(graph)
+        only_wait_for_pending(graph)
         if self.loss_parallel:
             put_losses_on_columns(graph, self)
         if self.sequence_parallel:

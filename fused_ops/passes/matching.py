@@ -6,7 +6,7 @@ from torch import fx
 from torch._inductor import config as inductor_config
 
 from .graph.collectives import Collective
-from .graph.nodes import LeftAlone, c10d
+from .graph.nodes import LeftAlone, between, c10d
 from .order.costs import counted_flops
 from .patterns.all_gather_matmul import match_all_gather_matmul
 from .patterns.all_reduce import match_all_reduce
@@ -66,7 +66,7 @@ def with_product(c: Collective, settings: PassSettings) -> Pattern:
     exactly."""
     if c.node.target is c10d.all_reduce.default:
         # Where several ops could take it, the one that takes most, whether that is profitable or not.
-        return match_all_reduce(c, settings.groups, always=settings.fuse == "always")
+        return match_all_reduce(c, always=settings.fuse == "always")
     if c.node.target is c10d.all_to_all_single.default:
         raise LeftAlone("no product takes it")
     scatters = c.node.target is c10d.reduce_scatter_tensor.default
@@ -105,9 +105,4 @@ def _ends_late(wait: fx.Node) -> bool:
     """Whether what is waited for is only returned, and a product stands after it."""
     if any(user.op != "output" for user in wait.users):
         return False
-    after = wait.next
-    while after.op != "output":
-        if counted_flops(after):
-            return True
-        after = after.next
-    return False
+    return any(map(counted_flops, between(wait, wait.graph.output_node())))

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from .graph.collectives import group_of, kind_of
-from .graph.nodes import is_val, val
+from .graph.nodes import between, is_val, val
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
 _TORCH = str(Path(torch.__file__).parent)
@@ -61,11 +61,9 @@ def put_for(node: fx.Node) -> Iterator[None]:
     graph."""
     before = node.prev
     yield
-    new = before.next
-    while new is not node:
+    for new in between(before, node):
         copy_origin(node, new)
         new.meta |= {key: node.meta[key] for key in _PARTITIONED if key in node.meta}
-        new = new.next
 
 
 def fields_of(node: fx.Node, number: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ....kernels.device.gemm.scaling import FP8
 from ....symm_mem import resolve_group
 from ... import validation
 from ...library import schema
-from .nodes import LeftAlone, aten, c10d, calls, is_val, known, memory, some, val
+from .nodes import LeftAlone, between, c10d, calls, is_val, known, memory, only_user, some, val, what
 
 _WAITS = ("wait_tensor", "wait_tensors")
 _COPIED = {schema.all_gather_start, schema.reduce_scatter_start}  # by copy engines
@@ -48,15 +48,9 @@ class Collective:
         return self.reduce_op in validation.REDUCE_OPS
 
     @property
-    def only_waited_for(self) -> bool:
-        """Whether nothing else uses what is pending, but for its sizes."""
-        return all(u is self.wait or calls(u, aten.sym_size.int) for u in self.node.users)
-
-    @property
     def beside(self) -> fx.Node | None:
         """What takes its time after it before somebody waits for it: it makes as many elements, or sends."""
-        node = self.node.next
-        while node is not self.wait:
+        for node in between(self.node, self.wait):
             if communicates(node):
                 return node
             made = is_val(node) and not any(
@@ -64,12 +58,15 @@ class Collective:
             )
             if made and not known(val(node).numel() < val(self.x).numel()):
                 return node
-            node = node.next
         return None
 
     @classmethod
     def from_node(cls, node: fx.Node, groups: frozenset[str] | None) -> Collective:
         """LeftAlone: it is none that can be fused."""
+        if isinstance(out := node.kwargs.get("out"), fx.Node):
+            raise LeftAlone(
+                f"it writes into {what(out)}, which others may use, or which has strides of its own"
+            )
         if node.target not in _FUSIBLE:
             raise LeftAlone(
                 "weft fuses all_gather, reduce_scatter, all_reduce and all_to_all of one tensor into new memory only"
@@ -106,17 +103,15 @@ class Collective:
         taken = validation.REDUCE_OPS if scatters else validation.ALL_REDUCE_OPS
         if reduce_op and reduce_op not in taken:
             raise LeftAlone(f"it reduces by {reduce_op!r}, not {' or '.join(map(repr, taken))}")
-        waits = sorted(u for u in node.users if calls(u, c10d.wait_tensor.default))
-        # What is pending may be returned, too: whoever waits for what is there does not wait.
-        others = [
-            u for u in node.users if u not in waits and u.op != "output" and not calls(u, aten.sym_size.int)
-        ]
-        if not waits or others:
+        # ``canonicalize.py`` has left one wait, and no other use that can be without.
+        wait = only_user(node)
+        if not calls(wait, c10d.wait_tensor.default):
+            others = [u for u in node.users if u.op != "output" and not calls(u, c10d.wait_tensor.default)]
             raise LeftAlone(
                 f"it is used without waiting, by {some(others)}" if others else "nobody waits for it"
             )
-        val(waits[0])
-        return cls(node, waits[0], x, group, world, reduce_op)
+        val(wait)
+        return cls(node, wait, x, group, world, reduce_op)
 
 
 def _has_even_parts(node: fx.Node) -> bool:

@@ -10,10 +10,11 @@ import torch
 from torch import fx
 
 from .collectives import Collective, communicates, group_of, waits
-from .index_map import RANK, Digit, Digits, Dims, flat_dims, gathered_dims, part_of_rank, same_size
+from .index_map import Digits, Dims, by_rank, flat_dims, gathered_dims, part_of_rank, same_dims, same_size
 from .nodes import (
     LeftAlone,
     aten,
+    between,
     c10d,
     calls,
     first_write,
@@ -52,14 +53,12 @@ class GatherLayout:
         return self.dim == len(self.shard) - 1
 
     def same(self, other: GatherLayout) -> bool:
-        alike = (self.dim, len(self.shard), self.changes) == (other.dim, len(other.shard), other.changes)
-        return alike and all(same_size(a, b) for a, b in zip(self.shard, other.shard, strict=True))
+        alike = (self.dim, self.changes) == (other.dim, other.changes)
+        return alike and same_dims(self.shard, other.shard)
 
     def joined(self, world: int) -> Dims:
         """The dimensions of the gathered tensor as the op gives it."""
-        dims = list(self.shard)
-        dims[self.dim] = (Digit(RANK, world), *dims[self.dim])
-        return tuple(dims)
+        return by_rank(self.shard, world, self.dim)
 
 
 @dataclass
@@ -89,12 +88,7 @@ class Gathered:
     def outside(self) -> list[fx.Node]:
         """The users, in the order of the graph, that are no views."""
         inside = self.views.keys() | self.cut.keys()
-        found = {
-            u
-            for n in (*inside, *self._gathers())
-            for u in n.users
-            if u not in inside and not self.size_of_shard(u)
-        }
+        found = {u for n in inside for u in n.users if u not in inside and not self.size_of_shard(u)}
         return sorted(found)
 
     def first_user(self) -> fx.Node:
@@ -104,10 +98,8 @@ class Gathered:
     def before_others(self, first: fx.Node) -> fx.Node:
         """Where the fused op can stand: before ``first`` and the next collective of the group, whose order so stays."""
         c, own = self.collectives[0], self._gathers()
-        node = c.node.next
-        while node is not first and (node in own or not communicates(node) or group_of(node) != c.group):
-            node = node.next
-        return node
+        others = (n for n in between(c.node, first) if n not in own and communicates(n))
+        return next((n for n in others if group_of(n) == c.group), first)
 
     def made_of(self, node: fx.Node) -> set[fx.Node]:
         """A view and all that it is made of, down to the gathered tensor; nothing for another node."""
@@ -153,9 +145,6 @@ class Gathered:
             LeftAlone: one cannot be made from what the op returns.
         """
         used: dict[fx.Node, fx.Node] = {}
-        for c in self.collectives:
-            if any(user is not c.wait and not self.size_of_shard(user) for user in c.node.users):
-                used[c.wait] = c.node
         for node in (*self.views, *self.cut):
             for user in node.users:
                 if user in self.views or user in self.cut or self.size_of_shard(user):
@@ -208,16 +197,10 @@ class Gathered:
                 return dim, factor
         return None
 
-    def wait_for_all(self) -> None:
-        """What uses a pending tensor uses the one that was waited for."""
-        for c in self.collectives:
-            for user in [u for u in c.node.users if u is not c.wait]:
-                user.replace_input_with(c.node, c.wait)
-
     def read_sizes_from_shard(self) -> None:
         """A size of the gathered tensor is read from its input: it is no reason to return it."""
         x = self.collectives[0].x
-        for user in dict.fromkeys(u for n in (*self._gathers(), *self.views, *self.cut) for u in n.users):
+        for user in dict.fromkeys(u for n in (*self.views, *self.cut) for u in n.users):
             if (found := self.size_of_shard(user)) is not None:
                 size = call(user, aten.sym_size.int, x, found[0])
                 if found[1] != 1:

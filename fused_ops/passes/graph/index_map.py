@@ -47,10 +47,14 @@ def plain(shape: Iterable[Size]) -> Dims:
     return tuple(_merged([Digit(i, size)]) for i, size in enumerate(shape))
 
 
-def gathered_dims(shape: Sequence[Size], world: int) -> Dims:
-    """The dimensions of shards of this shape joined along dimension 0, or of what is cut into them."""
-    first, *rest = plain(shape)
-    return ((Digit(RANK, world), *first), *rest)
+def gathered_dims(shape: Sequence[Size], world: int, dim: int = 0) -> Dims:
+    """The dimensions of shards of this shape joined along one of these, or of what is cut into them."""
+    return by_rank(plain(shape), world, dim)
+
+
+def by_rank(dims: Dims, world: int, dim: int) -> Dims:
+    """Those of shards of the given dimensions, joined along one of these."""
+    return (*dims[:dim], (Digit(RANK, world), *dims[dim]), *dims[dim + 1 :])
 
 
 def flat_dims(dims: Iterable[Digits]) -> Digits:
@@ -75,6 +79,11 @@ def same_size(a: Digits, b: Digits) -> bool:
         x.axis == y.axis and known(x.size == y.size) and known(x.step == y.step)
         for x, y in zip(a, b, strict=True)
     )
+
+
+def same_dims(a: Dims, b: Dims) -> bool:
+    """The same of all dimensions."""
+    return len(a) == len(b) and all(same_size(x, y) for x, y in zip(a, b, strict=True))
 
 
 def reshaped(dims: Dims, shape: Sequence[Size]) -> Dims:

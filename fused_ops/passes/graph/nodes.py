@@ -32,6 +32,9 @@ FLAT = {
 }
 
 
+RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+
+
 class LeftAlone(Exception):
     """Why a collective is not fused."""
 
@@ -104,11 +107,7 @@ def tangents(graph: fx.Graph) -> list[fx.Node]:
 
 def after_tangents(graph: fx.Graph) -> set[fx.Node]:
     """The nodes of the backward: all that depends on the gradients of the results."""
-    found = {*tangents(graph)}
-    for node in graph.nodes if found else ():
-        if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+    return {*walk(tangents(graph), lambda n: (user for user in n.users if user.op != "output"))}
 
 
 def walk(roots: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> dict[fx.Node, None]:
@@ -120,6 +119,14 @@ def walk(roots: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.No
         found |= new
         pending += new
     return found
+
+
+def between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    """The nodes after ``first`` and before ``last``, in the order of the graph."""
+    node = first.next
+    while node is not last and node.op != "root":
+        yield node
+        node = node.next
 
 
 def only_user(node: Any) -> Any:
@@ -189,12 +196,7 @@ def is_random(node: fx.Node) -> bool:
 
 def first_write(first: fx.Node, last: fx.Node) -> fx.Node | None:
     """The first node after ``first``, up to ``last``, that writes to memory."""
-    node = first
-    while node is not last:
-        node = node.next
-        if writes(node):
-            return node
-    return None
+    return next(filter(writes, between(first, last.next)), None)
 
 
 def check_no_write(first: fx.Node, last: fx.Node) -> None:

@@ -74,13 +74,19 @@ def undone_if_left() -> Iterator[None]:
             raise
 
 
-def _holder(
-    size: torch.SymInt, before: fx.Node, near: Sequence[fx.Node]
-) -> tuple[fx.Node, int | None] | None:
+def read_size(size: Size, before: fx.Node, near: Sequence[fx.Node]) -> fx.Node | None:
+    """A node before the given one that is the size, read if need be; None if nothing has it. ``near`` as for shapes."""
+    if (found := _holder(size, before, near)) is None:
+        return None
+    node, dim = found
+    return node if dim is None else call(before, aten.sym_size.int, node, dim)
+
+
+def _holder(size: Size, before: fx.Node, near: Sequence[fx.Node]) -> tuple[fx.Node, int | None] | None:
     """A node before the given one that is the size, or has it in the returned dimension."""
 
     def is_it(other: Any) -> bool:
-        return isinstance(other, torch.SymInt) and known(other == size)
+        return isinstance(other, int | torch.SymInt) and known(other == size)
 
     def in_shape(node: fx.Node) -> tuple[fx.Node, int | None] | None:
         return next(((node, dim) for dim, other in enumerate(val(node).shape) if is_it(other)), None)
@@ -186,12 +192,3 @@ def erase_unused(nodes: Iterable[fx.Node]) -> list[fx.Node]:
         else:
             node.graph.erase_node(node)
     return left[::-1]
-
-
-def replace_result(c: Collective, out: fx.Node) -> None:
-    """``out`` in place of the collective's result."""
-    c.wait.replace_all_uses_with(out)
-    for user in list(c.node.users):
-        # The sizes of what is pending are those of the result.
-        if user is not c.wait:
-            user.replace_input_with(c.node, out)

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import fx
 
-from .nodes import FLAT, LeftAlone, argument, aten, c10d, calls, first_write, is_val, val, walk
+from .nodes import FLAT, LeftAlone, argument, aten, c10d, calls, first_write, is_val, known, val, walk
 from .rewrite import call, erase_unused, reshape, undone_if_left
-from .split_cat import SPLITS
+from .split_cat import SPLITS, cut_of
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 _PADDING = (
@@ -30,7 +30,6 @@ _PADDING = (
 )
 # How shards are joined along another dimension than the first.
 _JOINING = (aten.permute.default, aten.cat.default, *SPLITS, operator.getitem)
-_FAR = 16  # nodes between a collective and its padding
 _GATHER, _SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 
 
@@ -56,19 +55,23 @@ def _cut_after(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     has the node's shape."""
     args: Any = node.args
     *addend, left, right = args
-    *_, cut = _flat(left, copies=True)
-    if not calls(cut, aten.slice.Tensor) or any(is_val(a) and val(a).dim() != 1 for a in addend):
+    *_, sliced = _flat(left, copies=True)
+    cut = cut_of(sliced)
+    if (
+        not calls(sliced, aten.slice.Tensor)
+        or cut is None
+        or any(is_val(a) and val(a).dim() != 1 for a in addend)
+    ):
         return None
-    source: Any = cut.args[0]
+    source, dim, start, few, _ = cut
     gather = _gather_of(source)
     kept, there = _rows(left), _rows(source)
-    if gather is None or kept is None or there is None or not _first_rows(cut):
+    if gather is None or kept is None or there is None or first_write(gather, node) is not None:
         return None
-    if first_write(gather, node) is not None:
+    width, shape = val(left).shape[1], list(val(source).shape)
+    if not known(start == 0) or dim == len(shape) - 1 or width != shape[-1]:
         return None
-    width, shape, dim = val(left).shape[1], list(val(source).shape), argument(cut, 1, "dim", 0)
-    few = val(cut).shape[dim]
-    if not 0 < shape[dim] - few < gather.args[1] or width != shape[-1]:  # type: ignore[operator]
+    if not 0 < shape[dim] - few < gather.args[1]:  # type: ignore[operator]
         return None
     product = call(node, node.target, *addend, reshape(source, [there, width], node), right, **node.kwargs)
     columns = val(product).shape[1]
@@ -83,30 +86,23 @@ def _padded_before(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     parts: Any = node.args[0]
     if not isinstance(parts, list | tuple) or len(parts) < 2:
         return None
-    first = _part_of(parts[0])
-    if not calls(first, operator.getitem):
-        return None
-    split: Any = first.args[0]
-    dim = argument(node, 1, "dim", 0)
-    if not calls(split, *SPLITS[:2]) or argument(split, 2, "dim", 0) != dim or not _is_scattered(node):
-        return None
-    size, number = val(parts[0]).shape[dim], len(split.meta["val"])
+    dim, source, end = argument(node, 1, "dim", 0) % val(node).dim(), None, 0
     cut_parts: list[fx.Node] = []
-    for i, part in enumerate(parts):
-        inner = part
-        if calls(part, aten.constant_pad_nd.default):
-            if not _pads_last(part, dim):
+    for part in parts:
+        pads = calls(part, aten.constant_pad_nd.default)
+        inner = part.args[0] if pads or calls(part, aten.clone.default) else part
+        if (pads and not _pads_last(part, dim)) or val(part).shape[dim] != val(parts[0]).shape[dim]:
+            return None
+        cut = cut_of(inner)
+        if cut is not None and cut.source is (source or cut.source) and known(cut.start == end):
+            if cut.dim != dim or cut.dropped:
                 return None
-            inner = part.args[0]
-        elif _part_of(part) is not part:
-            inner = _part_of(part)
-        if val(part).shape[dim] != size:
-            return None
-        if calls(inner, operator.getitem) and inner.args == (split, i):
+            source, end = cut.source, cut.stop
             cut_parts += [inner, part]
-        elif i < number or not calls(part, aten.constant_pad_nd.default) or val(inner).shape[dim] != 0:
+        elif not pads or val(inner).shape[dim] != 0:
             return None
-    source: Any = split.args[0]
+    if source is None or not known(end == val(source).shape[dim]) or not _is_scattered(node):
+        return None
     chain = list(_flat(source))
     product, have, want = chain[-1], _rows(source), _rows(node)
     shape, wanted = list(val(source).shape), list(val(node).shape)
@@ -115,7 +111,8 @@ def _padded_before(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     missing = wanted[dim] - shape[dim]
     if not 0 < missing < len(parts) or have != val(product).shape[0] or shape[-1] != val(product).shape[1]:
         return None
-    if len(split.users) != number or any(len(n.users) != 1 for n in (*chain, *cut_parts)):
+    inside = {*chain, *cut_parts, *(part.args[0] for part in cut_parts)}
+    if any(user not in inside and user is not node for n in inside for user in n.users):  # type: ignore[union-attr]
         return None  # it would be computed twice
     a: Any = product.args[0]
     w = product.args[1]
@@ -145,20 +142,11 @@ def _flat(node: Any, *, copies: bool = False) -> Iterator[fx.Node]:
         yield node
 
 
-def _part_of(node: Any) -> Any:
-    """What the node is, or is a copy of."""
-    return node.args[0] if calls(node, aten.clone.default) else node
-
-
-def _gather_of(node: Any) -> fx.Node | None:
+def _gather_of(node: fx.Node) -> fx.Node | None:
     """The gather whose result has these elements, along whichever dimension the shards are joined."""
-    for _ in range(_FAR):
-        if calls(node, c10d.wait_tensor.default):
-            gather: Any = node.args[0]
-            return gather if calls(gather, _GATHER) else None
-        source = node.args[0] if calls(node, *FLAT, *_JOINING) else None
-        node = source[0] if isinstance(source, list | tuple) and source else source
-    return None
+    made_of = walk([node], lambda n: n.all_input_nodes if calls(n, *FLAT, *_JOINING) else ())
+    gathers = {n.args[0] for n in made_of if calls(n, c10d.wait_tensor.default) and calls(n.args[0], _GATHER)}
+    return gathers.pop() if len(gathers) == 1 else None  # type: ignore[return-value]
 
 
 def _rows(node: fx.Node) -> int | None:
@@ -167,13 +155,6 @@ def _rows(node: fx.Node) -> int | None:
     if len(shape) < 2 or not all(isinstance(s, int) for s in shape) or not shape[-1]:
         return None
     return int(val(node).numel() // shape[-1])
-
-
-def _first_rows(cut: fx.Node) -> bool:
-    """Whether a slice takes the first of what lies along another dimension than the last."""
-    dim = argument(cut, 1, "dim", 0)
-    begins = argument(cut, 2, "start") in (None, 0) and argument(cut, 4, "step", 1) == 1
-    return begins and 0 <= dim < val(cut).dim() - 1
 
 
 def _pads_last(node: fx.Node, dim: int) -> bool:
@@ -186,14 +167,5 @@ def _pads_last(node: fx.Node, dim: int) -> bool:
 
 def _is_scattered(node: fx.Node) -> bool:
     """Whether a reduce-scatter takes it, maybe cut into parts along this dimension and joined along the first."""
-    pending: list[Any] = [node]
-    seen = 0
-    while pending and seen < _FAR:
-        each = pending.pop()
-        seen += 1
-        for user in each.users:
-            if calls(user, _SCATTER):
-                return True
-            if calls(user, *FLAT, *_JOINING):
-                pending.append(user)
-    return False
+    users = walk([node], lambda n: (u for u in n.users if calls(u, *FLAT, *_JOINING)))
+    return any(calls(user, _SCATTER) for n in users for user in n.users)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from .index_map import Dims, moved_dims, permuted, reshaped
-from .nodes import FLAT, LeftAlone, argument, aten, calls, is_val, same_shape, val
+from .nodes import FLAT, LeftAlone, Size, argument, aten, calls, is_val, known, same_shape, val, what
 from .scaling import Change, scaling
-from .split_cat import SLICES, SPLITS, Parts
+from .split_cat import SLICES, SPLITS, cut_of
 
 CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 PERMUTES = (aten.permute.default, aten.transpose.int, aten.t.default)
@@ -56,21 +57,7 @@ def view_step(node: fx.Node) -> ViewStep | None:
     if not is_val(node) or node.op != "call_function" or not node.args:
         return None
     if calls(node, aten.cat.default):
-        parts = Parts.from_cat(node)
-        cut, join, count = parts.cut_dim, parts.join_dim, parts.count
-
-        def forward(dims: Dims) -> Dims:
-            if not parts.dropped:
-                return moved_dims(dims, count, cut, join)
-            dims = moved_dims(dims, count, cut, join + (join >= cut))
-            return (*dims[:cut], *dims[cut + 1 :])
-
-        def backward(dims: Dims) -> Dims:
-            if not parts.dropped:
-                return moved_dims(dims, count, join, cut)
-            return moved_dims((*dims[:cut], (), *dims[cut:]), count, join + (join >= cut), cut)
-
-        return ViewStep(node, parts.source, forward, backward, parts.nodes)
+        return _joined_parts(node)
     if (same := unchanged(node)) is not None:
         return ViewStep(node, same, lambda dims: dims, lambda dims: dims)
     if (multiple := scaling(node)) is not None:
@@ -95,6 +82,49 @@ def view_step(node: fx.Node) -> ViewStep | None:
             change=None if dtype == val(source).dtype else dtype,
         )
     return None
+
+
+def _joined_parts(cat: fx.Node) -> ViewStep:
+    """How a gather or scatter along a dimension other than 0 is spelled: a tensor cut into parts, joined along another.
+    LeftAlone: what is joined is not exactly the parts of one tensor, once each and in order."""
+    parts: Any = cat.args[0]
+    if not isinstance(parts, list | tuple) or not all(map(is_val, parts)):
+        raise LeftAlone(f"the inputs of {what(cat)} are not known")
+    first, nodes = cut_of(parts[0]), dict[fx.Node, None]()
+    end: Size = 0
+    for part in parts:
+        taken = cut_of(part)
+        if taken is None or first is None or (taken.source, taken.dropped) != (first.source, first.dropped):
+            of = "a tensor" if first is None else what(first.source)
+            raise LeftAlone(f"{what(cat)} joins {what(part)}, which is no part of {of}")
+        if taken.dim != first.dim:
+            raise LeftAlone(f"{what(cat)} joins parts cut along different dimensions")
+        if not known(taken.start == end):
+            raise LeftAlone(
+                f"{what(part)} starts at {taken.start}, where {end} is next: parts overlap, miss or swap"
+            )
+        end = taken.stop
+        nodes |= dict.fromkeys([part] if part.args[0] is taken.source else [part.args[0], part])
+    assert first is not None
+    source, cut, dropped, count = first.source, first.dim, first.dropped, len(parts)
+    if not known(end == (whole := val(source).shape[cut])):
+        raise LeftAlone(f"the parts that {what(cat)} joins end at {end}, {what(source)} at {whole}")
+    # Parts can be joined only if their sizes are the same in every other dimension. So they are equal where they are
+    # joined along another dimension than they were cut along, or have not that one any more.
+    join = argument(cat, 1, "dim", 0) % val(cat).dim()
+
+    def forward(dims: Dims) -> Dims:
+        if not dropped:
+            return moved_dims(dims, count, cut, join)
+        dims = moved_dims(dims, count, cut, join + (join >= cut))
+        return (*dims[:cut], *dims[cut + 1 :])
+
+    def backward(dims: Dims) -> Dims:
+        if not dropped:
+            return moved_dims(dims, count, join, cut)
+        return moved_dims((*dims[:cut], (), *dims[cut:]), count, join + (join >= cut), cut)
+
+    return ViewStep(cat, source, forward, backward, tuple(nodes))
 
 
 def steps_back(node: fx.Node) -> Iterator[ViewStep]:

@@ -16,7 +16,7 @@ from ..graph.collectives import Collective
 from ..graph.nodes import FLAT, LeftAlone, Size, argument, aten, calls, is_val, known, only_user, val, what
 from ..graph.rewrite import call, reshape
 from ..graph.row_wise import is_pointwise
-from ..graph.split_cat import SPLITS
+from ..graph.split_cat import SPLITS, cut_of, is_cut
 
 CAST = torch.ops.prims.convert_element_type.default
 _COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
@@ -74,7 +74,7 @@ def gathered_columns(c: Collective) -> GatheredColumns | None:
 def _without_filling(columns: GatheredColumns) -> GatheredColumns:
     """Of columns from which the last ones are cut off at once, what is left."""
     cut = only_user(columns.whole)
-    if not calls(cut, aten.slice.Tensor) or cut_from(cut) != (columns.whole, val(cut).dim() - 1, 0):
+    if cut is None or not is_cut(cut, columns.whole, val(columns.whole).dim() - 1, 0):
         return columns
     count, starts = val(cut).shape[-1], accumulate(columns.widths, initial=0)
     left = tuple(
@@ -98,26 +98,14 @@ def _cats(node: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
 
 def _is_part(node: fx.Node, source: fx.Node, i: int, rows: Size) -> bool:
     """Whether the node is what rank ``i`` has gathered, or the first of its columns."""
-    found = cut_from(node)
-    if found is not None and found[0] is not source and found[1:] == (val(node).dim() - 1, 0):
-        node = found[0]
-        found = cut_from(node)
-    if found is None or found[:2] != (source, 0):
-        return False
-    return known(found[2] == i * rows) and known(val(node).shape[0] == rows)
-
-
-def cut_from(node: fx.Node) -> tuple[fx.Node, int, Size] | None:
-    """(what the node is a part of, the dimension along which it was cut, where it begins there)."""
-    if calls(node, operator.getitem) and calls(node.args[0], *SPLITS[:2]):
-        split: Any = node.args[0]
-        source, dim = split.args[0], argument(split, 2, "dim", 0) % val(node).dim()
-        return source, dim, sum(piece.shape[dim] for piece in split.meta["val"][: node.args[1]])
-    if calls(node, aten.slice.Tensor) and argument(node, 4, "step", 1) == 1 and is_val(node.args[0]):
-        dim, start = argument(node, 1, "dim", 0) % val(node).dim(), argument(node, 2, "start", 0) or 0
-        if isinstance(start, int) and start >= 0:
-            return node.args[0], dim, start
-    return None
+    inner = cut_of(node)
+    if (
+        inner is not None
+        and inner.source is not source
+        and is_cut(node, inner.source, val(node).dim() - 1, 0)
+    ):
+        node = inner.source
+    return is_cut(node, source, 0, i * rows) and known(val(node).shape[0] == rows)
 
 
 def has_columns(node: Any) -> TypeGuard[fx.Node]:

@@ -22,8 +22,8 @@ from ..graph.nodes import (
     val,
     what,
 )
-from ..graph.split_cat import SPLITS
-from .columns import CAST, GatheredColumns, cut_from, has_columns, keeps_columns
+from ..graph.split_cat import SPLITS, is_cut
+from .columns import CAST, GatheredColumns, has_columns, keeps_columns
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,10 @@ def _end(node: fx.Node, columns: GatheredColumns) -> tuple[fx.Node, bool] | None
         cuts = list(splits[0].users)
     if not cuts or not all(calls(u, operator.getitem, aten.slice.Tensor) for u in cuts):
         return None
-    places = {u: found for u in cuts if (found := cut_from(u)) is not None}
-    last = val(node).dim() - 1
-    if any(places.get(u, (None,))[:2] != (node, last) for u in cuts):
-        return None
 
     def is_of(cut: fx.Node, rank: int) -> bool:
-        start = sum(columns.widths[:rank])
-        return known(places[cut][2] == start) and known(val(cut).shape[-1] == columns.widths[rank])
+        of_rank = is_cut(cut, node, val(node).dim() - 1, sum(columns.widths[:rank]))
+        return of_rank and known(val(cut).shape[-1] == columns.widths[rank])
 
     if len(cuts) == 1 and is_of(cuts[0], columns.rank):
         return cuts[0], False

@@ -11,7 +11,7 @@ from torch import fx
 
 from ...library import schema
 from ..graph.collectives import Collective, communicates
-from ..graph.nodes import LeftAlone, aten, c10d, calls, check_no_write, val, walk
+from ..graph.nodes import LeftAlone, aten, between, c10d, calls, check_no_write, val, walk
 from ..graph.rewrite import call, cast, erase_unused, fused, reshape, reshape_sizes, undone_if_left
 from ..origin import put_for
 from ..patterns.pattern import why_not_called_from_cpp
@@ -150,10 +150,7 @@ def _after(op: fx.Node, columns: GatheredColumns) -> None:
     kept = [n for n in (c.node, c.wait, *sorted(columns.between), columns.whole) if not n._erased]
     if c.node._erased or any(u not in kept and u < op for n in kept for u in n.users):
         return
-    node = c.node.next
-    while node is not op:
-        if communicates(node):
-            return
-        node = node.next
+    if any(map(communicates, between(c.node, op))):
+        return
     for node in kept[::-1]:
         op.append(node)

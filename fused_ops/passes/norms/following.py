@@ -23,6 +23,7 @@ from ..graph.nodes import (
     alike,
     argument,
     aten,
+    between,
     calls,
     first_write,
     is_contiguous,
@@ -35,7 +36,7 @@ from ..graph.nodes import (
 )
 from ..graph.rewrite import call
 from ..graph.views import CASTS, unchanged
-from .norm import FoundNorm, layer_norm_of, rms_norm_of
+from .norm import FoundNorm, norm_of
 from .quant import FollowingQuant
 
 
@@ -91,34 +92,25 @@ class FollowingNorm:
         return ", ".join(words)
 
     @classmethod
-    def after(
-        cls, collectives: list[Collective], result: fx.Node, rest: list[fx.Node]
-    ) -> FollowingNorm | None:
-        """What follows the sum of collectives, their one result or all they and the ``rest`` add up to; None if no norm
-        does. LeftAlone: one does, and is not what the op computes."""
-        dtype = val(result).dtype
-        total = _Sum(result, result, rest[0], [result], [], []) if rest else _sum_after(result)
+    def after(cls, c: Collective) -> FollowingNorm | None:
+        """What follows a collective; None if no norm does. LeftAlone: one does, and is not what the op computes."""
+        dtype = val(c.wait).dtype
+        total = _sum_after(c.wait)
         found = norm_of(total.node, dtype)
         if found is None:
             return None
-        if len(rest) > 1:
-            raise LeftAlone(f"of what it norms, {some(rest)} are more than one residual")
         follows = cls(total, found, dtype)
-        follows._check(collectives)
+        follows._check(c)
         try:
             follows.quant = FollowingQuant.after(found, total.at)
         except LeftAlone as e:
             follows.stays = f"what makes fp8 of it stays: {e}"
         return follows
 
-    def _check(self, collectives: list[Collective]) -> None:
+    def _check(self, c: Collective) -> None:
         total, norm = self.sum, self.norm
-        begin = min(c.node for c in collectives)
-        group = collectives[0].group
-        if (reduce_op := collectives[0].reduce_op) != "sum":
-            raise LeftAlone(f"the collective reduces by {reduce_op!r}")
-        if not all(c.only_waited_for for c in collectives):
-            raise LeftAlone("what is pending is used, too")
+        if c.reduce_op != "sum":
+            raise LeftAlone(f"the collective reduces by {c.reduce_op!r}")
         if norm.layer and not self.round_sum:
             raise LeftAlone("it is of the unrounded sum, which no op takes a LayerNorm of")
         others = [u for u in total.node.users if u not in (*norm.nodes, *total.rounded)]
@@ -129,15 +121,12 @@ class FollowingNorm:
         for read in (total.residual, norm.weight, norm.bias):
             if read is not None and not read < total.at:
                 raise LeftAlone(f"{what(read)} is computed after the sum")
-        first = min([begin, *total.read, *norm.read])
+        first = min([c.node, *total.read, *norm.read])
         if (write := first_write(first, norm.normed)) is not None:
             raise LeftAlone(f"{what(write)} writes to memory before it")
-        own = [c.node for c in collectives]
-        node = begin.next
-        while node is not total.at:
-            if communicates(node) and group_of(node) == group and node not in own:
+        for node in between(c.node, total.at):
+            if communicates(node) and group_of(node) == c.group:
                 raise LeftAlone(f"{what(node)} would be overtaken")
-            node = node.next
 
     def replaced(
         self, c: Collective, op: Any, given: Sequence[fx.Node], rows: Sequence[Size] = (), **named: Any
@@ -215,13 +204,3 @@ def _unless_normed(alone: _Sum, add: fx.Node, why: str) -> _Sum:
     if normed:
         raise LeftAlone(why)
     return alone
-
-
-def norm_of(x: fx.Node, dtype: torch.dtype) -> FoundNorm | None:
-    """The norm of a node, of the given dtype; None if there is none. LeftAlone: it is none that an op computes."""
-    for user in x.users:
-        wide = user if calls(user, *CASTS) and val(user).dtype == torch.float32 else x
-        found = layer_norm_of(x, wide, dtype) or rms_norm_of(x, wide, dtype)
-        if found is not None:
-            return found
-    return None

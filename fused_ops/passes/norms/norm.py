@@ -42,67 +42,36 @@ class FoundNorm:
         return "layer_norm" if self.layer else "rms_norm"
 
 
-def rms_norm_of(x: fx.Node, wide: fx.Node, dtype: torch.dtype) -> FoundNorm | None:
-    """The RMSNorm of ``x``, of the given dtype, read by way of ``wide``; None if there is none. LeftAlone: there is
-    one, and it is none that the op computes."""
-    if val(wide).dtype != torch.float32:
-        return None
-    for square in wide.users:
-        if _is_square(square, wide) and calls(only_user(square), aten.mean.dim):
-            return _from_square(x, wide, square, dtype)
-    return None
-
-
-def _from_square(x: fx.Node, wide: fx.Node, square: fx.Node, dtype: torch.dtype) -> FoundNorm:
-    mean = _next_of(square)
-    _expect(_is_mean_of_rows(mean, square), mean)
-    eps, scaling = _scale_of(mean, [wide])
-    nodes = [square, mean, *scaling]
-    if wide is not x:
-        if others := [u for u in wide.users if u not in nodes]:
-            raise LeftAlone(f"{what(wide)} is also used by {some(others)}")
-        nodes.append(wide)
-    last = _cast_after(scaling[-1], dtype)
-    nodes.append(last)
-    product = _next_of(last)
-    _expect(calls(product, aten.mul.Tensor), product)
-    factor = product.args[1] if product.args[0] is last else product.args[0]
-    _expect(is_val(factor), product)
-    weight, offset, read = _uncast_weight(factor, dtype)  # type: ignore[arg-type]
-    if not _is_row(weight, x, dtype):
-        raise LeftAlone(f"{what(weight)} is no weight of its rows")
-    nodes += _of_dtype(product, dtype)
-    return FoundNorm(nodes[-1], weight, eps, nodes, read, offset)
-
-
 @dataclass
 class _Moments:
-    """``centred`` are the rows without their mean, which is their ``variance``'s, too; ``nodes`` lead to these."""
+    """``centred`` are the rows that are scaled by the root of their ``variance``; ``nodes`` lead to these.
+
+    For a LayerNorm they are without their mean, which is the variance's, too; else the variance is around 0.
+    """
 
     centred: list[fx.Node]
     variance: fx.Node
     nodes: list[fx.Node]
+    layer: bool = True
 
 
-def layer_norm_of(x: fx.Node, wide: fx.Node, dtype: torch.dtype) -> FoundNorm | None:
-    """The LayerNorm of ``x``, of the given dtype, read by way of ``wide``; None if there is none. LeftAlone: there is
-    one, and it is none that the op computes."""
-    for reader in wide.users:
-        if calls(reader, aten.native_layer_norm.default) and reader.args[0] is wide:
-            return _not_decomposed(x, wide, reader, dtype)
-        if val(wide).dtype != torch.float32:
-            continue
-        moments = None
-        if calls(reader, aten.var_mean.correction):
-            moments = _of_var_mean(wide, reader)
-        elif calls(reader, aten.mean.dim):
-            moments = _of_mean(wide, reader)
-        if moments is not None:
-            return _from_moments(x, wide, moments, dtype)
+def norm_of(x: fx.Node, dtype: torch.dtype) -> FoundNorm | None:
+    """The norm of a node, of the given dtype; None if there is none. LeftAlone: it is none that an op computes."""
+    for user in x.users:
+        wide = user if calls(user, *CASTS) and val(user).dtype == torch.float32 else x
+        for reader in wide.users:
+            if calls(reader, aten.native_layer_norm.default) and reader.args[0] is wide:
+                return _not_decomposed(x, wide, reader, dtype)
+        for moments_of in (_of_var_mean, _of_mean, _of_square) if val(wide).dtype == torch.float32 else ():
+            for reader in wide.users:
+                if (moments := moments_of(wide, reader)) is not None:
+                    return _from_moments(x, wide, moments, dtype)
     return None
 
 
-def _of_var_mean(wide: fx.Node, both: fx.Node) -> _Moments:
+def _of_var_mean(wide: fx.Node, both: fx.Node) -> _Moments | None:
+    if not calls(both, aten.var_mean.correction):
+        return None
     if not _of_rows(both, wide) or both.kwargs.get("correction") != 0:
         raise LeftAlone(f"{what(both)} is not of its rows, or divides by another number than their length")
     parts: dict[object, fx.Node] = {}
@@ -116,6 +85,8 @@ def _of_var_mean(wide: fx.Node, both: fx.Node) -> _Moments:
 
 def _of_mean(wide: fx.Node, mean: fx.Node) -> _Moments | None:
     """None where no variance around that mean is taken."""
+    if not calls(mean, aten.mean.dim):
+        return None
     around = [u for u in mean.users if calls(u, aten.sub.Tensor) and u.args == (wide, mean)]
     squares = [u for sub in around for u in sub.users if _is_square(u, sub)]
     if len(squares) != 1 or not calls(only_user(squares[0]), aten.mean.dim):
@@ -126,6 +97,14 @@ def _of_mean(wide: fx.Node, mean: fx.Node) -> _Moments | None:
     return _Moments(_centred(wide, mean), variance, [mean, square, variance])
 
 
+def _of_square(wide: fx.Node, square: fx.Node) -> _Moments | None:
+    mean = only_user(square)
+    if not _is_square(square, wide) or not calls(mean, aten.mean.dim):
+        return None
+    _expect(_is_mean_of_rows(mean, square), mean)
+    return _Moments([wide], mean, [square, mean], layer=False)
+
+
 def _centred(wide: fx.Node, mean: fx.Node) -> list[fx.Node]:
     for user in mean.users:
         _expect(calls(user, aten.sub.Tensor) and user.args == (wide, mean) and not user.kwargs, user)
@@ -134,22 +113,24 @@ def _centred(wide: fx.Node, mean: fx.Node) -> list[fx.Node]:
 
 def _from_moments(x: fx.Node, wide: fx.Node, moments: _Moments, dtype: torch.dtype) -> FoundNorm:
     eps, scaling = _scale_of(moments.variance, moments.centred)
-    nodes = [*moments.nodes, *moments.centred, *scaling]
-    between = [*moments.centred, *([wide] if wide is not x else [])]
+    between = [node for node in dict.fromkeys([*moments.centred, wide]) if node is not x]
+    nodes = [*moments.nodes, *between, *scaling]
     if others := [u for node in between for u in node.users if u not in nodes]:
         raise LeftAlone(f"what is normed is also used by {some(others)}")
-    if wide is not x:
-        nodes.append(wide)
     last = _cast_after(scaling[-1], dtype)
     nodes.append(last)
     weight, bias = _Column(None), _Column(None)
-    for column, op in ((weight, aten.mul.Tensor), (bias, aten.add.Tensor)):
+    for column, op in ((weight, aten.mul.Tensor), (bias, aten.add.Tensor))[: 1 + moments.layer]:
         user, factor = _of_two(last, op)
         if factor is not None and column.take(factor, x, dtype, offset=column is weight):
             last = user
             nodes.append(last)
+    if not moments.layer and weight.node is None:
+        product = _next_of(last)
+        _expect(calls(product, aten.mul.Tensor), product)
+        raise LeftAlone(f"{what(product)} multiplies by what is no weight of its rows")
     nodes += _of_dtype(last, dtype)
-    return _found(nodes, weight, bias, eps)
+    return _found(nodes, weight, bias, eps, moments.layer)
 
 
 @dataclass
@@ -198,12 +179,12 @@ def _not_decomposed(x: fx.Node, wide: fx.Node, norm: fx.Node, dtype: torch.dtype
     return _found(nodes, weight, bias, eps)  # type: ignore[arg-type]
 
 
-def _found(nodes: list[fx.Node], weight: _Column, bias: _Column, eps: float) -> FoundNorm:
+def _found(nodes: list[fx.Node], weight: _Column, bias: _Column, eps: float, layer: bool = True) -> FoundNorm:
     """Of which the last node is the result."""
     if weight.node is not None and bias.node is not None and val(weight.node).dtype != val(bias.node).dtype:
         raise LeftAlone(f"{what(bias.node)} is {val(bias.node).dtype}, its weight {val(weight.node).dtype}")
     read = [*weight.read, *bias.read]
-    return FoundNorm(nodes[-1], weight.node, eps, nodes, read, weight.offset, bias.node, layer=True)
+    return FoundNorm(nodes[-1], weight.node, eps, nodes, read, weight.offset, bias.node, layer)
 
 
 def _next_of(node: fx.Node) -> fx.Node:

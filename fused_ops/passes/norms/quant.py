@@ -228,13 +228,7 @@ class _Steps:
 
     def _after_the_norm(self) -> set[fx.Node]:
         """All before the cast that depends on the norm."""
-        found = {self.normed}
-        node = self.normed.next
-        while node is not self.cast:
-            if any(n in found for n in node.all_input_nodes):
-                found.add(node)
-            node = node.next
-        return found
+        return {*walk([self.normed], lambda n: (u for u in n.users if u < self.cast))}
 
     def _inner(self, after: set[fx.Node], scale: fx.Node | None = None) -> list[fx.Node]:
         """Those of them that lead to the cast, but not by way of the scale alone, which the op gives."""

@@ -23,7 +23,7 @@ from ..graph import rewrite
 from ..graph.collectives import COMPILE_BOTH, Collective
 from ..graph.gathered_tensor import Gathered, GatherLayout
 from ..graph.index_map import numel, plain
-from ..graph.nodes import LeftAlone, aten, calls, first_write, is_contiguous, memory, some, val, what
+from ..graph.nodes import LeftAlone, aten, calls, first_write, is_contiguous, memory, some, val, walk, what
 from ..graph.rewrite import call
 from ..graph.scaling import Scaling, changed, is_factor, scaled
 from ..graph.views import View
@@ -147,7 +147,6 @@ class _Replacement:
                 out = call(u.product.node, operator.getitem, outs, i)
                 new[u.product.node] = _product(out, u, [shard, Bs[i]])
         self.tensor.read_sizes_from_shard()
-        self.tensor.wait_for_all()
         for old, node in new.items():
             old.replace_all_uses_with(node)
         for u in self.uses:
@@ -213,18 +212,11 @@ def contracting(tensor: Gathered, products: list[fx.Node]) -> list[Use]:
 
 def _fused_after(tensor: Gathered) -> list[str]:
     """That a product of the gathered tensor was fused with the reduction after it: reductions come first."""
-    found: dict[fx.Node, None] = {}
-    pending: list[fx.Node] = [*tensor.views, *tensor.cut]
-    seen = {*pending}
-    while pending:
-        node = pending.pop()
-        for user in node.users:
-            if calls(user, schema.matmul_reduce_scatter, schema.matmul_all_reduce) and node in user.args[:2]:
-                found[user] = None
-            elif calls(user, aten.cat.default, aten.reshape.default, aten.select.int) and user not in seen:
-                # The pass itself puts them before the op for a sum of products.
-                seen.add(user)
-                pending.append(user)
+    # The pass itself puts them before the op for a sum of products.
+    before = (aten.cat.default, aten.reshape.default, aten.select.int)
+    operands = walk([*tensor.views, *tensor.cut], lambda n: (u for u in n.users if calls(u, *before)))
+    ops = (schema.matmul_reduce_scatter, schema.matmul_all_reduce)
+    found = sorted({u for n in operands for u in n.users if calls(u, *ops) and n in u.args[:2]})
     return [f"its product is fused with the reduction after it, into {some(found)}"] if found else []
 
 

@@ -1,8 +1,6 @@
 """all_reduce, mostly of matrix products: what row-parallel layers without sequence parallelism do.
 
-Several all-reduces whose results are added are one all-reduce of the sum, as in the backward pass of projections that
-share an input, or of a mixture's experts and its shared expert; not in float16, in which such a sum may be too large.
-That becomes, by size, ``one_shot_all_reduce``, ``fused_matmul_all_reduce`` of a product, or, with the residual and the
+It becomes, by size, ``one_shot_all_reduce``, ``fused_matmul_all_reduce`` of a product, or, with the residual and the
 norm that follow, ``fused_all_reduce_rms_norm`` or ``fused_all_reduce_layer_norm``. So is what reduces something else
 than products, such as an embedding, unless it is alone and something runs while it is on its way; and what is reduced
 by max or min, whatever it is of. What experts' outputs add up to becomes ``fused_moe_combine_all_reduce``, with or
@@ -15,7 +13,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from ...dispatch.profitability import FusionCandidate, gain_of_joining, why_not_profitable
@@ -26,84 +23,64 @@ from ..graph.index_map import plain
 from ..graph.nodes import (
     LeftAlone,
     Size,
-    alike,
-    argument,
-    aten,
     c10d,
-    calls,
     check_no_write,
-    first_write,
     hint,
-    is_val,
     nbytes,
     val,
     what,
 )
-from ..graph.rewrite import call
-from ..graph.views import unchanged
 from ..norms.following import FollowingNorm
-from ..origin import copy_origin
 from .epilogue import stays_after
-from .experts import ExpertsSum, experts_sum_of
+from .experts import ExpertsSum, experts_sum
 from .one_product import why_not_one_product
 from .pattern import Pattern
 from .sum_of_matmuls import SumOfMatmuls, has_product, sum_of, why_no_product
+from .summed_all_reduces import MERGED
 
 MEMORY = 3e6  #: bytes that a GPU reads or writes in a microsecond
 MATMUL_FROM = 1 << 20  #: bytes: what takes longer to send than to start is worth overlapping with the product
 
 
-def match_all_reduce(c: Collective, groups: frozenset[str] | None = None, *, always: bool = False) -> Pattern:
+def match_all_reduce(c: Collective, *, always: bool = False) -> Pattern:
     """``always``: into the product where that is right, else in one shot, whether it pays or not. LeftAlone: no op of
     weft is faster, or the result is waited for later."""
-    x = val(c.x)
-    if x.dim() == 0 and c.sums:
+    if val(c.x).dim() == 0 and c.sums:
         raise LeftAlone("its input is a number")
-    together = _feeding_one_sum(c, groups) if c.sums else ([c], [], [])
-    if c.sums and (has_product(c.x) or len(together[0]) > 1):
-        found = _Replacement(*together, of_products=all(has_product(each.x) for each in together[0]))
-    else:
-        if (between := c.beside) is not None:
-            of = why_no_product(c.x) if c.sums else f"it reduces by {c.reduce_op!r}"
-            raise LeftAlone(
-                f"{of}; and it is waited for after {what(between)}, which the group's own "
-                "backend overlaps with it"
-            )
-        found = _Replacement([c], [], [], of_products=False)
+    found = _Replacement(c, c.node.meta.get(MERGED, ()), of_products=c.sums and has_product(c.x))
+    if not found.of_products and not found.merged and (later := c.beside) is not None:
+        of = why_no_product(c.x) if c.sums else f"it reduces by {c.reduce_op!r}"
+        raise LeftAlone(
+            f"{of}; and it is waited for after {what(later)}, which the group's own backend overlaps with it"
+        )
     try:
         found.choose(always)
     except LeftAlone:
-        if len(found.collectives) == 1:
+        if not found.merged:
             raise
         # Neither op pays, but one all-reduce instead of several does.
         found.op = c10d.all_reduce.default
     if c.sums and found.norm is None and not found.stays:
-        found.stays = stays_after(found.result)
+        found.stays = stays_after(c.wait)
     return found.pattern()
 
 
 @dataclass
 class _Replacement:
-    """The results of ``collectives``, and the ``rest``, are summed by the nodes ``added``."""
+    """``merged``: the all-reduces whose operands were added to that of the collective."""
 
-    collectives: list[Collective]
-    added: list[fx.Node]
-    rest: list[fx.Node]
+    collective: Collective
+    merged: tuple[fx.Node, ...]
+    of_products: bool
     op: Any = schema.all_reduce
     sum: SumOfMatmuls | None = None  # of products, where the op computes them
     norm: FollowingNorm | None = None
     experts: ExpertsSum | None = None  # whose outputs the op puts together
-    of_products: bool = True
     stays: str = ""  # what becomes of a norm that is not fused, or of another step after it
     before: str = ""  # why experts' outputs are put together before it
 
-    @property
-    def result(self) -> fx.Node:
-        """What they and the rest add up to."""
-        return self.added[-1] if self.added else self.collectives[-1].wait
-
     def pattern(self) -> Pattern:
-        c, total, count = self.collectives[0], self.sum, len(self.collectives)
+        c, total, count = self.collective, self.sum, 1 + len(self.merged)
         x = val(c.x)
         product = f"{'product' if total is None else total.form} → "
         product *= self.of_products and self.experts is None
@@ -122,7 +99,7 @@ class _Replacement:
             dtype=x.dtype,
             order=(plain(x.shape) if total is None else (total.rows, total.columns), tuple(x.shape)),
             replace=self.replace,
-            others=tuple(each.node for each in self.collectives[1:]),
+            others=self.merged,
             decided=True,
             sum=total,
         )
@@ -131,12 +108,12 @@ class _Replacement:
     def _sizes(self) -> tuple[Size, Size, Size]:
         if self.sum is not None:
             return self.sum.m, self.sum.n, self.sum.k
-        shape = val(self.collectives[0].x).shape
+        shape = val(self.collective.x).shape
         return math.prod(shape[:-1]), next(reversed(shape), 1), 0
 
     def choose(self, always: bool) -> None:
         """LeftAlone: no op pays."""
-        x = val(self.collectives[0].x)
+        x = val(self.collective.x)
         reasons = []
         norm = self._norm()
         if self.of_products and (always or nbytes(x) >= MATMUL_FROM):
@@ -166,15 +143,15 @@ class _Replacement:
 
     def _put_experts_together(self) -> None:
         """By the op, if it can; else it is noted why not."""
-        c, norm = self.collectives[0], self.norm
+        c, norm = self.collective, self.norm
         if c.reduce_op != "sum":
             return
         try:
-            if (experts := experts_sum_of(self.collectives)) is None:
+            if (experts := experts_sum(c.x)) is None:
                 return
             if norm is not None and norm.op is not schema.all_reduce_rms_norm:
                 raise LeftAlone(f"no op has them and {norm.op._schema.name}")
-            at = self.collectives[-1].node if norm is None else norm.sum.at
+            at = c.node if norm is None else norm.sum.at
             experts.check(c.x, at, c.world, norm=norm is not None)
         except LeftAlone as e:
             self.before = f"experts' outputs are combined before it: {e}"
@@ -184,17 +161,17 @@ class _Replacement:
 
     def _norm(self) -> FollowingNorm | None:
         """The norm that follows, if the op computes it; else it is noted why not."""
-        if not self.collectives[0].sums:
+        if not self.collective.sums:
             return None
         try:
-            return FollowingNorm.after(self.collectives, self.result, self.rest)
+            return FollowingNorm.after(self.collective)
         except LeftAlone as e:
             self.stays = f"the norm after it stays: {e}"
             return None
 
     def _check_profitable(self, op: str) -> FusionCandidate:
         """LeftAlone: it is not."""
-        c, x = self.collectives[0], val(self.collectives[0].x)
+        c, x = self.collective, val(self.collective.x)
         m, n, k = map(hint, self._sizes)
         candidate = FusionCandidate(op, m, n, k, c.world, x.dtype, x.device.type)
         if (reason := why_not_profitable(candidate)) is not None:
@@ -202,83 +179,44 @@ class _Replacement:
         return candidate
 
     def _products(self) -> SumOfMatmuls:
-        """What all of the collectives sum up, as one product."""
-        sums = [sum_of(c.x, plain(val(c.x).shape), c.node) for c in self.collectives]
-        total = sums[0]
-        for other in sums[1:]:
-            total.join(other)
-        if total.dtype != val(self.collectives[0].x).dtype:
+        """What is summed up, as one product."""
+        c = self.collective
+        total = sum_of(c.x, plain(val(c.x).shape), c.node)
+        if total.dtype != val(c.x).dtype:
             raise LeftAlone(f"the product is cast before it is reduced, and the op returns {total.dtype}")
-        check_no_write(total.first(), self.collectives[-1].node)
+        check_no_write(total.first(), c.node)
         return total
 
     def replace(self) -> None:
-        last = self.collectives[-1]
-        at, shape = last.node, val(last.wait).shape
+        c = self.collective
+        if self.op is c10d.all_reduce.default:
+            return
         with rewrite.undone_if_left():
-            if self.norm is not None:
-                at = self.norm.sum.at
-                if self.experts is None:
-                    new = self.norm.replaced(last, self.op, [self._summed(at)])
-                else:
-                    *given, shared = self.experts.operands(at)
-                    new = self.norm.replaced(last, self.op, given, self.experts.rows, shared=shared)
+            if self.norm is None:
+                new = {c.wait: self._reduced()}
+            elif self.experts is None:
+                new = self.norm.replaced(c, self.op, [c.x])
             else:
-                out = self._reduced(at, shape)
-                for term in self.rest:
-                    out = call(self.result, aten.add.Tensor, term, out)
-                new = {self.result: out}
-        for c in self.collectives:
-            for user in [u for u in c.node.users if u is not c.wait]:
-                # The sizes of what is pending are those of its input.
-                user.replace_input_with(c.node, c.x if calls(user, aten.sym_size.int) else c.wait)
+                *given, shared = self.experts.operands(self.norm.sum.at)
+                new = self.norm.replaced(c, self.op, given, self.experts.rows, shared=shared)
         for old, node in new.items():
             old.replace_all_uses_with(node)
-        gone = [*self.added, *(n for c in self.collectives for n in (c.node, c.wait))]
-        gone += [n for part in (self.norm, self.experts) if part is not None for n in part.nodes]
-        rewrite.erase_unused([*gone, *(self.sum.nodes if self.sum is not None else [])])
+        parts = [part for part in (self.norm, self.experts, self.sum) if part is not None]
+        rewrite.erase_unused([c.node, c.wait, *(n for part in parts for n in part.nodes)])
 
-    def _reduced(self, at: fx.Node, shape: torch.Size) -> fx.Node:
-        """The sum of the collectives' results, before ``at``."""
-        last = self.collectives[-1]
+    def _reduced(self) -> fx.Node:
+        """The sum of all ranks, before the collective."""
+        c, at, shape = self.collective, self.collective.node, val(self.collective.wait).shape
         if self.sum is not None:
             A, B = self.sum.operands(at)
-            out = self.sum.finished(rewrite.fused(at, self.op, last, A, B, last.reduce_op), last, at)
+            out = self.sum.finished(rewrite.fused(at, self.op, c, A, B, c.reduce_op), c, at)
             out = rewrite.rearrange(out, (self.sum.rows, self.sum.columns), plain(shape), shape, at, [A])
-            return rewrite.make_contiguous(out, at)
-        if self.experts is not None:
+        elif self.experts is not None:
             *given, shared = self.experts.operands(at)
-            out = rewrite.fused(at, self.op, last, *given, shared=shared)
-            return rewrite.reshape(out, shape, at)
-        x = self._summed(at)
-        if self.op is c10d.all_reduce.default:
-            pending = call(at, self.op, x, last.reduce_op, last.group)
-            out = call(at, c10d.wait_tensor.default, pending)
+            return rewrite.reshape(rewrite.fused(at, self.op, c, *given, shared=shared), shape, at)
         else:
-            out = rewrite.fused(at, self.op, last, x, last.reduce_op)
+            out = rewrite.fused(at, self.op, c, c.x, c.reduce_op)
         return rewrite.make_contiguous(out, at)
-
-    def _summed(self, at: fx.Node) -> fx.Node:
-        """What this rank gives to all of the collectives, before ``at``."""
-        x, *others = (c.x for c in self.collectives)
-        for other in others:
-            x = call(at, aten.add.Tensor, x, other)
-        return x
-
-
-def merge_what_is_summed(c: Collective, groups: frozenset[str] | None) -> Collective:
-    """The collective, or the one that it becomes with others whose results are added to its own; changes the graph."""
-    if not c.sums or not has_product(c.x):
-        return c
-    together = _Replacement(*_feeding_one_sum(c, groups), op=c10d.all_reduce.default)
-    if len(together.collectives) == 1:
-        return c
-    graph = c.node.graph
-    before = set(graph.nodes)
-    together.replace()
-    (merged,) = (n for n in graph.nodes if n not in before and calls(n, c10d.all_reduce.default))
-    copy_origin(c.node, merged)
-    return Collective.from_node(merged, groups)
 
 
 def why_not_joined(total: SumOfMatmuls, candidate: FusionCandidate) -> str | None:
@@ -292,53 +230,3 @@ def why_not_joined(total: SumOfMatmuls, candidate: FusionCandidate) -> str | Non
     if copied <= gain:
         return None
     return f"to copy its {len(weights)} weights side by side takes {copied:.3g} us, and fusing saves {gain:.3g} us"
-
-
-def _feeding_one_sum(
-    c: Collective, groups: frozenset[str] | None
-) -> tuple[list[Collective], list[fx.Node], list[fx.Node]]:
-    """The collective and other ones that are added to its result; the additions; what else they add."""
-    collectives, added, rest = [c], [], []
-    met: list[fx.Node] = []
-    also: list[fx.Node] = []
-    node = c.wait
-    while len(node.users) == 1 and c.only_waited_for:
-        (add,) = node.users
-        if unchanged(add) is not None and alike(val(add), val(c.wait)):
-            met.append(add)
-            node = add
-            continue
-        if not calls(add, aten.add.Tensor) or argument(add, 9, "alpha", 1) != 1 or add.args[0] is add.args[1]:
-            break
-        term = add.args[1] if add.args[0] is node else add.args[0]
-        if not is_val(term) or not alike(val(term), val(c.wait)) or not alike(val(add), val(c.wait)):
-            break
-        same, copies = term, []
-        while len(same.users) == 1 and (source := unchanged(same)) is not None:
-            copies.append(same)
-            same = source
-        met += [*copies, add]
-        node = add
-        other = _other(c, same, groups)
-        # What is reduced is read later than it was, what else is added later still.
-        if other is not None and first_write(min(c.node, other.node), add) is None:
-            collectives = sorted([*collectives, other], key=lambda each: each.node)
-            added, rest = list(met), list(also)
-        else:
-            also.append(term)
-    return collectives, added, rest
-
-
-def _other(c: Collective, wait: fx.Node, groups: frozenset[str] | None) -> Collective | None:
-    """The collective of the same kind that is waited for by ``wait``."""
-    if not calls(wait, c10d.wait_tensor.default) or not calls(wait.args[0], c10d.all_reduce.default):
-        return None
-    try:
-        other = Collective.from_node(wait.args[0], groups)  # type: ignore[arg-type]
-    except LeftAlone:
-        return None
-    same = (other.group, other.reduce_op) == (c.group, c.reduce_op) and alike(val(other.x), val(c.x))
-    same = same and other.wait is wait and other.only_waited_for and len(wait.users) == 1
-    # What the ranks' sums leave of it may be in float16's range, and what each rank would sum first may not.
-    same = same and val(c.x).dtype != torch.float16
-    return other if same else None

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from ... import validation
 from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import Collective
-from ..graph.index_map import RANK, Digit, Dims, gathered_dims, plain, same_size
+from ..graph.index_map import gathered_dims, plain, same_dims
 from ..graph.nodes import (
     FLAT,
     LeftAlone,
@@ -127,10 +126,6 @@ class _Replacement:
         reduce_op = [c.reduce_op] if c.reduce_op else []
         with rewrite.undone_if_left():
             out = rewrite.fused(at, self.op, c, self.x, *reduce_op, *self.dims)
-        for user in list(c.node.users):
-            # The sizes of what is pending are those of the result along dimension 0, which nobody has here otherwise.
-            if user is not c.wait and not self.steps:
-                user.replace_input_with(c.node, out)
         self.put(out, ())
 
     def put(self, out: fx.Node, before: Sequence[fx.Node]) -> None:
@@ -140,38 +135,28 @@ class _Replacement:
         rewrite.erase_unused([*nodes, self.collective.wait, self.collective.node, *before])
 
 
-def _along(shape: torch.Size, dim: int, world: int) -> Dims:
-    """The dimensions of shards of this shape joined along one."""
-    return tuple(((Digit(RANK, world), *d) if i == dim else d) for i, d in enumerate(plain(shape)))
-
-
-def _same(a: Dims, b: Dims) -> bool:
-    return len(a) == len(b) and all(same_size(x, y) for x, y in zip(a, b, strict=True))
-
-
 def _gathered(c: Collective) -> _Replacement:
     shape = val(c.x).shape
-    if c.only_waited_for:
-        found, _ = views(c.wait, gathered_dims(shape, c.world))
-        for node, view in found.items():
-            steps = list(view.steps(found))
-            if not steps or view.changes or not is_contiguous(val(node)):
-                continue
-            if not _nothing_else_uses(c.wait, steps):
-                continue
-            for dim in range(1, len(shape)):
-                if _same(view.dims, _along(shape, dim, c.world)):
-                    return _Replacement(c, schema.all_gather, (dim,), c.x, node, tuple(steps))
+    found, _ = views(c.wait, gathered_dims(shape, c.world))
+    for node, view in found.items():
+        steps = list(view.steps(found))
+        if not steps or view.changes or not is_contiguous(val(node)):
+            continue
+        if not _nothing_else_uses(c.wait, steps):
+            continue
+        for dim in range(1, len(shape)):
+            if same_dims(view.dims, gathered_dims(shape, c.world, dim)):
+                return _Replacement(c, schema.all_gather, (dim,), c.x, node, tuple(steps))
     return _Replacement(c, schema.all_gather, (0,), c.x, c.wait)
 
 
 def _scattered(c: Collective) -> _Replacement:
     part = val(c.wait).shape
     step = next(steps_back(c.x), None) if calls(c.x, aten.cat.default) else None
-    if step is not None and c.only_waited_for:
+    if step is not None:
         dims = step.backward(gathered_dims(part, c.world))
         for dim in range(1, len(part)):
-            if _same(dims, _along(part, dim, c.world)):
+            if same_dims(dims, gathered_dims(part, c.world, dim)):
                 return _Replacement(c, schema.reduce_scatter, (dim,), step.source, c.wait, (step,))
     return _Replacement(c, schema.reduce_scatter, (0,), c.x, c.wait)
 

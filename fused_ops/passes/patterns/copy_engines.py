@@ -15,7 +15,7 @@ from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import Collective
 from ..graph.index_map import plain
-from ..graph.nodes import LeftAlone, c10d, val
+from ..graph.nodes import LeftAlone, between, c10d, val
 from ..order.copy_engines import is_large
 from ..order.transports import NETWORK, transport_of_group
 from .pattern import Pattern
@@ -27,8 +27,6 @@ def match_by_copy_engines(c: Collective, why: str = "") -> Pattern:
     x = val(c.x)
     if x.dim() == 0:
         raise LeftAlone("its input is a number")
-    if [*c.node.users] != [c.wait]:
-        raise LeftAlone("what is pending is used by more than one wait")
     gathers = c.node.target is c10d.all_gather_into_tensor.default
     check_carried(c, x)
     if _begun_before_its_wait(c) >= NUM_BUFFERS:
@@ -74,11 +72,11 @@ def _replace(c: Collective) -> None:
 
 def _begun_before_its_wait(c: Collective) -> int:
     """How many of its kind, also by copy engines, begin between it and its wait."""
-    count, node = 0, c.node.next
-    while node is not c.wait:
-        count += node.target is _OPS[c.node.target][0] or (node.target is c.node.target and is_large(node))
-        node = node.next
-    return count
+    started = _OPS[c.node.target][0]
+    return sum(
+        node.target is started or (node.target is c.node.target and is_large(node))
+        for node in between(c.node, c.wait)
+    )
 
 
 _OPS: dict[Any, tuple[Any, Any]] = {

@@ -24,6 +24,7 @@ from ..graph.nodes import (
     alike,
     argument,
     aten,
+    between,
     calls,
     first_write,
     is_contiguous,
@@ -61,7 +62,7 @@ class Terms:
         result."""
         found = cls(c.node)
         # Moved to the order of the op's result, a residual would be copied: nothing would be gained.
-        if not c.only_waited_for or not same_size(flat_dims(part), flat_dims(plain(val(c.wait).shape))):
+        if not same_size(flat_dims(part), flat_dims(plain(val(c.wait).shape))):
             return found
         path: list[fx.Node] = []
         node = c.wait
@@ -150,9 +151,4 @@ def _is_row(term: fx.Node, node: fx.Node, c: Collective, part: Dims) -> bool:
 
 def _can_wait(c: Collective, last: fx.Node) -> bool:
     """Whether the op may stand where ``last`` is: nothing needs it before, and no collective would overtake it."""
-    if {*c.node.users} != {c.wait}:
-        return False
-    node = c.node.next
-    while node is not last and not communicates(node):
-        node = node.next
-    return node is last
+    return not any(map(communicates, between(c.node, last)))

@@ -151,18 +151,6 @@ def experts_sum(x: fx.Node) -> ExpertsSum | None:
     return found
 
 
-def experts_sum_of(collectives: list[Collective]) -> ExpertsSum | None:
-    """The same of collectives whose results are added: of one of them, the others are its terms."""
-    sums = [experts_sum(c.x) for c in collectives]
-    experts = [each for each in sums if each is not None]
-    if not experts:
-        return None
-    if len(experts) > 1:
-        raise LeftAlone(f"{len(experts)} sums of experts' outputs are added, the op takes one")
-    experts[0].terms += [c.x for c, each in zip(collectives, sums, strict=True) if each is None]
-    return experts[0]
-
-
 def match_experts_reduce_scatter(c: Collective) -> Pattern | None:
     """None where something else is reduced, or the group's own backend runs it beside something. LeftAlone: it is what
     experts add up to, and not as the op puts it together."""
@@ -189,7 +177,7 @@ def _replace(c: Collective, experts: ExpertsSum) -> None:
         *given, shared = experts.operands(at)
         out = rewrite.fused(at, schema.moe_combine_reduce_scatter, c, *given, 0, shared=shared)
         out = rewrite.reshape(out, val(c.wait).shape, at)
-    rewrite.replace_result(c, out)
+    c.wait.replace_all_uses_with(out)
     rewrite.erase_unused([*experts.nodes, c.node, c.wait])
 
 

@@ -22,6 +22,7 @@ from ..graph import rewrite
 from ..graph.collectives import Collective, collectives
 from ..graph.index_map import plain
 from ..graph.nodes import (
+    RESHAPES,
     LeftAlone,
     argument,
     aten,
@@ -35,15 +36,13 @@ from ..graph.nodes import (
     walk,
     writes,
 )
+from ..graph.split_cat import SPLITS, cut_of
 from ..graph.views import CASTS
 from ..order.copy_engines import start_when_needed
 from ..order.grouped import is_copy, is_view
 from ..origin import copy_origin
 from ..settings import AUTO, PassSettings
 from .copy_engines import check_carried
-
-_RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
-_CUTS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
 def take_apart(
@@ -104,11 +103,11 @@ class _Joined:
         if not gathers and c.node.target is not c10d.reduce_scatter_tensor.default:
             raise LeftAlone("neither gathered nor scattered")
         cat = c.x
-        if not gathers and calls(cat, *_RESHAPES) and only_user(cat) is c.node:
+        if not gathers and calls(cat, *RESHAPES) and only_user(cat) is c.node:
             cat = cat.all_input_nodes[0]
         given = cat.args[0] if calls(cat, aten.cat.default) and len(cat.users) == 1 else ()
         parts: list[fx.Node] = [n for n in given if is_val(n)]  # type: ignore[union-attr]
-        if len(parts) < 2 or len(parts) != len(given) or [*c.node.users] != [c.wait]:  # type: ignore[arg-type]
+        if len(parts) < 2 or len(parts) != len(given):  # type: ignore[arg-type]
             raise LeftAlone("no cat of tensors that nothing else uses")
         if not all(isinstance(size, int) for n in parts for size in val(n).shape):
             raise LeftAlone("its sizes are not known before the run")
@@ -123,10 +122,10 @@ class _Joined:
         check_no_write(cat, c.wait)
         after, cut, node = [], dim - ranks, c.wait
         by_rank = [c.world, *whole.shape]
-        while calls(user := only_user(node), *CASTS, *(_RESHAPES if gathers else ())):
+        while calls(user := only_user(node), *CASTS, *(RESHAPES if gathers else ())):
             node = user
             after.append(user)
-            if calls(user, *_RESHAPES):
+            if calls(user, *RESHAPES):
                 if [*val(user).shape] != by_rank or cut != dim:
                     raise LeftAlone("its result has another shape")
                 cut = dim + 1
@@ -189,7 +188,7 @@ class _Joined:
         start = rewrite.call(c.node, c.node.target, rewrite.make_contiguous(x, c.node), *c.node.args[1:])
         whole = rewrite.call(c.wait, c10d.wait_tensor.default, start)
         for step in self.after:
-            if calls(step, *_RESHAPES):
+            if calls(step, *RESHAPES):
                 whole, cut = rewrite.reshape(whole, [c.world, *shape], c.wait), self.dim + 1
             else:
                 whole = rewrite.call(c.wait, step.target, whole, *step.args[1:], **step.kwargs)
@@ -212,22 +211,16 @@ def _cuts(node: fx.Node, dim: int, sizes: list[int]) -> list[list[fx.Node]]:
     the whole."""
     found: list[list[fx.Node]] = [[] for _ in sizes]
     at = {begin: i for i, begin in enumerate(accumulate(sizes[:-1], initial=0))}
-    for user in node.users:
-        sliced = calls(user, aten.slice.Tensor) and argument(user, 4, "step", 1) == 1
-        if not (sliced or calls(user, *_CUTS)):
+    for piece in (n for user in node.users for n in (user.users if calls(user, *SPLITS) else [user])):
+        cut = cut_of(piece)
+        if cut is None or cut.dropped:
             raise LeftAlone("something uses all of its result")
-        if argument(user, 1 if sliced else 2, "dim", 0) % val(node).dim() != dim:
+        if cut.dim != dim:
             raise LeftAlone("it is cut along another dimension")
-        if sliced:
-            i = at.get(argument(user, 2, "start") or 0)
-            if i is None or val(user).shape[dim] != sizes[i]:
-                raise LeftAlone("it is cut elsewhere than it was joined")
-            found[i].append(user)
-        elif [piece.shape[dim] for piece in user.meta["val"]] != sizes:
+        i = at.get(cut.start) if isinstance(cut.start, int) else None
+        if i is None or cut.stop - cut.start != sizes[i]:
             raise LeftAlone("it is cut elsewhere than it was joined")
-        else:
-            for piece in user.users:
-                found[piece.args[1]].append(piece)  # type: ignore[index]
+        found[i].append(piece)
     if not all(found):
         raise LeftAlone("a part of its result is not used")
     return found

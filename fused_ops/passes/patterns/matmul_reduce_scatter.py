@@ -92,5 +92,5 @@ def _replace(c: Collective, total: SumOfMatmuls, dim: int, part: Dims, terms: Te
         out = rewrite.rearrange(out, part, plain(val(c.wait).shape), val(c.wait).shape, at, near)
         out = rewrite.make_contiguous(out, at)
     terms.replace()
-    rewrite.replace_result(c, out)
+    c.wait.replace_all_uses_with(out)
     rewrite.erase_unused([*terms.added, *terms.path, *total.nodes, c.node, c.wait])

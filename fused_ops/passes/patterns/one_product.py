@@ -11,12 +11,12 @@ A size that depends on data counts as 1: what is compared has it on both sides.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import fx
 
 from ...dispatch.profitability import FusionCandidate, expected_gain
-from ..graph.nodes import hint, hint_or_one, is_val, known, memory, nbytes, val, walk
+from ..graph.nodes import between, hint, hint_or_one, is_val, known, memory, nbytes, val, walk
 from .matmuls import Product
 
 # Bytes per microsecond of a copy that transposes, measured on 2 H100: [7168, 4096] of 16 bits in 219 us.
@@ -65,7 +65,7 @@ def _made_and_used(first: fx.Node, at: fx.Node) -> int:
     made: dict[int, int] = {}
     older: set[int] = set()
     used: set[int] = set()
-    for node in filter(is_val, _until(first, at)):
+    for node in filter(is_val, (first, *between(first, at))):
         where = memory(node)
         if where not in made and where not in older:
             if any(is_val(a) and memory(a) == where for a in node.all_input_nodes):
@@ -88,13 +88,6 @@ def _needed(products: Sequence[Product]) -> int:
 def _sizes(nodes: Iterable[fx.Node]) -> dict[int, int]:
     """Bytes of the memory that the nodes share or have to themselves."""
     return {memory(node): _bytes(node) for node in nodes}
-
-
-def _until(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
-    node = first
-    while node is not last and node.op != "root":
-        yield node
-        node = node.next
 
 
 def _bytes(node: fx.Node) -> int:

@@ -100,18 +100,6 @@ class SumOfMatmuls:
         """The first of the products in the graph."""
         return min(p.node for p in self.products)
 
-    def join(self, other: SumOfMatmuls) -> None:
-        """Adds what another reduction sums up. LeftAlone: its products have another shape or dtype."""
-        alike = same_size(self.rows, other.rows) and same_size(self.columns, other.columns)
-        if not alike or self.dtype != other.dtype:
-            raise LeftAlone("the products that are summed have different shapes or dtypes")
-        self.products += other.products
-        self.factors += other.factors
-        self.vectors += other.vectors
-        self.factors_of_vectors += other.factors_of_vectors
-        self.nodes += other.nodes
-        self.check_factors()
-
     def check_factors(self) -> None:
         """LeftAlone: what the op sends, or an operand, may be out of its dtype's range."""
         if self.factor != 1:

@@ -86,7 +86,7 @@ def _replace(c: Collective, product: ScaledMm, dim: int, part: Dims, nodes: list
         want = val(c.wait).shape
         out = rewrite.rearrange(out, part, plain(want), want, at, [product.left])
         out = rewrite.make_contiguous(out, at)
-    rewrite.replace_result(c, out)
+    c.wait.replace_all_uses_with(out)
     rewrite.erase_unused([product.node, *nodes, c.node, c.wait])
 
 

@@ -97,7 +97,7 @@ class RowByRow:
             c = Collective.from_node(gather, self._groups)  # type: ignore[arg-type]
         except LeftAlone:
             return False
-        if c.wait is not source or not c.only_waited_for or val(c.x).dim() == 0:
+        if c.wait is not source or val(c.x).dim() == 0:
             return False
         self.bases[source] = c
         more, cut_off = _reached([source])

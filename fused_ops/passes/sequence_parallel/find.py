@@ -21,7 +21,8 @@ from ....symm_mem import resolve_group
 from ..graph.collectives import Collective, collectives
 from ..graph.nodes import LeftAlone, Size, c10d, calls, known, same_shape, tangents, val
 from ..graph.row_wise import RowLayout
-from ..patterns.all_reduce import merge_what_is_summed
+from ..patterns.sum_of_matmuls import has_product
+from ..patterns.summed_all_reduces import merge_what_is_summed
 from ..settings import AUTO, PassSettings
 from .estimate import why_more_bytes, why_not_faster
 from .region import Region, regions
@@ -86,7 +87,8 @@ def put_sequences_on_rows(
             if (reason := _why_no_rows(c) or why_not(c.group)) is not None:
                 notes[c.node] = f"not sequence parallel: {reason}"
                 continue
-            c = merge_what_is_summed(c, groups)
+            if has_product(c.x):
+                c, _ = merge_what_is_summed(c, groups)
         except LeftAlone:
             continue
         found.setdefault(c.group, []).append(c)
@@ -144,6 +146,4 @@ def _why_no_rows(c: Collective) -> str | None:
     if not known(rows % c.world == 0) or known(rows == 0):
         how = "are no" if isinstance(rows, int) else "are not known to be a"
         return f"its {rows} rows {how} multiple of {c.world} ranks"
-    if not c.only_waited_for:
-        return "what is pending is used, too"
     return None

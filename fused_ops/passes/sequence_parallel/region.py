@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -12,7 +11,6 @@ from ..graph.collectives import Collective
 from ..graph.disjoint_sets import DisjointSets
 from ..graph.nodes import (
     LeftAlone,
-    argument,
     aten,
     calls,
     is_val,
@@ -25,6 +23,7 @@ from ..graph.nodes import (
     writes,
 )
 from ..graph.row_wise import REDUCTIONS, RowLayout, is_pointwise, lead_of_step, sums_rows
+from ..graph.split_cat import cut_of
 
 
 @dataclass
@@ -169,11 +168,13 @@ def regions(
 def _own_chunk(user: fx.Node, node: fx.Node, region: Region) -> fx.Node | None:
     """The rank's own rows of a node, as the graph takes them by this user of it; None if it does not."""
     layout, lead = region.layout, region.leads[node]
-    if not layout.own_chunks or not is_val(node) or not calls(user, aten.slice.Tensor, aten.split.Tensor):
+    if not layout.own_chunks or not is_val(node):
         return None
-    shape = val(node).shape
-    at_end = calls(user, aten.slice.Tensor)
-    dim = int(argument(user, 1 if at_end else 2, "dim", 0)) % len(shape)
+    parts = [part for part in user.users if part.users] if calls(user, aten.split.Tensor) else [user]
+    cut = cut_of(parts[0]) if len(parts) == 1 else None
+    if cut is None or cut.source is not node or cut.dropped:
+        return None
+    shape, dim = val(node).shape, cut.dim
     flat = len(layout.lead) == 1
     if dim >= lead or not (
         all(known(size == 1) for size in shape[:dim])
@@ -185,16 +186,8 @@ def _own_chunk(user: fx.Node, node: fx.Node, region: Region) -> fx.Node | None:
     if not isinstance(size, int) or size % layout.world:
         return None
     part = size // layout.world
-    if calls(user, aten.split.Tensor):
-        parts = [part for part in user.users if part.users]
-        mine = len(parts) == 1 and calls(parts[0], operator.getitem) and parts[0].args[1] == layout.rank
-        return parts[0] if mine and user.args[1] == part else None
-    start, end = argument(user, 2, "start") or 0, argument(user, 3, "end")
-    end = size if end is None else end
-    if not isinstance(start, int) or not isinstance(end, int) or argument(user, 4, "step", 1) != 1:
-        return None
-    mine = start == layout.rank * part and min(end, size) == (layout.rank + 1) * part
-    return user if mine else None
+    mine = known(cut.start == layout.rank * part) and known(cut.stop == (layout.rank + 1) * part)
+    return parts[0] if mine else None
 
 
 def _bytes(node: fx.Node) -> int:

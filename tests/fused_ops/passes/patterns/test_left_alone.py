@@ -51,13 +51,18 @@ def as_bfloat16(x: Tensor, w: Tensor) -> Tensor:
 
 
 GATHERS: dict[str, tuple[Any, ...]] = {
-    "swapped shards": (lambda x, w: joined(ag(x).split(2)[::-1], w), "in the order 1, 0", X3, W8),
-    "one shard twice": (lambda x, w: joined([ag(x).split(2)[0]] * 2, w), "in the order 0, 0", X3, W8),
+    "swapped shards": (lambda x, w: joined(ag(x).split(2)[::-1], w), "starts at 2, where 0 is next", X3, W8),
+    "one shard twice": (
+        lambda x, w: joined([ag(x).split(2)[0]] * 2, w),
+        "starts at 0, where 2 is next",
+        X3,
+        W8,
+    ),
     "swapped slices": (slices(slice(2, 4), slice(0, 2)), "starts at 2, where 0 is next", X3, W8),
     "overlapping": (slices(slice(0, 2), slice(1, 3)), "starts at 1, where 2 is next", X3, W8),
-    "with steps": (slices(slice(0, 4, 2), slice(1, 4, 2)), "takes not every element", X3, W8),
+    "with steps": (slices(slice(0, 4, 2), slice(1, 4, 2)), "no part of", X3, W8),
     "that end early": (slices(slice(0, 1), slice(1, 2)), "end at 2", X3, W8),
-    "some of more parts": (lambda x, w: joined(ag(x).split(1)[:2], w), "makes 4 parts, not 2", X3, W8),
+    "some of more parts": (lambda x, w: joined(ag(x).split(1)[:2], w), "end at 2", X3, W8),
     "of two tensors": (lambda x, z, w: joined([ag(x).split(2)[0], z], w), "no part of", X3, X3, W8),
     "trimmed rows": (lambda x, w: ag(x)[:10] @ w, "no matrix product takes", X2, W8),
     "trimmed columns": (lambda x, w: ag(x)[:, :7] @ w[:7], "no matrix product takes", X2, W8),
@@ -138,7 +143,7 @@ SCATTERS: dict[str, tuple[Any, ...]] = {
     **{op: (reduced_by(op), f"reduces by '{op}'", X2, W8) for op in ("max", "min", "product")},
     "swapped parts": (
         lambda x, w: rs(torch.cat(product(x, w).split(3, 1)[::-1])),
-        "in the order 1, 0",
+        "starts at 3, where 0 is next",
         X3,
         W8,
     ),
