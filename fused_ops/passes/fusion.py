@@ -33,7 +33,9 @@ from .kernels_ahead.graph_kernels import GraphKernels, note_collective
 from .loss_parallel.joint import losses_of, notes_of
 from .norms.eps_as_number import eps_options
 from .order.copy_engines import start_when_needed
-from .order.in_pass import changed_order, keep_what_is_ordered
+from .order.costs import table_for
+from .order.moves import OrderLimits, reorder
+from .order.transports import runs_beside
 from .origin import fields_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns.joined import take_apart
@@ -215,14 +217,21 @@ class FusionPass(OnePass, CustomGraphPass):
         if original is not None:
             why_not = fallback_graph.why_not_voted(self.agree == CAPTURE) or original.why_not_kept()
         entries, orders = self._fused(graph, numbers[0], why_not)
-        change = changed_order(graph, self, numbers[0], self._voted(entries, why_not))
+        change = None
+        if self.reorder is not None:
+            limits = OrderLimits(self.reorder, runs_beside(graph), self._voted(entries, why_not))
+            change = reorder(graph, table_for(graph), limits, numbers[0])
         kernels = GraphKernels(graph)
         entries = [e.planned(kernels.plans.get(e.node)) for e in entries]
         if original is not None:
             passed = change.crossed if change else frozenset()
             name = original.ask_first(graph, entries, orders, passed, agree=self.agree, calls=kernels.calls)
             entries = [replace(e, signature=name) for e in entries]
-        keep_what_is_ordered(graph, change)
+        # In lite mode Inductor keeps the order as it is, or is told to.
+        if change is not None and change.placed and not inductor_config.fallback_by_default:
+            from .order.keep import keep_order  # Inductor's part of it
+
+            keep_order(graph)
         graph.lint()
         self._seen.enter(entries, change)
         self._tell(numbers[0])
