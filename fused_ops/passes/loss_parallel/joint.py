@@ -50,7 +50,7 @@ def _put_on_statistics(node: fx.Node, settings: PassSettings) -> None:
         detail = f"loss parallel, {val(loss.x).shape[1]} columns"
         if hint_or_one(val(loss.x).numel()) * val(uncast(loss.x)).itemsize >= settings.logits:
             detail += "; its logits are whole: how many columns other ranks have is not in this graph"
-        entries = [Entry(**fields_of(n, 0), detail=detail) for n in (node, *loss.later)]
+        entries = [Entry(**fields_of(n), detail=detail) for n in (node, *loss.later)]
         _note(put_on_statistics(loss), entries)
     except LeftAlone as e:
         node.meta[_LEFT] = f"not one exchange of a loss: {e}"
@@ -64,7 +64,7 @@ def _put_on_columns(node: fx.Node, settings: PassSettings) -> None:
     if (columns := gathered_columns(c)) is None:
         return
     detail = f"loss parallel, {columns.width} columns of {sum(columns.widths)}"
-    entry = Entry(**fields_of(node, 0), detail=detail)
+    entry = Entry(**fields_of(node), detail=detail)
     try:
         for x in _with_columns(columns.whole):
             if (softmax := log_softmax_of(x)) is not None:
@@ -113,9 +113,9 @@ def _note(op: fx.Node, entries: Sequence[Entry]) -> None:
     op.meta[_ENTRIES] = [replace(entry, fused_into=into) for entry in entries]
 
 
-def losses_of(graph: fx.Graph, number: int) -> list[Entry]:
-    """What the ``number``-th graph has in place of gathers of logits, and of reductions of their losses."""
-    return [replace(entry, graph=number) for node in graph.nodes for entry in node.meta.get(_ENTRIES, ())]
+def losses_of(graph: fx.Graph) -> list[Entry]:
+    """What a graph has in place of gathers of logits, and of reductions of their losses."""
+    return [entry for node in graph.nodes for entry in node.meta.get(_ENTRIES, ())]
 
 
 def notes_of(graph: fx.Graph) -> dict[fx.Node, str]:

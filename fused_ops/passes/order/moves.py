@@ -271,11 +271,9 @@ class _Walk:
         return None
 
 
-def reorder(
-    graph: fx.Graph, table: CostTable, limits: OrderLimits | None = None, number: int = 0
-) -> OrderChange:
+def reorder(graph: fx.Graph, table: CostTable, limits: OrderLimits | None = None) -> OrderChange:
     """Changes the order of a graph's nodes, if that hides more of its collectives; else leaves it. Then it is final:
-    what copy engines gather stays where it comes to as far as it can. ``number``: the graph's."""
+    what copy engines gather stays where it comes to as far as it can."""
     limits = limits or OrderLimits()
     walk = _Walk(graph, table, limits)
     peak, before, given = walk.live.peak, walk.timeline(), walk.kernels_before()
@@ -297,7 +295,7 @@ def reorder(
         times = before.exposed[name], after.exposed[name]
         placed.append(Placed(name, kind, start, wait, *times, *whys[node], hidden))
     totals, peaks = (before.total, after.total), (peak, walk.live.peak)
-    return OrderChange(number, tuple(placed), *totals, *peaks, kept, frozenset(crossed), (before, after))
+    return OrderChange(0, tuple(placed), *totals, *peaks, kept, frozenset(crossed), (before, after))
 
 
 def _why_kept(walk: _Walk, peak: int, before: float, after: float) -> str:
