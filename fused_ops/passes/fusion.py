@@ -30,7 +30,7 @@ from .graph.uneven_shards import move_padding
 from .joint import JOINT_SLOT, joint_options
 from .keep_grouped import BEFORE_FUSION, grouped_options
 from .kernels_ahead.graph_kernels import GraphKernels, note_collective
-from .loss_parallel.joint import losses_of, notes_of
+from .loss_parallel.joint import losses_of
 from .norms.eps_as_number import eps_options
 from .order.copy_engines import start_when_needed
 from .order.costs import table_for
@@ -40,13 +40,13 @@ from .origin import fields_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns.joined import take_apart
 from .patterns.pattern import Pattern, why_not_called_from_cpp
-from .records.entry import Entry
+from .records.entry import NOTE, Entry
 from .records.models import models_of_now
 from .records.node import take_record
 from .records.report import FusionError, Report
 from .records.report_file import log_line, put_into_file, write_reports
 from .records.seen import SeenGraphs
-from .sequence_parallel.find import rewritten
+from .sequence_parallel.find import put_graph_on_rows
 from .settings import AUTO, CAPTURE, OnePass
 
 
@@ -273,7 +273,8 @@ class FusionPass(OnePass, CustomGraphPass):
         """
         asked = partial(self._why_not_changed, op=None, why_not_kept=why_not)
         orders: list[Order] = []
-        notes = {**rewritten(graph, self, asked), **notes_of(graph), **take_apart(graph, self, asked, orders)}
+        put_graph_on_rows(graph, self, asked)
+        apart = take_apart(graph, self, asked, orders)
         left = canonicalize(graph, self._find, lambda match: self._why_not(match, why_not))
         nodes = list(collectives(graph))
         fields = {n: fields_of(n) for n in nodes}
@@ -282,6 +283,7 @@ class FusionPass(OnePass, CustomGraphPass):
         for node in sorted(nodes, key=lambda n: "gather" in kind_of(n)):
             if node not in entries and (order := self._fuse(node, fields, entries, why_not)) is not None:
                 orders.append(order)
+        notes = {n: n.meta[NOTE] for n in entries if n.meta.get(NOTE)} | apart
         entries |= {n: entries[n].noted(notes[n]) for n in notes.keys() & entries.keys()}
         return [entries[n] for n in nodes], orders
 

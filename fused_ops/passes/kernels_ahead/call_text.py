@@ -7,7 +7,6 @@ number.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -69,11 +68,6 @@ def planned_text(text: str) -> tuple[Plan, list[CompilableProgram]]:
         return plan, [*choice.programs()]
 
 
-def programs_of(texts: Iterable[str]) -> list[CompilableProgram]:
-    """Those that several calls would launch."""
-    return [program for text in texts for program in planned_text(text)[1]]
-
-
 def _from_json(value: Any) -> Any:
     if isinstance(value, list):
         return [*map(_from_json, value)]
@@ -83,15 +77,5 @@ def _from_json(value: Any) -> Any:
         return getattr(torch, value[_DTYPE])
     if value.keys() == {_TENSOR}:
         sizes, strides, dtype, kind = value[_TENSOR]
-        return torch.empty_strided(sizes, strides, dtype=getattr(torch, dtype), device=_here(kind))
+        return torch.empty_strided(sizes, strides, dtype=getattr(torch, dtype), device=kind)
     return {key: _from_json(each) for key, each in value.items()}
-
-
-def _here(kind: str) -> torch.device:
-    """The device of this process that is of a kind."""
-    there = torch.cuda.is_available()
-    return (
-        torch.device(kind, torch.cuda.current_device() if there else 0)
-        if kind == "cuda"
-        else torch.device(kind)
-    )

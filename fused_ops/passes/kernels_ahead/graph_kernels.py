@@ -10,7 +10,7 @@ from torch._inductor.virtualized import V
 
 from ....kernels.device.jit.ahead import CompilableProgram, Compilation
 from ...dispatch.plan import Plan
-from .call_text import is_planned, planned_text, programs_of, text_of_call
+from .call_text import is_planned, planned_text, text_of_call
 
 _log = logging.getLogger("weft.passes")
 _COLLECTIVE = "weft_collective"  # in a node's meta: the name of what it was fused from
@@ -78,7 +78,7 @@ class KernelsOnTheirWay:
     def __init__(self, calls: Iterable[str]) -> None:
         self._compilation: Compilation | None = None
         try:
-            programs = programs_of(calls)
+            programs = [program for text in calls for program in planned_text(text)[1]]
         except Exception as e:
             _log.debug("no kernels ahead of a graph's first run: %r", e)
             return
