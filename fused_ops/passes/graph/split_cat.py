@@ -124,3 +124,16 @@ def _bounds(parts: list[fx.Node], whole: Size) -> Iterator[tuple[Size, Size]]:
 
     for part in parts:
         yield number(argument(part, 2, "start"), 0), number(argument(part, 3, "end"), whole)
+
+
+def cut_from(node: fx.Node) -> tuple[fx.Node, int, Size] | None:
+    """(what the node is a part of, the dimension along which it was cut, where it begins there)."""
+    if calls(node, operator.getitem) and calls(node.args[0], *SPLITS[:2]):
+        split: Any = node.args[0]
+        source, dim = split.args[0], argument(split, 2, "dim", 0) % val(node).dim()
+        return source, dim, sum(piece.shape[dim] for piece in split.meta["val"][: node.args[1]])
+    if calls(node, aten.slice.Tensor) and argument(node, 4, "step", 1) == 1 and is_val(node.args[0]):
+        dim, start = argument(node, 1, "dim", 0) % val(node).dim(), argument(node, 2, "start", 0) or 0
+        if isinstance(start, int) and start >= 0:
+            return node.args[0], dim, start
+    return None

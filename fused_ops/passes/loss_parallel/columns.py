@@ -16,7 +16,7 @@ from ..graph.collectives import Collective
 from ..graph.nodes import FLAT, LeftAlone, Size, argument, aten, calls, is_val, known, only_user, val, what
 from ..graph.rewrite import call, reshape
 from ..graph.row_wise import is_pointwise
-from ..graph.split_cat import SPLITS
+from ..graph.split_cat import SPLITS, cut_from
 
 CAST = torch.ops.prims.convert_element_type.default
 _COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
@@ -105,19 +105,6 @@ def _is_part(node: fx.Node, source: fx.Node, i: int, rows: Size) -> bool:
     if found is None or found[:2] != (source, 0):
         return False
     return known(found[2] == i * rows) and known(val(node).shape[0] == rows)
-
-
-def cut_from(node: fx.Node) -> tuple[fx.Node, int, Size] | None:
-    """(what the node is a part of, the dimension along which it was cut, where it begins there)."""
-    if calls(node, operator.getitem) and calls(node.args[0], *SPLITS[:2]):
-        split: Any = node.args[0]
-        source, dim = split.args[0], argument(split, 2, "dim", 0) % val(node).dim()
-        return source, dim, sum(piece.shape[dim] for piece in split.meta["val"][: node.args[1]])
-    if calls(node, aten.slice.Tensor) and argument(node, 4, "step", 1) == 1 and is_val(node.args[0]):
-        dim, start = argument(node, 1, "dim", 0) % val(node).dim(), argument(node, 2, "start", 0) or 0
-        if isinstance(start, int) and start >= 0:
-            return node.args[0], dim, start
-    return None
 
 
 def has_columns(node: Any) -> TypeGuard[fx.Node]:

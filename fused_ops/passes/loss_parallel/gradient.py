@@ -22,8 +22,8 @@ from ..graph.nodes import (
     val,
     what,
 )
-from ..graph.split_cat import SPLITS
-from .columns import CAST, GatheredColumns, cut_from, has_columns, keeps_columns
+from ..graph.split_cat import SPLITS, cut_from
+from .columns import CAST, GatheredColumns, has_columns, keeps_columns
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ..graph.nodes import LeftAlone, argument, aten, c10d, calls, is_val, known,
 from ..graph.rewrite import call
 from ..graph.row_wise import is_pointwise, reduced_dims
 from ..graph.split_cat import SPLITS
-from ..graph.views import PERMUTES, steps_back, unchanged, view_step
+from ..graph.views import PERMUTES, steps_back, view_step
 from .scaled_mm import SCALED_MMS, ScaledMm, scaled_mm
 
 _FAR = 128  # nodes between a gather and its products
@@ -178,16 +178,9 @@ class RowByRow:
         if self.dims(node) is None:
             return node
         step = view_step(node)
-        if (same := unchanged(node)) is not None:
-            return self.shard(same, at)
-        if step is not None and step.change is None:
-            return self._viewed(node, at)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.shard(n, at))
-        return call(at, node.target, *args, **kwargs)
-
-    def _viewed(self, node: fx.Node, at: fx.Node) -> fx.Node:
-        step = view_step(node)
-        assert step is not None
+        if step is None or step.change is not None:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.shard(n, at))
+            return call(at, node.target, *args, **kwargs)
         source = self.shard(step.source, at)
         have, want = (of_shard(self._needed(n)) for n in (step.source, node))
         shape = [numel(digits) for digits in want]

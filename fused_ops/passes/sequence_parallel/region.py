@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -12,7 +11,6 @@ from ..graph.collectives import Collective
 from ..graph.disjoint_sets import DisjointSets
 from ..graph.nodes import (
     LeftAlone,
-    argument,
     aten,
     calls,
     is_val,
@@ -25,6 +23,7 @@ from ..graph.nodes import (
     writes,
 )
 from ..graph.row_wise import REDUCTIONS, RowLayout, is_pointwise, lead_of_step, sums_rows
+from ..graph.split_cat import cut_from
 
 
 @dataclass
@@ -171,9 +170,12 @@ def _own_chunk(user: fx.Node, node: fx.Node, region: Region) -> fx.Node | None:
     layout, lead = region.layout, region.leads[node]
     if not layout.own_chunks or not is_val(node) or not calls(user, aten.slice.Tensor, aten.split.Tensor):
         return None
+    parts = [user] if calls(user, aten.slice.Tensor) else [part for part in user.users if part.users]
+    found = cut_from(parts[0]) if len(parts) == 1 else None
+    if found is None or found[0] is not node:
+        return None
+    _, dim, start = found
     shape = val(node).shape
-    at_end = calls(user, aten.slice.Tensor)
-    dim = int(argument(user, 1 if at_end else 2, "dim", 0)) % len(shape)
     flat = len(layout.lead) == 1
     if dim >= lead or not (
         all(known(size == 1) for size in shape[:dim])
@@ -181,20 +183,11 @@ def _own_chunk(user: fx.Node, node: fx.Node, region: Region) -> fx.Node | None:
         else dim == layout.dim and same_shape(shape[:lead], layout.lead)
     ):
         return None
-    size = shape[dim]
-    if not isinstance(size, int) or size % layout.world:
+    if not isinstance(shape[dim], int) or shape[dim] % layout.world:
         return None
-    part = size // layout.world
-    if calls(user, aten.split.Tensor):
-        parts = [part for part in user.users if part.users]
-        mine = len(parts) == 1 and calls(parts[0], operator.getitem) and parts[0].args[1] == layout.rank
-        return parts[0] if mine and user.args[1] == part else None
-    start, end = argument(user, 2, "start") or 0, argument(user, 3, "end")
-    end = size if end is None else end
-    if not isinstance(start, int) or not isinstance(end, int) or argument(user, 4, "step", 1) != 1:
-        return None
-    mine = start == layout.rank * part and min(end, size) == (layout.rank + 1) * part
-    return user if mine else None
+    size = shape[dim] // layout.world
+    mine = known(start == layout.rank * size) and known(val(parts[0]).shape[dim] == size)
+    return parts[0] if mine else None
 
 
 def _bytes(node: fx.Node) -> int:
