@@ -16,12 +16,10 @@ from torch import fx
 from torch._inductor import config as inductor_config
 
 from .fusion import FusionPass
-from .joint import JOINT_SLOT, joint_options
-from .keep_grouped import BEFORE_FUSION, grouped_options
-from .norms.eps_as_number import eps_options
 from .pass_sequence import SLOT, in_sequence, passes_of
 from .records.models import chosen
-from .records.report import PassRuns, Report
+from .records.report import Report
+from .records.seen import SeenGraphs
 from .settings import DEFAULTS, PassSettings, refused_as_options
 
 #: What names a setting of the pass among the options of a compilation.
@@ -155,25 +153,17 @@ def fusion_report(model: Any = None) -> Report:
     made = [*_made.values()]
     seen = [fusion._seen for fusion in made]
     if model is not None:
-        wanted = chosen(model, [models for each in seen for models in (*each.models.values(), *each.keys)])
+        wanted = chosen(
+            model, [models for each in seen for models in (*(g.models for g in each.graphs), *each.keys)]
+        )
         seen = [each.only(wanted) for each in seen]
     if not made:
         return Report()
-    reports = [fusion._report(graphs) for fusion, graphs in zip(made, seen, strict=True)]
-    entries = [entry for report in reports for entry in report.entries]
-    graphs, keys, loaded, again = (
-        sum(getattr(r.runs, count) for r in reports) for count in ("graphs", "keys", "loaded", "again")
-    )
-    ops = tuple(dict.fromkeys(op for r in reports for op in r.runs.custom_ops))
+    entries = [e for fusion, graphs in zip(made, seen, strict=True) for e in fusion._applied(graphs)]
+    together = SeenGraphs((g for each in seen for g in each.graphs), (k for each in seen for k in each.keys))
+    asked = (None,) if model is None else {entry.signature for entry in entries} - {""}
     # Of the process, so those of any one pass; that made first has seen the most.
-    orders = [order for report in reports for order in report.orders]
-    first, outcomes = reports[0], made[0]._outcomes
-    runs = PassRuns(graphs, keys, ops, loaded=loaded, again=again)
-    if model is None:
-        return Report(entries, first.disagreements, first.questions, runs, orders, first.programs)
-    names = {entry.signature for entry in entries} - {""}
-    differed = [each for each in first.disagreements if each.graph in names]
-    return Report(entries, differed, outcomes.questions(names), runs, orders, first.programs)
+    return made[0]._report(entries, together, asked=asked)
 
 
 def _settings_of(
@@ -234,10 +224,6 @@ def _with_pass(
         raise ValueError(f"options: has {unknown[0]!r}, must have options of Inductor (see list_options())")
     of_mode = torch._inductor.list_mode_options(mode, dynamic) if mode else {}
     there = passes_of(options[SLOT] if SLOT in options else getattr(inductor_config, SLOT))
-    has_one = any(isinstance(each, FusionPass) for each in there)  # the user's own
-    if has_one:
+    if any(isinstance(each, FusionPass) for each in there):  # the user's own
         return {**of_mode, **options, SLOT: in_sequence(there)}
-    joint = joint_options(fusion, options.get(JOINT_SLOT, getattr(inductor_config, JOINT_SLOT)))
-    given = {**options, **grouped_options(fusion, options.get(BEFORE_FUSION))}
-    given[SLOT] = in_sequence([*there, fusion])
-    return {**of_mode, **given, **eps_options(options), **joint}
+    return {**of_mode, **fusion._options_over(options, there)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,25 +27,27 @@ from .graph.nodes import LeftAlone, custom_ops
 from .graph.rewrite import created_nodes
 from .graph.subgraphs import WHY, Called
 from .graph.uneven_shards import move_padding
-from .joint import joint_options
-from .keep_grouped import grouped_options
+from .joint import JOINT_SLOT, joint_options
+from .keep_grouped import BEFORE_FUSION, grouped_options
 from .kernels_ahead.graph_kernels import GraphKernels, note_collective
-from .loss_parallel.joint import losses_of, notes_of
+from .loss_parallel.joint import losses_of
 from .norms.eps_as_number import eps_options
 from .order.copy_engines import start_when_needed
-from .order.in_pass import changed_order, keep_what_is_ordered
+from .order.costs import table_for
+from .order.moves import OrderLimits, reorder
+from .order.transports import runs_beside
 from .origin import fields_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns.joined import take_apart
 from .patterns.pattern import Pattern, why_not_called_from_cpp
 from .patterns.summed_all_reduces import MERGED, merge_all_reduces
-from .records.entry import Entry
+from .records.entry import NOTE, Entry
 from .records.models import models_of_now
 from .records.node import take_record
-from .records.report import FusionError, PassRuns, Report
+from .records.report import FusionError, Report
 from .records.report_file import log_line, put_into_file, write_reports
 from .records.seen import SeenGraphs
-from .sequence_parallel.find import rewritten
+from .sequence_parallel.find import put_graph_on_rows
 from .settings import AUTO, CAPTURE, OnePass
 
 
@@ -115,7 +117,6 @@ class FusionPass(OnePass, CustomGraphPass):
 
     def __init__(self, groups: Iterable[Group] | None = None, strict: bool = False, **settings: Any) -> None:
         super().__init__(groups=groups, strict=strict, **settings)
-        self._joint = joint_options(self)
         self._seen = SeenGraphs()
         self._called = Called()
         self._outcomes = RunOutcomes()
@@ -157,7 +158,14 @@ class FusionPass(OnePass, CustomGraphPass):
                 f"torch._inductor.config.{SLOT} is set to. options_with({names_of(dropped)}) and weft.compile run all",
                 stacklevel=3,
             )
-        return {SLOT: in_sequence([*others, self]), **eps_options(), **grouped_options(self), **self._joint}
+        return self._options_over({}, others)
+
+    def _options_over(self, given: Mapping[str, Any], others: Sequence[Any]) -> dict[str, Any]:
+        """Inductor's options ``given``, with this pass after ``others``, and its parts after what stands in their
+        places."""
+        grouped = grouped_options(self, given.get(BEFORE_FUSION))
+        joint = joint_options(self, given.get(JOINT_SLOT))
+        return {**given, **grouped, SLOT: in_sequence([*others, self]), **eps_options(given), **joint}
 
     def report(self) -> Report:
         """What became of every collective of the graphs seen since the pass was made or cleared.
@@ -169,15 +177,25 @@ class FusionPass(OnePass, CustomGraphPass):
         Disagreements and questions are those of the process in that time: a graph that comes from a cache belongs to
         no pass.
         """
-        return self._report(self._seen)
+        others = names_of([p for p in passes_of(getattr(inductor_config, SLOT)) if p is not self])
+        return self._report(self._applied(self._seen), self._seen, others)
 
-    def _report(self, graphs: SeenGraphs) -> Report:
-        others = [each for each in passes_of(getattr(inductor_config, SLOT)) if each is not self]
-        ops = tuple(dict.fromkeys(op for ops in graphs.custom_ops.values() for op in ops))
-        runs = PassRuns(graphs.ran, len(graphs.keys), ops, names_of(others), graphs.loaded, graphs.again)
+    def _applied(self, graphs: SeenGraphs) -> list[Entry]:
+        """Entries as their graphs have run since the pass was made or cleared."""
+        return self._outcomes.applied(graphs.entries)
+
+    def _report(
+        self,
+        entries: Sequence[Entry],
+        graphs: SeenGraphs,
+        others: str = "",
+        asked: Collection[str | None] = (None,),
+    ) -> Report:
+        """``asked``: by name the graphs of which it has votes and disagreements; None of all."""
         seen = self._outcomes
-        said = seen.disagreements(), seen.questions(), runs, graphs.orders, seen.programs()
-        return Report(seen.applied(graphs.entries), *said)
+        differed = [each for each in seen.disagreements() if None in asked or each.graph in asked]
+        said = differed, seen.questions(asked), graphs.runs(others), graphs.orders, seen.programs()
+        return Report(entries, *said)
 
     def clear(self) -> None:
         """Empties the report of this pass; its graphs are counted from 0 again.
@@ -200,10 +218,10 @@ class FusionPass(OnePass, CustomGraphPass):
         if self.reorder is not None and self.collectives == AUTO:
             start_when_needed(graph)
         numbers = self._begin(graph)
-        losses = losses_of(graph, numbers[0])
-        self._seen.enter(losses, None)
+        losses = losses_of(graph)
+        self._seen.enter(numbers[0], losses)
         if not any(collectives(graph)):
-            self._seen.custom_ops[numbers[0]] = [*custom_ops(graph)]
+            self._seen.graphs[numbers[0]].custom_ops = [*custom_ops(graph)]
             GraphKernels(graph).compile()
             if losses or len(numbers) > 1:
                 self._tell(numbers[0])
@@ -215,17 +233,24 @@ class FusionPass(OnePass, CustomGraphPass):
         why_not = None
         if original is not None:
             why_not = fallback_graph.why_not_voted(self.agree == CAPTURE) or original.why_not_kept()
-        entries, orders = self._fused(graph, numbers[0], why_not)
-        change = changed_order(graph, self, numbers[0], self._voted(entries, why_not))
+        entries, orders = self._fused(graph, why_not)
+        change = None
+        if self.reorder is not None:
+            limits = OrderLimits(self.reorder, runs_beside(graph), self._voted(entries, why_not))
+            change = reorder(graph, table_for(graph), limits)
         kernels = GraphKernels(graph)
         entries = [e.planned(kernels.plans.get(e.node)) for e in entries]
         if original is not None:
             passed = change.crossed if change else frozenset()
             name = original.ask_first(graph, entries, orders, passed, agree=self.agree, calls=kernels.calls)
             entries = [replace(e, signature=name) for e in entries]
-        keep_what_is_ordered(graph, change)
+        # In lite mode Inductor keeps the order as it is, or is told to.
+        if change is not None and change.placed and not inductor_config.fallback_by_default:
+            from .order.keep import keep_order  # Inductor's part of it
+
+            keep_order(graph)
         graph.lint()
-        self._seen.enter(entries, change)
+        self._seen.enter(numbers[0], entries, [change] if change else [])
         self._tell(numbers[0])
         self._keep(graph, numbers, None if original is None else original.graph)
         kernels.compile()
@@ -241,7 +266,7 @@ class FusionPass(OnePass, CustomGraphPass):
                 self._tell(called.numbers[0])
         return numbers
 
-    def _fused(self, graph: fx.Graph, number: int, why_not: str | None) -> tuple[list[Entry], list[Order]]:
+    def _fused(self, graph: fx.Graph, why_not: str | None) -> tuple[list[Entry], list[Order]]:
         """Fuses what can be and should be.
 
         Returns:
@@ -249,16 +274,18 @@ class FusionPass(OnePass, CustomGraphPass):
         """
         asked = partial(self._why_not_changed, op=None, why_not_kept=why_not)
         orders: list[Order] = []
-        notes = {**rewritten(graph, self, asked), **notes_of(graph), **take_apart(graph, self, asked, orders)}
+        put_graph_on_rows(graph, self, asked)
+        apart = take_apart(graph, self, asked, orders)
         left = take_coalesced_apart(graph, self._find, lambda match: self._why_not(match, why_not))
         nodes = list(collectives(graph))
-        fields = {n: fields_of(n, number) for n in nodes}
+        fields = {n: fields_of(n) for n in nodes}
         merge_all_reduces(nodes, self.groups, asked, orders)
         entries = {n: Entry(**fields[n], reason=reason) for n, reason in left.items()}
         # Reductions first: each takes its products as a whole.
         for node in sorted(nodes, key=lambda n: "gather" in kind_of(n)):
             if node not in entries and (order := self._fuse(node, fields, entries, why_not)) is not None:
                 orders.append(order)
+        notes = {n: n.meta[NOTE] for n in entries if n.meta.get(NOTE)} | apart
         entries |= {n: entries[n].noted(notes[n]) for n in notes.keys() & entries.keys()}
         return [entries[n] for n in nodes], orders
 

@@ -6,9 +6,11 @@ the vote, but what ranks then run has these changes already.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from torch import fx
+from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from .cache_key import pass_key
@@ -43,7 +45,16 @@ class JointPass(PassSettings, CustomGraphPass):
 
 
 def joint_options(settings: PassSettings, others: Any = None) -> dict[str, Any]:
-    """Inductor's option for ``JointPass`` after ``others``, to which it is set; empty where no setting needs it."""
+    """Inductor's option for ``JointPass`` after ``others``, to which it is set; None for what Inductor's configuration
+    has. Empty where no setting needs it."""
     if not (settings.loss_parallel or settings.sequence_parallel or settings.regather):
         return {}
-    return {JOINT_SLOT: in_sequence([*passes_of(others), JointPass(**settings)])}
+    others = passes_of(getattr(inductor_config, JOINT_SLOT) if others is None else others)
+    own = _known(JointPass(**settings))
+    return {JOINT_SLOT: in_sequence([*(each for each in others if each != own), own])}
+
+
+@lru_cache
+def _known(own: JointPass) -> JointPass:
+    """The same object for the same settings: for other options torch compiles anew."""
+    return own

@@ -66,10 +66,10 @@ def put_for(node: fx.Node) -> Iterator[None]:
         new.meta |= {key: node.meta[key] for key in _PARTITIONED if key in node.meta}
 
 
-def fields_of(node: fx.Node, number: int) -> dict[str, Any]:
-    """What is known of a collective of the ``number``-th graph."""
+def fields_of(node: fx.Node) -> dict[str, Any]:
+    """What is known of a collective, but for the number of its graph."""
     return {
-        "graph": number,
+        "graph": 0,
         "node": node.name,
         "collective": kind_of(node),
         "group": group_of(node),

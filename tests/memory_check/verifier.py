@@ -109,7 +109,7 @@ class MemoryVerifier(fx.Interpreter):
             return
         if is_copied(node):
             self._in_heap.start(node.name)
-        for real, own in zip(made, self._sets.sets_of(node), strict=True):
+        for real, own in zip(made, self._sets.made[node], strict=True):
             if own.pool == HEAP:
                 if own.nodes[0] is node:
                     there = self._in_heap.come(node.name, real, node.all_input_nodes[0].name)

@@ -24,6 +24,7 @@ from ....symm_mem import WeftError, resolve_group
 from ....symm_mem.groups import native_backends
 from ..graph.collectives import collectives, group_of, kind_of, point_to_point
 from ..graph.nodes import argument, calls, what
+from ..kernels_ahead.graph_kernels import KeptCall
 from ..records.entry import Entry
 from ..records.node import packed
 from ..settings import CAPTURE
@@ -141,7 +142,7 @@ class FallbackGraph:
         passed: Iterable[str] = (),
         *,
         agree: bool | str = True,
-        calls: Sequence[str] = (),
+        calls: Sequence[KeptCall] = (),
     ) -> str:
         """Puts the question before ``graph``, which is this one after the pass.
 

@@ -28,7 +28,7 @@ from ....symm_mem import get_timeout, resolve_group
 from ....symm_mem.groups import native_backends
 from ....symm_mem.heap.registry import has_name
 from ...dispatch.plan import GraphTurn
-from ..kernels_ahead.graph_kernels import KernelsOnTheirWay
+from ..kernels_ahead.graph_kernels import KeptCall, KernelsOnTheirWay
 from ..records.node import unpacked
 from . import outcomes
 from .fallback import FallbackRuns
@@ -78,7 +78,7 @@ class GraphQuestion(NamedTuple):
         redraws: whether that draws random numbers that another graph draws, too, from the same seed.
         captured: whether the graph may run fused while a CUDA graph is captured, whose replays will not ask.
         unasked: whether the graph may run without asking once all ranks know it.
-        calls: those whose kernels are compiled when the graph is loaded, as ``text_of_call`` gives them.
+        calls: those whose kernels are compiled when the graph is loaded.
     """
 
     groups: list[GroupQuestion]
@@ -89,7 +89,7 @@ class GraphQuestion(NamedTuple):
     redraws: bool
     captured: bool
     unasked: bool
-    calls: list[str]
+    calls: list[KeptCall]
 
 
 class GraphGuard:

@@ -4,17 +4,82 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch._inductor.virtualized import V
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_map
 
 from ....kernels.device.jit.ahead import Compilation
 from ....kernels.device.jit.program import Program
+from ...dispatch.choice import CHOOSERS, choice_of_call
 from ...dispatch.plan import Plan
-from .call_text import is_planned, planned_text, programs_of, text_of_call
+from ..graph.nodes import hint
 
 _log = logging.getLogger("weft.passes")
 _COLLECTIVE = "weft_collective"  # in a node's meta: the name of what it was fused from
+
+
+@dataclass(frozen=True)
+class _Like:
+    """A tensor, as far as a plan depends on it, on whichever device of a kind a process has."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    kind: str
+
+    def tensor(self) -> Tensor:
+        return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=self.kind)
+
+
+@dataclass(frozen=True)
+class KeptCall:
+    """A call of an op. Inductor's cache keeps it with the graph, and any rank may take it from there: it says nothing
+    of a rank or of a GPU's number."""
+
+    op: str
+    args: Any
+    kwargs: Any
+
+    @classmethod
+    def of(cls, node: fx.Node) -> KeptCall:
+        """The call of a node, symbolic sizes as they are now. LeftAlone: one of them depends on data. TypeError: it
+        takes something else."""
+        given = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        return cls(node.target._opname, *tree_map(_kept, given))  # type: ignore[union-attr]
+
+    def planned(self) -> tuple[Plan, list[Program]]:
+        """How it would run here, and the programs that it would launch. Nothing is loaded, launched or sent. It raises
+        what the call would raise."""
+        op = getattr(torch.ops.weft, self.op).default
+        # A compiler may have a mode of its own, and what makes programs looks at parts of operands.
+        with unset_fake_temporarily(), FakeTensorMode():
+            args, kwargs = tree_map(
+                lambda value: value.tensor() if isinstance(value, _Like) else value, (self.args, self.kwargs)
+            )
+            plan, choice = choice_of_call(op, args, kwargs)
+            return plan, [*choice.programs()]
+
+
+def _kept(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        sizes, strides = (tuple(map(hint, of)) for of in (value.shape, value.stride()))
+        return _Like(sizes, strides, value.dtype, value.device.type)
+    if isinstance(value, torch.SymInt):
+        return hint(value)
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return value
+    raise TypeError(f"an argument is of type {type(value).__name__}")
+
+
+def is_planned(node: fx.Node) -> bool:
+    """Whether a node calls an op of weft that sends, and so has a plan."""
+    return node.op == "call_function" and node.target in CHOOSERS
 
 
 def note_collective(created: Iterable[fx.Node], name: str) -> None:
@@ -29,35 +94,35 @@ class GraphKernels:
 
     Attributes:
         plans: on GPUs, by the name of the collective of which a call was made.
-        calls: as text, those that launch programs; each kind once.
+        calls: those that launch programs; each kind once.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
         self.plans: dict[str, Plan] = {}
-        self.calls: list[str] = []
+        self.calls: list[KeptCall] = []
         self._programs: list[Program] = []
         known: dict[str, Plan | None] = {}
         for node in graph.nodes:
             if not is_planned(node) or _is_on_cpu(node):
                 continue
             try:
-                text = text_of_call(node)
+                call = KeptCall.of(node)
             except Exception as e:  # sizes that depend on data, or an argument of another kind
                 _log.debug("%s: %r", node, e)
                 continue
-            if text not in known:
-                known[text] = self._planned(text)
+            if (text := str(call)) not in known:
+                known[text] = self._planned(call)
             if (plan := known[text]) is not None and _COLLECTIVE in node.meta:
                 self.plans[node.meta[_COLLECTIVE]] = plan
 
-    def _planned(self, text: str) -> Plan | None:
+    def _planned(self, call: KeptCall) -> Plan | None:
         try:
-            plan, programs = planned_text(text)
+            plan, programs = call.planned()
         except Exception as e:  # the call plans again when it is made, and raises what is to be raised
-            _log.debug("no plan of %s: %r", text, e)
+            _log.debug("no plan of %s: %r", call, e)
             return None
         if programs:
-            self.calls.append(text)
+            self.calls.append(call)
             self._programs += programs
         return plan
 
@@ -76,10 +141,10 @@ def _is_on_cpu(node: fx.Node) -> bool:
 class KernelsOnTheirWay:
     """Those of a graph that is loaded, also where the pass has not run: Inductor had the graph in its cache."""
 
-    def __init__(self, calls: Iterable[str]) -> None:
+    def __init__(self, calls: Iterable[KeptCall]) -> None:
         self._compilation: Compilation | None = None
         try:
-            programs = programs_of(calls)
+            programs = [program for call in calls for program in call.planned()[1]]
         except Exception as e:
             _log.debug("no kernels ahead of a graph's first run: %r", e)
             return

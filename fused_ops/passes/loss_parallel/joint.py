@@ -15,7 +15,7 @@ from ...ops.vocabulary import chunks
 from ..graph.collectives import Collective
 from ..graph.nodes import LeftAlone, c10d, hint, hint_or_one, val, walk
 from ..origin import fields_of
-from ..records.entry import Entry
+from ..records.entry import NOTE, Entry
 from ..settings import LOGITS_BYTES, PassSettings
 from .columns import gathered_columns, keeps_columns, uncast
 from .gradient import path_of
@@ -27,55 +27,49 @@ from .softmax import log_softmax_of
 
 #: What the op of a loss has in its ``meta``: an ``Entry`` of each collective in the place of which it is.
 _ENTRIES = "weft_loss_parallel"
-#: What a collective has that stays as it was: why.
-_LEFT = "weft_not_loss_parallel"
 
 
 def put_losses_on_columns(graph: fx.Graph, settings: PassSettings) -> None:
-    for node in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
-        _put_on_columns(node, settings)
-    for node in graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
-        if not node._erased:
-            _put_on_statistics(node, settings)
+    for target, put, left in (
+        (c10d.all_gather_into_tensor.default, _put_on_columns, "not loss parallel"),
+        (c10d.all_reduce.default, _put_on_statistics, "not one exchange of a loss"),
+    ):
+        for node in graph.find_nodes(op="call_function", target=target):
+            if node._erased:
+                continue
+            try:
+                c = Collective.from_node(node, settings.groups)
+            except LeftAlone:
+                continue
+            try:
+                put(c, settings)
+            except LeftAlone as e:
+                node.meta[NOTE] = f"{left}: {e}"
 
 
-def _put_on_statistics(node: fx.Node, settings: PassSettings) -> None:
-    try:
-        c = Collective.from_node(node, settings.groups)
-    except LeftAlone:
+def _put_on_statistics(c: Collective, settings: PassSettings) -> None:
+    if (loss := sharded_loss(c)) is None:
         return
-    try:
-        if (loss := sharded_loss(c)) is None:
-            return
-        detail = f"loss parallel, {val(loss.x).shape[1]} columns"
-        if hint_or_one(val(loss.x).numel()) * val(uncast(loss.x)).itemsize >= settings.logits:
-            detail += "; its logits are whole: how many columns other ranks have is not in this graph"
-        entries = [Entry(**fields_of(n, 0), detail=detail) for n in (node, *loss.later)]
-        _note(put_on_statistics(loss), entries)
-    except LeftAlone as e:
-        node.meta[_LEFT] = f"not one exchange of a loss: {e}"
+    detail = f"loss parallel, {val(loss.x).shape[1]} columns"
+    if hint_or_one(val(loss.x).numel()) * val(uncast(loss.x)).itemsize >= settings.logits:
+        detail += "; its logits are whole: how many columns other ranks have is not in this graph"
+    entries = [Entry(**fields_of(n), detail=detail) for n in (c.node, *loss.later)]
+    _note(put_on_statistics(loss), entries)
 
 
-def _put_on_columns(node: fx.Node, settings: PassSettings) -> None:
-    try:
-        c = Collective.from_node(node, settings.groups)
-    except LeftAlone:
-        return
+def _put_on_columns(c: Collective, settings: PassSettings) -> None:
     if (columns := gathered_columns(c)) is None:
         return
     detail = f"loss parallel, {columns.width} columns of {sum(columns.widths)}"
-    entry = Entry(**fields_of(node, 0), detail=detail)
-    try:
-        for x in _with_columns(columns.whole):
-            if (softmax := log_softmax_of(x)) is not None:
-                paths = [path_of(gradient.result, columns) for gradient in softmax.gradients]
-                logits = elements_of(x)
-                loss = put_on_columns(columns, softmax, paths)
-                _put_log_sums(loss, logits)
-                _note(*_put_on_product(loss, entry, settings.logits))
-                return
-    except LeftAlone as e:
-        node.meta[_LEFT] = f"not loss parallel: {e}"
+    entry = Entry(**fields_of(c.node), detail=detail)
+    for x in _with_columns(columns.whole):
+        if (softmax := log_softmax_of(x)) is not None:
+            paths = [path_of(gradient.result, columns) for gradient in softmax.gradients]
+            logits = elements_of(x)
+            loss = put_on_columns(columns, softmax, paths)
+            _put_log_sums(loss, logits)
+            _note(*_put_on_product(loss, entry, settings.logits))
+            return
 
 
 def _put_log_sums(loss: ColumnLoss, logits: fx.Node) -> None:
@@ -87,7 +81,7 @@ def _put_log_sums(loss: ColumnLoss, logits: fx.Node) -> None:
                 paths = [path_of(gradient, columns) for gradient, _ in found.gradients]
                 put_log_sum_on_columns(loss, found, paths)
         except LeftAlone as e:
-            columns.c.node.meta[_LEFT] = f"not loss parallel: {e}"
+            columns.c.node.meta[NOTE] = f"not loss parallel: {e}"
 
 
 def _put_on_product(loss: ColumnLoss, entry: Entry, most: int) -> tuple[fx.Node, list[Entry]]:
@@ -113,11 +107,6 @@ def _note(op: fx.Node, entries: Sequence[Entry]) -> None:
     op.meta[_ENTRIES] = [replace(entry, fused_into=into) for entry in entries]
 
 
-def losses_of(graph: fx.Graph, number: int) -> list[Entry]:
-    """What the ``number``-th graph has in place of gathers of logits, and of reductions of their losses."""
-    return [replace(entry, graph=number) for node in graph.nodes for entry in node.meta.get(_ENTRIES, ())]
-
-
-def notes_of(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Why collectives of losses are still there."""
-    return {node: node.meta[_LEFT] for node in graph.nodes if _LEFT in node.meta}
+def losses_of(graph: fx.Graph) -> list[Entry]:
+    """What a graph has in place of gathers of logits, and of reductions of their losses."""
+    return [entry for node in graph.nodes for entry in node.meta.get(_ENTRIES, ())]

@@ -55,49 +55,39 @@ class AliasSets:
 
     Attributes:
         sets: all of them.
-        made: for each node the sets that its value lies in.
+        made: for each node the set of each tensor that its value has, in their order.
         read: the sets that it reads, or that its operands are views of.
         written: those that it writes to.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._joined = DisjointSets[int]()
-        keys = {node: [_key(t) for t in tensors_of(node)] for node in graph.nodes}
+        joined = DisjointSets[int]()
         for node in graph.nodes:
             for a, b in _same_memory(node):
-                self._joined.join(_key(b), _key(a))
-        self.sets: list[AliasSet] = []
+                joined.join(_key(b), _key(a))
         found: dict[int, AliasSet] = {}
         self.made: dict[fx.Node, list[AliasSet]] = {}
         self.read: dict[fx.Node, list[AliasSet]] = {}
         self.written: dict[fx.Node, list[AliasSet]] = {}
-        self._by_root = found
         for node in graph.nodes:
-            own: dict[int, AliasSet] = {}
-            for tensor, key in zip(tensors_of(node), keys[node], strict=True):
-                root = self._joined.root(key)
-                if root not in found:
-                    pool = HEAP if is_placed(node) else tensor.device.type
-                    found[root] = AliasSet(len(self.sets), pool=pool)
-                    self.sets.append(found[root])
-                each = own[root] = found[root]
+            self.made[node] = []
+            for tensor in tensors_of(node):
+                pool = HEAP if is_placed(node) else tensor.device.type
+                each = found.setdefault(joined.root(_key(tensor)), AliasSet(len(found), pool=pool))
                 each.size = max(each.size, bytes_of(tensor))
                 each.external |= node.op in ("placeholder", "get_attr")
-            self.made[node] = [*own.values()]
+                self.made[node].append(each)
             operands = [*node.all_input_nodes, *held_until(node)]
             self.read[node] = _unique(s for a in operands for s in self.made.get(a, ()))
             self.written[node] = _unique(s for a in _written(node) for s in self.made.get(a, ()))
-            for each in _unique([*self.made[node], *self.read[node]]):
+            for each in self.touched(node):
                 each.nodes.append(node)
                 each.escapes |= node.op == "output"
+        self.sets = [*found.values()]
 
     def touched(self, node: fx.Node) -> list[AliasSet]:
         """All that the node makes, reads or writes."""
         return _unique([*self.made[node], *self.read[node]])
-
-    def sets_of(self, node: fx.Node) -> list[AliasSet]:
-        """The set of each tensor that the node's value has, in their order."""
-        return [self._by_root[self._joined.root(_key(t))] for t in tensors_of(node)]
 
 
 def started_by(wait: fx.Node) -> Iterator[fx.Node]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ...pictures.lanes import Bar, Panel, lanes_html, lanes_svg
 from ...pictures.page import table_html
-from .exposure import COMPUTE
+from .exposure import COMPUTE, Timeline
 
 _COLOURS = {
     COMPUTE: "green",
@@ -16,23 +16,6 @@ _COLOURS = {
     "network": "violet",
 }
 _SAID = 4  # kernels that hide a collective, by name
-
-
-@dataclass(frozen=True)
-class DrawnOrder:
-    """An order's lanes and its memory.
-
-    Attributes:
-        spans: (lane, name, begin, end), in microseconds.
-        memory: (time, bytes held), in the order of time.
-    """
-
-    spans: tuple[tuple[str, str, float, float], ...] = ()
-    memory: tuple[tuple[float, int], ...] = ()
-
-    @property
-    def end(self) -> float:
-        return max((end for *_, end in self.spans), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -99,9 +82,9 @@ class OrderChange:
         placed: its collectives, in the order given.
         before, after: microseconds that the compute stream would wait for all of them.
         peak_before, peak_after: bytes of torch's memory that the graph makes and holds at once.
+        kept: why the order given was kept; "" where it was changed.
         crossed: groups whose collectives have changed their order against others'.
         drawn: what pictures show of the order before and after.
-        kept: why the order given was kept; "" where it was changed.
     """
 
     graph: int
@@ -110,9 +93,9 @@ class OrderChange:
     after: float
     peak_before: int
     peak_after: int
-    kept: str = ""
-    crossed: frozenset[str] = frozenset()
-    drawn: tuple[DrawnOrder, DrawnOrder] = field(default=(DrawnOrder(), DrawnOrder()), repr=False)
+    kept: str
+    crossed: frozenset[str]
+    drawn: tuple[Timeline, Timeline] = field(repr=False)
 
     @property
     def moved(self) -> int:

@@ -103,7 +103,7 @@ def kernel_time(node: fx.Node, table: CostTable) -> float:
         rate /= 4
     computed = max(multiplied / 2 / rate, moved / table.memory)
     if called is not None and called.device_type == "cuda":
-        return max(table.launch + computed, predicted_us(_alone(called)) or 0.0)
+        return max(table.launch + computed, alone_us(called))
     return table.launch + (max(computed, transfer_time(node, WEFT, table)) if fused else computed)
 
 
@@ -135,10 +135,11 @@ def _called(node: fx.Node) -> FusionCandidate | None:
     return FusionCandidate(kind, rows, columns, depth, world, dtype, device, at_end, returned)
 
 
-def _alone(called: FusionCandidate) -> FusionCandidate:
-    """The collective in it."""
-    op = next(op for op in _EXCHANGES if op in called.op)
-    return replace(called, op=op, n=called.k if op == "all_gather" else called.n, k=0)
+def alone_us(called: FusionCandidate) -> float:
+    """Microseconds of the collective in it, on an H200; 0 where nothing predicts that."""
+    op = next((op for op in _EXCHANGES if op in called.op), called.op)
+    columns = called.k if op == "all_gather" and called.k else called.n
+    return predicted_us(replace(called, op=op, n=columns, k=0), H200) or 0.0
 
 
 def _world(node: fx.Node) -> int:

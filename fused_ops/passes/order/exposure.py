@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
+from ..memory.live_bytes import LiveBytes
 from .costs import CostTable
 from .transports import Transfer
 
 COMPUTE = "compute"  #: the lane of kernels
 
 
-@dataclass
+@dataclass(frozen=True)
 class Timeline:
-    """An order as it would run.
+    """An order as it would run, in microseconds.
 
     Attributes:
-        exposed: microseconds that the stream waits for each collective.
         spans: (lane, name, begin, end) of kernels, in the lane "compute", and of collectives, in that of their
             transport.
-        at: the time at which each node of the order is reached.
+        memory: (time, the most bytes that are held there), in the order of time.
+        exposed: how long the stream waits for each collective, by name.
     """
 
-    exposed: dict[fx.Node, float] = field(default_factory=dict)
-    spans: list[tuple[str, str, float, float]] = field(default_factory=list)
-    at: list[float] = field(default_factory=list)
+    spans: tuple[tuple[str, str, float, float], ...]
+    memory: tuple[tuple[float, int], ...]
+    exposed: Mapping[str, float]
 
-    def memory(self, live: Sequence[int]) -> list[tuple[float, int]]:
-        """The most bytes that are held at each time at which something begins."""
-        most: dict[float, int] = {}
-        for when, size in zip(self.at, live, strict=True):
-            most[when] = max(size, most.get(when, 0))
-        return sorted(most.items())
+    @property
+    def end(self) -> float:
+        return max((end for *_, end in self.spans), default=0.0)
+
+    @property
+    def total(self) -> float:
+        """How long the stream waits for all of them."""
+        return sum(self.exposed.values())
 
     def beside(self, collective: str) -> tuple[tuple[str, float], ...]:
         """The kernels that run while a collective is on its way, and the microseconds of each in which both do."""
@@ -45,7 +48,7 @@ class Timeline:
 
 
 def timeline_of(
-    order: Sequence[fx.Node], found: Sequence[Transfer], times: Mapping[fx.Node, float], table: CostTable
+    live: LiveBytes, found: Sequence[Transfer], times: Mapping[fx.Node, float], table: CostTable
 ) -> Timeline:
     """What runs when: kernels follow each other on one stream, collectives of a transport on another.
 
@@ -56,7 +59,9 @@ def timeline_of(
     ends: dict[fx.Node, float] = {}
     free: dict[str, float] = {}
     waited = {wait: t.start for t in found for wait in t.waits}
-    line = Timeline({t.start: 0.0 for t in found})
+    exposed = {t.start.name: 0.0 for t in found}
+    spans: list[tuple[str, str, float, float]] = []
+    most: dict[float, int] = {}
     queued: list[Transfer] = []
     now = busy = 0.0
 
@@ -64,13 +69,13 @@ def timeline_of(
         for each in queued:
             begin = max(now, free.get(each.transport, 0.0))
             ends[each.start] = free[each.transport] = begin + each.time
-            line.spans.append((each.transport, each.start.name, begin, ends[each.start]))
+            spans.append((each.transport, each.start.name, begin, ends[each.start]))
         last = max([busy, *(ends[each.start] for each in queued)])
         queued.clear()
         return last
 
-    for node in order:
-        line.at.append(now)
+    for node, size in zip(live.order, live.live, strict=True):
+        most[now] = max(size, most.get(now, 0))
         if node in starts:
             queued.append(starts[node])
             if starts[node].transport not in table.late:
@@ -78,12 +83,12 @@ def timeline_of(
         elif node in waited:
             busy = begin_queued()
             late = max(0.0, ends[waited[node]] - now)
-            line.exposed[waited[node]] += late
+            exposed[waited[node].name] += late
             now += late
         elif time := times[node]:
             beside = min(time * table.contention, max(0.0, busy - now))
             begin, now = now, now + beside + (time - beside / table.contention)
-            line.spans.append((COMPUTE, node.name, begin, now))
+            spans.append((COMPUTE, node.name, begin, now))
             busy = begin_queued()
     begin_queued()
-    return line
+    return Timeline(tuple(spans), tuple(most.items()), exposed)

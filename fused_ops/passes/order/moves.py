@@ -19,8 +19,8 @@ from ..graph.nodes import what
 from ..memory.alias_sets import HEAP, AliasSet, AliasSets
 from ..memory.hazards import Hazards
 from ..memory.live_bytes import LiveBytes, body, put_in_order
-from .change import DrawnOrder, OrderChange, Placed
-from .copy_engines import gathers_in_buffers, mark_placed
+from .change import OrderChange, Placed
+from .copy_engines import gathers_in_buffers, mark_placed, place_gathers
 from .costs import CostTable, kernel_time, transfer_time
 from .exposure import Timeline, timeline_of
 from .least_memory import is_light, order_of_least_memory
@@ -41,7 +41,7 @@ class OrderLimits:
         beside: whether collectives may be on their way while an op of weft runs: on CUDA its kernel takes all SMs but
             those that are reserved.
         voted: groups whose ranks compare the order before each run. Only their collectives may pass one of another
-            transport. None: all.
+            transport. None: all, as ranks are known to run the same.
     """
 
     memory: float = 0.0
@@ -96,11 +96,7 @@ class _Walk:
         return found
 
     def timeline(self) -> Timeline:
-        return timeline_of(self.live.order, self.transfers, self.times, self.table)
-
-    def drawn(self) -> DrawnOrder:
-        line = self.timeline()
-        return DrawnOrder(tuple(line.spans), tuple(line.memory(self.live.live)))
+        return timeline_of(self.live, self.transfers, self.times, self.table)
 
     def covered(self, transfer: Transfer) -> float:
         """Microseconds of kernels beside which a collective is on its way."""
@@ -140,18 +136,6 @@ class _Walk:
         last = max(met.waits, key=self.live.at.__getitem__, default=None)
         return met.time * ((other is last) - (other is met.start))
 
-    def _most_copied(self) -> int:
-        """How many collectives are on their way by copy engines at once."""
-        there = most = 0
-        last = {max(t.waits, key=self.live.at.__getitem__) for t in self.transfers if t.waits}
-        for node in self.live.order:
-            if node in self.of_start and self.of_start[node].transport == COPIED:
-                there += 1
-                most = max(most, there)
-            elif node in last and self.of_wait[node].transport == COPIED:
-                there -= 1
-        return most
-
     def waits_of(self, transfer: Transfer) -> list[list[fx.Node]]:
         """What moves together, the last first: the waits of a coalesced collective, where only they stand there."""
         waits_in_order = sorted(transfer.waits, key=self.live.at.__getitem__)
@@ -160,11 +144,20 @@ class _Walk:
         own = {*transfer.waits, *(n for w in transfer.waits for n in w.all_input_nodes)}
         return [together] if own.issuperset(together) else [[w] for w in reversed(waits_in_order)]
 
+    def move_both(self, transfer: Transfer) -> tuple[str, str]:
+        """Moves a start up and its waits down; gives why neither moved further."""
+        if not transfer.waits:
+            return "nothing waits for it", "there is none"
+        why_start, why_wait = self.move(transfer, [transfer.start], up=True), ""
+        for nodes in self.waits_of(transfer):
+            why_wait = self.move(transfer, nodes, up=False)
+        return why_start, why_wait
+
     def move(self, transfer: Transfer, nodes: list[fx.Node], up: bool) -> str:
         """Moves a start up, or waits down, ``nodes`` that stand next to each other; gives why not further."""
         live, block = self.live, [*nodes]
-        events: list[tuple[fx.Node, bool]] = []  # what was passed, or taken along
-        useful, needed = 0, _COVER * transfer.time + self._queued(transfer) - self.covered(transfer)
+        idle: list[tuple[int, list[fx.Node]]] = []  # what was where, before moves that hide nothing
+        needed = _COVER * transfer.time + self._queued(transfer) - self.covered(transfer)
         next_one = self._between(transfer)[:1] if self._late(transfer) else []
         while needed > 0:
             edge = live.at[block[0]] - 1 if up else live.at[block[-1]] + 1
@@ -174,7 +167,6 @@ class _Walk:
             other = live.order[edge]
             if len(block) < _TAKEN_ALONG and self._goes_along(other, block, transfer, up):
                 block = [other, *block] if up else [*block, other]
-                events.append((other, False))
                 continue
             if (reason := self._why_not_past(transfer, other, block, up)) is not None:
                 why = reason
@@ -188,8 +180,8 @@ class _Walk:
             if max(self.buffers.rearranged(first, window)) > NUM_BUFFERS:
                 why = f"past {other.name} it has no buffer on the heap"
                 break
+            idle.append((first, live.order[first : first + len(window)]))
             self._rearrange(first, window, after)
-            events.append((other, True))
             if up:
                 needed += self._queued_more(other, transfer)
             if time := self.times[other]:
@@ -197,33 +189,13 @@ class _Walk:
                     kernels = [time, *next_one] if up else [*next_one, time]
                     next_one, time = kernels[:1], sum(kernels[1:])
                 needed -= time * self.table.contention
-                useful = len(events) if time else useful
+                if time:
+                    idle.clear()
         else:
             why = _COVERED
-        self._take_back(nodes, events, useful, up)
+        for first, window in reversed(idle):
+            self._rearrange(first, window)
         return why
-
-    def _take_back(
-        self, nodes: list[fx.Node], events: list[tuple[fx.Node, bool]], useful: int, up: bool
-    ) -> None:
-        """Moves that hide nothing."""
-        if useful == len(events):
-            return
-        live = self.live
-        taken = [n for n, passed in events if not passed]
-        places = [live.at[n] for n in (*nodes, *(n for n, _ in events))]
-        first = min(places)
-        block: list[fx.Node] = nodes[::-1] if up else [*nodes]
-        passed: list[fx.Node] = []
-        for other, was_passed in events[:useful]:
-            (passed if was_passed else block).append(other)
-        rest = [n for n, _ in events[useful:]]
-        if up:
-            window = [*rest[::-1], *block[::-1], *passed[::-1]]
-        else:
-            window = [*passed, *block, *rest]
-        assert len(window) == max(places) - first + 1 and set(taken) <= set(window)
-        self._rearrange(first, window)
 
     def _rearrange(self, first: int, window: list[fx.Node], after: list[int] | None = None) -> None:
         self.live.rearrange(first, window, after)
@@ -288,7 +260,8 @@ class _Walk:
             transfer = self.of_start.get(late)
             if transfer is None or not self._may_pass(transfer, early):
                 return f"{late.name} has passed {early.name}"
-        if self._most_copied() > NUM_BUFFERS:
+        copied = [self.live.at[t.start] for t in self.transfers if t.transport == COPIED]
+        if any(len(self.in_flight(place + 1, COPIED)) > NUM_BUFFERS for place in copied):
             return f"more than {NUM_BUFFERS} collectives of {COPIED} would be on their way"
         anew = LiveBytes(self.sets.sets, self.live.order)
         if anew.peak > self.bound:
@@ -298,52 +271,31 @@ class _Walk:
         return None
 
 
-def estimate(graph: fx.Graph, table: CostTable) -> tuple[int, DrawnOrder]:
-    """Bytes that a graph, as it is, makes and holds at once, and what a picture shows of it."""
-    walk = _Walk(graph, table, OrderLimits())
-    return walk.live.peak, walk.drawn()
-
-
-def reorder(
-    graph: fx.Graph, table: CostTable, limits: OrderLimits | None = None, number: int = 0
-) -> OrderChange:
-    """Changes the order of a graph's nodes, if that hides more of its collectives; else leaves it. ``number``: the
-    graph's."""
-    walk = _Walk(graph, table, limits or OrderLimits())
-    peak, line, given, shown = walk.live.peak, walk.timeline(), walk.kernels_before(), walk.drawn()
-    before = line.exposed
+def reorder(graph: fx.Graph, table: CostTable, limits: OrderLimits | None = None) -> OrderChange:
+    """Changes the order of a graph's nodes, if that hides more of its collectives; else leaves it. Then it is final:
+    what copy engines gather stays where it comes to as far as it can."""
+    limits = limits or OrderLimits()
+    walk = _Walk(graph, table, limits)
+    peak, before, given = walk.live.peak, walk.timeline(), walk.kernels_before()
     walk.start_from_least_memory()
-    whys: dict[fx.Node, tuple[str, str]] = {}
-    for transfer in walk.transfers:
-        if not transfer.waits:
-            whys[transfer.start] = "nothing waits for it", "there is none"
-            continue
-        why_start, why_wait = walk.move(transfer, [transfer.start], up=True), ""
-        for nodes in walk.waits_of(transfer):
-            why_wait = walk.move(transfer, nodes, up=False)
-        whys[transfer.start] = why_start, why_wait
-    moved = walk.timeline()
-    after = moved.exposed
-    kept = _why_kept(walk, peak, sum(before.values()), sum(after.values()))
-    if kept:
-        after, now = before, given
-    else:
-        line = moved
+    whys = {transfer.start: walk.move_both(transfer) for transfer in walk.transfers}
+    kept = _why_kept(walk, peak, before.total, walk.timeline().total)
+    crossed = {g for pair in walk.crossings() for g in map(group_of, pair) if g and not kept}
+    if not kept:
         put_in_order(graph, walk.live.order)
         mark_placed(walk.placed)
-        now = walk.kernels_before()
+    if place_gathers(graph) or kept:
+        walk = _Walk(graph, table, limits)
+    after, now = walk.timeline(), walk.kernels_before()
     placed = []
     for transfer in walk.transfers:
-        node, waits_at = transfer.start, [transfer.start, *transfer.waits]
-        steps = [now[n] - given[n] for n in (waits_at[0], waits_at[-1])]
-        times = before[node], after[node]
-        hidden = line.beside(node.name)
-        placed.append(Placed(node.name, transfer.transport, steps[0], steps[1], *times, *whys[node], hidden))
-    totals = sum(before.values()), sum(after.values())
-    crossed = frozenset(g for pair in walk.crossings() for g in map(group_of, pair) if g and not kept)
-    peaks = peak, peak if kept else walk.live.peak
-    drawn = shown, shown if kept else walk.drawn()
-    return OrderChange(number, tuple(placed), *totals, *peaks, kept, crossed, drawn=drawn)
+        node, last = transfer.start, [transfer.start, *transfer.waits][-1]
+        name, kind, hidden = node.name, transfer.transport, after.beside(node.name)
+        start, wait = (now[n] - given[n] for n in (node, last))
+        times = before.exposed[name], after.exposed[name]
+        placed.append(Placed(name, kind, start, wait, *times, *whys[node], hidden))
+    totals, peaks = (before.total, after.total), (peak, walk.live.peak)
+    return OrderChange(0, tuple(placed), *totals, *peaks, kept, frozenset(crossed), (before, after))
 
 
 def _why_kept(walk: _Walk, peak: int, before: float, after: float) -> str:

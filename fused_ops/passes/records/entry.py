@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from ...dispatch.plan import Plan
 from .ranges import without_numbers
 
+NOTE = "weft_note"  #: in the meta of a collective: what its entry says more of it, maybe ""
+
 
 @dataclass(frozen=True)
 class Entry:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 from torch._inductor import config as inductor_config
@@ -14,117 +14,110 @@ from ..pass_sequence import SLOT, passes_of
 from .entry import Entry
 from .models import Model, compilation_of_now, models_of_now
 from .node import is_kept, packed, put_record, unpacked
-from .report import Report
+from .report import PassRuns, Report
 from .report_file import log_line, write_reports
+
+
+@dataclass
+class SeenGraph:
+    """
+    Attributes:
+        models: of which it is.
+        compilation: the pass, the frame, and which of the frame's compilations it is from; None where that is unknown.
+        loaded: whether it came from a cache.
+        entries: of its collectives.
+        orders: what was moved in it.
+        custom_ops: operators of a graph without collectives.
+    """
+
+    models: tuple[Model, ...]
+    compilation: tuple[int, int, int] | None
+    loaded: bool
+    entries: list[Entry] = field(default_factory=list)
+    orders: list[OrderChange] = field(default_factory=list)
+    custom_ops: Sequence[str] = ()
 
 
 class SeenGraphs:
     """
     Attributes:
-        entries: of the collectives of all of them.
-        orders: likewise.
-        ran: how many graphs the pass ran on.
-        loaded: how many with collectives came from a cache.
-        models: of each of these graphs, by its number.
-        from_cache: the numbers of those that were loaded.
-        compilations: by number of graph, the frame and which of its compilations it is from.
+        graphs: those of a pass by their numbers, or what was chosen of several passes'.
         keys: the models for whose graphs Inductor asked for the pass's key, each time.
-        custom_ops: by number of graph, operators of graphs without collectives.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, graphs: Iterable[SeenGraph] = (), keys: Iterable[tuple[Model, ...]] = ()) -> None:
         self._generated: Counter[str] = Counter()  # records of graphs whose code has not been loaded yet
-        self.clear()
+        self.graphs, self.keys = [*graphs], [*keys]
 
     def clear(self) -> None:
-        self.entries: list[Entry] = []
-        self.orders: list[OrderChange] = []
-        self.models: dict[int, tuple[Model, ...]] = {}
-        self.from_cache: set[int] = set()
-        self.compilations: dict[int, tuple[int, int]] = {}
-        self.keys: list[tuple[Model, ...]] = []
-        self.custom_ops: dict[int, Sequence[str]] = {}
+        self.graphs, self.keys = [], []
 
     @property
-    def ran(self) -> int:
-        return len(self.models) - self.loaded
+    def entries(self) -> list[Entry]:
+        return [e for graph in self.graphs for e in graph.entries]
 
     @property
-    def loaded(self) -> int:
-        return len(self.from_cache)
+    def orders(self) -> list[OrderChange]:
+        return [order for graph in self.graphs for order in graph.orders]
 
-    @property
-    def again(self) -> int:
-        """Compilations of frames that were compiled for this before; those of other passes do not count."""
-        found = {*self.compilations.values()}
-        return len(found) - len({frame for frame, _ in found})
+    def runs(self, others: str = "") -> PassRuns:
+        """``others``: passes that Inductor has in the place of this one, by name."""
+        loaded = sum(graph.loaded for graph in self.graphs)
+        compiled = {graph.compilation for graph in self.graphs if graph.compilation is not None}
+        again = len(compiled) - len({frame[:2] for frame in compiled})
+        ops = tuple(dict.fromkeys(op for graph in self.graphs for op in graph.custom_ops))
+        return PassRuns(len(self.graphs) - loaded, len(self.keys), ops, others, loaded, again)
 
     def only(self, wanted: Callable[[tuple[Model, ...]], bool]) -> SeenGraphs:
         """Those of which the models are wanted."""
-        found = SeenGraphs()
-        found.models = {number: models for number, models in [*self.models.items()] if wanted(models)}
-        found.entries = [e for e in self.entries if e.graph in found.models]
-        found.orders = [o for o in self.orders if o.graph in found.models]
-        found.from_cache = self.from_cache & found.models.keys()
-        found.compilations = {n: of for n, of in self.compilations.items() if n in found.models}
-        found.keys = [models for models in self.keys if wanted(models)]
-        found.custom_ops = {n: ops for n, ops in self.custom_ops.items() if n in found.models}
-        return found
+        return SeenGraphs((g for g in self.graphs if wanted(g.models)), filter(wanted, self.keys))
 
-    def begin(self) -> int:
-        """The number of the graph on which the pass now runs."""
-        models = models_of_now()
-        number = len(self.models)
-        self.models[number] = models
-        self._note_compilation([number])
-        return number
+    def begin(self, *, loaded: bool = False) -> int:
+        """The number of the graph on which the pass now runs, or that is loaded now."""
+        now = compilation_of_now()
+        self.graphs.append(SeenGraph(models_of_now(), now and (id(self), *now), loaded))
+        return len(self.graphs) - 1
 
-    def _note_compilation(self, numbers: Iterable[int]) -> None:
-        if now := compilation_of_now():
-            self.compilations |= dict.fromkeys(numbers, now)
-
-    def enter(self, entries: Iterable[Entry], order: OrderChange | None) -> None:
-        for e in entries:
-            models = self.models.get(e.graph)
-            self.entries.append(replace(e, model=models[0].name) if models else e)
-        self.orders += [] if order is None else [order]
+    def enter(self, number: int, entries: Iterable[Entry], orders: Iterable[OrderChange] = ()) -> None:
+        """What became of the collectives of a graph."""
+        graph = self.graphs[number]
+        name = graph.models[0].name if graph.models else ""
+        graph.entries += [replace(e, graph=number, model=name) for e in entries]
+        graph.orders += [replace(order, graph=number) for order in orders]
 
     def of(self, number: int) -> Report:
-        return Report([e for e in self.entries if e.graph == number])
+        return Report(self.graphs[number].entries)
 
     def put_back(self, number: int, why: str) -> None:
         """Enters that what was done with a graph was undone."""
-        self.entries = [
-            e.left_alone(why) if e.graph == number and e.fused_into is not None else e for e in self.entries
-        ]
-        self.orders = [o for o in self.orders if o.graph != number]
+        graph = self.graphs[number]
+        graph.entries = [e if e.fused_into is None else e.left_alone(why) for e in graph.entries]
+        graph.orders = []
 
     def put_record(self, graph: fx.Graph, numbers: Sequence[int]) -> None:
         """Has the code of a graph tell of it, and of those that it calls, where that is kept and loaded again."""
+        found = [self.graphs[number] for number in sorted(numbers)]
         if not is_kept():
             return
-        found = [e for e in self.entries if e.graph in numbers]
-        places = {number: place for place, number in enumerate(sorted({e.graph for e in found}))}
-        entries = [replace(e, graph=places[e.graph], model="") for e in found]
-        orders = [replace(o, graph=places[o.graph]) for o in self.orders if o.graph in places]
-        text = packed((len(places), entries, orders))
+        # The same text whichever model and number it has.
+        text = packed(
+            [
+                ([replace(e, graph=0, model="") for e in g.entries], [replace(o, graph=0) for o in g.orders])
+                for g in found
+                if g.entries
+            ]
+        )
         self._generated[text] += 1
         put_record(graph, text)
 
     def load(self, text: str) -> None:
-        """Enters a graph that is loaded, unless the pass has just made it."""
+        """Enters graphs that are loaded, unless the pass has just made them."""
         if self._generated[text]:
             self._generated -= Counter((text,))
             return
-        count, entries, orders = unpacked(text)
-        first = len(self.models)
-        numbers = range(first, first + count)
-        self.models |= dict.fromkeys(numbers, models_of_now())
-        self.from_cache.update(numbers)
-        self._note_compilation(numbers)
-        self.enter((replace(e, graph=first + e.graph) for e in entries), None)
-        self.orders += (replace(o, graph=first + o.graph) for o in orders)
-        for number in numbers:
+        for entries, orders in unpacked(text):
+            number = self.begin(loaded=True)
+            self.enter(number, entries, orders)
             log_line(number, self.of(number))
         write_reports()
 

@@ -17,11 +17,11 @@ from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import Collective, communicates, group_of, waits
 from ..graph.index_map import RANK, Dims, gathered_dims, numel, same_size
-from ..graph.nodes import LeftAlone, argument, aten, c10d, calls, is_val, known, same_shape, val, what
+from ..graph.nodes import LeftAlone, argument, aten, c10d, calls, is_val, known, same_shape, val, walk, what
 from ..graph.rewrite import call
 from ..graph.row_wise import is_pointwise, reduced_dims
 from ..graph.split_cat import SPLITS
-from ..graph.views import PERMUTES, steps_back, unchanged, view_step
+from ..graph.views import PERMUTES, steps_back, view_step
 from .scaled_mm import SCALED_MMS, ScaledMm, scaled_mm
 
 _FAR = 128  # nodes between a gather and its products
@@ -143,20 +143,17 @@ class RowByRow:
 
     def nodes(self, roots: Iterable[fx.Node]) -> set[fx.Node]:
         """All that the roots are computed by, down to what is gathered."""
-        found: set[fx.Node] = set()
-        pending = [root for root in roots if self._dims.get(root) is not None]
-        while pending:
-            node = pending.pop()
-            if node in found:
-                continue
-            found.add(node)
-            if node in self.bases:
-                continue
-            step = view_step(node)
-            found.update(step.between if step is not None else ())
-            inputs = node.all_input_nodes if step is None or not step.between else [step.source]
-            pending += [n for n in inputs if self._dims.get(n) is not None]
-        return found
+
+        def of_rows(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+            return [n for n in nodes if self._dims.get(n) is not None]
+
+        def made_of(node: fx.Node) -> list[fx.Node]:
+            step = None if node in self.bases else view_step(node)
+            if step is not None and step.between:
+                return [*step.between, step.source]
+            return [] if node in self.bases else of_rows(node.all_input_nodes)
+
+        return {*walk(of_rows(roots), made_of)}
 
     def given(self, roots: Iterable[fx.Node]) -> list[fx.Node]:
         """The numbers that take part in it."""
@@ -181,16 +178,9 @@ class RowByRow:
         if self.dims(node) is None:
             return node
         step = view_step(node)
-        if (same := unchanged(node)) is not None:
-            return self.shard(same, at)
-        if step is not None and step.change is None:
-            return self._viewed(node, at)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.shard(n, at))
-        return call(at, node.target, *args, **kwargs)
-
-    def _viewed(self, node: fx.Node, at: fx.Node) -> fx.Node:
-        step = view_step(node)
-        assert step is not None
+        if step is None or step.change is not None:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.shard(n, at))
+            return call(at, node.target, *args, **kwargs)
         source = self.shard(step.source, at)
         have, want = (of_shard(self._needed(n)) for n in (step.source, node))
         shape = [numel(digits) for digits in want]

@@ -24,6 +24,7 @@ from ..graph.collectives import Collective
 from ..graph.index_map import plain
 from ..graph.nodes import LeftAlone, hint, nbytes, val
 from ..graph.views import view_step
+from ..order.costs import alone_us
 from ..patterns.all_reduce import MATMUL_FROM
 from ..patterns.matmuls import product
 from ..patterns.sum_of_matmuls import SumOfMatmuls, sum_of
@@ -86,7 +87,7 @@ def _saved(region: Region) -> tuple[float, float]:
         reduced = _us(sum_only)
         if norms and sum_only.op == "all_reduce":  # takes the norm along
             normed = predicted_us(replace(sum_only, op="all_reduce_rms_norm", k=0), H200)
-            reduced += 0.0 if normed is None else normed - _alone_us(sum_only)
+            reduced += 0.0 if normed is None else normed - alone_us(sum_only)
             norms -= normed is not None
         saved += reduced - _us(scattered)
         multiplied += 0.0 if alone else _product_us(sum_only)
@@ -106,10 +107,10 @@ def _norm_us(size: float) -> float:
 def _us(candidate: FusionCandidate) -> float:
     """Microseconds of an op; of an all_reduce of a product also of the product, which stays before it."""
     if candidate.op == "all_reduce" and candidate.k:
-        return _product_us(candidate) + _alone_us(candidate)
+        return _product_us(candidate) + alone_us(candidate)
     us = predicted_us(candidate, H200)
     # Of float32 there is no model but that of what is hidden.
-    return _product_us(candidate) + _alone_us(candidate) - hidden_us(candidate) if us is None else us
+    return _product_us(candidate) + alone_us(candidate) - hidden_us(candidate) if us is None else us
 
 
 def _product_us(candidate: FusionCandidate) -> float:
@@ -117,14 +118,6 @@ def _product_us(candidate: FusionCandidate) -> float:
     if c.dtype.itemsize != 2:
         return microseconds_to_multiply(c.device_type, c.m * c.n * c.k)
     return product_us(c.m, c.n, c.k, c.world_size, H200)
-
-
-def _alone_us(candidate: FusionCandidate) -> float:
-    """Of the collective without its product."""
-    words = {"all_gather_matmul": "all_gather", "matmul_reduce_scatter": "reduce_scatter"}
-    op = words.get(candidate.op, "all_reduce" if "all_reduce" in candidate.op else candidate.op)
-    columns = candidate.k if candidate.op == "all_gather_matmul" else candidate.n
-    return predicted_us(replace(candidate, op=op, n=columns, k=0), H200) or 0.0
 
 
 def _of_reduction(c: Collective) -> tuple[FusionCandidate, FusionCandidate]:

@@ -18,19 +18,18 @@ from collections.abc import Callable
 from torch import fx
 
 from ....symm_mem import resolve_group
-from ..graph.collectives import Collective, collectives
+from ..graph.collectives import Collective
 from ..graph.nodes import LeftAlone, Size, c10d, calls, known, same_shape, tangents, val
 from ..graph.row_wise import RowLayout
 from ..patterns.sum_of_matmuls import has_product
 from ..patterns.summed_all_reduces import merge_what_is_summed
+from ..records.entry import NOTE
 from ..settings import AUTO, PassSettings
 from .estimate import why_more_bytes, why_not_faster
 from .region import Region, regions
 from .replace import put_on_rows
 from .same import same_on_all_ranks
 
-#: What a node has in its ``meta`` if a pass on the joint graph has looked at it.
-SEEN = "weft_sequence_parallel"
 BY_ROWS = "of an all-reduce, sequence parallel"
 
 
@@ -39,56 +38,46 @@ def put_joint_graph_on_rows(graph: fx.Graph, settings: PassSettings) -> None:
     not depend on the rank: a slice is none of "each rank's own rows" here."""
     if not tangents(graph):
         return
-    notes = put_sequences_on_rows(graph, settings.sequence_parallel, settings.groups)
+    put_sequences_on_rows(graph, settings)
     for target in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default):
         for node in graph.find_nodes(op="call_function", target=target):
-            node.meta[SEEN] = notes.get(node, "")
+            node.meta.setdefault(NOTE, "")  # it was looked at
 
 
-def rewritten(
-    graph: fx.Graph, settings: PassSettings, why_not: Callable[[str], str | None]
-) -> dict[fx.Node, str]:
+def put_graph_on_rows(graph: fx.Graph, settings: PassSettings, why_not: Callable[[str], str | None]) -> None:
     """Does the same to a graph that Inductor's last passes get, unless the joint graph had it. ``why_not``: why nothing
     of a group should be changed."""
-    if not settings.sequence_parallel:
-        return {}
-    seen = {node: str(node.meta[SEEN]) for node in collectives(graph) if node.meta.get(SEEN)}
     # What a forward graph has kept for a backward one, the ranks need not have alike.
-    if tangents(graph):
-        return seen
-    own_chunks = bool(settings.agree)
-    return seen | put_sequences_on_rows(
-        graph, settings.sequence_parallel, settings.groups, why_not, own_chunks=own_chunks
-    )
+    if settings.sequence_parallel and not tangents(graph):
+        put_sequences_on_rows(graph, settings, why_not, own_chunks=bool(settings.agree))
 
 
 def put_sequences_on_rows(
     graph: fx.Graph,
-    choice: bool | str,
-    groups: frozenset[str] | None,
+    settings: PassSettings,
     why_not: Callable[[str], str | None] = lambda group: None,
     *,
     own_chunks: bool = False,
-) -> dict[fx.Node, str]:
-    """Changes the graph; gives what became of an all-reduce: for the reduce-scatters and for those that stay.
+) -> None:
+    """Changes the graph, and notes what became of each all-reduce.
 
     Args:
-        choice: True for what sends no more, or "auto" for what should be faster by the estimate, too.
+        settings: ``sequence_parallel``: True for what sends no more, or "auto" for what should be faster by the
+            estimate, too.
         why_not: why all-reduces of a group should stay, whatever follows them.
         own_chunks: whether ranks compare what the graph has become before they run it, see ``RowLayout``.
     """
-    notes: dict[fx.Node, str] = {}
     found: dict[str, list[Collective]] = {}
-    for node in [n for n in graph.nodes if calls(n, c10d.all_reduce.default) and SEEN not in n.meta]:
+    for node in [n for n in graph.nodes if calls(n, c10d.all_reduce.default) and NOTE not in n.meta]:
         if node._erased:
             continue
         try:
-            c = Collective.from_node(node, groups)
+            c = Collective.from_node(node, settings.groups)
             if (reason := _why_no_rows(c) or why_not(c.group)) is not None:
-                notes[c.node] = f"not sequence parallel: {reason}"
+                c.node.meta[NOTE] = f"not sequence parallel: {reason}"
                 continue
             if has_product(c.x):
-                c, _ = merge_what_is_summed(c, groups)
+                c, _ = merge_what_is_summed(c, settings.groups)
         except LeftAlone:
             continue
         found.setdefault(c.group, []).append(c)
@@ -97,14 +86,15 @@ def put_sequences_on_rows(
         for region in _best(graph, several, same, own_chunks):
             try:
                 reason = region.why_not() or why_more_bytes(region)
-                if reason is None and choice == AUTO:
+                if reason is None and settings.sequence_parallel == AUTO:
                     reason = why_not_faster(region)
                 if reason is not None:
                     raise LeftAlone(reason)
-                notes |= dict.fromkeys(put_on_rows(region).values(), BY_ROWS)
+                for scattered in put_on_rows(region):
+                    scattered.meta[NOTE] = BY_ROWS
             except LeftAlone as e:
-                notes |= dict.fromkeys((c.node for c in region.collectives), f"not sequence parallel: {e}")
-    return notes
+                for c in region.collectives:
+                    c.node.meta[NOTE] = f"not sequence parallel: {e}"
 
 
 def _best(graph: fx.Graph, several: list[Collective], same: set[fx.Node], own_chunks: bool) -> list[Region]:

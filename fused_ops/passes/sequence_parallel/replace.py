@@ -17,20 +17,21 @@ from ..origin import put_for
 from .region import Region
 
 
-def put_on_rows(region: Region) -> dict[fx.Node, fx.Node]:
-    """Changes the graph; gives the reduce-scatters by the all-reduces in the place of which they are. LeftAlone: a size
-    is not there where it is needed. The graph is as it was."""
+def put_on_rows(region: Region) -> list[fx.Node]:
+    """Changes the graph; gives the reduce-scatters in place of its all-reduces. LeftAlone: a size is not there where it
+    is needed. The graph is as it was."""
     layout = region.layout
     own: dict[fx.Node, fx.Node] = {}
     whole: dict[fx.Node, fx.Node] = {}
     new: dict[fx.Node, fx.Node] = {}
-    scattered: dict[fx.Node, fx.Node] = {}
+    scattered: list[fx.Node] = []
     roots, needed = {c.wait: c for c in region.collectives}, {*region.gathered}
     with rewrite.undone_if_left():
         for node, lead in region.leads.items():
             with put_for(node):
                 if node in roots:
-                    scattered[roots[node].node], own[node] = _scattered(roots[node], region)
+                    pending, own[node] = _scattered(roots[node], region)
+                    scattered.append(pending)
                 else:
                     own[node] = step_by_rows(node, own, region.leads, layout)
                 if node in needed:

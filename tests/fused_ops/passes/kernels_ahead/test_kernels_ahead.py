@@ -28,11 +28,12 @@ from weft.fused_ops.dispatch.plan import Plan
 from weft.fused_ops.passes import FusionPass, backend
 from weft.fused_ops.passes.agreement import fallback_graph
 from weft.fused_ops.passes.agreement.guard import GraphGuard, Voters
-from weft.fused_ops.passes.kernels_ahead import call_text
-from weft.fused_ops.passes.kernels_ahead.call_text import is_planned, text_of_call
+from weft.fused_ops.passes.kernels_ahead import graph_kernels
 from weft.fused_ops.passes.kernels_ahead.graph_kernels import (
     GraphKernels,
+    KeptCall,
     KernelsOnTheirWay,
+    is_planned,
 )
 from weft.kernels.all_gather.cuda_kernel import all_gather_program
 from weft.kernels.device.jit import program
@@ -241,12 +242,12 @@ def test_what_is_kept_says_nothing_of_a_rank(machine: Machine) -> None:
     """A graph that one rank compiled may be loaded by another one, whose programs are others."""
     graph = traced_on_gpu(two_layers, *SHAPES)
     kernels = GraphKernels(passed(graph)[0])
-    texts, mine = kernels.calls, {str(p) for p in kernels._programs}
-    assert texts and "cuda:0" not in str(texts)
+    kept, mine = kernels.calls, {str(p) for p in kernels._programs}
+    assert kept and "cuda:0" not in str(kept)
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=1, world_size=WORLD, store=FakeStore())
     other = GraphKernels(passed(graph)[0])
-    assert other.calls == texts
+    assert other.calls == kept
     theirs = {str(p) for p in other._programs}
     assert any("'RANK': 1" in p for p in theirs) and theirs != mine
 
@@ -328,10 +329,10 @@ def test_a_call_that_cannot_be_planned_leaves_the_graph_as_it_is(
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("no plan")
 
-    monkeypatch.setattr(call_text, "choice_of_call", refuse)
+    monkeypatch.setattr(graph_kernels, "choice_of_call", refuse)
     _, fusion = passed(traced_on_gpu(two_layers, *SHAPES))
     assert fusion.report().left == 0 and all(e.plan is None for e in fusion.report().entries)
-    assert KernelsOnTheirWay(['["weft::fused_all_gather_matmul", [], {}]']).wait(1) is None
+    assert KernelsOnTheirWay([KeptCall("fused_all_gather_matmul", [], {})]).wait(1) is None
     assert settled(fusion) == ProgramCounts()
 
 
@@ -341,7 +342,7 @@ def test_the_first_run_waits_no_longer_than_it_may(
     after, fusion = passed(traced_on_gpu(lambda x, w: gather(x) @ w, *SHAPES[:2]))
     settled(fusion)
     machine.is_another_process()
-    calls = [text_of_call(n) for n in after.nodes if is_planned(n)]
+    calls = [KeptCall.of(n) for n in after.nodes if is_planned(n)]
     machine.goes_on.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WEFT_CACHE_DIR", "/dev/null/none")

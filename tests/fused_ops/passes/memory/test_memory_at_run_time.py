@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch._inductor.utils import run_and_get_code
 from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 from weft.fused_ops import FusionPass
-from weft.fused_ops.passes.order import in_pass
+from weft.fused_ops.passes.order import moves
 from weft.fused_ops.passes.order.copy_engines import place_gathers
 
 
@@ -98,7 +98,7 @@ def gathered_in_place(rank: int, world: int, too_early: bool) -> str:
     x, shards = torch.randn(8, 512), [torch.randn(512 // world, 512) / 20 for _ in range(4)]
     fusion = FusionPass(reorder=True)
     compiled = torch.compile(layers, options=fusion.options)
-    with torch.no_grad(), patch.object(in_pass, "place_gathers", placed):
+    with torch.no_grad(), patch.object(moves, "place_gathers", placed):
         if too_early:
             with pytest.raises(Exception, match="a compiled graph's memory is") as error:
                 compiled(x, *shards)

@@ -12,7 +12,8 @@ import torch
 from orders import TABLE, WORLD, gathered, graph_of
 from torch import Tensor
 from weft.fused_ops import FusionPass
-from weft.fused_ops.passes.order.change import DrawnOrder, OrderChange, Placed
+from weft.fused_ops.passes.order.change import OrderChange, Placed
+from weft.fused_ops.passes.order.exposure import Timeline
 from weft.fused_ops.passes.order.moves import OrderLimits, reorder
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -73,7 +74,7 @@ def boxes(root: ET.Element) -> list[tuple[float, float]]:
     return [(float(b.attrib["x"]), float(b.attrib["x"]) + float(b.attrib["width"])) for b in found]
 
 
-def times(drawn: DrawnOrder, lane: str) -> list[tuple[float, float]]:
+def times(drawn: Timeline, lane: str) -> list[tuple[float, float]]:
     return [(begin, end) for of, _, begin, end in drawn.spans if of == lane]
 
 
@@ -149,5 +150,5 @@ def test_collectives_of_a_late_transport_begin_after_the_next_kernel() -> None:
         assert drawn.end == pytest.approx(sum(b - a for _, _, a, b in kernels) + sum_of(queued, drawn))
 
 
-def sum_of(change: OrderChange, drawn: DrawnOrder) -> float:
+def sum_of(change: OrderChange, drawn: Timeline) -> float:
     return change.before if drawn is change.drawn[0] else change.after

@@ -281,7 +281,9 @@ def test_what_was_left_alone_before_its_graph_was_put_back_keeps_its_reason() ->
         Entry(0, *told, reason="nobody waits for it"),
         Entry(1, *told, dim=0, fused_into=AG),
     ]
-    fusion._seen.enter(entries, None)
+    for number in range(2):
+        fusion._seen.begin()
+        fusion._seen.enter(number, [e for e in entries if e.graph == number])
     fusion._seen.put_back(0, WHY)
     assert [e.reason for e in fusion.report().entries] == [WHY, "nobody waits for it", ""]
     assert [e.fused_into for e in fusion.report().entries] == [None, None, AG]

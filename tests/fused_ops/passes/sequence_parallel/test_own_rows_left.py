@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from graphs import AG, RS, applied, captured, fake_ranks
+from graphs import AG, RS, applied, c10d, captured, fake_ranks
 from ranks import run_ranks
 from spelled import ar
 from test_sequence_parallel import GATHER, HIDDEN, after_a_product, inputs, norm
@@ -22,6 +22,7 @@ from weft.fused_ops.passes.agreement.guard import GraphGuard
 from weft.fused_ops.passes.agreement.signature import Signature
 from weft.fused_ops.passes.sequence_parallel.find import put_sequences_on_rows
 from weft.fused_ops.passes.sequence_parallel.same import same_on_all_ranks
+from weft.fused_ops.passes.settings import PassSettings
 
 
 def dropped_out(x: Tensor, w: Tensor, r: Tensor, n: Tensor) -> Tensor:
@@ -352,7 +353,8 @@ def test_what_meets_own_rows_is_compared() -> None:
         given = [torch.empty(s) for s in ((64, HIDDEN), (64, HIDDEN), (HIDDEN,), (HIDDEN, 6))]
         for number in (2.0, 2.0, 3.0):
             graph = make_fx(scaled(number))(*given).graph
-            assert put_sequences_on_rows(graph, True, None)
+            put_sequences_on_rows(graph, PassSettings(sequence_parallel=True))
+            assert graph.find_nodes(op="call_function", target=c10d.reduce_scatter_tensor.default)
             of_all = Signature(graph, {name: 0}, {name}, [], [], before={*graph.nodes})
             digests.append(of_all.digest)
     assert digests[0] == digests[1] != digests[2]

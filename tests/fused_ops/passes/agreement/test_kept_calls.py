@@ -1,4 +1,4 @@
-"""Calls as text, from which their kernels are compiled ahead."""
+"""Calls that are kept, from which their kernels are compiled ahead."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from weft.fused_ops.passes.graph.nodes import LeftAlone
-from weft.fused_ops.passes.kernels_ahead.call_text import planned_text, text_of_call
-from weft.fused_ops.passes.kernels_ahead.graph_kernels import GraphKernels, note_collective
+from weft.fused_ops.passes.kernels_ahead.graph_kernels import GraphKernels, KeptCall, note_collective
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="no GPU is taken for another one"),
@@ -35,14 +34,14 @@ def test_symbolic_sizes_are_as_they_are_now() -> None:
         node = graph.placeholder("x")
         node.meta["val"] = value
         calls.append(graph.call_function(torch.ops.weft.one_shot_all_reduce.default, (node, "sum", "0")))
-    assert isinstance(x.shape[0], torch.SymInt) and "[48, 8]" in text_of_call(calls[0])
+    assert isinstance(x.shape[0], torch.SymInt) and KeptCall.of(calls[0]).args[0].sizes == (48, 8)
     with pytest.raises(LeftAlone):
-        text_of_call(calls[1])
+        KeptCall.of(calls[1])
     device = graph.call_function(
         torch.ops.weft.one_shot_all_reduce.default, (calls[0].args[0], torch.device("cpu"))
     )
     with pytest.raises(TypeError, match="an argument is of type device"):
-        text_of_call(device)
+        KeptCall.of(device)
     note_collective(calls, "sum")
     assert [plan.algorithm for plan in GraphKernels(graph).plans.values()] == ["push"]
 
@@ -60,9 +59,9 @@ def test_programs_are_named_while_a_compiler_has_a_fake_mode_of_its_own(dtype: t
         node.meta["val"] = value
     last = int(dtype == torch.bfloat16)  # its columns, of which the program has those of one rank
     call = graph.call_function(torch.ops.weft.fused_matmul_reduce_scatter.default, (*nodes, "sum", last, "0"))
-    text = text_of_call(call)
-    plan, programs = planned_text(text)
+    kept = KeptCall.of(call)
+    plan, programs = kept.planned()
     assert plan.algorithm == ("push" if last else "one_shot") and programs
     with FakeTensorMode():
-        found, again = planned_text(text)
+        found, again = kept.planned()
     assert found == plan and len(again) == len(programs)
