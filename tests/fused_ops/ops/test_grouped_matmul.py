@@ -48,11 +48,11 @@ def drawn(
 def in_float64(A: Tensor, B: Tensor, offs: Tensor, bias: Tensor | None) -> Tensor:
     """Of rows that are taken already, those of experts."""
     ends = [0, *offs.tolist()]
-    parts = [
-        A[begin:end].double() @ B[e].double() + (0 if bias is None else bias[e].double())
-        for e, (begin, end) in enumerate(itertools.pairwise(ends))
-    ]
-    return torch.cat(parts)
+    counts = [end - begin for begin, end in itertools.pairwise(ends)]
+    # Split: the gradient of an index is as large as all experts, for each of them.
+    shares = A.double()[: ends[-1]].split(counts)
+    parts = [a @ b for a, b in zip(shares, B.double().unbind(), strict=True)]
+    return torch.cat(parts if bias is None else [x + y for x, y in zip(parts, bias.double(), strict=True)])
 
 
 @pytest.mark.parametrize("device", DEVICES)

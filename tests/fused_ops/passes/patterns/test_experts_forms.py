@@ -157,22 +157,35 @@ def only(fn: Callable[..., Any], given: list[Tensor] | None = None, **named: Any
     return seen
 
 
-@pytest.mark.parametrize("ending", ["sum", "norm", "norm alone", "scatter"])
-@pytest.mark.parametrize("fn", FORMS, ids=lambda f: f.__name__)
-def test_they_are_combined_by_what_reduces_them(fn: Sum, ending: str) -> None:
-    for dtype, wide in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
-        if wide and fn is weights_of_rows:
-            continue  # has no other weights
-        seen = only(sent(fn, ending), inputs(dtype, wide))
-        op = {"sum": SUM, "scatter": SCATTER}.get(ending, NORM)
-        assert seen.fused == [op], seen.entries
-        assert "experts → " in seen.entries[0].form
-        count = {of_one: "1 choice of", of_three: "3 choices of"}.get(fn, "2 choices of")
-        assert count in seen.entries[0].detail
-        assert ("shared expert added" in seen.entries[0].detail) == (fn is with_part)
-        left = seen.after.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)
-        assert not left, seen.after
-        check_same(seen, 2, Combining(2))
+ENDINGS = ("sum", "norm", "norm alone", "scatter")
+DTYPES = (
+    (torch.float32, False),
+    (torch.bfloat16, False),
+    (torch.bfloat16, True),
+)  # and whether scores are wide
+
+
+@pytest.mark.parametrize(
+    ("fn", "ending", "dtype", "wide"),
+    [
+        pytest.param(fn, ending, *DTYPES[(i + j) % 3], id=f"{fn.__name__}-{ending}")
+        for i, fn in enumerate(FORMS)
+        for j, ending in enumerate(ENDINGS)
+    ],
+)
+def test_they_are_combined_by_what_reduces_them(fn: Sum, ending: str, dtype: torch.dtype, wide: bool) -> None:
+    """Any two of a form, an ending and dtypes meet."""
+    wide = wide and fn is not weights_of_rows  # which has no other weights
+    seen = only(sent(fn, ending), inputs(dtype, wide))
+    op = {"sum": SUM, "scatter": SCATTER}.get(ending, NORM)
+    assert seen.fused == [op], seen.entries
+    assert "experts → " in seen.entries[0].form
+    count = {of_one: "1 choice of", of_three: "3 choices of"}.get(fn, "2 choices of")
+    assert count in seen.entries[0].detail
+    assert ("shared expert added" in seen.entries[0].detail) == (fn is with_part)
+    left = seen.after.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)
+    assert not left, seen.after
+    check_same(seen, 2, Combining(2))
 
 
 @pytest.mark.parametrize("ending", ["sum", "norm", "scatter"])

