@@ -12,16 +12,21 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ....symm_mem import forks
 from ....symm_mem.errors import tell_progress
 
-if TYPE_CHECKING:
-    from .program import Program
-
 _log = logging.getLogger("weft.ops")
 _MOST_THREADS = 4
+
+
+class CompilableProgram(Protocol):
+    """What is compiled here of a ``Program``."""
+
+    def cubin(self) -> bytes:
+        """Compiles it, unless that is done. Needs no CUDA context."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Compilation:
         count: how many.
     """
 
-    def __init__(self, programs: Iterable[Program]) -> None:
+    def __init__(self, programs: Iterable[CompilableProgram]) -> None:
         wanted = list(dict.fromkeys(programs))
         self.count = self._left = len(wanted)
         self._done = threading.Condition()
@@ -96,12 +101,12 @@ class _Threads:
     def forked(self) -> None:
         """A child has none of its parent's threads."""
         self.lock = threading.Lock()
-        self._queue: deque[Program] = deque()
+        self._queue: deque[CompilableProgram] = deque()
         # For those in the queue, and those being compiled.
-        self._waiting: dict[Program, list[Compilation]] = {}
+        self._waiting: dict[CompilableProgram, list[Compilation]] = {}
         self._running = 0
 
-    def take(self, programs: Iterable[Program], on_behalf: Compilation) -> None:
+    def take(self, programs: Iterable[CompilableProgram], on_behalf: Compilation) -> None:
         with self.lock:
             for program in programs:
                 if program not in self._waiting:
@@ -148,7 +153,7 @@ class _Threads:
             finally:
                 self._ended(program)
 
-    def _ended(self, program: Program) -> None:
+    def _ended(self, program: CompilableProgram) -> None:
         with self.lock:
             ended = self._waiting.pop(program)
         for each in ended:
