@@ -49,6 +49,12 @@ _FIRST = {
     "test_hugging_face.py",
     "test_known_on_ranks.py",
     "test_matmul_mistakes.py",
+    "test_simple_fsdp.py",
+    "test_hugging_face_experts.py",
+    "test_nothing_new.py",
+    "test_two_dimensions.py",
+    "test_mixtures.py",
+    "test_many_ops.py",
 }
 
 # pytest listens to every logger that does not propagate, and torch writes its trace, a tenth of a compilation, for

@@ -95,25 +95,29 @@ def sent_to_experts_and_back(x: Tensor, topk_ids: Tensor, weights: Tensor, group
     return moe_combine(rows, handle, weights, group), offs, *handle
 
 
-def op_calls(size: int = 2, group: Any = None) -> dict[str, OpCall]:
-    """Fresh operands, of ``size`` ranks: 1, 2 or 3. A name is that of the op, and what is particular to the call."""
-    x, rows, weight, B, g = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8), torch.randn(8, 5), group
-    into, normed, targets = torch.randn(6 * size, 8), (x, rows, weight, 1e-5, g), torch.arange(6) % 5
-    part = {"bias": torch.randn(5), "residual": torch.randn(6 // size, 5)}
-    slots, shares = _integers([[2, 0], [1, -1], [3, 3], [-1, 2], [5, 4], [0, 1]]), torch.rand(6, 2)
-    ids = torch.tensor([[0, 1], [3, 2], [1, 3], [6, 0], [4, 5], [1, 0]])
-    even = torch.tensor([[0, 1], [2, 3], [4, 5], [5, 4], [3, 2], [1, 0]])  # no row is left over
-    experts, ends, shared = torch.randn(2, 8, 24), _integers([2, 6]), {"shared": rows}
-    product = x, experts, ends, _integers([[2], [0], [-1], [3], [5], [1]]), shares[:, :1]
-    more = {"bias": torch.randn(2, 24), "residual": torch.randn(6, 24), "shared": torch.randn(6, 24)}
-    more_of_part = {**more, "residual": torch.randn(6 // size, 24)}
+def op_calls(size: int = 2, group: Any = None, tokens: int = 6) -> dict[str, OpCall]:
+    """Fresh operands, of ``size`` ranks: 1, 2 or 3. A name is that of the op, and what is particular to the call.
+
+    ``tokens``: of each rank, a multiple of 6.
+    """
+    n, times, g = tokens, tokens // 6, group
+    x, rows, weight, B = torch.randn(n, 8), torch.randn(n, 8), torch.randn(8), torch.randn(8, 5)
+    into, normed, targets = torch.randn(n * size, 8), (x, rows, weight, 1e-5, g), torch.arange(n) % 5
+    part = {"bias": torch.randn(5), "residual": torch.randn(n // size, 5)}
+    slots, shares = _integers([[2, 0], [1, -1], [3, 3], [-1, 2], [5, 4], [0, 1]] * times), torch.rand(n, 2)
+    ids = torch.tensor([[0, 1], [3, 2], [1, 3], [6, 0], [4, 5], [1, 0]] * times)
+    even = torch.tensor([[0, 1], [2, 3], [4, 5], [5, 4], [3, 2], [1, 0]] * times)  # no row is left over
+    experts, ends, shared = torch.randn(2, 8, 24), _integers([2 * times, n]), {"shared": rows}
+    product = x, experts, ends, _integers([[2], [0], [-1], [3], [5], [1]] * times), shares[:, :1]
+    more = {"bias": torch.randn(2, 24), "residual": torch.randn(n, 24), "shared": torch.randn(n, 24)}
+    more_of_part = {**more, "residual": torch.randn(n // size, 24)}
     biases = [more["bias"], more["bias"] + 1]
     gathered = x, [experts, experts + 1], slots[:, 0].clamp(min=0), ends, 0, g
     loss, of_loss = (x, torch.randn(5, 8), targets, g), {"bias": torch.randn(5)}
-    A8, B8 = torch.randn(6, 32).to(torch.float8_e4m3fn), torch.randn(48, 32).to(torch.float8_e4m3fn).t()
+    A8, B8 = torch.randn(n, 32).to(torch.float8_e4m3fn), torch.randn(48, 32).to(torch.float8_e4m3fn).t()
     one, another, bias = torch.rand(()) + 0.5, torch.rand(()) + 0.5, torch.randn(48).bfloat16()
     of_each = {"biases": [bias], "out_dtypes": [torch.bfloat16]}
-    handle = MoeHandle(_integers([[-1, -1]] * 6 * size), _integers([-1] * 6), _integers([0] * 6 * size))
+    handle = MoeHandle(_integers([[-1, -1]] * n * size), _integers([-1] * n), _integers([0] * n * size))
     made: dict[str, tuple[Any, ...]] = {
         "fused_all_gather_matmul": (x, [B, B + 1], 0, g, {"return_A": False}),
         "fused_matmul_reduce_scatter": (x, B, "sum", 0, g, part),
@@ -124,7 +128,7 @@ def op_calls(size: int = 2, group: Any = None) -> dict[str, OpCall]:
         "one_shot_all_gather": (x, -1, g),
         "one_shot_all_gather out": (x, 0, g, {"out": into}),
         "one_shot_reduce_scatter": (x, "avg", 0, g),
-        "one_shot_reduce_scatter out": (x, "min", -2, g, {"out": into[: 6 // size].clone()}),
+        "one_shot_reduce_scatter out": (x, "min", -2, g, {"out": into[: n // size].clone()}),
         "one_shot_all_to_all": (x, 0, -1, g),
         "one_shot_gather": (x, -1, 0, g),
         "fused_matmul_all_to_all": (x, torch.randn(8, 12), 0, g),
@@ -142,10 +146,10 @@ def op_calls(size: int = 2, group: Any = None) -> dict[str, OpCall]:
         "fused_all_gather_grouped_matmul": (*gathered, {"return_A": False, "biases": biases}),
         "fused_linear_cross_entropy": (*loss, {**of_loss, "reduction": "none"}),
         "fused_linear_log_probs": (*loss, of_loss),
-        "cross_entropy_of_sharded_logits": (torch.randn(6, 5), targets, g, {"reduction": "none"}),
+        "cross_entropy_of_sharded_logits": (torch.randn(n, 5), targets, g, {"reduction": "none"}),
         "fused_all_gather_scaled_matmul": (A8, [B8], one, [another], 0, g, of_each),
         "fused_scaled_matmul_reduce_scatter": (A8, B8, one, another, "sum", 0, g, {"bias": bias}),
-        "moe_dispatch": (x, even, 6, g, {"capacity": 12}),
+        "moe_dispatch": (x, even, 6, g, {"capacity": 2 * n}),
         "moe_combine": (x, handle, shares, g),
         "sent_to_experts_and_back": (x, ids, shares, g),
     }

@@ -7,9 +7,6 @@ import torch
 from opcommon import (
     DEVICES,
     assert_fused,
-    check,
-    compiled_like_eager,
-    gather,
     gathered,
     poison,
     refuses,
@@ -140,24 +137,6 @@ def test_gradients(rank: int, world_size: int) -> None:
         one_shot_all_gather(torch.ones(1), 0, world(), out=t)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward()
-
-
-@on_ranks(2, device=DEVICES)
-def test_under_torch_compile(rank: int, world_size: int) -> None:
-    group = world()
-    compiled_like_eager(
-        lambda x: one_shot_all_gather(x * 2, 1, group) + 1, lambda n: [torch.randn(n, 3)], (4, 7, 12)
-    )
-
-    def into(x: Tensor, out: Tensor) -> Tensor:
-        one_shot_all_gather(x * 2, 0, group, out=out)
-        made = one_shot_all_gather(x, 0, group, out=torch.empty_like(out))
-        return made + out
-
-    x, out = torch.randn(5, 3), torch.zeros(5 * world_size, 3)
-    want = torch.cat(gather(x))
-    check("compiled out", torch.compile(into, fullgraph=True)(x, out), want * 3, 1e-6)
-    check("what was given", out, want * 2, 1e-6)
 
 
 @on_ranks(2, device=DEVICES)

@@ -10,10 +10,8 @@ import torch
 from algorithms import needs_gemm
 from opcommon import (
     BOUND,
-    DEVICES,
     cells,
     check,
-    compiled_like_eager,
     gather,
     poison,
     refuses,
@@ -194,22 +192,6 @@ def only_what_is_wanted(rank: int, size: int) -> None:
 
 def test_only_what_is_wanted() -> None:
     run_row(only_what_is_wanted, 2)
-
-
-def compiled(rank: int, size: int) -> None:
-    scores, (x, bs, _) = same_on_all(26, 9), drawn(ROWS[0], torch.float32, rank, (40, 40))
-
-    def layer(x: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        rows, offs, slots = moe_route(scores.topk(2, dim=1)[1], 9)
-        _, (gate, up) = fused_all_gather_grouped_matmul(x.sin(), [b, c], rows, offs, 0, world())
-        return (gate.sigmoid() * up)[slots.long()].sum(1)
-
-    compiled_like_eager(layer, lambda _: [x, *bs], (26,), 2e-6)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_under_torch_compile(device: str) -> None:
-    run_row(compiled, 2, device=device)
 
 
 def plans(rank: int, size: int) -> None:

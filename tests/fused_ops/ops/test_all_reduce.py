@@ -14,7 +14,6 @@ from opcommon import (
     assert_fused,
     cells,
     check,
-    compiled_like_eager,
     gather,
     poison,
     refuses,
@@ -83,8 +82,10 @@ def test_sums_are_rounded_once(rank: int, world_size: int) -> None:
 @on_ranks([2, 3], device=DEVICES)
 def test_a_nan_of_one_rank_is_one_on_all(rank: int, world_size: int) -> None:
     """A NaN of one rank, in any position, is one on all ranks: fused, unfused, and in the scales of fp8 layers."""
-    for dtype, n in product(DTYPES, (1, 2, 9, 1000)):
-        for owner, place in product(range(world_size), range(0, n, 1 + n // 10)):
+    for (d, dtype), n in product(enumerate(DTYPES), (1, 2, 9, 1000)):
+        places = range(0, n, 1 + n // 10)
+        for turn in range(max(len(places), world_size)):
+            owner, place = (turn + d) % world_size, places[turn % len(places)]
             x = torch.randn(n, dtype=dtype)
             if rank == owner:
                 x[place] = math.nan
@@ -115,23 +116,6 @@ def test_gradients(rank: int, world_size: int) -> None:
         one_shot_all_reduce_(x, "sum", world())
     with torch.no_grad():
         one_shot_all_reduce_(x, "sum", world())
-
-
-@on_ranks(2, device=DEVICES)
-def test_under_torch_compile(rank: int, world_size: int) -> None:
-    group = world()
-    compiled_like_eager(
-        lambda x: one_shot_all_reduce(x * 2, "sum", group) + 1, lambda n: [torch.randn(n, 3)], (4, 7, 12)
-    )
-
-    def in_place(x: torch.Tensor) -> torch.Tensor:
-        y = x * 2
-        one_shot_all_reduce_(y, "max", group)
-        return y + 1
-
-    x = torch.randn(5, 3)
-    want = torch.stack(gather(x)).amax(0) * 2 + 1
-    check("compiled in place", torch.compile(in_place, fullgraph=True)(x), want, 1e-6)
 
 
 @on_ranks(1, device=DEVICES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, compiled_like_eager, poison, refuses, world
+from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, poison, refuses, world
 from ranks import on_ranks
 from references import held_gradients, norm
 from torch import Tensor
@@ -108,18 +108,6 @@ def test_gradients(rank: int, world_size: int) -> None:
             )
             given = {what: t if t is None else t.requires_grad_() for what, t in of_all}
             held_gradients(fused_all_reduce_layer_norm, **given, eps=EPS, group=world())
-
-
-@on_ranks(2, device=DEVICES)
-def test_under_torch_compile(rank: int, world_size: int) -> None:
-    group = world()
-
-    def f(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        one, sums = fused_all_reduce_layer_norm(x * 2, residual, weight, bias, EPS, group)
-        two, _ = fused_all_reduce_layer_norm(x, None, None, None, EPS, group)
-        return one + two + sums
-
-    compiled_like_eager(f, lambda n: [torch.randn(s) for s in ((n, 8), (n, 8), (8,), (8,))], (4, 7))
 
 
 @on_ranks(1, device=DEVICES)

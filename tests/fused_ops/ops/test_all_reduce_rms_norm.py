@@ -13,7 +13,6 @@ from opcommon import (
     assert_fused,
     cells,
     check,
-    compiled_like_eager,
     gather,
     poison,
     refuses,
@@ -168,19 +167,6 @@ def test_gradients_have_their_inputs_dtypes(rank: int, world_size: int) -> None:
     fused_ops.fused_all_reduce_rms_norm(half, None, weight, EPS, world())[0].sum().backward()
     assert half.grad is not None and half.grad.dtype == torch.bfloat16
     assert weight.grad is not None and weight.grad.dtype == torch.float32
-
-
-@on_ranks(2, device=DEVICES)
-def test_under_torch_compile(rank: int, world_size: int) -> None:
-    group = world()
-
-    def f(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        kinds = {"weight_offset": 1.0, "round_sum": False}
-        one, sums = fused_ops.fused_all_reduce_rms_norm(x * 2, residual, weight, EPS, group, **kinds)
-        two, _ = fused_ops.fused_all_reduce_rms_norm(x, None, weight, EPS, group)
-        return one + two + sums
-
-    compiled_like_eager(f, lambda n: [torch.randn(s) for s in ((n, 8), (n, 8), (8,))], (4, 7))
 
 
 @on_ranks(1, device=DEVICES)

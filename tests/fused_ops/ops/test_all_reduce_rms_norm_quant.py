@@ -141,25 +141,6 @@ def test_any_strides_and_alignment(rank: int, world_size: int) -> None:
             assert found is scale or same_bits(found, want_scales)
 
 
-@on_ranks(2, device=DEVICES)
-def test_under_torch_compile(rank: int, world_size: int) -> None:
-    group, weight = world(), same_on_all(8, dtype=torch.float32)
-
-    def f(x: torch.Tensor, residual: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        dynamic = fused_all_reduce_rms_norm_quant(x * 2, residual, weight, EPS, group, scale_op="multiply")
-        static = fused_all_reduce_rms_norm_quant(x, None, weight, EPS, group, scale=scale, round_sum=False)
-        # Products: Inductor's quotients are rounded otherwise on CUDA.
-        return dynamic[0].float() * dynamic[1], static[0].float() * static[1], dynamic[2] + static[2]
-
-    for backend, dynamic, sizes in (("aot_eager", False, (7,)), ("inductor", True, (4, 7))):
-        torch._dynamo.reset()
-        g = torch.compile(f, backend=backend, dynamic=dynamic, fullgraph=True)
-        for rows in sizes:
-            given = torch.randn(rows, 8), same_on_all(rows, 8, dtype=torch.float32), torch.tensor(0.01)
-            for got, want in zip(g(*given), f(*given), strict=True):
-                assert torch.equal(got, want)
-
-
 @on_ranks(1, device=DEVICES)
 def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     op = torch.ops.weft.fused_all_reduce_rms_norm_quant

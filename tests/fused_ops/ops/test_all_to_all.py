@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from opcommon import DEVICES, assert_fused, compiled_like_eager, gathered, poison, refuses, world
+from opcommon import DEVICES, assert_fused, gathered, poison, refuses, world
 from ranks import on_ranks, run_row
 from references import held_gradients
 from test_all_gather import any_bits, bits
@@ -79,18 +79,6 @@ def test_gradients(rank: int, world_size: int) -> None:
         x = torch.randn(6, 3, 3, dtype=dtype).requires_grad_()
         given = {"x": x, "scatter_dim": scatter_dim, "gather_dim": gather_dim, "group": world()}
         held_gradients(one_shot_all_to_all, **given)
-
-
-def compiled(rank: int, world_size: int) -> None:
-    group = world()
-    compiled_like_eager(
-        lambda x: one_shot_all_to_all(x * 2, 1, 0, group) + 1, lambda n: [torch.randn(n, 4)], (7, 4, 12)
-    )
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_under_torch_compile(device: str) -> None:
-    run_row(compiled, 2, device=device)
 
 
 @on_ranks(2, device=DEVICES)

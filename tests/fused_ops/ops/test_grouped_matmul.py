@@ -234,8 +234,6 @@ def test_no_second_gradient() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_under_torch_compile(device: str) -> None:
-    """test_grouped_matmul_sums.py has it in Inductor's code."""
-
     def layer(A: Tensor, B: Tensor, scores: Tensor) -> Tensor:
         rows, offs, slots = moe_route(scores.topk(2, dim=1)[1], 8)
         return grouped_matmul(A, B, offs, rows=rows)[slots.long()].sin().sum(1)
@@ -243,7 +241,7 @@ def test_under_torch_compile(device: str) -> None:
     scores = torch.randn(19, 8, device=device)
     found = []
     torch._dynamo.reset()
-    for call in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+    for call in (layer, torch.compile(layer, fullgraph=True)):
         torch.manual_seed(0)
         A = torch.randn(19, 16, device=device, requires_grad=True)
         B = torch.randn(8, 16, 24, device=device, requires_grad=True)

@@ -14,7 +14,6 @@ from opcommon import (
     assert_fused,
     cells,
     check,
-    compiled_like_eager,
     gather,
     poison,
     refuses,
@@ -184,26 +183,6 @@ def only_what_is_wanted(rank: int, size: int) -> None:
 
 def test_only_what_is_wanted() -> None:
     run_row(only_what_is_wanted, 2)
-
-
-def compiled(rank: int, size: int) -> None:
-    def both(x: Tensor, B: Tensor, scores: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-        weights, ids = scores.softmax(1).topk(2, dim=1)
-        rows, offs, slots = moe_route(ids, 5)
-        h = grouped_matmul(x, B.mT.contiguous(), offs, rows=rows).sin()
-        first, named = (h, B, offs, slots, weights), {"bias": bias, "residual": x}
-        return (
-            fused_grouped_matmul_all_reduce(*first, "sum", world(), **named),
-            fused_grouped_matmul_reduce_scatter(*first, "avg", 0, world(), shared=x),
-        )
-
-    leaves = torch.randn(6, 16), torch.randn(5, 24, 16), same_on_all(6, 5, dtype=torch.float32)
-    compiled_like_eager(both, lambda _: [*leaves, torch.ones(5, 16)], (6,), 1e-5)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_under_torch_compile(device: str) -> None:
-    run_row(compiled, 2, device=device)
 
 
 def planned(rank: int, size: int) -> None:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from opcommon import BOUND, DEVICES, check, compiled_like_eager, gather, poison, refuses, same_on_all, world
+from opcommon import BOUND, DEVICES, check, gather, poison, refuses, same_on_all, world
 from ranks import on_ranks, run_ranks, run_row
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -71,25 +71,6 @@ def test_gradients(rank: int, world_size: int) -> None:
         check("alone", alone[which].grad, x.grad.double(), 1e-6)  # type: ignore[arg-type]
 
 
-def compiled(rank: int, world_size: int) -> None:
-    def program(A: Tensor, B: Tensor) -> Tensor:
-        return fused_matmul_all_gather(A * 2, B).sin() + 1
-
-    compiled_like_eager(program, lambda n: [torch.randn(n, 4), torch.randn(4, 6)], (8, 3, 12), 1e-5)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_under_torch_compile(device: str) -> None:
-    run_row(compiled, 2, device=device)
-
-
-@on_ranks(2, device=DEVICES)
-def test_opcheck(rank: int, world_size: int) -> None:
-    for grad in (False, True):
-        A, B = (torch.randn(*shape, requires_grad=grad) for shape in ((2, 4, 6), (6, 8)))
-        torch.library.opcheck(torch.ops.weft.fused_matmul_all_gather, (A, B, world().group_name))
-
-
 @on_ranks(2)
 def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     A, B, name, op = torch.randn(4, 3), torch.randn(3, 6), world().group_name, torch.ops.weft
@@ -106,23 +87,6 @@ def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int)
     with pytest.raises(TypeError, match="B: is of type list, must be a tensor"):
         fused_matmul_all_gather(A, [B])  # type: ignore[arg-type]
     assert last_plan() is before, "refused after it was launched"
-
-
-def late(rank: int, world_size: int) -> str:
-    A, B = torch.ones(4, 3), torch.ones(3, 4)
-    fused_matmul_all_gather(A, B)
-    symm_mem.check()
-    symm_mem.set_timeout(0.5)
-    if rank:
-        return ""
-    with pytest.raises(symm_mem.PeerTimeout) as error:
-        fused_matmul_all_gather(A, B)
-    return str(error.value)
-
-
-def test_a_missing_rank_is_an_error_with_a_name() -> None:
-    text = run_ranks(late, 2, fresh=True)[0]
-    assert text.startswith("fused_matmul_all_gather: rank 0") and "waited 0.5 s for rank 1" in text
 
 
 def test_plans() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opcommon import DEVICES, assert_fused, cells, compiled_like_eager, gather, poison, refuses, world
+from opcommon import DEVICES, assert_fused, cells, gather, poison, refuses, world
 from ranks import on_ranks
 from references import held, held_gradients
 from weft.fused_ops import fused_matmul_all_reduce
@@ -63,16 +63,6 @@ def test_gradients(rank: int, world_size: int) -> None:
     for reduce_op in ("sum", "avg"):
         A, B = torch.randn(2, 5, 4, requires_grad=True), torch.randn(4, 3, requires_grad=True)
         held_gradients(fused_matmul_all_reduce, A=A, B=B, reduce_op=reduce_op, group=world())
-
-
-@on_ranks(2, device=DEVICES)
-def test_under_torch_compile(rank: int, world_size: int) -> None:
-    group = world()
-
-    def f(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return fused_matmul_all_reduce(A * 2, B, "sum", group) + 1
-
-    compiled_like_eager(f, lambda m: [torch.randn(m, 6), torch.randn(6, 4)], (4, 7))
 
 
 @on_ranks(1, device=DEVICES)

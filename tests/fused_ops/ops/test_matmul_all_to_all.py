@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from opcommon import BOUND, DEVICES, check, compiled_like_eager, gather, poison, refuses, same_on_all, world
+from opcommon import BOUND, DEVICES, check, gather, poison, refuses, same_on_all, world
 from ranks import on_ranks, run_ranks, run_row
 from references import held_gradients
 from torch import Tensor
@@ -110,20 +110,6 @@ def test_second_gradients(rank: int, world_size: int) -> None:
         got, want = (second(lambda A, B, f=f: f(A, B, 0), A, b) for f in (call, by_parts))
         for x, y in zip(got, want, strict=True):
             check(call.__name__, x, y.double(), 1e-5)
-
-
-def compiled(rank: int, world_size: int) -> None:
-    def program(A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-        heads = fused_matmul_all_to_all(A * 2, B, 0)
-        return fused_all_to_all_matmul(heads.sin(), C, 0) + 1
-
-    operands = lambda n: [torch.randn(n, 4), same_on_all(4, 6, dtype=torch.float32), torch.randn(6, 5)]  # noqa: E731
-    compiled_like_eager(program, operands, (8, 4, 12), 1e-5)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_under_torch_compile(device: str) -> None:
-    run_row(compiled, 2, device=device)
 
 
 @on_ranks(2)

@@ -12,11 +12,9 @@ from opcommon import (
     assert_fused,
     cells,
     check,
-    compiled_like_eager,
     gather,
     poison,
     refuses,
-    same_on_all,
     world,
 )
 from ranks import run_row
@@ -147,31 +145,6 @@ def gradients(rank: int, world_size: int, scatter_dim: int | None) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients(device: str, scatter_dim: int | None) -> None:
     run_row(gradients, 3, scatter_dim, device=device)
-
-
-def compiled(rank: int, world_size: int) -> None:
-    group = world()
-    weight = same_on_all(8, dtype=torch.float32)
-
-    def all_three(y: Tensor, slots: Tensor, weights: Tensor, shared: Tensor) -> tuple[Tensor, ...]:
-        named = {"shared": shared * 2}
-        out, sums = fused_moe_combine_all_reduce_rms_norm(
-            y, slots, weights, shared, weight, EPS, group, **named
-        )
-        reduced = fused_moe_combine_all_reduce(y * 2, slots, weights, group) + shared
-        part = fused_moe_combine_reduce_scatter(y, slots, weights, 0, group, shared=shared) * 2
-        return out + sums, reduced, part
-
-    def operands(tokens: int) -> list[Tensor]:
-        y, slots, weights, shared = routed((tokens, 2, 8, 4), torch.float32, True)
-        return [y.nan_to_num(), slots, weights.nan_to_num(), shared]
-
-    compiled_like_eager(all_three, operands, (6, 4))  # of 4 first, two sizes would be one symbol
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_under_torch_compile(device: str) -> None:
-    run_row(compiled, 2, device=device)
 
 
 def refused(rank: int, world_size: int) -> None:
