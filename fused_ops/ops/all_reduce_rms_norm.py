@@ -23,7 +23,7 @@ from ...symm_mem.heap.heap import Heap
 from .. import validation
 from ..dispatch.all_reduces import NotYet, choose_sum
 from ..dispatch.choice import Choice, KernelOf, Known, launch_push, on_host, unfused
-from ..dispatch.plan import num_sms
+from ..dispatch.plan import num_sms, sends_in_turn
 from ..dispatch.stand_alone import KINDS
 from ..dispatch.workspaces import ALL_REDUCE
 from . import all_reduce
@@ -178,16 +178,18 @@ def choose_norm(x: Tensor, sums: Sequence[int], kind: NormKind, group: ProcessGr
         return replace(unfused(reason), programs=choose_sum(reduced, "sum", group).programs)
     ranks, vectors = (size, group.rank()), hidden * x.element_size() // VECTOR
     config = configs.choose_all_reduce_rms_norm(rows, vectors, size, num_sms(x.device), most_cluster)
+
+    def made(place: Any) -> Any:
+        how = replace(config, in_turn=sends_in_turn(place.heap))
+        return cuda_kernel.AllReduceRmsNormLauncher(place, rows, hidden, x.dtype, kind, how)
+
     return Choice(
         "push",
         kind=ALL_REDUCE,
         layout=configs.all_reduce_rms_norm_layout(rows, vectors, size, config),
         predicted_us=configs.estimate_all_reduce_rms_norm_us(rows, vectors, size, config),
         programs=lambda: [cuda_kernel.norm_program(vectors, x.dtype, kind, config, ranks)],
-        how=KernelOf(
-            (rows, hidden, x.dtype, kind),
-            lambda place: cuda_kernel.AllReduceRmsNormLauncher(place, rows, hidden, x.dtype, kind, config),
-        ),
+        how=KernelOf((rows, hidden, x.dtype, kind), made),
     )
 
 

@@ -29,12 +29,14 @@ _TWO_SHOT_FROM = {
 @dataclass(frozen=True)
 class AllReduceRmsNormConfig:
     """``form``: the kernel. ``cluster``: blocks that work on a row together, or on a group of world_size rows.
-    ``blocks``: of a launch, at most, or one cluster. ``threads``: of a block, at most."""
+    ``blocks``: of a launch, at most, or one cluster. ``threads``: of a block, at most. ``in_turn``: each rank sends to
+    one peer after the other."""
 
     form: str
     cluster: int
     blocks: int = BLOCKS
     threads: int = THREADS
+    in_turn: bool = False
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:

@@ -18,6 +18,7 @@ from ..device.comm.ll_exchange import (
     ExchangeSlots,
     ExchangeWorkspace,
     exchange_program,
+    in_turn,
     slots_of,
 )
 from ..device.jit.program import Program
@@ -159,6 +160,8 @@ class AllReduceRmsNormLauncher(ExchangeLauncher[_Params]):
             count = min(wanted.rows, rows - start)
             now = shape(count, vectors, size, config)
             program = norm_program(vectors, dtype, norm, config, (size, place.rank))
+            if config.in_turn:
+                program = in_turn(program)
             function = program.function(config.form)
             taken = _Params if combine is None else _CombineParams
             params = taken(slots_of(place), rows=count, vectors=vectors, eps=norm.eps, elements=hidden)

@@ -18,6 +18,9 @@
 
 #include "rows.cuh"
 
+// With IN_TURN two_shot sends totals again and again, so sums come after them.
+#define SUMS_AT_ONCE (ROUND_SUM && !IN_TURN)
+
 // Before Hopper there are no clusters, and no attribute of one block.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define TEAM
@@ -43,18 +46,21 @@ extern "C" __global__ void TEAM __launch_bounds__(512, 1)
     }
     const Epoch epoch(p.slots);
 
-    u32 base = 0;
-    for (u32 row = first; row < p.rows; row += teams, base += slots) {
+    u32 base;
+    do {
+        base = 0;
+        for (u32 row = first; row < p.rows; row += teams, base += slots) {
 #pragma unroll
-        for (int v = 0; v < VECTORS; ++v) {
-            if (!s.has(v)) continue;
-            if (row != first) x[v] = input_of(p, row, s.at(v));
+            for (int v = 0; v < VECTORS; ++v) {
+                if (!s.has(v)) continue;
+                if (row != first || epoch.first_peer() > 1) x[v] = input_of(p, row, s.at(v));
 #if CHOICES
-            weft::store_vector(vector(p.sums, p, row, s.at(v)), x[v]);  // until the sum takes its place
+                weft::store_vector(vector(p.sums, p, row, s.at(v)), x[v]);  // until the sum takes its place
 #endif
-            epoch.send_to_all(base + s.index(v), weft::ll_encode(x[v]));
+                epoch.send_to_all(base + s.index(v), weft::ll_encode(x[v]));
+            }
         }
-    }
+    } while (epoch.next_turn());
 
     Affine affine[VECTORS];
 #pragma unroll
@@ -102,11 +108,17 @@ extern "C" __global__ void TEAM __launch_bounds__(512, 1)
     constexpr int KEPT = KEEPS_RESIDUALS ? VECTORS : 1;
 
     uint4 x[VECTORS][WORLD_SIZE];
+#if IN_TURN
+    int turn = 1;  // the one i of peer_of(i) whose rows are loaded
+#endif
     auto load = [&](u32 group) {
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
 #pragma unroll
             for (int i = 1; i < WORLD_SIZE; ++i) {
+#if IN_TURN
+                if (i != turn) continue;
+#endif
                 if (s.has(v)) x[v][i] = input_or_zeros(p, group * WORLD_SIZE + weft::peer_of(i), s.at(v));
             }
         }
@@ -120,10 +132,20 @@ extern "C" __global__ void TEAM __launch_bounds__(512, 1)
         for (int v = 0; v < VECTORS; ++v) {
 #pragma unroll
             for (int i = 1; i < WORLD_SIZE; ++i) {
+#if IN_TURN
+                if (i != turn) continue;
+#endif
                 if (s.has(v)) epoch.send(weft::peer_of(i), base + s.index(v), weft::ll_encode(x[v][i]));
             }
         }
         group += teams;
+#if IN_TURN
+        if (group >= groups && epoch.next_turn()) {
+            group = first;
+            base = -slots;  // the next is 0
+        }
+        turn = epoch.first_peer();
+#endif
         if (group < groups) load(group);
     }
 
@@ -134,18 +156,39 @@ extern "C" __global__ void TEAM __launch_bounds__(512, 1)
         for (int v = 0; v < VECTORS; ++v) {
             if (!s.has(v)) continue;
             const uint4 own = input_or_zeros(p, row, s.at(v));
-#if ROUND_SUM
+#if SUMS_AT_ONCE
             const uint4 residual = residual_or_zeros(p, row, s.at(v));
 #endif
             const uint4 total = weft::take_reduced<Sum>(epoch, base + s.index(v), own).rounded();
             epoch.send_to_all(results + base + s.index(v), weft::ll_encode(total));
-#if ROUND_SUM
+#if SUMS_AT_ONCE
             if (row < p.rows) weft::store_vector(vector(p.sums, p, row, s.at(v)), plus(total, residual).rounded());
 #else
             if (row < p.rows) weft::store_vector(vector(totals(p), p, row, s.at(v)), total);
 #endif
         }
     }
+#if IN_TURN
+    for (bool again = true; again;) {
+        again = epoch.next_turn();
+        base = 0;
+        for (u32 group = first; group < groups; group += teams, base += slots) {
+            const u32 row = group * WORLD_SIZE + RANK;
+#pragma unroll
+            for (int v = 0; v < VECTORS; ++v) {
+                if (!s.has(v)) continue;
+                const uint4 total = row_or_zeros(totals(p), p, row, s.at(v));
+                if (again) epoch.send_to_all(results + base + s.index(v), weft::ll_encode(total));
+#if ROUND_SUM
+                else if (row < p.rows) {
+                    const uint4 sum = plus(total, residual_or_zeros(p, row, s.at(v))).rounded();
+                    weft::store_vector(vector(p.sums, p, row, s.at(v)), sum);
+                }
+#endif
+            }
+        }
+    }
+#endif
 
     Affine affine[VECTORS];
 #pragma unroll

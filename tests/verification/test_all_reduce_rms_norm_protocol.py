@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -128,8 +129,10 @@ def calls_of_changing_size(
     dtype: str,
     shares: tuple[int, int],
     kind: NormKind = USUAL,
-    instead: tuple[str, str] | None = None,
+    **how: Any,
 ) -> None:
+    """``how``: what is compiled in besides, or ``instead``."""
+    instead = how.pop("instead", None)
     cluster, chunks = shares
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
@@ -139,7 +142,7 @@ def calls_of_changing_size(
     vectors = 32 * (chunks * cluster - 1) - 5 if chunks * cluster > 2 else 40
     of_one = AllReduceRmsNormConfig("one_shot", cluster, threads=32)
     per_thread = shape(1, vectors, world_size, of_one).per_thread
-    defines = cuda_kernel.norm_defines(world_size, TORCH[dtype], (cluster, per_thread), kind)
+    defines = {**cuda_kernel.norm_defines(world_size, TORCH[dtype], (cluster, per_thread), kind), **how}
     library = build(folder, cuda_kernel.SOURCE, FORMS, cuda_kernel._Params, defines, instead=instead)
     ranks = Ranks(library, ExchangeLayout(world_size, 64 * 20 * per_thread))
     monkeypatch.setattr(cuda_kernel, "norm_program", lambda *a: Kernels(ranks))

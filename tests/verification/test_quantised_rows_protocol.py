@@ -39,12 +39,14 @@ class Kernels:
 
 
 class Case(NamedTuple):
-    """``shares``: blocks of a cluster, and chunks of a row that a block has, about."""
+    """``shares``: blocks of a cluster, and chunks of a row that a block has, about. ``in_turn``: to one peer after the
+    other."""
 
     world: int
     dtype: str
     shares: tuple[int, int]
     kind: NormKind
+    in_turn: bool = False
 
 
 class Launches:
@@ -53,12 +55,13 @@ class Launches:
     def __init__(
         self, folder: Path, case: Case, kind: NormKind, instead: tuple[str, str] | None = None
     ) -> None:
-        world, dtype, (self.cluster, chunks), _ = case
+        world, dtype, (self.cluster, chunks), _, in_turn = case
         self.kind, self.dtype, self.threads = kind, TORCH[dtype], 32
         self.vectors = 32 * (chunks * self.cluster - 1) - 5 if chunks * self.cluster > 2 else 40
         of_one = AllReduceRmsNormConfig("one_shot", self.cluster, threads=self.threads)
         per_thread = shape(1, self.vectors, world, of_one).per_thread
         defines = cuda_kernel.norm_defines(world, self.dtype, (self.cluster, per_thread), kind)
+        defines["IN_TURN"] = int(in_turn)
         library = build(folder, cuda_kernel.SOURCE, FORMS, cuda_kernel._Params, defines, instead=instead)
         self.ranks = Ranks(library, ExchangeLayout(world, 64 * 20 * per_thread))
 
@@ -138,7 +141,7 @@ def check_bits(
     print(f"seed {seed}")
     torch.manual_seed(seed)
     random.seed(seed)
-    world, _, _, kind = case
+    world, kind = case.world, case.kind
     plain = Launches(folder / "plain", case, kind)
     fused = Launches(folder / "fused", case, kind._replace(quant=quant), instead)
     calls = []

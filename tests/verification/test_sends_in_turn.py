@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 import test_all_reduce_protocol as sums
+import test_all_reduce_rms_norm_protocol as norms
 import test_all_to_all_protocol as exchanges
 import test_collective_protocols as parts
+import test_quantised_rows_protocol as quantised
 import torch
-from fibers import Library, Ranks, build, defines_of
+from fibers import PATIENT, Library, Ranks, build, defines_of
 from weft.kernels.all_gather import cuda_kernel as all_gather
 from weft.kernels.all_reduce import cuda_kernel as all_reduce
 from weft.kernels.all_reduce.configs import FORMS, AllReduceConfig
+from weft.kernels.all_reduce_rms_norm import cuda_kernel as all_reduce_rms_norm
+from weft.kernels.all_reduce_rms_norm.configs import AllReduceRmsNormConfig
 from weft.kernels.all_to_all import cuda_kernel as all_to_all
 from weft.kernels.device.collective.launch import CollectiveParams
 from weft.kernels.device.collective.rounds import RoundsConfig
@@ -139,3 +143,57 @@ def test_what_one_rank_gets_alone_takes_no_turns() -> None:
     program = all_gather.all_gather_program(4, 1, root=2)
     ptx = [compile_cubin(p.path, "compute_80", p.defines) for p in (program, in_turn(program))]
     assert ptx[0] == ptx[1]
+
+
+NORMS = [(3, "bfloat16", "unrounded"), (4, "float32", "Gemma"), (5, "bfloat16", "no residual")]
+
+
+@pytest.mark.parametrize(("size", "dtype", "name"), NORMS)
+def test_norms_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, dtype: str, name: str
+) -> None:
+    norms.calls_of_changing_size(tmp_path, monkeypatch, size, dtype, (2, 3), norms.KINDS[name], IN_TURN=1)
+
+
+@pytest.mark.parametrize(
+    "kind", [quantised.NormKind(quantised.EPS), quantised.UNROUNDED], ids=["rounded", "unrounded"]
+)
+def test_quantised_norms_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: quantised.NormKind
+) -> None:
+    case = quantised.Case(4, "bfloat16", (2, 3), kind, in_turn=True)
+    quantised.check_bits(tmp_path, monkeypatch, case, quantised.QUANTS["vLLM"])
+
+
+def sent_of_norm(folder: Path, monkeypatch: pytest.MonkeyPatch, form: str, turns: int) -> list[torch.Tensor]:
+    """By peer, what rank 0 of 4 sends in so many turns, where all that it takes is there."""
+    folder.mkdir()
+    defines = all_reduce_rms_norm.norm_defines(4, torch.float32, (1, 2), norms.USUAL) | {"IN_TURN": 1}
+    instead = "if (lost) return;", f"if (lost || turn > {turns}) return;"
+    library = build(
+        folder, all_reduce_rms_norm.SOURCE, FORMS, all_reduce_rms_norm._Params, defines, instead=instead
+    )
+    layout = ExchangeLayout(4, 64 * 20)
+    ranks = Ranks(library, layout)
+    monkeypatch.setattr(all_reduce_rms_norm, "norm_program", lambda *a: norms.Kernels(ranks))
+    x, residual, normed, out = torch.ones(4, 8, 160)
+    kernel = all_reduce_rms_norm.AllReduceRmsNormLauncher(
+        ranks.places[0], 8, 160, x.dtype, norms.USUAL, AllReduceRmsNormConfig(form, 1, 2, threads=32)
+    )
+    given, results = [t.data_ptr() for t in (x, residual, x)], [normed.data_ptr(), out.data_ptr()]
+    kernel.launch(0, given, results, PATIENT, 0)
+    slots = ranks.memory.view(torch.int32)[:, ExchangeLayout.FIRST : layout.emptied]
+    slots[0] = ~torch.tensor(1.0).view(torch.int32)
+    library.library.run_one(ctypes.byref(ranks.places[0].launches[0]), 0)
+    assert not ranks.faults.any() and (out[::4] == 5).all()
+    return [slots[peer].clone() for peer in range(1, 4)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_norms_to_one_peer_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    whole, first = (sent_of_norm(tmp_path / str(turns), monkeypatch, form, turns) for turns in (3, 2))
+    assert all(slots.any() for slots in whole)
+    assert torch.equal(first[0], whole[0]) and torch.equal(first[1], whole[1]), "the first two have all"
+    assert not first[2].any(), "the last one has nothing yet"

@@ -183,7 +183,9 @@ def test_the_first_run_loads_the_programs_of_the_choice(op: str, how: str | None
         assert bool(names) == (found.algorithm != "unfused")
 
 
-@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize(
+    "op", ["all_reduce", "all_reduce_rms_norm", "all_gather", "reduce_scatter", "all_to_all"]
+)
 def test_over_pcie_collectives_send_in_turn(op: str, ranks: int) -> None:
     """Where there is more than one peer."""
     for row in select_rows("cuda", (op,), modes=("eager",))[::3]:
