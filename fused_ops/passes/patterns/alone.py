@@ -33,6 +33,7 @@ from ..graph.nodes import (
     val,
     what,
 )
+from ..graph.split_cat import cut_of
 from ..graph.views import ViewStep, steps_back, views
 from .matmuls import product
 from .pattern import Pattern, word_of
@@ -75,7 +76,7 @@ def match_matmul_all_gather(c: Collective) -> Pattern | None:
     if taken is None or taken.node.target is not aten.mm.default or last < 1:
         return None
     found = _gathered(c)
-    if found.dims != (last,):
+    if found.dims != (last,) or any(_cuts_padding(user, c.world, last) for user in found.result.users):
         return None
     if any(only_user(node) is None for node in path):
         return None
@@ -102,6 +103,16 @@ def match_matmul_all_gather(c: Collective) -> Pattern | None:
         dim=last,
         last_dim=True,
     )
+
+
+def _cuts_padding(node: fx.Node, world: int, dim: int) -> bool:
+    """Whether it takes what ranks with fewer columns have padded off a gathered tensor. On those padding stands between
+    the product and the gather; all ranks must choose alike."""
+    cut = cut_of(node)
+    if cut is None or cut.dim != dim or not known(cut.start == 0):
+        return False
+    missing = val(cut.source).shape[dim] - cut.stop
+    return known(missing > 0) and known(missing < world)
 
 
 def _keeps_columns(view: fx.Node) -> bool:
