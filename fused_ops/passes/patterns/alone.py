@@ -76,7 +76,7 @@ def match_matmul_all_gather(c: Collective) -> Pattern | None:
     if taken is None or taken.node.target is not aten.mm.default or last < 1:
         return None
     found = _gathered(c)
-    if found.dims != (last,) or any(_cuts_padding(user, c.world, last) for user in found.result.users):
+    if found.dims != (last,) or _is_cut_from_padding(found.result, c.world):
         return None
     if any(only_user(node) is None for node in path):
         return None
@@ -105,14 +105,18 @@ def match_matmul_all_gather(c: Collective) -> Pattern | None:
     )
 
 
-def _cuts_padding(node: fx.Node, world: int, dim: int) -> bool:
-    """Whether it takes what ranks with fewer columns have padded off a gathered tensor. On those padding stands between
-    the product and the gather; all ranks must choose alike."""
-    cut = cut_of(node)
-    if cut is None or cut.dim != dim or not known(cut.start == 0):
-        return False
-    missing = val(cut.source).shape[dim] - cut.stop
-    return known(missing > 0) and known(missing < world)
+def _is_cut_from_padding(gathered: fx.Node, world: int) -> bool:
+    """Whether columns are cut off that ranks with fewer ones have padded. There padding stands between the product and
+    the gather; all ranks must choose alike."""
+    for node in gathered.users:
+        if calls(node, *FLAT) and _keeps_columns(node) and _is_cut_from_padding(node, world):
+            return True
+        cut = cut_of(node)
+        if cut is not None and cut.dim == val(gathered).dim() - 1 and known(cut.start == 0):
+            missing = val(gathered).shape[-1] - cut.stop
+            if known(missing > 0) and known(missing < world):
+                return True
+    return False
 
 
 def _keeps_columns(view: fx.Node) -> bool:

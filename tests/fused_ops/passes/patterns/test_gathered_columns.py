@@ -34,6 +34,9 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "batch": (lambda x, w: columns(x @ w), (B, W), OP),
     "weight_in_columns": (lambda x, w: columns(x @ w.t()), (X, (6, 8)), OP),
     "sum_after_it": (lambda x, w: columns(x @ w).sum(-1), (X, W), OP),
+    # Where ranks have 6 and 5 columns, the second one pads them.
+    "padding_cut_off": (lambda x, w: columns(x @ w)[..., :11], (X, W), ALONE),
+    "others_cut_off": (lambda x, w: columns(x @ w)[..., :9], (X, W), OP),
     "taken_by_another": (twice, (X, W), ALONE),
     "with_bias": (lambda x, w, b: columns(torch.addmm(b, x, w)), (X, W, (6,)), ALONE),
     "multiplied": (lambda x, w: columns((x @ w) * 2), (X, W), ALONE),
