@@ -268,6 +268,7 @@ struct DispatchParams {
 
 }  // namespace
 
+// Bounds of two blocks keep the registers of each at 64.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 2) moe_dispatch_route(
     const __grid_constant__ DispatchParams p) {
     gather_ids(p.exchange, p.route);
