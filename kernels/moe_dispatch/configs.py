@@ -77,7 +77,8 @@ def choose_moe(problem: MoeProblem, world_size: int, num_sms: int) -> RoundsConf
     """The configuration; the same on every rank."""
     beside = 0 if problem.routed is None else problem.routed.blocks
     blocks = max(min(BLOCKS, num_sms) - beside, 1)
-    return RoundsConfig(epoch_of(world_size), blocks, exact=problem.way == "dispatch")
+    dispatches = problem.way == "dispatch"  # rows that it stores take more of L2, and slots shall stay there
+    return RoundsConfig(epoch_of(world_size) // (1 + dispatches), blocks, exact=dispatches)
 
 
 def estimate_moe_us(way: str, nbytes: int, world_size: int) -> float:

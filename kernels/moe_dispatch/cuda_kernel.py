@@ -73,8 +73,7 @@ class MoeLauncher:
         self._params.vectors, self._params.room = problem.vectors, launch.room
         self._params.row, self._params.tokens, self._params.rows = problem.row, problem.tokens, problem.rows
         self._params.experts = problem.experts
-        # Later epochs wait for routes anyway, and would look at ids for longer than at ranks.
-        by_ids = problem.sends_by_ids if launch.epochs <= 2 else None
+        by_ids = problem.sends_by_ids
         if by_ids is not None:
             self._params.each, self._params.words, _ = by_ids
         program = launched_moe(place.layout.world_size, place.rank, problem.defined)

@@ -48,19 +48,18 @@ struct Params {
     // Which ranks have an expert of rank r's token whose vector `at` is.
     __device__ __forceinline__ u32 needed(int r, u32 at) const { return ranks[r * tokens + at / row]; }
 
-    // One id of the two own tokens that a warp's 32 vectors from `first` on may be of: of the one by lanes 0 to 15, of the
+    // One id of the two own tokens from `first` on that a warp's 32 vectors may be of: of the one by lanes 0 to 15, of the
     // next by the others.
     __device__ __forceinline__ u32 chosen_by_lane(u32 first) const {
-        const u32 lane = threadIdx.x % 32, token = first / row + lane / 16, j = lane % 16;
+        const u32 lane = threadIdx.x % 32, token = first + lane / 16, j = lane % 16;
         if (token >= tokens || j >= CHOICES) return ~0u;
         const u32* id = ids + (static_cast<u64>(token) * CHOICES + j) * words;
         const u32 expert = id[0], more = words == 2 ? id[1] : 0;
         return more == 0 ? expert : ~0u;
     }
 
-    // Which peers have an expert of the own token whose vector `at` is, by all lanes' ids: as `ranks` will say it.
-    __device__ __forceinline__ u32 peers_of(u32 at, u32 expert) const {
-        const u32 second = (at - threadIdx.x % 32) / row == at / row ? 0 : 16;
+    // Which peers have an expert of the own token whose ids lanes from `second` on have: as `ranks` will say it.
+    __device__ __forceinline__ u32 peers_of(u32 second, u32 expert) const {
         u32 by = 0;
 #pragma unroll
         for (int i = 1; i < WORLD_SIZE; ++i) {
@@ -105,7 +104,7 @@ struct Places {
     __device__ __forceinline__ void store(const Params& p, const uint4& v) const {
 #pragma unroll
         for (int j = 0; j < CHOICES; ++j) {
-            if (slot[j] < p.rows) weft::store_vector(p.out + static_cast<u64>(slot[j]) * p.row + column, v);
+            if (slot[j] < p.rows) weft::store_vector_once(p.out + static_cast<u64>(slot[j]) * p.row + column, v);
         }
     }
 };
@@ -117,6 +116,7 @@ struct Dispatch {
     const Params& p;
     uint4 next[HELD];  // of x, and who needs it: loaded ahead
     u32 needed[HELD];
+    u32 epochs = 0;  // whose vectors are sent
     bool cleared = false;
 
     __device__ __forceinline__ explicit Dispatch(const Params& params) : p(params) {}
@@ -127,18 +127,25 @@ struct Dispatch {
         for (int k = 0; k < HELD; ++k) {
             if (s.at + k * stride < end) next[k] = weft::load_vector(p.given + s.at + k * stride);
         }
-        if (p.words == 0) {
+        if (epochs >= 2 && p.words != 0) weft::wait_for_previous();  // no slot is free before peers have routes, too
+        if (epochs >= 2 || p.words == 0) {
 #pragma unroll
             for (int k = 0; k < HELD; ++k) {
                 if (s.at + k * stride < end) needed[k] = p.needed(RANK, s.at + k * stride);
             }
             return;
         }
-        u32 expert[HELD];
+        const u32 tokens = stride / p.row, columns = stride % p.row;  // from one vector to the next
+        u32 expert[HELD], second[HELD], token = (s.at - lane) / p.row, column = (s.at - lane) % p.row;
 #pragma unroll
-        for (int k = 0; k < HELD; ++k) expert[k] = p.chosen_by_lane(s.at + k * stride - lane);
+        for (int k = 0; k < HELD; ++k) {
+            expert[k] = p.chosen_by_lane(token);
+            second[k] = column + lane >= p.row ? 16 : 0;
+            token += tokens + (column + columns >= p.row);
+            column += columns - (column + columns >= p.row ? p.row : 0);
+        }
 #pragma unroll
-        for (int k = 0; k < HELD; ++k) needed[k] = p.peers_of(s.at + k * stride, expert[k]);
+        for (int k = 0; k < HELD; ++k) needed[k] = p.peers_of(second[k], expert[k]);
     }
 
     __device__ __forceinline__ void send(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) {
@@ -156,6 +163,7 @@ struct Dispatch {
             }
             s.skip(threads, HELD);
         }
+        ++epochs;
     }
 
     // Own vectors, too.

@@ -86,22 +86,37 @@ __device__ __forceinline__ i64 padded(const Params& p, int rows) {
 
 // All ranks' ids into `slots`, until slots take their place; -1 or -2 where there is no expert.
 __device__ void gather_ids(const weft::ExchangeSlots& exchange, const Params& p) {
-    const unsigned own = p.choices / WORLD_SIZE, vectors = (own + 3) / 4;
+    constexpr unsigned IDS = 8;  // of a vector, of 16 bits each
+    const unsigned own = p.choices / WORLD_SIZE, vectors = (own + IDS - 1) / IDS;
     const weft::Epoch epoch(exchange);
     const auto each = [&](const auto& what) {  // each block hears from every peer
-        for (weft::ThreadShare s; s.at < vectors || s.index == 0; s.next()) what(s.index, 4 * s.at);
+        for (weft::ThreadShare s; s.at < vectors || s.index == 0; s.next()) what(s.index, IDS * s.at);
     };
     const auto put = [&](int rank, unsigned first, const uint4& v) {
-        for (int i = 0; i < 4; ++i) {
-            if (first + i < own) p.slots[rank * own + first + i] = static_cast<int>(weft::word(v, i));
+        int *to = p.slots + rank * own + first, id[IDS];
+#pragma unroll
+        for (int i = 0; i < IDS; ++i) id[i] = static_cast<short>(weft::word(v, i / 2) >> i % 2 * 16);
+        if (own % IDS == 0 && first < own) {
+            reinterpret_cast<uint4*>(to)[0] = make_uint4(id[0], id[1], id[2], id[3]);
+            reinterpret_cast<uint4*>(to)[1] = make_uint4(id[4], id[5], id[6], id[7]);
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < IDS; ++i) {
+            if (first + i < own) to[i] = id[i];
         }
     };
     each([&](unsigned index, unsigned first) {
+        int id[IDS];
         uint4 v;
-        for (int i = 0; i < 4; ++i) weft::word(v, i) = expert_of(p.ids, first + i, own, 0, p.experts);
+#pragma unroll
+        for (int i = 0; i < IDS; ++i) id[i] = expert_of(p.ids, first + i, own, 0, p.experts);
+#pragma unroll
+        for (int i = 0; i < IDS; i += 2) weft::word(v, i / 2) = (id[i] & 0xffff) | id[i + 1] << 16;
         epoch.send_to_all(index, weft::ll_encode(v));
         put(RANK, first, v);
     });
+    weft::let_next_begin();  // tokens do not delay ids
     each([&](unsigned index, unsigned first) {
         weft::store_all(epoch, index, [&](int src, const uint4& v) { put(src, first, v); });
     });
@@ -146,30 +161,39 @@ __device__ __forceinline__ void route(const Params& p, const Id* ids) {
 
     if constexpr (DISPATCH) {
         const int tokens = p.choices / p.k;
-        for (int t = block * THREADS + threadIdx.x; t < tokens; t += CLUSTER * THREADS) {
-            int ranks = 0;
-#pragma unroll 8
+        constexpr int MOST = 4, STEP = CLUSTER * THREADS;  // tokens whose ids are loaded together
+        for (int t = block * THREADS + threadIdx.x; t < tokens; t += MOST * STEP) {
+            int ranks[MOST] = {};
+#pragma unroll 4
             for (int j = 0; j < p.k; ++j) {
-                const int expert = ids[t * p.k + j];
-                if (expert >= 0) ranks |= 1 << expert / p.count;
+                int expert[MOST];
+#pragma unroll
+                for (int i = 0; i < MOST; ++i) expert[i] = t + i * STEP < tokens ? ids[(t + i * STEP) * p.k + j] : -1;
+#pragma unroll
+                for (int i = 0; i < MOST; ++i) {
+                    if (expert[i] >= 0) ranks[i] |= 1 << expert[i] / p.count;
+                }
             }
-            p.ranks[t] = ranks;
+#pragma unroll
+            for (int i = 0; i < MOST; ++i) {
+                if (t + i * STEP < tokens) p.ranks[t + i * STEP] = ranks[i];
+            }
         }
     }
     for (int e = lane; e < counted; e += 32) of_warp[e] = 0;
     __syncwarp();
     part.in_order([&](int, int expert) {
-        const unsigned same = __match_any_sync(~0u, expert);
-        if (expert >= 0 && lane == __ffs(same) - 1) of_warp[expert] += __popc(same);
-        __syncwarp();
+        if (expert >= 0) atomicAdd(reinterpret_cast<unsigned*>(of_warp + expert), 1u);
     });
     __syncthreads();
     for (int e = threadIdx.x; e < counted; e += THREADS) {
-        int before = 0;
+        int before = 0, here[WARPS];
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) here[w] = memory[w * counted + e];
+#pragma unroll
         for (int w = 0; w < WARPS; ++w) {
-            const int here = memory[w * counted + e];
             memory[w * counted + e] = before;
-            before += here;
+            before += here[w];
         }
         of_block[e] = before;
     }
@@ -181,7 +205,11 @@ __device__ __forceinline__ void route(const Params& p, const Id* ids) {
             if (b < block) before += there;
             total += there;
         }
-        for (int w = 0; w < WARPS; ++w) memory[w * counted + e] += before;
+        int here[WARPS];
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) here[w] = memory[w * counted + e] + before;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) memory[w * counted + e] = here[w];
         totals[e] = total;
     }
     __syncthreads();
@@ -240,9 +268,9 @@ struct DispatchParams {
 
 }  // namespace
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) moe_dispatch_route(
+// Bounds of two blocks keep the registers of each at 64.
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 2) moe_dispatch_route(
     const __grid_constant__ DispatchParams p) {
-    weft::let_next_begin();
     gather_ids(p.exchange, p.route);
     route<true>(p.route, p.route.slots);
 }
@@ -251,7 +279,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
 }  // namespace
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) moe_route(
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 2) moe_route(
     const __grid_constant__ Params p) {
     route<false>(p, p.ids);
 }

@@ -71,6 +71,7 @@ inline void reload_payload(bool wanted, const uint4* slot, uint4& v) {
     if (wanted) v = load_vector(slot);
 }
 void store_vector(uint4* place, uint4 v);
+inline void store_vector_once(uint4* place, uint4 v) { store_vector(place, v); }
 void store_vector(uint2* place, uint2 v);
 static void store_word(u32* place, u32 value) {
     *place = value;

@@ -51,7 +51,7 @@ MISTAKES = {
         ";",
     ),
     "an id of two words is taken for its first one": ("more == 0 ? expert : ~0u", "expert"),
-    "a warp's second token goes where its first one does": ("== at / row ? 0 : 16", "== at / row ? 0 : 0"),
+    "a warp's second token goes where its first one does": (">= p.row ? 16 : 0", ">= p.row ? 0 : 0"),
     "who receives is an epoch ahead of the credits": ("credit_warp.all_emptied()", "credit_warp.emptied()"),
     "rows that fill experts' up stay as they were": ("if (!cleared) clear(s.index, threads);", ";"),
     "rows past the last one are written": ("used = p.offs[p.experts - 1], lane", "used = p.rows, lane"),
