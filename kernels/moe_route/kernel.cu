@@ -164,7 +164,7 @@ __device__ __forceinline__ void route(const Params& p, const Id* ids) {
         constexpr int MOST = 4, STEP = CLUSTER * THREADS;  // tokens whose ids are loaded together
         for (int t = block * THREADS + threadIdx.x; t < tokens; t += MOST * STEP) {
             int ranks[MOST] = {};
-#pragma unroll 4
+#pragma unroll 1
             for (int j = 0; j < p.k; ++j) {
                 int expert[MOST];
 #pragma unroll
@@ -187,13 +187,11 @@ __device__ __forceinline__ void route(const Params& p, const Id* ids) {
     });
     __syncthreads();
     for (int e = threadIdx.x; e < counted; e += THREADS) {
-        int before = 0, here[WARPS];
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) here[w] = memory[w * counted + e];
-#pragma unroll
+        int before = 0;
         for (int w = 0; w < WARPS; ++w) {
+            const int here = memory[w * counted + e];
             memory[w * counted + e] = before;
-            before += here[w];
+            before += here;
         }
         of_block[e] = before;
     }
@@ -205,11 +203,7 @@ __device__ __forceinline__ void route(const Params& p, const Id* ids) {
             if (b < block) before += there;
             total += there;
         }
-        int here[WARPS];
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) here[w] = memory[w * counted + e] + before;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) memory[w * counted + e] = here[w];
+        for (int w = 0; w < WARPS; ++w) memory[w * counted + e] += before;
         totals[e] = total;
     }
     __syncthreads();
@@ -268,8 +262,7 @@ struct DispatchParams {
 
 }  // namespace
 
-// Bounds of two blocks keep the registers of each at 64.
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 2) moe_dispatch_route(
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) moe_dispatch_route(
     const __grid_constant__ DispatchParams p) {
     gather_ids(p.exchange, p.route);
     route<true>(p.route, p.route.slots);
@@ -279,7 +272,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
 }  // namespace
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 2) moe_route(
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) moe_route(
     const __grid_constant__ Params p) {
     route<false>(p, p.ids);
 }
