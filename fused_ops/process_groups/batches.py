@@ -20,8 +20,9 @@ _LIST = "p2p_op_list"  #: its argument
 
 
 def send_as_one(inner: ProcessGroup, operations: Sequence[dist.P2POp], device: torch.device) -> list[Work]:
-    """Sends and receives all of a batch that are of tensors on ``device``; for each of them the work, that of all."""
-    sent = [each for each in operations if each.tensor.device == device]
+    """Sends and receives all of a batch but for those of tensors on CPU, where ``device`` is none; for each of them the
+    work, that of all. The backend refuses what is on another device of this kind."""
+    sent = [each for each in operations if each.tensor.device.type == device.type]
     inner._start_coalescing(device)
     try:
         for each in sent:

@@ -147,6 +147,8 @@ class Offer:
         # None of the descriptions that are given is that of `fd`, whose locks a forked child must not keep.
         source = FileIO(f"/proc/self/fd/{fds[0]}") if lasting else None
         server, stop = _listening(self.name), threading.Event()
+        # Not the timeout of socket.setdefaulttimeout, after which nothing would be given any more.
+        server.settimeout(None if lasting else _SLICE)
         given = fds if source is None else source.fileno()
         thread = threading.Thread(
             target=_give, args=(server, given, secret, stop, self.problems), name="weft-give", daemon=True
@@ -168,6 +170,8 @@ def _give(
     while not stop.is_set():
         try:
             connection, _ = server.accept()
+        except TimeoutError:
+            continue
         except OSError as e:
             if stop.is_set() or (lasting and e.errno in _PASSING and not stop.wait(_SLICE)):
                 continue

@@ -6,10 +6,13 @@ import contextlib
 import fcntl
 import os
 import pickle
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -92,6 +95,34 @@ def test_an_offer_is_for_those_who_know_the_secret_and_ends() -> None:
         fd_exchange.take("rank 0", offer.name, "secret", 10.0)
     for each in (fd, taken):
         os.close(each)
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_an_offer_outlasts_the_programs_default_timeout(lasting: bool) -> None:
+    fd, before = os.memfd_create("offered"), socket.getdefaulttimeout()
+    socket.setdefaulttimeout(0.05)
+    try:
+        offer = fd_exchange.Offer([fd], "secret", lasting=lasting)
+        time.sleep(0.3)
+        taken = fd_exchange.take("rank 0", offer.name, "secret", 10.0)
+        offer.close()
+    finally:
+        socket.setdefaulttimeout(before)
+    assert not offer.problems and os.path.samestat(os.fstat(fd), os.fstat(taken[0]))
+    for each in (fd, *taken):
+        os.close(each)
+
+
+def test_an_offer_between_ranks_ends_where_nothing_wakes_it() -> None:
+    """As where the kernel shuts down no socket that is not connected."""
+    fd = os.memfd_create("offered")
+    offer = fd_exchange.Offer([fd], "secret")
+    with mock.patch.object(socket.socket, "shutdown", side_effect=OSError):
+        closing = threading.Thread(target=offer.close, daemon=True)
+        closing.start()
+        closing.join(10)
+    assert not closing.is_alive() and not is_bound(offer.name)
+    os.close(fd)
 
 
 class Trap:

@@ -317,6 +317,10 @@ def test_a_batch_is_sent_at_its_first_operation(rank: int, world_size: int) -> N
     inside: Any = Inside()
     assert send_as_one(inside, batch + others, x.device) == ["work"] * 2
     assert inside.seen == [x.device, ("send", (3, 2), 1, 7), ("recv", (4,), 0, 0), "end"]
+    # None is left out for another device of the kind: the backend refuses it, and torch asks for no work of it later.
+    apart = [dist.P2POp(dist.isend, torch.ones(2, device=f"meta:{i}"), 1) for i in range(2)]
+    inside = Inside()
+    assert send_as_one(inside, apart, apart[0].tensor.device) == ["work"] * 2 and len(inside.seen) == 4
     inside = Inside(fails=True)
     with pytest.raises(RuntimeError, match="refused"):
         send_as_one(inside, batch, x.device)
