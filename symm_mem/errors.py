@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -34,15 +35,16 @@ class WeftError(RuntimeError):
 
     #: Whether every rank has this error, each in another place, so that none of them takes the step that it was at.
     out_of_step = False
-    _fields: tuple[Any, ...]  # of which it is made
+    _fields: tuple[tuple[Any, ...], dict[str, Any]]  # of which it is made
 
-    def __new__(cls, *fields: Any) -> Self:
+    def __new__(cls, *fields: Any, **named: Any) -> Self:
         made = super().__new__(cls, *fields)
-        made._fields = fields
+        made._fields = fields, named
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._fields
+        fields, named = self._fields
+        return partial(type(self), **named), fields, self.__dict__
 
     def again(self, op: str | None = None) -> WeftError:
         """A copy of the error without its traceback, for a state in which every call is refused.
@@ -54,7 +56,8 @@ class WeftError(RuntimeError):
         Args:
             op: what is refused now, where the error is about that.
         """
-        return type(self)(*self._fields)
+        fields, named = self._fields
+        return type(self)(*fields, **named)
 
 
 @dataclass(frozen=True)

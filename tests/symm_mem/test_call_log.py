@@ -186,3 +186,15 @@ def test_behind_what_peers_wait_for_an_exception_breaks_nothing() -> None:
     with pytest.raises(MemoryError):
         call()
     assert workspace.cause is None
+
+
+def test_an_error_may_be_made_by_names_and_travels_with_what_was_added() -> None:
+    error = symm_mem.RankMismatch(what="empty", group="0", rank=1, value="20 bytes", expected="16 bytes")
+    plain = symm_mem.WeftError("no room")
+    for made in (error, plain):
+        made.out_of_step = True
+        made.__notes__ = ["in step 3"]
+        there = pickle.loads(pickle.dumps(made))
+        assert (type(there), str(there), there.out_of_step) == (type(made), str(made), True)
+        assert there.__notes__ == ["in step 3"]
+        assert str(made.again()) == str(made) and not made.again().out_of_step

@@ -88,6 +88,7 @@ def _padded_before(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         return None
     dim, source, end = argument(node, 1, "dim", 0) % val(node).dim(), None, 0
     cut_parts: list[fx.Node] = []
+    filled_up = False
     for part in parts:
         pads = calls(part, aten.constant_pad_nd.default)
         inner = part.args[0] if pads or calls(part, aten.clone.default) else part
@@ -95,12 +96,14 @@ def _padded_before(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
             return None
         cut = cut_of(inner)
         if cut is not None and cut.source is (source or cut.source) and known(cut.start == end):
-            if cut.dim != dim or cut.dropped:
+            # Rows after padding would move: shares of 2, 1 and 1 rows have some between them.
+            if cut.dim != dim or cut.dropped or (filled_up and not known(cut.start == cut.stop)):
                 return None
             source, end = cut.source, cut.stop
             cut_parts += [inner, part]
         elif not pads or val(inner).shape[dim] != 0:
             return None
+        filled_up |= pads
     if source is None or not known(end == val(source).shape[dim]) or not _is_scattered(node):
         return None
     chain = list(_flat(source))

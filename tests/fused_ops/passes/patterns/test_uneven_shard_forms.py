@@ -61,6 +61,18 @@ def the_last_row_cut_off_and_written(x: Tensor, w: Tensor) -> Tensor:
     return y @ w
 
 
+@case([None], (3, 8), W)
+def a_part_padded_before_others_split(x: Tensor, w: Tensor) -> Tensor:
+    a, b = (x @ w).split([1, 2])
+    return rs(torch.cat([aten.constant_pad_nd(a, [0, 0, 0, 1]), b]))
+
+
+@case([None], (3, 8), W)
+def a_part_padded_before_others_sliced(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w
+    return rs(torch.cat([aten.constant_pad_nd(y[:1], [0, 0, 0, 1]), y[1:]]))
+
+
 def sequences(y: Tensor, *pads: int) -> Tensor:
     """Two sequences of 5 rows, each cut into parts of 3 rows, which are padded by so many; as they are scattered."""
     parts = y.view(2, 5, 6).split(3, 1)
