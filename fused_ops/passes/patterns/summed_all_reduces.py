@@ -69,7 +69,8 @@ def merge_what_is_summed(
         c.node.update_arg(0, x)
         result.replace_all_uses_with(out)
         rewrite.erase_unused([*additions, last.node, last.wait])
-        gone.append(last.node)
+        # Either may stand for others already, found from one of these.
+        gone += [last.node, *(n for each in (c, last) for n in each.node.meta.pop(MERGED, ()))]
         c = replace(c, x=x)
     return c, tuple(gone)
 

@@ -215,6 +215,30 @@ def test_sums_that_are_no_sum_of_all_reduces_only(fn: Callable[..., Any]) -> Non
     assert not any("merged" in e.detail for e in seen.entries)
 
 
+def a_sum_of_two_sums(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+    first, second = ar(x @ w), ar(x @ u)
+    third = ar(x.sin() @ u)
+    return (third + x @ w.sin()) + (first + second)
+
+
+def the_last_found_begins_between(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+    first, third, second = ar(x @ w), ar(x.sin() @ u), ar(x @ u)
+    return (third + x @ w.sin()) + (first + second)
+
+
+@pytest.mark.parametrize(
+    "fn", [a_sum_of_two_sums, the_last_found_begins_between], ids=lambda f: f.__name__
+)
+def test_each_of_those_merged_in_two_turns_is_said(fn: Callable[..., Any]) -> None:
+    seen = only(fn, X, W, U)
+    assert seen.count("_c10d_functional::all_reduce") == 0
+    assert sorted(e.detail.split(" with")[0].split(",")[0] for e in seen.entries) == [
+        "3 all-reduces as one",
+        "merged",
+        "merged",
+    ], seen.reasons
+
+
 def with_experts(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
     return ar(x @ w) + ar((x @ u).sin())
 
