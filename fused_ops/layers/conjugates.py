@@ -2,8 +2,7 @@
 
 A backward calls its conjugate, not the conjugate's collective. The gradient can then be differentiated again: by the
 backward of a collective what is whole on each rank already would be summed over the ranks, or not at all. (Experts'
-functions have gradients once.) A further pair, SumGradient and SumOverRanks, is in
-ops/gradients.py.
+functions have gradients once.) A further pair, SumGradient and SumOverRanks, is in ops/gradients.py.
 
 Rank and size are given: Dynamo does not look for a group by its name in an autograd.Function.
 """

@@ -101,7 +101,8 @@ def name_groups(graph: fx.Graph) -> None:
         if isinstance(value, ProcessGroup) and has_name(value, value.group_name):
             names[given] = str(value.group_name)
     for node in dict.fromkeys(user for given in names for user in given.users):
-        if communicates(node) or calls(node, _FUNCTIONALIZED):
+        # Functionalized operators of others may take no name.
+        if communicates(node) or (calls(node, _FUNCTIONALIZED) and node.args[0] in _OUT):
             node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda n: names.get(n, n))
     erase_unused(names)
 

@@ -338,8 +338,15 @@ class FusionPass(OnePass, CustomGraphPass):
             with created_nodes() as created:
                 match.replace()
         except LeftAlone as e:
-            for each in (node, *node.meta.pop(MERGED, ())):
-                entries[each] = Entry(**fields[each], **found, reason=str(e))
+            if merged := node.meta.pop(MERGED, ()):
+                # One is in the place of several already, which other ranks must know of: it is not as it was.
+                found["fused_into"] = str(node.target._schema.name)  # type: ignore[union-attr]
+                detail = f"{1 + len(merged)} all-reduces as one, left alone: {e}"
+                entries[node] = Entry(**fields[node], **found, detail=detail)
+                name = fields[node]["node"]
+                entries |= {n: Entry(**fields[n], **found, detail=f"merged with {name}") for n in merged}
+            else:
+                entries[node] = Entry(**fields[node], **found, reason=str(e))
             return None
         # It may be one that was met before, and left.
         node = match.collective.node

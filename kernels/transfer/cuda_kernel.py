@@ -161,11 +161,16 @@ class CudaTransfers:
         for of, access in moves:
             self._begin(of, access.op)
         made = [_Move.made(of, access) for of, access in moves]
-        little = [move.part for move in made if move.by_sms(self.copy_engine_from)]
-        self._run("move", (MOVED, ALLOWED), little)
+        little, large = [], []
         for move in made:
-            if not move.by_sms(self.copy_engine_from):
-                self._move(move)
+            if move.by_sms(self.copy_engine_from):
+                little.append(move.part)
+            else:
+                large.append(move)
+        if little:
+            self._run("move", (MOVED, ALLOWED), little)
+        for move in large:
+            self._move(move)
 
     def _move(self, move: _Move) -> None:
         """By a copy engine or torch's kernel, between two of weft's."""
@@ -192,8 +197,8 @@ class CudaTransfers:
 
     def _run(self, name: str, rows: tuple[int, int], parts: list[_Part]) -> None:
         """``rows``: that of the count, and that of the word which is awaited here or written at the peer."""
-        for some in self._together(parts):
-            which = tuple([(part.of.number, part.peer, part.data) for part in some])
+        for some in [parts] if len(parts) == 1 else self._together(parts):
+            which = tuple([(of.number, peer, data) for of, peer, data in some])
             key = name, rows, which, timeout_in_ns(self._heap.group_name)
             launch = self._launches.get(key)
             if launch is None:
@@ -205,9 +210,6 @@ class CudaTransfers:
 
     def _together(self, parts: list[_Part]) -> Iterator[list[_Part]]:
         """Those of a slab, as many as go into one launch."""
-        if len(parts) == 1:
-            yield parts
-            return
         slabs: dict[int, list[_Part]] = {}
         for part in parts:
             slabs.setdefault(self._semaphores.slab(part.of.slot).address, []).append(part)

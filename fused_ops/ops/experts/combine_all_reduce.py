@@ -71,11 +71,7 @@ def sum_combined(
     """By such a choice. ``op``: whose call it is."""
     if where is not None and choice.algorithm == "push":
         return launch_push(op, choice, where, combined.tensors, [(combined.result_shape, None)])[0]
-    total = combined.total()
-    if choice.algorithm == "host":
-        call = all_reduce.AllReduceCall(total, reduce_op, group.group_name)
-        return all_reduce.run_by_choice(choice, where, call, group, op=op)
-    return all_reduce.sum_without_kernel(choice, where, total, reduce_op, group, op)
+    return all_reduce.sum_without_kernel(choice, where, combined.total(), reduce_op, group, op)
 
 
 def _known_by(call: CombineAllReduceCall) -> Known:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -317,10 +318,14 @@ def test_a_batch_is_sent_at_its_first_operation(rank: int, world_size: int) -> N
     inside: Any = Inside()
     assert send_as_one(inside, batch + others, x.device) == ["work"] * 2
     assert inside.seen == [x.device, ("send", (3, 2), 1, 7), ("recv", (4,), 0, 0), "end"]
-    # None is left out for another device of the kind: the backend refuses it, and torch asks for no work of it later.
-    apart = [dist.P2POp(dist.isend, torch.ones(2, device=f"meta:{i}"), 1) for i in range(2)]
+    # None is left out for another GPU: NCCL refuses it, and else its sender would be told that it is sent.
+    on_gpus = [
+        SimpleNamespace(device=torch.device("cuda", i), shape=(i,), is_complex=lambda: False) for i in (0, 1)
+    ]
+    apart: Any = [SimpleNamespace(op=dist.isend, tensor=x, group_peer=1, tag=0) for x in on_gpus]
     inside = Inside()
-    assert send_as_one(inside, apart, apart[0].tensor.device) == ["work"] * 2 and len(inside.seen) == 4
+    assert send_as_one(inside, apart, on_gpus[0].device) == ["work"] * 2
+    assert inside.seen[1:] == [("send", (0,), 1, 0), ("send", (1,), 1, 0), "end"]
     inside = Inside(fails=True)
     with pytest.raises(RuntimeError, match="refused"):
         send_as_one(inside, batch, x.device)

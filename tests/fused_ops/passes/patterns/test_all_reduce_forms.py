@@ -226,9 +226,7 @@ def the_last_found_begins_between(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
     return (third + x @ w.sin()) + (first + second)
 
 
-@pytest.mark.parametrize(
-    "fn", [a_sum_of_two_sums, the_last_found_begins_between], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("fn", [a_sum_of_two_sums, the_last_found_begins_between], ids=lambda f: f.__name__)
 def test_each_of_those_merged_in_two_turns_is_said(fn: Callable[..., Any]) -> None:
     seen = only(fn, X, W, U)
     assert seen.count("_c10d_functional::all_reduce") == 0

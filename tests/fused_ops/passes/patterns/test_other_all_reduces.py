@@ -180,3 +180,11 @@ def test_no_collective_of_the_group_is_overtaken_for_a_norm() -> None:
     assert seen.fused == [AR, None]
     names = [n.target._schema.name for n in seen.after.nodes if isinstance(n.target, torch._ops.OpOverload)]
     assert names.index(AR) < names.index("_c10d_functional::all_reduce")
+
+
+def test_merged_numbers_are_no_collectives_left_as_they_were() -> None:
+    """So that ranks vote on it: others may reduce each by itself."""
+    seen = only(lambda x, y: ar(x.sum()) + ar(y.sum()), (6, 8), (6, 8))
+    assert seen.count("_c10d_functional::all_reduce") == 1
+    assert seen.fused == ["_c10d_functional::all_reduce"] * 2
+    assert "its input is a number" in seen.entries[0].detail
