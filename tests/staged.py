@@ -97,6 +97,12 @@ class StagedGroup(dist.ProcessGroup):
             self._reduce_scatter_base(output, x, opts)
         return _done(outputs)
 
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
+        staged = torch.empty_like(outputs[0], device="cpu")
+        self._gloo.scatter([staged], [[x.cpu() for x in parts] for parts in inputs], opts).wait()
+        outputs[0].copy_(staged)
+        return _done(outputs)
+
     def barrier(self, opts: Any = None) -> Any:
         self._gloo.barrier().wait()
         return _done(None)

@@ -69,7 +69,7 @@ def test_gradients_lie_as_torch_lays_them_out(rank: int, world_size: int) -> Non
             assert grad.stride() == like.stride(), (grad.stride(), like.stride(), B.stride())
             found.append(grad)
         for other in found[1:]:
-            torch.testing.assert_close(other, found[0])
+            assert (other - found[0]).norm() <= 1e-6 * found[0].norm()
 
 
 @on_ranks(2, device=DEVICES)
