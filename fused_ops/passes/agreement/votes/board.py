@@ -38,10 +38,12 @@ class VoteBoard(vote_rows.VoteRows):
     Attributes:
         blind: a rank that will never see the board, as far as this one knows, and why.
         connected: whether the group's backend can be captured.
+        ends_all: waits until all has ended that this process has begun; whether it could. None: it cannot be told.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, ends_all: Callable[[], bool] | None = None) -> None:
         self._owner = forks.Owner(group)
+        self._group, self._shift, self.ends_all = weakref.ref(group), 0, ends_all
         self.rank, self.size, self._name = group.rank(), group.size(), group.group_name
         self._store = GroupStore(group)
         # A store may outlive a group of this name: each rank counts those that had a board, so that keys are new.
@@ -112,6 +114,15 @@ class VoteBoard(vote_rows.VoteRows):
             self.blind = rank, why
         return self.blind is not None
 
+    def begun(self) -> int:
+        """Collectives, as a ``Vote`` has them."""
+        group = self._group()
+        return self._shift if group is None else vote.begun(group) + self._shift
+
+    def counts_from(self, begun: int) -> None:
+        """What was begun since does not count: a CUDA graph counts what is captured, not what is replayed."""
+        self._shift += begun - self.begun()
+
     def _votes(self, rank: int) -> int:
         words = self._file.words
         return 0 if words is None else words[vote_rows.row_of(rank) + vote_rows._POSTS]
@@ -147,12 +158,17 @@ class VoteBoard(vote_rows.VoteRows):
         return answer
 
     def _ask(self, post: vote.Vote, timeout: float) -> vote.Answer:
+        self.hopes = self.ends_all is not None
         with self._lock(get_timeout(self._name)) as words:
             if words[vote_rows._LEAVES] == self._leaves:
                 self._post(words, post)
             else:
                 self._decide(words, self.rank, vote.LEFT, words[vote_rows._LEAVER])
         answer = self._answer() or self._awaited(post, timeout)
+        if answer.fused:
+            self._shift += (
+                words[self._own + vote_rows.ring_of(words[self._own + vote_rows._RUN] - 1)] - post.begun
+            )
         if answer.why == vote.LEFT:
             self._leaves, words[self._own + vote_rows._RUN] = (
                 words[vote_rows._LEAVES],
@@ -161,7 +177,7 @@ class VoteBoard(vote_rows.VoteRows):
         return answer
 
     def _awaited(self, post: vote.Vote, timeout: float) -> vote.Answer:
-        waits, begin = backoff(), time.monotonic()
+        waits, begin, counted = backoff(), time.monotonic(), 0.0
         while (answer := self._answer()) is None:
             in_vain = None
             if next(waits):
@@ -172,6 +188,9 @@ class VoteBoard(vote_rows.VoteRows):
                     in_vain = vote.ENDED, ended
                 elif self._sees_blind():
                     in_vain = vote.NO_BOARD, self.blind[0]  # type: ignore[index]
+                if self.hopes and self._counted_otherwise(self._file.words):  # type: ignore[arg-type]
+                    counted = counted or time.monotonic()
+                    self._compare_counts(post, time.monotonic() < counted + ABSENCE)
             absent = self.absent()
             limit = timeout if absent is None else min(timeout, ABSENCE)
             late = time.monotonic() >= begin + limit
@@ -185,6 +204,18 @@ class VoteBoard(vote_rows.VoteRows):
                     why = (vote.LATE, self._missing(words)) if absent is None else (vote.ABSENT, absent)
                     return self._take_back(words, *(in_vain or why))
         return answer
+
+    def _compare_counts(self, post: vote.Vote, in_time: bool) -> None:
+        """All ranks wait before the same graph, with other counts: they may be at the same place all the same."""
+        ended = in_time and self.ends_all is not None and self.ends_all()
+        with self._lock(get_timeout(self._name)) as words:
+            if not self._counted_otherwise(words):
+                return
+            if ended:
+                self._count_alike(words, post)
+            elif not in_time:
+                self.hopes = False
+                self._meet_all(words, post)
 
     def _take_back(self, words: memoryview, why: int, peer: int) -> vote.Answer:
         """This rank's post, unless there is an answer to it."""

@@ -15,7 +15,7 @@ class Vote(NamedTuple):
     """A graph that a rank is about to run.
 
     Attributes:
-        begun: collectives that the rank's backend has begun in the group.
+        begun: collectives that the rank's backend has begun in the group, but for those in graphs that ran fused.
         count: collectives of the group in the graph as it was written.
         signature: 64 bits; equal for graphs that communicate alike when fused.
         can_fuse: whether the rank could run it fused.
