@@ -96,16 +96,16 @@ class FusedRun(GraphTurn):
     """What a graph holds while it runs fused. What it leaves to the groups' backends is the same on all ranks, and does
     not count: in a CUDA graph it would where that is captured, and not where it is replayed."""
 
-    __slots__ = ("_counted",)
+    __slots__ = ("_runs",)
 
     def __init__(self, boards: list[VoteBoard]) -> None:
         super().__init__()
-        self._counted = [(board, board.begun()) for board in boards]
+        self._runs = [(board, board.begins_run()) for board in boards]
 
     def __del__(self) -> None:
         super().__del__()
-        for board, begun in self._counted:
-            board.counts_from(begun)
+        for board, run in self._runs:
+            board.ends_run(run)
 
 
 class GraphGuard:

@@ -43,7 +43,10 @@ class VoteBoard(vote_rows.VoteRows):
 
     def __init__(self, group: ProcessGroup, ends_all: Callable[[], bool] | None = None) -> None:
         self._owner = forks.Owner(group)
-        self._group, self._shift, self.ends_all = weakref.ref(group), 0, ends_all
+        self._group, self.ends_all = weakref.ref(group), ends_all
+        self._shift = self._runs = self._began = (
+            0  # of the count; fused runs, and the count when the last one began
+        )
         self.rank, self.size, self._name = group.rank(), group.size(), group.group_name
         self._store = GroupStore(group)
         # A store may outlive a group of this name: each rank counts those that had a board, so that keys are new.
@@ -119,9 +122,15 @@ class VoteBoard(vote_rows.VoteRows):
         group = self._group()
         return self._shift if group is None else vote.begun(group) + self._shift
 
-    def counts_from(self, begun: int) -> None:
-        """What was begun since does not count: a CUDA graph counts what is captured, not what is replayed."""
-        self._shift += begun - self.begun()
+    def begins_run(self) -> int:
+        """A graph runs fused from here on; its number."""
+        self._runs, self._began = self._runs + 1, self.begun()
+        return self._runs
+
+    def ends_run(self, run: int) -> None:
+        """What the graph has begun does not count. Not if others have run since: a traceback has kept it."""
+        if run == self._runs:
+            self._shift += self._began - self.begun()
 
     def _votes(self, rank: int) -> int:
         words = self._file.words
