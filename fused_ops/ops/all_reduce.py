@@ -10,13 +10,12 @@ from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from ...kernels.all_reduce import IN_PLACE, OP
-from ...kernels.all_reduce.configs import AllReduceConfig
 from ...kernels.all_reduce.reference import reference_all_reduce
 from ...kernels.device.collective.host_exchange import reduce_parts
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
-from ..dispatch.all_reduces import choose_sum, choose_sum_on_cuda, prepare_all_reduce
+from ..dispatch.all_reduces import choose_sum, prepare_all_reduce
 from ..dispatch.choice import Choice, Known, launch_exchange, remember, unfused
 from ..dispatch.launch_cache import PreparedKernel
 from ..dispatch.plan import heap_or_reason, ran
@@ -47,24 +46,6 @@ def _validate(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]:
 def validate_in_place(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]:
     validation.overwritten("x", call.x)
     return _validate(call)
-
-
-def run_all_reduce(
-    x: Tensor,
-    reduce_op: str,
-    group: ProcessGroup,
-    config: AllReduceConfig | None = None,
-    op: str = OP,
-) -> Tensor:
-    """As the op; the arguments are checked. ``op``: whose call it is, for errors."""
-    call = AllReduceCall(x, reduce_op, group.group_name)
-    where = heap_or_reason(op, "all_reduce", x.device, group, empty=x.numel() == 0)
-    if isinstance(where, str):
-        return run_by_choice(unfused(where), None, call, group, op=op)
-    choice = choose_sum(x, reduce_op, group)
-    if config is not None and choice.algorithm == "push":
-        choice = choose_sum_on_cuda(x, reduce_op, group, config)
-    return run_by_choice(choice, where, call, group, op=op)
 
 
 def run_by_choice(
@@ -98,9 +79,14 @@ def sum_without_kernel(
 ) -> Tensor:
     """As a part of a call of ``op`` that runs unfused or between CPU ranks: where that has no kernel of its own, the
     all-reduce may have one."""
+    call = AllReduceCall(x, reduce_op, group.group_name)
     if choice.algorithm == "host":
-        return run_by_choice(choice, where, AllReduceCall(x, reduce_op, group.group_name), group, op=op)
-    total = run_all_reduce(x, reduce_op, group, op=op)
+        return run_by_choice(choice, where, call, group, op=op)
+    own = heap_or_reason(op, "all_reduce", x.device, group, empty=x.numel() == 0)
+    if isinstance(own, str):
+        total = run_by_choice(unfused(own), None, call, group, op=op)
+    else:
+        total = run_by_choice(choose_sum(x, reduce_op, group), own, call, group, op=op)
     ran(choice.plan_in(None))
     return total
 
@@ -116,7 +102,6 @@ def all_reduce_on_cuda(
     x, out = tensors
     with in_stream_order(x.device):
         prepared = prepare_all_reduce(choice, where, x, reduce_op)
-        ran(prepared.plan)  # ranks may differ here: then nothing is launched, and nothing may be noted
         launch_exchange(prepared, op, where, (x,), (out,))
     return prepared
 

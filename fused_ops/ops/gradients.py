@@ -34,6 +34,34 @@ class OneTensorFunction(torch.autograd.Function):
         return None, None, None, ctx.gradient(grad, *ctx.arguments)
 
 
+class ProductFunction(torch.autograd.Function):
+    """A call of an op of A and B, its first arguments, whose result is one tensor.
+
+    ``gradients``: those of A and B, of the result's gradient, A and B as they are needed for each other's, whether B
+    lay transposed, and the other arguments.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, gradients: Callable[..., Any], call: Any, A: Tensor, B: Tensor) -> Tensor:
+        *_, of_A, of_B = ctx.needs_input_grad
+        done: Tensor = op.run_below_autograd(call)
+        ctx.gradients, ctx.how = gradients, (is_transposed_matrix(B), *call[2:])
+        ctx.save_for_backward(A if of_B else None, B if of_A else None)
+        return done
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, None, None, *ctx.gradients(grad, *ctx.saved_tensors, *ctx.how)
+
+
+def gradients_of_factors(
+    grad: Tensor, A: Tensor | None, B: Tensor | None, transposed: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Those of A and B in ``A @ B``, of which the other one is given."""
+    of_A = None if B is None else matmul_without_autocast(grad, B.t())
+    return of_A, None if A is None else gradient_of_matrix(A, grad, transposed)
+
+
 def refuse_gradient(validate: Callable[[Any], object], call: Any, why: str) -> NoReturn:
     """Name what else is wrong with the call, else the first argument that requires a gradient; a tangent is torch's to
     refuse."""

@@ -55,11 +55,7 @@ class MatmulAllGatherCopied(CopiedCall):
         self._slots = [workspace.buffer(rank, i, (size, slot), a.dtype) for i in range(NUM_BUFFERS)]
 
     def call(
-        self,
-        tensors: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
-        timeout_ns: int,
-        stream: int,
+        self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], timeout_ns: int, stream: int
     ) -> None:
         """The products, and the copies; as ``MatmulReduceScatterOneShot.call``. The result is [..., W * N]."""
         workspace, (a, b), (m, n) = self.workspace, tensors, self._part
