@@ -172,16 +172,12 @@ def _gradient(
     return torch.ops.weft.one_shot_reduce_scatter(grad, "sum", gather_dim, group_name, **named)
 
 
-def _fake(call: AllGatherCall, group: ProcessGroup) -> Tensor:
-    return call.x.new_empty(call.whole_shape(group.size()))
-
-
 ALL_GATHER: Op = Op(
     "one_shot_all_gather(Tensor x, int gather_dim, str group_name, *, int? group_size=None, SymInt[]? counts=None,"
     " int? group_rank=None) -> Tensor",
     record=AllGatherCall,
     validate=validate_gathered,
-    fake=_fake,
+    fake=lambda call, group: call.x.new_empty(call.whole_shape(group.size())),
     kernel="all_gather",
     sends_nothing=lambda call, group: sends_no_counts(call.x, call.gather_dim, call.counts),
     choose=choose_gather,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -222,10 +222,6 @@ def _fake(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup
     return (out(None, call.A_shard.dtype) if call.return_A else None), outs
 
 
-def _flops(A_shard: Sequence[int], Bs: Sequence[Sequence[int]], *given: Any, **_: Any) -> int:
-    return all_gather_matmul.gathered_matmul_flops(A_shard, Bs, *given[2:4])
-
-
 ALL_GATHER_SCALED_MATMUL = Op(
     "fused_all_gather_scaled_matmul(Tensor A_shard, Tensor[] Bs, Tensor A_scale, Tensor[] B_scales, int gather_dim,"
     " str group_name, Tensor?[] biases, Tensor?[] result_scales, ScalarType?[] out_dtypes, bool[] use_fast_accum, *,"
@@ -239,6 +235,6 @@ ALL_GATHER_SCALED_MATMUL = Op(
     known_by=_known_by,
     again=_again,
     with_gradient=lambda call: gradients.refuse_gradient(_validate, call, NO_GRADIENT),
-    flops=_flops,
+    flops=lambda A, Bs, *given, **_: all_gather_matmul.gathered_matmul_flops(A, Bs, *given[2:4]),
     own_dims={"Bs": (1,), "B_scales": (-1,), "biases": (-1,), "result_scales": (-1,)},
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +17,12 @@ from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
 from ..dispatch.all_reduces import choose_sum, prepare_all_reduce
-from ..dispatch.choice import Choice, Known, launch_exchange, remember, unfused
+from ..dispatch.choice import Choice, launch_exchange, remember, unfused
 from ..dispatch.launch_cache import PreparedKernel
 from ..dispatch.plan import heap_or_reason, ran
 from ..dispatch.stand_alone import KINDS
 from ..dispatch.stream_order import in_stream_order
-from .gradients import OneTensorFunction, refuse_gradient, refuse_gradient_of_reduction
+from .gradients import OneTensorFunction, refuse_gradient
 from .op import Op
 
 BOTH = (OP, IN_PLACE)  #: the ops that are prepared with each other
@@ -110,15 +111,6 @@ def _gradient(grad: Tensor, reduce_op: str, group_name: str, group_size: int | N
     return torch.ops.weft.one_shot_all_reduce(grad, reduce_op, group_name, group_size=group_size)
 
 
-def _with_gradient(call: AllReduceCall) -> Any:
-    refuse_gradient_of_reduction(call.reduce_op)
-    return OneTensorFunction.apply(ALL_REDUCE, _gradient, call, call.x)
-
-
-def _fake(call: AllReduceCall, group: ProcessGroup) -> Tensor:
-    return torch.empty_like(call.x, memory_format=torch.contiguous_format)
-
-
 def _run_in_place(choice: Choice, where: Heap | None, call: AllReduceCall, group: ProcessGroup) -> None:
     x = call.x
     into = x if x.is_contiguous() else None
@@ -128,40 +120,27 @@ def _run_in_place(choice: Choice, where: Heap | None, call: AllReduceCall, group
     increment_version(x)  # as on the fast path
 
 
-def _known_by(call: AllReduceCall) -> Known:
-    return call.reduce_op, [call.x]
-
-
-def _choose(call: AllReduceCall, group: ProcessGroup) -> Choice:
-    return choose_sum(call.x, call.reduce_op, group)
-
-
 ALL_REDUCE: Op = Op(
     "one_shot_all_reduce(Tensor x, str reduce_op, str group_name, *, int? group_size=None) -> Tensor",
     record=AllReduceCall,
     validate=_validate,
-    fake=_fake,
+    fake=lambda call, group: torch.empty_like(call.x, memory_format=torch.contiguous_format),
     kernel="all_reduce",
-    choose=_choose,
+    choose=lambda call, group: choose_sum(call.x, call.reduce_op, group),
     run=run_by_choice,
-    known_by=_known_by,
+    known_by=lambda call: (call.reduce_op, [call.x]),
     kinds=KINDS,
-    with_gradient=_with_gradient,
+    with_gradient=lambda call: OneTensorFunction.apply(ALL_REDUCE, _gradient, call, call.x),
     prepares=BOTH,
 )
-ALL_REDUCE_IN_PLACE = Op(
-    "one_shot_all_reduce_(Tensor(a!) x, str reduce_op, str group_name, *, int? group_size=None) -> ()",
-    record=AllReduceCall,
+ALL_REDUCE_IN_PLACE = replace(
+    ALL_REDUCE,
+    schema="one_shot_all_reduce_(Tensor(a!) x, str reduce_op, str group_name, *, int? group_size=None) -> ()",
     validate=validate_in_place,
     fake=lambda *_: None,
-    kernel="all_reduce",
-    choose=_choose,
     run=_run_in_place,
-    known_by=_known_by,
-    kinds=KINDS,
     with_gradient=lambda call: refuse_gradient(
         validate_in_place, call, " where it is overwritten; use one_shot_all_reduce"
     ),
     functional=(ALL_REDUCE, lambda call: call),
-    prepares=BOTH,
 )

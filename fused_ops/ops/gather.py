@@ -89,16 +89,12 @@ def run_gather(choice: Choice, where: Heap, call: GatherCall, group: ProcessGrou
     return with_dim_in_front(stacked.view(x.dtype), dim, shape)
 
 
-def _fake(call: GatherCall, group: ProcessGroup) -> Tensor:
-    return call.x.new_empty(call.result_shape(group))
-
-
 GATHER = Op(
     "one_shot_gather(Tensor x, int gather_dim, int root, str group_name, *, int? group_size=None,"
     " SymInt[]? counts=None, int? group_rank=None) -> Tensor",
     record=GatherCall,
     validate=_validate,
-    fake=_fake,
+    fake=lambda call, group: call.x.new_empty(call.result_shape(group)),
     kernel="all_gather",
     sends_nothing=lambda call, group: sends_no_counts(call.x, call.gather_dim, call.counts),
     choose=_choose,

@@ -25,6 +25,10 @@ class OneTensorFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, op: Any, gradient: Callable[..., Tensor], call: Any, x: Tensor) -> Tensor:
+        if (reduce_op := getattr(call, "reduce_op", "sum")) in ("max", "min"):
+            raise ValueError(
+                f"reduce_op: is {reduce_op!r}, must be 'sum' or 'avg' for an x that requires a gradient"
+            )
         ctx.gradient, ctx.arguments = gradient, call[1:]
         done: Tensor = op.run_below_autograd(call)
         return done
@@ -74,14 +78,6 @@ def refuse_gradient(validate: Callable[[Any], object], call: Any, why: str) -> N
                 name = f"{argument}[{i}]" if several else argument
                 raise ValueError(f"{name}: requires a gradient, must not{why}")
     raise AssertionError("no argument requires a gradient")
-
-
-def refuse_gradient_of_reduction(reduce_op: str) -> None:
-    """Refuse a reduction that has no gradient."""
-    if reduce_op in ("max", "min"):
-        raise ValueError(
-            f"reduce_op: is {reduce_op!r}, must be 'sum' or 'avg' for an x that requires a gradient"
-        )
 
 
 def refuse_second_gradient(op: str) -> None:

@@ -231,10 +231,6 @@ def _run_one_kernel(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> T
     return out
 
 
-def _fake(call: MatmulAllReduceCall, group: ProcessGroup) -> Tensor:
-    return call.A.new_empty((*call.A.shape[:-1], call.B.shape[1]))
-
-
 def _gradients(grad: Tensor, A: Any, B: Any, transposed: bool, reduce_op: str, *of_group: Any) -> Any:
     name, size = of_group
     total = torch.ops.weft.one_shot_all_reduce(grad, reduce_op, name, group_size=size)
@@ -245,7 +241,7 @@ MATMUL_ALL_REDUCE: Op = Op(
     "fused_matmul_all_reduce(Tensor A, Tensor B, str reduce_op, str group_name, *, int? group_size=None) -> Tensor",
     record=MatmulAllReduceCall,
     validate=_validate,
-    fake=_fake,
+    fake=lambda call, group: call.A.new_empty((*call.A.shape[:-1], call.B.shape[1])),
     kernel="matmul_all_reduce",
     sends_nothing=lambda call, group: 0 in (*call.A.shape[:-1], call.B.shape[1]),
     choose=host_or(lambda call, group: 4 * prod(_sizes(call.A, call.B)[:2]), _choose_on_cuda),

@@ -197,10 +197,6 @@ def _on_cuda(choice: Choice, where: Heap, given: MatmulReduceScatterCall) -> Ten
     return out
 
 
-def _fake(call: MatmulReduceScatterCall, group: ProcessGroup) -> Tensor:
-    return call.A.new_empty(call.local_shape(group.size()), dtype=call.out_dtype)
-
-
 class MatmulReduceScatterFunction(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -268,7 +264,7 @@ MATMUL_REDUCE_SCATTER = Op(
     " int? group_size=None) -> Tensor",
     record=MatmulReduceScatterCall,
     validate=_validate,
-    fake=_fake,
+    fake=lambda call, group: call.A.new_empty(call.local_shape(group.size()), dtype=call.out_dtype),
     kernel="matmul_reduce_scatter",
     sends_nothing=lambda call, group: 0 in call.local_shape(group.size()),
     choose=host_or(lambda call, group: 4 * prod(call.local_shape(group.size())), _choose_on_cuda),

@@ -326,20 +326,18 @@ def writing_out(
         known = op.known_by and op.known_by(call)
         return known and (known[0], [call.out, *known[1]])
 
-    return Op(
-        f"{op.name}_out(Tensor(a!) out, {arguments} -> ()",
+    return replace(
+        op,
+        schema=f"{op.name}_out(Tensor(a!) out, {arguments} -> ()",
         record=record,
         validate=validate,
         fake=lambda *_: None,
-        kernel=op.kernel,
         sends_nothing=lambda call, out, group: op.sends_nothing(call, group),
         choose=lambda call, out, group: op.choose(call, group),
         run=run,
         known_by=known_by,
-        kinds=op.kinds,
         with_gradient=lambda call: refuse_gradient(validate, call, INTO),
         functional=(op, without_out),
-        own_values=op.own_values,
         own_by_counts=own_by_counts,
     )
 

@@ -127,27 +127,18 @@ def _gradient(grad: Tensor, reduce_op: str, scatter_dim: int, group_name: str, *
     return torch.ops.weft.one_shot_all_gather(grad, scatter_dim, group_name, **named)
 
 
-def _fake(call: ReduceScatterCall, group: ProcessGroup) -> Tensor:
-    return call.x.new_empty(call.part_shape(group.size(), group.rank()))
-
-
-def _with_gradient(call: ReduceScatterCall) -> Any:
-    gradients.refuse_gradient_of_reduction(call.reduce_op)
-    return gradients.OneTensorFunction.apply(REDUCE_SCATTER, _gradient, call, call.x)
-
-
 REDUCE_SCATTER: Op = Op(
     "one_shot_reduce_scatter(Tensor x, str reduce_op, int scatter_dim, str group_name, *, int? group_size=None,"
     " SymInt[]? counts=None, int? group_rank=None) -> Tensor",
     record=ReduceScatterCall,
     validate=_validate,
-    fake=_fake,
+    fake=lambda call, group: call.x.new_empty(call.part_shape(group.size(), group.rank())),
     kernel="reduce_scatter",
     choose=choose_part,
     run=run_reduce_scatter,
     known_by=lambda call: known_with_counts(call, (call.scatter_dim, call.reduce_op)),
     kinds=KINDS,
-    with_gradient=_with_gradient,
+    with_gradient=lambda call: gradients.OneTensorFunction.apply(REDUCE_SCATTER, _gradient, call, call.x),
     own_values=("group_rank",),
 )
 REDUCE_SCATTER_OUT = writing_out(

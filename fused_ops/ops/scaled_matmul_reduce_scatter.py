@@ -184,10 +184,6 @@ def _on_cuda(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, r
     return out
 
 
-def _fake(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup) -> Tensor:
-    return call.A.new_empty(call.local_shape(group.size()), dtype=call.out_dtype)
-
-
 SCALED_MATMUL_REDUCE_SCATTER = Op(
     "fused_scaled_matmul_reduce_scatter(Tensor A, Tensor B, Tensor A_scale, Tensor B_scale, str reduce_op,"
     " int orig_scatter_dim, int scatter_dim_after_maybe_reshape, str group_name, SymInt[]? output_shape,"
@@ -195,7 +191,7 @@ SCALED_MATMUL_REDUCE_SCATTER = Op(
     " int? group_size=None) -> Tensor",
     record=ScaledMatmulReduceScatterCall,
     validate=_validate,
-    fake=_fake,
+    fake=lambda call, rows, group: call.A.new_empty(call.local_shape(group.size()), dtype=call.out_dtype),
     kernel="scaled_matmul_reduce_scatter",
     sends_nothing=lambda call, rows, group: 0 in call.local_shape(group.size()),
     choose=host_or(lambda call, rows, group: 4 * prod(call.local_shape(group.size())), _choose_on_cuda),

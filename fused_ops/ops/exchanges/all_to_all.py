@@ -113,16 +113,12 @@ def _gradient(grad: Tensor, scatter_dim: int, gather_dim: int, name: str, size: 
     return torch.ops.weft.one_shot_all_to_all(grad, gather_dim, scatter_dim, name, group_size=size)
 
 
-def _fake(call: AllToAllCall, group: ProcessGroup) -> Tensor:
-    return call.x.new_empty(call.shapes(group.size())[1])
-
-
 ALL_TO_ALL: Op = Op(
     "one_shot_all_to_all(Tensor x, int scatter_dim, int gather_dim, str group_name, *, int? group_size=None)"
     " -> Tensor",
     record=AllToAllCall,
     validate=_validate,
-    fake=_fake,
+    fake=lambda call, group: call.x.new_empty(call.shapes(group.size())[1]),
     kernel="all_to_all",
     choose=_choose,
     run=run_all_to_all,

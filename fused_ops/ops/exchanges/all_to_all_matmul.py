@@ -18,9 +18,10 @@ from ...dispatch.launch_cache import launch_again
 from ...dispatch.plan import num_sms, preferred_kernel
 from ...dispatch.staging import Staging, in_rows_or_columns, rows_of
 from .. import gradients
+from ..matmul_reduce_scatter import matmul_flops
 from ..op import Op
 from .all_to_all import AllToAllCall, choose_exchange_beside, run_all_to_all
-from .matmul_all_to_all import checked_rows_dim, product_flops
+from .matmul_all_to_all import checked_rows_dim
 
 Result: TypeAlias = tuple[Tensor, Tensor | None]  #: the product, and what was exchanged if it is wanted
 _ops = torch.ops.weft
@@ -161,5 +162,5 @@ ALL_TO_ALL_MATMUL = Op(
     known_by=_known_by,
     again=_again,
     with_gradient=_with_gradient,
-    flops=product_flops,
+    flops=matmul_flops,
 )

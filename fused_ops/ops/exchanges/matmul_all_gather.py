@@ -22,8 +22,8 @@ from ...dispatch.staging import Staging, in_rows_or_columns, rows_of
 from ...dispatch.stand_alone import StandAlone, choose_alone, run_beside
 from .. import gradients
 from ..all_gather import AllGatherCall, run_all_gather
+from ..matmul_reduce_scatter import matmul_flops
 from ..op import Op
-from .matmul_all_to_all import product_flops
 
 
 class MatmulAllGatherCall(NamedTuple):
@@ -83,10 +83,6 @@ def run_matmul_all_gather(
     return run_all_gather(choice, where, gather, group, op=OP)
 
 
-def _fake(call: MatmulAllGatherCall, group: ProcessGroup) -> Tensor:
-    return call.A.new_empty(call.shape(group.size()))
-
-
 def _gradients(grad: Tensor, A: Any, B: Any, transposed: bool, name: str, size: int | None) -> Any:
     own = torch.ops.weft.one_shot_reduce_scatter(grad, "sum", grad.dim() - 1, name, group_size=size)
     return gradients.gradients_of_factors(own, A, B, transposed)
@@ -96,7 +92,7 @@ MATMUL_ALL_GATHER: Op = Op(
     "fused_matmul_all_gather(Tensor A, Tensor B, str group_name, *, int? group_size=None) -> Tensor",
     record=MatmulAllGatherCall,
     validate=_validate,
-    fake=_fake,
+    fake=lambda call, group: call.A.new_empty(call.shape(group.size())),
     kernel="matmul_all_gather",
     sends_nothing=lambda call, group: 0 in call.shape(),
     choose=_choose,
@@ -105,5 +101,5 @@ MATMUL_ALL_GATHER: Op = Op(
     with_gradient=lambda call: gradients.ProductFunction.apply(
         MATMUL_ALL_GATHER, _gradients, call, *call[:2]
     ),
-    flops=product_flops,
+    flops=matmul_flops,
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +16,7 @@ from ...dispatch.choice import Choice, choose_kernel, launch_kernel
 from ...dispatch.plan import num_sms, preferred_kernel
 from ...dispatch.staging import Staging, in_rows_or_columns
 from .. import gradients
+from ..matmul_reduce_scatter import matmul_flops
 from ..op import Op
 from .all_to_all import AllToAllCall, choose_exchange_beside, run_all_to_all
 
@@ -96,10 +95,6 @@ def run_matmul_all_to_all(
     return run_all_to_all(choice, where, exchange, group, APART_OP).movedim(0, call.gather_dim)
 
 
-def _fake(call: MatmulAllToAllCall, group: ProcessGroup) -> Tensor:
-    return call.A.new_empty(call.result_shape(group.size())).movedim(0, call.gather_dim)
-
-
 def _gradients(grad: Tensor, A: Any, B: Any, transposed: bool, gather_dim: int, *of_group: Any) -> Any:
     (name, size), dim, last, grad_A = of_group, gather_dim % grad.dim(), grad.dim() - 1, None
     if B is not None:
@@ -110,16 +105,11 @@ def _gradients(grad: Tensor, A: Any, B: Any, transposed: bool, gather_dim: int, 
     return grad_A, None if A is None else gradients.gradient_of_matrix(A, back, transposed)
 
 
-def product_flops(A: Sequence[int], B: Sequence[int], *_: Any, **__: Any) -> int:
-    """Of the rows of A that are on all ranks, and of which each multiplies as much."""
-    return 2 * prod(A) * B[1]
-
-
 MATMUL_ALL_TO_ALL: Op = Op(
     "fused_matmul_all_to_all(Tensor A, Tensor B, int gather_dim, str group_name, *, int? group_size=None) -> Tensor",
     record=MatmulAllToAllCall,
     validate=_validate,
-    fake=_fake,
+    fake=lambda call, group: call.A.new_empty(call.result_shape(group.size())).movedim(0, call.gather_dim),
     kernel="all_to_all",
     sends_nothing=lambda call, group: 0 in call.result_shape(group.size()),
     choose=_choose,
@@ -128,5 +118,5 @@ MATMUL_ALL_TO_ALL: Op = Op(
     with_gradient=lambda call: gradients.ProductFunction.apply(
         MATMUL_ALL_TO_ALL, _gradients, call, *call[:2]
     ),
-    flops=product_flops,
+    flops=matmul_flops,
 )

@@ -165,10 +165,6 @@ class GroupedMatmulSumFunction(torch.autograd.Function):
         return None, None, *found, grad if of_residual else None, whole if of_shared else None
 
 
-def _flops(A: Sequence[int], B: Sequence[int], *_: Any, **__: Any) -> int:
-    return 2 * A[0] * A[1] * B[2]
-
-
 _OPERANDS = "Tensor A, Tensor B, Tensor offs, Tensor slots, Tensor weights, str reduce_op"
 _TERMS = "Tensor? bias=None, Tensor? residual=None, Tensor? shared=None, int? group_size=None"
 
@@ -188,7 +184,7 @@ def _op(name: str, schema: str, record: Callable[..., Any], kernel: str) -> Op:
         with_gradient=lambda call: GroupedMatmulSumFunction.apply(
             op, call, call.A, call.B, call.weights, call.bias, call.residual, call.shared
         ),
-        flops=_flops,
+        flops=lambda A, B, *_, **__: 2 * A[0] * A[1] * B[2],
         own_dims={"A": (1,), "B": (0, 1), "offs": (0,), "bias": (0,)},
         own_on_cuda=True,
     )
