@@ -37,11 +37,7 @@ from .layers.float8 import float8_all_gather_matmul, float8_matmul_reduce_scatte
 from .layers.gradients import all_reduce_gradients
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .library import registration as registration  # torch.ops.weft is implemented
-from .norms import (
-    fused_all_reduce_layer_norm,
-    fused_all_reduce_rms_norm,
-    fused_all_reduce_rms_norm_quant,
-)
+from .norms import fused_all_reduce_layer_norm, fused_all_reduce_rms_norm, fused_all_reduce_rms_norm_quant
 from .process_groups.creation import is_weft_group, process_group
 from .process_groups.group import WeftProcessGroup
 from .process_groups.taken import GroupCalls

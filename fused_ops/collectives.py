@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from ..kernels import all_gather, all_to_all, reduce_scatter
-from ..symm_mem import Group, group_name
+from ..symm_mem import Group
 from . import validation
-from .dispatch.callers import known_name, of_graph, of_rank_in_graph
+from .dispatch.callers import known_name
 from .dispatch.launch_cache import launch_again
 from .dispatch.stand_alone import KINDS
 from .functional import ReduceOp
-from .library import schema
+from .library.call import call_op
 
 
 def one_shot_all_gather(
@@ -68,13 +68,10 @@ def one_shot_all_gather(
         done = launch_again(op, how, tensors, name, KINDS)
         if done is not None:
             return done[0] if out is None else out
-    validation.tensor("x", x, 1)
-    validation.dimension("gather_dim", gather_dim, "x", x.dim())
-    name = group_name(group)
+    named = _given(counts)
     if out is None:
-        return schema.all_gather(x, gather_dim, name, **_given(counts, name), **of_graph(name))
-    validation.tensor("out", out)
-    schema.all_gather_out(out, x, gather_dim, name, **_given(counts, name), **of_graph(name))
+        return call_op("all_gather", group, x, gather_dim, **named)  # type: ignore[no-any-return]
+    call_op("all_gather_out", group, out, x, gather_dim, **named)
     return out
 
 
@@ -138,16 +135,10 @@ def one_shot_reduce_scatter(
         done = launch_again(op, how, tensors, name, KINDS)
         if done is not None:
             return done[0] if out is None else out
-    validation.tensor("x", x, 1)
-    reduce_op = validation.reduction(reduce_op, validation.ALL_REDUCE_OPS)
-    validation.dimension("scatter_dim", scatter_dim, "x", x.dim())
-    name = group_name(group)
+    reduce_op, named = validation.reduction(reduce_op, validation.ALL_REDUCE_OPS), _given(counts)
     if out is None:
-        return schema.reduce_scatter(
-            x, reduce_op, scatter_dim, name, **_given(counts, name), **of_graph(name)
-        )
-    validation.tensor("out", out)
-    schema.reduce_scatter_out(out, x, reduce_op, scatter_dim, name, **_given(counts, name), **of_graph(name))
+        return call_op("reduce_scatter", group, x, reduce_op, scatter_dim, **named)  # type: ignore[no-any-return]
+    call_op("reduce_scatter_out", group, out, x, reduce_op, scatter_dim, **named)
     return out
 
 
@@ -196,12 +187,7 @@ def one_shot_gather(
         done = launch_again(all_gather.TO_ROOT, how, (x,), name, KINDS)
         if done is not None:
             return done[0]
-    validation.tensor("x", x, 1)
-    validation.dimension("gather_dim", gather_dim, "x", x.dim())
-    validation.integer("root", root)
-    name = group_name(group)
-    given = {} if counts is None else {"counts": counts}
-    return schema.gather(x, gather_dim, root, name, **given, **of_rank_in_graph(name), **of_graph(name))
+    return call_op("gather", group, x, gather_dim, root, **_given(counts))  # type: ignore[no-any-return]
 
 
 def _are_plain(counts: Sequence[int]) -> bool:
@@ -209,8 +195,8 @@ def _are_plain(counts: Sequence[int]) -> bool:
     return all(type(n) is int for n in counts)
 
 
-def _given(counts: Sequence[int] | None, group_name: str) -> dict[str, Any]:
-    return {} if counts is None else {"counts": counts, **of_rank_in_graph(group_name)}
+def _given(counts: Sequence[int] | None) -> dict[str, Any]:
+    return {} if counts is None else {"counts": counts}
 
 
 def one_shot_all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group: Group = None) -> Tensor:
@@ -255,8 +241,4 @@ def one_shot_all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group: Gro
         done = launch_again(all_to_all.OP, (scatter_dim, gather_dim), (x,), name, KINDS)
         if done is not None:
             return done[0]
-    validation.tensor("x", x, 1)
-    validation.dimension("scatter_dim", scatter_dim, "x", x.dim())
-    validation.dimension("gather_dim", gather_dim, "x", x.dim())
-    name = group_name(group)
-    return schema.all_to_all(x, scatter_dim, gather_dim, name, **of_graph(name))
+    return call_op("all_to_all", group, x, scatter_dim, gather_dim)  # type: ignore[no-any-return]

@@ -7,11 +7,10 @@ from torch import Tensor
 from ..kernels.all_gather_matmul.configs import EXCHANGED_OP
 from ..kernels.matmul_all_gather import OP
 from ..kernels.matmul_reduce_scatter.configs import APART_OP
-from ..symm_mem import Group, group_name
-from . import validation
-from .dispatch.callers import known_name, of_graph
+from ..symm_mem import Group
+from .dispatch.callers import known_name
 from .dispatch.launch_cache import launch_again
-from .library import schema
+from .library.call import call_op
 
 
 def fused_matmul_all_to_all(A: Tensor, B: Tensor, gather_dim: int, group: Group = None) -> Tensor:
@@ -53,11 +52,7 @@ def fused_matmul_all_to_all(A: Tensor, B: Tensor, gather_dim: int, group: Group 
         done = launch_again(APART_OP, gather_dim, (A, B), name)
         if done is not None:
             return done[0]
-    validation.tensor("A", A, 2)
-    validation.tensor("B", B)
-    validation.dimension("gather_dim", gather_dim, "A", A.dim())
-    name = group_name(group)
-    return schema.matmul_all_to_all(A, B, gather_dim, name, **of_graph(name))
+    return call_op("matmul_all_to_all", group, A, B, gather_dim)  # type: ignore[no-any-return]
 
 
 def fused_all_to_all_matmul(A: Tensor, B: Tensor, scatter_dim: int, group: Group = None) -> Tensor:
@@ -98,11 +93,7 @@ def fused_all_to_all_matmul(A: Tensor, B: Tensor, scatter_dim: int, group: Group
         done = launch_again(EXCHANGED_OP, (scatter_dim, False), (A, B), name)
         if done is not None:
             return done[0]
-    validation.tensor("A", A, 2)
-    validation.tensor("B", B)
-    validation.dimension("scatter_dim", scatter_dim, "A", A.dim())
-    name = group_name(group)
-    out, _ = schema.all_to_all_matmul(A, B, scatter_dim, name, **of_graph(name))
+    out, _ = call_op("all_to_all_matmul", group, A, B, scatter_dim)
     return out  # type: ignore[no-any-return]
 
 
@@ -134,17 +125,11 @@ def fused_matmul_all_gather(A: Tensor, B: Tensor, group: Group = None) -> Tensor
         a new tensor [..., W * N] for W ranks, rank 0's columns first.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        ValueError, TypeError, RankMismatch, PeerTimeout: as ``fused_all_gather_matmul``.
     """
     name = known_name(group)
     if name is not None:
         done = launch_again(OP, None, (A, B), name)
         if done is not None:
             return done[0]
-    validation.tensor("A", A, 2)
-    validation.tensor("B", B)
-    name = group_name(group)
-    return schema.matmul_all_gather(A, B, name, **of_graph(name))
+    return call_op("matmul_all_gather", group, A, B)  # type: ignore[no-any-return]

@@ -12,6 +12,7 @@ from ..symm_mem import Group, group_name
 from . import validation
 from .dispatch.callers import of_graph, refuse_child_of, world_size_of
 from .library import schema
+from .library.call import call_op
 
 
 class MoeHandle(NamedTuple):
@@ -90,19 +91,12 @@ def moe_dispatch(
             ``capacity``: all ranks raise that, between CPU ranks at once, on CUDA at the next call that finds the GPU
             past it, at the latest ``symm_mem.check`` after a synchronization; what did not fit is left out until then.
         NotImplementedError: a second gradient is asked for.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        RankMismatch, PeerTimeout: as ``fused_all_gather_matmul``.
     """
-    validation.tensor("x", x)
-    validation.tensor("topk_ids", topk_ids)
-    for argument, value in (("num_experts", num_experts), ("align", align)):
-        validation.integer(argument, value)
-    if capacity is not None:
-        validation.integer("capacity", capacity)
     if max_tokens is not None:
         validation.integer("max_tokens", max_tokens)
         for argument, tensor in (("x", x), ("topk_ids", topk_ids)):
+            validation.tensor(argument, tensor)
             if tensor.dim() != 2:
                 raise ValueError(f"{argument}: has {tensor.dim()} dimensions, must have 2")
         if max_tokens < x.shape[0]:
@@ -110,9 +104,8 @@ def moe_dispatch(
         refuse_child_of(group_name(group), OP)
         more = max_tokens - x.shape[0]
         x, topk_ids = pad(x, (0, 0, 0, more)), pad(topk_ids, (0, 0, 0, more), value=-1)
-    name = group_name(group)
-    given, named = (x, topk_ids, num_experts, name), {"capacity": capacity, "align": align}
-    rows, offs, *places = schema.moe_dispatch(*given, **named, **of_graph(name))
+    named = {"capacity": capacity, "align": align}
+    rows, offs, *places = call_op("moe_dispatch", group, x, topk_ids, num_experts, **named)
     return rows, offs, MoeHandle(*places)
 
 

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..symm_mem import Group, group_name
+from ..symm_mem import Group
 from . import validation
-from .dispatch.callers import of_graph
 from .dispatch.tensor_guards import may_look_at
-from .library import schema
+from .library.call import call_op
 
 
 def fused_all_gather_grouped_matmul(
@@ -61,23 +60,13 @@ def fused_all_gather_grouped_matmul(
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode, or
-            where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        RankMismatch, PeerTimeout: as ``fused_all_gather_matmul``.
         NotImplementedError: a second gradient is asked for.
     """
-    validation.tensor("A_shard", A_shard)
-    validation.tensor("rows", rows)
-    validation.tensor("offs", offs)
-    Bs = validation.tensors("Bs", Bs)
-    validation.integer("gather_dim", gather_dim)
-    validation.flags(return_A=return_A, swiglu=swiglu)
-    if biases is not None:
-        biases = validation.tensors("biases", biases)
-    name = group_name(group)
-    given = A_shard, Bs, rows, offs, gather_dim, name
-    named = {"return_A": return_A, "biases": biases, "swiglu": swiglu}
-    A, outs = schema.all_gather_grouped_matmul(*given, **named, **of_graph(name))
+    given = A_shard, validation.tensors("Bs", Bs), rows, offs, gather_dim
+    biases = None if biases is None else validation.tensors("biases", biases)
+    named: Any = {"return_A": return_A, "biases": biases, "swiglu": swiglu}
+    A, outs = call_op("all_gather_grouped_matmul", group, *given, **named)
     return A, outs
 
 

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from ..symm_mem import Group, group_name
+from ..symm_mem import Group
 from . import validation
-from .dispatch.callers import known_name, of_graph
+from .dispatch.callers import known_name
 from .dispatch.tensor_guards import may_look_at
 from .experts import check_offs
 from .functional import ReduceOp
-from .library import schema
+from .library.call import call_op
 from .ops import MOE_COMBINE_ALL_REDUCE, MOE_COMBINE_ALL_REDUCE_RMS_NORM, MOE_COMBINE_REDUCE_SCATTER
-from .ops.experts.combine_all_reduce import CombineAllReduceCall
+from .ops.experts.combine import CombineAllReduceCall, CombineReduceScatterCall
 from .ops.experts.combine_all_reduce_rms_norm import CombineRmsNormCall
-from .ops.experts.combine_reduce_scatter import CombineReduceScatterCall
 
 
 def fused_moe_combine_all_reduce(
-    y: Tensor,
-    slots: Tensor,
-    weights: Tensor,
-    group: Group = None,
-    *,
-    shared: Tensor | None = None,
+    y: Tensor, slots: Tensor, weights: Tensor, group: Group = None, *, shared: Tensor | None = None
 ) -> Tensor:
     """``all_reduce(x)`` of ``x[t] = sum over k of weights[t, k] * y[slots[t, k]] + shared[t]``.
 
@@ -55,20 +51,17 @@ def fused_moe_combine_all_reduce(
         [T, H], contiguous, of the dtype of y.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
+        ValueError, TypeError, RankMismatch, PeerTimeout: as ``fused_all_gather_matmul``.
         NotImplementedError: a second gradient is asked for.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
-            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
     """
     name = known_name(group)
     if name is not None:
         done = MOE_COMBINE_ALL_REDUCE.fast(CombineAllReduceCall(y, slots, weights, name, shared))
         if done is not None:
             return done  # type: ignore[no-any-return]
-    _check(("y", y), slots, weights, shared)
-    name = group_name(group)
-    return schema.moe_combine_all_reduce(y, slots, weights, name, shared=shared, **of_graph(name))
+    if may_look_at(slots, y):
+        _check_slots("y", y, slots)
+    return call_op("moe_combine_all_reduce", group, y, slots, weights, shared=shared)  # type: ignore[no-any-return]
 
 
 def fused_moe_combine_all_reduce_rms_norm(
@@ -126,16 +119,11 @@ def fused_moe_combine_all_reduce_rms_norm(
         done = MOE_COMBINE_ALL_REDUCE_RMS_NORM.fast(call)
         if done is not None:
             return done[0], done[1]
-    _check(("y", y), slots, weights, shared)
-    if residual is not None:
-        validation.tensor("residual", residual)
-    validation.tensor("weight", weight)
-    validation.number("eps", eps)
-    validation.number("weight_offset", weight_offset)
-    validation.flags(round_sum=round_sum)
-    name = group_name(group)
-    named = {"shared": shared, "weight_offset": weight_offset, "round_sum": round_sum, **of_graph(name)}
-    return schema.moe_combine_all_reduce_rms_norm(y, slots, weights, residual, weight, eps, name, **named)
+    if may_look_at(slots, y):
+        _check_slots("y", y, slots)
+    given = y, slots, weights, residual, weight, eps
+    named: Any = {"shared": shared, "weight_offset": weight_offset, "round_sum": round_sum}
+    return call_op("moe_combine_all_reduce_rms_norm", group, *given, **named)  # type: ignore[no-any-return]
 
 
 def fused_moe_combine_reduce_scatter(
@@ -185,11 +173,10 @@ def fused_moe_combine_reduce_scatter(
         done = MOE_COMBINE_REDUCE_SCATTER.fast(call)
         if done is not None:
             return done  # type: ignore[no-any-return]
-    _check(("y", y), slots, weights, shared)
-    validation.dimension("scatter_dim", scatter_dim, "result", 2)
-    name = group_name(group)
-    given = y, slots, weights, scatter_dim, name
-    return schema.moe_combine_reduce_scatter(*given, shared=shared, **of_graph(name))
+    if may_look_at(slots, y):
+        _check_slots("y", y, slots)
+    given = y, slots, weights, scatter_dim
+    return call_op("moe_combine_reduce_scatter", group, *given, shared=shared)  # type: ignore[no-any-return]
 
 
 def fused_grouped_matmul_all_reduce(
@@ -246,11 +233,10 @@ def fused_grouped_matmul_all_reduce(
     Raises:
         ValueError, TypeError, NotImplementedError, RankMismatch, PeerTimeout: as ``fused_moe_combine_all_reduce``.
     """
-    _check_grouped((A, B, offs), slots, weights, (bias, residual, shared))
-    name = group_name(group)
-    named = {"bias": bias, "residual": residual, "shared": shared, **of_graph(name)}
-    given = A, B, offs, slots, weights, validation.reduction(reduce_op), name
-    return schema.grouped_matmul_all_reduce(*given, **named)
+    _check_grouped(A, offs, slots)
+    named = {"bias": bias, "residual": residual, "shared": shared}
+    given = A, B, offs, slots, weights, validation.reduction(reduce_op)
+    return call_op("grouped_matmul_all_reduce", group, *given, **named)  # type: ignore[no-any-return]
 
 
 def fused_grouped_matmul_reduce_scatter(
@@ -301,33 +287,18 @@ def fused_grouped_matmul_reduce_scatter(
     Raises:
         ValueError, TypeError, NotImplementedError, RankMismatch, PeerTimeout: as ``fused_moe_combine_all_reduce``.
     """
-    _check_grouped((A, B, offs), slots, weights, (bias, residual, shared))
-    validation.dimension("scatter_dim", scatter_dim, "result", 2)
-    name = group_name(group)
-    named = {"bias": bias, "residual": residual, "shared": shared, **of_graph(name)}
-    given = A, B, offs, slots, weights, validation.reduction(reduce_op), scatter_dim, name
-    return schema.grouped_matmul_reduce_scatter(*given, **named)
+    _check_grouped(A, offs, slots)
+    named = {"bias": bias, "residual": residual, "shared": shared}
+    given = A, B, offs, slots, weights, validation.reduction(reduce_op), scatter_dim
+    return call_op("grouped_matmul_reduce_scatter", group, *given, **named)  # type: ignore[no-any-return]
 
 
-def _check_grouped(
-    product: tuple[Tensor, Tensor, Tensor],
-    slots: Tensor,
-    weights: Tensor,
-    terms: tuple[Tensor | None, Tensor | None, Tensor | None],
-) -> None:
-    """``product``: A, B and offs; ``terms``: bias, residual and shared."""
-    A, B, offs = product
-    bias, residual, shared = terms
-    validation.tensor("A", A)
-    validation.tensor("B", B)
-    validation.tensor("offs", offs)
-    for term, given in (("bias", bias), ("residual", residual)):
-        if given is not None:
-            validation.tensor(term, given)
-    _check(("A", A), slots, weights, shared)
+def _check_grouped(A: Tensor, offs: Tensor, slots: Tensor) -> None:
+    """In the checked mode: offsets and slots, each of which is of one choice."""
     check_offs(A, offs)
-    if not may_look_at(slots):
+    if not may_look_at(slots, A):
         return
+    _check_slots("A", A, slots)
     used = slots[slots >= 0]
     counts = used.long().bincount(minlength=1)
     if int(counts.max()) > 1:
@@ -336,20 +307,10 @@ def _check_grouped(
         )
 
 
-def _check(named: tuple[str, Tensor], slots: Tensor, weights: Tensor, shared: Tensor | None) -> None:
-    """What would not reach the op's own checks; in the checked mode, which may wait for data, also the slots.
-
-    ``named``: the tensor of whose rows slots are, and its name.
-    """
-    of_rows, y = named
-    for name, tensor in (named, ("slots", slots), ("weights", weights)):
-        validation.tensor(name, tensor, 2)
-    if shared is not None:
-        validation.tensor("shared", shared)
-    if not may_look_at(slots):
-        return
-    wrong = slots[(slots < -1) | (slots >= y.shape[0])]
+def _check_slots(of: str, rows: Tensor, slots: Tensor) -> None:
+    """In the checked mode, which may wait for data: slots are of rows of the tensor ``of``."""
+    wrong = slots[(slots < -1) | (slots >= rows.shape[0])]
     if wrong.numel():
         raise ValueError(
-            f"slots: holds {wrong[0].item()}, must be from -1 to {y.shape[0] - 1}, as {of_rows} has rows"
+            f"slots: holds {wrong[0].item()}, must be from -1 to {rows.shape[0] - 1}, as {of} has rows"
         )

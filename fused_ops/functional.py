@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.all_reduce import IN_PLACE, OP
-from ..symm_mem import Group, group_name
+from ..symm_mem import Group
 from . import validation
-from .dispatch.callers import known_name, of_graph
+from .dispatch.callers import known_name
 from .dispatch.launch_cache import launch_again
 from .dispatch.stand_alone import KINDS
 from .dispatch.tensor_guards import needs_autograd_alone
-from .library import schema
+from .library.call import call_op
 from .ops import (
     ALL_GATHER_MATMUL,
     ALL_REDUCE,
@@ -82,12 +82,8 @@ def fused_all_gather_matmul(
         if needs_autograd_alone(A_shard, *Bs):  # without the dispatcher; the op checks what it is given
             call = all_gather_matmul.AllGatherMatmulCall(A_shard, [*Bs], gather_dim, name, return_A)
             return ALL_GATHER_MATMUL.with_gradient(call)
-    validation.tensor("A_shard", A_shard, 2)
     matrices = validation.tensors("Bs", Bs)
-    validation.dimension("gather_dim", gather_dim, "A_shard", A_shard.dim())
-    validation.flags(return_A=return_A)
-    name = group_name(group)
-    return schema.all_gather_matmul(A_shard, matrices, gather_dim, name, return_A=return_A, **of_graph(name))
+    return call_op("all_gather_matmul", group, A_shard, matrices, gather_dim, return_A=return_A)
 
 
 def fused_matmul_reduce_scatter(
@@ -155,19 +151,12 @@ def fused_matmul_reduce_scatter(
             return MATMUL_REDUCE_SCATTER.with_gradient(
                 matmul_reduce_scatter.MatmulReduceScatterCall(A, B, reduce_op, scatter_dim, name, *more)
             )
-    validation.tensor("A", A, 2)
-    validation.tensor("B", B)
-    reduce_op = validation.reduction(reduce_op)
-    validation.dimension("scatter_dim", scatter_dim, "A", A.dim())
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         shown = "a tensor" if isinstance(out_dtype, Tensor) else repr(out_dtype)
         raise TypeError(f"out_dtype: is {shown}, must be a torch.dtype")
-    for term, value in (("bias", bias), ("residual", residual)):
-        if value is not None:
-            validation.tensor(term, value)
-    name = group_name(group)
-    named = {"out_dtype": out_dtype, "bias": bias, "residual": residual, **of_graph(name)}
-    return schema.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, name, **named)
+    given = A, B, validation.reduction(reduce_op), scatter_dim
+    named = {"out_dtype": out_dtype, "bias": bias, "residual": residual}
+    return call_op("matmul_reduce_scatter", group, *given, **named)
 
 
 def one_shot_all_reduce(x: Tensor, reduce_op: ReduceOp, group: Group = None) -> Tensor:
@@ -206,10 +195,7 @@ def one_shot_all_reduce(x: Tensor, reduce_op: ReduceOp, group: Group = None) -> 
             return results[0]
         if needs_autograd_alone(x):
             return ALL_REDUCE.with_gradient(all_reduce.AllReduceCall(x, reduce_op, name))
-    validation.tensor("x", x)
-    reduce_op = validation.reduction(reduce_op, validation.ALL_REDUCE_OPS)
-    name = group_name(group)
-    return schema.all_reduce(x, reduce_op, name, **of_graph(name))
+    return call_op("all_reduce", group, x, validation.reduction(reduce_op, validation.ALL_REDUCE_OPS))
 
 
 def one_shot_all_reduce_(x: Tensor, reduce_op: ReduceOp, group: Group = None) -> Tensor:
@@ -240,10 +226,7 @@ def one_shot_all_reduce_(x: Tensor, reduce_op: ReduceOp, group: Group = None) ->
         done = launch_again(IN_PLACE, reduce_op, (x,), name, KINDS)
         if done is not None:
             return x
-    validation.tensor("x", x)
-    reduce_op = validation.reduction(reduce_op, validation.ALL_REDUCE_OPS)
-    name = group_name(group)
-    schema.all_reduce_(x, reduce_op, name, **of_graph(name))
+    call_op("all_reduce_", group, x, validation.reduction(reduce_op, validation.ALL_REDUCE_OPS))
     return x
 
 
@@ -286,8 +269,4 @@ def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: ReduceOp, group: Gr
         if needs_autograd_alone(A, B):
             call = matmul_all_reduce.MatmulAllReduceCall(A, B, reduce_op, name)
             return MATMUL_ALL_REDUCE.with_gradient(call)
-    validation.tensor("A", A, 2)
-    validation.tensor("B", B)
-    reduce_op = validation.reduction(reduce_op)
-    name = group_name(group)
-    return schema.matmul_all_reduce(A, B, reduce_op, name, **of_graph(name))
+    return call_op("matmul_all_reduce", group, A, B, validation.reduction(reduce_op))

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.all_reduce_rms_norm import OP
-from ..symm_mem import Group, group_name
-from . import validation
-from .dispatch.callers import known_name, of_graph
+from ..symm_mem import Group
+from .dispatch.callers import known_name
 from .dispatch.launch_cache import launch_again
 from .dispatch.stand_alone import KINDS
-from .library import schema
+from .library.call import call_op
 from .ops import ALL_REDUCE_LAYER_NORM, ALL_REDUCE_RMS_NORM_QUANT
 from .ops.all_reduce_rms_norm import AllReduceLayerNormCall
 from .ops.all_reduce_rms_norm_quant import AllReduceRmsNormQuantCall, QuantResult, validate_quantization
@@ -71,13 +70,8 @@ def fused_all_reduce_rms_norm(
         done = launch_again(OP, norm, tensors, name, KINDS)
         if done is not None:
             return done[0], done[1]
-    _check(("residual",), x=x, residual=residual, weight=weight)
-    validation.number("eps", eps)
-    validation.number("weight_offset", weight_offset)
-    validation.flags(round_sum=round_sum)
-    name = group_name(group)
-    named = {"weight_offset": weight_offset, "round_sum": round_sum, **of_graph(name)}
-    return schema.all_reduce_rms_norm(x, residual, weight, eps, name, **named)
+    named: Any = {"weight_offset": weight_offset, "round_sum": round_sum}
+    return call_op("all_reduce_rms_norm", group, x, residual, weight, eps, **named)  # type: ignore[no-any-return]
 
 
 def fused_all_reduce_rms_norm_quant(
@@ -154,17 +148,10 @@ def fused_all_reduce_rms_norm_quant(
         done = ALL_REDUCE_RMS_NORM_QUANT.fast(call)
         if done is not None:
             return _with_scale(done, scale)
-    _check(("residual", "scale"), x=x, residual=residual, weight=weight, scale=scale)
-    validation.number("eps", eps)
-    validation.number("weight_offset", weight_offset)
-    validation.flags(round_sum=round_sum)
-    validate_quantization(out_dtype, scale_op, smallest)
-    name = group_name(group)
-    named = {"scale": scale, "out_dtype": out_dtype, "scale_op": scale_op, "smallest": smallest}
-    more = {"weight_offset": weight_offset, "round_sum": round_sum, **of_graph(name)}
-    return _with_scale(
-        schema.all_reduce_rms_norm_quant(x, residual, weight, eps, name, **named, **more), scale
-    )
+    validate_quantization(out_dtype, scale_op)
+    named: Any = {"scale": scale, "out_dtype": out_dtype, "scale_op": scale_op, "smallest": smallest}
+    named |= {"weight_offset": weight_offset, "round_sum": round_sum}
+    return _with_scale(call_op("all_reduce_rms_norm_quant", group, x, residual, weight, eps, **named), scale)
 
 
 def _with_scale(results: QuantResult, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,16 +208,5 @@ def fused_all_reduce_layer_norm(
         call = AllReduceLayerNormCall(x, residual, weight, bias, eps, name, weight_offset)
         if (done := ALL_REDUCE_LAYER_NORM.fast(call)) is not None:
             return done[0], done[1]
-    _check(("residual", "weight", "bias"), x=x, residual=residual, weight=weight, bias=bias)
-    validation.number("eps", eps)
-    validation.number("weight_offset", weight_offset)
-    name = group_name(group)
-    named = {"weight_offset": weight_offset, **of_graph(name)}
-    return schema.all_reduce_layer_norm(x, residual, weight, bias, eps, name, **named)
-
-
-def _check(optional: tuple[str, ...], **tensors: Any) -> None:
-    """What would not reach the op's own checks."""
-    for name, value in tensors.items():
-        if value is not None or name not in optional:
-            validation.tensor(name, value)
+    given = x, residual, weight, bias, eps
+    return call_op("all_reduce_layer_norm", group, *given, weight_offset=weight_offset)  # type: ignore[no-any-return]

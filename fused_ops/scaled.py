@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..symm_mem import Group, group_name
+from ..symm_mem import Group
 from . import validation
-from .dispatch.callers import known_name, of_graph
+from .dispatch.callers import known_name
 from .functional import ReduceOp
-from .library import schema
+from .library.call import call_op
 from .ops import ALL_GATHER_SCALED_MATMUL, SCALED_MATMUL_REDUCE_SCATTER
 from .ops.all_gather_scaled_matmul import AllGatherScaledMatmulCall
 from .ops.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatterCall
@@ -88,12 +88,7 @@ def fused_all_gather_scaled_matmul(
         call = AllGatherScaledMatmulCall(*args)
         if (done := ALL_GATHER_SCALED_MATMUL.fast(call)) is not None:
             return done  # type: ignore[no-any-return]
-    validation.tensor("A_shard", A_shard, 2)
-    matrices = validation.tensors("Bs", Bs)
-    validation.tensor("A_scale", A_scale)
-    scales = validation.tensors("B_scales", B_scales)
-    validation.dimension("gather_dim", gather_dim, "A_shard", A_shard.dim())
-    validation.flags(return_A=return_A)
+    matrices, scales = validation.tensors("Bs", Bs), validation.tensors("B_scales", B_scales)
     count = len(matrices)
     of_each = [_for_each(*named, count) for named in (("biases", biases), ("result_scales", result_scales))]
     for name, given in zip(("biases", "result_scales"), of_each, strict=True):
@@ -104,12 +99,9 @@ def fused_all_gather_scaled_matmul(
     dtypes = [output_dtype(f"out_dtypes[{i}]", dtype) for i, dtype in enumerate(dtypes)]
     fast = [False] * count if use_fast_accum is None else _for_each("use_fast_accum", use_fast_accum, count)
     validation.flags(**{f"use_fast_accum[{i}]": value for i, value in enumerate(fast)})
-    name = group_name(group)
-    return schema.all_gather_scaled_matmul(
-        *(A_shard, matrices, A_scale, scales, gather_dim, name, *of_each, dtypes, fast),
-        return_A=return_A,
-        **of_graph(name),
-    )
+    named = {"biases": of_each[0], "result_scales": of_each[1], "out_dtypes": dtypes, "use_fast_accum": fast}
+    operands = A_shard, matrices, A_scale, scales, gather_dim
+    return call_op("all_gather_scaled_matmul", group, *operands, **named, return_A=return_A)
 
 
 def fused_scaled_matmul_reduce_scatter(
@@ -170,20 +162,11 @@ def fused_scaled_matmul_reduce_scatter(
         if (sent := SCALED_MATMUL_REDUCE_SCATTER.fast(made)) is not None:
             return sent  # type: ignore[no-any-return]
     validation.tensor("A", A, 2)
-    for name, value in (("B", B), ("A_scale", A_scale), ("B_scale", B_scale)):
-        validation.tensor(name, value)
-    reduce_op = validation.reduction(reduce_op)
     validation.dimension("scatter_dim", scatter_dim, "A", A.dim())
-    if bias is not None:
-        validation.tensor("bias", bias)
-    out_dtype = output_dtype("out_dtype", out_dtype)
-    validation.flags(use_fast_accum=use_fast_accum)
-    name = group_name(group)
-    return schema.scaled_matmul_reduce_scatter(
-        *(A, B, A_scale, B_scale, reduce_op, scatter_dim, scatter_dim, name, None),
-        *(bias, None, out_dtype, use_fast_accum),
-        **of_graph(name),
-    )
+    dtype = output_dtype("out_dtype", out_dtype)
+    given = A, B, A_scale, B_scale, validation.reduction(reduce_op), scatter_dim, scatter_dim
+    named: Any = {"output_shape": None, "bias": bias, "out_dtype": dtype, "use_fast_accum": use_fast_accum}
+    return call_op("scaled_matmul_reduce_scatter", group, *given, **named)  # type: ignore[no-any-return]
 
 
 def _for_each(name: str, values: Any, count: int) -> list[Any]:

@@ -129,6 +129,16 @@ def one_of(names: Sequence[str]) -> str:
     return some + " or ".join([", ".join(map(repr, names[:-1])), repr(names[-1])])
 
 
+def has_dimensions(name: str, x: torch.Tensor) -> None:
+    if x.dim() < 1:
+        raise ValueError(f"{name}: has no dimension, must have 1 or more")
+
+
+def real(name: str, x: torch.Tensor) -> None:
+    if x.is_complex():
+        raise TypeError(f"{name}: is {x.dtype}, must be of real numbers: torch.view_as_real({name})")
+
+
 def float_dtype(name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in DTYPES:
         raise TypeError(f"{name}: is {tensor.dtype}, must be float32, bfloat16 or float16")

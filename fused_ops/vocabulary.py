@@ -82,10 +82,7 @@ def fused_linear_cross_entropy(
         (``symm_mem.set_checked``) such targets are refused.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode, or
-            where they ask for different memory; else results may be wrong.
-        PeerTimeout: a rank did not come.
+        ValueError, TypeError, RankMismatch, PeerTimeout: as ``fused_all_gather_matmul``.
         NotImplementedError: a second gradient is asked for.
     """
     _tensors(bias, targets, x=x, weight_shard=weight_shard)

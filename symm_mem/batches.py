@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .registration.handle import RegisteredTensor, define_ops
+from .registration.handle import RegisteredTensor, in_graph
 
 Put: TypeAlias = tuple[RegisteredTensor, torch.Tensor, int]
 Pair: TypeAlias = tuple[RegisteredTensor, int]
@@ -42,9 +42,7 @@ def batch_put(puts: Sequence[Put]) -> None:
         return
     handles, sources, peers = zip(*given, strict=True)
     if torch.compiler.is_compiling():
-        define_ops()
-        xs, name, size = [x._in_graphs for x in handles], handles[0]._group_name, handles[0].world_size
-        torch.ops.weft.batch_put(xs, list(sources), list(peers), name, group_size=size)
+        in_graph("batch_put", handles[0], [x._in_graphs for x in handles], list(sources), list(peers))
         return
     accesses = [
         (x.of, x._access("batch_put", f"puts[{i}]: source", source, peer))
@@ -101,10 +99,8 @@ def _calls_now(op: str, name: str, values: Any) -> list[Pair]:
     """What ``op`` is to be made for, checked: nothing while a graph is compiled, which gets it as an op."""
     given = _given(name, values, ("registered tensor", "peer"))
     if given and torch.compiler.is_compiling():
-        define_ops()
-        (xs, peers), first = zip(*given, strict=True), given[0][0]
-        tensors, name = [x._in_graphs for x in xs], first._group_name
-        getattr(torch.ops.weft, op)(tensors, list(peers), name, group_size=first.world_size)
+        xs, peers = zip(*given, strict=True)
+        in_graph(op, xs[0], [x._in_graphs for x in xs], list(peers))
         return []
     for i, (x, peer) in enumerate(given):
         x._check(op, peer, f"{name}[{i}]: peer")

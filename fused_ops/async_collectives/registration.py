@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 from .. import validation
 from ..dispatch.call_check import OpCall, begin_call
 from ..dispatch.choice import CHOOSERS, Choice
-from ..library import compiled, group_checks, schema
-from ..library.unsupported import refuse_unsupported
+from ..library import group_checks, schema
+from ..library.implement import implement
 from ..ops import ALL_GATHER, REDUCE_SCATTER
 from ..ops.all_gather import AllGatherCall
 from ..ops.op import with_poison
@@ -94,12 +94,7 @@ for _op, _run, _fake in (
     (schema.reduce_scatter_start, _starts(SCATTER, _start), _starts(SCATTER, _fake_start)),
     (schema.reduce_scatter_wait, _waits(SCATTER, run_wait), _waits(SCATTER, _fake_wait)),
 ):
-    _name = str(_op).split(".")[1]  # of weft.NAME.default
-    torch.library.register_fake(_op, compiled.known_to_inductor(_fake), lib=schema.lib)
-    compiled.declare_communicating(_op)
+    implement(_op, _run, _fake)
     fx.node.has_side_effect(_op)
-    for _key in ("CPU", "CUDA"):
-        schema.lib.impl(_name, _run, _key)
-    refuse_unsupported(schema.lib, _name)
 CHOOSERS[schema.all_gather_start] = _starts(GATHER, _choice)
 CHOOSERS[schema.reduce_scatter_start] = _starts(SCATTER, _choice)

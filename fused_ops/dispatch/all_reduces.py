@@ -1,12 +1,11 @@
-"""What all-reduces have in common, those of a process group and those after a product too: the choice, and what a
-workspace keeps."""
+"""What all-reduces have in common, those of a process group and those after a product too."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from ...kernels.all_reduce.configs import (
 )
 from ...kernels.device.collective.host_exchange import exchange_layout
 from ...symm_mem.heap.heap import Heap
-from .choice import Choice, on_host, unfused
+from .choice import Choice, on_host, prepare_kernel, unfused
 from .launch_cache import PreparedKernel
 from .plan import num_sms, sends_in_turn
 from .workspaces import ALL_REDUCE
@@ -30,19 +29,8 @@ if TYPE_CHECKING:
     from ...kernels.device.jit.program import Program
 
 
-class TensorLike(Protocol):
-    """What a choice asks of a tensor, which need not be there yet."""
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def nbytes(self) -> int: ...
-
-
 class NotYet(NamedTuple):
-    """Of a tensor that is not there yet."""
+    """What a choice asks of a tensor, of one that is not there yet."""
 
     device: torch.device
     dtype: torch.dtype
@@ -56,7 +44,7 @@ class _How(NamedTuple):
     given: bool
 
 
-def choose_sum(x: TensorLike, reduce_op: str, group: ProcessGroup) -> Choice:
+def choose_sum(x: Tensor | NotYet, reduce_op: str, group: ProcessGroup) -> Choice:
     """The choice for a tensor like x, where the ranks can address each other's memory."""
     if x.device.type == "cpu":
         return on_host(exchange_layout(x.nbytes, group.size()))
@@ -64,7 +52,7 @@ def choose_sum(x: TensorLike, reduce_op: str, group: ProcessGroup) -> Choice:
 
 
 def choose_sum_on_cuda(
-    x: TensorLike,
+    x: Tensor | NotYet,
     reduce_op: str,
     group: ProcessGroup,
     config: AllReduceConfig | None = None,
@@ -94,27 +82,17 @@ def choose_sum_on_cuda(
 def prepare_all_reduce(
     choice: Choice, where: Heap, x: Tensor, reduce_op: str, name: str = OP
 ) -> PreparedKernel:
-    """What the workspace keeps for such calls. The ranks compile together, by a name: what a wait counts is not what a
-    peer still compiles."""
-    found: list[PreparedKernel] = []
-    # Under one name: one may call in place and another one not.
-    key = (name, choice.how.config.form, x.dtype, reduce_op)
-    where.prepare(name, key, lambda: found.append(_prepared(choice, where, x, reduce_op)))
-    return found[0] if found else _prepared(choice, where, x, reduce_op)
-
-
-def _prepared(choice: Choice, where: Heap, x: Tensor, reduce_op: str) -> PreparedKernel:
+    """What launches such calls. The ranks compile together, by a name: one may call in place and another one not."""
     from ...kernels.all_reduce.cuda_kernel import AllReduceLauncher
 
-    workspace, how = choice.workspace_on(where), choice.how
-    key: Any = (x.numel(), x.dtype, reduce_op, *((how.config,) if how.given else ()))
-    found: PreparedKernel | None = workspace.prepared.get(key)
-    if found is None:
-        config = replace(how.config, in_turn=sends_in_turn(where))
-        kernel = AllReduceLauncher(workspace, x.numel(), x.dtype, reduce_op, x.device, config)
-        found = PreparedKernel(workspace, kernel, choice.plan_in(workspace))
-        workspace.keep(key, found)
-    return found
+    config, given = choice.how
+
+    def make(workspace: Any) -> AllReduceLauncher:
+        used = replace(config, in_turn=sends_in_turn(where))
+        return AllReduceLauncher(workspace, x.numel(), x.dtype, reduce_op, x.device, used)
+
+    key = (x.numel(), x.dtype, reduce_op, *((config,) if given else ()))
+    return prepare_kernel(choice, where, name, key, make, same=(name, config.form, x.dtype, reduce_op))
 
 
 @cache

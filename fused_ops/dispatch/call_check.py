@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -31,18 +31,10 @@ _SAME_ON_CUDA = " (on CUDA all sizes must be the same on all ranks: they choose 
 _SAME = " (sizes other than * must be the same on all ranks)"
 
 
-class HasOwnDims(Protocol):
-    """An ``Op``, or a call of one."""
-
-    @property
-    def own_dims(self) -> Mapping[str, tuple[int, ...]]: ...
-    @property
-    def own_on_cuda(self) -> bool: ...
-
-
-def own_dims_on(device_type: str, op: HasOwnDims) -> Mapping[str, tuple[int, ...]]:
-    """``Op.own_dims``, where ranks may have sizes of their own."""
-    return op.own_dims if device_type == "cpu" or op.own_on_cuda else {}
+def own_dims_on(device_type: str, op: Any) -> Mapping[str, tuple[int, ...]]:
+    """``own_dims`` of an ``Op``, or of a call of one, where ranks may have sizes of their own."""
+    found: Mapping[str, tuple[int, ...]] = op.own_dims if device_type == "cpu" or op.own_on_cuda else {}
+    return found
 
 
 def dims_of_element(own: tuple[int, ...], i: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...kernels.device.collective.host_exchange import exchange_layout
-from ...kernels.device.gemm.one_shot import OneShotConfig, launch_prepared
+from ...kernels.device.comm.ll_exchange import ExchangeLayout
+from ...kernels.device.gemm.one_shot import launch_prepared
 from ...kernels.device.jit.program import Program
 from ...kernels.device.kernel_choice import KernelChoice, KernelSteps, make_together
 from ...symm_mem import resolve_group
@@ -137,21 +138,6 @@ class KernelUse:
     given: Any = None
 
 
-def by_kernel(use: KernelUse, world_size: int, programs: Callable[[], Sequence[Program]]) -> Choice:
-    """Of the ops around a matmul."""
-    kernel, layout = use.kernel, cast(Any, use.kernel.layout)
-    if isinstance(kernel.config, OneShotConfig):
-        kind, layout = ONE_SHOT, kernel.config.layout(world_size)
-    else:
-        kind = COPIED if kernel.algorithm == "copy_engine" else LL_PROTOCOL if layout.ll_protocol else MATMUL
-    return Choice(
-        *(kernel.algorithm, use.staging.reason, kind, layout),
-        predicted_us=kernel.predicted_us,
-        programs=programs,
-        how=use,
-    )
-
-
 def choose_kernel(
     steps: KernelSteps, used: Any, staging: Staging, group: ProcessGroup, too_little: str, given: Any = None
 ) -> Choice:
@@ -167,8 +153,17 @@ def choose_kernel(
         return unfused(kernel)
     if not should_fuse(kernel.profitable):
         return unfused(too_little)
-    programs = partial(steps.programs, kernel.config, used, size, group.rank())
-    return by_kernel(KernelUse(steps, kernel, used, staging, given), size, programs)
+    layout = kernel.layout
+    if isinstance(layout, ExchangeLayout):
+        kind = ONE_SHOT
+    else:
+        kind = COPIED if kernel.algorithm == "copy_engine" else LL_PROTOCOL if layout.ll_protocol else MATMUL
+    return Choice(
+        *(kernel.algorithm, staging.reason, kind, layout),
+        predicted_us=kernel.predicted_us,
+        programs=partial(steps.programs, kernel.config, used, size, group.rank()),
+        how=KernelUse(steps, kernel, used, staging, given),
+    )
 
 
 def prepare_kernel(

@@ -119,77 +119,71 @@ class PreparedLaunch:
 Launch: TypeAlias = Callable[..., list[Tensor] | None]
 
 
-@dataclass(frozen=True, slots=True)
-class StreamLaunch:
-    """How calls on CUDA are launched on one stream.
+def launch_on_stream(
+    workspace: Workspace[Any],
+    how: PreparedLaunch,
+    ran: plan.Plan,
+    timeout_ns: int,
+    on: tuple[int, StreamStep, StreamStep],
+    *,
+    is_double_buffered: bool,
+) -> Launch:
+    """How calls on CUDA are launched on one stream, with a deadline. What is looked up here once is not at each call.
 
-    Attributes:
-        timeout_ns: their deadline.
+    Args:
+        on: the stream, and what is done there before and after each launch.
         is_double_buffered: a launch is told of the buffer.
     """
+    stream, before, after = on
+    launcher, calls, empty, grids = how.launcher, how.calls, how.empty, how.grids
+    overwrites, alignment, made, thread = how.overwrites, how.alignment, how.results, plan.this_thread
+    several = len(made) > 1  # of one ``map`` takes longer than what it calls
 
-    workspace: Workspace[Any]
-    how: PreparedLaunch
-    plan: plan.Plan
-    timeout_ns: int
-    is_double_buffered: bool
-    stream: int
-    before: StreamStep
-    after: StreamStep
-
-    def bound(self) -> Launch:
-        """A function: what it takes out of here once, it need not look up at each call."""
-        how, workspace, stream, timeout_ns = self.how, self.workspace, self.stream, self.timeout_ns
-        ran, is_double_buffered, before, after = self.plan, self.is_double_buffered, self.before, self.after
-        launcher, calls, empty, grids = how.launcher, how.calls, how.empty, how.grids
-        overwrites, alignment, made, thread = how.overwrites, how.alignment, how.results, plan.this_thread
-        several = len(made) > 1  # of one ``map`` takes longer than what it calls
-
-        def launch(op: str, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Any:
-            operands = [tensors[0].data_ptr()] if len(tensors) == 1 else list(map(_address, tensors))
-            if 0 in operands:  # its memory was freed, as FSDP does
+    def launch(op: str, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Any:
+        operands = [tensors[0].data_ptr()] if len(tensors) == 1 else list(map(_address, tensors))
+        if 0 in operands:  # its memory was freed, as FSDP does
+            return None
+        if alignment > 1:
+            together = 0
+            for address in operands:
+                together |= address
+            if together % alignment:
                 return None
-            if alignment > 1:
-                together = 0
-                for address in operands:
-                    together |= address
-                if together % alignment:
-                    return None
-            results, to = tensors, operands
-            if overwrites:
-                if (len(tensors) > 1 or tensors[0].is_inference()) and not may_overwrite(tensors):
-                    return None
-                to, operands = operands[:1], operands[-1:]
-            elif into is None:
-                results = list(starmap(empty, made)) if several else [empty(*made[0])]
-            elif into is not tensors:
-                results = into
-            if before is not None:
-                before(stream)
-            if calls:
-                thread.plan = ran
-                launcher.call(tensors, results, timeout_ns, stream)
-            else:
-                # Noted now that nothing is left before the launch: errors identify calls by how many were launched.
-                workspace.raise_if_broken(op, 2, grids)  # inside this and what has looked it up
-                thread.plan = ran
-                try:
-                    buffer = workspace.next_buffer() if is_double_buffered else 0
-                    if results is not tensors:
-                        to = list(map(_address, results)) if several else [results[0].data_ptr()]
-                    launcher.launch(buffer, operands, to, timeout_ns, stream)
-                except BaseException as e:
-                    workspace.abandon(e)  # the peers may wait for what was not launched
-                    raise
-            if flight_recorder.calls is not None and not running.inside:  # a part of a call is none by itself
-                workspace.record_launch(op, how.shape)
-            if after is not None:
-                after(stream)
-            if overwrites:
-                increment_version(results[0])  # of what a kernel writes at an address autograd sees nothing
-            return results
+        results, to = tensors, operands
+        if overwrites:
+            if (len(tensors) > 1 or tensors[0].is_inference()) and not may_overwrite(tensors):
+                return None
+            to, operands = operands[:1], operands[-1:]
+        elif into is None:
+            results = list(starmap(empty, made)) if several else [empty(*made[0])]
+        elif into is not tensors:
+            results = into
+        if before is not None:
+            before(stream)
+        if calls:
+            thread.plan = ran
+            launcher.call(tensors, results, timeout_ns, stream)
+        else:
+            # Noted now that nothing is left before the launch: errors identify calls by how many were launched.
+            workspace.raise_if_broken(op, 2, grids)  # inside this and what has looked it up
+            thread.plan = ran
+            try:
+                buffer = workspace.next_buffer() if is_double_buffered else 0
+                if results is not tensors:
+                    to = list(map(_address, results)) if several else [results[0].data_ptr()]
+                launcher.launch(buffer, operands, to, timeout_ns, stream)
+            except BaseException as e:
+                workspace.abandon(e)  # the peers may wait for what was not launched
+                raise
+        if flight_recorder.calls is not None and not running.inside:  # a part of a call is none by itself
+            workspace.record_launch(op, how.shape)
+        if after is not None:
+            after(stream)
+        if overwrites:
+            increment_version(results[0])  # of what a kernel writes at an address autograd sees nothing
+        return results
 
-        return launch
+    return launch
 
 
 def may_overwrite(tensors: Sequence[Tensor]) -> bool:
@@ -331,8 +325,8 @@ def _find(
             if not isinstance(how, PreparedLaunch):
                 return CachedCall(group, how.bound(workspace, found.plan, group), guard)
             deadline = timeout(group_name, found.timeout_ns)
-            at = kind in AROUND_MATMULS, stream, *steps_on(device, stream)
-            launch = StreamLaunch(workspace, how, found.plan, deadline, *at).bound()
+            on, double = (stream, *steps_on(device, stream)), kind in AROUND_MATMULS
+            launch = launch_on_stream(workspace, how, found.plan, deadline, on, is_double_buffered=double)
             return CachedCall(group, launch, guard, device, stream)
     return None
 

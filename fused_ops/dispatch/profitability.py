@@ -29,7 +29,6 @@ from ...kernels.matmul_all_gather.configs import (
 )
 from ...kernels.matmul_all_reduce import configs as few_rows
 from ...kernels.matmul_reduce_scatter import configs as scatter
-from ...kernels.matmul_reduce_scatter import to_all
 from .plan import HOPPER_SMS
 
 OPS = (
@@ -118,7 +117,7 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
             of_sum = scatter.MatmulReduceScatterProblem(
                 m, n, k, world_size, HOPPER_SMS, to_all=True, spec=_spec()
             )
-            if to_all.choose_sum_to_all_push(of_sum)[1]:
+            if scatter.sum_to_all_is_profitable(of_sum):
                 return None
         return _too_large("reduced", size, most)
     if op == "matmul_all_gather":
@@ -323,8 +322,8 @@ def _matmul_all_reduce_us(candidate: FusionCandidate, spec: DeviceSpec) -> float
     if config is not None and few_rows.few_rows_kernel_is_profitable(config, n, k):
         return few_rows.estimate_few_rows_us(m, n, k, size, spec)
     of_sum = scatter.MatmulReduceScatterProblem(m, n, k, size, HOPPER_SMS, to_all=True, spec=spec)
-    if to_all.choose_sum_to_all_push(of_sum)[1]:
-        return to_all.fastest_sum_to_all(of_sum)[0]
+    if scatter.sum_to_all_is_profitable(of_sum):
+        return scatter.rank_scatter_pushes(of_sum)[0][0]
     return matmul_us(m, n, k, spec) + estimate_all_reduce_us(m * n * 2, size)
 
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor, empty_like
-from torch._subclasses import FakeTensor
 
-_ALIGNMENT = 16  # bytes: what descriptors ask of addresses and of all strides but the last
-_MOST_STRIDE = 1 << 40  # bytes
+from ...kernels.device.gemm.operands import ALIGNMENT, rows_lie_well, start_of
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -27,11 +25,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 def in_rows(x: Tensor) -> bool:
     """Whether kernels can describe x: its rows are contiguous, and lie at distances that they take."""
-    if x.is_contiguous():
-        return True
-    *strides, last = x.stride()
-    steps = [stride * x.element_size() for size, stride in zip(x.shape, strides, strict=False) if size > 1]
-    return last == 1 and all(0 < step < _MOST_STRIDE and step % _ALIGNMENT == 0 for step in steps)
+    return x.is_contiguous() or (x.stride(-1) == 1 and rows_lie_well(x))
 
 
 def in_rows_or_columns(B: Tensor) -> bool:
@@ -39,14 +33,9 @@ def in_rows_or_columns(B: Tensor) -> bool:
     return in_rows(B) or in_rows(B.t())
 
 
-def _address_of(x: Tensor) -> int:
-    """Where x begins; that of a fake tensor is counted from its storage, which is aligned."""
-    return int(x.storage_offset()) * x.element_size() if isinstance(x, FakeTensor) else x.data_ptr()
-
-
 def aligned(x: Tensor) -> Tensor:
     """x at an address that kernels can take. A copy, never another algorithm: the peers' x may lie better."""
-    return x if _address_of(x) % _ALIGNMENT == 0 else x.clone()
+    return x if start_of(x) % ALIGNMENT == 0 else x.clone()
 
 
 class Staging:
@@ -79,9 +68,9 @@ class Staging:
         if not viewed:
             memory = x.new_empty(x.shape)
             self._why.append(f"{name} does not lie in rows")
-        elif (offset := _address_of(seen) % _ALIGNMENT) != 0:
+        elif (offset := start_of(seen) % ALIGNMENT) != 0:
             memory = empty_like(x)
-            self._why.append(f"{name} begins {offset} bytes after a multiple of {_ALIGNMENT}")
+            self._why.append(f"{name} begins {offset} bytes after a multiple of {ALIGNMENT}")
         else:
             return seen
         self._copies.append((memory, x))

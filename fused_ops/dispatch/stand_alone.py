@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import astuple, dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ...kernels.device.collective.rounds import RoundsConfig, choose_rounds, rounds_layout
 from ...kernels.device.comm.exchange_time import estimate_all_gather_us, estimate_reduce_scatter_us
@@ -15,7 +16,7 @@ from ...kernels.device.comm.ll_exchange import in_turn
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.heap.heap import Heap
 from .choice import Choice, launch_exchange, prepare_kernel, remember, unfused
-from .launch_cache import PreparedKernel, overlap
+from .launch_cache import PreparedKernel, launch_again, overlap
 from .plan import num_sms, sends_in_turn
 from .stream_order import in_stream_order
 from .workspaces import ALL_REDUCE
@@ -37,7 +38,8 @@ class StandAlone:
         shape: of the result.
         part: the shape of what each rank gets from another one.
         scatter_dim: along which x is cut into parts, not negative; None: it is a part itself.
-        gather_dim: along which parts are joined to the result; likewise.
+        gather_dim: along which parts are joined to the result; likewise. None: they are reduced.
+        root: who alone receives what is gathered.
     """
 
     name: str
@@ -47,6 +49,8 @@ class StandAlone:
     part: Sequence[int]
     scatter_dim: int | None = None
     gather_dim: int | None = None
+    reduce_op: str = ""
+    root: int | None = None
 
     @property
     def x(self) -> Tensor:
@@ -59,6 +63,25 @@ class StandAlone:
     @property
     def part_bytes(self) -> int:
         return prod(self.part) * self.x.element_size()
+
+    @property
+    def of_program(self) -> tuple[Any, ...]:
+        """What its program is made for besides the sizes."""
+        return (self.x.dtype, self.reduce_op) if self.gather_dim is None else (self.root,)
+
+    def program(self, size: int, rank: int) -> Program:
+        """That which has the kernels, for one rank of so many."""
+        if self.gather_dim is None:
+            from ...kernels.reduce_scatter.cuda_kernel import reduce_scatter_program
+
+            return reduce_scatter_program(size, rank, self.x.dtype, self.reduce_op)
+        if self.scatter_dim is None:
+            from ...kernels.all_gather.cuda_kernel import all_gather_program
+
+            return all_gather_program(size, rank, self.root)
+        from ...kernels.all_to_all.cuda_kernel import all_to_all_program
+
+        return all_to_all_program(size, rank)
 
     def row_bytes(self, dim: int | None) -> int | None:
         """Of a part where it is one of several along a dimension."""
@@ -76,32 +99,16 @@ class StandAlone:
         return in_one_piece and part.data_ptr() == whole.data_ptr() + rank * part.nbytes
 
 
-@dataclass(frozen=True)
-class _How:
-    """``of_program``: what that is made for besides the sizes."""
-
+class _How(NamedTuple):
     problem: SlicesProblem
     config: RoundsConfig
-    program: Callable[[], Program]
-    of_program: tuple[Any, ...]
 
 
-def choose_alone(
-    call: StandAlone,
-    world_size: int,
-    program: Callable[[], Program],
-    of_program: tuple[Any, ...] = (),
-    kind: str = ALL_REDUCE,
-) -> Choice:
-    """The choice for such calls on CUDA, in workspaces of a kind.
-
-    Args:
-        program: returns that which has the kernels.
-        of_program: what it is made for besides the sizes.
-    """
+def choose_alone(call: StandAlone, group: ProcessGroup, kind: str = ALL_REDUCE) -> Choice:
+    """The choice for such calls on CUDA, in workspaces of a kind."""
     from ...kernels.device.collective import launch
 
-    nbytes = call.part_bytes
+    nbytes, world_size = call.part_bytes, group.size()
     if nbytes > launch.MOST_BYTES:
         return unfused(f"a part has {nbytes} bytes, more than the {launch.MOST_BYTES} that the kernels take")
     rows = call.row_bytes(call.scatter_dim), call.row_bytes(call.gather_dim)
@@ -114,8 +121,8 @@ def choose_alone(
         kind=kind,
         layout=rounds_layout(problem.vectors, world_size, config),
         predicted_us=estimate(nbytes, world_size),
-        programs=lambda: [program()],
-        how=_How(problem, config, program, of_program),
+        programs=lambda: [call.program(world_size, group.rank())],
+        how=_How(problem, config),
     )
 
 
@@ -123,18 +130,19 @@ def prepare_alone(choice: Choice, where: Heap, call: StandAlone) -> PreparedKern
     """The kernel of such calls in the choice's workspace, made by all ranks together."""
     from ...kernels.device.collective import launch
 
-    how: _How = choice.how
+    problem, config = choice.how
 
     def function(name: str) -> Function:
-        program = in_turn(how.program()) if sends_in_turn(where) else how.program()
+        program = call.program(where.world_size, where.rank)
+        program = in_turn(program) if sends_in_turn(where) else program
         with cuda_state.state.make_current(call.x.device):
             return program.function(name)
 
     def make(place: Any) -> CollectiveLauncher:
-        return launch.CollectiveLauncher(place, how.problem, function, how.config)
+        return launch.CollectiveLauncher(place, problem, function, config)
 
     # Under one name: one rank may give an `out` and another one not.
-    return prepare_kernel(choice, where, call.name, (call.name, *astuple(how.problem), *how.of_program), make)
+    return prepare_kernel(choice, where, call.name, (call.name, *astuple(problem), *call.of_program), make)
 
 
 def run_alone(choice: Choice, where: Heap, call: StandAlone) -> Tensor:
@@ -153,3 +161,11 @@ def run_alone(choice: Choice, where: Heap, call: StandAlone) -> Tensor:
     used, results = ([source], [out]) if into is None else ([out, source], None)
     remember(choice, call.op, used, results, ready, alignment=1)
     return out
+
+
+def run_beside(choice: Choice, where: Heap, call: StandAlone, arguments: Hashable) -> Tensor:
+    """As a part of a call of another op, next to a product of cuBLAS: it is known by itself."""
+    done = launch_again(call.op, arguments, (call.x,), where.group_name, KINDS)
+    if done is not None:
+        return done[0]
+    return run_alone(replace(choice, known=(arguments, (call.x,))), where, call)

@@ -9,7 +9,7 @@ are checked besides (``likely_call``); addresses are left to the caller.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -160,17 +160,6 @@ def needs_autograd_alone(*tensors: Any) -> bool:
     return _state() in _COMMON and _wants_gradient(tensors) is True
 
 
-class Likely(Protocol):
-    """A cached call that need not be looked up: its tensors' guard, device and stream."""
-
-    @property
-    def alike(self) -> TensorGuard: ...
-    @property
-    def device(self) -> int: ...
-    @property
-    def stream(self) -> int: ...
-
-
 def likely_call(kept: dict[Hashable, Any], kind: Hashable, tensors: Sequence[Any]) -> Any:
     """One of the last cached calls of a ``kind``, all with as many tensors, if its guard passes and the stream is the
     same; else None. ``kept``: ``cached_calls`` of call_cache.py."""
@@ -200,7 +189,7 @@ def likely_call(kept: dict[Hashable, Any], kind: Hashable, tensors: Sequence[Any
     return None
 
 
-def note_likely(kept: dict[Hashable, Any], kind: Hashable, found: Likely) -> None:
-    """The next call of this kind may be one of ``found``: it is tried first."""
+def note_likely(kept: dict[Hashable, Any], kind: Hashable, found: Any) -> None:
+    """The next call of this kind may be one of ``found``, a ``CachedCall``: it is tried first."""
     others = [one for one in kept.get(kind, ()) if one is not found]
     kept[kind] = [found, *others[: _MOST_LIKELY - 1]]

@@ -18,7 +18,6 @@ from ...symm_mem import Group
 from .. import validation
 from ..functional import fused_all_gather_matmul, fused_matmul_reduce_scatter
 from .conjugates import GatherShards, MatmulOfWhole, SplitShards, SumOfMatmulsOverRanks
-from .parallel_layer import linear_dtype
 from .parallel_linear import ParallelLinear
 
 
@@ -111,12 +110,7 @@ class ColumnParallelLinear(ParallelLinear):
         Raises:
             ValueError, TypeError: x does not fit, or the layer was made by another rank or for another number of them.
         """
-        # Once: a parametrization computes them anew each time.
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
-        self._check(x, weight, self.in_features)
-        dtype = linear_dtype(x)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        x, weight, bias = self._operands(x, self.in_features)
         if self.sequence_parallel:
             along = self._along_sequence(x)
             _, (y,) = fused_all_gather_matmul(x, [weight.t()], along, self.group, return_A=False)
@@ -202,23 +196,18 @@ class RowParallelLinear(ParallelLinear):
         Raises:
             ValueError, TypeError: x does not fit, or the layer was made by another rank or for another number of them.
         """
-        # Once: a parametrization computes them anew each time.
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
-        self._check(x, weight, weight.shape[1] if self.input_is_parallel else self.in_features)
+        own = self.in_features // self.world_size
+        x, weight, bias = self._operands(x, own if self.input_is_parallel else self.in_features)
         if not self.input_is_parallel:
             x = SplitShards.apply(x, -1, self.group, self.rank, self.world_size)
-        dtype = linear_dtype(x)
-        x, weight = x.to(dtype), weight.to(dtype)
         if not self.sequence_parallel:
             y = SumOfMatmulsOverRanks.apply(torch.atleast_2d(x), weight, self.group, self.world_size)
             y = y if x.dim() > 1 else y[0]
-            return y if bias is None else y + bias.to(dtype)
+            return y if bias is None else y + bias
         along = self._along_sequence(x)
         if x.shape[along] % self.world_size:
             raise ValueError(
                 f"x: has size {x.shape[along]} in dimension {along}, the sequence, "
                 f"must have a multiple of {self.world_size} ranks there"
             )
-        bias = None if bias is None else bias.to(dtype)
         return fused_matmul_reduce_scatter(x, weight.t(), "sum", along, self.group, bias=bias)

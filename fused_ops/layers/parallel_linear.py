@@ -13,7 +13,7 @@ from typing_extensions import Self
 from ...symm_mem import Group
 from .. import validation
 from ..library import group_checks
-from .parallel_layer import Factory, ParallelLayer, check_factory
+from .parallel_layer import Factory, ParallelLayer, check_factory, linear_dtype
 
 
 class ParallelLinear(ParallelLayer):
@@ -113,6 +113,14 @@ class ParallelLinear(ParallelLayer):
             own = part.clone(memory_format=torch.contiguous_format)
             setattr(layer, name, nn.Parameter(own, getattr(linear, name).requires_grad))
         return layer.train(linear.training)
+
+    def _operands(self, x: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x, which must have so many columns, weight and bias, in the dtype of the product."""
+        weight: Tensor = self.weight  # once: a parametrization computes it anew each time
+        bias: Tensor | None = self.bias
+        self._check(x, weight, columns)
+        dtype = linear_dtype(x)
+        return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
     def _along_sequence(self, x: Tensor) -> int:
         if not (-x.dim() <= self.sequence_dim < x.dim() and self.sequence_dim % x.dim() < x.dim() - 1):

@@ -19,7 +19,8 @@ from ..ops import OPS, Op
 from ..ops.experts.local import LOCAL_OPS
 from ..ops.gradients import AUTOCAST
 from ..ops.op import tensors_given
-from . import compiled, group_checks, schema
+from . import group_checks, schema
+from .implement import implement
 from .unsupported import refuse_derivative_in_transform, refuse_unsupported
 
 _log = logging.getLogger("weft.ops")
@@ -32,7 +33,7 @@ def _on_records(
     """``run`` as torch calls it. With ``fast``: of a call that took no fast path."""
     record, group_size, returns_nothing = op.record, group_checks.group_size, op.functional is not None
 
-    def implement(*args: Any, **named: Any) -> Any:
+    def of_torch(*args: Any, **named: Any) -> Any:
         call = record(*args, **named)
         if call.group_size is not None:
             group_size(call.group_size, call.group_name)
@@ -41,7 +42,7 @@ def _on_records(
             return run(call)
         return None if returns_nothing else done
 
-    return implement
+    return of_torch
 
 
 def _fake(op: Op) -> Callable[[Any], Any]:
@@ -110,14 +111,9 @@ def _local_autograd(name: str, with_gradient: Callable[..., Any]) -> Callable[..
 
 
 for _op in OPS:
-    _known_fake = compiled.known_to_inductor(_on_records(_op, _fake(_op)))
-    torch.library.register_fake(f"weft::{_op.name}", _known_fake, lib=schema.lib)
+    implement(_op.overload, _on_records(_op, _op.slow, _op.fast), _on_records(_op, _fake(_op)))
     CHOOSERS[_op.overload] = _on_records(_op, _op.choice_of)
-    compiled.declare_communicating(_op.overload)
-    for _key in ("CPU", "CUDA"):
-        schema.lib.impl(_op.name, _on_records(_op, _op.slow, _op.fast), _key)
     schema.lib.impl(_op.name, _on_records(_op, _autograd(_op), _op.fast), "Autograd")
-    refuse_unsupported(schema.lib, _op.name)
     for _key in ("AutocastCPU", "AutocastCUDA"):
         schema.lib.impl(_op.name, _below_autocast(_op.overload), _key)
     if _op.flops is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch._ops import OpOverload
 
-from ..ops import OPS
+from ..ops import OPS, Op
 
 lib = torch.library.Library("weft", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -24,9 +24,14 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> OpOverload: ...
 
 
+def python_name(op: Op) -> str:
+    """What it is called here."""
+    return op.name.removeprefix("fused_").removeprefix("one_shot_")
+
+
 for _op in OPS:
     lib.define(_op.schema, tags=_TAGS)
-    globals()[_op.name.removeprefix("fused_").removeprefix("one_shot_")] = _op.overload
+    globals()[python_name(_op)] = _op.overload
 _SIZE = "int? group_size=None"
 _SIGNAL, _SIGNALS = "Tensor(a!) x, int peer, str group_name", "Tensor(a!)[] xs, int[] peers, str group_name"
 # Of registered tensors. ``x`` is this rank's, by which the registration is found. All write to it, as far as a graph is

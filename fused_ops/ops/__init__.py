@@ -13,9 +13,8 @@ from .exchanges.matmul_all_to_all import MATMUL_ALL_TO_ALL
 from .experts import grouped_matmul as grouped_matmul  # torch.ops.weft has it
 from .experts import moe_route as moe_route  # likewise
 from .experts.all_gather_grouped_matmul import ALL_GATHER_GROUPED_MATMUL
-from .experts.combine_all_reduce import MOE_COMBINE_ALL_REDUCE
+from .experts.combine import MOE_COMBINE_ALL_REDUCE, MOE_COMBINE_REDUCE_SCATTER
 from .experts.combine_all_reduce_rms_norm import MOE_COMBINE_ALL_REDUCE_RMS_NORM
-from .experts.combine_reduce_scatter import MOE_COMBINE_REDUCE_SCATTER
 from .experts.grouped_matmul_sums import GROUPED_MATMUL_ALL_REDUCE, GROUPED_MATMUL_REDUCE_SCATTER
 from .experts.moe_combine import MOE_COMBINE
 from .experts.moe_dispatch import MOE_DISPATCH, MOE_DISPATCH_AGAIN

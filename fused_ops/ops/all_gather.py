@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +21,8 @@ from ..dispatch.choice import Choice, Known, on_host, unfused
 from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import heap_or_reason, ran
 from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
-from ..dispatch.workspaces import ALL_REDUCE
 from . import gradients
 from .op import Op, writing_out
-
-if TYPE_CHECKING:
-    from ...kernels.device.jit.program import Program
 
 #: Why calls with ``counts`` that differ run unfused on CUDA.
 UNEVEN = "on CUDA there is no kernel for ranks of different counts"
@@ -50,10 +46,8 @@ class AllGatherCall(NamedTuple):
 def validate_gathered(call: AllGatherCall) -> tuple[AllGatherCall, ProcessGroup]:
     """The call with a dimension that is not negative, and the group."""
     group, x = resolve_group(call.group_name), call.x
-    if x.dim() < 1:
-        raise ValueError("x: has no dimension, must have 1 or more")
-    if x.is_complex():
-        raise TypeError(f"x: is {x.dtype}, must be of real numbers: torch.view_as_real(x)")
+    validation.has_dimensions("x", x)
+    validation.real("x", x)
     dim = validation.checked_dim("gather_dim", call.gather_dim, "x", x.dim())
     if call.counts is not None:
         validation.counts_of_ranks(call.counts, call.group_rank, group)
@@ -86,27 +80,11 @@ def gather_within(x: Tensor, group: ProcessGroup, op: str) -> Tensor:
     if done is not None:
         return done[0]
     call = AllGatherCall(x, 0, group.group_name)
-    where = heap_or_reason(op, "all_gather", x.device, group, empty=x.numel() == 0)
-    if isinstance(where, str):
-        ran(unfused(where).plan_in(None))
-        return reference_all_gather(x, 0, group)
-    choice = choose_gather(call, group)
+    where: Any = heap_or_reason(op, "all_gather", x.device, group, empty=x.numel() == 0)
+    choice = unfused(where) if isinstance(where, str) else choose_gather(call, group)
     if choice.algorithm == "push":
         choice = replace(choice, known=(0, (x,)))
-        return run_alone(choice, where, replace(_alone(call, None, where.world_size), op=op))
-    return (
-        run_all_gather(choice, where, call, group) if choice.is_unfused else _on_cpu(choice, where, call, op)
-    )
-
-
-def gather_by_choice(
-    choice: Choice, where: Heap, x: Tensor, dim: int, group: ProcessGroup, op: str
-) -> Tensor:
-    """All ranks' x along a dimension, as a part of a call of another op that runs unfused or between CPU ranks."""
-    if choice.is_unfused:
-        ran(choice.plan_in(None))
-        return reference_all_gather(x, dim, group)
-    return _on_cpu(choice, where, AllGatherCall(x, dim, group.group_name), op)
+    return run_all_gather(choice, where, call, group, op=op)
 
 
 def choose_gather(call: AllGatherCall, group: ProcessGroup) -> Choice:
@@ -116,25 +94,12 @@ def choose_gather(call: AllGatherCall, group: ProcessGroup) -> Choice:
         return on_host(exchange_layout(nbytes, group.size()))
     if call.counts is not None and len(set(call.counts)) > 1:
         return unfused(UNEVEN)
-    return choose_gather_on_cuda(_alone(call, None, group.size()), group)
+    return choose_alone(_alone(call, None, group.size(), OP), group)
 
 
-def choose_gather_on_cuda(alone: StandAlone, group: ProcessGroup, kind: str = ALL_REDUCE) -> Choice:
-    """In workspaces of a kind."""
-    size, rank = group.size(), group.rank()
-
-    def program() -> Program:
-        from ...kernels.all_gather.cuda_kernel import all_gather_program
-
-        return all_gather_program(size, rank)
-
-    return choose_alone(alone, size, program, kind=kind)
-
-
-def _alone(call: AllGatherCall, out: Tensor | None, size: int) -> StandAlone:
-    given, op = ([call.x], OP) if out is None else ([out, call.x], INTO)
-    dim, whole = call.gather_dim, call.whole_shape(size)
-    return StandAlone(OP, op, given, whole, call.x.shape, gather_dim=dim)
+def _alone(call: AllGatherCall, out: Tensor | None, size: int, op: str) -> StandAlone:
+    given = [call.x] if out is None else [out, call.x]
+    return StandAlone(OP, op, given, call.whole_shape(size), call.x.shape, gather_dim=call.gather_dim)
 
 
 def bytes_of_ranks(call: Any, counts: Sequence[int]) -> list[int]:
@@ -150,13 +115,19 @@ def with_dim_in_front(flat: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
 
 
 def run_all_gather(
-    choice: Choice, where: Heap, call: AllGatherCall, group: ProcessGroup, out: Tensor | None = None
+    choice: Choice,
+    where: Heap,
+    call: AllGatherCall,
+    group: ProcessGroup,
+    out: Tensor | None = None,
+    op: str = OP,
 ) -> Tensor:
-    """As the op; the call is what validation returns.
+    """As the op, or as a part of a call of ``op``; the call is what validation returns.
 
     Args:
         out: what the result is written to, and then returned; of its shape, with any strides.
     """
+    op = op if out is None else INTO
     if choice.is_unfused:
         ran(choice.plan_in(None))
         if call.counts is None:
@@ -164,9 +135,9 @@ def run_all_gather(
         else:
             done = _unevenly(call, lambda x, sizes: reference_all_gather_uneven(x, sizes, group))
     elif choice.algorithm == "host":
-        done = _on_cpu(choice, where, call, OP if out is None else INTO)
+        done = _on_cpu(choice, where, call, op)
     else:
-        done = run_alone(choice, where, _alone(call, out, where.world_size))
+        done = run_alone(choice, where, _alone(call, out, where.world_size, op))
     return done if out is None or out is done else out.copy_(done)
 
 
@@ -201,16 +172,12 @@ def _gradient(
     return torch.ops.weft.one_shot_reduce_scatter(grad, "sum", gather_dim, group_name, **named)
 
 
-def _fake(call: AllGatherCall, group: ProcessGroup) -> Tensor:
-    return call.x.new_empty(call.whole_shape(group.size()))
-
-
 ALL_GATHER: Op = Op(
     "one_shot_all_gather(Tensor x, int gather_dim, str group_name, *, int? group_size=None, SymInt[]? counts=None,"
     " int? group_rank=None) -> Tensor",
     record=AllGatherCall,
     validate=validate_gathered,
-    fake=_fake,
+    fake=lambda call, group: call.x.new_empty(call.whole_shape(group.size())),
     kernel="all_gather",
     sends_nothing=lambda call, group: sends_no_counts(call.x, call.gather_dim, call.counts),
     choose=choose_gather,

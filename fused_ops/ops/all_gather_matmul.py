@@ -21,7 +21,7 @@ from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import num_sms, preferred_between
 from ..dispatch.staging import Staging, in_rows, in_rows_or_columns, rows_of
 from . import gradients
-from .all_gather import gather_by_choice
+from .all_gather import AllGatherCall, run_all_gather
 from .op import Op
 
 Result: TypeAlias = tuple[Tensor | None, list[Tensor]]
@@ -79,7 +79,8 @@ def run_all_gather_matmul(
         return _on_cuda(choice, where, call)
     dim, front = call.gather_dim, _front(call)
     last = dim == front.dim() - 1
-    A = gather_by_choice(choice, where, front, dim if last else 0, group, OP)
+    gather = AllGatherCall(front, dim if last else 0, call.group_name)
+    A = run_all_gather(choice, where, gather, group, op=OP)
     rows = A.flatten(0, -2)
     product = partial(_in_rank_order, rows, front.shape[-1]) if choice.algorithm == "host" else rows.matmul
     outs = [product(B).view(*A.shape[:-1], B.shape[1]) for B in call.Bs]

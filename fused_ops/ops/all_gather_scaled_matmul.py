@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,43 +24,24 @@ from ...kernels.device.gemm.scaling import (
 from ...kernels.device.gemm.supported import why_last_dim_not_gathered
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
-from .. import validation
+from .. import scaled_calls, validation
 from ..dispatch.choice import Choice, Known, choose_kernel, host_or, launch_kernel, unfused
 from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import num_sms, preferred_between
 from ..dispatch.staging import Staging, aligned, rows_of
-from ..scaled_calls import (
-    NO_GRADIENT,
-    AllGatherScaledMatmulCall,
-    ScaledGather,
-    ScaledRows,
-    dtype_of,
-    output_dtype,
-    scale_of_B,
-    scaled_rows,
-    scales_of,
-    validate_bias,
-    validate_operand,
-    validate_result_scale,
-    validate_scale,
-    validate_scale_of_B,
-    validate_scaled_matrix,
-    why_unfused,
-)
+from ..scaled_calls import NO_GRADIENT, AllGatherScaledMatmulCall, ScaledGather, ScaledRows
 from . import all_gather_matmul, gradients
-from .all_gather import gather_by_choice
+from .all_gather import AllGatherCall, run_all_gather
 from .op import Op
 
 OP = "fused_all_gather_scaled_matmul"
 Result: TypeAlias = tuple[Tensor | None, list[Tensor]]
 
 
-def _validate(
-    call: AllGatherScaledMatmulCall,
-) -> tuple[AllGatherScaledMatmulCall, ScaledRows, ProcessGroup]:
+def _validate(call: AllGatherScaledMatmulCall) -> tuple[AllGatherScaledMatmulCall, ScaledRows, ProcessGroup]:
     """The call with a dimension that is not negative and the dtypes of its results; how A is scaled; the group."""
     group, A = resolve_group(call.group_name), call.A_shard
-    validate_operand("A_shard", A)
+    scaled_calls.validate_operand("A_shard", A)
     validation.dimension("gather_dim", call.gather_dim, "A_shard", A.dim())
     dim, (*lead, k) = call.gather_dim % A.dim(), A.shape
     if not call.Bs:
@@ -70,20 +51,22 @@ def _validate(
             raise ValueError(f"{name}: has {len(given)} elements, must have {len(call.Bs)}, as many as Bs")
     last = dim == A.dim() - 1
     for i, B in enumerate(call.Bs):
-        validate_scaled_matrix(f"Bs[{i}]", B, k * group.size() if last else k, A, "A_shard")
-    validate_scale("A_scale", call.A_scale, A, "A_shard")
+        scaled_calls.validate_scaled_matrix(f"Bs[{i}]", B, k * group.size() if last else k, A, "A_shard")
+    scaled_calls.validate_scale("A_scale", call.A_scale, A, "A_shard")
     whole = [size * group.size() if i == dim else size for i, size in enumerate(lead)]
-    rows = scaled_rows(call.A_scale, lead, k, whole)
+    rows = scaled_calls.scaled_rows(call.A_scale, lead, k, whole)
     if last and rows.kind is ScaleKind.BLOCKS and k % BLOCK:
         raise ValueError(
             f"gather_dim: is the last dimension, of {k}, which must be a multiple of {BLOCK} for block-wise scales"
         )
-    out_dtypes = [output_dtype(f"out_dtypes[{i}]", value) for i, value in enumerate(call.out_dtypes)]
+    out_dtypes = [
+        scaled_calls.output_dtype(f"out_dtypes[{i}]", value) for i, value in enumerate(call.out_dtypes)
+    ]
     for i, (B, scale) in enumerate(zip(call.Bs, call.B_scales, strict=True)):
-        validate_scale(f"B_scales[{i}]", scale, A, "A_shard")
-        validate_scale_of_B(f"B_scales[{i}]", scale, rows, call.A_scale, B)
-        validate_bias(f"biases[{i}]", call.biases[i], B.shape[1], out_dtypes[i], A)
-        validate_result_scale(f"result_scales[{i}]", call.result_scales[i], A)
+        scaled_calls.validate_scale(f"B_scales[{i}]", scale, A, "A_shard")
+        scaled_calls.validate_scale_of_B(f"B_scales[{i}]", scale, rows, call.A_scale, B)
+        scaled_calls.validate_bias(f"biases[{i}]", call.biases[i], B.shape[1], out_dtypes[i], A)
+        scaled_calls.validate_result_scale(f"result_scales[{i}]", call.result_scales[i], A)
     return call._replace(gather_dim=dim, out_dtypes=out_dtypes), rows, group
 
 
@@ -100,7 +83,7 @@ def _known_by(call: AllGatherScaledMatmulCall) -> Known:
     for scale in call.result_scales:
         if scale is not None:
             return None
-    dtypes = (*map(dtype_of, call.out_dtypes),)
+    dtypes = (*map(scaled_calls.dtype_of, call.out_dtypes),)
     for dtype in dtypes:
         if type(dtype) is not torch.dtype:
             return None
@@ -166,7 +149,7 @@ def _choose_on_cuda(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: Pr
     used = GatherKernelCall(
         *(a, bs, num_sms(a.device), gather.last, call.return_A, preferred), scaled=products
     )
-    too_little = why_unfused(products, "gathered and multiplied")
+    too_little = scaled_calls.why_unfused(products, "gathered and multiplied")
     return choose_kernel(on_cuda.GATHER_STEPS, used, staging, group, too_little)
 
 
@@ -177,7 +160,7 @@ def _on_cuda(choice: Choice, where: Heap, gather: ScaledGather) -> Result:
         scales = GatherScales(
             a=aligned(gather.given.t().contiguous()),
             bs=[
-                scale_of_B(gather.rows.kind, scale, gather.k, B.shape[1])
+                scaled_calls.scale_of_B(gather.rows.kind, scale, gather.k, B.shape[1])
                 for scale, B in zip(call.B_scales, call.Bs, strict=True)
             ],
             biases=[None if bias is None else aligned(bias.contiguous()) for bias in call.biases],
@@ -207,7 +190,8 @@ def _gathered_first(choice: Choice, where: Heap, gather: ScaledGather, group: Pr
 
     def every(rows: Tensor) -> Tensor:
         """All ranks' rows [m, K], as [W, m, K]."""
-        return gather_by_choice(choice, where, rows.unsqueeze(0), 0, group, OP)
+        of_rows = AllGatherCall(rows.unsqueeze(0), 0, call.group_name)
+        return run_all_gather(choice, where, of_rows, group, op=OP)
 
     gathered, arrived = every(gather.a), None
     if gather.sent is not None and kind is ScaleKind.BLOCKS:  # rows contiguous, as torch's product wants them
@@ -222,7 +206,8 @@ def _gathered_first(choice: Choice, where: Heap, gather: ScaledGather, group: Pr
             outs.append(gather.shaped(gather.finished(i, total)))
             continue
         a_scale = gather.given if arrived is None else arrived.flatten(0, 1)
-        operands = gathered.flatten(0, 1), B, scales_of(kind, a_scale, call.B_scales[i], gather.k, B.shape[1])
+        scales = scaled_calls.scales_of(kind, a_scale, call.B_scales[i], gather.k, B.shape[1])
+        operands = gathered.flatten(0, 1), B, scales
         if exact:
             out = gather.finished(i, exact_product(*operands))
         else:
@@ -235,10 +220,6 @@ def _fake(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup
     out = partial(all_gather_matmul.empty_gathered, call.A_shard, call.gather_dim, group)
     outs = [out(B.shape[1], dtype) for B, dtype in zip(call.Bs, call.out_dtypes, strict=True)]
     return (out(None, call.A_shard.dtype) if call.return_A else None), outs
-
-
-def _flops(A_shard: Sequence[int], Bs: Sequence[Sequence[int]], *given: Any, **_: Any) -> int:
-    return all_gather_matmul.gathered_matmul_flops(A_shard, Bs, *given[2:4])
 
 
 ALL_GATHER_SCALED_MATMUL = Op(
@@ -254,6 +235,6 @@ ALL_GATHER_SCALED_MATMUL = Op(
     known_by=_known_by,
     again=_again,
     with_gradient=lambda call: gradients.refuse_gradient(_validate, call, NO_GRADIENT),
-    flops=_flops,
+    flops=lambda A, Bs, *given, **_: all_gather_matmul.gathered_matmul_flops(A, Bs, *given[2:4]),
     own_dims={"Bs": (1,), "B_scales": (-1,), "biases": (-1,), "result_scales": (-1,)},
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,19 +11,18 @@ from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from ...kernels.all_reduce import IN_PLACE, OP
-from ...kernels.all_reduce.configs import AllReduceConfig
 from ...kernels.all_reduce.reference import reference_all_reduce
 from ...kernels.device.collective.host_exchange import reduce_parts
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
-from ..dispatch.all_reduces import choose_sum, choose_sum_on_cuda, prepare_all_reduce
-from ..dispatch.choice import Choice, Known, launch_exchange, remember, unfused
+from ..dispatch.all_reduces import choose_sum, prepare_all_reduce
+from ..dispatch.choice import Choice, launch_exchange, remember, unfused
 from ..dispatch.launch_cache import PreparedKernel
 from ..dispatch.plan import heap_or_reason, ran
 from ..dispatch.stand_alone import KINDS
 from ..dispatch.stream_order import in_stream_order
-from .gradients import OneTensorFunction, refuse_gradient, refuse_gradient_of_reduction
+from .gradients import OneTensorFunction, refuse_gradient
 from .op import Op
 
 BOTH = (OP, IN_PLACE)  #: the ops that are prepared with each other
@@ -47,24 +47,6 @@ def _validate(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]:
 def validate_in_place(call: AllReduceCall) -> tuple[AllReduceCall, ProcessGroup]:
     validation.overwritten("x", call.x)
     return _validate(call)
-
-
-def run_all_reduce(
-    x: Tensor,
-    reduce_op: str,
-    group: ProcessGroup,
-    config: AllReduceConfig | None = None,
-    op: str = OP,
-) -> Tensor:
-    """As the op; the arguments are checked. ``op``: whose call it is, for errors."""
-    call = AllReduceCall(x, reduce_op, group.group_name)
-    where = heap_or_reason(op, "all_reduce", x.device, group, empty=x.numel() == 0)
-    if isinstance(where, str):
-        return run_by_choice(unfused(where), None, call, group, op=op)
-    choice = choose_sum(x, reduce_op, group)
-    if config is not None and choice.algorithm == "push":
-        choice = choose_sum_on_cuda(x, reduce_op, group, config)
-    return run_by_choice(choice, where, call, group, op=op)
 
 
 def run_by_choice(
@@ -98,9 +80,14 @@ def sum_without_kernel(
 ) -> Tensor:
     """As a part of a call of ``op`` that runs unfused or between CPU ranks: where that has no kernel of its own, the
     all-reduce may have one."""
+    call = AllReduceCall(x, reduce_op, group.group_name)
     if choice.algorithm == "host":
-        return run_by_choice(choice, where, AllReduceCall(x, reduce_op, group.group_name), group, op=op)
-    total = run_all_reduce(x, reduce_op, group, op=op)
+        return run_by_choice(choice, where, call, group, op=op)
+    own = heap_or_reason(op, "all_reduce", x.device, group, empty=x.numel() == 0)
+    if isinstance(own, str):
+        total = run_by_choice(unfused(own), None, call, group, op=op)
+    else:
+        total = run_by_choice(choose_sum(x, reduce_op, group), own, call, group, op=op)
     ran(choice.plan_in(None))
     return total
 
@@ -116,22 +103,12 @@ def all_reduce_on_cuda(
     x, out = tensors
     with in_stream_order(x.device):
         prepared = prepare_all_reduce(choice, where, x, reduce_op)
-        ran(prepared.plan)  # ranks may differ here: then nothing is launched, and nothing may be noted
         launch_exchange(prepared, op, where, (x,), (out,))
     return prepared
 
 
 def _gradient(grad: Tensor, reduce_op: str, group_name: str, group_size: int | None) -> Any:
     return torch.ops.weft.one_shot_all_reduce(grad, reduce_op, group_name, group_size=group_size)
-
-
-def _with_gradient(call: AllReduceCall) -> Any:
-    refuse_gradient_of_reduction(call.reduce_op)
-    return OneTensorFunction.apply(ALL_REDUCE, _gradient, call, call.x)
-
-
-def _fake(call: AllReduceCall, group: ProcessGroup) -> Tensor:
-    return torch.empty_like(call.x, memory_format=torch.contiguous_format)
 
 
 def _run_in_place(choice: Choice, where: Heap | None, call: AllReduceCall, group: ProcessGroup) -> None:
@@ -143,40 +120,27 @@ def _run_in_place(choice: Choice, where: Heap | None, call: AllReduceCall, group
     increment_version(x)  # as on the fast path
 
 
-def _known_by(call: AllReduceCall) -> Known:
-    return call.reduce_op, [call.x]
-
-
-def _choose(call: AllReduceCall, group: ProcessGroup) -> Choice:
-    return choose_sum(call.x, call.reduce_op, group)
-
-
 ALL_REDUCE: Op = Op(
     "one_shot_all_reduce(Tensor x, str reduce_op, str group_name, *, int? group_size=None) -> Tensor",
     record=AllReduceCall,
     validate=_validate,
-    fake=_fake,
+    fake=lambda call, group: torch.empty_like(call.x, memory_format=torch.contiguous_format),
     kernel="all_reduce",
-    choose=_choose,
+    choose=lambda call, group: choose_sum(call.x, call.reduce_op, group),
     run=run_by_choice,
-    known_by=_known_by,
+    known_by=lambda call: (call.reduce_op, [call.x]),
     kinds=KINDS,
-    with_gradient=_with_gradient,
+    with_gradient=lambda call: OneTensorFunction.apply(ALL_REDUCE, _gradient, call, call.x),
     prepares=BOTH,
 )
-ALL_REDUCE_IN_PLACE = Op(
-    "one_shot_all_reduce_(Tensor(a!) x, str reduce_op, str group_name, *, int? group_size=None) -> ()",
-    record=AllReduceCall,
+ALL_REDUCE_IN_PLACE = replace(
+    ALL_REDUCE,
+    schema="one_shot_all_reduce_(Tensor(a!) x, str reduce_op, str group_name, *, int? group_size=None) -> ()",
     validate=validate_in_place,
     fake=lambda *_: None,
-    kernel="all_reduce",
-    choose=_choose,
     run=_run_in_place,
-    known_by=_known_by,
-    kinds=KINDS,
     with_gradient=lambda call: refuse_gradient(
         validate_in_place, call, " where it is overwritten; use one_shot_all_reduce"
     ),
     functional=(ALL_REDUCE, lambda call: call),
-    prepares=BOTH,
 )

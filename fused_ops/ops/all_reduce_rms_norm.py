@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,108 +28,6 @@ from ..dispatch.stand_alone import KINDS
 from ..dispatch.workspaces import ALL_REDUCE
 from . import all_reduce
 from .op import Op
-
-
-class AllReduceRmsNormCall(NamedTuple):
-    x: Tensor
-    residual: Tensor | None
-    weight: Tensor
-    eps: float
-    group_name: str
-    weight_offset: float = 0.0
-    round_sum: bool = True
-    group_size: int | None = None
-
-    @property
-    def affine(self) -> Affine:
-        return Affine(self.weight)
-
-    @property
-    def kind(self) -> NormKind:
-        wide = self.weight.dtype != self.x.dtype
-        return NormKind(self.eps, self.weight_offset, self.round_sum, self.residual is not None, wide)
-
-
-class AllReduceLayerNormCall(NamedTuple):
-    x: Tensor
-    residual: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    group_name: str
-    weight_offset: float = 0.0
-    group_size: int | None = None
-
-    @property
-    def affine(self) -> Affine:
-        return Affine(self.weight, self.bias)
-
-    @property
-    def kind(self) -> NormKind:
-        weight, bias = self.weight, self.bias
-        there = weight is not None, bias is not None
-        like = bias if weight is None else weight  # both are of one dtype
-        wide = like is not None and like.dtype != self.x.dtype
-        return NormKind(self.eps, self.weight_offset, True, self.residual is not None, wide, True, *there)
-
-
-class AddedCall(Protocol):
-    """What a norm adds and multiplies by."""
-
-    @property
-    def residual(self) -> Tensor | None: ...
-    @property
-    def eps(self) -> float: ...
-    @property
-    def weight_offset(self) -> float: ...
-    @property
-    def group_name(self) -> str: ...
-    @property
-    def group_size(self) -> int | None: ...
-    @property
-    def affine(self) -> Affine: ...
-    @property
-    def kind(self) -> NormKind: ...
-
-
-class NormCall(AddedCall, Protocol):
-    """A call of a norm of x."""
-
-    @property
-    def x(self) -> Tensor: ...
-
-
-def validate_all_reduce_norm(call: NormCall) -> ProcessGroup:
-    """The group."""
-    group, x = resolve_group(call.group_name), call.x
-    if x.dim() < 1:
-        raise ValueError("x: has no dimension, must have 1 or more")
-    validation.float_dtype("x", x)
-    validate_norm(call, "x", x, x.shape)
-    return group
-
-
-def validate_norm(call: AddedCall, of: str, x: Tensor, sums: Sequence[int]) -> None:
-    """What is added to what x, or ``of``, gives, of the shape of ``sums``, and how that is normed."""
-    weight, bias = call.affine
-    for name, tensor in (("residual", call.residual), ("weight", weight), ("bias", bias)):
-        if tensor is None:
-            continue
-        shape = sums if name == "residual" else sums[-1:]
-        validation.must_have_shape(name, tensor, shape, f" to go with {of}")
-        if name == "bias" and weight is not None:
-            validation.dtype_like(name, tensor, weight, "weight")
-        elif name == "residual" or tensor.dtype != torch.float32:
-            validation.dtype_like(
-                name, tensor, x, of, " or torch.float32" * (name != "residual" and x.dtype.itemsize == 2)
-            )
-        validation.same_device(name, tensor, x, of)
-    if not call.eps >= 0:
-        raise ValueError(f"eps: is {call.eps!r}, must be 0 or more")
-    if not abs(call.weight_offset) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"weight_offset: is {call.weight_offset!r}, must be finite in float32")
-    if weight is None and call.weight_offset != 0:
-        raise ValueError(f"weight_offset: is {call.weight_offset!r}, must be 0 where there is no weight")
 
 
 class NormOperands(NamedTuple):
@@ -163,10 +61,87 @@ class NormOperands(NamedTuple):
         return [quantized, sums] if scales is None else [quantized, scales, sums]
 
 
-def choose_norm(x: Tensor, sums: Sequence[int], kind: NormKind, group: ProcessGroup) -> Choice:
-    """The choice for a norm of such x, or of what it is part of, which has the shape of ``sums``."""
-    size, hidden = group.size(), sums[-1]
-    rows = prod(sums[:-1])
+class AllReduceRmsNormCall(NamedTuple):
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    eps: float
+    group_name: str
+    weight_offset: float = 0.0
+    round_sum: bool = True
+    group_size: int | None = None
+
+    @property
+    def operands(self) -> NormOperands:
+        return NormOperands(self.x, self.residual, Affine(self.weight))
+
+    @property
+    def kind(self) -> NormKind:
+        wide = self.weight.dtype != self.x.dtype
+        return NormKind(self.eps, self.weight_offset, self.round_sum, self.residual is not None, wide)
+
+
+class AllReduceLayerNormCall(NamedTuple):
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    group_name: str
+    weight_offset: float = 0.0
+    group_size: int | None = None
+
+    @property
+    def operands(self) -> NormOperands:
+        return NormOperands(self.x, self.residual, Affine(self.weight, self.bias))
+
+    @property
+    def kind(self) -> NormKind:
+        weight, bias = self.weight, self.bias
+        there = weight is not None, bias is not None
+        like = bias if weight is None else weight  # both are of one dtype
+        wide = like is not None and like.dtype != self.x.dtype
+        return NormKind(self.eps, self.weight_offset, True, self.residual is not None, wide, True, *there)
+
+
+def validate_all_reduce_norm(call: Any) -> ProcessGroup:
+    """Of a call of a norm of x; the group."""
+    group, x = resolve_group(call.group_name), call.x
+    validation.has_dimensions("x", x)
+    validation.float_dtype("x", x)
+    validate_norm(call, "x")
+    return group
+
+
+def validate_norm(call: Any, of: str) -> None:
+    """What a call with ``operands`` adds to what its tensor ``of`` gives, and how it norms that."""
+    given: NormOperands = call.operands
+    x, sums, (weight, bias) = given.x, given.shape, given.affine
+    for name, tensor in (("residual", given.residual), ("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        shape = sums if name == "residual" else sums[-1:]
+        validation.must_have_shape(name, tensor, shape, f" to go with {of}")
+        if name == "bias" and weight is not None:
+            validation.dtype_like(name, tensor, weight, "weight")
+        elif name == "residual" or tensor.dtype != torch.float32:
+            validation.dtype_like(
+                name, tensor, x, of, " or torch.float32" * (name != "residual" and x.dtype.itemsize == 2)
+            )
+        validation.same_device(name, tensor, x, of)
+    if not call.eps >= 0:
+        raise ValueError(f"eps: is {call.eps!r}, must be 0 or more")
+    if not abs(call.weight_offset) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"weight_offset: is {call.weight_offset!r}, must be finite in float32")
+    if weight is None and call.weight_offset != 0:
+        raise ValueError(f"weight_offset: is {call.weight_offset!r}, must be 0 where there is no weight")
+
+
+def choose_norm(call: Any, group: ProcessGroup) -> Choice:
+    """The choice for a call with ``operands`` and a ``kind``."""
+    given: NormOperands = call.operands
+    x, kind, size, (*lead, hidden) = given.x, call.kind, group.size(), given.shape
+    rows = prod(lead)
     if x.device.type == "cpu":
         return on_host(exchange_layout(rows * hidden * x.element_size(), size))
     from ...kernels.all_reduce_rms_norm import configs, cuda_kernel
@@ -193,24 +168,19 @@ def choose_norm(x: Tensor, sums: Sequence[int], kind: NormKind, group: ProcessGr
     )
 
 
-def run_norm(
-    choice: Choice,
-    where: Heap | None,
-    given: NormOperands,
-    kind: NormKind,
-    group: ProcessGroup,
-) -> list[Tensor]:
-    """The results as kernels write them."""
+def run_norm(choice: Choice, where: Heap | None, call: Any, group: ProcessGroup) -> tuple[Tensor, ...]:
+    """The results of such a call as kernels write them."""
+    given, kind = call.operands, call.kind
     op, x, quant = kind.op, given.x, kind.quant
     if where is None or choice.algorithm != "push":
         x = x if given.combined is None else given.combined.total()
         total = all_reduce.sum_without_kernel(choice, where, x, "sum", group, op)
-        return [t.contiguous() for t in given.normed(total, kind)]
+        return (*map(Tensor.contiguous, given.normed(total, kind)),)
     shape, results = given.shape, list[tuple[Sequence[int], Any]]()
     results.append((shape, x.dtype if quant is None else quant.out_dtype))
     if quant is not None and quant.dynamic:
         results.append(((*shape[:-1], 1), torch.float32))
-    return launch_push(op, choice, where, given.tensors, [*results, (shape, x.dtype)])
+    return (*launch_push(op, choice, where, given.tensors, [*results, (shape, x.dtype)]),)
 
 
 class NormFunction(torch.autograd.Function):
@@ -270,13 +240,6 @@ def norm_gradients(
     return total, grad_weight, grad_bias
 
 
-def run_norm_call(
-    choice: Choice, where: Heap | None, call: NormCall, group: ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    normed, sums = run_norm(choice, where, NormOperands(call.x, call.residual, call.affine), call.kind, group)
-    return normed, sums
-
-
 def norm_known_by(call: AllReduceRmsNormCall) -> Known:
     x, residual, weight, eps, _, offset, round_sum, _ = call
     tensors = (x, weight) if residual is None else (x, residual, weight)
@@ -296,8 +259,8 @@ def _norm(schema: str, record: Callable[..., Any], known_by: Callable[[Any], Kno
         validate=lambda call: (call, validate_all_reduce_norm(call)),
         fake=lambda call, group: (call.x.new_empty(call.x.shape), call.x.new_empty(call.x.shape)),
         kernel="all_reduce_rms_norm",
-        choose=lambda call, group: choose_norm(call.x, call.x.shape, call.kind, group),
-        run=run_norm_call,
+        choose=choose_norm,
+        run=run_norm,
         known_by=known_by,
         kinds=KINDS,
         with_gradient=lambda call: NormFunction.apply(op, call, *call[: call._fields.index("eps")]),

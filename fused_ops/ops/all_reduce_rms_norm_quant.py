@@ -19,12 +19,7 @@ from ..dispatch.choice import Choice
 from ..dispatch.launch_cache import launch_again
 from ..dispatch.stand_alone import KINDS
 from ..scaled_calls import validate_scale
-from .all_reduce_rms_norm import (
-    NormOperands,
-    choose_norm,
-    run_norm,
-    validate_all_reduce_norm,
-)
+from .all_reduce_rms_norm import NormOperands, choose_norm, run_norm, validate_all_reduce_norm
 from .gradients import refuse_gradient
 from .op import Op
 
@@ -49,8 +44,8 @@ class AllReduceRmsNormQuantCall(NamedTuple):
     group_size: int | None = None
 
     @property
-    def affine(self) -> Affine:
-        return Affine(self.weight)
+    def operands(self) -> NormOperands:
+        return NormOperands(self.x, self.residual, Affine(self.weight), self.scale)
 
     @property
     def kind(self) -> NormKind:
@@ -60,7 +55,7 @@ class AllReduceRmsNormQuantCall(NamedTuple):
         return NormKind(self.eps, self.weight_offset, self.round_sum, *given, quant=quant)
 
 
-def validate_quantization(out_dtype: Any, scale_op: Any, smallest: Any) -> None:
+def validate_quantization(out_dtype: Any, scale_op: Any) -> None:
     """What would not reach the op's own checks."""
     if not isinstance(out_dtype, torch.dtype):
         raise TypeError(
@@ -70,13 +65,9 @@ def validate_quantization(out_dtype: Any, scale_op: Any, smallest: Any) -> None:
         raise TypeError(
             f"scale_op: is {validation.type_text(scale_op)}, must be {validation.one_of(SCALE_OPS)}"
         )
-    if smallest is not None:
-        validation.number("smallest", smallest)
 
 
-def _validate(
-    call: AllReduceRmsNormQuantCall,
-) -> tuple[AllReduceRmsNormQuantCall, ProcessGroup]:
+def _validate(call: AllReduceRmsNormQuantCall) -> tuple[AllReduceRmsNormQuantCall, ProcessGroup]:
     """The call with a dtype, and without a scale also with what bounds the rows' scales; the group."""
     group, x, dtype, scale = validate_all_reduce_norm(call), call.x, call.out_dtype, call.scale
     dtype = torch.float8_e4m3fn if dtype is None else dtype
@@ -118,11 +109,10 @@ def run_all_reduce_rms_norm_quant(
     choice: Choice, where: Heap | None, call: AllReduceRmsNormQuantCall, group: ProcessGroup
 ) -> QuantResult:
     """As the op, of what ``_validate`` returns."""
-    operands = NormOperands(call.x, call.residual, Affine(call.weight), call.scale)
-    return _quant_result(run_norm(choice, where, operands, call.kind, group))
+    return _quant_result(run_norm(choice, where, call, group))
 
 
-def _quant_result(written: list[Tensor]) -> QuantResult:
+def _quant_result(written: Sequence[Tensor]) -> QuantResult:
     quantized, *scales, sums = written
     return quantized, (scales[0] if scales else None), sums
 
@@ -142,7 +132,7 @@ ALL_REDUCE_RMS_NORM_QUANT = Op(
     validate=_validate,
     fake=_fake,
     kernel="all_reduce_rms_norm_quant",
-    choose=lambda call, group: choose_norm(call.x, call.x.shape, call.kind, group),
+    choose=choose_norm,
     run=run_all_reduce_rms_norm_quant,
     known_by=quant_known_by,
     again=_again,

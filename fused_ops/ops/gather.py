@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -27,9 +27,6 @@ from .all_gather import (
     with_dim_in_front,
 )
 from .op import Op
-
-if TYPE_CHECKING:
-    from ...kernels.device.jit.program import Program
 
 #: Why a call has no gradient.
 WITHOUT_ROOT = ": the other ranks have no result of which they could ask for it; pass x.detach()"
@@ -66,23 +63,16 @@ def _validate(call: GatherCall) -> tuple[GatherCall, ProcessGroup]:
 
 def _choose(call: GatherCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
-    size, rank, root = group.size(), group.rank(), call.root
     if call.x.device.type == "cpu":
-        return on_host(exchange_layout(max(bytes_of_ranks(call, call.counts_of(group))), size))
+        return on_host(exchange_layout(max(bytes_of_ranks(call, call.counts_of(group))), group.size()))
     if len(set(call.counts_of(group))) > 1:
         return unfused(UNEVEN)
-
-    def program() -> Program:
-        from ...kernels.all_gather.cuda_kernel import all_gather_program
-
-        return all_gather_program(size, rank, root)
-
-    return choose_alone(_alone(call, group), size, program, (root,))
+    return choose_alone(_alone(call, group), group)
 
 
 def _alone(call: GatherCall, group: ProcessGroup) -> StandAlone:
-    shape = call.result_shape(group)
-    return StandAlone(TO_ROOT, TO_ROOT, [call.x], shape, call.x.shape, gather_dim=call.gather_dim)
+    x, shape = call.x, call.result_shape(group)
+    return StandAlone(TO_ROOT, TO_ROOT, [x], shape, x.shape, gather_dim=call.gather_dim, root=call.root)
 
 
 def run_gather(choice: Choice, where: Heap, call: GatherCall, group: ProcessGroup) -> Tensor:
@@ -99,16 +89,12 @@ def run_gather(choice: Choice, where: Heap, call: GatherCall, group: ProcessGrou
     return with_dim_in_front(stacked.view(x.dtype), dim, shape)
 
 
-def _fake(call: GatherCall, group: ProcessGroup) -> Tensor:
-    return call.x.new_empty(call.result_shape(group))
-
-
 GATHER = Op(
     "one_shot_gather(Tensor x, int gather_dim, int root, str group_name, *, int? group_size=None,"
     " SymInt[]? counts=None, int? group_rank=None) -> Tensor",
     record=GatherCall,
     validate=_validate,
-    fake=_fake,
+    fake=lambda call, group: call.x.new_empty(call.result_shape(group)),
     kernel="all_gather",
     sends_nothing=lambda call, group: sends_no_counts(call.x, call.gather_dim, call.counts),
     choose=_choose,

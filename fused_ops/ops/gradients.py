@@ -25,6 +25,10 @@ class OneTensorFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, op: Any, gradient: Callable[..., Tensor], call: Any, x: Tensor) -> Tensor:
+        if (reduce_op := getattr(call, "reduce_op", "sum")) in ("max", "min"):
+            raise ValueError(
+                f"reduce_op: is {reduce_op!r}, must be 'sum' or 'avg' for an x that requires a gradient"
+            )
         ctx.gradient, ctx.arguments = gradient, call[1:]
         done: Tensor = op.run_below_autograd(call)
         return done
@@ -32,6 +36,34 @@ class OneTensorFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return None, None, None, ctx.gradient(grad, *ctx.arguments)
+
+
+class ProductFunction(torch.autograd.Function):
+    """A call of an op of A and B, its first arguments, whose result is one tensor.
+
+    ``gradients``: those of A and B, of the result's gradient, A and B as they are needed for each other's, whether B
+    lay transposed, and the other arguments.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, gradients: Callable[..., Any], call: Any, A: Tensor, B: Tensor) -> Tensor:
+        *_, of_A, of_B = ctx.needs_input_grad
+        done: Tensor = op.run_below_autograd(call)
+        ctx.gradients, ctx.how = gradients, (is_transposed_matrix(B), *call[2:])
+        ctx.save_for_backward(A if of_B else None, B if of_A else None)
+        return done
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, None, None, *ctx.gradients(grad, *ctx.saved_tensors, *ctx.how)
+
+
+def gradients_of_factors(
+    grad: Tensor, A: Tensor | None, B: Tensor | None, transposed: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Those of A and B in ``A @ B``, of which the other one is given."""
+    of_A = None if B is None else matmul_without_autocast(grad, B.t())
+    return of_A, None if A is None else gradient_of_matrix(A, grad, transposed)
 
 
 def refuse_gradient(validate: Callable[[Any], object], call: Any, why: str) -> NoReturn:
@@ -46,14 +78,6 @@ def refuse_gradient(validate: Callable[[Any], object], call: Any, why: str) -> N
                 name = f"{argument}[{i}]" if several else argument
                 raise ValueError(f"{name}: requires a gradient, must not{why}")
     raise AssertionError("no argument requires a gradient")
-
-
-def refuse_gradient_of_reduction(reduce_op: str) -> None:
-    """Refuse a reduction that has no gradient."""
-    if reduce_op in ("max", "min"):
-        raise ValueError(
-            f"reduce_op: is {reduce_op!r}, must be 'sum' or 'avg' for an x that requires a gradient"
-        )
 
 
 def refuse_second_gradient(op: str) -> None:

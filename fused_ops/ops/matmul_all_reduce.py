@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from ..dispatch.all_reduces import NotYet, choose_sum_on_cuda
 from ..dispatch.choice import (
     Choice,
     KernelUse,
-    by_kernel,
+    choose_kernel,
     host_or,
     launch_exchange,
     launch_kernel,
@@ -163,14 +162,8 @@ def _one_kernel(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice | None
     b = staging.take("B", call.B, fits=in_rows_or_columns)
     epilogue = Epilogue(a.dtype, call.reduce_op == "avg", to_all=True)
     used = ScatterKernelCall(a, b, num_sms(a.device), epilogue)
-    kernel = on_cuda.choose_scatter_kernel(used, group.size())
-    if isinstance(kernel, str) or not should_fuse(kernel.profitable):
-        return None
-    return by_kernel(
-        KernelUse(on_cuda.SCATTER_STEPS, kernel, used, staging),
-        group.size(),
-        partial(on_cuda.scatter_programs, kernel.config, used, group.size(), group.rank()),
-    )
+    choice = choose_kernel(on_cuda.SCATTER_STEPS, used, staging, group, "")
+    return None if choice.is_unfused else choice
 
 
 def run_matmul_all_reduce(
@@ -202,9 +195,7 @@ def _run_two_kernels(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> 
     a = A.flatten(0, -2)
     out = a.new_empty(a.shape[0], B.shape[1])
     torch.mm(a, B, out=out)
-    workspace, kernel, of_sum = all_reduce.all_reduce_on_cuda(choice, where, (out, out), reduce_op, OP)
-    both = replace(of_sum, algorithm=choice.algorithm, predicted_us=choice.predicted_us)
-    plan.this_thread.plan = both
+    workspace, kernel, both = all_reduce.all_reduce_on_cuda(choice, where, (out, out), reduce_op, OP)
     shaped = out.view(*A.shape[:-1], B.shape[1])
     ready = PreparedKernel(workspace, _MatmulThenSum(workspace, kernel), both)
     remember(choice, OP, (A, B), [shaped], ready, alignment=1)
@@ -240,43 +231,26 @@ def _run_one_kernel(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> T
     return out
 
 
-def _fake(call: MatmulAllReduceCall, group: ProcessGroup) -> Tensor:
-    return call.A.new_empty((*call.A.shape[:-1], call.B.shape[1]))
+def _gradients(grad: Tensor, A: Any, B: Any, transposed: bool, reduce_op: str, *of_group: Any) -> Any:
+    name, size = of_group
+    total = torch.ops.weft.one_shot_all_reduce(grad, reduce_op, name, group_size=size)
+    return gradients.gradients_of_factors(total, A, B, transposed)
 
 
-class MatmulAllReduceFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: MatmulAllReduceCall, A: Tensor, B: Tensor) -> Tensor:
-        _, of_A, of_B = ctx.needs_input_grad
-        ctx.save_for_backward(A if of_B else None, B if of_A else None)
-        ctx.reduce_op, ctx.group_name, ctx.group_size = call.reduce_op, call.group_name, call.group_size
-        done: Tensor = MATMUL_ALL_REDUCE.run_below_autograd(call)
-        ctx.transposed = gradients.is_transposed_matrix(B)
-        return done
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        A, B = ctx.saved_tensors
-        total = torch.ops.weft.one_shot_all_reduce(
-            grad, ctx.reduce_op, ctx.group_name, group_size=ctx.group_size
-        )
-        grad_A = gradients.matmul_without_autocast(total, B.t()) if ctx.needs_input_grad[1] else None
-        grad_B = gradients.gradient_of_matrix(A, total, ctx.transposed) if ctx.needs_input_grad[2] else None
-        return None, grad_A, grad_B
-
-
-MATMUL_ALL_REDUCE = Op(
+MATMUL_ALL_REDUCE: Op = Op(
     "fused_matmul_all_reduce(Tensor A, Tensor B, str reduce_op, str group_name, *, int? group_size=None) -> Tensor",
     record=MatmulAllReduceCall,
     validate=_validate,
-    fake=_fake,
+    fake=lambda call, group: call.A.new_empty((*call.A.shape[:-1], call.B.shape[1])),
     kernel="matmul_all_reduce",
     sends_nothing=lambda call, group: 0 in (*call.A.shape[:-1], call.B.shape[1]),
     choose=host_or(lambda call, group: 4 * prod(_sizes(call.A, call.B)[:2]), _choose_on_cuda),
     run=run_matmul_all_reduce,
     known_by=lambda call: (call.reduce_op, (call.A, call.B)),
     again=lambda call: fast_matmul_all_reduce(*call[:4]),
-    with_gradient=lambda call: MatmulAllReduceFunction.apply(call, call.A, call.B),
+    with_gradient=lambda call: gradients.ProductFunction.apply(
+        MATMUL_ALL_REDUCE, _gradients, call, *call[:2]
+    ),
     flops=matmul_flops,
     own_dims={"A": (-1,), "B": (0,)},
 )

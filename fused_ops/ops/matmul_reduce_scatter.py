@@ -21,7 +21,7 @@ from ..dispatch.plan import num_sms, preferred_between
 from ..dispatch.staging import Staging, aligned, in_rows_or_columns
 from . import gradients
 from .op import Op
-from .reduce_scatter import ReduceScatterCall, scatter_by_choice
+from .reduce_scatter import ReduceScatterCall, run_reduce_scatter
 
 _WHOLE_TILES = 128  # rows: every tile's height divides it, so that no tile is cut off
 _ops = torch.ops.weft
@@ -64,9 +64,7 @@ class MatmulReduceScatterCall(NamedTuple):
         return shape
 
 
-def _validate(
-    call: MatmulReduceScatterCall,
-) -> tuple[MatmulReduceScatterCall, ProcessGroup]:
+def _validate(call: MatmulReduceScatterCall) -> tuple[MatmulReduceScatterCall, ProcessGroup]:
     """The call with a dimension that is not negative and the dtype of its result, and the group."""
     group, A, B = resolve_group(call.group_name), call.A, call.B
     validation.left_operand("A", A)
@@ -130,7 +128,7 @@ def run_matmul_reduce_scatter(
     if choice.is_unfused:
         product = product.to(call.out_dtype)
     scatter = ReduceScatterCall(product, call.reduce_op, call.scatter_dim, call.group_name)
-    own = scatter_by_choice(choice, where, scatter, group, OP)
+    own = run_reduce_scatter(choice, where, scatter, group, op=OP)
     if len(call.terms) > 1:
         own = own.to(torch.promote_types(own.dtype, torch.float32))
     for term in call.terms:
@@ -197,10 +195,6 @@ def _on_cuda(choice: Choice, where: Heap, given: MatmulReduceScatterCall) -> Ten
 
     (out,) = launch_kernel(choice, where, OP, lambda made: [made[0].view(shape)], with_terms)
     return out
-
-
-def _fake(call: MatmulReduceScatterCall, group: ProcessGroup) -> Tensor:
-    return call.A.new_empty(call.local_shape(group.size()), dtype=call.out_dtype)
 
 
 class MatmulReduceScatterFunction(torch.autograd.Function):
@@ -270,7 +264,7 @@ MATMUL_REDUCE_SCATTER = Op(
     " int? group_size=None) -> Tensor",
     record=MatmulReduceScatterCall,
     validate=_validate,
-    fake=_fake,
+    fake=lambda call, group: call.A.new_empty(call.local_shape(group.size()), dtype=call.out_dtype),
     kernel="matmul_reduce_scatter",
     sends_nothing=lambda call, group: 0 in call.local_shape(group.size()),
     choose=host_or(lambda call, group: 4 * prod(call.local_shape(group.size())), _choose_on_cuda),

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from threading import get_ident
 from time import monotonic
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,19 +39,6 @@ from .gradients import INTO, refuse_gradient
 _VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
 
 
-class OpArguments(Protocol):
-    """A call as a record: its arguments in the schema's order. A tuple takes a fourth of a dataclass's time."""
-
-    @property
-    def _fields(self) -> tuple[str, ...]: ...
-    @property
-    def group_name(self) -> str: ...
-    @property
-    def group_size(self) -> int | None: ...
-    def __iter__(self) -> Iterator[Any]: ...
-    def __getitem__(self, index: Any) -> Any: ...
-
-
 def tensors_given(call: Iterable[Any]) -> list[Tensor]:
     """All that a call is given, in the order of its arguments."""
     found: list[Tensor] = []
@@ -71,7 +58,8 @@ class Op:
 
     Attributes:
         schema: as torch.library has it; the record's fields are its arguments.
-        record: makes a call.
+        record: makes a call: a NamedTuple of its arguments in the schema's order, with a ``group_name`` and a
+            ``group_size``. (A tuple takes a fourth of a dataclass's time.)
         validate: the call with what follows from it, what else follows from it, and the group. A ValueError or
             TypeError names the argument, what it was and what it must be. Real and fake calls ask it, so both refuse
             the same. Sizes may be symbolic: it looks at no data.
@@ -135,7 +123,7 @@ class Op:
             return self.again or (lambda call: None)
         name, known_by, kinds, one = self.name, self.known_by, self.kinds, self.schema.endswith(" -> Tensor")
 
-        def launched(call: OpArguments) -> Any:
+        def launched(call: Any) -> Any:
             if (known := known_by(call)) is None:
                 return None
             results = launch_cache.launch_again(name, *known, call.group_name, kinds)
@@ -143,7 +131,7 @@ class Op:
 
         return launched
 
-    def choice_of(self, call: OpArguments) -> tuple[Choice, torch.device]:
+    def choice_of(self, call: Any) -> tuple[Choice, torch.device]:
         """How a call would run, as far as it is known without another rank; and where.
 
         Raises:
@@ -153,23 +141,23 @@ class Op:
         reason = why_runs_unfused(self.kernel, device, found[-1], empty=self.sends_nothing(*found))
         return self.choose(*found) if reason is None else unfused(reason), device
 
-    def run_below_autograd(self, call: OpArguments) -> Any:
+    def run_below_autograd(self, call: Any) -> Any:
         done = self.fast(call)
         return self.run_slow(call) if done is None else done
 
-    def run_slow(self, call: OpArguments) -> Any:
+    def run_slow(self, call: Any) -> Any:
         """By way of the dispatcher where something else must see the call."""
         if needs_no_dispatch(*tensors_given(call)):
             return self.slow(call)
         with torch._C._AutoDispatchBelowAutograd():
             return self.dispatch(call)
 
-    def dispatch(self, call: OpArguments) -> Any:
+    def dispatch(self, call: Any) -> Any:
         arguments = {name: getattr(call, name) for name in call._fields}
         given = [arguments.pop(a.name) for a in self.overload._schema.arguments if not a.kwarg_only]
         return self.overload(*given, **arguments)
 
-    def slow(self, call: OpArguments) -> Any:
+    def slow(self, call: Any) -> Any:
         """Checks the arguments and makes the call.
 
         Results are new tensors, like those of torch's own ops. They are views of what kernels write, and as such
@@ -203,7 +191,7 @@ _OF_GRAPHS = ("group_name", "group_size", "group_rank")  # what graphs alone say
 
 
 @with_poison
-def _checked_run(op: Op, call: OpArguments) -> Any:
+def _checked_run(op: Op, call: Any) -> Any:
     found = op.validate(call)
     checked, group = found[0], found[-1]
     compared = {name: getattr(checked, name) for name in checked._fields if name not in _OF_GRAPHS}
@@ -311,9 +299,7 @@ def _listed(done: Any) -> list[Tensor]:
 
 
 def writing_out(
-    op: Op,
-    shape: Callable[[Any, ProcessGroup], Sequence[int]],
-    own_by_counts: Mapping[str, str],
+    op: Op, shape: Callable[[Any, ProcessGroup], Sequence[int]], own_by_counts: Mapping[str, str]
 ) -> Op:
     """An op of one tensor, with the result written to another one, which comes first. Its ``run`` takes that, too.
 
@@ -340,20 +326,18 @@ def writing_out(
         known = op.known_by and op.known_by(call)
         return known and (known[0], [call.out, *known[1]])
 
-    return Op(
-        f"{op.name}_out(Tensor(a!) out, {arguments} -> ()",
+    return replace(
+        op,
+        schema=f"{op.name}_out(Tensor(a!) out, {arguments} -> ()",
         record=record,
         validate=validate,
         fake=lambda *_: None,
-        kernel=op.kernel,
         sends_nothing=lambda call, out, group: op.sends_nothing(call, group),
         choose=lambda call, out, group: op.choose(call, group),
         run=run,
         known_by=known_by,
-        kinds=op.kinds,
         with_gradient=lambda call: refuse_gradient(validate, call, INTO),
         functional=(op, without_out),
-        own_values=op.own_values,
         own_by_counts=own_by_counts,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,9 @@ from .. import validation
 from ..dispatch.choice import Choice, on_host, unfused
 from ..dispatch.plan import ran
 from ..dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
-from ..dispatch.workspaces import ALL_REDUCE
 from . import gradients
 from .all_gather import UNEVEN, known_with_counts, with_dim_in_front
 from .op import Op, writing_out
-
-if TYPE_CHECKING:
-    from ...kernels.device.jit.program import Program
 
 
 class ReduceScatterCall(NamedTuple):
@@ -54,8 +50,7 @@ class ReduceScatterCall(NamedTuple):
 def _validate(call: ReduceScatterCall) -> tuple[ReduceScatterCall, ProcessGroup]:
     """The call with a dimension that is not negative, and the group."""
     group, x = resolve_group(call.group_name), call.x
-    if x.dim() < 1:
-        raise ValueError("x: has no dimension, must have 1 or more")
+    validation.has_dimensions("x", x)
     validation.float_dtype("x", x)
     validation.reduction(call.reduce_op, validation.ALL_REDUCE_OPS)
     if call.counts is None:
@@ -79,33 +74,24 @@ def choose_part(call: ReduceScatterCall, group: ProcessGroup) -> Choice:
         return on_host(exchange_layout(part, size))
     if call.counts is not None and len(set(call.counts)) > 1:
         return unfused(UNEVEN)
-    return choose_scatter_on_cuda(_alone(call, None, size), call.reduce_op, group)
-
-
-def choose_scatter_on_cuda(
-    alone: StandAlone, reduce_op: str, group: ProcessGroup, kind: str = ALL_REDUCE
-) -> Choice:
-    """In workspaces of a kind."""
-    size, rank, dtype = group.size(), group.rank(), alone.x.dtype
-
-    def program() -> Program:
-        from ...kernels.reduce_scatter.cuda_kernel import reduce_scatter_program
-
-        return reduce_scatter_program(size, rank, dtype, reduce_op)
-
-    return choose_alone(alone, size, program, (dtype, reduce_op), kind)
+    return choose_alone(_alone(call, None, size), group)
 
 
 def _alone(call: ReduceScatterCall, out: Tensor | None, size: int) -> StandAlone:
     given, op = ([call.x], OP) if out is None else ([out, call.x], INTO)
     dim, part = call.scatter_dim, call.part_shape(size, 0)
-    return StandAlone(OP, op, given, part, part, scatter_dim=dim)
+    return StandAlone(OP, op, given, part, part, scatter_dim=dim, reduce_op=call.reduce_op)
 
 
 def run_reduce_scatter(
-    choice: Choice, where: Heap, call: ReduceScatterCall, group: ProcessGroup, out: Tensor | None = None
+    choice: Choice,
+    where: Heap,
+    call: ReduceScatterCall,
+    group: ProcessGroup,
+    out: Tensor | None = None,
+    op: str = OP,
 ) -> Tensor:
-    """As the op; the call is what validation returns.
+    """As the op, or as a part of a call of ``op``; the call is what validation returns.
 
     Args:
         out: what the result is written to, and then returned; of its shape, with any strides.
@@ -118,24 +104,13 @@ def run_reduce_scatter(
             part = reference_reduce_scatter_uneven(call.parts, call.reduce_op, group)
             done = with_dim_in_front(part, call.scatter_dim, call.part_shape(0, group.rank()))
     elif choice.algorithm == "host":
-        done = on_cpu(choice, where, call, OP if out is None else INTO)
+        done = _on_cpu(choice, where, call, op if out is None else INTO)
     else:
         done = run_alone(choice, where, _alone(call, out, where.world_size))
     return done if out is None or out is done else out.copy_(done)
 
 
-def scatter_by_choice(
-    choice: Choice, where: Heap, call: ReduceScatterCall, group: ProcessGroup, op: str
-) -> Tensor:
-    """As a part of a call of another op that runs unfused or between CPU ranks."""
-    if choice.is_unfused:
-        ran(choice.plan_in(None))
-        return reference_reduce_scatter(call.x, call.reduce_op, call.scatter_dim, group)
-    return on_cpu(choice, where, call, op)
-
-
-def on_cpu(choice: Choice, where: Heap, call: ReduceScatterCall, op: str) -> Tensor:
-    """Between CPU ranks. ``op``: whose call it is, for errors."""
+def _on_cpu(choice: Choice, where: Heap, call: ReduceScatterCall, op: str) -> Tensor:
     x, dim, size = call.x, call.scatter_dim, where.world_size
     shape = call.part_shape(size, where.rank)
     workspace = choice.begin_on(where)
@@ -152,31 +127,20 @@ def _gradient(grad: Tensor, reduce_op: str, scatter_dim: int, group_name: str, *
     return torch.ops.weft.one_shot_all_gather(grad, scatter_dim, group_name, **named)
 
 
-def _fake(call: ReduceScatterCall, group: ProcessGroup) -> Tensor:
-    return call.x.new_empty(call.part_shape(group.size(), group.rank()))
-
-
-def _with_gradient(call: ReduceScatterCall) -> Any:
-    gradients.refuse_gradient_of_reduction(call.reduce_op)
-    return gradients.OneTensorFunction.apply(REDUCE_SCATTER, _gradient, call, call.x)
-
-
 REDUCE_SCATTER: Op = Op(
     "one_shot_reduce_scatter(Tensor x, str reduce_op, int scatter_dim, str group_name, *, int? group_size=None,"
     " SymInt[]? counts=None, int? group_rank=None) -> Tensor",
     record=ReduceScatterCall,
     validate=_validate,
-    fake=_fake,
+    fake=lambda call, group: call.x.new_empty(call.part_shape(group.size(), group.rank())),
     kernel="reduce_scatter",
     choose=choose_part,
     run=run_reduce_scatter,
     known_by=lambda call: known_with_counts(call, (call.scatter_dim, call.reduce_op)),
     kinds=KINDS,
-    with_gradient=_with_gradient,
+    with_gradient=lambda call: gradients.OneTensorFunction.apply(REDUCE_SCATTER, _gradient, call, call.x),
     own_values=("group_rank",),
 )
 REDUCE_SCATTER_OUT = writing_out(
-    REDUCE_SCATTER,
-    lambda call, group: call.part_shape(group.size(), group.rank()),
-    {"out": "scatter_dim"},
+    REDUCE_SCATTER, lambda call, group: call.part_shape(group.size(), group.rank()), {"out": "scatter_dim"}
 )

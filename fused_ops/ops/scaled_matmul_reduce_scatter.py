@@ -23,30 +23,15 @@ from ...kernels.device.gemm.supported import why_last_dim_not_scattered
 from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
-from .. import validation
+from .. import scaled_calls, validation
 from ..dispatch.choice import Choice, Known, choose_kernel, host_or, launch_kernel, unfused
 from ..dispatch.plan import num_sms, preferred_kernel
 from ..dispatch.staging import Staging, aligned
-from ..scaled_calls import (
-    NO_GRADIENT,
-    ScaledRows,
-    dtype_of,
-    output_dtype,
-    scale_of_B,
-    scaled_rows,
-    scales_of,
-    validate_bias,
-    validate_operand,
-    validate_result_scale,
-    validate_scale,
-    validate_scale_of_B,
-    validate_scaled_matrix,
-    why_unfused,
-)
+from ..scaled_calls import NO_GRADIENT, ScaledRows
 from . import gradients
 from .matmul_reduce_scatter import matmul_flops
 from .op import Op
-from .reduce_scatter import ReduceScatterCall, scatter_by_choice
+from .reduce_scatter import ReduceScatterCall, run_reduce_scatter
 
 OP = "fused_scaled_matmul_reduce_scatter"
 
@@ -87,13 +72,13 @@ def _validate(
     """The call with a dimension that is not negative, the shape of the product and the dtype of the result; how A is
     scaled; the group."""
     group, A, B = resolve_group(call.group_name), call.A, call.B
-    validate_operand("A", A)
+    scaled_calls.validate_operand("A", A)
     *lead, k = A.shape
-    validate_scaled_matrix("B", B, k, A, "A")
-    validate_scale("A_scale", call.A_scale, A, "A")
-    rows = scaled_rows(call.A_scale, lead, k)
-    validate_scale("B_scale", call.B_scale, A, "A")
-    validate_scale_of_B("B_scale", call.B_scale, rows, call.A_scale, B)
+    scaled_calls.validate_scaled_matrix("B", B, k, A, "A")
+    scaled_calls.validate_scale("A_scale", call.A_scale, A, "A")
+    rows = scaled_calls.scaled_rows(call.A_scale, lead, k)
+    scaled_calls.validate_scale("B_scale", call.B_scale, A, "A")
+    scaled_calls.validate_scale_of_B("B_scale", call.B_scale, rows, call.A_scale, B)
     validation.reduction(call.reduce_op)
     shape = call.whole_shape
     if shape[-1:] != [B.shape[1]] or prod(shape[:-1]) != prod(lead):
@@ -111,15 +96,15 @@ def _validate(
         raise ValueError(
             f"{named}: A @ B has size {shape[dim]} there, must be a multiple of {group.size()} ranks"
         )
-    out_dtype = output_dtype("out_dtype", call.out_dtype)
-    validate_bias("bias", call.bias, B.shape[1], out_dtype, A)
-    validate_result_scale("result_scale", call.result_scale, A)
+    out_dtype = scaled_calls.output_dtype("out_dtype", call.out_dtype)
+    scaled_calls.validate_bias("bias", call.bias, B.shape[1], out_dtype, A)
+    scaled_calls.validate_result_scale("result_scale", call.result_scale, A)
     call = call._replace(orig_scatter_dim=dim, output_shape=shape, out_dtype=out_dtype)
     return call, rows, group
 
 
 def _known_by(call: ScaledMatmulReduceScatterCall) -> Known:
-    sizes, dtype = call.output_shape, dtype_of(call.out_dtype)
+    sizes, dtype = call.output_shape, scaled_calls.dtype_of(call.out_dtype)
     if call.result_scale is not None or type(dtype) is not torch.dtype:
         return None
     if sizes is not None:
@@ -142,7 +127,8 @@ def run_scaled_matmul_reduce_scatter(
     assert out_dtype is not None
     if exact:
         choice.begin_on(where, OP)
-    operands = call.A.flatten(0, -2), call.B, scales_of(rows.kind, _a_scale(call, rows), call.B_scale, k, n)
+    scales = scaled_calls.scales_of(rows.kind, _a_scale(call, rows), call.B_scale, k, n)
+    operands = call.A.flatten(0, -2), call.B, scales
     if exact:
         product = exact_product(*operands)
         product = product if call.bias is None else product.add_(call.bias)
@@ -150,7 +136,7 @@ def run_scaled_matmul_reduce_scatter(
         product = torch_product(*operands, call.bias, out_dtype, fast=call.use_fast_accum)
     whole = product.view(call.whole_shape)
     scatter = ReduceScatterCall(whole, call.reduce_op, call.orig_scatter_dim, call.group_name)
-    return scatter_by_choice(choice, where, scatter, group, OP).to(out_dtype)
+    return run_reduce_scatter(choice, where, scatter, group, op=OP).to(out_dtype)
 
 
 def _a_scale(call: ScaledMatmulReduceScatterCall, rows: ScaledRows) -> Tensor:
@@ -179,12 +165,9 @@ def _choose_on_cuda(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group
     b = staging.take("B", as_pairs(call.B.t(), products.pairs)).t()
     epilogue = Epilogue(out_dtype, call.reduce_op == "avg")
     used = ScatterKernelCall(
-        *(a, b, num_sms(b.device), epilogue),
-        split_n=split_n,
-        preferred=preferred_kernel(),
-        scaled=products,
+        *(a, b, num_sms(b.device), epilogue), split_n=split_n, preferred=preferred_kernel(), scaled=products
     )
-    too_little = why_unfused(products, "multiplied and scattered")
+    too_little = scaled_calls.why_unfused(products, "multiplied and scattered")
     return choose_kernel(on_cuda.SCATTER_STEPS, used, staging, group, too_little)
 
 
@@ -195,14 +178,10 @@ def _on_cuda(choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, r
         rows_of_A = 1 if rows.kind is ScaleKind.TENSOR else prod(call.whole_shape[:-1])
         a_scale = call.A_scale.reshape(rows_of_A, -1).t().contiguous()
         bias = [] if call.bias is None else [aligned(call.bias.contiguous())]
-        return replace(used, terms=[a_scale, scale_of_B(rows.kind, call.B_scale, k, n), *bias])
+        return replace(used, terms=[a_scale, scaled_calls.scale_of_B(rows.kind, call.B_scale, k, n), *bias])
 
     (out,) = launch_kernel(choice, where, OP, lambda made: [made[0].view(shape)], with_scales)
     return out
-
-
-def _fake(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup) -> Tensor:
-    return call.A.new_empty(call.local_shape(group.size()), dtype=call.out_dtype)
 
 
 SCALED_MATMUL_REDUCE_SCATTER = Op(
@@ -212,7 +191,7 @@ SCALED_MATMUL_REDUCE_SCATTER = Op(
     " int? group_size=None) -> Tensor",
     record=ScaledMatmulReduceScatterCall,
     validate=_validate,
-    fake=_fake,
+    fake=lambda call, rows, group: call.A.new_empty(call.local_shape(group.size()), dtype=call.out_dtype),
     kernel="scaled_matmul_reduce_scatter",
     sends_nothing=lambda call, rows, group: 0 in call.local_shape(group.size()),
     choose=host_or(lambda call, rows, group: 4 * prod(call.local_shape(group.size())), _choose_on_cuda),

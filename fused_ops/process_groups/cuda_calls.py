@@ -26,13 +26,13 @@ from ..dispatch.launch_cache import (
     Launch,
     PreparedKernel,
     PreparedLaunch,
-    StreamLaunch,
     default_ns,
+    launch_on_stream,
     overlap,
     timeout,
 )
 from ..dispatch.plan import Plan, heap_or_reason, ran
-from ..dispatch.stand_alone import StandAlone, prepare_alone
+from ..dispatch.stand_alone import StandAlone, choose_alone, prepare_alone
 from ..dispatch.stream_order import (
     CallLine,
     StreamStep,
@@ -42,10 +42,7 @@ from ..dispatch.stream_order import (
     stream_and_graph,
 )
 from ..dispatch.workspaces import GROUP
-from ..ops.all_gather import choose_gather_on_cuda
-from ..ops.exchanges.all_to_all import choose_exchange_on_cuda
-from ..ops.reduce_scatter import choose_scatter_on_cuda
-from .calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, GroupCall, flat, index_of
+from .calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, GroupCall, flat, index_of
 from .work import DoneWork, StreamWork
 
 
@@ -230,8 +227,8 @@ class DeviceLines:
             shape = flight_recorder.CallShape(kind, (x.numel(),), x.dtype, "cuda")
             how = PreparedLaunch(kernel, False, (), empty_on(x.device), kernel.grids, shape)
             before, after = steps_on(index, stream)
-            at = deadline, False, stream, _then(before, line), after
-            launch = StreamLaunch(workspace, how, ran_by, *at).bound()
+            on = stream, _then(before, line), after
+            launch = launch_on_stream(workspace, how, ran_by, deadline, on, is_double_buffered=False)
             key: tuple[Hashable, ...] = self, call.name, call.reduce_op, x.numel(), x.dtype, index, stream
             if call.x is not call.out:
                 key = *key, out.numel(), out.dtype
@@ -264,18 +261,13 @@ def _prepared(
         choice = choose_sum_on_cuda(x, call.reduce_op, group, kind=GROUP)
         if choice.is_unfused:
             return choice.reason
-        made = prepare_all_reduce(choice, heap, x, call.reduce_op, ALL_REDUCE)
-        ran(made.plan)
-        return made
+        return prepare_all_reduce(choice, heap, x, call.reduce_op, ALL_REDUCE)
     shape = list(out.shape)
-    if call.name == ALL_GATHER:
-        alone = StandAlone(call.name, call.name, [out, x], shape, x.shape, None, 0)
-        choice = choose_gather_on_cuda(alone, group, GROUP)
-    elif call.name == ALL_TO_ALL:
-        part = [x.numel() // group.size()]
-        alone = StandAlone(call.name, call.name, [out, x], shape, part, 0, 0)
-        choice = choose_exchange_on_cuda(alone, group, GROUP)
-    else:
-        alone = StandAlone(call.name, call.name, [out, x], shape, shape, 0, None)
-        choice = choose_scatter_on_cuda(alone, call.reduce_op, group, GROUP)
+    part, dims = {
+        ALL_GATHER: (x.shape, (None, 0)),
+        ALL_TO_ALL: ([x.numel() // group.size()], (0, 0)),
+        REDUCE_SCATTER: (shape, (0, None)),
+    }[call.name]
+    alone = StandAlone(call.name, call.name, [out, x], shape, part, *dims, call.reduce_op)
+    choice = choose_alone(alone, group, GROUP)
     return choice.reason if choice.is_unfused else prepare_alone(choice, heap, alone)

@@ -163,11 +163,7 @@ class StreamWork(DoneWork):
     """
 
     def __init__(
-        self,
-        tensors: list[Tensor],
-        read: list[Tensor],
-        ended: torch.cuda.Event,
-        side: torch.cuda.Stream,
+        self, tensors: list[Tensor], read: list[Tensor], ended: torch.cuda.Event, side: torch.cuda.Stream
     ) -> None:
         super().__init__(tensors)
         self._held = [*tensors, *read]

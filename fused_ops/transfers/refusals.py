@@ -6,56 +6,50 @@ A graph knows neither registrations nor the sizes of other ranks: those only the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch._ops import OpOverload
 
 from ...symm_mem import resolve_group
 from ...symm_mem.registration.handle import refuse_other_kind, refuse_overlap, refuse_peer
 
 
-def refuse_signal(x: Tensor, peer: int, group_name: str, name: str = "peer", of: str = "x") -> None:
-    """What all of them refuse.
+def refuse_transfer(names: Sequence[str], args: Sequence[Any]) -> None:
+    """``args``: x, what is moved if anything is, the peer and the group's name; of a batch lists, but for the last.
+
+    ``names``: theirs.
 
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    refuse_peer(name, peer, resolve_group(group_name).size())
-    if x.is_conj() or x.is_neg():
-        raise ValueError(f"{of}: is a conjugated or negated view, must be the tensor that was registered")
-
-
-def refuse_put(x: Tensor, source: Tensor, peer: int, group_name: str) -> None:
-    refuse_signal(x, peer, group_name)
-    refuse_other_kind("source", source, x, "x")
-
-
-def refuse_get(x: Tensor, out: Tensor, peer: int, group_name: str) -> None:
-    refuse_signal(x, peer, group_name)
-    refuse_other_kind("out", out, x, "x")
-    refuse_overlap("out", out)
-
-
-def refuse_batch_signal(xs: Sequence[Tensor], peers: Sequence[int], group_name: str) -> None:
-    if len(xs) != len(peers):
-        raise ValueError(f"peers: are {len(peers)}, must be as many as xs, {len(xs)}")
-    for i, (x, peer) in enumerate(zip(xs, peers, strict=True)):
-        refuse_signal(x, peer, group_name, f"peers[{i}]", f"xs[{i}]")
-
-
-def refuse_batch_put(
-    xs: Sequence[Tensor], sources: Sequence[Tensor], peers: Sequence[int], group_name: str
-) -> None:
-    if not len(xs) == len(sources) == len(peers):
+    *columns, group_name = args
+    size, several = resolve_group(group_name).size(), isinstance(columns[-1], (list, tuple))
+    if several and len({*map(len, columns)}) > 1:
+        counts = " and ".join(map(str, map(len, columns[1:])))
         raise ValueError(
-            f"sources, peers: are {len(sources)} and {len(peers)}, must be as many as xs, {len(xs)}"
+            f"{', '.join(names[1:-1])}: are {counts}, must be as many as {names[0]}, {len(columns[0])}"
         )
-    for i, (x, source, peer) in enumerate(zip(xs, sources, peers, strict=True)):
-        refuse_signal(x, peer, group_name, f"peers[{i}]", f"xs[{i}]")
-        refuse_other_kind(f"sources[{i}]", source, x, f"xs[{i}]")
+    for i, (x, *moved, peer) in enumerate(zip(*columns, strict=True) if several else [columns]):
+        at = f"[{i}]" if several else ""
+        refuse_peer(names[-2] + at, peer, size)
+        if x.is_conj() or x.is_neg():
+            raise ValueError(
+                f"{names[0]}{at}: is a conjugated or negated view, must be the tensor that was registered"
+            )
+        for tensor in moved:
+            refuse_other_kind(names[1] + at, tensor, x, names[0] + at)
+            if names[1] == "out":
+                refuse_overlap("out", tensor)
 
 
-def refuse_gradient_of(name: str, tensor: Tensor) -> None:
-    """Raises: ValueError: it requires a gradient, and is written to."""
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        raise ValueError(f"{name}: requires a gradient, must not where it is written to; pass its detach()")
+def refuse_gradients(op: OpOverload, args: Sequence[Any]) -> None:
+    """Raises: ValueError: a tensor requires a gradient, and is written to."""
+    for argument, given in zip(op._schema.arguments, args):  # noqa: B905  # the number of ranks comes by its name
+        several = isinstance(given, (list, tuple))
+        for i, tensor in enumerate(given if several else [given]):
+            if argument.is_write and torch.is_grad_enabled() and tensor.requires_grad:
+                name = f"{argument.name}[{i}]" if several else argument.name
+                raise ValueError(
+                    f"{name}: requires a gradient, must not where it is written to; pass its detach()"
+                )

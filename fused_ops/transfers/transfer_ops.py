@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd.graph import increment_version
 
 from ...symm_mem import RegisteredTensor, batch_put, batch_signal, batch_wait
 from ...symm_mem.registration.registered import registered_as
-from ..library import compiled, group_checks, schema
+from ..library import group_checks, schema
 from ..library.communicating import OF_REGISTERED
-from ..library.unsupported import refuse_derivative_in_transform, refuse_unsupported
-from . import refusals
+from ..library.implement import implement
+from ..library.unsupported import refuse_derivative_in_transform
+from .refusals import refuse_gradients, refuse_transfer
 
 
 def _handle(x: Tensor, group_name: str, name: str = "x") -> RegisteredTensor:
@@ -69,30 +71,27 @@ def _batch_wait(xs: Sequence[Tensor], peers: Sequence[int], group_name: str) -> 
     increment_version(xs)
 
 
-def _checked(refuse: Callable[..., None], run: Callable[..., None] | None) -> Callable[..., None]:
+def _checked(op: OpOverload, run: Callable[..., None] | None) -> Callable[..., None]:
     """As torch calls it; without ``run`` the fake one."""
+    names = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
 
-    def implement(*args: Any, group_size: int | None = None) -> None:
+    def call(*args: Any, group_size: int | None = None) -> None:
         if group_size is not None:
             group_checks.group_size(group_size, args[-1])
-        refuse(*args)
+        refuse_transfer(names, args)
         if run is not None:
             run(*args)
 
-    return implement
+    return call
 
 
-def _below_autograd(op: Any, name: str, written: Sequence[int]) -> Callable[..., None]:
-    """No gradient goes through a transfer. ``written``: which arguments are tensors that it writes to."""
-    names = [argument.name for argument in op._schema.arguments]
+def _below_autograd(op: OpOverload, name: str) -> Callable[..., None]:
+    """No gradient goes through a transfer."""
 
     def call(*args: Any, **named: Any) -> None:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             refuse_derivative_in_transform(name)
-        for i in written:
-            given, several = args[i], isinstance(args[i], (list, tuple))
-            for j, tensor in enumerate(given if several else [given]):
-                refusals.refuse_gradient_of(f"{names[i]}[{j}]" if several else names[i], tensor)
+        refuse_gradients(op, args)
         with torch._C._AutoDispatchBelowAutograd():
             if name == "get" and (args[1].is_conj() or args[1].is_neg()):
                 # What resolves such tensors below has no way with ops that return nothing.
@@ -105,22 +104,9 @@ def _below_autograd(op: Any, name: str, written: Sequence[int]) -> Callable[...,
     return call
 
 
-for _op, _refuse, _run, _written in (
-    (schema.signal, refusals.refuse_signal, _signal, (0,)),
-    (schema.wait, refusals.refuse_signal, _wait, (0,)),
-    (schema.put, refusals.refuse_put, _put, (0,)),
-    (schema.get, refusals.refuse_get, _get, (0, 1)),
-    (schema.batch_put, refusals.refuse_batch_put, _batch_put, (0,)),
-    (schema.batch_signal, refusals.refuse_batch_signal, _batch_signal, (0,)),
-    (schema.batch_wait, refusals.refuse_batch_signal, _batch_wait, (0,)),
-):
-    _name = str(_op).split(".")[1]  # of weft.NAME.default
-    torch.library.register_fake(
-        f"weft::{_name}", compiled.known_to_inductor(_checked(_refuse, None)), lib=schema.lib
-    )
-    compiled.declare_communicating(_op)
+for _run in (_signal, _wait, _put, _get, _batch_put, _batch_signal, _batch_wait):
+    _name = _run.__name__.removeprefix("_")
+    _op = getattr(schema, _name)
+    implement(_op, _checked(_op, _run), _checked(_op, None))
     OF_REGISTERED.append(_op)
-    for _key in ("CPU", "CUDA"):
-        schema.lib.impl(_name, _checked(_refuse, _run), _key)
-    schema.lib.impl(_name, _below_autograd(_op, _name, _written), "Autograd")
-    refuse_unsupported(schema.lib, _name)
+    schema.lib.impl(_op, _below_autograd(_op, _name), "Autograd")

@@ -13,7 +13,7 @@ import torch
 
 from ...symm_mem.layout import Layout
 from ..device.comm.copy_engine import CopiedConfig
-from ..device.comm.ll_exchange import VECTOR
+from ..device.comm.ll_exchange import VECTOR, ExchangeLayout
 from ..device.device_spec import device_spec_of
 from ..device.gemm import gemm_tiles, one_shot
 from ..device.gemm.one_shot import OneShotConfig
@@ -184,10 +184,10 @@ def rank_gather_kernels(problem: AllGatherMatmulProblem) -> list[tuple[float, An
     return sorted(ranked, key=lambda each: (few and isinstance(each[1], GatherPushConfig), each[0]))
 
 
-def gather_layout(problem: AllGatherMatmulProblem, config: AnyConfig) -> Layout | None:
-    """The workspace; None of a OneShotConfig, which has one of its own."""
+def gather_layout(problem: AllGatherMatmulProblem, config: AnyConfig) -> Layout | ExchangeLayout:
+    """The workspace."""
     if isinstance(config, OneShotConfig):
-        return None
+        return config.layout(problem.world_size)
     if isinstance(config, CopiedConfig):
         return copied_layout(problem)
     return gather_push_layout(problem.m, problem.k, problem.world_size, config)

@@ -63,11 +63,7 @@ class AllGatherProductsCopied(CopiedCall):
         ]
 
     def call(
-        self,
-        tensors: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
-        timeout_ns: int,
-        stream: int,
+        self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], timeout_ns: int, stream: int
     ) -> None:
         """The copies, and the products; as ``AllGatherScaledMatmulOneShot.call``. Where the operands are not fp8, the
         gathered shards [W, m, K], with ``split_k`` [m, W * K], are the last result if they are wanted."""

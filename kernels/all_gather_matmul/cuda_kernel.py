@@ -19,7 +19,7 @@ from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole
 from ..device.gemm.gemm_tiles import BLOCK_K
 from ..device.gemm.operands import ALIGNMENT
 from ..device.gemm.tensor_map import Boxes, Maps, TensorMap, put_map, put_maps
-from ..device.jit.program import Defines, Program, WaitParams, program_of
+from ..device.jit.program import Defines, Program, WaitParams, fields, program_of
 from .configs import MOST_BS, GatherKernelCall, GatherPushConfig, gather_push_layout
 from .estimate import CHUNK_COLUMNS
 
@@ -37,23 +37,15 @@ class _Params(ctypes.Structure):
         ("b", TensorMap * MOST_BS),
         ("watch", WaitParams),
         ("buffer", BufferWords),
-        ("a", ctypes.c_uint64),
-        ("data", ctypes.c_uint64),
+        *fields(ctypes.c_uint64, "a data"),
         ("c", ctypes.c_uint64 * MOST_BS),
         ("n", ctypes.c_int32 * MOST_BS),
         ("bs", ctypes.c_int32),
         ("columns", ctypes.c_int32 * MOST_BS),
-        ("m", ctypes.c_int32),
-        ("k", ctypes.c_int32),
-        ("stride", ctypes.c_int32),
-        ("raster_group", ctypes.c_int32),
-        ("remote_raster_group", ctypes.c_int32),
-        ("group", ctypes.c_int32),
-        ("comm_sms", ctypes.c_int32),
-        ("skipped_steps", ctypes.c_int32),
-        ("first_wave", ctypes.c_int32),
-        ("push", ctypes.c_int32),
-        ("final", ctypes.c_int32),
+        *fields(
+            ctypes.c_int32,
+            "m k stride raster_group remote_raster_group group comm_sms skipped_steps first_wave push final",
+        ),
         # Tensor maps are aligned to 64 bytes, so there its size is a multiple of that.
         ("reserved", ctypes.c_int32 * 12),
     )

@@ -7,7 +7,7 @@ cuBLAS after it; or, where kernel.cu does not run, to copy engines with cuBLAS b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -68,17 +68,7 @@ def _choose(
     return KernelChoice(algorithm_of(config), config, layout, profitable, predicted_us)
 
 
-Kernel: TypeAlias = (
-    cuda_kernel.AllGatherMatmulPushes
-    | AllGatherMatmulOneShot
-    | AllGatherScaledMatmulPush
-    | AllGatherProductsCopied
-)
-
-
-def fused_gather(
-    workspace: Workspace[Any], call: configs.GatherKernelCall, config: configs.AnyConfig
-) -> Kernel:
+def fused_gather(workspace: Workspace[Any], call: configs.GatherKernelCall, config: configs.AnyConfig) -> Any:
     """What launches calls like this one."""
     scales = call.scales
     if isinstance(config, OneShotConfig):

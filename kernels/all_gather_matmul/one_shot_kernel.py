@@ -16,7 +16,7 @@ from ..device.gemm import one_shot
 from ..device.gemm.one_shot import OneShotConfig
 from ..device.jit import program
 from ..device.jit.empty import empty_on
-from ..device.jit.program import Defines, Program
+from ..device.jit.program import Defines, Program, fields
 from . import OP
 from .configs import GatherKernelCall
 from .cuda_kernel import row_stride
@@ -29,13 +29,8 @@ class _Params(ctypes.Structure):
 
     _fields_ = (
         ("slots", ExchangeSlots),
-        ("a", ctypes.c_uint64),
-        ("gathered", ctypes.c_uint64),
-        ("vectors", ctypes.c_uint32),
-        ("columns", ctypes.c_uint32),
-        ("stride", ctypes.c_uint32),
-        ("scale_vectors", ctypes.c_uint32),
-        ("side_by_side", ctypes.c_uint32),
+        *fields(ctypes.c_uint64, "a gathered"),
+        *fields(ctypes.c_uint32, "vectors columns stride scale_vectors side_by_side"),
     )
 
 
@@ -81,11 +76,7 @@ class AllGatherMatmulOneShot(one_shot.OneShotCall):
         _put_pair(self._params, _A, *addresses)
 
     def call(
-        self,
-        tensors: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
-        timeout_ns: int,
-        stream: int,
+        self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], timeout_ns: int, stream: int
     ) -> None:
         """An exchange, and the products.
 

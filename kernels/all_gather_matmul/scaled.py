@@ -12,15 +12,8 @@ from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import Workspace
 from ..device.comm.ll_exchange import VECTOR, ExchangeLayout
 from ..device.gemm.one_shot import OneShotConfig
-from ..device.gemm.scaling import (
-    ScaledTensors,
-    ScaleKind,
-    Scales,
-    ScalesParams,
-    block_product,
-    scaled_mm_out,
-)
-from ..device.jit.program import Defines
+from ..device.gemm.scaling import ScaledTensors, ScaleKind, Scales, ScalesParams, block_product, scaled_mm_out
+from ..device.jit.program import Defines, fields
 from . import configs, one_shot_kernel
 from .configs import MOST_BS, GatherPushConfig, GatherScales
 from .copied_products import SCALED_OP as OP
@@ -31,11 +24,8 @@ class _ScaledParams(_Params):
     """The twin of ``Params`` in kernel.cu for fp8 operands."""
 
     _fields_ = (  # type: ignore[assignment]  # after those of its base
-        ("own_scales", ctypes.c_uint64),
-        ("scales", ctypes.c_uint64),
-        ("arriving", ctypes.c_uint64),
-        ("blocks", ctypes.c_int32),
-        ("of_blocks", ctypes.c_int32),
+        *fields(ctypes.c_uint64, "own_scales scales arriving"),
+        *fields(ctypes.c_int32, "blocks of_blocks"),
         ("of_b", ScalesParams * MOST_BS),
     )
 
@@ -102,8 +92,7 @@ class _OneShotParams(one_shot_kernel._Params):
     """The twin of ``Params`` in one_shot.cu with SCALED."""
 
     _fields_ = (  # type: ignore[assignment]  # after those of its base
-        ("scales", ctypes.c_uint64),
-        ("gathered_scales", ctypes.c_uint64),
+        *fields(ctypes.c_uint64, "scales gathered_scales"),
     )
 
 
@@ -141,11 +130,7 @@ class AllGatherScaledMatmulOneShot(one_shot_kernel.AllGatherMatmulOneShot):
         one_shot_kernel._put_pair(self._params, _SCALES, *addresses[2:])
 
     def call(
-        self,
-        tensors: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
-        timeout_ns: int,
-        stream: int,
+        self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], timeout_ns: int, stream: int
     ) -> None:
         """As of its base, with more tensors after the Bs: the scales of A, of torch's shape, and of each B; and the
         biases that there are."""

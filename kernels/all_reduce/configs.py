@@ -13,18 +13,10 @@ from ..device.comm.ll_exchange import BLOCKS, THREADS, VECTOR, WARP, ExchangeLay
 FORMS = ("one_shot", "two_shot")
 MAX_BYTES = EPOCH_BYTES  #: of the input in one epoch of the slots; two_shot takes more in several epochs
 
-# From how many bytes of input on two_shot is faster. Two ranks send as much in either form; there it is less that is
+# From how many KiB of input on two_shot is faster. Two ranks send as much in either form; there it is less that is
 # received and kept. Measured on 2 and 4 H200; else from (W - 1) * bytes / 300 GB/s against 2 / W of that and one trip.
-_TWO_SHOT_FROM = {
-    2: 4 << 20,
-    3: 512 << 10,
-    4: 192 << 10,
-    5: 144 << 10,
-    6: 104 << 10,
-    7: 80 << 10,
-    8: 64 << 10,
-}
-_TWO_SHOT_FROM_MANY = 32 << 10
+_TWO_SHOT_FROM = {2: 4096, 3: 512, 4: 192, 5: 144, 6: 104, 7: 80, 8: 64}
+_TWO_SHOT_FROM_MANY = 32
 
 
 @dataclass(frozen=True)
@@ -55,17 +47,13 @@ def choose_all_reduce(nbytes: int, world_size: int, num_sms: int = BLOCKS) -> Al
     ``num_sms``: blocks at most. They keep their SMs while they wait for a peer, which may wait for what
     another stream of this rank has to compute first.
     """
-    two_shot_from = _TWO_SHOT_FROM.get(world_size, _TWO_SHOT_FROM_MANY)
+    two_shot_from = _TWO_SHOT_FROM.get(world_size, _TWO_SHOT_FROM_MANY) << 10
     return AllReduceConfig("two_shot" if nbytes >= two_shot_from else "one_shot", min(BLOCKS, num_sms))
 
 
 def estimate_all_reduce_us(nbytes: int, world_size: int, config: AllReduceConfig | None = None) -> float:
     """Microseconds of an all-reduce of ``nbytes``; by the chosen configuration if none is given."""
     return all_reduce_time_us(nbytes, world_size, (config or choose_all_reduce(nbytes, world_size)).form)
-
-
-def _parts(config: AllReduceConfig, world_size: int) -> int:
-    return world_size if config.form == "two_shot" else 1
 
 
 def _slots_per_vector(config: AllReduceConfig) -> int:
@@ -75,7 +63,8 @@ def _slots_per_vector(config: AllReduceConfig) -> int:
 
 def all_reduce_layout(nbytes: int, world_size: int, config: AllReduceConfig) -> ExchangeLayout:
     """A workspace that takes an input of ``nbytes`` in one epoch if it is not above MAX_BYTES; else in several."""
-    vectors = -(-min(nbytes, MAX_BYTES) // (VECTOR * _parts(config, world_size)))
+    parts = world_size if config.form == "two_shot" else 1
+    vectors = -(-min(nbytes, MAX_BYTES) // (VECTOR * parts))
     slots = ll_exchange.slots_for(vectors, config.blocks, config.threads)
     return ExchangeLayout(world_size, up(slots, 2 * WARP) * _slots_per_vector(config), config.blocks)
 

@@ -5,25 +5,18 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from ...symm_mem.backends import cuda_state
-from ..device.collective.combine import CombinedSum, CombineLauncher, CombineSource, choice_defines
-from ..device.collective.launch import rounds_defines
+from ..device.collective.combine import CombinedSum, CombineLauncher, CombineSource
+from ..device.collective.launch import reduction_program
 from ..device.comm.exchange_launcher import ExchangeLauncher
-from ..device.comm.ll_exchange import (
-    DTYPES,
-    VECTOR,
-    ExchangeSlots,
-    ExchangeWorkspace,
-    exchange_program,
-    in_turn,
-    slots_of,
-)
-from ..device.jit.program import Function, Program
+from ..device.comm.ll_exchange import DTYPES, VECTOR, ExchangeSlots, ExchangeWorkspace, in_turn, slots_of
+from ..device.jit.program import Function, Program, fields
 from . import configs
 from .configs import AllReduceConfig, choose_all_reduce
 
@@ -36,11 +29,8 @@ class _Params(ctypes.Structure):
 
     _fields_ = (
         ("slots", ExchangeSlots),
-        ("x", ctypes.c_uint64),
-        ("out", ctypes.c_uint64),
-        ("numel", ctypes.c_uint64),
-        ("vectors", ctypes.c_uint32),
-        ("aligned", ctypes.c_uint32),
+        *fields(ctypes.c_uint64, "x out numel"),
+        *fields(ctypes.c_uint32, "vectors aligned"),
     )
 
 
@@ -55,16 +45,7 @@ _X = _Params.x.offset
 _put_addresses = struct.Struct("2Q").pack_into
 
 
-def all_reduce_program(
-    world_size: int,
-    rank: int,
-    dtype: torch.dtype,
-    reduce_op: str,
-    choices: tuple[int, bool, bool] | None = None,
-) -> Program:
-    """kernel.cu for one rank, dtype and operation. ``choices``: of a CombineShape, if x is put together."""
-    of = {"DTYPE": DTYPES[dtype], "REDUCE": reduce_op}
-    return exchange_program(SOURCE, rank, {**of, **rounds_defines(world_size), **choice_defines(choices)})
+all_reduce_program = partial(reduction_program, SOURCE)  #: kernel.cu for one rank, dtype and operation
 
 
 def _function(program: Program, name: str, device: torch.device) -> Function:

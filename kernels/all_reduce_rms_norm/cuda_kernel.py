@@ -21,7 +21,7 @@ from ..device.comm.ll_exchange import (
     in_turn,
     slots_of,
 )
-from ..device.jit.program import Program
+from ..device.jit.program import Program, fields
 from .configs import (
     CLUSTERS,
     MAX_WORLD_SIZE,
@@ -42,13 +42,10 @@ class _Params(ctypes.Structure):
 
     _fields_ = (
         ("slots", ExchangeSlots),
-        *(
-            (name, ctypes.c_uint64)
-            for name in ("x", "residual", "weight", "bias", "normed", "sums", "scales")
-        ),
+        *fields(ctypes.c_uint64, "x residual weight bias normed sums scales"),
         ("smallest", ctypes.c_double),
-        *((name, ctypes.c_uint32) for name in ("rows", "vectors")),
-        *((name, ctypes.c_float) for name in ("eps", "elements", "offset")),
+        *fields(ctypes.c_uint32, "rows vectors"),
+        *fields(ctypes.c_float, "eps elements offset"),
     )
 
 

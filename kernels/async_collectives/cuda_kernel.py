@@ -15,7 +15,7 @@ from ...symm_mem.workspace import Workspace
 from ..device.comm import acquire
 from ..device.comm.copy_engine import CopiedPiece, engine_of
 from ..device.comm.double_buffer import BufferWords
-from ..device.jit.program import Program, WaitParams, program_of
+from ..device.jit.program import Program, WaitParams, fields, program_of
 
 VECTOR = 16  #: bytes, of which a part has a multiple
 _THREADS, _AT_ONCE = 512, 4  # as in kernel.cu
@@ -28,10 +28,7 @@ class _Params(ctypes.Structure):
     _fields_ = (
         ("watch", WaitParams),
         ("buffer", BufferWords),
-        ("own", ctypes.c_uint64),
-        ("slots", ctypes.c_uint64),
-        ("out", ctypes.c_uint64),
-        ("vectors", ctypes.c_uint64),
+        *fields(ctypes.c_uint64, "own slots out vectors"),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import Workspace
+from .comm.ll_exchange import ExchangeLayout
 from .jit.program import Program
 
 _MOST_CHOICES = 4096  # kept before all are dropped
@@ -22,14 +23,13 @@ T = TypeVar("T")
 class KernelChoice(Generic[C]):
     """How calls of one kind are run.
 
-    ``layout``: of its workspace; a OneShotConfig has one of its own instead. ``profitable``: it is predicted to be
-    faster than the collective and the matmul one after the other. ``predicted_us``: of the configuration, if there is a
-    model of it.
+    ``layout``: of its workspace. ``profitable``: it is predicted to be faster than the collective and the matmul one
+    after the other. ``predicted_us``: of the configuration, if there is a model of it.
     """
 
     algorithm: str
     config: C
-    layout: Layout | None
+    layout: Layout | ExchangeLayout
     profitable: bool
     predicted_us: float | None = None
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...symm_mem.backends import cuda_state
 from ..device.comm.ll_exchange import DTYPES
 from ..device.jit.empty import empty_on
-from ..device.jit.program import Program, program_of
+from ..device.jit.program import Program, fields, program_of
 from .reference import MOST, Float8
 
 SOURCE = Path(__file__).parent / "kernel.cu"
@@ -26,24 +26,15 @@ class _Matrix(ctypes.Structure):
     """The twin of ``Matrix`` in kernel.cu."""
 
     _fields_ = (
-        ("from", ctypes.c_uint64),
-        ("numbers", ctypes.c_uint64),
-        ("transposed", ctypes.c_uint64),
-        ("inverse", ctypes.c_uint64),
-        ("rows", ctypes.c_int32),
-        ("columns", ctypes.c_int32),
+        *fields(ctypes.c_uint64, "from numbers transposed inverse"),
+        *fields(ctypes.c_int32, "rows columns"),
     )
 
 
 class CastParams(ctypes.Structure):
     """The twin of ``Params`` in kernel.cu."""
 
-    _fields_ = (
-        ("of", _Matrix * MOST),
-        ("largest", ctypes.c_uint64),
-        ("count", ctypes.c_int32),
-        ("parts", ctypes.c_int32),
-    )
+    _fields_ = (("of", _Matrix * MOST), ("largest", ctypes.c_uint64), *fields(ctypes.c_int32, "count parts"))
 
 
 def cast_program(of: torch.dtype, to: torch.dtype) -> Program:

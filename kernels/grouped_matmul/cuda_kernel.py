@@ -14,7 +14,7 @@ from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole
 from ..device.gemm.gemm_tiles import BLOCK_K, Tile
 from ..device.gemm.operands import ALIGNMENT, is_transposed
 from ..device.gemm.tensor_map import Boxes, Maps, TensorMap, put_map
-from ..device.jit.program import Function, Program, program_of
+from ..device.jit.program import Function, Program, fields, program_of
 from .configs import MOST_EXPERTS, GroupedConfig
 
 SOURCE = Path(__file__).parent / "kernel.cu"
@@ -32,12 +32,7 @@ class _Params(ctypes.Structure):
         ("c", ctypes.c_uint64 * MOST_BS),
         ("n", ctypes.c_int32 * MOST_BS),
         ("columns", ctypes.c_int32 * MOST_BS),
-        ("bs", ctypes.c_int32),
-        ("all_columns", ctypes.c_int32),
-        ("total", ctypes.c_int32),
-        ("groups", ctypes.c_int32),
-        ("k", ctypes.c_int32),
-        ("raster_group", ctypes.c_int32),
+        *fields(ctypes.c_int32, "bs all_columns total groups k raster_group"),
     )
 
 
@@ -100,11 +95,7 @@ class GroupedMatmul:
         self._fixed = (k, config.raster_group)
 
     def launch(
-        self,
-        a: Tensor,
-        terms: Sequence[tuple[Tensor, Tensor | None]],
-        outs: Sequence[Tensor],
-        offs: Tensor,
+        self, a: Tensor, terms: Sequence[tuple[Tensor, Tensor | None]], outs: Sequence[Tensor], offs: Tensor
     ) -> None:
         """On the current stream. ``terms``: each B and its bias."""
         p = _Params()

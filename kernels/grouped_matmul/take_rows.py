@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...symm_mem.backends.cuda_state import current_stream_of
-from ..device.jit.program import Program
+from ..device.jit.program import Program, fields
 
 PROGRAM = Program(Path(__file__).parent / "take_rows.cu")
 _WARPS, _BYTES, _VECTOR = 4, 4096, 16  # of a block; of a row, by a warp; of an access
@@ -28,20 +28,8 @@ class TakeParams(ctypes.Structure):
     """The twin of ``TakeParams`` in take_rows.cu."""
 
     _fields_ = (
-        ("from", ctypes.c_uint64),
-        ("rows", ctypes.c_uint64),
-        ("offs", ctypes.c_uint64),
-        ("to", ctypes.c_uint64),
-        ("stride", ctypes.c_uint64),
-        ("tokens", ctypes.c_int32),
-        ("total", ctypes.c_int32),
-        ("width", ctypes.c_int32),
-        ("pieces", ctypes.c_int32),
-        ("experts", ctypes.c_int32),
-        ("slices", ctypes.c_int32),
-        ("first", ctypes.c_int32),
-        ("end", ctypes.c_int32),
-        ("takes_own", ctypes.c_int32),
+        *fields(ctypes.c_uint64, "from rows offs to stride"),
+        *fields(ctypes.c_int32, "tokens total width pieces experts slices first end takes_own"),
     )
 
 

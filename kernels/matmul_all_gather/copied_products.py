@@ -17,7 +17,6 @@ from ...symm_mem.layout import NUM_BUFFERS, Layout
 from ...symm_mem.workspace import Workspace
 from ..device.comm import acquire
 from ..device.comm.copy_engine import CopiedCall, CopiedConfig, CopiedPiece
-from ..device.jit.program import Program
 from ..device.kernel_choice import KernelChoice, KernelSteps
 from . import OP
 from .configs import (
@@ -55,11 +54,7 @@ class MatmulAllGatherCopied(CopiedCall):
         self._slots = [workspace.buffer(rank, i, (size, slot), a.dtype) for i in range(NUM_BUFFERS)]
 
     def call(
-        self,
-        tensors: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
-        timeout_ns: int,
-        stream: int,
+        self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], timeout_ns: int, stream: int
     ) -> None:
         """The products, and the copies; as ``MatmulReduceScatterOneShot.call``. The result is [..., W * N]."""
         workspace, (a, b), (m, n) = self.workspace, tensors, self._part
@@ -113,22 +108,11 @@ def choose_copied_pieces(
     return KernelChoice("copy_engine", CopiedConfig(), copied_pieces_layout(problem), profitable, us)
 
 
-def copied_pieces_programs(
-    config: CopiedConfig, call: MatmulAllGatherKernelCall, world_size: int, rank: int
-) -> Sequence[Program]:
-    """What such calls launch besides torch's kernels."""
-    return [acquire.PROGRAM]
-
-
-def _key(choice: KernelChoice[CopiedConfig], call: MatmulAllGatherKernelCall) -> tuple[object, ...]:
-    return OP, choice.config, call.a.shape, call.a.stride(), call.b.shape[1], call.a.dtype
-
-
 COPIED_STEPS = KernelSteps(
     choose_copied_pieces,
-    copied_pieces_programs,
+    lambda config, call, world_size, rank: [acquire.PROGRAM],
     lambda workspace, call, config: MatmulAllGatherCopied(workspace, call),
-    _key,
+    lambda choice, call: (OP, choice.config, call.a.shape, call.a.stride(), call.b.shape[1], call.a.dtype),
     lambda config, call: (*call.a.shape, call.b.shape[1], call.a.dtype),
     lambda config, call: [*call],
     lambda call, world_size: [call.a.new_empty(call.a.shape[0], world_size * call.b.shape[1])],

@@ -13,7 +13,7 @@ from ..device.comm.exchange_launcher import ExchangeLauncher
 from ..device.comm.ll_exchange import WARP, ExchangeSlots, ExchangeWorkspace, exchange_program, slots_of
 from ..device.gemm.gemm import DTYPES
 from ..device.gemm.operands import is_transposed, why_not
-from ..device.jit.program import Defines, Program
+from ..device.jit.program import Defines, Program, fields
 from .configs import MOST_ROWS, MatmulAllReduceConfig
 
 SOURCE = Path(__file__).with_name("kernel.cu")
@@ -25,15 +25,8 @@ class _Params(ctypes.Structure):
 
     _fields_ = (
         ("slots", ExchangeSlots),
-        ("a", ctypes.c_uint64),
-        ("b", ctypes.c_uint64),
-        ("out", ctypes.c_uint64),
-        ("a_stride", ctypes.c_uint64),
-        ("b_stride", ctypes.c_uint64),
-        ("m", ctypes.c_int32),
-        ("n", ctypes.c_int32),
-        ("k", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        *fields(ctypes.c_uint64, "a b out a_stride b_stride"),
+        *fields(ctypes.c_int32, "m n k reserved"),
     )
 
 

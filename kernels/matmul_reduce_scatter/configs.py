@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
 from typing import TypeAlias
@@ -12,6 +12,7 @@ import torch
 
 from ...symm_mem.layout import Layout
 from ..device.comm.copy_engine import CALL_US, PEER_US, STARTS_US, CopiedConfig
+from ..device.comm.ll_exchange import ExchangeLayout
 from ..device.device_spec import H200, DeviceSpec, device_spec_of
 from ..device.gemm import gemm_tiles, one_shot
 from ..device.gemm.one_shot import OneShotConfig
@@ -30,6 +31,9 @@ _LONG_SCALED, _SCALED_FEELS, _SCALED_PRODUCT = 3584, 0.25, 0.96
 # Columns of a warpgroup whose partial results are sent in float32: with more, registers are spilled.
 _SENT_WIDE = 192
 _SUMMED = 0.7  # of memory bandwidth, that torch's sum of the parts gets: not fitted
+# Of the all-reduce after a matmul, measured on 2 and 4 H200: microseconds, and bytes a microsecond.
+_ALL_REDUCE_LAUNCH, _ALL_REDUCE_LINK = 2.5, 310e3
+_MOST_WORKSPACE = 1 << 30  # bytes, of a sum for all ranks
 
 
 @dataclass(frozen=True)
@@ -234,15 +238,13 @@ def rank_scatter_kernels(problem: MatmulReduceScatterProblem) -> list[tuple[floa
     return sorted(ranked, key=itemgetter(0))
 
 
-def scatter_layout(config: AnyConfig, problem: MatmulReduceScatterProblem) -> Layout | None:
-    """The workspace; None of a OneShotConfig, which has one of its own."""
+def scatter_layout(config: AnyConfig, problem: MatmulReduceScatterProblem) -> Layout | ExchangeLayout:
+    """The workspace."""
     if isinstance(config, OneShotConfig):
-        return None
-    return (
-        copied_parts_layout(problem)
-        if isinstance(config, CopiedConfig)
-        else scatter_push_layout(config, problem)
-    )
+        return config.layout(problem.world_size)
+    if isinstance(config, CopiedConfig):
+        return copied_parts_layout(problem)
+    return scatter_push_layout(config, problem)
 
 
 def copied_parts_layout(problem: MatmulReduceScatterProblem) -> Layout:
@@ -281,38 +283,73 @@ def rank_scatter_pushes(problem: MatmulReduceScatterProblem) -> tuple[tuple[floa
     return tuple(sorted(((estimate_scatter_push_us(c, problem), c) for c in candidates), key=itemgetter(0)))
 
 
+@dataclass(frozen=True)
+class _Costs:
+    """Of estimate_scatter_push_us, in microseconds: a launch; how much longer matmuls take for each microsecond of the
+    sending; a wave; the sum of a tile of 128 x 256 that is sent when nothing is left to compute. ``feels``: how much
+    longer tiles take that load twice as much for what they multiply. ``rate``: bytes per microsecond."""
+
+    launch: float
+    hinders: float
+    feels: float
+    rate: float = gemm_tiles.LINK
+    each: float = 0.0
+    tail: float = 0.0
+
+
+# Fitted to measurements on 2 and on 4 H200. A launch between more than two has not been measured with the LL protocol:
+# it is what one rank of 4 alone takes, 8 us (bench/results/h200-x1-scatter.txt), and 7 for what shows only between
+# ranks. That is a guess: with flags it was 11 to 18; between two, where it was 10 to 14 with flags, it is 3.5.
+_OF_TWO, _OF_MORE = _Costs(8.4, 0.3, 0.1), _Costs(15.0, 0.15, 0.2)
+# With ``to_all`` twice as much is on the links, and a few rows wait for memory to give all of B. Between two: fitted to
+# 17 matmuls on 2 H200 (bench/results/h200-x2-choices.txt) and 12 of one rank alone. Between more: to 12 of one rank of
+# 4 alone (bench/results/h200-x1-scatter.txt), with the same guess.
+_TO_ALL_OF_TWO = _Costs(6.0, 0.08, 0.28, each=2.6, tail=0.6)
+_TO_ALL_OF_MORE = _Costs(17.0, 0.12, 0.46, 330e3, each=0.1, tail=4.2)
 # How much longer tiles of 64 x 256 take during the sending than gemm_tiles.py says, whose figure is older: measured
 # with one rank of 4 alone. (Between two that file has one of its own.)
 _OF_64_ROWS = 1.02
 
 
-def estimate_scatter_push_us(config: ScatterPushConfig, problem: MatmulReduceScatterProblem) -> float:
-    """Microseconds; the constants are fitted to measurements on 2 and on 4 H200.
+def _costs(problem: MatmulReduceScatterProblem) -> _Costs:
+    if problem.to_all:
+        return _TO_ALL_OF_TWO if problem.world_size == 2 else _TO_ALL_OF_MORE
+    if problem.world_size > 2:
+        return _OF_MORE
+    return replace(_OF_TWO, feels=_SCALED_FEELS) if problem.scaled_in_epilogue else _OF_TWO
 
-    Sending begins after the first tile's main loop, and it and the matmul slow each other down. A launch between more
-    than two has not been measured with the LL protocol: it is what one rank of 4 alone takes,
-    8 us (bench/results/h200-x1-scatter.txt), and 7 for what shows only between ranks. That is a guess: with flags it
-    was 11 to 18; between two, where it was 10 to 14 with flags, it is 3.5.
-    """
-    tile, n, k, world_size = config.tile, problem.n, problem.k, problem.world_size
-    rows = world_size * _tile_rows(config, problem)
-    feels = 0.2 if world_size > 2 else _SCALED_FEELS if problem.scaled_in_epilogue else 0.1
-    product = matmul_while_sending_us(tile, rows, n, k, problem.num_sms, feels=feels)
-    if world_size > 2 and tile.block_m == 64:
+
+def estimate_scatter_push_us(config: ScatterPushConfig, problem: MatmulReduceScatterProblem) -> float:
+    """Microseconds. Sending begins after the first tile's main loop, and it and the matmul slow each other down."""
+    tile, n, k, costs = config.tile, problem.n, problem.k, _costs(problem)
+    rows = problem.world_size * _tile_rows(config, problem)
+    product = gemm_tiles.estimate_us(tile, rows, [n], k, problem.num_sms) * tile.felt(costs.feels)
+    if problem.world_size > 2 and tile.block_m == 64 and not problem.to_all:
         product *= _OF_64_ROWS
     first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
-    sending = problem.moved / gemm_tiles.LINK
-    launch, hinders = (8.4, 0.3) if world_size == 2 else (15.0, 0.15)
-    took = max(product, first + sending) + hinders * min(product, sending)
-    return launch + max(took, gemm_tiles.streamed_us(2 * k * n, 1, problem.spec))
+    sending = problem.moved / costs.rate
+    waiting = costs.each * gemm_tiles.waves(tile, rows, [n], problem.num_sms)
+    waiting += costs.tail * tile.block_m * tile.block_n / (128 * 256)
+    took = waiting + max(product, first + sending) + costs.hinders * min(product, sending)
+    return costs.launch + max(took, gemm_tiles.streamed_us(2 * k * n, 1, problem.spec))
 
 
-def matmul_while_sending_us(
-    tile: gemm_tiles.Tile, rows: int, n: int, k: int, num_sms: int, *, feels: float
-) -> float:
-    """Microseconds of the matmul alone, as long as it takes during communication, which slows tiles down that
-    load more: so much for twice the loads. ``rows``: of tiles, in all."""
-    return gemm_tiles.estimate_us(tile, rows, [n], k, num_sms) * tile.felt(feels)
+def sum_to_all_is_profitable(problem: MatmulReduceScatterProblem) -> bool:
+    """Whether kernel.cu is predicted to beat cuBLAS's product with an all-reduce after it. Few rows have a kernel of
+    their own (../matmul_all_reduce), and in between the latter is faster.
+
+    Args:
+        problem: with ``to_all``, of 16 bits.
+    """
+    if not (ranked := rank_scatter_pushes(problem)):
+        return False
+    m, n, size = problem.m, problem.n, problem.world_size
+    moved = 2 * (size - 1) / size * m * n * 2
+    sequential = (
+        gemm_tiles.matmul_us(m, n, problem.k, problem.spec) + _ALL_REDUCE_LAUNCH + moved / _ALL_REDUCE_LINK
+    )
+    us, config = ranked[0]
+    return us < sequential and scatter_push_layout(config, problem).bytes <= _MOST_WORKSPACE
 
 
 def scatter_push_layout(config: ScatterPushConfig, problem: MatmulReduceScatterProblem) -> Layout:

@@ -44,11 +44,7 @@ class MatmulReduceScatterCopied(CopiedCall):
         self._slots = [x.view(size, *self._part) for x in slots]
 
     def call(
-        self,
-        tensors: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
-        timeout_ns: int,
-        stream: int,
+        self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], timeout_ns: int, stream: int
     ) -> None:
         """The products, the copies and the sum; as ``MatmulReduceScatterOneShot.call``."""
         workspace, (a, b, *terms) = self.workspace, tensors

@@ -18,7 +18,7 @@ from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole
 from ..device.gemm.gemm_tiles import BLOCK_K
 from ..device.gemm.scaling import ScaleKind, ScalesParams
 from ..device.gemm.tensor_map import Maps, TensorMap, put_maps
-from ..device.jit.program import Defines, Program, WaitParams, program_of
+from ..device.jit.program import Defines, Program, WaitParams, fields, program_of
 from . import configs
 
 SOURCE = Path(__file__).parent / "kernel.cu"
@@ -32,19 +32,12 @@ class _Params(ctypes.Structure):
         ("b", TensorMap * configs.MOST_PRODUCTS),
         ("watch", WaitParams),
         ("buffer", BufferWords),
-        ("receive_buffer", ctypes.c_uint64),
-        ("staging", ctypes.c_uint64),
-        ("out", ctypes.c_uint64),
-        ("batches", ctypes.c_int32),
-        ("m", ctypes.c_int32),
-        ("n", ctypes.c_int32),
-        ("products", ctypes.c_int32),
+        *fields(ctypes.c_uint64, "receive_buffer staging out"),
+        *fields(ctypes.c_int32, "batches m n products"),
         ("depths", ctypes.c_int32 * configs.MOST_PRODUCTS),
-        ("depth", ctypes.c_int32),
-        ("raster_group", ctypes.c_int32),
+        *fields(ctypes.c_int32, "depth raster_group"),
         ("scale", ctypes.c_float),
-        ("bias", ctypes.c_uint64),
-        ("residual", ctypes.c_uint64),
+        *fields(ctypes.c_uint64, "bias residual"),
         ("total", ctypes.c_int32),
         ("_size_is_a_multiple_of_64", ctypes.c_int32 * 5),
     )

@@ -7,7 +7,7 @@ where kernel.cu does not run, to cuBLAS with copy engines beside it, as float32 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -24,7 +24,6 @@ from . import configs
 from .copied_products import MatmulReduceScatterCopied
 from .cuda_kernel import MatmulReduceScatterPush, ScaledMatmulReduceScatterPush, scatter_program
 from .one_shot_kernel import MatmulReduceScatterOneShot, ScaledMatmulReduceScatterOneShot, sent_as
-from .to_all import choose_sum_to_all_push, fastest_sum_to_all
 
 _choices: KernelChoices[configs.AnyConfig] = KernelChoices()
 
@@ -53,10 +52,8 @@ def _choose(
     is_modelled = a.dtype in gemm.DTYPES
     if problem.split_n and (why := why_last_dim_not_scattered(call.scaled, problem.n)) is not None:
         return why
-    if call.epilogue.apart:
-        return _apart(problem)
-    if call.epilogue.to_all:
-        return _to_all(problem)
+    if call.epilogue.apart or call.epilogue.to_all:
+        return _by_kernel(problem)
     if not (ranked := configs.rank_scatter_kernels(problem)):
         return WHY_NO_GEMM
     us, config = likeliest(ranked, call.preferred)
@@ -64,21 +61,16 @@ def _choose(
     return KernelChoice(algorithm_of(config), config, layout, profitable, us if is_modelled else None)
 
 
-def _apart(problem: configs.MatmulReduceScatterProblem) -> KernelChoice[configs.AnyConfig] | str:
-    """Of products that are not summed: kernel.cu, profitable where it beats cuBLAS with an exchange after it."""
+def _by_kernel(problem: configs.MatmulReduceScatterProblem) -> KernelChoice[configs.AnyConfig] | str:
+    """Of products that are not summed, and of sums for all ranks: kernel.cu, profitable where it beats cuBLAS with an
+    exchange or an all-reduce after it."""
     if not (pushes := configs.rank_scatter_pushes(problem)):
         return WHY_NO_GEMM
     us, config = pushes[0]
-    profitable = us < configs.estimate_one_shot_scatter_us(problem)
-    return KernelChoice("push", config, configs.scatter_push_layout(config, problem), profitable, us)
-
-
-def _to_all(problem: configs.MatmulReduceScatterProblem) -> KernelChoice[configs.AnyConfig] | str:
-    """Of sums for all ranks: kernel.cu, profitable where it beats cuBLAS with an all-reduce after it."""
-    if not problem.has_gemm:
-        return WHY_NO_GEMM
-    config, profitable = choose_sum_to_all_push(problem)
-    us, _ = fastest_sum_to_all(problem)
+    if problem.to_all:
+        profitable = configs.sum_to_all_is_profitable(problem)
+    else:
+        profitable = us < configs.estimate_one_shot_scatter_us(problem)
     return KernelChoice("push", config, configs.scatter_push_layout(config, problem), profitable, us)
 
 
@@ -98,12 +90,9 @@ def adds_products(call: configs.ScatterKernelCall, world_size: int) -> bool:
     return isinstance(choice, KernelChoice) and isinstance(choice.config, configs.ScatterPushConfig)
 
 
-Kernel: TypeAlias = MatmulReduceScatterPush | MatmulReduceScatterOneShot | MatmulReduceScatterCopied
-
-
 def fused_scatter(
     workspace: Workspace[Any], call: configs.ScatterKernelCall, config: configs.AnyConfig
-) -> Kernel:
+) -> Any:
     """What launches calls like this one."""
     if isinstance(config, OneShotConfig):
         plain = call.scaled is None

@@ -16,7 +16,7 @@ from ..device.gemm.one_shot import OneShotConfig
 from ..device.gemm.scaling import ScaleKind, scaled_mm_out
 from ..device.jit import program
 from ..device.jit.empty import empty_on
-from ..device.jit.program import Program
+from ..device.jit.program import Program, fields
 from . import OP
 from .configs import SCALED_OP, Epilogue, ScatterKernelCall
 
@@ -28,14 +28,9 @@ class _Params(ctypes.Structure):
 
     _fields_ = (
         ("slots", ExchangeSlots),
-        ("c", ctypes.c_uint64),
-        ("out", ctypes.c_uint64),
-        ("bias", ctypes.c_uint64),
-        ("residual", ctypes.c_uint64),
-        ("vectors", ctypes.c_uint32),
-        ("columns", ctypes.c_uint32),
-        ("average", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        *fields(ctypes.c_uint64, "c out bias residual"),
+        *fields(ctypes.c_uint32, "vectors columns"),
+        *fields(ctypes.c_int32, "average reserved"),
     )
 
 
@@ -89,11 +84,7 @@ class MatmulReduceScatterOneShot(one_shot.OneShotCall):
         )
 
     def call(
-        self,
-        tensors: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
-        timeout_ns: int,
-        stream: int,
+        self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], timeout_ns: int, stream: int
     ) -> None:
         """The product, and an exchange.
 

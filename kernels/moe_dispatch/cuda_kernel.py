@@ -6,7 +6,6 @@ import ctypes
 import struct
 import threading
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from ..device.collective.launch import rounds_defines
 from ..device.collective.rounds import RoundsConfig, rounds_launch
 from ..device.comm import ll_exchange
 from ..device.comm.ll_exchange import ExchangeSlots, ExchangeWorkspace, slots_of
-from ..device.jit.program import Function, Program
+from ..device.jit.program import Function, Program, fields
 from .configs import MoeProblem
 
 SOURCE = Path(__file__).with_name("kernel.cu")
@@ -27,11 +26,8 @@ class MoeParams(ctypes.Structure):
 
     _fields_ = (
         ("slots", ExchangeSlots),
-        *((name, ctypes.c_uint64) for name in ("out", "given", "index", "ranks", "more", "offs", "ids")),
-        *(
-            (name, ctypes.c_uint32)
-            for name in ("vectors", "room", "row", "tokens", "rows", "experts", "each", "words")
-        ),
+        *fields(ctypes.c_uint64, "out given index ranks more offs ids"),
+        *fields(ctypes.c_uint32, "vectors room row tokens rows experts each words"),
     )
 
 
@@ -41,18 +37,9 @@ def moe_defines(world_size: int, dtype: torch.dtype, choices: int, wide: bool) -
     return {"DTYPE": ll_exchange.DTYPES[dtype], **rounds_defines(world_size), **of}
 
 
-@cache
-def moe_program(
-    world_size: int, rank: int, defined: tuple[torch.dtype, int, bool], *, dependent: bool = False
-) -> Program:
-    """kernel.cu for one rank. ``dependent``: to be launched so (ll_exchange.py)."""
-    of_rank = {"RANK": rank, "DEPENDENT": int(dependent)}
-    return Program(SOURCE, defines=moe_defines(world_size, *defined) | of_rank)
-
-
-def launched_moe(world_size: int, rank: int, defined: tuple[torch.dtype, int, bool]) -> Program:
-    """The one that this process launches."""
-    return moe_program(world_size, rank, defined, dependent=ll_exchange.dependent())
+def moe_program(world_size: int, rank: int, defined: tuple[torch.dtype, int, bool]) -> Program:
+    """kernel.cu for one rank."""
+    return ll_exchange.exchange_program(SOURCE, rank, moe_defines(world_size, *defined))
 
 
 class MoeLauncher:
@@ -76,7 +63,7 @@ class MoeLauncher:
         by_ids = problem.sends_by_ids
         if by_ids is not None:
             self._params.each, self._params.words, _ = by_ids
-        program = launched_moe(place.layout.world_size, place.rank, problem.defined)
+        program = moe_program(place.layout.world_size, place.rank, problem.defined)
         function: Function = program.function(f"{problem.way}_{launch.kernel}")
         early = by_ids is not None or ll_exchange.dependent()
         self._bound = function.bound(launch.blocks, launch.threads, self._params, dependent=early)

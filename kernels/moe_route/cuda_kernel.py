@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ..device.comm.ll_exchange import ROUTE_BLOCKS, ExchangeSlots, ExchangeWorkspace, slots_of
-from ..device.jit.program import Function, Program
+from ..device.jit.program import Function, Program, fields, program_of
 from .reference import MOST_EXPERTS
 
 SOURCE = Path(__file__).parent / "kernel.cu"
@@ -40,8 +40,8 @@ class RouteParams(ctypes.Structure):
     """The twin of ``Params`` in kernel.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("note", "ids", "rows", "offs", "slots", "ranks")),
-        *((name, ctypes.c_int32) for name in RouteSizes._fields),
+        *fields(ctypes.c_uint64, "note ids rows offs slots ranks"),
+        *fields(ctypes.c_int32, " ".join(RouteSizes._fields)),
     )
 
 
@@ -65,16 +65,10 @@ def route_program(dtype: torch.dtype) -> Program:
     return Program(SOURCE, defines=_defines(dtype))
 
 
-@cache
 def dispatch_route_program(world_size: int, rank: int, dtype: torch.dtype) -> Program:
     """The same of all ranks' ids, for one rank."""
-    of_rank: dict[str, str | int] = {
-        "WORLD_SIZE": world_size,
-        "RANK": rank,
-        "DTYPE": "float32",
-        "DEPENDENT": 0,
-    }
-    return Program(SOURCE, defines=_defines(dtype) | of_rank)
+    of_rank: dict[str, Any] = {"WORLD_SIZE": world_size, "RANK": rank, "DTYPE": "float32", "DEPENDENT": 0}
+    return program_of(SOURCE, **_defines(dtype), **of_rank)
 
 
 def _defines(dtype: torch.dtype) -> dict[str, str | int]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
-from ..device.collective.combine import CombinedSum, CombineLauncher, CombineSource, choice_defines
-from ..device.collective.launch import CollectiveParams, Slices, SlicesProblem, rounds_defines
+from ..device.collective.combine import CombinedSum, CombineLauncher, CombineSource
+from ..device.collective.launch import CollectiveParams, Slices, SlicesProblem, reduction_program
 from ..device.collective.rounds import RoundsConfig, rounds_launch
-from ..device.comm.ll_exchange import DTYPES, ExchangeWorkspace, exchange_program, slots_of
-from ..device.jit.program import Program
+from ..device.comm.ll_exchange import ExchangeWorkspace, slots_of
 
 SOURCE = Path(__file__).with_name("kernel.cu")
 
@@ -22,16 +20,7 @@ class _CombineParams(CollectiveParams):
     _fields_: ClassVar[Any] = (("combine", CombineSource),)
 
 
-def reduce_scatter_program(
-    world_size: int,
-    rank: int,
-    dtype: torch.dtype,
-    reduce_op: str,
-    choices: tuple[int, bool, bool] | None = None,
-) -> Program:
-    """kernel.cu for one rank, dtype and operation. ``choices``: of a CombineShape, if x is put together."""
-    of = {"DTYPE": DTYPES[dtype], "REDUCE": reduce_op}
-    return exchange_program(SOURCE, rank, {**of, **rounds_defines(world_size), **choice_defines(choices)})
+reduce_scatter_program = partial(reduction_program, SOURCE)  #: kernel.cu for one rank, dtype and operation
 
 
 def combine_reduce_scatter_launcher(

@@ -23,7 +23,7 @@ from ...symm_mem.registration.semaphores import ALLOWED, DONE, MOVED, SENT, TICK
 from ...symm_mem.switches import is_on
 from ...symm_mem.timeouts import timeout_in_ns
 from ..device.capability import why_no_kernel_on
-from ..device.jit.program import Program, WaitParams
+from ..device.jit.program import Program, WaitParams, fields
 
 _program = Program(Path(__file__).parent / "kernel.cu")
 _VECTOR = 16
@@ -39,20 +39,8 @@ class _Transfer(ctypes.Structure):
     """The twin of ``Transfer`` in kernel.cu."""
 
     _fields_ = (
-        ("count", ctypes.c_uint64),
-        ("told", ctypes.c_uint64),
-        ("ticket", ctypes.c_uint64),
-        ("source", ctypes.c_uint64),
-        ("target", ctypes.c_uint64),
-        ("vectors", ctypes.c_uint64),
-        ("awaited", ctypes.c_uint32),
-        ("peer", ctypes.c_uint32),
-        ("tail", ctypes.c_uint32),
-        ("step", ctypes.c_uint32),
-        ("first", ctypes.c_uint32),
-        ("blocks", ctypes.c_uint32),
-        ("ours", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        *fields(ctypes.c_uint64, "count told ticket source target vectors"),
+        *fields(ctypes.c_uint32, "awaited peer tail step first blocks ours reserved"),
     )
 
 
@@ -67,8 +55,7 @@ class _Batch(ctypes.Structure):
 
     _fields_ = (
         ("watch", WaitParams),
-        ("transfers", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        *fields(ctypes.c_uint32, "transfers reserved"),
         ("of", _Transfer * _MOST_AT_ONCE),
     )
 

@@ -293,10 +293,7 @@ def memory_of(device: Any) -> dict[str, int]:
         return int(check_driver(driver.cuDeviceGetAttribute(attribute, device)))
 
     transfers = 2 * says("MEMORY_CLOCK_RATE")  # a millisecond, at both edges
-    return {
-        "memory": transfers * says("GLOBAL_MEMORY_BUS_WIDTH") // 8 // 1000,
-        "l2": says("L2_CACHE_SIZE"),
-    }
+    return {"memory": transfers * says("GLOBAL_MEMORY_BUS_WIDTH") // 8 // 1000, "l2": says("L2_CACHE_SIZE")}
 
 
 @contextmanager

@@ -199,11 +199,7 @@ def _knows(connection: socket.socket, secret: str, stop: threading.Event) -> boo
 
 
 def _end_offer(
-    owner: int,
-    server: socket.socket,
-    source: FileIO | None,
-    stop: threading.Event,
-    thread: threading.Thread,
+    owner: int, server: socket.socket, source: FileIO | None, stop: threading.Event, thread: threading.Thread
 ) -> None:
     stop.set()
     if owner == forks.pid:  # a child has no such thread, and the socket is its parent's, too

@@ -24,15 +24,7 @@ from torch.distributed import ProcessGroup
 
 from .. import errors, flight_recorder
 from ..call_site import call_site, calling, text
-from ..errors import (
-    CallAbandoned,
-    PeerTimeout,
-    PeerWait,
-    RankMismatch,
-    WaitOutcome,
-    WeftError,
-    describe,
-)
+from ..errors import CallAbandoned, PeerTimeout, PeerWait, RankMismatch, WaitOutcome, WeftError, describe
 from ..forks import Owner
 from . import processes
 from .store import GroupStore, StoreQuestions, peek

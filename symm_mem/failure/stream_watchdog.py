@@ -65,12 +65,10 @@ class StreamWatchdog:
         self._side = own_stream(self, device)
         self._running = False
 
-    def _stream(self) -> int:
-        return torch.cuda.current_stream(self._device).cuda_stream
-
     def write(self, address: int, value: int) -> None:
         # The default flag orders everything earlier in the stream before the word, for the whole system.
-        self._call(self._driver.cuStreamWriteValue32(self._stream(), address, value, 0))
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        self._call(self._driver.cuStreamWriteValue32(stream, address, value, 0))
 
     def wait(self, address: int, value: int, timeout: float, fault: Fault, about: PeerWait) -> None:
         """``fault``: what breaks if the deadline passes, before the stream goes on. ``about``: the wait, for errors.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -83,8 +84,7 @@ class RegisteredTensor:
             ForkedProcess: this process was forked from the rank's.
         """
         if torch.compiler.is_compiling():
-            define_ops()
-            torch.ops.weft.signal(self._in_graphs, peer, self._group_name, group_size=self.world_size)
+            in_graph("signal", self, self._in_graphs, peer)
             return
         self._check("signal", peer)
         self._engine().signal([(self.of, peer)])
@@ -109,8 +109,7 @@ class RegisteredTensor:
             ValueError, WeftError: as ``signal``.
         """
         if torch.compiler.is_compiling():
-            define_ops()
-            torch.ops.weft.wait(self._in_graphs, peer, self._group_name, group_size=self.world_size)
+            in_graph("wait", self, self._in_graphs, peer)
             return
         self._check("wait", peer)
         self._engine().wait([(self.of, peer)])
@@ -142,8 +141,7 @@ class RegisteredTensor:
             WeftError: as ``signal``.
         """
         if torch.compiler.is_compiling():
-            define_ops()
-            torch.ops.weft.put(self._in_graphs, source, peer, self._group_name, group_size=self.world_size)
+            in_graph("put", self, self._in_graphs, source, peer)
             return
         self._engine().move([(self.of, self._access("put", "source", source, peer))])
 
@@ -170,8 +168,7 @@ class RegisteredTensor:
             PeerTimeout, ValueError, TypeError, WeftError: as ``put``.
         """
         if torch.compiler.is_compiling():
-            define_ops()
-            torch.ops.weft.get(self._in_graphs, out, peer, self._group_name, group_size=self.world_size)
+            in_graph("get", self, self._in_graphs, out, peer)
             return out
         self._engine().move([(self.of, self._access("get", "out", out, peer))])
         return out
@@ -218,12 +215,18 @@ def refuse_overlap(name: str, local: torch.Tensor) -> None:
         raise ValueError(f"{name}: has strides {local.stride()}, its elements must not overlap")
 
 
-def define_ops() -> None:
-    """torch.ops.weft, for graphs: symm_mem does not import what defines them."""
+def in_graph(op: str, x: RegisteredTensor, *given: Any) -> None:
+    """The call of an op of ``torch.ops.weft`` that a graph gets, of x's group."""
+    _define_ops()
+    getattr(torch.ops.weft, op)(*given, x._group_name, group_size=x.world_size)
+
+
+def _define_ops() -> None:
+    """torch.ops.weft: symm_mem does not import what defines them."""
     hooks.define_ops()
 
 
-define_ops._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_define_ops._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

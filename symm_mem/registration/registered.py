@@ -38,11 +38,7 @@ class Registrations(Registry):
     @property
     def counts(self) -> dict[str, int]:
         """For ``stats``."""
-        return {
-            "registered": len(self.entries),
-            "segments": len(self.table),
-            "reserved": self.table.bytes,
-        }
+        return {"registered": len(self.entries), "segments": len(self.table), "reserved": self.table.bytes}
 
     def find_again(self, tensors: Any) -> list[RegisteredTensor] | None:
         """Of tensors all of which are registered; None where that takes a closer look."""

@@ -14,7 +14,6 @@ from weft.kernels.device.device_spec import H100, H200, DeviceSpec
 from weft.kernels.device.gemm import gemm_tiles
 from weft.kernels.device.gemm.one_shot import OneShotConfig
 from weft.kernels.matmul_reduce_scatter import configs as scatter
-from weft.kernels.matmul_reduce_scatter import to_all
 from weft.symm_mem.backends import cuda_state
 
 SIZES = st.integers(1, 20_000)
@@ -92,7 +91,7 @@ def test_few_rows_that_are_all_reduced_leave_reading_a_large_matrix_to_cublas(of
     """gpt3.fc2 between 2: 222 us in one kernel on H100, 209 in cuBLAS and an all-reduce; as long on H200."""
     for m, profitable in ((1, False), (16, False), (64, False), (1024, True)):
         problem = scatter.MatmulReduceScatterProblem(m, 12288, 24576, 2, 132, to_all=True, spec=of)
-        assert to_all.choose_sum_to_all_push(problem)[1] is profitable
+        assert scatter.sum_to_all_is_profitable(problem) is profitable
 
 
 @pytest.mark.parametrize(

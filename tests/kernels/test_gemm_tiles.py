@@ -21,7 +21,6 @@ from weft.kernels.device.gemm.one_shot import OneShotConfig
 from weft.kernels.device.gemm.scaling import ScaledProducts, ScaleKind
 from weft.kernels.matmul_reduce_scatter import configs as scatter
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatter_on_cuda
-from weft.kernels.matmul_reduce_scatter import to_all
 
 SIZES = st.integers(1, 5000)
 RANKS = st.integers(2, 8)
@@ -233,7 +232,7 @@ def test_matmul_all_reduce_takes_what_was_fast(
 ) -> None:
     """The fastest, or within 2 % of it, on 2 H200 or where one was one of 2 or 4 ranks (h200-x1-scatter.txt)."""
     problem = scatter.MatmulReduceScatterProblem(m, n, k, world_size, 132, to_all=True)
-    tile = to_all.choose_sum_to_all_push(problem)[0].tile
+    tile = scatter.rank_scatter_pushes(problem)[0][1].tile
     assert (tile.block_m, tile.block_n) == block
 
 
@@ -292,9 +291,8 @@ def test_one_shot_is_one_launch_in_which_no_block_goes_without_a_vector(
         assert (config is not None) is (moved <= 32 << 20)
     if (config := configs[0]) is not None:
         assert configs[1] == config and config.vectors * 8 == m * n
-        assert gather.gather_layout(gathered, config) is None
-        assert scatter.scatter_layout(config, scattered) is None
         layout = config.layout(world_size)
+        assert gather.gather_layout(gathered, config) == scatter.scatter_layout(config, scattered) == layout
         for slots in (layout.slots, 2 * layout.slots):  # also of a workspace that was made for more
             blocks, threads = exchange_grid(config.vectors, slots, config.blocks, config.threads)
             passes = -(-config.vectors // (blocks * threads))

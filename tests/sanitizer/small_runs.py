@@ -23,10 +23,12 @@ import triton.language as tl
 from exact import CPU, DTYPES, fused, numbers, put, same
 from expert_runs import experts, sent_to_experts
 from weft import fused_ops, symm_mem
+from weft.fused_ops.dispatch.all_reduces import choose_sum_on_cuda
 from weft.fused_ops.dispatch.plan import forced
-from weft.fused_ops.ops.all_reduce import run_all_reduce
+from weft.fused_ops.ops.all_reduce import AllReduceCall, run_by_choice
 from weft.kernels.all_reduce.configs import AllReduceConfig
 from weft.kernels.device.collective import launch, rounds
+from weft.symm_mem.heap.registry import get_heap
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from algorithms import EVERY
@@ -166,6 +168,7 @@ def scaled_matmuls(rank: int, size: int, seed: int) -> None:
 
 
 def all_reduce(rank: int, size: int, seed: int) -> None:
+    group = symm_mem.resolve_group()
     for dtype in (*DTYPES, torch.float16):
         for config in (None, *CONFIGS):
             for count in (1, 1000, 20_011, 20_736):  # the last one is whole vectors between 2, 3 or 4 ranks
@@ -175,7 +178,9 @@ def all_reduce(rank: int, size: int, seed: int) -> None:
                     if config is None:
                         out = fused_ops.one_shot_all_reduce(x, "sum", dist.group.WORLD)
                     else:
-                        out = run_all_reduce(x, "sum", dist.group.WORLD, config=config)
+                        choice = choose_sum_on_cuda(x, "sum", group, config)
+                        call = AllReduceCall(x, "sum", group.group_name)
+                        out = run_by_choice(choice, get_heap(group, x.device), call, group)
                     fused()
                     same(f"all-reduce {config}", out, sum(part.float() for part in xs))
 

@@ -167,7 +167,7 @@ def right(library: Library, case: tuple[int, str, int, bool], seed: int, calls: 
     size, made = case[0], []
     ranks = Ranks(library, ExchangeLayout(size, 256))
     with pytest.MonkeyPatch.context() as monkey:
-        monkey.setattr(cuda_kernel, "launched_moe", lambda *a: Kernels(ranks))
+        monkey.setattr(cuda_kernel, "moe_program", lambda *a: Kernels(ranks))
         monkey.setattr(route, "dispatch_route_program", lambda *a: Kernels(ranks))
         monkey.setattr(route, "ROUTE_BLOCKS", CLUSTER)
         monkey.setattr(route, "THREADS", THREADS)
@@ -228,7 +228,7 @@ def test_a_rank_that_does_not_come_is_named(
     """Also by ranks that need nothing of it."""
     case = (3, "float32", 1, False)
     ranks = Ranks(compiled(tmp_path, case), ExchangeLayout(3, 256))
-    monkeypatch.setattr(cuda_kernel, "launched_moe", lambda *a: Kernels(ranks))
+    monkeypatch.setattr(cuda_kernel, "moe_program", lambda *a: Kernels(ranks))
     monkeypatch.setattr(random, "choice", lambda among: among[-1])  # each token stays where it is
     call = Call(3, tokens, 12, case)
     kept = [launch(ranks, call, "dispatch", rank, RoundsConfig(128, 1, 64, True), 500) for rank in range(3)]

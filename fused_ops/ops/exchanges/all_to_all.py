@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,15 +19,10 @@ from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ... import validation
 from ...dispatch.choice import Choice, on_host
-from ...dispatch.launch_cache import launch_again
 from ...dispatch.plan import ran
-from ...dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone
-from ...dispatch.workspaces import ALL_REDUCE
+from ...dispatch.stand_alone import KINDS, StandAlone, choose_alone, run_alone, run_beside
 from ..gradients import OneTensorFunction
 from ..op import Op
-
-if TYPE_CHECKING:
-    from ....kernels.device.jit.program import Program
 
 
 class AllToAllCall(NamedTuple):
@@ -60,10 +55,8 @@ def exchanged_shapes(
 def _validate(call: AllToAllCall) -> tuple[AllToAllCall, ProcessGroup]:
     """The call with dimensions that are not negative, and the group."""
     group, x = resolve_group(call.group_name), call.x
-    if x.dim() < 1:
-        raise ValueError("x: has no dimension, must have 1 or more")
-    if x.is_complex():
-        raise TypeError(f"x: is {x.dtype}, must be of real numbers: torch.view_as_real(x)")
+    validation.has_dimensions("x", x)
+    validation.real("x", x)
     scatter_dim = validation.checked_scatter_dim(call.scatter_dim, x, group.size())
     gather_dim = validation.checked_dim("gather_dim", call.gather_dim, "x", x.dim())
     return call._replace(scatter_dim=scatter_dim, gather_dim=gather_dim), group
@@ -74,27 +67,10 @@ def _choose(call: AllToAllCall, group: ProcessGroup) -> Choice:
     size = group.size()
     if call.x.device.type == "cpu":
         return on_host(exchange_layout(call.x.nbytes // size, size))
-    return choose_exchange_on_cuda(_alone(call, size), group)
+    return choose_alone(_alone(OP, call.x, call.x.shape, call.dims, size), group)
 
 
-def choose_exchange_on_cuda(alone: StandAlone, group: ProcessGroup, kind: str = ALL_REDUCE) -> Choice:
-    """In workspaces of a kind."""
-    size, rank = group.size(), group.rank()
-
-    def program() -> Program:
-        from ....kernels.all_to_all.cuda_kernel import all_to_all_program
-
-        return all_to_all_program(size, rank)
-
-    # A rank sends and stores as many bytes as in an all-gather of its parts.
-    return choose_alone(alone, size, program, kind=kind)
-
-
-def _alone(call: AllToAllCall, size: int) -> StandAlone:
-    return _alone_of(OP, call.x, call.x.shape, call.dims, size)
-
-
-def _alone_of(op: str, x: Tensor, shape: Sequence[int], dims: tuple[int, int], size: int) -> StandAlone:
+def _alone(op: str, x: Tensor, shape: Sequence[int], dims: tuple[int, int], size: int) -> StandAlone:
     part, result = exchanged_shapes(shape, dims, size)
     return StandAlone(op, op, [x], result, part, *dims)
 
@@ -107,30 +83,20 @@ def choose_exchange_beside(
     size = group.size()
     if like.device.type == "cpu":
         return on_host(exchange_layout(prod(shape) * like.element_size() // size, size))
-    choice = choose_exchange_on_cuda(_alone_of(op, like, shape, dims, size), group)
+    choice = choose_alone(_alone(op, like, shape, dims, size), group)
     return choice if choice.is_unfused else replace(choice, algorithm="one_shot", predicted_us=None)
-
-
-def exchange_by_choice(
-    choice: Choice, where: Heap, call: AllToAllCall, group: ProcessGroup, op: str
-) -> Tensor:
-    """The exchange of such a call."""
-    if choice.algorithm == "one_shot":
-        done = launch_again(op, call.dims, (call.x,), group.group_name, KINDS)
-        if done is not None:
-            return done[0]
-        choice = replace(choice, known=(call.dims, (call.x,)))
-        return run_alone(choice, where, _alone_of(op, call.x, call.x.shape, call.dims, group.size()))
-    return run_all_to_all(choice, where, call, group, op)
 
 
 def run_all_to_all(
     choice: Choice, where: Heap, call: AllToAllCall, group: ProcessGroup, op: str = OP
 ) -> Tensor:
-    """As the op; the call is what validation returns. ``op``: whose call it is."""
-    if choice.algorithm == "push":
-        return run_alone(choice, where, _alone(call, where.world_size))
+    """As the op, or as a part of a call of ``op``; the call is what validation returns."""
     x, size = call.x, group.size()
+    alone = _alone(op, x, x.shape, call.dims, size)
+    if choice.algorithm == "push":
+        return run_alone(choice, where, alone)
+    if choice.algorithm == "one_shot":
+        return run_beside(choice, where, alone, call.dims)
     part, result = call.shapes(size)
     parts = x.unflatten(call.scatter_dim, (size, part[call.scatter_dim])).movedim(call.scatter_dim, 0)
     sent = as_bytes(parts.contiguous()).view(size, -1) if x.numel() else parts.new_empty(size, 0)
@@ -147,16 +113,12 @@ def _gradient(grad: Tensor, scatter_dim: int, gather_dim: int, name: str, size: 
     return torch.ops.weft.one_shot_all_to_all(grad, gather_dim, scatter_dim, name, group_size=size)
 
 
-def _fake(call: AllToAllCall, group: ProcessGroup) -> Tensor:
-    return call.x.new_empty(call.shapes(group.size())[1])
-
-
 ALL_TO_ALL: Op = Op(
     "one_shot_all_to_all(Tensor x, int scatter_dim, int gather_dim, str group_name, *, int? group_size=None)"
     " -> Tensor",
     record=AllToAllCall,
     validate=_validate,
-    fake=_fake,
+    fake=lambda call, group: call.x.new_empty(call.shapes(group.size())[1]),
     kernel="all_to_all",
     choose=_choose,
     run=run_all_to_all,

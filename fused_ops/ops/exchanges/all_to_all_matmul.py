@@ -18,9 +18,10 @@ from ...dispatch.launch_cache import launch_again
 from ...dispatch.plan import num_sms, preferred_kernel
 from ...dispatch.staging import Staging, in_rows_or_columns, rows_of
 from .. import gradients
+from ..matmul_reduce_scatter import matmul_flops
 from ..op import Op
-from .all_to_all import AllToAllCall, choose_exchange_beside, exchange_by_choice
-from .matmul_all_to_all import checked_rows_dim, product_flops
+from .all_to_all import AllToAllCall, choose_exchange_beside, run_all_to_all
+from .matmul_all_to_all import checked_rows_dim
 
 Result: TypeAlias = tuple[Tensor, Tensor | None]  #: the product, and what was exchanged if it is wanted
 _ops = torch.ops.weft
@@ -94,7 +95,7 @@ def run_all_to_all_matmul(
         return _on_cuda(choice, where, call)
     front, B, dim = call.front, call.B, call.scatter_dim
     exchange = AllToAllCall(front, 0, front.dim() - 1, call.group_name)
-    A = exchange_by_choice(choice, where, exchange, group, EXCHANGED_OP)
+    A = run_all_to_all(choice, where, exchange, group, EXCHANGED_OP)
     out = gradients.product_beside(choice, A, B)
     return out.movedim(0, dim), (A.movedim(0, dim) if call.return_A else None)
 
@@ -161,5 +162,5 @@ ALL_TO_ALL_MATMUL = Op(
     known_by=_known_by,
     again=_again,
     with_gradient=_with_gradient,
-    flops=product_flops,
+    flops=matmul_flops,
 )

@@ -17,16 +17,13 @@ from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ... import validation
 from ...dispatch.choice import Choice, choose_kernel, launch_kernel, on_host
-from ...dispatch.launch_cache import launch_again
 from ...dispatch.plan import preferred_kernel
 from ...dispatch.staging import Staging, in_rows_or_columns, rows_of
-from ...dispatch.stand_alone import KINDS, StandAlone, run_alone
+from ...dispatch.stand_alone import StandAlone, choose_alone, run_beside
 from .. import gradients
-from ..all_gather import choose_gather_on_cuda, gather_by_choice
+from ..all_gather import AllGatherCall, run_all_gather
+from ..matmul_reduce_scatter import matmul_flops
 from ..op import Op
-from .matmul_all_to_all import product_flops
-
-_ops = torch.ops.weft
 
 
 class MatmulAllGatherCall(NamedTuple):
@@ -61,7 +58,7 @@ def _choose(call: MatmulAllGatherCall, group: ProcessGroup) -> Choice:
         choice = choose_kernel(COPIED_STEPS, used, staging, group, "too little is multiplied and gathered")
         if not choice.is_unfused:
             return choice
-    choice = choose_gather_on_cuda(_gathered(call, A, size), group)
+    choice = choose_alone(_gathered(call, A, size), group)
     if choice.is_unfused:
         return choice
     return replace(choice, algorithm="one_shot", predicted_us=estimate_gathered_after_us(used.problem(size)))
@@ -76,56 +73,33 @@ def run_matmul_all_gather(
     choice: Choice, where: Heap, call: MatmulAllGatherCall, group: ProcessGroup
 ) -> Tensor:
     """As the op; the call is what validation returns."""
-    A, B, dim = call.A, call.B, call.A.dim() - 1
     if choice.algorithm == "copy_engine":
         shape = call.shape(where.world_size)
         return launch_kernel(choice, where, OP, lambda made: [made[0].view(shape)])[0]
-    product = gradients.product_beside(choice, A, B)
-    if choice.algorithm != "one_shot":
-        return gather_by_choice(choice, where, product, dim, group, OP)
-    done = launch_again(OP, None, (product,), group.group_name, KINDS)
-    if done is not None:
-        return done[0]
-    of_gather = replace(choice, known=(None, (product,)))
-    return run_alone(of_gather, where, _gathered(call, product, group.size()))
+    product = gradients.product_beside(choice, call.A, call.B)
+    if choice.algorithm == "one_shot":
+        return run_beside(choice, where, _gathered(call, product, group.size()), None)
+    gather = AllGatherCall(product, product.dim() - 1, call.group_name)
+    return run_all_gather(choice, where, gather, group, op=OP)
 
 
-def _fake(call: MatmulAllGatherCall, group: ProcessGroup) -> Tensor:
-    return call.A.new_empty(call.shape(group.size()))
+def _gradients(grad: Tensor, A: Any, B: Any, transposed: bool, name: str, size: int | None) -> Any:
+    own = torch.ops.weft.one_shot_reduce_scatter(grad, "sum", grad.dim() - 1, name, group_size=size)
+    return gradients.gradients_of_factors(own, A, B, transposed)
 
 
-class MatmulAllGatherFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: MatmulAllGatherCall, A: Tensor, B: Tensor) -> Tensor:
-        _, of_A, of_B = ctx.needs_input_grad
-        done: Tensor = MATMUL_ALL_GATHER.run_below_autograd(call)
-        ctx.name, ctx.size, ctx.transposed = (
-            call.group_name,
-            call.group_size,
-            gradients.is_transposed_matrix(B),
-        )
-        ctx.save_for_backward(A if of_B else None, B if of_A else None)
-        return done
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        A, B = ctx.saved_tensors
-        own = _ops.one_shot_reduce_scatter(grad, "sum", grad.dim() - 1, ctx.name, group_size=ctx.size)
-        grad_A = None if B is None else gradients.matmul_without_autocast(own, B.t())
-        grad_B = None if A is None else gradients.gradient_of_matrix(A, own, ctx.transposed)
-        return None, grad_A, grad_B
-
-
-MATMUL_ALL_GATHER = Op(
+MATMUL_ALL_GATHER: Op = Op(
     "fused_matmul_all_gather(Tensor A, Tensor B, str group_name, *, int? group_size=None) -> Tensor",
     record=MatmulAllGatherCall,
     validate=_validate,
-    fake=_fake,
+    fake=lambda call, group: call.A.new_empty(call.shape(group.size())),
     kernel="matmul_all_gather",
     sends_nothing=lambda call, group: 0 in call.shape(),
     choose=_choose,
     run=run_matmul_all_gather,
     known_by=lambda call: (None, (call.A, call.B)),
-    with_gradient=lambda call: MatmulAllGatherFunction.apply(call, call.A, call.B),
-    flops=product_flops,
+    with_gradient=lambda call: gradients.ProductFunction.apply(
+        MATMUL_ALL_GATHER, _gradients, call, *call[:2]
+    ),
+    flops=matmul_flops,
 )

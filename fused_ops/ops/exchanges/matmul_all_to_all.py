@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +16,9 @@ from ...dispatch.choice import Choice, choose_kernel, launch_kernel
 from ...dispatch.plan import num_sms, preferred_kernel
 from ...dispatch.staging import Staging, in_rows_or_columns
 from .. import gradients
+from ..matmul_reduce_scatter import matmul_flops
 from ..op import Op
-from .all_to_all import AllToAllCall, choose_exchange_beside, exchange_by_choice
+from .all_to_all import AllToAllCall, choose_exchange_beside, run_all_to_all
 
 _ops = torch.ops.weft
 
@@ -93,52 +92,31 @@ def run_matmul_all_to_all(
     front = call.front
     product = gradients.product_beside(choice, front, call.B)
     exchange = AllToAllCall(product, front.dim() - 1, 0, call.group_name)
-    return exchange_by_choice(choice, where, exchange, group, APART_OP).movedim(0, call.gather_dim)
+    return run_all_to_all(choice, where, exchange, group, APART_OP).movedim(0, call.gather_dim)
 
 
-def _fake(call: MatmulAllToAllCall, group: ProcessGroup) -> Tensor:
-    return call.A.new_empty(call.result_shape(group.size())).movedim(0, call.gather_dim)
+def _gradients(grad: Tensor, A: Any, B: Any, transposed: bool, gather_dim: int, *of_group: Any) -> Any:
+    (name, size), dim, last, grad_A = of_group, gather_dim % grad.dim(), grad.dim() - 1, None
+    if B is not None:
+        named = {"return_A": A is not None, "group_size": size}
+        grad_A, back = _ops.fused_all_to_all_matmul(grad, B.t(), dim, name, **named)
+    else:
+        back = _ops.one_shot_all_to_all(grad, dim, last, name, group_size=size)
+    return grad_A, None if A is None else gradients.gradient_of_matrix(A, back, transposed)
 
 
-class MatmulAllToAllFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: MatmulAllToAllCall, A: Tensor, B: Tensor) -> Tensor:
-        ctx.how = call.gather_dim % A.dim(), call.group_name
-        ctx.group_size, ctx.transposed = call.group_size, gradients.is_transposed_matrix(B)
-        _, of_A, of_B = ctx.needs_input_grad
-        done: Tensor = MATMUL_ALL_TO_ALL.run_below_autograd(call)
-        ctx.save_for_backward(A if of_B else None, B if of_A else None)
-        return done
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        A, B = ctx.saved_tensors
-        (dim, name), size, grad_A, grad_B = ctx.how, ctx.group_size, None, None
-        if B is not None:
-            named = {"return_A": A is not None, "group_size": size}
-            grad_A, back = _ops.fused_all_to_all_matmul(grad, B.t(), dim, name, **named)
-        else:
-            back = _ops.one_shot_all_to_all(grad, dim, grad.dim() - 1, name, group_size=size)
-        if A is not None:
-            grad_B = gradients.gradient_of_matrix(A, back, ctx.transposed)
-        return None, grad_A, grad_B
-
-
-def product_flops(A: Sequence[int], B: Sequence[int], *_: Any, **__: Any) -> int:
-    """Of the rows of A that are on all ranks, and of which each multiplies as much."""
-    return 2 * prod(A) * B[1]
-
-
-MATMUL_ALL_TO_ALL = Op(
+MATMUL_ALL_TO_ALL: Op = Op(
     "fused_matmul_all_to_all(Tensor A, Tensor B, int gather_dim, str group_name, *, int? group_size=None) -> Tensor",
     record=MatmulAllToAllCall,
     validate=_validate,
-    fake=_fake,
+    fake=lambda call, group: call.A.new_empty(call.result_shape(group.size())).movedim(0, call.gather_dim),
     kernel="all_to_all",
     sends_nothing=lambda call, group: 0 in call.result_shape(group.size()),
     choose=_choose,
     run=run_matmul_all_to_all,
     known_by=lambda call: (call.gather_dim, (call.A, call.B)),
-    with_gradient=lambda call: MatmulAllToAllFunction.apply(call, call.A, call.B),
-    flops=product_flops,
+    with_gradient=lambda call: gradients.ProductFunction.apply(
+        MATMUL_ALL_TO_ALL, _gradients, call, *call[:2]
+    ),
+    flops=matmul_flops,
 )

@@ -177,12 +177,6 @@ def _with_gradient(call: AllGatherGroupedMatmulCall) -> Result:
     return (A if call.return_A else None), [activated(y, swiglu=call.swiglu) for y in outs]
 
 
-def _flops(
-    A_shard: Sequence[int], Bs: Sequence[Sequence[int]], rows: Sequence[int], *_: Any, **__: Any
-) -> int:
-    return 2 * rows[0] * A_shard[1] * sum(B[2] for B in Bs)
-
-
 ALL_GATHER_GROUPED_MATMUL = Op(
     "fused_all_gather_grouped_matmul(Tensor A_shard, Tensor[] Bs, Tensor rows, Tensor offs, int gather_dim,"
     " str group_name, *, bool return_A=False, Tensor[]? biases=None, bool swiglu=False, int? group_size=None)"
@@ -191,11 +185,10 @@ ALL_GATHER_GROUPED_MATMUL = Op(
     validate=_validate,
     fake=_fake,
     kernel="all_gather",
-    sends_nothing=lambda call, group: call.A_shard.numel() == 0,
     choose=_choose,
     run=_run,
     with_gradient=_with_gradient,
-    flops=_flops,
+    flops=lambda A_shard, Bs, rows, *_, **__: 2 * rows[0] * A_shard[1] * sum(B[2] for B in Bs),
     own_dims={"Bs": (0,), "rows": (0,), "offs": (0,), "biases": (0,)},
     own_on_cuda=True,
 )

@@ -11,24 +11,12 @@ from torch.distributed import ProcessGroup
 from ....kernels.all_reduce_rms_norm import COMBINE as OP
 from ....kernels.all_reduce_rms_norm.reference import Affine, NormKind
 from ....symm_mem import resolve_group
-from ....symm_mem.heap.heap import Heap
-from ...dispatch.choice import Choice, Known
+from ...dispatch.choice import Known
 from ...dispatch.stand_alone import KINDS
-from ..all_reduce_rms_norm import (
-    NormOperands,
-    choose_norm,
-    norm_gradients,
-    run_norm,
-    validate_norm,
-)
+from ..all_reduce_rms_norm import NormOperands, choose_norm, norm_gradients, run_norm, validate_norm
 from ..gradients import refuse_second_gradient
 from ..op import Op
-from .combined import (
-    combined_gradients,
-    combined_of,
-    save_combined,
-    validate_combined,
-)
+from .combined import combined_gradients, combined_of, save_combined, validate_combined
 
 
 class CombineRmsNormCall(NamedTuple):
@@ -46,11 +34,7 @@ class CombineRmsNormCall(NamedTuple):
 
     @property
     def operands(self) -> NormOperands:
-        return NormOperands(self.y, self.residual, self.affine, combined=combined_of(self))
-
-    @property
-    def affine(self) -> Affine:
-        return Affine(self.weight)
+        return NormOperands(self.y, self.residual, Affine(self.weight), combined=combined_of(self))
 
     @property
     def kind(self) -> NormKind:
@@ -62,15 +46,8 @@ class CombineRmsNormCall(NamedTuple):
 def _validate(call: CombineRmsNormCall) -> tuple[CombineRmsNormCall, ProcessGroup]:
     group = resolve_group(call.group_name)
     validate_combined(combined_of(call))
-    validate_norm(call, "y", call.y, combined_of(call).result_shape)
+    validate_norm(call, "y")
     return call, group
-
-
-def _run(
-    choice: Choice, where: Heap | None, call: CombineRmsNormCall, group: ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    normed, sums = run_norm(choice, where, call.operands, call.kind, group)
-    return normed, sums
 
 
 def _known_by(call: CombineRmsNormCall) -> Known:
@@ -113,8 +90,8 @@ MOE_COMBINE_ALL_REDUCE_RMS_NORM = Op(
     fake=lambda call, group: tuple(call.y.new_empty(combined_of(call).result_shape) for _ in range(2)),
     kernel="all_reduce_rms_norm",
     sends_nothing=lambda call, group: call.slots.shape[0] * call.y.shape[1] == 0,
-    choose=lambda call, group: choose_norm(call.y, combined_of(call).result_shape, call.kind, group),
-    run=_run,
+    choose=choose_norm,
+    run=run_norm,
     known_by=_known_by,
     kinds=KINDS,
     with_gradient=lambda call: CombineRmsNormFunction.apply(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from ....kernels.device.collective.combine import Combined, CombinedSum
+from ....kernels.device.collective.combine import Combined
 from ....symm_mem import resolve_group
 from ... import validation
 from ..gradients import refuse_second_gradient
@@ -17,26 +18,30 @@ from ..op import Op
 _ops = torch.ops.weft
 
 
-class CombineCall(Protocol):
-    """A call of one of them."""
-
-    @property
-    def y(self) -> Tensor: ...
-    @property
-    def slots(self) -> Tensor: ...
-    @property
-    def weights(self) -> Tensor: ...
-    @property
-    def shared(self) -> Tensor | None: ...
-
-
 class Reduction(NamedTuple):
-    """What ends an op. ``scatter_dim``: of an all-reduce None."""
+    """What ends an op. ``scatter_dim``: of an all-reduce None, of a call that is validated not negative."""
 
     reduce_op: str
     scatter_dim: int | None
     group_name: str
     group_size: int | None
+
+    def checked(self, call: Any, combined: Combined, group: ProcessGroup) -> Any:
+        """The call with a dimension that is not negative, if it has one."""
+        if self.scatter_dim is None:
+            return call
+        dim = validation.checked_dim("scatter_dim", self.scatter_dim, "result", 2)
+        if (size := combined.result_shape[dim]) % group.size():
+            raise ValueError(
+                f"scatter_dim: what is scattered has size {size} there, must be a multiple of {group.size()} ranks"
+            )
+        return call._replace(scatter_dim=dim)
+
+    def result_shape(self, combined: Combined, world_size: int) -> list[int]:
+        shape, dim = list(combined.result_shape), self.scatter_dim
+        if dim is not None:
+            shape[dim] = shape[dim] // world_size
+        return shape
 
     def gradient(self, grad: Tensor) -> Tensor:
         """That of what each rank gives, of those of all ranks' results."""
@@ -49,12 +54,14 @@ class Reduction(NamedTuple):
         return found
 
 
-def combined_of(call: CombineCall) -> Combined:
+def combined_of(call: Any) -> Combined:
     return Combined(call.y, call.slots, call.weights, call.shared)
 
 
-def wanted_sum(combined: Combined, reduce_op: str) -> CombinedSum:
-    return CombinedSum(*combined.result_shape, combined.y.dtype, combined.shape, reduce_op)
+def how_reduced(call: Any) -> Reduction:
+    """Of a call that does not say it a sum, for all ranks."""
+    reduce_op, dim = getattr(call, "reduce_op", "sum"), getattr(call, "scatter_dim", None)
+    return Reduction(reduce_op, dim, call.group_name, call.group_size)
 
 
 def validate_combined(combined: Combined, like_name: str = "y") -> None:
@@ -78,7 +85,7 @@ def validate_combined(combined: Combined, like_name: str = "y") -> None:
         validation.like_tensor("shared", shared, y, like_name)
 
 
-def save_combined(ctx: Any, call: CombineCall, wanted: Sequence[bool], *more: Tensor | None) -> None:
+def save_combined(ctx: Any, call: Any, wanted: Sequence[bool], *more: Tensor | None) -> None:
     """What ``combined_gradients`` needs, of those of y, weights and shared that are wanted."""
     y = call.y if wanted[1] else call.y.new_empty(()).expand(call.y.shape)
     ctx.save_for_backward(y, call.slots, call.weights, *more)
@@ -91,11 +98,11 @@ def combined_gradients(saved: Sequence[Tensor], grad: Tensor, wanted: Sequence[b
 
 
 class CombineFunction(torch.autograd.Function):
-    """An op's call, which has a ``reduction``."""
+    """An op's call, of which there is a ``Reduction``."""
 
     @staticmethod
     def forward(ctx: Any, op: Op, call: Any, y: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
-        ctx.op, ctx.reduction = op.name, call.reduction
+        ctx.op, ctx.reduction = op.name, how_reduced(call)
         save_combined(ctx, call, ctx.needs_input_grad[2:])
         done: Tensor = op.run_below_autograd(call)
         return done

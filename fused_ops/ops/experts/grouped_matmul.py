@@ -169,12 +169,6 @@ def _multiply_one(
     return out
 
 
-def _fake(
-    A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None, swiglu: bool = False
-) -> Tensor:
-    return A.new_empty((A if rows is None else rows).shape[0], B.shape[2] // (1 + swiglu))
-
-
 def sum_by_index(values: Tensor, index: Tensor, count: int) -> Tensor:
     """[count, N]: sums in float32 of rows [R, N] by index [R], in their order. Those of other indices are left out."""
     sums = values.new_zeros(count + 1, values.shape[1], dtype=torch.float32)
@@ -242,15 +236,13 @@ def _fake_gradient_of_b(
     return A.new_empty(experts, n, k).mT if transposed else A.new_empty(experts, k, n)
 
 
-def _fake_sums(values: Tensor, index: Tensor, count: int) -> Tensor:
-    return values.new_empty(count, values.shape[1])
-
-
 define(
     "grouped_matmul(Tensor A, Tensor B, Tensor offs, Tensor? rows, Tensor? bias, bool swiglu=False) -> Tensor",
     validate_grouped,
     _multiply_one,
-    _fake,
+    lambda A, B, offs, rows, bias, swiglu=False: A.new_empty(
+        (A if rows is None else rows).shape[0], B.shape[2] // (1 + swiglu)
+    ),
     _with_gradient,
 )
 define(
@@ -263,5 +255,5 @@ define(
     "sum_by_index(Tensor values, Tensor index, int count) -> Tensor",
     lambda *_: None,
     sum_by_index,
-    _fake_sums,
+    lambda values, index, count: values.new_empty(count, values.shape[1]),
 )

@@ -3,7 +3,8 @@ add up to over the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,14 +19,8 @@ from ... import validation
 from ...dispatch.choice import Choice
 from ..gradients import refuse_second_gradient
 from ..op import Op, on_device
-from .combine_all_reduce import choose_combined_sum, sum_combined
-from .combine_reduce_scatter import (
-    choose_combined_part,
-    part_of_combined,
-    part_shape,
-    validated_dim,
-)
-from .combined import Reduction, validate_combined
+from .combine import choose_combined, reduce_combined
+from .combined import how_reduced, validate_combined
 from .grouped_matmul import multiply, validate_grouped
 
 ALL_REDUCE_OP = "fused_grouped_matmul_all_reduce"
@@ -46,10 +41,6 @@ class GroupedMatmulAllReduceCall(NamedTuple):
     shared: Tensor | None = None
     group_size: int | None = None
 
-    @property
-    def reduction(self) -> Reduction:
-        return Reduction(self.reduce_op, None, self.group_name, self.group_size)
-
 
 class GroupedMatmulReduceScatterCall(NamedTuple):
     A: Tensor
@@ -65,10 +56,6 @@ class GroupedMatmulReduceScatterCall(NamedTuple):
     shared: Tensor | None = None
     group_size: int | None = None
 
-    @property
-    def reduction(self) -> Reduction:
-        return Reduction(self.reduce_op, self.scatter_dim, self.group_name, self.group_size)
-
 
 Call: TypeAlias = GroupedMatmulAllReduceCall | GroupedMatmulReduceScatterCall
 
@@ -81,54 +68,25 @@ def _combined(call: Call, y: Tensor | None = None) -> Combined:
     return Combined(y, call.slots, call.weights, call.shared)
 
 
-def _validate_operands(call: Call) -> ProcessGroup:
+def _validate(call: Call) -> tuple[Call, ProcessGroup]:
+    """The call with a dimension that is not negative, if it has one, and the group."""
     group = resolve_group(call.group_name)
     validate_grouped(call.A, call.B, call.offs, None, call.bias)
     validation.reduction(call.reduce_op)
-    validate_combined(_combined(call), "A")
-    return group
-
-
-def _validate_residual(call: Call, shape: Sequence[int]) -> None:
+    validate_combined(combined := _combined(call), "A")
+    call = how_reduced(call).checked(call, combined, group)
     if (residual := call.residual) is not None:
+        shape = how_reduced(call).result_shape(combined, group.size())
         validation.must_have_shape("residual", residual, shape, " like the result")
         validation.like_tensor("residual", residual, call.A, "A")
-
-
-def _validate_sum(call: GroupedMatmulAllReduceCall) -> tuple[GroupedMatmulAllReduceCall, ProcessGroup]:
-    group = _validate_operands(call)
-    _validate_residual(call, _combined(call).result_shape)
     return call, group
 
 
-def _validate_part(
-    call: GroupedMatmulReduceScatterCall,
-) -> tuple[GroupedMatmulReduceScatterCall, ProcessGroup]:
-    """The call with a dimension that is not negative, and the group."""
-    group, combined = _validate_operands(call), _combined(call)
-    dim = validated_dim(call.scatter_dim, combined, group)
-    _validate_residual(call, part_shape(combined, dim, group.size()))
-    return call._replace(scatter_dim=dim), group
-
-
-def _multiplied(call: Call) -> Combined:
+def _run(op: str, choice: Choice, where: Heap | None, call: Call, group: ProcessGroup) -> Tensor:
     with on_device(call.A):
         (y,) = multiply(call.A, [(call.B, call.bias)], call.offs, None)
-        return _combined(call, y)
-
-
-def _run_sum(
-    choice: Choice, where: Heap | None, call: GroupedMatmulAllReduceCall, group: ProcessGroup
-) -> Tensor:
-    out = sum_combined(choice, where, _multiplied(call), call.reduce_op, group, ALL_REDUCE_OP)
-    return out if call.residual is None else out + call.residual
-
-
-def _run_part(
-    choice: Choice, where: Heap | None, call: GroupedMatmulReduceScatterCall, group: ProcessGroup
-) -> Tensor:
-    how = call.reduce_op, call.scatter_dim
-    out = part_of_combined(choice, where, _multiplied(call), how, group, REDUCE_SCATTER_OP)
+        combined = _combined(call, y)
+    out = reduce_combined(choice, where, combined, how_reduced(call), group, op)
     return out if call.residual is None else out + call.residual
 
 
@@ -188,7 +146,7 @@ class SavedProduct(NamedTuple):
 class GroupedMatmulSumFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: Op, call: Call, *tensors: Tensor | None) -> Tensor:
-        ctx.op, ctx.reduction = op.name, call.reduction
+        ctx.op, ctx.reduction = op.name, how_reduced(call)
         _, of_b, of_weights, *_ = ctx.needs_input_grad[2:]
         product = SavedProduct(call.A, call.B, call.offs, call.slots, call.weights, call.bias)
         ctx.save_for_backward(*product.without_unneeded(of_b, of_weights))
@@ -207,44 +165,33 @@ class GroupedMatmulSumFunction(torch.autograd.Function):
         return None, None, *found, grad if of_residual else None, whole if of_shared else None
 
 
-def _with_gradient(op: Op, call: Call) -> Tensor:
-    given = call.A, call.B, call.weights, call.bias, call.residual, call.shared
-    found: Tensor = GroupedMatmulSumFunction.apply(op, call, *given)
-    return found
-
-
-def _flops(A: Sequence[int], B: Sequence[int], *_: Any, **__: Any) -> int:
-    return 2 * A[0] * A[1] * B[2]
-
-
 _OPERANDS = "Tensor A, Tensor B, Tensor offs, Tensor slots, Tensor weights, str reduce_op"
 _TERMS = "Tensor? bias=None, Tensor? residual=None, Tensor? shared=None, int? group_size=None"
-_OWN_DIMS = {"A": (1,), "B": (0, 1), "offs": (0,), "bias": (0,)}
-GROUPED_MATMUL_ALL_REDUCE: Op = Op(
-    f"{ALL_REDUCE_OP}({_OPERANDS}, str group_name, *, {_TERMS}) -> Tensor",
-    record=GroupedMatmulAllReduceCall,
-    validate=_validate_sum,
-    fake=lambda call, group: call.A.new_empty(_combined(call).result_shape),
-    kernel="all_reduce",
-    sends_nothing=lambda call, group: call.slots.shape[0] * call.B.shape[2] == 0,
-    choose=lambda call, group: choose_combined_sum(_combined(call), call.reduce_op, group),
-    run=_run_sum,
-    with_gradient=lambda call: _with_gradient(GROUPED_MATMUL_ALL_REDUCE, call),
-    flops=_flops,
-    own_dims=_OWN_DIMS,
-    own_on_cuda=True,
-)
-GROUPED_MATMUL_REDUCE_SCATTER: Op = Op(
-    f"{REDUCE_SCATTER_OP}({_OPERANDS}, int scatter_dim, str group_name, *, {_TERMS}) -> Tensor",
-    record=GroupedMatmulReduceScatterCall,
-    validate=_validate_part,
-    fake=lambda call, group: call.A.new_empty(part_shape(_combined(call), call.scatter_dim, group.size())),
-    kernel="reduce_scatter",
-    sends_nothing=lambda call, group: call.slots.shape[0] * call.B.shape[2] == 0,
-    choose=lambda call, group: choose_combined_part(_combined(call), call.reduce_op, call.scatter_dim, group),
-    run=_run_part,
-    with_gradient=lambda call: _with_gradient(GROUPED_MATMUL_REDUCE_SCATTER, call),
-    flops=_flops,
-    own_dims=_OWN_DIMS,
-    own_on_cuda=True,
+
+
+def _op(name: str, schema: str, record: Callable[..., Any], kernel: str) -> Op:
+    op = Op(
+        f"{name}({_OPERANDS}, {schema}, *, {_TERMS}) -> Tensor",
+        record=record,
+        validate=_validate,
+        fake=lambda call, group: call.A.new_empty(
+            how_reduced(call).result_shape(_combined(call), group.size())
+        ),
+        kernel=kernel,
+        sends_nothing=lambda call, group: call.slots.shape[0] * call.B.shape[2] == 0,
+        choose=lambda call, group: choose_combined(_combined(call), how_reduced(call), group),
+        run=partial(_run, name),
+        with_gradient=lambda call: GroupedMatmulSumFunction.apply(
+            op, call, call.A, call.B, call.weights, call.bias, call.residual, call.shared
+        ),
+        flops=lambda A, B, *_, **__: 2 * A[0] * A[1] * B[2],
+        own_dims={"A": (1,), "B": (0, 1), "offs": (0,), "bias": (0,)},
+        own_on_cuda=True,
+    )
+    return op
+
+
+GROUPED_MATMUL_ALL_REDUCE = _op(ALL_REDUCE_OP, "str group_name", GroupedMatmulAllReduceCall, "all_reduce")
+GROUPED_MATMUL_REDUCE_SCATTER = _op(
+    REDUCE_SCATTER_OP, "int scatter_dim, str group_name", GroupedMatmulReduceScatterCall, "reduce_scatter"
 )

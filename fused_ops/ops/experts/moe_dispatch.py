@@ -19,12 +19,7 @@ from ....kernels.device.collective.rounds import rounds_layout
 from ....kernels.device.comm.ll_exchange import ROUTE_BLOCKS, WARP, ExchangeLayout, slots_for, up
 from ....kernels.moe_dispatch import OP
 from ....kernels.moe_dispatch.configs import MoeProblem, Routed, choose_moe, estimate_moe_us
-from ....kernels.moe_dispatch.reference import (
-    ExpertRanks,
-    host_moe_dispatch,
-    rows_by_expert,
-    take_tokens,
-)
+from ....kernels.moe_dispatch.reference import ExpertRanks, host_moe_dispatch, rows_by_expert, take_tokens
 from ....kernels.moe_route.reference import MOST_EXPERTS
 from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
@@ -153,7 +148,7 @@ def choose_rows(given: Tensor, problem: MoeProblem, group: ProcessGroup) -> Choi
         kind=ALL_REDUCE,
         layout=rounds_layout(problem.vectors, size, config),
         predicted_us=estimate_moe_us(problem.way, nbytes, size),
-        programs=lambda: [cuda_kernel.launched_moe(size, rank, problem.defined)],
+        programs=lambda: [cuda_kernel.moe_program(size, rank, problem.defined)],
         how=KernelOf(problem, lambda place: cuda_kernel.MoeLauncher(place, problem, config)),
     )
 

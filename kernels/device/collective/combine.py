@@ -12,7 +12,7 @@ import torch
 
 from ..comm.exchange_launcher import ExchangeLauncher
 from ..comm.ll_exchange import VECTOR
-from ..jit.program import Function
+from ..jit.program import Function, fields
 from .rounds import CollectiveLaunch
 
 MOST_VECTORS = 1 << 31  #: of all tokens: kernels count them in 32 bits, rounded up to a pass of all blocks
@@ -22,8 +22,8 @@ class CombineSource(ctypes.Structure):
     """The twin of ``weft::Combine`` in combine.cuh."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("y", "slots", "weights", "shared")),
-        *((name, ctypes.c_uint32) for name in ("rows", "tokens", "first", "vectors")),
+        *fields(ctypes.c_uint64, "y slots weights shared"),
+        *fields(ctypes.c_uint32, "rows tokens first vectors"),
     )
 
 

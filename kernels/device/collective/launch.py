@@ -5,10 +5,23 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from ..comm.exchange_launcher import ExchangeLauncher
-from ..comm.ll_exchange import VECTOR, ExchangeSlots, ExchangeWorkspace, at_once, slots_of, workers
-from ..jit.program import Function
+from ..comm.ll_exchange import (
+    DTYPES,
+    VECTOR,
+    ExchangeSlots,
+    ExchangeWorkspace,
+    at_once,
+    exchange_program,
+    slots_of,
+    workers,
+)
+from ..jit.program import Function, Program, fields
+from .combine import choice_defines
 from .rounds import RoundsConfig, rounds_launch
 
 MOST_BYTES = 1 << 30  #: of a part: kernels count them in 32 bits, rounded up to a pass of all blocks
@@ -18,13 +31,7 @@ _UNITS = (VECTOR, 4, 2, 1)
 class Slices(ctypes.Structure):
     """The twin of ``weft::Slices`` in slices.cuh."""
 
-    _fields_ = (
-        ("first", ctypes.c_uint64),
-        ("row", ctypes.c_uint32),
-        ("bytes", ctypes.c_uint32),
-        ("parts", ctypes.c_uint32),
-        ("unit", ctypes.c_uint32),
-    )
+    _fields_ = (("first", ctypes.c_uint64), *fields(ctypes.c_uint32, "row bytes parts unit"))
 
 
 class CollectiveParams(ctypes.Structure):
@@ -34,8 +41,7 @@ class CollectiveParams(ctypes.Structure):
         ("slots", ExchangeSlots),
         ("x", Slices),
         ("out", Slices),
-        ("vectors", ctypes.c_uint32),
-        ("room", ctypes.c_uint32),
+        *fields(ctypes.c_uint32, "vectors room"),
     )
 
 
@@ -80,6 +86,20 @@ class SlicesProblem:
 def rounds_defines(world_size: int) -> dict[str, str | int]:
     """What rounds.cuh must know."""
     return {"WORLD_SIZE": world_size, "WORKERS": workers(world_size), "AT_ONCE": at_once(world_size)}
+
+
+def reduction_program(
+    source: Path,
+    world_size: int,
+    rank: int,
+    dtype: torch.dtype,
+    reduce_op: str,
+    choices: tuple[int, bool, bool] | None = None,
+) -> Program:
+    """A kernel.cu that reduces, for one rank, dtype and operation. ``choices``: of a CombineShape, if x is put
+    together."""
+    of = {"DTYPE": DTYPES[dtype], "REDUCE": reduce_op}
+    return exchange_program(source, rank, {**of, **rounds_defines(world_size), **choice_defines(choices)})
 
 
 class CollectiveLauncher(ExchangeLauncher[CollectiveParams]):

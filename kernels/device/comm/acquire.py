@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ....symm_mem.layout import Layout
 from ....symm_mem.workspace import Workspace
-from ..jit.program import DEVICE_FOLDER, Program, WaitParams
+from ..jit.program import DEVICE_FOLDER, Program, WaitParams, fields
 from .double_buffer import BufferWords
 
 _SOURCE = DEVICE_FOLDER / "comm" / "acquire.cu"
@@ -18,12 +18,7 @@ PROGRAM = Program(_SOURCE)  #: of all that is launched here
 class _Params(ctypes.Structure):
     """The twin of ``Params`` in acquire.cu."""
 
-    _fields_ = (
-        ("watch", WaitParams),
-        ("buffer", BufferWords),
-        ("ticket", ctypes.c_int32),
-        ("peer", ctypes.c_int32),
-    )
+    _fields_ = (("watch", WaitParams), ("buffer", BufferWords), *fields(ctypes.c_int32, "ticket peer"))
 
 
 def end_epoch_launcher(workspace: Workspace[Layout], buffer: int) -> Callable[[int], None]:

@@ -6,20 +6,14 @@ import ctypes
 
 from ....symm_mem.layout import Layout
 from ....symm_mem.workspace import Workspace
+from ..jit.program import fields
 
 
 class BufferWords(ctypes.Structure):
     """Where the words of a buffer are; the twin of ``weft::BufferWords`` in double_buffer.cuh."""
 
     _fields_ = (
-        ("epoch", ctypes.c_int32),
-        ("left", ctypes.c_int32),
-        ("done", ctypes.c_int32),
-        ("flags", ctypes.c_int32),
-        ("flags_per_rank", ctypes.c_int32),
-        ("world_size", ctypes.c_int32),
-        ("limiter_clock", ctypes.c_int32),
-        ("drawn", ctypes.c_int32),
+        *fields(ctypes.c_int32, "epoch left done flags flags_per_rank world_size limiter_clock drawn"),
         ("span", ctypes.c_uint64),
     )
 

@@ -13,7 +13,7 @@ import torch
 from ....symm_mem.switches import is_on
 from ....symm_mem.workspace import Workspace
 from ..jit import program
-from ..jit.program import Program, WaitParams
+from ..jit.program import Program, WaitParams, fields
 
 VECTOR = 16  #: bytes of a slot
 #: What ll_exchange.cuh calls the dtypes whose numbers it reads.
@@ -53,10 +53,7 @@ class ExchangeSlots(ctypes.Structure):
     _fields_ = (
         ("watch", WaitParams),
         ("span", ctypes.c_uint64),
-        ("capacity", ctypes.c_uint32),
-        ("epochs", ctypes.c_uint32),
-        ("first", ctypes.c_uint32),
-        ("emptied", ctypes.c_uint32),
+        *fields(ctypes.c_uint32, "capacity epochs first emptied"),
     )
 
 

@@ -41,12 +41,20 @@ def why_not(a: torch.Tensor, b: torch.Tensor) -> str | None:
 def _why_not_rows(x: torch.Tensor) -> str | None:
     if x.stride(-1) != 1:
         return f"strides {x.stride()}, one dimension must be contiguous"
-    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-        step = stride * x.dtype.itemsize
-        if size > 1 and (step <= 0 or step % ALIGNMENT or step >= _MOST_STRIDE):
-            return f"strides {x.stride()}, must be positive multiples of {ALIGNMENT} bytes but for the last"
-    fake = isinstance(x, torch._subclasses.FakeTensor) or x.device.type == "meta"
-    start = x.storage_offset() * x.dtype.itemsize if fake else x.data_ptr()
-    if start % ALIGNMENT:
-        return f"starts {start % ALIGNMENT} bytes after a multiple of {ALIGNMENT}"
+    if not rows_lie_well(x):
+        return f"strides {x.stride()}, must be positive multiples of {ALIGNMENT} bytes but for the last"
+    if after := start_of(x) % ALIGNMENT:
+        return f"starts {after} bytes after a multiple of {ALIGNMENT}"
     return None
+
+
+def rows_lie_well(x: torch.Tensor) -> bool:
+    """Whether all strides but the last are such as descriptors take."""
+    steps = [n * x.dtype.itemsize for size, n in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    return all(0 < step < _MOST_STRIDE and step % ALIGNMENT == 0 for step in steps)
+
+
+def start_of(x: torch.Tensor) -> int:
+    """Where x begins; that of a tensor without data is counted from its storage, which is aligned."""
+    fake = isinstance(x, torch._subclasses.FakeTensor) or x.device.type == "meta"
+    return int(x.storage_offset()) * x.dtype.itemsize if fake else x.data_ptr()

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ..capability import BLOCK_PRODUCTS, capability_of
+from ..jit.program import fields
 
 BLOCK = 128  #: of K that has a scale of its own, and of N
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -29,12 +30,7 @@ _BY_1X128, _BY_128X128 = 4, 5
 class ScalesParams(ctypes.Structure):
     """The twin of ``weft::Scales`` in scales.cuh."""
 
-    _fields_ = (
-        ("b", ctypes.c_uint64),
-        ("bias", ctypes.c_uint64),
-        ("b_block", ctypes.c_int32),
-        ("b_column", ctypes.c_int32),
-    )
+    _fields_ = (*fields(ctypes.c_uint64, "b bias"), *fields(ctypes.c_int32, "b_block b_column"))
 
 
 class ScaleKind(Enum):

@@ -47,16 +47,17 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
 _DIGEST = hashlib.sha256().digest_size
 
 
+def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Those of a ``ctypes.Structure`` that are of one kind, in their order."""
+    return [(name, kind) for name in names.split()]
+
+
 class WaitParams(ctypes.Structure):
     """What a kernel needs for its waits; the twin of ``weft::WaitParams`` in sync.cuh."""
 
     _fields_ = (
-        ("words", ctypes.c_uint64),
-        ("fault", ctypes.c_uint64),
-        ("record", ctypes.c_uint64),
-        ("timeout_ns", ctypes.c_uint64),
-        ("rank", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        *fields(ctypes.c_uint64, "words fault record timeout_ns"),
+        *fields(ctypes.c_int32, "rank reserved"),
     )
 
     @staticmethod

@@ -16,7 +16,7 @@ from fake_gpu import DEADLINE, NAME, SLOW, STREAM, Kernel, Stage, Workspace, ass
 from test_launch_cache_of_matmuls import CHANGES, OTHERS
 from torch import Tensor
 from weft import fused_ops, symm_mem
-from weft.fused_ops.dispatch import all_reduces, launch_cache, plan
+from weft.fused_ops.dispatch import all_reduces, choice, launch_cache, plan
 from weft.fused_ops.ops import all_gather, all_reduce, reduce_scatter
 from weft.symm_mem import call_cache, flight_recorder
 
@@ -229,19 +229,13 @@ def test_a_call_that_ranks_would_run_differently_is_not_noted(
         if not agree:
             raise symm_mem.RankMismatch("a plan", NAME, 1, "unfused", "push")
 
-    monkeypatch.setattr(all_reduce, "ran", differ)
+    monkeypatch.setattr(choice, "ran", differ)
     stage, x, kernel = gpu_stage, torch.randn(5, 3), Kernel([])
-    made = launch_cache.PreparedKernel(stage.workspace, kernel, plan.Plan("push"))  # type: ignore[arg-type]
-    stage.workspace.prepared[15, x.dtype, "sum"] = made
-    group, workspace = stage.group, stage.workspace
-    for out, name in ((None, "one_shot_all_reduce"), (x, "one_shot_all_reduce_")):
+    stage.workspace.prepared[15, x.dtype, "sum"] = kernel
+    for into in (False, True):
         with nullcontext() if agree else pytest.raises(symm_mem.RankMismatch):
-            choice = replace(all_reduces.choose_sum_on_cuda(x, "sum", group), known=("sum", [x]))
-            call = all_reduce.AllReduceCall(x, "sum", NAME)
-            all_reduce.run_by_choice(choice, stage.where, call, group, out, name)
-    assert len(workspace.noted) == len(kernel.launched) == (2 if agree else 0)
-    # The ranks prepare it under one name: one may make it in place and another one not.
-    assert stage.together == ["one_shot_all_reduce"] * 2
+            sum_on_cuda(stage, x, into)
+    assert len(stage.workspace.noted) == len(kernel.launched) == (2 if agree else 0)
     if agree:  # then the next ones are launched at once
         out = fused_ops.one_shot_all_reduce(x, "sum", NAME)
         fused_ops.one_shot_all_reduce_(x, "sum", NAME)
@@ -249,7 +243,26 @@ def test_a_call_that_ranks_would_run_differently_is_not_noted(
             ([x.data_ptr()], [out.data_ptr()]),
             ([x.data_ptr()], [x.data_ptr()]),
         ]
-        assert stage.together == ["one_shot_all_reduce"] * 2
+
+
+def sum_on_cuda(stage: Stage, x: Tensor, into: bool) -> None:
+    chosen = replace(all_reduces.choose_sum_on_cuda(x, "sum", stage.group), known=("sum", [x]))
+    call, name = all_reduce.AllReduceCall(x, "sum", NAME), "one_shot_all_reduce" + "_" * into
+    all_reduce.run_by_choice(chosen, stage.where, call, stage.group, x if into else None, name)
+
+
+def test_one_rank_may_prepare_in_place_what_another_one_does_not(gpu_stage: Stage) -> None:
+    names: list[Any] = []
+
+    def prepare(*name_and_kind: Any) -> None:
+        names.append(name_and_kind[:2])
+        raise symm_mem.WeftError("another rank has failed")
+
+    gpu_stage.workspace.heap = SimpleNamespace(prepare=prepare)
+    for into in (False, True):
+        with pytest.raises(symm_mem.WeftError, match="another rank"):
+            sum_on_cuda(gpu_stage, torch.randn(5, 3), into)
+    assert names == [("one_shot_all_reduce", ("one_shot_all_reduce", "one_shot", torch.float32, "sum"))] * 2
 
 
 def test_nccl_is_taken_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

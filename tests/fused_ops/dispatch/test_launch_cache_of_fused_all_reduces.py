@@ -13,7 +13,7 @@ import torch
 from fake_gpu import DEADLINE, NAME, SLOW, STREAM, TAKEN, Kernel, Stage, assert_slow, run_on_cuda
 from test_launch_cache_of_matmuls import CHANGES, OTHERS
 from weft import fused_ops, symm_mem
-from weft.fused_ops.dispatch import launch_cache, plan
+from weft.fused_ops.dispatch import plan
 from weft.fused_ops.dispatch.workspaces import AROUND_MATMULS
 from weft.fused_ops.ops import all_reduce_rms_norm, all_reduce_rms_norm_quant, matmul_all_reduce
 from weft.fused_ops.ops.all_reduce_rms_norm_quant import AllReduceRmsNormQuantCall
@@ -43,8 +43,7 @@ def stage(gpu_stage: Fused) -> Fused:
         del stage.workspaces[kind, STREAM, 0]
     kernel = stage.kernel = Kernel([])
     dtype = torch.float32
-    made: Any = launch_cache.PreparedKernel(workspace, kernel, plan.Plan("push"))  # type: ignore[arg-type]
-    workspace.prepared[6 * 5, dtype, "sum"] = made
+    workspace.prepared[6 * 5, dtype, "sum"] = kernel
     A, B = torch.randn(3, 2, 4), torch.randn(4, 5)
     x, residual, weight = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8)
     stage.product, stage.norm = (A, B), (x, residual, weight)

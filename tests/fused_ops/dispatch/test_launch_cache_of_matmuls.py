@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from fake_gpu import DEADLINE, NAME, SLOW, STREAM, TAKEN, Stage, Workspace, assert_slow, run_on_cuda
 from weft import symm_mem
-from weft.fused_ops import functional, fused_all_gather_matmul, fused_matmul_reduce_scatter
+from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter
 from weft.fused_ops.dispatch import launch_cache, plan
 from weft.fused_ops.ops import (
     ALL_GATHER_MATMUL,
@@ -126,7 +126,7 @@ def test_where_a_gradient_is_wanted_autograd_launches_it(
 ) -> None:
     """Not the dispatcher, unless it has more to do."""
     wanted = [x.clone().requires_grad_() for x in op.given]
-    monkeypatch.setattr(functional, "schema", SimpleNamespace())
+    monkeypatch.setattr("weft.fused_ops.library.call.schema", SimpleNamespace())
     assert all(y.requires_grad for y in flat(op.call(*wanted))) and len(stage.launched) == 1
     with torch.autocast("cpu"), pytest.raises(AttributeError, match="matmul"):
         op.call(*wanted)

@@ -205,6 +205,7 @@ def refused(rank: int, size: int) -> None:
     name = world().group_name
     for at, wrong, kind, words in [
         (0, A[0], ValueError, "A: has 1 dimensions, must be a matrix"),
+        (0, A[0, 0], ValueError, "A: has 0 dimensions, must be a matrix"),
         (1, B[:, :8], ValueError, r"B: has shape \(3, 8, 8\), must be \[E, 16, N\]: A has 16 columns"),
         (1, B[:, :, :7], ValueError, "B: has N = 7, must be a multiple of 8"),
         (2, offs.long(), TypeError, "offs: is torch.int64, must be int32"),

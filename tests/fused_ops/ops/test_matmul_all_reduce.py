@@ -8,8 +8,7 @@ from opcommon import DEVICES, assert_fused, cells, gather, poison, refuses, worl
 from ranks import on_ranks
 from references import held, held_gradients
 from weft.fused_ops import fused_matmul_all_reduce
-from weft.kernels.matmul_reduce_scatter.configs import MatmulReduceScatterProblem, ScatterPushConfig
-from weft.kernels.matmul_reduce_scatter.to_all import choose_sum_to_all_push
+from weft.kernels.matmul_reduce_scatter.configs import MatmulReduceScatterProblem, sum_to_all_is_profitable
 
 SHAPES = [
     ((5, 7), 11),
@@ -84,11 +83,11 @@ def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int)
 def test_the_choice(world_size: int) -> None:
     """One kernel for large products; cuBLAS and an all-reduce for decoding. Its workspace has a limit."""
 
-    def choose(m: int, n: int, k: int) -> tuple[ScatterPushConfig, bool]:
+    def is_profitable(m: int, n: int, k: int) -> bool:
         sizes = m, n, k // world_size, world_size, 132
-        return choose_sum_to_all_push(MatmulReduceScatterProblem(*sizes, to_all=True))
+        return sum_to_all_is_profitable(MatmulReduceScatterProblem(*sizes, to_all=True))
 
     for n, k in ((4096, 4096), (4096, 14336), (8192, 8192)):
-        assert not choose(16, n, k)[1]
-        assert choose(4096, n, k)[1]
-    assert not choose(1 << 17, 8192, 8192)[1]
+        assert not is_profitable(16, n, k)
+        assert is_profitable(4096, n, k)
+    assert not is_profitable(1 << 17, 8192, 8192)

@@ -15,7 +15,7 @@ import torch
 from fake_gpu import NAME, Stage, run_on_cuda
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from weft.fused_ops.dispatch import all_reduces, plan
+from weft.fused_ops.dispatch import plan
 from weft.fused_ops.dispatch.staging import Staging, in_rows, in_rows_or_columns, rows_of
 from weft.fused_ops.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from weft.fused_ops.ops.all_gather_matmul import AllGatherMatmulCall
@@ -84,9 +84,7 @@ def test_a_call_that_runs_unfused_copies_nothing(name: str, n: int) -> None:
 def test_a_matmul_with_a_sum_behind_it_copies_no_weight(stage: Stage) -> None:
     """cuBLAS takes it as it lies."""
     A, B = misaligned(4, 8), misaligned(8, 16)
-    kernel: Any = SimpleNamespace(launch=lambda *_: None, grids=())
-    made = all_reduces.PreparedKernel(stage.workspace, kernel, plan.Plan("push"))  # type: ignore[arg-type]
-    stage.workspace.prepared[64, A.dtype, "sum"] = made
+    stage.workspace.prepared[64, A.dtype, "sum"] = SimpleNamespace(launch=lambda *_: None, grids=())
     with no_copies():
         out = run_on_cuda(
             matmul_all_reduce, stage.where, MatmulAllReduceCall(A, B, "sum", NAME), group=stage.group
