@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from ..graph.collectives import group_of
-from ..graph.nodes import FLAT, after_tangents, argument, aten, c10d, calls, is_val
+from ..graph.nodes import FLAT, after_tangents, argument, aten, c10d, calls, is_val, val
 from ..graph.row_wise import REDUCTIONS, is_pointwise
 from ..graph.split_cat import SLICES, SPLITS
 from ..graph.views import CASTS, PERMUTES, steps_back
@@ -41,9 +41,13 @@ _ROUTES = (
 )
 
 
+_COMPARISONS = (aten.lt, aten.le, aten.gt, aten.ge, aten.eq, aten.ne)
+
+
 def same_on_all_ranks(graph: fx.Graph, group: str) -> set[fx.Node]:
     """What all ranks of a group have alike, if they have the graph's inputs alike. Matrix products are not: of which a
-    rank has a part, by its own weights; but for gradients of a router's input, see ``_whole_gradients``."""
+    rank has a part, by its own weights; but for gradients of a router's input, see ``_whole_gradients``. In a graph of
+    forward and backward comparisons of integers are not, either: ``_compares_integers``."""
     found: set[fx.Node] = set()
     uncut: set[fx.Node] = set()  # of these what has no part of a gradient, which may be each rank's own
     reduced: set[fx.Node] = set()  # gradients, and sums of such
@@ -51,6 +55,8 @@ def same_on_all_ranks(graph: fx.Graph, group: str) -> set[fx.Node]:
     for node in graph.nodes:
         by_group = calls(node, c10d.all_reduce.default, c10d.all_gather_into_tensor.default)
         first = node.op in ("placeholder", "get_attr") or (by_group and group_of(node) == group)
+        if backward and _compares_integers(node):
+            continue
         if first or (_is_determined(node) and found.issuperset(node.all_input_nodes)):
             found.add(node)
             cut = node in backward and calls(node, *SLICES, *SPLITS)
@@ -76,6 +82,15 @@ def _is_determined(node: fx.Node) -> bool:
         return True
     # Of sizes.
     return isinstance(node.meta.get("val"), int | torch.SymInt)
+
+
+def _compares_integers(node: fx.Node) -> bool:
+    """As a rank does to find which tokens are in its own part of a vocabulary. Which numbers the others compare with it
+    does not know, and where forward and backward are one graph the vote comes too late."""
+    overload = node.target
+    if not isinstance(overload, torch._ops.OpOverload) or overload.overloadpacket not in _COMPARISONS:
+        return False
+    return not any(val(n).dtype.is_floating_point for n in filter(is_val, node.all_input_nodes))
 
 
 def _adds(node: fx.Node) -> bool:

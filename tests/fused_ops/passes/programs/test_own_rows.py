@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,38 @@ def test_training_on_rows_that_one_rank_has() -> None:
     assert max(error for outcome in found for error in outcome.errors.values()) <= BOUND
     assert found[0].text.count(BY_ROWS) > 0
     assert len({(o.fused, len(o.left)) for o in found}) == 1, [o.text for o in found]
+
+
+def train_with_an_embedding(rank: int, world: int, codegen: bool) -> Outcome:
+    """Of which each rank has a part, and looks up its own tokens."""
+    torch.manual_seed(os.getppid())
+    whole, own, *_ = trained_weights(rank, 1)
+    table, ids = by_hand.drawn((8, HIDDEN))[0], torch.randint(8, (2, 6))
+    mine, given = by_hand.mine(table, 0, rank).requires_grad_(), table.requires_grad_()
+
+    def fn(
+        part: Tensor, first: int, p: list[Tensor], copy: by_hand.Collective, reduce: by_hand.Collective
+    ) -> Tensor:
+        others = (ids < first) | (ids >= first + len(part))
+        found = F.embedding((ids - first).masked_fill(others, 0), part).masked_fill(others[..., None], 0)
+        return copy(F.rms_norm(blocks(reduce(found), p, copy, reduce), (HIDDEN,), p[0])) @ p[1]
+
+    with program(codegen, sequence_parallel=True) as run:
+        got = run.compile(fn)(mine, rank * len(mine), own, Copied.apply, Reduced.apply)
+        want = fn(given, 0, whole, by_hand.same, by_hand.same)
+        run.compare("y", got, want.chunk(world, -1)[rank])
+        got.sin().sum().backward()
+        want.sin().sum().backward()
+        assert mine.grad is not None and given.grad is not None
+        run.compare("gradient of the embedding", mine.grad, given.grad.chunk(world)[rank])
+        return run.outcome()
+
+
+def test_training_of_an_embedding() -> None:
+    """A rank's own tokens are no mask of all ranks: where it is used the backward has all rows."""
+    found = outcomes(train_with_an_embedding, WORLD, False)
+    assert max(error for outcome in found for error in outcome.errors.values()) <= BOUND
+    assert found[0].text.count(BY_ROWS) > 1
 
 
 def infer(rank: int, world: int, folder: Path, codegen: bool) -> Outcome:

@@ -195,10 +195,27 @@ def of_the_forward(x: Tensor, g: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return ar(x @ v) + (x * g) @ w
 
 
+def of_own_tokens(tangents: Tensor, g: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """Of a vocabulary that the ranks share each rank has another part."""
+    return ar(tangents @ v).where((g.long() < 3) | (g.long() >= 5), 0)
+
+
+def of_a_relu(tangents: Tensor, g: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return ar(tangents @ v).where(g > 0, 0)
+
+
+def of_own_tokens_forward(x: Tensor, g: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """The ranks compare their numbers before they run it."""
+    return of_own_tokens(x, g, w, v)
+
+
 @pytest.mark.parametrize(
     ("fn", "alike"),
     [
         (whole, True),
+        (of_own_tokens, False),
+        (of_a_relu, True),
+        (of_own_tokens_forward, True),
         (two_routers, True),
         (of_two_weights, False),
         (of_a_part, False),
