@@ -114,7 +114,8 @@ class _Call(NamedTuple):
 
 def _as_16_bits(x: Tensor) -> Tensor:
     """[rows, numbers], of any dtype: the exchange moves them as they are."""
-    return x.view(x.shape[0], x.shape[1:].numel()).view(torch.uint8).view(torch.bfloat16)
+    numbers = x.shape[1:].numel()  # of one the stride may be any, as of as_bytes
+    return x.as_strided((x.shape[0], numbers), (numbers, 1)).view(torch.uint8).view(torch.bfloat16)
 
 
 def vdev_call(name: str, args: Sequence[Any]) -> _Call:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ...kernels.all_gather.reference import as_bytes
 from ...kernels.device.collective.host_exchange import (
     exchange_layout,
     exchange_parts,
@@ -102,18 +103,18 @@ def _all_reduce(workspace: Workspace[Layout], call: GroupCall) -> None:
 
 
 def _all_gather(workspace: Workspace[Layout], call: GroupCall) -> None:
-    x = _elements(call.x)
-    _write(call.out, gather(workspace, x.view(torch.uint8), call.name).view(x.dtype))
+    x = call.x.detach().contiguous()
+    _write(call.out, gather(workspace, as_bytes(x), call.name).view(x.dtype))
 
 
 def _reduce_scatter(workspace: Workspace[Layout], call: GroupCall) -> None:
-    parts = _elements(call.x).view(workspace.world_size, -1).unbind()
+    parts = call.x.detach().contiguous().view(workspace.world_size, -1).unbind()
     _write(call.out, reduce_scatter_parts(workspace, parts, call.reduce_op, call.name))
 
 
 def _all_to_all(workspace: Workspace[Layout], call: GroupCall) -> None:
-    x = _elements(call.x)
-    parts = x.view(torch.uint8).view(workspace.world_size, -1)
+    x = call.x.detach().contiguous()
+    parts = as_bytes(x).view(workspace.world_size, -1)
     _write(call.out, exchange_parts(workspace, parts, call.name).view(-1).view(x.dtype))
 
 
@@ -123,11 +124,6 @@ _EXCHANGES = {
     REDUCE_SCATTER: _reduce_scatter,
     ALL_TO_ALL: _all_to_all,
 }
-
-
-def _elements(x: Tensor) -> Tensor:
-    # In their order, as gloo takes them here, but for an all-reduce.
-    return x.detach().contiguous().view(-1)
 
 
 def _write(out: Tensor, elements: Tensor) -> None:

@@ -72,6 +72,7 @@ def raise_noted(group_name: str | None = None) -> None:
 
 def _refuse(most: int, capacity: int, argument: str) -> None:
     if most > capacity:
+        room = "; without one there is room for each expert once a token" if argument == _CAPACITY else ""
         raise ValueError(
-            f"{argument}: is {capacity}, must be at least {most}, the rows of the rank that has most"
+            f"{argument}: is {capacity}, must be at least {most}, the rows of the rank that has most{room}"
         )

@@ -25,7 +25,7 @@ from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ....symm_mem.heap.overflow import overflow_note, raise_noted, refuse_overflow
 from ... import validation
-from ...dispatch.choice import Choice, KernelOf, launch_push, on_host, unfused
+from ...dispatch.choice import Choice, KernelOf, Known, launch_push, on_host, unfused
 from ...dispatch.launch_cache import launch_again
 from ...dispatch.plan import num_sms, ran
 from ...dispatch.stand_alone import KINDS
@@ -267,7 +267,13 @@ class MoeDispatchFunction(torch.autograd.Function):
 
 def _dispatch_again(call: MoeDispatchCall) -> list[Tensor] | None:
     raise_noted(call.group_name)
-    return launch_again(OP, call.arguments, (call.x, call.topk_ids), call.group_name, KINDS)
+    known = _known_by(call)
+    return None if known is None else launch_again(OP, *known, call.group_name, KINDS)
+
+
+def _known_by(call: MoeDispatchCall) -> Known:
+    symbolic = not isinstance(call.capacity, int | None)
+    return None if symbolic else (call.arguments, (call.x, call.topk_ids))
 
 
 def _fake_dispatch(call: MoeDispatchCall, group: ProcessGroup) -> tuple[Tensor, ...]:
@@ -286,7 +292,7 @@ MOE_DISPATCH = Op(
     kernel="moe_dispatch",
     choose=_choose_dispatch,
     run=_run_dispatch,
-    known_by=lambda call: (call.arguments, (call.x, call.topk_ids)),
+    known_by=_known_by,
     again=_dispatch_again,
     with_gradient=lambda call: MoeDispatchFunction.apply(call, call.x),
 )

@@ -98,10 +98,14 @@ def test_rows_and_offsets(rank: int, size: int, kind: str, dtype: torch.dtype) -
 def test_splits_in_any_order_with_rows_between(rank: int, size: int) -> None:
     with in_place() as group:
         sizes, starts = torch.tensor([3, 0, 2, 4]), torch.tensor([11, 30, 0, 5]) + rank
-        x, out = torch.randn(17, 2), torch.full((20, 2), LEFT)
-        found = torch.empty(2, 4, dtype=torch.int64)
-        ops.all_to_all_vdev_2d_offset(x, out, torch.stack([sizes, starts]), found, group)
-        holds(out, found, arriving(gather(sizes), gather(starts), gather(x), rank, (2, False, 0)))
+        # Rows of one number have any stride.
+        for x, out in (
+            (torch.randn(17, 2), torch.full((20, 2), LEFT)),
+            (torch.randn(1, 17).t(), torch.full((1, 20), LEFT).t()),
+        ):
+            found = torch.empty(2, 4, dtype=torch.int64)
+            ops.all_to_all_vdev_2d_offset(x, out, torch.stack([sizes, starts]), found, group)
+            holds(out, found, arriving(gather(sizes), gather(starts), gather(x), rank, (2, False, 0)))
 
 
 def small(rank: int, size: int, name: str) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def test_an_overflow_names_counts_on_all_ranks(rank: int, world_size: int) -> No
             moe_dispatch(x, ids, 6, world(), capacity=capacity, align=align)
     assert torch.equal(moe_combine(rows, handle, torch.ones(4, 2), world()), 2 * x)
     twice = torch.zeros(4, 2, dtype=torch.int32)  # no room is made for one expert twice in a token
-    with pytest.raises(ValueError, match="capacity: is 12, must be at least 24"):
+    with pytest.raises(ValueError, match="capacity: is 12, must be at least 24, .*each expert once a token"):
         moe_dispatch(x, twice, 3, world())
 
 
@@ -267,6 +267,14 @@ def compiled(rank: int, world_size: int) -> None:
         return [torch.randn(tokens, 8), chosen(sizes, world_size, "sentinels"), torch.rand(tokens, 2)]
 
     compiled_like_eager(layers, operands, (6, 5))
+    ids = operands(6)[1]
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def rows(x: Tensor, capacity: int) -> Tensor:
+        return moe_dispatch(x, ids, 2 * world_size, world(), capacity=capacity)[0]
+
+    for capacity in (24, 32, 40):  # from the second on symbolic
+        assert rows(torch.randn(6, 8), capacity).shape == (capacity, 8)
 
 
 @pytest.mark.parametrize("device", DEVICES)

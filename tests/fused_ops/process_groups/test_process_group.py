@@ -97,6 +97,9 @@ def test_all_gathers_of_any_dtype(rank: int, world_size: int) -> None:
         whole = torch.empty(world_size * 5, dtype=dtype)
         dist.all_gather_into_tensor(whole, x, group)
         assert torch.equal(whole.double(), torch.cat(gather(x)))
+        one = torch.stack([x, x], 1)[:1, 0]  # contiguous, of a stride of its own
+        dist.all_gather_into_tensor(whole[:world_size], one, group)
+        assert torch.equal(whole[:world_size].double(), torch.cat(gather(one)))
     inside = torch.empty(world_size, 4)
     inside[rank] = rank  # its own part of the result, as FSDP has it
     dist.all_gather_into_tensor(inside.view(-1), inside[rank], group)
