@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -89,27 +88,6 @@ def test_gradients_of_one_operand_alone(rank: int, world_size: int) -> None:
                 grads.append((A.grad, B.grad)[which])
                 assert ((A.grad, B.grad)[1 - which] is None) == (not needs[1 - which])
             torch.testing.assert_close(*grads)
-
-
-def second(call: Any, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
-    A, B = A.clone().requires_grad_(), B.clone().requires_grad_()
-    grads = torch.autograd.grad(call(A, B).pow(3).sum(), (A, B), create_graph=True)
-    return torch.autograd.grad(sum(g.square().sum() for g in grads), (A, B))
-
-
-@on_ranks(2)
-def test_second_gradients(rank: int, world_size: int) -> None:
-    from weft.fused_ops import one_shot_all_to_all
-
-    A, B, C = torch.randn(4, 5), torch.randn(5, 4), torch.randn(10, 3)
-    pairs = (
-        (fused_matmul_all_to_all, lambda A, B, dim: one_shot_all_to_all(A @ B, -1, dim), B),
-        (fused_all_to_all_matmul, lambda A, B, dim: one_shot_all_to_all(A, dim, -1) @ B, C),
-    )
-    for call, by_parts, b in pairs:
-        got, want = (second(lambda A, B, f=f: f(A, B, 0), A, b) for f in (call, by_parts))
-        for x, y in zip(got, want, strict=True):
-            check(call.__name__, x, y.double(), 1e-5)
 
 
 @on_ranks(2)
