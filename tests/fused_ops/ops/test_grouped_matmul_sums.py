@@ -8,18 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from first_runs import loaded_at_first_run
-from opcommon import (
-    BOUND,
-    DEVICES,
-    assert_fused,
-    cells,
-    check,
-    gather,
-    poison,
-    refuses,
-    same_on_all,
-    world,
-)
+from opcommon import BOUND, DEVICES, assert_fused, cells, check, gather, poison, refuses, same_on_all, world
 from ranks import run_row
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
