@@ -47,7 +47,9 @@ def test_results_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, o
 def sent(folder: Path, monkeypatch: pytest.MonkeyPatch, op: str, how: Any, turns: int) -> list[torch.Tensor]:
     """By peer, what rank 0 of 4 sends in so many turns, where all that it takes is there."""
     folder.mkdir()
-    library = compiled(folder, op, 4, ("if (lost) return;", f"if (lost || turn > {turns}) return;"))
+    # In three turns it sends to all: as the kernel is, which other tests have compiled.
+    fewer = "if (lost) return;", f"if (lost || turn > {turns}) return;"
+    library = compiled(folder, op, 4, fewer if turns < 3 else None)
     layout = ExchangeLayout(4, 256)
     ranks = Ranks(library, layout)
     x = torch.arange(1.0, 401 if op == "all_gather" else 1601)
