@@ -204,7 +204,7 @@ def outcome(call: Call, way: str, group: Any, rank: int) -> Any:
 
 
 @pytest.mark.parametrize("way", ["eager", "fullgraph", pytest.param("inductor", marks=pytest.mark.slow)])
-@on_ranks(2, fresh=True)
+@on_ranks(2)
 def test_every_function(rank: int, world_size: int, way: str) -> None:
     gloo, group = dist.new_group(backend="gloo"), dist.new_group(backend="weft")
     with dynamo_config.patch(recompile_limit=64):
@@ -236,7 +236,7 @@ def _trained(group: Any, rank: int) -> list[float]:
     return [t.double().sum().item() for t in (*model.parameters(), *model.buffers())]
 
 
-@on_ranks(2, fresh=True)
+@on_ranks(2)
 def test_models_and_questions(rank: int, world_size: int) -> None:
     gloo, group = dist.new_group(backend="gloo"), dist.new_group(backend="weft")
     mine, theirs = _trained(group, rank), _trained(gloo, rank)
@@ -260,7 +260,7 @@ def test_models_and_questions(rank: int, world_size: int) -> None:
             ddp(torch.ones(2, 3)).sum().backward()
 
 
-@on_ranks(2, fresh=True)
+@on_ranks(2)
 def test_options(rank: int, world_size: int) -> None:
     for wrong in (object(), {"timeout": 3}):
         with pytest.raises(
