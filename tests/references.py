@@ -295,3 +295,29 @@ def held_gradients(function: Callable[..., Any], bound: float = 1e-6, **argument
             check(f"{name}, gradient {i}", x.grad, want.grad, bound)
         else:
             assert x.grad is None
+
+
+def held_second_gradients(function: Callable[..., Any], bound: float = 2e-5, **arguments: Any) -> None:
+    """The gradients, by all that requires one, of the squares of the gradients of all ranks' losses in float64."""
+    rank, name = dist.get_rank(), getattr(function, "__name__", "")
+    mine, every = results_of(arguments), of_every_rank(arguments)
+    given = [
+        [x.requires_grad_(y.requires_grad) for x, y in zip(results_of(e), mine, strict=True)] for e in every
+    ]
+    outputs = results_of(function(**arguments))
+    weights = [torch.randn_like(out) for out in outputs]
+    got = _second([outputs], [weights], [mine])
+    results = [[want for want, _ in exact(name, every, other)] for other in range(len(every))]
+    wanted = _second(results, list(zip(*map(gather, weights), strict=True)), given)
+    for i, x in enumerate(got):
+        check(f"{name}, argument {i} of {len(every)} ranks", x, wanted[rank * len(got) + i], bound)
+
+
+def _second(
+    results: Sequence[Any], weights: Sequence[Any], given: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
+    """Of what each rank gives and gets."""
+    flat = [x for rank in given for x in rank if x.requires_grad]
+    pairs = [pair for each in zip(results, weights, strict=True) for pair in zip(*each, strict=True)]
+    first = torch.autograd.grad(sum((x.sin() * w).sum() for x, w in pairs), flat, create_graph=True)
+    return list(torch.autograd.grad(sum(g.square().sum() for g in first), flat))

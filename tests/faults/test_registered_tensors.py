@@ -153,13 +153,7 @@ def test_an_interrupt_in_each_step(rank: int, world_size: int, step: str) -> Non
     assert symm_mem.stats().registered == 3
     gc.collect()  # the traceback keeps the tensors, which have descriptors
     assert len(os.listdir("/proc/self/fd")) <= before
-    numbers = (
-        symm_mem.stats(),
-        y.number,
-        z.number,
-        z.of.slot,
-        sorted(get_heap().registrations.entries),
-    )
+    numbers = (symm_mem.stats(), y.number, z.number, z.of.slot, sorted(get_heap().registrations.entries))
     found: list[Any] = [None] * world_size
     torch.distributed.all_gather_object(found, numbers)
     assert all(each == found[0] for each in found), found

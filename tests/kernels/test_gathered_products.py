@@ -5,51 +5,34 @@ Ranks are threads. Copies and products are made at once; the kernels of acquire.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import test_copied_products as copied
 import torch
+from test_copied_products import STREAM, W
 from weft.kernels.device.jit.program import Program
 from weft.kernels.matmul_all_gather import configs
 from weft.kernels.matmul_all_gather.configs import MatmulAllGatherKernelCall, MatmulAllGatherProblem
 from weft.kernels.matmul_all_gather.copied_products import MatmulAllGatherCopied, choose_copied_pieces
-from weft.symm_mem.backends import cuda_state
 from weft.symm_mem.layout import NUM_BUFFERS, Layout
 
-W, STREAM, LATE = 3, 7, 30  # ranks; the current stream; seconds of a wait
+LATE = 30  # seconds of a wait
 
 
-class Gpus(cuda_state.CudaState):
+class Gpus(copied.Gpus):
+    """Whose kernels wait for each other."""
+
     def __init__(self, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.layout, self.memory = layout, torch.zeros(W, layout.bytes, dtype=torch.uint8)
-        self.words = self.memory[:, : layout.words * 4].view(torch.int32)
+        super().__init__(layout, monkeypatch)
+        self.words = self.of_ranks[:, : layout.words * 4].view(torch.int32)
         self.now = threading.local()  # its rank
-        monkeypatch.setattr(cuda_state, "state", self)
-
-    def own_stream(self, owner: object, device: torch.device) -> int:
-        return STREAM + 1
-
-    def current_stream(self, device: int | None) -> int:
-        return STREAM
-
-    def stream(self, handle: int, device: int) -> Any:  # type: ignore[override]
-        return SimpleNamespace(wait_event=lambda event: None)
-
-    def event(self) -> Any:
-        return SimpleNamespace(record=lambda stream: None)
-
-    def copy(self, to: int, source: int, size: int, stream: int) -> None:
-        assert stream == STREAM + 1
-        ctypes.memmove(to, source, size)
 
     def copy_rows(self, to: int, source: int, shape: tuple[int, int], step: int, stream: int) -> None:
         for row in range(shape[0]):
@@ -88,17 +71,9 @@ class Gpus(cuda_state.CudaState):
 
     def workspace(self, rank: int) -> Any:
         self.now.rank, calls = rank, iter(range(1 << 20))
-
-        def buffer(of: int, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            size = shape[0] * shape[1] * dtype.itemsize
-            return self.memory[of][self.layout.buffer(number) :][:size].view(dtype).view(shape)
-
-        return SimpleNamespace(
-            rank=rank, world_size=W, layout=self.layout, address=self.memory[rank].data_ptr(),
-            span=self.memory.stride(0), heap=SimpleNamespace(device=torch.device("cuda", 0)), copy_streams={},
-            fault=SimpleNamespace(address=1 << 19, record=0), buffer=buffer, lock=nullcontext(),
-            next_buffer=lambda: next(calls) % NUM_BUFFERS, raise_if_broken=lambda op, inside: None, abandon=print,
-        )  # fmt: skip
+        made = super().workspace(rank)
+        made.next_buffer = lambda: next(calls) % NUM_BUFFERS
+        return made
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

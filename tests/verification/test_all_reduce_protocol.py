@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from weft.kernels.all_reduce.configs import (
     vectors,
 )
 from weft.kernels.device.comm.ll_exchange import BLOCKS, VECTOR, ExchangeLayout
+from weft.kernels.device.jit.program import Program
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -27,9 +29,14 @@ KERNELS = tuple(form + suffix for form in (*FORMS, "two_shot_rounds") for suffix
 
 
 def compiled(
-    folder: Path, world_size: int, dtype: str, reduce_op: str, instead: tuple[str, str] | None = None
+    folder: Path,
+    world_size: int,
+    dtype: str,
+    reduce_op: str,
+    instead: tuple[str, str] | None = None,
+    way: Callable[[Program], Program] = lambda program: program,
 ) -> Library:
-    defines = defines_of(cuda_kernel.all_reduce_program(world_size, 0, TORCH[dtype], reduce_op))
+    defines = defines_of(way(cuda_kernel.all_reduce_program(world_size, 0, TORCH[dtype], reduce_op)))
     return build(folder, cuda_kernel.SOURCE, KERNELS, cuda_kernel._Params, defines, instead=instead)
 
 
@@ -75,13 +82,18 @@ def reference(xs: list[torch.Tensor], reduce_op: str) -> torch.Tensor:
 def test_calls_of_changing_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, dtype: str, reduce_op: str, slots: int
 ) -> None:
-    seed = random.randrange(1 << 30)
+    library = compiled(tmp_path, world_size, dtype, reduce_op)
+    calls_of_changing_size(monkeypatch, library, ExchangeLayout(world_size, slots), dtype, reduce_op)
+
+
+def calls_of_changing_size(
+    monkeypatch: pytest.MonkeyPatch, library: Library, layout: ExchangeLayout, dtype: str, reduce_op: str
+) -> None:
+    seed, world_size = random.randrange(1 << 30), layout.world_size
     print(f"seed {seed}")
     torch.manual_seed(seed)
     choice = random.Random(seed)
-    layout = ExchangeLayout(world_size, slots)
-    ranks = Ranks(compiled(tmp_path, world_size, dtype, reduce_op), layout)
-    calls = []
+    ranks, calls = Ranks(library, layout), []
     for call in range(100 // world_size):
         whole = 16 * choice.randrange(1, 100) * world_size
         numel = choice.choice([1, 3, 31, 127, 129, 500, choice.randrange(1, 3000), 5000, whole, whole])

@@ -1,19 +1,23 @@
-"""The CUDA all-gather and reduce-scatter and their launcher on the CPU, threads as fibers: slots, epochs of one launch,
-corrections of data, dimensions, addresses, deadlines."""
+"""The CUDA all-gather, gather to one rank, reduce-scatter and all-to-all and their launcher on the CPU, threads as
+fibers: dimensions, addresses, slots, epochs of one launch, corrections of data, ranks that are late or do not come."""
 
 from __future__ import annotations
 
 import ctypes
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
 from fibers import PATIENT, TORCH, Library, Ranks, build, defines_of, inputs, mistakes, same
 from test_all_reduce_protocol import reference
-from weft.kernels.all_gather import cuda_kernel as all_gather_kernel
+from weft.kernels.all_gather.cuda_kernel import all_gather_program
+from weft.kernels.all_to_all.cuda_kernel import all_to_all_program
 from weft.kernels.device.collective.launch import CollectiveLauncher, CollectiveParams, SlicesProblem
 from weft.kernels.device.collective.rounds import (
     RoundsConfig,
@@ -23,47 +27,98 @@ from weft.kernels.device.collective.rounds import (
     rounds_layout,
 )
 from weft.kernels.device.comm.ll_exchange import BLOCKS, VECTOR, ExchangeLayout, at_once, workers
-from weft.kernels.reduce_scatter import cuda_kernel as reduce_scatter_kernel
+from weft.kernels.device.jit.program import Program
+from weft.kernels.reduce_scatter.cuda_kernel import reduce_scatter_program
 from weft.symm_mem.failure.fault import Fault
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 KERNELS = ("one_shot", "one_shot_any", "rounds", "rounds_any")
 DOUBTFUL = (-1, -2)  # words that LL data does not tell apart
+Dims = tuple[int | None, int | None]  # along which x has the parts of all ranks, and along which out has
 
 
-def compiled(
-    folder: Path,
-    world_size: int,
-    gathers: bool,
-    instead: tuple[str, str] | None = None,
-    dtype: str = "bfloat16",
-    reduce_op: str = "sum",
-) -> Library:
-    if gathers:
-        program = all_gather_kernel.all_gather_program(world_size, 0)
-    else:
-        program = reduce_scatter_kernel.reduce_scatter_program(world_size, 0, TORCH[dtype], reduce_op)
-    return build(folder, program.path, KERNELS, CollectiveParams, defines_of(program), instead=instead)
+@dataclass(frozen=True)
+class Collective:
+    """Between ``size`` ranks. ``dtype`` and ``reduce_op`` of a reduce-scatter, ``root`` who alone receives."""
+
+    op: str
+    size: int
+    dtype: str = "bfloat16"
+    reduce_op: str = "sum"
+    root: int | None = None
+
+    @property
+    def program(self) -> Program:
+        if self.op == "reduce_scatter":
+            return reduce_scatter_program(self.size, 0, TORCH[self.dtype], self.reduce_op)
+        if self.op == "all_to_all":
+            return all_to_all_program(self.size, 0)
+        return all_gather_program(self.size, 0, self.root)
+
+    def compiled(
+        self,
+        folder: Path,
+        instead: tuple[str, str] | None = None,
+        way: Callable[[Program], Program] = lambda program: program,
+    ) -> Library:
+        program = way(self.program)
+        return build(folder, program.path, KERNELS, CollectiveParams, defines_of(program), instead=instead)
+
+    @property
+    def exact(self) -> bool:
+        return self.op != "reduce_scatter"
+
+    def problem(self, nbytes: int) -> SlicesProblem:
+        """Of parts in one piece."""
+        return SlicesProblem(nbytes, *(None if dim is None else nbytes for dim in self.dims))
+
+    @property
+    def dims(self) -> Dims:
+        return {"all_gather": (None, 1), "reduce_scatter": (1, None), "all_to_all": (1, 1)}[self.op]
+
+    def drawn(self, choice: random.Random, call: int) -> tuple[torch.dtype, list[int], Dims]:
+        """A part's dtype and sizes. The first four calls are one of each kernel."""
+        dtype, dims = choice.choice([torch.uint8, torch.int16, torch.int32, torch.int64]), self.dims
+        rows = choice.choice([1, 1, 2, 5])
+        part = [rows, choice.choice([1, 3, 16, 31, 100, 16 * choice.randrange(1, 9), 1600 // rows])]
+        if self.op == "all_to_all":
+            part = [choice.choice([1, 2, 3, 8]), choice.choice([1, 5, 16]), choice.choice([1, 3, 16, 40])]
+            dims = choice.choice([*product(range(3), range(3))])
+        if call < 4:
+            dtype, part = torch.uint8, [1, (16, 31, 16 * 70, 16 * 70 + 1)[call]]
+            if self.op == "all_to_all":
+                dims, part = (1, 0), [[1, 1, 16], [1, 1, 31], [10, 7, 16], [9, 1, 125]][call]
+        return (TORCH[self.dtype] if self.op == "reduce_scatter" else dtype), part, dims
+
+    def numbers(self, shape: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
+        if self.exact:
+            return [any_bits(prod(shape), dtype).view(shape) for _ in range(self.size)]
+        if self.reduce_op in ("sum", "avg"):
+            return [x.view(shape) for x in inputs(prod(shape), dtype, self.size)]
+        return [torch.randn(shape).to(dtype) for _ in range(self.size)]  # of zeros either is the larger one
+
+    def wanted(self, xs: list[torch.Tensor], dims: Dims, rank: int) -> torch.Tensor:
+        scattered, gathered = dims
+        if not self.exact:
+            return reference(xs, self.reduce_op).chunk(self.size, scattered or 0)[rank]
+        parts = xs if scattered is None else [x.chunk(self.size, scattered)[rank] for x in xs]
+        out = torch.cat(parts, gathered or 0)
+        return out if self.root in (None, rank) else torch.zeros_like(out)
 
 
-@dataclass
-class Case:
-    """Parts [rows, n] of every rank, for a tensor [rows, W, n]."""
-
-    ranks: Ranks
-    rows: int
-    n: int
-    dtype: torch.dtype
-    config: RoundsConfig
-    polls: int = PATIENT
-
-    def launch(self, rank: int, x: torch.Tensor, out: torch.Tensor, gathers: bool) -> None:
-        row = self.n * self.dtype.itemsize
-        problem = SlicesProblem(self.rows * row, *((None, row) if gathers else (row, None)))
-        place = self.ranks.places[rank]
-        kernel = CollectiveLauncher(place, problem, self.ranks.function, self.config)
-        kernel.launch(0, (x.data_ptr(),), (out.data_ptr(),), self.polls, rank)
+def launch(
+    ranks: Ranks,
+    rank: int,
+    tensors: tuple[torch.Tensor, torch.Tensor],
+    problem: SlicesProblem,
+    config: RoundsConfig,
+    polls: int = PATIENT,
+) -> None:
+    """From x to out."""
+    kernel = CollectiveLauncher(ranks.places[rank], problem, ranks.function, config)
+    x, out = tensors
+    kernel.launch(0, (x.data_ptr(),), (out.data_ptr(),), polls, rank)
 
 
 def shifted(x: torch.Tensor, shift: int) -> torch.Tensor:
@@ -84,105 +139,107 @@ def any_bits(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return words.view(torch.uint8)[: numel * dtype.itemsize].view(dtype).clone()
 
 
-def small(world_size: int, choice: random.Random, exact: bool) -> RoundsConfig:
-    return RoundsConfig(choice.choice([32, 64, 200]), choice.choice([1, 3]), choice.choice([32, 64]), exact)
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 9])
-def test_all_gathers_of_changing_size(tmp_path: Path, world_size: int) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
+def wrong(of: Collective, library: Library, seed: int, count: int, polls: int = PATIENT) -> str:
+    """What is wrong with calls of all kernels, one after the other; empty if nothing is."""
     torch.manual_seed(seed)
-    choice = random.Random(seed)
-    ranks = Ranks(compiled(tmp_path, world_size, True), ExchangeLayout(world_size, 256))
-    calls = []
-    for call in range(60 // world_size + 6):
-        dtype = choice.choice([torch.uint8, torch.int16, torch.int32, torch.int64])
-        rows = choice.choice([1, 1, 2, 5])
-        n = choice.choice([1, 3, 16, 31, 100, 16 * choice.randrange(1, 9), 1600 // rows])
+    choice, ranks, calls = random.Random(seed), Ranks(library, ExchangeLayout(of.size, 256)), []
+    for call in range(count):
+        dtype, part, dims = of.drawn(choice, call)
         shift = choice.randrange(2)
-        config = small(world_size, choice, True)
-        if call < 4:  # each kernel at least once
-            rows, dtype, shift = 1, torch.uint8, 0
-            n = (16, 31, 16 * 70, 16 * 70 + 1)[call]
-            config = RoundsConfig(32, 1, 32, True)
-        xs = [any_bits(rows * n, dtype) for _ in range(world_size)]
-        want = torch.stack([x.view(rows, n) for x in xs], 1)
-        outs = []
-        for rank in range(world_size):
-            out = shifted(torch.zeros(want.numel(), dtype=dtype), shift)
-            x = shifted(xs[rank], choice.randrange(2) if call >= 4 else 0)
-            if rows == 1 and call >= 4 and call % 3 == 0:  # x is the part of the result that becomes x
-                x = out.view(world_size, n)[rank]
-                x.copy_(xs[rank])
-            Case(ranks, rows, n, dtype, config).launch(rank, x, out, True)
-            outs.append((out, x))
-        calls.append((want, outs))
-    ranks.run(seed)
-    assert not ranks.records.any(), f"a wait has expired: {ranks.records.tolist()}"
-    assert {KERNELS[n.kernel] for place in ranks.places for n in place.launches} == set(KERNELS)
-    for call, (want, outs) in enumerate(calls):
-        for rank, (out, _) in enumerate(outs):
-            assert torch.equal(out.view_as(want), want), (call, rank, want.shape, want.dtype)
-            assert is_guarded(out), "written past the end"
-    assert ranks.slots_are_empty()
-
-
-@pytest.mark.parametrize(
-    ("world_size", "dtype", "reduce_op"),
-    [
-        (2, "bfloat16", "avg"),
-        (3, "float32", "sum"),
-        (4, "bfloat16", "max"),
-        (4, "float32", "min"),
-        (8, "bfloat16", "sum"),
-        (9, "bfloat16", "sum"),
-    ],
-)
-def test_reduce_scatters_of_changing_size(
-    tmp_path: Path, world_size: int, dtype: str, reduce_op: str
-) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    torch.manual_seed(seed)
-    choice, kind = random.Random(seed), TORCH[dtype]
-    library = compiled(tmp_path, world_size, False, dtype=dtype, reduce_op=reduce_op)
-    ranks = Ranks(library, ExchangeLayout(world_size, 256))
-    calls = []
-    for call in range(60 // world_size + 6):
-        rows, shift = choice.choice([1, 1, 2, 5]), choice.randrange(2)
-        n = choice.choice([1, 3, 16, 31, 100, 16 * choice.randrange(1, 9), 800 // rows])
-        config = small(world_size, choice, False)
+        config = RoundsConfig(
+            choice.choice([32, 64, 200]), choice.choice([1, 3]), choice.choice([32, 64]), of.exact
+        )
         if call < 4:
-            rows, shift = 1, 0
-            n, config = (16, 31, 16 * 70, 16 * 70 + 1)[call], RoundsConfig(32, 1, 32)
-        numel = rows * world_size * n
-        if reduce_op in ("sum", "avg"):
-            xs = inputs(numel, kind, world_size)
-        else:  # of zeros with both signs either is the larger one
-            xs = [torch.randn(numel).to(kind) for _ in range(world_size)]
-        xs = [x.view(rows, world_size, n) for x in xs]
-        want = reference(xs, reduce_op)
-        outs = []
-        for rank in range(world_size):
+            shift, config = 0, RoundsConfig(32, 1, 32, of.exact)
+        shape = [n * of.size if dim == dims[0] else n for dim, n in enumerate(part)]
+        xs, outs = of.numbers(shape, dtype), []
+        wants = [of.wanted(xs, dims, rank) for rank in range(of.size)]
+        rows = [None if dim is None else prod(part[dim:]) * dtype.itemsize for dim in dims]
+        for rank, want in enumerate(wants):
             x = shifted(xs[rank], choice.randrange(2) if call >= 4 else 0)
-            out = shifted(torch.zeros(rows * n, dtype=kind), shift)
-            if rows == 1 and call >= 4 and call % 3 == 0:  # the result takes the place of this rank's part
-                out = x.view(world_size, n)[rank]
-            Case(ranks, rows, n, kind, config).launch(rank, x, out, False)
-            outs.append((out, x))
-        calls.append((want, outs))
-    ranks.run(seed)
-    assert not ranks.records.any(), f"a wait has expired: {ranks.records.tolist()}"
+            out = shifted(torch.zeros(want.numel(), dtype=dtype), shift)
+            guarded = [x, out]
+            if part[0] == 1 and call >= 4 and call % 3 == 0 and of.root is None:
+                if dims[0] is None:  # x is the part of the result that becomes x
+                    x, guarded = out.view(of.size, -1)[rank], [out]
+                    x.copy_(xs[rank].flatten())
+                elif dims[1] is None:  # the result takes the place of this rank's part
+                    out, guarded = x.view(of.size, -1)[rank], [x]
+            problem = SlicesProblem(prod(part) * dtype.itemsize, *rows)
+            launch(ranks, rank, (x, out), problem, config, polls)
+            outs.append((x, out, guarded))
+        calls.append((wants, outs))
+    if not ranks.ends(seed):
+        return "a launch does not end"
+    if ranks.records.any():
+        return f"a wait has expired: {ranks.records.tolist()}"
     assert {KERNELS[n.kernel] for place in ranks.places for n in place.launches} == set(KERNELS)
-    for call, (want, outs) in enumerate(calls):
-        for rank, (out, x) in enumerate(outs):
-            expected = want[:, rank]
-            assert same(out.view_as(expected), expected), (call, rank, want.shape)
-            assert is_guarded(x) and (
-                out.data_ptr() in range(x.data_ptr(), x.data_ptr() + x.nbytes) or is_guarded(out)
-            )
-    assert ranks.slots_are_empty()
+    for call, (wants, outs) in enumerate(calls):
+        for rank, (want, (_, out, guarded)) in enumerate(zip(wants, outs, strict=True)):
+            assert all(map(is_guarded, guarded)), "written past the end"
+            if not (torch.equal if of.exact else same)(out.view_as(want), want):
+                return f"call {call} of rank {rank}: {tuple(want.shape)}, {want.dtype}"
+    return "" if ranks.slots_are_empty() else "slots are not empty"
+
+
+SIZES = (2, 3, 4, 8, 9)
+REDUCTIONS = [
+    (2, "bfloat16", "avg"),
+    (3, "float32", "sum"),
+    (4, "bfloat16", "max"),
+    (4, "float32", "min"),
+    (8, "bfloat16", "sum"),
+    (9, "bfloat16", "sum"),
+]
+EVERY = [
+    *(Collective(op, size) for op in ("all_gather", "all_to_all") for size in SIZES),
+    *(Collective("reduce_scatter", *how) for how in REDUCTIONS),
+    *(Collective("all_gather", size, root=random.randrange(size)) for size in SIZES),
+]
+OF_ONE = Collective("all_gather", 3, root=1)
+GATHER = Collective("all_gather", 2)
+
+
+def name_of(of: Collective) -> str:
+    reduced = f"-{of.dtype}-{of.reduce_op}" if of.op == "reduce_scatter" else ""
+    return f"{of.op}-{of.size}{reduced}" if of.root is None else f"gather-{of.size}"
+
+
+@pytest.mark.parametrize("of", EVERY, ids=name_of)
+def test_calls_of_changing_size(tmp_path: Path, of: Collective) -> None:
+    seed = random.randrange(1 << 30)
+    said = wrong(of, of.compiled(tmp_path), seed, 60 // of.size + 6)
+    assert not said, f"seed {seed}, {of}: {said}"
+
+
+# Of the gather to one rank and of the all-to-all.
+MISTAKES_OF_PEERS = {
+    "nobody waits for the others": (OF_ONE, ("if (threadIdx.x != 0) return;", "return;")),
+    "words of others are not taken": (OF_ONE, ("} else if (threadIdx.x == 0) {", "} else if (false) {")),
+    "another rank receives": (
+        OF_ONE,
+        ("exact.send(ROOT, index, next);", "exact.send((ROOT + 1) % WORLD_SIZE, index, next);"),
+    ),
+    "correction of another peer": (
+        Collective("all_to_all", 3),
+        ("correct(peer, index, v);\n    }\n\n    //", "correct(peer_of(1), index, v);\n    }\n\n    //"),
+    ),
+    "part of another peer": (
+        Collective("all_to_all", 3),
+        ("send(peer, AHEAD ? of[AHEAD ? i : 0]", "send(peer, AHEAD ? of[AHEAD ? 1 : 0]"),
+    ),
+    "own part is not stored": (
+        Collective("all_to_all", 3),
+        (".store(RANK, load_part(RANK, s.at));", ".offset(0);"),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES_OF_PEERS)
+def test_mistakes_are_found(tmp_path: Path, mistake: str) -> None:
+    of, instead = MISTAKES_OF_PEERS[mistake]
+    library = of.compiled(tmp_path, instead)
+    assert any(wrong(of, library, seed, 8, polls=500) for seed in range(6))
 
 
 MISTAKES = {
@@ -205,8 +262,8 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", [None, *mistakes(MISTAKES, 5)])
 def test_many_epochs_in_a_launch(tmp_path: Path, mistake: str | None) -> None:
     """Launches of one and of several epochs, one after the other, by blocks of changing sizes."""
-    library = compiled(tmp_path, 2, True, MISTAKES.get(mistake or ""))
-    wrong = 0
+    library = GATHER.compiled(tmp_path, MISTAKES.get(mistake or ""))
+    bad = 0
     for seed in range(30):
         torch.manual_seed(seed)
         choice, ranks, calls, epochs = random.Random(seed), Ranks(library, ExchangeLayout(2, 128)), [], 0
@@ -218,50 +275,45 @@ def test_many_epochs_in_a_launch(tmp_path: Path, mistake: str | None) -> None:
             xs = [any_bits(n, torch.uint8) for _ in range(2)]
             outs = [torch.zeros(2 * n, dtype=torch.uint8) for _ in xs]
             for rank in range(2):
-                Case(ranks, 1, n, torch.uint8, config, 2000).launch(rank, xs[rank], outs[rank], True)
+                launch(ranks, rank, (xs[rank], outs[rank]), GATHER.problem(n), config, 2000)
             calls.append((xs, outs))
             epochs += rounds_launch(n // VECTOR, ranks.layout, config).epochs
         ended = ranks.ends(seed)
         right = ended and all(torch.equal(out, torch.cat(xs)) for xs, outs in calls for out in outs)
         right &= ranks.epochs_of_the_first_block() == [epochs] * 2
-        wrong += not right or bool(ranks.records.any()) or not ranks.slots_are_empty()
-        if wrong and mistake is not None:
+        bad += not right or bool(ranks.records.any()) or not ranks.slots_are_empty()
+        if bad and mistake is not None:
             break
-    assert bool(wrong) == (mistake is not None), f"{wrong} of 30 went wrong"
+    assert bool(bad) == (mistake is not None), f"{bad} of 30 went wrong"
 
 
-@pytest.mark.parametrize("gathers", [True, False])
-def test_nothing_is_sent_to_slots_that_are_not_known_to_be_empty(tmp_path: Path, gathers: bool) -> None:
-    layout = ExchangeLayout(2, 128)
-    ranks = Ranks(compiled(tmp_path, 2, gathers, dtype="float32"), layout)
-    config = RoundsConfig(64, 1, 32, gathers)
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
+def test_nothing_is_sent_to_slots_that_are_not_known_to_be_empty(tmp_path: Path, op: str) -> None:
+    of = Collective(op, 2, "float32")
+    ranks = Ranks(of.compiled(tmp_path), ExchangeLayout(2, 128))
     part = 4 * 64  # elements, in an epoch
     x = torch.cat([torch.full((part,), float(epoch)) for epoch in (10, 20, 30)])
-    case = Case(ranks, 1, 3 * part, torch.float32, config, 50)
-    given, out = (x if gathers else x.repeat(2)), x.new_empty(6 * part)
-    case.launch(0, given, out, gathers)
+    given, out = (x if of.exact else x.repeat(2)), x.new_empty(6 * part)
+    launch(ranks, 0, (given, out), of.problem(x.nbytes), RoundsConfig(64, 1, 32, of.exact), 50)
     ranks.check_that_two_epochs_are_sent()
 
 
-@pytest.mark.parametrize("rounds", [False, True])
-@pytest.mark.parametrize("gathers", [True, False])
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path, gathers: bool, rounds: bool) -> None:
-    ranks = Ranks(compiled(tmp_path, 3, gathers, dtype="float32"), ExchangeLayout(3, 128))
-    n = 900 if rounds else 64
-    xs = [torch.randn(n if gathers else 3 * n) for _ in range(3)]
-    outs = [torch.empty(3 * n if gathers else n) for _ in range(3)]
-    case = Case(ranks, 1, n, torch.float32, RoundsConfig(64, 2, 32, gathers), 2000)
-    for rank in range(3):
-        case.launch(rank, xs[rank], outs[rank], gathers)
+@pytest.mark.parametrize("n", [64, 900])  # in one epoch, and by rounds
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_to_all"])
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path, op: str, n: int) -> None:
+    of = Collective(op, 3, "float32")
+    ranks = Ranks(of.compiled(tmp_path), ExchangeLayout(3, 128))
+    kept = [(torch.randn(3 * n), torch.empty(3 * n)) for _ in range(3)]
+    for rank, tensors in enumerate(kept):
+        launch(ranks, rank, tensors, of.problem(4 * n), RoundsConfig(64, 2, 32, of.exact), 2000)
     ranks.check_that_rank_1_is_missed(CollectiveParams)
 
 
 def test_a_correction_that_does_not_come_is_named(tmp_path: Path) -> None:
     layout = ExchangeLayout(2, 64)
-    ranks = Ranks(compiled(tmp_path, 2, True), layout)
-    x = torch.zeros(16, dtype=torch.uint8)
-    out = torch.zeros(32, dtype=torch.uint8)
-    Case(ranks, 1, 16, x.dtype, RoundsConfig(32, 1, 32, True), 50).launch(0, x, out, True)
+    ranks = Ranks(GATHER.compiled(tmp_path), layout)
+    x, out = torch.zeros(16, dtype=torch.uint8), torch.zeros(32, dtype=torch.uint8)
+    launch(ranks, 0, (x, out), GATHER.problem(16), RoundsConfig(32, 1, 32, True), 50)
     slots = ranks.memory.view(torch.int32)[:, ExchangeLayout.FIRST : layout.emptied]
     slots[0] = 0
     slots[0].view(BLOCKS, 2, 2, 64, 4)[0, 1, 1, 0] = 1  # its first epoch, from rank 1: doubtful words

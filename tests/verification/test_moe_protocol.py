@@ -42,14 +42,8 @@ MISTAKES = {
         "p.rows[i] = 0;\n        }",
     ),
     "no overflow is noted": ("lane != 0 || most <= p.capacity", "true"),
-    "an own token is not stored": (
-        "if (sent(k, src)) {",
-        "if (src != RANK && sent(k, src)) {",
-    ),
-    "tokens are stored before their places are known": (
-        "if (p.words != 0) weft::wait_for_previous();",
-        ";",
-    ),
+    "an own token is not stored": ("if (sent(k, src)) {", "if (src != RANK && sent(k, src)) {"),
+    "tokens are stored before their places are known": ("if (p.words != 0) weft::wait_for_previous();", ";"),
     "an id of two words is taken for its first one": ("more == 0 ? expert : ~0u", "expert"),
     "a warp's second token goes where its first one does": (">= p.row ? 16 : 0", ">= p.row ? 0 : 0"),
     "who receives is an epoch ahead of the credits": ("credit_warp.all_emptied()", "credit_warp.emptied()"),

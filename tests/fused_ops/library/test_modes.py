@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from fake_gpu import SLOW, TAKEN, Stage
 from op_table import OpCall, op_calls
-from opcommon import DEVICES, check, gather, world
+from opcommon import DEVICES, world
 from ranks import on_ranks, run_ranks
+from references import held, held_gradients, results_of
+from test_tiny import OF_LOSSES, OPS, drawn
 from torch.autograd import forward_ad
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft import fused_ops, symm_mem
@@ -23,55 +25,24 @@ from weft.fused_ops.library import registration
 stage, op = matmuls.stage, matmuls.op
 
 
-def products(rank: int, world_size: int) -> None:
-    """Every op once, with or without gradients."""
-    grad = not torch.is_inference_mode_enabled()
-    A, B = torch.randn(3 * world_size, 5), torch.randn(5, 7)
-    parts = [a @ b for a, b in zip(gather(A), gather(B), strict=True)]
-    weight = B.clone().requires_grad_(grad)
-    _, (gathered,) = fused_ops.fused_all_gather_matmul(A, [weight], 0, world())
-    check("all_gather_matmul", gathered, torch.cat(gather(A)) @ B.double(), 1e-6)
-    scattered = fused_ops.fused_matmul_reduce_scatter(A, weight, "sum", 0, world())
-    check("matmul_reduce_scatter", scattered, sum(parts).chunk(world_size)[rank], 1e-6, parts)
-    reduced = fused_ops.fused_matmul_all_reduce(A, weight, "sum", world())
-    check("matmul_all_reduce", reduced, sum(parts), 1e-6, parts)
-    whole = fused_ops.one_shot_all_reduce(A, "sum", world())
-    check("all_reduce", whole, sum(gather(A)), 1e-6)
-    side_by_side = fused_ops.one_shot_all_gather(A, 1, world())
-    check("all_gather", side_by_side, torch.cat(gather(A), 1), 0)
-    part = fused_ops.one_shot_reduce_scatter(A, "sum", 0, world(), out=A.new_empty(3, 5))
-    check("reduce_scatter", part, sum(gather(A)).chunk(world_size)[rank], 1e-6)
-    exchanged = fused_ops.one_shot_all_to_all(A, 0, 1, world())
-    check("all_to_all", exchanged, torch.cat([x.chunk(world_size)[rank] for x in gather(A)], 1), 0)
-    to_first = fused_ops.one_shot_gather(A, 0, 0, world())
-    whole_A = torch.cat(gather(A))
-    check("gather", to_first, whole_A if rank == 0 else whole_A[:0], 0)
-    wide = torch.cat([B, B], 1)
-    heads = fused_ops.fused_matmul_all_to_all(A, wide, 0, world())
-    products = [a @ b for a, b in zip(gather(A), gather(wide), strict=True)]
-    check("matmul_all_to_all", heads, torch.cat([p.chunk(world_size, 1)[rank] for p in products]), 1e-6)
-    tall = torch.cat([B] * world_size)
-    multiplied = fused_ops.fused_all_to_all_matmul(A, tall, 0, world())
-    check("all_to_all_matmul", multiplied, exchanged.double() @ tall.double(), 1e-6)
-    _, sums = fused_ops.fused_all_reduce_rms_norm(A, A, A[0], 1e-5, world())
-    check("all_reduce_rms_norm", sums, sum(gather(A)) + A.double(), 1e-6)
-    *_, sums = fused_ops.fused_all_reduce_rms_norm_quant(A, A, A[0], 1e-5, world())
-    check("all_reduce_rms_norm_quant", sums, sum(gather(A)) + A.double(), 1e-6)
-    _, sums = fused_ops.fused_all_reduce_layer_norm(A, A, A[0], None, 1e-5, world())
-    check("all_reduce_layer_norm", sums, sum(gather(A)) + A.double(), 1e-6)
-    if grad:
-        (gathered.sum() + scattered.sum() + reduced.sum()).backward()
-        assert weight.grad is not None and weight.grad.isfinite().all()
-    check("in place", fused_ops.one_shot_all_reduce_(A.clone(), "sum", world()), whole.double(), 0)
+def every_op(rank: int, world_size: int) -> None:
+    """Each once, with or without gradients."""
+    for name in (name for name in OPS if "scaled" not in name):
+        function, arguments = OPS[name].function, drawn(name, torch.float32)
+        held(function, **arguments)
+        if OPS[name].has_gradient and name not in OF_LOSSES and not torch.is_inference_mode_enabled():
+            for x in results_of(arguments):
+                x.requires_grad_()
+            held_gradients(function, **arguments)
 
 
 def inference(rank: int, world_size: int) -> None:
     """What is made in inference mode, memory on the heap among it, must serve outside of it."""
     with torch.inference_mode():
-        products(rank, world_size)
+        every_op(rank, world_size)
         x = symm_mem.empty(5, group=world())
         peers = symm_mem.rendezvous(x)
-    products(rank, world_size)
+    every_op(rank, world_size)
     right = (rank + 1) % world_size
     peers.tensors[right].copy_(torch.full((5,), float(rank)))
     peers.barrier()
@@ -80,7 +51,7 @@ def inference(rank: int, world_size: int) -> None:
     x.add_(1)
     symm_mem.set_timeout(20)
     symm_mem.reset()
-    products(rank, world_size)
+    every_op(rank, world_size)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from op_table import OpCall, op_calls
 from ranks import on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
 from weft.fused_ops import (
     fused_all_gather_matmul,
     fused_matmul_all_reduce,
@@ -24,76 +26,62 @@ from weft.fused_ops.dispatch import plan
 
 NAME = "0"
 B = torch.ones(6, 8)
-SLOTS, SHARES = torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
-CHOSEN = torch.tensor([[1, 0]]).expand(4, 2)
-HANDLE = SLOTS - 1, torch.full((4,), -1, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-EXPERTS, ENDS = torch.ones(2, 8, 8), torch.tensor([2, 4], dtype=torch.int32)
-OF_SIX = torch.zeros(4, 6, dtype=torch.int32)
-OPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "fused_all_gather_matmul": lambda a: torch.ops.weft.fused_all_gather_matmul(a, [B], 0, NAME)[1][0],
-    "fused_matmul_reduce_scatter": lambda a: torch.ops.weft.fused_matmul_reduce_scatter(a, B, "sum", 0, NAME),
-    "one_shot_all_reduce": lambda a: torch.ops.weft.one_shot_all_reduce(a, "sum", NAME),
-    "one_shot_all_reduce_": lambda a: torch.ops.weft.one_shot_all_reduce_(a, "sum", NAME),
-    "fused_all_reduce_rms_norm": lambda a: torch.ops.weft.fused_all_reduce_rms_norm(
-        a, a, torch.ones(6), 1e-5, NAME
-    )[0],
-    "fused_all_reduce_rms_norm_quant": lambda a: torch.ops.weft.fused_all_reduce_rms_norm_quant(
-        a, a, torch.ones(6), 1e-5, NAME
-    )[2],
-    "fused_all_reduce_layer_norm": lambda a: torch.ops.weft.fused_all_reduce_layer_norm(
-        a, a, torch.ones(6), None, 1e-5, NAME
-    )[0],
-    "fused_linear_cross_entropy": lambda a: torch.ops.weft.fused_linear_cross_entropy(
-        a, torch.ones(5, 6), None, torch.zeros(4, dtype=torch.int64), NAME
-    )[0],
-    "fused_grouped_matmul_all_reduce": lambda a: torch.ops.weft.fused_grouped_matmul_all_reduce(
-        torch.ones(4, 8), EXPERTS, ENDS, OF_SIX, a, "sum", NAME
-    ),
-    "fused_grouped_matmul_reduce_scatter": lambda a: torch.ops.weft.fused_grouped_matmul_reduce_scatter(
-        torch.ones(4, 8), EXPERTS, ENDS, OF_SIX, a, "sum", 0, NAME
-    ),
-    "fused_moe_combine_all_reduce": lambda a: torch.ops.weft.fused_moe_combine_all_reduce(
-        a, SLOTS, SHARES, NAME
-    ),
-    "fused_moe_combine_all_reduce_rms_norm": lambda a: torch.ops.weft.fused_moe_combine_all_reduce_rms_norm(
-        a, SLOTS, SHARES, None, torch.ones(6), 1e-5, NAME
-    )[0],
-    "fused_moe_combine_reduce_scatter": lambda a: torch.ops.weft.fused_moe_combine_reduce_scatter(
-        a, SLOTS, SHARES, 0, NAME
-    ),
-    "moe_dispatch": lambda a: torch.ops.weft.moe_dispatch(a, CHOSEN, 2, NAME)[0],
-    "moe_combine": lambda a: torch.ops.weft.moe_combine(a, *HANDLE, SHARES[:2], NAME)[0],
-    "fused_matmul_all_reduce": lambda a: torch.ops.weft.fused_matmul_all_reduce(a, B, "sum", NAME),
-}
-# They refuse what requires a gradient.
-WITHOUT_GRADIENT = ("one_shot_all_reduce_", "fused_all_reduce_rms_norm_quant")
+HANDLE = [torch.full(size, n, dtype=torch.int32) for size, n in (((4, 2), -1), ((4,), -1), ((4,), 0))]
 DTENSOR = r"is given a DTensor, must be given what this rank holds of it: its to_local\(\)"
 TRANSFORM = "has no derivative inside of torch.func's transforms; use backward or torch.autograd.grad"
 VMAP = r"has no rule for vmap \(nor for is_grads_batched\); call it once"
 
 
+# Their functions give these ops other arguments: the op, its first tensor, and whether it has a gradient.
+OF_OWN_FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor, bool]] = {
+    "fused_linear_cross_entropy": (
+        lambda a: torch.ops.weft.fused_linear_cross_entropy(a, B[:5], None, torch.zeros(4).long(), NAME)[0],
+        torch.ones(4, 8),
+        True,
+    ),
+    "moe_combine": (
+        lambda a: torch.ops.weft.moe_combine(a, *HANDLE, torch.ones(2, 2), NAME)[0],
+        torch.ones(4, 6),
+        True,
+    ),
+}
+
+
+def call_of_the_first(call: OpCall, op: Any) -> Callable[[Tensor], Tensor]:
+    """Of an op of torch.ops.weft, from its first tensor to its first result."""
+
+    def of(first: Tensor) -> Tensor:
+        named = {**call.put(first, *call.tensors[1:]), "group_name": NAME}
+        del named["group"]
+        return next(x for x in tree_leaves(op(**named)) if x is not None and x.is_floating_point())
+
+    return of
+
+
 @on_ranks(2)
 def test_transforms_and_dtensors_are_refused_by_name(rank: int, world_size: int) -> None:
-    A = torch.ones(4, 6)
-    mesh = init_device_mesh("cpu", (world_size,))
-    for name, op in OPS.items():
-        for grad in (False, True):
+    mesh, cases = init_device_mesh("cpu", (world_size,)), dict(OF_OWN_FUNCTIONS)
+    for call in op_calls(world_size).values():
+        if (found := call.of_torch(NAME)) is not None:
+            name = found[0]._schema.name.removeprefix("weft::")
+            cases[name] = call_of_the_first(call, found[0]), call.tensors[0], call.has_gradient
+    assert len(cases) > 20, cases
+    for name, (op, A, has_gradient) in cases.items():
+        for grad in (False, True)[: 1 + has_gradient]:
             sharded = DTensor.from_local(A.clone().requires_grad_(grad), mesh, [Shard(0)])
-            if not (grad and name in WITHOUT_GRADIENT):
-                with pytest.raises(TypeError, match=f"^{name}: {DTENSOR}"):
-                    op(sharded)
+            with pytest.raises(TypeError, match=f"^{name}: {DTENSOR}"):
+                op(sharded)
         sharded = sharded.detach()
         with torch.inference_mode(), pytest.raises(TypeError, match=f"^{name}: {DTENSOR}"):
             op(sharded)
-        with pytest.raises(NotImplementedError, match=f"^{name}: {VMAP}"):
-            torch.vmap(op)(torch.ones(3, 4, 6))
-        with pytest.raises(NotImplementedError, match=f"^{name}: {VMAP}"):
-            torch.vmap(op, in_dims=1)(torch.ones(4, 3, 6))
+        for dim in (0, 1):
+            with pytest.raises(NotImplementedError, match=f"^{name}: {VMAP}"):
+                torch.vmap(op, in_dims=dim)(torch.stack([A] * 3, dim))
         with pytest.raises(NotImplementedError, match=f"^{name}: {TRANSFORM}"):
             torch.func.grad(lambda a, op=op: op(a).sum())(A)
         with pytest.raises(NotImplementedError, match=f"^{name}: {TRANSFORM}"):
             torch.func.jvp(op, (A,), (A,))
-        if name not in WITHOUT_GRADIENT:
+        if has_gradient:
             given = A.clone().requires_grad_()
             y = op(given)
             with pytest.raises(NotImplementedError, match=VMAP):
@@ -101,7 +89,7 @@ def test_transforms_and_dtensors_are_refused_by_name(rank: int, world_size: int)
             # Nothing is left behind: the same once more, one by one.
             assert torch.autograd.grad(op(given), given, torch.ones(y.shape))[0].shape == A.shape
             # A transform that differentiates something else lets it pass.
-            assert torch.func.grad(lambda s, op=op: s * op(A).sum().item())(torch.tensor(2.0)).isfinite()
+            assert torch.func.grad(lambda s, op=op, A=A: s * op(A).sum().item())(torch.tensor(2.0)).isfinite()
 
 
 @on_ranks(2)
@@ -146,23 +134,19 @@ def test_what_was_meant_is_named(rank: int, world_size: int) -> None:
 
 
 def test_calls_that_run_unfused_are_in_the_log_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, two: str
 ) -> None:
     monkeypatch.setattr(plan, "_logged_reasons", set())
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        groups = [dist.group.WORLD, dist.new_group([0, 1])]
-        why = {
-            g.group_name: f"no heap for group {g.group_name!r}: its backend 'fake' has no processes"
-            for g in groups
-        }
-        with caplog.at_level(logging.WARNING, "weft.ops"):
-            for group in (*groups, *groups):
-                for op in ("an_op", "another_op"):
-                    reason = plan.heap_or_reason(op, "all_reduce", torch.device("cpu"), group, empty=False)
-                    assert reason == why[group.group_name]
-    finally:
-        dist.destroy_process_group()
+    groups = [dist.group.WORLD, dist.new_group([0, 1])]
+    why = {
+        g.group_name: f"no heap for group {g.group_name!r}: its backend 'fake' has no processes"
+        for g in groups
+    }
+    with caplog.at_level(logging.WARNING, "weft.ops"):
+        for group in (*groups, *groups):
+            for op in ("an_op", "another_op"):
+                reason = plan.heap_or_reason(op, "all_reduce", torch.device("cpu"), group, empty=False)
+                assert reason == why[group.group_name]
     assert [record.getMessage() for record in caplog.records] == [
         f"an_op and other ops of group {name!r} run unfused: {reason}" for name, reason in why.items()
     ]

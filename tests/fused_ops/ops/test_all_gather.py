@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opcommon import (
-    DEVICES,
-    assert_fused,
-    gathered,
-    poison,
-    refuses,
-    world,
-)
+from opcommon import DEVICES, assert_fused, gathered, poison, refuses, world
 from ranks import on_ranks, run_row
 from references import held_gradients
 from torch import Tensor

@@ -8,16 +8,7 @@ from typing import Any
 import pytest
 import torch
 from algorithms import needs_gemm
-from opcommon import (
-    BOUND,
-    cells,
-    check,
-    gather,
-    poison,
-    refuses,
-    same_on_all,
-    world,
-)
+from opcommon import BOUND, cells, check, gather, poison, refuses, same_on_all, world
 from ranks import run_ranks, run_row
 from torch import Tensor
 from weft.fused_ops import fused_all_gather_grouped_matmul, last_plan, moe_route, plan

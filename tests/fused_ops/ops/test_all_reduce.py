@@ -7,18 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from opcommon import (
-    BOUND,
-    DEVICES,
-    DTYPES,
-    assert_fused,
-    cells,
-    check,
-    gather,
-    poison,
-    refuses,
-    world,
-)
+from opcommon import BOUND, DEVICES, DTYPES, assert_fused, cells, check, gather, poison, refuses, world
 from ranks import on_ranks
 from references import held, held_gradients
 from weft import symm_mem

@@ -6,24 +6,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from first_runs import loaded_at_first_run
-from opcommon import (
-    BOUND,
-    DEVICES,
-    assert_fused,
-    cells,
-    check,
-    gather,
-    poison,
-    refuses,
-    same_on_all,
-    world,
-)
+from opcommon import BOUND, DEVICES, assert_fused, cells, check, gather, poison, refuses, same_on_all, world
 from ranks import run_row
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft.fused_ops import (
     fused_grouped_matmul_all_reduce,
     fused_grouped_matmul_reduce_scatter,
@@ -249,7 +236,7 @@ def test_refused() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of GPUs that are none")
 @pytest.mark.parametrize("reduce_op", ["sum", "avg"])
 def test_on_cuda_the_first_run_loads_the_program_of_the_choice(
-    monkeypatch: pytest.MonkeyPatch, reduce_op: str
+    monkeypatch: pytest.MonkeyPatch, reduce_op: str, two: str
 ) -> None:
     monkeypatch.setattr(
         grouped_matmul_sums,
@@ -257,25 +244,21 @@ def test_on_cuda_the_first_run_loads_the_program_of_the_choice(
         lambda A, terms, *_: [A.new_empty(A.shape[0], B.shape[2]) for B, _ in terms],
     )
     weft = torch.ops.weft
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        for op, more in (
-            (weft.fused_grouped_matmul_all_reduce, ()),
-            (weft.fused_grouped_matmul_reduce_scatter, (0,)),
-            (weft.fused_grouped_matmul_reduce_scatter, (1,)),
-        ):
-            with FakeTensorMode():
-                A, B, weights = (
-                    torch.empty(*shape, dtype=torch.bfloat16, device="cuda")
-                    for shape in ((128, 64), (4, 64, 256), (64, 2))
-                )
-                offs = torch.empty(4, dtype=torch.int32, device="cuda")
-                slots = torch.empty(64, 2, dtype=torch.int32, device="cuda")
-                given = A, B, offs, slots, weights, reduce_op, *more, "0"
-                found, choice = choice_of_call(op, given, {})
-                loaded = loaded_at_first_run(op.default, given, {})
-            assert found.algorithm == "push" and found == plan(op, *given)
-            (program,) = choice.programs()
-            assert [str(program)] == [*map(str, loaded)]
-    finally:
-        dist.destroy_process_group()
+    for op, more in (
+        (weft.fused_grouped_matmul_all_reduce, ()),
+        (weft.fused_grouped_matmul_reduce_scatter, (0,)),
+        (weft.fused_grouped_matmul_reduce_scatter, (1,)),
+    ):
+        with FakeTensorMode():
+            A, B, weights = (
+                torch.empty(*shape, dtype=torch.bfloat16, device="cuda")
+                for shape in ((128, 64), (4, 64, 256), (64, 2))
+            )
+            offs = torch.empty(4, dtype=torch.int32, device="cuda")
+            slots = torch.empty(64, 2, dtype=torch.int32, device="cuda")
+            given = A, B, offs, slots, weights, reduce_op, *more, "0"
+            found, choice = choice_of_call(op, given, {})
+            loaded = loaded_at_first_run(op.default, given, {})
+        assert found.algorithm == "push" and found == plan(op, *given)
+        (program,) = choice.programs()
+        assert [str(program)] == [*map(str, loaded)]

@@ -6,17 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from combines import SIZES, routed
-from opcommon import (
-    BOUND,
-    DEVICES,
-    assert_fused,
-    cells,
-    check,
-    gather,
-    poison,
-    refuses,
-    world,
-)
+from opcommon import BOUND, DEVICES, assert_fused, cells, check, gather, poison, refuses, world
 from ranks import run_row
 from references import held_gradients
 from torch import Tensor

@@ -11,6 +11,7 @@ import torch
 from fake_gpu import NAME, Stage, run_on_cuda
 from opcommon import BOUND, DEVICES, DTYPES, check, gather, matrix, poison, refuses, whole, world
 from ranks import on_ranks, run_row
+from references import held_gradients, held_second_gradients
 from weft.fused_ops import fused_all_gather_matmul
 from weft.fused_ops.dispatch.launch_cache import key_of
 from weft.fused_ops.dispatch.plan import forced
@@ -102,29 +103,10 @@ def gradients(rank: int, world_size: int) -> None:
 
 def gather_gradients(rank: int, world_size: int) -> None:
     """The backward of a gather for several products is such a sum: also differentiated again."""
-    shard = torch.randn(4, 5).requires_grad_()
-    Bs = [torch.randn(5, n).requires_grad_() for n in (3, 2, 4)]
-    _, outs = fused_all_gather_matmul(shard, Bs, 0, world(), return_A=False)
-    weights = [torch.randn_like(out) for out in outs]
-    loss = sum((out.sin() * w).sum() for out, w in zip(outs, weights, strict=True))
-    (grad,) = torch.autograd.grad(loss, shard, create_graph=True)
-    grad.square().sum().backward()
-
-    shards = [x.requires_grad_() for x in gather(shard)]
-    all_Bs = [[B.requires_grad_() for B in gather(B)] for B in Bs]
-    all_weights = [gather(w) for w in weights]
-    whole_A = torch.cat(shards)
-    total = sum(
-        ((whole_A @ of_rank).sin() * w).sum()
-        for of_ranks, ws in zip(all_Bs, all_weights, strict=True)
-        for of_rank, w in zip(of_ranks, ws, strict=True)
-    )
-    first = torch.autograd.grad(total, shards, create_graph=True)
-    sum(g.square().sum() for g in first).backward()
-    check("the first", grad, first[rank], 1e-5)
-    check("the second of the shard", shard.grad, shards[rank].grad, 1e-5)
-    for i, B in enumerate(Bs):
-        check(f"the second of Bs[{i}]", B.grad, all_Bs[i][rank].grad, 1e-5)
+    for held in (held_gradients, held_second_gradients):
+        Bs = [torch.randn(5, n).requires_grad_() for n in (3, 2, 4)]
+        given = {"A_shard": torch.randn(4, 5).requires_grad_(), "Bs": Bs, "gather_dim": 0, "return_A": False}
+        held(fused_all_gather_matmul, 1e-5, **given, group=world())
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -14,7 +14,6 @@ from ranks import on_ranks, run_ranks, run_row
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed import _functional_collectives as funcol
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft import symm_mem
 from weft.fused_ops import last_plan, one_shot_all_gather, one_shot_all_reduce, one_shot_reduce_scatter, plan
 from weft.fused_ops.dispatch.plan import forced
@@ -300,23 +299,19 @@ def test_ranks_with_different_counts_are_named() -> None:
     assert "counts=[2, 4]" in scattered and "counts=[3, 3]" in scattered
 
 
-def test_plans() -> None:
-    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
-    try:
-        for device, counts, algorithm in (
-            ("cpu", [3, 2], "host"),
-            ("cuda", [3, 2], "unfused"),
-            ("cuda", [2, 2], "push"),
-        ):
-            with torch._subclasses.FakeTensorMode():
-                x, y = torch.empty(2, 64, device=device), torch.empty(sum(counts), 64, device=device)
-                made = [
-                    plan(one_shot_all_gather, x, 0, counts=counts),
-                    plan(one_shot_reduce_scatter, y, "sum", 0, counts=counts),
-                ]
-            for found in made:
-                assert found.algorithm == algorithm, found
-                assert ("different counts" in found.reason) == (algorithm == "unfused")
-                assert (found.workspace_bytes > 0) == (algorithm != "unfused")
-    finally:
-        dist.destroy_process_group()
+def test_plans(two: str) -> None:
+    for device, counts, algorithm in (
+        ("cpu", [3, 2], "host"),
+        ("cuda", [3, 2], "unfused"),
+        ("cuda", [2, 2], "push"),
+    ):
+        with torch._subclasses.FakeTensorMode():
+            x, y = torch.empty(counts[0], 64, device=device), torch.empty(sum(counts), 64, device=device)
+            made = [
+                plan(one_shot_all_gather, x, 0, counts=counts),
+                plan(one_shot_reduce_scatter, y, "sum", 0, counts=counts),
+            ]
+        for found in made:
+            assert found.algorithm == algorithm, found
+            assert ("different counts" in found.reason) == (algorithm == "unfused")
+            assert (found.workspace_bytes > 0) == (algorithm != "unfused")

@@ -125,8 +125,7 @@ def test_settings_by_arguments_options_and_environment(monkeypatch: pytest.Monke
     assert made == [(False, "always", "capture"), (True, "always", False)]
     monkeypatch.setenv("WEFT_PASS", "agree=no")
     with pytest.raises(
-        ValueError,
-        match=r"WEFT_PASS: agree: is 'no', must be True, .*; True and False are 1 and 0 there",
+        ValueError, match=r"WEFT_PASS: agree: is 'no', must be True, .*; True and False are 1 and 0 there"
     ):
         weft.compile(model)
 
@@ -158,10 +157,7 @@ def test_values_of_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, r
         ("fuse=1", "WEFT_PASS: fuse: is True, must be 'auto' or 'always';"),
         ("reorder=nan", "WEFT_PASS: reorder: is nan, must be 0 or more;"),
         ("buckets=1", "WEFT_PASS: has 'buckets=1', must have "),
-        (
-            "loss_parallel=all",
-            "WEFT_PASS: loss_parallel: is 'all', must be True or False, or the bytes of ",
-        ),
+        ("loss_parallel=all", "WEFT_PASS: loss_parallel: is 'all', must be True or False, or the bytes of "),
     ],
 )
 def test_what_the_environment_may_not_have(monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:

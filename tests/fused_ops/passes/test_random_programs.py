@@ -207,12 +207,7 @@ def test_the_pass_changes_nothing(count: int) -> None:
     did: Counter[str] = Counter()
     seen = fused = 0
 
-    @settings(
-        max_examples=count,
-        deadline=None,
-        derandomize=False,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=count, deadline=None, derandomize=False, suppress_health_check=list(HealthCheck))
     @given(programs())
     def check(program: Random) -> None:
         nonlocal seen, fused

@@ -98,12 +98,7 @@ def test_a_compiled_model_is_saved_with_its_pass(tmp_path: Path) -> None:
 def test_json_has_the_settings() -> None:
     written = json.loads(json.dumps(FusionPass(groups=["tp"]).options))
     settings = {"groups": ["tp"], "strict": False, "fuse": "auto", "agree": True, "regather": False}
-    settings |= {
-        "collectives": "auto",
-        "sequence_parallel": False,
-        "loss_parallel": False,
-        "reorder": False,
-    }
+    settings |= {"collectives": "auto", "sequence_parallel": False, "loss_parallel": False, "reorder": False}
     assert written["post_grad_custom_post_pass"] == settings
 
 

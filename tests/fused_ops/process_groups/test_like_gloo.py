@@ -175,6 +175,7 @@ CALLS: list[Call] = [
     _asynchronous(lambda x, group, async_op: dist.broadcast(x, 0, group, async_op)),
     _asynchronous(lambda x, group, async_op: dist.all_gather_into_tensor(x.new_empty(8), x, group, async_op)),
 ]
+BY = ("weft", "gloo")
 _REFUSED = (unlike, all_to_all)  # of gloo, the second one before torch 2.13
 WAYS = {
     "eager": {},
@@ -203,7 +204,7 @@ def outcome(call: Call, way: str, group: Any, rank: int) -> Any:
 
 
 @pytest.mark.parametrize("way", ["eager", "fullgraph", pytest.param("inductor", marks=pytest.mark.slow)])
-@on_ranks(2, fresh=True)
+@on_ranks(2)
 def test_every_function(rank: int, world_size: int, way: str) -> None:
     gloo, group = dist.new_group(backend="gloo"), dist.new_group(backend="weft")
     with dynamo_config.patch(recompile_limit=64):
@@ -211,10 +212,13 @@ def test_every_function(rank: int, world_size: int, way: str) -> None:
             theirs, mine = (outcome(call, way, g, rank) for g in (gloo, group))
             assert mine == theirs, (call.__name__, way, mine, theirs)
             assert way != "eager" or call in _REFUSED or isinstance(mine, list), (call.__name__, mine)
-    by_weft = {taken.op for taken in weft.process_group(group).calls() if taken.by == "weft"}
+    taken = {by: {call.op for call in weft.process_group(group).calls() if call.by == by} for by in BY}
     # The functional one of compiled code is given split sizes.
     exchanged = {"all_to_all_single"} if way == "eager" else set()
-    assert by_weft == {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"} | exchanged
+    assert taken["weft"] == {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"} | exchanged
+    if way == "eager":  # all others
+        others = "broadcast reduce all_gather gather scatter reduce_scatter send recv barrier"
+        assert taken["gloo"] >= {*others.split()}, taken["gloo"]
 
 
 def _trained(group: Any, rank: int) -> list[float]:
@@ -232,7 +236,7 @@ def _trained(group: Any, rank: int) -> list[float]:
     return [t.double().sum().item() for t in (*model.parameters(), *model.buffers())]
 
 
-@on_ranks(2, fresh=True)
+@on_ranks(2)
 def test_models_and_questions(rank: int, world_size: int) -> None:
     gloo, group = dist.new_group(backend="gloo"), dist.new_group(backend="weft")
     mine, theirs = _trained(group, rank), _trained(gloo, rank)
@@ -256,7 +260,7 @@ def test_models_and_questions(rank: int, world_size: int) -> None:
             ddp(torch.ones(2, 3)).sum().backward()
 
 
-@on_ranks(2, fresh=True)
+@on_ranks(2)
 def test_options(rank: int, world_size: int) -> None:
     for wrong in (object(), {"timeout": 3}):
         with pytest.raises(

@@ -192,40 +192,6 @@ def test_functional_collectives(rank: int, world_size: int) -> None:
     assert {by for _, by in taken(group)} == {"weft"}
 
 
-def one_call_of_each(rank: int, world_size: int) -> None:
-    """All others are gloo's."""
-    group, other, x = weft_group(), 1 - rank, torch.full((2,), float(rank))
-    results: dict[str, Any] = {}
-    dist.broadcast(x, 1, group=group)
-    results["broadcast"] = x.tolist() == [1, 1]
-    x = torch.full((2,), float(rank))
-    dist.reduce(x, 0, group=group)
-    results["reduce"] = rank == 1 or x.tolist() == [1, 1]
-    x, xs = torch.full((2,), float(rank)), [torch.empty(2) for _ in range(world_size)]
-    dist.all_gather(xs, x, group=group)
-    results["all_gather"] = [y[0].item() for y in xs] == [0, 1]
-    dist.gather(x, xs if rank == 0 else None, 0, group=group)
-    dist.scatter(x, xs if rank == 0 else None, 0, group=group)
-    results["scatter"] = x.tolist() == [rank, rank]
-    dist.reduce_scatter(x, [torch.full((2,), float(i)) for i in range(world_size)], group=group)
-    results["reduce_scatter"] = x.tolist() == [2 * rank, 2 * rank]
-    dist.all_to_all_single(x, torch.tensor([rank, rank + 10.0]), [1, 1], [1, 1], group=group)
-    results["all_to_all_single"] = x.tolist() == [10.0 * rank, 1 + 10.0 * rank]
-    received = torch.empty(2)
-    operations = [dist.P2POp(dist.isend, x, other, group), dist.P2POp(dist.irecv, received, other, group)]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    results["batch"] = received.tolist() == [10.0 * other, 1 + 10.0 * other]
-    dist.barrier(group=group)
-    assert all(results.values()), results
-    names = "broadcast reduce all_gather gather scatter reduce_scatter all_to_all_single send recv barrier"
-    assert set(taken(group)) == {(name, "gloo") for name in names.split()}
-
-
-def test_the_others_are_gloos() -> None:
-    run_ranks(one_call_of_each, 2)
-
-
 def exchanges(rank: int, world_size: int) -> None:
     group = weft_group()
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):

@@ -5,17 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from graphs import AR, captured, check_same
-from test_layer_norm_forms import (
-    EPS,
-    HIDDEN,
-    NORM,
-    Fn,
-    ar,
-    inputs,
-    of_product,
-    only,
-    torch_norm,
-)
+from test_layer_norm_forms import EPS, HIDDEN, NORM, Fn, ar, inputs, of_product, only, torch_norm
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -55,10 +55,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Shapes]] = {
     "gather": (lambda a, b: OPS.fused_all_gather_matmul(a, [b], 0, NAME, return_A=False), ((M, K), (K, N))),
     "gathered A": (lambda a, b: OPS.fused_all_gather_matmul(a, [b], 0, NAME), ((2, 64, K), (K, N))),
     "gather of columns": (lambda a, b: OPS.fused_all_gather_matmul(a, [b], -1, NAME), ((M, K), (2 * K, N))),
-    "scatter": (
-        lambda a, b: OPS.fused_matmul_reduce_scatter(a, b, "sum", 0, NAME),
-        ((2 * M, K), (K, N)),
-    ),
+    "scatter": (lambda a, b: OPS.fused_matmul_reduce_scatter(a, b, "sum", 0, NAME), ((2 * M, K), (K, N))),
     "scatter of columns": (
         lambda a, b: OPS.fused_matmul_reduce_scatter(a, b, "sum", 1, NAME),
         ((M, K), (K, 2 * N)),

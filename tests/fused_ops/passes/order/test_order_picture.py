@@ -31,10 +31,7 @@ def test_lanes_are_what_was_predicted() -> None:
     change = reorder(graph_of(layers), TABLE, OrderLimits(memory=1.0))
     assert not change.kept
     for drawn, exposed, peak in zip(
-        change.drawn,
-        (change.before, change.after),
-        (change.peak_before, change.peak_after),
-        strict=True,
+        change.drawn, (change.before, change.after), (change.peak_before, change.peak_after), strict=True
     ):
         kernels = [s for s in drawn.spans if s[0] == "compute"]
         gathers = [s for s in drawn.spans if s[0] == "NVLink"]

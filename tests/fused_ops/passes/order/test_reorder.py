@@ -10,19 +10,7 @@ import torch
 import torch.distributed as dist
 from cost import in_copies
 from graphs import fake_ranks
-from orders import (
-    ROOM,
-    ROWS,
-    TABLE,
-    WORLD,
-    check_random,
-    gathered,
-    graph_of,
-    name,
-    program,
-    scattered,
-    words,
-)
+from orders import ROOM, ROWS, TABLE, WORLD, check_random, gathered, graph_of, name, program, scattered, words
 from torch import Tensor, fx
 from weft.fused_ops.passes.order.change import OrderChange
 from weft.fused_ops.passes.order.moves import OrderLimits, reorder

@@ -10,18 +10,7 @@ import torch
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from compiled import program
-from graphs import (
-    AG,
-    RS,
-    Seen,
-    applied,
-    c10d,
-    captured,
-    check_same,
-    gather,
-    scatter,
-    traced,
-)
+from graphs import AG, RS, Seen, applied, c10d, captured, check_same, gather, scatter, traced
 from opcommon import check
 from opcommon import gather as every_rank
 from ranks import run_ranks

@@ -58,15 +58,7 @@ def train(rank: int, world: int, case: Case, codegen: bool) -> Outcome:
 
     torch.manual_seed(os.getppid())
     sizes = Sizes(
-        layers=LAYERS,
-        vocabulary=96,
-        dim=32,
-        heads=4,
-        kv_heads=2,
-        hidden=48,
-        seq=10,
-        batch=2,
-        dtype="float32",
+        layers=LAYERS, vocabulary=96, dim=32, heads=4, kv_heads=2, hidden=48, seq=10, batch=2, dtype="float32"
     )
     exact, model = Llama(sizes).double(), Llama(sizes)
     model.load_state_dict(exact.state_dict())

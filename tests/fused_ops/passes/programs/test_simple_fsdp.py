@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 from weft.fused_ops import Report
 
-LAYERS, STEPS, ROWS = 3, 2, 512
+STEPS, ROWS = 2, 512
 #: Widths of a block. On GPUs copy engines carry half of a weight.
 WIDTHS = {"cpu": (64, 96), "cuda": (1024, 1536)}
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -46,11 +46,13 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Of float64 results the exact ones; ``again`` computes each block once more in the backward."""
+    """Of float64 results the exact ones. Some case has a block between two others; one computes blocks once more in
+    the backward."""
 
-    def __init__(self, device: str, again: bool = False) -> None:
+    def __init__(self, device: str, case: str = "") -> None:
         super().__init__()
-        self.blocks, self.again = nn.ModuleList(Block(*WIDTHS[device]) for _ in range(LAYERS)), again
+        self.blocks = nn.ModuleList(Block(*WIDTHS[device]) for _ in range(3 if case == "fsdp" else 2))
+        self.again = "checkpoints" in case
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -85,12 +87,12 @@ def both_ways(rank: int, world: int, case: str, codegen: bool, device: str = "cp
     count = 2 if tensor is not None else world
     _, policy = CASES[case]
     torch.manual_seed(os.getppid())
-    exact = Blocks(device).double()
+    exact = Blocks(device, case).double()
     given = {name: p.detach() for name, p in exact.named_parameters()}
     x = torch.randn(count, STEPS * ROWS, WIDTHS[device][0])
     found, report = [], None
     for reorder in (False, 1.0):
-        model = Blocks(device, "checkpoints" in case)
+        model = Blocks(device, case)
         model.load_state_dict(given)
         if tensor is not None:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Replicate())}
@@ -103,7 +105,7 @@ def both_ways(rank: int, world: int, case: str, codegen: bool, device: str = "cp
             found.append(trained(model, p.compile(model, fullgraph=True), mine))
             report = p.fusion.report()
     plain, passed = found
-    assert len(plain) == STEPS + 5 * LAYERS
+    assert len(plain) == STEPS + 5 * len(exact.blocks)
     mixed = "param_dtype" in policy
     # On GPUs Inductor fuses a bias's gradient with its cast in one of both: it is rounded to bfloat16 once more.
     if device == "cpu" or not mixed:

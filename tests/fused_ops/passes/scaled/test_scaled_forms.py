@@ -99,12 +99,7 @@ FORMS: dict[str, tuple[Fn, tuple[Shape, ...], str, str]] = {
     ),
     "gathered": (lambda x, w: gather(x) * 1.5 @ w, (X, W), AG, "1 product"),
     "gathered, along 1": (lambda x, w: (gather(x, 1) / 1.5) @ w, ((2, 3, 8), W), AG, "1 product"),
-    "gathered, minus, cast": (
-        lambda x, w: (-gather(x)).bfloat16() @ w.bfloat16(),
-        (X, W),
-        AG,
-        "1 product",
-    ),
+    "gathered, minus, cast": (lambda x, w: (-gather(x)).bfloat16() @ w.bfloat16(), (X, W), AG, "1 product"),
     "gathered, returned": (
         lambda x, w: ((y := gather(x) * 2) @ w, y.sin()),
         (X, W),
