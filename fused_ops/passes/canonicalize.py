@@ -13,21 +13,9 @@ from torch.distributed import ProcessGroup
 
 from ...symm_mem.heap.registry import has_name
 from .graph.collectives import collectives, communicates, waits
-from .graph.nodes import (
-    RESHAPES,
-    LeftAlone,
-    alike,
-    aten,
-    c10d,
-    calls,
-    is_contiguous,
-    is_val,
-    known,
-    only_user,
-    same_shape,
-    val,
-)
+from .graph.nodes import RESHAPES, LeftAlone, aten, c10d, calls, is_val, only_user, val
 from .graph.rewrite import call, erase_unused, read_size, undone_if_left
+from .graph.sizes import alike, is_contiguous, known, same_shape
 from .origin import copy_origin, put_for
 from .patterns.pattern import Pattern
 

@@ -18,7 +18,8 @@ from ..dispatch import profitability
 from .graph.collectives import Collective
 from .graph.gathered_tensor import Gathered
 from .graph.index_map import numel
-from .graph.nodes import LeftAlone, after_tangents, c10d, hint, val
+from .graph.nodes import LeftAlone, after_tangents, c10d, val
+from .graph.sizes import hint
 from .patterns.all_gather_matmul import REGATHERED, contracting
 from .settings import PassSettings
 

@@ -12,7 +12,7 @@ from torch._inductor import config, ir
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 
-from ..graph.code_node import CodeNode, outermost
+from ..records.lowering import CodeNode, outermost
 from .guard import SIZES
 
 _AGREE = torch.ops.weft.agree.default

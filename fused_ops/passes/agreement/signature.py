@@ -27,8 +27,8 @@ from ...dispatch.call_check import dims_of_element, own_dims_on
 from ...ops import OP_OF
 from ..graph.collectives import collectives, group_of, kind_of, point_to_point
 from ..graph.index_map import Dims, strides
-from ..graph.nodes import Size
 from ..graph.row_wise import is_pointwise
+from ..graph.sizes import Size
 from ..records.entry import Entry
 
 #: What a node has in its ``meta`` if ranks must compute it alike.

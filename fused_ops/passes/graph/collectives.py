@@ -13,7 +13,8 @@ from ....kernels.device.gemm.scaling import FP8
 from ....symm_mem import resolve_group
 from ... import validation
 from ...library import schema
-from .nodes import LeftAlone, between, c10d, calls, is_val, known, memory, only_user, some, val, what
+from .nodes import LeftAlone, between, c10d, calls, is_val, memory, only_user, some, val, what
+from .sizes import known
 
 _WAITS = ("wait_tensor", "wait_tensors")
 _COPIED = {schema.all_gather_start, schema.reduce_scatter_start}  # by copy engines

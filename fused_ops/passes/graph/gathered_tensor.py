@@ -10,23 +10,12 @@ import torch
 from torch import fx
 
 from .collectives import Collective, communicates, group_of, waits
+from .effects import first_write, is_random
 from .index_map import Digits, Dims, by_rank, flat_dims, gathered_dims, part_of_rank, same_dims, same_size
-from .nodes import (
-    LeftAlone,
-    aten,
-    between,
-    c10d,
-    calls,
-    first_write,
-    is_contiguous,
-    is_random,
-    known,
-    memory,
-    val,
-    what,
-)
+from .nodes import LeftAlone, aten, between, c10d, calls, memory, val, what
 from .rewrite import call, erase_unused
 from .scaling import Change
+from .sizes import is_contiguous, known
 from .views import View, views
 
 # Nodes that are computed before a gather instead of after it, for one operand: a weight that is cast and transposed.

@@ -18,7 +18,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .collectives import Collective
 from .index_map import Digits, flat_dims, refined
-from .nodes import LeftAlone, Size, aten, is_contiguous, is_val, known, same_shape, val
+from .nodes import LeftAlone, aten, is_val, val
+from .sizes import Size, is_contiguous, known, same_shape
 
 
 def value(target: Any, args: Any, kwargs: Any) -> Any:

@@ -12,8 +12,10 @@ import torch
 from torch import fx
 
 from . import rewrite
-from .nodes import FLAT, Size, argument, aten, calls, is_random, is_val, known, same_shape, val, writes
+from .effects import is_random, writes
+from .nodes import FLAT, argument, aten, calls, is_val, val
 from .rewrite import call
+from .sizes import Size, known, same_shape
 from .views import CASTS
 
 REDUCTIONS = (

@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from .index_map import Dims, moved_dims, permuted, reshaped
-from .nodes import FLAT, LeftAlone, Size, argument, aten, calls, is_val, known, same_shape, val, what
+from .nodes import FLAT, LeftAlone, argument, aten, calls, is_val, val, what
 from .scaling import Change, scaling
+from .sizes import Size, known, same_shape
 from .split_cat import SLICES, SPLITS, cut_of
 
 CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)

@@ -13,9 +13,10 @@ from torch import fx
 
 from ....symm_mem import resolve_group
 from ..graph.collectives import Collective
-from ..graph.nodes import FLAT, LeftAlone, Size, argument, aten, calls, is_val, known, only_user, val, what
+from ..graph.nodes import FLAT, LeftAlone, argument, aten, calls, is_val, only_user, val, what
 from ..graph.rewrite import call, reshape
 from ..graph.row_wise import is_pointwise
+from ..graph.sizes import Size, known
 from ..graph.split_cat import SPLITS, cut_of, is_cut
 
 CAST = torch.ops.prims.convert_element_type.default

@@ -8,20 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from ..graph.nodes import (
-    FLAT,
-    LeftAlone,
-    argument,
-    aten,
-    c10d,
-    calls,
-    is_val,
-    known,
-    only_user,
-    same_shape,
-    val,
-    what,
-)
+from ..graph.nodes import FLAT, LeftAlone, argument, aten, c10d, calls, is_val, only_user, val, what
+from ..graph.sizes import known, same_shape
 from ..graph.split_cat import SPLITS, is_cut
 from .columns import CAST, GatheredColumns, has_columns, keeps_columns
 

@@ -14,20 +14,10 @@ import torch
 from torch import fx
 
 from ...library import schema
-from ..graph.nodes import (
-    FLAT,
-    LeftAlone,
-    aten,
-    calls,
-    flattened,
-    known,
-    only_user,
-    same_shape,
-    val,
-    walk,
-    writes,
-)
+from ..graph.effects import writes
+from ..graph.nodes import FLAT, LeftAlone, aten, calls, flattened, only_user, val, walk
 from ..graph.rewrite import call, cast, erase_unused, fused, reshape, undone_if_left
+from ..graph.sizes import known, same_shape
 from ..origin import put_for
 from .columns import CAST
 from .replace import ColumnLoss, made_of, of_all_ranks

@@ -14,8 +14,10 @@ from typing import Any
 from torch import fx
 
 from ..graph.collectives import communicates
-from ..graph.nodes import FLAT, LeftAlone, aten, calls, only_user, same_shape, val, walk, what, writes
+from ..graph.effects import writes
+from ..graph.nodes import FLAT, LeftAlone, aten, calls, only_user, val, walk, what
 from ..graph.rewrite import call, cast, erase_unused, reshape, undone_if_left
+from ..graph.sizes import same_shape
 from ..origin import put_for
 from .columns import OwnColumns, uncast
 from .gradient import Path

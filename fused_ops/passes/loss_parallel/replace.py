@@ -11,7 +11,8 @@ from torch import fx
 
 from ...library import schema
 from ..graph.collectives import Collective, communicates
-from ..graph.nodes import LeftAlone, aten, between, c10d, calls, check_no_write, val, walk
+from ..graph.effects import check_no_write
+from ..graph.nodes import LeftAlone, aten, between, c10d, calls, val, walk
 from ..graph.rewrite import call, cast, erase_unused, fused, reshape, reshape_sizes, undone_if_left
 from ..origin import put_for
 from ..patterns.pattern import why_not_called_from_cpp

@@ -13,8 +13,10 @@ import torch
 from torch import fx
 
 from ..graph.collectives import Collective
-from ..graph.nodes import LeftAlone, aten, c10d, calls, check_no_write, known, only_user, val
+from ..graph.effects import check_no_write
+from ..graph.nodes import LeftAlone, aten, c10d, calls, only_user, val
 from ..graph.rewrite import call, erase_unused, undone_if_left
+from ..graph.sizes import known
 from ..origin import put_for
 from .columns import uncast
 from .replace import exchanged, made_of

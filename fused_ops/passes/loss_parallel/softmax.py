@@ -19,7 +19,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 
-from ..graph.nodes import LeftAlone, aten, calls, known, only_user, same_shape, some, val, what
+from ..graph.nodes import LeftAlone, aten, calls, only_user, some, val, what
+from ..graph.sizes import known, same_shape
 from .columns import CAST
 
 

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..graph.collectives import communicates, fills_what_it_waits_for, is_placed, waits
 from ..graph.disjoint_sets import DisjointSets
-from ..graph.nodes import aten, hint_or_one
+from ..graph.nodes import aten
+from ..graph.sizes import hint_or_one
 
 HEAP = "heap"  #: the pool of what copy engines have gathered, read where it came
 

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from ..graph.collectives import communicates, waits
-from ..graph.nodes import is_custom, is_random
+from ..graph.effects import is_custom, is_random
 from .alias_sets import AliasSets
 
 # Operators of higher order that only compute: a user's operator that writes to its arguments, made functional.

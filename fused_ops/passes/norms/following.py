@@ -17,24 +17,10 @@ from torch import fx
 from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import Collective, communicates, group_of
-from ..graph.nodes import (
-    LeftAlone,
-    Size,
-    alike,
-    argument,
-    aten,
-    between,
-    calls,
-    first_write,
-    is_contiguous,
-    is_val,
-    only_user,
-    same_shape,
-    some,
-    val,
-    what,
-)
+from ..graph.effects import first_write
+from ..graph.nodes import LeftAlone, argument, aten, between, calls, is_val, only_user, some, val, what
 from ..graph.rewrite import call
+from ..graph.sizes import Size, alike, is_contiguous, same_shape
 from ..graph.views import CASTS, unchanged
 from .norm import FoundNorm, norm_of
 from .quant import FollowingQuant

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from ..graph.nodes import LeftAlone, argument, aten, calls, is_val, known, only_user, some, val, what
+from ..graph.nodes import LeftAlone, argument, aten, calls, is_val, only_user, some, val, what
 from ..graph.row_wise import reduced_dims
+from ..graph.sizes import known
 from ..graph.views import CASTS
 
 

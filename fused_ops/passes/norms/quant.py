@@ -18,23 +18,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from ....kernels.device.gemm.scaling import FP8
 from ..graph import rewrite
 from ..graph.collectives import communicates, waits
-from ..graph.nodes import (
-    FLAT,
-    LeftAlone,
-    aten,
-    calls,
-    first_write,
-    is_contiguous,
-    is_val,
-    known,
-    same_shape,
-    some,
-    val,
-    walk,
-    what,
-    writes,
-)
+from ..graph.effects import first_write, writes
+from ..graph.nodes import FLAT, LeftAlone, aten, calls, is_val, some, val, walk, what
 from ..graph.row_wise import is_pointwise, reduced_dims
+from ..graph.sizes import is_contiguous, known, same_shape
 from ..graph.views import CASTS, unchanged
 from .norm import FoundNorm
 

@@ -19,7 +19,8 @@ from torch import fx
 from ....symm_mem.layout import NUM_BUFFERS
 from ...dispatch import profitability
 from ...library import schema
-from ..graph.nodes import c10d, is_custom, val
+from ..graph.effects import is_custom
+from ..graph.nodes import c10d, val
 from ..memory.alias_sets import AliasSet, AliasSets, size_of
 from ..memory.hazards import Hazards
 from ..memory.live_bytes import body, put_in_order

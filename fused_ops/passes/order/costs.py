@@ -20,7 +20,7 @@ from ....kernels.device.gemm.gemm_tiles import LINK, MULTIPLY_ADDS
 from ....symm_mem import resolve_group
 from ...dispatch.profitability import FusionCandidate, predicted_us
 from ..graph.collectives import communicates, group_of, is_copied, kind_of, starts
-from ..graph.nodes import hint_or_one
+from ..graph.sizes import hint_or_one
 from ..memory.alias_sets import size_of, tensors_of
 from .transports import COPIED, NETWORK, NVLINK, WEFT
 

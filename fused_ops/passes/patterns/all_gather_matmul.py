@@ -21,11 +21,13 @@ from ... import validation
 from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import COMPILE_BOTH, Collective
+from ..graph.effects import first_write
 from ..graph.gathered_tensor import Gathered, GatherLayout
 from ..graph.index_map import numel, plain
-from ..graph.nodes import LeftAlone, aten, calls, first_write, is_contiguous, memory, some, val, walk, what
+from ..graph.nodes import LeftAlone, aten, calls, memory, some, val, walk, what
 from ..graph.rewrite import call
 from ..graph.scaling import Scaling, changed, is_factor, scaled
+from ..graph.sizes import is_contiguous
 from ..graph.views import View
 from .matmuls import Product, Use, matrix, one_matrix, product, use
 from .one_product import together

@@ -19,17 +19,10 @@ from ...dispatch.profitability import FusionCandidate, gain_of_joining, why_not_
 from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import Collective
+from ..graph.effects import check_no_write
 from ..graph.index_map import plain
-from ..graph.nodes import (
-    LeftAlone,
-    Size,
-    c10d,
-    check_no_write,
-    hint,
-    nbytes,
-    val,
-    what,
-)
+from ..graph.nodes import LeftAlone, c10d, val, what
+from ..graph.sizes import Size, hint, nbytes
 from ..norms.following import FollowingNorm
 from .epilogue import stays_after
 from .experts import ExpertsSum, experts_sum

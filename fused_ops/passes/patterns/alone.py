@@ -19,20 +19,10 @@ from ... import validation
 from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import Collective
+from ..graph.effects import check_no_write
 from ..graph.index_map import gathered_dims, plain, same_dims
-from ..graph.nodes import (
-    FLAT,
-    LeftAlone,
-    aten,
-    c10d,
-    calls,
-    check_no_write,
-    is_contiguous,
-    known,
-    only_user,
-    val,
-    what,
-)
+from ..graph.nodes import FLAT, LeftAlone, aten, c10d, calls, only_user, val, what
+from ..graph.sizes import is_contiguous, known
 from ..graph.split_cat import cut_of
 from ..graph.views import ViewStep, steps_back, views
 from .matmuls import product

@@ -17,24 +17,10 @@ from torch import fx
 
 from ..graph import rewrite
 from ..graph.collectives import Collective, communicates
+from ..graph.effects import first_write
 from ..graph.index_map import Dims, flat_dims, numel, plain, reshaped, same_size
-from ..graph.nodes import (
-    FLAT,
-    LeftAlone,
-    alike,
-    argument,
-    aten,
-    between,
-    calls,
-    first_write,
-    is_contiguous,
-    is_val,
-    known,
-    only_user,
-    same_shape,
-    val,
-    what,
-)
+from ..graph.nodes import FLAT, LeftAlone, argument, aten, between, calls, is_val, only_user, val, what
+from ..graph.sizes import alike, is_contiguous, known, same_shape
 from ..graph.views import unchanged
 
 

@@ -21,27 +21,12 @@ from ...dispatch.profitability import FusionCandidate, why_combined_before
 from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import Collective
+from ..graph.effects import check_no_write
 from ..graph.index_map import plain
-from ..graph.nodes import (
-    FLAT,
-    LeftAlone,
-    Size,
-    alike,
-    argument,
-    aten,
-    calls,
-    check_no_write,
-    flattened,
-    hint,
-    is_val,
-    known,
-    same_shape,
-    some,
-    val,
-    what,
-)
+from ..graph.nodes import FLAT, LeftAlone, argument, aten, calls, flattened, is_val, some, val, what
 from ..graph.rewrite import call
 from ..graph.row_wise import reduced_dims
+from ..graph.sizes import Size, alike, hint, known, same_shape
 from ..graph.views import CASTS
 from .epilogue import stays_after
 from .pattern import Pattern

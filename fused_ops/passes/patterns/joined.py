@@ -20,22 +20,10 @@ from torch._inductor import config as inductor_config
 from ..agreement.signature import Order
 from ..graph import rewrite
 from ..graph.collectives import Collective, collectives
+from ..graph.effects import check_no_write, writes
 from ..graph.index_map import plain
-from ..graph.nodes import (
-    RESHAPES,
-    LeftAlone,
-    argument,
-    aten,
-    c10d,
-    calls,
-    check_no_write,
-    is_contiguous,
-    is_val,
-    only_user,
-    val,
-    walk,
-    writes,
-)
+from ..graph.nodes import RESHAPES, LeftAlone, argument, aten, c10d, calls, is_val, only_user, val, walk
+from ..graph.sizes import is_contiguous
 from ..graph.split_cat import SPLITS, cut_of
 from ..graph.views import CASTS
 from ..order.copy_engines import start_when_needed

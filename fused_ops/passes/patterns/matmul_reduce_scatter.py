@@ -18,8 +18,10 @@ from ....kernels.matmul_reduce_scatter.configs import MOST_PRODUCTS
 from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import Collective
+from ..graph.effects import check_no_write
 from ..graph.index_map import Digits, Dims, gathered_dims, numel, part_of_rank, plain
-from ..graph.nodes import LeftAlone, check_no_write, known, some, val
+from ..graph.nodes import LeftAlone, some, val
+from ..graph.sizes import known
 from .epilogue import Terms, stays_after
 from .pattern import Pattern
 from .sum_of_matmuls import SumOfMatmuls, sum_of

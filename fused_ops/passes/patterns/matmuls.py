@@ -8,8 +8,9 @@ from typing import Any
 from torch import fx
 
 from ..graph.index_map import Digits, Dims
-from ..graph.nodes import Size, argument, aten, calls, is_val, known, memory, val
+from ..graph.nodes import argument, aten, calls, is_val, memory, val
 from ..graph.rewrite import call
+from ..graph.sizes import Size, known
 
 # And how many operands each has.
 PRODUCTS = {

@@ -16,7 +16,8 @@ from ....kernels.device.gemm.scaling import ScaledProducts
 from ...dispatch import profitability
 from ..agreement.signature import Order
 from ..graph.collectives import Collective
-from ..graph.nodes import LeftAlone, Size, hint, val
+from ..graph.nodes import LeftAlone, val
+from ..graph.sizes import Size, hint
 from .one_product import copies_us, why_not_one_product
 from .sum_of_matmuls import SumOfMatmuls
 

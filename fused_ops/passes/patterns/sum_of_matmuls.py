@@ -14,23 +14,10 @@ from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import COMPILE_BOTH, Collective
 from ..graph.index_map import Digits, Dims, numel, same_size
-from ..graph.nodes import (
-    LeftAlone,
-    Size,
-    argument,
-    aten,
-    calls,
-    hint,
-    is_val,
-    known,
-    same_shape,
-    some,
-    val,
-    walk,
-    what,
-)
+from ..graph.nodes import LeftAlone, argument, aten, calls, is_val, some, val, walk, what
 from ..graph.rewrite import call
 from ..graph.scaling import Scaling, check_factor, is_factor, scaled
+from ..graph.sizes import Size, hint, known, same_shape
 from ..graph.views import steps_back, view_step
 from .matmuls import Product, matrix, one_matrix, product
 

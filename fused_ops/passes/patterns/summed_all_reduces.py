@@ -17,9 +17,11 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from ..agreement.signature import Order
 from ..graph import rewrite
 from ..graph.collectives import Collective
+from ..graph.effects import first_write
 from ..graph.index_map import plain
-from ..graph.nodes import LeftAlone, alike, argument, aten, c10d, calls, first_write, is_val, val
+from ..graph.nodes import LeftAlone, argument, aten, c10d, calls, is_val, val
 from ..graph.rewrite import call
+from ..graph.sizes import alike
 from ..graph.views import unchanged
 
 #: What an all-reduce has in its ``meta`` that stands for others, too: these, which are no part of the graph any more.

@@ -22,9 +22,10 @@ from ....kernels.device.gemm.scaling import FP8, ScaleKind
 from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import Collective
+from ..graph.effects import first_write
 from ..graph.gathered_tensor import Gathered, GatherLayout
 from ..graph.index_map import RANK, numel, same_size
-from ..graph.nodes import LeftAlone, aten, first_write, some, val, what
+from ..graph.nodes import LeftAlone, aten, some, val, what
 from ..graph.rewrite import call
 from ..graph.views import View, view_step
 from ..patterns.pattern import Pattern

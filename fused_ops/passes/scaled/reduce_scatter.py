@@ -15,8 +15,9 @@ from ....kernels.device.gemm.scaling import OUT_DTYPES, ScaleKind
 from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import Collective
+from ..graph.effects import check_no_write
 from ..graph.index_map import Dims, numel, plain
-from ..graph.nodes import LeftAlone, check_no_write, some, val, what
+from ..graph.nodes import LeftAlone, some, val, what
 from ..graph.rewrite import call
 from ..graph.scaling import Scaling
 from ..graph.views import ViewStep, steps_back

@@ -17,9 +17,10 @@ from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import Collective, communicates, group_of, waits
 from ..graph.index_map import RANK, Dims, gathered_dims, numel, same_size
-from ..graph.nodes import LeftAlone, argument, aten, c10d, calls, is_val, known, same_shape, val, walk, what
+from ..graph.nodes import LeftAlone, argument, aten, c10d, calls, is_val, val, walk, what
 from ..graph.rewrite import call
 from ..graph.row_wise import is_pointwise, reduced_dims
+from ..graph.sizes import known, same_shape
 from ..graph.split_cat import SPLITS
 from ..graph.views import PERMUTES, steps_back, view_step
 from .scaled_mm import SCALED_MMS, ScaledMm, scaled_mm

@@ -22,7 +22,8 @@ from ...dispatch.profitability import (
 )
 from ..graph.collectives import Collective
 from ..graph.index_map import plain
-from ..graph.nodes import LeftAlone, hint, nbytes, val
+from ..graph.nodes import LeftAlone, val
+from ..graph.sizes import hint, nbytes
 from ..graph.views import view_step
 from ..order.costs import alone_us
 from ..patterns.all_reduce import MATMUL_FROM

@@ -19,8 +19,9 @@ from torch import fx
 
 from ....symm_mem import resolve_group
 from ..graph.collectives import Collective
-from ..graph.nodes import LeftAlone, Size, c10d, calls, known, same_shape, tangents, val
+from ..graph.nodes import LeftAlone, c10d, calls, tangents, val
 from ..graph.row_wise import RowLayout
+from ..graph.sizes import Size, known, same_shape
 from ..patterns.sum_of_matmuls import has_product
 from ..patterns.summed_all_reduces import merge_what_is_summed
 from ..records.entry import NOTE

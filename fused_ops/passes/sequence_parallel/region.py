@@ -9,20 +9,10 @@ from torch import fx
 
 from ..graph.collectives import Collective
 from ..graph.disjoint_sets import DisjointSets
-from ..graph.nodes import (
-    LeftAlone,
-    aten,
-    calls,
-    is_val,
-    known,
-    memory,
-    nbytes,
-    same_shape,
-    val,
-    what,
-    writes,
-)
+from ..graph.effects import writes
+from ..graph.nodes import LeftAlone, aten, calls, is_val, memory, val, what
 from ..graph.row_wise import REDUCTIONS, RowLayout, is_pointwise, lead_of_step, sums_rows
+from ..graph.sizes import known, nbytes, same_shape
 from ..graph.split_cat import cut_of
 
 

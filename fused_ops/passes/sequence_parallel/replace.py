@@ -10,9 +10,10 @@ from torch import fx
 from ..agreement.signature import COMPARED
 from ..graph import rewrite
 from ..graph.collectives import Collective, communicates
-from ..graph.nodes import FLAT, Size, aten, c10d, calls, memory, same_shape, val, walk
+from ..graph.nodes import FLAT, aten, c10d, calls, memory, val, walk
 from ..graph.rewrite import call
 from ..graph.row_wise import step_by_rows, sum_of_own_rows
+from ..graph.sizes import Size, same_shape
 from ..origin import put_for
 from .region import Region
 

@@ -16,9 +16,11 @@ from typing import Any
 
 from torch import fx
 
-from .nodes import FLAT, LeftAlone, argument, aten, c10d, calls, first_write, is_val, known, val, walk
-from .rewrite import call, erase_unused, reshape, undone_if_left
-from .split_cat import SPLITS, cut_of
+from .graph.effects import first_write
+from .graph.nodes import FLAT, LeftAlone, argument, aten, c10d, calls, is_val, val, walk
+from .graph.rewrite import call, erase_unused, reshape, undone_if_left
+from .graph.sizes import known
+from .graph.split_cat import SPLITS, cut_of
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 _PADDING = (
