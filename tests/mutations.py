@@ -326,8 +326,8 @@ MUTANTS = [
         "tests/fused_ops/passes/norms/test_norms_left_alone.py tests/fused_ops/passes/norms/test_norm_forms.py",
     ),
     Mutant(
-        "fused_ops/passes/norms/norm.py",
-        'return along and argument(node, 2, "keepdim", False) is True',
+        "fused_ops/passes/graph/row_wise.py",
+        "return reduced_dims(node) == [val(x).dim() - 1]",
         "return True",
         "tests/fused_ops/passes/norms/test_norms_left_alone.py "
         "tests/fused_ops/passes/norms/test_layer_norms_left_alone.py",
@@ -339,7 +339,7 @@ MUTANTS = [
         "tests/fused_ops/passes/norms/test_norm_forms.py",
     ),
     Mutant(
-        "fused_ops/passes/records/ranges.py",
+        "fused_ops/passes/records/entry.py",
         "number == parts[-1][-1] + 1",
         "number == parts[-1][-1] + 2",
         "tests/fused_ops/passes/records/test_report_groups.py",

@@ -20,8 +20,7 @@ from .agreement.fallback import is_fallback_graph
 from .agreement.outcomes import RunOutcomes
 from .agreement.signature import Order
 from .cache_key import pass_key
-from .canonicalize import take_coalesced_apart, to_one_spelling
-from .decompositions import write_out
+from .canonicalize import take_coalesced_apart, to_one_spelling, write_out
 from .graph.collectives import Collective, collectives, kind_of
 from .graph.effects import custom_ops
 from .graph.nodes import LeftAlone

@@ -6,7 +6,6 @@ the vote, but what ranks then run has these changes already.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 from torch import fx
@@ -50,11 +49,5 @@ def joint_options(settings: PassSettings, others: Any = None) -> dict[str, Any]:
     if not (settings.loss_parallel or settings.sequence_parallel or settings.regather):
         return {}
     others = passes_of(getattr(inductor_config, JOINT_SLOT) if others is None else others)
-    own = _known(JointPass(**settings))
+    own = JointPass(**settings)
     return {JOINT_SLOT: in_sequence([*(each for each in others if each != own), own])}
-
-
-@lru_cache
-def _known(own: JointPass) -> JointPass:
-    """The same object for the same settings: for other options torch compiles anew."""
-    return own

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any
 
 from torch import fx
@@ -88,13 +87,8 @@ def grouped_options(settings: PassSettings, given: Any = None) -> dict[str, Any]
         return {}
     given = getattr(inductor_config, BEFORE_FUSION) if given is None else given
     others = [each for each in passes_of(given) if not isinstance(each, KeepGrouped)]
-    return {BEFORE_FUSION: _in_turn(*others, KeepGrouped(**settings))}
-
-
-@lru_cache
-def _in_turn(*passes: Any) -> Any:
-    """The same for the same passes."""
-    if len(passes) == 1:
-        return passes[0]
-    by_key = all(isinstance(each, _SchedulerPass) for each in passes)
-    return (_InTurnByKey if by_key else InTurn)(passes)
+    own = KeepGrouped(**settings)
+    if not others:
+        return {BEFORE_FUSION: own}
+    by_key = all(isinstance(each, _SchedulerPass) for each in others)
+    return {BEFORE_FUSION: (_InTurnByKey if by_key else InTurn)((*others, own))}

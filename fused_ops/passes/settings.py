@@ -64,11 +64,10 @@ class PassSettings(dict[str, Any]):
                 raise TypeError(f"{name}: is {chosen[name]!r}, must be True or False")
         for name, word in (("agree", CAPTURE), ("collectives", AUTO), ("sequence_parallel", AUTO)):
             _check_or_word(name, chosen[name], word)
-        for name, kind, must in (
-            ("reorder", float, "how much more memory it may need, as a part of it"),
-            ("loss_parallel", int, "the bytes of a rank's logits"),
-        ):
-            _check_number(name, chosen[name], kind, must)
+        _check_number(
+            "reorder", chosen["reorder"], float, "how much more memory it may need, as a part of it"
+        )
+        _check_number("loss_parallel", chosen["loss_parallel"], int, "the bytes of a rank's logits")
         if chosen["fuse"] not in (AUTO, "always"):
             raise ValueError(f"fuse: is {chosen['fuse']!r}, must be 'auto' or 'always'")
         names = None if groups is None else sorted({group_name(g) for g in groups})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -60,11 +61,11 @@ class Gathered:
     cut: dict[fx.Node, fx.Node]  # parts of views that other views join, and what they are cut from
 
     @classmethod
-    def by(cls, c: Collective, groups: frozenset[str] | None) -> Gathered:
+    def by(cls, c: Collective) -> Gathered:
         """LeftAlone: the input is a number."""
         if val(c.x).dim() == 0:
             raise LeftAlone("its input is a number")
-        result = cls([c, *_repeats(c, groups)], {}, [], {})
+        result = cls([c, *_repeats(c)], {}, [], {})
         for each in result.collectives:
             found, reasons = views(each.wait, gathered_dims(val(c.x).shape, c.world))
             result.views |= found
@@ -79,10 +80,6 @@ class Gathered:
         inside = self.views.keys() | self.cut.keys()
         found = {u for n in inside for u in n.users if u not in inside and not self.size_of_shard(u)}
         return sorted(found)
-
-    def first_user(self) -> fx.Node:
-        """Where the fused op can stand for all that use the tensor."""
-        return self.before_others(self.outside()[0])
 
     def before_others(self, first: fx.Node) -> fx.Node:
         """Where the fused op can stand: before ``first`` and the next collective of the group, whose order so stays."""
@@ -205,7 +202,7 @@ class Gathered:
                 after = node
 
 
-def _repeats(c: Collective, groups: frozenset[str] | None) -> list[Collective]:
+def _repeats(c: Collective) -> list[Collective]:
     """The later gathers of the same tensor over the same group, which have the same result."""
     nodes = sorted(n for n in c.x.users if n.target is c.node.target and n.args == c.node.args and c.node < n)
     found = []
@@ -214,8 +211,6 @@ def _repeats(c: Collective, groups: frozenset[str] | None) -> list[Collective]:
         if first_write(before, node) is not None:
             break
         before = node
-        try:
-            found.append(Collective.from_node(node, groups))
-        except LeftAlone:
-            continue
+        with suppress(LeftAlone):
+            found.append(Collective.from_node(node))
     return found

@@ -23,8 +23,6 @@ FLAT = {
     aten.alias.default,
     aten.detach.default,
 }
-
-
 RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
@@ -89,6 +87,20 @@ def only_user(node: Any) -> Any:
     return users[0] if len(users) == 1 else None
 
 
+def used_by(node: Any, *targets: Any) -> Any:
+    """The one user of a node, if it calls one of these; else None."""
+    user = only_user(node)
+    return user if calls(user, *targets) else None
+
+
+def added_to(node: fx.Node, total: Any) -> Any:
+    """What a sum of two adds to a node, as it is; None of what is no such sum, or twice the node."""
+    if not calls(total, aten.add.Tensor) or total.kwargs.get("alpha", 1) != 1:
+        return None
+    others = [term for term in total.args[:2] if term is not node]
+    return others[0] if len(others) == 1 else None
+
+
 def flattened(node: Any) -> Any:
     """What the node has the elements of, in this order."""
     while calls(node, *FLAT):
@@ -108,6 +120,12 @@ def what(node: fx.Node) -> str:
 def some(nodes: Iterable[fx.Node]) -> str:
     names = [what(n) for n in nodes]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """What an operator is called with, by name."""
+    names = (argument.name for argument in node.target._schema.arguments)  # type: ignore[union-attr]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:

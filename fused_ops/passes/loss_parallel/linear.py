@@ -15,7 +15,7 @@ from torch import fx
 
 from ...library import schema
 from ..graph.effects import writes
-from ..graph.nodes import FLAT, LeftAlone, aten, calls, flattened, only_user, val, walk
+from ..graph.nodes import FLAT, LeftAlone, aten, calls, flattened, only_user, used_by, val, walk
 from ..graph.rewrite import call, cast, erase_unused, fused, reshape, undone_if_left
 from ..graph.sizes import known, same_shape
 from ..origin import put_for
@@ -36,7 +36,9 @@ def put_on_product(loss: ColumnLoss) -> fx.Node:
     if len({*loss.columns.widths}) > 1:
         raise LeftAlone("some ranks fill theirs up, and all must choose alike")
     weight, _ = _matrix(logits.args[1])
-    if loss.gradients and _has_loss(weight):  # each keeps a gradient of the weight until the backward
+    users = (user for node in walk([weight], _views) for user in node.users)
+    # Each keeps a gradient of the weight until the backward.
+    if loss.gradients and any(calls(user, schema.linear_cross_entropy) for user in users):
         raise LeftAlone("their weight is another loss's, too")
     named = {"vocab_start": at.kwargs["vocab_start"], "extra": at.kwargs["extra"]}
     total, products = at, {}
@@ -83,10 +85,6 @@ def _views(node: fx.Node) -> Iterator[fx.Node]:
     return (user for user in node.users if calls(user, *FLAT, aten.permute.default))
 
 
-def _has_loss(weight: fx.Node) -> bool:
-    return any(calls(u, schema.linear_cross_entropy) for n in walk([weight], _views) for u in n.users)
-
-
 def _one_factor(loss: ColumnLoss) -> tuple[fx.Node, fx.Node, int, fx.Node]:
     """(the sum of rows' losses, targets, the ignored one, the gradient of each other row's loss) LeftAlone: rows have
     factors of their own."""
@@ -96,20 +94,16 @@ def _one_factor(loss: ColumnLoss) -> tuple[fx.Node, fx.Node, int, fx.Node]:
     while calls(negated, *FLAT):
         negated = only_user(negated)
     rows = only_user(negated)
-    total = only_user(rows)
+    total = used_by(rows, aten.sum.default)
     found = [_masked(node) for node in (rows, gradient.by, gradient.targets, loss.op.args[3])]
     if path.sums:
         raise LeftAlone(_MORE)
     if None in found or len({mask for mask, _ in found}) > 1 or more or gradient.each is not None:
         raise why
     ((targets, ignored), value), (_, factor), *chosen = found
-    if value is not negated or not calls(negated, aten.neg.default) or not calls(total, aten.sum.default):
+    if value is not negated or not calls(negated, aten.neg.default) or total is None or total.kwargs:
         raise why
-    if (
-        total.kwargs
-        or any(flattened(each) is not targets for _, each in chosen)
-        or not known(val(factor).numel() == 1)
-    ):
+    if any(flattened(each) is not targets for _, each in chosen) or not known(val(factor).numel() == 1):
         raise why
     return total, targets, ignored, factor
 
@@ -120,9 +114,9 @@ def _masked(node: Any) -> Any:
     if not calls(node, aten.where.self) or number_of(node.args[2]) != 0:
         return None
     counts = flattened(node.args[0])
-    return (
-        ((flattened(counts.args[0]), counts.args[1]), node.args[1]) if calls(counts, aten.ne.Scalar) else None
-    )
+    if not calls(counts, aten.ne.Scalar):
+        return None
+    return (flattened(counts.args[0]), counts.args[1]), node.args[1]
 
 
 def _products(loss: ColumnLoss, logits: fx.Node) -> dict[str, fx.Node]:

@@ -15,14 +15,15 @@ from torch import fx
 
 from ..graph.collectives import communicates
 from ..graph.effects import writes
-from ..graph.nodes import FLAT, LeftAlone, aten, calls, only_user, val, walk, what
+from ..graph.nodes import FLAT, LeftAlone, aten, calls, used_by, val, walk, what
 from ..graph.rewrite import call, cast, erase_unused, reshape, undone_if_left
+from ..graph.row_wise import reduced_dims, reduces_rows
 from ..graph.sizes import same_shape
 from ..origin import put_for
 from .columns import OwnColumns, uncast
 from .gradient import Path
 from .replace import ColumnLoss, follow, made_of, of_all_ranks
-from .softmax import along_rows, number_of
+from .softmax import number_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def elements_of(node: fx.Node) -> fx.Node:
 
 def log_sum_of(x: fx.Node) -> LogSum | None:
     """LeftAlone: the backward uses it otherwise."""
-    maxima = [u for u in x.users if along_rows(u, aten.amax.default, x)]
+    maxima = [u for u in x.users if reduces_rows(u, aten.amax.default, x)]
     found = (_result(x, top) for amax in maxima for top in amax.users if _is_finite(top, amax))
     result: Any = next((each for each in found if each is not None), None)
     if result is None:
@@ -69,23 +70,19 @@ def _is_finite(top: Any, amax: fx.Node) -> bool:
 
 
 def _result(x: fx.Node, top: fx.Node) -> fx.Node | None:
-    exp = next((only_user(u) for u in top.users if calls(u, aten.sub.Tensor) and u.args == (x, top)), None)
-    total: Any = only_user(exp)
-    if not calls(exp, aten.exp.default) or not calls(total, aten.sum.dim_IntList):
-        return None
-    if [dim % val(x).dim() for dim in total.args[1]] != [val(x).dim() - 1]:
-        return None
-    log = only_user(total)
-    result: Any = only_user(log)
-    if not calls(log, aten.log.default) or not calls(result, aten.add.Tensor) or result.kwargs:
+    shifted = next((u for u in top.users if calls(u, aten.sub.Tensor) and u.args == (x, top)), None)
+    total = used_by(used_by(shifted, aten.exp.default), aten.sum.dim_IntList)
+    log = used_by(total, aten.log.default)
+    result = used_by(log, aten.add.Tensor)
+    if result is None or result.kwargs or reduced_dims(total) != [val(x).dim() - 1]:
         return None
     return result if result.args[0] is log and elements_of(result.args[1]) is top else None
 
 
 def _gradient(shifted: fx.Node) -> tuple[fx.Node, fx.Node]:
-    exp = only_user(shifted)
-    gradient: Any = only_user(exp)
-    if not calls(exp, aten.exp.default) or not calls(gradient, aten.mul.Tensor):
+    exp = used_by(shifted, aten.exp.default)
+    gradient = used_by(exp, aten.mul.Tensor)
+    if gradient is None:
         raise LeftAlone(f"the backward uses its logsumexp otherwise, in {what(shifted)}")
     by = gradient.args[0] if gradient.args[1] is exp else gradient.args[1]
     if not same_shape(val(by).shape, [*val(gradient).shape[:-1], 1]):

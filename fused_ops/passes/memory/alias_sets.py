@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..graph.collectives import communicates, fills_what_it_waits_for, is_placed, waits
 from ..graph.disjoint_sets import DisjointSets
-from ..graph.nodes import aten
+from ..graph.nodes import arguments_of, aten
 from ..graph.sizes import hint_or_one
 
 HEAP = "heap"  #: the pool of what copy engines have gathered, read where it came
@@ -149,12 +149,9 @@ def _same_memory(node: fx.Node) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return
-    arguments = node.target._schema.arguments
-    yield from zip(arguments, node.args, strict=False)
-    named = {a.name: a for a in arguments}
-    yield from ((named[name], given) for name, given in node.kwargs.items() if name in named)
+    if isinstance(node.target, torch._ops.OpOverload):
+        given = arguments_of(node)
+        yield from ((a, given[a.name]) for a in node.target._schema.arguments if a.name in given)
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:

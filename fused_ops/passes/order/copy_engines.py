@@ -1,11 +1,8 @@
 """What copy engines carry: no more collectives at once than they have buffers, and gathers that stay in theirs.
 
-Copy engines have ``NUM_BUFFERS`` for each kind of collective. torch starts the gathers of all weights of an inference
-graph before anything else; the memory of all weights at once is what a program gathers them one by one for.
-
-A gather whose result the graph reads for a while only is left in its buffer: that is the gather's from its start to the
-last reader, where a release is put in. The gathers of a graph take the buffers in its order, and one that finds none is
-copied out of its own.
+They have ``NUM_BUFFERS`` for each kind of collective. A gather whose result the graph reads for a while only is left
+in its buffer: that is the gather's from its start to the last reader, where a release is put in. The gathers of a graph
+take the buffers in its order, and one that finds none is copied out of its own.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from ..graph.index_map import Digits, Dims
-from ..graph.nodes import argument, aten, calls, is_val, memory, val
+from ..graph.nodes import aten, calls, is_val, memory, val
 from ..graph.rewrite import call
 from ..graph.sizes import Size, known
 
@@ -37,11 +37,11 @@ class Product:
 
     @property
     def alpha(self) -> Any:
-        return argument(self.node, 9, "alpha", 1)
+        return self.node.kwargs.get("alpha", 1)
 
     @property
     def beta(self) -> Any:
-        return argument(self.node, 9, "beta", 1)
+        return self.node.kwargs.get("beta", 1)
 
 
 def product(node: fx.Node) -> Product | None:
