@@ -76,9 +76,6 @@ def _origins(node: Any) -> Iterable[fx.Node]:
 class _InTurnByKey(InTurn, _SchedulerPass):
     """Those that Inductor's cache knows by their keys: with others it keeps no graph."""
 
-    def uuid(self) -> Any:
-        return [each.uuid() for each in self.passes]
-
 
 def grouped_options(settings: PassSettings, given: Any = None) -> dict[str, Any]:
     """Inductor's option with which its scheduler keeps groups; empty without ``reorder``. ``given``: what the option

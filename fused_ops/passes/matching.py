@@ -70,8 +70,8 @@ def with_product(c: Collective, settings: PassSettings) -> Pattern:
     scatters = c.node.target is c10d.reduce_scatter_tensor.default
     why: LeftAlone | None = None
     try:
-        first = match_experts_reduce_scatter(c) if scatters else match_all_gather_scaled_matmul(c)
-        if (found := first) is not None:
+        found = match_experts_reduce_scatter(c) if scatters else match_all_gather_scaled_matmul(c)
+        if found is not None:
             return found
     except LeftAlone as e:
         why = e

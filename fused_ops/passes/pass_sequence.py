@@ -18,7 +18,7 @@ _TAKES_A_LIST = hasattr(custom_graph_pass, "get_custom_graph_passes")
 
 @dataclass(frozen=True)
 class InTurn:
-    """Runs one pass after the other, each on what the one before returns.
+    """Runs one pass after the other, each on what the one before returns, or has changed and does not return.
 
     Equal to one of equal passes, as lists of them are: for options that differ torch compiles anew.
     """
@@ -27,8 +27,14 @@ class InTurn:
 
     def __call__(self, given: Any) -> Any:
         for each in self.passes:
-            given = each(given)
+            returned = each(given)
+            given = given if returned is None else returned
         return given
+
+    def uuid(self) -> Any:
+        """None, with which nothing is cached, where one of them has none."""
+        keys = [getattr(each, "uuid", lambda: None)() for each in self.passes]
+        return keys if all(keys) else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InTurn:
         # Like FusionPass, so that its report stays the one that the user holds.
@@ -36,16 +42,7 @@ class InTurn:
 
 
 class PassSequence(InTurn, CustomGraphPass):
-    """All on the same graph, for a torch whose option takes one."""
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for each in self.passes:
-            each(graph)
-
-    def uuid(self) -> Any:
-        """None, with which nothing is cached, where one of them has none."""
-        keys = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.passes]
-        return keys if all(keys) else None
+    """For a torch whose option takes one."""
 
 
 def in_sequence(passes: Sequence[Callable[[fx.Graph], None]]) -> Any:

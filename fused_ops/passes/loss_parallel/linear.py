@@ -54,13 +54,13 @@ def put_on_product(loss: ColumnLoss) -> fx.Node:
             operands = [logits.args[0], call(at, aten.permute.default, logits.args[1], [1, 0]), None]
             operands.append(reshape(targets, [val(logits).shape[0]], at))
             op = fused(at, schema.linear_cross_entropy, c, *operands, **named)
-            new = [cast(call(at, operator.getitem, op, 0), [val(total).dtype], at) if loss.gradients else op]
+            new = [cast(call(at, operator.getitem, op, 0), val(total).dtype, at) if loss.gradients else op]
             made = call(at, operator.getitem, op, 2)
             units = [call(at, operator.getitem, made, i) for i in range(len(products))]
         if products:
             (gradient, path, _), first = loss.gradients[0], min(products.values())
             with put_for(first):
-                factor = cast(reshape(factor, [1], first), [torch.float32], first)
+                factor = cast(reshape(factor, [1], first), torch.float32, first)
                 factor = of_all_ranks(factor, c, first) if path.summed else factor
                 factor = call(first, aten.mul.Tensor, factor, -gradient.scale)
                 # The mean of no row is NaN, with gradients of 0.
@@ -70,10 +70,10 @@ def put_on_product(loss: ColumnLoss) -> fx.Node:
                 )
         for old, unit in zip(products.values(), units, strict=True):
             with put_for(old):
-                wide = call(old, aten.mul.Tensor, cast(unit, [torch.float32], old), factor)
+                wide = call(old, aten.mul.Tensor, cast(unit, torch.float32, old), factor)
                 # An infinite factor leaves the zeros of ignored rows.
                 wide = call(old, aten.where.ScalarOther, call(old, aten.ne.Scalar, unit, 0), wide, 0.0)
-                new.append(cast(wide, [val(unit).dtype], old))
+                new.append(cast(wide, val(unit).dtype, old))
     for old, by in zip(replaced, new, strict=True):
         old.replace_all_uses_with(by)
     erase_unused(made_of(replaced))

@@ -51,7 +51,7 @@ def log_sum_of(x: fx.Node) -> LogSum | None:
     """LeftAlone: the backward uses it otherwise."""
     maxima = [u for u in x.users if reduces_rows(u, aten.amax.default, x)]
     found = (_result(x, top) for amax in maxima for top in amax.users if _is_finite(top, amax))
-    result: Any = next((each for each in found if each is not None), None)
+    result: Any = next(filter(None, found), None)
     if result is None:
         return None
     results = [result, *(u for u in result.users if calls(u, *FLAT))]
@@ -110,7 +110,7 @@ def put_log_sum_on_columns(loss: ColumnLoss, found: LogSum, paths: list[Path]) -
         for (gradient, by), path in zip(found.gradients, paths, strict=True):
             at = path.end
             with put_for(at):
-                x = cast(own_of.narrow(found.x, at), [val(found.x).dtype], at)
+                x = cast(own_of.narrow(found.x, at), val(found.x).dtype, at)
                 whole = of_all_ranks(by, loss.columns.c, at) if path.summed else by
                 log_sum = reshape(loss.log_sum, val(by).shape, at)
                 p = call(at, aten.exp.default, call(at, aten.sub.Tensor, x, log_sum))

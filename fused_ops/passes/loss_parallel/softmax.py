@@ -62,8 +62,7 @@ class LogSoftmax:
 def log_softmax_of(x: fx.Node) -> LogSoftmax | None:
     """LeftAlone: more than targets' log-probabilities is needed."""
     maxima = (u for u in x.users if reduces_rows(u, aten.amax.default, x))
-    every = (log_probs_of(x, amax, lambda total: total) for amax in maxima)
-    log_probs = next((found for found in every if found is not None), None)
+    log_probs = next(filter(None, (log_probs_of(x, amax, lambda total: total) for amax in maxima)), None)
     if log_probs is None:
         return None
     if val(x).dim() < 2 or val(x).dtype != torch.float32:

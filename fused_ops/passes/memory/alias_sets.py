@@ -9,7 +9,7 @@ A fake tensor's storage is as large as the real one's, so a set of aliases is as
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,12 +25,11 @@ from ..graph.sizes import hint_or_one
 HEAP = "heap"  #: the pool of what copy engines have gathered, read where it came
 
 
-@dataclass
+@dataclass(eq=False)
 class AliasSet:
     """Memory that values share.
 
     Attributes:
-        number: counts the sets of a graph.
         size: bytes.
         pool: the device that it lies on, or the symmetric heap.
         external: it is there before the graph runs.
@@ -38,7 +37,6 @@ class AliasSet:
         nodes: all that makes, reads or writes it, in the order of the graph.
     """
 
-    number: int
     size: int = 0
     pool: str = "cpu"
     external: bool = False
@@ -74,13 +72,13 @@ class AliasSets:
             self.made[node] = []
             for tensor in tensors_of(node):
                 pool = HEAP if is_placed(node) else tensor.device.type
-                each = found.setdefault(joined.root(_key(tensor)), AliasSet(len(found), pool=pool))
+                each = found.setdefault(joined.root(_key(tensor)), AliasSet(pool=pool))
                 each.size = max(each.size, bytes_of(tensor))
                 each.external |= node.op in ("placeholder", "get_attr")
                 self.made[node].append(each)
             operands = [*node.all_input_nodes, *held_until(node)]
-            self.read[node] = _unique(s for a in operands for s in self.made.get(a, ()))
-            self.written[node] = _unique(s for a in _written(node) for s in self.made.get(a, ()))
+            self.read[node] = [*dict.fromkeys(s for a in operands for s in self.made.get(a, ()))]
+            self.written[node] = [*dict.fromkeys(s for a in _written(node) for s in self.made.get(a, ()))]
             for each in self.touched(node):
                 each.nodes.append(node)
                 each.escapes |= node.op == "output"
@@ -88,7 +86,7 @@ class AliasSets:
 
     def touched(self, node: fx.Node) -> list[AliasSet]:
         """All that the node makes, reads or writes."""
-        return _unique([*self.made[node], *self.read[node]])
+        return [*dict.fromkeys((*self.made[node], *self.read[node]))]
 
 
 def started_by(wait: fx.Node) -> Iterator[fx.Node]:
@@ -171,7 +169,3 @@ def size_of(node: fx.Node) -> int:
 
 def bytes_of(tensor: torch.Tensor) -> int:
     return hint_or_one(tensor.untyped_storage().nbytes())
-
-
-def _unique(sets: Iterable[AliasSet]) -> list[AliasSet]:
-    return [*{s.number: s for s in sets}.values()]

@@ -54,7 +54,7 @@ class LiveBytes:
         stop = first + len(nodes)
         changes = [0] * (len(nodes) + 1)
         moved = {n: first + i for i, n in enumerate(nodes)}
-        for each in {s.number: s for n in nodes for s in self._counted[n]}.values():
+        for each in dict.fromkeys(s for n in nodes for s in self._counted[n]):
             places = [self.at[n] for n in each.nodes if n in self.at]
             new = [moved.get(n, self.at[n]) for n in each.nodes if n in self.at]
             for now, size in ((places, -each.size), (new, each.size)):

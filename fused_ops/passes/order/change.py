@@ -126,10 +126,7 @@ class OrderChange:
         return f"Order of graph {self.graph}, predicted" + (f"; kept: {self.kept}" if self.kept else "")
 
     def _panels(self) -> list[Panel]:
-        both = (
-            ("as given", self.before, self.peak_before),
-            ("as it is now", self.after, self.peak_after),
-        )
+        both = ("as given", self.before, self.peak_before), ("as it is now", self.after, self.peak_after)
         words = [f"{when}: exposed {us:.3g} us, peak {peak / 1e6:.4g} MB" for when, us, peak in both]
         used = {lane for drawn in self.drawn for lane, *_ in drawn.spans}
         orders = []

@@ -103,4 +103,4 @@ def _only_reads(node: fx.Node, wait: fx.Node, sets: AliasSets) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or is_custom(node):
         return False
-    return not set(map(id, sets.made[wait])) & set(map(id, sets.written[node]))
+    return set(sets.made[wait]).isdisjoint(sets.written[node])

@@ -82,7 +82,7 @@ class _Walk:
 
     def _buffers(self) -> list[AliasSet]:
         """Of each gather on the heap its buffer, from its start to the last reader: a set of size 1."""
-        return [AliasSet(i, 1, nodes=[n, *s.nodes]) for i, (n, s) in enumerate(self.placed.items())]
+        return [AliasSet(1, nodes=[n, *s.nodes]) for n, s in self.placed.items()]
 
     def _bound(self, peak: int) -> int:
         return int(peak * (1 + self.limits.memory))

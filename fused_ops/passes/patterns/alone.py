@@ -44,6 +44,7 @@ def match_alone(c: Collective, why: str = "", *, decided: bool = False) -> Patte
     whole = val(found.result).shape if gathers else x.shape
     return Pattern.of_tensor(
         c,
+        x,
         op=found.op,
         form=f"{word_of(found.op)} alone" + f" of dimension {dim}" * bool(dim),
         detail=f"with no product: {why}" if why else "",
@@ -81,6 +82,7 @@ def match_matmul_all_gather(c: Collective) -> Pattern | None:
 
     return Pattern.of_tensor(
         c,
+        val(c.x),
         op=schema.matmul_all_gather,
         form="product → all_gather of columns",
         detail="",

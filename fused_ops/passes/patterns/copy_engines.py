@@ -37,6 +37,7 @@ def match_by_copy_engines(c: Collective, why: str = "") -> Pattern:
         raise LeftAlone(f"more than {NUM_BUFFERS} of its kind are on their way at once")
     return Pattern.of_tensor(
         c,
+        x,
         op=start,
         form=f"{'all_gather' if gathers else 'reduce_scatter'} by copy engines",
         detail=f"with no product: {why}" if why else "",

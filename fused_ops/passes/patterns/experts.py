@@ -83,10 +83,10 @@ class ExpertsSum:
         if calls(slots, aten.index_put.default):
             # Written as the op reads it: a kernel less than a cast of what is written.
             base, places, values = slots.args[:3]
-            base, values = (cast(n, [torch.int32], at) for n in (base, values))  # type: ignore[arg-type]
+            base, values = (cast(n, torch.int32, at) for n in (base, values))  # type: ignore[arg-type]
             slots = call(at, aten.index_put.default, base, places, values)
         else:
-            slots = cast(slots, [torch.int32], at)
+            slots = cast(slots, torch.int32, at)
         weights = self.weights
         if self.by_rows:
             source, index = _taken(weights)
@@ -96,7 +96,7 @@ class ExpertsSum:
                 of_rows = reshape(weights, [val(self.y).shape[0]], at, near)
                 weights = call(at, aten.index.Tensor, of_rows, [self.index])
         if val(weights).dtype != val(self.y).dtype:
-            weights = cast(weights, [torch.float32], at)
+            weights = cast(weights, torch.float32, at)
         slots, weights = (reshape(n, [tokens, self.choices], at, near) for n in (slots, weights))
         shared: fx.Node | None = None
         for term in (reshape(each, self.rows, at, near) for each in self.terms):
@@ -115,7 +115,7 @@ def experts_sum(x: fx.Node) -> ExpertsSum | None:
     if calls(node, aten.sum.dim_IntList):
         found = _sum_of_choices(node, val(x).dtype)
     elif is_val(node) and val(node).dtype == val(x).dtype:
-        for term in node.all_input_nodes:
+        for term in filter(is_val, node.all_input_nodes):
             other = added_to(term, node)
             both = is_val(other) and all(alike(val(t), val(node)) for t in (term, other))
             if both and found is None and (found := experts_sum(term)) is not None:
@@ -138,6 +138,7 @@ def match_experts_reduce_scatter(c: Collective) -> Pattern | None:
     experts.check(c.x, c.node, c.world)
     return Pattern.of_tensor(
         c,
+        val(c.x),
         op=schema.moe_combine_reduce_scatter,
         form="experts → reduce_scatter",
         detail=", ".join(t for t in (experts.detail, stays_after(c.wait)) if t),

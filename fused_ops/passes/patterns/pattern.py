@@ -68,9 +68,8 @@ class Pattern:
     scaled: ScaledProducts | None = None
 
     @classmethod
-    def of_tensor(cls, c: Collective, **given: Any) -> Pattern:
-        """Of what sends the collective's operand as it is, and, unless ``sizes`` are given, computes no product."""
-        x = val(c.x)
+    def of_tensor(cls, c: Collective, x: torch.Tensor, **given: Any) -> Pattern:
+        """Of an op that sends a tensor as it is, and, unless ``sizes`` are given, computes no product."""
         sizes = given.pop("sizes", (math.prod(x.shape[:-1]), x.shape[-1], 0))
         return cls(collective=c, sizes=sizes, dtype=x.dtype, order=(plain(x.shape), tuple(x.shape)), **given)
 

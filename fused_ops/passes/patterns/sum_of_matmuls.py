@@ -16,7 +16,7 @@ from ..graph.index_map import Digits, Dims, numel, same_size
 from ..graph.nodes import LeftAlone, aten, calls, is_val, some, val, walk, what
 from ..graph.rewrite import call, cast, fused, reshape
 from ..graph.scaling import Scaling, check_factor, is_factor, scaled
-from ..graph.sizes import Size, hint, known, same_shape
+from ..graph.sizes import Size, hint_or_one, known, same_shape
 from ..graph.views import steps_back, view_step
 from .matmuls import Product, matrix, one_matrix, product
 
@@ -106,7 +106,7 @@ class SumOfMatmuls:
             left, right = product_.left, matrix(product_.right, at)
             if self.factor == 1 and factor != 1:
                 # Whichever has fewer elements.
-                if _known_less(self.m, val(right).shape[-1]):
+                if hint_or_one(self.m) < hint_or_one(val(right).shape[-1]):
                     left = scaled(left, factor, at)
                 else:
                     right = scaled(right, factor, at)
@@ -124,7 +124,7 @@ class SumOfMatmuls:
         """What the op gives of the products, with the vectors, which are reduced by themselves, and the factor."""
         for vector, factor in zip(self.vectors, self.factors_of_vectors, strict=True):
             row = reshape(vector, [val(vector).shape[-1]], at)
-            row = cast(row, [val(out).dtype], at)
+            row = cast(row, val(out).dtype, at)
             total = fused(at, schema.all_reduce, c, row, c.reduce_op)
             out = call(at, aten.add.Tensor, out, scaled(total, factor / self.factor, at))
         return scaled(out, self.factor, at)
@@ -221,14 +221,6 @@ def _times(factor: float, number: object, node: fx.Node) -> float:
     if not isinstance(number, int | float) or not is_factor(number) or not is_factor(factor * number):
         raise LeftAlone(f"{what(node)} multiplies what it adds by {number}")
     return factor * number
-
-
-def _known_less(a: Size, b: Size) -> bool:
-    """Whether a size is smaller in the example that the graph was made with."""
-    try:
-        return hint(a) < hint(b)
-    except LeftAlone:
-        return known(a < b)
 
 
 def why_no_product(node: fx.Node) -> str:

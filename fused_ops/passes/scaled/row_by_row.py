@@ -65,12 +65,10 @@ class RowByRow:
             return self._find(node)
         if self._cut_off:
             raise LeftAlone(f"more than {_FAR} nodes take what is gathered before its scaled products do")
-        step = view_step(node)
-        # The source is all that the node is made of.
-        if step is not None and all(
-            n in (*step.between, step.source) or not is_val(n) for n in node.all_input_nodes
-        ):
-            return step.forward(self._needed(step.source))
+        if (step := view_step(node)) is not None:
+            made_of = (*step.between, step.source)
+            if all(n in made_of or not is_val(n) for n in node.all_input_nodes):
+                return step.forward(self._needed(step.source))
         if calls(node, *_MAXIMA):
             return self._maximum(node)
         if is_pointwise(node):
