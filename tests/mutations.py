@@ -309,8 +309,8 @@ MUTANTS = [
     # passes
     Mutant(
         "fused_ops/passes/memory/hazards.py",
-        "before.update(read.pop(number, ()))",
-        "read.pop(number, ())",
+        "before.update(read.pop(each, ()))",
+        "read.pop(each, ())",
         "tests/fused_ops/passes/memory/test_memory.py tests/fused_ops/passes/order/test_reorder.py",
     ),
     Mutant(

@@ -12,7 +12,7 @@ from torch._inductor import custom_graph_pass
 from .cache_key import pass_key
 from .graph.collectives import communicates, waits
 from .order.grouped import MARK, only_holds
-from .pass_sequence import InTurn, passes_of
+from .pass_sequence import InTurn, one_of_equals, passes_of
 from .settings import PassSettings
 
 #: The option of Inductor for a pass on what its scheduler has, before it fuses.
@@ -84,8 +84,8 @@ def grouped_options(settings: PassSettings, given: Any = None) -> dict[str, Any]
         return {}
     given = getattr(inductor_config, BEFORE_FUSION) if given is None else given
     others = [each for each in passes_of(given) if not isinstance(each, KeepGrouped)]
-    own = KeepGrouped(**settings)
-    if not others:
-        return {BEFORE_FUSION: own}
-    by_key = all(isinstance(each, _SchedulerPass) for each in others)
-    return {BEFORE_FUSION: (_InTurnByKey if by_key else InTurn)((*others, own))}
+    own: Any = KeepGrouped(**settings)
+    if others:
+        by_key = all(isinstance(each, _SchedulerPass) for each in others)
+        own = (_InTurnByKey if by_key else InTurn)((*others, own))
+    return {BEFORE_FUSION: one_of_equals(own)}

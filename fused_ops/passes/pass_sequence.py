@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from torch import fx
@@ -54,6 +55,12 @@ def in_sequence(passes: Sequence[Callable[[fx.Graph], None]]) -> Any:
     if len(passes) == 1:
         return passes[0]
     return [*passes] if _TAKES_A_LIST else PassSequence(tuple(passes))
+
+
+@lru_cache
+def one_of_equals(own: Any) -> Any:
+    """The same object for equal ones: for other options torch compiles anew."""
+    return own
 
 
 def passes_of(value: Any) -> list[Any]:
