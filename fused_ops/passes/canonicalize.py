@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -13,21 +14,9 @@ from torch.distributed import ProcessGroup
 
 from ...symm_mem.heap.registry import has_name
 from .graph.collectives import collectives, communicates, waits
-from .graph.nodes import (
-    RESHAPES,
-    LeftAlone,
-    alike,
-    aten,
-    c10d,
-    calls,
-    is_contiguous,
-    is_val,
-    known,
-    only_user,
-    same_shape,
-    val,
-)
+from .graph.nodes import RESHAPES, LeftAlone, aten, c10d, calls, is_val, used_by, val
 from .graph.rewrite import call, erase_unused, read_size, undone_if_left
+from .graph.sizes import alike, is_contiguous, known, same_shape
 from .origin import copy_origin, put_for
 from .patterns.pattern import Pattern
 
@@ -114,7 +103,10 @@ def wait_for_each(graph: fx.Graph) -> None:
         if not waits(node) or calls(node, c10d.wait_tensor.default):
             continue
         pending, results = node.args[0], {r.args[1]: r for r in node.users if calls(r, operator.getitem)}
-        if len(results) != len(node.users) or not all(_is_part(p) for p in pending):
+        of_coalesced = (
+            calls(p, operator.getitem) and calls(p.args[0], *_COALESCED) and is_val(p) for p in pending
+        )
+        if len(results) != len(node.users) or not all(of_coalesced):
             continue
         for i, part in enumerate(pending):
             with graph.inserting_before(node):
@@ -126,11 +118,6 @@ def wait_for_each(graph: fx.Graph) -> None:
                 result.replace_all_uses_with(done)
                 graph.erase_node(result)
         graph.erase_node(node)
-
-
-def _is_part(node: Any) -> bool:
-    """Whether the node is one result of a coalesced collective."""
-    return calls(node, operator.getitem) and calls(node.args[0], *_COALESCED) and is_val(node)
 
 
 def wait_once(graph: fx.Graph) -> None:
@@ -187,13 +174,9 @@ def reshape_before_reduced(graph: fx.Graph) -> None:
     The elements are the same, so are their places in memory. What is added and normed afterwards has one shape then.
     """
     for node in list(graph.find_nodes(op="call_function", target=c10d.all_reduce.default)):
-        wait = only_user(node)
-        view = only_user(wait)
-        if (
-            not calls(wait, c10d.wait_tensor.default)
-            or not calls(view, *RESHAPES)
-            or not is_val(node.args[0])
-        ):
+        wait = used_by(node, c10d.wait_tensor.default)
+        view = used_by(wait, *RESHAPES)
+        if view is None or not is_val(node.args[0]):
             continue
         x, *rest = node.args
         before = [n for n in view.all_input_nodes if n is not wait]
@@ -270,3 +253,57 @@ def _parts(node: fx.Node) -> dict[fx.Node, fx.Node]:
     if len(results) != len(node.users) or results.keys() != {*range(len(inputs))}:
         raise LeftAlone("not each of its results is used once")
     return {results[i]: x for i, x in enumerate(inputs)}
+
+
+def write_out(graph: fx.Graph) -> None:
+    """Puts operators in place of what Inductor would lower by a function.
+
+    A pattern of Inductor's that ends in a lowering leaves a Python function of its own in the graph. No form knows one,
+    and a graph that has one is no text that could be kept for ranks that do not agree: nothing in it would be fused.
+    With ``max_autotune`` each sum of two products becomes one, as of two column-parallel layers' gradients.
+    """
+    for node in list(graph.nodes):
+        name = _name(node)
+        if name == "splitwithsizes_cat_replace":
+            new = node.kwargs["input_"]
+        elif name == "cat_splitwithsizes_replace":
+            # All that is joined and cut again where it was joined.
+            for part in list(node.users):
+                part.replace_all_uses_with(node.kwargs["input_"][part.args[1]])  # type: ignore[index, arg-type]
+                graph.erase_node(part)
+            graph.erase_node(node)
+            continue
+        elif name in _WRITERS:
+            try:
+                with undone_if_left():
+                    new = _WRITERS[name](node)
+            except LeftAlone:
+                continue
+            new.meta["stack_trace"] = node.meta.get("stack_trace")
+        else:
+            continue
+        node.replace_all_uses_with(new)  # type: ignore[arg-type]
+        graph.erase_node(node)
+
+
+def _name(node: fx.Node) -> str:
+    """Of the function that lowers what was matched here; "" where that is none of Inductor's."""
+    if node.op != "call_function" or not isinstance(node.target, functools.partial):
+        return ""
+    fn = node.target.func
+    return fn.__name__ if fn.__module__ == "torch._inductor.fx_passes.post_grad" else ""
+
+
+def _sum_of_products(node: fx.Node) -> fx.Node:
+    a, b, c, d = (node.kwargs[f"mat{i}"] for i in (1, 2, 3, 4))
+    return call(node, aten.add.Tensor, call(node, aten.mm.default, a, b), call(node, aten.mm.default, c, d))
+
+
+def _joined_once_more(node: fx.Node) -> fx.Node:
+    given: Any = node.args[0]
+    whole = call(node, aten.cat.default, list(given), 1)
+    part = call(node, aten.slice.Tensor, whole, 1, 0, node.kwargs["size"])
+    return call(node, aten.cat.default, [whole, part], 1)
+
+
+_WRITERS = {"mm_plus_mm": _sum_of_products, "cat_slice_cat": _joined_once_more}

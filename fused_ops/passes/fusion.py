@@ -20,13 +20,12 @@ from .agreement.fallback import is_fallback_graph
 from .agreement.outcomes import RunOutcomes
 from .agreement.signature import Order
 from .cache_key import pass_key
-from .canonicalize import take_coalesced_apart, to_one_spelling
-from .decompositions import write_out
+from .canonicalize import take_coalesced_apart, to_one_spelling, write_out
 from .graph.collectives import Collective, collectives, kind_of
-from .graph.nodes import LeftAlone, custom_ops
+from .graph.effects import custom_ops
+from .graph.nodes import LeftAlone
 from .graph.rewrite import created_nodes
 from .graph.subgraphs import WHY, Called
-from .graph.uneven_shards import move_padding
 from .joint import JOINT_SLOT, joint_options
 from .keep_grouped import BEFORE_FUSION, grouped_options
 from .kernels_ahead.graph_kernels import GraphKernels, note_collective
@@ -49,6 +48,7 @@ from .records.report_file import log_line, put_into_file, write_reports
 from .records.seen import SeenGraphs
 from .sequence_parallel.find import put_graph_on_rows
 from .settings import AUTO, CAPTURE, OnePass
+from .uneven_shards import move_padding
 
 
 class FusionPass(OnePass, CustomGraphPass):

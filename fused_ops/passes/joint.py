@@ -6,7 +6,6 @@ the vote, but what ranks then run has these changes already.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 from torch import fx
@@ -16,7 +15,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from .cache_key import pass_key
 from .canonicalize import by_position, name_groups, only_wait_for_pending, wait_once
 from .loss_parallel.joint import put_losses_on_columns
-from .pass_sequence import in_sequence, passes_of
+from .pass_sequence import in_sequence, one_of_equals, passes_of
 from .regather import mark_gathered_again
 from .sequence_parallel.find import put_joint_graph_on_rows
 from .settings import PassSettings
@@ -50,11 +49,5 @@ def joint_options(settings: PassSettings, others: Any = None) -> dict[str, Any]:
     if not (settings.loss_parallel or settings.sequence_parallel or settings.regather):
         return {}
     others = passes_of(getattr(inductor_config, JOINT_SLOT) if others is None else others)
-    own = _known(JointPass(**settings))
+    own = one_of_equals(JointPass(**settings))
     return {JOINT_SLOT: in_sequence([*(each for each in others if each != own), own])}
-
-
-@lru_cache
-def _known(own: JointPass) -> JointPass:
-    """The same object for the same settings: for other options torch compiles anew."""
-    return own

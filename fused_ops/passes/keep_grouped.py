@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any
 
 from torch import fx
@@ -13,7 +12,7 @@ from torch._inductor import custom_graph_pass
 from .cache_key import pass_key
 from .graph.collectives import communicates, waits
 from .order.grouped import MARK, only_holds
-from .pass_sequence import InTurn, passes_of
+from .pass_sequence import InTurn, one_of_equals, passes_of
 from .settings import PassSettings
 
 #: The option of Inductor for a pass on what its scheduler has, before it fuses.
@@ -77,9 +76,6 @@ def _origins(node: Any) -> Iterable[fx.Node]:
 class _InTurnByKey(InTurn, _SchedulerPass):
     """Those that Inductor's cache knows by their keys: with others it keeps no graph."""
 
-    def uuid(self) -> Any:
-        return [each.uuid() for each in self.passes]
-
 
 def grouped_options(settings: PassSettings, given: Any = None) -> dict[str, Any]:
     """Inductor's option with which its scheduler keeps groups; empty without ``reorder``. ``given``: what the option
@@ -88,13 +84,8 @@ def grouped_options(settings: PassSettings, given: Any = None) -> dict[str, Any]
         return {}
     given = getattr(inductor_config, BEFORE_FUSION) if given is None else given
     others = [each for each in passes_of(given) if not isinstance(each, KeepGrouped)]
-    return {BEFORE_FUSION: _in_turn(*others, KeepGrouped(**settings))}
-
-
-@lru_cache
-def _in_turn(*passes: Any) -> Any:
-    """The same for the same passes."""
-    if len(passes) == 1:
-        return passes[0]
-    by_key = all(isinstance(each, _SchedulerPass) for each in passes)
-    return (_InTurnByKey if by_key else InTurn)(passes)
+    own: Any = KeepGrouped(**settings)
+    if others:
+        by_key = all(isinstance(each, _SchedulerPass) for each in others)
+        own = (_InTurnByKey if by_key else InTurn)((*others, own))
+    return {BEFORE_FUSION: one_of_equals(own)}

@@ -34,11 +34,9 @@ def find(c: Collective, settings: PassSettings) -> Pattern:
     found = None
     try:
         found = with_product(c, settings)
-        why = (
-            None
-            if always
-            else found.why_not_profitable() or (_why_by_copy_engines(found) if copies else None)
-        )
+        why = None if always else found.why_not_profitable()
+        if why is None and copies and not always:
+            why = _why_by_copy_engines(found)
         if why is None:
             return found
     except LeftAlone as e:
@@ -72,11 +70,7 @@ def with_product(c: Collective, settings: PassSettings) -> Pattern:
     scatters = c.node.target is c10d.reduce_scatter_tensor.default
     why: LeftAlone | None = None
     try:
-        found = (
-            match_experts_reduce_scatter(c)
-            if scatters
-            else match_all_gather_scaled_matmul(c, settings.groups)
-        )
+        found = match_experts_reduce_scatter(c) if scatters else match_all_gather_scaled_matmul(c)
         if found is not None:
             return found
     except LeftAlone as e:
@@ -84,7 +78,7 @@ def with_product(c: Collective, settings: PassSettings) -> Pattern:
     try:
         if scatters:
             return match_scaled_matmul_reduce_scatter(c) or match_matmul_reduce_scatter(c)
-        return match_all_gather_matmul(c, settings.groups)
+        return match_all_gather_matmul(c)
     except LeftAlone as e:
         if not scatters and (found := match_matmul_all_gather(c)) is not None:
             return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from torch import fx
@@ -15,23 +17,25 @@ SLOT = "post_grad_custom_post_pass"
 _TAKES_A_LIST = hasattr(custom_graph_pass, "get_custom_graph_passes")
 
 
+@dataclass(frozen=True)
 class InTurn:
-    """Runs one pass after the other, each on what the one before returns."""
+    """Runs one pass after the other, each on what the one before returns, or has changed and does not return.
 
-    def __init__(self, passes: Sequence[Any]) -> None:
-        self.passes = tuple(passes)
+    Equal to one of equal passes, as lists of them are: for options that differ torch compiles anew.
+    """
+
+    passes: tuple[Any, ...]
 
     def __call__(self, given: Any) -> Any:
         for each in self.passes:
-            given = each(given)
+            returned = each(given)
+            given = given if returned is None else returned
         return given
 
-    def __eq__(self, other: object) -> bool:
-        # As lists of them: for options that differ torch compiles anew.
-        return type(self) is type(other) and self.passes == other.passes  # type: ignore[attr-defined]
-
-    def __hash__(self) -> int:
-        return hash(self.passes)
+    def uuid(self) -> Any:
+        """None, with which nothing is cached, where one of them has none."""
+        keys = [getattr(each, "uuid", lambda: None)() for each in self.passes]
+        return keys if all(keys) else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InTurn:
         # Like FusionPass, so that its report stays the one that the user holds.
@@ -39,16 +43,7 @@ class InTurn:
 
 
 class PassSequence(InTurn, CustomGraphPass):
-    """All on the same graph, for a torch whose option takes one."""
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for each in self.passes:
-            each(graph)
-
-    def uuid(self) -> Any:
-        """None, with which nothing is cached, where one of them has none."""
-        keys = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.passes]
-        return keys if all(keys) else None
+    """For a torch whose option takes one."""
 
 
 def in_sequence(passes: Sequence[Callable[[fx.Graph], None]]) -> Any:
@@ -59,7 +54,13 @@ def in_sequence(passes: Sequence[Callable[[fx.Graph], None]]) -> Any:
             raise TypeError(f"others: has {each!r}, must be passes: each a function of a torch.fx.Graph")
     if len(passes) == 1:
         return passes[0]
-    return [*passes] if _TAKES_A_LIST else PassSequence(passes)
+    return [*passes] if _TAKES_A_LIST else PassSequence(tuple(passes))
+
+
+@lru_cache
+def one_of_equals(own: Any) -> Any:
+    """The same object for equal ones: for other options torch compiles anew."""
+    return own
 
 
 def passes_of(value: Any) -> list[Any]:

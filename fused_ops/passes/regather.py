@@ -11,6 +11,8 @@ the vote, as always.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -18,7 +20,8 @@ from ..dispatch import profitability
 from .graph.collectives import Collective
 from .graph.gathered_tensor import Gathered
 from .graph.index_map import numel
-from .graph.nodes import LeftAlone, after_tangents, c10d, hint, val
+from .graph.nodes import LeftAlone, after_tangents, c10d, val
+from .graph.sizes import hint
 from .patterns.all_gather_matmul import REGATHERED, contracting
 from .settings import PassSettings
 
@@ -33,20 +36,17 @@ def mark_gathered_again(graph: fx.Graph, settings: PassSettings) -> None:
     for node in graph.find_nodes(op="call_function", target=_gather):
         if node in backward or node.meta.get("recompute") is not None:
             continue
-        try:
-            again = _gathered_again(node, backward, settings)
-        except LeftAlone:
-            continue
-        for each in again:
-            each.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        node.meta[REGATHERED] = True
+        with suppress(LeftAlone):
+            for each in _gathered_again(node, backward, settings):
+                each.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta[REGATHERED] = True
 
 
 def _gathered_again(node: fx.Node, backward: set[fx.Node], settings: PassSettings) -> set[fx.Node]:
     """What is computed again: an all-gather and the views of it that the backward multiplies. LeftAlone: something else
     than such products uses it there, or it is kept anyway, or that is not profitable."""
     c = Collective.from_node(node, settings.groups)
-    tensor = Gathered.by(c, settings.groups)
+    tensor = Gathered.by(c)
     users = tensor.outside()
     if any(user.op == "output" for user in users):
         raise LeftAlone("the graph returns it")

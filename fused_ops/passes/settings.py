@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import ItemsView, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
 from ...symm_mem import Group, group_name
@@ -26,7 +26,6 @@ DEFAULTS: dict[str, Any] = {
     "reorder": False,
 }
 LOGITS_BYTES = 256 << 20  # 2048 rows of 65,536 columns in 16 bits: what a chunk of them takes anyway
-_Self = TypeVar("_Self", bound="PassSettings")
 
 
 def _setting(name: str, default: Any = True) -> Any:
@@ -64,11 +63,10 @@ class PassSettings(dict[str, Any]):
                 raise TypeError(f"{name}: is {chosen[name]!r}, must be True or False")
         for name, word in (("agree", CAPTURE), ("collectives", AUTO), ("sequence_parallel", AUTO)):
             _check_or_word(name, chosen[name], word)
-        for name, kind, must in (
-            ("reorder", float, "how much more memory it may need, as a part of it"),
-            ("loss_parallel", int, "the bytes of a rank's logits"),
-        ):
-            _check_number(name, chosen[name], kind, must)
+        _check_number(
+            "reorder", chosen["reorder"], float, "how much more memory it may need, as a part of it"
+        )
+        _check_number("loss_parallel", chosen["loss_parallel"], int, "the bytes of a rank's logits")
         if chosen["fuse"] not in (AUTO, "always"):
             raise ValueError(f"fuse: is {chosen['fuse']!r}, must be 'auto' or 'always'")
         names = None if groups is None else sorted({group_name(g) for g in groups})
@@ -97,13 +95,6 @@ class PassSettings(dict[str, Any]):
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(repr(self))
 
-    def __copy__(self: _Self) -> _Self:
-        return self
-
-    def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
-        # AOTInductor and transformers copy options: the report would be that of a copy, which nobody holds.
-        return self
-
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), **self), ()
 
@@ -124,6 +115,7 @@ class OnePass(PassSettings):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # For copies, too, which AOTInductor and transformers make of options: a report would be that of a copy.
         return _unpickled, (type(self), self._name, {**self})
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]

@@ -50,8 +50,8 @@ class MemoryVerifier(fx.Interpreter):
         self._lives = LiveBytes(self._sets.sets, body(module.graph))
         self._dying = _dying(self._lives)
         self._in_heap = HeapRanges()
-        self._there: dict[int, StorageWeakRef] = {}  # by number of the alias set
-        self._sizes: dict[int, int] = {}
+        self._there: dict[AliasSet, StorageWeakRef] = {}
+        self._sizes: dict[AliasSet, int] = {}
 
     def verify(self, inputs: Sequence[Any]) -> Verified:
         """Runs it. A graph that writes to its inputs writes to these."""
@@ -71,7 +71,7 @@ class MemoryVerifier(fx.Interpreter):
             for gone in self._leaving(node):
                 self._in_heap.leave(gone.nodes[0].name)
             for dead in self._dying.get(node, ()):
-                if dead.number in self._there and not comes(self._there[dead.number].expired):
+                if dead in self._there and not comes(self._there[dead].expired):
                     maker = dead.nodes[0].name
                     found.problems.append(
                         f"behind {node.name} the {dead.size} bytes that {maker} made are still held"
@@ -96,8 +96,8 @@ class MemoryVerifier(fx.Interpreter):
             found.setdefault(user, []).append(node)
         return found
 
-    def _alive(self) -> dict[int, int]:
-        counted = {s.number for s in self._sets.sets if s.counted}
+    def _alive(self) -> dict[AliasSet, int]:
+        counted = {s for s in self._sets.sets if s.counted}
         return {n: self._sizes[n] for n, ref in self._there.items() if n in counted and not ref.expired()}
 
     def _compare(self, node: fx.Node, found: Verified) -> None:
@@ -117,7 +117,7 @@ class MemoryVerifier(fx.Interpreter):
                         found.problems.append(f"{node.name} has come to where {there} was on the heap")
                 continue
             storage = real.untyped_storage()
-            known = self._there.get(own.number)
+            known = self._there.get(own)
             if (
                 known is not None
                 and known.cdata != storage._cdata
@@ -127,10 +127,10 @@ class MemoryVerifier(fx.Interpreter):
             if known is None:
                 for other, ref in self._there.items():
                     if ref.cdata == storage._cdata and not ref.expired() and bytes_of(real):
-                        maker = self._sets.sets[other].nodes[0].name
+                        maker = other.nodes[0].name
                         found.problems.append(f"{node.name} is an alias of {maker}, which was not predicted")
-                self._there[own.number] = StorageWeakRef(storage)
-                self._sizes[own.number] = storage.nbytes()
+                self._there[own] = StorageWeakRef(storage)
+                self._sizes[own] = storage.nbytes()
             if own.counted and storage.nbytes() != own.size:
                 found.problems.append(
                     f"{node.name} lies in {storage.nbytes()} bytes, {own.size} were predicted"

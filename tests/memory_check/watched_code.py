@@ -26,7 +26,7 @@ from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_leaves
 from weft.fused_ops.library import schema
-from weft.fused_ops.passes.graph.code_node import CodeNode
+from weft.fused_ops.passes.records.lowering import CodeNode
 
 _log = logging.getLogger("weft.passes")
 _lib = torch.library.Library("weft_memory", "FRAGMENT")

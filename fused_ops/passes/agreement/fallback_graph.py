@@ -11,6 +11,7 @@ rank may take another path in the tenth step. What is guaranteed stands in ``doc
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 
 import torch
@@ -31,7 +32,7 @@ from ..settings import CAPTURE
 from .fallback import DRAWS, attributes, graph_copy, pickled, why_not_kept
 from .guard import SIZES, GraphGuard, GraphQuestion, GroupQuestion
 from .signature import Order, Signature
-from .votes.vote import uncounting_backend
+from .votes.vote_rows import uncounting_backend
 
 
 def _ask_eagerly(packed: str, fused: bool) -> None:
@@ -202,10 +203,10 @@ def _begins(node: fx.Node, group: str) -> int:
     sends = point_to_point(node)
     if not sends:
         return 1
-    try:
-        return 0 if "nccl" in native_backends(resolve_group(group)) else len(sends)
-    except ValueError:
-        return len(sends)
+    with suppress(ValueError):
+        if "nccl" in native_backends(resolve_group(group)):
+            return 0
+    return len(sends)
 
 
 def _drawn_elsewhere(graph: fx.Graph) -> fx.Node | None:

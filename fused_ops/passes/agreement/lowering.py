@@ -12,7 +12,7 @@ from torch._inductor import config, ir
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 
-from ..graph.code_node import CodeNode, outermost
+from ..records.lowering import CodeNode, outermost
 from .guard import SIZES
 
 _AGREE = torch.ops.weft.agree.default
@@ -36,21 +36,20 @@ class _Agree(CodeNode):
         sizes = wrapper.codegen_python_shape_tuple(self.sizes) if self.sizes else ""
         names_of = [getattr(out, "name", None) for out in V.graph.graph_outputs]
         objects = [f"{i}: {name}" for i, name in enumerate(names_of) if name in V.graph.torchbind_constants]
+        write = wrapper.prefix.writeline
         with wrapper.prefix.indent(indent):
             if not self.fused:
-                wrapper.prefix.writeline(
-                    f"weft_guard.fused({sizes})"
-                )  # for ranks that would run theirs fused
+                write(f"weft_guard.fused({sizes})")  # for ranks that would run theirs fused
                 return
             # Local to the generated function: it ends with the graph's run, also by an exception.
-            wrapper.prefix.writeline(f"weft_turn = weft_guard.turn({sizes})")
-            wrapper.prefix.writeline("if weft_turn is None:")
+            write(f"weft_turn = weft_guard.turn({sizes})")
+            write("if weft_turn is None:")
             with wrapper.prefix.indent():
-                wrapper.prefix.writeline(f"weft_inputs = [{', '.join(names)}]")
+                write(f"weft_inputs = [{', '.join(names)}]")
                 if names:
-                    wrapper.prefix.writeline(f"del {', '.join(names)}")
+                    write(f"del {', '.join(names)}")
                 given = f"weft_inputs, [{strides}]" + (f", {{{', '.join(objects)}}}" if objects else "")
-                wrapper.prefix.writeline(f"return weft_guard.fallback({given})")
+                write(f"return weft_guard.fallback({given})")
 
 
 class _Told(ir.FallbackKernel):

@@ -8,7 +8,7 @@ from ....symm_mem import WeftError
 from ....symm_mem.heap.registry import heaps_of
 from .signature import digest
 from .votes.board import VoteBoard
-from .votes.vote import ABSENT, ANOTHER_GRAPH, CANNOT_FUSE, ENDED, LATE, NO_BOARD, PASSED_BY, Answer
+from .votes.vote_rows import ABSENT, ANOTHER_GRAPH, CANNOT_FUSE, ENDED, LATE, NO_BOARD, PASSED_BY, Answer
 
 
 def reason_of(answer: Answer, where: VoteBoard, what: list[str], waited: float) -> str:

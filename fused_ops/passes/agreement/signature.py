@@ -27,8 +27,9 @@ from ...dispatch.call_check import dims_of_element, own_dims_on
 from ...ops import OP_OF
 from ..graph.collectives import collectives, group_of, kind_of, point_to_point
 from ..graph.index_map import Dims, strides
-from ..graph.nodes import Size
+from ..graph.nodes import arguments_of
 from ..graph.row_wise import is_pointwise
+from ..graph.sizes import Size
 from ..records.entry import Entry
 
 #: What a node has in its ``meta`` if ranks must compute it alike.
@@ -76,7 +77,7 @@ class Signature:
                 shapes = node not in plain  # of an all_to_all the ranks' may differ
                 words = [
                     f"{n}={a is not None if n in _own_values(node) else self._word(a, shapes, _own_dims(node, n))}"
-                    for n, a in _given(node).items()
+                    for n, a in arguments_of(node).items()
                 ]
                 lines.append(f"{kind_of(node)} {' '.join(words)}")
         lines += [_computed(node) for node in graph.nodes if node not in before and _computes(node)]
@@ -95,11 +96,8 @@ class Signature:
 
     def _became(self, entry: Entry) -> str:
         where = f"{entry.collective} over group {self._index.get(entry.group or '', '?')}"
-        return (
-            f"{where} fused into {entry.fused_into}, dim {entry.dim}"
-            if entry.fused_into
-            else f"{where} left alone"
-        )
+        became = f"fused into {entry.fused_into}, dim {entry.dim}" if entry.fused_into else "left alone"
+        return f"{where} {became}"
 
     def _word(self, value: Any, shapes: bool, own: tuple[int, ...] = ()) -> str:
         """``own``: dimensions in which each rank may have a size of its own, as ``Op.own_dims`` has them."""
@@ -139,12 +137,6 @@ class Signature:
         return f"{len(self.sizes) - count}d"
 
 
-def _given(node: fx.Node) -> dict[str, Any]:
-    """Arguments by name."""
-    names = (argument.name for argument in node.target._schema.arguments)  # type: ignore[union-attr]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
 def _own_dims(node: fx.Node, argument: str) -> tuple[int, ...]:
     """Those in which ranks may have other sizes of what an op of weft takes."""
     op, first = node.target, next((n.meta.get("val") for n in node.all_input_nodes), None)
@@ -154,7 +146,7 @@ def _own_dims(node: fx.Node, argument: str) -> tuple[int, ...]:
     if known is None:
         return ()
     if node.kwargs.get("counts") is not None and argument in known.own_by_counts:
-        return (_given(node)[known.own_by_counts[argument]],)
+        return (arguments_of(node)[known.own_by_counts[argument]],)
     return own_dims_on(first.device.type, known).get(argument, ())
 
 

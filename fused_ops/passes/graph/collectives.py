@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -13,7 +12,8 @@ from ....kernels.device.gemm.scaling import FP8
 from ....symm_mem import resolve_group
 from ... import validation
 from ...library import schema
-from .nodes import LeftAlone, between, c10d, calls, is_val, known, memory, only_user, some, val, what
+from .nodes import LeftAlone, arguments_of, between, c10d, calls, is_val, memory, only_user, some, val, what
+from .sizes import known
 
 _WAITS = ("wait_tensor", "wait_tensors")
 _COPIED = {schema.all_gather_start, schema.reduce_scatter_start}  # by copy engines
@@ -61,8 +61,8 @@ class Collective:
         return None
 
     @classmethod
-    def from_node(cls, node: fx.Node, groups: frozenset[str] | None) -> Collective:
-        """LeftAlone: it is none that can be fused."""
+    def from_node(cls, node: fx.Node, groups: frozenset[str] | None = None) -> Collective:
+        """LeftAlone: it is none that can be fused, or of none of the ``groups``; None for all."""
         if isinstance(out := node.kwargs.get("out"), fx.Node):
             raise LeftAlone(
                 f"it writes into {what(out)}, which others may use, or which has strides of its own"
@@ -73,7 +73,8 @@ class Collective:
             )
         group = group_of(node)
         if group is None:
-            raise LeftAlone(f"its group is not given by name but as {type(_group(node)).__name__}")
+            given = arguments_of(node).get("group_name")
+            raise LeftAlone(f"its group is not given by name but as {type(given).__name__}")
         if groups is not None and group not in groups:
             raise LeftAlone("its group is none of those this pass is for")
         try:
@@ -125,15 +126,8 @@ def kind_of(node: fx.Node) -> str:
     return str(node.target._opname)  # type: ignore[union-attr]
 
 
-def _group(node: fx.Node) -> Any:
-    for argument_, given in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
-        if argument_.name == "group_name":
-            return given
-    return node.kwargs.get("group_name")
-
-
 def group_of(node: fx.Node) -> str | None:
-    group = _group(node)
+    group = arguments_of(node).get("group_name")
     return group if isinstance(group, str) else None
 
 
@@ -169,12 +163,7 @@ def waits(node: fx.Node) -> bool:
 
 def fills_what_it_waits_for(node: fx.Node) -> bool:
     """Whether it is a wait of torch's, which returns what the collective has made."""
-    target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target.namespace == "_c10d_functional"
-        and target._opname in _WAITS
-    )
+    return getattr(node.target, "namespace", "") == "_c10d_functional" and kind_of(node) in _WAITS
 
 
 def starts(node: fx.Node) -> bool:

@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from .collectives import Collective, communicates, group_of, waits
+from .effects import first_write, is_random
 from .index_map import Digits, Dims, by_rank, flat_dims, gathered_dims, part_of_rank, same_dims, same_size
-from .nodes import (
-    LeftAlone,
-    aten,
-    between,
-    c10d,
-    calls,
-    first_write,
-    is_contiguous,
-    is_random,
-    known,
-    memory,
-    val,
-    what,
-)
+from .nodes import LeftAlone, aten, between, c10d, calls, memory, val, what
 from .rewrite import call, erase_unused
 from .scaling import Change
+from .sizes import is_contiguous, known
 from .views import View, views
 
 # Nodes that are computed before a gather instead of after it, for one operand: a weight that is cast and transposed.
@@ -71,11 +61,11 @@ class Gathered:
     cut: dict[fx.Node, fx.Node]  # parts of views that other views join, and what they are cut from
 
     @classmethod
-    def by(cls, c: Collective, groups: frozenset[str] | None) -> Gathered:
+    def by(cls, c: Collective) -> Gathered:
         """LeftAlone: the input is a number."""
         if val(c.x).dim() == 0:
             raise LeftAlone("its input is a number")
-        result = cls([c, *_repeats(c, groups)], {}, [], {})
+        result = cls([c, *_repeats(c)], {}, [], {})
         for each in result.collectives:
             found, reasons = views(each.wait, gathered_dims(val(c.x).shape, c.world))
             result.views |= found
@@ -90,10 +80,6 @@ class Gathered:
         inside = self.views.keys() | self.cut.keys()
         found = {u for n in inside for u in n.users if u not in inside and not self.size_of_shard(u)}
         return sorted(found)
-
-    def first_user(self) -> fx.Node:
-        """Where the fused op can stand for all that use the tensor."""
-        return self.before_others(self.outside()[0])
 
     def before_others(self, first: fx.Node) -> fx.Node:
         """Where the fused op can stand: before ``first`` and the next collective of the group, whose order so stays."""
@@ -216,7 +202,7 @@ class Gathered:
                 after = node
 
 
-def _repeats(c: Collective, groups: frozenset[str] | None) -> list[Collective]:
+def _repeats(c: Collective) -> list[Collective]:
     """The later gathers of the same tensor over the same group, which have the same result."""
     nodes = sorted(n for n in c.x.users if n.target is c.node.target and n.args == c.node.args and c.node < n)
     found = []
@@ -225,8 +211,6 @@ def _repeats(c: Collective, groups: frozenset[str] | None) -> list[Collective]:
         if first_write(before, node) is not None:
             break
         before = node
-        try:
-            found.append(Collective.from_node(node, groups))
-        except LeftAlone:
-            continue
+        with suppress(LeftAlone):
+            found.append(Collective.from_node(node))
     return found

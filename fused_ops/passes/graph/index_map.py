@@ -19,7 +19,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .nodes import LeftAlone, Size, known
+from .nodes import LeftAlone
+from .sizes import Size, known
 
 RANK = -1  #: the axis that counts the ranks; others are the dimensions of a shard
 

@@ -1,8 +1,4 @@
-"""What can be said of a node for certain.
-
-Sizes may be symbolic. What is not known to be true is taken to be false, without a guard. Guards come only with what is
-put in: what its fake implementation checks holds for the inputs that the graph is then used for.
-"""
+"""Nodes of a graph: what they call, what they are made of, and how reasons name them."""
 
 from __future__ import annotations
 
@@ -11,12 +7,9 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import fx
-from torch._prims_common import is_contiguous_or_false
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-Size = Any  # int or torch.SymInt
 # What keeps the elements in their row-major order: only the shape changes.
 FLAT = {
     aten.reshape.default,
@@ -30,52 +23,11 @@ FLAT = {
     aten.alias.default,
     aten.detach.default,
 }
-
-
 RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
 class LeftAlone(Exception):
     """Why a collective is not fused."""
-
-
-def known(fact: Any) -> bool:
-    """Whether ``fact`` about sizes holds for every input that the graph may get."""
-    return statically_known_true(fact)
-
-
-def hint(size: Size) -> int:
-    """What a size is in the example that the graph was made with. LeftAlone: it depends on data."""
-    if isinstance(size, int):
-        return size
-    if not size.node.has_hint():
-        raise LeftAlone(f"the size {size} depends on data")
-    return int(size.node.hint)
-
-
-def hint_or_one(size: Size) -> int:
-    """The same; 1 for a size that depends on data."""
-    return hint(size) if isinstance(size, int) or size.node.has_hint() else 1
-
-
-def nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements, as ``hint``."""
-    return hint(tensor.numel()) * tensor.dtype.itemsize
-
-
-def same_shape(a: Iterable[Size], b: Iterable[Size]) -> bool:
-    a, b = list(a), list(b)
-    return len(a) == len(b) and all(known(x == y) for x, y in zip(a, b, strict=True))
-
-
-def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether both have the same dtype and are known to have the same shape."""
-    return a.dtype == b.dtype and same_shape(a.shape, b.shape)
-
-
-def is_contiguous(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is known to be contiguous."""
-    return bool(is_contiguous_or_false(tensor))
 
 
 def is_val(node: Any) -> TypeGuard[fx.Node]:
@@ -135,6 +87,20 @@ def only_user(node: Any) -> Any:
     return users[0] if len(users) == 1 else None
 
 
+def used_by(node: Any, *targets: Any) -> Any:
+    """The one user of a node, if it calls one of these; else None."""
+    user = only_user(node)
+    return user if calls(user, *targets) else None
+
+
+def added_to(node: fx.Node, total: Any) -> Any:
+    """What a sum of two adds to a node, as it is; None of what is no such sum, or twice the node."""
+    if not calls(total, aten.add.Tensor) or total.kwargs.get("alpha", 1) != 1:
+        return None
+    others = [term for term in total.args[:2] if term is not node]
+    return others[0] if len(others) == 1 else None
+
+
 def flattened(node: Any) -> Any:
     """What the node has the elements of, in this order."""
     while calls(node, *FLAT):
@@ -156,51 +122,12 @@ def some(nodes: Iterable[fx.Node]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """What an operator is called with, by name."""
+    names = (argument.name for argument in node.target._schema.arguments)  # type: ignore[union-attr]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
 def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
     """The argument at ``index``, given by position or as ``name``."""
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
-
-
-def custom_ops(graph: fx.Graph) -> Iterator[str]:
-    """The names of operators that neither torch nor weft has defined: collectives of the user's own are among them."""
-    return (str(n.target._schema.name) for n in graph.nodes if is_custom(n))
-
-
-def is_custom(node: fx.Node) -> bool:
-    """Whether the node calls an operator that neither torch nor weft has defined."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in _OF_TORCH
-
-
-_OF_TORCH = {"aten", "prims", "prim", "inductor", "rngprims", "quantized", "_c10d_functional", "weft"}
-
-
-def writes(node: fx.Node) -> bool:
-    """Whether the node writes to memory or has another effect: what reads memory must not be moved across it."""
-    if node.op in ("call_module", "call_method"):
-        return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
-    return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in _EFFECTS
-
-
-_EFFECTS = ("with_effects", "triton_kernel_wrapper_mutation", "call_torchbind")
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether the node takes from a generator, or may, so that it must keep its place among others that do."""
-    target = node.target
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return True  # what is recomputed with the state of a generator, for one
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
-
-
-def first_write(first: fx.Node, last: fx.Node) -> fx.Node | None:
-    """The first node after ``first``, up to ``last``, that writes to memory."""
-    return next(filter(writes, between(first, last.next)), None)
-
-
-def check_no_write(first: fx.Node, last: fx.Node) -> None:
-    """Between the two nodes, in graph order, nothing writes to memory: they can be moved against each other. LeftAlone:
-    something does."""
-    if (node := first_write(first, last)) is not None:
-        raise LeftAlone(f"{what(node)} writes to memory between {first.name} and {last.name}")

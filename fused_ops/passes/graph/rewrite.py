@@ -18,7 +18,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .collectives import Collective
 from .index_map import Digits, flat_dims, refined
-from .nodes import LeftAlone, Size, aten, is_contiguous, is_val, known, same_shape, val
+from .nodes import LeftAlone, aten, is_val, val
+from .sizes import Size, is_contiguous, known, same_shape
 
 
 def value(target: Any, args: Any, kwargs: Any) -> Any:
@@ -152,12 +153,11 @@ def permute(node: fx.Node, permutation: Sequence[int], before: fx.Node) -> fx.No
     return call(before, aten.permute.default, node, list(permutation))
 
 
-def cast(node: fx.Node, dtypes: Iterable[torch.dtype], before: fx.Node) -> fx.Node:
-    """The node, cast to one dtype after the other."""
-    for dtype in dtypes:
-        if val(node).dtype != dtype:
-            node = call(before, torch.ops.prims.convert_element_type.default, node, dtype)
-    return node
+def cast(node: fx.Node, dtype: torch.dtype, before: fx.Node) -> fx.Node:
+    """The node, cast where it has another dtype."""
+    if val(node).dtype == dtype:
+        return node
+    return call(before, torch.ops.prims.convert_element_type.default, node, dtype)
 
 
 def rearrange(

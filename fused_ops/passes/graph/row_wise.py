@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import rewrite
-from .nodes import FLAT, Size, argument, aten, calls, is_random, is_val, known, same_shape, val, writes
-from .rewrite import call
+from .effects import is_random, writes
+from .nodes import FLAT, argument, aten, calls, is_val, val
+from .rewrite import call, reshape
+from .sizes import Size, known, same_shape
 from .views import CASTS
 
 REDUCTIONS = (
@@ -58,7 +59,7 @@ class RowLayout:
         """A rank's part of a tensor that all have."""
         sizes = [*self.lead, *val(node).shape[lead:]]
         sizes[self.dim : self.dim + 1] = [self.world, self.own[self.dim]]
-        return call(before, aten.select.int, rewrite.reshape(node, sizes, before), self.dim, self.rank)
+        return call(before, aten.select.int, reshape(node, sizes, before), self.dim, self.rank)
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -80,6 +81,13 @@ def reduced_dims(node: fx.Node) -> list[int]:
     dims = argument(node, 1, "dim")
     dims = [dims] if isinstance(dims, int) else dims or []
     return [int(dim) % val(node.args[0]).dim() for dim in dims]  # type: ignore[arg-type]
+
+
+def reduces_rows(node: Any, target: Any, x: Any) -> bool:
+    """Whether the node reduces ``x`` along its last dimension, which stays."""
+    if not calls(node, target) or node.args[0] is not x or argument(node, 2, "keepdim") is not True:
+        return False
+    return reduced_dims(node) == [val(x).dim() - 1]
 
 
 #: Of each node that is computed by rows, how many of its first dimensions count them.
@@ -123,7 +131,7 @@ def step_by_rows(node: fx.Node, own: Mapping[fx.Node, fx.Node], leads: Leads, la
     lead, count = leads[node], len(layout.lead)
     given: Any = node.args
     if calls(node, *FLAT):
-        return rewrite.reshape(own[given[0]], [*layout.own, *val(node).shape[lead:]], node)
+        return reshape(own[given[0]], [*layout.own, *val(node).shape[lead:]], node)
     if calls(node, *REDUCTIONS):
         dims = [dim - lead + count for dim in reduced_dims(node)]
         return call(node, node.target, own[given[0]], dims, *given[2:], **node.kwargs)
@@ -137,18 +145,18 @@ def step_by_rows(node: fx.Node, own: Mapping[fx.Node, fx.Node], leads: Leads, la
         if not is_val(each) or val(each).dim() <= rest:
             return each
         if _is_row(each, rest):
-            return rewrite.reshape(each, val(each).shape[val(each).dim() - rest :], node)
+            return reshape(each, val(each).shape[val(each).dim() - rest :], node)
         return layout.own_part(each, lead, node)
 
     args, kwargs = fx.map_arg(given, operand), fx.map_arg(node.kwargs, operand)
     return call(node, node.target, *args, **kwargs)
 
 
-def sum_of_own_rows(node: fx.Node, own: fx.Node, lead: int, layout: RowLayout) -> fx.Node:
+def sum_of_own_rows(node: fx.Node, own: fx.Node, layout: RowLayout) -> fx.Node:
     """What the node sums up of these rows, before it."""
     keeps = len(node.args) > 2 and bool(node.args[2])
     total = call(node, aten.sum.dim_IntList, own, list(range(len(layout.lead))), False)
-    return rewrite.reshape(total, val(node).shape, node) if keeps else total
+    return reshape(total, val(node).shape, node) if keeps else total
 
 
 def _lead_of_pointwise(node: fx.Node, leads: Leads, same: Collection[fx.Node]) -> int | None:

@@ -80,7 +80,7 @@ def changed(node: fx.Node, changes: tuple[Change, ...], before: fx.Node) -> fx.N
         if isinstance(change, Scaling):
             node = call(before, change.op, node, *change.numbers)
         else:
-            node = cast(node, [change], before)
+            node = cast(node, change, before)
     return node
 
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from .nodes import Size, argument, aten, calls, is_val, known, val
+from .nodes import argument, aten, calls, is_val, val
+from .sizes import Size, known
 
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 SLICES = (aten.slice.Tensor, aten.select.int)

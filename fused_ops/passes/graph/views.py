@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import fx
 
 from .index_map import Dims, moved_dims, permuted, reshaped
-from .nodes import FLAT, LeftAlone, Size, argument, aten, calls, is_val, known, same_shape, val, what
+from .nodes import FLAT, LeftAlone, argument, aten, calls, is_val, val, what
 from .scaling import Change, scaling
+from .sizes import Size, known, same_shape
 from .split_cat import SLICES, SPLITS, cut_of
 
 CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
@@ -59,9 +61,9 @@ def view_step(node: fx.Node) -> ViewStep | None:
     if calls(node, aten.cat.default):
         return _joined_parts(node)
     if (same := unchanged(node)) is not None:
-        return ViewStep(node, same, lambda dims: dims, lambda dims: dims)
+        return ViewStep(node, same, _as_it_is, _as_it_is)
     if (multiple := scaling(node)) is not None:
-        return ViewStep(node, multiple[0], lambda dims: dims, lambda dims: dims, change=multiple[1])
+        return ViewStep(node, multiple[0], _as_it_is, _as_it_is, change=multiple[1])
     source = node.args[0]
     if not is_val(source):
         return None
@@ -73,15 +75,13 @@ def view_step(node: fx.Node) -> ViewStep | None:
         inverse = [permutation.index(i) for i in range(len(have))]
         return ViewStep(node, source, lambda d: permuted(d, permutation), lambda d: permuted(d, inverse))
     if calls(node, *CASTS) and val(node).device == val(source).device:
-        dtype = val(node).dtype
-        return ViewStep(
-            node,
-            source,
-            lambda dims: dims,
-            lambda dims: dims,
-            change=None if dtype == val(source).dtype else dtype,
-        )
+        change = None if val(node).dtype == val(source).dtype else val(node).dtype
+        return ViewStep(node, source, _as_it_is, _as_it_is, change=change)
     return None
+
+
+def _as_it_is(dims: Dims) -> Dims:
+    return dims
 
 
 def _joined_parts(cat: fx.Node) -> ViewStep:
@@ -129,15 +129,10 @@ def _joined_parts(cat: fx.Node) -> ViewStep:
 
 def steps_back(node: fx.Node) -> Iterator[ViewStep]:
     """The steps to a node from what it is made of, the last one first, as far as there are any."""
-    while True:
-        try:
-            step = view_step(node)
-        except LeftAlone:
-            return
-        if step is None:
-            return
-        yield step
-        node = step.source
+    with suppress(LeftAlone):
+        while (step := view_step(node)) is not None:
+            yield step
+            node = step.source
 
 
 def unchanged(node: fx.Node) -> fx.Node | None:
@@ -154,8 +149,14 @@ def unchanged(node: fx.Node) -> fx.Node | None:
         source, number = number, source
     if not is_val(source) or not isinstance(number, int | float) or number != neutral:
         return None
-    scaled = argument(node, 9, "alpha", 1) != 1  # by an infinite one 0 is NaN
+    scaled = node.kwargs.get("alpha", 1) != 1  # by an infinite one 0 is NaN
     return None if scaled or val(source).dtype != val(node).dtype else source
+
+
+def has_same_columns(view: fx.Node) -> bool:
+    """Whether the last dimension is that of what the node is a view of."""
+    source = view.args[0]
+    return is_val(source) and same_shape(val(source).shape[-1:], val(view).shape[-1:])
 
 
 def _same_but_ones(have: torch.Size, want: torch.Size) -> bool:

@@ -18,7 +18,7 @@ from ....kernels.device.jit.ahead import Compilation
 from ....kernels.device.jit.program import Program
 from ...dispatch.choice import CHOOSERS, choice_of_call
 from ...dispatch.plan import Plan
-from ..graph.nodes import hint
+from ..graph.sizes import hint
 
 _log = logging.getLogger("weft.passes")
 _COLLECTIVE = "weft_collective"  # in a node's meta: the name of what it was fused from

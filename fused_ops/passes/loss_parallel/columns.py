@@ -13,9 +13,10 @@ from torch import fx
 
 from ....symm_mem import resolve_group
 from ..graph.collectives import Collective
-from ..graph.nodes import FLAT, LeftAlone, Size, argument, aten, calls, is_val, known, only_user, val, what
+from ..graph.nodes import FLAT, LeftAlone, argument, aten, calls, is_val, only_user, val, walk, what
 from ..graph.rewrite import call, reshape
 from ..graph.row_wise import is_pointwise
+from ..graph.sizes import Size, known
 from ..graph.split_cat import SPLITS, cut_of, is_cut
 
 CAST = torch.ops.prims.convert_element_type.default
@@ -45,10 +46,6 @@ class GatheredColumns:
     @property
     def start(self) -> int:
         return sum(self.widths[: self.rank])
-
-    def own(self, node: fx.Node, before: fx.Node) -> fx.Node:
-        """This rank's columns of a node that has all."""
-        return call(before, aten.slice.Tensor, node, -1, self.start, self.start + self.width)
 
     def shard(self, before: fx.Node) -> fx.Node:
         """Without what fills the last ranks' columns up."""
@@ -85,25 +82,17 @@ def _without_filling(columns: GatheredColumns) -> GatheredColumns:
 
 def _cats(node: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
     """What joins parts of a node, and all that lies between."""
-    inner: dict[fx.Node, None] = {}
-    level = [node]
-    while level:
-        level = [
-            u for n in level for u in n.users if calls(u, *SPLITS[:2], operator.getitem, aten.slice.Tensor)
-        ]
-        inner |= dict.fromkeys(level)
-    cats = {u: None for n in (node, *inner) for u in n.users if calls(u, aten.cat.default)}
-    return ((cat, tuple(inner)) for cat in cats)
+    cuts = (*SPLITS[:2], operator.getitem, aten.slice.Tensor)
+    found = walk([node], lambda n: (u for u in n.users if calls(u, *cuts)))
+    cats = dict.fromkeys(u for n in found for u in n.users if calls(u, aten.cat.default))
+    return ((cat, tuple(found)[1:]) for cat in cats)
 
 
 def _is_part(node: fx.Node, source: fx.Node, i: int, rows: Size) -> bool:
     """Whether the node is what rank ``i`` has gathered, or the first of its columns."""
     inner = cut_of(node)
-    if (
-        inner is not None
-        and inner.source is not source
-        and is_cut(node, inner.source, val(node).dim() - 1, 0)
-    ):
+    last = val(node).dim() - 1
+    if inner is not None and inner.source is not source and is_cut(node, inner.source, last, 0):
         node = inner.source
     return is_cut(node, source, 0, i * rows) and known(val(node).shape[0] == rows)
 

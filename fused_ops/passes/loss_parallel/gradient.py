@@ -8,20 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from ..graph.nodes import (
-    FLAT,
-    LeftAlone,
-    argument,
-    aten,
-    c10d,
-    calls,
-    is_val,
-    known,
-    only_user,
-    same_shape,
-    val,
-    what,
-)
+from ..graph.nodes import FLAT, LeftAlone, argument, aten, c10d, calls, is_val, only_user, used_by, val, what
+from ..graph.sizes import known, same_shape
 from ..graph.split_cat import SPLITS, is_cut
 from .columns import CAST, GatheredColumns, has_columns, keeps_columns
 
@@ -108,17 +96,15 @@ def _end(node: fx.Node, columns: GatheredColumns) -> tuple[fx.Node, bool] | None
 
     if len(cuts) == 1 and is_of(cuts[0], columns.rank):
         return cuts[0], False
-    joined: Any = only_user(cuts[0])
-    if not calls(joined, aten.cat.default) or set(joined.all_input_nodes) != set(cuts):
+    joined = used_by(cuts[0], aten.cat.default)
+    if joined is None or set(joined.all_input_nodes) != set(cuts):
         return None
     if argument(joined, 1, "dim", 0) % val(joined).dim() or len(joined.args[0]) != columns.c.world:
         return None
     if not all(is_of(cut, rank) for rank, cut in enumerate(joined.args[0])):
         return None
-    scatter: Any = only_user(joined)
-    wait = only_user(scatter)
-    if not calls(scatter, c10d.reduce_scatter_tensor.default) or not calls(wait, c10d.wait_tensor.default):
-        return None
-    if scatter.args[1:] != ("sum", columns.c.world, columns.c.group):
+    scatter = used_by(joined, c10d.reduce_scatter_tensor.default)
+    wait = used_by(scatter, c10d.wait_tensor.default)
+    if wait is None or scatter.args[1:] != ("sum", columns.c.world, columns.c.group):
         return None
     return wait, True

@@ -13,7 +13,8 @@ from torch import fx
 
 from ...ops.vocabulary import chunks
 from ..graph.collectives import Collective
-from ..graph.nodes import LeftAlone, c10d, hint, hint_or_one, val, walk
+from ..graph.nodes import LeftAlone, c10d, val, walk
+from ..graph.sizes import hint, hint_or_one
 from ..origin import fields_of
 from ..records.entry import NOTE, Entry
 from ..settings import LOGITS_BYTES, PassSettings

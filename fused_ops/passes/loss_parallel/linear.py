@@ -14,20 +14,10 @@ import torch
 from torch import fx
 
 from ...library import schema
-from ..graph.nodes import (
-    FLAT,
-    LeftAlone,
-    aten,
-    calls,
-    flattened,
-    known,
-    only_user,
-    same_shape,
-    val,
-    walk,
-    writes,
-)
+from ..graph.effects import writes
+from ..graph.nodes import FLAT, LeftAlone, aten, calls, flattened, only_user, used_by, val, walk
 from ..graph.rewrite import call, cast, erase_unused, fused, reshape, undone_if_left
+from ..graph.sizes import known, same_shape
 from ..origin import put_for
 from .columns import CAST
 from .replace import ColumnLoss, made_of, of_all_ranks
@@ -46,7 +36,9 @@ def put_on_product(loss: ColumnLoss) -> fx.Node:
     if len({*loss.columns.widths}) > 1:
         raise LeftAlone("some ranks fill theirs up, and all must choose alike")
     weight, _ = _matrix(logits.args[1])
-    if loss.gradients and _has_loss(weight):  # each keeps a gradient of the weight until the backward
+    users = (user for node in walk([weight], _views) for user in node.users)
+    # Each keeps a gradient of the weight until the backward.
+    if loss.gradients and any(calls(user, schema.linear_cross_entropy) for user in users):
         raise LeftAlone("their weight is another loss's, too")
     named = {"vocab_start": at.kwargs["vocab_start"], "extra": at.kwargs["extra"]}
     total, products = at, {}
@@ -62,13 +54,13 @@ def put_on_product(loss: ColumnLoss) -> fx.Node:
             operands = [logits.args[0], call(at, aten.permute.default, logits.args[1], [1, 0]), None]
             operands.append(reshape(targets, [val(logits).shape[0]], at))
             op = fused(at, schema.linear_cross_entropy, c, *operands, **named)
-            new = [cast(call(at, operator.getitem, op, 0), [val(total).dtype], at) if loss.gradients else op]
+            new = [cast(call(at, operator.getitem, op, 0), val(total).dtype, at) if loss.gradients else op]
             made = call(at, operator.getitem, op, 2)
             units = [call(at, operator.getitem, made, i) for i in range(len(products))]
         if products:
             (gradient, path, _), first = loss.gradients[0], min(products.values())
             with put_for(first):
-                factor = cast(reshape(factor, [1], first), [torch.float32], first)
+                factor = cast(reshape(factor, [1], first), torch.float32, first)
                 factor = of_all_ranks(factor, c, first) if path.summed else factor
                 factor = call(first, aten.mul.Tensor, factor, -gradient.scale)
                 # The mean of no row is NaN, with gradients of 0.
@@ -78,10 +70,10 @@ def put_on_product(loss: ColumnLoss) -> fx.Node:
                 )
         for old, unit in zip(products.values(), units, strict=True):
             with put_for(old):
-                wide = call(old, aten.mul.Tensor, cast(unit, [torch.float32], old), factor)
+                wide = call(old, aten.mul.Tensor, cast(unit, torch.float32, old), factor)
                 # An infinite factor leaves the zeros of ignored rows.
                 wide = call(old, aten.where.ScalarOther, call(old, aten.ne.Scalar, unit, 0), wide, 0.0)
-                new.append(cast(wide, [val(unit).dtype], old))
+                new.append(cast(wide, val(unit).dtype, old))
     for old, by in zip(replaced, new, strict=True):
         old.replace_all_uses_with(by)
     erase_unused(made_of(replaced))
@@ -93,10 +85,6 @@ def _views(node: fx.Node) -> Iterator[fx.Node]:
     return (user for user in node.users if calls(user, *FLAT, aten.permute.default))
 
 
-def _has_loss(weight: fx.Node) -> bool:
-    return any(calls(u, schema.linear_cross_entropy) for n in walk([weight], _views) for u in n.users)
-
-
 def _one_factor(loss: ColumnLoss) -> tuple[fx.Node, fx.Node, int, fx.Node]:
     """(the sum of rows' losses, targets, the ignored one, the gradient of each other row's loss) LeftAlone: rows have
     factors of their own."""
@@ -106,20 +94,16 @@ def _one_factor(loss: ColumnLoss) -> tuple[fx.Node, fx.Node, int, fx.Node]:
     while calls(negated, *FLAT):
         negated = only_user(negated)
     rows = only_user(negated)
-    total = only_user(rows)
+    total = used_by(rows, aten.sum.default)
     found = [_masked(node) for node in (rows, gradient.by, gradient.targets, loss.op.args[3])]
     if path.sums:
         raise LeftAlone(_MORE)
     if None in found or len({mask for mask, _ in found}) > 1 or more or gradient.each is not None:
         raise why
     ((targets, ignored), value), (_, factor), *chosen = found
-    if value is not negated or not calls(negated, aten.neg.default) or not calls(total, aten.sum.default):
+    if value is not negated or not calls(negated, aten.neg.default) or total is None or total.kwargs:
         raise why
-    if (
-        total.kwargs
-        or any(flattened(each) is not targets for _, each in chosen)
-        or not known(val(factor).numel() == 1)
-    ):
+    if any(flattened(each) is not targets for _, each in chosen) or not known(val(factor).numel() == 1):
         raise why
     return total, targets, ignored, factor
 
@@ -130,9 +114,9 @@ def _masked(node: Any) -> Any:
     if not calls(node, aten.where.self) or number_of(node.args[2]) != 0:
         return None
     counts = flattened(node.args[0])
-    return (
-        ((flattened(counts.args[0]), counts.args[1]), node.args[1]) if calls(counts, aten.ne.Scalar) else None
-    )
+    if not calls(counts, aten.ne.Scalar):
+        return None
+    return (flattened(counts.args[0]), counts.args[1]), node.args[1]
 
 
 def _products(loss: ColumnLoss, logits: fx.Node) -> dict[str, fx.Node]:

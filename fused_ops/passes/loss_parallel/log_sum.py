@@ -14,13 +14,16 @@ from typing import Any
 from torch import fx
 
 from ..graph.collectives import communicates
-from ..graph.nodes import FLAT, LeftAlone, aten, calls, only_user, same_shape, val, walk, what, writes
+from ..graph.effects import writes
+from ..graph.nodes import FLAT, LeftAlone, aten, calls, used_by, val, walk, what
 from ..graph.rewrite import call, cast, erase_unused, reshape, undone_if_left
+from ..graph.row_wise import reduced_dims, reduces_rows
+from ..graph.sizes import same_shape
 from ..origin import put_for
 from .columns import OwnColumns, uncast
 from .gradient import Path
 from .replace import ColumnLoss, follow, made_of, of_all_ranks
-from .softmax import along_rows, number_of
+from .softmax import number_of
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,9 @@ def elements_of(node: fx.Node) -> fx.Node:
 
 def log_sum_of(x: fx.Node) -> LogSum | None:
     """LeftAlone: the backward uses it otherwise."""
-    maxima = [u for u in x.users if along_rows(u, aten.amax.default, x)]
+    maxima = [u for u in x.users if reduces_rows(u, aten.amax.default, x)]
     found = (_result(x, top) for amax in maxima for top in amax.users if _is_finite(top, amax))
-    result: Any = next((each for each in found if each is not None), None)
+    result: Any = next(filter(None, found), None)
     if result is None:
         return None
     results = [result, *(u for u in result.users if calls(u, *FLAT))]
@@ -67,23 +70,19 @@ def _is_finite(top: Any, amax: fx.Node) -> bool:
 
 
 def _result(x: fx.Node, top: fx.Node) -> fx.Node | None:
-    exp = next((only_user(u) for u in top.users if calls(u, aten.sub.Tensor) and u.args == (x, top)), None)
-    total: Any = only_user(exp)
-    if not calls(exp, aten.exp.default) or not calls(total, aten.sum.dim_IntList):
-        return None
-    if [dim % val(x).dim() for dim in total.args[1]] != [val(x).dim() - 1]:
-        return None
-    log = only_user(total)
-    result: Any = only_user(log)
-    if not calls(log, aten.log.default) or not calls(result, aten.add.Tensor) or result.kwargs:
+    shifted = next((u for u in top.users if calls(u, aten.sub.Tensor) and u.args == (x, top)), None)
+    total = used_by(used_by(shifted, aten.exp.default), aten.sum.dim_IntList)
+    log = used_by(total, aten.log.default)
+    result = used_by(log, aten.add.Tensor)
+    if result is None or result.kwargs or reduced_dims(total) != [val(x).dim() - 1]:
         return None
     return result if result.args[0] is log and elements_of(result.args[1]) is top else None
 
 
 def _gradient(shifted: fx.Node) -> tuple[fx.Node, fx.Node]:
-    exp = only_user(shifted)
-    gradient: Any = only_user(exp)
-    if not calls(exp, aten.exp.default) or not calls(gradient, aten.mul.Tensor):
+    exp = used_by(shifted, aten.exp.default)
+    gradient = used_by(exp, aten.mul.Tensor)
+    if gradient is None:
         raise LeftAlone(f"the backward uses its logsumexp otherwise, in {what(shifted)}")
     by = gradient.args[0] if gradient.args[1] is exp else gradient.args[1]
     if not same_shape(val(by).shape, [*val(gradient).shape[:-1], 1]):
@@ -111,7 +110,7 @@ def put_log_sum_on_columns(loss: ColumnLoss, found: LogSum, paths: list[Path]) -
         for (gradient, by), path in zip(found.gradients, paths, strict=True):
             at = path.end
             with put_for(at):
-                x = cast(own_of.narrow(found.x, at), [val(found.x).dtype], at)
+                x = cast(own_of.narrow(found.x, at), val(found.x).dtype, at)
                 whole = of_all_ranks(by, loss.columns.c, at) if path.summed else by
                 log_sum = reshape(loss.log_sum, val(by).shape, at)
                 p = call(at, aten.exp.default, call(at, aten.sub.Tensor, x, log_sum))

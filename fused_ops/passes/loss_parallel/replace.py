@@ -11,7 +11,8 @@ from torch import fx
 
 from ...library import schema
 from ..graph.collectives import Collective, communicates
-from ..graph.nodes import LeftAlone, aten, between, c10d, calls, check_no_write, val, walk
+from ..graph.effects import check_no_write
+from ..graph.nodes import LeftAlone, aten, between, c10d, calls, val, walk
 from ..graph.rewrite import call, cast, erase_unused, fused, reshape, reshape_sizes, undone_if_left
 from ..origin import put_for
 from ..patterns.pattern import why_not_called_from_cpp
@@ -43,12 +44,12 @@ def put_on_columns(columns: GatheredColumns, softmax: LogSoftmax, paths: Sequenc
             x = own_of.narrow(softmax.x, at)
             named = {"vocab_start": columns.start, "extra": "" if softmax.total is None else "mean"}
             op, (log_sum, *more), picked = exchanged(at, c, x, softmax.targets, **named)
-            picked = cast(picked, [val(softmax.picked).dtype], at)
+            picked = cast(picked, val(softmax.picked).dtype, at)
             replaced = {softmax.picked: _signed(picked, softmax.sign, at)}
             if softmax.total is not None:
                 mean = call(at, aten.sub.Tensor, more[1], log_sum)
                 total = call(at, aten.mul.Tensor, mean, softmax.sign * sum(columns.widths))
-                total = cast(total, [val(softmax.total).dtype], at)
+                total = cast(total, val(softmax.total).dtype, at)
                 replaced[softmax.total] = reshape(total, val(softmax.total).shape, at)
         for gradient, path in zip(softmax.gradients, paths, strict=True):
             with put_for(path.end):
@@ -98,14 +99,14 @@ def _own_part(gradient: Gradient, path: Path, own_of: OwnColumns, x: fx.Node, lo
     ``scale * by * (onehot - softmax) + each * (1 - columns * softmax)``
     """
     at, columns = path.end, own_of.columns
-    by = cast(reshape(gradient.by, val(gradient.targets).shape, at), [torch.float32], at)
-    each = None if gradient.each is None else cast(gradient.each, [torch.float32], at)
+    by = cast(reshape(gradient.by, val(gradient.targets).shape, at), torch.float32, at)
+    each = None if gradient.each is None else cast(gradient.each, torch.float32, at)
     if path.summed:
         # Ranks have the same rows and targets; what their gradients are multiplied by may differ.
         by = of_all_ranks(by, columns.c, at)
         each = None if each is None else of_all_ranks(each, columns.c, at)
     each = None if each is None else _signed(each, gradient.sign, at)
-    p = call(at, aten.exp.default, call(at, aten.sub.Tensor, cast(x, [torch.float32], at), log_sum))
+    p = call(at, aten.exp.default, call(at, aten.sub.Tensor, cast(x, torch.float32, at), log_sum))
     named = {"start": columns.start, "step": 1, "dtype": torch.int64, "device": val(x).device}
     number = call(at, _iota, columns.width, **named, requires_grad=False)
     here = call(at, aten.eq.Tensor, gradient.targets, call(at, aten.unsqueeze.default, number, 0))

@@ -13,12 +13,15 @@ import torch
 from torch import fx
 
 from ..graph.collectives import Collective
-from ..graph.nodes import LeftAlone, aten, c10d, calls, check_no_write, known, only_user, val
+from ..graph.effects import check_no_write
+from ..graph.nodes import LeftAlone, aten, c10d, calls, only_user, used_by, val
 from ..graph.rewrite import call, erase_unused, undone_if_left
+from ..graph.row_wise import reduces_rows
+from ..graph.sizes import known
 from ..origin import put_for
 from .columns import uncast
 from .replace import exchanged, made_of
-from .softmax import along_rows, log_probs_of, number_of
+from .softmax import log_probs_of, number_of
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def sharded_loss(c: Collective) -> ShardedLoss | None:
         sums.append(found[0])
         return found[1]
 
-    if not along_rows(amax, aten.amax.default, x) or (log_probs := log_probs_of(x, c.wait, of_all)) is None:
+    if not reduces_rows(amax, aten.amax.default, x) or (log_probs := log_probs_of(x, c.wait, of_all)) is None:
         return None
     if val(x).dim() != 2 or val(x).dtype != torch.float32:
         raise LeftAlone(
@@ -78,11 +81,9 @@ def sharded_loss(c: Collective) -> ShardedLoss | None:
 
 def _summed(node: fx.Node, c: Collective) -> tuple[fx.Node, fx.Node] | None:
     """The all-reduce that adds up a node over the ranks, and what waits for it."""
-    pending: Any = only_user(node)
-    wait = only_user(pending)
-    if not calls(pending, c10d.all_reduce.default) or not calls(wait, c10d.wait_tensor.default):
-        return None
-    return (pending, wait) if pending.args[1:] == ("sum", c.group) else None
+    pending = used_by(node, c10d.all_reduce.default)
+    wait = used_by(pending, c10d.wait_tensor.default)
+    return (pending, wait) if wait is not None and pending.args[1:] == ("sum", c.group) else None
 
 
 def _zeroed(node: Any) -> tuple[fx.Node, fx.Node] | None:

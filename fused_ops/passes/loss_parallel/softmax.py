@@ -19,7 +19,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 
-from ..graph.nodes import LeftAlone, aten, calls, known, only_user, same_shape, some, val, what
+from ..graph.nodes import LeftAlone, aten, calls, only_user, some, used_by, val, what
+from ..graph.row_wise import reduces_rows
+from ..graph.sizes import known, same_shape
 from .columns import CAST
 
 
@@ -59,16 +61,14 @@ class LogSoftmax:
 
 def log_softmax_of(x: fx.Node) -> LogSoftmax | None:
     """LeftAlone: more than targets' log-probabilities is needed."""
-    maxima = (u for u in x.users if along_rows(u, aten.amax.default, x))
-    every = (log_probs_of(x, amax, lambda total: total) for amax in maxima)
-    log_probs = next((found for found in every if found is not None), None)
+    maxima = (u for u in x.users if reduces_rows(u, aten.amax.default, x))
+    log_probs = next(filter(None, (log_probs_of(x, amax, lambda total: total) for amax in maxima)), None)
     if log_probs is None:
         return None
     if val(x).dim() < 2 or val(x).dtype != torch.float32:
         raise LeftAlone(f"its log-softmax is in {val(x).dtype}, not of rows in float32")
     last = val(x).dim() - 1
-    rounded: Any = only_user(log_probs)
-    source = rounded if calls(rounded, CAST) else log_probs
+    source = used_by(log_probs, CAST) or log_probs
     wide = [u for u in source.users if calls(u, CAST)]
     exponentials = [u for n in (source, *wide) for u in n.users if calls(u, aten.exp.default)]
     used: Any = next((u for u in source.users if calls(u, aten.neg.default)), source)
@@ -89,39 +89,26 @@ def log_softmax_of(x: fx.Node) -> LogSoftmax | None:
 def log_probs_of(x: fx.Node, amax: fx.Node, of_all: Callable[[fx.Node], fx.Node | None]) -> fx.Node | None:
     """What a log-softmax of ``x``, whose maximum this is, results in. ``of_all``: from a sum of columns to that of all
     columns."""
-    shifted: Any = only_user(amax)
-    if not calls(shifted, aten.sub.Tensor) or shifted.args != (x, amax) or len(shifted.users) != 2:
+    shifted = used_by(amax, aten.sub.Tensor)
+    if shifted is None or shifted.args != (x, amax) or len(shifted.users) != 2:
         return None
     exp: Any = next((u for u in shifted.users if calls(u, aten.exp.default)), None)
     total: Any = only_user(exp)
-    if not along_rows(total, aten.sum.dim_IntList, exp) or (whole := of_all(total)) is None:
+    if not reduces_rows(total, aten.sum.dim_IntList, exp) or (whole := of_all(total)) is None:
         return None
-    log = only_user(whole)
-    if not calls(log, aten.log.default):
-        return None
-    result = only_user(log)
-    return result if calls(result, aten.sub.Tensor) and result.args == (shifted, log) else None
-
-
-def along_rows(node: Any, target: Any, x: Any) -> bool:
-    """Whether the node reduces ``x`` along its last dimension, which stays."""
-    if not calls(node, target) or node.args[0] is not x or len(node.args) < 3 or node.args[2] is not True:
-        return False
-    return [dim % val(x).dim() for dim in node.args[1]] == [val(x).dim() - 1]
+    log = used_by(whole, aten.log.default)
+    result = used_by(log, aten.sub.Tensor)
+    return result if result is not None and result.args == (shifted, log) else None
 
 
 def _gradient(of_sum: Any) -> Gradient:
     """``of_log_probs - exp(log_probs) * sum(of_log_probs)``, of its product. LeftAlone: it is something else."""
-    result = only_user(of_sum)
+    result = used_by(of_sum, aten.sub.Tensor)
     why = LeftAlone(f"the backward uses its softmax otherwise, in {what(of_sum)}")
-    if (
-        not calls(of_sum, aten.mul.Tensor)
-        or not calls(result, aten.sub.Tensor)
-        or result.args[1] is not of_sum
-    ):
+    if not calls(of_sum, aten.mul.Tensor) or result is None or result.args[1] is not of_sum:
         raise why
     of_targets, total = result.args[0], of_sum.args[1]
-    if not along_rows(total, aten.sum.dim_IntList, of_targets):
+    if not reduces_rows(total, aten.sum.dim_IntList, of_targets):
         raise why
     each, sign, of_targets = None, 1, _uncast(of_targets)
     if calls(of_targets, aten.neg.default):
@@ -158,11 +145,7 @@ def _hot(node: Any) -> tuple[fx.Node, float] | None:
     """(targets [M, 1], number) of what is a number at each row's target, and 0 elsewhere."""
     if calls(node, aten.scatter.value) and number_of(node.args[0]) == 0 and node.args[1] in (1, -1):
         return node.args[2], float(node.args[3])
-    if (
-        not calls(node, aten.where.self)
-        or number_of(node.args[2]) != 0
-        or not calls(node.args[0], aten.eq.Tensor)
-    ):
+    if not calls(node, aten.where.self) or not calls(node.args[0], aten.eq.Tensor):
         return None
     targets, columns = node.args[0].args
     while calls(
@@ -171,7 +154,7 @@ def _hot(node: Any) -> tuple[fx.Node, float] | None:
         columns = columns.args[0]
     named = columns.kwargs if calls(columns, torch.ops.prims.iota.default) else {}
     number = number_of(node.args[1])
-    if named.get("start") != 0 or named.get("step") != 1 or number is None:
+    if named.get("start") != 0 or named.get("step") != 1 or number is None or number_of(node.args[2]) != 0:
         return None
     if not known(columns.args[0] == val(node).shape[1]):
         return None

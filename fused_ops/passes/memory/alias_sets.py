@@ -9,7 +9,7 @@ A fake tensor's storage is as large as the real one's, so a set of aliases is as
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,17 +19,17 @@ from torch.utils._pytree import tree_leaves
 
 from ..graph.collectives import communicates, fills_what_it_waits_for, is_placed, waits
 from ..graph.disjoint_sets import DisjointSets
-from ..graph.nodes import aten, hint_or_one
+from ..graph.nodes import arguments_of, aten
+from ..graph.sizes import hint_or_one
 
 HEAP = "heap"  #: the pool of what copy engines have gathered, read where it came
 
 
-@dataclass
+@dataclass(eq=False)
 class AliasSet:
     """Memory that values share.
 
     Attributes:
-        number: counts the sets of a graph.
         size: bytes.
         pool: the device that it lies on, or the symmetric heap.
         external: it is there before the graph runs.
@@ -37,7 +37,6 @@ class AliasSet:
         nodes: all that makes, reads or writes it, in the order of the graph.
     """
 
-    number: int
     size: int = 0
     pool: str = "cpu"
     external: bool = False
@@ -73,13 +72,13 @@ class AliasSets:
             self.made[node] = []
             for tensor in tensors_of(node):
                 pool = HEAP if is_placed(node) else tensor.device.type
-                each = found.setdefault(joined.root(_key(tensor)), AliasSet(len(found), pool=pool))
+                each = found.setdefault(joined.root(_key(tensor)), AliasSet(pool=pool))
                 each.size = max(each.size, bytes_of(tensor))
                 each.external |= node.op in ("placeholder", "get_attr")
                 self.made[node].append(each)
             operands = [*node.all_input_nodes, *held_until(node)]
-            self.read[node] = _unique(s for a in operands for s in self.made.get(a, ()))
-            self.written[node] = _unique(s for a in _written(node) for s in self.made.get(a, ()))
+            self.read[node] = [*dict.fromkeys(s for a in operands for s in self.made.get(a, ()))]
+            self.written[node] = [*dict.fromkeys(s for a in _written(node) for s in self.made.get(a, ()))]
             for each in self.touched(node):
                 each.nodes.append(node)
                 each.escapes |= node.op == "output"
@@ -87,7 +86,7 @@ class AliasSets:
 
     def touched(self, node: fx.Node) -> list[AliasSet]:
         """All that the node makes, reads or writes."""
-        return _unique([*self.made[node], *self.read[node]])
+        return [*dict.fromkeys((*self.made[node], *self.read[node]))]
 
 
 def started_by(wait: fx.Node) -> Iterator[fx.Node]:
@@ -148,12 +147,9 @@ def _same_memory(node: fx.Node) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return
-    arguments = node.target._schema.arguments
-    yield from zip(arguments, node.args, strict=False)
-    named = {a.name: a for a in arguments}
-    yield from ((named[name], given) for name, given in node.kwargs.items() if name in named)
+    if isinstance(node.target, torch._ops.OpOverload):
+        given = arguments_of(node)
+        yield from ((a, given[a.name]) for a in node.target._schema.arguments if a.name in given)
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
@@ -173,7 +169,3 @@ def size_of(node: fx.Node) -> int:
 
 def bytes_of(tensor: torch.Tensor) -> int:
     return hint_or_one(tensor.untyped_storage().nbytes())
-
-
-def _unique(sets: Iterable[AliasSet]) -> list[AliasSet]:
-    return [*{s.number: s for s in sets}.values()]

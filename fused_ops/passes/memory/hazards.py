@@ -6,8 +6,8 @@ import torch
 from torch import fx
 
 from ..graph.collectives import communicates, waits
-from ..graph.nodes import is_custom, is_random
-from .alias_sets import AliasSets
+from ..graph.effects import is_custom, is_random
+from .alias_sets import AliasSet, AliasSets
 
 # Operators of higher order that only compute: a user's operator that writes to its arguments, made functional.
 _FUNCTIONAL = ("auto_functionalized", "auto_functionalized_v2")
@@ -26,27 +26,26 @@ class Hazards:
         places = set(order)
         self.before = {n: {a for a in n.all_input_nodes if a in places} for n in order}
         self.segment: dict[fx.Node, int] = {}
-        wrote: dict[int, fx.Node] = {}
-        read: dict[int, list[fx.Node]] = {}
-        written = {s.number for n in order for s in sets.written[n]}
+        wrote: dict[AliasSet, fx.Node] = {}
+        read: dict[AliasSet, list[fx.Node]] = {}
+        written = {s for n in order for s in sets.written[n]}
         drawn: fx.Node | None = None
         segment = 0
         for node in order:
             before = self.before[node]
             # Making memory is its first write.
-            writes = {s.number for s in sets.written[node]}
-            writes |= {s.number for s in sets.made[node] if not s.external} - wrote.keys()
+            writes = {*sets.written[node]}
+            writes |= {s for s in sets.made[node] if not s.external} - wrote.keys()
             for each in sets.touched(node):
-                number = each.number
-                if number not in written:
+                if each not in written:
                     continue
-                if number in wrote:
-                    before.add(wrote[number])
-                if number in writes:
-                    before.update(read.pop(number, ()))
-                    wrote[number] = node
+                if each in wrote:
+                    before.add(wrote[each])
+                if each in writes:
+                    before.update(read.pop(each, ()))
+                    wrote[each] = node
                 else:
-                    read.setdefault(number, []).append(node)
+                    read.setdefault(each, []).append(node)
             before.discard(node)
             if is_opaque(node):
                 segment += 2

@@ -7,6 +7,7 @@ included. What the graph returns is there to the end. What it was given is the c
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from torch import fx
 
@@ -35,7 +36,7 @@ class LiveBytes:
             if (lives := self.interval(each)) is not None:
                 changes[lives[0]] += each.size
                 changes[lives[1] + 1] -= each.size
-        self.live = _sums(changes[:-1])
+        self.live = [*accumulate(changes[:-1])]
 
     @property
     def peak(self) -> int:
@@ -53,7 +54,7 @@ class LiveBytes:
         stop = first + len(nodes)
         changes = [0] * (len(nodes) + 1)
         moved = {n: first + i for i, n in enumerate(nodes)}
-        for each in {s.number: s for n in nodes for s in self._counted[n]}.values():
+        for each in dict.fromkeys(s for n in nodes for s in self._counted[n]):
             places = [self.at[n] for n in each.nodes if n in self.at]
             new = [moved.get(n, self.at[n]) for n in each.nodes if n in self.at]
             for now, size in ((places, -each.size), (new, each.size)):
@@ -62,7 +63,7 @@ class LiveBytes:
                 if begin < end:
                     changes[begin - first] += size
                     changes[end - first] -= size
-        return [a + b for a, b in zip(self.live[first:stop], _sums(changes[:-1]), strict=True)]
+        return [a + b for a, b in zip(self.live[first:stop], accumulate(changes[:-1]), strict=True)]
 
     def rearrange(self, first: int, nodes: Sequence[fx.Node], live: Sequence[int] | None = None) -> None:
         """Takes that order. ``live``: what ``rearranged`` gave for it."""
@@ -83,11 +84,3 @@ def put_in_order(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
     output = graph.output_node()
     for node in order:
         output.prepend(node)
-
-
-def _sums(changes: Iterable[int]) -> list[int]:
-    total, sums = 0, []
-    for change in changes:
-        total += change
-        sums.append(total)
-    return sums

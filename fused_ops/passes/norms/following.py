@@ -15,26 +15,11 @@ import torch
 from torch import fx
 
 from ...library import schema
-from ..graph import rewrite
 from ..graph.collectives import Collective, communicates, group_of
-from ..graph.nodes import (
-    LeftAlone,
-    Size,
-    alike,
-    argument,
-    aten,
-    between,
-    calls,
-    first_write,
-    is_contiguous,
-    is_val,
-    only_user,
-    same_shape,
-    some,
-    val,
-    what,
-)
-from ..graph.rewrite import call
+from ..graph.effects import first_write
+from ..graph.nodes import LeftAlone, added_to, aten, between, calls, is_val, only_user, some, val, what
+from ..graph.rewrite import call, fused, hoist, make_contiguous, reshape
+from ..graph.sizes import Size, alike, is_contiguous, same_shape
 from ..graph.views import CASTS, unchanged
 from .norm import FoundNorm, norm_of
 from .quant import FollowingQuant
@@ -135,20 +120,20 @@ class FollowingNorm:
         arguments; ``rows``: the shape of the residual and the results, where it is not that in the graph."""
         at, residual, shape = self.sum.at, self.sum.residual, val(self.sum.node).shape
         if residual is not None:
-            residual = rewrite.reshape(residual, rows or shape, at)
+            residual = reshape(residual, rows or shape, at)
         if self.norm.offset:
             named["weight_offset"] = self.norm.offset
         if not self.round_sum:
             named["round_sum"] = False
         columns = (self.norm.weight, self.norm.bias) if self.norm.layer else (self.norm.weight,)
         if self.quant is not None:
-            rewrite.hoist(self.quant.late, at)
+            hoist(self.quant.late, at)
             named |= self.quant.arguments
-        made = rewrite.fused(at, op, c, *given, residual, *columns, self.norm.eps, **named)
+        made = fused(at, op, c, *given, residual, *columns, self.norm.eps, **named)
 
         def whole(i: int) -> fx.Node:
-            out = rewrite.reshape(call(at, operator.getitem, made, i), shape, at)
-            return rewrite.make_contiguous(out, at)
+            out = reshape(call(at, operator.getitem, made, i), shape, at)
+            return make_contiguous(out, at)
 
         if self.quant is None:
             new = {self.norm.normed: whole(0)}
@@ -175,9 +160,9 @@ def _sum_after(reduced: fx.Node) -> _Sum:
         wide, add = add, only_user(add)
     if not calls(add, aten.add.Tensor) or not is_val(add):
         return alone
-    residual: Any = add.args[1] if add.args[0] is wide else add.args[0]
+    residual = added_to(wide, add)
     read = [wide] if wide is not reduced else []
-    if residual is wide or not is_val(residual) or argument(add, 9, "alpha", 1) != 1:
+    if not is_val(residual):
         return _unless_normed(alone, add, f"{what(add)} adds something else than a residual")
     if val(add).dtype == torch.float32 != dtype and val(residual).dtype == torch.float32:
         if not calls(residual, *CASTS):

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from ..graph.nodes import LeftAlone, argument, aten, calls, is_val, known, only_user, some, val, what
-from ..graph.row_wise import reduced_dims
+from ..graph.nodes import LeftAlone, aten, calls, is_val, only_user, some, used_by, val, what
+from ..graph.row_wise import reduces_rows
+from ..graph.sizes import known
 from ..graph.views import CASTS
 
 
@@ -72,7 +73,7 @@ def norm_of(x: fx.Node, dtype: torch.dtype) -> FoundNorm | None:
 def _of_var_mean(wide: fx.Node, both: fx.Node) -> _Moments | None:
     if not calls(both, aten.var_mean.correction):
         return None
-    if not _of_rows(both, wide) or both.kwargs.get("correction") != 0:
+    if not reduces_rows(both, aten.var_mean.correction, wide) or both.kwargs.get("correction") != 0:
         raise LeftAlone(f"{what(both)} is not of its rows, or divides by another number than their length")
     parts: dict[object, fx.Node] = {}
     for user in both.users:
@@ -98,8 +99,8 @@ def _of_mean(wide: fx.Node, mean: fx.Node) -> _Moments | None:
 
 
 def _of_square(wide: fx.Node, square: fx.Node) -> _Moments | None:
-    mean = only_user(square)
-    if not _is_square(square, wide) or not calls(mean, aten.mean.dim):
+    mean = used_by(square, aten.mean.dim)
+    if not _is_square(square, wide) or mean is None:
         return None
     _expect(_is_mean_of_rows(mean, square), mean)
     return _Moments([wide], mean, [square, mean], layer=False)
@@ -143,10 +144,16 @@ class _Column:
 
     def take(self, given: fx.Node, x: fx.Node, dtype: torch.dtype, *, offset: bool) -> bool:
         """Whether what is given is one of the rows of ``x``, which is entered then."""
-        if offset:
-            node, number, read = _uncast_weight(given, dtype)
-        else:
-            (node, read), number = _uncast(given, dtype), 0.0
+        node, number, read = given, 0.0, list[fx.Node]()
+        if offset and calls(node, aten.add.Tensor) and len(node.args) == 2 and not node.kwargs:
+            source, added = node.args
+            if is_val(source) and isinstance(added, int | float) and not isinstance(added, bool):
+                read.append(node)
+                node, number = source, float(added)
+        source = node.args[0] if calls(node, *CASTS) and val(node).dtype == torch.float32 else None
+        if is_val(source) and val(source).dtype == dtype:
+            read.append(node)
+            node = source
         if not _is_row(node, x, dtype):
             return False
         self.node, self.offset, self.read = node, number, read
@@ -188,11 +195,9 @@ def _found(nodes: list[fx.Node], weight: _Column, bias: _Column, eps: float, lay
 
 
 def _next_of(node: fx.Node) -> fx.Node:
-    """The one user of a node."""
-    users = list(node.users)
-    if len(users) != 1:
-        raise LeftAlone(f"{what(node)} is used by {some(users) if users else 'nothing'}")
-    return users[0]
+    if (user := only_user(node)) is None:
+        raise LeftAlone(f"{what(node)} is used by {some(node.users) if node.users else 'nothing'}")
+    return user  # type: ignore[no-any-return]
 
 
 def _expect(right: object, node: fx.Node) -> None:
@@ -206,16 +211,8 @@ def _is_square(node: fx.Node, x: fx.Node) -> bool:
     return calls(node, aten.mul.Tensor) and node.args == (x, x)
 
 
-def _of_rows(node: fx.Node, x: fx.Node) -> bool:
-    """Whether a reduction is along the last dimension of ``x``, which it keeps."""
-    along = reduced_dims(node) == [val(x).dim() - 1]
-    return along and argument(node, 2, "keepdim", False) is True
-
-
 def _is_mean_of_rows(node: fx.Node, x: fx.Node) -> bool:
-    return (
-        calls(node, aten.mean.dim) and node.args[0] is x and _of_rows(node, x) and "dtype" not in node.kwargs
-    )
+    return reduces_rows(node, aten.mean.dim, x) and "dtype" not in node.kwargs
 
 
 def _scale_of(variance: fx.Node, centred: Sequence[fx.Node]) -> tuple[float, list[fx.Node]]:
@@ -234,33 +231,14 @@ def _scale_of(variance: fx.Node, centred: Sequence[fx.Node]) -> tuple[float, lis
 
 def _cast_after(node: fx.Node, dtype: torch.dtype) -> fx.Node:
     """The one user of a node, where it casts to that dtype; else the node."""
-    user = only_user(node)
-    return user if calls(user, *CASTS) and val(user).dtype == dtype else node  # type: ignore[no-any-return]
+    cast = used_by(node, *CASTS)
+    return cast if cast is not None and val(cast).dtype == dtype else node  # type: ignore[no-any-return]
 
 
 def _is_row(node: fx.Node, x: fx.Node, dtype: torch.dtype) -> bool:
     """Whether a node may be a weight or bias of the rows of ``x``."""
     row = val(node).dim() == 1 and known(val(node).shape[0] == val(x).shape[-1])
     return row and val(node).dtype in (dtype, torch.float32)
-
-
-def _uncast(node: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, list[fx.Node]]:
-    """What is cast to float32 from the given dtype, and the cast; another node as it is."""
-    source = node.args[0] if calls(node, *CASTS) and val(node).dtype == torch.float32 else None
-    return (source, [node]) if is_val(source) and val(source).dtype == dtype else (node, [])
-
-
-def _uncast_weight(node: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, float, list[fx.Node]]:
-    """The weight that a factor is made of, the number that is added to it, and the nodes that the op makes needless."""
-    read: list[fx.Node] = []
-    offset = 0.0
-    if calls(node, aten.add.Tensor) and len(node.args) == 2 and not node.kwargs and is_val(node.args[0]):
-        number = node.args[1]
-        if isinstance(number, int | float) and not isinstance(number, bool):
-            read.append(node)
-            node, offset = node.args[0], float(number)
-    node, casts = _uncast(node, dtype)
-    return node, offset, [*read, *casts]
 
 
 def _of_dtype(node: fx.Node, dtype: torch.dtype) -> list[fx.Node]:

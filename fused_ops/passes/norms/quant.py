@@ -16,26 +16,13 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ....kernels.device.gemm.scaling import FP8
-from ..graph import rewrite
 from ..graph.collectives import communicates, waits
-from ..graph.nodes import (
-    FLAT,
-    LeftAlone,
-    aten,
-    calls,
-    first_write,
-    is_contiguous,
-    is_val,
-    known,
-    same_shape,
-    some,
-    val,
-    walk,
-    what,
-    writes,
-)
+from ..graph.effects import first_write, writes
+from ..graph.nodes import FLAT, LeftAlone, aten, calls, is_val, some, val, walk, what
+from ..graph.rewrite import reshape
 from ..graph.row_wise import is_pointwise, reduced_dims
-from ..graph.views import CASTS, unchanged
+from ..graph.sizes import is_contiguous, known, same_shape
+from ..graph.views import CASTS, has_same_columns, unchanged
 from .norm import FoundNorm
 
 _NEAR = 24  # nodes from the norm to a cast to fp8
@@ -72,7 +59,7 @@ class FollowingQuant:
     def replaced(self, results: list[fx.Node], at: fx.Node) -> dict[fx.Node, fx.Node]:
         """What takes the place of which node, of the op's numbers, and scales if none is given."""
         old = (self.numbers,) if self.given else (self.numbers, self.scale)
-        return {n: rewrite.reshape(r, val(n).shape, at) for n, r in zip(old, results, strict=True)}
+        return {n: reshape(r, val(n).shape, at) for n, r in zip(old, results, strict=True)}
 
     @classmethod
     def after(cls, norm: FoundNorm, at: fx.Node) -> FollowingQuant | None:
@@ -131,12 +118,7 @@ def _casts_to_fp8(normed: fx.Node) -> list[fx.Node]:
 
 def _rows_of(normed: fx.Node) -> set[fx.Node]:
     """The norm, and views of it that have the same rows."""
-
-    def is_same(user: fx.Node) -> bool:
-        view = user.target in FLAT and is_val(user) and val(user).dim() > 0
-        return view and known(val(user).shape[-1] == val(normed).shape[-1])
-
-    return {*walk([normed], lambda n: filter(is_same, n.users))}
+    return {*walk([normed], lambda n: (u for u in n.users if calls(u, *FLAT) and has_same_columns(u)))}
 
 
 @dataclass
@@ -167,7 +149,7 @@ class _Steps:
                 raise LeftAlone(f"{what(scaled)} is not by a scale in float32")
         if not same_shape(val(scaled).shape, val(wide).shape):
             raise LeftAlone(f"{what(scaled)} has another shape than the norm")
-        after = self._after_the_norm()
+        after = {*walk([self.normed], lambda n: (u for u in n.users if u < self.cast))}
         if self._flat(scale) not in after:
             if not known(val(scale).numel() == 1) or val(scale).device != val(wide).device:
                 raise LeftAlone(f"{what(scale)} is no scale of one element on {val(wide).device}")
@@ -226,12 +208,8 @@ class _Steps:
             node = source
         return node  # type: ignore[no-any-return]
 
-    def _after_the_norm(self) -> set[fx.Node]:
-        """All before the cast that depends on the norm."""
-        return {*walk([self.normed], lambda n: (u for u in n.users if u < self.cast))}
-
     def _inner(self, after: set[fx.Node], scale: fx.Node | None = None) -> list[fx.Node]:
-        """Those of them that lead to the cast, but not by way of the scale alone, which the op gives."""
+        """Those after the norm that lead to the cast, but not by way of the scale alone, which the op gives."""
         within = after - {self.normed, scale}
         ends = [self.cast, *([] if scale is None else [scale])]
         found = walk(ends, lambda n: (a for a in n.all_input_nodes if a in within))
@@ -283,12 +261,10 @@ class _Steps:
 
     def _at_least(self, node: fx.Node) -> tuple[fx.Node, float]:
         """What is bounded from below, and by what; by 0 if it is not."""
-        if calls(node, aten.clamp.default) and len(node.args) == 2:
-            source, bound = node.args
-        elif calls(node, aten.clamp_min.default):
-            source, bound = node.args
-        else:
+        below = calls(node, aten.clamp.default) and len(node.args) == 2
+        if not below and not calls(node, aten.clamp_min.default):
             return node, 0.0
+        source, bound = node.args
         if not isinstance(bound, int | float) or not 0 <= bound <= torch.finfo(torch.float32).max:
             raise LeftAlone(f"{what(node)} bounds a scale by {bound}")
         return self._flat(source), float(bound)
@@ -307,20 +283,14 @@ class _Steps:
                 raise LeftAlone(f"{what(reduced)} is needed for more than its maxima")
         if not calls(reduced, *_MAXIMA):
             raise LeftAlone(f"{what(reduced)} is no maximum of each row")
-        sizes = self._flat(reduced.args[0])
-        if not calls(sizes, aten.abs.default) or not self._is_of_rows(sizes.args[0]):
+        sizes, x = self._flat(reduced.args[0]), val(reduced.args[0])
+        of_rows = calls(sizes, aten.abs.default) and sizes.args[0]
+        if of_rows not in self.rows and not self._is_wide(of_rows):
             raise LeftAlone(f"{what(reduced)} is not of the norm's absolute values")
-        if not self._is_along_rows(reduced):
-            raise LeftAlone(f"{what(reduced)} is no maximum of each row")
-
-    def _is_along_rows(self, reduced: fx.Node) -> bool:
-        """Whether a maximum is along whole rows, whether it keeps their dimension or not."""
-        x = val(reduced.args[0])  # type: ignore[arg-type]
+        # Along whole rows, whether it keeps their dimension or not.
         along = reduced_dims(reduced) == [x.dim() - 1]
-        return along and known(x.shape[-1] == val(self.normed).shape[-1])
-
-    def _is_of_rows(self, node: Any) -> bool:
-        return node in self.rows or self._is_wide(node)
+        if not along or not known(x.shape[-1] == val(self.normed).shape[-1]):
+            raise LeftAlone(f"{what(reduced)} is no maximum of each row")
 
 
 _BOUNDS = (aten.clamp_min.default, aten.clamp_max.default)

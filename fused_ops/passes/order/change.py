@@ -8,13 +8,7 @@ from ...pictures.lanes import Bar, Panel, lanes_html, lanes_svg
 from ...pictures.page import table_html
 from .exposure import COMPUTE, Timeline
 
-_COLOURS = {
-    COMPUTE: "green",
-    "weft": "blue",
-    "copy engines": "ochre",
-    "NVLink": "red",
-    "network": "violet",
-}
+_COLOURS = {COMPUTE: "green", "weft": "blue", "copy engines": "ochre", "NVLink": "red", "network": "violet"}
 _SAID = 4  # kernels that hide a collective, by name
 
 
@@ -132,13 +126,8 @@ class OrderChange:
         return f"Order of graph {self.graph}, predicted" + (f"; kept: {self.kept}" if self.kept else "")
 
     def _panels(self) -> list[Panel]:
-        words = [
-            f"{when}: exposed {us:.3g} us, peak {peak / 1e6:.4g} MB"
-            for when, us, peak in [
-                ("as given", self.before, self.peak_before),
-                ("as it is now", self.after, self.peak_after),
-            ]
-        ]
+        both = ("as given", self.before, self.peak_before), ("as it is now", self.after, self.peak_after)
+        words = [f"{when}: exposed {us:.3g} us, peak {peak / 1e6:.4g} MB" for when, us, peak in both]
         used = {lane for drawn in self.drawn for lane, *_ in drawn.spans}
         orders = []
         given, now = self.drawn

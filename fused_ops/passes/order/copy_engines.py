@@ -1,11 +1,8 @@
 """What copy engines carry: no more collectives at once than they have buffers, and gathers that stay in theirs.
 
-Copy engines have ``NUM_BUFFERS`` for each kind of collective. torch starts the gathers of all weights of an inference
-graph before anything else; the memory of all weights at once is what a program gathers them one by one for.
-
-A gather whose result the graph reads for a while only is left in its buffer: that is the gather's from its start to the
-last reader, where a release is put in. The gathers of a graph take the buffers in its order, and one that finds none is
-copied out of its own.
+They have ``NUM_BUFFERS`` for each kind of collective. A gather whose result the graph reads for a while only is left
+in its buffer: that is the gather's from its start to the last reader, where a release is put in. The gathers of a graph
+take the buffers in its order, and one that finds none is copied out of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +16,8 @@ from torch import fx
 from ....symm_mem.layout import NUM_BUFFERS
 from ...dispatch import profitability
 from ...library import schema
-from ..graph.nodes import c10d, is_custom, val
+from ..graph.effects import is_custom
+from ..graph.nodes import c10d, val
 from ..memory.alias_sets import AliasSet, AliasSets, size_of
 from ..memory.hazards import Hazards
 from ..memory.live_bytes import body, put_in_order
@@ -105,4 +103,4 @@ def _only_reads(node: fx.Node, wait: fx.Node, sets: AliasSets) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or is_custom(node):
         return False
-    return not set(map(id, sets.made[wait])) & set(map(id, sets.written[node]))
+    return set(sets.made[wait]).isdisjoint(sets.written[node])

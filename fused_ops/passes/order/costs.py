@@ -20,7 +20,8 @@ from ....kernels.device.gemm.gemm_tiles import LINK, MULTIPLY_ADDS
 from ....symm_mem import resolve_group
 from ...dispatch.profitability import FusionCandidate, predicted_us
 from ..graph.collectives import communicates, group_of, is_copied, kind_of, starts
-from ..graph.nodes import hint_or_one
+from ..graph.nodes import arguments_of
+from ..graph.sizes import hint_or_one
 from ..memory.alias_sets import size_of, tensors_of
 from .transports import COPIED, NETWORK, NVLINK, WEFT
 
@@ -73,7 +74,8 @@ def transfer_time(node: fx.Node, transport: str, table: CostTable) -> float:
     given, made = sum(map(size_of, node.all_input_nodes)), size_of(node)
     kind = kind_of(node)
     world = _world(node)
-    if transport == WEFT and _on_cuda(node):
+    on_cuda = any(t.device.type == "cuda" for n in (node, *node.all_input_nodes) for t in tensors_of(n))
+    if transport == WEFT and on_cuda:
         op = next((op for op in _EXCHANGES if op in kind), None)
         if op is not None:
             whole = given * world if op == "all_gather" else given
@@ -110,8 +112,7 @@ def kernel_time(node: fx.Node, table: CostTable) -> float:
 def _called(node: fx.Node) -> FusionCandidate | None:
     """What an op of weft is called with; None of one that moves registered tensors."""
     kind = kind_of(node).removeprefix("fused_").removeprefix("one_shot_")
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = tree_map(_value, dict(zip(names, node.args, strict=False)) | dict(node.kwargs))
+    given = tree_map(_value, arguments_of(node))
     x = next((given[name] for name in ("x", "A", "A_shard") if name in given), None)
     op = next((op for op in _EXCHANGES if op in kind), None)
     if x is None or op is None:
@@ -145,10 +146,6 @@ def alone_us(called: FusionCandidate) -> float:
 def _world(node: fx.Node) -> int:
     group = group_of(node)
     return 2 if group is None else resolve_group(group).size()
-
-
-def _on_cuda(node: fx.Node) -> bool:
-    return any(t.device.type == "cuda" for n in (node, *node.all_input_nodes) for t in tensors_of(n))
 
 
 def counted_flops(node: fx.Node) -> int:

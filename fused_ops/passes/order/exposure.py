@@ -30,10 +30,6 @@ class Timeline:
     exposed: Mapping[str, float]
 
     @property
-    def end(self) -> float:
-        return max((end for *_, end in self.spans), default=0.0)
-
-    @property
     def total(self) -> float:
         """How long the stream waits for all of them."""
         return sum(self.exposed.values())

@@ -82,7 +82,7 @@ class _Walk:
 
     def _buffers(self) -> list[AliasSet]:
         """Of each gather on the heap its buffer, from its start to the last reader: a set of size 1."""
-        return [AliasSet(i, 1, nodes=[n, *s.nodes]) for i, (n, s) in enumerate(self.placed.items())]
+        return [AliasSet(1, nodes=[n, *s.nodes]) for n, s in self.placed.items()]
 
     def _bound(self, peak: int) -> int:
         return int(peak * (1 + self.limits.memory))
@@ -98,20 +98,11 @@ class _Walk:
     def timeline(self) -> Timeline:
         return timeline_of(self.live, self.transfers, self.times, self.table)
 
-    def covered(self, transfer: Transfer) -> float:
-        """Microseconds of kernels beside which a collective is on its way."""
-        kernels = self._between(transfer)
-        return self.table.contention * sum(kernels[self._late(transfer) :])
-
     def _between(self, transfer: Transfer) -> list[float]:
         """Microseconds of each kernel between a start and its first wait."""
         first = min(self.live.at[w] for w in transfer.waits)
         between = self.live.order[self.live.at[transfer.start] : first]
         return [self.times[n] for n in between if self.times[n]]
-
-    def _late(self, transfer: Transfer) -> bool:
-        """Whether it hides nothing after the first kernel."""
-        return transfer.transport in self.table.late
 
     def in_flight(self, place: int, transport: str) -> list[Transfer]:
         """Those of a transport that are on their way at a place of the order."""
@@ -124,12 +115,8 @@ class _Walk:
             and (not t.waits or place <= max(at[w] for w in t.waits))
         ]
 
-    def _queued(self, transfer: Transfer) -> float:
-        """Microseconds of what its transport carries out first of all that is on its way where it starts."""
-        return sum(t.time for t in self.in_flight(self.live.at[transfer.start], transfer.transport))
-
     def _queued_more(self, other: fx.Node, transfer: Transfer) -> float:
-        """By how much that changes where the start moves up past ``other``."""
+        """How many microseconds more its transport carries out first, where its start moves up past ``other``."""
         met = self.of_wait.get(other, self.of_start.get(other))
         if met is None or met.transport != transfer.transport:
             return 0.0
@@ -157,8 +144,12 @@ class _Walk:
         """Moves a start up, or waits down, ``nodes`` that stand next to each other; gives why not further."""
         live, block = self.live, [*nodes]
         idle: list[tuple[int, list[fx.Node]]] = []  # what was where, before moves that hide nothing
-        needed = _COVER * transfer.time + self._queued(transfer) - self.covered(transfer)
-        next_one = self._between(transfer)[:1] if self._late(transfer) else []
+        # What its transport carries out first of all that is on its way where it starts.
+        queued = sum(t.time for t in self.in_flight(live.at[transfer.start], transfer.transport))
+        kernels, late = self._between(transfer), transfer.transport in self.table.late
+        # A late one begins after the first of them.
+        needed = _COVER * transfer.time + queued - self.table.contention * sum(kernels[late:])
+        next_one = kernels[:1] if late else []
         while needed > 0:
             edge = live.at[block[0]] - 1 if up else live.at[block[-1]] + 1
             if not 0 <= edge < len(live.order):
@@ -185,7 +176,7 @@ class _Walk:
             if up:
                 needed += self._queued_more(other, transfer)
             if time := self.times[other]:
-                if self._late(transfer):  # after the first kernel of all that are passed nothing is hidden
+                if late:  # the first kernel of all that are passed hides nothing
                     kernels = [time, *next_one] if up else [*next_one, time]
                     next_one, time = kernels[:1], sum(kernels[1:])
                 needed -= time * self.table.contention

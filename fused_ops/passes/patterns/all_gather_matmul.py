@@ -19,13 +19,14 @@ from torch import fx
 
 from ... import validation
 from ...library import schema
-from ..graph import rewrite
 from ..graph.collectives import COMPILE_BOTH, Collective
+from ..graph.effects import first_write
 from ..graph.gathered_tensor import Gathered, GatherLayout
 from ..graph.index_map import numel, plain
-from ..graph.nodes import LeftAlone, aten, calls, first_write, is_contiguous, memory, some, val, walk, what
-from ..graph.rewrite import call
+from ..graph.nodes import LeftAlone, aten, calls, memory, some, val, walk, what
+from ..graph.rewrite import call, fused, hoist, make_contiguous, permute, rearrange, reshape, undone_if_left
 from ..graph.scaling import Scaling, changed, is_factor, scaled
+from ..graph.sizes import is_contiguous
 from ..graph.views import View
 from .matmuls import Product, Use, matrix, one_matrix, product, use
 from .one_product import together
@@ -36,20 +37,20 @@ from .sum_of_matmuls import has_product
 REGATHERED = "weft_regathered"
 
 
-def match_all_gather_matmul(c: Collective, groups: frozenset[str] | None = None) -> Pattern:
+def match_all_gather_matmul(c: Collective) -> Pattern:
     """LeftAlone: no product of the gathered tensor is exactly what the op computes."""
-    tensor = Gathered.by(c, groups)
+    tensor = Gathered.by(c)
     candidates, reasons = _candidates(tensor)
     if not candidates:
         other = _fused_after(tensor) or dict.fromkeys(tensor.reasons)
         raise LeftAlone("; ".join([*reasons.values(), *other]) or _why_none(tensor))
     # Rows before contracted ranks: there the op can overlap. Of several layouts the one met first that will do.
-    layouts: list[GatherLayout] = []
-    for _, layout in sorted(candidates, key=lambda candidate: candidate[1].contracted):
-        if not any(layout.same(other) for other in layouts):
-            layouts.append(layout)
+    tried: list[GatherLayout] = []
     problems = []
-    for layout in layouts:
+    for _, layout in sorted(candidates, key=lambda candidate: candidate[1].contracted):
+        if any(map(layout.same, tried)):
+            continue
+        tried.append(layout)
         try:
             uses = [u for u, x in candidates if x.same(layout)]
             return _Replacement.of(tensor, layout, uses, dict(reasons)).pattern()
@@ -79,7 +80,7 @@ class _Replacement:
     ) -> _Replacement:
         """``uses``: those of this layout; ``reasons``: why other products are none. LeftAlone: none of them can be
         moved to the op, or something else needs what the op does not return."""
-        c, at = tensor.collectives[0], tensor.first_user()
+        c, at = tensor.collectives[0], tensor.before_others(tensor.outside()[0])
         chosen, needed = [], []
         written = first_write(c.node, uses[-1].product.node)
         for u in uses:
@@ -127,19 +128,17 @@ class _Replacement:
 
     def replace(self) -> None:
         c, layout, at = self.collective, self.layout, self.at
-        with rewrite.undone_if_left():
-            rewrite.hoist(self.hoisted, at)
+        with undone_if_left():
+            hoist(self.hoisted, at)
             shard = changed(c.x, layout.changes, at)
             shape = [numel(digits) for digits in layout.shard]
-            shard = rewrite.rearrange(shard, plain(val(c.x).shape), layout.shard, shape, at)
+            shard = rearrange(shard, plain(val(c.x).shape), layout.shard, shape, at)
             Bs = [_other(u, at) for u in self.uses]
-            fused = rewrite.fused(
-                at, schema.all_gather_matmul, c, shard, Bs, layout.dim, return_A=bool(self.kept)
-            )
-            outs = call(at, operator.getitem, fused, 1)
+            made = fused(at, schema.all_gather_matmul, c, shard, Bs, layout.dim, return_A=bool(self.kept))
+            outs = call(at, operator.getitem, made, 1)
             new = {}
             if self.kept:
-                A = call(at, operator.getitem, fused, 0)
+                A = call(at, operator.getitem, made, 0)
                 lent: list[int] = []
                 new = {view.node: self._of(A, view, lent) for view in self.kept.values()}
             after = at.prev
@@ -157,7 +156,7 @@ class _Replacement:
         """A view of the gathered tensor, made of what the op returns. ``lent``: the memory for which that of A could
         stand; it does for the first. What is other memory in the graph stays other memory."""
         c, at = self.collective, self.at
-        new = rewrite.rearrange(A, self.layout.joined(c.world), view.dims, val(view.node).shape, at, [c.x])
+        new = rearrange(A, self.layout.joined(c.world), view.dims, val(view.node).shape, at, [c.x])
         fits = is_contiguous(val(new))
         if fits and memory(new) == memory(A):
             lent.append(memory(view.node))
@@ -235,7 +234,7 @@ def _why_none(tensor: Gathered) -> str:
 
 def _other(u: Use, at: fx.Node) -> fx.Node:
     other = matrix(u.other, at)
-    return rewrite.permute(other, (1, 0), at) if u.transposed else other
+    return permute(other, (1, 0), at) if u.transposed else other
 
 
 def _product(out: fx.Node, u: Use, near: list[fx.Node]) -> fx.Node:
@@ -244,10 +243,10 @@ def _product(out: fx.Node, u: Use, near: list[fx.Node]) -> fx.Node:
     shape = list(val(node).shape)
     if u.transposed:
         *batch, m, n = shape
-        out = rewrite.reshape(out, [*batch, n, m], node, near)
+        out = reshape(out, [*batch, n, m], node, near)
         order = [*range(len(batch)), len(batch) + 1, len(batch)]
-        out = rewrite.permute(out, order, node)
-    out = rewrite.make_contiguous(rewrite.reshape(out, shape, node, near), node)
+        out = permute(out, order, node)
+    out = make_contiguous(reshape(out, shape, node, near), node)
     out = scaled(out, u.product.alpha, node)
     if u.product.addend is not None:
         named = {} if u.product.beta == 1 else {"alpha": u.product.beta}

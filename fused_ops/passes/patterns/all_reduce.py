@@ -17,19 +17,12 @@ from torch import fx
 
 from ...dispatch.profitability import FusionCandidate, gain_of_joining, why_not_profitable
 from ...library import schema
-from ..graph import rewrite
 from ..graph.collectives import Collective
+from ..graph.effects import check_no_write
 from ..graph.index_map import plain
-from ..graph.nodes import (
-    LeftAlone,
-    Size,
-    c10d,
-    check_no_write,
-    hint,
-    nbytes,
-    val,
-    what,
-)
+from ..graph.nodes import LeftAlone, c10d, val, what
+from ..graph.rewrite import erase_unused, fused, make_contiguous, rearrange, reshape, undone_if_left
+from ..graph.sizes import Size, hint, nbytes
 from ..norms.following import FollowingNorm
 from .epilogue import stays_after
 from .experts import ExpertsSum, experts_sum
@@ -191,7 +184,7 @@ class _Replacement:
         c = self.collective
         if self.op is c10d.all_reduce.default:
             return
-        with rewrite.undone_if_left():
+        with undone_if_left():
             if self.norm is None:
                 new = {c.wait: self._reduced()}
             elif self.experts is None:
@@ -202,21 +195,21 @@ class _Replacement:
         for old, node in new.items():
             old.replace_all_uses_with(node)
         parts = [part for part in (self.norm, self.experts, self.sum) if part is not None]
-        rewrite.erase_unused([c.node, c.wait, *(n for part in parts for n in part.nodes)])
+        erase_unused([c.node, c.wait, *(n for part in parts for n in part.nodes)])
 
     def _reduced(self) -> fx.Node:
         """The sum of all ranks, before the collective."""
         c, at, shape = self.collective, self.collective.node, val(self.collective.wait).shape
         if self.sum is not None:
             A, B = self.sum.operands(at)
-            out = self.sum.finished(rewrite.fused(at, self.op, c, A, B, c.reduce_op), c, at)
-            out = rewrite.rearrange(out, (self.sum.rows, self.sum.columns), plain(shape), shape, at, [A])
+            out = self.sum.finished(fused(at, self.op, c, A, B, c.reduce_op), c, at)
+            out = rearrange(out, (self.sum.rows, self.sum.columns), plain(shape), shape, at, [A])
         elif self.experts is not None:
             *given, shared = self.experts.operands(at)
-            return rewrite.reshape(rewrite.fused(at, self.op, c, *given, shared=shared), shape, at)
+            return reshape(fused(at, self.op, c, *given, shared=shared), shape, at)
         else:
-            out = rewrite.fused(at, self.op, c, c.x, c.reduce_op)
-        return rewrite.make_contiguous(out, at)
+            out = fused(at, self.op, c, c.x, c.reduce_op)
+        return make_contiguous(out, at)
 
 
 def why_not_joined(total: SumOfMatmuls, candidate: FusionCandidate) -> str | None:

@@ -17,24 +17,14 @@ from torch import fx
 
 from ... import validation
 from ...library import schema
-from ..graph import rewrite
 from ..graph.collectives import Collective
-from ..graph.index_map import gathered_dims, plain, same_dims
-from ..graph.nodes import (
-    FLAT,
-    LeftAlone,
-    aten,
-    c10d,
-    calls,
-    check_no_write,
-    is_contiguous,
-    known,
-    only_user,
-    val,
-    what,
-)
+from ..graph.effects import check_no_write
+from ..graph.index_map import gathered_dims, same_dims
+from ..graph.nodes import FLAT, LeftAlone, aten, c10d, calls, only_user, val, what
+from ..graph.rewrite import erase_unused, fused, reshape, undone_if_left
+from ..graph.sizes import is_contiguous, known
 from ..graph.split_cat import cut_of
-from ..graph.views import ViewStep, steps_back, views
+from ..graph.views import ViewStep, has_same_columns, steps_back, views
 from .matmuls import product
 from .pattern import Pattern, word_of
 
@@ -52,14 +42,13 @@ def match_alone(c: Collective, why: str = "", *, decided: bool = False) -> Patte
     found = _FOUND[c.node.target](c)  # type: ignore[index]
     dim, x = found.dims[0], val(found.x)
     whole = val(found.result).shape if gathers else x.shape
-    return Pattern(
-        collective=c,
+    return Pattern.of_tensor(
+        c,
+        x,
         op=found.op,
         form=f"{word_of(found.op)} alone" + f" of dimension {dim}" * bool(dim),
         detail=f"with no product: {why}" if why else "",
         sizes=(math.prod(whole[:-1]), whole[-1], 0),
-        dtype=x.dtype,
-        order=(plain(x.shape), tuple(x.shape)),
         replace=found.replace,
         dim=dim,
         last_dim=dim == x.dim() - 1,
@@ -70,7 +59,7 @@ def match_alone(c: Collective, why: str = "", *, decided: bool = False) -> Patte
 def match_matmul_all_gather(c: Collective) -> Pattern | None:
     """``fused_matmul_all_gather``; None where what is gathered is no such product."""
     path = [c.x]
-    while calls(path[-1], *FLAT) and _keeps_columns(path[-1]):
+    while calls(path[-1], *FLAT) and has_same_columns(path[-1]):
         path.append(path[-1].args[0])  # type: ignore[arg-type]
     taken, last = product(path[-1]), val(c.x).dim() - 1
     if taken is None or taken.node.target is not aten.mm.default or last < 1:
@@ -86,19 +75,18 @@ def match_matmul_all_gather(c: Collective) -> Pattern | None:
     (m, k), n = val(taken.left).shape, val(taken.right).shape[1]
 
     def replace() -> None:
-        with rewrite.undone_if_left():
-            out = rewrite.fused(c.node, schema.matmul_all_gather, c, taken.left, taken.right)
-            out = rewrite.reshape(out, [*val(found.result).shape], c.node, [taken.left, c.x])
+        with undone_if_left():
+            out = fused(c.node, schema.matmul_all_gather, c, taken.left, taken.right)
+            out = reshape(out, [*val(found.result).shape], c.node, [taken.left, c.x])
         found.put(out, path)
 
-    return Pattern(
-        collective=c,
+    return Pattern.of_tensor(
+        c,
+        val(c.x),
         op=schema.matmul_all_gather,
         form="product → all_gather of columns",
         detail="",
         sizes=(m, n, k),
-        dtype=val(c.x).dtype,
-        order=(plain(val(c.x).shape), tuple(val(c.x).shape)),
         replace=replace,
         dim=last,
         last_dim=True,
@@ -109,7 +97,7 @@ def _is_cut_from_padding(gathered: fx.Node, world: int) -> bool:
     """Whether columns are cut off that ranks with fewer ones have padded. There padding stands between the product and
     the gather; all ranks must choose alike."""
     for node in gathered.users:
-        if calls(node, *FLAT) and _keeps_columns(node) and _is_cut_from_padding(node, world):
+        if calls(node, *FLAT) and has_same_columns(node) and _is_cut_from_padding(node, world):
             return True
         cut = cut_of(node)
         if cut is not None and cut.dim == val(gathered).dim() - 1 and known(cut.start == 0):
@@ -117,12 +105,6 @@ def _is_cut_from_padding(gathered: fx.Node, world: int) -> bool:
             if known(missing > 0) and known(missing < world):
                 return True
     return False
-
-
-def _keeps_columns(view: fx.Node) -> bool:
-    """Whether the last dimension of what is viewed is that of the view."""
-    before, after = val(view.args[0]).shape, val(view).shape  # type: ignore[arg-type]
-    return bool(before and after) and known(before[-1] == after[-1])
 
 
 @dataclass
@@ -139,15 +121,15 @@ class _Replacement:
     def replace(self) -> None:
         c, at = self.collective, self.collective.node
         reduce_op = [c.reduce_op] if c.reduce_op else []
-        with rewrite.undone_if_left():
-            out = rewrite.fused(at, self.op, c, self.x, *reduce_op, *self.dims)
+        with undone_if_left():
+            out = fused(at, self.op, c, self.x, *reduce_op, *self.dims)
         self.put(out, ())
 
     def put(self, out: fx.Node, before: Sequence[fx.Node]) -> None:
         """In place of the result, and of what stood ``before`` the collective for it alone."""
         self.result.replace_all_uses_with(out)
         nodes = [n for step in self.steps for n in step.nodes]
-        rewrite.erase_unused([*nodes, self.collective.wait, self.collective.node, *before])
+        erase_unused([*nodes, self.collective.wait, self.collective.node, *before])
 
 
 def _gathered(c: Collective) -> _Replacement:
@@ -157,7 +139,9 @@ def _gathered(c: Collective) -> _Replacement:
         steps = list(view.steps(found))
         if not steps or view.changes or not is_contiguous(val(node)):
             continue
-        if not _nothing_else_uses(c.wait, steps):
+        # What lies between is used on the way there only.
+        nodes = {n for step in steps for n in step.nodes}
+        if any(user not in nodes for n in (c.wait, *(nodes - {node})) for user in n.users):
             continue
         for dim in range(1, len(shape)):
             if same_dims(view.dims, gathered_dims(shape, c.world, dim)):
@@ -174,13 +158,6 @@ def _scattered(c: Collective) -> _Replacement:
             if same_dims(dims, gathered_dims(part, c.world, dim)):
                 return _Replacement(c, schema.reduce_scatter, (dim,), step.source, c.wait, (step,))
     return _Replacement(c, schema.reduce_scatter, (0,), c.x, c.wait)
-
-
-def _nothing_else_uses(wait: fx.Node, steps: list[ViewStep]) -> bool:
-    """Whether what lies between a gather and the last step is used on the way there only."""
-    nodes = {n for step in steps for n in step.nodes}
-    last = steps[0].node
-    return all(user in nodes for node in (wait, *(nodes - {last})) for user in node.users)
 
 
 _FOUND = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -12,10 +11,9 @@ from torch._inductor import config as inductor_config
 from ....symm_mem.layout import NUM_BUFFERS
 from ...dispatch import profitability
 from ...library import schema
-from ..graph import rewrite
 from ..graph.collectives import Collective
-from ..graph.index_map import plain
 from ..graph.nodes import LeftAlone, between, c10d, val
+from ..graph.rewrite import erase_unused, fused, undone_if_left
 from ..order.copy_engines import is_large
 from ..order.transports import NETWORK, transport_of_group
 from .pattern import Pattern
@@ -28,55 +26,49 @@ def match_by_copy_engines(c: Collective, why: str = "") -> Pattern:
     if x.dim() == 0:
         raise LeftAlone("its input is a number")
     gathers = c.node.target is c10d.all_gather_into_tensor.default
-    check_carried(c, x)
-    if _begun_before_its_wait(c) >= NUM_BUFFERS:
+    if (reason := why_not_carried(c, x)) is not None:
+        raise LeftAlone(reason)
+    # Of its kind, also by copy engines, between it and its wait.
+    start = _OPS[c.node.target][0]
+    begun = [
+        n for n in between(c.node, c.wait) if n.target is start or (n.target is c.node.target and is_large(n))
+    ]
+    if len(begun) >= NUM_BUFFERS:
         raise LeftAlone(f"more than {NUM_BUFFERS} of its kind are on their way at once")
-    return Pattern(
-        collective=c,
-        op=_OPS[c.node.target][0],
+    return Pattern.of_tensor(
+        c,
+        x,
+        op=start,
         form=f"{'all_gather' if gathers else 'reduce_scatter'} by copy engines",
         detail=f"with no product: {why}" if why else "",
-        sizes=(math.prod(x.shape[:-1]), x.shape[-1], 0),
-        dtype=x.dtype,
-        order=(plain(x.shape), tuple(x.shape)),
         replace=partial(_replace, c),
         dim=0,
         decided=True,
     )
 
 
-def check_carried(c: Collective, x: torch.Tensor) -> None:
-    """LeftAlone: copy engines do not carry ``x`` as the operand of such a collective, or not faster."""
+def why_not_carried(c: Collective, x: torch.Tensor) -> str | None:
+    """Why copy engines do not carry ``x`` as the operand of such a collective, or not faster; None if they do."""
     if transport_of_group(c.group) == NETWORK:
-        raise LeftAlone("its ranks are on several hosts, whose memory copy engines do not reach")
+        return "its ranks are on several hosts, whose memory copy engines do not reach"
     if not isinstance(x.numel(), int):
-        raise LeftAlone("its size is not known before the run")
+        return "its size is not known before the run"
     if inductor_config.triton.cudagraphs:
-        raise LeftAlone("torch._inductor.config.triton.cudagraphs is True, which may part it from its wait")
+        return "torch._inductor.config.triton.cudagraphs is True, which may part it from its wait"
     if inductor_config.cpp_wrapper:
-        raise LeftAlone("the C++ wrapper loses what a collective leaves to its wait")
+        return "the C++ wrapper loses what a collective leaves to its wait"
     part = x.nbytes if c.node.target is c10d.all_gather_into_tensor.default else x.nbytes // c.world
-    if (small := profitability.why_not_async(part, x.device.type)) is not None:
-        raise LeftAlone(small)
+    return profitability.why_not_async(part, x.device.type)
 
 
 def _replace(c: Collective) -> None:
     start, wait = _OPS[c.node.target]
     reduce_op = [c.reduce_op] if c.reduce_op else []
-    with rewrite.undone_if_left():
-        started = rewrite.fused(c.node, start, c, c.x, *reduce_op)
-        result = rewrite.fused(c.wait, wait, c, started, c.x)
+    with undone_if_left():
+        started = fused(c.node, start, c, c.x, *reduce_op)
+        result = fused(c.wait, wait, c, started, c.x)
     c.wait.replace_all_uses_with(result)
-    rewrite.erase_unused([c.wait, c.node])
-
-
-def _begun_before_its_wait(c: Collective) -> int:
-    """How many of its kind, also by copy engines, begin between it and its wait."""
-    started = _OPS[c.node.target][0]
-    return sum(
-        node.target is started or (node.target is c.node.target and is_large(node))
-        for node in between(c.node, c.wait)
-    )
+    erase_unused([c.wait, c.node])
 
 
 _OPS: dict[Any, tuple[Any, Any]] = {

@@ -15,26 +15,12 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from ..graph import rewrite
 from ..graph.collectives import Collective, communicates
+from ..graph.effects import first_write
 from ..graph.index_map import Dims, flat_dims, numel, plain, reshaped, same_size
-from ..graph.nodes import (
-    FLAT,
-    LeftAlone,
-    alike,
-    argument,
-    aten,
-    between,
-    calls,
-    first_write,
-    is_contiguous,
-    is_val,
-    known,
-    only_user,
-    same_shape,
-    val,
-    what,
-)
+from ..graph.nodes import FLAT, LeftAlone, added_to, aten, between, calls, is_val, only_user, val, what
+from ..graph.rewrite import hoist, reshape
+from ..graph.sizes import alike, is_contiguous, known, same_shape
 from ..graph.views import unchanged
 
 
@@ -77,10 +63,8 @@ class Terms:
 
     def _take(self, add: fx.Node, node: fx.Node, c: Collective, part: Dims) -> bool:
         """Enters what ``add`` adds to ``node``, and returns True, if the op can add it."""
-        if not calls(add, aten.add.Tensor) or argument(add, 9, "alpha", 1) != 1:
-            return False
-        term = add.args[1] if add.args[0] is node else add.args[0]
-        if term is node or not is_val(term) or not alike(val(add), val(node)):
+        term = added_to(node, add)
+        if not is_val(term) or not alike(val(add), val(node)):
             return False
         if val(term).dtype != val(node).dtype or val(term).device != val(node).device:
             return False
@@ -92,8 +76,8 @@ class Terms:
         if first_write(c.node, add) is not None:
             return False
         if not term < c.node:
-            if not _can_wait(c, add):
-                return False
+            if any(map(communicates, between(c.node, add))):
+                return False  # it would overtake the op
             self.at = add
         if whole:
             self.residual = term
@@ -106,16 +90,16 @@ class Terms:
         """The op's, before ``at``. LeftAlone: a size is not there where it is needed."""
         found = {}
         if self.bias is not None:
-            found["bias"] = rewrite.reshape(self.bias, [val(self.bias).shape[-1]], self.at, near)
+            found["bias"] = reshape(self.bias, [val(self.bias).shape[-1]], self.at, near)
         if self.residual is not None:
             shape = [numel(digits) for digits in part]
-            found["residual"] = rewrite.reshape(self.residual, shape, self.at, near)
+            found["residual"] = reshape(self.residual, shape, self.at, near)
         return found
 
     def replace(self) -> None:
         """Takes the additions out, also those of the number 0: reshapes between them follow ``at``."""
         if self.added:
-            rewrite.hoist([n for n in self.path if n < self.at], self.at)
+            hoist([n for n in self.path if n < self.at], self.at)
         for node in reversed(self.path):
             if (same := unchanged(node)) is not None:
                 node.replace_all_uses_with(same)
@@ -147,8 +131,3 @@ def _is_row(term: fx.Node, node: fx.Node, c: Collective, part: Dims) -> bool:
     except LeftAlone:
         return False
     return known(shape[-1] == have[-1]) and same_size(columns, part[-1])
-
-
-def _can_wait(c: Collective, last: fx.Node) -> bool:
-    """Whether the op may stand where ``last`` is: nothing needs it before, and no collective would overtake it."""
-    return not any(map(communicates, between(c.node, last)))

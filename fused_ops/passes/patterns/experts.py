@@ -19,30 +19,13 @@ from torch import fx
 
 from ...dispatch.profitability import FusionCandidate, why_combined_before
 from ...library import schema
-from ..graph import rewrite
 from ..graph.collectives import Collective
-from ..graph.index_map import plain
-from ..graph.nodes import (
-    FLAT,
-    LeftAlone,
-    Size,
-    alike,
-    argument,
-    aten,
-    calls,
-    check_no_write,
-    flattened,
-    hint,
-    is_val,
-    known,
-    same_shape,
-    some,
-    val,
-    what,
-)
-from ..graph.rewrite import call
+from ..graph.effects import check_no_write
+from ..graph.nodes import FLAT, LeftAlone, added_to, argument, aten, calls, flattened, is_val, some, val, what
+from ..graph.rewrite import call, cast, erase_unused, fused, reshape, undone_if_left
 from ..graph.row_wise import reduced_dims
-from ..graph.views import CASTS
+from ..graph.sizes import Size, alike, hint, known, same_shape
+from ..graph.views import CASTS, has_same_columns
 from .epilogue import stays_after
 from .pattern import Pattern
 
@@ -100,23 +83,23 @@ class ExpertsSum:
         if calls(slots, aten.index_put.default):
             # Written as the op reads it: a kernel less than a cast of what is written.
             base, places, values = slots.args[:3]
-            base, values = (rewrite.cast(n, [torch.int32], at) for n in (base, values))  # type: ignore[arg-type]
+            base, values = (cast(n, torch.int32, at) for n in (base, values))  # type: ignore[arg-type]
             slots = call(at, aten.index_put.default, base, places, values)
         else:
-            slots = rewrite.cast(slots, [torch.int32], at)
+            slots = cast(slots, torch.int32, at)
         weights = self.weights
         if self.by_rows:
             source, index = _taken(weights)
             if index is self.order:
                 weights = source  # in the order that the index restores
             else:
-                of_rows = rewrite.reshape(weights, [val(self.y).shape[0]], at, near)
+                of_rows = reshape(weights, [val(self.y).shape[0]], at, near)
                 weights = call(at, aten.index.Tensor, of_rows, [self.index])
         if val(weights).dtype != val(self.y).dtype:
-            weights = rewrite.cast(weights, [torch.float32], at)
-        slots, weights = (rewrite.reshape(n, [tokens, self.choices], at, near) for n in (slots, weights))
+            weights = cast(weights, torch.float32, at)
+        slots, weights = (reshape(n, [tokens, self.choices], at, near) for n in (slots, weights))
         shared: fx.Node | None = None
-        for term in (rewrite.reshape(each, self.rows, at, near) for each in self.terms):
+        for term in (reshape(each, self.rows, at, near) for each in self.terms):
             shared = term if shared is None else call(at, aten.add.Tensor, shared, term)
         return self.y, slots, weights, shared
 
@@ -131,17 +114,13 @@ def experts_sum(x: fx.Node) -> ExpertsSum | None:
     found = None
     if calls(node, aten.sum.dim_IntList):
         found = _sum_of_choices(node, val(x).dtype)
-    elif (
-        calls(node, aten.add.Tensor)
-        and argument(node, 9, "alpha", 1) == 1
-        and val(node).dtype == val(x).dtype
-    ):
-        terms: Any = node.args[:2]
-        if all(is_val(t) and alike(val(t), val(node)) for t in terms) and terms[0] is not terms[1]:
-            for term, other in (terms, terms[::-1]):
-                if found is None and (found := experts_sum(term)) is not None:
-                    found.terms.append(other)
-                    nodes.append(node)
+    elif is_val(node) and val(node).dtype == val(x).dtype:
+        for term in filter(is_val, node.all_input_nodes):
+            other = added_to(term, node)
+            both = is_val(other) and all(alike(val(t), val(node)) for t in (term, other))
+            if both and found is None and (found := experts_sum(term)) is not None:
+                found.terms.append(other)
+                nodes.append(node)
     if found is not None:
         found.nodes += nodes
         for step in found.nodes:
@@ -157,15 +136,12 @@ def match_experts_reduce_scatter(c: Collective) -> Pattern | None:
     if c.reduce_op != "sum" or c.beside is not None or (experts := experts_sum(c.x)) is None:
         return None
     experts.check(c.x, c.node, c.world)
-    shape = val(c.x).shape
-    return Pattern(
-        collective=c,
+    return Pattern.of_tensor(
+        c,
+        val(c.x),
         op=schema.moe_combine_reduce_scatter,
         form="experts → reduce_scatter",
         detail=", ".join(t for t in (experts.detail, stays_after(c.wait)) if t),
-        sizes=(math.prod(shape[:-1]), shape[-1], 0),
-        dtype=val(c.x).dtype,
-        order=(plain(shape), tuple(shape)),
         replace=partial(_replace, c, experts),
         dim=0,
     )
@@ -173,12 +149,12 @@ def match_experts_reduce_scatter(c: Collective) -> Pattern | None:
 
 def _replace(c: Collective, experts: ExpertsSum) -> None:
     at = c.node
-    with rewrite.undone_if_left():
+    with undone_if_left():
         *given, shared = experts.operands(at)
-        out = rewrite.fused(at, schema.moe_combine_reduce_scatter, c, *given, 0, shared=shared)
-        out = rewrite.reshape(out, val(c.wait).shape, at)
+        out = fused(at, schema.moe_combine_reduce_scatter, c, *given, 0, shared=shared)
+        out = reshape(out, val(c.wait).shape, at)
     c.wait.replace_all_uses_with(out)
-    rewrite.erase_unused([*experts.nodes, c.node, c.wait])
+    erase_unused([*experts.nodes, c.node, c.wait])
 
 
 def _sum_of_choices(total: fx.Node, dtype: torch.dtype) -> ExpertsSum | None:
@@ -202,7 +178,7 @@ def _sum_of_choices(total: fx.Node, dtype: torch.dtype) -> ExpertsSum | None:
             (before, weights), by_rows = pair, index is not None
         elif whole and val(node).dtype == dtype and val(node).dim() == 2:
             break
-        elif calls(node, *CASTS) or (calls(node, *FLAT) and _keeps_columns(node)):
+        elif calls(node, *CASTS) or (calls(node, *FLAT) and has_same_columns(node)):
             before = node.args[0]
         else:
             break
@@ -231,11 +207,6 @@ def _weighted(product: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     shape = val(product).shape
     fits = same_shape(val(a).shape, shape) and same_shape(val(b).shape, (*shape[:-1], 1))
     return (a, b) if fits else None
-
-
-def _keeps_columns(node: fx.Node) -> bool:
-    source = node.args[0]
-    return is_val(source) and same_shape(val(source).shape[-1:], val(node).shape[-1:])
 
 
 def _taken(node: fx.Node) -> tuple[fx.Node, fx.Node | None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -20,29 +21,17 @@ from torch._inductor import config as inductor_config
 from ..agreement.signature import Order
 from ..graph import rewrite
 from ..graph.collectives import Collective, collectives
+from ..graph.effects import check_no_write, writes
 from ..graph.index_map import plain
-from ..graph.nodes import (
-    RESHAPES,
-    LeftAlone,
-    argument,
-    aten,
-    c10d,
-    calls,
-    check_no_write,
-    is_contiguous,
-    is_val,
-    only_user,
-    val,
-    walk,
-    writes,
-)
+from ..graph.nodes import RESHAPES, LeftAlone, argument, aten, c10d, calls, is_val, only_user, val, walk
+from ..graph.sizes import is_contiguous
 from ..graph.split_cat import SPLITS, cut_of
 from ..graph.views import CASTS
 from ..order.copy_engines import start_when_needed
 from ..order.grouped import is_copy, is_view
 from ..origin import copy_origin
 from ..settings import AUTO, PassSettings
-from .copy_engines import check_carried
+from .copy_engines import why_not_carried
 
 
 def take_apart(
@@ -62,7 +51,7 @@ def take_apart(
     if inductor_config.reorder_for_compute_comm_overlap:
         return notes
     for node in list(collectives(graph)):
-        try:
+        with suppress(LeftAlone):
             c = Collective.from_node(node, settings.groups)
             if why_not(c.group) is None:
                 joined = _Joined.of(c)
@@ -70,8 +59,6 @@ def take_apart(
                 # Digits of a size of 1 would be left out.
                 orders.append((plain(sizes := tuple(2 + place for place in places)), sizes))
                 notes |= dict.fromkeys(starts, f"one of {len(joined.parts)} that were joined")
-        except LeftAlone:
-            continue
     if notes:
         start_when_needed(graph)
     return notes
@@ -143,7 +130,7 @@ class _Joined:
         left to the backend, which a ``strict`` pass does not allow.
         """
         c = self.c
-        large = [i for i, part in enumerate(self.parts) if self._is_carried(part)]
+        large = [i for i, part in enumerate(self.parts) if why_not_carried(c, val(part)) is None]
         if len(large) < 2:
             raise LeftAlone("copy engines would not carry its parts")
         if any(calls(n, aten.as_strided.default) for cut in self.cuts for n in _readers(cut)):
@@ -172,13 +159,6 @@ class _Joined:
         rewrite.erase_unused([*gone, *self.after, c.wait, c.node, c.x, self.cat])
         return starts, [i for which in groups for i in which]
 
-    def _is_carried(self, part: fx.Node) -> bool:
-        try:
-            check_carried(self.c, val(part))
-        except LeftAlone:
-            return False
-        return True
-
     def _collective(self, which: list[int], results: dict[int, fx.Node]) -> fx.Node:
         """The start of that of some parts, whose results it enters."""
         c, parts = self.c, [self.parts[i] for i in which]
@@ -194,9 +174,8 @@ class _Joined:
                 whole = rewrite.call(c.wait, step.target, whole, *step.args[1:], **step.kwargs)
         bounds = accumulate((val(n).shape[self.dim] for n in parts), initial=0)
         for i, ends in zip(which, pairwise(bounds), strict=True):
-            results[i] = (
-                whole if len(which) == 1 else rewrite.call(c.wait, aten.slice.Tensor, whole, cut, *ends)
-            )
+            alone = len(which) == 1
+            results[i] = whole if alone else rewrite.call(c.wait, aten.slice.Tensor, whole, cut, *ends)
         return start
 
 

@@ -16,10 +16,12 @@ from typing import Any
 
 from ....kernels.matmul_reduce_scatter.configs import MOST_PRODUCTS
 from ...library import schema
-from ..graph import rewrite
 from ..graph.collectives import Collective
+from ..graph.effects import check_no_write
 from ..graph.index_map import Digits, Dims, gathered_dims, numel, part_of_rank, plain
-from ..graph.nodes import LeftAlone, check_no_write, known, some, val
+from ..graph.nodes import LeftAlone, some, val
+from ..graph.rewrite import erase_unused, fused, make_contiguous, rearrange, reshape, undone_if_left
+from ..graph.sizes import known
 from .epilogue import Terms, stays_after
 from .pattern import Pattern
 from .sum_of_matmuls import SumOfMatmuls, sum_of
@@ -75,22 +77,22 @@ def _replace(c: Collective, total: SumOfMatmuls, dim: int, part: Dims, terms: Te
     at = terms.at
     # The kernel of 16 bits is given each product's factors, and needs no copy of them side by side.
     apart = total.dtype.itemsize == 2 and len(total.products) <= MOST_PRODUCTS
-    with rewrite.undone_if_left():
+    with undone_if_left():
         pairs = total.pairs(at) if apart else [total.operands(at)]
         near = [*(A for A, _ in pairs), *(p.left for p in total.products)]
         if len(part) > 2:
             lead = [numel(part[0]), c.world * numel(part[1])]
-            pairs = [(rewrite.reshape(A, [*lead, val(A).shape[-1]], at, near), B) for A, B in pairs]
+            pairs = [(reshape(A, [*lead, val(A).shape[-1]], at, near), B) for A, B in pairs]
         (A, B), *others = pairs
         want = val(c.wait).dtype
         named: dict[str, Any] = {"out_dtype": want} if want != total.dtype else {}
         if others:
             named["more"] = [factor for pair in others for factor in pair]
         named |= terms.arguments(part, [A, B])
-        out = rewrite.fused(at, schema.matmul_reduce_scatter, c, A, B, c.reduce_op, dim, **named)
+        out = fused(at, schema.matmul_reduce_scatter, c, A, B, c.reduce_op, dim, **named)
         out = total.finished(out, c, at)
-        out = rewrite.rearrange(out, part, plain(val(c.wait).shape), val(c.wait).shape, at, near)
-        out = rewrite.make_contiguous(out, at)
+        out = rearrange(out, part, plain(val(c.wait).shape), val(c.wait).shape, at, near)
+        out = make_contiguous(out, at)
     terms.replace()
     c.wait.replace_all_uses_with(out)
-    rewrite.erase_unused([*terms.added, *terms.path, *total.nodes, c.node, c.wait])
+    erase_unused([*terms.added, *terms.path, *total.nodes, c.node, c.wait])

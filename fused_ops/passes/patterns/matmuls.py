@@ -8,8 +8,9 @@ from typing import Any
 from torch import fx
 
 from ..graph.index_map import Digits, Dims
-from ..graph.nodes import Size, argument, aten, calls, is_val, known, memory, val
+from ..graph.nodes import aten, calls, is_val, memory, val
 from ..graph.rewrite import call
+from ..graph.sizes import Size, known
 
 # And how many operands each has.
 PRODUCTS = {
@@ -36,11 +37,11 @@ class Product:
 
     @property
     def alpha(self) -> Any:
-        return argument(self.node, 9, "alpha", 1)
+        return self.node.kwargs.get("alpha", 1)
 
     @property
     def beta(self) -> Any:
-        return argument(self.node, 9, "beta", 1)
+        return self.node.kwargs.get("beta", 1)
 
 
 def product(node: fx.Node) -> Product | None:

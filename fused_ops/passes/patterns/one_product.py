@@ -16,7 +16,8 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from ...dispatch.profitability import FusionCandidate, expected_gain
-from ..graph.nodes import between, hint, hint_or_one, is_val, known, memory, nbytes, val, walk
+from ..graph.nodes import between, is_val, memory, val, walk
+from ..graph.sizes import hint, hint_or_one, known, nbytes
 from .matmuls import Product
 
 # Bytes per microsecond of a copy that transposes, measured on 2 H100: [7168, 4096] of 16 bits in 219 us.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,9 @@ from ....kernels.device.gemm.scaling import ScaledProducts
 from ...dispatch import profitability
 from ..agreement.signature import Order
 from ..graph.collectives import Collective
-from ..graph.nodes import LeftAlone, Size, hint, val
+from ..graph.index_map import plain
+from ..graph.nodes import LeftAlone, val
+from ..graph.sizes import Size, hint
 from .one_product import copies_us, why_not_one_product
 from .sum_of_matmuls import SumOfMatmuls
 
@@ -63,6 +66,12 @@ class Pattern:
     transposes: bool = False
     sum: SumOfMatmuls | None = None
     scaled: ScaledProducts | None = None
+
+    @classmethod
+    def of_tensor(cls, c: Collective, x: torch.Tensor, **given: Any) -> Pattern:
+        """Of an op that sends a tensor as it is, and, unless ``sizes`` are given, computes no product."""
+        sizes = given.pop("sizes", (math.prod(x.shape[:-1]), x.shape[-1], 0))
+        return cls(collective=c, sizes=sizes, dtype=x.dtype, order=(plain(x.shape), tuple(x.shape)), **given)
 
     @property
     def problem(self) -> tuple[int, int, int] | None:

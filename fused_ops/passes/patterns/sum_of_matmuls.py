@@ -11,26 +11,12 @@ from torch import fx
 
 from ... import validation
 from ...library import schema
-from ..graph import rewrite
 from ..graph.collectives import COMPILE_BOTH, Collective
 from ..graph.index_map import Digits, Dims, numel, same_size
-from ..graph.nodes import (
-    LeftAlone,
-    Size,
-    argument,
-    aten,
-    calls,
-    hint,
-    is_val,
-    known,
-    same_shape,
-    some,
-    val,
-    walk,
-    what,
-)
-from ..graph.rewrite import call
+from ..graph.nodes import LeftAlone, aten, calls, is_val, some, val, walk, what
+from ..graph.rewrite import call, cast, fused, reshape
 from ..graph.scaling import Scaling, check_factor, is_factor, scaled
+from ..graph.sizes import Size, hint_or_one, known, same_shape
 from ..graph.views import steps_back, view_step
 from .matmuls import Product, matrix, one_matrix, product
 
@@ -120,11 +106,11 @@ class SumOfMatmuls:
             left, right = product_.left, matrix(product_.right, at)
             if self.factor == 1 and factor != 1:
                 # Whichever has fewer elements.
-                if _known_less(self.m, val(right).shape[-1]):
+                if hint_or_one(self.m) < hint_or_one(val(right).shape[-1]):
                     left = scaled(left, factor, at)
                 else:
                     right = scaled(right, factor, at)
-            found.append((rewrite.reshape(left, [self.m, val(left).shape[-1]], at, [left]), right))
+            found.append((reshape(left, [self.m, val(left).shape[-1]], at, [left]), right))
         return found
 
     def operands(self, at: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -137,9 +123,9 @@ class SumOfMatmuls:
     def finished(self, out: fx.Node, c: Collective, at: fx.Node) -> fx.Node:
         """What the op gives of the products, with the vectors, which are reduced by themselves, and the factor."""
         for vector, factor in zip(self.vectors, self.factors_of_vectors, strict=True):
-            row = rewrite.reshape(vector, [val(vector).shape[-1]], at)
-            row = rewrite.cast(row, [val(out).dtype], at)
-            total = rewrite.fused(at, schema.all_reduce, c, row, c.reduce_op)
+            row = reshape(vector, [val(vector).shape[-1]], at)
+            row = cast(row, val(out).dtype, at)
+            total = fused(at, schema.all_reduce, c, row, c.reduce_op)
             out = call(at, aten.add.Tensor, out, scaled(total, factor / self.factor, at))
         return scaled(out, self.factor, at)
 
@@ -226,7 +212,7 @@ _SUMS = (aten.add.Tensor, aten.sub.Tensor)
 def _added(node: fx.Node) -> list[tuple[Any, Any]]:
     """What a sum or a difference adds, and the factor of each."""
     a, b = node.args[:2]
-    alpha = argument(node, 9, "alpha", 1)
+    alpha: Any = node.kwargs.get("alpha", 1)
     return [(a, 1), (b, -alpha if calls(node, aten.sub.Tensor) and is_factor(alpha) else alpha)]
 
 
@@ -235,14 +221,6 @@ def _times(factor: float, number: object, node: fx.Node) -> float:
     if not isinstance(number, int | float) or not is_factor(number) or not is_factor(factor * number):
         raise LeftAlone(f"{what(node)} multiplies what it adds by {number}")
     return factor * number
-
-
-def _known_less(a: Size, b: Size) -> bool:
-    """Whether a size is smaller in the example that the graph was made with."""
-    try:
-        return hint(a) < hint(b)
-    except LeftAlone:
-        return known(a < b)
 
 
 def why_no_product(node: fx.Node) -> str:

@@ -7,6 +7,7 @@ in float16, in which such a sum may be too large.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
 
@@ -15,11 +16,12 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..agreement.signature import Order
-from ..graph import rewrite
 from ..graph.collectives import Collective
+from ..graph.effects import first_write
 from ..graph.index_map import plain
-from ..graph.nodes import LeftAlone, alike, argument, aten, c10d, calls, first_write, is_val, val
-from ..graph.rewrite import call
+from ..graph.nodes import LeftAlone, added_to, aten, c10d, calls, is_val, val
+from ..graph.rewrite import call, erase_unused
+from ..graph.sizes import alike
 from ..graph.views import unchanged
 
 #: What an all-reduce has in its ``meta`` that stands for others, too: these, which are no part of the graph any more.
@@ -37,26 +39,22 @@ def merge_all_reduces(
     for node in nodes:
         if node._erased or not calls(node, c10d.all_reduce.default):
             continue
-        try:
+        with suppress(LeftAlone):
             c = Collective.from_node(node, groups)
             # What no vote can compare stays.
             if why_not(c.group) is not None or len(free_unbacked_symbols(val(c.x).numel())) > 1:
                 continue
-            c, others = merge_what_is_summed(c, groups)
-        except LeftAlone:
-            continue
-        if others:
-            c.node.meta[MERGED] = others
-            orders.append((plain(val(c.x).shape), tuple(val(c.x).shape)))
+            c, others = merge_what_is_summed(c)
+            if others:
+                c.node.meta[MERGED] = others
+                orders.append((plain(val(c.x).shape), tuple(val(c.x).shape)))
 
 
-def merge_what_is_summed(
-    c: Collective, groups: frozenset[str] | None
-) -> tuple[Collective, tuple[fx.Node, ...]]:
+def merge_what_is_summed(c: Collective) -> tuple[Collective, tuple[fx.Node, ...]]:
     """The collective, which with others whose results are added to its own becomes that of what all of them reduce, and
     these, which are gone; changes the graph."""
     gone: list[fx.Node] = []
-    while (found := _added_to(c, groups)) is not None:
+    while (found := _next_summed(c)) is not None:
         other, additions, terms = found
         c, last = sorted((c, other), key=lambda each: each.node)
         result = additions[-1]
@@ -68,16 +66,14 @@ def merge_what_is_summed(
         last.wait.prepend(c.wait)
         c.node.update_arg(0, x)
         result.replace_all_uses_with(out)
-        rewrite.erase_unused([*additions, last.node, last.wait])
+        erase_unused([*additions, last.node, last.wait])
         # Either may stand for others already, found from one of these.
         gone += [last.node, *(n for each in (c, last) for n in each.node.meta.pop(MERGED, ()))]
         c = replace(c, x=x)
     return c, tuple(gone)
 
 
-def _added_to(
-    c: Collective, groups: frozenset[str] | None
-) -> tuple[Collective, list[fx.Node], list[fx.Node]] | None:
+def _next_summed(c: Collective) -> tuple[Collective, list[fx.Node], list[fx.Node]] | None:
     """The next collective whose result is added to that of one; the additions up to it; what else they add."""
     additions: list[fx.Node] = []
     terms: list[fx.Node] = []
@@ -88,9 +84,7 @@ def _added_to(
             additions.append(add)
             node = add
             continue
-        if not calls(add, aten.add.Tensor) or argument(add, 9, "alpha", 1) != 1 or add.args[0] is add.args[1]:
-            break
-        term = add.args[1] if add.args[0] is node else add.args[0]
+        term = added_to(node, add)
         if not is_val(term) or not alike(val(term), val(c.wait)) or not alike(val(add), val(c.wait)):
             break
         wait = term
@@ -99,7 +93,7 @@ def _added_to(
             wait = source
         additions.append(add)
         node = add
-        other = _other(c, wait, groups)
+        other = _other(c, wait)
         # What is reduced is read later than it was, what else is added later still.
         if other is not None and first_write(min(c.node, other.node), add) is None:
             return other, additions, terms
@@ -107,12 +101,12 @@ def _added_to(
     return None
 
 
-def _other(c: Collective, wait: fx.Node, groups: frozenset[str] | None) -> Collective | None:
+def _other(c: Collective, wait: fx.Node) -> Collective | None:
     """The collective of the same kind that is waited for by ``wait``."""
     if not calls(wait, c10d.wait_tensor.default) or not calls(wait.args[0], c10d.all_reduce.default):
         return None
     try:
-        other = Collective.from_node(wait.args[0], groups)  # type: ignore[arg-type]
+        other = Collective.from_node(wait.args[0])  # type: ignore[arg-type]
     except LeftAlone:
         return None
     same = (other.group, other.reduce_op) == (c.group, c.reduce_op) and alike(val(other.x), val(c.x))

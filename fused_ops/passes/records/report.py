@@ -13,8 +13,7 @@ from ...about.timeline import timeline_html
 from ...pictures.page import details_html, page, table_html, text_html
 from ..order.change import OrderChange
 from . import table
-from .entry import Entry
-from .ranges import as_ranges
+from .entry import Entry, as_ranges
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,13 @@ _rank: int | None = None  # as long as there was a group
 
 def log_line(number: int, report: Report) -> None:
     """For ``weft.passes``: at INFO by the first rank of each group; the others, with the same to say, at DEBUG."""
+    text = f"graph {number}: {report.fused} of {len(report.entries)} collectives fused"
+    if report.gain:
+        text += f", should save {report.gain:.3g} us"
+    if left := [e for e in report.entries if e.fused_into is None]:
+        text += f"; {left[0].node} left alone: {left[0].reason}"
     level = logging.INFO if any(_is_first(e.group) for e in report.entries) else logging.DEBUG
-    _log.log(level, "%s", _line(number, report))
+    _log.log(level, "%s", text)
 
 
 def _is_first(group: str | None) -> bool:
@@ -32,14 +37,6 @@ def _is_first(group: str | None) -> bool:
         return group is None or resolve_group(group).rank() == 0
     except ValueError:
         return True
-
-
-def _line(number: int, report: Report) -> str:
-    text = f"graph {number}: {report.fused} of {len(report.entries)} collectives fused"
-    if report.gain:
-        text += f", should save {report.gain:.3g} us"
-    left = [e for e in report.entries if e.fused_into is None]
-    return f"{text}; {left[0].node} left alone: {left[0].reason}" if left else text
 
 
 def put_into_file(report: Callable[[], Report]) -> None:

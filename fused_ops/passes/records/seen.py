@@ -96,17 +96,16 @@ class SeenGraphs:
 
     def put_record(self, graph: fx.Graph, numbers: Sequence[int]) -> None:
         """Has the code of a graph tell of it, and of those that it calls, where that is kept and loaded again."""
-        found = [self.graphs[number] for number in sorted(numbers)]
         if not is_kept():
             return
         # The same text whichever model and number it has.
-        text = packed(
-            [
-                ([replace(e, graph=0, model="") for e in g.entries], [replace(o, graph=0) for o in g.orders])
-                for g in found
-                if g.entries
-            ]
-        )
+        found = (self.graphs[number] for number in sorted(numbers))
+        kept = [
+            ([replace(e, graph=0, model="") for e in g.entries], [replace(o, graph=0) for o in g.orders])
+            for g in found
+            if g.entries
+        ]
+        text = packed(kept)
         self._generated[text] += 1
         put_record(graph, text)
 

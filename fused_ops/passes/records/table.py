@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from textwrap import wrap
 
-from .entry import Entry
-from .ranges import as_ranges, without_numbers
+from .entry import Entry, as_ranges, without_numbers
 
 HEAD = ("in", "collective", "times", "each", "became", "saves")
 NUMBERS = ("times", "each", "saves")
@@ -59,16 +58,13 @@ def _row(entries: Sequence[Entry]) -> tuple[str, ...]:
     return where, first.collective, str(len(entries)), _size(first.nbytes), became, saves
 
 
-def _alike(entry: Entry) -> tuple[object, ...]:
-    where = without_numbers(entry.module) or entry.graph
-    return entry.model, where, entry.collective, entry.nbytes, entry.fused_into, entry.unfused
-
-
 def table_rows(entries: Iterable[Entry]) -> list[tuple[str, ...]]:
     """A row of cells for those that differ in the numbers of layers only."""
     groups: dict[tuple[object, ...], list[Entry]] = {}
-    for entry in entries:
-        groups.setdefault(_alike(entry), []).append(entry)
+    for e in entries:
+        where = without_numbers(e.module) or e.graph
+        alike = e.model, where, e.collective, e.nbytes, e.fused_into, e.unfused
+        groups.setdefault(alike, []).append(e)
     return [_row(group) for group in groups.values()]
 
 

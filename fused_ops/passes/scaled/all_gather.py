@@ -20,27 +20,25 @@ from torch import fx
 from ....kernels.all_gather_matmul.configs import MOST_BS
 from ....kernels.device.gemm.scaling import FP8, ScaleKind
 from ...library import schema
-from ..graph import rewrite
 from ..graph.collectives import Collective
+from ..graph.effects import first_write
 from ..graph.gathered_tensor import Gathered, GatherLayout
 from ..graph.index_map import RANK, numel, same_size
-from ..graph.nodes import LeftAlone, aten, first_write, some, val, what
-from ..graph.rewrite import call
+from ..graph.nodes import LeftAlone, aten, some, val, what
+from ..graph.rewrite import call, hoist, make_contiguous, rearrange, reshape, undone_if_left
 from ..graph.views import View, view_step
 from ..patterns.pattern import Pattern
 from .row_by_row import RowByRow
 from .scaled_mm import SCALED_MMS, ScaledMm
 
 
-def match_all_gather_scaled_matmul(
-    c: Collective, groups: frozenset[str] | None, *, again: bool = False
-) -> Pattern | None:
+def match_all_gather_scaled_matmul(c: Collective, *, again: bool = False) -> Pattern | None:
     """None where no scaled product depends on what is gathered. For a gather of scales that of what they scale.
     LeftAlone: those that do are not exactly what the op computes."""
     graph = c.node.graph
     if not any(graph.find_nodes(op="call_function", target=target) for target in SCALED_MMS):
         return None
-    if val(c.x).dim() == 0 or not (rows := RowByRow(c, groups)).products:
+    if val(c.x).dim() == 0 or not (rows := RowByRow(c)).products:
         return None
     found: list[tuple[ScaledMm, GatherLayout]] = []
     reasons: dict[fx.Node, str] = {}
@@ -52,7 +50,7 @@ def match_all_gather_scaled_matmul(
     if not found:
         numbers = [each for taken in rows.products for each in _gathers(taken.left, rows) if each is not c]
         if numbers and not again:
-            whole = match_all_gather_scaled_matmul(numbers[0], groups, again=True)
+            whole = match_all_gather_scaled_matmul(numbers[0], again=True)
             if whole is not None and c.node in whole.others:
                 return whole
         raise LeftAlone("; ".join(dict.fromkeys(reasons.values())))
@@ -129,10 +127,10 @@ class _Replacement:
 
     def replace(self) -> None:
         c, at, layout, first = self.collective, self.at, self.layout, self.uses[0]
-        with rewrite.undone_if_left():
-            rewrite.hoist(self.hoisted, at)
+        with undone_if_left():
+            hoist(self.hoisted, at)
             shard = self.rows.shard(first.left, at)
-            shard = rewrite.reshape(shard, [numel(digits) for digits in layout.shard], at, [c.x])
+            shard = reshape(shard, [numel(digits) for digits in layout.shard], at, [c.x])
             of_each = {
                 "biases": [use.bias for use in self.uses],
                 "result_scales": [None] * len(self.uses),
@@ -155,8 +153,8 @@ class _Replacement:
                 after = new[self.whole] = self._made_of(A, self.whole)
             for i, use in enumerate(self.uses):
                 out = call(use.node, operator.getitem, outs, i)
-                out = rewrite.reshape(out, val(use.node).shape, use.node, [shard])
-                new[use.node] = rewrite.make_contiguous(out, use.node)
+                out = reshape(out, val(use.node).shape, use.node, [shard])
+                new[use.node] = make_contiguous(out, use.node)
         self.tensor.read_sizes_from_shard()
         for old, node in new.items():
             old.replace_all_uses_with(node)
@@ -168,16 +166,16 @@ class _Replacement:
         scale = self.rows.shard(first.left_scale, at)
         travels = self.rows.dims(first.left_scale) is not None
         if first.kind is ScaleKind.TENSOR and not travels:  # of no dimension: none could be taken for a row's
-            return rewrite.reshape(scale, [], at)
+            return reshape(scale, [], at)
         lead = [numel(digits) for digits in (layout.shard if travels else layout.joined(c.world))[:-1]]
-        return rewrite.reshape(scale, [*lead, val(scale).shape[-1] if travels else 1], at, [c.x])
+        return reshape(scale, [*lead, val(scale).shape[-1] if travels else 1], at, [c.x])
 
     def _made_of(self, A: fx.Node, view: fx.Node) -> fx.Node:
         """A view of the quantised tensor, made of what the op returns."""
         c, dims = self.collective, self.rows.dims(view)
         assert dims is not None
         shape = val(view).shape
-        new = rewrite.rearrange(A, self.layout.joined(c.world), dims, shape, self.at, [c.x])
+        new = rearrange(A, self.layout.joined(c.world), dims, shape, self.at, [c.x])
         if val(new).stride() == val(view).stride():
             return new
         return call(self.at, aten.clone.default, new, memory_format=torch.contiguous_format)

@@ -13,11 +13,11 @@ from torch import fx
 
 from ....kernels.device.gemm.scaling import OUT_DTYPES, ScaleKind
 from ...library import schema
-from ..graph import rewrite
 from ..graph.collectives import Collective
+from ..graph.effects import check_no_write
 from ..graph.index_map import Dims, numel, plain
-from ..graph.nodes import LeftAlone, check_no_write, some, val, what
-from ..graph.rewrite import call
+from ..graph.nodes import LeftAlone, some, val, what
+from ..graph.rewrite import call, erase_unused, make_contiguous, rearrange, reshape, undone_if_left
 from ..graph.scaling import Scaling
 from ..graph.views import ViewStep, steps_back
 from ..patterns.matmul_reduce_scatter import parts_of_input, scattered_part
@@ -70,24 +70,24 @@ def _replace(c: Collective, product: ScaledMm, dim: int, part: Dims, nodes: list
     """``part`` are the dimensions of what the op gives, this rank's part of ``product``, which it scatters along
     ``dim`` of the shape that it is told; ``nodes`` stand between the product and the collective."""
     at = c.node
-    with rewrite.undone_if_left():
+    with undone_if_left():
         left, scale = product.left, product.left_scale
         if len(part) > 2:
             lead = [numel(part[0]), c.world * numel(part[1])]
-            left = rewrite.reshape(left, [*lead, val(left).shape[1]], at)
+            left = reshape(left, [*lead, val(left).shape[1]], at)
             if product.kind is not ScaleKind.TENSOR:
-                scale = rewrite.reshape(scale, [*lead, val(scale).shape[1]], at, [left])
+                scale = reshape(scale, [*lead, val(scale).shape[1]], at, [left])
         if product.kind is ScaleKind.TENSOR:  # of no dimension: none could be taken for a row's
-            scale = rewrite.reshape(scale, [], at)
+            scale = reshape(scale, [], at)
         operands = left, product.right, scale, product.right_scale
         more = None, product.bias, None, val(c.x).dtype, product.fast
         where = c.reduce_op, dim, dim, c.group
         out = call(at, schema.scaled_matmul_reduce_scatter, *operands, *where, *more, group_size=c.world)
         want = val(c.wait).shape
-        out = rewrite.rearrange(out, part, plain(want), want, at, [product.left])
-        out = rewrite.make_contiguous(out, at)
+        out = rearrange(out, part, plain(want), want, at, [product.left])
+        out = make_contiguous(out, at)
     c.wait.replace_all_uses_with(out)
-    rewrite.erase_unused([product.node, *nodes, c.node, c.wait])
+    erase_unused([product.node, *nodes, c.node, c.wait])
 
 
 def _check_dtypes(product: ScaledMm, steps: list[ViewStep], want: torch.dtype) -> None:

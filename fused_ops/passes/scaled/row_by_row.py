@@ -14,12 +14,12 @@ from typing import Any
 from torch import fx
 
 from ...library import schema
-from ..graph import rewrite
 from ..graph.collectives import Collective, communicates, group_of, waits
 from ..graph.index_map import RANK, Dims, gathered_dims, numel, same_size
-from ..graph.nodes import LeftAlone, argument, aten, c10d, calls, is_val, known, same_shape, val, walk, what
-from ..graph.rewrite import call
+from ..graph.nodes import LeftAlone, argument, aten, c10d, calls, is_val, val, walk, what
+from ..graph.rewrite import call, rearrange, reshape
 from ..graph.row_wise import is_pointwise, reduced_dims
+from ..graph.sizes import known, same_shape
 from ..graph.split_cat import SPLITS
 from ..graph.views import PERMUTES, steps_back, view_step
 from .scaled_mm import SCALED_MMS, ScaledMm, scaled_mm
@@ -28,6 +28,7 @@ _FAR = 128  # nodes between a gather and its products
 _NEAR = 12  # steps from a scale to the gather that it comes from
 _DEEP = 32  # nodes that a number is computed by
 _MAXIMA = (aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
+_CONSTANTS = (aten.full.default, aten.scalar_tensor.default, aten.lift_fresh_copy.default)
 _PARTS = (aten.select.int, aten.slice.Tensor, operator.getitem, *SPLITS)
 
 
@@ -39,8 +40,8 @@ class RowByRow:
         bases: it, and others that are found on the way, by what waits for them.
     """
 
-    def __init__(self, c: Collective, groups: frozenset[str] | None) -> None:
-        self._c, self._groups = c, groups
+    def __init__(self, c: Collective) -> None:
+        self._c = c
         self.bases = {c.wait: c}
         self._reached, self._cut_off = _reached([c.wait])
         self._dims: dict[fx.Node, Dims | None] = {}
@@ -64,8 +65,10 @@ class RowByRow:
             return self._find(node)
         if self._cut_off:
             raise LeftAlone(f"more than {_FAR} nodes take what is gathered before its scaled products do")
-        if (step := view_step(node)) is not None and _is_local(node, step.source, step.between):
-            return step.forward(self._needed(step.source))
+        if (step := view_step(node)) is not None:
+            made_of = (*step.between, step.source)
+            if all(n in made_of or not is_val(n) for n in node.all_input_nodes):
+                return step.forward(self._needed(step.source))
         if calls(node, *_MAXIMA):
             return self._maximum(node)
         if is_pointwise(node):
@@ -94,7 +97,7 @@ class RowByRow:
         if not calls(gather, c10d.all_gather_into_tensor.default) or group_of(gather) != self._c.group:  # type: ignore[arg-type]
             return False
         try:
-            c = Collective.from_node(gather, self._groups)  # type: ignore[arg-type]
+            c = Collective.from_node(gather)  # type: ignore[arg-type]
         except LeftAlone:
             return False
         if c.wait is not source or val(c.x).dim() == 0:
@@ -187,8 +190,8 @@ class RowByRow:
         if not step.between and len(want) == len(have) and calls(node, *PERMUTES):
             return call(at, node.target, source, *node.args[1:])
         if not step.between:
-            return rewrite.reshape(source, shape, at, [self._c.x])
-        return rewrite.rearrange(source, have, want, shape, at, [self._c.x])
+            return reshape(source, shape, at, [self._c.x])
+        return rearrange(source, have, want, shape, at, [self._c.x])
 
 
 def of_shard(dims: Dims) -> Dims:
@@ -199,11 +202,6 @@ def of_shard(dims: Dims) -> Dims:
 def _step_source(node: fx.Node) -> fx.Node | None:
     step = next(steps_back(node), None)
     return None if step is None else step.source
-
-
-def _is_local(node: fx.Node, source: fx.Node, between: tuple[fx.Node, ...]) -> bool:
-    """Whether the source is all that the node is made of."""
-    return bool(between) or all(n is source or not is_val(n) for n in node.all_input_nodes)
 
 
 def _reached(sources: list[fx.Node]) -> tuple[set[fx.Node], bool]:
@@ -250,7 +248,7 @@ def _rank_dependent(number: fx.Node, group: str) -> fx.Node | None:
             if not is_val(operand) or not known(val(operand).numel() == 1):
                 return operand
             pending.append(operand)
-        if communicates(node) or not (node.all_input_nodes or _is_constant(node)):
+        if communicates(node) or not (node.all_input_nodes or calls(node, *_CONSTANTS)):
             return node
     return None
 
@@ -263,7 +261,3 @@ def _is_part(node: fx.Node) -> bool:
             return False
         node = source
     return node.op == "placeholder" and is_val(node) and val(node).dim() == 1
-
-
-def _is_constant(node: fx.Node) -> bool:
-    return calls(node, aten.full.default, aten.scalar_tensor.default, aten.lift_fresh_copy.default)

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from ....kernels.device.gemm.scaling import FP8, OUT_DTYPES, ScaledProducts, ScaleKind
-from ..graph.nodes import LeftAlone, Size, argument, aten, calls, is_contiguous, is_val, known, val, what
+from ..graph.nodes import LeftAlone, argument, aten, calls, is_val, val, what
+from ..graph.sizes import Size, is_contiguous, known
 
 _SECOND = getattr(aten, "_scaled_mm_v2", None)
 #: What such products are: the second is what torch.nn.functional.scaled_mm calls, where torch has it.

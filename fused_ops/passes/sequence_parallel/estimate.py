@@ -22,12 +22,13 @@ from ...dispatch.profitability import (
 )
 from ..graph.collectives import Collective
 from ..graph.index_map import plain
-from ..graph.nodes import LeftAlone, hint, nbytes, val
+from ..graph.nodes import LeftAlone, val
+from ..graph.sizes import hint, nbytes
 from ..graph.views import view_step
 from ..order.costs import alone_us
 from ..patterns.all_reduce import MATMUL_FROM
 from ..patterns.matmuls import product
-from ..patterns.sum_of_matmuls import SumOfMatmuls, sum_of
+from ..patterns.sum_of_matmuls import sum_of
 from .region import Region
 
 #: How often a norm and an addition before it read or write as much as the tensor; microseconds of their launch.
@@ -68,11 +69,9 @@ def why_not_faster(region: Region) -> str | None:
     except LeftAlone as e:
         return str(e)
     least = _LEAST_SHARE * multiplied
-    return (
-        None
-        if saved > least
-        else f"by the estimate it would save {saved:.3g} us, and less than {least:.3g} is none"
-    )
+    if saved > least:
+        return None
+    return f"by the estimate it would save {saved:.3g} us, and less than {least:.3g} is none"
 
 
 def _saved(region: Region) -> tuple[float, float]:
@@ -123,14 +122,14 @@ def _product_us(candidate: FusionCandidate) -> float:
 def _of_reduction(c: Collective) -> tuple[FusionCandidate, FusionCandidate]:
     """What a reduction is, with the product before it, if there is one: as the graph is, and on own rows. LeftAlone: it
     should not be fused with a reduce-scatter."""
-    total, x = _products(c), val(c.x)
+    x = val(c.x)
     where = c.world, x.dtype, x.device.type
-    if total is None:
+    try:
+        total = sum_of(c.x, plain(x.shape), c.node)
+    except LeftAlone:
         n = hint(x.shape[-1])
-        m = hint(x.numel()) // max(n, 1)
-        return FusionCandidate("all_reduce", m, n, 0, *where), FusionCandidate(
-            "reduce_scatter", m, n, 0, *where
-        )
+        reduced = FusionCandidate("all_reduce", hint(x.numel()) // max(n, 1), n, 0, *where)
+        return reduced, replace(reduced, op="reduce_scatter")
     m, n, k = (hint(size) for size in (total.m, total.n, total.k))
     scattered = FusionCandidate("matmul_reduce_scatter", m, n, k, *where)
     if (why := why_not_profitable(scattered)) is not None:
@@ -162,10 +161,3 @@ def _of_gather(node: fx.Node, region: Region) -> FusionCandidate:
     if (why := why_not_profitable(candidate)) is not None:
         raise LeftAlone(why)
     return candidate
-
-
-def _products(c: Collective) -> SumOfMatmuls | None:
-    try:
-        return sum_of(c.x, plain(val(c.x).shape), c.node)
-    except LeftAlone:
-        return None

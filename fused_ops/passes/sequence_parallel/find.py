@@ -5,22 +5,22 @@ of them are needed: before a product mostly, which the pass then fuses, as it do
 Residuals stay on a rank's own rows from layer to layer.
 
 A sum is rounded where it was, to the dtype that it had, and so is what is computed of it. Only a sum of all rows, as in
-the gradient of a norm's weight, is taken in another order. What meets a reduced tensor is taken to be the same on all
-ranks where it is an input of the graph, or made of such by anything but products; and so is a gradient that the graph
-adds to a reduced one, if one weight alone has a part in it.
+the gradient of a norm's weight, is taken in another order. ``same.py`` has what is taken to be the same on all ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 
 from torch import fx
 
 from ....symm_mem import resolve_group
 from ..graph.collectives import Collective
-from ..graph.nodes import LeftAlone, Size, c10d, calls, known, same_shape, tangents, val
+from ..graph.nodes import LeftAlone, c10d, calls, tangents, val
 from ..graph.row_wise import RowLayout
+from ..graph.sizes import Size, known, same_shape
 from ..patterns.sum_of_matmuls import has_product
 from ..patterns.summed_all_reduces import merge_what_is_summed
 from ..records.entry import NOTE
@@ -71,16 +71,14 @@ def put_sequences_on_rows(
     for node in [n for n in graph.nodes if calls(n, c10d.all_reduce.default) and NOTE not in n.meta]:
         if node._erased:
             continue
-        try:
+        with suppress(LeftAlone):
             c = Collective.from_node(node, settings.groups)
             if (reason := _why_no_rows(c) or why_not(c.group)) is not None:
                 c.node.meta[NOTE] = f"not sequence parallel: {reason}"
                 continue
             if has_product(c.x):
-                c, _ = merge_what_is_summed(c, settings.groups)
-        except LeftAlone:
-            continue
-        found.setdefault(c.group, []).append(c)
+                c, _ = merge_what_is_summed(c)
+            found.setdefault(c.group, []).append(c)
     for group, several in found.items():
         same = same_on_all_ranks(graph, group)
         for region in _best(graph, several, same, own_chunks):

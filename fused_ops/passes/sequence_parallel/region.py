@@ -9,20 +9,10 @@ from torch import fx
 
 from ..graph.collectives import Collective
 from ..graph.disjoint_sets import DisjointSets
-from ..graph.nodes import (
-    LeftAlone,
-    aten,
-    calls,
-    is_val,
-    known,
-    memory,
-    nbytes,
-    same_shape,
-    val,
-    what,
-    writes,
-)
+from ..graph.effects import writes
+from ..graph.nodes import LeftAlone, aten, calls, is_val, memory, val, what
 from ..graph.row_wise import REDUCTIONS, RowLayout, is_pointwise, lead_of_step, sums_rows
+from ..graph.sizes import known, nbytes, same_shape
 from ..graph.split_cat import cut_of
 
 
@@ -31,8 +21,8 @@ class Region:
     """``leads`` has the nodes that are computed of a rank's own rows, in the order of the graph.
 
     What else uses them gets all rows of those in ``gathered``, which are gathered; but for ``chunks``, which are a
-    rank's own rows in the graph, too, ``sums`` of all rows, and the ``sizes`` of an input of a collective. ``unlike``
-    says where it ends as ranks may not have an operand alike; "" if nowhere.
+    rank's own rows in the graph, too, ``sums`` of all rows, and the ``sizes`` of an input of a collective, which serve
+    the users in ``served``. ``unlike`` says where it ends as ranks may not have an operand alike; "" if nowhere.
     """
 
     layout: RowLayout
@@ -41,6 +31,7 @@ class Region:
     chunks: dict[fx.Node, fx.Node] = field(default_factory=dict)
     sums: dict[fx.Node, fx.Node] = field(default_factory=dict)
     sizes: dict[fx.Node, tuple[fx.Node, int]] = field(default_factory=dict)
+    served: set[fx.Node] = field(default_factory=set)
     gathered: list[fx.Node] = field(default_factory=list)
     unlike: str = ""
 
@@ -66,13 +57,7 @@ class Region:
 
     def all_rows(self, node: fx.Node) -> list[fx.Node]:
         """The users of a node that need all rows."""
-        inside = (self.leads, self.sums, self.sizes)
-        return [
-            u
-            for u in node.users
-            if not any(u in each for each in inside)
-            and not (node in self.leads and _own_chunk(u, node, self) in self.chunks)
-        ]
+        return [u for u in node.users if u not in self.leads and u not in self.served]
 
     def settle(self) -> None:
         """Finds out what uses the nodes, and gathers no more than is needed."""
@@ -86,6 +71,9 @@ class Region:
                     self.sums[user] = node
                 elif (size := self._size(user)) is not None:
                     self.sizes[user] = size
+                else:
+                    continue
+                self.served.add(user)
         self._find_gathered()
         while leaves := self._needless():
             for node in leaves:

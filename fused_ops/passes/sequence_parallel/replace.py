@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from torch import fx
 
 from ..agreement.signature import COMPARED
-from ..graph import rewrite
 from ..graph.collectives import Collective, communicates
-from ..graph.nodes import FLAT, Size, aten, c10d, calls, memory, same_shape, val, walk
-from ..graph.rewrite import call
+from ..graph.nodes import FLAT, aten, c10d, calls, memory, val, walk
+from ..graph.rewrite import call, erase_unused, make_contiguous, reshape, undone_if_left
 from ..graph.row_wise import step_by_rows, sum_of_own_rows
+from ..graph.sizes import Size, same_shape
 from ..origin import put_for
 from .region import Region
 
@@ -26,8 +26,8 @@ def put_on_rows(region: Region) -> list[fx.Node]:
     new: dict[fx.Node, fx.Node] = {}
     scattered: list[fx.Node] = []
     roots, needed = {c.wait: c for c in region.collectives}, {*region.gathered}
-    with rewrite.undone_if_left():
-        for node, lead in region.leads.items():
+    with undone_if_left():
+        for node in region.leads:
             with put_for(node):
                 if node in roots:
                     pending, own[node] = _scattered(roots[node], region)
@@ -35,13 +35,13 @@ def put_on_rows(region: Region) -> list[fx.Node]:
                 else:
                     own[node] = step_by_rows(node, own, region.leads, layout)
                 if node in needed:
-                    whole[node] = _gathered(own[node], lead, node, region)
+                    whole[node] = _gathered(own[node], node, region)
         for chunk, source in region.chunks.items():
             with put_for(chunk):
-                new[chunk] = rewrite.reshape(own[source], val(chunk).shape, chunk)
+                new[chunk] = reshape(own[source], val(chunk).shape, chunk)
         for total, source in region.sums.items():
             with put_for(total):
-                part = sum_of_own_rows(total, own[source], region.leads[source], layout)
+                part = sum_of_own_rows(total, own[source], layout)
                 pending = call(total, c10d.all_reduce.default, part, "sum", layout.group)
                 new[total] = call(total, c10d.wait_tensor.default, pending)
         for size, (x, dim) in region.sizes.items():
@@ -61,7 +61,7 @@ def put_on_rows(region: Region) -> list[fx.Node]:
         while calls(x, *FLAT):
             gone.append(x)
             x = x.args[0]  # type: ignore[assignment]
-    rewrite.erase_unused(gone)
+    erase_unused(gone)
     return scattered
 
 
@@ -72,7 +72,7 @@ def _scattered(c: Collective, region: Region) -> tuple[fx.Node, fx.Node]:
         x = _in_shape(c.x, [*layout.lead, val(c.x).shape[-1]], at)
         if layout.dim:
             x = call(at, aten.cat.default, _parts(x, layout.own[layout.dim], layout.dim, region, at), 0)
-        x = rewrite.make_contiguous(x, at)
+        x = make_contiguous(x, at)
         pending = call(at, c10d.reduce_scatter_tensor.default, x, c.reduce_op, layout.world, layout.group)
     return pending, call(c.wait, c10d.wait_tensor.default, pending)
 
@@ -94,18 +94,18 @@ def _in_shape(x: fx.Node, shape: list[Size], at: fx.Node) -> fx.Node:
     node = x
     while not same_shape(val(node).shape, shape) and calls(node, *FLAT) and memory(node.args[0]) == memory(x):  # type: ignore[arg-type]
         node = node.args[0]  # type: ignore[assignment]
-    return node if same_shape(val(node).shape, shape) else rewrite.reshape(x, shape, at)
+    return node if same_shape(val(node).shape, shape) else reshape(x, shape, at)
 
 
-def _gathered(own: fx.Node, lead: int, node: fx.Node, region: Region) -> fx.Node:
+def _gathered(own: fx.Node, node: fx.Node, region: Region) -> fx.Node:
     """All rows, as the node has them, before it."""
     layout = region.layout
-    own = rewrite.make_contiguous(own, node)
+    own = make_contiguous(own, node)
     pending = call(node, c10d.all_gather_into_tensor.default, own, layout.world, layout.group)
     rows = call(node, c10d.wait_tensor.default, pending)
     if layout.dim:
         rows = call(node, aten.cat.default, _parts(rows, layout.lead[0], 0, region, node), layout.dim)
-    return rewrite.reshape(rows, val(node).shape, node, [node])
+    return reshape(rows, val(node).shape, node, [node])
 
 
 def _parts(x: fx.Node, size: int, dim: int, region: Region, at: fx.Node) -> list[fx.Node]:

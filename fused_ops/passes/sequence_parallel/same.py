@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from ..graph.collectives import group_of
-from ..graph.nodes import FLAT, after_tangents, argument, aten, c10d, calls, is_val, val
+from ..graph.nodes import FLAT, after_tangents, aten, c10d, calls, is_val, val
 from ..graph.row_wise import REDUCTIONS, is_pointwise
 from ..graph.split_cat import SLICES, SPLITS
 from ..graph.views import CASTS, PERMUTES, steps_back
@@ -94,7 +94,7 @@ def _compares_integers(node: fx.Node) -> bool:
 
 
 def _adds(node: fx.Node) -> bool:
-    return calls(node, aten.add.Tensor) and argument(node, 9, "alpha", 1) == 1
+    return calls(node, aten.add.Tensor) and bool(node.kwargs.get("alpha", 1) == 1)
 
 
 def _whole_gradients(total: fx.Node, same: set[fx.Node], reduced: set[fx.Node]) -> set[fx.Node]:

@@ -1,10 +1,9 @@
 """Where the ranks of a group see which graph each is about to run: docs/protocol.md#votes-of-graphs has the rules.
 
-Memory that the first rank makes and the others find through the group's store (``board_file``): nobody waits for
-another there. Every change is made under a lock of the file, so it is seen whole or not at all; but for what a rank
-that does not ask writes into its own row (``known``). A rank posts a ``Vote`` and learns one of two answers. FUSED:
-every rank stands at the same place before a graph with the same signature, and is willing. PLAIN: else, also where a
-rank has not come in time.
+Every change is made under a lock of the file, so it is seen whole or not at all; but for what a rank that does not ask
+writes into its own row (``known``). A rank posts a ``Vote`` and learns one of two answers. FUSED: every rank stands at
+the same place before a graph with the same signature, and is willing. PLAIN: else, also where a rank has not come in
+time.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.distributed import ProcessGroup, Store
 from .....symm_mem import WeftError, forks, get_timeout
 from .....symm_mem.bootstrap.store import GroupStore, StoreQuestions, peek
 from .....symm_mem.heap.registry import has_name
-from . import vote, vote_rows
+from . import vote_rows
 from .board_file import BoardFile, backoff, lock, unlock
 from .known import KnownGraphs
 
@@ -117,10 +116,15 @@ class VoteBoard(vote_rows.VoteRows):
             self.blind = rank, why
         return self.blind is not None
 
+    @property
+    def _words(self) -> memoryview:
+        assert self._file.words is not None
+        return self._file.words
+
     def begun(self) -> int:
         """Collectives, as a ``Vote`` has them."""
         group = self._group()
-        return self._shift if group is None else vote.begun(group) + self._shift
+        return self._shift if group is None else vote_rows.begun(group) + self._shift
 
     def begins_run(self) -> int:
         """A graph runs fused from here on; its number."""
@@ -144,7 +148,7 @@ class VoteBoard(vote_rows.VoteRows):
             del self._absent[rank]
         return None
 
-    def ask(self, post: vote.Vote, timeout: float) -> vote.Answer:
+    def ask(self, post: vote_rows.Vote, timeout: float) -> vote_rows.Answer:
         """Post, and wait for the answer, for ``timeout`` seconds at most. A rank that cannot fuse does not wait.
 
         For a rank that is ``absent`` the wait is short. That is safe whatever the others wait: FUSED takes the posts of
@@ -154,38 +158,38 @@ class VoteBoard(vote_rows.VoteRows):
             WeftError: another rank's process holds the lock until the group's deadline; or there is no store.
         """
         if not self.attached():
-            return vote.Answer(False, vote.NO_BOARD if post.can_fuse else vote.CANNOT_FUSE, self.rank)
+            return vote_rows.Answer(
+                False, vote_rows.NO_BOARD if post.can_fuse else vote_rows.CANNOT_FUSE, self.rank
+            )
         with self._thread_lock:
             try:
                 answer = self._ask(post, timeout)
             except BaseException:  # Ctrl-C, say: nobody shall count on this rank
                 with suppress(WeftError), self._lock(ABSENCE) as words:
-                    self._take_back(words, vote.LATE, self.rank)
+                    self._take_back(words, vote_rows.LATE, self.rank)
                 raise
-        if answer.why in (vote.LATE, vote.ABSENT) and answer.peer != self.rank:
+        if answer.why in (vote_rows.LATE, vote_rows.ABSENT) and answer.peer != self.rank:
             self._absent.setdefault(answer.peer, self._votes(answer.peer))
         return answer
 
-    def _ask(self, post: vote.Vote, timeout: float) -> vote.Answer:
+    def _ask(self, post: vote_rows.Vote, timeout: float) -> vote_rows.Answer:
         self.hopes = self.ends_all is not None
         with self._lock(get_timeout(self._name)) as words:
             if words[vote_rows._LEAVES] == self._leaves:
                 self._post(words, post)
             else:
-                self._decide(words, self.rank, vote.LEFT, words[vote_rows._LEAVER])
+                self._decide(words, self.rank, vote_rows.LEFT, words[vote_rows._LEAVER])
         answer = self._answer() or self._awaited(post, timeout)
         if answer.fused:
             self._shift += (
                 words[self._own + vote_rows.ring_of(words[self._own + vote_rows._RUN] - 1)] - post.begun
             )
-        if answer.why == vote.LEFT:
-            self._leaves, words[self._own + vote_rows._RUN] = (
-                words[vote_rows._LEAVES],
-                words[vote_rows._GO_ON],
-            )
+        if answer.why == vote_rows.LEFT:
+            self._leaves = words[vote_rows._LEAVES]
+            words[self._own + vote_rows._RUN] = words[vote_rows._GO_ON]
         return answer
 
-    def _awaited(self, post: vote.Vote, timeout: float) -> vote.Answer:
+    def _awaited(self, post: vote_rows.Vote, timeout: float) -> vote_rows.Answer:
         waits, begin, counted = backoff(), time.monotonic(), 0.0
         while (answer := self._answer()) is None:
             in_vain = None
@@ -194,27 +198,30 @@ class VoteBoard(vote_rows.VoteRows):
                     (r for r in range(self.size) if r != self.rank and self._file.has_ended(r)), None
                 )
                 if ended is not None:
-                    in_vain = vote.ENDED, ended
+                    in_vain = vote_rows.ENDED, ended
                 elif self._sees_blind():
-                    in_vain = vote.NO_BOARD, self.blind[0]  # type: ignore[index]
-                if self.hopes and self._counted_otherwise(self._file.words):  # type: ignore[arg-type]
+                    in_vain = vote_rows.NO_BOARD, self.blind[0]  # type: ignore[index]
+                if self.hopes and self._counted_otherwise(self._words):
                     counted = counted or time.monotonic()
                     self._compare_counts(post, time.monotonic() < counted + ABSENCE)
             absent = self.absent()
             limit = timeout if absent is None else min(timeout, ABSENCE)
             late = time.monotonic() >= begin + limit
-            words = self._file.words
-            assert words is not None
+            words = self._words
             if not late and in_vain is None and self._most(words) == words[self._own + vote_rows._RUN]:
                 continue
             with self._lock(get_timeout(self._name)):
                 # One that does not ask may have come meanwhile.
                 if self._answer() is None and not self._follow(words, post) and (late or in_vain):
-                    why = (vote.LATE, self._missing(words)) if absent is None else (vote.ABSENT, absent)
+                    why = (
+                        (vote_rows.LATE, self._missing(words))
+                        if absent is None
+                        else (vote_rows.ABSENT, absent)
+                    )
                     return self._take_back(words, *(in_vain or why))
         return answer
 
-    def _compare_counts(self, post: vote.Vote, in_time: bool) -> None:
+    def _compare_counts(self, post: vote_rows.Vote, in_time: bool) -> None:
         """All ranks wait before the same graph, with other counts: they may be at the same place all the same."""
         ended = in_time and self.ends_all is not None and self.ends_all()
         with self._lock(get_timeout(self._name)) as words:
@@ -226,32 +233,31 @@ class VoteBoard(vote_rows.VoteRows):
                 self.hopes = False
                 self._meet_all(words, post)
 
-    def _take_back(self, words: memoryview, why: int, peer: int) -> vote.Answer:
+    def _take_back(self, words: memoryview, why: int, peer: int) -> vote_rows.Answer:
         """This rank's post, unless there is an answer to it."""
-        if words[self._own + vote_rows._ANSWER] == vote.UNDECIDED:
+        if words[self._own + vote_rows._ANSWER] == vote_rows.UNDECIDED:
             self._decide(words, self.rank, why, peer)
             self._spread(words)
-        return vote.Answer(False, why, peer)
+        return vote_rows.Answer(False, why, peer)
 
-    def _answer(self) -> vote.Answer | None:
-        words, row = self._file.words, self._own
-        assert words is not None
+    def _answer(self) -> vote_rows.Answer | None:
+        words, row = self._words, self._own
         answer = words[row + vote_rows._ANSWER]
-        if answer == vote.UNDECIDED:
+        if answer == vote_rows.UNDECIDED:
             return None
-        return vote.Answer(answer == vote.FUSED, words[row + vote_rows._WHY], words[row + vote_rows._PEER])
+        return vote_rows.Answer(
+            answer == vote_rows.FUSED, words[row + vote_rows._WHY], words[row + vote_rows._PEER]
+        )
 
     def left(self) -> tuple[int, list[str] | None, list[str] | None]:
         """The rank that has left, what it came with, and what others ran there."""
-        words = self._file.words
-        assert words is not None
+        words = self._words
         came, expected = self._said(words[vote_rows._CAME]), self._said(words[vote_rows._EXPECTED])
         return words[vote_rows._LEAVER], came, expected
 
     def notes_session(self, session: int) -> bool:
         """Which session the group's heap has when a rank leaves; whether it is the one that the rank found."""
-        words = self._file.words
-        assert words is not None
+        words = self._words
         if words[vote_rows._LEAVER] == self.rank:
             words[vote_rows._SESSION] = session
         return words[vote_rows._SESSION] in (0, session)
@@ -261,14 +267,14 @@ class VoteBoard(vote_rows.VoteRows):
         """The words, for this rank alone. The kernel gives the lock back once no process has the holder's file open.
         WeftError: another rank's process has held it all the time, or a child that C code has forked from it."""
         self._owner.refuse_child(WHAT)
-        assert self._file.words is not None
+        words = self._words
         try:
             if not lock(self._file.fd, timeout):
                 raise WeftError(
                     f"{WHAT}: rank {self.rank} of group {self._name!r} waited {timeout:g} s for the lock of the ranks' "
                     "board: it is held, expected free"
                 )
-            yield self._file.words
+            yield words
         finally:  # Ctrl-C may have come just after the lock; who does not have it gives nothing back
             unlock(self._file.fd)
 

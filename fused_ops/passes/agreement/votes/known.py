@@ -10,8 +10,7 @@ import threading
 
 from ....dispatch.plan import unfused_calls
 from .board_file import BoardFile
-from .vote import FUSED, PLAIN, UNDECIDED
-from .vote_rows import _ANSWER, _BEGUN, _COUNT, _RUN, _TURN, FARTHEST, ring_of, row_of, trusted
+from .vote_rows import _ANSWER, _RUN, FUSED, is_free, ring_of, row_of
 
 _fence = threading.Lock()  # taking it is a full fence: what was written is seen before what follows is read
 _MOST_KNOWN = 1 << 16
@@ -63,36 +62,16 @@ class KnownGraphs:
                 return False
             turn = words[self._own + _RUN]
             ring, graph = ring_of(turn), (begun, count, signature)
-            if not self._is_free(words, turn, ring, graph):
+            if not is_free(words, self._others, turn, graph):
                 return False
             at, before = self._own + ring, words[self._own + _ANSWER]
             words[at], words[at + 1], words[at + 2] = graph
             words[self._own + _ANSWER] = FUSED
             words[self._own + _RUN] = turn + 1
             with _fence:
-                free = self._is_free(words, turn, ring, graph)
+                free = is_free(words, self._others, turn, graph)
             if free:
                 self._ran = signature, unfused_calls()
             else:
                 words[self._own + _RUN], words[self._own + _ANSWER] = turn, before
             return free
-
-    def _is_free(self, words: memoryview, turn: int, ring: int, graph: tuple[int, int, int]) -> bool:
-        """Whether no rank waits, is too far behind, or has run, or is to run, something else in this turn."""
-        if not trusted(words):
-            return False
-        for row in self._others:
-            answer, run = words[row + _ANSWER], words[row + _RUN]
-            if answer == UNDECIDED or run + FARTHEST <= turn:
-                return False
-            if run > turn:
-                if tuple(words[row + ring : row + ring + 3]) != graph:
-                    return False
-            elif answer == PLAIN and words[row + _TURN] == turn and _end(words, row) > graph[0]:
-                return False
-        return True
-
-
-def _end(words: memoryview, row: int) -> int:
-    """The collectives that the backend has begun once those of the last post are done."""
-    return words[row + _BEGUN] + words[row + _COUNT]

@@ -1,25 +1,16 @@
-"""The rows of a vote board: what each rank posted last, and the answer that follows from it.
-
-Ranks that have agreed often enough need not meet before a graph that they know (``known``). The one that comes first
-runs it; then that graph stands in its row, by the number of the run (its turn), and the others compare theirs with it
-when they come there. Whoever comes with another one has left: nobody can take back what runs already.
+"""What a rank asks the others before it runs a graph: the rows of a vote board have what each rank posted last, and the
+answer that follows from it, by the rules of docs/protocol.md#votes-of-graphs.
 """
 
 from __future__ import annotations
 
-from .vote import (
-    ABSENT,
-    ANOTHER_GRAPH,
-    CANNOT_FUSE,
-    FUSED,
-    LATE,
-    LEFT,
-    NOTHING,
-    PASSED_BY,
-    PLAIN,
-    UNDECIDED,
-    Vote,
-)
+from typing import NamedTuple
+
+from torch.distributed import ProcessGroup, get_backend
+
+UNDECIDED, FUSED, PLAIN = range(3)
+#: Why PLAIN; ``peer`` is the rank that it is about. LEFT: ``peer`` has left what others had run.
+NOTHING, CANNOT_FUSE, ANOTHER_GRAPH, PASSED_BY, LATE, NO_BOARD, ABSENT, ENDED, LEFT = range(9)
 
 # A rank's words: its post (from which a count of 1 on there is one) and the answer.
 _TURN, _BEGUN, _COUNT, _SIGNATURE, _CAN_FUSE, _ANSWER, _WHY, _PEER, _POSTS = range(9)
@@ -43,6 +34,43 @@ TRUSTED = 32  # graphs in a row on which ranks must have agreed before they run 
 FARTHEST = 96  # turns that a rank may be ahead of another one
 
 
+class Vote(NamedTuple):
+    """A graph that a rank is about to run.
+
+    Attributes:
+        begun: collectives that the rank's backend has begun in the group, but for those in graphs that ran fused.
+        count: collectives of the group in the graph as it was written.
+        signature: 64 bits; equal for graphs that communicate alike when fused.
+        can_fuse: whether the rank could run it fused.
+    """
+
+    begun: int
+    count: int  # type: ignore[assignment]
+    signature: int
+    can_fuse: bool
+
+
+class Answer(NamedTuple):
+    fused: bool
+    why: int = NOTHING
+    peer: int = -1
+
+
+def begun(group: ProcessGroup) -> int:
+    """Collectives that the backend has begun in the group. RuntimeError: the backend does not count them."""
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+
+
+def uncounting_backend(group: ProcessGroup) -> str | None:
+    """The group's backend if it counts no collectives, so that its ranks cannot agree; the one without ranks is
+    "fake". None if it counts."""
+    try:
+        begun(group)
+    except RuntimeError:
+        return get_backend(group)
+    return None
+
+
 def row_of(rank: int) -> int:
     """Where a rank's words begin."""
     return _HEADER + rank * _ROW
@@ -56,6 +84,29 @@ def ring_of(turn: int) -> int:
 def trusted(words: memoryview) -> bool:
     """Whether ranks run the graphs that they know without asking."""
     return words[_AGREED] >= TRUSTED and not words[_DIFFERED]
+
+
+def is_free(words: memoryview, others: list[int], turn: int, graph: tuple[int, int, int]) -> bool:
+    """Whether a rank that knows the graph may run it in this turn: no other one, of these rows, waits, is too far
+    behind, or has run, or is to run, something else there."""
+    if not trusted(words):
+        return False
+    ring = ring_of(turn)
+    for row in others:
+        answer, run = words[row + _ANSWER], words[row + _RUN]
+        if answer == UNDECIDED or run + FARTHEST <= turn:
+            return False
+        if run > turn:
+            if tuple(words[row + ring : row + ring + 3]) != graph:
+                return False
+        elif answer == PLAIN and words[row + _TURN] == turn and _end(words, row) > graph[0]:
+            return False
+    return True
+
+
+def _end(words: memoryview, row: int) -> int:
+    """The collectives that the backend has begun once those of the last post are done."""
+    return words[row + _BEGUN] + words[row + _COUNT]
 
 
 def _post_of(words: memoryview, row: int) -> tuple[int, ...]:

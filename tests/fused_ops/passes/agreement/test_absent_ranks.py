@@ -17,7 +17,7 @@ from weft.fused_ops.passes import FusionPass, Report
 from weft.fused_ops.passes.agreement import guard
 from weft.fused_ops.passes.agreement.votes import board_file
 from weft.fused_ops.passes.agreement.votes.board import ABSENCE
-from weft.fused_ops.passes.agreement.votes.vote import ABSENT, ENDED, LATE, Answer
+from weft.fused_ops.passes.agreement.votes.vote_rows import ABSENT, ENDED, LATE, Answer
 from weft.symm_mem.backends.host import host_identity
 
 __all__ = ["stores"]  # the fixture

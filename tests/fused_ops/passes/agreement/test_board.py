@@ -17,7 +17,7 @@ import torch.distributed as dist
 from weft.fused_ops.passes.agreement.votes import board as boards
 from weft.fused_ops.passes.agreement.votes import board_file, vote_rows
 from weft.fused_ops.passes.agreement.votes.board import VoteBoard
-from weft.fused_ops.passes.agreement.votes.vote import (
+from weft.fused_ops.passes.agreement.votes.vote_rows import (
     ANOTHER_GRAPH,
     CANNOT_FUSE,
     LATE,

@@ -11,7 +11,8 @@ import pytest
 from test_board import at_once, make, post, stores, turns
 from weft.fused_ops.passes.agreement.votes import known, vote_rows
 from weft.fused_ops.passes.agreement.votes.board import VoteBoard
-from weft.fused_ops.passes.agreement.votes.vote import (
+from weft.fused_ops.passes.agreement.votes.vote_rows import (
+    _RUN,
     ABSENT,
     ANOTHER_GRAPH,
     CANNOT_FUSE,
@@ -20,8 +21,9 @@ from weft.fused_ops.passes.agreement.votes.vote import (
     NOTHING,
     PASSED_BY,
     Answer,
+    ring_of,
+    row_of,
 )
-from weft.fused_ops.passes.agreement.votes.vote_rows import _RUN, ring_of, row_of
 
 __all__ = ["stores"]  # the fixture
 

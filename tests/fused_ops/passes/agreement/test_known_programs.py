@@ -13,9 +13,9 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_board import Group, at_once, stores
-from weft.fused_ops.passes.agreement.votes import known, vote_rows
+from weft.fused_ops.passes.agreement.votes import vote_rows
 from weft.fused_ops.passes.agreement.votes.board import VoteBoard
-from weft.fused_ops.passes.agreement.votes.vote import LEFT, Vote
+from weft.fused_ops.passes.agreement.votes.vote_rows import LEFT, Vote
 
 __all__ = ["stores"]  # the fixture
 
@@ -25,7 +25,7 @@ SOON, NEVER = 3, 1 << 20  # graphs on which ranks agree until they run those tha
 
 @pytest.fixture(autouse=True)
 def near(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "FARTHEST", 6)
+    monkeypatch.setattr(vote_rows, "FARTHEST", 6)
 
 
 class Named(Exception):

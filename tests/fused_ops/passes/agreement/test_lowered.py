@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from weft.fused_ops.passes import FusionPass
 from weft.fused_ops.passes.agreement import fallback_graph
-from weft.fused_ops.passes.decompositions import write_out
+from weft.fused_ops.passes.canonicalize import write_out
 
 X, W = torch.randn(6, 8), torch.randn(8, 8)
 

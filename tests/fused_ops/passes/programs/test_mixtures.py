@@ -13,7 +13,8 @@ from compiled import BOUND, Outcome, outcomes, program
 from test_own_rows import BY_ROWS, Copied, Reduced
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
-from weft.fused_ops.passes.graph.nodes import c10d, nbytes, val
+from weft.fused_ops.passes.graph.nodes import c10d, val
+from weft.fused_ops.passes.graph.sizes import nbytes
 
 WORLD, HIDDEN, INNER, EXPERTS, LAYERS = 2, 8, 12, 4, 2
 SHAPE = (2, 12, HIDDEN)

@@ -12,22 +12,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from torch import fx
 
-from .nodes import FLAT, LeftAlone, argument, aten, c10d, calls, first_write, is_val, known, val, walk
-from .rewrite import call, erase_unused, reshape, undone_if_left
-from .split_cat import SPLITS, cut_of
+from .graph.effects import first_write
+from .graph.nodes import FLAT, LeftAlone, argument, aten, c10d, calls, is_val, val, walk
+from .graph.rewrite import call, erase_unused, reshape, undone_if_left
+from .graph.sizes import known
+from .graph.split_cat import SPLITS, cut_of
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
-_PADDING = (
-    aten.slice.Tensor,
-    aten.constant_pad_nd.default,
-    aten.full.default,
-    *SPLITS[:2],
-    operator.getitem,
-)
+_PADDING = (aten.slice.Tensor, aten.constant_pad_nd.default, aten.full.default, *SPLITS[:2], operator.getitem)
 # How shards are joined along another dimension than the first.
 _JOINING = (aten.permute.default, aten.cat.default, *SPLITS, operator.getitem)
 _GATHER, _SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
@@ -38,16 +35,16 @@ def move_padding(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node._erased or not calls(node, *_PRODUCTS, aten.cat.default):
             continue
-        try:
-            with undone_if_left():
-                moved = _cut_after(node) if calls(node, *_PRODUCTS) else _padded_before(node)
-        except LeftAlone:
-            continue
+        moved = None
+        with suppress(LeftAlone), undone_if_left():
+            moved = _cut_after(node) if calls(node, *_PRODUCTS) else _padded_before(node)
         if moved is not None:
             product, result = moved
-            product.meta = {**_product_of(node).meta, "val": val(product)}
+            made_of = _made_of(node)
+            old = next(n for n in made_of if calls(n, *_PRODUCTS))
+            product.meta = {**old.meta, "val": val(product)}
             node.replace_all_uses_with(result)
-            erase_unused(_made_of(node))
+            erase_unused(made_of)
 
 
 def _cut_after(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -57,11 +54,9 @@ def _cut_after(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     *addend, left, right = args
     *_, sliced = _flat(left, copies=True)
     cut = cut_of(sliced)
-    if (
-        not calls(sliced, aten.slice.Tensor)
-        or cut is None
-        or any(is_val(a) and val(a).dim() != 1 for a in addend)
-    ):
+    if not calls(sliced, aten.slice.Tensor) or any(is_val(a) and val(a).dim() != 1 for a in addend):
+        return None
+    if cut is None:
         return None
     source, dim, start, few, _ = cut
     gather = _gather_of(source)
@@ -124,11 +119,6 @@ def _padded_before(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     padded = call(node, aten.constant_pad_nd.default, rows, [*after, 0, missing], 0.0)
     new = call(node, aten.mm.default, reshape(padded, [want, depth], node), w)
     return new, reshape(new, wanted, node)
-
-
-def _product_of(node: fx.Node) -> fx.Node:
-    """The product that a node is, or is made of by padding."""
-    return next(n for n in _made_of(node) if calls(n, *_PRODUCTS))
 
 
 def _made_of(node: fx.Node) -> list[fx.Node]:
