@@ -362,7 +362,7 @@ def test_who_waits_is_waited_with() -> None:
 
 
 def test_nobody_runs_too_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "FARTHEST", 5)
+    monkeypatch.setattr(vote_rows, "FARTHEST", 5)
     where = met(2)
     for _ in range(5):
         assert ask(where[0]) == UNASKED
