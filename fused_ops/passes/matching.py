@@ -80,9 +80,16 @@ def with_product(c: Collective, settings: PassSettings) -> Pattern:
             return match_scaled_matmul_reduce_scatter(c) or match_matmul_reduce_scatter(c)
         return match_all_gather_matmul(c)
     except LeftAlone as e:
-        if not scatters and (found := match_matmul_all_gather(c)) is not None:
-            return found
-        raise (why or e) from e
+        why = why or e
+        if scatters:
+            raise why from e
+    try:
+        found = match_matmul_all_gather(c)
+    except LeftAlone as e:
+        raise LeftAlone(f"{why}; {e}") from e
+    if found is None:
+        raise why
+    return found
 
 
 def _why_by_copy_engines(found: Pattern) -> str | None:

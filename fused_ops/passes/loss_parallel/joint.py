@@ -6,14 +6,15 @@ Targets, and rows that are cut out of the logits, are taken to be the same on al
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import fx
 
 from ...ops.vocabulary import chunks
 from ..graph.collectives import Collective
-from ..graph.nodes import LeftAlone, c10d, val, walk
+from ..graph.nodes import FLAT, LeftAlone, aten, c10d, calls, val, walk, what
+from ..graph.row_wise import REDUCTIONS, is_pointwise
 from ..graph.sizes import hint, hint_or_one
 from ..origin import fields_of
 from ..records.entry import NOTE, Entry
@@ -71,6 +72,18 @@ def _put_on_columns(c: Collective, settings: PassSettings) -> None:
             _put_log_sums(loss, logits)
             _note(*_put_on_product(loss, entry, settings.logits))
             return
+    if (met := _met_before_softmax(columns.whole)) is not None:
+        raise LeftAlone(f"its columns meet {what(met)}")
+
+
+def _met_before_softmax(whole: fx.Node) -> fx.Node | None:
+    """What takes gathered columns, not each alone, and has a softmax taken of what it gives."""
+    kept = _with_columns(whole)
+    for node in (u for n in kept for u in n.users if u not in kept and not calls(u, *REDUCTIONS)):
+        made = walk([node], lambda n: (u for u in n.users if calls(u, *FLAT) or is_pointwise(u)))
+        if any(calls(u, aten.amax.default) for n in made for u in n.users):
+            return node
+    return None
 
 
 def _put_log_sums(loss: ColumnLoss, logits: fx.Node) -> None:
@@ -98,7 +111,7 @@ def _put_on_product(loss: ColumnLoss, entry: Entry, most: int) -> tuple[fx.Node,
         return loss.op, [replace(entry, detail=f"{entry.detail}; its logits are whole: {e}")]
 
 
-def _with_columns(whole: fx.Node) -> Iterable[fx.Node]:
+def _with_columns(whole: fx.Node) -> dict[fx.Node, None]:
     """What has gathered columns, each of one other's alone."""
     return walk([whole], lambda n: filter(keeps_columns, n.users))
 

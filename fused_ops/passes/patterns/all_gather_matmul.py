@@ -222,8 +222,8 @@ def _fused_after(tensor: Gathered) -> list[str]:
 def _why_none(tensor: Gathered) -> str:
     users, x = tensor.outside(), tensor.collectives[0].x
     if has_product(x):
-        taken = f"only {some(users)} takes it" if users else "nothing takes it"
-        return f"it gathers a matrix product, with which no op gathers, and {taken}, no other product"
+        taken = f"only {some(users)} take{'s' * (len(users) == 1)} it" if users else "nothing takes it"
+        return f"it gathers a matrix product, and {taken}, no other product"
     if users and all(u.op == "output" for u in users):
         return (
             "the graph ends after the collective: no matrix product takes the gathered tensor, but the graph's "

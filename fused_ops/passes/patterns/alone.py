@@ -20,13 +20,14 @@ from ...library import schema
 from ..graph.collectives import Collective
 from ..graph.effects import check_no_write
 from ..graph.index_map import gathered_dims, same_dims
-from ..graph.nodes import FLAT, LeftAlone, aten, c10d, calls, only_user, val, what
+from ..graph.nodes import FLAT, LeftAlone, aten, c10d, calls, only_user, some, val, what
 from ..graph.rewrite import erase_unused, fused, reshape, undone_if_left
 from ..graph.sizes import is_contiguous, known
 from ..graph.split_cat import cut_of
-from ..graph.views import ViewStep, has_same_columns, steps_back, views
+from ..graph.views import CASTS, ViewStep, has_same_columns, steps_back, views
 from .matmuls import product
 from .pattern import Pattern, word_of
+from .sum_of_matmuls import has_product
 
 
 def match_alone(c: Collective, why: str = "", *, decided: bool = False) -> Pattern:
@@ -57,20 +58,24 @@ def match_alone(c: Collective, why: str = "", *, decided: bool = False) -> Patte
 
 
 def match_matmul_all_gather(c: Collective) -> Pattern | None:
-    """``fused_matmul_all_gather``; None where what is gathered is no such product."""
+    """``fused_matmul_all_gather``; None where no product is gathered. LeftAlone: one is, and not as the op does it."""
     path = [c.x]
     while calls(path[-1], *FLAT) and has_same_columns(path[-1]):
         path.append(path[-1].args[0])  # type: ignore[arg-type]
     taken, last = product(path[-1]), val(c.x).dim() - 1
-    if taken is None or taken.node.target is not aten.mm.default or last < 1:
+    if taken is None or taken.node.target is not aten.mm.default:
+        if has_product(c.x):
+            raise LeftAlone(f"{what(path[-1])} is no product alone")
         return None
     found = _gathered(c)
-    if found.dims != (last,) or _is_cut_from_padding(found.result, c.world):
-        return None
-    if any(only_user(node) is None for node in path):
-        return None
+    if last < 1 or found.dims != (last,):
+        raise LeftAlone("columns are not gathered side by side")
+    if _is_cut_from_padding(found.result, c.world):
+        raise LeftAlone("columns are cut off that some ranks may have padded")
+    if (node := next((n for n in path if only_user(n) is None), None)) is not None:
+        raise LeftAlone(f"{what(node)} is used by {some(node.users)}")
     if val(c.x).dtype not in validation.DTYPES or not is_contiguous(val(c.x)):
-        return None
+        raise LeftAlone("the op takes no such dtype or layout")
     check_no_write(taken.node, c.node)
     (m, k), n = val(taken.left).shape, val(taken.right).shape[1]
 
@@ -97,7 +102,7 @@ def _is_cut_from_padding(gathered: fx.Node, world: int) -> bool:
     """Whether columns are cut off that ranks with fewer ones have padded. There padding stands between the product and
     the gather; all ranks must choose alike."""
     for node in gathered.users:
-        if calls(node, *FLAT) and has_same_columns(node) and _is_cut_from_padding(node, world):
+        if calls(node, *FLAT, *CASTS) and has_same_columns(node) and _is_cut_from_padding(node, world):
             return True
         cut = cut_of(node)
         if cut is not None and cut.dim == val(gathered).dim() - 1 and known(cut.start == 0):

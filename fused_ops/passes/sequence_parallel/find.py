@@ -68,6 +68,7 @@ def put_sequences_on_rows(
         own_chunks: whether ranks compare what the graph has become before they run it, see ``RowLayout``.
     """
     found: dict[str, list[Collective]] = {}
+    several_as_one: dict[fx.Node, str] = {}
     for node in [n for n in graph.nodes if calls(n, c10d.all_reduce.default) and NOTE not in n.meta]:
         if node._erased:
             continue
@@ -77,7 +78,9 @@ def put_sequences_on_rows(
                 c.node.meta[NOTE] = f"not sequence parallel: {reason}"
                 continue
             if has_product(c.x):
-                c, _ = merge_what_is_summed(c)
+                c, merged = merge_what_is_summed(c)
+                if merged:
+                    several_as_one[c.node] = f"{1 + len(merged)} all-reduces as one"
             found.setdefault(c.group, []).append(c)
     for group, several in found.items():
         same = same_on_all_ranks(graph, group)
@@ -88,11 +91,13 @@ def put_sequences_on_rows(
                     reason = why_not_faster(region)
                 if reason is not None:
                     raise LeftAlone(reason)
-                for scattered in put_on_rows(region):
-                    scattered.meta[NOTE] = BY_ROWS
+                for scattered, c in put_on_rows(region).items():
+                    as_one = f", {several_as_one[c.node]}" if c.node in several_as_one else ""
+                    scattered.meta[NOTE] = f"{BY_ROWS}{as_one}"
             except LeftAlone as e:
                 for c in region.collectives:
-                    c.node.meta[NOTE] = f"not sequence parallel: {e}"
+                    as_one = f"{several_as_one[c.node]}, " if c.node in several_as_one else ""
+                    c.node.meta[NOTE] = f"{as_one}not sequence parallel: {e}"
 
 
 def _best(graph: fx.Graph, several: list[Collective], same: set[fx.Node], own_chunks: bool) -> list[Region]:

@@ -17,21 +17,21 @@ from ..origin import put_for
 from .region import Region
 
 
-def put_on_rows(region: Region) -> list[fx.Node]:
-    """Changes the graph; gives the reduce-scatters in place of its all-reduces. LeftAlone: a size is not there where it
-    is needed. The graph is as it was."""
+def put_on_rows(region: Region) -> dict[fx.Node, Collective]:
+    """Changes the graph; gives the reduce-scatters, and in place of which all-reduce each is. LeftAlone: a size is not
+    there where it is needed. The graph is as it was."""
     layout = region.layout
     own: dict[fx.Node, fx.Node] = {}
     whole: dict[fx.Node, fx.Node] = {}
     new: dict[fx.Node, fx.Node] = {}
-    scattered: list[fx.Node] = []
+    scattered: dict[fx.Node, Collective] = {}
     roots, needed = {c.wait: c for c in region.collectives}, {*region.gathered}
     with undone_if_left():
         for node in region.leads:
             with put_for(node):
                 if node in roots:
                     pending, own[node] = _scattered(roots[node], region)
-                    scattered.append(pending)
+                    scattered[pending] = roots[node]
                 else:
                     own[node] = step_by_rows(node, own, region.leads, layout)
                 if node in needed:

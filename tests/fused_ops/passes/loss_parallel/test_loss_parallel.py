@@ -198,9 +198,21 @@ def squared_gradient(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     return flat_loss(Squared.apply(own_gradient(x, w)), targets)
 
 
+def transposed(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    """As torch takes classes."""
+    return F.cross_entropy(own_gradient(x, w).transpose(1, 2), targets)
+
+
+def without_some_columns(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    logits = own_gradient(x, w)
+    return flat_loss(logits.masked_fill(torch.arange(logits.shape[-1]) > WIDTH, -1e4), targets)
+
+
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
+        (transposed, "its columns meet permute"),
+        (without_some_columns, "its columns meet where (where.self)"),
         (squared_gradient, "all columns of its gradient are used, by "),
         (learned_temperature, "its temperature is learned, and the gradient of that sums up all columns"),
         (log_probabilities, "its log-softmax is used by the graph's output"),

@@ -29,6 +29,14 @@ def twice(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return columns(y), y + 1
 
 
+# Why nothing but the gather is taken.
+REASONS = {
+    "padding_cut_off": "only slice_1 (slice.Tensor) takes it, no other product; columns are cut off that some ranks",
+    "taken_by_another": "no other product; mm (mm.default) is used by view (view.default), add ",
+    "with_bias": "no other product; addmm (addmm.default) is no product alone",
+    "multiplied": "no other product; mul (mul.Tensor) is no product alone",
+    "rows": "no other product; columns are not gathered side by side",
+}
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "matrix": (lambda x, w: columns(x @ w), (X, W), OP),
     "batch": (lambda x, w: columns(x @ w), (B, W), OP),
@@ -36,6 +44,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "sum_after_it": (lambda x, w: columns(x @ w).sum(-1), (X, W), OP),
     # Where ranks have 6 and 5 columns, the second one pads them.
     "padding_cut_off": (lambda x, w: columns(x @ w)[..., :11], (X, W), ALONE),
+    "padding_cut_off_the_cast": (lambda x, w: columns(x @ w).bfloat16()[..., :11], (X, W), ALONE),
     "others_cut_off": (lambda x, w: columns(x @ w)[..., :9], (X, W), OP),
     "taken_by_another": (twice, (X, W), ALONE),
     "with_bias": (lambda x, w, b: columns(torch.addmm(b, x, w)), (X, W, (6,)), ALONE),
@@ -51,6 +60,7 @@ def test_what_is_fused(name: str) -> None:
         traced(fn, *map(torch.randn, shapes)), FusionPass(fuse="always", agree=False, collectives=True)
     )
     assert seen.fused == [into], seen.reasons
+    assert REASONS.get(name, "") in seen.entries[0].detail, seen.entries
     check_same(seen, 2)
 
 

@@ -103,6 +103,23 @@ def test_a_weight_that_a_product_made_is_not_taken_for_the_same() -> None:
     assert seen.fused == [RS, GATHER]
 
 
+@pytest.mark.parametrize("on_rows", [True, False])
+def test_all_reduces_that_are_merged_are_all_said(on_rows: bool) -> None:
+    def fn(x: Tensor, w: Tensor, r: Tensor, n: Tensor, v: Tensor) -> Tensor:
+        y = r + ar(x @ w) + ar(x.sin() @ w)
+        return norm(y, n) @ v if on_rows else norm(y, n).cumsum(0) + y.cumsum(0)
+
+    with fake_ranks(2):
+        graph = make_fx(fn, tracing_mode="fake")(*inputs(0, torch.float32)).graph
+        seen = applied(graph, FusionPass(agree=False, sequence_parallel=True))
+    how = (
+        "sequence parallel, 2 all-reduces as one"
+        if on_rows
+        else "2 all-reduces as one, not sequence parallel: it"
+    )
+    assert how in seen.entries[0].detail, seen.entries
+
+
 def test_uneven_rows_stay() -> None:
     def fn(x: Tensor, w: Tensor, r: Tensor, n: Tensor) -> Tensor:
         return norm(r + ar(x @ w), n)
