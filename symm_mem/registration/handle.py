@@ -200,6 +200,8 @@ def refuse_other_kind(
     ``shape`` may not be known."""
     if not isinstance(local, torch.Tensor):
         raise TypeError(f"{name}: is of type {type(local).__name__}, must be a tensor")
+    if local.layout != torch.strided:
+        raise ValueError(f"{name}: is {local.layout}, must be strided")
     fits = shape is None or local.shape == shape
     if not fits or local.dtype != mine.dtype or local.device != mine.device:
         sizes = "" if shape is None else list(shape)

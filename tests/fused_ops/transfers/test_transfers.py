@@ -172,6 +172,8 @@ def test_fake_and_real_refuse_the_same(rank: int, world_size: int) -> None:
         r"source: .*\[3\] on cpu, must be as the tensor of rank 0, torch.float32\[2, 3\]": lambda: ops.put(
             t, like[0], 0, name
         ),
+        "source: is torch.sparse_coo, must be strided": lambda: x.put(like.to_sparse(), 0),
+        "out: is torch.sparse_coo, must be strided": lambda: x.get(like.to_sparse(), 0),
         r"puts\[1\]: is of the same tensor and rank as puts\[0\]": lambda: ops.batch_put(
             [t, t], [like, like], [0, 0], name
         ),
