@@ -35,7 +35,7 @@ from .fallback import FallbackRuns
 from .reasons import broken_by_leaving, reason_of
 from .signature import digest, name_of
 from .votes.board import ABSENCE, VoteBoard, vote_board
-from .votes.vote_rows import ABSENT, LATE, LEFT, NO_BOARD, Answer, Vote
+from .votes.vote_rows import ABSENT, LATE, LEFT, NO_BOARD, Answer, Vote, begun
 
 #: Seconds until a rank that does not come is taken to run something else; less if the group's deadline is less.
 VOTE_DEADLINE = 30.0
@@ -92,22 +92,6 @@ class GraphQuestion(NamedTuple):
     calls: list[KeptCall]
 
 
-class FusedRun(GraphTurn):
-    """What a graph holds while it runs fused. What it leaves to the groups' backends is the same on all ranks, and does
-    not count: in a CUDA graph it would where that is captured, and not where it is replayed."""
-
-    __slots__ = ("_runs",)
-
-    def __init__(self, boards: list[VoteBoard]) -> None:
-        super().__init__()
-        self._runs = [(board, board.begins_run()) for board in boards]
-
-    def __del__(self) -> None:
-        super().__del__()
-        for board, run in self._runs:
-            board.ends_run(run)
-
-
 class GraphGuard:
     """Asks for one compiled graph. Made once by the generated module; used by whatever thread runs the graph."""
 
@@ -127,8 +111,8 @@ class GraphGuard:
         self._unasked = asks.unasked and len(self._rounds) < 2
         # Where a rank did not come to this graph in time.
         self._in_vain: weakref.WeakSet[VoteBoard] = weakref.WeakSet()
-        # Of each group in which all have agreed, the fused ones last.
-        self._agreed_in: list[tuple[GroupQuestion, weakref.ref[ProcessGroup], weakref.ref[VoteBoard]]] = []
+        # Of each group, the fused one last: there it may run without asking. Empty where it must ask.
+        self._known_by: list[tuple[GroupQuestion, weakref.ref[ProcessGroup], weakref.ref[VoteBoard]]] = []
         self._kernels: KernelsOnTheirWay | None = KernelsOnTheirWay(asks.calls)
 
     @property
@@ -152,27 +136,23 @@ class GraphGuard:
         answer = self._runs_known(sizes)
         return self._asks(sizes) if answer is None else answer
 
-    def turn(self, sizes: tuple[int, ...] = ()) -> FusedRun | None:
-        """None where the graph must not run fused, as ``fused`` says."""
-        if not self.fused(sizes):
-            return None
-        return FusedRun(
-            [board for asked, _, its in self._agreed_in if asked.fused and (board := its()) is not None]
-        )
+    def turn(self, sizes: tuple[int, ...] = ()) -> GraphTurn | None:
+        """What the graph holds while it runs fused; None where it must not, as ``fused`` says."""
+        return GraphTurn() if self.fused(sizes) else None
 
     def _runs_known(self, sizes: tuple[int, ...]) -> bool | None:
         """The answer where all ranks know the graph; None where this rank must ask."""
-        agreed_in = self._agreed_in
-        if not self._unasked or not agreed_in or _capturing():
+        known_by = self._known_by
+        if not known_by or _capturing():
             return None
         signature = self.signature(sizes)
-        for asked, its_group, its_board in agreed_in:
+        for asked, its_group, its_board in known_by:
             group, board = its_group(), its_board()
             if group is None or board is None or not has_name(group, asked.name):
                 return None
             if not asked.fused:
                 self._ask(asked, Voters(group, board), signature, can_fuse=False)
-            elif not board.known.run(signature, asked.count, board.begun()):
+            elif not board.known.run(signature, asked.count, begun(group)):
                 return None
         outcomes.count_vote(self.name, True, 0.0, known=True)
         return True
@@ -186,14 +166,15 @@ class GraphGuard:
         signature = self.signature(sizes)
         agreed = self._agreed(signature, voters)
         outcomes.count_vote(self.name, agreed, time.perf_counter() - begin)
-        agreed_in = []
-        # Ranks of groups in which nothing is fused are told before anything waits.
-        for asked in sorted(self._groups, key=lambda g: g.fused) if agreed else ():
-            group, board = voters[asked.name]
-            if asked.fused and self._unasked:
-                board.known.learn(signature)
-            agreed_in.append((asked, weakref.ref(group), weakref.ref(board)))
-        self._agreed_in = agreed_in
+        known_by = []
+        if self._unasked and agreed:
+            # Ranks of groups in which nothing is fused are told before anything waits.
+            for asked in sorted(self._groups, key=lambda g: g.fused):
+                group, board = voters[asked.name]
+                if asked.fused:
+                    board.known.learn(signature)
+                known_by.append((asked, weakref.ref(group), weakref.ref(board)))
+        self._known_by = known_by
         return agreed
 
     def runs_unfused(self) -> None:
@@ -222,7 +203,7 @@ class GraphGuard:
                     f"graph {self.name}: was made for {asked.size} ranks, group {asked.name!r} has "
                     f"{group.size()}: after torch._dynamo.reset() it is made anew"
                 )
-        return {asked.name: Voters(group, _board_of(group)) for asked, group in groups.items()}
+        return {asked.name: Voters(group, vote_board(group)) for asked, group in groups.items()}
 
     def _agreed(self, signature: int, voters: Mapping[str, Voters]) -> bool:
         """Whether all ranks say that the graph may run fused."""
@@ -255,7 +236,7 @@ class GraphGuard:
         if board in self._in_vain:
             patience = min(patience, ABSENCE)
         while True:
-            answer = board.ask(Vote(board.begun(), asked.count, signature, can_fuse), patience)
+            answer = board.ask(Vote(begun(group), asked.count, signature, can_fuse), patience)
             if answer.why != LEFT:
                 break
             if (error := broken_by_leaving(board, group)) is not None:
@@ -300,22 +281,6 @@ def _make_connections(group: ProcessGroup) -> None:
 
 def _capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def _board_of(group: ProcessGroup) -> VoteBoard:
-    board = vote_board(group)
-    # A collective of NCCL's has ended once the GPU has nothing to do.
-    if board.ends_all is None and "nccl" in native_backends(group):
-        board.ends_all = _all_ended
-    return board
-
-
-def _all_ended() -> bool:
-    """Waits for the GPU, whose collectives may wait for ranks that wait for this one's vote: for as long as they do."""
-    if _capturing():
-        return False
-    torch.cuda.synchronize()
-    return True
 
 
 def _vote_deadline(group: str) -> float:

@@ -37,15 +37,10 @@ class VoteBoard(vote_rows.VoteRows):
     Attributes:
         blind: a rank that will never see the board, as far as this one knows, and why.
         connected: whether the group's backend can be captured.
-        ends_all: waits until all has ended that this process has begun; whether it could. None: it cannot be told.
     """
 
-    def __init__(self, group: ProcessGroup, ends_all: Callable[[], bool] | None = None) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self._owner = forks.Owner(group)
-        self._group, self.ends_all = weakref.ref(group), ends_all
-        self._shift = self._runs = self._began = (
-            0  # of the count; fused runs, and the count when the last one began
-        )
         self.rank, self.size, self._name = group.rank(), group.size(), group.group_name
         self._store = GroupStore(group)
         # A store may outlive a group of this name: each rank counts those that had a board, so that keys are new.
@@ -121,21 +116,6 @@ class VoteBoard(vote_rows.VoteRows):
         assert self._file.words is not None
         return self._file.words
 
-    def begun(self) -> int:
-        """Collectives, as a ``Vote`` has them."""
-        group = self._group()
-        return self._shift if group is None else vote_rows.begun(group) + self._shift
-
-    def begins_run(self) -> int:
-        """A graph runs fused from here on; its number."""
-        self._runs, self._began = self._runs + 1, self.begun()
-        return self._runs
-
-    def ends_run(self, run: int) -> None:
-        """What the graph has begun does not count. Not if others have run since: a traceback has kept it."""
-        if run == self._runs:
-            self._shift += self._began - self.begun()
-
     def _votes(self, rank: int) -> int:
         words = self._file.words
         return 0 if words is None else words[vote_rows.row_of(rank) + vote_rows._POSTS]
@@ -173,24 +153,19 @@ class VoteBoard(vote_rows.VoteRows):
         return answer
 
     def _ask(self, post: vote_rows.Vote, timeout: float) -> vote_rows.Answer:
-        self.hopes = self.ends_all is not None
         with self._lock(get_timeout(self._name)) as words:
             if words[vote_rows._LEAVES] == self._leaves:
                 self._post(words, post)
             else:
                 self._decide(words, self.rank, vote_rows.LEFT, words[vote_rows._LEAVER])
         answer = self._answer() or self._awaited(post, timeout)
-        if answer.fused:
-            self._shift += (
-                words[self._own + vote_rows.ring_of(words[self._own + vote_rows._RUN] - 1)] - post.begun
-            )
         if answer.why == vote_rows.LEFT:
             self._leaves = words[vote_rows._LEAVES]
             words[self._own + vote_rows._RUN] = words[vote_rows._GO_ON]
         return answer
 
     def _awaited(self, post: vote_rows.Vote, timeout: float) -> vote_rows.Answer:
-        waits, begin, counted = backoff(), time.monotonic(), 0.0
+        waits, begin = backoff(), time.monotonic()
         while (answer := self._answer()) is None:
             in_vain = None
             if next(waits):
@@ -201,9 +176,6 @@ class VoteBoard(vote_rows.VoteRows):
                     in_vain = vote_rows.ENDED, ended
                 elif self._sees_blind():
                     in_vain = vote_rows.NO_BOARD, self.blind[0]  # type: ignore[index]
-                if self.hopes and self._counted_otherwise(self._words):
-                    counted = counted or time.monotonic()
-                    self._compare_counts(post, time.monotonic() < counted + ABSENCE)
             absent = self.absent()
             limit = timeout if absent is None else min(timeout, ABSENCE)
             late = time.monotonic() >= begin + limit
@@ -220,18 +192,6 @@ class VoteBoard(vote_rows.VoteRows):
                     )
                     return self._take_back(words, *(in_vain or why))
         return answer
-
-    def _compare_counts(self, post: vote_rows.Vote, in_time: bool) -> None:
-        """All ranks wait before the same graph, with other counts: they may be at the same place all the same."""
-        ended = in_time and self.ends_all is not None and self.ends_all()
-        with self._lock(get_timeout(self._name)) as words:
-            if not self._counted_otherwise(words):
-                return
-            if ended:
-                self._count_alike(words, post)
-            elif not in_time:
-                self.hopes = False
-                self._meet_all(words, post)
 
     def _take_back(self, words: memoryview, why: int, peer: int) -> vote_rows.Answer:
         """This rank's post, unless there is an answer to it."""

@@ -17,7 +17,6 @@ _TURN, _BEGUN, _COUNT, _SIGNATURE, _CAN_FUSE, _ANSWER, _WHY, _PEER, _POSTS = ran
 _PRESENT = 9  # 1 once the rank has shown its presence
 _RUN = 10  # graphs that it has run fused: here, so that one who is interrupted while it asks has it, too
 _IN_VAIN = 11  # 1 + the rank that it has waited for in vain and that has not come there since; 0: none
-_ALL_ENDED = 12  # 1 once all collectives that it had begun when it posted have ended
 _RING, _TURNS_KEPT = 16, 128  # the graphs of its last turns
 _ROW = _RING + 3 * _TURNS_KEPT
 
@@ -38,7 +37,7 @@ class Vote(NamedTuple):
     """A graph that a rank is about to run.
 
     Attributes:
-        begun: collectives that the rank's backend has begun in the group, but for those in graphs that ran fused.
+        begun: collectives that the rank's backend has begun in the group.
         count: collectives of the group in the graph as it was written.
         signature: 64 bits; equal for graphs that communicate alike when fused.
         can_fuse: whether the rank could run it fused.
@@ -118,7 +117,6 @@ class VoteRows:
 
     rank: int
     size: int
-    hopes = False  # that ranks before the same graph with other counts are at the same place
 
     def _most(self, words: memoryview) -> int:
         """Graphs that any rank has run fused."""
@@ -140,7 +138,7 @@ class VoteRows:
         words[row + _ANSWER] = UNDECIDED
         turn = words[row + _TURN] = words[row + _RUN]
         words[row + _BEGUN], words[row + _COUNT], words[row + _SIGNATURE] = post[:3]
-        words[row + _CAN_FUSE], words[row + _ALL_ENDED] = int(post.can_fuse), 0
+        words[row + _CAN_FUSE] = int(post.can_fuse)
         words[row + _POSTS] += 1
         if not post.can_fuse:
             self._decide(words, self.rank, CANNOT_FUSE, self.rank)
@@ -152,36 +150,10 @@ class VoteRows:
             for rank in range(self.size):
                 self._run(words, rank, post)
             return
-        self._meet_all(words, post)
-
-    def _meet_all(self, words: memoryview, post: Vote) -> None:
         for peer in range(self.size):
             if peer != self.rank:
                 self._meet(words, post, peer)
         self._spread(words)
-
-    def _counted_otherwise(self, words: memoryview) -> bool:
-        """Whether all ranks wait before the same graph, and have counted other numbers of collectives.
-
-        A CUDA graph's are counted where it is captured, not where it is replayed, and ranks do not capture alike."""
-        rows = [row_of(rank) for rank in range(self.size)]
-        posts = {_post_of(words, row) for row in rows}
-        return (
-            all(words[row + _ANSWER] == UNDECIDED for row in rows)
-            and len(posts) > 1
-            and len({(turn, *graph) for turn, _, *graph in posts}) == 1
-        )
-
-    def _count_alike(self, words: memoryview, post: Vote) -> None:
-        """This rank's collectives have ended. Once all ranks' have, each has met those of all others: they are at the
-        same place."""
-        rows = [row_of(rank) for rank in range(self.size)]
-        words[row_of(self.rank) + _ALL_ENDED] = 1
-        if all(words[row + _ALL_ENDED] for row in rows):
-            most = post._replace(begun=max(words[row + _BEGUN] for row in rows))
-            words[_AGREED] += 1
-            for rank in range(self.size):
-                self._run(words, rank, most)
 
     def _run(self, words: memoryview, rank: int, post: Vote) -> None:
         """The rank runs its graph fused, in its turn."""
@@ -229,8 +201,6 @@ class VoteRows:
         if turn != words[own + _TURN]:
             return  # it is on its way here
         waits = words[row + _ANSWER] == UNDECIDED
-        if waits and self.hopes and (count, signature) == post[1:3] and begun != post.begun:
-            return  # see _counted_otherwise
         in_vain = words[row + _IN_VAIN] == self.rank + 1
         if (begun, count, signature) == post[:3]:  # the answer to one is the answer to the other
             if in_vain:  # this rank was only late

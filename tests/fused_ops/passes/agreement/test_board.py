@@ -48,9 +48,6 @@ class Group:
     def size(self) -> int:
         return self.count
 
-    def _get_sequence_number_for_group(self) -> int:
-        return 0
-
 
 @pytest.fixture(autouse=True)
 def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -144,34 +141,6 @@ def test_who_has_passed_by_is_not_waited_for() -> None:
     assert waiting == [Answer(False, PASSED_BY, 1)]
     # And when the other one has come and gone before.
     assert where[0].ask(post(4), LONG) == Answer(False, PASSED_BY, 1)
-
-
-@pytest.mark.parametrize("counts", [(0, 2), (4, 0, 4), (0, 1, 5)])
-def test_ranks_that_have_counted_otherwise_are_at_one_place_once_all_has_ended(
-    counts: tuple[int, ...],
-) -> None:
-    where = make(len(counts))
-    for b in where:
-        b.ends_all = lambda: True
-    assert all(a.fused for a in ask_all(where, [post(begun) for begun in counts]))
-    # From then on as if they had counted alike.
-    assert {b.begun() + begun for b, begun in zip(where, counts, strict=True)} == {max(counts)}
-    assert where[0].ask(post(9, signature=8), 0.05).why == LATE
-
-
-def test_ranks_whose_collectives_do_not_end_are_at_different_places() -> None:
-    """One has begun the graph's collectives elsewhere, and they wait for the other's."""
-    where = make(2)
-    done = threading.Event()
-    where[0].ends_all, where[1].ends_all = lambda: True, lambda: done.wait(LONG)
-    waiting: list[Answer] = []
-    ahead = threading.Thread(target=lambda: waiting.append(where[1].ask(post(2), LONG)), daemon=True)
-    ahead.start()
-    assert where[0].ask(post(0), LONG) == Answer(False, PASSED_BY, 1)
-    done.set()  # as it has run them now
-    assert where[0].ask(post(2), LONG).fused
-    ahead.join(LONG / 2)
-    assert [a.fused for a in waiting] == [True] and [b.begun() for b in where] == [0, 0]
 
 
 def test_who_does_not_come_is_waited_for_once_and_may_be_late() -> None:

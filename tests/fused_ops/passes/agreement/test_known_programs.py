@@ -81,27 +81,22 @@ class Slow:
 
 
 def rank_main(group: Group, stream: Stream, program: list[Part], seed: int, patience: float) -> int:
-    """Runs a program, whose parts need not be those of the other ranks; gives the number of graphs that ran fused.
-
-    Where hosts meet in each collective, a rank counts some at times that no rank runs: as those that are captured."""
+    """Runs a program, whose parts need not be those of the other ranks; gives the number of graphs that ran fused."""
     noise = random.Random(seed)
     where: VoteBoard | None = None  # made with the first graph
     place = begun = fused = 0
     for count, how in program:
         time.sleep(noise.choice([0, 0, 0, 1e-4, 1e-3, 5e-3]))
         runs_fused = False
-        if isinstance(stream, Meeting) and noise.random() < 0.1:
-            begun += noise.randint(1, 3)
         if how != "eager":
-            where = where or VoteBoard(group, lambda: isinstance(stream, Meeting))  # type: ignore[arg-type]
+            where = where or VoteBoard(group)  # type: ignore[arg-type]
             if isinstance(words := where._file.words, memoryview):
                 where._file.words = Slow(words, noise)  # type: ignore[assignment]
             fuses = how == "graph"
             signature = (100 if fuses else 200) + count
-            counted = begun + where.begun()
-            runs_fused = fuses and where.known.run(signature, count, counted)
+            runs_fused = fuses and where.known.run(signature, count, begun)
             if not runs_fused:
-                answer = where.ask(Vote(counted, count, signature, fuses), patience)
+                answer = where.ask(Vote(begun, count, signature, fuses), patience)
                 if answer.why == LEFT:
                     raise Named
                 runs_fused = answer.fused

@@ -192,7 +192,7 @@ class Alone(GraphGuard):
         return {}
 
     def _agreed(self, signature: int, voters: Mapping[str, Voters]) -> bool:
-        self.there, self._groups = program_counts(), []
+        self.there, self._unasked = program_counts(), False
         return True
 
 
