@@ -130,9 +130,10 @@ def grouped_matmul(
 
 def check_offs(A: Tensor, offs: Tensor, rows: Tensor | None = None) -> None:
     """Their numbers, in the checked mode, which may wait for data."""
-    if not may_look_at(A, offs):
+    of = A if rows is None else rows
+    if not may_look_at(A, offs) or of.dim() < 1 or offs.is_complex():  # the op refuses the others
         return
-    most = (A if rows is None else rows).shape[0]
+    most = of.shape[0]
     before = 0
     for i, each in enumerate(offs.flatten().tolist()):
         if not before <= each <= most:

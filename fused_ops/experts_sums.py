@@ -59,7 +59,7 @@ def fused_moe_combine_all_reduce(
         done = MOE_COMBINE_ALL_REDUCE.fast(CombineAllReduceCall(y, slots, weights, name, shared))
         if done is not None:
             return done  # type: ignore[no-any-return]
-    if may_look_at(slots, y):
+    if _may_look_at(slots, y):
         _check_slots("y", y, slots)
     return call_op("moe_combine_all_reduce", group, y, slots, weights, shared=shared)  # type: ignore[no-any-return]
 
@@ -119,7 +119,7 @@ def fused_moe_combine_all_reduce_rms_norm(
         done = MOE_COMBINE_ALL_REDUCE_RMS_NORM.fast(call)
         if done is not None:
             return done[0], done[1]
-    if may_look_at(slots, y):
+    if _may_look_at(slots, y):
         _check_slots("y", y, slots)
     given = y, slots, weights, residual, weight, eps
     named: Any = {"shared": shared, "weight_offset": weight_offset, "round_sum": round_sum}
@@ -173,7 +173,7 @@ def fused_moe_combine_reduce_scatter(
         done = MOE_COMBINE_REDUCE_SCATTER.fast(call)
         if done is not None:
             return done  # type: ignore[no-any-return]
-    if may_look_at(slots, y):
+    if _may_look_at(slots, y):
         _check_slots("y", y, slots)
     given = y, slots, weights, scatter_dim
     return call_op("moe_combine_reduce_scatter", group, *given, shared=shared)  # type: ignore[no-any-return]
@@ -296,7 +296,7 @@ def fused_grouped_matmul_reduce_scatter(
 def _check_grouped(A: Tensor, offs: Tensor, slots: Tensor) -> None:
     """In the checked mode: offsets and slots, each of which is of one choice."""
     check_offs(A, offs)
-    if not may_look_at(slots, A):
+    if not _may_look_at(slots, A):
         return
     _check_slots("A", A, slots)
     used = slots[slots >= 0]
@@ -305,6 +305,11 @@ def _check_grouped(A: Tensor, offs: Tensor, slots: Tensor) -> None:
         raise ValueError(
             f"slots: holds {int(counts.argmax())} more than once, must hold each row once at most"
         )
+
+
+def _may_look_at(slots: Tensor, rows: Tensor) -> bool:
+    """Where the checked mode does, whether gradients of the rows are wanted or not. Others the op refuses."""
+    return may_look_at(slots) and isinstance(rows, Tensor) and rows.dim() > 0 and not slots.is_complex()
 
 
 def _check_slots(of: str, rows: Tensor, slots: Tensor) -> None:

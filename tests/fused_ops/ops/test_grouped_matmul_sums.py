@@ -225,6 +225,11 @@ def refused(rank: int, size: int) -> None:
         ]:
             with pytest.raises(ValueError, match=words):
                 fused_grouped_matmul_all_reduce(*first[:at], wrong, *first[at + 1 :], "sum", world())
+        A = first[0].detach().requires_grad_()
+        with pytest.raises(ValueError, match="slots: holds 6, must be from -1 to 5, as A has rows"):
+            fused_grouped_matmul_all_reduce(A, *first[1:3], slots + 1, *first[4:], "sum", world())
+        with pytest.raises(ValueError, match="A: has 0 dimensions, must be a matrix"):
+            fused_grouped_matmul_all_reduce(torch.ones(()), *first[1:], "sum", world())
     finally:
         set_checked(False)
 

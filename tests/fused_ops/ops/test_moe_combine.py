@@ -100,8 +100,14 @@ def any_layout(rank: int, world_size: int) -> None:
     far[0, 0] = 1 << 30
     set_checked(True)
     try:
-        with pytest.raises(ValueError, match=r"slots: holds 1073741824, must be from -1 to 17, as y"):
-            fused_moe_combine_all_reduce(given.y, far, given.weights, world())
+        for y in (given.y, given.y.detach().requires_grad_()):
+            with pytest.raises(ValueError, match=r"slots: holds 1073741824, must be from -1 to 17, as y"):
+                fused_moe_combine_all_reduce(y, far, given.weights, world())
+        for at, name in enumerate(("y", "slots")):
+            wrong = [given.y, given.slots, given.weights]
+            wrong[at] = torch.ones((), dtype=torch.complex64)
+            with pytest.raises(ValueError, match=f"{name}: has 0 dimensions, must have 2"):
+                fused_moe_combine_all_reduce(*wrong, world())
     finally:
         set_checked(False)
 
