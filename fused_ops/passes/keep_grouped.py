@@ -86,6 +86,7 @@ def grouped_options(settings: PassSettings, given: Any = None) -> dict[str, Any]
     others = [each for each in passes_of(given) if not isinstance(each, KeepGrouped)]
     own: Any = KeepGrouped(**settings)
     if others:
-        by_key = all(isinstance(each, _SchedulerPass) for each in others)
+        # Of a scheduler's pass without a key Inductor's cache makes no difference to none.
+        by_key = all(isinstance(each, _SchedulerPass) and each.uuid() for each in others)
         own = (_InTurnByKey if by_key else InTurn)((*others, own))
     return {BEFORE_FUSION: one_of_equals(own)}

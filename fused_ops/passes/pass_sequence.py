@@ -19,7 +19,7 @@ _TAKES_A_LIST = hasattr(custom_graph_pass, "get_custom_graph_passes")
 
 @dataclass(frozen=True)
 class InTurn:
-    """Runs one pass after the other, each on what the one before returns, or has changed and does not return.
+    """Runs one pass after the other, each on what the one before returns.
 
     Equal to one of equal passes, as lists of them are: for options that differ torch compiles anew.
     """
@@ -28,8 +28,7 @@ class InTurn:
 
     def __call__(self, given: Any) -> Any:
         for each in self.passes:
-            returned = each(given)
-            given = given if returned is None else returned
+            given = each(given)
         return given
 
     def uuid(self) -> Any:
@@ -43,7 +42,11 @@ class InTurn:
 
 
 class PassSequence(InTurn, CustomGraphPass):
-    """For a torch whose option takes one."""
+    """All on the same graph, whatever they return, for a torch whose option takes one."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for each in self.passes:
+            each(graph)
 
 
 def in_sequence(passes: Sequence[Callable[[fx.Graph], None]]) -> Any:

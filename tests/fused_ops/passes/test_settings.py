@@ -22,7 +22,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from weft.fused_ops.passes import FusionPass, pass_sequence
 from weft.fused_ops.passes.backend import _with_pass, weft_backend
 from weft.fused_ops.passes.joint import JOINT_SLOT
-from weft.fused_ops.passes.keep_grouped import BEFORE_FUSION
+from weft.fused_ops.passes.keep_grouped import BEFORE_FUSION, _SchedulerPass, grouped_options
 from weft.fused_ops.passes.norms.eps_as_number import eps_options
 from weft.fused_ops.passes.pass_sequence import SLOT, passes_of
 
@@ -154,6 +154,13 @@ def test_two_passes_in_one_place(monkeypatch: pytest.MonkeyPatch, takes_a_list: 
     torch.testing.assert_close(y, x.sin())
 
 
+def test_what_a_pass_returns_goes_to_no_other() -> None:
+    # PatternMatcherPass.apply returns how many it has found.
+    graph, seen = fx.Graph(), list[fx.Graph]()
+    pass_sequence.PassSequence((lambda graph: len(graph.nodes) + 1, seen.append))(graph)
+    assert seen == [graph]
+
+
 def test_the_key_of_two_passes_is_that_of_both() -> None:
     fusion, other = FusionPass(), Other()
     both = pass_sequence.PassSequence([other, fusion])
@@ -161,6 +168,19 @@ def test_the_key_of_two_passes_is_that_of_both() -> None:
     assert pass_sequence.PassSequence([lambda graph: None, fusion]).uuid() is None
     assert deepcopy(both) is both
     assert fusion.options_with() == fusion.options
+
+
+@pytest.mark.parametrize("key", ["nodes", None])
+def test_nothing_is_kept_of_a_scheduler_pass_without_a_key(key: str | None) -> None:
+    class Nodes(_SchedulerPass):  # type: ignore[misc]
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            return nodes
+
+        def uuid(self) -> str | None:
+            return key
+
+    both = grouped_options(FusionPass(reorder=True), Nodes())[BEFORE_FUSION]
+    assert isinstance(both, _SchedulerPass) == (key is not None)  # Inductor keeps nothing of another kind
 
 
 ONE_OF_THREE = {"agree": "'capture'", "collectives": "'auto'", "sequence_parallel": "'auto'"}
