@@ -44,16 +44,16 @@ def differing_collective(own: list[str], other: list[str] | None) -> str:
 def irreversibly_changed(
     graph: str, group: ProcessGroup, own: list[str], other: list[str] | None, peer: int
 ) -> WeftError | None:
-    """Where this rank's training step was put on rows or columns, and the peer's took something else for the same.
+    """Where this rank's graph of a training step was put on rows, and the peer's took something else for the same.
 
     Nothing is left to fall back on: the forward and backward were one graph then."""
     taken = [w for w in own if w.startswith(TAKEN)]
     if not taken or taken[0] in (other or ()):
         return None
     return WeftError(
-        f"graph {graph}: is sequence or loss parallel, and rank {peer} of group {group.group_name!r} runs another "
-        f"graph: {differing_collective(own, other)}. What is {TAKEN} differs, so results would be wrong; without "
-        "these settings ranks may differ"
+        f"graph {graph}: is sequence parallel, and rank {peer} of group {group.group_name!r} runs another graph: "
+        f"{differing_collective(own, other)}. What is {TAKEN} differs, so results would be wrong; without "
+        "sequence_parallel ranks may differ"
     )
 
 

@@ -171,9 +171,8 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _computed(node: fx.Node) -> str:
-    """The operator and its numbers. Each rank has a device of its own."""
-    named = {name: value for name, value in node.kwargs.items() if name != "device"}
-    return f"{node.target} {fx.map_arg((node.args, named), lambda n: None)}"
+    """The operator and its numbers."""
+    return f"{node.target} {fx.map_arg((node.args, node.kwargs), lambda n: None)}"
 
 
 def name_of(signature: int) -> str:

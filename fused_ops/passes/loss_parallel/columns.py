@@ -12,7 +12,6 @@ import torch
 from torch import fx
 
 from ....symm_mem import resolve_group
-from ..agreement.signature import COMPARED
 from ..graph.collectives import Collective
 from ..graph.nodes import FLAT, LeftAlone, argument, aten, calls, is_val, only_user, val, walk, what
 from ..graph.rewrite import call, reshape
@@ -153,8 +152,6 @@ class OwnColumns:
             return next(left)
         if calls(node, *FLAT):
             return reshape(next(left), [*val(node).shape[:-1], self.columns.width], before)
-        made = call(
+        return call(
             before, node.target, *(next(left) if has_columns(a) else a for a in node.args), **node.kwargs
         )
-        made.meta[COMPARED] = True  # a number of it becomes one of all ranks' columns
-        return made

@@ -41,7 +41,7 @@ from gathered_losses import (
 )
 from graphs import captured, fake_ranks
 from opcommon import check
-from ranks import run_ranks, run_row
+from ranks import run_row
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,7 +49,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from weft.fused_ops import FusionPass
 from weft.fused_ops.passes.joint import joint_options
-from weft.symm_mem import WeftError
 
 CASES = [
     (mean, summed_gradient, torch.float32),
@@ -341,30 +340,3 @@ def masked_by_hand(rank: int, world: int) -> None:
 
 def test_rows_that_are_masked_by_hand() -> None:
     run_row(masked_by_hand, 2)
-
-
-def trained_with_a_number(rank: int, world: int, each: float) -> str:
-    """Of which ``each`` times the rank is its own; the error, or ""."""
-    number = 1.5 + each * rank
-
-    def fn(x: Tensor, u: Tensor, w: Tensor, targets: Tensor) -> Tensor:
-        h = funcol.all_reduce(x @ u, "sum", dist.distributed_c10d._get_default_group())
-        return F.cross_entropy((own_gradient(h, w) * number).flatten(0, -2), targets)
-
-    shapes = (*ROWS, HIDDEN), (HIDDEN, HIDDEN), (WIDTH, HIDDEN)
-    given = *(torch.randn(shape, requires_grad=True) for shape in shapes), torch.arange(14) % WIDTH
-    fusion = FusionPass(loss_parallel=True, fuse="always")
-    mine = torch.compile(fn, options={**fusion.options, "fx_graph_cache": False})
-    try:
-        check("loss", mine(*given), fn(*given), 1e-5)
-    except WeftError as e:
-        return str(e)
-    assert "loss parallel, " in fusion.report().details()
-    return ""
-
-
-def test_training_with_a_number_of_a_rank() -> None:
-    """The graph of forward and backward is changed before the ranks are asked: there is none to run instead."""
-    assert run_ranks(trained_with_a_number, 2, 0.0) == ["", ""]
-    for error in run_ranks(trained_with_a_number, 2, 2.0, fresh=True):
-        assert "is sequence or loss parallel, and rank" in error and "results would be wrong" in error
