@@ -1,7 +1,7 @@
 """What the pass does with the graph of forward and backward, before AOTAutograd's partitioner runs.
 
 All ranks must change it alike: by the graph, the groups' sizes and the settings. A rank whose graph differs is found by
-the vote, but what ranks then run has these changes already: where it takes other things for the same, the vote raises.
+the vote, but what ranks then run has these changes already.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from ..records.node import packed
 from ..settings import CAPTURE
 from .fallback import DRAWS, attributes, graph_copy, pickled, why_not_kept
 from .guard import SIZES, GraphGuard, GraphQuestion, GroupQuestion
-from .signature import Order, Signature, taken_for_the_same
+from .signature import Order, Signature
 from .votes.vote_rows import uncounting_backend
 
 
@@ -105,7 +105,6 @@ class FallbackGraph:
 
     def __init__(self, graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
         self._owner, self._before = graph.owning_module, set(graph.nodes)
-        self._taken = taken_for_the_same(graph)
         self.graph = graph_copy(graph)
         self._graph = self._without_objects()
         self._counts: dict[str, int] = {}
@@ -173,7 +172,7 @@ class FallbackGraph:
         unasked = not any(group_of(n) in changed for n in collectives(graph))
         asked = [GroupQuestion(g, self._counts[g], g in fused, resolve_group(g).size()) for g in order]
         kept = any(a.fused for a in asked)
-        signature = Signature(graph, index, fused, entries, orders, before=self._before, taken=self._taken)
+        signature = Signature(graph, index, fused, entries, orders, before=self._before)
         with unset_fake_temporarily():  # the constants are real
             redraws = _drawn_elsewhere(self._graph) is not None
             original = pickled(self._graph, self._owner) if kept else None

@@ -32,10 +32,10 @@ from ..kernels_ahead.graph_kernels import KeptCall, KernelsOnTheirWay
 from ..records.node import unpacked
 from . import outcomes
 from .fallback import FallbackRuns
-from .reasons import broken_by_leaving, irreversibly_changed, reason_of
+from .reasons import broken_by_leaving, reason_of
 from .signature import digest, name_of
 from .votes.board import ABSENCE, VoteBoard, vote_board
-from .votes.vote_rows import ABSENT, ANOTHER_GRAPH, LATE, LEFT, NO_BOARD, Answer, Vote, begun
+from .votes.vote_rows import ABSENT, LATE, LEFT, NO_BOARD, Answer, Vote, begun
 
 #: Seconds until a rank that does not come is taken to run something else; less if the group's deadline is less.
 VOTE_DEADLINE = 30.0
@@ -240,10 +240,6 @@ class GraphGuard:
             if answer.why != LEFT:
                 break
             if (error := broken_by_leaving(board, group)) is not None:
-                raise error
-        if answer.why == ANOTHER_GRAPH and answer.peer != board.rank:
-            told = board.told(answer.peer)
-            if (error := irreversibly_changed(self.name, group, self._what, told, answer.peer)) is not None:
                 raise error
         if can_fuse and not answer.fused:
             outcomes.note(self.name, asked.name, answer.peer, reason_of(answer, board, self._what, patience))

@@ -6,7 +6,7 @@ from torch.distributed import ProcessGroup
 
 from ....symm_mem import WeftError
 from ....symm_mem.heap.registry import heaps_of
-from .signature import TAKEN, digest
+from .signature import digest
 from .votes.board import VoteBoard
 from .votes.vote_rows import ABSENT, ANOTHER_GRAPH, CANNOT_FUSE, ENDED, LATE, NO_BOARD, PASSED_BY, Answer
 
@@ -32,29 +32,12 @@ def differing_collective(own: list[str], other: list[str] | None) -> str:
     """The first collective in which two graphs differ."""
     if other is None:
         return "which one is not known"
-    own, other = ([w for w in what if not w.startswith(TAKEN)] for what in (own, other))
     for i, (a, b) in enumerate(zip(own, other, strict=False)):
         if a != b:
             return f"collective {i} is {b} there, {a} here"
     if len(own) != len(other):
         return f"it has {len(other)} collectives, this one {len(own)}"
     return "with the same collectives, whose ops get other shapes, addends or factors, or elements in another order"
-
-
-def irreversibly_changed(
-    graph: str, group: ProcessGroup, own: list[str], other: list[str] | None, peer: int
-) -> WeftError | None:
-    """Where this rank's graph of a training step was put on rows, and the peer's took something else for the same.
-
-    Nothing is left to fall back on: the forward and backward were one graph then."""
-    taken = [w for w in own if w.startswith(TAKEN)]
-    if not taken or taken[0] in (other or ()):
-        return None
-    return WeftError(
-        f"graph {graph}: is sequence parallel, and rank {peer} of group {group.group_name!r} runs another graph: "
-        f"{differing_collective(own, other)}. What is {TAKEN} differs, so results would be wrong; without "
-        "sequence_parallel ranks may differ"
-    )
 
 
 def broken_by_leaving(where: VoteBoard, group: ProcessGroup) -> WeftError | None:

@@ -16,7 +16,7 @@ a graph for any may agree.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -34,8 +34,6 @@ from ..records.entry import Entry
 
 #: What a node has in its ``meta`` if ranks must compute it alike.
 COMPARED = "weft_compared"
-#: How ``Signature.what`` begins what a graph took to be the same that was changed before it came to the pass.
-TAKEN = "taken to be the same on all ranks"
 _REDUCTIONS = ("amax", "amin", "max", "min")
 Order = tuple[Dims, tuple[Size, ...]]  # what travels, as digits of a tensor of this shape
 
@@ -43,7 +41,7 @@ Order = tuple[Dims, tuple[Size, ...]]  # what travels, as digits of a tensor of 
 class Signature:
     """
     Attributes:
-        what: what became of each collective, in words that are the same on every rank; and ``taken``.
+        what: what became of each collective, in words that are the same on every rank.
         sizes: those of the ops' tensors; None where it is the next of ``symbolic``.
     """
 
@@ -56,7 +54,6 @@ class Signature:
         orders: Iterable[Order],
         *,
         before: Collection[fx.Node],
-        taken: Sequence[str] = (),
     ) -> None:
         """``graph``: as the pass leaves it; ``before``: the nodes that it had before.
 
@@ -66,7 +63,7 @@ class Signature:
             orders: of each op that the pass has put in.
         """
         self._index = index
-        self.what = [*(self._became(e) for e in entries), *taken]
+        self.what = [self._became(e) for e in entries]
         self.sizes: list[int | str | None] = []
         self.symbolic: list[torch.SymInt] = []
         lines = [*self.what]
@@ -157,12 +154,6 @@ def _own_values(node: fx.Node) -> tuple[str, ...]:
     """Arguments, all given by name, of which ranks may have values of their own, but for None."""
     known = OP_OF.get(kind_of(node)) if getattr(node.target, "namespace", "") == "weft" else None
     return () if known is None else known.own_values
-
-
-def taken_for_the_same(graph: fx.Graph) -> list[str]:
-    """What a rewrite of ``graph`` counted on, which cannot be undone any more: one line, or none."""
-    computed = [_computed(node) for node in graph.nodes if COMPARED in node.meta]
-    return [f"{TAKEN} {digest(chr(10).join(computed)):x}"] if computed else []
 
 
 def _computes(node: fx.Node) -> bool:

@@ -48,8 +48,6 @@ def put_on_rows(region: Region) -> dict[fx.Node, Collective]:
             with put_for(size):
                 new[size] = call(size, aten.sym_size.int, x, dim)
     _compare_what_meets(region)
-    for node in own.values():
-        node.meta[COMPARED] = True  # a number of it becomes one of all ranks' rows
     for node, gathered in whole.items():
         for user in region.all_rows(node):
             user.replace_input_with(node, gathered)

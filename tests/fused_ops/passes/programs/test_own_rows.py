@@ -13,11 +13,9 @@ import torch
 import torch.nn.functional as F
 from compiled import BOUND, CODEGEN, Outcome, check, outcomes, program
 from graphs import Copied, Reduced
-from ranks import run_ranks
 from torch import Tensor
 from torch.distributed import _functional_collectives as funcol
 from torch_versions import GATHERS_ALONG_ANY, as_collectives_take
-from weft.symm_mem import WeftError
 
 WORLD, HIDDEN, INNER, LAYERS = 2, 8, 12, 2
 BY_ROWS = "of an all-reduce, sequence parallel"
@@ -123,36 +121,6 @@ def test_training_on_rows_that_one_rank_has() -> None:
     assert max(error for outcome in found for error in outcome.errors.values()) <= BOUND
     assert found[0].text.count(BY_ROWS) > 0
     assert len({(o.fused, len(o.left)) for o in found}) == 1, [o.text for o in found]
-
-
-def train_with_numbers(rank: int, world: int, name: str, each: float, codegen: bool) -> str:
-    """Of which ``each`` times the rank is its own; the error, or ""."""
-    whole, own, x, given = trained_weights(rank, 1)
-    number = 1.5 + each * rank
-
-    def fn(x: Tensor, p: list[Tensor], copy: by_hand.Collective, reduce: by_hand.Collective) -> Tensor:
-        y = blocks(x, p, copy, reduce)
-        y = y.sin() * number if name == "of rows" else y + number * x
-        return copy(F.rms_norm(y + x, (HIDDEN,), p[0])) @ p[1]
-
-    with program(codegen, sequence_parallel=True) as run:
-        try:
-            got = run.compile(fn)(given, own, Copied.apply, Reduced.apply)
-            want = fn(x, whole, by_hand.same, by_hand.same).chunk(world, -1)[rank]
-            run.compare("y", got, want)
-        except WeftError as e:
-            return str(e)
-        found = run.outcome()
-    assert BY_ROWS in found.text and max(found.errors.values()) <= BOUND
-    return ""
-
-
-@pytest.mark.parametrize("name", ["of rows", "of what meets them"])
-def test_training_with_numbers_of_a_rank(name: str) -> None:
-    """The graph of forward and backward is changed before the ranks are asked: there is none to run instead."""
-    assert run_ranks(train_with_numbers, WORLD, name, 0.0, True, fresh=True) == ["", ""]
-    for error in run_ranks(train_with_numbers, WORLD, name, 2.0, True, fresh=True):
-        assert "is sequence parallel, and rank" in error and "results would be wrong" in error
 
 
 def train_with_an_embedding(rank: int, world: int, codegen: bool) -> Outcome:
