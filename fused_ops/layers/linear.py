@@ -196,10 +196,10 @@ class RowParallelLinear(ParallelLinear):
         Raises:
             ValueError, TypeError: x does not fit, or the layer was made by another rank or for another number of them.
         """
-        own = self.in_features // self.world_size
-        x, weight, bias = self._operands(x, own if self.input_is_parallel else self.in_features)
-        if not self.input_is_parallel:
-            x = SplitShards.apply(x, -1, self.group, self.rank, self.world_size)
+        if self.input_is_parallel:
+            x, weight, bias = self._operands(x, self.in_features // self.world_size)
+        else:
+            x, weight, bias = self._operands(x, self.in_features, self._own_columns)
         if not self.sequence_parallel:
             y = SumOfMatmulsOverRanks.apply(torch.atleast_2d(x), weight, self.group, self.world_size)
             y = y if x.dim() > 1 else y[0]
@@ -211,3 +211,6 @@ class RowParallelLinear(ParallelLinear):
                 f"must have a multiple of {self.world_size} ranks there"
             )
         return fused_matmul_reduce_scatter(x, weight.t(), "sum", along, self.group, bias=bias)
+
+    def _own_columns(self, x: Tensor) -> Tensor:
+        return SplitShards.apply(x, -1, self.group, self.rank, self.world_size)  # type: ignore[no-any-return]

@@ -114,12 +114,16 @@ class ParallelLinear(ParallelLayer):
             setattr(layer, name, nn.Parameter(own, getattr(linear, name).requires_grad))
         return layer.train(linear.training)
 
-    def _operands(self, x: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x, which must have so many columns, weight and bias, in the dtype of the product."""
+    def _operands(
+        self, x: Tensor, columns: int, own: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x, which must have so many columns, weight and bias, in the dtype of the product. ``own``: gives this rank's
+        columns of x, before they are cast."""
         weight: Tensor = self.weight  # once: a parametrization computes it anew each time
         bias: Tensor | None = self.bias
         self._check(x, weight, columns)
         dtype = linear_dtype(x)
+        x = x if own is None else own(x)
         return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
     def _along_sequence(self, x: Tensor) -> int:
