@@ -138,7 +138,7 @@ def _validate(call: Any) -> tuple[Any, ProcessGroup]:
 
 def _known_by(call: Any) -> Known:
     given, shared = call[:3], call.shared
-    return call[3], given if shared is None else (*given, shared)  # the dimension, or of none the group
+    return how_reduced(call).scatter_dim, given if shared is None else (*given, shared)
 
 
 def _op(schema: str, record: Callable[..., Any], kernel: str) -> Op:
